@@ -1,0 +1,102 @@
+"""The `fp8-grpo` command.
+
+Exit codes: 0 done; 1 the training failed; 2 the user's mistake, found before any work.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from flows.environment import make_prefect_home, quiet_prefect_console, wait_for_prefect
+from fp8core.errors import UserError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; mistakes of the user are one line on stderr."""
+    options = _parser().parse_args(arguments)
+    try:
+        return int(options.command(options))
+    except UserError as error:
+        print(f"fp8-grpo: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="fp8-grpo", description="GRPO in block-wise FP8.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add(commands, "run", _run, "train, or continue a run").add_argument(
+        "--json", type=Path, metavar="FILE", help="write the summary as JSON"
+    )
+    _add(commands, "graph", _graph, "draw the iteration of a configuration")
+    _add(commands, "config", _config, "print a configuration with the origin of each value")
+    commands.add_parser("doctor", help="say what this machine can run").set_defaults(command=_doctor)
+    return parser
+
+
+def _add(commands: Any, name: str, command: Any, text: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=text)
+    parser.add_argument("config", help="a shipped configuration (tiny, gsm8k) or a YAML file")
+    parser.add_argument(
+        "--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE", help="override a setting"
+    )
+    parser.set_defaults(command=command)
+    return parser
+
+
+def _run(options: argparse.Namespace) -> int:
+    from tasks.session import plan_of
+
+    config = _load(options)
+    plan_of(config)
+    make_prefect_home()
+    quiet_prefect_console()
+    wait_for_prefect()
+    from flows.grpo import grpo
+
+    state = grpo(config=options.config, overrides=options.overrides, return_state=True)
+    if not state.is_completed():
+        print(f"fp8-grpo: {state.message}", file=sys.stderr)
+        return 1
+    if options.json is not None:
+        summary = state.result()
+        options.json.write_text(json.dumps(summary, indent=2) + "\n")
+    return 0
+
+
+def _graph(options: argparse.Namespace) -> int:
+    from fp8core.report.graph import pipeline_mermaid, pipeline_text
+    from tasks.session import plan_of
+
+    plan = plan_of(_load(options))
+    print(pipeline_text(plan))
+    print()
+    print(pipeline_mermaid(plan))
+    return 0
+
+
+def _config(options: argparse.Namespace) -> int:
+    from fp8core.config.load import origins
+
+    for key, (value, origin) in origins(options.config, options.overrides).items():
+        print(f"{key} = {value}  # {origin}")
+    return 0
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from fp8core.report.doctor import examine
+
+    print(examine())
+    return 0
+
+
+def _load(options: argparse.Namespace) -> Any:
+    from fp8core.config.load import load_config
+
+    return load_config(options.config, options.overrides)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,167 @@
+"""The training flow: warm start, then iterations of the declared DAG until the configured number of steps.
+
+    fp8-grpo run tiny                             this function, in this process
+    prefect deployment run fp8-grpo/tiny          this function, from a worker
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+from prefect import flow, runtime
+from prefect.states import Failed
+from pydantic import Field
+
+from fp8core.config.load import load_config
+from fp8core.config.run import RunConfig
+from fp8core.errors import UserError
+from fp8core.report.console import Console, StyleAccuracy
+from fp8core.report.curves import draw_curves
+from fp8core.report.summary import StepTiming, Summary, summarise
+from fp8core.store.artifacts import Ref
+from fp8core.training.trainer import NotFiniteError
+from fp8core.workers.live import live_run
+from flows.iteration import as_task, prefect_tasks, run_iteration
+from tasks import start
+from tasks.checkpoint import checkpoint_due, save_state
+from tasks.commit import commit_step, history, publish_step
+from tasks.execute import Interval, TaskResult
+from tasks.restore import RedoError, carried, restore
+from tasks.session import Session, catch_up, open_session
+from tasks.sync import SyncError
+from tasks.tracking import Tracker, quiet_store_logs, ui_command
+
+Overrides = dict[str, Any] | list[str]
+
+
+@flow(name="fp8-grpo", persist_result=False)
+def grpo(
+    config: Annotated[str, Field(description="Shipped name (tiny, gsm8k) or path of a configuration.")] = "tiny",
+    run: Annotated[str | None, Field(description="Name of the run; an existing one is continued.")] = None,
+    steps: Annotated[int | None, Field(ge=1, description="GRPO steps; null takes the configuration's.")] = None,
+    seed: Annotated[int | None, Field(ge=0, description="Seed; null takes the configuration's.")] = None,
+    overrides: Annotated[
+        Overrides | None, Field(description="Any other setting: {'training.learning_rate': 1e-4}.")
+    ] = None,
+) -> Any:
+    """Train a policy with GRPO; returns the summary. What went wrong is the message of the failed state."""
+    quiet_store_logs()
+    flat = {"run": run, "steps": steps, "seed": seed}
+    given = {key: value for key, value in flat.items() if value is not None}
+    try:
+        settings = load_config(config, merged(overrides or {}, given))
+        return train(settings).model_dump(mode="json")
+    except (UserError, NotFiniteError, SyncError, RedoError) as error:
+        return Failed(message=str(error))
+
+
+def train(config: RunConfig) -> Summary:
+    """Train from wherever the run stands."""
+    console = Console(sys.stdout, config.steps)
+    with open_session(config, run_name(config), console) as session:
+        begin(session)
+        tasks = prefect_tasks(session.run.plan)
+        for index in range(session.run.ready_trainer().version, config.steps):
+            iterate(session, tasks, index)
+        return finish(session, console)
+
+
+def begin(session: Session) -> None:
+    """Policy 0, its scales and its accuracy; then back to where an earlier process stopped."""
+    run, folder = session.run, session.run.directory.path
+    session.stage("warm_start", _warm_start(folder, index=start.FIRST))
+    scales: TaskResult = _first_scales(folder, index=start.FIRST)
+    session.stage("first_scales", scales)
+    evaluated = _first_evaluation(folder, index=start.FIRST, scales=scales.entry.outputs["scales"])
+    session.stage("first_evaluation", evaluated)
+    styles = run.directory.store.get_json(evaluated.entry.outputs["evaluation"]).get("styles", [])
+    if styles:
+        run.console.styles([StyleAccuracy(**style) for style in styles])
+    if start.FIRST not in run.directory.ledger.steps():
+        commit_step(run, start.FIRST)
+    restore(run)
+    catch_up(session)
+
+
+def iterate(session: Session, tasks: Any, index: int) -> None:
+    """One iteration, committed, published, and checkpointed when it is due."""
+    run, began = session.run, time.perf_counter()
+    results = run_iteration(run, tasks, index, carried(run, index))
+    intervals = {name: [result.interval] for name, result in results.items()}
+    metrics, interval = _commit(run.directory.path, index, session.tracker)
+    intervals["commit"] = [interval]
+    if checkpoint_due(run, index):
+        intervals["checkpoint"] = [_checkpoint(run.directory.path, index)]
+    ended = time.perf_counter()
+    session.timings.append(StepTiming(step=index, interval=(began, ended), tasks=intervals))
+    seconds = {name: result.entry.finished - result.entry.started for name, result in results.items()}
+    run.console.step({**metrics, "step": index + 1}, ended - began, seconds)
+
+
+def finish(session: Session, console: Console) -> Summary:
+    """Curves and summary, in the folder and in MLflow."""
+    run, tracker = session.run, session.tracker
+    metrics = history(run)
+    picture = run.directory.path / "curves.png"
+    draw_curves(metrics, picture, f"{run.directory.path.name}: {run.config.name}, seed {run.config.seed}")
+    tracker.log_figure_file(picture, "pictures")
+    summary = summarise(
+        metrics,
+        session.timings,
+        run=run.directory.path.name,
+        mlflow_run_id=tracker.run_id,
+        weights_digest=run.ready_trainer().digest(),
+        total_seconds=time.perf_counter() - session.began,
+        stage_seconds={name: end - begin for name, (begin, end) in session.stages.items()},
+    )
+    run.directory.write_text("summary.json", summary.model_dump_json(indent=2) + "\n")
+    tracker.log_dict(summary.model_dump(mode="json"), "summary.json")
+    console.summary(summary, picture, ui_command(tracker.uri), tracker.page)
+    return summary
+
+
+def merged(overrides: Overrides, flat: dict[str, Any]) -> Overrides:
+    """Overrides with the flow's own parameters on top."""
+    if isinstance(overrides, dict):
+        return {**overrides, **flat}
+    return [*overrides, *(f"{key}={json.dumps(value)}" for key, value in flat.items())]
+
+
+def run_name(config: RunConfig) -> str:
+    """The configured name, else one that a retry of the same flow run finds again."""
+    return config.run or f"{config.name}-{str(runtime.flow_run.id)[:8]}"
+
+
+@as_task("warm_start")
+def _warm_start(folder: Path, index: int) -> TaskResult:
+    run = live_run(folder)
+    result = start.warm_start(run)
+    start.bring_to_life(run)
+    return result
+
+
+@as_task("first_scales")
+def _first_scales(folder: Path, index: int) -> TaskResult:
+    return start.first_scales(live_run(folder))
+
+
+@as_task("first_evaluation")
+def _first_evaluation(folder: Path, index: int, scales: Ref) -> TaskResult:
+    return start.first_evaluation(live_run(folder), scales)
+
+
+@as_task("commit")
+def _commit(folder: Path, index: int, tracker: Tracker) -> tuple[dict[str, float], Interval]:
+    began, run = time.perf_counter(), live_run(folder)
+    commit_step(run, index)
+    metrics = publish_step(run, tracker, index)
+    return metrics, (began, time.perf_counter())
+
+
+@as_task("checkpoint")
+def _checkpoint(folder: Path, index: int) -> Interval:
+    began = time.perf_counter()
+    save_state(live_run(folder), index)
+    return began, time.perf_counter()

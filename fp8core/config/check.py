@@ -1,0 +1,256 @@
+"""Checking before any work: pydantic's refusals as one line, and the pipeline as a graph that can run."""
+
+import difflib
+import itertools
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from fp8core.config.pipeline import PipelineConfig, StepConfig
+from fp8core.config.steps import StepSpec
+from fp8core.errors import UserError
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """A step with every port connected: `inputs` and `outputs` map a port to its artifact."""
+
+    name: str
+    uses: str
+    spec: StepSpec
+    inputs: Mapping[str, str]
+    outputs: Mapping[str, str]
+    options: BaseModel
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One iteration that can run: steps in an order in which inputs come before their readers."""
+
+    steps: tuple[PlannedStep, ...]
+    carries: Mapping[str, str]
+
+    def ready(self, done: set[str]) -> list[PlannedStep]:
+        """Steps, not in `done`, that need only what the steps named in `done` provide and what is carried."""
+        available = set(self.carries).union(*(step.outputs.values() for step in self.steps if step.name in done))
+        return [step for step in self.steps if step.name not in done and available.issuperset(step.inputs.values())]
+
+    def levels(self) -> list[list[PlannedStep]]:
+        """Steps by the earliest moment at which they can start; those of one level can run side by side."""
+        done: set[str] = set()
+        levels: list[list[PlannedStep]] = []
+        while level := self.ready(done):
+            levels.append(level)
+            done |= {step.name for step in level}
+        return levels
+
+
+def check_pipeline(
+    pipeline: PipelineConfig, carried_kinds: Mapping[str, str], resolve: Callable[[str], StepSpec]
+) -> Plan:
+    """Connect the steps of an iteration, or raise UserError with the place and the reason.
+
+    `carried_kinds` maps the artifacts that exist before the first iteration to their kinds; `resolve` gives
+    the declaration of the step at an import path.
+    """
+    _refuse_repeated_names(pipeline.steps)
+    steps = [_connect(step, resolve) for step in pipeline.steps]
+    producers = _producers(steps, pipeline.carries)
+    kinds = {artifact: step.spec.outputs[port] for step in steps for port, artifact in step.outputs.items()}
+    _check_carried(pipeline.carries, carried_kinds, kinds)
+    kinds |= {artifact: carried_kinds[artifact] for artifact in pipeline.carries}
+    for step in steps:
+        _check_inputs(step, kinds)
+    return Plan(tuple(_ordered(steps, producers)), dict(pipeline.carries))
+
+
+def _refuse_repeated_names(steps: Sequence[StepConfig]) -> None:
+    seen: dict[str, str] = {}
+    for step in steps:
+        if step.name in seen:
+            raise UserError(f"step {step.name}: two steps have this name ({seen[step.name]} and {step.uses})")
+        seen[step.name] = step.uses
+
+
+def _connect(step: StepConfig, resolve: Callable[[str], StepSpec]) -> PlannedStep:
+    try:
+        spec = resolve(step.uses)
+    except UserError as error:
+        raise UserError(f"step {step.name}: {error}") from error
+    inputs = step.inputs()
+    _refuse_unknown_ports(step.name, "input", inputs, spec.input_kinds)
+    _refuse_unknown_ports(step.name, "output", step.provides, spec.outputs)
+    missing = [port for port in spec.inputs if port not in inputs]
+    if missing:
+        raise UserError(f"step {step.name}: needs does not name the required input {missing[0]}")
+    outputs = {port: step.provides.get(port, port) for port in spec.outputs}
+    return PlannedStep(step.name, step.uses, spec, inputs, outputs, _options(step, spec))
+
+
+def _refuse_unknown_ports(step: str, direction: str, ports: Iterable[str], known: Mapping[str, str]) -> None:
+    for port in ports:
+        if port not in known:
+            raise UserError(f"step {step}: it has no {direction} port {port}; {suggestion(port, known)}")
+
+
+def _options(step: StepConfig, spec: StepSpec) -> BaseModel:
+    try:
+        return spec.options.model_validate_json(json.dumps(step.options), strict=True)
+    except ValidationError as error:
+        raise refusal(error, spec.options, step.options, prefix=f"pipeline.steps.{step.name}.with") from error
+
+
+def _producers(steps: Sequence[PlannedStep], carries: Mapping[str, str]) -> dict[str, PlannedStep]:
+    producers: dict[str, PlannedStep] = {}
+    for step in steps:
+        for port, artifact in step.outputs.items():
+            if not artifact.isidentifier():
+                raise UserError(f"step {step.name}: output {port}: {artifact!r} is not a name for an artifact")
+            if artifact in carries:
+                raise UserError(f"step {step.name}: provides {artifact}, which the previous iteration hands over")
+            if artifact in producers:
+                first = producers[artifact].name
+                raise UserError(f"artifact {artifact}: provided by two steps, {first} and {step.name}")
+            producers[artifact] = step
+    return producers
+
+
+def _check_carried(carries: Mapping[str, str], carried_kinds: Mapping[str, str], kinds: Mapping[str, str]) -> None:
+    for start, end in carries.items():
+        place = f"pipeline.carries.{start}"
+        if start not in carried_kinds:
+            raise UserError(
+                f"{place}: nothing of this name exists before the first iteration; {suggestion(start, carried_kinds)}"
+            )
+        if end not in kinds:
+            raise UserError(f"{place}: no step provides {end}; {suggestion(end, kinds)}")
+        if kinds[end] != carried_kinds[start]:
+            raise UserError(f"{place}: wants kind {carried_kinds[start]}, but artifact {end} is of kind {kinds[end]}")
+
+
+def _check_inputs(step: PlannedStep, kinds: Mapping[str, str]) -> None:
+    for port, artifact in step.inputs.items():
+        place, wanted = f"step {step.name}: input {port}", step.spec.input_kinds[port]
+        if artifact not in kinds:
+            raise UserError(f"{place}: there is no artifact {artifact}; {suggestion(artifact, kinds)}")
+        if kinds[artifact] != wanted:
+            raise UserError(f"{place} wants kind {wanted}, but artifact {artifact} is of kind {kinds[artifact]}")
+
+
+def _ordered(steps: Sequence[PlannedStep], producers: Mapping[str, PlannedStep]) -> list[PlannedStep]:
+    """Steps in topological order; of those that could come next, the first one in the configuration does."""
+    waiting = {step.name: step for step in steps}
+    predecessors = {
+        step.name: {producers[artifact].name: artifact for artifact in step.inputs.values() if artifact in producers}
+        for step in steps
+    }
+    ordered: list[PlannedStep] = []
+    while waiting:
+        free = [name for name in waiting if waiting.keys().isdisjoint(predecessors[name])]
+        if not free:
+            raise UserError(_describe_cycle(waiting, predecessors))
+        ordered.append(waiting.pop(free[0]))
+    return ordered
+
+
+def _describe_cycle(waiting: Mapping[str, PlannedStep], predecessors: Mapping[str, Mapping[str, str]]) -> str:
+    # Every waiting step waits for another one, so walking backwards must meet a step again.
+    path = [next(iter(waiting))]
+    while path[-1] not in path[:-1]:
+        path.append(next(name for name in predecessors[path[-1]] if name in waiting))
+    cycle = path[path.index(path[-1]) :][::-1]
+    links = ", ".join(
+        f"{reader} reads {predecessors[reader][provider]} of {provider}"
+        for provider, reader in itertools.pairwise(cycle)
+    )
+    return f"pipeline: cycle {' -> '.join(cycle)}: {links}"
+
+
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """What to write instead of an unknown word: a close match, else all that is known."""
+    choices = list(known)
+    close = difflib.get_close_matches(word, choices, n=1)
+    if close:
+        return f"did you mean {close[0]}?"
+    return f"known here: {', '.join(choices)}" if choices else "none is known here"
+
+
+def refusal(
+    error: ValidationError,
+    model: type[BaseModel],
+    given: Mapping[str, Any],
+    prefix: str = "",
+    places: Mapping[str, str] | None = None,
+) -> UserError:
+    """Pydantic's errors about `given` as one line: the first mistake, where it was written, how many more there are.
+
+    `places` maps dotted keys to the file and line, or the override, that set them.
+    """
+    # A misspelt key also leaves its field missing: the spelling is the mistake to report.
+    details = sorted(error.errors(include_url=False), key=lambda item: item["type"] != "extra_forbidden")
+    keys = [_dotted(item, given) for item in details]
+    key, first = keys[0], details[0]
+    place = ".".join(part for part in (prefix, key) if part)
+    origin = (places or {}).get(key)
+    line = (f"{place}: " if place else "") + _reason(first, model)
+    more = len(set(keys)) - 1
+    return UserError(line + (f" ({origin})" if origin else "") + (f" (and {more} more)" if more else ""))
+
+
+def _dotted(error: ErrorDetails, given: Mapping[str, Any]) -> str:
+    """The key as a user writes it: steps by name, without the branches of unions that pydantic adds."""
+    parts: list[str] = []
+    value: Any = given
+    for part in error["loc"]:
+        if isinstance(part, int) and isinstance(value, list):
+            value = value[part]
+            parts.append(step_name(value) or str(part))
+        elif isinstance(value, Mapping) and part in value:
+            value = value[str(part)]
+            parts.append(str(part))
+    if error["type"] == "missing":
+        parts.append(str(error["loc"][-1]))
+    return ".".join(parts)
+
+
+def step_name(item: Any) -> str | None:
+    """The name of an item of a list of steps."""
+    name = item.get("name") if isinstance(item, Mapping) else None
+    return name if isinstance(name, str) else None
+
+
+def _reason(error: ErrorDetails, model: type[BaseModel]) -> str:
+    if error["type"] == "extra_forbidden":
+        return f"unknown key; {suggestion(str(error['loc'][-1]), _known_keys(model, error['loc'][:-1]))}"
+    if error["type"] == "missing":
+        return "missing"
+    if error["type"] == "value_error":
+        return error["msg"].removeprefix("Value error, ")
+    wanted = error["msg"].partition(" should ")[2] or error["msg"]
+    wanted = wanted.replace("an object", "a mapping").replace("a valid array", "a list")
+    hint = "; quote it to make it a string" if error["type"] == "string_type" else ""
+    return f"must {wanted}, got {_shown(error['input'])}{hint}"
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, default=str, ensure_ascii=False)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _known_keys(model: type[BaseModel], section: Sequence[int | str]) -> list[str]:
+    for part in section:
+        nested = [
+            _model_in(info.annotation) for name, info in model.model_fields.items() if part == (info.alias or name)
+        ]
+        model = next((found for found in nested if found is not None), model)
+    return [info.alias or name for name, info in model.model_fields.items()]
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for found in map(_model_in, get_args(annotation)) if found is not None), None)

@@ -1,0 +1,394 @@
+"""Reading configurations: YAML files with bases, overrides, edits of the pipeline, and where each value came from.
+
+A configuration is a stack of layers: the deepest `base` first, then the file, then each override. A mapping merges
+into the mapping below it, anything else replaces it, and a mapping over a list of named items (the steps of the
+pipeline) merges into the items of those names. Under `pipeline` a layer may also edit the steps below it, in
+this order:
+
+    replace: {reward: {uses: "mine:score", needs: [prompts, rollouts]}}
+    insert:  [{after: reward, step: {name: keep, uses: "mine:keep", needs: [rewards], provides: {rewards: kept}}}]
+    remove:  [evaluate]
+    rewire:  {train: {rewards: kept}}      # port -> artifact; null disconnects the port
+"""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from fp8core.config.check import refusal, step_name, suggestion
+from fp8core.config.run import RunConfig, public_dump
+from fp8core.errors import UserError
+
+Overrides = Mapping[str, Any] | Sequence[str]
+
+SHIPPED = Path(__file__).resolve().parents[2] / "configs"
+
+# What may differ between two runs that compute the same numbers.
+_NOT_NUMBERS = ("steps", "run", "runs", "tracking")
+
+
+class Block(dict[str, Any]):
+    """A mapping that knows where each of its keys was written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: dict[str, str] = {}
+
+    def put(self, key: str, value: Any, place: str) -> None:
+        self[key] = value
+        self.places[key] = place
+
+    def duplicate(self) -> "Block":
+        twin = Block()
+        for key, value in self.items():
+            twin.put(key, value, self.places[key])
+        return twin
+
+
+def load_config(name_or_path: str, overrides: Overrides = ()) -> RunConfig:
+    """The configuration of a shipped name (`tiny`) or a YAML file, with overrides.
+
+    `overrides` are `key.path=value` strings with YAML values, or a mapping from (dotted) keys to values. Raises
+    UserError, one line with the key and the file and line, for every mistake in them.
+    """
+    tree = _tree(name_or_path, overrides)
+    if tree.get("model") is None and tree.get("architecture") is None:
+        raise UserError(
+            f"model: not set, and there is no architecture to build; add the checkpoint to train, a folder or a hub "
+            f"id: fp8-grpo run {name_or_path} --set model=FOLDER_OR_HUB_ID"
+        )
+    try:
+        # JSON mode, so that a path may be a string while every other type is strict.
+        return RunConfig.model_validate_json(json.dumps(tree), strict=True)
+    except ValidationError as error:
+        places = {key: place for key, _, place in _nodes(tree)}
+        raise refusal(error, RunConfig, tree, places=places) from error
+
+
+def origins(name_or_path: str, overrides: Overrides = ()) -> dict[str, str]:
+    """Where each value comes from: dotted key -> `file:line`, `--set`, `overrides` or `default`."""
+    config = load_config(name_or_path, overrides)
+    written = {key: place for key, _, place in _nodes(_tree(name_or_path, overrides))}
+    return {key: written.get(key, "default") for key in _leaves(config.model_dump(mode="json", by_alias=True))}
+
+
+def config_digest(config: RunConfig) -> str:
+    """SHA-256 of all that determines the numbers of a run: the configuration without its length, name and tracking."""
+    values = {key: value for key, value in public_dump(config).items() if key not in _NOT_NUMBERS}
+    return hashlib.sha256(json.dumps(values, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def config_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """Values that differ between two dumped configurations, as `key: old -> new`."""
+    before, after = ({key: json.dumps(value) for key, value in _leaves(dump).items()} for dump in (old, new))
+    return [
+        f"{key}: {before.get(key, 'absent')} -> {after.get(key, 'absent')}"
+        for key in {**before, **after}
+        if before.get(key) != after.get(key)
+    ]
+
+
+def may_continue(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """Differences that forbid continuing the run of `old` as `new`: all but more `steps` and a moved `runs`."""
+    free = {"runs", "steps"} if new["steps"] >= old["steps"] else {"runs"}
+    kept_old, kept_new = ({key: value for key, value in dump.items() if key not in free} for dump in (old, new))
+    return config_differences(kept_old, kept_new)
+
+
+def shipped_names() -> list[str]:
+    """Names of the configurations that come with the package; a file without `name:` is only a base for others."""
+    return [
+        path.stem
+        for path in sorted(SHIPPED.glob("*.yaml"))
+        if re.search("^name:", path.read_text("utf-8"), re.MULTILINE)
+    ]
+
+
+def _tree(name_or_path: str, overrides: Overrides) -> Block:
+    tree = Block()
+    for layer in [*_file_layers(_locate(name_or_path)), *_override_layers(overrides)]:
+        edits = _take_edits(layer)
+        tree = _merged(tree, layer, "")
+        for edit, value, place in edits:
+            tree["pipeline"]["steps"] = _EDITS[edit](_steps_of(tree, place), value, place)
+    return tree
+
+
+# --- files ---
+
+
+class _Loader(yaml.SafeLoader):
+    """The scalars of YAML 1.2, in decimal: `1e-4` is a number, `on` and `2024-01-01` are strings. No key twice."""
+
+
+_YAML = "tag:yaml.org,2002:"
+_SCALARS = {
+    "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    "bool": (r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    "int": (r"[-+]?(?:0|[1-9][0-9_]{0,30})", list("-+0123456789")),
+    "float": (
+        r"[-+]?(?:(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|\.inf)|\.nan",
+        list("-+.0123456789"),
+    ),
+}
+_Loader.yaml_implicit_resolvers = {}
+_Loader.yaml_constructors = {
+    tag: yaml.SafeLoader.yaml_constructors[tag]
+    for tag in (*(f"{_YAML}{kind}" for kind in (*_SCALARS, "str", "seq")), None)
+}
+for _kind, (_pattern, _first) in _SCALARS.items():
+    _Loader.add_implicit_resolver(f"{_YAML}{_kind}", re.compile(f"^(?:{_pattern})$"), _first)
+
+
+def _construct_block(loader: _Loader, node: yaml.MappingNode) -> Block:
+    block = Block()
+    for key_node, value_node in node.value:
+        key = loader.construct_object(key_node, deep=True)
+        line = key_node.start_mark.line + 1
+        if not isinstance(key, str):
+            problem = f"key {key} is not a string; quote it"
+            raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
+        if key in block:
+            problem = f"key {key} is already given at {block.places[key]}"
+            raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
+        block.put(key, loader.construct_object(value_node, deep=True), f"{loader.name}:{line}")
+    return block
+
+
+_Loader.add_constructor(f"{_YAML}map", _construct_block)
+
+
+def _parse(text: str, source: str) -> Any:
+    try:
+        loader = _Loader(text)
+        loader.name = source
+        return loader.get_single_data()
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f"{source}:{mark.line + 1}" if mark else source
+        raise UserError(f"{place}: {error.problem or error.context}") from error
+    except yaml.YAMLError as error:
+        raise UserError(f"{source}: {' '.join(str(error).split())}") from error
+
+
+def _locate(name_or_path: str) -> Path:
+    bare = re.fullmatch(r"[\w-]+", name_or_path)
+    path = SHIPPED / f"{name_or_path}.yaml" if bare else Path(name_or_path)
+    if path.is_file():
+        return path
+    kind = "shipped configuration" if bare else "file"
+    raise UserError(f"configuration {name_or_path}: there is no such {kind}; shipped: {', '.join(shipped_names())}")
+
+
+def _file_layers(path: Path, readers: tuple[Path, ...] = ()) -> list[Block]:
+    """The file's bases, deepest first, and the file."""
+    shown = f"configs/{path.name}" if path.parent == SHIPPED else str(path)
+    try:
+        block = _parse(path.read_text(encoding="utf-8"), shown)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{shown}: cannot be read: {error}") from error
+    if not isinstance(block, Block):
+        raise UserError(f"{shown}: must hold a mapping of keys, not {repr(block) if block else 'nothing'}")
+    if "base" not in block:
+        return [block]
+    base, place = block.pop("base"), block.places.pop("base")
+    chain = (*readers, path.resolve())
+    below = _locate_base(base, path, place)
+    if below.resolve() in chain:
+        names = " -> ".join(step.name for step in (*chain, below))
+        raise UserError(f"{place}: base: {names} is a cycle")
+    return [*_file_layers(below, chain), block]
+
+
+def _locate_base(base: Any, reader: Path, place: str) -> Path:
+    if not isinstance(base, str):
+        raise UserError(f"{place}: base: must be one file or shipped name, got {base!r}")
+    for path in (reader.parent / base, SHIPPED / base, SHIPPED / f"{base}.yaml"):
+        if path.is_file():
+            return path
+    raise UserError(f"{place}: base: there is no file {base} in {reader.parent} and no shipped one of this name")
+
+
+# --- overrides ---
+
+
+def _override_layers(overrides: Overrides) -> list[Block]:
+    if isinstance(overrides, Mapping):
+        return [_nested(str(key), value, "overrides") for key, value in overrides.items()]
+    return [_parse_override(text) for text in overrides]
+
+
+def _parse_override(text: str) -> Block:
+    key, equals, value = text.partition("=")
+    if not (equals and key.strip() and value.strip()):
+        raise UserError(f"--set {text}: expected key=value (null for no value)")
+    try:
+        parsed = yaml.load(value, _Loader)
+    except yaml.YAMLError as error:
+        raise UserError(f"--set {text}: the value is not valid YAML; quote it") from error
+    return _nested(key.strip(), parsed, "--set")
+
+
+def _nested(dotted: str, value: Any, place: str) -> Block:
+    """The layer that sets one dotted key."""
+    parts = dotted.split(".")
+    if not all(parts):
+        raise UserError(f"{place} {dotted}: the key has an empty part")
+    for part in reversed(parts):
+        block = Block()
+        block.put(part, _blocks(value, place), place)
+        value = block
+    return block
+
+
+def _blocks(value: Any, place: str) -> Any:
+    """Mappings below as blocks written at `place`, and paths as strings."""
+    if isinstance(value, Mapping):
+        block = Block()
+        for key, child in value.items():
+            block.put(str(key), _blocks(child, place), place)
+        return block
+    if isinstance(value, list | tuple):
+        return [_blocks(item, place) for item in value]
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+# --- layers ---
+
+
+def _merged(below: Any, above: Any, key: str) -> Any:
+    if not isinstance(above, Block):
+        return above
+    if _is_named_list(below):
+        return _merged_by_name(below, above, key)
+    result = below.duplicate() if isinstance(below, Block) else Block()
+    for part, value in above.items():
+        result.put(part, _merged(result.get(part), value, f"{key}.{part}" if key else part), above.places[part])
+    return result
+
+
+def _merged_by_name(items: Sequence[Block], above: Block, key: str) -> list[Block]:
+    names = [item["name"] for item in items]
+    for name in above:
+        if name not in names:
+            raise UserError(f"{key}.{name}: there is no step {name}; {suggestion(name, names)} ({above.places[name]})")
+    return [_merged(item, above.get(item["name"], Block()), f"{key}.{item['name']}") for item in items]
+
+
+def _is_named_list(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(step_name(item) for item in value)
+
+
+def _children(value: Any, place: str) -> list[tuple[str, Any, str]]:
+    if isinstance(value, Mapping):
+        places = value.places if isinstance(value, Block) else {}
+        return [(key, child, places.get(key, place)) for key, child in value.items()]
+    if _is_named_list(value):
+        return [(str(step_name(item)), item, place) for item in value]
+    return []
+
+
+def _nodes(value: Any, prefix: str = "", place: str = "") -> Iterator[tuple[str, Any, str]]:
+    """Everything below, sections included: dotted key, value, and where it was written."""
+    for part, child, child_place in _children(value, place):
+        yield f"{prefix}{part}", child, child_place
+        yield from _nodes(child, f"{prefix}{part}.", child_place)
+
+
+def _leaves(dump: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value, _ in _nodes(dump) if not _children(value, "")}
+
+
+# --- edits of the pipeline ---
+
+
+def _take_edits(layer: Block) -> list[tuple[str, Any, str]]:
+    """Remove the edits from a layer's pipeline; returns kind, value and place of each, in the order to apply."""
+    pipeline = layer.get("pipeline")
+    if not isinstance(pipeline, Block):
+        return []
+    for key in pipeline:
+        known = ["steps", "carries", *_EDITS]
+        if key not in known:
+            raise UserError(f"pipeline.{key}: unknown key; {suggestion(key, known)} ({pipeline.places[key]})")
+    return [(edit, pipeline.pop(edit), pipeline.places.pop(edit)) for edit in _EDITS if edit in pipeline]
+
+
+def _steps_of(tree: Block, place: str) -> list[Block]:
+    steps = tree["pipeline"].get("steps")
+    if not _is_named_list(steps):
+        raise UserError(f"pipeline: there are no named steps to edit ({place})")
+    return list(steps)
+
+
+def _index(steps: Sequence[Block], name: Any, edit: str, place: str) -> int:
+    names = [step["name"] for step in steps]
+    if name not in names:
+        raise UserError(f"pipeline.{edit}: there is no step {name}; {suggestion(str(name), names)} ({place})")
+    return names.index(name)
+
+
+def _replace(steps: list[Block], edit: Any, place: str) -> list[Block]:
+    if not isinstance(edit, Block) or not all(isinstance(step, Block) for step in edit.values()):
+        raise UserError(f"pipeline.replace: must map the name of a step to the new step ({place})")
+    for name, step in edit.items():
+        new = step.duplicate()
+        if "name" not in new:
+            new.put("name", name, edit.places[name])
+        steps[_index(steps, name, "replace", place)] = new
+    return steps
+
+
+def _insert(steps: list[Block], edit: Any, place: str) -> list[Block]:
+    for item in edit if isinstance(edit, list) else [edit]:
+        sides = [key for key in ("after", "before") if isinstance(item, Block) and item.keys() == {key, "step"}]
+        if not sides or step_name(item["step"]) is None:
+            raise UserError(
+                f"pipeline.insert: must list items {{after: STEP, step: {{name: ...}}}} or before: ({place})"
+            )
+        side = sides[0]
+        steps.insert(_index(steps, item[side], "insert", place) + (side == "after"), item["step"])
+    return steps
+
+
+def _remove(steps: list[Block], edit: Any, place: str) -> list[Block]:
+    if not isinstance(edit, list):
+        raise UserError(f"pipeline.remove: must list the names of steps ({place})")
+    for name in edit:
+        del steps[_index(steps, name, "remove", place)]
+    return steps
+
+
+def _rewire(steps: list[Block], edit: Any, place: str) -> list[Block]:
+    if not isinstance(edit, Block) or not all(isinstance(ports, Block) for ports in edit.values()):
+        raise UserError(f"pipeline.rewire: must map the name of a step to {{port: artifact}} ({place})")
+    for name, ports in edit.items():
+        index = _index(steps, name, "rewire", place)
+        step, needs = steps[index].duplicate(), Block()
+        for port, artifact in [*_inputs(step).items(), *ports.items()]:
+            needs.put(port, artifact, ports.places.get(port, step.places.get("needs", place)))
+        for port in [port for port, artifact in needs.items() if artifact is None]:
+            del needs[port]
+        step.put("needs", needs, place)
+        steps[index] = step
+    return steps
+
+
+def _inputs(step: Block) -> dict[str, Any]:
+    needs = step.get("needs", [])
+    return dict(needs) if isinstance(needs, Mapping) else {str(name): name for name in needs}
+
+
+_EDITS: dict[str, Callable[[list[Block], Any, str], list[Block]]] = {
+    "replace": _replace,
+    "insert": _insert,
+    "remove": _remove,
+    "rewire": _rewire,
+}

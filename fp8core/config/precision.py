@@ -1,0 +1,76 @@
+"""The precision contract: what is computed in which format, for rollout and for training.
+
+The contract is data. It is checked for pairs that cannot agree before anything is loaded, and it is
+compared with what the engines report after they have started (`describe()`).
+"""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from fp8core.config.section import Section
+
+LinearFormat = Literal["fp32", "bf16", "fp8_block"]
+CacheFormat = Literal["fp32", "bf16", "fp8"]
+HeadFormat = Literal["fp32", "bf16"]
+ScaleRule = Literal["pow2", "fp32"]
+
+
+class SidePrecision(Section):
+    """Formats of one side of the loop (rollout or training)."""
+
+    linear: LinearFormat = Field(
+        "fp8_block",
+        description="Linear layers: E4M3 in 1x128 activation groups and 128x128 weight tiles, or BF16; "
+        "fp32 is a reference mode that rounds nothing.",
+    )
+    kv_cache: CacheFormat = Field(
+        "fp8",
+        description="K and V in the cache, and Q, K, V and P in attention. For training, fp8 means that "
+        "the trainer's forward emulates the rollout's FP8 cache and attention.",
+    )
+    head: HeadFormat = Field("fp32", description="Logits: BF16 weights with FP32 or BF16 output.")
+
+    @model_validator(mode="after")
+    def _fp32_is_all_or_nothing(self) -> "SidePrecision":
+        if (self.linear == "fp32") != (self.kv_cache == "fp32"):
+            raise ValueError(
+                f"linear={self.linear} with kv_cache={self.kv_cache}: fp32 is a reference mode for a whole side; "
+                "set both to fp32 or neither"
+            )
+        return self
+
+
+class TrainingPrecision(SidePrecision):
+    """Formats of training: the forward of `SidePrecision`, and the backward GEMMs."""
+
+    backward: LinearFormat | None = Field(
+        None, description="dgrad and wgrad of the linear layers; null follows `linear`."
+    )
+
+    @property
+    def backward_format(self) -> LinearFormat:
+        """The format of dgrad and wgrad with the default resolved."""
+        return self.linear if self.backward is None else self.backward
+
+    @model_validator(mode="after")
+    def _backward_not_narrower(self) -> "TrainingPrecision":
+        if self.backward_format == "fp8_block" and self.linear != "fp8_block":
+            raise ValueError(
+                f"backward=fp8_block with linear={self.linear}: the backward reuses the forward's FP8 weight tiles; "
+                "set training.linear to fp8_block or backward to null"
+            )
+        return self
+
+
+class PrecisionContract(Section):
+    """Formats of both sides, and what they share."""
+
+    rollout: SidePrecision = Field(default_factory=SidePrecision)
+    training: TrainingPrecision = Field(default_factory=TrainingPrecision)
+    scale_rule: ScaleRule = Field(
+        "pow2",
+        description="Scales of every quantiser: powers of two (the one rule whose bytes are equal everywhere) or FP32.",
+    )
+    bf16_first_layers: int = Field(0, ge=0, description="Decoder layers kept in BF16 at the start.")
+    bf16_last_layers: int = Field(0, ge=0, description="Decoder layers kept in BF16 at the end.")

@@ -1,0 +1,233 @@
+"""One training, declared: every field has a type, bounds and a description.
+
+Sections are separate models so that each part of the library takes its own and nothing else.
+"""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from fp8core.config.pipeline import PipelineConfig
+from fp8core.config.precision import PrecisionContract
+from fp8core.config.section import Section
+
+
+class ArchitectureConfig(Section):
+    """A decoder built from scratch (Qwen3 shape); real checkpoints bring their own config.json."""
+
+    hidden_size: int = Field(128, ge=8, le=16384)
+    intermediate_size: int = Field(256, ge=8, le=65536)
+    num_layers: int = Field(2, ge=1, le=200)
+    num_heads: int = Field(4, ge=1, le=256, description="Query heads.")
+    num_kv_heads: int = Field(2, ge=1, le=256, description="Key and value heads; divides num_heads.")
+    head_dim: int = Field(32, ge=2, le=512, multiple_of=2)
+    qk_norm: bool = Field(True, description="RMSNorm on each head of Q and K (Qwen3).")
+    tie_embeddings: bool = Field(False, description="The head reuses the embedding.")
+    rope_theta: float = Field(10_000.0, gt=0)
+    max_positions: int = Field(256, ge=8, le=1 << 20)
+
+    @model_validator(mode="after")
+    def _groups(self) -> "ArchitectureConfig":
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
+        return self
+
+
+class ChainTaskConfig(Section):
+    """The generated task: `2*7*6+0+9=`, evaluated left to right modulo 10."""
+
+    min_operands: int = Field(5, ge=2, le=64)
+    max_operands: int = Field(5, ge=2, le=64, description="Above min_operands the prompts are ragged.")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> "ChainTaskConfig":
+        if self.max_operands < self.min_operands:
+            raise ValueError(f"max_operands={self.max_operands} is below min_operands={self.min_operands}")
+        return self
+
+
+class DataConfig(Section):
+    """Where prompts come from."""
+
+    source: str = Field(
+        "chain",
+        min_length=1,
+        description="`chain` (generated), a .jsonl or .jsonl.gz file, or a Hugging Face dataset name.",
+    )
+    chain: ChainTaskConfig = Field(default_factory=ChainTaskConfig)
+    subset: str | None = Field(None, description="Configuration name of a Hugging Face dataset.")
+    split: str = Field("train", description="Split of a Hugging Face dataset.")
+    revision: str | None = Field(None, description="Commit of a Hugging Face dataset.")
+    question_field: str = Field("question", min_length=1)
+    answer_field: str = Field("answer", min_length=1)
+    template: str = Field(
+        "{question}", description="Prompt text; {question} is replaced. Used inside the chat template if there is one."
+    )
+    chat: bool = Field(True, description="Apply the tokenizer's chat template when it has one.")
+    max_prompt_tokens: int = Field(512, ge=1, le=1 << 20, description="Longer prompts are an error with their line.")
+
+
+class WarmStartConfig(Section):
+    """Supervised warm start on demonstrations of the chain task, in process, before GRPO."""
+
+    steps: int = Field(600, ge=1, le=1_000_000)
+    batch_size: int = Field(128, ge=1, le=65536)
+    learning_rate: float = Field(2e-3, gt=0, le=1)
+    step_by_step_share: float = Field(0.4, ge=0, le=1, description="Share of demonstrations that work step by step.")
+    step_by_step_target: float = Field(
+        0.9, ge=0, le=1, description="Sampled accuracy of the step-by-step style below which the run warns."
+    )
+    bare_target: float = Field(0.1, ge=0, le=1, description="Same for the bare-answer style.")
+
+
+class RolloutConfig(Section):
+    """Generation of completions."""
+
+    engine: Literal["embedded"] = Field("embedded", description="Rollout engine.")
+    prompts_per_step: int = Field(32, ge=1, le=65536)
+    group_size: int = Field(8, ge=1, le=4096, description="Completions of one prompt: the group of GRPO.")
+    max_new_tokens: int = Field(16, ge=1, le=1 << 20)
+    temperature: float = Field(1.0, gt=0, le=10)
+    max_batch: int = Field(256, ge=1, le=65536, description="Sequences decoded together.")
+
+
+class TrainingConfig(Section):
+    """Optimisation of the policy."""
+
+    trainer: Literal["torch"] = Field("torch", description="Trainer.")
+    learning_rate: float = Field(1e-4, gt=0, le=1)
+    warmup_steps: int = Field(5, ge=0, le=1_000_000, description="Linear learning-rate warm-up in optimiser updates.")
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.95, ge=0, lt=1)
+    weight_decay: float = Field(0.0, ge=0, le=1)
+    max_grad_norm: float = Field(1.0, gt=0)
+    minibatches: int = Field(1, ge=1, le=1024, description="Optimiser updates per rollout batch.")
+    micro_batch: int = Field(256, ge=1, le=65536, description="Sequences in one forward and backward pass.")
+
+
+class LossConfig(Section):
+    """The GRPO objective (DeepSeekMath, arXiv 2402.03300, with DAPO's asymmetric clip, arXiv 2503.14476)."""
+
+    clip_low: float = Field(0.2, ge=0, lt=1)
+    clip_high: float = Field(0.28, ge=0, le=10)
+    advantage_epsilon: float = Field(1e-4, gt=0, le=1, description="Added to the group's standard deviation.")
+    reference_kl: float = Field(
+        0.0, ge=0, le=100, description="Weight of the k3 penalty towards the reference policy; needs the reference step."
+    )
+
+
+class CorrectionConfig(Section):
+    """Importance sampling against the mismatch between rollout and training policy."""
+
+    method: Literal["none", "token_tis"] = Field(
+        "token_tis", description="token_tis multiplies the clipped loss by min(exp(old - rollout), cap), detached."
+    )
+    cap: float = Field(2.0, ge=1, le=1000)
+
+
+class CalibrationConfig(Section):
+    """Scales of Q, K and V for the FP8 cache and attention."""
+
+    source: Literal["logprob_pass", "fresh_pass"] = Field(
+        "logprob_pass",
+        description="Statistics of the log-prob pass (no forward of its own, one update late) or of a pass "
+        "under the new policy.",
+    )
+    margin: float = Field(2.0, ge=1, le=64, description="Headroom: the scale covers amax * margin.")
+    average: float = Field(0.5, ge=0, lt=1, description="Weight of the previous steps in the moving average of amax.")
+
+
+class EvaluationConfig(Section):
+    """Greedy accuracy on prompts that training never sees, generated by the rollout engine."""
+
+    every: int = Field(5, ge=1, le=1_000_000, description="Steps between evaluations; the last step always is one.")
+    prompts: int = Field(256, ge=1, le=1_000_000)
+    source: str | None = Field(
+        None, description="File of held-out rows; null holds out one prompt in eight by a hash of its text."
+    )
+
+
+class RewardConfig(Section):
+    """How completions are scored."""
+
+    verifier: Literal["chain", "integer"] = Field("chain")
+
+
+class CheckpointConfig(Section):
+    """Weights and optimiser on disk; steps between are redone from their rollouts."""
+
+    every: int = Field(20, ge=1, le=1_000_000)
+    keep: int = Field(2, ge=1, le=1_000_000, description="Checkpoints kept, besides the last.")
+
+
+class TrackingConfig(Section):
+    """MLflow."""
+
+    uri: str | None = Field(
+        None, description="Tracking server or store; null uses MLFLOW_TRACKING_URI, else sqlite beside the runs."
+    )
+    experiment: str = Field("fp8-grpo", min_length=1)
+    sample_completions: int = Field(8, ge=0, le=1000, description="Completions a step in the sample table.")
+    sample_every: int = Field(10, ge=1, le=1_000_000)
+
+
+class RunConfig(Section):
+    """A whole training."""
+
+    name: str = Field(min_length=1, max_length=80, description="Name of the configuration.")
+    run: str | None = Field(
+        None,
+        min_length=1,
+        max_length=120,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        description="Name of the run and of its folder; null makes one. An existing run is continued.",
+    )
+    runs: Path = Field(Path("runs"), description="Folder that holds run folders and the default MLflow store.")
+    seed: int = Field(0, ge=0, le=2**31 - 1)
+    steps: int = Field(80, ge=1, le=10_000_000, description="GRPO steps.")
+    threads: int = Field(1, ge=1, le=1024, description="Torch threads; more than 1 slows tiny models down.")
+    model: str | None = Field(
+        None, description="Checkpoint: a Hugging Face folder, or a hub id. Exactly one of model and architecture."
+    )
+    revision: str | None = Field(None, description="Commit of a hub model; pinned in the manifest.")
+    architecture: ArchitectureConfig | None = Field(None, description="Build this decoder from scratch instead.")
+    data: DataConfig = Field(default_factory=DataConfig)
+    warm_start: WarmStartConfig | None = None
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig)
+    reward: RewardConfig = Field(default_factory=RewardConfig)
+    training: TrainingConfig = Field(default_factory=TrainingConfig)
+    loss: LossConfig = Field(default_factory=LossConfig)
+    correction: CorrectionConfig = Field(default_factory=CorrectionConfig)
+    precision: PrecisionContract = Field(default_factory=PrecisionContract)
+    calibration: CalibrationConfig = Field(default_factory=CalibrationConfig)
+    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    tracking: TrackingConfig = Field(default_factory=TrackingConfig)
+    pipeline: PipelineConfig
+
+    @model_validator(mode="after")
+    def _one_model(self) -> "RunConfig":
+        if (self.model is None) == (self.architecture is None):
+            raise ValueError(
+                "exactly one of `model` (a checkpoint folder or hub id) and `architecture` (from scratch) must be set"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _warm_start_is_for_the_chain(self) -> "RunConfig":
+        if self.warm_start is not None and self.data.source != "chain":
+            raise ValueError(f"warm_start makes demonstrations of the chain task, but data.source is {self.data.source}")
+        return self
+
+    @model_validator(mode="after")
+    def _minibatches_divide(self) -> "RunConfig":
+        sequences = self.rollout.prompts_per_step * self.rollout.group_size
+        if self.training.minibatches > sequences:
+            raise ValueError(f"training.minibatches={self.training.minibatches} exceeds {sequences} rollouts a step")
+        return self
+
+
+def public_dump(config: RunConfig) -> dict[str, Any]:
+    """The configuration as JSON types."""
+    return config.model_dump(mode="json")

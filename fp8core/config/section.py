@@ -1,0 +1,9 @@
+"""The base of every configuration section: immutable, closed to unknown keys."""
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Section(BaseModel):
+    """A frozen group of settings; an unknown key or a wrong type is refused when it is read."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())

@@ -1,0 +1,81 @@
+"""What a step of the iteration declares: its ports, the kinds of artifact they carry, its options.
+
+There is no registry. A step is any callable with an attribute `spec`, found by its import path
+(`uses: package.module:name`), so a step of the user's own needs no call into this library.
+"""
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from pydantic import BaseModel
+
+from fp8core.config.section import Section
+from fp8core.errors import UserError
+
+
+class NoOptions(Section):
+    """The options of a step that has none."""
+
+
+@dataclass(frozen=True)
+class StepSpec:
+    """The declaration of a step.
+
+    `inputs`, `outputs` and `optional_inputs` map a port to the kind of its artifact; a pipeline must connect
+    every port of `inputs` and may connect those of `optional_inputs`. `options` is the model of `with`. A step with
+    `redo` changes the live trainer: a restored run executes it again from its stored inputs and compares.
+    """
+
+    name: str
+    inputs: Mapping[str, str]
+    outputs: Mapping[str, str]
+    optional_inputs: Mapping[str, str] = field(default_factory=dict)
+    options: type[BaseModel] = NoOptions
+    redo: bool = False
+
+    def __post_init__(self) -> None:
+        both = self.inputs.keys() & self.optional_inputs.keys()
+        assert not both, f"step {self.name}: ports both required and optional: {sorted(both)}"
+
+    @property
+    def input_kinds(self) -> dict[str, str]:
+        """Every input port, required ones first, with its kind."""
+        return {**self.inputs, **self.optional_inputs}
+
+
+class Step(Protocol):
+    """A callable that declares what it needs and what it provides."""
+
+    @property
+    def spec(self) -> StepSpec: ...
+
+    __call__: Callable[..., Any]
+
+
+def import_step(uses: str) -> Step:
+    """The step at an import path `package.module:name`; raises UserError when there is none."""
+    module_name, _, attribute = uses.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if missing == module_name or module_name.startswith(f"{missing}."):
+            raise UserError(f"uses {uses}: there is no module {missing}") from error
+        raise UserError(f"uses {uses}: {module_name} imports {missing}, which is not installed") from error
+    except ImportError as error:
+        raise UserError(f"uses {uses}: {module_name} cannot be imported: {error}") from error
+    except SyntaxError as error:
+        raise UserError(f"uses {uses}: {error.filename}:{error.lineno}: {error.msg}") from error
+    if not hasattr(module, attribute):
+        raise UserError(f"uses {uses}: module {module_name} has no {attribute}")
+    step: Step = getattr(module, attribute)
+    if not isinstance(getattr(step, "spec", None), StepSpec):
+        raise UserError(f"uses {uses}: {attribute} is not a step: it has no attribute `spec` of type StepSpec")
+    return step
+
+
+def import_spec(uses: str) -> StepSpec:
+    """The declaration of the step at an import path; raises UserError when there is none."""
+    return import_step(uses).spec

@@ -1,0 +1,118 @@
+"""The generated task: `2*7*6+0+9=`, every operation applied left to right and taken modulo 10."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from fp8core.config.run import ChainTaskConfig
+from fp8core.data.prompt import Problem, generator, is_heldout, problem
+from fp8core.errors import UserError
+
+OPERATIONS = "+-*"
+EOS = "$"
+ALPHABET = "0123456789" + OPERATIONS + "=,#" + EOS
+
+# Questions drawn at once. Part of the random stream: another value gives other questions for the same seed.
+_BLOCK = 256
+# Draws per held-out question before giving up; at one in eight held out, enough to find every one of 100,000.
+_PATIENCE = 100
+
+Style = Literal["bare", "step_by_step"]
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """A question with a right completion, for the supervised warm start; the completion ends with EOS."""
+
+    question: str
+    completion: str
+    style: Style
+
+
+def running_values(question: str) -> list[int]:
+    """The value after each operation, modulo 10: `2*7*6+0+9=` gives [4, 4, 4, 3]."""
+    value, values = int(question[0]), []
+    for operation, digit in zip(question[1:-1:2], question[2:-1:2], strict=True):
+        value = _apply(operation, value, int(digit)) % 10
+        values.append(value)
+    return values
+
+
+def completion(question: str, style: Style) -> str:
+    """A right completion: `#3$`, or step by step `4,4,4,3#3$`."""
+    values = running_values(question)
+    work = ",".join(map(str, values)) if style == "step_by_step" else ""
+    return f"{work}#{values[-1]}{EOS}"
+
+
+def style_of(completion_text: str) -> Style:
+    """The style a completion is written in: bare answers begin with `#`."""
+    return "bare" if completion_text.startswith("#") else "step_by_step"
+
+
+class ChainSource:
+    """Problems of the chain task, generated; see PromptSource."""
+
+    def __init__(self, config: ChainTaskConfig) -> None:
+        self._config = config
+
+    def training(self, step: int, count: int, seed: int) -> list[Problem]:
+        """Independent draws that are not held out; a question may come again."""
+        return [_problem(question) for question in self._training_questions("training", step, count, seed)]
+
+    def heldout(self, count: int) -> list[Problem]:
+        """Different held-out questions in a fixed random order. Raises UserError when too few exist."""
+        draws = itertools.islice(_questions(self._config, generator(0, "heldout", 0)), count * _PATIENCE)
+        found = list(itertools.islice(dict.fromkeys(filter(is_heldout, draws)), count))
+        if len(found) < count:
+            raise UserError(
+                f"evaluation.prompts={count}, but the chain task with at most data.chain.max_operands="
+                f"{self._config.max_operands} operands has only {len(found)} held-out questions"
+            )
+        return [_problem(question) for question in found]
+
+    def demonstrations(self, step: int, count: int, seed: int, step_by_step_share: float) -> list[Demonstration]:
+        """`count` demonstrations for supervised step `step`, each step by step with the given probability.
+
+        A pure function of its arguments; never on held-out questions. The share does not change the questions.
+        """
+        questions = self._training_questions("demonstrations", step, count, seed)
+        by_step = generator(seed, "styles", step).random(count) < step_by_step_share
+        styles: list[Style] = ["step_by_step" if chosen else "bare" for chosen in by_step]
+        return [
+            Demonstration(question, completion(question, style), style)
+            for question, style in zip(questions, styles, strict=True)
+        ]
+
+    def _training_questions(self, purpose: str, step: int, count: int, seed: int) -> list[str]:
+        draws = _questions(self._config, generator(seed, purpose, step))
+        return list(itertools.islice(itertools.filterfalse(is_heldout, draws), count))
+
+
+def _questions(config: ChainTaskConfig, rng: np.random.Generator) -> Iterator[str]:
+    """Endless questions: number of operands, digits and operations uniform and independent."""
+    longest = config.max_operands
+    operations = np.frombuffer(OPERATIONS.encode(), np.uint8)
+    text = np.empty((_BLOCK, 2 * longest - 1), np.uint8)
+    while True:
+        operands = rng.integers(config.min_operands, longest, _BLOCK, endpoint=True)
+        text[:, 0::2] = rng.integers(ord("0"), ord("9"), (_BLOCK, longest), endpoint=True)
+        text[:, 1::2] = operations[rng.integers(0, len(OPERATIONS), (_BLOCK, longest - 1))]
+        for row, length in zip(text, 2 * operands - 1, strict=True):
+            yield row[:length].tobytes().decode() + "="
+
+
+def _problem(question: str) -> Problem:
+    return problem(question, str(running_values(question)[-1]))
+
+
+def _apply(operation: str, left: int, right: int) -> int:
+    if operation == "+":
+        return left + right
+    if operation == "-":
+        return left - right
+    assert operation == "*", operation
+    return left * right

@@ -1,0 +1,133 @@
+"""The decoder shared by the embedded engine and the torch trainer: Llama and Qwen3 in any format of the contract.
+
+    decoder = Decoder(architecture, reference_formats(architecture.num_layers))
+    weights = load_policy(architecture, stored_weights(masters, decoder.formats.stored_names(), "pow2"))
+    context = FullContext.of(valid)                       # bool [B, T], False on padding
+    hidden  = decoder.hidden(weights, tokens, positions, context, scales=None)   # FP32 [B, T, hidden]
+    logits  = decoder.formats.head.logits(hidden.flatten(0, 1), weights.head)    # FP32 [B * T, vocabulary]
+
+Because engine and trainer run this very code on the same bytes, and no operation depends on the batch around a token,
+their log-probs are equal bit for bit.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fp8core.models.architecture import Architecture
+from fp8core.models.formats import Formats
+from fp8core.models.weights import LayerWeights, PolicyWeights
+from fp8core.numerics.attention import AttentionFormat
+from fp8core.numerics.elementwise import inverse_frequencies, rms_norm, rotate, scale_frequencies, swiglu
+from fp8core.numerics.kv_scales import LayerScales
+
+Observer = Callable[[int, tuple[Tensor, Tensor, Tensor]], None]
+
+
+class Context(Protocol):
+    """What the queries of a call may attend to."""
+
+    mask: Tensor
+
+    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Add this call's stored K and V and return all that may be attended to."""
+        ...
+
+
+@dataclass(frozen=True)
+class FullContext:
+    """A whole sequence at once: each token sees itself and the valid tokens before it."""
+
+    mask: Tensor
+
+    @classmethod
+    def of(cls, valid: Tensor) -> "FullContext":
+        """From bool [B, T]; padding sees only itself, so that no row is empty."""
+        length = valid.shape[1]
+        causal = torch.ones(length, length, dtype=torch.bool).tril()
+        alone = torch.eye(length, dtype=torch.bool)
+        return cls(((causal & valid[:, None, :]) | alone)[:, None])
+
+    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return k, v
+
+
+class Decoder:
+    """Stateless but for its rotary tables."""
+
+    def __init__(self, arch: Architecture, formats: Formats) -> None:
+        self.arch, self.formats = arch, formats
+        frequencies = inverse_frequencies(arch.head_dim, arch.rope_theta)
+        if (rope := arch.rope_scaling) is not None:
+            frequencies = scale_frequencies(
+                frequencies, rope.factor, rope.low_freq_factor, rope.high_freq_factor, rope.original_max_positions
+            )
+        angles = torch.arange(arch.max_positions).float()[:, None] * frequencies
+        self._cos, self._sin = angles.cos(), angles.sin()
+
+    def hidden(
+        self,
+        weights: PolicyWeights,
+        tokens: Tensor,
+        positions: Tensor,
+        context: Context,
+        scales: Sequence[LayerScales] | None,
+        observe: Observer | None = None,
+    ) -> Tensor:
+        """Hidden states after the final norm.
+
+        Args:
+            weights: ready weights.
+            tokens: int64 [B, T].
+            positions: int64 [B, T], below `max_positions`.
+            context: what may be attended to.
+            scales: scales of Q, K and V per layer; required by FP8 attention.
+            observe: called per layer with q, k, v [B, heads, T, d] as they are cached.
+
+        Returns:
+            FP32 [B, T, hidden].
+        """
+        cos, sin = self._cos[positions][:, None], self._sin[positions][:, None]
+        x = torch.nn.functional.embedding(tokens, weights.embedding)
+        for i, layer in enumerate(weights.layers):
+            linear = self.formats.linears[i]
+            normed = rms_norm(x, layer.input_norm, self.arch.rms_norm_eps, self.formats.rounding)
+            q, k, v = self._qkv(i, layer, normed, cos, sin)
+            if observe is not None:
+                observe(i, (q, k, v))
+            attended = _attend(self.formats.attention, i, (q, k, v), context, scales[i] if scales else None)
+            x = self.formats.rounding(x + linear(attended, layer.output).view_as(x))
+            normed = rms_norm(x, layer.post_norm, self.arch.rms_norm_eps, self.formats.rounding)
+            gate, up = linear(normed.flatten(0, 1), layer.gate_up).chunk(2, dim=-1)
+            x = self.formats.rounding(x + linear(swiglu(gate, up, self.formats.rounding), layer.down).view_as(x))
+        return rms_norm(x, weights.norm, self.arch.rms_norm_eps, self.formats.rounding)
+
+    def _qkv(self, i: int, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Q, K and V as [B, heads, T, d], normed and rotated."""
+        batch, length, _ = x.shape
+        arch, rounding = self.arch, self.formats.rounding
+        fused = self.formats.linears[i](x.flatten(0, 1), layer.qkv)
+        heads = fused.view(batch, length, -1, arch.head_dim)
+        q, k, v = heads.split([arch.num_heads, arch.num_kv_heads, arch.num_kv_heads], dim=2)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q = rms_norm(q, layer.q_norm, arch.rms_norm_eps, rounding)
+            k = rms_norm(k, layer.k_norm, arch.rms_norm_eps, rounding)
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        return rotate(q, cos, sin, rounding), rotate(k, cos, sin, rounding), v
+
+
+def _attend(
+    attention: AttentionFormat,
+    layer: int,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    context: Context,
+    scales: LayerScales | None,
+) -> Tensor:
+    """Attention output as [tokens, heads * d]."""
+    q, k, v = qkv
+    keys, values = context.extend(layer, *attention.store(k, v, scales))
+    out = attention.attend(q, keys, values, context.mask, scales)
+    return out.transpose(1, 2).flatten(2).flatten(0, 1)

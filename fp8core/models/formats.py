@@ -1,0 +1,78 @@
+"""The formats one side of the contract computes in, as objects the decoder calls."""
+
+from dataclasses import dataclass
+
+from fp8core.config.precision import LinearFormat as LinearName
+from fp8core.config.precision import PrecisionContract, SidePrecision
+from fp8core.numerics.attention import AttentionFormat, Bf16Attention, Fp8Attention, Fp32Attention
+from fp8core.numerics.e4m3 import ScaleRule
+from fp8core.numerics.linear import Bf16Linear, Fp8BlockLinear, Fp8ForwardLinear, Fp32Linear, LinearFormat
+from fp8core.numerics.logprobs import Bf16Head, Fp32Head, HeadFormat
+from fp8core.numerics.rounding import Rounding, keep_fp32, round_to_bf16
+
+
+@dataclass(frozen=True)
+class Formats:
+    """Everything a decoder needs to know about precision.
+
+    Attributes:
+        linears: the linear format of each layer.
+        attention: cache and attention.
+        head: output head.
+        rounding: format of values between operations.
+        scale_rule: rule of every quantiser.
+    """
+
+    linears: tuple[LinearFormat, ...]
+    attention: AttentionFormat
+    head: HeadFormat
+    rounding: Rounding
+    scale_rule: ScaleRule
+
+    def stored_names(self) -> tuple[LinearName, ...]:
+        """Per layer, the format its weights are stored in."""
+        names: dict[str, LinearName] = {"fp8_block": "fp8_block", "bf16": "bf16", "fp32": "fp32"}
+        return tuple(names[linear.name] for linear in self.linears)
+
+
+def rollout_formats(contract: PrecisionContract, num_layers: int) -> Formats:
+    """Formats of the rollout side; it never runs a backward."""
+    return _formats(contract, contract.rollout, contract.rollout.linear, num_layers)
+
+
+def training_formats(contract: PrecisionContract, num_layers: int) -> Formats:
+    """Formats of the training side."""
+    return _formats(contract, contract.training, contract.training.backward_format, num_layers)
+
+
+def reference_formats(num_layers: int) -> Formats:
+    """FP32 throughout: what `transformers` computes with FP32 weights."""
+    fp32 = SidePrecision(linear="fp32", kv_cache="fp32")
+    return _formats(PrecisionContract(rollout=fp32), fp32, "fp32", num_layers)
+
+
+def _formats(contract: PrecisionContract, side: SidePrecision, backward: LinearName, num_layers: int) -> Formats:
+    inner = _linear(side.linear, backward, contract.scale_rule)
+    outer = Fp32Linear() if side.linear == "fp32" else Bf16Linear()
+    first, last = contract.bf16_first_layers, num_layers - contract.bf16_last_layers
+    attention: dict[str, AttentionFormat] = {"fp8": Fp8Attention(), "bf16": Bf16Attention(), "fp32": Fp32Attention()}
+    head: dict[str, HeadFormat] = {"fp32": Fp32Head(), "bf16": Bf16Head()}
+    return Formats(
+        linears=tuple(inner if first <= i < last else outer for i in range(num_layers)),
+        attention=attention[side.kv_cache],
+        head=head[side.head],
+        rounding=keep_fp32 if side.linear == "fp32" else round_to_bf16,
+        scale_rule=contract.scale_rule,
+    )
+
+
+def _linear(forward: LinearName, backward: LinearName, rule: ScaleRule) -> LinearFormat:
+    match forward, backward:
+        case "fp8_block", "fp8_block":
+            return Fp8BlockLinear(rule)
+        case "fp8_block", _:
+            return Fp8ForwardLinear(rule)
+        case "bf16", _:
+            return Bf16Linear()
+        case _:
+            return Fp32Linear()

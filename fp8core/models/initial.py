@@ -1,0 +1,46 @@
+"""Weights of a decoder built from scratch."""
+
+import torch
+from torch import Tensor
+
+from fp8core.config.run import ArchitectureConfig
+from fp8core.models.architecture import Architecture, parameter_shapes
+
+
+def architecture_from_config(config: ArchitectureConfig, vocab_size: int) -> Architecture:
+    """A Qwen3-shaped decoder (Llama-shaped without QK norm) of the configured size."""
+    return Architecture(
+        family="qwen3" if config.qk_norm else "llama",
+        vocab_size=vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_layers=config.num_layers,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        rms_norm_eps=1e-6,
+        rope_theta=config.rope_theta,
+        max_positions=config.max_positions,
+        rope_scaling=None,
+        qk_norm=config.qk_norm,
+        tie_embeddings=config.tie_embeddings,
+    )
+
+
+def initial_weights(arch: Architecture, seed: int) -> dict[str, Tensor]:
+    """FP32 weights: norms 1, embedding N(0, 1), linears N(0, 1 / in), outputs of a block scaled by 1 / sqrt(2 layers).
+
+    The scaling of block outputs is that of GPT-2 (Radford et al., 2019, section 2.3).
+    """
+    generator = torch.Generator().manual_seed(seed)
+    shrink = (2 * arch.num_layers) ** -0.5
+    weights: dict[str, Tensor] = {}
+    for name, shape in parameter_shapes(arch).items():
+        if len(shape) == 1:
+            weights[name] = torch.ones(shape)
+            continue
+        spread = 1.0 if name.startswith("model.embed_tokens") else shape[1] ** -0.5
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            spread *= shrink
+        weights[name] = torch.randn(shape, generator=generator) * spread
+    return weights

@@ -1,0 +1,238 @@
+"""Text to token ids and back: a Hugging Face tokenizer folder (tokenizer.json, tokenizer_config.json, chat template).
+
+Wraps the `tokenizers` library. Prompts must not depend on the day a run is replayed, so `strftime_now` is not offered
+to chat templates; those that ask whether it is defined (Llama 3.2) then print their fixed date.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from jinja2 import Template, TemplateError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+
+from fp8core.errors import UserError
+from fp8core.models.hf_config import read_json_object, read_text
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}` marks what an assistant said; for a prompt it is transparent."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja's own declaration
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class Tokenizer:
+    """A tokenizer with the ids that end and fill sequences, and its chat template.
+
+    Attributes:
+        eos_ids: Tokens that end a completion.
+        pad_id: Token that fills a batch; the smallest end-of-sequence id when the checkpoint names none.
+        bos_id: Token that begins a sequence, if any.
+        vocab_size: One more than the largest id.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        config: Mapping[str, Any],
+        eos_ids: frozenset[int],
+        template: str | None,
+        where: str,
+    ) -> None:
+        """Wrap a backend; `Tokenizer.load` and `character_tokenizer` are the usual ways in.
+
+        Args:
+            backend: The `tokenizers` object; its truncation and padding are switched off.
+            config: Content of tokenizer_config.json, kept as it is.
+            eos_ids: Tokens that end a completion, besides `eos_token` of the configuration.
+            template: Chat template (jinja), if any.
+            where: Where it came from, for messages.
+
+        Raises:
+            UserError: no token ends a sequence, a special token is not in the vocabulary, or the template is malformed.
+        """
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend, self._config, self._where = backend, dict(config), where
+        self._special = {key: text for key in config if key.endswith("_token") and (text := _token_text(config[key]))}
+        eos_id, pad_id = self._special_id("eos_token"), self._special_id("pad_token")
+        self.bos_id = self._special_id("bos_token")
+        self.eos_ids = eos_ids | ({eos_id} if eos_id is not None else set())
+        if not self.eos_ids:
+            raise UserError(f"{where}: no token ends a sequence; set eos_token in tokenizer_config.json")
+        self.pad_id = pad_id if pad_id is not None else min(self.eos_ids)
+        self.vocab_size = max(backend.get_vocab().values()) + 1
+        self._template_text = template
+        self._template = None if template is None else _compile(template, where)
+
+    @classmethod
+    def load(cls, folder: Path) -> "Tokenizer":
+        """Read a checkpoint folder.
+
+        A completion ends at `eos_token` and, as in transformers and vLLM, at the ids of generation_config.json or,
+        without one, of config.json.
+
+        Raises:
+            UserError: naming the file that is missing, malformed or incomplete.
+        """
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise UserError(
+                f"{path}: no such file; if the folder has another tokenizer format, convert it: "
+                f"AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) in transformers"
+            )
+        backend = _backend_of(path)
+        config_path = folder / "tokenizer_config.json"
+        config = read_json_object(config_path) if config_path.is_file() else {}
+        return cls(backend, config, _configured_eos(folder), _template_of(folder, config), str(folder))
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        """Token ids; special tokens written out in the text are recognised.
+
+        Args:
+            text: The text.
+            add_special_tokens: Also add what tokenizer.json's post-processor adds, such as a first token. Leave it
+                off for text from `chat_prompt`: the template has written them.
+
+        Raises:
+            UserError: a character that the tokenizer has no token for.
+        """
+        encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+        unknown = getattr(self._backend.model, "unk_token", None)
+        if unknown is not None and unknown in encoding.tokens:
+            start, end = encoding.offsets[encoding.tokens.index(unknown)]
+            raise UserError(f"the tokenizer has no token for {text[start:end]!r} (character {start}) of {text!r:.80}")
+        return list(encoding.ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text without special tokens; ids outside the vocabulary are left out."""
+        return str(self._backend.decode(list(ids), skip_special_tokens=True))
+
+    def chat_prompt(self, question: str) -> str | None:
+        """The chat template around one user message, up to where the assistant speaks; None without a template.
+
+        Raises:
+            UserError: the template refuses the message or fails.
+        """
+        if self._template is None:
+            return None
+        try:
+            return self._template.render(
+                messages=[{"role": "user", "content": question}], add_generation_prompt=True, **self._special
+            )
+        except (TemplateError, TypeError) as error:
+            raise UserError(f"{self._where}: the chat template failed: {_one_line(error)}") from error
+
+    def save(self, folder: Path) -> None:
+        """Write tokenizer.json, tokenizer_config.json and, if there is a template, chat_template.jinja."""
+        (folder / "tokenizer.json").write_text(self._backend.to_str(pretty=True), encoding="utf-8")
+        config = json.dumps(self._config, indent=2, ensure_ascii=False)
+        (folder / "tokenizer_config.json").write_text(config + "\n", encoding="utf-8")
+        if self._template_text is not None:
+            (folder / "chat_template.jinja").write_text(self._template_text, encoding="utf-8")
+
+    def _special_id(self, key: str) -> int | None:
+        text = self._special.get(key)
+        if text is None:
+            return None
+        found = self._backend.token_to_id(text)
+        if found is None:
+            raise UserError(f"{self._where}: {key} {text!r} is not in the vocabulary")
+        return found
+
+
+def character_tokenizer(alphabet: str, vocab_size: int, eos: str) -> Tokenizer:
+    """One token a character: `<pad>` 0, `eos` 1, `<unk>` 2, then the alphabet in order, then `<unused0>`...
+
+    Args:
+        alphabet: The characters, each once; `eos` may be among them.
+        vocab_size: Size of the vocabulary, unused tokens included.
+        eos: Text of the end-of-sequence token.
+    """
+    names = ["<pad>", eos, "<unk>", *(character for character in alphabet if character != eos)]
+    assert len(set(names)) == len(names), f"repeated in alphabet {alphabet!r} or special tokens"
+    assert len(names) <= vocab_size, f"{len(names)} tokens do not fit in vocab_size={vocab_size}"
+    names += [f"<unused{i}>" for i in range(vocab_size - len(names))]
+    backend = tokenizers.Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    backend.decoder = decoders.Fuse()
+    # `<unk>` stays an ordinary token: one that a model samples must show in the text, not vanish from it.
+    backend.add_special_tokens([AddedToken("<pad>", special=True), AddedToken(eos, special=True)])
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": eos,
+        "pad_token": "<pad>",
+        "clean_up_tokenization_spaces": False,
+    }
+    return Tokenizer(backend, config, frozenset(), None, "character tokenizer")
+
+
+def _backend_of(path: Path) -> tokenizers.Tokenizer:
+    read_json_object(path)
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing more specific
+        raise UserError(f"{path}: not a tokenizer: {error}") from error
+
+
+def _configured_eos(folder: Path) -> frozenset[int]:
+    for name in ("generation_config.json", "config.json"):
+        path = folder / name
+        found = read_json_object(path).get("eos_token_id") if path.is_file() else None
+        if found is None:
+            continue
+        ids = found if isinstance(found, list) else [found]
+        if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+            raise UserError(f"{path}: eos_token_id: found {json.dumps(found)}, expected a token id or a list of them")
+        return frozenset(ids)
+    return frozenset()
+
+
+def _template_of(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """The chat template; a file of its own wins over the configuration, as in transformers."""
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return read_text(path)
+    found = config.get("chat_template")
+    if isinstance(found, list):
+        named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, Mapping)}
+        found = named.get("default")
+    if found is not None and not isinstance(found, str):
+        raise UserError(f"{folder / 'tokenizer_config.json'}: chat_template: expected text")
+    return found
+
+
+def _token_text(entry: object) -> str | None:
+    """A special token of tokenizer_config.json: text, or an object with its content; flags are no tokens."""
+    text = entry.get("content") if isinstance(entry, Mapping) else entry
+    return text if isinstance(text, str) else None
+
+
+def _compile(template: str, where: str) -> Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
+    )
+    # Jinja's own filter escapes HTML, which transformers' does not.
+    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    environment.globals["raise_exception"] = _raise_template_error
+    try:
+        return environment.from_string(template)
+    except TemplateError as error:
+        raise UserError(f"{where}: malformed chat template: {_one_line(error)}") from error
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _raise_template_error(message: str) -> None:
+    raise TemplateError(message)

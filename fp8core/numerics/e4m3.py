@@ -1,0 +1,144 @@
+"""E4M3 rounding and block scales in plain torch: the reference every kernel is compared with.
+
+E4M3 (FN variant): 1 sign, 4 exponent and 3 mantissa bits, bias 7; largest finite value 448, smallest normal 2^-6,
+smallest subnormal 2^-9, no infinity. Rounding is to nearest, ties to even.
+
+A quantised tensor is a pair: values on the E4M3 grid (kept in FP32, which holds all of them) and the scales that
+multiply them back: `x ~ grid * scale`. A scale is amax / 448 of its group, with amax floored at 1e-10:
+
+    pow2    2^ceil(log2(amax / 448)), the only rule whose bytes are equal in torch, vLLM and Transformer Engine
+    fp32    amax / 448
+
+An all-zero group has grid 0 and the floor's scale. NaN and infinity are not representable in a scaled group (they
+would become the scale), so they are refused: `GroupNotFinite`.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+E4M3_MAX = 448.0
+AMAX_FLOOR = 1e-10
+TILE = 128
+
+ScaleRule = Literal["pow2", "fp32"]
+
+_EXPONENT_BITS = 0x7F800000
+_SMALLEST_NORMAL_EXPONENT = (127 - 6) << 23
+_HALF_OF_MANTISSA = 0x00400000
+
+
+class GroupNotFinite(ValueError):
+    """A tensor to be quantised holds NaN or infinity."""
+
+
+def round_to_e4m3(x: Tensor) -> Tensor:
+    """Round FP32 values to the E4M3 grid; magnitudes above 448 saturate to 448, NaN stays NaN.
+
+    Adding and subtracting 1.5 * 2^(e + 20) makes the FP32 adder round at bit 2^(e - 3), which is E4M3's last mantissa
+    bit for exponent e (2^-9 for subnormals): the same bytes as the cast, without torch's scalar FP8 conversion.
+
+    Args:
+        x: FP32, any shape.
+
+    Returns:
+        FP32 of the same shape, every value representable in E4M3.
+    """
+    clamped = x.clamp(-E4M3_MAX, E4M3_MAX)
+    exponent = (clamped.view(torch.int32) & _EXPONENT_BITS).clamp_(min=_SMALLEST_NORMAL_EXPONENT)
+    magic = exponent.add_((20 << 23) + _HALF_OF_MANTISSA).view(torch.float32)
+    return (clamped + magic).sub_(magic)
+
+
+def scale_from_amax(amax: Tensor, rule: ScaleRule) -> Tensor:
+    """Scale (the factor that multiplies codes back) for groups of the given largest magnitudes.
+
+    Args:
+        amax: FP32, non-negative, any shape.
+        rule: `pow2` or `fp32`.
+
+    Returns:
+        FP32 scales of the same shape, positive and finite.
+
+    Raises:
+        GroupNotFinite: an amax is NaN or infinite.
+    """
+    if not bool(torch.isfinite(amax).all()):
+        raise GroupNotFinite("cannot quantise: the tensor holds NaN or infinity")
+    scale = amax.clamp(min=AMAX_FLOOR) / E4M3_MAX
+    if rule == "fp32":
+        return scale
+    # Rounding the bit pattern up to the next pure exponent is ceil(log2) without a logarithm.
+    bits = scale.view(torch.int32) + 0x007FFFFF
+    return (bits & _EXPONENT_BITS).view(torch.float32)
+
+
+def quantise_rows(x: Tensor, rule: ScaleRule, group: int = TILE) -> tuple[Tensor, Tensor]:
+    """Quantise in 1 x `group` groups along the last dimension (activations and output gradients).
+
+    Args:
+        x: FP32 [rows, columns]; the last group of a row may be shorter than `group`.
+        rule: scale rule.
+        group: columns that share a scale.
+
+    Returns:
+        grid: FP32 [rows, columns] on the E4M3 grid.
+        scales: FP32 [rows, ceil(columns / group)].
+    """
+    rows, columns = x.shape
+    if columns % group == 0:
+        grouped = x.view(rows, columns // group, group) if x.is_contiguous() else x.reshape(rows, -1, group)
+        scales = scale_from_amax(grouped.abs().amax(-1), rule)
+        return round_to_e4m3(grouped / scales.unsqueeze(-1)).view(rows, columns), scales
+    padded = torch.nn.functional.pad(x, (0, -columns % group))
+    grid, scales = quantise_rows(padded, rule, group)
+    return grid[:, :columns].contiguous(), scales
+
+
+def quantise_columns(x: Tensor, rule: ScaleRule, group: int = TILE) -> tuple[Tensor, Tensor]:
+    """Quantise in `group` x 1 groups along the first dimension (both operands of wgrad).
+
+    Args:
+        x: FP32 [rows, columns]; the last group of a column may be shorter than `group`.
+        rule: scale rule.
+        group: rows that share a scale.
+
+    Returns:
+        grid: FP32 [columns, rows], transposed so that the contraction runs along the last dimension.
+        scales: FP32 [columns, ceil(rows / group)].
+    """
+    return quantise_rows(x.t().contiguous(), rule, group)
+
+
+def quantise_tiles(x: Tensor, rule: ScaleRule, tile: int = TILE) -> tuple[Tensor, Tensor]:
+    """Quantise in `tile` x `tile` tiles (weights). Tiles at the lower and right edge may be smaller.
+
+    Args:
+        x: FP32 [out, in].
+        rule: scale rule.
+        tile: edge length.
+
+    Returns:
+        grid: FP32 [out, in] on the E4M3 grid.
+        scales: FP32 [ceil(out / tile), ceil(in / tile)], the layout of `weight_scale_inv`.
+    """
+    out, columns = x.shape
+    padded = torch.nn.functional.pad(x, (0, -columns % tile, 0, -out % tile))
+    tiles = padded.view(padded.shape[0] // tile, tile, padded.shape[1] // tile, tile)
+    scales = scale_from_amax(tiles.abs().amax((1, 3)), rule)
+    grid = round_to_e4m3(tiles / scales[:, None, :, None]).view(padded.shape)
+    return grid[:out, :columns].contiguous(), scales
+
+
+def encode(grid: Tensor) -> Tensor:
+    """Grid values as E4M3 bytes (`float8_e4m3fn`); exact, because every value is representable."""
+    return grid.to(torch.float8_e4m3fn)
+
+
+def decode(codes: Tensor) -> Tensor:
+    """E4M3 bytes as FP32 grid values, by a 256-entry table (torch's own cast is scalar on CPU)."""
+    return _DECODE_TABLE[codes.view(torch.uint8).int()]
+
+
+_DECODE_TABLE = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.float32)

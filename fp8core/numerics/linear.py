@@ -1,0 +1,207 @@
+"""Linear layers with their three GEMMs in sight.
+
+    fprop   Y  = X W^T     X in 1x128 groups along `in`,      W in 128x128 tiles
+    dgrad   dX = dY W      dY in 1x128 groups along `out`,    the same W tiles, transposed
+    wgrad   dW = dY^T X    dY and X in 128x1 groups along the tokens, quantised from the high-precision tensors
+
+Every operand is E4M3, forward and backward (DeepSeek-V3, arXiv 2412.19437, section 3.3). Values between layers are
+BF16, held in FP32. A weight arrives quantised: the trainer quantises it once per update and ships those bytes.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fp8core.numerics.e4m3 import TILE, ScaleRule, decode, quantise_columns, quantise_rows
+from fp8core.numerics.gemm import block_gemm, scaled_gemm
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """A weight as it is stored and shipped: E4M3 codes with tile scales, or a plain BF16 or FP32 tensor.
+
+    Attributes:
+        values: [out, in]; float8_e4m3fn when `scales` is set.
+        scales: FP32 [ceil(out / 128), ceil(in / 128)] (`weight_scale_inv`), or None.
+    """
+
+    values: Tensor
+    scales: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class LinearWeight:
+    """Weights of one or several linears that read the same input, stacked along `out`, ready to multiply.
+
+    Attributes:
+        grid: FP32 [out, in], on the E4M3 grid for block FP8, else the values themselves.
+        row_scales: FP32 [out, ceil(in / 128)], or None where there are no scales.
+        dequantised: FP64 [out, in].
+        master: FP32 [out, in] that receives the gradient, or None in inference.
+    """
+
+    grid: Tensor
+    row_scales: Tensor | None
+    dequantised: Tensor
+    master: Tensor | None
+
+
+class LinearFormat(Protocol):
+    """How linear layers of one format multiply."""
+
+    name: str
+
+    def __call__(self, x: Tensor, weight: LinearWeight) -> Tensor:
+        """`x @ W^T`: [tokens, in] to [tokens, out], values of the format in FP32."""
+        ...
+
+
+def load_weight(parts: list[StoredWeight], masters: list[Tensor] | None = None) -> LinearWeight:
+    """Stack stored weights that share their input (q, k, v; gate, up) into one ready to multiply.
+
+    Args:
+        parts: weights with equal `in`.
+        masters: FP32 parameters in the same order, when gradients are wanted.
+    """
+    master = torch.cat(masters) if masters else None
+    if parts[0].scales is None:
+        plain = torch.cat([part.values.float() for part in parts])
+        return LinearWeight(plain, None, plain.double(), master)
+    grid = torch.cat([decode(part.values) for part in parts])
+    row_scales = torch.cat([_scales_by_row(part) for part in parts])
+    columns = row_scales.repeat_interleave(TILE, dim=1)[:, : grid.shape[1]]
+    return LinearWeight(grid, row_scales, grid.double() * columns.double(), master)
+
+
+def _scales_by_row(part: StoredWeight) -> Tensor:
+    assert part.scales is not None, "block-FP8 and plain weights cannot be stacked"
+    return part.scales.repeat_interleave(TILE, dim=0)[: part.values.shape[0]]
+
+
+def dequantise_rows(grid: Tensor, scales: Tensor, rule: ScaleRule) -> Tensor:
+    """FP64 values of a tensor quantised in 1x128 groups, exact under either rule.
+
+    Args:
+        grid: FP32 [rows, columns].
+        scales: FP32 [rows, ceil(columns / 128)].
+        rule: `pow2` multiplies in FP32, where that is exact; `fp32` needs 28 bits and multiplies in FP64.
+    """
+    rows, columns = grid.shape
+    factors = scales.unsqueeze(-1) if rule == "pow2" else scales.unsqueeze(-1).double()
+    if columns % TILE:
+        padded = torch.nn.functional.pad(grid, (0, -columns % TILE))
+        return (padded.view(rows, -1, TILE) * factors).view(rows, -1)[:, :columns].double()
+    return (grid.view(rows, -1, TILE) * factors).view(rows, columns).double()
+
+
+def fprop(x: Tensor, weight: LinearWeight, rule: ScaleRule) -> Tensor:
+    """Y = X W^T in block FP8, accumulated exactly; returns BF16 values in FP32, [tokens, out]."""
+    assert weight.row_scales is not None
+    grid, scales = quantise_rows(x, rule)
+    if rule == "pow2":
+        product = scaled_gemm(dequantise_rows(grid, scales, rule), weight.dequantised)
+    else:
+        product = block_gemm(grid, scales, weight.grid, weight.row_scales)
+    return product.to(torch.bfloat16).float()
+
+
+def dgrad(grad: Tensor, weight: LinearWeight, rule: ScaleRule) -> Tensor:
+    """dX = dY W with dY in 1x128 groups along `out`; FP32 [tokens, in]."""
+    return scaled_gemm(dequantise_rows(*quantise_rows(grad, rule), rule), weight.dequantised.t()).float()
+
+
+def wgrad(grad: Tensor, x: Tensor, rule: ScaleRule) -> Tensor:
+    """dW = dY^T X with both operands in 128x1 groups along the tokens; FP32 [out, in].
+
+    A token count that is no multiple of 128 behaves as if zero rows followed.
+    """
+    left = dequantise_rows(*quantise_columns(grad, rule), rule)
+    right = dequantise_rows(*quantise_columns(x, rule), rule)
+    return scaled_gemm(left, right).float()
+
+
+class _Fp8Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, master: Tensor | None, weight: LinearWeight, rule: ScaleRule) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.rule = weight, rule
+        return fprop(x, weight, rule)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        (x,) = ctx.saved_tensors
+        grad = grad.contiguous()
+        return dgrad(grad, ctx.weight, ctx.rule), wgrad(grad, x, ctx.rule), None, None
+
+
+class _Fp8ForwardLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, master: Tensor | None, weight: LinearWeight, rule: ScaleRule) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        return fprop(x, weight, rule)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        (x,) = ctx.saved_tensors
+        return grad @ ctx.weight.dequantised.float(), grad.t() @ x, None, None
+
+
+class _Bf16Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, master: Tensor | None, weight: LinearWeight) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        return (x.double() @ weight.dequantised.t()).to(torch.bfloat16).float()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        (x,) = ctx.saved_tensors
+        return grad @ ctx.weight.grid, grad.t() @ x, None
+
+
+class Fp8BlockLinear:
+    """Block FP8 in all three GEMMs."""
+
+    name = "fp8_block"
+
+    def __init__(self, rule: ScaleRule) -> None:
+        self.rule = rule
+
+    def __call__(self, x: Tensor, weight: LinearWeight) -> Tensor:
+        y: Tensor = _Fp8Linear.apply(x, weight.master, weight, self.rule)
+        return y
+
+
+class Fp8ForwardLinear:
+    """Block FP8 forward; backward from the dequantised weight and the high-precision input, in FP32."""
+
+    name = "fp8_block"
+
+    def __init__(self, rule: ScaleRule) -> None:
+        self.rule = rule
+
+    def __call__(self, x: Tensor, weight: LinearWeight) -> Tensor:
+        y: Tensor = _Fp8ForwardLinear.apply(x, weight.master, weight, self.rule)
+        return y
+
+
+class Bf16Linear:
+    """BF16 operands and output. FP64 accumulation: order changes a result with probability about 2^-40."""
+
+    name = "bf16"
+
+    def __call__(self, x: Tensor, weight: LinearWeight) -> Tensor:
+        y: Tensor = _Bf16Linear.apply(x, weight.master, weight)
+        return y
+
+
+class Fp32Linear:
+    """The reference mode: FP32 operands, FP32 accumulation."""
+
+    name = "fp32"
+
+    def __call__(self, x: Tensor, weight: LinearWeight) -> Tensor:
+        return torch.nn.functional.linear(x, weight.grid if weight.master is None else weight.master)

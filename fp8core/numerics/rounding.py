@@ -1,0 +1,74 @@
+"""Roundings that a gradient passes through (straight-through estimators, Bengio et al., arXiv 1308.3432)."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8core.numerics.e4m3 import E4M3_MAX, round_to_e4m3
+
+Rounding = Callable[[Tensor], Tensor]
+
+
+class _RoundToBf16(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.to(torch.bfloat16).float()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class _ToE4m3Grid(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        scaled = x.float() / scale
+        ctx.scale = scale
+        ctx.save_for_backward(scaled.abs() <= E4M3_MAX)
+        return round_to_e4m3(scaled).double()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (inside,) = ctx.saved_tensors
+        return grad * inside / ctx.scale, None
+
+
+class _ToFixedPoint(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bits: int) -> Tensor:
+        magic = 1.5 * 2.0 ** (52 - bits)
+        return (x + magic).sub_(magic)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def keep_fp32(x: Tensor) -> Tensor:
+    """The rounding of the FP32 reference mode: to FP32, and no further."""
+    return x.float()
+
+
+def round_to_bf16(x: Tensor) -> Tensor:
+    """BF16 values of `x` (any float type), held in FP32; the gradient passes through."""
+    rounded: Tensor = _RoundToBf16.apply(x)
+    return rounded
+
+
+def to_e4m3_grid(x: Tensor, scale: float) -> Tensor:
+    """`x / scale` on the E4M3 grid, FP64; saturated elements get no gradient, the others 1 / scale.
+
+    Args:
+        x: any float type, any shape.
+        scale: positive and finite.
+    """
+    grid: Tensor = _ToE4m3Grid.apply(x, scale)
+    return grid
+
+
+def to_fixed_point(x: Tensor, bits: int) -> Tensor:
+    """Round FP64 values of magnitude <= 1 to multiples of 2^-bits, so that sums of 2^(52 - bits) of them are exact."""
+    fixed: Tensor = _ToFixedPoint.apply(x, bits)
+    return fixed

@@ -1,0 +1,154 @@
+"""What a person sees while a training runs: on a terminal of 80 columns, or as plain lines in a log file.
+
+Tables and numbers stay within 80 columns; paths and commands are printed whole, so that they can be copied.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple, TextIO
+
+import rich.console
+from rich import box
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from fp8core.report.summary import HELDOUT, LENGTH, REWARD, STEP, TMPE, TOKENS_DIFFERING, Summary
+
+WIDTH = 80
+HEADER_EVERY = 20
+WARM_START_LINES = 10
+NUMBER_WIDTHS = (6, 8, 6, 9, 6, 7)
+MISSING = "-"
+
+
+class StyleAccuracy(NamedTuple):
+    """Sampled accuracy of one demonstration style after the warm start, and the accuracy it should have reached."""
+
+    style: str
+    accuracy: float
+    target: float
+
+
+class Console:
+    """Live output of one training.
+
+    Colour and dimming appear on a terminal only; a file gets the same words without control characters.
+    """
+
+    def __init__(self, file: TextIO, steps: int) -> None:
+        """`file` is written to, `steps` is how many the run has in all."""
+        self._console = rich.console.Console(file=file, highlight=False)
+        self._console.width = min(WIDTH, self._console.width)
+        self._steps = steps
+        self._lines = 0
+        self._heldout: float | None = None
+
+    def header(self, run: str, places: Mapping[str, str]) -> None:
+        """The run's name, and where things are (label -> path or address)."""
+        self._whole_line(Text(f"fp8-grpo run {run}", style="bold"))
+        self._places(places)
+
+    def warm_start(self, step: int, steps: int, loss: float) -> None:
+        """Progress of the warm start; called at every step, it prints a tenth of them and the last."""
+        if step == steps or step % max(1, steps // WARM_START_LINES) == 0:
+            width = len(str(steps))
+            self._console.print(f"warm start  step {step:>{width}}/{steps}  loss {loss:.4f}")
+
+    def styles(self, accuracies: Sequence[StyleAccuracy]) -> None:
+        """Accuracy of each demonstration style; those below their target are warned of."""
+        table = Table(
+            "style", "accuracy", "target", title="after the warm start", box=box.SIMPLE_HEAD, title_justify="left"
+        )
+        for column in table.columns[1:]:
+            column.justify = "right"
+        for style, accuracy, target in accuracies:
+            table.add_row(style, f"{accuracy:.3f}", f"{target:.3f}", style="yellow" if accuracy < target else "")
+        self._console.print(table)
+        for style, accuracy, target in accuracies:
+            if accuracy < target:
+                warning = f"warning: {style} {accuracy:.3f} is below its target {target:.3f}: raise warm_start.steps"
+                self._whole_line(Text(warning, style="yellow"))
+
+    def step(self, metrics: Mapping[str, float], seconds: float, task_seconds: Mapping[str, float]) -> None:
+        """One line for a finished step.
+
+        Args:
+            metrics: the key `step` and the step's MLflow metrics; what is absent is shown as "-".
+            seconds: wall time of the step.
+            task_seconds: task -> seconds; the one with the largest share is named.
+        """
+        if self._lines % HEADER_EVERY == 0:
+            self._row("step", "reward", "held-out", "length", "tmpe", "differ", "seconds", "slowest task")
+        self._lines += 1
+        heldout = Text(f"{MISSING} ")
+        if HELDOUT in metrics:
+            self._heldout = metrics[HELDOUT]
+            heldout = Text(f"{self._heldout:.3f} ")
+        elif self._heldout is not None:
+            heldout = Text(f"({self._heldout:.3f})", style="dim")
+        slowest = max(task_seconds, key=task_seconds.__getitem__, default=None)
+        self._row(
+            f"{int(metrics[STEP])}/{self._steps}",
+            _number(metrics, REWARD, ".3f"),
+            heldout,
+            _number(metrics, LENGTH, ".1f"),
+            format_tmpe(metrics[TMPE]) if TMPE in metrics else MISSING,
+            _number(metrics, TOKENS_DIFFERING, ".0f"),
+            f"{seconds:.2f}",
+            MISSING if slowest is None else f"{slowest} {task_seconds[slowest] / seconds:.0%}",
+        )
+
+    def summary(self, summary: Summary, picture: Path, ui_command: str, page: str) -> None:
+        """The result in a panel; then the picture, the command that starts the MLflow UI, and the run's page in it."""
+        results = Table.grid(padding=(0, 2))
+        results.add_row(
+            "reward", _from_to(summary.reward_first10, summary.reward_last10), "mean of the first and last 10 steps"
+        )
+        results.add_row(
+            "held-out",
+            _from_to(summary.heldout_first, summary.heldout_last),
+            "accuracy on unseen prompts, first and last",
+        )
+        tmpe = MISSING if summary.tmpe_max is None else format_tmpe(summary.tmpe_max)
+        results.add_row("tmpe", tmpe, f"largest of all steps; {summary.tokens_differing} tokens differ")
+        if summary.overhead_ms_per_step is not None:
+            overhead = summary.overhead_ms_per_step
+            results.add_row("overhead", f"{overhead.median:.0f} ms", f"median per step; mean {overhead.mean:.0f} ms")
+        total = summary.seconds["total"]
+        results.add_row("time", f"{total:.1f} s", f"{summary.steps} steps")
+        for task, seconds in summary.seconds.items():
+            if task != "total":
+                results.add_row(f"  {task}", f"{seconds:.1f} s", f"{seconds / total:.0%}")
+        self._console.print(Panel(results, title=f"{summary.run}: done", title_align="left", expand=False))
+        self._places({"picture": str(picture), "MLflow UI": ui_command, "then open": page})
+
+    def _row(self, *cells: str | Text) -> None:
+        *numbers, slowest = (Text(cell) if isinstance(cell, str) else cell for cell in cells)
+        widths = (2 * len(str(self._steps)) + 1, *NUMBER_WIDTHS)
+        for cell, width in zip(numbers, widths, strict=True):
+            cell.pad_left(width - len(cell))
+        self._console.print(Text("  ").join([*numbers, slowest]), no_wrap=True, overflow="ellipsis")
+
+    def _places(self, places: Mapping[str, str]) -> None:
+        width = max(map(len, places), default=0)
+        for label, place in places.items():
+            self._whole_line(Text.assemble((f"  {label:<{width}}  ", "dim"), place))
+
+    def _whole_line(self, text: Text) -> None:
+        self._console.print(text, soft_wrap=True)
+
+
+def format_tmpe(value: float) -> str:
+    """The token multiplicative probability error: exact equality is told from an error too small for 6 digits."""
+    if value == 1.0:
+        return "1 exactly"
+    return f"{value:.6f}" if abs(value - 1.0) >= 5e-7 else f"1{value - 1.0:+.0e}"
+
+
+def _number(metrics: Mapping[str, float], key: str, form: str) -> str:
+    return format(metrics[key], form) if key in metrics else MISSING
+
+
+def _from_to(first: float | None, last: float | None) -> str:
+    return MISSING if first is None or last is None else f"{first:.3f} -> {last:.3f}"

@@ -1,0 +1,139 @@
+"""What a training came to: rewards, held-out accuracy, mismatch and where the time went.
+
+A history is one dict a step: the key `step` and the step's MLflow metrics. A metric that was not measured at a step
+(held-out accuracy between evaluations, the reward before the first step) is absent from its dict.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from statistics import fmean, median
+
+from pydantic import BaseModel, ConfigDict
+
+STEP = "step"
+REWARD = "reward/mean"
+HELDOUT = "reward/heldout_accuracy"
+LENGTH = "rollout/length_mean"
+ENTROPY = "rollout/entropy"
+GRAD_NORM = "train/grad_norm"
+TMPE = "alignment/token_mult_prob_error"
+TOKENS_DIFFERING = "alignment/tokens_differing"
+
+EDGE_STEPS = 10
+
+History = Sequence[Mapping[str, float]]
+Interval = tuple[float, float]
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class StepTiming(_Frozen):
+    """Clock readings of one step in seconds, all from one clock.
+
+    `tasks` holds the intervals in which each task's body ran; `interval` is the whole step, orchestration included.
+    """
+
+    step: int
+    interval: Interval
+    tasks: dict[str, list[Interval]]
+
+
+class Overhead(_Frozen):
+    """Milliseconds a step in which no task body ran."""
+
+    median: float
+    mean: float
+
+
+class Summary(_Frozen):
+    """The result of a run, as `--json` writes it; None where nothing was measured."""
+
+    run: str
+    mlflow_run_id: str
+    weights_digest: str
+    steps: int
+    reward_first10: float | None
+    reward_last10: float | None
+    heldout_first: float | None
+    heldout_last: float | None
+    tmpe_max: float | None
+    tokens_differing: int
+    overhead_ms_per_step: Overhead | None
+    seconds: dict[str, float]
+
+
+def series(history: History, key: str) -> tuple[list[int], list[float]]:
+    """Steps at which `key` was measured, and its values there."""
+    measured = [(int(row[STEP]), row[key]) for row in history if key in row]
+    return [step for step, _ in measured], [value for _, value in measured]
+
+
+def union_seconds(intervals: Iterable[Interval]) -> float:
+    """Length of the union of [start, end] intervals, which may overlap and come in any order."""
+    total = 0.0
+    covered_to = float("-inf")
+    for start, end in sorted(intervals):
+        assert start <= end, f"interval [{start}, {end}] ends before it starts"
+        total += max(0.0, end - max(start, covered_to))
+        covered_to = max(covered_to, end)
+    return total
+
+
+def overhead_ms(step_interval: Interval, task_intervals: Iterable[Interval]) -> float:
+    """Milliseconds of the step outside the union of its task bodies; what lies outside the step does not count."""
+    start, end = step_interval
+    inside = [(max(start, first), min(end, last)) for first, last in task_intervals if first < end and last > start]
+    return 1000.0 * (end - start - union_seconds(inside))
+
+
+def task_seconds(timings: Iterable[StepTiming]) -> dict[str, float]:
+    """Seconds in each task's body over all steps, in order of first appearance; overlaps of a task with itself once."""
+    seconds: dict[str, float] = {}
+    for timing in timings:
+        for task, intervals in timing.tasks.items():
+            seconds[task] = seconds.get(task, 0.0) + union_seconds(intervals)
+    return seconds
+
+
+def summarise(
+    history: History,
+    timings: Sequence[StepTiming],
+    *,
+    run: str,
+    mlflow_run_id: str,
+    weights_digest: str,
+    total_seconds: float,
+    stage_seconds: Mapping[str, float],
+) -> Summary:
+    """Summarise a run.
+
+    Args:
+        history: every step of the run, in order.
+        timings: of the steps whose clock was read.
+        run: name of the run.
+        mlflow_run_id: its MLflow run.
+        weights_digest: digest of the last policy.
+        total_seconds: wall time of the run.
+        stage_seconds: what ran outside the steps (warm start), listed beside the tasks.
+    """
+    _, rewards = series(history, REWARD)
+    _, heldout = series(history, HELDOUT)
+    _, tmpe = series(history, TMPE)
+    _, differing = series(history, TOKENS_DIFFERING)
+    overheads = [overhead_ms(timing.interval, chain.from_iterable(timing.tasks.values())) for timing in timings]
+    return Summary(
+        run=run,
+        mlflow_run_id=mlflow_run_id,
+        weights_digest=weights_digest,
+        steps=len(rewards),
+        reward_first10=fmean(rewards[:EDGE_STEPS]) if rewards else None,
+        reward_last10=fmean(rewards[-EDGE_STEPS:]) if rewards else None,
+        heldout_first=heldout[0] if heldout else None,
+        heldout_last=heldout[-1] if heldout else None,
+        tmpe_max=max(tmpe, default=None),
+        tokens_differing=int(sum(differing)),
+        overhead_ms_per_step=Overhead(median=median(overheads), mean=fmean(overheads)) if overheads else None,
+        seconds={**stage_seconds, **task_seconds(timings), "total": total_seconds},
+    )

@@ -1,0 +1,184 @@
+"""The rollout engine that runs the trainer's own decoder: exact on a CPU, no installation, no GPU."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from fp8core.models.architecture import Architecture
+from fp8core.models.decoder import Decoder
+from fp8core.models.formats import Formats
+from fp8core.models.weights import PolicyWeights, load_policy
+from fp8core.numerics.fingerprint import policy_digest
+from fp8core.numerics.logprobs import log_softmax
+from fp8core.numerics.sampling import greedy, sample, uniform
+from fp8core.rollout.engine import Completion, PolicyScales, PromptGroup, Sampling, SyncReport
+from fp8core.rollout.kv_cache import KvCache
+
+
+@dataclass
+class _Sequence:
+    """A completion in progress."""
+
+    group: int
+    sample: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish: str = ""
+
+
+class EmbeddedEngine:
+    """Generates with `models.decoder` in the rollout formats of the contract."""
+
+    def __init__(self, arch: Architecture, formats: Formats, max_batch: int) -> None:
+        self._decoder = Decoder(arch, formats)
+        self._max_batch = max_batch
+        self._stored: dict[str, Tensor] = {}
+        self._weights: PolicyWeights | None = None
+        self._scales: PolicyScales | None = None
+
+    def update(self, tensors: Mapping[str, Tensor], scales: PolicyScales, version: int) -> SyncReport:
+        """Copy weights and scales in, then report what is held; `version` must be that of the scales."""
+        if scales.version != version:
+            raise ValueError(f"scales of policy {scales.version} sent with weights of policy {version}")
+        needs_scales = self._decoder.formats.attention.name == "fp8"
+        if needs_scales and len(scales.layers) != self._decoder.arch.num_layers:
+            raise ValueError(f"{len(scales.layers)} layers have scales, the model has {self._decoder.arch.num_layers}")
+        self._stored = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+        self._weights = load_policy(self._decoder.arch, self._stored)
+        self._scales = scales
+        return SyncReport(version=version, digest=self.fingerprint(), scales=self._scales)
+
+    def fingerprint(self) -> str:
+        """Digest of the stored tensors, recomputed from their bytes."""
+        return policy_digest(self._stored)
+
+    def describe(self) -> dict[str, object]:
+        """Formats by layer, dtype by parameter, and the scales in force."""
+        formats = self._decoder.formats
+        return {
+            "engine": "embedded",
+            "linear": [linear.name for linear in formats.linears],
+            "attention": formats.attention.name,
+            "head": formats.head.name,
+            "scale_rule": formats.scale_rule,
+            "accumulation": "exact",
+            "dtypes": {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in self._stored.items()},
+            "scales": [] if self._scales is None else [vars(layer) for layer in self._scales.layers],
+        }
+
+    def close(self) -> None:
+        """Drop weights and scales."""
+        self._stored, self._weights, self._scales = {}, None, None
+
+    @torch.no_grad()
+    def generate(self, groups: Sequence[PromptGroup], sampling: Sampling) -> Iterator[list[Completion]]:
+        """Generate wave by wave; each yield holds all completions of the groups that finished together."""
+        wave: list[PromptGroup] = []
+        for group in groups:
+            if wave and sum(len(g.seeds) for g in (*wave, group)) > self._max_batch:
+                yield from self._wave(wave, sampling)
+                wave = []
+            wave.append(group)
+        if wave:
+            yield from self._wave(wave, sampling)
+
+    def _wave(self, groups: Sequence[PromptGroup], sampling: Sampling) -> Iterator[list[Completion]]:
+        batch = _Batch.of(groups)
+        hidden, cache = self._prefill(groups, sampling.max_new_tokens)
+        owners = torch.tensor([i for i, group in enumerate(groups) for _ in group.seeds])
+        cache.select(owners)
+        hidden = hidden[owners]
+        for position in range(sampling.max_new_tokens):
+            tokens = self._choose(batch, hidden, position, sampling)
+            yield from batch.finished_groups()
+            live = batch.live()
+            if not live.numel():
+                return
+            # Dead rows cost as much as live ones; copying the cache costs about one decoding step.
+            if live.numel() <= 0.75 * len(batch.rows):
+                batch.select(live)
+                cache.select(live)
+                tokens = tokens[live]
+            cache.begin(1)
+            hidden = self._hidden(tokens[:, None], (batch.lengths + position)[:, None], cache)
+
+    def _prefill(self, groups: Sequence[PromptGroup], room: int) -> tuple[Tensor, KvCache]:
+        """Hidden state of each prompt's last token, [prompts, hidden], and the cache of the prompts."""
+        longest = max(len(group.prompt) for group in groups)
+        tokens = torch.zeros(len(groups), longest, dtype=torch.int64)
+        valid = torch.zeros(len(groups), longest, dtype=torch.bool)
+        for i, group in enumerate(groups):
+            tokens[i, longest - len(group.prompt) :] = torch.tensor(group.prompt)
+            valid[i, longest - len(group.prompt) :] = True
+        cache = KvCache(valid, longest + room, self._decoder.arch.num_layers)
+        cache.begin(longest)
+        return self._hidden(tokens, (valid.cumsum(-1) - 1).clamp(min=0), cache), cache
+
+    def _hidden(self, tokens: Tensor, positions: Tensor, cache: KvCache) -> Tensor:
+        assert self._weights is not None, "update() comes before generate()"
+        assert self._scales is not None, "update() comes before generate()"
+        scales = self._scales.layers or None
+        return self._decoder.hidden(self._weights, tokens, positions, cache, scales)[:, -1]
+
+    def _choose(self, batch: "_Batch", hidden: Tensor, position: int, sampling: Sampling) -> Tensor:
+        """Pick the next token of every row and note it; int64 [B]."""
+        assert self._weights is not None
+        logits = self._decoder.formats.head.logits(hidden, self._weights.head)
+        logprobs = log_softmax(logits, sampling.temperature or 1.0)
+        if sampling.temperature == 0:
+            tokens = greedy(logprobs)
+        else:
+            tokens = sample(logprobs, uniform(batch.seeds, position))
+        chosen = logprobs.gather(-1, tokens[:, None]).squeeze(-1).float()
+        batch.note(tokens, chosen, last=position + 1 == sampling.max_new_tokens, stop_ids=sampling.stop_ids)
+        return tokens
+
+
+class _Batch:
+    """Rows that are decoded together, and which of them are done."""
+
+    def __init__(self, rows: list[_Sequence], seeds: Tensor, lengths: Tensor) -> None:
+        self.rows, self.seeds, self.lengths = rows, seeds, lengths
+        self._open: dict[int, list[_Sequence]] = {}
+        for row in rows:
+            self._open.setdefault(row.group, []).append(row)
+
+    @classmethod
+    def of(cls, groups: Sequence[PromptGroup]) -> "_Batch":
+        rows = [_Sequence(group.group, sample) for group in groups for sample in group.samples]
+        seeds = torch.tensor([seed for group in groups for seed in group.seeds], dtype=torch.int64)
+        lengths = torch.tensor([len(group.prompt) for group in groups for _ in group.seeds])
+        return cls(rows, seeds, lengths)
+
+    def note(self, tokens: Tensor, logprobs: Tensor, last: bool, stop_ids: frozenset[int]) -> None:
+        """Append a token to every row that is not done."""
+        for row, token, logprob in zip(self.rows, tokens.tolist(), logprobs.tolist(), strict=True):
+            if row.finish:
+                continue
+            row.tokens.append(token)
+            row.logprobs.append(logprob)
+            if token in stop_ids:
+                row.finish = "stop"
+            elif last:
+                row.finish = "length"
+
+    def live(self) -> Tensor:
+        """Indices of the rows that are not done."""
+        return torch.tensor([i for i, row in enumerate(self.rows) if not row.finish], dtype=torch.int64)
+
+    def select(self, rows: Tensor) -> None:
+        """Keep these rows only."""
+        self.rows = [self.rows[i] for i in rows.tolist()]
+        self.seeds, self.lengths = self.seeds[rows], self.lengths[rows]
+
+    def finished_groups(self) -> Iterator[list[Completion]]:
+        """The completions of groups that have just finished, if any."""
+        done = [group for group, rows in self._open.items() if all(row.finish for row in rows)]
+        if done:
+            yield [_completion(row) for group in done for row in self._open.pop(group)]
+
+
+def _completion(row: _Sequence) -> Completion:
+    return Completion(row.group, row.sample, row.tokens, row.logprobs, "stop" if row.finish == "stop" else "length")

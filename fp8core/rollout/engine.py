@@ -1,0 +1,103 @@
+"""What every rollout engine does: token ids in, token ids and their log-probs out, weights replaced in place."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+from fp8core.numerics.kv_scales import LayerScales
+
+
+@dataclass(frozen=True)
+class PromptGroup:
+    """One prompt and the seeds of its completions.
+
+    Attributes:
+        group: index of the prompt within the step.
+        prompt_id: identity of the prompt across steps.
+        prompt: token ids, at least one.
+        samples: index of each completion within the group.
+        seeds: signed 64-bit seed of each completion.
+    """
+
+    group: int
+    prompt_id: str
+    prompt: tuple[int, ...]
+    samples: tuple[int, ...]
+    seeds: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen.
+
+    Attributes:
+        temperature: of the softmax that is sampled from; 0 is greedy (log-probs are then those of temperature 1).
+        max_new_tokens: length limit.
+        stop_ids: tokens that end a completion; the stop token is part of it.
+    """
+
+    temperature: float
+    max_new_tokens: int
+    stop_ids: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One rollout.
+
+    Attributes:
+        group: index of the prompt within the step.
+        sample: index within the group.
+        tokens: generated ids, the stop token included.
+        logprobs: FP32 log-prob of each token under the distribution it was drawn from (nats).
+        finish: `stop` or `length`.
+    """
+
+    group: int
+    sample: int
+    tokens: list[int]
+    logprobs: list[float]
+    finish: Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class PolicyScales:
+    """Scales of Q, K and V of every layer, for one version of the policy; no layers when the cache is not FP8."""
+
+    version: int
+    layers: tuple[LayerScales, ...]
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """What an engine holds after an update, read back from its own tensors."""
+
+    version: int
+    digest: str
+    scales: PolicyScales
+
+
+class RolloutEngine(Protocol):
+    """A resident generator of completions."""
+
+    def generate(self, groups: Sequence[PromptGroup], sampling: Sampling) -> Iterator[list[Completion]]:
+        """Completions, whole groups as they finish."""
+        ...
+
+    def update(self, tensors: Mapping[str, Tensor], scales: PolicyScales, version: int) -> SyncReport:
+        """Replace weights and scales and read them back."""
+        ...
+
+    def fingerprint(self) -> str:
+        """Digest of the weights the engine holds now."""
+        ...
+
+    def describe(self) -> dict[str, object]:
+        """What really runs: formats by layer, dtype by parameter, scales."""
+        ...
+
+    def close(self) -> None:
+        """Release memory."""
+        ...

@@ -1,0 +1,67 @@
+"""The manifest of a step: `record`, which a redo or a replay reproduces bit for bit, and `observed`, which differs.
+
+The record of a step names the digest of its predecessor's record, so that the last record vouches for the whole run.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
+
+from fp8core.store.artifacts import canonical_json
+
+# Artifacts of one step by task: task -> port -> SHA-256 of the artifact.
+Digests = dict[str, dict[str, str]]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class StepRecord(_Part):
+    """The deterministic part: no time, no path, no machine."""
+
+    step: int = Field(ge=-1, description="-1 is the warm start.")
+    predecessor: str | None = Field(description="Digest of the previous step's record; null for the first.")
+    config_digest: str = Field(description="SHA-256 of the resolved configuration.")
+    code_version: str = Field(description="Digest of the sources (`versions.code_version`).")
+    inputs: Digests = Field(description="What each task read.")
+    outputs: Digests = Field(description="What each task stored.")
+    seeds: dict[str, int] = Field(description="Seeds of the step's random generators by use.")
+    scales_digest: str | None = Field(description="Of the Q, K and V scales in force; null where nothing is scaled.")
+    precision: dict[str, JsonValue] = Field(description="The precision contract as executed.")
+    weights_digest: str = Field(description="Of the policy that the step produced (`numerics.fingerprint`).")
+    versions: dict[str, str] = Field(description="Library -> version (`versions.library_versions`).")
+
+
+class StepObservations(_Part):
+    """The part that differs from one execution to the next."""
+
+    timings: dict[str, float] = Field(description="Seconds per task.")
+    hardware: dict[str, JsonValue] = Field(description="`versions.hardware`.")
+    git: dict[str, JsonValue] = Field(default_factory=dict, description="`versions.git_state`; empty: no checkout.")
+    paths: dict[str, str] = Field(description="Artifact name -> path relative to the run directory.")
+
+
+class StepManifest(_Part):
+    """Everything that is kept about one step besides its artifacts."""
+
+    schema_version: Literal[1] = 1
+    record: StepRecord
+    observed: StepObservations
+
+
+def record_digest(manifest: StepManifest) -> str:
+    """SHA-256 (64 hex digits) of the canonical JSON of the record."""
+    return hashlib.sha256(canonical_json(manifest.record.model_dump(mode="json"), "record")).hexdigest()
+
+
+def first_broken_link(manifests: Sequence[StepManifest]) -> int | None:
+    """The first step, of a run's manifests in order, that does not name the one before it; None: all do."""
+    expected = None
+    for manifest in manifests:
+        if manifest.record.predecessor != expected:
+            return manifest.record.step
+        expected = record_digest(manifest)
+    return None

@@ -1,0 +1,104 @@
+"""One run's folder: its lock, its description, its ledger and its artifacts.
+
+    run.json      resolved configuration and code version, written once
+    ledger.jsonl  what is committed
+    lock          held (flock) by the one process that runs it; names that process
+    artifacts/    content-addressed files        manifests/    one file a step
+    shards/       groups of unfinished steps     checkpoints/  weights and optimiser
+
+A run that may be live is looked at without the lock: `ArtifactStore(path)` and `LedgerView.read(path / LEDGER)`.
+"""
+
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
+
+from fp8core.errors import UserError
+from fp8core.store import durable
+from fp8core.store.artifacts import ArtifactStore
+from fp8core.store.ledger import Ledger
+from fp8core.store.lock import RunLock
+
+LEDGER = "ledger.jsonl"
+_DESCRIPTION = "run.json"
+_LOCK = "lock"
+_FOLDERS = ("artifacts", "manifests", "shards", "checkpoints")
+
+
+class RunDescription(BaseModel):
+    """What a run was started with (run.json)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    config: dict[str, JsonValue]
+    code_version: str
+    created: str
+
+
+class RunDirectory:
+    """The folder of a run that this process executes, from `create_or_open` to `close`."""
+
+    def __init__(self, path: Path, lock: RunLock, ledger: Ledger, swept: list[Path]) -> None:
+        self.path = path
+        self.store = ArtifactStore(path)
+        self.ledger = ledger
+        self.swept = swept
+        self._lock = lock
+
+    @classmethod
+    def create_or_open(cls, root: Path) -> Self:
+        """Creates a run's folder or opens an existing one, takes its lock and removes what killed writers left.
+
+        Raises UserError: the folder cannot be written, another process holds it (with its pid and host), or the
+        ledger is malformed.
+        """
+        path = root.absolute()
+        durable.make_folder(path)
+        lock = RunLock.acquire(path / _LOCK)
+        try:
+            for name in _FOLDERS:
+                durable.make_folder(path / name)
+            return cls(path, lock, Ledger.open(path / LEDGER), durable.sweep(path))
+        except UserError:
+            lock.release()
+            raise
+
+    def write_description(self, config: dict[str, JsonValue], code_version: str) -> RunDescription:
+        """Writes run.json, once in the life of a run, and returns it. Raises UserError when the disk refuses."""
+        assert self.description() is None, "run.json is written once"
+        created = datetime.now(UTC).isoformat(timespec="seconds")
+        description = RunDescription(config=config, code_version=code_version, created=created)
+        self.write_text(_DESCRIPTION, description.model_dump_json(indent=2) + "\n")
+        return description
+
+    def description(self) -> RunDescription | None:
+        """run.json, or None for a run that has none yet. Raises UserError when it is malformed."""
+        path = self.path / _DESCRIPTION
+        if not path.exists():
+            return None
+        try:
+            return RunDescription.model_validate_json(path.read_bytes())
+        except ValidationError as error:
+            raise UserError(f"{path}: not a description of a run: {error.errors()[0]['msg']}") from error
+
+    def write_text(self, name: str, text: str) -> Path:
+        """Writes a file of the run by its name in the folder, durably and atomically. Raises UserError."""
+        path = self.path / name
+        durable.write_file(path, text.encode())
+        return path
+
+    def close(self) -> None:
+        """Closes the ledger and frees the lock."""
+        self.ledger.close()
+        self._lock.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,78 @@
+"""What every trainer does: score rollouts, update the policy, hand out its weights, and survive on disk."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from fp8core.numerics.kv_scales import LayerAmax, LayerScales
+from fp8core.rl.batch import RolloutBatch, TokenBatch
+
+
+class NotFiniteError(ValueError):
+    """A loss or gradient became NaN or infinite; the update was not applied."""
+
+
+@dataclass(frozen=True)
+class ScoredBatch:
+    """Log-probs of a batch's completion tokens under the trainer's policy.
+
+    Attributes:
+        logprobs: FP32 [B, C], NaN on padding (C the longest completion).
+        entropy: FP32 [B, C], likewise.
+        amax: statistics of Q, K and V per layer over all valid tokens.
+        saturated_share: share of their elements beyond the scales in force (0 without scales).
+    """
+
+    logprobs: Tensor
+    entropy: Tensor
+    amax: list[LayerAmax]
+    saturated_share: float
+
+
+@dataclass(frozen=True)
+class TrainReport:
+    """One call of `Trainer.step`: means over its optimiser updates."""
+
+    version: int
+    digest: str
+    loss: float
+    grad_norm: float
+    clip_fraction: float
+    ratio_mean: float
+    weight_mean: float
+    reference_kl: float
+    learning_rate: float
+    tokens: int
+
+
+class Trainer(Protocol):
+    """A resident policy that learns."""
+
+    version: int
+
+    def logprobs(self, batch: TokenBatch, temperature: float, scales: Sequence[LayerScales] | None) -> ScoredBatch:
+        """Score completion tokens under the current policy."""
+        ...
+
+    def step(self, batch: RolloutBatch, temperature: float, scales: Sequence[LayerScales] | None) -> TrainReport:
+        """Learn from a batch: version v becomes v + 1."""
+        ...
+
+    def export(self) -> Mapping[str, Tensor]:
+        """Weights for the rollout engine, in its stored formats."""
+        ...
+
+    def digest(self) -> str:
+        """Digest of the FP32 master weights."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write optimiser state and version; weights are saved beside it by the caller."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Restore what `save` wrote."""
+        ...

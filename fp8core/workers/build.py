@@ -1,0 +1,86 @@
+"""From a configuration to live parts: the one place where models, trainers and engines are built."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from fp8core.config.run import RunConfig
+from fp8core.data.chain import ALPHABET, EOS
+from fp8core.errors import UserError
+from fp8core.models.architecture import Architecture
+from fp8core.models.checkpoint import load_checkpoint
+from fp8core.models.formats import rollout_formats, training_formats
+from fp8core.models.hub import resolve_model
+from fp8core.models.initial import architecture_from_config, initial_weights
+from fp8core.models.tokenizer import Tokenizer, character_tokenizer
+from fp8core.rl.objective import Objective
+from fp8core.rollout.embedded import EmbeddedEngine
+from fp8core.training.torch_trainer import TorchTrainer
+
+_CHAIN_VOCABULARY = 32
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """What a run starts from.
+
+    `tensors` are random for a model from scratch; its policy is made by the warm start.
+    """
+
+    arch: Architecture
+    tensors: Mapping[str, Tensor]
+    tokenizer: Tokenizer
+    revision: str | None
+
+
+def build_base(config: RunConfig) -> BaseModel:
+    """Load the checkpoint, or draw a decoder from scratch with a tokenizer of single characters.
+
+    Raises:
+        UserError: the checkpoint is missing or broken, or the contract keeps more BF16 layers than there are.
+    """
+    base = _from_scratch(config) if config.model is None else _from_checkpoint(config, config.model)
+    kept = config.precision.bf16_first_layers + config.precision.bf16_last_layers
+    if kept > base.arch.num_layers:
+        raise UserError(
+            f"precision.bf16_first_layers + bf16_last_layers = {kept}, but the model has {base.arch.num_layers} layers"
+        )
+    return base
+
+
+def build_trainer(config: RunConfig, arch: Architecture, masters: Mapping[str, Tensor]) -> TorchTrainer:
+    """A trainer that starts from the given weights."""
+    return TorchTrainer(
+        arch,
+        masters,
+        training_formats(config.precision, arch.num_layers),
+        rollout_formats(config.precision, arch.num_layers),
+        config.training,
+        Objective(config.loss, config.correction),
+    )
+
+
+def build_engine(config: RunConfig, arch: Architecture) -> EmbeddedEngine:
+    """A rollout engine without weights."""
+    return EmbeddedEngine(arch, rollout_formats(config.precision, arch.num_layers), config.rollout.max_batch)
+
+
+def _from_scratch(config: RunConfig) -> BaseModel:
+    assert config.architecture is not None, "RunConfig demands a model or an architecture"
+    if config.data.source != "chain":
+        raise UserError(
+            f"architecture builds a model for the chain task, but data.source is {config.data.source}; set model"
+        )
+    arch = architecture_from_config(config.architecture, _CHAIN_VOCABULARY)
+    tokenizer = character_tokenizer(ALPHABET, _CHAIN_VOCABULARY, EOS)
+    return BaseModel(arch, initial_weights(arch, config.seed), tokenizer, revision=None)
+
+
+def _from_checkpoint(config: RunConfig, model: str) -> BaseModel:
+    resolved = resolve_model(model, config.revision)
+    checkpoint = load_checkpoint(Path(resolved.folder))
+    if config.warm_start is not None:
+        raise UserError("warm_start trains a model from scratch; a checkpoint starts as it is (set warm_start to null)")
+    return BaseModel(checkpoint.architecture, checkpoint.tensors, checkpoint.tokenizer, resolved.revision)

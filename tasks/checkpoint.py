@@ -1,0 +1,71 @@
+"""Weights and optimiser on disk, and the policy as a Hugging Face folder beside them."""
+
+import hashlib
+import os
+import shutil
+from pathlib import Path
+
+from fp8core.errors import UserError
+from fp8core.models.checkpoint import save_checkpoint
+from fp8core.store.durable import sync_folder
+from fp8core.store.ledger import CheckpointEntry
+from fp8core.workers.live import LiveRun
+
+
+def checkpoint_due(run: LiveRun, index: int) -> bool:
+    """Every `checkpoint.every` iterations, and after the last."""
+    return (index + 1) % run.config.checkpoint.every == 0 or index + 1 == run.config.steps
+
+
+def save_state(run: LiveRun, index: int) -> None:
+    """Write `checkpoints/<step>/`, enter it in the ledger, and remove checkpoints beyond `checkpoint.keep`.
+
+    The folder holds the trainer's state, and in `policy/` the BF16 policy in the Hugging Face layout.
+    """
+    uri = f"checkpoints/{index:05d}"
+    folder = run.directory.path / uri
+    trainer = run.ready_trainer()
+    partial = folder.with_name(f".{folder.name}.partial")
+    try:
+        for stale in (partial, folder):
+            if stale.exists():
+                shutil.rmtree(stale)
+        partial.mkdir()
+        trainer.save(partial)
+        save_checkpoint(partial / "policy", run.arch, trainer.masters, run.tokenizer)
+        for path in partial.iterdir():
+            _sync(path)
+        sync_folder(partial)
+        partial.rename(folder)
+        sync_folder(folder.parent)
+    except OSError as error:
+        raise UserError(f"{folder}: the checkpoint cannot be written: {error.strerror}") from error
+    run.directory.ledger.append(
+        CheckpointEntry(step=index, uri=uri, digest=folder_digest(folder), weights_digest=trainer.digest())
+    )
+    _prune(run)
+
+
+def folder_digest(folder: Path) -> str:
+    """SHA-256 over the sorted (relative path, SHA-256) of a folder's files."""
+    digest = hashlib.sha256()
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        with path.open("rb") as file:
+            content = hashlib.file_digest(file, "sha256").hexdigest()
+        digest.update(f"{path.relative_to(folder).as_posix()}\n{content}\n".encode())
+    return digest.hexdigest()
+
+
+def _prune(run: LiveRun) -> None:
+    """The last `keep` + 1 checkpoints stay."""
+    folders = sorted((run.directory.path / "checkpoints").glob("[0-9]*"))
+    for folder in folders[: -(run.config.checkpoint.keep + 1)]:
+        shutil.rmtree(folder)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,125 @@
+"""Close an iteration: its manifest, its line in the ledger, its metrics in MLflow."""
+
+import json
+import time
+
+from fp8core.report.summary import STEP
+from fp8core.store.artifacts import Ref
+from fp8core.store.ledger import StepEntry
+from fp8core.store.manifest import StepManifest, StepObservations, StepRecord, record_digest
+from fp8core.store.shards import RolloutShards
+from fp8core.store.versions import library_versions
+from fp8core.workers.live import LiveRun
+from tasks.restore import carried
+from tasks.rollout import shard_folder
+from tasks.tracking import Sample, Tracker
+
+
+def commit_step(run: LiveRun, index: int) -> None:
+    """Write the manifest of a finished iteration and append it to the ledger; then its shards may go."""
+    manifest = _manifest(run, index)
+    ref = run.directory.store.put_json("manifest", manifest.model_dump(mode="json"))
+    run.directory.write_text(f"manifests/{index:05d}.json", manifest.model_dump_json(indent=2) + "\n")
+    run.directory.ledger.append(
+        StepEntry(
+            step=index,
+            manifest=ref,
+            weights_digest=manifest.record.weights_digest,
+            committed_ms=time.time_ns() // 1_000_000,
+        )
+    )
+    RolloutShards(shard_folder(run, index)).clear()
+
+
+def publish_step(run: LiveRun, tracker: Tracker, index: int) -> dict[str, float]:
+    """Log a committed iteration to MLflow from what is stored; returns its metrics. Saying it twice changes nothing."""
+    metrics, manifest = step_metrics(run, index), stored_manifest(run, index)
+    seconds = manifest.observed.timings
+    total = sum(seconds.values())
+    timings = {f"time/{task}_seconds": value for task, value in seconds.items()}
+    shares = {f"time/{task}_share": value / total for task, value in seconds.items() if total > 0}
+    committed = run.directory.ledger.steps()[index].committed_ms
+    tracker.log_step(index + 1, {**metrics, **timings, **shares}, committed)
+    config = run.config.tracking
+    if index >= 0 and config.sample_completions and (index % config.sample_every == 0 or index + 1 == run.config.steps):
+        tracker.log_samples(index + 1, samples(run, index, config.sample_completions))
+    return metrics
+
+
+def step_metrics(run: LiveRun, index: int) -> dict[str, float]:
+    """Metrics of a committed iteration: those of its record, or of the first evaluation for step -1."""
+    if index < 0:
+        measured = run.directory.store.get_json(run.directory.ledger.tasks(index)["evaluate"].outputs["evaluation"])
+        return {"reward/heldout_accuracy": measured["accuracy"], "reward/heldout_length_mean": measured["length_mean"]}
+    metrics: dict[str, float] = {}
+    for ref in _outputs(run, index).values():
+        if ref.kind == "metrics":
+            metrics |= run.directory.store.get_json(ref)
+    return metrics
+
+
+def history(run: LiveRun) -> list[dict[str, float]]:
+    """Metrics of every committed iteration in order; step 0 is the state before the first update."""
+    return [{**step_metrics(run, index), STEP: index + 1} for index in sorted(run.directory.ledger.steps())]
+
+
+def stored_manifest(run: LiveRun, index: int) -> StepManifest:
+    """The manifest of a committed iteration."""
+    content = run.directory.store.get_json(run.directory.ledger.steps()[index].manifest)
+    return StepManifest.model_validate_json(json.dumps(content))
+
+
+def samples(run: LiveRun, index: int, count: int) -> list[Sample]:
+    """The first completion of each of the first `count` prompts."""
+    by_kind = {ref.kind: ref for ref in _outputs(run, index).values()}
+    store = run.directory.store
+    prompts = {row["group"]: row for row in store.get_table(by_kind["prompts"]).to_pylist()}
+    completions = store.get_table(by_kind["rollouts"]).to_pylist()
+    verdicts = store.get_table(by_kind["rewards"]).to_pylist()
+    rows = [
+        Sample(
+            prompt=prompts[completion["group"]]["text"],
+            completion=completion["text"],
+            reference=prompts[completion["group"]]["reference"],
+            reward=verdict["reward"],
+            outcome=verdict["outcome"],
+        )
+        for completion, verdict in zip(completions, verdicts, strict=True)
+        if completion["sample"] == 0
+    ]
+    return rows[:count]
+
+
+def _outputs(run: LiveRun, index: int) -> dict[str, Ref]:
+    return {name: ref for task in run.directory.ledger.tasks(index).values() for name, ref in task.outputs.items()}
+
+
+def _manifest(run: LiveRun, index: int) -> StepManifest:
+    tasks = run.directory.ledger.tasks(index)
+    outputs = _outputs(run, index)
+    available = outputs if index < 0 else {**carried(run, index), **outputs}
+    policy = available["policy" if index < 0 else run.plan.carries["policy"]]
+    scales = available["scales" if index < 0 else run.plan.carries["scales"]]
+    reads = {planned.name: planned.inputs for planned in run.plan.steps} if index >= 0 else {}
+    record = StepRecord(
+        step=index,
+        predecessor=record_digest(stored_manifest(run, index - 1)) if index >= 0 else None,
+        config_digest=run.config_digest,
+        code_version=run.code_version,
+        inputs={
+            task: {port: available[artifact].digest for port, artifact in ports.items()} for task, ports in reads.items()
+        },
+        outputs={name: {port: ref.digest for port, ref in entry.outputs.items()} for name, entry in tasks.items()},
+        seeds={"run": run.config.seed, "step": index},
+        scales_digest=scales.digest,
+        precision=run.config.precision.model_dump(mode="json"),
+        weights_digest=run.directory.store.get_json(policy)["weights_digest"],
+        versions=library_versions(),
+    )
+    observed = StepObservations(
+        timings={name: entry.finished - entry.started for name, entry in tasks.items()},
+        hardware=run.machine,
+        git=run.git,
+        paths={name: ref.uri for name, ref in outputs.items()},
+    )
+    return StepManifest(record=record, observed=observed)

@@ -1,0 +1,51 @@
+"""Greedy accuracy on held-out prompts, answered by the rollout engine in its own precision."""
+
+from typing import Any
+
+import pyarrow as pa
+
+from fp8core.config.steps import NoOptions
+from fp8core.rollout.engine import Completion, PromptGroup, Sampling
+from fp8core.store.artifacts import Ref
+from fp8core.workers.live import LiveRun
+from tasks.prompts import prompt_table
+from tasks.step import step
+
+
+@step(
+    inputs={"sync_report": "sync_report", "next_policy": "policy", "next_scales": "scales"},
+    outputs={"evaluation": "evaluation"},
+)
+def evaluate(
+    run: LiveRun, index: int, options: NoOptions, sync_report: Ref, next_policy: Ref, next_scales: Ref
+) -> dict[str, Ref]:
+    """Every `evaluation.every` steps and at the last; the evaluation of other steps is empty."""
+    due = (index + 1) % run.config.evaluation.every == 0 or index + 1 == run.config.steps
+    content = heldout_accuracy(run) if due else {}
+    return {"evaluation": run.directory.store.put_json("evaluation", content)}
+
+
+def heldout_accuracy(run: LiveRun) -> dict[str, Any]:
+    """Accuracy, count and mean length over the held-out prompts."""
+    prompts = prompt_table(run, run.source.heldout(run.config.evaluation.prompts))
+    sampling = Sampling(0.0, run.config.rollout.max_new_tokens, run.tokenizer.eos_ids)
+    groups = [
+        PromptGroup(group=row["group"], prompt_id=row["prompt_id"], prompt=tuple(row["tokens"]), samples=(0,), seeds=(0,))
+        for row in prompts.to_pylist()
+    ]
+    completions = [done for batch in run.ready_engine().generate(groups, sampling) for done in batch]
+    scores = [score(run, prompts, done) for done in completions]
+    return {
+        "accuracy": sum(scores) / len(scores),
+        "prompts": len(scores),
+        "length_mean": sum(len(done.tokens) for done in completions) / len(completions),
+    }
+
+
+def score(run: LiveRun, prompts: pa.Table, completion: Completion) -> float:
+    """The verifier's score of one completion; `prompts` is a table of kind `prompts`, in order of group."""
+    stopped = completion.finish == "stop"
+    text = run.tokenizer.decode(completion.tokens[:-1] if stopped else completion.tokens)
+    prompt = prompts["text"][completion.group].as_py()
+    reference = prompts["reference"][completion.group].as_py()
+    return run.verifier.score(prompt, text, reference, completion.finish).score

@@ -1,0 +1,88 @@
+"""Run one step of one iteration, or take its stored result: the ledger is the only cache.
+
+A result is stored under a key, the digest of everything the step is a function of. A killed run that comes back finds
+the finished tasks of the step that was cut under their keys and runs only the others.
+"""
+
+import hashlib
+import importlib
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from fp8core.config.check import PlannedStep
+from fp8core.config.steps import import_step
+from fp8core.store.artifacts import Ref, canonical_json
+from fp8core.store.ledger import TaskEntry
+from fp8core.workers.live import LiveRun
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """A finished task: its ledger entry, whether it was reused, and when its body ran (perf_counter seconds)."""
+
+    entry: TaskEntry
+    reused: bool
+    interval: Interval
+
+
+def run_step(run: LiveRun, index: int, planned: PlannedStep, inputs: Mapping[str, Ref]) -> TaskResult:
+    """Run a planned step of iteration `index` on its inputs (port -> reference) and commit its outputs."""
+    function = import_step(planned.uses)
+
+    def body() -> dict[str, Ref]:
+        outputs = function(run, index, planned.options, **inputs)
+        kinds = {port: ref.kind for port, ref in outputs.items()}
+        assert kinds == dict(planned.spec.outputs), f"{planned.uses} returned {kinds}, declared {planned.spec.outputs}"
+        return {planned.outputs[port]: ref for port, ref in outputs.items()}
+
+    parts = {
+        "uses": planned.uses,
+        "module": module_digest(planned.uses.partition(":")[0]),
+        "options": planned.options.model_dump(mode="json"),
+        "inputs": {port: ref.digest for port, ref in inputs.items()},
+    }
+    return run_task(run, index, planned.name, parts, body)
+
+
+def run_task(
+    run: LiveRun, index: int, name: str, parts: Mapping[str, Any], body: Callable[[], dict[str, Ref]]
+) -> TaskResult:
+    """Run `body` and commit its outputs, or return the entry that is stored under the same key.
+
+    Args:
+        run: the live run.
+        index: iteration, -1 for what precedes the first.
+        name: name of the task within the iteration.
+        parts: what the task is a function of, besides the run's configuration and code.
+        body: makes the outputs, artifact name -> reference.
+    """
+    began = time.perf_counter()
+    key = task_key(run, index, name, parts)
+    stored = run.directory.ledger.tasks(index).get(name)
+    if stored is not None and stored.key == key:
+        return TaskResult(stored, reused=True, interval=(began, time.perf_counter()))
+    started = time.time()
+    outputs = body()
+    entry = TaskEntry(step=index, task=name, key=key, outputs=outputs, started=started, finished=time.time())
+    run.directory.ledger.append(entry)
+    return TaskResult(entry, reused=False, interval=(began, time.perf_counter()))
+
+
+def task_key(run: LiveRun, index: int, name: str, parts: Mapping[str, Any]) -> str:
+    """SHA-256 of what a task is a function of."""
+    content = {"step": index, "task": name, "config": run.config_digest, "code": run.code_version, **parts}
+    return hashlib.sha256(canonical_json(content, "key")).hexdigest()
+
+
+@cache
+def module_digest(name: str) -> str:
+    """SHA-256 of a module's source, so that a step of the user's own counts as code too."""
+    path = importlib.import_module(name).__file__
+    assert path is not None, f"{name} has no source file"
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()

@@ -1,0 +1,60 @@
+"""Score rollouts under the trainer's policy, and collect the statistics its KV scales are calibrated from."""
+
+from typing import Any
+
+import pyarrow as pa
+
+from fp8core.config.steps import NoOptions
+from fp8core.rl.batch import TokenBatch
+from fp8core.rollout.engine import PolicyScales
+from fp8core.store.artifacts import Ref
+from fp8core.store.tables import LOGPROBS
+from fp8core.training.trainer import ScoredBatch
+from fp8core.workers.live import LiveRun
+from tasks.calibrate import read_scales
+from tasks.step import step
+
+
+@step(
+    inputs={"rollouts": "rollouts", "policy": "policy", "scales": "scales"},
+    outputs={"logprobs": "logprobs", "kv_statistics": "kv_statistics"},
+)
+def logprobs(run: LiveRun, index: int, options: NoOptions, rollouts: Ref, policy: Ref, scales: Ref) -> dict[str, Ref]:
+    """Log-probs of every completion token under v_i, with the scales s_i the rollout used."""
+    store = run.directory.store
+    trainer = run.ready_trainer()
+    assert trainer.version == store.get_json(policy)["version"], "the trainer does not hold the policy of this step"
+    table = store.get_table(rollouts)
+    current = read_scales(run, scales)
+    scored = trainer.logprobs(token_batch(table), run.config.rollout.temperature, layer_scales(current))
+    statistics = {
+        "version": trainer.version,
+        "amax": [vars(layer) for layer in scored.amax],
+        "saturated_share": scored.saturated_share,
+    }
+    return {
+        "logprobs": store.put_table("logprobs", logprob_table(table, scored)),
+        "kv_statistics": store.put_json("kv_statistics", statistics),
+    }
+
+
+def token_batch(rollouts: pa.Table) -> TokenBatch:
+    """Rollouts as padded tokens."""
+    return TokenBatch.of(rollouts["prompt_tokens"].to_pylist(), rollouts["tokens"].to_pylist())
+
+
+def layer_scales(scales: PolicyScales) -> Any:
+    """Scales as the decoder takes them: None where nothing is scaled."""
+    return scales.layers or None
+
+
+def logprob_table(rollouts: pa.Table, scored: ScoredBatch) -> pa.Table:
+    """Scores as a table of kind `logprobs`, in the order of the rollouts."""
+    lengths = [len(tokens) for tokens in rollouts["tokens"].to_pylist()]
+    columns = {
+        "group": rollouts["group"],
+        "sample": rollouts["sample"],
+        "logprobs": [row[:n].tolist() for row, n in zip(scored.logprobs.numpy(), lengths, strict=True)],
+        "entropy": [row[:n].tolist() for row, n in zip(scored.entropy.numpy(), lengths, strict=True)],
+    }
+    return pa.table(columns, schema=LOGPROBS)

@@ -1,0 +1,115 @@
+"""The metrics of an iteration, from its artifacts alone."""
+
+from collections import Counter
+from typing import Any
+
+import pyarrow as pa
+import torch
+
+from fp8core.alignment.metrics import alignment_metrics
+from fp8core.config.steps import NoOptions
+from fp8core.rl.batch import length_mask, pad
+from fp8core.store.artifacts import Ref
+from fp8core.workers.live import LiveRun
+from tasks.step import step
+
+_OUTCOMES = ("right", "wrong", "unparsed", "timeout", "crashed")
+
+
+@step(
+    inputs={
+        "rollouts": "rollouts",
+        "rewards": "rewards",
+        "logprobs": "logprobs",
+        "train_report": "train_report",
+        "sync_report": "sync_report",
+        "evaluation": "evaluation",
+        "next_scales": "scales",
+    },
+    optional_inputs={"kv_statistics": "kv_statistics"},
+    outputs={"metrics": "metrics"},
+)
+def record(
+    run: LiveRun,
+    index: int,
+    options: NoOptions,
+    rollouts: Ref,
+    rewards: Ref,
+    logprobs: Ref,
+    train_report: Ref,
+    sync_report: Ref,
+    evaluation: Ref,
+    next_scales: Ref,
+    kv_statistics: Ref | None = None,
+) -> dict[str, Ref]:
+    """Everything MLflow shows of the step but its timings."""
+    store = run.directory.store
+    completions, scored = store.get_table(rollouts), store.get_table(logprobs)
+    metrics = {
+        **reward_metrics(store.get_table(rewards)),
+        **rollout_metrics(completions, scored),
+        **{f"alignment/{name}": value for name, value in mismatch(completions, scored).items()},
+        **train_metrics(store.get_json(train_report)),
+        **scale_metrics(store.get_json(next_scales)),
+    }
+    if kv_statistics is not None:
+        metrics["kv/saturated_share"] = store.get_json(kv_statistics)["saturated_share"]
+    measured = store.get_json(evaluation)
+    if measured:
+        metrics["reward/heldout_accuracy"] = measured["accuracy"]
+        metrics["reward/heldout_length_mean"] = measured["length_mean"]
+    return {"metrics": store.put_json("metrics", metrics)}
+
+
+def reward_metrics(rewards: pa.Table) -> dict[str, float]:
+    """Mean, spread, share of each outcome, and share of groups whose rewards differ."""
+    values = torch.tensor(rewards["reward"].to_pylist(), dtype=torch.float64)
+    groups = rewards.group_by("group").aggregate([("reward", "max"), ("reward", "min")])
+    mixed = sum(high > low for high, low in zip(*(groups[f"reward_{edge}"].to_pylist() for edge in ("max", "min"))))
+    outcomes = Counter(rewards["outcome"].to_pylist())
+    return {
+        "reward/mean": float(values.mean()),
+        "reward/std": float(values.std(correction=0)),
+        "reward/groups_with_signal": mixed / groups.num_rows,
+        "reward/kept_share": sum(rewards["keep"].to_pylist()) / rewards.num_rows,
+        **{f"reward/outcome_{name}": outcomes[name] / rewards.num_rows for name in _OUTCOMES},
+    }
+
+
+def rollout_metrics(rollouts: pa.Table, logprobs: pa.Table) -> dict[str, float]:
+    """Lengths, how completions ended, and the entropy of the policy on its own tokens (nats)."""
+    lengths = torch.tensor([len(tokens) for tokens in rollouts["tokens"].to_pylist()], dtype=torch.float64)
+    entropy = torch.tensor([value for row in logprobs["entropy"].to_pylist() for value in row], dtype=torch.float64)
+    return {
+        "rollout/length_mean": float(lengths.mean()),
+        "rollout/length_max": float(lengths.max()),
+        "rollout/tokens": float(lengths.sum()),
+        "rollout/cut_off_share": rollouts["finish"].to_pylist().count("length") / rollouts.num_rows,
+        "rollout/entropy": float(entropy.mean()),
+    }
+
+
+def mismatch(rollouts: pa.Table, logprobs: pa.Table) -> dict[str, float]:
+    """Every alignment metric between the policy that sampled and the policy that trains."""
+    sampled = rollouts["logprobs"].to_pylist()
+    return alignment_metrics(
+        pad(logprobs["logprobs"].to_pylist(), torch.float32, 0.0),
+        pad(sampled, torch.float32, 0.0),
+        length_mask(sampled),
+    )
+
+
+def train_metrics(report: dict[str, Any]) -> dict[str, float]:
+    """The numbers of a train report."""
+    names = ("loss", "grad_norm", "clip_fraction", "ratio_mean", "weight_mean", "reference_kl", "learning_rate", "tokens")
+    return {f"train/{name}": float(report[name]) for name in names}
+
+
+def scale_metrics(scales: dict[str, Any]) -> dict[str, float]:
+    """Scales and amax per layer."""
+    return {
+        f"kv/{part}_{kind}_layer{i}": value
+        for part, rows in (("scale", scales["layers"]), ("amax", scales["amax"]))
+        for i, layer in enumerate(rows)
+        for kind, value in layer.items()
+    }

@@ -1,0 +1,107 @@
+"""What precedes the first iteration, committed as step -1: the initial policy, its first scales, its accuracy."""
+
+from collections import defaultdict
+from typing import Any
+
+from fp8core.config.run import WarmStartConfig
+from fp8core.data.chain import ChainSource, style_of
+from fp8core.numerics.fingerprint import policy_digest
+from fp8core.report.console import StyleAccuracy
+from fp8core.rl.batch import TokenBatch
+from fp8core.rollout.engine import Sampling
+from fp8core.store.artifacts import Ref
+from fp8core.training.warm_start import TokenisedDemonstration
+from fp8core.training.warm_start import warm_start as train_on_demonstrations
+from fp8core.workers.build import build_engine, build_trainer
+from fp8core.workers.live import LiveRun
+from tasks.calibrate import read_scales, store_scales
+from tasks.evaluate import heldout_accuracy, score
+from tasks.execute import TaskResult, run_task
+from tasks.prompts import prompt_table
+from tasks.rollout import completion_text, prompt_groups
+from tasks.sync import push
+
+FIRST = -1
+
+
+def warm_start(run: LiveRun) -> TaskResult:
+    """Policy 0: from the supervised warm start, or the checkpoint as it is."""
+
+    def body() -> dict[str, Ref]:
+        store = run.directory.store
+        if run.config.warm_start is None:
+            digest = policy_digest({name: tensor.float() for name, tensor in run.base.items()})
+            return {"policy": store.put_json("policy", {"version": 0, "weights_digest": digest})}
+        weights = _train(run, run.config.warm_start)
+        policy = {"version": 0, "weights_digest": policy_digest(weights)}
+        return {"policy": store.put_json("policy", policy), "weights": store.put_tensors("weights", weights)}
+
+    return run_task(run, FIRST, "warm_start", {"revision": run.model_revision}, body)
+
+
+def bring_to_life(run: LiveRun) -> None:
+    """Build trainer and engine around policy 0."""
+    run.trainer = build_trainer(run.config, run.arch, run.initial_policy())
+    run.engine = build_engine(run.config, run.arch)
+
+
+def first_scales(run: LiveRun) -> TaskResult:
+    """Scales of policy 0, from a pass over the first prompts: nothing is generated before they exist."""
+
+    def body() -> dict[str, Ref]:
+        problems = run.source.training(0, run.config.rollout.prompts_per_step, run.config.seed)
+        prompts = prompt_table(run, problems)["tokens"].to_pylist()
+        # TokenBatch wants a completion; the last prompt token serves, so that exactly the prompts are seen.
+        batch = TokenBatch.of(
+            [tokens[:-1] or tokens for tokens in prompts], [tokens[-1:] for tokens in prompts]
+        )
+        return {"scales": store_scales(run, 0, run.ready_trainer().statistics(batch))}
+
+    return run_task(run, FIRST, "calibrate", {}, body)
+
+
+def first_evaluation(run: LiveRun, scales: Ref) -> TaskResult:
+    """Held-out accuracy of policy 0 and, after a warm start, the sampled accuracy of each demonstration style."""
+
+    def body() -> dict[str, Ref]:
+        push(run, read_scales(run, scales))
+        content = heldout_accuracy(run)
+        if run.config.warm_start is not None:
+            content["styles"] = style_accuracy(run, run.config.warm_start)
+        return {"evaluation": run.directory.store.put_json("evaluation", content)}
+
+    return run_task(run, FIRST, "evaluate", {"scales": scales.digest}, body)
+
+
+def style_accuracy(run: LiveRun, config: WarmStartConfig) -> list[dict[str, Any]]:
+    """Accuracy by style of one step's worth of sampled completions, with its target."""
+    problems = run.source.training(FIRST, run.config.rollout.prompts_per_step, run.config.seed)
+    prompts = prompt_table(run, problems)
+    sampling = Sampling(run.config.rollout.temperature, run.config.rollout.max_new_tokens, run.tokenizer.eos_ids)
+    scores: dict[str, list[float]] = defaultdict(list)
+    for batch in run.ready_engine().generate(prompt_groups(run, FIRST, prompts), sampling):
+        for done in batch:
+            scores[style_of(completion_text(done, run.tokenizer))].append(score(run, prompts, done))
+    targets = {"step_by_step": config.step_by_step_target, "bare": config.bare_target}
+    return [
+        StyleAccuracy(style, sum(values) / len(values) if (values := scores[style]) else 0.0, target)._asdict()
+        for style, target in targets.items()
+    ]
+
+
+def _train(run: LiveRun, config: WarmStartConfig) -> dict[str, Any]:
+    source = run.source
+    assert isinstance(source, ChainSource), "RunConfig allows a warm start for the chain task only"
+
+    def demonstrations(step: int) -> list[TokenisedDemonstration]:
+        rows = source.demonstrations(step, config.batch_size, run.config.seed, config.step_by_step_share)
+        encode = run.tokenizer.encode
+        return [TokenisedDemonstration(encode(row.question), encode(row.completion)) for row in rows]
+
+    return train_on_demonstrations(
+        run.arch,
+        run.base,
+        config,
+        demonstrations,
+        lambda step, loss: run.console.warm_start(step + 1, config.steps, loss),
+    )

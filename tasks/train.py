@@ -1,0 +1,81 @@
+"""One GRPO update from stored rollouts, rewards and log-probs."""
+
+from dataclasses import asdict
+
+import pyarrow as pa
+import torch
+
+from fp8core.config.steps import NoOptions
+from fp8core.rl.advantages import group_advantages
+from fp8core.rl.batch import RolloutBatch, length_mask, pad
+from fp8core.store.artifacts import Ref
+from fp8core.workers.live import LiveRun
+from tasks.calibrate import read_scales
+from tasks.logprobs import layer_scales, token_batch
+from tasks.reward import check_reward
+from tasks.step import step
+
+
+@step(
+    inputs={
+        "rollouts": "rollouts",
+        "rewards": "rewards",
+        "logprobs": "logprobs",
+        "policy": "policy",
+        "scales": "scales",
+    },
+    optional_inputs={"reference": "logprobs"},
+    outputs={"next_policy": "policy", "train_report": "train_report"},
+    redo=True,
+)
+def train(
+    run: LiveRun,
+    index: int,
+    options: NoOptions,
+    rollouts: Ref,
+    rewards: Ref,
+    logprobs: Ref,
+    policy: Ref,
+    scales: Ref,
+    reference: Ref | None = None,
+) -> dict[str, Ref]:
+    """Policy v_i becomes v_{i+1}."""
+    store = run.directory.store
+    trainer = run.ready_trainer()
+    assert trainer.version == store.get_json(policy)["version"], "the trainer does not hold the policy of this step"
+    batch = rollout_batch(
+        store.get_table(rollouts),
+        store.get_table(rewards),
+        store.get_table(logprobs),
+        store.get_table(reference) if reference else None,
+        run.config.loss.advantage_epsilon,
+    )
+    report = trainer.step(batch, run.config.rollout.temperature, layer_scales(read_scales(run, scales)))
+    return {
+        "next_policy": store.put_json("policy", {"version": report.version, "weights_digest": report.digest}),
+        "train_report": store.put_json("train_report", asdict(report)),
+    }
+
+
+def rollout_batch(
+    rollouts: pa.Table, rewards: pa.Table, logprobs: pa.Table, reference: pa.Table | None, epsilon: float
+) -> RolloutBatch:
+    """Stored tables as the batch an update learns from; rows of all tables correspond.
+
+    Raises:
+        UserError: a reward is not finite (a step of the user's own may have made it).
+    """
+    for row in rewards.select(["group", "sample", "reward"]).to_pylist():
+        check_reward(row["reward"], row["group"], row["sample"])
+    tokens = rollouts["tokens"].to_pylist()
+    groups = torch.tensor(rewards["group"].to_pylist())
+    values = torch.tensor(rewards["reward"].to_pylist(), dtype=torch.float64)
+    return RolloutBatch(
+        sequences=token_batch(rollouts),
+        mask=length_mask(tokens),
+        rollout_logprobs=pad(rollouts["logprobs"].to_pylist(), torch.float32, 0.0),
+        old_logprobs=pad(logprobs["logprobs"].to_pylist(), torch.float32, 0.0),
+        reference_logprobs=pad(reference["logprobs"].to_pylist(), torch.float32, 0.0) if reference else None,
+        advantages=group_advantages(values, groups, epsilon).float(),
+        keep=torch.tensor(rewards["keep"].to_pylist()),
+    )

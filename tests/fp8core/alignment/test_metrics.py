@@ -1,0 +1,291 @@
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fp8core.alignment.metrics import AlignmentAccumulator, alignment_by_prompt, alignment_metrics
+
+GOLDEN_D = [0.1, -1.5, 0.8, -10.0, 0.3]
+IDEAL_ZERO = [
+    "kl",
+    "k2_kl",
+    "k3_kl",
+    "gen_kl_error",
+    "policy_kl_error",
+    "reverse_kl",
+    "reverse_k2_kl",
+    "reverse_k3_kl",
+    "js_divergence",
+    "js_divergence_error",
+    "chi2_token",
+    "chi2_seq",
+    "rollout_is_std",
+    "fraction_high",
+    "fraction_low",
+    "share_outside_0.9_1.1",
+    "seq_max_deviation",
+    "log_ppl_diff",
+    "log_ppl_diff_max",
+    "log_ppl_diff_min",
+    "log_ppl_abs_diff",
+    "logprob_abs_diff",
+    "logprob_abs_diff_max",
+    "abs_diff_p50",
+    "abs_diff_p95",
+    "abs_diff_p99",
+    "abs_diff_p99.9",
+    "abs_diff_max",
+    "tokens_differing",
+]
+IDEAL_ONE = [
+    "token_mult_prob_error",
+    "max_seq_mult_prob_error",
+    "mean_seq_mult_prob_error",
+    "min_seq_mult_prob_error",
+    "sampling_importance_ratio",
+    "sampling_importance_ratio_seq",
+    "ess",
+    "rollout_is_mean",
+    "rollout_is_min",
+    "rollout_is_max",
+    "ppl_ratio",
+]
+NEITHER = [
+    "tokens",
+    "sequences",
+    "approx_entropy",
+    "training_log_ppl",
+    "rollout_log_ppl",
+    "training_ppl",
+    "rollout_ppl",
+]
+
+
+def batch(seed, rows=6, tokens=40, spread=0.3, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    rollout = -3 * torch.rand(rows, tokens, generator=generator, dtype=dtype)
+    training = rollout + spread * torch.randn(rows, tokens, generator=generator, dtype=dtype)
+    lengths = torch.randint(1, tokens + 1, (rows, 1), generator=generator)
+    return training, rollout, torch.arange(tokens) < lengths
+
+
+def slow_metrics(training, rollout, mask, cap=2.0):
+    """Independent: Python floats, one loop over rows and tokens, formulas as in the references."""
+    rows = []
+    for t_row, g_row, m_row in zip(training.tolist(), rollout.tolist(), mask.tolist(), strict=True):
+        row = [(p, g) for p, g, m in zip(t_row, g_row, m_row, strict=True) if m]
+        if row:
+            rows.append(row)
+    tokens = [pair for row in rows for pair in row]
+    d = [p - g for p, g in tokens]
+    w = [math.exp(x) for x in d]
+    v = [min(x, cap) for x in w]
+    n = len(d)
+
+    def mean(values):
+        values = list(values)
+        return math.fsum(values) / len(values)
+
+    def half_js_k3(p, g):
+        middle = math.log((math.exp(p) + math.exp(g)) / 2)
+        return sum(0.5 * (math.exp(x - middle) - (x - middle) - 1) for x in (p, g))
+
+    def js(p, g):
+        middle = math.log((math.exp(p) + math.exp(g)) / 2)
+        return 0.5 * (math.exp(p - g) * (p - middle) + (g - middle))
+
+    def quantile(q):
+        return sorted(map(abs, d))[math.ceil(q * n) - 1]
+
+    row_d = [[p - g for p, g in row] for row in rows]
+    row_diff = [-mean(x) for x in row_d]
+    row_error = [mean(math.exp(abs(y)) for y in x) for x in row_d]
+    result = {
+        "tokens": n,
+        "sequences": len(rows),
+        "tokens_differing": sum(p != g for p, g in tokens),
+        "approx_entropy": mean(-math.exp(p - g) * p for p, g in tokens),
+        "token_mult_prob_error": mean(math.exp(abs(x)) for x in d),
+        "kl": mean(-x for x in d),
+        "k2_kl": mean(x * x / 2 for x in d),
+        "k3_kl": mean(math.exp(x) - x - 1 for x in d),
+        "gen_kl_error": mean(math.exp(x) - x - 1 for x in d),
+        "policy_kl_error": mean(math.exp(-x) + x - 1 for x in d),
+        "reverse_kl": mean(math.exp(x) * x for x in d),
+        "reverse_k2_kl": mean(math.exp(x) * x * x / 2 for x in d),
+        "reverse_k3_kl": mean(math.exp(x) * (math.exp(-x) + x - 1) for x in d),
+        "js_divergence": mean(js(p, g) for p, g in tokens),
+        "js_divergence_error": mean(half_js_k3(p, g) for p, g in tokens),
+        "chi2_token": mean(x * x for x in w) - 1,
+        "chi2_seq": mean(math.exp(2 * max(-20, min(20, math.fsum(x)))) for x in row_d) - 1,
+        "sampling_importance_ratio": mean(w),
+        "sampling_importance_ratio_seq": mean(math.exp(max(-20, min(20, math.fsum(x)))) for x in row_d),
+        "ess": 1 / mean((x / mean(v)) ** 2 for x in v),
+        "rollout_is_mean": mean(v),
+        "rollout_is_std": math.sqrt(mean((x - mean(v)) ** 2 for x in v)),
+        "rollout_is_min": min(v),
+        "rollout_is_max": max(v),
+        "fraction_high": mean(x > cap for x in w),
+        "fraction_low": mean(x < 1 / cap for x in w),
+        "share_outside_0.9_1.1": mean(not 0.9 <= x <= 1.1 for x in w),
+        "seq_max_deviation": max(abs(mean(map(math.exp, x)) - 1) for x in row_d),
+        "training_log_ppl": mean(-mean(p for p, _ in row) for row in rows),
+        "rollout_log_ppl": mean(-mean(g for _, g in row) for row in rows),
+        "training_ppl": mean(math.exp(-mean(p for p, _ in row)) for row in rows),
+        "rollout_ppl": mean(math.exp(-mean(g for _, g in row)) for row in rows),
+        "log_ppl_diff": mean(row_diff),
+        "log_ppl_abs_diff": mean(map(abs, row_diff)),
+        "log_ppl_diff_max": max(row_diff),
+        "log_ppl_diff_min": min(row_diff),
+        "ppl_ratio": mean(map(math.exp, row_diff)),
+        "logprob_abs_diff": mean(map(abs, d)),
+        "logprob_abs_diff_max": max(map(abs, d)),
+        "abs_diff_p50": quantile(0.5),
+        "abs_diff_p95": quantile(0.95),
+        "abs_diff_p99": quantile(0.99),
+        "abs_diff_p99.9": quantile(0.999),
+        "abs_diff_max": quantile(1.0),
+        "max_seq_mult_prob_error": max(row_error),
+        "mean_seq_mult_prob_error": mean(row_error),
+        "min_seq_mult_prob_error": min(row_error),
+    }
+    for name, start, stop in (("0_15", 0, 16), ("16_63", 16, 64), ("64_255", 64, 256), ("256_1023", 256, 1024)):
+        bucket = [x for row in row_d for x in row[start:stop]]
+        if bucket:
+            result[f"token_mult_prob_error_pos_{name}"] = mean(math.exp(abs(x)) for x in bucket)
+    late = [x for row in row_d for x in row[1024:]]
+    if late:
+        result["token_mult_prob_error_pos_1024_up"] = mean(math.exp(abs(x)) for x in late)
+    return result
+
+
+@pytest.mark.parametrize(("seed", "tokens", "spread"), [(0, 40, 0.3), (1, 300, 0.01), (2, 5, 2.0), (3, 1500, 0.1)])
+def test_every_metric_equals_an_independent_loop(seed, tokens, spread):
+    training, rollout, mask = batch(seed, tokens=tokens, spread=spread)
+    assert alignment_metrics(training, rollout, mask) == pytest.approx(
+        slow_metrics(training, rollout, mask), rel=1e-9, abs=1e-12
+    )
+
+
+def test_golden_vector():
+    rollout = torch.full((1, 5), -1.0, dtype=torch.float64)
+    training = rollout + torch.tensor([GOLDEN_D], dtype=torch.float64)
+    result = alignment_metrics(training, rollout, torch.ones(1, 5, dtype=torch.bool))
+    assert result["kl"] == pytest.approx(2.06)
+    assert result["k3_kl"] == pytest.approx(2.04075, abs=5e-6)
+    assert result["ppl_ratio"] == pytest.approx(1 / 0.1275, rel=1e-3)
+    assert result["sampling_importance_ratio_seq"] == pytest.approx(3.36e-5, rel=2e-3)
+    assert result["rollout_is_max"] == 2.0
+    assert (result["fraction_high"], result["fraction_low"]) == (0.2, 0.4)
+    assert result["abs_diff_p50"] == pytest.approx(0.8)
+
+
+def test_exact_agreement_gives_the_exact_ideal_of_every_metric():
+    _, logprobs, mask = batch(0, tokens=300)
+    result = alignment_metrics(logprobs, logprobs.clone(), mask)
+    positions = {name for name in result if "_pos_" in name}
+    assert set(result) == {*IDEAL_ZERO, *IDEAL_ONE, *NEITHER, *positions}
+    assert {name: result[name] for name in IDEAL_ZERO} == dict.fromkeys(IDEAL_ZERO, 0.0)
+    assert {name: result[name] for name in (*IDEAL_ONE, *positions)} == dict.fromkeys((*IDEAL_ONE, *positions), 1.0)
+    assert result["training_ppl"] == result["rollout_ppl"]
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 1000), st.lists(st.integers(1, 5), max_size=3), st.integers(0, 30), st.randoms())
+def test_streaming_padding_and_row_order_do_not_change_a_bit(seed, cuts, padding, random):
+    training, rollout, mask = batch(seed)
+    whole = alignment_metrics(training, rollout, mask)
+    order = list(range(len(mask)))
+    random.shuffle(order)
+    accumulator = AlignmentAccumulator()
+    bounds = [0, *sorted(cuts), len(mask)]
+    for start, stop in itertools.pairwise(bounds):
+        rows = order[start:stop]
+        left, right = (torch.full((len(rows), n), torch.nan) for n in (padding, padding // 2))
+        accumulator.add(
+            torch.cat([left, training[rows], right], 1),
+            torch.cat([left, rollout[rows], right], 1),
+            torch.cat([left > 0, mask[rows], right > 0], 1),
+        )
+    assert accumulator.result() == whole
+
+
+@pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf])
+def test_masked_junk_and_empty_rows_do_not_leak(junk):
+    training, rollout, mask = batch(4)
+    mask[2] = False
+    whole = alignment_metrics(training, rollout, mask)
+    rows = [0, 1, 3, 4, 5]
+    assert whole == alignment_metrics(training[rows], rollout[rows], mask[rows])
+    dirty = alignment_metrics(training.where(mask, junk), rollout.where(mask, -junk), mask)
+    assert dirty == whole
+    assert all(math.isfinite(value) for value in dirty.values())
+
+
+def test_tokens_inside_a_row_that_the_policy_did_not_write_are_as_if_absent():
+    training, rollout, _ = batch(5, rows=1, tokens=20)
+    tool = torch.zeros(1, 20, dtype=torch.bool)
+    tool[0, 5:9] = True
+    without = [i for i in range(20) if not tool[0, i]]
+    assert alignment_metrics(training, rollout, ~tool) == alignment_metrics(
+        training[:, without], rollout[:, without], torch.ones(1, 16, dtype=torch.bool)
+    )
+
+
+def test_huge_differences_stay_finite():
+    rollout = torch.tensor([[-1.0, -2.0, -800.0]])
+    training = torch.tensor([[-900.0, -1e30, -0.5]])
+    result = alignment_metrics(training, rollout, torch.ones(1, 3, dtype=torch.bool))
+    assert all(math.isfinite(value) for value in result.values())
+    assert result["token_mult_prob_error"] == pytest.approx(math.exp(20))
+
+
+def test_the_cap_moves_truncated_statistics_only():
+    training, rollout, mask = batch(6, spread=1.0)
+    loose, tight = (alignment_metrics(training, rollout, mask, cap) for cap in (10.0, 1.5))
+    changed = {name for name in loose if loose[name] != tight[name]}
+    assert changed <= {"ess", "fraction_high", "fraction_low"} | {f"rollout_is_{s}" for s in ("mean", "std", "max")}
+    assert tight["rollout_is_max"] == 1.5
+    assert tight["fraction_high"] > loose["fraction_high"]
+
+
+def test_bit_equality_counts_the_sign_of_zero():
+    training, rollout = torch.tensor([[0.0, -1.0]]), torch.tensor([[-0.0, -1.0]])
+    assert alignment_metrics(training, rollout, torch.ones(1, 2, dtype=torch.bool))["tokens_differing"] == 1
+
+
+def test_by_prompt_selects_the_rows_of_each_prompt():
+    training, rollout, mask = batch(7)
+    mask[4] = False
+    groups = torch.tensor([3, 9, 3, 9, 5, 3])
+    result = alignment_by_prompt(training, rollout, mask, groups)
+    assert set(result) == {3, 9}
+    assert result[9] == alignment_metrics(training[[1, 3]], rollout[[1, 3]], mask[[1, 3]])
+
+
+@pytest.mark.parametrize(("side", "value"), [("training", math.nan), ("rollout", math.inf)])
+def test_unmasked_junk_is_refused_with_its_place(side, value):
+    training, rollout, mask = batch(8)
+    mask[3, :8] = True
+    {"training": training, "rollout": rollout}[side][3, 7] = value
+    with pytest.raises(ValueError, match=rf"{side} log-prob at row 3, position 7 is {value}"):
+        alignment_metrics(training, rollout, mask)
+
+
+def test_misuse_is_refused():
+    training, rollout, mask = batch(9)
+    with pytest.raises(ValueError, match="no unmasked token"):
+        alignment_metrics(training, rollout, torch.zeros_like(mask))
+    with pytest.raises(ValueError, match="no unmasked token"):
+        AlignmentAccumulator().result()
+    with pytest.raises(ValueError, match="one shape"):
+        alignment_metrics(training, rollout[:, 1:], mask)
+    with pytest.raises(ValueError, match="must be bool"):
+        alignment_metrics(training, rollout, mask.float())
+    with pytest.raises(ValueError, match="rollout log-probs must be float32 or float64"):
+        alignment_metrics(training, rollout.bfloat16(), mask)
+    with pytest.raises(ValueError, match="cap"):
+        AlignmentAccumulator(cap=0.5)

@@ -1,0 +1,210 @@
+"""The pipeline as a graph: what runs, in which order, and every way in which it is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import Field
+
+from fp8core.config.check import Plan, check_pipeline
+from fp8core.config.load import load_config
+from fp8core.config.pipeline import PipelineConfig
+from fp8core.config.section import Section
+from fp8core.config.steps import StepSpec, import_spec
+from fp8core.errors import UserError
+
+ITERATION = str(Path(__file__).with_name("iteration.yaml"))
+CARRIED = {"policy": "policy", "scales": "scales"}
+
+
+class RolloutOptions(Section):
+    """Options of the fake rollout."""
+
+    depth: int = Field(1, ge=1, le=4)
+    label: str = "plain"
+
+
+def ports(*names: str) -> dict[str, str]:
+    """Ports whose kind is their name, but for the artifacts handed to the next iteration."""
+    return {name: name.removeprefix("next_") for name in names}
+
+
+SPECS = {
+    "rollout": StepSpec("rollout", ports("policy", "scales"), ports("rollouts"), options=RolloutOptions),
+    "reward": StepSpec("reward", ports("rollouts"), ports("rewards")),
+    "keep": StepSpec("keep", ports("rewards"), ports("rewards")),
+    "logprobs": StepSpec("logprobs", ports("rollouts", "policy", "scales"), ports("logprobs", "kv_statistics")),
+    "train": StepSpec(
+        "train",
+        ports("rewards", "logprobs", "policy"),
+        ports("next_policy", "train_report"),
+        optional_inputs={"reference": "logprobs"},
+    ),
+    "calibrate": StepSpec("calibrate", ports("kv_statistics", "next_policy"), ports("next_scales")),
+    "record": StepSpec("record", ports("rewards", "train_report", "next_scales"), ports("metrics")),
+    "source": StepSpec("source", {}, ports("prompts")),
+}
+
+
+def resolve(uses: str) -> StepSpec:
+    return SPECS[uses.partition(":")[2]]
+
+
+def plan_of(*overrides: str) -> Plan:
+    return check_pipeline(load_config(ITERATION, overrides).pipeline, CARRIED, resolve)
+
+
+def refused(*overrides: str) -> str:
+    with pytest.raises(UserError) as caught:
+        plan_of(*overrides)
+    return str(caught.value)
+
+
+def names(steps: Any) -> list[str]:
+    return [step.name for step in steps]
+
+
+def insert(after: str, step: str) -> str:
+    return f"pipeline.insert=[{{after: {after}, step: {{{step}}}}}]"
+
+
+KEEP = insert("reward", "name: keep, uses: 'fake:keep', needs: [rewards], provides: {rewards: kept}")
+
+
+def test_the_plan_keeps_the_order_of_the_file_where_it_can_run() -> None:
+    plan = plan_of()
+    assert names(plan.steps) == ["rollout", "reward", "logprobs", "train", "calibrate", "record"]
+    levels = [["rollout"], ["reward", "logprobs"], ["train"], ["calibrate"], ["record"]]
+    assert [names(level) for level in plan.levels()] == levels
+    assert plan.carries == {"policy": "next_policy", "scales": "next_scales"}
+
+
+def test_a_planned_step_has_its_ports_connected_and_its_options_validated() -> None:
+    plan = plan_of("pipeline.steps.rollout.with.depth=3", KEEP, "pipeline.rewire={train: {rewards: kept}}")
+    steps = {step.name: step for step in plan.steps}
+    assert steps["rollout"].options == RolloutOptions(depth=3)
+    assert steps["keep"].outputs == {"rewards": "kept"}
+    assert steps["train"].inputs["rewards"] == "kept"
+    assert names(plan.levels()[1]) == ["reward", "logprobs"]
+    assert names(plan.levels()[2]) == ["keep"]
+
+
+def test_steps_are_ready_when_their_inputs_are() -> None:
+    plan = plan_of()
+    assert names(plan.ready(set())) == ["rollout"]
+    assert names(plan.ready({"rollout"})) == ["reward", "logprobs"]
+    assert names(plan.ready({"rollout", "logprobs"})) == ["reward"]
+    assert plan.ready({step.name for step in plan.steps}) == []
+
+
+def test_an_optional_input_may_be_connected_or_not() -> None:
+    plan = plan_of("pipeline.rewire={train: {reference: logprobs}}")
+    assert next(step for step in plan.steps if step.name == "train").inputs["reference"] == "logprobs"
+
+
+@given(st.permutations([step.model_dump(by_alias=True) for step in load_config(ITERATION).pipeline.steps]))
+def test_any_order_of_declaration_gives_an_order_that_can_run(steps: list[dict[str, Any]]) -> None:
+    plan = check_pipeline(PipelineConfig.model_validate({"steps": steps}), CARRIED, resolve)
+    available = set(CARRIED)
+    for step in plan.steps:
+        assert available.issuperset(step.inputs.values())
+        available |= set(step.outputs.values())
+    assert sorted(names(plan.steps)) == sorted(step["name"] for step in steps)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            [insert("reward", "name: reward, uses: 'fake:keep', needs: [rewards]")],
+            "step reward: two steps have this name (fake:reward and fake:keep)",
+        ),
+        (
+            ["pipeline.rewire={train: {rewards: rewardz}}"],
+            "step train: input rewards: there is no artifact rewardz; did you mean rewards?",
+        ),
+        (
+            ["pipeline.remove=[reward]"],
+            "step train: input rewards: there is no artifact rewards; ",
+        ),
+        (
+            ["pipeline.rewire={reward: {rolouts: rollouts}}"],
+            "step reward: it has no input port rolouts; did you mean rollouts?",
+        ),
+        (
+            [insert("reward", "name: source, uses: 'fake:source', needs: [policy]")],
+            "step source: it has no input port policy; none is known here",
+        ),
+        (["pipeline.rewire={train: {rewards: null}}"], "step train: needs does not name the required input rewards"),
+        (
+            ["pipeline.rewire={train: {rewards: rollouts}}"],
+            "step train: input rewards wants kind rewards, but artifact rollouts is of kind rollouts",
+        ),
+        (
+            ["pipeline.rewire={train: {reference: scales}}"],
+            "step train: input reference wants kind logprobs, but artifact scales is of kind scales",
+        ),
+        (
+            ["pipeline.steps.reward.provides.reward=x"],
+            "step reward: it has no output port reward; did you mean rewards?",
+        ),
+        (["pipeline.steps.reward.provides.rewards=a b"], "step reward: output rewards: 'a b' is not a name for"),
+        (
+            [insert("reward", "name: keep, uses: 'fake:keep', needs: [rewards]")],
+            "artifact rewards: provided by two steps, reward and keep",
+        ),
+        (
+            ["pipeline.steps.train.provides.next_policy=policy"],
+            "step train: provides policy, which the previous iteration hands over",
+        ),
+        (
+            ["pipeline.steps.rollout.with.depht=3"],
+            "pipeline.steps.rollout.with.depht: unknown key; did you mean depth?",
+        ),
+        (
+            ["pipeline.steps.rollout.with.depth=9"],
+            "pipeline.steps.rollout.with.depth: must be less than or equal to 4, got 9",
+        ),
+        (
+            ["pipeline.steps.rollout.with.depth='3'"],
+            'pipeline.steps.rollout.with.depth: must be a valid integer, got "3"',
+        ),
+        (["pipeline.steps.reward.with.x=1"], "pipeline.steps.reward.with.x: unknown key; none is known here"),
+        (
+            ["pipeline.carries.policy=next_polic"],
+            "pipeline.carries.policy: no step provides next_polic; did you mean next_policy?",
+        ),
+        (
+            ["pipeline.carries.policy=next_scales"],
+            "pipeline.carries.policy: wants kind policy, but artifact next_scales is of kind scales",
+        ),
+        (
+            ["pipeline.carries.optimizer=train_report"],
+            "pipeline.carries.optimizer: nothing of this name exists before the first iteration; known here: policy",
+        ),
+    ],
+)
+def test_a_broken_pipeline_is_refused_with_place_and_reason(overrides: list[str], message: str) -> None:
+    assert message in refused(*overrides)
+
+
+def test_a_cycle_is_refused_by_name() -> None:
+    message = refused(
+        KEEP,
+        insert("keep", "name: again, uses: 'fake:keep', needs: {rewards: kept}, provides: {rewards: again}"),
+        "pipeline.rewire={keep: {rewards: again}}",
+    )
+    assert message == "pipeline: cycle keep -> again -> keep: again reads kept of keep, keep reads again of again"
+
+
+def test_a_step_that_reads_its_own_output_is_a_cycle() -> None:
+    message = refused(KEEP, "pipeline.rewire={keep: {rewards: kept}}")
+    assert message == "pipeline: cycle keep -> keep: keep reads kept of keep"
+
+
+def test_the_refusal_of_an_import_path_names_the_step() -> None:
+    pipeline = load_config(ITERATION, ["pipeline.steps.rollout.uses=absent_module:score"]).pipeline
+    with pytest.raises(UserError, match=r"^step rollout: uses absent_module:score: there is no module absent_module$"):
+        check_pipeline(pipeline, CARRIED, import_spec)

@@ -1,0 +1,319 @@
+"""Loading: bases, overrides, edits of the pipeline, every refusal as one line, origins and comparisons."""
+
+from pathlib import Path
+
+import pytest
+
+from fp8core.config.load import (
+    SHIPPED,
+    config_differences,
+    config_digest,
+    load_config,
+    may_continue,
+    origins,
+    shipped_names,
+)
+from fp8core.config.run import RunConfig, public_dump
+from fp8core.errors import UserError
+
+KEEP = "{name: keep, uses: 'mine:keep', needs: [rewards], provides: {rewards: kept}}"
+
+
+def refused(name: str | Path, overrides: object = ()) -> str:
+    with pytest.raises(UserError) as caught:
+        load_config(str(name), overrides)  # type: ignore[arg-type]
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def step_names(config: RunConfig) -> list[str]:
+    return [step.name for step in config.pipeline.steps]
+
+
+def needs(config: RunConfig, name: str) -> dict[str, str]:
+    return next(step for step in config.pipeline.steps if step.name == name).inputs()
+
+
+def test_tiny_has_true_tiles_and_the_same_fp8_on_both_sides() -> None:
+    config = load_config("tiny")
+    assert config.architecture is not None
+    assert config.architecture.hidden_size % 128 == config.architecture.intermediate_size % 128 == 0
+    assert config.precision.rollout.model_dump() == config.precision.training.model_dump(exclude={"backward"})
+    assert (config.precision.rollout.linear, config.precision.rollout.kv_cache) == ("fp8_block", "fp8")
+    assert config.precision.training.backward_format == "fp8_block"
+    assert config.precision.scale_rule == "pow2"
+
+
+def test_gsm8k_asks_for_a_model_and_says_what_to_run() -> None:
+    assert "fp8-grpo run gsm8k --set model=" in refused("gsm8k")
+    config = load_config("gsm8k", ["model=somewhere"])
+    assert config.reward.verifier == "integer"
+    assert "{question}" in config.data.template
+    assert "#### answer" in config.data.template
+
+
+def test_every_shipped_file_is_a_configuration_or_the_base_of_one() -> None:
+    assert {"gsm8k", "tiny"} <= set(shipped_names())
+    assert {path.stem for path in SHIPPED.glob("*.yaml")} - set(shipped_names()) == {"pipeline"}
+    assert step_names(load_config("tiny")) == step_names(load_config("gsm8k", ["model=x"]))
+
+
+def test_a_file_extends_a_shipped_one_and_mappings_merge_while_lists_replace(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "mine.yaml",
+        "base: tiny\nname: mine\ntraining: {learning_rate: 5e-4}\n"
+        "pipeline: {steps: [{name: a, uses: 'm:a'}], carries: {policy: other}}\n",
+    )
+    config = load_config(str(path))
+    assert config.training == load_config("tiny").training.model_copy(update={"learning_rate": 5e-4})
+    assert step_names(config) == ["a"]
+    assert config.pipeline.carries == {"policy": "other", "scales": "next_scales"}
+
+
+def test_a_base_is_looked_for_beside_the_file_first(tmp_path: Path) -> None:
+    write(tmp_path / "tiny.yaml", "base: tiny\nname: near\nsteps: 3\n")
+    path = write(tmp_path / "mine.yaml", "base: tiny.yaml\nseed: 4\n")
+    config = load_config(str(path))
+    assert (config.name, config.steps, config.seed) == ("near", 3, 4)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["precision.training.linear=bf16", "warm_start=null", "steps=7"],
+        {"precision.training.linear": "bf16", "warm_start": None, "steps": 7},
+        {"precision": {"training": {"linear": "bf16"}}, "warm_start": None, "steps": 7},
+    ],
+)
+def test_overrides_come_as_strings_dotted_keys_or_nested(overrides: object) -> None:
+    config = load_config("tiny", overrides)  # type: ignore[arg-type]
+    assert config.precision.training.linear == "bf16"
+    assert config.precision.training.kv_cache == "fp8"
+    assert config.warm_start is None
+    assert config.steps == 7
+
+
+def test_the_last_override_wins_and_a_path_may_be_a_path(tmp_path: Path) -> None:
+    assert load_config("tiny", ["steps=7", "steps=9"]).steps == 9
+    assert load_config("tiny", {"runs": tmp_path}).runs == tmp_path
+
+
+@pytest.mark.parametrize(("text", "value"), [("1e-4", 1e-4), ("1", 1.0), (".5", 0.5), ("2E-2", 0.02)])
+def test_numbers_are_read_as_people_write_them(text: str, value: float) -> None:
+    assert load_config("tiny", [f"training.learning_rate={text}"]).training.learning_rate == value
+
+
+@pytest.mark.parametrize("text", ["no", "2024-01-01", "1:30"])
+def test_words_stay_words(text: str) -> None:
+    assert load_config("tiny", [f"data.split={text}"]).data.split == text
+
+
+def test_every_value_can_be_overridden_with_itself() -> None:
+    config = load_config("tiny")
+    leaves = {key: _value(config.model_dump(mode="json", by_alias=True), key) for key in origins("tiny")}
+    assert len(leaves) > 100
+    assert load_config("tiny", leaves) == config
+    assert set(origins("tiny", leaves).values()) == {"overrides"}
+
+
+def _value(dump: object, key: str) -> object:
+    for part in key.split("."):
+        items = {item["name"]: item for item in dump} if isinstance(dump, list) else dump
+        dump = items[part]  # type: ignore[index]
+    return dump
+
+
+def test_options_of_a_step_are_reached_by_its_name() -> None:
+    config = load_config("tiny", ["pipeline.steps.rollout.with.x.y=1", "pipeline.steps.reward.uses=mine:score"])
+    steps = {step.name: step for step in config.pipeline.steps}
+    assert steps["rollout"].options == {"x": {"y": 1}}
+    assert steps["reward"].uses == "mine:score"
+    assert list(steps) == step_names(load_config("tiny"))
+
+
+def test_steps_are_inserted_rewired_replaced_and_removed(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "mine.yaml",
+        "base: tiny\n"
+        "pipeline:\n"
+        "  replace: {reward: {uses: 'mine:score', needs: [rollouts]}}\n"
+        f"  insert: [{{after: reward, step: {KEEP}}}, {{before: prompts, step: {{name: first, uses: 'mine:first'}}}}]\n"
+        "  remove: [evaluate]\n"
+        "  rewire: {train: {rewards: kept}, record: {evaluation: null}}\n",
+    )
+    config = load_config(str(path), ["pipeline.steps.keep.with.x=1"])
+    expected = [name for name in ("first", *step_names(load_config("tiny"))) if name != "evaluate"]
+    expected.insert(expected.index("reward") + 1, "keep")
+    assert step_names(config) == expected
+    steps = {step.name: step for step in config.pipeline.steps}
+    assert steps["reward"].uses == "mine:score"
+    assert steps["keep"].options == {"x": 1}
+    assert needs(config, "train") == {**needs(load_config("tiny"), "train"), "rewards": "kept"}
+    assert "evaluation" not in needs(config, "record")
+
+
+def test_steps_are_edited_by_overrides() -> None:
+    config = load_config(
+        "tiny", [f"pipeline.insert=[{{after: reward, step: {KEEP}}}]", "pipeline.rewire={train: {rewards: kept}}"]
+    )
+    assert step_names(config).index("keep") == step_names(config).index("reward") + 1
+    assert needs(config, "train")["rewards"] == "kept"
+
+
+def test_an_override_leaves_other_users_of_an_anchor_alone(tmp_path: Path) -> None:
+    steps = "[{name: a, uses: 'm:a', with: &shared {x: 1}}, {name: b, uses: 'm:b', with: *shared}]"
+    path = write(tmp_path / "mine.yaml", f"base: tiny\npipeline: {{steps: {steps}}}\n")
+    config = load_config(str(path), ["pipeline.steps.a.with.x=2"])
+    assert [step.options for step in config.pipeline.steps] == [{"x": 2}, {"x": 1}]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("steps", "--set steps: expected key=value"),
+        ("steps=", "--set steps=: expected key=value"),
+        ("=1", "--set =1: expected key=value"),
+        ("a..b=1", "--set a..b: the key has an empty part"),
+        ("steps=[1", "--set steps=[1: the value is not valid YAML"),
+        ("training.lerning_rate=1", "training.lerning_rate: unknown key; did you mean learning_rate?"),
+        ("architecture.layers=1", "architecture.layers: unknown key; did you mean num_layers?"),
+        ("zzz=1", "zzz: unknown key; known here: name, run, "),
+        ("pipeline.steps.rollout.option=1", "pipeline.steps.rollout.option: unknown key; known here: name, uses"),
+        ("steps=eighty", 'steps: must be a valid integer, got "eighty" (--set)'),
+        ("steps=7.0", "steps: must be a valid integer, got 7.0"),
+        ("steps=true", "steps: must be a valid integer, got true"),
+        ("loss=5", "loss: must be a mapping, got 5"),
+        ("run=7", "run: must be a valid string, got 7; quote it to make it a string"),
+        ("steps=0", "steps: must be greater than or equal to 1, got 0"),
+        ("training.learning_rate=2", "training.learning_rate: must be less than or equal to 1, got 2"),
+        ("training.learning_rate=.nan", "training.learning_rate: must be less than or equal to 1, got NaN"),
+        ("reward.verifier=none", "reward.verifier: must be 'chain' or 'integer', got \"none\""),
+        ("pipeline.steps.train.needs=5", "pipeline.steps.train.needs: must be a mapping, got 5"),
+        ("architecture.num_heads=3", "architecture: num_heads=3 is not a multiple of num_kv_heads=2"),
+        ("model=x", "exactly one of `model`"),
+        ("pipeline.steps.rollot.with.x=1", "pipeline.steps.rollot: there is no step rollot; did you mean rollout?"),
+        ("pipeline.inserts=[]", "pipeline.inserts: unknown key; did you mean insert?"),
+        ("pipeline.insert=[{after: reward}]", "pipeline.insert: must list items"),
+        ("pipeline.insert=[{after: reward, step: {uses: 'a:b'}}]", "pipeline.insert: must list items"),
+        (f"pipeline.insert=[{{after: rewards, step: {KEEP}}}]", "pipeline.insert: there is no step rewards; did you"),
+        ("pipeline.replace=[reward]", "pipeline.replace: must map"),
+        ("pipeline.replace={x: {}}", "pipeline.replace: there is no step x"),
+        ("pipeline.remove=reward", "pipeline.remove: must list"),
+        ("pipeline.remove=[1]", "pipeline.remove: there is no step 1"),
+        ("pipeline.rewire=[train]", "pipeline.rewire: must map"),
+        ("pipeline.rewire={trainn: {rewards: x}}", "pipeline.rewire: there is no step trainn; did you mean train?"),
+    ],
+)
+def test_a_bad_override_is_refused(override: str, message: str) -> None:
+    assert message in refused("tiny", [override])
+
+
+def test_several_mistakes_are_counted_and_the_misspelt_key_comes_first() -> None:
+    message = refused("tiny", ["pipeline.steps.rollout={usess: 1}", "steps=0", "seed=-1"])
+    assert message == "pipeline.steps.rollout.usess: unknown key; did you mean uses? (--set) (and 2 more)"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("base: tiny\nsteps: [1\n", "mine.yaml:3: expected ',' or ']'"),
+        ("base: tiny\nsteps: 1\nsteps: 2\n", "mine.yaml:3: key steps is already given at"),
+        ("base: tiny\ntraining:\n  beta1: 0.5\n  beta1: 0.6\n", "mine.yaml:4: key beta1 is already given"),
+        ("base: tiny\n1: 2\n", "mine.yaml:2: key 1 is not a string"),
+        ("base: tiny\nsteps: !!python/name:os.system x\n", "mine.yaml:2: could not determine a constructor"),
+        ("base: tiny\n\nsteps: 0\n", "steps: must be greater than or equal to 1, got 0 ("),
+        ("base: tiny\ntraining:\n  lerning_rate: 1\n", "did you mean learning_rate? ("),
+        ("base: tyni\n", "mine.yaml:1: base: there is no file tyni"),
+        ("base: [a]\n", "mine.yaml:1: base: must be one file"),
+        ("base: mine.yaml\n", "mine.yaml:1: base: mine.yaml -> mine.yaml is a cycle"),
+        ("pipeline: {remove: [a]}\n", "pipeline: there are no named steps to edit ("),
+        ("", "mine.yaml: must hold a mapping of keys, not nothing"),
+        ("- 1\n", "mine.yaml: must hold a mapping of keys, not [1]"),
+        ("a: \x00\n", "mine.yaml: unacceptable character"),
+        ("model: x\nname: n\n", "pipeline: missing"),
+        ("model: x\nname: n\npipeline: {steps: [{name: a}]}\n", "pipeline.steps.a.uses: missing"),
+    ],
+)
+def test_a_bad_file_is_refused_with_its_place(tmp_path: Path, text: str, message: str) -> None:
+    assert message in refused(write(tmp_path / "mine.yaml", text))
+
+
+def test_a_value_of_a_file_is_refused_with_its_line(tmp_path: Path) -> None:
+    path = write(tmp_path / "mine.yaml", "base: tiny\n\nsteps: 0\n")
+    assert refused(path).endswith(f"({path}:3)")
+
+
+def test_a_cycle_of_bases_is_refused_by_name(tmp_path: Path) -> None:
+    write(tmp_path / "a.yaml", "base: b.yaml\n")
+    path = write(tmp_path / "b.yaml", "base: a.yaml\n")
+    assert "b.yaml -> a.yaml -> b.yaml is a cycle" in refused(path)
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_bytes(b"name: \xff\n")
+    assert "mine.yaml: cannot be read" in refused(path)
+
+
+@pytest.mark.parametrize("name", ["tyni", "nowhere/tiny.yaml", "pipeline.yml"])
+def test_an_unknown_configuration_lists_the_shipped_ones(name: str) -> None:
+    message = refused(name)
+    assert name in message
+    assert message.endswith(f"shipped: {', '.join(shipped_names())}")
+
+
+def test_origins_name_file_and_line_override_and_default(tmp_path: Path) -> None:
+    path = write(tmp_path / "mine.yaml", "base: tiny\nseed: 3\npipeline:\n  rewire: {train: {rewards: kept}}\n")
+    found = origins(str(path), ["training.learning_rate=1e-3", "pipeline.steps.rollout.with.x=1"])
+    assert found["seed"] == f"{path}:2"
+    file, _, line = found["steps"].partition(":")
+    assert file == "configs/tiny.yaml"
+    assert (SHIPPED / "tiny.yaml").read_text(encoding="utf-8").splitlines()[int(line) - 1].startswith("steps: ")
+    assert found["training.learning_rate"] == "--set"
+    assert found["pipeline.steps.rollout.with.x"] == "--set"
+    assert found["pipeline.steps.rollout.uses"].startswith("configs/pipeline.yaml:")
+    assert found["pipeline.steps.train.needs.rewards"] == f"{path}:4"
+    assert found["pipeline.steps.train.needs.policy"].startswith("configs/pipeline.yaml:")
+    assert found["revision"] == "default"
+
+
+@pytest.mark.parametrize("override", ["steps=7", "run=x", "runs=elsewhere", "tracking.experiment=x"])
+def test_the_digest_ignores_what_does_not_change_numbers(override: str) -> None:
+    assert config_digest(load_config("tiny", [override])) == config_digest(load_config("tiny"))
+
+
+@pytest.mark.parametrize("override", ["seed=1", "loss.clip_low=0.1", "pipeline.steps.rollout.with.x=1", "threads=2"])
+def test_the_digest_changes_with_the_numbers(override: str) -> None:
+    assert config_digest(load_config("tiny", [override])) != config_digest(load_config("tiny"))
+
+
+def test_differences_show_key_and_both_values() -> None:
+    old = public_dump(load_config("tiny"))
+    new = public_dump(load_config("tiny", ["seed=1", "warm_start=null", "pipeline.remove=[evaluate]"]))
+    differences = config_differences(old, new)
+    assert "seed: 0 -> 1" in differences
+    assert "warm_start: absent -> null" in differences
+    assert 'pipeline.steps.evaluate.uses: "tasks.evaluate:evaluate" -> absent' in differences
+    assert not any(line.startswith("pipeline.steps.record") for line in differences)
+    assert config_differences(old, old) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "hindrances"),
+    [
+        (["steps=10"], []),
+        (["steps=11", "runs=moved"], []),
+        (["steps=9"], ["steps: 10 -> 9"]),
+        (["steps=11", "seed=1"], ["seed: 0 -> 1"]),
+        (["steps=10", "tracking.experiment=other"], ['tracking.experiment: "fp8-grpo" -> "other"']),
+    ],
+)
+def test_a_run_continues_only_with_more_steps_or_moved(overrides: list[str], hindrances: list[str]) -> None:
+    old, new = public_dump(load_config("tiny", ["steps=10"])), public_dump(load_config("tiny", overrides))
+    assert may_continue(old, new) == hindrances

@@ -1,0 +1,97 @@
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fp8core.config.run import ChainTaskConfig
+from fp8core.data.chain import ALPHABET, EOS, OPERATIONS, ChainSource, completion, running_values
+from fp8core.data.prompt import is_heldout
+from fp8core.errors import UserError
+from fp8core.rewards.chain import ChainVerifier
+
+FIVE = ChainSource(ChainTaskConfig())
+RAGGED = ChainSource(ChainTaskConfig(min_operands=2, max_operands=7))
+
+
+@pytest.mark.parametrize(
+    ("question", "values"),
+    [
+        ("2*7*6+0+9=", [4, 4, 4, 3]),
+        ("0-1-1-9+3=", [9, 8, 9, 2]),
+        ("9+9=", [8]),
+        ("3-5*9=", [8, 2]),
+        ("9*9*9*9*9=", [1, 9, 1, 9]),
+    ],
+)
+def test_running_values(question: str, values: list[int]) -> None:
+    assert running_values(question) == values
+
+
+def test_completions_of_both_styles() -> None:
+    assert completion("2*7*6+0+9=", "bare") == "#3$"
+    assert completion("2*7*6+0+9=", "step_by_step") == "4,4,4,3#3$"
+
+
+@settings(max_examples=30, deadline=None)
+@given(step=st.integers(0, 10**9), count=st.integers(0, 70), seed=st.integers(0, 2**31 - 1))
+def test_training_is_pure_and_never_held_out(step: int, count: int, seed: int) -> None:
+    problems = RAGGED.training(step, count, seed)
+    assert problems == ChainSource(ChainTaskConfig(min_operands=2, max_operands=7)).training(step, count, seed)
+    assert len(problems) == count
+    assert not any(is_heldout(problem.question) for problem in problems)
+    assert all(problem.reference == str(running_values(problem.question)[-1]) for problem in problems)
+
+
+def test_steps_and_seeds_give_other_problems() -> None:
+    batches = [FIVE.training(step, 32, seed) for step in range(3) for seed in range(3)]
+    assert len({problem.prompt_id for batch in batches for problem in batch}) > 0.99 * 9 * 32
+
+
+def test_heldout_is_fixed_different_and_a_prefix_of_more() -> None:
+    problems = FIVE.heldout(256)
+    assert len({problem.question for problem in problems}) == 256
+    assert all(is_heldout(problem.question) for problem in problems)
+    assert FIVE.heldout(64) == problems[:64]
+
+
+def test_every_heldout_question_of_a_small_task_can_be_had() -> None:
+    digits = "0123456789"
+    every = [a + operation + b + "=" for a in digits for operation in OPERATIONS for b in digits]
+    heldout = {question for question in every if is_heldout(question)}
+    source = ChainSource(ChainTaskConfig(min_operands=2, max_operands=2))
+    assert {problem.question for problem in source.heldout(len(heldout))} == heldout
+    with pytest.raises(UserError, match=rf"evaluation\.prompts=.* only {len(heldout)} held-out"):
+        source.heldout(len(heldout) + 1)
+
+
+def test_operands_operations_and_lengths_are_uniform() -> None:
+    questions = [problem.question for problem in RAGGED.training(0, 6000, 0)]
+    lengths = Counter(len(question) // 2 for question in questions)
+    digits = Counter(character for question in questions for character in question[0:-1:2])
+    operations = Counter(character for question in questions for character in question[1:-1:2])
+    assert set(lengths) == set(range(2, 8))
+    for counts, kinds in ((lengths, 6), (digits, 10), (operations, 3)):
+        assert len(counts) == kinds
+        assert all(abs(count * kinds / counts.total() - 1) < 0.1 for count in counts.values())
+
+
+def test_demonstrations_are_right_in_the_asked_styles() -> None:
+    demonstrations = RAGGED.demonstrations(3, 4000, 1, 0.4)
+    assert demonstrations == RAGGED.demonstrations(3, 4000, 1, 0.4)
+    assert abs(sum(demo.style == "step_by_step" for demo in demonstrations) / 4000 - 0.4) < 0.03
+    for demo in demonstrations:
+        reference = str(running_values(demo.question)[-1])
+        assert not is_heldout(demo.question)
+        assert set(demo.question + demo.completion) <= set(ALPHABET)
+        assert demo.completion.endswith(EOS)
+        assert ("," in demo.completion) == (demo.style == "step_by_step" and len(demo.question) > 4)
+        verdict = ChainVerifier().score(demo.question, demo.completion.removesuffix(EOS), reference, "stop")
+        assert verdict.outcome == "right"
+
+
+def test_the_share_of_styles_does_not_change_the_questions() -> None:
+    bare, by_step = (FIVE.demonstrations(0, 50, 0, share) for share in (0.0, 1.0))
+    assert [demo.question for demo in bare] == [demo.question for demo in by_step]
+    assert {demo.style for demo in bare} == {"bare"}
+    assert {demo.style for demo in by_step} == {"step_by_step"}

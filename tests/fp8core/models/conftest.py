@@ -1,0 +1,74 @@
+"""Checkpoints that transformers itself has made."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from fp8core.models.tokenizer import Tokenizer
+
+_SHAPE: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+    "dtype": "float32",
+}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
+
+def _llama(**overrides: Any) -> PreTrainedModel:
+    return LlamaForCausalLM(LlamaConfig(**{**_SHAPE, **overrides}))
+
+
+def _qwen3(**overrides: Any) -> PreTrainedModel:
+    return Qwen3ForCausalLM(Qwen3Config(**{**_SHAPE, "head_dim": 24, **overrides}))
+
+
+_MODELS = {
+    "llama": lambda: _llama(),
+    "llama-tied": lambda: _llama(tie_word_embeddings=True, num_key_value_heads=4, rms_norm_eps=1e-5),
+    "llama-scaled-rope": lambda: _llama(rope_parameters=_LLAMA3_ROPE),
+    "qwen3": lambda: _qwen3(rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
+    "qwen3-tied": lambda: _qwen3(tie_word_embeddings=True),
+}
+
+
+@dataclass(frozen=True)
+class TransformersCheckpoint:
+    """A model and the folder it was saved to, in one weights file or several."""
+
+    model: PreTrainedModel
+    folder: Path
+    sharded: bool
+
+
+@pytest.fixture(scope="session", params=list(_MODELS))
+def transformers_checkpoint(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, bpe_tokenizer: Tokenizer
+) -> TransformersCheckpoint:
+    """Random FP32 models of both families; the untied Qwen3 is split over several files."""
+    torch.manual_seed(0)
+    model = _MODELS[request.param]().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.normal_(mean=1.0, std=0.2)
+    folder, sharded = tmp_path_factory.mktemp(request.param), request.param == "qwen3"
+    model.save_pretrained(folder, max_shard_size="100KB" if sharded else "1GB")
+    bpe_tokenizer.save(folder)
+    return TransformersCheckpoint(model, folder, sharded)

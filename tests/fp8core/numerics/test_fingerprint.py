@@ -1,0 +1,144 @@
+import hashlib
+import json
+import struct
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fp8core.numerics.fingerprint import fingerprint, policy_digest
+
+DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.float8_e4m3fn,
+    torch.uint8,
+    torch.int32,
+    torch.int64,
+    torch.bool,
+]
+LANES = [
+    (0x9E3779B97F4A7C15, 0xD1342543DE82EF95, 0x243F6A8885A308D3, 30, 0xBF58476D1CE4E5B9, 27, 0x94D049BB133111EB, 31),
+    (0xC2B2AE3D27D4EB4F, 0xAF251AF3B0F025B5, 0x13198A2E03707345, 33, 0xFF51AFD7ED558CCD, 33, 0xC4CEB9FE1A85EC53, 33),
+]
+WORDS = st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=40)
+
+
+def reference(raw: bytes, width: int) -> str:
+    """The documented formula with Python's integers, of little-endian elements of `width` bytes."""
+    elements = [int.from_bytes(raw[i : i + width], "little") for i in range(0, len(raw), width)]
+    lanes = []
+    for bits_factor, index_factor, offset, s0, m0, s1, m1, s2 in LANES:
+        total = 0
+        for i, bits in enumerate(elements):
+            z = (bits * bits_factor + i * index_factor + offset) % 2**64
+            z = (z ^ z >> s0) * m0 % 2**64
+            z = (z ^ z >> s1) * m1 % 2**64
+            total += z ^ z >> s2
+        lanes.append(f"{total % 2**64:016x}")
+    return "".join(lanes)
+
+
+def raw_bytes(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).tolist())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_is_the_documented_formula(dtype: torch.dtype) -> None:
+    tensor = (torch.randn(7, 5, generator=torch.Generator().manual_seed(1)) * 100).to(dtype)
+    assert fingerprint(tensor) == reference(raw_bytes(tensor), tensor.element_size())
+
+
+def test_does_not_change_between_versions() -> None:
+    # Stored manifests hold fingerprints: a change of this value makes every existing run unverifiable.
+    assert fingerprint(torch.arange(1000, dtype=torch.float32)) == "3a65cbdeaa298b0ce29f8712508726ea"
+
+
+@given(words=WORDS, data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_any_change_of_one_element_shows(words: list[int], data: st.DataObject) -> None:
+    i = data.draw(st.integers(0, len(words) - 1))
+    other = data.draw(st.integers(-(2**63), 2**63 - 1).filter(lambda value: value != words[i]))
+    changed = [*words[:i], other, *words[i + 1 :]]
+    before, after = fingerprint(torch.tensor(words)), fingerprint(torch.tensor(changed))
+    assert before[:16] != after[:16]
+    assert before[16:] != after[16:]
+
+
+@given(words=WORDS.filter(lambda words: len(set(words)) > 1), data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_any_swap_of_two_different_elements_shows(words: list[int], data: st.DataObject) -> None:
+    i = data.draw(st.integers(0, len(words) - 1))
+    j = data.draw(st.sampled_from([j for j in range(len(words)) if words[j] != words[i]]))
+    swapped = list(words)
+    swapped[i], swapped[j] = words[j], words[i]
+    assert fingerprint(torch.tensor(words)) != fingerprint(torch.tensor(swapped))
+
+
+@given(words=WORDS, chunk=st.integers(1, 41))
+@settings(max_examples=100, deadline=None)
+def test_chunks_do_not_show(words: list[int], chunk: int) -> None:
+    assert fingerprint(torch.tensor(words), chunk=chunk) == fingerprint(torch.tensor(words))
+
+
+def test_every_bit_of_every_position_counts() -> None:
+    words = torch.zeros(9, dtype=torch.int32)
+    seen = {fingerprint(words)}
+    for i in range(9):
+        for bit in range(32):
+            changed = words.clone()
+            changed[i] = 1 << bit if bit < 31 else -(1 << 31)
+            seen.add(fingerprint(changed))
+    assert len(seen) == 1 + 9 * 32
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_strides_do_not_show(dtype: torch.dtype) -> None:
+    tensor = (torch.randn(4, 6, generator=torch.Generator().manual_seed(3)) * 4).to(dtype)
+    tensor[0] = tensor.new_zeros(6)
+    for view in (tensor.t(), tensor[:, ::2], tensor[1:3, 2:]):
+        assert fingerprint(view) == fingerprint(view.clone(memory_format=torch.contiguous_format))
+    assert fingerprint(tensor.t()) != fingerprint(tensor)
+
+
+def test_empty_scalar_length_signed_zero_and_nan_bits() -> None:
+    assert fingerprint(torch.zeros(0, 3)) == "0" * 32
+    assert fingerprint(torch.tensor(1.5)) == fingerprint(torch.tensor([1.5])) != "0" * 32
+    assert fingerprint(torch.zeros(3)) != fingerprint(torch.zeros(4))
+    assert fingerprint(torch.tensor([0.0])) != fingerprint(torch.tensor([-0.0]))
+    quiet, payload = (struct.unpack("<i", struct.pack("<I", bits))[0] for bits in (0x7FC00000, 0x7FC00001))
+    nans = torch.tensor([quiet, payload], dtype=torch.int32).view(torch.float32)
+    assert fingerprint(nans[:1]) != fingerprint(nans[1:])
+    assert fingerprint(torch.nn.Parameter(torch.ones(3))) == fingerprint(torch.ones(3))
+
+
+def test_a_dtype_without_a_bit_pattern_is_refused() -> None:
+    with pytest.raises(TypeError, match="complex64"):
+        fingerprint(torch.zeros(2, dtype=torch.complex64))
+
+
+def test_policy_digest_covers_name_dtype_shape_and_elements() -> None:
+    base = {"a": torch.ones(2, 3), "b": torch.zeros(4, dtype=torch.bfloat16)}
+    rows = [["a", "float32", [2, 3], fingerprint(base["a"])], ["b", "bfloat16", [4], fingerprint(base["b"])]]
+    digest = hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()
+    assert policy_digest(base) == policy_digest(dict(reversed(base.items()))) == digest
+    variants = [
+        {"a": base["a"], "c": base["b"]},
+        {**base, "b": torch.zeros(4, dtype=torch.float16)},
+        {**base, "a": torch.ones(3, 2)},
+        {**base, "a": base["a"].clone().index_fill_(0, torch.tensor([1]), 2.0)},
+        {"a": base["a"]},
+    ]
+    assert len({policy_digest(variant) for variant in variants} | {digest}) == 6
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_gpu_computes_the_same_bytes(dtype: torch.dtype) -> None:
+    tensor = (torch.randn(1000, 77, generator=torch.Generator().manual_seed(2)) * 100).to(dtype)
+    assert fingerprint(tensor.cuda()) == fingerprint(tensor)
+    assert fingerprint(tensor.cuda(), chunk=999) == fingerprint(tensor)

@@ -1,0 +1,160 @@
+import io
+from pathlib import Path
+
+import pytest
+
+from fp8core.report.console import Console, StyleAccuracy, format_tmpe
+from fp8core.report.summary import Overhead, Summary
+
+METRICS = {
+    "step": 1,
+    "reward/mean": 0.51234,
+    "reward/heldout_accuracy": 0.4297,
+    "rollout/length_mean": 5.12,
+    "alignment/token_mult_prob_error": 1.0,
+    "alignment/tokens_differing": 0.0,
+}
+SUMMARY = Summary(
+    run="tiny-1",
+    mlflow_run_id="abc",
+    weights_digest="def",
+    steps=80,
+    reward_first10=0.55,
+    reward_last10=0.97,
+    heldout_first=0.42,
+    heldout_last=1.0,
+    tmpe_max=1.0121,
+    tokens_differing=2312,
+    overhead_ms_per_step=Overhead(median=31.4, mean=48.2),
+    seconds={"warm_start": 45.0, "rollout": 30.0, "total": 90.0},
+)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(autouse=True)
+def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What rich reads to decide on colour and width."""
+    for name in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "COLUMNS", "LINES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+
+
+def steps_printed(count: int, file: io.StringIO, total: int) -> list[str]:
+    console = Console(file, total)
+    for step in range(1, count + 1):
+        heldout = {} if step % 5 else {"reward/heldout_accuracy": step / 100}
+        metrics = {key: value for key, value in METRICS.items() if key != "reward/heldout_accuracy"}
+        console.step(metrics | heldout | {"step": step}, 2.0, {"rollout": 1.1, "train": 0.5})
+    return file.getvalue().splitlines()
+
+
+def test_a_step_is_one_aligned_line_under_a_header() -> None:
+    file = io.StringIO()
+    Console(file, 80).step(METRICS, 1.234, {"rollout": 0.2, "train": 0.617})
+    assert file.getvalue().splitlines() == [
+        " step  reward  held-out  length       tmpe  differ  seconds  slowest task",
+        " 1/80   0.512    0.430      5.1  1 exactly       0     1.23  train 50%",
+    ]
+
+
+def test_what_was_not_measured_is_a_dash() -> None:
+    file = io.StringIO()
+    Console(file, 80).step({"step": 3}, 1.0, {})
+    assert file.getvalue().splitlines()[1].split() == ["3/80", "-", "-", "-", "-", "-", "1.00", "-"]
+
+
+def test_the_header_comes_back_every_twenty_steps() -> None:
+    lines = steps_printed(41, io.StringIO(), 80)
+    assert [index for index, line in enumerate(lines) if "held-out" in line] == [0, 21, 42]
+
+
+def test_the_last_held_out_accuracy_is_repeated_in_brackets_and_dim() -> None:
+    plain = steps_printed(6, io.StringIO(), 80)
+    assert [plain[step].split()[2] for step in (4, 5, 6)] == ["-", "0.050", "(0.050)"]
+    coloured = steps_printed(6, Terminal(), 80)
+    assert [("\x1b[2m" in coloured[step]) for step in (4, 5, 6)] == [False, False, True]
+
+
+@pytest.mark.parametrize("total", [9, 80, 1000, 10_000_000])
+def test_step_lines_never_wrap(total: int) -> None:
+    file = io.StringIO()
+    long_name = "a_step_with_quite_a_long_name_" * 2
+    Console(file, total).step(METRICS | {"step": total}, 1234.5, {long_name: 1000.0})
+    lines = file.getvalue().splitlines()
+    assert len(lines) == 2
+    assert max(map(len, lines)) <= 80
+    assert lines[1].startswith(f"{total}/{total}  ")
+
+
+def everything(file: io.StringIO) -> str:
+    console = Console(file, 80)
+    console.header("tiny-1", {"runs": "/a/" + "long/" * 30 + "[bold]path", "MLflow": "sqlite:////x"})
+    for step in range(1, 601):
+        console.warm_start(step, 600, 1 / step)
+    console.styles([StyleAccuracy("step by step", 0.93, 0.9), StyleAccuracy("bare answer", 0.05, 0.1)])
+    console.step(METRICS, 1.0, {"rollout": 1.0})
+    console.summary(SUMMARY, Path("/runs/tiny-1/curves.png"), "mlflow ui " + "x" * 120, "http://127.0.0.1:5000/#/r")
+    return file.getvalue()
+
+
+def test_a_log_file_has_no_control_characters_and_the_same_words_as_a_terminal() -> None:
+    plain = everything(io.StringIO())
+    assert all(character == "\n" or character.isprintable() for character in plain)
+    assert "\x1b[" in everything(Terminal())
+
+
+def test_paths_and_commands_are_whole_and_the_rest_fits_80_columns() -> None:
+    lines = everything(io.StringIO()).splitlines()
+    assert "  runs    /a/" + "long/" * 30 + "[bold]path" in lines
+    assert "  MLflow UI  mlflow ui " + "x" * 120 in lines
+    assert [len(line) > 80 for line in lines].count(True) == 2
+
+
+def test_the_warm_start_prints_a_tenth_of_its_steps_and_the_last() -> None:
+    file = io.StringIO()
+    console = Console(file, 80)
+    for step in range(1, 26):
+        console.warm_start(step, 25, 0.5)
+    lines = file.getvalue().splitlines()
+    assert lines[0] == "warm start  step  2/25  loss 0.5000"
+    assert lines[-1] == "warm start  step 25/25  loss 0.5000"
+    assert len(lines) == 13
+
+
+def test_a_style_below_its_target_is_warned_of_and_no_other() -> None:
+    file = io.StringIO()
+    Console(file, 80).styles([StyleAccuracy("step by step", 0.9, 0.9), StyleAccuracy("bare answer", 0.05, 0.1)])
+    warnings = [line for line in file.getvalue().splitlines() if line.startswith("warning")]
+    assert warnings == ["warning: bare answer 0.050 is below its target 0.100: raise warm_start.steps"]
+    assert "step by step      0.900    0.900" in file.getvalue()
+
+
+def test_the_summary_shows_what_changed_and_where_the_time_went() -> None:
+    file = io.StringIO()
+    Console(file, 80).summary(SUMMARY, Path("/runs/tiny-1/curves.png"), "mlflow ui", "http://page")
+    text = file.getvalue()
+    for words in (
+        "0.550 -> 0.970",
+        "0.420 -> 1.000",
+        "1.012100",
+        "2312 tokens differ",
+        "31 ms",
+        "mean 48 ms",
+        "90.0 s",
+        "/runs/tiny-1/curves.png",
+        "http://page",
+    ):
+        assert words in text
+    assert [line.split()[1:5] for line in text.splitlines() if "rollout" in line] == [["rollout", "30.0", "s", "33%"]]
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(1.0, "1 exactly"), (1.009255, "1.009255"), (1.0000005, "1.000001"), (1.0 + 2**-40, "1+9e-13")],
+)
+def test_exact_equality_is_told_from_a_tiny_error(value: float, shown: str) -> None:
+    assert format_tmpe(value) == shown

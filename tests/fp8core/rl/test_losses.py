@@ -1,0 +1,320 @@
+"""Each loss against an independent implementation: Python floats, loops over tokens, no shared code.
+
+The slow losses take the log-probs twice: `current` moves, `frozen` is what a stop-gradient sees. Finite differences of
+the slow loss in `current` alone are therefore the gradient that the real loss must have.
+"""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fp8core.rl.aggregation import (
+    AGGREGATIONS,
+    Denominator,
+    constant_length,
+    sequence_mean_token_mean,
+    token_mean,
+)
+from fp8core.rl.losses import ClipRange, LossInputs, binary_tv, cispo, clipped_surrogate, gspo, reinforce
+
+CLIP = ClipRange(low=0.2, high=0.28)
+DUAL = ClipRange(low=0.2, high=0.28, dual=3.0)
+
+
+def make_inputs(seed, rows=4, tokens=6, dtype=torch.float64, spread=0.5):
+    g = torch.Generator().manual_seed(seed)
+    old = -2 * torch.rand(rows, tokens, generator=g, dtype=dtype) - 0.1
+    current = (old + spread * torch.randn(rows, tokens, generator=g, dtype=dtype)).requires_grad_()
+    mask = torch.rand(rows, tokens, generator=g) < 0.7
+    return LossInputs(
+        current=current,
+        old=old,
+        advantages=torch.randn(rows, generator=g, dtype=dtype),
+        mask=mask,
+        denominator=Denominator.of(mask),
+        weights=0.5 + torch.rand(rows, tokens, generator=g, dtype=dtype),
+    )
+
+
+def clip(r):
+    return min(max(r, 0.8), 1.28)
+
+
+def slow_surrogate(c, f, o, a, w, row):
+    r = math.exp(c - o)
+    return w * max(-a * r, -a * clip(r))
+
+
+def slow_dual(c, f, o, a, w, row):
+    r = math.exp(c - o)
+    loss = max(-a * r, -a * clip(r))
+    return w * (min(loss, -3 * a) if a < 0 else loss)
+
+
+def slow_gspo(c, f, o, a, w, row):
+    s = math.exp(sum(frozen - old for frozen, old in row) / len(row)) * math.exp(c - f)
+    return w * max(-a * s, -a * clip(s))
+
+
+def slow_cispo(c, f, o, a, w, row):
+    return -w * clip(math.exp(f - o)) * a * c
+
+
+def slow_reinforce(c, f, o, a, w, row):
+    return -w * a * c
+
+
+def slow_binary_tv(c, f, o, a, w, row):
+    moved = math.exp(f) - math.exp(o)
+    drop = moved > 0.2 if a > 0 else moved < -0.2
+    return (0 if drop else -w * a * math.exp(c - o)) + 1e-3 * (c - o) ** 2
+
+
+def slow_aggregate(rows, how):
+    rows = [row for row in rows if row]
+    tokens = [term for row in rows for term in row]
+    return {
+        "token-mean": sum(tokens) / max(len(tokens), 1),
+        "token-sum": sum(tokens),
+        "seq-mean-token-sum": sum(tokens) / max(len(rows), 1),
+        "seq-mean-token-mean": sum(sum(row) / len(row) for row in rows) / max(len(rows), 1),
+        "constant": sum(tokens) / max(len(rows), 1) / 7,
+    }[how]
+
+
+def slow_loss(term, inputs, current, how):
+    frozen, old, weights = inputs.current.tolist(), inputs.old.tolist(), inputs.weights.tolist()
+    rows = []
+    for i, advantage in enumerate(inputs.advantages.tolist()):
+        kept = [j for j, m in enumerate(inputs.mask[i].tolist()) if m]
+        pairs = [(frozen[i][j], old[i][j]) for j in kept]
+        rows.append([term(current[i][j], frozen[i][j], old[i][j], advantage, weights[i][j], pairs) for j in kept])
+    return slow_aggregate(rows, how)
+
+
+def finite_differences(term, inputs, how, step=1e-6):
+    base = inputs.current.tolist()
+    gradient = torch.zeros_like(inputs.current)
+    for i in range(gradient.shape[0]):
+        for j in range(gradient.shape[1]):
+            values = []
+            for sign in (1, -1):
+                moved = [list(row) for row in base]
+                moved[i][j] += sign * step
+                values.append(slow_loss(term, inputs, moved, how))
+            gradient[i, j] = (values[0] - values[1]) / (2 * step)
+    return gradient
+
+
+LOSSES = {
+    "clipped surrogate": (lambda x, agg: clipped_surrogate(x, CLIP, agg), slow_surrogate),
+    "dual clip": (lambda x, agg: clipped_surrogate(x, DUAL, agg), slow_dual),
+    "gspo": (lambda x, agg: gspo(x, CLIP, agg), slow_gspo),
+    "cispo": (lambda x, agg: cispo(x, CLIP, agg), slow_cispo),
+    "reinforce": (reinforce, slow_reinforce),
+    "binary tv": (lambda x, agg: binary_tv(x, aggregate=agg), slow_binary_tv),
+}
+AGGREGATES = {**AGGREGATIONS, "constant": constant_length(7)}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("how", AGGREGATES)
+def test_value_and_gradient_equal_the_slow_loss(name, how):
+    loss, slow = LOSSES[name]
+    for seed, spread in ((0, 0.3), (1, 1.5)):
+        inputs = make_inputs(seed, spread=spread)
+        result = loss(inputs, AGGREGATES[how]).loss
+        assert result.item() == pytest.approx(slow_loss(slow, inputs, inputs.current.tolist(), how), rel=1e-12)
+        result.backward()
+        torch.testing.assert_close(inputs.current.grad, finite_differences(slow, inputs, how), rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 10_000), junk=st.sampled_from([math.nan, math.inf, -math.inf]))
+def test_masked_junk_reaches_neither_value_nor_gradient(name, seed, junk):
+    loss, _ = LOSSES[name]
+    clean = make_inputs(seed)
+    loss(clean, token_mean).loss.backward()
+    dirty = LossInputs(
+        current=clean.current.detach().where(clean.mask, junk).requires_grad_(),
+        old=clean.old.where(clean.mask, -junk),
+        advantages=clean.advantages[:, None].where(clean.mask, junk),
+        mask=clean.mask,
+        denominator=clean.denominator,
+        weights=clean.weights.where(clean.mask, junk),
+    )
+    result = loss(dirty, token_mean)
+    result.loss.backward()
+    assert result.loss.item() == loss(clean, token_mean).loss.item()
+    assert dirty.current.grad.equal(clean.current.grad)
+    assert (dirty.current.grad[~dirty.mask] == 0).all()
+    assert all(value.isfinite() for value in vars(result).values() if dirty.mask.any())
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("how", AGGREGATES)
+def test_micro_batches_add_up_to_the_batch(name, how):
+    loss, _ = LOSSES[name]
+    inputs = make_inputs(3, rows=7)
+    whole = loss(inputs, AGGREGATES[how])
+    parts = []
+    for rows in (slice(0, 2), slice(2, 3), slice(3, 7)):
+        fields = {name: getattr(inputs, name)[rows] for name in ("current", "old", "advantages", "mask", "weights")}
+        parts.append(loss(LossInputs(**fields, denominator=inputs.denominator), AGGREGATES[how]))
+    for field in ("loss", "clip_fraction", "dual_clip_fraction", "ratio_mean"):
+        total = sum(getattr(part, field) for part in parts)
+        torch.testing.assert_close(total, getattr(whole, field), rtol=1e-12, atol=1e-15)
+    assert max(part.ratio_max for part in parts) == whole.ratio_max
+    assert min(part.ratio_min for part in parts) == whole.ratio_min
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_row_order_and_padding_change_nothing(name):
+    loss, _ = LOSSES[name]
+    inputs = make_inputs(4)
+    order = [2, 0, 3, 1]
+    fields = {name: getattr(inputs, name)[order] for name in ("current", "old", "weights", "mask")}
+    padded = {name: torch.nn.functional.pad(value, (2, 3)) for name, value in fields.items()}
+    moved = LossInputs(**padded, advantages=inputs.advantages[order], denominator=inputs.denominator)
+    for how in AGGREGATES.values():
+        torch.testing.assert_close(loss(moved, how).loss, loss(inputs, how).loss, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_batch_without_tokens_has_zero_loss_and_gradient(name):
+    loss, _ = LOSSES[name]
+    filled = make_inputs(5)
+    nothing = torch.zeros_like(filled.mask)
+    inputs = LossInputs(
+        current=filled.current,
+        old=filled.old,
+        advantages=filled.advantages,
+        mask=nothing,
+        denominator=Denominator.of(nothing),
+    )
+    for how in AGGREGATES.values():
+        result = loss(inputs, how).loss
+        result.backward()
+        assert result.item() == 0
+    assert filled.current.grad.count_nonzero() == 0
+
+
+def single(advantage, log_ratio, weight=None):
+    mask = torch.ones(1, 1, dtype=torch.bool)
+    return LossInputs(
+        current=torch.tensor([[log_ratio - 1.0]], dtype=torch.float64, requires_grad=True),
+        old=torch.tensor([[-1.0]], dtype=torch.float64),
+        advantages=torch.tensor([advantage], dtype=torch.float64),
+        mask=mask,
+        denominator=Denominator(tokens=1, sequences=1),
+        weights=None if weight is None else torch.tensor([[weight]], dtype=torch.float64),
+    )
+
+
+@pytest.mark.parametrize(
+    ("advantage", "ratio", "loss", "clipped"),
+    [
+        (1.0, 1.1, -1.1, 0),
+        (1.0, 1.5, -1.28, 1),
+        (1.0, 0.5, -0.5, 0),
+        (-1.0, 1.5, 1.5, 0),
+        (-1.0, 0.5, 0.8, 1),
+        (0.0, 1.5, 0.0, 0),
+    ],
+)
+def test_clipped_surrogate_by_hand(advantage, ratio, loss, clipped):
+    inputs = single(advantage, math.log(ratio))
+    result = clipped_surrogate(inputs, CLIP)
+    assert result.loss.item() == pytest.approx(loss)
+    assert result.clip_fraction.item() == clipped
+    assert result.ratio_mean.item() == pytest.approx(ratio)
+    result.loss.backward()
+    assert inputs.current.grad.item() == pytest.approx(0.0 if clipped else -advantage * ratio)
+
+
+def test_dual_clip_bounds_negative_advantages_only():
+    result = clipped_surrogate(single(-1.0, math.log(5.0)), DUAL)
+    assert (result.loss.item(), result.dual_clip_fraction.item()) == (3.0, 1.0)
+    assert clipped_surrogate(single(-1.0, math.log(5.0)), CLIP).loss.item() == pytest.approx(5.0)
+    assert clipped_surrogate(single(1.0, math.log(5.0)), DUAL).loss.item() == pytest.approx(-1.28)
+    with pytest.raises(ValueError, match="dual-clip constant"):
+        ClipRange(low=0.2, high=0.2, dual=1.0)
+
+
+def test_the_weight_multiplies_after_clipping():
+    assert clipped_surrogate(single(1.0, math.log(1.5), weight=2.0), CLIP).loss.item() == pytest.approx(-2.56)
+
+
+def test_unit_ratio_gives_the_policy_gradient_exactly():
+    inputs = single(0.75, 0.0)
+    result = clipped_surrogate(inputs, CLIP)
+    result.loss.backward()
+    assert (result.loss.item(), inputs.current.grad.item()) == (-0.75, -0.75)
+    assert (result.ratio_min.item(), result.ratio_max.item(), result.clip_fraction.item()) == (1.0, 1.0, 0.0)
+
+
+def test_extreme_ratios_stay_finite_and_gspo_follows_verl_s_clamp():
+    assert clipped_surrogate(single(-1.0, 1000.0), CLIP).loss.item() == pytest.approx(math.exp(20))
+    assert gspo(single(-1.0, 1000.0), CLIP).loss.item() == pytest.approx(math.exp(10))
+
+
+def test_gspo_is_by_default_a_mean_over_rows_of_one_ratio_each():
+    inputs = make_inputs(6)
+    expected = gspo(inputs, CLIP, sequence_mean_token_mean)
+    assert gspo(inputs, CLIP).loss.item() == expected.loss.item()
+    ratios = {round(math.exp((inputs.current - inputs.old)[i][inputs.mask[i]].mean().item()), 12) for i in range(4)}
+    assert round(expected.ratio_max.item(), 12) == max(ratios)
+
+
+def test_cispo_keeps_the_gradient_of_clipped_tokens():
+    inputs = single(1.0, math.log(1.5))
+    result = cispo(inputs, CLIP)
+    result.loss.backward()
+    assert inputs.current.grad.item() == pytest.approx(-1.28)
+    assert result.clip_fraction.item() == 1
+
+
+@pytest.mark.parametrize(
+    ("advantage", "probability", "old", "kept"),
+    [(1.0, 0.9, 0.6, False), (1.0, 0.7, 0.6, True), (-1.0, 0.1, 0.4, False), (-1.0, 0.9, 0.4, True)],
+)
+def test_binary_tv_by_hand(advantage, probability, old, kept):
+    mask = torch.ones(1, 1, dtype=torch.bool)
+    inputs = LossInputs(
+        current=torch.tensor([[math.log(probability)]], dtype=torch.float64),
+        old=torch.tensor([[math.log(old)]], dtype=torch.float64),
+        advantages=torch.tensor([advantage]),
+        mask=mask,
+        denominator=Denominator.of(mask),
+    )
+    ratio = probability / old
+    expected = (-advantage * ratio if kept else 0) + 1e-3 * math.log(ratio) ** 2
+    assert binary_tv(inputs).loss.item() == pytest.approx(expected)
+    assert binary_tv(inputs).clip_fraction.item() == (not kept)
+
+
+def test_float32_gradients_and_untouched_inputs():
+    inputs = make_inputs(7, dtype=torch.float32)
+    before = [value.detach().clone() for value in (inputs.current, inputs.old, inputs.advantages, inputs.weights)]
+    result = clipped_surrogate(inputs, CLIP)
+    result.loss.backward()
+    assert result.loss.dtype == torch.float64
+    assert inputs.current.grad.dtype == torch.float32
+    after = (inputs.current, inputs.old, inputs.advantages, inputs.weights)
+    assert all(a.detach().equal(b) for a, b in zip(after, before, strict=True))
+
+
+def test_per_token_advantages_equal_the_broadcast_ones():
+    inputs = make_inputs(8)
+    spread = LossInputs(**{**vars(inputs), "advantages": inputs.advantages[:, None].expand(4, 6)})
+    assert clipped_surrogate(spread, CLIP).loss.item() == clipped_surrogate(inputs, CLIP).loss.item()
+
+
+def test_denominators_count_and_add():
+    mask = torch.tensor([[True, False], [False, False], [True, True]])
+    assert Denominator.of(mask) == Denominator(tokens=3, sequences=2)
+    assert Denominator.of(mask[:1]) + Denominator.of(mask[1:]) == Denominator.of(mask)

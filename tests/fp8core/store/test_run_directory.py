@@ -1,0 +1,97 @@
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from fp8core.errors import UserError
+from fp8core.store.ledger import SegmentEntry
+from fp8core.store.run_directory import RunDirectory
+
+SEGMENT = SegmentEntry(pid=1, host="h", code_version="c", started=1.0)
+
+
+def test_a_run_is_created_and_opened_again(tmp_path: Path) -> None:
+    root = tmp_path / "runs" / "first"
+    with RunDirectory.create_or_open(root) as run:
+        assert run.path == root
+        assert run.description() is None
+        written = run.write_description({"seed": 1, "data": {"source": "chain"}}, "code")
+        ref = run.store.put_json("scales", {"version": 0})
+        run.ledger.append(SEGMENT)
+        run.write_text("manifests/00000.json", "{}")
+    assert sorted(path.name for path in root.iterdir()) == [
+        "artifacts",
+        "checkpoints",
+        "ledger.jsonl",
+        "lock",
+        "manifests",
+        "run.json",
+        "shards",
+    ]
+    with RunDirectory.create_or_open(root) as run:
+        assert run.description() == written
+        assert written.config == {"seed": 1, "data": {"source": "chain"}}
+        assert written.code_version == "code"
+        assert datetime.fromisoformat(written.created).tzinfo is not None
+        assert run.store.get_json(ref) == {"version": 0}
+        assert run.ledger.segments() == [SEGMENT]
+        assert (run.path / "manifests/00000.json").read_text() == "{}"
+        assert run.swept == []
+
+
+def test_a_relative_folder_does_not_move_with_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with RunDirectory.create_or_open(Path("run")) as run:
+        monkeypatch.chdir("/")
+        ref = run.store.put_json("scales", {})
+    assert (tmp_path / "run" / ref.uri).is_file()
+
+
+def test_the_description_is_written_once(tmp_path: Path) -> None:
+    with RunDirectory.create_or_open(tmp_path) as run:
+        run.write_description({}, "code")
+        with pytest.raises(AssertionError, match="once"):
+            run.write_description({}, "code")
+
+
+def test_a_malformed_description_is_named(tmp_path: Path) -> None:
+    with RunDirectory.create_or_open(tmp_path) as run:
+        run.write_text("run.json", "{")
+        with pytest.raises(UserError, match=rf"^{tmp_path}/run\.json: not a description of a run: Invalid JSON"):
+            run.description()
+
+
+def test_orphans_are_swept_on_opening(tmp_path: Path) -> None:
+    orphan = tmp_path / "artifacts" / "ab" / f".x.json.{'0' * 32}.tmp"
+    orphan.parent.mkdir(parents=True)
+    orphan.touch()
+    with RunDirectory.create_or_open(tmp_path) as run:
+        assert run.swept == [orphan]
+    assert not orphan.exists()
+
+
+def test_one_process_at_a_time_and_nothing_is_swept_under_it(tmp_path: Path) -> None:
+    with RunDirectory.create_or_open(tmp_path):
+        in_use = tmp_path / "artifacts" / f".x.json.{'0' * 32}.tmp"
+        in_use.touch()
+        with pytest.raises(UserError, match="in use by process"):
+            RunDirectory.create_or_open(tmp_path)
+        assert in_use.exists()
+    RunDirectory.create_or_open(tmp_path).close()
+
+
+def test_a_refused_ledger_frees_the_lock(tmp_path: Path) -> None:
+    with RunDirectory.create_or_open(tmp_path) as run:
+        run.ledger.append(SEGMENT)
+    content = (tmp_path / "ledger.jsonl").read_bytes()
+    (tmp_path / "ledger.jsonl").write_bytes(b"nonsense\n" + content)
+    with pytest.raises(UserError, match=r"ledger\.jsonl:1: not a ledger entry"):
+        RunDirectory.create_or_open(tmp_path)
+    (tmp_path / "ledger.jsonl").write_bytes(content)
+    RunDirectory.create_or_open(tmp_path).close()
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "runs").touch()
+    with pytest.raises(UserError, match=rf"^cannot create the folder {tmp_path}/runs: File exists$"):
+        RunDirectory.create_or_open(tmp_path / "runs" / "first")
