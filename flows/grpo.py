@@ -1,7 +1,7 @@
 """The training flow: warm start, then iterations of the declared DAG until the configured number of steps.
 
-    fp8-grpo run tiny                             this function, in this process
-    prefect deployment run fp8-grpo/tiny          this function, from a worker
+fp8-grpo run tiny                             this function, in this process
+prefect deployment run fp8-grpo/tiny          this function, from a worker
 """
 
 import json
@@ -14,6 +14,7 @@ from prefect import flow, runtime
 from prefect.states import Failed
 from pydantic import Field
 
+from flows.iteration import as_task, prefect_tasks, run_iteration
 from fp8core.config.load import load_config
 from fp8core.config.run import RunConfig
 from fp8core.errors import UserError
@@ -23,7 +24,6 @@ from fp8core.report.summary import StepTiming, Summary, summarise
 from fp8core.store.artifacts import Ref
 from fp8core.training.trainer import NotFiniteError
 from fp8core.workers.live import live_run
-from flows.iteration import as_task, prefect_tasks, run_iteration
 from tasks import start
 from tasks.checkpoint import checkpoint_due, save_state
 from tasks.commit import commit_step, history, publish_step

@@ -29,9 +29,7 @@ def prefect_tasks(plan: Plan) -> PrefectTasks:
     return {planned.name: _prefect_task(planned) for planned in plan.steps}
 
 
-def run_iteration(
-    run: LiveRun, tasks: PrefectTasks, index: int, carried: Mapping[str, Ref]
-) -> dict[str, TaskResult]:
+def run_iteration(run: LiveRun, tasks: PrefectTasks, index: int, carried: Mapping[str, Ref]) -> dict[str, TaskResult]:
     """Run every step as soon as its inputs exist; returns results by step name.
 
     A single ready step is called in this thread; only two or more are submitted, which costs more than a call.

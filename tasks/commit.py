@@ -107,7 +107,8 @@ def _manifest(run: LiveRun, index: int) -> StepManifest:
         config_digest=run.config_digest,
         code_version=run.code_version,
         inputs={
-            task: {port: available[artifact].digest for port, artifact in ports.items()} for task, ports in reads.items()
+            task: {port: available[artifact].digest for port, artifact in ports.items()}
+            for task, ports in reads.items()
         },
         outputs={name: {port: ref.digest for port, ref in entry.outputs.items()} for name, entry in tasks.items()},
         seeds={"run": run.config.seed, "step": index},

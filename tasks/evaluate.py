@@ -30,7 +30,9 @@ def heldout_accuracy(run: LiveRun) -> dict[str, Any]:
     prompts = prompt_table(run, run.source.heldout(run.config.evaluation.prompts))
     sampling = Sampling(0.0, run.config.rollout.max_new_tokens, run.tokenizer.eos_ids)
     groups = [
-        PromptGroup(group=row["group"], prompt_id=row["prompt_id"], prompt=tuple(row["tokens"]), samples=(0,), seeds=(0,))
+        PromptGroup(
+            group=row["group"], prompt_id=row["prompt_id"], prompt=tuple(row["tokens"]), samples=(0,), seeds=(0,)
+        )
         for row in prompts.to_pylist()
     ]
     completions = [done for batch in run.ready_engine().generate(groups, sampling) for done in batch]

@@ -14,6 +14,16 @@ from fp8core.workers.live import LiveRun
 from tasks.step import step
 
 _OUTCOMES = ("right", "wrong", "unparsed", "timeout", "crashed")
+_TRAINED = (
+    "loss",
+    "grad_norm",
+    "clip_fraction",
+    "ratio_mean",
+    "weight_mean",
+    "reference_kl",
+    "learning_rate",
+    "tokens",
+)
 
 
 @step(
@@ -65,7 +75,7 @@ def reward_metrics(rewards: pa.Table) -> dict[str, float]:
     """Mean, spread, share of each outcome, and share of groups whose rewards differ."""
     values = torch.tensor(rewards["reward"].to_pylist(), dtype=torch.float64)
     groups = rewards.group_by("group").aggregate([("reward", "max"), ("reward", "min")])
-    mixed = sum(high > low for high, low in zip(*(groups[f"reward_{edge}"].to_pylist() for edge in ("max", "min"))))
+    mixed = sum(row["reward_max"] > row["reward_min"] for row in groups.to_pylist())
     outcomes = Counter(rewards["outcome"].to_pylist())
     return {
         "reward/mean": float(values.mean()),
@@ -101,8 +111,7 @@ def mismatch(rollouts: pa.Table, logprobs: pa.Table) -> dict[str, float]:
 
 def train_metrics(report: dict[str, Any]) -> dict[str, float]:
     """The numbers of a train report."""
-    names = ("loss", "grad_norm", "clip_fraction", "ratio_mean", "weight_mean", "reference_kl", "learning_rate", "tokens")
-    return {f"train/{name}": float(report[name]) for name in names}
+    return {f"train/{name}": float(report[name]) for name in _TRAINED}
 
 
 def scale_metrics(scales: dict[str, Any]) -> dict[str, float]:

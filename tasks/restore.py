@@ -56,9 +56,7 @@ def _redo(run: LiveRun, index: int) -> bool:
     return True
 
 
-def _redo_step(
-    run: LiveRun, index: int, planned: PlannedStep, stored: TaskEntry, available: Mapping[str, Ref]
-) -> None:
+def _redo_step(run: LiveRun, index: int, planned: PlannedStep, stored: TaskEntry, available: Mapping[str, Ref]) -> None:
     inputs = {port: available[artifact] for port, artifact in planned.inputs.items()}
     outputs = import_step(planned.uses)(run, index, planned.options, **inputs)
     for port, artifact in planned.outputs.items():

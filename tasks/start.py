@@ -52,9 +52,7 @@ def first_scales(run: LiveRun) -> TaskResult:
         problems = run.source.training(0, run.config.rollout.prompts_per_step, run.config.seed)
         prompts = prompt_table(run, problems)["tokens"].to_pylist()
         # TokenBatch wants a completion; the last prompt token serves, so that exactly the prompts are seen.
-        batch = TokenBatch.of(
-            [tokens[:-1] or tokens for tokens in prompts], [tokens[-1:] for tokens in prompts]
-        )
+        batch = TokenBatch.of([tokens[:-1] or tokens for tokens in prompts], [tokens[-1:] for tokens in prompts])
         return {"scales": store_scales(run, 0, run.ready_trainer().statistics(batch))}
 
     return run_task(run, FIRST, "calibrate", {}, body)

@@ -113,7 +113,10 @@ class LossConfig(Section):
     clip_high: float = Field(0.28, ge=0, le=10)
     advantage_epsilon: float = Field(1e-4, gt=0, le=1, description="Added to the group's standard deviation.")
     reference_kl: float = Field(
-        0.0, ge=0, le=100, description="Weight of the k3 penalty towards the reference policy; needs the reference step."
+        0.0,
+        ge=0,
+        le=100,
+        description="Weight of the k3 penalty towards the reference policy; needs the reference step.",
     )
 
 
@@ -217,7 +220,9 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _warm_start_is_for_the_chain(self) -> "RunConfig":
         if self.warm_start is not None and self.data.source != "chain":
-            raise ValueError(f"warm_start makes demonstrations of the chain task, but data.source is {self.data.source}")
+            raise ValueError(
+                f"warm_start makes demonstrations of the chain task, but data.source is {self.data.source}"
+            )
         return self
 
     @model_validator(mode="after")

@@ -23,7 +23,7 @@ def encode_prompt(
     limit = min(config.data.max_prompt_tokens, max_positions - config.rollout.max_new_tokens)
     if not 0 < len(tokens) <= limit:
         raise UserError(
-            f"prompt {problem.prompt_id} ({problem.question[:40]!r}) has {len(tokens)} tokens; between 1 and {limit} fit "
+            f"prompt {problem.prompt_id} ({problem.question[:40]!r}) has {len(tokens)} tokens; 1 to {limit} fit "
             f"(data.max_prompt_tokens={config.data.max_prompt_tokens}, {max_positions} positions of the model, "
             f"rollout.max_new_tokens={config.rollout.max_new_tokens})"
         )

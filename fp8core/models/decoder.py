@@ -30,7 +30,10 @@ Observer = Callable[[int, tuple[Tensor, Tensor, Tensor]], None]
 class Context(Protocol):
     """What the queries of a call may attend to."""
 
-    mask: Tensor
+    @property
+    def mask(self) -> Tensor:
+        """bool [B, 1, Tq, Tk] of the call in progress."""
+        ...
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Add this call's stored K and V and return all that may be attended to."""

@@ -57,13 +57,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, rounding: Rounding) -> Tenso
         eps: added to the mean square.
         rounding: output format.
     """
-    y: Tensor = _RmsNorm.apply(x, weight, eps, rounding)
+    y: Tensor = _RmsNorm.apply(x, weight, eps, rounding)  # type: ignore[no-untyped-call]
     return y
 
 
 def swiglu(gate: Tensor, up: Tensor, rounding: Rounding) -> Tensor:
     """silu(gate) * up (arXiv 2002.05202), the activation rounded before the product; all FP32 [..., n]."""
-    y: Tensor = _SwiGlu.apply(gate, up, rounding)
+    y: Tensor = _SwiGlu.apply(gate, up, rounding)  # type: ignore[no-untyped-call]
     return y
 
 

@@ -11,9 +11,7 @@ from torch import Tensor
 from fp8core.numerics.e4m3 import TILE
 
 
-def block_gemm(
-    left: Tensor, left_scales: Tensor, right: Tensor, right_scales: Tensor, block: int = TILE
-) -> Tensor:
+def block_gemm(left: Tensor, left_scales: Tensor, right: Tensor, right_scales: Tensor, block: int = TILE) -> Tensor:
     """`left @ right.T` with one scale per row and block of the contraction, accumulated exactly per block.
 
     Args:

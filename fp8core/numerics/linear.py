@@ -171,7 +171,7 @@ class Fp8BlockLinear:
         self.rule = rule
 
     def __call__(self, x: Tensor, weight: LinearWeight) -> Tensor:
-        y: Tensor = _Fp8Linear.apply(x, weight.master, weight, self.rule)
+        y: Tensor = _Fp8Linear.apply(x, weight.master, weight, self.rule)  # type: ignore[no-untyped-call]
         return y
 
 
@@ -184,7 +184,7 @@ class Fp8ForwardLinear:
         self.rule = rule
 
     def __call__(self, x: Tensor, weight: LinearWeight) -> Tensor:
-        y: Tensor = _Fp8ForwardLinear.apply(x, weight.master, weight, self.rule)
+        y: Tensor = _Fp8ForwardLinear.apply(x, weight.master, weight, self.rule)  # type: ignore[no-untyped-call]
         return y
 
 
@@ -194,7 +194,7 @@ class Bf16Linear:
     name = "bf16"
 
     def __call__(self, x: Tensor, weight: LinearWeight) -> Tensor:
-        y: Tensor = _Bf16Linear.apply(x, weight.master, weight)
+        y: Tensor = _Bf16Linear.apply(x, weight.master, weight)  # type: ignore[no-untyped-call]
         return y
 
 

@@ -79,7 +79,13 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, master: Tensor | None, head: HeadWeight, form: HeadFormat, targets: Tensor, temp: float
+        ctx: Any,
+        hidden: Tensor,
+        master: Tensor | None,
+        head: HeadWeight,
+        form: HeadFormat,
+        targets: Tensor,
+        temp: float,
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(hidden, targets)
         ctx.head, ctx.form, ctx.temperature = head, form, temp
@@ -120,7 +126,7 @@ def token_logprobs(
     Returns:
         log-probs FP32 [tokens] (nats, differentiable) and entropies FP32 [tokens] (nats, not differentiable).
     """
-    logprobs, entropy = _TokenLogprobs.apply(hidden, head.master, head, form, targets, temperature)
+    logprobs, entropy = _TokenLogprobs.apply(hidden, head.master, head, form, targets, temperature)  # type: ignore[no-untyped-call]
     return logprobs, entropy
 
 

@@ -53,7 +53,7 @@ def keep_fp32(x: Tensor) -> Tensor:
 
 def round_to_bf16(x: Tensor) -> Tensor:
     """BF16 values of `x` (any float type), held in FP32; the gradient passes through."""
-    rounded: Tensor = _RoundToBf16.apply(x)
+    rounded: Tensor = _RoundToBf16.apply(x)  # type: ignore[no-untyped-call]
     return rounded
 
 
@@ -64,11 +64,11 @@ def to_e4m3_grid(x: Tensor, scale: float) -> Tensor:
         x: any float type, any shape.
         scale: positive and finite.
     """
-    grid: Tensor = _ToE4m3Grid.apply(x, scale)
+    grid: Tensor = _ToE4m3Grid.apply(x, scale)  # type: ignore[no-untyped-call]
     return grid
 
 
 def to_fixed_point(x: Tensor, bits: int) -> Tensor:
     """Round FP64 values of magnitude <= 1 to multiples of 2^-bits, so that sums of 2^(52 - bits) of them are exact."""
-    fixed: Tensor = _ToFixedPoint.apply(x, bits)
+    fixed: Tensor = _ToFixedPoint.apply(x, bits)  # type: ignore[no-untyped-call]
     return fixed

@@ -80,8 +80,8 @@ class _Groups:
         return _group_sum(torch.where(self.keep, values, 0.0), self.index)
 
     def advantages(self, values: Tensor) -> Tensor:
-        """`values` where a row is kept and has a kept sibling, else 0."""
-        return torch.where(self.keep & (self.count > 1), values, 0.0).to(self.dtype)
+        """`values`, but 0 for rows at their group's mean: rejected, alone, or of equal rewards, where 0/0 may arise."""
+        return torch.where(self.centred == 0, 0.0, values).to(self.dtype)
 
 
 def _grouped(rewards: Tensor, groups: Tensor, keep: Tensor | None) -> _Groups:

@@ -149,8 +149,7 @@ def _selected(inputs: LossInputs) -> _Selected:
 
 def _clipped(inputs: LossInputs, clip: ClipRange, aggregate: Aggregate, x: _Selected, ratio: Tensor) -> LossOutput:
     unclipped, clipped = -x.advantages * ratio, -x.advantages * clip.clip(ratio)
-    # Where both are equal the unclipped one has the gradient, so that a ratio on the edge still moves.
-    terms = torch.where(clipped > unclipped, clipped, unclipped)
+    terms = torch.maximum(unclipped, clipped)
     bounded = torch.zeros_like(inputs.mask)
     if clip.dual is not None:
         ceiling = -clip.dual * x.advantages

@@ -127,10 +127,7 @@ class EmbeddedEngine:
         assert self._weights is not None
         logits = self._decoder.formats.head.logits(hidden, self._weights.head)
         logprobs = log_softmax(logits, sampling.temperature or 1.0)
-        if sampling.temperature == 0:
-            tokens = greedy(logprobs)
-        else:
-            tokens = sample(logprobs, uniform(batch.seeds, position))
+        tokens = greedy(logprobs) if sampling.temperature == 0 else sample(logprobs, uniform(batch.seeds, position))
         chosen = logprobs.gather(-1, tokens[:, None]).squeeze(-1).float()
         batch.note(tokens, chosen, last=position + 1 == sampling.max_new_tokens, stop_ids=sampling.stop_ids)
         return tokens

@@ -46,7 +46,7 @@ class Ref(BaseModel):
 
 
 def encode_table(table: pa.Table) -> bytes:
-    """A table as parquet; equal for equal rows, however they were split into chunks and wherever they were read from."""
+    """A table as parquet; equal for equal rows, however they were split into chunks and wherever they came from."""
     buffer = io.BytesIO()
     # Arrow's own schema would tell apart lists that were built from lists that were read, by the name of their items.
     pq.write_table(table.combine_chunks(), buffer, compression="zstd", store_schema=False)

@@ -236,9 +236,9 @@ def test_tokens_inside_a_row_that_the_policy_did_not_write_are_as_if_absent():
 
 
 def test_huge_differences_stay_finite():
-    rollout = torch.tensor([[-1.0, -2.0, -800.0]])
-    training = torch.tensor([[-900.0, -1e30, -0.5]])
-    result = alignment_metrics(training, rollout, torch.ones(1, 3, dtype=torch.bool))
+    rollout = torch.tensor([[-1.0, -2.0, -800.0], [-800.0, -900.0, -1000.0]])
+    training = torch.tensor([[-900.0, -1e30, -0.5], [-1.0, -1.0, -1.0]])
+    result = alignment_metrics(training, rollout, torch.ones(2, 3, dtype=torch.bool))
     assert all(math.isfinite(value) for value in result.values())
     assert result["token_mult_prob_error"] == pytest.approx(math.exp(20))
 

@@ -108,10 +108,20 @@ def test_row_order_and_group_labels_do_not_matter(name, rows, random):
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
-def test_equal_rewards_and_lone_rows_give_exactly_zero(name):
+@settings(max_examples=30, deadline=None)
+@given(reward=st.floats(-1e3, 1e3), count=st.integers(1, 9))
+def test_equal_rewards_and_lone_rows_give_exactly_zero(name, reward, count):
     estimator, _ = ESTIMATORS[name]
-    rewards, groups = torch.tensor([0.1, 0.1, 0.1, 5.0]), torch.tensor([4, 4, 4, 8])
-    assert estimator(rewards, groups, None).tolist() == [0.0, 0.0, 0.0, 0.0]
+    rewards = torch.tensor([reward] * count + [5.0], dtype=torch.float64)
+    groups = torch.tensor([4] * count + [8])
+    assert estimator(rewards, groups, None).count_nonzero() == 0
+
+
+def test_zero_epsilon_divides_nothing_by_zero():
+    rewards, groups, keep = torch.tensor([1.0, 1.0, 3.0]), torch.tensor([0, 0, 1]), torch.tensor([True, True, False])
+    assert group_advantages(rewards, groups, 0.0, keep=keep).tolist() == [0.0, 0.0, 0.0]
+    assert leave_one_out_advantages(rewards, groups, 0.0).tolist() == [0.0, 0.0, 0.0]
+    assert reinforce_plus_plus_advantages(rewards, 0.0, keep=keep).tolist() == [0.0, 0.0, 0.0]
 
 
 def test_golden_group():

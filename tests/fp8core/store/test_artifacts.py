@@ -4,13 +4,14 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pytest
 import torch
 from pydantic import ValidationError
 
 from fp8core.errors import UserError
-from fp8core.store.artifacts import ArtifactError, ArtifactStore, Ref, canonical_json
+from fp8core.store.artifacts import ArtifactError, ArtifactStore, Ref, canonical_json, encode_table
 
 
 @pytest.fixture
@@ -45,6 +46,14 @@ def test_a_table_comes_back_and_equal_rows_have_equal_bytes(store: ArtifactStore
         assert store.put_table("rollouts", same) == ref
     assert store.put_table("rollouts", table.slice(1)) != ref
     assert store.get_table(store.put_table("rollouts", table.slice(0, 0))).equals(table.slice(0, 0))
+
+
+def test_chunks_do_not_move_the_pages_of_a_large_table() -> None:
+    rows, length = 3000, 777
+    tokens = np.random.default_rng(0).integers(0, 50_000, rows * length, dtype=np.int32)
+    table = pa.table({"tokens": pa.ListArray.from_arrays(np.arange(rows + 1, dtype=np.int32) * length, tokens)})
+    chunked = pa.concat_tables([table.slice(i, 7) for i in range(0, rows, 7)])
+    assert encode_table(chunked) == encode_table(table)
 
 
 def test_tensors_come_back_whatever_their_strides_and_sharing(store: ArtifactStore) -> None:

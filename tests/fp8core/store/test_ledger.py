@@ -1,4 +1,6 @@
+import errno
 import os
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -133,12 +135,29 @@ def test_an_append_is_synced_before_it_returns(path: Path, monkeypatch: pytest.M
     assert synced == [path.read_bytes()]
 
 
-def test_threads_append_whole_lines(path: Path) -> None:
+def test_a_failing_append_of_one_thread_takes_nothing_from_the_others(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ledger = Ledger.open(path)
+
+    def slow_and_sometimes_failing(descriptor: int) -> None:
+        time.sleep(0.001)
+        if b"bad" in path.read_bytes().splitlines()[-1]:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def append(name: str) -> bool:
+        try:
+            ledger.append(task(0, name))
+        except UserError:
+            return False
+        return True
+
+    monkeypatch.setattr(os, "fsync", slow_and_sometimes_failing)
+    names = [f"{'bad' if i % 3 == 0 else 'good'}{i}" for i in range(60)]
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda i: ledger.append(task(i % 10, f"t{i}")), range(200)))
-    view = LedgerView.read(path)
-    assert sum(len(view.tasks(i)) for i in range(10)) == 200
+        appended = {name for name, done in zip(names, pool.map(append, names), strict=True) if done}
+    assert appended == {name for name in names if name.startswith("good")}
+    assert set(ledger.tasks(0)) == set(LedgerView.read(path).tasks(0)) == appended
 
 
 def test_a_ledger_that_cannot_be_opened_is_one_line(tmp_path: Path) -> None:

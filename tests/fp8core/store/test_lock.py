@@ -26,6 +26,7 @@ def close_pipes() -> None:
 
 
 def test_the_second_is_refused_until_the_first_releases(tmp_path: Path) -> None:
+    (tmp_path / "lock").write_text("the longer name of an earlier holder" * 9)
     first = RunLock.acquire(tmp_path / "lock")
     expected = rf"^{tmp_path} is in use by process {os.getpid()} on {socket.gethostname()}; "
     with pytest.raises(UserError, match=expected):

@@ -50,9 +50,10 @@ def test_an_unfinished_shard_is_ignored(folder: Path) -> None:
 
 def test_a_damaged_shard_is_named_and_its_removal_keeps_the_others(folder: Path) -> None:
     shards = RolloutShards(folder)
-    for number in range(3):
+    for number in range(4):
         shards.append(group(number))
-    damaged = sorted(folder.iterdir())[1]
+    sorted(folder.iterdir())[0].unlink()
+    damaged = sorted(folder.iterdir())[0]
     data = bytearray(damaged.read_bytes())
     data[20] ^= 4
     damaged.write_bytes(data)
@@ -62,7 +63,7 @@ def test_a_damaged_shard_is_named_and_its_removal_keeps_the_others(folder: Path)
     shards.append(group(7))
     table = shards.read()
     assert table is not None
-    assert table["group"].to_pylist() == [0, 0, 2, 2, 7, 7]
+    assert table["group"].to_pylist() == [2, 2, 3, 3, 7, 7]
 
 
 def test_clear_removes_all_and_a_new_step_starts_empty(folder: Path) -> None:

@@ -1,0 +1,78 @@
+"""What this machine can run, and how to install what is missing."""
+
+import os
+import platform
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+
+import torch
+
+_BASE = ("torch", "prefect", "mlflow", "pyarrow", "safetensors", "pydantic", "tokenizers", "numpy")
+_EXTRAS = {
+    "vllm": ("vllm", "rollouts on a GPU"),
+    "megatron-core": ("megatron", "training with Megatron Core"),
+    "transformer-engine": ("megatron", "FP8 kernels of the Megatron trainer"),
+    "ray": ("ray", "engines on several machines"),
+    "math-verify": ("math", "verifier for mathematical expressions"),
+    "datasets": ("datasets", "Hugging Face datasets by name"),
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the examination; `cure` is empty when there is nothing to do."""
+
+    subject: str
+    state: str
+    cure: str = ""
+
+
+def examine() -> str:
+    """The findings as aligned text."""
+    findings = [*_machine(), *_packages(), *_capabilities()]
+    width = max(len(finding.subject) for finding in findings)
+    lines = []
+    for finding in findings:
+        lines.append(f"{finding.subject:<{width}}  {finding.state}".rstrip())
+        if finding.cure:
+            lines.append(f"{'':<{width}}  -> {finding.cure}")
+    return "\n".join(lines)
+
+
+def _machine() -> Iterator[Finding]:
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    yield Finding("python", platform.python_version())
+    yield Finding("cpu", f"{os.cpu_count()} cores, {platform.machine()}, {memory:.0f} GiB")
+    if not torch.cuda.is_available():
+        yield Finding("gpu", "none that torch can use")
+    for i in range(torch.cuda.device_count()):
+        major, minor = torch.cuda.get_device_capability(i)
+        size = torch.cuda.get_device_properties(i).total_memory / 2**30
+        yield Finding(f"gpu {i}", f"{torch.cuda.get_device_name(i)}, sm_{major}{minor}, {size:.0f} GiB")
+
+
+def _packages() -> Iterator[Finding]:
+    for name in _BASE:
+        version = installed(name)
+        yield Finding(name, version or "missing", "" if version else "pip install fp8-grpo")
+    for name, (extra, purpose) in _EXTRAS.items():
+        version = installed(name)
+        cure = "" if version else f"pip install 'fp8-grpo[{extra}]' for {purpose}"
+        yield Finding(name, version or "not installed (optional)", cure)
+
+
+def _capabilities() -> Iterator[Finding]:
+    yield Finding("rollout: embedded", "ready: exact FP8 emulation on this CPU")
+    yield Finding("rollout: vllm", "not in this version", "use rollout.engine=embedded")
+    yield Finding("training: torch", "ready: exact FP8 emulation on this CPU")
+    yield Finding("training: megatron", "not in this version", "use training.trainer=torch")
+    yield Finding("first command", "fp8-grpo run tiny")
+
+
+def installed(name: str) -> str | None:
+    """Version of an installed distribution, or None."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
