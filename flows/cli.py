@@ -5,7 +5,9 @@ Exit codes: 0 done; 1 the training failed; 2 the user's mistake, found before an
 
 import argparse
 import json
+import os
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,8 @@ from fp8core.errors import UserError
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; mistakes of the user are one line on stderr."""
     options = _parser().parse_args(arguments)
+    # Steps of the user's own (`uses: mine:score`) lie in the working directory, which a console script leaves out.
+    sys.path.insert(0, os.getcwd())
     try:
         return int(options.command(options))
     except UserError as error:
@@ -47,10 +51,11 @@ def _add(commands: Any, name: str, command: Any, text: str) -> argparse.Argument
 
 
 def _run(options: argparse.Namespace) -> int:
-    from tasks.session import plan_of
+    from tasks.session import plan_of, refuse_conflict
 
     config = _load(options)
     plan_of(config)
+    refuse_conflict(config)
     make_prefect_home()
     quiet_prefect_console()
     wait_for_prefect()
@@ -58,12 +63,22 @@ def _run(options: argparse.Namespace) -> int:
 
     state = grpo(config=options.config, overrides=options.overrides, return_state=True)
     if not state.is_completed():
-        print(f"fp8-grpo: {state.message}", file=sys.stderr)
+        _explain(state)
         return 1
     if options.json is not None:
         summary = state.result()
         options.json.write_text(json.dumps(summary, indent=2) + "\n")
     return 0
+
+
+def _explain(state: Any) -> None:
+    """One line for a failure with a known cause; the traceback too for one without."""
+    from prefect.exceptions import FailedRun
+
+    cause = state.result(raise_on_failure=False)
+    if isinstance(cause, BaseException) and not isinstance(cause, FailedRun):
+        traceback.print_exception(cause)
+    print(f"fp8-grpo: {state.message}", file=sys.stderr)
 
 
 def _graph(options: argparse.Namespace) -> int:
@@ -78,10 +93,11 @@ def _graph(options: argparse.Namespace) -> int:
 
 
 def _config(options: argparse.Namespace) -> int:
-    from fp8core.config.load import origins
+    from fp8core.config.load import leaves, origins
 
-    for key, (value, origin) in origins(options.config, options.overrides).items():
-        print(f"{key} = {value}  # {origin}")
+    values = leaves(_load(options).model_dump(mode="json", by_alias=True))
+    for key, origin in origins(options.config, options.overrides).items():
+        print(f"{key} = {json.dumps(values[key])}  # {origin}")
     return 0
 
 

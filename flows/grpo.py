@@ -77,11 +77,13 @@ def begin(session: Session) -> None:
     evaluated = _first_evaluation(folder, index=start.FIRST, scales=scales.entry.outputs["scales"])
     session.stage("first_evaluation", evaluated)
     styles = run.directory.store.get_json(evaluated.entry.outputs["evaluation"]).get("styles", [])
-    if styles:
+    if styles and not evaluated.reused:
         run.console.styles([StyleAccuracy(**style) for style in styles])
     if start.FIRST not in run.directory.ledger.steps():
         commit_step(run, start.FIRST)
-    restore(run)
+    redone = restore(run)
+    if run.ready_trainer().version:
+        run.console.note(f"continues after step {run.ready_trainer().version}; {redone} updates redone from rollouts")
     catch_up(session)
 
 

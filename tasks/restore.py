@@ -4,7 +4,6 @@ from collections.abc import Mapping
 
 from fp8core.config.check import PlannedStep
 from fp8core.config.steps import import_step
-from fp8core.errors import UserError
 from fp8core.store.artifacts import Ref
 from fp8core.store.ledger import TaskEntry
 from fp8core.workers.live import LiveRun
@@ -76,12 +75,3 @@ def _scales_of(run: LiveRun, version: int) -> Ref | None:
 
 def _artifacts(run: LiveRun, index: int) -> dict[str, Ref]:
     return {name: ref for task in run.directory.ledger.tasks(index).values() for name, ref in task.outputs.items()}
-
-
-def refuse_other_code(stored: str, current: str, run: str) -> None:
-    """A run is continued by the code that began it, or its digests would mean nothing."""
-    if stored != current:
-        raise UserError(
-            f"run {run} was made by code version {stored[:12]}, this is {current[:12]}: "
-            "continue it with that code, or start a new run with --set run=NAME"
-        )

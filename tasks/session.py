@@ -26,13 +26,12 @@ from fp8core.report.graph import pipeline_mermaid, pipeline_text
 from fp8core.report.summary import StepTiming
 from fp8core.rewards.verifier import build_verifier
 from fp8core.store.ledger import SegmentEntry
-from fp8core.store.run_directory import RunDirectory
+from fp8core.store.run_directory import RunDescription, RunDirectory, read_description
 from fp8core.store.versions import code_version, git_state, hardware
 from fp8core.workers.build import build_base
 from fp8core.workers.live import LiveRun, register, release
 from tasks.commit import publish_step
 from tasks.execute import Interval, TaskResult
-from tasks.restore import refuse_other_code
 from tasks.tracking import Tracker, resolve_tracking_uri
 
 CARRIED_KINDS = {"policy": "policy", "scales": "scales"}
@@ -65,6 +64,30 @@ def plan_of(config: RunConfig) -> Plan:
     if not any("metrics" in planned.spec.outputs.values() for planned in plan.steps):
         raise UserError("pipeline.steps: no step provides an artifact of kind metrics; add tasks.record:record")
     return plan
+
+
+def refuse_conflict(config: RunConfig) -> None:
+    """Refuse a named run that exists with another configuration or code, before anything is started.
+
+    Raises:
+        UserError: with every key that differs.
+    """
+    if config.run is not None:
+        described = read_description(config.runs.absolute() / config.run)
+        if described is not None:
+            refuse_other_run(described, config, code_version(*_PACKAGES), config.run)
+
+
+def refuse_other_run(described: RunDescription, config: RunConfig, version: str, name: str) -> None:
+    """A run is continued as it was begun, but for more steps; by the code that began it, or digests mean nothing."""
+    differing = may_continue(described.config, public_dump(config))
+    if differing:
+        raise UserError(f"run {name} exists with another configuration: {'; '.join(differing)}")
+    if described.code_version != version:
+        raise UserError(
+            f"run {name} was made by code version {described.code_version[:12]}, this is {version[:12]}: "
+            "continue it with that code, or start a new run with --set run=NAME"
+        )
 
 
 @contextmanager
@@ -123,11 +146,8 @@ def _describe(directory: RunDirectory, config: RunConfig, name: str) -> str:
     described = directory.description()
     if described is None:
         directory.write_description(public_dump(config), version)
-        return version
-    differing = may_continue(described.config, public_dump(config))
-    if differing:
-        raise UserError(f"run {name} exists with another configuration: {'; '.join(differing)}")
-    refuse_other_code(described.code_version, version, name)
+    else:
+        refuse_other_run(described, config, version, name)
     return version
 
 

@@ -1,7 +1,10 @@
 """What precedes the first iteration, committed as step -1: the initial policy, its first scales, its accuracy."""
 
+import hashlib
 from collections import defaultdict
 from typing import Any
+
+from torch import Tensor
 
 from fp8core.config.run import WarmStartConfig
 from fp8core.data.chain import ChainSource, style_of
@@ -9,7 +12,9 @@ from fp8core.numerics.fingerprint import policy_digest
 from fp8core.report.console import StyleAccuracy
 from fp8core.rl.batch import TokenBatch
 from fp8core.rollout.engine import Sampling
-from fp8core.store.artifacts import Ref
+from fp8core.store import durable
+from fp8core.store.artifacts import ArtifactStore, Ref, canonical_json
+from fp8core.store.versions import library_versions
 from fp8core.training.warm_start import TokenisedDemonstration
 from fp8core.training.warm_start import warm_start as train_on_demonstrations
 from fp8core.workers.build import build_engine, build_trainer
@@ -32,7 +37,7 @@ def warm_start(run: LiveRun) -> TaskResult:
         if run.config.warm_start is None:
             digest = policy_digest({name: tensor.float() for name, tensor in run.base.items()})
             return {"policy": store.put_json("policy", {"version": 0, "weights_digest": digest})}
-        weights = _train(run, run.config.warm_start)
+        weights = shared_weights(run, run.config.warm_start)
         policy = {"version": 0, "weights_digest": policy_digest(weights)}
         return {"policy": store.put_json("policy", policy), "weights": store.put_tensors("weights", weights)}
 
@@ -87,7 +92,29 @@ def style_accuracy(run: LiveRun, config: WarmStartConfig) -> list[dict[str, Any]
     ]
 
 
-def _train(run: LiveRun, config: WarmStartConfig) -> dict[str, Any]:
+def shared_weights(run: LiveRun, config: WarmStartConfig) -> dict[str, Tensor]:
+    """The warm start of this configuration: trained once, then shared by every run of the same folder of runs.
+
+    It does not depend on the precision contract, so runs that compare precisions start from one policy.
+    """
+    shelf = run.config.runs.absolute() / "warm_starts"
+    store, entry = ArtifactStore(shelf), shelf / f"{_warm_start_key(run)}.json"
+    if entry.exists():
+        run.console.note(f"warm start taken from {entry}")
+        return store.get_tensors(Ref.model_validate_json(entry.read_bytes()))
+    weights = _train(run, config)
+    durable.write_file(entry, store.put_tensors("weights", weights).model_dump_json().encode())
+    return weights
+
+
+def _warm_start_key(run: LiveRun) -> str:
+    sections = ("seed", "architecture", "warm_start", "data", "threads")
+    settings = run.config.model_dump(mode="json", include=set(sections))
+    parts = {"settings": settings, "code": run.code_version, "versions": library_versions()}
+    return hashlib.sha256(canonical_json(parts, "warm_start")).hexdigest()
+
+
+def _train(run: LiveRun, config: WarmStartConfig) -> dict[str, Tensor]:
     source = run.source
     assert isinstance(source, ChainSource), "RunConfig allows a warm start for the chain task only"
 

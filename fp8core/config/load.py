@@ -76,7 +76,7 @@ def origins(name_or_path: str, overrides: Overrides = ()) -> dict[str, str]:
     """Where each value comes from: dotted key -> `file:line`, `--set`, `overrides` or `default`."""
     config = load_config(name_or_path, overrides)
     written = {key: place for key, _, place in _nodes(_tree(name_or_path, overrides))}
-    return {key: written.get(key, "default") for key in _leaves(config.model_dump(mode="json", by_alias=True))}
+    return {key: written.get(key, "default") for key in leaves(config.model_dump(mode="json", by_alias=True))}
 
 
 def config_digest(config: RunConfig) -> str:
@@ -87,7 +87,7 @@ def config_digest(config: RunConfig) -> str:
 
 def config_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Values that differ between two dumped configurations, as `key: old -> new`."""
-    before, after = ({key: json.dumps(value) for key, value in _leaves(dump).items()} for dump in (old, new))
+    before, after = ({key: json.dumps(value) for key, value in leaves(dump).items()} for dump in (old, new))
     return [
         f"{key}: {before.get(key, 'absent')} -> {after.get(key, 'absent')}"
         for key in {**before, **after}
@@ -302,7 +302,8 @@ def _nodes(value: Any, prefix: str = "", place: str = "") -> Iterator[tuple[str,
         yield from _nodes(child, f"{prefix}{part}.", child_place)
 
 
-def _leaves(dump: Mapping[str, Any]) -> dict[str, Any]:
+def leaves(dump: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a dumped configuration by dotted key."""
     return {key: value for key, value, _ in _nodes(dump) if not _children(value, "")}
 
 

@@ -49,6 +49,10 @@ class Console:
         self._whole_line(Text(f"fp8-grpo run {run}", style="bold"))
         self._places(places)
 
+    def note(self, text: str) -> None:
+        """A line of plain text."""
+        self._whole_line(Text(text))
+
     def warm_start(self, step: int, steps: int, loss: float) -> None:
         """Progress of the warm start; called at every step, it prints a tenth of them and the last."""
         if step == steps or step % max(1, steps // WARM_START_LINES) == 0:

@@ -76,13 +76,7 @@ class RunDirectory:
 
     def description(self) -> RunDescription | None:
         """run.json, or None for a run that has none yet. Raises UserError when it is malformed."""
-        path = self.path / _DESCRIPTION
-        if not path.exists():
-            return None
-        try:
-            return RunDescription.model_validate_json(path.read_bytes())
-        except ValidationError as error:
-            raise UserError(f"{path}: not a description of a run: {error.errors()[0]['msg']}") from error
+        return read_description(self.path)
 
     def write_text(self, name: str, text: str) -> Path:
         """Writes a file of the run by its name in the folder, durably and atomically. Raises UserError."""
@@ -102,3 +96,14 @@ class RunDirectory:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def read_description(folder: Path) -> RunDescription | None:
+    """The run.json of a run's folder, without its lock; None when there is none. Raises UserError when malformed."""
+    path = folder / _DESCRIPTION
+    if not path.exists():
+        return None
+    try:
+        return RunDescription.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        raise UserError(f"{path}: not a description of a run: {error.errors()[0]['msg']}") from error
