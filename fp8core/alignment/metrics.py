@@ -40,8 +40,8 @@ the mean divides it by a token count that is random too.
 | tokens, sequences                  | unmasked; not empty         |       |                             |            |
 | tokens_differing                   | FP32 p, g not bit-equal     | 0     |                             |            |
 
-Known deviations: NeMo RL (NeMo above) does not clamp exponents; verl adds 1e-8 inside ESS, which is then never
-exactly 1, and does not clamp k3.
+Known deviations: NeMo RL (NeMo above) clamps no exponent and takes sampling_importance_ratio after truncation; verl
+adds 1e-8 inside ESS, which is then never exactly 1, and clamps no k3.
 """
 
 import math

@@ -30,6 +30,8 @@ def architecture_from_config(config: ArchitectureConfig, vocab_size: int) -> Arc
 def initial_weights(arch: Architecture, seed: int) -> dict[str, Tensor]:
     """FP32 weights: norms 1, embedding N(0, 1), linears N(0, 1 / in), outputs of a block scaled by 1 / sqrt(2 layers).
 
+    An embedding that is also the head is drawn as a head, so that a fresh policy is nearly uniform.
+
     The scaling of block outputs is that of GPT-2 (Radford et al., 2019, section 2.3).
     """
     generator = torch.Generator().manual_seed(seed)
@@ -39,7 +41,8 @@ def initial_weights(arch: Architecture, seed: int) -> dict[str, Tensor]:
         if len(shape) == 1:
             weights[name] = torch.ones(shape)
             continue
-        spread = 1.0 if name.startswith("model.embed_tokens") else shape[1] ** -0.5
+        embeds_only = name.startswith("model.embed_tokens") and not arch.tie_embeddings
+        spread = 1.0 if embeds_only else shape[1] ** -0.5
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             spread *= shrink
         weights[name] = torch.randn(shape, generator=generator) * spread

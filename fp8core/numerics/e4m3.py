@@ -37,7 +37,8 @@ def round_to_e4m3(x: Tensor) -> Tensor:
     """Round FP32 values to the E4M3 grid; magnitudes above 448 saturate to 448, NaN stays NaN.
 
     Adding and subtracting 1.5 * 2^(e + 20) makes the FP32 adder round at bit 2^(e - 3), which is E4M3's last mantissa
-    bit for exponent e (2^-9 for subnormals): the same bytes as the cast, without torch's scalar FP8 conversion.
+    bit for exponent e (2^-9 for subnormals): the same bytes as the cast, signed zeros included, without torch's scalar
+    FP8 conversion.
 
     Args:
         x: FP32, any shape.
@@ -48,7 +49,8 @@ def round_to_e4m3(x: Tensor) -> Tensor:
     clamped = x.clamp(-E4M3_MAX, E4M3_MAX)
     exponent = (clamped.view(torch.int32) & _EXPONENT_BITS).clamp_(min=_SMALLEST_NORMAL_EXPONENT)
     magic = exponent.add_((20 << 23) + _HALF_OF_MANTISSA).view(torch.float32)
-    return (clamped + magic).sub_(magic)
+    # The subtraction makes +0 of every zero, where the cast keeps the sign.
+    return (clamped + magic).sub_(magic).copysign_(x)
 
 
 def scale_from_amax(amax: Tensor, rule: ScaleRule) -> Tensor:

@@ -28,7 +28,7 @@ class _RmsNorm(torch.autograd.Function):
         normed, weight, inverse = ctx.saved_tensors
         scaled = grad * weight
         grad_x = inverse * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
-        grad_weight = (grad * normed).flatten(0, -2).sum(0)
+        grad_weight = (grad * normed).reshape(-1, weight.shape[0]).sum(0)
         return grad_x, grad_weight, None, None
 
 

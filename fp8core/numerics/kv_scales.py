@@ -62,7 +62,8 @@ class KvStatistics:
         return [LayerAmax(*row) for row in self._amax.tolist()]
 
     def saturated_share(self) -> float:
-        """Share of elements beyond what the current scales can represent."""
+        """Share of elements beyond the scales they were observed with (none without scales); needs tokens as `amax`."""
+        assert bool((self._elements > 0).all()), "no tokens were observed"
         return float(self._saturated.sum() / self._elements.sum())
 
 

@@ -66,11 +66,11 @@ def load_weight(parts: list[StoredWeight], masters: list[Tensor] | None = None) 
         masters: FP32 parameters in the same order, when gradients are wanted.
     """
     master = torch.cat(masters) if masters else None
-    if parts[0].scales is None:
+    if all(part.scales is None for part in parts):
         plain = torch.cat([part.values.float() for part in parts])
         return LinearWeight(plain, None, plain.double(), master)
-    grid = torch.cat([decode(part.values) for part in parts])
     row_scales = torch.cat([_scales_by_row(part) for part in parts])
+    grid = torch.cat([decode(part.values) for part in parts])
     columns = row_scales.repeat_interleave(TILE, dim=1)[:, : grid.shape[1]]
     return LinearWeight(grid, row_scales, grid.double() * columns.double(), master)
 
@@ -86,7 +86,8 @@ def dequantise_rows(grid: Tensor, scales: Tensor, rule: ScaleRule) -> Tensor:
     Args:
         grid: FP32 [rows, columns].
         scales: FP32 [rows, ceil(columns / 128)].
-        rule: `pow2` multiplies in FP32, where that is exact; `fp32` needs 28 bits and multiplies in FP64.
+        rule: `pow2` multiplies in FP32, where that is exact below 2^128 (magnitudes from 248 * 2^120 round up to
+            it and become infinite); `fp32` needs 28 bits and multiplies in FP64.
     """
     rows, columns = grid.shape
     factors = scales.unsqueeze(-1) if rule == "pow2" else scales.unsqueeze(-1).double()
@@ -130,10 +131,11 @@ class _Fp8Linear(torch.autograd.Function):
         return fprop(x, weight, rule)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         (x,) = ctx.saved_tensors
         grad = grad.contiguous()
-        return dgrad(grad, ctx.weight, ctx.rule), wgrad(grad, x, ctx.rule), None, None
+        grad_weight = wgrad(grad, x, ctx.rule) if ctx.needs_input_grad[1] else None
+        return dgrad(grad, ctx.weight, ctx.rule), grad_weight, None, None
 
 
 class _Fp8ForwardLinear(torch.autograd.Function):
@@ -144,9 +146,10 @@ class _Fp8ForwardLinear(torch.autograd.Function):
         return fprop(x, weight, rule)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         (x,) = ctx.saved_tensors
-        return grad @ ctx.weight.dequantised.float(), grad.t() @ x, None, None
+        grad_weight = grad.t() @ x if ctx.needs_input_grad[1] else None
+        return grad @ ctx.weight.dequantised.float(), grad_weight, None, None
 
 
 class _Bf16Linear(torch.autograd.Function):
@@ -157,9 +160,10 @@ class _Bf16Linear(torch.autograd.Function):
         return (x.double() @ weight.dequantised.t()).to(torch.bfloat16).float()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         (x,) = ctx.saved_tensors
-        return grad @ ctx.weight.grid, grad.t() @ x, None
+        grad_weight = grad.t() @ x if ctx.needs_input_grad[1] else None
+        return grad @ ctx.weight.grid, grad_weight, None
 
 
 class Fp8BlockLinear:

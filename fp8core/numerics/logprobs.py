@@ -68,7 +68,7 @@ class Bf16Head:
 
 
 def log_softmax(logits: Tensor, temperature: float) -> Tensor:
-    """FP64 log-probabilities of the tempered distribution, [tokens, vocabulary]."""
+    """FP64 log-probabilities of the tempered distribution, [tokens, vocabulary], within vocabulary * 2^-35 of exact."""
     scaled = logits.double() / temperature
     shifted = scaled - scaled.amax(-1, keepdim=True)
     return shifted - to_fixed_point(shifted.exp(), _SUM_BITS).sum(-1, keepdim=True).log()
@@ -99,15 +99,17 @@ class _TokenLogprobs(torch.autograd.Function):
         return torch.cat(chosen), entropy
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor | None, None, None, None, None]:
         hidden, targets = ctx.saved_tensors
-        grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(ctx.head.values)
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros_like(ctx.head.values) if ctx.needs_input_grad[1] else None
         for part in _chunks(hidden.shape[0], ctx.head.values.shape[0]):
             p = log_softmax(ctx.form.logits(hidden[part], ctx.head), ctx.temperature).exp_()
             p[torch.arange(p.shape[0]), targets[part]] -= 1
             grad_logits = (p * (-grad[part, None].double() / ctx.temperature)).float()
             grad_hidden[part] = grad_logits @ ctx.head.values
-            grad_weight += grad_logits.t() @ hidden[part]
+            if grad_weight is not None:
+                grad_weight += grad_logits.t() @ hidden[part]
         return grad_hidden, grad_weight, None, None, None, None
 
 

@@ -52,7 +52,7 @@ def keep_fp32(x: Tensor) -> Tensor:
 
 
 def round_to_bf16(x: Tensor) -> Tensor:
-    """BF16 values of `x` (any float type), held in FP32; the gradient passes through."""
+    """BF16 values of `x` (any float type, FP64 by way of FP32), held in FP32; the gradient passes through."""
     rounded: Tensor = _RoundToBf16.apply(x)  # type: ignore[no-untyped-call]
     return rounded
 

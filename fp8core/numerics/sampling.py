@@ -28,6 +28,7 @@ def uniform(seeds: Tensor, position: int) -> Tensor:
 def sample(logprobs: Tensor, draws: Tensor) -> Tensor:
     """Inverse-CDF sampling: int64 [B] from FP64 log-probs [B, V] and uniform draws [B]."""
     cumulative = logprobs.exp().cumsum(-1)
+    assert bool((cumulative[:, -1] > 0).all()), "not a distribution: NaN, or no token with any probability"
     chosen = torch.searchsorted(cumulative, (draws * cumulative[:, -1]).unsqueeze(-1), right=True).squeeze(-1)
     # A draw a hair below 1 may round up to the total; the last token with any probability is meant then.
     last = (cumulative < cumulative[:, -1:]).sum(-1)

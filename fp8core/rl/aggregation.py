@@ -56,7 +56,7 @@ def sequence_mean_token_mean(terms: Tensor, mask: Tensor, denominator: Denominat
 
 def constant_length(length: int) -> Aggregate:
     """Sum over tokens / (sequences * length), `length` a constant such as the generation budget (Dr. GRPO,
-    arXiv 2503.20783, listing 1; `seq-mean-token-sum-norm` in verl)."""
+    arXiv 2503.20783, section 3.2; `seq-mean-token-sum-norm` in verl)."""
     return partial(_over_constant, length)
 
 

@@ -2,15 +2,14 @@
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from fp8core.alignment.divergences import clamp_exponent, k3
 from fp8core.config.run import CorrectionConfig, LossConfig
 from fp8core.rl.aggregation import Denominator, token_mean
 from fp8core.rl.batch import RolloutBatch
 from fp8core.rl.correction import token_tis
 from fp8core.rl.losses import ClipRange, LossInputs, clipped_surrogate
+from fp8core.rl.reference import reference_penalty
 
 
 @dataclass(frozen=True)
@@ -76,5 +75,4 @@ class Objective:
         if batch.reference_logprobs is None:
             assert self._reference_weight == 0, "loss.reference_kl needs the reference step"
             return current.new_zeros(())
-        d = torch.where(mask, batch.reference_logprobs.double() - current.double(), 0.0)
-        return token_mean(k3(clamp_exponent(d)), mask, denominator)
+        return reference_penalty(current, batch.reference_logprobs, mask, denominator)

@@ -1,7 +1,7 @@
 """The rollout engine that runs the trainer's own decoder: exact on a CPU, no installation, no GPU."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -75,16 +75,18 @@ class EmbeddedEngine:
     @torch.no_grad()
     def generate(self, groups: Sequence[PromptGroup], sampling: Sampling) -> Iterator[list[Completion]]:
         """Generate wave by wave; each yield holds all completions of the groups that finished together."""
-        wave: list[PromptGroup] = []
-        for group in groups:
-            if wave and sum(len(g.seeds) for g in (*wave, group)) > self._max_batch:
-                yield from self._wave(wave, sampling)
-                wave = []
-            wave.append(group)
-        if wave:
-            yield from self._wave(wave, sampling)
+        held: dict[int, list[Completion]] = {}
+        sizes = {group.group: len(group.seeds) for group in groups}
+        for wave in _waves(groups, self._max_batch):
+            for part in self._wave(wave, sampling):
+                for completion in part:
+                    held.setdefault(completion.group, []).append(completion)
+                whole = [group for group, completions in held.items() if len(completions) == sizes[group]]
+                if whole:
+                    yield [completion for group in whole for completion in held.pop(group)]
 
     def _wave(self, groups: Sequence[PromptGroup], sampling: Sampling) -> Iterator[list[Completion]]:
+        """Decode together; yields the groups, or parts of groups, that have just finished."""
         batch = _Batch.of(groups)
         hidden, cache = self._prefill(groups, sampling.max_new_tokens)
         owners = torch.tensor([i for i, group in enumerate(groups) for _ in group.seeds])
@@ -175,6 +177,24 @@ class _Batch:
         done = [group for group, rows in self._open.items() if all(row.finish for row in rows)]
         if done:
             yield [_completion(row) for group in done for row in self._open.pop(group)]
+
+
+def _waves(groups: Sequence[PromptGroup], size: int) -> Iterator[list[PromptGroup]]:
+    """Batches of at most `size` sequences, groups whole where they fit and in parts where they do not."""
+    wave: list[PromptGroup] = []
+    for part in (part for group in groups for part in _parts(group, size)):
+        if wave and sum(len(other.seeds) for other in (*wave, part)) > size:
+            yield wave
+            wave = []
+        wave.append(part)
+    if wave:
+        yield wave
+
+
+def _parts(group: PromptGroup, size: int) -> Iterator[PromptGroup]:
+    for start in range(0, len(group.seeds), size):
+        rows = slice(start, start + size)
+        yield replace(group, samples=group.samples[rows], seeds=group.seeds[rows])
 
 
 def _completion(row: _Sequence) -> Completion:

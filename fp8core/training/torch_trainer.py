@@ -1,6 +1,7 @@
 """The trainer in plain torch: FP32 master weights, AdamW, the forward and backward of the contract."""
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from fp8core.models.decoder import Decoder, FullContext
 from fp8core.models.formats import Formats
 from fp8core.models.weights import PolicyWeights, load_policy, stored_weights
 from fp8core.numerics.attention import Bf16Attention
+from fp8core.numerics.e4m3 import GroupNotFinite
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.kv_scales import KvStatistics, LayerAmax, LayerScales
 from fp8core.numerics.logprobs import token_logprobs
@@ -102,10 +104,9 @@ class TorchTrainer:
         Raises:
             NotFiniteError: the loss or the gradient norm is NaN or infinite; that update is not applied.
         """
-        size = -(-len(batch.keep) // self._config.minibatches)
         reports = [
-            self._update(batch.rows(slice(start, start + size)), temperature, scales)
-            for start in range(0, len(batch.keep), size)
+            self._update(batch.rows(rows), temperature, scales)
+            for rows in _shares(len(batch.keep), self._config.minibatches)
         ]
         self.version += 1
         return TrainReport(
@@ -119,6 +120,20 @@ class TorchTrainer:
     def _update(
         self, batch: RolloutBatch, temperature: float, scales: Sequence[LayerScales] | None
     ) -> dict[str, float]:
+        """One optimiser update; whatever happens, no gradient is left for the next."""
+        try:
+            totals = self._accumulate(batch, temperature, scales)
+            totals["grad_norm"] = self._apply()
+        except GroupNotFinite as error:
+            raise self._not_finite("an FP8 linear met NaN or infinity") from error
+        finally:
+            self._optimiser.zero_grad(set_to_none=True)
+        return totals
+
+    def _accumulate(
+        self, batch: RolloutBatch, temperature: float, scales: Sequence[LayerScales] | None
+    ) -> dict[str, float]:
+        """Add up the gradients of all micro-batches; returns the batch's statistics."""
         denominator = Denominator.of(batch.mask & batch.keep[:, None])
         totals: dict[str, float] = {}
         weights = self._training_weights()
@@ -128,29 +143,29 @@ class TorchTrainer:
             mask = _left_aligned(part.completion, batch.mask.shape[1])
             current = torch.zeros(mask.shape).masked_scatter(mask, scored.logprobs)
             terms = self._objective(current, batch.rows(rows), denominator)
+            statistics = terms.statistics()
+            if not math.isfinite(statistics["loss"]):
+                raise self._not_finite(f"the loss is {statistics['loss']}")
             # Quantised weights are shared by all micro-batches, so their graph is kept until the last.
             terms.loss.backward(retain_graph=rows is not parts[-1][0])
-            for key, value in terms.statistics().items():
+            for key, value in statistics.items():
                 totals[key] = totals.get(key, 0.0) + value
-        totals["grad_norm"] = self._apply(f"the loss is {totals['loss']}" if totals["loss"] != totals["loss"] else "")
         return totals
 
-    def _apply(self, problem: str) -> float:
-        """Clip, check and apply the accumulated gradient; returns its norm."""
-        masters = list(self.masters.values())
-        norm = float(torch.nn.utils.clip_grad_norm_(masters, self._config.max_grad_norm))
-        if problem or not torch.isfinite(torch.tensor(norm)):
-            self._optimiser.zero_grad(set_to_none=True)
-            raise NotFiniteError(
-                f"update {self._updates} of policy {self.version}: {problem or f'the gradient norm is {norm}'}; "
-                "the update was not applied"
-            )
+    def _apply(self) -> float:
+        """Clip and apply the accumulated gradient; returns its norm."""
+        norm = float(torch.nn.utils.clip_grad_norm_(list(self.masters.values()), self._config.max_grad_norm))
+        if not math.isfinite(norm):
+            raise self._not_finite(f"the gradient norm is {norm}")
         self._updates += 1
         warm = min(1.0, self._updates / max(1, self._config.warmup_steps))
         self._optimiser.param_groups[0]["lr"] = self._config.learning_rate * warm
         self._optimiser.step()
-        self._optimiser.zero_grad(set_to_none=True)
         return norm
+
+    def _not_finite(self, problem: str) -> NotFiniteError:
+        where = f"update {self._updates} of policy {self.version}"
+        return NotFiniteError(f"{where}: {problem}; the update was not applied")
 
     def _score(
         self,
@@ -203,6 +218,7 @@ class TorchTrainer:
         state = json.loads((folder / _STATE).read_text())
         saved, moments = load_file(folder / _MASTERS), load_file(folder / _OPTIMISER)
         assert saved.keys() == self.masters.keys(), f"{folder} holds another model"
+        self._optimiser.state.clear()
         for name, tensor in self.masters.items():
             tensor.data.copy_(saved[name])
             if f"step/{name}" in moments:
@@ -217,6 +233,11 @@ def _observer(
     statistics: KvStatistics, valid: Tensor, scales: Sequence[LayerScales] | None
 ) -> Callable[[int, tuple[Tensor, Tensor, Tensor]], None]:
     return lambda layer, qkv: statistics.observe(layer, qkv, valid, scales[layer] if scales else None)
+
+
+def _shares(rows: int, count: int) -> list[slice]:
+    """`count` shares of the rows, in order, that differ by one row at most."""
+    return [slice(rows * i // count, rows * (i + 1) // count) for i in range(count)]
 
 
 def _left_aligned(completion: Tensor, columns: int) -> Tensor:

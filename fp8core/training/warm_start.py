@@ -51,7 +51,7 @@ def warm_start(
         FP32 weights.
 
     Raises:
-        NotFiniteError: the loss became NaN or infinite.
+        NotFiniteError: the loss or the gradient norm became NaN or infinite.
     """
     masters = {name: tensor.clone().requires_grad_(True) for name, tensor in initial.items()}
     decoder = Decoder(arch, reference_formats(arch.num_layers))
@@ -63,7 +63,9 @@ def warm_start(
             raise NotFiniteError(f"warm start, step {step}: the loss is {loss.item()}")
         optimiser.zero_grad(set_to_none=True)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(list(masters.values()), _MAX_GRAD_NORM)
+        norm = torch.nn.utils.clip_grad_norm_(list(masters.values()), _MAX_GRAD_NORM)
+        if not math.isfinite(norm.item()):
+            raise NotFiniteError(f"warm start, step {step}: the gradient norm is {norm.item()}")
         optimiser.step()
         progress(step, loss.item())
     return {name: tensor.detach() for name, tensor in masters.items()}

@@ -1,0 +1,86 @@
+"""Real runs at reduced size: one Prefect server and one MLflow store for the session."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlflow import MlflowClient
+from prefect.client.schemas.objects import State
+from prefect.testing.utilities import prefect_test_harness
+
+from fp8core.store.ledger import LedgerView
+from fp8core.store.run_directory import LEDGER
+from flows.grpo import grpo
+from tasks.tracking import default_tracking_uri
+
+# Three updates of a warm start that knows nothing yet: every step of the loop runs, none takes a second.
+SMALL: dict[str, Any] = {
+    "warm_start.steps": 3,
+    "warm_start.batch_size": 16,
+    "rollout.prompts_per_step": 4,
+    "rollout.group_size": 4,
+    "evaluation.prompts": 8,
+    "evaluation.every": 2,
+    "checkpoint.every": 2,
+    "data.chain.min_operands": 3,
+}
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run of the flow, and what it left behind."""
+
+    name: str
+    state: State[Any]
+    runs: Path
+
+    @property
+    def folder(self) -> Path:
+        return self.runs / self.name
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        result = self.state.result()
+        assert isinstance(result, dict)
+        return result
+
+    @property
+    def ledger(self) -> LedgerView:
+        return LedgerView.read(self.folder / LEDGER)
+
+    @property
+    def mlflow(self) -> MlflowClient:
+        return MlflowClient(default_tracking_uri(self.runs))
+
+    def mlflow_run(self) -> Any:
+        experiment = self.mlflow.get_experiment_by_name("fp8-grpo")
+        (found,) = self.mlflow.search_runs([experiment.experiment_id], f"attributes.run_name = '{self.name}'")
+        return found
+
+
+Launch = Callable[..., Finished]
+
+
+@pytest.fixture(scope="session")
+def prefect_server() -> Iterator[None]:
+    with prefect_test_harness(server_startup_timeout=180):
+        yield
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="session")
+def launch(prefect_server: None, runs: Path) -> Launch:
+    """Start the flow in this process: launch(name, steps=2, config="tiny", overrides={...})."""
+
+    def run_flow(name: str, steps: int = 2, config: str = "tiny", **settings: Any) -> Finished:
+        overrides = {**(SMALL if config == "tiny" else {}), "runs": str(runs), **settings.pop("overrides", {})}
+        state = grpo(config=config, run=name, steps=steps, overrides=overrides, return_state=True, **settings)
+        return Finished(name, state, runs)
+
+    return run_flow

@@ -1,0 +1,168 @@
+"""The whole loop through real Prefect and MLflow, at reduced size."""
+
+import json
+
+import pyarrow as pa
+import pytest
+from PIL import Image
+
+from fp8core.store.artifacts import ArtifactStore
+from fp8core.store.manifest import StepManifest, first_broken_link
+
+
+@pytest.fixture(scope="module")
+def three_steps(launch):
+    return launch("three", steps=3)
+
+
+def manifests(finished):
+    store, steps = ArtifactStore(finished.folder), finished.ledger.steps()
+    return [StepManifest.model_validate_json(json.dumps(store.get_json(steps[i].manifest))) for i in sorted(steps)]
+
+
+def metric(finished, key):
+    return {m.step: m.value for m in finished.mlflow.get_metric_history(finished.mlflow_run().info.run_id, key)}
+
+
+def records(finished):
+    return [manifest.record.model_dump() for manifest in manifests(finished)]
+
+
+def test_exact_contract_gives_a_mismatch_of_exactly_one(three_steps):
+    assert three_steps.summary["tmpe_max"] == 1.0
+    assert three_steps.summary["tokens_differing"] == 0
+    assert metric(three_steps, "alignment/token_mult_prob_error") == {1: 1.0, 2: 1.0, 3: 1.0}
+    assert metric(three_steps, "alignment/tokens_differing") == {1: 0.0, 2: 0.0, 3: 0.0}
+
+
+def test_summary_names_what_it_promises(three_steps):
+    expected = {
+        "run", "mlflow_run_id", "weights_digest", "steps", "reward_first10", "reward_last10", "heldout_first",
+        "heldout_last", "tmpe_max", "tokens_differing", "overhead_ms_per_step", "seconds",
+    }  # fmt: skip
+    summary = three_steps.summary
+    assert set(summary) == expected
+    assert summary["run"] == "three"
+    assert summary["steps"] == 3
+    assert set(summary["overhead_ms_per_step"]) == {"median", "mean"}
+    tasks = {"prompts", "rollout", "reward", "logprobs", "train", "calibrate", "sync", "evaluate", "record", "commit"}
+    assert tasks | {"warm_start", "total"} <= set(summary["seconds"])
+    assert json.loads((three_steps.folder / "summary.json").read_text()) == summary
+
+
+def test_ledger_and_manifests_hold_every_step(three_steps):
+    assert sorted(three_steps.ledger.steps()) == [-1, 0, 1, 2]
+    chain = manifests(three_steps)
+    assert first_broken_link(chain) is None
+    assert chain[-1].record.weights_digest == three_steps.summary["weights_digest"]
+    outputs = {name for task in chain[-1].record.outputs.values() for name in task}
+    assert {"prompts", "rollouts", "rewards", "logprobs", "next_policy", "next_scales", "metrics"} <= outputs
+    assert chain[1].record.outputs["train"]["next_policy"] == chain[2].record.inputs["rollout"]["policy"]
+    on_disk = json.loads((three_steps.folder / "manifests" / "00002.json").read_text())
+    assert on_disk == chain[-1].model_dump(mode="json")
+
+
+def test_every_artifact_is_named_by_its_content(three_steps):
+    store = ArtifactStore(three_steps.folder)
+    refs = [ref for step in range(3) for task in three_steps.ledger.tasks(step).values() for ref in task.outputs.values()]
+    assert {ref.uri.rpartition(".")[2] for ref in refs} == {"parquet", "json"}
+    for ref in refs:
+        read = store.get_table if ref.uri.endswith("parquet") else store.get_json
+        read(ref)
+    rollouts = store.get_table(three_steps.ledger.tasks(2)["rollout"].outputs["rollouts"])
+    assert isinstance(rollouts, pa.Table)
+    assert rollouts.num_rows == 16
+    assert not list((three_steps.folder / "shards").iterdir()), "shards of a committed step are gone"
+
+
+def test_mlflow_shows_the_run(three_steps):
+    run = three_steps.mlflow_run()
+    assert run.info.status == "FINISHED"
+    assert run.data.params["training.learning_rate"] == "0.0001"
+    assert run.data.params["precision.rollout.kv_cache"] == '"fp8"' or run.data.params["precision.rollout.kv_cache"] == "fp8"
+    for key in ("reward/mean", "rollout/length_mean", "rollout/entropy", "train/grad_norm", "time/rollout_seconds",
+                "time/rollout_share", "alignment/k3_kl", "alignment/ess", "kv/saturated_share"):  # fmt: skip
+        assert set(metric(three_steps, key)) == {1, 2, 3}, key
+    assert set(metric(three_steps, "reward/heldout_accuracy")) == {0, 2, 3}
+    files = {file.path for folder in ("", "pictures", "samples") for file in
+             three_steps.mlflow.list_artifacts(run.info.run_id, folder)}  # fmt: skip
+    assert {"config.yaml", "graph.md", "graph.txt", "summary.json", "pictures/curves.png"} <= files
+    assert any(file.startswith("samples/") for file in files)
+
+
+def test_curves_are_a_picture(three_steps):
+    with Image.open(three_steps.folder / "curves.png") as picture:
+        assert picture.width >= 1000
+
+
+def test_a_run_that_is_continued_equals_one_that_was_not_cut(three_steps, launch):
+    assert launch("short", steps=2).state.is_completed()
+    continued = launch("short", steps=3)
+    assert continued.summary["weights_digest"] == three_steps.summary["weights_digest"]
+    # The evaluation of a last step is an extra measurement: the cut run made one more.
+    assert [r["weights_digest"] for r in records(continued)] == [r["weights_digest"] for r in records(three_steps)]
+    assert metric(continued, "reward/mean") == metric(three_steps, "reward/mean")
+    starts = {entry.step: entry.task for entry in continued.ledger.tasks(0).values()}
+    assert starts, "the ledger is whole"
+
+
+def test_continuing_a_finished_run_does_nothing_again(three_steps, launch):
+    before = (three_steps.folder / "ledger.jsonl").read_text().count('"event":"task"')
+    again = launch("three", steps=3)
+    assert again.summary["weights_digest"] == three_steps.summary["weights_digest"]
+    assert (three_steps.folder / "ledger.jsonl").read_text().count('"event":"task"') == before
+    assert len(again.mlflow.get_metric_history(again.mlflow_run().info.run_id, "reward/mean")) == 3
+
+
+def test_same_seed_same_run_other_seed_other_run(three_steps, launch):
+    twin, other = launch("twin", steps=3), launch("other", steps=3, seed=1)
+    assert records(twin) == records(three_steps)
+    assert other.summary["weights_digest"] != three_steps.summary["weights_digest"]
+
+
+def test_warm_start_is_shared_between_precisions(three_steps, launch):
+    bf16 = {f"precision.{side}.{part}": "bf16" for side in ("rollout", "training") for part in ("linear", "kv_cache")}
+    other = launch("bf16", steps=2, overrides=bf16)
+    assert other.summary["tmpe_max"] == 1.0
+    first, second = (run.ledger.tasks(-1)["warm_start"].outputs["weights"].digest for run in (three_steps, other))
+    assert first == second
+
+
+def test_fp8_rollout_with_bf16_training_differs(launch):
+    mixed = launch("mixed", steps=2, overrides={"precision.training.linear": "bf16"})
+    assert 1.0 < mixed.summary["tmpe_max"] < 1.1
+    assert mixed.summary["tokens_differing"] > 0
+
+
+def test_reference_and_filter_are_inserted_from_the_configuration(launch):
+    inserted = {
+        "loss.reference_kl": 0.1,
+        "pipeline.insert": [
+            {"after": "rollout", "step": {"name": "reference", "uses": "tasks.reference:reference",
+                                          "needs": ["rollouts", "scales"]}},
+            {"after": "reward", "step": {"name": "filter", "uses": "tasks.filter:filter", "needs": ["rewards"]}},
+        ],
+        "pipeline.rewire": {"train": {"rewards": "filtered", "reference": "reference"}},
+    }  # fmt: skip
+    finished = launch("optional", steps=3, overrides=inserted)
+    assert finished.state.is_completed(), finished.state.message
+    kl = metric(finished, "train/reference_kl")
+    assert kl[1] == 0.0, "the first update starts from the reference itself"
+    assert kl[3] > 0.0
+    store = ArtifactStore(finished.folder)
+    filtered = store.get_table(finished.ledger.tasks(0)["filter"].outputs["filtered"]).to_pylist()
+    for group in {row["group"] for row in filtered}:
+        rows = [row for row in filtered if row["group"] == group]
+        assert all(row["keep"] == (len({row["reward"] for row in rows}) > 1) for row in rows)
+
+
+def test_fresh_pass_calibration_and_fp32_scales(launch):
+    fresh = launch("fresh", steps=2, overrides={"calibration.source": "fresh_pass", "precision.scale_rule": "fp32"})
+    assert fresh.state.is_completed(), fresh.state.message
+    assert fresh.summary["tmpe_max"] == 1.0
+
+
+def test_ragged_prompts_and_small_batches(launch):
+    ragged = {"data.chain.max_operands": 7, "rollout.max_batch": 7, "training.micro_batch": 3, "rollout.temperature": 0.7}
+    finished = launch("ragged", steps=2, overrides=ragged)
+    assert finished.summary["tokens_differing"] == 0
