@@ -1,0 +1,64 @@
+"""What the main job must show, at full size: it learns, in exact FP8, within its time and its overhead."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+BIN = Path(sys.executable).parent
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("learning")
+
+
+def run_tiny(workplace: Path, name: str, *settings: str) -> dict[str, Any]:
+    """`fp8-grpo run tiny`, in a folder where the runs share their warm starts."""
+    summary = workplace / f"{name}.json"
+    flags = [flag for setting in (f"run={name}", *settings) for flag in ("--set", setting)]
+    environment = {**os.environ, "PREFECT_HOME": str(workplace / "prefect"), "PREFECT_SERVER_ANALYTICS_ENABLED": "false"}
+    finished = subprocess.run(
+        [str(BIN / "fp8-grpo"), "run", "tiny", *flags, "--json", str(summary)],
+        cwd=workplace,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert finished.stderr == ""
+    content: dict[str, Any] = json.loads(summary.read_text())
+    print(name, json.dumps(content))
+    return content
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_it_learns_in_exact_fp8(workplace: Path, seed: int) -> None:
+    summary = run_tiny(workplace, f"seed{seed}", f"seed={seed}")
+    assert summary["steps"] == 80
+    assert summary["reward_last10"] >= 0.90
+    assert 0.30 <= summary["heldout_first"] <= 0.60
+    assert summary["heldout_last"] >= 0.95
+    assert summary["tmpe_max"] == 1.0
+    assert summary["tokens_differing"] == 0
+    assert summary["overhead_ms_per_step"]["median"] <= 60
+    assert summary["overhead_ms_per_step"]["mean"] <= 150
+
+
+def test_fp8_rollout_with_bf16_training_shows_the_mismatch(workplace: Path) -> None:
+    summary = run_tiny(workplace, "mixed", "steps=10", "precision.training.linear=bf16")
+    assert 1.001 < summary["tmpe_max"] < 1.1
+
+
+def test_bf16_on_both_sides_is_exact(workplace: Path) -> None:
+    bf16 = [f"precision.{side}.{part}=bf16" for side in ("rollout", "training") for part in ("linear", "kv_cache")]
+    summary = run_tiny(workplace, "bf16", "steps=10", *bf16)
+    assert summary["tmpe_max"] == 1.0
+    assert summary["tokens_differing"] == 0

@@ -1,0 +1,159 @@
+"""The promise of the project: log-probs of the rollout equal those of the trainer, bit for bit."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fp8core.alignment.metrics import alignment_metrics
+from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
+from fp8core.numerics.kv_scales import LayerScales, scales_from_statistics
+from fp8core.rl.batch import RolloutBatch, TokenBatch, length_mask, pad
+from fp8core.rollout.engine import PolicyScales, Sampling
+
+STOP = frozenset({1, 7, 11})
+
+
+def both(**formats):
+    """A contract with the same formats on both sides."""
+    return PrecisionContract(rollout=SidePrecision(**formats), training=TrainingPrecision(**formats))
+
+
+FP8 = PrecisionContract()
+BF16 = both(linear="bf16", kv_cache="bf16")
+CONTRACTS = {
+    "fp8": FP8,
+    "bf16": BF16,
+    "fp8 linears, bf16 cache": both(kv_cache="bf16"),
+    "bf16 linears, fp8 cache": both(linear="bf16"),
+    "fp32 scales": PrecisionContract(scale_rule="fp32"),
+    "first layer bf16": PrecisionContract(bf16_first_layers=1),
+    "bf16 head": both(head="bf16"),
+}
+SHAPES = {
+    "no multiples of 128": {},
+    "whole tiles": {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32},
+    "several tiles": {"hidden_size": 320, "intermediate_size": 384, "head_dim": 64, "num_layers": 1},
+    "multi-head": {"num_kv_heads": 4},
+    "multi-query": {"num_kv_heads": 1},
+    "llama": {"family": "llama", "qk_norm": False},
+    "tied": {"tie_embeddings": True},
+    "deep": {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_layers": 5},
+}
+
+
+def assert_exact(log_ratios):
+    assert len(log_ratios) > 0
+    assert torch.equal(log_ratios, torch.zeros_like(log_ratios)), f"{int((log_ratios != 0).sum())} tokens differ"
+
+
+@pytest.mark.parametrize("contract", CONTRACTS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_shape_and_contract(architecture, pair_of, ragged_prompts, groups_of, shape, contract):
+    pair = pair_of(CONTRACTS[contract], architecture(**SHAPES[shape]), max_batch=16)
+    groups = groups_of(ragged_prompts(5, pair.arch.vocab_size), 4)
+    found = pair.generate(groups, Sampling(1.0, 6, STOP))
+    assert_exact(pair.log_ratios(groups, found, 1.0))
+    assert len({len(completion.tokens) for completion in found}) > 1, "completions must end at different times"
+
+
+@pytest.mark.parametrize("contract", ["fp8", "bf16"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("size", [1, 8])
+def test_every_batch_size(architecture, pair_of, ragged_prompts, groups_of, contract, temperature, size):
+    prompts = groups_of(ragged_prompts(16 // size, 40), size)
+    sampling = Sampling(temperature, 6, STOP)
+    found = {}
+    for max_batch in (1, 7, 64):
+        pair = pair_of(CONTRACTS[contract], architecture(), max_batch=max_batch)
+        found[max_batch] = pair.generate(prompts, sampling)
+    assert found[1] == found[7] == found[64]
+    assert_exact(pair.log_ratios(prompts, found[1], temperature))
+
+
+@given(
+    seed=st.integers(0, 2**31),
+    width=st.integers(1, 20).map(lambda n: 8 * n),
+    wider=st.integers(1, 40).map(lambda n: 8 * n),
+    heads=st.sampled_from([(1, 1), (2, 1), (3, 3), (6, 2)]),
+    head_dim=st.integers(1, 20).map(lambda n: 2 * n),
+    scale_rule=st.sampled_from(["pow2", "fp32"]),
+    max_batch=st.sampled_from([1, 7, 64]),
+    temperature=st.floats(0.3, 2.0),
+)
+@settings(max_examples=10, deadline=None)
+def test_any_shape(
+    architecture, pair_of, ragged_prompts, groups_of, seed, width, wider, heads, head_dim, scale_rule, max_batch, temperature
+):
+    query_heads, kv_heads = heads
+    shape = architecture(
+        hidden_size=width, intermediate_size=wider, num_heads=query_heads, num_kv_heads=kv_heads, head_dim=head_dim
+    )
+    pair = pair_of(PrecisionContract(scale_rule=scale_rule), shape, max_batch=max_batch, seed=seed)
+    groups = groups_of(ragged_prompts(3, shape.vocab_size, seed), 2)
+    found = pair.generate(groups, Sampling(temperature, 4, STOP))
+    assert_exact(pair.log_ratios(groups, found, temperature))
+
+
+@pytest.mark.parametrize("contract", ["fp8", "fp32 scales"])
+def test_scales_that_saturate_change_both_sides_alike(architecture, pair_of, ragged_prompts, groups_of, contract):
+    pair = pair_of(CONTRACTS[contract], architecture())
+    groups = groups_of(ragged_prompts(4, 40), 4)
+    calibrated = pair.generate(groups, Sampling(1.0, 6, STOP))
+    small = PolicyScales(0, tuple(LayerScales(s.q / 7, s.k / 5, s.v / 9) for s in pair.scales.layers))
+    pair.engine.update(pair.trainer.export(), small, 0)
+    saturated = pair.generate(groups, Sampling(1.0, 6, STOP))
+    assert saturated != calibrated
+    assert_exact(replace(pair, scales=small).log_ratios(groups, saturated, 1.0))
+
+
+@pytest.mark.parametrize("contract", ["fp8", "bf16", "fp32 scales"])
+def test_training_keeps_it(architecture, pair_of, ragged_prompts, groups_of, contract):
+    """Three iterations, with scales from the log-prob pass under the previous policy."""
+    pair = pair_of(CONTRACTS[contract], architecture())
+    groups = groups_of(ragged_prompts(4, 40), 4)
+    prompts = [group.prompt for group in groups for _ in group.seeds]
+    for version in range(3):
+        found = pair.generate(groups, Sampling(1.0, 6, STOP))
+        assert_exact(pair.log_ratios(groups, found, 1.0))
+        tokens = [completion.tokens for completion in found]
+        sequences = TokenBatch.of(prompts, tokens)
+        scored = pair.trainer.logprobs(sequences, 1.0, pair.scales.layers)
+        rollout = pad([completion.logprobs for completion in found], torch.float32, 0.0)
+        mask, lengths = length_mask(tokens), torch.tensor([float(len(row)) for row in tokens])
+        old = scored.logprobs.nan_to_num()
+        everything = torch.ones(len(found), dtype=torch.bool)
+        batch = RolloutBatch(sequences, mask, rollout, old, None, lengths - lengths.mean(), everything)
+        before = pair.trainer.digest()
+        pair.trainer.step(batch, 1.0, pair.scales.layers)
+        assert pair.trainer.digest() != before
+        layers = scales_from_statistics(scored.amax, 2.0, CONTRACTS[contract].scale_rule)
+        pair = replace(pair, scales=PolicyScales(version + 1, tuple(layers)))
+        pair.engine.update(pair.trainer.export(), pair.scales, version + 1)
+
+
+def test_the_metrics_say_so(architecture, pair_of, ragged_prompts, groups_of):
+    assert metrics(pair_of(FP8, architecture()), ragged_prompts, groups_of)["token_mult_prob_error"] == 1.0
+    assert metrics(pair_of(FP8, architecture()), ragged_prompts, groups_of)["tokens_differing"] == 0.0
+
+
+@pytest.mark.parametrize("kv_cache", ["fp8", "bf16"])
+@pytest.mark.parametrize("layers", [1, 2, 6])
+def test_fp8_rollout_with_bf16_training_differs(architecture, pair_of, ragged_prompts, groups_of, layers, kv_cache):
+    contract = PrecisionContract(training=TrainingPrecision(linear="bf16", kv_cache=kv_cache))
+    found = metrics(pair_of(contract, architecture(num_layers=layers)), ragged_prompts, groups_of)
+    assert 1.001 < found["token_mult_prob_error"] < 1.1
+    assert found["tokens_differing"] > 0.9 * found["tokens"]
+
+
+def metrics(pair, ragged_prompts, groups_of):
+    groups = groups_of(ragged_prompts(8, 40), 4)
+    found = pair.generate(groups, Sampling(1.0, 6, STOP))
+    tokens = [completion.tokens for completion in found]
+    prompts = list(itertools.chain.from_iterable([group.prompt] * 4 for group in groups))
+    scored = pair.trainer.logprobs(TokenBatch.of(prompts, tokens), 1.0, pair.scales.layers).logprobs
+    rollout = pad([completion.logprobs for completion in found], torch.float32, 0.0)
+    return alignment_metrics(scored, rollout, length_mask(tokens))
