@@ -63,7 +63,7 @@ def train(config: RunConfig) -> Summary:
     with open_session(config, run_name(config), console) as session:
         begin(session)
         tasks = prefect_tasks(session.run.plan)
-        for index in range(session.run.ready_trainer().version, config.steps):
+        for index in range(first_open_step(session), config.steps):
             iterate(session, tasks, index)
         return finish(session, console)
 
@@ -82,9 +82,16 @@ def begin(session: Session) -> None:
     if start.FIRST not in run.directory.ledger.steps():
         commit_step(run, start.FIRST)
     redone = restore(run)
-    if run.ready_trainer().version:
-        run.console.note(f"continues after step {run.ready_trainer().version}; {redone} updates redone from rollouts")
+    if first_open_step(session):
+        run.console.note(f"continues after step {first_open_step(session)}; {redone} updates redone from rollouts")
     catch_up(session)
+
+
+def first_open_step(session: Session) -> int:
+    """The first step that is not committed; its finished tasks are in the ledger and are not run again."""
+    last = session.run.directory.ledger.last_step()
+    assert last is not None, "begin() commits step -1"
+    return last + 1
 
 
 def iterate(session: Session, tasks: Any, index: int) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
+from prefect.futures import wait
 from prefect.states import Completed
 
 from fp8core.config.check import Plan, PlannedStep
@@ -38,10 +39,12 @@ def run_iteration(run: LiveRun, tasks: PrefectTasks, index: int, carried: Mappin
     while ready := run.plan.ready(set(results)):
         calls = [(tasks[planned.name], _arguments(run, index, planned, artifacts)) for planned in ready]
         if len(calls) == 1:
-            finished = [call(**arguments) for call, arguments in calls]
+            states = [call(**arguments, return_state=True) for call, arguments in calls]
         else:
             futures = [call.submit(**arguments) for call, arguments in calls]
-            finished = [future.result() for future in futures]
+            wait(futures)
+            states = [future.state for future in futures]
+        finished = [state.result() for state in states]
         for planned, result in zip(ready, finished, strict=True):
             results[planned.name] = result
             artifacts |= result.entry.outputs

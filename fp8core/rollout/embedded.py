@@ -45,9 +45,9 @@ class EmbeddedEngine:
         needs_scales = self._decoder.formats.attention.name == "fp8"
         if needs_scales and len(scales.layers) != self._decoder.arch.num_layers:
             raise ValueError(f"{len(scales.layers)} layers have scales, the model has {self._decoder.arch.num_layers}")
-        self._stored = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-        self._weights = load_policy(self._decoder.arch, self._stored)
-        self._scales = scales
+        stored = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+        self._weights = load_policy(self._decoder.arch, stored)
+        self._stored, self._scales = stored, scales
         return SyncReport(version=version, digest=self.fingerprint(), scales=self._scales)
 
     def fingerprint(self) -> str:

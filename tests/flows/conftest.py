@@ -81,6 +81,6 @@ def launch(prefect_server: None, runs: Path) -> Launch:
     def run_flow(name: str, steps: int = 2, config: str = "tiny", **settings: Any) -> Finished:
         overrides = {**(SMALL if config == "tiny" else {}), "runs": str(runs), **settings.pop("overrides", {})}
         state = grpo(config=config, run=name, steps=steps, overrides=overrides, return_state=True, **settings)
-        return Finished(name, state, runs)
+        return Finished(name, state, Path(overrides["runs"]))
 
     return run_flow

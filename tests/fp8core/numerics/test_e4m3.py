@@ -1,0 +1,280 @@
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fp8core.numerics.e4m3 import (
+    AMAX_FLOOR,
+    GroupNotFinite,
+    decode,
+    encode,
+    quantise_columns,
+    quantise_rows,
+    quantise_tiles,
+    round_to_e4m3,
+    scale_from_amax,
+)
+
+RULES = ["pow2", "fp32"]
+# The format's non-negative values in the order of their codes 0..126: subnormals m 2^-9, then (8 + m) 2^(e - 10).
+GRID = [m * 2.0**-9 for m in range(8)] + [(8 + m) * 2.0 ** (e - 10) for e in range(1, 16) for m in range(8)][:-1]
+FLOAT32_MAX = float(torch.finfo(torch.float32).max)
+
+SHAPES = st.tuples(st.integers(1, 40), st.integers(1, 40))
+
+
+def cast(x: Tensor) -> Tensor:
+    return x.clamp(-448.0, 448.0).to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+def to_bytes(x: Tensor) -> Tensor:
+    return encode(round_to_e4m3(x)).view(torch.uint8)
+
+
+def random(rows: int, columns: int, seed: int) -> Tensor:
+    """Normal values whose magnitudes differ by element, row and column, with zeros among them."""
+    generator = torch.Generator().manual_seed(seed)
+    spread = torch.randn(rows, 1, generator=generator) + torch.randn(1, columns, generator=generator)
+    x = torch.randn(rows, columns, generator=generator) * torch.exp(4 * spread)
+    return x * (torch.rand(rows, columns, generator=generator) > 0.1)
+
+
+def float32_bits(bits: Tensor) -> Tensor:
+    return bits.to(torch.int32).view(torch.float32)
+
+
+# Codes
+
+
+def test_decode_is_the_format() -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    values = decode(codes)
+    assert values.dtype == torch.float32
+    assert values[:127].tolist() == GRID
+    assert (-values[128:255]).tolist() == GRID
+    assert values[128].signbit()
+    assert values[[127, 255]].isnan().all()
+    assert torch.equal(decode(codes.view(2, 128).t())[:127, 0], values[:127])
+
+
+def test_encode_inverts_decode_for_every_code() -> None:
+    codes = torch.arange(256, dtype=torch.uint8)
+    assert torch.equal(encode(decode(codes.view(torch.float8_e4m3fn))).view(torch.uint8), codes)
+
+
+# Rounding
+
+
+@pytest.mark.parametrize("sign", [0, -(2**31)])
+def test_rounds_as_the_saturated_cast_on_every_exponent(sign: int) -> None:
+    # 128 leading mantissas, each with the trailing bits that decide ties and their neighbours, and some others.
+    trailing = torch.tensor([0x0000, 0x0001, 0x1234, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+    leading = torch.arange(0x0000, 0x8000) << 16
+    x = float32_bits((leading[:, None] + trailing).flatten() + sign)
+    assert x.isnan().any()
+    assert x.isinf().any()
+    assert torch.equal(to_bytes(x), cast(x))
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_rounds_to_nearest_even_at_every_midpoint(sign: float) -> None:
+    values = torch.tensor(GRID)
+    codes = torch.arange(127)
+    lower = codes[:-1]
+    midpoints = (values[:-1] + values[1:]) / 2
+    below, above = (torch.nextafter(midpoints, torch.tensor(to)) for to in (0.0, 1e3))
+    x = sign * torch.cat([values, below, midpoints, above])
+    expected = torch.cat([codes, lower, lower + lower % 2, lower + 1]) + (128 if sign < 0 else 0)
+    assert to_bytes(x).tolist() == expected.tolist()
+
+
+def test_grid_neighbours_round_back() -> None:
+    values = torch.tensor(GRID)
+    for towards in (-1e3, 1e3):
+        assert torch.equal(round_to_e4m3(torch.nextafter(values, torch.tensor(towards))), values)
+
+
+def test_saturates() -> None:
+    # The cast alone does not: what it makes of these differs between versions of torch.
+    beyond = torch.tensor([448.00003, 464.0, 464.00003, 480.0, 1e30, FLOAT32_MAX, torch.inf])
+    assert round_to_e4m3(beyond).tolist() == [448.0] * 7
+    assert round_to_e4m3(-beyond).tolist() == [-448.0] * 7
+
+
+def test_keeps_nan_and_the_sign_of_zeros() -> None:
+    assert to_bytes(torch.tensor([torch.nan, -torch.nan])).tolist() == [127, 255]
+    assert to_bytes(torch.tensor([0.0, 2.0**-10, -0.0, -(2.0**-10), -1e-40])).tolist() == [0, 0, 128, 128, 128]
+
+
+def test_rounding_leaves_its_argument_and_takes_any_layout() -> None:
+    x = random(6, 10, seed=0).t()
+    before = x.clone()
+    assert torch.equal(to_bytes(x), cast(before))
+    assert torch.equal(x, before)
+
+
+# Scales
+
+
+def smallest_exponent(amax: Fraction) -> int:
+    """The smallest k with 448 * 2^k >= amax, in integers."""
+    k = (amax.numerator.bit_length() - amax.denominator.bit_length()) - 10
+    while 448 * Fraction(2) ** k < amax:
+        k += 1
+    return k
+
+
+def exact_pow2_scale(amax: float) -> float:
+    return 2.0 ** smallest_exponent(Fraction(max(amax, float(np.float32(AMAX_FLOOR)))))
+
+
+def test_pow2_scale_of_every_bfloat16_amax() -> None:
+    amax = float32_bits(torch.arange(0x0000, 0x7F80) << 16)
+    expected = [exact_pow2_scale(value) for value in amax.tolist()]
+    assert scale_from_amax(amax, "pow2").tolist() == expected
+
+
+def test_pow2_scale_changes_exactly_above_448_times_a_power_of_two() -> None:
+    exponents = torch.arange(-41, 120)
+    powers = torch.ldexp(torch.ones(len(exponents)), exponents)
+    edge = 448 * powers
+    below, above = torch.nextafter(edge, torch.zeros(1)), torch.nextafter(edge, torch.full((1,), torch.inf))
+    assert torch.equal(scale_from_amax(edge, "pow2"), powers)
+    assert torch.equal(scale_from_amax(below, "pow2"), powers)
+    assert torch.equal(scale_from_amax(above, "pow2"), 2 * powers)
+
+
+@given(amax=st.floats(0, FLOAT32_MAX, width=32))
+@settings(max_examples=200, deadline=None)
+def test_pow2_scale_of_any_float32_amax(amax: float) -> None:
+    assert scale_from_amax(torch.tensor(amax), "pow2").item() == exact_pow2_scale(amax)
+
+
+def test_fp32_scale_is_the_correctly_rounded_quotient() -> None:
+    amax = float32_bits(torch.arange(0x2F00, 0x7F80) << 16 | 0x1357)
+    assert amax.min() > AMAX_FLOOR
+    assert scale_from_amax(amax, "fp32").tolist() == (amax.numpy() / np.float32(448)).tolist()
+
+
+@pytest.mark.parametrize(("rule", "floor"), [("pow2", 2.0**-42), ("fp32", float(np.float32(1e-10) / np.float32(448)))])
+def test_amax_is_floored(rule: str, floor: float) -> None:
+    small = torch.tensor([0.0, 1e-45, 1e-11, 1e-10])
+    assert scale_from_amax(small, rule).tolist() == [floor] * 4
+    assert scale_from_amax(torch.tensor(1.1e-10), rule).item() > floor
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("quantise", [quantise_rows, quantise_columns, quantise_tiles])
+def test_nothing_with_nan_or_infinity_is_quantised(quantise, value: float, rule: str) -> None:
+    for position in ((0, 0), (129, 4), (64, 129)):
+        x = torch.ones(130, 130)
+        x[position] = value
+        with pytest.raises(GroupNotFinite, match="NaN or infinity"):
+            quantise(x, rule)
+
+
+# Groups and tiles
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("shape", [(3, 128), (2, 300), (130, 5), (257, 130), (1, 1)])
+def test_rows_columns_and_tiles_of_128(slow_quantise, shape: tuple[int, int], rule: str) -> None:
+    x = random(*shape, seed=1)
+    for ours, slow in (
+        (quantise_rows(x, rule), slow_quantise(x, rule, 1, 128)),
+        (quantise_columns(x, rule), tuple(part.t() for part in slow_quantise(x, rule, 128, 1))),
+        (quantise_tiles(x, rule), slow_quantise(x, rule, 128, 128)),
+    ):
+        assert ours[0].is_contiguous()
+        assert torch.equal(encode(ours[0]).view(torch.uint8), encode(slow[0]).view(torch.uint8))
+        assert torch.equal(ours[1], slow[1])
+
+
+@given(shape=SHAPES, size=st.integers(1, 50), seed=st.integers(0, 2**31), rule=st.sampled_from(RULES))
+@settings(max_examples=30, deadline=None)
+def test_any_group_size(slow_quantise, shape: tuple[int, int], size: int, seed: int, rule: str) -> None:
+    x = random(*shape, seed=seed)
+    for ours, slow in (
+        (quantise_rows(x, rule, size), slow_quantise(x, rule, 1, size)),
+        (quantise_columns(x, rule, size), tuple(part.t() for part in slow_quantise(x, rule, size, 1))),
+        (quantise_tiles(x, rule, size), slow_quantise(x, rule, size, size)),
+    ):
+        assert torch.equal(ours[0], slow[0])
+        assert torch.equal(ours[1], slow[1])
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_columns_are_the_rows_of_the_transpose(rule: str) -> None:
+    x = random(200, 7, seed=2)
+    for columns, rows in zip(quantise_columns(x, rule), quantise_rows(x.t(), rule), strict=True):
+        assert torch.equal(columns, rows)
+
+
+def test_one_tile_for_a_whole_tensor_is_per_tensor_scaling() -> None:
+    x = random(5, 9, seed=3)
+    grid, scales = quantise_tiles(x, "fp32", tile=9)
+    assert scales.shape == (1, 1)
+    assert scales.item() == scale_from_amax(x.abs().max(), "fp32").item()
+    assert torch.equal(grid, round_to_e4m3(x / scales))
+
+
+def test_tile_scales_have_the_layout_of_weight_scale_inv() -> None:
+    x = torch.ones(300, 200)
+    x[256:, 128:] = 448.0 * 2**5
+    x[:128, 128:] = 448.0 * 2**7
+    _, scales = quantise_tiles(x, "pow2")
+    assert scales.dtype == torch.float32
+    assert scales.tolist() == [[2.0**-8, 2.0**7], [2.0**-8, 2.0**-8], [2.0**-8, 2.0**5]]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_zero_groups_have_zero_codes_and_the_scale_of_the_floor(rule: str) -> None:
+    x = random(256, 256, seed=4)
+    alone, _ = quantise_tiles(x, rule)
+    x[:128, 128:] = 0.0
+    grid, scales = quantise_tiles(x, rule)
+    assert not encode(grid[:128, 128:]).view(torch.uint8).any()
+    assert scales[0, 1].item() == scale_from_amax(torch.tensor(AMAX_FLOOR), rule).item()
+    assert torch.equal(grid[128:], alone[128:])
+
+
+@given(seed=st.integers(0, 2**31), rule=st.sampled_from(RULES))
+@settings(max_examples=20, deadline=None)
+def test_error_is_half_a_step_of_the_format(seed: int, rule: str) -> None:
+    x = random(4, 256, seed=seed)
+    grid, scales = quantise_rows(x, rule)
+    scales = scales.repeat_interleave(128, dim=1).double()
+    error = (grid.double() * scales - x.double()).abs()
+    # A quotient is rounded to FP32 before it is rounded to E4M3: the last term.
+    assert (error <= torch.maximum(2.0**-4 * x.double().abs(), 2.0**-10 * scales) * (1 + 2.0**-20)).all()
+
+
+@given(seed=st.integers(0, 2**31))
+@settings(max_examples=20, deadline=None)
+def test_quantising_again_with_powers_of_two_changes_no_value(seed: int) -> None:
+    grid, scales = quantise_tiles(random(40, 40, seed=seed), "pow2", tile=16)
+    once = grid * scales.repeat_interleave(16, 0).repeat_interleave(16, 1)[:40, :40]
+    grid, scales = quantise_tiles(once, "pow2", tile=16)
+    assert torch.equal(grid * scales.repeat_interleave(16, 0).repeat_interleave(16, 1)[:40, :40], once)
+
+
+@given(values=st.lists(st.integers(1, 2**24), min_size=1, max_size=20), k=st.integers(-30, 30))
+@settings(max_examples=30, deadline=None)
+def test_a_power_of_two_moves_the_scale_and_no_code(values: list[int], k: int) -> None:
+    x = torch.tensor([values]).float()
+    (grid, scales), (moved_grid, moved_scales) = quantise_rows(x, "pow2"), quantise_rows(x * 2.0**k, "pow2")
+    assert torch.equal(moved_grid, grid)
+    assert torch.equal(moved_scales, scales * 2.0**k)
+
+
+@pytest.mark.parametrize("quantise", [quantise_rows, quantise_columns, quantise_tiles])
+def test_layout_in_memory_changes_nothing(quantise) -> None:
+    x = random(256, 384, seed=5)
+    strided = x.t().contiguous().t()
+    for ours, expected in zip(quantise(strided, "pow2"), quantise(x, "pow2"), strict=True):
+        assert torch.equal(ours, expected)

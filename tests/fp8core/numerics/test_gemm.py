@@ -1,0 +1,202 @@
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fp8core.numerics.gemm import align_rows, aligned_gemm, alignment_bits, block_gemm, scaled_gemm
+
+# M, N, K; K with and without a partial last block.
+SHAPES = [(64, 48, 384), (5, 7, 300), (1, 130, 128), (9, 3, 17)]
+
+
+def scales(rows: int, k: int, rule: str, seed: int, block: int = 128) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    exponents = torch.randint(-30, 12, (rows, math.ceil(k / block)), generator=generator)
+    powers = torch.ldexp(torch.ones(exponents.shape), exponents)
+    return powers if rule == "pow2" else powers * (1 + torch.rand(powers.shape, generator=generator))
+
+
+def dequantised(grid: Tensor, factors: Tensor, block: int = 128) -> Tensor:
+    return grid.double() * factors.double().repeat_interleave(block, dim=1)[:, : grid.shape[1]]
+
+
+def exact_block_gemm(left: Tensor, left_scales: Tensor, right: Tensor, right_scales: Tensor, block: int) -> Tensor:
+    """Blocks as sums of int64 multiples of 2^-18, scaled and added in ascending order."""
+    total = torch.zeros(left.shape[0], right.shape[0], dtype=torch.float64)
+    left_units, right_units = ((grid.double() * 2**9).long() for grid in (left, right))
+    for b in range(left_scales.shape[1]):
+        columns = slice(b * block, (b + 1) * block)
+        units = (left_units[:, None, columns] * right_units[None, :, columns]).sum(-1)
+        scaled = units.double() * 2.0**-18 * left_scales[:, None, b].double() * right_scales[None, :, b].double()
+        total = total + scaled
+    return total
+
+
+@pytest.mark.parametrize("rule", ["pow2", "fp32"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("block", [128, 32])
+def test_block_gemm_sums_each_block_exactly(random_grid, shape: tuple[int, int, int], block: int, rule: str) -> None:
+    m, n, k = shape
+    left, right = random_grid(m, k, 1), random_grid(n, k, 2)
+    factors = scales(m, k, rule, 3, block), scales(n, k, rule, 4, block)
+    product = block_gemm(left, factors[0], right, factors[1], block)
+    assert product.dtype == torch.float64
+    assert torch.equal(product, exact_block_gemm(left, factors[0], right, factors[1], block))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("block", [128, 32])
+def test_scaled_gemm_is_block_gemm_for_powers_of_two(random_grid, shape: tuple[int, int, int], block: int) -> None:
+    m, n, k = shape
+    left, right = random_grid(m, k, 5), random_grid(n, k, 6)
+    factors = scales(m, k, "pow2", 7, block), scales(n, k, "pow2", 8, block)
+    product = scaled_gemm(dequantised(left, factors[0], block), dequantised(right, factors[1], block), block)
+    assert torch.equal(product, block_gemm(left, factors[0], right, factors[1], block))
+
+
+@pytest.mark.parametrize("rule", ["pow2", "fp32"])
+def test_distance_to_the_product_of_the_dequantised_operands(random_grid, rule: str) -> None:
+    left, right = random_grid(4, 1000, 9), random_grid(5, 1000, 10)
+    factors = scales(4, 1000, rule, 11), scales(5, 1000, rule, 12)
+    product = block_gemm(left, factors[0], right, factors[1])
+    for i, a in enumerate(dequantised(left, factors[0]).tolist()):
+        for j, b in enumerate(dequantised(right, factors[1]).tolist()):
+            terms = [Fraction(x) * Fraction(y) for x, y in zip(a, b, strict=True)]
+            # Two roundings for the scales of a block, one for each of the eight sums, and their second order.
+            bound = 11 * Fraction(2) ** -53 * sum(abs(term) for term in terms)
+            assert abs(Fraction(product[i, j].item()) - sum(terms)) <= bound
+
+
+@pytest.mark.parametrize("position", [0, 63, 127])
+def test_a_block_keeps_the_smallest_product_beside_the_largest(position: int) -> None:
+    left = torch.full((1, 128), 448.0)
+    left[0, position] = 2.0**-9
+    one = torch.ones(1, 1)
+    expected = 127 * 448.0**2 + 2.0**-18
+    assert block_gemm(left, one, left, one).item() == expected
+    assert scaled_gemm(left.double(), left.double()).item() == expected
+
+
+def test_blocks_are_added_in_ascending_order() -> None:
+    # In this order 2^60 swallows the 1 of both rows; in any other one of them survives.
+    left, right = torch.zeros(2, 384), torch.ones(2, 384)
+    left[:, [0, 128, 256]] = torch.tensor([1.0, 1.0, -1.0])
+    left_scales = torch.tensor([[2.0**60, 1.0, 2.0**60], [1.0, 2.0**60, 2.0**60]])
+    ones = torch.ones(2, 3)
+    expected = [[0.0, 0.0], [0.0, 0.0]]
+    assert block_gemm(left, left_scales, right, ones).tolist() == expected
+    assert scaled_gemm(dequantised(left, left_scales), right.double()).tolist() == expected
+
+
+@pytest.mark.parametrize("rule", ["pow2", "fp32"])
+def test_a_row_does_not_depend_on_its_batch(random_grid, rule: str) -> None:
+    left, right = random_grid(64, 600, 13), random_grid(40, 600, 14)
+    left_scales, right_scales = scales(64, 600, rule, 15), scales(40, 600, rule, 16)
+    whole = block_gemm(left, left_scales, right, right_scales)
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(17))
+    for rows in (*order[:5].split(1), order[:7], order):
+        assert torch.equal(block_gemm(left[rows], left_scales[rows], right, right_scales), whole[rows])
+        if rule == "pow2":
+            a, b = dequantised(left[rows], left_scales[rows]), dequantised(right, right_scales)
+            assert torch.equal(scaled_gemm(a, b), whole[rows])
+
+
+@pytest.mark.parametrize("rule", ["pow2", "fp32"])
+def test_order_inside_a_block_changes_nothing(random_grid, rule: str) -> None:
+    left, right = random_grid(8, 300, 18), random_grid(12, 300, 19)
+    factors = scales(8, 300, rule, 20), scales(12, 300, rule, 21)
+    whole = block_gemm(left, factors[0], right, factors[1])
+    for seed in range(5):
+        generator = torch.Generator().manual_seed(seed)
+        blocks = torch.arange(300).split(128)
+        order = torch.cat([block[torch.randperm(len(block), generator=generator)] for block in blocks])
+        assert torch.equal(block_gemm(left[:, order], factors[0], right[:, order], factors[1]), whole)
+        if rule == "pow2":
+            a, b = dequantised(left, factors[0])[:, order], dequantised(right, factors[1])[:, order]
+            assert torch.equal(scaled_gemm(a, b), whole)
+
+
+# Fixed-point operands
+
+
+@given(k=st.integers(1, 2**20))
+@settings(max_examples=200, deadline=None)
+def test_alignment_bits_are_the_most_that_stay_exact(k: int) -> None:
+    bits = alignment_bits(k)
+    assert k * 2 ** (2 * bits) <= 2**53
+    assert k == 1 or 2 ** math.ceil(math.log2(k)) * 2 ** (2 * (bits + 1)) > 2**53
+
+
+@given(seed=st.integers(0, 2**31), bits=st.integers(8, 26), exponent=st.integers(-100, 100))
+@settings(max_examples=30, deadline=None)
+def test_aligned_rows_are_multiples_of_a_step_within_the_bound(seed: int, bits: int, exponent: int) -> None:
+    x = torch.randn(5, 33, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) * 2.0**exponent
+    before = x.clone()
+    aligned = align_rows(x, bits)
+    amax = x.abs().amax(-1, keepdim=True)
+    assert torch.equal(x, before)
+    assert ((aligned - x).abs() <= 2.0**-bits * amax).all()
+    step = torch.exp2(torch.floor(torch.log2(amax)) + 1 - bits)
+    assert torch.equal(torch.round(aligned / step), aligned / step)
+    assert (aligned.abs() / step <= 2.0**bits).all()
+
+
+def test_alignment_is_a_rows_own() -> None:
+    x = torch.randn(4, 3, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x[1, 2] = 0.0
+    x[3, 1] *= 1e30
+    aligned = align_rows(x, 20)
+    assert torch.equal(aligned[1, 2], x[1, 2])
+    assert torch.equal(align_rows(x[0], 20), aligned[0])
+    assert torch.equal(align_rows(x[2, 1], 20), aligned[2, 1])
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 128, 129, 4096, 4097])
+def test_aligned_gemm_is_an_exact_integer_product(k: int) -> None:
+    top = 2 ** alignment_bits(k)
+    generator = torch.Generator().manual_seed(k)
+    left, right = (torch.randint(top - 9, top + 1, (3, k), generator=generator) for _ in range(2))
+    left[:, 0] = right[:, 0] = top - 1  # rows of top alone would be aligned one bit coarser
+    left, right = left.clamp(max=top - 1), right.clamp(max=top - 1)
+    expected = [[sum(a * b for a, b in zip(x, y, strict=True)) for y in right.tolist()] for x in left.tolist()]
+    aligned = align_rows(right.double(), alignment_bits(k))
+    assert torch.equal(aligned, right.double())
+    assert [[int(value) for value in row] for row in aligned_gemm(left.double(), aligned).tolist()] == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_aligned_gemm_does_not_depend_on_batch_or_order(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    left, right = torch.randn(64, 1000, generator=generator).to(dtype), torch.randn(90, 1000, generator=generator)
+    aligned = align_rows(right.double(), alignment_bits(1000))
+    whole = aligned_gemm(left, aligned)
+    for rows in (*torch.arange(5).split(1), torch.arange(20, 27), torch.randperm(64, generator=generator)):
+        assert torch.equal(aligned_gemm(left[rows], aligned), whole[rows])
+    order = torch.randperm(1000, generator=generator)
+    assert torch.equal(aligned_gemm(left[:, order], aligned[:, order]), whole)
+    assert torch.equal(aligned_gemm(left.t().contiguous().t(), aligned.t().contiguous().t()), whole)
+
+
+@pytest.mark.parametrize("k", [64, 1024, 4096])
+def test_error_of_aligned_gemm(k: int) -> None:
+    generator = torch.Generator().manual_seed(k)
+    left, right = (torch.randn(32, k, generator=generator) for _ in range(2))
+    bits = alignment_bits(k)
+
+    def errors(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        exact = a.double() @ b.double().t()
+        sequential = torch.zeros(32, 32)
+        for i in range(k):
+            sequential += a[:, i, None] * b[:, i]
+        aligned = aligned_gemm(a, align_rows(b.double(), bits))
+        return (aligned - exact).abs(), (sequential.double() - exact).abs()
+
+    error, sequential = errors(left, right)
+    size = (left.abs().amax(-1)[:, None] * right.abs().amax(-1)).double()
+    assert (error <= k * (2 * 2.0**-bits + 2.0 ** (-2 * bits)) * size).all()
+    error, sequential = errors(left.bfloat16().float(), right.bfloat16().float())
+    assert error.mean() < sequential.mean()

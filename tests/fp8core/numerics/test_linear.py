@@ -1,0 +1,277 @@
+from collections.abc import Callable
+from fractions import Fraction
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8core.numerics.e4m3 import GroupNotFinite, encode, quantise_rows, quantise_tiles
+from fp8core.numerics.linear import (
+    Bf16Linear,
+    Fp8BlockLinear,
+    Fp8ForwardLinear,
+    Fp32Linear,
+    LinearWeight,
+    StoredWeight,
+    dequantise_rows,
+    dgrad,
+    fprop,
+    load_weight,
+    wgrad,
+)
+
+RULES = ["pow2", "fp32"]
+# Tokens, in, out: whole groups and partial ones.
+SHAPES = [(128, 128, 256), (300, 200, 130), (1, 256, 64), (127, 40, 5), (129, 129, 129)]
+
+Quantised = Callable[..., Tensor]
+
+
+def random(rows: int, columns: int, seed: int) -> Tensor:
+    """BF16 values of magnitudes that differ by row and column, as between layers, held in FP32."""
+    generator = torch.Generator().manual_seed(seed)
+    spread = torch.randn(rows, 1, generator=generator) + torch.randn(1, columns, generator=generator)
+    return (torch.randn(rows, columns, generator=generator) * spread.exp()).bfloat16().float()
+
+
+def stored_fp8(master: Tensor, rule: str) -> StoredWeight:
+    grid, factors = quantise_tiles(master.bfloat16().float(), rule)
+    return StoredWeight(encode(grid), factors)
+
+
+def to_bf16(x: Tensor) -> Tensor:
+    return x.bfloat16().float()
+
+
+@pytest.fixture(scope="session")
+def quantised(slow_quantise) -> Quantised:
+    """(x, rule, height, width) to the FP64 values that the quantised tensor stands for."""
+
+    def dequantise(x: Tensor, rule: str, height: int, width: int) -> Tensor:
+        grid, factors = slow_quantise(x, rule, height, width)
+        wide = factors.double().repeat_interleave(height, 0).repeat_interleave(width, 1)
+        return grid.double() * wide[: x.shape[0], : x.shape[1]]
+
+    return dequantise
+
+
+# Weights
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_loaded_weight_is_what_its_codes_and_tile_scales_say(quantised, rule: str) -> None:
+    master = random(130, 200, 1)
+    weight = load_weight([stored_fp8(master, rule)])
+    assert torch.equal(weight.dequantised, quantised(master, rule, 128, 128))
+    assert weight.row_scales.shape == (130, 2)
+    assert torch.equal(
+        weight.grid.double() * weight.row_scales.double().repeat_interleave(128, 1)[:, :200], weight.dequantised
+    )
+    assert weight.master is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_plain_weight_keeps_its_values(dtype: torch.dtype) -> None:
+    values = torch.randn(3, 5).to(dtype)
+    weight = load_weight([StoredWeight(values)])
+    assert weight.row_scales is None
+    assert torch.equal(weight.grid, values.float())
+    assert torch.equal(weight.dequantised, values.double())
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("sizes", [(128, 256), (100, 60, 300)])
+def test_stacked_weights_equal_separate_ones(sizes: tuple[int, ...], rule: str) -> None:
+    masters = [random(size, 200, seed) * 10.0**seed for seed, size in enumerate(sizes)]
+    parts = [stored_fp8(master, rule) for master in masters]
+    x, grad = random(140, 200, 10), random(140, sum(sizes), 11)
+    separate = torch.cat([fprop(x, load_weight([part]), rule) for part in parts], dim=1)
+    assert torch.equal(fprop(x, load_weight(parts), rule), separate)
+    separate = torch.cat([wgrad(part, x, rule) for part in grad.split(sizes, dim=1)])
+    assert torch.equal(wgrad(grad, x, rule), separate)
+
+
+@pytest.mark.parametrize("plain_first", [True, False])
+def test_block_fp8_and_plain_weights_cannot_be_stacked(plain_first: bool) -> None:
+    parts = [StoredWeight(random(128, 128, 0)), stored_fp8(random(128, 128, 1), "pow2")]
+    with pytest.raises(AssertionError, match="cannot be stacked"):
+        load_weight(parts if plain_first else parts[::-1])
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_dequantise_rows_is_exact(rule: str) -> None:
+    grid, factors = quantise_rows(random(3, 200, 2), rule)
+    values = dequantise_rows(grid, factors, rule)
+    assert values.dtype == torch.float64
+    for row in range(3):
+        for column in range(200):
+            exact = Fraction(grid[row, column].item()) * Fraction(factors[row, column // 128].item())
+            assert Fraction(values[row, column].item()) == exact
+
+
+# The three GEMMs
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_three_gemms_against_float64(quantised, shape: tuple[int, int, int], rule: str) -> None:
+    tokens, inputs, outputs = shape
+    x, master, grad = random(tokens, inputs, 3), random(outputs, inputs, 4), random(tokens, outputs, 5)
+    before = [x.clone(), grad.clone()]
+    weight, tiles = load_weight([stored_fp8(master, rule)]), quantised(master, rule, 128, 128)
+    y = quantised(x, rule, 1, 128) @ tiles.t()
+    grad_x = quantised(grad, rule, 1, 128) @ tiles
+    grad_weight = quantised(grad, rule, 128, 1).t() @ quantised(x, rule, 128, 1)
+    assert torch.equal(fprop(x, weight, rule), y.bfloat16().float())
+    assert torch.equal(dgrad(grad, weight, rule), grad_x.float())
+    assert torch.equal(wgrad(grad, x, rule), grad_weight.float())
+    assert torch.equal(x, before[0])
+    assert torch.equal(grad, before[1])
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_missing_tokens_of_the_last_group_act_as_zero_rows(rule: str) -> None:
+    x, grad = random(130, 60, 6), random(130, 70, 7)
+    padded_x, padded_grad = (torch.cat([part, torch.zeros(126, part.shape[1])]) for part in (x, grad))
+    assert torch.equal(wgrad(grad, x, rule), wgrad(padded_grad, padded_x, rule))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_token_does_not_depend_on_its_batch(rule: str) -> None:
+    weight = load_weight([stored_fp8(random(200, 300, 8), rule)])
+    x = random(64, 300, 9)
+    whole = fprop(x, weight, rule)
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(0))
+    for rows in (*order[:4].split(1), order[:7], order):
+        assert torch.equal(fprop(x[rows], weight, rule), whole[rows])
+    assert torch.equal(fprop(x.t().contiguous().t(), weight, rule), whole)
+
+
+def test_nan_in_an_activation_is_refused() -> None:
+    weight = load_weight([stored_fp8(random(8, 128, 1), "pow2")])
+    x = random(2, 128, 2)
+    x[1, 3] = torch.nan
+    with pytest.raises(GroupNotFinite):
+        Fp8BlockLinear("pow2")(x, weight)
+
+
+# Formats, each against the autograd of an explicit model
+
+
+def explicit_fp8(quantised: Quantised, x: Tensor, tiles: Tensor, grad: Tensor, rule: str) -> tuple[Tensor, ...]:
+    """Y from quantised operands; dX and dW by autograd of plain products, each with its own quantised gradient."""
+    row_x, column_x = (quantised(x, rule, *size).requires_grad_() for size in ((1, 128), (128, 1)))
+    leaf = tiles.clone().requires_grad_()
+    y = row_x @ leaf.t()
+    (grad_x,) = torch.autograd.grad(y, row_x, quantised(grad, rule, 1, 128))
+    (grad_weight,) = torch.autograd.grad(column_x @ leaf.t(), leaf, quantised(grad, rule, 128, 1))
+    return to_bf16(y.detach()), grad_x.float(), grad_weight.float()
+
+
+def explicit_plain(x: Tensor, weight: Tensor, grad: Tensor, rounding: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
+    """Y = X W^T of FP64 operands and its autograd; the rounding of Y passes the gradient through."""
+    leaves = x.double().requires_grad_(), weight.double().requires_grad_()
+    y = leaves[0] @ leaves[1].t()
+    return rounding(y.detach()), *torch.autograd.grad(y, leaves, grad.double())
+
+
+def run(form, x: Tensor, weight: LinearWeight, masters: list[Tensor], grad: Tensor) -> tuple[Tensor, ...]:
+    leaf = x.clone().requires_grad_()
+    y = form(leaf, weight)
+    assert y.dtype == torch.float32
+    grad_x, *grad_masters = torch.autograd.grad(y, [leaf, *masters], grad)
+    return y.detach(), grad_x, torch.cat(grad_masters)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_fp8_block_linear(quantised, shape: tuple[int, int, int], rule: str) -> None:
+    tokens, inputs, outputs = shape
+    x, grad = random(tokens, inputs, 12), random(tokens, outputs, 13)
+    master = random(outputs, inputs, 14).requires_grad_()
+    weight = load_weight([stored_fp8(master.detach(), rule)], [master])
+    expected = explicit_fp8(quantised, x, quantised(master.detach(), rule, 128, 128), grad, rule)
+    for ours, theirs in zip(run(Fp8BlockLinear(rule), x, weight, [master], grad), expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_fp8_forward_linear(quantised, shape: tuple[int, int, int], rule: str) -> None:
+    tokens, inputs, outputs = shape
+    x, grad = random(tokens, inputs, 15), random(tokens, outputs, 16)
+    master = random(outputs, inputs, 17).requires_grad_()
+    weight = load_weight([stored_fp8(master.detach(), rule)], [master])
+    tiles = quantised(master.detach(), rule, 128, 128)
+    y, grad_x, grad_weight = run(Fp8ForwardLinear(rule), x, weight, [master], grad)
+    assert torch.equal(y, to_bf16(quantised(x, rule, 1, 128) @ tiles.t()))
+    _, explicit_x, explicit_weight = explicit_plain(x, tiles, grad, to_bf16)
+    assert_close_sums(grad_x, explicit_x, grad, tiles)
+    assert_close_sums(grad_weight, explicit_weight, grad.t(), x)
+
+
+@pytest.mark.parametrize(("form", "rounding"), [(Bf16Linear(), to_bf16), (Fp32Linear(), Tensor.float)])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_plain_linears(form, rounding, shape: tuple[int, int, int]) -> None:
+    tokens, inputs, outputs = shape
+    x, grad = random(tokens, inputs, 18), random(tokens, outputs, 19)
+    master = random(outputs, inputs, 20).requires_grad_()
+    weight = load_weight([StoredWeight(master.detach().clone())], [master])
+    expected = explicit_plain(x, master.detach(), grad, rounding)
+    y, grad_x, grad_weight = run(form, x, weight, [master], grad)
+    if form.name == "bf16":
+        assert torch.equal(y, expected[0])
+    else:
+        assert_close_sums(y, expected[0].double(), x, master.detach().t())
+    assert_close_sums(grad_x, expected[1], grad, master.detach())
+    assert_close_sums(grad_weight, expected[2], grad.t(), x)
+
+
+def assert_close_sums(product: Tensor, expected: Tensor, left: Tensor, right: Tensor) -> None:
+    """FP32 accumulation of `left @ right`: the error of each of K sums is at most 2^-24 of the sum of magnitudes."""
+    bound = left.shape[1] * 2.0**-23 * (left.double().abs() @ right.double().abs())
+    assert ((product.double() - expected).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("form", [Fp8BlockLinear("pow2"), Fp8ForwardLinear("fp32"), Bf16Linear(), Fp32Linear()])
+def test_each_of_the_stacked_masters_gets_its_own_gradient(form) -> None:
+    masters = [random(rows, 64, rows).requires_grad_() for rows in (128, 256)]
+    x, grad = random(20, 64, 21), random(20, 384, 22)
+
+    def gradients(chosen: list[Tensor], grad: Tensor) -> list[Tensor]:
+        rule = getattr(form, "rule", None)
+        plain = [StoredWeight(master.detach()) for master in chosen]
+        parts = plain if rule is None else [stored_fp8(master.detach(), rule) for master in chosen]
+        return list(torch.autograd.grad(form(x, load_weight(parts, chosen)), chosen, grad))
+
+    stacked = gradients(masters, grad)
+    separate = [*gradients(masters[:1], grad[:, :128]), *gradients(masters[1:], grad[:, 128:])]
+    for ours, theirs in zip(stacked, separate, strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-5 * float(theirs.abs().max()))
+
+
+@pytest.mark.parametrize("form", [Fp8BlockLinear("pow2"), Fp8ForwardLinear("pow2"), Bf16Linear(), Fp32Linear()])
+def test_a_frozen_weight_passes_the_gradient_on(form) -> None:
+    master = random(64, 128, 23)
+    part = stored_fp8(master, "pow2") if form.name == "fp8_block" else StoredWeight(master)
+    x, grad = random(5, 128, 24).requires_grad_(), random(5, 64, 25)
+    (frozen,) = torch.autograd.grad(form(x, load_weight([part])), x, grad)
+    trained = load_weight([part], [master.clone().requires_grad_()])
+    assert torch.equal(frozen, torch.autograd.grad(form(x, trained), x, grad)[0])
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_strided_gradient_is_quantised_like_a_dense_one(rule: str) -> None:
+    master = random(96, 128, 26).requires_grad_()
+    weight = load_weight([stored_fp8(master.detach(), rule)], [master])
+    x, grad = random(140, 128, 27), random(140, 96, 28)
+    dense = run(Fp8BlockLinear(rule), x, weight, [master], grad)
+    strided = run(
+        Fp8BlockLinear(rule),
+        x,
+        load_weight([stored_fp8(master.detach(), rule)], [master]),
+        [master],
+        grad.t().contiguous().t(),
+    )
+    for ours, theirs in zip(strided, dense, strict=True):
+        assert torch.equal(ours, theirs)

@@ -1,0 +1,116 @@
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8core.numerics.rounding import keep_fp32, round_to_bf16, to_e4m3_grid, to_fixed_point
+
+
+def gradient(function, x: Tensor, upstream: Tensor) -> Tensor:
+    leaf = x.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(function(leaf), leaf, upstream)
+    return grad
+
+
+def nearest_even_bf16(bits: int) -> int:
+    """FP32 bits to BF16 bits of a finite value."""
+    return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+
+
+def test_bf16_rounds_to_nearest_even() -> None:
+    leading = [0x0000, 0x0001, 0x0080, 0x3F80, 0x3F81, 0x42FF, 0x7F7E]
+    bits = [high << 16 | low for high in leading for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)]
+    x = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
+    expected = torch.tensor([nearest_even_bf16(b) << 16 for b in bits]).to(torch.int32).view(torch.float32)
+    for sign in (1, -1):
+        rounded = round_to_bf16(sign * x)
+        assert rounded.dtype == torch.float32
+        assert torch.equal(rounded.view(torch.int32), (sign * expected).view(torch.int32))
+
+
+def test_bf16_of_fp64_goes_by_way_of_fp32() -> None:
+    # Just above the middle of 1 and its BF16 successor; FP32 cannot hold the excess, and the tie goes to even.
+    x = torch.tensor([1 + 2.0**-8 + 2.0**-30], dtype=torch.float64)
+    assert round_to_bf16(x).item() == 1.0
+    wide = torch.randn(1000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(round_to_bf16(wide), wide.float().bfloat16().float())
+
+
+def test_bf16_keeps_special_values() -> None:
+    special = round_to_bf16(torch.tensor([torch.inf, -torch.inf, torch.nan, 3.4e38]))
+    assert special[:2].tolist() == [torch.inf, -torch.inf]
+    assert special[2].isnan()
+    assert special[3].isinf()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_keep_fp32_rounds_to_fp32_and_no_further(dtype: torch.dtype) -> None:
+    x = torch.randn(100, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(dtype)
+    assert keep_fp32(x).dtype == torch.float32
+    assert torch.equal(keep_fp32(x), x.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("function", [round_to_bf16, keep_fp32, lambda x: to_fixed_point(x.double(), 20)])
+def test_gradients_pass_through(function, dtype: torch.dtype) -> None:
+    x = torch.rand(50, dtype=dtype, generator=torch.Generator().manual_seed(2))
+    upstream = torch.randn(50, generator=torch.Generator().manual_seed(3)).to(function(x).dtype)
+    grad = gradient(function, x, upstream)
+    assert grad.dtype == dtype
+    assert torch.equal(grad, upstream.to(dtype))
+
+
+# E4M3
+
+
+@pytest.mark.parametrize("scale", [2.0**-6, 1.0, torch.tensor(0.0137).item()])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_e4m3_grid_is_the_cast_of_the_quotient(dtype: torch.dtype, scale: float) -> None:
+    x = (torch.randn(2000, generator=torch.Generator().manual_seed(4)) * 200 * scale).to(dtype)
+    grid = to_e4m3_grid(x, scale)
+    quotient = x.float() / torch.full((2000,), scale)
+    assert (quotient.abs() > 448).any()
+    assert grid.dtype == torch.float64
+    assert torch.equal(grid.float(), quotient.clamp(-448, 448).to(torch.float8_e4m3fn).float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_saturated_elements_get_no_gradient(dtype: torch.dtype) -> None:
+    edge = torch.tensor(448.0)
+    beyond = torch.nextafter(edge, torch.tensor(1e3)).item()
+    x = 0.25 * torch.tensor([0.0, -0.0, 1e-30, 1.0, 447.9, 448.0, beyond, 1e30, torch.inf, torch.nan], dtype=dtype)
+    upstream = torch.arange(1.0, 11.0, dtype=torch.float64)
+    inside = torch.tensor([1.0] * 6 + [0.0] * 4)
+    for sign in (1, -1):
+        grad = gradient(lambda x: to_e4m3_grid(x, 0.25), sign * x, upstream)
+        assert torch.equal(grad, (4 * upstream * inside).to(dtype))
+
+
+# Fixed point
+
+
+@pytest.mark.parametrize("bits", [1, 20, 34, 44])
+def test_fixed_point_is_the_nearest_multiple(bits: int) -> None:
+    x = torch.rand(4096, dtype=torch.float64, generator=torch.Generator().manual_seed(bits)) * 2 - 1
+    x[:3] = torch.tensor([0.0, 1.0, -1.0])
+    before = x.clone()
+    fixed = to_fixed_point(x, bits)
+    assert torch.equal(x, before)
+    assert torch.equal(fixed * 2.0**bits, torch.round(x * 2.0**bits))
+
+
+def test_sums_of_fixed_point_numbers_are_exact_in_any_order() -> None:
+    bits, count = 40, 2**12
+    generator = torch.Generator().manual_seed(5)
+    x = torch.rand(count, dtype=torch.float64, generator=generator)
+    fixed = to_fixed_point(x, bits)
+    exact = math.fsum(fixed.tolist())
+    assert fixed.sum().item() == exact
+    for _ in range(5):
+        order = torch.randperm(count, generator=generator)
+        assert fixed[order].sum().item() == exact
+        assert fixed[order].cumsum(0)[-1].item() == exact
+        assert fixed[order].view(64, 64).t().sum(0).sum().item() == exact
+    ones = to_fixed_point(torch.ones(count, dtype=torch.float64) - 2.0**-bits, bits)
+    assert ones.cumsum(0)[-1].item() == count - count * 2.0**-bits

@@ -1,0 +1,249 @@
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
+from fp8core.models.formats import rollout_formats
+from fp8core.numerics.fingerprint import policy_digest
+from fp8core.numerics.logprobs import Fp32Head
+from fp8core.rl.batch import TokenBatch
+from fp8core.rollout.embedded import EmbeddedEngine
+from fp8core.rollout.engine import PolicyScales, Sampling
+
+FP8 = PrecisionContract()
+BF16 = PrecisionContract(
+    rollout=SidePrecision(linear="bf16", kv_cache="bf16"), training=TrainingPrecision(linear="bf16", kv_cache="bf16")
+)
+FP32 = PrecisionContract(
+    rollout=SidePrecision(linear="fp32", kv_cache="fp32"), training=TrainingPrecision(linear="fp32", kv_cache="fp32")
+)
+ENDLESS = Sampling(1.0, 8, frozenset())
+
+
+@pytest.fixture(scope="module")
+def pair(architecture, pair_of):
+    """FP8 on both sides; tests must leave it as it is."""
+    return pair_of(FP8, architecture())
+
+
+@pytest.fixture(scope="module")
+def groups(ragged_prompts, groups_of):
+    return groups_of(ragged_prompts(6, 40), 4)
+
+
+@pytest.mark.parametrize("contract", [FP8, BF16, FP32], ids=["fp8", "bf16", "fp32"])
+def test_weights_are_copied_in(architecture, pair_of, rollout_batch, groups, contract):
+    pair = pair_of(contract, architecture())
+    completions, digest = pair.generate(groups, ENDLESS), pair.engine.fingerprint()
+    sent = pair.trainer.export()
+    pair.engine.update(sent, pair.scales, 0)
+    for tensor in sent.values():
+        tensor.view(torch.uint8).zero_()
+    with torch.no_grad():
+        for tensor in pair.trainer.masters.values():
+            tensor.add_(1.0)
+    assert pair.engine.fingerprint() == digest
+    assert pair.generate(groups, ENDLESS) == completions
+
+
+def test_the_report_is_read_back(architecture, pair_of, first_scales):
+    pair = pair_of(FP8, architecture())
+    with torch.no_grad():
+        pair.trainer.masters["model.norm.weight"][3] += 1
+    sent, scales = pair.trainer.export(), replace(pair.scales, version=7)
+    report = pair.engine.update(sent, scales, 7)
+    assert report.digest == pair.engine.fingerprint() == policy_digest(sent)
+    assert (report.version, report.scales) == (7, scales)
+
+
+@pytest.mark.parametrize("layers", [0, 1, 3])
+def test_scales_of_another_model_are_refused(pair, groups, layers):
+    before, completions = pair.engine.fingerprint(), pair.generate(groups[:1], ENDLESS)
+    scales = PolicyScales(0, (pair.scales.layers[0],) * layers)
+    with pytest.raises(ValueError, match=f"^{layers} layers have scales, the model has 2$"):
+        pair.engine.update(dict.fromkeys(pair.trainer.export(), torch.zeros(1)), scales, 0)
+    assert pair.engine.fingerprint() == before
+    assert pair.generate(groups[:1], ENDLESS) == completions
+
+
+def test_scales_of_another_version_are_refused(pair):
+    before = pair.engine.fingerprint()
+    with pytest.raises(ValueError, match="^scales of policy 0 sent with weights of policy 1$"):
+        pair.engine.update({}, pair.scales, 1)
+    assert pair.engine.fingerprint() == before
+
+
+def test_a_failed_update_changes_nothing(pair, groups):
+    before, completions = pair.engine.fingerprint(), pair.generate(groups[:1], ENDLESS)
+    torn = {name: tensor for name, tensor in pair.trainer.export().items() if name != "model.norm.weight"}
+    with pytest.raises(KeyError, match="model.norm.weight"):
+        pair.engine.update(torn, pair.scales, 0)
+    assert pair.engine.fingerprint() == before
+    assert pair.generate(groups[:1], ENDLESS) == completions
+
+
+def test_a_cache_that_is_not_fp8_needs_no_scales(architecture, pair_of, groups):
+    pair = pair_of(BF16, architecture())
+    completions = pair.generate(groups, ENDLESS)
+    assert pair.engine.update(pair.trainer.export(), PolicyScales(0, ()), 0).scales.layers == ()
+    assert pair.generate(groups, ENDLESS) == completions
+
+
+def test_description(architecture, pair_of):
+    contract = PrecisionContract(
+        rollout=SidePrecision(head="bf16"), bf16_first_layers=1, scale_rule="fp32"
+    )
+    pair = pair_of(contract, architecture(num_layers=3))
+    found = json.loads(json.dumps(pair.engine.describe()))
+    scales, dtypes = found.pop("scales"), found.pop("dtypes")
+    assert found == {
+        "engine": "embedded",
+        "linear": ["bf16", "fp8_block", "fp8_block"],
+        "attention": "fp8",
+        "head": "bf16",
+        "scale_rule": "fp32",
+        "accumulation": "exact",
+    }
+    assert [(layer["q"], layer["k"], layer["v"]) for layer in scales] == [(s.q, s.k, s.v) for s in pair.scales.layers]
+    assert dtypes.keys() == pair.trainer.export().keys()
+    assert dtypes["model.layers.0.mlp.up_proj.weight"] == "bfloat16"
+    assert dtypes["model.layers.1.mlp.up_proj.weight"] == "float8_e4m3fn"
+    assert dtypes["model.layers.1.mlp.up_proj.weight_scale_inv"] == "float32"
+
+
+def test_without_weights_nothing_is_generated(architecture, pair_of, groups):
+    engine = EmbeddedEngine(architecture(), rollout_formats(FP8, 2), 64)
+    assert engine.describe()["dtypes"] == {}
+    assert engine.describe()["scales"] == []
+    with pytest.raises(AssertionError, match="update"):
+        next(engine.generate(groups, ENDLESS))
+    pair = pair_of(FP8, architecture())
+    pair.engine.close()
+    with pytest.raises(AssertionError, match="update"):
+        pair.generate(groups, ENDLESS)
+
+
+def test_stop_tokens_cut_what_would_have_been_generated(pair, groups):
+    """Rows end at different times and leave the batch; the others must not notice."""
+    endless = pair.generate(groups, ENDLESS)
+    assert all(c.finish == "length" and len(c.tokens) == len(c.logprobs) == 8 for c in endless)
+    stops = frozenset(range(2, 12))
+    stopped = pair.generate(groups, replace(ENDLESS, stop_ids=stops))
+    for whole, cut in zip(endless, stopped, strict=True):
+        at = next((i for i, token in enumerate(whole.tokens) if token in stops), None)
+        length = 8 if at is None else at + 1
+        assert (cut.group, cut.sample) == (whole.group, whole.sample)
+        assert (cut.tokens, cut.logprobs) == (whole.tokens[:length], whole.logprobs[:length])
+        assert cut.finish == ("length" if at is None else "stop")
+    assert {len(completion.tokens) for completion in stopped} >= {1, 2, 3, 4, 8}
+
+
+def test_a_stop_token_in_the_last_place_is_a_stop(pair, groups):
+    endless = pair.generate(groups, ENDLESS)
+    i, chosen = next((i, c) for i, c in enumerate(endless) if c.tokens[-1] not in c.tokens[:-1])
+    last = replace(ENDLESS, stop_ids=frozenset({chosen.tokens[-1]}))
+    assert pair.generate(groups, last)[i] == replace(chosen, finish="stop")
+
+
+@pytest.mark.parametrize("limit", [1, 5])
+def test_a_smaller_limit_gives_a_prefix(pair, groups, limit):
+    whole = pair.generate(groups, ENDLESS)
+    assert pair.generate(groups, replace(ENDLESS, max_new_tokens=limit)) == [
+        replace(c, tokens=c.tokens[:limit], logprobs=c.logprobs[:limit]) for c in whole
+    ]
+
+
+def test_a_completion_depends_on_its_prompt_and_seed_alone(pair, groups):
+    together = pair.generate(groups, ENDLESS)
+    reverse = pair.generate(groups[::-1], ENDLESS)
+    alone = [completion for group in groups for completion in pair.generate([group], ENDLESS)]
+    assert together == reverse == alone
+    group = groups[2]
+    unfinished = replace(group, samples=(3, 1), seeds=(group.seeds[3], group.seeds[1]))
+    assert pair.generate([unfinished], ENDLESS) == [c for c in together if c.group == 2 and c.sample in (1, 3)]
+    assert len({tuple(completion.tokens) for completion in together}) == len(together)
+
+
+def test_greedy_takes_the_most_likely_token(pair, groups):
+    sampling = Sampling(0.0, 8, frozenset())
+    found = pair.generate(groups, sampling)
+    assert all(found[i].tokens == found[i // 4 * 4].tokens for i in range(len(found))), "seeds must not matter"
+    assert not pair.log_ratios(groups, found, temperature=1.0).any()
+    one_by_one = pair.generate(groups[:1], replace(sampling, max_new_tokens=1))[0]
+    for token in range(pair.arch.vocab_size):
+        batch = TokenBatch.of([groups[0].prompt], [[token]])
+        scored = pair.trainer.logprobs(batch, 1.0, pair.scales.layers).logprobs[0, 0]
+        assert scored <= one_by_one.logprobs[0]
+        assert (scored == one_by_one.logprobs[0]) == (token == one_by_one.tokens[0])
+
+
+def test_samples_follow_the_tempered_distribution(pair, groups_of):
+    """Frequencies of the first token over 2000 seeds against the distribution itself, by a chi-square test."""
+    count, prompt = 2000, [5, 6, 7]
+    found = pair.generate(groups_of([prompt], count), Sampling(0.7, 1, frozenset()))
+    batch = TokenBatch.of([prompt] * 40, [[token] for token in range(40)])
+    p = pair.trainer.logprobs(batch, 0.7, pair.scales.layers).logprobs[:, 0].double().exp()
+    assert p.sum() == pytest.approx(1, abs=1e-6)
+    observed = torch.bincount(torch.tensor([c.tokens[0] for c in found]), minlength=40)
+    rare = p * count < 5
+    pooled_p = torch.cat([p[~rare], p[rare].sum()[None]]) * count
+    pooled = torch.cat([observed[~rare], observed[rare].sum()[None]])
+    # The 99.9 % quantile of chi-square with 39 degrees of freedom; fewer have a smaller one.
+    assert ((pooled - pooled_p) ** 2 / pooled_p).sum() < 72.1
+
+
+@pytest.mark.parametrize("max_batch", [1, 3, 4, 9, 64])
+def test_groups_come_whole_and_once(architecture, pair_of, groups, max_batch):
+    pair = pair_of(FP8, architecture(), max_batch=max_batch)
+    yields = list(pair.engine.generate(groups, replace(ENDLESS, stop_ids=frozenset(range(2, 12)))))
+    seen = [group for finished in yields for group in {completion.group for completion in finished}]
+    assert sorted(seen) == list(range(6))
+    for finished in yields:
+        assert finished, "an empty yield"
+        for group in {completion.group for completion in finished}:
+            assert [c.sample for c in finished if c.group == group] == [0, 1, 2, 3]
+
+
+def test_a_finished_group_does_not_wait(pair, groups):
+    tokens = [completion.tokens for completion in pair.generate(groups, ENDLESS) if completion.group == 4]
+    stops = frozenset(row[2] for row in tokens)
+    yields = list(pair.engine.generate(groups, replace(ENDLESS, stop_ids=stops)))
+    assert 4 in {completion.group for completion in yields[0]}
+    assert len(yields) > 1
+
+
+class CountingHead(Fp32Head):
+    """Notes how many sequences are decoded together."""
+
+    def __init__(self):
+        self.rows = []
+
+    def logits(self, hidden, head):
+        self.rows.append(hidden.shape[0])
+        return super().logits(hidden, head)
+
+
+@pytest.mark.parametrize(
+    ("max_batch", "waves"),
+    [(1, [1] * 24), (3, [3, 1] * 6), (4, [4] * 6), (5, [4] * 6), (9, [8, 8, 8]), (23, [20, 4]), (24, [24])],
+)
+def test_the_batch_is_bounded(architecture, pair, groups, max_batch, waves):
+    head = CountingHead()
+    engine = EmbeddedEngine(architecture(), replace(rollout_formats(FP8, 2), head=head), max_batch)
+    engine.update(pair.trainer.export(), pair.scales, 0)
+    found = [c for finished in engine.generate(groups, replace(ENDLESS, max_new_tokens=2)) for c in finished]
+    assert head.rows == [rows for rows in waves for _ in range(2)]
+    assert sorted((c.group, c.sample) for c in found) == [(g, s) for g in range(6) for s in range(4)]
+
+
+def test_finished_sequences_leave_the_batch(architecture, pair, groups):
+    head = CountingHead()
+    engine = EmbeddedEngine(architecture(), replace(rollout_formats(FP8, 2), head=head), 64)
+    engine.update(pair.trainer.export(), pair.scales, 0)
+    stops = frozenset(range(2, 12))
+    lengths = [len(c.tokens) for finished in engine.generate(groups, replace(ENDLESS, stop_ids=stops)) for c in finished]
+    live = [sum(length > step for length in lengths) for step in range(max(lengths))]
+    assert all(now <= rows <= max(now / 0.75, now + 1) for rows, now in zip(head.rows, live, strict=True))
+    assert head.rows[-1] < 24
