@@ -111,6 +111,7 @@ def _manifest(run: LiveRun, index: int) -> StepManifest:
             for task, ports in reads.items()
         },
         outputs={name: {port: ref.digest for port, ref in entry.outputs.items()} for name, entry in tasks.items()},
+        model_revision=run.model_revision,
         seeds={"run": run.config.seed, "step": index},
         scales_digest=scales.digest,
         precision=run.config.precision.model_dump(mode="json"),

@@ -100,3 +100,11 @@ def random_weights(architecture: Architecture, seed: int) -> dict[str, Tensor]:
         noise = torch.randn(shape, generator=generator)
         weights[name] = 1 + 0.1 * noise if len(shape) == 1 else noise / shape[1] ** 0.5
     return weights
+
+
+@pytest.fixture(scope="session")
+def readme_commands() -> list[str]:
+    """Every line of the README's `sh` blocks, in order."""
+    text = (Path(__file__).parents[1] / "README.md").read_text()
+    blocks = text.split("```sh\n")[1:]
+    return [line for block in blocks for line in block.split("```")[0].splitlines() if line.strip()]

@@ -28,6 +28,7 @@ class StepRecord(_Part):
     code_version: str = Field(description="Digest of the sources (`versions.code_version`).")
     inputs: Digests = Field(description="What each task read.")
     outputs: Digests = Field(description="What each task stored.")
+    model_revision: str | None = Field(description="Commit of a hub model; null for a folder or from scratch.")
     seeds: dict[str, int] = Field(description="Seeds of the step's random generators by use.")
     scales_digest: str | None = Field(description="Of the Q, K and V scales in force; null where nothing is scaled.")
     precision: dict[str, JsonValue] = Field(description="The precision contract as executed.")

@@ -10,9 +10,9 @@ from mlflow import MlflowClient
 from prefect.client.schemas.objects import State
 from prefect.testing.utilities import prefect_test_harness
 
+from flows.grpo import grpo
 from fp8core.store.ledger import LedgerView
 from fp8core.store.run_directory import LEDGER
-from flows.grpo import grpo
 from tasks.tracking import default_tracking_uri
 
 # Three updates of a warm start that knows nothing yet: every step of the loop runs, none takes a second.

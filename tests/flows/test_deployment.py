@@ -16,6 +16,7 @@ pytestmark = pytest.mark.slow
 
 REPOSITORY = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
+Run = Callable[..., subprocess.CompletedProcess[str]]
 SMALL = {
     "warm_start.steps": 3,
     "warm_start.batch_size": 16,
@@ -41,8 +42,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     }
 
 
-def prefect(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = ["prefect", *arguments]
+def run(environment: dict[str, str], *command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300)
 
 
@@ -61,35 +61,44 @@ def healthy(url: str) -> bool:
         return False
 
 
+def is_service(command: str) -> bool:
+    """Whether a command stays in the foreground until it is stopped."""
+    return command.split()[1:3] in (["server", "start"], ["worker", "start"])
+
+
 @pytest.fixture(scope="module")
-def worker(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def worker(
+    environment: dict[str, str], readme_commands: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
+    """The README's commands, in its order, up to the one that runs a deployment."""
     logs = tmp_path_factory.mktemp("logs")
-    started = []
-
-    def start(name: str, *arguments: str) -> None:
-        with (logs / name).open("wb") as log:
-            started.append(
-                subprocess.Popen(["prefect", *arguments], cwd=REPOSITORY, env=environment, stdout=log, stderr=log)
-            )
-
+    services = []
+    commands = [command for command in readme_commands if command.startswith("prefect ")]
+    assert is_service(commands[0]), "the server comes first"
     try:
-        start("server", "server", "start")
-        wait_for(lambda: healthy(environment["PREFECT_API_URL"]), "the server")
-        created = prefect(environment, "work-pool", "create", "fp8-grpo", "--type", "process")
-        assert created.returncode == 0, created.stdout + created.stderr
-        deployed = prefect(environment, "--no-prompt", "deploy", "--all")
-        assert deployed.returncode == 0, deployed.stdout + deployed.stderr
-        start("worker", "worker", "start", "--pool", "fp8-grpo")
+        for command in commands:
+            if is_service(command):
+                with (logs / f"{len(services)}").open("wb") as log:
+                    services.append(
+                        subprocess.Popen(command.split(), cwd=REPOSITORY, env=environment, stdout=log, stderr=log)
+                    )
+                wait_for(lambda: healthy(environment["PREFECT_API_URL"]), "the server")
+            elif "deployment run" not in command:
+                done = run(environment, *command.split())
+                assert done.returncode == 0, done.stdout + done.stderr
         yield
     finally:
-        for process in reversed(started):
+        for process in reversed(services):
             process.terminate()
             process.wait(timeout=60)
 
 
-def run_deployment(environment: dict[str, str], *parameters: str) -> subprocess.CompletedProcess[str]:
-    flags = [flag for parameter in parameters for flag in ("--param", parameter)]
-    return prefect(environment, "deployment", "run", "fp8-grpo/tiny", "--watch", *flags)
+@pytest.fixture
+def run_deployment(environment: dict[str, str], worker: None, readme_commands: list[str]) -> Run:
+    """The README's `prefect deployment run`, with other parameters."""
+    (command,) = (line for line in readme_commands if line.startswith("prefect deployment run"))
+    start = command.partition(" --param")[0].split()
+    return lambda *parameters: run(environment, *start, *(f for p in parameters for f in ("--param", p)))
 
 
 def message_of_the_failed_run(url: str) -> str:
@@ -101,23 +110,25 @@ def message_of_the_failed_run(url: str) -> str:
     return str(run["state"]["message"])
 
 
-def test_a_deployed_run_completes(environment: dict[str, str], worker: None, tmp_path: Path) -> None:
+def test_a_deployed_run_completes(run_deployment: Run, tmp_path: Path) -> None:
     overrides = json.dumps({**SMALL, "runs": str(tmp_path)})
-    finished = run_deployment(environment, "steps=2", "run=deployed", f"overrides={overrides}")
+    finished = run_deployment("steps=2", "run=deployed", f"overrides={overrides}")
     assert finished.returncode == 0, finished.stdout + finished.stderr
     summary = json.loads((tmp_path / "deployed" / "summary.json").read_text())
     assert summary["steps"] == 2
     assert summary["tmpe_max"] == 1.0
 
 
-def test_a_failing_run_exits_with_one_and_its_reason(environment: dict[str, str], worker: None, tmp_path: Path) -> None:
+def test_a_failing_run_exits_with_one_and_its_reason(
+    run_deployment: Run, environment: dict[str, str], tmp_path: Path
+) -> None:
     overrides = json.dumps({**SMALL, "runs": str(tmp_path), "training.learning_rat": 1})
-    finished = run_deployment(environment, "steps=2", f"overrides={overrides}")
+    finished = run_deployment("steps=2", f"overrides={overrides}")
     assert finished.returncode == 1
     assert "did you mean learning_rate?" in message_of_the_failed_run(environment["PREFECT_API_URL"])
 
 
-def test_a_parameter_out_of_bounds_is_refused_at_submission(environment: dict[str, str], worker: None) -> None:
-    refused = run_deployment(environment, "steps=-1")
+def test_a_parameter_out_of_bounds_is_refused_at_submission(run_deployment: Run) -> None:
+    refused = run_deployment("steps=-1")
     assert refused.returncode == 1
     assert "steps" in refused.stdout + refused.stderr

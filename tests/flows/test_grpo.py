@@ -64,7 +64,9 @@ def test_ledger_and_manifests_hold_every_step(three_steps):
 
 def test_every_artifact_is_named_by_its_content(three_steps):
     store = ArtifactStore(three_steps.folder)
-    refs = [ref for step in range(3) for task in three_steps.ledger.tasks(step).values() for ref in task.outputs.values()]
+    refs = [
+        ref for step in range(3) for task in three_steps.ledger.tasks(step).values() for ref in task.outputs.values()
+    ]
     assert {ref.uri.rpartition(".")[2] for ref in refs} == {"parquet", "json"}
     for ref in refs:
         read = store.get_table if ref.uri.endswith("parquet") else store.get_json
@@ -79,7 +81,10 @@ def test_mlflow_shows_the_run(three_steps):
     run = three_steps.mlflow_run()
     assert run.info.status == "FINISHED"
     assert run.data.params["training.learning_rate"] == "0.0001"
-    assert run.data.params["precision.rollout.kv_cache"] == '"fp8"' or run.data.params["precision.rollout.kv_cache"] == "fp8"
+    assert (
+        run.data.params["precision.rollout.kv_cache"] == '"fp8"'
+        or run.data.params["precision.rollout.kv_cache"] == "fp8"
+    )
     for key in ("reward/mean", "rollout/length_mean", "rollout/entropy", "train/grad_norm", "time/rollout_seconds",
                 "time/rollout_share", "alignment/k3_kl", "alignment/ess", "kv/saturated_share"):  # fmt: skip
         assert set(metric(three_steps, key)) == {1, 2, 3}, key
@@ -163,6 +168,11 @@ def test_fresh_pass_calibration_and_fp32_scales(launch):
 
 
 def test_ragged_prompts_and_small_batches(launch):
-    ragged = {"data.chain.max_operands": 7, "rollout.max_batch": 7, "training.micro_batch": 3, "rollout.temperature": 0.7}
+    ragged = {
+        "data.chain.max_operands": 7,
+        "rollout.max_batch": 7,
+        "training.micro_batch": 3,
+        "rollout.temperature": 0.7,
+    }
     finished = launch("ragged", steps=2, overrides=ragged)
     assert finished.summary["tokens_differing"] == 0

@@ -23,7 +23,11 @@ def run_tiny(workplace: Path, name: str, *settings: str) -> dict[str, Any]:
     """`fp8-grpo run tiny`, in a folder where the runs share their warm starts."""
     summary = workplace / f"{name}.json"
     flags = [flag for setting in (f"run={name}", *settings) for flag in ("--set", setting)]
-    environment = {**os.environ, "PREFECT_HOME": str(workplace / "prefect"), "PREFECT_SERVER_ANALYTICS_ENABLED": "false"}
+    environment = {
+        **os.environ,
+        "PREFECT_HOME": str(workplace / "prefect"),
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    }
     finished = subprocess.run(
         [str(BIN / "fp8-grpo"), "run", "tiny", *flags, "--json", str(summary)],
         cwd=workplace,

@@ -92,9 +92,7 @@ def test_a_cache_that_is_not_fp8_needs_no_scales(architecture, pair_of, groups):
 
 
 def test_description(architecture, pair_of):
-    contract = PrecisionContract(
-        rollout=SidePrecision(head="bf16"), bf16_first_layers=1, scale_rule="fp32"
-    )
+    contract = PrecisionContract(rollout=SidePrecision(head="bf16"), bf16_first_layers=1, scale_rule="fp32")
     pair = pair_of(contract, architecture(num_layers=3))
     found = json.loads(json.dumps(pair.engine.describe()))
     scales, dtypes = found.pop("scales"), found.pop("dtypes")
@@ -243,7 +241,9 @@ def test_finished_sequences_leave_the_batch(architecture, pair, groups):
     engine = EmbeddedEngine(architecture(), replace(rollout_formats(FP8, 2), head=head), 64)
     engine.update(pair.trainer.export(), pair.scales, 0)
     stops = frozenset(range(2, 12))
-    lengths = [len(c.tokens) for finished in engine.generate(groups, replace(ENDLESS, stop_ids=stops)) for c in finished]
+    lengths = [
+        len(c.tokens) for finished in engine.generate(groups, replace(ENDLESS, stop_ids=stops)) for c in finished
+    ]
     live = [sum(length > step for length in lengths) for step in range(max(lengths))]
     assert all(now <= rows <= max(now / 0.75, now + 1) for rows, now in zip(head.rows, live, strict=True))
     assert head.rows[-1] < 24

@@ -86,7 +86,18 @@ def test_every_batch_size(architecture, pair_of, ragged_prompts, groups_of, cont
 )
 @settings(max_examples=10, deadline=None)
 def test_any_shape(
-    architecture, pair_of, ragged_prompts, groups_of, seed, width, wider, heads, head_dim, scale_rule, max_batch, temperature
+    architecture,
+    pair_of,
+    ragged_prompts,
+    groups_of,
+    seed,
+    width,
+    wider,
+    heads,
+    head_dim,
+    scale_rule,
+    max_batch,
+    temperature,
 ):
     query_heads, kv_heads = heads
     shape = architecture(

@@ -18,9 +18,9 @@ def kv(rows, columns, seed):
 def slow_mask(valid, queries, columns):
     """Row by row: a query sees valid columns up to its own, and its own always."""
     padded = [row + [True] * (columns - len(row)) for row in valid.tolist()]
-    return torch.tensor(
-        [[[(k <= q and row[k]) or k == q for k in range(columns)] for q in queries] for row in padded]
-    )[:, None]
+    return torch.tensor([[[(k <= q and row[k]) or k == q for k in range(columns)] for q in queries] for row in padded])[
+        :, None
+    ]
 
 
 def test_masks_of_a_prompt_and_of_the_tokens_after_it():

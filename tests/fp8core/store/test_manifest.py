@@ -19,6 +19,7 @@ def manifest(step: int = 0, predecessor: str | None = None, seconds: float = 1.0
             code_version="v",
             inputs={"train": {"rollouts": "aa"}},
             outputs={"train": {"policy": "bb"}},
+            model_revision=None,
             seeds={"rollout": 7},
             scales_digest=None,
             precision=PrecisionContract().model_dump(mode="json"),

@@ -1,0 +1,118 @@
+import pytest
+import torch
+from torch import Tensor
+
+from fp8core.config.precision import PrecisionContract
+from fp8core.models.checkpoint import load_checkpoint
+from fp8core.models.decoder import Decoder, FullContext
+from fp8core.models.formats import reference_formats, rollout_formats
+from fp8core.models.weights import load_policy, stored_weights
+from fp8core.numerics.kv_scales import LayerScales
+from fp8core.numerics.logprobs import token_logprobs
+from fp8core.rl.batch import TokenBatch
+
+SCALES = [LayerScales(q=2**-6, k=2**-6, v=2**-5)] * 2
+CONTRACTS = {"pow2": PrecisionContract(), "fp32": PrecisionContract(scale_rule="fp32")}
+
+
+@pytest.fixture
+def hidden_of(architecture, masters_of):
+    """(contract, tokens, valid) to hidden states of one random policy."""
+    arch = architecture()
+
+    def hidden(contract: PrecisionContract, tokens: Tensor, valid: Tensor, observe=None) -> Tensor:
+        decoder = Decoder(arch, rollout_formats(contract, 2))
+        stored = stored_weights(masters_of(arch), decoder.formats.stored_names(), contract.scale_rule)
+        positions = (valid.cumsum(1) - 1).clamp(min=0)
+        return decoder.hidden(load_policy(arch, stored), tokens, positions, FullContext.of(valid), SCALES, observe)
+
+    return hidden
+
+
+def random_tokens(*shape, seed=0):
+    return torch.randint(40, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_each_query_sees_itself_and_valid_keys_before_it():
+    valid = torch.tensor([[1, 1, 1, 0], [0, 1, 1, 1], [0, 0, 0, 0]], dtype=torch.bool)
+    mask = FullContext.of(valid).mask
+    assert mask.shape == (3, 1, 4, 4)
+    for row, q, k in torch.cartesian_prod(torch.arange(3), torch.arange(4), torch.arange(4)).tolist():
+        assert mask[row, 0, q, k] == (k == q or (k < q and bool(valid[row, k]))), (row, q, k)
+
+
+@pytest.mark.parametrize("contract", CONTRACTS)
+def test_later_tokens_and_other_rows_change_nothing(hidden_of, contract):
+    tokens, valid = random_tokens(3, 9), torch.ones(3, 9, dtype=torch.bool)
+    whole = hidden_of(CONTRACTS[contract], tokens, valid)
+    changed = tokens.clone()
+    changed[:, 6:], changed[1] = random_tokens(3, 3, seed=1), random_tokens(9, seed=2)
+    after = hidden_of(CONTRACTS[contract], changed, valid)
+    assert torch.equal(whole[[0, 2], :6], after[[0, 2], :6])
+    assert not torch.equal(whole[[0, 2], 6:], after[[0, 2], 6:])
+    assert torch.equal(hidden_of(CONTRACTS[contract], tokens[:1, :4], valid[:1, :4]), whole[:1, :4])
+
+
+@pytest.mark.parametrize("contract", CONTRACTS)
+def test_padding_on_either_side_changes_nothing(hidden_of, contract):
+    tokens = random_tokens(2, 7)
+    whole = hidden_of(CONTRACTS[contract], tokens, torch.ones(2, 7, dtype=torch.bool))
+    filler, padding = random_tokens(2, 5, seed=3), torch.zeros(2, 5, dtype=torch.bool)
+    left = hidden_of(
+        CONTRACTS[contract], torch.cat([filler, tokens], 1), torch.cat([padding, ~padding, ~padding[:, :2]], 1)
+    )
+    right = hidden_of(
+        CONTRACTS[contract], torch.cat([tokens, filler], 1), torch.cat([~padding, ~padding[:, :2], padding], 1)
+    )
+    assert torch.equal(left[:, 5:], whole)
+    assert torch.equal(right[:, :7], whole)
+
+
+def test_what_is_observed_is_what_attention_reads(hidden_of):
+    seen = {}
+    valid = torch.ones(3, 9, dtype=torch.bool)
+    hidden_of(PrecisionContract(), random_tokens(3, 9), valid, lambda layer, qkv: seen.setdefault(layer, qkv))
+    assert [tuple(x.shape) for x in seen[1]] == [(3, 4, 9, 24), (3, 2, 9, 24), (3, 2, 9, 24)]
+    assert sorted(seen) == [0, 1]
+    shuffled = {}
+    tokens = random_tokens(3, 9)
+    tokens[:, 4] = tokens[:, 0]
+    hidden_of(PrecisionContract(), tokens, valid, lambda layer, qkv: shuffled.setdefault(layer, qkv))
+    q, k, v = shuffled[0]
+    assert torch.equal(v[:, :, 4], v[:, :, 0])
+    assert not torch.equal(k[:, :, 4], k[:, :, 0]), "keys are observed after their rotation"
+    assert torch.allclose(k[:, :, 4].norm(dim=-1), k[:, :, 0].norm(dim=-1), rtol=1e-2)
+    assert torch.allclose(q[:, :, 4].norm(dim=-1), q[:, :, 0].norm(dim=-1), rtol=1e-2)
+
+
+def test_an_fp8_cache_without_scales_is_refused(architecture, masters_of):
+    decoder = Decoder(architecture(), rollout_formats(PrecisionContract(), 2))
+    weights = load_policy(architecture(), stored_weights(masters_of(architecture()), ("fp8_block",) * 2, "pow2"))
+    tokens, valid = random_tokens(1, 3), torch.ones(1, 3, dtype=torch.bool)
+    with pytest.raises(AssertionError, match="calibrate first"):
+        decoder.hidden(weights, tokens, torch.arange(3)[None], FullContext.of(valid), scales=None)
+
+
+def test_gradients_equal_those_of_transformers(transformers_checkpoint):
+    """The norms, SwiGLU, the linears and the head each have a backward of their own."""
+    checkpoint, model = load_checkpoint(transformers_checkpoint.folder), transformers_checkpoint.model
+    arch = checkpoint.architecture
+    prompts, completions = [[5, 6, 7], [8], [9, 10, 11, 12]], [[13, 14], [15, 16, 17, 18, 19], [20]]
+    batch = TokenBatch.of(prompts, completions)
+    written, weights = batch.completion[:, 1:], torch.linspace(-1, 2, 8)
+
+    masters = {name: tensor.float().requires_grad_() for name, tensor in checkpoint.tensors.items()}
+    decoder = Decoder(arch, reference_formats(arch.num_layers))
+    policy = load_policy(arch, stored_weights(masters, decoder.formats.stored_names(), "pow2"), masters)
+    hidden = decoder.hidden(policy, batch.tokens, batch.positions, FullContext.of(batch.valid), scales=None)
+    targets = batch.tokens[:, 1:][written]
+    ours, _ = token_logprobs(hidden[:, :-1][written], policy.head, decoder.formats.head, targets, temperature=0.8)
+    gradients = torch.autograd.grad((ours * weights).sum(), list(masters.values()))
+
+    logits = model(batch.tokens, attention_mask=batch.valid.long(), position_ids=batch.positions).logits
+    theirs = (logits / 0.8).log_softmax(-1)[:, :-1][written].gather(1, targets[:, None]).squeeze(1)
+    assert torch.allclose(ours, theirs, atol=1e-4)
+    parameters = dict(model.named_parameters())
+    expected = torch.autograd.grad((theirs * weights).sum(), [parameters[name] for name in masters])
+    for name, found, wanted in zip(masters, gradients, expected, strict=True):
+        assert (found - wanted).norm() <= 1e-4 * wanted.norm(), name

@@ -1,0 +1,77 @@
+import pytest
+import torch
+
+from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
+from fp8core.models.formats import reference_formats, rollout_formats, training_formats
+from fp8core.numerics.attention import Bf16Attention, Fp8Attention, Fp32Attention
+from fp8core.numerics.linear import Bf16Linear, Fp8BlockLinear, Fp8ForwardLinear, Fp32Linear
+from fp8core.numerics.logprobs import Bf16Head, Fp32Head
+
+
+def kinds(formats):
+    return [type(linear) for linear in formats.linears]
+
+
+@pytest.mark.parametrize("formats_of", [rollout_formats, training_formats])
+@pytest.mark.parametrize(
+    ("first", "last", "expected"),
+    [(0, 0, "FFFF"), (1, 0, "BFFF"), (0, 2, "FFBB"), (1, 1, "BFFB"), (2, 2, "BBBB")],
+)
+def test_layers_at_both_ends_stay_in_bf16(formats_of, first, last, expected):
+    formats = formats_of(PrecisionContract(bf16_first_layers=first, bf16_last_layers=last), 4)
+    assert kinds(formats) == [{"F": Fp8BlockLinear, "B": Bf16Linear}[letter] for letter in expected]
+    assert formats.stored_names() == tuple({"F": "fp8_block", "B": "bf16"}[letter] for letter in expected)
+
+
+def test_both_sides_follow_their_part_of_the_contract():
+    contract = PrecisionContract(
+        rollout=SidePrecision(head="bf16"), training=TrainingPrecision(linear="bf16", kv_cache="bf16")
+    )
+    rollout, training = rollout_formats(contract, 2), training_formats(contract, 2)
+    assert kinds(rollout) == [Fp8BlockLinear] * 2
+    assert kinds(training) == [Bf16Linear] * 2
+    assert (type(rollout.attention), type(training.attention)) == (Fp8Attention, Bf16Attention)
+    assert (type(rollout.head), type(training.head)) == (Bf16Head, Fp32Head)
+
+
+@pytest.mark.parametrize(
+    ("linear", "backward", "expected"),
+    [
+        ("fp8_block", None, Fp8BlockLinear),
+        ("fp8_block", "fp8_block", Fp8BlockLinear),
+        ("fp8_block", "bf16", Fp8ForwardLinear),
+        ("fp8_block", "fp32", Fp8ForwardLinear),
+        ("bf16", None, Bf16Linear),
+        ("bf16", "fp32", Bf16Linear),
+    ],
+)
+def test_the_backward_is_the_trainers_alone(linear, backward, expected):
+    training = TrainingPrecision(linear=linear, backward=backward)
+    contract = PrecisionContract(rollout=SidePrecision(linear=linear), training=training)
+    assert kinds(training_formats(contract, 1)) == [expected]
+    assert kinds(rollout_formats(contract, 1)) == [Fp8BlockLinear if linear == "fp8_block" else Bf16Linear]
+    assert training_formats(contract, 1).stored_names() == rollout_formats(contract, 1).stored_names()
+
+
+@pytest.mark.parametrize("rule", ["pow2", "fp32"])
+def test_the_scale_rule_reaches_every_quantiser(rule):
+    formats = training_formats(PrecisionContract(scale_rule=rule), 2)
+    assert formats.scale_rule == rule
+    assert {linear.rule for linear in formats.linears} == {rule}
+
+
+def test_the_reference_rounds_nothing_below_fp32():
+    formats = reference_formats(3)
+    assert kinds(formats) == [Fp32Linear] * 3
+    assert formats.stored_names() == ("fp32",) * 3
+    assert (type(formats.attention), type(formats.head)) == (Fp32Attention, Fp32Head)
+    assert formats.rounding(torch.tensor(1 + 2**-20)).item() == 1 + 2**-20
+    assert rollout_formats(PrecisionContract(), 1).rounding(torch.tensor(1 + 2**-20)).item() == 1.0
+
+
+def test_layers_kept_wide_are_fp32_in_the_reference_mode():
+    fp32 = {"linear": "fp32", "kv_cache": "fp32"}
+    contract = PrecisionContract(
+        rollout=SidePrecision(**fp32), training=TrainingPrecision(**fp32), bf16_first_layers=1, bf16_last_layers=1
+    )
+    assert kinds(training_formats(contract, 3)) == [Fp32Linear] * 3

@@ -1,0 +1,140 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from fp8core.models.architecture import parameter_shapes
+from fp8core.models.weights import SCALE_SUFFIX, is_linear, layer_of, load_policy, stored_weights
+from fp8core.numerics.e4m3 import decode, quantise_tiles
+from fp8core.numerics.fingerprint import policy_digest
+
+LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+FP8 = ("fp8_block", "fp8_block")
+
+
+def test_linears_and_layers_are_told_by_name(architecture):
+    found = {name: layer_of(name) for name in parameter_shapes(architecture()) if is_linear(name)}
+    assert found == {
+        f"model.layers.{i}.{'mlp' if name[0] in 'gud' else 'self_attn'}.{name}.weight": i
+        for i in range(2)
+        for name in LINEARS
+    }
+    assert layer_of("model.layers.11.input_layernorm.weight") == 11
+    assert [layer_of(name) for name in ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")] == [
+        None
+    ] * 3
+
+
+@pytest.mark.parametrize("rule", ["pow2", "fp32"])
+def test_linears_are_quantised_from_bf16(architecture, masters_of, rule):
+    masters = masters_of(architecture())
+    stored = stored_weights(masters, FP8, rule)
+    assert stored.keys() == masters.keys() | {name + SCALE_SUFFIX for name in masters if is_linear(name)}
+    for name, master in masters.items():
+        if not is_linear(name):
+            assert stored[name].dtype == torch.bfloat16
+            assert torch.equal(stored[name], master.bfloat16()), name
+            continue
+        grid, scales = quantise_tiles(master.bfloat16().float(), rule)
+        assert stored[name].dtype == torch.float8_e4m3fn
+        assert torch.equal(decode(stored[name]), grid), name
+        assert torch.equal(stored[name + SCALE_SUFFIX], scales), name
+        assert scales.shape == tuple(-(-size // 128) for size in master.shape)
+
+
+@given(
+    seed=st.integers(0, 2**31), spread=st.floats(-20, 10).map(lambda e: 2.0**e), rule=st.sampled_from(["pow2", "fp32"])
+)
+@settings(max_examples=15, deadline=None)
+def test_a_bf16_checkpoint_quantises_to_the_same_bytes(architecture, masters_of, seed, spread, rule):
+    masters = {name: spread * tensor for name, tensor in masters_of(architecture(num_layers=1), seed).items()}
+    checkpoint = {name: tensor.bfloat16() for name, tensor in masters.items()}
+    shipped = stored_weights(masters, FP8[:1], rule)
+    assert policy_digest(stored_weights(checkpoint, FP8[:1], rule)) == policy_digest(shipped)
+
+
+def test_shipped_bytes_survive_a_file(architecture, masters_of, tmp_path):
+    stored = stored_weights(masters_of(architecture()), FP8, "pow2")
+    save_file(stored, tmp_path / "stored.safetensors")
+    assert policy_digest(load_file(tmp_path / "stored.safetensors")) == policy_digest(stored)
+
+
+def test_layers_kept_in_bf16(architecture, masters_of):
+    masters = masters_of(architecture(num_layers=3))
+    stored = stored_weights(masters, ("bf16", "fp8_block", "bf16"), "pow2")
+    scaled = {layer_of(name) for name in stored if name.endswith(SCALE_SUFFIX)}
+    assert scaled == {1}
+    for name, master in masters.items():
+        if layer_of(name) != 1:
+            assert torch.equal(stored[name], master.bfloat16()), name
+
+
+def test_fp32_keeps_everything(architecture, masters_of):
+    masters = masters_of(architecture())
+    stored = stored_weights(masters, ("fp32", "fp32"), "pow2")
+    assert policy_digest(stored) == policy_digest(masters)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_head_is_the_embedding_when_they_are_tied(architecture, masters_of, tied):
+    arch = architecture(tie_embeddings=tied)
+    masters = masters_of(arch)
+    policy = load_policy(arch, stored_weights(masters, FP8, "pow2"))
+    head = masters["model.embed_tokens.weight" if tied else "lm_head.weight"]
+    assert torch.equal(policy.head.values, head.bfloat16().float())
+    assert torch.equal(policy.embedding, masters["model.embed_tokens.weight"].bfloat16().float())
+
+
+def test_ready_weights_are_the_stored_values_times_their_tile_scales(architecture, masters_of):
+    """With tiles of 128 and 160 rows, the second row of tiles starts inside gate_proj, not at up_proj."""
+    arch = architecture(hidden_size=144)
+    stored = stored_weights(masters_of(arch), FP8, "pow2")
+    layer = load_policy(arch, stored).layers[1]
+    groups = {"qkv": "q_proj k_proj v_proj", "output": "o_proj", "gate_up": "gate_proj up_proj", "down": "down_proj"}
+    for field, names in groups.items():
+        expected = []
+        for name in names.split():
+            part = "mlp" if name[0] in "gud" else "self_attn"
+            key = f"model.layers.1.{part}.{name}.weight"
+            values, scales = stored[key].double(), stored[key + SCALE_SUFFIX].double()
+            tiles = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
+            expected.append(values * tiles[: values.shape[0], : values.shape[1]])
+        assert torch.equal(getattr(layer, field).dequantised, torch.cat(expected)), field
+
+
+def test_inference_weights_carry_no_gradient(architecture, masters_of):
+    masters = {name: tensor.requires_grad_() for name, tensor in masters_of(architecture()).items()}
+    policy = load_policy(architecture(), stored_weights(masters, FP8, "pow2"))
+    assert policy.layers[0].qkv.master is None
+    assert policy.head.master is None
+    assert not any(t.requires_grad for t in (policy.embedding, policy.norm, policy.layers[0].input_norm))
+
+
+def test_gradients_pass_from_rounded_weights_to_the_masters(architecture, masters_of):
+    arch = architecture()
+    masters = {name: tensor.requires_grad_() for name, tensor in masters_of(arch).items()}
+    policy = load_policy(arch, stored_weights(masters, FP8, "pow2"), masters)
+    layer = policy.layers[0]
+    plain = {
+        "model.embed_tokens.weight": policy.embedding,
+        "model.norm.weight": policy.norm,
+        "model.layers.0.input_layernorm.weight": layer.input_norm,
+        "model.layers.0.post_attention_layernorm.weight": layer.post_norm,
+        "model.layers.0.self_attn.q_norm.weight": layer.q_norm,
+        "model.layers.0.self_attn.k_norm.weight": layer.k_norm,
+    }
+    for name, ready in plain.items():
+        assert torch.equal(ready.detach(), masters[name].detach().bfloat16().float()), name
+        (gradient,) = torch.autograd.grad(ready.square().sum(), masters[name])
+        assert torch.equal(gradient, 2 * ready.detach()), name
+    stacked = torch.cat([masters[f"model.layers.0.mlp.{name}_proj.weight"] for name in ("gate", "up")])
+    assert torch.equal(layer.gate_up.master, stacked)
+    assert policy.head.master is masters["lm_head.weight"]
+
+
+def test_llama_has_no_norms_on_queries_and_keys(architecture, masters_of):
+    arch = architecture(family="llama", qk_norm=False)
+    layer = load_policy(arch, stored_weights(masters_of(arch), FP8, "pow2")).layers[0]
+    assert layer.q_norm is None
+    assert layer.k_norm is None

@@ -1,0 +1,259 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fp8core.numerics.attention import Bf16Attention, Fp8Attention, Fp32Attention
+from fp8core.numerics.kv_scales import LayerScales
+
+POW2 = LayerScales(q=2.0**-6, k=2.0**-7, v=2.0**-5)
+FP32 = LayerScales(*(torch.tensor(x).item() for x in (0.0137, 0.0071, 0.021)))
+FORMS = [Fp8Attention(), Bf16Attention(), Fp32Attention()]
+
+Qkv = tuple[Tensor, Tensor, Tensor]
+
+
+def to_bf16(x: Tensor) -> Tensor:
+    return x.float().bfloat16().float()
+
+
+def random_qkv(length: int, seed: int, batch: int = 1, heads: int = 4, kv_heads: int = 2, dim: int = 32) -> Qkv:
+    """BF16 values in FP32; a few are beyond what the scales above can represent."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(batch, count, length, dim) for count in (heads, kv_heads, kv_heads)]
+    return tuple(to_bf16(2.5 * torch.randn(shape, generator=generator)) for shape in shapes)
+
+
+def causal(length: int) -> Tensor:
+    return torch.ones(1, 1, length, length, dtype=torch.bool).tril()
+
+
+def full_pass(form, qkv: Qkv, mask: Tensor, scales: LayerScales | None) -> Tensor:
+    q, k, v = qkv
+    return form.attend(q, *form.store(k, v, scales), mask, scales)
+
+
+def e4m3(x: Tensor) -> Tensor:
+    """FP64 values of the saturated cast."""
+    return x.float().clamp(-448, 448).to(torch.float8_e4m3fn).double()
+
+
+def stored(x: Tensor, scale: float) -> Tensor:
+    """FP64 values that E4M3 codes with this scale stand for."""
+    return e4m3(x / torch.tensor(scale)) * scale
+
+
+# A token's output does not depend on how it is computed
+
+
+@pytest.mark.parametrize("scales", [POW2, FP32])
+@pytest.mark.parametrize("form", FORMS[:2])
+def test_decoding_token_by_token_equals_the_full_pass(form, scales: LayerScales) -> None:
+    length = 70
+    q, k, v = random_qkv(length, seed=1, batch=2)
+    whole = full_pass(form, (q, k, v), causal(length), scales)
+    keys, values = [], []
+    for t in range(length):
+        now = slice(t, t + 1)
+        key, value = form.store(k[:, :, now], v[:, :, now], scales)
+        keys.append(key)
+        values.append(value)
+        mask = torch.ones(1, 1, 1, t + 1, dtype=torch.bool)
+        token = form.attend(q[:, :, now], torch.cat(keys, 2), torch.cat(values, 2), mask, scales)
+        assert torch.equal(token, whole[:, :, now]), t
+
+
+@pytest.mark.parametrize("chunk", [3, 16, 33])
+def test_chunks_over_a_preallocated_cache_equal_the_full_pass(chunk: int) -> None:
+    length, form = 70, Fp8Attention()
+    q, k, v = random_qkv(length, seed=2)
+    whole = full_pass(form, (q, k, v), causal(length), POW2)
+    keys, values = (torch.zeros(1, 2, 100, 32, dtype=torch.float64) for _ in range(2))
+    for start in range(0, length, chunk):
+        now = slice(start, min(start + chunk, length))
+        keys[:, :, now], values[:, :, now] = form.store(k[:, :, now], v[:, :, now], POW2)
+        seen = slice(0, now.stop)
+        mask = causal(length)[:, :, now, seen]
+        out = form.attend(q[:, :, now], keys[:, :, seen], values[:, :, seen], mask, POW2)
+        assert torch.equal(out, whole[:, :, now])
+
+
+@pytest.mark.parametrize("scales", [POW2, FP32])
+@pytest.mark.parametrize("side", ["left", "right", "ragged"])
+@pytest.mark.parametrize("form", FORMS[:2])
+def test_padding_and_neighbours_change_nothing(form, side: str, scales: LayerScales) -> None:
+    width, lengths = 41, [41, 1, 7, 30]
+    batch = tuple(1e4 * part for part in random_qkv(width, seed=3, batch=len(lengths)))  # padding saturates
+    valid = torch.zeros(len(lengths), width, dtype=torch.bool)
+    alone = []
+    for row, length in enumerate(lengths):
+        columns = torch.arange(width)
+        if side == "ragged":
+            columns = torch.randperm(width, generator=torch.Generator().manual_seed(row)).sort().values
+            columns = torch.randperm(width, generator=torch.Generator().manual_seed(row))[:length].sort().values
+        chosen = columns[width - length :] if side == "left" else columns[:length]
+        sequence = random_qkv(length, seed=10 + row)
+        for part, own in zip(batch, sequence, strict=True):
+            part[row, :, chosen] = own[0]
+        valid[row, chosen] = True
+        alone.append(full_pass(form, sequence, causal(length), scales)[0])
+    mask = (causal(width) & valid[:, None, None, :]) | torch.eye(width, dtype=torch.bool)
+    out = full_pass(form, batch, mask, scales)
+    for row, own in enumerate(alone):
+        assert torch.equal(out[row][:, valid[row]], own)
+
+
+# What it computes
+
+
+@pytest.mark.parametrize("scales", [POW2, FP32])
+def test_fp8_is_the_kernels_arithmetic_one_row_at_a_time(scales: LayerScales) -> None:
+    q, k, v = random_qkv(40, seed=4)
+    out = full_pass(Fp8Attention(), (q, k, v), causal(40), scales)
+    grid_q, grid_k, grid_v = e4m3(q / scales.q), e4m3(k / scales.k), e4m3(v / scales.v)
+    for head in range(4):
+        for t in range(40):
+            products = grid_k[0, head // 2, : t + 1] @ grid_q[0, head, t]
+            scores = products * (scales.q * scales.k / math.sqrt(32))
+            p = torch.exp(scores - scores.max())
+            values = (e4m3(256 * p) @ grid_v[0, head // 2, : t + 1]) * (scales.v / 256)
+            assert torch.equal(out[0, head, t], to_bf16(values / p.sum()))
+
+
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Softmax weights and output in FP64, with the K and V heads repeated."""
+    k, v = (part.double().repeat_interleave(q.shape[1] // k.shape[1], dim=1) for part in (k, v))
+    scores = (q.double() @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])).masked_fill(~mask, -math.inf)
+    weights = scores.softmax(-1)
+    return weights, weights @ v
+
+
+@given(
+    seed=st.integers(0, 2**31), length=st.integers(1, 50), dim=st.sampled_from([8, 32, 64]), spread=st.floats(0.1, 4)
+)
+@settings(max_examples=25, deadline=None)
+def test_fp8_is_near_the_softmax_of_the_dequantised_values(seed: int, length: int, dim: int, spread: float) -> None:
+    qkv = tuple(spread * part for part in random_qkv(length, seed, dim=dim))
+    out = full_pass(Fp8Attention(), qkv, causal(length), POW2).double()
+    q, k, v = (stored(x, scale) for x, scale in zip(qkv, (POW2.q, POW2.k, POW2.v), strict=True))
+    weights, expected = plain_attention(q, k, v, causal(length))
+    # P is 256 times a weight's share of the row's largest: half a step is 2^-4 of it, at least 2^-10 / 256; the last
+    # terms are the BF16 output and the row sum's fixed point.
+    magnitudes = v.abs().repeat_interleave(2, dim=1)
+    half_steps = torch.maximum(2.0**-4 * weights, 2.0**-18 * causal(length) * weights.amax(-1, keepdim=True))
+    bound = (half_steps @ magnitudes) * (1 + 2.0**-8) + 2.0**-8 * expected.abs() + 1e-30
+    assert ((out - expected).abs() <= bound).all()
+
+
+@pytest.mark.parametrize(("form", "bits"), [(Bf16Attention(), 8), (Fp32Attention(), 23)])
+def test_bf16_and_fp32_against_plain_softmax(form, bits: int) -> None:
+    q, k, v = random_qkv(40, seed=5, batch=2)
+    out = full_pass(form, (q, k, v), causal(40), None).double()
+    assert torch.equal(out, out.float().double())
+    weights, expected = plain_attention(q, k, v, causal(40))
+    bound = 2 * 2.0**-bits * (weights @ v.double().abs().repeat_interleave(2, dim=1))
+    assert ((out - expected).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_query_with_one_key_returns_its_value(form) -> None:
+    q, k, v = random_qkv(5, seed=6)
+    out = full_pass(form, (q, k, v), torch.eye(5, dtype=torch.bool)[None, None], POW2)
+    expected = to_bf16(stored(v, POW2.v)) if form.name == "fp8" else v
+    assert torch.equal(out, expected.repeat_interleave(2, dim=1))
+
+
+def test_masked_keys_have_no_weight() -> None:
+    q, k, v = random_qkv(6, seed=7)
+    mask = causal(6).clone()
+    mask[..., 2] = torch.arange(6) == 2
+    changed = [part.clone() for part in (k, v)]
+    for part in changed:
+        part[:, :, 2] = 1e6
+    rows = [0, 1, 3, 4, 5]
+    for form in FORMS:
+        before = full_pass(form, (q, k, v), mask, POW2)[:, :, rows]
+        assert torch.equal(full_pass(form, (q, *changed), mask, POW2)[:, :, rows], before)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_grouped_queries_equal_repeated_heads(form, kv_heads: int) -> None:
+    q, k, v = random_qkv(30, seed=8, kv_heads=kv_heads)
+    leaves = [part.requires_grad_() for part in (q, k, v)]
+    repeated = [part.repeat_interleave(4 // kv_heads, dim=1) for part in (k, v)]
+    grouped_out = full_pass(form, (q, k, v), causal(30), POW2)
+    repeated_out = full_pass(form, (q, *repeated), causal(30), POW2)
+    assert torch.equal(grouped_out, repeated_out)
+    upstream = torch.randn(grouped_out.shape, generator=torch.Generator().manual_seed(9))
+    grads = [torch.autograd.grad(out, leaves, upstream) for out in (grouped_out, repeated_out)]
+    for ours, theirs in zip(*grads, strict=True):
+        assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("call", ["store", "attend"])
+def test_fp8_without_scales_is_refused(call: str) -> None:
+    q, k, v = random_qkv(3, seed=0)
+    with pytest.raises(AssertionError, match="calibrate first"):
+        if call == "store":
+            Fp8Attention().store(k, v, None)
+        else:
+            Fp8Attention().attend(q, k.double(), v.double(), causal(3), None)
+
+
+# Gradients, against the autograd of models that spell out what each rounding passes
+
+
+def assert_close(ours: Tensor, theirs: Tensor) -> None:
+    assert ((ours.double() - theirs.double()).abs() <= 1e-5 * theirs.double().abs().max()).all()
+
+
+def passing(x: Tensor, rounded: Tensor) -> Tensor:
+    return x + (rounded - x).detach()
+
+
+def explicit_attention(qkv: Qkv, mask: Tensor, scales: LayerScales | None, round_p) -> Tensor:
+    q, k, v = (part.double() for part in qkv)
+    if scales is not None:
+        limits = [448 * scale for scale in (scales.q, scales.k, scales.v)]
+        clamped = [x.clamp(-limit, limit) for x, limit in zip((q, k, v), limits, strict=True)]
+        q, k, v = (passing(x, stored(x.detach(), limit / 448)) for x, limit in zip(clamped, limits, strict=True))
+    k, v = (part.repeat_interleave(2, dim=1) for part in (k, v))
+    scores = (q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])).masked_fill(~mask, -math.inf)
+    p = torch.exp(scores - scores.detach().amax(-1, keepdim=True))
+    return (passing(p, round_p(p.detach())) @ v) / p.sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize(
+    ("form", "scales", "round_p"),
+    [
+        (Fp8Attention(), POW2, lambda p: e4m3(256 * p) / 256),
+        (Fp8Attention(), FP32, lambda p: e4m3(256 * p) / 256),
+        (Bf16Attention(), None, lambda p: to_bf16(p).double()),
+        (Fp32Attention(), None, lambda p: p),
+    ],
+)
+def test_gradients_are_those_of_the_explicit_model(form, scales: LayerScales | None, round_p) -> None:
+    leaves = [part.requires_grad_() for part in random_qkv(30, seed=11, batch=2)]
+    upstream = torch.randn(2, 4, 30, 32, generator=torch.Generator().manual_seed(12))
+    ours = torch.autograd.grad(full_pass(form, tuple(leaves), causal(30), scales), leaves, upstream)
+    explicit = explicit_attention(tuple(leaves), causal(30), scales, round_p)
+    for grad, expected in zip(ours, torch.autograd.grad(explicit, leaves, upstream.double()), strict=True):
+        assert grad.dtype == torch.float32
+        assert_close(grad, expected)
+
+
+def test_saturated_elements_get_no_gradient() -> None:
+    leaves = [part.requires_grad_() for part in random_qkv(30, seed=13)]
+    out = full_pass(Fp8Attention(), tuple(leaves), causal(30), POW2)
+    grads = torch.autograd.grad(out.square().sum(), leaves)
+    for x, grad, scale in zip(leaves, grads, (POW2.q, POW2.k, POW2.v), strict=True):
+        saturated = x.abs() > 448 * scale
+        if scale != POW2.v:
+            assert saturated.any()
+        assert not grad[saturated].any()
+        # The first query sees one key, so that no score matters to it.
+        assert (grad[~saturated] != 0).float().mean() > 0.9

@@ -1,0 +1,189 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fp8core.numerics.e4m3 import E4M3_MAX, GroupNotFinite, round_to_e4m3
+from fp8core.numerics.kv_scales import (
+    KvStatistics,
+    LayerAmax,
+    LayerScales,
+    average_amax,
+    scales_from_statistics,
+)
+
+SCALES = LayerScales(q=2.0**-7, k=2.0**-8, v=2.0**-9)
+AMAX = st.builds(LayerAmax, *[st.floats(0, 1e4, width=32)] * 3)
+
+
+def random_batch(seed: int, batch: int = 3, length: int = 9) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(batch, heads, length, 8, generator=generator) for heads in (4, 2, 2))
+    valid = torch.rand(batch, length, generator=generator) > 0.3
+    valid[:, 0] = True
+    return (q * 2, k, v / 2), valid
+
+
+# Scales
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+@pytest.mark.parametrize("value", [0.0, -0.0, -1.0, math.nan, math.inf, -math.inf])
+def test_a_scale_must_be_positive_and_finite(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"scale of {name} is .* positive and finite"):
+        LayerScales(**{"q": 1.0, "k": 1.0, "v": 1.0, name: value})
+
+
+@pytest.mark.parametrize("missing", ["q", "k", "v"])
+def test_there_is_no_default_scale(missing: str) -> None:
+    with pytest.raises(TypeError, match=missing):
+        LayerScales(**{name: 1.0 for name in "qkv" if name != missing})
+
+
+def test_a_calibrated_one_is_legal() -> None:
+    assert scales_from_statistics([LayerAmax(448.0, 448.0, 448.0)], 1.0, "pow2") == [LayerScales(1.0, 1.0, 1.0)]
+
+
+@given(amax=st.lists(AMAX, min_size=1, max_size=4), margin=st.floats(1, 4), rule=st.sampled_from(["pow2", "fp32"]))
+@settings(max_examples=50, deadline=None)
+def test_scales_cover_the_amax_with_its_margin(amax: list[LayerAmax], margin: float, rule: str) -> None:
+    scales = scales_from_statistics(amax, margin, rule)
+    for layer, scale in zip(amax, scales, strict=True):
+        for largest, value in ((layer.q, scale.q), (layer.k, scale.k), (layer.v, scale.v)):
+            wanted = max(largest * margin, 1e-10)
+            assert value * E4M3_MAX >= wanted * (1 - 2.0**-22)
+            assert value * E4M3_MAX < wanted * (2 if rule == "pow2" else 1) * (1 + 2.0**-22)
+            assert rule == "fp32" or math.frexp(value)[0] == 0.5
+            assert torch.tensor(value).item() == value, "a scale must survive as FP32"
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e39])
+def test_statistics_that_are_not_finite_are_refused(value: float) -> None:
+    with pytest.raises(GroupNotFinite):
+        scales_from_statistics([LayerAmax(1.0, 1.0, 1.0), LayerAmax(1.0, value, 1.0)], 1.5, "pow2")
+
+
+# Statistics
+
+
+def test_amax_over_valid_tokens_of_each_layer() -> None:
+    statistics = KvStatistics(2)
+    expected = []
+    for layer in range(2):
+        tensors, valid = random_batch(layer)
+        statistics.observe(layer, tensors, valid, None)
+        expected.append(LayerAmax(*(max(abs(y) for y in x.transpose(1, 2)[valid].flatten().tolist()) for x in tensors)))
+    assert statistics.amax() == expected
+    assert statistics.saturated_share() == 0.0
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, 1e30])
+def test_what_masked_positions_hold_does_not_leak(poison: float) -> None:
+    tensors, valid = random_batch(0)
+    clean, poisoned = KvStatistics(1), KvStatistics(1)
+    clean.observe(0, tensors, valid, SCALES)
+    poison_at = ~valid[:, None, :, None]
+    poisoned.observe(0, tuple(x.masked_fill(poison_at, poison) for x in tensors), valid, SCALES)
+    assert poisoned.amax() == clean.amax()
+    assert poisoned.saturated_share() == clean.saturated_share() > 0
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_valid_positions_hold_is_not_hidden(value: float) -> None:
+    tensors, valid = random_batch(0)
+    tensors[1][0, 0, 0, 0] = value
+    statistics = KvStatistics(1)
+    statistics.observe(0, tensors, valid, None)
+    statistics.observe(0, *random_batch(1), None)
+    with pytest.raises(GroupNotFinite):
+        scales_from_statistics(statistics.amax(), 1.0, "pow2")
+
+
+@given(seed=st.integers(0, 2**31), parts=st.integers(1, 5), order=st.randoms())
+@settings(max_examples=20, deadline=None)
+def test_streaming_equals_one_pass(seed: int, parts: int, order) -> None:
+    tensors, valid = random_batch(seed, batch=5)
+    once, streamed = KvStatistics(1), KvStatistics(1)
+    once.observe(0, tensors, valid, SCALES)
+    chunks = list(torch.arange(5).chunk(parts))
+    order.shuffle(chunks)
+    for rows in chunks:
+        streamed.observe(0, tuple(x[rows] for x in tensors), valid[rows], SCALES)
+    assert streamed.amax() == once.amax()
+    assert streamed.saturated_share() == once.saturated_share()
+
+
+def test_padding_changes_nothing() -> None:
+    tensors, valid = random_batch(2)
+    plain, padded = KvStatistics(1), KvStatistics(1)
+    plain.observe(0, tensors, valid, SCALES)
+    wider = tuple(torch.nn.functional.pad(x, (0, 0, 4, 3), value=1e9) for x in tensors)
+    padded.observe(0, wider, torch.nn.functional.pad(valid, (4, 3)), SCALES)
+    assert padded.amax() == plain.amax()
+    assert padded.saturated_share() == plain.saturated_share()
+
+
+def test_saturated_share_counts_what_the_grid_cannot_hold() -> None:
+    statistics = KvStatistics(2)
+    saturated = elements = 0
+    for layer in range(2):
+        tensors, valid = random_batch(layer)
+        statistics.observe(layer, tensors, valid, SCALES)
+        for x, scale in zip(tensors, (SCALES.q, SCALES.k, SCALES.v), strict=True):
+            seen = x.transpose(1, 2)[valid] / scale
+            saturated += int((seen.abs() > round_to_e4m3(seen).abs().clamp(min=E4M3_MAX)).sum())
+            elements += seen.numel()
+    assert saturated > 10
+    assert statistics.saturated_share() == saturated / elements
+
+
+def test_the_largest_representable_value_is_not_saturated() -> None:
+    limit = E4M3_MAX * SCALES.q
+    x = torch.tensor([limit, -limit, torch.nextafter(torch.tensor(limit), torch.tensor(1e9)).item(), 0.0])
+    statistics = KvStatistics(1)
+    statistics.observe(0, (x.view(1, 1, 1, 4),) * 3, torch.ones(1, 1, dtype=torch.bool), LayerScales(*[SCALES.q] * 3))
+    assert statistics.saturated_share() == 1 / 4
+
+
+def test_observing_needs_no_gradient() -> None:
+    tensors, valid = random_batch(3)
+    statistics = KvStatistics(1)
+    statistics.observe(0, tuple(x.requires_grad_() for x in tensors), valid, SCALES)
+    assert statistics.amax()[0].q > 0
+
+
+@pytest.mark.parametrize("read", [KvStatistics.amax, KvStatistics.saturated_share])
+def test_a_layer_without_tokens_is_an_error(read) -> None:
+    statistics = KvStatistics(2)
+    statistics.observe(0, *random_batch(0), None)
+    tensors, valid = random_batch(1)
+    statistics.observe(1, tensors, torch.zeros_like(valid), None)
+    with pytest.raises(AssertionError, match="no tokens"):
+        read(statistics)
+
+
+# Average over steps
+
+
+def test_average_by_layer_and_tensor() -> None:
+    previous = [LayerAmax(1.0, 2.0, 3.0), LayerAmax(10.0, 20.0, 30.0)]
+    current = [LayerAmax(5.0, 6.0, 7.0), LayerAmax(50.0, 60.0, 70.0)]
+    assert average_amax(previous, current, 0.75) == [LayerAmax(2.0, 3.0, 4.0), LayerAmax(20.0, 30.0, 40.0)]
+    assert average_amax(previous, current, 0.0) == current
+    assert average_amax(previous, current, 1.0) == previous
+
+
+def test_average_over_steps_is_exponential() -> None:
+    average = [LayerAmax(1.0, 0.0, 0.0)]
+    for _ in range(5):
+        average = average_amax(average, [LayerAmax(0.0, 0.0, 1.0)], 0.5)
+    assert average == [LayerAmax(2.0**-5, 0.0, 1 - 2.0**-5)]
+
+
+def test_average_with_another_models_statistics_is_an_error() -> None:
+    layer = LayerAmax(1.0, 1.0, 1.0)
+    with pytest.raises(AssertionError, match="another model"):
+        average_amax([layer], [layer, layer], 0.5)
