@@ -1,18 +1,20 @@
 """The `fp8-grpo` command.
 
-Exit codes: 0 done; 1 the training failed; 2 the user's mistake, found before any work.
+Exit codes: 0 done; 1 the training failed; 2 the user's mistake, found before any work; 130 and 143 stopped by Ctrl-C
+and by SIGTERM.
 """
 
 import argparse
 import json
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from flows.environment import make_prefect_home, quiet_prefect_console, wait_for_prefect
+from flows.environment import make_prefect_home, quiet_prefect_console, start_prefect, wait_for_prefect
 from fp8core.errors import UserError
 
 
@@ -22,15 +24,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Steps of the user's own (`uses: mine:score`) lie in the working directory, which a console script leaves out.
     sys.path.insert(0, os.getcwd())
     try:
-        return int(options.command(options))
+        code = int(options.command(options))
+        sys.stdout.flush()
+        return code
     except UserError as error:
-        print(f"fp8-grpo: {error}", file=sys.stderr)
-        return 2
+        return _stopped(str(error), 2)
+    except KeyboardInterrupt:
+        return _stopped("interrupted; a run continues with --set run=NAME", 128 + signal.SIGINT)
+    except BrokenPipeError:
+        # The reader is gone (`| head`). Python flushes once more at exit, and must find somewhere to write.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+
+
+def _stopped(reason: str, code: int) -> int:
+    print(f"fp8-grpo: {reason}", file=sys.stderr)
+    return code
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="fp8-grpo", description="GRPO in block-wise FP8.")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    parser.set_defaults(command=lambda options: _help(parser))
+    commands = parser.add_subparsers(metavar="COMMAND")
     _add(commands, "run", _run, "train, or continue a run").add_argument(
         "--json", type=Path, metavar="FILE", help="write the summary as JSON"
     )
@@ -50,15 +65,25 @@ def _add(commands: Any, name: str, command: Any, text: str) -> argparse.Argument
     return parser
 
 
+def _help(parser: argparse.ArgumentParser) -> int:
+    parser.print_help(sys.stderr)
+    return 2
+
+
 def _run(options: argparse.Namespace) -> int:
     from tasks.session import plan_of, refuse_conflict
 
     config = _load(options)
     plan_of(config)
     refuse_conflict(config)
+    if options.json is not None:
+        _refuse_unwritable(options.json)
+    print("starting Prefect and MLflow", flush=True)
     make_prefect_home()
     quiet_prefect_console()
     wait_for_prefect()
+    signal.signal(signal.SIGTERM, _terminate)
+    start_prefect()
     from flows.grpo import grpo
 
     state = grpo(config=options.config, overrides=options.overrides, return_state=True)
@@ -69,6 +94,17 @@ def _run(options: argparse.Namespace) -> int:
         summary = state.result()
         options.json.write_text(json.dumps(summary, indent=2) + "\n")
     return 0
+
+
+def _refuse_unwritable(file: Path) -> None:
+    """Better said now than after the training."""
+    if file.is_dir() or not file.parent.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise UserError(f"--json {file}: cannot be written; name a file in a folder that exists")
+
+
+def _terminate(number: int, frame: object) -> None:
+    """Leave by way of an exception, so that the run is closed and Prefect's server stops with us."""
+    sys.exit(_stopped("terminated; a run continues with --set run=NAME", 128 + number))
 
 
 def _explain(state: Any) -> None:

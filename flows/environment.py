@@ -1,7 +1,12 @@
-"""The one place that reads and sets environment variables, before Prefect is imported."""
+"""Prefect's surroundings. The one place that reads and sets environment variables, before Prefect is imported."""
 
 import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from fp8core.errors import UserError
 
 
 def quiet_prefect_console() -> None:
@@ -19,6 +24,32 @@ def make_prefect_home() -> None:
     Path(os.environ.get("PREFECT_HOME", "~/.prefect")).expanduser().mkdir(parents=True, exist_ok=True)
 
 
-def prefect_server() -> str | None:
-    """Address of the Prefect server in use; None when one is started for this process alone."""
-    return os.environ.get("PREFECT_API_URL")
+def start_prefect() -> None:
+    """Reach the configured Prefect server, or start one for this process.
+
+    Raises:
+        UserError: the configured server does not answer.
+    """
+    # Imported here, because Prefect reads its settings once, when it is imported.
+    from prefect.client.orchestration import get_client
+
+    with _without_interrupts(), get_client(sync_client=True) as client:
+        problem = client.api_healthcheck()
+    if problem is not None:
+        raise UserError(
+            f"Prefect's server at {client.api_url} does not answer ({problem}): "
+            "start it with `prefect server start`, or unset PREFECT_API_URL to have one started for the run"
+        )
+
+
+@contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Processes that are started inside never see Ctrl-C.
+
+    A terminal sends it to every process of the command, and Prefect's server must live to hear how the run ended.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import fp8core
 import tasks
+from fp8core.config.capability import check_contract
 from fp8core.config.check import Plan, check_pipeline
 from fp8core.config.load import config_digest, may_continue
 from fp8core.config.run import RunConfig, public_dump
@@ -32,7 +33,7 @@ from fp8core.workers.build import build_base
 from fp8core.workers.live import LiveRun, register, release
 from tasks.commit import publish_step
 from tasks.execute import Interval, TaskResult
-from tasks.tracking import Tracker, resolve_tracking_uri
+from tasks.tracking import RunOutcome, Tracker, resolve_tracking_uri
 
 CARRIED_KINDS = {"policy": "policy", "scales": "scales"}
 _TRACKING = "tracking.json"
@@ -55,11 +56,13 @@ class Session:
 
 
 def plan_of(config: RunConfig) -> Plan:
-    """The checked pipeline of a configuration.
+    """The checked pipeline of a configuration whose precision contract can be kept.
 
     Raises:
-        UserError: the pipeline is broken, or nothing in it provides metrics.
+        UserError: the contract is beyond the engines, the pipeline is broken, or nothing in it provides metrics.
     """
+    # The embedded engine and the torch trainer compute on the CPU, whatever else the machine has.
+    check_contract(config.precision, "cpu", corrected=config.correction.method != "none")
     plan = check_pipeline(config.pipeline, CARRIED_KINDS, import_spec)
     if not any("metrics" in planned.spec.outputs.values() for planned in plan.steps):
         raise UserError("pipeline.steps: no step provides an artifact of kind metrics; add tasks.record:record")
@@ -113,17 +116,15 @@ def open_session(config: RunConfig, name: str, console: Console) -> Iterator[Ses
         directory.close()
         raise
     console.header(name, {"folder": str(directory.path), "MLflow": tracker.uri})
-    status = "FAILED"
+    status: RunOutcome = "KILLED"  # Ctrl-C, SIGTERM, a cancelled flow run
     try:
         run = _live(config, plan, directory, version, console)
         register(run)
         _log_description(run, tracker)
         yield Session(run, tracker, began)
         status = "FINISHED"
-    except KeyboardInterrupt:
-        status = "KILLED"
-        raise
     except Exception as error:
+        status = "FAILED"
         tracker.set_tags({"error": str(error)})
         raise
     finally:

@@ -74,3 +74,6 @@ class PrecisionContract(Section):
     )
     bf16_first_layers: int = Field(0, ge=0, description="Decoder layers kept in BF16 at the start.")
     bf16_last_layers: int = Field(0, ge=0, description="Decoder layers kept in BF16 at the end.")
+    accept_mismatch: bool = Field(
+        False, description="Allow sides of different formats without any correction (to measure what that does)."
+    )

@@ -22,8 +22,9 @@ def encode_prompt(
     tokens = tokenizer.encode(text, add_special_tokens=chat is None)
     limit = min(config.data.max_prompt_tokens, max_positions - config.rollout.max_new_tokens)
     if not 0 < len(tokens) <= limit:
+        fitting = f"1 to {limit} fit" if limit > 0 else "none fit"
         raise UserError(
-            f"prompt {problem.prompt_id} ({problem.question[:40]!r}) has {len(tokens)} tokens; 1 to {limit} fit "
+            f"prompt {problem.prompt_id} ({problem.question[:40]!r}) has {len(tokens)} tokens; {fitting} "
             f"(data.max_prompt_tokens={config.data.max_prompt_tokens}, {max_positions} positions of the model, "
             f"rollout.max_new_tokens={config.rollout.max_new_tokens})"
         )

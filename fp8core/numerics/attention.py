@@ -6,7 +6,7 @@ and quantised to E4M3, and its row sum is taken before that rounding. Both produ
 decoded alone or scored in a full pass, and whatever padding surrounds it.
 
 Shapes: q [B, H, Tq, d]; k, v [B, H_kv, Tk, d]; mask bool [B, 1, Tq, Tk], True where a query may look; every query
-must be allowed at least one key. Output FP32 [B, H, Tq, d].
+must be allowed at least one key, and what is masked must be finite too. Output FP32 [B, H, Tq, d].
 """
 
 import math

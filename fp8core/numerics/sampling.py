@@ -26,13 +26,12 @@ def uniform(seeds: Tensor, position: int) -> Tensor:
 
 
 def sample(logprobs: Tensor, draws: Tensor) -> Tensor:
-    """Inverse-CDF sampling: int64 [B] from FP64 log-probs [B, V] and uniform draws [B]."""
+    """Inverse-CDF sampling: int64 [B] from FP64 log-probs [B, V] and uniform draws in [0, 1) [B]."""
     cumulative = logprobs.exp().cumsum(-1)
     assert bool((cumulative[:, -1] > 0).all()), "not a distribution: NaN, or no token with any probability"
-    chosen = torch.searchsorted(cumulative, (draws * cumulative[:, -1]).unsqueeze(-1), right=True).squeeze(-1)
-    # A draw a hair below 1 may round up to the total; the last token with any probability is meant then.
-    last = (cumulative < cumulative[:, -1:]).sum(-1)
-    return torch.minimum(chosen, last)
+    # Even the largest draw, 1 - 2^-53, times the total rounds to less than the total: some token is always found, and
+    # one that adds to the sum.
+    return torch.searchsorted(cumulative, draws.unsqueeze(-1) * cumulative[:, -1:], right=True).squeeze(-1)
 
 
 def greedy(logprobs: Tensor) -> Tensor:

@@ -61,7 +61,7 @@ class Objective:
             loss=surrogate.loss + self._reference_weight * penalty,
             clip_fraction=surrogate.clip_fraction,
             ratio_mean=surrogate.ratio_mean,
-            weight_mean=token_mean(weights, mask, denominator),
+            weight_mean=token_mean(weights.double(), mask, denominator),
             reference_kl=penalty,
         )
 

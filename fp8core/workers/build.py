@@ -79,8 +79,8 @@ def _from_scratch(config: RunConfig) -> BaseModel:
 
 
 def _from_checkpoint(config: RunConfig, model: str) -> BaseModel:
-    resolved = resolve_model(model, config.revision)
-    checkpoint = load_checkpoint(Path(resolved.folder))
     if config.warm_start is not None:
         raise UserError("warm_start trains a model from scratch; a checkpoint starts as it is (set warm_start to null)")
+    resolved = resolve_model(model, config.revision)
+    checkpoint = load_checkpoint(Path(resolved.folder))
     return BaseModel(checkpoint.architecture, checkpoint.tensors, checkpoint.tokenizer, resolved.revision)

@@ -87,7 +87,7 @@ def test_the_head_is_the_embedding_when_they_are_tied(architecture, masters_of, 
 
 
 def test_ready_weights_are_the_stored_values_times_their_tile_scales(architecture, masters_of):
-    """With tiles of 128 and 160 rows, the second row of tiles starts inside gate_proj, not at up_proj."""
+    """gate_proj ends inside a row of tiles (160 rows); the tiles of up_proj begin anew after it."""
     arch = architecture(hidden_size=144)
     stored = stored_weights(masters_of(arch), FP8, "pow2")
     layer = load_policy(arch, stored).layers[1]

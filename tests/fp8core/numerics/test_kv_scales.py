@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fp8core.numerics.e4m3 import E4M3_MAX, GroupNotFinite, round_to_e4m3
+from fp8core.numerics.e4m3 import E4M3_MAX, GroupNotFinite
 from fp8core.numerics.kv_scales import (
     KvStatistics,
     LayerAmax,
@@ -134,7 +134,7 @@ def test_saturated_share_counts_what_the_grid_cannot_hold() -> None:
         statistics.observe(layer, tensors, valid, SCALES)
         for x, scale in zip(tensors, (SCALES.q, SCALES.k, SCALES.v), strict=True):
             seen = x.transpose(1, 2)[valid] / scale
-            saturated += int((seen.abs() > round_to_e4m3(seen).abs().clamp(min=E4M3_MAX)).sum())
+            saturated += int((seen.abs() > 448).sum())
             elements += seen.numel()
     assert saturated > 10
     assert statistics.saturated_share() == saturated / elements
@@ -148,11 +148,17 @@ def test_the_largest_representable_value_is_not_saturated() -> None:
     assert statistics.saturated_share() == 1 / 4
 
 
-def test_observing_needs_no_gradient() -> None:
+def test_observing_records_nothing_for_autograd() -> None:
     tensors, valid = random_batch(3)
-    statistics = KvStatistics(1)
-    statistics.observe(0, tuple(x.requires_grad_() for x in tensors), valid, SCALES)
-    assert statistics.amax()[0].q > 0
+    saved: list[Tensor] = []
+
+    def keep(x: Tensor) -> Tensor:
+        saved.append(x)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, keep):
+        KvStatistics(1).observe(0, tuple(x.requires_grad_() for x in tensors), valid, SCALES)
+    assert not saved
 
 
 @pytest.mark.parametrize("read", [KvStatistics.amax, KvStatistics.saturated_share])

@@ -70,7 +70,7 @@ def test_scales_of_another_model_are_refused(pair, groups, layers):
 
 def test_scales_of_another_version_are_refused(pair):
     before = pair.engine.fingerprint()
-    with pytest.raises(ValueError, match="^scales of policy 0 sent with weights of policy 1$"):
+    with pytest.raises(ValueError, match=r"^scales of policy 0 sent with weights of policy 1$"):
         pair.engine.update({}, pair.scales, 1)
     assert pair.engine.fingerprint() == before
 
@@ -78,7 +78,7 @@ def test_scales_of_another_version_are_refused(pair):
 def test_a_failed_update_changes_nothing(pair, groups):
     before, completions = pair.engine.fingerprint(), pair.generate(groups[:1], ENDLESS)
     torn = {name: tensor for name, tensor in pair.trainer.export().items() if name != "model.norm.weight"}
-    with pytest.raises(KeyError, match="model.norm.weight"):
+    with pytest.raises(KeyError, match=r"model\.norm\.weight"):
         pair.engine.update(torn, pair.scales, 0)
     assert pair.engine.fingerprint() == before
     assert pair.generate(groups[:1], ENDLESS) == completions

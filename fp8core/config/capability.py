@@ -1,0 +1,86 @@
+"""What each platform can compute, and which pairs of formats may meet: checked before anything is loaded.
+
+| platform | what it is                 | block FP8 linears | scale rules | FP8 cache and attention |
+|----------|----------------------------|-------------------|-------------|-------------------------|
+| cpu      | exact emulation in torch   | yes               | pow2, fp32  | yes                     |
+| sm_90    | Hopper                     | yes               | pow2, fp32  | yes (FlashAttention 3)  |
+| sm_100   | Blackwell                  | rollout: yes      | rollout: both; training: pow2 | yes   |
+| sm_80... | Ampere, Ada and older      | no                | -           | no                      |
+
+On Blackwell Transformer Engine emulates 128x128 block scaling by MXFP8, whose scales are powers of two.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from fp8core.config.precision import PrecisionContract
+from fp8core.errors import UserError
+
+_FP8_HARDWARE = {"cpu", "sm_90", "sm_100"}
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A setting that cannot be, why, and what to do."""
+
+    setting: str
+    reason: str
+    advice: str
+
+    def __str__(self) -> str:
+        return f"{self.setting}: {self.reason}; {self.advice}"
+
+
+def this_platform() -> str:
+    """`cpu`, or the compute capability of the first GPU as `sm_90`."""
+    if not torch.cuda.is_available():
+        return "cpu"
+    major, minor = torch.cuda.get_device_capability()
+    return f"sm_{major}{minor}"
+
+
+def check_contract(contract: PrecisionContract, platform: str, corrected: bool) -> None:
+    """Refuse a contract that the platform cannot keep, or whose sides differ with nothing to correct for it.
+
+    Args:
+        contract: formats of both sides.
+        platform: see `this_platform`.
+        corrected: whether importance sampling or rejection acts on the mismatch.
+
+    Raises:
+        UserError: every refusal, in one line.
+    """
+    refusals = [*_beyond_hardware(contract, platform), *_unlike_sides(contract, corrected)]
+    if refusals:
+        raise UserError("; also ".join(f"precision.{refusal}" for refusal in refusals))
+
+
+def _beyond_hardware(contract: PrecisionContract, platform: str) -> Iterator[Refusal]:
+    for side in ("rollout", "training"):
+        formats = getattr(contract, side)
+        if platform not in _FP8_HARDWARE and formats.linear == "fp8_block":
+            yield Refusal(f"{side}.linear=fp8_block", f"{platform} has no FP8 block GEMM", "set it to bf16")
+        if platform not in _FP8_HARDWARE and formats.kv_cache == "fp8":
+            yield Refusal(f"{side}.kv_cache=fp8", f"{platform} has no FP8 attention", "set it to bf16")
+    if platform == "sm_100" and contract.training.linear == "fp8_block" and contract.scale_rule == "fp32":
+        yield Refusal(
+            "scale_rule=fp32",
+            "sm_100 trains block FP8 through MXFP8, whose scales are powers of two",
+            "set it to pow2, or generate in FP8 and train in BF16 (training.linear=bf16)",
+        )
+
+
+def _unlike_sides(contract: PrecisionContract, corrected: bool) -> Iterator[Refusal]:
+    unlike = [
+        f"{part} {ours}/{theirs}"
+        for part in ("linear", "kv_cache", "head")
+        if (ours := getattr(contract.rollout, part)) != (theirs := getattr(contract.training, part))
+    ]
+    if unlike and not corrected and not contract.accept_mismatch:
+        yield Refusal(
+            "rollout and precision.training",
+            f"they differ in {', '.join(unlike)} and correction.method=none leaves that uncorrected",
+            "make them equal, correct for it, or set precision.accept_mismatch=true",
+        )

@@ -1,0 +1,211 @@
+"""safetensors files read and written in pieces, so that no tensor has to fit in memory.
+
+A file is eight bytes of little-endian header length, a JSON header (type, shape and place of every tensor), and the
+tensors' bytes without gaps (https://github.com/huggingface/safetensors, README). Files are laid out as that library
+lays them out, wide types first and then by name, so the same tensors give the same bytes.
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8core.errors import UserError
+from fp8core.models.hf_config import read_json_object
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+# Bytes of one element, in the library's order of types.
+ITEM_SIZES = {
+    **{"BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "F8_E8M0": 1},
+    **{"I16": 2, "U16": 2, "F16": 2, "BF16": 2, "I32": 4, "U32": 4, "F32": 4, "C64": 8, "F64": 8, "I64": 8, "U64": 8},
+}
+_RANKS = {dtype: rank for rank, dtype in enumerate(ITEM_SIZES)}
+_LARGEST_HEADER = 100_000_000
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Name, type and shape of a tensor in a file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        """How many values it has."""
+        return math.prod(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Its bytes."""
+        return self.elements * ITEM_SIZES[self.dtype]
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file, its bytes `offset` from the beginning."""
+
+    file: Path
+    spec: TensorSpec
+    offset: int
+
+    def refused(self, problem: str) -> UserError:
+        """The error that names this tensor and its file."""
+        return _refused(self.file, self.spec.name, problem)
+
+    def chunks(self, elements: int) -> Iterator[Tensor]:
+        """The bytes in order, uint8, those of `elements` values at a time (the last may be fewer).
+
+        Raises:
+            UserError: the file cannot be read, or ends early.
+        """
+        step = elements * ITEM_SIZES[self.spec.dtype]
+        try:
+            with self.file.open("rb") as file:
+                file.seek(self.offset)
+                for start in range(0, self.spec.size, step):
+                    buffer = bytearray(min(step, self.spec.size - start))
+                    if file.readinto(buffer) != len(buffer):
+                        raise self.refused("the file ends within it")
+                    yield torch.frombuffer(buffer, dtype=torch.uint8)
+        except OSError as error:
+            raise self.refused(f"cannot be read: {error.strerror}") from error
+
+
+def read_folder(folder: Path) -> dict[str, StoredTensor]:
+    """Every tensor of a checkpoint, in one file or in those that its index names.
+
+    Raises:
+        UserError: naming the file, and the tensor where it is one that is wrong.
+    """
+    single, index = folder / WEIGHTS, folder / INDEX
+    if single.is_file():
+        return read_header(single)
+    if not index.is_file():
+        raise UserError(f"{folder}: neither {WEIGHTS} nor {INDEX}; only safetensors weights are read")
+    weight_map = _weight_map(index)
+    stored: dict[str, StoredTensor] = {}
+    for file in sorted(set(weight_map.values())):
+        for name, tensor in read_header(folder / file).items():
+            if name in stored:
+                raise tensor.refused(f"expected once, found in {stored[name].file.name} as well")
+            stored[name] = tensor
+    for name, file in weight_map.items():
+        if name not in stored or stored[name].file.name != file:
+            raise _refused(folder / file, name, f"the index {INDEX} says it is here, and it is not")
+    return stored
+
+
+def read_header(file: Path) -> dict[str, StoredTensor]:
+    """The tensors of one file, in the order of their bytes; all bytes of the file are accounted for.
+
+    Raises:
+        UserError: naming the file, and the tensor where it is one that is wrong.
+    """
+    content, begin, size = _header(file)
+    content.pop("__metadata__", None)
+    places = {name: _place(file, name, entry) for name, entry in content.items()}
+    stored: dict[str, StoredTensor] = {}
+    position = begin
+    for name, (spec, start, stop) in sorted(places.items(), key=lambda item: item[1][1:]):
+        if begin + start != position or stop - start != spec.size:
+            raise _refused(file, name, f"its bytes {start} to {stop} do not fit its shape or the tensor before it")
+        position = begin + stop
+        if position > size:
+            raise _refused(file, name, f"the file ends within it, {position - size} bytes early")
+        stored[name] = StoredTensor(file, spec, begin + start)
+    if position != size:
+        raise UserError(f"{file}: {size - position} bytes after the last tensor")
+    return stored
+
+
+def file_order(spec: TensorSpec) -> tuple[int, str]:
+    """Sorts tensors as they lie in a file: a wide type never follows a narrow one, so all are aligned."""
+    return -_RANKS[spec.dtype], spec.name
+
+
+def write_tensors(path: Path, specs: Sequence[TensorSpec], pieces: Iterable[tuple[str, Tensor]]) -> None:
+    """Write a new file, durably; its tensors come in pieces.
+
+    Args:
+        path: Must not exist.
+        specs: What the file holds.
+        pieces: Consecutive parts of the tensors by name; those of different tensors may alternate.
+
+    Raises:
+        OSError: as the file system says.
+    """
+    header, places = _layout(specs)
+    with path.open("xb") as file:
+        file.write(header)
+        for name, values in pieces:
+            start, stop = places[name]
+            data = values.contiguous().view(-1).view(torch.uint8).numpy().data
+            places[name] = start + data.nbytes, stop
+            file.seek(start)
+            file.write(data)
+        assert all(start == stop for start, stop in places.values()), "pieces do not add up to the tensors"
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _layout(specs: Sequence[TensorSpec]) -> tuple[bytes, dict[str, tuple[int, int]]]:
+    """The header, and where each tensor begins and ends in the file."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for spec in sorted(specs, key=file_order):
+        place = [position, position + spec.size]
+        entries[spec.name] = {"dtype": spec.dtype, "shape": spec.shape, "data_offsets": place}
+        position += spec.size
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    begin = 8 + len(text)
+    ends = {spec.name: entries[spec.name]["data_offsets"] for spec in specs}
+    return len(text).to_bytes(8, "little") + text, {name: (begin + a, begin + b) for name, (a, b) in ends.items()}
+
+
+def _header(file: Path) -> tuple[dict[str, Any], int, int]:
+    """The JSON header, where the tensors begin, and the size of the file."""
+    try:
+        with file.open("rb") as handle:
+            size = os.fstat(handle.fileno()).st_size
+            length = int.from_bytes(handle.read(8), "little")
+            if size < 8 or length > min(size - 8, _LARGEST_HEADER):
+                raise UserError(f"{file}: not a complete safetensors file: no header of the length it states")
+            content = json.loads(handle.read(length))
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise UserError(f"{file}: not a safetensors file: the header is not JSON") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{file}: not a safetensors file: the header is not an object")
+    return content, 8 + length, size
+
+
+def _place(file: Path, name: str, entry: object) -> tuple[TensorSpec, int, int]:
+    match entry:
+        case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(start), int(stop)]} if (
+            dtype in ITEM_SIZES and all(isinstance(side, int) and side >= 0 for side in shape)
+        ):
+            return TensorSpec(name, dtype, tuple(shape)), start, stop
+    raise _refused(file, name, f"a type, shape or place in the header is malformed or unknown: {json.dumps(entry)}")
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    weight_map = read_json_object(index).get("weight_map")
+    files = weight_map.values() if isinstance(weight_map, dict) else ()
+    if not files or not all(isinstance(file, str) and Path(file).name == file for file in files):
+        raise UserError(f"{index}: weight_map: expected an object from tensors to files of this folder")
+    return dict(weight_map or {})
+
+
+def _refused(file: Path, name: str, problem: str) -> UserError:
+    return UserError(f"{file}: tensor {name}: {problem}")

@@ -1,0 +1,177 @@
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from fp8core.numerics.elementwise import inverse_frequencies, rms_norm, rotate, scale_frequencies, swiglu
+from fp8core.numerics.rounding import keep_fp32, round_to_bf16
+
+EPS = 1e-6
+ROUNDINGS = [keep_fp32, round_to_bf16]
+
+
+def randn(*shape: int, seed: int, spread: float = 2.0) -> Tensor:
+    """BF16 values in FP32."""
+    return (spread * torch.randn(shape, generator=torch.Generator().manual_seed(seed))).bfloat16().float()
+
+
+def to_bf16(x: Tensor) -> Tensor:
+    return x.float().bfloat16().float()
+
+
+def assert_close(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...], tolerance: float) -> None:
+    for x, y in zip(ours, theirs, strict=True):
+        assert x.dtype == torch.float32
+        assert (x.double() - y.double()).abs().max() <= tolerance * y.double().abs().max()
+
+
+def passing(x: Tensor, rounding) -> Tensor:
+    return x + (rounding(x).double() - x).detach()
+
+
+# RMSNorm
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 96), (7, 16), (4, 2, 9, 64), (32,)])
+def test_rms_norm_is_that_of_transformers(shape: tuple[int, ...]) -> None:
+    x, weight = randn(*shape, seed=1), 1 + 0.1 * randn(shape[-1], seed=2)
+    module = LlamaRMSNorm(shape[-1], EPS)
+    module.weight.data = weight
+    y = rms_norm(x, weight, EPS, keep_fp32)
+    assert y.dtype == torch.float32
+    assert torch.allclose(y, module(x), rtol=1e-6, atol=0)
+
+
+def test_rms_norm_rounds_the_normalised_value_and_the_product() -> None:
+    x, weight = randn(50, 96, seed=3), to_bf16(1 + 0.1 * randn(96, seed=4))
+    wide = x.double()
+    normed = to_bf16(wide / torch.sqrt((wide * wide).sum(-1, keepdim=True) / 96 + EPS))
+    assert torch.equal(rms_norm(x, weight, EPS, round_to_bf16), to_bf16(normed * weight))
+    module = LlamaRMSNorm(96, EPS).bfloat16()
+    module.weight.data = weight.bfloat16()
+    differing = rms_norm(x, weight, EPS, round_to_bf16) != module(x.bfloat16()).float()
+    assert differing.float().mean() < 1e-3
+
+
+@pytest.mark.parametrize("eps", [1e-6, 0.5])
+def test_rms_norm_adds_eps_to_the_mean_square(eps: float) -> None:
+    x = torch.full((1, 4), 2.0**-10)
+    expected = 2.0**-10 / (2.0**-20 + eps) ** 0.5
+    assert rms_norm(x, torch.ones(4), eps, keep_fp32)[0, 0].item() == pytest.approx(expected, rel=1e-6)
+    assert not rms_norm(torch.zeros(1, 4), torch.ones(4), eps, keep_fp32).any()
+
+
+@pytest.mark.parametrize(("rounding", "tolerance"), [(keep_fp32, 1e-5), (round_to_bf16, 1e-2)])
+@pytest.mark.parametrize("shape", [(6, 32), (2, 3, 4, 32), (32,)])
+def test_rms_norm_gradients(shape: tuple[int, ...], rounding, tolerance: float) -> None:
+    leaves = randn(*shape, seed=5).requires_grad_(), randn(32, seed=6).requires_grad_()
+    upstream = randn(*shape, seed=7)
+    ours = torch.autograd.grad(rms_norm(*leaves, 0.1, rounding), leaves, upstream)
+    wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    normed = passing(wide[0] * torch.rsqrt(wide[0].square().mean(-1, keepdim=True) + 0.1), rounding)
+    assert_close(ours, torch.autograd.grad(normed * wide[1], wide, upstream.double()), tolerance)
+
+
+# SwiGLU
+
+
+def test_swiglu_is_that_of_torch() -> None:
+    gate, up = randn(40, 33, seed=8, spread=8.0), randn(40, 33, seed=9)
+    y = swiglu(gate, up, keep_fp32)
+    assert y.dtype == torch.float32
+    assert torch.allclose(y, torch.nn.functional.silu(gate) * up, rtol=1e-6, atol=1e-30)
+
+
+def test_swiglu_rounds_the_activation_and_the_product() -> None:
+    gate, up = randn(40, 33, seed=10, spread=4.0), randn(40, 33, seed=11)
+    wide = gate.double()
+    expected = to_bf16(to_bf16(wide / (1 + torch.exp(-wide))) * up)
+    assert torch.equal(swiglu(gate, up, round_to_bf16), expected)
+
+
+def test_swiglu_of_extreme_gates() -> None:
+    gate = torch.tensor([-1e30, -1000.0, 1000.0, 1e30, 0.0]).requires_grad_()
+    y = swiglu(gate, torch.ones(5), keep_fp32)
+    assert y.tolist() == [0.0, 0.0, 1000.0, torch.tensor(1e30).item(), 0.0]
+    (grad,) = torch.autograd.grad(y.sum(), gate)
+    assert grad.tolist() == [0.0, 0.0, 1.0, 1.0, 0.5]
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_swiglu_gradients(rounding) -> None:
+    leaves = randn(9, 33, seed=12, spread=4.0).requires_grad_(), randn(9, 33, seed=13).requires_grad_()
+    upstream = randn(9, 33, seed=14)
+    ours = torch.autograd.grad(swiglu(*leaves, rounding), leaves, upstream)
+    wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    explicit = passing(torch.nn.functional.silu(wide[0]), rounding) * wide[1]
+    assert_close(ours, torch.autograd.grad(explicit, wide, upstream.double()), 1e-5)
+
+
+# Rotary positions
+
+
+def angles(dim: int, length: int) -> Tensor:
+    return torch.arange(length).float()[:, None] * inverse_frequencies(dim, 10_000.0)
+
+
+def test_rotation_is_that_of_transformers() -> None:
+    x, table = randn(2, 3, 50, 32, seed=15), angles(32, 50)
+    cos, sin = table.cos()[None, None], table.sin()[None, None]
+    doubled = torch.cat((table, table), dim=-1)[None]
+    expected, _ = apply_rotary_pos_emb(x, x, doubled.cos(), doubled.sin())
+    assert torch.equal(rotate(x, cos, sin, keep_fp32), expected)
+    assert torch.equal(rotate(x, cos, sin, round_to_bf16), to_bf16(expected))
+
+
+def test_rotation_depends_on_relative_positions_only() -> None:
+    x, table = randn(1, 2, 1, 32, seed=16), angles(32, 60)
+
+    def at(position: int) -> Tensor:
+        here = table[None, None, position : position + 1]
+        return rotate(x, here.cos(), here.sin(), keep_fp32).double()
+
+    products = [float((at(start + 7)[:, 0] * at(start)[:, 1]).sum()) for start in (0, 13, 50)]
+    assert products[1:] == pytest.approx([products[0]] * 2, abs=1e-6 * float(x.double().square().sum()))
+    assert at(31).norm() == pytest.approx(x.double().norm(), rel=1e-6)
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_rotation_gradient_is_the_rotation_back(rounding) -> None:
+    x, table = randn(2, 3, 20, 16, seed=17).requires_grad_(), angles(16, 20)
+    cos, sin = table.cos()[None, None], table.sin()[None, None]
+    upstream = randn(2, 3, 20, 16, seed=18)
+    (grad,) = torch.autograd.grad(rotate(x, cos, sin, rounding), x, upstream)
+    assert torch.allclose(grad, rotate(upstream, cos, -sin, keep_fp32), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("dim", "theta"), [(32, 10_000.0), (128, 500_000.0), (128, 1_000_000.0)])
+def test_inverse_frequencies_are_those_of_transformers(dim: int, theta: float) -> None:
+    config = LlamaConfig(head_dim=dim, rope_parameters={"rope_type": "default", "rope_theta": theta})
+    expected, _ = LlamaRotaryEmbedding.compute_default_rope_parameters(config)
+    assert torch.equal(inverse_frequencies(dim, theta), expected)
+
+
+@pytest.mark.parametrize(
+    ("dim", "theta", "factor", "low", "high", "original"),
+    [(128, 500_000.0, 8.0, 1.0, 4.0, 8192), (64, 500_000.0, 32.0, 1.0, 4.0, 8192), (32, 10_000.0, 4.0, 2.0, 3.0, 512)],
+)
+def test_llama3_scaling_is_that_of_transformers(
+    dim: int, theta: float, factor: float, low: float, high: float, original: int
+) -> None:
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": theta,
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": original,
+    }
+    expected, _ = ROPE_INIT_FUNCTIONS["llama3"](LlamaConfig(head_dim=dim, rope_parameters=rope))
+    plain = inverse_frequencies(dim, theta)
+    scaled = scale_frequencies(plain, factor, low, high, original)
+    assert torch.equal(scaled, expected)
+    kinds = {float(x) for x in (scaled / plain)[[0, -1]]}
+    assert kinds == {1.0, 1 / factor}, "the case must have both short and long wavelengths"
+    assert ((scaled < plain) & (scaled > plain / factor)).any(), "and some between"

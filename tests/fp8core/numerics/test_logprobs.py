@@ -1,0 +1,215 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fp8core.numerics import logprobs
+from fp8core.numerics.logprobs import Bf16Head, Fp32Head, HeadFormat, load_head, log_softmax, token_logprobs
+
+TEMPERATURES = [0.3, 1.0, 1.7]
+
+
+def random_case(tokens: int, vocabulary: int, hidden: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states and head as BF16 values in FP32, and targets."""
+    generator = torch.Generator().manual_seed(seed)
+    x, weight = (torch.randn(rows, hidden, generator=generator) for rows in (tokens, vocabulary))
+    targets = torch.randint(vocabulary, (tokens,), generator=generator)
+    return x.bfloat16().float(), (weight / math.sqrt(hidden) * 3).bfloat16().float(), targets
+
+
+def plain(x: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies by the textbook formula in FP64."""
+    logp = torch.log_softmax(x.double() @ weight.double().t() / temperature, dim=-1)
+    return logp.gather(-1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+
+
+# The normaliser
+
+
+@given(seed=st.integers(0, 2**31), vocabulary=st.integers(1, 300), spread=st.floats(0, 50), temp=st.floats(0.05, 5))
+@settings(max_examples=50, deadline=None)
+def test_log_softmax_is_that_of_torch(seed: int, vocabulary: int, spread: float, temp: float) -> None:
+    logits = torch.randn(4, vocabulary, generator=torch.Generator().manual_seed(seed)) * spread
+    logp = log_softmax(logits, temp)
+    assert logp.dtype == torch.float64
+    bound = vocabulary * 2.0**-35 + 1e-12
+    assert (logp - torch.log_softmax(logits.double() / temp, dim=-1)).abs().max() <= bound
+    assert (logp.exp().sum(-1) - 1).abs().max() <= bound
+
+
+def test_log_softmax_at_a_large_vocabulary() -> None:
+    logits = torch.randn(2, 151_936, generator=torch.Generator().manual_seed(0)) * 3
+    logits[1] = 0.0
+    error = log_softmax(logits, 1.0) - torch.log_softmax(logits.double(), dim=-1)
+    assert error.abs().max() <= 151_936 * 2.0**-35
+    assert log_softmax(logits, 1.0)[1, 0].item() == -math.log(151_936)
+
+
+def test_log_softmax_does_not_depend_on_batch_or_vocabulary_order() -> None:
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(64, 1000, generator=generator) * 4
+    whole = log_softmax(logits, 0.7)
+    for rows in (*torch.arange(5).split(1), torch.arange(30, 37), torch.randperm(64, generator=generator)):
+        assert torch.equal(log_softmax(logits[rows], 0.7), whole[rows])
+    wide = 0.01 * torch.randn(2, 151_936, generator=generator)
+    for x in (logits, wide):
+        order = torch.randperm(x.shape[1], generator=generator)
+        assert torch.equal(log_softmax(x[:, order], 0.7), log_softmax(x, 0.7)[:, order])
+
+
+def test_extreme_logits_stay_finite() -> None:
+    logp = log_softmax(torch.tensor([[3e38, -3e38, 0.0], [1e4, 1e4, -1e4]]), 0.01)
+    assert logp.isfinite().all()
+    assert logp[0, 0].item() == 0.0
+    assert logp[1, 0].item() == -math.log(2)
+
+
+# Heads
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_heads_round_the_exact_product_once(dtype: torch.dtype) -> None:
+    x, weight, _ = random_case(20, 50, 64, seed=2)
+    head = load_head(weight.to(dtype))
+    exact = x.double() @ weight.double().t()
+    fp32, bf16 = Fp32Head().logits(x, head), Bf16Head().logits(x, head)
+    assert fp32.dtype == bf16.dtype == torch.float32
+    assert ((fp32 - exact).abs() <= 2.0**-22 * (x.double().abs() @ weight.double().abs().t())).all()
+    assert torch.equal(bf16, bf16.bfloat16().float())
+    assert ((bf16 - exact).abs() <= 2.0**-8 * exact.abs() + 1e-6).all()
+    assert torch.equal(head.values, weight)
+    assert head.master is None
+
+
+@pytest.mark.parametrize("form", [Fp32Head(), Bf16Head()])
+@pytest.mark.parametrize("hidden", [64, 1000])
+def test_nothing_depends_on_the_batch(form: HeadFormat, hidden: int) -> None:
+    x, weight, targets = random_case(64, 333, hidden, seed=3)
+    head = load_head(weight)
+    logits, (logp, entropy) = form.logits(x, head), token_logprobs(x, head, form, targets, 1.0)
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(4))
+    for rows in (*order[:5].split(1), order[:7], order):
+        assert torch.equal(form.logits(x[rows], head), logits[rows])
+        some = token_logprobs(x[rows], head, form, targets[rows], 1.0)
+        assert torch.equal(some[0], logp[rows])
+        assert torch.equal(some[1], entropy[rows])
+
+
+# Log-probs of tokens
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+def test_logprobs_and_entropies_are_those_of_the_plain_formula(temperature: float) -> None:
+    x, weight, targets = random_case(40, 100, 64, seed=5)
+    logp, entropy = token_logprobs(x, load_head(weight), Fp32Head(), targets, temperature)
+    expected = plain(x, weight, targets, temperature)
+    assert logp.dtype == entropy.dtype == torch.float32
+    assert torch.allclose(logp.double(), expected[0], rtol=1e-6, atol=1e-5)
+    assert torch.allclose(entropy.double(), expected[1], rtol=1e-6, atol=1e-5)
+
+
+def test_logprobs_are_those_an_engine_reports() -> None:
+    x, weight, targets = random_case(30, 70, 32, seed=6)
+    for form in (Fp32Head(), Bf16Head()):
+        head = load_head(weight)
+        sampled = log_softmax(form.logits(x, head), 0.8).gather(-1, targets[:, None])[:, 0].float()
+        assert torch.equal(token_logprobs(x, head, form, targets, 0.8)[0], sampled)
+
+
+def test_entropy_of_known_distributions() -> None:
+    head = load_head(torch.eye(8))
+    x = torch.zeros(2, 8)
+    x[1, 3] = 1e4
+    _, entropy = token_logprobs(x, head, Fp32Head(), torch.tensor([0, 3]), 1.0)
+    assert entropy.tolist() == [torch.tensor(math.log(8)).item(), 0.0]
+
+
+def gradients(
+    x: Tensor, weight: Tensor, targets: Tensor, upstream: Tensor, form: HeadFormat, temp: float
+) -> tuple[Tensor, ...]:
+    x, master = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    logp, _ = token_logprobs(x, load_head(weight, master), form, targets, temp)
+    return torch.autograd.grad(logp, (x, master), upstream)
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+def test_gradients_are_those_of_the_plain_formula(temperature: float) -> None:
+    x, weight, targets = random_case(40, 100, 64, seed=7)
+    upstream = torch.randn(40, generator=torch.Generator().manual_seed(8))
+    ours = gradients(x, weight, targets, upstream, Fp32Head(), temperature)
+    leaves = x.double().requires_grad_(), weight.double().requires_grad_()
+    expected = torch.autograd.grad(plain(*leaves, targets, temperature)[0], leaves, upstream.double())
+    for grad, theirs in zip(ours, expected, strict=True):
+        assert grad.dtype == torch.float32
+        assert (grad - theirs).abs().max() <= 1e-5 * theirs.abs().max()
+
+
+def test_a_bf16_head_passes_the_gradient_of_its_rounded_logits() -> None:
+    x, weight, targets = random_case(20, 50, 64, seed=9)
+    upstream = torch.randn(20, generator=torch.Generator().manual_seed(10))
+    ours = gradients(x, weight, targets, upstream, Bf16Head(), 0.7)
+    leaves = x.double().requires_grad_(), weight.double().requires_grad_()
+    exact = leaves[0] @ leaves[1].t()
+    rounded = exact + (Bf16Head().logits(x, load_head(weight)).double() - exact).detach()
+    logp = torch.log_softmax(rounded / 0.7, dim=-1).gather(-1, targets[:, None])[:, 0]
+    for grad, theirs in zip(ours, torch.autograd.grad(logp, leaves, upstream.double()), strict=True):
+        assert (grad - theirs).abs().max() <= 1e-5 * theirs.abs().max()
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+def test_gradients_by_finite_differences(temperature: float) -> None:
+    x, weight, targets = random_case(3, 5, 4, seed=11)
+    upstream = torch.tensor([1.0, -2.0, 0.5])
+    step = 2.0**-6
+
+    def loss(x: Tensor, weight: Tensor) -> float:
+        logp, _ = token_logprobs(x, load_head(weight), Fp32Head(), targets, temperature)
+        return float((logp.double() * upstream).sum())
+
+    grad_x, grad_weight = gradients(x, weight, targets, upstream, Fp32Head(), temperature)
+    for i in range(x.numel()):
+        shift = torch.zeros(x.numel()).index_fill(0, torch.tensor(i), step).view_as(x)
+        slope = (loss(x + shift, weight) - loss(x - shift, weight)) / (2 * step)
+        assert grad_x.flatten()[i].item() == pytest.approx(slope, abs=2e-3 / temperature**3)
+    for i in range(weight.numel()):
+        shift = torch.zeros(weight.numel()).index_fill(0, torch.tensor(i), step).view_as(weight)
+        slope = (loss(x, weight + shift) - loss(x, weight - shift)) / (2 * step)
+        assert grad_weight.flatten()[i].item() == pytest.approx(slope, abs=2e-3 / temperature**3)
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 50])
+@pytest.mark.parametrize("elements", [1, 150, 1000])
+def test_chunking_changes_nothing(monkeypatch: pytest.MonkeyPatch, tokens: int, elements: int) -> None:
+    x, weight, targets = random_case(tokens, 50, 64, seed=12)
+    upstream = torch.randn(tokens, generator=torch.Generator().manual_seed(13))
+    values = token_logprobs(x, load_head(weight), Fp32Head(), targets, 0.9)
+    grads = gradients(x, weight, targets, upstream, Fp32Head(), 0.9)
+    monkeypatch.setattr(logprobs, "_CHUNK_ELEMENTS", elements)
+    for chunked, whole in zip(token_logprobs(x, load_head(weight), Fp32Head(), targets, 0.9), values, strict=True):
+        assert torch.equal(chunked, whole)
+    for chunked, whole in zip(gradients(x, weight, targets, upstream, Fp32Head(), 0.9), grads, strict=True):
+        assert (chunked - whole).abs().max() <= 1e-6 * whole.abs().max()
+
+
+def test_no_tokens() -> None:
+    logp, entropy = token_logprobs(
+        torch.empty(0, 8), load_head(torch.eye(8)), Fp32Head(), torch.empty(0, dtype=torch.int64), 1.0
+    )
+    assert logp.shape == entropy.shape == (0,)
+
+
+def test_entropies_are_not_differentiable() -> None:
+    x, weight, targets = random_case(3, 5, 4, seed=14)
+    logp, entropy = token_logprobs(x.requires_grad_(), load_head(weight), Fp32Head(), targets, 1.0)
+    assert logp.requires_grad
+    assert not entropy.requires_grad
+
+
+def test_a_frozen_head_passes_the_gradient_on() -> None:
+    x, weight, targets = random_case(6, 20, 16, seed=15)
+    expected, _ = gradients(x, weight, targets, torch.ones(6), Fp32Head(), 1.0)
+    logp, _ = token_logprobs(x.requires_grad_(), load_head(weight), Fp32Head(), targets, 1.0)
+    assert torch.equal(torch.autograd.grad(logp.sum(), x)[0], expected)

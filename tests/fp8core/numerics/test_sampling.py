@@ -1,0 +1,171 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fp8core.numerics.sampling import greedy, sample, uniform
+
+SEEDS = st.integers(-(2**63), 2**63 - 1)
+LARGEST = 1 - 2.0**-53
+
+# The first outputs of Vigna's splitmix64.c from the seed 1234567.
+PUBLISHED = [
+    6457827717110365317,
+    3203168211198807973,
+    9817491932198370423,
+    4593380528125082431,
+    16408922859458223821,
+]
+
+
+def splitmix64(seed: int, count: int) -> list[int]:
+    state, outputs = seed % 2**64, []
+    for _ in range(count):
+        state = (state + 0x9E3779B97F4A7C15) % 2**64
+        z = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
+        outputs.append(z ^ z >> 31)
+    return outputs
+
+
+def chi_square(counts: Tensor, probabilities: Tensor) -> float:
+    expected = probabilities * counts.sum()
+    return float(((counts - expected) ** 2 / expected).sum())
+
+
+def chi_square_limit(degrees: int) -> float:
+    """What one fair experiment in about ten thousand exceeds (Wilson and Hilferty's approximation)."""
+    return degrees * (1 - 2 / (9 * degrees) + 3.72 * math.sqrt(2 / (9 * degrees))) ** 3
+
+
+def logprobs_of(*probabilities: float) -> Tensor:
+    return torch.tensor([probabilities], dtype=torch.float64).log()
+
+
+def draw(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+# Draws
+
+
+def test_draws_are_the_published_outputs() -> None:
+    assert splitmix64(1234567, 5) == PUBLISHED
+    for position, output in enumerate(PUBLISHED):
+        assert uniform(torch.tensor([1234567]), position).item() == (output >> 11) * 2.0**-53
+
+
+@given(seed=SEEDS, position=st.integers(0, 30))
+@settings(max_examples=100, deadline=None)
+def test_draws_are_splitmix64_for_any_seed(seed: int, position: int) -> None:
+    draws = uniform(torch.tensor([seed]), position)
+    assert draws.dtype == torch.float64
+    assert draws.item() == (splitmix64(seed, position + 1)[-1] >> 11) * 2.0**-53
+    assert 0 <= draws.item() < 1
+
+
+def test_draws_of_far_positions() -> None:
+    seed, position = 42, 10**7
+    state = seed + position * 0x9E3779B97F4A7C15
+    assert uniform(torch.tensor([seed]), position).item() == (splitmix64(state, 1)[0] >> 11) * 2.0**-53
+
+
+def test_a_draw_does_not_depend_on_its_batch() -> None:
+    seeds = torch.randint(-(2**63), 2**63 - 1, (64,), generator=torch.Generator().manual_seed(0))
+    before = seeds.clone()
+    whole = uniform(seeds, 5)
+    for rows in (*torch.arange(64).split(1), torch.arange(20, 27), torch.randperm(64)):
+        assert torch.equal(uniform(seeds[rows], 5), whole[rows])
+    assert torch.equal(seeds, before)
+    assert whole.unique().numel() == 64
+
+
+@pytest.mark.parametrize("along", ["seeds", "positions"])
+def test_draws_are_uniform_and_unrelated(along: str) -> None:
+    count, bins = 2**14, 16
+    seeds = torch.arange(count)
+    draws = uniform(seeds, 3) if along == "seeds" else torch.cat([uniform(seeds[:16], p) for p in range(count // 16)])
+    cells = (draws * bins).long()
+    for numbers, cell_count in ((cells, bins), (cells[:-1] * bins + cells[1:], bins**2)):
+        counts = torch.bincount(numbers, minlength=cell_count).double()
+        assert chi_square(counts, torch.full((cell_count,), 1 / cell_count)) < chi_square_limit(cell_count - 1)
+
+
+# Choices
+
+
+def test_samples_follow_the_distribution() -> None:
+    count = 20_000
+    logprobs = torch.log_softmax(2 * torch.randn(30, generator=torch.Generator().manual_seed(1)).double(), dim=-1)
+    tokens = sample(logprobs.expand(count, 30), uniform(torch.arange(count) * 7919, 11))
+    assert tokens.dtype == torch.int64
+    counts = torch.bincount(tokens, minlength=30).double()
+    assert chi_square(counts, logprobs.exp()) < chi_square_limit(29)
+
+
+def test_sampling_inverts_the_cumulative_distribution() -> None:
+    logprobs = logprobs_of(0.25, 0.5, 0.25)
+    for value, token in ((0.0, 0), (0.2499, 0), (0.2501, 1), (0.7499, 1), (0.7501, 2), (LARGEST, 2)):
+        assert sample(logprobs, draw(value)).item() == token
+
+
+@pytest.mark.parametrize("value", [0.0, 2.0**-53, 0.5, 1 - 2.0**-52, LARGEST])
+def test_no_token_without_probability_is_chosen(value: float) -> None:
+    for probabilities in ((0.0, 0.0, 1.0, 0.0), (0.0, 0.3, 0.0, 0.7, 0.0, 0.0), (1.0, 0.0), (0.0, 1.0), (0.0, 1e-300)):
+        logprobs = logprobs_of(*probabilities)
+        assert probabilities[sample(logprobs, draw(value)).item()] > 0
+
+
+@given(
+    weights=st.lists(st.one_of(st.just(0.0), st.floats(1e-12, 1.0)), min_size=1, max_size=30).filter(any),
+    value=st.one_of(st.sampled_from([0.0, LARGEST]), st.floats(0, LARGEST)),
+)
+@settings(max_examples=150, deadline=None)
+def test_any_draw_chooses_a_token_with_probability(weights: list[float], value: float) -> None:
+    total = sum(weights)
+    logprobs = logprobs_of(*(weight / total for weight in weights))
+    token = sample(logprobs, draw(value)).item()
+    assert weights[token] > 0
+    below = sum(weights[:token]) / total
+    assert below - 1e-9 <= value <= below + weights[token] / total + 1e-9
+
+
+def test_the_edges_choose_the_first_and_the_last_token_with_probability() -> None:
+    logprobs = logprobs_of(0.0, 0.1, 0.2, 0.7, 0.0).expand(2, 5)
+    assert sample(logprobs, draw(0.0, LARGEST)).tolist() == [1, 3]
+    # Beyond the last token, probabilities too small to move the cumulative sum.
+    tail = torch.tensor([[0.5, 0.5, 1e-30, 1e-30]], dtype=torch.float64).log()
+    assert sample(tail, draw(LARGEST)).item() == 1
+
+
+@given(total=st.floats(1e-3, 1.5), value=st.one_of(st.sampled_from([0.0, LARGEST]), st.floats(0, LARGEST)))
+@settings(max_examples=100, deadline=None)
+def test_probabilities_need_not_sum_to_one_exactly(total: float, value: float) -> None:
+    logprobs = logprobs_of(0.25 * total, 0.0, 0.75 * total, 0.0)
+    assert sample(logprobs, draw(value)).item() == (0 if value < 0.25 else 2) or abs(value - 0.25) < 1e-9
+
+
+def test_a_choice_does_not_depend_on_its_batch() -> None:
+    generator = torch.Generator().manual_seed(2)
+    logprobs = torch.log_softmax(3 * torch.randn(64, 1000, generator=generator).double(), dim=-1)
+    draws = uniform(torch.arange(64), 0)
+    whole = sample(logprobs, draws)
+    for rows in (*torch.arange(64).split(1), torch.arange(20, 27), torch.randperm(64, generator=generator)):
+        assert torch.equal(sample(logprobs[rows], draws[rows]), whole[rows])
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_what_is_no_distribution_is_refused(value: float) -> None:
+    logprobs = torch.zeros(2, 4, dtype=torch.float64) - math.log(4)
+    logprobs[1] = value
+    with pytest.raises(AssertionError, match="not a distribution"):
+        sample(logprobs, draw(0.5, 0.5))
+
+
+def test_greedy_takes_the_first_of_the_most_likely() -> None:
+    logprobs = torch.tensor([[-2.0, -1.0, -1.0], [-0.5, -3.0, -1.0]], dtype=torch.float64)
+    assert greedy(logprobs).tolist() == [1, 0]
+    assert greedy(torch.zeros(3, 1000)).tolist() == [0, 0, 0]

@@ -1,0 +1,83 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fp8core.rl.batch import RolloutBatch, TokenBatch, length_mask, pad
+
+IDS = st.lists(st.integers(0, 1000), min_size=1, max_size=6)
+ROWS = st.lists(st.tuples(IDS, IDS), min_size=1, max_size=7)
+
+
+@given(ROWS)
+def test_prompts_and_completions_are_joined_and_padded_on_the_right(rows):
+    batch = TokenBatch.of([prompt for prompt, _ in rows], [completion for _, completion in rows])
+    width = max(len(prompt) + len(completion) for prompt, completion in rows)
+    assert (
+        batch.tokens.shape == batch.valid.shape == batch.completion.shape == batch.positions.shape == (len(rows), width)
+    )
+    assert batch.tokens.dtype == batch.positions.dtype == torch.int64
+    assert len(batch) == len(rows)
+    for i, (prompt, completion) in enumerate(rows):
+        whole = prompt + completion
+        padding = width - len(whole)
+        assert batch.tokens[i].tolist() == whole + [0] * padding
+        assert batch.valid[i].tolist() == [True] * len(whole) + [False] * padding
+        assert batch.completion[i].tolist() == [False] * len(prompt) + [True] * len(completion) + [False] * padding
+        assert batch.positions[i].tolist() == list(range(len(whole))) + [0] * padding
+
+
+@given(ROWS, st.integers(1, 8))
+def test_slices_cover_the_batch_and_are_trimmed(rows, size):
+    prompts, completions = zip(*rows, strict=True)
+    batch = TokenBatch.of(prompts, completions)
+    found = list(batch.slices(size))
+    assert [i for rows_, _ in found for i in range(len(rows))[rows_]] == list(range(len(rows)))
+    for rows_, part in found:
+        alone = TokenBatch.of(prompts[rows_], completions[rows_])
+        assert len(part) <= size
+        for name in ("tokens", "valid", "completion"):
+            assert torch.equal(getattr(part, name), getattr(alone, name)), name
+
+
+def test_broken_rows_are_refused():
+    with pytest.raises(AssertionError, match="an empty prompt"):
+        TokenBatch.of([[1], []], [[2], [3]])
+    with pytest.raises(ValueError, match="zip"):
+        TokenBatch.of([[1], [2]], [[3]])
+
+
+@given(st.lists(st.lists(st.floats(-100, 0, width=32), max_size=5), min_size=1, max_size=6))
+def test_padding_of_values(rows):
+    padded, mask = pad(rows, torch.float32, -1.0), length_mask(rows)
+    longest = max(map(len, rows))
+    assert padded.dtype == torch.float32
+    assert padded.tolist() == [row + [-1.0] * (longest - len(row)) for row in rows]
+    assert mask.tolist() == [[True] * len(row) + [False] * (longest - len(row)) for row in rows]
+
+
+def test_padding_nothing():
+    assert pad([], torch.int64, 0).shape == (0, 0)
+
+
+@pytest.mark.parametrize("reference", [False, True])
+def test_rows_of_a_rollout_batch(reference):
+    sequences = TokenBatch.of([[1], [2, 3], [4], [5]], [[6, 7], [8], [9, 9, 9], [5]])
+    values = {name: torch.randn(4, 3) for name in ("rollout_logprobs", "old_logprobs")}
+    batch = RolloutBatch(
+        sequences=sequences,
+        mask=length_mask([[6, 7], [8], [9, 9, 9], [5]]),
+        **values,
+        reference_logprobs=torch.randn(4, 3) if reference else None,
+        advantages=torch.arange(4.0),
+        keep=torch.tensor([True, False, True, False]),
+    )
+    part = batch.rows(slice(1, 3))
+    assert torch.equal(part.sequences.tokens, sequences.tokens[1:3])
+    assert torch.equal(part.sequences.valid, sequences.valid[1:3])
+    assert torch.equal(part.sequences.completion, sequences.completion[1:3])
+    for name in ("mask", "rollout_logprobs", "old_logprobs", "advantages", "keep"):
+        assert torch.equal(getattr(part, name), getattr(batch, name)[1:3]), name
+    assert (part.reference_logprobs is None) == (not reference)
+    if batch.reference_logprobs is not None:
+        assert torch.equal(part.reference_logprobs, batch.reference_logprobs[1:3])

@@ -1,0 +1,137 @@
+import math
+
+import pytest
+import torch
+
+from fp8core.config.run import WarmStartConfig
+from fp8core.models.weights import load_policy, stored_weights
+from fp8core.numerics.fingerprint import policy_digest
+from fp8core.training.trainer import NotFiniteError
+from fp8core.training.warm_start import TokenisedDemonstration, warm_start
+
+STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def demonstrations(ragged_prompts):
+    """Ragged prompts that are answered by their last token and a stop."""
+    prompts = ragged_prompts(16, 40)
+    return [TokenisedDemonstration(prompt, [*prompt[-1:], *prompt[-2:], 1]) for prompt in prompts]
+
+
+@pytest.fixture(scope="module")
+def learn(architecture, masters_of):
+    """(demonstrations, steps, learning rate, initial weights) to the weights and the loss of each step."""
+
+    def run(demonstrations, steps=STEPS, learning_rate=5e-3, initial=None, **shape):
+        arch, losses = architecture(num_layers=1, **shape), []
+        config = WarmStartConfig(steps=steps, learning_rate=learning_rate)
+        weights = warm_start(
+            arch,
+            masters_of(arch) if initial is None else initial,
+            config,
+            lambda step: demonstrations,
+            lambda step, loss: losses.append((step, loss)),
+        )
+        assert [step for step, _ in losses] == list(range(steps))
+        return weights, [loss for _, loss in losses]
+
+    return run
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_loss_falls(learn, demonstrations, tied):
+    _, losses = learn(demonstrations, tie_embeddings=tied)
+    assert losses[0] == pytest.approx(math.log(40), rel=0.3)
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_the_weights_are_plain_fp32_and_the_initial_ones_are_left_alone(
+    learn, demonstrations, architecture, masters_of
+):
+    initial = masters_of(architecture(num_layers=1))
+    before = policy_digest(initial)
+    weights, _ = learn(demonstrations, initial=initial)
+    assert policy_digest(initial) == before
+    assert {name: (t.shape, t.dtype) for name, t in weights.items()} == {
+        name: (t.shape, torch.float32) for name, t in initial.items()
+    }
+    assert not any(tensor.requires_grad for tensor in weights.values())
+    assert all(not torch.equal(weights[name], initial[name]) for name in initial)
+    # What the trainer starts from must load without further ado.
+    load_policy(architecture(num_layers=1), stored_weights(weights, ("fp8_block",), "pow2"))
+
+
+def test_it_is_deterministic(learn, demonstrations):
+    first, second = learn(demonstrations), learn(demonstrations)
+    assert first[1] == second[1]
+    assert policy_digest(first[0]) == policy_digest(second[0])
+
+
+def test_the_loss_is_the_mean_over_completion_tokens(learn, demonstrations):
+    """Rows alone have no padding; together they have."""
+    _, together = learn(demonstrations, steps=1)
+    total = tokens = 0.0
+    for row in demonstrations:
+        _, alone = learn([row], steps=1)
+        total, tokens = total + len(row.completion) * alone[0], tokens + len(row.completion)
+    assert together[0] == pytest.approx(total / tokens, rel=1e-6)
+
+
+def test_the_order_of_rows_hardly_matters(learn, demonstrations):
+    forward, backward = learn(demonstrations)[1], learn(demonstrations[::-1])[1]
+    assert backward == pytest.approx(forward, rel=1e-3)
+
+
+def test_one_length_is_one_group(learn, demonstrations):
+    same = [row for row in demonstrations if len(row.prompt) == len(demonstrations[3].prompt)]
+    _, losses = learn(same * 3, steps=2)
+    assert losses[0] == pytest.approx(learn(same, steps=1)[1][0], rel=1e-6)
+
+
+def test_the_learning_rate_warms_up_and_decays(learn, demonstrations):
+    """A step of AdamW moves a weight by about the learning rate; so the last of many steps moves little."""
+    initial = learn(demonstrations, steps=1, learning_rate=1e-12)[0]
+    name = "model.layers.0.mlp.up_proj.weight"
+
+    def largest_move(steps):
+        return (learn(demonstrations, steps=steps, learning_rate=1e-3)[0][name] - initial[name]).abs().max().item()
+
+    cosines = [0.5 * (1 + math.cos(math.pi * step / 8)) for step in range(8)]
+    assert largest_move(1) == pytest.approx(1e-3, rel=0.01)
+    assert 0.5e-3 < largest_move(8) < 1.3 * sum(cosines) * 1e-3
+
+
+def test_other_demonstrations_at_every_step(architecture, masters_of, demonstrations):
+    arch, asked = architecture(num_layers=1), []
+
+    def batch(step):
+        asked.append(step)
+        return demonstrations[step : step + 4]
+
+    warm_start(arch, masters_of(arch), WarmStartConfig(steps=3), batch, lambda step, loss: None)
+    assert asked == [0, 1, 2]
+
+
+def test_an_absurd_learning_rate_harms_but_stays_finite(learn, demonstrations):
+    """Clipping and AdamW bound every step, so that nothing overflows: the accuracy check after it tells."""
+    weights, losses = learn(demonstrations, learning_rate=1.0)
+    assert all(map(math.isfinite, losses))
+    assert all(bool(tensor.isfinite().all()) for tensor in weights.values())
+    assert max(losses) > 3 * losses[0]
+
+
+def test_a_loss_that_is_not_finite_is_refused(learn, demonstrations, architecture, masters_of):
+    initial = masters_of(architecture(num_layers=1))
+    initial["model.layers.0.mlp.down_proj.weight"][3, 3] = math.nan
+    with pytest.raises(NotFiniteError, match=r"^warm start, step 0: the loss is nan$"):
+        learn(demonstrations, initial=initial)
+
+
+def test_a_gradient_that_is_not_finite_is_refused(learn, demonstrations, architecture, masters_of):
+    """Logits and loss fit into FP32; the squares of the gradient do not."""
+    initial = masters_of(architecture(num_layers=1))
+    initial["model.norm.weight"] *= 1e15
+    initial["lm_head.weight"] *= 1e20
+    with pytest.raises(NotFiniteError, match=r"^warm start, step 0: the gradient norm is (inf|nan)$"):
+        learn(demonstrations, steps=1, initial=initial)

@@ -1,0 +1,92 @@
+import io
+
+import pytest
+import torch
+
+from fp8core.config.check import Plan
+from fp8core.config.load import load_config
+from fp8core.data.source import build_source
+from fp8core.numerics.fingerprint import policy_digest
+from fp8core.numerics.kv_scales import LayerScales
+from fp8core.report.console import Console
+from fp8core.rewards.verifier import build_verifier
+from fp8core.rollout.engine import PolicyScales
+from fp8core.store.ledger import TaskEntry
+from fp8core.store.run_directory import RunDirectory
+from fp8core.workers.build import build_base, build_engine, build_trainer
+from fp8core.workers.live import LiveRun, live_run, register, release
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run that is registered, without a policy yet."""
+    config = load_config("tiny", {"threads": 2})
+    base = build_base(config)
+    live = LiveRun(
+        config=config,
+        config_digest="",
+        code_version="",
+        plan=Plan((), {}),
+        directory=RunDirectory.create_or_open(tmp_path / "run"),
+        tokenizer=base.tokenizer,
+        arch=base.arch,
+        source=build_source(config.data, config.evaluation),
+        verifier=build_verifier(config.reward),
+        model_revision=None,
+        machine={},
+        git={},
+        console=Console(io.StringIO(), 1),
+        base=base.tensors,
+    )
+    register(live)
+    yield live
+    release(live.directory.path)
+
+
+@pytest.fixture
+def threads():
+    """Torch's thread count, put back afterwards."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def test_a_run_is_found_by_its_folder(run, threads):
+    assert live_run(run.directory.path) is run
+    assert torch.get_num_threads() == 2, "the thread that asks computes with the configured threads"
+
+
+def test_a_folder_is_live_once(run):
+    with pytest.raises(AssertionError, match="is live already"):
+        register(run)
+
+
+def test_release_closes_engine_and_folder(run):
+    run.trainer = build_trainer(run.config, run.arch, run.base)
+    run.engine = engine = build_engine(run.config, run.arch)
+    engine.update(run.trainer.export(), PolicyScales(0, (LayerScales(1.0, 1.0, 1.0),) * 2), 0)
+    release(run.directory.path)
+    assert engine.fingerprint() == policy_digest({})
+    with pytest.raises(KeyError):
+        live_run(run.directory.path)
+    RunDirectory.create_or_open(run.directory.path).close()
+    release(run.directory.path)
+
+
+@pytest.mark.parametrize("warm", [True, False])
+def test_the_initial_policy_is_what_the_first_task_stored(run, warm):
+    """The warm start stores weights; without one the base model is the policy."""
+    made = {name: tensor + 1 for name, tensor in run.base.items()}
+    outputs = {"weights": run.directory.store.put_tensors("weights", made)} if warm else {}
+    entry = TaskEntry(step=-1, task="warm_start", key="", outputs=outputs, started=0.0, finished=0.0)
+    run.directory.ledger.append(entry)
+    assert policy_digest(dict(run.initial_policy())) == policy_digest(made if warm else dict(run.base))
+
+
+def test_there_is_no_trainer_or_engine_before_there_is_a_policy(run):
+    for ready in (run.ready_trainer, run.ready_engine):
+        with pytest.raises(AssertionError, match="no policy yet"):
+            ready()
+    run.trainer, run.engine = build_trainer(run.config, run.arch, run.base), build_engine(run.config, run.arch)
+    assert run.ready_trainer() is run.trainer
+    assert run.ready_engine() is run.engine
