@@ -27,7 +27,7 @@ from fp8core.workers.live import live_run
 from tasks import start
 from tasks.checkpoint import checkpoint_due, save_state
 from tasks.commit import commit_step, history, publish_step
-from tasks.execute import Interval, TaskResult
+from tasks.execute import Interval, StepError, TaskResult
 from tasks.restore import RedoError, carried, restore
 from tasks.session import Session, catch_up, open_session
 from tasks.sync import SyncError
@@ -55,6 +55,8 @@ def grpo(
         return train(settings).model_dump(mode="json")
     except (UserError, NotFiniteError, SyncError, RedoError) as error:
         return Failed(message=str(error))
+    except StepError as error:
+        return Failed(message=str(error), data=error.__cause__)
 
 
 def train(config: RunConfig) -> Summary:

@@ -15,11 +15,18 @@ from typing import Any
 
 from fp8core.config.check import PlannedStep
 from fp8core.config.steps import import_step
+from fp8core.errors import UserError
 from fp8core.store.artifacts import Ref, canonical_json
 from fp8core.store.ledger import TaskEntry
+from fp8core.training.trainer import NotFiniteError
 from fp8core.workers.live import LiveRun
+from tasks.sync import SyncError
 
 Interval = tuple[float, float]
+
+
+class StepError(RuntimeError):
+    """The code of a task failed without saying why in words for people; `__cause__` is what it raised."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +68,10 @@ def run_task(
         name: name of the task within the iteration.
         parts: what the task is a function of, besides the run's configuration and code.
         body: makes the outputs, artifact name -> reference.
+
+    Raises:
+        UserError, NotFiniteError, SyncError: `body` raised them; with the step and the task.
+        StepError: `body` raised anything else.
     """
     began = time.perf_counter()
     key = task_key(run, index, name, parts)
@@ -68,10 +79,20 @@ def run_task(
     if stored is not None and stored.key == key:
         return TaskResult(stored, reused=True, interval=(began, time.perf_counter()))
     started = time.time()
-    outputs = body()
+    place = f"step {index + 1}, task {name}"
+    try:
+        outputs = body()
+    except (UserError, NotFiniteError, SyncError) as error:
+        raise type(error)(f"{place}: {error}") from error
+    except Exception as error:
+        raise StepError(f"{place}: {type(error).__name__}: {_first_line(error)}") from error
     entry = TaskEntry(step=index, task=name, key=key, outputs=outputs, started=started, finished=time.time())
     run.directory.ledger.append(entry)
     return TaskResult(entry, reused=False, interval=(began, time.perf_counter()))
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 def task_key(run: LiveRun, index: int, name: str, parts: Mapping[str, Any]) -> str:

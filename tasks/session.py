@@ -59,13 +59,19 @@ def plan_of(config: RunConfig) -> Plan:
     """The checked pipeline of a configuration whose precision contract can be kept.
 
     Raises:
-        UserError: the contract is beyond the engines, the pipeline is broken, or nothing in it provides metrics.
+        UserError: the contract is beyond the engines, the pipeline is broken, or nothing in it provides metrics
+            or the log-probs that the loss asks for.
     """
     # The embedded engine and the torch trainer compute on the CPU, whatever else the machine has.
     check_contract(config.precision, "cpu", corrected=config.correction.method != "none")
     plan = check_pipeline(config.pipeline, CARRIED_KINDS, import_spec)
     if not any("metrics" in planned.spec.outputs.values() for planned in plan.steps):
         raise UserError("pipeline.steps: no step provides an artifact of kind metrics; add tasks.record:record")
+    if config.loss.reference_kl and not any("reference" in planned.inputs for planned in plan.steps):
+        raise UserError(
+            f"loss.reference_kl={config.loss.reference_kl} needs the log-probs of the reference policy: insert the step "
+            "tasks.reference:reference, and rewire train: {reference: reference} (as configs/careful.yaml does)"
+        )
     return plan
 
 
@@ -125,7 +131,7 @@ def open_session(config: RunConfig, name: str, console: Console) -> Iterator[Ses
         status = "FINISHED"
     except Exception as error:
         status = "FAILED"
-        tracker.set_tags({"error": str(error)})
+        tracker.log_error(str(error))
         raise
     finally:
         release(directory.path)
@@ -164,6 +170,7 @@ def _open_tracker(directory: RunDirectory, config: RunConfig, name: str) -> Trac
 
 
 def _live(config: RunConfig, plan: Plan, directory: RunDirectory, version: str, console: Console) -> LiveRun:
+    source = build_source(config.data, config.evaluation)  # Before the model, which takes longer to load.
     base = build_base(config)
     segment = SegmentEntry(pid=os.getpid(), host=socket.gethostname(), code_version=version, started=time.time())
     directory.ledger.append(segment)
@@ -175,7 +182,7 @@ def _live(config: RunConfig, plan: Plan, directory: RunDirectory, version: str, 
         directory=directory,
         tokenizer=base.tokenizer,
         arch=base.arch,
-        source=build_source(config.data, config.evaluation),
+        source=source,
         verifier=build_verifier(config.reward),
         model_revision=base.revision,
         machine=hardware(),

@@ -43,6 +43,7 @@ Row = TypeVar("Row")
 RunOutcome = Literal["FINISHED", "FAILED", "KILLED"]
 SERVER_TIMEOUT_SECONDS = 10.0
 UI_ADDRESS = "http://127.0.0.1:5000"
+ERROR = "error"
 SAMPLE_COLUMNS = ("step", "prompt", "completion", "reference", "reward", "outcome")
 
 
@@ -209,6 +210,10 @@ class Tracker:
         for batch in _batches(rows, MAX_PARAMS_TAGS_PER_BATCH):
             self.client.log_batch(self.run_id, tags=batch)
 
+    def log_error(self, reason: str) -> None:
+        """Tag the run with why it failed, cut at MLflow's limit; continuing it removes the tag."""
+        self.set_tags({ERROR: reason[:MAX_TAG_VAL_LENGTH]})
+
     def finish(self, status: RunOutcome) -> None:
         """End the run with the outcome it had."""
         self.client.set_terminated(self.run_id, status)
@@ -265,6 +270,8 @@ def _reopen(client: MlflowClient, uri: str, run_id: str) -> Run:
     if run.info.lifecycle_stage != "active":
         raise UserError(f"MLflow run {run_id} is deleted in {uri}: restore it or start a run of another name")
     client.update_run(run_id, status="RUNNING")
+    if ERROR in run.data.tags:
+        client.delete_tag(run_id, ERROR)
     return run
 
 

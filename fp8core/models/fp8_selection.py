@@ -101,9 +101,8 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _is_module_weight(name: str) -> bool:
-    return not name.endswith("embed_tokens.weight") and (
-        name.endswith(".weight") or _EXPERTS.fullmatch(name) is not None
-    )
+    """Whether a matrix may belong to a linear, not to an embedding or directly to a layer."""
+    return not name.endswith("embed_tokens.weight") and (name.endswith(".weight") or bool(_EXPERTS.fullmatch(name)))
 
 
 def _module(name: str) -> str:

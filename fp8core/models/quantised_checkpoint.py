@@ -2,10 +2,10 @@
 
 `X.weight` becomes E4M3 codes with `X.weight_scale_inv`, the FP32 scales of its 128x128 tiles that multiply them back
 (the layout of DeepSeek-V3, which vLLM, SGLang and transformers read). A plan is made from the headers alone; writing
-it holds a few megabytes at a time, whatever the size of the tensors.
+it holds blocks of rows, never a whole tensor.
 
 Dequantised values of power-of-two scales quantise to the same values again, and to the same bytes but for tiles whose
-largest code is 224: half their scale holds them as well.
+largest code is 224: half their scale holds them as well, and is the smallest that does.
 """
 
 import json

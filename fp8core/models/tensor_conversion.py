@@ -1,4 +1,4 @@
-"""One tensor of a checkpoint from BF16 to block FP8 and back, a few megabytes at a time."""
+"""One tensor of a checkpoint from BF16 to block FP8 and back, some rows of tiles at a time."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -87,7 +87,7 @@ class Dequantised:
             grid = decode(chunk).view(-1, columns)
             by_row = scales.repeat_interleave(TILE, dim=0)[: len(grid)]
             values = (grid * by_row.repeat_interleave(TILE, dim=1)[:, :columns]).bfloat16()
-            if not bool(torch.isfinite(values).all()):
+            if not _is_finite(values):
                 raise self.stored.refused("holds NaN, or values beyond BF16")
             yield self.stored.spec.name, values
 
@@ -118,9 +118,14 @@ class Kept:
                 yield self.stored.spec.name, chunk
                 continue
             values = chunk.view(FLOATS[self.stored.spec.dtype]).to(FLOATS[self.dtype])
-            if not bool(torch.isfinite(values).all()):
+            if not _is_finite(values):
                 raise self.stored.refused(f"holds NaN or infinity in {self.dtype}")
             yield self.stored.spec.name, values
+
+
+def _is_finite(values: Tensor) -> bool:
+    # The maximum of anything with NaN is NaN; `isfinite` of every element takes many times as long in BF16.
+    return bool(values.abs().amax().isfinite())
 
 
 def _tiles(shape: tuple[int, ...]) -> tuple[int, ...]:

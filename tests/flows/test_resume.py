@@ -6,14 +6,29 @@ import shutil
 import pytest
 
 from fp8core.store.artifacts import ArtifactStore
+from tasks.tracking import default_tracking_uri
 
 STEPS = 3
 BOUNDARIES = ["none", "prompts", "rollout", "reward", "logprobs", "train", "calibrate", "sync", "evaluate", "record"]
 
 
 @pytest.fixture(scope="module")
-def whole(launch):
-    return launch("whole", steps=STEPS)
+def whole(launch, runs):
+    # Named, so that the copies below log to the same store.
+    return launch("whole", steps=STEPS, overrides={"tracking.uri": default_tracking_uri(runs)})
+
+
+@pytest.fixture
+def continue_copy(whole, launch, tmp_path):
+    """Continue a copy of the run that `change` has damaged."""
+
+    def run(change):
+        shutil.copytree(whole.folder, tmp_path / "whole")
+        change(tmp_path / "whole")
+        overrides = {"runs": str(tmp_path), "tracking.uri": default_tracking_uri(whole.runs)}
+        return launch("whole", steps=STEPS, overrides=overrides)
+
+    return run
 
 
 def records(finished):
@@ -36,23 +51,22 @@ def cut_after(folder, step, task):
 
 
 @pytest.mark.parametrize("task", BOUNDARIES)
-def test_cut_after_each_task(whole, launch, tmp_path, task):
-    shutil.copytree(whole.folder, tmp_path / "whole")
-    cut_after(tmp_path / "whole", STEPS - 1, task)
-    continued = launch("whole", steps=STEPS, overrides={"runs": str(tmp_path)})
+def test_cut_after_each_task(whole, continue_copy, task):
+    continued = continue_copy(lambda folder: cut_after(folder, STEPS - 1, task))
     assert continued.state.is_completed(), continued.state.message
     assert continued.summary["weights_digest"] == whole.summary["weights_digest"]
     assert records(continued) == records(whole)
 
 
-def test_a_redo_that_gives_other_weights_is_an_error(whole, launch, tmp_path):
-    shutil.copytree(whole.folder, tmp_path / "whole")
-    ledger = tmp_path / "whole" / "ledger.jsonl"
-    lines = ledger.read_text().splitlines(keepends=True)
-    position = max(i for i, line in enumerate(lines) if '"task":"train"' in line)
-    entry, earlier = json.loads(lines[position]), json.loads(next(line for line in lines if '"task":"train"' in line))
-    entry["outputs"]["next_policy"] = earlier["outputs"]["next_policy"]
-    ledger.write_text("".join([*lines[:position], json.dumps(entry) + "\n"]))
-    refused = launch("whole", steps=STEPS, overrides={"runs": str(tmp_path)})
+def test_a_redo_that_gives_other_weights_is_an_error(continue_copy):
+    def swap_the_policy(folder):
+        ledger = folder / "ledger.jsonl"
+        lines = ledger.read_text().splitlines(keepends=True)
+        trained = [i for i, line in enumerate(lines) if '"task":"train"' in line]
+        earlier, entry = json.loads(lines[trained[0]]), json.loads(lines[trained[-1]])
+        entry["outputs"]["next_policy"] = earlier["outputs"]["next_policy"]
+        ledger.write_text("".join([*lines[: trained[-1]], json.dumps(entry) + "\n"]))
+
+    refused = continue_copy(swap_the_policy)
     assert refused.state.is_failed()
     assert "task train: redoing it gave next_policy" in refused.state.message

@@ -1,6 +1,6 @@
 """Small policies, with the trainer and the rollout engine that hold them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,11 +80,12 @@ def _trainer(
     arch: Architecture,
     training: TrainingConfig | None = None,
     objective: Objective | None = None,
+    masters: Mapping[str, Tensor] | None = None,
     seed: int = 0,
 ) -> TorchTrainer:
     return TorchTrainer(
         arch,
-        _masters(arch, seed),
+        _masters(arch, seed) if masters is None else masters,
         training_formats(contract, arch.num_layers),
         rollout_formats(contract, arch.num_layers),
         training or TrainingConfig(),

@@ -64,10 +64,7 @@ def test_spreads(architecture):
 @pytest.mark.parametrize("hidden", [32, 256])
 def test_a_fresh_policy_is_nearly_uniform(architecture, trainer_of, first_scales, ragged_prompts, hidden, tied):
     arch = architecture(hidden_size=hidden, tie_embeddings=tied)
-    trainer = trainer_of(PrecisionContract(), arch)
-    with torch.no_grad():
-        for name, tensor in initial_weights(arch, 3).items():
-            trainer.masters[name].copy_(tensor)
+    trainer = trainer_of(PrecisionContract(), arch, masters=initial_weights(arch, 3))
     sequences = TokenBatch.of(ragged_prompts(8, 40), ragged_prompts(8, 40, seed=1))
     scored = trainer.logprobs(sequences, 1.0, first_scales(trainer, PrecisionContract()).layers)
     assert scored.entropy.nanmean() > 0.75 * math.log(40)

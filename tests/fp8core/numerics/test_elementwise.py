@@ -44,11 +44,16 @@ def test_rms_norm_is_that_of_transformers(shape: tuple[int, ...]) -> None:
     assert torch.allclose(y, module(x), rtol=1e-6, atol=0)
 
 
-def test_rms_norm_rounds_the_normalised_value_and_the_product() -> None:
+@pytest.mark.parametrize(("rounding", "rounded"), [(keep_fp32, Tensor.float), (round_to_bf16, to_bf16)])
+def test_rms_norm_rounds_the_wide_normalised_value_and_the_product(rounding, rounded) -> None:
     x, weight = randn(50, 96, seed=3), to_bf16(1 + 0.1 * randn(96, seed=4))
     wide = x.double()
-    normed = to_bf16(wide / torch.sqrt((wide * wide).sum(-1, keepdim=True) / 96 + EPS))
-    assert torch.equal(rms_norm(x, weight, EPS, round_to_bf16), to_bf16(normed * weight))
+    normed = rounded(wide * torch.rsqrt((wide * wide).sum(-1, keepdim=True) / 96 + EPS))
+    assert torch.equal(rms_norm(x, weight, EPS, rounding), rounded(normed * weight))
+
+
+def test_rms_norm_in_bf16_is_nearly_that_of_transformers() -> None:
+    x, weight = randn(50, 96, seed=3), to_bf16(1 + 0.1 * randn(96, seed=4))
     module = LlamaRMSNorm(96, EPS).bfloat16()
     module.weight.data = weight.bfloat16()
     differing = rms_norm(x, weight, EPS, round_to_bf16) != module(x.bfloat16()).float()
@@ -84,11 +89,12 @@ def test_swiglu_is_that_of_torch() -> None:
     assert torch.allclose(y, torch.nn.functional.silu(gate) * up, rtol=1e-6, atol=1e-30)
 
 
-def test_swiglu_rounds_the_activation_and_the_product() -> None:
+@pytest.mark.parametrize(("rounding", "rounded"), [(keep_fp32, Tensor.float), (round_to_bf16, to_bf16)])
+def test_swiglu_rounds_the_wide_activation_and_the_product(rounding, rounded) -> None:
     gate, up = randn(40, 33, seed=10, spread=4.0), randn(40, 33, seed=11)
     wide = gate.double()
-    expected = to_bf16(to_bf16(wide / (1 + torch.exp(-wide))) * up)
-    assert torch.equal(swiglu(gate, up, round_to_bf16), expected)
+    expected = rounded(rounded(wide / (1 + torch.exp(-wide))) * up)
+    assert torch.equal(swiglu(gate, up, rounding), expected)
 
 
 def test_swiglu_of_extreme_gates() -> None:
@@ -134,7 +140,7 @@ def test_rotation_depends_on_relative_positions_only() -> None:
 
     products = [float((at(start + 7)[:, 0] * at(start)[:, 1]).sum()) for start in (0, 13, 50)]
     assert products[1:] == pytest.approx([products[0]] * 2, abs=1e-6 * float(x.double().square().sum()))
-    assert at(31).norm() == pytest.approx(x.double().norm(), rel=1e-6)
+    assert float(at(31).norm()) == pytest.approx(float(x.double().norm()), rel=1e-6)
 
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)

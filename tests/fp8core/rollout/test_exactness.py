@@ -74,6 +74,16 @@ def test_every_batch_size(architecture, pair_of, ragged_prompts, groups_of, cont
     assert_exact(pair.log_ratios(prompts, found[1], temperature))
 
 
+@pytest.mark.parametrize("contract", ["fp8", "bf16"])
+def test_sums_long_enough_for_rounding_to_show(architecture, pair_of, ragged_prompts, groups_of, contract):
+    """At this size FP32 accumulation differs between one query and many, and between one row and many."""
+    arch = architecture(hidden_size=512, intermediate_size=640, head_dim=64, num_layers=1, max_positions=160)
+    pair = pair_of(CONTRACTS[contract], arch, max_batch=1)
+    groups = groups_of(ragged_prompts(2, 40, longest=150), 2)
+    found = pair.generate(groups, Sampling(1.0, 5, frozenset()))
+    assert_exact(pair.log_ratios(groups, found, 1.0))
+
+
 @given(
     seed=st.integers(0, 2**31),
     width=st.integers(1, 20).map(lambda n: 8 * n),

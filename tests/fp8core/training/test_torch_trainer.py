@@ -11,7 +11,7 @@ from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingP
 from fp8core.config.run import CorrectionConfig, LossConfig, TrainingConfig
 from fp8core.models.weights import stored_weights
 from fp8core.numerics.fingerprint import policy_digest
-from fp8core.numerics.kv_scales import LayerScales
+from fp8core.numerics.kv_scales import LayerAmax, LayerScales
 from fp8core.rl.batch import RolloutBatch, TokenBatch, length_mask
 from fp8core.rl.objective import Objective
 from fp8core.training.trainer import NotFiniteError
@@ -156,6 +156,21 @@ def test_statistics_are_those_of_the_logprob_pass(trainer_of, architecture, ragg
     for i, layer in enumerate(scored.amax):
         for name in "qkv":
             assert getattr(layer, name) == max(getattr(rows[i], name) for rows in by_row) > 0
+
+
+def test_statistics_leave_padding_out(trainer_of, architecture):
+    """Two tokens only, but for the padding, which holds all the others."""
+    trainer = trainer_of(CONTRACTS["bf16"], architecture())
+    batch = TokenBatch.of([[2], [3]], [[3], [2, 3] * 20])
+    alone = [trainer.statistics(part) for _, part in batch.slices(1)]
+    others = torch.arange(batch.tokens.numel()).view_as(batch.tokens) % 40
+    padded = replace(batch, tokens=torch.where(batch.valid, batch.tokens, others))
+    expected = [
+        LayerAmax(*(max(getattr(layer, name) for layer in layers) for name in "qkv"))
+        for layers in zip(*alone, strict=True)
+    ]
+    assert trainer.statistics(padded) == expected
+    assert trainer.logprobs(padded, 1.0, None).amax == expected
 
 
 def test_statistics_need_no_scales_and_scores_do(trainer_of, architecture, ragged_prompts):
@@ -306,6 +321,18 @@ def test_learning_rate_warms_up_linearly(trainer_of, architecture, batch_for):
     assert without.step(batch, 1.0, None).learning_rate == 2e-4
 
 
+def test_weights_decay(trainer_of, architecture, batch_for):
+    """Without an advantage there is no gradient, and decay is all that moves a weight."""
+    settings = TrainingConfig(learning_rate=1e-2, warmup_steps=0, weight_decay=0.5)
+    trainer = trainer_of(CONTRACTS["bf16"], architecture(), settings)
+    before = {name: tensor.detach().clone() for name, tensor in trainer.masters.items()}
+    batch = batch_for(CONTRACTS["bf16"])
+    report = trainer.step(replace(batch, advantages=torch.zeros(6)), 1.0, None)
+    assert (report.grad_norm, report.loss) == (0, 0)
+    for name, tensor in trainer.masters.items():
+        assert torch.allclose(tensor.detach(), before[name] * (1 - 1e-2 * 0.5), rtol=1e-6), name
+
+
 def test_the_gradient_is_clipped_by_its_global_norm(trainer_of, architecture, batch_for, gradient_of, tmp_path):
     batch = batch_for(CONTRACTS["bf16"])
     free, report = gradient_of(CONTRACTS["bf16"], batch)
@@ -381,12 +408,13 @@ def test_the_export_is_in_the_engines_formats(trainer_of, architecture):
 
 def test_the_trainer_has_weights_of_its_own(trainer_of, architecture, masters_of):
     given = masters_of(architecture())
-    trainer = trainer_of(CONTRACTS["fp32"], architecture())
-    assert trainer.digest() == policy_digest(given)
+    trainer = trainer_of(CONTRACTS["fp32"], architecture(), masters=given)
+    before = policy_digest(given)
+    assert trainer.digest() == before
     with torch.no_grad():
         trainer.masters["model.norm.weight"].zero_()
-    assert trainer.digest() != policy_digest(given)
-    assert policy_digest(masters_of(architecture())) == policy_digest(given)
+    assert trainer.digest() != before
+    assert policy_digest(given) == before
 
 
 def test_a_restored_trainer_continues_bit_for_bit(

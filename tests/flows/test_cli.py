@@ -1,0 +1,373 @@
+"""The command as a person meets it: what it prints, its exit codes, one line for a mistake, Ctrl-C and kill."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from prefect.settings import PREFECT_API_URL, temporary_settings
+
+from flows import cli
+from tasks.tracking import default_tracking_uri
+
+REPOSITORY = Path(__file__).parents[2]
+SCRIPT = Path(sys.executable).with_name("fp8-grpo")
+COMMAND = [str(SCRIPT)] if SCRIPT.exists() else [sys.executable, "-m", "flows.cli"]
+
+SMALL = """\
+base: tiny
+name: small
+warm_start: {steps: 3, batch_size: 16}
+data: {chain: {min_operands: 3}}
+rollout: {prompts_per_step: 4, group_size: 4}
+evaluation: {prompts: 8, every: 2}
+checkpoint: {every: 2}
+"""
+
+# Steps of a user's own, in the folder where the command is called.
+MINE = """\
+import math
+from pathlib import Path
+
+import pyarrow as pa
+
+from fp8core.store.tables import REWARDS
+from tasks.reward import reward_table
+from tasks.step import step
+
+
+@step(inputs={"prompts": "prompts", "rollouts": "rollouts"}, outputs={"rewards": "rewards"})
+def nan_at_step_2(run, index, options, prompts, rollouts):
+    store = run.directory.store
+    rows = reward_table(run, store.get_table(prompts), store.get_table(rollouts)).to_pylist()
+    rows[5]["reward"] = math.nan if index == 1 else 0.0
+    return {"rewards": store.put_table("rewards", pa.Table.from_pylist(rows, schema=REWARDS))}
+
+
+@step(inputs={"prompts": "prompts", "rollouts": "rollouts"}, outputs={"rewards": "rewards"})
+def absent_file(run, index, options, prompts, rollouts):
+    return Path("absent.txt").read_text()
+"""
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A user's folder: a configuration of their own and a module with steps."""
+    folder = tmp_path_factory.mktemp("workplace")
+    (folder / "small.yaml").write_text(SMALL)
+    (folder / "cli_steps.py").write_text(MINE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def environment(workplace: Path) -> dict[str, str]:
+    """No Prefect server is configured, so the command starts its own."""
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("PREFECT_", "MLFLOW_"))}
+    return {
+        **inherited,
+        "PYTHONPATH": str(REPOSITORY),
+        "PREFECT_HOME": str(workplace / "prefect"),
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    }
+
+
+@pytest.fixture(scope="module")
+def with_server(environment: dict[str, str], prefect_server: None) -> dict[str, str]:
+    """The same with the tests' own Prefect server, which is up already."""
+    return {**environment, "PREFECT_API_URL": PREFECT_API_URL.value()}
+
+
+def flags(*settings: str) -> list[str]:
+    return [flag for setting in settings for flag in ("--set", setting)]
+
+
+def shell(workplace: Path, environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *arguments], cwd=workplace, env=environment, capture_output=True, text=True, timeout=300
+    )
+
+
+def mlflow_run(runs: Path, name: str):
+    from mlflow import MlflowClient
+
+    client = MlflowClient(default_tracking_uri(runs))
+    experiment = client.get_experiment_by_name("fp8-grpo")
+    (found,) = client.search_runs([experiment.experiment_id], f"attributes.run_name = '{name}'")
+    return found
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, workplace: Path):
+    """Call the command in this process; it must refuse with one line, before it prints or makes anything."""
+    monkeypatch.chdir(workplace)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    before = sorted(workplace.iterdir())
+
+    def call(*arguments: str) -> str:
+        code = cli.main(arguments)
+        out, err = capsys.readouterr()
+        assert code == 2, err
+        assert out == ""
+        (line,) = err.splitlines()
+        assert line.startswith("fp8-grpo: ")
+        assert sorted(workplace.iterdir()) == before
+        return line
+
+    return call
+
+
+# --- looking around ---
+
+
+def test_without_arguments_it_shows_the_help(capsys):
+    assert cli.main([]) == 2
+    assert {"run", "graph", "config", "doctor"} <= set(capsys.readouterr().err.split())
+
+
+def test_help_is_no_mistake(capsys):
+    with pytest.raises(SystemExit) as left:
+        cli.main(["run", "--help"])
+    assert left.value.code == 0
+    assert {"--set", "--json"} <= set(re.findall(r"--\w+", capsys.readouterr().out))
+
+
+def test_graph_is_text_and_mermaid(capsys):
+    assert cli.main(["graph", "careful"]) == 0
+    text, _, mermaid = capsys.readouterr().out.partition("\n\nflowchart LR\n")
+    assert re.search(r"^\d +reference +rollouts, scales\* +reference$", text, re.MULTILINE)
+    declared = set(re.findall(r'^ +(\w+)\["\w+"\]$', mermaid, re.MULTILINE))
+    edges = re.findall(r'^ +(\w+) -\.?->\|"[^"|]+"\| (\w+)$', mermaid, re.MULTILINE)
+    assert {end for edge in edges for end in edge} == declared
+    assert len(declared) + len(edges) == len(mermaid.splitlines()), "every line is a node or an edge"
+    assert ("step_filter", "step_train") in edges
+
+
+def test_config_names_the_origin_of_every_value(capsys, workplace):
+    assert cli.main(["config", str(workplace / "small.yaml"), *flags("training.learning_rate=2e-4")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert all(re.fullmatch(r"[\w.]+ = .+  # (default|--set|\S+:\d+)", line) for line in lines)
+    assert "training.learning_rate = 0.0002  # --set" in lines
+    assert f"warm_start.steps = 3  # {workplace / 'small.yaml'}:3" in lines
+    assert "correction.cap = 2.0  # default" in lines
+
+
+def test_doctor_says_what_runs_here(capsys):
+    assert cli.main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^torch +2\.", out, re.MULTILINE)
+    assert re.search(r"^rollout: embedded +ready", out, re.MULTILINE)
+    assert max(map(len, out.splitlines())) <= 100
+
+
+def test_a_reader_that_goes_away_is_no_error(workplace, environment):
+    """`fp8-grpo config tiny | head -1`, on a pipe that holds less than the command prints."""
+    process = subprocess.Popen(
+        [*COMMAND, "config", "tiny"], cwd=workplace, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait(timeout=60) == 128 + signal.SIGPIPE
+
+
+# --- mistakes ---
+
+REWARD = "pipeline.replace={reward: {uses: 'USES', needs: [prompts, rollouts]}}"
+INSERT = "pipeline.insert={after: reward, step: {name: again, uses: 'tasks.reward:reward', needs: [prompts, rollouts]}}"
+
+
+@pytest.mark.parametrize(
+    ("setting", "reason"),
+    [
+        ("stpes=3", "stpes: unknown key; did you mean steps? (--set)"),
+        ("training.learning_rat=3", "training.learning_rat: unknown key; did you mean learning_rate?"),
+        ("steps=three", 'steps: must be a valid integer, got "three"'),
+        ("steps=0", "steps: must be greater than or equal to 1, got 0"),
+        ("training.learning_rate=.nan", "training.learning_rate: must be"),
+        ("steps", "--set steps: expected key=value"),
+        ("steps=", "--set steps=: expected key=value"),
+        ("a..b=1", "a..b: the key has an empty part"),
+        ("steps=[1", "--set steps=[1: the value is not valid YAML"),
+        ("run=a/b", "run: must match pattern"),
+        ("run=../outside", "run: must match pattern"),
+        ("model=somewhere", "exactly one of `model`"),
+        ("loss.reference_kl=0.1", "loss.reference_kl=0.1 needs the log-probs of the reference policy"),
+        ("training.minibatches=1024", "training.minibatches=1024 exceeds 16 rollouts a step"),
+        (REWARD.replace("USES", "no_such_module:score"), "step reward: uses no_such_module:score: there is no module"),
+        (REWARD.replace("USES", "tasks.reward:scor"), "step reward: uses tasks.reward:scor: module tasks.reward has no"),
+        ("pipeline.remove=[rewrd]", "pipeline.remove: there is no step rewrd; did you mean reward?"),
+        ("pipeline.remove=[reward]", "step train: input rewards: there is no artifact rewards"),
+        ("pipeline.remove=[record]", "no step provides an artifact of kind metrics"),
+        ("pipeline.rewire={rollout: {scales: next_scales}}", "pipeline: cycle rollout -> logprobs -> calibrate"),
+        (INSERT, "artifact rewards: provided by two steps, reward and again"),
+    ],
+)
+def test_a_wrong_setting_is_one_line(refused, setting, reason):
+    assert reason in refused("run", "small.yaml", *flags(setting))
+
+
+def test_an_unknown_configuration_lists_those_that_exist(refused):
+    assert re.search(r"there is no such .*shipped: .*tiny", refused("run", "tinny"))
+    assert "there is no such file" in refused("graph", "tinny.yaml")
+
+
+def test_a_broken_file_is_named_with_its_line(refused, tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("base: tiny\nsteps: 3\ntraining:\n  learning_rte: 1e-3\n")
+    assert f"training.learning_rte: unknown key; did you mean learning_rate? ({path}:4)" in refused("run", str(path))
+    path.write_text("base: tiny\nsteps: 3\n  seed: 1\n")
+    assert f"{path}:3: " in refused("run", str(path))
+
+
+def test_gsm8k_without_a_model_says_how_to_give_one(refused):
+    assert "fp8-grpo run gsm8k --set model=" in refused("run", "gsm8k")
+
+
+def test_json_is_refused_before_the_training(refused, tmp_path):
+    for file in (tmp_path / "absent" / "summary.json", tmp_path):
+        assert f"--json {file}: cannot be written" in refused("run", "small.yaml", "--json", str(file))
+
+
+def test_a_prefect_server_that_does_not_answer_is_one_line(refused, capsys):
+    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
+        assert cli.main(["run", "small.yaml"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "Prefect's server at http://127.0.0.1:9/api does not answer" in line
+    assert "unset PREFECT_API_URL" in line
+
+
+# --- training ---
+
+
+@pytest.fixture(scope="module")
+def first(workplace: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return shell(workplace, environment, "run", "small.yaml", *flags("run=first", "steps=2"), "--json", "first.json")
+
+
+def test_a_run_shows_progress_and_says_where_things_are(first, workplace):
+    assert first.returncode == 0, first.stderr
+    assert first.stderr == ""
+    out = first.stdout
+    assert out.startswith("starting Prefect and MLflow\nfp8-grpo run first\n")
+    assert re.search(r"^warm start  step 3/3  loss \d", out, re.MULTILINE)
+    assert re.search(r"^ *step_by_step +\d\.\d{3} +0\.900 *$", out, re.MULTILINE)
+    assert re.search(r"^step +reward +held-out +length +tmpe +differ +seconds +slowest task$", out, re.MULTILINE)
+    for step in ("1/2", "2/2"):
+        assert re.search(rf"^{step} .* 1 exactly +0 +\d+\.\d\d  \w+ \d+%$", out, re.MULTILINE), out
+    assert "─ first: done ─" in out
+    (picture,) = re.findall(r"^  picture +(.+)$", out, re.MULTILINE)
+    assert picture == str(workplace / "runs" / "first" / "curves.png")
+    assert Path(picture).is_file()
+    (command,) = re.findall(r"^  MLflow UI +(.+)$", out, re.MULTILINE)
+    assert command.endswith(f"ui --backend-store-uri {default_tracking_uri(workplace / 'runs')}")
+
+
+def test_json_holds_the_summary(first, workplace):
+    summary = json.loads((workplace / "first.json").read_text())
+    assert summary == json.loads((workplace / "runs" / "first" / "summary.json").read_text())
+    assert summary["run"] == "first"
+    assert summary["tmpe_max"] == 1.0
+    assert summary["mlflow_run_id"] == mlflow_run(workplace / "runs", "first").info.run_id
+
+
+def test_another_configuration_of_an_existing_run_names_every_key(first, refused):
+    line = refused("run", "small.yaml", *flags("run=first", "steps=2", "training.learning_rate=1e-3", "seed=4"))
+    assert "run first exists with another configuration: " in line
+    assert "training.learning_rate: 0.0001 -> 0.001" in line
+    assert "seed: 0 -> 4" in line
+    assert "steps: 2 -> 1" in refused("run", "small.yaml", *flags("run=first", "steps=1"))
+
+
+def test_a_failed_training_is_one_line_and_exit_code_1(workplace, with_server):
+    """The step is a module in the working directory."""
+    reward = REWARD.replace("USES", "cli_steps:nan_at_step_2")
+    failed = shell(workplace, with_server, "run", "small.yaml", *flags("run=nan", "steps=3", reward), "--json", "n.json")
+    assert failed.returncode == 1
+    reason = "step 2, task train: the reward of group 1, sample 1 is nan; rewards must be finite"
+    assert failed.stderr == f"fp8-grpo: {reason}\n"
+    assert "\n1/3 " in failed.stdout
+    assert "\n2/3 " not in failed.stdout
+    assert not (workplace / "n.json").exists()
+    logged = mlflow_run(workplace / "runs", "nan")
+    assert logged.info.status == "FAILED"
+    assert logged.data.tags["error"] == reason
+
+
+def test_an_exception_in_a_step_shows_its_traceback_and_ends_with_one_line(
+    workplace, prefect_server, capsys, monkeypatch
+):
+    monkeypatch.chdir(workplace)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    reward = REWARD.replace("USES", "cli_steps:absent_file")
+    assert cli.main(["run", "small.yaml", *flags("run=crash", reward)]) == 1
+    *traceback, last = capsys.readouterr().err.splitlines()
+    assert last == "fp8-grpo: step 1, task reward: FileNotFoundError: [Errno 2] No such file or directory: 'absent.txt'"
+    assert f'  File "{workplace}/cli_steps.py", line 22, in absent_file' in traceback
+
+
+# --- interrupted ---
+
+Interrupted = tuple[int, str]
+
+
+def interrupt(
+    workplace: Path, environment: dict[str, str], name: str, number: signal.Signals, patience: float
+) -> Interrupted:
+    """Start six steps, signal the whole process group in the fourth, as a terminal does; exit code and stderr."""
+    command = [*COMMAND, "run", "small.yaml", *flags(f"run={name}", "steps=6")]
+    unbuffered = {**environment, "PYTHONUNBUFFERED": "1"}
+    with (workplace / f"{name}.err").open("w+") as errors:
+        process = subprocess.Popen(
+            command, cwd=workplace, env=unbuffered, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
+        )
+        too_long = threading.Timer(180, os.killpg, (process.pid, signal.SIGKILL))
+        too_long.start()
+        try:
+            assert any(line.startswith("3/6 ") for line in process.stdout), Path(errors.name).read_text()
+            os.killpg(process.pid, number)
+            process.communicate(timeout=patience)
+        finally:
+            too_long.cancel()
+            process.kill()
+        return process.returncode, Path(errors.name).read_text()
+
+
+@pytest.fixture(scope="module")
+def uncut(workplace: Path, launch) -> str:
+    """Weights of a run of six steps that nothing interrupted."""
+    return launch("cli-uncut", steps=6, config=str(workplace / "small.yaml")).summary["weights_digest"]
+
+
+def continued(workplace: Path, launch, name: str) -> str:
+    finished = launch(name, steps=6, config=str(workplace / "small.yaml"), overrides={"runs": str(workplace / "runs")})
+    assert finished.state.is_completed(), finished.state.message
+    assert finished.mlflow_run().info.status == "FINISHED"
+    return finished.summary["weights_digest"]
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_the_run_as_killed_and_it_continues_to_the_same_weights(workplace, environment, launch, uncut):
+    code, errors = interrupt(workplace, environment, "interrupted", signal.SIGINT, patience=60)
+    assert code == 128 + signal.SIGINT
+    assert errors == "fp8-grpo: interrupted; a run continues with --set run=NAME\n"
+    assert mlflow_run(workplace / "runs", "interrupted").info.status == "KILLED"
+    assert continued(workplace, launch, "interrupted") == uncut
+
+
+@pytest.mark.slow
+def test_sigterm_ends_the_run_as_killed(workplace, with_server):
+    code, errors = interrupt(workplace, with_server, "terminated", signal.SIGTERM, patience=60)
+    assert code == 128 + signal.SIGTERM
+    assert errors == "fp8-grpo: terminated; a run continues with --set run=NAME\n"
+    assert mlflow_run(workplace / "runs", "terminated").info.status == "KILLED"
+
+
+@pytest.mark.slow
+def test_a_killed_run_continues_to_the_same_weights(workplace, with_server, launch, uncut):
+    code, errors = interrupt(workplace, with_server, "killed", signal.SIGKILL, patience=60)
+    assert (code, errors) == (-signal.SIGKILL, "")
+    assert continued(workplace, launch, "killed") == uncut

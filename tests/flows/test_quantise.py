@@ -1,0 +1,106 @@
+import argparse
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from flows.quantise import add_commands
+from fp8core.models.fp8_selection import KeptInBf16
+from fp8core.models.quantised_checkpoint import plan_quantisation, write_checkpoint
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def run(*arguments: object) -> int:
+    parser = argparse.ArgumentParser()
+    add_commands(parser.add_subparsers(required=True))
+    options = parser.parse_args([str(argument) for argument in arguments])
+    return int(options.command(options))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("options", "kept", "rule"),
+    [
+        ([], {}, "pow2"),
+        (["--first", 1, "--scale-rule", "fp32"], {"first_layers": 1}, "fp32"),
+        (
+            ["--last", 1, "--keep", "*.down_proj", "*.o_proj"],
+            {"last_layers": 1, "names": ("*.down_proj", "*.o_proj")},
+            "pow2",
+        ),
+    ],
+)
+def test_quantise_writes_what_the_library_writes(
+    small_checkpoint: Path, tmp_path: Path, options: list[object], kept: dict[str, Any], rule: Any
+) -> None:
+    assert run("quantise", small_checkpoint, tmp_path / "fp8", *options) == 0
+    write_checkpoint(plan_quantisation(small_checkpoint, KeptInBf16(**kept), rule), tmp_path / "same", lambda *_: None)
+    assert contents(tmp_path / "fp8") == contents(tmp_path / "same")
+
+
+def test_away_from_a_terminal_only_the_summary_is_printed(
+    small_checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run("quantise", small_checkpoint, tmp_path / "fp8")
+    run("dequantise", tmp_path / "fp8", tmp_path / "bf16")
+    printed = capfd.readouterr()
+    assert printed.err == ""
+    there, ragged, back = printed.out.splitlines()
+    assert there.startswith(f"{tmp_path / 'fp8'}: 14 of 25 tensors converted, 426,752 parameters")
+    assert there.endswith(" s, pow2 scales")
+    assert ragged.startswith("no whole tiles of 128")
+    assert back.startswith(f"{tmp_path / 'bf16'}: 14 of 25 tensors converted, 426,752 parameters")
+    assert contents(tmp_path / "bf16").keys() == contents(small_checkpoint).keys()
+
+
+def test_a_terminal_shows_the_progress(small_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "COLUMNS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    run("quantise", small_checkpoint, tmp_path / "fp8")
+    assert "25/25 tensors" in sys.stderr.getvalue()  # type: ignore[attr-defined]
+    assert "B/s" in sys.stderr.getvalue()  # type: ignore[attr-defined]
+
+
+def test_what_a_user_should_know_is_listed(
+    small_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tensors = load_file(small_checkpoint / "model.safetensors")
+    q_proj = "model.layers.0.self_attn.q_proj.weight"
+    tensors[q_proj] = tensors[q_proj][:100].contiguous()
+    for i in range(10):
+        tensors[f"model.layers.0.adapters.{i}.weight"] = tensors["lm_head.weight"].clone()
+    source = tmp_path / "source"
+    source.mkdir()
+    save_file(tensors, source / "model.safetensors")
+    (source / "config.json").write_text(json.dumps({"num_hidden_layers": 2}))
+    (source / "pytorch_model.bin").touch()
+    run("quantise", source, tmp_path / "fp8")
+    adapters = ", ".join(f"model.layers.0.adapters.{i}.weight" for i in range(8))
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        f"kept in BF16, unrecognised: {adapters} and 2 more",
+        f"no whole tiles of 128, so vLLM and transformers may refuse them: "
+        f"model.layers.0.self_attn.k_proj.weight, {q_proj}, model.layers.0.self_attn.v_proj.weight, "
+        "model.layers.1.self_attn.k_proj.weight, model.layers.1.self_attn.v_proj.weight",
+        "not copied: pytorch_model.bin",
+    ]
+
+
+@pytest.mark.parametrize("option", [["--first", "-1"], ["--last", "one"], ["--scale-rule", "ue8m0"]])
+def test_malformed_options_are_refused(tmp_path: Path, option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_code:
+        run("quantise", tmp_path, tmp_path / "fp8", *option)
+    assert exit_code.value.code == 2
+    assert option[0] in capsys.readouterr().err

@@ -1,0 +1,377 @@
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config, Qwen3MoeConfig
+from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear, replace_with_fp8_linear
+
+from fp8core.errors import UserError
+from fp8core.models.checkpoint import load_checkpoint
+from fp8core.models.fp8_selection import KeptInBf16
+from fp8core.models.quantised_checkpoint import Plan, plan_dequantisation, plan_quantisation, write_checkpoint
+from fp8core.models.weights import stored_weights
+from fp8core.numerics.e4m3 import ScaleRule
+
+UP = "model.layers.1.mlp.up_proj.weight"
+INDEX = "model.safetensors.index.json"
+
+
+def ignore(tensors: int, size: int) -> None:
+    """Report to nobody."""
+
+
+def write(plan: Plan, target: Path, shard_bytes: int = 10**9) -> Path:
+    write_checkpoint(plan, target, ignore, shard_bytes)
+    return target
+
+
+def quantise(source: Path, target: Path, rule: ScaleRule = "pow2", **kept: Any) -> Path:
+    return write(plan_quantisation(source, KeptInBf16(**kept), rule), target)
+
+
+def weights_of(folder: Path) -> dict[str, Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    return dict(json.loads((folder / "config.json").read_text()))
+
+
+def assert_equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        assert tensor.dtype == right[name].dtype, name
+        assert torch.equal(tensor.view(torch.uint8), right[name].view(torch.uint8)), name
+
+
+@pytest.fixture
+def broken(small_checkpoint: Path, tmp_path: Path) -> Path:
+    """A copy of the small checkpoint, to be spoilt."""
+    return Path(shutil.copytree(small_checkpoint, tmp_path / "broken"))
+
+
+@pytest.fixture(scope="module")
+def quantised(small_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The small checkpoint in block FP8."""
+    return quantise(small_checkpoint, tmp_path_factory.mktemp("quantised") / "checkpoint")
+
+
+@pytest.fixture(scope="module")
+def moe_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that our decoder does not know: two layers with experts around a dense one, in FP32."""
+    config = Qwen3MoeConfig(
+        vocab_size=96,
+        hidden_size=128,
+        intermediate_size=256,
+        moe_intermediate_size=128,
+        num_experts=3,
+        num_experts_per_tok=2,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=32,
+        mlp_only_layers=[1],
+    )
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("moe") / "checkpoint"
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def rewrite(folder: Path, **changes: Tensor | None) -> None:
+    tensors = {**load_file(folder / "model.safetensors"), **changes}
+    save_file({name: t for name, t in tensors.items() if t is not None}, folder / "model.safetensors")
+
+
+def reconfigure(folder: Path, **changes: Any) -> None:
+    (folder / "config.json").write_text(json.dumps({**config_of(folder), **changes}))
+
+
+def split(folder: Path, parts: int) -> None:
+    """Deal the tensors of `model.safetensors` out to several files, neighbours to different ones."""
+    tensors = list(load_file(folder / "model.safetensors").items())
+    (folder / "model.safetensors").unlink()
+    weight_map = {}
+    for i in range(parts):
+        file = f"model-{i + 1:05}-of-{parts:05}.safetensors"
+        save_file(dict(tensors[i::parts]), folder / file)
+        weight_map.update(dict.fromkeys(dict(tensors[i::parts]), file))
+    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+
+
+@pytest.mark.parametrize("rule", ["pow2", "fp32"])
+@pytest.mark.parametrize(("first", "formats"), [(0, ("fp8_block", "fp8_block")), (1, ("bf16", "fp8_block"))])
+def test_the_bytes_are_those_that_are_shipped_to_an_engine(small_checkpoint, tmp_path, rule, first, formats):
+    folder = quantise(small_checkpoint, tmp_path / "fp8", rule, first_layers=first)
+    masters = {name: tensor.float() for name, tensor in load_checkpoint(small_checkpoint).tensors.items()}
+    assert_equal(weights_of(folder), stored_weights(masters, formats, rule))
+
+
+def test_the_configuration_is_the_source_s_with_the_format(small_checkpoint, quantised):
+    source, found = config_of(small_checkpoint), config_of(quantised)
+    assert found.pop("quantization_config") == {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["lm_head"],
+    }
+    assert found == source
+    assert list(found) == list(source)
+
+
+def test_what_was_not_bf16_says_so_afterwards(small_checkpoint, broken, tmp_path):
+    reconfigure(broken, dtype="float32", torch_dtype="float16", vision_config={"dtype": "float16", "depth": 2})
+    rewrite(broken, **{name: tensor.float() for name, tensor in weights_of(small_checkpoint).items()})
+    folder = quantise(broken, tmp_path / "fp8")
+    config = config_of(folder)
+    assert (config["dtype"], config["torch_dtype"]) == ("bfloat16", "bfloat16")
+    assert config["vision_config"] == {"dtype": "bfloat16", "depth": 2}
+    assert_equal(weights_of(folder), weights_of(quantise(small_checkpoint, tmp_path / "direct")))
+
+
+def test_a_configuration_without_a_type_gets_one(broken, tmp_path):
+    config = {key: value for key, value in config_of(broken).items() if "dtype" not in key}
+    (broken / "config.json").write_text(json.dumps(config))
+    assert config_of(quantise(broken, tmp_path / "fp8"))["torch_dtype"] == "bfloat16"
+
+
+def test_fp32_beside_linears_in_bf16_is_left_alone(broken, tmp_path):
+    correction = "model.layers.0.mlp.gate.e_score_correction_bias"
+    rewrite(broken, **{correction: torch.tensor([1.0000001]), "model.ids": torch.tensor([2**40])})
+    stored = weights_of(quantise(broken, tmp_path / "fp8"))
+    assert stored[correction].item() == torch.tensor(1.0000001).item()
+    assert stored["model.ids"].item() == 2**40
+
+
+def test_fp16_becomes_bf16_beside_linears_in_bf16(broken, tmp_path):
+    norm = "model.norm.weight"
+    rewrite(broken, **{norm: torch.full((128,), 1.001, dtype=torch.float16)})
+    assert torch.equal(weights_of(quantise(broken, tmp_path / "fp8"))[norm], torch.ones(128, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("keep", [{}, {"first_layers": 1}, {"last_layers": 2}, {"names": ("*.self_attn.*_proj",)}])
+def test_transformers_converts_the_modules_that_are_quantised(moe_checkpoint, tmp_path, keep):
+    folder = quantise(moe_checkpoint, tmp_path / "fp8", **keep)
+    config = AutoConfig.from_pretrained(folder)
+    quantisation = FineGrainedFP8Config.from_dict(config.quantization_config)
+    assert (quantisation.quant_method, quantisation.weight_block_size) == ("fp8", [128, 128])
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    replace_with_fp8_linear(model, quantisation.modules_to_not_convert, quantisation, pre_quantized=True)
+    converted = {name for name, module in model.named_modules() if isinstance(module, FP8Linear | FP8Experts)}
+    codes = {name: t.shape for name, t in weights_of(folder).items() if t.dtype == torch.float8_e4m3fn}
+    assert converted == {
+        name.partition(".experts.")[0] + ".experts" if "experts" in name else name[:-7] for name in codes
+    }
+    parameters = dict(model.named_parameters())
+    for name in codes.keys() & parameters.keys():
+        scales = parameters[name + "_scale_inv"]
+        assert weights_of(folder)[name + "_scale_inv"].shape == scales.shape
+        assert scales.dtype == torch.float32
+
+
+def test_a_model_that_our_decoder_does_not_know(moe_checkpoint, tmp_path):
+    plan = plan_quantisation(moe_checkpoint, KeptInBf16(), "pow2")
+    assert plan.unrecognised == ()
+    folder = write(plan, tmp_path / "fp8")
+    experts = [name for name in weights_of(folder) if ".experts." in name and name.endswith("_scale_inv")]
+    assert len(experts) == 2 * 3 * 3
+    assert weights_of(folder)["model.layers.0.mlp.gate.weight"].dtype == torch.bfloat16
+    back = write(plan_dequantisation(folder), tmp_path / "bf16")
+    model, report = AutoModelForCausalLM.from_pretrained(back, output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    original = AutoModelForCausalLM.from_pretrained(moe_checkpoint)
+    for (name, wide), narrow in zip(original.named_parameters(), model.parameters(), strict=True):
+        assert (wide - narrow.float()).norm() <= 0.04 * wide.norm(), name
+
+
+def test_there_and_back_gives_the_source_but_for_rounding(small_checkpoint, quantised, tmp_path):
+    back = write(plan_dequantisation(quantised), tmp_path / "bf16")
+    source, found = files_of(small_checkpoint), files_of(back)
+    assert found.keys() == source.keys()
+    assert {name for name in source if source[name] != found[name]} == {"model.safetensors"}
+    plain = {name for name in weights_of(small_checkpoint) if not name.endswith("_proj.weight")}
+    stored = weights_of(back)
+    assert_equal({n: stored[n] for n in plain}, {n: t for n, t in weights_of(small_checkpoint).items() if n in plain})
+    load_checkpoint(back)
+
+
+@pytest.mark.parametrize("parts", [2, 5])
+def test_the_division_into_files_changes_nothing(broken, quantised, tmp_path, parts):
+    split(broken, parts)
+    assert files_of(quantise(broken, tmp_path / "fp8")) == files_of(quantised)
+
+
+def test_large_checkpoints_are_written_in_several_files(small_checkpoint, quantised, tmp_path):
+    plan = plan_quantisation(small_checkpoint, KeptInBf16(), "pow2")
+    limit = 150_000
+    folders = [write(plan, tmp_path / name, limit) for name in ("one", "two")]
+    assert files_of(folders[0]) == files_of(folders[1])
+    shards = sorted(folders[0].glob("*.safetensors"))
+    index = json.loads((folders[0] / INDEX).read_text())
+    assert [shard.name for shard in shards] == [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, 5)]
+    for shard in shards:
+        tensors = load_file(shard)
+        assert sum(tensor.nbytes for tensor in tensors.values()) <= limit
+        assert {name for name, file in index["weight_map"].items() if file == shard.name} == tensors.keys()
+    assert index["metadata"]["total_size"] == plan.size == sum(t.nbytes for t in weights_of(quantised).values())
+    assert_equal(weights_of(folders[0]), weights_of(quantised))
+    back = [write(plan_dequantisation(folder), tmp_path / f"{folder.name}-bf16") for folder in (folders[0], quantised)]
+    assert files_of(back[0]) == files_of(back[1])
+
+
+def test_every_other_file_is_copied_and_other_weights_are_named(broken, tmp_path):
+    (broken / "additional").mkdir()
+    (broken / ".cache").mkdir()
+    content = {"LICENSE": b"free\r\n", "modeling_own.py": b"pass", "additional/tool.jinja": b"{{ x }}"}
+    left_out = ["consolidated.pth", "model-00001-of-00002.safetensors"]
+    for name, data in {**content, ".cache/lock": b"", ".gitattributes": b"", **dict.fromkeys(left_out, b"")}.items():
+        (broken / name).write_bytes(data)
+    (broken / "linked.txt").symlink_to(broken / "LICENSE")
+    plan = plan_quantisation(broken, KeptInBf16(), "pow2")
+    assert [str(path) for path in plan.left_out] == left_out
+    found = files_of(write(plan, tmp_path / "fp8"))
+    small = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+    expected = content | {"linked.txt": b"free\r\n"} | {name: (broken / name).read_bytes() for name in small}
+    assert {name: data for name, data in found.items() if name not in ("config.json", "model.safetensors")} == expected
+    assert not (tmp_path / "fp8" / "linked.txt").is_symlink()
+
+
+def test_progress_adds_up(small_checkpoint, tmp_path):
+    plan = plan_quantisation(small_checkpoint, KeptInBf16(), "pow2")
+    reports: list[tuple[int, int]] = []
+    write_checkpoint(plan, tmp_path / "fp8", lambda *added: reports.append(added))
+    assert [sum(column) for column in zip(*reports, strict=True)] == [len(plan.conversions), plan.size]
+    assert plan.parameters == sum(tensor.numel() for tensor in weights_of(small_checkpoint).values())
+
+
+def refusal(convert: Callable[[], object]) -> str:
+    with pytest.raises(UserError) as refused:
+        convert()
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda f: reconfigure(f, quantization_config={}), "config.json: quantization_config: the checkpoint is quan"),
+        (lambda f: reconfigure(f, num_hidden_layers=None), "config.json: num_hidden_layers: found null, expected"),
+        (lambda f: rewrite(f, x=torch.ones(2).double()), "model.safetensors: tensor x: expected BF16, F16, F32 or"),
+        (lambda f: (f / "config.json").unlink(), "config.json: cannot be read"),
+        (lambda f: shutil.rmtree(f), "no such folder"),
+    ],
+)
+def test_a_source_that_cannot_be_quantised_is_refused(broken, spoil, message):
+    spoil(broken)
+    assert message in refusal(lambda: plan_quantisation(broken, KeptInBf16(), "pow2"))
+
+
+@pytest.mark.parametrize("name", [UP, "model.norm.weight"])
+def test_nan_is_refused_by_name_and_leaves_nothing(broken, tmp_path, name):
+    tensor = load_file(broken / "model.safetensors")[name]
+    tensor.view(-1)[-1] = float("nan")
+    rewrite(broken, **{name: tensor})
+    message = refusal(lambda: quantise(broken, tmp_path / "out" / "fp8"))
+    assert message == f"{broken / 'model.safetensors'}: tensor {name}: holds NaN or infinity in BF16"
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_checkpoint_is_never_overwritten(small_checkpoint, tmp_path):
+    (tmp_path / "fp8").mkdir()
+    (tmp_path / "fp8" / "notes.txt").write_text("mine")
+    assert refusal(lambda: quantise(small_checkpoint, tmp_path / "fp8")).endswith("a checkpoint is never overwritten")
+    assert files_of(tmp_path) == {"fp8/notes.txt": b"mine"}
+
+
+def test_an_interrupted_call_leaves_no_target_and_is_repeated(small_checkpoint, quantised, tmp_path):
+    class Interrupted(Exception):
+        pass
+
+    def interrupt(tensors: int, size: int) -> None:
+        if tensors:
+            raise Interrupted
+
+    plan = plan_quantisation(small_checkpoint, KeptInBf16(), "pow2")
+    with pytest.raises(Interrupted):
+        write_checkpoint(plan, tmp_path / "fp8", interrupt)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / ".fp8.partial").mkdir()
+    (tmp_path / ".fp8.partial" / "left by a kill").touch()
+    assert files_of(write(plan, tmp_path / "fp8")) == files_of(quantised)
+    assert [path.name for path in tmp_path.iterdir()] == ["fp8"]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda f: reconfigure(f, quantization_config=None), "quantization_config: activation_scheme: found null"),
+        (
+            lambda f: reconfigure(f, quantization_config={**config_of(f)["quantization_config"], "fmt": "e5m2"}),
+            'quantization_config: fmt: found "e5m2", expected "e4m3"',
+        ),
+        (
+            lambda f: reconfigure(
+                f, quantization_config={**config_of(f)["quantization_config"], "weight_block_size": [64, 64]}
+            ),
+            "quantization_config: weight_block_size: found [64, 64], expected [128, 128]",
+        ),
+        (lambda f: rewrite(f, **{UP + "_scale_inv": None}), f"tensor {UP}: its scales {UP}_scale_inv are nowhere"),
+        (lambda f: rewrite(f, **{UP: None}), f"tensor {UP}_scale_inv: F32 without a place in a block-FP8 checkpoint"),
+        (lambda f: rewrite(f, **{UP + "_scale_inv": torch.ones(3, 1)}), "expected floating-point [2, 1] for weights"),
+    ],
+)
+def test_a_source_that_cannot_be_dequantised_is_refused(quantised, tmp_path, spoil, message):
+    folder = Path(shutil.copytree(quantised, tmp_path / "broken"))
+    spoil(folder)
+    assert message in refusal(lambda: plan_dequantisation(folder))
+
+
+MEASURE = """
+import sys
+from pathlib import Path
+import torch
+from fp8core.models.fp8_selection import KeptInBf16
+from fp8core.models.quantised_checkpoint import plan_dequantisation, plan_quantisation, write_checkpoint
+
+def status(key):
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
+    return int(line.split()[1]) * 1024
+
+torch.set_num_threads(1)
+source, folder, again = map(Path, sys.argv[1:])
+small = folder.parent / "small"
+write_checkpoint(plan_quantisation(small, KeptInBf16(), "pow2"), folder.parent / "warm", lambda *_: None)
+write_checkpoint(plan_dequantisation(folder.parent / "warm"), folder.parent / "warm-bf16", lambda *_: None)
+Path("/proc/self/clear_refs").write_text("5")
+before = status("VmRSS")
+write_checkpoint(plan_quantisation(source, KeptInBf16(), "pow2"), folder, lambda *_: None)
+write_checkpoint(plan_dequantisation(folder), again, lambda *_: None)
+print(status("VmHWM") - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of memory is read from /proc")
+def test_memory_does_not_grow_with_the_tensors(small_checkpoint, tmp_path):
+    shutil.copytree(small_checkpoint, tmp_path / "small")
+    source = Path(shutil.copytree(small_checkpoint, tmp_path / "source"))
+    largest = torch.ones(16_384, 1024, dtype=torch.bfloat16)
+    names = ["model.embed_tokens.weight", *(f"model.layers.{i}.mlp.down_proj.weight" for i in range(4))]
+    save_file({name: largest.clone() for name in names}, source / "model.safetensors")
+    command = [sys.executable, "-c", MEASURE, source, tmp_path / "fp8", tmp_path / "bf16"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 1.5 * largest.nbytes
