@@ -14,7 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from flows import bisect
 from flows.environment import make_prefect_home, quiet_prefect_console, start_prefect, wait_for_prefect
+from flows.quantise import add_commands
 from fp8core.errors import UserError
 
 
@@ -52,6 +54,8 @@ def _parser() -> argparse.ArgumentParser:
     _add(commands, "graph", _graph, "draw the iteration of a configuration")
     _add(commands, "config", _config, "print a configuration with the origin of each value")
     commands.add_parser("doctor", help="say what this machine can run").set_defaults(command=_doctor)
+    add_commands(commands)
+    bisect.add_command(commands)
     return parser
 
 
@@ -114,7 +118,7 @@ def _explain(state: Any) -> None:
     cause = state.result(raise_on_failure=False)
     if isinstance(cause, BaseException) and not isinstance(cause, FailedRun):
         traceback.print_exception(cause)
-    print(f"fp8-grpo: {state.message}", file=sys.stderr)
+    print(f"fp8-grpo: {state.message.splitlines()[0]}", file=sys.stderr)
 
 
 def _graph(options: argparse.Namespace) -> int:

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Annotated, Any
 
+from mlflow.exceptions import MlflowException
 from prefect import flow, runtime
 from prefect.states import Failed
 from pydantic import Field
@@ -57,6 +58,8 @@ def grpo(
         return Failed(message=str(error))
     except StepError as error:
         return Failed(message=str(error), data=error.__cause__)
+    except MlflowException as error:
+        return Failed(message="MLflow: " + str(error).partition("\n")[0])
 
 
 def train(config: RunConfig) -> Summary:

@@ -2,9 +2,19 @@
 
 from typing import Any
 
+from fp8core.config.run import RunConfig
 from fp8core.config.steps import NoOptions
 from fp8core.errors import UserError
-from fp8core.numerics.kv_scales import LayerAmax, LayerScales, average_amax, scales_from_statistics
+from fp8core.numerics.kv_scales import (
+    LayerAmax,
+    LayerHistograms,
+    LayerScales,
+    average_amax,
+    covered_amax,
+    scale_distance,
+    scales_from_statistics,
+)
+from fp8core.numerics.magnitudes import MagnitudeHistogram
 from fp8core.rl.batch import TokenBatch
 from fp8core.rollout.engine import PolicyScales
 from fp8core.store.artifacts import Ref
@@ -31,25 +41,33 @@ def calibrate(
     version = store.get_json(next_policy)["version"]
     previous = [LayerAmax(**layer) for layer in store.get_json(scales)["amax"]]
     if run.config.calibration.source == "logprob_pass":
-        current = [LayerAmax(**layer) for layer in store.get_json(kv_statistics)["amax"]]
+        current = covered(run.config, read_histograms(store.get_json(kv_statistics)))
     else:
         if rollouts is None:
             raise UserError("calibration.source=fresh_pass needs the rollouts: add them to the needs of calibrate")
         table = store.get_table(rollouts)
         sequences = TokenBatch.of(table["prompt_tokens"].to_pylist(), table["tokens"].to_pylist())
-        current = run.ready_trainer().statistics(sequences)
+        current = covered(run.config, run.ready_trainer().statistics(sequences).histograms())
     averaged = average_amax(previous, current, run.config.calibration.average)
     return {"next_scales": store_scales(run, version, averaged)}
 
 
+def covered(config: RunConfig, histograms: list[LayerHistograms]) -> list[LayerAmax]:
+    """The magnitudes of one step that the run's scales shall cover."""
+    return covered_amax(histograms, config.calibration.covered_percentile)
+
+
+def scales_of(config: RunConfig, amax: list[LayerAmax]) -> list[LayerScales]:
+    """The run's scales for the given magnitudes."""
+    return scales_from_statistics(amax, config.calibration.margin, config.precision.scale_rule)
+
+
 def store_scales(run: LiveRun, version: int, amax: list[LayerAmax]) -> Ref:
-    """Scales for one version of the policy, with the statistics the next average starts from."""
-    rule = run.config.precision.scale_rule
-    layers = scales_from_statistics(amax, run.config.calibration.margin, rule)
+    """Scales for one version of the policy, with the magnitudes the next average starts from."""
     content: dict[str, Any] = {
         "version": version,
-        "rule": rule,
-        "layers": [vars(layer) for layer in layers],
+        "rule": run.config.precision.scale_rule,
+        "layers": [vars(layer) for layer in scales_of(run.config, amax)],
         "amax": [vars(layer) for layer in amax],
     }
     return run.directory.store.put_json("scales", content)
@@ -59,3 +77,24 @@ def read_scales(run: LiveRun, scales: Ref) -> PolicyScales:
     """Stored scales as the engine and the decoder take them."""
     content = run.directory.store.get_json(scales)
     return PolicyScales(content["version"], tuple(LayerScales(**layer) for layer in content["layers"]))
+
+
+def lag_error(config: RunConfig, in_force: PolicyScales, statistics: dict[str, Any]) -> float:
+    """How far the scales of a step are from those its own statistics give, in powers of two (`scale_distance`).
+
+    The scales in force come from earlier steps and their average; this is what that costs.
+    """
+    fresh = scales_of(config, covered(config, read_histograms(statistics)))
+    return scale_distance(in_force.layers, fresh)
+
+
+def read_histograms(statistics: dict[str, Any]) -> list[LayerHistograms]:
+    """Histograms of an artifact of kind `kv_statistics`."""
+    return [
+        LayerHistograms(**{name: _histogram(**stored) for name, stored in layer.items()})
+        for layer in statistics["histograms"]
+    ]
+
+
+def _histogram(amax: float, first: int, counts: list[int]) -> MagnitudeHistogram:
+    return MagnitudeHistogram(amax, first, tuple(counts))

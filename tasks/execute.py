@@ -45,7 +45,8 @@ def run_step(run: LiveRun, index: int, planned: PlannedStep, inputs: Mapping[str
     def body() -> dict[str, Ref]:
         outputs = function(run, index, planned.options, **inputs)
         kinds = {port: ref.kind for port, ref in outputs.items()}
-        assert kinds == dict(planned.spec.outputs), f"{planned.uses} returned {kinds}, declared {planned.spec.outputs}"
+        if kinds != dict(planned.spec.outputs):
+            raise UserError(f"{planned.uses} returned {kinds}, but declares {dict(planned.spec.outputs)}")
         return {planned.outputs[port]: ref for port, ref in outputs.items()}
 
     parts = {

@@ -1,11 +1,19 @@
-"""Optional step: leave groups without a learning signal out of the loss (DAPO, arXiv 2503.14476, section 3.2)."""
+"""Optional step: leave groups without a learning signal out of the loss (DAPO, arXiv 2503.14476, section 3.2).
 
-from collections.abc import Mapping
+With `rollout.oversample` above 1 this is dynamic sampling: more prompts are answered than are wanted, and the first
+`groups` with a signal stay. When there are fewer, the step fails or trains on what there is, as configured; it never
+generates again, so that an iteration stays a fixed graph.
+"""
+
+from typing import Literal
 
 import pyarrow as pa
+import torch
 from pydantic import Field
 
 from fp8core.config.section import Section
+from fp8core.errors import UserError
+from fp8core.rl.shaping import informative
 from fp8core.store.artifacts import Ref
 from fp8core.store.tables import REWARDS
 from fp8core.workers.live import LiveRun
@@ -15,24 +23,36 @@ from tasks.step import step
 class FilterOptions(Section):
     """Which groups stay."""
 
-    min_spread: float = Field(
-        1e-6, ge=0, description="Groups whose rewards differ by less than this teach nothing and are left out."
+    groups: int | None = Field(
+        None, ge=1, description="Keep the first so many groups with a signal; null keeps all of them."
+    )
+    shortfall: Literal["log", "error"] = Field(
+        "log", description="With fewer than `groups`: train on what there is (train/rows shows it), or fail."
     )
 
 
 @step(inputs={"rewards": "rewards"}, outputs={"filtered": "rewards"}, options=FilterOptions)
 def filter(run: LiveRun, index: int, options: FilterOptions, rewards: Ref) -> dict[str, Ref]:
-    """Clear `keep` of every completion of a group whose rewards are all equal."""
+    """Clear `keep` of every completion of a group that stays out of the loss."""
     table = run.directory.store.get_table(rewards)
-    return {"filtered": run.directory.store.put_table("rewards", drop_uniform(table, options.min_spread))}
+    kept = keep_informative(table, options.groups)
+    found = len({row["group"] for row in kept.to_pylist() if row["keep"]})
+    if options.groups is not None and found < options.groups and options.shortfall == "error":
+        raise UserError(
+            f"step {index}: {found} of {options.groups} wanted groups have rewards that differ; "
+            "raise rollout.oversample or set shortfall: log"
+        )
+    return {"filtered": run.directory.store.put_table("rewards", kept)}
 
 
-def drop_uniform(rewards: pa.Table, min_spread: float) -> pa.Table:
-    """A table of kind `rewards` with `keep` cleared where a group's spread is below `min_spread`."""
+def keep_informative(rewards: pa.Table, groups: int | None) -> pa.Table:
+    """A table of kind `rewards` that keeps groups whose kept rewards differ, the first `groups` of them."""
     rows = rewards.to_pylist()
-    spread: Mapping[int, float] = {
-        row["group"]: row["reward_max"] - row["reward_min"]
-        for row in rewards.group_by("group").aggregate([("reward", "max"), ("reward", "min")]).to_pylist()
-    }
-    kept = [{**row, "keep": row["keep"] and spread[row["group"]] >= min_spread} for row in rows]
-    return pa.Table.from_pylist(kept, schema=REWARDS)
+    signal = informative(
+        torch.tensor([row["reward"] for row in rows], dtype=torch.float64),
+        torch.tensor([row["group"] for row in rows]),
+        torch.tensor([row["keep"] for row in rows]),
+    ).tolist()
+    wanted = sorted({row["group"] for row, has_signal in zip(rows, signal, strict=True) if has_signal})[:groups]
+    chosen = [{**row, "keep": row["keep"] and row["group"] in wanted} for row in rows]
+    return pa.Table.from_pylist(chosen, schema=REWARDS)

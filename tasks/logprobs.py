@@ -1,5 +1,6 @@
 """Score rollouts under the trainer's policy, and collect the statistics its KV scales are calibrated from."""
 
+from dataclasses import asdict
 from typing import Any
 
 import pyarrow as pa
@@ -26,11 +27,12 @@ def logprobs(run: LiveRun, index: int, options: NoOptions, rollouts: Ref, policy
     assert trainer.version == store.get_json(policy)["version"], "the trainer does not hold the policy of this step"
     table = store.get_table(rollouts)
     current = read_scales(run, scales)
-    scored = trainer.logprobs(token_batch(table), run.config.rollout.temperature, layer_scales(current))
+    scored = trainer.logprobs(replay_batch(table), run.config.rollout.temperature, layer_scales(current))
     statistics = {
         "version": trainer.version,
-        "amax": [vars(layer) for layer in scored.amax],
-        "saturated_share": scored.saturated_share,
+        "amax": [vars(layer) for layer in scored.statistics.amax()],
+        "histograms": [asdict(layer) for layer in scored.statistics.histograms()],
+        "saturated_share": scored.statistics.saturated_share(),
     }
     return {
         "logprobs": store.put_table("logprobs", logprob_table(table, scored)),
@@ -41,6 +43,17 @@ def logprobs(run: LiveRun, index: int, options: NoOptions, rollouts: Ref, policy
 def token_batch(rollouts: pa.Table) -> TokenBatch:
     """Rollouts as padded tokens."""
     return TokenBatch.of(rollouts["prompt_tokens"].to_pylist(), rollouts["tokens"].to_pylist())
+
+
+def replay_batch(rollouts: pa.Table) -> TokenBatch:
+    """Rollouts as padded tokens, with the experts to replay where the rollout recorded them.
+
+    For the policy that is trained; the reference policy chooses its own experts.
+    """
+    if "experts" not in rollouts.column_names:
+        return token_batch(rollouts)
+    columns = (rollouts[name].to_pylist() for name in ("prompt_tokens", "tokens", "experts"))
+    return TokenBatch.of(*columns)
 
 
 def layer_scales(scales: PolicyScales) -> Any:

@@ -14,7 +14,7 @@ from tasks.step import step
 @step(inputs={}, outputs={"prompts": "prompts"})
 def prompts(run: LiveRun, index: int, options: NoOptions) -> dict[str, Ref]:
     """The prompts of iteration `index`: a function of the run's seed and the index, so data position needs no state."""
-    problems = run.source.training(index, run.config.rollout.prompts_per_step, run.config.seed)
+    problems = run.source.training(index, run.config.rollout.drawn_prompts, run.config.seed)
     return {"prompts": run.directory.store.put_table("prompts", prompt_table(run, problems))}
 
 

@@ -8,9 +8,10 @@ import torch
 
 from fp8core.alignment.metrics import alignment_metrics
 from fp8core.config.steps import NoOptions
-from fp8core.rl.batch import length_mask, pad
+from fp8core.rl.batch import pad
 from fp8core.store.artifacts import Ref
 from fp8core.workers.live import LiveRun
+from tasks.calibrate import lag_error, read_scales
 from tasks.step import step
 
 _OUTCOMES = ("right", "wrong", "unparsed", "timeout", "crashed")
@@ -23,6 +24,7 @@ _TRAINED = (
     "reference_kl",
     "learning_rate",
     "tokens",
+    "rows",
 )
 
 
@@ -36,7 +38,7 @@ _TRAINED = (
         "evaluation": "evaluation",
         "next_scales": "scales",
     },
-    optional_inputs={"kv_statistics": "kv_statistics"},
+    optional_inputs={"kv_statistics": "kv_statistics", "scales": "scales"},
     outputs={"metrics": "metrics"},
 )
 def record(
@@ -51,6 +53,7 @@ def record(
     evaluation: Ref,
     next_scales: Ref,
     kv_statistics: Ref | None = None,
+    scales: Ref | None = None,
 ) -> dict[str, Ref]:
     """Everything MLflow shows of the step but its timings."""
     store = run.directory.store
@@ -63,7 +66,10 @@ def record(
         **scale_metrics(store.get_json(next_scales)),
     }
     if kv_statistics is not None:
-        metrics["kv/saturated_share"] = store.get_json(kv_statistics)["saturated_share"]
+        statistics = store.get_json(kv_statistics)
+        metrics["kv/saturated_share"] = statistics["saturated_share"]
+        if scales is not None:
+            metrics["kv/lag_error"] = lag_error(run.config, read_scales(run, scales), statistics)
     measured = store.get_json(evaluation)
     if measured:
         metrics["reward/heldout_accuracy"] = measured["accuracy"]
@@ -87,31 +93,32 @@ def reward_metrics(rewards: pa.Table) -> dict[str, float]:
 
 
 def rollout_metrics(rollouts: pa.Table, logprobs: pa.Table) -> dict[str, float]:
-    """Lengths, how completions ended, and the entropy of the policy on its own tokens (nats)."""
-    lengths = torch.tensor([len(tokens) for tokens in rollouts["tokens"].to_pylist()], dtype=torch.float64)
-    entropy = torch.tensor([value for row in logprobs["entropy"].to_pylist() for value in row], dtype=torch.float64)
+    """Lengths, how completions ended, and the entropy of the policy (nats), over the tokens it wrote."""
+    written = pad(rollouts["written"].to_pylist(), torch.bool, False)
+    lengths = written.sum(dim=1).double()
+    entropy = pad(logprobs["entropy"].to_pylist(), torch.float64, 0.0)
     return {
         "rollout/length_mean": float(lengths.mean()),
         "rollout/length_max": float(lengths.max()),
         "rollout/tokens": float(lengths.sum()),
         "rollout/cut_off_share": rollouts["finish"].to_pylist().count("length") / rollouts.num_rows,
-        "rollout/entropy": float(entropy.mean()),
+        "rollout/entropy": float(entropy[written].mean()),
     }
 
 
 def mismatch(rollouts: pa.Table, logprobs: pa.Table) -> dict[str, float]:
-    """Every alignment metric between the policy that sampled and the policy that trains."""
-    sampled = rollouts["logprobs"].to_pylist()
+    """Every alignment metric between the policy that sampled and the policy that trains, over the tokens it wrote."""
     return alignment_metrics(
         pad(logprobs["logprobs"].to_pylist(), torch.float32, 0.0),
-        pad(sampled, torch.float32, 0.0),
-        length_mask(sampled),
+        pad(rollouts["logprobs"].to_pylist(), torch.float32, 0.0),
+        pad(rollouts["written"].to_pylist(), torch.bool, False),
     )
 
 
 def train_metrics(report: dict[str, Any]) -> dict[str, float]:
     """The numbers of a train report."""
-    return {f"train/{name}": float(report[name]) for name in _TRAINED}
+    corrected = {f"correction/{name}": value for name, value in report["correction"].items()}
+    return {**{f"train/{name}": float(report[name]) for name in _TRAINED}, **corrected}
 
 
 def scale_metrics(scales: dict[str, Any]) -> dict[str, float]:

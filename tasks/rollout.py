@@ -11,7 +11,7 @@ from fp8core.rollout.engine import Completion, PromptGroup, Sampling
 from fp8core.rollout.seeds import sample_seed
 from fp8core.store.artifacts import Ref
 from fp8core.store.shards import RolloutShards
-from fp8core.store.tables import ORDER, ROLLOUTS
+from fp8core.store.tables import ORDER, ROLLOUTS, ROUTED_ROLLOUTS
 from fp8core.workers.live import LiveRun
 from tasks.step import step
 
@@ -30,10 +30,12 @@ def rollout(run: LiveRun, index: int, options: NoOptions, prompts: Ref, policy: 
     shards = RolloutShards(shard_folder(run, index))
     done = shards.read()
     finished = set(done["group"].to_pylist()) if done is not None else set()
-    sampling = Sampling(run.config.rollout.temperature, run.config.rollout.max_new_tokens, run.tokenizer.eos_ids)
-    tables = [done.cast(ROLLOUTS)] if done is not None else []
+    config = run.config.rollout
+    sampling = Sampling(config.temperature, config.max_new_tokens, run.tokenizer.eos_ids, config.router_replay)
+    schema = ROUTED_ROLLOUTS if config.router_replay else ROLLOUTS
+    tables = [done.cast(schema)] if done is not None else []
     for completions in run.ready_engine().generate([g for g in groups if g.group not in finished], sampling):
-        table = rollout_table(completions, groups, run.tokenizer)
+        table = rollout_table(completions, groups, run.tokenizer, schema)
         shards.append(table)
         tables.append(table)
     rollouts = pa.concat_tables(tables).sort_by(ORDER).combine_chunks()
@@ -60,8 +62,10 @@ def prompt_groups(run: LiveRun, index: int, prompts: pa.Table) -> list[PromptGro
     ]
 
 
-def rollout_table(completions: Iterable[Completion], groups: list[PromptGroup], tokenizer: Tokenizer) -> pa.Table:
-    """Completions as a table of kind `rollouts`; groups are indexed by their number."""
+def rollout_table(
+    completions: Iterable[Completion], groups: list[PromptGroup], tokenizer: Tokenizer, schema: pa.Schema = ROLLOUTS
+) -> pa.Table:
+    """Completions as a table of kind `rollouts`, with the columns of the schema; groups are indexed by their number."""
     by_number = {group.group: group for group in groups}
     rows = [
         {
@@ -72,8 +76,10 @@ def rollout_table(completions: Iterable[Completion], groups: list[PromptGroup], 
             "prompt_tokens": list(by_number[done.group].prompt),
             "tokens": done.tokens,
             "logprobs": done.logprobs,
+            "written": [True] * len(done.tokens),
             "finish": done.finish,
             "text": completion_text(done, tokenizer),
+            "experts": done.experts,
         }
         for done in completions
     ]

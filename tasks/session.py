@@ -26,6 +26,7 @@ from fp8core.report.console import Console
 from fp8core.report.graph import pipeline_mermaid, pipeline_text
 from fp8core.report.summary import StepTiming
 from fp8core.rewards.verifier import build_verifier
+from fp8core.rl.objective import Objective
 from fp8core.store.ledger import SegmentEntry
 from fp8core.store.run_directory import RunDescription, RunDirectory, read_description
 from fp8core.store.versions import code_version, git_state, hardware
@@ -59,17 +60,18 @@ def plan_of(config: RunConfig) -> Plan:
     """The checked pipeline of a configuration whose precision contract can be kept.
 
     Raises:
-        UserError: the contract is beyond the engines, the pipeline is broken, or nothing in it provides metrics
-            or the log-probs that the loss asks for.
+        UserError: the contract is beyond the engines, the correction names what does not exist, the pipeline is
+            broken, or nothing in it provides metrics or the log-probs that the loss asks for.
     """
     # The embedded engine and the torch trainer compute on the CPU, whatever else the machine has.
     check_contract(config.precision, "cpu", corrected=config.correction.method != "none")
+    Objective(config.loss, config.correction)
     plan = check_pipeline(config.pipeline, CARRIED_KINDS, import_spec)
     if not any("metrics" in planned.spec.outputs.values() for planned in plan.steps):
         raise UserError("pipeline.steps: no step provides an artifact of kind metrics; add tasks.record:record")
     if config.loss.reference_kl and not any("reference" in planned.inputs for planned in plan.steps):
         raise UserError(
-            f"loss.reference_kl={config.loss.reference_kl} needs the log-probs of the reference policy: insert the step "
+            f"loss.reference_kl={config.loss.reference_kl} needs log-probs of the reference policy: insert the step "
             "tasks.reference:reference, and rewire train: {reference: reference} (as configs/careful.yaml does)"
         )
     return plan

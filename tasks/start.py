@@ -19,7 +19,7 @@ from fp8core.training.warm_start import TokenisedDemonstration
 from fp8core.training.warm_start import warm_start as train_on_demonstrations
 from fp8core.workers.build import build_engine, build_trainer
 from fp8core.workers.live import LiveRun
-from tasks.calibrate import read_scales, store_scales
+from tasks.calibrate import covered, read_scales, store_scales
 from tasks.evaluate import heldout_accuracy, score
 from tasks.execute import TaskResult, run_task
 from tasks.prompts import prompt_table
@@ -58,7 +58,8 @@ def first_scales(run: LiveRun) -> TaskResult:
         prompts = prompt_table(run, problems)["tokens"].to_pylist()
         # TokenBatch wants a completion; the last prompt token serves, so that exactly the prompts are seen.
         batch = TokenBatch.of([tokens[:-1] or tokens for tokens in prompts], [tokens[-1:] for tokens in prompts])
-        return {"scales": store_scales(run, 0, run.ready_trainer().statistics(batch))}
+        histograms = run.ready_trainer().statistics(batch).histograms()
+        return {"scales": store_scales(run, 0, covered(run.config, histograms))}
 
     return run_task(run, FIRST, "calibrate", {}, body)
 

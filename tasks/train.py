@@ -1,17 +1,20 @@
 """One GRPO update from stored rollouts, rewards and log-probs."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pyarrow as pa
 import torch
+from torch import Tensor
 
+from fp8core.config.run import RunConfig
 from fp8core.config.steps import NoOptions
-from fp8core.rl.advantages import group_advantages
-from fp8core.rl.batch import RolloutBatch, length_mask, pad
+from fp8core.rl.advantages import ESTIMATORS
+from fp8core.rl.batch import RolloutBatch, pad
+from fp8core.rl.objective import Objective
 from fp8core.store.artifacts import Ref
 from fp8core.workers.live import LiveRun
 from tasks.calibrate import read_scales
-from tasks.logprobs import layer_scales, token_batch
+from tasks.logprobs import layer_scales, replay_batch
 from tasks.reward import check_reward
 from tasks.step import step
 
@@ -48,7 +51,7 @@ def train(
         store.get_table(rewards),
         store.get_table(logprobs),
         store.get_table(reference) if reference else None,
-        run.config.loss.advantage_epsilon,
+        run.config,
     )
     report = trainer.step(batch, run.config.rollout.temperature, layer_scales(read_scales(run, scales)))
     return {
@@ -58,7 +61,7 @@ def train(
 
 
 def rollout_batch(
-    rollouts: pa.Table, rewards: pa.Table, logprobs: pa.Table, reference: pa.Table | None, epsilon: float
+    rollouts: pa.Table, rewards: pa.Table, logprobs: pa.Table, reference: pa.Table | None, config: RunConfig
 ) -> RolloutBatch:
     """Stored tables as the batch an update learns from; rows of all tables correspond.
 
@@ -67,15 +70,25 @@ def rollout_batch(
     """
     for row in rewards.select(["group", "sample", "reward"]).to_pylist():
         check_reward(row["reward"], row["group"], row["sample"])
-    tokens = rollouts["tokens"].to_pylist()
-    groups = torch.tensor(rewards["group"].to_pylist())
     values = torch.tensor(rewards["reward"].to_pylist(), dtype=torch.float64)
-    return RolloutBatch(
-        sequences=token_batch(rollouts),
-        mask=length_mask(tokens),
+    groups = torch.tensor(rewards["group"].to_pylist())
+    batch = RolloutBatch(
+        sequences=replay_batch(rollouts),
+        mask=pad(rollouts["written"].to_pylist(), torch.bool, False),
         rollout_logprobs=pad(rollouts["logprobs"].to_pylist(), torch.float32, 0.0),
         old_logprobs=pad(logprobs["logprobs"].to_pylist(), torch.float32, 0.0),
         reference_logprobs=pad(reference["logprobs"].to_pylist(), torch.float32, 0.0) if reference else None,
-        advantages=group_advantages(values, groups, epsilon).float(),
+        advantages=torch.zeros(len(values)),
         keep=torch.tensor(rewards["keep"].to_pylist()),
     )
+    estimate = ESTIMATORS[config.loss.advantage]
+    advantages = estimate(values, groups, config.loss.advantage_epsilon, baseline_rows(batch, config))
+    return replace(batch, advantages=advantages.float())
+
+
+def baseline_rows(batch: RolloutBatch, config: RunConfig) -> Tensor:
+    """bool [B]: rows whose rewards make the baseline of their group, by `correction.baseline`."""
+    if config.correction.baseline == "all":
+        return torch.ones_like(batch.keep)
+    corrected, _ = Objective(config.loss, config.correction).corrected(batch)
+    return corrected.mask.any(dim=1)

@@ -3,6 +3,7 @@
 Sections are separate models so that each part of the library takes its own and nothing else.
 """
 
+import math
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +27,22 @@ class ArchitectureConfig(Section):
     tie_embeddings: bool = Field(False, description="The head reuses the embedding.")
     rope_theta: float = Field(10_000.0, gt=0)
     max_positions: int = Field(256, ge=8, le=1 << 20)
+    num_experts: int = Field(
+        0, ge=0, le=4096, description="Experts of a sparse layer (Qwen3-MoE); 0 builds a dense decoder."
+    )
+    experts_per_token: int = Field(2, ge=1, le=4096, description="Experts a token goes to.")
+    expert_intermediate_size: int = Field(128, ge=8, le=65536, description="Width of one expert.")
+    normalise_top_k: bool = Field(True, description="The weights of a token's experts sum to 1 (norm_topk_prob).")
+    decoder_sparse_step: int = Field(1, ge=1, le=200, description="Every n-th layer has experts.")
+    mlp_only_layers: list[int] = Field(default_factory=list, description="Layers that are dense all the same.")
+
+    @model_validator(mode="after")
+    def _experts(self) -> "ArchitectureConfig":
+        if self.num_experts and self.experts_per_token > self.num_experts:
+            raise ValueError(f"experts_per_token={self.experts_per_token} exceeds num_experts={self.num_experts}")
+        if self.num_experts and not self.qk_norm:
+            raise ValueError("num_experts needs qk_norm: only Qwen3's shape has experts")
+        return self
 
     @model_validator(mode="after")
     def _groups(self) -> "ArchitectureConfig":
@@ -86,10 +103,26 @@ class RolloutConfig(Section):
 
     engine: Literal["embedded"] = Field("embedded", description="Rollout engine.")
     prompts_per_step: int = Field(32, ge=1, le=65536)
+    oversample: float = Field(
+        1.0,
+        ge=1,
+        le=16,
+        description="Dynamic sampling: draw this many times the prompts, for a filter step to choose from.",
+    )
     group_size: int = Field(8, ge=1, le=4096, description="Completions of one prompt: the group of GRPO.")
     max_new_tokens: int = Field(16, ge=1, le=1 << 20)
     temperature: float = Field(1.0, gt=0, le=10)
     max_batch: int = Field(256, ge=1, le=65536, description="Sequences decoded together.")
+    router_replay: bool = Field(
+        False,
+        description="Mixture of experts: store the experts that the rollout chose at every position, and score and "
+        "train with these instead of the trainer's own choice.",
+    )
+
+    @property
+    def drawn_prompts(self) -> int:
+        """Prompts drawn a step."""
+        return math.ceil(self.prompts_per_step * self.oversample)
 
 
 class TrainingConfig(Section):
@@ -107,26 +140,70 @@ class TrainingConfig(Section):
 
 
 class LossConfig(Section):
-    """The GRPO objective (DeepSeekMath, arXiv 2402.03300, with DAPO's asymmetric clip, arXiv 2503.14476)."""
+    """The objective of the GRPO family; the default is GRPO with DAPO's asymmetric clip and token mean."""
 
+    policy: Literal["clipped", "gspo", "cispo", "reinforce", "binary_tv"] = Field(
+        "clipped",
+        description="Policy loss (fp8core/rl/losses.py): PPO and GRPO's clip, GSPO, CISPO, REINFORCE, prime-rl's.",
+    )
     clip_low: float = Field(0.2, ge=0, lt=1)
     clip_high: float = Field(0.28, ge=0, le=10)
-    advantage_epsilon: float = Field(1e-4, gt=0, le=1, description="Added to the group's standard deviation.")
-    reference_kl: float = Field(
-        0.0,
-        ge=0,
-        le=100,
-        description="Weight of the k3 penalty towards the reference policy; needs the reference step.",
+    dual_clip: float | None = Field(None, gt=1, le=100, description="Bound of the loss of negative advantages.")
+    aggregation: Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean"] = Field(
+        "token-mean", description="From per-token terms to the loss, by the names of verl (fp8core/rl/aggregation.py)."
     )
+    length_normaliser: int | None = Field(
+        None, ge=1, description="Dr.GRPO: divide sums over tokens by this constant instead of `aggregation`."
+    )
+    advantage: Literal[
+        "grpo", "dr_grpo", "rloo", "leave_one_out", "reinforce_plus_plus", "reinforce_plus_plus_baseline"
+    ] = Field("grpo", description="Advantage estimator (fp8core/rl/advantages.py).")
+    advantage_epsilon: float = Field(1e-4, gt=0, le=1, description="Added to the standard deviation of rewards.")
+    reference_kl: float = Field(
+        0.0, ge=0, le=100, description="Weight of the penalty towards the reference policy; needs the reference step."
+    )
+    reference_kl_estimate: Literal["k1", "k2", "k3"] = Field("k3", description="Estimate of that divergence.")
+
+
+class WeightingConfig(Section):
+    """Importance weights (fp8core/rl/importance.py)."""
+
+    level: Literal["none", "token", "sequence", "geometric"] = "token"
+    action: Literal["keep", "truncate", "clip", "band", "mask"] = "truncate"
+    low: float = Field(0.0, ge=0, le=1e6)
+    high: float = Field(2.0, gt=0, le=1e6)
+
+
+class FilterConfig(Section):
+    """A rejection filter (fp8core/rl/rejection.py); bounds of k1 filters are on rho = old / rollout."""
+
+    name: str = Field(description="token_k1, seq_mean_k3, seq_max_k2, ...")
+    low: float = Field(0.0, ge=0, le=1e6)
+    high: float = Field(gt=0, le=1e6)
 
 
 class CorrectionConfig(Section):
-    """Importance sampling against the mismatch between rollout and training policy."""
+    """What is done about the mismatch between rollout and training policy."""
 
-    method: Literal["none", "token_tis"] = Field(
+    method: Literal["none", "token_tis", "preset", "custom"] = Field(
         "token_tis", description="token_tis multiplies the clipped loss by min(exp(old - rollout), cap), detached."
     )
-    cap: float = Field(2.0, ge=1, le=1000)
+    cap: float = Field(2.0, ge=1, le=1000, description="Of token_tis.")
+    preset: str | None = Field(None, description="Of preset: a name of fp8core/rl/presets.py, such as verl/geo_rs.")
+    weighting: WeightingConfig = Field(default_factory=WeightingConfig, description="Of custom.")
+    filters: list[FilterConfig] = Field(default_factory=list, description="Of custom: rejection filters.")
+    veto: float | None = Field(None, gt=0, le=1, description="Of custom: a token below this ratio rejects its row.")
+    normalise: Literal["none", "token", "sequence"] = Field("none", description="Of custom: weights average 1.")
+    mode: Literal["decoupled", "bypass"] = Field("decoupled", description="Of custom: bypass takes rollout for old.")
+    baseline: Literal["all", "kept"] = Field(
+        "all", description="Whether rejected rows stay in the baseline of their prompt group."
+    )
+
+    @model_validator(mode="after")
+    def _preset_is_named(self) -> "CorrectionConfig":
+        if (self.method == "preset") != (self.preset is not None):
+            raise ValueError("method=preset and a preset name go together")
+        return self
 
 
 class CalibrationConfig(Section):
@@ -137,8 +214,23 @@ class CalibrationConfig(Section):
         description="Statistics of the log-prob pass (no forward of its own, one update late) or of a pass "
         "under the new policy.",
     )
-    margin: float = Field(2.0, ge=1, le=64, description="Headroom: the scale covers amax * margin.")
-    average: float = Field(0.5, ge=0, lt=1, description="Weight of the previous steps in the moving average of amax.")
+    statistic: Literal["amax", "percentile"] = Field(
+        "amax",
+        description="Magnitude of a step that scales cover: the largest, or a percentile of the elements (a histogram; "
+        "what lies above it may saturate, what lies below is resolved more finely).",
+    )
+    percentile: float = Field(
+        99.99, ge=50, le=100, description="Share of elements that are covered, in percent, for statistic=percentile."
+    )
+    margin: float = Field(2.0, ge=1, le=64, description="Headroom: the scale covers the statistic times margin.")
+    average: float = Field(
+        0.5, ge=0, lt=1, description="Weight of the previous steps in the moving average of the statistic."
+    )
+
+    @property
+    def covered_percentile(self) -> float:
+        """The share of elements that scales cover, in percent: 100 for amax."""
+        return 100.0 if self.statistic == "amax" else self.percentile
 
 
 class EvaluationConfig(Section):

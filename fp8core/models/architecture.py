@@ -15,10 +15,31 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Architecture:
-    """A Llama or Qwen3 decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU."""
+class Experts:
+    """Mixture of experts in the place of SwiGLU blocks (Qwen3-MoE, arXiv 2505.09388).
 
-    family: Literal["llama", "qwen3"]
+    Attributes:
+        count: experts of a sparse layer.
+        per_token: experts a token goes to.
+        intermediate_size: width of one expert (`moe_intermediate_size`).
+        normalise_top_k: the weights of a token's experts sum to 1 (`norm_topk_prob`).
+        sparse_step: every n-th layer is sparse (`decoder_sparse_step`).
+        dense_layers: layers that are dense all the same (`mlp_only_layers`).
+    """
+
+    count: int
+    per_token: int
+    intermediate_size: int
+    normalise_top_k: bool
+    sparse_step: int
+    dense_layers: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """A Llama, Qwen3 or Qwen3-MoE decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU."""
+
+    family: Literal["llama", "qwen3", "qwen3_moe"]
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -32,6 +53,15 @@ class Architecture:
     rope_scaling: RopeScaling | None
     qk_norm: bool
     tie_embeddings: bool
+    experts: Experts | None = None
+
+    @property
+    def sparse_layers(self) -> tuple[int, ...]:
+        """Layers with a router and experts, ascending."""
+        if (experts := self.experts) is None:
+            return ()
+        steps = range(experts.sparse_step - 1, self.num_layers, experts.sparse_step)
+        return tuple(layer for layer in steps if layer not in experts.dense_layers)
 
 
 def parameter_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
@@ -49,10 +79,26 @@ def parameter_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
             shapes[f"{layer}.self_attn.k_norm.weight"] = (arch.head_dim,)
         shapes[f"{layer}.self_attn.o_proj.weight"] = (hidden, q_size)
         shapes[f"{layer}.post_attention_layernorm.weight"] = (hidden,)
-        shapes[f"{layer}.mlp.gate_proj.weight"] = (arch.intermediate_size, hidden)
-        shapes[f"{layer}.mlp.up_proj.weight"] = (arch.intermediate_size, hidden)
-        shapes[f"{layer}.mlp.down_proj.weight"] = (hidden, arch.intermediate_size)
+        if arch.experts is not None and i in arch.sparse_layers:
+            shapes |= _expert_shapes(f"{layer}.mlp", hidden, arch.experts)
+        else:
+            shapes |= _mlp_shapes(f"{layer}.mlp", hidden, arch.intermediate_size)
     shapes["model.norm.weight"] = (hidden,)
     if not arch.tie_embeddings:
         shapes["lm_head.weight"] = (arch.vocab_size, hidden)
+    return shapes
+
+
+def _mlp_shapes(prefix: str, hidden: int, width: int) -> dict[str, tuple[int, ...]]:
+    return {
+        f"{prefix}.gate_proj.weight": (width, hidden),
+        f"{prefix}.up_proj.weight": (width, hidden),
+        f"{prefix}.down_proj.weight": (hidden, width),
+    }
+
+
+def _expert_shapes(prefix: str, hidden: int, experts: Experts) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {f"{prefix}.gate.weight": (experts.count, hidden)}
+    for e in range(experts.count):
+        shapes |= _mlp_shapes(f"{prefix}.experts.{e}", hidden, experts.intermediate_size)
     return shapes

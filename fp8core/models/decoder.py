@@ -1,4 +1,4 @@
-"""The decoder shared by the embedded engine and the torch trainer: Llama and Qwen3 in any format of the contract.
+"""The decoder shared by the embedded engine and the torch trainer: Llama, Qwen3 and Qwen3-MoE in any format.
 
     decoder = Decoder(architecture, reference_formats(architecture.num_layers))
     weights = load_policy(architecture, stored_weights(masters, decoder.formats.stored_names(), "pow2"))
@@ -18,13 +18,15 @@ import torch
 from torch import Tensor
 
 from fp8core.models.architecture import Architecture
+from fp8core.models.experts import MlpFormats, Routing, TopKRouting, feed_forward
 from fp8core.models.formats import Formats
 from fp8core.models.weights import LayerWeights, PolicyWeights
 from fp8core.numerics.attention import AttentionFormat
-from fp8core.numerics.elementwise import inverse_frequencies, rms_norm, rotate, scale_frequencies, swiglu
+from fp8core.numerics.elementwise import inverse_frequencies, rms_norm, rotate, scale_frequencies
 from fp8core.numerics.kv_scales import LayerScales
 
 Observer = Callable[[int, tuple[Tensor, Tensor, Tensor]], None]
+TOP_K = TopKRouting()
 
 
 class Context(Protocol):
@@ -63,6 +65,7 @@ class Decoder:
 
     def __init__(self, arch: Architecture, formats: Formats) -> None:
         self.arch, self.formats = arch, formats
+        self._sparse = {layer: index for index, layer in enumerate(arch.sparse_layers)}
         frequencies = inverse_frequencies(arch.head_dim, arch.rope_theta)
         if (rope := arch.rope_scaling) is not None:
             frequencies = scale_frequencies(
@@ -79,6 +82,7 @@ class Decoder:
         context: Context,
         scales: Sequence[LayerScales] | None,
         observe: Observer | None = None,
+        routing: Routing = TOP_K,
     ) -> Tensor:
         """Hidden states after the final norm.
 
@@ -89,6 +93,7 @@ class Decoder:
             context: what may be attended to.
             scales: scales of Q, K and V per layer; required by FP8 attention.
             observe: called per layer with q, k, v [B, heads, T, d] as they are cached.
+            routing: who chooses the experts of each token, in layers that have any.
 
         Returns:
             FP32 [B, T, hidden].
@@ -96,23 +101,24 @@ class Decoder:
         cos, sin = self._cos[positions][:, None], self._sin[positions][:, None]
         x = torch.nn.functional.embedding(tokens, weights.embedding)
         for i, layer in enumerate(weights.layers):
-            linear = self.formats.linears[i]
+            form = self.formats.layers[i]
             normed = rms_norm(x, layer.input_norm, self.arch.rms_norm_eps, self.formats.rounding)
             q, k, v = self._qkv(i, layer, normed, cos, sin)
             if observe is not None:
                 observe(i, (q, k, v))
-            attended = _attend(self.formats.attention, i, (q, k, v), context, scales[i] if scales else None)
-            x = self.formats.rounding(x + linear(attended, layer.output).view_as(x))
+            attended = _attend(form.attention, i, (q, k, v), context, scales[i] if scales else None)
+            x = self.formats.rounding(x + form.output(attended, layer.output).view_as(x))
             normed = rms_norm(x, layer.post_norm, self.arch.rms_norm_eps, self.formats.rounding)
-            gate, up = linear(normed.flatten(0, 1), layer.gate_up).chunk(2, dim=-1)
-            x = self.formats.rounding(x + linear(swiglu(gate, up, self.formats.rounding), layer.down).view_as(x))
+            forms = MlpFormats(form.gate_up, form.down, self.formats.rounding)
+            added = feed_forward(normed.flatten(0, 1), layer.mlp, forms, self._sparse.get(i), routing)
+            x = self.formats.rounding(x + added.view_as(x))
         return rms_norm(x, weights.norm, self.arch.rms_norm_eps, self.formats.rounding)
 
     def _qkv(self, i: int, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Q, K and V as [B, heads, T, d], normed and rotated."""
         batch, length, _ = x.shape
         arch, rounding = self.arch, self.formats.rounding
-        fused = self.formats.linears[i](x.flatten(0, 1), layer.qkv)
+        fused = self.formats.layers[i].qkv(x.flatten(0, 1), layer.qkv)
         heads = fused.view(batch, length, -1, arch.head_dim)
         q, k, v = heads.split([arch.num_heads, arch.num_kv_heads, arch.num_kv_heads], dim=2)
         if layer.q_norm is not None and layer.k_norm is not None:

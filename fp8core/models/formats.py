@@ -1,9 +1,10 @@
 """The formats one side of the contract computes in, as objects the decoder calls."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fp8core.config.precision import LinearFormat as LinearName
 from fp8core.config.precision import PrecisionContract, SidePrecision
+from fp8core.models.weights import LayerNames, StoredNames
 from fp8core.numerics.attention import AttentionFormat, Bf16Attention, Fp8Attention, Fp32Attention
 from fp8core.numerics.e4m3 import ScaleRule
 from fp8core.numerics.linear import Bf16Linear, Fp8BlockLinear, Fp8ForwardLinear, Fp32Linear, LinearFormat
@@ -12,27 +13,48 @@ from fp8core.numerics.rounding import Rounding, keep_fp32, round_to_bf16
 
 
 @dataclass(frozen=True)
+class LayerFormats:
+    """Formats of one layer: its four linears, and cache and attention."""
+
+    qkv: LinearFormat
+    output: LinearFormat
+    gate_up: LinearFormat
+    down: LinearFormat
+    attention: AttentionFormat
+
+    @property
+    def linears(self) -> tuple[LinearFormat, LinearFormat, LinearFormat, LinearFormat]:
+        """The four linears in the order they are computed."""
+        return self.qkv, self.output, self.gate_up, self.down
+
+
+@dataclass(frozen=True)
 class Formats:
     """Everything a decoder needs to know about precision.
 
     Attributes:
-        linears: the linear format of each layer.
-        attention: cache and attention.
+        layers: linears and attention of each layer.
         head: output head.
         rounding: format of values between operations.
         scale_rule: rule of every quantiser.
     """
 
-    linears: tuple[LinearFormat, ...]
-    attention: AttentionFormat
+    layers: tuple[LayerFormats, ...]
     head: HeadFormat
     rounding: Rounding
     scale_rule: ScaleRule
 
-    def stored_names(self) -> tuple[LinearName, ...]:
-        """Per layer, the format its weights are stored in."""
+    def stored_names(self) -> StoredNames:
+        """The format that every parameter is stored in."""
         names: dict[str, LinearName] = {"fp8_block": "fp8_block", "bf16": "bf16", "fp32": "fp32"}
-        return tuple(names[linear.name] for linear in self.linears)
+        return StoredNames(
+            values="fp32" if self.rounding is keep_fp32 else "bf16",
+            layers=tuple(LayerNames(*(names[linear.name] for linear in layer.linears)) for layer in self.layers),
+        )
+
+    def with_attention(self, attention: AttentionFormat) -> "Formats":
+        """The same with another attention in every layer."""
+        return replace(self, layers=tuple(replace(layer, attention=attention) for layer in self.layers))
 
 
 def rollout_formats(contract: PrecisionContract, num_layers: int) -> Formats:
@@ -55,15 +77,19 @@ def _formats(contract: PrecisionContract, side: SidePrecision, backward: LinearN
     inner = _linear(side.linear, backward, contract.scale_rule)
     outer = Fp32Linear() if side.linear == "fp32" else Bf16Linear()
     first, last = contract.bf16_first_layers, num_layers - contract.bf16_last_layers
-    attention: dict[str, AttentionFormat] = {"fp8": Fp8Attention(), "bf16": Bf16Attention(), "fp32": Fp32Attention()}
+    forms: dict[str, AttentionFormat] = {"fp8": Fp8Attention(), "bf16": Bf16Attention(), "fp32": Fp32Attention()}
+    attention = forms[side.kv_cache]
     head: dict[str, HeadFormat] = {"fp32": Fp32Head(), "bf16": Bf16Head()}
     return Formats(
-        linears=tuple(inner if first <= i < last else outer for i in range(num_layers)),
-        attention=attention[side.kv_cache],
+        layers=tuple(_layer(inner if first <= i < last else outer, attention) for i in range(num_layers)),
         head=head[side.head],
         rounding=keep_fp32 if side.linear == "fp32" else round_to_bf16,
         scale_rule=contract.scale_rule,
     )
+
+
+def _layer(linear: LinearFormat, attention: AttentionFormat) -> LayerFormats:
+    return LayerFormats(qkv=linear, output=linear, gate_up=linear, down=linear, attention=attention)
 
 
 def _linear(forward: LinearName, backward: LinearName, rule: ScaleRule) -> LinearFormat:

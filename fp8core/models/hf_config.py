@@ -1,4 +1,4 @@
-"""Hugging Face's config.json for Llama and Qwen3 decoders, read and written.
+"""Hugging Face's config.json for Llama, Qwen3 and Qwen3-MoE decoders, read and written.
 
 Rotary parameters are read in the keys of transformers 4 (`rope_theta`, `rope_scaling`) and of transformers 5
 (`rope_parameters`), with the precedence of transformers 5 (`modeling_rope_utils.py`, `convert_rope_params_to_dict`);
@@ -12,9 +12,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fp8core.errors import UserError
-from fp8core.models.architecture import Architecture, RopeScaling
+from fp8core.models.architecture import Architecture, Experts, RopeScaling
 
-_FAMILIES: dict[str, Literal["llama", "qwen3"]] = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}
+_FAMILIES: dict[str, Literal["llama", "qwen3", "qwen3_moe"]] = {
+    "LlamaForCausalLM": "llama",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+}
 
 # Key -> the one value the decoder implements, which is also what an absent key means to transformers.
 _FIXED: dict[str, Any] = {
@@ -123,8 +127,9 @@ def architecture_from_hf(config: Mapping[str, Any], where: str) -> Architecture:
         rope_theta=rope_theta,
         max_positions=max_positions,
         rope_scaling=rope_scaling,
-        qk_norm=family == "qwen3",
+        qk_norm=family != "llama",
         tie_embeddings=reader.flag("tie_word_embeddings", default=False),
+        experts=_experts(reader) if family == "qwen3_moe" else None,
     )
 
 
@@ -133,7 +138,7 @@ def architecture_to_hf(
 ) -> dict[str, Any]:
     """A config.json that transformers and vLLM load.
 
-    The two families differ in the RMSNorm of Q and K alone, so that, and not `family`, picks the class.
+    The families differ in experts and the RMSNorm of Q and K alone, so these, and not `family`, pick the class.
 
     Args:
         arch: The decoder.
@@ -147,10 +152,15 @@ def architecture_to_hf(
         if arch.qk_norm
         else {"mlp_bias": False}
     )
+    if arch.experts is not None:
+        assert arch.qk_norm, "no family has experts and no norm of Q and K"
+        specific |= _experts_to_hf(arch.experts)
+    dense = "Qwen3ForCausalLM" if arch.qk_norm else "LlamaForCausalLM"
+    name = dense if arch.experts is None else "Qwen3MoeForCausalLM"
     scaling = _rope_scaling_to_hf(arch.rope_scaling)
     return {
-        "architectures": ["Qwen3ForCausalLM" if arch.qk_norm else "LlamaForCausalLM"],
-        "model_type": "qwen3" if arch.qk_norm else "llama",
+        "architectures": [name],
+        "model_type": _FAMILIES[name],
         "vocab_size": arch.vocab_size,
         "hidden_size": arch.hidden_size,
         "intermediate_size": arch.intermediate_size,
@@ -183,7 +193,7 @@ def one_or_list(ids: Collection[int]) -> int | list[int]:
     return ordered[0] if len(ordered) == 1 else ordered
 
 
-def _family(reader: _Reader) -> Literal["llama", "qwen3"]:
+def _family(reader: _Reader) -> Literal["llama", "qwen3", "qwen3_moe"]:
     names = reader.keys.get("architectures")
     name = names[0] if isinstance(names, list) and len(names) == 1 else None
     if not isinstance(name, str) or name not in _FAMILIES:
@@ -204,14 +214,14 @@ def _refuse_unsupported(reader: _Reader, family: str) -> None:
             raise reader.refused("layer_types", '"full_attention" for every layer')
         return
     # Qwen3 configurations may carry a window that nothing uses; Llama has no such switch.
-    unused = family == "qwen3" and not reader.flag("use_sliding_window", default=False)
+    unused = family != "llama" and not reader.flag("use_sliding_window", default=False)
     if reader.keys.get("sliding_window") is not None and not unused:
         raise reader.refused("sliding_window", "null (full attention)")
 
 
 def _head_dim(reader: _Reader, family: str, num_heads: int) -> int:
     hidden_size = reader.integer("hidden_size")
-    if reader.keys.get("head_dim") is None and family == "llama":
+    if reader.keys.get("head_dim") is None and family != "qwen3":
         if hidden_size % num_heads:
             raise reader.refused("hidden_size", f"a multiple of num_attention_heads={num_heads}, or a head_dim")
         head_dim = hidden_size // num_heads
@@ -220,6 +230,39 @@ def _head_dim(reader: _Reader, family: str, num_heads: int) -> int:
     if head_dim % 2:
         raise reader.refused("head_dim", f"an even number (it is {head_dim})")
     return head_dim
+
+
+def _experts(reader: _Reader) -> Experts:
+    # transformers 5 writes num_local_experts and reads both (`Qwen3MoeConfig.attribute_map`).
+    key = "num_experts" if reader.keys.get("num_experts") is not None else "num_local_experts"
+    count, per_token = reader.integer(key), reader.integer("num_experts_per_tok")
+    if reader.keys.get("num_local_experts") not in (None, count):
+        raise reader.refused("num_local_experts", f"the value of num_experts, {count}")
+    if per_token > count:
+        raise reader.refused("num_experts_per_tok", f"at most {key}={count}")
+    dense = reader.keys.get("mlp_only_layers")
+    dense = [] if dense is None else dense
+    if not isinstance(dense, list) or not all(type(layer) is int and layer >= 0 for layer in dense):
+        raise reader.refused("mlp_only_layers", "a list of layer indices")
+    return Experts(
+        count=count,
+        per_token=per_token,
+        intermediate_size=reader.integer("moe_intermediate_size"),
+        normalise_top_k=reader.flag("norm_topk_prob", default=False),
+        sparse_step=reader.integer("decoder_sparse_step", default=1),
+        dense_layers=tuple(dense),
+    )
+
+
+def _experts_to_hf(experts: Experts) -> dict[str, Any]:
+    return {
+        "num_experts": experts.count,
+        "num_experts_per_tok": experts.per_token,
+        "moe_intermediate_size": experts.intermediate_size,
+        "norm_topk_prob": experts.normalise_top_k,
+        "decoder_sparse_step": experts.sparse_step,
+        "mlp_only_layers": list(experts.dense_layers),
+    }
 
 
 def _rope(reader: _Reader) -> tuple[float, RopeScaling | None]:

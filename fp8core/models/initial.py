@@ -1,16 +1,20 @@
 """Weights of a decoder built from scratch."""
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
 from fp8core.config.run import ArchitectureConfig
-from fp8core.models.architecture import Architecture, parameter_shapes
+from fp8core.models.architecture import Architecture, Experts, parameter_shapes
 
 
 def architecture_from_config(config: ArchitectureConfig, vocab_size: int) -> Architecture:
-    """A Qwen3-shaped decoder (Llama-shaped without QK norm) of the configured size."""
+    """A Qwen3-shaped decoder (Qwen3-MoE with experts, Llama without QK norm) of the configured size."""
+    dense: Literal["llama", "qwen3"] = "qwen3" if config.qk_norm else "llama"
+    experts = _experts(config)
     return Architecture(
-        family="qwen3" if config.qk_norm else "llama",
+        family=dense if experts is None else "qwen3_moe",
         vocab_size=vocab_size,
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
@@ -24,6 +28,20 @@ def architecture_from_config(config: ArchitectureConfig, vocab_size: int) -> Arc
         rope_scaling=None,
         qk_norm=config.qk_norm,
         tie_embeddings=config.tie_embeddings,
+        experts=experts,
+    )
+
+
+def _experts(config: ArchitectureConfig) -> Experts | None:
+    if config.num_experts == 0:
+        return None
+    return Experts(
+        count=config.num_experts,
+        per_token=config.experts_per_token,
+        intermediate_size=config.expert_intermediate_size,
+        normalise_top_k=config.normalise_top_k,
+        sparse_step=config.decoder_sparse_step,
+        dense_layers=tuple(config.mlp_only_layers),
     )
 
 

@@ -11,14 +11,60 @@ import torch
 from torch import Tensor
 
 from fp8core.config.precision import LinearFormat
-from fp8core.models.architecture import Architecture
+from fp8core.models.architecture import Architecture, Experts
+from fp8core.models.experts import ExpertWeights, MlpWeights
 from fp8core.numerics.e4m3 import ScaleRule, encode, quantise_tiles
 from fp8core.numerics.linear import LinearWeight, StoredWeight, load_weight
 from fp8core.numerics.logprobs import HeadWeight, load_head
 from fp8core.numerics.rounding import round_to_bf16
 
 SCALE_SUFFIX = "_scale_inv"
-_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+# The fused linear of a layer that each projection is part of.
+_FUSED = {
+    "q_proj": "qkv",
+    "k_proj": "qkv",
+    "v_proj": "qkv",
+    "o_proj": "output",
+    "gate_proj": "gate_up",
+    "up_proj": "gate_up",
+    "down_proj": "down",
+}
+
+
+@dataclass(frozen=True)
+class LayerNames:
+    """Format that the weights of each linear of a layer are stored in."""
+
+    qkv: LinearFormat
+    output: LinearFormat
+    gate_up: LinearFormat
+    down: LinearFormat
+
+
+@dataclass(frozen=True)
+class StoredNames:
+    """Format that every parameter of a decoder is stored in.
+
+    Attributes:
+        values: of everything that is no linear of a layer; bf16 or fp32.
+        layers: of the linears.
+    """
+
+    values: LinearFormat
+    layers: tuple[LayerNames, ...]
+
+    @classmethod
+    def by_layer(cls, *names: LinearFormat) -> "StoredNames":
+        """One format for all linears of a layer; the rest in BF16, or in FP32 when a layer is."""
+        return cls("fp32" if "fp32" in names else "bf16", tuple(LayerNames(*[name] * 4) for name in names))
+
+    def of(self, parameter: str) -> LinearFormat:
+        """The format of a parameter by its Hugging Face name."""
+        layer = layer_of(parameter)
+        if layer is None or not is_linear(parameter):
+            return self.values
+        name: LinearFormat = getattr(self.layers[layer], fused_linear(parameter))
+        return name
 
 
 @dataclass(frozen=True)
@@ -31,8 +77,7 @@ class LayerWeights:
     k_norm: Tensor | None
     output: LinearWeight
     post_norm: Tensor
-    gate_up: LinearWeight
-    down: LinearWeight
+    mlp: MlpWeights | ExpertWeights
 
 
 @dataclass(frozen=True)
@@ -45,26 +90,22 @@ class PolicyWeights:
     head: HeadWeight
 
 
-def stored_weights(
-    masters: Mapping[str, Tensor], formats: tuple[LinearFormat, ...], rule: ScaleRule
-) -> dict[str, Tensor]:
+def stored_weights(masters: Mapping[str, Tensor], formats: StoredNames, rule: ScaleRule) -> dict[str, Tensor]:
     """Weights as they are shipped to an engine and saved for it.
 
     Args:
         masters: FP32 weights by Hugging Face name.
-        formats: format of each layer's linears.
+        formats: format of each parameter.
         rule: scale rule of the tiles.
 
     Returns:
-        By name: E4M3 codes with `<name>_scale_inv` for block-FP8 linears, BF16 for everything else; FP32 throughout
-        when the formats are fp32.
+        By name: E4M3 codes with `<name>_scale_inv` for block-FP8 linears, BF16 or FP32 for everything else.
     """
-    plain = torch.float32 if "fp32" in formats else torch.bfloat16
     stored: dict[str, Tensor] = {}
     for name, master in masters.items():
-        narrow = master.detach().to(plain)
-        layer = layer_of(name)
-        if layer is not None and is_linear(name) and formats[layer] == "fp8_block":
+        form = formats.of(name)
+        narrow = master.detach().to(torch.float32 if form == "fp32" else torch.bfloat16)
+        if form == "fp8_block":
             grid, scales = quantise_tiles(narrow.float(), rule)
             stored[name], stored[name + SCALE_SUFFIX] = encode(grid), scales
         else:
@@ -80,7 +121,12 @@ def layer_of(name: str) -> int | None:
 
 def is_linear(name: str) -> bool:
     """Whether a parameter is the weight of one of the seven linears of a layer."""
-    return name.split(".")[-2] in _PROJECTIONS
+    return name.split(".")[-2] in _FUSED
+
+
+def fused_linear(name: str) -> str:
+    """The fused linear (a field of `LayerWeights`) that the weight of one of the seven linears is part of."""
+    return _FUSED[name.split(".")[-2]]
 
 
 def load_policy(
@@ -97,9 +143,9 @@ def load_policy(
     head = "model.embed_tokens.weight" if arch.tie_embeddings else "lm_head.weight"
     return PolicyWeights(
         embedding=source.plain("model.embed_tokens.weight"),
-        layers=tuple(_layer(source, f"model.layers.{i}", arch.qk_norm) for i in range(arch.num_layers)),
+        layers=tuple(_layer(source, arch, i) for i in range(arch.num_layers)),
         norm=source.plain("model.norm.weight"),
-        head=load_head(stored[head], masters[head] if masters else None),
+        head=source.head(head),
     )
 
 
@@ -119,16 +165,33 @@ class _Source:
         parts = [StoredWeight(self.stored[name], self.stored.get(name + SCALE_SUFFIX)) for name in names]
         return load_weight(parts, [self.masters[name] for name in names] if self.masters else None)
 
+    def head(self, name: str) -> HeadWeight:
+        return load_head(self.stored[name], self.masters[name] if self.masters else None)
 
-def _layer(source: _Source, prefix: str, qk_norm: bool) -> LayerWeights:
+    def mlp(self, prefix: str) -> MlpWeights:
+        return MlpWeights(
+            gate_up=self.linear(f"{prefix}.gate_proj.weight", f"{prefix}.up_proj.weight"),
+            down=self.linear(f"{prefix}.down_proj.weight"),
+        )
+
+    def experts(self, prefix: str, experts: Experts) -> ExpertWeights:
+        return ExpertWeights(
+            router=self.head(f"{prefix}.gate.weight"),
+            experts=tuple(self.mlp(f"{prefix}.experts.{e}") for e in range(experts.count)),
+            per_token=experts.per_token,
+            normalise_top_k=experts.normalise_top_k,
+        )
+
+
+def _layer(source: _Source, arch: Architecture, i: int) -> LayerWeights:
+    prefix = f"model.layers.{i}"
     attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
     return LayerWeights(
         input_norm=source.plain(f"{prefix}.input_layernorm.weight"),
         qkv=source.linear(*(f"{attention}.{name}_proj.weight" for name in "qkv")),
-        q_norm=source.plain(f"{attention}.q_norm.weight") if qk_norm else None,
-        k_norm=source.plain(f"{attention}.k_norm.weight") if qk_norm else None,
+        q_norm=source.plain(f"{attention}.q_norm.weight") if arch.qk_norm else None,
+        k_norm=source.plain(f"{attention}.k_norm.weight") if arch.qk_norm else None,
         output=source.linear(f"{attention}.o_proj.weight"),
         post_norm=source.plain(f"{prefix}.post_attention_layernorm.weight"),
-        gate_up=source.linear(f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight"),
-        down=source.linear(f"{mlp}.down_proj.weight"),
+        mlp=source.experts(mlp, arch.experts) if arch.experts and i in arch.sparse_layers else source.mlp(mlp),
     )

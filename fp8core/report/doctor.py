@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 
-import torch
-
 _BASE = ("torch", "prefect", "mlflow", "pyarrow", "safetensors", "pydantic", "tokenizers", "numpy")
 _EXTRAS = {
     "vllm": ("vllm", "rollouts on a GPU"),
@@ -44,6 +42,16 @@ def _machine() -> Iterator[Finding]:
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
     yield Finding("python", platform.python_version())
     yield Finding("cpu", f"{os.cpu_count()} cores, {platform.machine()}, {memory:.0f} GiB")
+    yield from _gpus()
+
+
+def _gpus() -> Iterator[Finding]:
+    # Imported here, so that a missing or broken torch is a finding too.
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        yield Finding("gpu", f"unknown: torch cannot be imported: {error}", "pip install --force-reinstall torch")
+        return
     if not torch.cuda.is_available():
         yield Finding("gpu", "none that torch can use")
     for i in range(torch.cuda.device_count()):

@@ -6,6 +6,7 @@ gives them advantage 0: without it, a row that a filter rejects still moves the 
 rewards give exactly 0. A row without a kept sibling has no baseline and gets 0 (verl gives it the raw reward).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -105,3 +106,23 @@ def _group_sum(values: Tensor, index: Tensor) -> Tensor:
 def _minus_others(g: _Groups) -> Tensor:
     """r - mean of the others, which is (r - mean) n / (n - 1)."""
     return g.centred * g.count / (g.count - 1).clamp_min(1)
+
+
+Estimator = Callable[[Tensor, Tensor, float, Tensor], Tensor]
+"""(rewards, groups, epsilon, keep) -> advantages."""
+
+ESTIMATORS: dict[str, Estimator] = {
+    "grpo": lambda rewards, groups, epsilon, keep: group_advantages(rewards, groups, epsilon, keep=keep),
+    "dr_grpo": lambda rewards, groups, epsilon, keep: mean_advantages(rewards, groups, keep=keep),
+    "rloo": lambda rewards, groups, epsilon, keep: rloo_advantages(rewards, groups, keep=keep),
+    "leave_one_out": lambda rewards, groups, epsilon, keep: leave_one_out_advantages(
+        rewards, groups, epsilon, keep=keep
+    ),
+    "reinforce_plus_plus": lambda rewards, groups, epsilon, keep: reinforce_plus_plus_advantages(
+        rewards, epsilon, keep=keep
+    ),
+    "reinforce_plus_plus_baseline": lambda rewards, groups, epsilon, keep: reinforce_plus_plus_baseline_advantages(
+        rewards, groups, epsilon, keep=keep
+    ),
+}
+"""By the names of `loss.advantage`."""

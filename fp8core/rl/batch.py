@@ -5,7 +5,7 @@ policy wrote.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,15 +19,29 @@ class TokenBatch:
         tokens: int64 [B, T].
         valid: bool [B, T], False on padding.
         completion: bool [B, T], True on tokens the policy wrote; never in column 0.
+        experts: int64 [B, T, sparse layers, k], the experts to replay at each position, -1 where the router is to
+            choose; None without router replay.
     """
 
     tokens: Tensor
     valid: Tensor
     completion: Tensor
+    experts: Tensor | None = None
 
     @classmethod
-    def of(cls, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> "TokenBatch":
-        """From token ids per row; every prompt and completion holds at least one."""
+    def of(
+        cls,
+        prompts: Sequence[Sequence[int]],
+        completions: Sequence[Sequence[int]],
+        experts: Sequence[Sequence[Sequence[Sequence[int]]]] | None = None,
+    ) -> "TokenBatch":
+        """From token ids per row; every prompt and completion holds at least one.
+
+        Args:
+            prompts: token ids.
+            completions: token ids.
+            experts: row x position x sparse layer x k, as in `rollout.engine.Completion`.
+        """
         rows = [list(prompt) + list(completion) for prompt, completion in zip(prompts, completions, strict=True)]
         tokens = pad(rows, torch.int64, 0)
         columns = torch.arange(tokens.shape[1])
@@ -35,7 +49,8 @@ class TokenBatch:
         starts = torch.tensor([len(prompt) for prompt in prompts])[:, None]
         assert int(starts.min()) > 0, "an empty prompt"
         valid = columns < lengths
-        return cls(tokens, valid, valid & (columns >= starts))
+        recorded = None if experts is None else _pad_experts(experts, tokens.shape[1])
+        return cls(tokens, valid, valid & (columns >= starts), recorded)
 
     @property
     def positions(self) -> Tensor:
@@ -50,7 +65,12 @@ class TokenBatch:
         for start in range(0, len(self), size):
             rows = slice(start, min(start + size, len(self)))
             length = int(self.valid[rows].sum(-1).max())
-            yield rows, TokenBatch(*(getattr(self, f.name)[rows, :length] for f in fields(self)))
+            yield rows, self.part(rows, length)
+
+    def part(self, rows: slice, length: int | None = None) -> "TokenBatch":
+        """These rows, and of them the first `length` columns."""
+        tokens, valid, completion = (x[rows, :length] for x in (self.tokens, self.valid, self.completion))
+        return TokenBatch(tokens, valid, completion, None if self.experts is None else self.experts[rows, :length])
 
 
 @dataclass(frozen=True)
@@ -65,6 +85,7 @@ class RolloutBatch:
         reference_logprobs: FP32 under the frozen reference policy, or None.
         advantages: FP32 [B].
         keep: bool [B], False for rows that are left out of the loss.
+        weights: [B, C], importance weights; None until `Objective.corrected` has set them.
     """
 
     sequences: TokenBatch
@@ -74,20 +95,29 @@ class RolloutBatch:
     reference_logprobs: Tensor | None
     advantages: Tensor
     keep: Tensor
+    weights: Tensor | None = None
 
     def rows(self, rows: slice) -> "RolloutBatch":
         """These rows only; padding is left as it is."""
-        sequences = TokenBatch(*(getattr(self.sequences, f.name)[rows] for f in fields(self.sequences)))
         reference = None if self.reference_logprobs is None else self.reference_logprobs[rows]
         return RolloutBatch(
-            sequences=sequences,
+            sequences=self.sequences.part(rows),
             mask=self.mask[rows],
             rollout_logprobs=self.rollout_logprobs[rows],
             old_logprobs=self.old_logprobs[rows],
             reference_logprobs=reference,
             advantages=self.advantages[rows],
             keep=self.keep[rows],
+            weights=None if self.weights is None else self.weights[rows],
         )
+
+
+def _pad_experts(rows: Sequence[Sequence[Sequence[Sequence[int]]]], length: int) -> Tensor:
+    chosen = [torch.tensor(row, dtype=torch.int64) for row in rows]
+    out = torch.full((len(rows), length, *chosen[0].shape[1:]), -1, dtype=torch.int64)
+    for i, row in enumerate(chosen):
+        out[i, : len(row)] = row
+    return out
 
 
 def pad(rows: Sequence[Sequence[int] | Sequence[float]], dtype: torch.dtype, value: float) -> Tensor:

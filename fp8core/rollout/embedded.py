@@ -1,16 +1,20 @@
 """The rollout engine that runs the trainer's own decoder: exact on a CPU, no installation, no GPU."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from fp8core.models.architecture import Architecture
-from fp8core.models.decoder import Decoder
+from fp8core.models.decoder import TOP_K, Decoder
+from fp8core.models.experts import RecordedRouting
 from fp8core.models.formats import Formats
 from fp8core.models.weights import PolicyWeights, load_policy
+from fp8core.numerics.attention import AttentionFormat
 from fp8core.numerics.fingerprint import policy_digest
+from fp8core.numerics.linear import LinearFormat
 from fp8core.numerics.logprobs import log_softmax
 from fp8core.numerics.sampling import greedy, sample, uniform
 from fp8core.rollout.engine import Completion, PolicyScales, PromptGroup, Sampling, SyncReport
@@ -25,6 +29,7 @@ class _Sequence:
     sample: int
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    experts: list[list[list[int]]] = field(default_factory=list)
     finish: str = ""
 
 
@@ -42,7 +47,7 @@ class EmbeddedEngine:
         """Copy weights and scales in, then report what is held; `version` must be that of the scales."""
         if scales.version != version:
             raise ValueError(f"scales of policy {scales.version} sent with weights of policy {version}")
-        needs_scales = self._decoder.formats.attention.name == "fp8"
+        needs_scales = any(layer.attention.name == "fp8" for layer in self._decoder.formats.layers)
         if needs_scales and len(scales.layers) != self._decoder.arch.num_layers:
             raise ValueError(f"{len(scales.layers)} layers have scales, the model has {self._decoder.arch.num_layers}")
         stored = {name: tensor.detach().clone() for name, tensor in tensors.items()}
@@ -59,8 +64,8 @@ class EmbeddedEngine:
         formats = self._decoder.formats
         return {
             "engine": "embedded",
-            "linear": [linear.name for linear in formats.linears],
-            "attention": formats.attention.name,
+            "linear": [_names(layer.linears) for layer in formats.layers],
+            "attention": _names(layer.attention for layer in formats.layers),
             "head": formats.head.name,
             "scale_rule": formats.scale_rule,
             "accumulation": "exact",
@@ -75,6 +80,7 @@ class EmbeddedEngine:
     @torch.no_grad()
     def generate(self, groups: Sequence[PromptGroup], sampling: Sampling) -> Iterator[list[Completion]]:
         """Generate wave by wave; each yield holds all completions of the groups that finished together."""
+        assert self._decoder.arch.sparse_layers or not sampling.report_experts, "a dense model chooses no experts"
         held: dict[int, list[Completion]] = {}
         sizes = {group.group: len(group.seeds) for group in groups}
         for wave in _waves(groups, self._max_batch):
@@ -88,8 +94,11 @@ class EmbeddedEngine:
     def _wave(self, groups: Sequence[PromptGroup], sampling: Sampling) -> Iterator[list[Completion]]:
         """Decode together; yields the groups, or parts of groups, that have just finished."""
         batch = _Batch.of(groups)
-        hidden, cache = self._prefill(groups, sampling.max_new_tokens)
+        record = RecordedRouting() if sampling.report_experts else None
+        hidden, cache = self._prefill(groups, sampling.max_new_tokens, record)
         owners = torch.tensor([i for i, group in enumerate(groups) for _ in group.seeds])
+        if record is not None:
+            batch.note_experts(record.recorded(len(groups))[owners])
         cache.select(owners)
         hidden = hidden[owners]
         for position in range(sampling.max_new_tokens):
@@ -104,9 +113,13 @@ class EmbeddedEngine:
                 cache.select(live)
                 tokens = tokens[live]
             cache.begin(1)
-            hidden = self._hidden(tokens[:, None], (batch.lengths + position)[:, None], cache)
+            hidden = self._hidden(tokens[:, None], (batch.lengths + position)[:, None], cache, record)
+            if record is not None:
+                batch.note_experts(record.recorded(len(batch.rows)))
 
-    def _prefill(self, groups: Sequence[PromptGroup], room: int) -> tuple[Tensor, KvCache]:
+    def _prefill(
+        self, groups: Sequence[PromptGroup], room: int, record: RecordedRouting | None
+    ) -> tuple[Tensor, KvCache]:
         """Hidden state of each prompt's last token, [prompts, hidden], and the cache of the prompts."""
         longest = max(len(group.prompt) for group in groups)
         tokens = torch.zeros(len(groups), longest, dtype=torch.int64)
@@ -116,13 +129,13 @@ class EmbeddedEngine:
             valid[i, longest - len(group.prompt) :] = True
         cache = KvCache(valid, longest + room, self._decoder.arch.num_layers)
         cache.begin(longest)
-        return self._hidden(tokens, (valid.cumsum(-1) - 1).clamp(min=0), cache), cache
+        return self._hidden(tokens, (valid.cumsum(-1) - 1).clamp(min=0), cache, record), cache
 
-    def _hidden(self, tokens: Tensor, positions: Tensor, cache: KvCache) -> Tensor:
+    def _hidden(self, tokens: Tensor, positions: Tensor, cache: KvCache, record: RecordedRouting | None) -> Tensor:
         assert self._weights is not None, "update() comes before generate()"
         assert self._scales is not None, "update() comes before generate()"
         scales = self._scales.layers or None
-        return self._decoder.hidden(self._weights, tokens, positions, cache, scales)[:, -1]
+        return self._decoder.hidden(self._weights, tokens, positions, cache, scales, routing=record or TOP_K)[:, -1]
 
     def _choose(self, batch: "_Batch", hidden: Tensor, position: int, sampling: Sampling) -> Tensor:
         """Pick the next token of every row and note it; int64 [B]."""
@@ -133,6 +146,11 @@ class EmbeddedEngine:
         chosen = logprobs.gather(-1, tokens[:, None]).squeeze(-1).float()
         batch.note(tokens, chosen, last=position + 1 == sampling.max_new_tokens, stop_ids=sampling.stop_ids)
         return tokens
+
+
+def _names(forms: Iterable[LinearFormat | AttentionFormat]) -> str:
+    """The name that all share, or every name that occurs."""
+    return "+".join(dict.fromkeys(form.name for form in forms))
 
 
 class _Batch:
@@ -162,6 +180,15 @@ class _Batch:
                 row.finish = "stop"
             elif last:
                 row.finish = "length"
+
+    def note_experts(self, chosen: Tensor) -> None:
+        """Append the experts of the positions just computed, [B, T, sparse layers, k], to every row that is not done.
+
+        A prompt's positions come at once, after padding on its left; those of the completion one by one.
+        """
+        for row, positions, length in zip(self.rows, chosen.tolist(), self.lengths.tolist(), strict=True):
+            if not row.finish:
+                row.experts.extend(positions[-length:])
 
     def live(self) -> Tensor:
         """Indices of the rows that are not done."""
@@ -198,4 +225,5 @@ def _parts(group: PromptGroup, size: int) -> Iterator[PromptGroup]:
 
 
 def _completion(row: _Sequence) -> Completion:
-    return Completion(row.group, row.sample, row.tokens, row.logprobs, "stop" if row.finish == "stop" else "length")
+    finish: Literal["stop", "length"] = "stop" if row.finish == "stop" else "length"
+    return Completion(row.group, row.sample, row.tokens, row.logprobs, finish, row.experts or None)

@@ -36,11 +36,13 @@ class Sampling:
         temperature: of the softmax that is sampled from; 0 is greedy (log-probs are then those of temperature 1).
         max_new_tokens: length limit.
         stop_ids: tokens that end a completion; the stop token is part of it.
+        report_experts: whether completions carry the experts that a mixture of experts chose.
     """
 
     temperature: float
     max_new_tokens: int
     stop_ids: frozenset[int]
+    report_experts: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,8 @@ class Completion:
         tokens: generated ids, the stop token included.
         logprobs: FP32 log-prob of each token under the distribution it was drawn from (nats).
         finish: `stop` or `length`.
+        experts: when reported, position x sparse layer x k, ascending; for every position the engine computed: those
+            of the prompt, then those of the completion but its last token, which nothing follows.
     """
 
     group: int
@@ -60,6 +64,7 @@ class Completion:
     tokens: list[int]
     logprobs: list[float]
     finish: Literal["stop", "length"]
+    experts: list[list[list[int]]] | None = None
 
 
 @dataclass(frozen=True)

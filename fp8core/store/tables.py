@@ -1,7 +1,8 @@
 """Columns of the tables that steps exchange; one row is one prompt or one completion.
 
 `group` is the prompt's index within the step, `sample` the completion's index within its group. Tables of
-completions are sorted by both, so that their rows correspond.
+completions are sorted by both, so that their rows correspond. `written` says which tokens of a completion the policy
+wrote: those of tools and users in between are context, and stay out of loss, rewards, statistics and metrics.
 """
 
 import pyarrow as pa
@@ -28,10 +29,14 @@ ROLLOUTS = pa.schema(
         ("prompt_tokens", _TOKENS),
         ("tokens", _TOKENS),
         ("logprobs", _LOGPROBS),
+        ("written", pa.list_(pa.bool_())),
         ("finish", pa.string()),
         ("text", pa.string()),
     ]
 )
+
+# With `rollout.router_replay`: the experts of every position, sparse layer by sparse layer (`Completion.experts`).
+ROUTED_ROLLOUTS = ROLLOUTS.append(pa.field("experts", pa.list_(pa.list_(pa.list_(pa.int16())))))
 
 REWARDS = pa.schema(
     [

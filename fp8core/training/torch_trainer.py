@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -12,13 +12,14 @@ from torch import Tensor
 
 from fp8core.config.run import TrainingConfig
 from fp8core.models.architecture import Architecture
-from fp8core.models.decoder import Decoder, FullContext
+from fp8core.models.decoder import TOP_K, Decoder, FullContext
+from fp8core.models.experts import ReplayedRouting
 from fp8core.models.formats import Formats
 from fp8core.models.weights import PolicyWeights, load_policy, stored_weights
 from fp8core.numerics.attention import Bf16Attention
 from fp8core.numerics.e4m3 import GroupNotFinite
 from fp8core.numerics.fingerprint import policy_digest
-from fp8core.numerics.kv_scales import KvStatistics, LayerAmax, LayerScales
+from fp8core.numerics.kv_scales import KvStatistics, LayerScales
 from fp8core.numerics.logprobs import token_logprobs
 from fp8core.rl.aggregation import Denominator
 from fp8core.rl.batch import RolloutBatch, TokenBatch
@@ -54,7 +55,7 @@ class TorchTrainer:
         self.arch = arch
         self.masters = {name: tensor.float().clone().requires_grad_(True) for name, tensor in masters.items()}
         self._decoder = Decoder(arch, formats)
-        self._unscaled = Decoder(arch, replace(formats, attention=Bf16Attention()))
+        self._unscaled = Decoder(arch, formats.with_attention(Bf16Attention()))
         self._rollout_formats = rollout_formats
         self._config, self._objective = training, objective
         self._optimiser = torch.optim.AdamW(
@@ -86,17 +87,17 @@ class TorchTrainer:
             mask = _left_aligned(part.completion, shape[1])
             logprobs[rows] = logprobs[rows].masked_scatter(mask, scored.logprobs)
             entropy[rows] = entropy[rows].masked_scatter(mask, scored.entropy)
-        return ScoredBatch(logprobs, entropy, statistics.amax(), statistics.saturated_share())
+        return ScoredBatch(logprobs, entropy, statistics)
 
     @torch.no_grad()
-    def statistics(self, batch: TokenBatch) -> list[LayerAmax]:
-        """Largest magnitudes of Q, K and V per layer over all valid tokens, without any scales: attention in BF16."""
+    def statistics(self, batch: TokenBatch) -> KvStatistics:
+        """Statistics of Q, K and V per layer over all valid tokens, without any scales: attention in BF16."""
         weights = self._inference_weights()
         statistics = KvStatistics(self.arch.num_layers)
         for _, part in batch.slices(self._config.micro_batch):
             observe = _observer(statistics, part.valid, None)
             self._unscaled.hidden(weights, part.tokens, part.positions, FullContext.of(part.valid), None, observe)
-        return statistics.amax()
+        return statistics
 
     def step(self, batch: RolloutBatch, temperature: float, scales: Sequence[LayerScales] | None) -> TrainReport:
         """One update per minibatch, in row order; gradients are clipped by their global norm.
@@ -104,6 +105,7 @@ class TorchTrainer:
         Raises:
             NotFiniteError: the loss or the gradient norm is NaN or infinite; that update is not applied.
         """
+        batch, correction = self._objective.corrected(batch)
         reports = [
             self._update(batch.rows(rows), temperature, scales)
             for rows in _shares(len(batch.keep), self._config.minibatches)
@@ -113,7 +115,9 @@ class TorchTrainer:
             version=self.version,
             digest=self.digest(),
             learning_rate=float(self._optimiser.param_groups[0]["lr"]),
-            tokens=int(batch.mask[batch.keep].sum()),
+            tokens=int(batch.mask.sum()),
+            rows=int(batch.mask.any(dim=1).sum()),
+            correction=correction,
             **{key: sum(report[key] for report in reports) / len(reports) for key in reports[0]},
         )
 
@@ -134,7 +138,7 @@ class TorchTrainer:
         self, batch: RolloutBatch, temperature: float, scales: Sequence[LayerScales] | None
     ) -> dict[str, float]:
         """Add up the gradients of all micro-batches; returns the batch's statistics."""
-        denominator = Denominator.of(batch.mask & batch.keep[:, None])
+        denominator = Denominator.of(batch.mask)
         totals: dict[str, float] = {}
         weights = self._training_weights()
         parts = list(batch.sequences.slices(self._config.micro_batch))
@@ -179,7 +183,8 @@ class TorchTrainer:
         if statistics is not None:
             observe = _observer(statistics, batch.valid, scales)
         context = FullContext.of(batch.valid)
-        hidden = self._decoder.hidden(weights, batch.tokens, batch.positions, context, scales, observe)
+        routing = TOP_K if batch.experts is None else ReplayedRouting(batch.experts)
+        hidden = self._decoder.hidden(weights, batch.tokens, batch.positions, context, scales, observe, routing)
         written = batch.completion[:, 1:]
         logprobs, entropy = token_logprobs(
             hidden[:, :-1][written],

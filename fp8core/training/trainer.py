@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from fp8core.numerics.kv_scales import LayerAmax, LayerScales
+from fp8core.numerics.kv_scales import KvStatistics, LayerScales
 from fp8core.rl.batch import RolloutBatch, TokenBatch
 
 
@@ -22,14 +22,12 @@ class ScoredBatch:
     Attributes:
         logprobs: FP32 [B, C], NaN on padding (C the longest completion).
         entropy: FP32 [B, C], likewise.
-        amax: statistics of Q, K and V per layer over all valid tokens.
-        saturated_share: share of their elements beyond the scales in force (0 without scales).
+        statistics: of Q, K and V per layer over all valid tokens, and their saturation by the scales in force.
     """
 
     logprobs: Tensor
     entropy: Tensor
-    amax: list[LayerAmax]
-    saturated_share: float
+    statistics: KvStatistics
 
 
 @dataclass(frozen=True)
@@ -46,6 +44,8 @@ class TrainReport:
     reference_kl: float
     learning_rate: float
     tokens: int
+    rows: int
+    correction: dict[str, float]
 
 
 class Trainer(Protocol):
@@ -55,6 +55,10 @@ class Trainer(Protocol):
 
     def logprobs(self, batch: TokenBatch, temperature: float, scales: Sequence[LayerScales] | None) -> ScoredBatch:
         """Score completion tokens under the current policy."""
+        ...
+
+    def statistics(self, batch: TokenBatch) -> KvStatistics:
+        """Statistics of Q, K and V under the current policy, without any scales."""
         ...
 
     def step(self, batch: RolloutBatch, temperature: float, scales: Sequence[LayerScales] | None) -> TrainReport:

@@ -39,7 +39,8 @@ def build_base(config: RunConfig) -> BaseModel:
     """Load the checkpoint, or draw a decoder from scratch with a tokenizer of single characters.
 
     Raises:
-        UserError: the checkpoint is missing or broken, or the contract keeps more BF16 layers than there are.
+        UserError: the checkpoint is missing or broken, or the contract keeps more BF16 layers than there are, or a
+            dense model was to replay its choice of experts.
     """
     base = _from_scratch(config) if config.model is None else _from_checkpoint(config, config.model)
     kept = config.precision.bf16_first_layers + config.precision.bf16_last_layers
@@ -47,6 +48,8 @@ def build_base(config: RunConfig) -> BaseModel:
         raise UserError(
             f"precision.bf16_first_layers + bf16_last_layers = {kept}, but the model has {base.arch.num_layers} layers"
         )
+    if config.rollout.router_replay and not base.arch.sparse_layers:
+        raise UserError("rollout.router_replay: replays the choice of experts, but the model has none")
     return base
 
 

@@ -64,6 +64,11 @@ Launch = Callable[..., Finished]
 
 
 @pytest.fixture(scope="session")
+def small() -> dict[str, Any]:
+    return SMALL
+
+
+@pytest.fixture(scope="session")
 def prefect_server() -> Iterator[None]:
     with prefect_test_harness(server_startup_timeout=180):
         yield

@@ -83,7 +83,8 @@ def test_mlflow_shows_the_run(three_steps):
     assert run.data.params["training.learning_rate"] == "0.0001"
     assert run.data.params["precision.rollout.kv_cache"].strip('"') == "fp8"
     for key in ("reward/mean", "rollout/length_mean", "rollout/entropy", "train/grad_norm", "time/rollout_seconds",
-                "time/rollout_share", "alignment/k3_kl", "alignment/ess", "kv/saturated_share"):  # fmt: skip
+                "time/rollout_share", "alignment/k3_kl", "alignment/ess", "kv/saturated_share",
+                "kv/lag_error"):  # fmt: skip
         assert set(metric(three_steps, key)) == {1, 2, 3}, key
     assert set(metric(three_steps, "reward/heldout_accuracy")) == {0, 2, 3}
     files = {file.path for folder in ("", "pictures", "samples") for file in

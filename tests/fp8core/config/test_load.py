@@ -196,6 +196,7 @@ def test_an_override_leaves_other_users_of_an_anchor_alone(tmp_path: Path) -> No
         ("reward.verifier=none", "reward.verifier: must be 'chain' or 'integer', got \"none\""),
         ("pipeline.steps.train.needs=5", "pipeline.steps.train.needs: must be a mapping, got 5"),
         ("architecture.num_heads=3", "architecture: num_heads=3 is not a multiple of num_kv_heads=2"),
+        ("architecture.num_experts=1", "architecture: experts_per_token=2 exceeds num_experts=1"),
         ("model=x", "exactly one of `model`"),
         ("pipeline.steps.rollot.with.x=1", "pipeline.steps.rollot: there is no step rollot; did you mean rollout?"),
         ("pipeline.inserts=[]", "pipeline.inserts: unknown key; did you mean insert?"),

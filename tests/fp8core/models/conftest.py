@@ -1,12 +1,22 @@
 """Checkpoints that transformers itself has made."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from torch import Tensor
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from fp8core.models.tokenizer import Tokenizer
 
@@ -39,12 +49,21 @@ def _qwen3(**overrides: Any) -> PreTrainedModel:
     return Qwen3ForCausalLM(Qwen3Config(**{**_SHAPE, "head_dim": 24, **overrides}))
 
 
+def _qwen3_moe(**overrides: Any) -> PreTrainedModel:
+    sizes = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**_SHAPE, **sizes, **overrides}))
+
+
 _MODELS = {
     "llama": lambda: _llama(),
     "llama-tied": lambda: _llama(tie_word_embeddings=True, num_key_value_heads=4, rms_norm_eps=1e-5),
     "llama-scaled-rope": lambda: _llama(rope_parameters=_LLAMA3_ROPE),
     "qwen3": lambda: _qwen3(rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
     "qwen3-tied": lambda: _qwen3(tie_word_embeddings=True),
+    "qwen3-moe": lambda: _qwen3_moe(norm_topk_prob=True, head_dim=24),
+    "qwen3-moe-mixed": lambda: _qwen3_moe(
+        num_hidden_layers=4, decoder_sparse_step=2, mlp_only_layers=[3], num_experts_per_tok=3
+    ),
 }
 
 
@@ -56,12 +75,28 @@ class TransformersCheckpoint:
     folder: Path
     sharded: bool
 
+    @staticmethod
+    def unfused(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors by their names in a file; in memory transformers 5 fuses gate and up, and the experts of a layer."""
+        found: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            stem, _, projection = name.rpartition(".experts.")
+            if not stem:
+                found[name] = tensor
+            elif projection == "down_proj":
+                found |= {f"{stem}.experts.{e}.down_proj.weight": part for e, part in enumerate(tensor)}
+            else:
+                for e, part in enumerate(tensor):
+                    gate, up = part.chunk(2)
+                    found |= {f"{stem}.experts.{e}.{half}_proj.weight": x for half, x in (("gate", gate), ("up", up))}
+        return found
+
 
 @pytest.fixture(scope="session", params=list(_MODELS))
 def transformers_checkpoint(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, bpe_tokenizer: Tokenizer
 ) -> TransformersCheckpoint:
-    """Random FP32 models of both families; the untied Qwen3 is split over several files."""
+    """Random FP32 models of all families; the untied Qwen3 is split over several files."""
     torch.manual_seed(0)
     model = _MODELS[request.param]().eval()
     with torch.no_grad():

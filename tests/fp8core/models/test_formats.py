@@ -1,15 +1,21 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
 from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
 from fp8core.models.formats import reference_formats, rollout_formats, training_formats
+from fp8core.models.weights import LayerNames, StoredNames
 from fp8core.numerics.attention import Bf16Attention, Fp8Attention, Fp32Attention
 from fp8core.numerics.linear import Bf16Linear, Fp8BlockLinear, Fp8ForwardLinear, Fp32Linear
 from fp8core.numerics.logprobs import Bf16Head, Fp32Head
 
 
 def kinds(formats):
-    return [type(linear) for linear in formats.linears]
+    """The type of each layer's linears, which is one."""
+    found = [{type(linear) for linear in layer.linears} for layer in formats.layers]
+    assert all(len(types) == 1 for types in found)
+    return [types.pop() for types in found]
 
 
 @pytest.mark.parametrize("formats_of", [rollout_formats, training_formats])
@@ -20,7 +26,9 @@ def kinds(formats):
 def test_layers_at_both_ends_stay_in_bf16(formats_of, first, last, expected):
     formats = formats_of(PrecisionContract(bf16_first_layers=first, bf16_last_layers=last), 4)
     assert kinds(formats) == [{"F": Fp8BlockLinear, "B": Bf16Linear}[letter] for letter in expected]
-    assert formats.stored_names() == tuple({"F": "fp8_block", "B": "bf16"}[letter] for letter in expected)
+    assert formats.stored_names() == StoredNames.by_layer(
+        *({"F": "fp8_block", "B": "bf16"}[letter] for letter in expected)
+    )
 
 
 def test_both_sides_follow_their_part_of_the_contract():
@@ -30,7 +38,8 @@ def test_both_sides_follow_their_part_of_the_contract():
     rollout, training = rollout_formats(contract, 2), training_formats(contract, 2)
     assert kinds(rollout) == [Fp8BlockLinear] * 2
     assert kinds(training) == [Bf16Linear] * 2
-    assert (type(rollout.attention), type(training.attention)) == (Fp8Attention, Bf16Attention)
+    assert [type(layer.attention) for layer in rollout.layers] == [Fp8Attention] * 2
+    assert [type(layer.attention) for layer in training.layers] == [Bf16Attention] * 2
     assert (type(rollout.head), type(training.head)) == (Bf16Head, Fp32Head)
 
 
@@ -57,14 +66,15 @@ def test_the_backward_is_the_trainers_alone(linear, backward, expected):
 def test_the_scale_rule_reaches_every_quantiser(rule):
     formats = training_formats(PrecisionContract(scale_rule=rule), 2)
     assert formats.scale_rule == rule
-    assert {linear.rule for linear in formats.linears} == {rule}
+    assert {linear.rule for layer in formats.layers for linear in layer.linears} == {rule}
 
 
 def test_the_reference_rounds_nothing_below_fp32():
     formats = reference_formats(3)
     assert kinds(formats) == [Fp32Linear] * 3
-    assert formats.stored_names() == ("fp32",) * 3
-    assert (type(formats.attention), type(formats.head)) == (Fp32Attention, Fp32Head)
+    assert formats.stored_names() == StoredNames.by_layer("fp32", "fp32", "fp32")
+    assert [type(layer.attention) for layer in formats.layers] == [Fp32Attention] * 3
+    assert type(formats.head) is Fp32Head
     assert formats.rounding(torch.tensor(1 + 2**-20)).item() == 1 + 2**-20
     assert rollout_formats(PrecisionContract(), 1).rounding(torch.tensor(1 + 2**-20)).item() == 1.0
 
@@ -75,3 +85,15 @@ def test_layers_kept_wide_are_fp32_in_the_reference_mode():
         rollout=SidePrecision(**fp32), training=TrainingPrecision(**fp32), bf16_first_layers=1, bf16_last_layers=1
     )
     assert kinds(training_formats(contract, 3)) == [Fp32Linear] * 3
+
+
+def test_each_linear_and_each_attention_has_its_own_format():
+    fp8, fp32 = rollout_formats(PrecisionContract(), 2), reference_formats(2)
+    layer = replace(fp8.layers[1], output=fp32.layers[1].output, attention=fp32.layers[1].attention)
+    mixed = replace(fp8, layers=(fp8.layers[0], layer))
+    names = LayerNames(qkv="fp8_block", output="fp32", gate_up="fp8_block", down="fp8_block")
+    assert mixed.stored_names().layers == (LayerNames(*["fp8_block"] * 4), names)
+    assert mixed.stored_names().values == "bf16"
+    assert [type(layer.attention) for layer in mixed.layers] == [Fp8Attention, Fp32Attention]
+    assert [type(layer.attention) for layer in mixed.with_attention(Bf16Attention()).layers] == [Bf16Attention] * 2
+    assert mixed.with_attention(Bf16Attention()).stored_names() == mixed.stored_names()

@@ -41,6 +41,12 @@ def test_the_linears_of_a_dense_decoder():
     assert chosen.unrecognised == ()
 
 
+def test_a_head_that_shares_the_embedding_is_a_module_to_keep_all_the_same():
+    shapes = decoder(1, ATTENTION)
+    del shapes["lm_head.weight"]
+    assert choose(shapes, 1).kept_modules == ("lm_head",)
+
+
 def test_experts_are_quantised_and_their_routers_are_not():
     chosen = choose(decoder(2, ATTENTION + EXPERTS), 2)
     assert chosen.quantised == weights(range(2), ATTENTION + EXPERTS)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from transformers import AutoConfig
 
 from fp8core.errors import UserError
-from fp8core.models.architecture import Architecture, RopeScaling
+from fp8core.models.architecture import Architecture, Experts, RopeScaling
 from fp8core.models.hf_config import architecture_from_hf, architecture_to_hf, read_json_object
 
 LLAMA_32_1B = {
@@ -65,6 +65,27 @@ QWEN3_06B = {
     "vocab_size": 151936,
 }
 
+QWEN3_30B_A3B = {
+    **{key: value for key, value in QWEN3_06B.items() if key != "max_window_layers"},
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "decoder_sparse_step": 1,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.001,
+    "tie_word_embeddings": False,
+}
+
 
 def without(config, *keys):
     return {key: value for key, value in config.items() if key not in keys}
@@ -104,6 +125,30 @@ def test_transformers_5_keys_mean_the_same():
     assert architecture_from_hf(qwen3, "") == architecture_from_hf(QWEN3_06B, "")
 
 
+def test_qwen3_moe():
+    arch = architecture_from_hf(QWEN3_30B_A3B, "config.json")
+    assert (arch.family, arch.qk_norm, arch.head_dim) == ("qwen3_moe", True, 128)
+    assert arch.experts == Experts(
+        count=128, per_token=8, intermediate_size=768, normalise_top_k=True, sparse_step=1, dense_layers=()
+    )
+    assert arch.sparse_layers == tuple(range(48))
+
+
+def test_experts_as_transformers_5_writes_them_and_what_may_be_left_out():
+    renamed = without(QWEN3_30B_A3B, "num_experts") | {"num_local_experts": 128}
+    assert architecture_from_hf(renamed, "") == architecture_from_hf(QWEN3_30B_A3B, "")
+    bare = without(QWEN3_30B_A3B, "decoder_sparse_step", "mlp_only_layers", "norm_topk_prob", "head_dim")
+    arch = architecture_from_hf(bare, "")
+    assert arch.experts is not None
+    assert (arch.head_dim, arch.experts.sparse_step, arch.experts.dense_layers) == (64, 1, ())
+    assert not arch.experts.normalise_top_k
+
+
+def test_which_layers_are_sparse():
+    config = QWEN3_30B_A3B | {"num_hidden_layers": 9, "decoder_sparse_step": 3, "mlp_only_layers": [0, 5]}
+    assert architecture_from_hf(config, "").sparse_layers == (2, 8)
+
+
 def test_what_a_first_llama_leaves_out():
     first = without(
         LLAMA_32_1B, "head_dim", "num_key_value_heads", "rope_theta", "rope_scaling", "tie_word_embeddings", "mlp_bias"
@@ -135,6 +180,11 @@ def test_what_a_first_llama_leaves_out():
         (QWEN3_06B, {"head_dim": None}, "head_dim"),
         (QWEN3_06B, {"head_dim": 33}, "head_dim"),
         (QWEN3_06B, {"num_key_value_heads": 3}, "num_key_value_heads"),
+        (QWEN3_30B_A3B, {"num_experts": None}, "num_local_experts"),
+        (QWEN3_30B_A3B, {"num_local_experts": 64}, "num_local_experts"),
+        (QWEN3_30B_A3B, {"num_experts_per_tok": 129}, "num_experts_per_tok"),
+        (QWEN3_30B_A3B, {"mlp_only_layers": [True]}, "mlp_only_layers"),
+        (QWEN3_30B_A3B, {"norm_topk_prob": 1}, "norm_topk_prob"),
         (QWEN3_06B, {"vocab_size": "151936"}, "vocab_size"),
         (QWEN3_06B, {"num_hidden_layers": True}, "num_hidden_layers"),
         (QWEN3_06B, {"rms_norm_eps": None}, "rms_norm_eps"),
@@ -162,9 +212,20 @@ scalings = st.builds(
 )
 
 
+mixtures = st.builds(
+    Experts,
+    count=st.integers(8, 512),
+    per_token=st.integers(1, 8),
+    intermediate_size=st.integers(1, 4096),
+    normalise_top_k=st.booleans(),
+    sparse_step=st.integers(1, 4),
+    dense_layers=st.lists(st.integers(0, 99), max_size=3).map(tuple),
+)
+
+
 @st.composite
 def architectures(draw):
-    family = draw(st.sampled_from(["llama", "qwen3"]))
+    family = draw(st.sampled_from(["llama", "qwen3", "qwen3_moe"]))
     kv_heads, groups, head_dim = draw(st.integers(1, 8)), draw(st.integers(1, 8)), 2 * draw(st.integers(1, 64))
     return Architecture(
         family=family,
@@ -179,8 +240,9 @@ def architectures(draw):
         rope_theta=draw(st.floats(1e2, 1e8)),
         max_positions=draw(st.integers(16_384, 1 << 20)),
         rope_scaling=draw(st.none() | scalings),
-        qk_norm=family == "qwen3",
+        qk_norm=family != "llama",
         tie_embeddings=draw(st.booleans()),
+        experts=draw(mixtures) if family == "qwen3_moe" else None,
     )
 
 
@@ -192,7 +254,7 @@ def test_written_and_read_back(arch):
         assert architecture_from_hf(old, "") == arch
 
 
-@pytest.mark.parametrize("config", [LLAMA_32_1B, QWEN3_06B], ids=["llama", "qwen3"])
+@pytest.mark.parametrize("config", [LLAMA_32_1B, QWEN3_06B, QWEN3_30B_A3B], ids=["llama", "qwen3", "qwen3-moe"])
 def test_transformers_reads_what_is_written(config, tmp_path: Path):
     arch = architecture_from_hf(config, "")
     written = architecture_to_hf(arch, bos_id=1, eos_ids={7, 5}, pad_id=3, dtype="bfloat16")
@@ -203,6 +265,9 @@ def test_transformers_reads_what_is_written(config, tmp_path: Path):
     for key in ("rope_parameters", "head_dim", "num_key_value_heads", "rms_norm_eps", "tie_word_embeddings"):
         assert getattr(read, key) == getattr(original, key), key
     assert type(read) is type(original)
+    experts = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "mlp_only_layers")
+    for key in experts if "num_experts" in config else ():
+        assert getattr(read, key) == config[key], key
     assert (read.eos_token_id, read.bos_token_id, read.pad_token_id) == ([5, 7], 1, 3)
     assert str(read.dtype) == "torch.bfloat16"
 

@@ -33,6 +33,22 @@ def test_without_qk_norm_it_is_a_llama_and_a_tied_head_is_no_parameter():
     assert not any("q_norm" in name or name == "lm_head.weight" for name in parameter_shapes(arch))
 
 
+def test_experts_of_the_configured_shape_are_built():
+    config = ArchitectureConfig(
+        num_layers=4, num_experts=3, expert_intermediate_size=16, decoder_sparse_step=2, mlp_only_layers=[1]
+    )
+    arch = architecture_from_config(config, vocab_size=17)
+    shapes = parameter_shapes(arch)
+    assert (arch.family, arch.sparse_layers) == ("qwen3_moe", (3,))
+    assert shapes["model.layers.3.mlp.gate.weight"] == (3, 128)
+    assert shapes["model.layers.3.mlp.experts.2.up_proj.weight"] == (16, 128)
+    weights = initial_weights(architecture_from_config(ArchitectureConfig(num_experts=64), vocab_size=17), 0)
+    assert weights["model.layers.0.mlp.gate.weight"].std().item() == pytest.approx(128**-0.5, rel=0.03)
+    assert weights["model.layers.0.mlp.experts.5.down_proj.weight"].std().item() == pytest.approx(
+        128**-0.5 / 2, rel=0.03
+    )
+
+
 def test_weights_depend_on_the_seed_alone(architecture):
     arch = architecture()
     first, again, other = initial_weights(arch, 0), initial_weights(arch, 0), initial_weights(arch, 1)

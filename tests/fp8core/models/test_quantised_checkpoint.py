@@ -17,7 +17,7 @@ from fp8core.errors import UserError
 from fp8core.models.checkpoint import load_checkpoint
 from fp8core.models.fp8_selection import KeptInBf16
 from fp8core.models.quantised_checkpoint import Plan, plan_dequantisation, plan_quantisation, write_checkpoint
-from fp8core.models.weights import stored_weights
+from fp8core.models.weights import StoredNames, stored_weights
 from fp8core.numerics.e4m3 import ScaleRule
 
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -116,7 +116,7 @@ def split(folder: Path, parts: int) -> None:
 def test_the_bytes_are_those_that_are_shipped_to_an_engine(small_checkpoint, tmp_path, rule, first, formats):
     folder = quantise(small_checkpoint, tmp_path / "fp8", rule, first_layers=first)
     masters = {name: tensor.float() for name, tensor in load_checkpoint(small_checkpoint).tensors.items()}
-    assert_equal(weights_of(folder), stored_weights(masters, formats, rule))
+    assert_equal(weights_of(folder), stored_weights(masters, StoredNames.by_layer(*formats), rule))
 
 
 def test_the_configuration_is_the_source_s_with_the_format(small_checkpoint, quantised):
@@ -211,9 +211,12 @@ def test_there_and_back_gives_the_source_but_for_rounding(small_checkpoint, quan
 
 
 @pytest.mark.parametrize("parts", [2, 5])
-def test_the_division_into_files_changes_nothing(broken, quantised, tmp_path, parts):
+def test_the_division_into_files_changes_nothing(small_checkpoint, broken, tmp_path, parts):
     split(broken, parts)
-    assert files_of(quantise(broken, tmp_path / "fp8")) == files_of(quantised)
+    plans = [plan_quantisation(folder, KeptInBf16(), "pow2") for folder in (small_checkpoint, broken)]
+    for limit in (10**9, 150_000):
+        whole, divided = (write(plan, tmp_path / f"{limit}-{i}", limit) for i, plan in enumerate(plans))
+        assert files_of(divided) == files_of(whole)
 
 
 def test_large_checkpoints_are_written_in_several_files(small_checkpoint, quantised, tmp_path):

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -5,12 +7,21 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from fp8core.models.architecture import parameter_shapes
-from fp8core.models.weights import SCALE_SUFFIX, is_linear, layer_of, load_policy, stored_weights
+from fp8core.models.weights import (
+    SCALE_SUFFIX,
+    LayerNames,
+    StoredNames,
+    fused_linear,
+    is_linear,
+    layer_of,
+    load_policy,
+    stored_weights,
+)
 from fp8core.numerics.e4m3 import decode, quantise_tiles
 from fp8core.numerics.fingerprint import policy_digest
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-FP8 = ("fp8_block", "fp8_block")
+FP8, FP8_ONCE = StoredNames.by_layer("fp8_block", "fp8_block"), StoredNames.by_layer("fp8_block")
 
 
 def test_linears_and_layers_are_told_by_name(architecture):
@@ -50,8 +61,8 @@ def test_linears_are_quantised_from_bf16(architecture, masters_of, rule):
 def test_a_bf16_checkpoint_quantises_to_the_same_bytes(architecture, masters_of, seed, spread, rule):
     masters = {name: spread * tensor for name, tensor in masters_of(architecture(num_layers=1), seed).items()}
     checkpoint = {name: tensor.bfloat16() for name, tensor in masters.items()}
-    shipped = stored_weights(masters, FP8[:1], rule)
-    assert policy_digest(stored_weights(checkpoint, FP8[:1], rule)) == policy_digest(shipped)
+    shipped = stored_weights(masters, FP8_ONCE, rule)
+    assert policy_digest(stored_weights(checkpoint, FP8_ONCE, rule)) == policy_digest(shipped)
 
 
 def test_shipped_bytes_survive_a_file(architecture, masters_of, tmp_path):
@@ -62,7 +73,7 @@ def test_shipped_bytes_survive_a_file(architecture, masters_of, tmp_path):
 
 def test_layers_kept_in_bf16(architecture, masters_of):
     masters = masters_of(architecture(num_layers=3))
-    stored = stored_weights(masters, ("bf16", "fp8_block", "bf16"), "pow2")
+    stored = stored_weights(masters, StoredNames.by_layer("bf16", "fp8_block", "bf16"), "pow2")
     scaled = {layer_of(name) for name in stored if name.endswith(SCALE_SUFFIX)}
     assert scaled == {1}
     for name, master in masters.items():
@@ -70,9 +81,28 @@ def test_layers_kept_in_bf16(architecture, masters_of):
             assert torch.equal(stored[name], master.bfloat16()), name
 
 
+def test_each_linear_is_stored_in_its_own_format(architecture, masters_of):
+    masters = masters_of(architecture())
+    layer = LayerNames(qkv="fp32", output="fp8_block", gate_up="bf16", down="fp8_block")
+    stored = stored_weights(masters, StoredNames("bf16", (layer, replace(layer, qkv="fp8_block"))), "pow2")
+    scaled = {name.removesuffix(SCALE_SUFFIX) for name in stored if name.endswith(SCALE_SUFFIX)}
+    down = {name for name in masters if "o_proj" in name or "down_proj" in name}
+    assert scaled == down | {f"model.layers.1.self_attn.{name}_proj.weight" for name in "qkv"}
+    kept = {name for name, tensor in stored.items() if tensor.dtype == torch.float32} - {
+        name + SCALE_SUFFIX for name in scaled
+    }
+    assert kept == {f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv"}
+
+
+def test_fused_linears_are_told_by_name(architecture):
+    found = {name.split(".")[-2]: fused_linear(name) for name in parameter_shapes(architecture()) if is_linear(name)}
+    groups = {"qkv": "q_proj k_proj v_proj", "output": "o_proj", "gate_up": "gate_proj up_proj", "down": "down_proj"}
+    assert found == {name: fused for fused, names in groups.items() for name in names.split()}
+
+
 def test_fp32_keeps_everything(architecture, masters_of):
     masters = masters_of(architecture())
-    stored = stored_weights(masters, ("fp32", "fp32"), "pow2")
+    stored = stored_weights(masters, StoredNames.by_layer("fp32", "fp32"), "pow2")
     assert policy_digest(stored) == policy_digest(masters)
 
 
@@ -100,7 +130,8 @@ def test_ready_weights_are_the_stored_values_times_their_tile_scales(architectur
             values, scales = stored[key].double(), stored[key + SCALE_SUFFIX].double()
             tiles = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
             expected.append(values * tiles[: values.shape[0], : values.shape[1]])
-        assert torch.equal(getattr(layer, field).dequantised, torch.cat(expected)), field
+        ready = getattr(layer.mlp if field in ("gate_up", "down") else layer, field)
+        assert torch.equal(ready.dequantised, torch.cat(expected)), field
 
 
 def test_inference_weights_carry_no_gradient(architecture, masters_of):
@@ -129,7 +160,7 @@ def test_gradients_pass_from_rounded_weights_to_the_masters(architecture, master
         (gradient,) = torch.autograd.grad(ready.square().sum(), masters[name])
         assert torch.equal(gradient, 2 * ready.detach()), name
     stacked = torch.cat([masters[f"model.layers.0.mlp.{name}_proj.weight"] for name in ("gate", "up")])
-    assert torch.equal(layer.gate_up.master, stacked)
+    assert torch.equal(layer.mlp.gate_up.master, stacked)
     assert policy.head.master is masters["lm_head.weight"]
 
 

@@ -14,6 +14,7 @@ from fp8core.numerics.e4m3 import (
     encode,
     quantise_columns,
     quantise_rows,
+    quantise_tensor,
     quantise_tiles,
     round_to_e4m3,
     scale_from_amax,
@@ -221,6 +222,18 @@ def test_one_tile_for_a_whole_tensor_is_per_tensor_scaling() -> None:
     assert scales.shape == (1, 1)
     assert scales.item() == scale_from_amax(x.abs().max(), "fp32").item()
     assert torch.equal(grid, round_to_e4m3(x / scales))
+
+
+@given(shape=SHAPES, seed=st.integers(0, 2**31), rule=st.sampled_from(RULES))
+@settings(max_examples=30, deadline=None)
+def test_per_tensor_has_one_scale(slow_quantise, shape: tuple[int, int], seed: int, rule: str) -> None:
+    x = random(*shape, seed)
+    grid, scale = quantise_tensor(x, rule)
+    expected, expected_scale = slow_quantise(x, rule, *shape)
+    assert scale.shape == ()
+    assert torch.equal(scale, expected_scale[0, 0])
+    assert torch.equal(grid, expected)
+    assert torch.equal(quantise_tensor(x.t().reshape(-1, 1, shape[0]), rule)[0].view(shape[::-1]), expected.t())
 
 
 def test_tile_scales_have_the_layout_of_weight_scale_inv() -> None:

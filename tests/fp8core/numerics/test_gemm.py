@@ -7,7 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fp8core.numerics.gemm import align_rows, aligned_gemm, alignment_bits, block_gemm, scaled_gemm
+from fp8core.numerics.gemm import (
+    align_rows,
+    aligned_gemm,
+    alignment_bits,
+    block_gemm,
+    fused_multiply_add,
+    hardware_gemm,
+    scaled_gemm,
+)
 
 # M, N, K; K with and without a partial last block.
 SHAPES = [(64, 48, 384), (5, 7, 300), (1, 130, 128), (9, 3, 17)]
@@ -118,6 +126,86 @@ def test_order_inside_a_block_changes_nothing(random_grid, rule: str) -> None:
         if rule == "pow2":
             a, b = dequantised(left, factors[0])[:, order], dequantised(right, factors[1])[:, order]
             assert torch.equal(scaled_gemm(a, b), whole)
+
+
+# The hardware's order
+
+
+def to_fp32(exact: Fraction) -> float:
+    """Round to nearest even, by integers alone; normal numbers only."""
+    if exact == 0:
+        return 0.0
+    size = abs(exact)
+    exponent = math.floor(math.log2(size)) - 23
+    exponent += (size >= Fraction(2) ** (exponent + 24)) - (size < Fraction(2) ** (exponent + 23))
+    return math.copysign(float(round(size / Fraction(2) ** exponent) * Fraction(2) ** exponent), exact)
+
+
+@given(
+    a=st.floats(-1e6, 1e6, width=32),
+    b=st.floats(-1e6, 1e6, width=32),
+    c=st.floats(-1e9, 1e9, width=32),
+)
+@settings(max_examples=300, deadline=None)
+def test_fused_multiply_add_rounds_once(a: float, b: float, c: float) -> None:
+    exact = Fraction(a) * Fraction(b) + Fraction(c)
+    if exact and abs(exact) < Fraction(2) ** -126:
+        return
+    assert fused_multiply_add(*(torch.tensor([v]) for v in (a, b, c))).item() == to_fp32(exact)
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("side", [1.0, -1.0])
+def test_fused_multiply_add_where_fp64_alone_would_round_twice(side: float, sign: float) -> None:
+    # (1 + 2^-12)^2 = 1 + 2^-11 + 2^-24 is a midpoint of FP32, and 2^-60 beside it is lost in FP64.
+    factor, addend = torch.tensor([1 + 2.0**-12]), torch.tensor([side * 2.0**-60])
+    product = factor.double() * factor.double()
+    assert torch.equal(product + addend.double(), product)
+    found = fused_multiply_add(sign * factor, factor, sign * addend).item()
+    assert found == sign * (1 + 2.0**-11 + (2.0**-23 if side > 0 else 0.0))
+
+
+def slow_hardware_gemm(left: Tensor, left_scales: Tensor, right: Tensor, right_scales: Tensor, block: int) -> Tensor:
+    out = torch.empty(left.shape[0], right.shape[0])
+    for i in range(left.shape[0]):
+        for j in range(right.shape[0]):
+            total = 0.0
+            for b in range(left_scales.shape[1]):
+                columns = slice(b * block, (b + 1) * block)
+                pairs = zip(left[i, columns].tolist(), right[j, columns].tolist(), strict=True)
+                partial = to_fp32(sum((Fraction(x) * Fraction(y) for x, y in pairs), Fraction(0)))
+                factor = to_fp32(Fraction(left_scales[i, b].item()) * Fraction(right_scales[j, b].item()))
+                total = to_fp32(Fraction(factor) * Fraction(partial) + Fraction(total))
+            out[i, j] = total
+    return out
+
+
+@pytest.mark.parametrize("rule", ["pow2", "fp32"])
+@pytest.mark.parametrize(("shape", "block"), [((4, 3, 384), 128), ((3, 5, 300), 128), ((4, 4, 200), 32)])
+def test_hardware_gemm_is_one_fma_per_block(random_grid, shape: tuple[int, int, int], block: int, rule: str) -> None:
+    m, n, k = shape
+    left, right = random_grid(m, k, 22), random_grid(n, k, 23)
+    factors = scales(m, k, rule, 24, block), scales(n, k, rule, 25, block)
+    product = hardware_gemm(left, factors[0], right, factors[1], block)
+    assert product.dtype == torch.float32
+    assert torch.equal(product, slow_hardware_gemm(left, factors[0], right, factors[1], block))
+
+
+def test_hardware_gemm_adds_blocks_in_ascending_order() -> None:
+    left, right = torch.zeros(2, 384), torch.ones(2, 384)
+    left[:, [0, 128, 256]] = torch.tensor([1.0, 1.0, -1.0])
+    left_scales = torch.tensor([[2.0**30, 1.0, 2.0**30], [1.0, 2.0**30, 2.0**30]])
+    assert hardware_gemm(left, left_scales, right, torch.ones(2, 3)).tolist() == [[0.0, 0.0], [0.0, 0.0]]
+
+
+@pytest.mark.parametrize("rule", ["pow2", "fp32"])
+def test_a_row_of_hardware_gemm_does_not_depend_on_its_batch(random_grid, rule: str) -> None:
+    left, right = random_grid(64, 600, 26), random_grid(40, 600, 27)
+    left_scales, right_scales = scales(64, 600, rule, 28), scales(40, 600, rule, 29)
+    whole = hardware_gemm(left, left_scales, right, right_scales)
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(30))
+    for rows in (*order[:5].split(1), order[:7], order):
+        assert torch.equal(hardware_gemm(left[rows], left_scales[rows], right, right_scales), whole[rows])
 
 
 # Fixed-point operands

@@ -10,10 +10,14 @@ from fp8core.numerics.e4m3 import E4M3_MAX, GroupNotFinite
 from fp8core.numerics.kv_scales import (
     KvStatistics,
     LayerAmax,
+    LayerHistograms,
     LayerScales,
     average_amax,
+    covered_amax,
+    scale_distance,
     scales_from_statistics,
 )
+from fp8core.numerics.magnitudes import MagnitudeHistogram
 
 SCALES = LayerScales(q=2.0**-7, k=2.0**-8, v=2.0**-9)
 AMAX = st.builds(LayerAmax, *[st.floats(0, 1e4, width=32)] * 3)
@@ -88,6 +92,7 @@ def test_what_masked_positions_hold_does_not_leak(poison: float) -> None:
     poison_at = ~valid[:, None, :, None]
     poisoned.observe(0, tuple(x.masked_fill(poison_at, poison) for x in tensors), valid, SCALES)
     assert poisoned.amax() == clean.amax()
+    assert poisoned.histograms() == clean.histograms()
     assert poisoned.saturated_share() == clean.saturated_share() > 0
 
 
@@ -98,8 +103,9 @@ def test_what_valid_positions_hold_is_not_hidden(value: float) -> None:
     statistics = KvStatistics(1)
     statistics.observe(0, tensors, valid, None)
     statistics.observe(0, *random_batch(1), None)
-    with pytest.raises(GroupNotFinite):
-        scales_from_statistics(statistics.amax(), 1.0, "pow2")
+    for amax in (statistics.amax(), covered_amax(statistics.histograms(), 90.0)):
+        with pytest.raises(GroupNotFinite):
+            scales_from_statistics(amax, 1.0, "pow2")
 
 
 @given(seed=st.integers(0, 2**31), parts=st.integers(1, 5), order=st.randoms())
@@ -113,6 +119,7 @@ def test_streaming_equals_one_pass(seed: int, parts: int, order) -> None:
     for rows in chunks:
         streamed.observe(0, tuple(x[rows] for x in tensors), valid[rows], SCALES)
     assert streamed.amax() == once.amax()
+    assert streamed.histograms() == once.histograms()
     assert streamed.saturated_share() == once.saturated_share()
 
 
@@ -123,6 +130,7 @@ def test_padding_changes_nothing() -> None:
     wider = tuple(torch.nn.functional.pad(x, (0, 0, 4, 3), value=1e9) for x in tensors)
     padded.observe(0, wider, torch.nn.functional.pad(valid, (4, 3)), SCALES)
     assert padded.amax() == plain.amax()
+    assert padded.histograms() == plain.histograms()
     assert padded.saturated_share() == plain.saturated_share()
 
 
@@ -161,7 +169,7 @@ def test_observing_records_nothing_for_autograd() -> None:
     assert not saved
 
 
-@pytest.mark.parametrize("read", [KvStatistics.amax, KvStatistics.saturated_share])
+@pytest.mark.parametrize("read", [KvStatistics.amax, KvStatistics.histograms, KvStatistics.saturated_share])
 def test_a_layer_without_tokens_is_an_error(read) -> None:
     statistics = KvStatistics(2)
     statistics.observe(0, *random_batch(0), None)
@@ -169,6 +177,57 @@ def test_a_layer_without_tokens_is_an_error(read) -> None:
     statistics.observe(1, tensors, torch.zeros_like(valid), None)
     with pytest.raises(AssertionError, match="no tokens"):
         read(statistics)
+
+
+# Histograms
+
+
+def test_histograms_count_every_element_of_valid_tokens() -> None:
+    statistics = KvStatistics(2)
+    batches = [random_batch(4), random_batch(5)]
+    for layer, (tensors, valid) in enumerate(batches):
+        tensors[2][valid[:, None].expand(-1, 2, -1)] *= 0.0  # valid zeros count, padding does not
+        statistics.observe(layer, tensors, valid, None)
+    for layer, (tensors, valid) in enumerate(batches):
+        for x, name in zip(tensors, "qkv", strict=True):
+            histogram = getattr(statistics.histograms()[layer], name)
+            seen = x.transpose(1, 2)[valid].abs().flatten()
+            assert sum(histogram.counts) == seen.numel()
+            bits = seen.view(torch.int32) >> 20
+            assert all(
+                count == int((bits == bucket).sum()) for bucket, count in enumerate(histogram.counts, histogram.first)
+            )
+
+
+def test_a_percentile_leaves_outliers_out_and_100_is_amax() -> None:
+    generator = torch.Generator().manual_seed(6)
+    x = torch.randn(1, 2, 500, 8, generator=generator)
+    x[0, 0, :4, 0] = 1000.0  # 4 of 8000 elements
+    statistics = KvStatistics(1)
+    statistics.observe(0, (x, 2 * x, 4 * x), torch.ones(1, 500, dtype=torch.bool), None)
+    assert covered_amax(statistics.histograms(), 100.0) == statistics.amax()
+    (layer,) = covered_amax(statistics.histograms(), 99.9)
+    true = x.abs().flatten().sort().values[7992 - 1].item()
+    assert true <= layer.q <= true * 1.125
+    assert (layer.k, layer.v) == (2 * layer.q, 4 * layer.q)
+
+
+def test_covered_amax_by_layer_and_tensor() -> None:
+    layers = [[MagnitudeHistogram(float(10 * i + j), 1016, (1,)) for j in range(3)] for i in range(2)]
+    found = covered_amax([LayerHistograms(*layer) for layer in layers], 100.0)
+    assert found == [LayerAmax(0.0, 1.0, 1.125), LayerAmax(1.125, 1.125, 1.125)]
+
+
+# Distance of scales
+
+
+def test_distance_of_scales_is_in_powers_of_two() -> None:
+    used = [LayerScales(1.0, 1.0, 1.0), LayerScales(1.0, 1.0, 1.0)]
+    assert scale_distance(used, used) == 0
+    assert scale_distance(used, [LayerScales(2.0, 0.5, 1.0), LayerScales(8.0, 1.0, 1.0)]) == 5 / 6
+    assert scale_distance([LayerScales(3.0, 3.0, 3.0)], [LayerScales(1.0, 1.0, 1.0)]) == pytest.approx(math.log2(3))
+    with pytest.raises(AssertionError, match="another model"):
+        scale_distance(used, used[:1])
 
 
 # Average over steps

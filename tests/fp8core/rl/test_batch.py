@@ -40,6 +40,21 @@ def test_slices_cover_the_batch_and_are_trimmed(rows, size):
             assert torch.equal(getattr(part, name), getattr(alone, name)), name
 
 
+def test_experts_are_padded_with_what_the_router_is_to_choose():
+    first, second = [[[0, 1]], [[2, 3]]], [[[4, 5]], [[6, 7]], [[8, 9]], [[1, 3]]]
+    batch = TokenBatch.of([[5], [6, 7]], [[8, 9], [3, 4, 5]], [first, second])
+    assert batch.experts is not None
+    assert batch.experts.shape == (2, 5, 1, 2)
+    free = [[-1, -1]]
+    assert batch.experts.tolist() == [[*first, free, free, free], [*second, free]]
+    (_, part), (_, other) = batch.slices(1)
+    assert part.experts is not None
+    assert other.experts is not None
+    assert part.experts.tolist() == [[*first, free]]
+    assert other.experts.tolist() == [[*second, free]]
+    assert TokenBatch.of([[5]], [[8]]).part(slice(0, 1)).experts is None
+
+
 def test_broken_rows_are_refused():
     with pytest.raises(AssertionError, match="an empty prompt"):
         TokenBatch.of([[1], []], [[2], [3]])

@@ -8,10 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8core.config.run import CorrectionConfig, LossConfig
-from fp8core.rl.aggregation import Denominator
+from fp8core.config.run import CorrectionConfig, FilterConfig, LossConfig, WeightingConfig
+from fp8core.errors import UserError
+from fp8core.rl.aggregation import AGGREGATIONS, Denominator, token_mean
 from fp8core.rl.batch import RolloutBatch, TokenBatch
-from fp8core.rl.objective import Objective
+from fp8core.rl.correction import correct
+from fp8core.rl.losses import ClipRange, LossInputs
+from fp8core.rl.objective import POLICY_LOSSES, Objective
+from fp8core.rl.presets import PRESETS
 
 LOW, HIGH, CAP = 0.2, 0.28, 1.5
 CASES = [("none", 0.0), ("none", 0.3), ("token_tis", 0.0), ("token_tis", 0.3)]
@@ -19,7 +23,8 @@ CASES = [("none", 0.0), ("none", 0.3), ("token_tis", 0.0), ("token_tis", 0.3)]
 
 def objective(method, reference_kl):
     loss = LossConfig(clip_low=LOW, clip_high=HIGH, reference_kl=reference_kl)
-    return Objective(loss, CorrectionConfig(method=method, cap=CAP))
+    built = Objective(loss, CorrectionConfig(method=method, cap=CAP))
+    return lambda current, batch, denominator: built(current, built.corrected(batch)[0], denominator)
 
 
 def random_batch(seed, rows=5, columns=6, reference=True, spread=0.4):
@@ -173,3 +178,81 @@ def test_without_weight_the_penalty_is_reported_and_not_learnt():
     (with_reference,) = torch.autograd.grad(terms.loss, current)
     without = objective("none", 0.0)(current, replace(batch, reference_logprobs=None), counts(batch))
     assert torch.equal(with_reference, torch.autograd.grad(without.loss, current)[0])
+
+
+PRESET_LOSSES = {"clipped_surrogate": "clipped", "reinforce": "reinforce", "binary_tv": "binary_tv"}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_gives_its_rule_mode_and_loss(name):
+    batch, current = random_batch(seed=8, reference=False)
+    chosen = PRESETS[name]
+    built = Objective(LossConfig(clip_low=LOW, clip_high=HIGH), CorrectionConfig(method="preset", preset=name))
+    corrected, metrics = built.corrected(batch)
+    kept = batch.mask & batch.keep[:, None]
+    verdict = correct(chosen.rule, batch.old_logprobs, batch.rollout_logprobs, kept)
+    assert torch.equal(corrected.mask, verdict.mask)
+    assert metrics == verdict.metrics
+    bypass, weighted = chosen.mode == "bypass", chosen.mode == "decoupled" or chosen.loss == "reinforce"
+    inputs = LossInputs(
+        current=current,
+        old=batch.rollout_logprobs if bypass else batch.old_logprobs,
+        advantages=batch.advantages,
+        mask=verdict.mask,
+        denominator=verdict.denominator,
+        weights=verdict.weights if weighted else None,
+    )
+    expected = POLICY_LOSSES[PRESET_LOSSES[chosen.loss]](inputs, ClipRange(low=LOW, high=HIGH), token_mean)
+    assert float(built(current, corrected, verdict.denominator).loss.detach()) == float(expected.loss.detach())
+
+
+@pytest.mark.parametrize("policy", POLICY_LOSSES)
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_every_policy_loss_and_aggregation_is_the_library_s(policy, aggregation):
+    batch, current = random_batch(seed=9, reference=False)
+    loss = LossConfig(policy=policy, aggregation=aggregation, clip_low=LOW, clip_high=HIGH, dual_clip=3.0)
+    built = Objective(loss, CorrectionConfig(method="none"))
+    corrected, _ = built.corrected(batch)
+    inputs = LossInputs(
+        current=current,
+        old=batch.old_logprobs,
+        advantages=batch.advantages,
+        mask=corrected.mask,
+        denominator=counts(batch),
+    )
+    clip = ClipRange(low=LOW, high=HIGH, dual=3.0)
+    expected = POLICY_LOSSES[policy](inputs, clip, AGGREGATIONS[aggregation])
+    assert float(built(current, corrected, counts(batch)).loss.detach()) == float(expected.loss.detach())
+
+
+def test_dr_grpo_divides_by_its_constant():
+    batch, current = random_batch(seed=10, reference=False)
+    halves = []
+    for length in (4, 8):
+        built = Objective(LossConfig(length_normaliser=length), CorrectionConfig(method="none"))
+        halves.append(built(current, built.corrected(batch)[0], counts(batch)).loss.item())
+    assert halves[0] == pytest.approx(2 * halves[1], rel=1e-12)
+
+
+def test_a_custom_rule_rejects_rows_and_normalises_what_it_keeps():
+    batch, _ = random_batch(seed=11, rows=12)
+    config = CorrectionConfig(
+        method="custom",
+        weighting=WeightingConfig(level="token", action="truncate", high=CAP),
+        filters=[FilterConfig(name="seq_mean_k1", low=0.8, high=1.25)],
+        veto=1e-3,
+        normalise="token",
+    )
+    corrected, metrics = Objective(LossConfig(), config).corrected(batch)
+    assert 0 < metrics["seq_masked_fraction"] < 1
+    assert float(corrected.weights[corrected.mask].double().mean()) == pytest.approx(1.0, rel=1e-6)
+
+
+def test_unknown_names_are_the_user_s_mistake():
+    with pytest.raises(UserError, match="verl/nothing"):
+        Objective(LossConfig(), CorrectionConfig(method="preset", preset="verl/nothing"))
+    unknown = CorrectionConfig(method="custom", filters=[FilterConfig(name="seq_best_k9", high=1.0)])
+    with pytest.raises(UserError, match="seq_best_k9"):
+        Objective(LossConfig(), unknown)
+    with pytest.raises(ValueError, match="go together"):
+        CorrectionConfig(method="preset")

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from fp8core.alignment.metrics import alignment_metrics
 from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
+from fp8core.models.architecture import Experts
 from fp8core.numerics.kv_scales import LayerScales, scales_from_statistics
 from fp8core.rl.batch import RolloutBatch, TokenBatch, length_mask, pad
 from fp8core.rollout.engine import PolicyScales, Sampling
@@ -33,6 +34,14 @@ CONTRACTS = {
     "first layer bf16": PrecisionContract(bf16_first_layers=1),
     "bf16 head": both(head="bf16"),
 }
+
+
+def moe(**changes):
+    """Experts in every layer, with changes by name."""
+    shape = {"intermediate_size": 48, "normalise_top_k": True, "sparse_step": 1, "dense_layers": ()}
+    return Experts(**{**shape, **changes})
+
+
 SHAPES = {
     "no multiples of 128": {},
     "whole tiles": {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32},
@@ -41,6 +50,13 @@ SHAPES = {
     "multi-query": {"num_kv_heads": 1},
     "llama": {"family": "llama", "qk_norm": False},
     "tied": {"tie_embeddings": True},
+    "experts": {"family": "qwen3_moe", "experts": moe(count=6, per_token=2)},
+    "experts in whole tiles": {
+        "family": "qwen3_moe",
+        "hidden_size": 128,
+        "head_dim": 32,
+        "experts": moe(count=4, per_token=3, intermediate_size=128, normalise_top_k=False, sparse_step=2),
+    },
     "deep": {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_layers": 5},
 }
 
@@ -151,7 +167,7 @@ def test_training_keeps_it(architecture, pair_of, ragged_prompts, groups_of, con
         before = pair.trainer.digest()
         pair.trainer.step(batch, 1.0, pair.scales.layers)
         assert pair.trainer.digest() != before
-        layers = scales_from_statistics(scored.amax, 2.0, CONTRACTS[contract].scale_rule)
+        layers = scales_from_statistics(scored.statistics.amax(), 2.0, CONTRACTS[contract].scale_rule)
         pair = replace(pair, scales=PolicyScales(version + 1, tuple(layers)))
         pair.engine.update(pair.trainer.export(), pair.scales, version + 1)
 

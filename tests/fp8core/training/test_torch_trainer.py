@@ -1,5 +1,5 @@
 import math
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from functools import cache
 from itertools import pairwise
 
@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
 from fp8core.config.run import CorrectionConfig, LossConfig, TrainingConfig
-from fp8core.models.weights import stored_weights
+from fp8core.models.weights import StoredNames, stored_weights
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.kv_scales import LayerAmax, LayerScales
 from fp8core.rl.batch import RolloutBatch, TokenBatch, length_mask
@@ -82,7 +82,7 @@ def difference(found, expected):
 def taken(batch, rows):
     """Some rows, padded anew."""
     lengths = batch.sequences.valid.sum(1)[rows].max()
-    sequences = TokenBatch(*(getattr(batch.sequences, f.name)[rows, :lengths] for f in fields(TokenBatch)))
+    sequences = batch.sequences.part(rows, lengths)
     columns = int(batch.mask[rows].sum(1).max())
     return RolloutBatch(
         sequences=sequences,
@@ -140,7 +140,7 @@ def test_a_row_is_scored_the_same_in_any_company(trainer_of, architecture, first
     for other in (trainer.logprobs(padded_otherwise, 1.0, scales), small.logprobs(batch, 1.0, scales)):
         assert torch.equal(other.logprobs.nan_to_num(), together.logprobs.nan_to_num())
         assert torch.equal(other.entropy.nan_to_num(), together.entropy.nan_to_num())
-        assert other.amax == together.amax
+        assert other.statistics.amax() == together.statistics.amax()
     for row, part in batch.slices(1):
         alone = trainer.logprobs(part, 1.0, scales).logprobs[0]
         assert torch.equal(alone, together.logprobs[row.start, : len(alone)])
@@ -150,10 +150,10 @@ def test_statistics_are_those_of_the_logprob_pass(trainer_of, architecture, ragg
     trainer = trainer_of(CONTRACTS["bf16"], architecture(), TrainingConfig(micro_batch=2))
     batch = TokenBatch.of(ragged_prompts(5, 40), ragged_prompts(5, 40, seed=1))
     scored = trainer.logprobs(batch, 1.0, None)
-    assert trainer.statistics(batch) == scored.amax
-    assert scored.saturated_share == 0
-    by_row = [trainer.statistics(part) for _, part in batch.slices(1)]
-    for i, layer in enumerate(scored.amax):
+    assert trainer.statistics(batch).amax() == scored.statistics.amax()
+    assert scored.statistics.saturated_share() == 0
+    by_row = [trainer.statistics(part).amax() for _, part in batch.slices(1)]
+    for i, layer in enumerate(scored.statistics.amax()):
         for name in "qkv":
             assert getattr(layer, name) == max(getattr(rows[i], name) for rows in by_row) > 0
 
@@ -162,21 +162,21 @@ def test_statistics_leave_padding_out(trainer_of, architecture):
     """Two tokens only, but for the padding, which holds all the others."""
     trainer = trainer_of(CONTRACTS["bf16"], architecture())
     batch = TokenBatch.of([[2], [3]], [[3], [2, 3] * 20])
-    alone = [trainer.statistics(part) for _, part in batch.slices(1)]
+    alone = [trainer.statistics(part).amax() for _, part in batch.slices(1)]
     others = torch.arange(batch.tokens.numel()).view_as(batch.tokens) % 40
     padded = replace(batch, tokens=torch.where(batch.valid, batch.tokens, others))
     expected = [
         LayerAmax(*(max(getattr(layer, name) for layer in layers) for name in "qkv"))
         for layers in zip(*alone, strict=True)
     ]
-    assert trainer.statistics(padded) == expected
-    assert trainer.logprobs(padded, 1.0, None).amax == expected
+    assert trainer.statistics(padded).amax() == expected
+    assert trainer.logprobs(padded, 1.0, None).statistics.amax() == expected
 
 
 def test_statistics_need_no_scales_and_scores_do(trainer_of, architecture, ragged_prompts):
     trainer = trainer_of(CONTRACTS["fp8"], architecture())
     batch = TokenBatch.of(ragged_prompts(5, 40), ragged_prompts(5, 40, seed=1))
-    assert len(trainer.statistics(batch)) == 2
+    assert len(trainer.statistics(batch).amax()) == 2
     with pytest.raises(AssertionError, match="calibrate first"):
         trainer.logprobs(batch, 1.0, None)
 
@@ -185,25 +185,25 @@ def test_statistics_without_scales_are_close_to_those_with_them(trainer_of, arch
     """The first layer's Q, K and V come before any attention."""
     trainer = trainer_of(CONTRACTS["fp8"], architecture())
     batch = TokenBatch.of(ragged_prompts(5, 40), ragged_prompts(5, 40, seed=1))
-    without = trainer.statistics(batch)
+    without = trainer.statistics(batch).amax()
     scored = trainer.logprobs(batch, 1.0, first_scales(trainer, CONTRACTS["fp8"]).layers)
-    assert scored.amax[0] == without[0]
-    assert scored.amax[1] != without[1]
-    assert asdict(scored.amax[1]) == pytest.approx(asdict(without[1]), rel=0.1)
-    assert scored.saturated_share == 0
+    assert scored.statistics.amax()[0] == without[0]
+    assert scored.statistics.amax()[1] != without[1]
+    assert asdict(scored.statistics.amax()[1]) == pytest.approx(asdict(without[1]), rel=0.1)
+    assert scored.statistics.saturated_share() == 0
 
 
 def test_saturation_is_the_share_beyond_the_scales(trainer_of, architecture, ragged_prompts):
     trainer = trainer_of(CONTRACTS["fp8"], architecture(num_layers=1))
     batch = TokenBatch.of(ragged_prompts(5, 40), ragged_prompts(5, 40, seed=1))
-    amax = trainer.statistics(batch)[0]
+    amax = trainer.statistics(batch).amax()[0]
     roomy = LayerScales(*(getattr(amax, name) / 448 for name in "qkv"))
-    assert trainer.logprobs(batch, 1.0, [roomy]).saturated_share == 0
+    assert trainer.logprobs(batch, 1.0, [roomy]).statistics.saturated_share() == 0
     tight = replace(roomy, v=roomy.v * (1 - 1e-5))
     elements = (4 + 2 + 2) * 24 * int(batch.valid.sum())
-    assert trainer.logprobs(batch, 1.0, [tight]).saturated_share == pytest.approx(1 / elements)
+    assert trainer.logprobs(batch, 1.0, [tight]).statistics.saturated_share() == pytest.approx(1 / elements)
     tiny = LayerScales(q=1e-9, k=1e-9, v=1e-9)
-    assert trainer.logprobs(batch, 1.0, [tiny]).saturated_share > 0.99
+    assert trainer.logprobs(batch, 1.0, [tiny]).statistics.saturated_share() > 0.99
 
 
 # --- updates ---
@@ -402,7 +402,7 @@ def test_the_export_is_in_the_engines_formats(trainer_of, architecture):
     """Training in BF16 does not change what a FP8 engine gets."""
     contract = PrecisionContract(training=TrainingPrecision(linear="bf16"), bf16_last_layers=1)
     trainer = trainer_of(contract, architecture())
-    expected = stored_weights(trainer.masters, ("fp8_block", "bf16"), "pow2")
+    expected = stored_weights(trainer.masters, StoredNames.by_layer("fp8_block", "bf16"), "pow2")
     assert policy_digest(trainer.export()) == policy_digest(expected)
 
 

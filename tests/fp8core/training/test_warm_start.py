@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fp8core.config.run import WarmStartConfig
-from fp8core.models.weights import load_policy, stored_weights
+from fp8core.models.weights import StoredNames, load_policy, stored_weights
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.training.trainer import NotFiniteError
 from fp8core.training.warm_start import TokenisedDemonstration, warm_start
@@ -59,7 +59,7 @@ def test_the_weights_are_plain_fp32_and_the_initial_ones_are_left_alone(
     assert not any(tensor.requires_grad for tensor in weights.values())
     assert all(not torch.equal(weights[name], initial[name]) for name in initial)
     # What the trainer starts from must load without further ado.
-    load_policy(architecture(num_layers=1), stored_weights(weights, ("fp8_block",), "pow2"))
+    load_policy(architecture(num_layers=1), stored_weights(weights, StoredNames.by_layer("fp8_block"), "pow2"))
 
 
 def test_it_is_deterministic(learn, demonstrations):

@@ -9,7 +9,7 @@ from fp8core.errors import UserError
 from fp8core.models.architecture import parameter_shapes
 from fp8core.models.checkpoint import load_checkpoint, save_checkpoint
 from fp8core.models.initial import initial_weights
-from fp8core.models.weights import stored_weights
+from fp8core.models.weights import StoredNames, stored_weights
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.kv_scales import scales_from_statistics
 from fp8core.rl.batch import RolloutBatch, TokenBatch, length_mask, pad
@@ -35,7 +35,7 @@ def started(config):
     base = build_base(config)
     trainer, engine = build_trainer(config, base.arch, base.tensors), build_engine(config, base.arch)
     prompts = TokenBatch.of([base.tokenizer.encode(question) for question in QUESTIONS], [[5]] * len(QUESTIONS))
-    layers = scales_from_statistics(trainer.statistics(prompts), 2.0, config.precision.scale_rule)
+    layers = scales_from_statistics(trainer.statistics(prompts).amax(), 2.0, config.precision.scale_rule)
     scales = PolicyScales(0, tuple(layers))
     engine.update(trainer.export(), scales, 0)
     return base, trainer, engine, scales
@@ -67,7 +67,8 @@ def test_trainer_and_engine_follow_the_contract():
     base = build_base(config)
     trainer, engine = build_trainer(config, base.arch, base.tensors), build_engine(config, base.arch)
     assert engine.describe()["linear"] == ["fp8_block", "bf16"]
-    assert policy_digest(trainer.export()) == policy_digest(stored_weights(base.tensors, ("fp8_block", "bf16"), "pow2"))
+    names = StoredNames.by_layer("fp8_block", "bf16")
+    assert policy_digest(trainer.export()) == policy_digest(stored_weights(base.tensors, names, "pow2"))
     assert trainer.digest() == policy_digest(dict(base.tensors))
 
 
@@ -172,3 +173,11 @@ def test_an_exported_policy_answers_in_transformers_as_in_the_engine(gsm8k, grou
     for prompt, completion in zip(prompts, ours, strict=True):
         theirs = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)[0, len(prompt) :]
         assert completion.tokens == theirs.tolist()
+
+
+def test_a_dense_model_has_no_choice_to_replay():
+    with pytest.raises(
+        UserError, match=r"^rollout\.router_replay: replays the choice of experts, but the model has none$"
+    ):
+        build_base(load_config("tiny", {"rollout.router_replay": True}))
+    assert build_base(load_config("tiny-moe", {"rollout.router_replay": True})).arch.sparse_layers == (0, 1)

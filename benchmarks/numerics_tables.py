@@ -1,0 +1,295 @@
+"""Measure the errors of docs/numerics.md on random data, and print every table of that page.
+
+    python benchmarks/numerics_tables.py            # print
+    python benchmarks/numerics_tables.py --write    # and write docs/numerics.md and benchmarks/results/numerics.json
+
+Single-threaded and seeded; the numbers depend on the versions of torch by their last digits only.
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from numerics_catalogue import PAGE, catalogue, rewritten, table
+from torch import Tensor
+
+from fp8core.alignment.metrics import alignment_metrics
+from fp8core.config.load import load_config
+from fp8core.models.architecture import Architecture
+from fp8core.models.initial import initial_weights
+from fp8core.numerics.attention import AttentionFormat, Bf16Attention, Fp8Attention
+from fp8core.numerics.e4m3 import ScaleRule, quantise_rows, quantise_tensor, quantise_tiles
+from fp8core.numerics.error import gemm_error, relative_rms
+from fp8core.numerics.kv_scales import KvStatistics, LayerScales, covered_amax, scales_from_statistics
+from fp8core.rl.batch import TokenBatch, length_mask
+from fp8core.store.versions import hardware, library_versions
+from fp8core.workers.build import build_trainer
+
+RESULTS = Path(__file__).parent / "results" / "numerics.json"
+RULES: tuple[ScaleRule, ScaleRule] = ("pow2", "fp32")
+CALIBRATION = 1
+TOKENS = 128
+Heads = tuple[Tensor, Tensor, Tensor]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="rewrite docs/numerics.md and the results file")
+    write = parser.parse_args().write
+    torch.set_num_threads(1)
+    measured = {
+        "quantisers": quantiser_errors(),
+        "gemm": gemm_errors(),
+        "attention": attention_errors(),
+        "logprobs": logprob_errors(),
+    }
+    parts = catalogue() | {
+        "quantisers": quantiser_table(measured["quantisers"]),
+        "gemm": gemm_table(measured["gemm"]),
+        "attention": attention_table(measured["attention"]),
+        "logprobs": logprob_table(measured["logprobs"]),
+    }
+    for name, text in parts.items():
+        print(f"\n{name}\n\n{text}")
+    if write:
+        RESULTS.parent.mkdir(exist_ok=True)
+        content = {"versions": library_versions(), "hardware": hardware(), **measured}
+        RESULTS.write_text(json.dumps(content, indent=2) + "\n")
+        PAGE.write_text(rewritten(PAGE.read_text(), parts))
+
+
+# Quantisers
+
+
+def quantiser_errors() -> dict[str, dict[str, dict[str, float]]]:
+    """Errors by distribution, then by grouping and rule; tensors of 512 x 2048.
+
+    `total` is the relative RMS error, in which the largest values weigh most; `element` is the root mean square of the
+    relative errors of the elements, 1 for one that is flushed to zero.
+    """
+    return {name: _by_quantiser(x) for name, x in _distributions().items()}
+
+
+def _distributions() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    normal = torch.randn(512, 2048, generator=generator)
+    # Student's t with 3 degrees of freedom: normal over the root of a mean of 3 squares.
+    spread = torch.randn(3, 512, 2048, generator=generator).square().mean(0).sqrt()
+    gains = torch.ones(2048)
+    gains[torch.randperm(2048, generator=generator)[:8]] = 300.0
+    return {
+        "normal": normal,
+        "heavy tails (Student t, 3)": normal / spread,
+        "normal, 8 of 2048 columns x 300": normal * gains,
+        "heavy tails, rows 2^-12 to 2^12": normal / spread * 2.0 ** torch.linspace(-12, 12, 512)[:, None],
+    }
+
+
+def _by_quantiser(x: Tensor) -> dict[str, dict[str, float]]:
+    found = {}
+    for rule in RULES:
+        rows, row_scales = quantise_rows(x, rule)
+        tiles, tile_scales = quantise_tiles(x, rule)
+        whole, scale = quantise_tensor(x, rule)
+        wide = tile_scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        found[f"1x128 {rule}"] = rows * row_scales.repeat_interleave(128, 1)
+        found[f"128x128 {rule}"] = tiles * wide
+        found[f"tensor {rule}"] = whole * scale
+    return {
+        name: {"total": relative_rms(y, x), "element": ((y - x) / x).square().mean().sqrt().item()}
+        for name, y in found.items()
+    }
+
+
+def quantiser_table(errors: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
+    columns = [f"{group} {rule}" for group in ("1x128", "128x128", "tensor") for rule in RULES]
+    rows = [[name, *(f"{e[c]['total']:.2%} / {e[c]['element']:.2%}" for c in columns)] for name, e in errors.items()]
+    return table(["values", *columns], rows)
+
+
+# Matrix products
+
+
+def gemm_errors() -> list[dict[str, Any]]:
+    """`GemmError` of normal activations [128, K] and weights [128, K]."""
+    found = []
+    for k in (256, 1024, 4096, 16384):
+        generator = torch.Generator().manual_seed(k)
+        left, right = torch.randn(128, k, generator=generator), torch.randn(128, k, generator=generator)
+        found += [{"k": k, "rule": rule, **asdict(gemm_error(left, right, rule))} for rule in RULES]
+    return found
+
+
+def gemm_table(errors: list[dict[str, Any]]) -> str:
+    header = ["K", "scales", "exact", "Hopper's order", "plain FP32"]
+    header += ["Hopper's order - exact", "plain FP32 - exact", "BF16 differing, per million"]
+    rows = [
+        [
+            str(e["k"]),
+            e["rule"],
+            *(f"{e[name]:.4%}" for name in ("exact", "hardware", "plain_fp32")),
+            *(f"{e[name]:.1e}" for name in ("hardware_order", "plain_fp32_order")),
+            f"{e['bf16_differing'] * 1e6:.0f}",
+        ]
+        for e in errors
+    ]
+    return table(header, rows)
+
+
+# Attention
+
+
+def attention_errors() -> dict[str, dict[str, float]]:
+    """Relative RMS error against FP64 attention; scales come from other tensors of the same distribution."""
+    cases: dict[str, Callable[[int], Heads]] = {
+        "normal": lambda seed: _heads(seed, 1.0, 1.0, 1.0),
+        "K and V with outlier channels x 30": _outlier_channels,
+        "K and V with 1 in 20,000 elements x 3000": _rare_outliers,
+        "normal; one element of K and V of the calibration is 10^6": _glitch,
+        "K x 1000, Q / 1000": lambda seed: _heads(seed, 1e-3, 1e3, 1.0),
+        "V / 1000": lambda seed: _heads(seed, 1.0, 1.0, 1e-3),
+    }
+    return {name: _by_scales(draw(CALIBRATION), draw(2)) for name, draw in cases.items()}
+
+
+def _heads(seed: int, q: float, k: float, v: float) -> Heads:
+    """8 query heads and 2 KV heads of 64 channels, 2 sequences of `TOKENS` tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((q, 8), (k, 2), (v, 2))
+    return tuple(gain * torch.randn(2, heads, TOKENS, 64, generator=generator) for gain, heads in shapes)  # type: ignore[return-value]
+
+
+def _outlier_channels(seed: int) -> Heads:
+    q, k, v = _heads(seed, 1.0, 1.0, 1.0)
+    gains = torch.ones(64)
+    gains[[5, 40]] = 30.0
+    # Small queries on those channels, so that they do not decide the softmax alone.
+    return q / gains, k * gains, v * gains
+
+
+def _rare_outliers(seed: int) -> Heads:
+    q, k, v = _heads(seed, 1.0, 1.0, 1.0)
+    generator = torch.Generator().manual_seed(1000 + seed)
+    return q, *(torch.where(torch.rand(x.shape, generator=generator) < 5e-5, 3000 * x, x) for x in (k, v))
+
+
+def _glitch(seed: int) -> Heads:
+    q, k, v = _heads(seed, 1.0, 1.0, 1.0)
+    if seed == CALIBRATION:
+        k[0, 0, 0, 0] = v[0, 0, 0, 0] = 1e6
+    return q, k, v
+
+
+def _by_scales(calibration: Heads, heads: Heads) -> dict[str, float]:
+    reference = _reference_attention(heads)
+    mask = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()[None, None]
+
+    def error(form: AttentionFormat, scales: LayerScales | None) -> float:
+        q, k, v = heads
+        return relative_rms(form.attend(q, *form.store(k, v, scales), mask, scales), reference)
+
+    choices = (("amax", 100, 1), ("amax", 100, 2), ("99.99 %", 99.99, 2), ("99.9 %", 99.9, 2))
+    chosen = {f"{name}, margin {margin}": _scales(calibration, percent, margin) for name, percent, margin in choices}
+    fp8 = Fp8Attention()
+    return {
+        "BF16": error(Bf16Attention(), None),
+        "scale 1.0": error(fp8, LayerScales(1.0, 1.0, 1.0)),
+        **{name: error(fp8, scales) for name, scales in chosen.items()},
+        "oracle": _oracle(lambda scales: error(fp8, scales), _scales(heads, 100, 1)),
+    }
+
+
+def _scales(heads: Heads, percent: float, margin: float) -> LayerScales:
+    statistics = KvStatistics(1)
+    statistics.observe(0, heads, torch.ones(2, TOKENS, dtype=torch.bool), None)
+    return scales_from_statistics(covered_amax(statistics.histograms(), percent), margin, "pow2")[0]
+
+
+def _oracle(error: Callable[[LayerScales], float], start: LayerScales) -> float:
+    """The smallest error over powers of two, one tensor at a time from `start`, twice."""
+    best, scales = error(start), start
+    for name in "qkvqkv":
+        for step in range(-8, 3):
+            candidate = replace(scales, **{name: getattr(start, name) * 2.0**step})
+            if (found := error(candidate)) < best:
+                best, scales = found, candidate
+    return best
+
+
+def _reference_attention(heads: Heads) -> Tensor:
+    """Causal softmax attention in FP64, by torch."""
+    q, k, v = (x.double() for x in heads)
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+def attention_table(errors: Mapping[str, Mapping[str, float]]) -> str:
+    columns = list(next(iter(errors.values())))
+    return table(["values", *columns], [[name, *(f"{row[c]:.2%}" for c in columns)] for name, row in errors.items()])
+
+
+# Log-probs
+
+
+CONTRACTS: dict[str, dict[str, str]] = {
+    "BF16": {"linear": "bf16", "kv_cache": "bf16"},
+    "FP8 linears, pow2": {"linear": "fp8_block", "kv_cache": "bf16"},
+    "FP8 linears, FP32 scales": {"linear": "fp8_block", "kv_cache": "bf16", "rule": "fp32"},
+    "FP8 cache and attention, pow2": {"linear": "bf16", "kv_cache": "fp8"},
+    "FP8 linears, cache and attention, pow2": {"linear": "fp8_block", "kv_cache": "fp8"},
+    "FP8 linears, cache and attention, FP32 scales": {"linear": "fp8_block", "kv_cache": "fp8", "rule": "fp32"},
+    "the same with a BF16 head": {"linear": "fp8_block", "kv_cache": "fp8", "rule": "fp32", "head": "bf16"},
+}
+
+
+def logprob_errors() -> dict[str, dict[str, float]]:
+    """Alignment metrics of random completions under a random 4-layer decoder, against its FP32 log-probs."""
+    reference = _logprobs({"linear": "fp32", "kv_cache": "fp32"})
+    mask = torch.ones_like(reference, dtype=torch.bool)
+    names = ("logprob_abs_diff", "abs_diff_p99", "abs_diff_max", "token_mult_prob_error", "k2_kl")
+    found = {}
+    for name, contract in CONTRACTS.items():
+        measured = alignment_metrics(_logprobs(contract), reference, mask)
+        found[name] = {metric: measured[metric] for metric in names}
+    return found
+
+
+def _logprobs(contract: Mapping[str, str]) -> Tensor:
+    arch = Architecture(
+        family="qwen3",
+        vocab_size=512,
+        hidden_size=256,
+        intermediate_size=512,
+        num_layers=4,
+        num_heads=8,
+        num_kv_heads=2,
+        head_dim=32,
+        rms_norm_eps=1e-6,
+        rope_theta=10_000.0,
+        max_positions=256,
+        rope_scaling=None,
+        qk_norm=True,
+        tie_embeddings=False,
+    )
+    sides = {name: value for name, value in contract.items() if name != "rule"}
+    settings = [f"precision.{side}.{name}={value}" for side in ("rollout", "training") for name, value in sides.items()]
+    settings.append(f"precision.scale_rule={contract.get('rule', 'pow2')}")
+    config = load_config("tiny", settings)
+    trainer = build_trainer(config, arch, initial_weights(arch, seed=0))
+    tokens = torch.randint(512, (16, 128), generator=torch.Generator().manual_seed(0)).tolist()
+    batch = TokenBatch.of([row[:1] for row in tokens], [row[1:] for row in tokens])
+    amax = trainer.statistics(batch).amax()
+    scales = scales_from_statistics(amax, config.calibration.margin, config.precision.scale_rule)
+    return trainer.logprobs(batch, 1.0, scales).logprobs[length_mask([row[1:] for row in tokens])].view(16, -1)
+
+
+def logprob_table(errors: Mapping[str, Mapping[str, float]]) -> str:
+    columns = list(next(iter(errors.values())))
+    return table(["precision", *columns], [[name, *(f"{row[c]:.4g}" for c in columns)] for name, row in errors.items()])
+
+
+if __name__ == "__main__":
+    main()

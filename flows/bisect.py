@@ -1,0 +1,195 @@
+"""`fp8-grpo bisect`: which layer or operation makes a policy's log-probs differ from those of another precision.
+
+A run is measured on its own rollouts of the step that its last checkpoint was written after, with the scales its next
+step would use. A checkpoint has neither, so a few prompts are calibrated on and completed first.
+"""
+
+import argparse
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fp8core.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fp8core.alignment.bisect import Bisection, Task
+    from fp8core.config.run import RunConfig
+    from fp8core.models.architecture import Architecture
+    from fp8core.models.formats import Formats
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is bisected: a policy, its configuration, and the tokens it is asked about."""
+
+    config: "RunConfig"
+    arch: "Architecture"
+    masters: "dict[str, Tensor]"
+    task: "Task"
+
+
+def add_command(commands: Any) -> None:
+    """Declare the command on the parser's subcommands."""
+    parser = commands.add_parser("bisect", help="rank layers or operations by their share of the log-prob error")
+    parser.add_argument("target", metavar="RUN|MODEL", help="a run (name or folder), or the folder of a checkpoint")
+    parser.add_argument(
+        "--config", default="tiny", help="where a checkpoint's prompts and settings come from (default tiny)"
+    )
+    parser.add_argument(
+        "--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE", help="override a setting"
+    )
+    parser.add_argument(
+        "--against",
+        choices=("bf16", "fp8_block", "fp32"),
+        default="bf16",
+        help="the precision that precision.rollout is compared with (default bf16)",
+    )
+    parser.add_argument(
+        "--by", choices=("layer", "operation", "both"), default="layer", help="what to flip at a time (default layer)"
+    )
+    parser.add_argument("--prompts", type=_count, default=16, metavar="N", help="how many prompts (default 16)")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the ranking")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the ranking as JSON")
+    parser.set_defaults(command=bisect_target)
+
+
+def bisect_target(options: argparse.Namespace) -> int:
+    """Measure, print and draw; returns the exit code, raises UserError."""
+    import torch
+
+    from fp8core.alignment.bisect import Side, bisect, units_of
+    from fp8core.models.formats import rollout_formats
+    from fp8core.report.bisection import bisection_text
+
+    for file in (options.png, options.json):
+        if file is not None and (file.is_dir() or not file.parent.is_dir()):
+            raise UserError(f"{file}: cannot be written; name a file in a folder that exists")
+    subject = _subject(options)
+    torch.set_num_threads(subject.config.threads)
+    contract, layers = subject.config.precision, subject.arch.num_layers
+    units = units_of(subject.arch, options.by)
+    rollout = contract.rollout
+    title = f"{options.target}: {rollout.linear}, {rollout.kv_cache} cache, against {options.against}"
+    print(f"{title}; {2 * len(units) + 2} passes over {len(subject.task.sequences)} sequences", flush=True)
+    bisection = bisect(
+        subject.arch,
+        reference=Side.of(reference_side(options.against, contract.scale_rule, layers), subject.masters),
+        suspect=Side.of(rollout_formats(contract, layers), subject.masters),
+        task=subject.task,
+        units=units,
+    )
+    print(bisection_text(bisection))
+    _write(bisection, options, title)
+    return 0
+
+
+def reference_side(name: str, rule: Any, num_layers: int) -> "Formats":
+    """The formats of `--against`: linears and cache in one precision, whatever layers the run keeps in BF16."""
+    from fp8core.config.precision import PrecisionContract, SidePrecision
+    from fp8core.models.formats import reference_formats, rollout_formats
+
+    sides = {"bf16": SidePrecision(linear="bf16", kv_cache="bf16"), "fp8_block": SidePrecision()}
+    if name == "fp32":
+        return reference_formats(num_layers)
+    return rollout_formats(PrecisionContract(rollout=sides[name], scale_rule=rule), num_layers)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a number of prompts from 1, found {text!r}")
+    return int(text)
+
+
+def _write(bisection: "Bisection", options: argparse.Namespace, title: str) -> None:
+    from fp8core.report.bisection import draw_bisection
+
+    if options.json is not None:
+        options.json.write_text(json.dumps({"compared": title, **asdict(bisection)}, indent=2) + "\n")
+    if options.png is not None and bisection.units:
+        draw_bisection(bisection, options.png, title)
+
+
+def _subject(options: argparse.Namespace) -> Subject:
+    from fp8core.config.load import load_config
+    from fp8core.store.run_directory import read_description
+
+    folder = Path(options.target)
+    if (folder / "config.json").is_file():
+        return _checkpoint(options, folder)
+    if not (folder / "run.json").is_file():
+        folder = load_config(options.config, options.overrides).runs / options.target
+    described = read_description(folder)
+    if described is None:
+        raise UserError(f"{options.target}: neither a checkpoint (config.json) nor a run (run.json in {folder})")
+    # A run is measured under its own settings; its pipeline has no say in that.
+    settings = [f"{key}={json.dumps(value)}" for key, value in described.config.items() if key != "pipeline"]
+    return _run(load_config("tiny", [*settings, *options.overrides]), folder, options.prompts)
+
+
+def _run(config: "RunConfig", folder: Path, prompts: int) -> Subject:
+    """The policy of a run's last checkpoint on the rollouts of its step."""
+    import torch
+
+    from fp8core.alignment.bisect import Task
+    from fp8core.models.checkpoint import load_checkpoint
+    from fp8core.numerics.kv_scales import LayerScales
+    from fp8core.rl.batch import TokenBatch
+    from fp8core.store.artifacts import ArtifactStore
+    from fp8core.store.ledger import LedgerView
+    from fp8core.store.run_directory import LEDGER
+    from fp8core.workers.build import build_trainer
+
+    ledger, store = LedgerView.read(folder / LEDGER), ArtifactStore(folder)
+    kept = [entry for entry in ledger.checkpoints() if (folder / entry.uri).is_dir()]
+    if not kept:
+        raise UserError(f"{folder}: the run has no checkpoint yet (checkpoint.every={config.checkpoint.every})")
+    last = max(kept, key=lambda entry: entry.step)
+    policy = load_checkpoint(folder / last.uri / "policy")
+    trainer = build_trainer(config, policy.architecture, policy.tensors)
+    trainer.load(folder / last.uri)
+    refs = [ref for task in ledger.tasks(last.step).values() for ref in task.outputs.values()]
+    rollouts = store.get_table(next(ref for ref in refs if ref.kind == "rollouts")).to_pylist()
+    found = [store.get_json(ref) for ref in refs if ref.kind == "scales"]
+    scales = next(content for content in found if content["version"] == trainer.version)
+    rows = [row for row in rollouts if row["group"] < prompts]
+    whole = TokenBatch.of([row["prompt_tokens"] for row in rows], [row["tokens"] for row in rows])
+    written = torch.tensor([flag for row in rows for flag in row["written"]])
+    sequences = replace(whole, completion=whole.completion.masked_scatter(whole.completion, written))
+    layers = [LayerScales(**layer) for layer in scales["layers"]]
+    return Subject(config, trainer.arch, trainer.masters, Task(sequences, config.rollout.temperature, layers))
+
+
+def _checkpoint(options: argparse.Namespace, folder: Path) -> Subject:
+    """A checkpoint on completions of its own, one a prompt, in the suspect's precision."""
+    from fp8core.alignment.bisect import Task
+    from fp8core.config.load import load_config
+    from fp8core.data.encode import encode_prompt
+    from fp8core.data.source import build_source
+    from fp8core.numerics.kv_scales import covered_amax, scales_from_statistics
+    from fp8core.rl.batch import TokenBatch
+    from fp8core.rollout.engine import PolicyScales, PromptGroup, Sampling
+    from fp8core.rollout.seeds import sample_seed
+    from fp8core.workers.build import build_base, build_engine, build_trainer
+
+    own = [f"model={json.dumps(str(folder))}", "architecture=null", "warm_start=null"]
+    config = load_config(options.config, [*own, *options.overrides])
+    base = build_base(config)
+    problems = build_source(config.data, config.evaluation).training(0, options.prompts, config.seed)
+    prompts = [encode_prompt(problem, config, base.tokenizer, base.arch.max_positions)[1] for problem in problems]
+    trainer = build_trainer(config, base.arch, base.tensors)
+    histograms = trainer.statistics(TokenBatch.of(prompts, [tokens[-1:] for tokens in prompts])).histograms()
+    amax = covered_amax(histograms, config.calibration.covered_percentile)
+    scales = scales_from_statistics(amax, config.calibration.margin, config.precision.scale_rule)
+    engine = build_engine(config, base.arch)
+    engine.update(trainer.export(), PolicyScales(0, tuple(scales)), 0)
+    groups = [
+        PromptGroup(i, problem.prompt_id, tuple(tokens), (0,), (sample_seed(config.seed, 0, i, 0),))
+        for i, (problem, tokens) in enumerate(zip(problems, prompts, strict=True))
+    ]
+    sampling = Sampling(config.rollout.temperature, config.rollout.max_new_tokens, base.tokenizer.eos_ids)
+    done = [completion for finished in engine.generate(groups, sampling) for completion in finished]
+    sequences = TokenBatch.of([prompts[row.group] for row in done], [row.tokens for row in done])
+    return Subject(config, base.arch, trainer.masters, Task(sequences, config.rollout.temperature, scales))

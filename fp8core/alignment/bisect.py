@@ -1,0 +1,259 @@
+"""Which part of a model makes the log-probs of two precisions differ.
+
+Two sides score the same tokens: A, the reference, and B, the suspect. A side is the formats it computes in and the
+weights it was given, so B may also be an engine whose weights are not what A would have stored. The total error is
+that of B against A. A decoder is cut into places that B may differ in, and a unit is a set of places:
+
+| unit              | places                                                             |
+|-------------------|--------------------------------------------------------------------|
+| layer 3           | the five operations of that layer                                  |
+| all down          | that operation in every layer                                      |
+| layer 3 down      | one place                                                          |
+| values            | the rounding of what lies between operations                       |
+| embedding         | the embedding's weight (with tied embeddings the head's too)       |
+| head              | the final norm, and format and weight of the output head           |
+
+Operations are qkv, attention (with its cache), output, gate_up and down. A norm belongs to the linear that reads it
+(input norm and those of Q and K: qkv; post-attention norm: gate_up), and so does the router of experts (gate_up).
+
+Each unit is measured twice, because neither answer implies the other:
+
+    alone    error of A with this unit taken from B, against A; its share is alone / total
+    without  error of B with this unit taken from A, against A; the share removed is 1 - without / total
+
+Shares add up to 1 only if errors do. Roundings of different units are nearly independent and add in squares: n equal
+units have a share of about 1 / sqrt(n) alone, and remove 1 - sqrt(1 - 1 / n). A share above 1, or a removal below 0,
+says that units cancel one another. A unit with both near 1 is the whole error.
+
+Flipping one unit puts formats beside one another that no contract does. BF16 linears and BF16 attention round what they
+make, not what they read: between FP32 values they read FP32.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from fp8core.alignment.metrics import alignment_metrics
+from fp8core.models.architecture import Architecture
+from fp8core.models.decoder import Decoder, FullContext
+from fp8core.models.formats import Formats, LayerFormats
+from fp8core.models.weights import SCALE_SUFFIX, fused_linear, is_linear, layer_of, load_policy, stored_weights
+from fp8core.numerics.kv_scales import LayerScales
+from fp8core.numerics.logprobs import token_logprobs
+from fp8core.rl.batch import TokenBatch
+
+Operation = Literal["qkv", "attention", "output", "gate_up", "down"]
+Granularity = Literal["layer", "operation", "both"]
+OPERATIONS: tuple[Operation, ...] = get_args(Operation)
+_OUTSIDE = ("values", "embedding", "head")
+_MICRO_BATCH = 64
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """An operation of a layer; -1 is outside the layers, where parts are values, embedding and head."""
+
+    layer: int
+    part: str
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Places that are flipped together."""
+
+    name: str
+    places: frozenset[Place]
+
+
+@dataclass(frozen=True)
+class Side:
+    """One way to compute the policy: formats, and stored weights that fit them (`models.weights.stored_weights`)."""
+
+    formats: Formats
+    stored: Mapping[str, Tensor]
+
+    @classmethod
+    def of(cls, formats: Formats, masters: Mapping[str, Tensor]) -> "Side":
+        """From FP32 weights by Hugging Face name, stored as the formats say."""
+        return cls(formats, stored_weights(masters, formats.stored_names(), formats.scale_rule))
+
+
+@dataclass(frozen=True)
+class Task:
+    """What both sides score.
+
+    Attributes:
+        sequences: tokens; errors are of the completion tokens.
+        temperature: of the softmax.
+        scales: of Q, K and V per layer, the same for both sides; None when no attention is FP8.
+    """
+
+    sequences: TokenBatch
+    temperature: float
+    scales: Sequence[LayerScales] | None
+
+
+@dataclass(frozen=True)
+class LogprobError:
+    """Distance between two sets of log-probs, d = log p_side - log p_A in nats per completion token.
+
+    Attributes:
+        mean: mean |d|.
+        mult_prob_error: mean exp |d| (token_mult_prob_error); 1 when equal.
+        largest: max |d|.
+    """
+
+    mean: float
+    mult_prob_error: float
+    largest: float
+
+
+@dataclass(frozen=True)
+class UnitError:
+    """What one unit contributes.
+
+    Attributes:
+        unit: its name.
+        alone: error of A with this unit from B.
+        without: error of B with this unit from A.
+        share: alone.mean / total.mean.
+        removed: 1 - without.mean / total.mean.
+    """
+
+    unit: str
+    alone: LogprobError
+    without: LogprobError
+    share: float
+    removed: float
+
+
+@dataclass(frozen=True)
+class Bisection:
+    """A ranking of units, by share, then by what their removal removes.
+
+    Attributes:
+        tokens: completion tokens scored.
+        total: error of B against A.
+        units: largest share first; empty when A and B agree on every token, where shares mean nothing.
+    """
+
+    tokens: int
+    total: LogprobError
+    units: tuple[UnitError, ...]
+
+
+def bisect(arch: Architecture, reference: Side, suspect: Side, task: Task, units: Sequence[Unit]) -> Bisection:
+    """Measure every unit alone and taken out; 2 passes a unit and 2 more.
+
+    Args:
+        arch: shape of the decoder of both sides.
+        reference: A.
+        suspect: B; equal to A in all that is to be left out of the question.
+        task: tokens, temperature, scales.
+        units: what to flip (`units_of`).
+    """
+    baseline = logprobs(arch, reference, task)
+
+    def error(side: Side) -> LogprobError:
+        return _error(logprobs(arch, side, task), baseline, task.sequences)
+
+    total = error(suspect)
+    tokens = int(task.sequences.completion.sum())
+    if total.largest == 0:
+        return Bisection(tokens, total, ())
+    measured = []
+    for unit in units:
+        alone, without = error(mixed(reference, suspect, unit.places)), error(mixed(suspect, reference, unit.places))
+        measured.append(
+            UnitError(unit.name, alone, without, alone.mean / total.mean, removed=1 - without.mean / total.mean)
+        )
+    return Bisection(tokens, total, tuple(sorted(measured, key=lambda unit: (-unit.share, -unit.removed))))
+
+
+def units_of(arch: Architecture, granularity: Granularity) -> list[Unit]:
+    """All places of a decoder as units: by layer, by operation over all layers, or both; and what is outside layers."""
+    layers, outside = range(arch.num_layers), [_unit(part, Place(-1, part)) for part in _OUTSIDE]
+    match granularity:
+        case "layer":
+            units = [_unit(f"layer {i}", *(Place(i, part) for part in OPERATIONS)) for i in layers]
+        case "operation":
+            units = [_unit(f"all {part}", *(Place(i, part) for i in layers)) for part in OPERATIONS]
+        case "both":
+            units = [_unit(f"layer {i} {part}", Place(i, part)) for i in layers for part in OPERATIONS]
+    return units + outside
+
+
+def mixed(base: Side, other: Side, places: frozenset[Place]) -> Side:
+    """`base`, with formats and weights of `other` at these places."""
+    return Side(
+        formats=_mixed_formats(base.formats, other.formats, places),
+        stored=_parameters_in(other.stored, places) | _parameters_outside(base.stored, places),
+    )
+
+
+def place_of(parameter: str) -> Place:
+    """The place whose flip takes a parameter along, by its Hugging Face name (tile scales go with their weight)."""
+    name = parameter.removesuffix(SCALE_SUFFIX)
+    layer = layer_of(name)
+    if layer is None:
+        return Place(-1, "embedding" if name == "model.embed_tokens.weight" else "head")
+    if is_linear(name):
+        return Place(layer, fused_linear(name))
+    reader = {"input_layernorm": "qkv", "q_norm": "qkv", "k_norm": "qkv", "post_attention_layernorm": "gate_up"}
+    return Place(layer, {**reader, "gate": "gate_up"}[name.split(".")[-2]])
+
+
+@torch.no_grad()
+def logprobs(arch: Architecture, side: Side, task: Task) -> Tensor:
+    """Log-probs of the completion tokens of one side, FP32 [B, T - 1] in the columns of the tokens; 0 elsewhere."""
+    decoder, weights = Decoder(arch, side.formats), load_policy(arch, side.stored)
+    found = []
+    for _, part in task.sequences.slices(_MICRO_BATCH):
+        context, written = FullContext.of(part.valid), part.completion[:, 1:]
+        hidden = decoder.hidden(weights, part.tokens, part.positions, context, task.scales)[:, :-1]
+        targets = part.tokens[:, 1:][written]
+        found.append(token_logprobs(hidden[written], weights.head, side.formats.head, targets, task.temperature)[0])
+    mask = task.sequences.completion[:, 1:]
+    return torch.zeros(mask.shape).masked_scatter(mask, torch.cat(found))
+
+
+def _unit(name: str, *places: Place) -> Unit:
+    return Unit(name, frozenset(places))
+
+
+def _parameters_in(stored: Mapping[str, Tensor], places: frozenset[Place]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in stored.items() if place_of(name) in places}
+
+
+def _parameters_outside(stored: Mapping[str, Tensor], places: frozenset[Place]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in stored.items() if place_of(name) not in places}
+
+
+def _mixed_formats(base: Formats, other: Formats, places: frozenset[Place]) -> Formats:
+    pairs = enumerate(zip(base.layers, other.layers, strict=True))
+    return replace(
+        base,
+        layers=tuple(_mixed_layer(own, others, _parts(places, i)) for i, (own, others) in pairs),
+        head=other.head if Place(-1, "head") in places else base.head,
+        rounding=other.rounding if Place(-1, "values") in places else base.rounding,
+    )
+
+
+def _parts(places: frozenset[Place], layer: int) -> list[str]:
+    return [place.part for place in places if place.layer == layer]
+
+
+def _mixed_layer(base: LayerFormats, other: LayerFormats, parts: list[str]) -> LayerFormats:
+    return replace(base, **{part: getattr(other, part) for part in parts})
+
+
+def _error(side: Tensor, baseline: Tensor, sequences: TokenBatch) -> LogprobError:
+    metrics = alignment_metrics(side, baseline, sequences.completion[:, 1:])
+    return LogprobError(
+        mean=metrics["logprob_abs_diff"],
+        mult_prob_error=metrics["token_mult_prob_error"],
+        largest=metrics["abs_diff_max"],
+    )

@@ -1,0 +1,215 @@
+"""The feed-forward part of a layer: one SwiGLU block, or a router and its experts (Qwen3-MoE, arXiv 2505.09388).
+
+For a token x and experts E_e(x) = W_down (silu(W_gate x) * W_up x):
+
+    z_e = <x, r_e>                                  router logits, FP32 from BF16 operands
+    S   = the k experts with the largest z_e        of equal logits the lower index
+    g_e = exp(z_e) / sum_{j in N} exp(z_j)          N = S with `normalise_top_k`, else all experts; FP32
+    y   = sum_{e in S, ascending} g_e E_e(x)        in FP64, rounded once
+
+Nothing here depends on the other tokens of a call. Router logits are exact sums on fixed-point grids, like those of
+the head; the sum of exponentials is one of fixed-point numbers; an expert multiplies only its own tokens, each row by
+itself; and the experts of a token are added in ascending order, however the tokens were grouped. The choice is not
+differentiable; gradients reach the router through g. An expert without tokens gets no gradient.
+
+Router replay: the rollout's choice can be recorded (`RecordedRouting`) and forced on the trainer (`ReplayedRouting`),
+which then computes z and g by itself (rollout routing replay, arXiv 2510.11370, section 3).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fp8core.numerics.elementwise import swiglu
+from fp8core.numerics.gemm import aligned_gemm
+from fp8core.numerics.linear import LinearFormat, LinearWeight
+from fp8core.numerics.logprobs import HeadWeight, log_softmax
+from fp8core.numerics.rounding import Rounding
+
+# Marks positions of a replay at which the router chooses by itself.
+UNRECORDED = -1
+
+
+@dataclass(frozen=True)
+class MlpWeights:
+    """A SwiGLU block, ready to compute."""
+
+    gate_up: LinearWeight
+    down: LinearWeight
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """A router and its experts, ready to compute.
+
+    Attributes:
+        router: [experts, hidden], kept like the output head: BF16 values, exact FP32 logits.
+        experts: every expert.
+        per_token: experts a token goes to (k).
+        normalise_top_k: whether the k gate weights of a token sum to 1.
+    """
+
+    router: HeadWeight
+    experts: tuple[MlpWeights, ...]
+    per_token: int
+    normalise_top_k: bool
+
+
+@dataclass(frozen=True)
+class MlpFormats:
+    """Formats of a SwiGLU block's two linears and of the values between them."""
+
+    gate_up: LinearFormat
+    down: LinearFormat
+    rounding: Rounding
+
+
+class Routing(Protocol):
+    """Who decides which experts a token goes to."""
+
+    def choose(self, layer: int, logits: Tensor, k: int) -> Tensor:
+        """Experts of each token, ascending: int64 [tokens, k].
+
+        Args:
+            layer: index among the sparse layers.
+            logits: FP32 [tokens, experts].
+            k: experts a token goes to.
+        """
+        ...
+
+
+class TopKRouting:
+    """The router itself."""
+
+    def choose(self, layer: int, logits: Tensor, k: int) -> Tensor:
+        return top_k(logits, k)
+
+
+@dataclass
+class RecordedRouting:
+    """The router itself, remembering what it chose in the call in progress."""
+
+    _layers: list[Tensor] = field(default_factory=list)
+
+    def choose(self, layer: int, logits: Tensor, k: int) -> Tensor:
+        if layer == 0:
+            self._layers = []
+        assert len(self._layers) == layer, "sparse layers must be computed in order"
+        chosen = top_k(logits, k)
+        self._layers.append(chosen)
+        return chosen
+
+    def recorded(self, batch: int) -> Tensor:
+        """What the last call chose: int64 [batch, T, sparse layers, k]."""
+        chosen = torch.stack(self._layers, dim=1)
+        return chosen.view(batch, -1, *chosen.shape[1:])
+
+
+@dataclass(frozen=True)
+class ReplayedRouting:
+    """A recorded choice, forced on the router.
+
+    Attributes:
+        experts: int64 [B, T, sparse layers, k], ascending; `UNRECORDED` where the router chooses by itself.
+    """
+
+    experts: Tensor
+
+    def choose(self, layer: int, logits: Tensor, k: int) -> Tensor:
+        recorded = self.experts[:, :, layer].flatten(0, 1)
+        assert recorded.shape == (logits.shape[0], k), f"the replay is of another shape: {tuple(self.experts.shape)}"
+        assert int(recorded.max()) < logits.shape[1], "the replay names an expert that does not exist"
+        return torch.where(recorded == UNRECORDED, top_k(logits, k), recorded)
+
+
+def top_k(logits: Tensor, k: int) -> Tensor:
+    """Indices of the k largest logits of each row, ascending; of equal logits the lower index.
+
+    Args:
+        logits: FP32 [tokens, experts].
+        k: at most the number of experts.
+
+    Returns:
+        int64 [tokens, k].
+    """
+    return logits.sort(dim=-1, descending=True, stable=True).indices[:, :k].sort(dim=-1).values
+
+
+def feed_forward(
+    x: Tensor, weights: MlpWeights | ExpertWeights, formats: MlpFormats, layer: int | None, routing: Routing
+) -> Tensor:
+    """FP32 [tokens, hidden] to the same; `layer` is the index among the sparse layers, None of a dense one."""
+    if isinstance(weights, MlpWeights):
+        return mlp(x, weights, formats)
+    assert layer is not None, "experts in a dense layer"
+    logits = router_logits(x, weights.router)
+    chosen = routing.choose(layer, logits, weights.per_token)
+    gates = gate_weights(logits, chosen, weights.normalise_top_k)
+    return mix(x, weights.experts, formats, chosen, gates)
+
+
+def mlp(x: Tensor, weights: MlpWeights, formats: MlpFormats) -> Tensor:
+    """SwiGLU block: FP32 [tokens, hidden] to the same."""
+    gate, up = formats.gate_up(x, weights.gate_up).chunk(2, dim=-1)
+    return formats.down(swiglu(gate, up, formats.rounding), weights.down)
+
+
+class _RouterLogits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, master: Tensor | None, router: HeadWeight) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.router = router
+        return aligned_gemm(x, router.aligned).float()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        (x,) = ctx.saved_tensors
+        grad_weight = grad.t() @ x if ctx.needs_input_grad[1] else None
+        return grad @ ctx.router.values, grad_weight, None
+
+
+def router_logits(x: Tensor, router: HeadWeight) -> Tensor:
+    """FP32 [tokens, hidden] to FP32 [tokens, experts], equal for any batch; gradients reach `router.master`."""
+    logits: Tensor = _RouterLogits.apply(x, router.master, router)  # type: ignore[no-untyped-call]
+    return logits
+
+
+def gate_weights(logits: Tensor, chosen: Tensor, normalise_top_k: bool) -> Tensor:
+    """Weight of each chosen expert, FP32 [tokens, k].
+
+    Args:
+        logits: FP32 [tokens, experts].
+        chosen: int64 [tokens, k].
+        normalise_top_k: softmax over the chosen experts; otherwise over all of them.
+    """
+    if normalise_top_k:
+        return log_softmax(logits.gather(-1, chosen), temperature=1.0).exp().float()
+    return log_softmax(logits, temperature=1.0).gather(-1, chosen).exp().float()
+
+
+def mix(x: Tensor, experts: Sequence[MlpWeights], formats: MlpFormats, chosen: Tensor, gates: Tensor) -> Tensor:
+    """Weighted sum of each token's experts.
+
+    Args:
+        x: FP32 [tokens, hidden].
+        experts: all experts.
+        formats: of every expert.
+        chosen: int64 [tokens, k], ascending.
+        gates: FP32 [tokens, k].
+
+    Returns:
+        FP32 [tokens, hidden].
+    """
+    tokens, k = chosen.shape
+    slots = chosen.flatten()
+    by_expert = slots.argsort(stable=True)
+    inputs = x[by_expert // k].split(slots.bincount(minlength=len(experts)).tolist())
+    outputs = torch.cat([mlp(rows, expert, formats) for rows, expert in zip(inputs, experts, strict=True) if len(rows)])
+    by_slot = outputs[by_expert.argsort()].view(tokens, k, -1).double()
+    total = torch.zeros_like(by_slot[:, 0])
+    for slot in range(k):
+        total = total + gates[:, slot, None].double() * by_slot[:, slot]
+    return formats.rounding(total)

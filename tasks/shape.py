@@ -1,0 +1,50 @@
+"""Optional step: what completions that are too long lose (DAPO, arXiv 2503.14476, section 3.4)."""
+
+import pyarrow as pa
+import torch
+from pydantic import Field, model_validator
+
+from fp8core.config.section import Section
+from fp8core.rl.shaping import overlong_penalty
+from fp8core.store.artifacts import Ref
+from fp8core.store.tables import REWARDS
+from fp8core.workers.live import LiveRun
+from tasks.step import step
+
+
+class ShapeOptions(Section):
+    """Overlong shaping and filtering."""
+
+    max_length: int = Field(ge=1, description="Tokens at which the penalty is complete.")
+    buffer: int = Field(ge=1, description="Tokens below max_length over which the penalty grows linearly.")
+    penalty: float = Field(1.0, ge=0, le=1000, description="Reward taken at max_length.")
+    drop_cut_off: bool = Field(False, description="Leave completions that hit the length limit out of the loss.")
+
+    @model_validator(mode="after")
+    def _buffer_fits(self) -> "ShapeOptions":
+        if self.buffer > self.max_length:
+            raise ValueError(f"buffer={self.buffer} is above max_length={self.max_length}")
+        return self
+
+
+@step(
+    inputs={"rollouts": "rollouts", "rewards": "rewards"},
+    outputs={"shaped": "rewards"},
+    options=ShapeOptions,
+)
+def shape(run: LiveRun, index: int, options: ShapeOptions, rollouts: Ref, rewards: Ref) -> dict[str, Ref]:
+    """Rewards less the overlong penalty; completions that were cut off may leave the loss, never the baseline."""
+    store = run.directory.store
+    return {"shaped": store.put_table("rewards", shaped(store.get_table(rollouts), store.get_table(rewards), options))}
+
+
+def shaped(rollouts: pa.Table, rewards: pa.Table, options: ShapeOptions) -> pa.Table:
+    """A table of kind `rewards`, in the order of the rollouts."""
+    lengths = torch.tensor([len(tokens) for tokens in rollouts["tokens"].to_pylist()])
+    penalties = overlong_penalty(lengths, options.max_length, options.buffer, options.penalty).tolist()
+    dropped = [options.drop_cut_off and finish == "length" for finish in rollouts["finish"].to_pylist()]
+    rows = [
+        {**row, "reward": row["reward"] + penalty, "keep": row["keep"] and not drop}
+        for row, penalty, drop in zip(rewards.to_pylist(), penalties, dropped, strict=True)
+    ]
+    return pa.Table.from_pylist(rows, schema=REWARDS)

@@ -1,0 +1,293 @@
+"""Bad input ends a run with one clear line, as failed in Prefect and in MLflow, and loses nothing that was done."""
+
+import json
+import shutil
+import sys
+
+import pytest
+from prefect.client.orchestration import get_client
+from safetensors.torch import load_file, save_file
+
+from fp8core.store.artifacts import ArtifactStore
+from fp8core.store.manifest import StepManifest, first_broken_link
+
+TINY_GSM8K = {
+    "rollout.prompts_per_step": 2,
+    "rollout.group_size": 2,
+    "rollout.max_new_tokens": 4,
+    "evaluation.prompts": 1,
+}
+
+STEPS = """\
+import math
+from pathlib import Path
+
+import pyarrow as pa
+
+from fp8core.store.tables import LOGPROBS, REWARDS
+from tasks import logprobs as ours
+from tasks.reward import reward_table
+from tasks.step import step
+
+BROKEN = Path(__file__).with_name("broken")
+
+
+def scored(run, prompts, rollouts):
+    store = run.directory.store
+    return reward_table(run, store.get_table(prompts), store.get_table(rollouts)).to_pylist()
+
+
+def stored(run, rows):
+    return {"rewards": run.directory.store.put_table("rewards", pa.Table.from_pylist(rows, schema=REWARDS))}
+
+
+@step(inputs={"prompts": "prompts", "rollouts": "rollouts"}, outputs={"rewards": "rewards"})
+def nan_reward(run, index, options, prompts, rollouts):
+    rows = scored(run, prompts, rollouts)
+    rows[-1]["reward"] = math.nan if index == 1 else 0.0
+    return stored(run, rows)
+
+
+@step(inputs={"prompts": "prompts", "rollouts": "rollouts"}, outputs={"rewards": "rewards"})
+def sometimes(run, index, options, prompts, rollouts):
+    if index == 1 and BROKEN.exists():
+        raise ConnectionError("the judge does not answer\\nfor reasons of its own")
+    return stored(run, scored(run, prompts, rollouts))
+
+
+@step(inputs={"prompts": "prompts", "rollouts": "rollouts"}, outputs={"rewards": "rewards"})
+def of_another_kind(run, index, options, prompts, rollouts):
+    return {"rewards": rollouts}
+
+
+@step(inputs={"prompts": "prompts", "rollouts": "rollouts"}, outputs={"rewards": "rewards"})
+def without_mlflow(run, index, options, prompts, rollouts):
+    if index == 1:
+        Path(run.config.tracking.uri.removeprefix("sqlite:///")).write_text("no database")
+    return stored(run, scored(run, prompts, rollouts))
+
+
+@step(inputs=ours.logprobs.spec.inputs, outputs=ours.logprobs.spec.outputs)
+def nan_logprobs(run, index, options, rollouts, policy, scales):
+    outputs = ours.logprobs(run, index, options, rollouts, policy, scales)
+    rows = run.directory.store.get_table(outputs["logprobs"]).to_pylist()
+    rows[3]["logprobs"][0] = math.nan
+    table = pa.Table.from_pylist(rows, schema=LOGPROBS)
+    return {**outputs, "logprobs": run.directory.store.put_table("logprobs", table)}
+"""
+
+
+def reward(uses):
+    return {"pipeline.replace": {"reward": {"uses": f"bad_input_steps:{uses}", "needs": ["prompts", "rollouts"]}}}
+
+
+@pytest.fixture(scope="module")
+def steps_module(tmp_path_factory):
+    """A module with steps of the user's own; returns its folder."""
+    folder = tmp_path_factory.mktemp("steps")
+    (folder / "bad_input_steps.py").write_text(STEPS)
+    sys.path.insert(0, str(folder))
+    yield folder
+    sys.path.remove(str(folder))
+
+
+def assert_failed(finished, message):
+    """One line, the same in the returned state, in Prefect and in MLflow."""
+    assert finished.state.is_failed()
+    assert message in finished.state.message
+    assert len(finished.state.message.splitlines()) == 1
+    with get_client(sync_client=True) as client:
+        shown = client.read_flow_run(finished.state.state_details.flow_run_id).state
+    assert shown.is_failed()
+    assert shown.message == finished.state.message
+    logged = finished.mlflow_run()
+    assert logged.info.status == "FAILED"
+    assert logged.data.tags["error"] == finished.state.message
+
+
+def assert_intact(finished, steps):
+    """The ledger ends with the given step, its manifests are a chain, every artifact it names can be read."""
+    store, ledger = ArtifactStore(finished.folder), finished.ledger
+    assert sorted(ledger.steps()) == list(range(-1, steps))
+    manifests = [store.get_json(ledger.steps()[index].manifest) for index in range(-1, steps)]
+    assert first_broken_link([StepManifest.model_validate_json(json.dumps(content)) for content in manifests]) is None
+    readers = {"json": store.get_json, "parquet": store.get_table, "safetensors": store.get_tensors}
+    for index in range(-1, steps + 1):
+        for entry in ledger.tasks(index).values():
+            for ref in entry.outputs.values():
+                readers[ref.uri.rpartition(".")[2]](ref)
+
+
+# --- a checkpoint or data that cannot be used ---
+
+
+@pytest.fixture
+def gsm8k(small_checkpoint, tmp_path):
+    """A checkpoint and data that may be broken: `model`, `data`."""
+    model, data = tmp_path / "model", tmp_path / "problems.jsonl"
+    shutil.copytree(small_checkpoint, model)
+    rows = [
+        {"question": f"Tom has {i} apples and buys 7 more. How many?", "answer": f"#### {i + 7}"} for i in range(24)
+    ]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return model, data
+
+
+@pytest.fixture
+def train(launch, gsm8k):
+    model, data = gsm8k
+
+    def run(name, **settings):
+        overrides = {"model": str(model), "data.source": str(data), **TINY_GSM8K, **settings}
+        return launch(name, steps=1, config="gsm8k", overrides=overrides)
+
+    return run
+
+
+def change_tensors(change):
+    def damage(model, data):
+        tensors = load_file(model / "model.safetensors")
+        change(tensors)
+        save_file(tensors, model / "model.safetensors")
+
+    return damage
+
+
+def transpose(tensors):
+    tensors["model.layers.0.mlp.up_proj.weight"] = tensors["model.layers.0.mlp.up_proj.weight"].T.contiguous()
+
+
+def cut_weights(model, data):
+    whole = (model / "model.safetensors").read_bytes()
+    (model / "model.safetensors").write_bytes(whole[:-1000])
+
+
+def change_line(number, line):
+    def damage(model, data):
+        lines = data.read_text().splitlines()
+        lines[number - 1] = line
+        data.write_text("\n".join(lines))
+
+    return damage
+
+
+def replace_in_data(old, new):
+    return lambda model, data: data.write_text(data.read_text().replace(old, new))
+
+
+DAMAGES = {
+    "no-folder": (lambda model, data: shutil.rmtree(model), "model={model}: no such folder"),
+    "config": (
+        lambda model, data: (model / "config.json").write_text('{"hidden_size": }'),
+        "{model}/config.json: line 1, column 17: not JSON",
+    ),
+    "cut": (cut_weights, "{model}/model.safetensors: not a complete safetensors file"),
+    "shape": (
+        change_tensors(transpose),
+        "model.safetensors: tensor model.layers.0.mlp.up_proj.weight: expected shape [256, 128], found [128, 256]",
+    ),
+    "tensor": (
+        change_tensors(lambda tensors: tensors.pop("model.norm.weight")),
+        "model.safetensors: tensor model.norm.weight: expected shape [128], found nothing",
+    ),
+    "no-data": (lambda model, data: data.unlink(), "{data}: no such file"),
+    "empty": (lambda model, data: data.write_text("\n"), "{data}: the file has no rows"),
+    "no-json": (change_line(3, '{"question": "What'), "{data}:3: not JSON"),
+    "no-number": (replace_in_data("####", "Answer:"), "reward.verifier=integer: the reference of"),
+    "too-long": (replace_in_data("Tom has", "Tom has" * 400), "tokens; 1 to 508 fit"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_broken_checkpoint_or_data_names_the_place(train, gsm8k, damage):
+    model, data = gsm8k
+    change, message = DAMAGES[damage]
+    change(model, data)
+    assert_failed(train(f"bad-{damage}"), message.format(model=model, data=data))
+
+
+def test_a_hub_model_that_cannot_be_had_says_so(train):
+    failed = train("bad-hub", model="no-owner-of-this-name/no-model-of-this-name")
+    assert_failed(failed, "model=no-owner-of-this-name/no-model-of-this-name: n")
+
+
+def test_a_run_goes_on_once_its_data_is_repaired(train, gsm8k):
+    _, data = gsm8k
+    good = data.read_text()
+    data.write_text(good + "{\n")
+    broken = train("repaired")
+    assert_failed(broken, f"{data}:25: not JSON")
+    data.write_text(good)
+    repaired = train("repaired")
+    assert repaired.state.is_completed(), repaired.state.message
+    logged = repaired.mlflow_run()
+    assert logged.info.status == "FINISHED"
+    assert "error" not in logged.data.tags
+
+
+# --- a place that cannot be written ---
+
+
+@pytest.mark.parametrize("below", ["", "deeper"])
+def test_runs_that_cannot_be_a_folder(launch, tmp_path, below):
+    blocked = tmp_path / "runs"
+    blocked.write_text("")
+    failed = launch("unwritable", overrides={"runs": str(blocked / below)})
+    assert failed.state.is_failed()
+    assert failed.state.message == f"cannot create the folder {blocked}: File exists"
+
+
+def test_a_run_whose_folder_is_blocked(launch, tmp_path):
+    (tmp_path / "blocked").mkdir()
+    (tmp_path / "blocked" / "artifacts").write_text("")
+    failed = launch("blocked", overrides={"runs": str(tmp_path)})
+    assert failed.state.is_failed()
+    assert failed.state.message == f"cannot create the folder {tmp_path}/blocked/artifacts: File exists"
+
+
+# --- what goes wrong in the middle ---
+
+
+def test_a_nan_reward_is_refused_before_it_is_learnt_from(launch, steps_module):
+    failed = launch("bad-nan-reward", steps=3, overrides=reward("nan_reward"))
+    assert_failed(failed, "step 2, task train: the reward of group 3, sample 3 is nan; rewards must be finite")
+    assert_intact(failed, steps=1)
+    assert set(failed.ledger.tasks(1)) == {"prompts", "rollout", "reward", "logprobs"}
+    history = failed.mlflow.get_metric_history(failed.mlflow_run().info.run_id, "reward/mean")
+    assert [metric.step for metric in history] == [1]
+
+
+def test_a_nan_loss_is_not_applied(launch, steps_module):
+    step = {"uses": "bad_input_steps:nan_logprobs", "needs": ["rollouts", "policy", "scales"]}
+    failed = launch("bad-nan-loss", overrides={"pipeline.replace": {"logprobs": step}})
+    assert_failed(failed, "step 1, task train: update 0 of policy 0: the loss is nan; the update was not applied")
+    assert_intact(failed, steps=0)
+
+
+def test_an_artifact_of_another_kind_is_refused(launch, steps_module):
+    failed = launch("bad-kind", overrides=reward("of_another_kind"))
+    assert_failed(failed, "step 1, task reward: bad_input_steps:of_another_kind returned {'rewards': 'rollouts'}")
+
+
+def test_an_mlflow_store_that_fails_is_one_line(launch, runs, steps_module, tmp_path):
+    launch("not-bad")  # Makes the store that is copied.
+    shutil.copy(runs / "mlflow.db", tmp_path)
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    failed = launch("bad-store", overrides={"tracking.uri": uri, **reward("without_mlflow")})
+    assert failed.state.is_failed()
+    assert failed.state.message == "MLflow: (sqlite3.DatabaseError) file is not a database"
+    assert_intact(failed, steps=2)
+
+
+def test_an_exception_in_a_step_keeps_what_was_done_and_the_run_goes_on_without_its_cause(launch, steps_module):
+    broken = steps_module / "broken"
+    broken.touch()
+    failed = launch("bad-step", overrides=reward("sometimes"))
+    assert_failed(failed, "step 2, task reward: ConnectionError: the judge does not answer")
+    assert_intact(failed, steps=1)
+    rollout = failed.ledger.tasks(1)["rollout"]
+    broken.unlink()
+    continued = launch("bad-step", overrides=reward("sometimes"))
+    assert continued.state.is_completed(), continued.state.message
+    assert continued.ledger.tasks(1)["rollout"] == rollout, "generated once"
+    assert continued.summary["weights_digest"] == launch("not-bad").summary["weights_digest"]

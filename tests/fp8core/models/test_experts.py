@@ -1,0 +1,283 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fp8core.config.precision import PrecisionContract
+from fp8core.models.architecture import Experts, parameter_shapes
+from fp8core.models.experts import (
+    ExpertWeights,
+    MlpFormats,
+    MlpWeights,
+    RecordedRouting,
+    ReplayedRouting,
+    TopKRouting,
+    feed_forward,
+    gate_weights,
+    mlp,
+    router_logits,
+    top_k,
+)
+from fp8core.models.weights import SCALE_SUFFIX, StoredNames, load_policy, stored_weights
+from fp8core.numerics.e4m3 import encode, quantise_tiles
+from fp8core.numerics.linear import Bf16Linear, Fp8BlockLinear, Fp32Linear, StoredWeight, load_weight
+from fp8core.numerics.logprobs import load_head
+from fp8core.numerics.rounding import keep_fp32, round_to_bf16
+from fp8core.rl.batch import RolloutBatch, TokenBatch, length_mask, pad
+from fp8core.rollout.engine import Sampling
+
+FORMATS = {
+    "fp8": MlpFormats(Fp8BlockLinear("pow2"), Fp8BlockLinear("pow2"), round_to_bf16),
+    "fp8, fp32 scales": MlpFormats(Fp8BlockLinear("fp32"), Fp8BlockLinear("fp32"), round_to_bf16),
+    "bf16": MlpFormats(Bf16Linear(), Bf16Linear(), round_to_bf16),
+}
+HIDDEN, WIDTH, COUNT = 144, 72, 5
+STOP = frozenset({1, 7, 11})
+
+
+def normal(*shape, seed, spread=1.0):
+    return (spread * torch.randn(shape, generator=torch.Generator().manual_seed(seed))).bfloat16().float()
+
+
+def linear(form, *weights):
+    if form == "bf16":
+        return load_weight([StoredWeight(weight.bfloat16()) for weight in weights])
+    tiles = [quantise_tiles(weight, "fp32" if "fp32" in form else "pow2") for weight in weights]
+    return load_weight([StoredWeight(encode(grid), scales) for grid, scales in tiles])
+
+
+def layer_of(form, per_token=2, normalise_top_k=True):
+    experts = tuple(
+        MlpWeights(
+            gate_up=linear(form, *(normal(WIDTH, HIDDEN, seed=3 * e + i, spread=HIDDEN**-0.5) for i in range(2))),
+            down=linear(form, normal(HIDDEN, WIDTH, seed=3 * e + 2, spread=WIDTH**-0.5)),
+        )
+        for e in range(COUNT)
+    )
+    router = load_head(normal(COUNT, HIDDEN, seed=99, spread=HIDDEN**-0.5))
+    return ExpertWeights(router, experts, per_token, normalise_top_k)
+
+
+# --- the router ---
+
+
+@given(
+    st.lists(st.lists(st.sampled_from([-1.0, 0.0, 0.5, 2.0]), min_size=6, max_size=6), min_size=1), st.integers(1, 6)
+)
+def test_the_largest_logits_win_and_of_equal_ones_the_lower_index(rows, k):
+    for row, chosen in zip(rows, top_k(torch.tensor(rows), k).tolist(), strict=True):
+        assert chosen == sorted(sorted(range(6), key=lambda e: (-row[e], e))[:k])
+
+
+@pytest.mark.parametrize("per_token", [1, 3, COUNT])
+def test_gate_weights_are_a_softmax(per_token):
+    logits = normal(50, COUNT, seed=0, spread=4)
+    chosen = top_k(logits, per_token)
+    plain = logits.double().softmax(-1).gather(-1, chosen)
+    assert torch.allclose(gate_weights(logits, chosen, normalise_top_k=False).double(), plain, rtol=1e-6, atol=1e-9)
+    normalised = gate_weights(logits, chosen, normalise_top_k=True)
+    assert torch.allclose(normalised.double(), plain / plain.sum(-1, keepdim=True), rtol=1e-6, atol=1e-9)
+    assert normalised.dtype == torch.float32
+
+
+def test_router_logits_are_those_of_fp64_and_of_any_batch():
+    x, router = normal(300, 2048, seed=0), load_head(normal(64, 2048, seed=1))
+    logits = router_logits(x, router)
+    assert logits.dtype == torch.float32
+    assert torch.allclose(logits.double(), x.double() @ router.values.double().t(), atol=2e-3)
+    for rows in (*torch.arange(3).split(1), torch.arange(40, 47), torch.randperm(300)):
+        assert torch.equal(router_logits(x[rows], router), logits[rows])
+
+
+# --- the experts ---
+
+
+@pytest.mark.parametrize("normalise_top_k", [True, False])
+@pytest.mark.parametrize("form", FORMATS)
+def test_the_layer_is_a_sum_over_each_tokens_experts(form, normalise_top_k):
+    """Token by token, expert by expert, without any grouping: bit for bit."""
+    weights, x = layer_of(form, 3, normalise_top_k), normal(40, HIDDEN, seed=7)
+    found = feed_forward(x, weights, FORMATS[form], 0, TopKRouting())
+    for t in range(len(x)):
+        token = x[t : t + 1]
+        logits = router_logits(token, weights.router)
+        (chosen,) = top_k(logits, 3).tolist()
+        (gates,) = gate_weights(logits, torch.tensor([chosen]), normalise_top_k).double()
+        total = torch.zeros(1, HIDDEN, dtype=torch.float64)
+        for gate, e in zip(gates, chosen, strict=True):
+            total += gate * mlp(token, weights.experts[e], FORMATS[form]).double()
+        assert torch.equal(found[t : t + 1], total.to(torch.bfloat16).float()), t
+
+
+@given(seed=st.integers(0, 2**31), count=st.integers(1, 60), k=st.integers(1, COUNT), form=st.sampled_from([*FORMATS]))
+@settings(max_examples=20, deadline=None)
+def test_other_tokens_change_nothing(seed, count, k, form):
+    weights, x = layer_of(form, k), normal(60, HIDDEN, seed=seed)
+    whole = feed_forward(x, weights, FORMATS[form], 0, TopKRouting())
+    rows = torch.randperm(60, generator=torch.Generator().manual_seed(seed))[:count]
+    assert torch.equal(feed_forward(x[rows], weights, FORMATS[form], 0, TopKRouting()), whole[rows])
+
+
+def test_gradients_reach_the_router_through_the_gates_of_a_replayed_choice():
+    """Against autograd through the textbook formula in FP64, with experts that the router would not choose."""
+    names = [
+        (normal(2 * WIDTH, HIDDEN, seed=e, spread=0.1), normal(HIDDEN, WIDTH, seed=9 + e, spread=0.1)) for e in range(3)
+    ]
+    masters = [tensor.requires_grad_() for pair in names for tensor in pair]
+    gate = normal(3, HIDDEN, seed=30, spread=0.1).requires_grad_()
+    x = normal(6, HIDDEN, seed=31).requires_grad_()
+    experts = tuple(
+        MlpWeights(*(load_weight([StoredWeight(master.detach())], [master]) for master in masters[2 * e : 2 * e + 2]))
+        for e in range(3)
+    )
+    layer = ExpertWeights(load_head(gate.detach(), gate), experts, 2, normalise_top_k=True)
+    worst = top_k(-router_logits(x, layer.router).detach(), 2)
+    assert not torch.equal(worst, top_k(router_logits(x, layer.router), 2))
+    replay = ReplayedRouting(worst[None, :, None])
+    formats = MlpFormats(Fp32Linear(), Fp32Linear(), keep_fp32)
+    slope = normal(6, HIDDEN, seed=32)
+    found = torch.autograd.grad((feed_forward(x, layer, formats, 0, replay) * slope).sum(), [x, gate, *masters])
+
+    wide = [tensor.detach().double().requires_grad_() for tensor in (x, gate, *masters)]
+    tokens, router, *parts = wide
+    gates = (tokens @ router.t()).gather(1, worst).softmax(-1)
+    outputs = []
+    for up, down in zip(parts[::2], parts[1::2], strict=True):
+        first, second = (tokens @ up.t()).chunk(2, dim=-1)
+        outputs.append((torch.nn.functional.silu(first) * second) @ down.t())
+    mixed = (torch.stack(outputs, 1).gather(1, worst[..., None].expand(-1, -1, HIDDEN)) * gates[..., None]).sum(1)
+    expected = torch.autograd.grad((mixed * slope.double()).sum(), wide)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours - theirs).norm() <= 1e-5 * theirs.norm()
+        assert theirs.norm() > 0
+
+
+def test_experts_are_quantised_and_the_router_is_not(architecture, masters_of):
+    arch = architecture(num_layers=3, family="qwen3_moe", experts=moe(sparse_step=1, dense_layers=(1,)))
+    shapes = parameter_shapes(arch)
+    assert arch.sparse_layers == (0, 2)
+    assert shapes["model.layers.2.mlp.gate.weight"] == (4, 80)
+    assert shapes["model.layers.0.mlp.experts.3.down_proj.weight"] == (80, 48)
+    assert shapes["model.layers.1.mlp.up_proj.weight"] == (160, 80)
+    assert not any("layers.1.mlp.experts" in name or name == "model.layers.0.mlp.up_proj.weight" for name in shapes)
+    stored = stored_weights(masters_of(arch), StoredNames.by_layer(*["fp8_block"] * 3), "pow2")
+    assert stored["model.layers.0.mlp.gate.weight"].dtype == torch.bfloat16
+    assert "model.layers.0.mlp.gate.weight" + SCALE_SUFFIX not in stored
+    for projection in ("gate", "up", "down"):
+        assert stored[f"model.layers.0.mlp.experts.1.{projection}_proj.weight"].dtype == torch.float8_e4m3fn
+    layers = load_policy(arch, stored).layers
+    assert [isinstance(layer.mlp, ExpertWeights) for layer in layers] == [True, False, True]
+    assert torch.equal(layers[0].mlp.router.values, stored["model.layers.0.mlp.gate.weight"].float())
+
+
+# --- recording and replay ---
+
+
+def moe(**changes):
+    shape = {"count": 4, "per_token": 2, "intermediate_size": 48, "normalise_top_k": True, "sparse_step": 1}
+    return Experts(**{**shape, "dense_layers": (), **changes})
+
+
+def test_a_record_is_by_position_and_layer():
+    record = RecordedRouting()
+    for _ in range(2):
+        chosen = [record.choose(layer, normal(6, 4, seed=layer), 2) for layer in range(3)]
+    recorded = record.recorded(batch=2)
+    assert recorded.shape == (2, 3, 3, 2)
+    for layer in range(3):
+        assert torch.equal(recorded[:, :, layer].flatten(0, 1), chosen[layer])
+
+
+def test_a_replay_leaves_unrecorded_positions_to_the_router():
+    logits = torch.tensor([[3.0, 2.0, 1.0], [3.0, 2.0, 1.0]])
+    replay = ReplayedRouting(torch.tensor([[[[1, 2]], [[-1, -1]]]]))
+    assert replay.choose(0, logits, 2).tolist() == [[1, 2], [0, 1]]
+    with pytest.raises(AssertionError, match="another shape"):
+        replay.choose(0, logits, 3)
+    with pytest.raises(AssertionError, match="does not exist"):
+        replay.choose(0, logits[:, :2], 2)
+
+
+@pytest.fixture
+def rolled_out(architecture, pair_of, ragged_prompts, groups_of):
+    """Experts and batch size to a pair, its completions with their experts, and the prompt of each."""
+
+    def rollout(experts, max_batch=7):
+        pair = pair_of(PrecisionContract(), architecture(family="qwen3_moe", num_layers=3, experts=experts), max_batch)
+        groups = groups_of(ragged_prompts(4, 40), 3)
+        found = pair.generate(groups, Sampling(1.0, 6, STOP, report_experts=True))
+        return pair, found, [list(groups[completion.group].prompt) for completion in found]
+
+    return rollout
+
+
+def sequences(found, prompts, replay):
+    experts = [completion.experts for completion in found] if replay else None
+    return TokenBatch.of(prompts, [completion.tokens for completion in found], experts)
+
+
+def scores(pair, found, prompts, replay):
+    batch = sequences(found, prompts, replay)
+    return pair.trainer.logprobs(batch, 1.0, pair.scales.layers).logprobs
+
+
+def test_every_position_is_reported_whatever_the_batch(rolled_out):
+    _, found, prompts = rolled_out(moe(dense_layers=(1,)))
+    for completion, prompt in zip(found, prompts, strict=True):
+        assert len(completion.experts) == len(prompt) + len(completion.tokens) - 1
+        for position in completion.experts:
+            assert len(position) == 2, "two sparse layers"
+            assert all(0 <= low < high < 4 for low, high in position)
+    assert len({len(completion.tokens) for completion in found}) > 1
+    assert rolled_out(moe(dense_layers=(1,)), max_batch=1)[1] == rolled_out(moe(dense_layers=(1,)), 64)[1] == found
+
+
+def test_experts_are_reported_on_demand_only(rolled_out, groups_of, ragged_prompts):
+    pair, found, _ = rolled_out(moe())
+    silent = pair.generate(groups_of(ragged_prompts(4, 40), 3), Sampling(1.0, 6, STOP))
+    assert [completion.experts for completion in silent] == [None] * len(found)
+    assert [completion.logprobs for completion in silent] == [completion.logprobs for completion in found]
+
+
+def test_replay_of_the_same_choice_changes_nothing(rolled_out):
+    """Log-probs, and a whole update, to the last bit: padding and last tokens route as they do without replay."""
+    digests = set()
+    for replay in (True, False):
+        pair, found, prompts = rolled_out(moe(normalise_top_k=False))
+        old = scores(pair, found, prompts, replay)
+        tokens = [completion.tokens for completion in found]
+        rollout = pad([completion.logprobs for completion in found], torch.float32, 0.0)
+        mask, everything = length_mask(tokens), torch.ones(len(found), dtype=torch.bool)
+        assert torch.equal(old[mask], rollout[mask])
+        advantages = torch.tensor([float(len(row)) for row in tokens]) - 3
+        batch = RolloutBatch(
+            sequences(found, prompts, replay), mask, rollout, old.nan_to_num(), None, advantages, everything
+        )
+        digests.add(pair.trainer.step(batch, 1.0, pair.scales.layers).digest)
+    assert len(digests) == 1
+
+
+def test_replay_forces_the_rollouts_choice_on_another_router(rolled_out):
+    """With one expert a token its weight is 1, so routers differ in their choice alone: replay makes them equal."""
+    pair, found, prompts = rolled_out(moe(per_token=1))
+    for layer in range(3):
+        pair.trainer.masters[f"model.layers.{layer}.mlp.gate.weight"].data.neg_()
+    mask = length_mask([completion.tokens for completion in found])
+    rollout = pad([completion.logprobs for completion in found], torch.float32, 0.0)
+    assert not torch.equal(scores(pair, found, prompts, replay=False)[mask], rollout[mask])
+    assert torch.equal(scores(pair, found, prompts, replay=True)[mask], rollout[mask])
+
+
+def test_gradients_of_a_replayed_update_reach_the_router(rolled_out):
+    pair, found, prompts = rolled_out(moe())
+    gates = [f"model.layers.{layer}.mlp.gate.weight" for layer in range(3)]
+    for name in gates:
+        pair.trainer.masters[name].data.neg_()
+    before = {name: pair.trainer.masters[name].detach().clone() for name in gates}
+    old = scores(pair, found, prompts, replay=True).nan_to_num()
+    mask = length_mask([completion.tokens for completion in found])
+    keep, advantages = torch.ones(len(found), dtype=torch.bool), torch.linspace(-1, 1, len(found))
+    batch = RolloutBatch(sequences(found, prompts, replay=True), mask, old, old, None, advantages, keep)
+    pair.trainer.step(batch, 1.0, pair.scales.layers)
+    for name in gates:
+        assert not torch.equal(pair.trainer.masters[name], before[name]), name

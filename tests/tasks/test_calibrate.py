@@ -1,0 +1,52 @@
+import json
+from dataclasses import asdict
+
+import pytest
+import torch
+
+from fp8core.config.load import load_config
+from fp8core.errors import UserError
+from fp8core.numerics.kv_scales import KvStatistics, LayerScales
+from fp8core.rollout.engine import PolicyScales
+from tasks.calibrate import covered, lag_error, read_histograms, scales_of
+
+
+@pytest.fixture
+def statistics() -> KvStatistics:
+    """One layer whose largest element is far from the rest."""
+    x = torch.randn(1, 2, 5000, 4, generator=torch.Generator().manual_seed(0))
+    x[0, 0, 0, 0] = 448.0
+    collected = KvStatistics(1)
+    collected.observe(0, (x, x, x), torch.ones(1, 5000, dtype=torch.bool), None)
+    return collected
+
+
+def test_histograms_survive_json(statistics):
+    stored = json.loads(json.dumps({"histograms": [asdict(layer) for layer in statistics.histograms()]}))
+    assert read_histograms(stored) == statistics.histograms()
+
+
+def test_statistic_chooses_what_the_scales_cover(statistics):
+    histograms = statistics.histograms()
+    assert covered(load_config("tiny"), histograms) == statistics.amax()
+    # The default percentile leaves four of the 40,000 elements above it.
+    (layer,) = covered(load_config("tiny", ["calibration.statistic=percentile"]), histograms)
+    assert 3.0 < layer.q < 5.0
+    everything = ["calibration.statistic=percentile", "calibration.percentile=100"]
+    assert covered(load_config("tiny", everything), histograms) == statistics.amax()
+
+
+def test_lag_is_the_distance_from_what_the_step_itself_would_have_given(statistics):
+    config = load_config("tiny", ["calibration.margin=2"])
+    stored = {"histograms": [asdict(layer) for layer in statistics.histograms()]}
+    (fresh,) = scales_of(config, statistics.amax())
+    assert fresh == LayerScales(2.0, 2.0, 2.0)
+    assert lag_error(config, PolicyScales(3, (fresh,)), stored) == 0
+    late = PolicyScales(3, (LayerScales(1.0, 2.0, 8.0),))
+    assert lag_error(config, late, stored) == 1.0
+
+
+@pytest.mark.parametrize("value", [49.9, 100.1])
+def test_percentile_is_bounded(value):
+    with pytest.raises(UserError, match=r"calibration\.percentile"):
+        load_config("tiny", [f"calibration.percentile={value}"])
