@@ -49,8 +49,8 @@ def rewritten(page: str, parts: Mapping[str, str]) -> str:
     for name, text in parts.items():
         begin, end = f"<!-- begin: {name} -->", f"<!-- end: {name} -->"
         pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
-        block = f"{begin}\n\n{text}\n\n{end}"
-        page, found = pattern.subn(lambda _, block=block: block, page)
+        block = f"{begin}\n\n{text}\n\n{end}".replace("\\", r"\\")
+        page, found = pattern.subn(block, page)
         if found != 1:
             raise ValueError(f"{found} pairs of markers of {name}")
     return page
@@ -87,7 +87,8 @@ def format_table() -> str:
     for name, dtype in (("E4M3", torch.float8_e4m3fn), ("BF16", torch.bfloat16), ("FP32", torch.float32)):
         info = torch.finfo(dtype)
         cells = [f"{info.max:.4g}", power(info.tiny), power(info.tiny * info.eps), power(info.eps)]
-        rows.append([name, *cells, f"{info.eps / 2:.2%}" if info.eps > 1e-5 else power(info.eps / 2)])
+        half = info.eps / 2
+        rows.append([name, *cells, f"{half / (1 + half):.3g}"])
     header = ["format", "largest", "smallest normal", "smallest subnormal", "step in [1, 2)", "largest relative error"]
     return table(header, rows)
 

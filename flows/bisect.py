@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from fp8core.config.run import RunConfig
     from fp8core.models.architecture import Architecture
     from fp8core.models.formats import Formats
+    from fp8core.numerics.kv_scales import LayerScales
+    from fp8core.rl.batch import TokenBatch
+    from fp8core.workers.build import BaseModel
 
 
 @dataclass(frozen=True)
@@ -58,8 +61,6 @@ def add_command(commands: Any) -> None:
 
 def bisect_target(options: argparse.Namespace) -> int:
     """Measure, print and draw; returns the exit code, raises UserError."""
-    import torch
-
     from fp8core.alignment.bisect import Side, bisect, units_of
     from fp8core.models.formats import rollout_formats
     from fp8core.report.bisection import bisection_text
@@ -68,7 +69,6 @@ def bisect_target(options: argparse.Namespace) -> int:
         if file is not None and (file.is_dir() or not file.parent.is_dir()):
             raise UserError(f"{file}: cannot be written; name a file in a folder that exists")
     subject = _subject(options)
-    torch.set_num_threads(subject.config.threads)
     contract, layers = subject.config.precision, subject.arch.num_layers
     units = units_of(subject.arch, options.by)
     rollout = contract.rollout
@@ -113,12 +113,17 @@ def _write(bisection: "Bisection", options: argparse.Namespace, title: str) -> N
 
 
 def _subject(options: argparse.Namespace) -> Subject:
+    import torch
+
     from fp8core.config.load import load_config
     from fp8core.store.run_directory import read_description
 
     folder = Path(options.target)
     if (folder / "config.json").is_file():
-        return _checkpoint(options, folder)
+        own = [f"model={json.dumps(str(folder))}", "architecture=null", "warm_start=null"]
+        config = load_config(options.config, [*own, *options.overrides])
+        torch.set_num_threads(config.threads)
+        return _checkpoint(config, options.prompts)
     if not (folder / "run.json").is_file():
         folder = load_config(options.config, options.overrides).runs / options.target
     described = read_description(folder)
@@ -126,17 +131,16 @@ def _subject(options: argparse.Namespace) -> Subject:
         raise UserError(f"{options.target}: neither a checkpoint (config.json) nor a run (run.json in {folder})")
     # A run is measured under its own settings; its pipeline has no say in that.
     settings = [f"{key}={json.dumps(value)}" for key, value in described.config.items() if key != "pipeline"]
-    return _run(load_config("tiny", [*settings, *options.overrides]), folder, options.prompts)
+    config = load_config("tiny", [*settings, *options.overrides])
+    torch.set_num_threads(config.threads)
+    return _run(config, folder, options.prompts)
 
 
 def _run(config: "RunConfig", folder: Path, prompts: int) -> Subject:
     """The policy of a run's last checkpoint on the rollouts of its step."""
-    import torch
-
     from fp8core.alignment.bisect import Task
     from fp8core.models.checkpoint import load_checkpoint
     from fp8core.numerics.kv_scales import LayerScales
-    from fp8core.rl.batch import TokenBatch
     from fp8core.store.artifacts import ArtifactStore
     from fp8core.store.ledger import LedgerView
     from fp8core.store.run_directory import LEDGER
@@ -153,43 +157,63 @@ def _run(config: "RunConfig", folder: Path, prompts: int) -> Subject:
     refs = [ref for task in ledger.tasks(last.step).values() for ref in task.outputs.values()]
     rollouts = store.get_table(next(ref for ref in refs if ref.kind == "rollouts")).to_pylist()
     found = [store.get_json(ref) for ref in refs if ref.kind == "scales"]
-    scales = next(content for content in found if content["version"] == trainer.version)
-    rows = [row for row in rollouts if row["group"] < prompts]
-    whole = TokenBatch.of([row["prompt_tokens"] for row in rows], [row["tokens"] for row in rows])
-    written = torch.tensor([flag for row in rows for flag in row["written"]])
-    sequences = replace(whole, completion=whole.completion.masked_scatter(whole.completion, written))
-    layers = [LayerScales(**layer) for layer in scales["layers"]]
-    return Subject(config, trainer.arch, trainer.masters, Task(sequences, config.rollout.temperature, layers))
+    scales = next(content["layers"] for content in found if content["version"] == trainer.version)
+    sequences = sequences_of([row for row in rollouts if row["group"] < prompts])
+    task = Task(sequences, config.rollout.temperature, [LayerScales(**layer) for layer in scales])
+    return Subject(config, trainer.arch, trainer.masters, task)
 
 
-def _checkpoint(options: argparse.Namespace, folder: Path) -> Subject:
+def sequences_of(rollouts: list[dict[str, Any]]) -> "TokenBatch":
+    """Rollouts as tokens; what the policy did not write is context."""
+    import torch
+
+    from fp8core.rl.batch import TokenBatch
+
+    batch = TokenBatch.of([row["prompt_tokens"] for row in rollouts], [row["tokens"] for row in rollouts])
+    written = torch.tensor([flag for row in rollouts for flag in row["written"]])
+    return replace(batch, completion=batch.completion.masked_scatter(batch.completion, written))
+
+
+def _checkpoint(config: "RunConfig", count: int) -> Subject:
     """A checkpoint on completions of its own, one a prompt, in the suspect's precision."""
     from fp8core.alignment.bisect import Task
-    from fp8core.config.load import load_config
     from fp8core.data.encode import encode_prompt
     from fp8core.data.source import build_source
     from fp8core.numerics.kv_scales import covered_amax, scales_from_statistics
     from fp8core.rl.batch import TokenBatch
-    from fp8core.rollout.engine import PolicyScales, PromptGroup, Sampling
-    from fp8core.rollout.seeds import sample_seed
-    from fp8core.workers.build import build_base, build_engine, build_trainer
+    from fp8core.workers.build import build_base, build_trainer
 
-    own = [f"model={json.dumps(str(folder))}", "architecture=null", "warm_start=null"]
-    config = load_config(options.config, [*own, *options.overrides])
-    base = build_base(config)
-    problems = build_source(config.data, config.evaluation).training(0, options.prompts, config.seed)
+    source, base = build_source(config.data, config.evaluation), build_base(config)
+    problems = source.training(0, count, config.seed)
     prompts = [encode_prompt(problem, config, base.tokenizer, base.arch.max_positions)[1] for problem in problems]
     trainer = build_trainer(config, base.arch, base.tensors)
-    histograms = trainer.statistics(TokenBatch.of(prompts, [tokens[-1:] for tokens in prompts])).histograms()
-    amax = covered_amax(histograms, config.calibration.covered_percentile)
+    # TokenBatch wants a completion; the last prompt token serves.
+    batch = TokenBatch.of([tokens[:-1] or tokens for tokens in prompts], [tokens[-1:] for tokens in prompts])
+    amax = covered_amax(trainer.statistics(batch).histograms(), config.calibration.covered_percentile)
     scales = scales_from_statistics(amax, config.calibration.margin, config.precision.scale_rule)
+    completions = _completions(config, base, trainer.export(), scales, prompts)
+    sequences = TokenBatch.of(prompts, completions)
+    return Subject(config, base.arch, trainer.masters, Task(sequences, config.rollout.temperature, scales))
+
+
+def _completions(
+    config: "RunConfig",
+    base: "BaseModel",
+    stored: "dict[str, Tensor]",
+    scales: "list[LayerScales]",
+    prompts: list[list[int]],
+) -> list[list[int]]:
+    """One sampled completion of each prompt."""
+    from fp8core.rollout.engine import PolicyScales, PromptGroup, Sampling
+    from fp8core.rollout.seeds import sample_seed
+    from fp8core.workers.build import build_engine
+
     engine = build_engine(config, base.arch)
-    engine.update(trainer.export(), PolicyScales(0, tuple(scales)), 0)
+    engine.update(stored, PolicyScales(0, tuple(scales)), 0)
     groups = [
-        PromptGroup(i, problem.prompt_id, tuple(tokens), (0,), (sample_seed(config.seed, 0, i, 0),))
-        for i, (problem, tokens) in enumerate(zip(problems, prompts, strict=True))
+        PromptGroup(i, str(i), tuple(tokens), (0,), (sample_seed(config.seed, 0, i, 0),))
+        for i, tokens in enumerate(prompts)
     ]
     sampling = Sampling(config.rollout.temperature, config.rollout.max_new_tokens, base.tokenizer.eos_ids)
-    done = [completion for finished in engine.generate(groups, sampling) for completion in finished]
-    sequences = TokenBatch.of([prompts[row.group] for row in done], [row.tokens for row in done])
-    return Subject(config, base.arch, trainer.masters, Task(sequences, config.rollout.temperature, scales))
+    done = {row.group: row.tokens for finished in engine.generate(groups, sampling) for row in finished}
+    return [done[i] for i in range(len(prompts))]

@@ -63,7 +63,7 @@ def prompt_groups(run: LiveRun, index: int, prompts: pa.Table) -> list[PromptGro
 
 
 def rollout_table(
-    completions: Iterable[Completion], groups: list[PromptGroup], tokenizer: Tokenizer, schema: pa.Schema = ROLLOUTS
+    completions: Iterable[Completion], groups: list[PromptGroup], tokenizer: Tokenizer, schema: pa.Schema
 ) -> pa.Table:
     """Completions as a table of kind `rollouts`, with the columns of the schema; groups are indexed by their number."""
     by_number = {group.group: group for group in groups}
@@ -83,7 +83,7 @@ def rollout_table(
         }
         for done in completions
     ]
-    return pa.Table.from_pylist(rows, schema=ROLLOUTS)
+    return pa.Table.from_pylist(rows, schema=schema)
 
 
 def completion_text(completion: Completion, tokenizer: Tokenizer) -> str:

@@ -45,19 +45,29 @@ def draw_bisection(bisection: Bisection, path: Path, title: str) -> None:
     size = (WIDTH_PX / DPI, (_FRAME_PX + _UNIT_PX * len(units)) / DPI)
     figure = Figure(figsize=size, dpi=DPI, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
     FigureCanvasAgg(figure)
-    figure.suptitle(title, fontsize=15)
+    figure.suptitle(title, fontsize=15, wrap=True)
     axes = figure.subplots()
     rows = range(len(units))
     bars = (
-        ([u.share for u in units], -_THICKNESS / 2, BLUE, "error with this unit alone in the suspect's precision"),
-        ([u.removed for u in units], _THICKNESS / 2, ORANGE, "error that goes with this unit alone in the reference's"),
+        (
+            [u.share for u in units],
+            -_THICKNESS / 2,
+            BLUE,
+            "error that this unit alone makes, all else as in the reference",
+        ),
+        (
+            [u.removed for u in units],
+            _THICKNESS / 2,
+            ORANGE,
+            "error that goes when it is as in the reference, all else as in the suspect",
+        ),
     )
     for shares, offset, colour, label in bars:
         drawn = axes.barh([row + offset for row in rows], shares, _THICKNESS, color=colour, label=label)
         axes.bar_label(drawn, [f"{share:.1%}" for share in shares], padding=3, fontsize=9)
     axes.set_yticks(rows, [unit.unit for unit in units])
     axes.invert_yaxis()
-    axes.margins(x=0.08)
+    axes.margins(x=0.08, y=0.02)
     axes.axvline(0.0, color="black", lw=0.8)
     axes.xaxis.set_major_formatter(PercentFormatter(xmax=1.0, decimals=0))
     axes.set_xlabel(
@@ -69,7 +79,7 @@ def draw_bisection(bisection: Bisection, path: Path, title: str) -> None:
     axes.grid(axis="x", color="0.92")
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="lower right")
+    figure.legend(loc="outside lower center", ncols=2)
     figure.savefig(path, format="png", metadata={"Software": None})
 
 

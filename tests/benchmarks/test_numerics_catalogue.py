@@ -1,9 +1,12 @@
 import importlib.util
+import re
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
+from fp8core.numerics.error import relative_rms
 from fp8core.rl.presets import PRESETS
 
 
@@ -21,6 +24,13 @@ def catalogue() -> ModuleType:
 def test_the_page_is_up_to_date(catalogue):
     page = catalogue.PAGE.read_text()
     assert catalogue.rewritten(page, catalogue.catalogue()) == page, "run python benchmarks/numerics_catalogue.py"
+
+
+def test_the_example_on_the_page_runs(catalogue):
+    (code,) = re.findall(r"```python\n(.*?)```", catalogue.PAGE.read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    assert relative_rms(names["y"], names["x"] @ names["w"].t()) < 0.06
 
 
 def test_every_measured_table_was_written(catalogue):

@@ -159,8 +159,9 @@ def test_reference_and_filter_are_inserted_from_the_configuration(launch):
         assert all(row["keep"] == (len({row["reward"] for row in rows}) > 1) for row in rows)
 
 
-def test_fresh_pass_calibration_and_fp32_scales(launch):
-    fresh = launch("fresh", steps=2, overrides={"calibration.source": "fresh_pass", "precision.scale_rule": "fp32"})
+def test_fresh_pass_calibration_by_percentile_and_fp32_scales(launch):
+    overrides = {"calibration.source": "fresh_pass", "precision.scale_rule": "fp32"}
+    fresh = launch("fresh", steps=2, overrides=overrides | {"calibration.statistic": "percentile"})
     assert fresh.state.is_completed(), fresh.state.message
     assert fresh.summary["tmpe_max"] == 1.0
 

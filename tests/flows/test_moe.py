@@ -3,7 +3,6 @@
 import pytest
 
 from fp8core.store.artifacts import ArtifactStore
-from fp8core.store.manifest import StepManifest
 
 
 @pytest.fixture(scope="module")
@@ -12,9 +11,7 @@ def replayed(launch, small):
 
 
 def rollouts(finished, index):
-    store = ArtifactStore(finished.folder)
-    manifest = StepManifest.model_validate(store.get_json(finished.ledger.steps()[index].manifest))
-    return store.get_table(manifest.record.outputs["rollout"]["rollouts"])
+    return ArtifactStore(finished.folder).get_table(finished.ledger.tasks(index)["rollout"].outputs["rollouts"])
 
 
 def test_a_mixture_of_experts_is_exact(replayed):

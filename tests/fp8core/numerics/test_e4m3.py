@@ -196,6 +196,19 @@ def test_rows_columns_and_tiles_of_128(slow_quantise, shape: tuple[int, int], ru
         assert torch.equal(ours[1], slow[1])
 
 
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("size", [32, 64])
+@pytest.mark.parametrize("shape", [(128, 192), (70, 200)])
+def test_smaller_groups_and_tiles(slow_quantise, shape: tuple[int, int], size: int, rule: str) -> None:
+    x = random(*shape, seed=3)
+    for (grid, scales), (slow_grid, slow_scales) in (
+        (quantise_rows(x, rule, size), slow_quantise(x, rule, 1, size)),
+        (quantise_tiles(x, rule, size), slow_quantise(x, rule, size, size)),
+    ):
+        assert torch.equal(grid, slow_grid)
+        assert torch.equal(scales, slow_scales)
+
+
 @given(shape=SHAPES, size=st.integers(1, 50), seed=st.integers(0, 2**31), rule=st.sampled_from(RULES))
 @settings(max_examples=30, deadline=None)
 def test_any_group_size(slow_quantise, shape: tuple[int, int], size: int, seed: int, rule: str) -> None:

@@ -151,6 +151,7 @@ def test_statistics_are_those_of_the_logprob_pass(trainer_of, architecture, ragg
     batch = TokenBatch.of(ragged_prompts(5, 40), ragged_prompts(5, 40, seed=1))
     scored = trainer.logprobs(batch, 1.0, None)
     assert trainer.statistics(batch).amax() == scored.statistics.amax()
+    assert trainer.statistics(batch).histograms() == scored.statistics.histograms()
     assert scored.statistics.saturated_share() == 0
     by_row = [trainer.statistics(part).amax() for _, part in batch.slices(1)]
     for i, layer in enumerate(scored.statistics.amax()):

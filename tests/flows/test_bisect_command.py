@@ -1,0 +1,87 @@
+import argparse
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from flows.bisect import add_command, sequences_of
+from fp8core.errors import UserError
+from fp8core.models.checkpoint import load_checkpoint
+from fp8core.store.artifacts import ArtifactStore
+
+
+def bisect(*arguments: object) -> int:
+    parser = argparse.ArgumentParser()
+    add_command(parser.add_subparsers(required=True))
+    options = parser.parse_args(["bisect", *(str(argument) for argument in arguments)])
+    return int(options.command(options))
+
+
+@pytest.fixture(scope="module")
+def run(launch):
+    finished = launch("bisected", steps=2)
+    assert finished.state.is_completed()
+    return finished
+
+
+@pytest.fixture
+def problems(tmp_path):
+    rows = [{"question": f"Tom has {i} apples and buys 7 more.", "answer": f"#### {i + 7}"} for i in range(40)]
+    (tmp_path / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = [f"data.source={tmp_path / 'problems.jsonl'}", "evaluation.prompts=1", "rollout.max_new_tokens=4"]
+    return ["--config", "gsm8k", *(flag for setting in settings for flag in ("--set", setting))]
+
+
+def test_a_run_is_bisected_by_name_on_its_last_rollouts(run, tmp_path, capsys):
+    named = ["bisected", "--set", f"runs={run.runs}", "--prompts", 3]
+    assert bisect(*named, "--by", "operation", "--json", tmp_path / "b.json", "--png", tmp_path / "b.png") == 0
+    out = capsys.readouterr().out
+    result = json.loads((tmp_path / "b.json").read_text())
+    table = ArtifactStore(run.folder).get_table(run.ledger.tasks(1)["rollout"].outputs["rollouts"]).to_pylist()
+    assert result["tokens"] == sum(len(row["tokens"]) for row in table if row["group"] < 3)
+    assert result["compared"] == "bisected: fp8_block, fp8 cache, against bf16"
+    units = [unit["unit"] for unit in result["units"]]
+    assert [line.split("  ")[0] for line in out.splitlines()[2:]] == [*units, "total"]
+    assert set(units[:5]) == {f"all {part}" for part in ("qkv", "attention", "output", "gate_up", "down")}
+    assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_precision_of_a_run_against_itself_is_exact(run, capsys):
+    assert bisect(run.folder, "--against", "fp8_block", "--prompts", 1) == 0
+    assert "equal bit for bit" in capsys.readouterr().out
+    assert bisect(run.folder, "--against", "fp8_block", "--prompts", 1, "--set", "precision.rollout.kv_cache=bf16") == 0
+    assert "fp8_block, bf16 cache, against fp8_block" in capsys.readouterr().out
+
+
+def test_tokens_of_tools_are_context():
+    rows = [
+        {"prompt_tokens": [5, 6], "tokens": [7, 8, 9], "written": [True, False, True]},
+        {"prompt_tokens": [5], "tokens": [7, 8], "written": [False, True]},
+    ]
+    sequences = sequences_of(rows)
+    assert sequences.valid.int().tolist() == [[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]
+    assert sequences.completion.int().tolist() == [[0, 0, 1, 0, 1], [0, 0, 1, 0, 0]]
+
+
+def test_a_checkpoint_is_bisected_on_completions_of_its_own(small_checkpoint, problems, tmp_path):
+    out = tmp_path / "b.json"
+    assert bisect(small_checkpoint, *problems, "--prompts", 3, "--against", "fp32", "--by", "both", "--json", out) == 0
+    result = json.loads(out.read_text())
+    layers = load_checkpoint(small_checkpoint).architecture.num_layers
+    assert len(result["units"]) == 5 * layers + 3
+    assert 3 <= result["tokens"] <= 12
+    assert {unit["unit"] for unit in result["units"] if unit["share"] > 0} >= {"values", "layer 1 attention"}
+
+
+def test_mistakes_are_one_line(run, tmp_path, small_checkpoint):
+    with pytest.raises(UserError, match=r"nothing: neither a checkpoint .* nor a run"):
+        bisect("nothing", "--set", f"runs={run.runs}")
+    with pytest.raises(UserError, match=r"absent/b\.png: cannot be written"):
+        bisect(small_checkpoint, "--png", tmp_path / "absent" / "b.png")
+    copied = Path(shutil.copytree(run.folder, tmp_path / "copied"))
+    shutil.rmtree(copied / "checkpoints")
+    with pytest.raises(UserError, match="no checkpoint yet"):
+        bisect(copied)
+    with pytest.raises(SystemExit):
+        bisect(small_checkpoint, "--prompts", 0)
