@@ -13,7 +13,7 @@ itself; and the experts of a token are added in ascending order, however the tok
 differentiable; gradients reach the router through g. An expert without tokens gets no gradient.
 
 Router replay: the rollout's choice can be recorded (`RecordedRouting`) and forced on the trainer (`ReplayedRouting`),
-which then computes z and g by itself (rollout routing replay, arXiv 2510.11370, section 3).
+which then computes z and g by itself (rollout routing replay, arXiv 2510.11370).
 """
 
 from collections.abc import Sequence
