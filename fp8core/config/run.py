@@ -7,11 +7,13 @@ import math
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from fp8core.config.pipeline import PipelineConfig
 from fp8core.config.precision import PrecisionContract
 from fp8core.config.section import Section
+
+_BESIDE_THE_RUNS = frozenset({"mlflow.db", "mlartifacts", "warm_starts"})
 
 
 class ArchitectureConfig(Section):
@@ -300,6 +302,13 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = Field(default_factory=TrackingConfig)
     pipeline: PipelineConfig
+
+    @field_validator("run")
+    @classmethod
+    def _not_a_neighbour(cls, run: str | None) -> str | None:
+        if run in _BESIDE_THE_RUNS:
+            raise ValueError(f"{run} is the name of something beside the run folders; choose another")
+        return run
 
     @model_validator(mode="after")
     def _one_model(self) -> "RunConfig":

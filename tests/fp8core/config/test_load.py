@@ -318,3 +318,9 @@ def test_differences_show_key_and_both_values() -> None:
 def test_a_run_continues_only_with_more_steps_or_moved(overrides: list[str], hindrances: list[str]) -> None:
     old, new = public_dump(load_config("tiny", ["steps=10"])), public_dump(load_config("tiny", overrides))
     assert may_continue(old, new) == hindrances
+
+
+@pytest.mark.parametrize("name", ["mlflow.db", "mlartifacts", "warm_starts"])
+def test_a_run_may_not_take_the_name_of_what_lies_beside_the_runs(name):
+    with pytest.raises(UserError, match="beside the run folders"):
+        load_config("tiny", {"run": name})
