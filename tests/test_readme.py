@@ -51,7 +51,8 @@ def test_every_command_is_known_to_a_test(readme_commands: list[str]) -> None:
 
 def test_make_demo_runs_the_main_job() -> None:
     planned = subprocess.run(["make", "-n", "demo"], cwd=REPOSITORY, capture_output=True, text=True, check=True)
-    assert planned.stdout.splitlines()[-1] == ".venv/bin/fp8-grpo run tiny"
+    # Below another make there are lines about folders around it.
+    assert ".venv/bin/fp8-grpo run tiny" in planned.stdout.splitlines()
 
 
 @pytest.mark.slow
