@@ -19,8 +19,8 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("learning")
 
 
-def run_tiny(workplace: Path, name: str, *settings: str) -> dict[str, Any]:
-    """`fp8-grpo run tiny`, in a folder where the runs share their warm starts."""
+def run_tiny(workplace: Path, name: str, *settings: str, config: str = "tiny") -> dict[str, Any]:
+    """`fp8-grpo run`, in a folder where the runs share their warm starts."""
     summary = workplace / f"{name}.json"
     flags = [flag for setting in (f"run={name}", *settings) for flag in ("--set", setting)]
     environment = {
@@ -29,7 +29,7 @@ def run_tiny(workplace: Path, name: str, *settings: str) -> dict[str, Any]:
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     }
     finished = subprocess.run(
-        [str(BIN / "fp8-grpo"), "run", "tiny", *flags, "--json", str(summary)],
+        [str(BIN / "fp8-grpo"), "run", config, *flags, "--json", str(summary)],
         cwd=workplace,
         env=environment,
         capture_output=True,
@@ -64,5 +64,19 @@ def test_fp8_rollout_with_bf16_training_shows_the_mismatch(workplace: Path) -> N
 def test_bf16_on_both_sides_is_exact(workplace: Path) -> None:
     bf16 = [f"precision.{side}.{part}=bf16" for side in ("rollout", "training") for part in ("linear", "kv_cache")]
     summary = run_tiny(workplace, "bf16", "steps=10", *bf16)
+    assert summary["tmpe_max"] == 1.0
+    assert summary["tokens_differing"] == 0
+
+
+def test_a_mixture_of_experts_learns_in_exact_fp8(workplace: Path) -> None:
+    summary = run_tiny(workplace, "moe", config="tiny-moe")
+    assert summary["reward_last10"] >= 0.90
+    assert summary["heldout_last"] >= 0.95
+    assert summary["tmpe_max"] == 1.0
+    assert summary["tokens_differing"] == 0
+
+
+def test_fp32_scales_on_both_sides_are_exact_too(workplace: Path) -> None:
+    summary = run_tiny(workplace, "nemo", "steps=10", config="nemo-fp32")
     assert summary["tmpe_max"] == 1.0
     assert summary["tokens_differing"] == 0
