@@ -1,13 +1,12 @@
 """Weights and optimiser on disk, and the policy as a Hugging Face folder beside them."""
 
 import hashlib
-import os
 import shutil
 from pathlib import Path
 
 from fp8core.errors import UserError
 from fp8core.models.checkpoint import save_checkpoint
-from fp8core.store.durable import sync_folder
+from fp8core.store.durable import sync_path
 from fp8core.store.ledger import CheckpointEntry
 from fp8core.workers.live import LiveRun
 
@@ -34,10 +33,10 @@ def save_state(run: LiveRun, index: int) -> None:
         trainer.save(partial)
         save_checkpoint(partial / "policy", run.arch, trainer.masters, run.tokenizer)
         for path in partial.iterdir():
-            _sync(path)
-        sync_folder(partial)
+            sync_path(path)
+        sync_path(partial)
         partial.rename(folder)
-        sync_folder(folder.parent)
+        sync_path(folder.parent)
     except OSError as error:
         raise UserError(f"{folder}: the checkpoint cannot be written: {error.strerror}") from error
     run.directory.ledger.append(
@@ -61,11 +60,3 @@ def _prune(run: LiveRun) -> None:
     folders = sorted((run.directory.path / "checkpoints").glob("[0-9]*"))
     for folder in folders[: -(run.config.checkpoint.keep + 1)]:
         shutil.rmtree(folder)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

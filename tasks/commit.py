@@ -4,7 +4,6 @@ import json
 import time
 
 from fp8core.report.summary import STEP
-from fp8core.store.artifacts import Ref
 from fp8core.store.ledger import StepEntry
 from fp8core.store.manifest import StepManifest, StepObservations, StepRecord, record_digest
 from fp8core.store.shards import RolloutShards
@@ -52,7 +51,7 @@ def step_metrics(run: LiveRun, index: int) -> dict[str, float]:
         measured = run.directory.store.get_json(run.directory.ledger.tasks(index)["evaluate"].outputs["evaluation"])
         return {"reward/heldout_accuracy": measured["accuracy"], "reward/heldout_length_mean": measured["length_mean"]}
     metrics: dict[str, float] = {}
-    for ref in _outputs(run, index).values():
+    for ref in run.directory.ledger.artifacts(index).values():
         if ref.kind == "metrics":
             metrics |= run.directory.store.get_json(ref)
     return metrics
@@ -71,7 +70,7 @@ def stored_manifest(run: LiveRun, index: int) -> StepManifest:
 
 def samples(run: LiveRun, index: int, count: int) -> list[Sample]:
     """The first completion of each of the first `count` prompts."""
-    by_kind = {ref.kind: ref for ref in _outputs(run, index).values()}
+    by_kind = {ref.kind: ref for ref in run.directory.ledger.artifacts(index).values()}
     store = run.directory.store
     prompts = {row["group"]: row for row in store.get_table(by_kind["prompts"]).to_pylist()}
     completions = store.get_table(by_kind["rollouts"]).to_pylist()
@@ -90,13 +89,9 @@ def samples(run: LiveRun, index: int, count: int) -> list[Sample]:
     return rows[:count]
 
 
-def _outputs(run: LiveRun, index: int) -> dict[str, Ref]:
-    return {name: ref for task in run.directory.ledger.tasks(index).values() for name, ref in task.outputs.items()}
-
-
 def _manifest(run: LiveRun, index: int) -> StepManifest:
     tasks = run.directory.ledger.tasks(index)
-    outputs = _outputs(run, index)
+    outputs = run.directory.ledger.artifacts(index)
     available = outputs if index < 0 else {**carried(run, index), **outputs}
     policy = available["policy" if index < 0 else run.plan.carries["policy"]]
     scales = available["scales" if index < 0 else run.plan.carries["scales"]]

@@ -9,6 +9,7 @@ from fp8core.rollout.engine import Completion, PromptGroup, Sampling
 from fp8core.store.artifacts import Ref
 from fp8core.workers.live import LiveRun
 from tasks.prompts import prompt_table
+from tasks.rollout import completion_text
 from tasks.step import step
 
 
@@ -46,8 +47,7 @@ def heldout_accuracy(run: LiveRun) -> dict[str, Any]:
 
 def score(run: LiveRun, prompts: pa.Table, completion: Completion) -> float:
     """The verifier's score of one completion; `prompts` is a table of kind `prompts`, in order of group."""
-    stopped = completion.finish == "stop"
-    text = run.tokenizer.decode(completion.tokens[:-1] if stopped else completion.tokens)
+    text = completion_text(completion, run.tokenizer)
     prompt = prompts["text"][completion.group].as_py()
     reference = prompts["reference"][completion.group].as_py()
     return run.verifier.score(prompt, text, reference, completion.finish).score

@@ -39,7 +39,7 @@ def carried(run: LiveRun, index: int) -> dict[str, Ref]:
     if index == 0:
         tasks = run.directory.ledger.tasks(-1)
         return {"policy": tasks["warm_start"].outputs["policy"], "scales": tasks["calibrate"].outputs["scales"]}
-    before = _artifacts(run, index - 1)
+    before = run.directory.ledger.artifacts(index - 1)
     return {artifact: before[source] for artifact, source in run.plan.carries.items()}
 
 
@@ -49,7 +49,7 @@ def _redo(run: LiveRun, index: int) -> bool:
     steps = [planned for planned in run.plan.steps if planned.spec.redo and planned.name in stored]
     if not steps:
         return False
-    available: Mapping[str, Ref] = {**carried(run, index), **_artifacts(run, index)}
+    available: Mapping[str, Ref] = {**carried(run, index), **run.directory.ledger.artifacts(index)}
     for planned in steps:
         _redo_step(run, index, planned, stored[planned.name], available)
     return True
@@ -70,8 +70,4 @@ def _scales_of(run: LiveRun, version: int) -> Ref | None:
     """The stored scales of a policy version, or None when its calibration was not reached."""
     if version == 0:
         return carried(run, 0)["scales"]
-    return _artifacts(run, version - 1).get(run.plan.carries["scales"])
-
-
-def _artifacts(run: LiveRun, index: int) -> dict[str, Ref]:
-    return {name: ref for task in run.directory.ledger.tasks(index).values() for name, ref in task.outputs.items()}
+    return run.directory.ledger.artifacts(version - 1).get(run.plan.carries["scales"])

@@ -1,7 +1,6 @@
 """Checkpoint folders in the Hugging Face layout: read with every tensor checked, written whole or not at all."""
 
 import json
-import os
 import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture, parameter_shapes
 from fp8core.models.hf_config import architecture_from_hf, architecture_to_hf, one_or_list, read_json_object
 from fp8core.models.tokenizer import Tokenizer
+from fp8core.store.durable import sync_path
 
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -96,9 +96,9 @@ def save_checkpoint(
         partial.mkdir(parents=True)
         _write(partial, architecture, tensors, tokenizer, dtype)
         for path in (*partial.iterdir(), partial):
-            _sync(path)
+            sync_path(path)
         partial.replace(folder)
-        _sync(folder.parent)
+        sync_path(folder.parent)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{folder}: the checkpoint cannot be written: {error}") from error
     finally:
@@ -125,14 +125,6 @@ def _write(
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _read_tensors(folder: Path, arch: Architecture) -> dict[str, Tensor]:

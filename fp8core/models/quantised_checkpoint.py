@@ -34,7 +34,7 @@ from fp8core.models.safetensors_stream import (
 from fp8core.models.tensor_conversion import FLOATS, INTEGERS, Conversion, Dequantised, Kept, Quantised
 from fp8core.models.weights import SCALE_SUFFIX
 from fp8core.numerics.e4m3 import TILE, ScaleRule
-from fp8core.store.durable import make_folder, sync_folder, write_file
+from fp8core.store.durable import make_folder, sync_path, write_file
 
 SHARD_BYTES = 4_000_000_000
 _CONFIG = "config.json"
@@ -212,9 +212,9 @@ def _whole_folder(target: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
         make_folder(partial)
         yield partial
-        sync_folder(partial)
+        sync_path(partial)
         partial.replace(target)
-        sync_folder(target.parent)
+        sync_path(target.parent)
     except OSError as error:
         raise UserError(f"{target}: the checkpoint cannot be written: {error}") from error
     finally:

@@ -14,9 +14,9 @@ from fp8core.errors import UserError
 _TEMPORARY = re.compile(r"^\..+\.[0-9a-f]{32}\.tmp$")
 
 
-def sync_folder(folder: Path) -> None:
-    """Makes renames, creations and removals in a folder durable. Raises OSError."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync_path(path: Path) -> None:
+    """Makes a file's content durable, or renames, creations and removals in a folder. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -30,7 +30,7 @@ def make_folder(folder: Path) -> None:
     make_folder(folder.parent)
     try:
         folder.mkdir(exist_ok=True)
-        sync_folder(folder.parent)
+        sync_path(folder.parent)
     except OSError as error:
         raise UserError(f"cannot create the folder {folder}: {error.strerror}") from error
 
@@ -48,7 +48,7 @@ def write_file(path: Path, data: bytes) -> None:
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
-        sync_folder(path.parent)
+        sync_path(path.parent)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from error
 
@@ -59,7 +59,7 @@ def ensure_file(path: Path, data: bytes) -> None:
         intact = path.read_bytes() == data
         if intact:
             # Its writer may have been killed between the rename and this.
-            sync_folder(path.parent)
+            sync_path(path.parent)
     except OSError:
         # Missing or unreadable alike: writing repairs it, or says why it cannot.
         intact = False

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from fp8core.errors import UserError
 from fp8core.store.artifacts import Ref
-from fp8core.store.durable import make_folder, sync_folder
+from fp8core.store.durable import make_folder, sync_path
 
 Step = Annotated[int, Field(ge=-1)]
 
@@ -116,6 +116,10 @@ class LedgerView:
         """The finished tasks of a step by name."""
         return dict(self._tasks.get(step, {}))
 
+    def artifacts(self, step: int) -> dict[str, Ref]:
+        """What the finished tasks of a step stored, by artifact name."""
+        return {name: ref for task in self._tasks.get(step, {}).values() for name, ref in task.outputs.items()}
+
     def steps(self) -> dict[int, StepEntry]:
         """The finished steps by number."""
         return dict(self._steps)
@@ -165,7 +169,7 @@ class Ledger(LedgerView):
         entries = [_parse(path, i, line) for i, line in enumerate(lines, start=1)]
         try:
             file = FileIO(path, "a")
-            sync_folder(path.parent)
+            sync_path(path.parent)
             file.truncate(sum(len(line) + 1 for line in lines))
             os.fsync(file.fileno())
         except OSError as error:
