@@ -75,7 +75,7 @@ def _help(parser: argparse.ArgumentParser) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from tasks.session import plan_of, refuse_conflict
+    from tasks.opening import plan_of, refuse_conflict
 
     config = _load(options)
     plan_of(config)
@@ -123,7 +123,7 @@ def _explain(state: Any) -> None:
 
 def _graph(options: argparse.Namespace) -> int:
     from fp8core.report.graph import pipeline_mermaid, pipeline_text
-    from tasks.session import plan_of
+    from tasks.opening import plan_of
 
     plan = plan_of(_load(options))
     print(pipeline_text(plan))

@@ -23,12 +23,14 @@ from fp8core.report.console import Console, StyleAccuracy
 from fp8core.report.curves import draw_curves
 from fp8core.report.summary import StepTiming, Summary, summarise
 from fp8core.store.artifacts import Ref
+from fp8core.store.ledger import START
 from fp8core.training.trainer import NotFiniteError
 from fp8core.workers.live import live_run
 from tasks import start
 from tasks.checkpoint import checkpoint_due, save_state
 from tasks.commit import commit_step, history, publish_step
 from tasks.execute import Interval, StepError, TaskResult
+from tasks.loop import next_step
 from tasks.restore import RedoError, carried, restore
 from tasks.session import Session, catch_up, open_session
 from tasks.sync import SyncError
@@ -68,7 +70,7 @@ def train(config: RunConfig) -> Summary:
     with open_session(config, run_name(config), console) as session:
         begin(session)
         tasks = prefect_tasks(session.run.plan)
-        for index in range(first_open_step(session), config.steps):
+        for index in range(next_step(session.run), config.steps + 1):
             iterate(session, tasks, index)
         return finish(session, console)
 
@@ -76,27 +78,20 @@ def train(config: RunConfig) -> Summary:
 def begin(session: Session) -> None:
     """Policy 0, its scales and its accuracy; then back to where an earlier process stopped."""
     run, folder = session.run, session.run.directory.path
-    session.stage("warm_start", _warm_start(folder, index=start.FIRST))
-    scales: TaskResult = _first_scales(folder, index=start.FIRST)
+    session.stage("warm_start", _warm_start(folder, index=START))
+    scales: TaskResult = _first_scales(folder, index=START)
     session.stage("first_scales", scales)
-    evaluated = _first_evaluation(folder, index=start.FIRST, scales=scales.entry.outputs["scales"])
+    evaluated = _first_evaluation(folder, index=START, scales=scales.entry.outputs["scales"])
     session.stage("first_evaluation", evaluated)
     styles = run.directory.store.get_json(evaluated.entry.outputs["evaluation"]).get("styles", [])
     if styles and not evaluated.reused:
         run.console.styles([StyleAccuracy(**style) for style in styles])
-    if start.FIRST not in run.directory.ledger.steps():
-        commit_step(run, start.FIRST)
+    if START not in run.directory.ledger.steps():
+        commit_step(run, START)
     redone = restore(run)
-    if first_open_step(session):
-        run.console.note(f"continues after step {first_open_step(session)}; {redone} updates redone from rollouts")
+    if next_step(run) > START + 1:
+        run.console.note(f"continues after step {next_step(run) - 1}; {redone} updates redone from rollouts")
     catch_up(session)
-
-
-def first_open_step(session: Session) -> int:
-    """The first step that is not committed; its finished tasks are in the ledger and are not run again."""
-    last = session.run.directory.ledger.last_step()
-    assert last is not None, "begin() commits step -1"
-    return last + 1
 
 
 def iterate(session: Session, tasks: Any, index: int) -> None:
@@ -110,8 +105,8 @@ def iterate(session: Session, tasks: Any, index: int) -> None:
         intervals["checkpoint"] = [_checkpoint(run.directory.path, index)]
     ended = time.perf_counter()
     session.timings.append(StepTiming(step=index, interval=(began, ended), tasks=intervals))
-    seconds = {name: result.entry.finished - result.entry.started for name, result in results.items()}
-    run.console.step({**metrics, "step": index + 1}, ended - began, seconds)
+    seconds = {name: result.entry.seconds for name, result in results.items()}
+    run.console.step({**metrics, "step": index}, ended - began, seconds)
 
 
 def finish(session: Session, console: Console) -> Summary:

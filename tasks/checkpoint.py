@@ -13,7 +13,7 @@ from fp8core.workers.live import LiveRun
 
 def checkpoint_due(run: LiveRun, index: int) -> bool:
     """Every `checkpoint.every` iterations, and after the last."""
-    return (index + 1) % run.config.checkpoint.every == 0 or index + 1 == run.config.steps
+    return index % run.config.checkpoint.every == 0 or index == run.config.steps
 
 
 def save_state(run: LiveRun, index: int) -> None:

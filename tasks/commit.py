@@ -4,8 +4,9 @@ import json
 import time
 
 from fp8core.report.summary import STEP
-from fp8core.store.ledger import StepEntry
-from fp8core.store.manifest import StepManifest, StepObservations, StepRecord, record_digest
+from fp8core.store.artifacts import Ref
+from fp8core.store.ledger import START, StepEntry
+from fp8core.store.manifest import Content, StepManifest, StepObservations, StepRecord, record_digest
 from fp8core.store.shards import RolloutShards
 from fp8core.store.versions import library_versions
 from fp8core.workers.live import LiveRun
@@ -24,7 +25,7 @@ def commit_step(run: LiveRun, index: int) -> None:
             step=index,
             manifest=ref,
             weights_digest=manifest.record.weights_digest,
-            committed_ms=time.time_ns() // 1_000_000,
+            committed_ms=_commit_time(run, index),
         )
     )
     RolloutShards(shard_folder(run, index)).clear()
@@ -38,16 +39,16 @@ def publish_step(run: LiveRun, tracker: Tracker, index: int) -> dict[str, float]
     timings = {f"time/{task}_seconds": value for task, value in seconds.items()}
     shares = {f"time/{task}_share": value / total for task, value in seconds.items() if total > 0}
     committed = run.directory.ledger.steps()[index].committed_ms
-    tracker.log_step(index + 1, {**metrics, **timings, **shares}, committed)
+    tracker.log_step(index, {**metrics, **timings, **shares}, committed)
     config = run.config.tracking
-    if index >= 0 and config.sample_completions and (index % config.sample_every == 0 or index + 1 == run.config.steps):
-        tracker.log_samples(index + 1, samples(run, index, config.sample_completions))
+    if index > START and config.sample_completions and samples_due(run, index):
+        tracker.log_samples(index, samples(run, index, config.sample_completions))
     return metrics
 
 
 def step_metrics(run: LiveRun, index: int) -> dict[str, float]:
-    """Metrics of a committed iteration: those of its record, or of the first evaluation for step -1."""
-    if index < 0:
+    """Metrics of a committed iteration: those of its record, or of the first evaluation for step 0."""
+    if index == START:
         measured = run.directory.store.get_json(run.directory.ledger.tasks(index)["evaluate"].outputs["evaluation"])
         return {"reward/heldout_accuracy": measured["accuracy"], "reward/heldout_length_mean": measured["length_mean"]}
     metrics: dict[str, float] = {}
@@ -59,7 +60,7 @@ def step_metrics(run: LiveRun, index: int) -> dict[str, float]:
 
 def history(run: LiveRun) -> list[dict[str, float]]:
     """Metrics of every committed iteration in order; step 0 is the state before the first update."""
-    return [{**step_metrics(run, index), STEP: index + 1} for index in sorted(run.directory.ledger.steps())]
+    return [{**step_metrics(run, index), STEP: index} for index in sorted(run.directory.ledger.steps())]
 
 
 def stored_manifest(run: LiveRun, index: int) -> StepManifest:
@@ -89,32 +90,52 @@ def samples(run: LiveRun, index: int, count: int) -> list[Sample]:
     return rows[:count]
 
 
+def samples_due(run: LiveRun, index: int) -> bool:
+    """The first step, every `tracking.sample_every`, and the last."""
+    return index == START + 1 or index % run.config.tracking.sample_every == 0 or index == run.config.steps
+
+
+def _commit_time(run: LiveRun, index: int) -> int:
+    """Unix milliseconds, later than the step before even when the machine's clock was set back in between."""
+    now, before = time.time_ns() // 1_000_000, run.directory.ledger.steps().get(index - 1)
+    return now if before is None else max(now, before.committed_ms + 1)
+
+
+def _content(ref: Ref) -> Content:
+    return Content(digest=ref.digest, size=ref.size)
+
+
 def _manifest(run: LiveRun, index: int) -> StepManifest:
     tasks = run.directory.ledger.tasks(index)
     outputs = run.directory.ledger.artifacts(index)
-    available = outputs if index < 0 else {**carried(run, index), **outputs}
-    policy = available["policy" if index < 0 else run.plan.carries["policy"]]
-    scales = available["scales" if index < 0 else run.plan.carries["scales"]]
-    reads = {planned.name: planned.inputs for planned in run.plan.steps} if index >= 0 else {}
+    available = outputs if index == START else {**carried(run, index), **outputs}
+    policy = available["policy" if index == START else run.plan.carries["policy"]]
+    scales = available["scales" if index == START else run.plan.carries["scales"]]
+    reads = {planned.name: planned.inputs for planned in run.plan.steps} if index > START else {}
     record = StepRecord(
         step=index,
-        predecessor=record_digest(stored_manifest(run, index - 1)) if index >= 0 else None,
+        steps=run.config.steps,
+        predecessor=record_digest(stored_manifest(run, index - 1)) if index > START else None,
         config_digest=run.config_digest,
         code_version=run.code_version,
         inputs={
-            task: {port: available[artifact].digest for port, artifact in ports.items()}
+            task: {port: _content(available[artifact]) for port, artifact in ports.items()}
             for task, ports in reads.items()
         },
-        outputs={name: {port: ref.digest for port, ref in entry.outputs.items()} for name, entry in tasks.items()},
+        outputs={
+            name: {artifact: _content(ref) for artifact, ref in entry.outputs.items()} for name, entry in tasks.items()
+        },
         model_revision=run.model_revision,
         seeds={"run": run.config.seed, "step": index},
         scales_digest=scales.digest,
         precision=run.config.precision.model_dump(mode="json"),
+        executed={"rollout": run.ready_engine().describe(), "training": run.ready_trainer().describe()},
+        level=run.config.replay.level,
         weights_digest=run.directory.store.get_json(policy)["weights_digest"],
         versions=library_versions(),
     )
     observed = StepObservations(
-        timings={name: entry.finished - entry.started for name, entry in tasks.items()},
+        timings={name: entry.seconds for name, entry in tasks.items()},
         hardware=run.machine,
         git=run.git,
         paths={name: ref.uri for name, ref in outputs.items()},

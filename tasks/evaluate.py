@@ -21,7 +21,7 @@ def evaluate(
     run: LiveRun, index: int, options: NoOptions, sync_report: Ref, next_policy: Ref, next_scales: Ref
 ) -> dict[str, Ref]:
     """Every `evaluation.every` steps and at the last; the evaluation of other steps is empty."""
-    due = (index + 1) % run.config.evaluation.every == 0 or index + 1 == run.config.steps
+    due = index % run.config.evaluation.every == 0 or index == run.config.steps
     content = heldout_accuracy(run) if due else {}
     return {"evaluation": run.directory.store.put_json("evaluation", content)}
 

@@ -65,7 +65,7 @@ def run_task(
 
     Args:
         run: the live run.
-        index: iteration, -1 for what precedes the first.
+        index: number of the step; 0 is what precedes the first iteration.
         name: name of the task within the iteration.
         parts: what the task is a function of, besides the run's configuration and code.
         body: makes the outputs, artifact name -> reference.
@@ -80,14 +80,15 @@ def run_task(
     if stored is not None and stored.key == key:
         return TaskResult(stored, reused=True, interval=(began, time.perf_counter()))
     started = time.time()
-    place = f"step {index + 1}, task {name}"
+    place = f"step {index}, task {name}"
     try:
         outputs = body()
     except (UserError, NotFiniteError, SyncError) as error:
         raise type(error)(f"{place}: {error}") from error
     except Exception as error:
         raise StepError(f"{place}: {type(error).__name__}: {_first_line(error)}") from error
-    entry = TaskEntry(step=index, task=name, key=key, outputs=outputs, started=started, finished=time.time())
+    seconds = time.perf_counter() - began
+    entry = TaskEntry(step=index, task=name, key=key, outputs=outputs, started=started, seconds=seconds)
     run.directory.ledger.append(entry)
     return TaskResult(entry, reused=False, interval=(began, time.perf_counter()))
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from fp8core.config.check import PlannedStep
 from fp8core.config.steps import import_step
 from fp8core.store.artifacts import Ref
-from fp8core.store.ledger import TaskEntry
+from fp8core.store.ledger import START, TaskEntry
 from fp8core.workers.live import LiveRun
 from tasks.calibrate import read_scales
 from tasks.sync import push
@@ -26,7 +26,7 @@ def restore(run: LiveRun) -> int:
     if checkpoint is not None:
         trainer.load(run.directory.path / checkpoint.uri)
     redone = 0
-    while _redo(run, trainer.version):
+    while _redo(run, trainer.version + 1):
         redone += 1
     scales = _scales_of(run, trainer.version)
     if scales is not None:
@@ -35,11 +35,11 @@ def restore(run: LiveRun) -> int:
 
 
 def carried(run: LiveRun, index: int) -> dict[str, Ref]:
-    """What iteration `index` starts from: outputs of the one before it, or of step -1."""
-    if index == 0:
-        tasks = run.directory.ledger.tasks(-1)
+    """What iteration `index` starts from: outputs of the one before it, or of step 0."""
+    if index == START + 1:
+        tasks = run.directory.ledger.tasks(START)
         return {"policy": tasks["warm_start"].outputs["policy"], "scales": tasks["calibrate"].outputs["scales"]}
-    before = run.directory.ledger.artifacts(index - 1)
+    before = run.directory.ledger.handed_over(index - 1)
     return {artifact: before[source] for artifact, source in run.plan.carries.items()}
 
 
@@ -68,6 +68,6 @@ def _redo_step(run: LiveRun, index: int, planned: PlannedStep, stored: TaskEntry
 
 def _scales_of(run: LiveRun, version: int) -> Ref | None:
     """The stored scales of a policy version, or None when its calibration was not reached."""
-    if version == 0:
-        return carried(run, 0)["scales"]
-    return run.directory.ledger.artifacts(version - 1).get(run.plan.carries["scales"])
+    if version == START:
+        return carried(run, START + 1)["scales"]
+    return run.directory.ledger.artifacts(version).get(run.plan.carries["scales"])

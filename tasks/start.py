@@ -1,4 +1,4 @@
-"""What precedes the first iteration, committed as step -1: the initial policy, its first scales, its accuracy."""
+"""What precedes the first iteration, committed as step 0: the initial policy, its first scales, its accuracy."""
 
 import hashlib
 from collections import defaultdict
@@ -14,6 +14,7 @@ from fp8core.rl.batch import TokenBatch
 from fp8core.rollout.engine import Sampling
 from fp8core.store import durable
 from fp8core.store.artifacts import ArtifactStore, Ref, canonical_json
+from fp8core.store.ledger import START
 from fp8core.store.versions import library_versions
 from fp8core.training.warm_start import TokenisedDemonstration
 from fp8core.training.warm_start import warm_start as train_on_demonstrations
@@ -25,8 +26,6 @@ from tasks.execute import TaskResult, run_task
 from tasks.prompts import prompt_table
 from tasks.rollout import completion_text, prompt_groups
 from tasks.sync import push
-
-FIRST = -1
 
 
 def warm_start(run: LiveRun) -> TaskResult:
@@ -41,7 +40,7 @@ def warm_start(run: LiveRun) -> TaskResult:
         policy = {"version": 0, "weights_digest": policy_digest(weights)}
         return {"policy": store.put_json("policy", policy), "weights": store.put_tensors("weights", weights)}
 
-    return run_task(run, FIRST, "warm_start", {"revision": run.model_revision}, body)
+    return run_task(run, START, "warm_start", {"revision": run.model_revision}, body)
 
 
 def bring_to_life(run: LiveRun) -> None:
@@ -54,14 +53,14 @@ def first_scales(run: LiveRun) -> TaskResult:
     """Scales of policy 0, from a pass over the first prompts: nothing is generated before they exist."""
 
     def body() -> dict[str, Ref]:
-        problems = run.source.training(0, run.config.rollout.prompts_per_step, run.config.seed)
+        problems = run.source.training(1, run.config.rollout.prompts_per_step, run.config.seed)
         prompts = prompt_table(run, problems)["tokens"].to_pylist()
         # TokenBatch wants a completion; the last prompt token serves, so that exactly the prompts are seen.
         batch = TokenBatch.of([tokens[:-1] or tokens for tokens in prompts], [tokens[-1:] for tokens in prompts])
         histograms = run.ready_trainer().statistics(batch).histograms()
         return {"scales": store_scales(run, 0, covered(run.config, histograms))}
 
-    return run_task(run, FIRST, "calibrate", {}, body)
+    return run_task(run, START, "calibrate", {}, body)
 
 
 def first_evaluation(run: LiveRun, scales: Ref) -> TaskResult:
@@ -74,16 +73,16 @@ def first_evaluation(run: LiveRun, scales: Ref) -> TaskResult:
             content["styles"] = style_accuracy(run, run.config.warm_start)
         return {"evaluation": run.directory.store.put_json("evaluation", content)}
 
-    return run_task(run, FIRST, "evaluate", {"scales": scales.digest}, body)
+    return run_task(run, START, "evaluate", {"scales": scales.digest}, body)
 
 
 def style_accuracy(run: LiveRun, config: WarmStartConfig) -> list[dict[str, Any]]:
     """Accuracy by style of one step's worth of sampled completions, with its target."""
-    problems = run.source.training(FIRST, run.config.rollout.prompts_per_step, run.config.seed)
+    problems = run.source.training(START, run.config.rollout.prompts_per_step, run.config.seed)
     prompts = prompt_table(run, problems)
     sampling = Sampling(run.config.rollout.temperature, run.config.rollout.max_new_tokens, run.tokenizer.eos_ids)
     scores: dict[str, list[float]] = defaultdict(list)
-    for batch in run.ready_engine().generate(prompt_groups(run, FIRST, prompts), sampling):
+    for batch in run.ready_engine().generate(prompt_groups(run, START, prompts), sampling):
         for done in batch:
             scores[style_of(completion_text(done, run.tokenizer))].append(score(run, prompts, done))
     targets = {"step_by_step": config.step_by_step_target, "bare": config.bare_target}

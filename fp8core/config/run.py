@@ -258,6 +258,40 @@ class CheckpointConfig(Section):
     keep: int = Field(2, ge=1, le=1_000_000, description="Checkpoints kept, besides the last.")
 
 
+class BestConfig(Section):
+    """Steps that were best by a metric."""
+
+    metric: str = Field("reward/heldout_accuracy", description="An MLflow metric of the step.")
+    count: int = Field(1, ge=1, le=1_000_000)
+    mode: Literal["max", "min"] = "max"
+
+
+class KeepConfig(Section):
+    """Steps whose artifacts `fp8-grpo gc` leaves; a step that any rule names is kept."""
+
+    last: int = Field(1, ge=1, le=10_000_000, description="The last n steps.")
+    every: int | None = Field(None, ge=1, le=10_000_000, description="Every n-th step.")
+    best: BestConfig | None = None
+
+
+class ArtifactsConfig(Section):
+    """What stays of a step's files."""
+
+    keep: KeepConfig | None = Field(None, description="What `fp8-grpo gc` leaves; null keeps every step.")
+
+
+class ReplayConfig(Section):
+    """How equal a step that is done again must be."""
+
+    level: Literal["exact", "deterministic", "tolerant"] = Field(
+        "exact",
+        description="exact and deterministic: every digest (they differ in where that holds: docs/durability.md); "
+        "tolerant: the metrics within the bounds below, and a redo that differs is recorded instead of refused.",
+    )
+    relative: float = Field(0.05, ge=0, le=1, description="Of tolerant: largest relative difference of a metric.")
+    absolute: float = Field(0.01, ge=0, le=1, description="Of tolerant: differences below this always pass.")
+
+
 class TrackingConfig(Section):
     """MLflow."""
 
@@ -266,7 +300,8 @@ class TrackingConfig(Section):
     )
     experiment: str = Field("fp8-grpo", min_length=1)
     sample_completions: int = Field(8, ge=0, le=1000, description="Completions a step in the sample table.")
-    sample_every: int = Field(10, ge=1, le=1_000_000)
+    sample_every: int = Field(10, ge=1, le=1_000_000, description="Steps between sample tables; first and last too.")
+    system_metrics: bool = Field(True, description="Log the load of CPU, memory, disk and GPUs (system/...).")
 
 
 class RunConfig(Section):
@@ -300,6 +335,8 @@ class RunConfig(Section):
     calibration: CalibrationConfig = Field(default_factory=CalibrationConfig)
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    artifacts: ArtifactsConfig = Field(default_factory=ArtifactsConfig)
+    replay: ReplayConfig = Field(default_factory=ReplayConfig)
     tracking: TrackingConfig = Field(default_factory=TrackingConfig)
     pipeline: PipelineConfig
 
@@ -335,5 +372,5 @@ class RunConfig(Section):
 
 
 def public_dump(config: RunConfig) -> dict[str, Any]:
-    """The configuration as JSON types."""
-    return config.model_dump(mode="json")
+    """The configuration as JSON types, with the keys of a configuration file: it can be loaded again."""
+    return config.model_dump(mode="json", by_alias=True)

@@ -1,5 +1,6 @@
 """The formats one side of the contract computes in, as objects the decoder calls."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from fp8core.config.precision import LinearFormat as LinearName
@@ -52,9 +53,23 @@ class Formats:
             layers=tuple(LayerNames(*(names[linear.name] for linear in layer.linears)) for layer in self.layers),
         )
 
+    def describe(self) -> dict[str, object]:
+        """Names of the formats; linears and attention by layer."""
+        return {
+            "linear": [_names(layer.linears) for layer in self.layers],
+            "attention": _names(layer.attention for layer in self.layers),
+            "head": self.head.name,
+            "scale_rule": self.scale_rule,
+        }
+
     def with_attention(self, attention: AttentionFormat) -> "Formats":
         """The same with another attention in every layer."""
         return replace(self, layers=tuple(replace(layer, attention=attention) for layer in self.layers))
+
+
+def _names(forms: Iterable[LinearFormat | AttentionFormat]) -> str:
+    """The name that all share, or every name that occurs."""
+    return "+".join(dict.fromkeys(form.name for form in forms))
 
 
 def rollout_formats(contract: PrecisionContract, num_layers: int) -> Formats:

@@ -1,6 +1,6 @@
 """The rollout engine that runs the trainer's own decoder: exact on a CPU, no installation, no GPU."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -12,9 +12,7 @@ from fp8core.models.decoder import TOP_K, Decoder
 from fp8core.models.experts import RecordedRouting
 from fp8core.models.formats import Formats
 from fp8core.models.weights import PolicyWeights, load_policy
-from fp8core.numerics.attention import AttentionFormat
 from fp8core.numerics.fingerprint import policy_digest
-from fp8core.numerics.linear import LinearFormat
 from fp8core.numerics.logprobs import log_softmax
 from fp8core.numerics.sampling import greedy, sample, uniform
 from fp8core.rollout.engine import Completion, PolicyScales, PromptGroup, Sampling, SyncReport
@@ -61,14 +59,10 @@ class EmbeddedEngine:
 
     def describe(self) -> dict[str, object]:
         """Formats by layer, dtype by parameter, and the scales in force."""
-        formats = self._decoder.formats
         return {
             "engine": "embedded",
-            "linear": [_names(layer.linears) for layer in formats.layers],
-            "attention": _names(layer.attention for layer in formats.layers),
-            "head": formats.head.name,
-            "scale_rule": formats.scale_rule,
             "accumulation": "exact",
+            **self._decoder.formats.describe(),
             "dtypes": {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in self._stored.items()},
             "scales": [] if self._scales is None else [vars(layer) for layer in self._scales.layers],
         }
@@ -146,11 +140,6 @@ class EmbeddedEngine:
         chosen = logprobs.gather(-1, tokens[:, None]).squeeze(-1).float()
         batch.note(tokens, chosen, last=position + 1 == sampling.max_new_tokens, stop_ids=sampling.stop_ids)
         return tokens
-
-
-def _names(forms: Iterable[LinearFormat | AttentionFormat]) -> str:
-    """The name that all share, or every name that occurs."""
-    return "+".join(dict.fromkeys(form.name for form in forms))
 
 
 class _Batch:

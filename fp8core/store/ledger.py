@@ -1,8 +1,9 @@
 """The ledger of a run: what is committed, one JSON line an event, fsynced line by line.
 
 A line counts once it ends with a newline. Only the last line can be torn, by a kill or a power cut in the middle of an
-append that was never acknowledged; `Ledger.open` cuts it off. Steps start at 0; the warm start is step -1. When a step
-was done again (a redo after a crash), its later entry wins.
+append that was never acknowledged; `Ledger.open` cuts it off. Iterations count from 1; what precedes them (warm start,
+first scales, first evaluation) is step 0, so that the policy after step n is version n. When a step was done again (a
+redo after a crash), its later entry wins.
 """
 
 import os
@@ -17,7 +18,10 @@ from fp8core.errors import UserError
 from fp8core.store.artifacts import Ref
 from fp8core.store.durable import make_folder, sync_path
 
-Step = Annotated[int, Field(ge=-1)]
+START = 0
+"""The step that precedes the first iteration."""
+
+Step = Annotated[int, Field(ge=0)]
 
 
 class _Entry(BaseModel):
@@ -33,7 +37,7 @@ class TaskEntry(_Entry):
     key: str = Field(description="Digest of what the task is a function of: inputs, options, code.")
     outputs: dict[str, Ref] = Field(description="Artifact name -> stored artifact.")
     started: float = Field(description="Unix seconds.")
-    finished: float = Field(description="Unix seconds.")
+    seconds: float = Field(ge=0, description="How long it took, by a clock that never goes back.")
 
 
 class StepEntry(_Entry):
@@ -57,7 +61,7 @@ class CheckpointEntry(_Entry):
 
 
 class SegmentEntry(_Entry):
-    """The start of a process on this run."""
+    """The start of a process on this run; steps up to the next one were made by its code."""
 
     event: Literal["segment"] = "segment"
     pid: int
@@ -66,7 +70,17 @@ class SegmentEntry(_Entry):
     started: float = Field(description="Unix seconds.")
 
 
-Entry = Annotated[TaskEntry | StepEntry | CheckpointEntry | SegmentEntry, Field(discriminator="event")]
+class RedoEntry(_Entry):
+    """An update that was redone and gave another policy than the ledger named; the run went on from the new one."""
+
+    event: Literal["redo"] = "redo"
+    step: Step
+    task: str
+    outputs: dict[str, Ref] = Field(description="Artifact name -> what the run goes on from, in place of the task's.")
+    code_version: str = Field(description="Of the process that redid it.")
+
+
+Entry = Annotated[TaskEntry | StepEntry | CheckpointEntry | SegmentEntry | RedoEntry, Field(discriminator="event")]
 
 _ENTRY: TypeAdapter[Entry] = TypeAdapter(Entry)
 
@@ -104,6 +118,7 @@ class LedgerView:
         self._steps: dict[int, StepEntry] = {}
         self._checkpoints: list[CheckpointEntry] = []
         self._segments: list[SegmentEntry] = []
+        self._redone: dict[int, dict[str, RedoEntry]] = {}
         for entry in entries:
             self._index(entry)
 
@@ -120,12 +135,21 @@ class LedgerView:
         """What the finished tasks of a step stored, by artifact name."""
         return {name: ref for task in self._tasks.get(step, {}).values() for name, ref in task.outputs.items()}
 
+    def redone(self, step: int) -> dict[str, RedoEntry]:
+        """The updates of a step, by task, whose redo gave something else."""
+        return dict(self._redone.get(step, {}))
+
+    def handed_over(self, step: int) -> dict[str, Ref]:
+        """`artifacts` as the next step finds them: where a redo gave something else, that."""
+        redone = [ref for entry in self._redone.get(step, {}).values() for ref in entry.outputs.items()]
+        return {**self.artifacts(step), **dict(redone)}
+
     def steps(self) -> dict[int, StepEntry]:
         """The finished steps by number."""
         return dict(self._steps)
 
     def last_step(self) -> int | None:
-        """The highest finished step (-1: the warm start); None when there is none."""
+        """The highest finished step (0: the warm start); None when there is none."""
         return max(self._steps, default=None)
 
     def checkpoints(self) -> list[CheckpointEntry]:
@@ -146,6 +170,8 @@ class LedgerView:
                 self._checkpoints.append(entry)
             case SegmentEntry():
                 self._segments.append(entry)
+            case RedoEntry():
+                self._redone.setdefault(entry.step, {})[entry.task] = entry
 
 
 class Ledger(LedgerView):

@@ -11,27 +11,40 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from fp8core.store.artifacts import canonical_json
 
-# Artifacts of one step by task: task -> port -> SHA-256 of the artifact.
-Digests = dict[str, dict[str, str]]
+ReplayLevel = Literal["exact", "deterministic", "tolerant"]
 
 
 class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
+class Content(_Part):
+    """An artifact by what it holds."""
+
+    digest: str = Field(description="SHA-256 of the file.")
+    size: int = Field(ge=0, description="Bytes.")
+
+
+# Artifacts of one step: task -> artifact -> content.
+Contents = dict[str, dict[str, Content]]
+
+
 class StepRecord(_Part):
     """The deterministic part: no time, no path, no machine."""
 
-    step: int = Field(ge=-1, description="-1 is the warm start.")
+    step: int = Field(ge=0, description="0 is the warm start.")
     predecessor: str | None = Field(description="Digest of the previous step's record; null for the first.")
     config_digest: str = Field(description="SHA-256 of the resolved configuration.")
     code_version: str = Field(description="Digest of the sources (`versions.code_version`).")
-    inputs: Digests = Field(description="What each task read.")
-    outputs: Digests = Field(description="What each task stored.")
+    steps: int = Field(ge=1, description="Steps the run was to have; the last one always evaluates.")
+    inputs: Contents = Field(description="What each task read, by port.")
+    outputs: Contents = Field(description="What each task stored, by artifact.")
     model_revision: str | None = Field(description="Commit of a hub model; null for a folder or from scratch.")
     seeds: dict[str, int] = Field(description="Seeds of the step's random generators by use.")
     scales_digest: str | None = Field(description="Of the Q, K and V scales in force; null where nothing is scaled.")
-    precision: dict[str, JsonValue] = Field(description="The precision contract as executed.")
+    precision: dict[str, JsonValue] = Field(description="The precision contract.")
+    executed: dict[str, JsonValue] = Field(description="What rollout engine and trainer said they run (`describe`).")
+    level: ReplayLevel = Field(description="What a replay of this step can promise (docs/durability.md).")
     weights_digest: str = Field(description="Of the policy that the step produced (`numerics.fingerprint`).")
     versions: dict[str, str] = Field(description="Library -> version (`versions.library_versions`).")
 
@@ -48,7 +61,7 @@ class StepObservations(_Part):
 class StepManifest(_Part):
     """Everything that is kept about one step besides its artifacts."""
 
-    schema_version: Literal[1] = 1
+    schema_version: Literal[2] = 2
     record: StepRecord
     observed: StepObservations
 

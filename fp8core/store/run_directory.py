@@ -9,12 +9,13 @@
 A run that may be live is looked at without the lock: `ArtifactStore(path)` and `LedgerView.read(path / LEDGER)`.
 """
 
+import uuid
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from fp8core.errors import UserError
 from fp8core.store import durable
@@ -33,8 +34,9 @@ class RunDescription(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    id: str = Field(description="Identity of the run, under which MLflow finds it again.")
     config: dict[str, JsonValue]
-    code_version: str
+    code_version: str = Field(description="Of the code that began it; the ledger's segments name the later ones.")
     created: str
 
 
@@ -70,7 +72,7 @@ class RunDirectory:
         """Writes run.json, once in the life of a run, and returns it. Raises UserError when the disk refuses."""
         assert self.description() is None, "run.json is written once"
         created = datetime.now(UTC).isoformat(timespec="seconds")
-        description = RunDescription(config=config, code_version=code_version, created=created)
+        description = RunDescription(id=uuid.uuid4().hex, config=config, code_version=code_version, created=created)
         self.write_text(_DESCRIPTION, description.model_dump_json(indent=2) + "\n")
         return description
 

@@ -66,6 +66,10 @@ class TorchTrainer:
         )
         self._updates = 0
 
+    def describe(self) -> dict[str, object]:
+        """Formats by layer, and how sums are accumulated."""
+        return {"trainer": "torch", "accumulation": "exact", **self._decoder.formats.describe()}
+
     def export(self) -> dict[str, Tensor]:
         """Weights for the rollout engine, quantised here and nowhere else."""
         formats = self._rollout_formats

@@ -65,6 +65,10 @@ class Trainer(Protocol):
         """Learn from a batch: version v becomes v + 1."""
         ...
 
+    def describe(self) -> dict[str, object]:
+        """What really runs: formats by layer."""
+        ...
+
     def export(self) -> Mapping[str, Tensor]:
         """Weights for the rollout engine, in its stored formats."""
         ...

@@ -19,6 +19,7 @@ from fp8core.models.tokenizer import Tokenizer
 from fp8core.report.console import Console
 from fp8core.rewards.verifier import Verifier
 from fp8core.rollout.embedded import EmbeddedEngine
+from fp8core.store.ledger import START
 from fp8core.store.run_directory import RunDirectory
 from fp8core.training.torch_trainer import TorchTrainer
 
@@ -50,7 +51,7 @@ class LiveRun:
 
     def initial_policy(self) -> Mapping[str, Tensor]:
         """Weights of policy 0: what the warm start made, or the checkpoint the run began with."""
-        weights = self.directory.ledger.tasks(-1)["warm_start"].outputs.get("weights")
+        weights = self.directory.ledger.tasks(START)["warm_start"].outputs.get("weights")
         return self.base if weights is None else self.directory.store.get_tensors(weights)
 
     def ready_trainer(self) -> TorchTrainer:

@@ -44,13 +44,13 @@ def stored(run, rows):
 @step(inputs={"prompts": "prompts", "rollouts": "rollouts"}, outputs={"rewards": "rewards"})
 def nan_reward(run, index, options, prompts, rollouts):
     rows = scored(run, prompts, rollouts)
-    rows[-1]["reward"] = math.nan if index == 1 else 0.0
+    rows[-1]["reward"] = math.nan if index == 2 else 0.0
     return stored(run, rows)
 
 
 @step(inputs={"prompts": "prompts", "rollouts": "rollouts"}, outputs={"rewards": "rewards"})
 def sometimes(run, index, options, prompts, rollouts):
-    if index == 1 and BROKEN.exists():
+    if index == 2 and BROKEN.exists():
         raise ConnectionError("the judge does not answer\\nfor reasons of its own")
     return stored(run, scored(run, prompts, rollouts))
 
@@ -62,7 +62,7 @@ def of_another_kind(run, index, options, prompts, rollouts):
 
 @step(inputs={"prompts": "prompts", "rollouts": "rollouts"}, outputs={"rewards": "rewards"})
 def without_mlflow(run, index, options, prompts, rollouts):
-    if index == 1:
+    if index == 2:
         Path(run.config.tracking.uri.removeprefix("sqlite:///")).write_text("no database")
     return stored(run, scored(run, prompts, rollouts))
 
@@ -108,11 +108,11 @@ def assert_failed(finished, message):
 def assert_intact(finished, steps):
     """The ledger ends with the given step, its manifests are a chain, every artifact it names can be read."""
     store, ledger = ArtifactStore(finished.folder), finished.ledger
-    assert sorted(ledger.steps()) == list(range(-1, steps))
-    manifests = [store.get_json(ledger.steps()[index].manifest) for index in range(-1, steps)]
+    assert sorted(ledger.steps()) == list(range(steps + 1))
+    manifests = [store.get_json(ledger.steps()[index].manifest) for index in range(steps + 1)]
     assert first_broken_link([StepManifest.model_validate_json(json.dumps(content)) for content in manifests]) is None
     readers = {"json": store.get_json, "parquet": store.get_table, "safetensors": store.get_tensors}
-    for index in range(-1, steps + 1):
+    for index in range(steps + 2):
         for entry in ledger.tasks(index).values():
             for ref in entry.outputs.values():
                 readers[ref.uri.rpartition(".")[2]](ref)
@@ -252,7 +252,7 @@ def test_a_nan_reward_is_refused_before_it_is_learnt_from(launch, steps_module):
     failed = launch("bad-nan-reward", steps=3, overrides=reward("nan_reward"))
     assert_failed(failed, "step 2, task train: the reward of group 3, sample 3 is nan; rewards must be finite")
     assert_intact(failed, steps=1)
-    assert set(failed.ledger.tasks(1)) == {"prompts", "rollout", "reward", "logprobs"}
+    assert set(failed.ledger.tasks(2)) == {"prompts", "rollout", "reward", "logprobs"}
     history = failed.mlflow.get_metric_history(failed.mlflow_run().info.run_id, "reward/mean")
     assert [metric.step for metric in history] == [1]
 
@@ -285,9 +285,9 @@ def test_an_exception_in_a_step_keeps_what_was_done_and_the_run_goes_on_without_
     failed = launch("bad-step", overrides=reward("sometimes"))
     assert_failed(failed, "step 2, task reward: ConnectionError: the judge does not answer")
     assert_intact(failed, steps=1)
-    rollout = failed.ledger.tasks(1)["rollout"]
+    rollout = failed.ledger.tasks(2)["rollout"]
     broken.unlink()
     continued = launch("bad-step", overrides=reward("sometimes"))
     assert continued.state.is_completed(), continued.state.message
-    assert continued.ledger.tasks(1)["rollout"] == rollout, "generated once"
+    assert continued.ledger.tasks(2)["rollout"] == rollout, "generated once"
     assert continued.summary["weights_digest"] == launch("not-bad").summary["weights_digest"]

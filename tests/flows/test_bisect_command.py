@@ -38,7 +38,7 @@ def test_a_run_is_bisected_by_name_on_its_last_rollouts(run, tmp_path, capsys):
     assert bisect(*named, "--by", "operation", "--json", tmp_path / "b.json", "--png", tmp_path / "b.png") == 0
     out = capsys.readouterr().out
     result = json.loads((tmp_path / "b.json").read_text())
-    table = ArtifactStore(run.folder).get_table(run.ledger.tasks(1)["rollout"].outputs["rollouts"]).to_pylist()
+    table = ArtifactStore(run.folder).get_table(run.ledger.tasks(2)["rollout"].outputs["rollouts"]).to_pylist()
     assert result["tokens"] == sum(len(row["tokens"]) for row in table if row["group"] < 3)
     assert result["compared"] == "bisected: fp8_block, fp8 cache, against bf16"
     units = [unit["unit"] for unit in result["units"]]

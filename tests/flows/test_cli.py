@@ -48,7 +48,7 @@ from tasks.step import step
 def nan_at_step_2(run, index, options, prompts, rollouts):
     store = run.directory.store
     rows = reward_table(run, store.get_table(prompts), store.get_table(rollouts)).to_pylist()
-    rows[5]["reward"] = math.nan if index == 1 else 0.0
+    rows[5]["reward"] = math.nan if index == 2 else 0.0
     return {"rewards": store.put_table("rewards", pa.Table.from_pylist(rows, schema=REWARDS))}
 
 

@@ -51,27 +51,27 @@ def test_summary_names_what_it_promises(three_steps):
 
 
 def test_ledger_and_manifests_hold_every_step(three_steps):
-    assert sorted(three_steps.ledger.steps()) == [-1, 0, 1, 2]
+    assert sorted(three_steps.ledger.steps()) == [0, 1, 2, 3]
     chain = manifests(three_steps)
     assert first_broken_link(chain) is None
     assert chain[-1].record.weights_digest == three_steps.summary["weights_digest"]
     outputs = {name for task in chain[-1].record.outputs.values() for name in task}
     assert {"prompts", "rollouts", "rewards", "logprobs", "next_policy", "next_scales", "metrics"} <= outputs
     assert chain[1].record.outputs["train"]["next_policy"] == chain[2].record.inputs["rollout"]["policy"]
-    on_disk = json.loads((three_steps.folder / "manifests" / "00002.json").read_text())
+    on_disk = json.loads((three_steps.folder / "manifests" / "00003.json").read_text())
     assert on_disk == chain[-1].model_dump(mode="json")
 
 
 def test_every_artifact_is_named_by_its_content(three_steps):
     store = ArtifactStore(three_steps.folder)
     refs = [
-        ref for step in range(3) for task in three_steps.ledger.tasks(step).values() for ref in task.outputs.values()
+        ref for step in range(1, 4) for task in three_steps.ledger.tasks(step).values() for ref in task.outputs.values()
     ]
     assert {ref.uri.rpartition(".")[2] for ref in refs} == {"parquet", "json"}
     for ref in refs:
         read = store.get_table if ref.uri.endswith("parquet") else store.get_json
         read(ref)
-    rollouts = store.get_table(three_steps.ledger.tasks(2)["rollout"].outputs["rollouts"])
+    rollouts = store.get_table(three_steps.ledger.tasks(3)["rollout"].outputs["rollouts"])
     assert isinstance(rollouts, pa.Table)
     assert rollouts.num_rows == 16
     assert not list((three_steps.folder / "shards").iterdir()), "shards of a committed step are gone"
@@ -105,7 +105,7 @@ def test_a_run_that_is_continued_equals_one_that_was_not_cut(three_steps, launch
     # The evaluation of a last step is an extra measurement: the cut run made one more.
     assert [r["weights_digest"] for r in records(continued)] == [r["weights_digest"] for r in records(three_steps)]
     assert metric(continued, "reward/mean") == metric(three_steps, "reward/mean")
-    starts = {entry.step: entry.task for entry in continued.ledger.tasks(0).values()}
+    starts = {entry.step: entry.task for entry in continued.ledger.tasks(1).values()}
     assert starts, "the ledger is whole"
 
 
@@ -127,7 +127,7 @@ def test_warm_start_is_shared_between_precisions(three_steps, launch):
     bf16 = {f"precision.{side}.{part}": "bf16" for side in ("rollout", "training") for part in ("linear", "kv_cache")}
     other = launch("bf16", steps=2, overrides=bf16)
     assert other.summary["tmpe_max"] == 1.0
-    first, second = (run.ledger.tasks(-1)["warm_start"].outputs["weights"].digest for run in (three_steps, other))
+    first, second = (run.ledger.tasks(0)["warm_start"].outputs["weights"].digest for run in (three_steps, other))
     assert first == second
 
 
@@ -147,13 +147,13 @@ def test_reference_and_filter_are_inserted_from_the_configuration(launch):
         ],
         "pipeline.rewire": {"train": {"rewards": "filtered", "reference": "reference"}},
     }  # fmt: skip
-    finished = launch("optional", steps=3, overrides=inserted)
+    finished = launch("optional", steps=6, overrides=inserted)
     assert finished.state.is_completed(), finished.state.message
     kl = metric(finished, "train/reference_kl")
     assert kl[1] == 0.0, "the first update starts from the reference itself"
-    assert kl[3] > 0.0
+    assert max(kl.values()) > 0.0
     store = ArtifactStore(finished.folder)
-    filtered = store.get_table(finished.ledger.tasks(0)["filter"].outputs["filtered"]).to_pylist()
+    filtered = store.get_table(finished.ledger.tasks(1)["filter"].outputs["filtered"]).to_pylist()
     for group in {row["group"] for row in filtered}:
         rows = [row for row in filtered if row["group"] == group]
         assert all(row["keep"] == (len({row["reward"] for row in rows}) > 1) for row in rows)

@@ -79,7 +79,7 @@ def test_rollout_and_training_agree_bit_for_bit(trained):
 
 
 def test_prompts_are_in_the_chat_template_and_completions_are_read(trained):
-    store, tasks = ArtifactStore(trained.folder), trained.ledger.tasks(1)
+    store, tasks = ArtifactStore(trained.folder), trained.ledger.tasks(2)
     for row in store.get_table(tasks["prompts"].outputs["prompts"]).to_pylist():
         assert row["text"].startswith("<|im_start|>user\nMaria has ")
         assert row["text"].endswith("one integer.<|im_end|>\n<|im_start|>assistant\n")
@@ -88,7 +88,7 @@ def test_prompts_are_in_the_chat_template_and_completions_are_read(trained):
 
 
 def test_the_trained_policy_loads_in_transformers(trained, small_checkpoint):
-    folder = trained.folder / "checkpoints" / "00001" / "policy"
+    folder = trained.folder / "checkpoints" / "00002" / "policy"
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     ours, before = load_checkpoint(folder), load_checkpoint(small_checkpoint)
@@ -106,7 +106,7 @@ def test_the_trained_policy_loads_in_transformers(trained, small_checkpoint):
 
 
 def test_the_trained_policy_starts_another_run(trained, launch, problems):
-    policy = trained.folder / "checkpoints" / "00001" / "policy"
+    policy = trained.folder / "checkpoints" / "00002" / "policy"
     overrides = {"model": str(policy), "data.source": str(problems), **TINY}
     further = launch("real-further", steps=1, config="gsm8k", overrides=overrides)
     assert further.state.is_completed(), further.state.message
@@ -121,5 +121,5 @@ def test_gsm8k_itself(launch, small_checkpoint):
     assert finished.summary["tmpe_max"] == 1.0
     assert finished.summary["tokens_differing"] == 0
     store = ArtifactStore(finished.folder)
-    rows = store.get_table(finished.ledger.tasks(0)["prompts"].outputs["prompts"]).to_pylist()
+    rows = store.get_table(finished.ledger.tasks(1)["prompts"].outputs["prompts"]).to_pylist()
     assert all("#### " in row["reference"] for row in rows)

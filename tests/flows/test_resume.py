@@ -52,7 +52,7 @@ def cut_after(folder, step, task):
 
 @pytest.mark.parametrize("task", BOUNDARIES)
 def test_cut_after_each_task(whole, continue_copy, task):
-    continued = continue_copy(lambda folder: cut_after(folder, STEPS - 1, task))
+    continued = continue_copy(lambda folder: cut_after(folder, STEPS, task))
     assert continued.state.is_completed(), continued.state.message
     assert continued.summary["weights_digest"] == whole.summary["weights_digest"]
     assert records(continued) == records(whole)

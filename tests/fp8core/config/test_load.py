@@ -312,10 +312,12 @@ def test_differences_show_key_and_both_values() -> None:
         (["steps=11", "runs=moved"], []),
         (["steps=9"], ["steps: 10 -> 9"]),
         (["steps=11", "seed=1"], ["seed: 0 -> 1"]),
-        (["steps=10", "tracking.experiment=other"], ['tracking.experiment: "fp8-grpo" -> "other"']),
+        (["steps=10", "tracking.experiment=other", "checkpoint.every=3", "artifacts.keep={last: 2}"], []),
     ],
 )
-def test_a_run_continues_only_with_more_steps_or_moved(overrides: list[str], hindrances: list[str]) -> None:
+def test_a_run_continues_only_with_the_same_numbers_and_no_fewer_steps(
+    overrides: list[str], hindrances: list[str]
+) -> None:
     old, new = public_dump(load_config("tiny", ["steps=10"])), public_dump(load_config("tiny", overrides))
     assert may_continue(old, new) == hindrances
 

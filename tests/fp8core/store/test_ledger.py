@@ -22,7 +22,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def task(step: int, name: str, key: str = "k") -> TaskEntry:
-    return TaskEntry(step=step, task=name, key=key, outputs={"out": REF}, started=1.0, finished=2.0)
+    return TaskEntry(step=step, task=name, key=key, outputs={"out": REF}, started=1.0, seconds=1.0)
 
 
 def step(number: int, weights: str = "w") -> StepEntry:
@@ -34,18 +34,18 @@ def test_entries_come_back_in_each_question(path: Path) -> None:
     segments = [SegmentEntry(pid=pid, host="h", code_version="c", started=3.5) for pid in (1, 2)]
     ledger = Ledger.open(path)
     assert ledger.last_step() is None
-    for entry in (segments[0], task(-1, "warm_start"), step(-1), task(0, "prompts"), task(0, "rollout"), step(0)):
+    for entry in (segments[0], task(0, "warm_start"), step(0), task(1, "prompts"), task(1, "rollout"), step(1)):
         ledger.append(entry)
     ledger.append(checkpoint)
     ledger.append(segments[1])
     ledger.append(task(1, "prompts"))
     ledger.close()
     for again in (ledger, Ledger.open(path), LedgerView.read(path)):
-        assert list(again.tasks(0)) == ["prompts", "rollout"]
-        assert again.tasks(0)["rollout"] == task(0, "rollout")
+        assert list(again.tasks(1)) == ["prompts", "rollout"]
+        assert again.tasks(1)["rollout"] == task(1, "rollout")
         assert again.tasks(2) == {}
-        assert again.steps() == {-1: step(-1), 0: step(0)}
-        assert again.last_step() == 0
+        assert again.steps() == {0: step(0), 1: step(1)}
+        assert again.last_step() == 1
         assert again.checkpoints() == [checkpoint]
         assert again.segments() == segments
 

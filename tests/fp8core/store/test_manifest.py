@@ -7,7 +7,7 @@ from pydantic import ValidationError
 from fp8core.config.precision import PrecisionContract
 from fp8core.errors import UserError
 from fp8core.store.artifacts import canonical_json
-from fp8core.store.manifest import StepManifest, StepObservations, StepRecord, first_broken_link, record_digest
+from fp8core.store.manifest import Content, StepManifest, StepObservations, StepRecord, first_broken_link, record_digest
 
 
 def manifest(step: int = 0, predecessor: str | None = None, seconds: float = 1.0) -> StepManifest:
@@ -17,12 +17,15 @@ def manifest(step: int = 0, predecessor: str | None = None, seconds: float = 1.0
             predecessor=predecessor,
             config_digest="c",
             code_version="v",
-            inputs={"train": {"rollouts": "aa"}},
-            outputs={"train": {"policy": "bb"}},
+            steps=3,
+            inputs={"train": {"rollouts": Content(digest="aa", size=2)}},
+            outputs={"train": {"policy": Content(digest="bb", size=3)}},
             model_revision=None,
             seeds={"rollout": 7},
             scales_digest=None,
             precision=PrecisionContract().model_dump(mode="json"),
+            executed={"rollout": {"engine": "embedded"}},
+            level="exact",
             weights_digest="w",
             versions={"torch": "2"},
         ),
@@ -31,7 +34,7 @@ def manifest(step: int = 0, predecessor: str | None = None, seconds: float = 1.0
 
 
 def chain(length: int) -> list[StepManifest]:
-    manifests = [manifest(-1)]
+    manifests = [manifest(0)]
     for step in range(length - 1):
         manifests.append(manifest(step, record_digest(manifests[-1])))
     return manifests
@@ -86,7 +89,7 @@ def test_the_chain_holds_and_a_changed_or_missing_step_breaks_it() -> None:
 def test_another_schema_version_and_numbers_without_json_are_refused() -> None:
     stored = manifest().model_dump(mode="json")
     with pytest.raises(ValidationError, match="schema_version"):
-        StepManifest.model_validate({**stored, "schema_version": 2})
+        StepManifest.model_validate({**stored, "schema_version": 1})
     with pytest.raises(UserError, match=r"record\.precision\.margin is inf"):
         record_digest(replace_in_record(manifest(), precision={"margin": math.inf}))
     with pytest.raises(ValidationError, match="finite"):

@@ -29,7 +29,7 @@ def write_for_ever(root: Path, life: int, acknowledge: Acknowledge) -> None:
                 "statistics": run.store.put_tensors("statistics", {"amax": torch.full((64,), float(i))}),
                 "metrics": run.store.put_json("metrics", {"i": i}),
             }
-            entry = TaskEntry(step=i, task="reward", key="k", outputs=refs, started=0.0, finished=1.0)
+            entry = TaskEntry(step=i, task="reward", key="k", outputs=refs, started=0.0, seconds=1.0)
             run.ledger.append(entry)
             acknowledge(json.dumps({"entry": entry.model_dump(mode="json")}))
             shards.append(table)

@@ -78,7 +78,7 @@ def test_the_initial_policy_is_what_the_first_task_stored(run, warm):
     """The warm start stores weights; without one the base model is the policy."""
     made = {name: tensor + 1 for name, tensor in run.base.items()}
     outputs = {"weights": run.directory.store.put_tensors("weights", made)} if warm else {}
-    entry = TaskEntry(step=-1, task="warm_start", key="", outputs=outputs, started=0.0, finished=0.0)
+    entry = TaskEntry(step=0, task="warm_start", key="", outputs=outputs, started=0.0, seconds=0.0)
     run.directory.ledger.append(entry)
     assert policy_digest(dict(run.initial_policy())) == policy_digest(made if warm else dict(run.base))
 

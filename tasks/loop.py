@@ -1,0 +1,53 @@
+"""The iteration without an orchestrator: one step after the other in this process.
+
+The flow runs the same functions as Prefect tasks. This loop serves replays, exports and tests of what a kill leaves.
+"""
+
+from collections.abc import Mapping
+
+from fp8core.store.artifacts import Ref
+from fp8core.store.ledger import START
+from fp8core.workers.live import LiveRun
+from tasks import start
+from tasks.checkpoint import checkpoint_due, save_state
+from tasks.commit import commit_step
+from tasks.execute import TaskResult, run_step
+from tasks.restore import carried, restore
+
+
+def begin(run: LiveRun) -> int:
+    """Policy 0, its scales and its accuracy, then back to where an earlier process stopped; returns updates redone."""
+    start.warm_start(run)
+    start.bring_to_life(run)
+    scales = start.first_scales(run).entry.outputs["scales"]
+    start.first_evaluation(run, scales)
+    if START not in run.directory.ledger.steps():
+        commit_step(run, START)
+    return restore(run)
+
+
+def train(run: LiveRun) -> None:
+    """Every step that is not committed yet, up to the configured number."""
+    begin(run)
+    for index in range(next_step(run), run.config.steps + 1):
+        iterate(run, index, carried(run, index))
+        if checkpoint_due(run, index):
+            save_state(run, index)
+
+
+def next_step(run: LiveRun) -> int:
+    """The first step that is not committed; its finished tasks are in the ledger and are not run again."""
+    last = run.directory.ledger.last_step()
+    assert last is not None, "begin() commits step 0"
+    return last + 1
+
+
+def iterate(run: LiveRun, index: int, inputs: Mapping[str, Ref]) -> dict[str, TaskResult]:
+    """Run the tasks of one step in order and commit it; returns results by task."""
+    artifacts, results = dict(inputs), dict[str, TaskResult]()
+    for planned in run.plan.steps:
+        ports = {port: artifacts[artifact] for port, artifact in planned.inputs.items()}
+        results[planned.name] = run_step(run, index, planned, ports)
+        artifacts |= results[planned.name].entry.outputs
+    commit_step(run, index)
+    return results

@@ -1,0 +1,145 @@
+"""Open a run's folder and build what is alive in it. MLflow is not known here: replays and audits need none."""
+
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import fp8core
+import tasks
+from fp8core.config.capability import check_contract
+from fp8core.config.check import Plan, check_pipeline
+from fp8core.config.load import config_digest, may_continue
+from fp8core.config.run import RunConfig, public_dump
+from fp8core.config.steps import import_spec
+from fp8core.data.source import build_source
+from fp8core.errors import UserError
+from fp8core.report.console import Console
+from fp8core.rewards.verifier import build_verifier
+from fp8core.rl.objective import Objective
+from fp8core.store.ledger import LedgerView, SegmentEntry
+from fp8core.store.run_directory import LEDGER, RunDescription, RunDirectory, read_description
+from fp8core.store.versions import code_version, git_state, hardware
+from fp8core.workers.build import build_base
+from fp8core.workers.live import LiveRun, register, release
+
+CARRIED_KINDS = {"policy": "policy", "scales": "scales"}
+_PACKAGES = tuple(Path(str(package.__file__)).parent for package in (fp8core, tasks))
+
+
+def plan_of(config: RunConfig) -> Plan:
+    """The checked pipeline of a configuration whose precision contract can be kept.
+
+    Raises:
+        UserError: the contract is beyond the engines, the correction names what does not exist, the pipeline is
+            broken, or nothing in it provides metrics or the log-probs that the loss asks for.
+    """
+    # The embedded engine and the torch trainer compute on the CPU, whatever else the machine has.
+    check_contract(config.precision, "cpu", corrected=config.correction.method != "none")
+    Objective(config.loss, config.correction)
+    plan = check_pipeline(config.pipeline, CARRIED_KINDS, import_spec)
+    if not any("metrics" in planned.spec.outputs.values() for planned in plan.steps):
+        raise UserError("pipeline.steps: no step provides an artifact of kind metrics; add tasks.record:record")
+    if config.loss.reference_kl and not any("reference" in planned.inputs for planned in plan.steps):
+        raise UserError(
+            f"loss.reference_kl={config.loss.reference_kl} needs log-probs of the reference policy: insert the step "
+            "tasks.reference:reference, and rewire train: {reference: reference} (as configs/careful.yaml does)"
+        )
+    return plan
+
+
+def current_code() -> str:
+    """Digest of the sources that compute: fp8core and tasks."""
+    return code_version(*_PACKAGES)
+
+
+def refuse_conflict(config: RunConfig, *, new_code: bool = False) -> None:
+    """Refuse a named run that exists with another configuration or code, before anything is started.
+
+    Raises:
+        UserError: with every key that differs, or both code versions.
+    """
+    if config.run is not None:
+        folder = config.runs.absolute() / config.run
+        described = read_description(folder)
+        if described is not None:
+            _refuse_other_config(described, config, config.run)
+            if not new_code and (folder / LEDGER).exists():
+                refuse_other_code(described, LedgerView.read(folder / LEDGER).segments(), config.run)
+
+
+def _refuse_other_config(described: RunDescription, config: RunConfig, name: str) -> None:
+    """A run is continued as it was begun, but for more steps and what makes no numbers."""
+    differing = may_continue(described.config, public_dump(config))
+    if differing:
+        raise UserError(f"run {name} exists with another configuration: {'; '.join(differing)}")
+
+
+def refuse_other_code(described: RunDescription, segments: list[SegmentEntry], name: str) -> None:
+    """A run is continued by the code that last ran it, or digests mean nothing."""
+    before, now = segments[-1].code_version if segments else described.code_version, current_code()
+    if before != now:
+        raise UserError(
+            f"run {name} was made by code version {before[:12]}, this is {now[:12]}: continue it with that code, "
+            f"start a new segment with this one (fp8-grpo resume {name} --new-code), or start another run"
+        )
+
+
+@contextmanager
+def open_directory(config: RunConfig, name: str, *, new_code: bool = False) -> Iterator[RunDirectory]:
+    """The folder of a new or an existing run, locked, with its run.json.
+
+    Args:
+        config: the checked configuration.
+        name: the run's name, which is that of its folder below `config.runs`.
+        new_code: continue a run of other code, as a new segment.
+
+    Raises:
+        UserError: the folder is unwritable or in use, or the run exists with another configuration or code.
+    """
+    with RunDirectory.create_or_open(config.runs.absolute() / name) as directory:
+        described = directory.description()
+        if described is None:
+            directory.write_description(public_dump(config), current_code())
+        else:
+            _refuse_other_config(described, config, name)
+            if not new_code:
+                refuse_other_code(described, directory.ledger.segments(), name)
+        yield directory
+
+
+@contextmanager
+def open_run(config: RunConfig, plan: Plan, directory: RunDirectory, console: Console) -> Iterator[LiveRun]:
+    """Everything that is alive in a run's folder, reachable for tasks (`workers.live`) while the block lasts.
+
+    Raises:
+        UserError: the model or data cannot be read.
+    """
+    source = build_source(config.data, config.evaluation)  # Before the model, which takes longer to load.
+    base = build_base(config)
+    version = current_code()
+    segment = SegmentEntry(pid=os.getpid(), host=socket.gethostname(), code_version=version, started=time.time())
+    directory.ledger.append(segment)
+    run = LiveRun(
+        config=config,
+        config_digest=config_digest(config),
+        code_version=version,
+        plan=plan,
+        directory=directory,
+        tokenizer=base.tokenizer,
+        arch=base.arch,
+        source=source,
+        verifier=build_verifier(config.reward),
+        model_revision=base.revision,
+        machine=hardware(),
+        git=git_state(_PACKAGES[0]),
+        console=console,
+        base=base.tensors,
+    )
+    register(run)
+    try:
+        yield run
+    finally:
+        release(directory.path)
