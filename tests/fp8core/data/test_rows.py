@@ -84,3 +84,13 @@ def test_too_few_rows() -> None:
 def test_bad_rows_are_refused_with_their_place(row: object, message: str) -> None:
     with pytest.raises(UserError, match=message):
         problem_from_row(row, "question", "answer", "here")
+
+
+def test_the_training_set_is_what_is_left_to_train_on() -> None:
+    source = RowSource(numbered(400), "rows")
+    trained = {row for step in range(40) for row in source.training(step, 10, 0)}
+    assert source.training_set().rows == len(trained)
+    assert source.training_set() == RowSource(numbered(400), "elsewhere").training_set()
+    answered_differently = [*numbered(399), problem("question 399", "#### 0")]
+    assert not is_heldout("question 399")
+    assert source.training_set().digest != RowSource(answered_differently, "rows").training_set().digest
