@@ -30,7 +30,7 @@ from tasks.checkpoint import checkpoint_due, save_state
 from tasks.logged_models import publish_checkpoint
 from tasks.loop import begin, iterate, next_step
 from tasks.opening import open_directory, open_run, plan_of
-from tasks.publish import publish_description, publish_step, samples_due
+from tasks.publish import publish_description, publish_step, tables_due
 from tasks.publisher import publishing
 from tasks.restore import carried
 from tasks.tracking import Tracker
@@ -121,8 +121,8 @@ def pieces(config: RunConfig, uri: str, runs: Path) -> dict[str, tuple[float, fl
     with opened(config, "alone") as run:
         tracker, _ = tracked(run, uri, f"pieces of {uri.partition(':')[0]}")
         publish_description(run, tracker)
-        plain = [step for step in range(1, config.steps) if not samples_due(run, step)]
-        sampled = [step for step in range(1, config.steps + 1) if samples_due(run, step)]
+        plain = [step for step in range(1, config.steps) if not tables_due(run, step)]
+        sampled = [step for step in range(1, config.steps + 1) if tables_due(run, step)]
         before, files = (runs / "mlflow.db").stat().st_size, artifact_bytes(runs)
         costs = {"step": median_cost([lambda step=step: publish_step(run, tracker, step) for step in plain])}
         grown = (runs / "mlflow.db").stat().st_size - before

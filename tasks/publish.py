@@ -32,13 +32,11 @@ def publish_step(run: LiveRun, tracker: Tracker, index: int) -> None:
     committed = run.directory.ledger.steps()[index].committed_ms
     tracker.log_step(index, {**step_metrics(run, index), **timings, **shares}, committed)
     tracker.log_text(manifest.model_dump_json(indent=2) + "\n", f"manifests/{index:05d}.json")
-    if samples_due(run, index):
-        tracker.log_tables(
-            {
-                f"samples/step_{index:06d}.json": sample_table(run, index),
-                f"artifacts/step_{index:06d}.json": artifact_table(run, index),
-            }
-        )
+    if tables_due(run, index):
+        tables = {f"artifacts/step_{index:06d}.json": artifact_table(run, index)}
+        if run.config.tracking.sample_completions:
+            tables[f"samples/step_{index:06d}.json"] = sample_table(run, index)
+        tracker.log_tables(tables)
 
 
 def publish_result(run: LiveRun, tracker: Tracker) -> None:
@@ -82,11 +80,10 @@ def artifact_table(run: LiveRun, index: int) -> Table:
     return ARTIFACT_COLUMNS, rows
 
 
-def samples_due(run: LiveRun, index: int) -> bool:
-    """The first step, every `tracking.sample_every`, and the last, unless no samples are wanted."""
-    config = run.config.tracking
-    due = index == START + 1 or index % config.sample_every == 0 or index == run.config.steps
-    return index > START and config.sample_completions > 0 and due
+def tables_due(run: LiveRun, index: int) -> bool:
+    """The first step, every `tracking.sample_every`, and the last."""
+    chosen = index == START + 1 or index % run.config.tracking.sample_every == 0 or index == run.config.steps
+    return index > START and chosen
 
 
 def flat(value: dict[str, object], prefix: str = "") -> dict[str, object]:

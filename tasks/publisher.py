@@ -65,7 +65,8 @@ class Backlog:
             self._once.popleft()
             yield
         ledger = self._run.directory.ledger
-        while (step := self.published + 1) in ledger.steps():
+        committed = ledger.steps()
+        while (step := self.published + 1) in committed:
             publish_step(self._run, self._tracker, step)
             self._file.holds_step(step)
             yield

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import mlflow
 import pytest
 import uvicorn
 from mlflow import MlflowClient
@@ -126,7 +127,11 @@ def mlflow_server(fresh_store: FreshStore) -> Iterator[str]:
         while not server.started:
             assert thread.is_alive()
             thread.join(0.01)
-        yield f"http://127.0.0.1:{port}"
+        address = f"http://127.0.0.1:{port}"
+        MlflowClient(address).search_experiments(max_results=1)
+        # The server makes its store that of the process, which is ours, at the first request.
+        mlflow.set_tracking_uri(None)
+        yield address
         server.should_exit = True
         thread.join()
 

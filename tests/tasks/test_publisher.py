@@ -13,7 +13,7 @@ import pytest
 from fp8core.errors import UserError
 from fp8core.report.console import Console
 from tasks.session import Session, open_session
-from tasks.tracking_record import read_record
+from tasks.tracking_record import TrackingRecord, read_record, write_record
 from tasks.tracking_store import default_tracking_uri
 
 AWAY = "MLflow does not answer; metrics stay in the ledger and follow\n"
@@ -89,6 +89,16 @@ def test_a_resume_asks_for_no_history_and_writes_no_step_again(copy_of_trained, 
     again = network.requests[first:]
     assert not any("metrics/get-history" in request or "manifests" in request for request in again)
     assert len(again) < 25, "so many for any number of steps"
+
+
+def test_a_killed_neighbour_is_shown_as_killed(copy_of_trained, runs, open_tracker) -> None:
+    copy, neighbour = copy_of_trained(default_tracking_uri(runs)), open_tracker()
+    folder = copy.folder.with_name("neighbour")
+    folder.mkdir()
+    (folder / "ledger.jsonl").touch()
+    write_record(folder, TrackingRecord.begun(neighbour.uri, neighbour.experiment_id, neighbour.run_id))
+    publish(copy)
+    assert neighbour.client.get_run(neighbour.run_id).info.status == "KILLED"
 
 
 # --- outages ---
