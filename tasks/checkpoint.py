@@ -1,12 +1,11 @@
 """Weights and optimiser on disk, and the policy as a Hugging Face folder beside them."""
 
-import hashlib
 import shutil
-from pathlib import Path
 
 from fp8core.errors import UserError
 from fp8core.models.checkpoint import save_checkpoint
 from fp8core.store.durable import sync_path
+from fp8core.store.folder_digest import folder_digest
 from fp8core.store.ledger import CheckpointEntry
 from fp8core.workers.live import LiveRun
 
@@ -43,16 +42,6 @@ def save_state(run: LiveRun, index: int) -> None:
         CheckpointEntry(step=index, uri=uri, digest=folder_digest(folder), weights_digest=trainer.digest())
     )
     _prune(run)
-
-
-def folder_digest(folder: Path) -> str:
-    """SHA-256 over the sorted (relative path, SHA-256) of a folder's files."""
-    digest = hashlib.sha256()
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        with path.open("rb") as file:
-            content = hashlib.file_digest(file, "sha256").hexdigest()
-        digest.update(f"{path.relative_to(folder).as_posix()}\n{content}\n".encode())
-    return digest.hexdigest()
 
 
 def _prune(run: LiveRun) -> None:
