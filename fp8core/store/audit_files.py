@@ -8,7 +8,7 @@ from typing import Any
 
 from fp8core.store.artifacts import ArtifactError, ArtifactStore, Ref
 from fp8core.store.difference import shown
-from fp8core.store.evidence import Evidence, Finding
+from fp8core.store.evidence import Evidence, Finding, spans
 from fp8core.store.folder_digest import Report, file_digest, folder_digest
 from fp8core.store.ledger import CheckpointEntry, RedoEntry, StepEntry, TaskEntry
 
@@ -113,7 +113,7 @@ def _last_checkpoints(evidence: Evidence) -> dict[int, CheckpointEntry]:
 
 def checkpoint_findings(evidence: Evidence, report: Report) -> Iterator[Finding]:
     """Every checkpoint: whole, unchanged and of its step's weights, or pruned; the newest must be there."""
-    entries = _last_checkpoints(evidence)
+    entries, pruned = _last_checkpoints(evidence), []
     for step, entry in entries.items():
         if entry.uri != f"checkpoints/{step:05d}":
             yield Finding("error", entry.uri, "not where the checkpoint of this step belongs", step=step)
@@ -135,7 +135,9 @@ def checkpoint_findings(evidence: Evidence, report: Report) -> Iterator[Finding]
         elif digest is None and step == max(entries):
             yield Finding("error", entry.uri, "the folder is missing, and it is the newest checkpoint", step=step)
         elif digest is None:
-            yield Finding("note", entry.uri, "pruned: later checkpoints replace it", step=step)
+            pruned.append(step)
+    if pruned:
+        yield Finding("note", "checkpoints", f"pruned, as later ones replace them: those of steps {spans(pruned)}")
 
 
 def _weights(evidence: Evidence, entry: CheckpointEntry) -> Iterator[Finding]:
