@@ -32,7 +32,7 @@ def save_state(run: LiveRun, index: int) -> None:
         partial.mkdir()
         trainer.save(partial)
         save_checkpoint(partial / "policy", run.arch, trainer.masters, run.tokenizer)
-        for path in partial.iterdir():
+        for path in partial.rglob("*"):
             sync_path(path)
         sync_path(partial)
         partial.rename(folder)
