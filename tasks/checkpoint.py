@@ -46,9 +46,6 @@ def save_state(run: LiveRun, index: int) -> None:
 
 def _prune(run: LiveRun) -> None:
     """The last `keep` + 1 checkpoints stay."""
-    checkpoints = run.directory.path / "checkpoints"
-    for folder in sorted(checkpoints.glob("[0-9]*"))[: -(run.config.checkpoint.keep + 1)]:
-        # Whoever looks at the run, or resumes it after a kill, finds a whole checkpoint or none.
-        folder.rename(folder.with_name(f".{folder.name}.pruned"))
-    for pruned in checkpoints.glob(".*.pruned"):
-        shutil.rmtree(pruned)
+    folders = sorted((run.directory.path / "checkpoints").glob("[0-9]*"))
+    for folder in folders[: -(run.config.checkpoint.keep + 1)]:
+        shutil.rmtree(folder)
