@@ -38,8 +38,7 @@ def publish_step(run: LiveRun, tracker: Tracker, index: int) -> dict[str, float]
     total = sum(seconds.values())
     timings = {f"time/{task}_seconds": value for task, value in seconds.items()}
     shares = {f"time/{task}_share": value / total for task, value in seconds.items() if total > 0}
-    committed = run.directory.ledger.steps()[index].committed_ms
-    tracker.log_step(index, {**metrics, **timings, **shares}, committed)
+    tracker.log_step(index, {**metrics, **timings, **shares}, committed_step(run, index).committed_ms)
     config = run.config.tracking
     if index > START and config.sample_completions and samples_due(run, index):
         tracker.log_samples(index, samples(run, index, config.sample_completions))
@@ -65,8 +64,15 @@ def history(run: LiveRun) -> list[dict[str, float]]:
 
 def stored_manifest(run: LiveRun, index: int) -> StepManifest:
     """The manifest of a committed iteration."""
-    content = run.directory.store.get_json(run.directory.ledger.steps()[index].manifest)
+    content = run.directory.store.get_json(committed_step(run, index).manifest)
     return StepManifest.model_validate_json(json.dumps(content))
+
+
+def committed_step(run: LiveRun, index: int) -> StepEntry:
+    """The ledger's entry of an iteration that is committed."""
+    entry = run.directory.ledger.step(index)
+    assert entry is not None, f"step {index} is not committed"
+    return entry
 
 
 def samples(run: LiveRun, index: int, count: int) -> list[Sample]:
@@ -97,7 +103,7 @@ def samples_due(run: LiveRun, index: int) -> bool:
 
 def _commit_time(run: LiveRun, index: int) -> int:
     """Unix milliseconds, later than the step before even when the machine's clock was set back in between."""
-    now, before = time.time_ns() // 1_000_000, run.directory.ledger.steps().get(index - 1)
+    now, before = time.time_ns() // 1_000_000, run.directory.ledger.step(index - 1)
     return now if before is None else max(now, before.committed_ms + 1)
 
 

@@ -67,7 +67,7 @@ def refuse_conflict(config: RunConfig, *, new_code: bool = False) -> None:
         if described is not None:
             _refuse_other_config(described, config, config.run)
             if not new_code and (folder / LEDGER).exists():
-                refuse_other_code(described, LedgerView.read(folder / LEDGER).segments(), config.run)
+                refuse_other_code(described, LedgerView.glance(folder / LEDGER).last_segment(), config.run)
 
 
 def _refuse_other_config(described: RunDescription, config: RunConfig, name: str) -> None:
@@ -77,9 +77,9 @@ def _refuse_other_config(described: RunDescription, config: RunConfig, name: str
         raise UserError(f"run {name} exists with another configuration: {'; '.join(differing)}")
 
 
-def refuse_other_code(described: RunDescription, segments: list[SegmentEntry], name: str) -> None:
+def refuse_other_code(described: RunDescription, last: SegmentEntry | None, name: str) -> None:
     """A run is continued by the code that last ran it, or digests mean nothing."""
-    before, now = segments[-1].code_version if segments else described.code_version, current_code()
+    before, now = described.code_version if last is None else last.code_version, current_code()
     if before != now:
         raise UserError(
             f"run {name} was made by code version {before[:12]}, this is {now[:12]}: continue it with that code, "
@@ -106,7 +106,7 @@ def open_directory(config: RunConfig, name: str, *, new_code: bool = False) -> I
         else:
             _refuse_other_config(described, config, name)
             if not new_code:
-                refuse_other_code(described, directory.ledger.segments(), name)
+                refuse_other_code(described, directory.ledger.last_segment(), name)
         yield directory
 
 

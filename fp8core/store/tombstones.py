@@ -4,7 +4,7 @@ A file that is there is there, whatever a tombstone says: its remover may have b
 again. A tombstone explains a file that is missing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from io import FileIO
 from pathlib import Path
 
@@ -48,7 +48,7 @@ def read_tombstones(folder: Path) -> dict[str, Tombstone]:
     return {tombstone.digest: tombstone for tombstone in found}
 
 
-def bury(folder: Path, tombstones: Sequence[Tombstone]) -> None:
+def bury(folder: Path, tombstones: Collection[Tombstone]) -> None:
     """Appends tombstones, durably; what they name may be removed afterwards. Only for the holder of the run's lock.
 
     Raises UserError when the disk refuses; then none is added.
