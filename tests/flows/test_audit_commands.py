@@ -49,7 +49,7 @@ def test_verify_says_what_the_run_is_and_that_it_is_whole(run, tmp_path, capsys)
     shown = [f"id {about['id']}", "steps           0-2 committed, 2 asked for", about["last_record"], "torch "]
     assert [text for text in shown if text not in printed] == []
     assert "verified: 3 steps, " in printed.splitlines()[-1]
-    assert printed.endswith(": 0 errors, 0 notes\n")
+    assert printed.endswith("; errors: 0, notes: 0\n")
 
 
 def test_verify_names_damage_and_exits_with_1(copy, tmp_path, capsys):

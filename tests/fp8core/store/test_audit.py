@@ -83,9 +83,7 @@ def forge(run: Path, step: int, change: Callable[[dict[str, Any]], Any]) -> None
 def test_an_intact_run_has_no_errors_and_its_pruned_checkpoint_is_noted(run: Path) -> None:
     evidence, read, seen = collect(run), list[int](), list[StepManifest]()
     found = list(audit(evidence, read.append, seen.append))
-    assert [str(finding) for finding in found] == [
-        "note checkpoints: pruned, as later ones replace them: those of steps 1"
-    ]
+    assert [str(finding) for finding in found] == ["note checkpoints: pruned, as later ones replace them: steps 1"]
     assert sum(read) == audited_bytes(evidence)
     assert [manifest.record.step for manifest in seen] == [0, 1, 2, 3]
     files = {path for path in (run / "artifacts").rglob("*") if path.is_file()}
