@@ -62,8 +62,8 @@ def verify_run(options: argparse.Namespace) -> int:
         "notes": sum(finding.severity == "note" for finding in findings),
     }
     print(
-        "verified: {steps} steps, {artifacts} artifacts, {bytes:,} bytes in {seconds:.1f} s: "
-        "{errors} errors, {notes} notes".format(**counts)
+        "verified: {steps} steps, {artifacts} artifacts, {bytes:,} bytes, {seconds:.1f} s; "
+        "errors: {errors}, notes: {notes}".format(**counts)
     )
     if options.json is not None:
         found = [asdict(finding) for finding in findings]

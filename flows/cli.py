@@ -56,9 +56,9 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("doctor", help="say what this machine can run").set_defaults(command=_doctor)
     add_commands(commands)
     bisect.add_command(commands)
-    retention.add_command(commands)
     audit.add_command(commands)
     compare.add_command(commands)
+    retention.add_command(commands)
     return parser
 
 

@@ -87,7 +87,12 @@ def _open(evidence: Evidence) -> dict[int, list[str]]:
 
 
 def _segments(evidence: Evidence) -> list[SegmentEntry]:
-    return [entry for _, entry in evidence.entries if isinstance(entry, SegmentEntry)]
+    """The process starts; a line that repeats the last one is no other start."""
+    segments: list[SegmentEntry] = []
+    for _, entry in evidence.entries:
+        if isinstance(entry, SegmentEntry) and entry not in segments[-1:]:
+            segments.append(entry)
+    return segments
 
 
 def _time(segment: SegmentEntry) -> str:

@@ -18,7 +18,7 @@ from fp8core.store.audit_files import artifact_findings, checkpoint_findings, st
 from fp8core.store.difference import content_differences, shown, value_differences
 from fp8core.store.evidence import Commit, Evidence, Finding, read_manifest, spans
 from fp8core.store.folder_digest import Report, silent
-from fp8core.store.ledger import START, RedoEntry, SegmentEntry, TaskEntry
+from fp8core.store.ledger import START, RedoEntry, SegmentEntry, StepEntry, TaskEntry
 from fp8core.store.manifest import Content, StepManifest, StepObservations, StepRecord, record_digest
 from fp8core.store.run_directory import LEDGER
 
@@ -38,9 +38,9 @@ def audit(evidence: Evidence, report: Report = silent, watch: Watch = _unwatched
         watch: shown the manifest of each step as it is read.
     """
     yield from evidence.problems
+    yield from _beginning(evidence)
     yield from _order(evidence)
     yield from _manifests(evidence, watch)
-    yield from _repetitions(evidence)
     yield from artifact_findings(evidence, report)
     yield from checkpoint_findings(evidence, report)
 
@@ -49,16 +49,29 @@ def audit(evidence: Evidence, report: Report = silent, watch: Watch = _unwatched
 
 
 def _order(evidence: Evidence) -> Iterator[Finding]:
+    """Steps follow one another without gaps, and nothing goes back to one that is committed, but for redos."""
     expected = START
-    for commit in evidence.commits:
-        if commit.step != expected:
-            problem = f"commits step {commit.step}, but step {expected} was to be next"
-            yield Finding("error", f"{LEDGER}:{commit.line}", problem, step=commit.step)
-        expected = commit.step + 1
-    begun = evidence.description.code_version
-    # Whatever processes came before the first finished task left nothing, and run.json is of the last of them.
+    for line, entry in evidence.entries:
+        if isinstance(entry, SegmentEntry):
+            continue
+        problem = None
+        if entry.step > expected:
+            problem = f"an entry of step {entry.step}, but step {expected} is not committed"
+        elif isinstance(entry, TaskEntry | StepEntry) and entry.step < expected:
+            problem = f"an entry of step {entry.step}, which was committed before"
+        elif isinstance(entry, RedoEntry):
+            text = f"redone by code {shown(entry.code_version)} with another outcome, from which the run went on"
+            yield Finding("note", f"{LEDGER}:{line}", text, step=entry.step, task=entry.task)
+        if problem is not None:
+            yield Finding("error", f"{LEDGER}:{line}", problem, step=entry.step)
+        expected = max(expected, entry.step + isinstance(entry, StepEntry))
+
+
+def _beginning(evidence: Evidence) -> Iterator[Finding]:
+    """run.json names the code that began the work; processes before it, which left nothing, may have been of other."""
     opened = takewhile(lambda numbered: isinstance(numbered[1], SegmentEntry), evidence.entries)
     for line, segment in list(opened)[-1:]:
+        begun = evidence.description.code_version
         if isinstance(segment, SegmentEntry) and segment.code_version != begun:
             problem = f"the run was begun by code {shown(segment.code_version)}, run.json says {shown(begun)}"
             yield Finding("error", f"{LEDGER}:{line}", problem)
@@ -168,20 +181,6 @@ def _observations(commit: Commit, observed: StepObservations) -> Iterator[Findin
     for found in value_differences("observed", copied, original):
         problem = f"{found.path}: {shown(found.ours)}, by the ledger {shown(found.theirs)}"
         yield Finding("error", commit.place, problem, step=commit.step)
-
-
-def _repetitions(evidence: Evidence) -> Iterator[Finding]:
-    """Work that was done again, with another outcome."""
-    for line, entry in evidence.entries:
-        place = f"{LEDGER}:{line}"
-        if isinstance(entry, RedoEntry):
-            problem = f"redone by code {shown(entry.code_version)} with another outcome, from which the run went on"
-            yield Finding("note", place, problem, step=entry.step, task=entry.task)
-        elif isinstance(entry, TaskEntry) and entry.step in evidence.steps and line > evidence.steps[entry.step].line:
-            before = evidence.steps[entry.step].tasks.get(entry.task)
-            if before is None or before.outputs != entry.outputs:
-                problem = "done again after its step was committed, with another outcome"
-                yield Finding("note", place, problem, step=entry.step, task=entry.task)
 
 
 def _contents(artifacts: Mapping[str, Ref]) -> dict[str, Content]:

@@ -48,14 +48,16 @@ def references(evidence: Evidence) -> list[Reference]:
 
 
 def audited_bytes(evidence: Evidence) -> int:
-    """How much there is to read."""
+    """How much there is to read: artifacts and checkpoints that are there."""
     folders = {evidence.folder / entry.uri for entry in _last_checkpoints(evidence).values()}
     files = [path for folder in folders for path in folder.rglob("*")]
-    return sum(reference.ref.size for reference in references(evidence)) + sum(map(_size, files))
+    return sum(_size(evidence.folder / reference.ref.uri) for reference in references(evidence)) + sum(
+        map(_size, files)
+    )
 
 
 def _size(path: Path) -> int:
-    """Bytes of a file; none for a folder, or for what a live run has removed."""
+    """Bytes of a file; none for a folder, or for what is not there."""
     return path.stat().st_size if path.is_file() else 0
 
 
@@ -79,7 +81,6 @@ def artifact_findings(evidence: Evidence, report: Report) -> Iterator[Finding]:
         try:
             size, digest = path.stat().st_size, file_digest(path, report)
         except FileNotFoundError:
-            report(ref.size)
             if tombstone is None:
                 yield reference.error("the file is missing")
             else:
@@ -137,7 +138,7 @@ def checkpoint_findings(evidence: Evidence, report: Report) -> Iterator[Finding]
         elif digest is None:
             pruned.append(step)
     if pruned:
-        yield Finding("note", "checkpoints", f"pruned, as later ones replace them: those of steps {spans(pruned)}")
+        yield Finding("note", "checkpoints", f"pruned, as later ones replace them: steps {spans(pruned)}")
 
 
 def _weights(evidence: Evidence, entry: CheckpointEntry) -> Iterator[Finding]:

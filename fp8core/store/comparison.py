@@ -11,6 +11,7 @@ from fp8core.store.artifacts import ArtifactStore
 from fp8core.store.difference import Difference, MetricDifference, causes, first_difference, metric_differences
 from fp8core.store.evidence import Commit, Evidence, read_manifest
 from fp8core.store.manifest import StepRecord
+from fp8core.store.run_directory import LEDGER
 
 _NOTED = ("steps", "level")
 # Shown library by library and field by field; of all other circumstances the first difference is enough.
@@ -44,8 +45,12 @@ def compare(ours: Evidence, theirs: Evidence) -> Comparison:
     """Compare two runs by their configurations, manifests and metrics.
 
     Raises:
-        UserError: the runs have no common step, a manifest cannot be read, or metrics are damaged.
+        UserError: the runs have no common step, or a ledger, a manifest or metrics that are needed are damaged.
     """
+    for run in (ours, theirs):
+        for problem in run.problems:
+            if problem.place.startswith(LEDGER):
+                raise UserError(f"{run.folder}/{problem.place} cannot be compared: {problem.problem}")
     common = [step for step in ours.steps if step in theirs.steps]
     if not common:
         raise UserError(f"{ours.folder} and {theirs.folder}: no step is committed in both")

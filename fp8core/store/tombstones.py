@@ -22,12 +22,12 @@ class Tombstone(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    digest: str
+    digest: str = Field(description="SHA-256 of the artifact; of a checkpoint, that of its folder.")
     uri: str = Field(description="Path relative to the run directory.")
     kind: str = Field(description="Kind of the artifact; `checkpoint`; `orphan` for what no ledger line named.")
     size: int = Field(ge=0, description="Bytes.")
     step: int | None = Field(description="The step that made it; null for an orphan.")
-    reason: str
+    reason: str = Field(description="Why it went.")
     when: str = Field(description="ISO 8601, UTC.")
 
 

@@ -83,9 +83,7 @@ def forge(run: Path, step: int, change: Callable[[dict[str, Any]], Any]) -> None
 def test_an_intact_run_has_no_errors_and_its_pruned_checkpoint_is_noted(run: Path) -> None:
     evidence, read, seen = collect(run), list[int](), list[StepManifest]()
     found = list(audit(evidence, read.append, seen.append))
-    assert [str(finding) for finding in found] == [
-        "note checkpoints: pruned, as later ones replace them: those of steps 1"
-    ]
+    assert [str(finding) for finding in found] == ["note checkpoints: pruned, as later ones replace them: steps 1"]
     assert sum(read) == audited_bytes(evidence)
     assert [manifest.record.step for manifest in seen] == [0, 1, 2, 3]
     files = {path for path in (run / "artifacts").rglob("*") if path.is_file()}
@@ -315,20 +313,27 @@ def test_an_artifact_exchanged_in_the_ledger_is_named(run: Path) -> None:
     assert any(text.startswith("the stored policy is {'version': 2, ") for text in found)
 
 
+def order_problems(run: Path) -> list[str]:
+    return [finding.problem for finding in findings(run) if finding.place.startswith(LEDGER)]
+
+
 def test_a_missing_line_of_a_middle_step_is_named(run: Path) -> None:
     edit_ledger(run, drop, event="step", step=2)
-    found = findings(run)
-    assert [finding.problem for finding in found if finding.place.startswith(LEDGER)] == [
-        "commits step 3, but step 2 was to be next"
+    assert order_problems(run) == ["an entry of step 3, but step 2 is not committed"]
+    assert ("checkpoints/00002", "its step is not committed") in [
+        (found.place, found.problem) for found in findings(run)
     ]
-    assert ("checkpoints/00002", "its step is not committed") in [(finding.place, finding.problem) for finding in found]
 
 
-def test_a_step_that_is_committed_twice_is_named(run: Path) -> None:
-    with (run / LEDGER).open("a") as ledger:
-        ledger.write(LedgerView.read(run / LEDGER).steps()[3].model_dump_json() + "\n")
-    found = findings(run)
-    assert [finding.problem for finding in found] == ["commits step 3, but step 4 was to be next"]
+def test_lines_that_go_back_are_named(run: Path) -> None:
+    ledger = LedgerView.read(run / LEDGER)
+    for entry in (ledger.steps()[3], ledger.tasks(0)["evaluate"]):
+        with (run / LEDGER).open("a") as file:
+            file.write(entry.model_dump_json() + "\n")
+    assert order_problems(run) == [
+        "an entry of step 3, which was committed before",
+        "an entry of step 0, which was committed before",
+    ]
 
 
 def test_a_missing_task_line_is_named(run: Path) -> None:
@@ -439,9 +444,9 @@ def test_inputs_that_a_redo_gave_are_noted(run: Path) -> None:
         forge(run, 3, set_in("record", "inputs", task, "policy", value=content))
     assert findings(run) == []
     assert [finding.problem for finding in findings(run, "note")][:2] == [
+        "redone by code 0000000000000000 with another outcome, from which the run went on",
         "goes on from what was redone: record.inputs.logprobs.policy, record.inputs.rollout.policy, "
         "record.inputs.train.policy",
-        "redone by code 0000000000000000 with another outcome, from which the run went on",
     ]
 
 
@@ -451,19 +456,6 @@ def test_a_checkpoint_of_what_a_redo_gave_is_accepted_and_its_policy_checked(run
     assert findings(run) == []
     (run / policy.uri).unlink()
     assert [finding.place for finding in findings(run)] == [policy.uri, "checkpoints/00003"]
-
-
-def test_a_task_done_again_after_its_commit_with_another_outcome_is_noted(run: Path) -> None:
-    ledger = LedgerView.read(run / LEDGER)
-    again = ledger.tasks(0)["evaluate"]
-    other = again.model_copy(update={"outputs": {"evaluation": ledger.artifacts(3)["evaluation"]}})
-    with (run / LEDGER).open("a") as file:
-        file.write(again.model_dump_json() + "\n")
-        file.write(other.model_dump_json() + "\n")
-    assert findings(run) == []
-    assert [finding.problem for finding in findings(run, "note")][:-1] == [
-        "done again after its step was committed, with another outcome"
-    ]
 
 
 def test_steps_in_words() -> None:

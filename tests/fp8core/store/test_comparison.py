@@ -117,3 +117,10 @@ def test_runs_without_a_common_step_are_a_refusal(small_run: Path, copy: Path) -
     (copy / LEDGER).write_text("")
     with pytest.raises(UserError, match="no step is committed in both"):
         compared(small_run, copy)
+
+
+def test_a_malformed_ledger_is_a_refusal(small_run: Path, copy: Path) -> None:
+    ledger = copy / LEDGER
+    ledger.write_text(ledger.read_text().replace('"event":"step","step":3', '"event":"step","step":-3'))
+    with pytest.raises(UserError, match=r"ledger\.jsonl:\d+ cannot be compared: not an entry: step\.step: "):
+        compared(small_run, copy)
