@@ -67,7 +67,7 @@ def first_difference(ours: StepRecord, theirs: StepRecord, order: Sequence[str])
 
 def causes(ours: StepRecord, theirs: StepRecord) -> list[Difference]:
     """Every difference in the circumstances: configuration, code, precision, libraries, ... (`CAUSES`)."""
-    left, right = (record.model_dump(mode="json", include=set(CAUSES)) for record in (ours, theirs))
+    left, right = (_circumstances(record) for record in (ours, theirs))
     return [found for field in CAUSES for found in value_differences(field, left[field], right[field])]
 
 
@@ -91,6 +91,17 @@ def value_differences(path: str, ours: JsonValue, theirs: JsonValue) -> Iterator
             yield from value_differences(f"{path}.{key}", ours.get(key), theirs.get(key))
     elif ours != theirs:
         yield Difference(path, ours, theirs)
+
+
+def _circumstances(record: StepRecord) -> dict[str, JsonValue]:
+    found = record.model_dump(mode="json", include=set(CAUSES))
+    # The scales that an engine says it uses were computed; `scales_digest` compares them.
+    sides = {side: _without_scales(said) for side, said in record.executed.items()}
+    return {**found, "executed": sides}
+
+
+def _without_scales(said: JsonValue) -> JsonValue:
+    return {key: value for key, value in said.items() if key != "scales"} if isinstance(said, dict) else said
 
 
 def _differences(ours: StepRecord, theirs: StepRecord, order: Sequence[str]) -> Iterator[Difference]:

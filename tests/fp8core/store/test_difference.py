@@ -154,6 +154,11 @@ def test_causes_name_code_precision_and_library() -> None:
     assert causes(BASE, with_content("outputs", "train", "next_policy", content("9"))) == []
 
 
+def test_the_scales_that_an_engine_uses_are_a_result_and_no_cause() -> None:
+    theirs = changed(executed={"rollout": {"engine": "vllm", "scales": [1.0]}, "training": "none"})
+    assert [found.path for found in causes(BASE, theirs)] == ["executed.rollout.engine", "executed.training"]
+
+
 def test_nested_values_differ_leaf_by_leaf() -> None:
     ours, theirs = {"a": {"b": 1, "c": [1, 2]}, "d": None}, {"a": {"b": 1, "c": [1, 3]}, "e": "x"}
     assert list(value_differences("root", ours, theirs)) == [
