@@ -7,7 +7,8 @@ from pathlib import Path
 from fp8core.errors import UserError
 from fp8core.models.checkpoint import save_checkpoint
 from fp8core.store.durable import sync_path
-from fp8core.store.ledger import CheckpointEntry
+from fp8core.store.ledger import START, CheckpointEntry
+from fp8core.workers.build import build_trainer
 from fp8core.workers.live import LiveRun
 
 
@@ -43,6 +44,49 @@ def save_state(run: LiveRun, index: int) -> None:
         CheckpointEntry(step=index, uri=uri, digest=folder_digest(folder), weights_digest=trainer.digest())
     )
     _prune(run)
+
+
+def load_state(run: LiveRun, version: int) -> None:
+    """Put the trainer at the newest policy up to `version` whose checkpoint is what the ledger says, else at policy 0.
+
+    A checkpoint that should be there and is missing or damaged is named on the console.
+    """
+    entries = {entry.step: entry for entry in run.directory.ledger.checkpoints()}
+    newest_first = sorted(entries, reverse=True)
+    expected = newest_first[: run.config.checkpoint.keep + 1]
+    candidates = [step for step in newest_first if step <= version]
+    if not candidates and run.ready_trainer().version == START:
+        return
+    for step in candidates:
+        problem = _load(run, entries[step])
+        if problem is None:
+            return
+        if step in expected:
+            place = run.directory.path / entries[step].uri
+            run.console.note(f"{place}: {problem}; an older state is taken, and more updates are redone")
+    run.trainer = build_trainer(run.config, run.arch, run.initial_policy())
+
+
+def _load(run: LiveRun, entry: CheckpointEntry) -> str | None:
+    """Load a checkpoint; returns what forbids it, None when it is loaded."""
+    folder, store = run.directory.path / entry.uri, run.directory.store
+    policy = run.directory.ledger.handed_over(entry.step)[run.plan.carries["policy"]]
+    held = {"version": entry.step, "weights_digest": entry.weights_digest}
+    if store.digest_json(held) != policy.digest:
+        return "the checkpoint holds another policy than the run went on from"
+    if not folder.is_dir():
+        return "the checkpoint is missing"
+    try:
+        found = folder_digest(folder)
+        if found != entry.digest:
+            return f"the checkpoint is damaged: digest {found}, the ledger says {entry.digest}"
+        run.ready_trainer().load(folder)
+    except OSError as error:
+        return f"the checkpoint cannot be read: {error.strerror}"
+    if (damage := store.damage(policy)) is not None:
+        store.put_json(policy.kind, held)
+        run.console.note(f"step {entry.step}: the policy was damaged ({damage}); put back from its checkpoint, equal")
+    return None
 
 
 def folder_digest(folder: Path) -> str:

@@ -1,16 +1,17 @@
 """Close an iteration: its manifest, its line in the ledger, its metrics in MLflow."""
 
-import json
 import time
 
 from fp8core.report.summary import STEP
+from fp8core.store import durable
 from fp8core.store.artifacts import Ref
 from fp8core.store.ledger import START, StepEntry
 from fp8core.store.manifest import Content, StepManifest, StepObservations, StepRecord, record_digest
 from fp8core.store.shards import RolloutShards
 from fp8core.store.versions import library_versions
 from fp8core.workers.live import LiveRun
-from tasks.restore import carried
+from tasks.repair import manifest_file, stored_manifest
+from tasks.restore import carried, ensure
 from tasks.rollout import shard_folder
 from tasks.tracking import Sample, Tracker
 
@@ -19,7 +20,7 @@ def commit_step(run: LiveRun, index: int) -> None:
     """Write the manifest of a finished iteration and append it to the ledger; then its shards may go."""
     manifest = _manifest(run, index)
     ref = run.directory.store.put_json("manifest", manifest.model_dump(mode="json"))
-    run.directory.write_text(f"manifests/{index:05d}.json", manifest.model_dump_json(indent=2) + "\n")
+    durable.write_file(manifest_file(run.directory.path, index), f"{manifest.model_dump_json(indent=2)}\n".encode())
     run.directory.ledger.append(
         StepEntry(
             step=index,
@@ -60,13 +61,9 @@ def step_metrics(run: LiveRun, index: int) -> dict[str, float]:
 
 def history(run: LiveRun) -> list[dict[str, float]]:
     """Metrics of every committed iteration in order; step 0 is the state before the first update."""
+    for index in run.directory.ledger.steps():
+        ensure(run, index, {"metrics"})
     return [{**step_metrics(run, index), STEP: index} for index in sorted(run.directory.ledger.steps())]
-
-
-def stored_manifest(run: LiveRun, index: int) -> StepManifest:
-    """The manifest of a committed iteration."""
-    content = run.directory.store.get_json(run.directory.ledger.steps()[index].manifest)
-    return StepManifest.model_validate_json(json.dumps(content))
 
 
 def samples(run: LiveRun, index: int, count: int) -> list[Sample]:

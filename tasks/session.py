@@ -19,6 +19,7 @@ from fp8core.workers.live import LiveRun
 from tasks.commit import publish_step
 from tasks.execute import Interval, TaskResult
 from tasks.opening import open_directory, open_run, plan_of
+from tasks.restore import ensure
 from tasks.tracking import RunOutcome, Tracker, resolve_tracking_uri
 
 _TRACKING = "tracking.json"
@@ -66,9 +67,12 @@ def open_session(config: RunConfig, name: str, console: Console, *, new_code: bo
 
 def catch_up(session: Session) -> None:
     """Log to MLflow what was committed by an earlier process and never reached it."""
+    if inexact := session.run.directory.ledger.inexact_steps():
+        session.tracker.set_tags({"inexact": f"redone otherwise: steps {', '.join(map(str, inexact))}"})
     logged = session.tracker.logged_steps()
     for index in sorted(session.run.directory.ledger.steps()):
         if index not in logged:
+            ensure(session.run, index, {"metrics", "prompts", "rollouts", "rewards"})
             publish_step(session.run, session.tracker, index)
 
 

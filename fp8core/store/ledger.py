@@ -144,6 +144,10 @@ class LedgerView:
         redone = [ref for entry in self._redone.get(step, {}).values() for ref in entry.outputs.items()]
         return {**self.artifacts(step), **dict(redone)}
 
+    def inexact_steps(self) -> list[int]:
+        """Steps whose update gave something else when it was redone; none: the run is one chain of equal redos."""
+        return sorted(self._redone)
+
     def steps(self) -> dict[int, StepEntry]:
         """The finished steps by number."""
         return dict(self._steps)
