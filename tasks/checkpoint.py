@@ -1,12 +1,11 @@
 """Weights and optimiser on disk, and the policy as a Hugging Face folder beside them."""
 
-import hashlib
 import shutil
-from pathlib import Path
 
 from fp8core.errors import UserError
 from fp8core.models.checkpoint import save_checkpoint
 from fp8core.store.durable import sync_path
+from fp8core.store.folder_digest import folder_digest
 from fp8core.store.ledger import START, CheckpointEntry
 from fp8core.workers.build import build_trainer
 from fp8core.workers.live import LiveRun
@@ -51,19 +50,21 @@ def load_state(run: LiveRun, version: int) -> None:
 
     A checkpoint that should be there and is missing or damaged is named on the console.
     """
-    entries = {entry.step: entry for entry in run.directory.ledger.checkpoints()}
-    newest_first = sorted(entries, reverse=True)
-    expected = newest_first[: run.config.checkpoint.keep + 1]
-    candidates = [step for step in newest_first if step <= version]
-    if not candidates and run.ready_trainer().version == START:
+    seen = set[int]()
+    for entry in run.directory.ledger.newest_checkpoints():
+        if entry.step in seen:
+            continue  # Written again, later.
+        seen.add(entry.step)
+        if entry.step <= version:
+            problem = _load(run, entry)
+            if problem is None:
+                return
+            # Older ones are pruned, and nobody misses them.
+            if len(seen) <= run.config.checkpoint.keep + 1:
+                place = run.directory.path / entry.uri
+                run.console.note(f"{place}: {problem}; an older state is taken, and more updates are redone")
+    if not seen and run.ready_trainer().version == START:
         return
-    for step in candidates:
-        problem = _load(run, entries[step])
-        if problem is None:
-            return
-        if step in expected:
-            place = run.directory.path / entries[step].uri
-            run.console.note(f"{place}: {problem}; an older state is taken, and more updates are redone")
     run.trainer = build_trainer(run.config, run.arch, run.initial_policy())
 
 
@@ -87,16 +88,6 @@ def _load(run: LiveRun, entry: CheckpointEntry) -> str | None:
         store.put_json(policy.kind, held)
         run.console.note(f"step {entry.step}: the policy was damaged ({damage}); put back from its checkpoint, equal")
     return None
-
-
-def folder_digest(folder: Path) -> str:
-    """SHA-256 over the sorted (relative path, SHA-256) of a folder's files."""
-    digest = hashlib.sha256()
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        with path.open("rb") as file:
-            content = hashlib.file_digest(file, "sha256").hexdigest()
-        digest.update(f"{path.relative_to(folder).as_posix()}\n{content}\n".encode())
-    return digest.hexdigest()
 
 
 def _prune(run: LiveRun) -> None:
