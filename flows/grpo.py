@@ -86,7 +86,7 @@ def begin(session: Session) -> None:
     styles = run.directory.store.get_json(evaluated.entry.outputs["evaluation"]).get("styles", [])
     if styles and not evaluated.reused:
         run.console.styles([StyleAccuracy(**style) for style in styles])
-    if START not in run.directory.ledger.steps():
+    if run.directory.ledger.step(START) is None:
         commit_step(run, START)
     redone = restore(run)
     if next_step(run) > START + 1:

@@ -10,7 +10,7 @@ from fp8core.store.manifest import Content, StepManifest, StepObservations, Step
 from fp8core.store.shards import RolloutShards
 from fp8core.store.versions import library_versions
 from fp8core.workers.live import LiveRun
-from tasks.repair import manifest_file, stored_manifest
+from tasks.repair import committed_step, manifest_file, stored_manifest
 from tasks.restore import carried, ensure
 from tasks.rollout import shard_folder
 from tasks.tracking import Sample, Tracker
@@ -39,8 +39,7 @@ def publish_step(run: LiveRun, tracker: Tracker, index: int) -> dict[str, float]
     total = sum(seconds.values())
     timings = {f"time/{task}_seconds": value for task, value in seconds.items()}
     shares = {f"time/{task}_share": value / total for task, value in seconds.items() if total > 0}
-    committed = run.directory.ledger.steps()[index].committed_ms
-    tracker.log_step(index, {**metrics, **timings, **shares}, committed)
+    tracker.log_step(index, {**metrics, **timings, **shares}, committed_step(run, index).committed_ms)
     config = run.config.tracking
     if index > START and config.sample_completions and samples_due(run, index):
         tracker.log_samples(index, samples(run, index, config.sample_completions))
@@ -94,7 +93,7 @@ def samples_due(run: LiveRun, index: int) -> bool:
 
 def _commit_time(run: LiveRun, index: int) -> int:
     """Unix milliseconds, later than the step before even when the machine's clock was set back in between."""
-    now, before = time.time_ns() // 1_000_000, run.directory.ledger.steps().get(index - 1)
+    now, before = time.time_ns() // 1_000_000, run.directory.ledger.step(index - 1)
     return now if before is None else max(now, before.committed_ms + 1)
 
 

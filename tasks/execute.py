@@ -83,6 +83,8 @@ def run_task(
 ) -> TaskResult:
     """Run `body` and commit its outputs, or return the entry that is stored under the same key.
 
+    A step that is committed stays as it is, whatever code runs now.
+
     Args:
         run: the live run.
         index: number of the step; 0 is what precedes the first iteration.
@@ -97,7 +99,7 @@ def run_task(
     began = time.perf_counter()
     key = task_key(run, index, name, parts)
     stored = run.directory.ledger.tasks(index).get(name)
-    if stored is not None and stored.key == key:
+    if stored is not None and (stored.key == key or run.directory.ledger.step(index) is not None):
         return TaskResult(stored, reused=True, interval=(began, time.perf_counter()))
     return _execute(run, index, name, key, body)
 

@@ -68,7 +68,7 @@ def refuse_conflict(config: RunConfig, *, new_code: bool = False) -> None:
         if described is not None:
             _refuse_other_config(described, config, config.run)
             if not new_code and (folder / LEDGER).exists():
-                refuse_other_code(described, LedgerView.read(folder / LEDGER).segments(), config.run)
+                refuse_other_code(described, LedgerView.glance(folder / LEDGER).last_segment(), config.run)
 
 
 def _refuse_other_config(described: RunDescription, config: RunConfig, name: str) -> None:
@@ -78,9 +78,9 @@ def _refuse_other_config(described: RunDescription, config: RunConfig, name: str
         raise UserError(f"run {name} exists with another configuration: {'; '.join(differing)}")
 
 
-def refuse_other_code(described: RunDescription, segments: list[SegmentEntry], name: str) -> None:
+def refuse_other_code(described: RunDescription, last: SegmentEntry | None, name: str) -> None:
     """A run is continued by the code that last ran it, or digests mean nothing."""
-    before = _other_code(described, segments)
+    before = _other_code(described, last)
     if before is not None:
         raise UserError(
             f"run {name} was made by code version {before[:12]}, this is {current_code()[:12]}: continue it with that "
@@ -88,9 +88,9 @@ def refuse_other_code(described: RunDescription, segments: list[SegmentEntry], n
         )
 
 
-def _other_code(described: RunDescription, segments: list[SegmentEntry]) -> str | None:
+def _other_code(described: RunDescription, last: SegmentEntry | None) -> str | None:
     """The code version that last ran a run, None when it is this one."""
-    before = segments[-1].code_version if segments else described.code_version
+    before = described.code_version if last is None else last.code_version
     return before if before != current_code() else None
 
 
@@ -113,8 +113,8 @@ def open_directory(config: RunConfig, name: str, *, new_code: bool = False) -> I
         else:
             _refuse_other_config(described, config, name)
             if not new_code:
-                refuse_other_code(described, directory.ledger.segments(), name)
-            elif _other_code(described, directory.ledger.segments()):
+                refuse_other_code(described, directory.ledger.last_segment(), name)
+            elif _other_code(described, directory.ledger.last_segment()) is not None:
                 # A step is made by one code version: the groups that other code finished of it are not continued.
                 for folder in (directory.path / "shards").glob("[0-9]*"):
                     RolloutShards(folder).clear()

@@ -58,7 +58,7 @@ def check_mended(
 
 def code_of(run: LiveRun, index: int) -> str:
     """The code version that made a step; of one that is not committed, this one."""
-    committed = index in run.directory.ledger.steps()
+    committed = run.directory.ledger.step(index) is not None
     return stored_manifest(run, index).record.code_version if committed else run.code_version
 
 
@@ -68,12 +68,19 @@ def stored_manifest(run: LiveRun, index: int) -> StepManifest:
     Raises:
         UserError: both copies are damaged.
     """
-    entry = run.directory.ledger.steps()[index]
+    entry = committed_step(run, index)
     manifest = read_manifest(run.directory.store, run.directory.path, entry)
     if (damage := run.directory.store.damage(entry.manifest)) is not None:
         run.directory.store.put_json(entry.manifest.kind, manifest.model_dump(mode="json"))
         run.console.note(f"step {index}: the manifest was damaged ({damage}); put back from its second copy")
     return manifest
+
+
+def committed_step(run: LiveRun, index: int) -> StepEntry:
+    """The ledger's entry of an iteration that is committed."""
+    entry = run.directory.ledger.step(index)
+    assert entry is not None, f"step {index} is not committed"
+    return entry
 
 
 def read_manifest(store: ArtifactStore, folder: Path, entry: StepEntry) -> StepManifest:

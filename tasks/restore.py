@@ -15,6 +15,7 @@ from tasks.calibrate import read_scales
 from tasks.checkpoint import load_state
 from tasks.execute import attempt, finished_steps
 from tasks.repair import check_mended, code_of, damages, mend, stored_manifest
+from tasks.rollout import shard_folder
 from tasks.sync import push
 
 
@@ -38,9 +39,6 @@ def restore(run: LiveRun) -> int:
     for artifact in run.plan.carries:
         _whole(run, last + 1, artifact)
     _stand_with_engine(run, _restore_open_step(run, last + 1))
-    for folder in (run.directory.path / "shards").glob("[0-9]*"):
-        if int(folder.name) <= last:  # Its commit was the last that a killed process did, or it was just mended.
-            RolloutShards(folder).clear()
     return run.ready_trainer().version - begun
 
 
@@ -129,7 +127,7 @@ def _differs(
     made_by = known.code_version if known is not None else code_of(run, index)
     if run.config.replay.level != "tolerant" and made_by == run.code_version:
         raise RedoError(text)
-    if index not in ledger.steps():
+    if ledger.step(index) is None:
         # Its later tasks have yet to run, and are to find this policy.
         stored: TaskEntry = ledger.tasks(index)[task]
         ledger.append(stored.model_copy(update={"outputs": outputs}))
@@ -151,6 +149,8 @@ def _make_whole(run: LiveRun, index: int, planned: PlannedStep) -> bool:
     inputs = _whole_inputs(run, index, planned)
     _stand_for(run, inputs)
     mend(run, index, planned.name, expected, lambda: _run_again(run, index, planned, inputs))
+    if run.directory.ledger.step(index) is not None:
+        RolloutShards(shard_folder(run, index)).clear()
     return True
 
 

@@ -14,10 +14,12 @@ from fp8core.config.run import RunConfig, public_dump
 from fp8core.report.console import Console
 from fp8core.report.graph import pipeline_mermaid, pipeline_text
 from fp8core.report.summary import StepTiming
+from fp8core.store.ledger import START
 from fp8core.store.run_directory import RunDirectory
 from fp8core.workers.live import LiveRun
 from tasks.commit import publish_step
 from tasks.execute import Interval, TaskResult
+from tasks.loop import next_step
 from tasks.opening import open_directory, open_run, plan_of
 from tasks.restore import ensure
 from tasks.tracking import RunOutcome, Tracker, resolve_tracking_uri
@@ -67,10 +69,10 @@ def open_session(config: RunConfig, name: str, console: Console, *, new_code: bo
 
 def catch_up(session: Session) -> None:
     """Log to MLflow what was committed by an earlier process and never reached it."""
-    if inexact := session.run.directory.ledger.inexact_steps():
-        session.tracker.set_tags({"inexact": f"redone otherwise: steps {', '.join(map(str, inexact))}"})
+    if session.run.directory.ledger.inexact_steps():
+        session.tracker.set_tags({"inexact": "true"})
     logged = session.tracker.logged_steps()
-    for index in sorted(session.run.directory.ledger.steps()):
+    for index in range(START, next_step(session.run)):
         if index not in logged:
             ensure(session.run, index, {"metrics", "prompts", "rollouts", "rewards"})
             publish_step(session.run, session.tracker, index)

@@ -1,7 +1,6 @@
 """What precedes the first iteration, committed as step 0: the initial policy, its first scales, its accuracy."""
 
 import hashlib
-import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -81,16 +80,8 @@ def first_evaluation(run: LiveRun, scales: Ref) -> TaskResult:
 
 
 def _once(run: LiveRun, name: str, parts: Mapping[str, Any], body: Callable[[], dict[str, Ref]]) -> TaskResult:
-    """Run a task of step 0 (`run_task`), or take what is stored, and make its damaged files again.
-
-    Once step 0 is committed its tasks are not run again by other code either: every later step comes from them.
-    """
-    began = time.perf_counter()
-    stored = run.directory.ledger.tasks(START).get(name)
-    if stored is not None and START in run.directory.ledger.steps():
-        result = TaskResult(stored, reused=True, interval=(began, time.perf_counter()))
-    else:
-        result = run_task(run, START, name, parts, body)
+    """Run a task of step 0 (`run_task`), or take what is stored, and make its damaged files again."""
+    result = run_task(run, START, name, parts, body)
     if result.reused:
         mend(run, START, name, result.entry.outputs, lambda: attempt(f"step {START}, task {name}", body))
     return result

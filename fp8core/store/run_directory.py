@@ -6,7 +6,8 @@
     artifacts/    content-addressed files        manifests/    one file a step
     shards/       groups of unfinished steps     checkpoints/  weights and optimiser
 
-A run that may be live is looked at without the lock: `ArtifactStore(path)` and `LedgerView.read(path / LEDGER)`.
+A run that may be live is looked at without the lock: `ArtifactStore(path)` and `LedgerView.read(path / LEDGER)`, or
+`glance` in place of `read` where the newest steps are enough.
 """
 
 import uuid
@@ -22,10 +23,11 @@ from fp8core.store import durable
 from fp8core.store.artifacts import ArtifactStore
 from fp8core.store.ledger import Ledger
 from fp8core.store.lock import RunLock
+from fp8core.store.shards import RolloutShards
 
 LEDGER = "ledger.jsonl"
+LOCK = "lock"
 _DESCRIPTION = "run.json"
-_LOCK = "lock"
 _FOLDERS = ("artifacts", "manifests", "shards", "checkpoints")
 
 
@@ -59,11 +61,12 @@ class RunDirectory:
         """
         path = root.absolute()
         durable.make_folder(path)
-        lock = RunLock.acquire(path / _LOCK)
+        lock = RunLock.acquire(path / LOCK)
         try:
             for name in _FOLDERS:
                 durable.make_folder(path / name)
-            return cls(path, lock, Ledger.open(path / LEDGER), durable.sweep(path))
+            ledger = Ledger.open(path / LEDGER)
+            return cls(path, lock, ledger, _sweep(path, ledger))
         except UserError:
             lock.release()
             raise
@@ -98,6 +101,15 @@ class RunDirectory:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _sweep(path: Path, ledger: Ledger) -> list[Path]:
+    """Removes unfinished files, and the shards of steps that were killed between their commit and its clearing."""
+    shards = sorted((path / "shards").glob("[0-9]*"))
+    committed = [folder for folder in shards if ledger.step(int(folder.name)) is not None]
+    for folder in committed:
+        RolloutShards(folder).clear()
+    return durable.sweep(path) + committed
 
 
 def read_description(folder: Path) -> RunDescription | None:
