@@ -4,8 +4,8 @@ import time
 
 from fp8core.report.summary import STEP
 from fp8core.store import durable
-from fp8core.store.artifacts import Ref
-from fp8core.store.ledger import START, StepEntry
+from fp8core.store.artifacts import ArtifactStore, Ref
+from fp8core.store.ledger import START, LedgerView, StepEntry
 from fp8core.store.manifest import Content, StepManifest, StepObservations, StepRecord, record_digest
 from fp8core.store.shards import RolloutShards
 from fp8core.store.versions import library_versions
@@ -48,13 +48,18 @@ def publish_step(run: LiveRun, tracker: Tracker, index: int) -> dict[str, float]
 
 def step_metrics(run: LiveRun, index: int) -> dict[str, float]:
     """Metrics of a committed iteration: those of its record, or of the first evaluation for step 0."""
+    return stored_metrics(run.directory.ledger, run.directory.store, index)
+
+
+def stored_metrics(ledger: LedgerView, store: ArtifactStore, index: int) -> dict[str, float]:
+    """`step_metrics` of a run that is not live."""
     if index == START:
-        measured = run.directory.store.get_json(run.directory.ledger.tasks(index)["evaluate"].outputs["evaluation"])
+        measured = store.get_json(ledger.tasks(index)["evaluate"].outputs["evaluation"])
         return {"reward/heldout_accuracy": measured["accuracy"], "reward/heldout_length_mean": measured["length_mean"]}
     metrics: dict[str, float] = {}
-    for ref in run.directory.ledger.artifacts(index).values():
+    for ref in ledger.artifacts(index).values():
         if ref.kind == "metrics":
-            metrics |= run.directory.store.get_json(ref)
+            metrics |= store.get_json(ref)
     return metrics
 
 

@@ -138,7 +138,8 @@ def _differs(
 
 def _make_whole(run: LiveRun, index: int, planned: PlannedStep) -> bool:
     """Make the outputs of a finished task again if one is damaged; returns whether one was."""
-    stored = run.directory.ledger.handed_over(index)
+    ledger = run.directory.ledger
+    stored = ledger.handed_over(index) if planned.spec.redo else ledger.artifacts(index)
     expected = {artifact: stored[artifact] for artifact in planned.outputs.values()}
     if not damages(run, expected):
         return False
@@ -149,7 +150,7 @@ def _make_whole(run: LiveRun, index: int, planned: PlannedStep) -> bool:
     inputs = _whole_inputs(run, index, planned)
     _stand_for(run, inputs)
     mend(run, index, planned.name, expected, lambda: _run_again(run, index, planned, inputs))
-    if run.directory.ledger.step(index) is not None:
+    if ledger.step(index) is not None:
         RolloutShards(shard_folder(run, index)).clear()
     return True
 
@@ -183,12 +184,16 @@ def _whole_inputs(run: LiveRun, index: int, planned: PlannedStep) -> dict[str, R
 def _whole(run: LiveRun, index: int, artifact: str) -> Ref:
     """An artifact that step `index` reads; when it is damaged, its task makes it again first."""
     if artifact in run.plan.carries:
-        if index == START + 1:
-            return carried(run, index)[artifact]  # Made whole when the process began.
-        return _whole(run, index - 1, run.plan.carries[artifact])
-    producer = next(planned for planned in run.plan.steps if artifact in planned.outputs.values())
-    _make_whole(run, index, producer)
-    return run.directory.ledger.handed_over(index)[artifact]
+        if index > START + 1:  # What step 0 stored was made whole when the process began.
+            _make_whole(run, index - 1, _producer(run, run.plan.carries[artifact]))
+        return carried(run, index)[artifact]
+    _make_whole(run, index, _producer(run, artifact))
+    # Of its own step a task read what was stored then, even where a redo gave something else to those after it.
+    return run.directory.ledger.artifacts(index)[artifact]
+
+
+def _producer(run: LiveRun, artifact: str) -> PlannedStep:
+    return next(planned for planned in run.plan.steps if artifact in planned.outputs.values())
 
 
 def _scales_of(run: LiveRun, version: int) -> Ref | None:

@@ -4,13 +4,13 @@ A record has fields that a step computes (seeds, what its tasks read and stored,
 which circumstances it did (`causes`), and its predecessor, which differs as soon as anything before it does.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pydantic import JsonValue
 
 from fp8core.store.ledger import START
-from fp8core.store.manifest import Contents, StepRecord
+from fp8core.store.manifest import Content, Contents, StepRecord
 
 CAUSES = ("config_digest", "code_version", "model_revision", "precision", "executed", "level", "versions", "steps")
 """Fields of a record that can explain why others differ."""
@@ -21,6 +21,9 @@ START_TASKS = ("warm_start", "calibrate", "evaluate")
 _SHOWN_DIGITS = 16
 # Metrics in the order in which an iteration makes what they measure.
 _SECTIONS = ("rollout", "reward", "alignment", "kv", "correction", "train")
+
+
+Artifacts = Mapping[str, Content]
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ class Difference:
     theirs: JsonValue
 
     def __str__(self) -> str:
-        return f"{self.path}: {_shown(self.ours)} against {_shown(self.theirs)}"
+        return f"{self.path}: {shown(self.ours)} against {shown(self.theirs)}"
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class MetricDifference:
 
     def __str__(self) -> str:
         by = "" if self.by is None else f" (by {self.by:.3g})"
-        return f"{self.name}: {_shown(self.ours)} against {_shown(self.theirs)}{by}"
+        return f"{self.name}: {shown(self.ours)} against {shown(self.theirs)}{by}"
 
 
 def first_difference(ours: StepRecord, theirs: StepRecord, order: Sequence[str]) -> Difference | None:
@@ -93,6 +96,27 @@ def value_differences(path: str, ours: JsonValue, theirs: JsonValue) -> Iterator
         yield Difference(path, ours, theirs)
 
 
+def content_differences(
+    field: str, ours: Contents, theirs: Contents, order: Sequence[str] = ()
+) -> Iterator[Difference]:
+    """Artifacts, as `field.task.name`, that two records or a record and a ledger name differently, task by task."""
+    for task in _in_order({*ours, *theirs}, order):
+        yield from _of_task(field, task, ours.get(task, {}), theirs.get(task, {}))
+
+
+def shown(value: JsonValue) -> str:
+    """A value for a line of text: digests are cut, an artifact is its digest and its size."""
+    match value:
+        case None:
+            return "absent"
+        case {"digest": str(digest), "size": int(size)}:
+            return f"{digest[:_SHOWN_DIGITS]} ({size} bytes)"
+        case str() if len(value) == 64:
+            return value[:_SHOWN_DIGITS]
+        case _:
+            return str(value)
+
+
 def _circumstances(record: StepRecord) -> dict[str, JsonValue]:
     found = record.model_dump(mode="json", include=set(CAUSES))
     # The scales that an engine says it uses were computed; `scales_digest` compares them.
@@ -108,20 +132,22 @@ def _differences(ours: StepRecord, theirs: StepRecord, order: Sequence[str]) -> 
     yield from value_differences("step", ours.step, theirs.step)
     yield from value_differences("seeds", dict(ours.seeds), dict(theirs.seeds))
     names = START_TASKS if ours.step == START else order
-    tasks = {*ours.inputs, *ours.outputs, *theirs.inputs, *theirs.outputs}
-    for task in sorted(tasks, key=lambda name: (_rank(name, names), name)):
-        yield from _content_differences("inputs", task, ours.inputs, theirs.inputs)
-        yield from _content_differences("outputs", task, ours.outputs, theirs.outputs)
+    for task in _in_order({*ours.inputs, *ours.outputs, *theirs.inputs, *theirs.outputs}, names):
+        yield from _of_task("inputs", task, ours.inputs.get(task, {}), theirs.inputs.get(task, {}))
+        yield from _of_task("outputs", task, ours.outputs.get(task, {}), theirs.outputs.get(task, {}))
     yield from value_differences("scales_digest", ours.scales_digest, theirs.scales_digest)
     yield from value_differences("weights_digest", ours.weights_digest, theirs.weights_digest)
 
 
-def _content_differences(field: str, task: str, ours: Contents, theirs: Contents) -> Iterator[Difference]:
-    left, right = ours.get(task, {}), theirs.get(task, {})
-    for name in {**left, **right}:
-        if left.get(name) != right.get(name):
-            values = [content.model_dump() if content else None for content in (left.get(name), right.get(name))]
+def _of_task(field: str, task: str, ours: Artifacts, theirs: Artifacts) -> Iterator[Difference]:
+    for name in {**ours, **theirs}:
+        if ours.get(name) != theirs.get(name):
+            values = [content.model_dump() if content else None for content in (ours.get(name), theirs.get(name))]
             yield Difference(f"{field}.{task}.{name}", *values)
+
+
+def _in_order(names: Collection[str], order: Sequence[str]) -> list[str]:
+    return sorted(names, key=lambda name: (_rank(name, order), name))
 
 
 def _rank(name: str, names: Sequence[str]) -> int:
@@ -132,16 +158,3 @@ def _agrees(metric: MetricDifference, relative: float, absolute: float) -> bool:
     if metric.ours is None or metric.theirs is None:
         return False
     return abs(metric.ours - metric.theirs) <= max(absolute, relative * max(abs(metric.ours), abs(metric.theirs)))
-
-
-def _shown(value: JsonValue) -> str:
-    """A value for a line of text; digests are cut, which the fields themselves are not."""
-    match value:
-        case None:
-            return "absent"
-        case {"digest": str(digest), "size": int(size)}:
-            return f"{digest[:_SHOWN_DIGITS]} ({size} bytes)"
-        case str() if len(value) == 64:
-            return value[:_SHOWN_DIGITS]
-        case _:
-            return str(value)
