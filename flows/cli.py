@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from flows import bisect, replay
+from flows import bisect, export, replay
 from flows.environment import make_prefect_home, quiet_prefect_console, start_prefect, wait_for_prefect
 from flows.quantise import add_commands
 from fp8core.errors import UserError
@@ -57,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     add_commands(commands)
     bisect.add_command(commands)
     replay.add_command(commands)
+    export.add_command(commands)
     return parser
 
 
