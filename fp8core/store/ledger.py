@@ -28,7 +28,7 @@ from fp8core.store.lines import Line, append_durably, lines_backward, lines_forw
 START = 0
 """The step that precedes the first iteration."""
 
-Step = Annotated[int, Field(ge=0)]
+Step = Annotated[int, Field(ge=0, description="Number of the step; 0 precedes the first iteration.")]
 
 
 class _Entry(BaseModel):
@@ -40,7 +40,7 @@ class TaskEntry(_Entry):
 
     event: Literal["task"] = "task"
     step: Step
-    task: str
+    task: str = Field(description="Name of the task in its step.")
     key: str = Field(description="Digest of what the task is a function of: inputs, options, code.")
     outputs: dict[str, Ref] = Field(description="Artifact name -> stored artifact.")
     started: float = Field(description="Unix seconds.")
@@ -52,7 +52,7 @@ class StepEntry(_Entry):
 
     event: Literal["step"] = "step"
     step: Step
-    manifest: Ref
+    manifest: Ref = Field(description="The step's manifest; `manifests/` holds a second copy for people.")
     weights_digest: str = Field(description="Of the policy that the step produced.")
     committed_ms: int = Field(description="Unix milliseconds.")
 
@@ -63,17 +63,17 @@ class CheckpointEntry(_Entry):
     event: Literal["checkpoint"] = "checkpoint"
     step: Step
     uri: str = Field(description="Path relative to the run directory.")
-    digest: str
-    weights_digest: str
+    digest: str = Field(description="Of the folder (`store.folder_digest`).")
+    weights_digest: str = Field(description="Of the policy in it (`numerics.fingerprint`).")
 
 
 class SegmentEntry(_Entry):
     """The start of a process on this run; steps up to the next one were made by its code."""
 
     event: Literal["segment"] = "segment"
-    pid: int
-    host: str
-    code_version: str
+    pid: int = Field(description="Of the process.")
+    host: str = Field(description="Name of its machine.")
+    code_version: str = Field(description="Digest of its sources (`versions.code_version`).")
     started: float = Field(description="Unix seconds.")
 
 
@@ -82,7 +82,7 @@ class RedoEntry(_Entry):
 
     event: Literal["redo"] = "redo"
     step: Step
-    task: str
+    task: str = Field(description="Name of the task in its step.")
     outputs: dict[str, Ref] = Field(description="Artifact name -> what the run goes on from, in place of the task's.")
     code_version: str = Field(description="Of the process that redid it.")
 

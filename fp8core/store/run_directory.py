@@ -37,9 +37,9 @@ class RunDescription(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     id: str = Field(description="Identity of the run, under which MLflow finds it again.")
-    config: dict[str, JsonValue]
+    config: dict[str, JsonValue] = Field(description="The resolved configuration; it can be loaded again.")
     code_version: str = Field(description="Of the code that began it; the ledger's segments name the later ones.")
-    created: str
+    created: str = Field(description="ISO 8601, UTC.")
 
 
 class RunDirectory:

@@ -4,7 +4,7 @@ A file that is there is there, whatever a tombstone says: its remover may have b
 again. A tombstone explains a file that is missing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from io import FileIO
 from pathlib import Path
 
@@ -22,12 +22,12 @@ class Tombstone(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    digest: str
+    digest: str = Field(description="SHA-256 of the artifact; of a checkpoint, that of its folder.")
     uri: str = Field(description="Path relative to the run directory.")
     kind: str = Field(description="Kind of the artifact; `checkpoint`; `orphan` for what no ledger line named.")
     size: int = Field(ge=0, description="Bytes.")
     step: int | None = Field(description="The step that made it; null for an orphan.")
-    reason: str
+    reason: str = Field(description="Why it went.")
     when: str = Field(description="ISO 8601, UTC.")
 
 
@@ -48,7 +48,7 @@ def read_tombstones(folder: Path) -> dict[str, Tombstone]:
     return {tombstone.digest: tombstone for tombstone in found}
 
 
-def bury(folder: Path, tombstones: Sequence[Tombstone]) -> None:
+def bury(folder: Path, tombstones: Collection[Tombstone]) -> None:
     """Appends tombstones, durably; what they name may be removed afterwards. Only for the holder of the run's lock.
 
     Raises UserError when the disk refuses; then none is added.
