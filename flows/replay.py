@@ -6,9 +6,9 @@ import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flows.audit import add_json
 from flows.named_run import description_of, find_run
 from fp8core.errors import UserError
 
@@ -33,7 +33,7 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "--repair", action="store_true", help="put damaged files of the run back where the replay made them equal"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the verdicts as JSON")
+    add_json(parser, "write the verdicts as JSON")
     parser.set_defaults(command=replay_steps)
 
 
@@ -41,8 +41,6 @@ def replay_steps(options: argparse.Namespace) -> int:
     """Replay, print a verdict a step, and write them; returns 1 when a step is different, raises UserError."""
     if options.last is not None and options.first is None:
         raise UserError("--to: names the last of several steps; give the first by --from")
-    if options.json is not None and (options.json.is_dir() or not options.json.parent.is_dir()):
-        raise UserError(f"{options.json}: cannot be written; name a file in a folder that exists")
     verdicts = []
     for verdict in _verdicts(options):
         print("\n".join(verdict_lines(verdict)), flush=True)

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -81,7 +81,8 @@ def replay(
         try:
             if overrides and steps[0] > START + 1:
                 restore_as_it_was(own, original.folder, folder, steps[0] - 1, console)
-            yield from _replayed(original, changed, folder, steps, console)
+            with scratch_run(changed, original.folder, folder, console) as run:
+                yield from _replayed(original, run, steps, overrides)
         except (RedoError, *FAILURES) as error:
             yield _failed(original, changed, steps[0], f"on the way to this step: {error}")
         finally:
@@ -105,23 +106,25 @@ def put_back(original: RunDirectory, scratch: Path, steps: range, console: Conso
             console.note(f"step {index}: the manifest was damaged ({damage}); put back from its second copy")
 
 
-def _replayed(original: Original, config: RunConfig, folder: Path, steps: range, console: Console) -> Iterator[Verdict]:
-    with scratch_run(config, original.folder, folder, console) as run:
-        began = time.perf_counter()
-        begin(run)
-        for index in steps:
-            if index > START:
-                began = time.perf_counter()
-                run.config = run.config.model_copy(update={"steps": original.manifest(index).record.steps})
-                try:
-                    iterate(run, index, carried(run, index))
-                except FAILURES as error:
-                    yield _failed(original, run.config, index, f"the replay fails: {error}")
-                    return
-            verdict = _compare(original, run, index, time.perf_counter() - began)
-            yield verdict
-            if verdict.outcome == "different":
+def _replayed(original: Original, run: LiveRun, steps: range, overrides: Sequence[str]) -> Iterator[Verdict]:
+    began = time.perf_counter()
+    begin(run)
+    for index in steps:
+        if index > START:
+            began, asked = time.perf_counter(), original.config(index, overrides)
+            run.config = run.config.model_copy(update={"steps": asked.steps, "replay": asked.replay})
+            try:
+                iterate(run, index, carried(run, index))
+            except FAILURES as error:
+                yield _failed(original, run.config, index, f"the replay fails: {error}")
                 return
+        verdict = _compare(original, run, index, time.perf_counter() - began)
+        if verdict.outcome == "different" and index > steps[0] and original.ledger.redone(index - 1):
+            left = f"the run went on from another outcome of step {index - 1}, which was redone: replay from {index}"
+            verdict = replace(verdict, causes=(left, *verdict.causes))
+        yield verdict
+        if verdict.outcome == "different":
+            return
 
 
 def _compare(original: Original, run: LiveRun, index: int, seconds: float) -> Verdict:
