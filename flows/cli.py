@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from flows import audit, bisect, compare, retention
+from flows import audit, bisect, compare, export, replay, retention
 from flows.environment import make_prefect_home, quiet_prefect_console, start_prefect, wait_for_prefect
 from flows.quantise import add_commands
 from fp8core.errors import UserError
@@ -56,6 +56,8 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("doctor", help="say what this machine can run").set_defaults(command=_doctor)
     add_commands(commands)
     bisect.add_command(commands)
+    replay.add_command(commands)
+    export.add_command(commands)
     audit.add_command(commands)
     compare.add_command(commands)
     retention.add_command(commands)

@@ -21,6 +21,7 @@ from fp8core.rewards.verifier import build_verifier
 from fp8core.rl.objective import Objective
 from fp8core.store.ledger import LedgerView, SegmentEntry
 from fp8core.store.run_directory import LEDGER, RunDescription, RunDirectory, read_description
+from fp8core.store.shards import RolloutShards
 from fp8core.store.versions import code_version, git_state, hardware
 from fp8core.workers.build import build_base
 from fp8core.workers.live import LiveRun, register, release
@@ -79,12 +80,18 @@ def _refuse_other_config(described: RunDescription, config: RunConfig, name: str
 
 def refuse_other_code(described: RunDescription, last: SegmentEntry | None, name: str) -> None:
     """A run is continued by the code that last ran it, or digests mean nothing."""
-    before, now = described.code_version if last is None else last.code_version, current_code()
-    if before != now:
+    before = _other_code(described, last)
+    if before is not None:
         raise UserError(
-            f"run {name} was made by code version {before[:12]}, this is {now[:12]}: continue it with that code, "
-            f"start a new segment with this one (fp8-grpo resume {name} --new-code), or start another run"
+            f"run {name} was made by code version {before[:12]}, this is {current_code()[:12]}: continue it with that "
+            f"code, start a new segment with this one (fp8-grpo resume {name} --new-code), or start another run"
         )
+
+
+def _other_code(described: RunDescription, last: SegmentEntry | None) -> str | None:
+    """The code version that last ran a run, None when it is this one."""
+    before = described.code_version if last is None else last.code_version
+    return before if before != current_code() else None
 
 
 @contextmanager
@@ -107,6 +114,10 @@ def open_directory(config: RunConfig, name: str, *, new_code: bool = False) -> I
             _refuse_other_config(described, config, name)
             if not new_code:
                 refuse_other_code(described, directory.ledger.last_segment(), name)
+            elif _other_code(described, directory.ledger.last_segment()) is not None:
+                # A step is made by one code version: the groups that other code finished of it are not continued.
+                for folder in (directory.path / "shards").glob("[0-9]*"):
+                    RolloutShards(folder).clear()
         yield directory
 
 

@@ -22,6 +22,12 @@ def publish_description(run: LiveRun, tracker: Tracker) -> None:
     log_datasets(tracker, run.config, run.source)
 
 
+def publish_exactness(run: LiveRun, tracker: Tracker) -> None:
+    """A tag on a run of which an update, redone after a stop, gave another policy than before."""
+    if run.directory.ledger.inexact_steps():
+        tracker.set_tags({"inexact": "true"})
+
+
 def publish_step(run: LiveRun, tracker: Tracker, index: int) -> None:
     """A committed iteration: its metrics, its manifest and, where they are due, its tables."""
     manifest = stored_manifest(run, index)

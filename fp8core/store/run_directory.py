@@ -45,16 +45,18 @@ class RunDescription(BaseModel):
 class RunDirectory:
     """The folder of a run that this process executes, from `create_or_open` to `close`."""
 
-    def __init__(self, path: Path, lock: RunLock, ledger: Ledger, swept: list[Path]) -> None:
+    def __init__(self, path: Path, store: ArtifactStore, lock: RunLock, ledger: Ledger, swept: list[Path]) -> None:
         self.path = path
-        self.store = ArtifactStore(path)
+        self.store = store
         self.ledger = ledger
         self.swept = swept
         self._lock = lock
 
     @classmethod
-    def create_or_open(cls, root: Path) -> Self:
+    def create_or_open(cls, root: Path, origin: Path | None = None) -> Self:
         """Creates a run's folder or opens an existing one, takes its lock and removes what killed writers left.
+
+        `origin` is another run's folder, from which artifacts are read that this one lacks (`ArtifactStore`).
 
         Raises UserError: the folder cannot be written, another process holds it (with its pid and host), or the
         ledger is malformed.
@@ -66,7 +68,7 @@ class RunDirectory:
             for name in _FOLDERS:
                 durable.make_folder(path / name)
             ledger = Ledger.open(path / LEDGER)
-            return cls(path, lock, ledger, _sweep(path, ledger))
+            return cls(path, ArtifactStore(path, origin), lock, ledger, _sweep(path, ledger))
         except UserError:
             lock.release()
             raise
