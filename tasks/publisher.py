@@ -9,7 +9,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -100,19 +100,18 @@ class Backlog:
 class Publisher:
     """The thread that works off a run's backlog, from construction to `close`."""
 
-    def __init__(
-        self, run: LiveRun, tracker: Tracker, file: TrackingFile, retry_seconds: Sequence[float] = RETRY_SECONDS
-    ) -> None:
-        """`retry_seconds`: pauses between attempts during an outage; the last one repeats."""
+    def __init__(self, run: LiveRun, tracker: Tracker, file: TrackingFile) -> None:
         self._console = run.console
         self._uri = tracker.uri
         self._backlog = Backlog(run, tracker, file)
-        self._retry_seconds = retry_seconds
         self._wake = threading.Event()
         self._closing = threading.Event()
         self._abandoned = threading.Event()
-        self._give_up_at = math.inf
+        self._patience = 0.0
+        self._closed_at = math.inf
+        self._away_since = -math.inf
         self._failures = 0
+        self._said_so = False
         self._wake.set()  # An earlier process may have left something.
         self._life: Future[None] = ThreadPoolExecutor(1, "publisher").submit(self._follow)
 
@@ -156,7 +155,7 @@ class Publisher:
             timer.cancel()
 
     def _close(self, patience: float) -> None:
-        self._give_up_at = time.monotonic() + patience
+        self._patience, self._closed_at = patience, time.monotonic()
         self._closing.set()
         self._wake.set()
         try:
@@ -177,7 +176,7 @@ class Publisher:
                     return
                 self._wake.set()
             else:
-                self._answered()
+                self._say_that_it_is_back()
                 if last_round:
                     return
 
@@ -185,24 +184,29 @@ class Publisher:
         self._backlog.sample()
         for _ in self._backlog.publish():
             self._backlog.sample()
+            self._failures = 0
             if self._abandoned.is_set():
                 return
 
     def _wait_out(self) -> bool:
         """Pause before the next attempt; False when there shall be none."""
+        now = time.monotonic()
         if self._failures == 0:
+            self._away_since = now
+        if not self._said_so:
+            self._said_so = True
             self._console.note("MLflow does not answer; metrics stay in the ledger and follow")
-        pause = self._retry_seconds[min(self._failures, len(self._retry_seconds) - 1)]
+        pause = RETRY_SECONDS[min(self._failures, len(RETRY_SECONDS) - 1)]
         self._failures += 1
         if not self._closing.is_set():
             self._closing.wait(pause)
             return True
-        left = self._give_up_at - time.monotonic()
+        left = max(self._away_since, self._closed_at) + self._patience - now
         return left > 0 and not self._abandoned.wait(min(pause, left))
 
-    def _answered(self) -> None:
-        if self._failures > 0:
-            self._failures = 0
+    def _say_that_it_is_back(self) -> None:
+        if self._said_so:
+            self._said_so = False
             self._console.note(f"MLflow answers again; it has every step up to {self._backlog.published}")
 
 
