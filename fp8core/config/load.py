@@ -15,12 +15,12 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import ValidationError
+from pydantic import JsonValue, ValidationError
 
 from fp8core.config.check import refusal, step_name, suggestion
 from fp8core.config.run import RunConfig, public_dump
@@ -64,12 +64,15 @@ def load_config(name_or_path: str, overrides: Overrides = ()) -> RunConfig:
             f"model: not set, and there is no architecture to build; add the checkpoint to train, a folder or a hub "
             f"id: fp8-grpo run {name_or_path} --set model=FOLDER_OR_HUB_ID"
         )
-    try:
-        # JSON mode, so that a path may be a string while every other type is strict.
-        return RunConfig.model_validate_json(json.dumps(tree), strict=True)
-    except ValidationError as error:
-        places = {key: place for key, _, place in _nodes(tree)}
-        raise refusal(error, RunConfig, tree, places=places) from error
+    return _validated(tree)
+
+
+def reload_config(described: Mapping[str, JsonValue], overrides: Overrides = ()) -> RunConfig:
+    """The configuration that a run was begun with (`public_dump`, in its run.json), with overrides.
+
+    Raises UserError, as `load_config` does, for a mistake in the overrides or in a run.json changed by hand.
+    """
+    return _validated(_stacked([_blocks(described, "run.json"), *_override_layers(overrides)]))
 
 
 def origins(name_or_path: str, overrides: Overrides = ()) -> dict[str, str]:
@@ -112,8 +115,22 @@ def shipped_names() -> list[str]:
 
 
 def _tree(name_or_path: str, overrides: Overrides) -> Block:
+    return _stacked([*_file_layers(_locate(name_or_path)), *_override_layers(overrides)])
+
+
+def _validated(tree: Block) -> RunConfig:
+    try:
+        # JSON mode, so that a path may be a string while every other type is strict.
+        return RunConfig.model_validate_json(json.dumps(tree), strict=True)
+    except ValidationError as error:
+        places = {key: place for key, _, place in _nodes(tree)}
+        raise refusal(error, RunConfig, tree, places=places) from error
+
+
+def _stacked(layers: Iterable[Block]) -> Block:
+    """The layers merged, the lowest first, each with its edits of the pipeline carried out."""
     tree = Block()
-    for layer in [*_file_layers(_locate(name_or_path)), *_override_layers(overrides)]:
+    for layer in layers:
         edits = _take_edits(layer)
         tree = _merged(tree, layer, "")
         for edit, value, place in edits:
