@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,13 +20,15 @@ def wait_for_prefect() -> None:
     os.environ.setdefault("PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "180")
 
 
-def make_prefect_home() -> None:
+def make_prefect_home() -> Path:
     """Prefect writes its profile and database below PREFECT_HOME and does not create the folder's parent."""
-    Path(os.environ.get("PREFECT_HOME", "~/.prefect")).expanduser().mkdir(parents=True, exist_ok=True)
+    home = Path(os.environ.get("PREFECT_HOME", "~/.prefect")).expanduser().absolute()
+    home.mkdir(parents=True, exist_ok=True)
+    return home
 
 
-def start_prefect() -> None:
-    """Reach the configured Prefect server, or start one for this process.
+def start_prefect(output: Path) -> None:
+    """Reach the configured Prefect server, or start one for this process, which writes to `output`.
 
     Raises:
         UserError: the configured server does not answer.
@@ -33,7 +36,7 @@ def start_prefect() -> None:
     # Imported here, because Prefect reads its settings once, when it is imported.
     from prefect.client.orchestration import get_client
 
-    with _without_interrupts(), get_client(sync_client=True) as client:
+    with _without_interrupts(), _output_to(output), get_client(sync_client=True) as client:
         problem = client.api_healthcheck()
     if problem is not None:
         raise UserError(
@@ -53,3 +56,23 @@ def _without_interrupts() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def _output_to(file: Path) -> Iterator[None]:
+    """Processes that are started inside write there.
+
+    A pipe that we write to ends for its reader when we end, and not when Prefect's server does.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    before = os.dup(1), os.dup(2)
+    with file.open("ab") as target:
+        os.dup2(target.fileno(), 1)
+        os.dup2(target.fileno(), 2)
+    try:
+        yield
+    finally:
+        for ours, theirs in zip(before, (1, 2), strict=True):
+            os.dup2(ours, theirs)
+            os.close(ours)

@@ -20,7 +20,7 @@ from fp8core.report.console import Console
 from fp8core.rewards.verifier import build_verifier
 from fp8core.rl.objective import Objective
 from fp8core.store.ledger import LedgerView, SegmentEntry
-from fp8core.store.run_directory import LEDGER, RunDescription, RunDirectory, read_description
+from fp8core.store.run_directory import LEDGER, RunDescription, RunDirectory, read_description, refuse_in_use
 from fp8core.store.versions import code_version, git_state, hardware
 from fp8core.workers.build import build_base
 from fp8core.workers.live import LiveRun, register, release
@@ -56,25 +56,36 @@ def current_code() -> str:
 
 
 def refuse_conflict(config: RunConfig, *, new_code: bool = False) -> None:
-    """Refuse a named run that exists with another configuration or code, before anything is started.
+    """Refuse a named run that exists and cannot be continued, before anything is started.
 
     Raises:
-        UserError: with every key that differs, or both code versions.
+        UserError: another process has it (pid and host), or `open_directory` would refuse it (every key that differs,
+            or both code versions).
     """
-    if config.run is not None:
-        folder = config.runs.absolute() / config.run
-        described = read_description(folder)
-        if described is not None:
-            _refuse_other_config(described, config, config.run)
-            if not new_code and (folder / LEDGER).exists():
-                refuse_other_code(described, LedgerView.read(folder / LEDGER).segments(), config.run)
+    if config.run is None:
+        return
+    folder = config.runs.absolute() / config.run
+    described = read_description(folder)
+    if described is not None:
+        refuse_in_use(folder)
+        if (folder / LEDGER).exists():
+            _refuse_other(described, LedgerView.read(folder / LEDGER), config, config.run, new_code=new_code)
 
 
-def _refuse_other_config(described: RunDescription, config: RunConfig, name: str) -> None:
-    """A run is continued as it was begun, but for more steps and what makes no numbers."""
+def _refuse_other(
+    described: RunDescription, ledger: LedgerView, config: RunConfig, name: str, *, new_code: bool
+) -> None:
+    """A run is continued as it was begun, but for more steps and what makes no numbers.
+
+    A run in which nothing was finished yet, as one whose data was not found, is no run to be true to.
+    """
+    if not ledger.holds_work():
+        return
     differing = may_continue(described.config, public_dump(config))
     if differing:
         raise UserError(f"run {name} exists with another configuration: {'; '.join(differing)}")
+    if not new_code:
+        refuse_other_code(described, ledger.segments(), name)
 
 
 def refuse_other_code(described: RunDescription, segments: list[SegmentEntry], name: str) -> None:
@@ -97,16 +108,14 @@ def open_directory(config: RunConfig, name: str, *, new_code: bool = False) -> I
         new_code: continue a run of other code, as a new segment.
 
     Raises:
-        UserError: the folder is unwritable or in use, or the run exists with another configuration or code.
+        UserError: the folder is unwritable or in use, or the run has finished work of another configuration or code.
     """
     with RunDirectory.create_or_open(config.runs.absolute() / name) as directory:
         described = directory.description()
-        if described is None:
+        if described is not None:
+            _refuse_other(described, directory.ledger, config, name, new_code=new_code)
+        if not directory.ledger.holds_work():
             directory.write_description(public_dump(config), current_code())
-        else:
-            _refuse_other_config(described, config, name)
-            if not new_code:
-                refuse_other_code(described, directory.ledger.segments(), name)
         yield directory
 
 

@@ -19,7 +19,7 @@ from fp8core.workers.live import LiveRun
 from tasks.commit import publish_step
 from tasks.execute import Interval, TaskResult
 from tasks.opening import open_directory, open_run, plan_of
-from tasks.tracking import RunOutcome, Tracker, resolve_tracking_uri
+from tasks.tracking import RunOutcome, Tracker, is_missing, resolve_tracking_uri
 
 _TRACKING = "tracking.json"
 
@@ -73,10 +73,11 @@ def catch_up(session: Session) -> None:
 
 
 def _open_tracker(directory: RunDirectory, config: RunConfig, name: str) -> Tracker:
-    """Start an MLflow run, or continue the one this folder names."""
+    """Start an MLflow run, or continue the one this folder names, in its store unless another is configured."""
     path = directory.path / _TRACKING
-    uri = resolve_tracking_uri(config.tracking.uri, config.runs)
     known = json.loads(path.read_text()) if path.exists() else None
+    stays = config.tracking.uri is None and known is not None and not is_missing(known["uri"])
+    uri = known["uri"] if stays else resolve_tracking_uri(config.tracking.uri, config.runs)
     resumed = known["run_id"] if known is not None and known["uri"] == uri else None
     tracker = Tracker.open(uri, config.tracking.experiment, name, config.runs, resumed)
     directory.write_text(_TRACKING, json.dumps({"uri": uri, "run_id": tracker.run_id}) + "\n")

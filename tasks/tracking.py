@@ -82,6 +82,12 @@ def resolve_tracking_uri(configured: str | None, runs: Path) -> str:
     return mlflow.get_tracking_uri() if mlflow.is_tracking_uri_set() else default_tracking_uri(runs)
 
 
+def is_missing(uri: str) -> bool:
+    """Whether the file of a sqlite store is gone; a server's word is not asked for."""
+    database = make_url(uri).database if uri.startswith("sqlite") else None
+    return database is not None and not Path(database).exists()
+
+
 def ui_command(uri: str) -> str:
     """The shell command that opens the MLflow UI on the store at `uri`."""
     if _is_server(uri):

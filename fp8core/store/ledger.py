@@ -127,6 +127,10 @@ class LedgerView:
         """What is committed at this moment. Raises UserError: no ledger, or a malformed line (file:line)."""
         return LedgerView([_parse(path, i, line) for i, line in enumerate(_whole_lines(_read(path)), start=1)])
 
+    def holds_work(self) -> bool:
+        """Whether any task was ever finished; before that, a run may still become another one."""
+        return bool(self._tasks or self._steps)
+
     def tasks(self, step: int) -> dict[str, TaskEntry]:
         """The finished tasks of a step by name."""
         return dict(self._tasks.get(step, {}))
