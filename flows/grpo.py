@@ -73,7 +73,7 @@ def train(config: RunConfig, *, new_code: bool = False) -> Summary:
     """Train from wherever the run stands to its last step, or to the step in which SIGTERM comes."""
     console, name = Console(sys.stdout, config.steps), run_name(config)
     with (
-        Guardian.over_run(config.runs / name),
+        Guardian(config.runs / name),
         open_session(config, name, console, new_code=new_code) as session,
         stop_on_sigterm() as stop,
     ):

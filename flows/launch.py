@@ -1,6 +1,5 @@
 """Run the training flow in this process, with a Prefect server of its own where none is configured."""
 
-import atexit
 import json
 import os
 import signal
@@ -10,8 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flows.environment import make_prefect_home, quiet_prefect_console, start_prefect, wait_for_prefect
-from flows.guardian import Guardian
+from flows.environment import make_prefect_home, quiet_prefect_console, start_prefect
 from fp8core.errors import UserError
 from fp8core.store.run_directory import read_description
 
@@ -68,14 +66,9 @@ def stopped(reason: str, code: int) -> int:
 
 
 def _start_prefect() -> None:
-    home = make_prefect_home()
+    make_prefect_home()
     quiet_prefect_console()
-    wait_for_prefect()
-    output = home / f"server-of-{os.getpid()}.log"
-    guardian = Guardian.over_server(output)
-    # Prefect stops its server when Python exits; what is registered before that is called after it.
-    atexit.register(guardian.dismiss)
-    start_prefect(output)
+    start_prefect()
 
 
 def _train(parameters: Mapping[str, Any], summary: Path | None) -> int:

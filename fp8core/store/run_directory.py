@@ -71,7 +71,7 @@ class RunDirectory:
             raise
 
     def write_description(self, config: dict[str, JsonValue], code_version: str) -> RunDescription:
-        """Writes run.json and returns it; once more, it keeps the run's identity. Raises UserError: the disk refuses."""
+        """Writes run.json and returns it; a later one keeps the run's `id`. Raises UserError when the disk refuses."""
         assert not self.ledger.holds_work(), "no work may depend on another run.json"
         known = self.description()
         description = RunDescription(
