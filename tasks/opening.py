@@ -14,6 +14,7 @@ from fp8core.config.check import Plan, check_pipeline
 from fp8core.config.load import config_digest, may_continue
 from fp8core.config.run import RunConfig, public_dump
 from fp8core.config.steps import import_spec
+from fp8core.data.mistakes import check_problems
 from fp8core.data.source import build_source
 from fp8core.errors import UserError
 from fp8core.report.console import Console
@@ -124,10 +125,12 @@ def open_run(config: RunConfig, plan: Plan, directory: RunDirectory, console: Co
     """Everything that is alive in a run's folder, reachable for tasks (`workers.live`) while the block lasts.
 
     Raises:
-        UserError: the model or data cannot be read.
+        UserError: the model or data cannot be read, or a row of the data is of no use.
     """
     source = build_source(config.data, config.evaluation)  # Before the model, which takes longer to load.
     base = build_base(config)
+    verifier = build_verifier(config.reward)
+    check_problems(source, config, base.tokenizer, base.arch.max_positions, verifier)
     version = current_code()
     segment = SegmentEntry(pid=os.getpid(), host=socket.gethostname(), code_version=version, started=time.time())
     directory.ledger.append(segment)
@@ -140,7 +143,7 @@ def open_run(config: RunConfig, plan: Plan, directory: RunDirectory, console: Co
         tokenizer=base.tokenizer,
         arch=base.arch,
         source=source,
-        verifier=build_verifier(config.reward),
+        verifier=verifier,
         model_revision=base.revision,
         machine=hardware(),
         git=git_state(_PACKAGES[0]),

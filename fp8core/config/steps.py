@@ -5,6 +5,7 @@ There is no registry. A step is any callable with an attribute `spec`, found by 
 """
 
 import importlib
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -68,6 +69,9 @@ def import_step(uses: str) -> Step:
         raise UserError(f"uses {uses}: {module_name} cannot be imported: {error}") from error
     except SyntaxError as error:
         raise UserError(f"uses {uses}: {error.filename}:{error.lineno}: {error.msg}") from error
+    except (Exception, SystemExit) as error:  # Whatever a module of the user's own does when it is imported.
+        at, said = traceback.extract_tb(error.__traceback__)[-1], str(error).partition("\n")[0]
+        raise UserError(f"uses {uses}: {at.filename}:{at.lineno}: {type(error).__name__}: {said}") from error
     if not hasattr(module, attribute):
         raise UserError(f"uses {uses}: module {module_name} has no {attribute}")
     step: Step = getattr(module, attribute)

@@ -2,7 +2,8 @@
 
 import hashlib
 import zlib
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -12,11 +13,12 @@ HELDOUT_ONE_IN = 8
 
 @dataclass(frozen=True)
 class Problem:
-    """A question with the text that its answer is checked against."""
+    """A question with the text that its answer is checked against, and where it was read, for messages."""
 
     prompt_id: str
     question: str
     reference: str
+    place: str = field(default="", compare=False)
 
 
 class PromptSource(Protocol):
@@ -36,10 +38,14 @@ class PromptSource(Protocol):
         """
         ...
 
+    def to_check(self) -> Iterable[Problem]:
+        """Problems that show, before any work, what may be wrong with any of them: all rows, or the longest made."""
+        ...
 
-def problem(question: str, reference: str) -> Problem:
+
+def problem(question: str, reference: str, place: str = "") -> Problem:
     """A problem named by the first 16 hexadecimal digits of its question's SHA-256."""
-    return Problem(hashlib.sha256(question.encode()).hexdigest()[:16], question, reference)
+    return Problem(hashlib.sha256(question.encode()).hexdigest()[:16], question, reference, place)
 
 
 def is_heldout(question: str) -> bool:
