@@ -226,7 +226,7 @@ def test_a_run_goes_on_once_its_data_is_repaired(train, gsm8k):
 
 
 def test_a_run_that_never_found_its_data_may_be_begun_with_other_data(train, gsm8k):
-    model, data = gsm8k
+    _, data = gsm8k
     misled = train("corrected", **{"data.source": str(data.with_name("problem.jsonl"))})
     assert_failed(misled, "problem.jsonl: no such file")
     corrected = train("corrected")
