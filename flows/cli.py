@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flows import bisect, resume
+from flows import audit, bisect, compare, resume, retention
 from flows.launch import launch, refuse_unwritable, stopped
 from flows.quantise import add_commands
 from fp8core.errors import UserError
@@ -56,6 +56,9 @@ def _parser() -> argparse.ArgumentParser:
     add_commands(commands)
     bisect.add_command(commands)
     resume.add_command(commands)
+    audit.add_command(commands)
+    compare.add_command(commands)
+    retention.add_command(commands)
     return parser
 
 

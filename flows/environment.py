@@ -1,4 +1,7 @@
-"""Prefect's surroundings. The one place that reads and sets environment variables."""
+"""The surroundings of Prefect and MLflow: the one place that reads and sets environment variables.
+
+Prefect reads its own once, when it is imported; MLflow at every request.
+"""
 
 import atexit
 import os
@@ -16,6 +19,18 @@ def quiet_prefect_console() -> None:
 def make_prefect_home() -> None:
     """Prefect writes its profile and database below PREFECT_HOME and does not create the folder's parent."""
     Path(os.environ.get("PREFECT_HOME", "~/.prefect")).expanduser().mkdir(parents=True, exist_ok=True)
+
+
+def bound_mlflow_requests() -> None:
+    """A request to MLflow takes half a minute at most, and is made once.
+
+    MLflow by itself repeats a request for minutes, and after a lost answer creates the same run twice. Here who
+    publishes tries again, and knows what was created.
+    """
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    # The console names the run's page itself, once.
+    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
 
 
 def start_prefect() -> None:

@@ -10,11 +10,11 @@ import time
 from pathlib import Path
 from typing import Annotated, Any
 
-from mlflow.exceptions import MlflowException
 from prefect import flow, runtime
 from prefect.states import Failed
 from pydantic import Field
 
+from flows.environment import bound_mlflow_requests
 from flows.guardian import Guardian
 from flows.iteration import as_task, prefect_tasks, run_iteration
 from flows.named_run import load_settings
@@ -30,13 +30,13 @@ from fp8core.training.trainer import NotFiniteError
 from fp8core.workers.live import live_run
 from tasks import start
 from tasks.checkpoint import checkpoint_due, save_state
-from tasks.commit import commit_step, history, publish_step
+from tasks.commit import commit_step, history, step_metrics
 from tasks.execute import Interval, StepError, TaskResult
 from tasks.loop import next_step
 from tasks.restore import RedoError, carried, restore
-from tasks.session import Session, catch_up, open_session
+from tasks.session import Session, open_session
 from tasks.sync import SyncError
-from tasks.tracking import Tracker, quiet_store_logs, ui_command
+from tasks.tracking_store import quiet_store_logs, ui_command
 
 Overrides = dict[str, Any] | list[str]
 
@@ -55,6 +55,7 @@ def grpo(
     new_code: Annotated[bool, Field(description="Continue a run with other code than last, as a new segment.")] = False,
 ) -> Any:
     """Train a policy with GRPO; returns the summary. What went wrong is the message of the failed state."""
+    bound_mlflow_requests()
     quiet_store_logs()
     flat = {"run": run, "steps": steps, "seed": seed}
     given = {key: value for key, value in flat.items() if value is not None}
@@ -65,8 +66,6 @@ def grpo(
         return Failed(message=str(error))
     except StepError as error:
         return Failed(message=str(error), data=error.__cause__)
-    except MlflowException as error:
-        return Failed(message="MLflow: " + str(error).partition("\n")[0])
 
 
 def train(config: RunConfig, *, new_code: bool = False) -> Summary:
@@ -98,34 +97,37 @@ def begin(session: Session) -> None:
     styles = run.directory.store.get_json(evaluated.entry.outputs["evaluation"]).get("styles", [])
     if styles and not evaluated.reused:
         run.console.styles([StyleAccuracy(**style) for style in styles])
-    if START not in run.directory.ledger.steps():
+    if run.directory.ledger.step(START) is None:
         commit_step(run, START)
+        session.publisher.wake()
     redone = restore(run)
     if next_step(run) > START + 1:
         run.console.note(f"continues after step {next_step(run) - 1}; {redone} updates redone from rollouts")
-    catch_up(session)
 
 
 def iterate(session: Session, tasks: Any, index: int) -> None:
-    """One iteration, committed, published, and checkpointed when it is due."""
+    """One iteration, committed, and checkpointed when it is due; MLflow gets it beside the next one."""
     run, began = session.run, time.perf_counter()
     results = run_iteration(run, tasks, index, carried(run, index))
     intervals = {name: [result.interval] for name, result in results.items()}
-    metrics, interval = _commit(run.directory.path, index, session.tracker)
-    intervals["commit"] = [interval]
+    intervals["commit"] = [_commit(run.directory.path, index)]
+    session.publisher.wake()
     if checkpoint_due(run, index):
         intervals["checkpoint"] = [_checkpoint(run.directory.path, index)]
+        session.publisher.wake()
     ended = time.perf_counter()
     session.timings.append(StepTiming(step=index, interval=(began, ended), tasks=intervals))
     seconds = {name: result.entry.seconds for name, result in results.items()}
-    run.console.step({**metrics, "step": index}, ended - began, seconds)
+    run.console.step({**step_metrics(run, index), "step": index}, ended - began, seconds)
 
 
 def leave(session: Session, index: int) -> None:
     """Write a checkpoint of the last step, so that continuing has nothing to redo."""
     run = session.run
-    if index > START and index not in {entry.step for entry in run.directory.ledger.checkpoints()}:
+    newest = next(run.directory.ledger.newest_checkpoints(), None)
+    if index > START and (newest is None or newest.step < index):
         _checkpoint(run.directory.path, index)
+        session.publisher.wake()
     run.console.note(f"stopped after step {index}")
 
 
@@ -135,7 +137,6 @@ def finish(session: Session, console: Console) -> Summary:
     metrics = history(run)
     picture = run.directory.path / "curves.png"
     draw_curves(metrics, picture, f"{run.directory.path.name}: {run.config.name}, seed {run.config.seed}")
-    tracker.log_figure_file(picture, "pictures")
     summary = summarise(
         metrics,
         session.timings,
@@ -146,7 +147,7 @@ def finish(session: Session, console: Console) -> Summary:
         stage_seconds={name: end - begin for name, (begin, end) in session.stages.items()},
     )
     run.directory.write_text("summary.json", summary.model_dump_json(indent=2) + "\n")
-    tracker.log_dict(summary.model_dump(mode="json"), "summary.json")
+    session.publisher.add_result()
     console.summary(summary, picture, ui_command(tracker.uri), tracker.page)
     return summary
 
@@ -182,11 +183,10 @@ def _first_evaluation(folder: Path, index: int, scales: Ref) -> TaskResult:
 
 
 @as_task("commit")
-def _commit(folder: Path, index: int, tracker: Tracker) -> tuple[dict[str, float], Interval]:
-    began, run = time.perf_counter(), live_run(folder)
-    commit_step(run, index)
-    metrics = publish_step(run, tracker, index)
-    return metrics, (began, time.perf_counter())
+def _commit(folder: Path, index: int) -> Interval:
+    began = time.perf_counter()
+    commit_step(live_run(folder), index)
+    return began, time.perf_counter()
 
 
 @as_task("checkpoint")

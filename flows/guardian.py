@@ -4,7 +4,6 @@ It waits, in a bare interpreter without any of our packages, until the training 
 said goodbye before; else `python -m flows.guardian FOLDER` takes its place.
 """
 
-import contextlib
 import signal
 import subprocess
 import sys
@@ -12,7 +11,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from flows.environment import bound_mlflow_requests
 from flows.lifeline import Lifeline
+from tasks.mark_killed import mark_killed
 
 _WAIT = """
 import os, sys
@@ -39,17 +40,7 @@ class Guardian:
         self._lifeline.end(_GOODBYE)
 
 
-def mark(folder: Path) -> None:
-    """Say in MLflow that the training of a run's folder was killed, unless it goes on already."""
-    from fp8core.errors import UserError
-    from fp8core.store.run_directory import refuse_in_use
-    from tasks.mark_killed import mark_killed
-
-    with contextlib.suppress(UserError):
-        refuse_in_use(folder)
-        mark_killed(folder)
-
-
 if __name__ == "__main__":
-    signal.alarm(_PATIENCE_SECONDS)  # A tracking server may never answer.
-    mark(Path(sys.argv[1]))
+    signal.alarm(_PATIENCE_SECONDS)  # A tracking server may answer neither yes nor no.
+    bound_mlflow_requests()
+    mark_killed(Path(sys.argv[1]))

@@ -1,13 +1,13 @@
 """Weights and optimiser on disk, and the policy as a Hugging Face folder beside them."""
 
-import hashlib
 import shutil
-from pathlib import Path
 
 from fp8core.errors import UserError
 from fp8core.models.checkpoint import save_checkpoint
-from fp8core.store.durable import sync_path
+from fp8core.store.durable import remove_folder, sync_path
+from fp8core.store.folder_digest import folder_digest
 from fp8core.store.ledger import CheckpointEntry
+from fp8core.store.retention import kept_steps, metric_values
 from fp8core.workers.live import LiveRun
 
 
@@ -17,7 +17,7 @@ def checkpoint_due(run: LiveRun, index: int) -> bool:
 
 
 def save_state(run: LiveRun, index: int) -> None:
-    """Write `checkpoints/<step>/`, enter it in the ledger, and remove checkpoints beyond `checkpoint.keep`.
+    """Write `checkpoints/<step>/`, enter it in the ledger, and remove older checkpoints that nothing keeps.
 
     The folder holds the trainer's state, and in `policy/` the BF16 policy in the Hugging Face layout.
     """
@@ -32,7 +32,7 @@ def save_state(run: LiveRun, index: int) -> None:
         partial.mkdir()
         trainer.save(partial)
         save_checkpoint(partial / "policy", run.arch, trainer.masters, run.tokenizer)
-        for path in partial.iterdir():
+        for path in partial.rglob("*"):
             sync_path(path)
         sync_path(partial)
         partial.rename(folder)
@@ -42,21 +42,23 @@ def save_state(run: LiveRun, index: int) -> None:
     run.directory.ledger.append(
         CheckpointEntry(step=index, uri=uri, digest=folder_digest(folder), weights_digest=trainer.digest())
     )
-    _prune(run)
+    _prune(run, index)
 
 
-def folder_digest(folder: Path) -> str:
-    """SHA-256 over the sorted (relative path, SHA-256) of a folder's files."""
-    digest = hashlib.sha256()
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        with path.open("rb") as file:
-            content = hashlib.file_digest(file, "sha256").hexdigest()
-        digest.update(f"{path.relative_to(folder).as_posix()}\n{content}\n".encode())
-    return digest.hexdigest()
-
-
-def _prune(run: LiveRun) -> None:
-    """The last `keep` + 1 checkpoints stay."""
+def _prune(run: LiveRun, index: int) -> None:
+    """The last `checkpoint.keep` + 1 checkpoints stay, and those of the steps that `artifacts.keep` names."""
     folders = sorted((run.directory.path / "checkpoints").glob("[0-9]*"))
-    for folder in folders[: -(run.config.checkpoint.keep + 1)]:
-        shutil.rmtree(folder)
+    older = folders[: -(run.config.checkpoint.keep + 1)]
+    kept = _kept_steps(run, index) if older else set()
+    for folder in older:
+        if int(folder.name) not in kept:
+            remove_folder(folder)
+
+
+def _kept_steps(run: LiveRun, index: int) -> set[int]:
+    """Of the steps up to `index`, those that `artifacts.keep` names."""
+    keep, ledger = run.config.artifacts.keep, run.directory.ledger
+    if keep is None:
+        return set()
+    values = {} if keep.best is None else metric_values(ledger, run.directory.store, keep.best.metric)
+    return kept_steps(keep, range(index + 1), values)

@@ -1,4 +1,4 @@
-"""Close an iteration: its manifest, its line in the ledger, its metrics in MLflow."""
+"""Close an iteration: its manifest, and its line in the ledger."""
 
 import json
 import time
@@ -12,7 +12,6 @@ from fp8core.store.versions import library_versions
 from fp8core.workers.live import LiveRun
 from tasks.restore import carried
 from tasks.rollout import shard_folder
-from tasks.tracking import Sample, Tracker
 
 
 def commit_step(run: LiveRun, index: int) -> None:
@@ -29,21 +28,6 @@ def commit_step(run: LiveRun, index: int) -> None:
         )
     )
     RolloutShards(shard_folder(run, index)).clear()
-
-
-def publish_step(run: LiveRun, tracker: Tracker, index: int) -> dict[str, float]:
-    """Log a committed iteration to MLflow from what is stored; returns its metrics. Saying it twice changes nothing."""
-    metrics, manifest = step_metrics(run, index), stored_manifest(run, index)
-    seconds = manifest.observed.timings
-    total = sum(seconds.values())
-    timings = {f"time/{task}_seconds": value for task, value in seconds.items()}
-    shares = {f"time/{task}_share": value / total for task, value in seconds.items() if total > 0}
-    committed = run.directory.ledger.steps()[index].committed_ms
-    tracker.log_step(index, {**metrics, **timings, **shares}, committed)
-    config = run.config.tracking
-    if index > START and config.sample_completions and samples_due(run, index):
-        tracker.log_samples(index, samples(run, index, config.sample_completions))
-    return metrics
 
 
 def step_metrics(run: LiveRun, index: int) -> dict[str, float]:
@@ -65,39 +49,20 @@ def history(run: LiveRun) -> list[dict[str, float]]:
 
 def stored_manifest(run: LiveRun, index: int) -> StepManifest:
     """The manifest of a committed iteration."""
-    content = run.directory.store.get_json(run.directory.ledger.steps()[index].manifest)
+    content = run.directory.store.get_json(committed_step(run, index).manifest)
     return StepManifest.model_validate_json(json.dumps(content))
 
 
-def samples(run: LiveRun, index: int, count: int) -> list[Sample]:
-    """The first completion of each of the first `count` prompts."""
-    by_kind = {ref.kind: ref for ref in run.directory.ledger.artifacts(index).values()}
-    store = run.directory.store
-    prompts = {row["group"]: row for row in store.get_table(by_kind["prompts"]).to_pylist()}
-    completions = store.get_table(by_kind["rollouts"]).to_pylist()
-    verdicts = store.get_table(by_kind["rewards"]).to_pylist()
-    rows = [
-        Sample(
-            prompt=prompts[completion["group"]]["text"],
-            completion=completion["text"],
-            reference=prompts[completion["group"]]["reference"],
-            reward=verdict["reward"],
-            outcome=verdict["outcome"],
-        )
-        for completion, verdict in zip(completions, verdicts, strict=True)
-        if completion["sample"] == 0
-    ]
-    return rows[:count]
-
-
-def samples_due(run: LiveRun, index: int) -> bool:
-    """The first step, every `tracking.sample_every`, and the last."""
-    return index == START + 1 or index % run.config.tracking.sample_every == 0 or index == run.config.steps
+def committed_step(run: LiveRun, index: int) -> StepEntry:
+    """The ledger's entry of an iteration that is committed."""
+    entry = run.directory.ledger.step(index)
+    assert entry is not None, f"step {index} is not committed"
+    return entry
 
 
 def _commit_time(run: LiveRun, index: int) -> int:
     """Unix milliseconds, later than the step before even when the machine's clock was set back in between."""
-    now, before = time.time_ns() // 1_000_000, run.directory.ledger.steps().get(index - 1)
+    now, before = time.time_ns() // 1_000_000, run.directory.ledger.step(index - 1)
     return now if before is None else max(now, before.committed_ms + 1)
 
 

@@ -61,7 +61,9 @@ def run_step(run: LiveRun, index: int, planned: PlannedStep, inputs: Mapping[str
 def run_task(
     run: LiveRun, index: int, name: str, parts: Mapping[str, Any], body: Callable[[], dict[str, Ref]]
 ) -> TaskResult:
-    """Run `body` and commit its outputs, or return the entry that is stored under the same key or is committed.
+    """Run `body` and commit its outputs, or return the entry that is stored under the same key.
+
+    A step that is committed stays as it is, whatever code runs now.
 
     Args:
         run: the live run.
@@ -77,8 +79,7 @@ def run_task(
     began = time.perf_counter()
     key = task_key(run, index, name, parts)
     stored = run.directory.ledger.tasks(index).get(name)
-    # What a step was committed with is final: new code continues from it.
-    if stored is not None and (stored.key == key or index in run.directory.ledger.steps()):
+    if stored is not None and (stored.key == key or run.directory.ledger.step(index) is not None):
         return TaskResult(stored, reused=True, interval=(began, time.perf_counter()))
     started = time.time()
     place = f"step {index}, task {name}"

@@ -21,7 +21,7 @@ def begin(run: LiveRun) -> int:
     start.bring_to_life(run)
     scales = start.first_scales(run).entry.outputs["scales"]
     start.first_evaluation(run, scales)
-    if START not in run.directory.ledger.steps():
+    if run.directory.ledger.step(START) is None:
         commit_step(run, START)
     return restore(run)
 

@@ -70,7 +70,7 @@ def refuse_conflict(config: RunConfig, *, new_code: bool = False) -> None:
     if described is not None:
         refuse_in_use(folder)
         if (folder / LEDGER).exists():
-            _refuse_other(described, LedgerView.read(folder / LEDGER), config, config.run, new_code=new_code)
+            _refuse_other(described, LedgerView.glance(folder / LEDGER), config, config.run, new_code=new_code)
 
 
 def _refuse_other(
@@ -86,12 +86,12 @@ def _refuse_other(
     if differing:
         raise UserError(f"run {name} exists with another configuration: {'; '.join(differing)}")
     if not new_code:
-        refuse_other_code(described, ledger.segments(), name)
+        refuse_other_code(described, ledger.last_segment(), name)
 
 
-def refuse_other_code(described: RunDescription, segments: list[SegmentEntry], name: str) -> None:
+def refuse_other_code(described: RunDescription, last: SegmentEntry | None, name: str) -> None:
     """A run is continued by the code that last ran it, or digests mean nothing."""
-    before, now = segments[-1].code_version if segments else described.code_version, current_code()
+    before, now = described.code_version if last is None else last.code_version, current_code()
     if before != now:
         raise UserError(
             f"run {name} was made by code version {before[:12]}, this is {now[:12]}: continue it with that code, "

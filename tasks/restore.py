@@ -18,11 +18,8 @@ class RedoError(RuntimeError):
 def restore(run: LiveRun) -> int:
     """Restore trainer and engine; returns how many updates were redone."""
     trainer = run.ready_trainer()
-    checkpoint = max(
-        (entry for entry in run.directory.ledger.checkpoints() if (run.directory.path / entry.uri).is_dir()),
-        key=lambda entry: entry.step,
-        default=None,
-    )
+    newest = run.directory.ledger.newest_checkpoints()
+    checkpoint = next((entry for entry in newest if (run.directory.path / entry.uri).is_dir()), None)
     if checkpoint is not None:
         trainer.load(run.directory.path / checkpoint.uri)
     redone = 0

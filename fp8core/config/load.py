@@ -33,7 +33,7 @@ SHIPPED = Path(__file__).resolve().parents[2] / "configs"
 UNDECIDED = "(undecided)"
 
 # What may differ between two runs that compute the same numbers.
-_NOT_NUMBERS = ("steps", "run", "runs", "checkpoint", "artifacts", "replay", "tracking")
+NOT_NUMBERS = ("steps", "run", "runs", "checkpoint", "artifacts", "replay", "tracking")
 
 
 class Block(dict[str, Any]):
@@ -94,7 +94,7 @@ def origins(name_or_path: str, overrides: Overrides = ()) -> dict[str, str]:
 
 def config_digest(config: RunConfig) -> str:
     """SHA-256 of all that determines the numbers of a run: not its length, its name, its upkeep and its tracking."""
-    values = {key: value for key, value in public_dump(config).items() if key not in _NOT_NUMBERS}
+    values = {key: value for key, value in public_dump(config).items() if key not in NOT_NUMBERS}
     return hashlib.sha256(json.dumps(values, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
@@ -110,7 +110,7 @@ def config_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[s
 
 def may_continue(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Differences that forbid continuing the run of `old` as `new`: fewer `steps`, and all that makes the numbers."""
-    free = set(_NOT_NUMBERS) - ({"steps"} if new["steps"] < old["steps"] else set())
+    free = set(NOT_NUMBERS) - ({"steps"} if new["steps"] < old["steps"] else set())
     kept_old, kept_new = ({key: value for key, value in dump.items() if key not in free} for dump in (old, new))
     return config_differences(kept_old, kept_new)
 

@@ -1,6 +1,8 @@
 """The generated task: `2*7*6+0+9=`, every operation applied left to right and taken modulo 10."""
 
+import hashlib
 import itertools
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -8,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from fp8core.config.run import ChainTaskConfig
-from fp8core.data.prompt import HELDOUT_ONE_IN, Problem, generator, is_heldout, problem
+from fp8core.data.prompt import HELDOUT_ONE_IN, Problem, TrainingSet, generator, is_heldout, problem
 from fp8core.errors import UserError
 
 OPERATIONS = "+-*"
@@ -60,6 +62,11 @@ class ChainSource:
 
     def __init__(self, config: ChainTaskConfig) -> None:
         self._config = config
+
+    def training_set(self) -> TrainingSet:
+        """A generator, named by its settings."""
+        settings = {"generator": __name__, "heldout_one_in": HELDOUT_ONE_IN, **self._config.model_dump()}
+        return TrainingSet(hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest(), None)
 
     def training(self, step: int, count: int, seed: int) -> list[Problem]:
         """Independent draws that are not held out; a question may come again."""

@@ -1,10 +1,11 @@
 """A problem and the protocol of everything that yields problems."""
 
 import hashlib
+import json
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -21,8 +22,19 @@ class Problem:
     place: str = field(default="", compare=False)
 
 
+class TrainingSet(NamedTuple):
+    """Which problems training can meet: SHA-256 of all that determines them, and their number; None: endless."""
+
+    digest: str
+    count: int | None
+
+
 class PromptSource(Protocol):
     """Problems for training and for evaluation. No state: the step number is the position in the data."""
+
+    def training_set(self) -> TrainingSet:
+        """What `training` draws from, whatever the step and the seed."""
+        ...
 
     def training(self, step: int, count: int, seed: int) -> list[Problem]:
         """The `count` problems of step `step` (from 0); a pure function of its arguments.
@@ -41,6 +53,14 @@ class PromptSource(Protocol):
     def to_check(self) -> Iterable[Problem]:
         """Problems that show, before any work, what may be wrong with any of them: all rows, or the longest made."""
         ...
+
+
+def problems_digest(problems: Iterable[Problem]) -> str:
+    """SHA-256 over questions and references in order."""
+    digest = hashlib.sha256()
+    for row in problems:
+        digest.update(f"{json.dumps([row.question, row.reference])}\n".encode())
+    return digest.hexdigest()
 
 
 def problem(question: str, reference: str, place: str = "") -> Problem:

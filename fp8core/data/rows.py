@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from fp8core.data.prompt import HELDOUT_ONE_IN, Problem, generator, is_heldout, problem
+from fp8core.data.prompt import HELDOUT_ONE_IN, Problem, TrainingSet, generator, is_heldout, problem, problems_digest
 from fp8core.errors import UserError
 
 
@@ -35,6 +35,9 @@ class RowSource:
         self._training = [row for question, row in unique.items() if question not in kept]
         if not self._training:
             raise UserError(f"{place}: all {len(unique)} questions are held out, none is left to train on")
+
+    def training_set(self) -> TrainingSet:
+        return TrainingSet(problems_digest(self._training), len(self._training))
 
     def training(self, step: int, count: int, seed: int) -> list[Problem]:
         rows = len(self._training)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from fp8core.errors import UserError
 from fp8core.store import durable
+from fp8core.store.tombstones import read_tombstones
 
 _FOLDER = "artifacts"
 # safetensors writes several metadata keys in random order; one key that holds all of them keeps the bytes fixed.
@@ -159,4 +160,6 @@ class ArtifactStore:
         path = self.path(ref)
         if path.suffix != f".{extension}":
             raise ArtifactError(f"{path}: the {ref.kind} artifact is not a {extension} file")
+        if not path.exists() and (tombstone := read_tombstones(self._root).get(ref.digest)) is not None:
+            raise ArtifactError(f"{path}: removed by gc on {tombstone.when} ({tombstone.reason})")
         return read_checked(path, ref.digest, ref.size)

@@ -6,6 +6,7 @@ fsynced: when `write_file` returns the content is durable, before that the previ
 
 import os
 import re
+import shutil
 import uuid
 from pathlib import Path
 
@@ -65,6 +66,12 @@ def ensure_file(path: Path, data: bytes) -> None:
         intact = False
     if not intact:
         write_file(path, data)
+
+
+def remove_folder(folder: Path) -> None:
+    """Removes a folder and all in it: a kill on the way leaves `.<name>.partial`, never half of it. Raises OSError."""
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(folder.rename(partial))
 
 
 def sweep(folder: Path) -> list[Path]:

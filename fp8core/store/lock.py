@@ -4,11 +4,15 @@ import fcntl
 import json
 import os
 import socket
+import time
 import weakref
 from pathlib import Path
 from typing import IO
 
 from fp8core.errors import UserError
+
+# Longer than `is_held` is ever in the way of somebody who takes the lock.
+_PROBE_SECONDS = 0.1
 
 
 class RunLock:
@@ -26,7 +30,7 @@ class RunLock:
         except OSError as error:
             raise UserError(f"cannot write {path}: {error.strerror}") from error
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(file)
             file.truncate(0)
             file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
             file.flush()
@@ -41,6 +45,30 @@ class RunLock:
     def release(self) -> None:
         """Frees the lock; a second call does nothing."""
         self._file.close()
+
+
+def is_held(path: Path) -> bool:
+    """Whether a living process has the lock; a file that is missing is free. Changes nothing."""
+    try:
+        with path.open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
+def _lock(file: IO[str]) -> None:
+    """Raises BlockingIOError when another process has the lock, and does not merely ask whether one has."""
+    deadline = time.monotonic() + _PROBE_SECONDS
+    while True:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(_PROBE_SECONDS / 10)
 
 
 _held: weakref.WeakSet[RunLock] = weakref.WeakSet()

@@ -6,7 +6,8 @@
     artifacts/    content-addressed files        manifests/    one file a step
     shards/       groups of unfinished steps     checkpoints/  weights and optimiser
 
-A run that may be live is looked at without the lock: `ArtifactStore(path)` and `LedgerView.read(path / LEDGER)`.
+A run that may be live is looked at without the lock: `ArtifactStore(path)` and `LedgerView.read(path / LEDGER)`, or
+`glance` in place of `read` where the newest steps are enough.
 """
 
 import os
@@ -23,10 +24,11 @@ from fp8core.store import durable
 from fp8core.store.artifacts import ArtifactStore
 from fp8core.store.ledger import Ledger
 from fp8core.store.lock import RunLock
+from fp8core.store.shards import RolloutShards
 
 LEDGER = "ledger.jsonl"
+LOCK = "lock"
 _DESCRIPTION = "run.json"
-_LOCK = "lock"
 _FOLDERS = ("artifacts", "manifests", "shards", "checkpoints")
 
 
@@ -36,10 +38,10 @@ class RunDescription(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     id: str = Field(description="Identity of the run, under which MLflow finds it again.")
-    config: dict[str, JsonValue]
+    config: dict[str, JsonValue] = Field(description="The resolved configuration; it can be loaded again.")
     code_version: str = Field(description="Of the code that began it; the ledger's segments name the later ones.")
     begun_in: str = Field(description="Working directory, to which paths in the configuration are relative.")
-    created: str
+    created: str = Field(description="ISO 8601, UTC.")
 
 
 class RunDirectory:
@@ -61,11 +63,12 @@ class RunDirectory:
         """
         path = root.absolute()
         durable.make_folder(path)
-        lock = RunLock.acquire(path / _LOCK)
+        lock = RunLock.acquire(path / LOCK)
         try:
             for name in _FOLDERS:
                 durable.make_folder(path / name)
-            return cls(path, lock, Ledger.open(path / LEDGER), durable.sweep(path))
+            ledger = Ledger.open(path / LEDGER)
+            return cls(path, lock, ledger, _sweep(path, ledger))
         except UserError:
             lock.release()
             raise
@@ -108,9 +111,18 @@ class RunDirectory:
         self.close()
 
 
+def _sweep(path: Path, ledger: Ledger) -> list[Path]:
+    """Removes unfinished files, and the shards of steps that were killed between their commit and its clearing."""
+    shards = sorted((path / "shards").glob("[0-9]*"))
+    committed = [folder for folder in shards if ledger.step(int(folder.name)) is not None]
+    for folder in committed:
+        RolloutShards(folder).clear()
+    return durable.sweep(path) + committed
+
+
 def refuse_in_use(folder: Path) -> None:
     """Raises UserError when a process (with its pid and host) has the run of this folder."""
-    RunLock.acquire(folder / _LOCK).release()
+    RunLock.acquire(folder / LOCK).release()
 
 
 def read_description(folder: Path) -> RunDescription | None:

@@ -82,10 +82,9 @@ def live_run(path: Path) -> LiveRun:
 
 
 def release(path: Path) -> None:
-    """Close engine and folder and forget the run; unknown paths are ignored."""
+    """Close the engine and forget the run; unknown paths are ignored. Who opened the folder closes it."""
     run = _live.pop(path, None)
     if run is None:
         return
     if run.engine is not None:
         run.engine.close()
-    run.directory.close()

@@ -13,7 +13,7 @@ from prefect.testing.utilities import prefect_test_harness
 from flows.grpo import grpo
 from fp8core.store.ledger import LedgerView
 from fp8core.store.run_directory import LEDGER
-from tasks.tracking import default_tracking_uri
+from tasks.tracking_store import default_tracking_uri
 
 # Three updates of a warm start that knows nothing yet: every step of the loop runs, none takes a second.
 SMALL: dict[str, Any] = {

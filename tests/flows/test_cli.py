@@ -13,7 +13,7 @@ import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows import cli
-from tasks.tracking import default_tracking_uri
+from tasks.tracking_store import default_tracking_uri
 
 REPOSITORY = Path(__file__).parents[2]
 SCRIPT = Path(sys.executable).with_name("fp8-grpo")

@@ -1,6 +1,5 @@
 """What a training cannot do once it is killed: MLflow says so, and nothing of it stays behind."""
 
-import json
 import os
 import resource
 import signal
@@ -12,10 +11,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+from mlflow import MlflowClient
 
-from flows.guardian import Guardian, mark
+from flows.guardian import Guardian
 from fp8core.store.run_directory import RunDirectory
-from tasks.tracking import Tracker, default_tracking_uri
+from tasks.tracking import Tracker
+from tasks.tracking_record import TrackingRecord, read_record, write_record
+from tasks.tracking_store import default_tracking_uri
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -39,10 +41,10 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(store: Path, request: pytest.FixtureRequest) -> tuple[Path, Callable[[], str]]:
     """The folder of a run that MLflow takes for running, and what MLflow says of it."""
     name = request.node.name
-    tracker = Tracker.open(default_tracking_uri(store), "fp8-grpo", name, store, None)
+    tracker = Tracker.open(default_tracking_uri(store), "fp8-grpo", name, store, name)
     folder = store / name
     RunDirectory.create_or_open(folder).close()
-    (folder / "tracking.json").write_text(json.dumps({"uri": tracker.uri, "run_id": tracker.run_id}))
+    write_record(folder, TrackingRecord.begun(tracker.uri, tracker.experiment_id, tracker.run_id))
     return folder, lambda: str(tracker.client.get_run(tracker.run_id).info.status)
 
 
@@ -76,15 +78,6 @@ def test_a_training_that_ends_by_itself_is_left_alone(run) -> None:
         assert len(guardians(folder)) == 1
     assert not guardians(folder)
     assert status() == "RUNNING"
-
-
-def test_a_training_that_goes_on_already_is_left_alone(run) -> None:
-    folder, status = run
-    with RunDirectory.create_or_open(folder):
-        mark(folder)
-        assert status() == "RUNNING"
-    mark(folder)
-    assert status() == "KILLED"
 
 
 def test_waiting_is_cheap(tmp_path: Path) -> None:
@@ -130,6 +123,5 @@ def test_a_killed_command_leaves_nothing_behind(tmp_path: Path) -> None:
     training.stdout.read()
     training.wait()
     wait_until(lambda: not any(child.is_running() for child in children), "the end of server and guardian")
-    tracking = json.loads((tmp_path / "runs" / "killed" / "tracking.json").read_text())
-    client = Tracker.open(tracking["uri"], "fp8-grpo", "other", tmp_path / "runs", None).client
-    assert client.get_run(tracking["run_id"]).info.status == "KILLED"
+    record = read_record(tmp_path / "runs" / "killed")
+    assert MlflowClient(record.uri).get_run(record.run_id).info.status == "KILLED"

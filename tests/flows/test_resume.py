@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from fp8core.store.artifacts import ArtifactStore
-from tasks.tracking import default_tracking_uri
+from tasks.tracking_store import default_tracking_uri
 
 STEPS = 3
 BOUNDARIES = ["none", "prompts", "rollout", "reward", "logprobs", "train", "calibrate", "sync", "evaluate", "record"]

@@ -19,7 +19,7 @@ from fp8core.store.ledger import LedgerView
 from fp8core.store.manifest import StepManifest, first_broken_link
 from fp8core.store.run_directory import LEDGER, RunDirectory
 from tasks.opening import current_code
-from tasks.tracking import default_tracking_uri
+from tasks.tracking_store import default_tracking_uri
 
 Command = Callable[..., tuple[int, str, str]]
 

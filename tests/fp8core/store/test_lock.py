@@ -1,7 +1,9 @@
+import fcntl
 import os
 import signal
 import socket
 import stat
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fp8core.errors import UserError
-from fp8core.store.lock import RunLock
+from fp8core.store.lock import RunLock, is_held
 
 Kill = Callable[[Callable[[Callable[[str], None]], None], float], list[str]]
 
@@ -42,6 +44,26 @@ def test_a_holder_that_has_not_written_its_name_yet(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="in use by another process, which is just starting"):
         RunLock.acquire(tmp_path / "lock")
     lock.release()
+
+
+def test_asking_tells_and_leaves_the_lock_as_it_is(tmp_path: Path) -> None:
+    assert not is_held(tmp_path / "lock")
+    lock = RunLock.acquire(tmp_path / "lock")
+    name = (tmp_path / "lock").read_text()
+    assert is_held(tmp_path / "lock")
+    assert (tmp_path / "lock").read_text() == name
+    lock.release()
+    assert not is_held(tmp_path / "lock")
+
+
+def test_somebody_who_asks_is_not_in_the_way(tmp_path: Path) -> None:
+    (tmp_path / "lock").touch()
+    with (tmp_path / "lock").open() as asked:
+        fcntl.flock(asked, fcntl.LOCK_SH)
+        timer = threading.Timer(0.03, fcntl.flock, (asked, fcntl.LOCK_UN))
+        timer.start()
+        RunLock.acquire(tmp_path / "lock").release()
+        timer.join()
 
 
 def test_a_kill_frees_the_lock(tmp_path: Path, acknowledged_before_kill: Kill) -> None:

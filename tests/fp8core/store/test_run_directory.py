@@ -2,11 +2,14 @@ import os
 from datetime import datetime
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 from fp8core.errors import UserError
-from fp8core.store.ledger import SegmentEntry, TaskEntry
+from fp8core.store.artifacts import Ref
+from fp8core.store.ledger import SegmentEntry, StepEntry, TaskEntry
 from fp8core.store.run_directory import RunDirectory, refuse_in_use
+from fp8core.store.shards import RolloutShards
 
 SEGMENT = SegmentEntry(pid=1, host="h", code_version="c", started=1.0)
 TASK = TaskEntry(step=0, task="warm_start", key="k", outputs={}, started=1.0, seconds=1.0)
@@ -85,6 +88,18 @@ def test_orphans_are_swept_on_opening(tmp_path: Path) -> None:
     with RunDirectory.create_or_open(tmp_path) as run:
         assert run.swept == [orphan]
     assert not orphan.exists()
+
+
+def test_shards_of_committed_steps_are_swept_on_opening(tmp_path: Path) -> None:
+    ref = Ref(kind="manifest", digest="ab" * 32, uri=f"artifacts/ab/{'ab' * 32}.json", size=3)
+    with RunDirectory.create_or_open(tmp_path) as run:
+        for step in (1, 2):
+            RolloutShards(tmp_path / "shards" / f"{step:05d}").append(pa.table({"group": [step]}))
+        run.ledger.append(StepEntry(step=1, manifest=ref, weights_digest="w", committed_ms=1))
+    with RunDirectory.create_or_open(tmp_path) as run:
+        assert run.swept == [tmp_path / "shards" / "00001"]
+    assert sorted((tmp_path / "shards").iterdir()) == [tmp_path / "shards" / "00002"]
+    assert RolloutShards(tmp_path / "shards" / "00002").read() is not None
 
 
 def test_one_process_at_a_time_and_nothing_is_swept_under_it(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import torch
 from fp8core.config.check import Plan
 from fp8core.config.load import load_config
 from fp8core.data.source import build_source
+from fp8core.errors import UserError
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.report.console import Console
@@ -41,6 +42,7 @@ def run(tmp_path):
     register(live)
     yield live
     release(live.directory.path)
+    live.directory.close()
 
 
 @pytest.fixture
@@ -61,7 +63,7 @@ def test_a_folder_is_live_once(run):
         register(run)
 
 
-def test_release_closes_engine_and_folder(run):
+def test_release_closes_the_engine_and_leaves_the_folder_to_its_owner(run):
     run.trainer = build_trainer(run.config, run.arch, run.base)
     run.engine = engine = build_engine(run.config, run.arch)
     engine.update(run.trainer.export(), PolicyScales(0, (LayerScales(1.0, 1.0, 1.0),) * 2), 0)
@@ -69,7 +71,8 @@ def test_release_closes_engine_and_folder(run):
     assert engine.fingerprint() == policy_digest({})
     with pytest.raises(KeyError):
         live_run(run.directory.path)
-    RunDirectory.create_or_open(run.directory.path).close()
+    with pytest.raises(UserError, match="is in use"):
+        RunDirectory.create_or_open(run.directory.path)
     release(run.directory.path)
 
 
