@@ -19,6 +19,7 @@ from fp8core.store.ledger import LedgerView
 from fp8core.store.manifest import StepManifest, first_broken_link
 from fp8core.store.run_directory import LEDGER, RunDirectory
 from tasks.opening import current_code
+from tasks.tracking_record import read_record, write_record
 from tasks.tracking_store import default_tracking_uri
 
 Command = Callable[..., tuple[int, str, str]]
@@ -103,6 +104,8 @@ def test_another_store_is_used_when_it_is_named(moved: Path, command: Command, u
 def test_a_finished_run_delivers_what_mlflow_lacks(begun: Any, command: Command) -> None:
     client, run_id = begun.mlflow, begun.mlflow_run().info.run_id
     before = client.get_metric_history(run_id, "reward/mean")
+    record = read_record(begun.folder)
+    write_record(begun.folder, record.changed(published=1))
     with sqlite3.connect(begun.runs / "mlflow.db") as store:
         store.execute("delete from metrics where step = 2")
     assert client.get_metric_history(run_id, "reward/mean") != before
@@ -112,6 +115,7 @@ def test_a_finished_run_delivers_what_mlflow_lacks(begun: Any, command: Command)
     assert begun.mlflow_run().info.status == "FINISHED"
 
 
+@pytest.mark.slow
 def test_relative_paths_are_those_of_the_folder_it_was_begun_in(
     small_checkpoint: Path, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,7 +142,8 @@ def test_new_code_goes_on_from_what_is_committed(begun: Any, moved: Path, comman
     code, _, err = command("resume", str(moved), "--new-code", "--set", "steps=3")
     assert (code, err) == (0, "")
     ledger, store = LedgerView.read(moved / LEDGER), ArtifactStore(moved)
-    assert [segment.code_version for segment in ledger.segments()] == ["0" * 64, current_code()]
+    assert ledger.segments()[:-1] == before.segments()
+    assert ledger.segments()[-1].code_version == current_code()
     for step in range(3):
         assert ledger.tasks(step) == before.tasks(step)
     manifests = [store.get_json(ledger.steps()[step].manifest) for step in range(4)]
