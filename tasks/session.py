@@ -24,7 +24,7 @@ from tasks.publisher import Publisher, publishing
 from tasks.restore import ensure
 from tasks.tracking import Tracker
 from tasks.tracking_record import RunOutcome, TrackingFile, TrackingRecord, read_record, record_lock
-from tasks.tracking_store import resolve_tracking_uri
+from tasks.tracking_store import is_missing, resolve_tracking_uri
 
 _PUBLISHED_KINDS = {"metrics", "prompts", "rollouts", "rewards"}
 
@@ -79,10 +79,14 @@ def open_session(config: RunConfig, name: str, console: Console, *, new_code: bo
 
 
 def _open_tracker(directory: RunDirectory, config: RunConfig, name: str) -> tuple[Tracker, TrackingFile]:
-    """The MLflow run that this folder names, else the one that has its tag, else a new one."""
-    uri = resolve_tracking_uri(config.tracking.uri, config.runs)
+    """The MLflow run that this folder names, else the one that has its tag, else a new one.
+
+    Where no store is configured, the one that the folder names is gone on with.
+    """
     with record_lock(directory.path):
         known = read_record(directory.path)
+    stays = config.tracking.uri is None and known is not None and not is_missing(known.uri)
+    uri = known.uri if stays else resolve_tracking_uri(config.tracking.uri, config.runs)
     if known is not None and known.uri == uri:
         tracker, record = Tracker(uri, known.experiment_id, known.run_id), known.running()
     else:

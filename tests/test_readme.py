@@ -57,7 +57,9 @@ def test_make_demo_runs_the_main_job() -> None:
 
 @pytest.mark.slow
 def test_commands_that_only_look(readme_commands: list[str], workplace: Path) -> None:
-    for command in (line for line in readme_commands if line.startswith("fp8-grpo ") and " run " not in line):
+    training = ("fp8-grpo run ", "fp8-grpo resume ")
+    ours = (line for line in readme_commands if line.startswith("fp8-grpo "))
+    for command in (line for line in ours if not line.startswith(training)):
         done = run(shlex.split(command), workplace)
         assert done.returncode == 0, (command, done.stderr)
         assert done.stdout, command
@@ -76,6 +78,10 @@ def test_trainings(readme_commands: list[str], workplace: Path, small_checkpoint
         smaller = SMALLER if own_model else SMALLER + SMALLER_WARM_START
         done = run([*shlex.split(filled), *(flag for setting in smaller for flag in ("--set", setting))], workplace)
         assert done.returncode == 0, (command, done.stdout, done.stderr)
+    for command in (line for line in readme_commands if line.startswith("fp8-grpo resume")):
+        done = run([*shlex.split(command), "--set", "steps=3"], workplace)
+        assert done.returncode == 0, (command, done.stdout, done.stderr)
+        assert "3/3" in done.stdout
 
 
 def test_the_configuration_it_shows_is_the_shipped_one() -> None:

@@ -30,6 +30,8 @@ Overrides = Mapping[str, Any] | Sequence[str]
 
 SHIPPED = Path(__file__).resolve().parents[2] / "configs"
 
+UNDECIDED = "(undecided)"
+
 # What may differ between two runs that compute the same numbers.
 NOT_NUMBERS = ("steps", "run", "runs", "checkpoint", "artifacts", "replay", "tracking")
 
@@ -64,6 +66,14 @@ def load_config(name_or_path: str, overrides: Overrides = ()) -> RunConfig:
             f"model: not set, and there is no architecture to build; add the checkpoint to train, a folder or a hub "
             f"id: fp8-grpo run {name_or_path} --set model=FOLDER_OR_HUB_ID"
         )
+    return _validated(tree)
+
+
+def load_open_config(name_or_path: str, overrides: Overrides = ()) -> RunConfig:
+    """As `load_config`, for looking at an iteration: the model may be left open, and is then called UNDECIDED."""
+    tree = _tree(name_or_path, overrides)
+    if tree.get("model") is None and tree.get("architecture") is None:
+        tree.put("model", UNDECIDED, "default")
     return _validated(tree)
 
 

@@ -246,6 +246,10 @@ class LedgerView:
         """What is committed at this moment, at the cost of the steps since the last checkpoint; raises as `read`."""
         return LedgerView(path, _read_ends(path))
 
+    def holds_work(self) -> bool:
+        """Whether any task was ever finished; before that, a run may still become another one."""
+        return bool(self.tasks(START))
+
     def tasks(self, step: int) -> dict[str, TaskEntry]:
         """The finished tasks of a step by name."""
         return dict(self._of(step).tasks.get(step, {}))

@@ -1,6 +1,6 @@
 """One run's folder: its lock, its description, its ledger and its artifacts.
 
-    run.json      resolved configuration and code version, written once
+    run.json      resolved configuration and code version, written before any work and never after
     ledger.jsonl  what is committed
     lock          held (flock) by the one process that runs it; names that process
     artifacts/    content-addressed files        manifests/    one file a step
@@ -10,6 +10,7 @@ A run that may be live is looked at without the lock: `ArtifactStore(path)` and 
 `glance` in place of `read` where the newest steps are enough.
 """
 
+import os
 import uuid
 from datetime import UTC, datetime
 from pathlib import Path
@@ -39,6 +40,7 @@ class RunDescription(BaseModel):
     id: str = Field(description="Identity of the run, under which MLflow finds it again.")
     config: dict[str, JsonValue] = Field(description="The resolved configuration; it can be loaded again.")
     code_version: str = Field(description="Of the code that began it; the ledger's segments name the later ones.")
+    begun_in: str = Field(description="Working directory, to which paths in the configuration are relative.")
     created: str = Field(description="ISO 8601, UTC.")
 
 
@@ -74,10 +76,16 @@ class RunDirectory:
             raise
 
     def write_description(self, config: dict[str, JsonValue], code_version: str) -> RunDescription:
-        """Writes run.json, once in the life of a run, and returns it. Raises UserError when the disk refuses."""
-        assert self.description() is None, "run.json is written once"
-        created = datetime.now(UTC).isoformat(timespec="seconds")
-        description = RunDescription(id=uuid.uuid4().hex, config=config, code_version=code_version, created=created)
+        """Writes run.json and returns it; a later one keeps the run's `id`. Raises UserError when the disk refuses."""
+        assert not self.ledger.holds_work(), "no work may depend on another run.json"
+        known = self.description()
+        description = RunDescription(
+            id=uuid.uuid4().hex if known is None else known.id,
+            config=config,
+            code_version=code_version,
+            begun_in=os.getcwd(),
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+        )
         self.write_text(_DESCRIPTION, description.model_dump_json(indent=2) + "\n")
         return description
 
@@ -112,6 +120,11 @@ def _sweep(path: Path, ledger: Ledger) -> list[Path]:
     for folder in committed:
         RolloutShards(folder).clear()
     return durable.sweep(path) + committed
+
+
+def refuse_in_use(folder: Path) -> None:
+    """Raises UserError when a process (with its pid and host) has the run of this folder."""
+    RunLock.acquire(folder / LOCK).release()
 
 
 def read_description(folder: Path) -> RunDescription | None:
