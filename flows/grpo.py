@@ -29,7 +29,7 @@ from fp8core.store.ledger import START
 from fp8core.training.trainer import NotFiniteError
 from fp8core.workers.live import live_run
 from tasks import start
-from tasks.checkpoint import checkpoint_due, save_state
+from tasks.checkpoint import checkpoint_due, missing_checkpoint, save_state
 from tasks.commit import commit_step, history, step_metrics
 from tasks.execute import Interval, StepError, TaskResult
 from tasks.loop import next_step
@@ -103,6 +103,9 @@ def begin(session: Session) -> None:
     follow_ledger(session)
     if next_step(run) > START + 1:
         run.console.note(f"continues after step {next_step(run) - 1}; {redone} updates redone from rollouts")
+    if (missing := missing_checkpoint(run)) is not None:
+        _checkpoint(folder, missing)
+        session.publisher.wake()
 
 
 def iterate(session: Session, tasks: Any, index: int) -> None:

@@ -2,9 +2,11 @@
 
 import shutil
 
+from safetensors import SafetensorError
+
 from fp8core.errors import UserError
 from fp8core.models.checkpoint import save_checkpoint
-from fp8core.store.durable import remove_folder, sync_path
+from fp8core.store.durable import partial_folder, remove_folder, sync_path
 from fp8core.store.folder_digest import folder_digest
 from fp8core.store.ledger import START, CheckpointEntry
 from fp8core.store.retention import kept_steps, metric_values
@@ -17,6 +19,13 @@ def checkpoint_due(run: LiveRun, index: int) -> bool:
     return index % run.config.checkpoint.every == 0 or index == run.config.steps
 
 
+def missing_checkpoint(run: LiveRun) -> int | None:
+    """The last committed iteration, when its checkpoint was due and a kill came before it; else None."""
+    last, newest = run.directory.ledger.last_step(), next(run.directory.ledger.newest_checkpoints(), None)
+    entered = START if newest is None else newest.step
+    return last if last is not None and last > entered and checkpoint_due(run, last) else None
+
+
 def save_state(run: LiveRun, index: int) -> None:
     """Write `checkpoints/<step>/`, enter it in the ledger, and remove older checkpoints that nothing keeps.
 
@@ -25,7 +34,7 @@ def save_state(run: LiveRun, index: int) -> None:
     uri = f"checkpoints/{index:05d}"
     folder = run.directory.path / uri
     trainer = run.ready_trainer()
-    partial = folder.with_name(f".{folder.name}.partial")
+    partial = partial_folder(folder)
     try:
         for stale in (partial, folder):
             if stale.exists():
@@ -38,8 +47,10 @@ def save_state(run: LiveRun, index: int) -> None:
         sync_path(partial)
         partial.rename(folder)
         sync_path(folder.parent)
-    except OSError as error:
-        raise UserError(f"{folder}: the checkpoint cannot be written: {error.strerror}") from error
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{folder}: the checkpoint cannot be written: {error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
     run.directory.ledger.append(
         CheckpointEntry(step=index, uri=uri, digest=folder_digest(folder), weights_digest=trainer.digest())
     )

@@ -76,7 +76,11 @@ def first_evaluation(run: LiveRun, scales: Ref) -> TaskResult:
             content["styles"] = style_accuracy(run, run.config.warm_start)
         return {"evaluation": run.directory.store.put_json("evaluation", content)}
 
-    return _once(run, "evaluate", {"scales": scales.digest}, body)
+    result = _once(run, "evaluate", {"scales": scales.digest}, body)
+    if result.reused and run.directory.ledger.step(START) is None:
+        # The manifest of step 0, which is yet to be written, says what the engine holds.
+        push(run, read_scales(run, scales))
+    return result
 
 
 def _once(run: LiveRun, name: str, parts: Mapping[str, Any], body: Callable[[], dict[str, Ref]]) -> TaskResult:
