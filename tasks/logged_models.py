@@ -6,8 +6,9 @@ from fp8core.config.run import RunConfig
 from fp8core.report.summary import HELDOUT, REWARD
 from fp8core.store.ledger import CheckpointEntry
 from fp8core.workers.live import LiveRun
-from tasks.commit import committed_step, step_metrics
+from tasks.commit import step_metrics
 from tasks.logged_datasets import heldout_prompts, training_prompts
+from tasks.repair import committed_step
 from tasks.tracking import TRAINING, Tracker
 
 MODEL_TYPE = "policy"

@@ -4,8 +4,9 @@ from fp8core.config.run import public_dump
 from fp8core.report.graph import pipeline_mermaid, pipeline_text
 from fp8core.store.ledger import START
 from fp8core.workers.live import LiveRun
-from tasks.commit import committed_step, step_metrics, stored_manifest
+from tasks.commit import step_metrics
 from tasks.logged_datasets import log_datasets
+from tasks.repair import committed_step, stored_manifest
 from tasks.tracking import Table, Tracker
 
 SAMPLE_COLUMNS = ("step", "prompt", "completion", "reference", "reward", "outcome")
