@@ -32,7 +32,7 @@ def export_step(options: argparse.Namespace) -> int:
     from tasks.export import export, link_export, refuse_existing, stored_policy
     from tasks.restore import RedoError
     from tasks.scratch import Original
-    from tasks.tracking import quiet_store_logs
+    from tasks.tracking_store import quiet_store_logs
 
     quiet_store_logs()
     torch.set_num_threads(1)
