@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import takewhile
 
 from fp8core.workers.live import LiveRun
 from tasks.logged_models import publish_checkpoint
@@ -81,9 +82,10 @@ class Backlog:
             publish_step(self._run, self._tracker, step)
             self._file.holds_step(step)
             yield
-        for entry in ledger.checkpoints()[self._file.record.models :]:
+        held = self._file.record.models
+        for entry in reversed(list(takewhile(lambda entry: entry.step > held, ledger.newest_checkpoints()))):
             publish_checkpoint(self._run, self._tracker, entry)
-            self._file.holds_models(self._file.record.models + 1)
+            self._file.holds_model(entry.step)
             yield
 
     @property

@@ -171,6 +171,9 @@ class Network:
     def lose(self, pattern: str, action: Callable[[], None] = lambda: None, skip: int = 0) -> None:
         self._faults.append(Fault(re.compile(pattern), action, skip))
 
+    def lose_no_more(self) -> None:
+        self._faults.clear()
+
     @property
     def faults_left(self) -> list[str]:
         return [fault.pattern.pattern for fault in self._faults]

@@ -43,6 +43,12 @@ def test_training_is_pure_and_never_held_out(step: int, count: int, seed: int) -
     assert all(problem.reference == str(running_values(problem.question)[-1]) for problem in problems)
 
 
+def test_the_training_set_is_named_by_the_settings() -> None:
+    assert FIVE.training_set() == ChainSource(ChainTaskConfig()).training_set()
+    assert FIVE.training_set().rows is None
+    assert FIVE.training_set().digest != RAGGED.training_set().digest
+
+
 def test_steps_and_seeds_give_other_problems() -> None:
     batches = [FIVE.training(step, 32, seed) for step in range(3) for seed in range(3)]
     assert len({problem.prompt_id for batch in batches for problem in batch}) > 0.99 * 9 * 32
