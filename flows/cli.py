@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flows import audit, bisect, compare, resume, retention
+from flows import audit, bisect, compare, export, replay, resume, retention
 from flows.launch import launch, refuse_unwritable, stopped
 from flows.quantise import add_commands
 from fp8core.errors import UserError
@@ -55,6 +55,8 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("doctor", help="say what this machine can run").set_defaults(command=_doctor)
     add_commands(commands)
     bisect.add_command(commands)
+    replay.add_command(commands)
+    export.add_command(commands)
     resume.add_command(commands)
     audit.add_command(commands)
     compare.add_command(commands)

@@ -22,12 +22,12 @@ def make_prefect_home() -> None:
 
 
 def bound_mlflow_requests() -> None:
-    """A request to MLflow takes half a minute at most, and is made once.
+    """A request to MLflow takes twenty seconds at most, and is made once.
 
     MLflow by itself repeats a request for minutes, and after a lost answer creates the same run twice. Here who
     publishes tries again, and knows what was created.
     """
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     # The console names the run's page itself, once.
     os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")

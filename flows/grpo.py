@@ -29,12 +29,12 @@ from fp8core.store.ledger import START
 from fp8core.training.trainer import NotFiniteError
 from fp8core.workers.live import live_run
 from tasks import start
-from tasks.checkpoint import checkpoint_due, save_state
+from tasks.checkpoint import checkpoint_due, missing_checkpoint, save_state
 from tasks.commit import commit_step, history, step_metrics
 from tasks.execute import Interval, StepError, TaskResult
 from tasks.loop import next_step
 from tasks.restore import RedoError, carried, restore
-from tasks.session import Session, open_session
+from tasks.session import Session, follow_ledger, open_session
 from tasks.sync import SyncError
 from tasks.tracking_store import quiet_store_logs, ui_command
 
@@ -99,10 +99,13 @@ def begin(session: Session) -> None:
         run.console.styles([StyleAccuracy(**style) for style in styles])
     if run.directory.ledger.step(START) is None:
         commit_step(run, START)
-        session.publisher.wake()
     redone = restore(run)
+    follow_ledger(session)
     if next_step(run) > START + 1:
         run.console.note(f"continues after step {next_step(run) - 1}; {redone} updates redone from rollouts")
+    if (missing := missing_checkpoint(run)) is not None:
+        _checkpoint(folder, missing)
+        session.publisher.wake()
 
 
 def iterate(session: Session, tasks: Any, index: int) -> None:

@@ -22,6 +22,7 @@ from fp8core.rewards.verifier import build_verifier
 from fp8core.rl.objective import Objective
 from fp8core.store.ledger import LedgerView, SegmentEntry
 from fp8core.store.run_directory import LEDGER, RunDescription, RunDirectory, read_description, refuse_in_use
+from fp8core.store.shards import RolloutShards
 from fp8core.store.versions import code_version, git_state, hardware
 from fp8core.workers.build import build_base
 from fp8core.workers.live import LiveRun, register, release
@@ -91,12 +92,18 @@ def _refuse_other(
 
 def refuse_other_code(described: RunDescription, last: SegmentEntry | None, name: str) -> None:
     """A run is continued by the code that last ran it, or digests mean nothing."""
-    before, now = described.code_version if last is None else last.code_version, current_code()
-    if before != now:
+    before = _other_code(described, last)
+    if before is not None:
         raise UserError(
-            f"run {name} was made by code version {before[:12]}, this is {now[:12]}: continue it with that code, "
-            f"start a new segment with this one (fp8-grpo resume {name} --new-code), or start another run"
+            f"run {name} was made by code version {before[:12]}, this is {current_code()[:12]}: continue it with that "
+            f"code, start a new segment with this one (fp8-grpo resume {name} --new-code), or start another run"
         )
+
+
+def _other_code(described: RunDescription, last: SegmentEntry | None) -> str | None:
+    """The code version that last ran a run, None when it is this one."""
+    before = described.code_version if last is None else last.code_version
+    return before if before != current_code() else None
 
 
 @contextmanager
@@ -117,6 +124,12 @@ def open_directory(config: RunConfig, name: str, *, new_code: bool = False) -> I
             _refuse_other(described, directory.ledger, config, name, new_code=new_code)
         if not directory.ledger.holds_work():
             directory.write_description(public_dump(config), current_code())
+        elif described is None:
+            raise UserError(f"{directory.path}: run.json is missing: restore it, or start another run")
+        elif new_code and _other_code(described, directory.ledger.last_segment()) is not None:
+            # A step is made by one code version: the groups that other code finished of it are not continued.
+            for folder in (directory.path / "shards").glob("[0-9]*"):
+                RolloutShards(folder).clear()
         yield directory
 
 

@@ -108,6 +108,12 @@ def config_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[s
     ]
 
 
+def numeric_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """`config_differences`, of the settings that `config_digest` covers."""
+    kept = [{key: value for key, value in dump.items() if key not in NOT_NUMBERS} for dump in (old, new)]
+    return config_differences(*kept)
+
+
 def may_continue(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Differences that forbid continuing the run of `old` as `new`: fewer `steps`, and all that makes the numbers."""
     free = set(NOT_NUMBERS) - ({"steps"} if new["steps"] < old["steps"] else set())

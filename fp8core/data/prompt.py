@@ -23,10 +23,10 @@ class Problem:
 
 
 class TrainingSet(NamedTuple):
-    """Which problems training can meet: SHA-256 of all that determines them, and their number; None: endless."""
+    """Which problems training can meet: SHA-256 of all that determines them, and how many; None: endless."""
 
     digest: str
-    count: int | None
+    rows: int | None
 
 
 class PromptSource(Protocol):

@@ -269,6 +269,10 @@ class LedgerView:
         redone = [ref for entry in self.redone(step).values() for ref in entry.outputs.items()]
         return {**self.artifacts(step), **dict(redone)}
 
+    def inexact_steps(self) -> list[int]:
+        """Steps, of those that were read, whose update gave something else when it was redone."""
+        return sorted(self._read.tail.redone)
+
     def step(self, number: int) -> StepEntry | None:
         """A finished step; None when it is not finished."""
         return self._of(number).steps.get(number)

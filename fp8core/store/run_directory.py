@@ -11,6 +11,7 @@ A run that may be live is looked at without the lock: `ArtifactStore(path)` and 
 """
 
 import os
+import shutil
 import uuid
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 from fp8core.errors import UserError
 from fp8core.store import durable
 from fp8core.store.artifacts import ArtifactStore
-from fp8core.store.ledger import Ledger
+from fp8core.store.ledger import START, Ledger
 from fp8core.store.lock import RunLock
 from fp8core.store.shards import RolloutShards
 
@@ -47,16 +48,18 @@ class RunDescription(BaseModel):
 class RunDirectory:
     """The folder of a run that this process executes, from `create_or_open` to `close`."""
 
-    def __init__(self, path: Path, lock: RunLock, ledger: Ledger, swept: list[Path]) -> None:
+    def __init__(self, path: Path, store: ArtifactStore, lock: RunLock, ledger: Ledger, swept: list[Path]) -> None:
         self.path = path
-        self.store = ArtifactStore(path)
+        self.store = store
         self.ledger = ledger
         self.swept = swept
         self._lock = lock
 
     @classmethod
-    def create_or_open(cls, root: Path) -> Self:
+    def create_or_open(cls, root: Path, origin: Path | None = None) -> Self:
         """Creates a run's folder or opens an existing one, takes its lock and removes what killed writers left.
+
+        `origin` is another run's folder, from which artifacts are read that this one lacks (`ArtifactStore`).
 
         Raises UserError: the folder cannot be written, another process holds it (with its pid and host), or the
         ledger is malformed.
@@ -68,7 +71,7 @@ class RunDirectory:
             for name in _FOLDERS:
                 durable.make_folder(path / name)
             ledger = Ledger.open(path / LEDGER)
-            return cls(path, lock, ledger, _sweep(path, ledger))
+            return cls(path, ArtifactStore(path, origin), lock, ledger, _sweep(path, ledger))
         except UserError:
             lock.release()
             raise
@@ -88,8 +91,11 @@ class RunDirectory:
         return description
 
     def description(self) -> RunDescription | None:
-        """run.json, or None for a run that has none yet. Raises UserError when it is malformed."""
-        return read_description(self.path)
+        """run.json, or None for a run that has none yet. Raises UserError: malformed, or gone from a run with work."""
+        described = read_description(self.path)
+        if described is None and self.ledger.tasks(START):
+            raise UserError(f"{self.path / _DESCRIPTION}: the file is missing, but the run has begun; put it back")
+        return described
 
     def write_text(self, name: str, text: str) -> Path:
         """Writes a file of the run by its name in the folder, durably and atomically. Raises UserError."""
@@ -112,12 +118,15 @@ class RunDirectory:
 
 
 def _sweep(path: Path, ledger: Ledger) -> list[Path]:
-    """Removes unfinished files, and the shards of steps that were killed between their commit and its clearing."""
+    """Removes unfinished files and checkpoints, and the shards of steps that were killed before they cleared them."""
     shards = sorted((path / "shards").glob("[0-9]*"))
     committed = [folder for folder in shards if ledger.step(int(folder.name)) is not None]
     for folder in committed:
         RolloutShards(folder).clear()
-    return durable.sweep(path) + committed
+    partial = sorted((path / "checkpoints").glob(durable.partial_folder(Path("*")).name))
+    for folder in partial:
+        shutil.rmtree(folder)
+    return durable.sweep(path) + committed + partial
 
 
 def refuse_in_use(folder: Path) -> None:
