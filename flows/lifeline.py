@@ -6,7 +6,16 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Sequence
+from pathlib import Path
 from typing import IO
+
+_ROOT = Path(__file__).parents[1]
+_RUN_MODULE = """
+import runpy, sys
+sys.path.insert(0, sys.argv[1])
+sys.argv[:] = sys.argv[2:]
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
 
 
 class Lifeline:
@@ -46,6 +55,11 @@ class Lifeline:
         """Close the pipe without a word to the child, in a process that only has a copy of it."""
         assert self._process.stdin is not None, "it was started with a pipe"
         self._process.stdin.close()
+
+
+def running(module: str, *arguments: str) -> list[str]:
+    """Arguments of Python to run a module of ours, and not one of the same name in the working directory."""
+    return ["-P", "-c", _RUN_MODULE, str(_ROOT), module, *arguments]
 
 
 _held: weakref.WeakSet[Lifeline] = weakref.WeakSet()

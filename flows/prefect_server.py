@@ -16,7 +16,7 @@ import threading
 import time
 import urllib.request
 
-from flows.lifeline import Lifeline
+from flows.lifeline import Lifeline, running
 from fp8core.errors import UserError
 
 _START_SECONDS = 180.0
@@ -32,7 +32,7 @@ class PrefectServer:
             port = free.getsockname()[1]
         self.api = f"http://127.0.0.1:{port}/api"
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - open while the server lives
-        self._lifeline = Lifeline(["-m", "flows.prefect_server", str(port)], self._output)
+        self._lifeline = Lifeline(running("flows.prefect_server", str(port)), self._output)
 
     def wait(self) -> None:
         """Return when it serves. Raises UserError, with its last words, when it does not come to that."""

@@ -288,7 +288,7 @@ def test_an_mlflow_store_that_fails_is_one_line(launch, runs, steps_module, tmp_
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     failed = launch("bad-store", overrides={"tracking.uri": uri, **reward("without_mlflow")})
     assert failed.state.is_failed()
-    assert failed.state.message == "MLflow: (sqlite3.DatabaseError) file is not a database"
+    assert failed.state.message == f"tracking.uri {uri}: (sqlite3.DatabaseError) file is not a database"
     assert_intact(failed, steps=2)
 
 

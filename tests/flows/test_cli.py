@@ -380,6 +380,16 @@ def test_ctrl_c_ends_the_run_as_killed_and_it_continues_to_the_same_weights(work
 
 
 @pytest.mark.slow
+def test_sigterm_to_every_process_of_the_command_ends_it_in_good_order(workplace, environment, launch, uncut):
+    """As `timeout` and batch schedulers send it; the command's own Prefect server must live on to hear the end."""
+    code, errors = interrupt(workplace, environment, "terminated", signal.SIGTERM)
+    assert code == 128 + signal.SIGTERM
+    assert errors == "fp8-grpo: terminated; fp8-grpo resume terminated continues the run\n"
+    assert mlflow_run(workplace / "runs", "terminated").info.status == "KILLED"
+    assert continued(workplace, launch, "terminated") == uncut
+
+
+@pytest.mark.slow
 def test_a_killed_run_continues_to_the_same_weights(workplace, with_server, launch, uncut):
     code, errors = interrupt(workplace, with_server, "killed", signal.SIGKILL)
     assert (code, errors) == (-signal.SIGKILL, "")

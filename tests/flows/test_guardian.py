@@ -61,7 +61,13 @@ def guardians(folder: Path) -> list[psutil.Process]:
 
 def test_a_killed_training_is_marked_and_the_guardian_leaves(run) -> None:
     folder, status = run
-    training = subprocess.Popen([sys.executable, "-c", TRAINING, str(folder)], stdout=subprocess.PIPE, text=True)
+    # A project of the user's own may have `flows` as well.
+    own = folder / "flows"
+    own.mkdir()
+    (own / "__init__.py").touch()
+    training = subprocess.Popen(
+        [sys.executable, "-P", "-c", TRAINING, str(folder)], cwd=folder, stdout=subprocess.PIPE, text=True
+    )
     assert training.stdout is not None
     assert training.stdout.readline() == "training\n"
     assert status() == "RUNNING"

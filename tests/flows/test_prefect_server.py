@@ -35,8 +35,13 @@ def answers(api: str) -> bool:
 
 
 def test_it_outlives_sigterm_and_ends_when_its_training_is_killed(tmp_path: Path) -> None:
+    # A project of the user's own may have `flows` as well.
+    project = tmp_path / "project"
+    (project / "flows").mkdir(parents=True)
+    (project / "flows" / "__init__.py").touch()
     parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT],
+        [sys.executable, "-P", "-c", PARENT],
+        cwd=project,
         env={**os.environ, "PREFECT_HOME": str(tmp_path)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
