@@ -31,7 +31,7 @@ from fp8core.rollout.engine import Completion, PromptGroup, Sampling
 from fp8core.rollout.seeds import sample_seed
 from fp8core.store.artifacts import ArtifactStore
 from fp8core.store.folder_digest import folder_digest
-from fp8core.store.ledger import Entry, Ledger, LedgerView
+from fp8core.store.ledger import Entry, Ledger, LedgerView, SegmentEntry, TaskEntry
 from fp8core.store.manifest import StepManifest, first_broken_link
 from fp8core.store.run_directory import LEDGER
 from fp8core.store.shards import RolloutShards
@@ -105,9 +105,12 @@ class WatchedLedger(Ledger):
 
 
 def _name(entry: Entry) -> str:
-    return " ".join(
-        [*([str(entry.step)] if hasattr(entry, "step") else []), entry.task if hasattr(entry, "task") else entry.event]
-    )
+    match entry:
+        case SegmentEntry():
+            return entry.event
+        case TaskEntry():
+            return f"{entry.step} {entry.task}"
+    return f"{entry.step} {entry.event}"
 
 
 class WatchedEngine:

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from mlflow import MlflowClient
+from mlflow.entities import LoggedModelStatus
 from prefect.settings import PREFECT_API_URL
 
 from fp8core.store.artifacts import ArtifactStore
@@ -114,6 +115,14 @@ def metrics(runs, name):
     return {(metric.key, metric.step): metric.value for metric in written}
 
 
+def models(runs, name):
+    """Steps of the LoggedModels of a training; each was written once and to its end."""
+    client, run = mlflow_run(runs, name)
+    found = client.search_logged_models([run.info.experiment_id], f"source_run_id = '{run.info.run_id}'")
+    assert all(model.status == LoggedModelStatus.READY for model in found)
+    return sorted(int(model.tags["step"]) for model in found)
+
+
 def test_ten_kills_leave_the_weights_the_records_and_the_metrics_of_an_uninterrupted_run(workplace, environment):
     runs, instants = workplace / "runs", random.Random(10)
     whole = Command(workplace, environment, "whole")
@@ -139,3 +148,4 @@ def test_ten_kills_leave_the_weights_the_records_and_the_metrics_of_an_uninterru
         assert summary["weights_digest"] == expected["weights_digest"]
         assert mlflow_run(runs, name)[1].info.status == "FINISHED"
         assert metrics(runs, name) == metrics(runs, "whole")
+        assert models(runs, name) == models(runs, "whole") == [3, 6, 9, 12, 15, 18, 20]

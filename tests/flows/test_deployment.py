@@ -146,15 +146,15 @@ def test_a_parameter_out_of_bounds_is_refused_at_submission(run_deployment: Run)
 
 @pytest.fixture
 def long_run(
-    environment: dict[str, str], worker: None, readme_commands: list[str], tmp_path: Path
-) -> Callable[[str], "LongRun"]:
+    environment: dict[str, str], worker: None, readme_commands: list[str], small: dict[str, Any], tmp_path: Path
+) -> Callable[..., "LongRun"]:
     """Start a deployed run of many steps and return when its second step is committed."""
     (command,) = (line for line in readme_commands if line.startswith("prefect deployment run"))
     start = command.partition(" --watch")[0].split()
 
-    def begin(name: str) -> LongRun:
-        overrides = json.dumps({**SMALL, "runs": str(tmp_path), "checkpoint.every": 1000})
-        parameters = ("steps=500", f"run={name}", f"overrides={overrides}")
+    def begin(name: str, steps: int = 500) -> LongRun:
+        overrides = json.dumps({**small, "runs": str(tmp_path), "checkpoint.every": 1000})
+        parameters = (f"steps={steps}", f"run={name}", f"overrides={overrides}")
         flags = ["--flow-run-name", name, *(flag for value in parameters for flag in ("--param", value))]
         started = run(environment, *start, *flags)
         assert started.returncode == 0, started.stdout + started.stderr
@@ -188,14 +188,21 @@ class LongRun:
         wait_for(lambda: self.flow_run()["state"]["type"] in final, "the end")
         return str(self.flow_run()["state"]["type"])
 
+    def send(self, number: signal.Signals) -> None:
+        """Signal the process that trains."""
+        os.kill(LedgerView.read(self.folder / LEDGER).segments()[-1].pid, number)
+
+    def mlflow_status(self) -> str:
+        tracking = json.loads((self.folder / "tracking.json").read_text())
+        return str(MlflowClient(tracking["uri"]).get_run(tracking["run_id"]).info.status)
+
     def assert_stopped_in_good_order(self) -> None:
         """The step it was in is committed, a checkpoint holds its policy, and MLflow says that it was stopped."""
         ledger = LedgerView.read(self.folder / LEDGER)
         last = ledger.last_step()
         assert ledger.checkpoints()[-1].step == last
         assert not ledger.tasks(last + 1)
-        tracking = json.loads((self.folder / "tracking.json").read_text())
-        assert MlflowClient(tracking["uri"]).get_run(tracking["run_id"]).info.status == "KILLED"
+        assert self.mlflow_status() == "KILLED"
 
 
 def test_a_cancelled_run_ends_with_its_step_committed(long_run: Any, environment: dict[str, str]) -> None:
@@ -210,13 +217,31 @@ def test_an_evicted_run_ends_with_its_step_committed_and_a_retry_continues_it(
     long_run: Any, environment: dict[str, str]
 ) -> None:
     going = long_run("to-evict")
-    os.kill(LedgerView.read(going.folder / LEDGER).segments()[-1].pid, signal.SIGTERM)
+    going.send(signal.SIGTERM)
     assert going.ended_as() == "CRASHED"
     going.assert_stopped_in_good_order()
     stopped_at = going.last_step()
     retried = run(environment, "prefect", "flow-run", "retry", going.flow_run()["id"])
     assert retried.returncode == 0, retried.stdout + retried.stderr
     wait_for(lambda: going.last_step() > stopped_at, "the retry")
-    os.kill(LedgerView.read(going.folder / LEDGER).segments()[-1].pid, signal.SIGTERM)
+    going.send(signal.SIGTERM)
     assert going.ended_as() == "CRASHED"
     going.assert_stopped_in_good_order()
+
+
+def test_a_killed_run_is_crashed_and_a_retry_finishes_it_as_if_nothing_had_happened(
+    long_run: Any, environment: dict[str, str], launch: Any
+) -> None:
+    going = long_run("to-kill", steps=60)
+    going.send(signal.SIGKILL)
+    assert going.ended_as() == "CRASHED"
+    killed_at = going.last_step()
+    assert killed_at < 60
+    retried = run(environment, "prefect", "flow-run", "retry", going.flow_run()["id"])
+    assert retried.returncode == 0, retried.stdout + retried.stderr
+    wait_for(lambda: going.last_step() > killed_at, "the retry")
+    assert going.ended_as() == "COMPLETED"
+    assert going.mlflow_status() == "FINISHED"
+    summary = json.loads((going.folder / "summary.json").read_text())
+    whole = launch("never-killed", steps=60, overrides={"checkpoint.every": 1000})
+    assert summary["weights_digest"] == whole.summary["weights_digest"]
