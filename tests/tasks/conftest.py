@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import mlflow
 import pytest
 import uvicorn
 from mlflow import MlflowClient
@@ -126,6 +127,9 @@ def mlflow_server(fresh_store: FreshStore) -> Iterator[str]:
         while not server.started:
             assert thread.is_alive()
             thread.join(0.01)
+        # The first request makes the server's store, which becomes the store of the whole process.
+        MlflowClient(f"http://127.0.0.1:{port}").search_experiments()
+        mlflow.set_tracking_uri(None)
         yield f"http://127.0.0.1:{port}"
         server.should_exit = True
         thread.join()
