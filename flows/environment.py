@@ -3,23 +3,17 @@
 Prefect reads its own once, when it is imported; MLflow at every request.
 """
 
+import atexit
 import os
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
+from flows.prefect_server import PrefectServer
 from fp8core.errors import UserError
 
 
 def quiet_prefect_console() -> None:
     """Leave the terminal to our own lines; Prefect's logs still reach its server and its UI."""
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
-
-
-def wait_for_prefect() -> None:
-    """Give the server that Prefect starts for this process time on a busy machine; 20 seconds are its default."""
-    os.environ.setdefault("PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "180")
 
 
 def make_prefect_home() -> None:
@@ -43,28 +37,29 @@ def start_prefect() -> None:
     """Reach the configured Prefect server, or start one for this process.
 
     Raises:
-        UserError: the configured server does not answer.
+        UserError: the configured server does not answer, or the own one does not start.
     """
     # Imported here, because Prefect reads its settings once, when it is imported.
+    from prefect.context import refresh_global_settings_context
+    from prefect.settings import get_current_settings
+
+    if get_current_settings().api.url is None:
+        server = PrefectServer()
+        os.environ["PREFECT_API_URL"] = server.api
+        refresh_global_settings_context()
+        # Prefect sends its last events when Python exits; what is registered before those is called after them.
+        atexit.register(server.stop)
+        server.wait()
+    _refuse_silence()
+
+
+def _refuse_silence() -> None:
     from prefect.client.orchestration import get_client
 
-    with _without_interrupts(), get_client(sync_client=True) as client:
+    with get_client(sync_client=True) as client:
         problem = client.api_healthcheck()
     if problem is not None:
         raise UserError(
             f"Prefect's server at {client.api_url} does not answer ({problem}): "
             "start it with `prefect server start`, or unset PREFECT_API_URL to have one started for the run"
         )
-
-
-@contextmanager
-def _without_interrupts() -> Iterator[None]:
-    """Processes that are started inside never see Ctrl-C.
-
-    A terminal sends it to every process of the command, and Prefect's server must live to hear how the run ended.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -8,6 +8,7 @@ from fp8core.store.ledger import CheckpointEntry
 from fp8core.workers.live import LiveRun
 from tasks.commit import step_metrics
 from tasks.logged_datasets import heldout_prompts, training_prompts
+from tasks.repair import committed_step
 from tasks.tracking import TRAINING, Tracker
 
 MODEL_TYPE = "policy"
@@ -98,7 +99,7 @@ def _params(config: RunConfig, step: int) -> dict[str, str]:
 def _metric_rows(run: LiveRun, model: LoggedModel, step: int) -> list[Metric]:
     """The step's metrics as rows of the model, each with the data it was measured on."""
     training, heldout = training_prompts(run.config, run.source), heldout_prompts(run.config, run.source)
-    committed = run.directory.ledger.steps()[step].committed_ms
+    committed = committed_step(run, step).committed_ms
     return [
         Metric(
             key,

@@ -4,8 +4,9 @@ from fp8core.config.run import public_dump
 from fp8core.report.graph import pipeline_mermaid, pipeline_text
 from fp8core.store.ledger import START
 from fp8core.workers.live import LiveRun
-from tasks.commit import step_metrics, stored_manifest
+from tasks.commit import step_metrics
 from tasks.logged_datasets import log_datasets
+from tasks.repair import committed_step, stored_manifest
 from tasks.tracking import Table, Tracker
 
 SAMPLE_COLUMNS = ("step", "prompt", "completion", "reference", "reward", "outcome")
@@ -22,6 +23,12 @@ def publish_description(run: LiveRun, tracker: Tracker) -> None:
     log_datasets(tracker, run.config, run.source)
 
 
+def publish_exactness(run: LiveRun, tracker: Tracker) -> None:
+    """A tag on a run of which an update, redone after a stop, gave another policy than before."""
+    if run.directory.ledger.inexact_steps():
+        tracker.set_tags({"inexact": "true"})
+
+
 def publish_step(run: LiveRun, tracker: Tracker, index: int) -> None:
     """A committed iteration: its metrics, its manifest and, where they are due, its tables."""
     manifest = stored_manifest(run, index)
@@ -29,7 +36,7 @@ def publish_step(run: LiveRun, tracker: Tracker, index: int) -> None:
     total = sum(seconds.values())
     timings = {f"time/{task}_seconds": value for task, value in seconds.items()}
     shares = {f"time/{task}_share": value / total for task, value in seconds.items() if total > 0}
-    committed = run.directory.ledger.steps()[index].committed_ms
+    committed = committed_step(run, index).committed_ms
     tracker.log_step(index, {**step_metrics(run, index), **timings, **shares}, committed)
     tracker.log_text(manifest.model_dump_json(indent=2) + "\n", f"manifests/{index:05d}.json")
     if tables_due(run, index):

@@ -12,12 +12,13 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import takewhile
 
 from fp8core.workers.live import LiveRun
 from tasks.logged_models import publish_checkpoint
 from tasks.mark_killed import mark_killed_siblings
 from tasks.outage import Outage, store_errors
-from tasks.publish import publish_description, publish_result, publish_step
+from tasks.publish import publish_description, publish_exactness, publish_result, publish_step
 from tasks.system_load import system_load
 from tasks.tracking import Tracker
 from tasks.tracking_record import TrackingFile
@@ -38,6 +39,7 @@ class Backlog:
         self._tracker = tracker
         self._file = file
         self._load = system_load(run, tracker)
+        self._sound = False
         self._once: deque[Callable[[], None]] = deque(
             [
                 lambda: publish_description(run, tracker),
@@ -49,6 +51,11 @@ class Backlog:
     def published(self) -> int:
         """The last step that MLflow holds; -1: none."""
         return self._file.record.published
+
+    def follow_ledger(self) -> None:
+        """The files of committed steps can be read from now on."""
+        self._once.append(lambda: publish_exactness(self._run, self._tracker))
+        self._sound = True
 
     def add_result(self) -> None:
         """Picture and summary are in the run's folder."""
@@ -64,18 +71,22 @@ class Backlog:
             self._once[0]()
             self._once.popleft()
             yield
+        if self._sound:
+            yield from self._publish_committed()
+        if self._load is not None:
+            self._load.publish(self._tracker)
+
+    def _publish_committed(self) -> Iterator[None]:
         ledger = self._run.directory.ledger
-        committed = ledger.steps()
-        while (step := self.published + 1) in committed:
+        while ledger.step(step := self.published + 1) is not None:
             publish_step(self._run, self._tracker, step)
             self._file.holds_step(step)
             yield
-        for entry in ledger.checkpoints()[self._file.record.models :]:
+        held = self._file.record.models
+        for entry in reversed(list(takewhile(lambda entry: entry.step > held, ledger.newest_checkpoints()))):
             publish_checkpoint(self._run, self._tracker, entry)
-            self._file.holds_models(self._file.record.models + 1)
+            self._file.holds_model(entry.step)
             yield
-        if self._load is not None:
-            self._load.publish(self._tracker)
 
     @property
     def idle_seconds(self) -> float | None:
@@ -111,6 +122,16 @@ class Publisher:
         self._wake.set()
         if self._life.done():
             self._life.result()
+
+    def follow_ledger(self) -> None:
+        """A restored run has made sound what it will publish: steps follow from now on. Raises as `wake`."""
+        self._backlog.follow_ledger()
+        self.wake()
+
+    @property
+    def published(self) -> int:
+        """The last step that MLflow holds; -1: none."""
+        return self._backlog.published
 
     def add_result(self) -> None:
         """The training is done: its picture and its summary are in the folder. Raises as `wake`."""

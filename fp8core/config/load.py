@@ -15,12 +15,12 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import ValidationError
+from pydantic import JsonValue, ValidationError
 
 from fp8core.config.check import refusal, step_name, suggestion
 from fp8core.config.run import RunConfig, public_dump
@@ -30,8 +30,10 @@ Overrides = Mapping[str, Any] | Sequence[str]
 
 SHIPPED = Path(__file__).resolve().parents[2] / "configs"
 
+UNDECIDED = "(undecided)"
+
 # What may differ between two runs that compute the same numbers.
-_NOT_NUMBERS = ("steps", "run", "runs", "checkpoint", "artifacts", "replay", "tracking")
+NOT_NUMBERS = ("steps", "run", "runs", "checkpoint", "artifacts", "replay", "tracking")
 
 
 class Block(dict[str, Any]):
@@ -64,12 +66,23 @@ def load_config(name_or_path: str, overrides: Overrides = ()) -> RunConfig:
             f"model: not set, and there is no architecture to build; add the checkpoint to train, a folder or a hub "
             f"id: fp8-grpo run {name_or_path} --set model=FOLDER_OR_HUB_ID"
         )
-    try:
-        # JSON mode, so that a path may be a string while every other type is strict.
-        return RunConfig.model_validate_json(json.dumps(tree), strict=True)
-    except ValidationError as error:
-        places = {key: place for key, _, place in _nodes(tree)}
-        raise refusal(error, RunConfig, tree, places=places) from error
+    return _validated(tree)
+
+
+def load_open_config(name_or_path: str, overrides: Overrides = ()) -> RunConfig:
+    """As `load_config`, for looking at an iteration: the model may be left open, and is then called UNDECIDED."""
+    tree = _tree(name_or_path, overrides)
+    if tree.get("model") is None and tree.get("architecture") is None:
+        tree.put("model", UNDECIDED, "default")
+    return _validated(tree)
+
+
+def reload_config(described: Mapping[str, JsonValue], overrides: Overrides = ()) -> RunConfig:
+    """The configuration that a run was begun with (`public_dump`, in its run.json), with overrides.
+
+    Raises UserError, as `load_config` does, for a mistake in the overrides or in a run.json changed by hand.
+    """
+    return _validated(_stacked([_blocks(described, "run.json"), *_override_layers(overrides)]))
 
 
 def origins(name_or_path: str, overrides: Overrides = ()) -> dict[str, str]:
@@ -81,7 +94,7 @@ def origins(name_or_path: str, overrides: Overrides = ()) -> dict[str, str]:
 
 def config_digest(config: RunConfig) -> str:
     """SHA-256 of all that determines the numbers of a run: not its length, its name, its upkeep and its tracking."""
-    values = {key: value for key, value in public_dump(config).items() if key not in _NOT_NUMBERS}
+    values = {key: value for key, value in public_dump(config).items() if key not in NOT_NUMBERS}
     return hashlib.sha256(json.dumps(values, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
@@ -95,9 +108,15 @@ def config_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[s
     ]
 
 
+def numeric_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """`config_differences`, of the settings that `config_digest` covers."""
+    kept = [{key: value for key, value in dump.items() if key not in NOT_NUMBERS} for dump in (old, new)]
+    return config_differences(*kept)
+
+
 def may_continue(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Differences that forbid continuing the run of `old` as `new`: fewer `steps`, and all that makes the numbers."""
-    free = set(_NOT_NUMBERS) - ({"steps"} if new["steps"] < old["steps"] else set())
+    free = set(NOT_NUMBERS) - ({"steps"} if new["steps"] < old["steps"] else set())
     kept_old, kept_new = ({key: value for key, value in dump.items() if key not in free} for dump in (old, new))
     return config_differences(kept_old, kept_new)
 
@@ -112,8 +131,22 @@ def shipped_names() -> list[str]:
 
 
 def _tree(name_or_path: str, overrides: Overrides) -> Block:
+    return _stacked([*_file_layers(_locate(name_or_path)), *_override_layers(overrides)])
+
+
+def _validated(tree: Block) -> RunConfig:
+    try:
+        # JSON mode, so that a path may be a string while every other type is strict.
+        return RunConfig.model_validate_json(json.dumps(tree), strict=True)
+    except ValidationError as error:
+        places = {key: place for key, _, place in _nodes(tree)}
+        raise refusal(error, RunConfig, tree, places=places) from error
+
+
+def _stacked(layers: Iterable[Block]) -> Block:
+    """The layers merged, the lowest first, each with its edits of the pipeline carried out."""
     tree = Block()
-    for layer in [*_file_layers(_locate(name_or_path)), *_override_layers(overrides)]:
+    for layer in layers:
         edits = _take_edits(layer)
         tree = _merged(tree, layer, "")
         for edit, value, place in edits:

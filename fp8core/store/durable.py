@@ -6,6 +6,7 @@ fsynced: when `write_file` returns the content is durable, before that the previ
 
 import os
 import re
+import shutil
 import uuid
 from pathlib import Path
 
@@ -65,6 +66,16 @@ def ensure_file(path: Path, data: bytes) -> None:
         intact = False
     if not intact:
         write_file(path, data)
+
+
+def partial_folder(folder: Path) -> Path:
+    """Where a folder is while it is made or removed: what is found under this name counts for nothing."""
+    return folder.with_name(f".{folder.name}.partial")
+
+
+def remove_folder(folder: Path) -> None:
+    """Removes a folder and all in it: a kill on the way leaves a `partial_folder`, never half of it. Raises OSError."""
+    shutil.rmtree(folder.rename(partial_folder(folder)))
 
 
 def sweep(folder: Path) -> list[Path]:

@@ -1,27 +1,34 @@
 """The ledger of a run: what is committed, one JSON line an event, fsynced line by line.
 
-A line counts once it ends with a newline. Only the last line can be torn, by a kill or a power cut in the middle of an
-append that was never acknowledged; `Ledger.open` cuts it off. Iterations count from 1; what precedes them (warm start,
-first scales, first evaluation) is step 0, so that the policy after step n is version n. When a step was done again (a
-redo after a crash), its later entry wins.
+A torn last line (`store.lines`) was never acknowledged; `Ledger.open` cuts it off. Iterations count from 1; what
+precedes them (warm start, first scales, first evaluation) is step 0, so that the policy after step n is version n.
+When a task or a step was done again, its later entry wins.
+
+Tasks and steps never go back to an earlier step, and a redo comes after what it redoes. Hence the two ends of a ledger
+tell all that a run needs to go on: step 0 is at the head, the steps from the last checkpoint on are at the tail. What
+lies between is read when a question needs it.
 """
 
 import os
 import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from io import FileIO
+from itertools import islice
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from fp8core.errors import UserError
 from fp8core.store.artifacts import Ref
 from fp8core.store.durable import make_folder, sync_path
+from fp8core.store.lines import Line, append_durably, lines_backward, lines_forward, whole_end
 
 START = 0
 """The step that precedes the first iteration."""
 
-Step = Annotated[int, Field(ge=0)]
+Step = Annotated[int, Field(ge=0, description="Number of the step; 0 precedes the first iteration.")]
 
 
 class _Entry(BaseModel):
@@ -33,7 +40,7 @@ class TaskEntry(_Entry):
 
     event: Literal["task"] = "task"
     step: Step
-    task: str
+    task: str = Field(description="Name of the task in its step.")
     key: str = Field(description="Digest of what the task is a function of: inputs, options, code.")
     outputs: dict[str, Ref] = Field(description="Artifact name -> stored artifact.")
     started: float = Field(description="Unix seconds.")
@@ -45,7 +52,7 @@ class StepEntry(_Entry):
 
     event: Literal["step"] = "step"
     step: Step
-    manifest: Ref
+    manifest: Ref = Field(description="The step's manifest; `manifests/` holds a second copy for people.")
     weights_digest: str = Field(description="Of the policy that the step produced.")
     committed_ms: int = Field(description="Unix milliseconds.")
 
@@ -56,17 +63,17 @@ class CheckpointEntry(_Entry):
     event: Literal["checkpoint"] = "checkpoint"
     step: Step
     uri: str = Field(description="Path relative to the run directory.")
-    digest: str
-    weights_digest: str
+    digest: str = Field(description="Of the folder (`store.folder_digest`).")
+    weights_digest: str = Field(description="Of the policy in it (`numerics.fingerprint`).")
 
 
 class SegmentEntry(_Entry):
     """The start of a process on this run; steps up to the next one were made by its code."""
 
     event: Literal["segment"] = "segment"
-    pid: int
-    host: str
-    code_version: str
+    pid: int = Field(description="Of the process.")
+    host: str = Field(description="Name of its machine.")
+    code_version: str = Field(description="Digest of its sources (`versions.code_version`).")
     started: float = Field(description="Unix seconds.")
 
 
@@ -75,7 +82,7 @@ class RedoEntry(_Entry):
 
     event: Literal["redo"] = "redo"
     step: Step
-    task: str
+    task: str = Field(description="Name of the task in its step.")
     outputs: dict[str, Ref] = Field(description="Artifact name -> what the run goes on from, in place of the task's.")
     code_version: str = Field(description="Of the process that redid it.")
 
@@ -85,138 +92,273 @@ Entry = Annotated[TaskEntry | StepEntry | CheckpointEntry | SegmentEntry | RedoE
 _ENTRY: TypeAdapter[Entry] = TypeAdapter(Entry)
 
 
-def _whole_lines(content: bytes) -> list[bytes]:
-    """The lines of a ledger but for a torn last one."""
-    lines = content.split(b"\n")[:-1]
-    # After a power cut a file can have its new length and zeros for content.
-    if lines and b"\0" in lines[-1]:
-        lines.pop()
-    return lines
+class _Index:
+    """Entries by what is asked about them; later ones replace earlier ones."""
+
+    def __init__(self, reached: int = -1) -> None:
+        self.tasks: dict[int, dict[str, TaskEntry]] = {}
+        self.steps: dict[int, StepEntry] = {}
+        self.checkpoints: list[CheckpointEntry] = []
+        self.segments: list[SegmentEntry] = []
+        self.redone: dict[int, dict[str, RedoEntry]] = {}
+        self._reached = reached
+
+    def misplaced(self, entry: Entry) -> str | None:
+        """How an entry would break the order, if it would."""
+        match entry:
+            case TaskEntry() | StepEntry() if entry.step < self._reached:
+                return f"an entry of step {entry.step} after step {self._reached}"
+            case RedoEntry() if entry.step > self._reached:
+                return f"a redo of step {entry.step}, which was not done before"
+        return None
+
+    def add(self, entry: Entry) -> None:
+        match entry:
+            case TaskEntry():
+                self.tasks.setdefault(entry.step, {})[entry.task] = entry
+                self._reached = entry.step
+            case StepEntry():
+                self.steps[entry.step] = entry
+                self._reached = entry.step
+            case CheckpointEntry():
+                self.checkpoints.append(entry)
+            case SegmentEntry() if entry not in self.segments[-1:]:
+                self.segments.append(entry)
+            case RedoEntry():
+                self.redone.setdefault(entry.step, {})[entry.task] = entry
 
 
-def _parse(path: Path, number: int, line: bytes) -> Entry:
+class _Read(NamedTuple):
+    """What was read of a ledger: all there is of step 0, all there is of the steps from `since` on, and the end.
+
+    `since` 0 says that everything was read; head and tail are one then.
+    """
+
+    head: _Index
+    tail: _Index
+    since: int
+    end: int
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[FileIO]:
     try:
-        return _ENTRY.validate_json(line)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        place = ".".join(["entry", *(str(part) for part in first["loc"])])
-        raise UserError(f"{path}:{number}: not a ledger {place}: {first['msg']}") from error
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
+        with FileIO(path) as file:
+            yield file
     except OSError as error:
         raise UserError(f"cannot read the ledger {path}: {error.strerror}") from error
 
 
-class LedgerView:
-    """The entries of a ledger and questions about them; reading changes nothing, a live run can be looked at."""
+def _refusal(path: Path, offset: int, reason: str) -> UserError:
+    number = path.read_bytes()[:offset].count(b"\n") + 1
+    return UserError(f"{path}:{number}: {reason}")
 
-    def __init__(self, entries: list[Entry]) -> None:
-        self._tasks: dict[int, dict[str, TaskEntry]] = {}
-        self._steps: dict[int, StepEntry] = {}
-        self._checkpoints: list[CheckpointEntry] = []
-        self._segments: list[SegmentEntry] = []
-        self._redone: dict[int, dict[str, RedoEntry]] = {}
-        for entry in entries:
-            self._index(entry)
+
+def _parse(path: Path, line: Line) -> tuple[int, Entry]:
+    offset, content = line
+    try:
+        return offset, _ENTRY.validate_json(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(["entry", *(str(part) for part in first["loc"])])
+        raise _refusal(path, offset, f"not a ledger {place}: {first['msg']}") from error
+
+
+def _indexed(path: Path, entries: Iterable[tuple[int, Entry]], reached: int = -1) -> _Index:
+    """Entries that follow those of the steps up to `reached`."""
+    index = _Index(reached)
+    for offset, entry in entries:
+        reason = index.misplaced(entry)
+        if reason is not None:
+            raise _refusal(path, offset, f"not in the order of the steps: {reason}")
+        index.add(entry)
+    return index
+
+
+def _read_whole(path: Path, end: int | None = None) -> _Read:
+    with _reading(path) as file:
+        end = whole_end(file) if end is None else end
+        index = _indexed(path, (_parse(path, line) for line in lines_forward(file, 0, end)))
+    return _Read(index, index, START, end)
+
+
+def _read_ends(path: Path) -> _Read:
+    with _reading(path) as file:
+        end = whole_end(file)
+        head, begin = _read_head(path, file, end)
+        tail, since, reached = _read_tail(path, file, begin, end)
+    if since == START:
+        whole = _indexed(path, [*head, *tail])
+        return _Read(whole, whole, START, end)
+    return _Read(_indexed(path, head), _indexed(path, tail, reached), since, end)
+
+
+def _read_head(path: Path, file: FileIO, end: int) -> tuple[list[tuple[int, Entry]], int]:
+    """The entries before the first one of an iteration, and where that one begins."""
+    entries: list[tuple[int, Entry]] = []
+    for line in lines_forward(file, 0, end):
+        offset, entry = located = _parse(path, line)
+        if isinstance(entry, TaskEntry | StepEntry) and entry.step > START:
+            return entries, offset
+        entries.append(located)
+    return entries, end
+
+
+def _read_tail(path: Path, file: FileIO, begin: int, end: int) -> tuple[list[tuple[int, Entry]], int, int]:
+    """The entries of the steps from the last checkpoint's on, that step (0: `begin` was met), and the one before."""
+    entries: list[tuple[int, Entry]] = []
+    checkpoint = None
+    for line in islice(lines_backward(file, end), 1, None):
+        if line[0] < begin:
+            break
+        _, entry = located = _parse(path, line)
+        match entry:
+            case TaskEntry() | StepEntry() if checkpoint is not None and entry.step < checkpoint:
+                return entries[::-1], checkpoint, entry.step
+            case CheckpointEntry() if checkpoint is None:
+                checkpoint = entry.step
+        entries.append(located)
+    return entries[::-1], START, -1
+
+
+class LedgerView:
+    """The entries of a ledger and questions about them; reading changes nothing, a live run can be looked at.
+
+    Where only the ends were read (`glance`), a question about what lies between reads everything, once, and may raise
+    UserError as `read` does.
+    """
+
+    def __init__(self, path: Path, read: _Read) -> None:
+        self._path = path
+        self._read = read
+        self._lock = threading.Lock()
 
     @classmethod
     def read(cls, path: Path) -> "LedgerView":
-        """What is committed at this moment. Raises UserError: no ledger, or a malformed line (file:line)."""
-        return LedgerView([_parse(path, i, line) for i, line in enumerate(_whole_lines(_read(path)), start=1)])
+        """What is committed at this moment, every line of it checked.
+
+        Raises UserError: no ledger, or a line that is malformed or in the wrong place (file:line).
+        """
+        return LedgerView(path, _read_whole(path))
+
+    @classmethod
+    def glance(cls, path: Path) -> "LedgerView":
+        """What is committed at this moment, at the cost of the steps since the last checkpoint; raises as `read`."""
+        return LedgerView(path, _read_ends(path))
+
+    def holds_work(self) -> bool:
+        """Whether any task was ever finished; before that, a run may still become another one."""
+        return bool(self.tasks(START))
 
     def tasks(self, step: int) -> dict[str, TaskEntry]:
         """The finished tasks of a step by name."""
-        return dict(self._tasks.get(step, {}))
+        return dict(self._of(step).tasks.get(step, {}))
 
     def artifacts(self, step: int) -> dict[str, Ref]:
         """What the finished tasks of a step stored, by artifact name."""
-        return {name: ref for task in self._tasks.get(step, {}).values() for name, ref in task.outputs.items()}
+        return {name: ref for task in self.tasks(step).values() for name, ref in task.outputs.items()}
 
     def redone(self, step: int) -> dict[str, RedoEntry]:
         """The updates of a step, by task, whose redo gave something else."""
-        return dict(self._redone.get(step, {}))
+        # A redo may be anywhere behind what it redid.
+        index = self._read.tail if step >= self._read.since else self._all()
+        return dict(index.redone.get(step, {}))
 
     def handed_over(self, step: int) -> dict[str, Ref]:
         """`artifacts` as the next step finds them: where a redo gave something else, that."""
-        redone = [ref for entry in self._redone.get(step, {}).values() for ref in entry.outputs.items()]
+        redone = [ref for entry in self.redone(step).values() for ref in entry.outputs.items()]
         return {**self.artifacts(step), **dict(redone)}
+
+    def inexact_steps(self) -> list[int]:
+        """Steps, of those that were read, whose update gave something else when it was redone."""
+        return sorted(self._read.tail.redone)
+
+    def step(self, number: int) -> StepEntry | None:
+        """A finished step; None when it is not finished."""
+        return self._of(number).steps.get(number)
 
     def steps(self) -> dict[int, StepEntry]:
         """The finished steps by number."""
-        return dict(self._steps)
+        return dict(self._all().steps)
 
     def last_step(self) -> int | None:
         """The highest finished step (0: the warm start); None when there is none."""
-        return max(self._steps, default=None)
+        return max(self._read.tail.steps or self._all().steps, default=None)
 
     def checkpoints(self) -> list[CheckpointEntry]:
         """The checkpoints in the order in which they were written."""
-        return list(self._checkpoints)
+        return list(self._all().checkpoints)
+
+    def newest_checkpoints(self) -> Iterator[CheckpointEntry]:
+        """The checkpoints from the last one back; asking for the second may read everything."""
+        newest = list(self._read.tail.checkpoints)
+        yield from reversed(newest)
+        older = self.checkpoints()
+        yield from reversed(older[: len(older) - len(newest)])
 
     def segments(self) -> list[SegmentEntry]:
         """The process starts in order."""
-        return list(self._segments)
+        return list(self._all().segments)
 
-    def _index(self, entry: Entry) -> None:
-        match entry:
-            case TaskEntry():
-                self._tasks.setdefault(entry.step, {})[entry.task] = entry
-            case StepEntry():
-                self._steps[entry.step] = entry
-            case CheckpointEntry():
-                self._checkpoints.append(entry)
-            case SegmentEntry():
-                self._segments.append(entry)
-            case RedoEntry():
-                self._redone.setdefault(entry.step, {})[entry.task] = entry
+    def last_segment(self) -> SegmentEntry | None:
+        """The last process start; None when there is none."""
+        segments = self._read.tail.segments or self._all().segments
+        return segments[-1] if segments else None
+
+    def _of(self, step: int) -> _Index:
+        """Where the tasks and the end of a step are."""
+        read = self._read
+        if step >= read.since:
+            return read.tail
+        return read.head if step == START else self._all()
+
+    def _all(self) -> _Index:
+        with self._lock:
+            if self._read.since > START:
+                self._read = _read_whole(self._path, self._read.end)
+            return self._read.tail
 
 
 class Ledger(LedgerView):
     """A ledger open for appending; the one writer holds the run's lock. Safe for threads."""
 
-    def __init__(self, path: Path, file: FileIO, entries: list[Entry]) -> None:
-        super().__init__(entries)
-        self._path = path
+    def __init__(self, path: Path, file: FileIO, read: _Read) -> None:
+        super().__init__(path, read)
         self._file = file
-        self._lock = threading.Lock()
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Opens or creates a ledger and cuts off a torn last line.
+        """Opens or creates a ledger, reads its ends, and cuts off a torn last line.
 
-        Raises UserError for any other malformed line (file:line), and when the file cannot be read or written.
+        Raises UserError for any other line there that is malformed or in the wrong place (file:line), and when the
+        file cannot be read or written.
         """
         make_folder(path.parent)
-        content = _read(path) if path.exists() else b""
-        lines = _whole_lines(content)
-        entries = [_parse(path, i, line) for i, line in enumerate(lines, start=1)]
+        read = _read_ends(path) if path.exists() else _Read(empty := _Index(), empty, START, 0)
         try:
             file = FileIO(path, "a")
             sync_path(path.parent)
-            file.truncate(sum(len(line) + 1 for line in lines))
+            file.truncate(read.end)
             os.fsync(file.fileno())
         except OSError as error:
             raise UserError(f"cannot write the ledger {path}: {error.strerror}") from error
-        return cls(path, file, entries)
+        return cls(path, file, read)
 
     def append(self, entry: Entry) -> None:
         """Commits an entry: it is on disk when this returns. Raises UserError (a full disk) and then adds nothing."""
-        line = entry.model_dump_json().encode() + b"\n"
         with self._lock:
-            end = os.fstat(self._file.fileno()).st_size
+            index = self._read.tail
+            reason = index.misplaced(entry)
+            assert reason is None, reason
+            # Said again with every checkpoint, the last process start can be read from the tail.
+            segment = index.segments[-1:] if isinstance(entry, CheckpointEntry) else []
+            lines = b"".join(line.model_dump_json().encode() + b"\n" for line in [*segment, entry])
             try:
-                written = 0
-                while written < len(line):
-                    written += self._file.write(line[written:])
-                os.fsync(self._file.fileno())
+                append_durably(self._file, lines)
             except OSError as error:
-                # Part of a line in the middle would make the whole ledger unreadable.
-                self._file.truncate(end)
                 raise UserError(f"cannot append to the ledger {self._path}: {error.strerror}") from error
-            self._index(entry)
+            index.add(entry)
+            self._read = self._read._replace(end=self._read.end + len(lines))
 
     def close(self) -> None:
         """Closes the file; a second call does nothing."""

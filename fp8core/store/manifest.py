@@ -34,15 +34,15 @@ class StepRecord(_Part):
 
     step: int = Field(ge=0, description="0 is the warm start.")
     predecessor: str | None = Field(description="Digest of the previous step's record; null for the first.")
-    config_digest: str = Field(description="SHA-256 of the resolved configuration.")
+    config_digest: str = Field(description="SHA-256 of the settings that determine numbers (`config.load`).")
     code_version: str = Field(description="Digest of the sources (`versions.code_version`).")
     steps: int = Field(ge=1, description="Steps the run was to have; the last one always evaluates.")
-    inputs: Contents = Field(description="What each task read, by port.")
-    outputs: Contents = Field(description="What each task stored, by artifact.")
+    inputs: Contents = Field(description="What each task read: task, port, content.")
+    outputs: Contents = Field(description="What each task stored: task, artifact, content.")
     model_revision: str | None = Field(description="Commit of a hub model; null for a folder or from scratch.")
-    seeds: dict[str, int] = Field(description="Seeds of the step's random generators by use.")
-    scales_digest: str | None = Field(description="Of the Q, K and V scales in force; null where nothing is scaled.")
-    precision: dict[str, JsonValue] = Field(description="The precision contract.")
+    seeds: dict[str, int] = Field(description="What the seed of each sample is made of: `run`, `step`.")
+    scales_digest: str | None = Field(description="SHA-256 of the scales that go with the policy it produced.")
+    precision: dict[str, JsonValue] = Field(description="The precision contract, as configured.")
     executed: dict[str, JsonValue] = Field(description="What rollout engine and trainer said they run (`describe`).")
     level: ReplayLevel = Field(description="What a replay of this step can promise (docs/durability.md).")
     weights_digest: str = Field(description="Of the policy that the step produced (`numerics.fingerprint`).")
@@ -53,17 +53,19 @@ class StepObservations(_Part):
     """The part that differs from one execution to the next."""
 
     timings: dict[str, float] = Field(description="Seconds per task.")
-    hardware: dict[str, JsonValue] = Field(description="`versions.hardware`.")
-    git: dict[str, JsonValue] = Field(default_factory=dict, description="`versions.git_state`; empty: no checkout.")
+    hardware: dict[str, JsonValue] = Field(description="Processor, cores, memory in bytes, machine.")
+    git: dict[str, JsonValue] = Field(
+        default_factory=dict, description="Commit of the checkout, and whether it was `dirty`; empty: no checkout."
+    )
     paths: dict[str, str] = Field(description="Artifact name -> path relative to the run directory.")
 
 
 class StepManifest(_Part):
     """Everything that is kept about one step besides its artifacts."""
 
-    schema_version: Literal[2] = 2
-    record: StepRecord
-    observed: StepObservations
+    schema_version: Literal[2] = Field(2, description="Version of this schema; a reader takes its own and no other.")
+    record: StepRecord = Field(description="What a redo or a replay of the step reproduces; digested and chained.")
+    observed: StepObservations = Field(description="What differs from one execution to the next; not digested.")
 
 
 def record_digest(manifest: StepManifest) -> str:

@@ -127,11 +127,10 @@ def mlflow_server(fresh_store: FreshStore) -> Iterator[str]:
         while not server.started:
             assert thread.is_alive()
             thread.join(0.01)
-        address = f"http://127.0.0.1:{port}"
-        MlflowClient(address).search_experiments(max_results=1)
-        # The server makes its store that of the process, which is ours, at the first request.
+        # The first request makes the server's store, which becomes the store of the whole process.
+        MlflowClient(f"http://127.0.0.1:{port}").search_experiments()
         mlflow.set_tracking_uri(None)
-        yield address
+        yield f"http://127.0.0.1:{port}"
         server.should_exit = True
         thread.join()
 

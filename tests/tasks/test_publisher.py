@@ -30,6 +30,7 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 def session_of(copy: Any) -> Iterator[tuple[Session, io.StringIO]]:
     out = io.StringIO()
     with open_session(copy.config, copy.folder.name, Console(out, copy.config.steps)) as session:
+        session.publisher.follow_ledger()
         yield session, out
 
 

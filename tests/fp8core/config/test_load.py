@@ -1,16 +1,20 @@
 """Loading: bases, overrides, edits of the pipeline, every refusal as one line, origins and comparisons."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from fp8core.config.load import (
     SHIPPED,
+    UNDECIDED,
     config_differences,
     config_digest,
     load_config,
+    load_open_config,
     may_continue,
     origins,
+    reload_config,
     shipped_names,
 )
 from fp8core.config.run import RunConfig, public_dump
@@ -189,10 +193,10 @@ def test_an_override_leaves_other_users_of_an_anchor_alone(tmp_path: Path) -> No
         ("steps=7.0", "steps: must be a valid integer, got 7.0"),
         ("steps=true", "steps: must be a valid integer, got true"),
         ("loss=5", "loss: must be a mapping, got 5"),
-        ("run=7", "run: must be a valid string, got 7; quote it to make it a string"),
+        ("run=7", "run: must be a valid string, got 7; write --set 'run=\"7\"' to make it a string (--set)"),
         ("steps=0", "steps: must be greater than or equal to 1, got 0"),
         ("training.learning_rate=2", "training.learning_rate: must be less than or equal to 1, got 2"),
-        ("training.learning_rate=.nan", "training.learning_rate: must be less than or equal to 1, got NaN"),
+        ("training.learning_rate=.nan", "training.learning_rate: must be a finite number, got NaN"),
         ("reward.verifier=none", "reward.verifier: must be 'chain' or 'integer', got \"none\""),
         ("pipeline.steps.train.needs=5", "pipeline.steps.train.needs: must be a mapping, got 5"),
         ("architecture.num_heads=3", "architecture: num_heads=3 is not a multiple of num_kv_heads=2"),
@@ -326,3 +330,46 @@ def test_a_run_continues_only_with_the_same_numbers_and_no_fewer_steps(
 def test_a_run_may_not_take_the_name_of_what_lies_beside_the_runs(name):
     with pytest.raises(UserError, match="beside the run folders"):
         load_config("tiny", {"run": name})
+
+
+@pytest.mark.parametrize("name", shipped_names())
+def test_what_a_run_was_begun_with_can_be_loaded_again(name: str) -> None:
+    begun = load_config(name, ["model=somewhere", "architecture=null", "warm_start=null", "data.source=rows.jsonl"])
+    described = json.loads(json.dumps(public_dump(begun)))
+    assert reload_config(described) == begun
+    changed = reload_config(described, ["steps=7", "artifacts.keep={last: 2}", "pipeline.steps.rollout.with={x: 1}"])
+    assert (changed.steps, changed.artifacts.keep.last) == (7, 2)
+    assert set(config_differences(public_dump(begun), public_dump(changed))) == {
+        f"steps: {begun.steps} -> 7",
+        "artifacts.keep: null -> absent",
+        "artifacts.keep.best: absent -> null",
+        "artifacts.keep.every: absent -> null",
+        "artifacts.keep.last: absent -> 2",
+        "pipeline.steps.rollout.with: {} -> absent",
+        "pipeline.steps.rollout.with.x: absent -> 1",
+    }
+
+
+def test_a_run_json_changed_by_hand_is_refused_with_its_place() -> None:
+    described = {**public_dump(load_config("tiny")), "stpes": 3}
+    with pytest.raises(UserError, match=r"^stpes: unknown key; did you mean steps\? \(run\.json\)$"):
+        reload_config(described)
+    with pytest.raises(UserError, match=r"^steps: must be .* got 0 \(--set\)$"):
+        reload_config(public_dump(load_config("tiny")), ["steps=0"])
+
+
+def test_what_json_cannot_hold_is_refused() -> None:
+    assert refused("tiny", ["training.max_grad_norm=.inf"]).startswith(
+        "training.max_grad_norm: must be a finite number"
+    )
+
+
+def test_the_model_may_be_open_for_a_look_at_the_iteration() -> None:
+    assert load_open_config("gsm8k").model == UNDECIDED
+    assert load_open_config("gsm8k", ["model=somewhere"]) == load_config("gsm8k", ["model=somewhere"])
+    assert load_open_config("tiny") == load_config("tiny")
+
+
+def test_a_string_in_a_file_is_quoted_there(tmp_path: Path) -> None:
+    path = write(tmp_path / "mine.yaml", "base: tiny\nrun: 7\n")
+    assert refused(path) == f"run: must be a valid string, got 7; quote it to make it a string ({path}:2)"

@@ -71,6 +71,17 @@ def test_every_heldout_question_of_a_small_task_can_be_had() -> None:
         source.heldout(len(heldout) + 1)
 
 
+def test_more_heldout_questions_than_can_be_found_are_refused_at_once() -> None:
+    with pytest.raises(UserError, match=r"^evaluation\.prompts=1000000, but .*max_operands=5 at most 506250 questions"):
+        FIVE.heldout(1_000_000)
+
+
+def test_the_question_to_check_is_the_longest() -> None:
+    (longest,) = ChainSource(ChainTaskConfig(min_operands=3, max_operands=6)).to_check()
+    assert longest.question == "1+1+1+1+1+1="
+    assert longest.reference == "6"
+
+
 def test_operands_operations_and_lengths_are_uniform() -> None:
     questions = [problem.question for problem in RAGGED.training(0, 6000, 0)]
     lengths = Counter(len(question) // 2 for question in questions)

@@ -1,13 +1,21 @@
-"""Failures that can be had without privileges: a disk that refuses more bytes, and a process that is killed."""
+"""Failures that can be had without privileges (a full disk, a process that is killed), and small runs."""
 
+import io
 import os
 import resource
 import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
+
+from fp8core.config.load import load_config
+from fp8core.report.console import Console
+from tasks import loop
+from tasks.opening import open_directory, open_run, plan_of
 
 Acknowledge = Callable[[str], None]
 
@@ -53,3 +61,38 @@ def _acknowledged_before_kill(work: Callable[[Acknowledge], None], seconds: floa
 def acknowledged_before_kill() -> Callable[[Callable[[Acknowledge], None], float], list[str]]:
     """Runs `work(acknowledge)` in a child, kills it so many seconds after its first word, returns all its words."""
     return _acknowledged_before_kill
+
+
+# Three updates of a warm start that knows nothing yet, and a checkpoint a step of which the first is pruned.
+_SMALL: dict[str, Any] = {
+    "steps": 3,
+    "warm_start.steps": 3,
+    "warm_start.batch_size": 16,
+    "rollout.prompts_per_step": 4,
+    "rollout.group_size": 4,
+    "evaluation.prompts": 8,
+    "checkpoint": {"every": 1, "keep": 1},
+    "data.chain.min_operands": 3,
+    "architecture": {"hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16},
+}
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """trained(name, **settings): the folder of a small run that was trained in this process, without Prefect."""
+    runs = tmp_path_factory.mktemp("trained")
+
+    def train_run(name: str, **settings: Any) -> Path:
+        config = load_config("tiny", {**_SMALL, "run": name, "runs": runs, **settings})
+        console = Console(io.StringIO(), config.steps)
+        with open_directory(config, name) as folder, open_run(config, plan_of(config), folder, console) as run:
+            loop.train(run)
+        return runs / name
+
+    return train_run
+
+
+@pytest.fixture(scope="session")
+def small_run(trained: Callable[..., Path]) -> Path:
+    """The folder of one such run, which nobody may change."""
+    return trained("small")

@@ -3,15 +3,27 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
+from itertools import islice
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from fp8core.errors import UserError
 from fp8core.store.artifacts import Ref
-from fp8core.store.ledger import CheckpointEntry, Ledger, LedgerView, SegmentEntry, StepEntry, TaskEntry
+from fp8core.store.ledger import (
+    CheckpointEntry,
+    Entry,
+    Ledger,
+    LedgerView,
+    RedoEntry,
+    SegmentEntry,
+    StepEntry,
+    TaskEntry,
+)
 
 REF = Ref(kind="metrics", digest="ab" * 32, uri=f"artifacts/ab/{'ab' * 32}.json", size=3)
 
@@ -172,3 +184,178 @@ def test_entries_are_frozen_and_finite() -> None:
         step(0).step = 1
     with pytest.raises(ValidationError, match="finite"):
         TaskEntry(step=0, task="t", key="k", outputs={}, started=float("nan"), finished=1.0)
+
+
+# --- read from both ends ---
+
+
+def checkpoint(number: int) -> CheckpointEntry:
+    return CheckpointEntry(step=number, uri=f"checkpoints/{number:05d}", digest="d", weights_digest="w")
+
+
+def segment(pid: int) -> SegmentEntry:
+    return SegmentEntry(pid=pid, host="h", code_version=f"c{pid}", started=3.5)
+
+
+def redo(number: int, name: str, key: str) -> RedoEntry:
+    ref = REF.model_copy(update={"kind": key})
+    return RedoEntry(step=number, task=name, outputs={"out": ref}, code_version="c")
+
+
+@st.composite
+def histories(draw: st.DrawFn, longest: int) -> list[Entry]:
+    """Ledgers as runs and redos can leave them: steps that never go back, anything else in between."""
+    entries: list[Entry] = []
+    reached = 0
+    for i in range(draw(st.integers(0, longest))):
+        reached += draw(st.sampled_from([0, 0, 1, 1, 3]))
+        names = st.sampled_from(["train", "sync"])
+        past = st.integers(0, reached)
+        match draw(st.sampled_from(["task", "task", "step", "step", "checkpoint", "segment", "redo"])):
+            case "task":
+                entries.append(task(reached, draw(names), key=str(i)))
+            case "step":
+                entries.append(step(reached, weights=str(i)))
+            case "checkpoint":
+                entries.append(checkpoint(draw(past)))
+            case "segment":
+                entries.append(segment(i))
+            case "redo" if any(isinstance(entry, TaskEntry | StepEntry) for entry in entries):
+                reached = max(entry.step for entry in entries if isinstance(entry, TaskEntry | StepEntry))
+                entries.append(redo(draw(st.integers(0, reached)), draw(names), str(i)))
+    return entries
+
+
+QUESTIONS: dict[str, Callable[[LedgerView, int], object]] = {
+    "tasks": LedgerView.tasks,
+    "artifacts": LedgerView.artifacts,
+    "redone": LedgerView.redone,
+    "handed_over": LedgerView.handed_over,
+    "step": LedgerView.step,
+    "steps": lambda view, _: view.steps(),
+    "last_step": lambda view, _: view.last_step(),
+    "checkpoints": lambda view, _: view.checkpoints(),
+    "newest_checkpoints": lambda view, count: list(islice(view.newest_checkpoints(), count)),
+    "segments": lambda view, _: view.segments(),
+    "last_segment": lambda view, _: view.last_segment(),
+}
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    histories(40),
+    histories(6),
+    st.lists(st.tuples(st.sampled_from(sorted(QUESTIONS)), st.integers(0, 90)), min_size=1, max_size=8),
+)
+def test_read_from_both_ends_a_ledger_answers_as_one_read_whole(
+    tmp_path: Path, before: list[Entry], after: list[Entry], questions: list[tuple[str, int]]
+) -> None:
+    """Whatever is asked first, and whatever is appended after opening."""
+    path = tmp_path / "ledger.jsonl"
+    path.unlink(missing_ok=True)
+    reached = max((entry.step for entry in before if isinstance(entry, TaskEntry | StepEntry)), default=0)
+    later = [
+        entry if isinstance(entry, SegmentEntry) else entry.model_copy(update={"step": entry.step + reached})
+        for entry in after
+    ]
+    path.write_text("".join(entry.model_dump_json() + "\n" for entry in before))
+    with closing(Ledger.open(path)) as ledger:
+        glanced, whole = LedgerView.glance(path), LedgerView.read(path)
+        for name, step in questions:
+            assert QUESTIONS[name](glanced, step) == QUESTIONS[name](whole, step), name
+        for entry in later:
+            ledger.append(entry)
+        now = LedgerView.read(path)
+        for name, step in questions:
+            assert QUESTIONS[name](ledger, step) == QUESTIONS[name](now, step), name
+
+
+@pytest.fixture
+def long_run(path: Path) -> Path:
+    """Two processes; the second made steps 11 to 45, with checkpoints after 20 and 40."""
+    entries: list[Entry] = [segment(1)]
+    for number in range(46):
+        entries += [segment(2)] if number == 11 else []
+        entries += [task(number, "prompts"), task(number, "train"), step(number)]
+        entries += [segment(2), checkpoint(number)] if number in (20, 40) else []
+    path.parent.mkdir()
+    path.write_text("".join(entry.model_dump_json() + "\n" for entry in [*entries, task(46, "prompts")]))
+    return path
+
+
+def damage(path: Path, number: int) -> None:
+    lines = path.read_bytes().split(b"\n")
+    lines[number - 1] = lines[number - 1][:-1]
+    path.write_bytes(b"\n".join(lines))
+
+
+def test_what_a_run_goes_on_from_is_known_without_the_middle(long_run: Path) -> None:
+    # Line 30 is of step 9: reading it would raise.
+    damage(long_run, 30)
+    for view in (Ledger.open(long_run), LedgerView.glance(long_run)):
+        assert view.last_step() == 45
+        assert view.step(0) == step(0)
+        assert set(view.tasks(0)) == set(view.tasks(40)) == {"prompts", "train"}
+        assert set(view.tasks(46)) == {"prompts"}
+        assert view.handed_over(45) == view.artifacts(45) == {"out": REF}
+        assert view.last_segment() == segment(2)
+        assert next(view.newest_checkpoints()) == checkpoint(40)
+
+
+@pytest.mark.parametrize("question", ["tasks", "steps", "checkpoints", "segments"])
+def test_damage_in_the_middle_is_found_when_it_is_read(long_run: Path, question: str) -> None:
+    damage(long_run, 30)
+    with pytest.raises(UserError, match=rf"^{long_run}:30: not a ledger entry: Invalid JSON"):
+        LedgerView.read(long_run)
+    ledger = Ledger.open(long_run)
+    for _ in range(2):
+        with pytest.raises(UserError, match=rf"^{long_run}:30: not a ledger entry: Invalid JSON"):
+            QUESTIONS[question](ledger, 10)
+
+
+def test_damage_at_the_tail_is_found_at_once_and_named_by_its_line(long_run: Path) -> None:
+    number = len(long_run.read_bytes().splitlines()) - 1
+    damage(long_run, number)
+    for read in (Ledger.open, LedgerView.glance, LedgerView.read):
+        with pytest.raises(UserError, match=rf"^{long_run}:{number}: not a ledger entry: Invalid JSON"):
+            read(long_run)
+
+
+def test_with_a_checkpoint_the_process_is_named_again_and_counts_once(long_run: Path) -> None:
+    ledger = Ledger.open(long_run)
+    for entry in (segment(3), step(46), checkpoint(46), *map(step, range(47, 67)), checkpoint(66)):
+        ledger.append(entry)
+    for view in (ledger, LedgerView.read(long_run)):
+        assert view.segments() == [segment(1), segment(2), segment(3)]
+    # Line 30 is of step 9: reading it would raise.
+    damage(long_run, 30)
+    assert LedgerView.glance(long_run).last_segment() == segment(3)
+
+
+def test_opening_costs_what_the_tail_costs(path: Path) -> None:
+    """Of a ledger with a hole of a terabyte in its middle only the ends are read."""
+    ledger = Ledger.open(path)
+    for entry in (segment(1), task(0, "warm_start"), step(0), step(1)):
+        ledger.append(entry)
+    ledger.close()
+    with path.open("r+b") as file:
+        file.seek(1 << 40)
+        entries = (step(18), step(19), step(20), segment(1), checkpoint(20), step(21))
+        file.write(b"\n" + b"".join(entry.model_dump_json().encode() + b"\n" for entry in entries))
+    ledger = Ledger.open(path)
+    assert ledger.last_step() == 21
+    assert ledger.step(0) == step(0)
+    ledger.append(step(22))
+    assert LedgerView.glance(path).last_step() == 22
+
+
+def test_a_step_that_goes_back_is_refused(path: Path) -> None:
+    ledger = Ledger.open(path)
+    ledger.append(task(3, "train"))
+    for entry in (task(2, "train"), step(2), redo(4, "train", "k")):
+        with pytest.raises(AssertionError, match=f"of step {entry.step}"):
+            ledger.append(entry)
+    with path.open("a") as file:
+        file.write(step(2).model_dump_json() + "\n")
+    with pytest.raises(UserError, match=rf"^{path}:2: not in the order of the steps: an entry of step 2 after step 3$"):
+        LedgerView.read(path)

@@ -1,13 +1,18 @@
+import os
 from datetime import datetime
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 from fp8core.errors import UserError
-from fp8core.store.ledger import SegmentEntry
-from fp8core.store.run_directory import RunDirectory
+from fp8core.store.artifacts import Ref
+from fp8core.store.ledger import SegmentEntry, StepEntry, TaskEntry
+from fp8core.store.run_directory import RunDirectory, refuse_in_use
+from fp8core.store.shards import RolloutShards
 
 SEGMENT = SegmentEntry(pid=1, host="h", code_version="c", started=1.0)
+TASK = TaskEntry(step=0, task="warm_start", key="k", outputs={}, started=1.0, seconds=1.0)
 
 
 def test_a_run_is_created_and_opened_again(tmp_path: Path) -> None:
@@ -47,11 +52,26 @@ def test_a_relative_folder_does_not_move_with_the_process(tmp_path: Path, monkey
     assert (tmp_path / "run" / ref.uri).is_file()
 
 
-def test_the_description_is_written_once(tmp_path: Path) -> None:
+def test_the_description_changes_only_while_nothing_is_done(tmp_path: Path) -> None:
     with RunDirectory.create_or_open(tmp_path) as run:
-        run.write_description({}, "code")
-        with pytest.raises(AssertionError, match="once"):
+        first = run.write_description({"seed": 1}, "code")
+        assert first.begun_in == str(Path.cwd())
+        run.ledger.append(SEGMENT)
+        second = run.write_description({"seed": 2}, "other code")
+        assert run.description() == second
+        assert (second.id, second.config) == (first.id, {"seed": 2})
+        run.ledger.append(TASK)
+        with pytest.raises(AssertionError, match="no work may depend"):
             run.write_description({}, "code")
+
+
+def test_a_run_in_use_is_known_without_opening_it(tmp_path: Path) -> None:
+    with (
+        RunDirectory.create_or_open(tmp_path),
+        pytest.raises(UserError, match=rf"^{tmp_path} is in use by process {os.getpid()} on .+"),
+    ):
+        refuse_in_use(tmp_path)
+    refuse_in_use(tmp_path)
 
 
 def test_a_malformed_description_is_named(tmp_path: Path) -> None:
@@ -68,6 +88,18 @@ def test_orphans_are_swept_on_opening(tmp_path: Path) -> None:
     with RunDirectory.create_or_open(tmp_path) as run:
         assert run.swept == [orphan]
     assert not orphan.exists()
+
+
+def test_shards_of_committed_steps_are_swept_on_opening(tmp_path: Path) -> None:
+    ref = Ref(kind="manifest", digest="ab" * 32, uri=f"artifacts/ab/{'ab' * 32}.json", size=3)
+    with RunDirectory.create_or_open(tmp_path) as run:
+        for step in (1, 2):
+            RolloutShards(tmp_path / "shards" / f"{step:05d}").append(pa.table({"group": [step]}))
+        run.ledger.append(StepEntry(step=1, manifest=ref, weights_digest="w", committed_ms=1))
+    with RunDirectory.create_or_open(tmp_path) as run:
+        assert run.swept == [tmp_path / "shards" / "00001"]
+    assert sorted((tmp_path / "shards").iterdir()) == [tmp_path / "shards" / "00002"]
+    assert RolloutShards(tmp_path / "shards" / "00002").read() is not None
 
 
 def test_one_process_at_a_time_and_nothing_is_swept_under_it(tmp_path: Path) -> None:

@@ -1,0 +1,84 @@
+"""`fp8-grpo gc`: list what a run need not keep, and remove it with --yes."""
+
+import argparse
+from collections import defaultdict
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fp8core.config.run import KeepConfig
+    from fp8core.store.retention import Removal
+
+
+def add_command(commands: Any) -> None:
+    """Declare the command on the parser's subcommands."""
+    parser = commands.add_parser("gc", help="list what artifacts.keep does not keep of a run, and remove it with --yes")
+    parser.add_argument("run", metavar="RUN", help="a run: its folder, or a name below ./runs")
+    parser.add_argument("--yes", action="store_true", help="remove what is listed")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        dest="overrides",
+        metavar="KEY=VALUE",
+        help="change what the run was to keep, as in --set 'artifacts.keep={last: 2, every: 10}'",
+    )
+    parser.set_defaults(command=collect)
+
+
+def collect(options: argparse.Namespace) -> int:
+    """List, and remove when asked to; returns the exit code.
+
+    Raises:
+        UserError: a process has the run (pid and host), or what `plan_removal` and `remove` raise.
+    """
+    from flows.named_run import description_of, find_run
+    from fp8core.config.load import reload_config
+    from fp8core.store.lock import RunLock
+    from fp8core.store.retention import plan_removal, remove
+    from fp8core.store.run_directory import LOCK
+
+    folder = find_run(options.run)
+    keep = reload_config(description_of(folder).config, options.overrides).artifacts.keep
+    lock = RunLock.acquire(folder / LOCK)
+    try:
+        removal = plan_removal(folder, keep, datetime.now(UTC).isoformat(timespec="seconds"))
+        print(removal_text(keep, removal))
+        if options.yes:
+            remove(folder, removal.tombstones)
+        if removal.tombstones:
+            print("removed; tombstones.jsonl names each file" if options.yes else "nothing was removed yet: add --yes")
+    finally:
+        lock.release()
+    return 0
+
+
+def removal_text(keep: "KeepConfig | None", removal: "Removal") -> str:
+    """Which steps stay and go, and how much of each kind goes, as aligned lines."""
+    kinds: dict[str, list[int]] = defaultdict(list)
+    for tombstone in removal.tombstones:
+        kinds[tombstone.kind].append(tombstone.size)
+    everything = [size for sizes in kinds.values() for size in sizes]
+    rows = [(kind, len(sizes), sum(sizes)) for kind, sizes in sorted(kinds.items())]
+    rows.append(("in all", len(everything), sum(everything)))
+    width = max(len(kind) for kind, _, _ in rows)
+    return "\n".join(
+        [
+            f"artifacts.keep: {'every step' if keep is None else keep.model_dump_json(exclude_none=True)}",
+            f"steps kept:     {_spans(removal.kept)}",
+            f"steps dropped:  {_spans(removal.dropped)}",
+            "",
+            f"{'to remove':{width}}  {'files':>7}  {'bytes':>15}",
+            *(f"{kind:{width}}  {files:7,}  {size:15,}" for kind, files, size in rows),
+        ]
+    )
+
+
+def _spans(steps: "Sequence[int]") -> str:
+    """Sorted step numbers in words: `0-7, 9`."""
+    known = set(steps)
+    ends = [step for step in steps if step + 1 not in known]
+    starts = [step for step in steps if step - 1 not in known]
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True)) or "none"

@@ -1,0 +1,93 @@
+from pathlib import Path
+
+from fp8core.report.provenance import Provenance
+from fp8core.store.evidence import Evidence
+from fp8core.store.ledger import SegmentEntry, TaskEntry
+from fp8core.store.manifest import StepManifest, StepObservations, StepRecord, record_digest
+from fp8core.store.run_directory import RunDescription
+
+FIRST = SegmentEntry(pid=1, host="a", code_version="1" * 64, started=0.0)
+SECOND = SegmentEntry(pid=2, host="b", code_version="2" * 64, started=3600.0)
+
+
+def manifest(step: int, code: str, git: dict[str, object]) -> StepManifest:
+    record = StepRecord(
+        step=step,
+        predecessor=None,
+        config_digest="c",
+        code_version=code * 64,
+        steps=9,
+        inputs={},
+        outputs={},
+        model_revision=None,
+        seeds={},
+        scales_digest=None,
+        precision={},
+        executed={},
+        level="exact",
+        weights_digest="w",
+        versions={"torch": "2"},
+    )
+    hardware = {"cpu": "processor", "memory": 3 << 30}
+    return StepManifest(record=record, observed=StepObservations(timings={}, hardware=hardware, git=git, paths={}))
+
+
+def evidence() -> Evidence:
+    task = TaskEntry(step=0, task="warm_start", key="k", outputs={}, started=0.0, seconds=0.0)
+    # A checkpoint repeats the line of the process that writes it.
+    entries = list(enumerate([FIRST, FIRST, SECOND, task], start=1))
+    description = RunDescription.model_construct(id="i", config={}, code_version="1" * 64, created="then")
+    return Evidence(Path("run"), description, None, entries, [], {}, [])
+
+
+def gathered() -> Provenance:
+    provenance = Provenance()
+    for step, code in enumerate("112"):
+        provenance.add(manifest(step, code, {"commit": "abc", "dirty": code == "2"}))
+    return provenance
+
+
+def test_what_changed_names_its_steps_and_what_did_not_stands_alone() -> None:
+    lines = gathered().text(evidence()).splitlines()
+    assert [line.split("  ", 1)[0] for line in lines if not line.startswith(("run", "last"))] == [
+        "steps",
+        "not committed",
+        *["segment"] * 2,
+        "level",
+        *["code"] * 2,
+        *["git"] * 2,
+        "machine",
+        "libraries",
+        "model revision",
+    ]
+    texts = [line[len("model revision") :].strip() for line in lines]
+    assert texts == [
+        "run (id i, begun then)",
+        "committed, 9 asked for",
+        "step 0: warm_start",
+        "1: 1970-01-01T00:00:00+00:00, process 1 on a, code 111111111111",
+        "2: 1970-01-01T01:00:00+00:00, process 2 on b, code 222222222222",
+        "exact",
+        "111111111111 (steps 0-1)",
+        "222222222222 (steps 2)",
+        "abc (steps 0-1)",
+        "abc, with uncommitted changes (steps 2)",
+        "cpu processor, memory 3 GiB",
+        "torch 2",
+        "none",
+        record_digest(manifest(2, "2", {})),
+    ]
+
+
+def test_the_same_as_json_has_whole_digests() -> None:
+    content = gathered().content(evidence())
+    assert content["seen"] == {
+        "level": {"exact": "0-2"},
+        "code": {"1" * 64: "0-1", "2" * 64: "2"},
+        "git": {"abc": "0-1", "abc, with uncommitted changes": "2"},
+        "machine": {"cpu processor, memory 3 GiB": "0-2"},
+        "libraries": {"torch 2": "0-2"},
+        "model revision": {"none": "0-2"},
+    }
+    assert content["segments"] == [entry.model_dump(exclude={"event"}) for entry in (FIRST, SECOND)]
+    assert content["last_record"] == record_digest(manifest(2, "2", {}))
