@@ -91,8 +91,10 @@ def train(config: RunConfig, name: str, uri: str | None) -> Course:
             return loop(run, lambda: None)
         tracker, file = tracked(run, uri, name)
         with publishing(run, tracker, file) as publisher:
+            publisher.follow_ledger()
             course = loop(run, publisher.wake)
             began = time.perf_counter()
+        assert file.record.published == config.steps
         return replace(course, end=time.perf_counter() - began)
 
 
