@@ -1,4 +1,4 @@
-"""Bytes and speed of the Triton kernels on one H200, beside the torch reference, torch.compile, vLLM and TE.
+"""Bytes and speed of the Triton kernels on one H200, beside other implementations of the same thing.
 
     python benchmarks/kernels_hopper.py --out DIR --commit HASH
 
