@@ -234,7 +234,8 @@ def quantise_rows_and_columns(
 
     Returns:
         rows: as `quantise_rows`.
-        columns: codes float8_e4m3fn [columns, rows] and scales FP32 [columns, ceil(rows / 128)] of the transpose.
+        columns: codes float8_e4m3fn [columns, rows] and scales FP32 [columns, ceil(rows / 128)] of the transpose; a
+            number of rows that is no multiple of 16 costs a copy of the codes.
     """
     x = _checked(x)
     rows, columns = x.shape
