@@ -3,12 +3,13 @@
 What makes the bytes equal:
 
 - amax keeps NaN (`max.NaN`), and a group whose amax is not finite sets the caller's flag instead of raising.
-- A scale is the IEEE quotient amax / 448 (`div.rn`), one per group.
-- `pow2`: x / 2^k is the product with 2^-k, which is a normal number for every scale there is (2^-42 to 2^120).
-- `fp32`: a quotient per element would need more instructions than the memory leaves time for. Instead 1 / scale is
-  rounded correctly once per group and each product is corrected twice by its FMA residual, after which it is the
+- `pow2`: the scale is amax with its exponent changed, in integers; x / 2^k is the product with 2^-k, which is a normal
+  number for every scale there is (2^-42 to 2^120).
+- `fp32`: `div.rn` for every quotient would need more instructions than the memory leaves time for. Instead 1 / scale is
+  rounded correctly once per group, and a product with it is corrected twice by its FMA residual, after which it is the
   correctly rounded quotient (Markstein, "Computation of elementary functions on the IBM RISC System/6000 processor",
-  1990). The residual underflows for |x| < 2^-101 only, where the code is a zero of x's sign under any scale.
+  1990). amax / 448 is made in the same way. The residual underflows for |x| < 2^-101 only, where the code is a zero of
+  x's sign under any scale.
 - E4M3 comes from `cvt.rn.satfinite`, to nearest even; a quotient exceeds 448 by one unit of FP32 at most.
 
 Rows and columns are quantised from one read. Each program holds a 128 x 128 tile as four interleaved quarters (rows
