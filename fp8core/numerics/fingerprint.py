@@ -120,8 +120,15 @@ def fingerprint(tensor: Tensor, *, chunk: int | None = None) -> str:
 
 def policy_digest(tensors: Mapping[str, Tensor]) -> str:
     """SHA-256 (64 hex digits) over the sorted (name, dtype, shape, fingerprint) of named tensors."""
-    rows = [
-        [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), fingerprint(tensor)]
-        for name, tensor in sorted(tensors.items())
-    ]
+    return digest_of(
+        {
+            name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), fingerprint(tensor))
+            for name, tensor in tensors.items()
+        }
+    )
+
+
+def digest_of(fingerprints: Mapping[str, tuple[str, tuple[int, ...], str]]) -> str:
+    """`policy_digest` of tensors known by (dtype without `torch.`, shape, fingerprint) alone."""
+    rows = [[name, dtype, list(shape), found] for name, (dtype, shape, found) in sorted(fingerprints.items())]
     return hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()
