@@ -1,8 +1,8 @@
-"""Prefect's surroundings. The one place that reads and sets environment variables, before Prefect is imported."""
+"""The one place that reads and sets environment variables, before Prefect or an engine that reads them is imported."""
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -40,6 +40,13 @@ def start_prefect() -> None:
             f"Prefect's server at {client.api_url} does not answer ({problem}): "
             "start it with `prefect server start`, or unset PREFECT_API_URL to have one started for the run"
         )
+
+
+def set_variables(required: Mapping[str, str], suggested: Mapping[str, str]) -> None:
+    """Set what a rollout engine reads when it is imported; of what is only suggested, a user's own values stay."""
+    os.environ.update(required)
+    for name, value in suggested.items():
+        os.environ.setdefault(name, value)
 
 
 @contextmanager

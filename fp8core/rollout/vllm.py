@@ -26,7 +26,6 @@ from fp8core.numerics.kv_scales import LayerScales
 from fp8core.rollout.engine import Completion, PolicyScales, PromptGroup, Sampling, SyncReport
 from fp8core.rollout.vllm_layout import Slot, TensorSpec, UpdateError, check_fit, find_slots
 from fp8core.rollout.vllm_settings import (
-    check_architecture_fits,
     engine_arguments,
     executed_formats,
     model_config,
@@ -34,6 +33,9 @@ from fp8core.rollout.vllm_settings import (
 )
 from fp8core.rollout.vllm_transfer import parcel
 from fp8core.rollout.vllm_versions import VllmBuild
+
+# For the worker to let go of the device; then vLLM ends its processes whatever they do.
+_SHUTDOWN_SECONDS = 30.0
 
 
 class VllmEngine:
@@ -45,15 +47,15 @@ class VllmEngine:
         """Start the engine core.
 
         Raises:
-            UserError: the model does not fit this engine, the environment was not prepared
-                (`vllm_settings.required_environment`), or vLLM has moved what this engine uses.
+            UserError: the environment was not prepared (`vllm_settings.required_environment`), or vLLM has moved what
+                this engine uses.
         """
-        check_architecture_fits(arch, contract)
         _check_environment(required_environment(contract, options, build))
         if build.platform == "cpu":
             # Registers the quantisation method that `engine_arguments` names.
             import fp8core.rollout.vllm_kept_linear  # noqa: F401
         self._arch, self._contract, self._build = arch, contract, build
+        self._sleeps = options.sleep
         self._longest = options.max_model_len or arch.max_positions
         self._folder = tempfile.TemporaryDirectory(prefix="fp8-grpo-")
         Path(self._folder.name, "config.json").write_text(json.dumps(model_config(arch, contract)), encoding="utf-8")
@@ -126,7 +128,7 @@ class VllmEngine:
         Raises:
             UserError: a prompt and its completion are longer than the engine allows.
         """
-        assert self._complete, "update() comes before generate(), also after sleep()"
+        assert self._complete, "update() comes before generate(), also after rest()"
         assert not sampling.report_experts, "a dense model chooses no experts"
         self._check_lengths(groups, sampling)
         requests = {self._submit(group, i, sampling): (group, i) for group in groups for i in range(len(group.seeds))}
@@ -147,10 +149,11 @@ class VllmEngine:
             if requests:
                 self._llm.abort_request(list(requests))
 
-    def sleep(self) -> None:
-        """Give the memory of weights and cache back to the device until the next update; needs `options.sleep`."""
-        self._llm.sleep(level=2)
-        self._asleep, self._complete = True, False
+    def rest(self) -> None:
+        """Where the options say sleep, give the memory of weights and cache back until the next update."""
+        if self._sleeps:
+            self._llm.sleep(level=2)
+            self._asleep, self._complete = True, False
 
     def memory(self) -> dict[str, int]:
         """Bytes of the engine's tensors on the device (`allocated`), and bytes free on it (`free`)."""
@@ -159,7 +162,7 @@ class VllmEngine:
 
     def close(self) -> None:
         """End the engine core's process."""
-        self._llm.engine_core.shutdown()
+        self._llm.engine_core.shutdown(timeout=_SHUTDOWN_SECONDS)
         self._folder.cleanup()
 
     def _call(self, method: str, *arguments: Any) -> Any:
@@ -234,7 +237,8 @@ def _by_layer_type(linears: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
 def _completion(output: RequestOutput, group: PromptGroup, i: int) -> Completion:
     (done,) = output.outputs
     tokens, logprobs = list(done.token_ids), done.logprobs
-    assert isinstance(logprobs, FlatLogprobs) and logprobs.token_ids == tokens, "one log-prob a token was asked for"
+    assert isinstance(logprobs, FlatLogprobs), "flat log-probs were asked for"
+    assert logprobs.token_ids == tokens, "the log-probs are not those of the tokens"
     assert done.finish_reason in ("stop", "length"), f"vLLM ended a request with {done.finish_reason}"
     finish: Literal["stop", "length"] = "stop" if done.finish_reason == "stop" else "length"
     return Completion(group.group, group.samples[i], tokens, list(logprobs.logprobs), finish)

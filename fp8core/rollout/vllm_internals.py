@@ -20,7 +20,9 @@ _ATTENTION = (*_BUFFERS.values(), *_FLOATS.values(), *_MIRRORS.values(), "kv_cac
 def probe(model: nn.Module) -> list[str]:
     """What this vLLM lacks of all that this module uses; nothing when it can be worked with."""
     layers = list(_attention_layers(model))
-    missing = [f"{name}.{attribute}" for name, layer in layers for attribute in _ATTENTION if not hasattr(layer, attribute)]
+    missing = [
+        f"{name}.{attribute}" for name, layer in layers for attribute in _ATTENTION if not hasattr(layer, attribute)
+    ]
     if not layers:
         missing.append("attention layers with attn_backend")
     if not any(hasattr(module, "head_dtype") for module in model.modules()):

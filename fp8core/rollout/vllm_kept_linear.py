@@ -25,7 +25,7 @@ class KeptLinear(UnquantizedLinearMethod):
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """BF16 [..., out]."""
-        return nn.functional.linear(x, layer.weight, bias)
+        return nn.functional.linear(x, layer.get_parameter("weight"), bias)
 
 
 class KeptEmbedding(UnquantizedEmbeddingMethod):
@@ -36,7 +36,7 @@ class KeptEmbedding(UnquantizedEmbeddingMethod):
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Logits, BF16 [tokens, vocabulary]."""
-        return nn.functional.linear(x, layer.weight, bias)
+        return nn.functional.linear(x, layer.get_parameter("weight"), bias)
 
 
 @register_quantization_config(KEPT)

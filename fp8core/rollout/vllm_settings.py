@@ -69,8 +69,8 @@ def check_architecture_fits(arch: Architecture, contract: PrecisionContract) -> 
     for name, shape in parameter_shapes(arch).items():
         if formats.of(name) == "fp8_block" and any(size % TILE for size in shape):
             raise UserError(
-                f"precision.rollout.linear=fp8_block: {name} is {list(shape)}; vLLM fuses linears, so both sides of each "
-                f"must be multiples of {TILE}"
+                f"precision.rollout.linear=fp8_block: {name} is {list(shape)}; vLLM fuses linears, so "
+                f"both sides of each must be multiples of {TILE}"
             )
 
 
@@ -173,9 +173,7 @@ def _kept_modules(arch: Architecture, contract: PrecisionContract) -> Iterable[s
     return ["lm_head", *(name.removesuffix(".weight") for name in kept if is_linear(name))]
 
 
-def executed_formats(
-    described: Mapping[str, Any], contract: PrecisionContract, num_layers: int
-) -> dict[str, object]:
+def executed_formats(described: Mapping[str, Any], contract: PrecisionContract, num_layers: int) -> dict[str, object]:
     """What runs, in the words of the contract, from what the worker reports of itself (`PolicyWorker`).
 
     Returns:

@@ -46,7 +46,8 @@ def unpack(received: Parcel, device: torch.device) -> dict[str, Tensor]:
 
 def _lent(tensors: Mapping[str, Tensor]) -> Parcel:
     index: dict[int, int] = {}
-    storages, places = [], {}
+    storages: list[list[Any]] = []
+    places: dict[str, list[Any]] = {}
     for name, tensor in tensors.items():
         assert tensor.is_contiguous(), f"{name} is not contiguous"
         storage = tensor.detach().untyped_storage()

@@ -43,7 +43,7 @@ class PolicyWorker:
         tensors = unpack(received, self.device)
         for name, rows in self._policy_rows(slots).items():
             tensor = tensors[name]
-            assert rows.dtype == tensor.dtype and rows.shape == tensor.shape, f"{name}: {rows.shape} {tensor.shape}"
+            assert TensorSpec.of(rows) == TensorSpec.of(tensor), name
             rows.copy_(tensor)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
