@@ -26,6 +26,7 @@ from fp8core.numerics.kv_scales import LayerScales
 from fp8core.rollout.engine import Completion, PolicyScales, PromptGroup, Sampling, SyncReport
 from fp8core.rollout.vllm_layout import Slot, TensorSpec, UpdateError, check_fit, find_slots
 from fp8core.rollout.vllm_settings import (
+    WORKER,
     engine_arguments,
     executed_formats,
     model_config,
@@ -42,9 +43,23 @@ class VllmEngine:
     """A resident vLLM that holds one policy."""
 
     def __init__(
-        self, arch: Architecture, contract: PrecisionContract, options: VllmConfig, max_batch: int, build: VllmBuild
+        self,
+        arch: Architecture,
+        contract: PrecisionContract,
+        options: VllmConfig,
+        max_batch: int,
+        build: VllmBuild,
+        worker: str = WORKER,
     ) -> None:
         """Start the engine core.
+
+        Args:
+            arch: shape of the decoder.
+            contract: formats; the build must have been found to fit (`vllm_settings.check_contract_fits`).
+            options: what decides speed and memory.
+            max_batch: sequences decoded together.
+            build: the vLLM that is installed.
+            worker: qualified name of `PolicyWorker` or a class derived from it.
 
         Raises:
             UserError: the environment was not prepared (`vllm_settings.required_environment`), or vLLM has moved what
@@ -59,7 +74,7 @@ class VllmEngine:
         self._longest = options.max_model_len or arch.max_positions
         self._folder = tempfile.TemporaryDirectory(prefix="fp8-grpo-")
         Path(self._folder.name, "config.json").write_text(json.dumps(model_config(arch, contract)), encoding="utf-8")
-        arguments = engine_arguments(contract, options, build, self._folder.name, max_batch)
+        arguments = engine_arguments(contract, options, build, self._folder.name, max_batch, worker)
         self._llm = LLMEngine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=True)
         missing = self._call("policy_probe")
         if missing:

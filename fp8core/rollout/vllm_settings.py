@@ -100,7 +100,7 @@ def suggested_environment(threads: int, build: VllmBuild) -> dict[str, str]:
 
 
 def engine_arguments(
-    contract: PrecisionContract, options: VllmConfig, build: VllmBuild, model: str, max_batch: int
+    contract: PrecisionContract, options: VllmConfig, build: VllmBuild, model: str, max_batch: int, worker: str
 ) -> dict[str, Any]:
     """Arguments of `vllm.EngineArgs`.
 
@@ -110,6 +110,7 @@ def engine_arguments(
         build: the vLLM that is installed.
         model: folder of a config.json (`model_config`); weights come by the first update.
         max_batch: sequences decoded together.
+        worker: qualified name of the class mixed into vLLM's worker.
     """
     arguments: dict[str, Any] = {
         "model": model,
@@ -128,7 +129,7 @@ def engine_arguments(
         "enable_sleep_mode": options.sleep,
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": True,
-        "worker_extension_cls": WORKER,
+        "worker_extension_cls": worker,
         "kv_cache_dtype": "fp8" if contract.rollout.kv_cache == "fp8" else "auto",
     }
     if contract.rollout.head == "fp32":
