@@ -5,6 +5,7 @@ what generates is proved to be what was sent (`tasks.sync`).
 """
 
 import json
+import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -36,7 +37,7 @@ from fp8core.rollout.vllm_transfer import parcel
 from fp8core.rollout.vllm_versions import VllmBuild
 
 # For the worker to let go of the device; then vLLM ends its processes whatever they do.
-_SHUTDOWN_SECONDS = 30.0
+_SHUTDOWN_SECONDS = 10.0
 
 
 class VllmEngine:
@@ -197,7 +198,7 @@ class VllmEngine:
     def _read_back(self, scales: PolicyScales) -> SyncReport:
         held = self._call("policy_read_back", self._slots)
         # Without an FP8 cache vLLM has no use for scales, and none are written.
-        layers = tuple(LayerScales(*values) for values in held["scales"]) if self._has_fp8_cache() else scales.layers
+        layers = _written(held["scales"]) if self._has_fp8_cache() else scales.layers
         return SyncReport(held["version"], self._digest(held), PolicyScales(scales.version, layers))
 
     def _digest(self, held: Mapping[str, Any]) -> str:
@@ -239,6 +240,14 @@ def _check_environment(required: Mapping[str, str]) -> None:
 
 def _fields(slot: Slot) -> list[Any]:
     return [slot.parameter, slot.start, slot.stop]
+
+
+def _written(held: Sequence[Sequence[float]]) -> tuple[LayerScales, ...]:
+    for layer, values in enumerate(held):
+        for name, value in zip("qkv", values, strict=True):
+            if math.isnan(value):
+                raise UpdateError(f"layer {layer}: its scale of {name} was never written, or not everywhere")
+    return tuple(LayerScales(*values) for values in held)
 
 
 def _by_layer_type(linears: Mapping[str, Mapping[str, str]]) -> dict[str, str]:

@@ -1,6 +1,7 @@
-"""One vLLM on the CPU for all tests here, and the policies it is given.
+"""One vLLM for all tests here, and the policies it is given: BF16 on a CPU, block FP8 with an FP8 cache on Hopper.
 
-These tests need an environment of their own (`make test-vllm`); where vLLM is not installed they are not collected.
+On a CPU these tests need an environment of their own (`make test-vllm`); where no vLLM is installed they are not
+collected.
 """
 
 import sys
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from flows.environment import set_variables
+from fp8core.config.capability import this_platform
 from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
 from fp8core.config.run import CorrectionConfig, LossConfig, TrainingConfig
 from fp8core.config.vllm import VllmConfig
@@ -34,20 +36,23 @@ collect_ignore_glob = [] if find_spec("vllm") else ["test_*.py"]
 # vLLM's processes import the faulty worker by its name.
 sys.path.insert(0, str(Path(__file__).parent))
 
-CONTRACT = PrecisionContract(
+ON_GPU = this_platform() != "cpu"
+FP8 = PrecisionContract()
+BF16 = PrecisionContract(
     rollout=SidePrecision(linear="bf16", kv_cache="bf16"), training=TrainingPrecision(linear="bf16", kv_cache="bf16")
 )
-OPTIONS = VllmConfig(graphs=False, kv_cache_gib=0.125)
-# A vocabulary that vLLM pads, fewer KV than query heads, and heads * head_dim other than hidden_size.
+CONTRACT = FP8 if ON_GPU else BF16
+OPTIONS = VllmConfig(graphs=ON_GPU, kv_cache_gib=0.125, gpu_memory_utilization=0.2)
+# A vocabulary that vLLM pads, fewer KV than query heads, heads * head_dim other than hidden_size; true tiles on a GPU.
 SHAPE: dict[str, Any] = {
     "family": "qwen3",
     "vocab_size": 200,
-    "hidden_size": 128,
-    "intermediate_size": 192,
+    "hidden_size": 256 if ON_GPU else 128,
+    "intermediate_size": 384 if ON_GPU else 192,
     "num_layers": 2,
-    "num_heads": 6,
+    "num_heads": 4 if ON_GPU else 6,
     "num_kv_heads": 2,
-    "head_dim": 32,
+    "head_dim": 128 if ON_GPU else 32,
     "rms_norm_eps": 1e-6,
     "rope_theta": 10_000.0,
     "max_positions": 256,
@@ -55,6 +60,9 @@ SHAPE: dict[str, Any] = {
     "qk_norm": True,
     "tie_embeddings": False,
 }
+# Log-probs against the forward that trains, which sums in another order: several times what was seen on a CPU, far
+# below what another temperature or policy makes. FP8 rounds more, so that a last bit weighs more.
+MEAN_ERROR, LARGEST_ERROR = (0.1, 1.0) if ON_GPU else (0.04, 0.25)
 
 
 @dataclass(frozen=True)
@@ -66,13 +74,14 @@ class Policy:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """What is shipped."""
-        return dict(self.trainer.export())
+        """What is shipped; on a GPU from its memory."""
+        return {name: tensor.cuda() if ON_GPU else tensor for name, tensor in self.trainer.export().items()}
 
     @property
     def scales(self) -> PolicyScales:
-        """Scales that nothing uses: the cache is BF16."""
-        return PolicyScales(self.version, tuple(LayerScales(1.0, 0.5, 2.0) for _ in range(2)))
+        """Powers of two that cover Q, K and V; other ones for every policy, layer and tensor."""
+        layers = range(self.trainer.arch.num_layers)
+        return PolicyScales(self.version, tuple(LayerScales(2.0**-i, 2.0**-self.version, 0.5) for i in layers))
 
     def logprobs(self, groups: Sequence[PromptGroup], found: Sequence[Completion], temperature: float) -> list[Tensor]:
         """FP32 log-prob of every token of every completion."""
@@ -83,14 +92,14 @@ class Policy:
         return [row[: len(completion)] for row, completion in zip(scored, tokens, strict=True)]
 
 
-def build_policy(arch: Architecture, version: int) -> Policy:
+def build_policy(arch: Architecture, version: int, contract: PrecisionContract = CONTRACT) -> Policy:
     """Random weights, sharp enough to have favourites, and norms that are not all 1; every version has its own."""
     generator = torch.Generator().manual_seed(version)
     weights = {
         name: w * 2 if w.dim() == 2 else w + 0.1 * torch.randn(w.shape, generator=generator)
         for name, w in initial_weights(arch, seed=version).items()
     }
-    formats = training_formats(CONTRACT, arch.num_layers), rollout_formats(CONTRACT, arch.num_layers)
+    formats = training_formats(contract, arch.num_layers), rollout_formats(contract, arch.num_layers)
     trainer = TorchTrainer(arch, weights, *formats, TrainingConfig(), Objective(LossConfig(), CorrectionConfig()))
     return Policy(trainer, version)
 
@@ -120,7 +129,7 @@ def collect(engine: Any, groups: Sequence[PromptGroup], sampling: Sampling) -> l
 @pytest.fixture(scope="session")
 def vllm_build() -> Any:
     """The vLLM that is installed, with its environment prepared."""
-    build = find_build("cpu")
+    build = find_build(this_platform())
     set_variables(required_environment(CONTRACT, OPTIONS, build), suggested_environment(1, build))
     return build
 

@@ -28,6 +28,15 @@ class FaultyWorker(PolicyWorker):
             with torch.inference_mode():
                 damage({name: tensor.data for name, tensor in parameters.items()}, before)
 
+    def policy_set_scales(self, scales: list[list[float]]) -> None:
+        """Set them, but not as they were sent."""
+        sent = [list(layer) for layer in scales]
+        if self.policy_fault == "wrong_scale":
+            sent[1][1] *= 2
+        if self.policy_fault == "unwritten_scale":
+            sent[1][1] = torch.nan
+        super().policy_set_scales(sent)
+
     def policy_scales(self, scales: list[list[float]]) -> list[list[float]]:
         """Set scales and read them back, whatever the format of the cache."""
         model = self.model_runner.get_model()
@@ -51,7 +60,7 @@ class FaultyWorker(PolicyWorker):
                 now[name].copy_(before[name])
 
     def _policy_swapped_tiles(self, now: dict[str, Any], before: dict[str, Any]) -> None:
-        weight = now["model.layers.0.mlp.down_proj.weight"]
+        weight = now["model.layers.0.mlp.down_proj.weight"].view(torch.uint8)
         left, right = weight[:64, :64].clone(), weight[:64, 64:128].clone()
         weight[:64, :64], weight[:64, 64:128] = right, left
 

@@ -4,33 +4,32 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import build_groups, collect
+from conftest import CONTRACT, LARGEST_ERROR, MEAN_ERROR, build_groups, collect
 
 from fp8core.errors import UserError
+from fp8core.models.formats import rollout_formats
+from fp8core.rollout.embedded import EmbeddedEngine
 from fp8core.rollout.engine import Sampling
 
 pytestmark = pytest.mark.vllm
 
 STOPS = frozenset({3, 7, 9})
-# BF16 against BF16 with other kernels: several times what was seen, far below what another temperature makes.
-MEAN_ERROR, LARGEST_ERROR = 0.04, 0.25
 
 
 def test_greedy_tokens_are_the_references(engine, policies):
-    groups = build_groups(8, 1)
-    for done in collect(engine, groups, Sampling(0.0, 12, STOPS)):
-        best = _greedy_path(policies[0], groups[done.group], done)
-        for position, (token, (favourite, margin)) in enumerate(zip(done.tokens, best, strict=True)):
-            assert token == favourite or margin < LARGEST_ERROR, f"group {done.group}, position {position}"
-
-
-def _greedy_path(policy, group, done):
-    """The reference's favourite after every prefix, and how far it is ahead of the second."""
-    candidates = [[*done.tokens[:i], token] for i in range(len(done.tokens)) for token in range(200)]
-    completions = [replace(done, tokens=tokens) for tokens in candidates]
-    last = torch.stack([row[-1] for row in policy.logprobs([group], completions, 1.0)]).view(len(done.tokens), 200)
-    (first, second), favourites = last.topk(2).values.unbind(-1), last.argmax(-1).tolist()
-    return list(zip(favourites, (first - second).tolist(), strict=True))
+    policy, groups, sampling = policies[0], build_groups(12, 1), Sampling(0.0, 12, STOPS)
+    reference = EmbeddedEngine(policy.trainer.arch, rollout_formats(CONTRACT, 2), 64)
+    reference.update(policy.trainer.export(), policy.scales, 0)
+    equal = 0
+    for done, expected in zip(collect(engine, groups, sampling), collect(reference, groups, sampling), strict=True):
+        parting = next((i for i, (a, b) in enumerate(zip(done.tokens, expected.tokens, strict=False)) if a != b), None)
+        if parting is None:
+            equal += 1
+        else:
+            pair = [replace(done, tokens=side.tokens[: parting + 1]) for side in (done, expected)]
+            ours, best = (row[-1] for row in policy.logprobs(groups, pair, 1.0))
+            assert best - ours < LARGEST_ERROR, f"group {done.group}, position {parting}: no tie"
+    assert equal >= 6
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
@@ -43,7 +42,7 @@ def test_logprobs_are_those_of_the_distribution_sampled_from(engine, policies, t
     assert (reported - expected).abs().max() < LARGEST_ERROR
     if temperature != 1.0:
         untempered = torch.cat(policies[0].logprobs(groups, found, 1.0))
-        assert (reported - untempered).abs().mean() > 10 * MEAN_ERROR
+        assert (reported - untempered).abs().mean() > 5 * MEAN_ERROR
 
 
 def test_greedy_logprobs_are_those_of_temperature_one(engine, policies):

