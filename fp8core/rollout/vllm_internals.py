@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Scale -> its buffer on the device, and the mirrors on the host that some attention kernels read instead.
+# Scale -> its buffer on the device, and the mirrors on the host that some attention kernels read instead; vLLM 0.24 has
+# no tensors among them.
 _BUFFERS = {"q": "_q_scale", "k": "_k_scale", "v": "_v_scale"}
 _FLOATS = {"q": "_q_scale_float", "k": "_k_scale_float", "v": "_v_scale_float"}
-_MIRRORS = {"k": "_k_scale_cpu", "v": "_v_scale_cpu"}
-_ATTENTION = (*_BUFFERS.values(), *_FLOATS.values(), *_MIRRORS.values(), "kv_cache_dtype", "attn_backend", "impl")
+_MIRRORS = {"q": "_q_scale_cpu", "k": "_k_scale_cpu", "v": "_v_scale_cpu"}
+_ATTENTION = (*_BUFFERS.values(), *_FLOATS.values(), "kv_cache_dtype", "attn_backend", "impl")
 
 
 def probe(model: nn.Module) -> list[str]:
@@ -25,8 +26,6 @@ def probe(model: nn.Module) -> list[str]:
     ]
     if not layers:
         missing.append("attention layers with attn_backend")
-    if not any(hasattr(module, "head_dtype") for module in model.modules()):
-        missing.append("LogitsProcessor.head_dtype")
     return missing
 
 
@@ -43,19 +42,21 @@ def write_scales(model: nn.Module, scales: list[list[float]]) -> None:
         for name, value in zip("qkv", values, strict=True):
             getattr(layer, _BUFFERS[name]).fill_(value)
             setattr(layer, _FLOATS[name], value)
-            if name in _MIRRORS:
+            if hasattr(layer, _MIRRORS[name]):
                 getattr(layer, _MIRRORS[name]).fill_(value)
 
 
 def read_scales(model: nn.Module) -> list[list[float]]:
     """Scales of Q, K and V of every layer, from the device; NaN where a mirror on the host says otherwise."""
-    return [[_scale(layer, name) for name in "qkv"] for _, layer in _attention_layers(model)]
+    places = [(layer, name) for _, layer in _attention_layers(model) for name in "qkv"]
+    values = torch.stack([getattr(layer, _BUFFERS[name]) for layer, name in places]).tolist()
+    held = [_confirmed(layer, name, value) for (layer, name), value in zip(places, values, strict=True)]
+    return [held[i : i + 3] for i in range(0, len(held), 3)]
 
 
-def _scale(layer: nn.Module, name: str) -> float:
-    value = float(getattr(layer, _BUFFERS[name]))
+def _confirmed(layer: nn.Module, name: str, value: float) -> float:
     mirrors = [float(getattr(layer, _FLOATS[name]))]
-    if name in _MIRRORS:
+    if hasattr(layer, _MIRRORS[name]):
         mirrors.append(float(getattr(layer, _MIRRORS[name])))
     return value if all(mirror == value for mirror in mirrors) else torch.nan
 
@@ -90,8 +91,8 @@ def describe_linears(model: nn.Module) -> dict[str, dict[str, str]]:
 
 
 def head_dtype(model: nn.Module) -> str:
-    """Type of the logits."""
-    found = next(module.head_dtype for module in model.modules() if hasattr(module, "head_dtype"))
+    """Type of the logits; vLLM 0.24, which cannot choose it, has that of the model."""
+    found = next((m.head_dtype for m in model.modules() if hasattr(m, "head_dtype")), torch.bfloat16)
     return str(found).removeprefix("torch.")
 
 

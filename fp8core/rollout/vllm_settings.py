@@ -12,6 +12,7 @@ Everything that decides a bit is pinned here (facts about vLLM 0.24 to 0.26 on H
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from fp8core.config.precision import PrecisionContract
@@ -33,6 +34,7 @@ FUSIONS = ("fuse_norm_quant", "fuse_act_quant", "fuse_attn_quant", "enable_qk_no
 # A GiB of cache holds all that a test or a laptop generates.
 _CPU_CACHE_GIB = 1.0
 _CPU_BLOCK = 32
+_CPU_BATCHED_TOKENS = 2048
 
 
 def check_contract_fits(contract: PrecisionContract, options: VllmConfig, build: VllmBuild) -> None:
@@ -99,28 +101,36 @@ def suggested_environment(threads: int, build: VllmBuild) -> dict[str, str]:
     return suggested
 
 
-def engine_arguments(
-    contract: PrecisionContract, options: VllmConfig, build: VllmBuild, model: str, max_batch: int, worker: str
-) -> dict[str, Any]:
-    """Arguments of `vllm.EngineArgs`.
+@dataclass(frozen=True)
+class Launch:
+    """What one engine is started for.
 
-    Args:
-        contract: formats.
-        options: what decides speed and memory.
-        build: the vLLM that is installed.
+    Attributes:
         model: folder of a config.json (`model_config`); weights come by the first update.
+        longest: tokens of the longest prompt with its completion.
         max_batch: sequences decoded together.
         worker: qualified name of the class mixed into vLLM's worker.
     """
+
+    model: str
+    longest: int
+    max_batch: int
+    worker: str
+
+
+def engine_arguments(
+    contract: PrecisionContract, options: VllmConfig, build: VllmBuild, launch: Launch
+) -> dict[str, Any]:
+    """Arguments of `vllm.EngineArgs` for formats, settings of speed and memory, and the vLLM that is installed."""
     arguments: dict[str, Any] = {
-        "model": model,
+        "model": launch.model,
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
         "load_format": "dummy",
         "dtype": "bfloat16",
         "seed": 0,
-        "max_num_seqs": max_batch,
-        "max_model_len": options.max_model_len,
+        "max_num_seqs": launch.max_batch,
+        "max_model_len": launch.longest,
         "gpu_memory_utilization": options.gpu_memory_utilization,
         "kv_cache_memory_bytes": _cache_bytes(options.kv_cache_gib),
         "block_size": options.block_size,
@@ -129,12 +139,12 @@ def engine_arguments(
         "enable_sleep_mode": options.sleep,
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": True,
-        "worker_extension_cls": worker,
+        "worker_extension_cls": launch.worker,
         "kv_cache_dtype": "fp8" if contract.rollout.kv_cache == "fp8" else "auto",
     }
     if contract.rollout.head == "fp32":
         arguments["hf_overrides"] = {"head_dtype": "float32"}
-    return arguments | (_cuda_arguments(contract) if build.platform == "cuda" else _cpu_arguments(options))
+    return arguments | (_cuda_arguments(contract) if build.platform == "cuda" else _cpu_arguments(options, launch))
 
 
 def _cuda_arguments(contract: PrecisionContract) -> dict[str, Any]:
@@ -147,8 +157,11 @@ def _cuda_arguments(contract: PrecisionContract) -> dict[str, Any]:
     return arguments
 
 
-def _cpu_arguments(options: VllmConfig) -> dict[str, Any]:
+def _cpu_arguments(options: VllmConfig, launch: Launch) -> dict[str, Any]:
     return {
+        # vLLM takes back what a seeded request drew at the end of a part of its prompt, which CPU generators cannot do.
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(_CPU_BATCHED_TOKENS, launch.longest),
         "quantization": KEPT,
         "kv_cache_memory_bytes": _cache_bytes(options.kv_cache_gib or _CPU_CACHE_GIB),
         "block_size": options.block_size or _CPU_BLOCK,

@@ -23,6 +23,7 @@ class PolicyWorker:
     vllm_config: Any
     policy_version: int | None = None
 
+    @torch.inference_mode()
     def policy_probe(self) -> list[str]:
         """What this vLLM lacks; where it lacks nothing, scales are marked as never written."""
         missing = vllm_internals.probe(self._policy_model())
@@ -49,6 +50,7 @@ class PolicyWorker:
             torch.cuda.synchronize(self.device)
         self.policy_version = version
 
+    @torch.inference_mode()
     def policy_set_scales(self, scales: list[list[float]]) -> None:
         """Scales of Q, K and V by layer: the last thing that is written."""
         vllm_internals.write_scales(self._policy_model(), scales)

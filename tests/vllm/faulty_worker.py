@@ -37,6 +37,7 @@ class FaultyWorker(PolicyWorker):
             sent[1][1] = torch.nan
         super().policy_set_scales(sent)
 
+    @torch.inference_mode()
     def policy_scales(self, scales: list[list[float]]) -> list[list[float]]:
         """Set scales and read them back, whatever the format of the cache."""
         model = self.model_runner.get_model()
