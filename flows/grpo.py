@@ -14,7 +14,7 @@ from prefect import flow, runtime
 from prefect.states import Failed
 from pydantic import Field
 
-from flows.environment import bound_mlflow_requests
+from flows.environment import bound_mlflow_requests, set_variables
 from flows.iteration import as_task, prefect_tasks, run_iteration
 from fp8core.config.load import load_config
 from fp8core.config.run import RunConfig
@@ -25,6 +25,7 @@ from fp8core.report.summary import StepTiming, Summary, summarise
 from fp8core.store.artifacts import Ref
 from fp8core.store.ledger import START
 from fp8core.training.trainer import NotFiniteError
+from fp8core.workers.build import engine_environment
 from fp8core.workers.live import live_run
 from tasks import start
 from tasks.checkpoint import checkpoint_due, save_state
@@ -66,6 +67,8 @@ def grpo(
 def train(config: RunConfig) -> Summary:
     """Train from wherever the run stands."""
     console = Console(sys.stdout, config.steps)
+    environment = engine_environment(config)
+    set_variables(environment.required, environment.suggested)
     with open_session(config, run_name(config), console) as session:
         begin(session)
         tasks = prefect_tasks(session.run.plan)

@@ -140,10 +140,16 @@ def fingerprints(tensors: Sequence[Tensor]) -> list[str]:
 
 def policy_digest(tensors: Mapping[str, Tensor]) -> str:
     """SHA-256 (64 hex digits) over the sorted (name, dtype, shape, fingerprint) of named tensors."""
-    names = sorted(tensors)
-    found = fingerprints([tensors[name] for name in names])
-    rows = [
-        [name, str(tensors[name].dtype).removeprefix("torch."), list(tensors[name].shape), digits]
-        for name, digits in zip(names, found, strict=True)
-    ]
+    found = fingerprints(list(tensors.values()))
+    return digest_of(
+        {
+            name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), digits)
+            for (name, tensor), digits in zip(tensors.items(), found, strict=True)
+        }
+    )
+
+
+def digest_of(found: Mapping[str, tuple[str, tuple[int, ...], str]]) -> str:
+    """`policy_digest` of tensors known by (dtype without `torch.`, shape, fingerprint) alone."""
+    rows = [[name, dtype, list(shape), digits] for name, (dtype, shape, digits) in sorted(found.items())]
     return hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()
