@@ -1,23 +1,27 @@
 """The `fp8-grpo` command.
 
-Exit codes: 0 done; 1 the training failed; 2 the user's mistake, found before any work; 130 and 143 stopped by Ctrl-C
-and by SIGTERM.
+Exit codes: 0 done; 1 the training failed; 2 the user's mistake, found before any work; 130 stopped by Ctrl-C, at once;
+143 stopped by SIGTERM, after the step it came in.
 """
 
 import argparse
 import json
 import os
+import secrets
+import shlex
 import signal
 import sys
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from flows import audit, bisect, compare, retention
-from flows.environment import make_prefect_home, quiet_prefect_console, start_prefect, wait_for_prefect
+from flows import audit, bisect, compare, export, replay, resume, retention
+from flows.launch import launch, refuse_unwritable, stopped
 from flows.quantise import add_commands
 from fp8core.errors import UserError
+
+if TYPE_CHECKING:
+    from fp8core.config.run import RunConfig
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,18 +34,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except UserError as error:
-        return _stopped(str(error), 2)
+        return stopped(str(error), 2)
     except KeyboardInterrupt:
-        return _stopped("interrupted; a run continues with --set run=NAME", 128 + signal.SIGINT)
+        return stopped("interrupted", 128 + signal.SIGINT)
     except BrokenPipeError:
         # The reader is gone (`| head`). Python flushes once more at exit, and must find somewhere to write.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
-
-
-def _stopped(reason: str, code: int) -> int:
-    print(f"fp8-grpo: {reason}", file=sys.stderr)
-    return code
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -56,6 +55,9 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("doctor", help="say what this machine can run").set_defaults(command=_doctor)
     add_commands(commands)
     bisect.add_command(commands)
+    replay.add_command(commands)
+    export.add_command(commands)
+    resume.add_command(commands)
     audit.add_command(commands)
     compare.add_command(commands)
     retention.add_command(commands)
@@ -78,57 +80,26 @@ def _help(parser: argparse.ArgumentParser) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from tasks.opening import plan_of, refuse_conflict
-
     config = _load(options)
-    plan_of(config)
-    refuse_conflict(config)
-    if options.json is not None:
-        _refuse_unwritable(options.json)
-    print("starting Prefect and MLflow", flush=True)
-    make_prefect_home()
-    quiet_prefect_console()
-    wait_for_prefect()
-    signal.signal(signal.SIGTERM, _terminate)
-    start_prefect()
-    from flows.grpo import grpo
-
-    state = grpo(config=options.config, overrides=options.overrides, return_state=True)
-    if not state.is_completed():
-        _explain(state)
-        return 1
-    if options.json is not None:
-        summary = state.result()
-        options.json.write_text(json.dumps(summary, indent=2) + "\n")
-    return 0
+    name = config.run or f"{config.name}-{secrets.token_hex(4)}"
+    refuse_unwritable(options.json)
+    given = {"config": options.config, "run": name, "overrides": options.overrides}
+    named = config.model_copy(update={"run": name})
+    return launch(named, given, options.json, _resume_command(named, name))
 
 
-def _refuse_unwritable(file: Path) -> None:
-    """Better said now than after the training."""
-    if file.is_dir() or not file.parent.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise UserError(f"--json {file}: cannot be written; name a file in a folder that exists")
-
-
-def _terminate(number: int, frame: object) -> None:
-    """Leave by way of an exception, so that the run is closed and Prefect's server stops with us."""
-    sys.exit(_stopped("terminated; a run continues with --set run=NAME", 128 + number))
-
-
-def _explain(state: Any) -> None:
-    """One line for a failure with a known cause; the traceback too for one without."""
-    from prefect.exceptions import FailedRun
-
-    cause = state.result(raise_on_failure=False)
-    if isinstance(cause, BaseException) and not isinstance(cause, FailedRun):
-        traceback.print_exception(cause)
-    print(f"fp8-grpo: {state.message.splitlines()[0]}", file=sys.stderr)
+def _resume_command(config: "RunConfig", name: str) -> str:
+    """A name alone is looked for below ./runs."""
+    place = name if config.runs == type(config).model_fields["runs"].default else str(config.runs.absolute() / name)
+    return f"fp8-grpo resume {shlex.quote(place)}"
 
 
 def _graph(options: argparse.Namespace) -> int:
+    from fp8core.config.load import load_open_config
     from fp8core.report.graph import pipeline_mermaid, pipeline_text
     from tasks.opening import plan_of
 
-    plan = plan_of(_load(options))
+    plan = plan_of(load_open_config(options.config, options.overrides))
     print(pipeline_text(plan))
     print()
     print(pipeline_mermaid(plan))

@@ -3,12 +3,12 @@
 Prefect reads its own once, when it is imported; MLflow at every request; an engine when it is imported.
 """
 
+import atexit
 import os
-import signal
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 
+from flows.prefect_server import PrefectServer
 from fp8core.errors import UserError
 
 
@@ -17,23 +17,18 @@ def quiet_prefect_console() -> None:
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
 
 
-def wait_for_prefect() -> None:
-    """Give the server that Prefect starts for this process time on a busy machine; 20 seconds are its default."""
-    os.environ.setdefault("PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "180")
-
-
 def make_prefect_home() -> None:
     """Prefect writes its profile and database below PREFECT_HOME and does not create the folder's parent."""
     Path(os.environ.get("PREFECT_HOME", "~/.prefect")).expanduser().mkdir(parents=True, exist_ok=True)
 
 
 def bound_mlflow_requests() -> None:
-    """A request to MLflow takes half a minute at most, and is made once.
+    """A request to MLflow takes twenty seconds at most, and is made once.
 
     MLflow by itself repeats a request for minutes, and after a lost answer creates the same run twice. Here who
     publishes tries again, and knows what was created.
     """
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     # The console names the run's page itself, once.
     os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
@@ -43,12 +38,26 @@ def start_prefect() -> None:
     """Reach the configured Prefect server, or start one for this process.
 
     Raises:
-        UserError: the configured server does not answer.
+        UserError: the configured server does not answer, or the own one does not start.
     """
     # Imported here, because Prefect reads its settings once, when it is imported.
+    from prefect.context import refresh_global_settings_context
+    from prefect.settings import get_current_settings
+
+    if get_current_settings().api.url is None:
+        server = PrefectServer()
+        os.environ["PREFECT_API_URL"] = server.api
+        refresh_global_settings_context()
+        # Prefect sends its last events when Python exits; what is registered before those is called after them.
+        atexit.register(server.stop)
+        server.wait()
+    _refuse_silence()
+
+
+def _refuse_silence() -> None:
     from prefect.client.orchestration import get_client
 
-    with _without_interrupts(), get_client(sync_client=True) as client:
+    with get_client(sync_client=True) as client:
         problem = client.api_healthcheck()
     if problem is not None:
         raise UserError(
@@ -62,16 +71,3 @@ def set_variables(required: Mapping[str, str], suggested: Mapping[str, str]) -> 
     os.environ.update(required)
     for name, value in suggested.items():
         os.environ.setdefault(name, value)
-
-
-@contextmanager
-def _without_interrupts() -> Iterator[None]:
-    """Processes that are started inside never see Ctrl-C.
-
-    A terminal sends it to every process of the command, and Prefect's server must live to hear how the run ended.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)

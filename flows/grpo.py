@@ -15,8 +15,10 @@ from prefect.states import Failed
 from pydantic import Field
 
 from flows.environment import bound_mlflow_requests, set_variables
+from flows.guardian import Guardian
 from flows.iteration import as_task, prefect_tasks, run_iteration
-from fp8core.config.load import load_config
+from flows.named_run import load_settings
+from flows.termination import stop_on_sigterm
 from fp8core.config.run import RunConfig
 from fp8core.errors import UserError
 from fp8core.report.console import Console, StyleAccuracy
@@ -28,12 +30,12 @@ from fp8core.training.trainer import NotFiniteError
 from fp8core.workers.build import engine_environment
 from fp8core.workers.live import live_run
 from tasks import start
-from tasks.checkpoint import checkpoint_due, save_state
+from tasks.checkpoint import checkpoint_due, missing_checkpoint, save_state
 from tasks.commit import commit_step, history, step_metrics
 from tasks.execute import Interval, StepError, TaskResult
 from tasks.loop import next_step
 from tasks.restore import RedoError, carried, restore
-from tasks.session import Session, open_session
+from tasks.session import Session, follow_ledger, open_session
 from tasks.sync import SyncError
 from tasks.tracking_store import quiet_store_logs, ui_command
 
@@ -42,13 +44,16 @@ Overrides = dict[str, Any] | list[str]
 
 @flow(name="fp8-grpo", persist_result=False)
 def grpo(
-    config: Annotated[str, Field(description="Shipped name (tiny, gsm8k) or path of a configuration.")] = "tiny",
+    config: Annotated[
+        str, Field(description="Shipped name (tiny, gsm8k), path of a configuration, or folder of a run to continue.")
+    ] = "tiny",
     run: Annotated[str | None, Field(description="Name of the run; an existing one is continued.")] = None,
     steps: Annotated[int | None, Field(ge=1, description="GRPO steps; null takes the configuration's.")] = None,
     seed: Annotated[int | None, Field(ge=0, description="Seed; null takes the configuration's.")] = None,
     overrides: Annotated[
         Overrides | None, Field(description="Any other setting: {'training.learning_rate': 1e-4}.")
     ] = None,
+    new_code: Annotated[bool, Field(description="Continue a run with other code than last, as a new segment.")] = False,
 ) -> Any:
     """Train a policy with GRPO; returns the summary. What went wrong is the message of the failed state."""
     bound_mlflow_requests()
@@ -56,23 +61,30 @@ def grpo(
     flat = {"run": run, "steps": steps, "seed": seed}
     given = {key: value for key, value in flat.items() if value is not None}
     try:
-        settings = load_config(config, merged(overrides or {}, given))
-        return train(settings).model_dump(mode="json")
+        settings = load_settings(config, merged(overrides or {}, given))
+        return train(settings, new_code=new_code).model_dump(mode="json")
     except (UserError, NotFiniteError, SyncError, RedoError) as error:
         return Failed(message=str(error))
     except StepError as error:
         return Failed(message=str(error), data=error.__cause__)
 
 
-def train(config: RunConfig) -> Summary:
-    """Train from wherever the run stands."""
-    console = Console(sys.stdout, config.steps)
+def train(config: RunConfig, *, new_code: bool = False) -> Summary:
+    """Train from wherever the run stands to its last step, or to the step in which SIGTERM comes."""
+    console, name = Console(sys.stdout, config.steps), run_name(config)
     environment = engine_environment(config)
     set_variables(environment.required, environment.suggested)
-    with open_session(config, run_name(config), console) as session:
+    with (
+        Guardian(config.runs / name),
+        open_session(config, name, console, new_code=new_code) as session,
+        stop_on_sigterm() as stop,
+    ):
         begin(session)
         tasks = prefect_tasks(session.run.plan)
         for index in range(next_step(session.run), config.steps + 1):
+            if stop.requested:
+                leave(session, index - 1)
+                stop.carry_out()
             iterate(session, tasks, index)
         return finish(session, console)
 
@@ -90,10 +102,13 @@ def begin(session: Session) -> None:
         run.console.styles([StyleAccuracy(**style) for style in styles])
     if run.directory.ledger.step(START) is None:
         commit_step(run, START)
-        session.publisher.wake()
     redone = restore(run)
+    follow_ledger(session)
     if next_step(run) > START + 1:
         run.console.note(f"continues after step {next_step(run) - 1}; {redone} updates redone from rollouts")
+    if (missing := missing_checkpoint(run)) is not None:
+        _checkpoint(folder, missing)
+        session.publisher.wake()
 
 
 def iterate(session: Session, tasks: Any, index: int) -> None:
@@ -110,6 +125,16 @@ def iterate(session: Session, tasks: Any, index: int) -> None:
     session.timings.append(StepTiming(step=index, interval=(began, ended), tasks=intervals))
     seconds = {name: result.entry.seconds for name, result in results.items()}
     run.console.step({**step_metrics(run, index), "step": index}, ended - began, seconds)
+
+
+def leave(session: Session, index: int) -> None:
+    """Write a checkpoint of the last step, so that continuing has nothing to redo."""
+    run = session.run
+    newest = next(run.directory.ledger.newest_checkpoints(), None)
+    if index > START and (newest is None or newest.step < index):
+        _checkpoint(run.directory.path, index)
+        session.publisher.wake()
+    run.console.note(f"stopped after step {index}")
 
 
 def finish(session: Session, console: Console) -> Summary:

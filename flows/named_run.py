@@ -1,8 +1,10 @@
 """The RUN argument of commands that look at a run or continue it."""
 
+import os
 from pathlib import Path
 
-from fp8core.config.run import RunConfig
+from fp8core.config.load import Overrides, load_config, reload_config
+from fp8core.config.run import RunConfig, public_dump
 from fp8core.errors import UserError
 from fp8core.store.run_directory import RunDescription, read_description
 
@@ -18,6 +20,23 @@ def find_run(text: str) -> Path:
         if read_description(folder) is not None:
             return folder.absolute()
     raise UserError(f"{text}: no run (no run.json in {' or '.join(str(place.absolute()) for place in places)})")
+
+
+def load_settings(config: str, overrides: Overrides) -> RunConfig:
+    """The configuration of a shipped name, of a file, or of the folder of a run that is continued as it was begun.
+
+    Raises:
+        UserError: as `load_config` and `reload_config`; or an override renames or moves a run that exists.
+    """
+    folder = Path(config).absolute()
+    described = read_description(folder) if os.sep in config else None
+    if described is None:
+        return load_config(config, overrides)
+    kept = reload_config(described.config, overrides)
+    for key in ("run", "runs"):
+        if public_dump(kept)[key] != described.config[key]:
+            raise UserError(f"{key}: {folder} is continued under its name and where it lies; leave {key} as it is")
+    return kept.model_copy(update={"run": folder.name, "runs": folder.parent})
 
 
 def description_of(folder: Path) -> RunDescription:

@@ -38,12 +38,9 @@ def quantise_folder(options: argparse.Namespace) -> int:
 
     kept = KeptInBf16(options.first, options.last, tuple(options.keep))
     plan = plan_quantisation(options.source, kept, options.scale_rule)
-    seconds = _write(plan, options.target)
+    seconds = write_with_bar(plan, options.target)
     print(f"{options.target}: {_summary(plan, seconds)}, {options.scale_rule} scales")
-    _print_names("kept in BF16, unrecognised", plan.unrecognised)
-    ragged = [spec.name for spec in plan.converted if any(side % 128 for side in spec.shape)]
-    _print_names("no whole tiles of 128, so vLLM and transformers may refuse them", ragged)
-    _print_names("not copied", [str(path) for path in plan.left_out])
+    print_remarks(plan)
     return 0
 
 
@@ -52,7 +49,7 @@ def dequantise_folder(options: argparse.Namespace) -> int:
     from fp8core.models.quantised_checkpoint import plan_dequantisation
 
     plan = plan_dequantisation(options.source)
-    print(f"{options.target}: {_summary(plan, _write(plan, options.target))}")
+    print(f"{options.target}: {_summary(plan, write_with_bar(plan, options.target))}")
     _print_names("not copied", [str(path) for path in plan.left_out])
     return 0
 
@@ -71,7 +68,15 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _write(plan: "Plan", target: Path) -> float:
+def print_remarks(plan: "Plan") -> None:
+    """What a user should know of a quantisation: what was not converted, copied, or may not be read by others."""
+    _print_names("kept in BF16, unrecognised", plan.unrecognised)
+    ragged = [spec.name for spec in plan.converted if any(side % 128 for side in spec.shape)]
+    _print_names("no whole tiles of 128, so vLLM and transformers may refuse them", ragged)
+    _print_names("not copied", [str(path) for path in plan.left_out])
+
+
+def write_with_bar(plan: "Plan", target: Path) -> float:
     """Carry out the plan; returns seconds."""
     import torch
 

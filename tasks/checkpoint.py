@@ -2,18 +2,28 @@
 
 import shutil
 
+from safetensors import SafetensorError
+
 from fp8core.errors import UserError
 from fp8core.models.checkpoint import save_checkpoint
-from fp8core.store.durable import remove_folder, sync_path
+from fp8core.store.durable import partial_folder, remove_folder, sync_path
 from fp8core.store.folder_digest import folder_digest
-from fp8core.store.ledger import CheckpointEntry
+from fp8core.store.ledger import START, CheckpointEntry
 from fp8core.store.retention import kept_steps, metric_values
+from fp8core.workers.build import build_trainer
 from fp8core.workers.live import LiveRun
 
 
 def checkpoint_due(run: LiveRun, index: int) -> bool:
     """Every `checkpoint.every` iterations, and after the last."""
     return index % run.config.checkpoint.every == 0 or index == run.config.steps
+
+
+def missing_checkpoint(run: LiveRun) -> int | None:
+    """The last committed iteration, when its checkpoint was due and a kill came before it; else None."""
+    last, newest = run.directory.ledger.last_step(), next(run.directory.ledger.newest_checkpoints(), None)
+    entered = START if newest is None else newest.step
+    return last if last is not None and last > entered and checkpoint_due(run, last) else None
 
 
 def save_state(run: LiveRun, index: int) -> None:
@@ -24,7 +34,7 @@ def save_state(run: LiveRun, index: int) -> None:
     uri = f"checkpoints/{index:05d}"
     folder = run.directory.path / uri
     trainer = run.ready_trainer()
-    partial = folder.with_name(f".{folder.name}.partial")
+    partial = partial_folder(folder)
     try:
         for stale in (partial, folder):
             if stale.exists():
@@ -37,12 +47,59 @@ def save_state(run: LiveRun, index: int) -> None:
         sync_path(partial)
         partial.rename(folder)
         sync_path(folder.parent)
-    except OSError as error:
-        raise UserError(f"{folder}: the checkpoint cannot be written: {error.strerror}") from error
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{folder}: the checkpoint cannot be written: {error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
     run.directory.ledger.append(
         CheckpointEntry(step=index, uri=uri, digest=folder_digest(folder), weights_digest=trainer.digest())
     )
     _prune(run, index)
+
+
+def load_state(run: LiveRun, version: int) -> None:
+    """Put the trainer at the newest policy up to `version` whose checkpoint is what the ledger says, else at policy 0.
+
+    A checkpoint that should be there and is missing or damaged is named on the console.
+    """
+    seen = set[int]()
+    for entry in run.directory.ledger.newest_checkpoints():
+        if entry.step in seen:
+            continue  # Written again, later.
+        seen.add(entry.step)
+        if entry.step <= version:
+            problem = _load(run, entry)
+            if problem is None:
+                return
+            # Older ones are pruned, and nobody misses them.
+            if len(seen) <= run.config.checkpoint.keep + 1:
+                place = run.directory.path / entry.uri
+                run.console.note(f"{place}: {problem}; an older state is taken, and more updates are redone")
+    if not seen and run.ready_trainer().version == START:
+        return
+    run.trainer = build_trainer(run.config, run.arch, run.initial_policy())
+
+
+def _load(run: LiveRun, entry: CheckpointEntry) -> str | None:
+    """Load a checkpoint; returns what forbids it, None when it is loaded."""
+    folder, store = run.directory.path / entry.uri, run.directory.store
+    policy = run.directory.ledger.handed_over(entry.step)[run.plan.carries["policy"]]
+    held = {"version": entry.step, "weights_digest": entry.weights_digest}
+    if store.digest_json(held) != policy.digest:
+        return "the checkpoint holds another policy than the run went on from"
+    if not folder.is_dir():
+        return "the checkpoint is missing"
+    try:
+        found = folder_digest(folder)
+        if found != entry.digest:
+            return f"the checkpoint is damaged: digest {found}, the ledger says {entry.digest}"
+        run.ready_trainer().load(folder)
+    except OSError as error:
+        return f"the checkpoint cannot be read: {error.strerror}"
+    if (damage := store.damage(policy)) is not None:
+        store.put_json(policy.kind, held)
+        run.console.note(f"step {entry.step}: the policy was damaged ({damage}); put back from its checkpoint, equal")
+    return None
 
 
 def _prune(run: LiveRun, index: int) -> None:

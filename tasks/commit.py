@@ -1,16 +1,17 @@
 """Close an iteration: its manifest, and its line in the ledger."""
 
-import json
 import time
 
 from fp8core.report.summary import STEP
-from fp8core.store.artifacts import Ref
-from fp8core.store.ledger import START, StepEntry
+from fp8core.store import durable
+from fp8core.store.artifacts import ArtifactStore, Ref
+from fp8core.store.ledger import START, LedgerView, StepEntry
 from fp8core.store.manifest import Content, StepManifest, StepObservations, StepRecord, record_digest
 from fp8core.store.shards import RolloutShards
 from fp8core.store.versions import library_versions
 from fp8core.workers.live import LiveRun
-from tasks.restore import carried
+from tasks.repair import manifest_file, stored_manifest
+from tasks.restore import carried, ensure
 from tasks.rollout import shard_folder
 
 
@@ -18,7 +19,7 @@ def commit_step(run: LiveRun, index: int) -> None:
     """Write the manifest of a finished iteration and append it to the ledger; then its shards may go."""
     manifest = _manifest(run, index)
     ref = run.directory.store.put_json("manifest", manifest.model_dump(mode="json"))
-    run.directory.write_text(f"manifests/{index:05d}.json", manifest.model_dump_json(indent=2) + "\n")
+    durable.write_file(manifest_file(run.directory.path, index), f"{manifest.model_dump_json(indent=2)}\n".encode())
     run.directory.ledger.append(
         StepEntry(
             step=index,
@@ -32,32 +33,26 @@ def commit_step(run: LiveRun, index: int) -> None:
 
 def step_metrics(run: LiveRun, index: int) -> dict[str, float]:
     """Metrics of a committed iteration: those of its record, or of the first evaluation for step 0."""
+    return stored_metrics(run.directory.ledger, run.directory.store, index)
+
+
+def stored_metrics(ledger: LedgerView, store: ArtifactStore, index: int) -> dict[str, float]:
+    """`step_metrics` of a run that is not live."""
     if index == START:
-        measured = run.directory.store.get_json(run.directory.ledger.tasks(index)["evaluate"].outputs["evaluation"])
+        measured = store.get_json(ledger.tasks(index)["evaluate"].outputs["evaluation"])
         return {"reward/heldout_accuracy": measured["accuracy"], "reward/heldout_length_mean": measured["length_mean"]}
     metrics: dict[str, float] = {}
-    for ref in run.directory.ledger.artifacts(index).values():
+    for ref in ledger.artifacts(index).values():
         if ref.kind == "metrics":
-            metrics |= run.directory.store.get_json(ref)
+            metrics |= store.get_json(ref)
     return metrics
 
 
 def history(run: LiveRun) -> list[dict[str, float]]:
     """Metrics of every committed iteration in order; step 0 is the state before the first update."""
+    for index in run.directory.ledger.steps():
+        ensure(run, index, {"metrics"})
     return [{**step_metrics(run, index), STEP: index} for index in sorted(run.directory.ledger.steps())]
-
-
-def stored_manifest(run: LiveRun, index: int) -> StepManifest:
-    """The manifest of a committed iteration."""
-    content = run.directory.store.get_json(committed_step(run, index).manifest)
-    return StepManifest.model_validate_json(json.dumps(content))
-
-
-def committed_step(run: LiveRun, index: int) -> StepEntry:
-    """The ledger's entry of an iteration that is committed."""
-    entry = run.directory.ledger.step(index)
-    assert entry is not None, f"step {index} is not committed"
-    return entry
 
 
 def _commit_time(run: LiveRun, index: int) -> int:

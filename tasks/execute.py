@@ -49,13 +49,33 @@ def run_step(run: LiveRun, index: int, planned: PlannedStep, inputs: Mapping[str
             raise UserError(f"{planned.uses} returned {kinds}, but declares {dict(planned.spec.outputs)}")
         return {planned.outputs[port]: ref for port, ref in outputs.items()}
 
-    parts = {
+    parts = _parts(planned, inputs)
+    if planned.spec.redo and run.ready_trainer().version < index:
+        # Whatever is stored: the trainer does not hold it. Its inputs were made anew (edited code), and came out equal.
+        return _execute(run, index, planned.name, task_key(run, index, planned.name, parts), body)
+    return run_task(run, index, planned.name, parts, body)
+
+
+def finished_steps(run: LiveRun, index: int, carried: Mapping[str, Ref]) -> list[PlannedStep]:
+    """The steps of an iteration, in order, whose stored results `run_step` takes; `carried` is what it starts from."""
+    stored, artifacts, finished = run.directory.ledger.tasks(index), dict(carried), list[PlannedStep]()
+    for planned in run.plan.steps:
+        if planned.name in stored and artifacts.keys() >= set(planned.inputs.values()):
+            inputs = {port: artifacts[artifact] for port, artifact in planned.inputs.items()}
+            if stored[planned.name].key == task_key(run, index, planned.name, _parts(planned, inputs)):
+                artifacts |= stored[planned.name].outputs
+                finished.append(planned)
+    return finished
+
+
+def _parts(planned: PlannedStep, inputs: Mapping[str, Ref]) -> dict[str, Any]:
+    """What a planned step is a function of, besides the run's configuration and code."""
+    return {
         "uses": planned.uses,
         "module": module_digest(planned.uses.partition(":")[0]),
         "options": planned.options.model_dump(mode="json"),
         "inputs": {port: ref.digest for port, ref in inputs.items()},
     }
-    return run_task(run, index, planned.name, parts, body)
 
 
 def run_task(
@@ -81,18 +101,27 @@ def run_task(
     stored = run.directory.ledger.tasks(index).get(name)
     if stored is not None and (stored.key == key or run.directory.ledger.step(index) is not None):
         return TaskResult(stored, reused=True, interval=(began, time.perf_counter()))
+    return _execute(run, index, name, key, body)
+
+
+def _execute(run: LiveRun, index: int, name: str, key: str, body: Callable[[], dict[str, Ref]]) -> TaskResult:
+    began = time.perf_counter()
     started = time.time()
-    place = f"step {index}, task {name}"
-    try:
-        outputs = body()
-    except (UserError, NotFiniteError, SyncError) as error:
-        raise type(error)(f"{place}: {error}") from error
-    except Exception as error:
-        raise StepError(f"{place}: {type(error).__name__}: {_first_line(error)}") from error
+    outputs = attempt(f"step {index}, task {name}", body)
     seconds = time.perf_counter() - began
     entry = TaskEntry(step=index, task=name, key=key, outputs=outputs, started=started, seconds=seconds)
     run.directory.ledger.append(entry)
     return TaskResult(entry, reused=False, interval=(began, time.perf_counter()))
+
+
+def attempt(place: str, body: Callable[[], dict[str, Ref]]) -> dict[str, Ref]:
+    """What `body` returns; what it raises names the place (errors: `run_task`)."""
+    try:
+        return body()
+    except (UserError, NotFiniteError, SyncError) as error:
+        raise type(error)(f"{place}: {error}") from error
+    except Exception as error:
+        raise StepError(f"{place}: {type(error).__name__}: {_first_line(error)}") from error
 
 
 def _first_line(error: Exception) -> str:

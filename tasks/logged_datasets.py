@@ -15,15 +15,17 @@ from tasks.tracking import Tracker
 
 # MLflow's columns are text: the question, and the reference that the verifier compares with.
 _SCHEMA = {"mlflow_colspec": [{"name": name, "type": "string", "required": True} for name in ("question", "reference")]}
-# MLflow allows 36 characters; half of a SHA-256 tells data sets apart.
-_DIGEST_DIGITS = 32
+# MLflow prints the digest in every place that names the data, and allows 36 characters.
+_DIGEST_DIGITS = 12
 
 
 def training_prompts(config: RunConfig, source: PromptSource) -> Dataset:
-    """What prompts of the iterations are drawn from; its profile names the rows, or null for a generator."""
+    """What prompts of the iterations are drawn from."""
     training = source.training_set()
     kind, place = _place(config.data)
-    return _dataset(f"{_name(config.data)}-training", training.digest, kind, place, {"num_rows": training.count})
+    rows = "generated" if training.rows is None else training.rows
+    profile = {"num_rows": rows, "prompts_per_step": config.rollout.drawn_prompts}
+    return _dataset(f"{_name(config.data)}-training", training.digest, kind, place, profile)
 
 
 def heldout_prompts(config: RunConfig, source: PromptSource) -> Dataset:

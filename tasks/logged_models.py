@@ -6,12 +6,28 @@ from fp8core.config.run import RunConfig
 from fp8core.report.summary import HELDOUT, REWARD
 from fp8core.store.ledger import CheckpointEntry
 from fp8core.workers.live import LiveRun
-from tasks.commit import committed_step, step_metrics
+from tasks.commit import step_metrics
 from tasks.logged_datasets import heldout_prompts, training_prompts
+from tasks.repair import committed_step
 from tasks.tracking import TRAINING, Tracker
 
 MODEL_TYPE = "policy"
-_ALIGNMENT = "alignment/"
+# MLflow lists a model's metrics among those of its run, too: all forty of alignment would bury the run's own.
+_ALIGNMENT = (
+    "token_mult_prob_error",
+    "tokens_differing",
+    "kl",
+    "k3_kl",
+    "js_divergence",
+    "chi2_token",
+    "ess",
+    "logprob_abs_diff",
+)
+_MEASURED = {
+    **{name: f"alignment/{name}" for name in _ALIGNMENT},
+    "reward_mean": REWARD,
+    "heldout_accuracy": HELDOUT,
+}
 
 
 def publish_checkpoint(run: LiveRun, tracker: Tracker, entry: CheckpointEntry) -> None:
@@ -35,10 +51,8 @@ def model_name(run: LiveRun, step: int) -> str:
 
 
 def model_metrics(metrics: dict[str, float]) -> dict[str, float]:
-    """Names of a step's metrics on its model: those of alignment without their prefix, reward and accuracy."""
-    alignment = {key.removeprefix(_ALIGNMENT): value for key, value in metrics.items() if key.startswith(_ALIGNMENT)}
-    others = {"reward_mean": REWARD, "heldout_accuracy": HELDOUT}
-    return alignment | {name: metrics[key] for name, key in others.items() if key in metrics}
+    """The metrics of a model, by plain name, from those of its step; what the step did not measure is absent."""
+    return {name: metrics[key] for name, key in _MEASURED.items() if key in metrics}
 
 
 def _find(run: LiveRun, tracker: Tracker, entry: CheckpointEntry) -> LoggedModel | None:

@@ -9,7 +9,7 @@ from fp8core.store.artifacts import Ref
 from fp8core.store.ledger import START
 from fp8core.workers.live import LiveRun
 from tasks import start
-from tasks.checkpoint import checkpoint_due, save_state
+from tasks.checkpoint import checkpoint_due, missing_checkpoint, save_state
 from tasks.commit import commit_step
 from tasks.execute import TaskResult, run_step
 from tasks.restore import carried, restore
@@ -29,6 +29,8 @@ def begin(run: LiveRun) -> int:
 def train(run: LiveRun) -> None:
     """Every step that is not committed yet, up to the configured number."""
     begin(run)
+    if (missing := missing_checkpoint(run)) is not None:
+        save_state(run, missing)
     for index in range(next_step(run), run.config.steps + 1):
         iterate(run, index, carried(run, index))
         if checkpoint_due(run, index):

@@ -14,13 +14,15 @@ from fp8core.config.check import Plan, check_pipeline
 from fp8core.config.load import config_digest, may_continue
 from fp8core.config.run import RunConfig, public_dump
 from fp8core.config.steps import import_spec
+from fp8core.data.mistakes import check_problems
 from fp8core.data.source import build_source
 from fp8core.errors import UserError
 from fp8core.report.console import Console
 from fp8core.rewards.verifier import build_verifier
 from fp8core.rl.objective import Objective
 from fp8core.store.ledger import LedgerView, SegmentEntry
-from fp8core.store.run_directory import LEDGER, RunDescription, RunDirectory, read_description
+from fp8core.store.run_directory import LEDGER, RunDescription, RunDirectory, read_description, refuse_in_use
+from fp8core.store.shards import RolloutShards
 from fp8core.store.versions import code_version, git_state, hardware
 from fp8core.workers.build import build_base, check_engine
 from fp8core.workers.live import LiveRun, register, release
@@ -57,35 +59,52 @@ def current_code() -> str:
 
 
 def refuse_conflict(config: RunConfig, *, new_code: bool = False) -> None:
-    """Refuse a named run that exists with another configuration or code, before anything is started.
+    """Refuse a named run that exists and cannot be continued, before anything is started.
 
     Raises:
-        UserError: with every key that differs, or both code versions.
+        UserError: another process has it (pid and host), or `open_directory` would refuse it (every key that differs,
+            or both code versions).
     """
-    if config.run is not None:
-        folder = config.runs.absolute() / config.run
-        described = read_description(folder)
-        if described is not None:
-            _refuse_other_config(described, config, config.run)
-            if not new_code and (folder / LEDGER).exists():
-                refuse_other_code(described, LedgerView.glance(folder / LEDGER).last_segment(), config.run)
+    if config.run is None:
+        return
+    folder = config.runs.absolute() / config.run
+    described = read_description(folder)
+    if described is not None:
+        refuse_in_use(folder)
+        if (folder / LEDGER).exists():
+            _refuse_other(described, LedgerView.glance(folder / LEDGER), config, config.run, new_code=new_code)
 
 
-def _refuse_other_config(described: RunDescription, config: RunConfig, name: str) -> None:
-    """A run is continued as it was begun, but for more steps and what makes no numbers."""
+def _refuse_other(
+    described: RunDescription, ledger: LedgerView, config: RunConfig, name: str, *, new_code: bool
+) -> None:
+    """A run is continued as it was begun, but for more steps and what makes no numbers.
+
+    A run in which nothing was finished yet, as one whose data was not found, is no run to be true to.
+    """
+    if not ledger.holds_work():
+        return
     differing = may_continue(described.config, public_dump(config))
     if differing:
         raise UserError(f"run {name} exists with another configuration: {'; '.join(differing)}")
+    if not new_code:
+        refuse_other_code(described, ledger.last_segment(), name)
 
 
 def refuse_other_code(described: RunDescription, last: SegmentEntry | None, name: str) -> None:
     """A run is continued by the code that last ran it, or digests mean nothing."""
-    before, now = described.code_version if last is None else last.code_version, current_code()
-    if before != now:
+    before = _other_code(described, last)
+    if before is not None:
         raise UserError(
-            f"run {name} was made by code version {before[:12]}, this is {now[:12]}: continue it with that code, "
-            f"start a new segment with this one (fp8-grpo resume {name} --new-code), or start another run"
+            f"run {name} was made by code version {before[:12]}, this is {current_code()[:12]}: continue it with that "
+            f"code, start a new segment with this one (fp8-grpo resume {name} --new-code), or start another run"
         )
+
+
+def _other_code(described: RunDescription, last: SegmentEntry | None) -> str | None:
+    """The code version that last ran a run, None when it is this one."""
+    before = described.code_version if last is None else last.code_version
+    return before if before != current_code() else None
 
 
 @contextmanager
@@ -98,16 +117,20 @@ def open_directory(config: RunConfig, name: str, *, new_code: bool = False) -> I
         new_code: continue a run of other code, as a new segment.
 
     Raises:
-        UserError: the folder is unwritable or in use, or the run exists with another configuration or code.
+        UserError: the folder is unwritable or in use, or the run has finished work of another configuration or code.
     """
     with RunDirectory.create_or_open(config.runs.absolute() / name) as directory:
         described = directory.description()
-        if described is None:
+        if described is not None:
+            _refuse_other(described, directory.ledger, config, name, new_code=new_code)
+        if not directory.ledger.holds_work():
             directory.write_description(public_dump(config), current_code())
-        else:
-            _refuse_other_config(described, config, name)
-            if not new_code:
-                refuse_other_code(described, directory.ledger.last_segment(), name)
+        elif described is None:
+            raise UserError(f"{directory.path}: run.json is missing: restore it, or start another run")
+        elif new_code and _other_code(described, directory.ledger.last_segment()) is not None:
+            # A step is made by one code version: the groups that other code finished of it are not continued.
+            for folder in (directory.path / "shards").glob("[0-9]*"):
+                RolloutShards(folder).clear()
         yield directory
 
 
@@ -116,10 +139,12 @@ def open_run(config: RunConfig, plan: Plan, directory: RunDirectory, console: Co
     """Everything that is alive in a run's folder, reachable for tasks (`workers.live`) while the block lasts.
 
     Raises:
-        UserError: the model or data cannot be read.
+        UserError: the model or data cannot be read, or a row of the data is of no use.
     """
     source = build_source(config.data, config.evaluation)  # Before the model, which takes longer to load.
     base = build_base(config)
+    verifier = build_verifier(config.reward)
+    check_problems(source, config, base.tokenizer, base.arch.max_positions, verifier)
     version = current_code()
     segment = SegmentEntry(pid=os.getpid(), host=socket.gethostname(), code_version=version, started=time.time())
     directory.ledger.append(segment)
@@ -132,7 +157,7 @@ def open_run(config: RunConfig, plan: Plan, directory: RunDirectory, console: Co
         tokenizer=base.tokenizer,
         arch=base.arch,
         source=source,
-        verifier=build_verifier(config.reward),
+        verifier=verifier,
         model_revision=base.revision,
         machine=hardware(),
         git=git_state(_PACKAGES[0]),

@@ -4,8 +4,9 @@ from fp8core.config.run import public_dump
 from fp8core.report.graph import pipeline_mermaid, pipeline_text
 from fp8core.store.ledger import START
 from fp8core.workers.live import LiveRun
-from tasks.commit import committed_step, step_metrics, stored_manifest
+from tasks.commit import step_metrics
 from tasks.logged_datasets import log_datasets
+from tasks.repair import committed_step, stored_manifest
 from tasks.tracking import Table, Tracker
 
 SAMPLE_COLUMNS = ("step", "prompt", "completion", "reference", "reward", "outcome")
@@ -20,6 +21,12 @@ def publish_description(run: LiveRun, tracker: Tracker) -> None:
     tracker.log_text(f"```mermaid\n{pipeline_mermaid(run.plan)}\n```\n", "graph.md")
     tracker.set_tags({"code_version": run.code_version, "run_directory": str(run.directory.path)})
     log_datasets(tracker, run.config, run.source)
+
+
+def publish_exactness(run: LiveRun, tracker: Tracker) -> None:
+    """A tag on a run of which an update, redone after a stop, gave another policy than before."""
+    if run.directory.ledger.inexact_steps():
+        tracker.set_tags({"inexact": "true"})
 
 
 def publish_step(run: LiveRun, tracker: Tracker, index: int) -> None:

@@ -9,15 +9,16 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import takewhile
 
 from fp8core.workers.live import LiveRun
 from tasks.logged_models import publish_checkpoint
 from tasks.mark_killed import mark_killed_siblings
 from tasks.outage import Outage, store_errors
-from tasks.publish import publish_description, publish_result, publish_step
+from tasks.publish import publish_description, publish_exactness, publish_result, publish_step
 from tasks.system_load import system_load
 from tasks.tracking import Tracker
 from tasks.tracking_record import TrackingFile
@@ -38,6 +39,7 @@ class Backlog:
         self._tracker = tracker
         self._file = file
         self._load = system_load(run, tracker)
+        self._sound = False
         self._once: deque[Callable[[], None]] = deque(
             [
                 lambda: publish_description(run, tracker),
@@ -49,6 +51,11 @@ class Backlog:
     def published(self) -> int:
         """The last step that MLflow holds; -1: none."""
         return self._file.record.published
+
+    def follow_ledger(self) -> None:
+        """The files of committed steps can be read from now on."""
+        self._once.append(lambda: publish_exactness(self._run, self._tracker))
+        self._sound = True
 
     def add_result(self) -> None:
         """Picture and summary are in the run's folder."""
@@ -64,17 +71,22 @@ class Backlog:
             self._once[0]()
             self._once.popleft()
             yield
+        if self._sound:
+            yield from self._publish_committed()
+        if self._load is not None:
+            self._load.publish(self._tracker)
+
+    def _publish_committed(self) -> Iterator[None]:
         ledger = self._run.directory.ledger
         while ledger.step(step := self.published + 1) is not None:
             publish_step(self._run, self._tracker, step)
             self._file.holds_step(step)
             yield
-        for entry in ledger.checkpoints()[self._file.record.models :]:
+        held = self._file.record.models
+        for entry in reversed(list(takewhile(lambda entry: entry.step > held, ledger.newest_checkpoints()))):
             publish_checkpoint(self._run, self._tracker, entry)
-            self._file.holds_models(self._file.record.models + 1)
+            self._file.holds_model(entry.step)
             yield
-        if self._load is not None:
-            self._load.publish(self._tracker)
 
     @property
     def idle_seconds(self) -> float | None:
@@ -90,19 +102,18 @@ class Backlog:
 class Publisher:
     """The thread that works off a run's backlog, from construction to `close`."""
 
-    def __init__(
-        self, run: LiveRun, tracker: Tracker, file: TrackingFile, retry_seconds: Sequence[float] = RETRY_SECONDS
-    ) -> None:
-        """`retry_seconds`: pauses between attempts during an outage; the last one repeats."""
+    def __init__(self, run: LiveRun, tracker: Tracker, file: TrackingFile) -> None:
         self._console = run.console
         self._uri = tracker.uri
         self._backlog = Backlog(run, tracker, file)
-        self._retry_seconds = retry_seconds
         self._wake = threading.Event()
         self._closing = threading.Event()
         self._abandoned = threading.Event()
-        self._give_up_at = math.inf
+        self._patience = 0.0
+        self._closed_at = math.inf
+        self._away_since = -math.inf
         self._failures = 0
+        self._said_so = False
         self._wake.set()  # An earlier process may have left something.
         self._life: Future[None] = ThreadPoolExecutor(1, "publisher").submit(self._follow)
 
@@ -111,6 +122,16 @@ class Publisher:
         self._wake.set()
         if self._life.done():
             self._life.result()
+
+    def follow_ledger(self) -> None:
+        """A restored run has made sound what it will publish: steps follow from now on. Raises as `wake`."""
+        self._backlog.follow_ledger()
+        self.wake()
+
+    @property
+    def published(self) -> int:
+        """The last step that MLflow holds; -1: none."""
+        return self._backlog.published
 
     def add_result(self) -> None:
         """The training is done: its picture and its summary are in the folder. Raises as `wake`."""
@@ -136,7 +157,7 @@ class Publisher:
             timer.cancel()
 
     def _close(self, patience: float) -> None:
-        self._give_up_at = time.monotonic() + patience
+        self._patience, self._closed_at = patience, time.monotonic()
         self._closing.set()
         self._wake.set()
         try:
@@ -157,7 +178,7 @@ class Publisher:
                     return
                 self._wake.set()
             else:
-                self._answered()
+                self._say_that_it_is_back()
                 if last_round:
                     return
 
@@ -165,24 +186,29 @@ class Publisher:
         self._backlog.sample()
         for _ in self._backlog.publish():
             self._backlog.sample()
+            self._failures = 0
             if self._abandoned.is_set():
                 return
 
     def _wait_out(self) -> bool:
         """Pause before the next attempt; False when there shall be none."""
+        now = time.monotonic()
         if self._failures == 0:
+            self._away_since = now
+        if not self._said_so:
+            self._said_so = True
             self._console.note("MLflow does not answer; metrics stay in the ledger and follow")
-        pause = self._retry_seconds[min(self._failures, len(self._retry_seconds) - 1)]
+        pause = RETRY_SECONDS[min(self._failures, len(RETRY_SECONDS) - 1)]
         self._failures += 1
         if not self._closing.is_set():
             self._closing.wait(pause)
             return True
-        left = self._give_up_at - time.monotonic()
+        left = max(self._away_since, self._closed_at) + self._patience - now
         return left > 0 and not self._abandoned.wait(min(pause, left))
 
-    def _answered(self) -> None:
-        if self._failures > 0:
-            self._failures = 0
+    def _say_that_it_is_back(self) -> None:
+        if self._said_so:
+            self._said_so = False
             self._console.note(f"MLflow answers again; it has every step up to {self._backlog.published}")
 
 

@@ -23,11 +23,13 @@ from tasks.step import step
 def rollout(run: LiveRun, index: int, options: NoOptions, prompts: Ref, policy: Ref, scales: Ref) -> dict[str, Ref]:
     """Complete every prompt `group_size` times under the given policy and scales.
 
-    Groups that an interrupted run has finished are read from its shards. The shards go when the step is committed:
-    until then they are the only copy the ledger can rebuild from.
+    Groups that an interrupted run has finished are read from its shards, those of a damaged shard are generated again.
+    The shards go when the step is committed: until then they are the only copy the ledger can rebuild from.
     """
     groups = prompt_groups(run, index, run.directory.store.get_table(prompts))
     shards = RolloutShards(shard_folder(run, index))
+    for error in shards.discard_damaged():
+        run.console.note(f"step {index}: {error}; its completions are generated again")
     done = shards.read()
     finished = set(done["group"].to_pylist()) if done is not None else set()
     config = run.config.rollout

@@ -13,15 +13,20 @@ from fp8core.config.run import RunConfig
 from fp8core.errors import UserError
 from fp8core.report.console import Console
 from fp8core.report.summary import StepTiming
+from fp8core.store.ledger import START
 from fp8core.store.run_directory import RunDirectory
 from fp8core.workers.live import LiveRun
 from tasks.execute import Interval, TaskResult
+from tasks.loop import next_step
 from tasks.opening import open_directory, open_run, plan_of
 from tasks.outage import Outage, store_errors
 from tasks.publisher import Publisher, publishing
+from tasks.restore import ensure
 from tasks.tracking import Tracker
 from tasks.tracking_record import RunOutcome, TrackingFile, TrackingRecord, read_record, record_lock
-from tasks.tracking_store import resolve_tracking_uri
+from tasks.tracking_store import is_missing, resolve_tracking_uri
+
+_PUBLISHED_KINDS = {"metrics", "prompts", "rollouts", "rewards"}
 
 
 @dataclass
@@ -38,6 +43,14 @@ class Session:
     def stage(self, name: str, result: TaskResult) -> None:
         """Note when a task ran that belongs to no iteration."""
         self.stages[name] = result.interval
+
+
+def follow_ledger(session: Session) -> None:
+    """Let MLflow follow the ledger, now that what an earlier process did not publish can be read."""
+    run = session.run
+    for index in range(max(START, session.publisher.published + 1), next_step(run)):
+        ensure(run, index, _PUBLISHED_KINDS)
+    session.publisher.follow_ledger()
 
 
 @contextmanager
@@ -66,10 +79,14 @@ def open_session(config: RunConfig, name: str, console: Console, *, new_code: bo
 
 
 def _open_tracker(directory: RunDirectory, config: RunConfig, name: str) -> tuple[Tracker, TrackingFile]:
-    """The MLflow run that this folder names, else the one that has its tag, else a new one."""
-    uri = resolve_tracking_uri(config.tracking.uri, config.runs)
+    """The MLflow run that this folder names, else the one that has its tag, else a new one.
+
+    Where no store is configured, the one that the folder names is gone on with.
+    """
     with record_lock(directory.path):
         known = read_record(directory.path)
+    stays = config.tracking.uri is None and known is not None and not is_missing(known.uri)
+    uri = known.uri if stays else resolve_tracking_uri(config.tracking.uri, config.runs)
     if known is not None and known.uri == uri:
         tracker, record = Tracker(uri, known.experiment_id, known.run_id), known.running()
     else:

@@ -2,8 +2,10 @@
 
 import hashlib
 from collections import defaultdict
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from pydantic import ValidationError
 from torch import Tensor
 
 from fp8core.config.run import WarmStartConfig
@@ -13,7 +15,7 @@ from fp8core.report.console import StyleAccuracy
 from fp8core.rl.batch import TokenBatch
 from fp8core.rollout.engine import Sampling
 from fp8core.store import durable
-from fp8core.store.artifacts import ArtifactStore, Ref, canonical_json
+from fp8core.store.artifacts import ArtifactError, ArtifactStore, Ref, canonical_json
 from fp8core.store.ledger import START
 from fp8core.store.versions import library_versions
 from fp8core.training.warm_start import TokenisedDemonstration
@@ -22,8 +24,9 @@ from fp8core.workers.build import build_engine, build_trainer
 from fp8core.workers.live import LiveRun
 from tasks.calibrate import covered, read_scales, store_scales
 from tasks.evaluate import heldout_accuracy, score
-from tasks.execute import TaskResult, run_task
+from tasks.execute import TaskResult, attempt, run_task
 from tasks.prompts import prompt_table
+from tasks.repair import mend
 from tasks.rollout import completion_text, prompt_groups
 from tasks.sync import push
 
@@ -40,7 +43,7 @@ def warm_start(run: LiveRun) -> TaskResult:
         policy = {"version": 0, "weights_digest": policy_digest(weights)}
         return {"policy": store.put_json("policy", policy), "weights": store.put_tensors("weights", weights)}
 
-    return run_task(run, START, "warm_start", {"revision": run.model_revision}, body)
+    return _once(run, "warm_start", {"revision": run.model_revision}, body)
 
 
 def bring_to_life(run: LiveRun) -> None:
@@ -61,7 +64,7 @@ def first_scales(run: LiveRun) -> TaskResult:
         histograms = run.ready_trainer().statistics(batch).histograms()
         return {"scales": store_scales(run, 0, covered(run.config, histograms))}
 
-    return run_task(run, START, "calibrate", {}, body)
+    return _once(run, "calibrate", {}, body)
 
 
 def first_evaluation(run: LiveRun, scales: Ref) -> TaskResult:
@@ -74,7 +77,19 @@ def first_evaluation(run: LiveRun, scales: Ref) -> TaskResult:
             content["styles"] = style_accuracy(run, run.config.warm_start)
         return {"evaluation": run.directory.store.put_json("evaluation", content)}
 
-    return run_task(run, START, "evaluate", {"scales": scales.digest}, body)
+    result = _once(run, "evaluate", {"scales": scales.digest}, body)
+    if result.reused and run.directory.ledger.step(START) is None:
+        # The manifest of step 0, which is yet to be written, says what the engine holds.
+        push(run, read_scales(run, scales))
+    return result
+
+
+def _once(run: LiveRun, name: str, parts: Mapping[str, Any], body: Callable[[], dict[str, Ref]]) -> TaskResult:
+    """Run a task of step 0 (`run_task`), or take what is stored, and make its damaged files again."""
+    result = run_task(run, START, name, parts, body)
+    if result.reused:
+        mend(run, START, name, result.entry.outputs, lambda: attempt(f"step {START}, task {name}", body))
+    return result
 
 
 def style_accuracy(run: LiveRun, config: WarmStartConfig) -> list[dict[str, Any]]:
@@ -101,11 +116,20 @@ def shared_weights(run: LiveRun, config: WarmStartConfig) -> dict[str, Tensor]:
     shelf = run.config.runs.absolute() / "warm_starts"
     store, entry = ArtifactStore(shelf), shelf / f"{_warm_start_key(run)}.json"
     if entry.exists():
-        run.console.note(f"warm start taken from {entry}")
-        return store.get_tensors(Ref.model_validate_json(entry.read_bytes()))
+        try:
+            weights = store.get_tensors(Ref.model_validate_json(entry.read_bytes()))
+        except (ArtifactError, ValidationError) as error:
+            run.console.note(f"the warm start of {entry} is damaged ({_first_line(error)}); it is trained again")
+        else:
+            run.console.note(f"warm start taken from {entry}")
+            return weights
     weights = _train(run, config)
     durable.write_file(entry, store.put_tensors("weights", weights).model_dump_json().encode())
     return weights
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 def _warm_start_key(run: LiveRun) -> str:

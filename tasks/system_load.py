@@ -36,23 +36,20 @@ class SystemLoad:
         self._monitor = SystemMetricsMonitor(tracker.run_id, tracking_uri=tracker.uri)
         self._created = datetime.fromisoformat(created).timestamp()
         self._waiting: deque[list[Metric]] = deque(maxlen=_WAITING_SAMPLES)
+        self._collect()  # The first look at a CPU's load says nothing: it is that since the look before.
         self._due = time.monotonic() + self.interval
 
     @property
     def interval(self) -> float:
-        """Seconds between samples (MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL, else MLflow's default)."""
-        return float(self._monitor.sampling_interval)
+        """Seconds between samples: MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL, else MLflow's default; one at least."""
+        return max(1.0, self._monitor.sampling_interval)
 
     def sample(self) -> None:
         """Take a sample when one is due."""
         if time.monotonic() < self._due:
             return
         self._due = time.monotonic() + self.interval
-        self._monitor.collect_metrics()
-        values = self._monitor.aggregate_metrics()
-        for part in self._monitor.monitors:
-            part.clear_metrics()
-        now = time.time()
+        values, now = self._collect(), time.time()
         rows = [
             Metric(f"system/{key}", value, int(1000 * now), int(now - self._created)) for key, value in values.items()
         ]
@@ -66,3 +63,10 @@ class SystemLoad:
             tracker.log_metrics([row for rows in batch for row in rows])
             for _ in batch:
                 self._waiting.popleft()
+
+    def _collect(self) -> dict[str, float]:
+        self._monitor.collect_metrics()
+        values: dict[str, float] = self._monitor.aggregate_metrics()
+        for part in self._monitor.monitors:
+            part.clear_metrics()
+        return values

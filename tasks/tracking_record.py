@@ -31,7 +31,7 @@ class TrackingRecord(BaseModel):
     experiment_id: str
     run_id: str
     published: int = Field(ge=-1, description="The last step that MLflow holds; -1: none.")
-    models: int = Field(ge=0, description="Checkpoints that MLflow holds as models, in the order of the ledger.")
+    models: int = Field(ge=-1, description="The last step whose checkpoint MLflow holds as a model; -1: none.")
     status: Literal["RUNNING"] | RunOutcome = Field(description="Of the training; RUNNING after a kill, too.")
     error: str | None = Field(description="Why it failed.")
     ended_ms: int | None = Field(description="Unix milliseconds; null while it runs.")
@@ -45,7 +45,7 @@ class TrackingRecord(BaseModel):
             experiment_id=experiment_id,
             run_id=run_id,
             published=-1,
-            models=0,
+            models=-1,
             status="RUNNING",
             error=None,
             ended_ms=None,
@@ -84,9 +84,9 @@ class TrackingFile:
         """MLflow holds everything up to this step."""
         self._change(published=step)
 
-    def holds_models(self, count: int) -> None:
-        """MLflow holds the first `count` checkpoints as models."""
-        self._change(models=count)
+    def holds_model(self, step: int) -> None:
+        """MLflow holds the checkpoints up to this step as models."""
+        self._change(models=step)
 
     def told(self) -> None:
         """MLflow shows the training's status."""

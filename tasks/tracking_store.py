@@ -48,6 +48,11 @@ def resolve_tracking_uri(configured: str | None, runs: Path) -> str:
     return mlflow.get_tracking_uri() if mlflow.is_tracking_uri_set() else default_tracking_uri(runs)
 
 
+def is_missing(uri: str) -> bool:
+    """Whether the file of a sqlite store is gone."""
+    return uri.startswith("sqlite") and not Path(make_url(uri).database or "").is_file()
+
+
 def ui_command(uri: str) -> str:
     """The shell command that opens the MLflow UI on the store at `uri`."""
     if is_server(uri):
@@ -100,7 +105,7 @@ def client_of_existing_store(uri: str) -> MlflowClient:
     """A client that does not create a sqlite store. Raises OSError: there is none, or the server does not answer."""
     if is_server(uri):
         _ask_for_life(uri)
-    if uri.startswith("sqlite") and not Path(make_url(uri).database or "").is_file():
+    if is_missing(uri):
         raise FileNotFoundError(uri)
     return MlflowClient(tracking_uri=uri)
 

@@ -1,8 +1,13 @@
 """Fixtures for the whole suite."""
 
+import io
 import itertools
-from collections.abc import Iterator
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -10,9 +15,17 @@ import torch
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
+from fp8core.config.load import load_config, reload_config
 from fp8core.models.architecture import Architecture, parameter_shapes
 from fp8core.models.checkpoint import save_checkpoint
 from fp8core.models.tokenizer import Tokenizer
+from fp8core.report.console import Console
+from fp8core.store.artifacts import ArtifactStore, Ref
+from fp8core.store.ledger import LedgerView
+from fp8core.store.run_directory import LEDGER, read_description
+from fp8core.workers.live import LiveRun
+from tasks.loop import train
+from tasks.opening import open_directory, open_run, plan_of
 
 _VOCAB_SIZE = 512
 
@@ -108,3 +121,132 @@ def readme_commands() -> list[str]:
     text = (Path(__file__).parents[1] / "README.md").read_text()
     blocks = text.split("```sh\n")[1:]
     return [line for block in blocks for line in block.split("```")[0].splitlines() if line.strip()]
+
+
+# Three updates of a warm start that knows nothing yet; a checkpoint after steps 2 and 4.
+_SMALL_RUN: dict[str, Any] = {
+    "steps": 4,
+    "warm_start.steps": 3,
+    "warm_start.batch_size": 16,
+    "rollout.prompts_per_step": 4,
+    "rollout.group_size": 4,
+    "evaluation.prompts": 8,
+    "evaluation.every": 2,
+    "checkpoint.every": 2,
+    "data.chain.min_operands": 3,
+}
+
+
+class LoopRun:
+    """A run's folder, what is in it, and its continuation by `tasks.loop`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.said = ""
+
+    @property
+    def ledger(self) -> LedgerView:
+        return LedgerView.read(self.folder / LEDGER)
+
+    @property
+    def store(self) -> ArtifactStore:
+        return ArtifactStore(self.folder)
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        steps = self.ledger.steps()
+        return [self.store.get_json(steps[index].manifest)["record"] for index in sorted(steps)]
+
+    def file(self, index: int, artifact: str) -> Path:
+        return self.folder / self.ledger.artifacts(index)[artifact].uri
+
+    def cut_after(self, index: int, task: str) -> None:
+        """Drop every line of the ledger after a task's, as a kill would."""
+        path = self.folder / LEDGER
+        lines = path.read_text().splitlines(keepends=True)
+        last = next(i for i, line in enumerate(lines) if f'"step":{index},"task":"{task}"' in line)
+        path.write_text("".join(lines[: last + 1]))
+
+    def rewrite(self, change: Callable[[dict[str, Any]], None]) -> None:
+        """Change the entries of the ledger in place."""
+        path = self.folder / LEDGER
+        entries = [json.loads(line) for line in path.read_text().splitlines()]
+        for entry in entries:
+            change(entry)
+        path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+
+    def change_records(self, **fields: Any) -> None:
+        """Rewrite history: the records of all steps, and the process starts, say something else of these fields."""
+
+        def rewritten(entry: dict[str, Any]) -> None:
+            if entry["event"] == "segment" and "code_version" in fields:
+                entry["code_version"] = fields["code_version"]
+            if entry["event"] == "step":
+                manifest = self.store.get_json(Ref.model_validate(entry["manifest"]))
+                manifest["record"].update(fields)
+                entry["manifest"] = self.store.put_json("manifest", manifest).model_dump()
+
+        self.rewrite(rewritten)
+
+    def change_rewards(self, index: int) -> None:
+        """Change a stored reward of a step, so that the step's update cannot come out again as the ledger says."""
+        table = self.store.get_table(self.ledger.artifacts(index)["rewards"])
+        rows = table.to_pylist()
+        rows[0]["reward"] += 1.0
+        changed = self.store.put_table("rewards", table.from_pylist(rows, schema=table.schema))
+
+        def replaced(entry: dict[str, Any]) -> None:
+            if entry.get("step") == index and entry.get("task") == "reward":
+                entry["outputs"] = {"rewards": changed.model_dump()}
+
+        self.rewrite(replaced)
+
+    @contextmanager
+    def opened(self, new_code: bool = False, **overrides: Any) -> Iterator[LiveRun]:
+        """The run, live; what it says on the console is in `said` afterwards."""
+        described = read_description(self.folder)
+        assert described is not None
+        config = reload_config(described.config, {"runs": str(self.folder.parent), **overrides})
+        console = io.StringIO()
+        try:
+            with (
+                open_directory(config, self.folder.name, new_code=new_code) as directory,
+                open_run(config, plan_of(config), directory, Console(console, config.steps)) as run,
+            ):
+                yield run
+        finally:
+            self.said = console.getvalue()
+
+    def resume(self, **options: Any) -> None:
+        with self.opened(**options) as run:
+            train(run)
+
+
+@pytest.fixture(scope="session")
+def loop_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., LoopRun]:
+    """Make a small run without Prefect and MLflow: loop_run(name, **overrides)."""
+
+    def make(name: str, **overrides: Any) -> LoopRun:
+        runs = tmp_path_factory.mktemp("loop")
+        config = load_config("tiny", {**_SMALL_RUN, "runs": str(runs), **overrides})
+        with (
+            open_directory(config, name) as directory,
+            open_run(config, plan_of(config), directory, Console(io.StringIO(), config.steps)) as run,
+        ):
+            train(run)
+        return LoopRun(runs / name)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def whole_run(loop_run: Callable[..., LoopRun]) -> LoopRun:
+    """A run of 4 steps that nothing happened to; for reading only."""
+    return loop_run("whole")
+
+
+@pytest.fixture
+def run_copy(whole_run: LoopRun, tmp_path: Path) -> LoopRun:
+    """A copy of the whole run, with the shelf of warm starts beside it, that a test may damage and continue."""
+    shutil.copytree(whole_run.folder.parent, tmp_path / "loop")
+    return LoopRun(tmp_path / "loop" / "whole")

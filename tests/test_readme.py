@@ -28,6 +28,10 @@ SMALLER = [
 SMALLER_WARM_START = ["warm_start.steps=3", "warm_start.batch_size=16"]
 
 
+# They look at the runs that the trainings before them leave.
+OF_RUNS = ("verify ", "replay ", "compare ", "export ", "gc ")
+
+
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("newcomer")
@@ -57,7 +61,9 @@ def test_make_demo_runs_the_main_job() -> None:
 
 @pytest.mark.slow
 def test_commands_that_only_look(readme_commands: list[str], workplace: Path) -> None:
-    for command in (line for line in readme_commands if line.startswith("fp8-grpo ") and " run " not in line):
+    of_runs = ("run ", "resume ", *OF_RUNS)
+    ours = (line for line in readme_commands if line.startswith("fp8-grpo "))
+    for command in (line for line in ours if not line.removeprefix("fp8-grpo ").startswith(of_runs)):
         done = run(shlex.split(command), workplace)
         assert done.returncode == 0, (command, done.stderr)
         assert done.stdout, command
@@ -76,6 +82,14 @@ def test_trainings(readme_commands: list[str], workplace: Path, small_checkpoint
         smaller = SMALLER if own_model else SMALLER + SMALLER_WARM_START
         done = run([*shlex.split(filled), *(flag for setting in smaller for flag in ("--set", setting))], workplace)
         assert done.returncode == 0, (command, done.stdout, done.stderr)
+    for command in (line for line in readme_commands if line.startswith("fp8-grpo resume")):
+        done = run([*shlex.split(command), "--set", "steps=3"], workplace)
+        assert done.returncode == 0, (command, done.stdout, done.stderr)
+        assert "3/3" in done.stdout
+    for command in (line for line in readme_commands if line.removeprefix("fp8-grpo ").startswith(OF_RUNS)):
+        done = run(shlex.split(command), workplace)
+        assert done.returncode == (1 if " compare " in command else 0), (command, done.stdout, done.stderr)
+        assert done.stdout, command
 
 
 def test_the_configuration_it_shows_is_the_shipped_one() -> None:

@@ -196,7 +196,12 @@ def refusal(
     key, first = keys[0], details[0]
     place = ".".join(part for part in (prefix, key) if part)
     origin = (places or {}).get(key)
-    line = (f"{place}: " if place else "") + _reason(first, model)
+    reason = _reason(first, model)
+    if first["type"] == "string_type":
+        # A shell takes one pair of quotes for itself.
+        quoted = f"write --set '{place}=\"{_shown(first['input'])}\"'" if origin == "--set" else "quote it"
+        reason += f"; {quoted} to make it a string"
+    line = (f"{place}: " if place else "") + reason
     more = len(set(keys)) - 1
     return UserError(line + (f" ({origin})" if origin else "") + (f" (and {more} more)" if more else ""))
 
@@ -232,8 +237,7 @@ def _reason(error: ErrorDetails, model: type[BaseModel]) -> str:
         return error["msg"].removeprefix("Value error, ")
     wanted = error["msg"].partition(" should ")[2] or error["msg"]
     wanted = wanted.replace("an object", "a mapping").replace("a valid array", "a list")
-    hint = "; quote it to make it a string" if error["type"] == "string_type" else ""
-    return f"must {wanted}, got {_shown(error['input'])}{hint}"
+    return f"must {wanted}, got {_shown(error['input'])}"
 
 
 def _shown(value: Any) -> str:

@@ -30,6 +30,8 @@ Overrides = Mapping[str, Any] | Sequence[str]
 
 SHIPPED = Path(__file__).resolve().parents[2] / "configs"
 
+UNDECIDED = "(undecided)"
+
 # What may differ between two runs that compute the same numbers.
 NOT_NUMBERS = ("steps", "run", "runs", "checkpoint", "artifacts", "replay", "tracking")
 
@@ -67,6 +69,14 @@ def load_config(name_or_path: str, overrides: Overrides = ()) -> RunConfig:
     return _validated(tree)
 
 
+def load_open_config(name_or_path: str, overrides: Overrides = ()) -> RunConfig:
+    """As `load_config`, for looking at an iteration: the model may be left open, and is then called UNDECIDED."""
+    tree = _tree(name_or_path, overrides)
+    if tree.get("model") is None and tree.get("architecture") is None:
+        tree.put("model", UNDECIDED, "default")
+    return _validated(tree)
+
+
 def reload_config(described: Mapping[str, JsonValue], overrides: Overrides = ()) -> RunConfig:
     """The configuration that a run was begun with (`public_dump`, in its run.json), with overrides.
 
@@ -96,6 +106,12 @@ def config_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[s
         for key in {**before, **after}
         if before.get(key) != after.get(key)
     ]
+
+
+def numeric_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """`config_differences`, of the settings that `config_digest` covers."""
+    kept = [{key: value for key, value in dump.items() if key not in NOT_NUMBERS} for dump in (old, new)]
+    return config_differences(*kept)
 
 
 def may_continue(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

@@ -5,6 +5,7 @@ There is no registry. A step is any callable with an attribute `spec`, found by 
 """
 
 import importlib
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -68,12 +69,24 @@ def import_step(uses: str) -> Step:
         raise UserError(f"uses {uses}: {module_name} cannot be imported: {error}") from error
     except SyntaxError as error:
         raise UserError(f"uses {uses}: {error.filename}:{error.lineno}: {error.msg}") from error
+    except (Exception, SystemExit) as error:  # Whatever a module of the user's own does when it is imported.
+        raise UserError(f"uses {uses}: {_raised_at(error)}{type(error).__name__}: {_first_line(error)}") from error
     if not hasattr(module, attribute):
         raise UserError(f"uses {uses}: module {module_name} has no {attribute}")
     step: Step = getattr(module, attribute)
     if not isinstance(getattr(step, "spec", None), StepSpec):
         raise UserError(f"uses {uses}: {attribute} is not a step: it has no attribute `spec` of type StepSpec")
     return step
+
+
+def _raised_at(error: BaseException) -> str:
+    """The line of a module that was being imported, `file:line: `; nothing for one that is no Python."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.name == "<module>"]
+    return f"{frames[-1].filename}:{frames[-1].lineno}: " if frames else ""
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]
 
 
 def import_spec(uses: str) -> StepSpec:

@@ -4,7 +4,7 @@ import hashlib
 import json
 import zlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -14,18 +14,19 @@ HELDOUT_ONE_IN = 8
 
 @dataclass(frozen=True)
 class Problem:
-    """A question with the text that its answer is checked against."""
+    """A question with the text that its answer is checked against, and where it was read, for messages."""
 
     prompt_id: str
     question: str
     reference: str
+    place: str = field(default="", compare=False)
 
 
 class TrainingSet(NamedTuple):
-    """Which problems training can meet: SHA-256 of all that determines them, and their number; None: endless."""
+    """Which problems training can meet: SHA-256 of all that determines them, and how many; None: endless."""
 
     digest: str
-    count: int | None
+    rows: int | None
 
 
 class PromptSource(Protocol):
@@ -49,6 +50,10 @@ class PromptSource(Protocol):
         """
         ...
 
+    def to_check(self) -> Iterable[Problem]:
+        """Problems that show, before any work, what may be wrong with any of them: all rows, or the longest made."""
+        ...
+
 
 def problems_digest(problems: Iterable[Problem]) -> str:
     """SHA-256 over questions and references in order."""
@@ -58,9 +63,9 @@ def problems_digest(problems: Iterable[Problem]) -> str:
     return digest.hexdigest()
 
 
-def problem(question: str, reference: str) -> Problem:
+def problem(question: str, reference: str, place: str = "") -> Problem:
     """A problem named by the first 16 hexadecimal digits of its question's SHA-256."""
-    return Problem(hashlib.sha256(question.encode()).hexdigest()[:16], question, reference)
+    return Problem(hashlib.sha256(question.encode()).hexdigest()[:16], question, reference, place)
 
 
 def is_heldout(question: str) -> bool:

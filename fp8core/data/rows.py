@@ -11,7 +11,7 @@ def problem_from_row(row: object, question_field: str, answer_field: str, place:
     if not isinstance(row, dict):
         raise UserError(f"{place}: the row is {type(row).__name__}, not an object with fields")
     question, answer = (_text_field(row, field, place) for field in (question_field, answer_field))
-    return problem(question, answer)
+    return problem(question, answer, place)
 
 
 class RowSource:
@@ -30,6 +30,7 @@ class RowSource:
         unique = _unique(rows)
         kept = _unique(heldout) if heldout is not None else {q: row for q, row in unique.items() if is_heldout(q)}
         self._place = place
+        self._rows = [*unique.values(), *(row for question, row in kept.items() if question not in unique)]
         self._heldout = sorted(kept.values(), key=lambda row: row.prompt_id)
         self._training = [row for question, row in unique.items() if question not in kept]
         if not self._training:
@@ -59,6 +60,9 @@ class RowSource:
                 f"(one row in {HELDOUT_ONE_IN}, or all of evaluation.source); lower it or give more rows"
             )
         return self._heldout[:count]
+
+    def to_check(self) -> list[Problem]:
+        return self._rows
 
 
 def _unique(rows: Sequence[Problem]) -> dict[str, Problem]:

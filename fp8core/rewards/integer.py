@@ -56,6 +56,9 @@ class IntegerVerifier:
             return wrong(f"{whole}.{decimals} is no integer")
         return RIGHT if int(whole) == expected else wrong(f"answer {whole}")
 
+    def check(self, prompt: str, reference: str) -> None:
+        reference_integer(reference, prompt)
+
 
 def reference_integer(reference: str, prompt: str) -> int:
     """The integer after the last `####` of a reference. Raises UserError, naming the prompt, when it has none."""

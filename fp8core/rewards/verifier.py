@@ -16,8 +16,12 @@ class Verifier(Protocol):
     def score(self, prompt: str, completion: str, reference: str, finish: str) -> Verdict:
         """The verdict on `completion`, the text without end of sequence; `finish` is "stop" or, cut off, "length".
 
-        Nothing a completion holds is an error. Raises UserError on a reference that is no answer: the data's mistake.
+        Nothing a completion holds is an error. Raises UserError as `check` does.
         """
+        ...
+
+    def check(self, prompt: str, reference: str) -> None:
+        """Raises UserError on a reference that is no answer: the data's mistake."""
         ...
 
 

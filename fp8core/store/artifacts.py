@@ -102,13 +102,29 @@ def read_checked(path: Path, digest: str, size: int | None = None) -> bytes:
 class ArtifactStore:
     """The artifacts of one run directory. Safe for threads; whole contents are held in memory while they pass."""
 
-    def __init__(self, root: Path) -> None:
-        """`root` is the run directory; nothing is created before the first put."""
+    def __init__(self, root: Path, origin: Path | None = None) -> None:
+        """`root` is the run directory; nothing is created before the first put.
+
+        Files that `root` lacks are read from `origin`, another run's directory, which is never written to.
+        """
         self._root = root
+        self._origin = origin
 
     def path(self, ref: Ref) -> Path:
         """Where the file of a reference is."""
-        return self._root / ref.uri
+        return self._holder(ref) / ref.uri
+
+    def damage(self, ref: Ref) -> ArtifactError | None:
+        """What is wrong with the file of a reference; None when it is whole."""
+        try:
+            self._read(ref, Path(ref.uri).suffix.removeprefix("."))
+        except ArtifactError as error:
+            return error
+        return None
+
+    def put_back(self, ref: Ref, source: "ArtifactStore") -> None:
+        """Replaces a damaged or missing file by that of another store. Raises ArtifactError; UserError (the disk)."""
+        durable.ensure_file(self._root / ref.uri, source._read(ref, Path(ref.uri).suffix.removeprefix(".")))
 
     def put_table(self, kind: str, table: pa.Table) -> Ref:
         """Stores a table as parquet (zstd). Raises UserError when the disk refuses."""
@@ -146,6 +162,10 @@ class ArtifactStore:
         """A stored JSON value. Raises ArtifactError."""
         return json.loads(self._read(ref, "json"))
 
+    def digest_json(self, value: Any) -> str:
+        """The digest that `put_json` would name a value by."""
+        return hashlib.sha256(canonical_json(value, "value")).hexdigest()
+
     def sweep(self) -> list[Path]:
         """Removes what killed writers left behind, and returns it; only before anything is put."""
         return durable.sweep(self._root / _FOLDER)
@@ -153,13 +173,17 @@ class ArtifactStore:
     def _commit(self, kind: str, extension: str, data: bytes) -> Ref:
         digest = hashlib.sha256(data).hexdigest()
         ref = Ref(kind=kind, digest=digest, uri=f"{_FOLDER}/{digest[:2]}/{digest}.{extension}", size=len(data))
-        durable.ensure_file(self.path(ref), data)
+        durable.ensure_file(self._root / ref.uri, data)
         return ref
+
+    def _holder(self, ref: Ref) -> Path:
+        """The folder that the file of a reference is read from."""
+        return self._root if self._origin is None or (self._root / ref.uri).exists() else self._origin
 
     def _read(self, ref: Ref, extension: str) -> bytes:
         path = self.path(ref)
         if path.suffix != f".{extension}":
             raise ArtifactError(f"{path}: the {ref.kind} artifact is not a {extension} file")
-        if not path.exists() and (tombstone := read_tombstones(self._root).get(ref.digest)) is not None:
+        if not path.exists() and (tombstone := read_tombstones(self._holder(ref)).get(ref.digest)) is not None:
             raise ArtifactError(f"{path}: removed by gc on {tombstone.when} ({tombstone.reason})")
         return read_checked(path, ref.digest, ref.size)

@@ -68,10 +68,14 @@ def ensure_file(path: Path, data: bytes) -> None:
         write_file(path, data)
 
 
+def partial_folder(folder: Path) -> Path:
+    """Where a folder is while it is made or removed: what is found under this name counts for nothing."""
+    return folder.with_name(f".{folder.name}.partial")
+
+
 def remove_folder(folder: Path) -> None:
-    """Removes a folder and all in it: a kill on the way leaves `.<name>.partial`, never half of it. Raises OSError."""
-    partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(folder.rename(partial))
+    """Removes a folder and all in it: a kill on the way leaves a `partial_folder`, never half of it. Raises OSError."""
+    shutil.rmtree(folder.rename(partial_folder(folder)))
 
 
 def sweep(folder: Path) -> list[Path]:

@@ -246,6 +246,10 @@ class LedgerView:
         """What is committed at this moment, at the cost of the steps since the last checkpoint; raises as `read`."""
         return LedgerView(path, _read_ends(path))
 
+    def holds_work(self) -> bool:
+        """Whether any task was ever finished; before that, a run may still become another one."""
+        return bool(self.tasks(START))
+
     def tasks(self, step: int) -> dict[str, TaskEntry]:
         """The finished tasks of a step by name."""
         return dict(self._of(step).tasks.get(step, {}))
@@ -264,6 +268,10 @@ class LedgerView:
         """`artifacts` as the next step finds them: where a redo gave something else, that."""
         redone = [ref for entry in self.redone(step).values() for ref in entry.outputs.items()]
         return {**self.artifacts(step), **dict(redone)}
+
+    def inexact_steps(self) -> list[int]:
+        """Steps, of those that were read, whose update gave something else when it was redone."""
+        return sorted(self._read.tail.redone)
 
     def step(self, number: int) -> StepEntry | None:
         """A finished step; None when it is not finished."""

@@ -1,6 +1,6 @@
 """One run's folder: its lock, its description, its ledger and its artifacts.
 
-    run.json      resolved configuration and code version, written once
+    run.json      resolved configuration and code version, written before any work and never after
     ledger.jsonl  what is committed
     lock          held (flock) by the one process that runs it; names that process
     artifacts/    content-addressed files        manifests/    one file a step
@@ -10,6 +10,8 @@ A run that may be live is looked at without the lock: `ArtifactStore(path)` and 
 `glance` in place of `read` where the newest steps are enough.
 """
 
+import os
+import shutil
 import uuid
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 from fp8core.errors import UserError
 from fp8core.store import durable
 from fp8core.store.artifacts import ArtifactStore
-from fp8core.store.ledger import Ledger
+from fp8core.store.ledger import START, Ledger
 from fp8core.store.lock import RunLock
 from fp8core.store.shards import RolloutShards
 
@@ -39,22 +41,25 @@ class RunDescription(BaseModel):
     id: str = Field(description="Identity of the run, under which MLflow finds it again.")
     config: dict[str, JsonValue] = Field(description="The resolved configuration; it can be loaded again.")
     code_version: str = Field(description="Of the code that began it; the ledger's segments name the later ones.")
+    begun_in: str = Field(description="Working directory, to which paths in the configuration are relative.")
     created: str = Field(description="ISO 8601, UTC.")
 
 
 class RunDirectory:
     """The folder of a run that this process executes, from `create_or_open` to `close`."""
 
-    def __init__(self, path: Path, lock: RunLock, ledger: Ledger, swept: list[Path]) -> None:
+    def __init__(self, path: Path, store: ArtifactStore, lock: RunLock, ledger: Ledger, swept: list[Path]) -> None:
         self.path = path
-        self.store = ArtifactStore(path)
+        self.store = store
         self.ledger = ledger
         self.swept = swept
         self._lock = lock
 
     @classmethod
-    def create_or_open(cls, root: Path) -> Self:
+    def create_or_open(cls, root: Path, origin: Path | None = None) -> Self:
         """Creates a run's folder or opens an existing one, takes its lock and removes what killed writers left.
+
+        `origin` is another run's folder, from which artifacts are read that this one lacks (`ArtifactStore`).
 
         Raises UserError: the folder cannot be written, another process holds it (with its pid and host), or the
         ledger is malformed.
@@ -66,22 +71,31 @@ class RunDirectory:
             for name in _FOLDERS:
                 durable.make_folder(path / name)
             ledger = Ledger.open(path / LEDGER)
-            return cls(path, lock, ledger, _sweep(path, ledger))
+            return cls(path, ArtifactStore(path, origin), lock, ledger, _sweep(path, ledger))
         except UserError:
             lock.release()
             raise
 
     def write_description(self, config: dict[str, JsonValue], code_version: str) -> RunDescription:
-        """Writes run.json, once in the life of a run, and returns it. Raises UserError when the disk refuses."""
-        assert self.description() is None, "run.json is written once"
-        created = datetime.now(UTC).isoformat(timespec="seconds")
-        description = RunDescription(id=uuid.uuid4().hex, config=config, code_version=code_version, created=created)
+        """Writes run.json and returns it; a later one keeps the run's `id`. Raises UserError when the disk refuses."""
+        assert not self.ledger.holds_work(), "no work may depend on another run.json"
+        known = self.description()
+        description = RunDescription(
+            id=uuid.uuid4().hex if known is None else known.id,
+            config=config,
+            code_version=code_version,
+            begun_in=os.getcwd(),
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+        )
         self.write_text(_DESCRIPTION, description.model_dump_json(indent=2) + "\n")
         return description
 
     def description(self) -> RunDescription | None:
-        """run.json, or None for a run that has none yet. Raises UserError when it is malformed."""
-        return read_description(self.path)
+        """run.json, or None for a run that has none yet. Raises UserError: malformed, or gone from a run with work."""
+        described = read_description(self.path)
+        if described is None and self.ledger.tasks(START):
+            raise UserError(f"{self.path / _DESCRIPTION}: the file is missing, but the run has begun; put it back")
+        return described
 
     def write_text(self, name: str, text: str) -> Path:
         """Writes a file of the run by its name in the folder, durably and atomically. Raises UserError."""
@@ -104,12 +118,20 @@ class RunDirectory:
 
 
 def _sweep(path: Path, ledger: Ledger) -> list[Path]:
-    """Removes unfinished files, and the shards of steps that were killed between their commit and its clearing."""
+    """Removes unfinished files and checkpoints, and the shards of steps that were killed before they cleared them."""
     shards = sorted((path / "shards").glob("[0-9]*"))
     committed = [folder for folder in shards if ledger.step(int(folder.name)) is not None]
     for folder in committed:
         RolloutShards(folder).clear()
-    return durable.sweep(path) + committed
+    partial = sorted((path / "checkpoints").glob(durable.partial_folder(Path("*")).name))
+    for folder in partial:
+        shutil.rmtree(folder)
+    return durable.sweep(path) + committed + partial
+
+
+def refuse_in_use(folder: Path) -> None:
+    """Raises UserError when a process (with its pid and host) has the run of this folder."""
+    RunLock.acquire(folder / LOCK).release()
 
 
 def read_description(folder: Path) -> RunDescription | None:

@@ -29,10 +29,21 @@ class RolloutShards:
     def read(self) -> pa.Table | None:
         """The rows of all shards in the order of their `append`, None when there is no shard.
 
-        Raises ArtifactError for a damaged shard; removing the file makes the engine generate its groups again.
+        Raises ArtifactError for a damaged shard.
         """
-        tables = [self._load(path) for path in self._committed()]
+        tables = [decode_table(_checked(path)) for path in self._committed()]
         return pa.concat_tables(tables) if tables else None
+
+    def discard_damaged(self) -> list[ArtifactError]:
+        """Removes damaged shards, so that their groups count as unfinished; returns what was wrong with each."""
+        found = []
+        for path in self._committed():
+            try:
+                _checked(path)
+            except ArtifactError as error:
+                path.unlink()
+                found.append(error)
+        return found
 
     def clear(self) -> None:
         """Removes the shards and their folder."""
@@ -45,9 +56,6 @@ class RolloutShards:
     def _committed(self) -> list[Path]:
         return sorted(self._folder.glob("[0-9]*-*.parquet"))
 
-    @staticmethod
-    def _load(path: Path) -> pa.Table:
-        try:
-            return decode_table(read_checked(path, path.stem.split("-")[1]))
-        except ArtifactError as error:
-            raise ArtifactError(f"{error}; remove it to generate its completions again") from error
+
+def _checked(path: Path) -> bytes:
+    return read_checked(path, path.stem.split("-")[1])

@@ -193,8 +193,8 @@ DAMAGES = {
     "no-data": (lambda model, data: data.unlink(), "{data}: no such file"),
     "empty": (lambda model, data: data.write_text("\n"), "{data}: the file has no rows"),
     "no-json": (change_line(3, '{"question": "What'), "{data}:3: not JSON"),
-    "no-number": (replace_in_data("####", "Answer:"), "reward.verifier=integer: the reference of"),
-    "too-long": (replace_in_data("Tom has", "Tom has" * 400), "tokens; 1 to 508 fit"),
+    "no-number": (replace_in_data("####", "Answer:"), "{data}:1: reward.verifier=integer: the reference of"),
+    "too-long": (replace_in_data("Tom has", "Tom has" * 400), "{data}:1: prompt "),
 }
 
 
@@ -223,6 +223,19 @@ def test_a_run_goes_on_once_its_data_is_repaired(train, gsm8k):
     logged = repaired.mlflow_run()
     assert logged.info.status == "FINISHED"
     assert "error" not in logged.data.tags
+
+
+def test_a_run_that_never_found_its_data_may_be_begun_with_other_data(train, gsm8k):
+    _, data = gsm8k
+    misled = train("corrected", **{"data.source": str(data.with_name("problem.jsonl"))})
+    assert_failed(misled, "problem.jsonl: no such file")
+    corrected = train("corrected")
+    assert corrected.state.is_completed(), corrected.state.message
+    assert json.loads((corrected.folder / "run.json").read_text())["config"]["data"]["source"] == str(data)
+    elsewhere = data.with_name("others.jsonl")
+    shutil.copy(data, elsewhere)
+    refused = train("corrected", **{"data.source": str(elsewhere)})
+    assert refused.state.message.startswith("run corrected exists with another configuration: data.source: ")
 
 
 # --- a place that cannot be written ---
@@ -275,7 +288,7 @@ def test_an_mlflow_store_that_fails_is_one_line(launch, runs, steps_module, tmp_
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     failed = launch("bad-store", overrides={"tracking.uri": uri, **reward("without_mlflow")})
     assert failed.state.is_failed()
-    assert failed.state.message == "MLflow: (sqlite3.DatabaseError) file is not a database"
+    assert failed.state.message == f"tracking.uri {uri}: (sqlite3.DatabaseError) file is not a database"
     assert_intact(failed, steps=2)
 
 

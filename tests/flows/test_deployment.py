@@ -2,15 +2,22 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+from mlflow import MlflowClient
+
+from fp8core.store.ledger import LedgerView
+from fp8core.store.run_directory import LEDGER
 
 pytestmark = pytest.mark.slow
 
@@ -132,3 +139,109 @@ def test_a_parameter_out_of_bounds_is_refused_at_submission(run_deployment: Run)
     refused = run_deployment("steps=-1")
     assert refused.returncode == 1
     assert "steps" in refused.stdout + refused.stderr
+
+
+# --- stopped from outside ---
+
+
+@pytest.fixture
+def long_run(
+    environment: dict[str, str], worker: None, readme_commands: list[str], small: dict[str, Any], tmp_path: Path
+) -> Callable[..., "LongRun"]:
+    """Start a deployed run of many steps and return when its second step is committed."""
+    (command,) = (line for line in readme_commands if line.startswith("prefect deployment run"))
+    start = command.partition(" --watch")[0].split()
+
+    def begin(name: str, steps: int = 500) -> LongRun:
+        overrides = json.dumps({**small, "runs": str(tmp_path), "checkpoint.every": 1000})
+        parameters = (f"steps={steps}", f"run={name}", f"overrides={overrides}")
+        flags = ["--flow-run-name", name, *(flag for value in parameters for flag in ("--param", value))]
+        started = run(environment, *start, *flags)
+        assert started.returncode == 0, started.stdout + started.stderr
+        going = LongRun(environment["PREFECT_API_URL"], name, tmp_path / name)
+        wait_for(lambda: going.last_step() >= 2, "the second step")
+        return going
+
+    return begin
+
+
+@dataclass(frozen=True)
+class LongRun:
+    api: str
+    name: str
+    folder: Path
+
+    def last_step(self) -> int:
+        ledger = self.folder / LEDGER
+        return (LedgerView.read(ledger).last_step() or 0) if ledger.exists() else 0
+
+    def flow_run(self) -> dict[str, Any]:
+        query = json.dumps({"flow_runs": {"name": {"any_": [self.name]}}}).encode()
+        request = urllib.request.Request(f"{self.api}/flow_runs/filter", query, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            (found,) = json.load(answer)
+        return dict(found)
+
+    def ended_as(self) -> str:
+        """The type of its final state in Prefect."""
+        final = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
+        wait_for(lambda: self.flow_run()["state"]["type"] in final, "the end")
+        return str(self.flow_run()["state"]["type"])
+
+    def send(self, number: signal.Signals) -> None:
+        """Signal the process that trains."""
+        os.kill(LedgerView.read(self.folder / LEDGER).segments()[-1].pid, number)
+
+    def mlflow_status(self) -> str:
+        tracking = json.loads((self.folder / "tracking.json").read_text())
+        return str(MlflowClient(tracking["uri"]).get_run(tracking["run_id"]).info.status)
+
+    def assert_stopped_in_good_order(self) -> None:
+        """The step it was in is committed, a checkpoint holds its policy, and MLflow says that it was stopped."""
+        ledger = LedgerView.read(self.folder / LEDGER)
+        last = ledger.last_step()
+        assert ledger.checkpoints()[-1].step == last
+        assert not ledger.tasks(last + 1)
+        assert self.mlflow_status() == "KILLED"
+
+
+def test_a_cancelled_run_ends_with_its_step_committed(long_run: Any, environment: dict[str, str]) -> None:
+    going = long_run("to-cancel")
+    cancelled = run(environment, "prefect", "flow-run", "cancel", going.flow_run()["id"])
+    assert cancelled.returncode == 0, cancelled.stdout + cancelled.stderr
+    assert going.ended_as() == "CANCELLED"
+    going.assert_stopped_in_good_order()
+
+
+def test_an_evicted_run_ends_with_its_step_committed_and_a_retry_continues_it(
+    long_run: Any, environment: dict[str, str]
+) -> None:
+    going = long_run("to-evict")
+    going.send(signal.SIGTERM)
+    assert going.ended_as() == "CRASHED"
+    going.assert_stopped_in_good_order()
+    stopped_at = going.last_step()
+    retried = run(environment, "prefect", "flow-run", "retry", going.flow_run()["id"])
+    assert retried.returncode == 0, retried.stdout + retried.stderr
+    wait_for(lambda: going.last_step() > stopped_at, "the retry")
+    going.send(signal.SIGTERM)
+    assert going.ended_as() == "CRASHED"
+    going.assert_stopped_in_good_order()
+
+
+def test_a_killed_run_is_crashed_and_a_retry_finishes_it_as_if_nothing_had_happened(
+    long_run: Any, environment: dict[str, str], launch: Any
+) -> None:
+    going = long_run("to-kill", steps=60)
+    going.send(signal.SIGKILL)
+    assert going.ended_as() == "CRASHED"
+    killed_at = going.last_step()
+    assert killed_at < 60
+    retried = run(environment, "prefect", "flow-run", "retry", going.flow_run()["id"])
+    assert retried.returncode == 0, retried.stdout + retried.stderr
+    wait_for(lambda: going.last_step() > killed_at, "the retry")
+    assert going.ended_as() == "COMPLETED"
+    assert going.mlflow_status() == "FINISHED"
+    summary = json.loads((going.folder / "summary.json").read_text())
+    whole = launch("never-killed", steps=60, overrides={"checkpoint.every": 1000})
+    assert summary["weights_digest"] == whole.summary["weights_digest"]

@@ -9,7 +9,7 @@ from flows.cli import main
 from fp8core.store.artifacts import ArtifactStore
 from fp8core.store.run_directory import RunDirectory
 from fp8core.store.tombstones import read_tombstones
-from tasks.tracking import default_tracking_uri
+from tasks.tracking_store import default_tracking_uri
 
 KEEP = {"checkpoint.every": 1, "checkpoint.keep": 1, "artifacts.keep": {"last": 1, "every": 2}}
 NARROW = ["--set", "artifacts.keep={last: 1, every: null}"]

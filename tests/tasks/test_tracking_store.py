@@ -61,6 +61,8 @@ def test_the_store_is_the_configured_one_else_mlflows_else_beside_the_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    # A server in this process, which other tests have, sets one.
+    monkeypatch.setattr("mlflow.tracking._tracking_service.utils._tracking_uri", None)
     assert resolve_tracking_uri(None, tmp_path) == f"sqlite:///{tmp_path}/mlflow.db"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://tracking:5000")
     assert resolve_tracking_uri(None, tmp_path) == "http://tracking:5000"

@@ -7,9 +7,11 @@ import pytest
 
 from fp8core.config.load import (
     SHIPPED,
+    UNDECIDED,
     config_differences,
     config_digest,
     load_config,
+    load_open_config,
     may_continue,
     origins,
     reload_config,
@@ -191,7 +193,7 @@ def test_an_override_leaves_other_users_of_an_anchor_alone(tmp_path: Path) -> No
         ("steps=7.0", "steps: must be a valid integer, got 7.0"),
         ("steps=true", "steps: must be a valid integer, got true"),
         ("loss=5", "loss: must be a mapping, got 5"),
-        ("run=7", "run: must be a valid string, got 7; quote it to make it a string"),
+        ("run=7", "run: must be a valid string, got 7; write --set 'run=\"7\"' to make it a string (--set)"),
         ("steps=0", "steps: must be greater than or equal to 1, got 0"),
         ("training.learning_rate=2", "training.learning_rate: must be less than or equal to 1, got 2"),
         ("training.learning_rate=.nan", "training.learning_rate: must be a finite number, got NaN"),
@@ -360,3 +362,14 @@ def test_what_json_cannot_hold_is_refused() -> None:
     assert refused("tiny", ["training.max_grad_norm=.inf"]).startswith(
         "training.max_grad_norm: must be a finite number"
     )
+
+
+def test_the_model_may_be_open_for_a_look_at_the_iteration() -> None:
+    assert load_open_config("gsm8k").model == UNDECIDED
+    assert load_open_config("gsm8k", ["model=somewhere"]) == load_config("gsm8k", ["model=somewhere"])
+    assert load_open_config("tiny") == load_config("tiny")
+
+
+def test_a_string_in_a_file_is_quoted_there(tmp_path: Path) -> None:
+    path = write(tmp_path / "mine.yaml", "base: tiny\nrun: 7\n")
+    assert refused(path) == f"run: must be a valid string, got 7; quote it to make it a string ({path}:2)"

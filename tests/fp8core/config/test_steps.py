@@ -39,6 +39,9 @@ def test_a_step_of_the_users_own_is_found(modules: Path) -> None:
         ("own_c:score", "import absent_library\n", "own_c imports absent_library, which is not installed"),
         ("own_d:score", "from json import absent_name\n", "own_d cannot be imported: cannot import name"),
         ("own_e:score", "def (\n", "own_e.py:1: invalid syntax"),
+        ("own_f:score", "ready = True\nlimit = 1 / 0\n", "own_f.py:2: ZeroDivisionError: division by zero"),
+        ("own_g:score", "raise ValueError('no\\nuse')\n", "own_g.py:1: ValueError: no"),
+        ("own_h:score", "raise SystemExit('a script')\n", "own_h.py:1: SystemExit: a script"),
     ],
 )
 def test_what_is_no_step_is_refused_with_the_reason(modules: Path, uses: str, source: str | None, message: str) -> None:
@@ -48,6 +51,7 @@ def test_what_is_no_step_is_refused_with_the_reason(modules: Path, uses: str, so
         import_spec(uses)
     assert str(caught.value).startswith(f"uses {uses}: ")
     assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_port_is_required_or_optional() -> None:

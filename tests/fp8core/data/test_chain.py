@@ -43,6 +43,12 @@ def test_training_is_pure_and_never_held_out(step: int, count: int, seed: int) -
     assert all(problem.reference == str(running_values(problem.question)[-1]) for problem in problems)
 
 
+def test_the_training_set_is_named_by_the_settings() -> None:
+    assert FIVE.training_set() == ChainSource(ChainTaskConfig()).training_set()
+    assert FIVE.training_set().rows is None
+    assert FIVE.training_set().digest != RAGGED.training_set().digest
+
+
 def test_steps_and_seeds_give_other_problems() -> None:
     batches = [FIVE.training(step, 32, seed) for step in range(3) for seed in range(3)]
     assert len({problem.prompt_id for batch in batches for problem in batch}) > 0.99 * 9 * 32
@@ -63,6 +69,17 @@ def test_every_heldout_question_of_a_small_task_can_be_had() -> None:
     assert {problem.question for problem in source.heldout(len(heldout))} == heldout
     with pytest.raises(UserError, match=rf"evaluation\.prompts=.* only {len(heldout)} held-out"):
         source.heldout(len(heldout) + 1)
+
+
+def test_more_heldout_questions_than_can_be_found_are_refused_at_once() -> None:
+    with pytest.raises(UserError, match=r"^evaluation\.prompts=1000000, but .*max_operands=5 at most 506250 questions"):
+        FIVE.heldout(1_000_000)
+
+
+def test_the_question_to_check_is_the_longest() -> None:
+    (longest,) = ChainSource(ChainTaskConfig(min_operands=3, max_operands=6)).to_check()
+    assert longest.question == "1+1+1+1+1+1="
+    assert longest.reference == "6"
 
 
 def test_operands_operations_and_lengths_are_uniform() -> None:

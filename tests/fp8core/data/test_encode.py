@@ -1,3 +1,4 @@
+import contextlib
 import re
 
 import pytest
@@ -6,7 +7,7 @@ from tokenizers import models, pre_tokenizers, processors
 
 from fp8core.config.load import load_config
 from fp8core.data.chain import ALPHABET, EOS
-from fp8core.data.encode import encode_prompt
+from fp8core.data.encode import encode_prompt, refuse_too_long
 from fp8core.data.prompt import problem
 from fp8core.errors import UserError
 from fp8core.models.tokenizer import Tokenizer, character_tokenizer
@@ -103,6 +104,20 @@ def test_a_prompt_that_does_not_fit_is_refused(characters, allowed, positions, f
 def test_the_longest_prompt_fits(characters, allowed, positions):
     config = load_config("tiny", {"data.max_prompt_tokens": allowed})
     assert len(encode_prompt(problem("2*7-0=", "4"), config, characters, positions)[1]) == 6
+
+
+def test_a_prompt_that_was_read_is_named_with_its_place(characters):
+    asked = problem("2*7-0=", "4", "rows.jsonl:3")
+    with pytest.raises(UserError, match=r"^rows\.jsonl:3: prompt .* has 6 tokens"):
+        encode_prompt(asked, load_config("tiny", {"data.max_prompt_tokens": 5}), characters, 256)
+
+
+@pytest.mark.parametrize("limit", [5, 6, 13, 14, 15])
+def test_only_a_prompt_that_does_not_fit_is_too_long(characters, limit):
+    asked, config = problem("2*7-0=", "4"), load_config("tiny", {"data.max_prompt_tokens": limit})
+    refusal = pytest.raises(UserError, match="has 6 tokens") if limit < 6 else contextlib.nullcontext()
+    with refusal:
+        refuse_too_long(asked, config, characters, 256)
 
 
 def test_an_empty_prompt_is_refused(bpe_tokenizer):

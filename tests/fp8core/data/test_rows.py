@@ -84,3 +84,20 @@ def test_too_few_rows() -> None:
 def test_bad_rows_are_refused_with_their_place(row: object, message: str) -> None:
     with pytest.raises(UserError, match=message):
         problem_from_row(row, "question", "answer", "here")
+
+
+def test_every_row_is_checked_once_with_its_place() -> None:
+    rows = [problem_from_row({"q": f"{n % 5}", "a": "1"}, "q", "a", f"rows:{n}") for n in range(8)]
+    elsewhere = [problem_from_row({"q": f"{n}", "a": "1"}, "q", "a", f"held:{n}") for n in (4, 9)]
+    source = RowSource(rows, "rows", elsewhere)
+    assert [row.place for row in source.to_check()] == [*(f"rows:{n}" for n in range(5)), "held:9"]
+
+
+def test_the_training_set_is_what_is_left_to_train_on() -> None:
+    source = RowSource(numbered(400), "rows")
+    trained = {row for step in range(40) for row in source.training(step, 10, 0)}
+    assert source.training_set().rows == len(trained)
+    assert source.training_set() == RowSource(numbered(400), "elsewhere").training_set()
+    answered_differently = [*numbered(399), problem("question 399", "#### 0")]
+    assert not is_heldout("question 399")
+    assert source.training_set().digest != RowSource(answered_differently, "rows").training_set().digest

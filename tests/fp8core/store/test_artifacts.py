@@ -211,3 +211,38 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(
         store.put_json("metrics", value)
     assert files(tmp_path) == []
     assert store.get_json(store.put_json("metrics", value)) == json.loads(json.dumps(value))
+
+
+def test_damage_says_what_is_wrong_and_another_store_can_put_it_back(tmp_path: Path) -> None:
+    ours, theirs = ArtifactStore(tmp_path / "ours"), ArtifactStore(tmp_path / "theirs")
+    ref = ours.put_json("metrics", {"a": 1})
+    assert ours.damage(ref) is None
+    ours.path(ref).write_bytes(b"{}")
+    assert "truncated: 2 of 7 bytes" in str(ours.damage(ref))
+    with pytest.raises(ArtifactError, match="the file is missing"):
+        ours.put_back(ref, theirs)
+    theirs.put_json("metrics", {"a": 1})
+    ours.put_back(ref, theirs)
+    assert ours.get_json(ref) == {"a": 1}
+
+
+def test_files_are_read_from_the_origin_and_written_to_the_root(tmp_path: Path) -> None:
+    origin = ArtifactStore(tmp_path / "origin")
+    ref, damaged = origin.put_json("metrics", {"a": 1}), origin.put_json("metrics", {"b": 1})
+    origin.path(damaged).write_bytes(b"")
+    before = sorted((tmp_path / "origin").rglob("*"))
+    store = ArtifactStore(tmp_path / "root", tmp_path / "origin")
+    assert store.get_json(ref) == {"a": 1}
+    assert store.damage(damaged) is not None
+    assert store.put_json("metrics", {"b": 1}) == damaged
+    assert store.damage(damaged) is None
+    store.put_json("metrics", {"c": 1})
+    assert sorted((tmp_path / "origin").rglob("*")) == before
+    assert origin.path(damaged).read_bytes() == b""
+
+
+def test_the_digest_of_a_value_is_known_without_storing_it(tmp_path: Path) -> None:
+    store = ArtifactStore(tmp_path)
+    digest = store.digest_json({"b": 1, "a": [2.5]})
+    assert not list(tmp_path.iterdir())
+    assert store.put_json("metrics", {"a": [2.5], "b": 1}).digest == digest

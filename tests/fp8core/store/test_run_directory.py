@@ -1,3 +1,4 @@
+import os
 from datetime import datetime
 from pathlib import Path
 
@@ -6,11 +7,12 @@ import pytest
 
 from fp8core.errors import UserError
 from fp8core.store.artifacts import Ref
-from fp8core.store.ledger import SegmentEntry, StepEntry
-from fp8core.store.run_directory import RunDirectory
+from fp8core.store.ledger import SegmentEntry, StepEntry, TaskEntry
+from fp8core.store.run_directory import RunDirectory, refuse_in_use
 from fp8core.store.shards import RolloutShards
 
 SEGMENT = SegmentEntry(pid=1, host="h", code_version="c", started=1.0)
+TASK = TaskEntry(step=0, task="warm_start", key="k", outputs={}, started=1.0, seconds=1.0)
 
 
 def test_a_run_is_created_and_opened_again(tmp_path: Path) -> None:
@@ -50,11 +52,26 @@ def test_a_relative_folder_does_not_move_with_the_process(tmp_path: Path, monkey
     assert (tmp_path / "run" / ref.uri).is_file()
 
 
-def test_the_description_is_written_once(tmp_path: Path) -> None:
+def test_the_description_changes_only_while_nothing_is_done(tmp_path: Path) -> None:
     with RunDirectory.create_or_open(tmp_path) as run:
-        run.write_description({}, "code")
-        with pytest.raises(AssertionError, match="once"):
+        first = run.write_description({"seed": 1}, "code")
+        assert first.begun_in == str(Path.cwd())
+        run.ledger.append(SEGMENT)
+        second = run.write_description({"seed": 2}, "other code")
+        assert run.description() == second
+        assert (second.id, second.config) == (first.id, {"seed": 2})
+        run.ledger.append(TASK)
+        with pytest.raises(AssertionError, match="no work may depend"):
             run.write_description({}, "code")
+
+
+def test_a_run_in_use_is_known_without_opening_it(tmp_path: Path) -> None:
+    with (
+        RunDirectory.create_or_open(tmp_path),
+        pytest.raises(UserError, match=rf"^{tmp_path} is in use by process {os.getpid()} on .+"),
+    ):
+        refuse_in_use(tmp_path)
+    refuse_in_use(tmp_path)
 
 
 def test_a_malformed_description_is_named(tmp_path: Path) -> None:

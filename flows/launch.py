@@ -1,0 +1,93 @@
+"""Run the training flow in this process, with a Prefect server of its own where none is configured."""
+
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flows.environment import make_prefect_home, quiet_prefect_console, start_prefect
+from fp8core.errors import UserError
+from fp8core.store.run_directory import read_description
+
+if TYPE_CHECKING:
+    from fp8core.config.run import RunConfig
+
+
+def launch(config: "RunConfig", parameters: Mapping[str, Any], summary: Path | None, resume: str) -> int:
+    """Run the flow to its end.
+
+    Args:
+        config: what the flow will find from `parameters`, with the name of the run.
+        parameters: of the flow.
+        summary: file for the summary, or None.
+        resume: the command that continues the run, for people who stop it.
+
+    Returns: the exit code.
+
+    Raises:
+        UserError: the configuration or the run it names is refused, or Prefect's server does not answer.
+    """
+    from tasks.opening import plan_of, refuse_conflict
+
+    plan_of(config)
+    refuse_conflict(config, new_code=parameters.get("new_code", False))
+    print("starting Prefect and MLflow", flush=True)
+    _start_prefect()
+
+    def reason(word: str) -> str:
+        begun = read_description(config.runs / str(config.run)) is not None
+        return f"{word}; {resume} continues the run" if begun else f"{word} before the run had begun"
+
+    # An exception, so that the run is closed and Prefect's server stops with us.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(stopped(reason("terminated"), 128 + number)))
+    try:
+        return _train(parameters, summary)
+    except KeyboardInterrupt:
+        return stopped(reason("interrupted"), 128 + signal.SIGINT)
+
+
+def refuse_unwritable(summary: Path | None) -> None:
+    """Better said now than after the training."""
+    if summary is None:
+        return
+    place = summary if summary.exists() else summary.parent
+    if summary.is_dir() or not summary.parent.is_dir() or not os.access(place, os.W_OK):
+        raise UserError(f"--json {summary}: cannot be written; name a file in a folder that exists")
+
+
+def stopped(reason: str, code: int) -> int:
+    """Say in one line why the command ends; returns `code`."""
+    print(f"fp8-grpo: {reason}", file=sys.stderr)
+    return code
+
+
+def _start_prefect() -> None:
+    make_prefect_home()
+    quiet_prefect_console()
+    start_prefect()
+
+
+def _train(parameters: Mapping[str, Any], summary: Path | None) -> int:
+    from flows.grpo import grpo
+
+    state = grpo(**parameters, return_state=True)
+    if not state.is_completed():
+        _explain(state)
+        return 1
+    if summary is not None:
+        summary.write_text(json.dumps(state.result(), indent=2) + "\n")
+    return 0
+
+
+def _explain(state: Any) -> None:
+    """One line for a failure with a known cause; the traceback too for one without."""
+    from prefect.exceptions import FailedRun
+
+    cause = state.result(raise_on_failure=False)
+    if isinstance(cause, BaseException) and not isinstance(cause, FailedRun):
+        traceback.print_exception(cause)
+    print(f"fp8-grpo: {state.message.splitlines()[0]}", file=sys.stderr)

@@ -1,0 +1,89 @@
+"""The Prefect server of one training, where none is configured: it ends with that training, whatever ends it.
+
+    python -m flows.prefect_server PORT
+
+serves Prefect's API, without its UI, until the file at its standard input ends. Prefect would start one by itself, but
+as a child like any other: a signal to the process group ends it before the training has reported, SIGKILL of the
+training leaves it running, and it holds the training's standard output open.
+"""
+
+import os
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+
+from flows.lifeline import Lifeline, running
+from fp8core.errors import UserError
+
+_START_SECONDS = 180.0
+_STOP_SECONDS = 10.0
+
+
+class PrefectServer:
+    """The server as its training sees it."""
+
+    def __init__(self) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.api = f"http://127.0.0.1:{port}/api"
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - open while the server lives
+        self._lifeline = Lifeline(running("flows.prefect_server", str(port)), self._output)
+
+    def wait(self) -> None:
+        """Return when it serves. Raises UserError, with its last words, when it does not come to that."""
+        deadline = time.monotonic() + _START_SECONDS
+        while not _answers(f"{self.api}/health"):
+            if self._lifeline.exit_code is not None or time.monotonic() > deadline:
+                self._output.seek(0)
+                said = self._output.read().decode(errors="replace").split("\n")
+                last = next((line for line in reversed(said) if line.strip()), "it said nothing")
+                raise UserError(f"Prefect's server for this training did not start: {last.strip()}")
+            time.sleep(0.1)
+
+    def stop(self) -> None:
+        """End it and wait until it has stored what it was told."""
+        self._lifeline.end()
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
+
+
+def serve(port: int) -> None:
+    """Serve until standard input ends."""
+    import uvicorn
+    from prefect.server.api.server import create_app
+
+    app = create_app(ephemeral=True, final=True)
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="error"))
+    # Not in the main thread, where uvicorn would take the signals for itself.
+    serving = threading.Thread(target=server.run, daemon=True)
+    serving.start()
+    _wait_for_end(serving)
+    server.should_exit = True
+    serving.join(_STOP_SECONDS)
+
+
+def _wait_for_end(serving: threading.Thread) -> None:
+    ended = threading.Thread(target=lambda: os.read(0, 1), daemon=True)
+    ended.start()
+    while ended.is_alive() and serving.is_alive():
+        ended.join(0.5)
+
+
+if __name__ == "__main__":
+    # The training decides when it ends: a scheduler sends SIGTERM to every process of a job.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    serve(int(sys.argv[1]))
+    # Nothing is left to do, and taking the interpreter down takes seconds.
+    os._exit(0)

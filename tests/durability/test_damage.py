@@ -1,0 +1,125 @@
+"""Files that are truncated, bit-flipped, deleted or swapped before a resume: repaired, or refused by name.
+
+Whatever happens, a run never ends with another result than one that was never touched, and never with a traceback.
+"""
+
+import shutil
+
+import pytest
+
+DAMAGES = ["truncated", "bit-flipped", "deleted", "swapped"]
+
+# Step 4 was cut after its calibration, checkpoint 2 is the last: steps 3 and 4 are redone from their stored batches.
+REDONE = ["prompts", "rollouts", "rewards", "logprobs", "kv_statistics", "next_policy", "train_report", "next_scales"]
+ARTIFACTS = [
+    *((0, name) for name in ("policy", "weights", "scales", "evaluation")),
+    *((step, name) for step in (3, 4) for name in REDONE),
+    *((3, name) for name in ("sync_report", "evaluation", "metrics", "manifest")),
+]
+CHECKPOINT = ["masters.safetensors", "optimiser.safetensors", "trainer.json", "policy/model.safetensors"]
+
+
+def table(files):
+    """Every damage to every file; the fast suite has every other file, and each damage in turn."""
+    return [
+        pytest.param(file, damage, marks=() if (i + 1 + 2 * j) % 8 == 0 else pytest.mark.slow)
+        for i, file in enumerate(files)
+        for j, damage in enumerate(DAMAGES)
+    ]
+
+
+def damage_file(path, damage, other):
+    """`other` is a file of the same form, with other content."""
+    content = bytearray(path.read_bytes())
+    path.unlink()
+    match damage:
+        case "truncated":
+            path.write_bytes(content[: len(content) // 2])
+        case "bit-flipped":
+            content[len(content) // 2] ^= 1
+            path.write_bytes(content)
+        case "swapped":
+            assert other.read_bytes() != content
+            path.write_bytes(other.read_bytes())
+
+
+@pytest.fixture(scope="module")
+def stopped(cut):
+    """Runs that were killed, by what was durable last; not to be changed."""
+    return {what: cut(what) for what in ("4 calibrate", "4 checkpoint", "4 group 1")}
+
+
+@pytest.fixture
+def a_copy(stopped, new_training, tmp_path):
+    """A run that stands where one of these stands."""
+
+    def of(what):
+        shutil.copytree(stopped[what].folder, tmp_path / "run")
+        return new_training("run", runs=tmp_path)
+
+    return of
+
+
+def must_be_repaired_or_refused(training, whole, path, damage, other):
+    intact = path.read_bytes()
+    damage_file(path, damage, other)
+    training.begin()
+    life = training.end()
+    uri = path.relative_to(training.folder).as_posix()
+    if not life.finished:
+        assert uri in life.error
+        path.write_bytes(intact)
+        training.begin()
+        assert training.end().finished, "with the file put back the run goes on"
+    training.must_equal(whole, without=[uri])
+
+
+@pytest.mark.parametrize(("artifact", "damage"), table(ARTIFACTS))
+def test_a_damaged_artifact(a_copy, whole, artifact, damage):
+    step, name = artifact
+    training = a_copy("4 calibrate")
+    ledger = training.ledger
+    stored = {index: ledger.artifacts(index) for index in range(5)}
+    stored[2]["manifest"], stored[3]["manifest"] = ledger.steps()[2].manifest, ledger.steps()[3].manifest
+    ref = stored[step][name]
+    # The same artifact of an earlier step; where there is none, or it is equal, another one.
+    candidates = (
+        [stored[step - 1].get(name), stored[3]["next_scales"], stored[2]["next_scales"]]
+        if step
+        else [stored[3]["next_scales"]]
+    )
+    other = next(found for found in candidates if found is not None and found != ref)
+    must_be_repaired_or_refused(training, whole, training.folder / ref.uri, damage, training.folder / other.uri)
+
+
+@pytest.mark.parametrize(("checkpoint", "last"), [("00002", "4 calibrate"), ("00004", "4 checkpoint")])
+@pytest.mark.parametrize(("file", "damage"), table(CHECKPOINT))
+def test_a_damaged_checkpoint(a_copy, whole, checkpoint, last, file, damage):
+    """After the second one no stored update is redone, which would find the damage out."""
+    training = a_copy(last)
+    path = training.folder / "checkpoints" / checkpoint / file
+    other = whole.folder / "checkpoints" / "00005" / file
+    must_be_repaired_or_refused(training, whole, path, damage, other)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_shard(a_copy, whole, damage):
+    training = a_copy("4 group 1")
+    first, second = sorted((training.folder / "shards" / "00004").iterdir())
+    must_be_repaired_or_refused(training, whole, first, damage, second)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "bit-flipped", "deleted"])
+def test_a_damaged_description(a_copy, new_training, whole, damage):
+    """Nothing tells what the run was, so that one of another configuration would go on in its place."""
+    training = a_copy("4 calibrate")
+    path = training.folder / "run.json"
+    intact = path.read_bytes()
+    damage_file(path, damage, path)
+    other = new_training("run", runs=training.folder.parent, **{"training.learning_rate": 1e-3})
+    for each in (training, other):
+        error = each.live().error
+        assert str(path) in error or "run exists with another configuration: " in error.replace("run run", "run")
+    path.write_bytes(intact)
+    assert training.live().finished
+    training.must_equal(whole)

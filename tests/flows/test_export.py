@@ -1,0 +1,185 @@
+"""`fp8-grpo export`: folders that transformers loads, with a note of where they come from and a link in MLflow."""
+
+import json
+
+import pytest
+import torch
+from mlflow import MlflowClient
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from flows.cli import main
+from fp8core.models.checkpoint import load_checkpoint
+from fp8core.models.decoder import Decoder, FullContext
+from fp8core.models.formats import reference_formats
+from fp8core.models.fp8_selection import KeptInBf16
+from fp8core.models.quantised_checkpoint import plan_dequantisation, plan_quantisation, write_checkpoint
+from fp8core.models.weights import load_policy, stored_weights
+
+PROMPT = "2*7*6+0+9="
+
+
+@pytest.fixture
+def export(capsys):
+    """Run the command; returns exit code, stdout and stderr."""
+
+    def command(*arguments):
+        code = main(["export", *map(str, arguments)])
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return command
+
+
+def origin(folder):
+    return json.loads((folder / "fp8_grpo.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def wide(loop_run):
+    """A run whose every linear has whole tiles of 128, as others demand of block FP8."""
+    return loop_run("wide", steps=1, **{"architecture.num_kv_heads": 4})
+
+
+@torch.no_grad()
+def our_logits(folder, tokens):
+    """What our decoder computes in FP32 from the weights of a folder."""
+    stored = load_checkpoint(folder)
+    decoder = Decoder(stored.architecture, reference_formats(stored.architecture.num_layers))
+    masters = {name: tensor.float() for name, tensor in stored.tensors.items()}
+    weights = load_policy(stored.architecture, stored_weights(masters, decoder.formats.stored_names(), "pow2"))
+    context = FullContext.of(torch.ones(tokens.shape, dtype=torch.bool))
+    hidden = decoder.hidden(weights, tokens, torch.arange(tokens.shape[1])[None], context, None)
+    return decoder.formats.head.logits(hidden.flatten(0, 1), weights.head)
+
+
+@torch.no_grad()
+def logits_of(folder):
+    """Tokens of a prompt, and what transformers computes in FP32 from the weights of a folder."""
+    model, loading = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not loading["missing_keys"]
+    assert not loading["unexpected_keys"]
+    tokens = torch.tensor([AutoTokenizer.from_pretrained(folder)(PROMPT)["input_ids"]])
+    assert len(PROMPT) == tokens.numel()
+    return tokens, model.float()(tokens).logits.flatten(0, 1)
+
+
+def test_a_checkpoint_is_copied_and_loads_in_transformers(whole_run, export, tmp_path):
+    code, printed, errors = export(whole_run.folder, tmp_path / "bf16", "--step", 4)
+    assert (code, errors) == (0, "")
+    assert printed.splitlines() == [
+        f"{tmp_path / 'bf16'}: the policy after step 4 of whole in bf16",
+        "the run was never tracked in MLflow: the export is not linked",
+    ]
+    stored = whole_run.folder / "checkpoints" / "00004" / "policy"
+    for path in stored.iterdir():
+        assert (tmp_path / "bf16" / path.name).read_bytes() == path.read_bytes()
+    record = whole_run.records[4]
+    written = origin(tmp_path / "bf16")
+    assert written.pop("run_id")
+    assert written == {
+        "format": "bf16",
+        "run": "whole",
+        "step": 4,
+        "weights_digest": record["weights_digest"],
+        "config_digest": record["config_digest"],
+        "code_version": record["code_version"],
+        "mlflow_run_id": None,
+        "mlflow_model_id": None,
+    }
+    tokens, logits = logits_of(tmp_path / "bf16")
+    torch.testing.assert_close(logits, our_logits(tmp_path / "bf16", tokens), rtol=0, atol=1e-4)
+
+
+def test_block_fp8_is_what_quantise_writes_and_others_read(wide, export, tmp_path):
+    code, printed, _ = export(wide.folder, tmp_path / "fp8", "--step", 1, "--format", "fp8")
+    assert code == 0
+    assert printed.startswith(f"{tmp_path / 'fp8'}: the policy after step 1 of wide in fp8\n")
+    policy = wide.folder / "checkpoints" / "00001" / "policy"
+    write_checkpoint(plan_quantisation(policy, KeptInBf16(), "pow2"), tmp_path / "same", lambda *_: None)
+    for path in (tmp_path / "same").iterdir():
+        assert (tmp_path / "fp8" / path.name).read_bytes() == path.read_bytes()
+    assert origin(tmp_path / "fp8")["format"] == "fp8"
+    quantisation = AutoConfig.from_pretrained(tmp_path / "fp8").quantization_config
+    assert (quantisation["quant_method"], quantisation["weight_block_size"]) == ("fp8", [128, 128])
+    write_checkpoint(plan_dequantisation(tmp_path / "fp8"), tmp_path / "back", lambda *_: None)
+    (_, exact), (_, quantised) = logits_of(policy), logits_of(tmp_path / "back")
+    assert 0 < (exact - quantised).norm() < 0.05 * exact.norm()
+
+
+def test_transformers_loads_block_fp8_itself(wide, export, tmp_path):
+    pytest.importorskip("accelerate", reason="transformers loads block FP8 with accelerate only")
+    export(wide.folder, tmp_path / "fp8", "--step", 1, "--format", "fp8")
+    (_, exact), (_, loaded) = logits_of(wide.folder / "checkpoints" / "00001" / "policy"), logits_of(tmp_path / "fp8")
+    assert (exact - loaded).norm() < 0.05 * exact.norm()
+
+
+def test_a_step_without_a_checkpoint_is_restored(whole_run, export, tmp_path):
+    code, _, errors = export(whole_run.folder, tmp_path / "bf16", "--step", 3)
+    assert (code, errors) == (0, "")
+    assert origin(tmp_path / "bf16")["weights_digest"] == whole_run.records[3]["weights_digest"]
+    exported = load_checkpoint(tmp_path / "bf16")
+    earlier, later = (
+        load_file(whole_run.folder / "checkpoints" / step / "masters.safetensors") for step in ("00002", "00004")
+    )
+    head = exported.tensors["lm_head.weight"]
+    assert not torch.equal(head, earlier["lm_head.weight"].bfloat16())
+    assert not torch.equal(head, later["lm_head.weight"].bfloat16())
+
+
+def test_a_damaged_checkpoint_is_not_exported_but_restored(run_copy, whole_run, export, tmp_path):
+    weights = run_copy.folder / "checkpoints" / "00004" / "policy" / "model.safetensors"
+    held = weights.read_bytes()
+    weights.write_bytes(held[:-1] + bytes([held[-1] ^ 1]))
+    code, _, errors = export(run_copy.folder, tmp_path / "bf16", "--step", 4)
+    assert code == 0
+    assert "00004: the checkpoint is damaged" in errors
+    assert (tmp_path / "bf16" / "model.safetensors").read_bytes() == held
+    assert origin(tmp_path / "bf16")["weights_digest"] == whole_run.records[4]["weights_digest"]
+
+
+def test_a_policy_that_does_not_come_out_equal_is_not_exported(run_copy, export, tmp_path):
+    run_copy.change_rewards(3)
+    code, _, errors = export(run_copy.folder, tmp_path / "bf16", "--step", 3)
+    assert code == 1
+    assert "the policy after step 3 cannot be restored: step 3, task train: redoing it gave" in errors
+    assert not list(tmp_path.glob("*bf16*"))
+
+
+def test_the_export_is_linked_to_its_model_or_its_run(run_copy, export, tmp_path):
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    client = MlflowClient(uri)
+    experiment = client.create_experiment("fp8-grpo")
+    run_id = client.create_run(experiment).info.run_id
+    model = client.create_logged_model(experiment, name="whole-00004", source_run_id=run_id, tags={"step": "4"})
+    (run_copy.folder / "tracking.json").write_text(json.dumps({"uri": uri, "run_id": run_id}))
+    _, printed, _ = export(run_copy.folder, tmp_path / "bf16", "--step", 4)
+    assert printed.endswith(f"linked to the MLflow model {model.model_id}\n")
+    assert client.get_logged_model(model.model_id).tags["exported_bf16"] == str(tmp_path / "bf16")
+    assert origin(tmp_path / "bf16")["mlflow_run_id"] == run_id
+    assert origin(tmp_path / "bf16")["mlflow_model_id"] == model.model_id
+    _, printed, _ = export(run_copy.folder, tmp_path / "fp8", "--step", 2, "--format", "fp8")
+    assert printed.endswith(f"linked to the MLflow run {run_id}\n")
+    assert client.get_run(run_id).data.tags["exported_fp8"] == str(tmp_path / "fp8")
+    assert origin(tmp_path / "fp8")["mlflow_model_id"] is None
+
+
+@pytest.mark.parametrize("uri", ["http://127.0.0.1:9", "sqlite:////nowhere/mlflow.db"])
+def test_an_mlflow_that_is_away_is_a_note(run_copy, export, tmp_path, uri):
+    (run_copy.folder / "tracking.json").write_text(json.dumps({"uri": uri, "run_id": "0" * 32}))
+    code, printed, _ = export(run_copy.folder, tmp_path / "bf16", "--step", 4)
+    assert code == 0
+    assert printed.splitlines()[-1].startswith(f"the export is not linked: {uri}: ")
+    assert origin(tmp_path / "bf16")["mlflow_run_id"] == "0" * 32
+
+
+def test_bad_input_is_one_line_and_leaves_nothing(whole_run, export, tmp_path):
+    (tmp_path / "there").mkdir()
+    for target, step, said in (
+        ("there", 4, "already exists; an export is never written over something else"),
+        ("new", 9, "run whole: step 9 is not committed; steps 0 to 4 are"),
+    ):
+        code, printed, errors = export(whole_run.folder, tmp_path / target, "--step", step)
+        assert (code, printed, len(errors.splitlines())) == (2, "", 1)
+        assert said in errors
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]

@@ -1,0 +1,80 @@
+"""The Prefect server of a training goes with it, and not before it."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from flows.prefect_server import PrefectServer
+from fp8core.errors import UserError
+
+pytestmark = pytest.mark.slow
+
+# Starts a server, says where it is, and waits to be killed.
+PARENT = """\
+import time
+from flows.prefect_server import PrefectServer
+server = PrefectServer()
+server.wait()
+print(server.api, server._lifeline._process.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def answers(api: str) -> bool:
+    try:
+        return urllib.request.urlopen(f"{api}/health", timeout=5).status == 200
+    except OSError:
+        return False
+
+
+def test_it_outlives_sigterm_and_ends_when_its_training_is_killed(tmp_path: Path) -> None:
+    # A project of the user's own may have `flows` as well.
+    project = tmp_path / "project"
+    (project / "flows").mkdir(parents=True)
+    (project / "flows" / "__init__.py").touch()
+    parent = subprocess.Popen(
+        [sys.executable, "-P", "-c", PARENT],
+        cwd=project,
+        env={**os.environ, "PREFECT_HOME": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert parent.stdout is not None
+        assert parent.stderr is not None
+        line = parent.stdout.readline()
+        assert re.fullmatch(r"http://127\.0\.0\.1:\d+/api \d+\n", line), parent.stderr.read()
+        api, pid = line.split()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            os.kill(int(pid), number)
+        time.sleep(0.5)
+        assert answers(api)
+        parent.kill()
+        assert parent.stdout.read() == "", "the server does not hold our output open"
+        assert parent.stderr.read() == ""
+        deadline = time.monotonic() + 20
+        while answers(api):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+    finally:
+        parent.kill()
+        parent.wait()
+
+
+def test_a_server_that_does_not_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PREFECT_API_DATABASE_CONNECTION_URL", "nonsense")
+    monkeypatch.setenv("PREFECT_HOME", str(tmp_path))
+    server = PrefectServer()
+    with pytest.raises(
+        UserError, match=r"^Prefect's server for this training did not start: .*not parse SQLAlchemy URL"
+    ):
+        server.wait()
+    server.stop()

@@ -1,0 +1,79 @@
+"""`fp8-grpo replay`: what it prints and writes, and its exit codes."""
+
+import json
+import re
+
+import pytest
+
+from flows.cli import main
+
+
+@pytest.fixture
+def replay(capsys):
+    """Run the command; returns exit code, stdout as lines, and stderr."""
+
+    def command(*arguments):
+        code = main(["replay", *map(str, arguments)])
+        printed = capsys.readouterr()
+        return code, printed.out.splitlines(), printed.err
+
+    return command
+
+
+def test_equal_steps_are_a_line_each(whole_run, replay, tmp_path):
+    code, lines, errors = replay(whole_run.folder, "--from", 3, "--json", tmp_path / "verdicts.json")
+    assert code == 0
+    assert [re.sub(r"\d+\.\d s", "T", line) for line in lines] == [
+        "step 3: equal (exact; 11 artifacts, T)",
+        "step 4: equal (exact; 11 artifacts, T)",
+    ]
+    assert errors == ""
+    written = json.loads((tmp_path / "verdicts.json").read_text())
+    assert written["equal"] is True
+    assert [(step["step"], step["outcome"]) for step in written["steps"]] == [(3, "equal"), (4, "equal")]
+
+
+def test_a_difference_comes_after_its_causes_and_ends_the_replay(whole_run, replay, tmp_path):
+    arguments = ("--from", 1, "--to", 3, "--set", "precision.training.linear=bf16", "--json", tmp_path / "out.json")
+    code, lines, errors = replay(whole_run.folder, *arguments)
+    assert code == 1
+    assert lines[0].startswith("step 1: different (exact; ")
+    assert lines[1] == "  precision differs: training.linear fp8_block -> bf16"
+    assert re.match(r"  first difference: outputs\.logprobs\.\w+: \w{16} \(\d+ bytes\) against ", lines[2])
+    assert lines[3].startswith("  there: ")
+    assert len(lines) == 4
+    assert errors.endswith("not replayed: steps 2 to 3, which start from what step 1 gave\n")
+    assert json.loads((tmp_path / "out.json").read_text())["equal"] is False
+
+
+def test_repair_puts_files_back_and_says_so(run_copy, replay):
+    metrics = run_copy.file(2, "metrics")
+    held = metrics.read_bytes()
+    metrics.unlink()
+    code, _, errors = replay(run_copy.folder, "--step", 2, "--repair")
+    assert code == 0
+    assert errors.startswith(f"step 2: artifact metrics was damaged ({metrics}: the file is missing); put back")
+    assert metrics.read_bytes() == held
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--step", "9"], "run whole: step 9 is not committed; steps 0 to 4 are"),
+        (["--from", "9"], "--from 9: the last step is 4"),
+        (["--step", "1", "--to", "2"], "--to: names the last of several steps; give the first by --from"),
+        (["--step", "1", "--set", "seeed=1"], "seeed: unknown key; did you mean seed? (--set)"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(whole_run, replay, arguments, said):
+    code, lines, errors = replay(whole_run.folder, *arguments)
+    assert (code, lines) == (2, [])
+    assert errors.startswith(f"fp8-grpo: {said}")
+    assert len(errors.splitlines()) == 1
+
+
+def test_a_run_that_is_in_use_is_not_repaired(run_copy, replay):
+    with run_copy.opened():
+        code, _, errors = replay(run_copy.folder, "--step", 1, "--repair")
+    assert code == 2
+    assert "is in use by process" in errors

@@ -1,0 +1,186 @@
+"""`fp8-grpo resume`: from what the folder says, wherever it lies; every refusal is one line before anything starts."""
+
+import json
+import os
+import shutil
+import signal
+import sqlite3
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlflow import MlflowClient
+
+from flows import cli
+from fp8core.store.artifacts import ArtifactStore
+from fp8core.store.ledger import LedgerView
+from fp8core.store.manifest import StepManifest, first_broken_link
+from fp8core.store.run_directory import LEDGER, RunDirectory
+from tasks.opening import current_code
+from tasks.tracking_record import read_record, write_record
+from tasks.tracking_store import default_tracking_uri
+
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def command(
+    prefect_server: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Command]:
+    """Call fp8-grpo in this process, in an empty folder; returns its exit code, stdout and stderr."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    before = signal.getsignal(signal.SIGTERM)
+    yield lambda *arguments: (cli.main(arguments), *capsys.readouterr())
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.fixture
+def refused(command: Command) -> Callable[..., str]:
+    def call(*arguments: str) -> str:
+        code, out, err = command("resume", *arguments)
+        assert (code, out) == (2, ""), err
+        (line,) = err.splitlines()
+        return line.removeprefix("fp8-grpo: ")
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def begun(launch: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A run of two steps, in a folder of runs of its own."""
+    return launch("begun", steps=2, overrides={"runs": str(tmp_path_factory.mktemp("begun"))})
+
+
+@pytest.fixture(scope="module")
+def uncut(launch: Any) -> str:
+    """The weights of a run of three steps that was never continued."""
+    return str(launch("resume-uncut", steps=3).summary["weights_digest"])
+
+
+@pytest.fixture
+def moved(begun: Any, tmp_path: Path) -> Path:
+    """A copy of the run under another name in another folder of runs."""
+    return Path(shutil.copytree(begun.folder, tmp_path / "elsewhere" / "renamed"))
+
+
+def of_other_code(folder: Path) -> Path:
+    """Let every process so far have had another code version."""
+    for path in (folder / LEDGER, folder / "run.json"):
+        path.write_text(path.read_text().replace(current_code(), "0" * 64))
+    return folder
+
+
+# --- continuing ---
+
+
+def test_a_moved_run_is_extended_in_its_mlflow_run(
+    begun: Any, moved: Path, command: Command, uncut: str, tmp_path: Path
+) -> None:
+    code, out, err = command("resume", str(moved), "--set", "steps=3", "--json", "summary.json")
+    assert (code, err) == (0, "")
+    assert out.startswith("starting Prefect and MLflow\nfp8-grpo run renamed\n")
+    assert "continues after step 2; 0 updates redone" in out
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["weights_digest"] == uncut
+    assert summary["mlflow_run_id"] == begun.mlflow_run().info.run_id
+    assert begun.mlflow_run().info.status == "FINISHED"
+    assert LedgerView.read(moved / LEDGER).last_step() == 3
+    assert [path.name for path in moved.parent.iterdir()] == ["renamed"], "no second MLflow store"
+
+
+def test_another_store_is_used_when_it_is_named(moved: Path, command: Command, uncut: str, runs: Path) -> None:
+    uri = default_tracking_uri(runs)
+    code, _, err = command("resume", str(moved), "--set", f"tracking.uri={uri}")
+    assert (code, err) == (0, "")
+    tracking = json.loads((moved / "tracking.json").read_text())
+    assert tracking["uri"] == uri
+    history = MlflowClient(uri).get_metric_history(tracking["run_id"], "reward/mean")
+    assert [metric.step for metric in history] == [1, 2]
+
+
+def test_a_finished_run_delivers_what_mlflow_lacks(begun: Any, command: Command) -> None:
+    client, run_id = begun.mlflow, begun.mlflow_run().info.run_id
+    before = client.get_metric_history(run_id, "reward/mean")
+    record = read_record(begun.folder)
+    write_record(begun.folder, record.changed(published=1))
+    with sqlite3.connect(begun.runs / "mlflow.db") as store:
+        store.execute("delete from metrics where step = 2")
+    assert client.get_metric_history(run_id, "reward/mean") != before
+    code, _, err = command("resume", str(begun.folder))
+    assert (code, err) == (0, "")
+    assert client.get_metric_history(run_id, "reward/mean") == before
+    assert begun.mlflow_run().info.status == "FINISHED"
+
+
+@pytest.mark.slow
+def test_relative_paths_are_those_of_the_folder_it_was_begun_in(
+    small_checkpoint: Path, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, other = tmp_path / "home", tmp_path / "other"
+    home.mkdir()
+    other.mkdir()
+    shutil.copytree(small_checkpoint, home / "model")
+    rows = [{"question": f"What is {n} and 7?", "answer": f"#### {n + 7}"} for n in range(24)]
+    (home / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    small = ["rollout.prompts_per_step=2", "rollout.group_size=2", "rollout.max_new_tokens=4", "evaluation.prompts=1"]
+    settings = ["model=model", "data.source=rows.jsonl", "run=relative", "steps=1", *small]
+    monkeypatch.chdir(home)
+    code, _, err = command("run", "gsm8k", *(flag for setting in settings for flag in ("--set", setting)))
+    assert (code, err) == (0, "")
+    monkeypatch.chdir(other)
+    code, _, err = command("resume", str(home / "runs" / "relative"), "--set", "steps=2", "--json", "summary.json")
+    assert (code, err) == (0, "")
+    assert json.loads((other / "summary.json").read_text())["steps"] == 2
+    assert LedgerView.read(home / "runs" / "relative" / LEDGER).last_step() == 2
+
+
+def test_new_code_goes_on_from_what_is_committed(begun: Any, moved: Path, command: Command) -> None:
+    before = LedgerView.read(of_other_code(moved) / LEDGER)
+    code, _, err = command("resume", str(moved), "--new-code", "--set", "steps=3")
+    assert (code, err) == (0, "")
+    ledger, store = LedgerView.read(moved / LEDGER), ArtifactStore(moved)
+    assert ledger.segments()[:-1] == before.segments()
+    assert ledger.segments()[-1].code_version == current_code()
+    for step in range(3):
+        assert ledger.tasks(step) == before.tasks(step)
+    manifests = [store.get_json(ledger.steps()[step].manifest) for step in range(4)]
+    assert first_broken_link([StepManifest.model_validate_json(json.dumps(content)) for content in manifests]) is None
+
+
+# --- refusals ---
+
+
+def test_what_is_no_run(refused: Callable[..., str], tmp_path: Path) -> None:
+    assert refused("absent") == f"absent: no run (no run.json in {tmp_path}/absent or {tmp_path}/runs/absent)"
+
+
+def test_a_run_in_use_names_its_process(begun: Any, refused: Callable[..., str]) -> None:
+    with RunDirectory.create_or_open(begun.folder):
+        assert refused(str(begun.folder)).startswith(f"{begun.folder} is in use by process {os.getpid()} on ")
+
+
+def test_other_code_names_both(moved: Path, refused: Callable[..., str]) -> None:
+    line = refused(str(of_other_code(moved)))
+    assert line.startswith(f"run renamed was made by code version {'0' * 12}, this is {current_code()[:12]}: ")
+    assert "fp8-grpo resume renamed --new-code" in line
+
+
+@pytest.mark.parametrize(
+    ("setting", "reason"),
+    [
+        ("seed=4", "run renamed exists with another configuration: seed: 0 -> 4"),
+        ("steps=1", "run renamed exists with another configuration: steps: 2 -> 1"),
+        ("stpes=3", "stpes: unknown key; did you mean steps? (--set)"),
+        ("run=other", "run: {moved} is continued under its name and where it lies; leave run as it is"),
+    ],
+)
+def test_other_settings_are_named(moved: Path, refused: Callable[..., str], setting: str, reason: str) -> None:
+    assert refused(str(moved), "--set", setting) == reason.format(moved=moved)
+
+
+def test_a_summary_that_cannot_be_written(moved: Path, refused: Callable[..., str]) -> None:
+    place = Path("absent/summary.json").absolute()
+    assert refused(str(moved), "--json", str(place)).startswith(f"--json {place}: cannot be written")

@@ -1,0 +1,199 @@
+"""SIGTERM: the step it comes in is committed and a checkpoint written; a second one stops at once."""
+
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlflow import MlflowClient
+
+from flows import cli
+from flows.termination import stop_on_sigterm
+from fp8core.store.ledger import LedgerView
+from fp8core.store.run_directory import LEDGER
+
+# ---- the request ----
+
+
+class Reached(BaseException):
+    """What the handler that was there before raises, as Prefect's does."""
+
+
+@pytest.fixture
+def before() -> Iterator[Any]:
+    """A handler of SIGTERM that raises."""
+
+    def handler(number: int, frame: object) -> None:
+        raise Reached
+
+    earlier = signal.signal(signal.SIGTERM, handler)
+    yield handler
+    signal.signal(signal.SIGTERM, earlier)
+
+
+def test_the_first_signal_is_a_request_and_the_second_acts(before: Any) -> None:
+    with stop_on_sigterm() as stop:
+        assert not stop.requested
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.requested
+        with pytest.raises(Reached):
+            os.kill(os.getpid(), signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_carrying_it_out_is_up_to_the_handler_before(before: Any) -> None:
+    with stop_on_sigterm() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(Reached):
+            stop.carry_out()
+
+
+def test_where_sigterm_was_ignored_the_request_still_ends_the_process(before: Any) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with stop_on_sigterm() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(SystemExit) as left:
+            stop.carry_out()
+    assert left.value.code == 128 + signal.SIGTERM
+
+
+def test_nothing_stays_when_nothing_came(before: Any) -> None:
+    with stop_on_sigterm():
+        assert signal.getsignal(signal.SIGTERM) is not before
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_another_thread_leaves_signals_alone(before: Any) -> None:
+    seen = []
+
+    def look() -> None:
+        with stop_on_sigterm() as stop:
+            seen.append((signal.getsignal(signal.SIGTERM), stop.requested))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    assert seen == [(before, False)]
+
+
+# ---- a training ----
+
+SMALL = """\
+base: tiny
+name: small
+steps: 4
+warm_start: {steps: 3, batch_size: 16}
+data: {chain: {min_operands: 3}}
+rollout: {prompts_per_step: 4, group_size: 4}
+evaluation: {prompts: 8, every: 2}
+checkpoint: {every: 100}
+pipeline: {replace: {reward: {uses: "stopping_steps:reward", needs: [prompts, rollouts]}}}
+"""
+
+STEPS = """\
+import os
+import signal
+import time
+from pathlib import Path
+
+from tasks import reward as ours
+from tasks.step import step
+
+
+@step(inputs=ours.reward.spec.inputs, outputs=ours.reward.spec.outputs)
+def reward(run, index, options, prompts, rollouts):
+    signals = Path(__file__).with_name("signals")
+    if index == 2 and signals.exists():
+        for _ in range(int(signals.read_text())):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.5)  # Two at a time would be taken for one.
+    return ours.reward(run, index, options, prompts, rollouts)
+"""
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("workplace")
+    (folder / "small.yaml").write_text(SMALL)
+    (folder / "stopping_steps.py").write_text(STEPS)
+    return folder
+
+
+@pytest.fixture
+def command(
+    workplace: Path, prefect_server: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Any]:
+    """Call fp8-grpo in this process; returns its exit code, stdout and stderr."""
+    monkeypatch.chdir(workplace)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    before = signal.getsignal(signal.SIGTERM)
+
+    def call(*arguments: str) -> tuple[Any, str, str]:
+        try:
+            code: Any = cli.main(arguments)
+        except SystemExit as left:
+            code = left.code
+        return code, *capsys.readouterr()
+
+    yield call
+    signal.signal(signal.SIGTERM, before)
+
+
+def status(folder: Path) -> str:
+    tracking = json.loads((folder / "tracking.json").read_text())
+    return str(MlflowClient(tracking["uri"]).get_run(tracking["run_id"]).info.status)
+
+
+@pytest.fixture(scope="module")
+def digest(workplace: Path, launch: Any) -> str:
+    """The weights of a run that nothing stopped."""
+    overrides = {"pipeline.replace": {"reward": {"uses": "tasks.reward:reward", "needs": ["prompts", "rollouts"]}}}
+    sys.path.insert(0, str(workplace))
+    try:
+        finished = launch("not-stopped", steps=4, config=str(workplace / "small.yaml"), overrides=overrides)
+    finally:
+        sys.path.remove(str(workplace))
+    return str(finished.summary["weights_digest"])
+
+
+def test_the_step_is_committed_and_continuing_redoes_nothing(command: Any, workplace: Path, digest: str) -> None:
+    (workplace / "signals").write_text("1")
+    code, out, err = command("run", "small.yaml", "--set", "run=once")
+    assert code == 128 + signal.SIGTERM
+    assert err == "fp8-grpo: terminated; fp8-grpo resume once continues the run\n"
+    assert out.splitlines()[-1] == "stopped after step 2"
+    folder = workplace / "runs" / "once"
+    ledger = LedgerView.read(folder / LEDGER)
+    assert ledger.last_step() == 2
+    assert not ledger.tasks(3)
+    assert [entry.step for entry in ledger.checkpoints()] == [2]
+    assert status(folder) == "KILLED"
+    (workplace / "signals").unlink()
+    code, out, err = command("resume", "once", "--json", "once.json")
+    assert (code, err) == (0, "")
+    assert "continues after step 2; 0 updates redone from rollouts" in out
+    assert json.loads((workplace / "once.json").read_text())["weights_digest"] == digest
+    assert status(folder) == "FINISHED"
+
+
+def test_a_second_signal_stops_within_the_step(command: Any, workplace: Path) -> None:
+    (workplace / "signals").write_text("2")
+    code, _, err = command("run", "small.yaml", "--set", "run=twice")
+    assert code == 128 + signal.SIGTERM
+    assert err == "fp8-grpo: terminated; fp8-grpo resume twice continues the run\n"
+    ledger = LedgerView.read(workplace / "runs" / "twice" / LEDGER)
+    assert ledger.last_step() == 1
+    assert "train" not in ledger.tasks(2)
+    assert status(workplace / "runs" / "twice") == "KILLED"
+
+
+def test_a_signal_in_the_last_step_does_not_stop_what_is_done(command: Any, workplace: Path) -> None:
+    (workplace / "signals").write_text("1")
+    code, _, err = command("run", "small.yaml", "--set", "run=last", "--set", "steps=2")
+    assert (code, err) == (0, "")
+    assert status(workplace / "runs" / "last") == "FINISHED"

@@ -1,0 +1,174 @@
+"""Any step of a run is made again from its artifacts alone and compared; the run itself is only read."""
+
+import io
+import platform
+import tempfile
+
+import pytest
+
+from fp8core.errors import UserError
+from fp8core.report.console import Console
+from fp8core.store.artifacts import Ref
+from fp8core.store.run_directory import RunDirectory, read_description
+from fp8core.store.tombstones import Tombstone, bury
+from tasks.replay import replay
+from tasks.scratch import Original
+
+BF16 = "precision.training.linear=bf16"
+
+
+@pytest.fixture
+def replayed(tmp_path, monkeypatch):
+    """Replay steps of a run: replayed(run, steps, *overrides); scratch folders are made below tmp_path / 'scratch'."""
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
+
+    def verdicts(run, steps, *overrides, repaired=None):
+        console = io.StringIO()
+        original = Original.read(run.folder, read_description(run.folder))
+        try:
+            return list(replay(original, steps, overrides, Console(console, 4), repaired))
+        finally:
+            run.said = console.getvalue()
+            assert not list((tmp_path / "scratch").iterdir()), "a scratch folder was left"
+
+    return verdicts
+
+
+def tree(folder):
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+def with_other_rollouts(run, index, **hardware):
+    """Forge a step consistently: another token in its rollouts, in the ledger and in the manifest; and its machine."""
+    forged = None
+
+    def change(entry):
+        nonlocal forged
+        if entry.get("step") == index and entry.get("task") == "rollout":
+            table = run.store.get_table(Ref.model_validate(entry["outputs"]["rollouts"]))
+            rows = table.to_pylist()
+            rows[5]["tokens"][0] += 1
+            forged = run.store.put_table("rollouts", table.from_pylist(rows, schema=table.schema))
+            entry["outputs"]["rollouts"] = forged.model_dump()
+        if entry["event"] == "step" and entry["step"] == index:
+            manifest = run.store.get_json(Ref.model_validate(entry["manifest"]))
+            manifest["record"]["outputs"]["rollout"]["rollouts"] = {"digest": forged.digest, "size": forged.size}
+            manifest["observed"]["hardware"].update(hardware)
+            entry["manifest"] = run.store.put_json("manifest", manifest).model_dump()
+
+    run.rewrite(change)
+
+
+def test_every_step_comes_out_equal_and_the_run_is_only_read(whole_run, replayed):
+    before = tree(whole_run.folder.parent)
+    verdicts = replayed(whole_run, range(5))
+    assert [(verdict.step, verdict.outcome, verdict.level) for verdict in verdicts] == [
+        (step, "equal", "exact") for step in range(5)
+    ]
+    assert [verdict.artifacts for verdict in verdicts] == [4, 11, 11, 11, 11]
+    assert not any((*verdict.causes, *verdict.difference) for verdict in verdicts)
+    assert "warm start taken from" not in whole_run.said, "the warm start was made again, not taken from the shelf"
+    assert tree(whole_run.folder.parent) == before
+
+
+def test_one_step_of_a_run_that_is_live(whole_run, run_copy, replayed):
+    with RunDirectory.create_or_open(run_copy.folder):
+        (verdict,) = replayed(run_copy, range(4, 5))
+    assert (verdict.step, verdict.outcome) == (4, "equal")
+
+
+def test_a_run_that_was_continued_is_replayed_with_the_length_each_step_had(run_copy, replayed):
+    run_copy.resume(steps=5)
+    assert [verdict.outcome for verdict in replayed(run_copy, range(4, 6))] == ["equal", "equal"]
+
+
+def test_a_forged_step_is_found_with_the_first_value_that_differs(run_copy, replayed):
+    with_other_rollouts(run_copy, 3)
+    verdicts = replayed(run_copy, range(2, 5))
+    assert [(verdict.step, verdict.outcome) for verdict in verdicts] == [(2, "equal"), (3, "different")]
+    field, there = verdicts[-1].difference
+    forged = run_copy.store.get_table(run_copy.ledger.artifacts(3)["rollouts"])["tokens"][5].as_py()
+    assert field.startswith("outputs.rollout.rollouts: ")
+    assert there == f"row 5, column tokens[0]: {forged[0]} against {forged[0] - 1}"
+    assert verdicts[-1].causes == ()
+
+
+def test_another_precision_is_named_before_what_it_changed(whole_run, replayed):
+    (verdict,) = replayed(whole_run, range(4, 5), BF16)
+    assert verdict.outcome == "different"
+    assert verdict.causes == ("precision differs: training.linear fp8_block -> bf16",)
+    field, there = verdict.difference
+    assert field.startswith("outputs.logprobs."), "prompts and rollouts do not depend on the precision of training"
+    assert " against " in there
+    (learnt,) = replayed(whole_run, range(4, 5), "training.learning_rate=2e-4")
+    assert learnt.causes == ("configuration differs: training.learning_rate: 0.0001 -> 0.0002",)
+    assert learnt.difference[0].startswith("outputs.train.next_policy: "), "the step started from the run's own policy"
+
+
+def test_other_code_libraries_and_hardware_are_named(run_copy, replayed):
+    record = run_copy.records[0]
+    run_copy.change_records(code_version="0" * 64, versions={**record["versions"], "torch": "1.0", "prefect": "2"})
+    with_other_rollouts(run_copy, 3, machine="m68k")
+    verdicts = replayed(run_copy, range(2, 4))
+    code = f"code version differs: made by {'0' * 16}, this is {record['code_version'][:16]}"
+    versions = record["versions"]
+    libraries = f"library versions differ: torch 1.0 -> {versions['torch']}, prefect 2 -> {versions['prefect']}"
+    assert [verdict.outcome for verdict in verdicts] == ["equal", "different"]
+    assert verdicts[1].causes == (*verdicts[0].causes, f"hardware differs: machine m68k -> {platform.machine()}")
+    assert verdicts[0].causes[0] == code
+    assert sorted(verdicts[0].causes[1]) == sorted(libraries)
+
+
+def test_a_step_whose_policy_cannot_be_restored_is_different_and_says_why(run_copy, replayed):
+    run_copy.change_rewards(3)
+    (verdict,) = replayed(run_copy, range(4, 5))
+    assert verdict.outcome == "different"
+    assert "on the way to this step: step 3, task train: redoing it gave next_policy" in verdict.difference[0]
+
+
+def test_a_tolerant_replay_compares_metrics_within_bounds(whole_run, replayed):
+    tolerant = ("replay.level=tolerant", "training.learning_rate=1.001e-4")
+    (verdict,) = replayed(whole_run, range(3, 4), *tolerant)
+    assert (verdict.outcome, verdict.level) == ("within", "tolerant")
+    assert "(by " in verdict.difference[0]
+    (beyond,) = replayed(whole_run, range(3, 4), *tolerant, "replay.relative=0", "replay.absolute=0")
+    assert beyond.outcome == "different"
+    assert "beyond replay.relative=0.0, absolute=0.0" in beyond.difference[0]
+
+
+def test_damaged_files_are_put_back_only_when_that_was_asked_for(run_copy, replayed):
+    stored = {(index, name): run_copy.file(index, name) for index in (3, 4) for name in ("rollouts", "metrics")}
+    held = {path: path.read_bytes() for path in stored.values()}
+    for path in held:
+        path.write_bytes(b"damaged")
+    manifest = run_copy.ledger.steps()[4].manifest
+    (run_copy.folder / manifest.uri).unlink()
+    (verdict,) = replayed(run_copy, range(4, 5))
+    assert verdict.outcome == "equal", "rollouts of step 3 were generated again for its update"
+    assert all(path.read_bytes() == b"damaged" for path in held)
+    with RunDirectory.create_or_open(run_copy.folder) as directory:
+        replayed(run_copy, range(4, 5), repaired=directory)
+    mended = {place for place, path in stored.items() if path.read_bytes() == held[path]}
+    assert mended == {(3, "rollouts"), (4, "rollouts"), (4, "metrics")}
+    assert run_copy.store.damage(manifest) is None
+    assert run_copy.said.count("put back") == 4
+
+
+def test_what_cannot_be_replayed_is_refused(run_copy, replayed):
+    with pytest.raises(UserError, match="run whole: step 5 is not committed; steps 0 to 4 are"):
+        replayed(run_copy, range(4, 6))
+    with pytest.raises(UserError, match="--set architecture: step 2 starts from a policy of the run's own model"):
+        replayed(run_copy, range(2, 3), "architecture.num_layers=3")
+    rollouts = run_copy.ledger.artifacts(3)["rollouts"]
+    bury(
+        run_copy.folder,
+        [Tombstone(**rollouts.model_dump(), step=3, reason="artifacts.keep names others", when="2026-01-01")],
+    )
+    (run_copy.folder / rollouts.uri).unlink()
+    message = (
+        r"the policy after step 3 cannot be restored: .* update of step 3, whose rollouts were removed on 2026-01-01"
+    )
+    with pytest.raises(UserError, match=message):
+        replayed(run_copy, range(4, 5))
+    assert replayed(run_copy, range(3, 4))[0].outcome == "equal"

@@ -1,0 +1,313 @@
+"""A resume checks what it reads, makes damaged files again where that is possible, and says what it did."""
+
+import shutil
+
+import pyarrow.compute as pc
+import pytest
+
+from fp8core.errors import UserError
+from fp8core.store.ledger import RedoEntry
+from fp8core.store.run_directory import LEDGER
+from fp8core.store.shards import RolloutShards
+from tasks.commit import history
+from tasks.loop import begin, train
+from tasks.restore import RedoError, carried, ensure
+
+# Every artifact of an iteration, and a way to damage it.
+ARTIFACTS = {
+    "prompts": "flip",
+    "rollouts": "truncate",
+    "rewards": "delete",
+    "logprobs": "swap",
+    "kv_statistics": "truncate",
+    "next_policy": "flip",
+    "train_report": "delete",
+    "next_scales": "swap",
+    "sync_report": "flip",
+    "evaluation": "truncate",
+    "metrics": "delete",
+}
+
+
+def damage(path, how):
+    """Returns what an error says about it."""
+    data = bytearray(path.read_bytes())
+    match how:
+        case "flip":
+            data[len(data) // 2] ^= 1
+            path.write_bytes(data)
+            return "content differs"
+        case "truncate":
+            path.write_bytes(data[:-1])
+            return "truncated"
+        case "delete":
+            path.unlink()
+            return "the file is missing"
+        case "swap":
+            others = (other.read_bytes() for other in path.parents[1].rglob(f"*{path.suffix}") if other != path)
+            path.write_bytes(next(other for other in others if len(other) > len(data)))
+            return "content differs"
+
+
+def assert_synced(run, version):
+    """The engine holds the policy and the scales that the step's own sync left there."""
+    report = run.directory.store.get_json(run.directory.ledger.artifacts(version)["sync_report"])
+    assert run.trainer.version == version
+    assert run.engine.fingerprint() == report["digest"]
+    assert run.engine.describe() == report["engine"]
+
+
+@pytest.mark.parametrize("artifact", ARTIFACTS)
+def test_a_damaged_artifact_of_the_step_that_was_cut_is_made_again(run_copy, artifact):
+    run_copy.cut_after(3, "record")
+    path, held = run_copy.file(3, artifact), run_copy.file(3, artifact).read_bytes()
+    problem = damage(path, ARTIFACTS[artifact])
+    with run_copy.opened() as run:
+        begin(run)
+        assert run.trainer.version == 3
+        assert (
+            run.engine.fingerprint() == run_copy.store.get_json(run_copy.ledger.artifacts(3)["sync_report"])["digest"]
+        )
+    assert run_copy.said.count("was damaged") == 1
+    assert f"step 3: artifact {artifact} was damaged ({path}: {problem}" in run_copy.said
+    assert path.read_bytes() == held
+
+
+@pytest.mark.parametrize("artifact", ["rewards", "logprobs", "next_policy", "next_scales"])
+def test_a_damaged_input_of_an_update_that_is_redone_is_made_again(whole_run, run_copy, artifact):
+    run_copy.cut_after(4, "prompts")
+    damage(run_copy.file(3, artifact), "flip")
+    with run_copy.opened() as run:
+        begin(run)
+        assert run.trainer.digest() == whole_run.records[3]["weights_digest"]
+    assert f"step 3: artifact {artifact} was damaged" in run_copy.said
+
+
+def test_a_run_whose_artifacts_are_all_gone_comes_back(whole_run, run_copy):
+    run_copy.cut_after(4, "record")
+    for path in (run_copy.folder / "artifacts").rglob("*.*"):
+        path.unlink()
+    with run_copy.opened() as run:
+        train(run)
+        history(run)
+        assert run.trainer.digest() == whole_run.records[4]["weights_digest"]
+    assert run_copy.store.get_json(run_copy.ledger.steps()[4].manifest)["record"] == whole_run.records[4]
+    assert all(
+        run_copy.store.damage(ref) is None for index in (3, 4) for ref in run_copy.ledger.artifacts(index).values()
+    )
+    assert all(run_copy.file(index, "metrics").exists() for index in range(1, 5))
+
+
+def test_damaged_artifacts_of_the_start_are_made_again(whole_run, run_copy):
+    run_copy.cut_after(1, "prompts")
+    named = run_copy.ledger.artifacts(0)
+    for artifact in named:
+        damage(run_copy.file(0, artifact), "flip")
+    with run_copy.opened() as run:
+        begin(run)
+    for artifact, ref in named.items():
+        assert f"step 0: artifact {artifact} was damaged" in run_copy.said
+        assert run_copy.store.damage(ref) is None
+
+
+def test_a_damaged_shelf_of_warm_starts_is_trained_again(run_copy):
+    damage(run_copy.file(0, "weights"), "delete")
+    for path in (run_copy.folder.parent / "warm_starts").rglob("*.safetensors"):
+        damage(path, "flip")
+    with run_copy.opened() as run:
+        begin(run)
+    assert "it is trained again" in run_copy.said
+    assert "step 0: artifact weights was damaged" in run_copy.said
+
+
+def test_metrics_of_a_step_before_the_checkpoint_are_made_again_for_the_curves(whole_run, run_copy):
+    for artifact in ("metrics", "train_report", "evaluation"):
+        damage(run_copy.file(1, artifact), "delete")
+    with run_copy.opened() as run:
+        begin(run)
+        history(run)
+        assert run.trainer.version == 4
+        assert (
+            run.engine.fingerprint() == run_copy.store.get_json(run_copy.ledger.artifacts(4)["sync_report"])["digest"]
+        )
+        ensure(run, 1, {"train_report", "evaluation"})
+    for artifact in ("metrics", "train_report", "evaluation"):
+        assert run_copy.store.damage(run_copy.ledger.artifacts(1)[artifact]) is None
+
+
+def test_what_cannot_be_made_equal_is_one_error_with_both_digests(run_copy):
+    run_copy.cut_after(3, "reward")
+    run_copy.change_rewards(3)
+    lost = run_copy.ledger.artifacts(3)["rewards"]
+    made = run_copy.folder / lost.uri
+    made.unlink()
+    with pytest.raises(UserError) as refused, run_copy.opened() as run:
+        begin(run)
+    message = str(refused.value)
+    assert len(message.splitlines()) == 1
+    assert f"step 3: artifact rewards is damaged and cannot be restored: {made}: the file is missing" in message
+    assert message.endswith(f"the ledger says {lost.digest}")
+
+
+def test_a_damaged_manifest_is_put_back_from_its_second_copy(run_copy):
+    run_copy.cut_after(4, "prompts")
+    manifest = run_copy.ledger.steps()[3].manifest
+    damage(run_copy.folder / manifest.uri, "truncate")
+    with run_copy.opened() as run:
+        begin(run)
+    assert "step 3: the manifest was damaged" in run_copy.said
+    assert run_copy.store.damage(manifest) is None
+
+
+def test_a_manifest_without_a_second_copy_is_refused(run_copy):
+    run_copy.cut_after(4, "prompts")
+    damage(run_copy.folder / run_copy.ledger.steps()[3].manifest.uri, "truncate")
+    second = run_copy.folder / "manifests" / "00003.json"
+    second.write_text(second.read_text().replace('"level": "exact"', '"level": "tolerant"'))
+    with (
+        pytest.raises(UserError, match=r"step 3: the manifest is lost: .* truncated: .*00003\.json has other content"),
+        run_copy.opened() as run,
+    ):
+        begin(run)
+
+
+@pytest.mark.parametrize("how", ["flip", "delete"])
+def test_a_damaged_checkpoint_gives_way_to_an_older_one(whole_run, run_copy, how):
+    damage(run_copy.folder / "checkpoints" / "00004" / "optimiser.safetensors", how)
+    with run_copy.opened() as run:
+        assert begin(run) == 2
+        assert run.trainer.digest() == whole_run.records[4]["weights_digest"]
+    assert f"{run_copy.folder}/checkpoints/00004: the checkpoint is damaged: digest" in run_copy.said
+
+
+def test_without_any_checkpoint_every_update_is_redone_from_policy_0(whole_run, run_copy):
+    for folder in ("00002", "00004"):
+        shutil.rmtree(run_copy.folder / "checkpoints" / folder)
+    with run_copy.opened() as run:
+        assert begin(run) == 4
+        assert run.trainer.digest() == whole_run.records[4]["weights_digest"]
+    assert run_copy.said.count("the checkpoint is missing; an older state is taken") == 2
+
+
+def test_a_checkpoint_that_was_pruned_is_not_missed(run_copy):
+    shutil.rmtree(run_copy.folder / "checkpoints" / "00002")
+    with run_copy.opened(**{"checkpoint.keep": 1}) as run:
+        assert begin(run) == 0
+    assert "missing" not in run_copy.said
+
+
+def test_a_redo_that_differs_is_refused_by_an_exact_run(run_copy):
+    run_copy.cut_after(4, "prompts")
+    run_copy.change_rewards(3)
+    refused = pytest.raises(
+        RedoError, match=r"^step 3, task train: redoing it gave next_policy \w{16}, the ledger says"
+    )
+    with refused, run_copy.opened() as run:
+        begin(run)
+
+
+@pytest.mark.parametrize("cause", ["tolerant", "new code"])
+def test_a_redo_may_differ_in_a_tolerant_run_and_under_new_code(run_copy, cause):
+    run_copy.cut_after(4, "rollout")
+    run_copy.change_rewards(3)
+    options = {"replay.level": "tolerant"}
+    if cause == "new code":
+        run_copy.change_records(code_version="0" * 64)
+        options = {"new_code": True}
+    stored = run_copy.ledger.artifacts(3)
+    with run_copy.opened(**options) as run:
+        begin(run)
+        redone = run.directory.ledger.redone(3)["train"]
+        assert carried(run, 4) == {"policy": redone.outputs["next_policy"], "scales": stored["next_scales"]}
+        assert run.trainer.digest() == run.directory.store.get_json(redone.outputs["next_policy"])["weights_digest"]
+    assert "the run goes on from the new policy and is inexact" in run_copy.said
+    assert redone.outputs["next_policy"] != stored["next_policy"]
+    run_copy.resume(**({} if cause == "new code" else options))
+    lines = [line for line in (run_copy.folder / LEDGER).read_text().splitlines() if '"event":"redo"' in line]
+    assert len(lines) == 1, "an equal redo is not entered again"
+    assert run_copy.ledger.inexact_steps() == [3]
+    assert run_copy.ledger.artifacts(3) == stored
+    assert run_copy.records[4]["inputs"]["train"]["policy"]["digest"] == redone.outputs["next_policy"].digest
+    assert run_copy.records[4]["inputs"]["train"]["scales"]["digest"] == stored["next_scales"].digest
+    damage(run_copy.file(3, "next_scales"), "delete")
+    with run_copy.opened(**({} if cause == "new code" else options)) as run:
+        assert begin(run) == 0
+        ensure(run, 3, {"scales"})
+        assert run.trainer.digest() == run_copy.records[4]["weights_digest"]
+
+
+def test_a_tolerant_redo_of_the_step_that_was_cut_replaces_its_update(whole_run, run_copy):
+    run_copy.cut_after(3, "evaluate")
+    earlier = {name: run_copy.ledger.artifacts(1)[name].model_dump() for name in ("next_policy", "train_report")}
+
+    def swap(entry):
+        if entry.get("step") == 3 and entry.get("task") == "train":
+            entry["outputs"] = earlier
+
+    run_copy.rewrite(swap)
+    run_copy.resume(**{"replay.level": "tolerant"})
+    assert run_copy.ledger.inexact_steps() == [3]
+    found, expected = run_copy.ledger.artifacts(3), whole_run.ledger.artifacts(3)
+    assert found == expected, "the later tasks found the update that was redone"
+    assert run_copy.records[4]["weights_digest"] == whole_run.records[4]["weights_digest"]
+
+
+def test_a_checkpoint_of_the_line_that_was_left_is_not_loaded(run_copy):
+    run_copy.cut_after(4, "prompts")
+    stored = run_copy.ledger.artifacts(2)
+    other = {name: run_copy.ledger.artifacts(1)[name] for name in ("next_policy", "train_report")}
+    with (run_copy.folder / LEDGER).open("a") as file:
+        file.write(RedoEntry(step=2, task="train", outputs=other, code_version="0" * 64).model_dump_json() + "\n")
+    assert run_copy.ledger.handed_over(2)["next_policy"] != stored["next_policy"]
+    with run_copy.opened() as run:
+        begin(run)
+        assert run.directory.ledger.handed_over(2)["next_policy"] == stored["next_policy"]
+    assert "00002: the checkpoint holds another policy than the run went on from" in run_copy.said
+
+
+def test_a_step_that_other_code_began_is_done_again_as_a_whole(whole_run, run_copy):
+    run_copy.cut_after(3, "train")
+    run_copy.change_records(code_version="0" * 64)
+    with pytest.raises(UserError, match="was made by code version 000000000000, this is"):
+        run_copy.resume()
+    shards = run_copy.folder / "shards" / "00003"
+    shards.mkdir()
+    (shards / f"000000-{'0' * 64}.parquet").touch()
+    run_copy.rewrite(lambda entry: entry.update(key="0" * 64) if "key" in entry else None)
+    run_copy.resume(new_code=True)
+    assert "generated again" not in run_copy.said
+    assert [record["weights_digest"] for record in run_copy.records] == [
+        record["weights_digest"] for record in whole_run.records
+    ]
+    assert run_copy.records[3]["code_version"] == whole_run.records[3]["code_version"]
+    assert run_copy.records[2]["code_version"] == "0" * 64
+
+
+def test_a_damaged_shard_is_generated_again(whole_run, run_copy):
+    run_copy.cut_after(3, "prompts")
+    rollouts = whole_run.store.get_table(whole_run.ledger.artifacts(3)["rollouts"])
+    shards = RolloutShards(run_copy.folder / "shards" / "00003")
+    for group in (1, 0):
+        shards.append(rollouts.filter(pc.equal(rollouts["group"], group)))
+    first, _ = sorted((run_copy.folder / "shards" / "00003").iterdir())
+    damage(first, "truncate")
+    run_copy.resume()
+    assert f"step 3: {first}: content differs" in run_copy.said
+    assert "its completions are generated again" in run_copy.said
+    assert run_copy.records == whole_run.records
+
+
+def test_shards_of_a_committed_step_are_swept(whole_run, run_copy):
+    shards = RolloutShards(run_copy.folder / "shards" / "00004")
+    shards.append(whole_run.store.get_table(whole_run.ledger.artifacts(4)["rollouts"]))
+    with run_copy.opened() as run:
+        begin(run)
+    assert not list((run_copy.folder / "shards").iterdir())
+
+
+def test_an_update_whose_inputs_were_made_again_equal_is_not_taken_from_the_ledger(whole_run, run_copy):
+    run_copy.cut_after(3, "train")
+    # As after an edit of the step's module that changes no number.
+    run_copy.rewrite(lambda entry: entry.update(key="0" * 64) if entry.get("task") == "reward" else None)
+    run_copy.resume()
+    assert run_copy.records == whole_run.records
