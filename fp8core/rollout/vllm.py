@@ -169,7 +169,7 @@ class VllmEngine:
 
     def rest(self) -> None:
         """Where the options say sleep, give the memory of weights and cache back until the next update."""
-        if self._sleeps:
+        if self._sleeps and not self._asleep:
             self._llm.sleep(level=2)
             self._asleep, self._complete = True, False
 

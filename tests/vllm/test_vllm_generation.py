@@ -74,6 +74,14 @@ def test_a_seed_gives_its_completion_alone_and_in_any_batch(engine):
     assert len({tuple(done.tokens) for done in together}) > 20, "other seeds draw other completions"
 
 
+def test_prompts_that_exceed_a_batch_change_nothing(engine):
+    sampling = Sampling(1.0, 4, frozenset())
+    groups = build_groups(24, 1, longest=240, shortest=180)
+    together = collect(engine, groups, sampling)
+    alone = [done for group in groups for done in collect(engine, [group], sampling)]
+    assert [done.tokens for done in together] == [done.tokens for done in alone]
+
+
 def test_part_of_a_group_draws_what_the_whole_group_did(engine):
     sampling = Sampling(1.0, 12, STOPS)
     (group,) = build_groups(1, 6)
