@@ -214,7 +214,7 @@ class VllmEngine:
     def _check_requests(self, groups: Sequence[PromptGroup], sampling: Sampling) -> None:
         if 0 < sampling.temperature < _LOWEST_TEMPERATURE:
             raise UserError(
-                f"rollout.temperature={sampling.temperature}: vLLM samples at {_LOWEST_TEMPERATURE} or above, or greedily"
+                f"rollout.temperature={sampling.temperature}: vLLM samples at {_LOWEST_TEMPERATURE} or above"
             )
         for group in groups:
             length = len(group.prompt) + sampling.max_new_tokens
