@@ -11,6 +11,8 @@ started after --seconds. Weights are random; load and compile times are rows of 
 
 import argparse
 import json
+import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -35,6 +37,7 @@ Rows = list[dict[str, Any]]
 
 def main() -> None:
     options = _options()
+    options.out = options.out.absolute()
     options.out.mkdir(parents=True, exist_ok=True)
     if options.inside:
         _measure(options)
@@ -79,13 +82,18 @@ def _finish(started: Sequence[tuple[str, Path, subprocess.Popen[bytes]]], deadli
         try:
             code = process.wait(max(1.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)  # with the engine's processes
             code = process.wait()
-        log = out / f"{name}.log"
-        if not (out / f"{name}.json").exists():
-            _write(out, name, {"error": f"ended with {code}", "log": log.read_text(errors="replace")[-6000:]})
+        result, log = out / f"{name}.json", out / f"{name}.log"
+        if not result.exists():
+            _write(out, name, {"error": f"ended with {code}"})
+        content = json.loads(result.read_text())
+        if "error" in content:
+            # What went wrong inside vLLM is in its processes' output alone.
+            content["log"] = log.read_text(errors="replace")[-12_000:]
+            result.write_text(json.dumps(content, indent=1) + "\n")
         log.unlink()
-        print((out / f"{name}.json").read_text(), flush=True)
+        print(result.read_text(), flush=True)
 
 
 def _measure(options: argparse.Namespace) -> None:
@@ -204,12 +212,12 @@ def fp8_linear_kv_invariant(options: argparse.Namespace, rows: Rows) -> None:
 
 def _throughput(options: argparse.Namespace, rows: Rows, precision: str, batch_invariant: bool) -> None:
     arch, contract = cases.qwen3_8b(options.layers), cases.contract(precision)
-    settings = cases.options(batch_invariant=batch_invariant, gpu_memory_utilization=0.8, max_model_len=12_288)
+    settings = cases.options(batch_invariant=batch_invariant, gpu_memory_utilization=0.9, max_model_len=12_288)
     _prepare(contract, settings)
     engine = cases.start(arch, contract, settings, options.requests, rows)
     try:
-        policy = cases.random_policy(arch, contract)
-        rows.append({"kind": "sync", "model": "qwen3-8b", "precision": precision, **cases.synchronise(engine, policy)})
+        cases.synchronise(engine, cases.random_policy(arch, contract, own_layers=1))
+        torch.cuda.empty_cache()
         rows.append({"kind": "described", "precision": precision, **cases.summary(engine.describe())})
         cases.timed_rollout(engine, options.requests, options.prompt, min(32, options.generated), seed=0)
         about = {"kind": "rollout", "model": "qwen3-8b", "precision": precision, "layers": options.layers}
@@ -219,6 +227,21 @@ def _throughput(options: argparse.Namespace, rows: Rows, precision: str, batch_i
             for seed in range(1, options.repeats + 1)
         ]
         rows.append(about | sorted(runs, key=lambda run: run["tokens_per_s"])[len(runs) // 2])
+    finally:
+        engine.close()
+
+
+def sync(options: argparse.Namespace, rows: Rows) -> None:
+    """Qwen3-8B's parameters from one process's GPU memory into vLLM's, and read back."""
+    arch, contract = cases.qwen3_8b(options.layers), cases.contract("fp8_linear_kv")
+    settings = cases.options(gpu_memory_utilization=0.5, kv_cache_gib=4.0, graphs=False)
+    _prepare(contract, settings)
+    engine = cases.start(arch, contract, settings, 16, rows)
+    try:
+        policy = cases.random_policy(arch, contract, own_layers=arch.num_layers)
+        for _ in range(5):
+            measured = cases.synchronise(engine, policy)
+            rows.append({"kind": "sync", "model": "qwen3-8b", "precision": "fp8_linear_kv", **measured})
     finally:
         engine.close()
 
@@ -234,7 +257,7 @@ CORRECTNESS: dict[str, Callable[[argparse.Namespace, Rows], None]] = {
     f.__name__: f for f in (adapter, exactness, exactness_invariant, memory)
 }
 THROUGHPUT: dict[str, Callable[[argparse.Namespace, Rows], None]] = {
-    f.__name__: f for f in (bf16, fp8_linear_kv, fp8_linear, fp8_linear_kv_invariant)
+    f.__name__: f for f in (bf16, fp8_linear_kv, sync, fp8_linear, fp8_linear_kv_invariant)
 }
 MEASUREMENTS = {**CORRECTNESS, **THROUGHPUT}
 

@@ -23,7 +23,7 @@ from fp8core.models.fp8_selection import KeptInBf16
 from fp8core.models.initial import initial_weights
 from fp8core.models.quantised_checkpoint import plan_quantisation, write_checkpoint
 from fp8core.models.tokenizer import character_tokenizer
-from fp8core.models.weights import SCALE_SUFFIX
+from fp8core.models.weights import SCALE_SUFFIX, layer_of
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.kv_scales import LayerScales, scales_from_statistics
 from fp8core.rl.batch import TokenBatch
@@ -115,12 +115,20 @@ def small_policy(agreed: PrecisionContract, version: int) -> Policy:
     return Policy(arch, tensors, PolicyScales(version, layers), trainer, masters)
 
 
-def random_policy(arch: Architecture, agreed: PrecisionContract) -> Policy:
-    """Random bytes of the right types, made on the GPU: codes of spread 100 with scales of 2^-13."""
+def random_policy(arch: Architecture, agreed: PrecisionContract, own_layers: int) -> Policy:
+    """Random bytes of the right types, made on the GPU: codes of spread 100 with scales of 2^-13.
+
+    Layers from `own_layers` on share the tensors of those before, where memory is short.
+    """
     names = rollout_formats(agreed, arch.num_layers).stored_names()
     tensors: dict[str, Tensor] = {}
     torch.manual_seed(0)
     for name, shape in parameter_shapes(arch).items():
+        layer = layer_of(name)
+        if layer is not None and layer >= own_layers:
+            twin = name.replace(f"layers.{layer}.", f"layers.{layer % own_layers}.")
+            tensors |= {name + end: tensors[twin + end] for end in ("", SCALE_SUFFIX) if twin + end in tensors}
+            continue
         drawn = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
         if len(shape) == 1:
             tensors[name] = torch.ones_like(drawn)

@@ -39,6 +39,9 @@ from fp8core.rollout.vllm_versions import VllmBuild
 
 # For the worker to let go of the device; then vLLM ends its processes whatever they do.
 _SHUTDOWN_SECONDS = 10.0
+_SEED_BITS = (1 << 63) - 1
+# vLLM raises whatever is below to this, and would sample another distribution than was asked for.
+_LOWEST_TEMPERATURE = 0.01
 
 
 class VllmEngine:
@@ -144,11 +147,12 @@ class VllmEngine:
         """Generate all groups at once; each yield holds the completions of the groups that have just finished.
 
         Raises:
-            UserError: a prompt and its completion are longer than the engine allows.
+            UserError: a prompt and its completion are longer than the engine allows, or the temperature is lower than
+                vLLM can sample at.
         """
         assert self._complete, "update() comes before generate(), also after rest()"
         assert not sampling.report_experts, "a dense model chooses no experts"
-        self._check_lengths(groups, sampling)
+        self._check_requests(groups, sampling)
         requests = {self._submit(group, i, sampling): (group, i) for group in groups for i in range(len(group.seeds))}
         open_: dict[int, list[Completion]] = {group.group: [] for group in groups}
         try:
@@ -169,7 +173,7 @@ class VllmEngine:
 
     def rest(self) -> None:
         """Where the options say sleep, give the memory of weights and cache back until the next update."""
-        if self._sleeps:
+        if self._sleeps and not self._asleep:
             self._llm.sleep(level=2)
             self._asleep, self._complete = True, False
 
@@ -207,7 +211,11 @@ class VllmEngine:
         fingerprints = held["fingerprints"]
         return digest_of({n: (self._sent[n].dtype, self._sent[n].shape, f) for n, f in fingerprints.items()})
 
-    def _check_lengths(self, groups: Sequence[PromptGroup], sampling: Sampling) -> None:
+    def _check_requests(self, groups: Sequence[PromptGroup], sampling: Sampling) -> None:
+        if 0 < sampling.temperature < _LOWEST_TEMPERATURE:
+            raise UserError(
+                f"rollout.temperature={sampling.temperature}: vLLM samples at {_LOWEST_TEMPERATURE} or above"
+            )
         for group in groups:
             length = len(group.prompt) + sampling.max_new_tokens
             if length > self._longest:
@@ -222,7 +230,8 @@ class VllmEngine:
         parameters = SamplingParams(
             temperature=sampling.temperature,
             max_tokens=sampling.max_new_tokens,
-            seed=group.seeds[i],
+            # 63 bits of it: to vLLM -1 means no seed.
+            seed=group.seeds[i] & _SEED_BITS,
             stop_token_ids=sorted(sampling.stop_ids),
             ignore_eos=True,
             logprobs=0,

@@ -29,6 +29,7 @@ def parcel(tensors: Mapping[str, Tensor]) -> Iterator[Parcel]:
     """Tensors in a form that `unpack` opens in another process, while the block lasts."""
     if all(tensor.is_cuda for tensor in tensors.values()):
         yield _lent(tensors)
+        torch.cuda.ipc_collect()
         return
     with tempfile.TemporaryDirectory(prefix="fp8-grpo-") as folder:
         path = Path(folder) / "policy.safetensors"

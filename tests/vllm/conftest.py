@@ -104,10 +104,10 @@ def build_policy(arch: Architecture, version: int, contract: PrecisionContract =
     return Policy(trainer, version)
 
 
-def build_groups(prompts: int, size: int, longest: int = 40) -> list[PromptGroup]:
+def build_groups(prompts: int, size: int, longest: int = 40, shortest: int = 1) -> list[PromptGroup]:
     """Ragged prompts without the tokens 0 to 3."""
     generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(1, longest + 1, (prompts,), generator=generator).tolist()
+    lengths = torch.randint(shortest, longest + 1, (prompts,), generator=generator).tolist()
     return [
         PromptGroup(
             group=i,

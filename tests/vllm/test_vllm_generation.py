@@ -74,6 +74,14 @@ def test_a_seed_gives_its_completion_alone_and_in_any_batch(engine):
     assert len({tuple(done.tokens) for done in together}) > 20, "other seeds draw other completions"
 
 
+def test_prompts_that_exceed_a_batch_change_nothing(engine):
+    sampling = Sampling(1.0, 4, frozenset())
+    groups = build_groups(24, 1, longest=240, shortest=180)
+    together = collect(engine, groups, sampling)
+    alone = [done for group in groups for done in collect(engine, [group], sampling)]
+    assert [done.tokens for done in together] == [done.tokens for done in alone]
+
+
 def test_part_of_a_group_draws_what_the_whole_group_did(engine):
     sampling = Sampling(1.0, 12, STOPS)
     (group,) = build_groups(1, 6)
@@ -112,3 +120,12 @@ def test_generation_can_be_abandoned(engine, policies):
 def test_what_does_not_fit_is_refused(engine):
     with pytest.raises(UserError, match=r"rollout.max_new_tokens=250 are 2\d\d, rollout.vllm.max_model_len is 256"):
         collect(engine, build_groups(4, 1), Sampling(1.0, 250, STOPS))
+    with pytest.raises(UserError, match=r"rollout.temperature=0.005: vLLM samples at 0.01 or above"):
+        collect(engine, build_groups(4, 1), Sampling(0.005, 5, STOPS))
+
+
+def test_every_seed_is_one(engine):
+    (group,) = build_groups(1, 1)
+    minus_one = replace(group, seeds=(-1,))
+    first, second = (collect(engine, [minus_one], Sampling(1.7, 12, frozenset())) for _ in range(2))
+    assert first == second
