@@ -170,6 +170,20 @@ def _exactness(rows: Rows, batch_invariant: bool) -> None:
         pair.close()
 
 
+def logprobs(options: argparse.Namespace, rows: Rows) -> None:
+    """vLLM against the exact reference in each precision, and how far apart the reference's own precisions are."""
+    for precision in ("bf16", "fp8_linear", "fp8_linear_kv"):
+        contract, settings = cases.contract(precision), cases.options(kv_cache_gib=8.0)
+        _prepare(contract, settings)
+        policy = cases.small_policy(contract, version=0)
+        engine = cases.start(policy.arch, contract, settings, 256, rows)
+        try:
+            cases.synchronise(engine, policy)
+            rows.append({"kind": "logprob_error", "precision": precision, **cases.logprob_error(engine, policy)})
+        finally:
+            engine.close()
+
+
 def memory(options: argparse.Namespace, rows: Rows) -> None:
     """200 updates in place from GPU memory, then sleep and wake: time, and what grows."""
     contract, settings = cases.contract("fp8_linear_kv"), cases.options(sleep=True, kv_cache_gib=8.0)
@@ -254,7 +268,7 @@ def _prepare(contract: Any, settings: Any) -> None:
 
 
 CORRECTNESS: dict[str, Callable[[argparse.Namespace, Rows], None]] = {
-    f.__name__: f for f in (adapter, exactness, exactness_invariant, memory)
+    f.__name__: f for f in (adapter, exactness, exactness_invariant, logprobs, memory)
 }
 THROUGHPUT: dict[str, Callable[[argparse.Namespace, Rows], None]] = {
     f.__name__: f for f in (bf16, fp8_linear_kv, sync, fp8_linear, fp8_linear_kv_invariant)

@@ -183,7 +183,16 @@ def logprob_error(engine: Any, policy: Policy) -> dict[str, Any]:
     batch = TokenBatch.of([prompts[done.group] for done in found], [done.tokens for done in found])
     expected = policy.trainer.logprobs(batch, 0.8, policy.scales.layers).logprobs
     error = (torch.tensor([done.logprobs for done in found]) - expected).abs()
-    return {"tokens": error.numel(), "mean": float(error.mean()), "max": float(error.max())}
+    plain = small_policy(contract("bf16"), policy.scales.version).trainer
+    assert plain is not None, "only small policies have a reference"
+    apart = (plain.logprobs(batch, 0.8, policy.scales.layers).logprobs - expected).abs()
+    return {
+        "tokens": error.numel(),
+        "mean": float(error.mean()),
+        "max": float(error.max()),
+        "reference_to_bf16_mean": float(apart.mean()),
+        "reference_to_bf16_max": float(apart.max()),
+    }
 
 
 def probe_alone(engine: Any) -> Completion:
