@@ -120,8 +120,8 @@ class TimedStore(ArtifactStore):
 class TimedDirectory(RunDirectory):
     """A run's folder with a timed store."""
 
-    def __init__(self, path: Path, lock: RunLock, ledger: Ledger, swept: list[Path]) -> None:
-        super().__init__(path, lock, ledger, swept)
+    def __init__(self, path: Path, store: ArtifactStore, lock: RunLock, ledger: Ledger, swept: list[Path]) -> None:
+        super().__init__(path, store, lock, ledger, swept)
         self.timed = self.store = TimedStore(path)
 
 

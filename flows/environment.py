@@ -1,10 +1,11 @@
-"""The surroundings of Prefect and MLflow: the one place that reads and sets environment variables.
+"""The one place that reads and sets environment variables, before what reads them is imported.
 
-Prefect reads its own once, when it is imported; MLflow at every request.
+Prefect reads its own once, when it is imported; MLflow at every request; an engine when it is imported.
 """
 
 import atexit
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from flows.prefect_server import PrefectServer
@@ -63,3 +64,10 @@ def _refuse_silence() -> None:
             f"Prefect's server at {client.api_url} does not answer ({problem}): "
             "start it with `prefect server start`, or unset PREFECT_API_URL to have one started for the run"
         )
+
+
+def set_variables(required: Mapping[str, str], suggested: Mapping[str, str]) -> None:
+    """Set what a rollout engine reads when it is imported; of what is only suggested, a user's own values stay."""
+    os.environ.update(required)
+    for name, value in suggested.items():
+        os.environ.setdefault(name, value)

@@ -14,7 +14,7 @@ from prefect import flow, runtime
 from prefect.states import Failed
 from pydantic import Field
 
-from flows.environment import bound_mlflow_requests
+from flows.environment import bound_mlflow_requests, set_variables
 from flows.guardian import Guardian
 from flows.iteration import as_task, prefect_tasks, run_iteration
 from flows.named_run import load_settings
@@ -27,6 +27,7 @@ from fp8core.report.summary import StepTiming, Summary, summarise
 from fp8core.store.artifacts import Ref
 from fp8core.store.ledger import START
 from fp8core.training.trainer import NotFiniteError
+from fp8core.workers.build import engine_environment
 from fp8core.workers.live import live_run
 from tasks import start
 from tasks.checkpoint import checkpoint_due, missing_checkpoint, save_state
@@ -71,6 +72,8 @@ def grpo(
 def train(config: RunConfig, *, new_code: bool = False) -> Summary:
     """Train from wherever the run stands to its last step, or to the step in which SIGTERM comes."""
     console, name = Console(sys.stdout, config.steps), run_name(config)
+    environment = engine_environment(config)
+    set_variables(environment.required, environment.suggested)
     with (
         Guardian(config.runs / name),
         open_session(config, name, console, new_code=new_code) as session,

@@ -24,7 +24,7 @@ from fp8core.store.ledger import LedgerView, SegmentEntry
 from fp8core.store.run_directory import LEDGER, RunDescription, RunDirectory, read_description, refuse_in_use
 from fp8core.store.shards import RolloutShards
 from fp8core.store.versions import code_version, git_state, hardware
-from fp8core.workers.build import build_base
+from fp8core.workers.build import build_base, check_engine
 from fp8core.workers.live import LiveRun, register, release
 
 CARRIED_KINDS = {"policy": "policy", "scales": "scales"}
@@ -38,8 +38,9 @@ def plan_of(config: RunConfig) -> Plan:
         UserError: the contract is beyond the engines, the correction names what does not exist, the pipeline is
             broken, or nothing in it provides metrics or the log-probs that the loss asks for.
     """
-    # The embedded engine and the torch trainer compute on the CPU, whatever else the machine has.
+    # The torch trainer computes on the CPU, whatever else the machine has; so does the embedded engine.
     check_contract(config.precision, "cpu", corrected=config.correction.method != "none")
+    check_engine(config)
     Objective(config.loss, config.correction)
     plan = check_pipeline(config.pipeline, CARRIED_KINDS, import_spec)
     if not any("metrics" in planned.spec.outputs.values() for planned in plan.steps):

@@ -40,6 +40,7 @@ def rollout(run: LiveRun, index: int, options: NoOptions, prompts: Ref, policy: 
         table = rollout_table(completions, groups, run.tokenizer, schema)
         shards.append(table)
         tables.append(table)
+    run.ready_engine().rest()
     rollouts = pa.concat_tables(tables).sort_by(ORDER).combine_chunks()
     return {"rollouts": run.directory.store.put_table("rollouts", rollouts)}
 

@@ -48,8 +48,9 @@ def warm_start(run: LiveRun) -> TaskResult:
 
 def bring_to_life(run: LiveRun) -> None:
     """Build trainer and engine around policy 0."""
-    run.trainer = build_trainer(run.config, run.arch, run.initial_policy())
+    # Engines that size themselves by the free memory of a device come first.
     run.engine = build_engine(run.config, run.arch)
+    run.trainer = build_trainer(run.config, run.arch, run.initial_policy())
 
 
 def first_scales(run: LiveRun) -> TaskResult:

@@ -12,6 +12,7 @@ from pydantic import Field, field_validator, model_validator
 from fp8core.config.pipeline import PipelineConfig
 from fp8core.config.precision import PrecisionContract
 from fp8core.config.section import Section
+from fp8core.config.vllm import VllmConfig
 
 _BESIDE_THE_RUNS = frozenset({"mlflow.db", "mlartifacts", "warm_starts"})
 
@@ -103,7 +104,9 @@ class WarmStartConfig(Section):
 class RolloutConfig(Section):
     """Generation of completions."""
 
-    engine: Literal["embedded"] = Field("embedded", description="Rollout engine.")
+    engine: Literal["embedded", "vllm"] = Field(
+        "embedded", description="embedded: exact, in torch on the CPU; vllm: on Hopper, or in BF16 on a CPU."
+    )
     prompts_per_step: int = Field(32, ge=1, le=65536)
     oversample: float = Field(
         1.0,
@@ -120,6 +123,7 @@ class RolloutConfig(Section):
         description="Mixture of experts: store the experts that the rollout chose at every position, and score and "
         "train with these instead of the trainer's own choice.",
     )
+    vllm: VllmConfig = Field(default_factory=VllmConfig, description="Of engine=vllm.")
 
     @property
     def drawn_prompts(self) -> int:

@@ -11,7 +11,7 @@ largest code is 224: half their scale holds them as well, and is the smallest th
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,14 +105,18 @@ def plan_quantisation(source: Path, kept: KeptInBf16, rule: ScaleRule) -> Plan:
             return Quantised(tensor, rule)
         return Kept(tensor, "BF16" if tensor.spec.dtype in narrowed else tensor.spec.dtype)
 
-    quantisation = {**_FORMAT, "modules_to_not_convert": list(selection.kept_modules)}
     return Plan(
         source,
-        {**_with_bf16(config), "quantization_config": quantisation},
+        {**_with_bf16(config), "quantization_config": block_fp8_section(selection.kept_modules)},
         tuple(convert(name) for name in in_layer_order(stored)),
         *_other_files(source, stored),
         selection.unrecognised,
     )
+
+
+def block_fp8_section(kept_modules: Iterable[str]) -> dict[str, Any]:
+    """`quantization_config` of a config.json in block FP8 but for the given modules."""
+    return {**_FORMAT, "modules_to_not_convert": list(kept_modules)}
 
 
 def plan_dequantisation(source: Path) -> Plan:

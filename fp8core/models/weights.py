@@ -13,7 +13,8 @@ from torch import Tensor
 from fp8core.config.precision import LinearFormat
 from fp8core.models.architecture import Architecture, Experts
 from fp8core.models.experts import ExpertWeights, MlpWeights
-from fp8core.numerics.e4m3 import ScaleRule, encode, quantise_tiles
+from fp8core.numerics.block_codes import tile_codes
+from fp8core.numerics.e4m3 import ScaleRule
 from fp8core.numerics.linear import LinearWeight, StoredWeight, load_weight
 from fp8core.numerics.logprobs import HeadWeight, load_head
 from fp8core.numerics.rounding import round_to_bf16
@@ -106,8 +107,7 @@ def stored_weights(masters: Mapping[str, Tensor], formats: StoredNames, rule: Sc
         form = formats.of(name)
         narrow = master.detach().to(torch.float32 if form == "fp32" else torch.bfloat16)
         if form == "fp8_block":
-            grid, scales = quantise_tiles(narrow.float(), rule)
-            stored[name], stored[name + SCALE_SUFFIX] = encode(grid), scales
+            stored[name], stored[name + SCALE_SUFFIX] = tile_codes(narrow, rule)
         else:
             stored[name] = narrow
     return stored

@@ -68,7 +68,8 @@ def scale_from_amax(amax: Tensor, rule: ScaleRule) -> Tensor:
     """
     if not bool(torch.isfinite(amax).all()):
         raise GroupNotFinite("cannot quantise: the tensor holds NaN or infinity")
-    scale = amax.clamp(min=AMAX_FLOOR) / E4M3_MAX
+    # On a GPU torch turns a division by a number into a multiplication by its reciprocal; one by a tensor it divides.
+    scale = amax.clamp(min=AMAX_FLOOR) / amax.new_full((), E4M3_MAX)
     if rule == "fp32":
         return scale
     # Rounding the bit pattern up to the next pure exponent is ceil(log2) without a logarithm.
@@ -154,7 +155,9 @@ def encode(grid: Tensor) -> Tensor:
 
 
 def decode(codes: Tensor) -> Tensor:
-    """E4M3 bytes as FP32 grid values, by a 256-entry table (torch's own cast is scalar on CPU)."""
+    """E4M3 bytes as FP32 grid values, on a CPU by a 256-entry table (torch's own cast is scalar there)."""
+    if codes.is_cuda:
+        return codes.float()
     return _DECODE_TABLE[codes.view(torch.uint8).int()]
 
 

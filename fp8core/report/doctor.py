@@ -6,6 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 
+from fp8core.errors import UserError
+from fp8core.rollout.vllm_versions import find_build
+
 _BASE = ("torch", "prefect", "mlflow", "pyarrow", "safetensors", "pydantic", "tokenizers", "numpy")
 _EXTRAS = {
     "vllm": ("vllm", "rollouts on a GPU"),
@@ -72,10 +75,22 @@ def _packages() -> Iterator[Finding]:
 
 def _capabilities() -> Iterator[Finding]:
     yield Finding("rollout: embedded", "ready: exact FP8 emulation on this CPU")
-    yield Finding("rollout: vllm", "not in this version", "use rollout.engine=embedded")
+    yield _vllm()
     yield Finding("training: torch", "ready: exact FP8 emulation on this CPU")
     yield Finding("training: megatron", "not in this version", "use training.trainer=torch")
     yield Finding("first command", "fp8-grpo run tiny")
+
+
+def _vllm() -> Finding:
+    try:
+        from fp8core.config.capability import this_platform
+
+        build = find_build(this_platform())
+    except (UserError, ImportError, OSError) as error:
+        state, _, cure = str(error).removeprefix("rollout.engine=vllm: ").partition("; ")
+        return Finding("rollout: vllm", f"not ready: {state}", cure)
+    formats = "block FP8 and BF16" if build.platform == "cuda" else "BF16, on this CPU"
+    return Finding("rollout: vllm", f"ready: {build.distribution} {build.version}, {formats}")
 
 
 def installed(name: str) -> str | None:

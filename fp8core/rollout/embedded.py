@@ -67,6 +67,9 @@ class EmbeddedEngine:
             "scales": [] if self._scales is None else [vars(layer) for layer in self._scales.layers],
         }
 
+    def rest(self) -> None:
+        """Keep everything: weights and caches lie in main memory."""
+
     def close(self) -> None:
         """Drop weights and scales."""
         self._stored, self._weights, self._scales = {}, None, None

@@ -103,6 +103,10 @@ class RolloutEngine(Protocol):
         """What really runs: formats by layer, dtype by parameter, scales."""
         ...
 
+    def rest(self) -> None:
+        """Nothing is generated until the next update: an engine that shares a device may give its memory back."""
+        ...
+
     def close(self) -> None:
         """Release memory."""
         ...

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from fp8core.config.capability import this_platform
 from fp8core.config.run import RunConfig
 from fp8core.data.chain import ALPHABET, EOS
 from fp8core.errors import UserError
@@ -17,6 +18,14 @@ from fp8core.models.initial import architecture_from_config, initial_weights
 from fp8core.models.tokenizer import Tokenizer, character_tokenizer
 from fp8core.rl.objective import Objective
 from fp8core.rollout.embedded import EmbeddedEngine
+from fp8core.rollout.engine import RolloutEngine
+from fp8core.rollout.vllm_settings import (
+    check_architecture_fits,
+    check_contract_fits,
+    required_environment,
+    suggested_environment,
+)
+from fp8core.rollout.vllm_versions import find_build
 from fp8core.training.torch_trainer import TorchTrainer
 
 _CHAIN_VOCABULARY = 32
@@ -50,7 +59,38 @@ def build_base(config: RunConfig) -> BaseModel:
         )
     if config.rollout.router_replay and not base.arch.sparse_layers:
         raise UserError("rollout.router_replay: replays the choice of experts, but the model has none")
+    if config.rollout.engine == "vllm":
+        check_architecture_fits(base.arch, config.precision)
     return base
+
+
+def check_engine(config: RunConfig) -> None:
+    """Refuse a contract that the rollout engine of this machine cannot keep, before anything is loaded.
+
+    Raises:
+        UserError: vLLM is chosen and missing, of an unknown version, or without what the contract asks for.
+    """
+    if config.rollout.engine == "vllm":
+        check_contract_fits(config.precision, config.rollout.vllm, find_build(this_platform()))
+
+
+@dataclass(frozen=True)
+class EngineEnvironment:
+    """Environment variables of a rollout engine: those that decide what it computes, and those that only suggest."""
+
+    required: Mapping[str, str]
+    suggested: Mapping[str, str]
+
+
+def engine_environment(config: RunConfig) -> EngineEnvironment:
+    """What must stand in the environment before the rollout engine is built (errors: `check_engine`)."""
+    if config.rollout.engine != "vllm":
+        return EngineEnvironment({}, {})
+    build = find_build(this_platform())
+    return EngineEnvironment(
+        required_environment(config.precision, config.rollout.vllm, build),
+        suggested_environment(config.threads, build),
+    )
 
 
 def build_trainer(config: RunConfig, arch: Architecture, masters: Mapping[str, Tensor]) -> TorchTrainer:
@@ -65,8 +105,14 @@ def build_trainer(config: RunConfig, arch: Architecture, masters: Mapping[str, T
     )
 
 
-def build_engine(config: RunConfig, arch: Architecture) -> EmbeddedEngine:
+def build_engine(config: RunConfig, arch: Architecture) -> RolloutEngine:
     """A rollout engine without weights."""
+    if config.rollout.engine == "vllm":
+        # vLLM is optional, and reads its environment when it is imported.
+        from fp8core.rollout.vllm import VllmEngine
+
+        build = find_build(this_platform())
+        return VllmEngine(arch, config.precision, config.rollout.vllm, config.rollout.max_batch, build)
     return EmbeddedEngine(arch, rollout_formats(config.precision, arch.num_layers), config.rollout.max_batch)
 
 

@@ -18,7 +18,7 @@ from fp8core.models.architecture import Architecture
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.report.console import Console
 from fp8core.rewards.verifier import Verifier
-from fp8core.rollout.embedded import EmbeddedEngine
+from fp8core.rollout.engine import RolloutEngine
 from fp8core.store.ledger import START
 from fp8core.store.run_directory import RunDirectory
 from fp8core.training.torch_trainer import TorchTrainer
@@ -46,7 +46,7 @@ class LiveRun:
     console: Console
     base: Mapping[str, Tensor] = field(repr=False)
     trainer: TorchTrainer | None = field(default=None, repr=False)
-    engine: EmbeddedEngine | None = field(default=None, repr=False)
+    engine: RolloutEngine | None = field(default=None, repr=False)
     reference: TorchTrainer | None = field(default=None, repr=False)
 
     def initial_policy(self) -> Mapping[str, Tensor]:
@@ -59,7 +59,7 @@ class LiveRun:
         assert self.trainer is not None, "the run has no policy yet"
         return self.trainer
 
-    def ready_engine(self) -> EmbeddedEngine:
+    def ready_engine(self) -> RolloutEngine:
         """The rollout engine; the run must have been started."""
         assert self.engine is not None, "the run has no policy yet"
         return self.engine

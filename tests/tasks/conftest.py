@@ -121,7 +121,9 @@ def mlflow_server(fresh_store: FreshStore) -> Iterator[str]:
         from mlflow.server.fastapi_app import app
 
         port = free_port()
-        server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="error"))
+        server = uvicorn.Server(
+            uvicorn.Config(app, host="127.0.0.1", port=port, log_level="error", timeout_graceful_shutdown=1)
+        )
         thread = threading.Thread(target=server.run)
         thread.start()
         while not server.started:

@@ -1,4 +1,5 @@
 import re
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.kv_scales import scales_from_statistics
 from fp8core.rl.batch import RolloutBatch, TokenBatch, length_mask, pad
 from fp8core.rollout.engine import PolicyScales, Sampling
-from fp8core.workers.build import build_base, build_engine, build_trainer
+from fp8core.workers.build import build_base, build_engine, build_trainer, check_engine, engine_environment
 
 FP32 = {f"precision.{side}": {"linear": "fp32", "kv_cache": "fp32"} for side in ("rollout", "training")}
 QUESTIONS = ("Tom has 17 apples and buys 2 more. How many apples does Tom have now?", "How many pencils are left?", "7")
@@ -181,3 +182,16 @@ def test_a_dense_model_has_no_choice_to_replay():
     ):
         build_base(load_config("tiny", {"rollout.router_replay": True}))
     assert build_base(load_config("tiny-moe", {"rollout.router_replay": True})).arch.sparse_layers == (0, 1)
+
+
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed here")
+def test_vllm_where_there_is_none_is_refused_before_any_work(gsm8k):
+    config = gsm8k(**{"rollout.engine": "vllm"})
+    for ask in (check_engine, engine_environment):
+        with pytest.raises(UserError, match=r"^rollout.engine=vllm: vLLM is not installed; "):
+            ask(config)
+
+
+def test_the_embedded_engine_asks_for_nothing(gsm8k):
+    check_engine(gsm8k())
+    assert engine_environment(gsm8k()).required == engine_environment(gsm8k()).suggested == {}

@@ -1,0 +1,396 @@
+"""Bytes and speed of the Triton kernels on one H200, beside other implementations of the same thing.
+
+    python benchmarks/kernels_hopper.py --out DIR --commit HASH
+
+Writes DIR/kernels_hopper.json after every part, so that what was measured is kept when a later part fails: differing
+bytes over the cases of `kernel_cases.py`, then GB/s and microseconds. GB/s counts what has to be read and written once.
+`microseconds` is GPU time from a CUDA graph of calls on alternating inputs larger than the L2 cache, or (`timed` is
+"eager") the time per call of a queue of calls, launches included, for what cannot be captured.
+
+Predictions, written before the first measurement, for BF16 [16384, 4096] in GB/s (peak 4,800; a copy about 4,000):
+
+    rows               3,400 pow2   3,000 fp32 (5 FMAs more per element)
+    rows and columns   2,900        2,200 (34 instructions per element: arithmetic takes as long as memory)
+    tiles              3,300        2,800
+    torch reference    below 250 (a dozen passes over FP32 temporaries)
+    torch.compile      about 1,500 for rows (it stops at the check for NaN and reads twice), less for columns
+    vLLM               about 1,300 for rows (from 0.15 ms for this shape in an earlier measurement)
+    Transformer Engine 2,500 for rows and columns
+    fingerprint        2,700, 3.0 ms for 8.2 GB (58 instructions per 8 bytes, 39 of them cycles of the multiplier)
+    all linears of Qwen3-8B in tiles from BF16: 6.5 ms
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from kernel_cases import cases
+from torch import Tensor
+
+from fp8core.numerics import triton_fingerprint, triton_quantise
+from fp8core.numerics.e4m3 import ScaleRule, encode, quantise_columns, quantise_rows, quantise_tiles
+from fp8core.numerics.fingerprint import bytes_in_order, fingerprint, hex_digits
+
+Row = dict[str, Any]
+Calls = Sequence[Callable[[], Any]]
+
+SHAPES = [(8192, 4096), (8192, 12288), (16384, 4096)]
+COMPILED_SHAPE = (16384, 4096)
+RULES: tuple[ScaleRule, ...] = ("pow2", "fp32")
+# One decoder layer of Qwen3-8B as vLLM holds it: qkv, o, gate and up, down.
+LINEARS = [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288)]
+LAYERS, VOCABULARY, HIDDEN = 36, 151_936, 4096
+INPUTS = 4
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--commit", required=True)
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    result: Row = {"commit": arguments.commit, "device": torch.cuda.get_device_name(), "versions": versions()}
+    parts: list[tuple[str, Callable[[], list[Row]]]] = [
+        ("bytes", differing_bytes),
+        ("quantise", quantise_speed),
+        ("fingerprint", fingerprint_speed),
+        ("peers", peer_speed),
+        ("compile", compiled_speed),
+    ]
+    for name, part in parts:
+        start = time.perf_counter()
+        result[name] = part()
+        result.setdefault("seconds", {})[name] = time.perf_counter() - start
+        (arguments.out / "kernels_hopper.json").write_text(json.dumps(result, indent=1) + "\n")
+        for row in result[name]:
+            print(json.dumps(row), flush=True)
+    print(json.dumps(result["seconds"]))
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "cuda": str(torch.version.cuda)}
+    for name in ("torch", "triton", "vllm", "transformer_engine"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+# Bytes
+
+
+def differing_bytes() -> list[Row]:
+    """How many codes and scales differ from the reference on the CPU: the kernels', and torch's on the GPU."""
+    rows = []
+    for dtype in (torch.bfloat16, torch.float32):
+        for rule in RULES:
+            total = {"cases": 0, "elements": 0, "kernel_codes": 0, "kernel_scales": 0, "torch_codes": 0, "flags": 0}
+            worst: list[str] = []
+            for case in cases(dtype):
+                found = _differences(case.x, rule)
+                if any(found.values()):
+                    worst.append(case.name)
+                for name, value in ({"cases": 1, "elements": case.x.numel()} | found).items():
+                    total[name] += value
+            rows.append({"dtype": str(dtype), "rule": rule, **total, "differing": worst[:8]})
+    return [*rows, *_fingerprint_differences()]
+
+
+def _differences(x: Tensor, rule: ScaleRule) -> dict[str, int]:
+    flag = torch.zeros(1, dtype=torch.int32, device="cuda")
+    on_gpu, wide = x.cuda(), x.float()
+    by_row, by_column = triton_quantise.quantise_rows_and_columns(on_gpu, rule, flag)
+    pairs = [
+        (quantise_rows, triton_quantise.quantise_rows(on_gpu, rule, flag)),
+        (quantise_rows, by_row),
+        (quantise_columns, by_column),
+        (quantise_tiles, triton_quantise.quantise_tiles(on_gpu, rule, flag)),
+    ]
+    codes = scales = other = 0
+    for reference, (kernel_codes, kernel_scales) in pairs:
+        grid, expected = reference(wide, rule)
+        codes += _unequal(kernel_codes, encode(grid))
+        scales += int((kernel_scales.cpu() != expected).sum())
+        other += _unequal(encode(reference(wide.cuda(), rule)[0]), encode(grid))
+    return {"kernel_codes": codes, "kernel_scales": scales, "torch_codes": other, "flags": int(flag)}
+
+
+def _unequal(found: Tensor, expected: Tensor) -> int:
+    return int((found.cpu().view(torch.uint8) != expected.cpu().view(torch.uint8)).sum())
+
+
+def _fingerprint_differences() -> list[Row]:
+    generator = torch.Generator().manual_seed(0)
+    lengths = [*range(18), 8191, 8192, 8193, (1 << 19) - 1, 1 << 19, (1 << 19) + 9, 3_000_001]
+    tensors = [torch.randint(0, 256, (n,), dtype=torch.uint8, generator=generator) for n in lengths]
+    found = triton_fingerprint.fingerprints([tensor.cuda() for tensor in tensors])
+    wrong = sum(a != fingerprint(b) for a, b in zip(found, tensors, strict=True))
+    return [{"fingerprints": len(tensors), "differing": wrong}]
+
+
+# Time
+
+
+def graph_microseconds(calls: Calls, repeats: int = 5) -> float:
+    """Median GPU time per call of a CUDA graph of four rounds over the calls."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(4):
+            for call in calls:
+                call()
+    graph.replay()
+    return statistics.median(_elapsed(graph.replay) for _ in range(repeats)) / (4 * len(calls))
+
+
+def eager_microseconds(calls: Calls, repeats: int = 5) -> float:
+    """Median time per call of a queue of calls, with what the host needs to launch them."""
+    for call in calls:
+        call()
+
+    def all_calls() -> None:
+        for call in calls:
+            call()
+
+    return statistics.median(_elapsed(all_calls) for _ in range(repeats)) / len(calls)
+
+
+def _elapsed(work: Callable[[], Any]) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    start.record()
+    work()
+    end.record()
+    torch.cuda.synchronize()
+    return 1e3 * float(start.elapsed_time(end))
+
+
+def speed(what: Row, number_of_bytes: int, microseconds: float, timed: str = "graph") -> Row:
+    return {
+        **what,
+        "microseconds": round(microseconds, 2),
+        "gb_per_s": round(number_of_bytes / microseconds / 1e3, 1),
+        "timed": timed,
+    }
+
+
+def inputs(shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(shape, device="cuda", dtype=dtype) for _ in range(INPUTS)]
+
+
+def traffic(x: Tensor, outputs: int) -> int:
+    """Bytes that have to move: the tensor once and `outputs` codes per element (scales, at most 1 % more, left out)."""
+    return x.numel() * (x.element_size() + outputs)
+
+
+# The kernels
+
+
+def quantise_speed() -> list[Row]:
+    rows = []
+    for shape in SHAPES:
+        for dtype in (torch.bfloat16, torch.float32):
+            xs = inputs(shape, dtype)
+            what: Row = {"shape": shape, "dtype": str(dtype)}
+            target = torch.empty_like(xs[0])
+            copies = [(lambda x=x, target=target: target.copy_(x)) for x in xs]
+            rows.append(speed({"kernel": "copy", **what}, 2 * xs[0].nbytes, graph_microseconds(copies)))
+            for rule in RULES:
+                rows += _kernel_rows(xs, rule, what)
+        rows += [row for rule in RULES for row in _reference_rows(inputs(shape), rule, shape)]
+    return [*rows, *_model_rows()]
+
+
+def _kernel_rows(xs: list[Tensor], rule: ScaleRule, what: Row) -> list[Row]:
+    flag = torch.zeros(1, dtype=torch.int32, device="cuda")
+    kernels: list[tuple[str, Any, int]] = [
+        ("rows", triton_quantise.quantise_rows, 1),
+        ("rows and columns", triton_quantise.quantise_rows_and_columns, 2),
+        ("tiles", triton_quantise.quantise_tiles, 1),
+    ]
+    rows = []
+    for name, kernel, outputs in kernels:
+        calls = [(lambda x=x, kernel=kernel: kernel(x, rule, flag)) for x in xs]
+        row = speed({"kernel": name, "rule": rule, **what}, traffic(xs[0], outputs), graph_microseconds(calls))
+        rows.append({**row, "eager_microseconds": round(eager_microseconds(calls * 4), 2)})
+    return rows
+
+
+def reference_rows(x: Tensor, rule: ScaleRule) -> tuple[Tensor, Tensor]:
+    grid, scales = quantise_rows(x.float(), rule)
+    return encode(grid), scales
+
+
+def reference_rows_and_columns(x: Tensor, rule: ScaleRule) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    grid, scales = quantise_columns(x.float(), rule)
+    return (*reference_rows(x, rule), encode(grid), scales)
+
+
+def reference_tiles(x: Tensor, rule: ScaleRule) -> tuple[Tensor, Tensor]:
+    grid, scales = quantise_tiles(x.float(), rule)
+    return encode(grid), scales
+
+
+REFERENCES: list[tuple[str, Callable[[Tensor, ScaleRule], tuple[Tensor, ...]], int]] = [
+    ("rows", reference_rows, 1),
+    ("rows and columns", reference_rows_and_columns, 2),
+    ("tiles", reference_tiles, 1),
+]
+
+
+def _reference_rows(xs: list[Tensor], rule: ScaleRule, shape: tuple[int, int]) -> list[Row]:
+    rows = []
+    for name, reference, outputs in REFERENCES:
+        calls = [(lambda x=x, reference=reference: reference(x, rule)) for x in xs]
+        what = {"kernel": f"torch reference, {name}", "rule": rule, "shape": shape, "dtype": str(xs[0].dtype)}
+        rows.append(speed(what, traffic(xs[0], outputs), eager_microseconds(calls, repeats=3), "eager"))
+    return rows
+
+
+def _model_rows() -> list[Row]:
+    """All linears of Qwen3-8B in tiles, from BF16: what a weight sync quantises."""
+    weights = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in LINEARS * LAYERS]
+    flag = torch.zeros(1, dtype=torch.int32, device="cuda")
+    rows = []
+    for rule in RULES:
+        calls = [lambda rule=rule: [triton_quantise.quantise_tiles(weight, rule, flag) for weight in weights]]
+        what = {"kernel": "tiles of all linears of Qwen3-8B", "rule": rule, "tensors": len(weights)}
+        moved = sum(traffic(weight, 1) for weight in weights)
+        rows.append(speed(what, moved, eager_microseconds(calls), "eager"))
+    return rows
+
+
+def fingerprint_speed() -> list[Row]:
+    """Qwen3-8B's block-FP8 weights, scales, norms and head: 8.2 GB in 325 tensors."""
+    tensors = []
+    for _ in range(LAYERS):
+        for out, columns in LINEARS:
+            tensors.append(torch.randint(0, 256, (out, columns), dtype=torch.uint8, device="cuda"))
+            tensors.append(torch.rand(out // 128, columns // 128, device="cuda"))
+        tensors.append(torch.randn(2, HIDDEN, device="cuda", dtype=torch.bfloat16))
+    tensors.append(torch.randn(VOCABULARY, HIDDEN, device="cuda", dtype=torch.bfloat16))
+    total = sum(tensor.nbytes for tensor in tensors)
+    what: Row = {"kernel": "fingerprint", "tensors": len(tensors), "bytes": total}
+
+    table, owners = triton_fingerprint.programs_of([bytes_in_order(tensor) for tensor in tensors])
+    reduction = eager_microseconds([lambda: triton_fingerprint.lane_sums(table, owners)] * 4)
+    wall = []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        found = triton_fingerprint.fingerprints(tensors)
+        wall.append(1e6 * (time.perf_counter() - start))
+    assert found == [hex_digits(pair) for pair in triton_fingerprint.lane_sums(table, owners).tolist()]
+
+    start = time.perf_counter()
+    expected = [fingerprint(tensor) for tensor in tensors]
+    reference = 1e6 * (time.perf_counter() - start)
+    on_cpu = [fingerprint(tensor.cpu()) for tensor in tensors[:9]]
+    return [
+        speed(what, total, reduction, "eager"),
+        speed({**what, "kernel": "fingerprint, tables and read-back"}, total, statistics.median(wall), "wall"),
+        speed({**what, "kernel": "fingerprint, torch reference on the GPU"}, total, reference, "wall"),
+        {
+            "kernel": "fingerprint",
+            "differ_from_torch_gpu": sum(a != b for a, b in zip(found, expected, strict=True)),
+            "differ_from_torch_cpu": sum(a != b for a, b in zip(found, on_cpu, strict=False)),
+        },
+    ]
+
+
+# Others
+
+
+def compiled_speed() -> list[Row]:
+    """torch.compile of the reference, which stops at the check for NaN; Inductor divides approximately."""
+    xs, rows = inputs(COMPILED_SHAPE), []
+    for rule in RULES:
+        for name, reference, outputs in REFERENCES:
+            compiled = torch.compile(reference, dynamic=False)
+            what = {"kernel": f"torch.compile, {name}", "rule": rule, "shape": COMPILED_SHAPE}
+            unequal = sum(
+                _unequal(a, b)
+                for a, b in zip(compiled(xs[0], rule), reference(xs[0], rule), strict=True)
+                if a.dtype == torch.float8_e4m3fn
+            )
+            calls = [(lambda x=x, rule=rule, compiled=compiled: compiled(x, rule)) for x in xs]
+            row = speed(what, traffic(xs[0], outputs), eager_microseconds(calls * 4), "eager")
+            rows.append({**row, "dtype": str(xs[0].dtype), "codes_that_differ": unequal})
+    return rows
+
+
+def peer_speed() -> list[Row]:
+    """vLLM's and Transformer Engine's quantisers where they can be imported; one that cannot be used is named."""
+    rows: list[Row] = []
+    for name, peer in (("vllm", _vllm_rows), ("transformer_engine", _transformer_engine_rows)):
+        try:
+            rows += peer()
+        # A library of another version may lack a name or refuse an argument; the other measurements are kept.
+        except (ImportError, AttributeError, TypeError, ValueError, RuntimeError, OSError) as error:
+            rows.append({"kernel": name, "not_measured": f"{type(error).__name__}: {error}"[:500]})
+    return rows
+
+
+def _vllm_rows() -> list[Row]:
+    from vllm.model_executor.layers.quantization.utils.fp8_utils import per_token_group_quant_fp8
+
+    rows = []
+    for shape in SHAPES:
+        xs = inputs(shape)
+        for rule in RULES:
+            pow2 = rule == "pow2"
+            calls = [
+                (lambda x=x, pow2=pow2: per_token_group_quant_fp8(x, 128, column_major_scales=True, use_ue8m0=pow2))
+                for x in xs
+            ]
+            what = {"kernel": "vLLM, rows", "rule": rule, "shape": shape, "dtype": str(xs[0].dtype)}
+            row = speed(what, traffic(xs[0], 1), graph_microseconds(calls))
+            rows.append({**row, "codes_that_differ": _unequal(calls[0]()[0], reference_rows(xs[0], rule)[0])})
+    return rows
+
+
+def _transformer_engine_rows() -> list[Row]:
+    import transformer_engine.pytorch  # noqa: F401
+    import transformer_engine_torch as tex
+    from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
+
+    rows = []
+    forms = [("rows", 1, False, 1), ("rows and columns", 1, True, 2), ("tiles", 2, False, 1)]
+    for shape in SHAPES:
+        xs = inputs(shape)
+        for rule in RULES:
+            for (name, dimensions, columns, outputs), (_, reference, _) in zip(forms, REFERENCES, strict=True):
+                quantiser = Float8BlockQuantizer(
+                    tex.DType.kFloat8E4M3,
+                    rowwise=True,
+                    columnwise=columns,
+                    amax_epsilon=0.0,
+                    force_pow_2_scales=rule == "pow2",
+                    block_scaling_dim=dimensions,
+                )
+                calls = [(lambda x=x, quantiser=quantiser: quantiser(x)) for x in xs]
+                what = {
+                    "kernel": f"Transformer Engine, {name}",
+                    "rule": rule,
+                    "shape": shape,
+                    "dtype": str(xs[0].dtype),
+                }
+                row = speed(what, traffic(xs[0], outputs), eager_microseconds(calls * 8), "eager")
+                codes = calls[0]()._rowwise_data.view(torch.float8_e4m3fn)
+                rows.append({**row, "codes_that_differ": _unequal(codes, reference(xs[0], rule)[0])})
+    return rows
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,321 @@
+"""The shapes, policies and requests that `vllm_hopper` measures."""
+
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from fp8core.config.capability import this_platform
+from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
+from fp8core.config.run import CorrectionConfig, LossConfig, TrainingConfig
+from fp8core.config.vllm import VllmConfig
+from fp8core.data.chain import ALPHABET, EOS
+from fp8core.models.architecture import Architecture, parameter_shapes
+from fp8core.models.checkpoint import save_checkpoint
+from fp8core.models.formats import rollout_formats, training_formats
+from fp8core.models.fp8_selection import KeptInBf16
+from fp8core.models.initial import initial_weights
+from fp8core.models.quantised_checkpoint import plan_quantisation, write_checkpoint
+from fp8core.models.tokenizer import character_tokenizer
+from fp8core.models.weights import SCALE_SUFFIX, layer_of
+from fp8core.numerics.fingerprint import policy_digest
+from fp8core.numerics.kv_scales import LayerScales, scales_from_statistics
+from fp8core.rl.batch import TokenBatch
+from fp8core.rl.objective import Objective
+from fp8core.rollout.engine import Completion, PolicyScales, PromptGroup, Sampling
+from fp8core.rollout.seeds import sample_seed
+from fp8core.rollout.vllm_versions import VllmBuild, find_build
+from fp8core.training.torch_trainer import TorchTrainer
+from tasks.sync import check_report
+
+# Tokens of the probe: its prompt is not a multiple of a cache block.
+_PROBE_PROMPT, _PROBE_TOKENS = 300, 64
+_NOTHING_STOPS: frozenset[int] = frozenset()
+
+_SMALL: dict[str, Any] = {
+    "family": "qwen3",
+    "vocab_size": 2048,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_layers": 4,
+    "num_heads": 16,
+    "num_kv_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000.0,
+    "max_positions": 4096,
+    "rope_scaling": None,
+    "qk_norm": True,
+    "tie_embeddings": False,
+}
+_QWEN3_8B = {"vocab_size": 151_936, "hidden_size": 4096, "intermediate_size": 12_288, "num_heads": 32}
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Tensors on the GPU as a trainer ships them; a small policy has its trainer, and weights on the CPU as well."""
+
+    arch: Architecture
+    tensors: Mapping[str, Tensor]
+    scales: PolicyScales
+    trainer: TorchTrainer | None = None
+    masters: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+def build() -> VllmBuild:
+    """The vLLM of this machine."""
+    return find_build(this_platform())
+
+
+def contract(precision: str) -> PrecisionContract:
+    """`bf16`, `fp8_linear` or `fp8_linear_kv`, for both sides; FP32 head."""
+    parts: dict[str, Any] = {
+        "linear": "bf16" if precision == "bf16" else "fp8_block",
+        "kv_cache": "fp8" if precision == "fp8_linear_kv" else "bf16",
+    }
+    return PrecisionContract(rollout=SidePrecision(**parts), training=TrainingPrecision(**parts))
+
+
+def options(**changes: Any) -> VllmConfig:
+    """Settings that leave room for other engines on the GPU, unless changed."""
+    return VllmConfig(**{"gpu_memory_utilization": 0.15, "max_model_len": 4096, **changes})
+
+
+def qwen3_8b(layers: int) -> Architecture:
+    """Qwen3-8B with fewer layers, or all 36."""
+    return Architecture(**{**_SMALL, **_QWEN3_8B, "num_layers": layers, "max_positions": 40_960})
+
+
+def start(arch: Architecture, agreed: PrecisionContract, settings: VllmConfig, max_batch: int, rows: list[Any]) -> Any:
+    """An engine, and a row with the seconds until it was ready."""
+    from fp8core.rollout.vllm import VllmEngine
+
+    began = time.perf_counter()
+    engine = VllmEngine(arch, agreed, settings, max_batch, build())
+    rows.append({"kind": "start", "layers": arch.num_layers, "seconds": round(time.perf_counter() - began, 1)})
+    return engine
+
+
+def small_policy(agreed: PrecisionContract, version: int) -> Policy:
+    """Random weights with true tiles, quantised by the trainer; scales calibrated on random prompts."""
+    arch = Architecture(**_SMALL)
+    masters = {n: w * 2 if w.dim() == 2 else w for n, w in initial_weights(arch, seed=version).items()}
+    formats = training_formats(agreed, arch.num_layers), rollout_formats(agreed, arch.num_layers)
+    trainer = TorchTrainer(arch, masters, *formats, TrainingConfig(), Objective(LossConfig(), CorrectionConfig()))
+    prompts = [list(group.prompt) for group in _groups(4, 1, 32, seed=100)]
+    amax = trainer.statistics(TokenBatch.of(prompts, [[5]] * len(prompts))).amax()
+    layers = tuple(scales_from_statistics(amax, 2.0, agreed.scale_rule))
+    tensors = {name: tensor.cuda() for name, tensor in trainer.export().items()}
+    return Policy(arch, tensors, PolicyScales(version, layers), trainer, masters)
+
+
+def random_policy(arch: Architecture, agreed: PrecisionContract, own_layers: int) -> Policy:
+    """Random bytes of the right types, made on the GPU: codes of spread 100 with scales of 2^-13.
+
+    Layers from `own_layers` on share the tensors of those before, where memory is short.
+    """
+    names = rollout_formats(agreed, arch.num_layers).stored_names()
+    tensors: dict[str, Tensor] = {}
+    torch.manual_seed(0)
+    for name, shape in parameter_shapes(arch).items():
+        layer = layer_of(name)
+        if layer is not None and layer >= own_layers:
+            twin = name.replace(f"layers.{layer}.", f"layers.{layer % own_layers}.")
+            tensors |= {name + end: tensors[twin + end] for end in ("", SCALE_SUFFIX) if twin + end in tensors}
+            continue
+        drawn = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+        if len(shape) == 1:
+            tensors[name] = torch.ones_like(drawn)
+        elif names.of(name) == "fp8_block":
+            tensors[name] = (drawn * 100).clamp_(-448, 448).to(torch.float8_e4m3fn)
+            tensors[name + SCALE_SUFFIX] = torch.full([size // 128 for size in shape], 2.0**-13, device="cuda")
+        else:
+            tensors[name] = drawn * 0.012
+    layers = tuple(LayerScales(0.25, 0.25, 0.25) for _ in range(arch.num_layers))
+    return Policy(arch, tensors, PolicyScales(0, layers))
+
+
+def checkpoint_equals(policy: Policy) -> bool:
+    """Whether `fp8-grpo quantise` of the saved policy gives the bytes that the trainer ships."""
+    with tempfile.TemporaryDirectory() as folder:
+        plain, quantised = Path(folder) / "bf16", Path(folder) / "fp8"
+        vocabulary = policy.arch.vocab_size
+        save_checkpoint(plain, policy.arch, policy.masters, character_tokenizer(ALPHABET, vocabulary, EOS))
+        write_checkpoint(plan_quantisation(plain, KeptInBf16(), "pow2"), quantised, lambda tensors, size: None)
+        return policy_digest(load_file(quantised / "model.safetensors")) == policy_digest(policy.tensors)
+
+
+def synchronise(engine: Any, policy: Policy) -> dict[str, Any]:
+    """Update and prove it (`check_report`): bytes, seconds of both together and of the read-back alone."""
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    report = engine.update(policy.tensors, policy.scales, policy.scales.version)
+    updated = time.perf_counter()
+    digest = engine.fingerprint()
+    read = time.perf_counter()
+    check_report(report, digest, policy.scales, policy.scales.version)
+    if policy.trainer is not None:
+        check_report(report, policy_digest(policy.tensors), policy.scales, policy.scales.version)
+    size = sum(tensor.nbytes for tensor in policy.tensors.values())
+    seconds = {"seconds": round(updated - began, 4), "readback_seconds": round(read - updated, 4)}
+    return {"bytes": size, "tensors": len(policy.tensors), **seconds}
+
+
+def summary(described: dict[str, Any]) -> dict[str, Any]:
+    """What an engine says of itself, without its lists by parameter."""
+    return {key: value for key, value in described.items() if key not in ("dtypes", "scales", "linear")} | {
+        "linear": "+".join(dict.fromkeys(described["linear"]))
+    }
+
+
+def logprob_error(engine: Any, policy: Policy) -> dict[str, Any]:
+    """vLLM's log-probs against the exact reference on the same bytes and scales, in nats, at temperature 0.8."""
+    assert policy.trainer is not None, "only small policies have a reference"
+    groups = _groups(8, 2, 48, seed=1)
+    found = _collect(engine, groups, Sampling(0.8, 24, _NOTHING_STOPS))
+    prompts = {group.group: list(group.prompt) for group in groups}
+    batch = TokenBatch.of([prompts[done.group] for done in found], [done.tokens for done in found])
+    expected = policy.trainer.logprobs(batch, 0.8, policy.scales.layers).logprobs
+    error = (torch.tensor([done.logprobs for done in found]) - expected).abs()
+    plain = small_policy(contract("bf16"), policy.scales.version).trainer
+    assert plain is not None, "only small policies have a reference"
+    apart = (plain.logprobs(batch, 0.8, policy.scales.layers).logprobs - expected).abs()
+    return {
+        "tokens": error.numel(),
+        "mean": float(error.mean()),
+        "max": float(error.max()),
+        "reference_to_bf16_mean": float(apart.mean()),
+        "reference_to_bf16_max": float(apart.max()),
+    }
+
+
+def probe_alone(engine: Any) -> Completion:
+    """The probe with nothing beside it."""
+    return _probe(engine, [])
+
+
+def probes(engine: Any, policy: Policy) -> Iterator[tuple[Completion, str]]:
+    """The probe in other surroundings; only the first time, its prompt is in the cache."""
+    yield _probe(engine, []), "alone, its prompt cached"
+    beside = {
+        "among 255 of its length": (_groups(255, 1, _PROBE_PROMPT, seed=2), 0),
+        "among 255 of 900 tokens": (_groups(255, 1, 900, seed=3), 0),
+        "first of 8 that share its prompt": ([], 7),
+        "alone, after others": ([], 0),
+    }
+    for surroundings, (others, copies) in beside.items():
+        synchronise(engine, policy)  # empties the cache
+        yield _probe(engine, others, copies), surroundings
+
+
+def probe_joined(engine: Any, policy: Policy) -> tuple[Completion, str]:
+    """The probe on an engine of two sequences: when its neighbour ends, the prefill of 3,000 tokens joins it.
+
+    The neighbour is ended by one of its own tokens, known from a run of its own, that the probe does not write.
+    """
+    neighbour, long = _groups(1, 1, 40, seed=4)[0], _groups(1, 1, 3000, seed=5)[0]
+    sampling = Sampling(1.0, _PROBE_TOKENS, _NOTHING_STOPS)
+    own = {
+        token for group in (_probe_group(0), _renumbered(long, 2)) for token in _first(engine, [group], sampling).tokens
+    }
+    ending = next(token for token in _first(engine, [neighbour], sampling).tokens[12:] if token not in own)
+    groups = [_probe_group(0), _renumbered(neighbour, 1), _renumbered(long, 2)]
+    synchronise(engine, policy)  # empties the cache
+    found = _collect(engine, groups, replace(sampling, stop_ids=frozenset({ending})))
+    return found[0], f"a prefill of 3,000 tokens joins after {len(found[1].tokens)} of its tokens"
+
+
+def _probe(engine: Any, others: list[PromptGroup], copies: int = 0) -> Completion:
+    beside = [_renumbered(group, i + 1) for i, group in enumerate(others)]
+    return _first(engine, [_probe_group(copies), *beside], Sampling(1.0, _PROBE_TOKENS, _NOTHING_STOPS))
+
+
+def _probe_group(copies: int) -> PromptGroup:
+    return _groups(1, 1 + copies, _PROBE_PROMPT, seed=6)[0]
+
+
+def _first(engine: Any, groups: list[PromptGroup], sampling: Sampling) -> Completion:
+    return _collect(engine, groups, sampling)[0]
+
+
+def compared(alone: Completion, found: Completion, surroundings: str, batch_invariant: bool) -> dict[str, Any]:
+    """Tokens and log-probs against those of the probe alone."""
+    pairs = list(zip(alone.tokens, found.tokens, strict=False))
+    equal = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
+    differences = [abs(a - b) for a, b in zip(alone.logprobs[:equal], found.logprobs[:equal], strict=True)]
+    return {
+        "kind": "exactness",
+        "surroundings": surroundings,
+        "batch_invariant": batch_invariant,
+        "tokens": len(alone.tokens),
+        "equal_tokens": equal,
+        "equal_logprobs": sum(difference == 0 for difference in differences),
+        "largest_difference": max(differences, default=None),
+    }
+
+
+def generate_little(engine: Any) -> None:
+    """A few tokens, so that caches and graphs are in use between updates."""
+    _collect(engine, _groups(8, 4, 64, seed=7), Sampling(1.0, 8, _NOTHING_STOPS))
+
+
+def sleep_cycle(engine: Any, policy: Policy) -> dict[str, Any]:
+    """Generate, sleep, wake by an update that is proved, generate the same again."""
+    groups, sampling = _groups(8, 2, 64, seed=8), Sampling(1.0, 16, _NOTHING_STOPS)
+    synchronise(engine, policy)
+    before, awake = _collect(engine, groups, sampling), engine.memory()
+    began = time.perf_counter()
+    engine.rest()
+    asleep, slept = engine.memory(), time.perf_counter()
+    synchronised = synchronise(engine, policy)
+    after = _collect(engine, groups, sampling)
+    return {
+        "freed_bytes": asleep["free"] - awake["free"],
+        "sleep_seconds": round(slept - began, 3),
+        "wake_and_update_seconds": synchronised["seconds"],
+        "equal_completions": sum(a == b for a, b in zip(before, after, strict=True)),
+        "completions": len(before),
+    }
+
+
+def timed_rollout(engine: Any, requests: int, prompt: int, generated: int, seed: int) -> dict[str, Any]:
+    """One batch of requests of equal length, each with a prompt of its own."""
+    groups = _groups(requests, 1, prompt, seed=1000 + seed)
+    began = time.perf_counter()
+    found = _collect(engine, groups, Sampling(1.0, generated, _NOTHING_STOPS))
+    seconds = time.perf_counter() - began
+    tokens = sum(len(done.tokens) for done in found)
+    assert tokens == requests * generated, "a request was cut short"
+    sizes = {"requests": requests, "prompt": prompt, "generated": generated}
+    return {**sizes, "seconds": round(seconds, 3), "tokens_per_s": round(tokens / seconds, 1)}
+
+
+def _groups(prompts: int, size: int, length: int, seed: int) -> list[PromptGroup]:
+    """Prompts of one length, of tokens that every vocabulary here has."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randint(4, _SMALL["vocab_size"], (prompts, length), generator=generator).tolist()
+    return [
+        PromptGroup(
+            group=i,
+            prompt_id=f"{seed}-{i}",
+            prompt=tuple(tokens),
+            samples=tuple(range(size)),
+            seeds=tuple(sample_seed(seed, 1, i, sample) for sample in range(size)),
+        )
+        for i, tokens in enumerate(drawn)
+    ]
+
+
+def _renumbered(group: PromptGroup, number: int) -> PromptGroup:
+    return replace(group, group=number)
+
+
+def _collect(engine: Any, groups: list[PromptGroup], sampling: Sampling) -> list[Completion]:
+    found = [done for finished in engine.generate(groups, sampling) for done in finished]
+    return sorted(found, key=lambda done: (done.group, done.sample))

@@ -1,0 +1,29 @@
+"""Settings of the vLLM rollout engine that decide speed and memory; formats belong to the precision contract."""
+
+from pydantic import Field
+
+from fp8core.config.section import Section
+
+
+class VllmConfig(Section):
+    """How vLLM runs; `rollout.max_batch` is its max_num_seqs."""
+
+    gpu_memory_utilization: float = Field(
+        0.85, gt=0, le=0.98, description="Share of the device's memory for weights, workspace and KV cache."
+    )
+    kv_cache_gib: float | None = Field(
+        None, gt=0, le=4096, description="Size of the KV cache; null takes what gpu_memory_utilization leaves."
+    )
+    max_model_len: int | None = Field(
+        None, ge=8, le=1 << 20, description="Longest prompt with its completion; null takes the model's positions."
+    )
+    block_size: int | None = Field(
+        None, ge=1, le=1024, description="Tokens of a cache block, the unit of prefix caching; null leaves it to vLLM."
+    )
+    graphs: bool = Field(True, description="torch.compile and, on a GPU, CUDA graphs; false runs eagerly.")
+    batch_invariant: bool = Field(
+        False, description="VLLM_BATCH_INVARIANT: results that do not depend on the batch where vLLM can do that."
+    )
+    sleep: bool = Field(
+        False, description="Give weights and cache back to the device between rollout and sync (vLLM's sleep mode)."
+    )

@@ -1,0 +1,279 @@
+"""The rollout engine of production: vLLM, with its core in a process of its own.
+
+The engine starts without weights; the first update brings them. Weights are written in place and read back, so that
+what generates is proved to be what was sent (`tasks.sync`).
+"""
+
+import json
+import math
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import vllm.envs
+from torch import Tensor
+from vllm import EngineArgs, LLMEngine, RequestOutput, SamplingParams
+from vllm.inputs import tokens_input
+from vllm.logprobs import FlatLogprobs
+from vllm.sampling_params import RequestOutputKind
+
+from fp8core.config.precision import PrecisionContract
+from fp8core.config.vllm import VllmConfig
+from fp8core.errors import UserError
+from fp8core.models.architecture import Architecture
+from fp8core.numerics.fingerprint import digest_of
+from fp8core.numerics.kv_scales import LayerScales
+from fp8core.rollout.engine import Completion, PolicyScales, PromptGroup, Sampling, SyncReport
+from fp8core.rollout.vllm_layout import Slot, TensorSpec, UpdateError, check_fit, find_slots
+from fp8core.rollout.vllm_settings import (
+    WORKER,
+    Launch,
+    engine_arguments,
+    executed_formats,
+    model_config,
+    required_environment,
+)
+from fp8core.rollout.vllm_transfer import parcel
+from fp8core.rollout.vllm_versions import VllmBuild
+
+# For the worker to let go of the device; then vLLM ends its processes whatever they do.
+_SHUTDOWN_SECONDS = 10.0
+_SEED_BITS = (1 << 63) - 1
+# vLLM raises whatever is below to this, and would sample another distribution than was asked for.
+_LOWEST_TEMPERATURE = 0.01
+
+
+class VllmEngine:
+    """A resident vLLM that holds one policy."""
+
+    def __init__(
+        self,
+        arch: Architecture,
+        contract: PrecisionContract,
+        options: VllmConfig,
+        max_batch: int,
+        build: VllmBuild,
+        worker: str = WORKER,
+    ) -> None:
+        """Start the engine core.
+
+        Args:
+            arch: shape of the decoder.
+            contract: formats; the build must have been found to fit (`vllm_settings.check_contract_fits`).
+            options: what decides speed and memory.
+            max_batch: sequences decoded together.
+            build: the vLLM that is installed.
+            worker: qualified name of `PolicyWorker` or a class derived from it.
+
+        Raises:
+            UserError: the environment was not prepared (`vllm_settings.required_environment`), or vLLM has moved what
+                this engine uses.
+        """
+        _check_environment(required_environment(contract, options, build))
+        if build.platform == "cpu":
+            # Registers the quantisation method that `engine_arguments` names.
+            import fp8core.rollout.vllm_kept_linear  # noqa: F401
+        self._arch, self._contract, self._build = arch, contract, build
+        self._sleeps = options.sleep
+        self._longest = options.max_model_len or arch.max_positions
+        self._folder = tempfile.TemporaryDirectory(prefix="fp8-grpo-")
+        Path(self._folder.name, "config.json").write_text(json.dumps(model_config(arch, contract)), encoding="utf-8")
+        launch = Launch(self._folder.name, self._longest, max_batch, worker)
+        arguments = engine_arguments(contract, options, build, launch)
+        self._llm = LLMEngine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=True)
+        missing = self._call("policy_probe")
+        if missing:
+            self.close()
+            raise UserError(f"rollout.engine=vllm: {build.distribution} {build.version} lacks {', '.join(missing)}")
+        self._parameters = {n: TensorSpec(d, tuple(shape)) for n, (d, shape) in self._call("policy_parameters").items()}
+        self._sent: dict[str, TensorSpec] = {}
+        self._slots: dict[str, list[Any]] = {}
+        self._complete, self._asleep = False, False
+        self._requests = 0
+
+    def update(self, tensors: Mapping[str, Tensor], scales: PolicyScales, version: int) -> SyncReport:
+        """Write weights and scales into vLLM's own tensors and read both back; wakes an engine that sleeps.
+
+        Raises:
+            UpdateError: a tensor is missing, unknown, or of another type or shape; nothing was written then. Or vLLM
+                did not drop its prefix cache.
+        """
+        self._check_scales(scales, version)
+        sent = {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}
+        slots = find_slots(sent)
+        check_fit(sent, slots, self._parameters)
+        self._sent, self._slots = sent, {name: _fields(slot) for name, slot in slots.items()}
+        self._complete = False
+        if self._asleep:
+            self._llm.wake_up(["weights"])
+        with parcel(tensors) as lent:
+            self._call("policy_write", version, lent, self._slots)
+        if self._asleep:
+            self._llm.wake_up(["kv_cache"])
+            self._call("policy_clear_cache")
+            self._asleep = False
+        # Blocks of another policy, or of other scales, would be read as if they were this one's.
+        if not self._llm.reset_prefix_cache():
+            raise UpdateError("vLLM kept its prefix cache: requests are still running")
+        if self._has_fp8_cache():
+            self._call("policy_set_scales", [[layer.q, layer.k, layer.v] for layer in scales.layers])
+        self._complete = True
+        return self._read_back(scales)
+
+    def fingerprint(self) -> str:
+        """Digest of the weights in vLLM's parameters, by the names they were sent under."""
+        return self._digest(self._call("policy_read_back", self._slots))
+
+    def describe(self) -> dict[str, object]:
+        """Formats in the contract's words, kernel and dtype by linear, attention, passes, dtypes and scales."""
+        described = self._call("policy_describe")
+        held = self._call("policy_read_back", {})["scales"] if self._has_fp8_cache() else []
+        return {
+            "engine": "vllm",
+            "version": f"{self._build.distribution} {self._build.version}",
+            **executed_formats(described, self._contract, self._arch.num_layers),
+            "kernels": _by_layer_type(described["linears"]),
+            "backend": described["attention"][0],
+            "passes": described["passes"],
+            "custom_ops": described["custom_ops"],
+            "compilation": described["compilation"],
+            "graphs": described["graphs"],
+            "dtypes": {name: self._parameters[slot[0]].dtype for name, slot in self._slots.items()},
+            "scales": [dict(zip("qkv", layer, strict=True)) for layer in held],
+        }
+
+    def generate(self, groups: Sequence[PromptGroup], sampling: Sampling) -> Iterator[list[Completion]]:
+        """Generate all groups at once; each yield holds the completions of the groups that have just finished.
+
+        Raises:
+            UserError: a prompt and its completion are longer than the engine allows, or the temperature is lower than
+                vLLM can sample at.
+        """
+        assert self._complete, "update() comes before generate(), also after rest()"
+        assert not sampling.report_experts, "a dense model chooses no experts"
+        self._check_requests(groups, sampling)
+        requests = {self._submit(group, i, sampling): (group, i) for group in groups for i in range(len(group.seeds))}
+        open_: dict[int, list[Completion]] = {group.group: [] for group in groups}
+        try:
+            while requests:
+                finished = []
+                for output in self._llm.step():
+                    assert isinstance(output, RequestOutput)
+                    group, i = requests.pop(output.request_id)
+                    completions = open_[group.group]
+                    completions.append(_completion(output, group, i))
+                    if len(completions) == len(group.seeds):
+                        finished += open_.pop(group.group)
+                if finished:
+                    yield finished
+        finally:
+            if requests:
+                self._llm.abort_request(list(requests))
+
+    def rest(self) -> None:
+        """Where the options say sleep, give the memory of weights and cache back until the next update."""
+        if self._sleeps and not self._asleep:
+            self._llm.sleep(level=2)
+            self._asleep, self._complete = True, False
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of the engine's tensors on the device (`allocated`), and bytes free on it (`free`)."""
+        used: dict[str, int] = self._call("policy_memory")
+        return used
+
+    def close(self) -> None:
+        """End the engine core's process."""
+        self._llm.engine_core.shutdown(timeout=_SHUTDOWN_SECONDS)
+        self._folder.cleanup()
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        """A method of `PolicyWorker`, on the one worker there is."""
+        (result,) = self._llm.collective_rpc(method, args=arguments)
+        return result
+
+    def _check_scales(self, scales: PolicyScales, version: int) -> None:
+        if scales.version != version:
+            raise ValueError(f"scales of policy {scales.version} sent with weights of policy {version}")
+        if self._has_fp8_cache() and len(scales.layers) != self._arch.num_layers:
+            raise ValueError(f"{len(scales.layers)} layers have scales, the model has {self._arch.num_layers}")
+
+    def _has_fp8_cache(self) -> bool:
+        return self._contract.rollout.kv_cache == "fp8"
+
+    def _read_back(self, scales: PolicyScales) -> SyncReport:
+        held = self._call("policy_read_back", self._slots)
+        # Without an FP8 cache vLLM has no use for scales, and none are written.
+        layers = _written(held["scales"]) if self._has_fp8_cache() else scales.layers
+        return SyncReport(held["version"], self._digest(held), PolicyScales(scales.version, layers))
+
+    def _digest(self, held: Mapping[str, Any]) -> str:
+        fingerprints = held["fingerprints"]
+        return digest_of({n: (self._sent[n].dtype, self._sent[n].shape, f) for n, f in fingerprints.items()})
+
+    def _check_requests(self, groups: Sequence[PromptGroup], sampling: Sampling) -> None:
+        if 0 < sampling.temperature < _LOWEST_TEMPERATURE:
+            raise UserError(
+                f"rollout.temperature={sampling.temperature}: vLLM samples at {_LOWEST_TEMPERATURE} or above"
+            )
+        for group in groups:
+            length = len(group.prompt) + sampling.max_new_tokens
+            if length > self._longest:
+                raise UserError(
+                    f"prompt {group.prompt_id}: {len(group.prompt)} tokens and rollout.max_new_tokens="
+                    f"{sampling.max_new_tokens} are {length}, rollout.vllm.max_model_len is {self._longest}"
+                )
+
+    def _submit(self, group: PromptGroup, i: int, sampling: Sampling) -> str:
+        self._requests += 1
+        name = f"{self._requests}"
+        parameters = SamplingParams(
+            temperature=sampling.temperature,
+            max_tokens=sampling.max_new_tokens,
+            # 63 bits of it: to vLLM -1 means no seed.
+            seed=group.seeds[i] & _SEED_BITS,
+            stop_token_ids=sorted(sampling.stop_ids),
+            ignore_eos=True,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        self._llm.add_request(name, tokens_input(list(group.prompt)), parameters)
+        return name
+
+
+def _check_environment(required: Mapping[str, str]) -> None:
+    for name, value in required.items():
+        if int(getattr(vllm.envs, name)) != int(value):
+            raise UserError(f"{name} must be {value} before vLLM is imported, it is {getattr(vllm.envs, name)}")
+
+
+def _fields(slot: Slot) -> list[Any]:
+    return [slot.parameter, slot.start, slot.stop]
+
+
+def _written(held: Sequence[Sequence[float]]) -> tuple[LayerScales, ...]:
+    for layer, values in enumerate(held):
+        for name, value in zip("qkv", values, strict=True):
+            if math.isnan(value):
+                raise UpdateError(f"layer {layer}: its scale of {name} was never written, or not everywhere")
+    return tuple(LayerScales(*values) for values in held)
+
+
+def _by_layer_type(linears: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+    """Kernel by type of linear (`qkv_proj`, ...); every kernel that occurs, where they differ."""
+    kernels: dict[str, dict[str, None]] = {}
+    for name, linear in linears.items():
+        kernels.setdefault(name.rpartition(".")[2], {})[linear["kernel"]] = None
+    return {kind: "+".join(names) for kind, names in kernels.items()}
+
+
+def _completion(output: RequestOutput, group: PromptGroup, i: int) -> Completion:
+    (done,) = output.outputs
+    tokens, logprobs = list(done.token_ids), done.logprobs
+    assert isinstance(logprobs, FlatLogprobs), "flat log-probs were asked for"
+    assert logprobs.token_ids == tokens, "the log-probs are not those of the tokens"
+    assert done.finish_reason in ("stop", "length"), f"vLLM ended a request with {done.finish_reason}"
+    finish: Literal["stop", "length"] = "stop" if done.finish_reason == "stop" else "length"
+    return Completion(group.group, group.samples[i], tokens, list(logprobs.logprobs), finish)

@@ -1,0 +1,103 @@
+"""The only place that touches what vLLM does not publish: scales of attention, kernels, the KV cache.
+
+`probe` looks for all of it when an engine starts, so that a version that moved something is refused by name instead of
+generating with scales nobody set. Attributes are read and tensors are filled; no method is replaced.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# Scale -> its buffer on the device, and the mirrors on the host that some attention kernels read instead; vLLM 0.24 has
+# no tensors among them.
+_BUFFERS = {"q": "_q_scale", "k": "_k_scale", "v": "_v_scale"}
+_FLOATS = {"q": "_q_scale_float", "k": "_k_scale_float", "v": "_v_scale_float"}
+_MIRRORS = {"q": "_q_scale_cpu", "k": "_k_scale_cpu", "v": "_v_scale_cpu"}
+_ATTENTION = (*_BUFFERS.values(), *_FLOATS.values(), "kv_cache_dtype", "attn_backend", "impl")
+
+
+def probe(model: nn.Module) -> list[str]:
+    """What this vLLM lacks of all that this module uses; nothing when it can be worked with."""
+    layers = list(_attention_layers(model))
+    missing = [
+        f"{name}.{attribute}" for name, layer in layers for attribute in _ATTENTION if not hasattr(layer, attribute)
+    ]
+    if not layers:
+        missing.append("attention layers with attn_backend")
+    return missing
+
+
+def _attention_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Attention layers by name, in the order of the decoder."""
+    for name, module in model.named_modules():
+        if hasattr(module, "attn_backend") and hasattr(module, "impl"):
+            yield name, module
+
+
+def write_scales(model: nn.Module, scales: list[list[float]]) -> None:
+    """Set the scales of Q, K and V of every layer, in place: captured graphs read the same buffers."""
+    for (_, layer), values in zip(_attention_layers(model), scales, strict=True):
+        for name, value in zip("qkv", values, strict=True):
+            getattr(layer, _BUFFERS[name]).fill_(value)
+            setattr(layer, _FLOATS[name], value)
+            if hasattr(layer, _MIRRORS[name]):
+                getattr(layer, _MIRRORS[name]).fill_(value)
+
+
+def read_scales(model: nn.Module) -> list[list[float]]:
+    """Scales of Q, K and V of every layer, from the device; NaN where a mirror on the host says otherwise."""
+    places = [(layer, name) for _, layer in _attention_layers(model) for name in "qkv"]
+    values = torch.stack([getattr(layer, _BUFFERS[name]) for layer, name in places]).tolist()
+    held = [_confirmed(layer, name, value) for (layer, name), value in zip(places, values, strict=True)]
+    return [held[i : i + 3] for i in range(0, len(held), 3)]
+
+
+def _confirmed(layer: nn.Module, name: str, value: float) -> float:
+    mirrors = [float(getattr(layer, _FLOATS[name]))]
+    if hasattr(layer, _MIRRORS[name]):
+        mirrors.append(float(getattr(layer, _MIRRORS[name])))
+    return value if all(mirror == value for mirror in mirrors) else torch.nan
+
+
+def cache_tensors(runner: Any) -> list[Tensor]:
+    """The KV cache of every layer."""
+    caches: list[Tensor] = runner.kv_caches
+    return caches
+
+
+def describe_attention(model: nn.Module) -> list[dict[str, Any]]:
+    """Backend, its version (of FlashAttention, else None) and cache format of every layer."""
+    return [
+        {
+            "backend": layer.attn_backend.get_name(),  # type: ignore[union-attr, operator]
+            "version": getattr(layer.impl, "vllm_flash_attn_version", None),
+            "cache": layer.kv_cache_dtype,
+        }
+        for _, layer in _attention_layers(model)
+    ]
+
+
+def describe_linears(model: nn.Module) -> dict[str, dict[str, str]]:
+    """Kernel and weight type of every linear of the decoder layers, by name."""
+    linears = {}
+    for name, module in model.named_modules():
+        method, weight = getattr(module, "quant_method", None), getattr(module, "weight", None)
+        if name.endswith("_proj") and method is not None and weight is not None:
+            kernel = getattr(method, "fp8_linear", method)
+            linears[name] = {"kernel": type(kernel).__name__, "dtype": str(weight.dtype).removeprefix("torch.")}
+    return linears
+
+
+def head_dtype(model: nn.Module) -> str:
+    """Type of the logits; vLLM 0.24, which cannot choose it, has that of the model."""
+    found = next((m.head_dtype for m in model.modules() if hasattr(m, "head_dtype")), torch.bfloat16)
+    return str(found).removeprefix("torch.")
+
+
+def power_of_two_activations(model: nn.Module) -> bool:
+    """Whether every FP8 linear quantises its input with power-of-two scales; false where there is no FP8 linear."""
+    methods = [getattr(module, "quant_method", None) for module in model.modules()]
+    kernels = [kernel for method in methods if (kernel := getattr(method, "fp8_linear", None)) is not None]
+    return bool(kernels) and all(kernel.quant_fp8.use_ue8m0 for kernel in kernels)

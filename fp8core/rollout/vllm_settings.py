@@ -1,0 +1,232 @@
+"""From a precision contract to the settings of a vLLM engine: its environment, its arguments, its config.json.
+
+Everything that decides a bit is pinned here (facts about vLLM 0.24 to 0.26 on Hopper):
+
+- Block-FP8 linears run DeepGEMM at every batch size; left alone, vLLM takes another kernel below 32 rows.
+- DeepGEMM's activation quantiser follows VLLM_USE_DEEP_GEMM_E8M0: powers of two, or FP32.
+- The passes that fuse quantisation into norm and activation know FP32 scales only, and quantise what was never rounded
+  to BF16. They are off for both rules.
+- FP8 attention is FlashAttention 3: Q, K, V and P in E4M3, scales read from device buffers, so that they can change
+  under CUDA graphs.
+- Log-probs are those of the tempered distribution, which is what is sampled from: nothing truncates it.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fp8core.config.precision import PrecisionContract
+from fp8core.config.vllm import VllmConfig
+from fp8core.errors import UserError
+from fp8core.models.architecture import Architecture, parameter_shapes
+from fp8core.models.formats import rollout_formats
+from fp8core.models.hf_config import architecture_to_hf
+from fp8core.models.quantised_checkpoint import block_fp8_section
+from fp8core.models.weights import is_linear
+from fp8core.numerics.e4m3 import TILE
+from fp8core.rollout.vllm_versions import VllmBuild
+
+WORKER = "fp8core.rollout.vllm_worker.PolicyWorker"
+KEPT = "fp8_grpo_kept"
+
+# vLLM quantises in these passes; what they fuse is another arithmetic than the contract's.
+FUSIONS = ("fuse_norm_quant", "fuse_act_quant", "fuse_attn_quant", "enable_qk_norm_rope_fusion")
+# A GiB of cache holds all that a test or a laptop generates.
+_CPU_CACHE_GIB = 1.0
+_CPU_BLOCK = 32
+_CPU_BATCHED_TOKENS = 2048
+
+
+def check_contract_fits(contract: PrecisionContract, options: VllmConfig, build: VllmBuild) -> None:
+    """Refuse what this build of vLLM cannot do.
+
+    Raises:
+        UserError: naming the setting, the build and what to do.
+    """
+    where = f"{build.distribution} {build.version} on a {'GPU' if build.platform == 'cuda' else 'CPU'}"
+    if contract.rollout.linear == "fp32":
+        raise UserError(f"precision.rollout.linear=fp32: {where} computes in BF16 or FP8; set it to bf16 or fp8_block")
+    if build.platform == "cuda":
+        return
+    for setting, value in (("linear", contract.rollout.linear), ("kv_cache", contract.rollout.kv_cache)):
+        if value != "bf16":
+            raise UserError(
+                f"precision.rollout.{setting}={value}: {where} has no FP8 path that computes what the contract says; "
+                "set it to bf16, or rollout.engine to embedded"
+            )
+    for name, set_ in (("sleep", options.sleep), ("batch_invariant", options.batch_invariant)):
+        if set_:
+            raise UserError(f"rollout.vllm.{name}: {where} does not have it; set it to false")
+
+
+def check_architecture_fits(arch: Architecture, contract: PrecisionContract) -> None:
+    """Refuse a model that this engine cannot hold.
+
+    Raises:
+        UserError: naming what the model has.
+    """
+    if arch.experts is not None:
+        raise UserError("rollout.engine=vllm: the model is a mixture of experts, which this engine does not load yet")
+    formats = rollout_formats(contract, arch.num_layers).stored_names()
+    for name, shape in parameter_shapes(arch).items():
+        if formats.of(name) == "fp8_block" and any(size % TILE for size in shape):
+            raise UserError(
+                f"precision.rollout.linear=fp8_block: {name} is {list(shape)}; vLLM fuses linears, so "
+                f"both sides of each must be multiples of {TILE}"
+            )
+
+
+def required_environment(contract: PrecisionContract, options: VllmConfig, build: VllmBuild) -> dict[str, str]:
+    """Variables that decide what vLLM computes; they must be set before it is imported."""
+    required = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_BATCH_INVARIANT": str(int(options.batch_invariant))}
+    if build.platform == "cuda":
+        required |= {
+            "VLLM_USE_DEEP_GEMM": "1",
+            "VLLM_USE_DEEP_GEMM_E8M0": str(int(contract.scale_rule == "pow2")),
+            "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0",
+            "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        }
+    return required
+
+
+def suggested_environment(threads: int, build: VllmBuild) -> dict[str, str]:
+    """Variables that decide speed and talkativeness; what a user has set stays."""
+    suggested = {
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }
+    if build.platform == "cpu":
+        suggested |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
+    return suggested
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What one engine is started for.
+
+    Attributes:
+        model: folder of a config.json (`model_config`); weights come by the first update.
+        longest: tokens of the longest prompt with its completion.
+        max_batch: sequences decoded together.
+        worker: qualified name of the class mixed into vLLM's worker.
+    """
+
+    model: str
+    longest: int
+    max_batch: int
+    worker: str
+
+
+def engine_arguments(
+    contract: PrecisionContract, options: VllmConfig, build: VllmBuild, launch: Launch
+) -> dict[str, Any]:
+    """Arguments of `vllm.EngineArgs` for formats, settings of speed and memory, and the vLLM that is installed."""
+    arguments: dict[str, Any] = {
+        "model": launch.model,
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+        "load_format": "dummy",
+        "dtype": "bfloat16",
+        "seed": 0,
+        "max_num_seqs": launch.max_batch,
+        "max_model_len": launch.longest,
+        "gpu_memory_utilization": options.gpu_memory_utilization,
+        "kv_cache_memory_bytes": _cache_bytes(options.kv_cache_gib),
+        "block_size": options.block_size,
+        "enable_prefix_caching": True,
+        "enforce_eager": not options.graphs,
+        "enable_sleep_mode": options.sleep,
+        "logprobs_mode": "processed_logprobs",
+        "disable_log_stats": True,
+        "worker_extension_cls": launch.worker,
+        "kv_cache_dtype": "fp8" if contract.rollout.kv_cache == "fp8" else "auto",
+    }
+    if contract.rollout.head == "fp32":
+        arguments["hf_overrides"] = {"head_dtype": "float32"}
+    return arguments | (_cuda_arguments(contract) if build.platform == "cuda" else _cpu_arguments(options, launch))
+
+
+def _cuda_arguments(contract: PrecisionContract) -> dict[str, Any]:
+    arguments: dict[str, Any] = {
+        "attention_config": {"backend": "FLASH_ATTN", "flash_attn_version": 3},
+        "compilation_config": {"custom_ops": ["+quant_fp8"], "pass_config": dict.fromkeys(FUSIONS, False)},
+    }
+    if contract.rollout.linear == "fp8_block":
+        arguments["linear_backend"] = "deep_gemm"
+    return arguments
+
+
+def _cpu_arguments(options: VllmConfig, launch: Launch) -> dict[str, Any]:
+    return {
+        # vLLM takes back what a seeded request drew at the end of a part of its prompt, which CPU generators cannot do.
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(_CPU_BATCHED_TOKENS, launch.longest),
+        "quantization": KEPT,
+        "kv_cache_memory_bytes": _cache_bytes(options.kv_cache_gib or _CPU_CACHE_GIB),
+        "block_size": options.block_size or _CPU_BLOCK,
+    }
+
+
+def _cache_bytes(gib: float | None) -> int | None:
+    return None if gib is None else int(gib * (1 << 30))
+
+
+def model_config(arch: Architecture, contract: PrecisionContract) -> dict[str, Any]:
+    """The config.json of a policy under the contract, without tokens: the engine is told where completions end."""
+    config = architecture_to_hf(arch, bos_id=None, eos_ids=[0], pad_id=None, dtype="bfloat16")
+    if contract.rollout.linear == "fp8_block":
+        config["quantization_config"] = block_fp8_section(_kept_modules(arch, contract))
+    return config
+
+
+def _kept_modules(arch: Architecture, contract: PrecisionContract) -> Iterable[str]:
+    """Modules with a matrix that is not block FP8."""
+    formats = rollout_formats(contract, arch.num_layers).stored_names()
+    kept = [n for n, shape in parameter_shapes(arch).items() if len(shape) == 2 and formats.of(n) != "fp8_block"]
+    return ["lm_head", *(name.removesuffix(".weight") for name in kept if is_linear(name))]
+
+
+def executed_formats(described: Mapping[str, Any], contract: PrecisionContract, num_layers: int) -> dict[str, object]:
+    """What runs, in the words of the contract, from what the worker reports of itself (`PolicyWorker`).
+
+    Returns:
+        `linear` and `attention` (by layer, and for all), `head` and `scale_rule`. Where a part is not what any
+        contract means, its name says what it is.
+    """
+    linears = [_linear_name(described["linears"], i) for i in range(num_layers)]
+    rule = _scale_rule(described) if "fp8_block" in linears else contract.scale_rule
+    return {
+        "linear": linears,
+        "attention": "+".join(dict.fromkeys(_attention_name(layer) for layer in described["attention"])),
+        "head": {"float32": "fp32", "bfloat16": "bf16"}.get(described["head"], described["head"]),
+        "scale_rule": rule,
+    }
+
+
+def _linear_name(linears: Mapping[str, Mapping[str, str]], layer: int) -> str:
+    prefix = f"model.layers.{layer}."
+    kinds = [linear for name, linear in linears.items() if name.startswith(prefix)]
+    return "+".join(dict.fromkeys(_kind(linear) for linear in kinds))
+
+
+def _kind(linear: Mapping[str, str]) -> str:
+    if linear["dtype"] == "bfloat16":
+        return "bf16"
+    if linear["dtype"] == "float8_e4m3fn" and linear["kernel"] == "DeepGemmFp8BlockScaledMMKernel":
+        return "fp8_block"
+    return f"{linear['dtype']} by {linear['kernel']}"
+
+
+def _attention_name(layer: Mapping[str, Any]) -> str:
+    if layer["cache"] in ("auto", "bfloat16"):
+        return "bf16"
+    if layer["cache"] in ("fp8", "fp8_e4m3") and layer["backend"] == "FLASH_ATTN" and layer["version"] == 3:
+        return "fp8"
+    return f"{layer['cache']} by {layer['backend']} {layer['version']}"
+
+
+def _scale_rule(described: Mapping[str, Any]) -> str:
+    fused = [name for name in FUSIONS if described["passes"].get(name)]
+    rule = "pow2" if described["power_of_two_activations"] else "fp32"
+    return "+".join([rule, *fused])

@@ -1,0 +1,88 @@
+"""Tensors from the process that trains to the process that generates, on one machine.
+
+Tensors on a GPU are lent: a CUDA IPC handle for each storage, and every tensor as a view of one, so nothing is copied
+before the engine writes it into its own parameters. Tensors on a CPU go through a safetensors file. What travels in
+the call itself is made of numbers, strings and bytes, which vLLM sends without pickle.
+"""
+
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
+
+from fp8core.rollout.vllm_layout import TensorSpec
+
+Parcel = dict[str, Any]
+# Fields of torch's rebuild function that cannot travel as they are, and the place of the device among them.
+_TENSOR_CLASS, _STORAGE_CLASS, _DTYPE, _DEVICE = 0, 4, 5, 6
+
+
+@contextmanager
+def parcel(tensors: Mapping[str, Tensor]) -> Iterator[Parcel]:
+    """Tensors in a form that `unpack` opens in another process, while the block lasts."""
+    if all(tensor.is_cuda for tensor in tensors.values()):
+        yield _lent(tensors)
+        torch.cuda.ipc_collect()
+        return
+    with tempfile.TemporaryDirectory(prefix="fp8-grpo-") as folder:
+        path = Path(folder) / "policy.safetensors"
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
+        yield {"file": str(path)}
+
+
+def unpack(received: Parcel, device: torch.device) -> dict[str, Tensor]:
+    """The tensors of a parcel, by name; those that are lent live no longer than the sender's block."""
+    if "file" in received:
+        return load_file(received["file"], device=str(device))
+    storages = [_open_storage(fields, device) for fields in received["storages"]]
+    return {name: _view(storages[place[0]], *place[1:]) for name, place in received["tensors"].items()}
+
+
+def _lent(tensors: Mapping[str, Tensor]) -> Parcel:
+    index: dict[int, int] = {}
+    storages: list[list[Any]] = []
+    places: dict[str, list[Any]] = {}
+    for name, tensor in tensors.items():
+        assert tensor.is_contiguous(), f"{name} is not contiguous"
+        storage = tensor.detach().untyped_storage()
+        if storage.data_ptr() not in index:
+            index[storage.data_ptr()] = len(storages)
+            storages.append(_handle(tensor))
+        spec = TensorSpec.of(tensor)
+        offset = tensor.storage_offset() * tensor.element_size()
+        places[name] = [index[storage.data_ptr()], spec.dtype, list(spec.shape), offset]
+    return {"storages": storages, "tensors": places}
+
+
+def _handle(tensor: Tensor) -> list[Any]:
+    """IPC fields of the whole storage of a tensor, as bytes."""
+    storage = tensor.detach().untyped_storage()
+    whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
+    _, fields = reduce_tensor(whole)
+    sent = list(fields)
+    for place in (_TENSOR_CLASS, _STORAGE_CLASS, _DTYPE):
+        sent[place] = None
+    return [list(field) if isinstance(field, tuple) else field for field in sent]
+
+
+def _open_storage(fields: list[Any], device: torch.device) -> Tensor:
+    """uint8 [bytes], the sender's memory."""
+    opened = [tuple(field) if isinstance(field, list) else field for field in fields]
+    opened[_TENSOR_CLASS], opened[_STORAGE_CLASS], opened[_DTYPE] = Tensor, torch.storage.TypedStorage, torch.uint8
+    # The same GPU may have another number in the process that trains.
+    opened[_DEVICE] = device.index
+    whole: Tensor = rebuild_cuda_tensor(*opened)
+    return whole
+
+
+def _view(storage: Tensor, dtype: str, shape: list[int], offset: int) -> Tensor:
+    form: torch.dtype = getattr(torch, dtype)
+    size = prod(shape) * form.itemsize
+    return storage[offset : offset + size].view(form).view(shape)

@@ -1,0 +1,39 @@
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+from fp8core.rollout.engine import Completion
+
+
+@pytest.fixture(scope="module")
+def cases():
+    """benchmarks/vllm_hopper_cases.py; nothing in it needs vLLM before an engine is started."""
+    path = Path(__file__).parents[2] / "benchmarks" / "vllm_hopper_cases.py"
+    spec = importlib.util.spec_from_file_location("vllm_hopper_cases", path)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _completion(tokens, logprobs):
+    return Completion(0, 0, tokens, logprobs, "length")
+
+
+def test_log_probs_are_compared_up_to_the_first_other_token(cases):
+    alone = _completion([5, 6, 7, 8], [-1.0, -2.0, -3.0, -4.0])
+    row = cases.compared(alone, _completion([5, 6, 9, 8], [-1.0, -2.5, -9.0, -9.0]), "beside others", True)
+    assert (row["tokens"], row["equal_tokens"], row["equal_logprobs"]) == (4, 2, 1)
+    assert row["largest_difference"] == 0.5
+    equal = cases.compared(alone, alone, "alone", False)
+    assert (equal["equal_tokens"], equal["equal_logprobs"], equal["largest_difference"]) == (4, 4, 0.0)
+
+
+def test_contracts_differ_in_what_their_names_say(cases):
+    found = {name: cases.contract(name).rollout for name in ("bf16", "fp8_linear", "fp8_linear_kv")}
+    assert [(side.linear, side.kv_cache) for side in found.values()] == [
+        ("bf16", "bf16"),
+        ("fp8_block", "bf16"),
+        ("fp8_block", "fp8"),
+    ]

@@ -1,0 +1,116 @@
+"""Where shipped tensors lie in vLLM's parameters."""
+
+import pytest
+
+from fp8core.models.architecture import parameter_shapes
+from fp8core.models.weights import SCALE_SUFFIX
+from fp8core.rollout.vllm_layout import Slot, TensorSpec, UpdateError, check_fit, find_slots
+
+LAYER = "model.layers.0"
+
+
+@pytest.fixture
+def shipped(architecture):
+    """A decoder in block FP8: 512, 256 and 256 rows of q, k and v; 384 of gate and of up."""
+    arch = architecture(
+        hidden_size=256, intermediate_size=384, num_heads=4, num_kv_heads=2, head_dim=128, num_layers=1, vocab_size=200
+    )
+    specs = {}
+    for name, shape in parameter_shapes(arch).items():
+        quantised = name.endswith("_proj.weight")
+        specs[name] = TensorSpec("float8_e4m3fn" if quantised else "bfloat16", shape)
+        if quantised:
+            specs[name + SCALE_SUFFIX] = TensorSpec("float32", (shape[0] // 128, shape[1] // 128))
+    return specs
+
+
+@pytest.fixture
+def parameters(shipped):
+    """The same as vLLM holds it."""
+    fused = {
+        name: spec
+        for name, spec in shipped.items()
+        if not any(f"{part}_proj" in name for part in "qkv")
+        if "gate_proj" not in name and "up_proj" not in name
+    }
+    fused[f"{LAYER}.self_attn.qkv_proj.weight"] = TensorSpec("float8_e4m3fn", (1024, 256))
+    fused[f"{LAYER}.self_attn.qkv_proj.weight_scale_inv"] = TensorSpec("float32", (8, 2))
+    fused[f"{LAYER}.mlp.gate_up_proj.weight"] = TensorSpec("float8_e4m3fn", (768, 256))
+    fused[f"{LAYER}.mlp.gate_up_proj.weight_scale_inv"] = TensorSpec("float32", (6, 2))
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        fused[name] = TensorSpec("bfloat16", (256, 256))
+    return fused
+
+
+def test_parts_lie_below_one_another(shipped):
+    slots = find_slots(shipped)
+    attention, mlp = f"{LAYER}.self_attn", f"{LAYER}.mlp"
+    assert slots[f"{attention}.q_proj.weight"] == Slot(f"{attention}.qkv_proj.weight", 0, 512)
+    assert slots[f"{attention}.k_proj.weight"] == Slot(f"{attention}.qkv_proj.weight", 512, 768)
+    assert slots[f"{attention}.v_proj.weight"] == Slot(f"{attention}.qkv_proj.weight", 768, 1024)
+    assert slots[f"{mlp}.up_proj.weight"] == Slot(f"{mlp}.gate_up_proj.weight", 384, 768)
+
+
+def test_scales_are_laid_out_as_their_codes(shipped):
+    slots = find_slots(shipped)
+    scales = f"{LAYER}.self_attn.qkv_proj.weight_scale_inv"
+    assert slots[f"{LAYER}.self_attn.v_proj.weight_scale_inv"] == Slot(scales, 6, 8)
+    assert slots[f"{LAYER}.self_attn.k_proj.weight_scale_inv"] == Slot(scales, 4, 6)
+
+
+def test_everything_else_keeps_its_name(shipped):
+    for name in ("model.norm.weight", f"{LAYER}.self_attn.q_norm.weight", f"{LAYER}.mlp.down_proj.weight_scale_inv"):
+        assert find_slots(shipped)[name] == Slot(name, 0, shipped[name].shape[0])
+
+
+def test_a_whole_policy_fits(shipped, parameters):
+    check_fit(shipped, find_slots(shipped), parameters)
+
+
+def _refused(shipped, parameters, complaint):
+    with pytest.raises(UpdateError, match=complaint):
+        check_fit(shipped, find_slots(shipped), parameters)
+
+
+@pytest.mark.parametrize(
+    ("missing", "complaint"),
+    [
+        (f"{LAYER}.self_attn.q_proj.weight", "self_attn.q_proj.weight is missing, .*k_proj.weight was sent"),
+        (f"{LAYER}.self_attn.v_proj.weight", r"qkv_proj.weight: 768 of its 1024 rows were sent"),
+        (f"{LAYER}.mlp.down_proj.weight_scale_inv", "down_proj.weight_scale_inv: 0 of its 2 rows were sent"),
+        ("lm_head.weight", "lm_head.weight: 0 of its 256 rows were sent"),
+    ],
+)
+def test_a_missing_tensor_is_named(shipped, parameters, missing, complaint):
+    del shipped[missing]
+    _refused(shipped, parameters, complaint)
+
+
+def test_another_type_is_refused(shipped, parameters):
+    shipped["model.norm.weight"] = TensorSpec("float32", (256,))
+    _refused(shipped, parameters, r"model.norm.weight: float32 \[256\] was sent for rows from 0")
+
+
+def test_another_width_is_refused(shipped, parameters):
+    shipped[f"{LAYER}.self_attn.o_proj.weight"] = TensorSpec("float8_e4m3fn", (256, 256))
+    _refused(shipped, parameters, r"o_proj.weight: float8_e4m3fn \[256, 256\] was sent")
+
+
+def test_more_rows_than_there_are_are_refused(shipped, parameters):
+    shipped[f"{LAYER}.self_attn.v_proj.weight"] = TensorSpec("float8_e4m3fn", (384, 256))
+    _refused(shipped, parameters, r"v_proj.weight: .*rows from 768 of .*qkv_proj.weight")
+
+
+def test_a_tensor_that_vllm_does_not_know_is_refused(shipped, parameters):
+    shipped["model.layers.0.self_attn.o_proj.bias"] = TensorSpec("bfloat16", (256,))
+    _refused(shipped, parameters, "o_proj.bias: the engine has no parameter")
+
+
+@pytest.mark.parametrize(("rows", "fits"), [(192, True), (256, False), (200, False)])
+def test_only_the_padding_of_a_vocabulary_may_stay_empty(shipped, parameters, rows, fits):
+    parameters["model.embed_tokens.weight"] = TensorSpec("bfloat16", (rows, 256))
+    shipped["model.embed_tokens.weight"] = TensorSpec("bfloat16", (150, 256))
+    if fits:
+        check_fit(shipped, find_slots(shipped), parameters)
+    else:
+        _refused(shipped, parameters, f"embed_tokens.weight: 150 of its {rows} rows were sent")

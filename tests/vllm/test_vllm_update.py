@@ -1,0 +1,111 @@
+"""Weights in place: what vLLM holds is what was sent, generation follows it, and every fault shows."""
+
+import pytest
+import torch
+from conftest import CONTRACT, MEAN_ERROR, ON_GPU, build_groups, collect
+
+from fp8core.numerics.fingerprint import policy_digest
+from fp8core.rollout.engine import PolicyScales, Sampling
+from fp8core.rollout.vllm_layout import UpdateError
+from tasks.sync import SyncError, check_formats, check_report
+
+pytestmark = pytest.mark.vllm
+SAMPLING = Sampling(1.0, 12, frozenset({3}))
+
+
+def _error(policy, groups, found):
+    reported = torch.tensor([logprob for completion in found for logprob in completion.logprobs])
+    return float((reported - torch.cat(policy.logprobs(groups, found, 1.0))).abs().mean())
+
+
+def test_generation_follows_every_update(engine, policies):
+    groups = build_groups(4, 4)
+    for policy in (policies[1], policies[0], policies[1]):
+        report = engine.update(policy.tensors, policy.scales, policy.version)
+        check_report(report, policy_digest(policy.tensors), policy.scales, policy.version)
+        assert engine.fingerprint() == policy_digest(policy.tensors)
+        found = collect(engine, groups, SAMPLING)
+        other = policies[1 - policy.version]
+        assert _error(policy, groups, found) < MEAN_ERROR < 1 < _error(other, groups, found)
+
+
+def test_parameters_stay_where_they_are(engine, policies):
+    before = engine._call("policy_addresses")
+    engine.update(policies[1].tensors, policies[1].scales, 1)
+    assert engine._call("policy_addresses") == before
+
+
+def test_the_engine_runs_what_the_contract_says(engine, policies):
+    described = engine.describe()
+    check_formats(described, CONTRACT)
+    sent = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in policies[0].tensors.items()}
+    assert described["dtypes"] == sent
+    kernel = "DeepGemmFp8BlockScaledMMKernel" if ON_GPU else "KeptLinear"
+    assert described["kernels"] == dict.fromkeys(("qkv_proj", "o_proj", "gate_up_proj", "down_proj"), kernel)
+    assert described["scales"] == ([vars(layer) for layer in policies[0].scales.layers] if ON_GPU else [])
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda t: t.pop("model.layers.1.self_attn.k_proj.weight"), "k_proj.weight is missing"),
+        (lambda t: t.pop("model.layers.0.mlp.down_proj.weight"), r"down_proj.weight: 0 of its \d+ rows were sent"),
+        (lambda t: t.update({"model.layers.2.mlp.down_proj.weight": t["model.norm.weight"]}), "has no parameter"),
+        (lambda t: t.update({"lm_head.weight": t["lm_head.weight"].float()}), r"float32 \[200, \d+\] was sent"),
+        (lambda t: t.update({"model.norm.weight": t["model.norm.weight"][:64].clone()}), r"64 of its \d+ rows"),
+    ],
+)
+def test_tensors_that_do_not_fit_change_nothing(engine, policies, change, complaint):
+    tensors = policies[1].tensors
+    change(tensors)
+    with pytest.raises(UpdateError, match=complaint):
+        engine.update(tensors, policies[1].scales, 1)
+    groups = build_groups(2, 2)
+    assert _error(policies[0], groups, collect(engine, groups, SAMPLING)) < MEAN_ERROR
+    assert engine.fingerprint() == policy_digest(policies[0].tensors)
+
+
+@pytest.mark.parametrize(
+    "fault", ["skipped_tensor", "stale_layer", "swapped_tiles", "swapped_parts", "flipped_bit", "wrong_version"]
+)
+def test_a_fault_in_the_worker_is_caught(engine, policies, fault):
+    policy = policies[1]
+    engine._call("policy_commit_fault", fault)
+    try:
+        report = engine.update(policy.tensors, policy.scales, 1)
+        with pytest.raises(SyncError, match=r"policy 1.*(was|were) sent"):
+            check_report(report, policy_digest(policy.tensors), policy.scales, 1)
+    finally:
+        engine._call("policy_commit_fault", "")
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs an FP8 cache")
+def test_a_wrong_scale_is_caught(engine, policies):
+    policy = policies[1]
+    engine._call("policy_commit_fault", "wrong_scale")
+    try:
+        report = engine.update(policy.tensors, policy.scales, 1)
+        with pytest.raises(SyncError, match=r"policy 1, layer 1: scales .* were sent, .* were read back"):
+            check_report(report, policy_digest(policy.tensors), policy.scales, 1)
+    finally:
+        engine._call("policy_commit_fault", "")
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs an FP8 cache")
+def test_a_scale_that_was_never_written_is_caught(engine, policies):
+    engine._call("policy_commit_fault", "unwritten_scale")
+    try:
+        with pytest.raises(UpdateError, match="layer 1: its scale of k was never written"):
+            engine.update(policies[1].tensors, policies[1].scales, 1)
+    finally:
+        engine._call("policy_commit_fault", "")
+
+
+def test_scales_of_another_policy_are_refused(engine, policies):
+    with pytest.raises(ValueError, match="scales of policy 0 sent with weights of policy 1"):
+        engine.update(policies[1].tensors, PolicyScales(0, policies[0].scales.layers), 1)
+
+
+def test_this_vllm_has_the_scales_that_the_internals_set(engine):
+    scales = [[1.0, 2.0, 3.0], [0.5, 0.25, 0.125]]
+    assert engine._call("policy_scales", scales) == scales
