@@ -39,12 +39,15 @@ def collect(options: argparse.Namespace) -> int:
     from fp8core.store.lock import RunLock
     from fp8core.store.retention import plan_removal, remove
     from fp8core.store.run_directory import LOCK
+    from tasks.tracking_record import read_record
 
     folder = find_run(options.run)
     keep = reload_config(description_of(folder).config, options.overrides).artifacts.keep
     lock = RunLock.acquire(folder / LOCK)
     try:
-        removal = plan_removal(folder, keep, datetime.now(UTC).isoformat(timespec="seconds"))
+        tracked = read_record(folder)
+        published = None if tracked is None else tracked.published
+        removal = plan_removal(folder, keep, datetime.now(UTC).isoformat(timespec="seconds"), published)
         print(removal_text(keep, removal))
         if options.yes:
             remove(folder, removal.tombstones)

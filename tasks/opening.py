@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+
 import fp8core
 import tasks
 from fp8core.config.capability import check_contract
@@ -165,6 +167,7 @@ def open_run(config: RunConfig, plan: Plan, directory: RunDirectory, console: Co
         base=base.tensors,
     )
     register(run)
+    torch.set_num_threads(config.threads)
     try:
         yield run
     finally:

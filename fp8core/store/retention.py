@@ -60,8 +60,10 @@ def metric_values(ledger: LedgerView, store: ArtifactStore, metric: str) -> dict
     return {step: metrics[metric] for step, metrics in recorded if metric in metrics}
 
 
-def plan_removal(folder: Path, keep: KeepConfig | None, when: str) -> Removal:
+def plan_removal(folder: Path, keep: KeepConfig | None, when: str, published: int | None = None) -> Removal:
     """What goes from a run's folder; None keeps every step.
+
+    Steps after `published` stay whatever `keep` says: their tables are still to be shown elsewhere. None: all are.
 
     Raises:
         UserError: the ledger, a manifest or a metric that is needed cannot be read, or no step has the metric of
@@ -69,6 +71,7 @@ def plan_removal(folder: Path, keep: KeepConfig | None, when: str) -> Removal:
     """
     ledger, store = LedgerView.read(folder / LEDGER), ArtifactStore(folder)
     kept = set(ledger.steps()) if keep is None else _kept(folder, keep, ledger, store)
+    kept |= {step for step in ledger.steps() if published is not None and step > published}
     dropped = ledger.steps().keys() - kept
     going = {
         ref.digest: Tombstone(**ref.model_dump(), step=step, reason=_reason(step), when=when)

@@ -1,5 +1,6 @@
 """`fp8-grpo gc` on a real run, which goes on afterwards."""
 
+import json
 import os
 import shutil
 
@@ -108,3 +109,10 @@ def test_mistakes_are_one_line(copy, capsys, arguments, message):
     shown = capsys.readouterr().err
     assert message in shown
     assert len(shown.splitlines()) == 1
+
+
+def test_steps_that_mlflow_has_not_got_are_kept(copy, capsys):
+    tracking = copy / "tracking.json"
+    tracking.write_text(json.dumps({**json.loads(tracking.read_text()), "published": 2}))
+    assert main(["gc", str(copy), *NARROW]) == 0
+    assert capsys.readouterr().out.splitlines()[1:3] == ["steps kept:     0, 3-5", "steps dropped:  1-2"]
