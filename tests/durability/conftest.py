@@ -65,10 +65,14 @@ class Watch:
 
     note: Note = staticmethod(lambda **what: None)
 
+    def __init__(self) -> None:
+        self.durable: list[str] = []
+
     def before(self, what: str) -> None:
         """What is computed, its artifacts are stored; it does not count yet."""
 
     def after(self, what: str) -> None:
+        self.durable.append(what)
         self.note(durable=what)
 
     def die(self, where: str) -> None:
@@ -80,17 +84,27 @@ class Countdown(Watch):
     """SIGKILL right before, or right after, the n-th thing that becomes durable."""
 
     def __init__(self, before: int | None, after: int | None) -> None:
-        self._before, self._after, self._seen = before, after, 0
+        super().__init__()
+        self._before, self._after = before, after
 
     def before(self, what: str) -> None:
-        if self._seen + 1 == self._before:
+        if len(self.durable) + 1 == self._before:
             self.die(f"before {what}")
 
     def after(self, what: str) -> None:
         super().after(what)
-        self._seen += 1
-        if self._seen == self._after:
+        if len(self.durable) == self._after:
             self.die(f"after {what}")
+
+
+@dataclass(frozen=True)
+class Instant:
+    """Right before the n-th audit event of a name with an argument that matches, once something has become durable."""
+
+    event: str
+    pattern: str
+    count: int = 1
+    since: str | None = None
 
 
 class WatchedLedger(Ledger):
@@ -187,16 +201,17 @@ class Training:
         self.lives: list[Life] = []
         self.pid = 0
         self._scratch, self._landings = scratch, landings
+        self._finished: Groups = set()
 
     def live(self, *, seconds: float | None = None, **ways: Any) -> Life:
         """One life to its end; ways to die early: after so many seconds of work, or what `begin` takes."""
-        durable = self.durable_groups()
+        self._finished |= self.durable_groups()
         self.begin(**ways)
         if seconds is not None:
             self._wait_until_it_has_used(seconds)
             self.kill()
         life = self.end()
-        assert not life.asked & durable, "a finished group was generated again"
+        assert not life.asked & self._finished, "a finished group was generated again"
         if life.killed:
             self._landings[self._last_line()] += 1
         return life
@@ -207,7 +222,7 @@ class Training:
         before: int | None = None,
         after: int | None = None,
         watch: Watch | None = None,
-        audit: tuple[str, str, int] | None = None,
+        audit: Instant | None = None,
         arrange: Callable[[], None] = lambda: None,
     ) -> None:
         """Start a life.
@@ -216,7 +231,7 @@ class Training:
             before: it dies right before the n-th thing that becomes durable.
             after: it dies right after that.
             watch: it tells this watch instead.
-            audit: it dies right before the n-th audit event of a name with an argument that matches a pattern.
+            audit: it dies at this instant.
             arrange: it calls this first.
         """
         notes = os.open(self._notes, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -328,7 +343,7 @@ class Training:
     def _steps(self) -> range:
         return range(1, self.config.steps + 1)
 
-    def _child(self, notes: int, watch: Watch, audit: tuple[str, str, int] | None, arrange: Callable[[], None]) -> None:
+    def _child(self, notes: int, watch: Watch, audit: Instant | None, arrange: Callable[[], None]) -> None:
         """Never returns: a child of pytest must not go on with its tests."""
         status = 1
         try:
@@ -337,7 +352,7 @@ class Training:
             signal.alarm(LONGEST_LIFE_SECONDS)
             arrange()
             if audit is not None:
-                _die_at(watch, *audit)
+                _die_at(watch, audit)
             watch.note(weights=self.train(watch))
             status = 0
         except UserError as error:
@@ -369,18 +384,18 @@ def _place(line: dict[str, Any]) -> tuple[Any, ...]:
     return line["event"], line["step"], line.get("task"), line.get("outputs"), line.get("weights_digest")
 
 
-def _die_at(watch: Watch, event: str, pattern: str, count: int) -> None:
-    """SIGKILL right before the n-th audit event of this name with an argument that matches."""
-    left = count
+def _die_at(watch: Watch, instant: Instant) -> None:
+    left = instant.count
 
     def hook(name: str, arguments: tuple[object, ...]) -> None:
         nonlocal left
-        if name == event and any(
-            isinstance(part, str | os.PathLike) and re.search(pattern, str(part)) for part in arguments
-        ):
+        if name != instant.event or (instant.since is not None and instant.since not in watch.durable):
+            return
+        paths = [str(argument) for argument in arguments if isinstance(argument, str | os.PathLike)]
+        if any(re.search(instant.pattern, path) for path in paths):
             left -= 1
             if left == 0:
-                watch.die(f"{event} {arguments[0]}")
+                watch.die(f"{name} {paths[0]}")
 
     sys.addaudithook(hook)
 
@@ -424,6 +439,11 @@ def whole(new_training: Train) -> Training:
     assert training.live().finished
     training.must_equal(training)
     return training
+
+
+@pytest.fixture(scope="session")
+def instant() -> type[Instant]:
+    return Instant
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,7 @@ def test_a_kill_at_every_boundary(new_training, whole, tmp_path, first):
     ways = [{"after": 2}, {"before": 3}] if first == "after" else [{"before": 3}, {"after": 2}]
     while (life := training.live(**ways[len(died) % 2])).killed:
         died += life.said("died")
+        assert len(died) <= len(whole.lives[0].said("durable")), "the run gets nowhere"
     training.must_equal(whole)
     training.must_have_committed_once(whole)
     _, *boundaries = whole.lives[0].said("durable")
@@ -33,29 +34,29 @@ def test_of_a_step_that_was_cut_only_unfinished_groups_are_generated(new_trainin
     training.must_equal(whole)
 
 
-# Audit event and path at which a life dies, in the order in which a run comes by.
-INSIDE = [
-    ("before the first life writes its lock", "open", r"/lock$", 1),
-    ("run.json is written, not renamed", "os.rename", r"/run\.json", 1),
-    ("the shared warm start has no name yet", "os.rename", r"/warm_starts/\w+\.json", 1),
-    ("an artifact is written, not renamed", "os.rename", r"/artifacts/", 3),
-    ("the second shard is written, not renamed", "os.rename", r"/shards/00001/.*parquet$", 2),
-    ("the manifest is stored, its copy for people not", "os.rename", r"/manifests/00001\.json$", 1),
-    ("some shards of a committed step are gone", "os.remove", r"/shards/00001/", 2),
-    ("some of them, by the life that swept them", "os.remove", r"/shards/00001/", 2),
-    ("a checkpoint without its last file", "open", r"/checkpoints/\.00002.*/trainer\.json$", 1),
-    ("a checkpoint without its policy", "open", r"/generation_config\.json$", 1),
-    ("a checkpoint is written, not renamed", "os.rename", r"/checkpoints/00002$", 1),
-    ("an old checkpoint has lost a file", "os.remove", r"^\w+\.safetensors$", 2),
-    ("an old checkpoint has lost a file to the sweep", "os.remove", r"^\w+\.\w+$", 2),
-]
+# What a life has done when it dies, and the audit event that says so; in the order in which a run comes by.
+INSIDE = {
+    "the lock is not taken": ("open", r"/lock$"),
+    "run.json is written, not renamed": ("os.rename", r"/run\.json"),
+    "the shared warm start has no name yet": ("os.rename", r"/warm_starts/\w+\.json"),
+    "an artifact is written, not renamed": ("os.rename", r"/artifacts/", 3),
+    "the second shard is written, not renamed": ("os.rename", r"/shards/00001/.*parquet$", 2),
+    "the manifest is stored, its copy for people is not": ("os.rename", r"/manifests/00001\.json$"),
+    "a shard of a committed step is gone": ("os.remove", r"/shards/00001/", 2),
+    "another one is gone, too, by the next life's sweep": ("os.remove", r"/shards/00001/", 2),
+    "a checkpoint has no trainer.json": ("open", r"/checkpoints/\.00002.*/trainer\.json$"),
+    "a checkpoint has no policy": ("open", r"/generation_config\.json$"),
+    "a checkpoint is written, not renamed": ("os.rename", r"/checkpoints/00002$"),
+    "an old checkpoint has lost its name": ("shutil.rmtree", r"/checkpoints/\.00002\.partial$", 1, "5 checkpoint"),
+    "the sweep has removed a part of it": ("os.remove", r"^\w+\.safetensors$", 2),
+}
 
 
-def test_kills_in_the_middle_of_a_write(new_training, whole, tmp_path):
+def test_kills_in_the_middle_of_a_write(new_training, whole, instant, tmp_path):
     training = new_training("run", runs=tmp_path)
-    for place, *instant in INSIDE:
-        life = training.live(audit=tuple(instant))
-        assert life.killed, f"no life came by: {place}"
+    for done, place in INSIDE.items():
+        assert training.live(audit=instant(*place)).killed, f"no life came by: {done}"
+    assert [path.name for path in (training.folder / "checkpoints").glob(".*")] == [".00002.partial"]
     training.live()
     training.must_equal(whole)
     training.must_have_committed_once(whole)

@@ -92,6 +92,16 @@ def test_a_damaged_artifact(a_copy, whole, artifact, damage):
     must_be_repaired_or_refused(training, whole, training.folder / ref.uri, damage, training.folder / other.uri)
 
 
+@pytest.mark.parametrize("artifact", ["rollouts", "logprobs"])
+def test_an_artifact_of_the_step_that_was_cut_is_made_again_without_generating(a_copy, whole, artifact):
+    training = a_copy("4 calibrate")
+    (training.folder / training.ledger.artifacts(4)[artifact].uri).unlink()
+    life = training.live()
+    assert {step for step, _ in life.asked} == {5}
+    training.must_equal(whole)
+    training.must_have_committed_once(whole)
+
+
 @pytest.mark.parametrize(("checkpoint", "last"), [("00002", "4 calibrate"), ("00004", "4 checkpoint")])
 @pytest.mark.parametrize(("file", "damage"), table(CHECKPOINT))
 def test_a_damaged_checkpoint(a_copy, whole, checkpoint, last, file, damage):
