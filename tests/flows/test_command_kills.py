@@ -52,19 +52,25 @@ class Command:
                 command, cwd=workplace, env=environment, stdout=output, stderr=output, start_new_session=True
             )
         self._child = psutil.Process(self.process.pid)
+        self._start_up: float | None = None
 
     @property
     def output(self) -> str:
         return self._output.read_text()
 
-    def work(self, seconds: float = float("inf")) -> tuple[float, float]:
-        """Wait until it has used that much processor time, or has ended; what it had used when it began its run."""
-        used = began = 0.0
+    def work(self, seconds: float = float("inf")) -> float:
+        """Wait until it has used that much processor time on its run, or has ended; returns what it has used."""
+        used = 0.0
         while used < seconds and self.process.poll() is None:
-            used = sum(self._child.cpu_times()[:2])
-            began = began or (used if self._begun in self.output else 0.0)
+            if self._start_up is None and self._begun in self.output:
+                self._start_up = self._used()
+            if self._start_up is not None:
+                used = self._used() - self._start_up
             time.sleep(0.005)
-        return began, used
+        return used
+
+    def _used(self) -> float:
+        return sum(self._child.cpu_times()[:2])
 
     def killed(self, group: bool) -> bool:
         """SIGKILL to the process alone or to its group, unless it has ended by itself."""
@@ -126,7 +132,7 @@ def models(runs, name):
 def test_ten_kills_leave_the_weights_the_records_and_the_metrics_of_an_uninterrupted_run(workplace, environment):
     runs, instants = workplace / "runs", random.Random(10)
     whole = Command(workplace, environment, "whole")
-    began, ended = whole.work()
+    work = whole.work()
     assert whole.process.returncode == 0, whole.output
     kills, names = 0, []
     while kills < KILLS:
@@ -134,13 +140,11 @@ def test_ten_kills_leave_the_weights_the_records_and_the_metrics_of_an_uninterru
         finished = False
         while not finished:
             command = Command(workplace, environment, names[-1])
-            # Most start-ups are left in peace: what comes before a run begins is the same every time.
-            command.work(instants.uniform(0.9 * began, began + 0.15 * (ended - began)) if kills < KILLS else ended * 9)
+            used = command.work(instants.uniform(0, work / 4) if kills < KILLS else 10 * work)
             finished = not command.killed(group=kills % 2 == 0)
             kills += not finished
-            print(
-                f"{names[-1]}: {kills} kills, step {LedgerView.read(runs / names[-1] / LEDGER).last_step()} committed"
-            )
+            step = LedgerView.read(runs / names[-1] / LEDGER).last_step()
+            print(f"{names[-1]}: {used:.1f} of {work:.1f} s, {kills} kills, step {step} committed")
         assert command.process.returncode == 0, command.output
     for name in names:
         assert records(runs / name) == records(runs / "whole")
