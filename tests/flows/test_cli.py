@@ -83,6 +83,11 @@ def with_server(environment: dict[str, str], prefect_server: None) -> dict[str, 
     return {**environment, "PREFECT_API_URL": PREFECT_API_URL.value()}
 
 
+def files(folder: Path) -> set[Path]:
+    """What is in a folder, but for what Python leaves of the modules it imports."""
+    return {path for path in folder.iterdir() if path.name != "__pycache__"}
+
+
 def flags(*settings: str) -> list[str]:
     return [flag for setting in settings for flag in ("--set", setting)]
 
@@ -107,7 +112,7 @@ def refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
     """Call the command in this process; it must refuse with one line, before it prints or makes anything."""
     monkeypatch.chdir(workplace)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    before = sorted(workplace.iterdir())
+    before = files(workplace)
 
     def call(*arguments: str) -> str:
         code = cli.main(arguments)
@@ -116,7 +121,7 @@ def refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
         assert out == ""
         (line,) = err.splitlines()
         assert line.startswith("fp8-grpo: ")
-        assert sorted(workplace.iterdir()) == before
+        assert files(workplace) == before
         return line
 
     return call
