@@ -108,7 +108,6 @@ def test_block_fp8_is_what_quantise_writes_and_others_read(wide, export, tmp_pat
 
 
 def test_transformers_loads_block_fp8_itself(wide, export, tmp_path):
-    pytest.importorskip("accelerate", reason="transformers loads block FP8 with accelerate only")
     export(wide.folder, tmp_path / "fp8", "--step", 1, "--format", "fp8")
     (_, exact), (_, loaded) = logits_of(wide.folder / "checkpoints" / "00001" / "policy"), logits_of(tmp_path / "fp8")
     assert (exact - loaded).norm() < 0.05 * exact.norm()
