@@ -337,8 +337,8 @@ def test_an_exception_in_a_step_shows_its_traceback_and_ends_with_one_line(
 
 
 def interrupt(workplace: Path, environment: dict[str, str], name: str, number: signal.Signals) -> tuple[int, str]:
-    """Start six steps, signal the whole process group in the fourth, as a terminal does; exit code and stderr."""
-    command = [*COMMAND, "run", "small.yaml", *flags(f"run={name}", "steps=6")]
+    """Start twenty steps, signal the whole process group after the third, as a terminal does; exit code and stderr."""
+    command = [*COMMAND, "run", "small.yaml", *flags(f"run={name}", "steps=20")]
     unbuffered = {**environment, "PYTHONUNBUFFERED": "1"}
     with (workplace / f"{name}.err").open("w+") as errors:
         process = subprocess.Popen(
@@ -353,7 +353,7 @@ def interrupt(workplace: Path, environment: dict[str, str], name: str, number: s
         too_long = threading.Timer(180, os.killpg, (process.pid, signal.SIGKILL))
         too_long.start()
         try:
-            assert any(line.startswith("3/6 ") for line in process.stdout), Path(errors.name).read_text()
+            assert any(line.strip().startswith("3/20 ") for line in process.stdout), Path(errors.name).read_text()
             os.killpg(process.pid, number)
             process.communicate(timeout=60)
         finally:
@@ -364,12 +364,12 @@ def interrupt(workplace: Path, environment: dict[str, str], name: str, number: s
 
 @pytest.fixture(scope="module")
 def uncut(workplace: Path, launch) -> str:
-    """Weights of a run of six steps that nothing interrupted."""
-    return launch("cli-uncut", steps=6, config=str(workplace / "small.yaml")).summary["weights_digest"]
+    """Weights of a run of twenty steps that nothing interrupted."""
+    return launch("cli-uncut", steps=20, config=str(workplace / "small.yaml")).summary["weights_digest"]
 
 
 def continued(workplace: Path, launch, name: str) -> str:
-    finished = launch(name, steps=6, config=str(workplace / "small.yaml"), overrides={"runs": str(workplace / "runs")})
+    finished = launch(name, steps=20, config=str(workplace / "small.yaml"), overrides={"runs": str(workplace / "runs")})
     assert finished.state.is_completed(), finished.state.message
     assert finished.mlflow_run().info.status == "FINISHED"
     return finished.summary["weights_digest"]

@@ -97,7 +97,12 @@ def worker(
     finally:
         for process in reversed(services):
             process.terminate()
-            process.wait(timeout=60)
+            try:
+                process.wait(timeout=60)
+            except subprocess.TimeoutExpired:
+                # A worker waits for what it has started; nothing of it is looked at any more.
+                process.kill()
+                process.wait()
 
 
 @pytest.fixture
