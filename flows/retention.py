@@ -6,8 +6,6 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from fp8core.config.run import KeepConfig
     from fp8core.store.retention import Removal
 
@@ -60,6 +58,8 @@ def collect(options: argparse.Namespace) -> int:
 
 def removal_text(keep: "KeepConfig | None", removal: "Removal") -> str:
     """Which steps stay and go, and how much of each kind goes, as aligned lines."""
+    from fp8core.store.evidence import spans
+
     kinds: dict[str, list[int]] = defaultdict(list)
     for tombstone in removal.tombstones:
         kinds[tombstone.kind].append(tombstone.size)
@@ -70,18 +70,10 @@ def removal_text(keep: "KeepConfig | None", removal: "Removal") -> str:
     return "\n".join(
         [
             f"artifacts.keep: {'every step' if keep is None else keep.model_dump_json(exclude_none=True)}",
-            f"steps kept:     {_spans(removal.kept)}",
-            f"steps dropped:  {_spans(removal.dropped)}",
+            f"steps kept:     {spans(removal.kept) or 'none'}",
+            f"steps dropped:  {spans(removal.dropped) or 'none'}",
             "",
             f"{'to remove':{width}}  {'files':>7}  {'bytes':>15}",
             *(f"{kind:{width}}  {files:7,}  {size:15,}" for kind, files, size in rows),
         ]
     )
-
-
-def _spans(steps: "Sequence[int]") -> str:
-    """Sorted step numbers in words: `0-7, 9`."""
-    known = set(steps)
-    ends = [step for step in steps if step + 1 not in known]
-    starts = [step for step in steps if step - 1 not in known]
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True)) or "none"

@@ -15,7 +15,7 @@ from typing import Any
 
 from fp8core.config.check import PlannedStep
 from fp8core.config.steps import import_step
-from fp8core.errors import UserError
+from fp8core.errors import UserError, first_line
 from fp8core.store.artifacts import Ref, canonical_json
 from fp8core.store.ledger import TaskEntry
 from fp8core.training.trainer import NotFiniteError
@@ -121,11 +121,7 @@ def attempt(place: str, body: Callable[[], dict[str, Ref]]) -> dict[str, Ref]:
     except (UserError, NotFiniteError, SyncError) as error:
         raise type(error)(f"{place}: {error}") from error
     except Exception as error:
-        raise StepError(f"{place}: {type(error).__name__}: {_first_line(error)}") from error
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
+        raise StepError(f"{place}: {type(error).__name__}: {first_line(error)}") from error
 
 
 def task_key(run: LiveRun, index: int, name: str, parts: Mapping[str, Any]) -> str:

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,10 +10,9 @@ from typing import Any, Literal
 
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
-from sqlalchemy.engine import make_url
 from sqlalchemy.exc import SQLAlchemyError
 
-from fp8core.errors import UserError
+from fp8core.errors import UserError, first_line
 from fp8core.models.checkpoint import save_checkpoint
 from fp8core.report.console import Console
 from fp8core.store.durable import make_folder, sync_path, write_file
@@ -23,13 +21,13 @@ from fp8core.store.ledger import CheckpointEntry
 from tasks.loop import begin
 from tasks.restore import carried
 from tasks.scratch import Original, scratch_folder, scratch_run
+from tasks.tracking_record import read_record
+from tasks.tracking_store import client_of_existing_store
 
 Format = Literal["bf16", "fp8"]
 ORIGIN = "fp8_grpo.json"
 """Beside the weights: the run and the step that they come from."""
 
-_TRACKING = "tracking.json"
-_SERVER_TIMEOUT_SECONDS = 10.0
 _MLFLOW_ERRORS = (MlflowException, SQLAlchemyError, OSError)
 
 
@@ -120,20 +118,20 @@ def link_export(run_folder: Path, step: int, target: Path) -> str:
     Returns a line that says what was tagged, or why nothing was: MLflow may be away, and the export stands.
     """
     tags = {f"exported_{json.loads((target / ORIGIN).read_text())['format']}": str(target.absolute())}
-    tracking = _tracking(run_folder)
+    tracking = read_record(run_folder)
     if tracking is None:
         return "the run was never tracked in MLflow: the export is not linked"
     try:
-        client = _client(tracking["uri"])
-        model_id = _find_model(client, tracking["run_id"], step)
+        client = client_of_existing_store(tracking.uri)
+        model_id = _find_model(client, tracking.run_id, step)
         if model_id is not None:
             client.set_logged_model_tags(model_id, tags)
             return f"linked to the MLflow model {model_id}"
         for key, value in tags.items():
-            client.set_tag(tracking["run_id"], key, value)
-        return f"linked to the MLflow run {tracking['run_id']}"
+            client.set_tag(tracking.run_id, key, value)
+        return f"linked to the MLflow run {tracking.run_id}"
     except _MLFLOW_ERRORS as error:
-        return f"the export is not linked: {tracking['uri']}: {_first_line(error)}"
+        return f"the export is not linked: {tracking.uri}: {first_line(error)}"
 
 
 def _checkpoint(original: Original, step: int) -> CheckpointEntry | None:
@@ -146,11 +144,11 @@ def _checkpoint(original: Original, step: int) -> CheckpointEntry | None:
 
 
 def _origin(original: Original, step: int, policy: Policy) -> dict[str, Any]:
-    record, tracking = original.manifest(step).record, _tracking(original.folder)
+    record, tracking = original.manifest(step).record, read_record(original.folder)
     model_id = None
     if tracking is not None:
         try:
-            model_id = _find_model(_client(tracking["uri"]), tracking["run_id"], step)
+            model_id = _find_model(client_of_existing_store(tracking.uri), tracking.run_id, step)
         except _MLFLOW_ERRORS:
             model_id = None  # `link_export`, which comes next, says what is wrong.
     return {
@@ -160,23 +158,9 @@ def _origin(original: Original, step: int, policy: Policy) -> dict[str, Any]:
         "weights_digest": policy.weights_digest,
         "config_digest": record.config_digest,
         "code_version": record.code_version,
-        "mlflow_run_id": None if tracking is None else tracking["run_id"],
+        "mlflow_run_id": None if tracking is None else tracking.run_id,
         "mlflow_model_id": model_id,
     }
-
-
-def _tracking(run_folder: Path) -> dict[str, Any] | None:
-    path = run_folder / _TRACKING
-    return json.loads(path.read_text()) if path.exists() else None
-
-
-def _client(uri: str) -> MlflowClient:
-    """A client of a store that answers; MLflow's own retries take minutes, and would create a missing database."""
-    if uri.startswith(("http://", "https://")):
-        urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=_SERVER_TIMEOUT_SECONDS).close()
-    elif uri.startswith("sqlite") and not Path(make_url(uri).database or "").is_file():
-        raise FileNotFoundError("there is no such database")
-    return MlflowClient(tracking_uri=uri)
 
 
 def _find_model(client: MlflowClient, run_id: str, step: int) -> str | None:
@@ -185,7 +169,3 @@ def _find_model(client: MlflowClient, run_id: str, step: int) -> str | None:
     own = f"source_run_id = '{run_id}' AND tags.step = '{step}'"
     found = client.search_logged_models([experiment], own, max_results=1)
     return found[0].model_id if found else None
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]

@@ -7,7 +7,7 @@ from mlflow.exceptions import MlflowException
 from requests import HTTPError
 from sqlalchemy.exc import OperationalError, SQLAlchemyError
 
-from fp8core.errors import UserError
+from fp8core.errors import UserError, first_line
 
 # What MLflow raises for a server that cannot be reached or is overloaded, and for a database that is locked or away.
 _PASSING_CODES = {
@@ -40,7 +40,7 @@ def store_errors(uri: str) -> Iterator[None]:
         yield
     except (MlflowException, SQLAlchemyError, OSError) as error:
         kind = Outage if _passes(error) else UserError
-        raise kind(f"tracking.uri {uri}: {str(error).partition(chr(10))[0]}") from error
+        raise kind(f"tracking.uri {uri}: {first_line(error)}") from error
 
 
 def _passes(error: Exception) -> bool:

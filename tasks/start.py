@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fp8core.config.run import WarmStartConfig
 from fp8core.data.chain import ChainSource, style_of
+from fp8core.errors import first_line
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.report.console import StyleAccuracy
 from fp8core.rl.batch import TokenBatch
@@ -119,17 +120,13 @@ def shared_weights(run: LiveRun, config: WarmStartConfig) -> dict[str, Tensor]:
         try:
             weights = store.get_tensors(Ref.model_validate_json(entry.read_bytes()))
         except (ArtifactError, ValidationError) as error:
-            run.console.note(f"the warm start of {entry} is damaged ({_first_line(error)}); it is trained again")
+            run.console.note(f"the warm start of {entry} is damaged ({first_line(error)}); it is trained again")
         else:
             run.console.note(f"warm start taken from {entry}")
             return weights
     weights = _train(run, config)
     durable.write_file(entry, store.put_tensors("weights", weights).model_dump_json().encode())
     return weights
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
 
 
 def _warm_start_key(run: LiveRun) -> str:

@@ -106,7 +106,7 @@ def client_of_existing_store(uri: str) -> MlflowClient:
     if is_server(uri):
         _ask_for_life(uri)
     if is_missing(uri):
-        raise FileNotFoundError(uri)
+        raise FileNotFoundError("there is no such database")
     return MlflowClient(tracking_uri=uri)
 
 

@@ -15,6 +15,7 @@ from fp8core.models.formats import reference_formats
 from fp8core.models.fp8_selection import KeptInBf16
 from fp8core.models.quantised_checkpoint import plan_dequantisation, plan_quantisation, write_checkpoint
 from fp8core.models.weights import load_policy, stored_weights
+from tasks.tracking_record import TrackingRecord, write_record
 
 PROMPT = "2*7*6+0+9="
 
@@ -151,7 +152,7 @@ def test_the_export_is_linked_to_its_model_or_its_run(run_copy, export, tmp_path
     experiment = client.create_experiment("fp8-grpo")
     run_id = client.create_run(experiment).info.run_id
     model = client.create_logged_model(experiment, name="whole-00004", source_run_id=run_id, tags={"step": "4"})
-    (run_copy.folder / "tracking.json").write_text(json.dumps({"uri": uri, "run_id": run_id}))
+    write_record(run_copy.folder, TrackingRecord.begun(uri, experiment, run_id))
     _, printed, _ = export(run_copy.folder, tmp_path / "bf16", "--step", 4)
     assert printed.endswith(f"linked to the MLflow model {model.model_id}\n")
     assert client.get_logged_model(model.model_id).tags["exported_bf16"] == str(tmp_path / "bf16")
@@ -165,7 +166,7 @@ def test_the_export_is_linked_to_its_model_or_its_run(run_copy, export, tmp_path
 
 @pytest.mark.parametrize("uri", ["http://127.0.0.1:9", "sqlite:////nowhere/mlflow.db"])
 def test_an_mlflow_that_is_away_is_a_note(run_copy, export, tmp_path, uri):
-    (run_copy.folder / "tracking.json").write_text(json.dumps({"uri": uri, "run_id": "0" * 32}))
+    write_record(run_copy.folder, TrackingRecord.begun(uri, "1", "0" * 32))
     code, printed, _ = export(run_copy.folder, tmp_path / "bf16", "--step", 4)
     assert code == 0
     assert printed.splitlines()[-1].startswith(f"the export is not linked: {uri}: ")
