@@ -9,16 +9,20 @@ VLLM_BIN := .venv-vllm/bin
 VLLM_ENV := .venv-vllm/installed
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
+# `make test WORKERS=0` runs the tests one after the other, in one process.
+WORKERS ?= 2
+TEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
+
 .PHONY: demo test test-fast test-vllm lint format env env-vllm clean
 
 demo: env  ## learn arithmetic with GRPO in exact FP8 (about two minutes)
 	$(BIN)/fp8-grpo run tiny
 
-test: env  ## every test, as CI runs them
-	$(BIN)/python -m pytest -m "not gpu"
+test: env  ## every test that needs neither a GPU nor vLLM
+	$(TEST) -m "not gpu"
 
 test-fast: env  ## without the slow ones
-	$(BIN)/python -m pytest -m "not gpu and not slow"
+	$(TEST) -m "not gpu and not slow"
 
 test-vllm: env-vllm  ## the vLLM engine against vLLM for CPUs
 	$(VLLM_BIN)/python -m pytest tests/vllm

@@ -4,6 +4,7 @@ import io
 import itertools
 import json
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,6 +50,17 @@ _PROBLEMS = (
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """How many runs were killed, by the last line of the ledger that each kill found."""
+    reports = [report for some in terminalreporter.stats.values() for report in some]
+    ended = [report for report in reports if getattr(report, "when", None) == "teardown"]
+    landings = Counter(value for report in ended for key, value in report.user_properties if key == "killed after")
+    if landings:
+        spread = ", ".join(f"{line} {count}" for line, count in landings.most_common())
+        terminalreporter.section("kills")
+        terminalreporter.write_line(f"{landings.total()} runs killed with SIGKILL, after the ledger line: {spread}")
 
 
 def word_problems() -> Iterator[str]:

@@ -12,7 +12,6 @@ import signal
 import sys
 import time
 import traceback
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -195,7 +194,7 @@ class Life:
 class Training:
     """A run in its folder, and its lives one after the other."""
 
-    def __init__(self, config: RunConfig, name: str, scratch: Path, landings: Counter[str]) -> None:
+    def __init__(self, config: RunConfig, name: str, scratch: Path, landings: list[str]) -> None:
         self.config, self.name = config, name
         self.folder = config.runs / name
         self.lives: list[Life] = []
@@ -213,7 +212,7 @@ class Training:
         life = self.end()
         assert not life.asked & self._finished, "a finished group was generated again"
         if life.killed:
-            self._landings[self._last_line()] += 1
+            self._landings.append(self._last_line())
         return life
 
     def begin(
@@ -401,30 +400,31 @@ def _die_at(watch: Watch, instant: Instant) -> None:
 
 
 Train = Callable[..., Training]
-_LANDINGS = pytest.StashKey[Counter[str]]()
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.stash[_LANDINGS] = Counter()
-
-
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """How many kills there were, by the last line of the ledger that each found."""
-    landings = config.stash.get(_LANDINGS, Counter())
-    if landings:
-        spread = ", ".join(f"{line} {count}" for line, count in landings.most_common())
-        terminalreporter.section("kills")
-        terminalreporter.write_line(f"{landings.total()} runs killed with SIGKILL, after the ledger line: {spread}")
 
 
 @pytest.fixture(scope="session")
-def new_training(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Train:
+def landings() -> list[str]:
+    """The last line of the ledger that each kill found, since the test before."""
+    return []
+
+
+@pytest.fixture(autouse=True)
+def _report_landings(landings: list[str], record_property: Callable[[str, object], None]) -> Iterator[None]:
+    """Reports reach the summary from whichever process the test ran in."""
+    yield
+    for line in landings:
+        record_property("killed after", line)
+    landings.clear()
+
+
+@pytest.fixture(scope="session")
+def new_training(tmp_path_factory: pytest.TempPathFactory, landings: list[str]) -> Train:
     """A run that has not lived yet: new_training(name, **{"checkpoint.every": 3})."""
     runs = tmp_path_factory.mktemp("runs")
 
     def new(name: str, runs: Path = runs, **settings: Any) -> Training:
         config = load_config("tiny", {**SETTINGS, "runs": str(runs), **settings})
-        return Training(config, name, tmp_path_factory.mktemp("notes"), pytestconfig.stash[_LANDINGS])
+        return Training(config, name, tmp_path_factory.mktemp("notes"), landings)
 
     torch.set_num_threads(1)
     # In this process, so that children inherit whatever is imported or set up when it is first used.
