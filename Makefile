@@ -9,9 +9,10 @@ VLLM_BIN := .venv-vllm/bin
 VLLM_ENV := .venv-vllm/installed
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
-# `make test WORKERS=0` runs the tests one after the other, in one process.
+# Files of tests are spread over this many processes; with WORKERS=0 there is one.
 WORKERS ?= 2
-TEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
+PYTEST := $(BIN)/python -m pytest
+SPREAD := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test test-fast test-vllm lint format env env-vllm clean
 
@@ -19,10 +20,11 @@ demo: env  ## learn arithmetic with GRPO in exact FP8 (about two minutes)
 	$(BIN)/fp8-grpo run tiny
 
 test: env  ## every test that needs neither a GPU nor vLLM
-	$(TEST) -m "not gpu"
+	$(PYTEST) $(SPREAD) -m "not gpu and not alone"
+	$(PYTEST) -m alone
 
 test-fast: env  ## without the slow ones
-	$(TEST) -m "not gpu and not slow"
+	$(PYTEST) $(SPREAD) -m "not gpu and not slow and not alone"
 
 test-vllm: env-vllm  ## the vLLM engine against vLLM for CPUs
 	$(VLLM_BIN)/python -m pytest tests/vllm

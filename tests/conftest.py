@@ -52,6 +52,12 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests come first: of two processes, neither is left with a long one at the end."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """How many runs were killed, by the last line of the ledger that each kill found."""
     reports = [report for some in terminalreporter.stats.values() for report in some]
