@@ -141,18 +141,20 @@ def readme_commands() -> list[str]:
     return [line for block in blocks for line in block.split("```")[0].splitlines() if line.strip()]
 
 
-# Three updates of a warm start that knows nothing yet; a checkpoint after steps 2 and 4.
-_SMALL_RUN: dict[str, Any] = {
-    "steps": 4,
-    "warm_start.steps": 3,
-    "warm_start.batch_size": 16,
-    "rollout.prompts_per_step": 4,
-    "rollout.group_size": 4,
-    "evaluation.prompts": 8,
-    "evaluation.every": 2,
-    "checkpoint.every": 2,
-    "data.chain.min_operands": 3,
+# Three updates of a warm start that knows nothing yet: every step of the loop runs, none takes a second.
+_SMALL: dict[str, Any] = {
+    "warm_start": {"steps": 3, "batch_size": 16},
+    "data": {"chain": {"min_operands": 3}},
+    "rollout": {"prompts_per_step": 4, "group_size": 4},
+    "evaluation": {"prompts": 8, "every": 2},
+    "checkpoint": {"every": 2},
 }
+
+
+@pytest.fixture(scope="session")
+def small() -> dict[str, Any]:
+    """What makes a run of `tiny` a small one, by section."""
+    return _SMALL
 
 
 class LoopRun:
@@ -241,12 +243,12 @@ class LoopRun:
 
 
 @pytest.fixture(scope="session")
-def loop_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., LoopRun]:
-    """Make a small run without Prefect and MLflow: loop_run(name, **overrides)."""
+def loop_run(small: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., LoopRun]:
+    """Make a small run of 4 steps without Prefect and MLflow: loop_run(name, **overrides)."""
 
     def make(name: str, **overrides: Any) -> LoopRun:
         runs = tmp_path_factory.mktemp("loop")
-        config = load_config("tiny", {**_SMALL_RUN, "runs": str(runs), **overrides})
+        config = load_config("tiny", {**small, "steps": 4, "runs": str(runs), **overrides})
         with (
             open_directory(config, name) as directory,
             open_run(config, plan_of(config), directory, Console(io.StringIO(), config.steps)) as run,

@@ -41,17 +41,9 @@ from tasks.opening import open_directory, open_run, plan_of
 SETTINGS: dict[str, Any] = {
     "steps": 5,
     "architecture.num_layers": 1,
-    "warm_start.steps": 3,
-    "warm_start.batch_size": 16,
-    "rollout.prompts_per_step": 4,
-    "rollout.group_size": 4,
     "rollout.max_batch": 4,
     "rollout.max_new_tokens": 8,
-    "evaluation.prompts": 8,
-    "evaluation.every": 2,
-    "checkpoint.every": 2,
     "checkpoint.keep": 1,
-    "data.chain.min_operands": 3,
 }
 LONGEST_LIFE_SECONDS = 120
 
@@ -418,12 +410,12 @@ def _report_landings(landings: list[str], record_property: Callable[[str, object
 
 
 @pytest.fixture(scope="session")
-def new_training(tmp_path_factory: pytest.TempPathFactory, landings: list[str]) -> Train:
+def new_training(small: dict[str, Any], tmp_path_factory: pytest.TempPathFactory, landings: list[str]) -> Train:
     """A run that has not lived yet: new_training(name, **{"checkpoint.every": 3})."""
     runs = tmp_path_factory.mktemp("runs")
 
     def new(name: str, runs: Path = runs, **settings: Any) -> Training:
-        config = load_config("tiny", {**SETTINGS, "runs": str(runs), **settings})
+        config = load_config("tiny", {**small, **SETTINGS, "runs": str(runs), **settings})
         return Training(config, name, tmp_path_factory.mktemp("notes"), landings)
 
     torch.set_num_threads(1)

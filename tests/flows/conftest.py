@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from mlflow import MlflowClient
 from prefect.client.schemas.objects import State
 from prefect.testing.utilities import prefect_test_harness
@@ -14,18 +15,6 @@ from flows.grpo import grpo
 from fp8core.store.ledger import LedgerView
 from fp8core.store.run_directory import LEDGER
 from tasks.tracking_store import default_tracking_uri
-
-# Three updates of a warm start that knows nothing yet: every step of the loop runs, none takes a second.
-SMALL: dict[str, Any] = {
-    "warm_start.steps": 3,
-    "warm_start.batch_size": 16,
-    "rollout.prompts_per_step": 4,
-    "rollout.group_size": 4,
-    "evaluation.prompts": 8,
-    "evaluation.every": 2,
-    "checkpoint.every": 2,
-    "data.chain.min_operands": 3,
-}
 
 
 @dataclass(frozen=True)
@@ -64,8 +53,16 @@ Launch = Callable[..., Finished]
 
 
 @pytest.fixture(scope="session")
-def small() -> dict[str, Any]:
-    return SMALL
+def small_file(small: dict[str, Any]) -> Callable[..., Path]:
+    """Write a user's small.yaml, and what they change of it: small_file(folder, steps=4)."""
+
+    def write(folder: Path, **sections: Any) -> Path:
+        path = folder / "small.yaml"
+        settings = {"base": "tiny", "name": "small", **small, **sections}
+        path.write_text(yaml.safe_dump(settings, sort_keys=False, default_flow_style=None))
+        return path
+
+    return write
 
 
 @pytest.fixture(scope="session")
@@ -80,11 +77,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def launch(prefect_server: None, runs: Path) -> Launch:
+def launch(prefect_server: None, runs: Path, small: dict[str, Any]) -> Launch:
     """Start the flow in this process: launch(name, steps=2, config="tiny", overrides={...})."""
 
     def run_flow(name: str, steps: int = 2, config: str = "tiny", **settings: Any) -> Finished:
-        overrides = {**(SMALL if config == "tiny" else {}), "runs": str(runs), **settings.pop("overrides", {})}
+        overrides = {**(small if config == "tiny" else {}), "runs": str(runs), **settings.pop("overrides", {})}
         state = grpo(config=config, run=name, steps=steps, overrides=overrides, return_state=True, **settings)
         return Finished(name, state, Path(overrides["runs"]))
 

@@ -19,16 +19,6 @@ REPOSITORY = Path(__file__).parents[2]
 SCRIPT = Path(sys.executable).with_name("fp8-grpo")
 COMMAND = [str(SCRIPT)] if SCRIPT.exists() else [sys.executable, "-m", "flows.cli"]
 
-SMALL = """\
-base: tiny
-name: small
-warm_start: {steps: 3, batch_size: 16}
-data: {chain: {min_operands: 3}}
-rollout: {prompts_per_step: 4, group_size: 4}
-evaluation: {prompts: 8, every: 2}
-checkpoint: {every: 2}
-"""
-
 # Steps of a user's own, in the folder where the command is called.
 MINE = """\
 import math
@@ -56,10 +46,10 @@ def absent_file(run, index, options, prompts, rollouts):
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def workplace(tmp_path_factory: pytest.TempPathFactory, small_file) -> Path:
     """A user's folder: a configuration of their own and a module with steps."""
     folder = tmp_path_factory.mktemp("workplace")
-    (folder / "small.yaml").write_text(SMALL)
+    small_file(folder)
     (folder / "cli_steps.py").write_text(MINE)
     (folder / "raising.py").write_text("import os\n\nkey = os.environ['API_KEY']\n")
     return folder

@@ -28,17 +28,6 @@ SCRIPT = Path(sys.executable).with_name("fp8-grpo")
 COMMAND = [str(SCRIPT)] if SCRIPT.exists() else [sys.executable, "-m", "flows.cli"]
 KILLS = 10
 
-SMALL = """\
-base: tiny
-name: small
-steps: 20
-warm_start: {steps: 3, batch_size: 16}
-data: {chain: {min_operands: 3}}
-rollout: {prompts_per_step: 4, group_size: 4}
-evaluation: {prompts: 8, every: 2}
-checkpoint: {every: 3}
-"""
-
 
 class Command:
     """`fp8-grpo run small.yaml --set run=NAME`, in a process group of its own."""
@@ -80,9 +69,9 @@ class Command:
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory):
+def workplace(tmp_path_factory, small_file):
     folder = tmp_path_factory.mktemp("workplace")
-    (folder / "small.yaml").write_text(SMALL)
+    small_file(folder, steps=20, checkpoint={"every": 3})
     return folder
 
 

@@ -24,12 +24,6 @@ pytestmark = pytest.mark.slow
 REPOSITORY = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 Run = Callable[..., subprocess.CompletedProcess[str]]
-SMALL = {
-    "warm_start.steps": 3,
-    "warm_start.batch_size": 16,
-    "rollout.prompts_per_step": 4,
-    "evaluation.prompts": 8,
-}
 
 
 @pytest.fixture(scope="module")
@@ -122,8 +116,8 @@ def message_of_the_failed_run(url: str) -> str:
     return str(run["state"]["message"])
 
 
-def test_a_deployed_run_completes(run_deployment: Run, tmp_path: Path) -> None:
-    overrides = json.dumps({**SMALL, "runs": str(tmp_path)})
+def test_a_deployed_run_completes(run_deployment: Run, small: dict[str, Any], tmp_path: Path) -> None:
+    overrides = json.dumps({**small, "runs": str(tmp_path)})
     finished = run_deployment("steps=2", "run=deployed", f"overrides={overrides}")
     assert finished.returncode == 0, finished.stdout + finished.stderr
     summary = json.loads((tmp_path / "deployed" / "summary.json").read_text())
@@ -132,9 +126,9 @@ def test_a_deployed_run_completes(run_deployment: Run, tmp_path: Path) -> None:
 
 
 def test_a_failing_run_exits_with_one_and_its_reason(
-    run_deployment: Run, environment: dict[str, str], tmp_path: Path
+    run_deployment: Run, environment: dict[str, str], small: dict[str, Any], tmp_path: Path
 ) -> None:
-    overrides = json.dumps({**SMALL, "runs": str(tmp_path), "training.learning_rat": 1})
+    overrides = json.dumps({**small, "runs": str(tmp_path), "training.learning_rat": 1})
     finished = run_deployment("steps=2", f"overrides={overrides}")
     assert finished.returncode == 1
     assert "did you mean learning_rate?" in message_of_the_failed_run(environment["PREFECT_API_URL"])

@@ -83,18 +83,6 @@ def test_another_thread_leaves_signals_alone(before: Any) -> None:
 
 # ---- a training ----
 
-SMALL = """\
-base: tiny
-name: small
-steps: 4
-warm_start: {steps: 3, batch_size: 16}
-data: {chain: {min_operands: 3}}
-rollout: {prompts_per_step: 4, group_size: 4}
-evaluation: {prompts: 8, every: 2}
-checkpoint: {every: 100}
-pipeline: {replace: {reward: {uses: "stopping_steps:reward", needs: [prompts, rollouts]}}}
-"""
-
 STEPS = """\
 import os
 import signal
@@ -117,9 +105,10 @@ def reward(run, index, options, prompts, rollouts):
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def workplace(tmp_path_factory: pytest.TempPathFactory, small_file: Any) -> Path:
     folder = tmp_path_factory.mktemp("workplace")
-    (folder / "small.yaml").write_text(SMALL)
+    stopping = {"uses": "stopping_steps:reward", "needs": ["prompts", "rollouts"]}
+    small_file(folder, steps=4, checkpoint={"every": 100}, pipeline={"replace": {"reward": stopping}})
     (folder / "stopping_steps.py").write_text(STEPS)
     return folder
 

@@ -27,19 +27,8 @@ from tasks.opening import open_directory, open_run, plan_of
 from tasks.tracking import Tracker
 from tasks.tracking_store import create_sqlite_store, default_tracking_uri, quiet_store_logs
 
-STEPS = 3
 # Two checkpoints; held-out accuracy at steps 0, 2 and 3.
-SMALL: dict[str, Any] = {
-    "steps": STEPS,
-    "warm_start.steps": 3,
-    "warm_start.batch_size": 16,
-    "rollout.prompts_per_step": 4,
-    "rollout.group_size": 4,
-    "evaluation.prompts": 8,
-    "evaluation.every": 2,
-    "checkpoint.every": 2,
-    "data.chain.min_operands": 3,
-}
+STEPS = 3
 
 
 class FreshStore(NamedTuple):
@@ -81,9 +70,14 @@ def tracker(open_tracker: Callable[..., Tracker]) -> Tracker:
 
 
 @pytest.fixture(scope="session")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def settings(small: dict[str, Any]) -> dict[str, Any]:
+    return {**small, "steps": STEPS}
+
+
+@pytest.fixture(scope="session")
+def trained(settings: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a training that no MLflow has heard of."""
-    config = load_config("tiny", {**SMALL, "runs": str(tmp_path_factory.mktemp("trained"))})
+    config = load_config("tiny", {**settings, "runs": str(tmp_path_factory.mktemp("trained"))})
     console = Console(io.StringIO(), STEPS)
     with open_directory(config, "tiny-run") as directory, open_run(config, plan_of(config), directory, console) as run:
         train(run)
@@ -100,12 +94,14 @@ class Copy(NamedTuple):
 
 
 @pytest.fixture(scope="session")
-def copy_of_trained(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Copy]:
+def copy_of_trained(
+    settings: dict[str, Any], trained: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Copy]:
     def make(uri: str) -> Copy:
         folder = tmp_path_factory.mktemp("copy") / trained.name
         shutil.copytree(trained, folder)
         places = {"runs": str(folder.parent), "tracking.uri": uri, "tracking.experiment": folder.parent.name}
-        return Copy(load_config("tiny", {**SMALL, "run": trained.name, **places}), folder)
+        return Copy(load_config("tiny", {**settings, "run": trained.name, **places}), folder)
 
     return make
 

@@ -63,27 +63,21 @@ def acknowledged_before_kill() -> Callable[[Callable[[Acknowledge], None], float
     return _acknowledged_before_kill
 
 
-# Three updates of a warm start that knows nothing yet, and a checkpoint a step of which the first is pruned.
-_SMALL: dict[str, Any] = {
+# Smaller still, with a checkpoint a step of which the first is pruned.
+_SETTINGS: dict[str, Any] = {
     "steps": 3,
-    "warm_start.steps": 3,
-    "warm_start.batch_size": 16,
-    "rollout.prompts_per_step": 4,
-    "rollout.group_size": 4,
-    "evaluation.prompts": 8,
     "checkpoint": {"every": 1, "keep": 1},
-    "data.chain.min_operands": 3,
     "architecture": {"hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16},
 }
 
 
 @pytest.fixture(scope="session")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def trained(small: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """trained(name, **settings): the folder of a small run that was trained in this process, without Prefect."""
     runs = tmp_path_factory.mktemp("trained")
 
     def train_run(name: str, **settings: Any) -> Path:
-        config = load_config("tiny", {**_SMALL, "run": name, "runs": runs, **settings})
+        config = load_config("tiny", {**small, **_SETTINGS, "run": name, "runs": runs, **settings})
         console = Console(io.StringIO(), config.steps)
         with open_directory(config, name) as folder, open_run(config, plan_of(config), folder, console) as run:
             loop.train(run)
