@@ -1,0 +1,293 @@
+// Attention of one new token per request over a paged FP8 cache. See decode_attention.py for what it computes and why.
+//
+// A block serves one request, one KV head and one partition of the keys; each of its warps takes every fourth tile of 32
+// keys. Fragments go from memory straight to registers: the contraction of either product may be taken in any order, so
+// the 16 bytes a thread loads are what its fragment holds, and only V needs its bytes interleaved (two keys at a time).
+//
+// mma.m16n8k16, lane = 4 * g + c:
+//   scores   S = Q K^T    rows: query heads of the group (8 of 16 used), columns: 8 keys, contraction: head_dim
+//   values   O^T = V^T P^T  rows: 16 of head_dim, columns: query heads, contraction: 16 keys
+// A thread has the scores of head g for keys 2c and 2c + 1 of each 8, which is what the second product wants of it.
+//
+// Compiled with GROUP (query heads per KV head, at most 8), PAGE (keys of a cache block, a multiple of 16) and PARTITION
+// (keys of a partition, a multiple of 32) defined.
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef long long i64;
+
+#define HEAD_DIM 128
+#define WARPS 4
+#define TILE 32
+#define FULL_WARP 0xffffffffu
+// FlashAttention 3 stores P times 256 in E4M3.
+#define P_EXPONENT 8.0f
+
+struct Cache {
+    const u8* keys;
+    const u8* values;
+    i64 block_stride;
+    i64 key_stride;
+    i64 head_stride;
+};
+
+__device__ __forceinline__ float minus_infinity() { return __int_as_float(0xff800000); }
+
+__device__ __forceinline__ float exp2_approximate(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ __forceinline__ uint4 load16(const u8* address) {
+    uint4 x;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "l"(address));
+    return x;
+}
+
+// Two E4M3 of the lower half of a word as two FP16: exact.
+__device__ __forceinline__ u32 low_to_half2(u32 word) {
+    u32 y;
+    asm("{ .reg .b16 l, h; mov.b32 {l, h}, %1; cvt.rn.f16x2.e4m3x2 %0, l; }" : "=r"(y) : "r"(word));
+    return y;
+}
+
+__device__ __forceinline__ u32 high_to_half2(u32 word) {
+    u32 y;
+    asm("{ .reg .b16 l, h; mov.b32 {l, h}, %1; cvt.rn.f16x2.e4m3x2 %0, h; }" : "=r"(y) : "r"(word));
+    return y;
+}
+
+// Two FP32 rounded to E4M3, as two FP16.
+__device__ __forceinline__ u32 round_to_e4m3(float first, float second) {
+    u32 y;
+    asm("{ .reg .b16 e; cvt.rn.satfinite.e4m3x2.f32 e, %2, %1; cvt.rn.f16x2.e4m3x2 %0, e; }"
+        : "=r"(y)
+        : "f"(first), "f"(second));
+    return y;
+}
+
+__device__ __forceinline__ void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ u16 to_bf16(float x) {
+    u16 y;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y) : "f"(x));
+    return y;
+}
+
+__device__ __forceinline__ u32 word_of(const uint4& x, int i) { return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w; }
+
+// What a warp has seen of its tiles. O is [head_dim / 16][4]: (d, head 2c), (d, 2c + 1), (d + 1, 2c), (d + 1, 2c + 1)
+// with d = 16 g + 2 i. The maximum and the sum belong to head g; the maximum is a whole power of two.
+struct State {
+    float o[8][4];
+    float maximum;
+    float sum;
+};
+
+template <bool WHOLE>
+__device__ __forceinline__ void attend_tile(
+    State& state, const u32 (&query)[8][2], const Cache& cache, const i64 (&half)[2], int left, float scale, int g, int c) {
+    uint4 k[4][2], v[4][2];
+#pragma unroll
+    for (int t = 0; t < 4; ++t) {
+        const int key = 8 * (t & 1) + g;
+        const u8* at = cache.keys + half[t >> 1] + key * cache.key_stride + 16 * c;
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            k[t][j] = make_uint4(0, 0, 0, 0);
+            if (WHOLE || 8 * t + g < left) k[t][j] = load16(at + 64 * j);
+        }
+    }
+#pragma unroll
+    for (int t = 0; t < 4; ++t) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            const int key = 8 * (t & 1) + 2 * c + j;
+            v[t][j] = make_uint4(0, 0, 0, 0);  // What was never written may be NaN, and 0 * NaN is not 0.
+            if (WHOLE || 8 * t + 2 * c + j < left)
+                v[t][j] = load16(cache.values + half[t >> 1] + key * cache.key_stride + 16 * g);
+        }
+    }
+    float s[4][4];
+    float highest = minus_infinity();
+#pragma unroll
+    for (int t = 0; t < 4; ++t) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) s[t][i] = 0.0f;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const u32 word = word_of(k[t][i >> 2], i & 3);
+            multiply(s[t], query[i][0], 0u, query[i][1], 0u, low_to_half2(word), high_to_half2(word));
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            s[t][i] = (WHOLE || 8 * t + 2 * c + i < left) ? s[t][i] * scale : minus_infinity();
+            highest = fmaxf(highest, s[t][i]);
+        }
+    }
+    highest = fmaxf(highest, __shfl_xor_sync(FULL_WARP, highest, 1));
+    highest = fmaxf(highest, __shfl_xor_sync(FULL_WARP, highest, 2));
+    const float maximum = fmaxf(state.maximum, ceilf(highest));
+    if (__any_sync(FULL_WARP, maximum > state.maximum)) {
+        const float factor = exp2_approximate(state.maximum - maximum);
+        const float even = __shfl_sync(FULL_WARP, factor, 8 * c), odd = __shfl_sync(FULL_WARP, factor, 8 * c + 4);
+        state.maximum = maximum;
+        state.sum *= factor;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            state.o[i][0] *= even;
+            state.o[i][1] *= odd;
+            state.o[i][2] *= even;
+            state.o[i][3] *= odd;
+        }
+    }
+    u32 p[4];
+#pragma unroll
+    for (int t = 0; t < 4; ++t) {
+        const float first = exp2_approximate(s[t][0] - state.maximum + P_EXPONENT);
+        const float second = exp2_approximate(s[t][1] - state.maximum + P_EXPONENT);
+        state.sum += first + second;
+        p[t] = round_to_e4m3(first, second);
+    }
+#pragma unroll
+    for (int u = 0; u < 2; ++u) {
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+            const u32 a = word_of(v[2 * u][0], w), b = word_of(v[2 * u][1], w);
+            const u32 e = word_of(v[2 * u + 1][0], w), f = word_of(v[2 * u + 1][1], w);
+            // Two keys at a time: bytes 0 and 1 of both, then 2 and 3.
+            const u32 near_low = __byte_perm(a, b, 0x5140), near_high = __byte_perm(a, b, 0x7362);
+            const u32 far_low = __byte_perm(e, f, 0x5140), far_high = __byte_perm(e, f, 0x7362);
+            multiply(state.o[2 * w], low_to_half2(near_low), high_to_half2(near_low), low_to_half2(far_low),
+                     high_to_half2(far_low), p[2 * u], p[2 * u + 1]);
+            multiply(state.o[2 * w + 1], low_to_half2(near_high), high_to_half2(near_high), low_to_half2(far_high),
+                     high_to_half2(far_high), p[2 * u], p[2 * u + 1]);
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) decode_attention(
+    const u8* __restrict__ query, i64 query_stride, const u8* __restrict__ keys, const u8* __restrict__ values,
+    i64 block_stride, i64 key_stride, i64 head_stride, const int* __restrict__ block_table, i64 table_stride,
+    const int* __restrict__ lengths, const float* __restrict__ query_scale, const float* __restrict__ key_scale,
+    const float* __restrict__ value_scale, float softmax_scale, u16* __restrict__ output, i64 output_stride,
+    float* __restrict__ partial, int* __restrict__ arrived) {
+    __shared__ float shared_o[WARPS][GROUP][HEAD_DIM];
+    __shared__ float shared_maximum[WARPS][8], shared_sum[WARPS][8];
+    __shared__ bool last;
+    const int head = blockIdx.x, request = blockIdx.y, part = blockIdx.z;
+    const int warp = threadIdx.x / 32, g = (threadIdx.x % 32) / 4, c = threadIdx.x % 4;
+    const int length = lengths[request], begin = part * PARTITION;
+    u16* const row = output + request * output_stride + head * GROUP * HEAD_DIM + threadIdx.x;
+    if (begin >= length) {
+        // A request that pads a captured graph has no keys.
+        if (part == 0)
+            for (int h = 0; h < GROUP; ++h) row[h * HEAD_DIM] = 0;
+        return;
+    }
+    const int end = min(length, begin + PARTITION), parts = (length + PARTITION - 1) / PARTITION;
+    u32 q[8][2];
+    {
+        const u8* at = query + request * query_stride + (head * GROUP + g) * HEAD_DIM + 16 * c;
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            const uint4 x = g < GROUP ? load16(at + 64 * j) : make_uint4(0, 0, 0, 0);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                q[4 * j + i][0] = low_to_half2(word_of(x, i));
+                q[4 * j + i][1] = high_to_half2(word_of(x, i));
+            }
+        }
+    }
+    const float scale = softmax_scale * 1.4426950408889634f * *query_scale * *key_scale;
+    const Cache cache = {keys + head * head_stride, values + head * head_stride, block_stride, key_stride, head_stride};
+    const int* const blocks = block_table + request * table_stride;
+    State state;
+    state.maximum = minus_infinity();
+    state.sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) state.o[i][0] = state.o[i][1] = state.o[i][2] = state.o[i][3] = 0.0f;
+
+    const int last_key = end - 1;
+    int first = begin + warp * TILE;
+    // Blocks of the next tile are looked up while this one is computed.
+    int next[2] = {blocks[min(first, last_key) / PAGE], blocks[min(first + 16, last_key) / PAGE]};
+    for (; first < end; first += WARPS * TILE) {
+        i64 half[2];
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            half[j] = next[j] * block_stride + (first + 16 * j) % PAGE * key_stride;
+            next[j] = blocks[min(first + WARPS * TILE + 16 * j, last_key) / PAGE];
+        }
+        if (first + TILE <= end)
+            attend_tile<true>(state, q, cache, half, TILE, scale, g, c);
+        else
+            attend_tile<false>(state, q, cache, half, end - first, scale, g, c);
+    }
+
+    float sum = state.sum + __shfl_xor_sync(FULL_WARP, state.sum, 1);
+    sum += __shfl_xor_sync(FULL_WARP, sum, 2);
+    if (c == 0) {
+        shared_maximum[warp][g] = state.maximum;
+        shared_sum[warp][g] = sum;
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        if (2 * c + h < GROUP) {
+#pragma unroll
+            for (int i = 0; i < 8; ++i)
+                *reinterpret_cast<float2*>(&shared_o[warp][2 * c + h][16 * g + 2 * i]) =
+                    make_float2(state.o[i][h], state.o[i][2 + h]);
+        }
+    }
+    __syncthreads();
+    float* const own = partial + (((i64)request * gridDim.x + head) * gridDim.z) * GROUP * (HEAD_DIM + 2);
+    for (int h = 0; h < GROUP; ++h) {
+        float maximum = shared_maximum[0][h], o = 0.0f, total = 0.0f;
+        for (int w = 1; w < WARPS; ++w) maximum = fmaxf(maximum, shared_maximum[w][h]);
+        for (int w = 0; w < WARPS; ++w) {
+            const float factor = exp2_approximate(shared_maximum[w][h] - maximum);
+            o += shared_o[w][h][threadIdx.x] * factor;
+            total += shared_sum[w][h] * factor;
+        }
+        if (parts == 1) {
+            row[h * HEAD_DIM] = to_bf16(o / total * *value_scale);
+        } else {
+            float* const at = own + (part * GROUP + h) * (HEAD_DIM + 2);
+            at[threadIdx.x] = o;
+            if (threadIdx.x < 2) at[HEAD_DIM + threadIdx.x] = threadIdx.x == 0 ? maximum : total;
+        }
+    }
+    if (parts == 1) return;
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        int* const counter = arrived + request * gridDim.x + head;
+        last = atomicAdd(counter, 1) == parts - 1;
+        if (last) *counter = 0;
+    }
+    __syncthreads();
+    if (!last) return;
+    __threadfence();
+    // The last block that arrives adds all of them up, in the order of the keys.
+    for (int h = 0; h < GROUP; ++h) {
+        float maximum = minus_infinity(), o = 0.0f, total = 0.0f;
+        const float* at = own + h * (HEAD_DIM + 2);
+        const i64 stride = GROUP * (HEAD_DIM + 2);
+        for (int i = 0; i < parts; ++i) maximum = fmaxf(maximum, __ldcg(at + i * stride + HEAD_DIM));
+        for (int i = 0; i < parts; ++i) {
+            const float factor = exp2_approximate(__ldcg(at + i * stride + HEAD_DIM) - maximum);
+            o += __ldcg(at + i * stride + threadIdx.x) * factor;
+            total += __ldcg(at + i * stride + HEAD_DIM + 1) * factor;
+        }
+        row[h * HEAD_DIM] = to_bf16(o / total * *value_scale);
+    }
+}

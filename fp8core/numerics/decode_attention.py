@@ -1,0 +1,117 @@
+"""Attention of one new token per request over a paged FP8 cache: a kernel for Hopper, and its reference.
+
+FlashAttention 3 decodes from an FP8 cache at little more than half of the memory's bandwidth, because FP8 tensor cores
+want V transposed. Decoding is bound by memory, so this kernel widens codes to FP16 instead, which is exact, and
+multiplies with FP32 accumulation. What it computes is what the contract says: Q, K, V and P are E4M3, P is scaled by
+256 and its row sum taken before it is rounded.
+
+The maximum that P is relative to is rounded up to a power of two. Moving on to a higher maximum is then exact, and P is
+rounded to the same value whichever keys were seen before (as long as it is a normal number). Nothing depends on the
+batch: keys are split by their position alone, and partitions are added in their order.
+"""
+
+import math
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fp8core.numerics.cuda_module import kernel
+from fp8core.numerics.rounding import to_e4m3_grid
+
+HEAD_DIM = 128
+# More query heads per KV head do not fit a fragment's columns.
+LARGEST_GROUP = 8
+PARTITION = 1024
+_SOURCE = Path(__file__).with_name("decode_attention.cu")
+_THREADS = 128
+_P_RANGE = 256.0
+
+
+class DecodeAttention:
+    """The kernel with its workspace, for one shape of model on one device.
+
+    The workspace is shared by all calls, which must be on one stream.
+    """
+
+    def __init__(
+        self, kv_heads: int, group: int, page: int, longest: int, requests: int, device: torch.device, resident: int = 3
+    ) -> None:
+        """Compile, and take the workspace.
+
+        Args:
+            kv_heads: heads of the cache.
+            group: query heads per KV head, at most `LARGEST_GROUP`.
+            page: keys of a cache block, a multiple of 16.
+            longest: keys of the longest request.
+            requests: of the largest batch.
+            device: a GPU of compute capability 8.9 or higher.
+            resident: blocks of one multiprocessor that registers are shared out for.
+        """
+        assert 1 <= group <= LARGEST_GROUP, group
+        assert page % 16 == 0, page
+        self.kv_heads, self.group, self.partitions = kv_heads, group, -(-longest // PARTITION)
+        definitions = {"GROUP": group, "PAGE": page, "PARTITION": PARTITION, "RESIDENT": resident}
+        self._kernel = kernel(_SOURCE, "decode_attention", tuple(definitions.items()), device.index or 0)
+        size = requests * kv_heads * self.partitions * group * (HEAD_DIM + 2) if self.partitions > 1 else 1
+        self._partial = torch.empty(size, dtype=torch.float32, device=device)
+        self._arrived = torch.zeros(requests * kv_heads, dtype=torch.int32, device=device)
+
+    def __call__(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        block_table: Tensor,
+        lengths: Tensor,
+        scales: tuple[Tensor, Tensor, Tensor],
+        out: Tensor,
+    ) -> None:
+        """Write the attention of `query` to `out`; requests of length 0 get zeros.
+
+        Args:
+            query: E4M3 [requests, heads, 128].
+            keys: E4M3 [blocks, page, kv_heads, 128], of any strides but the last.
+            values: as `keys`, with its strides.
+            block_table: int32 [requests, blocks of the longest].
+            lengths: int32 [requests], the new token counted.
+            scales: of Q, K and V, FP32 scalars on the device: value = code * scale.
+            out: BF16 [requests, heads, 128].
+        """
+        requests = lengths.shape[0]
+        assert keys.stride() == values.stride()
+        assert keys.stride(-1) == 1
+        assert query.stride()[1:] == (HEAD_DIM, 1)
+        arguments = (
+            *(query, query.stride(0), keys, values, *keys.stride()[:3], block_table, block_table.stride(0), lengths),
+            *(*scales, HEAD_DIM**-0.5, out, out.stride(0), self._partial, self._arrived),
+        )
+        self._kernel.launch((self.kv_heads, requests, self.partitions), _THREADS, arguments)
+
+
+def decode_attention_reference(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    scales: tuple[Tensor, Tensor, Tensor],
+) -> Tensor:
+    """What the kernel computes, in FP64 with the roundings of the contract; arguments as there, any device.
+
+    Returns:
+        FP64 [requests, heads, 128], not rounded to BF16.
+    """
+    q_scale, k_scale, v_scale = (float(scale) for scale in scales)
+    group = query.shape[1] // keys.shape[2]
+    out = torch.zeros(query.shape, dtype=torch.float64, device=query.device)
+    for i, length in enumerate(lengths.tolist()):
+        if length == 0:
+            continue
+        blocks = block_table[i, : -(-length // keys.shape[1])].long()
+        k, v = (x[blocks].flatten(0, 1)[:length].double().repeat_interleave(group, 1) for x in (keys, values))
+        scores = torch.einsum("hd,khd->hk", query[i].double(), k)
+        scores = scores * (q_scale * k_scale / math.sqrt(HEAD_DIM) / math.log(2))  # in powers of two
+        p = torch.exp2(scores - scores.amax(-1, keepdim=True).ceil()) * _P_RANGE
+        out[i] = torch.einsum("hk,khd->hd", to_e4m3_grid(p, 1.0).double(), v) * v_scale / p.sum(-1, keepdim=True)
+    return out
