@@ -22,6 +22,8 @@ from fp8core.store.versions import git_state, library_versions
 HEADS, KV_HEADS, HEAD_DIM, LAYERS = 32, 8, 128, 8
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
 SHAPES = ((256, 1024), (256, 2048), (64, 8192), (16, 2048), (512, 1536))
+# Keys of a partition, blocks of a multiprocessor, stages.
+VARIANTS = ((1024, 3, 2), (1024, 2, 3), (2048, 3, 2), (512, 3, 2))
 Attend = Callable[[Tensor, Tensor], None]
 
 
@@ -36,7 +38,7 @@ def main() -> None:
     for requests, context in SHAPES:
         for page in (16, 64):
             if options.only != "flash":
-                rows += [measure(requests, context, E4M3, page, f"ours, {r} resident") for r in (2, 3, 4)]
+                rows += [measure(requests, context, E4M3, page, f"ours {p} {r} {s}") for p, r, s in VARIANTS]
             if options.only != "ours":
                 rows += [measure(requests, context, dtype, page, "flash") for dtype in (BF16, E4M3)]
     options.out.write_text(json.dumps([{"kind": "attention_decode", **row, **about} for row in rows], indent=1) + "\n")
@@ -53,7 +55,8 @@ def measure(requests: int, context: int, dtype: torch.dtype, page: int, kernel: 
     table = torch.randperm(pages, device="cuda", dtype=torch.int32).view(requests, -1)
     lengths = torch.full((requests,), context, device="cuda", dtype=torch.int32)
     out = torch.empty(requests, HEADS, HEAD_DIM, device="cuda", dtype=BF16)
-    attend = (flash if kernel == "flash" else ours)(query, table, lengths, page, context, out, kernel)
+    make = flash if kernel == "flash" else ours
+    attend = make(query, caches[0][..., :HEAD_DIM], table, lengths, context, out, kernel)
 
     def step() -> None:
         for cache in caches:
@@ -67,16 +70,15 @@ def measure(requests: int, context: int, dtype: torch.dtype, page: int, kernel: 
     return row
 
 
-def ours(query: Tensor, table: Tensor, lengths: Tensor, page: int, context: int, out: Tensor, kernel: str) -> Attend:
-    """The kernel of fp8core/numerics/decode_attention.py."""
-    resident = int(kernel.removeprefix("ours, ").removesuffix(" resident"))
-    group = HEADS // KV_HEADS
-    attention = DecodeAttention(KV_HEADS, group, page, context, len(lengths), query.device, resident)
-    scales = (*(torch.ones((), device="cuda") for _ in range(3)),)
+def ours(query: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, longest: int, out: Tensor, name: str) -> Attend:
+    """The kernel of fp8core/numerics/decode_attention.py; its name holds partition, resident blocks and stages."""
+    settings = map(int, name.split()[1:])
+    attention = DecodeAttention(cache, HEADS // KV_HEADS, longest, len(lengths), *settings)
+    scales = (torch.ones((), device="cuda"),) * 3
     return lambda keys, values: attention(query, keys, values, table, lengths, scales, out)
 
 
-def flash(query: Tensor, table: Tensor, lengths: Tensor, page: int, context: int, out: Tensor, _: str) -> Attend:
+def flash(query: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, longest: int, out: Tensor, name: str) -> Attend:
     """FlashAttention 3 as vLLM calls it, its splits left to it."""
     from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
 
@@ -84,21 +86,21 @@ def flash(query: Tensor, table: Tensor, lengths: Tensor, page: int, context: int
     metadata = get_scheduler_metadata(
         batch_size=len(lengths),
         max_seqlen_q=1,
-        max_seqlen_k=context,
+        max_seqlen_k=longest,
         num_heads_q=HEADS,
         num_heads_kv=KV_HEADS,
         headdim=HEAD_DIM,
         cache_seqlens=lengths,
         qkv_dtype=query.dtype,
         cu_seqlens_q=starts,
-        page_size=page,
+        page_size=cache.shape[1],
         causal=True,
         window_size=(-1, -1),
         num_splits=0,
     )
     scale = torch.ones(1, device="cuda").expand(len(lengths), KV_HEADS)
     descales = {f"{name}_descale": scale for name in "qkv"} if query.dtype == E4M3 else {}
-    fixed = {"cu_seqlens_q": starts, "max_seqlen_q": 1, "seqused_k": lengths, "max_seqlen_k": context, "causal": True}
+    fixed = {"cu_seqlens_q": starts, "max_seqlen_q": 1, "seqused_k": lengths, "max_seqlen_k": longest, "causal": True}
     fixed |= {"softmax_scale": HEAD_DIM**-0.5, "block_table": table, "scheduler_metadata": metadata, "fa_version": 3}
     return lambda keys, values: flash_attn_varlen_func(q=query, k=keys, v=values, out=out, **fixed, **descales)
 

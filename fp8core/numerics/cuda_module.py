@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+
 
 class CudaError(RuntimeError):
     """A call of NVRTC or of the driver failed; the message names it, and holds the compiler's log if there is one."""
@@ -21,13 +23,14 @@ class CudaError(RuntimeError):
 class Kernel:
     """One function of one compiled source, on the device that was current when it was made."""
 
-    def __init__(self, source: Path, name: str, definitions: tuple[tuple[str, int], ...]) -> None:
+    def __init__(self, source: Path, name: str, definitions: tuple[tuple[str, int], ...], shared: int) -> None:
         """Compile and load.
 
         Args:
             source: CUDA C++ with `extern "C"` kernels, without includes.
             name: of the kernel.
             definitions: macros.
+            shared: bytes of dynamic shared memory of a block.
 
         Raises:
             CudaError: the source does not compile for this device, or the driver does not load it.
@@ -40,6 +43,8 @@ class Kernel:
         _driver("cuModuleLoadData", ctypes.byref(self._module), image)
         self._function = ctypes.c_void_p()
         _driver("cuModuleGetFunction", ctypes.byref(self._function), self._module, name.encode())
+        self._shared = shared
+        _driver("cuFuncSetAttribute", self._function, _MAX_DYNAMIC_SHARED, shared)
 
     def launch(self, grid: Sequence[int], threads: int, arguments: Sequence[Tensor | int | float]) -> None:
         """Launch on the current stream.
@@ -52,14 +57,14 @@ class Kernel:
         values = [_c_value(argument) for argument in arguments]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        _driver("cuLaunchKernel", self._function, *grid, threads, 1, 1, 0, stream, pointers, None)
+        _driver("cuLaunchKernel", self._function, *grid, threads, 1, 1, self._shared, stream, pointers, None)
 
 
 @cache
-def kernel(source: Path, name: str, definitions: tuple[tuple[str, int], ...], device: int) -> Kernel:
+def kernel(source: Path, name: str, definitions: tuple[tuple[str, int], ...], shared: int, device: int) -> Kernel:
     """The kernel for a device, compiled once per process."""
     with torch.cuda.device(device):
-        return Kernel(source, name, definitions)
+        return Kernel(source, name, definitions, shared)
 
 
 def _c_value(argument: Tensor | int | float) -> ctypes.c_void_p | ctypes.c_longlong | ctypes.c_float:

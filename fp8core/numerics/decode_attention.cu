@@ -1,16 +1,19 @@
 // Attention of one new token per request over a paged FP8 cache. See decode_attention.py for what it computes and why.
 //
 // A block serves one request, one KV head and one partition of the keys; each of its warps takes every fourth tile of 32
-// keys. Fragments go from memory straight to registers: the contraction of either product may be taken in any order, so
-// the 16 bytes a thread loads are what its fragment holds, and only V needs its bytes interleaved (two keys at a time).
+// keys. The contraction of either product may be taken in any order, so a thread copies just those 16 bytes at a time
+// that its own fragments hold, and only V needs its bytes interleaved (two keys at a time). Shared memory is a queue of
+// tiles on their way, in which every thread reads what it wrote: nobody waits for anybody.
 //
 // mma.m16n8k16, lane = 4 * g + c:
 //   scores   S = Q K^T    rows: query heads of the group (8 of 16 used), columns: 8 keys, contraction: head_dim
 //   values   O^T = V^T P^T  rows: 16 of head_dim, columns: query heads, contraction: 16 keys
 // A thread has the scores of head g for keys 2c and 2c + 1 of each 8, which is what the second product wants of it.
 //
-// Compiled with GROUP (query heads per KV head, at most 8), PAGE (keys of a cache block, a multiple of 16) and PARTITION
-// (keys of a partition, a multiple of 32) defined.
+// Compiled with GROUP (query heads per KV head, at most 8), PAGE (keys of a cache block, a multiple of 16), PARTITION
+// (keys of a partition, a multiple of 32) and the cache's strides in bytes (BLOCK_STRIDE, KEY_STRIDE, HEAD_STRIDE)
+// defined. RESIDENT is the number of blocks per multiprocessor that registers are shared out for, STAGES the tiles of a
+// warp in shared memory.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -20,17 +23,10 @@ typedef long long i64;
 #define HEAD_DIM 128
 #define WARPS 4
 #define TILE 32
+#define CHUNKS 16  // of 16 bytes that a thread copies of a tile: 8 of keys, 8 of values
 #define FULL_WARP 0xffffffffu
 // FlashAttention 3 stores P times 256 in E4M3.
 #define P_EXPONENT 8.0f
-
-struct Cache {
-    const u8* keys;
-    const u8* values;
-    i64 block_stride;
-    i64 key_stride;
-    i64 head_stride;
-};
 
 __device__ __forceinline__ float minus_infinity() { return __int_as_float(0xff800000); }
 
@@ -40,12 +36,19 @@ __device__ __forceinline__ float exp2_approximate(float x) {
     return y;
 }
 
-__device__ __forceinline__ uint4 load16(const u8* address) {
-    uint4 x;
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-                 : "l"(address));
-    return x;
+__device__ __forceinline__ uint4 load16(const u8* address) { return *reinterpret_cast<const uint4*>(address); }
+
+__device__ __forceinline__ void copy16(uint4* shared, const u8* global) {
+    const u32 address = (u32)__cvta_generic_to_shared(shared);
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(global) : "memory");
+}
+
+__device__ __forceinline__ void end_of_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Until no more than `left` groups of this thread's copies are on their way.
+template <int left>
+__device__ __forceinline__ void wait_for_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(left) : "memory");
 }
 
 // Two E4M3 of the lower half of a word as two FP16: exact.
@@ -92,44 +95,47 @@ struct State {
     float sum;
 };
 
-template <bool WHOLE>
-__device__ __forceinline__ void attend_tile(
-    State& state, const u32 (&query)[8][2], const Cache& cache, const i64 (&half)[2], int left, float scale, int g, int c) {
-    uint4 k[4][2], v[4][2];
-#pragma unroll
-    for (int t = 0; t < 4; ++t) {
-        const int key = 8 * (t & 1) + g;
-        const u8* at = cache.keys + half[t >> 1] + key * cache.key_stride + 16 * c;
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-            k[t][j] = make_uint4(0, 0, 0, 0);
-            if (WHOLE || 8 * t + g < left) k[t][j] = load16(at + 64 * j);
-        }
-    }
+// Copy a tile: two halves of 16 keys, each within one cache block; addresses are those of the thread's first 16 bytes.
+__device__ __forceinline__ void copy_tile(uint4* stage, const u8* const (&keys)[2], const u8* const (&values)[2]) {
 #pragma unroll
     for (int t = 0; t < 4; ++t) {
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
-            const int key = 8 * (t & 1) + 2 * c + j;
-            v[t][j] = make_uint4(0, 0, 0, 0);  // What was never written may be NaN, and 0 * NaN is not 0.
-            if (WHOLE || 8 * t + 2 * c + j < left)
-                v[t][j] = load16(cache.values + half[t >> 1] + key * cache.key_stride + 16 * g);
+            copy16(stage + 32 * (2 * t + j), keys[t >> 1] + 8 * (t & 1) * KEY_STRIDE + 64 * j);
+            copy16(stage + 32 * (8 + 2 * t + j), values[t >> 1] + (8 * (t & 1) + j) * KEY_STRIDE);
         }
     }
-    float s[4][4];
+}
+
+// Scores of head g for keys 2c and 2c + 1 of each 8, in powers of two.
+__device__ __forceinline__ void multiply_keys(float (&s)[4][4], const u32 (&query)[8][2], const uint4* stage) {
+#pragma unroll
+    for (int t = 0; t < 4; ++t) s[t][0] = s[t][1] = s[t][2] = s[t][3] = 0.0f;
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+        uint4 k[4];
+#pragma unroll
+        for (int t = 0; t < 4; ++t) k[t] = stage[32 * (2 * t + j)];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const u32(&q)[2] = query[4 * j + i];
+#pragma unroll
+            for (int t = 0; t < 4; ++t) {
+                const u32 word = word_of(k[t], i);
+                multiply(s[t], q[0], 0u, q[1], 0u, low_to_half2(word), high_to_half2(word));
+            }
+        }
+    }
+}
+
+// From scores to P, and everything so far relative to the new maximum.
+__device__ __forceinline__ void soften(State& state, u32 (&p)[4], float (&s)[4][4], float scale, int left, int c) {
     float highest = minus_infinity();
 #pragma unroll
     for (int t = 0; t < 4; ++t) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) s[t][i] = 0.0f;
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            const u32 word = word_of(k[t][i >> 2], i & 3);
-            multiply(s[t], query[i][0], 0u, query[i][1], 0u, low_to_half2(word), high_to_half2(word));
-        }
-#pragma unroll
         for (int i = 0; i < 2; ++i) {
-            s[t][i] = (WHOLE || 8 * t + 2 * c + i < left) ? s[t][i] * scale : minus_infinity();
+            s[t][i] = 8 * t + 2 * c + i < left ? s[t][i] * scale : minus_infinity();
             highest = fmaxf(highest, s[t][i]);
         }
     }
@@ -149,7 +155,6 @@ __device__ __forceinline__ void attend_tile(
             state.o[i][3] *= odd;
         }
     }
-    u32 p[4];
 #pragma unroll
     for (int t = 0; t < 4; ++t) {
         const float first = exp2_approximate(s[t][0] - state.maximum + P_EXPONENT);
@@ -157,12 +162,25 @@ __device__ __forceinline__ void attend_tile(
         state.sum += first + second;
         p[t] = round_to_e4m3(first, second);
     }
+}
+
+__device__ __forceinline__ void multiply_values(State& state, const u32 (&p)[4], const uint4* stage, int left, int c) {
 #pragma unroll
     for (int u = 0; u < 2; ++u) {
+        uint4 v[2][2];
+#pragma unroll
+        for (int t = 0; t < 2; ++t) {
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                v[t][j] = stage[32 * (8 + 4 * u + 2 * t + j)];
+                // What was never written may be NaN, and 0 * NaN is not 0.
+                if (16 * u + 8 * t + 2 * c + j >= left) v[t][j] = make_uint4(0, 0, 0, 0);
+            }
+        }
 #pragma unroll
         for (int w = 0; w < 4; ++w) {
-            const u32 a = word_of(v[2 * u][0], w), b = word_of(v[2 * u][1], w);
-            const u32 e = word_of(v[2 * u + 1][0], w), f = word_of(v[2 * u + 1][1], w);
+            const u32 a = word_of(v[0][0], w), b = word_of(v[0][1], w);
+            const u32 e = word_of(v[1][0], w), f = word_of(v[1][1], w);
             // Two keys at a time: bytes 0 and 1 of both, then 2 and 3.
             const u32 near_low = __byte_perm(a, b, 0x5140), near_high = __byte_perm(a, b, 0x7362);
             const u32 far_low = __byte_perm(e, f, 0x5140), far_high = __byte_perm(e, f, 0x7362);
@@ -176,11 +194,12 @@ __device__ __forceinline__ void attend_tile(
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) decode_attention(
     const u8* __restrict__ query, i64 query_stride, const u8* __restrict__ keys, const u8* __restrict__ values,
-    i64 block_stride, i64 key_stride, i64 head_stride, const int* __restrict__ block_table, i64 table_stride,
+    const int* __restrict__ block_table, i64 table_stride,
     const int* __restrict__ lengths, const float* __restrict__ query_scale, const float* __restrict__ key_scale,
     const float* __restrict__ value_scale, float softmax_scale, u16* __restrict__ output, i64 output_stride,
     float* __restrict__ partial, int* __restrict__ arrived) {
-    __shared__ float shared_o[WARPS][GROUP][HEAD_DIM];
+    extern __shared__ uint4 queue[];  // [WARPS][STAGES][CHUNKS][32], and after the last tile O of every warp
+    float(*const shared_o)[GROUP][HEAD_DIM] = reinterpret_cast<float(*)[GROUP][HEAD_DIM]>(queue);
     __shared__ float shared_maximum[WARPS][8], shared_sum[WARPS][8];
     __shared__ bool last;
     const int head = blockIdx.x, request = blockIdx.y, part = blockIdx.z;
@@ -208,7 +227,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) decode_attent
         }
     }
     const float scale = softmax_scale * 1.4426950408889634f * *query_scale * *key_scale;
-    const Cache cache = {keys + head * head_stride, values + head * head_stride, block_stride, key_stride, head_stride};
     const int* const blocks = block_table + request * table_stride;
     State state;
     state.maximum = minus_infinity();
@@ -216,22 +234,45 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) decode_attent
 #pragma unroll
     for (int i = 0; i < 8; ++i) state.o[i][0] = state.o[i][1] = state.o[i][2] = state.o[i][3] = 0.0f;
 
-    const int last_key = end - 1;
-    int first = begin + warp * TILE;
-    // Blocks of the next tile are looked up while this one is computed.
-    int next[2] = {blocks[min(first, last_key) / PAGE], blocks[min(first + 16, last_key) / PAGE]};
-    for (; first < end; first += WARPS * TILE) {
-        i64 half[2];
+    // Keys after the last are read from its block's memory, and masked. Blocks are looked up one tile before they are
+    // needed.
+    const int last_key = end - 1, stride = WARPS * TILE, first = begin + warp * TILE;
+    uint4* const own_queue = queue + warp * STAGES * CHUNKS * 32 + threadIdx.x % 32;
+    const u8* const own_keys = keys + head * HEAD_STRIDE + g * KEY_STRIDE + 16 * c;
+    const u8* const own_values = values + head * HEAD_STRIDE + 2 * c * KEY_STRIDE + 16 * g;
+    int ahead = first, into = 0;
+    int block[2] = {blocks[min(first, last_key) / PAGE], blocks[min(first + 16, last_key) / PAGE]};
+    const auto copy_next = [&]() {
+        if (ahead < end) {
+            const u8 *k_at[2], *v_at[2];
 #pragma unroll
-        for (int j = 0; j < 2; ++j) {
-            half[j] = next[j] * block_stride + (first + 16 * j) % PAGE * key_stride;
-            next[j] = blocks[min(first + WARPS * TILE + 16 * j, last_key) / PAGE];
+            for (int j = 0; j < 2; ++j) {
+                const i64 offset = (i64)block[j] * BLOCK_STRIDE + (ahead + 16 * j) % PAGE * KEY_STRIDE;
+                k_at[j] = own_keys + offset;
+                v_at[j] = own_values + offset;
+                block[j] = blocks[min(ahead + stride + 16 * j, last_key) / PAGE];
+            }
+            copy_tile(own_queue + into * CHUNKS * 32, k_at, v_at);
         }
-        if (first + TILE <= end)
-            attend_tile<true>(state, q, cache, half, TILE, scale, g, c);
-        else
-            attend_tile<false>(state, q, cache, half, end - first, scale, g, c);
+        end_of_copies();
+        ahead += stride;
+        into = into + 1 == STAGES ? 0 : into + 1;
+    };
+#pragma unroll
+    for (int i = 0; i < STAGES - 1; ++i) copy_next();
+    int from = 0;
+    for (int start = first; start < end; start += stride) {
+        copy_next();
+        wait_for_copies<STAGES - 1>();
+        const uint4* const stage = own_queue + from * CHUNKS * 32;
+        from = from + 1 == STAGES ? 0 : from + 1;
+        float s[4][4];
+        u32 p[4];
+        multiply_keys(s, q, stage);
+        soften(state, p, s, scale, end - start, c);
+        multiply_values(state, p, stage, end - start, c);
     }
+    __syncthreads();  // The queue is reused.
 
     float sum = state.sum + __shfl_xor_sync(FULL_WARP, state.sum, 1);
     sum += __shfl_xor_sync(FULL_WARP, sum, 2);

@@ -24,7 +24,8 @@ HEAD_DIM = 128
 LARGEST_GROUP = 8
 PARTITION = 1024
 _SOURCE = Path(__file__).with_name("decode_attention.cu")
-_THREADS = 128
+_WARPS = 4
+_TILE_BYTES = 32 * 2 * HEAD_DIM
 _P_RANGE = 256.0
 
 
@@ -35,24 +36,38 @@ class DecodeAttention:
     """
 
     def __init__(
-        self, kv_heads: int, group: int, page: int, longest: int, requests: int, device: torch.device, resident: int = 3
+        self,
+        cache: Tensor,
+        group: int,
+        longest: int,
+        requests: int,
+        partition: int = PARTITION,
+        resident: int = 3,
+        stages: int = 2,
     ) -> None:
         """Compile, and take the workspace.
 
         Args:
-            kv_heads: heads of the cache.
+            cache: keys or values as they will be given: E4M3 [blocks, page, kv_heads, 128] on a GPU of compute
+                capability 8.9 or higher; a page is a multiple of 16.
             group: query heads per KV head, at most `LARGEST_GROUP`.
-            page: keys of a cache block, a multiple of 16.
             longest: keys of the longest request.
             requests: of the largest batch.
-            device: a GPU of compute capability 8.9 or higher.
+            partition: keys that one block of threads goes through, a multiple of 32.
             resident: blocks of one multiprocessor that registers are shared out for.
+            stages: tiles of 32 keys that a warp has in shared memory.
         """
+        _, page, kv_heads, head_dim = cache.shape
         assert 1 <= group <= LARGEST_GROUP, group
         assert page % 16 == 0, page
-        self.kv_heads, self.group, self.partitions = kv_heads, group, -(-longest // PARTITION)
-        definitions = {"GROUP": group, "PAGE": page, "PARTITION": PARTITION, "RESIDENT": resident}
-        self._kernel = kernel(_SOURCE, "decode_attention", tuple(definitions.items()), device.index or 0)
+        assert head_dim == HEAD_DIM, head_dim
+        device = cache.device
+        self._strides, self.kv_heads, self.partitions = cache.stride(), kv_heads, -(-longest // partition)
+        names = ("BLOCK_STRIDE", "KEY_STRIDE", "HEAD_STRIDE")
+        definitions = {"GROUP": group, "PAGE": page, "PARTITION": partition, "RESIDENT": resident, "STAGES": stages}
+        definitions |= dict(zip(names, self._strides[:3], strict=True))
+        queue = _WARPS * stages * _TILE_BYTES
+        self._kernel = kernel(_SOURCE, "decode_attention", tuple(definitions.items()), queue, device.index or 0)
         size = requests * kv_heads * self.partitions * group * (HEAD_DIM + 2) if self.partitions > 1 else 1
         self._partial = torch.empty(size, dtype=torch.float32, device=device)
         self._arrived = torch.zeros(requests * kv_heads, dtype=torch.int32, device=device)
@@ -71,22 +86,21 @@ class DecodeAttention:
 
         Args:
             query: E4M3 [requests, heads, 128].
-            keys: E4M3 [blocks, page, kv_heads, 128], of any strides but the last.
-            values: as `keys`, with its strides.
+            keys: as `cache` was.
+            values: likewise.
             block_table: int32 [requests, blocks of the longest].
             lengths: int32 [requests], the new token counted.
             scales: of Q, K and V, FP32 scalars on the device: value = code * scale.
             out: BF16 [requests, heads, 128].
         """
         requests = lengths.shape[0]
-        assert keys.stride() == values.stride()
-        assert keys.stride(-1) == 1
+        assert keys.stride() == values.stride() == self._strides
         assert query.stride()[1:] == (HEAD_DIM, 1)
         arguments = (
-            *(query, query.stride(0), keys, values, *keys.stride()[:3], block_table, block_table.stride(0), lengths),
+            *(query, query.stride(0), keys, values, block_table, block_table.stride(0), lengths),
             *(*scales, HEAD_DIM**-0.5, out, out.stride(0), self._partial, self._arrived),
         )
-        self._kernel.launch((self.kv_heads, requests, self.partitions), _THREADS, arguments)
+        self._kernel.launch((self.kv_heads, requests, self.partitions), 32 * _WARPS, arguments)
 
 
 def decode_attention_reference(
