@@ -1,5 +1,7 @@
 """Settings of the vLLM rollout engine that decide speed and memory; formats belong to the precision contract."""
 
+from typing import Literal
+
 from pydantic import Field
 
 from fp8core.config.section import Section
@@ -23,6 +25,10 @@ class VllmConfig(Section):
     graphs: bool = Field(True, description="torch.compile and, on a GPU, CUDA graphs; false runs eagerly.")
     batch_invariant: bool = Field(
         False, description="VLLM_BATCH_INVARIANT: results that do not depend on the batch where vLLM can do that."
+    )
+    decode_kernel: Literal["fp8_decode", "flash_attention"] = Field(
+        "fp8_decode",
+        description="What decodes from an FP8 cache on a GPU: our kernel (head size 128), or FlashAttention 3.",
     )
     sleep: bool = Field(
         False, description="Give weights and cache back to the device between rollout and sync (vLLM's sleep mode)."

@@ -1,9 +1,10 @@
 // Attention of one new token per request over a paged FP8 cache. See decode_attention.py for what it computes and why.
 //
 // A block serves one request, one KV head and one partition of the keys; each of its warps takes every fourth tile of 32
-// keys. The contraction of either product may be taken in any order, so a thread copies just those 16 bytes at a time
-// that its own fragments hold, and only V needs its bytes interleaved (two keys at a time). Shared memory is a queue of
-// tiles on their way, in which every thread reads what it wrote: nobody waits for anybody.
+// keys, through a queue of its own in shared memory: no warp waits for another. Eight neighbouring lanes copy a whole row
+// of 128 bytes, because the L2 cache gives up at half of the memory's bandwidth when it is asked for less at a time. The
+// contraction of either product may be taken in any order, so a thread reads 16 bytes at a time that are its fragments as
+// they are; only V needs its bytes interleaved, two keys at a time.
 //
 // mma.m16n8k16, lane = 4 * g + c:
 //   scores   S = Q K^T    rows: query heads of the group (8 of 16 used), columns: 8 keys, contraction: head_dim
@@ -23,7 +24,11 @@ typedef long long i64;
 #define HEAD_DIM 128
 #define WARPS 4
 #define TILE 32
-#define CHUNKS 16  // of 16 bytes that a thread copies of a tile: 8 of keys, 8 of values
+#define ROW 8                    // pieces of 16 bytes of a row of keys or values
+#define STAGE (2 * TILE * ROW)  // of a tile: its keys, then its values
+#ifndef PREFETCH
+#define PREFETCH ""
+#endif
 #define FULL_WARP 0xffffffffu
 // FlashAttention 3 stores P times 256 in E4M3.
 #define P_EXPONENT 8.0f
@@ -40,7 +45,7 @@ __device__ __forceinline__ uint4 load16(const u8* address) { return *reinterpret
 
 __device__ __forceinline__ void copy16(uint4* shared, const u8* global) {
     const u32 address = (u32)__cvta_generic_to_shared(shared);
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(global) : "memory");
+    asm volatile("cp.async.cg.shared.global" PREFETCH " [%0], [%1], 16;" ::"r"(address), "l"(global) : "memory");
 }
 
 __device__ __forceinline__ void end_of_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
@@ -95,27 +100,31 @@ struct State {
     float sum;
 };
 
-// Copy a tile: two halves of 16 keys, each within one cache block; addresses are those of the thread's first 16 bytes.
-__device__ __forceinline__ void copy_tile(uint4* stage, const u8* const (&keys)[2], const u8* const (&values)[2]) {
+// Where a piece lies in its row in shared memory, so that the eight lanes that read or write at once use all banks.
+__device__ __forceinline__ int key_piece(int row, int piece) { return row * ROW + (piece ^ ((row & 1) << 2)); }
+__device__ __forceinline__ int value_piece(int row, int piece) { return (TILE + row) * ROW + (piece ^ (row & 6)); }
+
+// Copy a tile, four rows at a time; addresses are those of this lane's piece in the first row of each half of 16 keys,
+// which lie within one cache block.
+__device__ __forceinline__ void copy_tile(uint4* stage, const u8* const (&keys)[2], const u8* const (&values)[2], int lane) {
 #pragma unroll
-    for (int t = 0; t < 4; ++t) {
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-            copy16(stage + 32 * (2 * t + j), keys[t >> 1] + 8 * (t & 1) * KEY_STRIDE + 64 * j);
-            copy16(stage + 32 * (8 + 2 * t + j), values[t >> 1] + (8 * (t & 1) + j) * KEY_STRIDE);
-        }
+    for (int i = 0; i < TILE / 4; ++i) {
+        const int row = 4 * i + lane / ROW, offset = 4 * (i % 4) * KEY_STRIDE;
+        copy16(stage + key_piece(row, lane % ROW), keys[i / 4] + offset);
+        copy16(stage + value_piece(row, lane % ROW), values[i / 4] + offset);
     }
 }
 
 // Scores of head g for keys 2c and 2c + 1 of each 8, in powers of two.
-__device__ __forceinline__ void multiply_keys(float (&s)[4][4], const u32 (&query)[8][2], const uint4* stage) {
+__device__ __forceinline__ void multiply_keys(
+    float (&s)[4][4], const u32 (&query)[8][2], const uint4* stage, int g, int c) {
 #pragma unroll
     for (int t = 0; t < 4; ++t) s[t][0] = s[t][1] = s[t][2] = s[t][3] = 0.0f;
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
         uint4 k[4];
 #pragma unroll
-        for (int t = 0; t < 4; ++t) k[t] = stage[32 * (2 * t + j)];
+        for (int t = 0; t < 4; ++t) k[t] = stage[key_piece(8 * t + g, 4 * j + c)];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const u32(&q)[2] = query[4 * j + i];
@@ -164,7 +173,8 @@ __device__ __forceinline__ void soften(State& state, u32 (&p)[4], float (&s)[4][
     }
 }
 
-__device__ __forceinline__ void multiply_values(State& state, const u32 (&p)[4], const uint4* stage, int left, int c) {
+__device__ __forceinline__ void multiply_values(
+    State& state, const u32 (&p)[4], const uint4* stage, int left, int g, int c) {
 #pragma unroll
     for (int u = 0; u < 2; ++u) {
         uint4 v[2][2];
@@ -172,9 +182,10 @@ __device__ __forceinline__ void multiply_values(State& state, const u32 (&p)[4],
         for (int t = 0; t < 2; ++t) {
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
-                v[t][j] = stage[32 * (8 + 4 * u + 2 * t + j)];
+                const int row = 16 * u + 8 * t + 2 * c + j;
+                v[t][j] = stage[value_piece(row, g)];
                 // What was never written may be NaN, and 0 * NaN is not 0.
-                if (16 * u + 8 * t + 2 * c + j >= left) v[t][j] = make_uint4(0, 0, 0, 0);
+                if (row >= left) v[t][j] = make_uint4(0, 0, 0, 0);
             }
         }
 #pragma unroll
@@ -198,7 +209,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) decode_attent
     const int* __restrict__ lengths, const float* __restrict__ query_scale, const float* __restrict__ key_scale,
     const float* __restrict__ value_scale, float softmax_scale, u16* __restrict__ output, i64 output_stride,
     float* __restrict__ partial, int* __restrict__ arrived) {
-    extern __shared__ uint4 queue[];  // [WARPS][STAGES][CHUNKS][32], and after the last tile O of every warp
+    extern __shared__ uint4 queue[];  // [WARPS][STAGES][STAGE], and after the last tile O of every warp
     float(*const shared_o)[GROUP][HEAD_DIM] = reinterpret_cast<float(*)[GROUP][HEAD_DIM]>(queue);
     __shared__ float shared_maximum[WARPS][8], shared_sum[WARPS][8];
     __shared__ bool last;
@@ -237,9 +248,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) decode_attent
     // Keys after the last are read from its block's memory, and masked. Blocks are looked up one tile before they are
     // needed.
     const int last_key = end - 1, stride = WARPS * TILE, first = begin + warp * TILE;
-    uint4* const own_queue = queue + warp * STAGES * CHUNKS * 32 + threadIdx.x % 32;
-    const u8* const own_keys = keys + head * HEAD_STRIDE + g * KEY_STRIDE + 16 * c;
-    const u8* const own_values = values + head * HEAD_STRIDE + 2 * c * KEY_STRIDE + 16 * g;
+    const int lane = threadIdx.x % 32, piece = head * HEAD_STRIDE + lane / ROW * KEY_STRIDE + 16 * (lane % ROW);
+    uint4* const own_queue = queue + warp * STAGES * STAGE;
+    const u8 *const own_keys = keys + piece, *const own_values = values + piece;
     int ahead = first, into = 0;
     int block[2] = {blocks[min(first, last_key) / PAGE], blocks[min(first + 16, last_key) / PAGE]};
     const auto copy_next = [&]() {
@@ -252,7 +263,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) decode_attent
                 v_at[j] = own_values + offset;
                 block[j] = blocks[min(ahead + stride + 16 * j, last_key) / PAGE];
             }
-            copy_tile(own_queue + into * CHUNKS * 32, k_at, v_at);
+            copy_tile(own_queue + into * STAGE, k_at, v_at, lane);
         }
         end_of_copies();
         ahead += stride;
@@ -264,13 +275,15 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) decode_attent
     for (int start = first; start < end; start += stride) {
         copy_next();
         wait_for_copies<STAGES - 1>();
-        const uint4* const stage = own_queue + from * CHUNKS * 32;
+        __syncwarp();
+        const uint4* const stage = own_queue + from * STAGE;
         from = from + 1 == STAGES ? 0 : from + 1;
         float s[4][4];
         u32 p[4];
-        multiply_keys(s, q, stage);
+        multiply_keys(s, q, stage, g, c);
         soften(state, p, s, scale, end - start, c);
-        multiply_values(state, p, stage, end - start, c);
+        multiply_values(state, p, stage, end - start, g, c);
+        __syncwarp();  // The stage is copied to next.
     }
     __syncthreads();  // The queue is reused.
 

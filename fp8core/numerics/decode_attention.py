@@ -22,7 +22,7 @@ from fp8core.numerics.rounding import to_e4m3_grid
 HEAD_DIM = 128
 # More query heads per KV head do not fit a fragment's columns.
 LARGEST_GROUP = 8
-PARTITION = 1024
+PARTITION = 4096
 _SOURCE = Path(__file__).with_name("decode_attention.cu")
 _WARPS = 4
 _TILE_BYTES = 32 * 2 * HEAD_DIM
@@ -37,7 +37,9 @@ class DecodeAttention:
 
     def __init__(
         self,
-        cache: Tensor,
+        device: torch.device,
+        shape: torch.Size,
+        strides: tuple[int, ...],
         group: int,
         longest: int,
         requests: int,
@@ -48,8 +50,9 @@ class DecodeAttention:
         """Compile, and take the workspace.
 
         Args:
-            cache: keys or values as they will be given: E4M3 [blocks, page, kv_heads, 128] on a GPU of compute
-                capability 8.9 or higher; a page is a multiple of 16.
+            device: a GPU of compute capability 8.9 or higher.
+            shape: of the keys, and of the values: [blocks, page, kv_heads, 128]; a page is a multiple of 16.
+            strides: of both; the last is 1.
             group: query heads per KV head, at most `LARGEST_GROUP`.
             longest: keys of the longest request.
             requests: of the largest batch.
@@ -57,12 +60,11 @@ class DecodeAttention:
             resident: blocks of one multiprocessor that registers are shared out for.
             stages: tiles of 32 keys that a warp has in shared memory.
         """
-        _, page, kv_heads, head_dim = cache.shape
+        _, page, kv_heads, head_dim = shape
         assert 1 <= group <= LARGEST_GROUP, group
         assert page % 16 == 0, page
-        assert head_dim == HEAD_DIM, head_dim
-        device = cache.device
-        self._strides, self.kv_heads, self.partitions = cache.stride(), kv_heads, -(-longest // partition)
+        assert (head_dim, strides[-1]) == (HEAD_DIM, 1), (shape, strides)
+        self._strides, self.kv_heads, self.partitions = strides, kv_heads, -(-longest // partition)
         names = ("BLOCK_STRIDE", "KEY_STRIDE", "HEAD_STRIDE")
         definitions = {"GROUP": group, "PAGE": page, "PARTITION": partition, "RESIDENT": resident, "STAGES": stages}
         definitions |= dict(zip(names, self._strides[:3], strict=True))
@@ -86,7 +88,7 @@ class DecodeAttention:
 
         Args:
             query: E4M3 [requests, heads, 128].
-            keys: as `cache` was.
+            keys: E4M3 [blocks, page, kv_heads, 128] of the strides that were given.
             values: likewise.
             block_table: int32 [requests, blocks of the longest].
             lengths: int32 [requests], the new token counted.

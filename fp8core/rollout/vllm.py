@@ -29,6 +29,7 @@ from fp8core.rollout.vllm_layout import Slot, TensorSpec, UpdateError, check_fit
 from fp8core.rollout.vllm_settings import (
     WORKER,
     Launch,
+    attention_backend,
     engine_arguments,
     executed_formats,
     model_config,
@@ -79,7 +80,8 @@ class VllmEngine:
         self._longest = options.max_model_len or arch.max_positions
         self._folder = tempfile.TemporaryDirectory(prefix="fp8-grpo-")
         Path(self._folder.name, "config.json").write_text(json.dumps(model_config(arch, contract)), encoding="utf-8")
-        launch = Launch(self._folder.name, self._longest, max_batch, worker)
+        attention = attention_backend(arch, contract, options)
+        launch = Launch(self._folder.name, self._longest, max_batch, worker, attention)
         arguments = engine_arguments(contract, options, build, launch)
         self._llm = LLMEngine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=True)
         missing = self._call("policy_probe")

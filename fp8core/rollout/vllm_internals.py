@@ -18,6 +18,13 @@ _MIRRORS = {"q": "_q_scale_cpu", "k": "_k_scale_cpu", "v": "_v_scale_cpu"}
 _ATTENTION = (*_BUFFERS.values(), *_FLOATS.values(), "kv_cache_dtype", "attn_backend", "impl")
 
 
+def register_decode_backend() -> None:
+    """Give vLLM the path of the attention backend with our decode kernel, which it imports when it is asked for."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    register_backend(AttentionBackendEnum.CUSTOM, "fp8core.rollout.vllm_decode.DecodeBackend")
+
+
 def probe(model: nn.Module) -> list[str]:
     """What this vLLM lacks of all that this module uses; nothing when it can be worked with."""
     layers = list(_attention_layers(model))

@@ -6,8 +6,8 @@ Everything that decides a bit is pinned here (facts about vLLM 0.24 to 0.26 on H
 - DeepGEMM's activation quantiser follows VLLM_USE_DEEP_GEMM_E8M0: powers of two, or FP32.
 - The passes that fuse quantisation into norm and activation know FP32 scales only, and quantise what was never rounded
   to BF16. They are off for both rules.
-- FP8 attention is FlashAttention 3: Q, K, V and P in E4M3, scales read from device buffers, so that they can change
-  under CUDA graphs.
+- FP8 attention is FlashAttention 3, and our own kernel in decode steps (`numerics.decode_attention`): Q, K, V and P in
+  E4M3, scales read from device buffers, so that they can change under CUDA graphs.
 - Log-probs are those of the tempered distribution, which is what is sampled from: nothing truncates it.
 """
 
@@ -23,12 +23,15 @@ from fp8core.models.formats import rollout_formats
 from fp8core.models.hf_config import architecture_to_hf
 from fp8core.models.quantised_checkpoint import block_fp8_section
 from fp8core.models.weights import is_linear
+from fp8core.numerics.decode_attention import HEAD_DIM, LARGEST_GROUP
 from fp8core.numerics.e4m3 import TILE
 from fp8core.rollout.vllm_versions import VllmBuild
 
 WORKER = "fp8core.rollout.vllm_worker.PolicyWorker"
 KEPT = "fp8_grpo_kept"
 
+# FlashAttention 3, and ours for decode steps (`vllm_decode`).
+_FP8_BACKENDS = ("FLASH_ATTN", "FP8_DECODE")
 # vLLM quantises in these passes; what they fuse is another arithmetic than the contract's.
 FUSIONS = ("fuse_norm_quant", "fuse_act_quant", "fuse_attn_quant", "enable_qk_norm_rope_fusion")
 # A GiB of cache holds all that a test or a laptop generates.
@@ -110,12 +113,21 @@ class Launch:
         longest: tokens of the longest prompt with its completion.
         max_batch: sequences decoded together.
         worker: qualified name of the class mixed into vLLM's worker.
+        attention: vLLM's name of the attention backend, on a GPU (`attention_backend`).
     """
 
     model: str
     longest: int
     max_batch: int
     worker: str
+    attention: str = "FLASH_ATTN"
+
+
+def attention_backend(arch: Architecture, contract: PrecisionContract, options: VllmConfig) -> str:
+    """FlashAttention, or the one that has our kernel for decode steps (vLLM calls what comes from outside CUSTOM)."""
+    fits = arch.head_dim == HEAD_DIM and arch.num_heads // arch.num_kv_heads <= LARGEST_GROUP
+    wanted = contract.rollout.kv_cache == "fp8" and options.decode_kernel == "fp8_decode"
+    return "CUSTOM" if fits and wanted else "FLASH_ATTN"
 
 
 def engine_arguments(
@@ -144,12 +156,14 @@ def engine_arguments(
     }
     if contract.rollout.head == "fp32":
         arguments["hf_overrides"] = {"head_dtype": "float32"}
-    return arguments | (_cuda_arguments(contract) if build.platform == "cuda" else _cpu_arguments(options, launch))
+    return arguments | (
+        _cuda_arguments(contract, launch) if build.platform == "cuda" else _cpu_arguments(options, launch)
+    )
 
 
-def _cuda_arguments(contract: PrecisionContract) -> dict[str, Any]:
+def _cuda_arguments(contract: PrecisionContract, launch: Launch) -> dict[str, Any]:
     arguments: dict[str, Any] = {
-        "attention_config": {"backend": "FLASH_ATTN", "flash_attn_version": 3},
+        "attention_config": {"backend": launch.attention, "flash_attn_version": 3},
         "compilation_config": {"custom_ops": ["+quant_fp8"], "pass_config": dict.fromkeys(FUSIONS, False)},
     }
     if contract.rollout.linear == "fp8_block":
@@ -221,7 +235,7 @@ def _kind(linear: Mapping[str, str]) -> str:
 def _attention_name(layer: Mapping[str, Any]) -> str:
     if layer["cache"] in ("auto", "bfloat16"):
         return "bf16"
-    if layer["cache"] in ("fp8", "fp8_e4m3") and layer["backend"] == "FLASH_ATTN" and layer["version"] == 3:
+    if layer["cache"] in ("fp8", "fp8_e4m3") and layer["backend"] in _FP8_BACKENDS and layer["version"] == 3:
         return "fp8"
     return f"{layer['cache']} by {layer['backend']} {layer['version']}"
 

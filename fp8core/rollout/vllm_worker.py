@@ -14,6 +14,9 @@ from fp8core.rollout import vllm_internals
 from fp8core.rollout.vllm_layout import Slot, TensorSpec
 from fp8core.rollout.vllm_transfer import Parcel, unpack
 
+# This module is imported in the worker's process before it builds the model.
+vllm_internals.register_decode_backend()
+
 
 class PolicyWorker:
     """Methods of the worker that belong to the policy it holds; `policy_` keeps them apart from vLLM's own."""
