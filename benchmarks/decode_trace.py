@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from benchmarks import vllm_hopper_cases as cases
-from benchmarks.vllm_hopper import _prepare
+from benchmarks.vllm_hopper import prepare
 from fp8core.rollout.engine import Sampling
 from fp8core.store.versions import git_state, hardware, library_versions
 
@@ -75,7 +75,7 @@ def _inside(options: argparse.Namespace) -> None:
     (precision,) = options.precisions
     agreed = cases.contract(precision)
     settings = cases.options(gpu_memory_utilization=0.9, max_model_len=options.context + 1024)
-    _prepare(agreed, settings)
+    prepare(agreed, settings)
     arch = cases.qwen3_8b(options.layers)
     engine = VllmEngine(arch, agreed, settings, options.requests, cases.build(), worker=WORKER)
     try:

@@ -92,6 +92,13 @@ def qwen3_8b(layers: int) -> Architecture:
     return Architecture(**{**_SMALL, **_QWEN3_8B, "num_layers": layers, "max_positions": 40_960})
 
 
+def llama_8b() -> Architecture:
+    """Llama-3.1-8B."""
+    changed = {"family": "llama", "vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336}
+    changed |= {"num_layers": 32, "num_heads": 32, "rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "qk_norm": False}
+    return Architecture(**{**_SMALL, **changed, "max_positions": 131_072})
+
+
 def start(arch: Architecture, agreed: PrecisionContract, settings: VllmConfig, max_batch: int, rows: list[Any]) -> Any:
     """An engine, and a row with the seconds until it was ready."""
     from fp8core.rollout.vllm import VllmEngine
@@ -284,15 +291,17 @@ def sleep_cycle(engine: Any, policy: Policy) -> dict[str, Any]:
     }
 
 
-def timed_rollout(engine: Any, requests: int, prompt: int, generated: int, seed: int) -> dict[str, Any]:
-    """One batch of requests of equal length, each with a prompt of its own."""
+def timed_rollout(
+    engine: Any, requests: int, prompt: int, generated: int, seed: int, stop_ids: frozenset[int] = _NOTHING_STOPS
+) -> dict[str, Any]:
+    """One batch of requests, each with a prompt of its own; all generate the same length where nothing stops them."""
     groups = _groups(requests, 1, prompt, seed=1000 + seed)
     began = time.perf_counter()
-    found = _collect(engine, groups, Sampling(1.0, generated, _NOTHING_STOPS))
+    found = _collect(engine, groups, Sampling(1.0, generated, stop_ids))
     seconds = time.perf_counter() - began
     tokens = sum(len(done.tokens) for done in found)
-    assert tokens == requests * generated, "a request was cut short"
-    sizes = {"requests": requests, "prompt": prompt, "generated": generated}
+    assert stop_ids or tokens == requests * generated, "a request was cut short"
+    sizes = {"requests": requests, "prompt": prompt, "generated": generated, "tokens": tokens}
     return {**sizes, "seconds": round(seconds, 3), "tokens_per_s": round(tokens / seconds, 1)}
 
 
