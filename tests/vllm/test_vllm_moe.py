@@ -107,7 +107,7 @@ class TestRoutes:
             routes = torch.tensor(done.experts)
             assert routes.shape == (prompts[done.group] + len(done.tokens) - 1, 2, 2)
             assert (routes[..., 0] < routes[..., 1]).all(), "ascending"
-            assert (0 <= routes).all()
+            assert (routes >= 0).all()
             assert (routes < 8).all()
 
     def test_most_are_the_references(self, engine, policies):
