@@ -122,7 +122,7 @@ def _random_layer(arch: Architecture, draw: _Draw) -> dict[str, Tensor]:
 
 
 def start(
-    arch: Architecture, agreed: PrecisionContract, settings: Any, max_batch: int, rows: Rows, routes: bool
+    arch: Architecture, agreed: PrecisionContract, settings: VllmConfig, max_batch: int, rows: Rows, routes: bool
 ) -> Any:
     """An engine, and a row with the seconds until it was ready; its environment is set first."""
     build = cases.build()

