@@ -36,6 +36,7 @@ from fp8core.store.versions import git_state, hardware, library_versions
 ROOT = Path(__file__).parents[1]
 MODEL = "qwen3-30b-a3b"
 Rows = list[dict[str, Any]]
+_AS_IT_IS: Mapping[str, str] = {}
 # Codes of spread 100 with these scales are weights of spread 0.012.
 _CODE_SPREAD, _SCALE, _SPREAD = 100.0, 2.0**-13, 0.012
 
@@ -122,13 +123,19 @@ def _random_layer(arch: Architecture, draw: _Draw) -> dict[str, Tensor]:
 
 
 def start(
-    arch: Architecture, agreed: PrecisionContract, settings: VllmConfig, max_batch: int, rows: Rows, routes: bool
+    arch: Architecture,
+    agreed: PrecisionContract,
+    settings: VllmConfig,
+    max_batch: int,
+    rows: Rows,
+    routes: bool,
+    variables: Mapping[str, str],
 ) -> Any:
-    """An engine, and a row with the seconds until it was ready; its environment is set first."""
+    """An engine, and a row with the seconds until it was ready; its environment and `variables` are set first."""
     build = cases.build()
     check_architecture_fits(arch, agreed, settings)
     suggested = {**suggested_environment(1, build), "VLLM_DEEP_GEMM_WARMUP": "skip"}
-    set_variables(required_environment(agreed, settings, build), suggested)
+    set_variables({**required_environment(agreed, settings, build), **variables}, suggested)
     from fp8core.rollout.vllm import VllmEngine
 
     began = time.perf_counter()
@@ -139,12 +146,17 @@ def start(
 
 
 def rollout(
-    options: argparse.Namespace, rows: Rows, precision: str, settings: Mapping[str, Any], routes: bool = False
+    options: argparse.Namespace,
+    rows: Rows,
+    precision: str,
+    settings: Mapping[str, Any],
+    routes: bool = False,
+    variables: Mapping[str, str] = _AS_IT_IS,
 ) -> None:
     """Decode `options.requests` prompts together; the row is the median of `options.repeats` runs."""
     arch, agreed = qwen3_30b_a3b(options.layers), cases.contract(precision)
     chosen = cases.options(gpu_memory_utilization=0.9, max_model_len=12_288, **settings)
-    engine = start(arch, agreed, chosen, options.requests, rows, routes)
+    engine = start(arch, agreed, chosen, options.requests, rows, routes, variables)
     about = {"kind": "rollout", "model": MODEL, "precision": precision, "layers": options.layers}
     about |= {"batch_invariant": chosen.batch_invariant, "experts": chosen.experts, "repeats": options.repeats}
     try:
@@ -194,6 +206,11 @@ def moe_fp8_linear_kv_triton(options: argparse.Namespace, rows: Rows) -> None:
     rollout(options, rows, "fp8_linear_kv", {"experts": "triton"})
 
 
+def moe_fp8_linear_kv_v2(options: argparse.Namespace, rows: Rows) -> None:
+    """The first by vLLM's second model runner, which it takes for dense models: one kernel draws for all seeds."""
+    rollout(options, rows, "fp8_linear_kv", {}, variables={"VLLM_USE_V2_MODEL_RUNNER": "1"})
+
+
 def moe_routes(options: argparse.Namespace, rows: Rows) -> None:
     """The first, started to report experts, without and with them."""
     rollout(options, rows, "fp8_linear_kv", {}, routes=True)
@@ -203,7 +220,7 @@ def moe_sync(options: argparse.Namespace, rows: Rows) -> None:
     """All experts from one process's GPU memory into vLLM's, and read back."""
     arch, agreed = qwen3_30b_a3b(options.layers), cases.contract("fp8_linear_kv")
     settings = cases.options(gpu_memory_utilization=0.5, kv_cache_gib=4.0, graphs=False)
-    engine = start(arch, agreed, settings, 16, rows, routes=False)
+    engine = start(arch, agreed, settings, 16, rows, routes=False, variables=_AS_IT_IS)
     try:
         policy = random_policy(arch, agreed, own_layers=arch.num_layers)
         for _ in range(options.repeats + 2):
@@ -214,7 +231,8 @@ def moe_sync(options: argparse.Namespace, rows: Rows) -> None:
 
 
 MEASUREMENTS: dict[str, Callable[[argparse.Namespace, Rows], None]] = {
-    f.__name__: f for f in (moe_fp8_linear_kv, moe_bf16, moe_fp8_linear_kv_triton, moe_sync, moe_routes)
+    f.__name__: f
+    for f in (moe_fp8_linear_kv, moe_bf16, moe_fp8_linear_kv_triton, moe_fp8_linear_kv_v2, moe_sync, moe_routes)
 }
 
 

@@ -143,6 +143,7 @@ class VllmEngine:
             "custom_ops": described["custom_ops"],
             "compilation": described["compilation"],
             "graphs": described["graphs"],
+            "runner": described["runner"],
             "dtypes": {name: self._parameters[slot[0]].dtype for name, slot in self._slots.items()},
             "scales": [dict(zip("qkv", layer, strict=True)) for layer in held],
         }

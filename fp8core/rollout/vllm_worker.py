@@ -84,6 +84,7 @@ class PolicyWorker:
             "custom_ops": list(compilation.custom_ops),
             "compilation": str(compilation.mode),
             "graphs": str(compilation.cudagraph_mode),
+            "runner": type(self.model_runner).__module__,
         }
 
     def policy_memory(self) -> dict[str, int]:

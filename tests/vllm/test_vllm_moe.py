@@ -60,6 +60,7 @@ def test_the_engine_runs_what_the_contract_says(engine, policies):
     assert described["dtypes"] == sent
     assert sent["model.layers.0.mlp.gate.weight"] == "bfloat16"
     assert described["kernels"]["routed_experts"] == ("TritonOrDeepGemmExperts" if ON_GPU else "KeptExperts")
+    assert described["runner"] == f"vllm.v1.worker.{'gpu' if ON_GPU else 'cpu'}_model_runner", "the one that records"
     assert described["kernels"]["down_proj"] == described["kernels"]["qkv_proj"]
 
 
