@@ -105,9 +105,10 @@ class VllmEngine:
         """
         self._check_scales(scales, version)
         sent = {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}
-        slots = find_slots(sent)
-        check_fit(sent, slots, self._parameters)
-        self._sent, self._slots = sent, {name: _fields(slot) for name, slot in slots.items()}
+        if sent != self._sent:
+            slots = find_slots(sent)
+            check_fit(sent, slots, self._parameters)
+            self._sent, self._slots = sent, {name: _fields(slot) for name, slot in slots.items()}
         self._complete = False
         if self._asleep:
             self._llm.wake_up(["weights"])
