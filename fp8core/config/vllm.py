@@ -33,3 +33,8 @@ class VllmConfig(Section):
     sleep: bool = Field(
         False, description="Give weights and cache back to the device between rollout and sync (vLLM's sleep mode)."
     )
+    experts: Literal["deep_gemm", "triton"] = Field(
+        "deep_gemm",
+        description="Kernel of FP8 experts: deep_gemm rounds a token's output once; triton rounds every expert's "
+        "share of it, and is the one that batch_invariant knows.",
+    )

@@ -25,6 +25,7 @@ from fp8core.models.architecture import Architecture
 from fp8core.numerics.fingerprint import digest_of
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.rollout.engine import Completion, PolicyScales, PromptGroup, Sampling, SyncReport
+from fp8core.rollout.vllm_experts import experts_arguments, routes_of
 from fp8core.rollout.vllm_layout import Slot, TensorSpec, UpdateError, check_fit, find_slots
 from fp8core.rollout.vllm_settings import (
     WORKER,
@@ -56,6 +57,7 @@ class VllmEngine:
         max_batch: int,
         build: VllmBuild,
         worker: str = WORKER,
+        routes: bool = False,
     ) -> None:
         """Start the engine core.
 
@@ -66,6 +68,7 @@ class VllmEngine:
             max_batch: sequences decoded together.
             build: the vLLM that is installed.
             worker: qualified name of `PolicyWorker` or a class derived from it.
+            routes: whether experts can be reported with completions (`vllm_experts.check_routes_fit`).
 
         Raises:
             UserError: the environment was not prepared (`vllm_settings.required_environment`), or vLLM has moved what
@@ -76,13 +79,14 @@ class VllmEngine:
             # Registers the quantisation method that `engine_arguments` names.
             import fp8core.rollout.vllm_kept_linear  # noqa: F401
         self._arch, self._contract, self._build = arch, contract, build
-        self._sleeps = options.sleep
+        self._sleeps, self._routes = options.sleep, routes
         self._longest = options.max_model_len or arch.max_positions
         self._folder = tempfile.TemporaryDirectory(prefix="fp8-grpo-")
         Path(self._folder.name, "config.json").write_text(json.dumps(model_config(arch, contract)), encoding="utf-8")
         attention = attention_backend(arch, contract, options)
         launch = Launch(self._folder.name, self._longest, max_batch, worker, attention)
         arguments = engine_arguments(contract, options, build, launch)
+        arguments |= experts_arguments(arch, contract, options, build, routes)
         self._llm = LLMEngine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=True)
         missing = self._call("policy_probe")
         if missing:
@@ -103,9 +107,10 @@ class VllmEngine:
         """
         self._check_scales(scales, version)
         sent = {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}
-        slots = find_slots(sent)
-        check_fit(sent, slots, self._parameters)
-        self._sent, self._slots = sent, {name: _fields(slot) for name, slot in slots.items()}
+        if sent != self._sent:
+            slots = find_slots(sent)
+            check_fit(sent, slots, self._parameters)
+            self._sent, self._slots = sent, {name: _fields(slot) for name, slot in slots.items()}
         self._complete = False
         if self._asleep:
             self._llm.wake_up(["weights"])
@@ -141,6 +146,7 @@ class VllmEngine:
             "custom_ops": described["custom_ops"],
             "compilation": described["compilation"],
             "graphs": described["graphs"],
+            "runner": described["runner"],
             "dtypes": {name: self._parameters[slot[0]].dtype for name, slot in self._slots.items()},
             "scales": [dict(zip("qkv", layer, strict=True)) for layer in held],
         }
@@ -153,7 +159,7 @@ class VllmEngine:
                 vLLM can sample at.
         """
         assert self._complete, "update() comes before generate(), also after rest()"
-        assert not sampling.report_experts, "a dense model chooses no experts"
+        assert self._routes or not sampling.report_experts, "an engine started without routes reports no experts"
         self._check_requests(groups, sampling)
         requests = {self._submit(group, i, sampling): (group, i) for group in groups for i in range(len(group.seeds))}
         open_: dict[int, list[Completion]] = {group.group: [] for group in groups}
@@ -164,7 +170,7 @@ class VllmEngine:
                     assert isinstance(output, RequestOutput)
                     group, i = requests.pop(output.request_id)
                     completions = open_[group.group]
-                    completions.append(_completion(output, group, i))
+                    completions.append(self._completion(output, group, i, sampling))
                     if len(completions) == len(group.seeds):
                         finished += open_.pop(group.group)
                 if finished:
@@ -244,6 +250,19 @@ class VllmEngine:
         self._llm.add_request(name, tokens_input(list(group.prompt)), parameters)
         return name
 
+    def _completion(self, output: RequestOutput, group: PromptGroup, i: int, sampling: Sampling) -> Completion:
+        (done,) = output.outputs
+        tokens, logprobs = list(done.token_ids), done.logprobs
+        assert isinstance(logprobs, FlatLogprobs), "flat log-probs were asked for"
+        assert logprobs.token_ids == tokens, "the log-probs are not those of the tokens"
+        assert done.finish_reason in ("stop", "length"), f"vLLM ended a request with {done.finish_reason}"
+        finish: Literal["stop", "length"] = "stop" if done.finish_reason == "stop" else "length"
+        experts = None
+        if sampling.report_experts:
+            positions = len(group.prompt) + len(tokens) - 1
+            experts = routes_of(done.routed_experts, self._arch.sparse_layers, positions)
+        return Completion(group.group, group.samples[i], tokens, list(logprobs.logprobs), finish, experts)
+
 
 def _check_environment(required: Mapping[str, str]) -> None:
     for name, value in required.items():
@@ -269,13 +288,3 @@ def _by_layer_type(linears: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
     for name, linear in linears.items():
         kernels.setdefault(name.rpartition(".")[2], {})[linear["kernel"]] = None
     return {kind: "+".join(names) for kind, names in kernels.items()}
-
-
-def _completion(output: RequestOutput, group: PromptGroup, i: int) -> Completion:
-    (done,) = output.outputs
-    tokens, logprobs = list(done.token_ids), done.logprobs
-    assert isinstance(logprobs, FlatLogprobs), "flat log-probs were asked for"
-    assert logprobs.token_ids == tokens, "the log-probs are not those of the tokens"
-    assert done.finish_reason in ("stop", "length"), f"vLLM ended a request with {done.finish_reason}"
-    finish: Literal["stop", "length"] = "stop" if done.finish_reason == "stop" else "length"
-    return Completion(group.group, group.samples[i], tokens, list(logprobs.logprobs), finish)

@@ -25,6 +25,7 @@ from fp8core.models.quantised_checkpoint import block_fp8_section
 from fp8core.models.weights import is_linear
 from fp8core.numerics.decode_attention import HEAD_DIM, LARGEST_GROUP
 from fp8core.numerics.e4m3 import TILE
+from fp8core.rollout.vllm_experts import FP8_KERNELS, check_experts_fit, kept_experts
 from fp8core.rollout.vllm_versions import VllmBuild
 
 WORKER = "fp8core.rollout.vllm_worker.PolicyWorker"
@@ -62,14 +63,13 @@ def check_contract_fits(contract: PrecisionContract, options: VllmConfig, build:
             raise UserError(f"rollout.vllm.{name}: {where} does not have it; set it to false")
 
 
-def check_architecture_fits(arch: Architecture, contract: PrecisionContract) -> None:
+def check_architecture_fits(arch: Architecture, contract: PrecisionContract, options: VllmConfig) -> None:
     """Refuse a model that this engine cannot hold.
 
     Raises:
         UserError: naming what the model has.
     """
-    if arch.experts is not None:
-        raise UserError("rollout.engine=vllm: the model is a mixture of experts, which this engine does not load yet")
+    check_experts_fit(arch, contract, options)
     formats = rollout_formats(contract, arch.num_layers).stored_names()
     for name, shape in parameter_shapes(arch).items():
         if formats.of(name) == "fp8_block" and any(size % TILE for size in shape):
@@ -85,6 +85,7 @@ def required_environment(contract: PrecisionContract, options: VllmConfig, build
     if build.platform == "cuda":
         required |= {
             "VLLM_USE_DEEP_GEMM": "1",
+            "VLLM_MOE_USE_DEEP_GEMM": "1",
             "VLLM_USE_DEEP_GEMM_E8M0": str(int(contract.scale_rule == "pow2")),
             "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0",
             "VLLM_USE_FLASHINFER_SAMPLER": "0",
@@ -197,8 +198,9 @@ def model_config(arch: Architecture, contract: PrecisionContract) -> dict[str, A
 def _kept_modules(arch: Architecture, contract: PrecisionContract) -> Iterable[str]:
     """Modules with a matrix that is not block FP8."""
     formats = rollout_formats(contract, arch.num_layers).stored_names()
-    kept = [n for n, shape in parameter_shapes(arch).items() if len(shape) == 2 and formats.of(n) != "fp8_block"]
-    return ["lm_head", *(name.removesuffix(".weight") for name in kept if is_linear(name))]
+    linears = (name for name in parameter_shapes(arch) if is_linear(name) and ".experts." not in name)
+    kept = [name.removesuffix(".weight") for name in linears if formats.of(name) != "fp8_block"]
+    return ["lm_head", *kept, *kept_experts(arch, formats)]
 
 
 def executed_formats(described: Mapping[str, Any], contract: PrecisionContract, num_layers: int) -> dict[str, object]:
@@ -227,7 +229,7 @@ def _linear_name(linears: Mapping[str, Mapping[str, str]], layer: int) -> str:
 def _kind(linear: Mapping[str, str]) -> str:
     if linear["dtype"] == "bfloat16":
         return "bf16"
-    if linear["dtype"] == "float8_e4m3fn" and linear["kernel"] == "DeepGemmFp8BlockScaledMMKernel":
+    if linear["dtype"] == "float8_e4m3fn" and linear["kernel"] in ("DeepGemmFp8BlockScaledMMKernel", *FP8_KERNELS):
         return "fp8_block"
     return f"{linear['dtype']} by {linear['kernel']}"
 

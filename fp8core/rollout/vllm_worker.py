@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fp8core.numerics.fingerprint import fingerprints
 from fp8core.rollout import vllm_internals
-from fp8core.rollout.vllm_layout import Slot, TensorSpec
+from fp8core.rollout.vllm_layout import Slot, TensorSpec, rows_of
 from fp8core.rollout.vllm_transfer import Parcel, unpack
 
 # This module is imported in the worker's process before it builds the model.
@@ -87,6 +87,7 @@ class PolicyWorker:
             "custom_ops": list(compilation.custom_ops),
             "compilation": str(compilation.mode),
             "graphs": str(compilation.cudagraph_mode),
+            "runner": type(self.model_runner).__module__,
         }
 
     def policy_memory(self) -> dict[str, int]:
@@ -113,4 +114,4 @@ class PolicyWorker:
         """Views of the parameters, by the names of what was shipped."""
         parameters = dict(self._policy_model().named_parameters())
         placed = {name: Slot(*fields) for name, fields in slots.items()}
-        return {name: parameters[slot.parameter].data[slot.start : slot.stop] for name, slot in placed.items()}
+        return {name: rows_of(parameters[slot.parameter].data)[slot.start : slot.stop] for name, slot in placed.items()}

