@@ -45,7 +45,16 @@ from fp8core.models.hf_config import architecture_to_hf
 from fp8core.models.initial import initial_weights
 from fp8core.models.weights import load_policy, stored_weights
 from fp8core.numerics.kv_scales import LayerScales, scales_from_statistics
-from fp8core.numerics.rounding import FUSED, KERNELS, STEPWISE, RoundingPoints, keep_fp32, round_to_bf16
+from fp8core.numerics.rounding import (
+    FUSED,
+    KERNELS,
+    NATIVE,
+    STEPWISE,
+    Rounding,
+    RoundingPoints,
+    keep_fp32,
+    round_to_bf16,
+)
 from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
 from fp8core.rollout.engine import PolicyScales, PromptGroup, Sampling
@@ -57,7 +66,7 @@ from fp8core.training.torch_trainer import TorchTrainer
 ROOT = Path(__file__).parents[1]
 PRECISIONS = ("bf16", "fp8_linear", "fp8_linear_kv")
 _PROMPT, _GENERATED, _SEQUENCES, _BISECTED = 32, 64, 6, 2
-_MODES = (STEPWISE, KERNELS, FUSED)
+_MODES = (STEPWISE, NATIVE, KERNELS, FUSED)
 # What an operation rounds inside (fields of RoundingPoints), by the end of its name.
 _POINTS = {
     "layernorm": ("sums", "normalised"),
@@ -244,17 +253,16 @@ def _look_inside(engine: Any, subject: Subject, rows: Rows) -> None:
     scored = zip(traces, subject.sequences(), strict=True)
     prefill = [operations.logprobs_of(trace[-1]["logits"], completion, 1.0) for trace, (_, completion) in scored]
     sides = {"vllm prefill": prefill, "vllm decode": subject.decoded}
-    for points in _MODES:
+    measured = _compare_points(subject, traces[0], rows)
+    for points in (*_MODES, measured):
         formats = subject.formats.with_points(points)
         sides[f"reference {points.name}"] = _reference(subject, formats, subject.stored)
     if subject.formats.layers[0].qkv.name == "bf16":
         sides |= {"transformers": _transformers(subject), "fp32": _fp32(subject)}
     for (a, left), (b, right) in itertools.combinations(sides.items(), 2):
         rows.add("logprobs", sides=[a, b], **_distance(left, right))
-    for points in _MODES:
+    for points in (STEPWISE, measured):
         _compare_operations(subject, points, traces, rows)
-    _compare_points(subject, traces[0], rows)
-    for points in (KERNELS, STEPWISE):
         _bisect(subject, points, traces[:_BISECTED], rows)
 
 
@@ -322,24 +330,29 @@ def _compare_operations(subject: Subject, points: RoundingPoints, traces: Sequen
         rows.add("operation", points=points.name, **(asdict(errors[0]) | mean))
 
 
-def _compare_points(subject: Subject, trace: Sequence[Any], rows: Rows) -> None:
-    """Every combination of roundings inside an operation, on vLLM's own inputs."""
+def _compare_points(subject: Subject, trace: Sequence[Any], rows: Rows) -> RoundingPoints:
+    """Every combination of roundings inside an operation, on vLLM's own inputs; the points that come nearest."""
     tokens, _ = subject.sequences()[0]
     weights = load_policy(subject.arch, subject.stored)
-    found: dict[tuple[str, tuple[tuple[str, str], ...]], list[float]] = {}
+    found: dict[tuple[str, tuple[tuple[str, Rounding], ...]], list[float]] = {}
     for points in _combinations():
         formats = subject.formats.with_points(points)
         chain = operations.operations(subject.arch, formats, weights, tokens, _scales(subject))
-        for operation, before, after in zip(chain, [{}, *trace], trace, strict=False):
+        for operation, before, after in zip(chain[1:], trace, trace[1:], strict=False):
             kind = next((kind for kind in _POINTS if operation.name.endswith(kind)), None)
-            if kind is None or not before:
+            # The first norm has no sum.
+            if kind is None or ("residual" not in before and "sums" in _POINTS[kind]):
                 continue
-            rounded = tuple((f, "fp32" if getattr(points, f) is keep_fp32 else "bf16") for f in _POINTS[kind])
-            made, value = operation.after(before), operation.writes[0]
-            share = float((made[value] != after[value]).double().mean())
+            value = operation.writes[0]
+            share = float((operation.after(before)[value] != after[value]).double().mean())
+            rounded = tuple((field, getattr(points, field)) for field in _POINTS[kind])
             found.setdefault((operation.name.rpartition(".")[2], rounded), []).append(share)
-    for (kind, rounded), shares in found.items():
-        rows.add("rounding_points", operation=kind, **dict(rounded), differing=statistics.fmean(shares))
+    nearest: dict[str, Rounding] = {}
+    for (kind, rounded), shares in sorted(found.items(), key=lambda item: -statistics.fmean(item[1])):
+        names = {field: "fp32" if rounding is keep_fp32 else "bf16" for field, rounding in rounded}
+        rows.add("rounding_points", operation=kind, **names, differing=statistics.fmean(shares))
+        nearest |= dict(rounded)
+    return RoundingPoints("measured", **nearest)
 
 
 def _combinations() -> list[RoundingPoints]:

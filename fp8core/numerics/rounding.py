@@ -84,6 +84,8 @@ def _points(name: str, *rounded: str) -> RoundingPoints:
 
 NOWHERE = _points("nowhere")
 STEPWISE = _points("stepwise", "sums", "normalised", "activated")
+# vLLM's definitions in torch, each operation by itself: what it runs eagerly on a CPU.
+NATIVE = _points("native", "normalised", "tables", "activated")
 # One kernel each for norm, rotary positions and SwiGLU, as vLLM's CUDA sources have them (csrc/libtorch_stable).
 KERNELS = _points("kernels", "sums", "tables", "activated")
 # What torch.compile fuses stays FP32 inside a kernel; the rotary tables lie in memory as BF16.
