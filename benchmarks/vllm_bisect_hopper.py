@@ -35,7 +35,7 @@ from torch import Tensor
 
 from benchmarks import vllm_hopper_cases as cases
 from flows.environment import set_variables
-from fp8core.alignment import operations
+from fp8core.alignment.operations import Operation, Values, compare, logprobs_of, operations, remaining, trace
 from fp8core.config.capability import this_platform
 from fp8core.config.precision import PrecisionContract
 from fp8core.config.run import CorrectionConfig, LossConfig, TrainingConfig
@@ -43,8 +43,8 @@ from fp8core.models.architecture import Architecture
 from fp8core.models.formats import Formats, reference_formats, rollout_formats, training_formats
 from fp8core.models.hf_config import architecture_to_hf
 from fp8core.models.initial import initial_weights
-from fp8core.models.weights import load_policy, stored_weights
-from fp8core.numerics.kv_scales import LayerScales, scales_from_statistics
+from fp8core.models.weights import PolicyWeights, load_policy
+from fp8core.numerics.kv_scales import scales_from_statistics
 from fp8core.numerics.rounding import (
     FUSED,
     KERNELS,
@@ -65,7 +65,7 @@ from fp8core.training.torch_trainer import TorchTrainer
 
 ROOT = Path(__file__).parents[1]
 PRECISIONS = ("bf16", "fp8_linear", "fp8_linear_kv")
-_PROMPT, _GENERATED, _SEQUENCES, _BISECTED = 32, 64, 6, 2
+_PROMPT, _GENERATED, _SEQUENCES, _BISECTED = 32, 64, 4, 2
 _MODES = (STEPWISE, NATIVE, KERNELS, FUSED)
 # What an operation rounds inside (fields of RoundingPoints), by the end of its name.
 _POINTS = {
@@ -75,6 +75,7 @@ _POINTS = {
     "k_norm": ("normalised",),
     "rotary_emb": ("tables",),
     "act_fn": ("activated",),
+    "self_attn.attn": ("weights",),
 }
 
 
@@ -86,6 +87,7 @@ class Subject:
     formats: Formats
     masters: Mapping[str, Tensor]
     stored: Mapping[str, Tensor]
+    weights: PolicyWeights
     scales: PolicyScales
     prompts: Sequence[list[int]] = ()
     completions: Sequence[list[int]] = ()
@@ -217,7 +219,8 @@ def _subject(arch: Architecture, contract: PrecisionContract, spread: float) -> 
     trainer = TorchTrainer(arch, masters, *formats, TrainingConfig(), Objective(LossConfig(), CorrectionConfig()))
     amax = trainer.statistics(TokenBatch.of([group.prompt for group in _groups(4, seed=100)], [[5]] * 4)).amax()
     scales = PolicyScales(0, tuple(scales_from_statistics(amax, 2.0, contract.scale_rule)))
-    return Subject(arch, formats[1], masters, trainer.export(), scales)
+    stored = trainer.export()
+    return Subject(arch, formats[1], masters, stored, load_policy(arch, stored), scales)
 
 
 def _sampled(engine: Any, subject: Subject) -> Subject:
@@ -243,53 +246,49 @@ def _groups(count: int, seed: int) -> list[PromptGroup]:
 def _look_outside(engine: Any, subject: Subject, rows: Rows) -> None:
     """Log-probs of decoding against every reference."""
     for points in _MODES:
-        expected = _reference(subject, subject.formats.with_points(points), subject.stored)
+        expected = _reference(subject, points)
         rows.add("logprobs", sides=["vllm decode", f"reference {points.name}"], **_distance(subject.decoded, expected))
 
 
 def _look_inside(engine: Any, subject: Subject, rows: Rows) -> None:
     """Log-probs of all sides, then the operations, then the bisect."""
     traces = [captured_values(engine, subject.arch, tokens.tolist()) for tokens, _ in subject.sequences()]
-    scored = zip(traces, subject.sequences(), strict=True)
-    prefill = [operations.logprobs_of(trace[-1]["logits"], completion, 1.0) for trace, (_, completion) in scored]
+    prefill = _scored(subject, [values[-1]["logits"] for values in traces])
     sides = {"vllm prefill": prefill, "vllm decode": subject.decoded}
     measured = _compare_points(subject, traces[0], rows)
     for points in (*_MODES, measured):
-        formats = subject.formats.with_points(points)
-        sides[f"reference {points.name}"] = _reference(subject, formats, subject.stored)
+        sides[f"reference {points.name}"] = _reference(subject, points)
     if subject.formats.layers[0].qkv.name == "bf16":
         sides |= {"transformers": _transformers(subject), "fp32": _fp32(subject)}
     for (a, left), (b, right) in itertools.combinations(sides.items(), 2):
         rows.add("logprobs", sides=[a, b], **_distance(left, right))
     for points in (STEPWISE, measured):
         _compare_operations(subject, points, traces, rows)
-        _bisect(subject, points, traces[:_BISECTED], rows)
+    _bisect(subject, measured, traces[:_BISECTED], rows)
 
 
-def _chains(subject: Subject, points: RoundingPoints) -> list[list[operations.Operation]]:
-    weights, scales = load_policy(subject.arch, subject.stored), _scales(subject)
-    formats = subject.formats.with_points(points)
-    return [operations.operations(subject.arch, formats, weights, tokens, scales) for tokens, _ in subject.sequences()]
+def _chains(subject: Subject, points: RoundingPoints) -> list[list[Operation]]:
+    formats, scales = subject.formats.with_points(points), subject.scales.layers or None
+    return [operations(subject.arch, formats, subject.weights, tokens, scales) for tokens, _ in subject.sequences()]
 
 
-def _scales(subject: Subject) -> tuple[LayerScales, ...] | None:
-    return subject.scales.layers or None
+def _reference(subject: Subject, points: RoundingPoints) -> list[Tensor]:
+    chains = _chains(subject, points)
+    return _scored(subject, [trace(chain)[-1]["logits"] for chain in chains])
 
 
-def _reference(subject: Subject, formats: Formats, stored: Mapping[str, Tensor]) -> list[Tensor]:
-    weights = load_policy(subject.arch, stored)
-    found = []
-    for tokens, completion in subject.sequences():
-        chain = operations.operations(subject.arch, formats, weights, tokens, _scales(subject))
-        found.append(operations.logprobs_of(operations.trace(chain)[-1]["logits"], completion, 1.0))
-    return found
+def _scored(subject: Subject, logits: Sequence[Tensor]) -> list[Tensor]:
+    """Log-probs of every completion, from the logits of every sequence."""
+    pairs = zip(logits, subject.sequences(), strict=True)
+    return [logprobs_of(tensor, completion, 1.0) for tensor, (_, completion) in pairs]
 
 
 def _fp32(subject: Subject) -> list[Tensor]:
     """No rounding at all, on weights rounded to BF16."""
     formats = reference_formats(subject.arch.num_layers)
     rounded = {name: master.bfloat16().float() for name, master in subject.masters.items()}
-    return _reference(subject, formats, stored_weights(rounded, formats.stored_names(), formats.scale_rule))
+    exact = replace(subject, formats=formats, weights=load_policy(subject.arch, rounded))
+    return _reference(exact, formats.points)
 
 
 @torch.no_grad()
@@ -303,11 +302,8 @@ def _transformers(subject: Subject) -> list[Tensor]:
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
     model.load_state_dict({name: master.bfloat16() for name, master in subject.masters.items()})
     model = model.to("cpu" if this_platform() == "cpu" else "cuda").eval()
-    found = []
-    for tokens, completion in subject.sequences():
-        logits = model(tokens[None].to(model.device)).logits[0].float().cpu()
-        found.append(operations.logprobs_of(logits, completion, 1.0))
-    return found
+    tokens = [tokens[None].to(model.device) for tokens, _ in subject.sequences()]
+    return _scored(subject, [model(sequence).logits[0].float().cpu() for sequence in tokens])
 
 
 def _distance(left: Sequence[Tensor], right: Sequence[Tensor]) -> dict[str, Any]:
@@ -323,22 +319,19 @@ def _distance(left: Sequence[Tensor], right: Sequence[Tensor]) -> dict[str, Any]
 
 def _compare_operations(subject: Subject, points: RoundingPoints, traces: Sequence[Any], rows: Rows) -> None:
     pairs = zip(_chains(subject, points), traces, strict=True)
-    for errors in zip(*(operations.compare(chain, trace) for chain, trace in pairs), strict=True):
+    for errors in zip(*(compare(chain, seen) for chain, seen in pairs), strict=True):
         numbers = [f.name for f in fields(errors[0]) if f.name not in ("operation", "value")]
         listed = {n: [v for error in errors if (v := getattr(error, n)) is not None] for n in numbers}
         mean = {n: statistics.fmean(values) if values else None for n, values in listed.items()}
         rows.add("operation", points=points.name, **(asdict(errors[0]) | mean))
 
 
-def _compare_points(subject: Subject, trace: Sequence[Any], rows: Rows) -> RoundingPoints:
+def _compare_points(subject: Subject, seen: Sequence[Values], rows: Rows) -> RoundingPoints:
     """Every combination of roundings inside an operation, on vLLM's own inputs; the points that come nearest."""
-    tokens, _ = subject.sequences()[0]
-    weights = load_policy(subject.arch, subject.stored)
     found: dict[tuple[str, tuple[tuple[str, Rounding], ...]], list[float]] = {}
     for points in _combinations():
-        formats = subject.formats.with_points(points)
-        chain = operations.operations(subject.arch, formats, weights, tokens, _scales(subject))
-        for operation, before, after in zip(chain[1:], trace, trace[1:], strict=False):
+        chain = _chains(subject, points)[0]
+        for operation, before, after in zip(chain[1:], seen, seen[1:], strict=False):
             kind = next((kind for kind in _POINTS if operation.name.endswith(kind)), None)
             # The first norm has no sum.
             if kind is None or ("residual" not in before and "sums" in _POINTS[kind]):
@@ -357,14 +350,14 @@ def _compare_points(subject: Subject, trace: Sequence[Any], rows: Rows) -> Round
 
 def _combinations() -> list[RoundingPoints]:
     choices = itertools.product((keep_fp32, round_to_bf16), repeat=2)
-    return [RoundingPoints("one of four", first, second, second, second) for first, second in choices]
+    return [RoundingPoints("one of four", first, *[second] * 4) for first, second in choices]
 
 
 def _bisect(subject: Subject, points: RoundingPoints, traces: Sequence[Any], rows: Rows) -> None:
     chains = _chains(subject, points)
     differences = []
-    for chain, trace, (_, completion) in zip(chains, traces, subject.sequences(), strict=False):
-        scored = operations.remaining(chain, trace, completion, 1.0)
+    for chain, seen, (_, completion) in zip(chains, traces, subject.sequences(), strict=False):
+        scored = remaining(chain, seen, completion, 1.0)
         differences.append((scored - scored[-1]).abs())
     means = torch.cat(differences, dim=1).mean(dim=1).tolist()
     for name, mean in zip(["tokens", *(operation.name for operation in chains[0])], means, strict=True):
@@ -380,7 +373,7 @@ def _tables(rows: Sequence[dict[str, Any]]) -> str:
             lines.append(f"{where} {' / '.join(row['sides']):42} {row['mean']:.4f} tmpe {row['mult_prob_error']:.4f}")
         if row["part"] == "rounding_points":
             points = " ".join(
-                f"{key}={row[key]}" for key in ("sums", "normalised", "tables", "activated") if key in row
+                f"{key}={row[key]}" for key in ("sums", "normalised", "tables", "activated", "weights") if key in row
             )
             lines.append(f"{where} {row['operation']:26} {points:30} differing {row['differing']:.5f}")
     return "\n".join(lines)

@@ -37,7 +37,7 @@ class Formats:
         layers: linears and attention of each layer.
         head: output head.
         rounding: format of values between operations.
-        points: what is rounded inside norms, rotary positions and SwiGLU.
+        points: what is rounded inside operations; `with_points` changes it.
         scale_rule: rule of every quantiser.
     """
 
@@ -65,8 +65,10 @@ class Formats:
         }
 
     def with_points(self, points: RoundingPoints) -> "Formats":
-        """The same with other roundings inside norms, rotary positions and SwiGLU."""
-        return replace(self, points=points)
+        """The same with other roundings inside norms, rotary positions, SwiGLU and BF16 attention."""
+        bf16 = Bf16Attention(points.weights)
+        layers = (replace(form, attention=bf16) if form.attention.name == "bf16" else form for form in self.layers)
+        return replace(self, points=points, layers=tuple(layers))
 
     def with_attention(self, attention: AttentionFormat) -> "Formats":
         """The same with another attention in every layer."""

@@ -60,7 +60,7 @@ def round_to_bf16(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class RoundingPoints:
-    """What is rounded inside norms, rotary positions and SwiGLU, on the way to a result that is rounded in any case.
+    """What is rounded inside an operation, on the way to a result that is rounded in any case.
 
     Attributes:
         name: of the whole.
@@ -68,6 +68,7 @@ class RoundingPoints:
         normalised: x / rms, before its weight.
         tables: cosines and sines of the rotary positions.
         activated: silu(gate), before its product with up.
+        weights: exp(score - maximum) of BF16 attention, before its product with V.
     """
 
     name: str
@@ -75,21 +76,23 @@ class RoundingPoints:
     normalised: Rounding
     tables: Rounding
     activated: Rounding
+    weights: Rounding
 
 
 def _points(name: str, *rounded: str) -> RoundingPoints:
-    places = ("sums", "normalised", "tables", "activated")
+    places = ("sums", "normalised", "tables", "activated", "weights")
     return RoundingPoints(name, **{place: round_to_bf16 if place in rounded else keep_fp32 for place in places})
 
 
 NOWHERE = _points("nowhere")
-STEPWISE = _points("stepwise", "sums", "normalised", "activated")
-# vLLM's definitions in torch, each operation by itself: what it runs eagerly on a CPU.
+STEPWISE = _points("stepwise", "sums", "normalised", "activated", "weights")
+# vLLM's definitions in torch, each operation by itself, and its attention for CPUs.
 NATIVE = _points("native", "normalised", "tables", "activated")
-# One kernel each for norm, rotary positions and SwiGLU, as vLLM's CUDA sources have them (csrc/libtorch_stable).
-KERNELS = _points("kernels", "sums", "tables", "activated")
+# One kernel each for norm, rotary positions and SwiGLU, as vLLM's CUDA sources have them (csrc/libtorch_stable), and
+# FlashAttention.
+KERNELS = _points("kernels", "sums", "tables", "activated", "weights")
 # What torch.compile fuses stays FP32 inside a kernel; the rotary tables lie in memory as BF16.
-FUSED = _points("fused", "tables")
+FUSED = _points("fused", "tables", "weights")
 
 
 def to_e4m3_grid(x: Tensor, scale: float) -> Tensor:
