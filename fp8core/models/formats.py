@@ -10,7 +10,7 @@ from fp8core.numerics.attention import AttentionFormat, Bf16Attention, Fp8Attent
 from fp8core.numerics.e4m3 import ScaleRule
 from fp8core.numerics.linear import Bf16Linear, Fp8BlockLinear, Fp8ForwardLinear, Fp32Linear, LinearFormat
 from fp8core.numerics.logprobs import Bf16Head, Fp32Head, HeadFormat
-from fp8core.numerics.rounding import Rounding, keep_fp32, round_to_bf16
+from fp8core.numerics.rounding import NOWHERE, STEPWISE, Rounding, RoundingPoints, keep_fp32, round_to_bf16
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,14 @@ class Formats:
         layers: linears and attention of each layer.
         head: output head.
         rounding: format of values between operations.
+        points: what is rounded inside operations; `with_points` changes it.
         scale_rule: rule of every quantiser.
     """
 
     layers: tuple[LayerFormats, ...]
     head: HeadFormat
     rounding: Rounding
+    points: RoundingPoints
     scale_rule: ScaleRule
 
     def stored_names(self) -> StoredNames:
@@ -61,6 +63,12 @@ class Formats:
             "head": self.head.name,
             "scale_rule": self.scale_rule,
         }
+
+    def with_points(self, points: RoundingPoints) -> "Formats":
+        """The same with other roundings inside norms, rotary positions, SwiGLU and BF16 attention."""
+        bf16 = Bf16Attention(points.weights)
+        layers = (replace(form, attention=bf16) if form.attention.name == "bf16" else form for form in self.layers)
+        return replace(self, points=points, layers=tuple(layers))
 
     def with_attention(self, attention: AttentionFormat) -> "Formats":
         """The same with another attention in every layer."""
@@ -99,6 +107,7 @@ def _formats(contract: PrecisionContract, side: SidePrecision, backward: LinearN
         layers=tuple(_layer(inner if first <= i < last else outer, attention) for i in range(num_layers)),
         head=head[side.head],
         rounding=keep_fp32 if side.linear == "fp32" else round_to_bf16,
+        points=NOWHERE if side.linear == "fp32" else STEPWISE,
         scale_rule=contract.scale_rule,
     )
 

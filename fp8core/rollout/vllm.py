@@ -195,6 +195,14 @@ class VllmEngine:
         self._llm.engine_core.shutdown(timeout=_SHUTDOWN_SECONDS)
         self._folder.cleanup()
 
+    def call_worker(self, method: str, *arguments: Any) -> Any:
+        """A method of the worker by its name; numbers, strings, bytes, lists and dicts both ways."""
+        return self._call(method, *arguments)
+
+    def drop_prefixes(self) -> bool:
+        """Forget all cached prompts; false while requests are running."""
+        return bool(self._llm.reset_prefix_cache())
+
     def _call(self, method: str, *arguments: Any) -> Any:
         """A method of `PolicyWorker`, on the one worker there is."""
         (result,) = self._llm.collective_rpc(method, args=arguments)
