@@ -27,6 +27,7 @@ from xml.etree import ElementTree
 import torch
 
 from benchmarks import vllm_hopper_cases as cases
+from benchmarks.calibration_hopper import calibration_rows
 from flows.environment import set_variables
 from fp8core.rollout.vllm_settings import required_environment, suggested_environment
 from fp8core.store.versions import git_state, hardware, library_versions
@@ -260,6 +261,21 @@ def sync(options: argparse.Namespace, rows: Rows) -> None:
         engine.close()
 
 
+def calibration(options: argparse.Namespace, rows: Rows) -> None:
+    """What both sources of the scales of Q, K and V cost beside a rollout of Qwen3-8B's shape."""
+    arch, contract = cases.qwen3_8b(options.layers), cases.contract("fp8_linear_kv")
+    settings = cases.options(gpu_memory_utilization=0.85, max_model_len=12_288)
+    _prepare(contract, settings)
+    engine = cases.start(arch, contract, settings, options.requests, rows)
+    try:
+        cases.synchronise(engine, cases.random_policy(arch, contract, own_layers=1))
+        torch.cuda.empty_cache()
+        cases.timed_rollout(engine, options.requests, options.prompt, min(32, options.generated), seed=0)
+        rows += calibration_rows(engine, arch, "qwen3-8b", options.requests, options.prompt, options.generated)
+    finally:
+        engine.close()
+
+
 def _prepare(contract: Any, settings: Any) -> None:
     """Environment of the engine; DeepGEMM compiles what is used, and every shape is used once before it is timed."""
     build = cases.build()
@@ -273,7 +289,7 @@ CORRECTNESS: dict[str, Callable[[argparse.Namespace, Rows], None]] = {
 THROUGHPUT: dict[str, Callable[[argparse.Namespace, Rows], None]] = {
     f.__name__: f for f in (bf16, fp8_linear_kv, sync, fp8_linear, fp8_linear_kv_invariant)
 }
-MEASUREMENTS = {**CORRECTNESS, **THROUGHPUT}
+MEASUREMENTS = {**CORRECTNESS, **THROUGHPUT, calibration.__name__: calibration}
 
 if __name__ == "__main__":
     main()
