@@ -1,7 +1,7 @@
 """Check the vLLM engine on one Hopper GPU, and time its sync; rollouts are timed by rollout_hopper.py.
 
-    python benchmarks/vllm_hopper.py --out FOLDER                       everything, side by side, the sync after it
-    python benchmarks/vllm_hopper.py --out FOLDER exactness sync        some of it
+    python benchmarks/vllm_hopper.py --out FOLDER                       everything, what a step costs last
+    python benchmarks/vllm_hopper.py --out FOLDER exactness step_costs  some of it
 
 Every measurement is a process of its own and writes FOLDER/NAME.json: its rows, or the error that ended it. None is
 started after --seconds. Weights are random; load and compile times are rows of their own.
@@ -25,6 +25,7 @@ from xml.etree import ElementTree
 import torch
 
 from benchmarks import vllm_hopper_cases as cases
+from benchmarks.calibration_hopper import calibration_rows, provenance
 from flows.environment import set_variables
 from fp8core.rollout.vllm_settings import required_environment, suggested_environment
 from fp8core.store.versions import git_state, hardware, library_versions
@@ -42,9 +43,9 @@ def main() -> None:
         return
     deadline = time.monotonic() + options.seconds
     names = options.names or list(MEASUREMENTS)
-    _finish([_start(name, options) for name in names if name != "sync"], deadline)
-    if "sync" in names:
-        _finish([_start("sync", options)], deadline)
+    _finish([_start(name, options) for name in names if name != "step_costs"], deadline)
+    if "step_costs" in names:
+        _finish([_start("step_costs", options)], deadline)
 
 
 def _options() -> argparse.Namespace:
@@ -192,17 +193,25 @@ def memory(options: argparse.Namespace, rows: Rows) -> None:
         engine.close()
 
 
-def sync(options: argparse.Namespace, rows: Rows) -> None:
-    """Qwen3-8B's parameters from one process's GPU memory into vLLM's, and read back."""
+def step_costs(options: argparse.Namespace, rows: Rows) -> None:
+    """Beside a rollout of Qwen3-8B's shape: an update from another process's GPU memory, and calibration."""
     arch, contract = cases.qwen3_8b(options.layers), cases.contract("fp8_linear_kv")
-    settings = cases.options(gpu_memory_utilization=0.5, kv_cache_gib=4.0, graphs=False)
+    settings = cases.options(gpu_memory_utilization=0.7, max_model_len=2048)
     prepare(contract, settings)
-    engine = cases.start(arch, contract, settings, 16, rows)
+    engine = cases.start(arch, contract, settings, 256, rows)
     try:
-        policy = cases.random_policy(arch, contract, own_layers=arch.num_layers)
-        for _ in range(5):
-            measured = cases.synchronise(engine, policy)
-            rows.append({"kind": "sync", "model": "qwen3-8b", "precision": "fp8_linear_kv", **measured})
+        about = {"kind": "sync", "model": "qwen3-8b", "precision": "fp8_linear_kv", **provenance()}
+        for one_buffer in (False, True):
+            policy = cases.random_policy(arch, contract, own_layers=arch.num_layers)
+            if one_buffer:
+                policy = cases.in_one_buffer(policy)
+            for _ in range(4):
+                quantised = {"one_buffer": one_buffer, "quantise_seconds": cases.quantise_seconds(policy)}
+                rows.append(about | quantised | cases.synchronise(engine, policy))
+            del policy
+            torch.cuda.empty_cache()
+        cases.timed_rollout(engine, 256, 512, 32, seed=0)
+        rows += calibration_rows(engine, arch, "qwen3-8b", 256, 512, 1024)
     finally:
         engine.close()
 
@@ -215,7 +224,7 @@ def prepare(contract: Any, settings: Any) -> None:
 
 
 MEASUREMENTS: dict[str, Callable[[argparse.Namespace, Rows], None]] = {
-    f.__name__: f for f in (adapter, exactness, exactness_invariant, logprobs, memory, sync)
+    f.__name__: f for f in (adapter, exactness, exactness_invariant, logprobs, memory, step_costs)
 }
 
 if __name__ == "__main__":

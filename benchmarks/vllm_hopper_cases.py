@@ -24,6 +24,7 @@ from fp8core.models.initial import initial_weights
 from fp8core.models.quantised_checkpoint import plan_quantisation, write_checkpoint
 from fp8core.models.tokenizer import character_tokenizer
 from fp8core.models.weights import SCALE_SUFFIX, layer_of
+from fp8core.numerics.block_codes import FiniteFlag, tile_codes
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.kv_scales import LayerScales, scales_from_statistics
 from fp8core.rl.batch import TokenBatch
@@ -146,6 +147,30 @@ def random_policy(arch: Architecture, agreed: PrecisionContract, own_layers: int
             tensors[name] = drawn * 0.012
     layers = tuple(LayerScales(0.25, 0.25, 0.25) for _ in range(arch.num_layers))
     return Policy(arch, tensors, PolicyScales(0, layers))
+
+
+def in_one_buffer(policy: Policy) -> Policy:
+    """The same policy, its tensors one after the other in one allocation: one handle instead of hundreds."""
+    sizes = {name: -(-tensor.nbytes // 256) * 256 for name, tensor in policy.tensors.items()}
+    buffer, offset, placed = torch.empty(sum(sizes.values()), dtype=torch.uint8, device="cuda"), 0, {}
+    for name, tensor in policy.tensors.items():
+        place = buffer[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        placed[name] = place.copy_(tensor)
+        offset += sizes[name]
+    return replace(policy, tensors=placed)
+
+
+def quantise_seconds(policy: Policy) -> float:
+    """Time to quantise BF16 weights of all its FP8 matrices, one after the other."""
+    shapes = [tensor.shape for tensor in policy.tensors.values() if tensor.dtype == torch.float8_e4m3fn]
+    weights = {shape: torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes}
+    flag = FiniteFlag(torch.device("cuda"))
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for shape in shapes:
+        tile_codes(weights[shape], "pow2", flag)
+    torch.cuda.synchronize()
+    return round(time.perf_counter() - began, 4)
 
 
 def checkpoint_equals(policy: Policy) -> bool:
