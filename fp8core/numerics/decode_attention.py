@@ -22,10 +22,10 @@ from fp8core.numerics.rounding import to_e4m3_grid
 HEAD_DIM = 128
 # More query heads per KV head do not fit a fragment's columns.
 LARGEST_GROUP = 8
-PARTITION = 4096
+_SHORTEST_PARTITION, _MOST_PARTITIONS = 4096, 4
 _SOURCE = Path(__file__).with_name("decode_attention.cu")
-_WARPS = 4
-_TILE_BYTES = 32 * 2 * HEAD_DIM
+_WARPS, _TILE = 4, 32
+_TILE_BYTES = _TILE * 2 * HEAD_DIM
 _P_RANGE = 256.0
 
 
@@ -43,7 +43,7 @@ class DecodeAttention:
         group: int,
         longest: int,
         requests: int,
-        partition: int = PARTITION,
+        partition: int | None = None,
         resident: int = 3,
         stages: int = 2,
     ) -> None:
@@ -56,7 +56,7 @@ class DecodeAttention:
             group: query heads per KV head, at most `LARGEST_GROUP`.
             longest: keys of the longest request.
             requests: of the largest batch.
-            partition: keys that one block of threads goes through, a multiple of 32.
+            partition: keys that one block of threads goes through, a multiple of 32; None takes what suits `longest`.
             resident: blocks of one multiprocessor that registers are shared out for.
             stages: tiles of 32 keys that a warp has in shared memory.
         """
@@ -64,6 +64,7 @@ class DecodeAttention:
         assert 1 <= group <= LARGEST_GROUP, group
         assert page % 16 == 0, page
         assert (head_dim, strides[-1]) == (HEAD_DIM, 1), (shape, strides)
+        partition = partition or partition_of(longest)
         self._strides, self.kv_heads, self.partitions = strides, kv_heads, -(-longest // partition)
         names = ("BLOCK_STRIDE", "KEY_STRIDE", "HEAD_STRIDE")
         definitions = {"GROUP": group, "PAGE": page, "PARTITION": partition, "RESIDENT": resident, "STAGES": stages}
@@ -103,6 +104,11 @@ class DecodeAttention:
             *(*scales, HEAD_DIM**-0.5, out, out.stride(0), self._partial, self._arrived),
         )
         self._kernel.launch((self.kv_heads, requests, self.partitions), 32 * _WARPS, arguments)
+
+
+def partition_of(longest: int) -> int:
+    """Keys of a partition: few partitions, since most of them are empty when most requests are short."""
+    return max(_SHORTEST_PARTITION, -(-longest // (_MOST_PARTITIONS * _TILE)) * _TILE)
 
 
 def decode_attention_reference(
