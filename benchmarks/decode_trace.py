@@ -50,6 +50,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--context", type=int, default=2048, help="tokens of each prompt, decoded from there")
     parser.add_argument("--layers", type=int, default=36)
+    parser.add_argument("--utilization", type=float, default=0.9, help="share of the GPU's memory")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.out = options.out.absolute()
@@ -59,7 +60,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for precision in options.precisions:
         part = options.out.with_name(f"{options.out.stem}-{precision}.json")
-        flags = [f"--{key}={getattr(options, key)}" for key in ("requests", "context", "layers")]
+        flags = [f"--{key}={getattr(options, key)}" for key in ("requests", "context", "layers", "utilization")]
         command = [sys.executable, "-m", "benchmarks.decode_trace", precision, "--inside", f"--out={part}", *flags]
         subprocess.run(command, cwd=ROOT, check=True)
         rows += json.loads(part.read_text())
@@ -74,7 +75,7 @@ def _inside(options: argparse.Namespace) -> None:
 
     (precision,) = options.precisions
     agreed = cases.contract(precision)
-    settings = cases.options(gpu_memory_utilization=0.9, max_model_len=options.context + 1024)
+    settings = cases.options(gpu_memory_utilization=options.utilization, max_model_len=options.context + 1024)
     prepare(agreed, settings)
     arch = cases.qwen3_8b(options.layers)
     engine = VllmEngine(arch, agreed, settings, options.requests, cases.build(), worker=WORKER)
