@@ -32,7 +32,7 @@ STEPS = 24
 PRECISIONS = ("fp8_linear_kv", "bf16")
 # The first that matches names the part; the sampler's own kernel ends a step.
 PARTS = (
-    ("attention", ("flash", "FlashAttn", "fmha", "prepare_varlen")),
+    ("attention", ("decode_attention", "flash", "FlashAttn", "fmha", "prepare_varlen")),
     ("cache write", ("reshape_and_cache",)),
     ("quantise", ("per_token_group_quant", "scaled_fp8_quant", "static_scaled", "quant")),
     ("sampler", ("gumbel", "topk_log_softmax", "ranks_kernel", "temperature", "argmax", "reduce_kernel")),

@@ -20,8 +20,8 @@ class DecodeBackend(FlashAttentionBackend):
 
     @staticmethod
     def get_name() -> str:
-        """What a layer says it runs."""
-        return "FP8_DECODE"
+        """The registry's name: layers look it up there."""
+        return "CUSTOM"
 
     @staticmethod
     def get_impl_cls() -> type["DecodeImpl"]:

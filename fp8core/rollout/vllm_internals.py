@@ -87,10 +87,10 @@ def cache_tensors(runner: Any) -> list[Tensor]:
 
 
 def describe_attention(model: nn.Module) -> list[dict[str, Any]]:
-    """Backend, its version (of FlashAttention, else None) and cache format of every layer."""
+    """Implementation, its version (of FlashAttention, else None) and cache format of every layer."""
     return [
         {
-            "backend": layer.attn_backend.get_name(),  # type: ignore[union-attr, operator]
+            "implementation": type(layer.impl).__name__,
             "version": getattr(layer.impl, "vllm_flash_attn_version", None),
             "cache": layer.kv_cache_dtype,
         }

@@ -32,7 +32,7 @@ WORKER = "fp8core.rollout.vllm_worker.PolicyWorker"
 KEPT = "fp8_grpo_kept"
 
 # FlashAttention 3, and ours for decode steps (`vllm_decode`).
-_FP8_BACKENDS = ("FLASH_ATTN", "FP8_DECODE")
+_FP8_BACKENDS = ("FlashAttentionImpl", "DecodeImpl")
 # vLLM quantises in these passes; what they fuse is another arithmetic than the contract's.
 FUSIONS = ("fuse_norm_quant", "fuse_act_quant", "fuse_attn_quant", "enable_qk_norm_rope_fusion")
 # A GiB of cache holds all that a test or a laptop generates.
@@ -237,9 +237,9 @@ def _kind(linear: Mapping[str, str]) -> str:
 def _attention_name(layer: Mapping[str, Any]) -> str:
     if layer["cache"] in ("auto", "bfloat16"):
         return "bf16"
-    if layer["cache"] in ("fp8", "fp8_e4m3") and layer["backend"] in _FP8_BACKENDS and layer["version"] == 3:
+    if layer["cache"] in ("fp8", "fp8_e4m3") and layer["implementation"] in _FP8_BACKENDS and layer["version"] == 3:
         return "fp8"
-    return f"{layer['cache']} by {layer['backend']} {layer['version']}"
+    return f"{layer['cache']} by {layer['implementation']} {layer['version']}"
 
 
 def _scale_rule(described: Mapping[str, Any]) -> str:

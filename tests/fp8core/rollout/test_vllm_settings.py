@@ -143,7 +143,7 @@ def _described(**changes):
     names = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
     return {
         "linears": {f"model.layers.{layer}.{name}": dict(linear) for layer in (0, 1) for name in names},
-        "attention": [{"backend": "FLASH_ATTN", "version": 3, "cache": "fp8"} for _ in range(2)],
+        "attention": [{"implementation": "FlashAttentionImpl", "version": 3, "cache": "fp8"} for _ in range(2)],
         "head": "float32",
         "power_of_two_activations": True,
         "passes": {"fuse_norm_quant": False, "fuse_act_quant": False},
@@ -180,8 +180,14 @@ def _linear(name, **changes):
         (_described(passes={"fuse_norm_quant": True}), r"scale_rule=pow2\+fuse_norm_quant"),
         (_described(power_of_two_activations=False), "scale_rule=fp32"),
         (_described(head="bfloat16"), "head=bf16"),
-        (_described(attention=[{"backend": "FLASHINFER", "version": None, "cache": "fp8"}] * 2), "fp8 by FLASHINFER"),
-        (_described(attention=[{"backend": "FLASH_ATTN", "version": 3, "cache": "auto"}] * 2), "attention=bf16"),
+        (
+            _described(attention=[{"implementation": "FlashInferImpl", "version": None, "cache": "fp8"}] * 2),
+            "fp8 by FlashInferImpl",
+        ),
+        (
+            _described(attention=[{"implementation": "FlashAttentionImpl", "version": 3, "cache": "auto"}] * 2),
+            "attention=bf16",
+        ),
         (_linear("model.layers.1.mlp.down_proj", dtype="bfloat16"), r"layer 1 runs its linears in fp8_block\+bf16"),
         (_linear("model.layers.0.self_attn.o_proj", kernel="TritonKernel"), "float8_e4m3fn by TritonKernel"),
     ],
