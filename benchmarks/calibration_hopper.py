@@ -1,6 +1,7 @@
 """What the calibration of Q, K and V costs on one Hopper GPU, beside an engine that is already loaded.
 
     python benchmarks/vllm_hopper.py --out FOLDER calibration --requests 256 --prompt 512 --generated 1024
+    python benchmarks/calibration_hopper.py FOLDER/calibration.json         # prints what that measured as a table
 
 or `calibration_rows` with an engine at hand. A source costs up to three things, each measured where it runs:
 
@@ -23,8 +24,11 @@ Predictions, written before the first measurement, for Qwen3-8B's shape and 256 
     scales                     0.02 s: a copy of 2 MB, 108 histograms, two calls of vLLM's worker
 """
 
+import argparse
+import json
 import sys
 import time
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -54,6 +58,12 @@ STATISTICS: dict[str, tuple[type[KvStatistics], float]] = {
 }
 Row = dict[str, Any]
 Heads = tuple[Tensor, Tensor, Tensor]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Print what calibration costs, from a stored result.")
+    parser.add_argument("result", type=Path)
+    print(calibration_table(json.loads(parser.parse_args().result.read_text())["rows"]))
 
 
 def calibration_rows(
@@ -188,3 +198,21 @@ def _gpu_seconds(graph: torch.cuda.CUDAGraph, times: int) -> float:
     end.record()
     torch.cuda.synchronize()
     return float(start.elapsed_time(end)) / 1000
+
+
+def calibration_table(rows: Sequence[Row]) -> str:
+    """The rows of kind `calibration` as Markdown."""
+    columns = ("forward", "collect", "scales")
+    lines = ["| source, statistic | tokens read | forward, ms | collect, ms | scales, ms | share of the rollout |"]
+    lines.append("| --- " * 6 + "|")
+    for row in rows:
+        if row["kind"] == "calibration":
+            read = f", {row['sequences']} rollouts" if "sequences" in row else ""
+            parts = " | ".join(f"{row[f'{name}_seconds'] * 1000:,.0f}" for name in columns)
+            share = f"{row['share_of_step']:.2%}"
+            lines.append(f"| {row['source']}, {row['statistic']}{read} | {row['tokens']:,} | {parts} | {share} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
