@@ -28,8 +28,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
-from importlib import metadata
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +67,7 @@ def main() -> None:
 
 def calibration_rows(
     engine: Any, arch: Architecture, model: str, requests: int, prompt: int, generated: int
-) -> list[Row]:
+) -> Iterator[Row]:
     """Rows of kind `calibration` for both sources; the engine has an FP8 cache and holds a policy.
 
     Leaves the engine with the scales it had. Needs 1 GB of GPU memory in this process, and for Qwen3-8B's shape and
@@ -80,15 +79,13 @@ def calibration_rows(
     step = cases.timed_rollout(engine, requests, prompt, generated, seed=21)["seconds"]
     sizes = {"requests": requests, "prompt": prompt, "generated": generated}
     about = {"kind": "calibration", "model": model, "layers": arch.num_layers, **sizes, **provenance()}
-    rows = [
-        about | measured(engine, arch, held, statistic, 0.0, requests * length, step) | {"source": "logprob_pass"}
-        for statistic in STATISTICS
-    ]
+    for statistic in STATISTICS:
+        found = measured(engine, arch, held, statistic, 0.0, requests * length, step)
+        yield about | found | {"source": "logprob_pass"}
     for i, sequences in enumerate(sorted({2, 8, requests})):
         forward = min(cases.timed_rollout(engine, sequences, length, 1, seed)["seconds"] for seed in (22 + i, 32 + i))
         found = measured(engine, arch, held, "amax", forward, sequences * length, step)
-        rows.append(about | found | {"source": "fresh_pass", "sequences": sequences})
-    return rows
+        yield about | found | {"source": "fresh_pass", "sequences": sequences}
 
 
 def measured(
@@ -183,7 +180,7 @@ def check_kernels(arch: Architecture) -> None:
 
 def provenance() -> Row:
     """Commit, versions and command, as every row holds them."""
-    versions = library_versions() | {name: metadata.version(name) for name in ("vllm", "triton")}
+    versions = library_versions() | {"vllm": cases.build().version}
     command = " ".join(["python benchmarks/vllm_hopper.py", *sys.argv[1:]])
     return {"commit": git_state(ROOT).get("commit"), "versions": versions, "command": command}
 

@@ -271,7 +271,8 @@ def calibration(options: argparse.Namespace, rows: Rows) -> None:
         cases.synchronise(engine, cases.random_policy(arch, contract, own_layers=1))
         torch.cuda.empty_cache()
         cases.timed_rollout(engine, options.requests, options.prompt, min(32, options.generated), seed=0)
-        rows += calibration_rows(engine, arch, "qwen3-8b", options.requests, options.prompt, options.generated)
+        for row in calibration_rows(engine, arch, "qwen3-8b", options.requests, options.prompt, options.generated):
+            rows.append(row)
     finally:
         engine.close()
 
