@@ -284,11 +284,11 @@ def provenance() -> Row:
 
 
 def error_table(rows: Sequence[Row]) -> str:
-    """Error of what attention adds to the residual, mean over layers, and the saturated share where there is any."""
+    """Error of what attention adds to the residual, mean over layers, and the saturated share from 0.01 % on."""
 
     def cell(row: Row) -> str:
         share = row["saturated_share"]
-        return f"{row['attention_error_mean']:.2%}" + (f" ({share:.2%} saturated)" if share else "")
+        return f"{row['attention_error_mean']:.2%}" + (f" ({share:.2%} saturated)" if share >= 1e-4 else "")
 
     return _by_model(rows, cell)
 

@@ -1,6 +1,7 @@
 """What the calibration of Q, K and V costs on one Hopper GPU, beside an engine that is already loaded.
 
     python benchmarks/vllm_hopper.py --out FOLDER step_costs
+    python benchmarks/calibration_hopper.py FOLDER/step_costs.json     # prints what that measured as a table
 
 or `calibration_rows` with an engine at hand. A source costs up to three things, each measured where it runs:
 
@@ -23,9 +24,11 @@ Predictions, written before the first measurement, for Qwen3-8B's shape and 256 
     scales                     0.02 s: a copy of 2 MB, 108 histograms, two calls of vLLM's worker
 """
 
+import argparse
+import json
 import sys
 import time
-from importlib import metadata
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +59,15 @@ Row = dict[str, Any]
 Heads = tuple[Tensor, Tensor, Tensor]
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Print what calibration costs, from a stored result.")
+    parser.add_argument("result", type=Path)
+    print(calibration_table(json.loads(parser.parse_args().result.read_text())["rows"]))
+
+
 def calibration_rows(
     engine: Any, arch: Architecture, model: str, requests: int, prompt: int, generated: int
-) -> list[Row]:
+) -> Iterator[Row]:
     """Rows of kind `calibration` for both sources; the engine has an FP8 cache and holds a policy.
 
     Leaves the engine with the scales it had. Needs 1 GB of GPU memory in this process, and for Qwen3-8B's shape and
@@ -70,15 +79,13 @@ def calibration_rows(
     step = cases.timed_rollout(engine, requests, prompt, generated, seed=21)["seconds"]
     sizes = {"requests": requests, "prompt": prompt, "generated": generated}
     about = {"kind": "calibration", "model": model, "layers": arch.num_layers, **sizes, **provenance()}
-    rows = [
-        about | measured(engine, arch, held, statistic, 0.0, requests * length, step) | {"source": "logprob_pass"}
-        for statistic in STATISTICS
-    ]
+    for statistic in STATISTICS:
+        found = measured(engine, arch, held, statistic, 0.0, requests * length, step)
+        yield about | found | {"source": "logprob_pass"}
     for i, sequences in enumerate(sorted({2, 8, requests})):
         forward = min(cases.timed_rollout(engine, sequences, length, 1, seed)["seconds"] for seed in (22 + i, 32 + i))
         found = measured(engine, arch, held, "amax", forward, sequences * length, step)
-        rows.append(about | found | {"source": "fresh_pass", "sequences": sequences})
-    return rows
+        yield about | found | {"source": "fresh_pass", "sequences": sequences}
 
 
 def measured(
@@ -173,7 +180,7 @@ def check_kernels(arch: Architecture) -> None:
 
 def provenance() -> Row:
     """Commit, versions and command, as every row holds them."""
-    versions = library_versions() | {name: metadata.version(name) for name in ("vllm", "triton")}
+    versions = library_versions() | {"vllm": cases.build().version}
     command = " ".join(["python benchmarks/vllm_hopper.py", *sys.argv[1:]])
     return {"commit": git_state(ROOT).get("commit"), "versions": versions, "command": command}
 
@@ -188,3 +195,21 @@ def _gpu_seconds(graph: torch.cuda.CUDAGraph, times: int) -> float:
     end.record()
     torch.cuda.synchronize()
     return float(start.elapsed_time(end)) / 1000
+
+
+def calibration_table(rows: Sequence[Row]) -> str:
+    """The rows of kind `calibration` as Markdown."""
+    columns = ("forward", "collect", "scales")
+    lines = ["| source, statistic | tokens read | forward, ms | collect, ms | scales, ms | share of the rollout |"]
+    lines.append("| --- " * 6 + "|")
+    for row in rows:
+        if row["kind"] == "calibration":
+            read = f", {row['sequences']} rollouts" if "sequences" in row else ""
+            parts = " | ".join(f"{row[f'{name}_seconds'] * 1000:,.0f}" for name in columns)
+            share = f"{row['share_of_step']:.2%}"
+            lines.append(f"| {row['source']}, {row['statistic']}{read} | {row['tokens']:,} | {parts} | {share} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
