@@ -27,7 +27,8 @@ MEAN_ERROR = 0.3 if ON_GPU else 0.15
 def started(vllm_build):
     from fp8core.rollout.vllm import VllmEngine
 
-    engine = VllmEngine(ARCH, CONTRACT, OPTIONS, 16, vllm_build, "faulty_worker.FaultyWorker", routes=ON_GPU)
+    options = OPTIONS.model_copy(update={"sleep": ON_GPU})
+    engine = VllmEngine(ARCH, CONTRACT, options, 16, vllm_build, "faulty_worker.FaultyWorker", routes=ON_GPU)
     yield engine
     engine.close()
 
@@ -96,6 +97,19 @@ def test_a_seed_gives_its_completion_alone_and_in_any_batch(engine):
     alone = [done for group in groups for done in collect(engine, [group], Sampling(1.0, 6, frozenset()))]
     equal = sum(a.tokens == b.tokens for a, b in zip(together, alone, strict=True))
     assert equal >= (12 if ON_GPU else 16)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="vLLM for CPUs does not sleep")
+def test_an_engine_that_slept_holds_what_it_was_sent(engine, policies):
+    """Waking, vLLM's first runner sets the scales of K and V to 1.0."""
+    groups, policy = build_groups(8, 2), policies[1]
+    engine.update(policy.tensors, policy.scales, 1)
+    before = collect(engine, groups, SAMPLING)
+    engine.rest()
+    report = engine.update(policy.tensors, policy.scales, 1)
+    check_report(report, policy_digest(policy.tensors), policy.scales, 1)
+    after = collect(engine, groups, SAMPLING)
+    assert sum(a.tokens == b.tokens for a, b in zip(before, after, strict=True)) >= 12
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs the quantiser of DeepGEMM's experts")
