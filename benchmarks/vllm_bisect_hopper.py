@@ -4,7 +4,8 @@
     python benchmarks/vllm_bisect_hopper.py --out FOLDER --hidden 256 bf16    one of them; a CPU has only BF16
 
 Qwen3's shape with random weights of ordinary and of twice the spread. Every precision runs in a process of its own,
-twice: eagerly, where each module can be looked into, and compiled, where log-probs are all there is. FOLDER gets
+twice: eagerly, where each module can be looked into, and compiled, where log-probs are all there is (once more with
+vLLM's own kernels between products). FOLDER gets
 vllm_bisect.json, a list of rows of kind "vllm_bisect"; `part` says what a row is:
 
     operation        error of each operation (`fp8core.alignment.operations.OperationError`)
@@ -66,6 +67,8 @@ from fp8core.training.torch_trainer import TorchTrainer
 ROOT = Path(__file__).parents[1]
 PRECISIONS = ("bf16", "fp8_linear", "fp8_linear_kv")
 _PROMPT, _GENERATED, _SEQUENCES, _BISECTED = 32, 64, 4, 2
+# Compiled, but with vLLM's own kernels between products, the widest contract stands for all.
+_LEFT_OUT = ("bf16.kernels", "fp8_linear.kernels")
 _MODES = (STEPWISE, NATIVE, KERNELS, FUSED)
 # What an operation rounds inside (fields of RoundingPoints), by the end of its name.
 _POINTS = {
@@ -125,8 +128,9 @@ def main() -> None:
     if options.inside:
         _measure(options)
         return
-    modes = ("eager",) if this_platform() == "cpu" else ("eager", "compiled")
-    names = [f"{precision}.{mode}" for precision in options.names or PRECISIONS for mode in modes]
+    modes = ("eager",) if this_platform() == "cpu" else ("eager", "compiled", "kernels")
+    asked = [f"{precision}.{mode}" for precision in options.names or PRECISIONS for mode in modes]
+    names = [name for name in asked if name not in _LEFT_OUT]
     deadline = time.monotonic() + options.seconds
     started = [(name, _start(name, options)) for name in names]
     rows = [row for name, process in started for row in _finished(name, process, options.out, deadline)]
@@ -173,7 +177,8 @@ def _measure(options: argparse.Namespace) -> None:
     (name,) = options.names
     precision, mode = name.split(".")
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // 4))
-    contract, eager = cases.contract(precision), mode == "eager"
+    points = "kernels" if mode == "kernels" else "stepwise"
+    contract, eager = cases.contract(precision).model_copy(update={"rounding_points": points}), mode == "eager"
     settings = cases.options(kv_cache_gib=2.0 if this_platform() != "cpu" else 0.5, graphs=not eager)
     build = cases.build()
     set_variables(

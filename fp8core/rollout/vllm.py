@@ -33,6 +33,7 @@ from fp8core.rollout.vllm_settings import (
     attention_backend,
     engine_arguments,
     executed_formats,
+    executed_points,
     model_config,
     required_environment,
 )
@@ -140,6 +141,7 @@ class VllmEngine:
             "engine": "vllm",
             "version": f"{self._build.distribution} {self._build.version}",
             **executed_formats(described, self._contract, self._arch.num_layers),
+            "rounding_points": executed_points(described, self._build),
             "kernels": _by_layer_type(described["linears"]),
             "backend": described["attention"][0],
             "passes": described["passes"],

@@ -134,6 +134,12 @@ def head_dtype(model: nn.Module) -> str:
     return str(found).removeprefix("torch.")
 
 
+def norm_providers(config: Any) -> list[str]:
+    """What computes RMSNorm without and with a residual sum (`native` is torch); nothing where vLLM has no choice."""
+    priority = getattr(getattr(config, "kernel_config", None), "ir_op_priority", None)
+    return [] if priority is None else [priority.rms_norm[0], priority.fused_add_rms_norm[0]]
+
+
 def power_of_two_activations(model: nn.Module) -> bool:
     """Whether every FP8 linear and expert quantises its input with power-of-two scales; false where there are none."""
     methods = [getattr(module, "quant_method", None) for module in model.modules()]

@@ -35,6 +35,9 @@ KEPT = "fp8_grpo_kept"
 _FP8_BACKENDS = ("FlashAttentionImpl", "DecodeImpl")
 # vLLM quantises in these passes; what they fuse is another arithmetic than the contract's.
 FUSIONS = ("fuse_norm_quant", "fuse_act_quant", "fuse_attn_quant", "enable_qk_norm_rope_fusion")
+# Operations that vLLM has kernels of its own for, and that torch.compile fuses where they are not asked for.
+_KERNELS = ("rms_norm", "silu_and_mul", "rotary_embedding")
+_NORMS = ("rms_norm", "fused_add_rms_norm")
 # A GiB of cache holds all that a test or a laptop generates.
 _CPU_CACHE_GIB = 1.0
 _CPU_BLOCK = 32
@@ -50,6 +53,12 @@ def check_contract_fits(contract: PrecisionContract, options: VllmConfig, build:
     where = f"{build.distribution} {build.version} on a {'GPU' if build.platform == 'cuda' else 'CPU'}"
     if contract.rollout.linear == "fp32":
         raise UserError(f"precision.rollout.linear=fp32: {where} computes in BF16 or FP8; set it to bf16 or fp8_block")
+    points, possible = contract.rounding_points, _possible_points(options, build)
+    if points not in ("stepwise", *possible):
+        graphs = f"rollout.vllm.graphs={str(options.graphs).lower()}"
+        raise UserError(
+            f"precision.rounding_points={points}: {where} with {graphs} has {' or '.join(possible) or 'none it knows'}"
+        )
     if build.platform == "cuda":
         return
     for setting, value in (("linear", contract.rollout.linear), ("kv_cache", contract.rollout.kv_cache)):
@@ -61,6 +70,13 @@ def check_contract_fits(contract: PrecisionContract, options: VllmConfig, build:
     for name, set_ in (("sleep", options.sleep), ("batch_invariant", options.batch_invariant)):
         if set_:
             raise UserError(f"rollout.vllm.{name}: {where} does not have it; set it to false")
+
+
+def _possible_points(options: VllmConfig, build: VllmBuild) -> tuple[str, ...]:
+    """Rounding points that this build can be made to have; those of compiled code for CPUs are not known."""
+    if build.platform == "cpu":
+        return () if options.graphs else ("native",)
+    return ("kernels", "fused") if options.graphs else ("kernels",)
 
 
 def check_architecture_fits(arch: Architecture, contract: PrecisionContract, options: VllmConfig) -> None:
@@ -163,10 +179,14 @@ def engine_arguments(
 
 
 def _cuda_arguments(contract: PrecisionContract, launch: Launch) -> dict[str, Any]:
+    kernels = _KERNELS if contract.rounding_points == "kernels" else ()
+    custom_ops = ["+quant_fp8", *(f"+{name}" for name in kernels)]
     arguments: dict[str, Any] = {
         "attention_config": {"backend": launch.attention, "flash_attn_version": 3},
-        "compilation_config": {"custom_ops": ["+quant_fp8"], "pass_config": dict.fromkeys(FUSIONS, False)},
+        "compilation_config": {"custom_ops": custom_ops, "pass_config": dict.fromkeys(FUSIONS, False)},
     }
+    if contract.rounding_points == "kernels":
+        arguments["ir_op_priority"] = {norm: ["vllm_c"] for norm in _NORMS}
     if contract.rollout.linear == "fp8_block":
         arguments["linear_backend"] = "deep_gemm"
     return arguments
@@ -218,6 +238,20 @@ def executed_formats(described: Mapping[str, Any], contract: PrecisionContract, 
         "head": {"float32": "fp32", "bfloat16": "bf16"}.get(described["head"], described["head"]),
         "scale_rule": rule,
     }
+
+
+def executed_points(described: Mapping[str, Any], build: VllmBuild) -> str:
+    """The rounding points of the contract that these kernels have, or what runs where they have none of them."""
+    operations, norms = described["custom_ops"], set(described["norms"])
+    compiled = described["compilation"] != "NONE"
+    if build.platform == "cpu":
+        return "compiled for a CPU" if compiled else "native"
+    own = {name for name in _KERNELS if f"+{name}" in operations or "all" in operations}
+    if own == set(_KERNELS) and norms <= {"vllm_c"}:
+        return "kernels"
+    if compiled and not own and norms <= {"native"}:
+        return "fused"
+    return f"kernels of vLLM for {', '.join(sorted(own)) or 'nothing'}, norms by {', '.join(sorted(norms))}"
 
 
 def _linear_name(linears: Mapping[str, Mapping[str, str]], layer: int) -> str:

@@ -85,7 +85,8 @@ class PolicyWorker:
             "power_of_two_activations": vllm_internals.power_of_two_activations(model),
             "passes": passes,
             "custom_ops": list(compilation.custom_ops),
-            "compilation": str(compilation.mode),
+            "norms": vllm_internals.norm_providers(self.vllm_config),
+            "compilation": compilation.mode.name,
             "graphs": str(compilation.cudagraph_mode),
             "runner": type(self.model_runner).__module__,
         }

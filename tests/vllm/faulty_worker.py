@@ -5,11 +5,11 @@ from typing import Any
 import torch
 
 from fp8core.rollout import vllm_internals
+from fp8core.rollout.vllm_capture import CapturingWorker
 from fp8core.rollout.vllm_transfer import Parcel
-from fp8core.rollout.vllm_worker import PolicyWorker
 
 
-class FaultyWorker(PolicyWorker):
+class FaultyWorker(CapturingWorker):
     """Commits `policy_fault` on every write; none at first."""
 
     policy_fault = ""

