@@ -32,7 +32,7 @@ KEPT = "fp8_grpo_kept"
 # vLLM quantises in these passes; what they fuse is another arithmetic than the contract's.
 FUSIONS = ("fuse_norm_quant", "fuse_act_quant", "fuse_attn_quant", "enable_qk_norm_rope_fusion")
 # A GiB of cache holds all that a test or a laptop generates.
-_CPU_CACHE_GIB = 1.0
+CPU_CACHE_GIB = 1.0
 _CPU_BLOCK = 32
 _CPU_BATCHED_TOKENS = 2048
 
@@ -163,7 +163,7 @@ def _cpu_arguments(options: VllmConfig, launch: Launch) -> dict[str, Any]:
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(_CPU_BATCHED_TOKENS, launch.longest),
         "quantization": KEPT,
-        "kv_cache_memory_bytes": _cache_bytes(options.kv_cache_gib or _CPU_CACHE_GIB),
+        "kv_cache_memory_bytes": _cache_bytes(options.kv_cache_gib or CPU_CACHE_GIB),
         "block_size": options.block_size or _CPU_BLOCK,
     }
 
