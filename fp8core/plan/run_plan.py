@@ -23,7 +23,7 @@ from fp8core.plan.training import Parallel, emulated_bytes, gpu_state, gpu_step,
 from fp8core.plan.weights import ParameterCounts, StoredBytes, count_parameters
 
 _RAISE = "raise rollout.vllm.gpu_memory_utilization, or choose a GPU with more memory"
-_HOST = "the torch trainer computes on the CPU: choose a smaller model, or a machine with more memory"
+_HOST = "what computes on the CPU lies there: choose a smaller model, or a machine with more memory"
 _EMULATED = "FP32 and FP64, ready for exact products"
 _SPREAD = "train on more GPUs, or lower training.micro_batch"
 
@@ -94,6 +94,7 @@ def _devices(
         needs, cache = _generating(config, arch, gpu, sync)
         phase = Phase("generating", needs, vllm_limit(config, gpu.memory), _RAISE)
         on_gpus.append(DevicePlan(gpu, 1, (phase,)))
+    generates = bool(on_host)
     if parallel is None:
         on_host += host_needs(config, arch)
     elif gpu is None:
@@ -102,7 +103,8 @@ def _devices(
         on_gpus.append(DevicePlan(gpu, parallel.gpus, _training(config, arch, gpu, parallel, sync)))
     if on_host:
         limit = machine.host.memory if machine.host else None
-        on_gpus.append(DevicePlan(machine.host, 1, (Phase("training", tuple(on_host), limit, _HOST),)))
+        work = " and ".join(what for what, here in (("generating", generates), ("training", parallel is None)) if here)
+        on_gpus.append(DevicePlan(machine.host, 1, (Phase(work, tuple(on_host), limit, _HOST),)))
     return tuple(on_gpus), cache
 
 
