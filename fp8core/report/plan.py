@@ -7,7 +7,7 @@ from fp8core.plan.rollout import CacheRoom
 from fp8core.plan.run_plan import RunPlan
 from fp8core.plan.weights import ParameterCounts, StoredBytes
 
-_ITEM, _SIZE = 32, 9
+_ITEM, _SIZE = 38, 9
 _UNITS = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10}
 
 
@@ -30,7 +30,7 @@ def _parameters(counts: ParameterCounts) -> str:
 
 def _phase(device: DevicePlan, phase: Phase) -> Iterator[str]:
     unit = next((unit for unit, size in _UNITS.items() if phase.total >= size), "KiB")
-    yield f"{f'{phase.name} on {device.name}':<{_ITEM}}  {unit:>{_SIZE}}"
+    yield f"{f'{phase.name} on {device.name}':<{_ITEM + 2}}{unit:>{_SIZE}}"
     for need in phase.needs:
         yield f"  {need.item:<{_ITEM}}{_size(need.bytes, unit)}  {need.note}".rstrip()
     yield f"  {'total':<{_ITEM}}{_size(phase.total, unit)}  {_verdict(phase, unit)}".rstrip()
@@ -39,7 +39,7 @@ def _phase(device: DevicePlan, phase: Phase) -> Iterator[str]:
 def _verdict(phase: Phase, unit: str) -> str:
     if phase.limit is None:
         return ""
-    return f"{'of' if phase.fits else 'does not fit:'}{_size(phase.limit, unit).strip():>{_SIZE}}"
+    return f"{'of' if phase.fits else 'does not fit:'} {_size(phase.limit, unit).strip()}"
 
 
 def _size(size: int, unit: str) -> str:

@@ -1,7 +1,8 @@
-"""`fp8-grpo plan` as a person meets it: the table, the JSON, the refusal, and `run` refusing the same before any work."""
+"""`fp8-grpo plan` as a person meets it: table, JSON and refusal; `run` refuses the same before any work."""
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -36,9 +37,8 @@ def rows(lines, title):
     """Item -> size of the table with this title."""
     start = next(i for i, line in enumerate(lines) if line.startswith(title))
     table = lines[start + 1 : lines.index("", start)]
-    return {
-        found[1]: float(found[2].replace(",", "")) for line in table if (found := re.match(r"  (.+?)  +(\S+)", line))
-    }
+    found = [re.match(r"  (.+?)  +(\S+)", line) for line in table]
+    return {row[1]: float(row[2].replace(",", "")) for row in found if row}
 
 
 def test_a_plan_is_a_table_for_each_device(plan):
@@ -118,3 +118,9 @@ def test_a_run_is_refused_before_any_work(capsys, tmp_path, monkeypatch):
     assert out == ""
     assert re.fullmatch(r"fp8-grpo: memory: generating and training on host needs [\d,.]+ GiB \(.*\n", err)
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_the_page_shows_what_is_printed(plan):
+    page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
+    command, shown = (page.split(f"```{kind}\n")[1].split("```")[0] for kind in ("sh", "text"))
+    assert plan(*command.split()[2:])[1] == shown.splitlines()
