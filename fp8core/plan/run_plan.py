@@ -1,5 +1,6 @@
 """Does a training fit? Memory on every device it uses, phase by phase, and the bytes of a sync, from shapes alone."""
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -19,12 +20,10 @@ from fp8core.plan.rollout import (
     shipped_bytes,
     vllm_limit,
 )
-from fp8core.plan.training import Parallel, emulated_bytes, gpu_state, gpu_step, host_needs
+from fp8core.plan.training import EMULATED, Parallel, emulated_bytes, gpu_state, gpu_step, host_needs
 from fp8core.plan.weights import ParameterCounts, StoredBytes, count_parameters
 
-_RAISE = "raise rollout.vllm.gpu_memory_utilization, or choose a GPU with more memory"
 _HOST = "what computes on the CPU lies there: choose a smaller model, or a machine with more memory"
-_EMULATED = "FP32 and FP64, ready for exact products"
 _SPREAD = "train on more GPUs, or lower training.micro_batch"
 
 
@@ -80,32 +79,36 @@ def refuse_unfit(plan: RunPlan) -> None:
 def _devices(
     config: RunConfig, arch: Architecture, machine: Machine, parallel: Parallel | None, sync: StoredBytes
 ) -> tuple[tuple[DevicePlan, ...], CacheRoom | None]:
-    gpu, on_host, on_gpus = machine.gpu, list[Need](), list[DevicePlan]()
-    cache = None
-    if config.rollout.engine == "embedded":
-        on_host += [engine_weights(sync), Need("engine weights, ready", emulated_bytes(arch), _EMULATED)]
-    elif gpu is None:
-        cache = cpu_cache_room(config, arch)
-        on_host += [engine_weights(sync), _cache(cache)]
-    elif parallel is not None and config.rollout.vllm.sleep:
+    gpu, plans, on_host = machine.gpu, list[DevicePlan](), dict[str, tuple[Need, ...]]()
+    in_turn = config.rollout.engine == "vllm" and config.rollout.vllm.sleep
+    if config.rollout.engine == "embedded" or gpu is None:
+        on_host["generating"], cache = _generating_on_host(config, arch, sync)
+    elif parallel is not None and in_turn:
         phases, cache = _sharing(config, arch, gpu, parallel, sync)
-        on_gpus.append(DevicePlan(gpu, parallel.gpus, phases))
+        plans.append(DevicePlan(gpu, parallel.gpus, phases))
     else:
         needs, cache = _generating(config, arch, gpu, sync)
-        phase = Phase("generating", needs, vllm_limit(config, gpu.memory), _RAISE)
-        on_gpus.append(DevicePlan(gpu, 1, (phase,)))
-    generates = bool(on_host)
+        plans.append(DevicePlan(gpu, 1, (Phase("generating", needs, vllm_limit(config, gpu.memory), _room(config)),)))
     if parallel is None:
-        on_host += host_needs(config, arch)
+        on_host["training"] = host_needs(config, arch)
     elif gpu is None:
         raise UserError("there is no GPU to train on")
-    elif not (on_gpus and config.rollout.vllm.sleep):
-        on_gpus.append(DevicePlan(gpu, parallel.gpus, _training(config, arch, gpu, parallel, sync)))
+    elif not in_turn:
+        plans.append(DevicePlan(gpu, parallel.gpus, _training(config, arch, gpu, parallel, sync)))
     if on_host:
-        limit = machine.host.memory if machine.host else None
-        work = " and ".join(what for what, here in (("generating", generates), ("training", parallel is None)) if here)
-        on_gpus.append(DevicePlan(machine.host, 1, (Phase(work, tuple(on_host), limit, _HOST),)))
-    return tuple(on_gpus), cache
+        needs = tuple(itertools.chain.from_iterable(on_host.values()))
+        limit = None if machine.host is None else machine.host.memory
+        plans.append(DevicePlan(machine.host, 1, (Phase(" and ".join(on_host), needs, limit, _HOST),)))
+    return tuple(plans), cache
+
+
+def _generating_on_host(
+    config: RunConfig, arch: Architecture, sync: StoredBytes
+) -> tuple[tuple[Need, ...], CacheRoom | None]:
+    if config.rollout.engine == "embedded":
+        return (engine_weights(sync), Need("engine weights, ready", emulated_bytes(arch), EMULATED)), None
+    cache = cpu_cache_room(config, arch)
+    return (engine_weights(sync), _cache(cache)), cache
 
 
 def _generating(
@@ -137,11 +140,18 @@ def _sharing(
     left = gpu.memory - sum(need.bytes for need in state)
     share = math.floor(100 * left / gpu.memory) / 100
     lower = f"lower rollout.vllm.gpu_memory_utilization to {share}" if share > 0 else _SPREAD
+    lower = lower if config.rollout.vllm.kv_cache_gib is None else _room(config)
     return (
         Phase("generating", (*engine, *state), gpu.memory, lower),
         Phase("training", (asleep, *state, *gpu_step(config, arch, parallel)), gpu.memory, _SPREAD),
         Phase("syncing", (*engine[:2], *state, _sent(sync)), gpu.memory, _SPREAD),
     ), cache
+
+
+def _room(config: RunConfig) -> str:
+    if config.rollout.vllm.kv_cache_gib is not None:
+        return "lower rollout.vllm.kv_cache_gib, or choose a GPU with more memory"
+    return "raise rollout.vllm.gpu_memory_utilization, or choose a GPU with more memory"
 
 
 def _cache(room: CacheRoom) -> Need:

@@ -22,6 +22,7 @@ from fp8core.plan.weights import HEAD, ROUTER, Shapes, count, count_parameters, 
 WORKSPACE = 2_000_000_000
 _FP64, _FP32, _BF16 = 8, 4, 2
 _MOMENTS = 2 * _FP32
+EMULATED = "FP32 and FP64, ready for exact products"
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ def host_needs(config: RunConfig, arch: Architecture) -> tuple[Need, ...]:
         Need("master weights", total * _FP32, "FP32"),
         Need("optimiser states", total * _MOMENTS, "AdamW, FP32"),
         Need("gradients", total * _FP32, "FP32"),
-        Need("weights", emulated_bytes(arch) + linear * _FP32, "FP32 and FP64, ready for exact products"),
+        Need("weights", emulated_bytes(arch) + linear * _FP32, EMULATED),
     )
 
 

@@ -53,3 +53,9 @@ def planned() -> Callable[..., RunPlan]:
         return plan_run(config, model_shape(config), Machine(GPUS[gpu], None), parallel)
 
     return plan
+
+
+@pytest.fixture(scope="session")
+def h200() -> Machine:
+    """A machine with H200s, of whose host nothing is known."""
+    return Machine(GPUS["h200"], None)

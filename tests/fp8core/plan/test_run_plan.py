@@ -69,7 +69,7 @@ def test_8b_with_fp32_states_does_not_fit_one_h200_beside_an_engine(planned):
     ("model", "gpu", "settings", "reason"),
     [
         ("qwen3-30b-a3b", "h100", {"rollout__vllm__gpu_memory_utilization": 0.35}, "generating on NVIDIA H100 80 GB"),
-        ("qwen3-8b", "h100", {"rollout__vllm__kv_cache_gib": 80.0}, "KV cache 80.0"),
+        ("qwen3-8b", "h100", {"rollout__vllm__kv_cache_gib": 80.0}, "lower rollout.vllm.kv_cache_gib, or"),
         ("llama-3.1-8b", "h100", {"rollout__vllm__kv_cache_gib": 7.0}, "131,072; raise rollout.vllm.kv_cache_gib"),
         (
             "qwen3-8b",
@@ -118,6 +118,15 @@ def test_vllm_on_a_cpu_generates_in_host_memory(configured):
     (host,) = plan.devices
     assert {"engine weights", "KV cache", "master weights"} < items(host.phases[0])
     assert plan.cache.bytes == 1 << 30
+
+
+def test_an_embedded_engine_generates_on_the_host_of_gpus_that_train(configured, h200):
+    config = configured("qwen3-8b", rollout__engine="embedded", rollout__vllm__sleep=True)
+    found = phases(plan_run(config, model_shape(config), h200, Parallel(8)))
+    assert set(found) == {(f"each of 8 {h200.gpu.name}", name) for name in ("training", "syncing")} | {
+        ("host", "generating")
+    }
+    assert items(found["host", "generating"]) == {"engine weights", "engine weights, ready"}
 
 
 def test_training_on_gpus_needs_some(configured):
