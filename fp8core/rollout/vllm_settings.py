@@ -39,7 +39,7 @@ FUSIONS = ("fuse_norm_quant", "fuse_act_quant", "fuse_attn_quant", "enable_qk_no
 _KERNELS = ("rms_norm", "silu_and_mul", "rotary_embedding")
 _NORMS = ("rms_norm", "fused_add_rms_norm")
 # A GiB of cache holds all that a test or a laptop generates.
-_CPU_CACHE_GIB = 1.0
+CPU_CACHE_GIB = 1.0
 _CPU_BLOCK = 32
 _CPU_BATCHED_TOKENS = 2048
 
@@ -198,7 +198,7 @@ def _cpu_arguments(options: VllmConfig, launch: Launch) -> dict[str, Any]:
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(_CPU_BATCHED_TOKENS, launch.longest),
         "quantization": KEPT,
-        "kv_cache_memory_bytes": _cache_bytes(options.kv_cache_gib or _CPU_CACHE_GIB),
+        "kv_cache_memory_bytes": _cache_bytes(options.kv_cache_gib or CPU_CACHE_GIB),
         "block_size": options.block_size or _CPU_BLOCK,
     }
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fp8core.config.capability import this_platform
 from fp8core.config.run import RunConfig
-from fp8core.data.chain import ALPHABET, EOS
+from fp8core.data.chain import ALPHABET, EOS, VOCABULARY
 from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture
 from fp8core.models.checkpoint import load_checkpoint
@@ -16,6 +16,9 @@ from fp8core.models.formats import rollout_formats, training_formats
 from fp8core.models.hub import resolve_model
 from fp8core.models.initial import architecture_from_config, initial_weights
 from fp8core.models.tokenizer import Tokenizer, character_tokenizer
+from fp8core.plan.devices import Machine, this_machine
+from fp8core.plan.run_plan import plan_run, refuse_unfit
+from fp8core.plan.shapes import model_shape
 from fp8core.rl.objective import Objective
 from fp8core.rollout.embedded import EmbeddedEngine
 from fp8core.rollout.engine import RolloutEngine
@@ -28,8 +31,6 @@ from fp8core.rollout.vllm_settings import (
 )
 from fp8core.rollout.vllm_versions import find_build
 from fp8core.training.torch_trainer import TorchTrainer
-
-_CHAIN_VOCABULARY = 32
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,18 @@ def check_engine(config: RunConfig) -> None:
         check_contract_fits(config.precision, config.rollout.vllm, build)
         if config.rollout.router_replay:
             check_routes_fit(build)
+
+
+def check_memory(config: RunConfig) -> None:
+    """Refuse a training that this machine has no memory for, before anything is loaded.
+
+    Raises:
+        UserError: what does not fit and where, or `plan.shapes.model_shape` cannot tell the model's shape.
+    """
+    here = this_machine()
+    on_cpu = config.rollout.engine == "vllm" and find_build(this_platform()).platform == "cpu"
+    machine = Machine(None, here.host) if on_cpu else here
+    refuse_unfit(plan_run(config, model_shape(config), machine))
 
 
 @dataclass(frozen=True)
@@ -127,8 +140,8 @@ def _from_scratch(config: RunConfig) -> BaseModel:
         raise UserError(
             f"architecture builds a model for the chain task, but data.source is {config.data.source}; set model"
         )
-    arch = architecture_from_config(config.architecture, _CHAIN_VOCABULARY)
-    tokenizer = character_tokenizer(ALPHABET, _CHAIN_VOCABULARY, EOS)
+    arch = architecture_from_config(config.architecture, VOCABULARY)
+    tokenizer = character_tokenizer(ALPHABET, VOCABULARY, EOS)
     return BaseModel(arch, initial_weights(arch, config.seed), tokenizer, revision=None)
 
 
