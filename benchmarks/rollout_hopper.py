@@ -1,10 +1,10 @@
 """Time rollouts of real model shapes with vLLM on one Hopper GPU, BF16 beside FP8 under the same settings.
 
     python benchmarks/rollout_hopper.py --out FOLDER [--seconds 500] ENGINE [ENGINE ...]
-    python benchmarks/rollout_hopper.py --out FOLDER qwen3-8b/bf16 qwen3-8b/fp8_linear_kv
+    python benchmarks/rollout_hopper.py --out FOLDER qwen3-8b/bf16/256 qwen3-8b/fp8_linear_kv
 
 An engine is a model, a precision and its cells (ENGINES below); it is a process of its own and writes
-FOLDER/MODEL-PRECISION.json after every cell, so that what was measured stays. Weights are random, prompts are all
+FOLDER/ENGINE.json after every cell, so that what was measured stays. Weights are random, prompts are all
 different, every request generates its full length. Loading, compiling and a short rollout come before the clock.
 """
 
@@ -62,7 +62,8 @@ def _headline(repeats: int) -> tuple[Cell, ...]:
 _SHORT = Cell(256, 512, 1024)
 _OTHERS = (_SHORT, Cell(256, 512, 3072, tail=True), Cell(64, 1024, 8192))
 ENGINES = {
-    "qwen3-8b/bf16": Engine("qwen3-8b", "bf16", _headline(3)),
+    "qwen3-8b/bf16/256": Engine("qwen3-8b", "bf16", _headline(3)[:1]),
+    "qwen3-8b/bf16/512": Engine("qwen3-8b", "bf16", _headline(3)[1:]),
     "qwen3-8b/fp8_linear_kv": Engine("qwen3-8b", "fp8_linear_kv", _headline(3)),
     "qwen3-8b/fp8_linear": Engine("qwen3-8b", "fp8_linear", _headline(1)),
     "qwen3-8b/bf16/others": Engine("qwen3-8b", "bf16", _OTHERS),
