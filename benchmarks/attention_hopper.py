@@ -77,7 +77,8 @@ def ours(query: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, longest: 
         cache.device, cache.shape, cache.stride(), HEADS // KV_HEADS, longest, len(lengths), *settings
     )
     scales = (torch.ones((), device="cuda"),) * 3
-    return lambda keys, values: attention(query, keys, values, table, lengths, scales, out)
+    starts = torch.arange(len(lengths) + 1, device="cuda", dtype=torch.int32)
+    return lambda keys, values: attention(query, keys, values, table, starts, lengths, scales, out)
 
 
 def flash(query: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, longest: int, out: Tensor, name: str) -> Attend:

@@ -1,35 +1,25 @@
-"""Trace the decode steps of a vLLM rollout on one Hopper GPU: where the milliseconds of a step go.
+"""Where the milliseconds of a decode step of vLLM go: every kernel of some steps, by part.
 
-    python benchmarks/decode_trace.py --out FILE.json [--requests 256 --context 2048] [PRECISION ...]
-
-Every precision runs in a process of its own. Prompts are generated for once before, so that the traced run finds them
-in the prefix cache and decodes from its second step on. A row is the median step of one precision, by part.
+`rollout_hopper.py` calls this for the engines that it times. Prompts are generated for once before, so that the traced
+run finds them in the prefix cache and decodes from its second step on.
 """
 
-import argparse
-import gzip
-import json
 import statistics
-import subprocess
 import sys
-import time
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks import vllm_hopper_cases as cases
-from benchmarks.vllm_hopper import prepare
+from fp8core.models.architecture import Architecture
 from fp8core.rollout.engine import Sampling
-from fp8core.store.versions import git_state, hardware, library_versions
+from fp8core.store.versions import git_state, library_versions
 
 ROOT = Path(__file__).parents[1]
 WORKER = "benchmarks.decode_trace_worker.TraceWorker"
 STEPS = 24
-PRECISIONS = ("fp8_linear_kv", "bf16")
 # The first that matches names the part; the sampler's own kernel ends a step.
 PARTS = (
     ("attention", ("decode_attention", "flash", "FlashAttn", "fmha", "prepare_varlen")),
@@ -43,64 +33,24 @@ PARTS = (
 STEP_ENDS = "gumbel_sample"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Trace the decode steps of a vLLM rollout.")
-    parser.add_argument("precisions", nargs="*", default=PRECISIONS)
-    parser.add_argument("--out", type=Path, required=True, help="file of the rows; launches are stored beside it")
-    parser.add_argument("--requests", type=int, default=256)
-    parser.add_argument("--context", type=int, default=2048, help="tokens of each prompt, decoded from there")
-    parser.add_argument("--layers", type=int, default=36)
-    parser.add_argument("--utilization", type=float, default=0.9, help="share of the GPU's memory")
-    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    options.out = options.out.absolute()
-    if options.inside:
-        _inside(options)
-        return
-    rows: list[dict[str, Any]] = []
-    for precision in options.precisions:
-        part = options.out.with_name(f"{options.out.stem}-{precision}.json")
-        flags = [f"--{key}={getattr(options, key)}" for key in ("requests", "context", "layers", "utilization")]
-        command = [sys.executable, "-m", "benchmarks.decode_trace", precision, "--inside", f"--out={part}", *flags]
-        subprocess.run(command, cwd=ROOT, check=True)
-        rows += json.loads(part.read_text())
-        part.unlink()
-    options.out.write_text(json.dumps(rows, indent=1) + "\n")
-    for row in rows:
-        print(json.dumps(row, indent=1))
+def decode_trace(
+    engine: Any, model: str, precision: str, arch: Architecture, requests: int, context: int
+) -> dict[str, Any]:
+    """The median decode step of so many requests after so many tokens.
 
-
-def _inside(options: argparse.Namespace) -> None:
-    from fp8core.rollout.vllm import VllmEngine
-
-    (precision,) = options.precisions
-    agreed = cases.contract(precision)
-    settings = cases.options(gpu_memory_utilization=options.utilization, max_model_len=options.context + 1024)
-    prepare(agreed, settings)
-    arch = cases.qwen3_8b(options.layers)
-    engine = VllmEngine(arch, agreed, settings, options.requests, cases.build(), worker=WORKER)
-    try:
-        cases.synchronise(engine, cases.random_policy(arch, agreed, own_layers=1))
-        torch.cuda.empty_cache()
-        groups = cases._groups(options.requests, 1, options.context, seed=1)
-        cases._collect(engine, groups, Sampling(1.0, 2, frozenset()))
-        began = time.perf_counter()
-        cases._collect(engine, groups, Sampling(1.0, STEPS, frozenset()))
-        untraced = time.perf_counter() - began
-        engine._call("policy_trace_begin")
-        cases._collect(engine, groups, Sampling(1.0, STEPS, frozenset()))
-        trace = engine._call("policy_trace_end")
-    finally:
-        engine.close()
-    raw = options.out.with_suffix(".launches.json.gz")
-    with gzip.open(raw, "wt") as file:
-        json.dump(trace, file)
-    about = {"kind": "decode_trace", "model": "qwen3-8b", "precision": precision, "layers": options.layers}
-    about |= {"requests": options.requests, "context": options.context, "untraced_seconds": round(untraced, 3)}
-    measured = step_parts(trace["names"], trace["launches"])
-    source = {"command": " ".join(["python benchmarks/decode_trace.py", *sys.argv[1:]]), "commit": git_state(ROOT)}
-    versions = {"versions": library_versions(), "hardware": hardware()}
-    options.out.write_text(json.dumps([about | measured | source | versions]))
+    Args:
+        engine: started with `WORKER`; holds a policy.
+    """
+    groups = cases.prompt_groups(requests, 1, context, seed=1)
+    cases.collect(engine, groups, Sampling(1.0, 2, frozenset()))
+    engine._call("policy_trace_begin")
+    cases.collect(engine, groups, Sampling(1.0, STEPS, frozenset()))
+    trace = engine._call("policy_trace_end")
+    about = {"kind": "decode_trace", "model": model, "precision": precision, "layers": arch.num_layers}
+    about |= {"requests": requests, "context": context, "commit": git_state(ROOT)["commit"]}
+    about |= {"versions": library_versions()}
+    about["command"] = " ".join(["python benchmarks/rollout_hopper.py", *sys.argv[1:]])
+    return about | step_parts(trace["names"], trace["launches"])
 
 
 def part_of(name: str) -> str:
@@ -147,7 +97,3 @@ def _step(names: Sequence[str], launches: Sequence[Sequence[int]], before: Seque
 
 def _median(nanoseconds: Sequence[int]) -> float:
     return round(statistics.median(nanoseconds) / 1e6, 4)
-
-
-if __name__ == "__main__":
-    main()

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks import vllm_hopper_cases as cases
+from benchmarks.decode_trace import WORKER, decode_trace
 from benchmarks.vllm_hopper import prepare
 from fp8core.models.architecture import Architecture
 from fp8core.store.versions import git_state, library_versions
@@ -46,13 +47,14 @@ class Cell:
 
 @dataclass(frozen=True)
 class Engine:
-    """What is started, and what is timed on it."""
+    """What is started, what is timed on it, and the requests and context of the decode step that is traced."""
 
     model: str
     precision: str
     cells: tuple[Cell, ...]
     batch_invariant: bool = False
     decode_kernel: str = "fp8_decode"
+    traced: tuple[int, int] | None = None
 
 
 def _headline(repeats: int) -> tuple[Cell, ...]:
@@ -62,9 +64,9 @@ def _headline(repeats: int) -> tuple[Cell, ...]:
 _SHORT = Cell(256, 512, 1024)
 _OTHERS = (_SHORT, Cell(256, 512, 3072, tail=True), Cell(64, 1024, 8192))
 ENGINES = {
-    "qwen3-8b/bf16/256": Engine("qwen3-8b", "bf16", _headline(3)[:1]),
+    "qwen3-8b/bf16/256": Engine("qwen3-8b", "bf16", _headline(3)[:1], traced=(256, 2048)),
     "qwen3-8b/bf16/512": Engine("qwen3-8b", "bf16", _headline(3)[1:]),
-    "qwen3-8b/fp8_linear_kv": Engine("qwen3-8b", "fp8_linear_kv", _headline(3)),
+    "qwen3-8b/fp8_linear_kv": Engine("qwen3-8b", "fp8_linear_kv", _headline(3), traced=(256, 2048)),
     "qwen3-8b/fp8_linear": Engine("qwen3-8b", "fp8_linear", _headline(1)),
     "qwen3-8b/bf16/others": Engine("qwen3-8b", "bf16", _OTHERS),
     "qwen3-8b/fp8_linear_kv/others": Engine("qwen3-8b", "fp8_linear_kv", _OTHERS),
@@ -115,7 +117,8 @@ def measure(engine_of: Engine, out: Path) -> None:
     )
     prepare(contract, settings)
     started: list[dict[str, Any]] = []
-    engine = cases.start(arch, contract, settings, max(cell.requests for cell in engine_of.cells), started)
+    largest = max(cell.requests for cell in engine_of.cells)
+    engine = cases.start(arch, contract, settings, largest, started, worker=WORKER)
     rows = started
     try:
         cases.synchronise(engine, cases.random_policy(arch, contract, own_layers=1))
@@ -123,24 +126,34 @@ def measure(engine_of: Engine, out: Path) -> None:
         described = cases.summary(engine.describe())
         for cell in engine_of.cells:
             cases.timed_rollout(engine, cell.requests, cell.prompt, 16, seed=0)
-            rows.append(_row(engine_of, arch, cell, described, engine))
+            about = _about(engine_of, arch, cell, described)
+            runs: list[dict[str, Any]] = []
+            for seed in range(1, cell.repeats + 1):
+                stops = TAIL if cell.tail else frozenset[int]()
+                runs.append(cases.timed_rollout(engine, cell.requests, cell.prompt, cell.generated, seed, stops))
+                # After every run: what was measured stays, whatever ends this process.
+                out.write_text(json.dumps([*rows, about | _median(runs)], indent=1) + "\n")
+                print(engine_of.model, engine_of.precision, runs[-1], flush=True)
+            rows.append(about | _median(runs))
+        if engine_of.traced:
+            rows.append(decode_trace(engine, engine_of.model, engine_of.precision, arch, *engine_of.traced))
             out.write_text(json.dumps(rows, indent=1) + "\n")
-            print(json.dumps({k: rows[-1][k] for k in ("model", "precision", "requests", "tokens_per_s")}), flush=True)
     finally:
         engine.close()
 
 
-def _row(engine_of: Engine, arch: Architecture, cell: Cell, described: dict[str, Any], engine: Any) -> dict[str, Any]:
-    seeds = range(1, cell.repeats + 1)
-    stops = TAIL if cell.tail else frozenset[int]()
-    runs = [cases.timed_rollout(engine, cell.requests, cell.prompt, cell.generated, s, stops) for s in seeds]
-    speeds = [run["tokens_per_s"] for run in runs]
-    middle = runs[speeds.index(statistics.median_low(speeds))]
+def _about(engine_of: Engine, arch: Architecture, cell: Cell, described: dict[str, Any]) -> dict[str, Any]:
     about = {"kind": "rollout", "model": engine_of.model, "precision": engine_of.precision, "layers": arch.num_layers}
-    about |= {"batch_invariant": engine_of.batch_invariant, "repeats": cell.repeats, "all_tokens_per_s": speeds}
-    about |= {"long_tailed": cell.tail, "backend": described["backend"], "kernels": described["kernels"]}
+    about |= {"batch_invariant": engine_of.batch_invariant, "long_tailed": cell.tail}
+    about |= {"backend": described["backend"], "kernels": described["kernels"]}
     source = {"commit": git_state(ROOT)["commit"], "versions": library_versions()}
-    return about | middle | source | {"command": " ".join(["python benchmarks/rollout_hopper.py", *sys.argv[1:]])}
+    return about | source | {"command": " ".join(["python benchmarks/rollout_hopper.py", *sys.argv[1:]])}
+
+
+def _median(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """The run of median speed, with the speeds of all."""
+    speeds = [run["tokens_per_s"] for run in runs]
+    return {"repeats": len(runs), "all_tokens_per_s": speeds, **runs[speeds.index(statistics.median_low(speeds))]}
 
 
 if __name__ == "__main__":

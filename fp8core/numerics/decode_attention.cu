@@ -205,7 +205,7 @@ __device__ __forceinline__ void multiply_values(
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) decode_attention(
     const u8* __restrict__ query, i64 query_stride, const u8* __restrict__ keys, const u8* __restrict__ values,
-    const int* __restrict__ block_table, i64 table_stride,
+    const int* __restrict__ block_table, i64 table_stride, const int* __restrict__ starts,
     const int* __restrict__ lengths, const float* __restrict__ query_scale, const float* __restrict__ key_scale,
     const float* __restrict__ value_scale, float softmax_scale, u16* __restrict__ output, i64 output_stride,
     float* __restrict__ partial, int* __restrict__ arrived) {
@@ -216,9 +216,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) decode_attent
     const int head = blockIdx.x, request = blockIdx.y, part = blockIdx.z;
     const int warp = threadIdx.x / 32, g = (threadIdx.x % 32) / 4, c = threadIdx.x % 4;
     const int length = lengths[request], begin = part * PARTITION;
-    u16* const row = output + request * output_stride + head * GROUP * HEAD_DIM + threadIdx.x;
+    const i64 token = starts[request];
+    if (starts[request + 1] - token != 1) return;  // A prompt, or what pads a captured graph.
+    u16* const row = output + token * output_stride + head * GROUP * HEAD_DIM + threadIdx.x;
     if (begin >= length) {
-        // A request that pads a captured graph has no keys.
         if (part == 0)
             for (int h = 0; h < GROUP; ++h) row[h * HEAD_DIM] = 0;
         return;
@@ -226,7 +227,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) decode_attent
     const int end = min(length, begin + PARTITION), parts = (length + PARTITION - 1) / PARTITION;
     u32 q[8][2];
     {
-        const u8* at = query + request * query_stride + (head * GROUP + g) * HEAD_DIM + 16 * c;
+        const u8* at = query + token * query_stride + (head * GROUP + g) * HEAD_DIM + 16 * c;
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
             const uint4 x = g < GROUP ? load16(at + 64 * j) : make_uint4(0, 0, 0, 0);

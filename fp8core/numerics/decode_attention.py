@@ -81,26 +81,28 @@ class DecodeAttention:
         keys: Tensor,
         values: Tensor,
         block_table: Tensor,
+        starts: Tensor,
         lengths: Tensor,
         scales: tuple[Tensor, Tensor, Tensor],
         out: Tensor,
     ) -> None:
-        """Write the attention of `query` to `out`; requests of length 0 get zeros.
+        """Write the attention of requests with one new token to their rows of `out`; the other rows stay.
 
         Args:
-            query: E4M3 [requests, heads, 128].
+            query: E4M3 [tokens, heads, 128].
             keys: E4M3 [blocks, page, kv_heads, 128] of the strides that were given.
             values: likewise.
             block_table: int32 [requests, blocks of the longest].
-            lengths: int32 [requests], the new token counted.
+            starts: int32 [requests + 1], the first of each request's new tokens.
+            lengths: int32 [requests], the new tokens counted; a request of length 0 gets zeros.
             scales: of Q, K and V, FP32 scalars on the device: value = code * scale.
-            out: BF16 [requests, heads, 128].
+            out: BF16 [tokens, heads, 128].
         """
         requests = lengths.shape[0]
         assert keys.stride() == values.stride() == self._strides
         assert query.stride()[1:] == (HEAD_DIM, 1)
         arguments = (
-            *(query, query.stride(0), keys, values, block_table, block_table.stride(0), lengths),
+            *(query, query.stride(0), keys, values, block_table, block_table.stride(0), starts, lengths),
             *(*scales, HEAD_DIM**-0.5, out, out.stride(0), self._partial, self._arrived),
         )
         self._kernel.launch((self.kv_heads, requests, self.partitions), 32 * _WARPS, arguments)
@@ -119,7 +121,10 @@ def decode_attention_reference(
     lengths: Tensor,
     scales: tuple[Tensor, Tensor, Tensor],
 ) -> Tensor:
-    """What the kernel computes, in FP64 with the roundings of the contract; arguments as there, any device.
+    """What the kernel computes for one token of each request, in FP64 with the roundings of the contract.
+
+    Args:
+        query, keys, values, block_table, lengths, scales: as there; any device.
 
     Returns:
         FP64 [requests, heads, 128], not rounded to BF16.

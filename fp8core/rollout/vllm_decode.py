@@ -30,7 +30,7 @@ class DecodeBackend(FlashAttentionBackend):
 
 
 class DecodeImpl(FlashAttentionImpl):
-    """One layer; a step in which every request has one new token is ours."""
+    """One layer; requests with one new token are ours."""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
@@ -52,25 +52,34 @@ class DecodeImpl(FlashAttentionImpl):
         *rest: Any,
         **more: Any,
     ) -> Tensor:
-        """As FlashAttention's, whose arguments these are."""
+        """As FlashAttention's, whose arguments these are.
+
+        Where prompts share the step, FlashAttention computes all of it first: what a request decodes must not depend on
+        who is beside it.
+        """
         if attn_metadata is None or attn_metadata.max_query_len > 1 or attn_metadata.use_cascade:
             super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *rest, **more)
-            return output
-        tokens = attn_metadata.num_actual_tokens
+        if attn_metadata is not None:
+            self._decode(layer, query, kv_cache, attn_metadata, output)
+        return output
+
+    def _decode(self, layer: Any, query: Tensor, kv_cache: Tensor, attn_metadata: Any, output: Tensor) -> None:
+        """The rows of requests with one new token."""
         keys, values = _keys_and_values(kv_cache, self.head_size)
         attention = _attention(
             keys.device, keys.shape, keys.stride(), self.num_queries_per_kv, self._longest, self._requests
         )
+        heads = (-1, self.num_heads, self.head_size)
         attention(
-            query[:tokens].view(tokens, self.num_heads, self.head_size),
+            query.view(heads),
             keys,
             values,
-            attn_metadata.block_table[:tokens],
-            attn_metadata.seq_lens[:tokens],
+            attn_metadata.block_table,
+            attn_metadata.query_start_loc,
+            attn_metadata.seq_lens,
             (layer._q_scale, layer._k_scale, layer._v_scale),
-            output[:tokens].view(tokens, self.num_heads, self.head_size),
+            output.view(heads),
         )
-        return output
 
 
 def _keys_and_values(cache: Tensor, head_size: int) -> tuple[Tensor, Tensor]:

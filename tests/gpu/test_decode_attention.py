@@ -43,8 +43,11 @@ class Case:
         )
 
     def run(self, rows: slice = slice(None)) -> Tensor:
+        """Of some requests, one token each."""
+        lengths = self.lengths[rows]
+        starts = torch.arange(len(lengths) + 1, dtype=torch.int32, device="cuda")
         out = torch.full(self.query[rows].shape, torch.nan, dtype=torch.bfloat16, device="cuda")
-        self.attention(self.query[rows], self.keys, self.values, self.table[rows], self.lengths[rows], self.scales, out)
+        self.attention(self.query[rows], self.keys, self.values, self.table[rows], starts, lengths, self.scales, out)
         return out
 
     def expected(self) -> Tensor:
@@ -106,14 +109,32 @@ def test_does_not_depend_on_where_keys_lie() -> None:
     assert torch.equal(small.run(), large.run())
 
 
+def test_rows_of_prompts_stay_as_they_are() -> None:
+    """Every third request has five new tokens, and the last none; what decodes beside them is as it was alone."""
+    case = Case(LENGTHS, 8, 4, 16)
+    expected = case.run()
+    counts = torch.tensor([5 if i % 3 == 0 else 1 for i in range(len(LENGTHS) - 1)] + [0])
+    starts = torch.cat((torch.zeros(1), counts.cumsum(0))).int()
+    single = (counts == 1).nonzero()[:, 0]
+    query = torch.zeros(int(starts[-1]), *case.query.shape[1:], device="cuda").to(case.query.dtype)
+    query[starts[single].long().cuda()] = case.query[single.cuda()]
+    out = torch.full(query.shape, 7.0, dtype=torch.bfloat16, device="cuda")
+    case.attention(query, case.keys, case.values, case.table, starts.cuda(), case.lengths, case.scales, out)
+    decoded = torch.zeros(len(out), dtype=torch.bool)
+    decoded[starts[single].long()] = True
+    assert torch.equal(out[decoded.cuda()], expected[single.cuda()])
+    assert (out[~decoded.cuda()] == 7.0).all()
+
+
 def test_replays_in_a_graph() -> None:
     case = Case(LENGTHS, 8, 4, 16)
     expected = case.run()
     out = torch.zeros_like(expected)
+    starts = torch.arange(len(LENGTHS) + 1, dtype=torch.int32, device="cuda")
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        case.attention(case.query, case.keys, case.values, case.table, case.lengths, case.scales, out)
+        case.attention(case.query, case.keys, case.values, case.table, starts, case.lengths, case.scales, out)
     for _ in range(3):
         out.fill_(torch.nan)
         graph.replay()
