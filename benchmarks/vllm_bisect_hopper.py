@@ -140,7 +140,8 @@ def main() -> None:
     deadline = time.monotonic() + options.seconds
     started = [(name, _start(name, options)) for name in names]
     rows = [row for name, process in started for row in _finished(name, process, options.out, deadline)]
-    (options.out / "vllm_bisect.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    lines = ",\n".join(json.dumps(row) for row in rows)
+    (options.out / "vllm_bisect.json").write_text(f"[\n{lines}\n]\n", encoding="utf-8")
     print(_tables(rows))
 
 
