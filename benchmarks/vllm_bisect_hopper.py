@@ -1,11 +1,11 @@
 """Where vLLM's log-probs leave the exact reference, on one Hopper GPU: operation by operation, on the same bytes.
 
     python benchmarks/vllm_bisect_hopper.py --out FOLDER                      every precision, side by side
-    python benchmarks/vllm_bisect_hopper.py --out FOLDER --hidden 256 bf16    one of them; a CPU has only BF16
+    python benchmarks/vllm_bisect_hopper.py --out FOLDER --hidden 256 bf16    one of them, smaller
 
-Qwen3's shape with random weights of ordinary and of twice the spread. Every precision runs in a process of its own,
-twice: eagerly, where each module can be looked into, and compiled, where log-probs are all there is (once more with
-vLLM's own kernels between products). FOLDER gets
+Qwen3's shape with random weights of ordinary and of twice the spread. Every precision runs in processes of its own:
+eagerly, where each module can be looked into; compiled, where log-probs are all there is; and compiled with vLLM's own
+kernels between products. On a CPU, where vLLM has no FP8, the reference is compared with itself. FOLDER gets
 vllm_bisect.json, a list of rows of kind "vllm_bisect"; `part` says what a row is:
 
     operation        error of each operation (`fp8core.alignment.operations.OperationError`)
@@ -25,8 +25,8 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,7 @@ from fp8core.numerics.rounding import (
 )
 from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
+from fp8core.rollout.embedded import EmbeddedEngine
 from fp8core.rollout.engine import PolicyScales, PromptGroup, Sampling
 from fp8core.rollout.vllm_capture import CAPTURING, captured_values
 from fp8core.rollout.vllm_settings import required_environment, suggested_environment
@@ -66,9 +67,15 @@ from fp8core.training.torch_trainer import TorchTrainer
 
 ROOT = Path(__file__).parents[1]
 PRECISIONS = ("bf16", "fp8_linear", "fp8_linear_kv")
+_SPREADS = (1.0, 2.0)
 _PROMPT, _GENERATED, _SEQUENCES, _BISECTED = 32, 64, 4, 2
-# Compiled, but with vLLM's own kernels between products, the widest contract stands for all.
-_LEFT_OUT = ("bf16.kernels", "fp8_linear.kernels")
+# vLLM's own kernels between products, compiled, are measured under one contract; FP8 on a CPU without vLLM.
+_ON_GPU = {
+    "bf16": ("eager", "compiled"),
+    "fp8_linear": ("eager", "compiled"),
+    "fp8_linear_kv": ("eager", "compiled", "kernels"),
+}
+_ON_CPU = {"bf16": ("eager",), "fp8_linear": ("reference",), "fp8_linear_kv": ("reference",)}
 _MODES = (STEPWISE, NATIVE, KERNELS, FUSED)
 # What an operation rounds inside (fields of RoundingPoints), by the end of its name.
 _POINTS = {
@@ -128,13 +135,13 @@ def main() -> None:
     if options.inside:
         _measure(options)
         return
-    modes = ("eager",) if this_platform() == "cpu" else ("eager", "compiled", "kernels")
-    asked = [f"{precision}.{mode}" for precision in options.names or PRECISIONS for mode in modes]
-    names = [name for name in asked if name not in _LEFT_OUT]
+    ways = _ON_CPU if this_platform() == "cpu" else _ON_GPU
+    names = [f"{precision}.{way}" for precision in options.names or PRECISIONS for way in ways[precision]]
     deadline = time.monotonic() + options.seconds
     started = [(name, _start(name, options)) for name in names]
     rows = [row for name, process in started for row in _finished(name, process, options.out, deadline)]
-    (options.out / "vllm_bisect.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    lines = ",\n".join(json.dumps(row) for row in rows)
+    (options.out / "vllm_bisect.json").write_text(f"[\n{lines}\n]\n", encoding="utf-8")
     print(_tables(rows))
 
 
@@ -178,31 +185,38 @@ def _measure(options: argparse.Namespace) -> None:
     precision, mode = name.split(".")
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // 4))
     points = "kernels" if mode == "kernels" else "stepwise"
-    contract, eager = cases.contract(precision).model_copy(update={"rounding_points": points}), mode == "eager"
-    settings = cases.options(kv_cache_gib=2.0 if this_platform() != "cpu" else 0.5, graphs=not eager)
-    build = cases.build()
-    set_variables(
-        required_environment(contract, settings, build),
-        {**suggested_environment(1, build), "VLLM_DEEP_GEMM_WARMUP": "skip"},
-    )
+    contract = cases.contract(precision).model_copy(update={"rounding_points": points})
     about = {"precision": precision, "mode": mode, "layers": options.layers, "hidden": options.hidden}
-    about |= {"commit": git_state(ROOT).get("commit"), "vllm": f"{build.distribution} {build.version}"}
-    about |= {"versions": library_versions(), "command": f"python benchmarks/vllm_bisect_hopper.py {name}"}
-    rows = Rows(options.out / f"{name}.rows.json", about)
+    about |= {"commit": git_state(ROOT).get("commit"), "versions": library_versions()}
+    about |= {"command": f"python benchmarks/vllm_bisect_hopper.py --hidden {options.hidden} {precision}"}
+    rows, arch = Rows(options.out / f"{name}.rows.json", about), _architecture(options)
+    if mode == "reference":
+        for spread in _SPREADS:
+            _look_at_reference(_subject(arch, contract, spread), rows.within(spread=spread))
+        return
+    with _started(arch, contract, mode, rows) as (engine, within):
+        for spread in _SPREADS:
+            began = time.perf_counter()
+            subject = _synchronised(engine, _subject(arch, contract, spread))
+            (_look_inside if mode == "eager" else _look_outside)(engine, subject, within.within(spread=spread))
+            within.add("seconds", spread=spread, seconds=round(time.perf_counter() - began, 1))
+
+
+@contextmanager
+def _started(arch: Architecture, contract: PrecisionContract, mode: str, rows: Rows) -> Iterator[tuple[Any, Rows]]:
+    """A vLLM that is closed in the end, and rows that name it."""
+    settings = cases.options(kv_cache_gib=2.0 if this_platform() != "cpu" else 0.5, graphs=mode != "eager")
+    build = cases.build()
+    suggested = {**suggested_environment(1, build), "VLLM_DEEP_GEMM_WARMUP": "skip"}
+    set_variables(required_environment(contract, settings, build), suggested)
     from fp8core.rollout.vllm import VllmEngine
 
-    arch, began = _architecture(options), time.perf_counter()
+    began = time.perf_counter()
     engine = VllmEngine(arch, contract, settings, 16, build, CAPTURING)
+    within = rows.within(vllm=f"{build.distribution} {build.version}")
     try:
-        rows.add("start", seconds=round(time.perf_counter() - began, 1), described=cases.summary(engine.describe()))
-        for spread in (1.0, 2.0):
-            began = time.perf_counter()
-            subject = _sampled(engine, _subject(arch, contract, spread))
-            (_look_inside if eager else _look_outside)(engine, subject, rows.within(spread=spread))
-            rows.add("seconds", spread=spread, seconds=round(time.perf_counter() - began, 1))
-    except Exception:
-        traceback.print_exc()
-        raise
+        within.add("start", seconds=round(time.perf_counter() - began, 1), described=cases.summary(engine.describe()))
+        yield engine, within
     finally:
         engine.close()
 
@@ -228,10 +242,15 @@ def _subject(arch: Architecture, contract: PrecisionContract, spread: float) -> 
     return Subject(arch, formats[1], masters, stored, load_policy(arch, stored), scales)
 
 
-def _sampled(engine: Any, subject: Subject) -> Subject:
-    """The engine gets the policy and samples from it at temperature 1."""
+def _synchronised(engine: Any, subject: Subject) -> Subject:
+    """The engine gets the policy and samples from it."""
     cuda = this_platform() != "cpu"
     engine.update({n: t.cuda() if cuda else t for n, t in subject.stored.items()}, subject.scales, 0)
+    return _sampled(engine, subject)
+
+
+def _sampled(engine: Any, subject: Subject) -> Subject:
+    """Completions at temperature 1."""
     groups, sampling = _groups(_SEQUENCES, seed=1), Sampling(1.0, _GENERATED, frozenset())
     found = sorted((done for part in engine.generate(groups, sampling) for done in part), key=lambda done: done.group)
     return replace(
@@ -255,6 +274,20 @@ def _look_outside(engine: Any, subject: Subject, rows: Rows) -> None:
         rows.add("logprobs", sides=["vllm decode", f"reference {points.name}"], **_distance(subject.decoded, expected))
 
 
+def _look_at_reference(subject: Subject, rows: Rows) -> None:
+    """What other rounding points alone make of the same bytes in exact arithmetic, beside what BF16 makes."""
+    engine = EmbeddedEngine(subject.arch, subject.formats.with_points(FUSED), _SEQUENCES)
+    engine.update(subject.stored, subject.scales, 0)
+    subject = _sampled(engine, subject)
+    sides = {f"reference {points.name}": _reference(subject, points) for points in _MODES}
+    _compare_sides(sides | {"reference in bf16": _in_bf16(subject)}, rows)
+
+
+def _compare_sides(sides: Mapping[str, Sequence[Tensor]], rows: Rows) -> None:
+    for (a, left), (b, right) in itertools.combinations(sides.items(), 2):
+        rows.add("logprobs", sides=[a, b], **_distance(left, right))
+
+
 def _look_inside(engine: Any, subject: Subject, rows: Rows) -> None:
     """Log-probs of all sides, then the operations, then the bisect."""
     traces = [captured_values(engine, subject.arch, tokens.tolist()) for tokens, _ in subject.sequences()]
@@ -265,8 +298,9 @@ def _look_inside(engine: Any, subject: Subject, rows: Rows) -> None:
         sides[f"reference {points.name}"] = _reference(subject, points)
     if subject.formats.layers[0].qkv.name == "bf16":
         sides |= {"transformers": _transformers(subject), "fp32": _fp32(subject)}
-    for (a, left), (b, right) in itertools.combinations(sides.items(), 2):
-        rows.add("logprobs", sides=[a, b], **_distance(left, right))
+    else:
+        sides["reference in bf16"] = _in_bf16(subject)
+    _compare_sides(sides, rows)
     for points in (STEPWISE, measured):
         _compare_operations(subject, points, traces, rows)
     _bisect(subject, measured, traces[:_BISECTED], rows)
@@ -294,6 +328,14 @@ def _fp32(subject: Subject) -> list[Tensor]:
     rounded = {name: master.bfloat16().float() for name, master in subject.masters.items()}
     exact = replace(subject, formats=formats, weights=load_policy(subject.arch, rounded))
     return _reference(exact, formats.points)
+
+
+def _in_bf16(subject: Subject) -> list[Tensor]:
+    """The same policy in the reference's BF16."""
+    formats = rollout_formats(cases.contract("bf16"), subject.arch.num_layers)
+    rounded = {name: master.bfloat16() for name, master in subject.masters.items()}
+    plain = replace(subject, formats=formats, weights=load_policy(subject.arch, rounded))
+    return _reference(plain, formats.points)
 
 
 @torch.no_grad()

@@ -95,7 +95,8 @@ def captured_values(engine: Any, arch: Architecture, tokens: Sequence[int]) -> l
         for _ in engine.generate([group], Sampling(1.0, 1, frozenset())):
             pass
         engine.call_worker("policy_captured", str(path))
-        seen = {name: tensor.float() for name, tensor in load_file(path).items()}
+        # Rows beyond the tokens are padding of the batch.
+        seen = {name: tensor[: len(tokens)].float() for name, tensor in load_file(path).items()}
     assert all(len(tensor) == len(tokens) for tensor in seen.values()), "the prompt was computed in parts"
     return _in_order(seen, arch)
 
