@@ -1,9 +1,7 @@
-"""Measure the vLLM engine on one Hopper GPU.
+"""Check the vLLM engine on one Hopper GPU, and time its sync; rollouts are timed by rollout_hopper.py.
 
-    python benchmarks/vllm_hopper.py --out FOLDER                       everything, correctness first
-    python benchmarks/vllm_hopper.py --out FOLDER correctness           adapter, exactness, memory (side by side)
-    python benchmarks/vllm_hopper.py --out FOLDER throughput [--requests 256 --prompt 512 --generated 3072]
-    python benchmarks/vllm_hopper.py --out FOLDER fp8_linear_kv         one of them
+    python benchmarks/vllm_hopper.py --out FOLDER                       everything, what a step costs last
+    python benchmarks/vllm_hopper.py --out FOLDER exactness step_costs  some of it
 
 Every measurement is a process of its own and writes FOLDER/NAME.json: its rows, or the error that ended it. None is
 started after --seconds. Weights are random; load and compile times are rows of their own.
@@ -27,6 +25,7 @@ from xml.etree import ElementTree
 import torch
 
 from benchmarks import vllm_hopper_cases as cases
+from benchmarks.calibration_hopper import calibration_rows, provenance
 from flows.environment import set_variables
 from fp8core.rollout.vllm_settings import required_environment, suggested_environment
 from fp8core.store.versions import git_state, hardware, library_versions
@@ -43,34 +42,24 @@ def main() -> None:
         _measure(options)
         return
     deadline = time.monotonic() + options.seconds
-    names = options.names or ["correctness", "throughput"]
-    if "correctness" in names:
-        _finish([_start(name, options) for name in CORRECTNESS], deadline)
-    for name in [*(THROUGHPUT if "throughput" in names else []), *(n for n in names if n in MEASUREMENTS)]:
-        if time.monotonic() > deadline:
-            _write(options.out, name, {"error": "not started: out of time"})
-        else:
-            _finish([_start(name, options)], deadline)
+    names = options.names or list(MEASUREMENTS)
+    _finish([_start(name, options) for name in names if name != "step_costs"], deadline)
+    if "step_costs" in names:
+        _finish([_start("step_costs", options)], deadline)
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Measure the vLLM engine on one Hopper GPU.")
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"correctness, throughput, {', '.join(MEASUREMENTS)}")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(MEASUREMENTS))
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     parser.add_argument("--seconds", type=float, default=470.0, help="budget; what runs longer is ended")
-    parser.add_argument("--requests", type=int, default=256)
-    parser.add_argument("--prompt", type=int, default=512, help="tokens of each prompt")
-    parser.add_argument("--generated", type=int, default=256, help="tokens of each completion")
-    parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--layers", type=int, default=36, help="of Qwen3-8B's 36")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def _start(name: str, options: argparse.Namespace) -> tuple[str, Path, subprocess.Popen[bytes]]:
-    flags = [
-        f"--{key}={getattr(options, key)}" for key in ("out", "requests", "prompt", "generated", "repeats", "layers")
-    ]
+    flags = [f"--{key}={getattr(options, key)}" for key in ("out", "layers")]
     command = [sys.executable, "-m", "benchmarks.vllm_hopper", name, "--inside", *flags]
     with (options.out / f"{name}.log").open("wb") as log:
         process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
@@ -146,7 +135,7 @@ def _exactness(rows: Rows, batch_invariant: bool) -> None:
         cases.contract("fp8_linear_kv"),
         cases.options(batch_invariant=batch_invariant, kv_cache_gib=8.0),
     )
-    _prepare(contract, settings)
+    prepare(contract, settings)
     policy = cases.small_policy(contract, version=0)
     rows.append({"kind": "checkpoint", "bytes_equal_shipped": cases.checkpoint_equals(policy)})
     engine = cases.start(policy.arch, contract, settings, 256, rows)
@@ -174,7 +163,7 @@ def logprobs(options: argparse.Namespace, rows: Rows) -> None:
     """vLLM against the exact reference in each precision, and how far apart the reference's own precisions are."""
     for precision in ("bf16", "fp8_linear", "fp8_linear_kv"):
         contract, settings = cases.contract(precision), cases.options(kv_cache_gib=8.0)
-        _prepare(contract, settings)
+        prepare(contract, settings)
         policy = cases.small_policy(contract, version=0)
         engine = cases.start(policy.arch, contract, settings, 256, rows)
         try:
@@ -187,7 +176,7 @@ def logprobs(options: argparse.Namespace, rows: Rows) -> None:
 def memory(options: argparse.Namespace, rows: Rows) -> None:
     """200 updates in place from GPU memory, then sleep and wake: time, and what grows."""
     contract, settings = cases.contract("fp8_linear_kv"), cases.options(sleep=True, kv_cache_gib=8.0)
-    _prepare(contract, settings)
+    prepare(contract, settings)
     policies = [cases.small_policy(contract, version) for version in (0, 1)]
     engine = cases.start(policies[0].arch, contract, settings, 64, rows)
     try:
@@ -204,76 +193,39 @@ def memory(options: argparse.Namespace, rows: Rows) -> None:
         engine.close()
 
 
-def bf16(options: argparse.Namespace, rows: Rows) -> None:
-    """Qwen3-8B's shape in BF16."""
-    _throughput(options, rows, "bf16", batch_invariant=False)
-
-
-def fp8_linear(options: argparse.Namespace, rows: Rows) -> None:
-    """The same with block-FP8 linears."""
-    _throughput(options, rows, "fp8_linear", batch_invariant=False)
-
-
-def fp8_linear_kv(options: argparse.Namespace, rows: Rows) -> None:
-    """And with an FP8 cache and attention."""
-    _throughput(options, rows, "fp8_linear_kv", batch_invariant=False)
-
-
-def fp8_linear_kv_invariant(options: argparse.Namespace, rows: Rows) -> None:
-    """And with VLLM_BATCH_INVARIANT."""
-    _throughput(options, rows, "fp8_linear_kv", batch_invariant=True)
-
-
-def _throughput(options: argparse.Namespace, rows: Rows, precision: str, batch_invariant: bool) -> None:
-    arch, contract = cases.qwen3_8b(options.layers), cases.contract(precision)
-    settings = cases.options(batch_invariant=batch_invariant, gpu_memory_utilization=0.9, max_model_len=12_288)
-    _prepare(contract, settings)
-    engine = cases.start(arch, contract, settings, options.requests, rows)
-    try:
-        cases.synchronise(engine, cases.random_policy(arch, contract, own_layers=1))
-        torch.cuda.empty_cache()
-        rows.append({"kind": "described", "precision": precision, **cases.summary(engine.describe())})
-        cases.timed_rollout(engine, options.requests, options.prompt, min(32, options.generated), seed=0)
-        about = {"kind": "rollout", "model": "qwen3-8b", "precision": precision, "layers": options.layers}
-        about |= {"batch_invariant": batch_invariant, "repeats": options.repeats}
-        runs = [
-            cases.timed_rollout(engine, options.requests, options.prompt, options.generated, seed)
-            for seed in range(1, options.repeats + 1)
-        ]
-        rows.append(about | sorted(runs, key=lambda run: run["tokens_per_s"])[len(runs) // 2])
-    finally:
-        engine.close()
-
-
-def sync(options: argparse.Namespace, rows: Rows) -> None:
-    """Qwen3-8B's parameters from one process's GPU memory into vLLM's, and read back."""
+def step_costs(options: argparse.Namespace, rows: Rows) -> None:
+    """Beside a rollout of Qwen3-8B's shape: an update from another process's GPU memory, and calibration."""
     arch, contract = cases.qwen3_8b(options.layers), cases.contract("fp8_linear_kv")
-    settings = cases.options(gpu_memory_utilization=0.5, kv_cache_gib=4.0, graphs=False)
-    _prepare(contract, settings)
-    engine = cases.start(arch, contract, settings, 16, rows)
+    settings = cases.options(gpu_memory_utilization=0.7, max_model_len=2048)
+    prepare(contract, settings)
+    engine = cases.start(arch, contract, settings, 256, rows)
     try:
-        policy = cases.random_policy(arch, contract, own_layers=arch.num_layers)
-        for _ in range(5):
-            measured = cases.synchronise(engine, policy)
-            rows.append({"kind": "sync", "model": "qwen3-8b", "precision": "fp8_linear_kv", **measured})
+        about = {"kind": "sync", "model": "qwen3-8b", "precision": "fp8_linear_kv", **provenance()}
+        for one_buffer in (False, True):
+            policy = cases.random_policy(arch, contract, own_layers=arch.num_layers)
+            if one_buffer:
+                policy = cases.in_one_buffer(policy)
+            for _ in range(4):
+                quantised = {"one_buffer": one_buffer, "quantise_seconds": cases.quantise_seconds(policy)}
+                rows.append(about | quantised | cases.synchronise(engine, policy))
+            del policy
+            torch.cuda.empty_cache()
+        cases.timed_rollout(engine, 256, 512, 32, seed=0)
+        rows += calibration_rows(engine, arch, "qwen3-8b", 256, 512, 1024)
     finally:
         engine.close()
 
 
-def _prepare(contract: Any, settings: Any) -> None:
+def prepare(contract: Any, settings: Any) -> None:
     """Environment of the engine; DeepGEMM compiles what is used, and every shape is used once before it is timed."""
     build = cases.build()
     suggested = {**suggested_environment(1, build), "VLLM_DEEP_GEMM_WARMUP": "skip"}
     set_variables(required_environment(contract, settings, build), suggested)
 
 
-CORRECTNESS: dict[str, Callable[[argparse.Namespace, Rows], None]] = {
-    f.__name__: f for f in (adapter, exactness, exactness_invariant, logprobs, memory)
+MEASUREMENTS: dict[str, Callable[[argparse.Namespace, Rows], None]] = {
+    f.__name__: f for f in (adapter, exactness, exactness_invariant, logprobs, memory, step_costs)
 }
-THROUGHPUT: dict[str, Callable[[argparse.Namespace, Rows], None]] = {
-    f.__name__: f for f in (bf16, fp8_linear_kv, sync, fp8_linear, fp8_linear_kv_invariant)
-}
-MEASUREMENTS = {**CORRECTNESS, **THROUGHPUT}
 
 if __name__ == "__main__":
     main()

@@ -24,12 +24,14 @@ from fp8core.models.initial import initial_weights
 from fp8core.models.quantised_checkpoint import plan_quantisation, write_checkpoint
 from fp8core.models.tokenizer import character_tokenizer
 from fp8core.models.weights import SCALE_SUFFIX, layer_of
+from fp8core.numerics.block_codes import FiniteFlag, tile_codes
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.kv_scales import LayerScales, scales_from_statistics
 from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
 from fp8core.rollout.engine import Completion, PolicyScales, PromptGroup, Sampling
 from fp8core.rollout.seeds import sample_seed
+from fp8core.rollout.vllm_settings import WORKER
 from fp8core.rollout.vllm_versions import VllmBuild, find_build
 from fp8core.training.torch_trainer import TorchTrainer
 from tasks.sync import check_report
@@ -92,12 +94,26 @@ def qwen3_8b(layers: int) -> Architecture:
     return Architecture(**{**_SMALL, **_QWEN3_8B, "num_layers": layers, "max_positions": 40_960})
 
 
-def start(arch: Architecture, agreed: PrecisionContract, settings: VllmConfig, max_batch: int, rows: list[Any]) -> Any:
+def llama_8b() -> Architecture:
+    """Llama-3.1-8B."""
+    changed = {"family": "llama", "vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336}
+    changed |= {"num_layers": 32, "num_heads": 32, "rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "qk_norm": False}
+    return Architecture(**{**_SMALL, **changed, "max_positions": 131_072})
+
+
+def start(
+    arch: Architecture,
+    agreed: PrecisionContract,
+    settings: VllmConfig,
+    max_batch: int,
+    rows: list[Any],
+    worker: str = WORKER,
+) -> Any:
     """An engine, and a row with the seconds until it was ready."""
     from fp8core.rollout.vllm import VllmEngine
 
     began = time.perf_counter()
-    engine = VllmEngine(arch, agreed, settings, max_batch, build())
+    engine = VllmEngine(arch, agreed, settings, max_batch, build(), worker=worker)
     rows.append({"kind": "start", "layers": arch.num_layers, "seconds": round(time.perf_counter() - began, 1)})
     return engine
 
@@ -108,7 +124,7 @@ def small_policy(agreed: PrecisionContract, version: int) -> Policy:
     masters = {n: w * 2 if w.dim() == 2 else w for n, w in initial_weights(arch, seed=version).items()}
     formats = training_formats(agreed, arch.num_layers), rollout_formats(agreed, arch.num_layers)
     trainer = TorchTrainer(arch, masters, *formats, TrainingConfig(), Objective(LossConfig(), CorrectionConfig()))
-    prompts = [list(group.prompt) for group in _groups(4, 1, 32, seed=100)]
+    prompts = [list(group.prompt) for group in prompt_groups(4, 1, 32, seed=100)]
     amax = trainer.statistics(TokenBatch.of(prompts, [[5]] * len(prompts))).amax()
     layers = tuple(scales_from_statistics(amax, 2.0, agreed.scale_rule))
     tensors = {name: tensor.cuda() for name, tensor in trainer.export().items()}
@@ -139,6 +155,30 @@ def random_policy(arch: Architecture, agreed: PrecisionContract, own_layers: int
             tensors[name] = drawn * 0.012
     layers = tuple(LayerScales(0.25, 0.25, 0.25) for _ in range(arch.num_layers))
     return Policy(arch, tensors, PolicyScales(0, layers))
+
+
+def in_one_buffer(policy: Policy) -> Policy:
+    """The same policy, its tensors one after the other in one allocation: one handle instead of hundreds."""
+    sizes = {name: -(-tensor.nbytes // 256) * 256 for name, tensor in policy.tensors.items()}
+    buffer, offset, placed = torch.empty(sum(sizes.values()), dtype=torch.uint8, device="cuda"), 0, {}
+    for name, tensor in policy.tensors.items():
+        place = buffer[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        placed[name] = place.copy_(tensor)
+        offset += sizes[name]
+    return replace(policy, tensors=placed)
+
+
+def quantise_seconds(policy: Policy) -> float:
+    """Time to quantise BF16 weights of all its FP8 matrices, one after the other."""
+    shapes = [tensor.shape for tensor in policy.tensors.values() if tensor.dtype == torch.float8_e4m3fn]
+    weights = {shape: torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes}
+    flag = FiniteFlag(torch.device("cuda"))
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for shape in shapes:
+        tile_codes(weights[shape], "pow2", flag)
+    torch.cuda.synchronize()
+    return round(time.perf_counter() - began, 4)
 
 
 def checkpoint_equals(policy: Policy) -> bool:
@@ -177,8 +217,8 @@ def summary(described: dict[str, Any]) -> dict[str, Any]:
 def logprob_error(engine: Any, policy: Policy) -> dict[str, Any]:
     """vLLM's log-probs against the exact reference on the same bytes and scales, in nats, at temperature 0.8."""
     assert policy.trainer is not None, "only small policies have a reference"
-    groups = _groups(8, 2, 48, seed=1)
-    found = _collect(engine, groups, Sampling(0.8, 24, _NOTHING_STOPS))
+    groups = prompt_groups(8, 2, 48, seed=1)
+    found = collect(engine, groups, Sampling(0.8, 24, _NOTHING_STOPS))
     prompts = {group.group: list(group.prompt) for group in groups}
     batch = TokenBatch.of([prompts[done.group] for done in found], [done.tokens for done in found])
     expected = policy.trainer.logprobs(batch, 0.8, policy.scales.layers).logprobs
@@ -204,8 +244,8 @@ def probes(engine: Any, policy: Policy) -> Iterator[tuple[Completion, str]]:
     """The probe in other surroundings; only the first time, its prompt is in the cache."""
     yield _probe(engine, []), "alone, its prompt cached"
     beside = {
-        "among 255 of its length": (_groups(255, 1, _PROBE_PROMPT, seed=2), 0),
-        "among 255 of 900 tokens": (_groups(255, 1, 900, seed=3), 0),
+        "among 255 of its length": (prompt_groups(255, 1, _PROBE_PROMPT, seed=2), 0),
+        "among 255 of 900 tokens": (prompt_groups(255, 1, 900, seed=3), 0),
         "first of 8 that share its prompt": ([], 7),
         "alone, after others": ([], 0),
     }
@@ -219,7 +259,7 @@ def probe_joined(engine: Any, policy: Policy) -> tuple[Completion, str]:
 
     The neighbour is ended by one of its own tokens, known from a run of its own, that the probe does not write.
     """
-    neighbour, long = _groups(1, 1, 40, seed=4)[0], _groups(1, 1, 3000, seed=5)[0]
+    neighbour, long = prompt_groups(1, 1, 40, seed=4)[0], prompt_groups(1, 1, 3000, seed=5)[0]
     sampling = Sampling(1.0, _PROBE_TOKENS, _NOTHING_STOPS)
     own = {
         token for group in (_probe_group(0), _renumbered(long, 2)) for token in _first(engine, [group], sampling).tokens
@@ -227,7 +267,7 @@ def probe_joined(engine: Any, policy: Policy) -> tuple[Completion, str]:
     ending = next(token for token in _first(engine, [neighbour], sampling).tokens[12:] if token not in own)
     groups = [_probe_group(0), _renumbered(neighbour, 1), _renumbered(long, 2)]
     synchronise(engine, policy)  # empties the cache
-    found = _collect(engine, groups, replace(sampling, stop_ids=frozenset({ending})))
+    found = collect(engine, groups, replace(sampling, stop_ids=frozenset({ending})))
     return found[0], f"a prefill of 3,000 tokens joins after {len(found[1].tokens)} of its tokens"
 
 
@@ -237,11 +277,11 @@ def _probe(engine: Any, others: list[PromptGroup], copies: int = 0) -> Completio
 
 
 def _probe_group(copies: int) -> PromptGroup:
-    return _groups(1, 1 + copies, _PROBE_PROMPT, seed=6)[0]
+    return prompt_groups(1, 1 + copies, _PROBE_PROMPT, seed=6)[0]
 
 
 def _first(engine: Any, groups: list[PromptGroup], sampling: Sampling) -> Completion:
-    return _collect(engine, groups, sampling)[0]
+    return collect(engine, groups, sampling)[0]
 
 
 def compared(alone: Completion, found: Completion, surroundings: str, batch_invariant: bool) -> dict[str, Any]:
@@ -262,19 +302,19 @@ def compared(alone: Completion, found: Completion, surroundings: str, batch_inva
 
 def generate_little(engine: Any) -> None:
     """A few tokens, so that caches and graphs are in use between updates."""
-    _collect(engine, _groups(8, 4, 64, seed=7), Sampling(1.0, 8, _NOTHING_STOPS))
+    collect(engine, prompt_groups(8, 4, 64, seed=7), Sampling(1.0, 8, _NOTHING_STOPS))
 
 
 def sleep_cycle(engine: Any, policy: Policy) -> dict[str, Any]:
     """Generate, sleep, wake by an update that is proved, generate the same again."""
-    groups, sampling = _groups(8, 2, 64, seed=8), Sampling(1.0, 16, _NOTHING_STOPS)
+    groups, sampling = prompt_groups(8, 2, 64, seed=8), Sampling(1.0, 16, _NOTHING_STOPS)
     synchronise(engine, policy)
-    before, awake = _collect(engine, groups, sampling), engine.memory()
+    before, awake = collect(engine, groups, sampling), engine.memory()
     began = time.perf_counter()
     engine.rest()
     asleep, slept = engine.memory(), time.perf_counter()
     synchronised = synchronise(engine, policy)
-    after = _collect(engine, groups, sampling)
+    after = collect(engine, groups, sampling)
     return {
         "freed_bytes": asleep["free"] - awake["free"],
         "sleep_seconds": round(slept - began, 3),
@@ -284,19 +324,21 @@ def sleep_cycle(engine: Any, policy: Policy) -> dict[str, Any]:
     }
 
 
-def timed_rollout(engine: Any, requests: int, prompt: int, generated: int, seed: int) -> dict[str, Any]:
-    """One batch of requests of equal length, each with a prompt of its own."""
-    groups = _groups(requests, 1, prompt, seed=1000 + seed)
+def timed_rollout(
+    engine: Any, requests: int, prompt: int, generated: int, seed: int, stop_ids: frozenset[int] = _NOTHING_STOPS
+) -> dict[str, Any]:
+    """One batch of requests, each with a prompt of its own; all generate the same length where nothing stops them."""
+    groups = prompt_groups(requests, 1, prompt, seed=1000 + seed)
     began = time.perf_counter()
-    found = _collect(engine, groups, Sampling(1.0, generated, _NOTHING_STOPS))
+    found = collect(engine, groups, Sampling(1.0, generated, stop_ids))
     seconds = time.perf_counter() - began
     tokens = sum(len(done.tokens) for done in found)
-    assert tokens == requests * generated, "a request was cut short"
-    sizes = {"requests": requests, "prompt": prompt, "generated": generated}
+    assert stop_ids or tokens == requests * generated, "a request was cut short"
+    sizes = {"requests": requests, "prompt": prompt, "generated": generated, "tokens": tokens}
     return {**sizes, "seconds": round(seconds, 3), "tokens_per_s": round(tokens / seconds, 1)}
 
 
-def _groups(prompts: int, size: int, length: int, seed: int) -> list[PromptGroup]:
+def prompt_groups(prompts: int, size: int, length: int, seed: int) -> list[PromptGroup]:
     """Prompts of one length, of tokens that every vocabulary here has."""
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randint(4, _SMALL["vocab_size"], (prompts, length), generator=generator).tolist()
@@ -316,6 +358,6 @@ def _renumbered(group: PromptGroup, number: int) -> PromptGroup:
     return replace(group, group=number)
 
 
-def _collect(engine: Any, groups: list[PromptGroup], sampling: Sampling) -> list[Completion]:
+def collect(engine: Any, groups: list[PromptGroup], sampling: Sampling) -> list[Completion]:
     found = [done for finished in engine.generate(groups, sampling) for done in finished]
     return sorted(found, key=lambda done: (done.group, done.sample))

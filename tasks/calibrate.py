@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import pyarrow as pa
+
 from fp8core.config.run import RunConfig
 from fp8core.config.steps import NoOptions
 from fp8core.errors import UserError
@@ -45,11 +47,18 @@ def calibrate(
     else:
         if rollouts is None:
             raise UserError("calibration.source=fresh_pass needs the rollouts: add them to the needs of calibrate")
-        table = store.get_table(rollouts)
+        table = spread(store.get_table(rollouts), run.config.calibration.sequences)
         sequences = TokenBatch.of(table["prompt_tokens"].to_pylist(), table["tokens"].to_pylist())
         current = covered(run.config, run.ready_trainer().statistics(sequences).histograms())
     averaged = average_amax(previous, current, run.config.calibration.average)
     return {"next_scales": store_scales(run, version, averaged)}
+
+
+def spread(rollouts: pa.Table, count: int | None) -> pa.Table:
+    """At most `count` rows, evenly spaced from the first on; all of them for None."""
+    rows = len(rollouts)
+    kept = rows if count is None else min(count, rows)
+    return rollouts.take([i * rows // kept for i in range(kept)])
 
 
 def covered(config: RunConfig, histograms: list[LayerHistograms]) -> list[LayerAmax]:

@@ -26,7 +26,7 @@ from fp8core.store.ledger import LedgerView, SegmentEntry
 from fp8core.store.run_directory import LEDGER, RunDescription, RunDirectory, read_description, refuse_in_use
 from fp8core.store.shards import RolloutShards
 from fp8core.store.versions import code_version, git_state, hardware
-from fp8core.workers.build import build_base, check_engine
+from fp8core.workers.build import build_base, check_engine, check_memory
 from fp8core.workers.live import LiveRun, register, release
 
 CARRIED_KINDS = {"policy": "policy", "scales": "scales"}
@@ -141,9 +141,10 @@ def open_run(config: RunConfig, plan: Plan, directory: RunDirectory, console: Co
     """Everything that is alive in a run's folder, reachable for tasks (`workers.live`) while the block lasts.
 
     Raises:
-        UserError: the model or data cannot be read, or a row of the data is of no use.
+        UserError: the model or data cannot be read or do not fit into memory, or a row of the data is of no use.
     """
     source = build_source(config.data, config.evaluation)  # Before the model, which takes longer to load.
+    check_memory(config)
     base = build_base(config)
     verifier = build_verifier(config.reward)
     check_problems(source, config, base.tokenizer, base.arch.max_positions, verifier)

@@ -73,6 +73,8 @@ def check_formats(described: dict[str, object], contract: PrecisionContract) -> 
         if name != agreed:
             raise SyncError(f"layer {layer} runs its linears in {name}, the contract says {agreed}")
     pairs = {"attention": contract.rollout.kv_cache, "head": contract.rollout.head, "scale_rule": contract.scale_rule}
+    if contract.rounding_points != "stepwise":
+        pairs["rounding_points"] = contract.rounding_points
     for key, agreed_value in pairs.items():
         if described[key] != agreed_value:
             raise SyncError(f"the engine runs {key}={described[key]}, the contract says {agreed_value}")

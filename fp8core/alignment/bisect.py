@@ -239,6 +239,7 @@ def _mixed_formats(base: Formats, other: Formats, places: frozenset[Place]) -> F
         layers=tuple(_mixed_layer(own, others, _parts(places, i)) for i, (own, others) in pairs),
         head=other.head if Place(-1, "head") in places else base.head,
         rounding=other.rounding if Place(-1, "values") in places else base.rounding,
+        points=other.points if Place(-1, "values") in places else base.points,
     )
 
 

@@ -198,7 +198,8 @@ def _construct_block(loader: _Loader, node: yaml.MappingNode) -> Block:
 _Loader.add_constructor(f"{_YAML}map", _construct_block)
 
 
-def _parse(text: str, source: str) -> Any:
+def parse_yaml(text: str, source: str) -> Any:
+    """What a file says, mappings with the place of each key; raises UserError with `source` and the line."""
     try:
         loader = _Loader(text)
         loader.name = source
@@ -224,7 +225,7 @@ def _file_layers(path: Path, readers: tuple[Path, ...] = ()) -> list[Block]:
     """The file's bases, deepest first, and the file."""
     shown = f"configs/{path.name}" if path.parent == SHIPPED else str(path)
     try:
-        block = _parse(path.read_text(encoding="utf-8"), shown)
+        block = parse_yaml(path.read_text(encoding="utf-8"), shown)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{shown}: cannot be read: {error}") from error
     if not isinstance(block, Block):

@@ -14,6 +14,7 @@ LinearFormat = Literal["fp32", "bf16", "fp8_block"]
 CacheFormat = Literal["fp32", "bf16", "fp8"]
 HeadFormat = Literal["fp32", "bf16"]
 ScaleRule = Literal["pow2", "fp32"]
+PointsName = Literal["stepwise", "native", "kernels", "fused"]
 
 
 class SidePrecision(Section):
@@ -71,6 +72,11 @@ class PrecisionContract(Section):
     scale_rule: ScaleRule = Field(
         "pow2",
         description="Scales of every quantiser: powers of two (the one rule whose bytes are equal everywhere) or FP32.",
+    )
+    rounding_points: PointsName = Field(
+        "stepwise",
+        description="What is rounded inside norms, rotary positions, SwiGLU and BF16 attention, on both sides. vLLM "
+        "has points of its own: native on a CPU, kernels or (compiled) fused on a GPU; stepwise leaves them to it.",
     )
     bf16_first_layers: int = Field(0, ge=0, description="Decoder layers kept in BF16 at the start.")
     bf16_last_layers: int = Field(0, ge=0, description="Decoder layers kept in BF16 at the end.")

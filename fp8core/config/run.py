@@ -220,6 +220,12 @@ class CalibrationConfig(Section):
         description="Statistics of the log-prob pass (no forward of its own, one update late) or of a pass "
         "under the new policy.",
     )
+    sequences: int | None = Field(
+        None,
+        ge=1,
+        description="Rollouts of the step that source=fresh_pass reads, spread evenly over it; null for all. Each "
+        "costs a forward pass.",
+    )
     statistic: Literal["amax", "percentile"] = Field(
         "amax",
         description="Magnitude of a step that scales cover: the largest, or a percentile of the elements (a histogram; "

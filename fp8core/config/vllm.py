@@ -1,5 +1,7 @@
 """Settings of the vLLM rollout engine that decide speed and memory; formats belong to the precision contract."""
 
+from typing import Literal
+
 from pydantic import Field
 
 from fp8core.config.section import Section
@@ -24,6 +26,15 @@ class VllmConfig(Section):
     batch_invariant: bool = Field(
         False, description="VLLM_BATCH_INVARIANT: results that do not depend on the batch where vLLM can do that."
     )
+    decode_kernel: Literal["fp8_decode", "flash_attention"] = Field(
+        "fp8_decode",
+        description="What decodes from an FP8 cache on a GPU: our kernel (head size 128), or FlashAttention 3.",
+    )
     sleep: bool = Field(
         False, description="Give weights and cache back to the device between rollout and sync (vLLM's sleep mode)."
+    )
+    experts: Literal["deep_gemm", "triton"] = Field(
+        "deep_gemm",
+        description="Kernel of FP8 experts: deep_gemm rounds a token's output once; triton rounds every expert's "
+        "share of it, and is the one that batch_invariant knows.",
     )

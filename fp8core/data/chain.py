@@ -16,6 +16,8 @@ from fp8core.errors import UserError
 OPERATIONS = "+-*"
 EOS = "$"
 ALPHABET = "0123456789" + OPERATIONS + "=,#" + EOS
+# Tokens of a model built for this task; the alphabet leaves some of them unused.
+VOCABULARY = 32
 
 # Questions drawn at once. Part of the random stream: another value gives other questions for the same seed.
 _BLOCK = 256

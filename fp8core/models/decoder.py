@@ -72,7 +72,7 @@ class Decoder:
                 frequencies, rope.factor, rope.low_freq_factor, rope.high_freq_factor, rope.original_max_positions
             )
         angles = torch.arange(arch.max_positions).float()[:, None] * frequencies
-        self._cos, self._sin = angles.cos(), angles.sin()
+        self._cos, self._sin = formats.points.tables(angles.cos()), formats.points.tables(angles.sin())
 
     def hidden(
         self,
@@ -98,32 +98,41 @@ class Decoder:
         Returns:
             FP32 [B, T, hidden].
         """
-        cos, sin = self._cos[positions][:, None], self._sin[positions][:, None]
-        x = torch.nn.functional.embedding(tokens, weights.embedding)
+        cos, sin = self.rotary_tables(positions)
+        x, added = torch.nn.functional.embedding(tokens, weights.embedding), None
         for i, layer in enumerate(weights.layers):
             form = self.formats.layers[i]
-            normed = rms_norm(x, layer.input_norm, self.arch.rms_norm_eps, self.formats.rounding)
+            x, normed = self._add_norm(x, added, layer.input_norm)
             q, k, v = self._qkv(i, layer, normed, cos, sin)
             if observe is not None:
                 observe(i, (q, k, v))
             attended = _attend(form.attention, i, (q, k, v), context, scales[i] if scales else None)
-            x = self.formats.rounding(x + form.output(attended, layer.output).view_as(x))
-            normed = rms_norm(x, layer.post_norm, self.arch.rms_norm_eps, self.formats.rounding)
-            forms = MlpFormats(form.gate_up, form.down, self.formats.rounding)
+            x, normed = self._add_norm(x, form.output(attended, layer.output), layer.post_norm)
+            forms = MlpFormats(form.gate_up, form.down, self.formats.rounding, self.formats.points)
             added = feed_forward(normed.flatten(0, 1), layer.mlp, forms, self._sparse.get(i), routing)
-            x = self.formats.rounding(x + added.view_as(x))
-        return rms_norm(x, weights.norm, self.arch.rms_norm_eps, self.formats.rounding)
+        return self._add_norm(x, added, weights.norm)[1]
+
+    def rotary_tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of int64 [B, T], each FP32 [B, 1, T, head_dim / 2]."""
+        return self._cos[positions][:, None], self._sin[positions][:, None]
+
+    def _add_norm(self, x: Tensor, added: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """The residual stream with a block's output, and its norm, both like x; `added` is [tokens, hidden]."""
+        rounding, points = self.formats.rounding, self.formats.points
+        total = x if added is None else x + added.view_as(x)
+        normed = rms_norm(points.sums(total), weight, self.arch.rms_norm_eps, rounding, points.normalised)
+        return rounding(total), normed
 
     def _qkv(self, i: int, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Q, K and V as [B, heads, T, d], normed and rotated."""
         batch, length, _ = x.shape
-        arch, rounding = self.arch, self.formats.rounding
+        arch, rounding, inner = self.arch, self.formats.rounding, self.formats.points.normalised
         fused = self.formats.layers[i].qkv(x.flatten(0, 1), layer.qkv)
         heads = fused.view(batch, length, -1, arch.head_dim)
         q, k, v = heads.split([arch.num_heads, arch.num_kv_heads, arch.num_kv_heads], dim=2)
         if layer.q_norm is not None and layer.k_norm is not None:
-            q = rms_norm(q, layer.q_norm, arch.rms_norm_eps, rounding)
-            k = rms_norm(k, layer.k_norm, arch.rms_norm_eps, rounding)
+            q = rms_norm(q, layer.q_norm, arch.rms_norm_eps, rounding, inner)
+            k = rms_norm(k, layer.k_norm, arch.rms_norm_eps, rounding, inner)
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         return rotate(q, cos, sin, rounding), rotate(k, cos, sin, rounding), v
 

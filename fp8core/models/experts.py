@@ -27,7 +27,7 @@ from fp8core.numerics.elementwise import swiglu
 from fp8core.numerics.gemm import aligned_gemm
 from fp8core.numerics.linear import LinearFormat, LinearWeight
 from fp8core.numerics.logprobs import HeadWeight, log_softmax
-from fp8core.numerics.rounding import Rounding
+from fp8core.numerics.rounding import Rounding, RoundingPoints
 
 # Marks positions of a replay at which the router chooses by itself.
 UNRECORDED = -1
@@ -65,6 +65,7 @@ class MlpFormats:
     gate_up: LinearFormat
     down: LinearFormat
     rounding: Rounding
+    points: RoundingPoints
 
 
 class Routing(Protocol):
@@ -154,7 +155,7 @@ def feed_forward(
 def mlp(x: Tensor, weights: MlpWeights, formats: MlpFormats) -> Tensor:
     """SwiGLU block: FP32 [tokens, hidden] to the same."""
     gate, up = formats.gate_up(x, weights.gate_up).chunk(2, dim=-1)
-    return formats.down(swiglu(gate, up, formats.rounding), weights.down)
+    return formats.down(swiglu(gate, up, formats.rounding, formats.points.activated), weights.down)
 
 
 class _RouterLogits(torch.autograd.Function):

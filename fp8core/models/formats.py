@@ -4,13 +4,30 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from fp8core.config.precision import LinearFormat as LinearName
-from fp8core.config.precision import PrecisionContract, SidePrecision
+from fp8core.config.precision import PointsName, PrecisionContract, SidePrecision
 from fp8core.models.weights import LayerNames, StoredNames
 from fp8core.numerics.attention import AttentionFormat, Bf16Attention, Fp8Attention, Fp32Attention
 from fp8core.numerics.e4m3 import ScaleRule
 from fp8core.numerics.linear import Bf16Linear, Fp8BlockLinear, Fp8ForwardLinear, Fp32Linear, LinearFormat
 from fp8core.numerics.logprobs import Bf16Head, Fp32Head, HeadFormat
-from fp8core.numerics.rounding import Rounding, keep_fp32, round_to_bf16
+from fp8core.numerics.rounding import (
+    FUSED,
+    KERNELS,
+    NATIVE,
+    NOWHERE,
+    STEPWISE,
+    Rounding,
+    RoundingPoints,
+    keep_fp32,
+    round_to_bf16,
+)
+
+_POINTS: dict[PointsName, RoundingPoints] = {
+    "stepwise": STEPWISE,
+    "native": NATIVE,
+    "kernels": KERNELS,
+    "fused": FUSED,
+}
 
 
 @dataclass(frozen=True)
@@ -37,12 +54,14 @@ class Formats:
         layers: linears and attention of each layer.
         head: output head.
         rounding: format of values between operations.
+        points: what is rounded inside operations; `with_points` changes it.
         scale_rule: rule of every quantiser.
     """
 
     layers: tuple[LayerFormats, ...]
     head: HeadFormat
     rounding: Rounding
+    points: RoundingPoints
     scale_rule: ScaleRule
 
     def stored_names(self) -> StoredNames:
@@ -60,7 +79,14 @@ class Formats:
             "attention": _names(layer.attention for layer in self.layers),
             "head": self.head.name,
             "scale_rule": self.scale_rule,
+            "rounding_points": self.points.name,
         }
+
+    def with_points(self, points: RoundingPoints) -> "Formats":
+        """The same with other roundings inside norms, rotary positions, SwiGLU and BF16 attention."""
+        bf16 = Bf16Attention(points.weights)
+        layers = (replace(form, attention=bf16) if form.attention.name == "bf16" else form for form in self.layers)
+        return replace(self, points=points, layers=tuple(layers))
 
     def with_attention(self, attention: AttentionFormat) -> "Formats":
         """The same with another attention in every layer."""
@@ -92,13 +118,16 @@ def _formats(contract: PrecisionContract, side: SidePrecision, backward: LinearN
     inner = _linear(side.linear, backward, contract.scale_rule)
     outer = Fp32Linear() if side.linear == "fp32" else Bf16Linear()
     first, last = contract.bf16_first_layers, num_layers - contract.bf16_last_layers
-    forms: dict[str, AttentionFormat] = {"fp8": Fp8Attention(), "bf16": Bf16Attention(), "fp32": Fp32Attention()}
+    points = NOWHERE if side.linear == "fp32" else _POINTS[contract.rounding_points]
+    bf16 = Bf16Attention(points.weights)
+    forms: dict[str, AttentionFormat] = {"fp8": Fp8Attention(), "bf16": bf16, "fp32": Fp32Attention()}
     attention = forms[side.kv_cache]
     head: dict[str, HeadFormat] = {"fp32": Fp32Head(), "bf16": Bf16Head()}
     return Formats(
         layers=tuple(_layer(inner if first <= i < last else outer, attention) for i in range(num_layers)),
         head=head[side.head],
         rounding=keep_fp32 if side.linear == "fp32" else round_to_bf16,
+        points=points,
         scale_rule=contract.scale_rule,
     )
 

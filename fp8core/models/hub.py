@@ -1,5 +1,6 @@
 """From what `model:` says to a folder: a local folder, or a Hugging Face hub id pinned to a commit."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +30,9 @@ class ResolvedModel:
     revision: str | None
 
 
-def resolve_model(model: str, revision: str | None, cache: Path | None = None) -> ResolvedModel:
+def resolve_model(
+    model: str, revision: str | None, cache: Path | None = None, files: Sequence[str] = _FILES
+) -> ResolvedModel:
     """Find a checkpoint, downloading it when it is a hub id.
 
     The token, the endpoint and offline mode are huggingface_hub's own settings. When the hub does not answer, what
@@ -39,6 +42,7 @@ def resolve_model(model: str, revision: str | None, cache: Path | None = None) -
         model: A folder, or a hub id such as `Qwen/Qwen3-0.6B`.
         revision: Branch, tag or commit of a hub id; None for its main branch.
         cache: The hub's cache folder; None for huggingface_hub's own.
+        files: Shell patterns of the files to download.
 
     Raises:
         UserError: no such folder, no such model or revision, or neither network nor a cached copy.
@@ -50,16 +54,16 @@ def resolve_model(model: str, revision: str | None, cache: Path | None = None) -
         return ResolvedModel(folder, None)
     if model.startswith(("/", ".", "~")) or model.count("/") != 1 or folder.exists():
         raise UserError(f"model={model}: no such folder, and not a hub id of the form OWNER/NAME")
-    snapshot = _snapshot(model, revision, cache)
+    snapshot = _snapshot(model, revision, cache, files)
     return ResolvedModel(snapshot, snapshot.name)
 
 
-def _snapshot(model: str, revision: str | None, cache: Path | None) -> Path:
+def _snapshot(model: str, revision: str | None, cache: Path | None, files: Sequence[str]) -> Path:
     """The cache's folder of one commit, which is named by the commit."""
     try:
         # Asked apart, because snapshot_download retries for half a minute when it is given a commit and no network.
         commit = HfApi().model_info(model, revision=revision, timeout=_ANSWER_SECONDS).sha
-        return Path(snapshot_download(model, revision=commit, cache_dir=cache, allow_patterns=_FILES))
+        return Path(snapshot_download(model, revision=commit, cache_dir=cache, allow_patterns=list(files)))
     except (RepositoryNotFoundError, RevisionNotFoundError, GatedRepoError, HFValidationError) as error:
         raise UserError(
             f"model={model}: neither a folder nor a model that the hub shows you (a private or gated one needs "

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fp8core.numerics.kv_scales import LayerScales
-from fp8core.numerics.rounding import keep_fp32, round_to_bf16, to_e4m3_grid, to_fixed_point
+from fp8core.numerics.rounding import Rounding, keep_fp32, round_to_bf16, to_e4m3_grid, to_fixed_point
 
 _P_RANGE = 256.0
 _SUM_BITS = 32
@@ -54,16 +54,19 @@ class Fp8Attention:
 
 
 class Bf16Attention:
-    """BF16 cache, P rounded to BF16, FP64 accumulation."""
+    """BF16 cache, FP64 accumulation; P is rounded to BF16, as FlashAttention does, or as said."""
 
     name = "bf16"
+
+    def __init__(self, weights: Rounding = round_to_bf16) -> None:
+        self._weights = weights
 
     def store(self, k: Tensor, v: Tensor, scales: LayerScales | None) -> tuple[Tensor, Tensor]:
         return k.double(), v.double()
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scales: LayerScales | None) -> Tensor:
         p, row_sum = _weights(_scores(q.double(), k, mask, 1.0))
-        return round_to_bf16(_per_query_head(round_to_bf16(p).double(), v) / row_sum)
+        return round_to_bf16(_per_query_head(self._weights(p).double(), v) / row_sum)
 
 
 class Fp32Attention:

@@ -2,7 +2,8 @@
 
 Reductions run in FP64 and are rounded to BF16 afterwards, so that the order of summation shows in a result with
 probability about 2^-40 an element; exponentials run in FP64 because torch's vector and scalar FP32 forms differ in
-the last bit. `rounding` is `round_to_bf16`, or `keep_fp32` in the reference mode.
+the last bit. `rounding` is `round_to_bf16`, or `keep_fp32` in the reference mode; what is rounded on the way to a
+result is said by `rounding.RoundingPoints`.
 """
 
 import math
@@ -16,54 +17,55 @@ from fp8core.numerics.rounding import Rounding
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, rounding: Rounding) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, rounding: Rounding, inner: Rounding) -> Tensor:
         wide = x.double()
         inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-        normed = rounding(wide * inverse)
+        normed = inner(wide * inverse)
         ctx.save_for_backward(normed, weight, inverse.float())
         return rounding(normed * weight)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         normed, weight, inverse = ctx.saved_tensors
         scaled = grad * weight
         grad_x = inverse * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
         grad_weight = (grad * normed).reshape(-1, weight.shape[0]).sum(0)
-        return grad_x, grad_weight, None, None
+        return grad_x, grad_weight, None, None, None
 
 
 class _SwiGlu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, rounding: Rounding) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, rounding: Rounding, inner: Rounding) -> Tensor:
         wide = gate.double()
         sigmoid = torch.reciprocal(1 + torch.exp(-wide))
-        activated = rounding(wide * sigmoid)
+        activated = inner(wide * sigmoid)
         ctx.save_for_backward(gate, up, sigmoid.float(), activated)
         return rounding(activated * up)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         gate, up, sigmoid, activated = ctx.saved_tensors
         slope = sigmoid * (1 + gate * (1 - sigmoid))
-        return grad * up * slope, grad * activated, None
+        return grad * up * slope, grad * activated, None, None
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, rounding: Rounding) -> Tensor:
-    """RMSNorm over the last dimension (arXiv 1910.07467, equation 4); normalised values are rounded before the weight.
+def rms_norm(x: Tensor, weight: Tensor, eps: float, rounding: Rounding, inner: Rounding) -> Tensor:
+    """RMSNorm over the last dimension (arXiv 1910.07467, equation 4).
 
     Args:
         x: FP32 [..., n].
         weight: FP32 [n].
         eps: added to the mean square.
         rounding: output format.
+        inner: of the normalised values before the weight.
     """
-    y: Tensor = _RmsNorm.apply(x, weight, eps, rounding)  # type: ignore[no-untyped-call]
+    y: Tensor = _RmsNorm.apply(x, weight, eps, rounding, inner)  # type: ignore[no-untyped-call]
     return y
 
 
-def swiglu(gate: Tensor, up: Tensor, rounding: Rounding) -> Tensor:
-    """silu(gate) * up (arXiv 2002.05202), the activation rounded before the product; all FP32 [..., n]."""
-    y: Tensor = _SwiGlu.apply(gate, up, rounding)  # type: ignore[no-untyped-call]
+def swiglu(gate: Tensor, up: Tensor, rounding: Rounding, inner: Rounding) -> Tensor:
+    """silu(gate) * up (arXiv 2002.05202), `inner` rounds the activation before the product; all FP32 [..., n]."""
+    y: Tensor = _SwiGlu.apply(gate, up, rounding, inner)  # type: ignore[no-untyped-call]
     return y
 
 

@@ -12,7 +12,16 @@ import torch
 from torch import Tensor
 
 from fp8core.numerics.e4m3 import E4M3_MAX, ScaleRule, scale_from_amax
-from fp8core.numerics.magnitudes import BUCKETS, MagnitudeHistogram, count_magnitudes
+from fp8core.numerics.magnitudes import (
+    ELEMENTS,
+    SATURATED,
+    TALLY,
+    MagnitudeHistogram,
+    amax_of,
+    counts_of,
+    tally,
+    tally_amax,
+)
 
 
 @dataclass(frozen=True)
@@ -50,48 +59,64 @@ class LayerHistograms:
 class KvStatistics:
     """Streams amax, histogram and saturation of Q, K and V per layer over the valid tokens of many batches.
 
-    All three are maxima and counts: the split into batches and their order change nothing.
+    All three are maxima and counts: the split into batches and their order change nothing. They stay on the device of
+    the tensors until they are read.
     """
 
-    def __init__(self, num_layers: int) -> None:
-        self._amax = torch.zeros(num_layers, 3)
-        self._counts = torch.zeros(num_layers, 3, BUCKETS, dtype=torch.int64)
-        self._saturated = torch.zeros(num_layers, 3, dtype=torch.float64)
-        self._elements = torch.zeros(num_layers, 3, dtype=torch.float64)
+    def __init__(self, num_layers: int, device: torch.device | str = "cpu") -> None:
+        self._tallies = torch.zeros(num_layers, 3, TALLY, dtype=torch.int64, device=device)
 
     def observe(
         self, layer: int, tensors: tuple[Tensor, Tensor, Tensor], valid: Tensor, scales: LayerScales | None
     ) -> None:
         """Add one layer's q, k, v, each [B, heads, T, d]; `valid` is bool [B, T]."""
-        for i, x in enumerate(tensors):
-            magnitude = x.detach().abs().masked_fill(~valid[:, None, :, None], 0.0)
-            self._amax[layer, i] = torch.maximum(self._amax[layer, i], magnitude.amax())
-            elements = int(valid.sum()) * x.shape[1] * x.shape[3]
-            self._elements[layer, i] += elements
-            self._counts[layer, i] += count_magnitudes(magnitude.float())
-            # What is not valid was counted as zeros.
-            self._counts[layer, i, 0] -= magnitude.numel() - elements
-            if scales is not None:
-                limit = E4M3_MAX * (scales.q, scales.k, scales.v)[i]
-                self._saturated[layer, i] += float((magnitude > limit).sum())
+        limits = (math.inf,) * 3 if scales is None else tuple(E4M3_MAX * s for s in (scales.q, scales.k, scales.v))
+        for into, x, limit in zip(self._tallies[layer], tensors, limits, strict=True):
+            self._add(into, x, valid, limit)
 
     def amax(self) -> list[LayerAmax]:
         """Largest magnitude per layer; at least one token must have been observed."""
-        assert bool((self._elements > 0).all()), "no tokens were observed"
-        return [LayerAmax(*row) for row in self._amax.tolist()]
+        return [LayerAmax(*row) for row in amax_of(self._read()).tolist()]
 
     def histograms(self) -> list[LayerHistograms]:
         """Distribution of the magnitudes per layer; needs tokens as `amax`."""
-        assert bool((self._elements > 0).all()), "no tokens were observed"
+        tallies = self._read()
         return [
             LayerHistograms(*(MagnitudeHistogram.of(a, c) for a, c in zip(amax, counts, strict=True)))
-            for amax, counts in zip(self._amax.tolist(), self._counts, strict=True)
+            for amax, counts in zip(amax_of(tallies).tolist(), counts_of(tallies), strict=True)
         ]
 
     def saturated_share(self) -> float:
         """Share of elements beyond the scales they were observed with (none without scales); needs tokens as `amax`."""
-        assert bool((self._elements > 0).all()), "no tokens were observed"
-        return float(self._saturated.sum() / self._elements.sum())
+        tallies = self._read()
+        return int(tallies[..., SATURATED].sum()) / int(tallies[..., ELEMENTS].sum())
+
+    def _add(self, into: Tensor, x: Tensor, valid: Tensor, limit: float) -> None:
+        tally(into, x, valid, limit)
+
+    def _read(self) -> Tensor:
+        tallies = self._tallies.cpu()
+        assert bool((tallies[..., ELEMENTS] > 0).all()), "no tokens were observed"
+        return tallies
+
+
+class AmaxStatistics(KvStatistics):
+    """Amax and saturation alone, as fast as a GPU reads memory: all that `calibration.statistic: amax` needs.
+
+    Its histograms hold every element in the bucket of amax, so that every percentile of them is amax.
+    """
+
+    def _add(self, into: Tensor, x: Tensor, valid: Tensor, limit: float) -> None:
+        tally_amax(into, x, valid, limit)
+
+    def histograms(self) -> list[LayerHistograms]:
+        """What covers all elements; needs tokens as `amax`."""
+        tallies = self._read()
+        rows = zip(amax_of(tallies).tolist(), tallies[..., ELEMENTS].tolist(), strict=True)
+        return [
+            LayerHistograms(*(MagnitudeHistogram.of_largest(a, n) for a, n in zip(amax, elements, strict=True)))
+            for amax, elements in rows
+        ]
 
 
 def covered_amax(histograms: Sequence[LayerHistograms], percentile: float) -> list[LayerAmax]:

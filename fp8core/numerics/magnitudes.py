@@ -13,8 +13,14 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from fp8core.numerics.kernel_choice import has_kernels
+
 BUCKETS = 1 << 11
-_DROPPED_BITS = 20
+DROPPED_BITS = 20
+# What an int64 row of a tally holds at which place: the bits of the largest magnitude, elements beyond the limit, all
+# elements, and from COUNTS on those of each bucket. Bucket 0 is not kept: it is what the others leave (`counts_of`).
+AMAX, SATURATED, ELEMENTS, COUNTS = 0, 1, 2, 4
+TALLY = COUNTS + BUCKETS
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,12 @@ class MagnitudeHistogram:
         assert len(occupied), "a histogram of no elements"
         first, last = int(occupied[0]), int(occupied[-1])
         return cls(amax, first, tuple(dense[first : last + 1].tolist()))
+
+    @classmethod
+    def of_largest(cls, amax: float, elements: int) -> "MagnitudeHistogram":
+        """Of elements of which the largest alone is known: all of them in its bucket."""
+        pattern = int(torch.tensor(amax, dtype=torch.float32).view(torch.int32).item())
+        return cls(amax, pattern >> DROPPED_BITS, (elements,))
 
     def __add__(self, other: "MagnitudeHistogram") -> "MagnitudeHistogram":
         # NaN compares false with everything: torch's maximum keeps it.
@@ -66,9 +78,58 @@ class MagnitudeHistogram:
 
 def count_magnitudes(magnitudes: Tensor) -> Tensor:
     """Elements per bucket, int64 [2048], of non-negative FP32 values of any shape."""
-    return torch.bincount(magnitudes.view(torch.int32).flatten() >> _DROPPED_BITS, minlength=BUCKETS)
+    return torch.bincount(magnitudes.view(torch.int32).flatten() >> DROPPED_BITS, minlength=BUCKETS)
+
+
+def tally(into: Tensor, x: Tensor, valid: Tensor, limit: float) -> None:
+    """Add the magnitudes of the valid tokens' elements to one row of tallies, without waiting for a GPU.
+
+    Args:
+        into: int64 [TALLY], changed in place.
+        x: FP32 or BF16 [B, heads, T, d].
+        valid: bool [B, T].
+        limit: larger magnitudes are counted as saturated.
+    """
+    if has_kernels(x):
+        from fp8core.numerics import triton_magnitudes
+
+        triton_magnitudes.tally(into, x, valid, limit)
+        return
+    into[COUNTS + 1 :] += count_magnitudes(_add_extremes(into, x, valid, limit))[1:]
+
+
+def tally_amax(into: Tensor, x: Tensor, valid: Tensor, limit: float) -> None:
+    """`tally` without the counts of the buckets: as fast as a GPU reads memory."""
+    if has_kernels(x):
+        from fp8core.numerics import triton_magnitudes
+
+        triton_magnitudes.tally_amax(into, x, valid, limit)
+        return
+    _add_extremes(into, x, valid, limit)
+
+
+def _add_extremes(into: Tensor, x: Tensor, valid: Tensor, limit: float) -> Tensor:
+    """Magnitudes in FP32, zero where not valid, after amax, saturation and elements were added."""
+    magnitudes = x.detach().abs().float().masked_fill(~valid[:, None, :, None], 0.0)
+    # The patterns of magnitudes are ordered as they are, and those of NaN are the largest.
+    into[AMAX] = torch.maximum(into[AMAX], magnitudes.view(torch.int32).amax())
+    into[SATURATED] += (magnitudes > limit).sum()
+    into[ELEMENTS] += valid.sum() * (x.shape[1] * x.shape[3])
+    return magnitudes
+
+
+def amax_of(tallies: Tensor) -> Tensor:
+    """Largest magnitudes, FP32 [...], of tallies [..., TALLY]."""
+    return tallies[..., AMAX].to(torch.int32).view(torch.float32)
+
+
+def counts_of(tallies: Tensor) -> Tensor:
+    """Elements per bucket, int64 [..., 2048], of tallies [..., TALLY]."""
+    counts = tallies[..., COUNTS:].clone()
+    counts[..., 0] = tallies[..., ELEMENTS] - counts[..., 1:].sum(-1)
+    return counts
 
 
 def _upper_edge(bucket: int) -> float:
     """The number after the largest of a bucket (its infinity for the last finite one)."""
-    return torch.tensor((bucket + 1) << _DROPPED_BITS, dtype=torch.int32).view(torch.float32).item()
+    return torch.tensor((bucket + 1) << DROPPED_BITS, dtype=torch.int32).view(torch.float32).item()

@@ -1,6 +1,7 @@
 """Roundings that a gradient passes through (straight-through estimators, Bengio et al., arXiv 1308.3432)."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -55,6 +56,43 @@ def round_to_bf16(x: Tensor) -> Tensor:
     """BF16 values of `x` (any float type, FP64 by way of FP32), held in FP32; the gradient passes through."""
     rounded: Tensor = _RoundToBf16.apply(x)  # type: ignore[no-untyped-call]
     return rounded
+
+
+@dataclass(frozen=True)
+class RoundingPoints:
+    """What is rounded inside an operation, on the way to a result that is rounded in any case.
+
+    Attributes:
+        name: of the whole.
+        sums: the residual sum that a norm reads; what later layers read of it is rounded in any case.
+        normalised: x / rms, before its weight.
+        tables: cosines and sines of the rotary positions.
+        activated: silu(gate), before its product with up.
+        weights: exp(score - maximum) of BF16 attention, before its product with V.
+    """
+
+    name: str
+    sums: Rounding
+    normalised: Rounding
+    tables: Rounding
+    activated: Rounding
+    weights: Rounding
+
+
+def _points(name: str, *rounded: str) -> RoundingPoints:
+    places = ("sums", "normalised", "tables", "activated", "weights")
+    return RoundingPoints(name, **{place: round_to_bf16 if place in rounded else keep_fp32 for place in places})
+
+
+NOWHERE = _points("nowhere")
+STEPWISE = _points("stepwise", "sums", "normalised", "activated", "weights")
+# vLLM's definitions in torch, each operation by itself, and its attention for CPUs.
+NATIVE = _points("native", "normalised", "tables", "activated")
+# One kernel each for norm, rotary positions and SwiGLU, as vLLM's CUDA sources have them (csrc/libtorch_stable), and
+# FlashAttention.
+KERNELS = _points("kernels", "sums", "tables", "activated", "weights")
+# What torch.compile fuses stays FP32 inside a kernel; the rotary tables lie in memory as BF16.
+FUSED = _points("fused", "tables", "weights")
 
 
 def to_e4m3_grid(x: Tensor, scale: float) -> Tensor:

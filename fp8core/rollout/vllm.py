@@ -25,12 +25,15 @@ from fp8core.models.architecture import Architecture
 from fp8core.numerics.fingerprint import digest_of
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.rollout.engine import Completion, PolicyScales, PromptGroup, Sampling, SyncReport
+from fp8core.rollout.vllm_experts import experts_arguments, routes_of
 from fp8core.rollout.vllm_layout import Slot, TensorSpec, UpdateError, check_fit, find_slots
 from fp8core.rollout.vllm_settings import (
     WORKER,
     Launch,
+    attention_backend,
     engine_arguments,
     executed_formats,
+    executed_points,
     model_config,
     required_environment,
 )
@@ -55,6 +58,7 @@ class VllmEngine:
         max_batch: int,
         build: VllmBuild,
         worker: str = WORKER,
+        routes: bool = False,
     ) -> None:
         """Start the engine core.
 
@@ -65,6 +69,7 @@ class VllmEngine:
             max_batch: sequences decoded together.
             build: the vLLM that is installed.
             worker: qualified name of `PolicyWorker` or a class derived from it.
+            routes: whether experts can be reported with completions (`vllm_experts.check_routes_fit`).
 
         Raises:
             UserError: the environment was not prepared (`vllm_settings.required_environment`), or vLLM has moved what
@@ -75,12 +80,14 @@ class VllmEngine:
             # Registers the quantisation method that `engine_arguments` names.
             import fp8core.rollout.vllm_kept_linear  # noqa: F401
         self._arch, self._contract, self._build = arch, contract, build
-        self._sleeps = options.sleep
+        self._sleeps, self._routes = options.sleep, routes
         self._longest = options.max_model_len or arch.max_positions
         self._folder = tempfile.TemporaryDirectory(prefix="fp8-grpo-")
         Path(self._folder.name, "config.json").write_text(json.dumps(model_config(arch, contract)), encoding="utf-8")
-        launch = Launch(self._folder.name, self._longest, max_batch, worker)
+        attention = attention_backend(arch, contract, options)
+        launch = Launch(self._folder.name, self._longest, max_batch, worker, attention)
         arguments = engine_arguments(contract, options, build, launch)
+        arguments |= experts_arguments(arch, contract, options, build, routes)
         self._llm = LLMEngine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=True)
         missing = self._call("policy_probe")
         if missing:
@@ -101,9 +108,10 @@ class VllmEngine:
         """
         self._check_scales(scales, version)
         sent = {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}
-        slots = find_slots(sent)
-        check_fit(sent, slots, self._parameters)
-        self._sent, self._slots = sent, {name: _fields(slot) for name, slot in slots.items()}
+        if sent != self._sent:
+            slots = find_slots(sent)
+            check_fit(sent, slots, self._parameters)
+            self._sent, self._slots = sent, {name: _fields(slot) for name, slot in slots.items()}
         self._complete = False
         if self._asleep:
             self._llm.wake_up(["weights"])
@@ -133,12 +141,14 @@ class VllmEngine:
             "engine": "vllm",
             "version": f"{self._build.distribution} {self._build.version}",
             **executed_formats(described, self._contract, self._arch.num_layers),
+            "rounding_points": executed_points(described, self._build),
             "kernels": _by_layer_type(described["linears"]),
             "backend": described["attention"][0],
             "passes": described["passes"],
             "custom_ops": described["custom_ops"],
             "compilation": described["compilation"],
             "graphs": described["graphs"],
+            "runner": described["runner"],
             "dtypes": {name: self._parameters[slot[0]].dtype for name, slot in self._slots.items()},
             "scales": [dict(zip("qkv", layer, strict=True)) for layer in held],
         }
@@ -151,7 +161,7 @@ class VllmEngine:
                 vLLM can sample at.
         """
         assert self._complete, "update() comes before generate(), also after rest()"
-        assert not sampling.report_experts, "a dense model chooses no experts"
+        assert self._routes or not sampling.report_experts, "an engine started without routes reports no experts"
         self._check_requests(groups, sampling)
         requests = {self._submit(group, i, sampling): (group, i) for group in groups for i in range(len(group.seeds))}
         open_: dict[int, list[Completion]] = {group.group: [] for group in groups}
@@ -162,7 +172,7 @@ class VllmEngine:
                     assert isinstance(output, RequestOutput)
                     group, i = requests.pop(output.request_id)
                     completions = open_[group.group]
-                    completions.append(_completion(output, group, i))
+                    completions.append(self._completion(output, group, i, sampling))
                     if len(completions) == len(group.seeds):
                         finished += open_.pop(group.group)
                 if finished:
@@ -186,6 +196,14 @@ class VllmEngine:
         """End the engine core's process."""
         self._llm.engine_core.shutdown(timeout=_SHUTDOWN_SECONDS)
         self._folder.cleanup()
+
+    def call_worker(self, method: str, *arguments: Any) -> Any:
+        """A method of the worker by its name; numbers, strings, bytes, lists and dicts both ways."""
+        return self._call(method, *arguments)
+
+    def drop_prefixes(self) -> bool:
+        """Forget all cached prompts; false while requests are running."""
+        return bool(self._llm.reset_prefix_cache())
 
     def _call(self, method: str, *arguments: Any) -> Any:
         """A method of `PolicyWorker`, on the one worker there is."""
@@ -242,6 +260,19 @@ class VllmEngine:
         self._llm.add_request(name, tokens_input(list(group.prompt)), parameters)
         return name
 
+    def _completion(self, output: RequestOutput, group: PromptGroup, i: int, sampling: Sampling) -> Completion:
+        (done,) = output.outputs
+        tokens, logprobs = list(done.token_ids), done.logprobs
+        assert isinstance(logprobs, FlatLogprobs), "flat log-probs were asked for"
+        assert logprobs.token_ids == tokens, "the log-probs are not those of the tokens"
+        assert done.finish_reason in ("stop", "length"), f"vLLM ended a request with {done.finish_reason}"
+        finish: Literal["stop", "length"] = "stop" if done.finish_reason == "stop" else "length"
+        experts = None
+        if sampling.report_experts:
+            positions = len(group.prompt) + len(tokens) - 1
+            experts = routes_of(done.routed_experts, self._arch.sparse_layers, positions)
+        return Completion(group.group, group.samples[i], tokens, list(logprobs.logprobs), finish, experts)
+
 
 def _check_environment(required: Mapping[str, str]) -> None:
     for name, value in required.items():
@@ -267,13 +298,3 @@ def _by_layer_type(linears: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
     for name, linear in linears.items():
         kernels.setdefault(name.rpartition(".")[2], {})[linear["kernel"]] = None
     return {kind: "+".join(names) for kind, names in kernels.items()}
-
-
-def _completion(output: RequestOutput, group: PromptGroup, i: int) -> Completion:
-    (done,) = output.outputs
-    tokens, logprobs = list(done.token_ids), done.logprobs
-    assert isinstance(logprobs, FlatLogprobs), "flat log-probs were asked for"
-    assert logprobs.token_ids == tokens, "the log-probs are not those of the tokens"
-    assert done.finish_reason in ("stop", "length"), f"vLLM ended a request with {done.finish_reason}"
-    finish: Literal["stop", "length"] = "stop" if done.finish_reason == "stop" else "length"
-    return Completion(group.group, group.samples[i], tokens, list(logprobs.logprobs), finish)

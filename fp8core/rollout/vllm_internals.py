@@ -15,7 +15,16 @@ from torch import Tensor, nn
 _BUFFERS = {"q": "_q_scale", "k": "_k_scale", "v": "_v_scale"}
 _FLOATS = {"q": "_q_scale_float", "k": "_k_scale_float", "v": "_v_scale_float"}
 _MIRRORS = {"q": "_q_scale_cpu", "k": "_k_scale_cpu", "v": "_v_scale_cpu"}
+# The scales that a kernel of FP8 experts reads -> the parameter that is written; they must be one tensor.
+_EXPERT_SCALES = {"w1_scale": "w13_weight_scale_inv", "w2_scale": "w2_weight_scale_inv"}
 _ATTENTION = (*_BUFFERS.values(), *_FLOATS.values(), "kv_cache_dtype", "attn_backend", "impl")
+
+
+def register_decode_backend() -> None:
+    """Give vLLM the path of the attention backend with our decode kernel, which it imports when it is asked for."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    register_backend(AttentionBackendEnum.CUSTOM, "fp8core.rollout.vllm_decode.DecodeBackend")
 
 
 def probe(model: nn.Module) -> list[str]:
@@ -26,7 +35,17 @@ def probe(model: nn.Module) -> list[str]:
     ]
     if not layers:
         missing.append("attention layers with attn_backend")
-    return missing
+    return missing + [fault for name, experts in _expert_layers(model) for fault in _copied_scales(name, experts)]
+
+
+def _copied_scales(name: str, experts: nn.Module) -> Iterator[str]:
+    """Scales of FP8 experts that are written to no effect: the kernel has others, or a copy."""
+    kernel = _expert_kernel(experts)
+    for read, written in _EXPERT_SCALES.items():
+        if hasattr(experts, written):
+            held = getattr(kernel, read, None)
+            if held is None or held.data_ptr() != experts.get_parameter(written).data_ptr():
+                yield f"{name}: a kernel that reads {written}"
 
 
 def _attention_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -68,10 +87,10 @@ def cache_tensors(runner: Any) -> list[Tensor]:
 
 
 def describe_attention(model: nn.Module) -> list[dict[str, Any]]:
-    """Backend, its version (of FlashAttention, else None) and cache format of every layer."""
+    """Implementation, its version (of FlashAttention, else None) and cache format of every layer."""
     return [
         {
-            "backend": layer.attn_backend.get_name(),  # type: ignore[union-attr, operator]
+            "implementation": type(layer.impl).__name__,
             "version": getattr(layer.impl, "vllm_flash_attn_version", None),
             "cache": layer.kv_cache_dtype,
         }
@@ -80,14 +99,33 @@ def describe_attention(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def describe_linears(model: nn.Module) -> dict[str, dict[str, str]]:
-    """Kernel and weight type of every linear of the decoder layers, by name."""
+    """Kernel and weight type of every linear of the decoder layers, and of the experts of each, by name."""
     linears = {}
     for name, module in model.named_modules():
         method, weight = getattr(module, "quant_method", None), getattr(module, "weight", None)
         if name.endswith("_proj") and method is not None and weight is not None:
-            kernel = getattr(method, "fp8_linear", method)
-            linears[name] = {"kernel": type(kernel).__name__, "dtype": str(weight.dtype).removeprefix("torch.")}
+            linears[name] = _described(getattr(method, "fp8_linear", method), weight)
+    for name, experts in _expert_layers(model):
+        linears[name] = _described(_expert_kernel(experts), experts.get_parameter("w13_weight"))
     return linears
+
+
+def _described(kernel: object, weight: Tensor) -> dict[str, str]:
+    return {"kernel": type(kernel).__name__, "dtype": str(weight.dtype).removeprefix("torch.")}
+
+
+def _expert_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """What holds the experts of a layer, by name."""
+    for name, module in model.named_modules():
+        if hasattr(module, "w13_weight") and hasattr(module, "quant_method"):
+            yield name, module
+
+
+def _expert_kernel(experts: nn.Module) -> Any:
+    """The kernel that multiplies; the quantisation method itself where it does."""
+    method: Any = experts.quant_method
+    kernel = getattr(method, "moe_kernel", None)
+    return method if kernel is None else kernel.fused_experts
 
 
 def head_dtype(model: nn.Module) -> str:
@@ -96,8 +134,20 @@ def head_dtype(model: nn.Module) -> str:
     return str(found).removeprefix("torch.")
 
 
+def norm_providers(config: Any) -> list[str]:
+    """What computes RMSNorm without and with a residual sum (`native` is torch); nothing where vLLM has no choice."""
+    priority = getattr(getattr(config, "kernel_config", None), "ir_op_priority", None)
+    return [] if priority is None else [priority.rms_norm[0], priority.fused_add_rms_norm[0]]
+
+
 def power_of_two_activations(model: nn.Module) -> bool:
-    """Whether every FP8 linear quantises its input with power-of-two scales; false where there is no FP8 linear."""
+    """Whether every FP8 linear and expert quantises its input with power-of-two scales; false where there are none."""
     methods = [getattr(module, "quant_method", None) for module in model.modules()]
     kernels = [kernel for method in methods if (kernel := getattr(method, "fp8_linear", None)) is not None]
-    return bool(kernels) and all(kernel.quant_fp8.use_ue8m0 for kernel in kernels)
+    rules = [bool(kernel.quant_fp8.use_ue8m0) for kernel in kernels]
+    if any(hasattr(experts, _EXPERT_SCALES["w1_scale"]) for _, experts in _expert_layers(model)):
+        # What the quantisers of both kernels ask when they are called.
+        from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
+
+        rules.append(is_deep_gemm_e8m0_used())
+    return bool(rules) and all(rules)

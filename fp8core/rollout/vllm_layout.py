@@ -1,12 +1,16 @@
-"""Where vLLM keeps the tensors that a trainer ships: q, k and v, and gate and up, are rows of one parameter.
+"""Where vLLM keeps the tensors that a trainer ships: q, k and v, gate and up, and experts are rows of one parameter.
 
 A trainer ships weights by their Hugging Face names (`models.weights.stored_weights`). vLLM's names differ by the
-fused ones alone. Tensors of scales are laid out as their codes are, one row a tile.
+fused ones alone. The experts of a layer are two parameters [experts, rows, columns], w13 with gate above up, and w2
+with down; their rows are counted through all experts. Tensors of scales are laid out as their codes are, one row a
+tile.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 
 from torch import Tensor
 
@@ -15,6 +19,9 @@ _VOCABULARY_PADDING = 64
 _VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _FUSED_WITH = {part: fused for fused, parts in _FUSED.items() for part in parts}
+_EXPERT = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<index>\d+)\.(?P<part>gate|up|down)_proj\.(?P<kind>weight.*)")
+# Part of an expert -> the parameter, how many parts an expert has in it, and which of them this is.
+_EXPERT_PARTS = {"gate": ("w13", 2, 0), "up": ("w13", 2, 1), "down": ("w2", 1, 0)}
 
 
 class UpdateError(RuntimeError):
@@ -32,17 +39,32 @@ class TensorSpec:
     def of(cls, tensor: Tensor) -> "TensorSpec":
         return cls(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
+    @property
+    def rows(self) -> int:
+        """Rows, through all experts where there are any."""
+        return prod(self.shape[:-1]) if len(self.shape) > 2 else self.shape[0]
+
+    @property
+    def row(self) -> tuple[int, ...]:
+        """Shape of one row."""
+        return self.shape[-1:] if len(self.shape) > 2 else self.shape[1:]
+
     def __str__(self) -> str:
         return f"{self.dtype} {list(self.shape)}"
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Rows `start` to `stop` of a parameter."""
+    """Rows `start` to `stop` of a parameter (`rows_of`)."""
 
     parameter: str
     start: int
     stop: int
+
+
+def rows_of(parameter: Tensor) -> Tensor:
+    """A parameter as rows that slots count: experts below one another, everything else as it is."""
+    return parameter.view(-1, parameter.shape[-1]) if parameter.dim() > 2 else parameter
 
 
 def find_slots(shipped: Mapping[str, TensorSpec]) -> dict[str, Slot]:
@@ -53,7 +75,10 @@ def find_slots(shipped: Mapping[str, TensorSpec]) -> dict[str, Slot]:
     """
     slots = {}
     for name, spec in shipped.items():
-        before, _, after = _split(name)
+        if (expert := _EXPERT.fullmatch(name)) is not None:
+            slots[name] = _expert_slot(expert, spec.rows)
+            continue
+        before, after = _split(name)
         start = 0
         for part in before:
             if part not in shipped:
@@ -63,16 +88,22 @@ def find_slots(shipped: Mapping[str, TensorSpec]) -> dict[str, Slot]:
     return slots
 
 
-def _split(name: str) -> tuple[list[str], str, str]:
-    """Names of the tensors above this one in its parameter, the name itself, and that of the parameter."""
+def _expert_slot(name: re.Match[str], rows: int) -> Slot:
+    parameter, parts, part = _EXPERT_PARTS[name["part"]]
+    start = (int(name["index"]) * parts + part) * rows
+    return Slot(f"{name['experts']}.routed_experts.{parameter}_{name['kind']}", start, start + rows)
+
+
+def _split(name: str) -> tuple[list[str], str]:
+    """Names of the tensors above this one in its parameter, and that of the parameter."""
     prefix, _, rest = name.rpartition(".")
     stem, _, module = prefix.rpartition(".")
     fused = _FUSED_WITH.get(module)
     if fused is None:
-        return [], name, name
+        return [], name
     parts = _FUSED[fused]
     above = [f"{stem}.{part}.{rest}" for part in parts[: parts.index(module)]]
-    return above, name, f"{stem}.{fused}.{rest}"
+    return above, f"{stem}.{fused}.{rest}"
 
 
 def check_fit(
@@ -83,16 +114,27 @@ def check_fit(
     Raises:
         UpdateError: naming the first tensor or parameter that does not.
     """
-    filled: dict[str, int] = defaultdict(int)
+    filled: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for name, slot in slots.items():
         sent, held = shipped[name], parameters.get(slot.parameter)
         if held is None:
             raise UpdateError(f"{name}: the engine has no parameter {slot.parameter}")
-        if sent.dtype != held.dtype or sent.shape[1:] != held.shape[1:] or slot.stop > held.shape[0]:
+        if sent.dtype != held.dtype or sent.row != held.row or slot.stop > held.rows:
             raise UpdateError(f"{name}: {sent} was sent for rows from {slot.start} of {slot.parameter}, {held}")
-        filled[slot.parameter] += slot.stop - slot.start
+        filled[slot.parameter].append((slot.start, slot.stop))
     for parameter, spec in parameters.items():
-        rows = filled[parameter]
+        rows = _rows_without_gap(parameter, filled[parameter])
         padding = -rows % _VOCABULARY_PADDING if parameter in _VOCABULARY and rows else 0
-        if rows + padding != spec.shape[0]:
-            raise UpdateError(f"{parameter}: {rows} of its {spec.shape[0]} rows were sent")
+        if rows + padding != spec.rows:
+            raise UpdateError(f"{parameter}: {rows} of its {spec.rows} rows were sent")
+
+
+def _rows_without_gap(parameter: str, slots: list[tuple[int, int]]) -> int:
+    """How many rows were sent, each once, from the first on."""
+    end = 0
+    for start, stop in sorted(slots):
+        if start != end:
+            fault = "missing" if start > end else "sent twice"
+            raise UpdateError(f"{parameter}: rows from {min(start, end)} to {max(start, end)} are {fault}")
+        end = stop
+    return end

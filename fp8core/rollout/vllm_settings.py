@@ -6,8 +6,8 @@ Everything that decides a bit is pinned here (facts about vLLM 0.24 to 0.26 on H
 - DeepGEMM's activation quantiser follows VLLM_USE_DEEP_GEMM_E8M0: powers of two, or FP32.
 - The passes that fuse quantisation into norm and activation know FP32 scales only, and quantise what was never rounded
   to BF16. They are off for both rules.
-- FP8 attention is FlashAttention 3: Q, K, V and P in E4M3, scales read from device buffers, so that they can change
-  under CUDA graphs.
+- FP8 attention is FlashAttention 3, and our own kernel in decode steps (`numerics.decode_attention`): Q, K, V and P in
+  E4M3, scales read from device buffers, so that they can change under CUDA graphs.
 - Log-probs are those of the tempered distribution, which is what is sampled from: nothing truncates it.
 """
 
@@ -23,16 +23,23 @@ from fp8core.models.formats import rollout_formats
 from fp8core.models.hf_config import architecture_to_hf
 from fp8core.models.quantised_checkpoint import block_fp8_section
 from fp8core.models.weights import is_linear
+from fp8core.numerics.decode_attention import HEAD_DIM, LARGEST_GROUP
 from fp8core.numerics.e4m3 import TILE
+from fp8core.rollout.vllm_experts import FP8_KERNELS, check_experts_fit, kept_experts
 from fp8core.rollout.vllm_versions import VllmBuild
 
 WORKER = "fp8core.rollout.vllm_worker.PolicyWorker"
 KEPT = "fp8_grpo_kept"
 
+# FlashAttention 3, and ours for decode steps (`vllm_decode`).
+_FP8_BACKENDS = ("FlashAttentionImpl", "DecodeImpl")
 # vLLM quantises in these passes; what they fuse is another arithmetic than the contract's.
 FUSIONS = ("fuse_norm_quant", "fuse_act_quant", "fuse_attn_quant", "enable_qk_norm_rope_fusion")
+# Operations that vLLM has kernels of its own for, and that torch.compile fuses where they are not asked for.
+_KERNELS = ("rms_norm", "silu_and_mul", "rotary_embedding")
+_NORMS = ("rms_norm", "fused_add_rms_norm")
 # A GiB of cache holds all that a test or a laptop generates.
-_CPU_CACHE_GIB = 1.0
+CPU_CACHE_GIB = 1.0
 _CPU_BLOCK = 32
 _CPU_BATCHED_TOKENS = 2048
 
@@ -46,6 +53,12 @@ def check_contract_fits(contract: PrecisionContract, options: VllmConfig, build:
     where = f"{build.distribution} {build.version} on a {'GPU' if build.platform == 'cuda' else 'CPU'}"
     if contract.rollout.linear == "fp32":
         raise UserError(f"precision.rollout.linear=fp32: {where} computes in BF16 or FP8; set it to bf16 or fp8_block")
+    points, possible = contract.rounding_points, _possible_points(options, build)
+    if points not in ("stepwise", *possible):
+        graphs = f"rollout.vllm.graphs={str(options.graphs).lower()}"
+        raise UserError(
+            f"precision.rounding_points={points}: {where} with {graphs} has {' or '.join(possible) or 'none it knows'}"
+        )
     if build.platform == "cuda":
         return
     for setting, value in (("linear", contract.rollout.linear), ("kv_cache", contract.rollout.kv_cache)):
@@ -59,14 +72,20 @@ def check_contract_fits(contract: PrecisionContract, options: VllmConfig, build:
             raise UserError(f"rollout.vllm.{name}: {where} does not have it; set it to false")
 
 
-def check_architecture_fits(arch: Architecture, contract: PrecisionContract) -> None:
+def _possible_points(options: VllmConfig, build: VllmBuild) -> tuple[str, ...]:
+    """Rounding points that this build can be made to have; those of compiled code for CPUs are not known."""
+    if build.platform == "cpu":
+        return () if options.graphs else ("native",)
+    return ("kernels", "fused") if options.graphs else ("kernels",)
+
+
+def check_architecture_fits(arch: Architecture, contract: PrecisionContract, options: VllmConfig) -> None:
     """Refuse a model that this engine cannot hold.
 
     Raises:
         UserError: naming what the model has.
     """
-    if arch.experts is not None:
-        raise UserError("rollout.engine=vllm: the model is a mixture of experts, which this engine does not load yet")
+    check_experts_fit(arch, contract, options)
     formats = rollout_formats(contract, arch.num_layers).stored_names()
     for name, shape in parameter_shapes(arch).items():
         if formats.of(name) == "fp8_block" and any(size % TILE for size in shape):
@@ -82,6 +101,7 @@ def required_environment(contract: PrecisionContract, options: VllmConfig, build
     if build.platform == "cuda":
         required |= {
             "VLLM_USE_DEEP_GEMM": "1",
+            "VLLM_MOE_USE_DEEP_GEMM": "1",
             "VLLM_USE_DEEP_GEMM_E8M0": str(int(contract.scale_rule == "pow2")),
             "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0",
             "VLLM_USE_FLASHINFER_SAMPLER": "0",
@@ -110,12 +130,21 @@ class Launch:
         longest: tokens of the longest prompt with its completion.
         max_batch: sequences decoded together.
         worker: qualified name of the class mixed into vLLM's worker.
+        attention: vLLM's name of the attention backend, on a GPU (`attention_backend`).
     """
 
     model: str
     longest: int
     max_batch: int
     worker: str
+    attention: str = "FLASH_ATTN"
+
+
+def attention_backend(arch: Architecture, contract: PrecisionContract, options: VllmConfig) -> str:
+    """FlashAttention, or the one that has our kernel for decode steps (vLLM calls what comes from outside CUSTOM)."""
+    fits = arch.head_dim == HEAD_DIM and arch.num_heads // arch.num_kv_heads <= LARGEST_GROUP
+    wanted = contract.rollout.kv_cache == "fp8" and options.decode_kernel == "fp8_decode"
+    return "CUSTOM" if fits and wanted else "FLASH_ATTN"
 
 
 def engine_arguments(
@@ -144,14 +173,20 @@ def engine_arguments(
     }
     if contract.rollout.head == "fp32":
         arguments["hf_overrides"] = {"head_dtype": "float32"}
-    return arguments | (_cuda_arguments(contract) if build.platform == "cuda" else _cpu_arguments(options, launch))
+    return arguments | (
+        _cuda_arguments(contract, launch) if build.platform == "cuda" else _cpu_arguments(options, launch)
+    )
 
 
-def _cuda_arguments(contract: PrecisionContract) -> dict[str, Any]:
+def _cuda_arguments(contract: PrecisionContract, launch: Launch) -> dict[str, Any]:
+    kernels = _KERNELS if contract.rounding_points == "kernels" else ()
+    custom_ops = ["+quant_fp8", *(f"+{name}" for name in kernels)]
     arguments: dict[str, Any] = {
-        "attention_config": {"backend": "FLASH_ATTN", "flash_attn_version": 3},
-        "compilation_config": {"custom_ops": ["+quant_fp8"], "pass_config": dict.fromkeys(FUSIONS, False)},
+        "attention_config": {"backend": launch.attention, "flash_attn_version": 3},
+        "compilation_config": {"custom_ops": custom_ops, "pass_config": dict.fromkeys(FUSIONS, False)},
     }
+    if contract.rounding_points == "kernels":
+        arguments["ir_op_priority"] = {norm: ["vllm_c"] for norm in _NORMS}
     if contract.rollout.linear == "fp8_block":
         arguments["linear_backend"] = "deep_gemm"
     return arguments
@@ -163,7 +198,7 @@ def _cpu_arguments(options: VllmConfig, launch: Launch) -> dict[str, Any]:
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(_CPU_BATCHED_TOKENS, launch.longest),
         "quantization": KEPT,
-        "kv_cache_memory_bytes": _cache_bytes(options.kv_cache_gib or _CPU_CACHE_GIB),
+        "kv_cache_memory_bytes": _cache_bytes(options.kv_cache_gib or CPU_CACHE_GIB),
         "block_size": options.block_size or _CPU_BLOCK,
     }
 
@@ -183,8 +218,9 @@ def model_config(arch: Architecture, contract: PrecisionContract) -> dict[str, A
 def _kept_modules(arch: Architecture, contract: PrecisionContract) -> Iterable[str]:
     """Modules with a matrix that is not block FP8."""
     formats = rollout_formats(contract, arch.num_layers).stored_names()
-    kept = [n for n, shape in parameter_shapes(arch).items() if len(shape) == 2 and formats.of(n) != "fp8_block"]
-    return ["lm_head", *(name.removesuffix(".weight") for name in kept if is_linear(name))]
+    linears = (name for name in parameter_shapes(arch) if is_linear(name) and ".experts." not in name)
+    kept = [name.removesuffix(".weight") for name in linears if formats.of(name) != "fp8_block"]
+    return ["lm_head", *kept, *kept_experts(arch, formats)]
 
 
 def executed_formats(described: Mapping[str, Any], contract: PrecisionContract, num_layers: int) -> dict[str, object]:
@@ -204,6 +240,20 @@ def executed_formats(described: Mapping[str, Any], contract: PrecisionContract, 
     }
 
 
+def executed_points(described: Mapping[str, Any], build: VllmBuild) -> str:
+    """The rounding points of the contract that these kernels have, or what runs where they have none of them."""
+    operations, norms = described["custom_ops"], set(described["norms"])
+    compiled = described["compilation"] != "NONE"
+    if build.platform == "cpu":
+        return "compiled for a CPU" if compiled else "native"
+    own = {name for name in _KERNELS if f"+{name}" in operations or "all" in operations}
+    if own == set(_KERNELS) and norms <= {"vllm_c"}:
+        return "kernels"
+    if compiled and not own and norms <= {"native"}:
+        return "fused"
+    return f"kernels of vLLM for {', '.join(sorted(own)) or 'nothing'}, norms by {', '.join(sorted(norms))}"
+
+
 def _linear_name(linears: Mapping[str, Mapping[str, str]], layer: int) -> str:
     prefix = f"model.layers.{layer}."
     kinds = [linear for name, linear in linears.items() if name.startswith(prefix)]
@@ -213,7 +263,7 @@ def _linear_name(linears: Mapping[str, Mapping[str, str]], layer: int) -> str:
 def _kind(linear: Mapping[str, str]) -> str:
     if linear["dtype"] == "bfloat16":
         return "bf16"
-    if linear["dtype"] == "float8_e4m3fn" and linear["kernel"] == "DeepGemmFp8BlockScaledMMKernel":
+    if linear["dtype"] == "float8_e4m3fn" and linear["kernel"] in ("DeepGemmFp8BlockScaledMMKernel", *FP8_KERNELS):
         return "fp8_block"
     return f"{linear['dtype']} by {linear['kernel']}"
 
@@ -221,9 +271,9 @@ def _kind(linear: Mapping[str, str]) -> str:
 def _attention_name(layer: Mapping[str, Any]) -> str:
     if layer["cache"] in ("auto", "bfloat16"):
         return "bf16"
-    if layer["cache"] in ("fp8", "fp8_e4m3") and layer["backend"] == "FLASH_ATTN" and layer["version"] == 3:
+    if layer["cache"] in ("fp8", "fp8_e4m3") and layer["implementation"] in _FP8_BACKENDS and layer["version"] == 3:
         return "fp8"
-    return f"{layer['cache']} by {layer['backend']} {layer['version']}"
+    return f"{layer['cache']} by {layer['implementation']} {layer['version']}"
 
 
 def _scale_rule(described: Mapping[str, Any]) -> str:

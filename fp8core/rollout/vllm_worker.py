@@ -11,8 +11,11 @@ from torch import Tensor
 
 from fp8core.numerics.fingerprint import fingerprints
 from fp8core.rollout import vllm_internals
-from fp8core.rollout.vllm_layout import Slot, TensorSpec
+from fp8core.rollout.vllm_layout import Slot, TensorSpec, rows_of
 from fp8core.rollout.vllm_transfer import Parcel, unpack
+
+# This module is imported in the worker's process before it builds the model.
+vllm_internals.register_decode_backend()
 
 
 class PolicyWorker:
@@ -82,8 +85,10 @@ class PolicyWorker:
             "power_of_two_activations": vllm_internals.power_of_two_activations(model),
             "passes": passes,
             "custom_ops": list(compilation.custom_ops),
-            "compilation": str(compilation.mode),
+            "norms": vllm_internals.norm_providers(self.vllm_config),
+            "compilation": compilation.mode.name,
             "graphs": str(compilation.cudagraph_mode),
+            "runner": type(self.model_runner).__module__,
         }
 
     def policy_memory(self) -> dict[str, int]:
@@ -110,4 +115,4 @@ class PolicyWorker:
         """Views of the parameters, by the names of what was shipped."""
         parameters = dict(self._policy_model().named_parameters())
         placed = {name: Slot(*fields) for name, fields in slots.items()}
-        return {name: parameters[slot.parameter].data[slot.start : slot.stop] for name, slot in placed.items()}
+        return {name: rows_of(parameters[slot.parameter].data)[slot.start : slot.stop] for name, slot in placed.items()}

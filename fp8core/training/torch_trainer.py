@@ -55,7 +55,7 @@ class TorchTrainer:
         self.arch = arch
         self.masters = {name: tensor.float().clone().requires_grad_(True) for name, tensor in masters.items()}
         self._decoder = Decoder(arch, formats)
-        self._unscaled = Decoder(arch, formats.with_attention(Bf16Attention()))
+        self._unscaled = Decoder(arch, formats.with_attention(Bf16Attention(formats.points.weights)))
         self._rollout_formats = rollout_formats
         self._config, self._objective = training, objective
         self._optimiser = torch.optim.AdamW(

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fp8core.config.capability import this_platform
 from fp8core.config.run import RunConfig
-from fp8core.data.chain import ALPHABET, EOS
+from fp8core.data.chain import ALPHABET, EOS, VOCABULARY
 from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture
 from fp8core.models.checkpoint import load_checkpoint
@@ -16,9 +16,13 @@ from fp8core.models.formats import rollout_formats, training_formats
 from fp8core.models.hub import resolve_model
 from fp8core.models.initial import architecture_from_config, initial_weights
 from fp8core.models.tokenizer import Tokenizer, character_tokenizer
+from fp8core.plan.devices import Machine, this_machine
+from fp8core.plan.run_plan import plan_run, refuse_unfit
+from fp8core.plan.shapes import model_shape
 from fp8core.rl.objective import Objective
 from fp8core.rollout.embedded import EmbeddedEngine
 from fp8core.rollout.engine import RolloutEngine
+from fp8core.rollout.vllm_experts import check_routes_fit
 from fp8core.rollout.vllm_settings import (
     check_architecture_fits,
     check_contract_fits,
@@ -27,8 +31,6 @@ from fp8core.rollout.vllm_settings import (
 )
 from fp8core.rollout.vllm_versions import find_build
 from fp8core.training.torch_trainer import TorchTrainer
-
-_CHAIN_VOCABULARY = 32
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ def build_base(config: RunConfig) -> BaseModel:
     if config.rollout.router_replay and not base.arch.sparse_layers:
         raise UserError("rollout.router_replay: replays the choice of experts, but the model has none")
     if config.rollout.engine == "vllm":
-        check_architecture_fits(base.arch, config.precision)
+        check_architecture_fits(base.arch, config.precision, config.rollout.vllm)
     return base
 
 
@@ -71,7 +73,22 @@ def check_engine(config: RunConfig) -> None:
         UserError: vLLM is chosen and missing, of an unknown version, or without what the contract asks for.
     """
     if config.rollout.engine == "vllm":
-        check_contract_fits(config.precision, config.rollout.vllm, find_build(this_platform()))
+        build = find_build(this_platform())
+        check_contract_fits(config.precision, config.rollout.vllm, build)
+        if config.rollout.router_replay:
+            check_routes_fit(build)
+
+
+def check_memory(config: RunConfig) -> None:
+    """Refuse a training that this machine has no memory for, before anything is loaded.
+
+    Raises:
+        UserError: what does not fit and where, or `plan.shapes.model_shape` cannot tell the model's shape.
+    """
+    here = this_machine()
+    on_cpu = config.rollout.engine == "vllm" and find_build(this_platform()).platform == "cpu"
+    machine = Machine(None, here.host) if on_cpu else here
+    refuse_unfit(plan_run(config, model_shape(config), machine))
 
 
 @dataclass(frozen=True)
@@ -112,7 +129,8 @@ def build_engine(config: RunConfig, arch: Architecture) -> RolloutEngine:
         from fp8core.rollout.vllm import VllmEngine
 
         build = find_build(this_platform())
-        return VllmEngine(arch, config.precision, config.rollout.vllm, config.rollout.max_batch, build)
+        rollout = config.rollout
+        return VllmEngine(arch, config.precision, rollout.vllm, rollout.max_batch, build, routes=rollout.router_replay)
     return EmbeddedEngine(arch, rollout_formats(config.precision, arch.num_layers), config.rollout.max_batch)
 
 
@@ -122,8 +140,8 @@ def _from_scratch(config: RunConfig) -> BaseModel:
         raise UserError(
             f"architecture builds a model for the chain task, but data.source is {config.data.source}; set model"
         )
-    arch = architecture_from_config(config.architecture, _CHAIN_VOCABULARY)
-    tokenizer = character_tokenizer(ALPHABET, _CHAIN_VOCABULARY, EOS)
+    arch = architecture_from_config(config.architecture, VOCABULARY)
+    tokenizer = character_tokenizer(ALPHABET, VOCABULARY, EOS)
     return BaseModel(arch, initial_weights(arch, config.seed), tokenizer, revision=None)
 
 

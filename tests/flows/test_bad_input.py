@@ -162,6 +162,14 @@ def cut_weights(model, data):
     (model / "model.safetensors").write_bytes(whole[:-1000])
 
 
+def change_config(**keys):
+    def damage(model, data):
+        config = model / "config.json"
+        config.write_text(json.dumps({**json.loads(config.read_text()), **keys}))
+
+    return damage
+
+
 def change_line(number, line):
     def damage(model, data):
         lines = data.read_text().splitlines()
@@ -189,6 +197,10 @@ DAMAGES = {
     "tensor": (
         change_tensors(lambda tensors: tensors.pop("model.norm.weight")),
         "model.safetensors: tensor model.norm.weight: expected shape [128], found nothing",
+    ),
+    "too-large": (
+        change_config(hidden_size=1 << 20, intermediate_size=1 << 20),
+        "memory: generating and training on host needs ",
     ),
     "no-data": (lambda model, data: data.unlink(), "{data}: no such file"),
     "empty": (lambda model, data: data.write_text("\n"), "{data}: the file has no rows"),

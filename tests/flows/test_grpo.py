@@ -160,10 +160,36 @@ def test_reference_and_filter_are_inserted_from_the_configuration(launch):
 
 
 def test_fresh_pass_calibration_by_percentile_and_fp32_scales(launch):
-    overrides = {"calibration.source": "fresh_pass", "precision.scale_rule": "fp32"}
+    overrides = {"calibration.source": "fresh_pass", "precision.scale_rule": "fp32", "calibration.sequences": 5}
     fresh = launch("fresh", steps=2, overrides=overrides | {"calibration.statistic": "percentile"})
     assert fresh.state.is_completed(), fresh.state.message
     assert fresh.summary["tmpe_max"] == 1.0
+    assert synchronised_scales(fresh) == calibrated_scales(fresh)
+
+
+def test_scales_of_the_logprob_pass_reach_the_engine_through_the_sync(three_steps):
+    assert synchronised_scales(three_steps) == calibrated_scales(three_steps)
+    first, second, _ = calibrated_scales(three_steps)
+    assert (first["version"], second["version"]) == (1, 2)
+
+
+def calibrated_scales(finished):
+    store = ArtifactStore(finished.folder)
+    found = [
+        store.get_json(finished.ledger.tasks(i)["calibrate"].outputs["next_scales"])
+        for i in range(1, finished.summary["steps"] + 1)
+    ]
+    return [{key: scales[key] for key in ("version", "layers")} for scales in found]
+
+
+def synchronised_scales(finished):
+    """What the engine reported to hold after each step's sync."""
+    store = ArtifactStore(finished.folder)
+    found = [
+        store.get_json(finished.ledger.tasks(i)["sync"].outputs["sync_report"])
+        for i in range(1, finished.summary["steps"] + 1)
+    ]
+    return [{"version": report["version"], "layers": report["engine"]["scales"]} for report in found]
 
 
 def test_ragged_prompts_and_small_batches(launch):

@@ -1,14 +1,67 @@
-"""Every configuration that is shipped runs, at reduced size (gsm8k needs a model: see test_real_model)."""
+"""Every configuration that is shipped runs, at reduced size: on this CPU, whatever engine and model it names."""
+
+import json
+from dataclasses import replace
 
 import pytest
 
-from fp8core.config.load import shipped_names
+from fp8core.config.load import load_open_config, shipped_names
+from fp8core.models.checkpoint import save_checkpoint
+from fp8core.models.initial import initial_weights
+from fp8core.plan.shapes import PUBLISHED
+
+SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 32,
+}
+SMALL_BATCH = {
+    "rollout.prompts_per_step": 2,
+    "rollout.group_size": 2,
+    "rollout.max_new_tokens": 4,
+    "evaluation.prompts": 1,
+    "threads": 1,
+}
 
 
-@pytest.mark.parametrize("name", [name for name in shipped_names() if name not in ("gsm8k", "tiny")])
-def test_it_runs(launch, small, name):
-    finished = launch(f"shipped-{name}", steps=2, config=name, overrides=small)
+@pytest.fixture(scope="module")
+def problems(tmp_path_factory):
+    rows = [{"question": f"Tom has {i} apples and buys 7 more.", "answer": f"#### {i + 7}"} for i in range(24)]
+    path = tmp_path_factory.mktemp("data") / "problems.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def checkpoint(small_checkpoint, bpe_tokenizer, tmp_path):
+    """checkpoint(model): a small one of the published model's family, any small one for a model that is left open."""
+
+    def of_family(model):
+        if model not in PUBLISHED:
+            return small_checkpoint
+        published = PUBLISHED[model]
+        experts = published.experts and replace(published.experts, count=4, per_token=2, intermediate_size=128)
+        vocabulary = {"vocab_size": bpe_tokenizer.vocab_size, "max_positions": 512}
+        arch = replace(published, **SIZES, **vocabulary, experts=experts)
+        save_checkpoint(tmp_path / "model", arch, initial_weights(arch, seed=0), bpe_tokenizer)
+        return tmp_path / "model"
+
+    return of_family
+
+
+@pytest.mark.parametrize("name", shipped_names())
+def test_it_runs(launch, small, checkpoint, problems, name):
+    config = load_open_config(name)
+    if config.architecture is not None:
+        reduced = small | {f"architecture.{key}": size for key, size in SIZES.items()}
+    else:
+        reduced = SMALL_BATCH | {"model": str(checkpoint(config.model)), "data.source": str(problems)}
+    finished = launch(f"shipped-{name}", steps=1, config=name, overrides={**reduced, "rollout.engine": "embedded"})
     assert finished.state.is_completed(), finished.state.message
+    assert finished.summary["steps"] == 1
     assert finished.summary["tmpe_max"] == 1.0
     assert finished.summary["tokens_differing"] == 0
 

@@ -1,6 +1,7 @@
 import json
 from dataclasses import asdict
 
+import pyarrow as pa
 import pytest
 import torch
 
@@ -8,7 +9,7 @@ from fp8core.config.load import load_config
 from fp8core.errors import UserError
 from fp8core.numerics.kv_scales import KvStatistics, LayerScales
 from fp8core.rollout.engine import PolicyScales
-from tasks.calibrate import covered, lag_error, read_histograms, scales_of
+from tasks.calibrate import covered, lag_error, read_histograms, scales_of, spread
 
 
 @pytest.fixture
@@ -44,6 +45,13 @@ def test_lag_is_the_distance_from_what_the_step_itself_would_have_given(statisti
     assert lag_error(config, PolicyScales(3, (fresh,)), stored) == 0
     late = PolicyScales(3, (LayerScales(1.0, 2.0, 8.0),))
     assert lag_error(config, late, stored) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("count", "kept"), [(None, list(range(7))), (7, list(range(7))), (100, list(range(7))), (3, [0, 2, 4]), (1, [0])]
+)
+def test_a_fresh_pass_reads_rollouts_from_all_over_the_step(count, kept):
+    assert spread(pa.table({"row": range(7)}), count)["row"].to_pylist() == kept
 
 
 @pytest.mark.parametrize("value", [49.9, 100.1])

@@ -5,11 +5,11 @@ from typing import Any
 import torch
 
 from fp8core.rollout import vllm_internals
+from fp8core.rollout.vllm_capture import CapturingWorker
 from fp8core.rollout.vllm_transfer import Parcel
-from fp8core.rollout.vllm_worker import PolicyWorker
 
 
-class FaultyWorker(PolicyWorker):
+class FaultyWorker(CapturingWorker):
     """Commits `policy_fault` on every write; none at first."""
 
     policy_fault = ""
@@ -68,6 +68,14 @@ class FaultyWorker(PolicyWorker):
     def _policy_swapped_parts(self, now: dict[str, Any], before: dict[str, Any]) -> None:
         weight = now["model.layers.0.mlp.gate_up_proj.weight"]
         weight.copy_(torch.cat(weight.chunk(2)[::-1]).clone())
+
+    def _policy_swapped_experts(self, now: dict[str, Any], before: dict[str, Any]) -> None:
+        for part in ("w13", "w2"):
+            weight = now[f"model.layers.0.mlp.experts.routed_experts.{part}_weight"].view(torch.uint8)
+            weight[:2] = weight[:2].flip(0)
+
+    def _policy_doubled_tile(self, now: dict[str, Any], before: dict[str, Any]) -> None:
+        now["model.layers.0.mlp.experts.routed_experts.w2_weight_scale_inv"][5, 1, 0] *= 2
 
     def _policy_flipped_bit(self, now: dict[str, Any], before: dict[str, Any]) -> None:
         now["lm_head.weight"].view(torch.int16)[3, 5] ^= 1

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import CONTRACT, LARGEST_ERROR, MEAN_ERROR, build_groups, collect
+from conftest import CONTRACT, ON_GPU, build_groups, collect
 
 from fp8core.errors import UserError
 from fp8core.models.formats import rollout_formats
@@ -17,39 +17,53 @@ STOPS = frozenset({3, 7, 9})
 
 
 def test_greedy_tokens_are_the_references(engine, policies):
+    """Tokens part from the reference's only where its own two best are nearer than log-probs may err.
+
+    vLLM takes a where the reference takes b, so it holds a for at least as likely as b: it errs by at least the
+    reference's b above vLLM's a. That error must lie within the bounds, in FP8 the reference's own (`Bounds`).
+    """
     policy, groups, sampling = policies[0], build_groups(12, 1), Sampling(0.0, 12, STOPS)
     reference = EmbeddedEngine(policy.trainer.arch, rollout_formats(CONTRACT, 2), 64)
     reference.update(policy.trainer.export(), policy.scales, 0)
-    equal = 0
-    for done, expected in zip(collect(engine, groups, sampling), collect(reference, groups, sampling), strict=True):
-        parting = next((i for i, (a, b) in enumerate(zip(done.tokens, expected.tokens, strict=False)) if a != b), None)
-        if parting is None:
-            equal += 1
-        else:
-            pair = [replace(done, tokens=side.tokens[: parting + 1]) for side in (done, expected)]
-            ours, best = (row[-1] for row in policy.logprobs(groups, pair, 1.0))
-            assert best - ours < LARGEST_ERROR, f"group {done.group}, position {parting}: no tie"
-    assert equal >= 6
+    found, expected = collect(engine, groups, sampling), collect(reference, groups, sampling)
+    largest = policy.bounds(groups, found, 1.0).largest
+    partings = [_parting(done.tokens, best.tokens) for done, best in zip(found, expected, strict=True)]
+    for done, best, parting in zip(found, expected, partings, strict=True):
+        if parting is not None:
+            error = best.logprobs[parting] - done.logprobs[parting]
+            assert error < largest, f"group {done.group}, position {parting}: no tie"
+    agreed = sum(len(done.tokens) if at is None else at for done, at in zip(found, partings, strict=True))
+    assert agreed >= sum(len(done.tokens) for done in found) / 2
+    assert ON_GPU or partings.count(None) >= 6
+
+
+def _parting(tokens, others):
+    return next((i for i, (a, b) in enumerate(zip(tokens, others, strict=False)) if a != b), None)
+
+
+def _logprobs(found):
+    return torch.tensor([logprob for completion in found for logprob in completion.logprobs])
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
 def test_logprobs_are_those_of_the_distribution_sampled_from(engine, policies, temperature):
+    """Near the reference at this temperature, in the sense of `Bounds`, and far from it at another."""
     groups = build_groups(8, 4)
     found = collect(engine, groups, Sampling(temperature, 12, STOPS))
-    reported = torch.tensor([logprob for completion in found for logprob in completion.logprobs])
-    expected = torch.cat(policies[0].logprobs(groups, found, temperature))
-    assert (reported - expected).abs().mean() < MEAN_ERROR
-    assert (reported - expected).abs().max() < LARGEST_ERROR
+    reported, bounds = _logprobs(found), policies[0].bounds(groups, found, temperature)
+    error = (reported - torch.cat(policies[0].logprobs(groups, found, temperature))).abs()
+    assert error.mean() < bounds.mean
+    assert error.max() < bounds.largest
     if temperature != 1.0:
         untempered = torch.cat(policies[0].logprobs(groups, found, 1.0))
-        assert (reported - untempered).abs().mean() > 5 * MEAN_ERROR
+        assert (reported - untempered).abs().mean() > 3 * bounds.mean
 
 
 def test_greedy_logprobs_are_those_of_temperature_one(engine, policies):
     groups = build_groups(8, 1)
     found = collect(engine, groups, Sampling(0.0, 12, STOPS))
-    reported = torch.tensor([logprob for completion in found for logprob in completion.logprobs])
-    assert (reported - torch.cat(policies[0].logprobs(groups, found, 1.0))).abs().max() < LARGEST_ERROR
+    error = (_logprobs(found) - torch.cat(policies[0].logprobs(groups, found, 1.0))).abs()
+    assert error.max() < policies[0].bounds(groups, found, 1.0).largest
 
 
 def test_tokens_come_as_often_as_their_logprobs_say(engine):
@@ -74,12 +88,16 @@ def test_a_seed_gives_its_completion_alone_and_in_any_batch(engine):
     assert len({tuple(done.tokens) for done in together}) > 20, "other seeds draw other completions"
 
 
-def test_prompts_that_exceed_a_batch_change_nothing(engine):
+def test_prompts_that_exceed_a_batch_change_nothing(engine, policies):
+    """On a GPU vLLM's results depend on the batch, so tokens may part there; log-probs stay near all the same."""
     sampling = Sampling(1.0, 4, frozenset())
     groups = build_groups(24, 1, longest=240, shortest=180)
     together = collect(engine, groups, sampling)
     alone = [done for group in groups for done in collect(engine, [group], sampling)]
-    assert [done.tokens for done in together] == [done.tokens for done in alone]
+    assert ON_GPU or [done.tokens for done in together] == [done.tokens for done in alone]
+    for found in (together, alone):
+        error = (_logprobs(found) - torch.cat(policies[0].logprobs(groups, found, 1.0))).abs()
+        assert error.mean() < policies[0].bounds(groups, found, 1.0).mean
 
 
 def test_part_of_a_group_draws_what_the_whole_group_did(engine):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import CONTRACT, LARGEST_ERROR, MEAN_ERROR, OPTIONS, SHAPE, build_groups, build_policy, collect
+from conftest import CONTRACT, OPTIONS, SHAPE, build_groups, build_policy, collect
 
 from fp8core.models.architecture import Architecture, RopeScaling
 from fp8core.numerics.fingerprint import policy_digest
@@ -39,7 +39,8 @@ def test_a_tied_llama_with_scaled_positions(vllm_build):
             found = collect(engine, groups, Sampling(0.7, 12, frozenset({3})))
             reported = torch.tensor([logprob for done in found for logprob in done.logprobs])
             error = (reported - torch.cat(policy.logprobs(groups, found, 0.7))).abs()
-            assert error.mean() < MEAN_ERROR
-            assert error.max() < 2 * LARGEST_ERROR, "logits of 8 bits"
+            bounds = policy.bounds(groups, found, 0.7)
+            assert error.mean() < bounds.mean
+            assert error.max() < 2 * bounds.largest, "logits of 8 bits"
     finally:
         engine.close()

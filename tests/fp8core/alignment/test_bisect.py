@@ -154,7 +154,8 @@ def test_a_cache_in_another_format_is_the_attentions(case):
 @pytest.mark.parametrize(("part", "change"), [("head", SidePrecision(head="bf16")), ("values", None)])
 def test_head_and_rounding_are_units_too(case, part, change):
     if change is None:
-        formats = replace(case.fp8.formats, rounding=reference_formats(2).rounding)
+        exact = reference_formats(2)
+        formats = replace(case.fp8.formats, rounding=exact.rounding, points=exact.points)
     else:
         formats = rollout_formats(PrecisionContract(rollout=change), 2)
     suspect = replace(case.fp8, formats=formats)

@@ -22,14 +22,14 @@ from fp8core.models.weights import SCALE_SUFFIX, StoredNames, load_policy, store
 from fp8core.numerics.e4m3 import encode, quantise_tiles
 from fp8core.numerics.linear import Bf16Linear, Fp8BlockLinear, Fp32Linear, StoredWeight, load_weight
 from fp8core.numerics.logprobs import load_head
-from fp8core.numerics.rounding import keep_fp32, round_to_bf16
+from fp8core.numerics.rounding import NOWHERE, STEPWISE, keep_fp32, round_to_bf16
 from fp8core.rl.batch import RolloutBatch, TokenBatch, length_mask, pad
 from fp8core.rollout.engine import Sampling
 
 FORMATS = {
-    "fp8": MlpFormats(Fp8BlockLinear("pow2"), Fp8BlockLinear("pow2"), round_to_bf16),
-    "fp8, fp32 scales": MlpFormats(Fp8BlockLinear("fp32"), Fp8BlockLinear("fp32"), round_to_bf16),
-    "bf16": MlpFormats(Bf16Linear(), Bf16Linear(), round_to_bf16),
+    "fp8": MlpFormats(Fp8BlockLinear("pow2"), Fp8BlockLinear("pow2"), round_to_bf16, STEPWISE),
+    "fp8, fp32 scales": MlpFormats(Fp8BlockLinear("fp32"), Fp8BlockLinear("fp32"), round_to_bf16, STEPWISE),
+    "bf16": MlpFormats(Bf16Linear(), Bf16Linear(), round_to_bf16, STEPWISE),
 }
 HIDDEN, WIDTH, COUNT = 144, 72, 5
 STOP = frozenset({1, 7, 11})
@@ -134,7 +134,7 @@ def test_gradients_reach_the_router_through_the_gates_of_a_replayed_choice():
     worst = top_k(-router_logits(x, layer.router).detach(), 2)
     assert not torch.equal(worst, top_k(router_logits(x, layer.router), 2))
     replay = ReplayedRouting(worst[None, :, None])
-    formats = MlpFormats(Fp32Linear(), Fp32Linear(), keep_fp32)
+    formats = MlpFormats(Fp32Linear(), Fp32Linear(), keep_fp32, NOWHERE)
     slope = normal(6, HIDDEN, seed=32)
     found = torch.autograd.grad((feed_forward(x, layer, formats, 0, replay) * slope).sum(), [x, gate, *masters])
 

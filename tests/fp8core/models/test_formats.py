@@ -97,3 +97,18 @@ def test_each_linear_and_each_attention_has_its_own_format():
     assert [type(layer.attention) for layer in mixed.layers] == [Fp8Attention, Fp32Attention]
     assert [type(layer.attention) for layer in mixed.with_attention(Bf16Attention()).layers] == [Bf16Attention] * 2
     assert mixed.with_attention(Bf16Attention()).stored_names() == mixed.stored_names()
+
+
+@pytest.mark.parametrize("name", ["stepwise", "native", "kernels", "fused"])
+def test_rounding_points_reach_values_and_bf16_attention_of_both_sides(name):
+    contract = PrecisionContract(rollout=SidePrecision(kv_cache="bf16"), rounding_points=name)
+    formats = rollout_formats(contract, 2)
+    assert formats.points.name == formats.describe()["rounding_points"] == name
+    assert training_formats(contract, 2).points is formats.points
+    q = torch.randn(1, 1, 1, 8)
+    k = v = torch.randn(1, 1, 5, 8).bfloat16().float()
+    expected = Bf16Attention(formats.points.weights)
+    stored, mask = expected.store(k, v, None), torch.ones(1, 1, 1, 5, dtype=torch.bool)
+    changed = rollout_formats(PrecisionContract(rollout=contract.rollout), 2).with_points(formats.points)
+    for form in (formats.layers[1].attention, changed.layers[1].attention):
+        assert torch.equal(form.attend(q, *stored, mask, None), expected.attend(q, *stored, mask, None))

@@ -39,7 +39,7 @@ def test_rms_norm_is_that_of_transformers(shape: tuple[int, ...]) -> None:
     x, weight = randn(*shape, seed=1), 1 + 0.1 * randn(shape[-1], seed=2)
     module = LlamaRMSNorm(shape[-1], EPS)
     module.weight.data = weight
-    y = rms_norm(x, weight, EPS, keep_fp32)
+    y = rms_norm(x, weight, EPS, keep_fp32, keep_fp32)
     assert y.dtype == torch.float32
     assert torch.allclose(y, module(x), rtol=1e-6, atol=0)
 
@@ -49,14 +49,14 @@ def test_rms_norm_rounds_the_wide_normalised_value_and_the_product(rounding, rou
     x, weight = randn(50, 96, seed=3), to_bf16(1 + 0.1 * randn(96, seed=4))
     wide = x.double()
     normed = rounded(wide * torch.rsqrt((wide * wide).sum(-1, keepdim=True) / 96 + EPS))
-    assert torch.equal(rms_norm(x, weight, EPS, rounding), rounded(normed * weight))
+    assert torch.equal(rms_norm(x, weight, EPS, rounding, rounding), rounded(normed * weight))
 
 
 def test_rms_norm_in_bf16_is_nearly_that_of_transformers() -> None:
     x, weight = randn(50, 96, seed=3), to_bf16(1 + 0.1 * randn(96, seed=4))
     module = LlamaRMSNorm(96, EPS).bfloat16()
     module.weight.data = weight.bfloat16()
-    differing = rms_norm(x, weight, EPS, round_to_bf16) != module(x.bfloat16()).float()
+    differing = rms_norm(x, weight, EPS, round_to_bf16, round_to_bf16) != module(x.bfloat16()).float()
     assert differing.float().mean() < 1e-3
 
 
@@ -64,8 +64,8 @@ def test_rms_norm_in_bf16_is_nearly_that_of_transformers() -> None:
 def test_rms_norm_adds_eps_to_the_mean_square(eps: float) -> None:
     x = torch.full((1, 4), 2.0**-10)
     expected = 2.0**-10 / (2.0**-20 + eps) ** 0.5
-    assert rms_norm(x, torch.ones(4), eps, keep_fp32)[0, 0].item() == pytest.approx(expected, rel=1e-6)
-    assert not rms_norm(torch.zeros(1, 4), torch.ones(4), eps, keep_fp32).any()
+    assert rms_norm(x, torch.ones(4), eps, keep_fp32, keep_fp32)[0, 0].item() == pytest.approx(expected, rel=1e-6)
+    assert not rms_norm(torch.zeros(1, 4), torch.ones(4), eps, keep_fp32, keep_fp32).any()
 
 
 @pytest.mark.parametrize(("rounding", "tolerance"), [(keep_fp32, 1e-5), (round_to_bf16, 1e-2)])
@@ -73,7 +73,7 @@ def test_rms_norm_adds_eps_to_the_mean_square(eps: float) -> None:
 def test_rms_norm_gradients(shape: tuple[int, ...], rounding, tolerance: float) -> None:
     leaves = randn(*shape, seed=5).requires_grad_(), randn(32, seed=6).requires_grad_()
     upstream = randn(*shape, seed=7)
-    ours = torch.autograd.grad(rms_norm(*leaves, 0.1, rounding), leaves, upstream)
+    ours = torch.autograd.grad(rms_norm(*leaves, 0.1, rounding, rounding), leaves, upstream)
     wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
     normed = passing(wide[0] * torch.rsqrt(wide[0].square().mean(-1, keepdim=True) + 0.1), rounding)
     assert_close(ours, torch.autograd.grad(normed * wide[1], wide, upstream.double()), tolerance)
@@ -84,7 +84,7 @@ def test_rms_norm_gradients(shape: tuple[int, ...], rounding, tolerance: float) 
 
 def test_swiglu_is_that_of_torch() -> None:
     gate, up = randn(40, 33, seed=8, spread=8.0), randn(40, 33, seed=9)
-    y = swiglu(gate, up, keep_fp32)
+    y = swiglu(gate, up, keep_fp32, keep_fp32)
     assert y.dtype == torch.float32
     assert torch.allclose(y, torch.nn.functional.silu(gate) * up, rtol=1e-6, atol=1e-30)
 
@@ -94,12 +94,12 @@ def test_swiglu_rounds_the_wide_activation_and_the_product(rounding, rounded) ->
     gate, up = randn(40, 33, seed=10, spread=4.0), randn(40, 33, seed=11)
     wide = gate.double()
     expected = rounded(rounded(wide / (1 + torch.exp(-wide))) * up)
-    assert torch.equal(swiglu(gate, up, rounding), expected)
+    assert torch.equal(swiglu(gate, up, rounding, rounding), expected)
 
 
 def test_swiglu_of_extreme_gates() -> None:
     gate = torch.tensor([-1e30, -1000.0, 1000.0, 1e30, 0.0]).requires_grad_()
-    y = swiglu(gate, torch.ones(5), keep_fp32)
+    y = swiglu(gate, torch.ones(5), keep_fp32, keep_fp32)
     assert y.tolist() == [0.0, 0.0, 1000.0, torch.tensor(1e30).item(), 0.0]
     (grad,) = torch.autograd.grad(y.sum(), gate)
     assert grad.tolist() == [0.0, 0.0, 1.0, 1.0, 0.5]
@@ -109,7 +109,7 @@ def test_swiglu_of_extreme_gates() -> None:
 def test_swiglu_gradients(rounding) -> None:
     leaves = randn(9, 33, seed=12, spread=4.0).requires_grad_(), randn(9, 33, seed=13).requires_grad_()
     upstream = randn(9, 33, seed=14)
-    ours = torch.autograd.grad(swiglu(*leaves, rounding), leaves, upstream)
+    ours = torch.autograd.grad(swiglu(*leaves, rounding, rounding), leaves, upstream)
     wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
     explicit = passing(torch.nn.functional.silu(wide[0]), rounding) * wide[1]
     assert_close(ours, torch.autograd.grad(explicit, wide, upstream.double()), 1e-5)

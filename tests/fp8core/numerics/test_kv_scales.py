@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fp8core.numerics.e4m3 import E4M3_MAX, GroupNotFinite
 from fp8core.numerics.kv_scales import (
+    AmaxStatistics,
     KvStatistics,
     LayerAmax,
     LayerHistograms,
@@ -216,6 +217,22 @@ def test_covered_amax_by_layer_and_tensor() -> None:
     layers = [[MagnitudeHistogram(float(10 * i + j), 1016, (1,)) for j in range(3)] for i in range(2)]
     found = covered_amax([LayerHistograms(*layer) for layer in layers], 100.0)
     assert found == [LayerAmax(0.0, 1.0, 1.125), LayerAmax(1.125, 1.125, 1.125)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_amax_alone_covers_everything_at_any_percentile(dtype) -> None:
+    counted, extremes = KvStatistics(1), AmaxStatistics(1)
+    for seed in (7, 8):
+        tensors, valid = random_batch(seed)
+        for statistics in (counted, extremes):
+            statistics.observe(0, tuple(x.to(dtype) for x in tensors), valid, SCALES)
+    assert extremes.amax() == counted.amax()
+    assert extremes.saturated_share() == counted.saturated_share() > 0
+    for percentile in (50.0, 99.9, 100.0):
+        assert covered_amax(extremes.histograms(), percentile) == counted.amax()
+    (layer,), (full,) = extremes.histograms(), counted.histograms()
+    assert sum(layer.k.counts) == sum(full.k.counts)
+    assert layer.k + full.k == full.k + layer.k
 
 
 # Distance of scales

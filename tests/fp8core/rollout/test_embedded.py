@@ -102,6 +102,7 @@ def test_description(architecture, pair_of):
         "attention": "fp8",
         "head": "bf16",
         "scale_rule": "fp32",
+        "rounding_points": "stepwise",
         "accumulation": "exact",
     }
     assert [(layer["q"], layer["k"], layer["v"]) for layer in scales] == [(s.q, s.k, s.v) for s in pair.scales.layers]

@@ -1,10 +1,11 @@
 """Where shipped tensors lie in vLLM's parameters."""
 
 import pytest
+import torch
 
 from fp8core.models.architecture import parameter_shapes
 from fp8core.models.weights import SCALE_SUFFIX
-from fp8core.rollout.vllm_layout import Slot, TensorSpec, UpdateError, check_fit, find_slots
+from fp8core.rollout.vllm_layout import Slot, TensorSpec, UpdateError, check_fit, find_slots, rows_of
 
 LAYER = "model.layers.0"
 
@@ -114,3 +115,77 @@ def test_only_the_padding_of_a_vocabulary_may_stay_empty(shipped, parameters, ro
         check_fit(shipped, find_slots(shipped), parameters)
     else:
         _refused(shipped, parameters, f"embed_tokens.weight: 150 of its {rows} rows were sent")
+
+
+EXPERTS = f"{LAYER}.mlp.experts"
+HELD = f"{EXPERTS}.routed_experts"
+
+
+@pytest.fixture
+def experts():
+    """Four experts of a layer in block FP8, in the order a trainer ships them: 384 rows of gate and of up."""
+    tensors = {}
+    for e in range(4):
+        for part, shape in (("gate", (384, 256)), ("up", (384, 256)), ("down", (256, 384))):
+            codes = torch.full(shape, 10 * e + ("gate", "up", "down").index(part), dtype=torch.uint8)
+            tensors[f"{EXPERTS}.{e}.{part}_proj.weight"] = codes
+            tensors[f"{EXPERTS}.{e}.{part}_proj.weight_scale_inv"] = codes[::128, ::128].float().clone()
+    return tensors
+
+
+@pytest.fixture
+def held():
+    """The same as vLLM holds it."""
+    return {
+        f"{HELD}.w13_weight": torch.zeros(4, 768, 256, dtype=torch.uint8),
+        f"{HELD}.w2_weight": torch.zeros(4, 256, 384, dtype=torch.uint8),
+        f"{HELD}.w13_weight_scale_inv": torch.zeros(4, 6, 2),
+        f"{HELD}.w2_weight_scale_inv": torch.zeros(4, 2, 3),
+    }
+
+
+def _specs(tensors):
+    return {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}
+
+
+def test_experts_lie_one_after_another_gate_above_up(experts, held):
+    slots = find_slots(_specs(experts))
+    check_fit(_specs(experts), slots, _specs(held))
+    for name, slot in slots.items():
+        rows_of(held[slot.parameter])[slot.start : slot.stop] = experts[name]
+    for e in range(4):
+        parts = [experts[f"{EXPERTS}.{e}.{part}_proj.weight"] for part in ("gate", "up", "down")]
+        assert held[f"{HELD}.w13_weight"][e].equal(torch.cat(parts[:2]))
+        assert held[f"{HELD}.w2_weight"][e].equal(parts[2])
+        tiles = [experts[f"{EXPERTS}.{e}.{part}_proj.weight_scale_inv"] for part in ("gate", "up", "down")]
+        assert held[f"{HELD}.w13_weight_scale_inv"][e].equal(torch.cat(tiles[:2]))
+        assert held[f"{HELD}.w2_weight_scale_inv"][e].equal(tiles[2])
+
+
+@pytest.mark.parametrize(
+    ("missing", "complaint"),
+    [
+        ("1.up_proj.weight", r"w13_weight: rows from 1152 to 1536 are missing"),
+        ("3.down_proj.weight", r"w2_weight: 768 of its 1024 rows were sent"),
+        ("0.gate_proj.weight_scale_inv", r"w13_weight_scale_inv: rows from 0 to 3 are missing"),
+    ],
+)
+def test_a_missing_part_of_an_expert_is_named(experts, held, missing, complaint):
+    del experts[f"{EXPERTS}.{missing}"]
+    _refused(_specs(experts), _specs(held), complaint)
+
+
+def test_an_expert_too_many_is_refused(experts, held):
+    experts[f"{EXPERTS}.4.down_proj.weight"] = experts[f"{EXPERTS}.0.down_proj.weight"]
+    _refused(_specs(experts), _specs(held), r"experts.4.down_proj.weight: .* rows from 1024 of .*w2_weight")
+
+
+def test_parts_of_unlike_height_do_not_overlap(experts, held):
+    for name, rows in ((f"{EXPERTS}.0.gate_proj.weight", 640), (f"{EXPERTS}.0.up_proj.weight", 128)):
+        experts[name] = torch.zeros(rows, 256, dtype=torch.uint8)
+    _refused(_specs(experts), _specs(held), r"w13_weight: rows from 128 to 640 are sent twice")
+
+
+def test_a_router_keeps_its_name():
+    name = f"{LAYER}.mlp.gate.weight"
+    assert find_slots({name: TensorSpec("bfloat16", (4, 256))}) == {name: Slot(name, 0, 4)}

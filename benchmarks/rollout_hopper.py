@@ -1,0 +1,160 @@
+"""Time rollouts of real model shapes with vLLM on one Hopper GPU, BF16 beside FP8 under the same settings.
+
+    python benchmarks/rollout_hopper.py --out FOLDER [--seconds 500] ENGINE [ENGINE ...]
+    python benchmarks/rollout_hopper.py --out FOLDER qwen3-8b/bf16/256 qwen3-8b/fp8_linear_kv
+
+An engine is a model, a precision and its cells (ENGINES below); it is a process of its own and writes
+FOLDER/ENGINE.json after every cell, so that what was measured stays. Weights are random, prompts are all
+different, every request generates its full length. Loading, compiling and a short rollout come before the clock.
+"""
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import vllm_hopper_cases as cases
+from benchmarks.decode_trace import WORKER, decode_trace
+from benchmarks.vllm_hopper import prepare
+from fp8core.models.architecture import Architecture
+from fp8core.store.versions import git_state, library_versions
+
+ROOT = Path(__file__).parents[1]
+# With random weights the next token is one of these with a probability of about 1 / 800: lengths are geometric.
+TAIL = frozenset(range(4, 194))
+HEADLINE = ((256, 512, 3072), (512, 512, 2048))
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One batch of requests; with a tail, `generated` is the longest and most end well before."""
+
+    requests: int
+    prompt: int
+    generated: int
+    repeats: int = 1
+    tail: bool = False
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What is started, what is timed on it, and the requests and context of the decode step that is traced."""
+
+    model: str
+    precision: str
+    cells: tuple[Cell, ...]
+    batch_invariant: bool = False
+    decode_kernel: str = "fp8_decode"
+    traced: tuple[int, int] | None = None
+
+
+def _headline(repeats: int) -> tuple[Cell, ...]:
+    return tuple(Cell(*shape, repeats) for shape in HEADLINE)
+
+
+_SHORT = Cell(256, 512, 1024)
+_OTHERS = (_SHORT, Cell(256, 512, 3072, tail=True), Cell(64, 1024, 8192))
+ENGINES = {
+    "qwen3-8b/bf16/256": Engine("qwen3-8b", "bf16", _headline(3)[:1], traced=(256, 2048)),
+    "qwen3-8b/bf16/512": Engine("qwen3-8b", "bf16", _headline(3)[1:]),
+    "qwen3-8b/fp8_linear_kv": Engine("qwen3-8b", "fp8_linear_kv", _headline(3), traced=(256, 2048)),
+    "qwen3-8b/fp8_linear": Engine("qwen3-8b", "fp8_linear", _headline(1)),
+    "qwen3-8b/bf16/others": Engine("qwen3-8b", "bf16", _OTHERS),
+    "qwen3-8b/fp8_linear_kv/others": Engine("qwen3-8b", "fp8_linear_kv", _OTHERS),
+    "qwen3-8b/fp8_linear_kv/flash": Engine("qwen3-8b", "fp8_linear_kv", (_SHORT,), decode_kernel="flash_attention"),
+    "qwen3-8b/fp8_linear_kv/invariant": Engine("qwen3-8b", "fp8_linear_kv", (_SHORT,), batch_invariant=True),
+    "llama-3.1-8b/bf16": Engine("llama-3.1-8b", "bf16", (_SHORT,)),
+    "llama-3.1-8b/fp8_linear_kv": Engine("llama-3.1-8b", "fp8_linear_kv", (_SHORT,)),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Time rollouts of real model shapes with vLLM on one Hopper GPU.")
+    parser.add_argument("engines", nargs="+", choices=list(ENGINES), metavar="ENGINE", help=", ".join(ENGINES))
+    parser.add_argument("--out", type=Path, required=True, help="folder of the results")
+    parser.add_argument("--seconds", type=float, default=560.0, help="budget; what runs longer is ended")
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    options.out = options.out.absolute()
+    options.out.mkdir(parents=True, exist_ok=True)
+    if options.inside:
+        measure(ENGINES[options.engines[0]], options.out / f"{options.engines[0].replace('/', '-')}.json")
+        return
+    deadline = time.monotonic() + options.seconds
+    for name in options.engines:
+        command = [sys.executable, "-m", "benchmarks.rollout_hopper", name, "--inside", f"--out={options.out}"]
+        process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
+        try:
+            process.wait(max(1.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # with the engine's processes
+            print(f"{name}: out of time", flush=True)
+
+
+def architecture(model: str) -> Architecture:
+    """The full-depth shape of a model."""
+    return {"qwen3-8b": lambda: cases.qwen3_8b(36), "llama-3.1-8b": cases.llama_8b}[model]()
+
+
+def measure(engine_of: Engine, out: Path) -> None:
+    """Start an engine and time its cells."""
+    arch, contract = architecture(engine_of.model), cases.contract(engine_of.precision)
+    longest = max(cell.prompt + cell.generated for cell in engine_of.cells)
+    settings = cases.options(
+        batch_invariant=engine_of.batch_invariant,
+        decode_kernel=engine_of.decode_kernel,
+        gpu_memory_utilization=0.92,
+        max_model_len=longest,
+    )
+    prepare(contract, settings)
+    started: list[dict[str, Any]] = []
+    largest = max(cell.requests for cell in engine_of.cells)
+    engine = cases.start(arch, contract, settings, largest, started, worker=WORKER)
+    rows = started
+    try:
+        cases.synchronise(engine, cases.random_policy(arch, contract, own_layers=1))
+        torch.cuda.empty_cache()
+        described = cases.summary(engine.describe())
+        for cell in engine_of.cells:
+            cases.timed_rollout(engine, cell.requests, cell.prompt, 16, seed=0)
+            about = _about(engine_of, arch, cell, described)
+            runs: list[dict[str, Any]] = []
+            for seed in range(1, cell.repeats + 1):
+                stops = TAIL if cell.tail else frozenset[int]()
+                runs.append(cases.timed_rollout(engine, cell.requests, cell.prompt, cell.generated, seed, stops))
+                # After every run: what was measured stays, whatever ends this process.
+                out.write_text(json.dumps([*rows, about | _median(runs)], indent=1) + "\n")
+                print(engine_of.model, engine_of.precision, runs[-1], flush=True)
+            rows.append(about | _median(runs))
+        if engine_of.traced:
+            rows.append(decode_trace(engine, engine_of.model, engine_of.precision, arch, *engine_of.traced))
+            out.write_text(json.dumps(rows, indent=1) + "\n")
+    finally:
+        engine.close()
+
+
+def _about(engine_of: Engine, arch: Architecture, cell: Cell, described: dict[str, Any]) -> dict[str, Any]:
+    about = {"kind": "rollout", "model": engine_of.model, "precision": engine_of.precision, "layers": arch.num_layers}
+    about |= {"batch_invariant": engine_of.batch_invariant, "long_tailed": cell.tail}
+    about |= {"backend": described["backend"], "kernels": described["kernels"]}
+    source = {"commit": git_state(ROOT)["commit"], "versions": library_versions()}
+    return about | source | {"command": " ".join(["python benchmarks/rollout_hopper.py", *sys.argv[1:]])}
+
+
+def _median(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """The run of median speed, with the speeds of all."""
+    speeds = [run["tokens_per_s"] for run in runs]
+    return {"repeats": len(runs), "all_tokens_per_s": speeds, **runs[speeds.index(statistics.median_low(speeds))]}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,285 @@
+"""Measure Qwen3-30B-A3B's shape in vLLM on one Hopper GPU: decoding in BF16 and FP8, and an update of its experts.
+
+    python -m benchmarks.vllm_moe_hopper --out FOLDER [NAME ...] [--requests 256 --prompt 512 --generated 512]
+
+Every measurement is a process of its own and writes FOLDER/NAME.json: its rows, or the error that ended it. Weights are
+random and drawn on the GPU; no part of the model is ever in main memory. The prompts are random as well, so tokens go
+to all experts about evenly.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import vllm_hopper_cases as cases
+from flows.environment import set_variables
+from fp8core.config.precision import PrecisionContract
+from fp8core.config.vllm import VllmConfig
+from fp8core.models.architecture import Architecture, Experts, parameter_shapes
+from fp8core.models.weights import SCALE_SUFFIX
+from fp8core.numerics.e4m3 import TILE
+from fp8core.numerics.kv_scales import LayerScales
+from fp8core.rollout.engine import PolicyScales, PromptGroup, Sampling
+from fp8core.rollout.vllm_settings import check_architecture_fits, required_environment, suggested_environment
+from fp8core.store.versions import git_state, hardware, library_versions
+
+ROOT = Path(__file__).parents[1]
+MODEL = "qwen3-30b-a3b"
+Rows = list[dict[str, Any]]
+_AS_IT_IS: Mapping[str, str] = {}
+# Codes of spread 100 with these scales are weights of spread 0.012.
+_CODE_SPREAD, _SCALE, _SPREAD = 100.0, 2.0**-13, 0.012
+
+
+def qwen3_30b_a3b(layers: int = 48) -> Architecture:
+    """Qwen3-30B-A3B with fewer layers, or all 48."""
+    experts = Experts(
+        count=128, per_token=8, intermediate_size=768, normalise_top_k=True, sparse_step=1, dense_layers=()
+    )
+    return Architecture(
+        family="qwen3_moe",
+        vocab_size=151_936,
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_layers=layers,
+        num_heads=32,
+        num_kv_heads=4,
+        head_dim=128,
+        rms_norm_eps=1e-6,
+        rope_theta=1_000_000.0,
+        max_positions=40_960,
+        rope_scaling=None,
+        qk_norm=True,
+        tie_embeddings=False,
+        experts=experts,
+    )
+
+
+def random_policy(arch: Architecture, agreed: PrecisionContract, own_layers: int, device: str = "cuda") -> cases.Policy:
+    """Random tensors of the right types; experts are parts of one tensor a layer, as grouped GEMMs want them.
+
+    Layers from `own_layers` on share the tensors of those before, where memory is short.
+    """
+    draw = _Draw(device, fp8=agreed.rollout.linear == "fp8_block")
+    torch.manual_seed(0)
+    shapes = parameter_shapes(arch)
+    tensors = {name: draw.plain(shape) for name, shape in shapes.items() if ".layers." not in name}
+    own = [_random_layer(arch, draw) for _ in range(own_layers)]
+    for layer in range(arch.num_layers):
+        tensors |= {f"model.layers.{layer}.{name}": tensor for name, tensor in own[layer % own_layers].items()}
+    assert {name for name in tensors if not name.endswith(SCALE_SUFFIX)} == set(shapes)
+    layers = tuple(LayerScales(0.25, 0.25, 0.25) for _ in range(arch.num_layers))
+    return cases.Policy(arch, tensors, PolicyScales(0, layers))
+
+
+@dataclass(frozen=True)
+class _Draw:
+    """Where random tensors are made, and whether linears are codes."""
+
+    device: str
+    fp8: bool
+
+    def plain(self, shape: tuple[int, ...]) -> Tensor:
+        """BF16: ones, or of the spread that weights have."""
+        if len(shape) == 1:
+            return torch.ones(shape, device=self.device, dtype=torch.bfloat16)
+        return torch.randn(shape, device=self.device, dtype=torch.bfloat16).mul_(_SPREAD)
+
+    def linear(self, shape: tuple[int, ...]) -> dict[str, Tensor]:
+        """A linear, or several [..., rows, columns], by the ends of their names: codes and their tiles' scales."""
+        if not self.fp8:
+            return {"": self.plain(shape)}
+        drawn = torch.randn(shape, device=self.device, dtype=torch.bfloat16).mul_(_CODE_SPREAD).clamp_(-448, 448)
+        tiles = (*shape[:-2], shape[-2] // TILE, shape[-1] // TILE)
+        return {"": drawn.to(torch.float8_e4m3fn), SCALE_SUFFIX: torch.full(tiles, _SCALE, device=self.device)}
+
+
+def _random_layer(arch: Architecture, draw: _Draw) -> dict[str, Tensor]:
+    """Tensors of a layer by their names in it."""
+    assert arch.experts is not None
+    prefix = "model.layers.0."
+    shapes = {name.removeprefix(prefix): s for name, s in parameter_shapes(arch).items() if name.startswith(prefix)}
+    tensors: dict[str, Tensor] = {}
+    for name in (name for name in shapes if ".experts." not in name):
+        parts = draw.linear(shapes[name]) if name.endswith("_proj.weight") else {"": draw.plain(shapes[name])}
+        tensors |= {name + end: part for end, part in parts.items()}
+    count, width, hidden = arch.experts.count, arch.experts.intermediate_size, arch.hidden_size
+    gate_up, down = draw.linear((count, 2, width, hidden)), draw.linear((count, 1, hidden, width))
+    for expert in range(count):
+        for part, stack, index in (("gate", gate_up, 0), ("up", gate_up, 1), ("down", down, 0)):
+            name = f"mlp.experts.{expert}.{part}_proj.weight"
+            tensors |= {name + end: stacked[expert, index] for end, stacked in stack.items()}
+    return tensors
+
+
+def start(
+    arch: Architecture,
+    agreed: PrecisionContract,
+    settings: VllmConfig,
+    max_batch: int,
+    rows: Rows,
+    routes: bool,
+    variables: Mapping[str, str],
+) -> Any:
+    """An engine, and a row with the seconds until it was ready; its environment and `variables` are set first."""
+    build = cases.build()
+    check_architecture_fits(arch, agreed, settings)
+    suggested = {**suggested_environment(1, build), "VLLM_DEEP_GEMM_WARMUP": "skip"}
+    set_variables({**required_environment(agreed, settings, build), **variables}, suggested)
+    from fp8core.rollout.vllm import VllmEngine
+
+    began = time.perf_counter()
+    engine = VllmEngine(arch, agreed, settings, max_batch, build, routes=routes)
+    seconds = round(time.perf_counter() - began, 1)
+    rows.append({"kind": "start", "model": MODEL, "layers": arch.num_layers, "seconds": seconds})
+    return engine
+
+
+def rollout(
+    options: argparse.Namespace,
+    rows: Rows,
+    precision: str,
+    settings: Mapping[str, Any],
+    routes: bool = False,
+    variables: Mapping[str, str] = _AS_IT_IS,
+) -> None:
+    """Decode `options.requests` prompts together; the row is the median of `options.repeats` runs."""
+    arch, agreed = qwen3_30b_a3b(options.layers), cases.contract(precision)
+    chosen = cases.options(gpu_memory_utilization=0.9, max_model_len=12_288, **settings)
+    engine = start(arch, agreed, chosen, options.requests, rows, routes, variables)
+    about = {"kind": "rollout", "model": MODEL, "precision": precision, "layers": options.layers}
+    about |= {"batch_invariant": chosen.batch_invariant, "experts": chosen.experts, "repeats": options.repeats}
+    try:
+        updated = cases.synchronise(engine, random_policy(arch, agreed, own_layers=1))
+        torch.cuda.empty_cache()
+        rows.append({"kind": "described", "model": MODEL, "precision": precision, **cases.summary(engine.describe())})
+        sizes = options.requests, options.prompt, options.generated
+        # As long as what is timed: kernels are compiled for the rows of an expert, whose number decides which.
+        cases.timed_rollout(engine, *sizes, seed=0)
+        runs = [cases.timed_rollout(engine, *sizes, seed) for seed in range(1, options.repeats + 1)]
+        rows.append(about | sorted(runs, key=lambda run: run["tokens_per_s"])[len(runs) // 2])
+        if routes:
+            rows.append(_timed_routes(engine, options) | {"model": MODEL, "precision": precision})
+        rows.append({"kind": "update", "model": MODEL, "precision": precision, **updated})
+    finally:
+        engine.close()
+
+
+def _timed_routes(engine: Any, options: argparse.Namespace) -> dict[str, Any]:
+    """The same rollout with the experts of every position returned."""
+    generator = torch.Generator().manual_seed(5000)
+    prompts = torch.randint(4, 2048, (options.requests, options.prompt), generator=generator).tolist()
+    groups = [PromptGroup(i, f"{i}", tuple(tokens), (0,), (i,)) for i, tokens in enumerate(prompts)]
+    began = time.perf_counter()
+    sampling = Sampling(1.0, options.generated, frozenset(), report_experts=True)
+    found = [done for finished in engine.generate(groups, sampling) for done in finished]
+    seconds = time.perf_counter() - began
+    positions = sum(len(done.experts or []) for done in found)
+    assert positions == options.requests * (options.prompt + options.generated - 1)
+    tokens = options.requests * options.generated
+    rate = round(tokens / seconds, 1)
+    return {"kind": "routes", "positions": positions, "seconds": round(seconds, 3), "tokens_per_s": rate}
+
+
+def moe_bf16(options: argparse.Namespace, rows: Rows) -> None:
+    """Everything in BF16."""
+    rollout(options, rows, "bf16", {})
+
+
+def moe_fp8_linear_kv(options: argparse.Namespace, rows: Rows) -> None:
+    """Linears, experts, cache and attention in FP8; experts by DeepGEMM."""
+    rollout(options, rows, "fp8_linear_kv", {})
+
+
+def moe_fp8_linear_kv_triton(options: argparse.Namespace, rows: Rows) -> None:
+    """The same, experts by Triton."""
+    rollout(options, rows, "fp8_linear_kv", {"experts": "triton"})
+
+
+def moe_fp8_linear_kv_v2(options: argparse.Namespace, rows: Rows) -> None:
+    """The first by vLLM's second model runner, which it takes for dense models: one kernel draws for all seeds."""
+    rollout(options, rows, "fp8_linear_kv", {}, variables={"VLLM_USE_V2_MODEL_RUNNER": "1"})
+
+
+def moe_routes(options: argparse.Namespace, rows: Rows) -> None:
+    """The first, started to report experts, without and with them."""
+    rollout(options, rows, "fp8_linear_kv", {}, routes=True)
+
+
+def moe_sync(options: argparse.Namespace, rows: Rows) -> None:
+    """All experts from one process's GPU memory into vLLM's, and read back."""
+    arch, agreed = qwen3_30b_a3b(options.layers), cases.contract("fp8_linear_kv")
+    settings = cases.options(gpu_memory_utilization=0.5, kv_cache_gib=4.0, graphs=False)
+    engine = start(arch, agreed, settings, 16, rows, routes=False, variables=_AS_IT_IS)
+    try:
+        policy = random_policy(arch, agreed, own_layers=arch.num_layers)
+        for _ in range(options.repeats + 2):
+            measured = cases.synchronise(engine, policy)
+            rows.append({"kind": "sync", "model": MODEL, "precision": "fp8_linear_kv", **measured})
+    finally:
+        engine.close()
+
+
+MEASUREMENTS: dict[str, Callable[[argparse.Namespace, Rows], None]] = {
+    f.__name__: f
+    for f in (moe_fp8_linear_kv, moe_bf16, moe_fp8_linear_kv_triton, moe_fp8_linear_kv_v2, moe_sync, moe_routes)
+}
+
+
+def main() -> None:
+    """Measure what is named, or everything, each in a process of its own."""
+    options = _options()
+    options.out = options.out.absolute()
+    options.out.mkdir(parents=True, exist_ok=True)
+    if options.inside:
+        _measure(options)
+        return
+    kept = ("out", "requests", "prompt", "generated", "repeats", "layers")
+    flags = [f"--{key}={getattr(options, key)}" for key in kept]
+    for name in options.names or MEASUREMENTS:
+        command = [sys.executable, "-m", "benchmarks.vllm_moe_hopper", name, "--inside", *flags]
+        with (options.out / f"{name}.log").open("wb") as log:
+            subprocess.run(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, check=False)
+        result = options.out / f"{name}.json"
+        print(result.read_text() if result.exists() else f"{name}: no result, see its log", flush=True)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Measure Qwen3-30B-A3B's shape in vLLM on one Hopper GPU.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(MEASUREMENTS))
+    parser.add_argument("--out", type=Path, required=True, help="folder of the results")
+    parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of each prompt")
+    parser.add_argument("--generated", type=int, default=512, help="tokens of each completion")
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--layers", type=int, default=48, help="of Qwen3-30B-A3B's 48")
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def _measure(options: argparse.Namespace) -> None:
+    """One measurement in this process; whatever goes wrong is the result."""
+    (name,) = options.names
+    rows: Rows = []
+    content: dict[str, Any] = {"measurement": name, "rows": rows}
+    try:
+        MEASUREMENTS[name](options, rows)
+    except Exception as error:  # noqa: BLE001 - the rows so far must not be lost
+        content |= {"error": f"{type(error).__name__}: {error}"[-2000:], "traceback": traceback.format_exc()[-4000:]}
+    command = " ".join(["python -m benchmarks.vllm_moe_hopper", *sys.argv[1:]])
+    content |= {"command": command, "git": git_state(ROOT), "versions": library_versions(), "hardware": hardware()}
+    (options.out / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

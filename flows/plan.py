@@ -1,0 +1,77 @@
+"""`fp8-grpo plan`: what a training would take of each device, and whether it fits, before anything is loaded."""
+
+import argparse
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from flows.audit import add_json
+
+if TYPE_CHECKING:
+    from fp8core.config.run import RunConfig
+    from fp8core.plan.devices import Machine
+    from fp8core.plan.training import Parallel
+
+
+def add_command(commands: Any) -> None:
+    """Declare the command on the parser's subcommands."""
+    parser = commands.add_parser("plan", help="say what memory a training takes, and whether it fits")
+    parser.add_argument("config", help="a shipped configuration (tiny, qwen3) or a YAML file")
+    parser.add_argument(
+        "--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE", help="override a setting"
+    )
+    parser.add_argument(
+        "--gpu", metavar="NAME", help="plan for h100, h200 or b200 (default: the GPU here; h200 where there is none)"
+    )
+    parser.add_argument(
+        "--gpus", type=_count, default=0, metavar="N", help="GPUs that train (default: what the trainer uses here)"
+    )
+    for name, parts in (("tensor", "linears"), ("pipeline", "layers"), ("expert", "experts")):
+        parser.add_argument(f"--{name}", type=_count, default=1, metavar="N", help=f"of these, how many share {parts}")
+    add_json(parser, "write the plan as JSON, in bytes")
+    parser.set_defaults(command=plan_config)
+
+
+def plan_config(options: argparse.Namespace) -> int:
+    """Print and write the plan; returns the exit code, raises UserError where it does not fit."""
+    from fp8core.config.load import load_config
+    from fp8core.plan.run_plan import plan_run, refuse_unfit
+    from fp8core.plan.shapes import model_shape
+    from fp8core.report.plan import plan_text
+
+    config = load_config(options.config, options.overrides)
+    arch = model_shape(config)
+    plan = plan_run(config, arch, _machine(options, config), _parallel(options))
+    print(plan_text(plan))
+    if options.json is not None:
+        options.json.write_text(json.dumps({"fits": not plan.refusals, **asdict(plan)}, indent=2) + "\n")
+    refuse_unfit(plan)
+    return 0
+
+
+def _machine(options: argparse.Namespace, config: "RunConfig") -> "Machine":
+    """This machine, or one with the GPU that was named; of that one's host nothing is known."""
+    from fp8core.plan.devices import GPUS, Machine, named_gpu, this_machine
+
+    if options.gpu is not None:
+        return Machine(named_gpu(options.gpu), None)
+    here = this_machine()
+    elsewhere = here.gpu is None and (config.rollout.engine == "vllm" or options.gpus)
+    return Machine(GPUS["h200"], None) if elsewhere else here
+
+
+def _parallel(options: argparse.Namespace) -> "Parallel | None":
+    from fp8core.errors import UserError
+    from fp8core.plan.training import Parallel
+
+    if options.gpus:
+        return Parallel(options.gpus, options.tensor, options.pipeline, options.expert)
+    if (options.tensor, options.pipeline, options.expert) != (1, 1, 1):
+        raise UserError("--tensor, --pipeline and --expert divide the GPUs of --gpus N")
+    return None
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a number from 1, found {text!r}")
+    return int(text)

@@ -1,0 +1,100 @@
+"""FlashAttention 3 for prompts and `numerics.decode_attention` for decode steps, as an attention backend of vLLM.
+
+Registered under the name that vLLM keeps for backends from outside (`register_backend`); everything but the decode
+step is FlashAttention's own: metadata, prompts, how the cache is laid out and written.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.config import get_current_vllm_config
+from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionImpl
+
+from fp8core.numerics.decode_attention import DecodeAttention
+
+
+class DecodeBackend(FlashAttentionBackend):
+    """FlashAttention with another implementation."""
+
+    @staticmethod
+    def get_name() -> str:
+        """The registry's name: layers look it up there."""
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type["DecodeImpl"]:
+        """What layers are built with."""
+        return DecodeImpl
+
+
+class DecodeImpl(FlashAttentionImpl):
+    """One layer; requests with one new token are ours."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        config = get_current_vllm_config()
+        self._longest = config.model_config.max_model_len
+        # A captured graph is padded to its own size.
+        captured = config.compilation_config.max_cudagraph_capture_size or 0
+        self._requests = max(config.scheduler_config.max_num_seqs, captured)
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        *rest: Any,
+        **more: Any,
+    ) -> Tensor:
+        """As FlashAttention's, whose arguments these are.
+
+        Where prompts share the step, FlashAttention computes all of it first: what a request decodes must not depend on
+        who is beside it.
+        """
+        if attn_metadata is None or attn_metadata.max_query_len > 1 or attn_metadata.use_cascade:
+            super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *rest, **more)
+        if attn_metadata is not None:
+            self._decode(layer, query, kv_cache, attn_metadata, output)
+        return output
+
+    def _decode(self, layer: Any, query: Tensor, kv_cache: Tensor, attn_metadata: Any, output: Tensor) -> None:
+        """The rows of requests with one new token."""
+        keys, values = _keys_and_values(kv_cache, self.head_size)
+        attention = _attention(
+            keys.device, keys.shape, keys.stride(), self.num_queries_per_kv, self._longest, self._requests
+        )
+        heads = (-1, self.num_heads, self.head_size)
+        attention(
+            query.view(heads),
+            keys,
+            values,
+            attn_metadata.block_table,
+            attn_metadata.query_start_loc,
+            attn_metadata.seq_lens,
+            (layer._q_scale, layer._k_scale, layer._v_scale),
+            output.view(heads),
+        )
+
+
+def _keys_and_values(cache: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
+    """E4M3 [blocks, page, kv_heads, head_size] views: vLLM 0.26 has values beside keys, versions before apart."""
+    codes = cache.view(torch.float8_e4m3fn)
+    if codes.dim() == 5:
+        keys, values = codes.unbind(0)
+    else:
+        keys, values = codes.transpose(1, 2).split(head_size, dim=-1)
+    return keys, values
+
+
+@cache
+def _attention(
+    device: torch.device, shape: torch.Size, stride: tuple[int, ...], group: int, longest: int, requests: int
+) -> DecodeAttention:
+    """One kernel and workspace for all layers, which run one after the other; made when vLLM warms up."""
+    return DecodeAttention(device, shape, stride, group, longest, requests)

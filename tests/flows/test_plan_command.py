@@ -1,0 +1,126 @@
+"""`fp8-grpo plan` as a person meets it: table, JSON and refusal; `run` refuses the same before any work."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from flows import cli
+
+GPU_CONFIGS = ["llama", "qwen3", "qwen3-moe"]
+HUGE = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 1000,
+    "hidden_size": 1 << 20,
+    "intermediate_size": 1 << 20,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+}
+
+
+@pytest.fixture
+def plan(capsys):
+    """plan("qwen3", "--gpu", "h200"): exit code, lines printed, lines on stderr."""
+
+    def call(*arguments):
+        code = cli.main(["plan", *arguments])
+        out, err = capsys.readouterr()
+        return code, out.splitlines(), err.splitlines()
+
+    return call
+
+
+def rows(lines, title):
+    """Item -> size of the table with this title."""
+    start = next(i for i, line in enumerate(lines) if line.startswith(title))
+    table = lines[start + 1 : lines.index("", start)]
+    found = [re.match(r"  (.+?)  +(\S+)", line) for line in table]
+    return {row[1]: float(row[2].replace(",", "")) for row in found if row}
+
+
+def test_a_plan_is_a_table_for_each_device(plan):
+    code, lines, err = plan("qwen3", "--gpu", "h200")
+    assert (code, err) == (0, [])
+    assert lines[0] == "model  8.191 G parameters: 6.946 G in linears, 0.622 G in the head"
+    assert rows(lines, "generating on NVIDIA H200") == {
+        "engine weights": 8.8,
+        "engine workspace": 3.7,
+        "KV cache": 106.8,
+        "total": 119.3,
+    }
+    host = rows(lines, "training on host")
+    assert host.pop("total") == pytest.approx(sum(host.values()), abs=0.3)
+    assert re.fullmatch(r"cache  1,555,775 tokens: 1,012 sequences of 1,536, 512 wanted", lines[-2])
+    assert lines[-1].startswith("sync   9,437,399,040 bytes: 6,945,767,424 FP8 codes, 1,695,744 scales, ")
+    assert max(map(len, lines)) <= 110
+
+
+@pytest.mark.parametrize("name", GPU_CONFIGS)
+def test_the_configurations_for_gpus_fit_an_h200_and_train_on_eight(plan, name):
+    assert plan(name, "--gpu", "h200")[0] == 0
+    experts = ["--expert", "8"] if name == "qwen3-moe" else []
+    code, lines, _ = plan(name, "--gpu", "h200", "--gpus", "8", *experts)
+    assert code == 0
+    assert rows(lines, "training on each of 8 NVIDIA H200").keys() > {"gradients", "optimiser states", "activations"}
+    assert not any(line.startswith("training on host") for line in lines)
+
+
+def test_json_has_bytes(plan, tmp_path):
+    file = tmp_path / "plan.json"
+    assert plan("qwen3", "--gpu", "h200", "--json", str(file))[0] == 0
+    written = json.loads(file.read_text())
+    assert written["fits"] is True
+    assert written["parameters"]["linear"] == 6_945_767_424
+    assert written["cache"]["bytes_per_token"] == 73_728
+    (phase,) = written["devices"][0]["phases"]
+    assert sum(need["bytes"] for need in phase["needs"]) == phase["limit"]
+
+
+def test_what_does_not_fit_is_printed_and_refused_in_one_line(plan, tmp_path):
+    file = tmp_path / "plan.json"
+    code, lines, err = plan("qwen3-moe", "--gpu", "h100", "--gpus", "1", "--json", str(file))
+    assert code == 2
+    assert any("does not fit:" in line for line in lines)
+    (line,) = err
+    assert line.startswith("fp8-grpo: memory: training on NVIDIA H100 80 GB needs ")
+    assert json.loads(file.read_text())["fits"] is False
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gpu", "a100"], "--gpu a100: unknown; known: h100, h200, b200"),
+        (["--tensor", "2"], "--tensor, --pipeline and --expert divide the GPUs of --gpus N"),
+        (["--gpus", "3", "--tensor", "2"], "3 GPUs are no multiple of tensor 2 x pipeline 1"),
+    ],
+)
+def test_a_wrong_option_is_one_line(plan, arguments, message):
+    code, lines, err = plan("qwen3", *arguments)
+    assert (code, lines, err) == (2, [], [f"fp8-grpo: {message}"])
+
+
+def test_tiny_fits_here_and_has_an_engine_of_its_own(plan):
+    code, lines, _ = plan("tiny")
+    assert code == 0
+    assert lines[0].startswith("model  303,872 parameters")
+    assert rows(lines, "generating and training on host").keys() > {"engine weights", "gradients"}
+    assert not any(line.startswith("cache") for line in lines)
+
+
+def test_a_run_is_refused_before_any_work(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(HUGE))
+    assert cli.main(["run", "gsm8k", "--set", "model=."]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert re.fullmatch(r"fp8-grpo: memory: generating and training on host needs [\d,.]+ GiB \(.*\n", err)
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_the_page_shows_what_is_printed(plan):
+    page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
+    command, shown = (page.split(f"```{kind}\n")[1].split("```")[0] for kind in ("sh", "text"))
+    assert plan(*command.split()[2:])[1] == shown.splitlines()

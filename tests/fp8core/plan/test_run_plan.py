@@ -1,0 +1,162 @@
+"""Whether a training fits: on one GPU for generation, in turn on the GPUs that train, on the host; and what is said."""
+
+import json
+
+import pytest
+
+from fp8core.config.load import UNDECIDED, load_config, load_open_config, shipped_names
+from fp8core.errors import UserError
+from fp8core.plan.devices import GPUS, Device, Machine, named_gpu, this_machine
+from fp8core.plan.run_plan import plan_run, refuse_unfit
+from fp8core.plan.shapes import PUBLISHED, model_shape
+from fp8core.plan.training import Parallel
+
+
+def items(phase):
+    return {need.item for need in phase.needs}
+
+
+def phases(plan):
+    return {(device.name, phase.name): phase for device in plan.devices for phase in device.phases}
+
+
+def test_the_torch_trainer_computes_on_the_host_beside_an_engine_on_a_gpu(planned):
+    found = phases(planned("qwen3-8b"))
+    assert items(found["NVIDIA H200", "generating"]) == {"engine weights", "engine workspace", "KV cache"}
+    assert {"master weights", "optimiser states", "gradients"} < items(found["host", "training"])
+    assert len(found) == 2
+
+
+def test_gpus_of_their_own_train_without_an_engine(planned):
+    found = phases(planned("qwen3-30b-a3b", parallel=Parallel(8, expert=8)))
+    assert set(found) == {
+        ("NVIDIA H200", "generating"),
+        ("each of 8 NVIDIA H200", "training"),
+        ("each of 8 NVIDIA H200", "syncing"),
+    }
+    assert all(phase.fits for phase in found.values())
+    assert not any("engine" in item for item in items(found["each of 8 NVIDIA H200", "training"]))
+
+
+def test_gpus_that_do_both_hold_the_state_all_the_time_and_the_engine_sleeps_while_they_train(planned):
+    plan = planned(
+        "qwen3-8b", parallel=Parallel(8), rollout__vllm__sleep=True, rollout__vllm__gpu_memory_utilization=0.6
+    )
+    assert plan.refusals == ()
+    (device,) = plan.devices
+    generating, training, syncing = device.phases
+    state = {"master weights", "optimiser states"}
+    assert items(generating) == {"engine weights", "engine workspace", "KV cache", *state}
+    assert state | {"engine asleep", "gradients", "activations"} < items(training)
+    assert "engine weights" not in items(training)
+    assert items(syncing) == {"engine weights", "engine workspace", "weights to send", *state}
+
+
+def test_8b_with_fp32_states_does_not_fit_one_h200_beside_an_engine(planned):
+    plan = planned("qwen3-8b", parallel=Parallel(1), rollout__vllm__sleep=True)
+    generating, training = plan.refusals
+    # State is 12 bytes a parameter: 98.29 GB of 150.75.
+    assert generating.endswith("lower rollout.vllm.gpu_memory_utilization to 0.34")
+    assert training.startswith("training on NVIDIA H200 needs ")
+    assert "train on more GPUs" in training
+    lower = planned(
+        "qwen3-8b", parallel=Parallel(1), rollout__vllm__sleep=True, rollout__vllm__gpu_memory_utilization=0.34
+    )
+    assert lower.refusals == (training,)
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "settings", "reason"),
+    [
+        ("qwen3-30b-a3b", "h100", {"rollout__vllm__gpu_memory_utilization": 0.35}, "generating on NVIDIA H100 80 GB"),
+        ("qwen3-8b", "h100", {"rollout__vllm__kv_cache_gib": 80.0}, "lower rollout.vllm.kv_cache_gib, or"),
+        ("llama-3.1-8b", "h100", {"rollout__vllm__kv_cache_gib": 7.0}, "131,072; raise rollout.vllm.kv_cache_gib"),
+        (
+            "qwen3-8b",
+            "h200",
+            {"rollout__vllm__gpu_memory_utilization": 0.1},
+            "32,768; raise rollout.vllm.gpu_",
+        ),
+    ],
+)
+def test_an_engine_that_does_not_fit_is_refused_in_one_line(planned, model, gpu, settings, reason):
+    plan = planned(model, gpu=gpu, **settings)
+    with pytest.raises(UserError) as caught:
+        refuse_unfit(plan)
+    message = str(caught.value)
+    assert message.startswith("memory: ")
+    assert reason in message
+    assert "\n" not in message
+    assert "also" not in message
+
+
+def test_a_smaller_max_model_len_makes_it_fit(planned):
+    settings = {"rollout__vllm__kv_cache_gib": 7.0, "rollout__vllm__max_model_len": 4096}
+    refuse_unfit(planned("llama-3.1-8b", gpu="h100", **settings))
+
+
+def test_a_host_is_refused_by_what_is_needed_for_certain(configured):
+    config = configured("qwen3-8b", rollout__engine="embedded")
+    arch = model_shape(config)
+    needed = 8_190_735_360 * (2 + 4 + 4 + 8)
+    small = plan_run(config, arch, Machine(None, Device("host", needed)))
+    assert "generating and training on host needs " in small.refusals[0]
+    assert "computes on the CPU" in small.refusals[0]
+    assert plan_run(config, arch, Machine(None, Device("host", 4 * needed))).refusals == ()
+    assert plan_run(config, arch, Machine(None, None)).refusals == ()
+
+
+def test_no_shipped_model_from_scratch_is_refused_here():
+    for name in shipped_names():
+        if (config := load_open_config(name)).architecture is not None:
+            refuse_unfit(plan_run(config, model_shape(config), this_machine()))
+
+
+def test_vllm_on_a_cpu_generates_in_host_memory(configured):
+    config = configured("qwen3-8b", "bf16")
+    plan = plan_run(config, model_shape(config), Machine(None, None))
+    (host,) = plan.devices
+    assert {"engine weights", "KV cache", "master weights"} < items(host.phases[0])
+    assert plan.cache.bytes == 1 << 30
+
+
+def test_an_embedded_engine_generates_on_the_host_of_gpus_that_train(configured, h200):
+    config = configured("qwen3-8b", rollout__engine="embedded", rollout__vllm__sleep=True)
+    found = phases(plan_run(config, model_shape(config), h200, Parallel(8)))
+    assert set(found) == {(f"each of 8 {h200.gpu.name}", name) for name in ("training", "syncing")} | {
+        ("host", "generating")
+    }
+    assert items(found["host", "generating"]) == {"engine weights", "engine weights, ready"}
+
+
+def test_training_on_gpus_needs_some(configured):
+    config = configured("qwen3-8b", rollout__engine="embedded")
+    with pytest.raises(UserError, match="no GPU to train on"):
+        plan_run(config, model_shape(config), Machine(None, None), Parallel(2))
+
+
+def test_an_unknown_gpu_lists_the_known_ones():
+    with pytest.raises(UserError, match="--gpu a100: unknown; known: h100, h200, b200"):
+        named_gpu("a100")
+    assert named_gpu("h200").memory == 143_771 * 2**20
+    assert GPUS["h100"].memory < GPUS["h200"].memory < GPUS["b200"].memory
+
+
+def test_a_folder_needs_no_weights(tmp_path, small_checkpoint):
+    content = json.loads((small_checkpoint / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    found = model_shape(load_config("gsm8k", {"model": str(tmp_path)}))
+    assert (found.hidden_size, found.num_layers) == (content["hidden_size"], content["num_hidden_layers"])
+
+
+def test_a_folder_with_the_name_of_a_published_model_is_itself(tmp_path, monkeypatch):
+    name = next(iter(PUBLISHED))
+    (tmp_path / name).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"config\.json: cannot be read"):
+        model_shape(load_config("gsm8k", {"model": name}))
+
+
+def test_an_open_model_is_asked_for():
+    with pytest.raises(UserError, match="--set model="):
+        model_shape(load_config("gsm8k", {"model": UNDECIDED}))

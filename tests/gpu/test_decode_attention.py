@@ -1,0 +1,141 @@
+"""The decode kernel against its reference and against FlashAttention's format, on a GPU."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8core.numerics.attention import Fp8Attention, Fp32Attention
+from fp8core.numerics.decode_attention import HEAD_DIM, DecodeAttention, decode_attention_reference
+from fp8core.numerics.kv_scales import LayerScales
+
+# Smaller than the default, so that requests have several.
+PARTITION = 1024
+pytestmark = pytest.mark.gpu
+LENGTHS = [1, 15, 16, 17, 31, 33, 127, 128, 129, 0, 300, 1000, PARTITION, PARTITION + 1, 2 * PARTITION + 77, 5000]
+
+
+class Case:
+    """Requests of ragged lengths over a cache whose unused slots are NaN."""
+
+    def __init__(self, lengths: list[int], kv_heads: int, group: int, page: int, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        blocks = sum(-(-length // page) for length in lengths) + 1
+        order = torch.randperm(blocks, generator=generator)
+        # As vLLM lays it out: the keys of a token's head beside its values.
+        cache = torch.randn(blocks, page, kv_heads, 2 * HEAD_DIM, generator=generator) * 30
+        codes = cache.to(torch.float8_e4m3fn)
+        table = torch.zeros(len(lengths), max(-(-length // page) for length in lengths) + 1, dtype=torch.int32)
+        used = 0
+        for i, length in enumerate(lengths):
+            count = -(-length // page)
+            mine = order[used : used + count]
+            table[i, :count] = mine.int()
+            used += count
+            if count and length % page:
+                codes.view(torch.uint8)[mine[-1], length % page :] = 0x7F  # NaN
+        query = (torch.randn(len(lengths), kv_heads * group, HEAD_DIM, generator=generator) * 40).to(codes.dtype)
+        self.keys, self.values = codes.cuda().split(HEAD_DIM, dim=-1)
+        self.query, self.table = query.cuda(), table.cuda()
+        self.lengths = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+        self.scales = tuple(torch.tensor(scale, device="cuda") for scale in (0.0625, 0.03125, 0.125))
+        self.attention = DecodeAttention(
+            self.keys.device, self.keys.shape, self.keys.stride(), group, 9000, 64, partition=PARTITION
+        )
+
+    def run(self, rows: slice = slice(None)) -> Tensor:
+        """Of some requests, one token each."""
+        lengths = self.lengths[rows]
+        starts = torch.arange(len(lengths) + 1, dtype=torch.int32, device="cuda")
+        out = torch.full(self.query[rows].shape, torch.nan, dtype=torch.bfloat16, device="cuda")
+        self.attention(self.query[rows], self.keys, self.values, self.table[rows], starts, lengths, self.scales, out)
+        return out
+
+    def expected(self) -> Tensor:
+        return decode_attention_reference(self.query, self.keys, self.values, self.table, self.lengths, self.scales)
+
+
+@pytest.mark.parametrize(("kv_heads", "group", "page"), [(8, 4, 16), (2, 8, 16), (1, 1, 16), (3, 2, 64), (4, 5, 128)])
+def test_equals_the_reference(kv_heads: int, group: int, page: int) -> None:
+    case = Case(LENGTHS, kv_heads, group, page)
+    found, expected = case.run().double(), case.expected()
+    # Scores are summed in FP32 here and in FP64 there, so a few P round the other way; then all of it to BF16.
+    error = (found - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-30)
+    assert error.max() < 4e-3
+    assert (found[LENGTHS.index(0)] == 0).all()
+
+
+def test_is_the_contracts_attention() -> None:
+    """As near to attention without rounded weights as FP8 weights are, whatever maximum they are relative to.
+
+    Where one key takes most of the weight, its own rounding is nearly all of the error: relative to the exact maximum
+    it is 1 and has none, so spread scores are compared.
+    """
+    case = Case([700], 8, 4, 16)
+    blocks = case.table[0, : -(-700 // 16)].long()
+    _, k_scale, v_scale = (float(scale) for scale in case.scales)
+    q_scale = 0.004
+    case.scales = (torch.tensor(q_scale, device="cuda"), *case.scales[1:])
+    q = (case.query[0].float().cpu() * q_scale)[None, :, None]
+    k, v = (x[blocks].flatten(0, 1)[:700].float().cpu().transpose(0, 1)[None] for x in (case.keys, case.values))
+    k, v = k * k_scale, v * v_scale
+    scales, mask = LayerScales(q=q_scale, k=k_scale, v=v_scale), torch.ones(1, 1, 1, 700, dtype=torch.bool)
+    theirs, plain = (
+        attention.attend(q, *attention.store(k, v, scales), mask, scales)[0, :, 0].double()
+        for attention in (Fp8Attention(), Fp32Attention())
+    )
+    ours = case.run()[0].double().cpu()
+    assert (ours - plain).norm() < 1.25 * (theirs - plain).norm()
+
+
+def test_does_not_depend_on_the_batch() -> None:
+    case = Case(LENGTHS, 8, 4, 16)
+    together = case.run()
+    for i in range(len(LENGTHS)):
+        assert torch.equal(case.run(slice(i, i + 1))[0], together[i])
+    assert torch.equal(case.run(), together)
+
+
+def test_does_not_depend_on_where_keys_lie() -> None:
+    small, large = Case([2000], 8, 4, 16), Case([2000], 8, 4, 128)
+    count = 2000 // 128 + 1
+    keys = small.keys[small.table[0, : 2000 // 16].long()].flatten(0, 1)
+    values = small.values[small.table[0, : 2000 // 16].long()].flatten(0, 1)
+    blocks = large.table[0, :count].long()
+    for target, source in ((large.keys, keys), (large.values, values)):
+        rows = target[blocks].flatten(0, 1)
+        rows[:2000] = source
+        target[blocks] = rows.view(count, 128, *rows.shape[1:])
+    large.query.copy_(small.query)
+    assert torch.equal(small.run(), large.run())
+
+
+def test_rows_of_prompts_stay_as_they_are() -> None:
+    """Every third request has five new tokens, and the last none; what decodes beside them is as it was alone."""
+    case = Case(LENGTHS, 8, 4, 16)
+    expected = case.run()
+    counts = torch.tensor([5 if i % 3 == 0 else 1 for i in range(len(LENGTHS) - 1)] + [0])
+    starts = torch.cat((torch.zeros(1), counts.cumsum(0))).int()
+    single = (counts == 1).nonzero()[:, 0]
+    query = torch.zeros(int(starts[-1]), *case.query.shape[1:], device="cuda").to(case.query.dtype)
+    query[starts[single].long().cuda()] = case.query[single.cuda()]
+    out = torch.full(query.shape, 7.0, dtype=torch.bfloat16, device="cuda")
+    case.attention(query, case.keys, case.values, case.table, starts.cuda(), case.lengths, case.scales, out)
+    decoded = torch.zeros(len(out), dtype=torch.bool)
+    decoded[starts[single].long()] = True
+    assert torch.equal(out[decoded.cuda()], expected[single.cuda()])
+    assert (out[~decoded.cuda()] == 7.0).all()
+
+
+def test_replays_in_a_graph() -> None:
+    case = Case(LENGTHS, 8, 4, 16)
+    expected = case.run()
+    out = torch.zeros_like(expected)
+    starts = torch.arange(len(LENGTHS) + 1, dtype=torch.int32, device="cuda")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        case.attention(case.query, case.keys, case.values, case.table, starts, case.lengths, case.scales, out)
+    for _ in range(3):
+        out.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(out, expected)

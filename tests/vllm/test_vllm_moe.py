@@ -1,0 +1,177 @@
+"""Qwen3-MoE's shape: experts in place and read back, their log-probs, and the experts that were chosen."""
+
+import pytest
+import torch
+from conftest import CONTRACT, ON_GPU, OPTIONS, SHAPE, build_groups, build_policy, collect
+
+from fp8core.models.architecture import Architecture, Experts
+from fp8core.models.formats import rollout_formats
+from fp8core.numerics.block_codes import row_codes
+from fp8core.numerics.fingerprint import policy_digest
+from fp8core.rl.batch import TokenBatch
+from fp8core.rollout.embedded import EmbeddedEngine
+from fp8core.rollout.engine import Sampling
+from tasks.sync import SyncError, check_formats, check_report
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+# A dense layer between two with experts; the router's logits are as far apart as those of the head.
+EXPERTS = Experts(count=8, per_token=2, intermediate_size=128, normalise_top_k=True, sparse_step=1, dense_layers=(1,))
+ARCH = Architecture(**{**SHAPE, "family": "qwen3_moe", "num_layers": 3, "experts": EXPERTS})
+SAMPLING = Sampling(1.0, 12, frozenset({3}), report_experts=ON_GPU)
+# vLLM rounds router logits to BF16, so that now and then a token goes to another expert than in training.
+MEAN_ERROR = 0.3 if ON_GPU else 0.15
+
+
+@pytest.fixture(scope="module")
+def started(vllm_build):
+    from fp8core.rollout.vllm import VllmEngine
+
+    options = OPTIONS.model_copy(update={"sleep": ON_GPU})
+    engine = VllmEngine(ARCH, CONTRACT, options, 16, vllm_build, "faulty_worker.FaultyWorker", routes=ON_GPU)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def policies():
+    return build_policy(ARCH, 0), build_policy(ARCH, 1)
+
+
+def _errors(policy, groups, found):
+    reported = torch.tensor([logprob for completion in found for logprob in completion.logprobs])
+    return (reported - torch.cat(policy.logprobs(groups, found, 1.0))).abs()
+
+
+def test_generation_follows_every_update(engine, policies):
+    groups = build_groups(8, 4)
+    for policy in (policies[1], policies[0], policies[1]):
+        report = engine.update(policy.tensors, policy.scales, policy.version)
+        check_report(report, policy_digest(policy.tensors), policy.scales, policy.version)
+        assert engine.fingerprint() == policy_digest(policy.tensors)
+        found = collect(engine, groups, SAMPLING)
+        other = policies[1 - policy.version]
+        assert _errors(policy, groups, found).mean() < MEAN_ERROR < 1 < _errors(other, groups, found).mean()
+
+
+def test_the_engine_runs_what_the_contract_says(engine, policies):
+    described = engine.describe()
+    check_formats(described, CONTRACT)
+    sent = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in policies[0].tensors.items()}
+    assert described["dtypes"] == sent
+    assert sent["model.layers.0.mlp.gate.weight"] == "bfloat16"
+    assert described["kernels"]["routed_experts"] == ("TritonOrDeepGemmExperts" if ON_GPU else "KeptExperts")
+    assert described["runner"] == f"vllm.v1.worker.{'gpu' if ON_GPU else 'cpu'}_model_runner", "the one that records"
+    assert described["kernels"]["down_proj"] == described["kernels"]["qkv_proj"]
+
+
+def test_parameters_stay_where_they_are(engine, policies):
+    before = engine._call("policy_addresses")
+    engine.update(policies[1].tensors, policies[1].scales, 1)
+    assert engine._call("policy_addresses") == before
+
+
+@pytest.mark.parametrize("fault", ["swapped_experts", *(["doubled_tile"] if ON_GPU else [])])
+def test_a_fault_among_experts_shows(engine, policies, fault):
+    policy = policies[1]
+    engine._call("policy_commit_fault", fault)
+    try:
+        report = engine.update(policy.tensors, policy.scales, 1)
+        with pytest.raises(SyncError, match=r"policy 1.*(was|were) sent"):
+            check_report(report, policy_digest(policy.tensors), policy.scales, 1)
+    finally:
+        engine._call("policy_commit_fault", "")
+
+
+def test_most_greedy_tokens_are_the_references(engine, policies):
+    groups, sampling = build_groups(12, 1), Sampling(0.0, 8, frozenset())
+    reference = EmbeddedEngine(ARCH, rollout_formats(CONTRACT, 3), 64)
+    reference.update(policies[0].trainer.export(), policies[0].scales, 0)
+    pairs = zip(collect(engine, groups, sampling), collect(reference, groups, sampling), strict=True)
+    assert sum(done.tokens == expected.tokens for done, expected in pairs) >= (4 if ON_GPU else 6)
+
+
+def test_a_seed_gives_its_completion_alone_and_in_any_batch(engine):
+    groups = build_groups(4, 4)
+    together = collect(engine, groups, Sampling(1.0, 6, frozenset()))
+    alone = [done for group in groups for done in collect(engine, [group], Sampling(1.0, 6, frozenset()))]
+    equal = sum(a.tokens == b.tokens for a, b in zip(together, alone, strict=True))
+    assert equal >= (12 if ON_GPU else 16)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="vLLM for CPUs does not sleep")
+def test_an_engine_that_slept_holds_what_it_was_sent(engine, policies):
+    """Waking, vLLM's first runner sets the scales of K and V to 1.0."""
+    groups, policy = build_groups(8, 2), policies[1]
+    engine.update(policy.tensors, policy.scales, 1)
+    before = collect(engine, groups, SAMPLING)
+    engine.rest()
+    report = engine.update(policy.tensors, policy.scales, 1)
+    check_report(report, policy_digest(policy.tensors), policy.scales, 1)
+    after = collect(engine, groups, SAMPLING)
+    assert sum(a.tokens == b.tokens for a, b in zip(before, after, strict=True)) >= 12
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs the quantiser of DeepGEMM's experts")
+def test_what_leaves_an_activation_is_quantised_as_agreed(started):
+    from vllm.model_executor.layers.quantization.utils.fp8_utils import silu_mul_per_token_group_quant_fp8_colmajor
+
+    # Every BF16 value of 80 binades is the largest of a group; silu(64) is 64, so that only quantising can differ.
+    first = torch.tensor(2.0**-20, dtype=torch.bfloat16).view(torch.int16)
+    largest = torch.arange(int(first), int(first) + 80 * 128, dtype=torch.int16).view(torch.bfloat16)
+    up = (
+        largest[:, None]
+        * (torch.rand(len(largest), 128, generator=torch.Generator().manual_seed(0)) * 2 - 1).bfloat16()
+    )
+    up[:, 5] = largest
+    gated = torch.cat((torch.full_like(up, 64.0), up), dim=1).cuda()
+    codes, scales = silu_mul_per_token_group_quant_fp8_colmajor(gated, use_ue8m0=True)
+    expected_codes, expected_scales = row_codes(up * 64, "pow2")
+    assert scales.cpu().equal(expected_scales)
+    assert codes.cpu().view(torch.uint8).equal(expected_codes.view(torch.uint8))
+
+
+@pytest.mark.skipif(not ON_GPU, reason="vLLM for CPUs has no runner that records the experts that were chosen")
+class TestRoutes:
+    """What is recorded, against the reference, and replayed by the forward that trains."""
+
+    def test_every_position_has_its_experts(self, engine):
+        groups = build_groups(8, 4)
+        prompts = {group.group: len(group.prompt) for group in groups}
+        for done in collect(engine, groups, SAMPLING):
+            routes = torch.tensor(done.experts)
+            assert routes.shape == (prompts[done.group] + len(done.tokens) - 1, 2, 2)
+            assert (routes[..., 0] < routes[..., 1]).all(), "ascending"
+            assert (routes >= 0).all()
+            assert (routes < 8).all()
+
+    def test_most_are_the_references(self, engine, policies):
+        groups, sampling = build_groups(8, 1, longest=40, shortest=20), Sampling(0.0, 1, frozenset(), True)
+        reference = EmbeddedEngine(ARCH, rollout_formats(CONTRACT, 3), 64)
+        reference.update(policies[0].trainer.export(), policies[0].scales, 0)
+        pairs = list(zip(collect(engine, groups, sampling), collect(reference, groups, sampling), strict=True))
+        equal = [torch.tensor(a.experts) == torch.tensor(b.experts) for a, b in pairs]
+        assert torch.cat([part.flatten() for part in equal]).float().mean() > 0.9
+
+    def test_shared_prompts_report_the_same_experts(self, engine):
+        (group,) = build_groups(1, 8, longest=100, shortest=100)
+        first, *others = collect(engine, [group], SAMPLING)
+        # Up to the last cache block, which every request computes for itself.
+        assert all(done.experts[:90] == first.experts[:90] for done in others)
+
+    def test_replay_brings_training_nearer(self, engine, policies):
+        groups = build_groups(12, 4)
+        found = collect(engine, groups, SAMPLING)
+        prompts = {group.group: list(group.prompt) for group in groups}
+        batch = TokenBatch.of(
+            [prompts[done.group] for done in found],
+            [done.tokens for done in found],
+            [done.experts for done in found],
+        )
+        policy = policies[0]
+        scored = policy.trainer.logprobs(batch, 1.0, policy.scales.layers).logprobs
+        pairs = zip(scored, found, strict=True)
+        replayed = torch.cat([(row[: len(d.tokens)] - torch.tensor(d.logprobs)).abs() for row, d in pairs])
+        chosen = _errors(policy, groups, found)
+        assert replayed.mean() <= chosen.mean()
+        assert replayed.mean() < MEAN_ERROR
