@@ -12,9 +12,9 @@ def check_problems(
     source: PromptSource, config: RunConfig, tokenizer: Tokenizer, max_positions: int, verifier: Verifier
 ) -> None:
     """Raises UserError, with the place (file:line), on a reference that is no answer and a prompt that does not fit."""
-    for problem in source.to_check():
-        try:
-            verifier.check(problem.question, problem.reference)
-        except UserError as error:
-            raise UserError(f"{problem.place}: {error}" if problem.place else str(error)) from error
+    problems = list(source.to_check())
+    faults = verifier.faults([(problem.question, problem.reference) for problem in problems])
+    for problem, fault in zip(problems, faults, strict=True):
+        if fault is not None:
+            raise UserError(f"{problem.place}: {fault}" if problem.place else fault)
         refuse_too_long(problem, config, tokenizer, max_positions)
