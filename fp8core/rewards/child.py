@@ -79,7 +79,7 @@ def _verdict(scorer: Scorer, texts: list[str]) -> Verdict:
         return RIGHT
     except UserError as error:
         return unparsed(str(error))
-    except Exception as error:  # noqa: BLE001 - the verdict says what was raised
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - the verdict says what was raised
         return crashed(f"{type(error).__name__}: {first_line(error)}")
 
 

@@ -1,8 +1,9 @@
 """Verifier of mathematical expressions, by `math-verify` (extra `math`). It may hang: for child processes only.
 
 The reference is what stands after its last `####`, else the whole of it; one without a `\\boxed{...}` of its own is
-taken for LaTeX, as the answers of MATH are written. A completion counts when it ended by itself; math-verify looks for
-a boxed or otherwise announced answer in it, from its end, and then for any expression.
+taken for LaTeX, as the answers of MATH are written. A completion counts when it ended by itself. Where reference and
+completion have `####`, as in GSM8K, and nothing is boxed, the answer is on the line of the last `####`; else
+math-verify looks for a boxed or otherwise announced answer, from the end, and then for any expression.
 """
 
 import logging
@@ -31,13 +32,19 @@ class MathScorer:
         expected = _expected(reference, prompt)
         if finish != "stop":
             return unparsed("cut off before the end of sequence")
-        found = math_verify.parse(completion, parsing_timeout=None)
+        found = math_verify.parse(_answer_part(completion, reference), parsing_timeout=None)
         if not found:
             return unparsed("no expression")
         return _compare(expected, found)
 
     def check(self, prompt: str, reference: str) -> None:
         _expected(reference, prompt)
+
+
+def _answer_part(completion: str, reference: str) -> str:
+    if MARKER in reference and MARKER in completion and r"\boxed" not in completion:
+        return completion.rpartition(MARKER)[2].partition("\n")[0]
+    return completion
 
 
 def _compare(expected: list[object], found: list[object]) -> Verdict:

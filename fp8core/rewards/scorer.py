@@ -91,7 +91,7 @@ def load_scorer(name: str, options: Mapping[str, Any]) -> LoadedScorer:
     place, _, attribute = name.rpartition(":")
     try:
         module = _module_of_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(f"{place} cannot be imported: {type(error).__name__}: {first_line(error)}") from error
     function = getattr(module, attribute, None)
     if not callable(function):
