@@ -22,14 +22,14 @@ _FAILURES = {"timeout": "timed out", "crashed": "crashed"}
 def reward(run: LiveRun, index: int, options: NoOptions, prompts: Ref, rollouts: Ref) -> dict[str, Ref]:
     """One verdict a completion. Some of them may say that the verifier failed, which is told; when all do, it fails."""
     store = run.directory.store
-    table = reward_table(run, f"step {index}", store.get_table(prompts), store.get_table(rollouts))
+    table = reward_table(run, store.get_table(prompts), store.get_table(rollouts))
     return {"rewards": store.put_table("rewards", table)}
 
 
-def reward_table(run: LiveRun, place: str, prompts: pa.Table, rollouts: pa.Table) -> pa.Table:
-    """Verdicts as a table of kind `rewards`, in the order of the rollouts; `place` begins what is told of failures."""
+def reward_table(run: LiveRun, prompts: pa.Table, rollouts: pa.Table) -> pa.Table:
+    """Verdicts as a table of kind `rewards`, in the order of the rollouts."""
     verdicts = run.verifier.verify(answers_of(prompts, rollouts))
-    tell_failures(run, place, verdicts)
+    tell_failures(run, "rewards", verdicts)
     rows = []
     for completion, verdict in zip(rollouts.select(["group", "sample"]).to_pylist(), verdicts, strict=True):
         check_reward(verdict.score, completion["group"], completion["sample"])
@@ -55,7 +55,7 @@ def answers_of(prompts: pa.Table, rollouts: pa.Table) -> list[Answer]:
     ]
 
 
-def tell_failures(run: LiveRun, place: str, verdicts: Sequence[Verdict]) -> None:
+def tell_failures(run: LiveRun, what: str, verdicts: Sequence[Verdict]) -> None:
     """Say how many answers could not be checked, and why the first. Raises UserError: none of them could."""
     failed = [verdict for verdict in verdicts if verdict.outcome in ("timeout", "crashed")]
     if not failed:
@@ -65,7 +65,7 @@ def tell_failures(run: LiveRun, place: str, verdicts: Sequence[Verdict]) -> None
     text = f"{len(failed)} of {len(verdicts)} answers could not be checked ({how}): {failed[0].detail}"
     if len(failed) == len(verdicts):
         raise UserError(f"reward.verifier={run.config.reward.verifier}: {text}")
-    run.console.note(f"{place}: {text}")
+    run.console.note(f"{what}: {text}")
 
 
 def check_reward(value: float, group: int, sample: int) -> None:

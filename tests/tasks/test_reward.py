@@ -66,7 +66,7 @@ def test_the_record_says_what_scored(scored, function):
 def test_failures_are_told_and_a_step_goes_on(scored):
     scored.resume(steps=3)
     crashed = stored_metrics(scored.ledger, scored.store, 3)["reward/outcome_crashed"]
-    assert f"step 3: {round(16 * crashed)} of 16 answers could not be checked (" in scored.said
+    assert f"rewards: {round(16 * crashed)} of 16 answers could not be checked (" in scored.said
     assert "crashed): ValueError: no good: " in scored.said
     assert "held-out prompts: " in scored.said
 
