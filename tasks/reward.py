@@ -9,13 +9,13 @@ import pyarrow as pa
 from fp8core.config.steps import NoOptions
 from fp8core.errors import UserError
 from fp8core.rewards.scorer import Answer
-from fp8core.rewards.verdict import Verdict
+from fp8core.rewards.verdict import Outcome, Verdict
 from fp8core.store.artifacts import Ref
 from fp8core.store.tables import REWARDS
 from fp8core.workers.live import LiveRun
 from tasks.step import step
 
-_FAILURES = {"timeout": "timed out", "crashed": "crashed"}
+_FAILURES: dict[Outcome, str] = {"timeout": "timed out", "crashed": "crashed"}
 
 
 @step(inputs={"prompts": "prompts", "rollouts": "rollouts"}, outputs={"rewards": "rewards"})
@@ -56,16 +56,27 @@ def answers_of(prompts: pa.Table, rollouts: pa.Table) -> list[Answer]:
 
 
 def tell_failures(run: LiveRun, what: str, verdicts: Sequence[Verdict]) -> None:
-    """Say how many answers could not be checked, and why the first. Raises UserError: none of them could."""
-    failed = [verdict for verdict in verdicts if verdict.outcome in ("timeout", "crashed")]
+    """Say how many answers could not be checked (errors: `failures`)."""
+    text = failures(run.config.reward.verifier, verdicts)
+    if text is not None:
+        run.console.note(f"{what}: {text}")
+
+
+def failures(verifier: str, verdicts: Sequence[Verdict]) -> str | None:
+    """How many answers could not be checked, and why the first, in a line; None when all could.
+
+    Raises:
+        UserError: none of them could.
+    """
+    failed = [verdict for verdict in verdicts if verdict.outcome in _FAILURES]
     if not failed:
-        return
+        return None
     counts = Counter(verdict.outcome for verdict in failed)
     how = ", ".join(f"{counts[outcome]} {word}" for outcome, word in _FAILURES.items() if counts[outcome])
     text = f"{len(failed)} of {len(verdicts)} answers could not be checked ({how}): {failed[0].detail}"
     if len(failed) == len(verdicts):
-        raise UserError(f"reward.verifier={run.config.reward.verifier}: {text}")
-    run.console.note(f"{what}: {text}")
+        raise UserError(f"reward.verifier={verifier}: {text}")
+    return text
 
 
 def check_reward(value: float, group: int, sample: int) -> None:
