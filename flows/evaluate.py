@@ -35,42 +35,43 @@ from tasks.tracking_store import quiet_store_logs
 
 @flow(name="fp8-evaluate", persist_result=False)
 def evaluate(
-    target: Annotated[str, Field(min_length=1, description="A run (name or folder), or the folder of a checkpoint.")],
-    step: Annotated[int | None, Field(ge=0, description="Step of the run; null: its last.")] = None,
-    config: Annotated[
-        str | None, Field(description="Configuration to evaluate a checkpoint's folder with; null: that of the run.")
-    ] = None,
-    data: Annotated[
-        str | None,
-        Field(description="A .jsonl file or Hugging Face dataset; null: the held-out prompts."),
-    ] = None,
-    split: Annotated[str | None, Field(description="Split of a dataset; null: the configuration's.")] = None,
-    prompts: Annotated[
-        int | None, Field(ge=1, le=1_000_000, description="How many; null: all rows, or evaluation.prompts.")
-    ] = None,
-    samples: Annotated[int, Field(ge=1, le=4096, description="Completions of each prompt.")] = 1,
-    k: Annotated[
-        list[Annotated[int, Field(ge=1, le=4096)]] | None,
-        Field(min_length=1, description="The k of pass@k and maj@k; null: 1 and all samples."),
-    ] = None,
-    temperature: Annotated[
-        float | None, Field(ge=0, le=10, description="0 is greedy; null: 0 for one sample, else rollout.temperature.")
-    ] = None,
-    max_new_tokens: Annotated[
-        int | None, Field(ge=1, le=1 << 20, description="Length limit; null: the configuration's.")
-    ] = None,
-    precisions: Annotated[
-        tuple[Precision, ...],
-        Field(min_length=1, description="Precisions to answer in; each is compared with the first."),
-    ] = ("configured",),
-    seed: Annotated[int, Field(ge=0, le=2**31 - 1, description="Of samples and of resampling.")] = 0,
-    confidence: Annotated[float, Field(gt=0, lt=1, description="Of the intervals.")] = 0.95,
-    output: Annotated[str | None, Field(description="File for the result as JSON; null: none.")] = None,
-    overrides: Annotated[
-        dict[str, Any] | list[str] | None, Field(description="Any other setting: {'rollout.max_batch': 64}.")
-    ] = None,
+    target: Annotated[str, Field(min_length=1)],
+    step: Annotated[int | None, Field(ge=0)] = None,
+    config: str | None = None,
+    data: str | None = None,
+    split: str | None = None,
+    prompts: Annotated[int | None, Field(ge=1, le=1_000_000)] = None,
+    samples: Annotated[int, Field(ge=1, le=4096)] = 1,
+    k: Annotated[list[Annotated[int, Field(ge=1, le=4096)]] | None, Field(min_length=1)] = None,
+    temperature: Annotated[float | None, Field(ge=0, le=10)] = None,
+    max_new_tokens: Annotated[int | None, Field(ge=1, le=1 << 20)] = None,
+    precisions: Annotated[tuple[Precision, ...], Field(min_length=1)] = ("configured",),
+    seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0,
+    confidence: Annotated[float, Field(gt=0, lt=1)] = 0.95,
+    output: str | None = None,
+    overrides: dict[str, Any] | list[str] | None = None,
 ) -> Any:
-    """Measure a checkpoint, with the uncertainty; returns the result. What went wrong is the failed state's message."""
+    """Measure a checkpoint, with the uncertainty; returns the result. What went wrong is the failed state's message.
+
+    Prefect shows what follows beside the fields of its form.
+
+    Args:
+        target: A run (name or folder), or the folder of a checkpoint.
+        step: Step of the run; null: its last.
+        config: Configuration to evaluate a checkpoint's folder with; null: that of the run.
+        data: A .jsonl file or Hugging Face dataset, of which all rows are asked; null: the held-out prompts.
+        split: Split of a Hugging Face dataset; null: the configuration's.
+        prompts: How many; null: all rows, or evaluation.prompts.
+        samples: Completions of each prompt.
+        k: The k of pass@k and maj@k; null: 1 and all samples.
+        temperature: 0 is greedy; null: 0 for one sample, else rollout.temperature.
+        max_new_tokens: Length limit; null: the configuration's.
+        precisions: Precisions to answer in; each is compared with the first.
+        seed: Of samples and of resampling.
+        confidence: Of the intervals.
+        output: File for the result as JSON; null: none.
+        overrides: Any other setting, as {'rollout.max_batch': 64}.
+    """
     bound_mlflow_requests()
     quiet_store_logs()
     asked = Asked(

@@ -70,12 +70,15 @@ def refuse(asked: Asked) -> None:
     """
     if len(set(asked.precisions)) < len(asked.precisions):
         raise UserError(f"precisions: {', '.join(asked.precisions)} names one twice")
+    if _is_checkpoint(asked.target):
+        if asked.step is not None:
+            raise UserError(f"{asked.target}: is a checkpoint, which has no steps; leave step={asked.step} away")
+    else:
+        run = _original(asked.target)
+        run.refuse_unknown(_step(run, asked.step))
     config = _config(asked, Path(asked.target))
     _counted(asked)
     _temperature(asked, config)
-    if not _is_checkpoint(asked.target):
-        run = _original(asked.target)
-        run.refuse_unknown(_step(run, asked.step))
 
 
 @contextmanager
