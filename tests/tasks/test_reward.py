@@ -6,8 +6,11 @@ from collections import Counter
 import pytest
 
 from fp8core.errors import UserError
+from fp8core.rewards.chain import ChainVerifier
+from fp8core.rewards.verifier import InProcess
 from tasks.commit import stored_metrics
 from tasks.execute import finished_steps
+from tasks.loop import train
 from tasks.restore import carried
 
 # An answer of the untrained policy is noise; a hash decides.
@@ -88,3 +91,21 @@ def test_a_step_in_which_nothing_can_be_checked_fails(loop_run, tmp_path):
     (tmp_path / "broken.py").write_text("def score(*_): return 1 / 0")
     with pytest.raises(UserError, match=r"broken\.py:score: 8 of 8 answers could not be checked \(8 crashed\): Zero"):
         loop_run("broken", **{"reward.verifier": f"{tmp_path / 'broken.py'}:score", "reward.workers": 1})
+
+
+def test_finished_groups_are_handed_to_the_verifier_before_the_reward_step(run_copy):
+    begun, verified = [], []
+
+    class Recorder(InProcess):
+        def begin(self, answers):
+            begun.append(list(answers))
+
+        def verify(self, answers):
+            verified.append(list(answers))
+            return super().verify(answers)
+
+    with run_copy.opened(steps=5) as run:
+        run.verifier = Recorder("chain", ChainVerifier())
+        train(run)
+    assert begun
+    assert sorted(answer for group in begun for answer in group) == sorted(verified[0])
