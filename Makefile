@@ -43,7 +43,7 @@ env: $(ENV)
 
 $(ENV): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable ".[dev,math]"
 	touch $(ENV)
 
 env-vllm: $(VLLM_ENV)

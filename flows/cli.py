@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flows import audit, bisect, compare, export, plan, replay, resume, retention
+from flows import audit, bisect, compare, evaluate_command, export, plan, replay, resume, retention
 from flows.launch import launch, refuse_unwritable, stopped
 from flows.quantise import add_commands
 from fp8core.errors import UserError
@@ -55,6 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("doctor", help="say what this machine can run").set_defaults(command=_doctor)
     add_commands(commands)
     bisect.add_command(commands)
+    evaluate_command.add_command(commands)
     replay.add_command(commands)
     export.add_command(commands)
     resume.add_command(commands)

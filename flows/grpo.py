@@ -4,7 +4,6 @@ fp8-grpo run tiny                             this function, in this process
 prefect deployment run fp8-grpo/tiny          this function, from a worker
 """
 
-import json
 import sys
 import time
 from pathlib import Path
@@ -19,6 +18,7 @@ from flows.guardian import Guardian
 from flows.iteration import as_task, prefect_tasks, run_iteration
 from flows.named_run import load_settings
 from flows.termination import stop_on_sigterm
+from fp8core.config.load import merged_overrides
 from fp8core.config.run import RunConfig
 from fp8core.errors import UserError
 from fp8core.report.console import Console, StyleAccuracy
@@ -39,8 +39,6 @@ from tasks.session import Session, follow_ledger, open_session
 from tasks.sync import SyncError
 from tasks.tracking_store import quiet_store_logs, ui_command
 
-Overrides = dict[str, Any] | list[str]
-
 
 @flow(name="fp8-grpo", persist_result=False)
 def grpo(
@@ -51,7 +49,7 @@ def grpo(
     steps: Annotated[int | None, Field(ge=1, description="GRPO steps; null takes the configuration's.")] = None,
     seed: Annotated[int | None, Field(ge=0, description="Seed; null takes the configuration's.")] = None,
     overrides: Annotated[
-        Overrides | None, Field(description="Any other setting: {'training.learning_rate': 1e-4}.")
+        dict[str, Any] | list[str] | None, Field(description="Any other setting: {'training.learning_rate': 1e-4}.")
     ] = None,
     new_code: Annotated[bool, Field(description="Continue a run with other code than last, as a new segment.")] = False,
 ) -> Any:
@@ -61,7 +59,7 @@ def grpo(
     flat = {"run": run, "steps": steps, "seed": seed}
     given = {key: value for key, value in flat.items() if value is not None}
     try:
-        settings = load_settings(config, merged(overrides or {}, given))
+        settings = load_settings(config, merged_overrides(overrides or {}, given))
         return train(settings, new_code=new_code).model_dump(mode="json")
     except (UserError, NotFiniteError, SyncError, RedoError) as error:
         return Failed(message=str(error))
@@ -156,13 +154,6 @@ def finish(session: Session, console: Console) -> Summary:
     session.publisher.add_result()
     console.summary(summary, picture, ui_command(tracker.uri), tracker.page)
     return summary
-
-
-def merged(overrides: Overrides, flat: dict[str, Any]) -> Overrides:
-    """Overrides with the flow's own parameters on top."""
-    if isinstance(overrides, dict):
-        return {**overrides, **flat}
-    return [*overrides, *(f"{key}={json.dumps(value)}" for key, value in flat.items())]
 
 
 def run_name(config: RunConfig) -> str:

@@ -38,7 +38,7 @@ def launch(config: "RunConfig", parameters: Mapping[str, Any], summary: Path | N
     refuse_conflict(config, new_code=parameters.get("new_code", False))
     check_memory(config)
     print("starting Prefect and MLflow", flush=True)
-    _start_prefect()
+    prepare_prefect()
 
     def reason(word: str) -> str:
         begun = read_description(config.runs / str(config.run)) is not None
@@ -67,7 +67,8 @@ def stopped(reason: str, code: int) -> int:
     return code
 
 
-def _start_prefect() -> None:
+def prepare_prefect() -> None:
+    """Reach or start Prefect's server, before Prefect is imported. Raises UserError."""
     make_prefect_home()
     quiet_prefect_console()
     start_prefect()
@@ -78,14 +79,14 @@ def _train(parameters: Mapping[str, Any], summary: Path | None) -> int:
 
     state = grpo(**parameters, return_state=True)
     if not state.is_completed():
-        _explain(state)
+        explain(state)
         return 1
     if summary is not None:
         summary.write_text(json.dumps(state.result(), indent=2) + "\n")
     return 0
 
 
-def _explain(state: Any) -> None:
+def explain(state: Any) -> None:
     """One line for a failure with a known cause; the traceback too for one without."""
     from prefect.exceptions import FailedRun
 

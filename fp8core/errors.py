@@ -5,6 +5,6 @@ class UserError(Exception):
     """A mistake in the configuration, the data, the checkpoint or the environment; shown without a traceback."""
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """What an error says first: libraries go on with hints and addresses."""
     return str(error).partition("\n")[0]

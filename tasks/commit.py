@@ -89,7 +89,11 @@ def _manifest(run: LiveRun, index: int) -> StepManifest:
         seeds={"run": run.config.seed, "step": index},
         scales_digest=scales.digest,
         precision=run.config.precision.model_dump(mode="json"),
-        executed={"rollout": run.ready_engine().describe(), "training": run.ready_trainer().describe()},
+        executed={
+            "rollout": run.ready_engine().describe(),
+            "training": run.ready_trainer().describe(),
+            "reward": run.verifier.describe(),
+        },
         level=run.config.replay.level,
         weights_digest=run.directory.store.get_json(policy)["weights_digest"],
         versions=library_versions(),

@@ -1,14 +1,19 @@
 """Greedy accuracy on held-out prompts, answered by the rollout engine in its own precision."""
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pyarrow as pa
 
 from fp8core.config.steps import NoOptions
+from fp8core.rewards.scorer import Answer
+from fp8core.rewards.verdict import OUTCOMES, Verdict
 from fp8core.rollout.engine import Completion, PromptGroup, Sampling
 from fp8core.store.artifacts import Ref
 from fp8core.workers.live import LiveRun
 from tasks.prompts import prompt_table
+from tasks.reward import tell_failures
 from tasks.rollout import completion_text
 from tasks.step import step
 
@@ -37,17 +42,24 @@ def heldout_accuracy(run: LiveRun) -> dict[str, Any]:
         for row in prompts.to_pylist()
     ]
     completions = [done for batch in run.ready_engine().generate(groups, sampling) for done in batch]
-    scores = [score(run, prompts, done) for done in completions]
+    verdicts = judge(run, prompts, completions)
+    tell_failures(run, "held-out prompts", verdicts)
+    outcomes = Counter(verdict.outcome for verdict in verdicts)
     return {
-        "accuracy": sum(scores) / len(scores),
-        "prompts": len(scores),
+        "accuracy": sum(verdict.score for verdict in verdicts) / len(verdicts),
+        "prompts": len(verdicts),
         "length_mean": sum(len(done.tokens) for done in completions) / len(completions),
+        "outcomes": {name: outcomes[name] for name in OUTCOMES},
     }
 
 
-def score(run: LiveRun, prompts: pa.Table, completion: Completion) -> float:
-    """The verifier's score of one completion; `prompts` is a table of kind `prompts`, in order of group."""
-    text = completion_text(completion, run.tokenizer)
-    prompt = prompts["text"][completion.group].as_py()
-    reference = prompts["reference"][completion.group].as_py()
-    return run.verifier.score(prompt, text, reference, completion.finish).score
+def judge(run: LiveRun, prompts: pa.Table, completions: Sequence[Completion]) -> list[Verdict]:
+    """The verdict on each completion; `prompts` is a table of kind `prompts`, in order of group."""
+    asked = prompts.select(["text", "reference"]).to_pylist()
+    return run.verifier.verify(
+        [
+            Answer(asked[done.group]["text"], text, asked[done.group]["reference"], done.finish)
+            for done in completions
+            for text in [completion_text(done, run.tokenizer)]
+        ]
+    )

@@ -49,7 +49,7 @@ def run_step(run: LiveRun, index: int, planned: PlannedStep, inputs: Mapping[str
             raise UserError(f"{planned.uses} returned {kinds}, but declares {dict(planned.spec.outputs)}")
         return {planned.outputs[port]: ref for port, ref in outputs.items()}
 
-    parts = _parts(planned, inputs)
+    parts = _parts(run, planned, inputs)
     if planned.spec.redo and run.ready_trainer().version < index:
         # Whatever is stored: the trainer does not hold it. Its inputs were made anew (edited code), and came out equal.
         return _execute(run, index, planned.name, task_key(run, index, planned.name, parts), body)
@@ -62,19 +62,20 @@ def finished_steps(run: LiveRun, index: int, carried: Mapping[str, Ref]) -> list
     for planned in run.plan.steps:
         if planned.name in stored and artifacts.keys() >= set(planned.inputs.values()):
             inputs = {port: artifacts[artifact] for port, artifact in planned.inputs.items()}
-            if stored[planned.name].key == task_key(run, index, planned.name, _parts(planned, inputs)):
+            if stored[planned.name].key == task_key(run, index, planned.name, _parts(run, planned, inputs)):
                 artifacts |= stored[planned.name].outputs
                 finished.append(planned)
     return finished
 
 
-def _parts(planned: PlannedStep, inputs: Mapping[str, Ref]) -> dict[str, Any]:
+def _parts(run: LiveRun, planned: PlannedStep, inputs: Mapping[str, Ref]) -> dict[str, Any]:
     """What a planned step is a function of, besides the run's configuration and code."""
     return {
         "uses": planned.uses,
         "module": module_digest(planned.uses.partition(":")[0]),
         "options": planned.options.model_dump(mode="json"),
         "inputs": {port: ref.digest for port, ref in inputs.items()},
+        "verifier": run.verifier.describe(),
     }
 
 

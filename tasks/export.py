@@ -123,7 +123,7 @@ def link_export(run_folder: Path, step: int, target: Path) -> str:
         return "the run was never tracked in MLflow: the export is not linked"
     try:
         client = client_of_existing_store(tracking.uri)
-        model_id = _find_model(client, tracking.run_id, step)
+        model_id = find_model(client, tracking.run_id, step)
         if model_id is not None:
             client.set_logged_model_tags(model_id, tags)
             return f"linked to the MLflow model {model_id}"
@@ -148,7 +148,7 @@ def _origin(original: Original, step: int, policy: Policy) -> dict[str, Any]:
     model_id = None
     if tracking is not None:
         try:
-            model_id = _find_model(client_of_existing_store(tracking.uri), tracking.run_id, step)
+            model_id = find_model(client_of_existing_store(tracking.uri), tracking.run_id, step)
         except _MLFLOW_ERRORS:
             model_id = None  # `link_export`, which comes next, says what is wrong.
     return {
@@ -163,7 +163,7 @@ def _origin(original: Original, step: int, policy: Policy) -> dict[str, Any]:
     }
 
 
-def _find_model(client: MlflowClient, run_id: str, step: int) -> str | None:
+def find_model(client: MlflowClient, run_id: str, step: int) -> str | None:
     """The LoggedModel of a step's checkpoint."""
     experiment = client.get_run(run_id).info.experiment_id
     own = f"source_run_id = '{run_id}' AND tags.step = '{step}'"

@@ -37,6 +37,17 @@ def heldout_prompts(config: RunConfig, source: PromptSource) -> Dataset:
     return _dataset(f"{_name(config.data)}-heldout", digest, kind, place, profile)
 
 
+def evaluated_prompts(config: RunConfig, digest: str, count: int, *, heldout: bool) -> Dataset:
+    """What an evaluation asks: held-out problems of the configuration, or the rows of its `data.source`."""
+    if heldout:
+        source = config.evaluation.source
+        kind, place = _place(config.data) if source is None else _file(source)
+    else:
+        kind, place = _place(config.data)
+    name = f"{_name(config.data)}-{'heldout' if heldout else 'rows'}"
+    return _dataset(name, digest, kind, place, {"num_rows": count})
+
+
 def log_datasets(tracker: Tracker, config: RunConfig, source: PromptSource) -> None:
     """Enter both as inputs of the run; MLflow leaves what is entered already."""
     inputs = [

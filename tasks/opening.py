@@ -4,7 +4,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import torch
@@ -141,35 +141,36 @@ def open_run(config: RunConfig, plan: Plan, directory: RunDirectory, console: Co
     """Everything that is alive in a run's folder, reachable for tasks (`workers.live`) while the block lasts.
 
     Raises:
-        UserError: the model or data cannot be read or do not fit into memory, or a row of the data is of no use.
+        UserError: the model, the data or the verifier cannot be loaded or do not fit into memory, or a row of the data
+            is of no use.
     """
     source = build_source(config.data, config.evaluation)  # Before the model, which takes longer to load.
     check_memory(config)
     base = build_base(config)
-    verifier = build_verifier(config.reward)
-    check_problems(source, config, base.tokenizer, base.arch.max_positions, verifier)
-    version = current_code()
-    segment = SegmentEntry(pid=os.getpid(), host=socket.gethostname(), code_version=version, started=time.time())
-    directory.ledger.append(segment)
-    run = LiveRun(
-        config=config,
-        config_digest=config_digest(config),
-        code_version=version,
-        plan=plan,
-        directory=directory,
-        tokenizer=base.tokenizer,
-        arch=base.arch,
-        source=source,
-        verifier=verifier,
-        model_revision=base.revision,
-        machine=hardware(),
-        git=git_state(_PACKAGES[0]),
-        console=console,
-        base=base.tensors,
-    )
-    register(run)
-    torch.set_num_threads(config.threads)
-    try:
-        yield run
-    finally:
-        release(directory.path)
+    with closing(build_verifier(config.reward)) as verifier:
+        check_problems(source, config, base.tokenizer, base.arch.max_positions, verifier)
+        version = current_code()
+        segment = SegmentEntry(pid=os.getpid(), host=socket.gethostname(), code_version=version, started=time.time())
+        directory.ledger.append(segment)
+        run = LiveRun(
+            config=config,
+            config_digest=config_digest(config),
+            code_version=version,
+            plan=plan,
+            directory=directory,
+            tokenizer=base.tokenizer,
+            arch=base.arch,
+            source=source,
+            verifier=verifier,
+            model_revision=base.revision,
+            machine=hardware(),
+            git=git_state(_PACKAGES[0]),
+            console=console,
+            base=base.tensors,
+        )
+        register(run)
+        torch.set_num_threads(config.threads)
+        try:
+            yield run
+        finally:
+            release(directory.path)

@@ -8,13 +8,13 @@ import torch
 
 from fp8core.alignment.metrics import alignment_metrics
 from fp8core.config.steps import NoOptions
+from fp8core.rewards.verdict import OUTCOMES
 from fp8core.rl.batch import pad
 from fp8core.store.artifacts import Ref
 from fp8core.workers.live import LiveRun
 from tasks.calibrate import lag_error, read_scales
 from tasks.step import step
 
-_OUTCOMES = ("right", "wrong", "unparsed", "timeout", "crashed")
 _TRAINED = (
     "loss",
     "grad_norm",
@@ -88,7 +88,7 @@ def reward_metrics(rewards: pa.Table) -> dict[str, float]:
         "reward/std": float(values.std(correction=0)),
         "reward/groups_with_signal": mixed / groups.num_rows,
         "reward/kept_share": sum(rewards["keep"].to_pylist()) / rewards.num_rows,
-        **{f"reward/outcome_{name}": outcomes[name] / rewards.num_rows for name in _OUTCOMES},
+        **{f"reward/outcome_{name}": outcomes[name] / rewards.num_rows for name in OUTCOMES},
     }
 
 

@@ -13,6 +13,7 @@ from fp8core.store.artifacts import Ref
 from fp8core.store.shards import RolloutShards
 from fp8core.store.tables import ORDER, ROLLOUTS, ROUTED_ROLLOUTS
 from fp8core.workers.live import LiveRun
+from tasks.reward import answers_of
 from tasks.step import step
 
 
@@ -24,9 +25,11 @@ def rollout(run: LiveRun, index: int, options: NoOptions, prompts: Ref, policy: 
     """Complete every prompt `group_size` times under the given policy and scales.
 
     Groups that an interrupted run has finished are read from its shards, those of a damaged shard are generated again.
-    The shards go when the step is committed: until then they are the only copy the ledger can rebuild from.
+    The shards go when the step is committed: until then they are the only copy the ledger can rebuild from. The
+    verifier may begin with finished groups while others are generated; its verdicts are the reward step's to store.
     """
-    groups = prompt_groups(run, index, run.directory.store.get_table(prompts))
+    asked = run.directory.store.get_table(prompts)
+    groups = prompt_groups(run, index, asked)
     shards = RolloutShards(shard_folder(run, index))
     for error in shards.discard_damaged():
         run.console.note(f"step {index}: {error}; its completions are generated again")
@@ -40,6 +43,7 @@ def rollout(run: LiveRun, index: int, options: NoOptions, prompts: Ref, policy: 
         table = rollout_table(completions, groups, run.tokenizer, schema)
         shards.append(table)
         tables.append(table)
+        run.verifier.begin(answers_of(asked, table))
     run.ready_engine().rest()
     rollouts = pa.concat_tables(tables).sort_by(ORDER).combine_chunks()
     return {"rollouts": run.directory.store.put_table("rollouts", rollouts)}

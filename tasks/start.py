@@ -24,7 +24,7 @@ from fp8core.training.warm_start import warm_start as train_on_demonstrations
 from fp8core.workers.build import build_engine, build_trainer
 from fp8core.workers.live import LiveRun
 from tasks.calibrate import covered, read_scales, store_scales
-from tasks.evaluate import heldout_accuracy, score
+from tasks.evaluate import heldout_accuracy, judge
 from tasks.execute import TaskResult, attempt, run_task
 from tasks.prompts import prompt_table
 from tasks.repair import mend
@@ -99,9 +99,10 @@ def style_accuracy(run: LiveRun, config: WarmStartConfig) -> list[dict[str, Any]
     prompts = prompt_table(run, problems)
     sampling = Sampling(run.config.rollout.temperature, run.config.rollout.max_new_tokens, run.tokenizer.eos_ids)
     scores: dict[str, list[float]] = defaultdict(list)
-    for batch in run.ready_engine().generate(prompt_groups(run, START, prompts), sampling):
-        for done in batch:
-            scores[style_of(completion_text(done, run.tokenizer))].append(score(run, prompts, done))
+    generated = run.ready_engine().generate(prompt_groups(run, START, prompts), sampling)
+    completions = [done for batch in generated for done in batch]
+    for done, verdict in zip(completions, judge(run, prompts, completions), strict=True):
+        scores[style_of(completion_text(done, run.tokenizer))].append(verdict.score)
     targets = {"step_by_step": config.step_by_step_target, "bare": config.bare_target}
     return [
         StyleAccuracy(style, sum(values) / len(values) if (values := scores[style]) else 0.0, target)._asdict()

@@ -121,6 +121,13 @@ def may_continue(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     return config_differences(kept_old, kept_new)
 
 
+def merged_overrides(overrides: Overrides, flat: Mapping[str, Any]) -> Overrides:
+    """Overrides with further settings on top, dotted keys."""
+    if isinstance(overrides, Mapping):
+        return {**overrides, **flat}
+    return [*overrides, *(f"{key}={json.dumps(value)}" for key, value in flat.items())]
+
+
 def shipped_names() -> list[str]:
     """Names of the configurations that come with the package; a file without `name:` is only a base for others."""
     return [

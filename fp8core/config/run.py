@@ -4,15 +4,18 @@ Sections are separate models so that each part of the library takes its own and 
 """
 
 import math
+import re
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, JsonValue, field_validator, model_validator
 
 from fp8core.config.pipeline import PipelineConfig
 from fp8core.config.precision import PrecisionContract
 from fp8core.config.section import Section
 from fp8core.config.vllm import VllmConfig
+
+SHIPPED_VERIFIERS = ("chain", "integer", "math-verify")
 
 _BESIDE_THE_RUNS = frozenset({"mlflow.db", "mlartifacts", "warm_starts"})
 
@@ -258,7 +261,39 @@ class EvaluationConfig(Section):
 class RewardConfig(Section):
     """How completions are scored."""
 
-    verifier: Literal["chain", "integer"] = Field("chain")
+    verifier: str = Field(
+        "chain",
+        description="chain, integer, math-verify, or a function of your own: `module:function` or "
+        "`path/to/file.py:function` (docs/verifiers.md).",
+    )
+    options: dict[str, JsonValue] = Field(default_factory=dict, description="Keyword arguments of your function.")
+    timeout_seconds: float = Field(10.0, gt=0, le=3600, description="Longest wait for the verdict on one answer.")
+    cpu_seconds: float = Field(
+        5.0,
+        gt=0,
+        le=3600,
+        description="Processor time of one answer. What computes too long ends by this, however busy the machine is.",
+    )
+    memory_mb: int = Field(
+        1024, ge=16, le=1 << 20, description="Memory (MiB) of one answer, beyond what the loaded verifier takes."
+    )
+    workers: int = Field(2, ge=1, le=256, description="Processes that check answers; chain and integer need none.")
+
+    @field_validator("verifier")
+    @classmethod
+    def _known(cls, verifier: str) -> str:
+        if verifier not in SHIPPED_VERIFIERS and not re.fullmatch(r".+:[^\W\d]\w*", verifier):
+            raise ValueError(
+                f"{verifier} is none of {', '.join(SHIPPED_VERIFIERS)}, and no function of your own "
+                "(module:function or path/to/file.py:function)"
+            )
+        return verifier
+
+    @model_validator(mode="after")
+    def _only_functions_have_options(self) -> "RewardConfig":
+        if self.options and self.verifier in SHIPPED_VERIFIERS:
+            raise ValueError(f"options: verifier={self.verifier} takes none")
+        return self
 
 
 class CheckpointConfig(Section):

@@ -31,10 +31,11 @@ def _rows(data: DataConfig, evaluation: EvaluationConfig) -> RowSource:
     heldout = None
     if evaluation.source is not None:
         heldout = read_jsonl(Path(evaluation.source), data.question_field, data.answer_field)
-    return RowSource(_training_rows(data), data.source, heldout)
+    return RowSource(read_rows(data), data.source, heldout)
 
 
-def _training_rows(data: DataConfig) -> list[Problem]:
+def read_rows(data: DataConfig) -> list[Problem]:
+    """Every row of a file or a Hugging Face dataset, in order. Raises UserError on data that cannot be read."""
     # An existing file of another kind goes to the reader of files, which says what it reads.
     if data.source.endswith(SUFFIXES) or Path(data.source).is_file():
         return read_jsonl(Path(data.source), data.question_field, data.answer_field)

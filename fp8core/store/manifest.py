@@ -43,7 +43,7 @@ class StepRecord(_Part):
     seeds: dict[str, int] = Field(description="What the seed of each sample is made of: `run`, `step`.")
     scales_digest: str | None = Field(description="SHA-256 of the scales that go with the policy it produced.")
     precision: dict[str, JsonValue] = Field(description="The precision contract, as configured.")
-    executed: dict[str, JsonValue] = Field(description="What rollout engine and trainer said they run (`describe`).")
+    executed: dict[str, JsonValue] = Field(description="What engine, trainer and verifier said they run (`describe`).")
     level: ReplayLevel = Field(description="What a replay of this step can promise (docs/durability.md).")
     weights_digest: str = Field(description="Of the policy that the step produced (`numerics.fingerprint`).")
     versions: dict[str, str] = Field(description="Library -> version (`versions.library_versions`).")

@@ -197,7 +197,7 @@ def test_an_override_leaves_other_users_of_an_anchor_alone(tmp_path: Path) -> No
         ("steps=0", "steps: must be greater than or equal to 1, got 0"),
         ("training.learning_rate=2", "training.learning_rate: must be less than or equal to 1, got 2"),
         ("training.learning_rate=.nan", "training.learning_rate: must be a finite number, got NaN"),
-        ("reward.verifier=none", "reward.verifier: must be 'chain' or 'integer', got \"none\""),
+        ("reward.verifier=none", "reward.verifier: none is none of chain, integer, math-verify, and"),
         ("pipeline.steps.train.needs=5", "pipeline.steps.train.needs: must be a mapping, got 5"),
         ("architecture.num_heads=3", "architecture: num_heads=3 is not a multiple of num_kv_heads=2"),
         ("architecture.num_experts=1", "architecture: experts_per_token=2 exceeds num_experts=1"),

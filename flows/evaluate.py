@@ -1,0 +1,152 @@
+"""The evaluation flow: any checkpoint on any problems, in each precision that is asked for.
+
+fp8-grpo evaluate RUN --samples 8                  this function, in this process
+prefect deployment run fp8-evaluate/...            this function, from a worker
+"""
+
+from contextlib import closing
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from prefect import flow, task
+from prefect.cache_policies import NO_CACHE
+from prefect.states import Failed
+from pydantic import Field
+
+from flows.environment import bound_mlflow_requests
+from flows.evaluation import Asked, Checkpoint, opened, questions, refuse, variants
+from fp8core.config.run import RunConfig
+from fp8core.data.mistakes import check_references
+from fp8core.data.prompt import problems_digest
+from fp8core.errors import UserError
+from fp8core.evaluation.measure import paired_differences
+from fp8core.evaluation.problems import Precision
+from fp8core.evaluation.result import EvaluationResult
+from fp8core.report.evaluation import evaluation_text
+from fp8core.rewards.verifier import Verifier, build_verifier
+from tasks.answers import Answered, Questions, answer
+from tasks.logged_datasets import evaluated_prompts
+from tasks.logged_evaluations import log_evaluation
+from tasks.restore import RedoError
+from tasks.sync import SyncError
+from tasks.tracking_store import quiet_store_logs
+
+
+@flow(name="fp8-evaluate", persist_result=False)
+def evaluate(
+    target: Annotated[str, Field(min_length=1)],
+    step: Annotated[int | None, Field(ge=0)] = None,
+    config: str | None = None,
+    data: str | None = None,
+    split: str | None = None,
+    prompts: Annotated[int | None, Field(ge=1, le=1_000_000)] = None,
+    samples: Annotated[int, Field(ge=1, le=4096)] = 1,
+    k: Annotated[list[Annotated[int, Field(ge=1, le=4096)]] | None, Field(min_length=1)] = None,
+    temperature: Annotated[float | None, Field(ge=0, le=10)] = None,
+    max_new_tokens: Annotated[int | None, Field(ge=1, le=1 << 20)] = None,
+    precisions: Annotated[tuple[Precision, ...], Field(min_length=1)] = ("configured",),
+    seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0,
+    confidence: Annotated[float, Field(gt=0, lt=1)] = 0.95,
+    output: str | None = None,
+    overrides: dict[str, Any] | list[str] | None = None,
+) -> Any:
+    """Measure a checkpoint, with the uncertainty; returns the result. What went wrong is the failed state's message.
+
+    Prefect shows what follows beside the fields of its form.
+
+    Args:
+        target: A run (name or folder), or the folder of a checkpoint.
+        step: Step of the run; null: its last.
+        config: Configuration to evaluate a checkpoint's folder with; null: that of the run.
+        data: A .jsonl file or Hugging Face dataset, of which all rows are asked; null: the held-out prompts.
+        split: Split of a Hugging Face dataset; null: the configuration's.
+        prompts: How many; null: all rows, or evaluation.prompts.
+        samples: Completions of each prompt.
+        k: The k of pass@k and maj@k; null: 1 and all samples.
+        temperature: 0 is greedy; null: 0 for one sample, else rollout.temperature.
+        max_new_tokens: Length limit; null: the configuration's.
+        precisions: Precisions to answer in; each is compared with the first.
+        seed: Of samples and of resampling.
+        confidence: Of the intervals.
+        output: File for the result as JSON; null: none.
+        overrides: Any other setting, as {'rollout.max_batch': 64}.
+    """
+    bound_mlflow_requests()
+    quiet_store_logs()
+    asked = Asked(
+        target, step, config, data, split, prompts, samples, k, temperature, max_new_tokens, precisions, seed,
+        confidence, overrides,
+    )  # fmt: skip
+    try:
+        refuse(asked)
+        with opened(asked) as checkpoint:
+            result = measured(asked, checkpoint)
+            _tell(result, output)
+            print(_log(asked, checkpoint, result), flush=True)
+    except (UserError, SyncError, RedoError) as error:
+        return Failed(message=str(error))
+    return result.model_dump(mode="json")
+
+
+def measured(asked: Asked, checkpoint: Checkpoint) -> EvaluationResult:
+    """Ask in each precision, and compare each with the first."""
+    config = checkpoint.config
+    questioned, configs = questions(asked, config), variants(asked, config)
+    with closing(build_verifier(config.reward)) as verifier:
+        check_references(questioned.problems, verifier)
+        answered = {name: _answer(name, one, questioned, verifier) for name, one in configs.items()}
+        described = verifier.describe()
+    first = answered[asked.precisions[0]].measurement
+    return EvaluationResult(
+        target=asked.target,
+        step=checkpoint.step,
+        weights_digest=checkpoint.weights_digest,
+        config=config.name,
+        data=config.data.source,
+        data_digest=problems_digest(questioned.problems),
+        prompts=len(questioned.problems),
+        samples=questioned.samples,
+        temperature=questioned.temperature,
+        max_new_tokens=config.rollout.max_new_tokens,
+        seed=questioned.seed,
+        confidence=questioned.counting.confidence,
+        verifier=described,
+        precisions={name: one.measurement for name, one in answered.items()},
+        engines={name: one.engine for name, one in answered.items()},
+        differences={
+            name: paired_differences(first, answered[name].measurement, questioned.counting)
+            for name in asked.precisions[1:]
+        },
+    )
+
+
+def _answer(name: Precision, config: RunConfig, questioned: Questions, verifier: Verifier) -> Answered:
+    """One precision as a Prefect task, which is given nothing that Prefect would look into."""
+
+    @task(name=f"answer-{name}", persist_result=False, cache_policy=NO_CACHE)
+    def body() -> Answered:
+        torch.set_num_threads(config.threads)
+        return answer(config, questioned, verifier)
+
+    done: Answered = body()
+    if done.remark is not None:
+        print(f"{name}: {done.remark}", flush=True)
+    return done
+
+
+def _log(asked: Asked, checkpoint: Checkpoint, result: EvaluationResult) -> str:
+    config = checkpoint.config
+    dataset = evaluated_prompts(config, result.data_digest, result.prompts, heldout=asked.data is None)
+
+    @task(name="log", persist_result=False, cache_policy=NO_CACHE)
+    def body() -> str:
+        return log_evaluation(checkpoint.home, config, result, dataset)
+
+    return str(body())
+
+
+def _tell(result: EvaluationResult, output: str | None) -> None:
+    print(evaluation_text(result), flush=True)
+    if output is not None:
+        Path(output).write_text(result.model_dump_json(indent=2) + "\n")

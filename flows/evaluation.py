@@ -1,0 +1,195 @@
+"""What an evaluation is about: from flat parameters to a checkpoint that can be asked, without Prefect."""
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flows.environment import set_variables
+from flows.named_run import description_of, find_run
+from fp8core.config.load import Overrides, load_config, merged_overrides, reload_config
+from fp8core.config.run import RunConfig
+from fp8core.data.prompt import Problem
+from fp8core.errors import UserError
+from fp8core.evaluation.measure import Counting
+from fp8core.evaluation.problems import Precision, all_problems, contract_in, heldout_problems
+from fp8core.report.console import Console
+from fp8core.workers.build import check_engine, engine_environment
+from tasks.answers import Questions
+from tasks.export import ORIGIN, stored_policy
+from tasks.scratch import Original
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The flat parameters of an evaluation; see `flows.evaluate.evaluate`, which has their bounds and meanings."""
+
+    target: str
+    step: int | None = None
+    config: str | None = None
+    data: str | None = None
+    split: str | None = None
+    prompts: int | None = None
+    samples: int = 1
+    k: Sequence[int] | None = None
+    temperature: float | None = None
+    max_new_tokens: int | None = None
+    precisions: Sequence[Precision] = ("configured",)
+    seed: int = 0
+    confidence: float = 0.95
+    overrides: Overrides | None = None
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What is evaluated.
+
+    Attributes:
+        config: its `model` is the folder with the weights.
+        home: folder of the run, or of the checkpoint.
+        step: of the run; None: a folder.
+        weights_digest: of the FP32 weights, where it is known.
+    """
+
+    config: RunConfig
+    home: Path
+    step: int | None
+    weights_digest: str | None
+
+
+def refuse(asked: Asked) -> None:
+    """Find what can be found before anything is loaded.
+
+    Raises:
+        UserError: there is no such target, step or configuration, or parameters contradict each other.
+    """
+    if len(set(asked.precisions)) < len(asked.precisions):
+        raise UserError(f"precisions: {', '.join(asked.precisions)} names one twice")
+    if _is_checkpoint(asked.target):
+        if asked.step is not None:
+            raise UserError(f"{asked.target}: is a checkpoint, which has no steps; leave step={asked.step} away")
+    else:
+        run = _original(asked.target)
+        run.refuse_unknown(_step(run, asked.step))
+    config = _config(asked, Path(asked.target))
+    _counted(asked)
+    _temperature(asked, config)
+
+
+@contextmanager
+def opened(asked: Asked) -> Iterator[Checkpoint]:
+    """The checkpoint while the block lasts: a step of a run that has none is restored for so long.
+
+    Raises:
+        UserError, RedoError: as `stored_policy`.
+    """
+    if _is_checkpoint(asked.target):
+        folder = Path(asked.target).absolute()
+        origin = folder / ORIGIN
+        digest = json.loads(origin.read_text())["weights_digest"] if origin.is_file() else None
+        yield Checkpoint(_config(asked, folder), folder, None, digest)
+        return
+    run = _original(asked.target)
+    step = _step(run, asked.step)
+    torch.set_num_threads(1)
+    with stored_policy(run, step, Console(sys.stderr, step)) as policy:
+        yield Checkpoint(_config(asked, policy.folder.absolute()), run.folder, step, policy.weights_digest)
+
+
+def questions(asked: Asked, config: RunConfig) -> Questions:
+    """The problems, and how they are asked. Raises UserError as `refuse`, and on data that cannot be read."""
+    return Questions(
+        problems=problems(asked, config),
+        samples=asked.samples,
+        temperature=_temperature(asked, config),
+        seed=asked.seed,
+        counting=Counting(_counted(asked), asked.confidence, asked.seed),
+    )
+
+
+def problems(asked: Asked, config: RunConfig) -> list[Problem]:
+    """All rows of `data`, or the held-out prompts of the configuration. Raises UserError: they cannot be read."""
+    return heldout_problems(config) if asked.data is None else all_problems(config, asked.prompts)
+
+
+def variants(asked: Asked, config: RunConfig) -> dict[Precision, RunConfig]:
+    """The configuration in each precision, with the environment that all of their engines need.
+
+    Raises:
+        UserError: an engine cannot be had, or they need to be started differently.
+    """
+    found = {
+        name: config.model_copy(update={"precision": contract_in(name, config.precision)}) for name in asked.precisions
+    }
+    for one in found.values():
+        check_engine(one)
+    environments = {name: engine_environment(one) for name, one in found.items()}
+    first = asked.precisions[0]
+    for name, environment in environments.items():
+        if environment != environments[first]:
+            raise UserError(f"precisions: the engine starts differently for {first} and {name}; ask for one at a time")
+    set_variables(environments[first].required, environments[first].suggested)
+    return found
+
+
+def _config(asked: Asked, weights: Path) -> RunConfig:
+    """The configuration with the asked settings, whose model is a folder."""
+    own: Mapping[str, Any] = {
+        "model": str(weights),
+        "revision": None,
+        "architecture": None,
+        "warm_start": None,
+        **_given(asked),
+    }
+    settings = merged_overrides(asked.overrides or {}, own)
+    if asked.config is not None:
+        return load_config(asked.config, settings)
+    if _is_checkpoint(asked.target):
+        raise UserError(
+            f"{asked.target}: is a checkpoint; name the configuration to evaluate it with: a shipped one or a file"
+        )
+    return reload_config(description_of(find_run(asked.target)).config, settings)
+
+
+def _given(asked: Asked) -> dict[str, Any]:
+    """Parameters that are settings of a configuration."""
+    settings = {
+        "data.source": asked.data,
+        "data.split": asked.split,
+        "evaluation.prompts": asked.prompts if asked.data is None else None,
+        "rollout.max_new_tokens": asked.max_new_tokens,
+    }
+    return {key: value for key, value in settings.items() if value is not None}
+
+
+def _counted(asked: Asked) -> list[int]:
+    k = sorted({1, asked.samples} if asked.k is None else set(asked.k))
+    if k[-1] > asked.samples:
+        raise UserError(f"k={k[-1]} needs as many samples of a prompt, but samples={asked.samples}")
+    return k
+
+
+def _temperature(asked: Asked, config: RunConfig) -> float:
+    if asked.temperature is None:
+        return 0.0 if asked.samples == 1 else config.rollout.temperature
+    if asked.temperature == 0 and asked.samples > 1:
+        raise UserError(f"temperature=0 is greedy: {asked.samples} samples of a prompt would all be the same")
+    return asked.temperature
+
+
+def _is_checkpoint(target: str) -> bool:
+    return (Path(target) / "config.json").is_file()
+
+
+def _original(target: str) -> Original:
+    folder = find_run(target)
+    return Original.read(folder, description_of(folder))
+
+
+def _step(run: Original, step: int | None) -> int:
+    return max(run.ledger.steps(), default=0) if step is None else step

@@ -1,0 +1,130 @@
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp8core.config.run import RewardConfig
+from fp8core.rewards.pool import VerifierPool
+from fp8core.rewards.verifier import build_verifier
+
+# A completion names what the function does with it.
+HOSTILE = """
+import ctypes, os, signal, subprocess, sys, time
+
+from fp8core.rewards.verdict import Verdict
+
+
+def score(prompt, completion, reference, finish, scale=1):
+    what, _, argument = completion.partition(" ")
+    return globals()["do_" + what](argument, reference, scale)
+
+
+def do_say(argument, reference, scale):
+    return scale * (argument == reference)
+
+
+def do_give(argument, reference, scale):
+    return eval(argument)
+
+
+def do_raise(argument, reference, scale):
+    raise ValueError(f"no good: {argument}\\nand a hint")
+
+
+def do_sleep(argument, reference, scale):
+    time.sleep(1000)
+
+
+def do_spin(argument, reference, scale):
+    while True:
+        pass
+
+
+def do_power(argument, reference, scale):
+    return len(str(9 ** 9 ** 9)) > 0
+
+
+def do_allocate(argument, reference, scale):
+    return len(bytearray(2**40)) > 0
+
+
+def do_recurse(argument, reference, scale):
+    return do_recurse(argument, reference, scale)
+
+
+def do_exit(argument, reference, scale):
+    os._exit(3)
+
+
+def do_quit(argument, reference, scale):
+    sys.exit(4)
+
+
+def do_segfault(argument, reference, scale):
+    ctypes.string_at(0)
+
+
+def do_print(argument, reference, scale):
+    print("noise" * 1000, flush=True)
+    os.write(1, b"more")
+    os.write(2, b"more")
+    return True
+
+
+def do_close(argument, reference, scale):
+    os.closerange(0, 256)
+    time.sleep(1000)
+
+
+def do_scribble(argument, reference, scale):
+    for descriptor in range(3, 64):
+        try:
+            os.write(descriptor, b"[1.0, 'right'\\\\n")
+        except OSError:
+            pass
+    return True
+
+
+def do_deaf(argument, reference, scale):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM, signal.SIGPROF):
+        signal.signal(number, signal.SIG_IGN)
+    while True:
+        pass
+
+
+def do_breed(argument, reference, scale):
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+    with open(argument, "w") as file:
+        file.write(str(child.pid))
+    time.sleep(1000)
+
+
+def do_note(argument, reference, scale):
+    with open(argument, "a") as file:
+        file.write("x")
+    return True
+"""
+
+
+@pytest.fixture(scope="session")
+def hostile_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("verifier") / "hostile.py"
+    path.write_text(HOSTILE)
+    return path
+
+
+@pytest.fixture(scope="session")
+def start_pool() -> Iterator[Callable[..., VerifierPool]]:
+    """Start a pool; all of them end with the session."""
+    pools: list[VerifierPool] = []
+
+    def start(verifier: str, **settings: Any) -> VerifierPool:
+        pool = build_verifier(RewardConfig(verifier=verifier, **settings))
+        assert isinstance(pool, VerifierPool)
+        pools.append(pool)
+        return pool
+
+    yield start
+    for pool in pools:
+        pool.close()

@@ -1,0 +1,75 @@
+"""What math-verify reads, in its processes."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fp8core.data.jsonl import read_jsonl
+from fp8core.rewards.pool import VerifierPool
+from fp8core.rewards.verdict import Verdict
+from fp8core.rewards.verifier import Answer
+
+pytest.importorskip("math_verify", reason="needs the extra math")
+
+GSM8K = Path(__file__).parents[4] / "shared" / "data" / "gsm8k"
+
+
+@pytest.fixture(scope="module")
+def pool(start_pool: Callable[..., VerifierPool]) -> VerifierPool:
+    return start_pool("math-verify", workers=1)
+
+
+def ask(pool: VerifierPool, completion: str, reference: str = "#### 18", finish: str = "stop") -> Verdict:
+    return pool.verify([Answer("How many?", completion, reference, finish)])[0]
+
+
+@pytest.mark.parametrize(
+    ("completion", "reference", "outcome"),
+    [
+        ("so 18", "#### 18", "right"),
+        (r"\boxed{18}", "#### 18", "right"),
+        ("3 * 6 = 18\n#### 18", "#### 18", "right"),
+        ("3 * 7 = 21\n#### 18\nand 5 more words", "#### 18", "right"),
+        ("#### 1,234", "#### 1,234", "right"),
+        (r"### Step 1" "\n#### Step 2\n" r"so $\boxed{1234}$", "#### 1,234", "right"),
+        (r"$\frac{2}{4}$", r"\frac{1}{2}", "right"),
+        ("0.5", r"\frac{1}{2}", "right"),
+        (r"\boxed{(x+1)^2}", r"x^2+2x+1", "right"),
+        (r"it is $\{3, 1\}$", r"so it is \boxed{\{1,3\}}.", "right"),
+        ("17 or 18", "#### 18", "right"),
+        ("18 or 17", "#### 18", "wrong"),
+        (r"\boxed{17}", "#### 18", "wrong"),
+        (r"$\frac{1}{3}$", r"\frac{1}{2}", "wrong"),
+        ("nothing at all", "#### 18", "unparsed"),
+        ("", "#### 18", "unparsed"),
+    ],
+)
+def test_verdicts(pool: VerifierPool, completion: str, reference: str, outcome: str) -> None:
+    verdict = ask(pool, completion, reference)
+    assert verdict.outcome == outcome
+    assert verdict.score == (outcome == "right")
+    assert (verdict.detail == "") == (outcome == "right")
+
+
+def test_a_completion_that_was_cut_off_has_no_answer(pool: VerifierPool) -> None:
+    assert ask(pool, "so 18", finish="length") == Verdict(0.0, "unparsed", "cut off before the end of sequence")
+
+
+def test_a_reference_without_an_expression_is_the_datas_mistake(pool: VerifierPool) -> None:
+    faults = pool.faults([("How many?", r"\frac{1}{2}"), ("How many?", "####"), ("How many?", "#### 18")])
+    assert [fault is None for fault in faults] == [True, False, True]
+    assert str(faults[1]).startswith("reward.verifier=math-verify: the reference of 'How many?' ends in '####'")
+
+
+def test_the_record_names_the_libraries(pool: VerifierPool) -> None:
+    described = pool.describe()
+    assert described["verifier"] == "math-verify"
+    assert {"math-verify", "sympy", "latex2sympy2-extended"} < described.keys()
+
+
+@pytest.mark.skipif(not GSM8K.exists(), reason="GSM8K is not beside the repository")
+def test_every_reference_of_gsm8k_is_right(pool: VerifierPool) -> None:
+    problems = read_jsonl(GSM8K / "test.jsonl.gz", "question", "answer")
+    verdicts = pool.verify([Answer(p.question, p.reference, p.reference, "stop") for p in problems])
+    assert [verdict.outcome for verdict in verdicts] == ["right"] * 1319

@@ -1,0 +1,111 @@
+"""Verdicts of a function of the user's own, from the pool to the record, the metrics and the console."""
+
+import zlib
+from collections import Counter
+
+import pytest
+
+from fp8core.errors import UserError
+from fp8core.rewards.chain import ChainVerifier
+from fp8core.rewards.verifier import InProcess
+from tasks.commit import stored_metrics
+from tasks.execute import finished_steps
+from tasks.loop import train
+from tasks.restore import carried
+
+# An answer of the untrained policy is noise; a hash decides.
+FUNCTION = """
+import zlib
+
+def score(prompt, completion, reference, finish, unit=1.0):
+    kind = zlib.crc32(f"{prompt}{completion}".encode()) % 3
+    if kind == 0:
+        raise ValueError(f"no good: {completion}")
+    return None if kind == 1 else unit
+"""
+
+
+@pytest.fixture(scope="module")
+def function(tmp_path_factory):
+    path = tmp_path_factory.mktemp("verifier") / "lengths.py"
+    path.write_text(FUNCTION)
+    return path
+
+
+@pytest.fixture(scope="module")
+def scored(loop_run, function):
+    settings = {"steps": 2, "reward.verifier": f"{function}:score", "reward.options": {"unit": 0.5}}
+    return loop_run("scored", **settings, **{"reward.workers": 1})
+
+
+def test_every_verdict_is_recorded_with_its_reason(scored):
+    for index in (1, 2):
+        artifacts = scored.ledger.artifacts(index)
+        rows = scored.store.get_table(artifacts["rewards"]).to_pylist()
+        prompts = scored.store.get_table(artifacts["prompts"])["text"].to_pylist()
+        answered = scored.store.get_table(artifacts["rollouts"]).to_pylist()
+        for row, answer in zip(rows, answered, strict=True):
+            kind = zlib.crc32(f"{prompts[answer['group']]}{answer['text']}".encode()) % 3
+            assert (row["outcome"], row["reward"], row["detail"]) == {
+                0: ("crashed", 0.0, f"ValueError: no good: {answer['text']}"),
+                1: ("unparsed", 0.0, "no answer found"),
+                2: ("wrong", 0.5, "reward 0.5"),
+            }[kind]
+        shares = Counter(row["outcome"] for row in rows)
+        metrics = stored_metrics(scored.ledger, scored.store, index)
+        for outcome in ("right", "wrong", "unparsed", "timeout", "crashed"):
+            assert metrics[f"reward/outcome_{outcome}"] == shares[outcome] / len(rows)
+
+
+def test_the_record_says_what_scored(scored, function):
+    for record in scored.records:
+        assert record["executed"]["reward"]["verifier"] == f"{function}:score"
+        assert len(record["executed"]["reward"]["source"]) == 64
+    evaluated = scored.store.get_json(scored.ledger.artifacts(2)["evaluation"])
+    assert sum(evaluated["outcomes"].values()) == evaluated["prompts"]
+    assert evaluated["outcomes"]["crashed"] > 0
+
+
+def test_failures_are_told_and_a_step_goes_on(scored):
+    scored.resume(steps=3)
+    crashed = stored_metrics(scored.ledger, scored.store, 3)["reward/outcome_crashed"]
+    assert f"rewards: {round(16 * crashed)} of 16 answers could not be checked (" in scored.said
+    assert "crashed): ValueError: no good: " in scored.said
+    assert "held-out prompts: " in scored.said
+
+
+def test_a_changed_function_scores_the_open_step_anew(scored, function):
+    scored.resume(steps=4)
+    scored.cut_after(4, "reward")
+    with scored.opened(steps=4) as run:
+        assert "reward" in {planned.name for planned in finished_steps(run, 4, carried(run, 4))}
+    function.write_text(f"{FUNCTION}\n# Changed.\n")
+    with scored.opened(steps=4) as run:
+        assert finished_steps(run, 4, carried(run, 4)) == []
+    before = scored.records[-1]["executed"]["reward"]
+    scored.resume(steps=4)
+    assert scored.records[-1]["executed"]["reward"] != before
+
+
+def test_a_step_in_which_nothing_can_be_checked_fails(loop_run, tmp_path):
+    (tmp_path / "broken.py").write_text("def score(*_): return 1 / 0")
+    with pytest.raises(UserError, match=r"broken\.py:score: 8 of 8 answers could not be checked \(8 crashed\): Zero"):
+        loop_run("broken", **{"reward.verifier": f"{tmp_path / 'broken.py'}:score", "reward.workers": 1})
+
+
+def test_finished_groups_are_handed_to_the_verifier_before_the_reward_step(run_copy):
+    begun, verified = [], []
+
+    class Recorder(InProcess):
+        def begin(self, answers):
+            begun.append(list(answers))
+
+        def verify(self, answers):
+            verified.append(list(answers))
+            return super().verify(answers)
+
+    with run_copy.opened(steps=5) as run:
+        run.verifier = Recorder("chain", ChainVerifier())
+        train(run)
+    assert begun
+    assert sorted(answer for group in begun for answer in group) == sorted(verified[0])
