@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flows import audit, bisect, compare, export, replay, resume, retention
+from flows import audit, bisect, compare, export, replay, resume, retention, up
 from flows.launch import launch, refuse_unwritable, stopped
 from flows.quantise import add_commands
 from fp8core.errors import UserError
@@ -61,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     audit.add_command(commands)
     compare.add_command(commands)
     retention.add_command(commands)
+    up.add_command(commands)
     return parser
 
 
