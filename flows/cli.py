@@ -1,7 +1,7 @@
 """The `fp8-grpo` command.
 
-Exit codes: 0 done; 1 the training failed; 2 the user's mistake, found before any work; 130 stopped by Ctrl-C, at once;
-143 stopped by SIGTERM, after the step it came in.
+Exit codes: 0 done; 1 the training failed; 2 the user's mistake, found before any work; 3 paused by a bound of
+`alignment.stop`; 130 stopped by Ctrl-C, at once; 143 stopped by SIGTERM, after the step it came in.
 """
 
 import argparse

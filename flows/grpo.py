@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from prefect import flow, runtime
-from prefect.states import Failed
+from prefect.client.schemas.objects import State
+from prefect.states import Failed, Paused, Suspended
 from pydantic import Field
 
 from flows.environment import bound_mlflow_requests, set_variables
@@ -30,7 +31,8 @@ from fp8core.training.trainer import NotFiniteError
 from fp8core.workers.build import engine_environment
 from fp8core.workers.live import live_run
 from tasks import start
-from tasks.checkpoint import checkpoint_due, missing_checkpoint, save_state
+from tasks.bounds import BoundError, TrainingPaused, carry_out, crossing
+from tasks.checkpoint import checkpoint_due, missing_checkpoint, save_state, unsaved_step
 from tasks.commit import commit_step, history, step_metrics
 from tasks.execute import Interval, StepError, TaskResult
 from tasks.loop import next_step
@@ -63,8 +65,10 @@ def grpo(
     try:
         settings = load_settings(config, merged(overrides or {}, given))
         return train(settings, new_code=new_code).model_dump(mode="json")
-    except (UserError, NotFiniteError, SyncError, RedoError) as error:
+    except (UserError, NotFiniteError, SyncError, RedoError, BoundError) as error:
         return Failed(message=str(error))
+    except TrainingPaused as pause:
+        return paused(str(pause))
     except StepError as error:
         return Failed(message=str(error), data=error.__cause__)
 
@@ -81,11 +85,13 @@ def train(config: RunConfig, *, new_code: bool = False) -> Summary:
     ):
         begin(session)
         tasks = prefect_tasks(session.run.plan)
+        watch(session)
         for index in range(next_step(session.run), config.steps + 1):
             if stop.requested:
                 leave(session, index - 1)
                 stop.carry_out()
             iterate(session, tasks, index)
+            watch(session)
         return finish(session, console)
 
 
@@ -127,14 +133,30 @@ def iterate(session: Session, tasks: Any, index: int) -> None:
     run.console.step({**step_metrics(run, index), "step": index}, ended - began, seconds)
 
 
+def watch(session: Session) -> None:
+    """Warn, pause or fail when the training is beyond a bound of `alignment.stop` (`tasks.bounds`)."""
+    found = crossing(session.run)
+    if found is None:
+        return
+    if session.run.config.alignment.stop.action != "warn":
+        save_last(session)
+    try:
+        carry_out(session.run, found)
+    finally:
+        session.publisher.wake()
+
+
 def leave(session: Session, index: int) -> None:
     """Write a checkpoint of the last step, so that continuing has nothing to redo."""
-    run = session.run
-    newest = next(run.directory.ledger.newest_checkpoints(), None)
-    if index > START and (newest is None or newest.step < index):
-        _checkpoint(run.directory.path, index)
+    save_last(session)
+    session.run.console.note(f"stopped after step {index}")
+
+
+def save_last(session: Session) -> None:
+    """Write a checkpoint of the last step, unless there is one."""
+    if (unsaved := unsaved_step(session.run)) is not None:
+        _checkpoint(session.run.directory.path, unsaved)
         session.publisher.wake()
-    run.console.note(f"stopped after step {index}")
 
 
 def finish(session: Session, console: Console) -> Summary:
@@ -163,6 +185,11 @@ def merged(overrides: Overrides, flat: dict[str, Any]) -> Overrides:
     if isinstance(overrides, dict):
         return {**overrides, **flat}
     return [*overrides, *(f"{key}={json.dumps(value)}" for key, value in flat.items())]
+
+
+def paused(reason: str) -> State[Any]:
+    """The state of a flow run that waits to be resumed: by a worker when it came from one, else by a person."""
+    return Paused(message=reason) if runtime.deployment.id is None else Suspended(message=reason)
 
 
 def run_name(config: RunConfig) -> str:
