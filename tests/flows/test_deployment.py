@@ -3,12 +3,11 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,55 +51,15 @@ def wait_for(condition: Callable[[], bool], what: str, seconds: float = 120) -> 
         time.sleep(0.5)
 
 
-class Up:
-    """A running `fp8-grpo up`."""
-
-    def __init__(self, command: str, environment: dict[str, str], folder: Path) -> None:
-        self.prefect_port, self.mlflow_port = free_port(), free_port()
-        self.output = folder / "said"
-        ports = ["--prefect-port", str(self.prefect_port), "--mlflow-port", str(self.mlflow_port)]
-        with self.output.open("wb") as output:
-            self.process = subprocess.Popen(
-                [*command.split(), *ports, "--runs", str(folder)], env=environment, stdout=output, stderr=output
-            )
-        wait_for(lambda: self.process.poll() is not None or "\n" in self.said, "`up`", seconds=400)
-        assert self.said.startswith(f"ready: Prefect {self.prefect}, MLflow {self.mlflow}\n"), self.said
-
-    @property
-    def said(self) -> str:
-        return self.output.read_text()
-
-    @property
-    def prefect(self) -> str:
-        return f"http://127.0.0.1:{self.prefect_port}"
-
-    @property
-    def mlflow(self) -> str:
-        return f"http://127.0.0.1:{self.mlflow_port}"
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
-
-
 @pytest.fixture(scope="module")
-def up(
-    environment: dict[str, str], readme_commands: list[str], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Up]:
-    (command,) = (line for line in readme_commands if line.startswith("fp8-grpo up"))
-    running = Up(command, environment, tmp_path_factory.mktemp("up"))
+def up(environment: dict[str, str], start_up: Any) -> Any:
+    running = start_up(environment)
     environment["PREFECT_API_URL"] = f"{running.prefect}/api"
-    yield running
-    # Twice: a training that a failed test left behind is not waited for.
-    for _ in range(2):
-        running.process.terminate()
-        time.sleep(1)
-    running.process.wait(timeout=120)
+    return running
 
 
 @pytest.fixture
-def run_deployment(environment: dict[str, str], up: Up, readme_commands: list[str]) -> Run:
+def run_deployment(environment: dict[str, str], up: Any, readme_commands: list[str]) -> Run:
     """The README's `prefect deployment run`, with other parameters."""
     (command,) = (line for line in readme_commands if line.startswith("prefect deployment run"))
     start = command.partition(" --param")[0].split()
@@ -145,7 +104,7 @@ def test_a_parameter_out_of_bounds_is_refused_at_submission(run_deployment: Run)
 
 @pytest.fixture
 def long_run(
-    environment: dict[str, str], up: Up, readme_commands: list[str], small: dict[str, Any], tmp_path: Path
+    environment: dict[str, str], up: Any, readme_commands: list[str], small: dict[str, Any], tmp_path: Path
 ) -> Callable[..., "LongRun"]:
     """Start a deployed run of many steps and return when its second step is committed."""
     (command,) = (line for line in readme_commands if line.startswith("prefect deployment run"))
