@@ -20,7 +20,7 @@ from flows.guardian import Guardian
 from flows.iteration import as_task, prefect_tasks, run_iteration
 from flows.named_run import load_settings
 from flows.termination import stop_on_sigterm
-from fp8core.config.run import RunConfig
+from fp8core.config.run import RUN_NAME, RunConfig
 from fp8core.errors import UserError
 from fp8core.report.console import Console, StyleAccuracy
 from fp8core.report.curves import draw_curves
@@ -44,20 +44,26 @@ from tasks.tracking_store import quiet_store_logs, ui_command
 Overrides = dict[str, Any] | list[str]
 
 
+# Prefect's form takes bounds from the types and descriptions from the docstring.
 @flow(name="fp8-grpo", persist_result=False)
 def grpo(
-    config: Annotated[
-        str, Field(description="Shipped name (tiny, gsm8k), path of a configuration, or folder of a run to continue.")
-    ] = "tiny",
-    run: Annotated[str | None, Field(description="Name of the run; an existing one is continued.")] = None,
-    steps: Annotated[int | None, Field(ge=1, description="GRPO steps; null takes the configuration's.")] = None,
-    seed: Annotated[int | None, Field(ge=0, description="Seed; null takes the configuration's.")] = None,
-    overrides: Annotated[
-        Overrides | None, Field(description="Any other setting: {'training.learning_rate': 1e-4}.")
-    ] = None,
-    new_code: Annotated[bool, Field(description="Continue a run with other code than last, as a new segment.")] = False,
+    config: str = "tiny",
+    run: Annotated[str | None, Field(max_length=120, pattern=RUN_NAME)] = None,
+    steps: Annotated[int | None, Field(ge=1, le=10_000_000)] = None,
+    seed: Annotated[int | None, Field(ge=0, le=2**31 - 1)] = None,
+    overrides: Overrides | None = None,
+    new_code: bool = False,
 ) -> Any:
-    """Train a policy with GRPO; returns the summary. What went wrong is the message of the failed state."""
+    """Train a policy with GRPO; returns the summary. What went wrong is the message of the failed state.
+
+    Args:
+        config: A shipped name (tiny, gsm8k), the path of a configuration, or the folder of a run to continue.
+        run: Name of the run; an existing one is continued, null makes a name.
+        steps: GRPO steps; null takes the configuration's.
+        seed: Seed of everything random; null takes the configuration's.
+        overrides: Any other setting, as {"training.learning_rate": 1e-4}.
+        new_code: Continue a run with other code than last, as a new segment.
+    """
     bound_mlflow_requests()
     quiet_store_logs()
     flat = {"run": run, "steps": steps, "seed": seed}

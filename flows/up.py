@@ -67,7 +67,7 @@ def _refuse_taken(ports: Mapping[str, int]) -> None:
         try:
             socket.create_server(("127.0.0.1", port)).close()
         except (OSError, OverflowError) as error:
-            raise UserError(f"{option} {port} cannot be had ({error}): choose another port") from error
+            raise UserError(f"{option} {port} cannot be had ({error}); choose another") from error
 
 
 def _start_mlflow(services: Services, port: int, runs: Path) -> None:

@@ -14,7 +14,8 @@ from fp8core.config.precision import PrecisionContract
 from fp8core.config.section import Section
 from fp8core.config.vllm import VllmConfig
 
-_BESIDE_THE_RUNS = frozenset({"mlflow.db", "mlartifacts", "warm_starts"})
+RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+_BESIDE_THE_RUNS = frozenset({"mlflow.db", "mlartifacts", "warm_starts", "logs"})
 
 
 class ArchitectureConfig(Section):
@@ -344,7 +345,7 @@ class RunConfig(Section):
         None,
         min_length=1,
         max_length=120,
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        pattern=RUN_NAME,
         description="Name of the run and of its folder; null makes one. An existing run is continued.",
     )
     runs: Path = Field(Path("runs"), description="Folder that holds run folders and the default MLflow store.")
