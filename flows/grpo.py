@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from prefect import flow, runtime
+from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
+from prefect.exceptions import Pause
 from prefect.states import Failed, Paused, Suspended
 from pydantic import Field
 
@@ -73,8 +75,8 @@ def grpo(
         return train(settings, new_code=new_code).model_dump(mode="json")
     except (UserError, NotFiniteError, SyncError, RedoError, BoundError) as error:
         return Failed(message=str(error))
-    except TrainingPaused as pause:
-        return paused(str(pause))
+    except TrainingPaused as reason:
+        return pause(str(reason))
     except StepError as error:
         return Failed(message=str(error), data=error.__cause__)
 
@@ -193,9 +195,18 @@ def merged(overrides: Overrides, flat: dict[str, Any]) -> Overrides:
     return [*overrides, *(f"{key}={json.dumps(value)}" for key, value in flat.items())]
 
 
-def paused(reason: str) -> State[Any]:
-    """The state of a flow run that waits to be resumed: by a worker when it came from one, else by a person."""
-    return Paused(message=reason) if runtime.deployment.id is None else Suspended(message=reason)
+def pause(reason: str) -> State[Any]:
+    """The state of a flow run that a person will continue by its name.
+
+    Raises:
+        Pause: the flow run came from a deployment, where it is suspended now: resumed, it goes to a worker again.
+    """
+    if runtime.deployment.id is None:
+        return Paused(message=reason)
+    state = Suspended(message=reason)
+    with get_client(sync_client=True) as client:
+        client.set_flow_run_state(runtime.flow_run.id, state)
+    raise Pause(state=state)
 
 
 def run_name(config: RunConfig) -> str:

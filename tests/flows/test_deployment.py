@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from mlflow import MlflowClient
 
@@ -203,3 +204,22 @@ def test_a_killed_run_is_crashed_and_a_retry_finishes_it_as_if_nothing_had_happe
     summary = json.loads((going.folder / "summary.json").read_text())
     whole = launch("never-killed", steps=60, overrides={"checkpoint.every": 1000})
     assert summary["weights_digest"] == whole.summary["weights_digest"]
+
+
+def test_a_run_that_a_bound_suspended_is_resumed_from_the_api(
+    run_deployment: Run, environment: dict[str, str], small: dict[str, Any], tmp_path: Path
+) -> None:
+    bounds = {"alignment.stop.error": 1.0, "alignment.stop.patience": 2, "alignment.stop.action": "pause"}
+    overrides = {**small, **bounds, "precision.training.linear": "bf16", "runs": str(tmp_path)}
+    parameters = ("steps=3", "run=suspended", f"overrides={json.dumps(overrides)}")
+    flags = [flag for value in parameters for flag in ("--param", value)]
+    started = run(environment, "prefect", "deployment", "run", "fp8-grpo/tiny", "--flow-run-name", "suspended", *flags)
+    assert started.returncode == 0, started.stdout + started.stderr
+    going = LongRun(environment["PREFECT_API_URL"], "suspended", tmp_path / "suspended")
+    wait_for(lambda: going.flow_run()["state"]["name"] == "Suspended", "the pause")
+    assert "alignment.stop.error=1: above it for 2 steps" in going.flow_run()["state"]["message"]
+    # The worker has seen the process end, and lets the state be.
+    wait_for(lambda: not psutil.pid_exists(LedgerView.read(going.folder / LEDGER).segments()[-1].pid), "the end")
+    page = f"{environment['PREFECT_API_URL']}/flow_runs/{going.flow_run()['id']}/resume"
+    urllib.request.urlopen(urllib.request.Request(page, method="POST"), timeout=30).close()
+    assert going.ended_as() == "COMPLETED"
