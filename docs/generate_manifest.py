@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, TypeAdapter
 
 from fp8core.store.artifacts import Ref
-from fp8core.store.ledger import CheckpointEntry, Entry, RedoEntry, SegmentEntry, StepEntry, TaskEntry
+from fp8core.store.ledger import BoundEntry, CheckpointEntry, Entry, RedoEntry, SegmentEntry, StepEntry, TaskEntry
 from fp8core.store.manifest import Content, StepManifest, StepObservations, StepRecord
 from fp8core.store.run_directory import RunDescription
 from fp8core.store.tombstones import Tombstone
@@ -33,6 +33,7 @@ _MODELS: dict[str, type[BaseModel]] = {
     "checkpoint": CheckpointEntry,
     "segment": SegmentEntry,
     "redo": RedoEntry,
+    "bound": BoundEntry,
     "ref": Ref,
     "tombstone": Tombstone,
     "run": RunDescription,

@@ -1,7 +1,7 @@
 """The `fp8-grpo` command.
 
-Exit codes: 0 done; 1 the training failed; 2 the user's mistake, found before any work; 130 stopped by Ctrl-C, at once;
-143 stopped by SIGTERM, after the step it came in.
+Exit codes: 0 done; 1 the training failed; 2 the user's mistake, found before any work; 3 paused by a bound of
+`alignment.stop`; 130 stopped by Ctrl-C, at once; 143 stopped by SIGTERM, after the step it came in.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flows import audit, bisect, compare, evaluate_command, export, plan, replay, resume, retention
+from flows import audit, bisect, compare, evaluate_command, export, plan, replay, resume, retention, up
 from flows.launch import launch, refuse_unwritable, stopped
 from flows.quantise import add_commands
 from fp8core.errors import UserError
@@ -63,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_command(commands)
     retention.add_command(commands)
     plan.add_command(commands)
+    up.add_command(commands)
     return parser
 
 

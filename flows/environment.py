@@ -11,6 +11,9 @@ from pathlib import Path
 from flows.prefect_server import PrefectServer
 from fp8core.errors import UserError
 
+HEARTBEAT_SECONDS = 30
+"""Between two signs of life of a flow run under `fp8-grpo up`."""
+
 
 def quiet_prefect_console() -> None:
     """Leave the terminal to our own lines; Prefect's logs still reach its server and its UI."""
@@ -71,3 +74,32 @@ def set_variables(required: Mapping[str, str], suggested: Mapping[str, str]) -> 
     os.environ.update(required)
     for name, value in suggested.items():
         os.environ.setdefault(name, value)
+
+
+def service_environment(prefect: str, mlflow: str) -> dict[str, str]:
+    """What `fp8-grpo up` gives its servers, its workers and the trainings they start.
+
+    Databases are the servers' own variables, passed on: PREFECT_SERVER_DATABASE_CONNECTION_URL (as
+    `postgresql+asyncpg://...`) and MLFLOW_BACKEND_STORE_URI (as `postgresql://...`); both default to sqlite.
+
+    Args:
+        prefect: address of the API of the Prefect server.
+        mlflow: address of the MLflow server.
+    """
+    return {
+        # A worker looks for runs, and a training says that it lives, more often than once in 15 and in 180 seconds.
+        "PREFECT_WORKER_QUERY_SECONDS": "2",
+        "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_SECONDS),
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        # Background work of MLflow that no training uses.
+        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+        **os.environ,
+        "PREFECT_API_URL": prefect,
+        "MLFLOW_TRACKING_URI": mlflow,
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def mlflow_has_database() -> bool:
+    """Whether MLFLOW_BACKEND_STORE_URI, which `mlflow server` reads itself, names the server's database."""
+    return "MLFLOW_BACKEND_STORE_URI" in os.environ

@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from prefect import flow, runtime
-from prefect.states import Failed
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import State
+from prefect.exceptions import Pause
+from prefect.states import Failed, Paused, Suspended
 from pydantic import Field
 
 from flows.environment import bound_mlflow_requests, set_variables
@@ -19,7 +22,7 @@ from flows.iteration import as_task, prefect_tasks, run_iteration
 from flows.named_run import load_settings
 from flows.termination import stop_on_sigterm
 from fp8core.config.load import merged_overrides
-from fp8core.config.run import RunConfig
+from fp8core.config.run import RUN_NAME, RunConfig
 from fp8core.errors import UserError
 from fp8core.report.console import Console, StyleAccuracy
 from fp8core.report.curves import draw_curves
@@ -30,7 +33,8 @@ from fp8core.training.trainer import NotFiniteError
 from fp8core.workers.build import engine_environment
 from fp8core.workers.live import live_run
 from tasks import start
-from tasks.checkpoint import checkpoint_due, missing_checkpoint, save_state
+from tasks.bounds import BoundError, TrainingPaused, carry_out, crossing
+from tasks.checkpoint import checkpoint_due, missing_checkpoint, save_state, unsaved_step
 from tasks.commit import commit_step, history, step_metrics
 from tasks.execute import Interval, StepError, TaskResult
 from tasks.loop import next_step
@@ -40,20 +44,26 @@ from tasks.sync import SyncError
 from tasks.tracking_store import quiet_store_logs, ui_command
 
 
+# Prefect's form takes bounds from the types and descriptions from the docstring.
 @flow(name="fp8-grpo", persist_result=False)
 def grpo(
-    config: Annotated[
-        str, Field(description="Shipped name (tiny, gsm8k), path of a configuration, or folder of a run to continue.")
-    ] = "tiny",
-    run: Annotated[str | None, Field(description="Name of the run; an existing one is continued.")] = None,
-    steps: Annotated[int | None, Field(ge=1, description="GRPO steps; null takes the configuration's.")] = None,
-    seed: Annotated[int | None, Field(ge=0, description="Seed; null takes the configuration's.")] = None,
-    overrides: Annotated[
-        dict[str, Any] | list[str] | None, Field(description="Any other setting: {'training.learning_rate': 1e-4}.")
-    ] = None,
-    new_code: Annotated[bool, Field(description="Continue a run with other code than last, as a new segment.")] = False,
+    config: str = "tiny",
+    run: Annotated[str | None, Field(max_length=120, pattern=RUN_NAME)] = None,
+    steps: Annotated[int | None, Field(ge=1, le=10_000_000)] = None,
+    seed: Annotated[int | None, Field(ge=0, le=2**31 - 1)] = None,
+    overrides: dict[str, Any] | list[str] | None = None,
+    new_code: bool = False,
 ) -> Any:
-    """Train a policy with GRPO; returns the summary. What went wrong is the message of the failed state."""
+    """Train a policy with GRPO; returns the summary. What went wrong is the message of the failed state.
+
+    Args:
+        config: A shipped name (tiny, gsm8k), the path of a configuration, or the folder of a run to continue.
+        run: Name of the run; an existing one is continued, null makes a name.
+        steps: GRPO steps; null takes the configuration's.
+        seed: Seed of everything random; null takes the configuration's.
+        overrides: Any other setting, as {"training.learning_rate": 1e-4}.
+        new_code: Continue a run with other code than last, as a new segment.
+    """
     bound_mlflow_requests()
     quiet_store_logs()
     flat = {"run": run, "steps": steps, "seed": seed}
@@ -61,8 +71,10 @@ def grpo(
     try:
         settings = load_settings(config, merged_overrides(overrides or {}, given))
         return train(settings, new_code=new_code).model_dump(mode="json")
-    except (UserError, NotFiniteError, SyncError, RedoError) as error:
+    except (UserError, NotFiniteError, SyncError, RedoError, BoundError) as error:
         return Failed(message=str(error))
+    except TrainingPaused as reason:
+        return pause(str(reason))
     except StepError as error:
         return Failed(message=str(error), data=error.__cause__)
 
@@ -79,11 +91,13 @@ def train(config: RunConfig, *, new_code: bool = False) -> Summary:
     ):
         begin(session)
         tasks = prefect_tasks(session.run.plan)
+        watch(session)
         for index in range(next_step(session.run), config.steps + 1):
             if stop.requested:
                 leave(session, index - 1)
                 stop.carry_out()
             iterate(session, tasks, index)
+            watch(session)
         return finish(session, console)
 
 
@@ -125,14 +139,30 @@ def iterate(session: Session, tasks: Any, index: int) -> None:
     run.console.step({**step_metrics(run, index), "step": index}, ended - began, seconds)
 
 
+def watch(session: Session) -> None:
+    """Warn, pause or fail when the training is beyond a bound of `alignment.stop` (`tasks.bounds`)."""
+    found = crossing(session.run)
+    if found is None:
+        return
+    if session.run.config.alignment.stop.action != "warn":
+        save_last(session)
+    try:
+        carry_out(session.run, found)
+    finally:
+        session.publisher.wake()
+
+
 def leave(session: Session, index: int) -> None:
     """Write a checkpoint of the last step, so that continuing has nothing to redo."""
-    run = session.run
-    newest = next(run.directory.ledger.newest_checkpoints(), None)
-    if index > START and (newest is None or newest.step < index):
-        _checkpoint(run.directory.path, index)
+    save_last(session)
+    session.run.console.note(f"stopped after step {index}")
+
+
+def save_last(session: Session) -> None:
+    """Write a checkpoint of the last step, unless there is one."""
+    if (unsaved := unsaved_step(session.run)) is not None:
+        _checkpoint(session.run.directory.path, unsaved)
         session.publisher.wake()
-    run.console.note(f"stopped after step {index}")
 
 
 def finish(session: Session, console: Console) -> Summary:
@@ -154,6 +184,20 @@ def finish(session: Session, console: Console) -> Summary:
     session.publisher.add_result()
     console.summary(summary, picture, ui_command(tracker.uri), tracker.page)
     return summary
+
+
+def pause(reason: str) -> State[Any]:
+    """The state of a flow run that a person will continue by its name.
+
+    Raises:
+        Pause: the flow run came from a deployment, where it is suspended now: resumed, it goes to a worker again.
+    """
+    if runtime.deployment.id is None:
+        return Paused(message=reason)
+    state = Suspended(message=reason)
+    with get_client(sync_client=True) as client:
+        client.set_flow_run_state(runtime.flow_run.id, state)
+    raise Pause(state=state)
 
 
 def run_name(config: RunConfig) -> str:

@@ -16,6 +16,9 @@ from fp8core.store.run_directory import read_description
 if TYPE_CHECKING:
     from fp8core.config.run import RunConfig
 
+PAUSED = 3
+"""Exit code of a training that a bound of `alignment.stop` paused."""
+
 
 def launch(config: "RunConfig", parameters: Mapping[str, Any], summary: Path | None, resume: str) -> int:
     """Run the flow to its end.
@@ -47,7 +50,7 @@ def launch(config: "RunConfig", parameters: Mapping[str, Any], summary: Path | N
     # An exception, so that the run is closed and Prefect's server stops with us.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(stopped(reason("terminated"), 128 + number)))
     try:
-        return _train(parameters, summary)
+        return _train(parameters, summary, resume)
     except KeyboardInterrupt:
         return stopped(reason("interrupted"), 128 + signal.SIGINT)
 
@@ -74,10 +77,12 @@ def prepare_prefect() -> None:
     start_prefect()
 
 
-def _train(parameters: Mapping[str, Any], summary: Path | None) -> int:
+def _train(parameters: Mapping[str, Any], summary: Path | None, resume: str) -> int:
     from flows.grpo import grpo
 
     state = grpo(**parameters, return_state=True)
+    if state.is_paused():
+        return stopped(f"{state.message}; {resume} continues the run", PAUSED)
     if not state.is_completed():
         explain(state)
         return 1

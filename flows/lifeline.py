@@ -42,12 +42,17 @@ class Lifeline:
         """What the child ended with, or None while it lives."""
         return self._process.poll()
 
+    def say(self, word: bytes) -> None:
+        """Let the child read `word`."""
+        assert self._process.stdin is not None, "it was started with a pipe"
+        with contextlib.suppress(BrokenPipeError):  # Somebody killed it.
+            self._process.stdin.write(word)
+
     def end(self, word: bytes = b"") -> None:
         """Let the child read `word` and then the end of the file, and wait for it; a second call does nothing."""
         assert self._process.stdin is not None, "it was started with a pipe"
         if not self._process.stdin.closed:
-            with contextlib.suppress(BrokenPipeError):  # Somebody killed it.
-                self._process.stdin.write(word)
+            self.say(word)
             self._process.stdin.close()
             self._process.wait()
 

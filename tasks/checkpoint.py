@@ -26,6 +26,13 @@ def missing_checkpoint(run: LiveRun) -> int | None:
     return last if last is not None and last > entered and checkpoint_due(run, last) else None
 
 
+def unsaved_step(run: LiveRun) -> int | None:
+    """The last committed iteration, when no checkpoint holds its policy and the trainer still does; else None."""
+    last, newest = run.directory.ledger.last_step(), next(run.directory.ledger.newest_checkpoints(), None)
+    entered = START if newest is None else newest.step
+    return last if last is not None and last > entered and run.ready_trainer().version == last else None
+
+
 def save_state(run: LiveRun, index: int) -> None:
     """Write `checkpoints/<step>/`, enter it in the ledger, and remove older checkpoints that nothing keeps.
 

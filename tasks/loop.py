@@ -9,7 +9,8 @@ from fp8core.store.artifacts import Ref
 from fp8core.store.ledger import START
 from fp8core.workers.live import LiveRun
 from tasks import start
-from tasks.checkpoint import checkpoint_due, missing_checkpoint, save_state
+from tasks.bounds import carry_out, crossing
+from tasks.checkpoint import checkpoint_due, missing_checkpoint, save_state, unsaved_step
 from tasks.commit import commit_step
 from tasks.execute import TaskResult, run_step
 from tasks.restore import carried, restore
@@ -31,10 +32,21 @@ def train(run: LiveRun) -> None:
     begin(run)
     if (missing := missing_checkpoint(run)) is not None:
         save_state(run, missing)
+    watch(run)
     for index in range(next_step(run), run.config.steps + 1):
         iterate(run, index, carried(run, index))
         if checkpoint_due(run, index):
             save_state(run, index)
+        watch(run)
+
+
+def watch(run: LiveRun) -> None:
+    """Warn, pause or fail when the training is beyond a bound of `alignment.stop` (`tasks.bounds`)."""
+    found = crossing(run)
+    if found is not None:
+        if run.config.alignment.stop.action != "warn" and (unsaved := unsaved_step(run)) is not None:
+            save_state(run, unsaved)
+        carry_out(run, found)
 
 
 def next_step(run: LiveRun) -> int:

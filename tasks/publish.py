@@ -2,7 +2,7 @@
 
 from fp8core.config.run import public_dump
 from fp8core.report.graph import pipeline_mermaid, pipeline_text
-from fp8core.store.ledger import START
+from fp8core.store.ledger import START, BoundEntry
 from fp8core.workers.live import LiveRun
 from tasks.commit import step_metrics
 from tasks.logged_datasets import log_datasets
@@ -10,6 +10,7 @@ from tasks.repair import committed_step, stored_manifest
 from tasks.tracking import Table, Tracker
 
 SAMPLE_COLUMNS = ("step", "prompt", "completion", "reference", "reward", "outcome")
+BOUND_CROSSED = "bound_crossed"
 ARTIFACT_COLUMNS = ("step", "task", "artifact", "kind", "digest", "bytes", "path")
 
 
@@ -27,6 +28,11 @@ def publish_exactness(run: LiveRun, tracker: Tracker) -> None:
     """A tag on a run of which an update, redone after a stop, gave another policy than before."""
     if run.directory.ledger.inexact_steps():
         tracker.set_tags({"inexact": "true"})
+
+
+def publish_bound(tracker: Tracker, crossed: BoundEntry) -> None:
+    """A tag that names the bound of `alignment.stop` that was crossed last, and what was done about it."""
+    tracker.set_tags({BOUND_CROSSED: f"{crossed.reason}; {crossed.action} after step {crossed.step}"})
 
 
 def publish_step(run: LiveRun, tracker: Tracker, index: int) -> None:

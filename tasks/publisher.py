@@ -14,11 +14,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import takewhile
 
+from fp8core.store.ledger import BoundEntry
 from fp8core.workers.live import LiveRun
 from tasks.logged_models import publish_checkpoint
 from tasks.mark_killed import mark_killed_siblings
 from tasks.outage import Outage, store_errors
-from tasks.publish import publish_description, publish_exactness, publish_result, publish_step
+from tasks.publish import publish_bound, publish_description, publish_exactness, publish_result, publish_step
 from tasks.system_load import system_load
 from tasks.tracking import Tracker
 from tasks.tracking_record import TrackingFile
@@ -40,6 +41,7 @@ class Backlog:
         self._file = file
         self._load = system_load(run, tracker)
         self._sound = False
+        self._bound: BoundEntry | None = None
         self._once: deque[Callable[[], None]] = deque(
             [
                 lambda: publish_description(run, tracker),
@@ -81,6 +83,11 @@ class Backlog:
         while ledger.step(step := self.published + 1) is not None:
             publish_step(self._run, self._tracker, step)
             self._file.holds_step(step)
+            yield
+        crossed = ledger.last_bound()
+        if crossed is not None and crossed != self._bound:
+            publish_bound(self._tracker, crossed)
+            self._bound = crossed
             yield
         held = self._file.record.models
         for entry in reversed(list(takewhile(lambda entry: entry.step > held, ledger.newest_checkpoints()))):

@@ -16,6 +16,7 @@ from fp8core.report.summary import StepTiming
 from fp8core.store.ledger import START
 from fp8core.store.run_directory import RunDirectory
 from fp8core.workers.live import LiveRun
+from tasks.bounds import TrainingPaused
 from tasks.execute import Interval, TaskResult
 from tasks.loop import next_step
 from tasks.opening import open_directory, open_run, plan_of
@@ -58,7 +59,7 @@ def open_session(config: RunConfig, name: str, console: Console, *, new_code: bo
     """Open a new or an existing run (arguments and errors: `opening.open_directory` and `opening.open_run`).
 
     A new run needs its tracking store from the start; one that MLflow knows goes on without, and publishes later.
-    MLflow shows a run that was opened and failed as FAILED, one that was stopped as KILLED.
+    MLflow shows a run that was opened and failed as FAILED, one that was stopped or paused as KILLED.
     """
     began = time.perf_counter()
     plan = plan_of(config)
@@ -69,7 +70,8 @@ def open_session(config: RunConfig, name: str, console: Console, *, new_code: bo
             with open_run(config, plan, directory, console) as run, publishing(run, tracker, file) as publisher:
                 yield Session(run, tracker, publisher, began)
         except BaseException as error:
-            failed = isinstance(error, Exception)  # Others: Ctrl-C, SIGTERM, a cancelled flow run.
+            # Others: Ctrl-C, SIGTERM, a cancelled flow run.
+            failed = isinstance(error, Exception) and not isinstance(error, TrainingPaused)
             with suppress(UserError):  # A full disk, say; `error` was first.
                 _conclude(tracker, file, "FAILED" if failed else "KILLED", str(error) if failed else None)
             raise

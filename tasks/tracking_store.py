@@ -97,7 +97,7 @@ def create_sqlite_store(database: Path) -> None:
             return
         fresh = database.with_name(f"{database.name}.new")
         fresh.unlink(missing_ok=True)
-        SqlAlchemyStore(f"sqlite:///{fresh}", _artifact_root(database.parent)).engine.dispose()
+        SqlAlchemyStore(f"sqlite:///{fresh}", artifact_root(database.parent)).engine.dispose()
         os.replace(fresh, database)
 
 
@@ -121,7 +121,7 @@ def get_or_create_experiment(client: MlflowClient, uri: str, name: str, runs: Pa
     experiment = client.get_experiment_by_name(name)
     if experiment is None:
         try:
-            return client.create_experiment(name, artifact_location=None if is_server(uri) else _artifact_root(runs))
+            return client.create_experiment(name, artifact_location=None if is_server(uri) else artifact_root(runs))
         except MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
@@ -140,5 +140,6 @@ def _ask_for_life(server: str) -> None:
         return  # Something answers: whether it is MLflow, and lets us in, is said by the first request.
 
 
-def _artifact_root(runs: Path) -> str:
+def artifact_root(runs: Path) -> str:
+    """Where the artifacts of new experiments lie: a folder beside the run folders."""
     return (runs.absolute() / "mlartifacts").as_uri()

@@ -16,8 +16,8 @@ from fp8core.config.section import Section
 from fp8core.config.vllm import VllmConfig
 
 SHIPPED_VERIFIERS = ("chain", "integer", "math-verify")
-
-_BESIDE_THE_RUNS = frozenset({"mlflow.db", "mlartifacts", "warm_starts"})
+RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+_BESIDE_THE_RUNS = frozenset({"mlflow.db", "mlartifacts", "warm_starts", "logs"})
 
 
 class ArchitectureConfig(Section):
@@ -325,6 +325,34 @@ class ArtifactsConfig(Section):
     keep: KeepConfig | None = Field(None, description="What `fp8-grpo gc` leaves; null keeps every step.")
 
 
+class StopConfig(Section):
+    """Bounds on the mismatch of rollout and training policy while it trains; null bounds nothing."""
+
+    error: float | None = Field(
+        None, ge=1, le=1e6, description="Upper bound of the token multiplicative probability error; 1 is equality."
+    )
+    k3: float | None = Field(None, ge=0, le=1e6, description="Upper bound of the k3 estimate of KL(rollout, training).")
+    effective_sample_size: float | None = Field(
+        None, gt=0, le=1, description="Lower bound of the effective sample size, as a share of the tokens."
+    )
+    patience: int = Field(3, ge=1, le=1_000_000, description="Steps in a row beyond a bound before anything is done.")
+    action: Literal["warn", "pause", "fail"] = Field(
+        "warn",
+        description="warn goes on; pause stops after a checkpoint until the run is resumed; fail fails the run.",
+    )
+
+    @property
+    def bounded(self) -> bool:
+        """Whether anything is bounded."""
+        return (self.error, self.k3, self.effective_sample_size) != (None, None, None)
+
+
+class AlignmentConfig(Section):
+    """How far the policy that samples may be from the policy that trains."""
+
+    stop: StopConfig = Field(default_factory=StopConfig)
+
+
 class ReplayConfig(Section):
     """How equal a step that is done again must be."""
 
@@ -357,7 +385,7 @@ class RunConfig(Section):
         None,
         min_length=1,
         max_length=120,
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        pattern=RUN_NAME,
         description="Name of the run and of its folder; null makes one. An existing run is continued.",
     )
     runs: Path = Field(Path("runs"), description="Folder that holds run folders and the default MLflow store.")
@@ -378,6 +406,7 @@ class RunConfig(Section):
     correction: CorrectionConfig = Field(default_factory=CorrectionConfig)
     precision: PrecisionContract = Field(default_factory=PrecisionContract)
     calibration: CalibrationConfig = Field(default_factory=CalibrationConfig)
+    alignment: AlignmentConfig = Field(default_factory=AlignmentConfig)
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     artifacts: ArtifactsConfig = Field(default_factory=ArtifactsConfig)

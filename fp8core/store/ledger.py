@@ -87,7 +87,19 @@ class RedoEntry(_Entry):
     code_version: str = Field(description="Of the process that redid it.")
 
 
-Entry = Annotated[TaskEntry | StepEntry | CheckpointEntry | SegmentEntry | RedoEntry, Field(discriminator="event")]
+class BoundEntry(_Entry):
+    """A bound of `alignment.stop` that was crossed, and what was done about it: counting begins anew after the step."""
+
+    event: Literal["bound"] = "bound"
+    step: Step
+    bound: str = Field(description="The setting, such as alignment.stop.k3.")
+    action: Literal["warn", "pause", "fail"] = Field(description="What was done.")
+    reason: str = Field(description="The bound and the values beyond it, in words.")
+
+
+Entry = Annotated[
+    TaskEntry | StepEntry | CheckpointEntry | SegmentEntry | RedoEntry | BoundEntry, Field(discriminator="event")
+]
 
 _ENTRY: TypeAdapter[Entry] = TypeAdapter(Entry)
 
@@ -101,6 +113,7 @@ class _Index:
         self.checkpoints: list[CheckpointEntry] = []
         self.segments: list[SegmentEntry] = []
         self.redone: dict[int, dict[str, RedoEntry]] = {}
+        self.bounds: list[BoundEntry] = []
         self._reached = reached
 
     def misplaced(self, entry: Entry) -> str | None:
@@ -110,6 +123,8 @@ class _Index:
                 return f"an entry of step {entry.step} after step {self._reached}"
             case RedoEntry() if entry.step > self._reached:
                 return f"a redo of step {entry.step}, which was not done before"
+            case BoundEntry() if entry.step > self._reached:
+                return f"a bound crossed by step {entry.step}, which was not done before"
         return None
 
     def add(self, entry: Entry) -> None:
@@ -126,6 +141,8 @@ class _Index:
                 self.segments.append(entry)
             case RedoEntry():
                 self.redone.setdefault(entry.step, {})[entry.task] = entry
+            case BoundEntry():
+                self.bounds.append(entry)
 
 
 class _Read(NamedTuple):
@@ -304,6 +321,14 @@ class LedgerView:
         """The last process start; None when there is none."""
         segments = self._read.tail.segments or self._all().segments
         return segments[-1] if segments else None
+
+    def bounds(self, since: int) -> list[BoundEntry]:
+        """The crossings of bounds by step `since`, an iteration, and later ones, in order."""
+        return [entry for entry in self._of(since).bounds if entry.step >= since]
+
+    def last_bound(self) -> BoundEntry | None:
+        """The last crossing of a bound, of the steps that were read; None when there is none."""
+        return self._read.tail.bounds[-1] if self._read.tail.bounds else None
 
     def _of(self, step: int) -> _Index:
         """Where the tasks and the end of a step are."""

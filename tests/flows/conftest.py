@@ -1,6 +1,10 @@
 """Real runs at reduced size: one Prefect server and one MLflow store for the session."""
 
-from collections.abc import Callable, Iterator
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,3 +90,53 @@ def launch(prefect_server: None, runs: Path, small: dict[str, Any]) -> Launch:
         return Finished(name, state, Path(overrides["runs"]))
 
     return run_flow
+
+
+class Up:
+    """A running `fp8-grpo up`, on ports of its own."""
+
+    def __init__(self, command: list[str], environment: Mapping[str, str], folder: Path) -> None:
+        """Start `command`, with `folder` for --runs, and wait until it is ready."""
+        ports = [str(_free_port()), str(_free_port())]
+        self.prefect, self.mlflow = (f"http://127.0.0.1:{port}" for port in ports)
+        self.folder, self._output = folder, folder / "said"
+        options = ["--prefect-port", ports[0], "--mlflow-port", ports[1], "--runs", str(folder)]
+        with self._output.open("wb") as output:
+            self.process = subprocess.Popen([*command, *options], env=dict(environment), stdout=output, stderr=output)
+        deadline = time.monotonic() + 500
+        while self.process.poll() is None and "\n" not in self.said and time.monotonic() < deadline:
+            time.sleep(0.2)
+        assert self.said.startswith(f"ready: Prefect {self.prefect}, MLflow {self.mlflow}\n"), self.said
+
+    @property
+    def said(self) -> str:
+        return self._output.read_text()
+
+    def stop(self) -> None:
+        """Twice: a training that a failed test left behind is not waited for."""
+        for _ in range(2):
+            self.process.terminate()
+            time.sleep(1)
+        self.process.wait(timeout=120)
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def start_up(readme_commands: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Up]]:
+    """The README's `fp8-grpo up`: start_up(environment). It is stopped with the module."""
+    (command,) = (line for line in readme_commands if line.startswith("fp8-grpo up"))
+    started: list[Up] = []
+
+    def start(environment: Mapping[str, str]) -> Up:
+        program = str(Path(sys.executable).with_name(command.split()[0]))
+        started.append(Up([program, *command.split()[1:]], environment, tmp_path_factory.mktemp("up")))
+        return started[-1]
+
+    yield start
+    for each in started:
+        if each.process.poll() is None:
+            each.stop()

@@ -1,18 +1,18 @@
-"""The README's deployment commands against a real server and a real worker."""
+"""`fp8-grpo up`, and the README's deployment commands against the servers and the worker it starts."""
 
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from mlflow import MlflowClient
 
@@ -28,18 +28,10 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    home = tmp_path_factory.mktemp("prefect")
     return {
         **{key: value for key, value in os.environ.items() if not key.startswith("PREFECT_")},
         "PATH": f"{BIN}:{os.environ['PATH']}",
-        "PREFECT_HOME": str(home),
-        "PREFECT_API_URL": f"http://127.0.0.1:{port}/api",
-        "PREFECT_SERVER_API_PORT": str(port),
-        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-        "PREFECT_WORKER_QUERY_SECONDS": "2",
+        "PREFECT_HOME": str(tmp_path_factory.mktemp("prefect")),
     }
 
 
@@ -54,53 +46,15 @@ def wait_for(condition: Callable[[], bool], what: str, seconds: float = 120) -> 
         time.sleep(0.5)
 
 
-def healthy(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url}/health", timeout=2) as answer:
-            return bool(answer.status == 200)
-    except OSError:
-        return False
-
-
-def is_service(command: str) -> bool:
-    """Whether a command stays in the foreground until it is stopped."""
-    return command.split()[1:3] in (["server", "start"], ["worker", "start"])
-
-
 @pytest.fixture(scope="module")
-def worker(
-    environment: dict[str, str], readme_commands: list[str], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[None]:
-    """The README's commands, in its order, up to the one that runs a deployment."""
-    logs = tmp_path_factory.mktemp("logs")
-    services = []
-    commands = [command for command in readme_commands if command.startswith("prefect ")]
-    assert is_service(commands[0]), "the server comes first"
-    try:
-        for command in commands:
-            if is_service(command):
-                with (logs / f"{len(services)}").open("wb") as log:
-                    services.append(
-                        subprocess.Popen(command.split(), cwd=REPOSITORY, env=environment, stdout=log, stderr=log)
-                    )
-                wait_for(lambda: healthy(environment["PREFECT_API_URL"]), "the server")
-            elif "deployment run" not in command:
-                done = run(environment, *command.split())
-                assert done.returncode == 0, done.stdout + done.stderr
-        yield
-    finally:
-        for process in reversed(services):
-            process.terminate()
-            try:
-                process.wait(timeout=60)
-            except subprocess.TimeoutExpired:
-                # A worker waits for what it has started; nothing of it is looked at any more.
-                process.kill()
-                process.wait()
+def up(environment: dict[str, str], start_up: Any) -> Any:
+    running = start_up(environment)
+    environment["PREFECT_API_URL"] = f"{running.prefect}/api"
+    return running
 
 
 @pytest.fixture
-def run_deployment(environment: dict[str, str], worker: None, readme_commands: list[str]) -> Run:
+def run_deployment(environment: dict[str, str], up: Any, readme_commands: list[str]) -> Run:
     """The README's `prefect deployment run`, with other parameters."""
     (command,) = (line for line in readme_commands if line.startswith("prefect deployment run"))
     start = command.partition(" --param")[0].split()
@@ -145,7 +99,7 @@ def test_a_parameter_out_of_bounds_is_refused_at_submission(run_deployment: Run)
 
 @pytest.fixture
 def long_run(
-    environment: dict[str, str], worker: None, readme_commands: list[str], small: dict[str, Any], tmp_path: Path
+    environment: dict[str, str], up: Any, readme_commands: list[str], small: dict[str, Any], tmp_path: Path
 ) -> Callable[..., "LongRun"]:
     """Start a deployed run of many steps and return when its second step is committed."""
     (command,) = (line for line in readme_commands if line.startswith("prefect deployment run"))
@@ -244,3 +198,22 @@ def test_a_killed_run_is_crashed_and_a_retry_finishes_it_as_if_nothing_had_happe
     summary = json.loads((going.folder / "summary.json").read_text())
     whole = launch("never-killed", steps=60, overrides={"checkpoint.every": 1000})
     assert summary["weights_digest"] == whole.summary["weights_digest"]
+
+
+def test_a_run_that_a_bound_suspended_is_resumed_from_the_api(
+    run_deployment: Run, environment: dict[str, str], small: dict[str, Any], tmp_path: Path
+) -> None:
+    bounds = {"alignment.stop.error": 1.0, "alignment.stop.patience": 2, "alignment.stop.action": "pause"}
+    overrides = {**small, **bounds, "precision.training.linear": "bf16", "runs": str(tmp_path)}
+    parameters = ("steps=3", "run=suspended", f"overrides={json.dumps(overrides)}")
+    flags = [flag for value in parameters for flag in ("--param", value)]
+    started = run(environment, "prefect", "deployment", "run", "fp8-grpo/tiny", "--flow-run-name", "suspended", *flags)
+    assert started.returncode == 0, started.stdout + started.stderr
+    going = LongRun(environment["PREFECT_API_URL"], "suspended", tmp_path / "suspended")
+    wait_for(lambda: going.flow_run()["state"]["name"] == "Suspended", "the pause")
+    assert "alignment.stop.error=1: above it for 2 steps" in going.flow_run()["state"]["message"]
+    # The worker has seen the process end, and lets the state be.
+    wait_for(lambda: not psutil.pid_exists(LedgerView.read(going.folder / LEDGER).segments()[-1].pid), "the end")
+    page = f"{environment['PREFECT_API_URL']}/flow_runs/{going.flow_run()['id']}/resume"
+    urllib.request.urlopen(urllib.request.Request(page, method="POST"), timeout=30).close()
+    assert going.ended_as() == "COMPLETED"

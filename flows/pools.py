@@ -1,0 +1,70 @@
+"""What a Prefect server needs before it runs our deployments: work pools, and a rule for runs that fell silent."""
+
+from datetime import timedelta
+
+import torch
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.actions import WorkPoolCreate
+from prefect.client.schemas.objects import StateType, WorkerStatus
+from prefect.events.actions import ChangeFlowRunState
+from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
+from prefect.events.schemas.events import ResourceSpecification
+from prefect.workers.process import ProcessWorker
+
+CPU, GPU = "fp8-grpo-cpu", "fp8-grpo-gpu"
+"""Work pools: trainings that need no GPU, and those that do. Each runs one flow run at a time; the others queue."""
+SILENT = "fp8-grpo: a flow run that falls silent has crashed"
+_HEARTBEAT = "prefect.flow-run.heartbeat"
+_ENDS = ("Completed", "Failed", "Crashed", "Cancelled", "Paused", "Suspended")
+
+
+def prepare(client: SyncPrefectClient, silence_seconds: int) -> None:
+    """Make the work pools and the rule, or bring them up to date.
+
+    A worker reports when the process of a flow run dies. The rule is for when the worker died too: the machine went
+    away, say. Without it the run would be shown as running, and hold its place in the pool, for ever.
+    """
+    for name in (CPU, GPU):
+        template = ProcessWorker.get_default_base_job_template()
+        pool = WorkPoolCreate(name=name, type=ProcessWorker.type, base_job_template=template, concurrency_limit=1)
+        client.create_work_pool(pool, overwrite=True)
+    rule = silent_run_rule(silence_seconds)
+    known = client.read_automations_by_name(SILENT)
+    if not known:
+        client.create_automation(rule)
+    elif AutomationCore.model_validate(known[0].model_dump(include=set(AutomationCore.model_fields))) != rule:
+        # Only then: the server forgets what a rule has seen when it is changed, so runs that are silent already too.
+        client.update_automation(known[0].id, rule)
+
+
+def silent_run_rule(seconds: int) -> AutomationCore:
+    """Crashed is a flow run that sent heartbeats and then, for `seconds`, neither one nor a word of its end."""
+    return AutomationCore(
+        name=SILENT,
+        description=f"No heartbeat for {seconds} s. A retry continues the training from its folder.",
+        trigger=EventTrigger(
+            match=ResourceSpecification({"prefect.resource.id": ["prefect.flow-run.*"]}),
+            for_each={"prefect.resource.id"},
+            after={_HEARTBEAT},
+            expect={_HEARTBEAT, *(f"prefect.flow-run.{end}" for end in _ENDS)},
+            posture=Posture.Proactive,
+            threshold=1,
+            within=timedelta(seconds=seconds),
+        ),
+        actions=[
+            ChangeFlowRunState(
+                name="Crashed", state=StateType.CRASHED, message=f"No heartbeat for {seconds} s: its machine is gone?"
+            )
+        ],
+    )
+
+
+def of_this_machine() -> list[str]:
+    """The pools whose runs this machine can serve. Runs of the others wait for a worker elsewhere."""
+    return [CPU, GPU] if torch.cuda.is_available() else [CPU]
+
+
+def is_polled(client: SyncPrefectClient, pool: str, worker: str) -> bool:
+    """Whether the worker of that name looks for runs of a pool."""
+    found = client.read_workers_for_work_pool(pool)
+    return any(each.name == worker and each.status == WorkerStatus.ONLINE for each in found)

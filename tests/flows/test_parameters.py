@@ -1,0 +1,43 @@
+"""What Prefect's form shows of the flow's parameters, and what it refuses when a run is submitted."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from prefect.exceptions import ParameterTypeError
+from prefect.utilities.callables import parameter_schema
+
+from flows.grpo import grpo
+
+DEPLOYMENTS = yaml.safe_load((Path(__file__).parents[2] / "prefect.yaml").read_text())["deployments"]
+
+
+@pytest.fixture(scope="module")
+def form() -> dict[str, dict]:
+    return parameter_schema(grpo).model_dump_for_openapi()["properties"]
+
+
+def test_every_parameter_is_described(form) -> None:
+    assert list(form) == ["config", "run", "steps", "seed", "overrides", "new_code"]
+    assert all(field["description"] for field in form.values())
+
+
+def test_bounds_and_types_are_in_the_form(form) -> None:
+    (steps, _), (seed, _) = form["steps"]["anyOf"], form["seed"]["anyOf"]
+    assert (steps["type"], steps["minimum"]) == ("integer", 1)
+    assert (seed["type"], seed["minimum"]) == ("integer", 0)
+    assert form["overrides"]["anyOf"][0]["type"] == "object"
+
+
+@pytest.mark.parametrize("wrong", [{"steps": 0}, {"seed": -1}, {"steps": "many"}, {"run": "../other"}])
+def test_values_out_of_bounds_are_refused(wrong) -> None:
+    with pytest.raises(ParameterTypeError, match=next(iter(wrong))):
+        grpo.validate_parameters(wrong)
+
+
+@pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=[deployment["name"] for deployment in DEPLOYMENTS])
+def test_the_defaults_of_a_deployment_are_valid_and_it_waits_its_turn(deployment) -> None:
+    if deployment["entrypoint"].endswith(":grpo"):
+        grpo.validate_parameters(deployment["parameters"])
+    assert deployment["concurrency_limit"] == {"limit": 1, "collision_strategy": "ENQUEUE"}
+    assert deployment["work_pool"]["name"] in ("fp8-grpo-cpu", "fp8-grpo-gpu")

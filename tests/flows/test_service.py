@@ -1,0 +1,103 @@
+"""Child processes that start, are watched and end together, and `up`'s refusals before it starts any."""
+
+import argparse
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from flows.service import ServiceError, Services, Stopped
+from flows.up import up
+from fp8core.errors import UserError
+
+SLEEP = ["python", "-c", "import time; time.sleep(600)"]
+# Ends its work when asked to, as a training does, while its parent, as a worker does, would kill it.
+WORKER = """
+import signal, subprocess, sys
+training = subprocess.Popen([sys.executable, "-c", '''
+import pathlib, signal, sys, time
+def finish(*_):
+    time.sleep(1)
+    pathlib.Path("finished").touch()
+    sys.exit()
+signal.signal(signal.SIGTERM, finish)
+pathlib.Path("began").touch()
+time.sleep(600)
+'''])
+signal.signal(signal.SIGTERM, lambda *_: (training.kill(), sys.exit()))
+training.wait()
+signal.pause()
+"""
+
+
+@pytest.fixture
+def services(tmp_path: Path) -> Services:
+    return Services(os.environ, tmp_path, tmp_path)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_service_that_dies_is_named_with_its_last_words_and_the_others_end(services) -> None:
+    with services:
+        services.start("a server", SLEEP, 10.0)
+        services.start("a worker", ["python", "-c", "import sys; print('out of\\nmemory'); sys.exit(3)"], 10.0)
+        with pytest.raises(ServiceError, match=r"^a worker ended with 3: memory \(log: "):
+            services.watch()
+    assert not [child for child in psutil.Process().children() if "time.sleep(600)" in " ".join(child.cmdline())]
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_what_a_service_has_started_ends_first_and_in_its_own_time_unless_there_is_none(
+    services, tmp_path, signals
+) -> None:
+    with services:
+        services.start("a worker", ["python", "-c", WORKER], 60.0)
+        wait_for((tmp_path / "began").exists)
+        for _ in range(signals):
+            services.note_signal(signal.SIGTERM, None)
+        with pytest.raises(Stopped):
+            services.watch()
+    assert (tmp_path / "finished").exists() == (signals == 1)
+
+
+def test_services_end_when_who_started_them_is_killed(tmp_path) -> None:
+    program = f"""
+        import os, pathlib
+        from flows.service import Services
+        with Services(os.environ, pathlib.Path({str(tmp_path)!r}), pathlib.Path({str(tmp_path)!r})) as services:
+            services.start("a server", {SLEEP!r}, 10.0)
+            print(services._lasting[0].group, flush=True)
+            services.watch()
+    """
+    owner = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    service = psutil.Process(int(owner.stdout.readline()))
+    owner.kill()
+    owner.wait()
+    owner.stdout.close()
+    wait_for(lambda: not service.is_running() or service.status() == psutil.STATUS_ZOMBIE)
+
+
+@pytest.mark.parametrize("option", ["prefect_port", "mlflow_port"])
+def test_a_port_that_is_taken_is_refused_by_name(option, tmp_path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, socket.create_server(("127.0.0.1", 0)) as free:
+        ports = {"prefect_port": free.getsockname()[1], "mlflow_port": free.getsockname()[1]}
+        free.close()
+        ports[option] = taken.getsockname()[1]
+        named = re.escape(f"--{option.replace('_', '-')} {ports[option]} cannot be had")
+        with pytest.raises(UserError, match=named):
+            up(argparse.Namespace(**ports, runs=tmp_path))
