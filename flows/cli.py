@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flows import audit, bisect, compare, export, replay, resume, retention
+from flows import audit, bisect, compare, export, replay, report, resume, retention
 from flows.launch import launch, refuse_unwritable, stopped
 from flows.quantise import add_commands
 from fp8core.errors import UserError
@@ -60,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     resume.add_command(commands)
     audit.add_command(commands)
     compare.add_command(commands)
+    report.add_command(commands)
     retention.add_command(commands)
     return parser
 

@@ -8,7 +8,7 @@ import hashlib
 import io
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +54,9 @@ def encode_table(table: pa.Table) -> bytes:
     return buffer.getvalue()
 
 
-def decode_table(data: bytes) -> pa.Table:
-    """The table of `encode_table`."""
-    return pq.read_table(pa.BufferReader(data))
+def decode_table(data: bytes, columns: Sequence[str] | None = None) -> pa.Table:
+    """The table of `encode_table`, or some columns of it."""
+    return pq.read_table(pa.BufferReader(data), columns=columns)
 
 
 def _refuse_non_json(value: Any, where: str) -> None:
@@ -130,9 +130,9 @@ class ArtifactStore:
         """Stores a table as parquet (zstd). Raises UserError when the disk refuses."""
         return self._commit(kind, "parquet", encode_table(table))
 
-    def get_table(self, ref: Ref) -> pa.Table:
-        """A stored table. Raises ArtifactError."""
-        return decode_table(self._read(ref, "parquet"))
+    def get_table(self, ref: Ref, columns: Sequence[str] | None = None) -> pa.Table:
+        """A stored table, or some columns of it. Raises ArtifactError."""
+        return decode_table(self._read(ref, "parquet"), columns)
 
     def put_tensors(self, kind: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> Ref:
         """Stores named tensors, of any device and strides, as safetensors. Raises UserError when the disk refuses."""

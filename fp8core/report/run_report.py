@@ -1,0 +1,96 @@
+"""The report of one or more trainings as one HTML page, from their folders alone."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from fp8core.report.charts import Bound, Chart
+from fp8core.report.page import Section, Table, render_page
+from fp8core.report.run_charts import (
+    ALIGNMENT,
+    KV_CURVES,
+    LEARNING,
+    WORST_TOKEN,
+    curve_chart,
+    difference_by_position,
+    difference_histogram,
+    histories,
+    logprob_scatter,
+    pipeline_graph,
+    scale_heatmap,
+    time_shares,
+    time_stack,
+)
+from fp8core.report.run_data import RunData
+from fp8core.report.run_tables import difference_table, numbers_table, provenance_table, settings_table
+from fp8core.report.svg import chart_svg
+from fp8core.report.svg_panels import graph_svg, heatmap_svg, stack_svg
+
+Bounds = Mapping[str, Sequence[Bound]]
+"""By metric, in the units of its curve; they replace those of the curve."""
+
+
+def report_html(runs: Sequence[RunData], bounds: Bounds | None = None) -> str:
+    """The page."""
+    title = ", ".join(run.label for run in runs)
+    states = "; ".join(f"{run.label}: {run.status}" for run in runs)
+    return render_page(title, f"fp8-grpo report. {states}.", run_sections(runs, bounds or {}))
+
+
+def run_sections(runs: Sequence[RunData], bounds: Bounds) -> list[Section]:
+    """Every section of the page, whatever is missing."""
+    lines = histories(runs)
+    samples = [(run.label, run.tokens) for run in runs]
+    scales = [scale_heatmap(run.label, run.history) for run in runs]
+    scaled = [heatmap_svg(heatmap) for heatmap in scales if heatmap.x]
+    tokens = (difference_histogram(samples), logprob_scatter(samples), difference_by_position(samples))
+    shares = Table(
+        "Median seconds of a step, and share of all task time",
+        ["task", *(run.label for run in runs)],
+        time_shares(runs),
+    )
+    return [
+        Section("numbers", "Numbers", tables=[numbers_table(runs)]),
+        _missing(runs),
+        Section("learning", "Learning", figures=_svgs(curve_chart(curve, lines) for curve in LEARNING)),
+        Section(
+            "alignment",
+            "Alignment of rollout and training",
+            figures=_svgs(
+                curve_chart(curve, lines, bounds.get(curve.metric, ())) for curve in (*ALIGNMENT, WORST_TOKEN)
+            ),
+        ),
+        Section("tokens", "Mismatch by token", figures=_svgs(tokens)),
+        Section(
+            "scales",
+            "Scales of the KV cache",
+            [] if scaled else ["No run has scales: its KV cache is not in FP8."],
+            [*_svgs(curve_chart(curve, lines) for curve in KV_CURVES), *scaled],
+        ),
+        Section("time", "Time", figures=[stack_svg(time_stack(run)) for run in runs], tables=[shares]),
+        Section("graph", "Iteration", figures=[graph_svg(pipeline_graph(run)) for run in runs]),
+        _configuration(runs),
+        Section("provenance", "Provenance", tables=[provenance_table(run) for run in runs]),
+    ]
+
+
+def key_charts(runs: Sequence[RunData], bounds: Bounds | None = None) -> list[Chart]:
+    """The few charts that a picture shows."""
+    chosen = (*LEARNING[:4], *ALIGNMENT[:2])
+    return [curve_chart(curve, histories(runs), (bounds or {}).get(curve.metric, ())) for curve in chosen]
+
+
+def _svgs(charts: Iterable[Chart]) -> list[str]:
+    return [chart_svg(chart) for chart in charts]
+
+
+def _missing(runs: Sequence[RunData]) -> Section:
+    rows = [(run.label, line) for run in runs for line in run.missing]
+    if not rows:
+        return Section("missing", "Missing", ["Nothing: all that the ledgers name could be read."])
+    return Section("missing", "Missing", tables=[Table("What could not be read", ["run", "what"], rows)])
+
+
+def _configuration(runs: Sequence[RunData]) -> Section:
+    tables = [settings_table(run) for run in runs]
+    if len(runs) > 1:
+        tables.insert(0, difference_table(runs))
+    return Section("configuration", "Configuration", tables=tables)
