@@ -78,14 +78,13 @@ class Axis:
 
 
 def short(value: float) -> str:
-    """A number for people: four digits, an exponent only where it saves space; what is not finite by its name."""
+    """A number for people: four digits, an exponent below 0.0001 and from 1e9 on; what is not finite by its name."""
     if not math.isfinite(value):
         return str(value)
-    text = f"{value:.4g}"
-    if "e" not in text:
-        return f"{value:,.0f}" if abs(value) >= 10_000 else text
-    mantissa, _, exponent = text.partition("e")
-    return f"{mantissa}e{int(exponent)}"
+    if 1e4 <= abs(value) < 1e9:
+        return f"{value:,.0f}"
+    mantissa, marked, exponent = f"{value:.4g}".partition("e")
+    return f"{mantissa}e{int(exponent)}" if marked else mantissa
 
 
 def _log_axis(finite: list[float], start: float, end: float) -> Axis:

@@ -55,7 +55,7 @@ def _draw(axes: Axes, chart: Chart) -> None:
     smallest = min((y for y in values if y > 0), default=None)
     if chart.y_scale == "log" and smallest is not None:
         # Zeros have a place of their own, as in the SVG.
-        axes.set_yscale("symlog", linthresh=smallest, linscale=0.5)
+        axes.set_yscale("symlog", linthresh=10.0 ** math.floor(math.log10(smallest)), linscale=0.7)
     for series in chart.series:
         _series(axes, series)
     for bound in chart.bounds if values else ():

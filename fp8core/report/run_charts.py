@@ -5,7 +5,7 @@ A run in a chart is a `Curve` source: its label, its style and its history. What
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean
 
 import numpy as np
 
@@ -21,6 +21,7 @@ SCATTERED, LARGEST_SCATTERED = 1200, 200
 HISTOGRAM_BINS = 61
 COVERED_BY_HISTOGRAM = 0.999
 SMALL_SHARE = 0.01
+OTHERS = "others"
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ ALIGNMENT = (
     ),
     Curve(
         "Tokens that differ",
-        "share of log-probs that are not bit-equal",
+        "share that is not bit-equal",
         TOKENS_DIFFERING,
         lambda row: row[TOKENS_DIFFERING] / row["alignment/tokens"],
         include=(0.0, 1.0),
@@ -201,22 +202,23 @@ def time_stack(run: RunData) -> Stack:
     totals = {name: sum(values.values()) for name, values in run.seconds.items()}
     whole = sum(totals.values())
     small = [name for name, total in totals.items() if total < SMALL_SHARE * whole]
-    layers = {name: [values.get(s, 0.0) for s in steps] for name, values in run.seconds.items() if name not in small}
-    if small:
-        name = small[0] if len(small) == 1 else f"{len(small)} others"
-        layers[name] = [sum(run.seconds[each].get(step, 0.0) for each in small) for step in steps]
-    note = f"{name}: {', '.join(small)}." if len(small) > 1 else ""
+    shown = [name for name in run.seconds if name not in small or len(small) == 1]
+    layers = {name: [run.seconds[name].get(step, 0.0) for step in steps] for name in shown}
+    note = ""
+    if len(small) > 1:
+        layers[OTHERS] = [sum(run.seconds[name].get(step, 0.0) for name in small) for step in steps]
+        note = f"{OTHERS}: {', '.join(small)}."
     return Stack(f"Time by task: {run.label}", "step", "seconds", steps, layers, note)
 
 
 def time_shares(runs: Sequence[RunData]) -> list[tuple[str, ...]]:
-    """A row for each task: its name, and of each run the median seconds of a step and the share of the whole."""
+    """A row for each task: its name, and of each run the mean seconds of a step and the share of the whole."""
     names = list(dict.fromkeys(name for run in runs for name in run.seconds))
     return [(name, *(_share(run, name) for run in runs)) for name in names]
 
 
 def pipeline_graph(run: RunData) -> Graph:
-    """The iteration with the median seconds of each step and its share of the time."""
+    """The iteration with the mean seconds of each step and its share of the time."""
     columns = _columns(run.pipeline)
     totals = {name: sum(values.values()) for name, values in run.seconds.items()}
     whole = sum(totals.values()) or 1.0
@@ -224,7 +226,7 @@ def pipeline_graph(run: RunData) -> Graph:
         Node(
             step.name,
             columns[step.name],
-            [step.name, f"{median(run.seconds[step.name].values()):.3g} s, {totals[step.name] / whole:.0%}"]
+            [step.name, f"{fmean(run.seconds[step.name].values()):.3g} s, {totals[step.name] / whole:.0%}"]
             if step.name in run.seconds
             else [step.name, "not measured"],
             f"{step.name}\nreads: {', '.join(step.reads) or '-'}\nprovides: {', '.join(step.provides) or '-'}",
@@ -232,7 +234,7 @@ def pipeline_graph(run: RunData) -> Graph:
         )
         for step in run.pipeline
     ]
-    note = "Median seconds of a step and share of all task time. An arrow that a longer path implies is left out."
+    note = "Mean seconds of a step and share of all task time. An arrow that a longer path implies is left out."
     return Graph(f"One iteration: {run.label}", nodes, _edges(run.pipeline), note)
 
 
@@ -257,7 +259,7 @@ def _share(run: RunData, name: str) -> str:
     if name not in run.seconds:
         return "-"
     whole = sum(sum(values.values()) for values in run.seconds.values())
-    return f"{median(run.seconds[name].values()):.3g} s ({sum(run.seconds[name].values()) / whole:.1%})"
+    return f"{fmean(run.seconds[name].values()):.3g} s ({sum(run.seconds[name].values()) / whole:.1%})"
 
 
 def _edges(pipeline: Sequence[PipelineStep]) -> list[tuple[str, str, str]]:

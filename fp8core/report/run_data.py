@@ -5,15 +5,17 @@ could not.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from pydantic import ValidationError
 
 from fp8core.errors import UserError
 from fp8core.report.provenance import Provenance
 from fp8core.report.summary import STEP, History, union_seconds
 from fp8core.report.token_sample import TokenSample, newest_tokens, reason_of
-from fp8core.store.artifacts import ArtifactError, ArtifactStore, Ref
+from fp8core.store.artifacts import ArtifactError, ArtifactStore, Ref, read_checked
 from fp8core.store.evidence import Commit, Evidence, collect, read_manifest, spans
 from fp8core.store.ledger import START
 from fp8core.store.manifest import StepManifest
@@ -84,8 +86,7 @@ def read_run(folder: Path, label: str) -> RunData:
     commits = sorted(evidence.commits, key=lambda commit: commit.step)
     missing = [f"{problem.place}: {problem.problem}" for problem in evidence.problems]
     provenance = Provenance()
-    manifests = _manifests(folder, commits, missing)
-    for manifest in manifests:
+    for manifest in _manifests(folder, commits, missing):
         provenance.add(manifest)
     pipeline = pipeline_steps(evidence, commits)
     return RunData(
@@ -139,15 +140,19 @@ def _metrics(store: ArtifactStore, ref: Ref, step: int) -> dict[str, float]:
     return {}
 
 
-def _manifests(folder: Path, commits: Iterable[Commit], missing: list[str]) -> list[StepManifest]:
-    read, problems = [], list[str]()
+def _manifests(folder: Path, commits: Iterable[Commit], missing: list[str]) -> Iterator[StepManifest]:
+    """Every manifest that can be read; whether the copies for people equal them is for `verify` to say."""
     for commit in commits:
-        manifest, findings = read_manifest(folder, commit)
-        if manifest is not None:
-            read.append(manifest)
-        problems += [f"{finding.place}: {finding.problem}" for finding in findings]
-    missing += problems
-    return read
+        ref = commit.entry.manifest
+        try:
+            yield StepManifest.model_validate_json(read_checked(folder / ref.uri, ref.digest, ref.size))
+        except (ArtifactError, ValidationError):
+            manifest, findings = read_manifest(folder, commit)
+            missing += [f"{finding.place}: {finding.problem}" for finding in findings]
+            if manifest is None and not findings:
+                missing.append(f"{ref.uri}: the manifest of step {commit.step} cannot be read")
+            if manifest is not None:
+                yield manifest
 
 
 def _seconds(commits: Iterable[Commit], order: Sequence[str]) -> dict[str, dict[int, float]]:

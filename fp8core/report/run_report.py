@@ -32,7 +32,9 @@ def report_html(runs: Sequence[RunData], bounds: Bounds | None = None) -> str:
     """The page."""
     title = ", ".join(run.label for run in runs)
     states = "; ".join(f"{run.label}: {run.status}" for run in runs)
-    return render_page(title, f"fp8-grpo report. {states}.", run_sections(runs, bounds or {}))
+    gaps = sum(len(run.missing) for run in runs)
+    note = f" {gaps} notes on what is missing are at the end." if gaps else ""
+    return render_page(title, f"fp8-grpo report. {states}.{note}", run_sections(runs, bounds or {}))
 
 
 def run_sections(runs: Sequence[RunData], bounds: Bounds) -> list[Section]:
@@ -43,13 +45,12 @@ def run_sections(runs: Sequence[RunData], bounds: Bounds) -> list[Section]:
     scaled = [heatmap_svg(heatmap) for heatmap in scales if heatmap.x]
     tokens = (difference_histogram(samples), logprob_scatter(samples), difference_by_position(samples))
     shares = Table(
-        "Median seconds of a step, and share of all task time",
+        "Mean seconds of a step, and share of all task time",
         ["task", *(run.label for run in runs)],
         time_shares(runs),
     )
     return [
         Section("numbers", "Numbers", tables=[numbers_table(runs)]),
-        _missing(runs),
         Section("learning", "Learning", figures=_svgs(curve_chart(curve, lines) for curve in LEARNING)),
         Section(
             "alignment",
@@ -69,6 +70,7 @@ def run_sections(runs: Sequence[RunData], bounds: Bounds) -> list[Section]:
         Section("graph", "Iteration", figures=[graph_svg(pipeline_graph(run)) for run in runs]),
         _configuration(runs),
         Section("provenance", "Provenance", tables=[provenance_table(run) for run in runs]),
+        _missing(runs),
     ]
 
 

@@ -47,8 +47,8 @@ def chart_svg(chart: Chart) -> str:
 def frame(title: str, parts: Iterable[str], height: float, note: str = "", width: float = WIDTH) -> str:
     """An SVG with a title above and a note below its parts."""
     lines = wrapped(note, int((width - 24) / (CHARACTER * 11 / 12)))
-    notes = [text(12, height + 10 + NOTE_ROW * i, line, size=11, fill="#555555") for i, line in enumerate(lines)]
-    whole = height + (NOTE_ROW * len(lines) + 4 if lines else 0)
+    notes = [text(12, height + 14 + NOTE_ROW * i, line, size=11, fill="#555555") for i, line in enumerate(lines)]
+    whole = height + (NOTE_ROW * len(lines) + 8 if lines else 0)
     heading = text(12, TITLE_Y, title, size=14, weight="600")
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {whole:g}" width="{width:g}" '

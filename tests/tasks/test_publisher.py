@@ -63,7 +63,15 @@ def test_everything_is_there(expected, copy_of_trained, mlflow_server, shown) ->
     assert [step for step, _ in run["metrics"]["reward/heldout_accuracy"]] == [0, 2, 3]
     assert {f"manifests/{step:05d}.json" for step in range(4)} < set(run["files"])
     tables = {f"{folder}/step_00000{step}.json" for folder in ("samples", "artifacts") for step in (1, 3)}
-    assert {*tables, "config.yaml", "graph.md", "graph.txt", "pictures/curves.png", "summary.json"} < set(run["files"])
+    assert {
+        *tables,
+        "config.yaml",
+        "graph.md",
+        "graph.txt",
+        "pictures/curves.png",
+        "summary.json",
+        "report.html",
+    } < set(run["files"])
     assert [name for name, _ in run["datasets"]] == ["chain-heldout", "chain-training"]
     assert [(model["name"], model["status"]) for model in expected.models] == [
         ("tiny-run-00002", "READY"),
