@@ -4,6 +4,7 @@ A run that goes on, was resumed, was thinned out by gc or is damaged is read as 
 could not.
 """
 
+import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,10 +16,11 @@ from fp8core.errors import UserError
 from fp8core.report.provenance import Provenance
 from fp8core.report.summary import STEP, History, union_seconds
 from fp8core.report.token_sample import TokenSample, newest_tokens, reason_of
-from fp8core.store.artifacts import ArtifactError, ArtifactStore, Ref, read_checked
+from fp8core.store.artifacts import ArtifactError, Ref, read_checked
 from fp8core.store.evidence import Commit, Evidence, collect, read_manifest, spans
 from fp8core.store.ledger import START
 from fp8core.store.manifest import StepManifest
+from fp8core.store.tombstones import Tombstone
 
 _EVALUATION = {"accuracy": "reward/heldout_accuracy", "length_mean": "reward/heldout_length_mean"}
 
@@ -82,7 +84,7 @@ def labels(folders: Sequence[Path]) -> list[str]:
 
 def read_run(folder: Path, label: str) -> RunData:
     """One run. Raises UserError as `read_runs`."""
-    evidence, store = collect(folder), ArtifactStore(folder)
+    evidence = collect(folder)
     commits = sorted(evidence.commits, key=lambda commit: commit.step)
     missing = [f"{problem.place}: {problem.problem}" for problem in evidence.problems]
     provenance = Provenance()
@@ -92,11 +94,11 @@ def read_run(folder: Path, label: str) -> RunData:
     return RunData(
         label=label,
         evidence=evidence,
-        history=_history(store, commits, missing),
+        history=_history(evidence, commits, missing),
         seconds=_seconds(commits, [step.name for step in pipeline]),
         busy={commit.step: _busy(commit) for commit in commits if commit.step > START},
         pipeline=pipeline,
-        tokens=newest_tokens(store, reversed(commits), _token_artifacts(evidence), missing),
+        tokens=newest_tokens(evidence, _token_artifacts(evidence), missing),
         provenance=provenance,
         missing=missing + _removed(evidence),
     )
@@ -114,14 +116,14 @@ def pipeline_steps(evidence: Evidence, commits: Sequence[Commit]) -> list[Pipeli
     ]
 
 
-def _history(store: ArtifactStore, commits: Iterable[Commit], missing: list[str]) -> History:
+def _history(evidence: Evidence, commits: Iterable[Commit], missing: list[str]) -> History:
     rows: list[dict[str, float]] = []
     unread: dict[str, list[int]] = defaultdict(list)
     for commit in commits:
         row: dict[str, float] = {STEP: commit.step}
         for ref in commit.artifacts.values():
             try:
-                row |= _metrics(store, ref, commit.step)
+                row |= _metrics(evidence.folder, ref, commit.step)
             except ArtifactError as error:
                 unread[reason_of(error)].append(commit.step)
         rows.append(row)
@@ -129,15 +131,13 @@ def _history(store: ArtifactStore, commits: Iterable[Commit], missing: list[str]
     return rows
 
 
-def _metrics(store: ArtifactStore, ref: Ref, step: int) -> dict[str, float]:
+def _metrics(folder: Path, ref: Ref, step: int) -> dict[str, float]:
     """What an artifact of a step measured; nothing when it is of another kind."""
-    if ref.kind == "metrics":
-        measured: dict[str, float] = store.get_json(ref)
-        return measured
-    if ref.kind == "evaluation" and step == START:
-        content = store.get_json(ref)
-        return {metric: content[name] for name, metric in _EVALUATION.items()}
-    return {}
+    first = step == START and ref.kind == "evaluation"
+    if not first and ref.kind != "metrics":
+        return {}
+    measured: dict[str, float] = json.loads(read_checked(folder / ref.uri, ref.digest, ref.size))
+    return {metric: measured[name] for name, metric in _EVALUATION.items()} if first else measured
 
 
 def _manifests(folder: Path, commits: Iterable[Commit], missing: list[str]) -> Iterator[StepManifest]:
@@ -180,12 +180,14 @@ def _token_artifacts(evidence: Evidence) -> tuple[str, str]:
 
 
 def _removed(evidence: Evidence) -> list[str]:
-    """What gc removed, by reason and date."""
-    sizes: dict[tuple[str, str], list[int]] = defaultdict(list)
+    """What gc removed, a line for each time it ran."""
+    removed: dict[str, list[Tombstone]] = defaultdict(list)
     for tombstone in evidence.tombstones.values():
-        sizes[tombstone.reason.partition(" step ")[0], tombstone.when].append(tombstone.size)
+        removed[tombstone.when].append(tombstone)
     return [
-        f"removed by gc on {when} ({reason}): {len(s)} files, {sum(s):,} bytes" for (reason, when), s in sizes.items()
+        f"gc removed {len(files)} files ({sum(file.size for file in files):,} bytes) on {when}, of steps "
+        f"{spans({file.step for file in files if file.step is not None}) or 'none'}"
+        for when, files in removed.items()
     ]
 
 

@@ -1,7 +1,6 @@
 """Log-probs of tokens under both policies, from the newest steps of a run that still have them."""
 
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,8 +8,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from fp8core.store.artifacts import ArtifactError, ArtifactStore
-from fp8core.store.evidence import Commit, spans
+from fp8core.store.artifacts import ArtifactError, Ref, decode_table, read_checked
+from fp8core.store.evidence import Evidence, spans
 
 ENOUGH_TOKENS = 20_000
 MOST_STEPS = 10
@@ -37,34 +36,31 @@ class TokenSample:
         return self.training - self.rollout
 
 
-def newest_tokens(
-    store: ArtifactStore, commits: Iterable[Commit], names: tuple[str, str], missing: list[str]
-) -> TokenSample | None:
+def newest_tokens(evidence: Evidence, names: tuple[str, str], missing: list[str]) -> TokenSample | None:
     """The tokens of the newest steps: until 20,000 are found, and of at most 10 steps.
 
     Args:
-        store: of the run.
-        commits: the committed steps, newest first.
+        evidence: of the run.
         names: of the artifacts with the rollouts and with the log-probs.
-        missing: takes a line for each step whose tables cannot be read.
+        missing: takes a line for what cannot be read and was not removed by gc.
 
     Returns:
         None when no step has tokens.
     """
     found: list[TokenSample] = []
     unread: dict[str, list[int]] = defaultdict(list)
-    for commit in commits:
+    for commit in sorted(evidence.commits, key=lambda commit: -commit.step):
         if len(found) == MOST_STEPS or sum(len(part.position) for part in found) >= ENOUGH_TOKENS:
             break
-        refs = [commit.artifacts.get(name) for name in names]
-        if refs[0] is None or refs[1] is None:
+        refs = [commit.artifacts[name] for name in names if name in commit.artifacts]
+        if len(refs) < len(names) or any(was_removed(evidence, ref) for ref in refs):
             continue
         try:
-            rollouts = store.get_table(refs[0], ["logprobs", "written"])
-            scored = store.get_table(refs[1], ["logprobs"])
-            found.append(_tokens(commit.step, rollouts, scored))
+            rollouts, scored = (_table(evidence, ref) for ref in refs)
         except ArtifactError as error:
             unread[reason_of(error)].append(commit.step)
+        else:
+            found.append(_tokens(commit.step, rollouts, scored))
     missing += [f"tokens of step {spans(steps)}: {reason}" for reason, steps in unread.items()]
     if not sum(len(part.position) for part in found):
         return None
@@ -76,9 +72,20 @@ def newest_tokens(
     )
 
 
+def was_removed(evidence: Evidence, ref: Ref) -> bool:
+    """Whether gc removed the file of an artifact."""
+    return ref.digest in evidence.tombstones and not (evidence.folder / ref.uri).exists()
+
+
 def reason_of(error: ArtifactError) -> str:
     """What is wrong with an artifact, without its path."""
     return str(error).partition(": ")[2]
+
+
+def _table(evidence: Evidence, ref: Ref) -> pa.Table:
+    """The columns with items for each token; a run with routed experts has a column that is a hundred times larger."""
+    data = read_checked(evidence.folder / ref.uri, ref.digest, ref.size)
+    return decode_table(data, ["logprobs", "written"] if ref.kind == "rollouts" else ["logprobs"])
 
 
 def _tokens(step: int, rollouts: pa.Table, scored: pa.Table) -> TokenSample:

@@ -130,9 +130,9 @@ class ArtifactStore:
         """Stores a table as parquet (zstd). Raises UserError when the disk refuses."""
         return self._commit(kind, "parquet", encode_table(table))
 
-    def get_table(self, ref: Ref, columns: Sequence[str] | None = None) -> pa.Table:
-        """A stored table, or some columns of it. Raises ArtifactError."""
-        return decode_table(self._read(ref, "parquet"), columns)
+    def get_table(self, ref: Ref) -> pa.Table:
+        """A stored table. Raises ArtifactError."""
+        return decode_table(self._read(ref, "parquet"))
 
     def put_tensors(self, kind: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> Ref:
         """Stores named tensors, of any device and strides, as safetensors. Raises UserError when the disk refuses."""
