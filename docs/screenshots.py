@@ -9,7 +9,6 @@ Both runs must be tracked in the store beside them. Chromium is the one on the p
 
 import argparse
 import io
-import json
 import shutil
 import socket
 import subprocess
@@ -25,18 +24,23 @@ from typing import Any
 from urllib.parse import quote
 
 from PIL import Image
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import Page, ViewportSize, sync_playwright
 
 from fp8core.report.run_data import read_runs
 from fp8core.report.run_report import report_html
 from tasks.tracking_record import TrackingRecord, read_record
 
 IMAGES = Path(__file__).parent / "images"
-WIDTH, HEIGHT = 1280, 800
+WIDTH, HEIGHT = 1440, 900
+REPORT: ViewportSize = {"width": 1240, "height": 1960}
+CHARTED = ".js-plotly-plot path.js-line"
+SHOWN = "reward/(mean|heldout_accuracy)|length_mean|alignment/(token_mult_prob_error|k3_kl|ess)$"
+"""The charts of MLflow's pages, as a pattern."""
+NO_ASSISTANT = "localStorage.setItem('mlflow.assistant.fab.autoOpenedOnFirstLoad_v1', 'true')"
 COLOURS = 192
 PATIENCE_SECONDS = 180.0
 SETTLE_MS = 8000
-"""MLflow's charts are drawn some time after their words."""
+"""How long all charts take after the first."""
 
 
 def main() -> None:
@@ -49,11 +53,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch, mlflow_ui(records[0].uri) as address, browser() as page:
         report = Path(scratch) / "report.html"
         report.write_text(report_html(read_runs(options.runs)))
-        for name, (url, words) in {**mlflow_pages(address, records), "report": (report.as_uri(), "Learning")}.items():
+        for name, url in mlflow_pages(address, records).items():
             page.goto(url)
-            page.get_by_text(words).first.wait_for(timeout=1000 * PATIENCE_SECONDS)
+            search = page.get_by_placeholder("Search metric charts")
+            search.wait_for(timeout=1000 * PATIENCE_SECONDS)
+            search.fill(SHOWN)
+            page.locator(CHARTED).first.wait_for(timeout=1000 * PATIENCE_SECONDS)
             page.wait_for_timeout(SETTLE_MS)
             keep(page.screenshot(), options.out / f"{name}.png")
+        page.set_viewport_size(REPORT)
+        page.goto(report.as_uri())
+        keep(page.screenshot(), options.out / "report.png")
 
 
 def recorded(folder: Path) -> TrackingRecord:
@@ -64,18 +74,14 @@ def recorded(folder: Path) -> TrackingRecord:
     return record
 
 
-def mlflow_pages(address: str, records: list[TrackingRecord]) -> dict[str, tuple[str, str]]:
-    """Name of the picture -> address of the page, and words that are there when it is."""
-    first, ids = records[0], json.dumps([record.run_id for record in records])
-    experiments = json.dumps([first.experiment_id])
-    run = f"{address}/#/experiments/{first.experiment_id}/runs/{first.run_id}"
+def mlflow_pages(address: str, records: list[TrackingRecord]) -> dict[str, str]:
+    """Name of the picture -> address of the page."""
+    experiment = f"{address}/#/experiments/{records[0].experiment_id}"
+    both = quote(f"attributes.run_id IN ({', '.join(repr(record.run_id) for record in records)})")
+    classic = "workflowType=machine_learning"
     return {
-        "mlflow-run": (f"{run}/model-metrics?workflowType=machine_learning", "alignment"),
-        "mlflow-report": (f"{run}/artifacts/report.html?workflowType=machine_learning", "report.html"),
-        "mlflow-compare": (
-            f"{address}/#/compare-runs?runs={quote(ids)}&experiments={quote(experiments)}",
-            "Run details",
-        ),
+        "mlflow-run": f"{experiment}/runs/{records[1].run_id}/model-metrics?{classic}",
+        "mlflow-compare": f"{experiment}/runs?compareRunsMode=CHART&searchFilter={both}&{classic}",
     }
 
 
@@ -115,7 +121,9 @@ def browser() -> Iterator[Page]:
     options: dict[str, Any] = {"executable_path": shutil.which("chromium"), "args": ["--no-sandbox"]}
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(**options)
-        yield chromium.new_page(viewport={"width": WIDTH, "height": HEIGHT})
+        page = chromium.new_page(viewport={"width": WIDTH, "height": HEIGHT})
+        page.add_init_script(NO_ASSISTANT)
+        yield page
         chromium.close()
 
 
