@@ -32,7 +32,7 @@ from tasks.tracking_record import TrackingRecord, read_record
 
 IMAGES = Path(__file__).parent / "images"
 WIDTH, HEIGHT = 1440, 900
-REPORT: ViewportSize = {"width": 1240, "height": 1960}
+REPORT: ViewportSize = {"width": 1240, "height": 2220}
 CHARTED = ".js-plotly-plot path.js-line"
 SHOWN = "reward/(mean|heldout_accuracy)|length_mean|alignment/(token_mult_prob_error|k3_kl|ess)$"
 """The charts of MLflow's pages, as a pattern."""
