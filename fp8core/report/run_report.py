@@ -1,8 +1,9 @@
 """The report of one or more trainings as one HTML page, from their folders alone."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
-from fp8core.report.charts import Bound, Chart
+from fp8core.report.bounds import Bounds, configured_bounds
+from fp8core.report.charts import Chart
 from fp8core.report.page import Section, Table, render_page
 from fp8core.report.run_charts import (
     ALIGNMENT,
@@ -24,17 +25,14 @@ from fp8core.report.run_tables import difference_table, numbers_table, provenanc
 from fp8core.report.svg import chart_svg
 from fp8core.report.svg_panels import graph_svg, heatmap_svg, stack_svg
 
-Bounds = Mapping[str, Sequence[Bound]]
-"""By metric, in the units of its curve; they replace those of the curve."""
 
-
-def report_html(runs: Sequence[RunData], bounds: Bounds | None = None) -> str:
-    """The page."""
+def report_html(runs: Sequence[RunData]) -> str:
+    """The page, with the bounds that the runs are configured to stop at."""
     title = ", ".join(run.label for run in runs)
     states = "; ".join(f"{run.label}: {run.status}" for run in runs)
     gaps = sum(len(run.missing) for run in runs)
     note = f" {gaps} notes on what is missing are at the end." if gaps else ""
-    return render_page(title, f"fp8-grpo report. {states}.{note}", run_sections(runs, bounds or {}))
+    return render_page(title, f"fp8-grpo report. {states}.{note}", run_sections(runs, configured_bounds(runs)))
 
 
 def run_sections(runs: Sequence[RunData], bounds: Bounds) -> list[Section]:
@@ -74,10 +72,11 @@ def run_sections(runs: Sequence[RunData], bounds: Bounds) -> list[Section]:
     ]
 
 
-def key_charts(runs: Sequence[RunData], bounds: Bounds | None = None) -> list[Chart]:
+def key_charts(runs: Sequence[RunData]) -> list[Chart]:
     """The few charts that a picture shows."""
+    bounds = configured_bounds(runs)
     chosen = (*LEARNING[:4], *ALIGNMENT[:2])
-    return [curve_chart(curve, histories(runs), (bounds or {}).get(curve.metric, ())) for curve in chosen]
+    return [curve_chart(curve, histories(runs), bounds.get(curve.metric, ())) for curve in chosen]
 
 
 def _svgs(charts: Iterable[Chart]) -> list[str]:

@@ -1,12 +1,16 @@
+import json
 import re
 from html.parser import HTMLParser
 from xml.etree import ElementTree
 
 import pytest
 
+from fp8core.report.bounds import configured_bounds
+from fp8core.report.charts import Bound
 from fp8core.report.page import Section, Table, render_page
 from fp8core.report.run_data import read_run, read_runs
 from fp8core.report.run_report import key_charts, report_html
+from fp8core.report.summary import TMPE
 
 SECTIONS = [
     "numbers", "learning", "alignment", "tokens", "scales", "time", "graph", "configuration", "provenance", "missing",
@@ -84,14 +88,25 @@ def test_the_page_says_what_the_runs_came_to_and_how_they_differ(both: str, whol
     assert "finished, 4 steps" in both
 
 
-def test_bounds_of_a_run_replace_the_usual_ones(whole_run) -> None:
-    from fp8core.report.charts import Bound
-
-    run = read_run(whole_run.folder, "whole")
-    usual, own = report_html([run]), report_html([run], {"alignment/ess": [Bound("stop: 0.02", 0.02)]})
-    assert "stop: 0.02" in charts_of(own)["Effective sample size that is lost"]
-    assert "stop: 0.02" not in usual
-    assert "NeMo RL" in charts_of(own)["Token multiplicative probability error"]
+def test_bounds_that_a_run_stops_at_replace_the_usual_ones(whole_run, run_copy) -> None:
+    path = run_copy.folder / "run.json"
+    described = json.loads(path.read_text())
+    described["config"]["alignment"] = {"stop": {"error": 1.25, "k3": None, "effective_sample_size": 0.9}}
+    path.write_text(json.dumps(described))
+    alone, beside = (
+        [read_run(run_copy.folder, "own")],
+        [
+            read_run(whole_run.folder, "whole"),
+            read_run(run_copy.folder, "own"),
+        ],
+    )
+    charts = charts_of(report_html(alone))
+    assert ">stop: 1.25<" in charts["Token multiplicative probability error"]
+    assert "NeMo RL" not in charts["Token multiplicative probability error"]
+    assert ">stop: 0.9<" in charts["Effective sample size that is lost"]
+    assert ">NeMo RL: 0.001<" in charts["Divergence of training from rollout policy (k3)"]
+    assert ">stop of own: 1.25<" in report_html(beside)
+    assert configured_bounds(alone)[TMPE] == [Bound("stop: 1.25", 0.25)]
 
 
 @pytest.mark.parametrize("damage", ["no step", "one step", "no ledger", "no artifacts", "unreadable configuration"])
