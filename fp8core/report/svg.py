@@ -12,7 +12,7 @@ from fp8core.report.axis import Axis, short
 from fp8core.report.charts import REFERENCE, Chart, Series, colour, thinned
 
 WIDTH = 560
-LEFT, RIGHT = 66, 548
+LEFT, RIGHT = 66, 542
 PLOT_HEIGHT = 216
 TITLE_Y, LEGEND_Y, LEGEND_ROW = 18, 36, 17
 NOTE_ROW = 15
@@ -21,6 +21,7 @@ CHARACTER = 6.3
 INK, FAINT = "#222222", "#e4e4e4"
 DASHES = ("", "7 3", "2 2.5", "10 3 2 3", "14 4")
 MARKED_POINTS, MARKERS = 40, 10
+_HALO = 'stroke="white" stroke-width="3" stroke-linejoin="round" paint-order="stroke"'
 _FONT = 'font-family="system-ui, -apple-system, Segoe UI, sans-serif"'
 
 
@@ -35,8 +36,8 @@ def chart_svg(chart: Chart) -> str:
     ys = Axis.of(levels if points else [], chart.y_scale, bottom, top)
     parts = [
         *grid(xs, ys, chart.x_label, chart.y_label),
-        *(_bound(bound.label, bound.y, ys) for bound in chart.bounds if points),
         *(_series(series, xs, ys) for series in drawn),
+        *(_bound(bound.label, bound.y, ys) for bound in chart.bounds if points),
         *_hover(drawn, chart.x_label, xs, (top, bottom)),
     ]
     if not points:
@@ -128,7 +129,8 @@ def hover_columns(columns: Sequence[tuple[float, float, str]], top: float, botto
 def _bound(label: str, value: float, ys: Axis) -> str:
     y = ys.place(value)
     line = f'<path d="M{LEFT} {y:.1f}H{RIGHT}" stroke="{INK}" stroke-width="1.2" stroke-dasharray="1 3"/>'
-    return line + text(RIGHT - 2, y - 4, label, anchor="end", size=11)
+    # White edges, to be read over the lines of the series.
+    return f"{line}<g {_HALO}>{text(RIGHT - 2, y - 4, label, anchor='end', size=11)}</g>"
 
 
 def _series(series: Series, xs: Axis, ys: Axis) -> str:

@@ -25,7 +25,7 @@ from fp8core.report.svg import (
 BARS = 120
 CELLS = 4000
 _HATCHES = ("", "M0 6L6 0", "M3 0V6", "M0 3H6M3 0V6")
-_ROW, _GAP = 12, 26
+_ROW, _THIN_ROW, _FEW_ROWS, _GAP = 12, 5, 8, 26
 _BOX, _BOX_HEIGHT, _COLUMN, _LINE = 108, 46, 136, 62
 
 
@@ -75,20 +75,21 @@ def heatmap_svg(heatmap: Heatmap) -> str:
     for name, panel in heatmap.panels.items():
         parts.append(text(LEFT, y, name, weight="600"))
         y += 6
+        height = _ROW if len(panel) <= _FEW_ROWS else _THIN_ROW
         for i, values in enumerate(panel):
             means = bucket_means(values, columns)
             parts += [
                 f'<rect x="{xs.place(a):.1f}" y="{y:g}" width="{xs.place(b) - xs.place(a) + 0.3:.1f}" '
-                f'height="{_ROW}" fill="{_shade(math.log2(mean), low, high)}">'
+                f'height="{height}" fill="{_shade(math.log2(mean), low, high)}">'
                 f"<title>{escape(f'{name}, {heatmap.y_label} {i}, {heatmap.x_label} {_span(a, b)}: {short(mean)}')}"
                 "</title></rect>"
                 for a, b, mean in _runs(edges, means)
                 if mean > 0
             ]
-            if len(panel) <= 8 or i % 8 == 0:
-                parts.append(text(LEFT - 6, y + _ROW - 2, str(i), anchor="end", size=10))
-            y += _ROW
-        parts.append(text(14, y - _ROW * len(panel) / 2, heatmap.y_label, anchor="middle", size=10, turned=True))
+            if len(panel) <= _FEW_ROWS or i % _FEW_ROWS == 0:
+                parts.append(text(LEFT - 6, y + height / 2 + 4, str(i), anchor="end", size=10))
+            y += height
+        parts.append(text(14, y - height * len(panel) / 2, heatmap.y_label, anchor="middle", size=10, turned=True))
         y += _GAP
     y -= _GAP
     for value, words in xs.ticks():
