@@ -30,7 +30,7 @@ def add_command(commands: Any) -> None:
 
 def add_json(parser: argparse.ArgumentParser, text: str) -> None:
     """The `--json FILE` of a command; a file that cannot be written is refused before any work."""
-    parser.add_argument("--json", type=_writable, metavar="FILE", help=text)
+    parser.add_argument("--json", type=writable, metavar="FILE", help=text)
 
 
 def verify_run(options: argparse.Namespace) -> int:
@@ -72,7 +72,8 @@ def verify_run(options: argparse.Namespace) -> int:
     return 1 if counts["errors"] else 0
 
 
-def _writable(text: str) -> Path:
+def writable(text: str) -> Path:
+    """A file named on the command line that can be written; raises ArgumentTypeError."""
     file = Path(text)
     if file.is_dir() or not file.parent.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"{file} cannot be written; name a file in a folder that exists")

@@ -20,6 +20,7 @@ from flows.environment import bound_mlflow_requests, set_variables
 from flows.guardian import Guardian
 from flows.iteration import as_task, prefect_tasks, run_iteration
 from flows.named_run import load_settings
+from flows.run_artifacts import run_artifacts
 from flows.termination import stop_on_sigterm
 from fp8core.config.load import merged_overrides
 from fp8core.config.run import RUN_NAME, RunConfig
@@ -38,6 +39,7 @@ from tasks.checkpoint import checkpoint_due, missing_checkpoint, save_state, uns
 from tasks.commit import commit_step, history, step_metrics
 from tasks.execute import Interval, StepError, TaskResult
 from tasks.loop import next_step
+from tasks.publish import write_report
 from tasks.restore import RedoError, carried, restore
 from tasks.session import Session, follow_ledger, open_session
 from tasks.sync import SyncError
@@ -87,6 +89,7 @@ def train(config: RunConfig, *, new_code: bool = False) -> Summary:
     with (
         Guardian(config.runs / name),
         open_session(config, name, console, new_code=new_code) as session,
+        run_artifacts(session) as artifacts,
         stop_on_sigterm() as stop,
     ):
         begin(session)
@@ -97,6 +100,7 @@ def train(config: RunConfig, *, new_code: bool = False) -> Summary:
                 leave(session, index - 1)
                 stop.carry_out()
             iterate(session, tasks, index)
+            artifacts.step_done(index)
             watch(session)
         return finish(session, console)
 
@@ -166,7 +170,7 @@ def save_last(session: Session) -> None:
 
 
 def finish(session: Session, console: Console) -> Summary:
-    """Curves and summary, in the folder and in MLflow."""
+    """Curves, summary and report, in the folder and in MLflow."""
     run, tracker = session.run, session.tracker
     metrics = history(run)
     picture = run.directory.path / "curves.png"
@@ -181,6 +185,7 @@ def finish(session: Session, console: Console) -> Summary:
         stage_seconds={name: end - begin for name, (begin, end) in session.stages.items()},
     )
     run.directory.write_text("summary.json", summary.model_dump_json(indent=2) + "\n")
+    write_report(run)
     session.publisher.add_result()
     console.summary(summary, picture, ui_command(tracker.uri), tracker.page)
     return summary

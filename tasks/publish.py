@@ -1,7 +1,11 @@
 """What MLflow shows of a training, made from its ledger and artifacts alone. Publishing twice changes nothing."""
 
+from pathlib import Path
+
 from fp8core.config.run import public_dump
 from fp8core.report.graph import pipeline_mermaid, pipeline_text
+from fp8core.report.run_data import read_runs
+from fp8core.report.run_report import report_html
 from fp8core.store.ledger import START, BoundEntry
 from fp8core.workers.live import LiveRun
 from tasks.commit import step_metrics
@@ -9,6 +13,7 @@ from tasks.logged_datasets import log_datasets
 from tasks.repair import committed_step, stored_manifest
 from tasks.tracking import Table, Tracker
 
+REPORT = "report.html"
 SAMPLE_COLUMNS = ("step", "prompt", "completion", "reference", "reward", "outcome")
 BOUND_CROSSED = "bound_crossed"
 ARTIFACT_COLUMNS = ("step", "task", "artifact", "kind", "digest", "bytes", "path")
@@ -53,9 +58,21 @@ def publish_step(run: LiveRun, tracker: Tracker, index: int) -> None:
 
 
 def publish_result(run: LiveRun, tracker: Tracker) -> None:
-    """The picture and the summary of a training that came to its end."""
+    """The picture, the summary and the report of a training that came to its end."""
     tracker.log_file(run.directory.path / "curves.png", "pictures")
-    tracker.log_file(run.directory.path / "summary.json", None)
+    for name in ("summary.json", REPORT):
+        tracker.log_file(run.directory.path / name, None)
+
+
+def publish_report(run: LiveRun, tracker: Tracker) -> None:
+    """The report of a training that failed, as far as it came."""
+    if run.directory.ledger.last_step() is not None:
+        tracker.log_file(write_report(run), None)
+
+
+def write_report(run: LiveRun) -> Path:
+    """Write the report of all that is committed into the run's folder, and return its path. Raises UserError."""
+    return run.directory.write_text(REPORT, report_html(read_runs([run.directory.path])))
 
 
 def sample_table(run: LiveRun, index: int) -> Table:

@@ -19,7 +19,14 @@ from fp8core.workers.live import LiveRun
 from tasks.logged_models import publish_checkpoint
 from tasks.mark_killed import mark_killed_siblings
 from tasks.outage import Outage, store_errors
-from tasks.publish import publish_bound, publish_description, publish_exactness, publish_result, publish_step
+from tasks.publish import (
+    publish_bound,
+    publish_description,
+    publish_exactness,
+    publish_report,
+    publish_result,
+    publish_step,
+)
 from tasks.system_load import system_load
 from tasks.tracking import Tracker
 from tasks.tracking_record import TrackingFile
@@ -42,6 +49,7 @@ class Backlog:
         self._load = system_load(run, tracker)
         self._sound = False
         self._bound: BoundEntry | None = None
+        self._last: deque[Callable[[], None]] = deque()
         self._once: deque[Callable[[], None]] = deque(
             [
                 lambda: publish_description(run, tracker),
@@ -59,8 +67,12 @@ class Backlog:
         self._once.append(lambda: publish_exactness(self._run, self._tracker))
         self._sound = True
 
+    def add_report(self) -> None:
+        """The training failed: its report follows what is committed."""
+        self._last.append(lambda: publish_report(self._run, self._tracker))
+
     def add_result(self) -> None:
-        """Picture and summary are in the run's folder."""
+        """Picture, summary and report are in the run's folder."""
         self._once.append(lambda: publish_result(self._run, self._tracker))
 
     def publish(self) -> Iterator[None]:
@@ -69,12 +81,10 @@ class Backlog:
             self._tracker.resume()
             self._file.told()
             yield
-        while self._once:
-            self._once[0]()
-            self._once.popleft()
-            yield
+        yield from _work_through(self._once)
         if self._sound:
             yield from self._publish_committed()
+        yield from _work_through(self._last)
         if self._load is not None:
             self._load.publish(self._tracker)
 
@@ -104,6 +114,14 @@ class Backlog:
         """Look at the machine's load when that is due."""
         if self._load is not None:
             self._load.sample()
+
+
+def _work_through(pieces: deque[Callable[[], None]]) -> Iterator[None]:
+    """Does what is published once; what fails stays to be done."""
+    while pieces:
+        pieces[0]()
+        pieces.popleft()
+        yield
 
 
 class Publisher:
@@ -141,9 +159,13 @@ class Publisher:
         return self._backlog.published
 
     def add_result(self) -> None:
-        """The training is done: its picture and its summary are in the folder. Raises as `wake`."""
+        """The training is done: picture, summary and report are in the folder. Raises as `wake`."""
         self._backlog.add_result()
         self.wake()
+
+    def add_report(self) -> None:
+        """The training failed: MLflow gets a report of what is committed, when it has all the rest."""
+        self._backlog.add_report()
 
     def close(self) -> None:
         """Publish the rest, but wait no longer than OUTAGE_PATIENCE_SECONDS for an MLflow that does not answer.
@@ -229,7 +251,9 @@ def publishing(run: LiveRun, tracker: Tracker, file: TrackingFile) -> Iterator[P
     publisher = Publisher(run, tracker, file)
     try:
         yield publisher
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, Exception):  # Others stop a training that will go on, and whose user waits.
+            publisher.add_report()
         publisher.stop()
         raise
     publisher.close()

@@ -29,7 +29,7 @@ SMALLER_WARM_START = ["warm_start.steps=3", "warm_start.batch_size=16"]
 
 
 # They look at the runs that the trainings before them leave.
-OF_RUNS = ("verify ", "replay ", "compare ", "evaluate ", "export ", "gc ")
+OF_RUNS = ("verify ", "replay ", "compare ", "evaluate ", "report ", "export ", "gc ")
 
 
 @pytest.fixture(scope="module")

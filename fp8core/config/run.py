@@ -366,7 +366,7 @@ class ReplayConfig(Section):
 
 
 class TrackingConfig(Section):
-    """MLflow."""
+    """MLflow, and what Prefect shows of a run beside its tasks."""
 
     uri: str | None = Field(
         None, description="Tracking server or store; null uses MLFLOW_TRACKING_URI, else sqlite beside the runs."
@@ -375,6 +375,7 @@ class TrackingConfig(Section):
     sample_completions: int = Field(8, ge=0, le=1000, description="Completions a step in the sample table.")
     sample_every: int = Field(10, ge=1, le=1_000_000, description="Steps between sample tables; first and last too.")
     system_metrics: bool = Field(True, description="Log the load of CPU, memory, disk and GPUs (system/...).")
+    report_every: int = Field(20, ge=1, le=1_000_000, description="Steps between markdown reports in Prefect's UI.")
 
 
 class RunConfig(Section):

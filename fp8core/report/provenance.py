@@ -37,7 +37,13 @@ class Provenance:
         self.last = manifest
 
     def text(self, evidence: Evidence) -> str:
-        """Everything as aligned lines; values that changed name their steps."""
+        """`lines`, aligned."""
+        lines = self.lines(evidence)
+        width = max(len(name) for name, _ in lines)
+        return "\n".join(f"{name:<{width}}  {text}" for name, text in lines)
+
+    def lines(self, evidence: Evidence) -> list[tuple[str, str]]:
+        """Everything as facts with their values; values that changed name their steps."""
         described, config = evidence.description, evidence.config
         lines = [("run", f"{evidence.folder} (id {described.id}, begun {described.created})")]
         if config is not None:
@@ -55,8 +61,7 @@ class Provenance:
             lines += [(fact, value if alone else f"{value} (steps {spans(steps)})") for value, steps in shown.items()]
         if self.last is not None:
             lines.append(("last record", record_digest(self.last)))
-        width = max(len(name) for name, _ in lines)
-        return "\n".join(f"{name:<{width}}  {text}" for name, text in lines)
+        return lines
 
     def content(self, evidence: Evidence) -> dict[str, JsonValue]:
         """The same as JSON types, with whole digests."""

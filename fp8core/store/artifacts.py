@@ -8,7 +8,7 @@ import hashlib
 import io
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +54,9 @@ def encode_table(table: pa.Table) -> bytes:
     return buffer.getvalue()
 
 
-def decode_table(data: bytes) -> pa.Table:
-    """The table of `encode_table`."""
-    return pq.read_table(pa.BufferReader(data))
+def decode_table(data: bytes, columns: Sequence[str] | None = None) -> pa.Table:
+    """The table of `encode_table`, or some columns of it."""
+    return pq.read_table(pa.BufferReader(data), columns=columns)
 
 
 def _refuse_non_json(value: Any, where: str) -> None:

@@ -24,6 +24,7 @@ from fp8core.config.run import RunConfig
 from fp8core.report.console import Console
 from tasks.loop import train
 from tasks.opening import open_directory, open_run, plan_of
+from tasks.publish import write_report
 from tasks.tracking import Tracker
 from tasks.tracking_store import create_sqlite_store, default_tracking_uri, quiet_store_logs
 
@@ -83,6 +84,7 @@ def trained(settings: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) 
         train(run)
         (directory.path / "curves.png").write_bytes(b"a picture")
         (directory.path / "summary.json").write_text("{}")
+        write_report(run)
     return directory.path
 
 

@@ -63,7 +63,8 @@ def test_everything_is_there(expected, copy_of_trained, mlflow_server, shown) ->
     assert [step for step, _ in run["metrics"]["reward/heldout_accuracy"]] == [0, 2, 3]
     assert {f"manifests/{step:05d}.json" for step in range(4)} < set(run["files"])
     tables = {f"{folder}/step_00000{step}.json" for folder in ("samples", "artifacts") for step in (1, 3)}
-    assert {*tables, "config.yaml", "graph.md", "graph.txt", "pictures/curves.png", "summary.json"} < set(run["files"])
+    result = {"pictures/curves.png", "summary.json", "report.html"}
+    assert {*tables, *result, "config.yaml", "graph.md", "graph.txt"} < set(run["files"])
     assert [name for name, _ in run["datasets"]] == ["chain-heldout", "chain-training"]
     assert [(model["name"], model["status"]) for model in expected.models] == [
         ("tiny-run-00002", "READY"),
@@ -186,6 +187,17 @@ def go_on_without_the_mlflow_run(copy: Any) -> None:
             session.publisher.wake()
             time.sleep(0.01)
         pytest.fail("ten seconds of training that nobody sees")
+
+
+def test_a_failed_training_leaves_its_report_behind_what_is_committed(copy_of_trained, runs, shown) -> None:
+    copy = copy_of_trained(default_tracking_uri(runs))
+    (copy.folder / "report.html").write_text("of before")
+    with pytest.raises(ValueError, match="broken"), session_of(copy):
+        raise ValueError("broken")
+    (run,) = shown(copy.config).runs
+    assert "report.html" in run["files"]
+    assert [step for step, _ in run["metrics"]["reward/mean"]] == [1, 2, 3]
+    assert "<title>tiny-run</title>" in (copy.folder / "report.html").read_text()
 
 
 def test_what_mlflow_refuses_fails_the_training_at_its_next_commit(copy_of_trained, runs) -> None:

@@ -1,0 +1,137 @@
+"""Take the pictures of the pages that a person looks at: a run and a comparison in MLflow, and the report.
+
+    pip install playwright
+    python docs/screenshots.py runs/first runs/mixed
+
+Both runs must be tracked in the store beside them. Chromium is the one on the path, or playwright's own
+(`playwright install chromium`). The pictures go to docs/images/, or where --out says.
+"""
+
+import argparse
+import io
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from PIL import Image
+from playwright.sync_api import Page, ViewportSize, sync_playwright
+
+from fp8core.report.run_data import read_runs
+from fp8core.report.run_report import report_html
+from tasks.tracking_record import TrackingRecord, read_record
+
+IMAGES = Path(__file__).parent / "images"
+WIDTH, HEIGHT = 1440, 900
+REPORT: ViewportSize = {"width": 1240, "height": 2220}
+CHARTED = ".js-plotly-plot path.js-line"
+SHOWN = "reward/(mean|heldout_accuracy)|length_mean|alignment/(token_mult_prob_error|k3_kl|ess)$"
+"""The charts of MLflow's pages, as a pattern."""
+NO_ASSISTANT = "localStorage.setItem('mlflow.assistant.fab.autoOpenedOnFirstLoad_v1', 'true')"
+COLOURS = 192
+PATIENCE_SECONDS = 180.0
+SETTLE_MS = 8000
+"""How long all charts take after the first."""
+
+
+def main() -> None:
+    """Serve MLflow, look at each page, and keep what is seen."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", metavar="RUN", nargs=2, type=Path, help="the folders of two runs")
+    parser.add_argument("--out", type=Path, default=IMAGES, metavar="FOLDER", help="where the pictures go")
+    options = parser.parse_args()
+    records = [recorded(folder) for folder in options.runs]
+    with tempfile.TemporaryDirectory() as scratch, mlflow_ui(records[0].uri) as address, browser() as page:
+        report = Path(scratch) / "report.html"
+        report.write_text(report_html(read_runs(options.runs)))
+        for name, url in mlflow_pages(address, records).items():
+            page.goto(url)
+            search = page.get_by_placeholder("Search metric charts")
+            search.wait_for(timeout=1000 * PATIENCE_SECONDS)
+            search.fill(SHOWN)
+            page.locator(CHARTED).first.wait_for(timeout=1000 * PATIENCE_SECONDS)
+            page.wait_for_timeout(SETTLE_MS)
+            keep(page.screenshot(), options.out / f"{name}.png")
+        page.set_viewport_size(REPORT)
+        page.goto(report.as_uri())
+        keep(page.screenshot(), options.out / "report.png")
+
+
+def recorded(folder: Path) -> TrackingRecord:
+    """Where a run is in MLflow."""
+    record = read_record(folder)
+    if record is None:
+        sys.exit(f"{folder}: no MLflow run (no tracking.json)")
+    return record
+
+
+def mlflow_pages(address: str, records: list[TrackingRecord]) -> dict[str, str]:
+    """Name of the picture -> address of the page."""
+    experiment = f"{address}/#/experiments/{records[0].experiment_id}"
+    both = quote(f"attributes.run_id IN ({', '.join(repr(record.run_id) for record in records)})")
+    classic = "workflowType=machine_learning"
+    return {
+        "mlflow-run": f"{experiment}/runs/{records[1].run_id}/model-metrics?{classic}",
+        "mlflow-compare": f"{experiment}/runs?compareRunsMode=CHART&searchFilter={both}&{classic}",
+    }
+
+
+@contextmanager
+def mlflow_ui(uri: str) -> Iterator[str]:
+    """The address of MLflow's UI on a store while the block lasts."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    address = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "mlflow", "ui", "--backend-store-uri", uri, "--port", str(port), "--workers", "1"]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        wait_for(f"{address}/health")
+        yield address
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def wait_for(url: str) -> None:
+    """Return when something answers."""
+    end = time.monotonic() + PATIENCE_SECONDS
+    while True:
+        try:
+            urllib.request.urlopen(url, timeout=5).close()
+        except (urllib.error.URLError, OSError):
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.5)
+        else:
+            return
+
+
+@contextmanager
+def browser() -> Iterator[Page]:
+    """A page of a headless Chromium."""
+    options: dict[str, Any] = {"executable_path": shutil.which("chromium"), "args": ["--no-sandbox"]}
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(**options)
+        page = chromium.new_page(viewport={"width": WIDTH, "height": HEIGHT})
+        page.add_init_script(NO_ASSISTANT)
+        yield page
+        chromium.close()
+
+
+def keep(picture: bytes, path: Path) -> None:
+    """Write a picture with few colours, which makes it small; say how large it is."""
+    Image.open(io.BytesIO(picture)).convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE).save(path, optimize=True)
+    print(f"{path}: {path.stat().st_size:,} bytes")
+
+
+if __name__ == "__main__":
+    main()

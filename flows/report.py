@@ -1,0 +1,39 @@
+"""`fp8-grpo report`: one HTML page about one or more runs, laid over one another, from their folders alone."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from flows.audit import writable
+from flows.named_run import find_run
+
+PAGE = "report.html"
+
+
+def add_command(commands: Any) -> None:
+    """Declare the command on the parser's subcommands."""
+    parser = commands.add_parser("report", help="write one HTML page about one or more runs")
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="a run (name or folder); several are laid over another")
+    parser.add_argument(
+        "--out", type=writable, default=Path(PAGE), metavar="FILE", help=f"the page to write (default {PAGE})"
+    )
+    parser.add_argument("--png", type=writable, metavar="FILE", help="the most important charts as a picture")
+    parser.set_defaults(command=report_runs)
+
+
+def report_runs(options: argparse.Namespace) -> int:
+    """Read, draw and write; returns the exit code, raises UserError."""
+    from fp8core.report.run_data import read_runs, refuse_duplicates
+    from fp8core.report.run_report import key_charts, report_html
+
+    folders = [find_run(run) for run in options.runs]
+    refuse_duplicates(folders)
+    runs = read_runs(folders)
+    options.out.write_text(report_html(runs))
+    print(options.out)
+    if options.png is not None:
+        from fp8core.report.png import draw_png
+
+        draw_png(key_charts(runs), options.png, ", ".join(run.label for run in runs))
+        print(options.png)
+    return 0

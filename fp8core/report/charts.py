@@ -1,0 +1,146 @@
+"""What a chart shows, apart from how it is drawn: `svg` and `png` draw the same objects.
+
+A style is a number. It stands for a colour of Okabe and Ito's palette, which colour-blind readers can tell apart
+(jfly.uni-koeln.de/color), and for a dash, a marker and a hatch, so that no two of the first 28 look alike in grey.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Literal
+
+Scale = Literal["linear", "log"]
+Mark = Literal["line", "dots", "outline"]
+
+# Without yellow, which is too light for lines on white.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#000000")
+GREY = "#767676"
+REFERENCE = -1
+"""The style of what is no measurement: a bound, a diagonal."""
+
+POINTS_OF_A_SERIES = 400
+
+
+@dataclass(frozen=True)
+class Series:
+    """Points of one name, in the order of x; what is not finite is left out.
+
+    `line` joins points with markers, `dots` does not join them, `outline` is the upper edge of a histogram: y holds
+    from its x to the next one.
+    """
+
+    label: str
+    x: Sequence[float]
+    y: Sequence[float]
+    style: int
+    mark: Mark = "line"
+
+    def finite(self) -> list[tuple[float, float]]:
+        """The points that can be drawn."""
+        return [(x, y) for x, y in zip(self.x, self.y, strict=True) if math.isfinite(x) and math.isfinite(y)]
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A horizontal line that values should stay below (or above), with its name."""
+
+    label: str
+    y: float
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Series over common axes.
+
+    On a log scale, values that are zero or less are drawn in a lane of their own below the axis, labelled 0. `include`
+    are values of y that are on the axis in any case. `note` is printed below the chart.
+    """
+
+    title: str
+    x_label: str
+    y_label: str
+    series: Sequence[Series]
+    bounds: Sequence[Bound] = ()
+    x_scale: Scale = "linear"
+    y_scale: Scale = "linear"
+    include: Sequence[float] = ()
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Layers on top of one another: `layers` maps a name to a height at each x."""
+
+    title: str
+    x_label: str
+    y_label: str
+    x: Sequence[float]
+    layers: Mapping[str, Sequence[float]]
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Heatmap:
+    """Positive values by row and x, coloured by their logarithm; NaN is left white. `panels` maps a name to rows."""
+
+    title: str
+    x_label: str
+    y_label: str
+    x: Sequence[float]
+    panels: Mapping[str, Sequence[Sequence[float]]]
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Node:
+    """A box of a graph: its column, its lines of text, what is shown when pointed at, and a weight from 0 to 1."""
+
+    name: str
+    column: int
+    lines: Sequence[str]
+    hint: str
+    weight: float
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Boxes and the edges (from, to, name) between them."""
+
+    title: str
+    nodes: Sequence[Node]
+    edges: Sequence[tuple[str, str, str]]
+    note: str = ""
+
+
+def colour(style: int) -> str:
+    """The colour of a style, as #RRGGBB."""
+    return GREY if style == REFERENCE else COLOURS[style % len(COLOURS)]
+
+
+def thinned(series: Series, points: int = POINTS_OF_A_SERIES) -> Series:
+    """A series of at most `points` points that looks the same: of each stretch the first, last, least and greatest.
+
+    (Jugel et al., "M4: a visualization-oriented time series data aggregation", VLDB 2014.)
+    """
+    finite = series.finite()
+    if len(finite) <= points or series.mark != "line":
+        return series
+    size = math.ceil(len(finite) / (points // 4))
+    kept: list[tuple[float, float]] = []
+    for start in range(0, len(finite), size):
+        part = range(start, min(start + size, len(finite)))
+        chosen = {part[0], part[-1], min(part, key=lambda i: finite[i][1]), max(part, key=lambda i: finite[i][1])}
+        kept += [finite[i] for i in sorted(chosen)]
+    return replace(series, x=[x for x, _ in kept], y=[y for _, y in kept])
+
+
+def bucket_means(values: Sequence[float], buckets: int) -> list[float]:
+    """Means of `buckets` stretches of nearly equal length, without what is not finite; NaN where nothing is."""
+    edges = [round(i * len(values) / buckets) for i in range(buckets + 1)]
+    return [_mean(values[a:b]) for a, b in pairwise(edges)]
+
+
+def _mean(values: Iterable[float]) -> float:
+    finite = [value for value in values if math.isfinite(value)]
+    return math.fsum(finite) / len(finite) if finite else math.nan

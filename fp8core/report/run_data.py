@@ -1,0 +1,198 @@
+"""What a report shows of a run, read from its folder alone: no lock, no MLflow, no Prefect.
+
+A run that goes on, was resumed, was thinned out by gc or is damaged is read as far as it can be; `missing` says what
+could not.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from fp8core.errors import UserError
+from fp8core.report.provenance import Provenance
+from fp8core.report.summary import STEP, History, union_seconds
+from fp8core.report.token_sample import TokenSample, newest_tokens, reason_of
+from fp8core.store.artifacts import ArtifactError, Ref, read_checked
+from fp8core.store.evidence import Commit, Evidence, collect, read_manifest, spans
+from fp8core.store.ledger import START
+from fp8core.store.manifest import StepManifest
+from fp8core.store.tombstones import Tombstone
+
+_EVALUATION = {"accuracy": "reward/heldout_accuracy", "length_mean": "reward/heldout_length_mean"}
+
+
+@dataclass(frozen=True)
+class PipelineStep:
+    """A step of the iteration: the artifacts it reads and provides, by name."""
+
+    name: str
+    reads: tuple[str, ...]
+    provides: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class RunData:
+    """A run as a report shows it.
+
+    label: its name, told apart from that of other runs in the report. history: metrics of every committed step.
+    seconds: task -> step -> seconds, tasks in the order of the pipeline. busy: step -> seconds in which some
+    task ran. tokens: None when there are none to read. missing: what could not be read, a line each.
+    """
+
+    label: str
+    evidence: Evidence
+    history: History
+    seconds: Mapping[str, Mapping[int, float]]
+    busy: Mapping[int, float]
+    pipeline: Sequence[PipelineStep]
+    tokens: TokenSample | None
+    provenance: Provenance
+    missing: Sequence[str]
+
+    @property
+    def asked(self) -> int | None:
+        """How many steps the run is to have."""
+        config = self.evidence.config
+        return None if config is None else config.steps
+
+    @property
+    def status(self) -> str:
+        """How far it is, in words."""
+        steps = self.evidence.steps
+        last = max(steps, default=None)
+        asked = "?" if self.asked is None else self.asked
+        if last is None:
+            return "no step committed"
+        return f"finished, {last} steps" if last == self.asked else f"{last} of {asked} steps"
+
+
+def read_runs(folders: Sequence[Path]) -> list[RunData]:
+    """Every run, labelled. Raises UserError: a folder holds no run, or has a malformed run.json."""
+    return [read_run(folder, label) for folder, label in zip(folders, labels(folders), strict=True)]
+
+
+def labels(folders: Sequence[Path]) -> list[str]:
+    """The names of the folders, with as many parents as it takes to tell them apart."""
+    parts = [folder.absolute().parts for folder in folders]
+    depth = next((n for n in range(1, 64) if len({p[-n:] for p in parts}) == len({*parts})), 64)
+    return ["/".join(part[-depth:]) for part in parts]
+
+
+def read_run(folder: Path, label: str) -> RunData:
+    """One run. Raises UserError as `read_runs`."""
+    evidence = collect(folder)
+    commits = sorted(evidence.commits, key=lambda commit: commit.step)
+    missing = [f"{problem.place}: {problem.problem}" for problem in evidence.problems]
+    provenance = Provenance()
+    for manifest in _manifests(folder, commits, missing):
+        provenance.add(manifest)
+    pipeline = pipeline_steps(evidence, commits)
+    return RunData(
+        label=label,
+        evidence=evidence,
+        history=_history(evidence, commits, missing),
+        seconds=_seconds(commits, [step.name for step in pipeline]),
+        busy={commit.step: _busy(commit) for commit in commits if commit.step > START},
+        pipeline=pipeline,
+        tokens=newest_tokens(evidence, _token_artifacts(evidence), missing),
+        provenance=provenance,
+        missing=missing + _removed(evidence),
+    )
+
+
+def pipeline_steps(evidence: Evidence, commits: Sequence[Commit]) -> list[PipelineStep]:
+    """The steps of the newest iteration; without a configuration that can be read, what they read is not known."""
+    tasks = commits[-1].tasks if commits and commits[-1].step > START else {}
+    provided = {name: tuple(entry.outputs) for name, entry in tasks.items()}
+    if evidence.config is None:
+        return [PipelineStep(name, (), artifacts) for name, artifacts in provided.items()]
+    return [
+        PipelineStep(step.name, tuple(step.inputs().values()), provided.get(step.name, ()))
+        for step in evidence.config.pipeline.steps
+    ]
+
+
+def _history(evidence: Evidence, commits: Iterable[Commit], missing: list[str]) -> History:
+    rows: list[dict[str, float]] = []
+    unread: dict[str, list[int]] = defaultdict(list)
+    for commit in commits:
+        row: dict[str, float] = {STEP: commit.step}
+        for ref in commit.artifacts.values():
+            try:
+                row |= _metrics(evidence.folder, ref, commit.step)
+            except ArtifactError as error:
+                unread[reason_of(error)].append(commit.step)
+        rows.append(row)
+    missing += [f"metrics of step {spans(steps)}: {reason}" for reason, steps in unread.items()]
+    return rows
+
+
+def _metrics(folder: Path, ref: Ref, step: int) -> dict[str, float]:
+    """What an artifact of a step measured; nothing when it is of another kind."""
+    first = step == START and ref.kind == "evaluation"
+    if not first and ref.kind != "metrics":
+        return {}
+    measured: dict[str, float] = json.loads(read_checked(folder / ref.uri, ref.digest, ref.size))
+    return {metric: measured[name] for name, metric in _EVALUATION.items()} if first else measured
+
+
+def _manifests(folder: Path, commits: Iterable[Commit], missing: list[str]) -> Iterator[StepManifest]:
+    """Every manifest that can be read; whether the copies for people equal them is for `verify` to say."""
+    for commit in commits:
+        ref = commit.entry.manifest
+        try:
+            yield StepManifest.model_validate_json(read_checked(folder / ref.uri, ref.digest, ref.size))
+        except (ArtifactError, ValidationError):
+            manifest, findings = read_manifest(folder, commit)
+            missing += [f"{finding.place}: {finding.problem}" for finding in findings]
+            if manifest is None and not findings:
+                missing.append(f"{ref.uri}: the manifest of step {commit.step} cannot be read")
+            if manifest is not None:
+                yield manifest
+
+
+def _seconds(commits: Iterable[Commit], order: Sequence[str]) -> dict[str, dict[int, float]]:
+    seconds: dict[str, dict[int, float]] = {name: {} for name in order}
+    for commit in commits:
+        for name, entry in commit.tasks.items():
+            if commit.step > START:
+                seconds.setdefault(name, {})[commit.step] = entry.seconds
+    return {name: steps for name, steps in seconds.items() if steps}
+
+
+def _busy(commit: Commit) -> float:
+    return union_seconds((entry.started, entry.started + entry.seconds) for entry in commit.tasks.values())
+
+
+def _token_artifacts(evidence: Evidence) -> tuple[str, str]:
+    """The artifacts that the metrics of the run compare, which a pipeline may have renamed."""
+    ports = ("rollouts", "logprobs")
+    if evidence.config is not None:
+        for step in evidence.config.pipeline.steps:
+            inputs = step.inputs()
+            if set(ports) <= set(inputs):
+                return inputs[ports[0]], inputs[ports[1]]
+    return ports
+
+
+def _removed(evidence: Evidence) -> list[str]:
+    """What gc removed, a line for each time it ran."""
+    removed: dict[str, list[Tombstone]] = defaultdict(list)
+    for tombstone in evidence.tombstones.values():
+        removed[tombstone.when].append(tombstone)
+    return [
+        f"gc removed {len(files)} files ({sum(file.size for file in files):,} bytes) on {when}, of steps "
+        f"{spans({file.step for file in files if file.step is not None}) or 'none'}"
+        for when, files in removed.items()
+    ]
+
+
+def refuse_duplicates(folders: Sequence[Path]) -> None:
+    """Raises UserError: a run is named twice."""
+    for folder in folders:
+        if folders.count(folder) > 1:
+            raise UserError(f"{folder}: named twice")

@@ -1,0 +1,109 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fp8core.config.run import KeepConfig
+from fp8core.errors import UserError
+from fp8core.report.run_data import labels, read_run, read_runs, refuse_duplicates
+from fp8core.report.summary import HELDOUT, REWARD, TMPE, series
+from fp8core.store.retention import plan_removal, remove
+
+
+def test_the_history_is_what_the_steps_recorded(whole_run) -> None:
+    run = read_run(whole_run.folder, "whole")
+    stored = {step: whole_run.store.get_json(whole_run.ledger.artifacts(step)["metrics"]) for step in range(1, 5)}
+    assert list(run.history[1:]) == [{"step": step, **stored[step]} for step in range(1, 5)]
+    evaluation = whole_run.store.get_json(whole_run.ledger.artifacts(0)["evaluation"])
+    assert run.history[0] == {
+        "step": 0,
+        HELDOUT: evaluation["accuracy"],
+        "reward/heldout_length_mean": evaluation["length_mean"],
+    }
+    assert (run.status, run.asked, run.missing) == ("finished, 4 steps", 4, [])
+
+
+def test_times_are_those_of_the_ledger(whole_run) -> None:
+    run = read_run(whole_run.folder, "whole")
+    for step in range(1, 5):
+        tasks = whole_run.ledger.tasks(step)
+        assert {name: run.seconds[name][step] for name in run.seconds} == {n: t.seconds for n, t in tasks.items()}
+        assert 0 < run.busy[step] <= sum(task.seconds for task in tasks.values()) + 1e-6
+    assert list(run.seconds) == [step.name for step in run.pipeline]
+    assert next(step for step in run.pipeline if step.name == "reward").reads == ("prompts", "rollouts")
+
+
+def test_tokens_are_those_that_the_metrics_were_made_of(mixed_run) -> None:
+    run = read_run(mixed_run.folder, "mixed")
+    assert run.tokens is not None
+    assert run.tokens.steps == (1, 2, 3, 4)
+    _, counts = series(run.history, "alignment/tokens")
+    assert len(run.tokens.difference) == sum(counts)
+    _, errors = series(run.history, TMPE)
+    expected = sum(error * count for error, count in zip(errors, counts, strict=True)) / sum(counts)
+    assert np.exp(np.abs(run.tokens.difference)).mean() == pytest.approx(expected, rel=1e-12)
+    assert expected > 1
+    _, lengths = series(run.history, "rollout/length_max")
+    assert run.tokens.position.min() == 0
+    assert run.tokens.position.max() == max(lengths) - 1
+
+
+def test_a_run_that_goes_on_is_read_up_to_its_last_step(run_copy) -> None:
+    run_copy.cut_after(3, "rollout")
+    with (run_copy.folder / "ledger.jsonl").open("a") as ledger:
+        ledger.write('{"event":"task","st')
+    run = read_run(run_copy.folder, "live")
+    assert run.status == "2 of 4 steps"
+    assert [row["step"] for row in run.history] == [0, 1, 2]
+    assert run.missing == []
+
+
+def test_what_gc_removed_is_named_and_the_rest_is_there(run_copy) -> None:
+    removal = plan_removal(run_copy.folder, KeepConfig(last=1), "2026-01-02T03:04:05+00:00")
+    remove(run_copy.folder, removal.tombstones)
+    run = read_run(run_copy.folder, "thin")
+    assert len(series(run.history, REWARD)[0]) == 4
+    assert run.tokens is not None
+    assert run.tokens.steps == (4,)
+    (removed,) = run.missing
+    assert removed.startswith("gc removed ")
+    assert removed.endswith("on 2026-01-02T03:04:05+00:00, of steps 1-3")
+
+
+def test_damage_is_named_and_the_rest_is_there(run_copy) -> None:
+    run_copy.file(2, "metrics").unlink()
+    run_copy.file(4, "rollouts").write_bytes(b"no parquet")
+    manifest = run_copy.ledger.step(3).manifest
+    (run_copy.folder / manifest.uri).unlink()
+    (run_copy.folder / "manifests" / "00003.json").write_text("{}")
+    with (run_copy.folder / "tombstones.jsonl").open("w") as tombstones:
+        tombstones.write("nonsense\n")
+    run = read_run(run_copy.folder, "damaged")
+    assert [row["step"] for row in run.history if REWARD in row] == [1, 3, 4]
+    assert run.tokens is not None
+    assert run.tokens.steps == (1, 2, 3)
+    text = "\n".join(run.missing)
+    for place in ("metrics of step 2: the file is missing", "tokens of step 4:", "manifests/00003.json", "tombstones"):
+        assert place in text
+    assert "libraries" in dict(run.provenance.lines(run.evidence))
+
+
+def test_a_run_without_a_step_is_read(run_copy) -> None:
+    (run_copy.folder / "ledger.jsonl").write_text("")
+    run = read_run(run_copy.folder, "empty")
+    assert (run.status, run.tokens, list(run.history), run.seconds) == ("no step committed", None, [], {})
+    (run_copy.folder / "ledger.jsonl").unlink()
+    assert any("ledger.jsonl" in line for line in read_run(run_copy.folder, "none").missing)
+
+
+def test_no_run_is_a_mistake_of_the_user(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no run\.json"):
+        read_runs([tmp_path])
+
+
+def test_runs_of_one_name_are_told_apart() -> None:
+    assert labels([Path("/a/runs/x"), Path("/b/runs/y")]) == ["x", "y"]
+    assert labels([Path("/a/runs/x"), Path("/b/runs/x")]) == ["a/runs/x", "b/runs/x"]
+    assert labels([Path("/a/x")]) == ["x"]
+    with pytest.raises(UserError, match="named twice"):
+        refuse_duplicates([Path("/a"), Path("/b"), Path("/a")])

@@ -1,0 +1,145 @@
+import json
+import re
+from html.parser import HTMLParser
+from xml.etree import ElementTree
+
+import pytest
+
+from fp8core.report.bounds import configured_bounds
+from fp8core.report.charts import Bound
+from fp8core.report.page import Section, Table, render_page
+from fp8core.report.run_data import read_run, read_runs
+from fp8core.report.run_report import key_charts, report_html
+from fp8core.report.summary import TMPE
+
+SECTIONS = [
+    "numbers", "learning", "alignment", "tokens", "scales", "time", "graph", "configuration", "provenance", "missing",
+]  # fmt: skip
+VOID = {"meta", "br", "hr", "img", "link", "input"}
+
+
+class Page(HTMLParser):
+    """Sections, what an element would load, and whether tags are balanced."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.sections: list[str] = []
+        self.loads: list[str] = []
+        self.open: list[str] = []
+        self.tags: set[str] = set()
+        self.feed(html)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs) -> None:
+        self.tags.add(tag)
+        if tag not in VOID:
+            self.open.append(tag)
+        for name, value in attrs:
+            if name in ("src", "href", "xlink:href", "srcset", "data", "action") and not (value or "").startswith("#"):
+                self.loads.append(value or "")
+            if tag == "section" and name == "id":
+                self.sections.append(value)
+
+    def handle_startendtag(self, tag, attrs) -> None:
+        self.tags.add(tag)
+
+    def handle_endtag(self, tag) -> None:
+        assert self.open.pop() == tag
+
+
+def charts_of(html: str) -> dict[str, str]:
+    """SVG by title; each one is well-formed XML."""
+    found = re.findall(r"<svg .*?</svg>", html, re.DOTALL)
+    return {ElementTree.fromstring(svg).attrib["aria-label"]: svg for svg in found}
+
+
+@pytest.fixture(scope="module")
+def both(whole_run, mixed_run) -> str:
+    return report_html(read_runs([whole_run.folder, mixed_run.folder]))
+
+
+def test_the_page_has_every_section_and_loads_nothing(both: str) -> None:
+    page = Page(both)
+    assert page.sections == SECTIONS
+    assert page.loads == []
+    assert not page.tags & {"script", "link", "img", "iframe", "object", "embed", "base"}
+    assert not re.search(r"@import|url\((?!#)", both)
+    assert len(both) < 400_000
+
+
+def test_two_runs_lie_over_each_other(both: str) -> None:
+    charts = charts_of(both)
+    overlaid = [svg for title, svg in charts.items() if not title.endswith((": whole", ": mixed"))]
+    assert len(overlaid) == 15
+    for svg in overlaid:
+        assert ">whole</text>" in svg
+        assert ">mixed</text>" in svg
+        assert "not measured" not in svg
+    for title in ("Scales of Q, K and V", "Time by task", "One iteration"):
+        assert f"{title}: whole" in charts
+        assert f"{title}: mixed" in charts
+
+
+def test_the_page_says_what_the_runs_came_to_and_how_they_differ(both: str, whole_run) -> None:
+    assert "1 exactly" in both
+    assert "<td>precision.training.linear</td><td>yes</td><td>&#34;fp8_block&#34;</td><td>&#34;bf16&#34;</td>" in both
+    assert whole_run.ledger.step(4).weights_digest[:12] in both
+    assert "torch " in both
+    assert "finished, 4 steps" in both
+
+
+def test_bounds_that_a_run_stops_at_replace_the_usual_ones(whole_run, run_copy) -> None:
+    path = run_copy.folder / "run.json"
+    described = json.loads(path.read_text())
+    described["config"]["alignment"] = {"stop": {"error": 1.25, "k3": None, "effective_sample_size": 0.9}}
+    path.write_text(json.dumps(described))
+    alone, beside = (
+        [read_run(run_copy.folder, "own")],
+        [
+            read_run(whole_run.folder, "whole"),
+            read_run(run_copy.folder, "own"),
+        ],
+    )
+    charts = charts_of(report_html(alone))
+    assert ">stop: 1.25<" in charts["Token multiplicative probability error"]
+    assert "NeMo RL" not in charts["Token multiplicative probability error"]
+    assert ">stop: 0.9<" in charts["Effective sample size that is lost"]
+    assert ">NeMo RL: 0.001<" in charts["Divergence of training from rollout policy (k3)"]
+    assert ">stop of own: 1.25<" in report_html(beside)
+    assert configured_bounds(alone)[TMPE] == [Bound("stop: 1.25", 0.25)]
+
+
+@pytest.mark.parametrize("damage", ["no step", "one step", "no ledger", "no artifacts", "unreadable configuration"])
+def test_a_damaged_run_has_a_whole_page(run_copy, damage: str) -> None:
+    folder = run_copy.folder
+    match damage:
+        case "no step":
+            (folder / "ledger.jsonl").write_text("")
+        case "one step":
+            run_copy.cut_after(1, "record")
+        case "no ledger":
+            (folder / "ledger.jsonl").unlink()
+        case "no artifacts":
+            for path in (folder / "artifacts").glob("??/*"):
+                path.unlink()
+        case "unreadable configuration":
+            run = (folder / "run.json").read_text()
+            (folder / "run.json").write_text(run.replace('"fp8_block"', '"fp4_of_tomorrow"'))
+    run = read_run(folder, "damaged")
+    html = report_html([run])
+    assert Page(html).sections == SECTIONS
+    charts_of(html)
+    assert bool(run.missing) == (damage in ("no ledger", "no artifacts", "unreadable configuration"))
+    assert ("at the end" in html) == bool(run.missing)
+
+
+def test_what_tables_hold_is_escaped() -> None:
+    html = render_page("<i>", "&", [Section("a", "<b>", ["<p>"], ["<svg/>"], [Table("<u>", ["<x>"], [["<script>"]])])])
+    assert not Page(html).tags & {"i", "b", "x", "u", "script"}
+    assert "<svg/>" in html
+
+
+def test_key_charts_hold_every_run(whole_run, mixed_run) -> None:
+    charts = key_charts(read_runs([whole_run.folder, mixed_run.folder]))
+    assert [chart.title for chart in charts][:2] == ["Reward", "Held-out accuracy"]
+    assert all([series.label for series in chart.series] == ["whole", "mixed"] for chart in charts)
