@@ -27,7 +27,7 @@ Row = dict[str, Any]
 def main() -> None:
     kernels = json.loads((RESULTS / "kernels_hopper.json").read_text())
     print(quantiser_table(kernels), fingerprint_table(kernels), sep="\n\n", end="\n\n")
-    print(rollout_table(), trace_table(), attention_table(), sync_table(), calibration_table(), sep="\n\n", end="\n\n")
+    print(rollout_table(), trace_table(), attention_table(), sync_table(), sep="\n\n", end="\n\n")
     print(exactness_table(), logprob_table(), rounding_table(), sep="\n\n")
 
 
@@ -100,18 +100,6 @@ def sync_table() -> str:
         found = [row for row in rows if row["one_buffer"] is one_buffer][1:]  # The first compiles.
         cells = (_middle(found, key) for key in ("quantise_seconds", "seconds", "readback_seconds"))
         lines.append(f"| {words} | {' | '.join(f'{1000 * cell:.0f}' for cell in cells)} |")
-    return "\n".join(lines)
-
-
-def calibration_table() -> str:
-    """What scales cost, beside the rollout that was timed with them."""
-    rows = [row for row in _list("step_costs_hopper") if row["kind"] == "calibration"]
-    step = rows[0]["step_seconds"]
-    lines = [f"| calibration | forward, s | collect, s | write, s | of a rollout of {step:.1f} s |", "| --- " * 5 + "|"]
-    for row in rows:
-        read = f", {row['sequences']} rollouts" if "sequences" in row else ""
-        parts = " | ".join(f"{row[f'{part}_seconds']:.3f}" for part in ("forward", "collect", "scales"))
-        lines.append(f"| {row['source']}, {row['statistic']}{read} | {parts} | {row['share_of_step']:.2%} |")
     return "\n".join(lines)
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from fp8core.numerics.attention import Fp32Attention, Fp8Attention
+from fp8core.numerics.attention import Fp8Attention, Fp32Attention
 from fp8core.numerics.decode_attention import HEAD_DIM, decode_attention_reference, partition_of
 from fp8core.numerics.kv_scales import LayerScales
 
