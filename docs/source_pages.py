@@ -40,7 +40,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return markdown
     for path in set(_outside(page.file, files)):
         start = posixpath.dirname(page.file.src_uri)
-        markdown = markdown.replace(f"]({path})", f"]({posixpath.relpath(_source_page(page.file, path), start or '.')})")
+        markdown = markdown.replace(
+            f"]({path})", f"]({posixpath.relpath(_source_page(page.file, path), start or '.')})"
+        )
     return markdown
 
 

@@ -59,7 +59,10 @@ def test_engine_and_trainer_agree(folder):
     assert f"It prints `{done.stdout.strip()}`" in PAGE
 
 
-@pytest.mark.parametrize("file, protocol", [("rollout/engine.py", "RolloutEngine"), ("training/trainer.py", "Trainer")])
+PROTOCOLS = [("rollout/engine.py", "RolloutEngine"), ("training/trainer.py", "Trainer")]
+
+
+@pytest.mark.parametrize(("file", "protocol"), PROTOCOLS)
 def test_every_method_of_a_protocol_is_explained(file, protocol):
     source = (REPOSITORY / "fp8core" / file).read_text().partition(f"class {protocol}(Protocol)")[2]
     for method in re.findall(r"    def (\w+)\(", source):
