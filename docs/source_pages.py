@@ -2,7 +2,7 @@
 
 `[filter](../tasks/filter.py)` works on GitHub as it stands. The site has no such file, so it gets a page
 `source/tasks/filter.py.html` with the file's text, or the names in a folder, and the link leads there. A link to
-what is not in the repository is a warning, which a strict build does not forgive.
+what is not in the repository is left as it is, and MkDocs complains.
 """
 
 import posixpath
@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
-from mkdocs.plugins import get_plugin_logger
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
@@ -20,8 +19,6 @@ LINK = re.compile(r"\]\((?P<path>[\w./-]+)\)")
 LANGUAGES = {".py": "python", ".json": "json", ".yaml": "yaml", ".md": "markdown"}
 UNSEARCHED = "---\nsearch: {exclude: true}\n---\n\n"
 FENCE = "``````"
-
-log = get_plugin_logger(__name__)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -49,10 +46,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 def _outside(page: File, files: Files) -> Iterator[str]:
     """Links of a page to what is in the repository and not a file of the site."""
     for path in LINK.findall(page.content_string):
-        target = _target(page, path)
-        if not target.exists():
-            log.warning(f"{page.src_uri} links to {path}, which is not there")
-        elif posixpath.normpath(posixpath.join(posixpath.dirname(page.src_uri), path)) not in files.src_uris:
+        name = posixpath.normpath(posixpath.join(posixpath.dirname(page.src_uri), path))
+        if name not in files.src_uris and _target(page, path).exists():
             yield path
 
 

@@ -13,8 +13,8 @@ import pytest
 DOCS = Path(__file__).parents[2] / "docs"
 BLOCK = re.compile(r"```sh\n(.*?)```", re.DOTALL)
 
-# CI makes the environment; see tests/test_readme.py.
-RUN_BY_OTHERS = {"make env", "source .venv/bin/activate"}
+# By CI, which makes the environment.
+RUN_BY_OTHERS = ["make env"]
 
 # Appended to trainings, so that each of them ends in seconds.
 SMALLER = {
@@ -27,19 +27,20 @@ SMALLER = {
 SMALLER_WARM_START = {"warm_start.steps": 3, "warm_start.batch_size": 16}
 
 
-def commands_of(page: str) -> list[str]:
-    return [line for block in BLOCK.findall((DOCS / page).read_text()) for line in block.splitlines()]
+def commands_of(page: str, run_by_others: list[str]) -> list[str]:
+    lines = [line for block in BLOCK.findall((DOCS / page).read_text()) for line in block.splitlines()]
+    return [line for line in lines if line not in run_by_others]
 
 
-def run_all(page: str, folder: Path, smaller: dict[str, int]) -> None:
-    """Run the page's commands in `folder`; each must succeed and say something."""
+def run_all(commands: list[str], folder: Path, smaller: dict[str, int]) -> None:
+    """Run commands in `folder`; each must succeed and say something."""
     environment = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PREFECT_HOME": str(folder / "prefect"),
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     }
-    for line in (line for line in commands_of(page) if line not in RUN_BY_OTHERS):
+    for line in commands:
         command = shlex.split(re.sub(r"steps=\d+", "steps=3", line))
         if line.startswith("fp8-grpo run "):
             command += [part for key, value in smaller.items() for part in ("--set", f"{key}={value}")]
@@ -49,8 +50,10 @@ def run_all(page: str, folder: Path, smaller: dict[str, int]) -> None:
 
 
 @pytest.mark.slow
-def test_start(tmp_path: Path) -> None:
-    run_all("start.md", tmp_path, SMALLER | SMALLER_WARM_START)
+def test_start(tmp_path: Path, readme_commands: list[str]) -> None:
+    commands = commands_of("start.md", RUN_BY_OTHERS + readme_commands)
+    assert len(commands) == 3
+    run_all(commands, tmp_path, SMALLER | SMALLER_WARM_START)
     assert (tmp_path / "runs" / "first" / "report.html").is_file()
 
 
@@ -63,7 +66,7 @@ def test_your_model(tmp_path: Path, small_checkpoint: Path) -> None:
     assert shown.keys() == {"question", "answer"}
     problems = [{**shown, "question": f"{i} boxes hold 12 eggs each. How many?"} for i in range(80)]
     (tmp_path / "problems.jsonl").write_text("".join(json.dumps(problem) + "\n" for problem in problems))
-    run_all("your-model.md", tmp_path, SMALLER)
+    run_all(commands_of("your-model.md", []), tmp_path, SMALLER)
     exported = tmp_path / "mine-bf16"
     assert (exported / "config.json").is_file()
     assert list((tmp_path / "runs" / "mine" / "checkpoints").glob("*/policy/config.json"))
