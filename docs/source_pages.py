@@ -17,7 +17,8 @@ from mkdocs.structure.pages import Page
 REPOSITORY = Path(__file__).parents[1]
 LINK = re.compile(r"\]\((?P<path>[\w./-]+)\)")
 LANGUAGES = {".py": "python", ".json": "json", ".yaml": "yaml", ".md": "markdown"}
-UNSEARCHED = "---\nsearch: {exclude: true}\n---\n\n"
+# Out of the search, and as wide as can be.
+FRONT_MATTER = "---\nsearch: {exclude: true}\nhide: [toc]\n---\n\n"
 FENCE = "``````"
 
 
@@ -60,7 +61,7 @@ def _source_page(page: File, path: str) -> str:
 
 
 def _content(target: Path) -> str:
-    title = f"{UNSEARCHED}# {target.relative_to(REPOSITORY).as_posix()}\n\n"
+    title = f"{FRONT_MATTER}# {target.relative_to(REPOSITORY).as_posix()}\n\n"
     if target.is_dir():
         return title + "".join(f"- `{item.name}`\n" for item in sorted(target.iterdir()))
     return f"{title}{FENCE}{LANGUAGES.get(target.suffix, 'text')}\n{target.read_text().rstrip()}\n{FENCE}\n"
