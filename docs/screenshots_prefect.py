@@ -2,22 +2,21 @@
 
     python docs/screenshots_prefect.py http://127.0.0.1:4200
 
-It shows the run of `fp8-grpo/tiny` that ended last, and the form that starts one. A short run makes a readable picture:
+Needs what docs/screenshots.py needs. It shows the run of `fp8-grpo/tiny` that ended last, and the form that starts one.
+A short run makes a readable picture:
 
     prefect deployment run fp8-grpo/tiny --watch --param steps=4
 """
 
 import json
-import shutil
-import subprocess
 import sys
 import urllib.request
-from pathlib import Path
 from typing import Any
 
-IMAGES = Path(__file__).parent / "images"
-# Pages fetch what they show; their time passes as fast as they can take it.
-_PAGE_MILLISECONDS = 60_000
+from screenshots import IMAGES, browser, keep
+
+# Pages fade in, and the timeline moves to where the tasks are.
+SETTLE_MS = 5000
 
 
 def main(server: str) -> None:
@@ -29,8 +28,17 @@ def main(server: str) -> None:
         "limit": 1,
     }
     (run,) = _ask(f"{server}/api/flow_runs/filter", query)
-    _take(f"{server}/runs/flow-run/{run['id']}", "prefect-run.png", "1400,1000")
-    _take(f"{server}/deployments/deployment/{deployment}/run", "prefect-form.png", "1200,1150")
+    pages = {
+        "prefect-run.png": (f"{server}/runs/flow-run/{run['id']}", 1400, 520),
+        "prefect-form.png": (f"{server}/deployments/deployment/{deployment}/run", 1200, 1150),
+    }
+    with browser() as page:
+        for name, (address, width, height) in pages.items():
+            page.set_viewport_size({"width": width, "height": height})
+            page.goto(address)
+            page.wait_for_load_state("networkidle")
+            page.wait_for_timeout(SETTLE_MS)
+            keep(page.screenshot(), IMAGES / name)
 
 
 def _ask(url: str, query: dict[str, Any] | None = None) -> Any:
@@ -38,17 +46,6 @@ def _ask(url: str, query: dict[str, Any] | None = None) -> Any:
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=30) as answer:
         return json.load(answer)
-
-
-def _take(url: str, name: str, size: str) -> None:
-    browser = shutil.which("chromium") or shutil.which("google-chrome")
-    if browser is None:
-        sys.exit("neither chromium nor google-chrome is installed")
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--force-prefers-reduced-motion"]
-    timing = [f"--window-size={size}", f"--virtual-time-budget={_PAGE_MILLISECONDS}"]
-    picture = f"--screenshot={IMAGES / name}"
-    subprocess.run([browser, *options, *timing, picture, url], check=True, capture_output=True, timeout=300)
-    print(IMAGES / name)
 
 
 if __name__ == "__main__":
