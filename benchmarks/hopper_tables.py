@@ -2,11 +2,13 @@
 
     python benchmarks/hopper_tables.py
 
-Reads benchmarks/results/kernels_hopper.json (of kernels_hopper.py) and benchmarks/results/vllm_hopper/*.json (of
-vllm_hopper.py); each file holds its commit, versions and machine.
+Reads benchmarks/results/*_hopper.json and benchmarks/results/vllm_hopper/*.json; each file, or each of its rows, holds
+its commit and versions.
 """
 
+import itertools
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,8 @@ PRECISIONS = {
     "bf16": "BF16",
     "fp8_linear": "FP8 linears",
     "fp8_linear_kv": "FP8 linears, cache and attention",
-    "fp8_linear_kv_invariant": "the same, batch-invariant",
 }
+DECODERS = {"fp8_decode": "ours", "flash_attention": "FlashAttention 3"}
 
 Row = dict[str, Any]
 
@@ -25,7 +27,8 @@ Row = dict[str, Any]
 def main() -> None:
     kernels = json.loads((RESULTS / "kernels_hopper.json").read_text())
     print(quantiser_table(kernels), fingerprint_table(kernels), sep="\n\n", end="\n\n")
-    print(rollout_table(), exactness_table(), logprob_table(), sep="\n\n")
+    print(rollout_table(), trace_table(), attention_table(), sync_table(), sep="\n\n", end="\n\n")
+    print(exactness_table(), logprob_table(), rounding_table(), sep="\n\n")
 
 
 def quantiser_table(kernels: Row) -> str:
@@ -49,18 +52,70 @@ def fingerprint_table(kernels: Row) -> str:
 
 
 def rollout_table() -> str:
-    """Tokens per second of Qwen3-8B's shape, and what a sync costs."""
-    sizes = "256 x (512 + 1024)"
-    lines = [f"| Qwen3-8B's shape, {sizes} | tokens/s | to BF16 | update and read-back, s | read-back, s |"]
-    lines.append("| --- " * 5 + "|")
-    found = {name: _rows(name) for name in PRECISIONS}
-    base = next(row for row in found["bf16"] if row["kind"] == "rollout")["tokens_per_s"]
-    for name, words in PRECISIONS.items():
-        rollout = next(row for row in found[name] if row["kind"] == "rollout")
-        sync = next(row for row in found[name] if row["kind"] == "sync")
-        speed = rollout["tokens_per_s"]
-        seconds = f"{sync['seconds']:.2f} | {sync['readback_seconds']:.3f}"
-        lines.append(f"| {words} | {speed:,.0f} | {speed / base:.2f}x | {seconds} |")
+    """Tokens per second, beside BF16 of the same requests."""
+    lines = ["| Qwen3-8B's shape | precision | decodes with | tokens/s | to BF16 | of |", "| --- " * 6 + "|"]
+    rows = _list("rollout_hopper")
+    base = {_cell(row): row["tokens_per_s"] for row in rows if row["precision"] == "bf16"}
+    for row in rows:
+        words = PRECISIONS[row["precision"]] + (", batch-invariant" if row["batch_invariant"] else "")
+        decoder = DECODERS[row["decode_kernel"]]
+        ratio = f"{row['tokens_per_s'] / base[_cell(row)]:.2f}x" if _cell(row) in base else "not measured"
+        runs = row.get("all_tokens_per_s", [row["tokens_per_s"]])
+        spread = ", ".join(f"{speed:,.0f}" for speed in runs)
+        lines.append(f"| {_cell(row)} | {words} | {decoder} | {row['tokens_per_s']:,.0f} | {ratio} | {spread} |")
+    return "\n".join(lines)
+
+
+def _cell(row: Row) -> str:
+    return f"{row['requests']} x ({row['prompt']} + {row['generated']})"
+
+
+def trace_table() -> str:
+    """Milliseconds of a decode step, by part."""
+    (row,) = _list("decode_trace_hopper")
+    title = f"one decode step, {row['requests']} requests at {row['context']:,} tokens"
+    lines = [f"| {title} | ms | share |", "| --- " * 3 + "|"]
+    for part, milliseconds in sorted(row["parts_ms"].items(), key=lambda item: -item[1]):
+        lines.append(f"| {part} | {milliseconds:.2f} | {milliseconds / row['step_ms']:.1%} |")
+    lines.append(f"| nothing runs | {row['idle_ms']:.2f} | {row['idle_ms'] / row['step_ms']:.1%} |")
+    return "\n".join([*lines, f"| all | {row['step_ms']:.2f} | 100.0% |"])
+
+
+def attention_table() -> str:
+    """FlashAttention 3's decode alone: bytes of the cache a second."""
+    lines = ["| FlashAttention 3, 256 requests | page | BF16, us | GB/s | FP8, us | GB/s |", "| --- " * 6 + "|"]
+    rows = {(r["context"], r["page"], r["dtype"]): r for r in _list("attention_hopper") if r["splits"] == 0}
+    for context, page in sorted({key[:2] for key in rows}):
+        pair = (rows[context, page, f"torch.{name}"] for name in ("bfloat16", "float8_e4m3fn"))
+        numbers = " | ".join(f"{row['microseconds']:.0f} | {row['gb_per_s']:,}" for row in pair)
+        lines.append(f"| {context:,} tokens each | {page} | {numbers} |")
+    return "\n".join(lines)
+
+
+def sync_table() -> str:
+    """An update of Qwen3-8B's parameters from another process's GPU memory."""
+    lines = ["| sync of 9.4 GB | quantise, ms | update, read-back included, ms | read-back, ms |", "| --- " * 4 + "|"]
+    rows = [row for row in _list("step_costs_hopper") if row["kind"] == "sync"]
+    for one_buffer, words in ((False, "651 tensors, each lent by itself"), (True, "all in one buffer")):
+        found = [row for row in rows if row["one_buffer"] is one_buffer][1:]  # The first compiles.
+        cells = (_middle(found, key) for key in ("quantise_seconds", "seconds", "readback_seconds"))
+        lines.append(f"| {words} | {' | '.join(f'{1000 * cell:.0f}' for cell in cells)} |")
+    return "\n".join(lines)
+
+
+def rounding_table() -> str:
+    """Compiled vLLM against the reference with each of its rounding points."""
+    lines = ["| compiled vLLM to the reference, nats | BF16 | FP8 linears |", "| --- " * 3 + "|"]
+    rows = [r for r in _list("vllm_bisect_hopper") if r["part"] == "logprobs" and r["mode"] == "compiled"]
+    for spread, points in itertools.product((1.0, 2.0), ("stepwise", "native", "kernels", "fused")):
+        found = [
+            row["mean"]
+            for precision in ("bf16", "fp8_linear")
+            for row in rows
+            if (row["precision"], row["spread"], row["sides"][1]) == (precision, spread, f"reference {points}")
+        ]
+        weights = "ordinary weights" if spread == 1.0 else "twice the spread"
+        lines.append(f"| {points}, {weights} | {found[0]:.4f} | {found[1]:.4f} |")
     return "\n".join(lines)
 
 
@@ -85,6 +140,15 @@ def logprob_table() -> str:
             numbers = f"{row['mean']:.3f} | {row['max']:.2f} | {row['reference_to_bf16_mean']:.3f}"
             lines.append(f"| {PRECISIONS[row['precision']]} | {numbers} |")
     return "\n".join(lines)
+
+
+def _middle(rows: list[Row], key: str) -> float:
+    return statistics.median(row[key] for row in rows)
+
+
+def _list(name: str) -> list[Row]:
+    rows: list[Row] = json.loads((RESULTS / f"{name}.json").read_text())
+    return rows
 
 
 _EXACTNESS = ("exactness", "exactness_invariant")

@@ -265,6 +265,7 @@ class RewardConfig(Section):
         "chain",
         description="chain, integer, math-verify, or a function of your own: `module:function` or "
         "`path/to/file.py:function` (docs/verifiers.md).",
+        json_schema_extra={"pattern": rf"^({'|'.join(SHIPPED_VERIFIERS)}|.+:[A-Za-z_]\w*)$"},
     )
     options: dict[str, JsonValue] = Field(default_factory=dict, description="Keyword arguments of your function.")
     timeout_seconds: float = Field(10.0, gt=0, le=3600, description="Longest wait for the verdict on one answer.")

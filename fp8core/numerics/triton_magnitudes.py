@@ -15,6 +15,7 @@ from fp8core.numerics.magnitudes import AMAX, BUCKETS, COUNTS, DROPPED_BITS, ELE
 
 _AMAX, _SATURATED, _ELEMENTS = tl.constexpr(AMAX), tl.constexpr(SATURATED), tl.constexpr(ELEMENTS)
 _COUNTS, _BUCKETS, _DROPPED_BITS = tl.constexpr(COUNTS), tl.constexpr(BUCKETS), tl.constexpr(DROPPED_BITS)
+_NAN_BITS = tl.constexpr(0x7FC00000)
 # The bucket of 2^-20; a binade has eight.
 _WINDOW_START = tl.constexpr((127 - 20) * 8)
 _WINDOW = 256
@@ -50,7 +51,8 @@ def _tally_kernel(
         inside = used[:, None] & (place < width)[None, :]
         values = tl.load(x + token.to(tl.int64)[:, None] * pitch + place[None, :], mask=inside, other=0.0)
         magnitudes = tl.abs(values.to(tl.float32))
-        bits = magnitudes.to(tl.int32, bitcast=True)
+        # Widening a BF16 NaN changes its bits on a GPU; here there is one NaN.
+        bits = tl.where(magnitudes == magnitudes, magnitudes.to(tl.int32, bitcast=True), _NAN_BITS)
         largest = tl.maximum(largest, bits)
         saturated += (magnitudes > limit).to(tl.int32)
         seen += tl.where(tile % tiles_across == 0, used.to(tl.int32), 0)

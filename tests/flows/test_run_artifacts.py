@@ -94,7 +94,8 @@ def test_metrics_that_are_gone_cost_a_report_only(prefect, run_copy) -> None:
         artifacts.step_done(4)
         artifacts.close()
     assert "left out of what Prefect shows" in run_copy.said
-    assert len(prefect.posted) == 2
+    assert prefect.posted
+    assert not [post for post in prefect.posted if "report-" in str(post)]
 
 
 def test_the_end_of_a_training_does_not_wait_for_a_server_that_is_away(prefect, run_copy) -> None:

@@ -10,7 +10,7 @@ from fp8core.numerics.kv_scales import LayerScales
 
 # Smaller than the default, so that requests have several.
 PARTITION = 1024
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gpu")]
 LENGTHS = [1, 15, 16, 17, 31, 33, 127, 128, 129, 0, 300, 1000, PARTITION, PARTITION + 1, 2 * PARTITION + 77, 5000]
 
 

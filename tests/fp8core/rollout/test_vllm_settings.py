@@ -11,6 +11,7 @@ from fp8core.models.architecture import Experts
 from fp8core.rollout import vllm_settings
 from fp8core.rollout.vllm_settings import (
     Launch,
+    attention_backend,
     engine_arguments,
     executed_formats,
     executed_points,
@@ -44,6 +45,24 @@ def test_fp8_on_hopper_is_pinned():
     fusions = arguments["compilation_config"]["pass_config"]
     assert fusions["fuse_norm_quant"] is fusions["fuse_act_quant"] is False
     assert "+quant_fp8" in arguments["compilation_config"]["custom_ops"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "contract", "options", "backend"),
+    [
+        ({}, FP8, {}, "CUSTOM"),
+        ({}, FP8, {"decode_kernel": "flash_attention"}, "FLASH_ATTN"),
+        ({}, BF16, {}, "FLASH_ATTN"),
+        ({"head_dim": 64}, FP8, {}, "FLASH_ATTN"),
+        ({"num_heads": 16, "num_kv_heads": 2}, FP8, {}, "CUSTOM"),
+        ({"num_heads": 18, "num_kv_heads": 2}, FP8, {}, "FLASH_ATTN"),
+    ],
+)
+def test_our_kernel_decodes_where_the_heads_fit(architecture, shape, contract, options, backend):
+    arch = architecture(**{**TRUE_TILES, **shape})
+    assert attention_backend(arch, contract, VllmConfig(**options)) == backend
+    launch = replace(LAUNCH, attention=backend)
+    assert engine_arguments(contract, VllmConfig(), HOPPER, launch)["attention_config"]["backend"] == backend
 
 
 def test_bf16_on_hopper_asks_for_no_fp8_kernel():

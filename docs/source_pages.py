@@ -1,0 +1,67 @@
+"""A hook of MkDocs: files of the repository that pages link to become pages of the site.
+
+`[filter](../tasks/filter.py)` works on GitHub as it stands. The site has no such file, so it gets a page
+`source/tasks/filter.py.html` with the file's text, or the names in a folder, and the link leads there. A link to
+what is not in the repository is left as it is, and MkDocs complains.
+"""
+
+import posixpath
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+REPOSITORY = Path(__file__).parents[1]
+LINK = re.compile(r"\]\((?P<path>[\w./-]+)\)")
+LANGUAGES = {".py": "python", ".json": "json", ".yaml": "yaml", ".md": "markdown"}
+# Out of the search, and as wide as can be.
+FRONT_MATTER = "---\nsearch: {exclude: true}\nhide: [toc]\n---\n\n"
+FENCE = "``````"
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add a page for every file and folder that a page links to and the site does not have."""
+    for page in list(files.documentation_pages()):
+        for path in _outside(page, files):
+            name = _source_page(page, path)
+            if name not in files.src_uris:
+                files.append(File.generated(config, name, content=_content(_target(page, path))))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Lead links to the pages that `on_files` added."""
+    if page.file.generated_by is not None:
+        return markdown
+    for path in set(_outside(page.file, files)):
+        start = posixpath.dirname(page.file.src_uri)
+        markdown = markdown.replace(
+            f"]({path})", f"]({posixpath.relpath(_source_page(page.file, path), start or '.')})"
+        )
+    return markdown
+
+
+def _outside(page: File, files: Files) -> Iterator[str]:
+    """Links of a page to what is in the repository and not a file of the site."""
+    for path in LINK.findall(page.content_string):
+        name = posixpath.normpath(posixpath.join(posixpath.dirname(page.src_uri), path))
+        if name not in files.src_uris and _target(page, path).exists():
+            yield path
+
+
+def _target(page: File, path: str) -> Path:
+    return (REPOSITORY / "docs" / page.src_uri).parent.joinpath(path).resolve()
+
+
+def _source_page(page: File, path: str) -> str:
+    return f"source/{_target(page, path).relative_to(REPOSITORY).as_posix()}.md"
+
+
+def _content(target: Path) -> str:
+    title = f"{FRONT_MATTER}# {target.relative_to(REPOSITORY).as_posix()}\n\n"
+    if target.is_dir():
+        return title + "".join(f"- `{item.name}`\n" for item in sorted(target.iterdir()))
+    return f"{title}{FENCE}{LANGUAGES.get(target.suffix, 'text')}\n{target.read_text().rstrip()}\n{FENCE}\n"

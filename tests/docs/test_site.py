@@ -1,0 +1,73 @@
+"""The docs build into a site without a warning: all links and anchors lead somewhere, all pages are in its menu."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+TAG = re.compile(r"<[^>]+>")
+PROSE = re.compile(r"<(?:p|li|td)>(.*?)</(?:p|li|td)>", re.DOTALL)
+
+
+def build(repository: Path, target: Path) -> subprocess.CompletedProcess[str]:
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--config-file",
+        repository / "mkdocs.yml",
+        "--site-dir",
+        target,
+    ]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    done = build(REPOSITORY, folder)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_every_page_is_there_and_no_program(site):
+    pages = {page.stem for page in (REPOSITORY / "docs").glob("*.md")}
+    assert pages == {page.stem for page in site.glob("*.html")} - {"404"}
+    assert not list(site.rglob("*.py"))
+
+
+def test_links_to_files_of_the_repository_lead_to_their_text(site):
+    page = (site / "verifiers.html").read_text()
+    assert 'href="source/tasks/filter.py.html"' in page
+    shown = TAG.sub("", (site / "source" / "tasks" / "filter.py.html").read_text())
+    assert "def keep_informative(" in shown
+
+
+def test_markdown_reads_as_on_github(site):
+    """A list or a table that follows a line of text without a blank line is a list on GitHub only."""
+    for page in site.glob("*.html"):
+        for prose in PROSE.findall(page.read_text()):
+            assert not re.search(r"^\s*(?:[-*] |\d+\. |\|.*\|$)|```|\]\(", prose, re.MULTILINE), f"{page.name}: {prose}"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("[a](nowhere.md)", "nowhere.md"),
+        ("[a](../tasks/nothing.py)", "../tasks/nothing.py"),
+        ("[a](start.md#nothing)", "#nothing"),
+    ],
+)
+def test_a_broken_link_fails_the_build(tmp_path, wrong, said):
+    shutil.copytree(REPOSITORY / "docs", tmp_path / "docs")
+    shutil.copy(REPOSITORY / "mkdocs.yml", tmp_path)
+    with (tmp_path / "docs" / "start.md").open("a") as page:
+        page.write(f"\n{wrong}\n")
+    done = build(tmp_path, tmp_path / "site")
+    assert done.returncode == 1
+    assert any("start.md" in line and said in line for line in done.stderr.splitlines()), done.stderr
