@@ -5,15 +5,14 @@ A run that is going on can be looked at: its lock is not taken, and what is not 
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flows.arguments import add_output
 from flows.named_run import find_run
 
 if TYPE_CHECKING:
@@ -24,13 +23,8 @@ def add_command(commands: Any) -> None:
     """Declare the command on the parser's subcommands."""
     parser = commands.add_parser("verify", help="check every digest of a run and the chain of its steps")
     parser.add_argument("run", metavar="RUN", help="a run (name or folder)")
-    add_json(parser, "write run, findings and counts as JSON")
+    add_output(parser, "--json", "write run, findings and counts as JSON")
     parser.set_defaults(command=verify_run)
-
-
-def add_json(parser: argparse.ArgumentParser, text: str) -> None:
-    """The `--json FILE` of a command; a file that cannot be written is refused before any work."""
-    parser.add_argument("--json", type=writable, metavar="FILE", help=text)
 
 
 def verify_run(options: argparse.Namespace) -> int:
@@ -70,14 +64,6 @@ def verify_run(options: argparse.Namespace) -> int:
         content = {"run": provenance.content(evidence), "findings": found, "counts": counts}
         options.json.write_text(json.dumps(content, indent=2) + "\n")
     return 1 if counts["errors"] else 0
-
-
-def writable(text: str) -> Path:
-    """A file named on the command line that can be written; raises ArgumentTypeError."""
-    file = Path(text)
-    if file.is_dir() or not file.parent.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{file} cannot be written; name a file in a folder that exists")
-    return file
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flows.arguments import add_output, add_overrides, at_least
 from fp8core.errors import UserError
 
 if TYPE_CHECKING:
@@ -41,9 +42,7 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "--config", default="tiny", help="where a checkpoint's prompts and settings come from (default tiny)"
     )
-    parser.add_argument(
-        "--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE", help="override a setting"
-    )
+    add_overrides(parser)
     parser.add_argument(
         "--against",
         choices=("bf16", "fp8_block", "fp32"),
@@ -53,9 +52,9 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "--by", choices=("layer", "operation", "both"), default="layer", help="what to flip at a time (default layer)"
     )
-    parser.add_argument("--prompts", type=_count, default=16, metavar="N", help="how many prompts (default 16)")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the ranking")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the ranking as JSON")
+    parser.add_argument("--prompts", type=at_least(1), default=16, metavar="N", help="how many prompts (default 16)")
+    add_output(parser, "--png", "draw the ranking")
+    add_output(parser, "--json", "write the ranking as JSON")
     parser.set_defaults(command=bisect_target)
 
 
@@ -65,9 +64,6 @@ def bisect_target(options: argparse.Namespace) -> int:
     from fp8core.models.formats import rollout_formats
     from fp8core.report.bisection import bisection_text
 
-    for file in (options.png, options.json):
-        if file is not None and (file.is_dir() or not file.parent.is_dir()):
-            raise UserError(f"{file}: cannot be written; name a file in a folder that exists")
     subject = _subject(options)
     contract, layers = subject.config.precision, subject.arch.num_layers
     units = units_of(subject.arch, options.by)
@@ -95,12 +91,6 @@ def reference_side(name: str, rule: Any, num_layers: int) -> "Formats":
     if name == "fp32":
         return reference_formats(num_layers)
     return rollout_formats(PrecisionContract(rollout=sides[name], scale_rule=rule), num_layers)
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a number of prompts from 1, found {text!r}")
-    return int(text)
 
 
 def _write(bisection: "Bisection", options: argparse.Namespace, title: str) -> None:

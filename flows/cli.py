@@ -12,11 +12,11 @@ import shlex
 import signal
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flows import audit, bisect, compare, evaluate_command, export, plan, replay, report, resume, retention, up
-from flows.launch import launch, refuse_unwritable, stopped
+from flows.arguments import add_output, add_overrides
+from flows.launch import launch, stopped
 from flows.quantise import add_commands
 from fp8core.errors import UserError
 
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; mistakes of the user are one line on stderr."""
-    options = _parser().parse_args(arguments)
     # Steps of the user's own (`uses: mine:score`) lie in the working directory, which a console script leaves out.
     sys.path.insert(0, os.getcwd())
     try:
+        options = _parser().parse_args(arguments)
         code = int(options.command(options))
         sys.stdout.flush()
         return code
@@ -47,9 +47,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="fp8-grpo", description="GRPO in block-wise FP8.")
     parser.set_defaults(command=lambda options: _help(parser))
     commands = parser.add_subparsers(metavar="COMMAND")
-    _add(commands, "run", _run, "train, or continue a run").add_argument(
-        "--json", type=Path, metavar="FILE", help="write the summary as JSON"
-    )
+    run = _add(commands, "run", _run, "train, or continue a run")
+    add_output(run, "--json", "write the summary as JSON")
     _add(commands, "graph", _graph, "draw the iteration of a configuration")
     _add(commands, "config", _config, "print a configuration with the origin of each value")
     commands.add_parser("doctor", help="say what this machine can run").set_defaults(command=_doctor)
@@ -71,9 +70,7 @@ def _parser() -> argparse.ArgumentParser:
 def _add(commands: Any, name: str, command: Any, text: str) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(name, help=text)
     parser.add_argument("config", help="a shipped configuration (tiny, gsm8k) or a YAML file")
-    parser.add_argument(
-        "--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE", help="override a setting"
-    )
+    add_overrides(parser)
     parser.set_defaults(command=command)
     return parser
 
@@ -86,7 +83,6 @@ def _help(parser: argparse.ArgumentParser) -> int:
 def _run(options: argparse.Namespace) -> int:
     config = _load(options)
     name = config.run or f"{config.name}-{secrets.token_hex(4)}"
-    refuse_unwritable(options.json)
     given = {"config": options.config, "run": name, "overrides": options.overrides}
     named = config.model_copy(update={"run": name})
     return launch(named, given, options.json, _resume_command(named, name))

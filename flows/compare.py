@@ -5,7 +5,7 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from flows.audit import add_json
+from flows.arguments import add_output
 from flows.named_run import find_run
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ def add_command(commands: Any) -> None:
     """Declare the command on the parser's subcommands."""
     parser = commands.add_parser("compare", help="name the first difference between two runs")
     parser.add_argument("runs", metavar="RUN", nargs=2, help="two runs (names or folders)")
-    add_json(parser, "write the comparison as JSON")
+    add_output(parser, "--json", "write the comparison as JSON")
     parser.set_defaults(command=compare_runs)
 
 

@@ -1,7 +1,6 @@
 """The evaluation flow: any checkpoint on any problems, in each precision that is asked for.
 
-fp8-grpo evaluate RUN --samples 8                  this function, in this process
-prefect deployment run fp8-evaluate/...            this function, from a worker
+fp8-grpo evaluate RUN --samples 8             this function, in this process
 """
 
 from contextlib import closing

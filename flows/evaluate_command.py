@@ -2,10 +2,10 @@
 
 import argparse
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
-from flows.launch import explain, prepare_prefect, refuse_unwritable
+from flows.arguments import add_output, add_overrides
+from flows.launch import explain, prepare_prefect
 from fp8core.errors import UserError
 
 
@@ -35,8 +35,8 @@ def add_command(commands: Any) -> None:
     )
     parser.add_argument("--seed", type=int, help="of samples and of resampling (default 0)")
     parser.add_argument("--confidence", type=float, metavar="P", help="of the intervals (default 0.95)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result as JSON")
-    parser.add_argument("--set", action="append", dest="overrides", metavar="KEY=VALUE", help="override a setting")
+    add_output(parser, "--json", "write the result as JSON")
+    add_overrides(parser)
     parser.set_defaults(command=evaluate_target)
 
 
@@ -44,7 +44,6 @@ def evaluate_target(options: argparse.Namespace) -> int:
     """Run the flow; returns the exit code (1: it failed), raises UserError."""
     from flows.evaluation import Asked, refuse
 
-    refuse_unwritable(options.json)
     given = {field.name: getattr(options, field.name) for field in fields(Asked)}
     parameters = {name: value for name, value in given.items() if value is not None}
     refuse(Asked(**parameters))

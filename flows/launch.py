@@ -1,7 +1,6 @@
 """Run the training flow in this process, with a Prefect server of its own where none is configured."""
 
 import json
-import os
 import signal
 import sys
 import traceback
@@ -10,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flows.environment import make_prefect_home, quiet_prefect_console, start_prefect
-from fp8core.errors import UserError
 from fp8core.store.run_directory import read_description
 
 if TYPE_CHECKING:
@@ -53,15 +51,6 @@ def launch(config: "RunConfig", parameters: Mapping[str, Any], summary: Path | N
         return _train(parameters, summary, resume)
     except KeyboardInterrupt:
         return stopped(reason("interrupted"), 128 + signal.SIGINT)
-
-
-def refuse_unwritable(summary: Path | None) -> None:
-    """Better said now than after the training."""
-    if summary is None:
-        return
-    place = summary if summary.exists() else summary.parent
-    if summary.is_dir() or not summary.parent.is_dir() or not os.access(place, os.W_OK):
-        raise UserError(f"--json {summary}: cannot be written; name a file in a folder that exists")
 
 
 def stopped(reason: str, code: int) -> int:

@@ -5,7 +5,7 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from flows.audit import add_json
+from flows.arguments import add_output, add_overrides, at_least
 
 if TYPE_CHECKING:
     from fp8core.config.run import RunConfig
@@ -17,18 +17,17 @@ def add_command(commands: Any) -> None:
     """Declare the command on the parser's subcommands."""
     parser = commands.add_parser("plan", help="say what memory a training takes, and whether it fits")
     parser.add_argument("config", help="a shipped configuration (tiny, qwen3) or a YAML file")
-    parser.add_argument(
-        "--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE", help="override a setting"
-    )
+    add_overrides(parser)
     parser.add_argument(
         "--gpu", metavar="NAME", help="plan for h100, h200 or b200 (default: the GPU here; h200 where there is none)"
     )
     parser.add_argument(
-        "--gpus", type=_count, default=0, metavar="N", help="GPUs that train (default: what the trainer uses here)"
+        "--gpus", type=at_least(1), default=0, metavar="N", help="GPUs that train (default: what the trainer uses here)"
     )
     for name, parts in (("tensor", "linears"), ("pipeline", "layers"), ("expert", "experts")):
-        parser.add_argument(f"--{name}", type=_count, default=1, metavar="N", help=f"of these, how many share {parts}")
-    add_json(parser, "write the plan as JSON, in bytes")
+        text = f"of these, how many share {parts}"
+        parser.add_argument(f"--{name}", type=at_least(1), default=1, metavar="N", help=text)
+    add_output(parser, "--json", "write the plan as JSON, in bytes")
     parser.set_defaults(command=plan_config)
 
 
@@ -69,9 +68,3 @@ def _parallel(options: argparse.Namespace) -> "Parallel | None":
     if (options.tensor, options.pipeline, options.expert) != (1, 1, 1):
         raise UserError("--tensor, --pipeline and --expert divide the GPUs of --gpus N")
     return None
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a number from 1, found {text!r}")
-    return int(text)

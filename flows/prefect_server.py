@@ -37,7 +37,7 @@ class PrefectServer:
     def wait(self) -> None:
         """Return when it serves. Raises UserError, with its last words, when it does not come to that."""
         deadline = time.monotonic() + _START_SECONDS
-        while not _answers(f"{self.api}/health"):
+        while not answers(f"{self.api}/health"):
             if self._lifeline.exit_code is not None or time.monotonic() > deadline:
                 self._output.seek(0)
                 said = self._output.read().decode(errors="replace").split("\n")
@@ -50,7 +50,8 @@ class PrefectServer:
         self._lifeline.end()
 
 
-def _answers(url: str) -> bool:
+def answers(url: str) -> bool:
+    """Whether an HTTP server says 200 there."""
     try:
         with urllib.request.urlopen(url, timeout=5) as answer:
             return bool(answer.status == 200)

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flows.arguments import at_least
+
 if TYPE_CHECKING:
     from fp8core.models.quantised_checkpoint import Plan, Report
 
@@ -20,8 +22,8 @@ _SHOWN = 8
 def add_commands(commands: Any) -> None:
     """Declare both commands on the parser's subcommands."""
     quantise = _add(commands, "quantise", quantise_folder, "write a checkpoint's linears in block FP8")
-    quantise.add_argument("--first", type=_count, default=0, metavar="N", help="keep the first N layers in BF16")
-    quantise.add_argument("--last", type=_count, default=0, metavar="N", help="keep the last N layers in BF16")
+    quantise.add_argument("--first", type=at_least(0), default=0, metavar="N", help="keep the first N layers in BF16")
+    quantise.add_argument("--last", type=at_least(0), default=0, metavar="N", help="keep the last N layers in BF16")
     quantise.add_argument(
         "--keep", nargs="+", action="extend", default=[], metavar="NAME", help="keep in BF16, such as '*.down_proj'"
     )
@@ -60,12 +62,6 @@ def _add(commands: Any, name: str, command: Any, text: str) -> argparse.Argument
     parser.add_argument("target", type=Path, metavar="TARGET", help="folder to be made")
     parser.set_defaults(command=command)
     return parser
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"expected a number of layers, found {text!r}")
-    return int(text)
 
 
 def print_remarks(plan: "Plan") -> None:

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from flows.audit import add_json
+from flows.arguments import add_output, add_overrides
 from flows.named_run import description_of, find_run
 from fp8core.errors import UserError
 
@@ -26,14 +26,11 @@ def add_command(commands: Any) -> None:
     which.add_argument("--step", type=_step, metavar="N", help="the step; 0 is the warm start and first evaluation")
     which.add_argument("--from", type=_step, dest="first", metavar="N", help="the first of several steps")
     parser.add_argument("--to", type=_step, dest="last", metavar="M", help="the last of them (default: of the run)")
-    parser.add_argument(
-        "--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE",
-        help="replay under another setting, to see what it changes",
-    )  # fmt: skip
+    add_overrides(parser, "replay under another setting, to see what it changes")
     parser.add_argument(
         "--repair", action="store_true", help="put damaged files of the run back where the replay made them equal"
     )
-    add_json(parser, "write the verdicts as JSON")
+    add_output(parser, "--json", "write the verdicts as JSON")
     parser.set_defaults(command=replay_steps)
 
 

@@ -1,10 +1,9 @@
 """`fp8-grpo report`: one HTML page about one or more runs, laid over one another, from their folders alone."""
 
 import argparse
-from pathlib import Path
 from typing import Any
 
-from flows.audit import writable
+from flows.arguments import add_output
 from flows.named_run import find_run
 
 PAGE = "report.html"
@@ -14,10 +13,8 @@ def add_command(commands: Any) -> None:
     """Declare the command on the parser's subcommands."""
     parser = commands.add_parser("report", help="write one HTML page about one or more runs")
     parser.add_argument("runs", metavar="RUN", nargs="+", help="a run (name or folder); several are laid over another")
-    parser.add_argument(
-        "--out", type=writable, default=Path(PAGE), metavar="FILE", help=f"the page to write (default {PAGE})"
-    )
-    parser.add_argument("--png", type=writable, metavar="FILE", help="the most important charts as a picture")
+    add_output(parser, "--out", f"the page to write (default {PAGE})", PAGE)
+    add_output(parser, "--png", "the most important charts as a picture")
     parser.set_defaults(command=report_runs)
 
 

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from flows.launch import launch, refuse_unwritable
+from flows.arguments import add_output, add_overrides
+from flows.launch import launch
 from flows.named_run import description_of, find_run, load_settings
 
 
@@ -15,15 +16,8 @@ def add_command(commands: Any) -> None:
     """Declare the command on the parser's subcommands."""
     parser = commands.add_parser("resume", help="continue a run with the configuration it was begun with")
     parser.add_argument("run", metavar="RUN", help="a run (name or folder)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the summary as JSON")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        dest="overrides",
-        metavar="KEY=VALUE",
-        help="change a setting that makes no numbers, as steps=120, which extends the run",
-    )
+    add_output(parser, "--json", "write the summary as JSON")
+    add_overrides(parser, "change a setting that makes no numbers, as steps=120, which extends the run")
     parser.add_argument("--new-code", action="store_true", help="go on with other code than last, as a new segment")
     parser.set_defaults(command=resume_run)
 
@@ -32,7 +26,6 @@ def resume_run(options: argparse.Namespace) -> int:
     """Continue `options.run`; returns the exit code, raises UserError."""
     folder = find_run(options.run)
     summary = options.json.absolute() if options.json is not None else None
-    refuse_unwritable(summary)
     _go_back_to(Path(description_of(folder).begun_in))
     config = load_settings(str(folder), options.overrides)
     given = {"config": str(folder), "overrides": options.overrides, "new_code": options.new_code}

@@ -5,6 +5,8 @@ from collections import defaultdict
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
+from flows.arguments import add_overrides
+
 if TYPE_CHECKING:
     from fp8core.config.run import KeepConfig
     from fp8core.store.retention import Removal
@@ -15,14 +17,7 @@ def add_command(commands: Any) -> None:
     parser = commands.add_parser("gc", help="list what artifacts.keep does not keep of a run, and remove it with --yes")
     parser.add_argument("run", metavar="RUN", help="a run: its folder, or a name below ./runs")
     parser.add_argument("--yes", action="store_true", help="remove what is listed")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        dest="overrides",
-        metavar="KEY=VALUE",
-        help="change what the run was to keep, as in --set 'artifacts.keep={last: 2, every: 10}'",
-    )
+    add_overrides(parser, "change what the run was to keep, as in --set 'artifacts.keep={last: 2, every: 10}'")
     parser.set_defaults(command=collect)
 
 

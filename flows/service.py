@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -192,15 +191,6 @@ class Services:
         for service in self._lasting:
             if service.exit_code is not None:
                 raise service.death()
-
-
-def answers(url: str) -> bool:
-    """Whether an HTTP server says 200 there."""
-    try:
-        with urllib.request.urlopen(url, timeout=5) as answer:
-            return bool(answer.status == 200)
-    except OSError:
-        return False
 
 
 def _running(group: int) -> list[tuple[psutil.Process, int]]:

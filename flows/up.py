@@ -11,11 +11,12 @@ import socket
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from flows.environment import HEARTBEAT_SECONDS, make_prefect_home, mlflow_has_database, service_environment
 from flows.launch import stopped
-from flows.service import SERVER_SECONDS, STEP_SECONDS, ServiceError, Services, Stopped, answers
+from flows.prefect_server import answers
+from flows.service import SERVER_SECONDS, STEP_SECONDS, ServiceError, Services, Stopped
 from fp8core.errors import UserError
 
 ROOT = Path(__file__).parents[1]
@@ -55,11 +56,20 @@ def up(options: argparse.Namespace) -> int:
             _start_workers(services, f"{prefect}/api")
             print(f"ready: Prefect {prefect}, MLflow {mlflow}", flush=True)
             print(f"in other terminals: export PREFECT_API_URL={prefect}/api", flush=True)
-            services.watch()
+            wait(services)
     except ServiceError as error:
         return stopped(str(error), 1)
     except Stopped as stop:
         return 128 + int(stop.args[0])
+
+
+def wait(services: Services) -> NoReturn:
+    """Until a signal comes or a service ends (errors: `Services.check`)."""
+    try:
+        services.watch()
+    except Stopped:
+        print("stops; a training at work commits its step first, a second signal ends it at once", flush=True)
+        raise
 
 
 def _refuse_taken(ports: Mapping[str, int]) -> None:

@@ -65,7 +65,7 @@ def publish_result(run: LiveRun, tracker: Tracker) -> None:
 
 
 def publish_report(run: LiveRun, tracker: Tracker) -> None:
-    """The report of a training that failed, as far as it came."""
+    """The report of a training that failed or was paused, as far as it came."""
     if run.directory.ledger.last_step() is not None:
         tracker.log_file(write_report(run), None)
 

@@ -68,7 +68,7 @@ class Backlog:
         self._sound = True
 
     def add_report(self) -> None:
-        """The training failed: its report follows what is committed."""
+        """The training failed or was paused: its report follows what is committed."""
         self._last.append(lambda: publish_report(self._run, self._tracker))
 
     def add_result(self) -> None:
@@ -164,7 +164,7 @@ class Publisher:
         self.wake()
 
     def add_report(self) -> None:
-        """The training failed: MLflow gets a report of what is committed, when it has all the rest."""
+        """The training failed or was paused: MLflow gets a report of what is committed, when it has all the rest."""
         self._backlog.add_report()
 
     def close(self) -> None:

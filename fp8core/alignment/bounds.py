@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from fp8core.config.run import StopConfig
 from fp8core.errors import UserError
 
-_METRICS = {
+BOUNDED = {
     "error": "alignment/token_mult_prob_error",
     "k3": "alignment/k3_kl",
     "effective_sample_size": "alignment/ess",
 }
+"""Setting below `alignment.stop` -> the metric that it bounds."""
+
 _LOWER = frozenset({"effective_sample_size"})
 
 
@@ -46,7 +48,7 @@ def crossed(stop: StopConfig, history: Sequence[Mapping[str, float]]) -> Crossin
     recent = history[-stop.patience :]
     if len(recent) < stop.patience:
         return None
-    for name, metric in _METRICS.items():
+    for name, metric in BOUNDED.items():
         limit = getattr(stop, name)
         if limit is None:
             continue

@@ -8,6 +8,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import PercentFormatter
 
 from fp8core.alignment.bisect import Bisection, LogprobError
+from fp8core.report.columns import columns
 from fp8core.report.curves import BLUE, DPI, ORANGE, WIDTH_PX
 
 DRAWN = 20
@@ -28,8 +29,7 @@ def bisection_text(bisection: Bisection) -> str:
         *((unit.unit, f"{unit.share:.1%}", f"{unit.removed:.1%}", *_numbers(unit.alone)) for unit in bisection.units),
         ("total", "", "", *_numbers(bisection.total)),
     ]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)
+    return "\n".join(columns(rows))
 
 
 def draw_bisection(bisection: Bisection, path: Path, title: str) -> None:

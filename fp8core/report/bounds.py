@@ -3,17 +3,17 @@
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
+from fp8core.alignment.bounds import BOUNDED
 from fp8core.config.load import leaves
 from fp8core.report.axis import short
 from fp8core.report.charts import Bound
-from fp8core.report.run_charts import ALIGNMENT, ESS, K3
+from fp8core.report.run_charts import ALIGNMENT
 from fp8core.report.run_data import RunData
-from fp8core.report.summary import TMPE
 
 Bounds = Mapping[str, Sequence[Bound]]
 """By metric, in the units of its curve; they replace those of the curve."""
 
-_STOPS = {TMPE: "alignment.stop.error", K3: "alignment.stop.k3", ESS: "alignment.stop.effective_sample_size"}
+_STOPS = {metric: f"alignment.stop.{name}" for name, metric in BOUNDED.items()}
 
 
 def configured_bounds(runs: Sequence[RunData]) -> Bounds:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from fp8core.evaluation.measure import Estimate
 from fp8core.evaluation.result import EvaluationResult
+from fp8core.report.columns import columns
 
 
 def evaluation_text(result: EvaluationResult) -> str:
@@ -28,9 +29,9 @@ def evaluation_text(result: EvaluationResult) -> str:
         [
             f"{of}: {result.prompts} prompts of {result.data}, {drawn}; {result.confidence:.0%} intervals",
             "",
-            *_columns(estimates),
+            *columns(estimates),
             "",
-            *_columns(outcomes),
+            *columns(outcomes),
         ]
     )
 
@@ -40,8 +41,3 @@ def _cells(estimates: dict[str, Estimate], names: Sequence[str], sign: str) -> l
         f"{estimate.value:{sign}.4f} [{estimate.low:{sign}.4f}, {estimate.high:{sign}.4f}]"
         for estimate in (estimates[name] for name in names)
     ]
-
-
-def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]

@@ -77,7 +77,7 @@ def test_a_checkpoint_is_bisected_on_completions_of_its_own(small_checkpoint, pr
 def test_mistakes_are_one_line(run, tmp_path, small_checkpoint):
     with pytest.raises(UserError, match=r"nothing: neither a checkpoint .* nor a run"):
         bisect("nothing", "--set", f"runs={run.runs}")
-    with pytest.raises(UserError, match=r"absent/b\.png: cannot be written"):
+    with pytest.raises(UserError, match=r"--png .*absent/b\.png: cannot be written"):
         bisect(small_checkpoint, "--png", tmp_path / "absent" / "b.png")
     copied = Path(shutil.copytree(run.folder, tmp_path / "copied"))
     shutil.rmtree(copied / "checkpoints")

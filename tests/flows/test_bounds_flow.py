@@ -12,6 +12,7 @@ def test_a_paused_run_says_why_and_is_continued(launch) -> None:
     assert known.info.status == "KILLED"
     assert known.data.tags["bound_crossed"].startswith(REASON)
     assert known.data.tags["bound_crossed"].endswith("; pause after step 2")
+    assert "2 of 3 steps" in (paused.folder / "report.html").read_text()
     continued = launch("too-far", steps=3, overrides={**MISMATCHED, "alignment.stop.action": "pause"})
     assert continued.state.is_completed()
     assert continued.mlflow_run().info.status == "FINISHED"

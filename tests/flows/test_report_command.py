@@ -23,6 +23,15 @@ def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert main(["report", str(tmp_path / "gone")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "no run (no run.json in" in line
-    with pytest.raises(SystemExit):
-        main(["report", "x", "--out", str(tmp_path)])
-    assert "cannot be written" in capsys.readouterr().err
+    assert main(["report", "x", "--out", str(tmp_path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"fp8-grpo: --out {tmp_path}: cannot be written")
+
+
+def test_a_page_that_cannot_be_written_where_it_goes_by_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "report.html").mkdir()
+    assert main(["report", "x"]) == 2
+    assert "--out report.html: cannot be written" in capsys.readouterr().err

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from flows.service import ServiceError, Services, Stopped
-from flows.up import up
+from flows.up import up, wait
 from fp8core.errors import UserError
 
 SLEEP = ["python", "-c", "import time; time.sleep(600)"]
@@ -90,6 +90,13 @@ def test_services_end_when_who_started_them_is_killed(tmp_path) -> None:
     owner.wait()
     owner.stdout.close()
     wait_for(lambda: not service.is_running() or service.status() == psutil.STATUS_ZOMBIE)
+
+
+def test_who_asks_for_the_end_is_told_what_it_waits_for(services, capsys) -> None:
+    services.note_signal(signal.SIGINT, None)
+    with pytest.raises(Stopped):
+        wait(services)
+    assert "commits its step first, a second signal ends it at once" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("option", ["prefect_port", "mlflow_port"])
