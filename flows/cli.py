@@ -15,7 +15,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flows import audit, bisect, compare, evaluate_command, export, plan, replay, report, resume, retention, up
+from flows import (
+    audit,
+    bisect,
+    compare,
+    evaluate_command,
+    export,
+    parity_command,
+    plan,
+    replay,
+    report,
+    resume,
+    retention,
+    up,
+)
 from flows.launch import launch, refuse_unwritable, stopped
 from flows.quantise import add_commands
 from fp8core.errors import UserError
@@ -63,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_command(commands)
     report.add_command(commands)
     retention.add_command(commands)
+    parity_command.add_command(commands)
     plan.add_command(commands)
     up.add_command(commands)
     return parser
