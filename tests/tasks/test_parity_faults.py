@@ -1,0 +1,136 @@
+"""A fault anywhere in the loop turns the verdict red, also when the engine's read-back does not notice it."""
+
+import io
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fp8core.config.load import load_config
+from fp8core.config.parity import ParityConfig
+from fp8core.numerics.fingerprint import policy_digest
+from fp8core.parity.golden import Golden
+from fp8core.parity.measure import measure
+from fp8core.parity.variants import VARIANTS, variant_settings
+from fp8core.parity.verdict import Verdict, judge
+from fp8core.report.console import Console
+from fp8core.report.run_data import read_run
+from fp8core.rollout.engine import PolicyScales, SyncReport
+from tasks.loop import begin, iterate
+from tasks.opening import open_directory, open_run, plan_of
+from tasks.restore import carried
+
+VARIANT, STEPS = "fp8-end-to-end-kv", 3
+
+
+class LyingEngine:
+    """An engine that holds something else than it was sent, and reports what it was sent."""
+
+    def __init__(self, engine: Any, fault: Callable[..., tuple[Mapping[str, Any], PolicyScales]]) -> None:
+        self._engine, self._fault = engine, fault
+        self._first: dict[str, Any] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def update(self, tensors: Mapping[str, Any], scales: PolicyScales, version: int) -> SyncReport:
+        self._first = self._first or dict(tensors)
+        self._engine.update(*self._fault(self._first, tensors, scales), version)
+        return SyncReport(version=version, digest=policy_digest(tensors), scales=scales)
+
+
+class SkippingTrainer:
+    """A trainer whose second update is computed and not applied."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._trainer, name)
+
+    def step(self, *arguments: Any) -> Any:
+        before = {name: tensor.detach().clone() for name, tensor in self._trainer.masters.items()}
+        report = self._trainer.step(*arguments)
+        if report.version < 2:
+            return report
+        with torch.no_grad():
+            for name, tensor in before.items():
+                self._trainer.masters[name].copy_(tensor)
+        return replace(report, digest=self._trainer.digest())
+
+
+def stale_layer(first, tensors, scales):
+    """The first decoder layer is never updated."""
+    return {name: first[name] if ".layers.0." in name else tensor for name, tensor in tensors.items()}, scales
+
+
+def wrong_kv_scale(first, tensors, scales):
+    """Values of the last layer are stored with a scale that is 16 times too small: they saturate."""
+    *others, last = scales.layers
+    return tensors, replace(scales, layers=(*others, replace(last, v=last.v / 16)))
+
+
+def wrong_weight_scale(first, tensors, scales):
+    """One tile of one linear is multiplied back by twice its scale."""
+    name = next(name for name in tensors if name.endswith("down_proj.weight_scale_inv"))
+    return {**tensors, name: tensors[name] * 2}, scales
+
+
+FAULTS = {
+    "none": lambda run: None,
+    "stale layer": lambda run: setattr(run, "engine", LyingEngine(run.engine, stale_layer)),
+    "wrong KV scale": lambda run: setattr(run, "engine", LyingEngine(run.engine, wrong_kv_scale)),
+    "wrong weight scale": lambda run: setattr(run, "engine", LyingEngine(run.engine, wrong_weight_scale)),
+    "skipped update": lambda run: setattr(run, "trainer", SkippingTrainer(run.trainer)),
+}
+
+
+@pytest.fixture(scope="module")
+def judged(small: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Verdict]:
+    """The verdict on three steps with a fault; all of them start from one warm start."""
+    runs = tmp_path_factory.mktemp("faults")
+
+    def train(fault: str) -> Verdict:
+        # Updates that move every weight by more than FP8 rounds away.
+        base = {**small, "runs": str(runs), "steps": STEPS, "training.learning_rate": 0.05, "training.warmup_steps": 0}
+        config = load_config("tiny", base)
+        config = load_config("tiny", {**base, **variant_settings(VARIANTS[VARIANT], config, seed=0)})
+        folder = runs / fault.replace(" ", "-")
+        with (
+            open_directory(config, folder.name) as directory,
+            open_run(config, plan_of(config), directory, Console(io.StringIO(), STEPS)) as run,
+        ):
+            begin(run)
+            FAULTS[fault](run)
+            for index in range(1, STEPS + 1):
+                iterate(run, index, carried(run, index))
+        return verdict(folder)
+
+    return train
+
+
+def verdict(folder: Path) -> Verdict:
+    measured = measure(read_run(folder, folder.name), VARIANT, 0, 1)
+    return judge([measured], Golden(1, ()), ParityConfig(), variants=[VARIANT], seeds=[0], platform="cpu", failures={})
+
+
+def test_without_a_fault_nothing_fails(judged):
+    found = judged("none")
+    assert found.failed == []
+    # One seed is no interval, and three steps are no slope.
+    assert found.outcome == "NOT ENOUGH DATA"
+
+
+@pytest.mark.parametrize("fault", ["stale layer", "wrong KV scale", "wrong weight scale"])
+def test_an_engine_that_holds_something_else_turns_the_verdict_red(judged, fault):
+    found = judged(fault)
+    assert found.outcome == "FAIL"
+    assert "largest probability error" in [check.name for check in found.failed]
+
+
+def test_a_skipped_update_turns_the_verdict_red(judged):
+    found = judged("skipped update")
+    assert [(check.name, check.found) for check in found.failed] == [("skipped updates", "seed 0, step 2")]
