@@ -5,6 +5,7 @@ prefect deployment run fp8-parity/nightly           this function, from a worker
 """
 
 import re
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -24,7 +25,8 @@ from fp8core.parity.golden import Golden, preflight
 from fp8core.parity.measure import Measured, measure
 from fp8core.parity.night import RECORD, last_passing, write_night
 from fp8core.parity.verdict import FAIL, PASS, judge
-from fp8core.report.parity import Runs, parity_charts, parity_html, parity_markdown
+from fp8core.report.charts import Chart
+from fp8core.report.parity import parity_charts, parity_html, parity_markdown
 from fp8core.report.png import draw_png
 from fp8core.report.run_data import read_run
 from tasks.logged_parity import log_parity
@@ -133,7 +135,8 @@ def _verdict(plan: Plan, golden: Golden, failures: dict[tuple[str, int], str]) -
     write_night(night, plan.folder)
     before = last_passing(plan.folder.parent, night.config, night.name)
     text = parity_markdown(night, measured, before)
-    files = _write_report(plan.folder, text, parity_html(night, measured, runs, before), runs)
+    page = parity_html(night, measured, runs, before, plan.config.parity)
+    files = _write_report(plan.folder, text, page, parity_charts(runs, plan.config.parity))
     create_markdown_artifact(text, f"parity-{_key(plan.name)}", night.headline[:200])
     print(f"{text}\n{files[1]}\n{log_parity(night, plan.config, files)}", flush=True)
     if night.outcome == FAIL:
@@ -142,10 +145,10 @@ def _verdict(plan: Plan, golden: Golden, failures: dict[tuple[str, int], str]) -
     return Completed(name=name, message=night.headline, data=night.model_dump(mode="json"))
 
 
-def _write_report(folder: Path, text: str, page: str, runs: Runs) -> list[Path]:
+def _write_report(folder: Path, text: str, page: str, charts: Sequence[Chart]) -> list[Path]:
     (folder / WORDS).write_text(text)
     (folder / PAGE).write_text(page)
-    draw_png(parity_charts(runs), folder / PICTURE, folder.name)
+    draw_png(charts, folder / PICTURE, folder.name)
     return [folder / RECORD, folder / PAGE, folder / PICTURE, folder / WORDS]
 
 

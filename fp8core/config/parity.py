@@ -43,7 +43,11 @@ class ParityConfig(Section):
     )
     mean_weight: Limit = Field(
         Limit(limit=0.01, reason="raw importance weights average 1 whatever the policies; a wrong sign does not"),
-        description="Largest distance from 1 of the mean raw importance weight, over steps and seeds.",
+        description="Largest distance from 1 of the mean raw importance weight; the interval is over steps and seeds.",
+    )
+    step_weight: Limit = Field(
+        Limit(limit=2.0, reason="weights that average 1 do not reach this over the tokens of a step by chance"),
+        description="Largest mean raw importance weight of one step.",
     )
     speed_ratio: Limit = Field(
         Limit(limit=1.0, reason="FP8 generation that is no faster than BF16 is not worth its errors"),

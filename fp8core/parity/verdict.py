@@ -130,8 +130,10 @@ def _alignment(name: str, runs: Sequence[Measured], config: ParityConfig) -> Ite
     yield _worst(name, "largest k3 divergence", [v for run in runs for v in run.k3], max, config.k3)
     ess = [v for run in runs for v in run.ess]
     yield _worst(name, "smallest effective sample size", ess, min, config.effective_sample_size)
-    yield _mean_weight(name, "mean weight of the mismatch", [run.weights for run in runs], config)
-    yield _mean_weight(name, "mean weight of the updates", [run.ratios for run in runs], config)
+    weights = {"mismatch": [run.weights for run in runs], "updates": [run.ratios for run in runs]}
+    for of, values in weights.items():
+        yield _mean_weight(name, f"mean weight of the {of}", [v for some in values for v in some], config)
+        yield _worst(name, f"largest weight of the {of}", [v for some in values for v in some], max, config.step_weight)
 
 
 def _worst(
@@ -146,19 +148,17 @@ def _worst(
     return Check(name, what, FAIL if beyond else PASS, f"{value:.6g}", bound, limit.reason, value)
 
 
-def _mean_weight(name: str, what: str, runs: Sequence[Sequence[float]], config: ParityConfig) -> Check:
+def _mean_weight(name: str, what: str, values: Sequence[float], config: ParityConfig) -> Check:
     limit = config.mean_weight
     bound = f"1 ± {limit.limit:g}"
-    values = [value for run in runs for value in run]
     if len(values) < 2:
         return Check(name, what, NOT_ENOUGH, f"measured at {len(values)} steps", bound, limit.reason)
     low, high = mean_interval(values, config.confidence)
-    found, mean = f"{fmean(values):.6g} ({low:.6g} to {high:.6g})", fmean(values)
-    outcome = (
-        _placed(low - 1 + limit.limit, high - 1 + limit.limit)
-        if mean < 1
-        else _placed(1 + limit.limit - high, 1 + limit.limit - low)
-    )
+    mean = fmean(values)
+    found = f"{mean:.6g} ({low:.6g} to {high:.6g})"
+    # The distance from 1, on the side of the mean.
+    nearest, farthest = (1 - high, 1 - low) if mean < 1 else (low - 1, high - 1)
+    outcome = _placed(limit.limit - farthest, limit.limit - nearest)
     return Check(name, what, outcome, found, bound, limit.reason, mean)
 
 

@@ -4,15 +4,16 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 
+from fp8core.config.parity import ParityConfig
 from fp8core.parity.measure import RATIO, WEIGHT, Measured
 from fp8core.parity.night import Night, changes
 from fp8core.parity.variants import STRESS, VARIANTS
 from fp8core.report.axis import short
 from fp8core.report.charts import Bound, Chart
 from fp8core.report.page import Section, Table, render_page
-from fp8core.report.run_charts import ALIGNMENT, LEARNING, WORST_TOKEN, Curve, curve_chart
+from fp8core.report.run_charts import ALIGNMENT, ESS, K3, LEARNING, WORST_TOKEN, Curve, curve_chart
 from fp8core.report.run_data import RunData
-from fp8core.report.summary import STEP, History
+from fp8core.report.summary import STEP, TMPE, History
 from fp8core.report.svg import chart_svg
 
 MISSING = "-"
@@ -40,7 +41,9 @@ def mean_history(runs: Sequence[RunData]) -> History:
     return [{name: fmean(values) for name, values in gathered[step].items()} for step in sorted(gathered)]
 
 
-def parity_html(night: Night, measured: Sequence[Measured], runs: Runs, before: Night | None) -> str:
+def parity_html(
+    night: Night, measured: Sequence[Measured], runs: Runs, before: Night | None, config: ParityConfig
+) -> str:
     """The page."""
     compared, everything = _lines(_compared(runs)), _lines(runs)
     seeds = f"Mean over {len(night.seeds)} seeds."
@@ -52,7 +55,7 @@ def parity_html(night: Night, measured: Sequence[Measured], runs: Runs, before: 
             "alignment",
             "Alignment of rollout and training",
             [seeds],
-            _svgs(curve_chart(curve, compared) for curve in (*ALIGNMENT, WORST_TOKEN)),
+            _svgs(curve_chart(curve, compared, _bounds(curve, config)) for curve in (*ALIGNMENT, WORST_TOKEN)),
         ),
         Section("weights", "Raw importance weights", [seeds], _svgs(curve_chart(c, everything) for c in WEIGHTS)),
         _regression(night, before),
@@ -60,10 +63,10 @@ def parity_html(night: Night, measured: Sequence[Measured], runs: Runs, before: 
     return render_page(f"parity {night.name}", f"fp8-grpo parity. {night.headline}", sections)
 
 
-def parity_charts(runs: Runs) -> list[Chart]:
+def parity_charts(runs: Runs, config: ParityConfig) -> list[Chart]:
     """The few charts that a picture shows."""
     lines = _lines(_compared(runs))
-    return [curve_chart(curve, lines) for curve in (*LEARNING[:4], *ALIGNMENT[:2])]
+    return [curve_chart(curve, lines, _bounds(curve, config)) for curve in (*LEARNING[:4], *ALIGNMENT[:2])]
 
 
 def parity_markdown(night: Night, measured: Sequence[Measured], before: Night | None) -> str:
@@ -91,6 +94,15 @@ def accuracy_table(night: Night, measured: Sequence[Measured]) -> Table:
     ]
     columns = ["variant", *(f"seed {seed}" for seed in night.seeds)]
     return Table("Held-out accuracy, mean of the last evaluations", columns, rows)
+
+
+def _bounds(curve: Curve, config: ParityConfig) -> list[Bound]:
+    """The bounds of the verdict on a curve, in the units of its axis."""
+    limits = {TMPE: config.error_mismatched, K3: config.k3, ESS: config.effective_sample_size}
+    if curve.metric not in limits:
+        return []
+    limit = limits[curve.metric].limit
+    return [Bound(f"bound: {short(limit)}", curve.of({curve.metric: limit}))]
 
 
 def _accuracy(one: Measured | None) -> str:

@@ -71,6 +71,7 @@ def test_trainings_without_fault_pass(trainings):
         ("fp8-rollout", {"ess": (0.99, 0.9)}, "smallest effective sample size"),
         ("fp8-rollout", {"weights": (1.05, 1.06)}, "mean weight of the mismatch"),
         ("stress", {"ratios": (0.95, 0.94)}, "mean weight of the updates"),
+        ("stress", {"ratios": (1.0, 60.0, 1.0)}, "largest weight of the updates"),
         ("stress", {"idle": (4,)}, "skipped updates"),
         ("bf16", {"slope": 3.0}, "memory slope"),
         ("fp8-end-to-end", {"speed": 90.0}, "generation speed, of BF16's"),
