@@ -14,7 +14,20 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from flows import audit, bisect, compare, evaluate_command, export, plan, replay, report, resume, retention, up
+from flows import (
+    audit,
+    bisect,
+    compare,
+    evaluate_command,
+    export,
+    parity_command,
+    plan,
+    replay,
+    report,
+    resume,
+    retention,
+    up,
+)
 from flows.arguments import add_output, add_overrides
 from flows.launch import launch, stopped
 from flows.quantise import add_commands
@@ -62,6 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_command(commands)
     report.add_command(commands)
     retention.add_command(commands)
+    parity_command.add_command(commands)
     plan.add_command(commands)
     up.add_command(commands)
     return parser

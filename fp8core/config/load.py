@@ -33,7 +33,7 @@ SHIPPED = Path(__file__).resolve().parents[2] / "configs"
 UNDECIDED = "(undecided)"
 
 # What may differ between two runs that compute the same numbers.
-NOT_NUMBERS = ("steps", "run", "runs", "alignment", "checkpoint", "artifacts", "replay", "tracking")
+NOT_NUMBERS = ("steps", "run", "runs", "alignment", "checkpoint", "artifacts", "replay", "tracking", "parity")
 
 
 class Block(dict[str, Any]):

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
+from fp8core.config.parity import ParityConfig
 from fp8core.config.pipeline import PipelineConfig
 from fp8core.config.precision import PrecisionContract
 from fp8core.config.section import Section
@@ -17,7 +18,7 @@ from fp8core.config.vllm import VllmConfig
 
 SHIPPED_VERIFIERS = ("chain", "integer", "math-verify")
 RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
-_BESIDE_THE_RUNS = frozenset({"mlflow.db", "mlartifacts", "warm_starts", "logs"})
+_BESIDE_THE_RUNS = frozenset({"mlflow.db", "mlartifacts", "warm_starts", "logs", "parity"})
 
 
 class ArchitectureConfig(Section):
@@ -414,6 +415,7 @@ class RunConfig(Section):
     artifacts: ArtifactsConfig = Field(default_factory=ArtifactsConfig)
     replay: ReplayConfig = Field(default_factory=ReplayConfig)
     tracking: TrackingConfig = Field(default_factory=TrackingConfig)
+    parity: ParityConfig = Field(default_factory=ParityConfig)
     pipeline: PipelineConfig
 
     @field_validator("run")

@@ -7,9 +7,17 @@ import yaml
 from prefect.exceptions import ParameterTypeError
 from prefect.utilities.callables import parameter_schema
 
+from flows.evaluate import evaluate
 from flows.grpo import grpo
+from flows.parity import parity
 
 DEPLOYMENTS = yaml.safe_load((Path(__file__).parents[2] / "prefect.yaml").read_text())["deployments"]
+FLOWS = {
+    "flows/grpo.py:grpo": (grpo, {}),
+    "flows/parity.py:parity": (parity, {}),
+    "flows/evaluate.py:evaluate": (evaluate, {"target": "runs/first"}),
+}
+"""By entrypoint: the flow, and the parameters that a deployment leaves to who starts it."""
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +43,16 @@ def test_values_out_of_bounds_are_refused(wrong) -> None:
         grpo.validate_parameters(wrong)
 
 
-@pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=[deployment["name"] for deployment in DEPLOYMENTS])
+@pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=[f"{d['entrypoint']}-{d['name']}" for d in DEPLOYMENTS])
 def test_the_defaults_of_a_deployment_are_valid_and_it_waits_its_turn(deployment) -> None:
-    if deployment["entrypoint"].endswith(":grpo"):
-        grpo.validate_parameters(deployment["parameters"])
+    # An evaluation is of something that only who starts it can name.
+    (deployed, named), given = FLOWS[deployment["entrypoint"]], deployment["parameters"]
+    deployed.validate_parameters({**given, **named})
     assert deployment["concurrency_limit"] == {"limit": 1, "collision_strategy": "ENQUEUE"}
     assert deployment["work_pool"]["name"] in ("fp8-grpo-cpu", "fp8-grpo-gpu")
+
+
+def test_the_parity_run_is_scheduled_every_night_at_two_utc() -> None:
+    (nightly,) = (deployment for deployment in DEPLOYMENTS if deployment["entrypoint"] == "flows/parity.py:parity")
+    assert (nightly["name"], nightly["parameters"]) == ("nightly", {"config": "tiny"})
+    assert nightly["schedules"] == [{"cron": "0 2 * * *", "timezone": "UTC"}]

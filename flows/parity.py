@@ -1,0 +1,157 @@
+"""The parity flow: one configuration trained in BF16 and in FP8 variants on the same seeds, then a verdict.
+
+fp8-grpo parity tiny                                this function, in this process
+prefect deployment run fp8-parity/nightly           this function, from a worker
+"""
+
+import re
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from prefect import flow, runtime, task
+from prefect.artifacts import create_markdown_artifact
+from prefect.cache_policies import NO_CACHE
+from prefect.states import Completed, Failed
+from pydantic import Field
+
+from flows.environment import bound_mlflow_requests
+from flows.grpo import grpo
+from flows.parity_night import Asked, Plan, committed, record_of, refuse
+from fp8core.config.run import RUN_NAME
+from fp8core.errors import UserError, first_line
+from fp8core.parity.golden import Golden, preflight
+from fp8core.parity.measure import Measured, measure
+from fp8core.parity.night import RECORD, last_passing, write_night
+from fp8core.parity.verdict import FAIL, PASS, judge
+from fp8core.report.charts import Chart
+from fp8core.report.parity import parity_charts, parity_html, parity_markdown
+from fp8core.report.png import draw_png
+from fp8core.report.run_data import read_run
+from tasks.logged_parity import log_parity
+from tasks.memory_watch import read_memory, watch_memory
+from tasks.tracking_store import quiet_store_logs
+
+VariantName = Literal["bf16", "fp8-rollout", "fp8-rollout-corrected", "fp8-end-to-end", "fp8-end-to-end-kv", "stress"]
+Seed = Annotated[int, Field(ge=0, le=2**31 - 1)]
+MEMORY, PAGE, PICTURE, WORDS = "memory.jsonl", "report.html", "report.png", "report.md"
+
+
+# Prefect's form takes bounds from the types and descriptions from the docstring.
+@flow(name="fp8-parity", persist_result=False)
+def parity(
+    config: str = "tiny",
+    name: Annotated[str | None, Field(max_length=80, pattern=RUN_NAME)] = None,
+    seeds: Annotated[tuple[Seed, ...], Field(min_length=1, max_length=100)] = (0, 1, 2),
+    steps: Annotated[int | None, Field(ge=1, le=10_000_000)] = None,
+    variants: Annotated[tuple[VariantName, ...], Field(min_length=1)] = (
+        "bf16",
+        "fp8-rollout",
+        "fp8-rollout-corrected",
+        "fp8-end-to-end",
+        "fp8-end-to-end-kv",
+        "stress",
+    ),
+    overrides: dict[str, Any] | list[str] | None = None,
+) -> Any:
+    """Train in BF16 and in FP8, and judge whether FP8 learns the same; returns the verdict. FAIL fails the flow run.
+
+    Args:
+        config: A shipped name (tiny, gsm8k) or the path of a configuration.
+        name: Name of the parity run; an existing one is continued, null makes one of date, settings and code.
+        seeds: Seeds that every variant is trained with; an interval needs two at least.
+        steps: GRPO steps of each training; null takes the configuration's.
+        variants: What to train; all but bf16 and stress are compared with bf16.
+        overrides: Any other setting, as {"parity.accuracy_gap.limit": 0.02}.
+    """
+    bound_mlflow_requests()
+    quiet_store_logs()
+    try:
+        plan = refuse(Asked(config, name, seeds, steps, variants, overrides), _date())
+    except UserError as error:
+        return Failed(message=str(error))
+    plan.folder.mkdir(parents=True, exist_ok=True)
+    print(f"parity {plan.name}: {len(plan.trainings)} trainings", flush=True)
+    golden = _preflight(plan)
+    failures = {} if golden.wrong else _train(plan)
+    return _verdict(plan, golden, failures)
+
+
+def _date() -> str:
+    """The day that the flow run was meant for: a retry after midnight continues what it began."""
+    scheduled = runtime.flow_run.scheduled_start_time
+    return (scheduled or datetime.now(UTC)).astimezone(UTC).date().isoformat()
+
+
+@task(name="preflight", persist_result=False, cache_policy=NO_CACHE)
+def _golden(plan: Plan) -> Golden:
+    return preflight(plan.corrected)
+
+
+def _preflight(plan: Plan) -> Golden:
+    golden: Golden = _golden(plan)
+    for line in golden.wrong:
+        print(f"preflight: {line}", flush=True)
+    return golden
+
+
+def _train(plan: Plan) -> dict[tuple[str, int], str]:
+    """Every training that is not whole yet, as a flow run of its own; returns why some failed."""
+    failures = {}
+    with watch_memory(plan.folder / MEMORY):
+        for number, training in enumerate(plan.trainings, start=1):
+            where = f"{number} of {len(plan.trainings)}, {training.variant}, seed {training.seed}"
+            if committed(training.folder) == training.config.steps:
+                print(f"{where}: done before", flush=True)
+                continue
+            print(where, flush=True)
+            state = grpo(**training.parameters, return_state=True)
+            if not state.is_completed():
+                failures[training.variant, training.seed] = first_line(RuntimeError(state.message))
+    return failures
+
+
+def _verdict(plan: Plan, golden: Golden, failures: dict[tuple[str, int], str]) -> Any:
+    """Judge what is on disk, and write, post and log the report."""
+    runs: dict[str, list[Any]] = {variant: [] for variant in plan.variants}
+    measured: list[Measured] = []
+    memory = read_memory(plan.folder / MEMORY)
+    for training in plan.trainings:
+        if committed(training.folder) is not None:
+            run = read_run(training.folder, training.folder.name)
+            runs[training.variant].append(run)
+            measured.append(measure(run, training.variant, training.seed, plan.config.parity.last_evaluations, memory))
+    verdict = judge(
+        measured,
+        golden,
+        plan.config.parity,
+        variants=plan.variants,
+        seeds=plan.seeds,
+        platform=plan.platform,
+        failures=failures,
+    )
+    night = record_of(plan, verdict)
+    write_night(night, plan.folder)
+    before = last_passing(plan.folder.parent, night.config, night.name)
+    text = parity_markdown(night, measured, before)
+    page = parity_html(night, measured, runs, before, plan.config.parity)
+    files = _write_report(plan.folder, text, page, parity_charts(runs, plan.config.parity))
+    create_markdown_artifact(text, f"parity-{_key(plan.name)}", night.headline[:200])
+    print(f"{text}\n{files[1]}\n{log_parity(night, plan.config, files)}", flush=True)
+    if night.outcome == FAIL:
+        return Failed(message=night.headline)
+    name = "Completed" if night.outcome == PASS else night.outcome
+    return Completed(name=name, message=night.headline, data=night.model_dump(mode="json"))
+
+
+def _write_report(folder: Path, text: str, page: str, charts: Sequence[Chart]) -> list[Path]:
+    (folder / WORDS).write_text(text)
+    (folder / PAGE).write_text(page)
+    draw_png(charts, folder / PICTURE, folder.name)
+    return [folder / RECORD, folder / PAGE, folder / PICTURE, folder / WORDS]
+
+
+def _key(name: str) -> str:
+    """Prefect's keys have small letters, digits and dashes."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")

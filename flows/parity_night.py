@@ -1,0 +1,157 @@
+"""What a parity run will train, found out before any work: configurations, run names, folders."""
+
+import hashlib
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from fp8core.config.capability import this_platform
+from fp8core.config.load import NOT_NUMBERS, Overrides, load_config, merged_overrides
+from fp8core.config.run import RunConfig, public_dump
+from fp8core.errors import UserError
+from fp8core.parity.night import Night
+from fp8core.parity.variants import VARIANTS, corrected, variant_settings
+from fp8core.parity.verdict import Verdict
+from fp8core.store.artifacts import canonical_json
+from fp8core.store.evidence import collect
+from fp8core.store.run_directory import read_description
+from fp8core.store.versions import git_state, hardware, library_versions
+from fp8core.workers.build import check_memory, engine_environment
+from tasks.opening import current_code, plan_of, refuse_conflict
+
+SHELF = "parity"
+"""Folder beside the runs, with a folder for each parity run."""
+_DIGITS = 8
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The parameters of the flow."""
+
+    config: str
+    name: str | None
+    seeds: tuple[int, ...]
+    steps: int | None
+    variants: tuple[str, ...]
+    overrides: Overrides | None
+
+
+@dataclass(frozen=True)
+class Training:
+    """One training: its checked configuration, and the parameters that the training flow finds it from."""
+
+    variant: str
+    seed: int
+    config: RunConfig
+    parameters: dict[str, Any]
+
+    @property
+    def folder(self) -> Path:
+        """Of the run."""
+        return self.config.runs.absolute() / str(self.config.run)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything a parity run does. Seeds come one after another, so that each shares one warm start."""
+
+    name: str
+    config: RunConfig
+    variants: tuple[str, ...]
+    seeds: tuple[int, ...]
+    trainings: tuple[Training, ...]
+
+    @property
+    def folder(self) -> Path:
+        """Of the verdict and the report."""
+        return self.config.runs.absolute() / SHELF / self.name
+
+    @cached_property
+    def corrected(self) -> RunConfig:
+        """The configuration with the correction that the corrected variant has."""
+        return self.config.model_copy(update={"correction": corrected(self.config)})
+
+    @property
+    def platform(self) -> str:
+        """Where the rollout engine computes."""
+        return "cpu" if self.config.rollout.engine == "embedded" else this_platform()
+
+
+def refuse(asked: Asked, date: str) -> Plan:
+    """The plan, checked. `date` goes into the name of a parity run that has none.
+
+    Raises:
+        UserError: something is named twice, a configuration is refused, a run exists with another configuration, or
+            the variants cannot be trained in one process.
+    """
+    for what, values in (("seeds", asked.seeds), ("variants", asked.variants)):
+        if len({*values}) != len(values):
+            raise UserError(f"{what}: one is named twice in {', '.join(map(str, values))}")
+    steps = {} if asked.steps is None else {"steps": asked.steps}
+    overrides = merged_overrides(asked.overrides or {}, steps)
+    config = load_config(asked.config, overrides)
+    # In the order of VARIANTS: the baseline is there when a parity run is cut short.
+    variants = tuple(name for name in VARIANTS if name in asked.variants)
+    name = asked.name or f"{config.name}-{date}-{_digest(config)}"
+    trainings = tuple(
+        _training(asked.config, overrides, config, name, variant, seed) for seed in asked.seeds for variant in variants
+    )
+    _refuse_environments(trainings)
+    return Plan(name, config, variants, asked.seeds, trainings)
+
+
+def _training(named: str, overrides: Overrides, config: RunConfig, night: str, variant: str, seed: int) -> Training:
+    run = f"parity-{night}-{variant}-{seed}"
+    settings = merged_overrides(overrides, {**variant_settings(VARIANTS[variant], config, seed), "run": run})
+    own = load_config(named, settings)
+    plan_of(own)
+    refuse_conflict(own)
+    check_memory(own)
+    return Training(variant, seed, own, {"config": named, "run": run, "overrides": settings})
+
+
+def _digest(config: RunConfig) -> str:
+    """Of all that makes numbers: another setting or other code is another parity run."""
+    settings = {key: value for key, value in public_dump(config).items() if key not in NOT_NUMBERS or key == "steps"}
+    parts = {"settings": settings, "code": current_code(), "versions": library_versions()}
+    return hashlib.sha256(canonical_json(parts, "parity")).hexdigest()[:_DIGITS]
+
+
+def _refuse_environments(trainings: tuple[Training, ...]) -> None:
+    """An engine reads its environment once a process."""
+    first = trainings[0]
+    for other in trainings:
+        if engine_environment(other.config) != engine_environment(first.config):
+            raise UserError(
+                f"variants: the engine starts differently for {first.variant} and {other.variant}: train them under "
+                "one name in separate processes, then ask for all of them"
+            )
+
+
+def committed(folder: Path) -> int | None:
+    """The last committed step of a run; None when there is none."""
+    if read_description(folder) is None:
+        return None
+    steps = collect(folder).steps
+    return max(steps) if steps else None
+
+
+def record_of(plan: Plan, verdict: Verdict) -> Night:
+    """What the next parity run compares itself with."""
+    return Night(
+        name=plan.name,
+        config=plan.config.name,
+        ended=datetime.now(UTC).isoformat(timespec="seconds"),
+        outcome=verdict.outcome,
+        headline=verdict.headline,
+        variants=plan.variants,
+        seeds=plan.seeds,
+        code_version=current_code(),
+        git=git_state(Path(__file__).parent),
+        versions=library_versions(),
+        hardware=hardware(),
+        settings=public_dump(plan.config),
+        checks=verdict.checks,
+    )

@@ -1,0 +1,125 @@
+"""The parity flow on real trainings: what it trains, judges, writes, posts and logs; and what it is refused."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlflow import MlflowClient
+from prefect.client.orchestration import get_client
+from prefect.exceptions import ParameterTypeError
+from prefect.utilities.callables import parameter_schema
+
+from flows.cli import main
+from flows.parity import parity
+from fp8core.config.load import load_config
+from fp8core.parity.variants import VARIANTS, variant_settings
+from tasks.opening import plan_of
+from tasks.tracking_store import default_tracking_uri
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("parity")
+
+
+@pytest.fixture(scope="module")
+def judge_small(prefect_server: None, small: dict[str, Any], shelf: Path) -> Callable[..., Any]:
+    """Run the flow on small trainings that share a warm start: judge_small(seeds=[0], variants=[...])."""
+
+    def run(overrides: dict[str, Any] | None = None, **parameters: Any) -> Any:
+        settings = {**small, "runs": str(shelf), "tracking.system_metrics": False, **(overrides or {})}
+        return parity(config="tiny", overrides=settings, return_state=True, **parameters)
+
+    return run
+
+
+@pytest.mark.parametrize("name", ["tiny", "gsm8k", "llama", "qwen3"])
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+def test_every_variant_of_shipped_configurations_is_a_checked_configuration(name: str, variant: Any) -> None:
+    config = load_config(name, {"rollout.engine": "embedded", "model": None, "architecture": {}})
+    settings = variant_settings(variant, config, seed=5)
+    own = load_config(name, {"rollout.engine": "embedded", "model": None, "architecture": {}, **settings})
+    plan_of(own)
+    assert own.seed == 5
+    assert (own.precision.rollout.linear == "bf16") == (variant.rollout == "bf16")
+    assert (own.precision.training.kv_cache == "fp8") == (variant.training == "fp8+kv")
+    assert (own.correction.method == "none") == (variant.name == "fp8-rollout")
+
+
+def test_the_form_has_types_bounds_and_descriptions() -> None:
+    form = parameter_schema(parity).model_dump_for_openapi()["properties"]
+    assert list(form) == ["config", "name", "seeds", "steps", "variants", "overrides"]
+    assert all(field["description"] for field in form.values())
+    assert form["seeds"]["items"]["minimum"] == 0
+    assert form["variants"]["items"]["enum"] == list(VARIANTS)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"steps": 0}, {"seeds": []}, {"seeds": [-1]}, {"variants": ["fp4"]}, {"name": "../other"}]
+)
+def test_values_out_of_bounds_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ParameterTypeError, match=next(iter(wrong))):
+        parity.validate_parameters(wrong)
+
+
+def test_a_night_is_cut_short_continued_judged_and_compared(
+    judge_small: Callable[..., Any], shelf: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cut = judge_small(name="night", seeds=[0], steps=2, variants=["bf16"])
+    assert (cut.is_completed(), cut.name) == (True, "NOT ENOUGH DATA")
+    before = (shelf / "parity-night-bf16-0" / "ledger.jsonl").read_bytes()
+    capsys.readouterr()
+    state = judge_small(name="night", seeds=[0], steps=2, variants=["fp8-end-to-end", "bf16"])
+    assert "1 of 2, bf16, seed 0: done before" in capsys.readouterr().out
+    assert (shelf / "parity-night-bf16-0" / "ledger.jsonl").read_bytes() == before
+    assert state.name == "NOT ENOUGH DATA"
+    assert "0 seeds are no interval" not in state.message
+    assert "fp8-end-to-end: held-out accuracy minus BF16 1 seeds are no interval" in state.message
+    folder = shelf / "parity" / "night"
+    night = json.loads((folder / "verdict.json").read_text())
+    assert (night["outcome"], night["variants"]) == ("NOT ENOUGH DATA", ["bf16", "fp8-end-to-end"])
+    assert len(list((shelf / "warm_starts").glob("*.json"))) == 1
+    page = (folder / "report.html").read_text()
+    assert "No earlier run of this configuration passed." in page
+    assert page.count("<svg") >= 10
+    assert (folder / "report.png").read_bytes().startswith(b"\x89PNG")
+    _is_posted_and_logged(shelf, night["headline"])
+
+
+def _is_posted_and_logged(shelf: Path, headline: str) -> None:
+    with get_client(sync_client=True) as client:
+        artifacts = [one for one in client.read_artifacts() if one.key == "parity-night"]
+    assert all(one.type == "markdown" for one in artifacts)
+    assert any(headline in one.data and "| bf16 |" in one.data for one in artifacts)
+    mlflow = MlflowClient(default_tracking_uri(shelf))
+    experiment = mlflow.get_experiment_by_name("fp8-grpo")
+    (run,) = mlflow.search_runs([experiment.experiment_id], "tags.`fp8_grpo.parity` = 'night'")
+    assert run.data.tags["fp8_grpo.verdict"] == "NOT ENOUGH DATA"
+    assert run.data.metrics["parity/fp8-end-to-end/largest probability error"] == 1.0
+    names = {one.path for one in mlflow.list_artifacts(run.info.run_id)}
+    assert names == {"verdict.json", "report.html", "report.png", "report.md"}
+
+
+def test_a_bound_that_is_crossed_fails_the_flow_run(judge_small: Callable[..., Any]) -> None:
+    bound = {"parity.error_mismatched": {"limit": 1.000001, "reason": "to see it fail"}}
+    state = judge_small(bound, name="red", seeds=[0], steps=1, variants=["fp8-rollout"])
+    assert state.is_failed()
+    assert state.message.startswith("FAIL: fp8-rollout: largest probability error 1.0")
+
+
+def test_mistakes_are_refused_before_any_work(judge_small: Callable[..., Any], shelf: Path) -> None:
+    twice = judge_small(name="twice", seeds=[0, 0])
+    assert (twice.is_failed(), twice.message) == (True, "seeds: one is named twice in 0, 0")
+    unknown = judge_small({"warmstart": 1}, name="twice")
+    assert "warmstart" in unknown.message
+    assert not (shelf / "parity" / "twice").exists()
+
+
+def test_the_command_names_its_mistakes(prefect_server: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["parity", "tiny", "--variant", "fp4"]) == 2
+    assert "variants" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["parity", "tiny", "--seeds", "one"])
+    assert "numbers with commas" in capsys.readouterr().err

@@ -1,0 +1,46 @@
+from dataclasses import replace
+
+import pytest
+
+from fp8core.parity.measure import MemorySample, measure, slope
+from fp8core.report.run_data import read_run
+
+
+def test_a_run_as_the_verdict_takes_it(whole_run):
+    run = read_run(whole_run.folder, "whole")
+    measured = measure(run, "fp8-end-to-end-kv", 0, 2)
+    assert (measured.steps, measured.whole, measured.idle) == ((4, 4), True, ())
+    assert measured.errors == measured.ess == measured.weights == (1.0,) * 4
+    assert measured.ratios == pytest.approx((1.0,) * 4)
+    assert measured.k3 == (0.0,) * 4
+    held = [row["reward/heldout_accuracy"] for row in run.history if "reward/heldout_accuracy" in row]
+    assert measured.accuracy == sum(held[-2:]) / 2
+    assert measured.speed > 0
+    assert measured.slope is None
+
+
+def test_a_run_that_was_cut_is_not_whole(run_copy):
+    run_copy.cut_after(3, "train")
+    measured = measure(read_run(run_copy.folder, "cut"), "fp8-end-to-end-kv", 0, 2)
+    assert (measured.steps, measured.whole) == ((2, 4), False)
+
+
+def test_a_slope_needs_ten_steps():
+    assert slope([(x, 3.0 * x + 5) for x in range(10)]) == pytest.approx(3.0)
+    assert slope([(x, 3.0 * x + 5) for x in range(9)]) is None
+    assert slope([(1.0, 0.0)] * 20) is None
+
+
+def test_memory_is_that_of_the_second_half_and_of_the_last_process(whole_run):
+    run = read_run(whole_run.folder, "whole")
+    ends = {step: commit.entry.committed_ms / 1000 for step, commit in run.evidence.steps.items()}
+    commit = run.evidence.steps[4]
+    steps = {step: replace(commit, entry=commit.entry.model_copy(update={"step": step})) for step in range(1, 41)}
+    for step, one in steps.items():
+        steps[step] = replace(one, entry=one.entry.model_copy(update={"committed_ms": int(1000 * (ends[4] + step))}))
+    longer = replace(run, evidence=replace(run.evidence, commits=list(steps.values())), history=[])
+    memory = [MemorySample(ends[4] + step - 0.1, 1 if step < 25 else 2, 100.0 + 4 * step) for step in range(1, 41)]
+    assert measure(longer, "bf16", 0, 1, memory).slope == pytest.approx(4.0)
+    # Fewer than ten steps of the process that made the last one.
+    late = [replace(sample, process=1 if sample.time < ends[4] + 35 else 2) for sample in memory]
+    assert measure(longer, "bf16", 0, 1, late).slope is None
