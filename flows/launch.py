@@ -32,12 +32,13 @@ def launch(config: "RunConfig", parameters: Mapping[str, Any], summary: Path | N
     Raises:
         UserError: the configuration or the run it names is refused, or Prefect's server does not answer.
     """
-    from fp8core.workers.build import check_memory
+    from fp8core.workers.build import check_inputs, check_memory
     from tasks.opening import plan_of, refuse_conflict
 
     plan_of(config)
     refuse_conflict(config, new_code=parameters.get("new_code", False))
     check_memory(config)
+    check_inputs(config)
     print("starting Prefect and MLflow", flush=True)
     prepare_prefect()
 

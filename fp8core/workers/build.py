@@ -9,6 +9,8 @@ from torch import Tensor
 from fp8core.config.capability import this_platform
 from fp8core.config.run import RunConfig
 from fp8core.data.chain import ALPHABET, EOS, VOCABULARY
+from fp8core.data.jsonl import SUFFIXES
+from fp8core.data.source import build_source
 from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture
 from fp8core.models.checkpoint import load_checkpoint
@@ -19,6 +21,7 @@ from fp8core.models.tokenizer import Tokenizer, character_tokenizer
 from fp8core.plan.devices import Machine, this_machine
 from fp8core.plan.run_plan import plan_run, refuse_unfit
 from fp8core.plan.shapes import model_shape
+from fp8core.rewards.verifier import build_verifier
 from fp8core.rl.objective import Objective
 from fp8core.rollout.embedded import EmbeddedEngine
 from fp8core.rollout.engine import RolloutEngine
@@ -89,6 +92,18 @@ def check_memory(config: RunConfig) -> None:
     on_cpu = config.rollout.engine == "vllm" and find_build(this_platform()).platform == "cpu"
     machine = Machine(None, here.host) if on_cpu else here
     refuse_unfit(plan_run(config, model_shape(config), machine))
+
+
+def check_inputs(config: RunConfig) -> None:
+    """Refuse data in files and verifiers that cannot be used, before a run has a folder or a server.
+
+    Raises:
+        UserError: as `build_source` and `build_verifier` have it.
+    """
+    # A dataset of the hub is read once, by the run; the chain task cannot be missing.
+    if config.data.source.endswith(SUFFIXES):
+        build_source(config.data, config.evaluation)
+    build_verifier(config.reward.model_copy(update={"workers": 1})).close()
 
 
 @dataclass(frozen=True)

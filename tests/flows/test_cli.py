@@ -177,6 +177,18 @@ INSERT = "pipeline.insert={after: reward, step: {name: again, uses: 'tasks.rewar
 
 
 @pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["reward.verifier=nowhere:score"], "nowhere"),
+        (["reward.verifier=absent.py:score"], "absent.py"),
+        (["data.source=absent.jsonl", "warm_start=null", "reward.verifier=integer"], "absent.jsonl: no such file"),
+    ],
+)
+def test_what_a_run_reads_is_looked_at_before_it_has_a_folder(refused, settings, said):
+    assert said in refused("run", "small.yaml", *flags(*settings))
+
+
+@pytest.mark.parametrize(
     ("setting", "reason"),
     [
         ("stpes=3", "stpes: unknown key; did you mean steps? (--set)"),
