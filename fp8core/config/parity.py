@@ -55,5 +55,5 @@ class ParityConfig(Section):
     )
     memory_slope: Limit = Field(
         Limit(limit=2.0, reason="2 MiB a step are 2 GiB in a thousand steps: a leak that ends long trainings"),
-        description="Largest growth of the process's memory in MiB a step, over the second half of a training.",
+        description="Largest growth of memory in MiB a step in the second half of a training, median of seeds.",
     )

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from itertools import combinations
+from statistics import fmean, median
 
 from fp8core.report.run_charts import ESS, K3
 from fp8core.report.run_data import RunData
@@ -10,7 +11,7 @@ from fp8core.report.summary import GRAD_NORM, HELDOUT, TMPE, series
 from fp8core.store.ledger import START
 
 WEIGHT, RATIO = "alignment/sampling_importance_ratio", "train/ratio_mean"
-LEAST_STEPS_OF_A_SLOPE = 10
+LEAST_STEPS_OF_A_SLOPE = 20
 
 
 @dataclass(frozen=True)
@@ -83,11 +84,13 @@ def measure(run: RunData, variant: str, seed: int, last: int, memory: Sequence[M
 
 
 def slope(points: Sequence[tuple[float, float]]) -> float | None:
-    """Least-squares slope of (x, y); None with fewer than LEAST_STEPS_OF_A_SLOPE different x."""
-    if len({x for x, _ in points}) < LEAST_STEPS_OF_A_SLOPE:
+    """Median slope of all pairs of (x, y) (Theil and Sen); None with fewer than LEAST_STEPS_OF_A_SLOPE points.
+
+    Memory comes and goes in jumps, to which a least-squares line bends.
+    """
+    if len(points) < LEAST_STEPS_OF_A_SLOPE:
         return None
-    x_mean, y_mean = fmean(x for x, _ in points), fmean(y for _, y in points)
-    return sum((x - x_mean) * (y - y_mean) for x, y in points) / sum((x - x_mean) ** 2 for x, _ in points)
+    return median((y2 - y1) / (x2 - x1) for (x1, y1), (x2, y2) in combinations(points, 2))
 
 
 def _idle(run: RunData) -> list[int]:

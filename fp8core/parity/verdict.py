@@ -6,7 +6,7 @@ whatever else is missing.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import fmean, median
 from typing import Final, Literal
 
 from fp8core.config.parity import Limit, ParityConfig
@@ -184,7 +184,7 @@ def _memory(name: str, runs: Sequence[Measured], config: ParityConfig) -> Check:
     if not slopes:
         found = f"not measured over {LEAST_STEPS_OF_A_SLOPE} steps"
         return Check(name, "memory slope", NOT_ENOUGH, found, bound, limit.reason)
-    slope = max(slopes)
+    slope = median(slopes)
     outcome: Outcome = FAIL if slope > limit.limit else PASS
     return Check(name, "memory slope", outcome, f"{slope:.3g} MiB a step", bound, limit.reason, slope)
 

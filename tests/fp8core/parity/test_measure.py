@@ -25,22 +25,30 @@ def test_a_run_that_was_cut_is_not_whole(run_copy):
     assert (measured.steps, measured.whole) == ((2, 4), False)
 
 
-def test_a_slope_needs_ten_steps():
-    assert slope([(x, 3.0 * x + 5) for x in range(10)]) == pytest.approx(3.0)
-    assert slope([(x, 3.0 * x + 5) for x in range(9)]) is None
-    assert slope([(1.0, 0.0)] * 20) is None
+def test_a_slope_needs_twenty_steps_and_does_not_bend_to_a_jump():
+    line = [(float(x), 3.0 * x + 5) for x in range(20)]
+    assert slope(line) == pytest.approx(3.0)
+    assert slope([*line[:-1], (19.0, 500.0)]) == pytest.approx(3.0)
+    assert slope(line[1:]) is None
 
 
 def test_memory_is_that_of_the_second_half_and_of_the_last_process(whole_run):
     run = read_run(whole_run.folder, "whole")
-    ends = {step: commit.entry.committed_ms / 1000 for step, commit in run.evidence.steps.items()}
-    commit = run.evidence.steps[4]
-    steps = {step: replace(commit, entry=commit.entry.model_copy(update={"step": step})) for step in range(1, 41)}
-    for step, one in steps.items():
-        steps[step] = replace(one, entry=one.entry.model_copy(update={"committed_ms": int(1000 * (ends[4] + step))}))
-    longer = replace(run, evidence=replace(run.evidence, commits=list(steps.values())), history=[])
-    memory = [MemorySample(ends[4] + step - 0.1, 1 if step < 25 else 2, 100.0 + 4 * step) for step in range(1, 41)]
+    last = run.evidence.steps[4]
+    begun = last.entry.committed_ms / 1000
+    commits = [
+        replace(last, entry=last.entry.model_copy(update={"step": step, "committed_ms": int(1000 * (begun + step))}))
+        for step in range(1, 61)
+    ]
+    longer = replace(run, evidence=replace(run.evidence, commits=commits), history=[])
+    # The first half grows faster, in another process.
+    memory = [
+        MemorySample(begun + step - 0.1, 1, 900.0 * step)
+        if step <= 30
+        else MemorySample(begun + step - 0.1, 2, 4.0 * step)
+        for step in range(1, 61)
+    ]
     assert measure(longer, "bf16", 0, 1, memory).slope == pytest.approx(4.0)
-    # Fewer than ten steps of the process that made the last one.
-    late = [replace(sample, process=1 if sample.time < ends[4] + 35 else 2) for sample in memory]
+    # Fewer than twenty steps of the process that made the last one.
+    late = [replace(sample, process=1 if sample.time < begun + 45 else 2) for sample in memory]
     assert measure(longer, "bf16", 0, 1, late).slope is None
