@@ -126,6 +126,10 @@ def test_a_damaged_description(a_copy, new_training, whole, damage):
     path = training.folder / "run.json"
     intact = path.read_bytes()
     damage_file(path, damage, path)
+    if damage == "bit-flipped":
+        # Of the learning rate: what lies in the middle may be a setting that decides no number.
+        place = intact.index(b":", intact.index(b'"learning_rate"')) + 2
+        path.write_bytes(intact[:place] + bytes([intact[place] ^ 1]) + intact[place + 1 :])
     other = new_training("run", runs=training.folder.parent, **{"training.learning_rate": 1e-3})
     for each in (training, other):
         error = each.live().error
