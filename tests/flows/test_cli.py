@@ -337,10 +337,13 @@ def test_an_exception_in_a_step_shows_its_traceback_and_ends_with_one_line(
 
 # --- interrupted ---
 
+# So many that a busy machine does not finish them before the signal reaches the run.
+STEPS = 80
+
 
 def interrupt(workplace: Path, environment: dict[str, str], name: str, number: signal.Signals) -> tuple[int, str]:
-    """Start twenty steps, signal the whole process group after the third, as a terminal does; exit code and stderr."""
-    command = [*COMMAND, "run", "small.yaml", *flags(f"run={name}", "steps=20")]
+    """Start a run, signal the whole process group after the third, as a terminal does; exit code and stderr."""
+    command = [*COMMAND, "run", "small.yaml", *flags(f"run={name}", f"steps={STEPS}")]
     unbuffered = {**environment, "PYTHONUNBUFFERED": "1"}
     with (workplace / f"{name}.err").open("w+") as errors:
         process = subprocess.Popen(
@@ -355,7 +358,7 @@ def interrupt(workplace: Path, environment: dict[str, str], name: str, number: s
         too_long = threading.Timer(180, os.killpg, (process.pid, signal.SIGKILL))
         too_long.start()
         try:
-            assert any(line.strip().startswith("3/20 ") for line in process.stdout), Path(errors.name).read_text()
+            assert any(line.strip().startswith(f"3/{STEPS} ") for line in process.stdout), Path(errors.name).read_text()
             os.killpg(process.pid, number)
             process.communicate(timeout=60)
         finally:
@@ -366,12 +369,14 @@ def interrupt(workplace: Path, environment: dict[str, str], name: str, number: s
 
 @pytest.fixture(scope="module")
 def uncut(workplace: Path, launch) -> str:
-    """Weights of a run of twenty steps that nothing interrupted."""
-    return launch("cli-uncut", steps=20, config=str(workplace / "small.yaml")).summary["weights_digest"]
+    """Weights of a run that nothing interrupted."""
+    return launch("cli-uncut", steps=STEPS, config=str(workplace / "small.yaml")).summary["weights_digest"]
 
 
 def continued(workplace: Path, launch, name: str) -> str:
-    finished = launch(name, steps=20, config=str(workplace / "small.yaml"), overrides={"runs": str(workplace / "runs")})
+    finished = launch(
+        name, steps=STEPS, config=str(workplace / "small.yaml"), overrides={"runs": str(workplace / "runs")}
+    )
     assert finished.state.is_completed(), finished.state.message
     assert finished.mlflow_run().info.status == "FINISHED"
     return finished.summary["weights_digest"]
