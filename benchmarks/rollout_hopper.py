@@ -116,10 +116,9 @@ def measure(engine_of: Engine, out: Path) -> None:
         max_model_len=longest,
     )
     prepare(contract, settings)
-    started: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     largest = max(cell.requests for cell in engine_of.cells)
-    engine = cases.start(arch, contract, settings, largest, started, worker=WORKER)
-    rows = started
+    engine = cases.start(arch, contract, settings, largest, rows, worker=WORKER)
     try:
         cases.synchronise(engine, cases.random_policy(arch, contract, own_layers=1))
         torch.cuda.empty_cache()

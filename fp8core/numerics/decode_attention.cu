@@ -26,9 +26,6 @@ typedef long long i64;
 #define TILE 32
 #define ROW 8                    // pieces of 16 bytes of a row of keys or values
 #define STAGE (2 * TILE * ROW)  // of a tile: its keys, then its values
-#ifndef PREFETCH
-#define PREFETCH ""
-#endif
 #define FULL_WARP 0xffffffffu
 // FlashAttention 3 stores P times 256 in E4M3.
 #define P_EXPONENT 8.0f
@@ -45,7 +42,7 @@ __device__ __forceinline__ uint4 load16(const u8* address) { return *reinterpret
 
 __device__ __forceinline__ void copy16(uint4* shared, const u8* global) {
     const u32 address = (u32)__cvta_generic_to_shared(shared);
-    asm volatile("cp.async.cg.shared.global" PREFETCH " [%0], [%1], 16;" ::"r"(address), "l"(global) : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(global) : "memory");
 }
 
 __device__ __forceinline__ void end_of_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }

@@ -13,13 +13,12 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from fp8core.report.summary import HELDOUT, LENGTH, REWARD, STEP, TMPE, TOKENS_DIFFERING, Summary
+from fp8core.report.summary import HELDOUT, LENGTH, MISSING, REWARD, STEP, TMPE, TOKENS_DIFFERING, Summary
 
 WIDTH = 80
 HEADER_EVERY = 20
 WARM_START_LINES = 10
 NUMBER_WIDTHS = (6, 8, 6, 9, 6, 7)
-MISSING = "-"
 
 
 class StyleAccuracy(NamedTuple):

@@ -5,9 +5,7 @@ from statistics import fmean
 
 from fp8core.report.axis import short
 from fp8core.report.run_charts import ALIGNMENT, LEARNING, WORST_TOKEN, Curve
-from fp8core.report.summary import STEP, History
-
-_MISSING = "-"
+from fp8core.report.summary import MISSING, STEP, History
 
 
 def progress_markdown(run: str, steps: int, rows: History, before: History, seconds: Mapping[str, float]) -> str:
@@ -43,7 +41,7 @@ def _steps(rows: History) -> str:
 
 def _mean(curve: Curve, rows: History) -> str:
     values = [curve.of(row) for row in rows if curve.metric in row]
-    return short(fmean(values)) if values else _MISSING
+    return short(fmean(values)) if values else MISSING
 
 
 def _line(cells: list[str]) -> str:

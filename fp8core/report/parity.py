@@ -13,10 +13,9 @@ from fp8core.report.charts import Bound, Chart
 from fp8core.report.page import Section, Table, render_page
 from fp8core.report.run_charts import ALIGNMENT, ESS, K3, LEARNING, WORST_TOKEN, Curve, curve_chart
 from fp8core.report.run_data import RunData
-from fp8core.report.summary import STEP, TMPE, History
+from fp8core.report.summary import MISSING, STEP, TMPE, History
 from fp8core.report.svg import chart_svg
 
-MISSING = "-"
 WEIGHTS = (
     Curve("Mean weight of the mismatch", "mean exp(d) of the step", WEIGHT, bounds=(Bound("expected: 1", 1.0),)),
     Curve(

@@ -12,9 +12,8 @@ from fp8core.report.console import format_tmpe
 from fp8core.report.page import Table
 from fp8core.report.run_charts import ESS, K3
 from fp8core.report.run_data import RunData
-from fp8core.report.summary import EDGE_STEPS, ENTROPY, HELDOUT, LENGTH, REWARD, TMPE, TOKENS_DIFFERING, series
+from fp8core.report.summary import EDGE_STEPS, ENTROPY, HELDOUT, LENGTH, MISSING, REWARD, TMPE, TOKENS_DIFFERING, series
 
-MISSING = "-"
 _DIGITS = 12
 
 

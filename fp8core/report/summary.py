@@ -10,6 +10,8 @@ from statistics import fmean, median
 
 from pydantic import BaseModel, ConfigDict
 
+# Shown where there is no value.
+MISSING = "-"
 STEP = "step"
 REWARD = "reward/mean"
 HELDOUT = "reward/heldout_accuracy"
