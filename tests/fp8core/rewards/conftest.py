@@ -73,12 +73,12 @@ def do_print(argument, reference, scale):
 
 
 def do_close(argument, reference, scale):
-    os.closerange(0, 256)
+    os.closerange(0, 4096)
     time.sleep(1000)
 
 
 def do_scribble(argument, reference, scale):
-    for descriptor in range(3, 64):
+    for descriptor in range(3, 4096):
         try:
             os.write(descriptor, b"[1.0, 'right'\\\\n")
         except OSError:
