@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
+from fp8core.config.megatron import MegatronConfig
 from fp8core.config.parity import ParityConfig
 from fp8core.config.pipeline import PipelineConfig
 from fp8core.config.precision import PrecisionContract
@@ -138,7 +139,9 @@ class RolloutConfig(Section):
 class TrainingConfig(Section):
     """Optimisation of the policy."""
 
-    trainer: Literal["torch"] = Field("torch", description="Trainer.")
+    trainer: Literal["torch", "megatron"] = Field(
+        "torch", description="torch: exact, on the CPU; megatron: Megatron Core, on Hopper in FP8, on a CPU in FP32."
+    )
     learning_rate: float = Field(1e-4, gt=0, le=1)
     warmup_steps: int = Field(5, ge=0, le=1_000_000, description="Linear learning-rate warm-up in optimiser updates.")
     beta1: float = Field(0.9, ge=0, lt=1)
@@ -147,6 +150,7 @@ class TrainingConfig(Section):
     max_grad_norm: float = Field(1.0, gt=0)
     minibatches: int = Field(1, ge=1, le=1024, description="Optimiser updates per rollout batch.")
     micro_batch: int = Field(256, ge=1, le=65536, description="Sequences in one forward and backward pass.")
+    megatron: MegatronConfig = Field(default_factory=MegatronConfig, description="Of trainer=megatron.")
 
 
 class LossConfig(Section):

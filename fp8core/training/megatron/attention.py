@@ -1,0 +1,35 @@
+"""Causal attention over packed sequences in plain torch: what Megatron's local layers compute on a CPU.
+
+Megatron's own `DotProductAttention` takes no packed sequences and needs a GPU for its scratch memory.
+"""
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+
+class PackedAttention(torch.nn.Module):
+    """Takes the constructor and the call of Megatron's core attention (`transformer.attention.CoreAttention`)."""
+
+    def __init__(self, config: Any, layer_number: int, *_: Any, **__: Any) -> None:
+        super().__init__()
+        self._scale = 1.0 / math.sqrt(config.kv_channels)
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: None, packed_seq_params: PackedSeqParams, **_: Any
+    ) -> Tensor:
+        """[T, heads, d], [T, KV heads, d] twice to [T, heads, d]; a token sees those before it in its sequence."""
+        bounds = packed_seq_params.cu_seqlens_q.tolist()
+        parts = [self._attend(*(x[start:end] for x in (query, key, value))) for start, end in pairwise(bounds)]
+        return torch.cat(parts)
+
+    def _attend(self, *qkv: Tensor) -> Tensor:
+        q, k, v = (x.transpose(0, 1)[None] for x in qkv)
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=self._scale, enable_gqa=True
+        )
+        return out[0].transpose(0, 1)
