@@ -68,7 +68,8 @@ class Policy:
 
     def sharded(self) -> ShardedStateDict:
         """Parameters as Megatron's checkpoints describe them, by this process's names."""
-        found = self.model.sharded_state_dict(metadata={"dp_cp_group": data_group()})
+        metadata = {"dp_cp_group": data_group(), "non_homogeneous_layers": True, "singleton_local_shards": True}
+        found = self.model.sharded_state_dict(metadata=metadata)
         return {name: found[name] for name, _ in self.model.named_parameters()}
 
     def score(self, pack: Pack, temperature: float) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from megatron.core.transformer.moe.moe_utils import router_gating_linear
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
@@ -33,7 +32,7 @@ class Replay:
 
 
 class PolicyRouter(TopKRouter):  # type: ignore[misc]
-    """A router that stays where it is: Megatron's moves its weight to a GPU."""
+    """A router that runs anywhere: Megatron's moves its weight to a GPU, and needs Transformer Engine for its product."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -41,5 +40,4 @@ class PolicyRouter(TopKRouter):  # type: ignore[misc]
 
     def gating(self, hidden: Tensor) -> Tensor:
         """FP32 logits [..., experts] from BF16 or FP32 operands."""
-        logits: Tensor = router_gating_linear(hidden, self.weight, self.bias, torch.float32)
-        return logits
+        return torch.nn.functional.linear(hidden.float(), self.weight.float())
