@@ -1,6 +1,6 @@
 """AdamW over FP32 parameters in this process: what a CPU trains with, where Megatron's optimiser needs a GPU."""
 
-from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed import all_reduce
 
 from fp8core.config.run import TrainingConfig
+from fp8core.training.megatron.checkpoint import load_state, save_state
 from fp8core.training.megatron.groups import data_group, tensor_group
 from fp8core.training.megatron.model import PolicyModel
 
@@ -65,20 +66,24 @@ class LocalOptimiser:
         """FP32 weights of this process by Megatron's names."""
         return {name: parameter.detach() for name, parameter in self._named.items()}
 
-    def sharded_state(self, model: ShardedStateDict, loading: bool) -> ShardedStateDict:
-        """Masters and moments as Megatron's checkpoints describe them."""
+    def save(self, folder: Path, model: ShardedStateDict) -> None:
+        """Write masters and moments."""
+        save_state(folder, self._sharded(model))
+
+    def load(self, folder: Path, model: ShardedStateDict, updates: int) -> None:
+        """Take what `save` wrote after so many updates."""
+        state = load_state(folder, self._sharded(model))
+        for name, parameter in self._named.items():
+            parameter.data.copy_(state[f"master/{name}"])
+            moments = {key: state[f"{key}/{name}"] for key in _MOMENTS}
+            self._adam.state[parameter] = {**moments, "step": torch.tensor(float(updates))}
+
+    def _sharded(self, model: ShardedStateDict) -> ShardedStateDict:
         return {
             f"{key}/{name}": make_sharded_optimizer_tensor(model[name], tensor, prefix=f"optimizer.{key}")
             for name, parameter in self._named.items()
             for key, tensor in self._state(parameter).items()
         }
-
-    def restore(self, state: Mapping[str, Tensor], updates: int) -> None:
-        """Take what a checkpoint holds for `sharded_state`, saved after so many updates."""
-        for name, parameter in self._named.items():
-            parameter.data.copy_(state[f"master/{name}"])
-            moments = {key: state[f"{key}/{name}"] for key in _MOMENTS}
-            self._adam.state[parameter] = {**moments, "step": torch.tensor(float(updates))}
 
     def _state(self, parameter: Tensor) -> dict[str, Tensor]:
         # Before the first update there are no moments: they are zero.

@@ -24,10 +24,9 @@ from fp8core.rl.aggregation import Denominator
 from fp8core.rl.batch import RolloutBatch, TokenBatch
 from fp8core.rl.objective import Objective
 from fp8core.training.megatron import groups
-from fp8core.training.megatron.checkpoint import load_state, save_state
 from fp8core.training.megatron.digest import joint_digest
 from fp8core.training.megatron.grid import token_multiple
-from fp8core.training.megatron.local_optimiser import LocalOptimiser
+from fp8core.training.megatron.optimiser import OptimiserFactory
 from fp8core.training.megatron.packing import Pack, packs
 from fp8core.training.megatron.policy import Policy
 from fp8core.training.trainer import NotFiniteError, ScoredBatch, TrainReport
@@ -48,6 +47,7 @@ class MegatronTrainer:
         training: TrainingConfig,
         objective: Objective,
         device: torch.device,
+        optimise: OptimiserFactory,
     ) -> None:
         self.version = 0
         self.arch = arch
@@ -56,13 +56,13 @@ class MegatronTrainer:
         groups.join(training.megatron, device)
         self._policy = Policy(arch, contract, training.megatron, device)
         self._policy.load(masters)
-        self._optimiser = LocalOptimiser(self._policy.model, training)
+        self._optimiser = optimise(self._policy.model, training)
         self._updates = 0
 
     @property
     def masters(self) -> dict[str, Tensor]:
-        """The whole policy's FP32 weights by Hugging Face name, on every process."""
-        return self._policy.whole(self._optimiser.masters())
+        """The whole policy by Hugging Face name, on every process, as it is multiplied: in BF16, on a CPU in FP32."""
+        return self._policy.whole(dict(self._policy.model.named_parameters()))
 
     def describe(self) -> dict[str, object]:
         """What really runs."""
@@ -187,7 +187,7 @@ class MegatronTrainer:
 
     def save(self, folder: Path) -> None:
         """Write masters, moments and counters; the folder exists, and all processes see it."""
-        save_state(folder / _SHARDS, self._optimiser.sharded_state(self._policy.sharded(), loading=False))
+        self._optimiser.save(folder / _SHARDS, self._policy.sharded())
         state = {"version": self.version, "updates": self._updates, "digest": self.digest()}
         if get_rank() == 0:
             (folder / _STATE).write_text(json.dumps(state))
@@ -195,8 +195,7 @@ class MegatronTrainer:
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote; the masters must be this model's, the grid may be another one."""
         state = json.loads((folder / _STATE).read_text())
-        wanted = self._optimiser.sharded_state(self._policy.sharded(), loading=True)
-        self._optimiser.restore(load_state(folder / _SHARDS, wanted), state["updates"])
+        self._optimiser.load(folder / _SHARDS, self._policy.sharded(), state["updates"])
         self.version, self._updates = state["version"], state["updates"]
         assert self.digest() == state["digest"], f"{folder} does not hold the weights it was saved with"
 
