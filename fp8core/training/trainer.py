@@ -7,6 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from fp8core.models.architecture import Architecture
 from fp8core.numerics.kv_scales import KvStatistics, LayerScales
 from fp8core.rl.batch import RolloutBatch, TokenBatch
 
@@ -53,6 +54,16 @@ class Trainer(Protocol):
 
     version: int
 
+    @property
+    def arch(self) -> Architecture:
+        """Shape of the policy."""
+        ...
+
+    @property
+    def masters(self) -> Mapping[str, Tensor]:
+        """The weights that learn, by Hugging Face name, at least as exact as the BF16 that is saved of them."""
+        ...
+
     def logprobs(self, batch: TokenBatch, temperature: float, scales: Sequence[LayerScales] | None) -> ScoredBatch:
         """Score completion tokens under the current policy."""
         ...
@@ -83,4 +94,8 @@ class Trainer(Protocol):
 
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote."""
+        ...
+
+    def close(self) -> None:
+        """Give devices and processes back; a second call does nothing."""
         ...

@@ -19,8 +19,10 @@ from fp8core.models.hub import resolve_model
 from fp8core.models.initial import architecture_from_config, initial_weights
 from fp8core.models.tokenizer import Tokenizer, character_tokenizer
 from fp8core.plan.devices import Machine, this_machine
+from fp8core.plan.rollout import longest_sequence
 from fp8core.plan.run_plan import plan_run, refuse_unfit
 from fp8core.plan.shapes import model_shape
+from fp8core.plan.training import megatron_grid
 from fp8core.rewards.verifier import build_verifier
 from fp8core.rl.objective import Objective
 from fp8core.rollout.embedded import EmbeddedEngine
@@ -33,7 +35,10 @@ from fp8core.rollout.vllm_settings import (
     suggested_environment,
 )
 from fp8core.rollout.vllm_versions import find_build
+from fp8core.training.megatron import requirements as megatron
+from fp8core.training.megatron.grid import check_grid
 from fp8core.training.torch_trainer import TorchTrainer
+from fp8core.training.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -64,17 +69,21 @@ def build_base(config: RunConfig) -> BaseModel:
         )
     if config.rollout.router_replay and not base.arch.sparse_layers:
         raise UserError("rollout.router_replay: replays the choice of experts, but the model has none")
+    if config.training.trainer == "megatron":
+        check_grid(base.arch, config.training.megatron, config.precision, longest_sequence(config, base.arch))
     if config.rollout.engine == "vllm":
         check_architecture_fits(base.arch, config.precision, config.rollout.vllm)
     return base
 
 
 def check_engine(config: RunConfig) -> None:
-    """Refuse a contract that the rollout engine of this machine cannot keep, before anything is loaded.
+    """Refuse a contract that engine or trainer cannot keep on this machine, before anything is loaded.
 
     Raises:
-        UserError: vLLM is chosen and missing, of an unknown version, or without what the contract asks for.
+        UserError: vLLM or Megatron is chosen and missing, of an unknown version, or without what the contract asks for.
     """
+    if config.training.trainer == "megatron":
+        megatron.check_requirements(config, this_platform())
     if config.rollout.engine == "vllm":
         build = find_build(this_platform())
         check_contract_fits(config.precision, config.rollout.vllm, build)
@@ -91,7 +100,7 @@ def check_memory(config: RunConfig) -> None:
     here = this_machine()
     on_cpu = config.rollout.engine == "vllm" and find_build(this_platform()).platform == "cpu"
     machine = Machine(None, here.host) if on_cpu else here
-    refuse_unfit(plan_run(config, model_shape(config), machine))
+    refuse_unfit(plan_run(config, model_shape(config), machine, megatron_grid(config, machine)))
 
 
 def check_inputs(config: RunConfig) -> None:
@@ -108,25 +117,32 @@ def check_inputs(config: RunConfig) -> None:
 
 @dataclass(frozen=True)
 class EngineEnvironment:
-    """Environment variables of a rollout engine: those that decide what it computes, and those that only suggest."""
+    """Environment variables of engine and trainer: those that decide what they compute, and those that only suggest."""
 
     required: Mapping[str, str]
     suggested: Mapping[str, str]
 
 
 def engine_environment(config: RunConfig) -> EngineEnvironment:
-    """What must stand in the environment before the rollout engine is built (errors: `check_engine`)."""
-    if config.rollout.engine != "vllm":
-        return EngineEnvironment({}, {})
-    build = find_build(this_platform())
-    return EngineEnvironment(
-        required_environment(config.precision, config.rollout.vllm, build),
-        suggested_environment(config.threads, build),
-    )
+    """What must stand in the environment before engine and trainer are built (errors: `check_engine`)."""
+    required, suggested = dict[str, str](), dict[str, str]()
+    if config.rollout.engine == "vllm":
+        build = find_build(this_platform())
+        required |= required_environment(config.precision, config.rollout.vllm, build)
+        suggested |= suggested_environment(config.threads, build)
+    if config.training.trainer == "megatron":
+        required |= megatron.required_environment(config)
+        suggested |= megatron.suggested_environment(config)
+    return EngineEnvironment(required, suggested)
 
 
-def build_trainer(config: RunConfig, arch: Architecture, masters: Mapping[str, Tensor]) -> TorchTrainer:
+def build_trainer(config: RunConfig, arch: Architecture, masters: Mapping[str, Tensor]) -> Trainer:
     """A trainer that starts from the given weights."""
+    if config.training.trainer == "megatron":
+        # Megatron is optional, and Transformer Engine reads its environment when it is imported.
+        from fp8core.training.megatron.processes import GridTrainer
+
+        return GridTrainer(config, arch, masters)
     return TorchTrainer(
         arch,
         masters,

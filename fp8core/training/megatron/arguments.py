@@ -6,6 +6,7 @@ Pure data, so that the mapping can be read and tested where Megatron is not inst
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from fp8core.config.megatron import MegatronConfig
 from fp8core.config.precision import PrecisionContract
@@ -51,8 +52,11 @@ def transformer_arguments(
         "expert_model_parallel_size": megatron.expert_parallel,
         "expert_tensor_parallel_size": 1,
         "sequence_parallel": megatron.sequence_parallel,
-        # Weights are loaded, never drawn.
-        "perform_initialization": False,
+        # Weights are loaded, never drawn; but initialisation is where Megatron marks what is cut.
+        "perform_initialization": True,
+        "init_method": _leave,
+        "output_layer_init_method": _leave,
+        "embedding_init_method": _leave,
         "use_cpu_initialization": not on_gpu,
         "apply_rope_fusion": on_gpu,
         "bias_activation_fusion": on_gpu,
@@ -64,6 +68,10 @@ def transformer_arguments(
         **_recompute(megatron),
         **_experts(arch, on_gpu),
     }
+
+
+def _leave(weight: Tensor) -> Tensor:
+    return weight
 
 
 def _precision(contract: PrecisionContract) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """Process groups of Megatron Core: one grid in a process, made once."""
 
+from pathlib import Path
+
 import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -12,16 +14,16 @@ from fp8core.training.megatron.names import Place
 _SEED = 1  # No dropout and no drawn weights: nothing depends on it.
 
 
-def join(megatron: MegatronConfig, device: torch.device) -> None:
-    """Make this process part of the grid; a process alone needs no launcher.
+def meet(folder: Path, rank: int, count: int, device: torch.device) -> None:
+    """Find the other processes by a folder that all of them see."""
+    store = distributed.FileStore(str(folder / "rendezvous"), count)
+    distributed.init_process_group(_backend(device), store=store, rank=rank, world_size=count)
 
-    With more GPUs than one, `torch.distributed` must have been initialised by who started the processes.
-    """
+
+def join(megatron: MegatronConfig, device: torch.device) -> None:
+    """Make this process part of the grid; several (`meet`), or a process alone."""
     if not distributed.is_initialized():
-        assert megatron.gpus == 1, f"{megatron.gpus} processes are to be started by a launcher"
-        backend = "gloo" if device.type == "cpu" else "nccl"
-        distributed.init_process_group(backend, store=distributed.HashStore(), rank=0, world_size=1)
-    assert distributed.get_world_size() == megatron.gpus, "the launcher started another number of processes"
+        distributed.init_process_group(_backend(device), store=distributed.HashStore(), rank=0, world_size=1)
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=megatron.tensor_parallel,
@@ -32,12 +34,24 @@ def join(megatron: MegatronConfig, device: torch.device) -> None:
         if device.type == "cuda":
             model_parallel_cuda_manual_seed(_SEED)
     held = (
+        distributed.get_world_size(),
         parallel_state.get_tensor_model_parallel_world_size(),
         parallel_state.get_pipeline_model_parallel_world_size(),
         parallel_state.get_expert_model_parallel_world_size(),
     )
-    wanted = (megatron.tensor_parallel, megatron.pipeline_parallel, megatron.expert_parallel)
-    assert held == wanted, f"this process is part of the grid {held} already, and cannot join {wanted}"
+    wanted = (megatron.gpus, megatron.tensor_parallel, megatron.pipeline_parallel, megatron.expert_parallel)
+    assert held == wanted, f"this process is part of the grid {held}, and cannot join {wanted} before it leaves"
+
+
+def leave() -> None:
+    """Give up the grid, when the last trainer of this process is gone."""
+    if distributed.is_initialized():
+        parallel_state.destroy_model_parallel()
+        distributed.destroy_process_group()
+
+
+def _backend(device: torch.device) -> str:
+    return "gloo" if device.type == "cpu" else "nccl"
 
 
 def here() -> Place:

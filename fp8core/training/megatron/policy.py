@@ -52,6 +52,10 @@ class Policy:
             assert parameter.shape == found[name].shape, f"{name}: {parameter.shape} is not {found[name].shape}"
             parameter.data.copy_(found[name])
 
+    def parameters(self) -> dict[str, Tensor]:
+        """What this process multiplies with, by Megatron's names."""
+        return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+
     def whole(self, shares: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Every process's tensors by Megatron's names, put together in the Hugging Face layout, on every process."""
         if get_world_size() == 1:

@@ -62,7 +62,11 @@ class MegatronTrainer:
     @property
     def masters(self) -> dict[str, Tensor]:
         """The whole policy by Hugging Face name, on every process, as it is multiplied: in BF16, on a CPU in FP32."""
-        return self._policy.whole(dict(self._policy.model.named_parameters()))
+        return self.whole_policy()
+
+    def whole_policy(self) -> dict[str, Tensor]:
+        """`masters`, by a name that a process can be asked for."""
+        return self._policy.whole(self._policy.parameters())
 
     def describe(self) -> dict[str, object]:
         """What really runs."""
@@ -198,6 +202,9 @@ class MegatronTrainer:
         self._optimiser.load(folder / _SHARDS, self._policy.sharded(), state["updates"])
         self.version, self._updates = state["version"], state["updates"]
         assert self.digest() == state["digest"], f"{folder} does not hold the weights it was saved with"
+
+    def close(self) -> None:
+        """Process groups stay for the next trainer of this process."""
 
 
 def shares(rows: int, count: int) -> list[slice]:

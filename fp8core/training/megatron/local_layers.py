@@ -1,6 +1,7 @@
-"""Causal attention over packed sequences in plain torch: what Megatron's local layers compute on a CPU.
+"""Attention over packed sequences and RMSNorm in plain torch, for Megatron's local layers on a CPU.
 
-Megatron's own `DotProductAttention` takes no packed sequences and needs a GPU for its scratch memory.
+Megatron's own `DotProductAttention` takes no packed sequences and needs a GPU for its scratch memory; its own norm knows
+neither BF16 weights nor sequence parallelism.
 """
 
 import math
@@ -33,3 +34,12 @@ class PackedAttention(torch.nn.Module):
             q, k, v, is_causal=True, scale=self._scale, enable_gqa=True
         )
         return out[0].transpose(0, 1)
+
+
+class LocalNorm(torch.nn.RMSNorm):
+    """Takes the constructor of Megatron's norms."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float, **_: Any) -> None:
+        super().__init__(hidden_size, eps, dtype=config.params_dtype)
+        # Each GPU of the group normalises other tokens, so that Megatron adds up the gradients.
+        self.weight.sequence_parallel = config.sequence_parallel
