@@ -39,6 +39,9 @@ class MegatronOptimiser:
         # Without overrides Megatron would spare norms the weight decay.
         self._adam = get_megatron_optimizer(config, [self._model], config_overrides={})
         self._named: dict[str, Tensor] = dict(model.named_parameters())
+        # Moments exist from the start, so that a policy that never learned can be saved as well.
+        for part in self._adam.chained_optimizers:
+            part.init_state_fn(part.optimizer, config)
         self.clear()
 
     def clear(self) -> None:
