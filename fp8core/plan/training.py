@@ -51,7 +51,7 @@ class Parallel:
 
 
 def megatron_grid(config: RunConfig, machine: Machine) -> Parallel | None:
-    """The GPUs that the Megatron trainer takes of a machine; None where it, or another trainer, computes on the host."""
+    """The GPUs that the Megatron trainer takes of a machine; None where training computes on the host."""
     if config.training.trainer != "megatron" or machine.gpu is None:
         return None
     spread = config.training.megatron

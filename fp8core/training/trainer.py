@@ -52,7 +52,10 @@ class TrainReport:
 class Trainer(Protocol):
     """A resident policy that learns."""
 
-    version: int
+    @property
+    def version(self) -> int:
+        """Updates of the policy."""
+        ...
 
     @property
     def arch(self) -> Architecture:

@@ -17,7 +17,7 @@ Kind = Literal["cpu", "cuda"]
 
 
 def transformer_arguments(
-    arch: Architecture, contract: PrecisionContract, megatron: MegatronConfig, device: Kind
+    arch: Architecture, contract: PrecisionContract, megatron: MegatronConfig, device: Kind, deterministic: bool
 ) -> dict[str, Any]:
     """Keyword arguments of `megatron.core.transformer.TransformerConfig`.
 
@@ -26,6 +26,8 @@ def transformer_arguments(
         contract: its training side; FP32 is a mode of the CPU, block FP8 and BF16 of a GPU.
         megatron: parallelism and recomputation.
         device: Transformer Engine's layers and fused kernels on `cuda`, Megatron's local layers on `cpu`.
+        deterministic: only kernels that give the same result every time; Megatron refuses to start without the
+            environment that `requirements.required_environment` asks for.
     """
     on_gpu = device == "cuda"
     dtype = torch.float32 if contract.training.linear == "fp32" else torch.bfloat16
@@ -63,6 +65,7 @@ def transformer_arguments(
         "gradient_accumulation_fusion": False,
         # The loss is divided by the tokens of the whole batch before the backward pass: gradients are summed.
         "calculate_per_token_loss": True,
+        "deterministic_mode": deterministic,
         "transformer_impl": "transformer_engine" if on_gpu else "local",
         **_precision(contract),
         **_recompute(megatron),

@@ -2,7 +2,7 @@
 another shape reads it. Megatron's own writer (`dist_checkpointing.save`) needs a GPU."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 from megatron.core.dist_checkpointing.strategies.checkpointable import CheckpointableShardedTensor, LocalShardsContainer
 from torch import Tensor
-from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 
 def save_state(folder: Path, state: ShardedStateDict) -> None:
@@ -27,7 +28,7 @@ def save_state(folder: Path, state: ShardedStateDict) -> None:
         state: `ShardedTensor` and factories of several, by name.
     """
     parts = [part for _, entry in _built(state) for part in _tensors(entry) if is_main_replica(part.replica_id)]
-    checkpoint.save(_by_key(parts), checkpoint_id=folder)
+    save(_by_key(parts), checkpoint_id=folder)
 
 
 def load_state(folder: Path, wanted: ShardedStateDict) -> dict[str, Tensor]:
@@ -36,7 +37,7 @@ def load_state(folder: Path, wanted: ShardedStateDict) -> dict[str, Tensor]:
     parts = [part for entry in built.values() for part in _tensors(entry)]
     for part in parts:
         part.data = torch.empty_like(part.data)
-    checkpoint.load(_by_key(parts), checkpoint_id=folder)
+    load(_by_key(parts), checkpoint_id=folder)
     return {name: _merged(wanted[name], entry) for name, entry in built.items()}
 
 
@@ -58,7 +59,7 @@ def _merged(wanted: ShardedTensor | ShardedTensorFactory, entry: Any) -> Tensor:
     return merged
 
 
-def _by_key(parts: list[ShardedTensor]) -> Mapping[str, Any]:
+def _by_key(parts: list[ShardedTensor]) -> dict[str, Any]:
     """What torch's format takes: for each tensor of the whole model the parts that are here."""
     found: dict[str, list[CheckpointableShardedTensor]] = defaultdict(list)
     for part in parts:

@@ -63,9 +63,7 @@ class Children:
             self._processes.append(process)
         self._accompany(lambda: _meet(folder, 0, count))
 
-    def build(
-        self, key: int, config: RunConfig, arch: Architecture, masters: Mapping[str, Tensor]
-    ) -> MegatronTrainer:
+    def build(self, key: int, config: RunConfig, arch: Architecture, masters: Mapping[str, Tensor]) -> MegatronTrainer:
         """Build a trainer that starts from the given weights, under a number of its own."""
         with TemporaryDirectory(prefix="fp8-grpo-") as folder:
             start = Start(config, arch, Path(folder) / "policy.safetensors")

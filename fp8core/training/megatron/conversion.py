@@ -5,7 +5,8 @@ in high precision and quantised in the Hugging Face layout alone: the rows of a 
 with other rows once Q, K and V take turns.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -37,22 +38,30 @@ def share(
 def policy_of(
     arch: Architecture, megatron: MegatronConfig, style: Style, shares: Mapping[Place, Mapping[str, Tensor]]
 ) -> dict[str, Tensor]:
-    """The whole policy by Hugging Face name, from the shares of every place (`names.places`)."""
+    """The whole policy by Hugging Face name.
+
+    Args:
+        arch, megatron, style: as for `share`.
+        shares: of places that together hold everything; in a small grid not every combination of ranks exists.
+    """
     policy: dict[str, Tensor] = {}
-    for place in sorted(shares):
-        if place.tensor:
-            continue
-        row = [shares[Place(tensor, place.pipeline, place.expert)] for tensor in range(megatron.tensor_parallel)]
-        for parameter in parameters(arch, megatron, style, place):
+    for pipeline, expert in sorted({(place.pipeline, place.expert) for place in shares}):
+        for parameter in parameters(arch, megatron, style, Place(0, pipeline, expert)):
             if not policy.keys() >= set(parameter.sources):
-                whole = _uncut([held[parameter.name] for held in row], parameter)
-                policy |= zip(parameter.sources, _parted(arch, parameter, whole), strict=True)
+                held = [shares[place][parameter.name] for place in _holders(parameter, shares, pipeline, expert)]
+                policy |= zip(parameter.sources, _parted(arch, parameter, _uncut(held, parameter)), strict=True)
     return policy
 
 
-def _joined(
-    arch: Architecture, megatron: MegatronConfig, parameter: Parameter, policy: Mapping[str, Tensor]
-) -> Tensor:
+def _holders(parameter: Parameter, places: Iterable[Place], pipeline: int, expert: int) -> list[Place]:
+    """The places that together hold a parameter, in the order of its cuts: experts know no tensor parallelism."""
+    stage = sorted(place for place in places if place.pipeline == pipeline)
+    if ".experts." in parameter.name:
+        return [next(place for place in stage if place.expert == expert)]
+    return [next(found) for _, found in groupby(stage, key=lambda place: place.tensor)]
+
+
+def _joined(arch: Architecture, megatron: MegatronConfig, parameter: Parameter, policy: Mapping[str, Tensor]) -> Tensor:
     parts = [policy[name] for name in parameter.sources]
     match parameter.join:
         case "copy":

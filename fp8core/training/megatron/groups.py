@@ -6,7 +6,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import distributed
-from torch.distributed import ProcessGroup
+from torch.distributed import FileStore, HashStore, ProcessGroup  # type: ignore[attr-defined]
 
 from fp8core.config.megatron import MegatronConfig
 from fp8core.training.megatron.names import Place
@@ -16,14 +16,14 @@ _SEED = 1  # No dropout and no drawn weights: nothing depends on it.
 
 def meet(folder: Path, rank: int, count: int, device: torch.device) -> None:
     """Find the other processes by a folder that all of them see."""
-    store = distributed.FileStore(str(folder / "rendezvous"), count)
+    store = FileStore(str(folder / "rendezvous"), count)
     distributed.init_process_group(_backend(device), store=store, rank=rank, world_size=count)
 
 
 def join(megatron: MegatronConfig, device: torch.device) -> None:
     """Make this process part of the grid; several (`meet`), or a process alone."""
     if not distributed.is_initialized():
-        distributed.init_process_group(_backend(device), store=distributed.HashStore(), rank=0, world_size=1)
+        distributed.init_process_group(_backend(device), store=HashStore(), rank=0, world_size=1)
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=megatron.tensor_parallel,

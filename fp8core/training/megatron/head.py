@@ -100,10 +100,11 @@ def _handed_over(weight: Tensor, grad: Tensor) -> Tensor:
 
     The protocol is that of Megatron's own linear layers (`tensor_parallel/layers.py`).
     """
-    if not hasattr(weight, "grad_added_to_main_grad"):
+    buffer: Tensor | None = getattr(weight, "main_grad", None)
+    if buffer is None:
         return grad.to(weight.dtype)
-    weight.main_grad.add_(grad)
-    weight.grad_added_to_main_grad = True
+    buffer.add_(grad)
+    setattr(weight, "grad_added_to_main_grad", True)  # noqa: B010 - Tensor declares no such attribute
     return torch.zeros_like(weight)
 
 

@@ -1,7 +1,7 @@
 """Attention over packed sequences and RMSNorm in plain torch, for Megatron's local layers on a CPU.
 
-Megatron's own `DotProductAttention` takes no packed sequences and needs a GPU for its scratch memory; its own norm knows
-neither BF16 weights nor sequence parallelism.
+Megatron's own `DotProductAttention` takes no packed sequences and needs a GPU for its scratch memory; its own norm
+knows neither BF16 weights nor sequence parallelism.
 """
 
 import math
@@ -42,4 +42,4 @@ class LocalNorm(torch.nn.RMSNorm):
     def __init__(self, config: Any, hidden_size: int, eps: float, **_: Any) -> None:
         super().__init__(hidden_size, eps, dtype=config.params_dtype)
         # Each GPU of the group normalises other tokens, so that Megatron adds up the gradients.
-        self.weight.sequence_parallel = config.sequence_parallel
+        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010 - no such attribute declared

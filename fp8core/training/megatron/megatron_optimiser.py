@@ -60,7 +60,8 @@ class MegatronOptimiser:
         for group in self._adam.param_groups:
             group["lr"] = learning_rate
         updated, again, _ = self._adam.step()
-        assert updated and float(again) == norm, f"Megatron saw a gradient norm of {again} instead of {norm}"
+        assert updated, "Megatron did not update"
+        assert float(again) == norm, f"Megatron saw a gradient norm of {again} instead of {norm}"
 
     def masters(self) -> dict[str, Tensor]:
         """FP32 masters by Megatron's names: of a parameter in BF16 the part that this process updates."""

@@ -17,7 +17,7 @@ from fp8core.training.megatron.packing import Pack
 from fp8core.training.megatron.rotary import RotaryAngles
 
 
-class PolicyModel(GPTModel):  # type: ignore[misc]
+class PolicyModel(GPTModel):
     """GPT whose forward ends with hidden states, and whose rotary angles are our decoder's."""
 
     def __init__(
@@ -37,15 +37,15 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         """[T, 1, hidden], whole on every GPU of a tensor-parallel group; of other stages what they hand on."""
         if self.post_process and self.config.sequence_parallel:
             # The head adds up the gradients of the group by itself.
-            return gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
+            gathered: Tensor = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
+            return gathered
         return hidden_states
 
     def head_weight(self) -> Tensor:
         """This GPU's rows of the output head."""
-        if self.share_embeddings_and_output_weights:
-            weight: Tensor = self.shared_embedding_or_output_weight()
-            return weight
-        return self.output_layer.weight
+        tied = self.share_embeddings_and_output_weights
+        weight: Tensor = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        return weight
 
 
 def packed_call(pack: Pack) -> dict[str, Any]:

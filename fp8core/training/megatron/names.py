@@ -1,13 +1,13 @@
-"""Which parameters of Megatron Core's GPT hold which parameters of the Hugging Face layout, and how each GPU's are cut.
+"""Which parameters of Megatron Core's GPT hold which of the Hugging Face layout, and how each GPU's are cut.
 
-| Megatron                       | Hugging Face                        | joined by            | cut over tensor parallel |
-|--------------------------------|-------------------------------------|----------------------|--------------------------|
-| embedding, output_layer        | embed_tokens, lm_head               | padding of the rows  | rows                     |
-| self_attention.linear_qkv      | q_proj, k_proj, v_proj              | turn by KV group     | rows                     |
-| self_attention.linear_proj     | o_proj                              | -                    | columns                  |
-| mlp.linear_fc1                 | gate_proj, up_proj                  | one after the other  | rows, of each            |
-| mlp.linear_fc2                 | down_proj                           | -                    | columns                  |
-| q_layernorm, norms, router     | q_norm, ..., gate                   | -                    | not                      |
+| Megatron                   | Hugging Face           | joined by           | cut over tensor parallel |
+|----------------------------|------------------------|---------------------|--------------------------|
+| embedding, output_layer    | embed_tokens, lm_head  | padding of the rows | rows                     |
+| self_attention.linear_qkv  | q_proj, k_proj, v_proj | turn by KV group    | rows                     |
+| self_attention.linear_proj | o_proj                 | -                   | columns                  |
+| mlp.linear_fc1             | gate_proj, up_proj     | one after the other | rows, of each            |
+| mlp.linear_fc2             | down_proj              | -                   | columns                  |
+| norms, router              | norms, gate            | -                   | not                      |
 
 Transformer Engine's layers hold the norm before a linear in that linear, and all experts of a GPU in one module; those
 of Megatron itself hold them apart (`Style`). Experts are cut over expert parallel alone, layers over pipeline parallel.
@@ -118,7 +118,9 @@ def _experts(style: Style, held: range, into: str, source: str) -> Iterator[Para
     yield Parameter(f"{into}.pre_mlp_layernorm.weight", (f"{source}.post_attention_layernorm.weight",))
     yield Parameter(f"{into}.mlp.router.weight", (f"{source}.mlp.gate.weight",))
     for local, expert in enumerate(held):
-        fc1, fc2 = (_expert_name(style, f"{into}.mlp.experts", linear, local) for linear in ("linear_fc1", "linear_fc2"))
+        fc1, fc2 = (
+            _expert_name(style, f"{into}.mlp.experts", linear, local) for linear in ("linear_fc1", "linear_fc2")
+        )
         yield Parameter(fc1, _gate_up(f"{source}.mlp.experts.{expert}"), "one_after_another")
         yield Parameter(fc2, (f"{source}.mlp.experts.{expert}.down_proj.weight",))
 

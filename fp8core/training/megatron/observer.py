@@ -22,7 +22,8 @@ class Observer:
         """A forward pre-hook of one layer's core attention."""
 
         def observe(_: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
-            assert self.valid is not None and not torch.is_grad_enabled(), "observed outside of a scoring pass"
+            assert self.valid is not None, "observed before a pass began"
+            assert not torch.is_grad_enabled(), "a pass with gradients may run twice"
             q, k, v = (x.detach().transpose(0, 1)[None] for x in arguments[:3])
             scales = None if self._scales is None else self._scales[layer]
             self._statistics.observe(layer, (q, k, v), self.valid, scales)

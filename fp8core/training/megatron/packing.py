@@ -1,4 +1,4 @@
-"""Rows of a batch laid one after another, as Megatron's attention takes them: no padding inside, a little at the end."""
+"""Rows of a batch laid one after another, as Megatron's attention takes them, with a little padding at the end."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

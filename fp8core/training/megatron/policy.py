@@ -1,4 +1,4 @@
-"""One process's share of a policy in Megatron's layers: loads weights, scores packs of sequences, gives weights back."""
+"""One process's share of a policy in Megatron's layers: loads weights, scores sequences, gives weights back."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ from fp8core.config.megatron import MegatronConfig
 from fp8core.config.precision import PrecisionContract
 from fp8core.models.architecture import Architecture
 from fp8core.numerics.kv_scales import KvStatistics, LayerScales
-from fp8core.training.megatron.arguments import transformer_arguments
+from fp8core.training.megatron.arguments import Kind, transformer_arguments
 from fp8core.training.megatron.conversion import policy_of, share
 from fp8core.training.megatron.groups import data_group, here, tensor_group
 from fp8core.training.megatron.head import VocabularyShare, written_logprobs
@@ -28,10 +28,15 @@ class Policy:
     """The model of this process; process groups exist (`groups.join`)."""
 
     def __init__(
-        self, arch: Architecture, contract: PrecisionContract, megatron: MegatronConfig, device: torch.device
+        self,
+        arch: Architecture,
+        contract: PrecisionContract,
+        megatron: MegatronConfig,
+        device: torch.device,
+        deterministic: bool,
     ) -> None:
-        kind = "cuda" if device.type == "cuda" else "cpu"
-        config = TransformerConfig(**transformer_arguments(arch, contract, megatron, kind))
+        kind: Kind = "cuda" if device.type == "cuda" else "cpu"
+        config = TransformerConfig(**transformer_arguments(arch, contract, megatron, kind, deterministic))
         self.arch, self.device = arch, device
         self.style, self.place = style_of(config), here()
         self._megatron = megatron
@@ -39,9 +44,24 @@ class Policy:
         self.model = PolicyModel(arch, megatron, config, device, first, last).to(device)
         self.routers = [module for module in self.model.modules() if isinstance(module, PolicyRouter)]
         rows = self.model.head_weight().shape[0]
-        self._head = VocabularyShare(
-            rows * self.place.tensor, arch.vocab_size, tensor_group(), contract.training.head
-        )
+        self._head = VocabularyShare(rows * self.place.tensor, arch.vocab_size, tensor_group(), contract.training.head)
+
+    def describe(self) -> dict[str, object]:
+        """Formats by layer as they were built, and whose layers these are."""
+        config = self.model.config
+        inner = "fp8_block" if config.fp8 else "fp32" if config.params_dtype == torch.float32 else "bf16"
+        ends = (config.num_layers_at_start_in_bf16, config.num_layers_at_end_in_bf16)
+        first, last = ends if config.first_last_layers_bf16 else (0, 0)
+        kept = {*range(first), *range(config.num_layers - last, config.num_layers)}
+        return {
+            "linear": ["bf16" if layer in kept else inner for layer in range(config.num_layers)],
+            "attention": "fp32" if inner == "fp32" else "bf16",
+            "head": self._head.form,
+            "layers": config.transformer_impl,
+            # The order in which tokens of an expert are added up has not been shown to be fixed.
+            "deterministic": bool(config.deterministic_mode) and not self.arch.sparse_layers,
+            "grid": vars(self._megatron),
+        }
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """Take this place's share of a whole policy in the Hugging Face layout; the share of every parameter."""
@@ -81,9 +101,7 @@ class Policy:
         here = pack.to(self.device)
         self._replay(here)
         hidden = self.model(**packed_call(here))[:, 0]
-        return written_logprobs(
-            hidden[here.before], self.model.head_weight(), self._head, here.written, temperature
-        )
+        return written_logprobs(hidden[here.before], self.model.head_weight(), self._head, here.written, temperature)
 
     def _replay(self, pack: Pack) -> None:
         """Force the pack's experts on the routers, or leave them to choose."""

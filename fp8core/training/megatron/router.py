@@ -31,8 +31,8 @@ class Replay:
         return scores.gather(1, indices), indices
 
 
-class PolicyRouter(TopKRouter):  # type: ignore[misc]
-    """A router that runs anywhere: Megatron's moves its weight to a GPU, and needs Transformer Engine for its product."""
+class PolicyRouter(TopKRouter):
+    """A router that runs anywhere: Megatron's moves its weight to a GPU and needs Transformer Engine to multiply."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -20,6 +20,7 @@ from fp8core.models.architecture import Architecture
 from fp8core.models.formats import Formats
 from fp8core.models.weights import stored_weights
 from fp8core.numerics.kv_scales import KvStatistics, LayerScales
+from fp8core.report.doctor import installed
 from fp8core.rl.aggregation import Denominator
 from fp8core.rl.batch import RolloutBatch, TokenBatch
 from fp8core.rl.objective import Objective
@@ -29,6 +30,7 @@ from fp8core.training.megatron.grid import token_multiple
 from fp8core.training.megatron.optimiser import OptimiserFactory
 from fp8core.training.megatron.packing import Pack, packs
 from fp8core.training.megatron.policy import Policy
+from fp8core.training.megatron.scale_rule import check_scale_rule
 from fp8core.training.trainer import NotFiniteError, ScoredBatch, TrainReport
 
 _SHARDS, _STATE = "megatron", "trainer.json"
@@ -48,13 +50,32 @@ class MegatronTrainer:
         objective: Objective,
         device: torch.device,
         optimise: OptimiserFactory,
+        deterministic: bool,
     ) -> None:
+        """Take this process's part.
+
+        Args:
+            arch: the model.
+            masters: its weights by Hugging Face name.
+            contract: formats of training.
+            rollout_formats: what `export` stores.
+            training: optimisation, and the grid.
+            objective: the loss.
+            device: of this process.
+            optimise: `optimiser.optimiser_for`.
+            deterministic: whether updates are to be repeatable bit for bit.
+
+        Raises:
+            UserError: Transformer Engine follows another scale rule than the contract's.
+        """
         self.version = 0
         self.arch = arch
         self._contract, self._rollout_formats = contract, rollout_formats
         self._config, self._objective = training, objective
         groups.join(training.megatron, device)
-        self._policy = Policy(arch, contract, training.megatron, device)
+        self._policy = Policy(arch, contract, training.megatron, device, deterministic)
+        if contract.training.linear == "fp8_block":
+            check_scale_rule(contract.scale_rule)
         self._policy.load(masters)
         self._optimiser = optimise(self._policy.model, training)
         self._updates = 0
@@ -69,8 +90,10 @@ class MegatronTrainer:
         return self._policy.whole(self._policy.parameters())
 
     def describe(self) -> dict[str, object]:
-        """What really runs."""
-        return {"trainer": "megatron"}
+        """What really runs; block FP8 was refused at the start if its scales followed another rule."""
+        versions = {name: installed(name) for name in ("megatron-core", "transformer-engine")}
+        rule = self._contract.scale_rule
+        return {"trainer": "megatron", "versions": versions, "scale_rule": rule, **self._policy.describe()}
 
     def export(self) -> dict[str, Tensor]:
         """Weights for the rollout engine, quantised here and nowhere else, in the Hugging Face layout."""
@@ -109,7 +132,9 @@ class MegatronTrainer:
             NotFiniteError: the loss or the gradient norm is NaN or infinite; that update is not applied.
         """
         batch, correction = self._objective.corrected(batch)
-        reports = [self._update(batch.rows(rows), temperature) for rows in shares(len(batch.keep), self._config.minibatches)]
+        reports = [
+            self._update(batch.rows(rows), temperature) for rows in shares(len(batch.keep), self._config.minibatches)
+        ]
         self.version += 1
         return TrainReport(
             version=self.version,

@@ -16,6 +16,7 @@ collect_ignore_glob = [] if find_spec("megatron") else ["test_megatron_trainer.p
 sys.path.insert(0, str(Path(__file__).parent))
 from megatron_cases import FAMILIES  # noqa: E402
 
+
 @pytest.fixture(params=FAMILIES)
 def family(request: pytest.FixtureRequest, architecture: Any) -> Architecture:
     """A small policy of each family."""

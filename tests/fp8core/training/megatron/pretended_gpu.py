@@ -68,6 +68,7 @@ def pretended_gpu() -> Iterator[None]:
     """While it lasts, the CPU stands in for a GPU with Transformer Engine's optimiser."""
     import megatron.core.optimizer as optimisers
     from megatron.core.optimizer import distrib_optimizer
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
     with pytest.MonkeyPatch.context() as patch, _OnCpu():
         patch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
@@ -75,6 +76,8 @@ def pretended_gpu() -> Iterator[None]:
         for name in ("Stream", "current_stream", "default_stream"):
             patch.setattr(torch.cuda, name, _Stream)
         patch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+        # Nothing is drawn at random.
+        patch.setattr(CudaRNGStatesTracker, "fork", lambda *_, **__: contextlib.nullcontext())
         patch.setattr(optimisers, "Adam", FusedAdam)
         patch.setattr(optimisers, "USING_PYTORCH_OPTIMIZER", False)
         patch.setattr(distrib_optimizer, "Adam", FusedAdam)

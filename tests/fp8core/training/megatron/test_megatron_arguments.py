@@ -12,13 +12,14 @@ FP8 = PrecisionContract(training=TrainingPrecision(kv_cache="bf16"))
 
 
 def test_qwen3_8b_in_block_fp8():
-    found = transformer_arguments(PUBLISHED["Qwen/Qwen3-8B-Base"], FP8, MegatronConfig(), "cuda")
+    found = transformer_arguments(PUBLISHED["Qwen/Qwen3-8B-Base"], FP8, MegatronConfig(), "cuda", deterministic=True)
     assert found["fp8"] == "e4m3"
     assert found["fp8_recipe"] == "blockwise"
     assert not found["first_last_layers_bf16"]
     assert (found["num_layers"], found["hidden_size"], found["ffn_hidden_size"]) == (36, 4096, 12_288)
     assert (found["num_attention_heads"], found["num_query_groups"], found["kv_channels"]) == (32, 8, 128)
     assert found["qk_layernorm"]
+    assert found["deterministic_mode"]
     assert found["layernorm_epsilon"] == 1e-6
     assert found["params_dtype"] == torch.bfloat16
     assert found["transformer_impl"] == "transformer_engine"
@@ -27,7 +28,9 @@ def test_qwen3_8b_in_block_fp8():
 
 def test_layers_kept_in_bf16_at_both_ends():
     contract = FP8.model_copy(update={"bf16_first_layers": 2, "bf16_last_layers": 3})
-    found = transformer_arguments(PUBLISHED["Qwen/Qwen3-8B-Base"], contract, MegatronConfig(), "cuda")
+    found = transformer_arguments(
+        PUBLISHED["Qwen/Qwen3-8B-Base"], contract, MegatronConfig(), "cuda", deterministic=True
+    )
     assert found["first_last_layers_bf16"]
     assert (found["num_layers_at_start_in_bf16"], found["num_layers_at_end_in_bf16"]) == (2, 3)
 
@@ -35,7 +38,7 @@ def test_layers_kept_in_bf16_at_both_ends():
 def test_qwen3_moe_with_its_experts_spread():
     moe = PUBLISHED["Qwen/Qwen3-30B-A3B"]
     megatron = MegatronConfig(gpus=8, tensor_parallel=2, sequence_parallel=True, expert_parallel=8)
-    found = transformer_arguments(moe, FP8, megatron, "cuda")
+    found = transformer_arguments(moe, FP8, megatron, "cuda", deterministic=True)
     assert (found["num_moe_experts"], found["moe_router_topk"], found["moe_ffn_hidden_size"]) == (128, 8, 768)
     assert found["moe_layer_freq"] == [1] * 48
     assert not found["moe_router_pre_softmax"], "the weights of the chosen experts sum to 1"
@@ -47,7 +50,7 @@ def test_qwen3_moe_with_its_experts_spread():
 @pytest.mark.parametrize(("recompute", "granularity"), [("none", None), ("selective", "selective"), ("full", "full")])
 def test_what_is_computed_again(recompute, granularity):
     llama = PUBLISHED["meta-llama/Llama-3.1-8B-Instruct"]
-    found = transformer_arguments(llama, FP8, MegatronConfig(recompute=recompute), "cuda")
+    found = transformer_arguments(llama, FP8, MegatronConfig(recompute=recompute), "cuda", deterministic=True)
     assert found.get("recompute_granularity") == granularity
 
 
@@ -56,7 +59,7 @@ def test_fp32_on_a_cpu_has_megatrons_own_layers(architecture):
         rollout=SidePrecision(linear="fp32", kv_cache="fp32"),
         training=TrainingPrecision(linear="fp32", kv_cache="fp32"),
     )
-    found = transformer_arguments(architecture(), fp32, MegatronConfig(), "cpu")
+    found = transformer_arguments(architecture(), fp32, MegatronConfig(), "cpu", deterministic=True)
     assert found["params_dtype"] == torch.float32
     assert found["transformer_impl"] == "local"
     assert not {"fp8", "fp8_recipe"} & found.keys()

@@ -4,12 +4,13 @@ import itertools
 
 import pytest
 import torch
+from megatron_cases import FAMILIES
 
 from fp8core.config.megatron import MegatronConfig
+from fp8core.config.precision import PrecisionContract
 from fp8core.models.architecture import parameter_shapes
 from fp8core.models.formats import rollout_formats
 from fp8core.models.weights import stored_weights
-from fp8core.config.precision import PrecisionContract
 from fp8core.training.megatron.conversion import policy_of, share
 from fp8core.training.megatron.grid import padded_vocabulary
 from fp8core.training.megatron.names import LOCAL, TRANSFORMER_ENGINE, Place, parameters, places
@@ -32,12 +33,22 @@ def shares_of(arch, megatron, style, policy):
 
 
 @pytest.mark.parametrize("parts", GRIDS.values(), ids=GRIDS)
-@pytest.mark.parametrize("style", [LOCAL, TRANSFORMER_ENGINE], ids=["local", "te"])
+@pytest.mark.parametrize("style", [LOCAL, TRANSFORMER_ENGINE], ids=["local", "transformer_engine"])
 def test_a_round_trip_gives_the_same_bytes(family, masters_of, style, parts):
     policy = masters_of(family)
     megatron = grid(**parts, **({"expert_parallel": 2} if family.experts else {}))
     again = policy_of(family, megatron, style, shares_of(family, megatron, style, policy))
     assert again.keys() == policy.keys() == parameter_shapes(family).keys()
+    assert all(torch.equal(again[name], policy[name]) for name in policy)
+
+
+def test_a_grid_in_which_ranks_of_experts_are_ranks_of_the_tensor_group(architecture, masters_of):
+    arch = architecture(**FAMILIES["moe"])
+    megatron = MegatronConfig(gpus=2, tensor_parallel=2, sequence_parallel=True, expert_parallel=2)
+    policy = masters_of(arch)
+    shares = {place: share(arch, megatron, LOCAL, place, policy) for place in (Place(0, 0, 0), Place(1, 0, 1))}
+    again = policy_of(arch, megatron, LOCAL, shares)
+    assert again.keys() == policy.keys()
     assert all(torch.equal(again[name], policy[name]) for name in policy)
 
 
