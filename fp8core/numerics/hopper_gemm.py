@@ -77,6 +77,13 @@ def weight_gradient_gemm(grad: Codes, x: Codes) -> Tensor:
     return _scaled_mm(grad, _ROWS, x, _ROWS, torch.float32)
 
 
+def fp32_product(left: Tensor, right: Tensor) -> Tensor:
+    """left @ right of BF16 matrices, with FP32 sums and an FP32 result."""
+    if left.is_cuda:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return left.float() @ right.float()
+
+
 def transpose(weight: Codes) -> Codes:
     """The tiles of W as those of W^T: nothing is quantised again."""
     codes, scales = weight

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fp8core.numerics import logprobs
 from fp8core.numerics.gemm import align_rows, aligned_gemm, alignment_bits
-from fp8core.numerics.hopper_gemm import deep_gemm
+from fp8core.numerics.hopper_gemm import deep_gemm, fp32_product
 from fp8core.numerics.kernel_choice import has_kernels
 
 _CHUNK_ELEMENTS = 1 << 27
@@ -81,7 +81,7 @@ class _TokenLogprobs(torch.autograd.Function):
             slope = slope.mul_(-grad[part, None] / ctx.options.temperature).to(hidden.dtype)
             grad_hidden[part] = slope @ weight
             if grad_weight is not None:
-                grad_weight += _fp32_product(slope.t(), hidden[part])
+                grad_weight += fp32_product(slope.t(), hidden[part])
         return grad_hidden, grad_weight, None, None, None
 
 
@@ -102,13 +102,6 @@ def token_logprobs(
     """
     logprobs, entropy = _TokenLogprobs.apply(hidden, master, weight, targets, options)  # type: ignore[no-untyped-call]
     return logprobs, entropy
-
-
-def _fp32_product(left: Tensor, right: Tensor) -> Tensor:
-    """BF16 operands, FP32 sums and result."""
-    if left.is_cuda:
-        return torch.mm(left, right, out_dtype=torch.float32)
-    return left.float() @ right.float()
 
 
 def _chunks(tokens: int, vocabulary: int) -> list[slice]:
