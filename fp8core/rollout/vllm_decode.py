@@ -48,10 +48,10 @@ class SharedKernel:
         attention(query.view(heads), keys, values, queries, scales, output.view(heads))
 
 
-def largest_decode_batch() -> int:
-    """Requests of the largest decode step; a captured graph is padded to its own size."""
-    config = get_current_vllm_config()
-    return max(config.scheduler_config.max_num_seqs, config.compilation_config.max_cudagraph_capture_size or 0)
+def largest_decode_batch(config: Any) -> int:
+    """Requests of the largest decode step under a `VllmConfig`; a captured graph is padded to its own size."""
+    requests, captured = config.scheduler_config.max_num_seqs, config.compilation_config.max_cudagraph_capture_size
+    return max(int(requests), int(captured or 0))
 
 
 class DecodeImpl(FlashAttentionImpl):
@@ -59,7 +59,7 @@ class DecodeImpl(FlashAttentionImpl):
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
-        self._requests = largest_decode_batch()
+        self._requests = largest_decode_batch(get_current_vllm_config())
         self._kernel = SharedKernel(self, self._requests)
 
     def forward(
