@@ -28,6 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8core.numerics.e4m3 import AMAX_FLOOR, E4M3_MAX, TILE
+from fp8core.numerics.triton_casts import to_e4m3
 
 _E4M3_MAX = tl.constexpr(E4M3_MAX)
 _E4M3_MAX_INVERSE = tl.constexpr((1 / torch.tensor(E4M3_MAX)).item())
@@ -70,7 +71,7 @@ def scale_and_inverse(amax: tl.tensor, pow2: tl.constexpr) -> tl.tuple:
 def codes_of(x: tl.tensor, scale: tl.tensor, inverse: tl.tensor, pow2: tl.constexpr) -> tl.tensor:
     """E4M3 codes of FP32 values under a scale and its reciprocal."""
     quotient = x * inverse if pow2 else _quotient(x, scale, inverse)
-    return quotient.to(tl.float8e4nv)
+    return to_e4m3(quotient)
 
 
 @triton.jit
@@ -134,6 +135,36 @@ def quarters_of_tile(across: tl.tensor, down: tl.tensor, tile: tl.constexpr) -> 
 
 
 @triton.jit
+def store_columns(
+    a: tl.tensor,
+    b: tl.tensor,
+    c: tl.tensor,
+    d: tl.tensor,
+    across: tl.tensor,
+    down: tl.tensor,
+    column_words: tl.tensor,
+    column_scales: tl.tensor,
+    columns: tl.tensor,
+    column_word_pitch: tl.tensor,
+    column_scale_pitch: tl.tensor,
+    pow2: tl.constexpr,
+    tile: tl.constexpr,
+) -> None:
+    """Quantise the quarters a, b, c, d of a tile (FP32 [tile / 4, tile], finite, zero outside) by columns."""
+    column, _row = quarters_of_tile(across, down, tile)
+    largest = larger(larger(tl.abs(a), tl.abs(b)), larger(tl.abs(c), tl.abs(d)))
+    scale, inverse = scale_and_inverse(tl.reduce(largest, 0, larger), pow2)
+    tl.store(column_scales + down.to(tl.int64) * column_scale_pitch + column, scale, mask=column < columns)
+    scale, inverse = scale[None, :], inverse[None, :]
+    low = _byte(a, scale, inverse, pow2) | (_byte(b, scale, inverse, pow2) << 8)
+    high = _byte(c, scale, inverse, pow2) | (_byte(d, scale, inverse, pow2) << 8)
+    words = tl.trans(low | (high << 16))
+    word = down.to(tl.int64) * (tile // 4) + tl.arange(0, tile // 4)
+    inside = (column < columns)[:, None] & (word < column_word_pitch)[None, :]
+    tl.store(column_words + column[:, None] * column_word_pitch + word[None, :], words, mask=inside)
+
+
+@triton.jit
 def store_tile(
     a: tl.tensor,
     b: tl.tensor,
@@ -166,17 +197,11 @@ def store_tile(
     every_row = down.to(tl.int64) * tile + tl.arange(0, tile)
     tl.store(row_scales + across.to(tl.int64) * row_scale_pitch + every_row, scale, mask=every_row < rows)
     report(not_finite, amax)
-
-    largest = larger(larger(tl.abs(a), tl.abs(b)), larger(tl.abs(c), tl.abs(d)))
-    scale, inverse = scale_and_inverse(tl.reduce(largest, 0, larger), pow2)
-    tl.store(column_scales + down.to(tl.int64) * column_scale_pitch + column, scale, mask=column < columns)
-    scale, inverse = scale[None, :], inverse[None, :]
-    low = _byte(a, scale, inverse, pow2) | (_byte(b, scale, inverse, pow2) << 8)
-    high = _byte(c, scale, inverse, pow2) | (_byte(d, scale, inverse, pow2) << 8)
-    words = tl.trans(low | (high << 16))
-    word = down.to(tl.int64) * (tile // 4) + tl.arange(0, tile // 4)
-    inside = (column < columns)[:, None] & (word < column_word_pitch)[None, :]
-    tl.store(column_words + column[:, None] * column_word_pitch + word[None, :], words, mask=inside)
+    # fmt: off
+    store_columns(
+        a, b, c, d, across, down, column_words, column_scales, columns, column_word_pitch, column_scale_pitch, pow2, tile
+    )
+    # fmt: on
 
 
 class RowCodes(NamedTuple):
@@ -195,37 +220,52 @@ class RowCodes(NamedTuple):
         return self.codes, self.scales.t()[: self.codes.shape[0]]
 
 
+class ColumnCodes(NamedTuple):
+    """Room for 128 x 1 groups of [rows, columns]: codes [columns, rows padded to the pitch] and scales likewise."""
+
+    codes: Tensor
+    scales: Tensor
+
+    @classmethod
+    def empty(cls, rows: int, columns: int, device: torch.device) -> "ColumnCodes":
+        pitch = _round_up(rows, _PITCH_BYTES)
+        codes = torch.empty(columns, pitch, dtype=torch.float8_e4m3fn, device=device)
+        return cls(codes, _scales(columns, rows, device))
+
+    @property
+    def words(self) -> Tensor:
+        """The codes four by four."""
+        return self.codes.view(torch.int32)
+
+    def result(self, rows: int) -> tuple[Tensor, Tensor]:
+        """Codes [columns, rows] and scales [columns, row groups]; rows in no multiple of 16 cost a copy of the codes."""
+        return self.codes[:, :rows].contiguous(), self.scales.t()[: self.codes.shape[0]]
+
+
 class TileCodes(NamedTuple):
     """Room for what `store_tile` writes of a matrix."""
 
     by_row: RowCodes
-    column_codes: Tensor
-    column_scales: Tensor
+    by_column: ColumnCodes
 
     @classmethod
     def empty(cls, rows: int, columns: int, device: torch.device) -> "TileCodes":
-        pitch = _round_up(rows, _PITCH_BYTES)
-        column_codes = torch.empty(columns, pitch, dtype=torch.float8_e4m3fn, device=device)
-        return cls(RowCodes.empty(rows, columns, device), column_codes, _scales(columns, rows, device))
+        return cls(RowCodes.empty(rows, columns, device), ColumnCodes.empty(rows, columns, device))
 
     @property
     def tiles(self) -> tuple[int, int]:
         """Tiles across and down."""
-        return self.by_row.scales.shape[0], self.column_scales.shape[0]
+        return self.by_row.scales.shape[0], self.by_column.scales.shape[0]
 
     def arguments(self, not_finite: Tensor) -> tuple[Any, ...]:
         """Arguments of `store_tile` from `row_codes` to `column_scale_pitch`."""
-        (row_codes, row_scales), words = self.by_row, self.column_codes.view(torch.int32)
-        pitches = row_scales.stride(0), words.stride(0), self.column_scales.stride(0)
-        return row_codes, row_scales, words, self.column_scales, not_finite, *row_codes.shape, *pitches
+        (codes, scales), words, column_scales = self.by_row, self.by_column.words, self.by_column.scales
+        pitches = scales.stride(0), words.stride(0), column_scales.stride(0)
+        return codes, scales, words, column_scales, not_finite, *codes.shape, *pitches
 
     def result(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """Rows as of `RowCodes`; of the transpose, codes [columns, rows] and scales [columns, row groups].
-
-        A number of rows that is no multiple of 16 costs a copy of the codes.
-        """
-        rows, columns = self.by_row.codes.shape
-        return self.by_row.result(), (self.column_codes[:, :rows].contiguous(), self.column_scales.t()[:columns])
+        """Those of the rows and those of the columns."""
+        return self.by_row.result(), self.by_column.result(self.by_row.codes.shape[0])
 
 
 def _scales(rows: int, columns: int, device: torch.device) -> Tensor:

@@ -40,9 +40,7 @@ def _rows_kernel(
     row = tl.program_id(1).to(tl.int64) * block + tl.arange(0, block)
     column = tl.program_id(0) * group + tl.arange(0, group)
     values = _load(x, row, column, rows, columns)
-    store_row_groups(
-        codes, scales, not_finite, values, row, column, tl.program_id(0), rows, columns, scale_pitch, pow2
-    )
+    store_row_groups(codes, scales, not_finite, values, row, column, tl.program_id(0), rows, columns, scale_pitch, pow2)
 
 
 @triton.jit
