@@ -106,7 +106,7 @@ def _train(trainings: Sequence[Training], logs: Path, deadline: float, grace: fl
         with log.open("ab") as output:
             code = run_until(training.command, output, deadline - grace, deadline)
         print(f"{training.variant}: {_outcome(training, code)}, {time.monotonic() - began:.0f} s", flush=True)
-        if code not in (0, TERMINATED) and time.monotonic() < deadline:
+        if not training.done and code != TERMINATED and time.monotonic() < deadline:
             said = log.read_text(errors="replace")[-_SHOWN:]
             print(said, flush=True)
             yield {"kind": "failure", "variant": training.variant, "code": code, "said": said}

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -25,12 +26,19 @@ def run_until(command: Sequence[str], log: IO[bytes], stop: float, end: float) -
         its exit code; 143 when it stopped after a step, -9 when it was ended.
     """
     process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
-    try:
-        return process.wait(max(0.0, stop - time.monotonic()))
-    except subprocess.TimeoutExpired:
+    code = _wait(process, stop)
+    if code is None:
         process.terminate()
+        code = _wait(process, end)
+    if code != 0:
+        # The processes of an engine outlive a training that could not say good-bye to them.
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    return process.wait()
+
+
+def _wait(process: subprocess.Popen[bytes], moment: float) -> int | None:
     try:
-        return process.wait(max(0.0, end - time.monotonic()))
+        return process.wait(max(0.0, moment - time.monotonic()))
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # with the processes of its engine and of Prefect
-        return process.wait()
+        return None
