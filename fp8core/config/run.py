@@ -59,16 +59,32 @@ class ArchitectureConfig(Section):
 
 
 class ChainTaskConfig(Section):
-    """The generated task: `2*7*6+0+9=`, evaluated left to right modulo 10."""
+    """The generated task: `2*7*6+0+9=`, evaluated left to right, by default modulo 10."""
 
     min_operands: int = Field(5, ge=2, le=64)
     max_operands: int = Field(5, ge=2, le=64, description="Above min_operands the prompts are ragged.")
+    modulus: Literal[10, 100, 1000] = Field(
+        10, description="Every result is taken modulo this; numbers have one, two or three digits (`07*45-03=`)."
+    )
+    operations: str = Field("+-*", pattern=r"^[-+*]{1,3}$", description="Operations that are drawn from, each once.")
+
+    @property
+    def digits(self) -> int:
+        """Of every number."""
+        return len(str(self.modulus)) - 1
 
     @model_validator(mode="after")
     def _ordered(self) -> "ChainTaskConfig":
         if self.max_operands < self.min_operands:
             raise ValueError(f"max_operands={self.max_operands} is below min_operands={self.min_operands}")
         return self
+
+    @field_validator("operations")
+    @classmethod
+    def _once(cls, operations: str) -> str:
+        if len({*operations}) < len(operations):
+            raise ValueError(f"operations={operations}: one is there twice")
+        return operations
 
 
 class DataConfig(Section):
