@@ -156,7 +156,9 @@ def measure(engine_of: Engine, out: Path) -> None:
 def _about(engine_of: Engine, arch: Architecture, cell: Cell, described: dict[str, Any]) -> dict[str, Any]:
     about = {"kind": "rollout", "model": engine_of.model, "precision": engine_of.precision, "layers": arch.num_layers}
     about |= {"batch_invariant": engine_of.batch_invariant, "long_tailed": cell.tail}
-    about |= {"forward": described["model"], "backend": described["backend"], "kernels": described["kernels"]}
+    flash = described["backend"]["implementation"] == "FlashAttentionImpl"
+    about |= {"forward": described["model"], "decode_kernel": "flash_attention" if flash else "fp8_decode"}
+    about |= {"backend": described["backend"], "kernels": described["kernels"]}
     source = {"commit": git_state(ROOT)["commit"], "versions": library_versions()}
     return about | source | {"command": " ".join(["python benchmarks/rollout_hopper.py", *sys.argv[1:]])}
 
