@@ -56,14 +56,19 @@ class PackedSequences:
         return list(zip(self.starts[:-1], self.starts[1:], strict=True))
 
     @cached_property
-    def positions(self) -> Tensor:
-        """int64 [tokens]: from 0 in every sequence."""
+    def offsets(self) -> Tensor:
+        """int64 [tokens]: from 0 in every sequence, filling included."""
         return torch.cat([torch.arange(end - start) for start, end in self.spans])
 
     @cached_property
     def valid(self) -> Tensor:
         """bool [tokens], False where the pack is filled up."""
         return torch.cat([torch.arange(e - s) < n for (s, e), n in zip(self.spans, self.lengths, strict=True)])
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """int64 [tokens]: from 0 in every sequence, and 0 where the pack is filled up."""
+        return torch.where(self.valid, self.offsets, 0)
 
     @cached_property
     def owners(self) -> Tensor:

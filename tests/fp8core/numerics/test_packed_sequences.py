@@ -13,12 +13,14 @@ def test_a_pack_is_whole_pages_and_whole_groups(lengths: list[int]) -> None:
     assert all(start % PAGE == 0 for start in pack.starts)
     assert pack.lengths[: len(lengths)] == tuple(lengths)
     assert pack.tokens - sum(map(packed_length, lengths)) < 128
-    for tensor in (pack.positions, pack.valid, pack.owners):
+    for tensor in (pack.positions, pack.offsets, pack.valid, pack.owners):
         assert tensor.shape == (pack.tokens,)
     assert int(pack.valid.sum()) == sum(lengths)
     for index, (length, (start, end)) in enumerate(zip(pack.lengths, pack.spans, strict=True)):
         assert end - start <= pack.longest
-        assert torch.equal(pack.positions[start:end], torch.arange(end - start))
+        assert torch.equal(pack.offsets[start:end], torch.arange(end - start))
+        assert torch.equal(pack.positions[start : start + length], torch.arange(length))
+        assert not pack.positions[start + length : end].any()
         assert pack.valid[start:end].tolist() == [True] * length + [False] * (end - start - length)
         assert set(pack.owners[start:end].tolist()) == {index}
 
