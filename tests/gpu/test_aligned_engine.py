@@ -16,13 +16,17 @@ from torch import Tensor
 from flows.environment import set_variables
 from fp8core.config.capability import this_platform
 from fp8core.config.precision import PrecisionContract
+from fp8core.config.run import CorrectionConfig, LossConfig, TrainingConfig
 from fp8core.config.vllm import VllmConfig
 from fp8core.models.architecture import Architecture
-from fp8core.models.formats import rollout_formats
+from fp8core.models.formats import rollout_formats, training_formats
 from fp8core.models.initial import initial_weights
 from fp8core.models.weights import stored_weights
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.kv_scales import LayerScales
+from fp8core.numerics.packed_attention import static_codes
+from fp8core.rl.batch import TokenBatch
+from fp8core.rl.objective import Objective
 from fp8core.rollout.engine import Completion, PolicyScales, PromptGroup, Sampling
 from fp8core.rollout.vllm_settings import (
     check_architecture_fits,
@@ -31,6 +35,7 @@ from fp8core.rollout.vllm_settings import (
     suggested_environment,
 )
 from fp8core.rollout.vllm_versions import find_build
+from fp8core.training.torch.trainer import PackedFormats, PackedTrainer
 from tasks.sync import check_formats, check_report
 
 pytestmark = [
@@ -82,10 +87,35 @@ def read(done: Completion) -> tuple[list[int], list[float]]:
     return done.tokens, done.logprobs
 
 
+def scored(
+    trainer: PackedTrainer, groups: Sequence[PromptGroup], found: Sequence[Completion], temperature: float
+) -> Tensor:
+    """The trainer's log-probs of all tokens, one completion after the other; at temperature 0 those of 1."""
+    tokens = [done.tokens for done in found]
+    batch = TokenBatch.of([list(group.prompt) for group in groups], tokens)
+    rows = trainer.logprobs(batch, temperature or 1.0, SCALES.layers).logprobs
+    return torch.cat([row[: len(written)] for row, written in zip(rows, tokens, strict=True)])
+
+
 @pytest.fixture(scope="module")
-def tensors() -> dict[str, Tensor]:
+def masters() -> dict[str, Tensor]:
     """Weights sharp enough to have favourites."""
-    masters = {name: w * 2 if w.dim() == 2 else w for name, w in initial_weights(ARCH, seed=0).items()}
+    return {name: w * 2 if w.dim() == 2 else w for name, w in initial_weights(ARCH, seed=0).items()}
+
+
+@pytest.fixture(scope="module")
+def trainer(masters: dict[str, Tensor]) -> PackedTrainer:
+    """The trainer of the same policy, told the engine's longest request."""
+    formats = PackedFormats(
+        training_formats(CONTRACT, ARCH.num_layers), rollout_formats(CONTRACT, ARCH.num_layers), LONGEST, amax_only=True
+    )
+    objective = Objective(LossConfig(), CorrectionConfig())
+    return PackedTrainer(ARCH, masters, formats, TrainingConfig(), objective, torch.device("cuda"))
+
+
+@pytest.fixture(scope="module")
+def tensors(masters: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What is shipped."""
     stored = stored_weights(masters, rollout_formats(CONTRACT, ARCH.num_layers).stored_names(), "pow2")
     return {name: tensor.cuda() for name, tensor in stored.items()}
 
@@ -153,6 +183,40 @@ def test_a_token_scored_as_a_prompt(engine: Any, alone: Completion, temperature:
         prompt = replace(PROBE, prompt=(*PROBE.prompt, *alone.tokens[:i]))
         again = collect(engine, [prompt], temperature, tokens=1)[0]
         assert (again.tokens[0], again.logprobs[0]) == (alone.tokens[i], alone.logprobs[i]), i
+
+
+def test_training_scores_the_same_bits(
+    engine: Any, trainer: PackedTrainer, alone: Completion, tensors: dict[str, Tensor], temperature: float
+) -> None:
+    """Of the probe, and of 40 ragged completions that are packed into several passes: no token differs."""
+    assert policy_digest(trainer.export()) == policy_digest(tensors)
+    assert torch.equal(scored(trainer, [PROBE], [alone], temperature), torch.tensor(alone.logprobs))
+    groups = [group(i, 1 + 37 * i, seed=i) for i in range(40)]
+    found = collect(engine, groups, temperature)
+    reported = torch.tensor([logprob for done in found for logprob in done.logprobs])
+    differing = scored(trainer, groups, found, temperature) != reported
+    assert not differing.any(), f"{int(differing.sum())} of {len(differing)} tokens differ"
+
+
+def test_vllm_writes_the_codes_of_training() -> None:
+    """Q, and K and V in the cache, as attention in training quantises them, strided and saturating."""
+    from vllm import _custom_ops as operations
+
+    generator = torch.Generator().manual_seed(0)
+    qkv = (torch.randn(70, 32 * 128, generator=generator) * 8).bfloat16().cuda()
+    q, k, v = qkv.split([16 * 128, 8 * 128, 8 * 128], dim=-1)
+    scales = [torch.tensor(scale, device="cuda") for scale in (2.0**-5, 2.0**-4, 2.0**-6)]
+    found = operations.scaled_fp8_quant(q, scales[0], group_shape=(-1, -1))[0]
+    assert torch.equal(found.view(torch.uint8), static_codes(q, 2.0**-5).view(torch.uint8))
+    cache = torch.zeros(6, 16, 8, 2 * 128, dtype=torch.uint8, device="cuda")
+    keys, values = cache.split(128, dim=-1)
+    slots = torch.randperm(96, generator=generator)[:70].cuda()
+    operations.reshape_and_cache_flash(
+        k.view(-1, 8, 128), v.view(-1, 8, 128), keys, values, slots, "fp8", scales[1], scales[2]
+    )
+    for half, x, scale in ((keys, k, 2.0**-4), (values, v, 2.0**-6)):
+        written = half.flatten(0, 1)[slots]
+        assert torch.equal(written, static_codes(x, scale).view(torch.uint8).view(-1, 8, 128))
 
 
 def test_sleep_loses_nothing(engine: Any, alone: Completion, tensors: dict[str, Tensor], temperature: float) -> None:
