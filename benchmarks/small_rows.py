@@ -79,21 +79,17 @@ def step_ledger_row(run: RunData, variant: str, command: str) -> Row | None:
 
 def timed_steps(evidence: Evidence) -> list[TimedStep]:
     """Steps whose whole duration lies within one process; its first one, in which engines compile, is none."""
-    found, before, checkpoint = [], None, 0.0
-    steps = evidence.steps
-    for _, entry in evidence.entries:
-        match entry:
-            case SegmentEntry():
-                before = None
-            case CheckpointEntry():
+    found = []
+    for _, entries in _processes(evidence):
+        before, checkpoint = None, 0.0
+        for entry in entries:
+            if isinstance(entry, CheckpointEntry):
                 checkpoint = entry.seconds
-            case StepEntry():
-                if before is not None and before.step == entry.step - 1 > START:
+            else:
+                if before is not None and entry.step > START + 1:
                     wall = (entry.committed_ms - before.committed_ms) / 1000
-                    found.append(TimedStep(steps[entry.step], wall, checkpoint))
+                    found.append(TimedStep(evidence.steps[entry.step], wall, checkpoint))
                 before, checkpoint = entry, 0.0
-            case _:
-                pass
     return found
 
 
@@ -114,7 +110,7 @@ def seconds_by_task(run: RunData) -> dict[str, float]:
     first = run.evidence.steps[START].tasks
     before = {name if name == "warm_start" else f"first_{name}": entry.seconds for name, entry in first.items()}
     after = {name: sum(steps.values()) for name, steps in run.seconds.items()}
-    return before | after | {"total": sum(_processes(run.evidence))}
+    return before | after | {"total": sum(_durations(run.evidence))}
 
 
 def provenance(evidence: Evidence) -> Row:
@@ -134,18 +130,25 @@ def draw_variants(runs: Mapping[str, RunData], path: Path, title: str) -> None:
     draw_png([curve_chart(curve, lines) for curve in (*LEARNING[:4], *ALIGNMENT[:2])], path, title)
 
 
-def _processes(evidence: Evidence) -> Iterator[float]:
-    """Seconds of each process, from its start to its last commit."""
-    started = last = None
+def _processes(evidence: Evidence) -> list[tuple[float, list[StepEntry | CheckpointEntry]]]:
+    """When each process of a run started (Unix seconds), and the steps and checkpoints it made, in order."""
+    found: list[tuple[float, list[StepEntry | CheckpointEntry]]] = []
     for _, entry in evidence.entries:
         if isinstance(entry, SegmentEntry):
-            if started is not None and last is not None:
-                yield last - started
-            started, last = entry.started, None
-        elif isinstance(entry, StepEntry):
-            last = entry.committed_ms / 1000
-    if started is not None and last is not None:
-        yield last - started
+            # Said again before a checkpoint.
+            if not found or entry.started != found[-1][0]:
+                found.append((entry.started, []))
+        elif isinstance(entry, StepEntry | CheckpointEntry):
+            found[-1][1].append(entry)
+    return found
+
+
+def _durations(evidence: Evidence) -> Iterator[float]:
+    """Seconds of each process, from its start to its last commit."""
+    for started, entries in _processes(evidence):
+        committed = [entry.committed_ms for entry in entries if isinstance(entry, StepEntry)]
+        if committed:
+            yield committed[-1] / 1000 - started
 
 
 def _ordered(run: RunData, parts: Sequence[Mapping[str, float]]) -> list[str]:
