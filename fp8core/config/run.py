@@ -155,6 +155,9 @@ class TrainingConfig(Section):
     """Optimisation of the policy."""
 
     trainer: Literal["torch"] = Field("torch", description="Trainer.")
+    device: Literal["cpu", "cuda"] = Field(
+        "cpu", description="Of the torch trainer: exact on the CPU, or with Hopper's kernels on the GPU."
+    )
     learning_rate: float = Field(1e-4, gt=0, le=1)
     warmup_steps: int = Field(5, ge=0, le=1_000_000, description="Linear learning-rate warm-up in optimiser updates.")
     beta1: float = Field(0.9, ge=0, lt=1)
@@ -162,7 +165,29 @@ class TrainingConfig(Section):
     weight_decay: float = Field(0.0, ge=0, le=1)
     max_grad_norm: float = Field(1.0, gt=0)
     minibatches: int = Field(1, ge=1, le=1024, description="Optimiser updates per rollout batch.")
-    micro_batch: int = Field(256, ge=1, le=65536, description="Sequences in one forward and backward pass.")
+    micro_batch: int = Field(256, ge=1, le=65536, description="Sequences in one forward and backward pass on a CPU.")
+    tokens_per_pass: int = Field(
+        16384,
+        ge=128,
+        le=1 << 22,
+        description="Tokens in one forward and backward pass on a GPU, without padding.",
+    )
+    activation_checkpointing: bool = Field(
+        False, description="On a GPU: keep the input of each layer alone and compute the rest again for the backward."
+    )
+    optimiser_state: Literal["fp32", "bf16"] = Field(
+        "fp32", description="On a GPU: format of AdamW's moments; bf16 takes half the memory."
+    )
+    deterministic: bool = Field(
+        True, description="On a GPU: only kernels whose result is the same every time, which replays need."
+    )
+
+    @model_validator(mode="after")
+    def _narrow_moments_move(self) -> "TrainingConfig":
+        # One step changes the second moment by 1 - beta2 of itself; BF16 resolves 2^-8.
+        if self.optimiser_state == "bf16" and self.beta2 > 0.99:
+            raise ValueError(f"beta2={self.beta2}: a second moment in BF16 would not move; lower it to 0.99 or less")
+        return self
 
 
 class LossConfig(Section):

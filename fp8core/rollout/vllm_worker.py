@@ -16,6 +16,7 @@ from fp8core.rollout.vllm_transfer import Parcel, unpack
 
 # This module is imported in the worker's process before it builds the model.
 vllm_internals.register_decode_backend()
+vllm_internals.register_aligned_models()
 
 
 class PolicyWorker:
@@ -79,6 +80,7 @@ class PolicyWorker:
         model, compilation = self._policy_model(), self.vllm_config.compilation_config
         passes = {k: v for k, v in vars(compilation.pass_config).items() if isinstance(v, bool)}
         return {
+            "model": type(model).__name__,
             "linears": vllm_internals.describe_linears(model),
             "attention": vllm_internals.describe_attention(model),
             "head": vllm_internals.head_dtype(model),
