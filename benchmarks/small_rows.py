@@ -1,5 +1,6 @@
 """What a training of h200-small came to, as rows: alignment and learning, and the ledger of a step."""
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from fp8core.report.png import draw_png
 from fp8core.report.run_charts import ALIGNMENT, K3, LEARNING, curve_chart
 from fp8core.report.run_data import RunData
 from fp8core.report.summary import HELDOUT, REWARD, TMPE, series, union_seconds
+from fp8core.store.artifacts import read_checked
 from fp8core.store.evidence import Commit, Evidence, read_manifest
 from fp8core.store.ledger import START, CheckpointEntry, SegmentEntry, StepEntry
 
@@ -43,6 +45,7 @@ def alignment_row(run: RunData, variant: str, command: str) -> Row:
         "p99_abs_diff": median(p99),
         "heldout_first": heldout[0],
         "heldout_last": heldout[-1],
+        "warm_start": styles(run.evidence),
         "reward_first": rewards[0],
         "reward_last": rewards[-1],
         "steps": len(rewards),
@@ -111,6 +114,13 @@ def seconds_by_task(run: RunData) -> dict[str, float]:
     before = {name if name == "warm_start" else f"first_{name}": entry.seconds for name, entry in first.items()}
     after = {name: sum(steps.values()) for name, steps in run.seconds.items()}
     return before | after | {"total": sum(_durations(run.evidence))}
+
+
+def styles(evidence: Evidence) -> dict[str, float]:
+    """Sampled accuracy of each style of demonstration after the warm start."""
+    ref = evidence.steps[START].artifacts["evaluation"]
+    content = json.loads(read_checked(evidence.folder / ref.uri, ref.digest, ref.size))
+    return {row["style"]: row["accuracy"] for row in content.get("styles", [])}
 
 
 def provenance(evidence: Evidence) -> Row:

@@ -64,6 +64,7 @@ def test_rows_of_a_real_run(whole_run, tmp_path):
     assert (row["tmpe_median"], row["tmpe_max"], row["k3_kl"], row["p99_abs_diff"]) == (1.0, 1.0, 0.0, 0.0)
     assert row["heldout_first"] == run.history[0]["reward/heldout_accuracy"]
     assert row["heldout_last"] == run.history[-1]["reward/heldout_accuracy"]
+    assert set(row["warm_start"]) == {"step_by_step", "bare"}
     seconds = row["seconds"]
     assert seconds["warm_start"] == whole_run.ledger.tasks(0)["warm_start"].seconds
     assert seconds["train"] == pytest.approx(sum(whole_run.ledger.tasks(i)["train"].seconds for i in range(1, 5)))
