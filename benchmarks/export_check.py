@@ -107,7 +107,7 @@ def _row(format: str, loader: str, folder: Path, config: RunConfig) -> Row:
         command = [sys.executable, "-m", "benchmarks.export_check", "--inside", str(job)]
         done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if done.returncode != 0:
-            print(done.stdout[-8000:], flush=True)
+            print(done.stdout[-20_000:], flush=True)
             return row | {"problem": f"failed: {(done.stdout.strip().splitlines() or ['no output'])[-1][:300]}"}
         answered = json.loads(job.with_name("answers.json").read_text())
     accuracy = _accuracy(problems, answered["completions"], config)

@@ -1,5 +1,6 @@
 """What a training of h200-small came to, as rows: alignment and learning, and the ledger of a step."""
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from fp8core.report.png import draw_png
 from fp8core.report.run_charts import ALIGNMENT, K3, LEARNING, curve_chart
 from fp8core.report.run_data import RunData
 from fp8core.report.summary import HELDOUT, REWARD, TMPE, series, union_seconds
+from fp8core.store.artifacts import read_checked
 from fp8core.store.evidence import Commit, Evidence, read_manifest
 from fp8core.store.ledger import START, CheckpointEntry, SegmentEntry, StepEntry
 
@@ -43,6 +45,7 @@ def alignment_row(run: RunData, variant: str, command: str) -> Row:
         "p99_abs_diff": median(p99),
         "heldout_first": heldout[0],
         "heldout_last": heldout[-1],
+        "warm_start": styles(run.evidence),
         "reward_first": rewards[0],
         "reward_last": rewards[-1],
         "steps": len(rewards),
@@ -79,21 +82,17 @@ def step_ledger_row(run: RunData, variant: str, command: str) -> Row | None:
 
 def timed_steps(evidence: Evidence) -> list[TimedStep]:
     """Steps whose whole duration lies within one process; its first one, in which engines compile, is none."""
-    found, before, checkpoint = [], None, 0.0
-    steps = evidence.steps
-    for _, entry in evidence.entries:
-        match entry:
-            case SegmentEntry():
-                before = None
-            case CheckpointEntry():
+    found = []
+    for _, entries in _processes(evidence):
+        before, checkpoint = None, 0.0
+        for entry in entries:
+            if isinstance(entry, CheckpointEntry):
                 checkpoint = entry.seconds
-            case StepEntry():
-                if before is not None and before.step == entry.step - 1 > START:
+            else:
+                if before is not None and entry.step > START + 1:
                     wall = (entry.committed_ms - before.committed_ms) / 1000
-                    found.append(TimedStep(steps[entry.step], wall, checkpoint))
+                    found.append(TimedStep(evidence.steps[entry.step], wall, checkpoint))
                 before, checkpoint = entry, 0.0
-            case _:
-                pass
     return found
 
 
@@ -114,7 +113,14 @@ def seconds_by_task(run: RunData) -> dict[str, float]:
     first = run.evidence.steps[START].tasks
     before = {name if name == "warm_start" else f"first_{name}": entry.seconds for name, entry in first.items()}
     after = {name: sum(steps.values()) for name, steps in run.seconds.items()}
-    return before | after | {"total": sum(_processes(run.evidence))}
+    return before | after | {"total": sum(_durations(run.evidence))}
+
+
+def styles(evidence: Evidence) -> dict[str, float]:
+    """Sampled accuracy of each style of demonstration after the warm start."""
+    ref = evidence.steps[START].artifacts["evaluation"]
+    content = json.loads(read_checked(evidence.folder / ref.uri, ref.digest, ref.size))
+    return {row["style"]: row["accuracy"] for row in content.get("styles", [])}
 
 
 def provenance(evidence: Evidence) -> Row:
@@ -134,18 +140,25 @@ def draw_variants(runs: Mapping[str, RunData], path: Path, title: str) -> None:
     draw_png([curve_chart(curve, lines) for curve in (*LEARNING[:4], *ALIGNMENT[:2])], path, title)
 
 
-def _processes(evidence: Evidence) -> Iterator[float]:
-    """Seconds of each process, from its start to its last commit."""
-    started = last = None
+def _processes(evidence: Evidence) -> list[tuple[float, list[StepEntry | CheckpointEntry]]]:
+    """When each process of a run started (Unix seconds), and the steps and checkpoints it made, in order."""
+    found: list[tuple[float, list[StepEntry | CheckpointEntry]]] = []
     for _, entry in evidence.entries:
         if isinstance(entry, SegmentEntry):
-            if started is not None and last is not None:
-                yield last - started
-            started, last = entry.started, None
-        elif isinstance(entry, StepEntry):
-            last = entry.committed_ms / 1000
-    if started is not None and last is not None:
-        yield last - started
+            # Said again before a checkpoint.
+            if not found or entry.started != found[-1][0]:
+                found.append((entry.started, []))
+        elif isinstance(entry, StepEntry | CheckpointEntry):
+            found[-1][1].append(entry)
+    return found
+
+
+def _durations(evidence: Evidence) -> Iterator[float]:
+    """Seconds of each process, from its start to its last commit."""
+    for started, entries in _processes(evidence):
+        committed = [entry.committed_ms for entry in entries if isinstance(entry, StepEntry)]
+        if committed:
+            yield committed[-1] / 1000 - started
 
 
 def _ordered(run: RunData, parts: Sequence[Mapping[str, float]]) -> list[str]:
