@@ -157,8 +157,8 @@ class TrainingConfig(Section):
 
     trainer: Literal["torch", "megatron"] = Field(
         "torch",
-        description="torch: exact on the CPU, or packed on one GPU; megatron: Megatron Core, on Hopper in FP8, on a CPU "
-        "in FP32.",
+        description="torch: exact on the CPU, or packed on one GPU; megatron: Megatron Core, on Hopper in FP8, on a "
+        "CPU in FP32.",
     )
     device: Literal["cpu", "cuda"] = Field("cpu", description="Of the torch trainer.")
     packed: bool | None = Field(
