@@ -83,7 +83,7 @@ class VllmEngine:
             import fp8core.rollout.vllm_kept_linear  # noqa: F401
         register_aligned_models()
         self._arch, self._contract, self._build = arch, contract, build
-        self._sleeps, self._routes = options.sleep, routes
+        self._sleeps, self._routes, self._aligned = options.sleep, routes, options.model == "aligned"
         self._longest = options.max_model_len or arch.max_positions
         self._folder = tempfile.TemporaryDirectory(prefix="fp8-grpo-")
         Path(self._folder.name, "config.json").write_text(
@@ -170,6 +170,8 @@ class VllmEngine:
         assert self._complete, "update() comes before generate(), also after rest()"
         assert self._routes or not sampling.report_experts, "an engine started without routes reports no experts"
         self._check_requests(groups, sampling)
+        if self._aligned:
+            self._call("policy_set_temperature", sampling.temperature or 1.0)
         requests = {self._submit(group, i, sampling): (group, i) for group in groups for i in range(len(group.seeds))}
         open_: dict[int, list[Completion]] = {group.group: [] for group in groups}
         try:
@@ -252,8 +254,10 @@ class VllmEngine:
     def _submit(self, group: PromptGroup, i: int, sampling: Sampling) -> str:
         self._requests += 1
         name = f"{self._requests}"
+        # What leaves an aligned model is tempered.
+        tempered = self._aligned and sampling.temperature > 0
         parameters = SamplingParams(
-            temperature=sampling.temperature,
+            temperature=1.0 if tempered else sampling.temperature,
             max_tokens=sampling.max_new_tokens,
             # 63 bits of it: to vLLM -1 means no seed.
             seed=group.seeds[i] & _SEED_BITS,

@@ -20,6 +20,8 @@ POINTS: Final = "kernels"
 ALIGNED = {"Qwen3ForCausalLM": "AlignedQwen3ForCausalLM", "LlamaForCausalLM": "AlignedLlamaForCausalLM"}
 # Where a config.json has the decoder in our own words.
 _KEY = "fp8_grpo_decoder"
+# Logits of a row that begins on 16 bytes, as TMA stores it; `log_softmax` sums another way from elsewhere.
+_ROW = 4
 # Of vLLM, the model needs more than the engine does: what its decoders' modules are called, and whose sampler it has.
 _VERSION = "0.26"
 
@@ -69,6 +71,11 @@ def check_aligned_shape(arch: Architecture) -> None:
         raise UserError(
             f"rollout.vllm.model=aligned: head_dim {arch.head_dim} with {group} query heads per KV head; its attention "
             f"needs head_dim {HEAD_DIM} and at most {LARGEST_GROUP}; set it to stock"
+        )
+    if arch.vocab_size % _ROW:
+        raise UserError(
+            f"rollout.vllm.model=aligned: a vocabulary of {arch.vocab_size}, which is no multiple of {_ROW}; "
+            "set it to stock"
         )
 
 

@@ -23,7 +23,7 @@ from fp8core.numerics.fused_norm import add_norm, add_norm_row_codes
 from fp8core.numerics.fused_rotary import HeadLayout, norm_rotate
 from fp8core.numerics.fused_swiglu import swiglu_row_codes
 from fp8core.numerics.hopper_gemm import forward_gemm
-from fp8core.numerics.packed_head import head_logits
+from fp8core.numerics.packed_head import head_logits, log_softmax
 from fp8core.numerics.rounding import KERNELS
 from fp8core.rollout.vllm_aligned import SCALE_RULE, decoder_of
 
@@ -35,6 +35,7 @@ class AlignedForward(nn.Module):
 
     model: Any
     lm_head: Any
+    temperature: float = 1.0
     cosines: Tensor
     sines: Tensor
 
@@ -72,8 +73,14 @@ class AlignedForward(nn.Module):
         return normed
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
-        """FP32 [tokens, vocabulary], without the rows that vLLM pads the head with."""
-        return head_logits(hidden_states, self.lm_head.weight)[:, : self._arch.vocab_size]
+        """Log-probs of the distribution that is sampled from, in the place of logits: FP32 [tokens, vocabulary].
+
+        vLLM samples from them at temperature 1 and reports them as they are (`logprobs_mode`), so that its sampler,
+        which sums in an order of its own, has no part in them.
+        """
+        # The head has rows beyond the vocabulary, which vLLM pads it with.
+        logits = head_logits(hidden_states, self.lm_head.weight)[:, : self._arch.vocab_size]
+        return log_softmax(logits, self.temperature).float()
 
     def _add_norm_codes(self, x: Tensor, added: Tensor | None, norm: Any) -> tuple[Tensor, Codes]:
         return add_norm_row_codes(x, added, norm.weight, self._arch.rms_norm_eps, SCALE_RULE, self._flag)

@@ -179,7 +179,7 @@ def engine_arguments(
         "enable_prefix_caching": True,
         "enforce_eager": not options.graphs,
         "enable_sleep_mode": options.sleep,
-        "logprobs_mode": "processed_logprobs",
+        "logprobs_mode": "processed_logits" if options.model == "aligned" else "processed_logprobs",
         "disable_log_stats": True,
         "worker_extension_cls": launch.worker,
         "kv_cache_dtype": "fp8" if contract.rollout.kv_cache == "fp8" else "auto",

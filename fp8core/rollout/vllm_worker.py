@@ -69,6 +69,11 @@ class PolicyWorker:
             "scales": vllm_internals.read_scales(self._policy_model()),
         }
 
+    def policy_set_temperature(self, temperature: float) -> None:
+        """What an aligned model divides its logits by, above 0."""
+        model: Any = self._policy_model()
+        model.temperature = temperature
+
     @torch.inference_mode()
     def policy_clear_cache(self) -> None:
         """Zero the KV cache: after sleep it holds whatever bytes were there, NaN among them."""

@@ -1,7 +1,7 @@
 """The aligned model in vLLM for CPUs: its name, its weights' places, and its forward, which is the reference's.
 
 There vLLM has neither block-FP8 linears nor an FP8 cache. So models are built in this process, linears get parameters
-of the right types, and the reference's attention stands where vLLM's is; everything else is the code that runs on a GPU.
+of the right types, and the reference's attention stands where vLLM's is; the rest is the code that runs on a GPU.
 """
 
 import json
@@ -21,6 +21,7 @@ from fp8core.models.initial import initial_weights
 from fp8core.models.weights import load_policy, stored_weights
 from fp8core.numerics.attention import Fp8Attention
 from fp8core.numerics.kv_scales import LayerScales
+from fp8core.numerics.logprobs import log_softmax
 from fp8core.rollout.vllm_aligned import ALIGNED
 from fp8core.rollout.vllm_layout import TensorSpec, check_fit, find_slots, rows_of
 from fp8core.rollout.vllm_settings import model_config
@@ -141,12 +142,13 @@ def test_the_forward_is_the_reference(build, arch):
     positions = torch.arange(TOKENS.shape[1])
     with torch.inference_mode():
         hidden = model(TOKENS[0], positions)
-        logits = model.compute_logits(hidden)
+        model.temperature = 0.7
+        logprobs = model.compute_logits(hidden)
     weights, context = load_policy(arch, tensors), FullContext.of(torch.ones_like(TOKENS, dtype=torch.bool))
     expected = Decoder(arch, formats).hidden(weights, TOKENS, positions[None], context, SCALES)[0]
     assert hidden.dtype == torch.bfloat16
     assert torch.equal(hidden.float(), expected)
-    assert torch.equal(logits, formats.head.logits(expected, weights.head))
+    assert torch.equal(logprobs, log_softmax(formats.head.logits(expected, weights.head), 0.7).float())
 
 
 @pytest.mark.parametrize("arch", [QWEN3, LLAMA], ids=["qwen3", "llama"])
