@@ -180,6 +180,7 @@ def _run(program, tmp_path, stop, end):
         return run_until([sys.executable, "-c", program], log, now + stop, now + end)
 
 
+@pytest.mark.slow
 def test_a_training_is_left_alone_asked_and_ended(tmp_path):
     assert _run("print('done')", tmp_path, 60, 60) == 0
     assert (tmp_path / "log").read_text() == "done\n"
@@ -194,6 +195,7 @@ def test_a_training_is_left_alone_asked_and_ended(tmp_path):
     pytest.fail(f"{child} outlived its training")
 
 
+@pytest.mark.slow
 def test_one_that_fails_is_a_row_and_the_next_one_is_tried(tmp_path, capsys):
     trainings = [Training(name, tmp_path / "runs" / name, str(tmp_path / "no.yaml"), (), 2) for name in NAMES]
     rows = list(_train(trainings[:2], tmp_path, time.monotonic() + 600, 10))
