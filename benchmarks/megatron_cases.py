@@ -20,6 +20,7 @@ from fp8core.plan.shapes import PUBLISHED
 from fp8core.rl.aggregation import Denominator
 from fp8core.rl.batch import RolloutBatch, TokenBatch, length_mask
 from fp8core.rl.objective import Objective
+from fp8core.training.torch.trainer import PackedFormats, PackedTrainer
 from fp8core.training.torch_trainer import TorchTrainer
 
 ON_GPU = torch.cuda.is_available()
@@ -145,10 +146,11 @@ def random_batch(arch: Architecture, sequences: int, prompt: int, completion: in
 
 @dataclass(frozen=True)
 class Computed:
-    """What a trainer makes of a batch: log-probs [B, C], the loss, and gradients by Hugging Face name."""
+    """What a trainer makes of a batch: log-probs [B, C], the loss, and gradients by Hugging Face name, if it tells."""
 
     logprobs: Tensor
     loss: float
+    grad_norm: float
     gradients: Mapping[str, Tensor]
 
 
@@ -170,16 +172,31 @@ def _torch(
     config: RunConfig, arch: Architecture, weights: Mapping[str, Tensor], batch: RolloutBatch, formats: Any
 ) -> Computed:
     stored, objective = rollout_formats(config.precision, arch.num_layers), Objective(config.loss, config.correction)
-    trainer = TorchTrainer(arch, weights, formats, stored, config.training, objective)
+    return _updated(TorchTrainer(arch, weights, formats, stored, config.training, objective), config, batch)
+
+
+def packed(config: RunConfig, arch: Architecture, weights: Mapping[str, Tensor], batch: RolloutBatch) -> Computed:
+    """The torch trainer for packed sequences on this device, in the same formats."""
+    formats = PackedFormats(
+        training_formats(config.precision, arch.num_layers),
+        rollout_formats(config.precision, arch.num_layers),
+        longest=arch.max_positions,
+        amax_only=True,
+    )
+    objective = Objective(config.loss, config.correction)
+    return _updated(PackedTrainer(arch, weights, formats, config.training, objective, DEVICE), config, batch)
+
+
+def _updated(trainer: TorchTrainer | PackedTrainer, config: RunConfig, batch: RolloutBatch) -> Computed:
     logprobs = trainer.logprobs(batch.sequences, TEMPERATURE, None).logprobs
-    loss = trainer.step(batch, TEMPERATURE, None).loss
+    report = trainer.step(batch, TEMPERATURE, None)
     with tempfile.TemporaryDirectory() as folder:
         trainer.save(Path(folder))
         moments = load_file(Path(folder) / "optimiser.safetensors")
     # The first moment after one update is the gradient, times 1 - beta1.
     share = 1 - config.training.beta1
     gradients = {n.removeprefix("exp_avg/"): m / share for n, m in moments.items() if n.startswith("exp_avg/")}
-    return Computed(logprobs, loss, gradients)
+    return Computed(logprobs, report.loss, report.grad_norm, gradients)
 
 
 def transformers(config: RunConfig, arch: Architecture, weights: Mapping[str, Tensor], batch: RolloutBatch) -> Computed:
@@ -190,9 +207,7 @@ def transformers(config: RunConfig, arch: Architecture, weights: Mapping[str, Te
     described = AutoConfig.for_model(**settings)
     dtype = torch.float32 if config.precision.training.linear == "fp32" else torch.bfloat16
     model = AutoModelForCausalLM.from_config(described, dtype=dtype, attn_implementation="sdpa").to(DEVICE)
-    with tempfile.TemporaryDirectory() as folder:
-        loaded = model.load_state_dict(hugging_face_names(model, weights))
-    assert not loaded.missing_keys, folder
+    model.load_state_dict(hugging_face_names(model, weights))
     sequences = batch.sequences.to(DEVICE)
     logits = model(input_ids=sequences.tokens, attention_mask=sequences.valid.long()).logits[:, :-1].float()
     chosen = logits.log_softmax(-1).gather(-1, sequences.tokens[:, 1:, None]).squeeze(-1)
@@ -204,7 +219,8 @@ def transformers(config: RunConfig, arch: Architecture, weights: Mapping[str, Te
     terms = objective(logprobs, corrected.to(DEVICE), Denominator.of(batch.mask))
     terms.loss.backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-    return Computed(logprobs.detach().cpu(), float(terms.loss.detach()), gradients)
+    norm = sum(float(gradient.double().square().sum()) for gradient in gradients.values()) ** 0.5
+    return Computed(logprobs.detach().cpu(), float(terms.loss.detach()), norm, gradients)
 
 
 def hugging_face_names(model: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -221,3 +237,5 @@ def hugging_face_names(model: Any, weights: Mapping[str, Tensor]) -> dict[str, T
 
 
 PEERS: dict[str, Peer] = {"torch, the same formats": exact, "torch, FP32": in_fp32, "transformers": transformers}
+if ON_GPU:
+    PEERS["torch, packed"] = packed

@@ -101,7 +101,7 @@ def timed(work: Callable[[], object]) -> float:
 
 def parity_rows(family: str, precision: str) -> list[Row]:
     """Against every other trainer, and against itself: a second time from the start."""
-    config, arch = cases.configuration(precision, f"training.megatron.micro_batch_tokens={_MICRO_BATCH}"), None
+    config = cases.configuration(precision, f"training.megatron.micro_batch_tokens={_MICRO_BATCH}")
     arch = cases.small(family)
     weights = cases.small_policy(arch)
     batch = cases.random_batch(arch, sequences=8, prompt=40, completion=88)
@@ -119,7 +119,8 @@ def computed(config: RunConfig, arch: Architecture, weights: Mapping[str, Tensor
     trainer = megatron(config, arch, weights)
     logprobs = trainer.logprobs(batch.sequences, cases.TEMPERATURE, None).logprobs
     loss, gradients = trainer.gradients(batch, cases.TEMPERATURE)
-    return cases.Computed(logprobs, loss, gradients)
+    norm = sum(float(gradient.double().square().sum()) for gradient in gradients.values()) ** 0.5
+    return cases.Computed(logprobs, loss, norm, gradients)
 
 
 def difference(
@@ -128,14 +129,10 @@ def difference(
     """Differences of log-probs and loss; of gradients the norm of the difference over the norm of the other's."""
     apart = (own.logprobs - other.logprobs)[mask].abs()
     shared = {
-        name: (own.gradients[name].float().cpu(), g.float().cpu())
-        for name, g in other.gradients.items()
+        name: (own.gradients[name].float().cpu(), gradient.float().cpu())
+        for name, gradient in other.gradients.items()
         if name in own.gradients
     }
-    relative = {name: float((a - b).norm() / b.norm().clamp_min(1e-30)) for name, (a, b) in shared.items()}
-    worst = max(relative, key=lambda name: relative[name])
-    total = sum(float((a - b).square().sum()) for a, b in shared.values()) ** 0.5
-    norm = sum(float(b.square().sum()) for _, b in shared.values()) ** 0.5
     return {
         "kind": "trainer_parity",
         "trainer": "megatron",
@@ -146,10 +143,25 @@ def difference(
         "logprob_mean": float(apart.mean()),
         "loss": own.loss,
         "loss_difference": own.loss - other.loss,
+        "grad_norm": own.grad_norm,
+        "grad_norm_difference": own.grad_norm - other.grad_norm,
+        "gradients_compared": len(shared),
+        **gradient_difference(shared),
+    }
+
+
+def gradient_difference(shared: Mapping[str, tuple[Tensor, Tensor]]) -> Row:
+    """Of all together, and of the parameter whose gradient differs most; nothing where names are not shared."""
+    if not shared:
+        return {}
+    relative = {name: float((a - b).norm() / b.norm().clamp_min(1e-30)) for name, (a, b) in shared.items()}
+    worst = max(relative, key=lambda name: relative[name])
+    total = sum(float((a - b).square().sum()) for a, b in shared.values()) ** 0.5
+    norm = sum(float(b.square().sum()) for _, b in shared.values()) ** 0.5
+    return {
         "gradient_relative": total / norm,
         "gradient_worst": relative[worst],
         "gradient_worst_name": worst,
-        "gradients_compared": len(shared),
     }
 
 
