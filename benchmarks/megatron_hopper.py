@@ -2,9 +2,9 @@
 
     python -m benchmarks.megatron_hopper --out FOLDER [NAME ...]
 
-NAME is MODEL/PRECISION for speed, parity/FAMILY/PRECISION for parity; without one, all. Every measurement is a process
-of its own and writes FOLDER/NAME.json: its rows, or the error that ended it. Without a GPU the same rows come from
-small shapes in FP32, to try the script.
+NAME is MODEL/PRECISION[/deterministic] for speed, parity/FAMILY/PRECISION for parity; without one, all. Every
+measurement is a process of its own and writes FOLDER/NAME.json: its rows, or the error that ended it. Without a GPU the
+same rows come from small shapes in FP32, to try the script.
 
 Rows of kind `training` have the median of three steps of 64 sequences of 1,024 tokens after one that is not counted.
 Rows of kind `trainer_parity` compare log-probs, loss and gradients on equal weights and tokens.
@@ -17,6 +17,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -39,9 +40,14 @@ _MICRO_BATCH = 16384 if cases.ON_GPU else 128
 
 def measurements() -> dict[str, Callable[[], list[Row]]]:
     """Everything that can be measured here, by name."""
-    speed = {f"{n}/{p}": (lambda n=n, p=p: [speed_row(n, p)]) for n in cases.SPEED for p in cases.PRECISIONS}
+    speed = {
+        f"{name}/{precision}{'/deterministic' if exact else ''}": partial(speed_rows, name, precision, exact)
+        for name in cases.SPEED
+        for precision in cases.PRECISIONS
+        for exact in (False, True)
+    }
     parity = {
-        f"parity/{family}/{precision}": (lambda f=family, p=precision: parity_rows(f, p))
+        f"parity/{family}/{precision}": partial(parity_rows, family, precision)
         for family in cases.PARITY
         for precision in cases.PRECISIONS
     }
@@ -57,11 +63,12 @@ def megatron(config: RunConfig, arch: Architecture, weights: Mapping[str, Tensor
     return process_trainer(config, arch, weights, cases.DEVICE)
 
 
-def speed_row(name: str, precision: str) -> Row:
+def speed_rows(name: str, precision: str, deterministic: bool) -> list[Row]:
     """Tokens per second of scoring and of a whole step, and the memory of the peak."""
     case = cases.SPEED[name]
     recompute = "full" if cases.ON_GPU else "none"
     spread = [f"training.megatron.micro_batch_tokens={_MICRO_BATCH}", f"training.megatron.recompute={recompute}"]
+    spread.append(f"training.deterministic={str(deterministic).lower()}")
     config = cases.configuration(precision, *spread)
     trainer = megatron(config, case.arch, cases.RandomPolicy(case.arch))
     batch = cases.random_batch(case.arch, case.sequences, case.prompt, case.completion)
@@ -70,7 +77,7 @@ def speed_row(name: str, precision: str) -> Row:
     reports: list[Any] = []
     steps = [timed(lambda: reports.append(trainer.step(batch, cases.TEMPERATURE, None))) for _ in range(4)]
     scored, step = median(scoring[1:]), median(steps[1:])
-    return {
+    row = {
         "kind": "training",
         "trainer": "megatron",
         "model": name,
@@ -79,6 +86,7 @@ def speed_row(name: str, precision: str) -> Row:
         "tokens": tokens,
         "micro_batch_tokens": _MICRO_BATCH,
         "recompute": recompute,
+        "deterministic": deterministic,
         "logprob_seconds": scored,
         "logprob_tokens_per_second": tokens / scored,
         "step_seconds": step,
@@ -88,6 +96,7 @@ def speed_row(name: str, precision: str) -> Row:
         "grad_norm": reports[-1].grad_norm,
         "describe": trainer.describe(),
     }
+    return [row]
 
 
 def timed(work: Callable[[], object]) -> float:
