@@ -15,6 +15,7 @@ from megatron.core.dist_checkpointing.mapping import (
     is_main_replica,
 )
 from megatron.core.dist_checkpointing.strategies.checkpointable import CheckpointableShardedTensor, LocalShardsContainer
+from megatron.core.dist_checkpointing.strategies.torch import MCoreLoadPlanner
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -36,8 +37,12 @@ def load_state(folder: Path, wanted: ShardedStateDict) -> dict[str, Tensor]:
     built = dict(_built(wanted))
     parts = [part for entry in built.values() for part in _tensors(entry)]
     for part in parts:
-        part.data = torch.empty_like(part.data)
-    load(_by_key(parts), checkpoint_id=folder)
+        part.data = torch.zeros_like(part.data)
+    # How far the vocabulary is padded depends on the grid.
+    padded = {part.key: part for part in parts if part.allow_shape_mismatch}
+    whole = [part for part in parts if not part.allow_shape_mismatch]
+    planner = MCoreLoadPlanner(shapes_validation_sharded_tensors=whole, allow_shape_mismatch_sharded_tensors=padded)
+    load(_by_key(parts), checkpoint_id=folder, planner=planner)
     return {name: _merged(wanted[name], entry) for name, entry in built.items()}
 
 

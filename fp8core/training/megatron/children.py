@@ -6,6 +6,7 @@ Every process makes the same calls in the same order: children get them through 
 import signal
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -84,9 +85,10 @@ class Children:
         return self._accompany(lambda: getattr(trainer, method)(*arguments))
 
     def drop(self, key: int) -> None:
-        """Forget a trainer."""
-        self._send("drop", key, None)
-        self._accompany(lambda: None)
+        """Forget a trainer, also when a child that held it has failed."""
+        with suppress(ProcessError):
+            self._send("drop", key, None)
+            self._gather()
 
     def end(self) -> None:
         """Let go of the children and wait until they are gone; a second call does nothing."""
@@ -101,8 +103,11 @@ class Children:
         groups.leave()
 
     def _send(self, kind: str, key: int, content: object) -> None:
-        for pipe in self._pipes:
-            pipe.send((kind, key, content))
+        try:
+            for pipe in self._pipes:
+                pipe.send((kind, key, content))
+        except BrokenPipeError:
+            self._gather()
 
     def _accompany(self, own: Callable[[], Found]) -> Found:
         """Do this process's part and wait for the others'."""

@@ -106,7 +106,7 @@ def test_a_checkpoint_of_two_processes_is_read_by_one(grid_trainer, policies, ra
 
 
 def test_a_process_that_is_killed_fails_the_next_call(grid_trainer, ragged_batch):
-    (child,) = multiprocessing.active_children()
+    (child,) = grid_trainer._children._processes
     os.kill(child.pid, signal.SIGKILL)
     child.join()
     with pytest.raises(ProcessError, match=r"process \d of the Megatron trainer failed"):
