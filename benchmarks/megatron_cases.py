@@ -208,19 +208,17 @@ def transformers(config: RunConfig, arch: Architecture, weights: Mapping[str, Te
     dtype = torch.float32 if config.precision.training.linear == "fp32" else torch.bfloat16
     model = AutoModelForCausalLM.from_config(described, dtype=dtype, attn_implementation="sdpa").to(DEVICE)
     model.load_state_dict(hugging_face_names(model, weights))
-    sequences = batch.sequences.to(DEVICE)
-    logits = model(input_ids=sequences.tokens, attention_mask=sequences.valid.long()).logits[:, :-1].float()
-    chosen = logits.log_softmax(-1).gather(-1, sequences.tokens[:, 1:, None]).squeeze(-1)
-    written = chosen[sequences.completion[:, 1:]]
-    mask = batch.mask.to(DEVICE)
-    logprobs = torch.zeros(mask.shape, device=DEVICE).masked_scatter(mask, written)
+    sequences, tokens = batch.sequences, batch.sequences.tokens.to(DEVICE)
+    logits = model(input_ids=tokens, attention_mask=sequences.valid.long().to(DEVICE)).logits[:, :-1].float()
+    chosen = logits.log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1).cpu()
+    logprobs = torch.zeros(batch.mask.shape).masked_scatter(batch.mask, chosen[sequences.completion[:, 1:]])
     objective = Objective(config.loss, config.correction)
     corrected, _ = objective.corrected(batch)
-    terms = objective(logprobs, corrected.to(DEVICE), Denominator.of(batch.mask))
+    terms = objective(logprobs, corrected, Denominator.of(batch.mask))
     terms.loss.backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     norm = sum(float(gradient.double().square().sum()) for gradient in gradients.values()) ** 0.5
-    return Computed(logprobs.detach().cpu(), float(terms.loss.detach()), norm, gradients)
+    return Computed(logprobs.detach(), float(terms.loss.detach()), norm, gradients)
 
 
 def hugging_face_names(model: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -189,10 +189,9 @@ class MegatronTrainer:
         self._policy.begin(training=True)
         for pack, counts in self._dealt(batch.sequences):
             logprobs, _ = self._policy.score(pack, temperature)
-            rows = batch.rows(pack.rows).to(logprobs.device)
-            mask = _left_aligned(rows.sequences.completion, rows.mask.shape[1])
-            current = torch.zeros(mask.shape, device=logprobs.device).masked_scatter(mask, logprobs)
-            terms = self._objective(current, rows, denominator)
+            mask = _left_aligned(batch.sequences.completion[pack.rows], batch.mask.shape[1])
+            current = torch.zeros(mask.shape).masked_scatter(mask, logprobs.cpu())
+            terms = self._objective(current, batch.rows(pack.rows), denominator)
             # A pack that another process counts is computed for the experts of this one, and adds nothing.
             (terms.loss * counts).backward()
             for key, value in terms.statistics().items():
@@ -256,4 +255,4 @@ def shares(rows: int, count: int) -> list[slice]:
 
 def _left_aligned(completion: Tensor, columns: int) -> Tensor:
     """bool [B, columns]: as many leading True values in a row as it has completion tokens."""
-    return torch.arange(columns, device=completion.device) < completion.sum(-1, keepdim=True)
+    return torch.arange(columns) < completion.sum(-1, keepdim=True)
