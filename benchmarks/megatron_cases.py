@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import torch
 from safetensors.torch import load_file
@@ -102,7 +103,7 @@ class RandomPolicy(Mapping[str, Tensor]):
         shape = self._shapes[name]
         if len(shape) == 1:
             return torch.ones(shape, dtype=torch.bfloat16, device=DEVICE)
-        generator = torch.Generator(DEVICE).manual_seed(hash_of(name))
+        generator = torch.Generator(DEVICE).manual_seed(crc32(name.encode()))
         drawn = torch.randn(shape, generator=generator, device=DEVICE, dtype=torch.bfloat16)
         return drawn.mul_(shape[1] ** -0.5)
 
@@ -111,11 +112,6 @@ class RandomPolicy(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._shapes)
-
-
-def hash_of(name: str) -> int:
-    """The same in every process."""
-    return int.from_bytes(name.encode()[-7:], "little")
 
 
 def small_policy(arch: Architecture) -> dict[str, Tensor]:

@@ -87,6 +87,7 @@ def _load(engine: RolloutEngine, config: RunConfig, base: BaseModel, prompts: li
     tensors = trainer.export()
     check_report(engine.update(tensors, scales, 0), policy_digest(tensors), scales, 0)
     check_formats(engine.describe(), config.precision)
+    trainer.close()
 
 
 def _complete(

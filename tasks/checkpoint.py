@@ -85,6 +85,7 @@ def load_state(run: LiveRun, version: int) -> None:
                 run.console.note(f"{place}: {problem}; an older state is taken, and more updates are redone")
     if not seen and run.ready_trainer().version == START:
         return
+    run.ready_trainer().close()
     run.trainer = build_trainer(run.config, run.arch, run.initial_policy())
 
 
