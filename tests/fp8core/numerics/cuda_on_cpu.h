@@ -26,6 +26,7 @@ struct dim { int x, y, z; };
 inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline int min(int a, int b) { return a < b ? a : b; }
+inline int max(int a, int b) { return a > b ? a : b; }
 
 constexpr int THREADS = 128, LANES = 32, STACK = 1 << 16;
 static ucontext_t scheduler, fibers[THREADS];

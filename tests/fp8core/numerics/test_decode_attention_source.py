@@ -42,11 +42,11 @@ def on_cpu(source: str) -> str:
 
 
 @cache
-def library(folder: Path, group: int) -> ctypes.CDLL:
-    source, target = folder / f"decode{group}.cpp", folder / f"decode{group}.so"
+def library(folder: Path, group: int, tokens: int) -> ctypes.CDLL:
+    source, target = (folder / f"decode-{group}-{tokens}.{end}" for end in ("cpp", "so"))
     source.write_text(on_cpu(SOURCE.read_text()))
     row = 2 * HEAD_DIM * KV_HEADS
-    macros = {"GROUP": group, "PAGE": PAGE, "PARTITION": PARTITION, "STAGES": 2, "RESIDENT": 1}
+    macros = {"GROUP": group, "TOKENS": tokens, "PAGE": PAGE, "PARTITION": PARTITION, "STAGES": 2, "RESIDENT": 1}
     macros |= {"BLOCK_STRIDE": PAGE * row, "KEY_STRIDE": row, "HEAD_STRIDE": 2 * HEAD_DIM}
     options = [f"-D{name}={value}" for name, value in macros.items()]
     # No contraction: sums are those that are written.
@@ -71,23 +71,24 @@ class Case:
                 self.cache.view(torch.uint8)[int(self.table[i, count - 1]), length % PAGE :] = 0x7F
         self.lengths, self.group = torch.tensor(lengths, dtype=torch.int32), group
         self.scales = tuple(torch.tensor(scale) for scale in (0.004, 0.03125, 0.125))
-        self.library, self.generator = library(folder, group), generator
+        self.folder, self.generator = folder, generator
 
     def query(self, tokens: int) -> Tensor:
         heads = KV_HEADS * self.group
         return (torch.randn(tokens, heads, HEAD_DIM, generator=self.generator) * 40).to(torch.float8_e4m3fn)
 
-    def attend(self, query: Tensor, queries: Queries) -> Tensor:
-        """What the kernel writes; rows that it leaves are NaN."""
+    def attend(self, query: Tensor, queries: Queries, together: int = 1) -> Tensor:
+        """What the kernel writes, so many tokens at a time; rows that it leaves are NaN."""
         keys, values = self.cache.split(HEAD_DIM, dim=-1)
         out = torch.full(query.shape, torch.nan, dtype=torch.bfloat16)
         count, parts = len(queries.owners), -(-int(queries.lengths.max()) // PARTITION)
         partial = torch.empty(count * KV_HEADS * parts * self.group * (HEAD_DIM + 2))
         arrived = torch.zeros(count * KV_HEADS, dtype=torch.int32)
         table, owners, starts, lengths = queries
-        arguments = [query, query.stride(0), keys, values, table, table.stride(0), owners, starts, lengths]
+        arguments = [query, query.stride(0), keys, values, count, table, table.stride(0), owners, starts, lengths]
         arguments += [*self.scales, HEAD_DIM**-0.5, out, out.stride(0), partial, arrived]
-        self.library.run(*(ctypes.c_int(n) for n in (KV_HEADS, count, parts)), *map(c_value, arguments))
+        grid = (ctypes.c_int(n) for n in (KV_HEADS, -(-count // together), parts))
+        library(self.folder, self.group, together).run(*grid, *map(c_value, arguments))
         assert not arrived.any(), "counters are left as they were found"
         return out
 
@@ -139,3 +140,20 @@ def test_a_prompts_token_attends_as_if_it_were_decoded(folder: Path) -> None:
     left = case.attend(query[:3], skipping)
     assert not left[0].isnan().any()
     assert left[1:].isnan().all()
+
+
+@pytest.mark.parametrize(("group", "together"), [(4, 2), pytest.param(2, 4, marks=pytest.mark.slow)])
+def test_tokens_that_share_their_keys_do_not_change_one_another(folder: Path, group: int, together: int) -> None:
+    """Of three prompts, one of which ends inside a partition and one in the next, with neighbours of other sequences,
+    padding and one that is left out."""
+    case = Case(folder, [150, 129, 40], group)
+    starts = torch.tensor([0, 45, 54, 67], dtype=torch.int32)
+    query, queries = case.query(70), token_queries(case.table, starts, case.lengths, 70)
+    skipping = queries.starts.clone()
+    skipping[59:] += 1
+    queries = queries._replace(starts=skipping)
+    query = torch.cat((query, query[:1]))
+    alone = case.attend(query, queries)
+    assert alone[58].isnan().all()
+    assert not alone[queries.starts[:-1][queries.starts.diff() == 1].long()].isnan().any()
+    assert torch.equal(case.attend(query, queries, together).nan_to_num(7.0), alone.nan_to_num(7.0))
