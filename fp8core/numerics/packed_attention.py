@@ -82,11 +82,7 @@ class Bf16PackedAttention:
     def __call__(self, qkv: Tensor, layout: HeadLayout, pack: DevicePack, scales: LayerScales | None) -> Tensor:
         if not has_kernels(qkv):
             return _one_by_one(self._exact, qkv, layout, pack.sequences, None)
-        longest = pack.sequences.longest
-        q, k, v = heads_of(qkv, layout)
-        out = varlen_attn(q, k, v, pack.starts, pack.starts, longest, longest, window_size=(-1, 0))
-        assert isinstance(out, Tensor)
-        return out.flatten(1)
+        return _flash_attention(*heads_of(qkv, layout), pack).flatten(1)
 
 
 class Fp8PackedAttention:
@@ -118,11 +114,11 @@ class _Fp8Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         given = ctx.saved_tensors
-        pack, scales = ctx.pack, (ctx.scales.q, ctx.scales.k, ctx.scales.v)
-        longest = pack.sequences.longest
+        scales = ctx.scales.q, ctx.scales.k, ctx.scales.v
         with torch.enable_grad():
             stood_for = [_dequantised(x, scale).requires_grad_() for x, scale in zip(given, scales, strict=True)]
-            out = varlen_attn(*stood_for, pack.starts, pack.starts, longest, longest, window_size=(-1, 0))
+            q, k, v = stood_for
+            out = _flash_attention(q, k, v, ctx.pack)
         grads = torch.autograd.grad(out, stood_for, grad.view_as(out))
         kept = [g * (x.abs() <= E4M3_MAX * s) for g, x, s in zip(grads, given, scales, strict=True)]
         return (*kept, None, None, None)
@@ -140,6 +136,13 @@ def static_codes(x: Tensor, scale: float) -> Tensor:
     # Divided by a tensor: torch multiplies by the reciprocal of a number on a GPU, which is another rounding.
     divided = x.float() / _scalar(scale, x.device)
     return divided.clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn, memory_format=torch.contiguous_format)
+
+
+def _flash_attention(q: Tensor, k: Tensor, v: Tensor, pack: DevicePack) -> Tensor:
+    longest = pack.sequences.longest
+    out = varlen_attn(q, k, v, pack.starts, pack.starts, longest, longest, window_size=(-1, 0))
+    assert isinstance(out, Tensor)
+    return out
 
 
 def _dequantised(x: Tensor, scale: float) -> Tensor:

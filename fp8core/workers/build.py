@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from fp8core.config.capability import this_platform
-from fp8core.config.run import RunConfig
+from fp8core.config.precision import PrecisionContract
+from fp8core.config.run import RunConfig, TrainingConfig
 from fp8core.data.chain import ALPHABET, EOS, VOCABULARY
 from fp8core.data.jsonl import SUFFIXES
 from fp8core.data.source import build_source
@@ -70,8 +71,8 @@ def build_base(config: RunConfig) -> BaseModel:
         raise UserError("rollout.router_replay: replays the choice of experts, but the model has none")
     if config.rollout.engine == "vllm":
         check_architecture_fits(base.arch, config.precision, config.rollout.vllm)
-    if config.training.device == "cuda":
-        limits.check_architecture_fits(base.arch, config.precision)
+    if config.training.packs:
+        limits.check_architecture_fits(base.arch, config.precision, config.training.device)
     return base
 
 
@@ -82,8 +83,8 @@ def check_engine(config: RunConfig) -> None:
         UserError: vLLM is chosen and missing, of an unknown version, or without what the contract asks for; or the
             trainer is to run on a GPU that is not there, or in formats that it has not.
     """
-    if config.training.device == "cuda":
-        limits.check_contract_fits(config.precision, this_platform())
+    if config.training.packs:
+        limits.check_contract_fits(config.precision, config.training.device, this_platform())
     if config.rollout.engine == "vllm":
         build = find_build(this_platform())
         check_contract_fits(config.precision, config.rollout.vllm, build)
@@ -141,11 +142,25 @@ def build_trainer(config: RunConfig, arch: Architecture, masters: Mapping[str, T
     training = training_formats(config.precision, arch.num_layers)
     rollout = rollout_formats(config.precision, arch.num_layers)
     objective = Objective(config.loss, config.correction)
-    if config.training.device == "cpu":
+    if not config.training.packs:
         return TorchTrainer(arch, masters, training, rollout, config.training, objective)
     longest = config.rollout.vllm.max_model_len or arch.max_positions
     formats = PackedFormats(training, rollout, longest, amax_only=config.calibration.statistic == "amax")
-    return PackedTrainer(arch, masters, formats, config.training, objective, torch.device("cuda"))
+    return PackedTrainer(arch, masters, formats, config.training, objective, torch.device(config.training.device))
+
+
+def imitation_settings(config: RunConfig) -> TrainingConfig:
+    """How a warm start trains with the packed trainer, whatever the run's own optimisation is."""
+    kept = ("device", "packed", "tokens_per_pass", "activation_checkpointing", "deterministic")
+    return TrainingConfig.model_validate(config.training.model_dump(include=set(kept)))
+
+
+def build_imitator(config: RunConfig, arch: Architecture, initial: Mapping[str, Tensor]) -> Trainer:
+    """A packed trainer for the warm start: BF16 whatever the contract says, so that all start from one policy."""
+    bf16 = {"linear": "bf16", "kv_cache": "bf16"}
+    contract = PrecisionContract.model_validate({"rollout": bf16, "training": bf16, "rounding_points": "kernels"})
+    settings = {"precision": contract, "training": imitation_settings(config)}
+    return build_trainer(config.model_copy(update=settings), arch, initial)
 
 
 def build_engine(config: RunConfig, arch: Architecture) -> RolloutEngine:

@@ -1,4 +1,4 @@
-"""What the trainer on a GPU can compute: checked before anything is loaded."""
+"""What the trainer for packed sequences can compute: checked before anything is loaded."""
 
 from fp8core.config.precision import PrecisionContract
 from fp8core.errors import UserError
@@ -8,23 +8,24 @@ from fp8core.models.weights import is_linear
 from fp8core.numerics.decode_attention import HEAD_DIM, LARGEST_GROUP
 from fp8core.numerics.e4m3 import TILE
 
-_SETTING = "training.device=cuda"
+_SETTING = "training.packed"
 _POINTS = ("stepwise", "kernels")
 
 
-def check_contract_fits(contract: PrecisionContract, platform: str) -> None:
+def check_contract_fits(contract: PrecisionContract, device: str, platform: str) -> None:
     """Refuse what no kernel of this trainer computes.
 
     Args:
         contract: formats of both sides.
+        device: `cpu`, where references stand in, or `cuda`.
         platform: see `config.capability.this_platform`.
 
     Raises:
         UserError: naming the setting and what to do.
     """
     training = contract.training
-    if platform == "cpu":
-        raise UserError(f"{_SETTING}: torch sees no GPU here; set it to cpu")
+    if device == "cuda" and platform == "cpu":
+        raise UserError("training.device=cuda: torch sees no GPU here; set it to cpu")
     if training.linear == "fp32":
         raise UserError(f"{_SETTING} with precision.training.linear=fp32: set it to bf16 or fp8_block")
     if training.backward_format != training.linear:
@@ -39,8 +40,8 @@ def check_contract_fits(contract: PrecisionContract, platform: str) -> None:
         )
 
 
-def check_architecture_fits(arch: Architecture, contract: PrecisionContract) -> None:
-    """Refuse a model that no kernel of this trainer takes.
+def check_architecture_fits(arch: Architecture, contract: PrecisionContract, device: str) -> None:
+    """Refuse a model that this trainer has not, or on `cuda` no kernel for.
 
     Raises:
         UserError: naming what the model has.
@@ -49,6 +50,8 @@ def check_architecture_fits(arch: Architecture, contract: PrecisionContract) -> 
         raise UserError(
             f"{_SETTING}: the model has experts, which this trainer does not; set training.trainer=megatron"
         )
+    if device == "cpu":
+        return
     formats = training_formats(contract, arch.num_layers).stored_names()
     for name, shape in parameter_shapes(arch).items():
         if is_linear(name) and formats.of(name) == "fp8_block" and any(size % TILE for size in shape):

@@ -22,8 +22,8 @@ def contract(training=(), **shared) -> PrecisionContract:
     ],
 )
 def test_contracts_without_kernels_are_refused(refused, platform: str, reason: str) -> None:
-    with pytest.raises(UserError, match=f"^training.device=cuda.*{reason}"):
-        check_contract_fits(refused, platform)
+    with pytest.raises(UserError, match=f"^training.(device=cuda|packed).*{reason}"):
+        check_contract_fits(refused, "cuda", platform)
 
 
 @pytest.mark.parametrize(
@@ -35,17 +35,20 @@ def test_contracts_without_kernels_are_refused(refused, platform: str, reason: s
     ],
 )
 def test_models_without_kernels_are_refused(architecture, changes, precision, reason: str) -> None:
-    with pytest.raises(UserError, match=f"^training.device=cuda.*{reason}"):
-        check_architecture_fits(architecture(**{**TILED, **changes}), precision)
+    with pytest.raises(UserError, match=f"^training.(device=cuda|packed).*{reason}"):
+        check_architecture_fits(architecture(**{**TILED, **changes}), precision, "cuda")
+    check_architecture_fits(architecture(**{**TILED, **changes}), precision, "cpu")
 
 
 def test_what_fits_is_let_through(architecture) -> None:
-    check_contract_fits(contract(rounding_points="kernels"), "sm_90")
-    check_architecture_fits(architecture(**TILED), contract())
-    check_architecture_fits(architecture(), contract({"linear": "bf16", "kv_cache": "bf16"}, accept_mismatch=True))
+    check_contract_fits(contract(rounding_points="kernels"), "cuda", "sm_90")
+    check_contract_fits(contract(rounding_points="kernels"), "cpu", "cpu")
+    check_architecture_fits(architecture(**TILED), contract(), "cuda")
+    bf16 = contract({"linear": "bf16", "kv_cache": "bf16"}, accept_mismatch=True)
+    check_architecture_fits(architecture(), bf16, "cuda")
 
 
 def test_experts_are_left_to_megatron(architecture) -> None:
     experts = Experts(count=4, per_token=2, intermediate_size=128, normalise_top_k=True, sparse_step=1, dense_layers=())
     with pytest.raises(UserError, match=r"the model has experts.*training\.trainer=megatron"):
-        check_architecture_fits(architecture(family="qwen3_moe", experts=experts), contract())
+        check_architecture_fits(architecture(family="qwen3_moe", experts=experts), contract(), "cpu")
