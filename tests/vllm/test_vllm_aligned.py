@@ -199,7 +199,9 @@ def step(lengths, starts):
 def test_a_decode_step_reads_what_stays_where_it_is(builder):
     """Of a graph for four requests two are padding."""
     given = step([9, 30, 0, 0], [0, 1, 2, 2, 2])
-    queries, again = builder.build(0, given).queries, builder.build(0, given).queries
+    built, again = builder.build(0, given), builder.build(0, given).queries
+    assert built.decodes
+    queries = built.queries
     assert queries.lengths is given.seq_lens
     assert queries.block_table is given.block_table_tensor
     assert (queries.owners.tolist(), queries.starts.tolist()) == ([0, 1, 2, 3], [0, 1, 2, 3, 4])
@@ -207,6 +209,8 @@ def test_a_decode_step_reads_what_stays_where_it_is(builder):
 
 
 def test_a_step_with_prompts_has_a_query_for_each_token(builder):
-    queries = builder.build(0, step([9, 3, 1], [0, 1, 4, 5])).queries
+    built = builder.build(0, step([9, 3, 1], [0, 1, 4, 5]))
+    assert not built.decodes
+    queries = built.queries
     assert queries.owners.tolist() == [0, 1, 1, 1, 2]
     assert queries.lengths.tolist() == [9, 1, 2, 3, 1]
