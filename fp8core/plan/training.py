@@ -14,6 +14,7 @@ from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture, parameter_shapes
 from fp8core.models.formats import training_formats
 from fp8core.models.weights import is_linear
+from fp8core.plan.devices import Machine
 from fp8core.plan.needs import Need
 from fp8core.plan.rollout import longest_sequence
 from fp8core.plan.weights import HEAD, ROUTER, Shapes, count, count_parameters, is_expert, stages, stored_bytes
@@ -47,6 +48,14 @@ class Parallel:
         experts = 1 if arch.experts is None else arch.experts.count
         if experts % self.expert:
             raise UserError(f"expert {self.expert} does not divide the model's {experts} experts")
+
+
+def megatron_grid(config: RunConfig, machine: Machine) -> Parallel | None:
+    """The GPUs that the Megatron trainer takes of a machine; None where training computes on the host."""
+    if config.training.trainer != "megatron" or machine.gpu is None:
+        return None
+    spread = config.training.megatron
+    return Parallel(spread.gpus, spread.tensor_parallel, spread.pipeline_parallel, spread.expert_parallel)
 
 
 def gpu_state(arch: Architecture, parallel: Parallel) -> tuple[Need, Need]:

@@ -159,6 +159,9 @@ class TorchTrainer(PolicyTrainer[PolicyWeights]):
         self.version, self._updates = state["version"], state["updates"]
         assert self.digest() == state["digest"], f"{folder} does not hold the weights it was saved with"
 
+    def close(self) -> None:
+        """Nothing to give back."""
+
 
 def _observer(
     statistics: KvStatistics, valid: Tensor, scales: Sequence[LayerScales] | None

@@ -27,10 +27,10 @@ CUDA = torch.device("cuda")
 ARCH = Architecture(
     family="qwen3",
     vocab_size=512,
-    hidden_size=512,
-    intermediate_size=1024,
-    num_layers=4,
-    num_heads=8,
+    hidden_size=256,
+    intermediate_size=512,
+    num_layers=3,
+    num_heads=4,
     num_kv_heads=2,
     head_dim=128,
     rms_norm_eps=1e-6,
@@ -79,7 +79,7 @@ def exact(kept: PrecisionContract) -> TorchTrainer:
 
 def rows(count: int = 12) -> TokenBatch:
     generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(3, 200, (count,), generator=generator).tolist()
+    lengths = torch.randint(3, 120, (count,), generator=generator).tolist()
     drawn = [torch.randint(2, ARCH.vocab_size, (n,), generator=generator).tolist() for n in lengths]
     return TokenBatch.of([tokens[: len(tokens) // 2] for tokens in drawn], [t[len(t) // 2 :] for t in drawn])
 
