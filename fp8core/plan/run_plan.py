@@ -20,7 +20,7 @@ from fp8core.plan.rollout import (
     shipped_bytes,
     vllm_limit,
 )
-from fp8core.plan.training import EMULATED, Parallel, emulated_bytes, gpu_state, gpu_step, host_needs
+from fp8core.plan.training import EMULATED, Parallel, emulated_bytes, gpu_step, host_needs, resident_state
 from fp8core.plan.weights import ParameterCounts, StoredBytes, count_parameters
 
 _HOST = "what computes on the CPU lies there: choose a smaller model, or a machine with more memory"
@@ -123,7 +123,7 @@ def _training(
     config: RunConfig, arch: Architecture, gpu: Device, parallel: Parallel, sync: StoredBytes
 ) -> tuple[Phase, ...]:
     """Phases of GPUs that only train."""
-    state = gpu_state(arch, parallel)
+    state = resident_state(config, arch, parallel)
     return (
         Phase("training", (*state, *gpu_step(config, arch, parallel)), gpu.memory, _SPREAD),
         Phase("syncing", (*state, _sent(sync)), gpu.memory, _SPREAD),
@@ -134,7 +134,7 @@ def _sharing(
     config: RunConfig, arch: Architecture, gpu: Device, parallel: Parallel, sync: StoredBytes
 ) -> tuple[tuple[Phase, ...], CacheRoom]:
     """Phases of GPUs that generate and train in turn: masters and optimiser states stay, the engine sleeps."""
-    state = gpu_state(arch, parallel)
+    state = resident_state(config, arch, parallel)
     engine, cache = _generating(config, arch, gpu, sync)
     asleep = Need("engine asleep", ASLEEP, "CUDA context, graphs; estimate")
     left = gpu.memory - sum(need.bytes for need in state)

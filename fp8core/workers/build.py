@@ -24,7 +24,7 @@ from fp8core.plan.devices import Machine, this_machine
 from fp8core.plan.rollout import longest_sequence
 from fp8core.plan.run_plan import plan_run, refuse_unfit
 from fp8core.plan.shapes import model_shape
-from fp8core.plan.training import megatron_grid
+from fp8core.plan.training import trainer_grid
 from fp8core.rewards.verifier import build_verifier
 from fp8core.rl.objective import Objective
 from fp8core.rollout.embedded import EmbeddedEngine
@@ -109,7 +109,7 @@ def check_memory(config: RunConfig) -> None:
     here = this_machine()
     on_cpu = config.rollout.engine == "vllm" and find_build(this_platform()).platform == "cpu"
     machine = Machine(None, here.host) if on_cpu else here
-    refuse_unfit(plan_run(config, model_shape(config), machine, megatron_grid(config, machine)))
+    refuse_unfit(plan_run(config, model_shape(config), machine, trainer_grid(config, machine)))
 
 
 def check_inputs(config: RunConfig) -> None:

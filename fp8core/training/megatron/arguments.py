@@ -66,6 +66,9 @@ def transformer_arguments(
         # The loss is divided by the tokens of the whole batch before the backward pass: gradients are summed.
         "calculate_per_token_loss": True,
         "deterministic_mode": deterministic,
+        # A pass without gradients caches codes of weights by rows alone, and Transformer Engine 2.12 would reuse them
+        # in a pass that needs columns: quantising anew costs little beside the GEMMs of a pack.
+        "disable_parameter_transpose_cache": True,
         "transformer_impl": "transformer_engine" if on_gpu else "local",
         **_precision(contract),
         **_recompute(megatron),

@@ -31,5 +31,5 @@ def process_trainer(
         Objective(config.loss, config.correction),
         device,
         optimiser_for(device),
-        deterministic=config.replay.level != "tolerant",
+        deterministic=config.training.deterministic,
     )

@@ -62,6 +62,10 @@ class LocalOptimiser:
         self._adam.param_groups[0]["lr"] = learning_rate
         self._adam.step()
 
+    def gradients(self) -> dict[str, Tensor]:
+        """Of this process, by Megatron's names, after `finish`."""
+        return {name: parameter.grad for name, parameter in self._named.items() if parameter.grad is not None}
+
     def masters(self) -> dict[str, Tensor]:
         """FP32 weights of this process by Megatron's names."""
         return {name: parameter.detach() for name, parameter in self._named.items()}

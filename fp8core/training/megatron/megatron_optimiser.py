@@ -63,6 +63,10 @@ class MegatronOptimiser:
         assert updated, "Megatron did not update"
         assert float(again) == norm, f"Megatron saw a gradient norm of {again} instead of {norm}"
 
+    def gradients(self) -> dict[str, Tensor]:
+        """FP32, of this process, by Megatron's names, after `finish`."""
+        return {name: getattr(parameter, "main_grad") for name, parameter in self._named.items()}  # noqa: B009
+
     def masters(self) -> dict[str, Tensor]:
         """FP32 masters by Megatron's names: of a parameter in BF16 the part that this process updates."""
         return {name: self._master(parameter) for name, parameter in self._named.items()}

@@ -29,6 +29,10 @@ class Optimiser(Protocol):
         """Clip by the norm that `finish` returned and update."""
         ...
 
+    def gradients(self) -> dict[str, Tensor]:
+        """Of this process, by Megatron's names, after `finish`."""
+        ...
+
     def masters(self) -> dict[str, Tensor]:
         """FP32 masters of this process, whole parameters or its parts of them, by Megatron's names."""
         ...

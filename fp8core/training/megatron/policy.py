@@ -86,9 +86,8 @@ class Policy:
         return policy_of(self.arch, self._megatron, self.style, dict(found))
 
     def begin(self, training: bool) -> None:
-        """Start a pass over several packs: weights are quantised with the first, and kept for the others."""
+        """Start passes with gradients, or without: only those with gradients recompute."""
         self.model.train(training)
-        self.model.set_is_first_microbatch()
 
     def sharded(self) -> ShardedStateDict:
         """Parameters as Megatron's checkpoints describe them, by this process's names."""

@@ -62,10 +62,9 @@ def _installed(package: str) -> bool:
 
 def required_environment(config: RunConfig) -> dict[str, str]:
     """What must stand in the environment before Transformer Engine is imported."""
-    deterministic = config.replay.level != "tolerant"
     return {
         "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1" if config.precision.scale_rule == "fp32" else "0",
-        "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0" if deterministic else "1",
+        "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0" if config.training.deterministic else "1",
     }
 
 

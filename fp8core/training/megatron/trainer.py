@@ -146,6 +146,16 @@ class MegatronTrainer:
             **{key: sum(report[key] for report in reports) / len(reports) for key in reports[0]},
         )
 
+    def gradients(self, batch: RolloutBatch, temperature: float) -> tuple[float, dict[str, Tensor]]:
+        """Loss and gradients of a batch by Hugging Face name, to compare trainers; no update. For data_parallel 1."""
+        corrected, _ = self._objective.corrected(batch)
+        try:
+            loss = self._accumulate(corrected, temperature)["loss"]
+            self._optimiser.finish()
+            return loss, {n: g.clone() for n, g in self._policy.whole(self._optimiser.gradients()).items()}
+        finally:
+            self._optimiser.clear()
+
     def _observed(
         self, batch: TokenBatch, temperature: float, statistics: KvStatistics, scales: Sequence[LayerScales] | None
     ) -> Iterator[tuple[Pack, tuple[Tensor, Tensor]]]:

@@ -11,7 +11,7 @@ import torch
 from megatron_cases import FAMILIES, FP32
 from pretended_gpu import pretended_gpu
 
-from fp8core.config.precision import PrecisionContract
+from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
 from fp8core.config.run import CorrectionConfig, LossConfig, TrainingConfig
 from fp8core.models.decoder import Decoder, FullContext
 from fp8core.models.formats import reference_formats, rollout_formats
@@ -197,3 +197,42 @@ def test_experts_of_the_rollout_are_replayed(name, architecture, masters_of, rag
     assert not torch.allclose(found[mask], free[mask], rtol=0, atol=1e-3)
     steps = [trainer.step(replayed, TEMPERATURE, None) for trainer in (ours, theirs)]
     assert steps[0].grad_norm == pytest.approx(steps[1].grad_norm, rel=1e-5)
+
+
+BF16 = PrecisionContract(
+    rollout=SidePrecision(linear="bf16", kv_cache="bf16"), training=TrainingPrecision(linear="bf16", kv_cache="bf16")
+)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_weights_in_bf16_have_masters_in_fp32(shared, architecture, masters_of, ragged_batch, tmp_path):
+    """What a GPU trains with, distributed optimiser or not, in local layers."""
+    arch = architecture()
+    megatron = TRAINING.megatron.model_copy(update={"distributed_optimizer": shared})
+    training = TRAINING.model_copy(update={"megatron": megatron})
+    with pretended_gpu():
+        trainer = megatron_trainer(arch, masters_of(arch), MegatronOptimiser, training, BF16)
+        expected = megatron_trainer(arch, masters_of(arch)).logprobs(ragged_batch.sequences, TEMPERATURE, None)
+        found = trainer.logprobs(ragged_batch.sequences, TEMPERATURE, None)
+        assert float((found.logprobs - expected.logprobs)[ragged_batch.mask].abs().mean()) < 0.05
+        for _ in range(2):
+            trainer.step(ragged_batch, TEMPERATURE, None)
+        weights, masters = _named(trainer), trainer._optimiser.masters()
+        assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
+        assert {tensor.dtype for tensor in masters.values()} == {torch.float32}
+        assert all(torch.equal(masters[n].bfloat16().flatten(), w.detach().flatten()) for n, w in weights.items())
+        assert any(not torch.equal(m, m.bfloat16().float()) for m in masters.values())
+        trainer.save(tmp_path)
+        digest, after = trainer.digest(), trainer.step(ragged_batch, TEMPERATURE, None)
+        other = megatron_trainer(arch, masters_of(arch, seed=1), MegatronOptimiser, training, BF16)
+        other.load(tmp_path)
+        assert other.digest() == digest
+        assert other.step(ragged_batch, TEMPERATURE, None) == after
+
+
+def test_it_says_what_runs(architecture, masters_of):
+    arch = architecture(**FAMILIES["moe"])
+    found = megatron_trainer(arch, masters_of(arch)).describe()
+    assert found["linear"] == ["fp32", "fp32"]
+    assert (found["attention"], found["layers"], found["deterministic"]) == ("fp32", "local", False)
+    assert found["versions"]["megatron-core"].startswith("0.16")
