@@ -91,6 +91,10 @@ def service_environment(prefect: str, mlflow: str) -> dict[str, str]:
         "PREFECT_WORKER_QUERY_SECONDS": "2",
         "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_SECONDS),
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        # `prefect deployment run --watch` prints the log as it comes, and stops three seconds after the end.
+        "PREFECT_SERVER_LOGS_STREAM_OUT_ENABLED": "true",
+        "PREFECT_SERVER_LOGS_STREAM_PUBLISHING_ENABLED": "true",
+        "PREFECT_LOGGING_TO_API_BATCH_INTERVAL": "0.5",
         # Background work of MLflow that no training uses.
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
         **os.environ,

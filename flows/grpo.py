@@ -13,10 +13,11 @@ from prefect import flow, runtime
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
 from prefect.exceptions import Pause
-from prefect.states import Failed, Paused, Suspended
+from prefect.states import Paused, Suspended
 from pydantic import Field
 
 from flows.environment import bound_mlflow_requests, set_variables
+from flows.failure import failed
 from flows.guardian import Guardian
 from flows.iteration import as_task, prefect_tasks, run_iteration
 from flows.named_run import load_settings
@@ -74,11 +75,11 @@ def grpo(
         settings = load_settings(config, merged_overrides(overrides or {}, given))
         return train(settings, new_code=new_code).model_dump(mode="json")
     except (UserError, NotFiniteError, SyncError, RedoError, BoundError) as error:
-        return Failed(message=str(error))
+        return failed(str(error))
     except TrainingPaused as reason:
         return pause(str(reason))
     except StepError as error:
-        return Failed(message=str(error), data=error.__cause__)
+        return failed(str(error), error.__cause__)
 
 
 def train(config: RunConfig, *, new_code: bool = False) -> Summary:

@@ -13,10 +13,11 @@ from typing import Annotated, Any, Literal
 from prefect import flow, runtime, task
 from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
-from prefect.states import Completed, Failed
+from prefect.states import Completed
 from pydantic import Field
 
 from flows.environment import bound_mlflow_requests
+from flows.failure import failed
 from flows.grpo import grpo
 from flows.parity_night import Asked, Plan, committed, record_of, refuse
 from fp8core.config.run import RUN_NAME
@@ -70,7 +71,7 @@ def parity(
     try:
         plan = refuse(Asked(config, name, seeds, steps, variants, overrides), _date())
     except UserError as error:
-        return Failed(message=str(error))
+        return failed(str(error))
     plan.folder.mkdir(parents=True, exist_ok=True)
     print(f"parity {plan.name}: {len(plan.trainings)} trainings", flush=True)
     golden = _preflight(plan)
@@ -140,7 +141,7 @@ def _verdict(plan: Plan, golden: Golden, failures: dict[tuple[str, int], str]) -
     create_markdown_artifact(text, f"parity-{_key(plan.name)}", night.headline[:200])
     print(f"{text}\n{files[1]}\n{log_parity(night, plan.config, files)}", flush=True)
     if night.outcome == FAIL:
-        return Failed(message=night.headline)
+        return failed(night.headline)
     name = "Completed" if night.outcome == PASS else night.outcome
     return Completed(name=name, message=night.headline, data=night.model_dump(mode="json"))
 
