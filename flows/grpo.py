@@ -22,7 +22,7 @@ from flows.guardian import Guardian
 from flows.iteration import as_task, prefect_tasks, run_iteration
 from flows.named_run import load_settings
 from flows.run_artifacts import run_artifacts
-from flows.termination import stop_on_sigterm
+from flows.termination import keep_interrupt, stop_on_sigterm
 from fp8core.config.load import merged_overrides
 from fp8core.config.run import RUN_NAME, RunConfig
 from fp8core.errors import UserError
@@ -91,12 +91,14 @@ def train(config: RunConfig, *, new_code: bool = False) -> Summary:
         Guardian(config.runs / name),
         open_session(config, name, console, new_code=new_code) as session,
         run_artifacts(session) as artifacts,
+        keep_interrupt() as interrupt,
         stop_on_sigterm() as stop,
     ):
         begin(session)
         tasks = prefect_tasks(session.run.plan)
         watch(session)
         for index in range(next_step(session.run), config.steps + 1):
+            interrupt.check()
             if stop.requested:
                 leave(session, index - 1)
                 stop.carry_out()

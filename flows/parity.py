@@ -18,8 +18,8 @@ from pydantic import Field
 
 from flows.environment import bound_mlflow_requests
 from flows.failure import failed
-from flows.grpo import grpo
 from flows.parity_night import Asked, Plan, committed, record_of, refuse
+from flows.parity_training import train_one
 from fp8core.config.run import RUN_NAME
 from fp8core.errors import UserError, first_line
 from fp8core.parity.golden import Golden, preflight
@@ -31,7 +31,7 @@ from fp8core.report.parity import parity_charts, parity_html, parity_markdown
 from fp8core.report.png import draw_png
 from fp8core.report.run_data import read_run
 from tasks.logged_parity import log_parity
-from tasks.memory_watch import read_memory, watch_memory
+from tasks.memory_watch import read_memory
 from tasks.tracking_store import quiet_store_logs
 
 VariantName = Literal["bf16", "fp8-rollout", "fp8-rollout-corrected", "fp8-end-to-end", "fp8-end-to-end-kv", "stress"]
@@ -100,16 +100,15 @@ def _preflight(plan: Plan) -> Golden:
 def _train(plan: Plan) -> dict[tuple[str, int], str]:
     """Every training that is not whole yet, as a flow run of its own; returns why some failed."""
     failures = {}
-    with watch_memory(plan.folder / MEMORY):
-        for number, training in enumerate(plan.trainings, start=1):
-            where = f"{number} of {len(plan.trainings)}, {training.variant}, seed {training.seed}"
-            if committed(training.folder) == training.config.steps:
-                print(f"{where}: done before", flush=True)
-                continue
-            print(where, flush=True)
-            state = grpo(**training.parameters, return_state=True)
-            if not state.is_completed():
-                failures[training.variant, training.seed] = first_line(RuntimeError(state.message))
+    for number, training in enumerate(plan.trainings, start=1):
+        where = f"{number} of {len(plan.trainings)}, {training.variant}, seed {training.seed}"
+        if committed(training.folder) == training.config.steps:
+            print(f"{where}: done before", flush=True)
+            continue
+        print(where, flush=True)
+        state = train_one(training, plan.folder / MEMORY)
+        if not state.is_completed():
+            failures[training.variant, training.seed] = first_line(RuntimeError(state.message))
     return failures
 
 

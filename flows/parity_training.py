@@ -1,0 +1,108 @@
+"""One training of a parity run: in this process, or in one of its own where the rollout engine is not ours.
+
+vLLM reads its environment when it is imported, and what it leaves of a GPU's memory is free when its process is gone:
+
+    python -m flows.parity_training FLOW_RUN MEMORY
+
+trains what that flow run says, appends samples of its memory to the file, and stops with who started it.
+"""
+
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+from prefect import runtime, task
+from prefect.cache_policies import NO_CACHE
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.objects import State
+from prefect.flow_engine import run_flow
+from prefect.states import Crashed
+
+from flows.grpo import grpo
+from flows.lifeline import Lifeline, running
+from flows.parity_night import Training
+from tasks.memory_watch import watch_memory
+
+_INTERRUPT = b"interrupt\n"
+
+
+def train_one(training: Training, memory: Path) -> State[Any]:
+    """Train, and append samples of the process's memory to `memory`; returns how the flow run of it ended."""
+    if training.config.rollout.engine != "embedded":
+        return train_apart(training.parameters, memory)
+    with watch_memory(memory):
+        ended: State[Any] = grpo(**training.parameters, return_state=True)
+    return ended
+
+
+def train_apart(parameters: dict[str, Any], memory: Path) -> State[Any]:
+    """As `train_one`, in a process of its own; Ctrl-C and SIGTERM of this one, and its death, reach it."""
+    ended: State[Any] = _train_apart(parameters, memory.absolute(), return_state=True)
+    return ended
+
+
+@task(name="training", task_run_name="{parameters[run]}", persist_result=False, cache_policy=NO_CACHE)
+def _train_apart(parameters: dict[str, Any], memory: Path) -> State[Any]:
+    with get_client(sync_client=True) as client:
+        # Below this task, the training's flow run is shown as one of the parity run's.
+        flow_run = client.create_flow_run(grpo, parameters, parent_task_run_id=UUID(runtime.task_run.id)).id
+        code: int | str = "an exception in who started it"
+        try:
+            code = _run_child(running("flows.parity_training", str(flow_run), str(memory)))
+        finally:
+            ended = _how_it_ended(client, flow_run, code)
+    return State(type=ended.type, name=ended.name, message=ended.message)
+
+
+def _run_child(arguments: list[str]) -> int:
+    assert sys.__stdout__ is not None, "a command has a standard output"
+    child = Lifeline(arguments, sys.__stdout__.fileno())
+    try:
+        return child.wait()
+    except KeyboardInterrupt:
+        child.end(_INTERRUPT)
+        raise
+    finally:
+        child.end()
+
+
+def _how_it_ended(client: SyncPrefectClient, flow_run: UUID, code: int | str) -> State[Any]:
+    """The final state of a flow run whose process is gone; one that could not say so itself has crashed."""
+    state = client.read_flow_run(flow_run).state
+    assert state is not None, "every flow run has a state"
+    if not state.is_final():
+        state = Crashed(message=f"its process ended with {code}")
+        client.set_flow_run_state(flow_run, state, force=True)
+    return state
+
+
+def _stop_with_parent() -> None:
+    """Its Ctrl-C is ours; its end asks us to stop after the step that we are in."""
+    word = sys.stdin.buffer.readline()
+    os.kill(os.getpid(), signal.SIGINT if word == _INTERRUPT else signal.SIGTERM)
+
+
+def _train(flow_run: UUID, memory: Path) -> int:
+    """The exit code; the flow run says more."""
+    # An exception, so that the run is closed.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    threading.Thread(target=_stop_with_parent, daemon=True).start()
+    # Verifiers of the user's own lie in the working directory.
+    sys.path.insert(0, os.getcwd())
+    with get_client(sync_client=True) as client:
+        found = client.read_flow_run(flow_run)
+    try:
+        with watch_memory(memory):
+            state: Any = run_flow(grpo, found, return_type="state")
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    return 0 if state.is_completed() else 1
+
+
+if __name__ == "__main__":
+    sys.exit(_train(UUID(sys.argv[1]), Path(sys.argv[2])))
