@@ -143,15 +143,15 @@ def reward(run, index, options, prompts, rollouts):
     return ours.reward(run, index, options, prompts, rollouts)
 
 
-@step(inputs=ours.reward.spec.inputs, outputs=ours.reward.spec.outputs)
-def falls_over_ctrl_c(run, index, options, prompts, rollouts):
+@step(inputs={"rewards": "rewards"}, outputs={"seen": "rewards"})
+def falls_over_ctrl_c(run, index, options, rewards):
     if index == 2:
         try:
             signal.raise_signal(signal.SIGINT)
         except KeyboardInterrupt:
             if run.directory.path.name == "error":
                 raise ValueError("fell over it")
-    return ours.reward(run, index, options, prompts, rollouts)
+    return {"seen": rewards}
 """
 
 
@@ -243,8 +243,13 @@ def test_a_signal_in_the_last_step_does_not_stop_what_is_done(command: Any, work
 def test_ctrl_c_ends_a_training_whatever_the_code_it_comes_into_makes_of_it(
     command: Any, workplace: Path, ctrl_c: None, name: str, done: int
 ) -> None:
-    step = "pipeline.replace={reward: {uses: 'stopping_steps:falls_over_ctrl_c', needs: [prompts, rollouts]}}"
-    code, _, err = command("run", "small.yaml", "--set", f"run={name}", "--set", step)
+    step = "{name: falls, uses: 'stopping_steps:falls_over_ctrl_c', needs: [rewards]}"
+    settings = (
+        f"run={name}",
+        f"pipeline.insert=[{{after: reward, step: {step}}}]",
+        "pipeline.rewire.train.rewards=seen",
+    )
+    code, _, err = command("run", "small.yaml", *(word for setting in settings for word in ("--set", setting)))
     assert code == 128 + signal.SIGINT
     assert err == f"fp8-grpo: interrupted; fp8-grpo resume {name} continues the run\n"
     assert LedgerView.read(workplace / "runs" / name / LEDGER).last_step() == done
