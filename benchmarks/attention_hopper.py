@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8core.numerics.decode_attention import DecodeAttention
+from fp8core.numerics.decode_attention import DecodeAttention, Queries
 from fp8core.store.versions import git_state, library_versions
 
 HEADS, KV_HEADS, HEAD_DIM, LAYERS = 32, 8, 128, 8
@@ -78,7 +78,8 @@ def ours(query: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, longest: 
     )
     scales = (torch.ones((), device="cuda"),) * 3
     starts = torch.arange(len(lengths) + 1, device="cuda", dtype=torch.int32)
-    return lambda keys, values: attention(query, keys, values, table, starts, lengths, scales, out)
+    queries = Queries(table, starts[:-1], starts, lengths)
+    return lambda keys, values: attention(query, keys, values, queries, scales, out)
 
 
 def flash(query: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, longest: int, out: Tensor, name: str) -> Attend:

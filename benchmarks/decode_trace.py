@@ -24,9 +24,10 @@ STEPS = 24
 PARTS = (
     ("attention", ("decode_attention", "flash", "FlashAttn", "fmha", "prepare_varlen")),
     ("cache write", ("reshape_and_cache",)),
-    ("quantise", ("per_token_group_quant", "scaled_fp8_quant", "static_scaled", "quant")),
-    ("sampler", ("gumbel", "topk_log_softmax", "ranks_kernel", "temperature", "argmax", "reduce_kernel")),
+    ("quantise", ("per_token_group_quant", "scaled_fp8_quant", "static_scaled", "quant", "_rows_kernel")),
+    ("sampler", ("gumbel", "topk_log_softmax", "ranks_kernel", "temperature", "argmax", "reduce_kernel", "SoftMax")),
     ("linear", ("deep_gemm", "sm90_fp8", "nvjet", "cutlass", "gemm", "Gemm", "cublas")),
+    ("fused by hand (norm, rotary, activation)", ("_add_norm", "_row_codes_kernel", "_forward_kernel")),
     ("compiled (norm, rotary, activation)", ("triton_",)),
     ("copies", ("Memcpy", "Memset", "memcpy", "memset")),
 )

@@ -58,6 +58,8 @@ def rollout_table() -> str:
     base = {_cell(row): row["tokens_per_s"] for row in rows if row["precision"] == "bf16"}
     for row in rows:
         words = PRECISIONS[row["precision"]] + (", batch-invariant" if row["batch_invariant"] else "")
+        # Rows from before there was a choice are of vLLM's own model.
+        words += ", aligned" if row.get("forward") == "aligned" else ""
         decoder = DECODERS[row["decode_kernel"]]
         ratio = f"{row['tokens_per_s'] / base[_cell(row)]:.2f}x" if _cell(row) in base else "not measured"
         runs = row.get("all_tokens_per_s", [row["tokens_per_s"]])

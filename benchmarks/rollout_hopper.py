@@ -2,6 +2,7 @@
 
     python benchmarks/rollout_hopper.py --out FOLDER [--seconds 500] ENGINE [ENGINE ...]
     python benchmarks/rollout_hopper.py --out FOLDER qwen3-8b/bf16/256 qwen3-8b/fp8_linear_kv
+    python benchmarks/rollout_hopper.py --out FOLDER qwen3-8b/fp8_linear_kv/short qwen3-8b/fp8_linear_kv/aligned
 
 An engine is a model, a precision and its cells (ENGINES below); it is a process of its own and writes
 FOLDER/ENGINE.json after every cell, so that what was measured stays. Weights are random, prompts are all
@@ -26,6 +27,7 @@ from benchmarks import vllm_hopper_cases as cases
 from benchmarks.decode_trace import WORKER, decode_trace
 from benchmarks.vllm_hopper import prepare
 from fp8core.models.architecture import Architecture
+from fp8core.rollout.vllm_aligned import POINTS
 from fp8core.store.versions import git_state, library_versions
 
 ROOT = Path(__file__).parents[1]
@@ -54,6 +56,7 @@ class Engine:
     cells: tuple[Cell, ...]
     batch_invariant: bool = False
     decode_kernel: str = "fp8_decode"
+    forward: str = "stock"
     traced: tuple[int, int] | None = None
 
 
@@ -72,8 +75,14 @@ ENGINES = {
     "qwen3-8b/fp8_linear_kv/others": Engine("qwen3-8b", "fp8_linear_kv", _OTHERS),
     "qwen3-8b/fp8_linear_kv/flash": Engine("qwen3-8b", "fp8_linear_kv", (_SHORT,), decode_kernel="flash_attention"),
     "qwen3-8b/fp8_linear_kv/invariant": Engine("qwen3-8b", "fp8_linear_kv", (_SHORT,), batch_invariant=True),
+    "qwen3-8b/fp8_linear_kv/short": Engine("qwen3-8b", "fp8_linear_kv", (_SHORT,)),
+    "qwen3-8b/fp8_linear_kv/aligned": Engine("qwen3-8b", "fp8_linear_kv", (_SHORT,), forward="aligned"),
+    "qwen3-8b/fp8_linear_kv/aligned/headline": Engine(
+        "qwen3-8b", "fp8_linear_kv", _headline(1), forward="aligned", traced=(256, 2048)
+    ),
     "llama-3.1-8b/bf16": Engine("llama-3.1-8b", "bf16", (_SHORT,)),
     "llama-3.1-8b/fp8_linear_kv": Engine("llama-3.1-8b", "fp8_linear_kv", (_SHORT,)),
+    "llama-3.1-8b/fp8_linear_kv/aligned": Engine("llama-3.1-8b", "fp8_linear_kv", (_SHORT,), forward="aligned"),
 }
 
 
@@ -108,10 +117,13 @@ def architecture(model: str) -> Architecture:
 def measure(engine_of: Engine, out: Path) -> None:
     """Start an engine and time its cells."""
     arch, contract = architecture(engine_of.model), cases.contract(engine_of.precision)
+    if engine_of.forward == "aligned":
+        contract = contract.model_copy(update={"rounding_points": POINTS})
     longest = max(cell.prompt + cell.generated for cell in engine_of.cells)
     settings = cases.options(
         batch_invariant=engine_of.batch_invariant,
         decode_kernel=engine_of.decode_kernel,
+        model=engine_of.forward,
         gpu_memory_utilization=0.92,
         max_model_len=longest,
     )
@@ -144,6 +156,8 @@ def measure(engine_of: Engine, out: Path) -> None:
 def _about(engine_of: Engine, arch: Architecture, cell: Cell, described: dict[str, Any]) -> dict[str, Any]:
     about = {"kind": "rollout", "model": engine_of.model, "precision": engine_of.precision, "layers": arch.num_layers}
     about |= {"batch_invariant": engine_of.batch_invariant, "long_tailed": cell.tail}
+    flash = described["backend"]["implementation"] == "FlashAttentionImpl"
+    about |= {"forward": described["model"], "decode_kernel": "flash_attention" if flash else "fp8_decode"}
     about |= {"backend": described["backend"], "kernels": described["kernels"]}
     source = {"commit": git_state(ROOT)["commit"], "versions": library_versions()}
     return about | source | {"command": " ".join(["python benchmarks/rollout_hopper.py", *sys.argv[1:]])}

@@ -8,11 +8,11 @@ docs/performance.md. Run it on an idle machine; it takes some ten minutes on two
 
 import json
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks.trainings import ROOT, training_command
 from fp8core.store.versions import git_state, hardware, library_versions
 
 RESULTS = Path(__file__).parent / "results" / "tiny_runs.json"
@@ -49,9 +49,8 @@ def main() -> None:
 def measure(config: str, settings: list[str], run: str, folder: Path) -> Summary:
     """The summary of one training in a process of its own; runs of one seed share their warm start."""
     summary = folder / f"{run}.json"
-    command = [str(Path(sys.executable).parent / "fp8-grpo"), "run", config, "--json", str(summary)]
-    flags = [flag for setting in (f"run={run}", *settings) for flag in ("--set", setting)]
-    subprocess.run([*command, *flags], cwd=folder, check=True)
+    command = training_command(config, [f"runs={folder / 'runs'}", f"run={run}", *settings])
+    subprocess.run([*command, "--json", str(summary)], cwd=ROOT, check=True)
     content: Summary = json.loads(summary.read_text())
     return content
 

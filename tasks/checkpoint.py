@@ -1,6 +1,7 @@
 """Weights and optimiser on disk, and the policy as a Hugging Face folder beside them."""
 
 import shutil
+import time
 
 from safetensors import SafetensorError
 
@@ -38,6 +39,7 @@ def save_state(run: LiveRun, index: int) -> None:
 
     The folder holds the trainer's state, and in `policy/` the BF16 policy in the Hugging Face layout.
     """
+    began = time.perf_counter()
     uri = f"checkpoints/{index:05d}"
     folder = run.directory.path / uri
     trainer = run.ready_trainer()
@@ -58,9 +60,8 @@ def save_state(run: LiveRun, index: int) -> None:
         raise UserError(f"{folder}: the checkpoint cannot be written: {error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    run.directory.ledger.append(
-        CheckpointEntry(step=index, uri=uri, digest=folder_digest(folder), weights_digest=trainer.digest())
-    )
+    digests = {"digest": folder_digest(folder), "weights_digest": trainer.digest()}
+    run.directory.ledger.append(CheckpointEntry(step=index, uri=uri, **digests, seconds=time.perf_counter() - began))
     _prune(run, index)
 
 

@@ -17,6 +17,7 @@ from tasks.rollout import shard_folder
 
 def commit_step(run: LiveRun, index: int) -> None:
     """Write the manifest of a finished iteration and append it to the ledger; then its shards may go."""
+    began = time.perf_counter()
     manifest = _manifest(run, index)
     ref = run.directory.store.put_json("manifest", manifest.model_dump(mode="json"))
     durable.write_file(manifest_file(run.directory.path, index), f"{manifest.model_dump_json(indent=2)}\n".encode())
@@ -26,6 +27,7 @@ def commit_step(run: LiveRun, index: int) -> None:
             manifest=ref,
             weights_digest=manifest.record.weights_digest,
             committed_ms=_commit_time(run, index),
+            seconds=time.perf_counter() - began,
         )
     )
     RolloutShards(shard_folder(run, index)).clear()

@@ -18,6 +18,7 @@ from fp8core.config.steps import import_step
 from fp8core.errors import UserError, first_line
 from fp8core.store.artifacts import Ref, canonical_json
 from fp8core.store.ledger import TaskEntry
+from fp8core.store.stopwatch import stored_seconds
 from fp8core.training.trainer import NotFiniteError
 from fp8core.workers.live import LiveRun
 from tasks.sync import SyncError
@@ -106,11 +107,18 @@ def run_task(
 
 
 def _execute(run: LiveRun, index: int, name: str, key: str, body: Callable[[], dict[str, Ref]]) -> TaskResult:
-    began = time.perf_counter()
+    began, stored = time.perf_counter(), stored_seconds()
     started = time.time()
     outputs = attempt(f"step {index}, task {name}", body)
-    seconds = time.perf_counter() - began
-    entry = TaskEntry(step=index, task=name, key=key, outputs=outputs, started=started, seconds=seconds)
+    entry = TaskEntry(
+        step=index,
+        task=name,
+        key=key,
+        outputs=outputs,
+        started=started,
+        seconds=time.perf_counter() - began,
+        storing=stored_seconds() - stored,
+    )
     run.directory.ledger.append(entry)
     return TaskResult(entry, reused=False, interval=(began, time.perf_counter()))
 

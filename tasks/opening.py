@@ -11,7 +11,7 @@ import torch
 
 import fp8core
 import tasks
-from fp8core.config.capability import check_contract
+from fp8core.config.capability import check_contract, this_platform
 from fp8core.config.check import Plan, check_pipeline
 from fp8core.config.load import config_digest, may_continue
 from fp8core.config.run import RunConfig, public_dump
@@ -40,8 +40,9 @@ def plan_of(config: RunConfig) -> Plan:
         UserError: the contract is beyond the engines, the correction names what does not exist, the pipeline is
             broken, or nothing in it provides metrics or the log-probs that the loss asks for.
     """
-    # The torch trainer computes on the CPU, whatever else the machine has; so does the embedded engine.
-    check_contract(config.precision, "cpu", corrected=config.correction.method != "none")
+    # On the CPU trainer and embedded engine compute everything, whatever else the machine has.
+    platform = this_platform() if config.training.device == "cuda" else "cpu"
+    check_contract(config.precision, platform, corrected=config.correction.method != "none")
     check_engine(config)
     Objective(config.loss, config.correction)
     plan = check_pipeline(config.pipeline, CARRIED_KINDS, import_spec)

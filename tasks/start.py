@@ -19,9 +19,9 @@ from fp8core.store import durable
 from fp8core.store.artifacts import ArtifactError, ArtifactStore, Ref, canonical_json
 from fp8core.store.ledger import START
 from fp8core.store.versions import library_versions
-from fp8core.training.warm_start import TokenisedDemonstration
+from fp8core.training.warm_start import TokenisedDemonstration, warm_start_by
 from fp8core.training.warm_start import warm_start as train_on_demonstrations
-from fp8core.workers.build import build_engine, build_trainer
+from fp8core.workers.build import build_engine, build_imitator, build_trainer, imitation_settings
 from fp8core.workers.live import LiveRun
 from tasks.calibrate import covered, read_scales, store_scales
 from tasks.evaluate import heldout_accuracy, judge
@@ -133,6 +133,8 @@ def shared_weights(run: LiveRun, config: WarmStartConfig) -> dict[str, Tensor]:
 def _warm_start_key(run: LiveRun) -> str:
     sections = ("seed", "architecture", "warm_start", "data", "threads")
     settings = run.config.model_dump(mode="json", include=set(sections))
+    if run.config.training.packs:
+        settings["training"] = imitation_settings(run.config).model_dump(mode="json")
     parts = {"settings": settings, "code": run.code_version, "versions": library_versions()}
     return hashlib.sha256(canonical_json(parts, "warm_start")).hexdigest()
 
@@ -146,10 +148,10 @@ def _train(run: LiveRun, config: WarmStartConfig) -> dict[str, Tensor]:
         encode = run.tokenizer.encode
         return [TokenisedDemonstration(encode(row.question), encode(row.completion)) for row in rows]
 
-    return train_on_demonstrations(
-        run.arch,
-        run.base,
-        config,
-        demonstrations,
-        lambda step, loss: run.console.warm_start(step + 1, config.steps, loss),
-    )
+    def progress(step: int, loss: float) -> None:
+        run.console.warm_start(step + 1, config.steps, loss)
+
+    if run.config.training.packs:
+        trainer = build_imitator(run.config, run.arch, run.base)
+        return warm_start_by(trainer, config, demonstrations, progress)
+    return train_on_demonstrations(run.arch, run.base, config, demonstrations, progress)

@@ -59,16 +59,32 @@ class ArchitectureConfig(Section):
 
 
 class ChainTaskConfig(Section):
-    """The generated task: `2*7*6+0+9=`, evaluated left to right modulo 10."""
+    """The generated task: `2*7*6+0+9=`, evaluated left to right, by default modulo 10."""
 
     min_operands: int = Field(5, ge=2, le=64)
     max_operands: int = Field(5, ge=2, le=64, description="Above min_operands the prompts are ragged.")
+    modulus: Literal[10, 100, 1000] = Field(
+        10, description="Every result is taken modulo this; numbers have one, two or three digits (`07*45-03=`)."
+    )
+    operations: str = Field("+-*", pattern=r"^[-+*]{1,3}$", description="Operations that are drawn from, each once.")
+
+    @property
+    def digits(self) -> int:
+        """Of every number."""
+        return len(str(self.modulus)) - 1
 
     @model_validator(mode="after")
     def _ordered(self) -> "ChainTaskConfig":
         if self.max_operands < self.min_operands:
             raise ValueError(f"max_operands={self.max_operands} is below min_operands={self.min_operands}")
         return self
+
+    @field_validator("operations")
+    @classmethod
+    def _once(cls, operations: str) -> str:
+        if len({*operations}) < len(operations):
+            raise ValueError(f"operations={operations}: one is there twice")
+        return operations
 
 
 class DataConfig(Section):
@@ -139,6 +155,12 @@ class TrainingConfig(Section):
     """Optimisation of the policy."""
 
     trainer: Literal["torch"] = Field("torch", description="Trainer.")
+    device: Literal["cpu", "cuda"] = Field("cpu", description="Of the torch trainer.")
+    packed: bool | None = Field(
+        None,
+        description="Torch trainer for packed sequences, with Hopper's kernels or, on a CPU, their references; false "
+        "is the exact trainer that the embedded engine equals. null packs on a GPU.",
+    )
     learning_rate: float = Field(1e-4, gt=0, le=1)
     warmup_steps: int = Field(5, ge=0, le=1_000_000, description="Linear learning-rate warm-up in optimiser updates.")
     beta1: float = Field(0.9, ge=0, lt=1)
@@ -146,7 +168,42 @@ class TrainingConfig(Section):
     weight_decay: float = Field(0.0, ge=0, le=1)
     max_grad_norm: float = Field(1.0, gt=0)
     minibatches: int = Field(1, ge=1, le=1024, description="Optimiser updates per rollout batch.")
-    micro_batch: int = Field(256, ge=1, le=65536, description="Sequences in one forward and backward pass.")
+    micro_batch: int = Field(
+        256, ge=1, le=65536, description="Sequences in one forward and backward pass that are not packed."
+    )
+    tokens_per_pass: int = Field(
+        16384,
+        ge=128,
+        le=1 << 22,
+        description="Tokens in one forward and backward pass that are packed.",
+    )
+    activation_checkpointing: bool = Field(
+        False, description="Packed: keep the input of each layer alone and compute the rest again for the backward."
+    )
+    optimiser_state: Literal["fp32", "bf16"] = Field(
+        "fp32", description="Packed: format of AdamW's moments; bf16 takes half the memory."
+    )
+    deterministic: bool = Field(
+        True, description="On a GPU: only kernels whose result is the same every time, which replays need."
+    )
+
+    @property
+    def packs(self) -> bool:
+        """Whether the torch trainer is the one for packed sequences."""
+        return self.device == "cuda" if self.packed is None else self.packed
+
+    @model_validator(mode="after")
+    def _exact_on_a_cpu(self) -> "TrainingConfig":
+        if self.device == "cuda" and not self.packs:
+            raise ValueError("device=cuda with packed=false: the exact trainer computes on a CPU; set packed to null")
+        return self
+
+    @model_validator(mode="after")
+    def _narrow_moments_move(self) -> "TrainingConfig":
+        # One step changes the second moment by 1 - beta2 of itself; BF16 resolves 2^-8.
+        if self.optimiser_state == "bf16" and self.beta2 > 0.99:
+            raise ValueError(f"beta2={self.beta2}: a second moment in BF16 would not move; lower it to 0.99 or less")
+        return self
 
 
 class LossConfig(Section):

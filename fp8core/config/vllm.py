@@ -10,6 +10,11 @@ from fp8core.config.section import Section
 class VllmConfig(Section):
     """How vLLM runs; `rollout.max_batch` is its max_num_seqs."""
 
+    model: Literal["stock", "aligned"] = Field(
+        "stock",
+        description="stock runs vLLM's own model; aligned runs ours, which computes with the functions that train, so "
+        "that both sides have equal log-probs (dense models in FP8 on Hopper, rounding_points=kernels).",
+    )
     gpu_memory_utilization: float = Field(
         0.85, gt=0, le=0.98, description="Share of the device's memory for weights, workspace and KV cache."
     )
@@ -22,7 +27,9 @@ class VllmConfig(Section):
     block_size: int | None = Field(
         None, ge=1, le=1024, description="Tokens of a cache block, the unit of prefix caching; null leaves it to vLLM."
     )
-    graphs: bool = Field(True, description="torch.compile and, on a GPU, CUDA graphs; false runs eagerly.")
+    graphs: bool = Field(
+        True, description="torch.compile (not of the aligned model) and, on a GPU, CUDA graphs; false runs eagerly."
+    )
     batch_invariant: bool = Field(
         False, description="VLLM_BATCH_INVARIANT: results that do not depend on the batch where vLLM can do that."
     )

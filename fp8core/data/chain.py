@@ -1,8 +1,13 @@
-"""The generated task: `2*7*6+0+9=`, every operation applied left to right and taken modulo 10."""
+"""The generated task: `2*7*6+0+9=`, every operation applied left to right and taken modulo 10.
+
+Modulo 100 and 1000 all numbers have two and three digits, leading zeros included (`07*45-03=`): a number's place then
+follows from how many precede it, whatever the numbers are.
+"""
 
 import hashlib
 import itertools
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -38,19 +43,20 @@ class Demonstration:
     style: Style
 
 
-def running_values(question: str) -> list[int]:
-    """The value after each operation, modulo 10: `2*7*6+0+9=` gives [4, 4, 4, 3]."""
-    value, values = int(question[0]), []
-    for operation, digit in zip(question[1:-1:2], question[2:-1:2], strict=True):
-        value = _apply(operation, value, int(digit)) % 10
-        values.append(value)
+def running_values(question: str) -> list[str]:
+    """The value after each operation, as it is written: `2*7*6+0+9=` gives 4, 4, 4, 3 and `07*45-03=` 15, 12."""
+    first, *rest = re.split(r"([-+*])", question.removesuffix("="))
+    value, digits, values = int(first), len(first), []
+    for operation, number in zip(rest[0::2], rest[1::2], strict=True):
+        value = _apply(operation, value, int(number)) % 10**digits
+        values.append(f"{value:0{digits}}")
     return values
 
 
 def completion(question: str, style: Style) -> str:
     """A right completion: `#3$`, or step by step `4,4,4,3#3$`."""
     values = running_values(question)
-    work = ",".join(map(str, values)) if style == "step_by_step" else ""
+    work = ",".join(values) if style == "step_by_step" else ""
     return f"{work}#{values[-1]}{EOS}"
 
 
@@ -87,7 +93,8 @@ class ChainSource:
         return [_problem(question) for question in found]
 
     def to_check(self) -> list[Problem]:
-        return [_problem("1" + "+1" * (self._config.max_operands - 1) + "=")]
+        one = "1".zfill(self._config.digits)
+        return [_problem(self._config.operations[0].join([one] * self._config.max_operands) + "=")]
 
     def demonstrations(self, step: int, count: int, seed: int, step_by_step_share: float) -> list[Demonstration]:
         """`count` demonstrations for supervised step `step`, each step by step with the given probability.
@@ -104,8 +111,8 @@ class ChainSource:
 
     def _refuse_too_many(self, count: int) -> None:
         """The rarer a new question among the draws, the longer the search: beyond half of them it would not end."""
-        operands = range(self._config.min_operands, self._config.max_operands + 1)
-        questions = sum(10**n * len(OPERATIONS) ** (n - 1) for n in operands)
+        config, operands = self._config, range(self._config.min_operands, self._config.max_operands + 1)
+        questions = sum(config.modulus**n * len(config.operations) ** (n - 1) for n in operands)
         half = questions // HELDOUT_ONE_IN // 2
         if questions > _FEW and count > half:
             raise UserError(
@@ -119,20 +126,22 @@ class ChainSource:
 
 
 def _questions(config: ChainTaskConfig, rng: np.random.Generator) -> Iterator[str]:
-    """Endless questions: number of operands, digits and operations uniform and independent."""
-    longest = config.max_operands
-    operations = np.frombuffer(OPERATIONS.encode(), np.uint8)
-    text = np.empty((_BLOCK, 2 * longest - 1), np.uint8)
+    """Endless questions: number of operands, numbers and operations uniform and independent."""
+    longest, digits = config.max_operands, config.digits
+    operations = np.frombuffer(config.operations.encode(), np.uint8)
+    text = np.empty((_BLOCK, (digits + 1) * longest - 1), np.uint8)
     while True:
         operands = rng.integers(config.min_operands, longest, _BLOCK, endpoint=True)
-        text[:, 0::2] = rng.integers(ord("0"), ord("9"), (_BLOCK, longest), endpoint=True)
-        text[:, 1::2] = operations[rng.integers(0, len(OPERATIONS), (_BLOCK, longest - 1))]
-        for row, length in zip(text, 2 * operands - 1, strict=True):
+        numbers = rng.integers(0, config.modulus, (_BLOCK, longest))
+        for place in range(digits):
+            text[:, place :: digits + 1] = ord("0") + numbers // 10 ** (digits - 1 - place) % 10
+        text[:, digits :: digits + 1] = operations[rng.integers(0, len(operations), (_BLOCK, longest - 1))]
+        for row, length in zip(text, (digits + 1) * operands - 1, strict=True):
             yield row[:length].tobytes().decode() + "="
 
 
 def _problem(question: str) -> Problem:
-    return problem(question, str(running_values(question)[-1]))
+    return problem(question, running_values(question)[-1])
 
 
 def _apply(operation: str, left: int, right: int) -> int:

@@ -20,9 +20,10 @@ from torch import Tensor
 from fp8core.models.architecture import Architecture
 from fp8core.models.experts import MlpFormats, Routing, TopKRouting, feed_forward
 from fp8core.models.formats import Formats
+from fp8core.models.rotary import rotary_tables
 from fp8core.models.weights import LayerWeights, PolicyWeights
 from fp8core.numerics.attention import AttentionFormat
-from fp8core.numerics.elementwise import inverse_frequencies, rms_norm, rotate, scale_frequencies
+from fp8core.numerics.elementwise import rms_norm, rotate
 from fp8core.numerics.kv_scales import LayerScales
 
 Observer = Callable[[int, tuple[Tensor, Tensor, Tensor]], None]
@@ -66,13 +67,7 @@ class Decoder:
     def __init__(self, arch: Architecture, formats: Formats) -> None:
         self.arch, self.formats = arch, formats
         self._sparse = {layer: index for index, layer in enumerate(arch.sparse_layers)}
-        frequencies = inverse_frequencies(arch.head_dim, arch.rope_theta)
-        if (rope := arch.rope_scaling) is not None:
-            frequencies = scale_frequencies(
-                frequencies, rope.factor, rope.low_freq_factor, rope.high_freq_factor, rope.original_max_positions
-            )
-        angles = torch.arange(arch.max_positions).float()[:, None] * frequencies
-        self._cos, self._sin = formats.points.tables(angles.cos()), formats.points.tables(angles.sin())
+        self._cos, self._sin = (formats.points.tables(table) for table in rotary_tables(arch))
 
     def hidden(
         self,

@@ -6,6 +6,7 @@ of the policy quantises to the same bytes. `load_policy` makes stored weights re
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ from fp8core.numerics.logprobs import HeadWeight, load_head
 from fp8core.numerics.rounding import round_to_bf16
 
 SCALE_SUFFIX = "_scale_inv"
+# What tensor maps and vector loads of every width want.
+_ALIGNMENT = 256
 # The fused linear of a layer that each projection is part of.
 _FUSED = {
     "q_proj": "qkv",
@@ -111,6 +114,21 @@ def stored_weights(masters: Mapping[str, Tensor], formats: StoredNames, rule: Sc
         else:
             stored[name] = narrow
     return stored
+
+
+def in_one_buffer(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of tensors of one device, side by side in one piece of memory: one handle lends it to another process."""
+    ends = list(accumulate(_aligned(tensor.nbytes) for tensor in tensors.values()))
+    buffer = torch.empty(ends[-1], dtype=torch.uint8, device=next(iter(tensors.values())).device)
+    copies = {}
+    for (name, tensor), end in zip(tensors.items(), ends, strict=True):
+        start = end - _aligned(tensor.nbytes)
+        copies[name] = buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+    return copies
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 def layer_of(name: str) -> int | None:

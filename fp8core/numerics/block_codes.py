@@ -6,6 +6,7 @@ the device; with one, many tensors are quantised without waiting and `FiniteFlag
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -56,7 +57,7 @@ def row_codes(x: Tensor, rule: ScaleRule, flag: FiniteFlag | None = None) -> Cod
         return _encoded(quantise_rows(x.float(), rule))
     from fp8core.numerics import triton_quantise
 
-    return _launched(triton_quantise.quantise_rows, x, rule, flag)
+    return launched(partial(triton_quantise.quantise_rows, x, rule), x.device, flag)
 
 
 def row_and_column_codes(x: Tensor, rule: ScaleRule, flag: FiniteFlag | None = None) -> tuple[Codes, Codes]:
@@ -76,7 +77,7 @@ def row_and_column_codes(x: Tensor, rule: ScaleRule, flag: FiniteFlag | None = N
         return _encoded(quantise_rows(x.float(), rule)), _encoded(quantise_columns(x.float(), rule))
     from fp8core.numerics import triton_quantise
 
-    return _launched(triton_quantise.quantise_rows_and_columns, x, rule, flag)
+    return launched(partial(triton_quantise.quantise_rows_and_columns, x, rule), x.device, flag)
 
 
 def tile_codes(x: Tensor, rule: ScaleRule, flag: FiniteFlag | None = None) -> Codes:
@@ -95,14 +96,17 @@ def tile_codes(x: Tensor, rule: ScaleRule, flag: FiniteFlag | None = None) -> Co
         return _encoded(quantise_tiles(x.float(), rule))
     from fp8core.numerics import triton_quantise
 
-    return _launched(triton_quantise.quantise_tiles, x, rule, flag)
+    return launched(partial(triton_quantise.quantise_tiles, x, rule), x.device, flag)
 
 
-def _launched(
-    kernel: Callable[[Tensor, ScaleRule, Tensor], Found], x: Tensor, rule: ScaleRule, flag: FiniteFlag | None
-) -> Found:
-    seen = flag or FiniteFlag(x.device)
-    found = kernel(x, rule, seen.not_finite)
+def launched(kernel: Callable[[Tensor], Found], device: torch.device, flag: FiniteFlag | None) -> Found:
+    """Launch a kernel that sets int32 [1] when it meets NaN or infinity; without a flag of the caller's, wait and check.
+
+    Raises:
+        GroupNotFinite: the kernel met NaN or infinity and `flag` is None.
+    """
+    seen = flag or FiniteFlag(device)
+    found = kernel(seen.not_finite)
     if flag is None:
         seen.check()
     return found

@@ -1,6 +1,6 @@
-// Attention of one new token per request over a paged FP8 cache. See decode_attention.py for what it computes and why.
+// Attention of single tokens over a paged FP8 cache. See decode_attention.py for what it computes and why.
 //
-// A block serves one request, one KV head and one partition of the keys; each of its warps takes every fourth tile of 32
+// A block serves one token, one KV head and one partition of the keys; each of its warps takes every fourth tile of 32
 // keys, through a queue of its own in shared memory: no warp waits for another. Eight neighbouring lanes copy a whole row
 // of 128 bytes, because the L2 cache gives up at half of the memory's bandwidth when it is asked for less at a time. The
 // contraction of either product may be taken in any order, so a thread reads 16 bytes at a time that are its fragments as
@@ -72,6 +72,14 @@ __device__ __forceinline__ u32 round_to_e4m3(float first, float second) {
     asm("{ .reg .b16 e; cvt.rn.satfinite.e4m3x2.f32 e, %2, %1; cvt.rn.f16x2.e4m3x2 %0, e; }"
         : "=r"(y)
         : "f"(first), "f"(second));
+    return y;
+}
+
+__device__ __forceinline__ float sum_of_half2(u32 pair) {
+    float y;
+    asm("{ .reg .b16 l, h; .reg .f32 x; mov.b32 {l, h}, %1; cvt.f32.f16 %0, l; cvt.f32.f16 x, h; add.f32 %0, %0, x; }"
+        : "=f"(y)
+        : "r"(pair));
     return y;
 }
 
@@ -165,8 +173,8 @@ __device__ __forceinline__ void soften(State& state, u32 (&p)[4], float (&s)[4][
     for (int t = 0; t < 4; ++t) {
         const float first = exp2_approximate(s[t][0] - state.maximum + P_EXPONENT);
         const float second = exp2_approximate(s[t][1] - state.maximum + P_EXPONENT);
-        state.sum += first + second;
         p[t] = round_to_e4m3(first, second);
+        state.sum += sum_of_half2(p[t]);
     }
 }
 
@@ -202,10 +210,10 @@ __device__ __forceinline__ void multiply_values(
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) decode_attention(
     const u8* __restrict__ query, i64 query_stride, const u8* __restrict__ keys, const u8* __restrict__ values,
-    const int* __restrict__ block_table, i64 table_stride, const int* __restrict__ starts,
-    const int* __restrict__ lengths, const float* __restrict__ query_scale, const float* __restrict__ key_scale,
-    const float* __restrict__ value_scale, float softmax_scale, u16* __restrict__ output, i64 output_stride,
-    float* __restrict__ partial, int* __restrict__ arrived) {
+    const int* __restrict__ block_table, i64 table_stride, const int* __restrict__ owners,
+    const int* __restrict__ starts, const int* __restrict__ lengths, const float* __restrict__ query_scale,
+    const float* __restrict__ key_scale, const float* __restrict__ value_scale, float softmax_scale,
+    u16* __restrict__ output, i64 output_stride, float* __restrict__ partial, int* __restrict__ arrived) {
     extern __shared__ uint4 queue[];  // [WARPS][STAGES][STAGE], and after the last tile O of every warp
     float(*const shared_o)[GROUP][HEAD_DIM] = reinterpret_cast<float(*)[GROUP][HEAD_DIM]>(queue);
     __shared__ float shared_maximum[WARPS][8], shared_sum[WARPS][8];
@@ -236,7 +244,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) decode_attent
         }
     }
     const float scale = softmax_scale * 1.4426950408889634f * *query_scale * *key_scale;
-    const int* const blocks = block_table + request * table_stride;
+    const int* const blocks = block_table + owners[request] * table_stride;
     State state;
     state.maximum = minus_infinity();
     state.sum = 0.0f;

@@ -25,7 +25,9 @@ from fp8core.models.architecture import Architecture
 from fp8core.numerics.fingerprint import digest_of
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.rollout.engine import Completion, PolicyScales, PromptGroup, Sampling, SyncReport
+from fp8core.rollout.vllm_aligned import is_aligned
 from fp8core.rollout.vllm_experts import experts_arguments, routes_of
+from fp8core.rollout.vllm_internals import register_aligned_models
 from fp8core.rollout.vllm_layout import Slot, TensorSpec, UpdateError, check_fit, find_slots
 from fp8core.rollout.vllm_settings import (
     WORKER,
@@ -79,11 +81,14 @@ class VllmEngine:
         if build.platform == "cpu":
             # Registers the quantisation method that `engine_arguments` names.
             import fp8core.rollout.vllm_kept_linear  # noqa: F401
+        register_aligned_models()
         self._arch, self._contract, self._build = arch, contract, build
-        self._sleeps, self._routes = options.sleep, routes
+        self._sleeps, self._routes, self._aligned = options.sleep, routes, options.model == "aligned"
         self._longest = options.max_model_len or arch.max_positions
         self._folder = tempfile.TemporaryDirectory(prefix="fp8-grpo-")
-        Path(self._folder.name, "config.json").write_text(json.dumps(model_config(arch, contract)), encoding="utf-8")
+        Path(self._folder.name, "config.json").write_text(
+            json.dumps(model_config(arch, contract, options)), encoding="utf-8"
+        )
         attention = attention_backend(arch, contract, options)
         launch = Launch(self._folder.name, self._longest, max_batch, worker, attention)
         arguments = engine_arguments(contract, options, build, launch)
@@ -136,13 +141,15 @@ class VllmEngine:
     def describe(self) -> dict[str, object]:
         """Formats in the contract's words, kernel and dtype by linear, attention, passes, dtypes and scales."""
         described = self._call("policy_describe")
+        kernels = _by_layer_type(described["linears"])
         held = self._call("policy_read_back", {})["scales"] if self._has_fp8_cache() else []
         return {
             "engine": "vllm",
             "version": f"{self._build.distribution} {self._build.version}",
             **executed_formats(described, self._contract, self._arch.num_layers),
             "rounding_points": executed_points(described, self._build),
-            "kernels": _by_layer_type(described["linears"]),
+            "model": "aligned" if is_aligned(described) else "stock",
+            "kernels": dict.fromkeys(kernels, "forward_gemm") if is_aligned(described) else kernels,
             "backend": described["attention"][0],
             "passes": described["passes"],
             "custom_ops": described["custom_ops"],
@@ -163,6 +170,8 @@ class VllmEngine:
         assert self._complete, "update() comes before generate(), also after rest()"
         assert self._routes or not sampling.report_experts, "an engine started without routes reports no experts"
         self._check_requests(groups, sampling)
+        if self._aligned:
+            self._call("policy_set_temperature", sampling.temperature or 1.0)
         requests = {self._submit(group, i, sampling): (group, i) for group in groups for i in range(len(group.seeds))}
         open_: dict[int, list[Completion]] = {group.group: [] for group in groups}
         try:
@@ -245,8 +254,10 @@ class VllmEngine:
     def _submit(self, group: PromptGroup, i: int, sampling: Sampling) -> str:
         self._requests += 1
         name = f"{self._requests}"
+        # What leaves an aligned model is tempered.
+        tempered = self._aligned and sampling.temperature > 0
         parameters = SamplingParams(
-            temperature=sampling.temperature,
+            temperature=1.0 if tempered else sampling.temperature,
             max_tokens=sampling.max_new_tokens,
             # 63 bits of it: to vLLM -1 means no seed.
             seed=group.seeds[i] & _SEED_BITS,

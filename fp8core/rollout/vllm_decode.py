@@ -12,7 +12,7 @@ from torch import Tensor
 from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionImpl
 
-from fp8core.numerics.decode_attention import DecodeAttention
+from fp8core.numerics.decode_attention import DecodeAttention, Queries
 
 
 class DecodeBackend(FlashAttentionBackend):
@@ -29,16 +29,38 @@ class DecodeBackend(FlashAttentionBackend):
         return DecodeImpl
 
 
+class SharedKernel:
+    """The kernel as layers of one engine call it: compiled and given its workspace when vLLM warms up."""
+
+    def __init__(self, implementation: FlashAttentionImpl, queries: int) -> None:
+        """For the layers of an implementation; `queries` are computed at once (`DecodeAttention`)."""
+        self._heads, self._size = implementation.num_heads, implementation.head_size
+        self._group = implementation.num_queries_per_kv
+        self._longest = get_current_vllm_config().model_config.max_model_len
+        self._queries = queries
+
+    def __call__(self, layer: Any, query: Tensor, kv_cache: Tensor, queries: Queries, output: Tensor) -> None:
+        """Attention of one layer, with its scales; query and output are [tokens, heads * head_size] or split."""
+        keys, values = _keys_and_values(kv_cache, self._size)
+        attention = _attention(keys.device, keys.shape, keys.stride(), self._group, self._longest, self._queries)
+        heads = (-1, self._heads, self._size)
+        scales = (layer._q_scale, layer._k_scale, layer._v_scale)
+        attention(query.view(heads), keys, values, queries, scales, output.view(heads))
+
+
+def largest_decode_batch(config: Any) -> int:
+    """Requests of the largest decode step under a `VllmConfig`; a captured graph is padded to its own size."""
+    requests, captured = config.scheduler_config.max_num_seqs, config.compilation_config.max_cudagraph_capture_size
+    return max(int(requests), int(captured or 0))
+
+
 class DecodeImpl(FlashAttentionImpl):
     """One layer; requests with one new token are ours."""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
-        config = get_current_vllm_config()
-        self._longest = config.model_config.max_model_len
-        # A captured graph is padded to its own size.
-        captured = config.compilation_config.max_cudagraph_capture_size or 0
-        self._requests = max(config.scheduler_config.max_num_seqs, captured)
+        self._requests = largest_decode_batch(get_current_vllm_config())
+        self._kernel = SharedKernel(self, self._requests)
 
     def forward(
         self,
@@ -60,26 +82,11 @@ class DecodeImpl(FlashAttentionImpl):
         if attn_metadata is None or attn_metadata.max_query_len > 1 or attn_metadata.use_cascade:
             super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *rest, **more)
         if attn_metadata is not None:
-            self._decode(layer, query, kv_cache, attn_metadata, output)
+            lengths = attn_metadata.seq_lens
+            requests = ascending(output.device, self._requests)[: len(lengths)]
+            queries = Queries(attn_metadata.block_table, requests, attn_metadata.query_start_loc, lengths)
+            self._kernel(layer, query, kv_cache, queries, output)
         return output
-
-    def _decode(self, layer: Any, query: Tensor, kv_cache: Tensor, attn_metadata: Any, output: Tensor) -> None:
-        """The rows of requests with one new token."""
-        keys, values = _keys_and_values(kv_cache, self.head_size)
-        attention = _attention(
-            keys.device, keys.shape, keys.stride(), self.num_queries_per_kv, self._longest, self._requests
-        )
-        heads = (-1, self.num_heads, self.head_size)
-        attention(
-            query.view(heads),
-            keys,
-            values,
-            attn_metadata.block_table,
-            attn_metadata.query_start_loc,
-            attn_metadata.seq_lens,
-            (layer._q_scale, layer._k_scale, layer._v_scale),
-            output.view(heads),
-        )
 
 
 def _keys_and_values(cache: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
@@ -94,7 +101,13 @@ def _keys_and_values(cache: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
 
 @cache
 def _attention(
-    device: torch.device, shape: torch.Size, stride: tuple[int, ...], group: int, longest: int, requests: int
+    device: torch.device, shape: torch.Size, stride: tuple[int, ...], group: int, longest: int, queries: int
 ) -> DecodeAttention:
-    """One kernel and workspace for all layers, which run one after the other; made when vLLM warms up."""
-    return DecodeAttention(device, shape, stride, group, longest, requests)
+    """One kernel and workspace for all layers, which run one after the other."""
+    return DecodeAttention(device, shape, stride, group, longest, queries)
+
+
+@cache
+def ascending(device: torch.device, count: int) -> Tensor:
+    """int32 0, 1, ...; it stays where it is, for captured graphs."""
+    return torch.arange(count, dtype=torch.int32, device=device)

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fp8core.rollout.vllm_aligned import ALIGNED
+
 # Scale -> its buffer on the device, and the mirrors on the host that some attention kernels read instead; vLLM 0.24 has
 # no tensors among them.
 _BUFFERS = {"q": "_q_scale", "k": "_k_scale", "v": "_v_scale"}
@@ -25,6 +27,14 @@ def register_decode_backend() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     register_backend(AttentionBackendEnum.CUSTOM, "fp8core.rollout.vllm_decode.DecodeBackend")
+
+
+def register_aligned_models() -> None:
+    """Give vLLM the paths of the aligned models, by their names in a config.json; to be done in every process."""
+    from vllm import ModelRegistry
+
+    for name in ALIGNED.values():
+        ModelRegistry.register_model(name, f"fp8core.rollout.vllm_aligned_model:{name}")
 
 
 def probe(model: nn.Module) -> list[str]:

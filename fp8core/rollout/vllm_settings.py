@@ -25,14 +25,23 @@ from fp8core.models.quantised_checkpoint import block_fp8_section
 from fp8core.models.weights import is_linear
 from fp8core.numerics.decode_attention import HEAD_DIM, LARGEST_GROUP
 from fp8core.numerics.e4m3 import TILE
+from fp8core.rollout.vllm_aligned import (
+    POINTS,
+    SCALE_RULE,
+    aligned_compilation,
+    aligned_config,
+    check_aligned_fits,
+    check_aligned_shape,
+    is_aligned,
+)
 from fp8core.rollout.vllm_experts import FP8_KERNELS, check_experts_fit, kept_experts
 from fp8core.rollout.vllm_versions import VllmBuild
 
 WORKER = "fp8core.rollout.vllm_worker.PolicyWorker"
 KEPT = "fp8_grpo_kept"
 
-# FlashAttention 3, and ours for decode steps (`vllm_decode`).
-_FP8_BACKENDS = ("FlashAttentionImpl", "DecodeImpl")
+# FlashAttention 3, ours for decode steps (`vllm_decode`), and ours for all steps (`vllm_aligned_attention`).
+_FP8_BACKENDS = ("FlashAttentionImpl", "DecodeImpl", "AlignedImpl")
 # vLLM quantises in these passes; what they fuse is another arithmetic than the contract's.
 FUSIONS = ("fuse_norm_quant", "fuse_act_quant", "fuse_attn_quant", "enable_qk_norm_rope_fusion")
 # Operations that vLLM has kernels of its own for, and that torch.compile fuses where they are not asked for.
@@ -50,6 +59,8 @@ def check_contract_fits(contract: PrecisionContract, options: VllmConfig, build:
     Raises:
         UserError: naming the setting, the build and what to do.
     """
+    if options.model == "aligned":
+        check_aligned_fits(contract, options, build)
     where = f"{build.distribution} {build.version} on a {'GPU' if build.platform == 'cuda' else 'CPU'}"
     if contract.rollout.linear == "fp32":
         raise UserError(f"precision.rollout.linear=fp32: {where} computes in BF16 or FP8; set it to bf16 or fp8_block")
@@ -85,6 +96,8 @@ def check_architecture_fits(arch: Architecture, contract: PrecisionContract, opt
     Raises:
         UserError: naming what the model has.
     """
+    if options.model == "aligned":
+        check_aligned_shape(arch)
     check_experts_fit(arch, contract, options)
     formats = rollout_formats(contract, arch.num_layers).stored_names()
     for name, shape in parameter_shapes(arch).items():
@@ -166,7 +179,7 @@ def engine_arguments(
         "enable_prefix_caching": True,
         "enforce_eager": not options.graphs,
         "enable_sleep_mode": options.sleep,
-        "logprobs_mode": "processed_logprobs",
+        "logprobs_mode": "processed_logits" if options.model == "aligned" else "processed_logprobs",
         "disable_log_stats": True,
         "worker_extension_cls": launch.worker,
         "kv_cache_dtype": "fp8" if contract.rollout.kv_cache == "fp8" else "auto",
@@ -174,16 +187,17 @@ def engine_arguments(
     if contract.rollout.head == "fp32":
         arguments["hf_overrides"] = {"head_dtype": "float32"}
     return arguments | (
-        _cuda_arguments(contract, launch) if build.platform == "cuda" else _cpu_arguments(options, launch)
+        _cuda_arguments(contract, options, launch) if build.platform == "cuda" else _cpu_arguments(options, launch)
     )
 
 
-def _cuda_arguments(contract: PrecisionContract, launch: Launch) -> dict[str, Any]:
+def _cuda_arguments(contract: PrecisionContract, options: VllmConfig, launch: Launch) -> dict[str, Any]:
     kernels = _KERNELS if contract.rounding_points == "kernels" else ()
     custom_ops = ["+quant_fp8", *(f"+{name}" for name in kernels)]
+    own = aligned_compilation(options) if options.model == "aligned" else {}
     arguments: dict[str, Any] = {
         "attention_config": {"backend": launch.attention, "flash_attn_version": 3},
-        "compilation_config": {"custom_ops": custom_ops, "pass_config": dict.fromkeys(FUSIONS, False)},
+        "compilation_config": {"custom_ops": custom_ops, "pass_config": dict.fromkeys(FUSIONS, False), **own},
     }
     if contract.rounding_points == "kernels":
         arguments["ir_op_priority"] = {norm: ["vllm_c"] for norm in _NORMS}
@@ -207,12 +221,12 @@ def _cache_bytes(gib: float | None) -> int | None:
     return None if gib is None else int(gib * (1 << 30))
 
 
-def model_config(arch: Architecture, contract: PrecisionContract) -> dict[str, Any]:
+def model_config(arch: Architecture, contract: PrecisionContract, options: VllmConfig) -> dict[str, Any]:
     """The config.json of a policy under the contract, without tokens: the engine is told where completions end."""
     config = architecture_to_hf(arch, bos_id=None, eos_ids=[0], pad_id=None, dtype="bfloat16")
     if contract.rollout.linear == "fp8_block":
         config["quantization_config"] = block_fp8_section(_kept_modules(arch, contract))
-    return config
+    return aligned_config(config, arch) if options.model == "aligned" else config
 
 
 def _kept_modules(arch: Architecture, contract: PrecisionContract) -> Iterable[str]:
@@ -231,7 +245,8 @@ def executed_formats(described: Mapping[str, Any], contract: PrecisionContract, 
         contract means, its name says what it is.
     """
     linears = [_linear_name(described["linears"], i) for i in range(num_layers)]
-    rule = _scale_rule(described) if "fp8_block" in linears else contract.scale_rule
+    quantised = SCALE_RULE if is_aligned(described) else _scale_rule(described)
+    rule = quantised if "fp8_block" in linears else contract.scale_rule
     return {
         "linear": linears,
         "attention": "+".join(dict.fromkeys(_attention_name(layer) for layer in described["attention"])),
@@ -242,6 +257,8 @@ def executed_formats(described: Mapping[str, Any], contract: PrecisionContract, 
 
 def executed_points(described: Mapping[str, Any], build: VllmBuild) -> str:
     """The rounding points of the contract that these kernels have, or what runs where they have none of them."""
+    if is_aligned(described):
+        return POINTS
     operations, norms = described["custom_ops"], set(described["norms"])
     compiled = described["compilation"] != "NONE"
     if build.platform == "cpu":

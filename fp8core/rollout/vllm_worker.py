@@ -16,6 +16,7 @@ from fp8core.rollout.vllm_transfer import Parcel, unpack
 
 # This module is imported in the worker's process before it builds the model.
 vllm_internals.register_decode_backend()
+vllm_internals.register_aligned_models()
 
 
 class PolicyWorker:
@@ -68,6 +69,11 @@ class PolicyWorker:
             "scales": vllm_internals.read_scales(self._policy_model()),
         }
 
+    def policy_set_temperature(self, temperature: float) -> None:
+        """What an aligned model divides its logits by, above 0."""
+        model: Any = self._policy_model()
+        model.temperature = temperature
+
     @torch.inference_mode()
     def policy_clear_cache(self) -> None:
         """Zero the KV cache: after sleep it holds whatever bytes were there, NaN among them."""
@@ -79,6 +85,7 @@ class PolicyWorker:
         model, compilation = self._policy_model(), self.vllm_config.compilation_config
         passes = {k: v for k, v in vars(compilation.pass_config).items() if isinstance(v, bool)}
         return {
+            "model": type(model).__name__,
             "linears": vllm_internals.describe_linears(model),
             "attention": vllm_internals.describe_attention(model),
             "head": vllm_internals.head_dtype(model),

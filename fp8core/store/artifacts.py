@@ -22,6 +22,7 @@ from torch import Tensor
 
 from fp8core.errors import UserError
 from fp8core.store import durable
+from fp8core.store.stopwatch import storing
 from fp8core.store.tombstones import read_tombstones
 
 _FOLDER = "artifacts"
@@ -122,18 +123,22 @@ class ArtifactStore:
             return error
         return None
 
+    @storing()
     def put_back(self, ref: Ref, source: "ArtifactStore") -> None:
         """Replaces a damaged or missing file by that of another store. Raises ArtifactError; UserError (the disk)."""
         durable.ensure_file(self._root / ref.uri, source._read(ref, Path(ref.uri).suffix.removeprefix(".")))
 
+    @storing()
     def put_table(self, kind: str, table: pa.Table) -> Ref:
         """Stores a table as parquet (zstd). Raises UserError when the disk refuses."""
         return self._commit(kind, "parquet", encode_table(table))
 
+    @storing()
     def get_table(self, ref: Ref) -> pa.Table:
         """A stored table. Raises ArtifactError."""
         return decode_table(self._read(ref, "parquet"))
 
+    @storing()
     def put_tensors(self, kind: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> Ref:
         """Stores named tensors, of any device and strides, as safetensors. Raises UserError when the disk refuses."""
         copies = {
@@ -143,10 +148,12 @@ class ArtifactStore:
         header = {_METADATA_KEY: canonical_json(dict(metadata or {}), "metadata").decode()}
         return self._commit(kind, "safetensors", encode_tensors(copies, header))
 
+    @storing()
     def get_tensors(self, ref: Ref) -> dict[str, Tensor]:
         """Stored tensors, on the CPU, sorted by name. Raises ArtifactError."""
         return dict(sorted(decode_tensors(self._read(ref, "safetensors")).items()))
 
+    @storing()
     def get_metadata(self, ref: Ref) -> dict[str, str]:
         """The metadata stored with tensors. Raises ArtifactError."""
         data = self._read(ref, "safetensors")
@@ -154,10 +161,12 @@ class ArtifactStore:
         metadata: dict[str, str] = json.loads(header["__metadata__"][_METADATA_KEY])
         return metadata
 
+    @storing()
     def put_json(self, kind: str, value: Any) -> Ref:
         """Stores a value as canonical JSON. Raises UserError: NaN or infinity (with its key), the disk."""
         return self._commit(kind, "json", canonical_json(value, kind))
 
+    @storing()
     def get_json(self, ref: Ref) -> Any:
         """A stored JSON value. Raises ArtifactError."""
         return json.loads(self._read(ref, "json"))

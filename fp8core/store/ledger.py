@@ -45,6 +45,7 @@ class TaskEntry(_Entry):
     outputs: dict[str, Ref] = Field(description="Artifact name -> stored artifact.")
     started: float = Field(description="Unix seconds.")
     seconds: float = Field(ge=0, description="How long it took, by a clock that never goes back.")
+    storing: float = Field(0.0, ge=0, description="Of these, seconds of encoding, hashing, writing and reading files.")
 
 
 class StepEntry(_Entry):
@@ -55,6 +56,7 @@ class StepEntry(_Entry):
     manifest: Ref = Field(description="The step's manifest; `manifests/` holds a second copy for people.")
     weights_digest: str = Field(description="Of the policy that the step produced.")
     committed_ms: int = Field(description="Unix milliseconds.")
+    seconds: float = Field(0.0, ge=0, description="How long its manifest took, up to this line.")
 
 
 class CheckpointEntry(_Entry):
@@ -65,6 +67,7 @@ class CheckpointEntry(_Entry):
     uri: str = Field(description="Path relative to the run directory.")
     digest: str = Field(description="Of the folder (`store.folder_digest`).")
     weights_digest: str = Field(description="Of the policy in it (`numerics.fingerprint`).")
+    seconds: float = Field(0.0, ge=0, description="How long it took, up to this line.")
 
 
 class SegmentEntry(_Entry):

@@ -10,6 +10,7 @@ import pyarrow as pa
 
 from fp8core.store import durable
 from fp8core.store.artifacts import ArtifactError, decode_table, encode_table, read_checked
+from fp8core.store.stopwatch import storing
 
 
 class RolloutShards:
@@ -19,6 +20,7 @@ class RolloutShards:
         """Creates nothing before the first `append`."""
         self._folder = folder
 
+    @storing()
     def append(self, table: pa.Table) -> None:
         """Adds the rows of a table; they are on disk when this returns. Raises UserError when the disk refuses."""
         data = encode_table(table)
@@ -26,6 +28,7 @@ class RolloutShards:
         number = int(committed[-1].name.split("-")[0]) + 1 if committed else 0
         durable.write_file(self._folder / f"{number:06d}-{hashlib.sha256(data).hexdigest()}.parquet", data)
 
+    @storing()
     def read(self) -> pa.Table | None:
         """The rows of all shards in the order of their `append`, None when there is no shard.
 
@@ -45,6 +48,7 @@ class RolloutShards:
                 found.append(error)
         return found
 
+    @storing()
     def clear(self) -> None:
         """Removes the shards and their folder."""
         for path in self._committed():

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from fp8core.models.architecture import Architecture
 from fp8core.numerics.kv_scales import KvStatistics, LayerScales
 from fp8core.rl.batch import RolloutBatch, TokenBatch
 
@@ -52,6 +53,12 @@ class Trainer(Protocol):
     """A resident policy that learns."""
 
     version: int
+    arch: Architecture
+
+    @property
+    def masters(self) -> Mapping[str, Tensor]:
+        """FP32 weights by Hugging Face name, on the trainer's device."""
+        ...
 
     def logprobs(self, batch: TokenBatch, temperature: float, scales: Sequence[LayerScales] | None) -> ScoredBatch:
         """Score completion tokens under the current policy."""
@@ -63,6 +70,10 @@ class Trainer(Protocol):
 
     def step(self, batch: RolloutBatch, temperature: float, scales: Sequence[LayerScales] | None) -> TrainReport:
         """Learn from a batch: version v becomes v + 1."""
+        ...
+
+    def imitate(self, batch: TokenBatch, learning_rate: float) -> float:
+        """One update on the mean cross-entropy of the completion tokens (nats a token), which it returns."""
         ...
 
     def describe(self) -> dict[str, object]:

@@ -1,11 +1,13 @@
 """Supervised warm start: a model from scratch learns the task's two styles before GRPO chooses between them.
 
-Computed in FP32 whatever the contract says, so that every precision starts from the same policy.
+Every precision of a comparison starts from the same policy: here on a CPU the warm start is computed in FP32 whatever
+the contract says, and a resident trainer that takes it over (`warm_start_by`) is built for formats of its own.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -29,6 +31,43 @@ class TokenisedDemonstration:
 
     prompt: Sequence[int]
     completion: Sequence[int]
+
+
+class Imitator(Protocol):
+    """A trainer that learns from demonstrations too."""
+
+    @property
+    def masters(self) -> Mapping[str, Tensor]:
+        """FP32 weights, on any device."""
+        ...
+
+    def imitate(self, batch: TokenBatch, learning_rate: float) -> float:
+        """One update on the mean cross-entropy of the completion tokens, which it returns (nats a token)."""
+        ...
+
+
+def warm_start_by(
+    trainer: Imitator,
+    config: WarmStartConfig,
+    batch: Callable[[int], Sequence[TokenisedDemonstration]],
+    progress: Callable[[int, float], None],
+) -> dict[str, Tensor]:
+    """`warm_start` by the updates of a trainer, which begins with the initial weights; the same schedule and batches.
+
+    Returns:
+        FP32 weights on the CPU.
+
+    Raises:
+        NotFiniteError: the loss became NaN or infinite, or the trainer refused an update.
+    """
+    for step in range(config.steps):
+        rows = batch(step)
+        tokens = TokenBatch.of([row.prompt for row in rows], [row.completion for row in rows])
+        loss = trainer.imitate(tokens, _learning_rate(config, step))
+        if not math.isfinite(loss):
+            raise NotFiniteError(f"warm start, step {step}: the loss is {loss}")
+        progress(step, loss)
+    return {name: tensor.detach().to("cpu", torch.float32, copy=True) for name, tensor in trainer.masters.items()}
 
 
 def warm_start(
@@ -57,7 +96,7 @@ def warm_start(
     decoder = Decoder(arch, reference_formats(arch.num_layers))
     optimiser = torch.optim.AdamW(list(masters.values()), lr=config.learning_rate, betas=_BETAS, weight_decay=0.0)
     for step in range(config.steps):
-        optimiser.param_groups[0]["lr"] = config.learning_rate * _cosine(step, config.steps)
+        optimiser.param_groups[0]["lr"] = _learning_rate(config, step)
         loss = _cross_entropy(decoder, masters, batch(step))
         if not math.isfinite(loss.item()):
             raise NotFiniteError(f"warm start, step {step}: the loss is {loss.item()}")
@@ -71,10 +110,11 @@ def warm_start(
     return {name: tensor.detach() for name, tensor in masters.items()}
 
 
-def _cosine(step: int, steps: int) -> float:
-    """From 1 to 0 over the run, after a warm-up of a twentieth of it."""
-    warm = max(1, steps // 20)
-    return min(1.0, (step + 1) / warm) * 0.5 * (1 + math.cos(math.pi * step / steps))
+def _learning_rate(config: WarmStartConfig, step: int) -> float:
+    """A cosine to 0 over the run, after a warm-up of a twentieth of it."""
+    warm = max(1, config.steps // 20)
+    share = min(1.0, (step + 1) / warm) * 0.5 * (1 + math.cos(math.pi * step / config.steps))
+    return config.learning_rate * share
 
 
 def _cross_entropy(

@@ -4,10 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from fp8core.config.capability import this_platform
-from fp8core.config.run import RunConfig
+from fp8core.config.precision import PrecisionContract
+from fp8core.config.run import RunConfig, TrainingConfig
 from fp8core.data.chain import ALPHABET, EOS, VOCABULARY
 from fp8core.data.jsonl import SUFFIXES
 from fp8core.data.source import build_source
@@ -33,7 +35,10 @@ from fp8core.rollout.vllm_settings import (
     suggested_environment,
 )
 from fp8core.rollout.vllm_versions import find_build
+from fp8core.training.torch import limits
+from fp8core.training.torch.trainer import PackedFormats, PackedTrainer
 from fp8core.training.torch_trainer import TorchTrainer
+from fp8core.training.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -66,15 +71,20 @@ def build_base(config: RunConfig) -> BaseModel:
         raise UserError("rollout.router_replay: replays the choice of experts, but the model has none")
     if config.rollout.engine == "vllm":
         check_architecture_fits(base.arch, config.precision, config.rollout.vllm)
+    if config.training.packs:
+        limits.check_architecture_fits(base.arch, config.precision, config.training.device)
     return base
 
 
 def check_engine(config: RunConfig) -> None:
-    """Refuse a contract that the rollout engine of this machine cannot keep, before anything is loaded.
+    """Refuse a contract that engine or trainer cannot keep on this machine, before anything is loaded.
 
     Raises:
-        UserError: vLLM is chosen and missing, of an unknown version, or without what the contract asks for.
+        UserError: vLLM is chosen and missing, of an unknown version, or without what the contract asks for; or the
+            trainer is to run on a GPU that is not there, or in formats that it has not.
     """
+    if config.training.packs:
+        limits.check_contract_fits(config.precision, config.training.device, this_platform())
     if config.rollout.engine == "vllm":
         build = find_build(this_platform())
         check_contract_fits(config.precision, config.rollout.vllm, build)
@@ -108,33 +118,49 @@ def check_inputs(config: RunConfig) -> None:
 
 @dataclass(frozen=True)
 class EngineEnvironment:
-    """Environment variables of a rollout engine: those that decide what it computes, and those that only suggest."""
+    """Environment variables of engine and trainer: those that decide what it computes, and those that only suggest."""
 
     required: Mapping[str, str]
     suggested: Mapping[str, str]
 
 
 def engine_environment(config: RunConfig) -> EngineEnvironment:
-    """What must stand in the environment before the rollout engine is built (errors: `check_engine`)."""
-    if config.rollout.engine != "vllm":
-        return EngineEnvironment({}, {})
-    build = find_build(this_platform())
-    return EngineEnvironment(
-        required_environment(config.precision, config.rollout.vllm, build),
-        suggested_environment(config.threads, build),
-    )
+    """What must stand in the environment before engine and trainer are built (errors: `check_engine`)."""
+    required, suggested = dict[str, str](), dict[str, str]()
+    if config.training.device == "cuda" and config.training.deterministic:
+        # cuBLAS reads it when the first product is taken; torch refuses a product without it.
+        required["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    if config.rollout.engine == "vllm":
+        build = find_build(this_platform())
+        required |= required_environment(config.precision, config.rollout.vllm, build)
+        suggested |= suggested_environment(config.threads, build)
+    return EngineEnvironment(required, suggested)
 
 
-def build_trainer(config: RunConfig, arch: Architecture, masters: Mapping[str, Tensor]) -> TorchTrainer:
+def build_trainer(config: RunConfig, arch: Architecture, masters: Mapping[str, Tensor]) -> Trainer:
     """A trainer that starts from the given weights."""
-    return TorchTrainer(
-        arch,
-        masters,
-        training_formats(config.precision, arch.num_layers),
-        rollout_formats(config.precision, arch.num_layers),
-        config.training,
-        Objective(config.loss, config.correction),
-    )
+    training = training_formats(config.precision, arch.num_layers)
+    rollout = rollout_formats(config.precision, arch.num_layers)
+    objective = Objective(config.loss, config.correction)
+    if not config.training.packs:
+        return TorchTrainer(arch, masters, training, rollout, config.training, objective)
+    longest = config.rollout.vllm.max_model_len or arch.max_positions
+    formats = PackedFormats(training, rollout, longest, amax_only=config.calibration.statistic == "amax")
+    return PackedTrainer(arch, masters, formats, config.training, objective, torch.device(config.training.device))
+
+
+def imitation_settings(config: RunConfig) -> TrainingConfig:
+    """How a warm start trains with the packed trainer, whatever the run's own optimisation is."""
+    kept = ("device", "packed", "tokens_per_pass", "activation_checkpointing", "deterministic")
+    return TrainingConfig.model_validate(config.training.model_dump(include=set(kept)))
+
+
+def build_imitator(config: RunConfig, arch: Architecture, initial: Mapping[str, Tensor]) -> Trainer:
+    """A packed trainer for the warm start: BF16 whatever the contract says, so that all start from one policy."""
+    bf16 = {"linear": "bf16", "kv_cache": "bf16"}
+    contract = PrecisionContract.model_validate({"rollout": bf16, "training": bf16, "rounding_points": "kernels"})
+    settings = {"precision": contract, "training": imitation_settings(config)}
+    return build_trainer(config.model_copy(update=settings), arch, initial)
 
 
 def build_engine(config: RunConfig, arch: Architecture) -> RolloutEngine:

@@ -21,7 +21,7 @@ from fp8core.rewards.verifier import Verifier
 from fp8core.rollout.engine import RolloutEngine
 from fp8core.store.ledger import START
 from fp8core.store.run_directory import RunDirectory
-from fp8core.training.torch_trainer import TorchTrainer
+from fp8core.training.trainer import Trainer
 
 
 @dataclass
@@ -45,16 +45,16 @@ class LiveRun:
     git: dict[str, JsonValue]
     console: Console
     base: Mapping[str, Tensor] = field(repr=False)
-    trainer: TorchTrainer | None = field(default=None, repr=False)
+    trainer: Trainer | None = field(default=None, repr=False)
     engine: RolloutEngine | None = field(default=None, repr=False)
-    reference: TorchTrainer | None = field(default=None, repr=False)
+    reference: Trainer | None = field(default=None, repr=False)
 
     def initial_policy(self) -> Mapping[str, Tensor]:
         """Weights of policy 0: what the warm start made, or the checkpoint the run began with."""
         weights = self.directory.ledger.tasks(START)["warm_start"].outputs.get("weights")
         return self.base if weights is None else self.directory.store.get_tensors(weights)
 
-    def ready_trainer(self) -> TorchTrainer:
+    def ready_trainer(self) -> Trainer:
         """The trainer; the run must have been started."""
         assert self.trainer is not None, "the run has no policy yet"
         return self.trainer

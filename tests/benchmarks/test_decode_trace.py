@@ -46,4 +46,11 @@ def test_every_kernel_has_a_part(benchmark: ModuleType) -> None:
     assert part_of("nvjet_sm90_tss_256x128") == "linear"
     assert part_of("triton_red_fused_add_rms_norm_per_token_group_fp8_quant_2") == "quantise"
     assert part_of("triton_red_fused_3") == "compiled (norm, rotary, activation)"
+    assert (
+        part_of("_add_norm_row_codes_kernel")
+        == part_of("_forward_kernel")
+        == "fused by hand (norm, rotary, activation)"
+    )
+    assert part_of("_rows_kernel") == "quantise"
+    assert part_of("cunn_SoftMaxForward") == "sampler"
     assert part_of("_gather_block_tables_kernel") == "other"

@@ -5,7 +5,13 @@ import torch
 from torch import Tensor
 
 from fp8core.numerics.attention import Fp8Attention, Fp32Attention
-from fp8core.numerics.decode_attention import HEAD_DIM, DecodeAttention, decode_attention_reference
+from fp8core.numerics.decode_attention import (
+    HEAD_DIM,
+    DecodeAttention,
+    Queries,
+    decode_attention_reference,
+    token_queries,
+)
 from fp8core.numerics.kv_scales import LayerScales
 
 # Smaller than the default, so that requests have several.
@@ -38,20 +44,30 @@ class Case:
         self.query, self.table = query.cuda(), table.cuda()
         self.lengths = torch.tensor(lengths, dtype=torch.int32, device="cuda")
         self.scales = tuple(torch.tensor(scale, device="cuda") for scale in (0.0625, 0.03125, 0.125))
-        self.attention = DecodeAttention(
-            self.keys.device, self.keys.shape, self.keys.stride(), group, 9000, 64, partition=PARTITION
+        self.attention = self.kernel(64)
+
+    def kernel(self, at_once: int) -> DecodeAttention:
+        group = self.query.shape[1] // self.keys.shape[2]
+        return DecodeAttention(
+            self.keys.device, self.keys.shape, self.keys.stride(), group, 9000, at_once, partition=PARTITION
         )
 
-    def run(self, rows: slice = slice(None)) -> Tensor:
-        """Of some requests, one token each."""
+    def queries(self, rows: slice = slice(None)) -> Queries:
+        """One token of each of some requests."""
         lengths = self.lengths[rows]
         starts = torch.arange(len(lengths) + 1, dtype=torch.int32, device="cuda")
-        out = torch.full(self.query[rows].shape, torch.nan, dtype=torch.bfloat16, device="cuda")
-        self.attention(self.query[rows], self.keys, self.values, self.table[rows], starts, lengths, self.scales, out)
+        return Queries(self.table[rows], starts[:-1], starts, lengths)
+
+    def run(self, rows: slice = slice(None)) -> Tensor:
+        return self.attend(self.query[rows], self.queries(rows), self.attention)
+
+    def attend(self, query: Tensor, queries: Queries, attention: DecodeAttention) -> Tensor:
+        out = torch.full(query.shape, torch.nan, dtype=torch.bfloat16, device="cuda")
+        attention(query, self.keys, self.values, queries, self.scales, out)
         return out
 
     def expected(self) -> Tensor:
-        return decode_attention_reference(self.query, self.keys, self.values, self.table, self.lengths, self.scales)
+        return decode_attention_reference(self.query, self.keys, self.values, self.queries(), self.scales)
 
 
 @pytest.mark.parametrize(("kv_heads", "group", "page"), [(8, 4, 16), (2, 8, 16), (1, 1, 16), (3, 2, 64), (4, 5, 128)])
@@ -65,11 +81,7 @@ def test_equals_the_reference(kv_heads: int, group: int, page: int) -> None:
 
 
 def test_is_the_contracts_attention() -> None:
-    """As near to attention without rounded weights as FP8 weights are, whatever maximum they are relative to.
-
-    Where one key takes most of the weight, its own rounding is nearly all of the error: relative to the exact maximum
-    it is 1 and has none, so spread scores are compared.
-    """
+    """As near to attention without rounded weights as FP8 weights are, whatever maximum they are relative to."""
     case = Case([700], 8, 4, 16)
     blocks = case.table[0, : -(-700 // 16)].long()
     _, k_scale, v_scale = (float(scale) for scale in case.scales)
@@ -119,22 +131,49 @@ def test_rows_of_prompts_stay_as_they_are() -> None:
     query = torch.zeros(int(starts[-1]), *case.query.shape[1:], device="cuda").to(case.query.dtype)
     query[starts[single].long().cuda()] = case.query[single.cuda()]
     out = torch.full(query.shape, 7.0, dtype=torch.bfloat16, device="cuda")
-    case.attention(query, case.keys, case.values, case.table, starts.cuda(), case.lengths, case.scales, out)
+    owners = torch.arange(len(LENGTHS), dtype=torch.int32, device="cuda")
+    queries = Queries(case.table, owners, starts.cuda(), case.lengths)
+    case.attention(query, case.keys, case.values, queries, case.scales, out)
     decoded = torch.zeros(len(out), dtype=torch.bool)
     decoded[starts[single].long()] = True
     assert torch.equal(out[decoded.cuda()], expected[single.cuda()])
     assert (out[~decoded.cuda()] == 7.0).all()
 
 
+@pytest.mark.parametrize("at_once", [64, 7])
+def test_a_token_of_a_prompt_attends_as_if_it_were_decoded(at_once: int) -> None:
+    """Prompts of 100 new tokens, in one call and in parts, against one call for each token; then a token of padding."""
+    case = Case([1500, 100, 0, 340], 8, 4, 16)
+    generator = torch.Generator().manual_seed(7)
+    starts = torch.tensor([0, 100, 200, 200, 300], dtype=torch.int32, device="cuda")
+    query = (torch.randn(301, 32, HEAD_DIM, generator=generator) * 40).to(torch.float8_e4m3fn).cuda()
+    found = case.attend(query, token_queries(case.table, starts, case.lengths, 301), case.kernel(at_once))
+    one = torch.tensor([0, 1], dtype=torch.int32, device="cuda")
+    for request, first in ((0, 0), (1, 100), (3, 200)):
+        for i in (0, 1, 31, 50, 99):
+            length = case.lengths[request : request + 1] - 99 + i
+            alone = Queries(case.table[request : request + 1], one[:1], one, length)
+            token = slice(first + i, first + i + 1)
+            assert torch.equal(case.attend(query[token], alone, case.attention), found[token])
+    assert (found[300] == 0).all()
+
+
+def test_one_weight_that_dominates_is_exact() -> None:
+    """Relative to a power of two that is not its maximum, and divided by what it was rounded to."""
+    case = Case([1], 8, 4, 16)
+    expected = case.values[case.table[0, 0].long(), 0].double() * float(case.scales[2])
+    assert torch.equal(case.run()[0], expected.repeat_interleave(4, dim=0).bfloat16())
+
+
 def test_replays_in_a_graph() -> None:
     case = Case(LENGTHS, 8, 4, 16)
     expected = case.run()
     out = torch.zeros_like(expected)
-    starts = torch.arange(len(LENGTHS) + 1, dtype=torch.int32, device="cuda")
+    queries = case.queries()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        case.attention(case.query, case.keys, case.values, case.table, starts, case.lengths, case.scales, out)
+        case.attention(case.query, case.keys, case.values, queries, case.scales, out)
     for _ in range(3):
         out.fill_(torch.nan)
         graph.replay()

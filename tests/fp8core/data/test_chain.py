@@ -1,8 +1,11 @@
+import hashlib
+import re
 from collections import Counter
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from fp8core.config.run import ChainTaskConfig
 from fp8core.data.chain import ALPHABET, EOS, OPERATIONS, ChainSource, completion, running_values
@@ -12,25 +15,40 @@ from fp8core.rewards.chain import ChainVerifier
 
 FIVE = ChainSource(ChainTaskConfig())
 RAGGED = ChainSource(ChainTaskConfig(min_operands=2, max_operands=7))
+WIDE = ChainSource(ChainTaskConfig(min_operands=2, max_operands=12, modulus=1000, operations="*-"))
 
 
 @pytest.mark.parametrize(
     ("question", "values"),
     [
-        ("2*7*6+0+9=", [4, 4, 4, 3]),
-        ("0-1-1-9+3=", [9, 8, 9, 2]),
-        ("9+9=", [8]),
-        ("3-5*9=", [8, 2]),
-        ("9*9*9*9*9=", [1, 9, 1, 9]),
+        ("2*7*6+0+9=", "4,4,4,3"),
+        ("0-1-1-9+3=", "9,8,9,2"),
+        ("9+9=", "8"),
+        ("3-5*9=", "8,2"),
+        ("9*9*9*9*9=", "1,9,1,9"),
+        ("07*45-03=", "15,12"),
+        ("99*99=", "01"),
+        ("00-01+06=", "99,05"),
+        ("999*999-002=", "001,999"),
     ],
 )
-def test_running_values(question: str, values: list[int]) -> None:
-    assert running_values(question) == values
+def test_running_values(question: str, values: str) -> None:
+    assert running_values(question) == values.split(",")
 
 
 def test_completions_of_both_styles() -> None:
     assert completion("2*7*6+0+9=", "bare") == "#3$"
     assert completion("2*7*6+0+9=", "step_by_step") == "4,4,4,3#3$"
+    assert completion("07*45-03=", "bare") == "#12$"
+    assert completion("07*45-03=", "step_by_step") == "15,12#12$"
+
+
+@pytest.mark.parametrize(("source", "digest"), [(FIVE, "164d23"), (RAGGED, "9e68b2")])
+def test_the_stream_of_a_seed_stays(source: ChainSource, digest: str) -> None:
+    """Recorded runs are made again from their seeds: other questions for a seed are another task."""
+    rows = [row.question + row.completion for row in source.demonstrations(3, 300, 7, 0.45)]
+    rows += [row.question + row.reference for row in (*source.training(5, 300, 2), *source.heldout(100))]
+    assert hashlib.sha256("\n".join(rows).encode()).hexdigest()[:6] == digest
 
 
 @settings(max_examples=30, deadline=None)
@@ -40,7 +58,7 @@ def test_training_is_pure_and_never_held_out(step: int, count: int, seed: int) -
     assert problems == ChainSource(ChainTaskConfig(min_operands=2, max_operands=7)).training(step, count, seed)
     assert len(problems) == count
     assert not any(is_heldout(problem.question) for problem in problems)
-    assert all(problem.reference == str(running_values(problem.question)[-1]) for problem in problems)
+    assert all(problem.reference == running_values(problem.question)[-1] for problem in problems)
 
 
 def test_the_training_set_is_named_by_the_settings() -> None:
@@ -80,6 +98,27 @@ def test_the_question_to_check_is_the_longest() -> None:
     (longest,) = ChainSource(ChainTaskConfig(min_operands=3, max_operands=6)).to_check()
     assert longest.question == "1+1+1+1+1+1="
     assert longest.reference == "6"
+    (longest,) = WIDE.to_check()
+    assert longest.question == "*".join(["001"] * 12) + "="
+    assert longest.reference == "001"
+
+
+def test_numbers_below_the_modulus_have_all_its_digits() -> None:
+    numbers, operations = Counter[str](), Counter[str]()
+    for problem in WIDE.training(0, 3000, 0):
+        assert re.fullmatch(r"[0-9]{3}([*-][0-9]{3}){1,11}=", problem.question)
+        numbers.update(re.findall("[0-9]+", problem.question))
+        operations.update(re.findall("[*-]", problem.question))
+    assert len(numbers) == 1000
+    hundreds = Counter(number[0] for number in numbers.elements())
+    assert all(abs(count * 10 / hundreds.total() - 1) < 0.1 for count in hundreds.values())
+    assert abs(operations["*"] / operations.total() - 0.5) < 0.02
+
+
+@pytest.mark.parametrize("operations", ["", "/", "++", "+-*+", "+ "])
+def test_operations_are_some_of_three_each_once(operations: str) -> None:
+    with pytest.raises(ValidationError, match="operations"):
+        ChainTaskConfig(operations=operations)
 
 
 def test_operands_operations_and_lengths_are_uniform() -> None:
@@ -93,16 +132,19 @@ def test_operands_operations_and_lengths_are_uniform() -> None:
         assert all(abs(count * kinds / counts.total() - 1) < 0.1 for count in counts.values())
 
 
-def test_demonstrations_are_right_in_the_asked_styles() -> None:
-    demonstrations = RAGGED.demonstrations(3, 4000, 1, 0.4)
-    assert demonstrations == RAGGED.demonstrations(3, 4000, 1, 0.4)
+@pytest.mark.parametrize("source", [RAGGED, WIDE])
+def test_demonstrations_are_right_in_the_asked_styles(source: ChainSource) -> None:
+    demonstrations = source.demonstrations(3, 4000, 1, 0.4)
+    assert demonstrations == source.demonstrations(3, 4000, 1, 0.4)
     assert abs(sum(demo.style == "step_by_step" for demo in demonstrations) / 4000 - 0.4) < 0.03
     for demo in demonstrations:
-        reference = str(running_values(demo.question)[-1])
+        reference = running_values(demo.question)[-1]
         assert not is_heldout(demo.question)
         assert set(demo.question + demo.completion) <= set(ALPHABET)
         assert demo.completion.endswith(EOS)
-        assert ("," in demo.completion) == (demo.style == "step_by_step" and len(demo.question) > 4)
+        assert ("," in demo.completion) == (
+            demo.style == "step_by_step" and len(re.findall("[-+*]", demo.question)) > 1
+        )
         verdict = ChainVerifier().score(demo.question, demo.completion.removesuffix(EOS), reference, "stop")
         assert verdict.outcome == "right"
 

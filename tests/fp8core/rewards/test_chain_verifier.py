@@ -30,7 +30,38 @@ def test_verdicts(completion: str, finish: str, outcome: str) -> None:
     assert (verdict.detail == "") == (outcome == "right")
 
 
-@pytest.mark.parametrize("reference", ["", "33", "x", "#### 3"])
-def test_a_reference_that_is_no_digit_is_the_datas_mistake(reference: str) -> None:
-    with pytest.raises(UserError, match=r"the reference of '2\+2=' is .*, not one digit"):
+@pytest.mark.parametrize(
+    ("completion", "outcome"),
+    [
+        ("15,12#12", "right"),
+        ("#99#12", "right"),
+        ("#21", "wrong"),
+        ("#012", "unparsed"),
+        ("#2", "unparsed"),
+        ("#-2", "unparsed"),
+        ("#12\n", "unparsed"),
+        ("#12\0", "unparsed"),
+        ("#1２", "unparsed"),
+        ("#١٢", "unparsed"),
+        ("#¹²", "unparsed"),
+        ("#1.", "unparsed"),
+        ("#12#", "unparsed"),
+        ("#12,12", "unparsed"),
+        ("#" + "12" * 100_000, "unparsed"),
+        ("\ud800#1\udfff", "unparsed"),
+    ],
+)
+def test_numbers_of_several_digits_are_compared_digit_by_digit(completion: str, outcome: str) -> None:
+    assert ChainVerifier().score("07*45-03=", completion, "12", "stop").outcome == outcome
+    assert ChainVerifier().score("07*45-03=", completion, "12", "length").outcome == "unparsed"
+
+
+def test_a_leading_zero_belongs_to_the_answer() -> None:
+    assert ChainVerifier().score("99*99=", "#01", "01", "stop").outcome == "right"
+    assert ChainVerifier().score("99*99=", "#1", "01", "stop").outcome == "unparsed"
+
+
+@pytest.mark.parametrize("reference", ["", "3333", "x", "#### 3", "-3", "３", "3\n"])
+def test_a_reference_that_is_no_number_of_the_task_is_the_datas_mistake(reference: str) -> None:
+    with pytest.raises(UserError, match=r"the reference of '2\+2=' is .*, not one to three digits"):
         ChainVerifier().score("2+2=", "#4", reference, "stop")

@@ -153,20 +153,20 @@ def test_models_that_do_not_fit_are_refused(architecture):
 
 def test_config_json_says_which_modules_stay_in_bf16(architecture):
     contract = FP8.model_copy(update={"bf16_first_layers": 1})
-    section = model_config(architecture(**TRUE_TILES), contract)["quantization_config"]
+    section = model_config(architecture(**TRUE_TILES), contract, VllmConfig())["quantization_config"]
     assert (section["quant_method"], section["weight_block_size"]) == ("fp8", [128, 128])
     kept = section["modules_to_not_convert"]
     assert kept[0] == "lm_head"
     assert {name.split(".")[2] for name in kept[1:]} == {"0"}
     assert len(kept) == 8
-    assert "quantization_config" not in model_config(architecture(), BF16)
+    assert "quantization_config" not in model_config(architecture(), BF16, VllmConfig())
 
 
 def test_config_json_keeps_routers_and_experts_apart(architecture):
     experts = replace(EXPERTS, sparse_step=2)
     arch = architecture(**TRUE_TILES, family="qwen3_moe", num_layers=4, experts=experts)
     contract = FP8.model_copy(update={"bf16_last_layers": 2})
-    kept = model_config(arch, contract)["quantization_config"]["modules_to_not_convert"]
+    kept = model_config(arch, contract, VllmConfig())["quantization_config"]["modules_to_not_convert"]
     assert {name for name in kept if ".mlp." in name} == {
         "model.layers.1.mlp.gate",
         *(f"model.layers.2.mlp.{name}_proj" for name in ("gate", "up", "gate_up", "down")),
@@ -198,7 +198,12 @@ def test_kernels_of_its_own_are_asked_for_by_the_contract():
     ],
 )
 def test_rounding_points_are_read_from_what_vllm_resolved(build, compilation, operations, norms, points):
-    described = {"compilation": compilation, "custom_ops": operations, "norms": norms * 2}
+    described = {
+        "model": "Qwen3ForCausalLM",
+        "compilation": compilation,
+        "custom_ops": operations,
+        "norms": norms * 2,
+    }
     assert executed_points(described, build) == points
 
 
@@ -214,6 +219,7 @@ def _described(**changes):
     linear = {"kernel": "DeepGemmFp8BlockScaledMMKernel", "dtype": "float8_e4m3fn"}
     names = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
     return {
+        "model": "Qwen3ForCausalLM",
         "linears": {f"model.layers.{layer}.{name}": dict(linear) for layer in (0, 1) for name in names},
         "attention": [{"implementation": "FlashAttentionImpl", "version": 3, "cache": "fp8"} for _ in range(2)],
         "head": "float32",

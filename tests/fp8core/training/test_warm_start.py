@@ -4,10 +4,13 @@ import pytest
 import torch
 
 from fp8core.config.run import WarmStartConfig
+from fp8core.models.decoder import Decoder, FullContext
+from fp8core.models.formats import reference_formats
 from fp8core.models.weights import StoredNames, load_policy, stored_weights
 from fp8core.numerics.fingerprint import policy_digest
+from fp8core.numerics.logprobs import token_logprobs
 from fp8core.training.trainer import NotFiniteError
-from fp8core.training.warm_start import TokenisedDemonstration, warm_start
+from fp8core.training.warm_start import TokenisedDemonstration, warm_start, warm_start_by
 
 STEPS = 12
 
@@ -135,3 +138,60 @@ def test_a_gradient_that_is_not_finite_is_refused(learn, demonstrations, archite
     initial["lm_head.weight"] *= 1e20
     with pytest.raises(NotFiniteError, match=r"^warm start, step 0: the gradient norm is (inf|nan)$"):
         learn(demonstrations, steps=1, initial=initial)
+
+
+class PlainTrainer:
+    """A trainer whose update is the reference's, over all rows at once."""
+
+    def __init__(self, arch, initial):
+        self.masters = {name: tensor.clone().requires_grad_(True) for name, tensor in initial.items()}
+        self._decoder = Decoder(arch, reference_formats(arch.num_layers))
+        self._optimiser = torch.optim.AdamW(self.masters.values(), betas=(0.9, 0.95), weight_decay=0.0)
+        self.rates = []
+
+    def imitate(self, batch, learning_rate):
+        self.rates.append(learning_rate)
+        formats, weights = self._decoder.formats, self.masters
+        policy = load_policy(
+            self._decoder.arch, stored_weights(weights, formats.stored_names(), formats.scale_rule), weights
+        )
+        hidden = self._decoder.hidden(policy, batch.tokens, batch.positions, FullContext.of(batch.valid), scales=None)
+        written = batch.completion[:, 1:]
+        states, tokens = hidden[:, :-1][written], batch.tokens[:, 1:][written]
+        loss = -token_logprobs(states, policy.head, formats.head, tokens, temperature=1.0)[0].mean()
+        self._optimiser.param_groups[0]["lr"] = learning_rate
+        self._optimiser.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(weights.values(), 1.0)
+        self._optimiser.step()
+        return float(loss.detach())
+
+
+def test_a_trainer_takes_the_same_steps(learn, demonstrations, architecture, masters_of):
+    arch, losses, asked = architecture(num_layers=1), [], []
+    trainer = PlainTrainer(arch, masters_of(arch))
+
+    def batch(step):
+        asked.append(step)
+        return demonstrations
+
+    config = WarmStartConfig(steps=STEPS, learning_rate=5e-3)
+    weights = warm_start_by(trainer, config, batch, lambda step, loss: losses.append((step, loss)))
+    expected, expected_losses = learn(demonstrations)
+    assert asked == [step for step, _ in losses] == list(range(STEPS))
+    assert [loss for _, loss in losses] == pytest.approx(expected_losses, rel=1e-3)
+    assert len(set(trainer.rates)) == STEPS
+    assert max(trainer.rates) == 5e-3
+    assert {name: (tensor.shape, tensor.dtype, tensor.requires_grad) for name, tensor in weights.items()} == {
+        name: (tensor.shape, torch.float32, False) for name, tensor in expected.items()
+    }
+    assert all(weights[name].data_ptr() != trainer.masters[name].data_ptr() for name in weights)
+
+
+def test_a_trainer_whose_loss_is_not_finite_is_stopped(demonstrations, architecture, masters_of):
+    arch = architecture(num_layers=1)
+    initial = masters_of(arch)
+    initial["model.norm.weight"][0] = math.nan
+    trainer = PlainTrainer(arch, initial)
+    with pytest.raises(NotFiniteError, match=r"^warm start, step 0: the loss is nan$"):
+        warm_start_by(trainer, WarmStartConfig(steps=2), lambda step: demonstrations, lambda step, loss: None)

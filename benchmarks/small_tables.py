@@ -1,0 +1,78 @@
+"""The rows of small_hopper as the tables of docs/performance.md.
+
+python -m benchmarks.small_tables FOLDER/small_hopper.json
+"""
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from benchmarks.small_rows import WALL, Row
+
+_ALIGNMENT = {
+    "error, median": ("tmpe_median", ".5f"),
+    "error, largest": ("tmpe_max", ".5f"),
+    "k3": ("k3_kl", ".2e"),
+    "p99 of abs(d)": ("p99_abs_diff", ".2e"),
+    "held-out, first": ("heldout_first", ".3f"),
+    "held-out, last": ("heldout_last", ".3f"),
+    "reward, first": ("reward_first", ".3f"),
+    "reward, last": ("reward_last", ".3f"),
+    "steps": ("steps", "d"),
+}
+
+
+def main() -> None:
+    print(*tables(json.loads(Path(sys.argv[1]).read_text())["rows"]), sep="\n\n")
+
+
+def tables(rows: Sequence[Row]) -> Iterator[str]:
+    """Alignment and learning, seconds of the whole run, and seconds and percent of a step; of what there are rows."""
+    found = [row for row in rows if row["kind"] == "alignment"]
+    if found:
+        yield alignment_table(found)
+        yield seconds_table(found)
+    found = [row for row in rows if row["kind"] == "step_ledger"]
+    if found:
+        yield ledger_table(found)
+
+
+def alignment_table(rows: Sequence[Row]) -> str:
+    """A line for each variant."""
+    lines = [_line("variant", *_ALIGNMENT), _rule(1 + len(_ALIGNMENT))]
+    return "\n".join(
+        [*lines, *(_line(row["variant"], *(f"{row[key]:{form}}" for key, form in _ALIGNMENT.values())) for row in rows)]
+    )
+
+
+def seconds_table(rows: Sequence[Row]) -> str:
+    """Seconds of whole runs by task."""
+    names = list(dict.fromkeys(name for row in rows for name in row["seconds"]))
+    lines = [_line("seconds of a run", *names), _rule(1 + len(names))]
+    for row in rows:
+        lines.append(_line(row["variant"], *(f"{row['seconds'].get(name, 0.0):.1f}" for name in names)))
+    return "\n".join(lines)
+
+
+def ledger_table(rows: Sequence[Row]) -> str:
+    """Mean milliseconds of a step by part, each with its percentage of the step."""
+    names = list(dict.fromkeys(name for row in rows for name in row["percent"]))
+    lines = [_line("ms of a step", *names, "whole", "steps"), _rule(3 + len(names))]
+    for row in rows:
+        seconds, percent = row["seconds"], row["percent"]
+        cells = (f"{1000 * seconds.get(name, 0.0):.0f} ({percent.get(name, 0.0):.1f} %)" for name in names)
+        lines.append(_line(row["variant"], *cells, f"{1000 * seconds[WALL]:.0f}", str(row["steps"])))
+    return "\n".join(lines)
+
+
+def _line(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _rule(columns: int) -> str:
+    return f"|{' --- |' * columns}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""AdamW's update of one tensor (arXiv 1711.05101, algorithm 2), with moments in FP32 or BF16.
+
+BF16 moments take half the memory (DeepSeek-V3, arXiv 2412.19437, section 3.3.2, keeps them so): what lets 8 billion
+parameters train on one GPU of 141 GB. They are computed in FP32 and rounded to nearest where they are stored.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp8core.numerics.kernel_choice import has_kernels
+
+
+class AdamWStep(NamedTuple):
+    """The numbers of one update.
+
+    Attributes:
+        gradient_factor: multiplies the gradient first.
+        beta1, beta2: weights of the old moments.
+        kept: what weight decay leaves of the master.
+        rate: learning rate over the first moment's bias.
+        root: square root of the second moment's bias.
+        eps: added to the root of the second moment.
+    """
+
+    gradient_factor: float
+    beta1: float
+    beta2: float
+    kept: float
+    rate: float
+    root: float
+    eps: float
+
+    @classmethod
+    def at(
+        cls,
+        number: int,
+        learning_rate: float,
+        betas: tuple[float, float],
+        weight_decay: float,
+        eps: float,
+        gradient_factor: float,
+    ) -> "AdamWStep":
+        """Of update `number`, from 1; weight decay is decoupled and scaled by the learning rate."""
+        beta1, beta2 = betas
+        rate, root = learning_rate / (1 - beta1**number), math.sqrt(1 - beta2**number)
+        return cls(gradient_factor, beta1, beta2, 1 - learning_rate * weight_decay, rate, root, eps)
+
+
+def adamw(master: Tensor, grad: Tensor, first: Tensor, second: Tensor, step: AdamWStep) -> None:
+    """Update a master and its moments in place.
+
+    Args:
+        master: FP32, contiguous.
+        grad: FP32, like it.
+        first, second: moments, FP32 or BF16, like it.
+        step: the numbers of this update.
+    """
+    if has_kernels(master):
+        from fp8core.numerics import triton_adamw
+
+        triton_adamw.adamw(master, grad, first, second, step)
+        return
+    grad = grad * step.gradient_factor
+    m = first.float().mul_(step.beta1).add_(grad, alpha=1 - step.beta1)
+    v = second.float().mul_(step.beta2).addcmul_(grad, grad, value=1 - step.beta2)
+    master.mul_(step.kept).addcdiv_(m, torch.sqrt(v).div_(step.root).add_(step.eps), value=-step.rate)
+    first.copy_(m)
+    second.copy_(v)

@@ -1,0 +1,208 @@
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import yaml
+
+from benchmarks.small_hopper import NAMES, Training, _train, main, plan
+from benchmarks.small_rows import alignment_row, draw_variants, provenance, seconds_by_task, step_ledger_row
+from benchmarks.small_tables import tables
+from benchmarks.trainings import ROOT, run_until
+from fp8core.config.load import load_config
+from fp8core.report.run_data import read_run
+from fp8core.store.run_directory import LEDGER
+
+FORMATS = {
+    "bf16": ("bf16", "bf16", "bf16", "bf16"),
+    "fp8_rollout": ("fp8_block", "bf16", "bf16", "bf16"),
+    "fp8_rollout_tis": ("fp8_block", "bf16", "bf16", "bf16"),
+    "fp8_end_to_end": ("fp8_block", "bf16", "fp8_block", "bf16"),
+    "fp8_end_to_end_kv": ("fp8_block", "fp8", "fp8_block", "fp8"),
+}
+
+
+def _configs(runs):
+    return {t.variant: load_config(t.config, t.settings) for t in plan("h200-small", ["steps=7"], list(NAMES), runs)}
+
+
+def test_variants_differ_in_formats_and_correction_alone(tmp_path):
+    configs = _configs(tmp_path)
+    for variant, config in configs.items():
+        sides = config.precision.rollout, config.precision.training
+        assert tuple(value for side in sides for value in (side.linear, side.kv_cache)) == FORMATS[variant]
+        assert (config.precision.rollout.head, config.precision.training.head) == ("fp32", "fp32")
+        assert config.precision.scale_rule == "pow2"
+        assert config.correction.method == ("none" if variant == "fp8_rollout" else "token_tis")
+        assert config.steps == 7
+    others = [config.model_dump(exclude={"precision", "correction"}) for config in configs.values()]
+    assert all(other == others[0] for other in others)
+
+
+def test_h200_small_has_the_promised_size(tmp_path):
+    config = _configs(tmp_path)["fp8_end_to_end_kv"]
+    shape = config.architecture
+    assert shape.head_dim == 128
+    widths = (shape.hidden_size, shape.intermediate_size, shape.num_heads * 128, shape.num_kv_heads * 128)
+    assert all(width % 128 == 0 for width in widths)
+    attention = 2 * shape.hidden_size * 128 * (shape.num_heads + shape.num_kv_heads)
+    assert 60e6 < shape.num_layers * (attention + 3 * shape.hidden_size * shape.intermediate_size) < 120e6
+    chain = config.data.chain
+    longest = chain.max_operands * (chain.digits + 1) + config.rollout.max_new_tokens
+    assert longest <= config.rollout.vllm.max_model_len <= shape.max_positions
+    demonstration = (chain.max_operands - 1) * (chain.digits + 1) + chain.digits + 1
+    assert demonstration < config.rollout.max_new_tokens
+    assert config.rollout.prompts_per_step * config.rollout.group_size <= config.rollout.max_batch
+
+
+def test_rows_of_a_real_run(whole_run, tmp_path):
+    run = read_run(whole_run.folder, "bf16")
+    row = alignment_row(run, "bf16", "fp8-grpo run tiny")
+    assert (row["kind"], row["variant"], row["steps"], row["asked"]) == ("alignment", "bf16", 4, 4)
+    assert (row["tmpe_median"], row["tmpe_max"], row["k3_kl"], row["p99_abs_diff"]) == (1.0, 1.0, 0.0, 0.0)
+    assert row["heldout_first"] == run.history[0]["reward/heldout_accuracy"]
+    assert row["heldout_last"] == run.history[-1]["reward/heldout_accuracy"]
+    assert set(row["warm_start"]) == {"step_by_step", "bare"}
+    seconds = row["seconds"]
+    assert seconds["warm_start"] == whole_run.ledger.tasks(0)["warm_start"].seconds
+    assert seconds["train"] == pytest.approx(sum(whole_run.ledger.tasks(i)["train"].seconds for i in range(1, 5)))
+    assert seconds["total"] > sum(seconds.values()) - seconds["total"]
+    ledger = step_ledger_row(run, "bf16", "")
+    assert ledger["steps"] == 3
+    assert ledger["seconds"]["rollout"] > 0.0
+    assert ledger["seconds"]["artifacts"] > 0.0
+    assert list(ledger["seconds"])[-3:] == ["artifacts", "orchestration", "wall"]
+    assert sum(ledger["percent"].values()) >= 99.0
+    for entry in (whole_run.ledger.tasks(2)["rollout"], whole_run.ledger.tasks(2)["record"]):
+        assert 0.0 < entry.storing < entry.seconds
+    assert row["versions"]["torch"]
+    assert provenance(run.evidence)["commit"] == row["commit"]
+    words = list(tables([row, ledger]))
+    assert len(words) == 3
+    assert all("| bf16 |" in table for table in words)
+    draw_variants({"bf16": run, "other": run}, tmp_path / "variants.png", "two")
+    assert (tmp_path / "variants.png").read_bytes().startswith(b"\x89PNG")
+
+
+def _segment(started):
+    return {"event": "segment", "pid": 7, "host": "here", "code_version": "c", "started": started}
+
+
+def _rewritten(run):
+    """Step n is committed at 1000 + 10 n; rollout takes 4 s, then reward and logprobs 2 s each side by side."""
+    path = run.folder / LEDGER
+    entries = []
+    for entry in map(json.loads, path.read_text().splitlines()):
+        if entry["event"] == "step":
+            entry |= {"committed_ms": 1_000_000 + 10_000 * entry["step"], "seconds": 0.5}
+        if entry["event"] == "task" and entry["step"] > 0:
+            began = {"rollout": 1.0, "reward": 5.0, "logprobs": 5.0}.get(entry["task"], 7.0)
+            length = {"rollout": 4.0, "reward": 2.0, "logprobs": 2.0, "record": 0.25}.get(entry["task"], 0.0)
+            stored = {"rollout": 1.0, "record": 0.125}.get(entry["task"], 0.0)
+            entry |= {"started": 990.0 + 10 * entry["step"] + began, "seconds": length, "storing": stored}
+        if entry["event"] == "checkpoint":
+            entry["seconds"] = 2.0
+        if entry["event"] == "segment":
+            entry["started"] = 995.0  # Of one process, whether it is said once or again.
+        entries.append(entry)
+    return path, entries
+
+
+def test_a_step_is_what_lies_between_two_commits(run_copy):
+    path, entries = _rewritten(run_copy)
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    run = read_run(run_copy.folder, "bf16")
+    row = step_ledger_row(run, "bf16", "")
+    checkpoints = sum(entry["event"] == "checkpoint" and entry["step"] in (1, 2, 3) for entry in entries)
+    assert checkpoints > 0
+    between = 2.0 * checkpoints / 3
+    seconds = row["seconds"]
+    assert (seconds["wall"], seconds["rollout"], seconds["reward"], seconds["logprobs"]) == (10.0, 3.0, 2.0, 2.0)
+    assert seconds["artifacts"] == pytest.approx(1.0 + 0.25 + 0.5 + between)
+    assert seconds["orchestration"] == pytest.approx(10.0 - 4.0 - 2.0 - 0.25 - 0.5 - between)
+    assert row["percent"]["rollout"] == pytest.approx(30.0)
+    assert seconds_by_task(run)["total"] == pytest.approx(1040.0 - 995.0)
+
+
+def test_the_first_steps_of_a_process_do_not_count(run_copy):
+    path, entries = _rewritten(run_copy)
+    place = next(i for i, entry in enumerate(entries) if entry["event"] == "step" and entry["step"] == 2) + 1
+    # A segment is said again before a checkpoint.
+    later = [_segment(1021.0) if entry["event"] == "segment" else entry for entry in entries[place:]]
+    entries = [*entries[:place], _segment(1021.0), *later]
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    run = read_run(run_copy.folder, "bf16")
+    assert step_ledger_row(run, "bf16", "")["steps"] == 2
+    assert seconds_by_task(run)["total"] == pytest.approx(1020.0 - 995.0 + 1040.0 - 1021.0)
+    every = []
+    for entry in entries[:1] + [entry for entry in entries if entry["event"] in ("task", "step")]:
+        every += [entry, _segment(2000.0 + entry["step"])] if entry["event"] == "step" else [entry]
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in every))
+    assert step_ledger_row(read_run(run_copy.folder, "bf16"), "bf16", "") is None
+
+
+_POLITE = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)); print('up', flush=True); "
+_DEAF = """
+import signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']).pid, flush=True)
+time.sleep(600)
+"""
+
+
+def _run(program, tmp_path, stop, end):
+    now = time.monotonic()
+    with (tmp_path / "log").open("wb") as log:
+        return run_until([sys.executable, "-c", program], log, now + stop, now + end)
+
+
+def test_a_training_is_left_alone_asked_and_ended(tmp_path):
+    assert _run("print('done')", tmp_path, 60, 60) == 0
+    assert (tmp_path / "log").read_text() == "done\n"
+    assert _run(_POLITE + "time.sleep(600)", tmp_path, 5, 60) == 143
+    assert _run(_DEAF, tmp_path, 3, 6) == -signal.SIGKILL
+    child = int((tmp_path / "log").read_text())
+    for _ in range(100):
+        state = subprocess.run(["ps", "-o", "stat=", "-p", str(child)], stdout=subprocess.PIPE, text=True).stdout
+        if not state.strip() or state.startswith("Z"):
+            return
+        time.sleep(0.1)
+    pytest.fail(f"{child} outlived its training")
+
+
+def test_one_that_fails_is_a_row_and_the_next_one_is_tried(tmp_path, capsys):
+    trainings = [Training(name, tmp_path / "runs" / name, str(tmp_path / "no.yaml"), (), 2) for name in NAMES]
+    rows = list(_train(trainings[:2], tmp_path, time.monotonic() + 600, 10))
+    assert [(row["kind"], row["variant"], row["code"]) for row in rows] == [
+        ("failure", "bf16", 2),
+        ("failure", "fp8_rollout", 2),
+    ]
+    assert "no.yaml" in rows[0]["said"]
+    assert list(_train(trainings, tmp_path, time.monotonic() + 10, 10)) == []
+    assert capsys.readouterr().out.count("ended with 2") == 2
+
+
+@pytest.mark.slow
+def test_a_training_that_was_killed_is_gone_on_with(small, tmp_path):
+    """The driver, as it is called again after a command was cut."""
+    config = tmp_path / "small.yaml"
+    config.write_text(yaml.safe_dump({"base": "tiny", "name": "small", **small, "steps": 3}))
+    arguments = ["--out", str(tmp_path / "out"), "--config", str(config), "--seconds", "900", "--grace", "5", "bf16"]
+    (training,) = plan(str(config), [], ["bf16"], tmp_path / "out" / "runs")
+    with (tmp_path / "first.log").open("wb") as log:
+        process = subprocess.Popen(training.command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+        ledger = training.folder / LEDGER
+        while process.poll() is None and not (ledger.exists() and '"event":"step","step":1' in ledger.read_text()):
+            time.sleep(0.05)
+        process.kill()
+        assert process.wait() == -signal.SIGKILL
+    assert main(arguments) == 0
+    result = json.loads((tmp_path / "out" / "small_hopper.json").read_text())
+    assert [(row["kind"], row["variant"]) for row in result["rows"]][:1] == [("alignment", "bf16")]
+    assert result["rows"][0]["steps"] == 3
+    entries = read_run(training.folder, "").evidence.entries
+    assert len({entry.started for _, entry in entries if entry.event == "segment"}) == 2
+    assert (tmp_path / "out" / "small_hopper.png").exists()
+    assert main(arguments) == 0

@@ -1,0 +1,41 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fp8core.numerics.block_codes import row_and_column_codes, row_codes, tile_codes
+from fp8core.numerics.hopper_gemm import forward_gemm, input_gradient_gemm, transpose, weight_gradient_gemm
+from fp8core.numerics.linear import StoredWeight, dgrad, fprop, load_weight, wgrad
+
+RULES = ["pow2", "fp32"]
+sizes = st.integers(1, 300)
+
+
+def drawn(rows: int, columns: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    outliers = torch.randn(rows, 1, generator=generator).exp()
+    return (torch.randn(rows, columns, generator=generator) * outliers).bfloat16()
+
+
+@pytest.mark.parametrize("rule", RULES)
+@given(tokens=sizes, inputs=sizes, outputs=sizes, seed=st.integers(0, 1000))
+@settings(max_examples=15, deadline=None)
+def test_on_codes_the_three_gemms_are_those_of_the_reference(tokens, inputs, outputs, seed, rule: str) -> None:
+    x, grad = drawn(tokens, inputs, seed), drawn(tokens, outputs, seed + 1)
+    weight = tile_codes(drawn(outputs, inputs, seed + 2), rule)
+    reference = load_weight([StoredWeight(*weight)])
+
+    assert torch.equal(forward_gemm(row_codes(x, rule), weight).float(), fprop(x.float(), reference, rule))
+    into_x = input_gradient_gemm(row_codes(grad, rule), transpose(weight))
+    assert torch.equal(into_x, dgrad(grad.float(), reference, rule).bfloat16())
+    columns = [row_and_column_codes(tensor, rule)[1] for tensor in (grad, x)]
+    assert torch.equal(weight_gradient_gemm(*columns), wgrad(grad.float(), x.float(), rule))
+
+
+def test_the_tiles_of_the_transpose_are_the_tiles() -> None:
+    codes, scales = tile_codes(drawn(200, 300, 0), "pow2")
+    turned, turned_scales = transpose((codes, scales))
+    assert turned.is_contiguous()
+    assert turned_scales.is_contiguous()
+    assert torch.equal(turned.float(), codes.float().t())
+    assert torch.equal(turned_scales, scales.t())

@@ -1,0 +1,173 @@
+"""On a CPU every kernel is its reference, so the packed trainer must be the exact one but for BF16 gradients."""
+
+from dataclasses import asdict
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
+from fp8core.config.run import CorrectionConfig, LossConfig, TrainingConfig
+from fp8core.models.formats import rollout_formats, training_formats
+from fp8core.rl.batch import TokenBatch
+from fp8core.rl.objective import Objective
+from fp8core.training.torch.trainer import PackedFormats, PackedTrainer
+from fp8core.training.trainer import NotFiniteError
+
+CPU = torch.device("cpu")
+FP8 = PrecisionContract(rounding_points="kernels")
+BF16_CACHE = PrecisionContract(
+    rollout=SidePrecision(kv_cache="bf16"), training=TrainingPrecision(kv_cache="bf16"), rounding_points="kernels"
+)
+BF16 = PrecisionContract(
+    rollout=SidePrecision(linear="bf16", kv_cache="bf16"),
+    training=TrainingPrecision(linear="bf16", kv_cache="bf16"),
+    rounding_points="kernels",
+)
+# With beta1 = 0 and no clipping the first moment of AdamW is the gradient.
+BARE = {"beta1": 0.0, "max_grad_norm": 1e9}
+SHAPES = {"qwen3": {}, "llama": {"family": "llama", "qk_norm": False}, "tied": {"tie_embeddings": True}}
+
+
+@pytest.fixture
+def packed_of(masters_of):
+    def packed(contract, arch, training=None):
+        formats = PackedFormats(
+            training_formats(contract, arch.num_layers),
+            rollout_formats(contract, arch.num_layers),
+            4096,
+            amax_only=False,
+        )
+        objective = Objective(LossConfig(), CorrectionConfig())
+        return PackedTrainer(arch, masters_of(arch), formats, training or TrainingConfig(), objective, CPU)
+
+    return packed
+
+
+@pytest.fixture(params=SHAPES)
+def arch(request, architecture):
+    return architecture(**SHAPES[request.param])
+
+
+@pytest.mark.parametrize("contract", [FP8, BF16_CACHE], ids=["fp8", "bf16 cache"])
+def test_log_probs_are_those_of_the_exact_trainer(
+    contract, arch, packed_of, trainer_of, first_scales, rollout_batch
+) -> None:
+    exact, packed = trainer_of(contract, arch), packed_of(contract, arch, TrainingConfig(tokens_per_pass=128))
+    assert packed.digest() == exact.digest()
+    scales = first_scales(exact, contract)
+    batch = rollout_batch(exact, scales).sequences
+    expected, found = (trainer.logprobs(batch, 0.8, scales.layers) for trainer in (exact, packed))
+    assert torch.equal(found.logprobs.nan_to_num(), expected.logprobs.nan_to_num())
+    assert torch.equal(found.entropy.nan_to_num(), expected.entropy.nan_to_num())
+    assert found.statistics.amax() == expected.statistics.amax()
+    assert found.statistics.saturated_share() == expected.statistics.saturated_share()
+    assert packed.statistics(batch).amax() == exact.statistics(batch).amax()
+
+
+# Gradients between blocks are BF16 here and FP32 there; quantised anew, each comes out another E4M3 value (2.7 % off).
+@pytest.mark.parametrize(("contract", "bound"), [(FP8, 0.1), (BF16_CACHE, 0.1), (BF16, 0.02)])
+def test_gradients_are_those_of_the_exact_trainer(
+    contract, bound, arch, packed_of, trainer_of, first_scales, rollout_batch, tmp_path
+) -> None:
+    training = TrainingConfig(**BARE)
+    exact, packed = trainer_of(contract, arch, training), packed_of(contract, arch, training)
+    scales = first_scales(exact, contract)
+    batch = rollout_batch(exact, scales)
+    reports = [trainer.step(batch, 1.0, scales.layers) for trainer in (exact, packed)]
+    exact.save(tmp_path)
+    expected, found = load_file(tmp_path / "optimiser.safetensors"), first_moments(packed)
+    for name in exact.masters:
+        exact_gradient = expected[f"exp_avg/{name}"]
+        assert (found[name] - exact_gradient).norm() < bound * exact_gradient.norm(), name
+    for key in ("loss", "ratio_mean", "weight_mean", "grad_norm"):
+        assert getattr(reports[1], key) == pytest.approx(getattr(reports[0], key), rel=bound, abs=1e-3)
+
+
+def first_moments(packed: PackedTrainer) -> dict[str, torch.Tensor]:
+    """By Hugging Face name: written where the trainer has its masters, and read through its own names."""
+    for name, parameter in packed._decoder.named_parameters():
+        parameter.data.copy_(packed._optimiser.moments[f"exp_avg/{name}"])
+    return {name: master.clone() for name, master in packed.masters.items()}
+
+
+@pytest.fixture
+def learnt(packed_of, trainer_of, architecture, first_scales, rollout_batch):
+    """Settings to a packed trainer after two steps on one batch, and what learns on."""
+    exact = trainer_of(FP8, architecture())
+    scales, batch = first_scales(exact, FP8), rollout_batch(exact, first_scales(exact, FP8))
+
+    def learn(steps=2, **settings):
+        trainer = packed_of(FP8, architecture(), TrainingConfig(**settings))
+        for _ in range(steps):
+            trainer.step(batch, 1.0, scales.layers)
+        return trainer, lambda other: other.step(batch, 1.0, scales.layers)
+
+    return learn
+
+
+def test_recomputed_activations_are_the_same(learnt) -> None:
+    assert learnt(activation_checkpointing=True)[0].digest() == learnt()[0].digest()
+
+
+def test_it_learns_the_same_twice_and_on_from_a_checkpoint(learnt, packed_of, architecture, tmp_path) -> None:
+    for state in ("fp32", "bf16"):
+        trainer, learn = learnt(optimiser_state=state)
+        trainer.save(tmp_path)
+        restored = packed_of(FP8, architecture(), TrainingConfig(optimiser_state=state))
+        restored.load(tmp_path)
+        assert (restored.version, restored.digest()) == (2, trainer.digest())
+        assert asdict(learn(restored)) == asdict(learn(trainer))
+        assert restored.digest() == trainer.digest() == learnt(3, optimiser_state=state)[0].digest()
+
+
+def test_passes_hold_as_many_rows_as_fit(learnt, packed_of, architecture) -> None:
+    trainer = packed_of(FP8, architecture(), TrainingConfig(tokens_per_pass=128))
+    lengths = [7, 60, 50, 3, 40, 33, 16, 16, 16, 1]
+    batch = TokenBatch.of([[2] * (length - 1) or [2] for length in lengths], [[3]] * len(lengths))
+    parts = list(trainer._slices(batch))
+    assert [rows.stop for rows, _ in parts] == [2, 5, 10]
+    for rows, part in parts:
+        assert torch.equal(part.tokens, batch.tokens[rows, : part.tokens.shape[1]])
+    # A row that is longer than a pass is one by itself.
+    long = packed_of(FP8, architecture(), TrainingConfig(tokens_per_pass=128))
+    batch = TokenBatch.of([[2] * 200, [2]], [[3], [3]])
+    assert [rows.stop for rows, _ in long._slices(batch)] == [1, 2]
+
+
+def test_what_is_exported_is_what_the_exact_trainer_exports(packed_of, trainer_of, arch) -> None:
+    expected, found = trainer_of(FP8, arch).export(), packed_of(FP8, arch).export()
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
+    assert len({tensor.untyped_storage().data_ptr() for tensor in found.values()}) == 1
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_what_is_not_finite_is_not_applied(value, learnt) -> None:
+    trainer, learn = learnt()
+    before = trainer.digest()
+    name, weight = next((n, w) for n, w in trainer.masters.items() if n.endswith("0.mlp.up_proj.weight"))
+    kept = weight[0, 0].clone()
+    weight[0, 0] = value
+    with pytest.raises(NotFiniteError, match="was not applied"):
+        learn(trainer)
+    weight[0, 0] = kept
+    assert trainer.digest() == before, name
+    learn(trainer)
+
+
+def test_imitation_learns_what_it_is_shown(packed_of, architecture) -> None:
+    trainer = packed_of(BF16, architecture(), TrainingConfig(tokens_per_pass=128))
+    shown = TokenBatch.of([[2 + i, 5] for i in range(12)], [[3 + i, 7] for i in range(12)])
+    losses = [trainer.imitate(shown, 3e-3) for _ in range(40)]
+    assert losses[0] > 3
+    assert losses[-1] < 0.3 * losses[0]
+    assert trainer.version == 0
+
+
+def test_tensors_of_another_model_are_refused(packed_of, architecture, masters_of) -> None:
+    trainer = packed_of(FP8, architecture())
+    with pytest.raises(AssertionError, match="another model"):
+        trainer._write(masters_of(architecture(num_layers=1)))

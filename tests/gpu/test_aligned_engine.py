@@ -1,0 +1,240 @@
+"""The aligned model on a GPU: what a token's log-prob does not depend on, bit for bit.
+
+One engine serves all tests; its cache is far smaller than what the prompts of a batch take, so prefills and decode
+steps share batches.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flows.environment import set_variables
+from fp8core.config.capability import this_platform
+from fp8core.config.precision import PrecisionContract
+from fp8core.config.run import CorrectionConfig, LossConfig, TrainingConfig
+from fp8core.config.vllm import VllmConfig
+from fp8core.models.architecture import Architecture
+from fp8core.models.formats import rollout_formats, training_formats
+from fp8core.models.initial import initial_weights
+from fp8core.models.weights import stored_weights
+from fp8core.numerics.fingerprint import policy_digest
+from fp8core.numerics.kv_scales import LayerScales
+from fp8core.numerics.packed_attention import static_codes
+from fp8core.rl.batch import TokenBatch
+from fp8core.rl.objective import Objective
+from fp8core.rollout.engine import Completion, PolicyScales, PromptGroup, Sampling
+from fp8core.rollout.vllm_settings import (
+    check_architecture_fits,
+    check_contract_fits,
+    required_environment,
+    suggested_environment,
+)
+from fp8core.rollout.vllm_versions import find_build
+from fp8core.training.torch.trainer import PackedFormats, PackedTrainer
+from tasks.sync import check_formats, check_report
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.usefixtures("gpu"),
+    pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM"),
+]
+CONTRACT = PrecisionContract(rounding_points="kernels")
+LONGEST, LARGEST_BATCH, WRITTEN = 5120, 256, 48
+OPTIONS = VllmConfig(model="aligned", sleep=True, max_model_len=LONGEST, kv_cache_gib=2.0, gpu_memory_utilization=0.4)
+ARCH = Architecture(
+    family="qwen3",
+    vocab_size=2048,
+    hidden_size=1024,
+    intermediate_size=3072,
+    num_layers=6,
+    num_heads=16,
+    num_kv_heads=8,
+    head_dim=128,
+    rms_norm_eps=1e-6,
+    rope_theta=1e6,
+    max_positions=8192,
+    rope_scaling=None,
+    qk_norm=True,
+    tie_embeddings=False,
+)
+SCALES = PolicyScales(3, tuple(LayerScales(2.0 ** -(4 + i % 2), 0.03125, 0.0625) for i in range(ARCH.num_layers)))
+# Not a multiple of a cache block; with what is written it ends in the second partition of the keys.
+PROMPT = 4070
+
+
+def group(number: int, length: int, seed: int) -> PromptGroup:
+    """One request."""
+    tokens = torch.randint(0, ARCH.vocab_size, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return PromptGroup(number, f"{number}", tuple(tokens), (0,), (1000 + seed,))
+
+
+PROBE = group(0, PROMPT, seed=0)
+
+
+def collect(engine: Any, groups: Sequence[PromptGroup], temperature: float, tokens: int = WRITTEN) -> list[Completion]:
+    """All completions, by group."""
+    sampling = Sampling(temperature, tokens, frozenset())
+    found = [done for finished in engine.generate(groups, sampling) for done in finished]
+    return sorted(found, key=lambda done: done.group)
+
+
+def read(done: Completion) -> tuple[list[int], list[float]]:
+    return done.tokens, done.logprobs
+
+
+def scored(
+    trainer: PackedTrainer, groups: Sequence[PromptGroup], found: Sequence[Completion], temperature: float
+) -> Tensor:
+    """The trainer's log-probs of all tokens, one completion after the other; at temperature 0 those of 1."""
+    tokens = [done.tokens for done in found]
+    batch = TokenBatch.of([list(group.prompt) for group in groups], tokens)
+    rows = trainer.logprobs(batch, temperature or 1.0, SCALES.layers).logprobs
+    return torch.cat([row[: len(written)] for row, written in zip(rows, tokens, strict=True)])
+
+
+@pytest.fixture(scope="module")
+def masters() -> dict[str, Tensor]:
+    """Weights sharp enough to have favourites."""
+    return {name: w * 2 if w.dim() == 2 else w for name, w in initial_weights(ARCH, seed=0).items()}
+
+
+@pytest.fixture(scope="module")
+def trainer(masters: dict[str, Tensor]) -> PackedTrainer:
+    """The trainer of the same policy, told the engine's longest request."""
+    formats = PackedFormats(
+        training_formats(CONTRACT, ARCH.num_layers), rollout_formats(CONTRACT, ARCH.num_layers), LONGEST, amax_only=True
+    )
+    objective = Objective(LossConfig(), CorrectionConfig())
+    return PackedTrainer(ARCH, masters, formats, TrainingConfig(), objective, torch.device("cuda"))
+
+
+@pytest.fixture(scope="module")
+def tensors(masters: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What is shipped."""
+    stored = stored_weights(masters, rollout_formats(CONTRACT, ARCH.num_layers).stored_names(), "pow2")
+    return {name: tensor.cuda() for name, tensor in stored.items()}
+
+
+@pytest.fixture(scope="module")
+def engine(tensors: dict[str, Tensor]) -> Iterator[Any]:
+    build = find_build(this_platform())
+    check_contract_fits(CONTRACT, OPTIONS, build)
+    check_architecture_fits(ARCH, CONTRACT, OPTIONS)
+    suggested = {**suggested_environment(1, build), "VLLM_DEEP_GEMM_WARMUP": "skip"}
+    set_variables(required_environment(CONTRACT, OPTIONS, build), suggested)
+    from fp8core.rollout.vllm import VllmEngine
+
+    started = VllmEngine(ARCH, CONTRACT, OPTIONS, LARGEST_BATCH, build)
+    report = started.update(tensors, SCALES, SCALES.version)
+    check_report(report, policy_digest(tensors), SCALES, SCALES.version)
+    yield started
+    started.close()
+
+
+@pytest.fixture(scope="module", params=[1.0, 0.7, 0.0])
+def temperature(request: pytest.FixtureRequest) -> float:
+    return float(request.param)
+
+
+@pytest.fixture(scope="module")
+def alone(engine: Any, temperature: float) -> Completion:
+    """The probe with nothing beside it and nothing cached."""
+    assert engine.drop_prefixes()
+    return collect(engine, [PROBE], temperature)[0]
+
+
+def test_it_runs_what_the_contract_says(engine: Any) -> None:
+    described = engine.describe()
+    check_formats(described, CONTRACT)
+    assert described["model"] == "aligned"
+    assert set(described["kernels"].values()) == {"forward_gemm"}
+    assert described["graphs"].endswith("FULL_DECODE_ONLY")
+    assert described["compilation"] == "NONE"
+    assert described["runner"] == "vllm.v1.worker.gpu.model_runner"
+
+
+def test_log_probs_are_those_of_a_distribution(engine: Any, alone: Completion) -> None:
+    assert len(alone.tokens) == WRITTEN
+    assert all(-40 < logprob <= 0 for logprob in alone.logprobs)
+    assert len(set(alone.logprobs)) > WRITTEN // 2
+
+
+def test_a_prefix_from_the_cache(engine: Any, alone: Completion, temperature: float) -> None:
+    assert read(collect(engine, [PROBE], temperature)[0]) == read(alone)
+
+
+@pytest.mark.parametrize("length", [40, 900])
+def test_255_others(engine: Any, alone: Completion, temperature: float, length: int) -> None:
+    """Their prompts are computed in the steps in which the probe decodes, and some must wait for room in the cache."""
+    others = [group(1 + i, length + i, seed=1 + i) for i in range(LARGEST_BATCH - 1)]
+    assert engine.drop_prefixes()
+    assert read(collect(engine, [PROBE, *others], temperature)[0]) == read(alone)
+
+
+def test_a_token_scored_as_a_prompt(engine: Any, alone: Completion, temperature: float) -> None:
+    """What was written before a token is its prompt; the seed and the position draw it again."""
+    for i in (0, 1, 15, 16, 17, WRITTEN - 1):
+        assert engine.drop_prefixes()
+        prompt = replace(PROBE, prompt=(*PROBE.prompt, *alone.tokens[:i]))
+        again = collect(engine, [prompt], temperature, tokens=1)[0]
+        assert (again.tokens[0], again.logprobs[0]) == (alone.tokens[i], alone.logprobs[i]), i
+
+
+def test_training_scores_the_same_bits(
+    engine: Any, trainer: PackedTrainer, alone: Completion, tensors: dict[str, Tensor], temperature: float
+) -> None:
+    """Of the probe, and of 40 ragged completions that are packed into several passes: no token differs."""
+    assert policy_digest(trainer.export()) == policy_digest(tensors)
+    assert torch.equal(scored(trainer, [PROBE], [alone], temperature), torch.tensor(alone.logprobs))
+    groups = [group(i, 1 + 37 * i, seed=i) for i in range(40)]
+    found = collect(engine, groups, temperature)
+    reported = torch.tensor([logprob for done in found for logprob in done.logprobs])
+    differing = scored(trainer, groups, found, temperature) != reported
+    assert not differing.any(), f"{int(differing.sum())} of {len(differing)} tokens differ"
+
+
+def test_vllm_writes_the_codes_of_training() -> None:
+    """Q, and K and V in the cache, as attention in training quantises them, strided and saturating."""
+    from vllm import _custom_ops as operations
+
+    generator = torch.Generator().manual_seed(0)
+    qkv = (torch.randn(70, 32 * 128, generator=generator) * 8).bfloat16().cuda()
+    q, k, v = qkv.split([16 * 128, 8 * 128, 8 * 128], dim=-1)
+    scales = [torch.tensor(scale, device="cuda") for scale in (2.0**-5, 2.0**-4, 2.0**-6)]
+    found = operations.scaled_fp8_quant(q, scales[0], group_shape=(-1, -1))[0]
+    assert torch.equal(found.view(torch.uint8), static_codes(q, 2.0**-5).view(torch.uint8))
+    cache = torch.zeros(6, 16, 8, 2 * 128, dtype=torch.uint8, device="cuda")
+    keys, values = cache.split(128, dim=-1)
+    slots = torch.randperm(96, generator=generator)[:70].cuda()
+    operations.reshape_and_cache_flash(
+        k.view(-1, 8, 128), v.view(-1, 8, 128), keys, values, slots, "fp8", scales[1], scales[2]
+    )
+    for half, x, scale in ((keys, k, 2.0**-4), (values, v, 2.0**-6)):
+        written = half.flatten(0, 1)[slots]
+        assert torch.equal(written, static_codes(x, scale).view(torch.uint8).view(-1, 8, 128))
+
+
+def test_sleep_loses_nothing(engine: Any, alone: Completion, tensors: dict[str, Tensor], temperature: float) -> None:
+    engine.rest()
+    report = engine.update(tensors, SCALES, SCALES.version)
+    check_report(report, policy_digest(tensors), SCALES, SCALES.version)
+    assert read(collect(engine, [PROBE], temperature)[0]) == read(alone)
+
+
+def test_other_weights_are_noticed(
+    engine: Any, alone: Completion, tensors: dict[str, Tensor], temperature: float
+) -> None:
+    """An update under captured graphs reaches norms, linears and head; what was there before comes back."""
+    for name in ("model.layers.3.input_layernorm.weight", "model.layers.2.mlp.down_proj.weight", "lm_head.weight"):
+        weight = tensors[name]
+        other = weight * 1.5 if weight.dim() == 1 else weight.view(torch.uint8).flip(0).view(weight.dtype)
+        changed = {**tensors, name: other}
+        engine.update(changed, SCALES, SCALES.version)
+        assert read(collect(engine, [PROBE], temperature)[0]) != read(alone), name
+    engine.update(tensors, SCALES, SCALES.version)
+    assert read(collect(engine, [PROBE], temperature)[0]) == read(alone)
