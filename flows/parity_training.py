@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID
 
-from prefect import runtime, task
-from prefect.cache_policies import NO_CACHE
+from prefect import Task, runtime
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import State
 from prefect.flow_engine import run_flow
@@ -41,21 +40,17 @@ def train_one(training: Training, memory: Path) -> State[Any]:
 
 def train_apart(parameters: dict[str, Any], memory: Path) -> State[Any]:
     """As `train_one`, in a process of its own; Ctrl-C and SIGTERM of this one, and its death, reach it."""
-    ended: State[Any] = _train_apart(parameters, memory.absolute(), return_state=True)
-    return ended
-
-
-@task(name="training", task_run_name="{parameters[run]}", persist_result=False, cache_policy=NO_CACHE)
-def _train_apart(parameters: dict[str, Any], memory: Path) -> State[Any]:
     with get_client(sync_client=True) as client:
-        # Below this task, the training's flow run is shown as one of the parity run's.
-        flow_run = client.create_flow_run(grpo, parameters, parent_task_run_id=UUID(runtime.task_run.id)).id
+        # As Prefect has it of a flow that calls another: below a task run of the caller.
+        place = {"flow_run_id": UUID(runtime.flow_run.id), "dynamic_key": parameters["run"]}
+        parent = client.create_task_run(Task(grpo.fn, name=grpo.name), name=parameters["run"], **place).id
+        flow_run = client.create_flow_run(grpo, parameters=parameters, parent_task_run_id=parent).id
         code: int | str = "an exception in who started it"
         try:
-            code = _run_child(running("flows.parity_training", str(flow_run), str(memory)))
+            code = _run_child(running("flows.parity_training", str(flow_run), str(memory.absolute())))
         finally:
             ended = _how_it_ended(client, flow_run, code)
-    return State(type=ended.type, name=ended.name, message=ended.message)
+    return ended
 
 
 def _run_child(arguments: list[str]) -> int:
