@@ -77,7 +77,8 @@ def _how_it_ended(client: SyncPrefectClient, flow_run: UUID, code: int | str) ->
 
 def _stop_with_parent() -> None:
     """Its Ctrl-C is ours; its end asks us to stop after the step that we are in."""
-    word = sys.stdin.buffer.readline()
+    # No buffered read, whose lock a thread would still hold when the interpreter ends.
+    word = os.read(0, len(_INTERRUPT))
     os.kill(os.getpid(), signal.SIGINT if word == _INTERRUPT else signal.SIGTERM)
 
 
