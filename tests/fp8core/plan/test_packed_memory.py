@@ -27,8 +27,8 @@ def planned(config: str, *settings: str):
 
 
 def phase(device: DevicePlan, name: str) -> dict[str, int]:
-    needs = next(phase.needs for phase in device.phases if phase.name == name)
-    return {need.name: need.bytes for need in needs}
+    needs = next(each.needs for each in device.phases if each.name == name)
+    return {need.item: need.bytes for need in needs}
 
 
 def test_eight_billion_parameters_train_beside_an_engine_that_sleeps() -> None:
