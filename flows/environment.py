@@ -11,9 +11,6 @@ from pathlib import Path
 from flows.prefect_server import PrefectServer
 from fp8core.errors import UserError
 
-HEARTBEAT_SECONDS = 30
-"""Between two signs of life of a flow run under `fp8-grpo up`."""
-
 
 def quiet_prefect_console() -> None:
     """Leave the terminal to our own lines; Prefect's logs still reach its server and its UI."""
@@ -87,10 +84,13 @@ def service_environment(prefect: str, mlflow: str) -> dict[str, str]:
         mlflow: address of the MLflow server.
     """
     return {
-        # A worker looks for runs, and a training says that it lives, more often than once in 15 and in 180 seconds.
+        # A worker looks for runs more often than once in 15 seconds.
         "PREFECT_WORKER_QUERY_SECONDS": "2",
-        "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_SECONDS),
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        # `prefect deployment run --watch` prints the log as it comes, and stops three seconds after the end.
+        "PREFECT_SERVER_LOGS_STREAM_OUT_ENABLED": "true",
+        "PREFECT_SERVER_LOGS_STREAM_PUBLISHING_ENABLED": "true",
+        "PREFECT_LOGGING_TO_API_BATCH_INTERVAL": "0.5",
         # Background work of MLflow that no training uses.
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
         **os.environ,

@@ -10,11 +10,11 @@ from typing import Annotated, Any
 import torch
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
-from prefect.states import Failed
 from pydantic import Field
 
 from flows.environment import bound_mlflow_requests
 from flows.evaluation import Asked, Checkpoint, opened, questions, refuse, variants
+from flows.failure import failed
 from fp8core.config.run import RunConfig
 from fp8core.data.mistakes import check_references
 from fp8core.data.prompt import problems_digest
@@ -84,7 +84,7 @@ def evaluate(
             _tell(result, output)
             print(_log(asked, checkpoint, result), flush=True)
     except (UserError, SyncError, RedoError) as error:
-        return Failed(message=str(error))
+        return failed(str(error))
     return result.model_dump(mode="json")
 
 

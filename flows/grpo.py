@@ -13,15 +13,16 @@ from prefect import flow, runtime
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
 from prefect.exceptions import Pause
-from prefect.states import Failed, Paused, Suspended
+from prefect.states import Paused, Suspended
 from pydantic import Field
 
 from flows.environment import bound_mlflow_requests, set_variables
+from flows.failure import failed
 from flows.guardian import Guardian
 from flows.iteration import as_task, prefect_tasks, run_iteration
 from flows.named_run import load_settings
 from flows.run_artifacts import run_artifacts
-from flows.termination import stop_on_sigterm
+from flows.termination import keep_interrupt, stop_on_sigterm
 from fp8core.config.load import merged_overrides
 from fp8core.config.run import RUN_NAME, RunConfig
 from fp8core.errors import UserError
@@ -74,11 +75,11 @@ def grpo(
         settings = load_settings(config, merged_overrides(overrides or {}, given))
         return train(settings, new_code=new_code).model_dump(mode="json")
     except (UserError, NotFiniteError, SyncError, RedoError, BoundError) as error:
-        return Failed(message=str(error))
+        return failed(str(error))
     except TrainingPaused as reason:
         return pause(str(reason))
     except StepError as error:
-        return Failed(message=str(error), data=error.__cause__)
+        return failed(str(error), error.__cause__)
 
 
 def train(config: RunConfig, *, new_code: bool = False) -> Summary:
@@ -90,12 +91,14 @@ def train(config: RunConfig, *, new_code: bool = False) -> Summary:
         Guardian(config.runs / name),
         open_session(config, name, console, new_code=new_code) as session,
         run_artifacts(session) as artifacts,
+        keep_interrupt() as interrupt,
         stop_on_sigterm() as stop,
     ):
         begin(session)
         tasks = prefect_tasks(session.run.plan)
         watch(session)
         for index in range(next_step(session.run), config.steps + 1):
+            interrupt.check()
             if stop.requested:
                 leave(session, index - 1)
                 stop.carry_out()

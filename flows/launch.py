@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flows.environment import make_prefect_home, quiet_prefect_console, start_prefect
+from flows.termination import keep_interrupt
 from fp8core.store.run_directory import read_description
 
 if TYPE_CHECKING:
@@ -70,7 +71,10 @@ def prepare_prefect() -> None:
 def _train(parameters: Mapping[str, Any], summary: Path | None, resume: str) -> int:
     from flows.grpo import grpo
 
-    state = grpo(**parameters, return_state=True)
+    with keep_interrupt() as interrupt:
+        state = grpo(**parameters, return_state=True)
+        if not state.is_completed():
+            interrupt.check()
     if state.is_paused():
         return stopped(f"{state.message}; {resume} continues the run", PAUSED)
     if not state.is_completed():

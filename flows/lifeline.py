@@ -42,6 +42,10 @@ class Lifeline:
         """What the child ended with, or None while it lives."""
         return self._process.poll()
 
+    def wait(self) -> int:
+        """What the child ends with, when it does."""
+        return self._process.wait()
+
     def say(self, word: bytes) -> None:
         """Let the child read `word`."""
         assert self._process.stdin is not None, "it was started with a pipe"

@@ -13,12 +13,13 @@ from typing import Annotated, Any, Literal
 from prefect import flow, runtime, task
 from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
-from prefect.states import Completed, Failed
+from prefect.states import Completed
 from pydantic import Field
 
 from flows.environment import bound_mlflow_requests
-from flows.grpo import grpo
+from flows.failure import failed
 from flows.parity_night import Asked, Plan, committed, record_of, refuse
+from flows.parity_training import train_one
 from fp8core.config.run import RUN_NAME
 from fp8core.errors import UserError, first_line
 from fp8core.parity.golden import Golden, preflight
@@ -30,7 +31,7 @@ from fp8core.report.parity import parity_charts, parity_html, parity_markdown
 from fp8core.report.png import draw_png
 from fp8core.report.run_data import read_run
 from tasks.logged_parity import log_parity
-from tasks.memory_watch import read_memory, watch_memory
+from tasks.memory_watch import read_memory
 from tasks.tracking_store import quiet_store_logs
 
 VariantName = Literal["bf16", "fp8-rollout", "fp8-rollout-corrected", "fp8-end-to-end", "fp8-end-to-end-kv", "stress"]
@@ -70,7 +71,7 @@ def parity(
     try:
         plan = refuse(Asked(config, name, seeds, steps, variants, overrides), _date())
     except UserError as error:
-        return Failed(message=str(error))
+        return failed(str(error))
     plan.folder.mkdir(parents=True, exist_ok=True)
     print(f"parity {plan.name}: {len(plan.trainings)} trainings", flush=True)
     golden = _preflight(plan)
@@ -99,16 +100,15 @@ def _preflight(plan: Plan) -> Golden:
 def _train(plan: Plan) -> dict[tuple[str, int], str]:
     """Every training that is not whole yet, as a flow run of its own; returns why some failed."""
     failures = {}
-    with watch_memory(plan.folder / MEMORY):
-        for number, training in enumerate(plan.trainings, start=1):
-            where = f"{number} of {len(plan.trainings)}, {training.variant}, seed {training.seed}"
-            if committed(training.folder) == training.config.steps:
-                print(f"{where}: done before", flush=True)
-                continue
-            print(where, flush=True)
-            state = grpo(**training.parameters, return_state=True)
-            if not state.is_completed():
-                failures[training.variant, training.seed] = first_line(RuntimeError(state.message))
+    for number, training in enumerate(plan.trainings, start=1):
+        where = f"{number} of {len(plan.trainings)}, {training.variant}, seed {training.seed}"
+        if committed(training.folder) == training.config.steps:
+            print(f"{where}: done before", flush=True)
+            continue
+        print(where, flush=True)
+        state = train_one(training, plan.folder / MEMORY)
+        if not state.is_completed():
+            failures[training.variant, training.seed] = first_line(RuntimeError(state.message))
     return failures
 
 
@@ -140,7 +140,7 @@ def _verdict(plan: Plan, golden: Golden, failures: dict[tuple[str, int], str]) -
     create_markdown_artifact(text, f"parity-{_key(plan.name)}", night.headline[:200])
     print(f"{text}\n{files[1]}\n{log_parity(night, plan.config, files)}", flush=True)
     if night.outcome == FAIL:
-        return Failed(message=night.headline)
+        return failed(night.headline)
     name = "Completed" if night.outcome == PASS else night.outcome
     return Completed(name=name, message=night.headline, data=night.model_dump(mode="json"))
 

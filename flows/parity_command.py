@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 from flows.launch import explain, prepare_prefect, stopped
+from flows.termination import keep_interrupt
 from fp8core.errors import UserError
 
 
@@ -44,7 +45,10 @@ def _run(parameters: dict[str, Any]) -> int:
         parity.validate_parameters(parameters)
     except ParameterTypeError as error:
         raise UserError("; ".join(line.strip(" -") for line in str(error).splitlines()[1:])) from error
-    state = parity(**parameters, return_state=True)
+    with keep_interrupt() as interrupt:
+        state = parity(**parameters, return_state=True)
+        if not state.is_completed():
+            interrupt.check()
     if state.is_completed():
         print(f"fp8-grpo: {state.message}", flush=True)
         return 0 if state.message == PASS else 1

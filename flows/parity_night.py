@@ -18,7 +18,7 @@ from fp8core.store.artifacts import canonical_json
 from fp8core.store.evidence import collect
 from fp8core.store.run_directory import read_description
 from fp8core.store.versions import git_state, hardware, library_versions
-from fp8core.workers.build import check_memory, engine_environment
+from fp8core.workers.build import check_memory
 from tasks.opening import current_code, plan_of, refuse_conflict
 
 SHELF = "parity"
@@ -84,7 +84,7 @@ def refuse(asked: Asked, date: str) -> Plan:
 
     Raises:
         UserError: something is named twice, a configuration is refused, a run exists with another configuration, or
-            the variants cannot be trained in one process.
+            does not fit on this machine.
     """
     for what, values in (("seeds", asked.seeds), ("variants", asked.variants)):
         if len({*values}) != len(values):
@@ -98,7 +98,6 @@ def refuse(asked: Asked, date: str) -> Plan:
     trainings = tuple(
         _training(asked.config, overrides, config, name, variant, seed) for seed in asked.seeds for variant in variants
     )
-    _refuse_environments(trainings)
     return Plan(name, config, variants, asked.seeds, trainings)
 
 
@@ -117,17 +116,6 @@ def _digest(config: RunConfig) -> str:
     settings = {key: value for key, value in public_dump(config).items() if key not in NOT_NUMBERS or key == "steps"}
     parts = {"settings": settings, "code": current_code(), "versions": library_versions()}
     return hashlib.sha256(canonical_json(parts, "parity")).hexdigest()[:_DIGITS]
-
-
-def _refuse_environments(trainings: tuple[Training, ...]) -> None:
-    """An engine reads its environment once a process."""
-    first = trainings[0]
-    for other in trainings:
-        if engine_environment(other.config) != engine_environment(first.config):
-            raise UserError(
-                f"variants: the engine starts differently for {first.variant} and {other.variant}: train them under "
-                "one name in separate processes, then ask for all of them"
-            )
 
 
 def committed(folder: Path) -> int | None:

@@ -14,21 +14,24 @@ from prefect.workers.process import ProcessWorker
 CPU, GPU = "fp8-grpo-cpu", "fp8-grpo-gpu"
 """Work pools: trainings that need no GPU, and those that do. Each runs one flow run at a time; the others queue."""
 SILENT = "fp8-grpo: a flow run that falls silent has crashed"
-_HEARTBEAT = "prefect.flow-run.heartbeat"
+_HEARTBEAT, _SECONDS = "prefect.flow-run.heartbeat", 30
 _ENDS = ("Completed", "Failed", "Crashed", "Cancelled", "Paused", "Suspended")
 
 
-def prepare(client: SyncPrefectClient, silence_seconds: int) -> None:
+def prepare(client: SyncPrefectClient) -> None:
     """Make the work pools and the rule, or bring them up to date.
+
+    Flow runs send heartbeats whichever worker of a pool starts them, on this machine or another.
 
     A worker reports when the process of a flow run dies. The rule is for when the worker died too: the machine went
     away, say. Without it the run would be shown as running, and hold its place in the pool, for ever.
     """
     for name in (CPU, GPU):
         template = ProcessWorker.get_default_base_job_template()
+        template["variables"]["properties"]["env"]["default"] = {"PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(_SECONDS)}
         pool = WorkPoolCreate(name=name, type=ProcessWorker.type, base_job_template=template, concurrency_limit=1)
         client.create_work_pool(pool, overwrite=True)
-    rule = silent_run_rule(silence_seconds)
+    rule = silent_run_rule(4 * _SECONDS)
     known = client.read_automations_by_name(SILENT)
     if not known:
         client.create_automation(rule)

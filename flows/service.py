@@ -170,7 +170,8 @@ class Services:
         return service
 
     def wait_until(self, condition: Callable[[], bool], what: str) -> None:
-        """Raises ServiceError: `what` did not come about; and as `check`."""
+        """Say what is waited for. Raises ServiceError: `what` did not come about; and as `check`."""
+        print(f"waiting for: {what}", flush=True)
         deadline = time.monotonic() + _START_SECONDS
         while not condition():
             self.check()

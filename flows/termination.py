@@ -1,4 +1,4 @@
-"""SIGTERM stops a training between two steps: the step it came in is committed first."""
+"""SIGTERM stops a training between two steps: the step it came in is committed first. Ctrl-C stops it at once."""
 
 import signal
 import sys
@@ -19,6 +19,45 @@ class StopRequest:
         signal.raise_signal(signal.SIGTERM)
         # Somebody had chosen to ignore it; we were asked all the same.
         sys.exit(128 + signal.SIGTERM)
+
+
+class Interrupt:
+    """Whether Ctrl-C came, whatever became of it."""
+
+    def __init__(self) -> None:
+        self.came = False
+
+    def check(self) -> None:
+        """Raises KeyboardInterrupt when it came, and somebody made nothing of it."""
+        if self.came:
+            raise KeyboardInterrupt
+
+
+@contextmanager
+def keep_interrupt() -> Iterator[Interrupt]:
+    """While the block lasts, Ctrl-C raises what it did before, and an error that it turns into is that again.
+
+    Prefect's engine passes KeyboardInterrupt on, but at some points falls over it: one that comes while a task run is
+    made becomes an error of the engine's own, and one that comes in a destructor is gone.
+    """
+    interrupt, before = Interrupt(), signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield interrupt
+        return
+
+    def note(number: int, frame: FrameType | None) -> None:
+        interrupt.came = True
+        before(number, frame)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield interrupt
+    except Exception as error:
+        if interrupt.came:
+            raise KeyboardInterrupt from error
+        raise
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager

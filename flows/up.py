@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from flows.environment import HEARTBEAT_SECONDS, make_prefect_home, mlflow_has_database, service_environment
+from flows.environment import make_prefect_home, mlflow_has_database, service_environment
 from flows.launch import stopped
 from flows.prefect_server import answers
 from flows.service import SERVER_SECONDS, STEP_SECONDS, ServiceError, Services, Stopped
@@ -100,7 +100,7 @@ def _start_workers(services: Services, api: str) -> None:
 
     name = f"{socket.gethostname()}-{os.getpid()}"
     with SyncPrefectClient(api) as client:
-        pools.prepare(client, silence_seconds=4 * HEARTBEAT_SECONDS)
+        pools.prepare(client)
         services.run("prefect deploy", ["prefect", "--no-prompt", "deploy", "--all"])
         for pool in pools.of_this_machine():
             worker = ["prefect", "worker", "start", "--pool", pool, "--name", name]

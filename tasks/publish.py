@@ -1,5 +1,6 @@
 """What MLflow shows of a training, made from its ledger and artifacts alone. Publishing twice changes nothing."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from fp8core.config.run import public_dump
@@ -64,15 +65,18 @@ def publish_result(run: LiveRun, tracker: Tracker) -> None:
         tracker.log_file(run.directory.path / name, None)
 
 
-def publish_report(run: LiveRun, tracker: Tracker) -> None:
-    """The report of a training that failed or was paused, as far as it came."""
+def publish_report(run: LiveRun, tracker: Tracker, on_step: Callable[[], None]) -> None:
+    """The report of a training that failed or was paused, as far as it came (`on_step`: `write_report`)."""
     if run.directory.ledger.last_step() is not None:
-        tracker.log_file(write_report(run), None)
+        tracker.log_file(write_report(run, on_step), None)
 
 
-def write_report(run: LiveRun) -> Path:
-    """Write the report of all that is committed into the run's folder, and return its path. Raises UserError."""
-    return run.directory.write_text(REPORT, report_html(read_runs([run.directory.path])))
+def write_report(run: LiveRun, on_step: Callable[[], None] = lambda: None) -> Path:
+    """Write the report of all that is committed into the run's folder, and return its path. Raises UserError.
+
+    `on_step` is called for each step that is read, and may raise when that takes too long.
+    """
+    return run.directory.write_text(REPORT, report_html(read_runs([run.directory.path], on_step)))
 
 
 def sample_table(run: LiveRun, index: int) -> Table:

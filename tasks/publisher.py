@@ -39,6 +39,10 @@ OUTAGE_PATIENCE_SECONDS = 60.0
 STOPPED_PATIENCE_SECONDS = 5.0
 
 
+class Abandoned(Exception):
+    """Nobody waits any longer for what is being published."""
+
+
 class Backlog:
     """What is to be published of a run: what its ledger holds beyond the cursor, and what is published once."""
 
@@ -67,9 +71,9 @@ class Backlog:
         self._once.append(lambda: publish_exactness(self._run, self._tracker))
         self._sound = True
 
-    def add_report(self) -> None:
-        """The training failed or was paused: its report follows what is committed."""
-        self._last.append(lambda: publish_report(self._run, self._tracker))
+    def add_report(self, on_step: Callable[[], None]) -> None:
+        """The training failed or was paused: its report follows what is committed (`on_step`: `publish_report`)."""
+        self._last.append(lambda: publish_report(self._run, self._tracker, on_step))
 
     def add_result(self) -> None:
         """Picture, summary and report are in the run's folder."""
@@ -165,7 +169,7 @@ class Publisher:
 
     def add_report(self) -> None:
         """The training failed or was paused: MLflow gets a report of what is committed, when it has all the rest."""
-        self._backlog.add_report()
+        self._backlog.add_report(self._check_patience)
 
     def close(self) -> None:
         """Publish the rest, but wait no longer than OUTAGE_PATIENCE_SECONDS for an MLflow that does not answer.
@@ -202,6 +206,9 @@ class Publisher:
             try:
                 with store_errors(self._uri):
                     self._work_off()
+            except Abandoned:
+                self._console.note("no report: it takes too long; `fp8-grpo report` makes it")
+                return
             except Outage:
                 if not self._wait_out():
                     return
@@ -218,6 +225,11 @@ class Publisher:
             self._failures = 0
             if self._abandoned.is_set():
                 return
+
+    def _check_patience(self) -> None:
+        """Raises Abandoned. A report of thousands of steps takes longer than a stopped training may."""
+        if self._abandoned.is_set():
+            raise Abandoned
 
     def _wait_out(self) -> bool:
         """Pause before the next attempt; False when there shall be none."""

@@ -177,7 +177,8 @@ def _norm_column_codes_kernel(
     pow2: tl.constexpr,
     tile: tl.constexpr,
 ) -> None:
-    across, down = tl.program_id(0), tl.program_id(1)
+    # From the end, of which the sum is still in the L2 cache.
+    across, down = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
     column, row = quarters_of_tile(across, down, tile)
     scale = tl.load(weight + column, mask=column < columns, other=0.0)
     a = _normed_quarter(total, inverses, scale, row, column, rows, columns)
@@ -307,7 +308,7 @@ def add_norm_backward(
     grad_normed: Tensor, grad_total: Tensor | None, total: Tensor, weight: Tensor, inverse: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Arguments and results: `fused_norm.add_norm_backward`."""
-    grad_normed = grad_normed.contiguous()
+    grad_normed, total = grad_normed.contiguous(), total.contiguous()
     rows, columns = grad_normed.shape
     grad = torch.empty_like(grad_normed)
     other = grad_normed if grad_total is None else grad_total.contiguous()
@@ -326,6 +327,7 @@ def add_norm_backward(
 
 def _streams(x: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """x, what is added to it and room for the sum; without an addend all three are x."""
+    assert x.dtype == torch.bfloat16
     x = x.contiguous()
     return (x, x, x) if added is None else (x, added.contiguous(), torch.empty_like(x))
 

@@ -174,7 +174,8 @@ def norm_rotate(
     eps: float,
 ) -> Tensor:
     """Arguments and results: `fused_rotary.norm_rotate`."""
-    qkv = qkv.contiguous()
+    assert qkv.dtype == torch.bfloat16
+    qkv, positions = qkv.contiguous(), positions.contiguous()
     out, (q_norm, k_norm) = torch.empty_like(qkv), norms or (cos, cos)
     grid = (_head_blocks(layout), triton.cdiv(qkv.shape[0], _TOKENS))
     # fmt: off
@@ -198,7 +199,8 @@ def norm_rotate_backward(
     eps: float,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Arguments and results: `fused_rotary.norm_rotate_backward`."""
-    grad, qkv = grad.contiguous(), qkv.contiguous()
+    assert grad.dtype == qkv.dtype == torch.bfloat16
+    grad, qkv, positions = grad.contiguous(), qkv.contiguous(), positions.contiguous()
     out, (q_norm, k_norm) = torch.empty_like(grad), norms or (cos, cos)
     steps = triton.cdiv(grad.shape[0], _TOKENS * _BACKWARD_CHUNKS)
     chunks, query_blocks = triton.cdiv(grad.shape[0], _TOKENS * steps), triton.cdiv(layout.query_heads, _HEADS)

@@ -281,5 +281,6 @@ _TILE_OPTIONS = {"num_warps": 8, "maxnreg": _TILE_REGISTERS, "enable_fp_fusion":
 
 def _halves(gate_up: Tensor) -> tuple[Tensor, int, int]:
     """Contiguous, its rows and the columns of either half."""
+    assert gate_up.dtype == torch.bfloat16
     rows, columns = gate_up.shape
     return gate_up.contiguous(), rows, columns // 2

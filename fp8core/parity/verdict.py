@@ -145,7 +145,7 @@ def _worst(
         return Check(name, what, NOT_ENOUGH, "not measured", bound, limit.reason)
     value = worst(values)
     beyond = value > limit.limit if worst is max else value < limit.limit
-    return Check(name, what, FAIL if beyond else PASS, f"{value:.6g}", bound, limit.reason, value)
+    return Check(name, what, FAIL if beyond else PASS, f"{value:.8g}", bound, limit.reason, value)
 
 
 def _mean_weight(name: str, what: str, values: Sequence[float], config: ParityConfig) -> Check:

@@ -17,6 +17,7 @@ from fp8core.models.weights import is_linear
 from fp8core.plan.devices import Machine
 from fp8core.plan.megatron import megatron_state, megatron_step
 from fp8core.plan.needs import Need
+from fp8core.plan.packed import packed_state, packed_step
 from fp8core.plan.rollout import longest_sequence
 from fp8core.plan.weights import HEAD, ROUTER, Part, Shapes, count, count_parameters, is_expert, stages, stored_bytes
 
@@ -53,7 +54,11 @@ class Parallel:
 
 def trainer_grid(config: RunConfig, machine: Machine) -> Parallel | None:
     """The GPUs that the configuration trains on; None where training computes on the host."""
-    if config.training.trainer != "megatron" or machine.gpu is None:
+    if machine.gpu is None:
+        return None
+    if config.training.device == "cuda":
+        return Parallel()
+    if config.training.trainer != "megatron":
         return None
     spread = config.training.megatron
     return Parallel(spread.gpus, spread.tensor_parallel, spread.pipeline_parallel, spread.expert_parallel)
@@ -68,12 +73,16 @@ def gpu_state(arch: Architecture, parallel: Parallel) -> tuple[Need, Need]:
 
 def resident_state(config: RunConfig, arch: Architecture, parallel: Parallel) -> tuple[Need, ...]:
     """All that the configuration's trainer keeps on one GPU between steps."""
+    if config.training.packs:
+        return packed_state(config, arch)
     buffers = megatron_state(heaviest(arch, parallel)) if config.training.trainer == "megatron" else ()
     return *gpu_state(arch, parallel), *buffers
 
 
 def gpu_step(config: RunConfig, arch: Architecture, parallel: Parallel) -> tuple[Need, ...]:
     """What a step of training adds to the state on one GPU."""
+    if config.training.packs:
+        return packed_step(config, arch)
     part = heaviest(arch, parallel)
     if config.training.trainer == "megatron":
         return megatron_step(config, arch, part, WORKSPACE)

@@ -6,7 +6,7 @@ could not.
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,9 +70,12 @@ class RunData:
         return f"finished, {last} steps" if last == self.asked else f"{last} of {asked} steps"
 
 
-def read_runs(folders: Sequence[Path]) -> list[RunData]:
-    """Every run, labelled. Raises UserError: a folder holds no run, or has a malformed run.json."""
-    return [read_run(folder, label) for folder, label in zip(folders, labels(folders), strict=True)]
+def read_runs(folders: Sequence[Path], on_step: Callable[[], None] = lambda: None) -> list[RunData]:
+    """Every run, labelled; `on_step` is called often, and may raise to end the reading.
+
+    Raises UserError: a folder holds no run, or has a malformed run.json.
+    """
+    return [read_run(folder, label, on_step) for folder, label in zip(folders, labels(folders), strict=True)]
 
 
 def labels(folders: Sequence[Path]) -> list[str]:
@@ -82,13 +85,14 @@ def labels(folders: Sequence[Path]) -> list[str]:
     return ["/".join(part[-depth:]) for part in parts]
 
 
-def read_run(folder: Path, label: str) -> RunData:
-    """One run. Raises UserError as `read_runs`."""
+def read_run(folder: Path, label: str, on_step: Callable[[], None] = lambda: None) -> RunData:
+    """One run. `on_step` and errors as in `read_runs`."""
     evidence = collect(folder)
     commits = sorted(evidence.commits, key=lambda commit: commit.step)
     missing = [f"{problem.place}: {problem.problem}" for problem in evidence.problems]
     provenance = Provenance()
     for manifest in _manifests(folder, commits, missing):
+        on_step()
         provenance.add(manifest)
     pipeline = pipeline_steps(evidence, commits)
     return RunData(

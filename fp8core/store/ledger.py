@@ -144,7 +144,7 @@ class _Index:
                 self.segments.append(entry)
             case RedoEntry():
                 self.redone.setdefault(entry.step, {})[entry.task] = entry
-            case BoundEntry():
+            case BoundEntry() if entry not in self.bounds[-1:]:
                 self.bounds.append(entry)
 
 
@@ -330,7 +330,7 @@ class LedgerView:
         return [entry for entry in self._of(since).bounds if entry.step >= since]
 
     def last_bound(self) -> BoundEntry | None:
-        """The last crossing of a bound, of the steps that were read; None when there is none."""
+        """The last crossing of a bound; None when there is none."""
         return self._read.tail.bounds[-1] if self._read.tail.bounds else None
 
     def _of(self, step: int) -> _Index:
@@ -378,9 +378,9 @@ class Ledger(LedgerView):
             index = self._read.tail
             reason = index.misplaced(entry)
             assert reason is None, reason
-            # Said again with every checkpoint, the last process start can be read from the tail.
-            segment = index.segments[-1:] if isinstance(entry, CheckpointEntry) else []
-            lines = b"".join(line.model_dump_json().encode() + b"\n" for line in [*segment, entry])
+            # Said again with every checkpoint, the last process start and crossing can be read from the tail.
+            again = [*index.segments[-1:], *index.bounds[-1:]] if isinstance(entry, CheckpointEntry) else []
+            lines = b"".join(line.model_dump_json().encode() + b"\n" for line in [*again, entry])
             try:
                 append_durably(self._file, lines)
             except OSError as error:

@@ -104,9 +104,9 @@ class Up:
         with self._output.open("wb") as output:
             self.process = subprocess.Popen([*command, *options], env=dict(environment), stdout=output, stderr=output)
         deadline = time.monotonic() + 500
-        while self.process.poll() is None and "\n" not in self.said and time.monotonic() < deadline:
+        while self.process.poll() is None and "\nready" not in self.said and time.monotonic() < deadline:
             time.sleep(0.2)
-        assert self.said.startswith(f"ready: Prefect {self.prefect}, MLflow {self.mlflow}\n"), self.said
+        assert f"\nready: Prefect {self.prefect}, MLflow {self.mlflow}\n" in self.said, self.said
 
     @property
     def said(self) -> str:

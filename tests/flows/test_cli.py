@@ -8,8 +8,10 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows import cli
@@ -22,6 +24,7 @@ COMMAND = [str(SCRIPT)] if SCRIPT.exists() else [sys.executable, "-m", "flows.cl
 # Steps of a user's own, in the folder where the command is called.
 MINE = """\
 import math
+import time
 from pathlib import Path
 
 import pyarrow as pa
@@ -42,6 +45,14 @@ def nan_at_step_2(run, index, options, prompts, rollouts):
 @step(inputs={"prompts": "prompts", "rollouts": "rollouts"}, outputs={"rewards": "rewards"})
 def absent_file(run, index, options, prompts, rollouts):
     return Path("absent.txt").read_text()
+
+
+@step(inputs={"prompts": "prompts", "rollouts": "rollouts"}, outputs={"rewards": "rewards"})
+def held_at_step_6(run, index, options, prompts, rollouts):
+    while index == 6 and not Path(__file__).with_name("go").exists():
+        time.sleep(0.05)
+    store = run.directory.store
+    return {"rewards": store.put_table("rewards", reward_table(run, *map(store.get_table, (prompts, rollouts))))}
 """
 
 
@@ -337,17 +348,27 @@ def test_an_exception_in_a_step_shows_its_traceback_and_ends_with_one_line(
 
 # --- interrupted ---
 
-# So many that a busy machine does not finish them before the signal reaches the run.
-STEPS = 80
+STEPS = 8
+HELD = REWARD.replace("USES", "cli_steps:held_at_step_6")
+# As a terminal starts it: where the tests run behind an `&`, Ctrl-C is ignored by all that they start.
+WITH_CTRL_C = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
 
 
 def interrupt(workplace: Path, environment: dict[str, str], name: str, number: signal.Signals) -> tuple[int, str]:
-    """Start a run, signal the whole process group after the third, as a terminal does; exit code and stderr."""
-    command = [*COMMAND, "run", "small.yaml", *flags(f"run={name}", f"steps={STEPS}")]
+    """Start a run, signal the whole process group after the third step, as a terminal does; exit code and stderr.
+
+    The run waits in its sixth step until it has the signal, so it cannot end before.
+    """
+    (workplace / "go").unlink(missing_ok=True)
+    command = [sys.executable, "-c", WITH_CTRL_C, *COMMAND, "run", "small.yaml"]
     unbuffered = {**environment, "PYTHONUNBUFFERED": "1"}
     with (workplace / f"{name}.err").open("w+") as errors:
         process = subprocess.Popen(
-            command,
+            [*command, *flags(f"run={name}", f"steps={STEPS}", HELD)],
             cwd=workplace,
             env=unbuffered,
             stdout=subprocess.PIPE,
@@ -355,28 +376,36 @@ def interrupt(workplace: Path, environment: dict[str, str], name: str, number: s
             text=True,
             start_new_session=True,
         )
-        too_long = threading.Timer(180, os.killpg, (process.pid, signal.SIGKILL))
+        too_long = threading.Timer(240, os.killpg, (process.pid, signal.SIGKILL))
         too_long.start()
         try:
             assert any(line.strip().startswith(f"3/{STEPS} ") for line in process.stdout), Path(errors.name).read_text()
             os.killpg(process.pid, number)
-            process.communicate(timeout=60)
+            (workplace / "go").touch()
+            process.communicate()
         finally:
             too_long.cancel()
             process.kill()
         return process.returncode, Path(errors.name).read_text()
 
 
+def whole(workplace: Path, launch, name: str, **overrides: str) -> Any:
+    """A run, begun or continued, to its end in this process, which looks for steps where the command does."""
+    (workplace / "go").touch()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(workplace))
+        settings = {HELD.partition("=")[0]: yaml.safe_load(HELD.partition("=")[2]), **overrides}
+        return launch(name, steps=STEPS, config=str(workplace / "small.yaml"), overrides=settings)
+
+
 @pytest.fixture(scope="module")
 def uncut(workplace: Path, launch) -> str:
     """Weights of a run that nothing interrupted."""
-    return launch("cli-uncut", steps=STEPS, config=str(workplace / "small.yaml")).summary["weights_digest"]
+    return whole(workplace, launch, "cli-uncut").summary["weights_digest"]
 
 
 def continued(workplace: Path, launch, name: str) -> str:
-    finished = launch(
-        name, steps=STEPS, config=str(workplace / "small.yaml"), overrides={"runs": str(workplace / "runs")}
-    )
+    finished = whole(workplace, launch, name, runs=str(workplace / "runs"))
     assert finished.state.is_completed(), finished.state.message
     assert finished.mlflow_run().info.status == "FINISHED"
     return finished.summary["weights_digest"]

@@ -217,3 +217,15 @@ def test_a_run_that_a_bound_suspended_is_resumed_from_the_api(
     page = f"{environment['PREFECT_API_URL']}/flow_runs/{going.flow_run()['id']}/resume"
     urllib.request.urlopen(urllib.request.Request(page, method="POST"), timeout=30).close()
     assert going.ended_as() == "COMPLETED"
+
+
+def test_the_nightly_schedule_makes_runs(environment: dict[str, str], up: Any) -> None:
+    """Prefect's scheduler looks every minute, and runs that it cannot store are only a line in the server's log."""
+    query = json.dumps({"deployments": {"name": {"any_": ["nightly"]}}}).encode()
+    page, header = f"{environment['PREFECT_API_URL']}/flow_runs/filter", {"Content-Type": "application/json"}
+
+    def due() -> set[str]:
+        with urllib.request.urlopen(urllib.request.Request(page, query, header), timeout=30) as answer:
+            return {run["expected_start_time"][11:19] for run in json.load(answer)}
+
+    wait_for(lambda: due() == {"02:00:00"}, "the scheduler")

@@ -53,6 +53,8 @@ def test_the_defaults_of_a_deployment_are_valid_and_it_waits_its_turn(deployment
 
 
 def test_the_parity_run_is_scheduled_every_night_at_two_utc() -> None:
-    (nightly,) = (deployment for deployment in DEPLOYMENTS if deployment["entrypoint"] == "flows/parity.py:parity")
+    nightly, llama = (one for one in DEPLOYMENTS if one["entrypoint"] == "flows/parity.py:parity")
     assert (nightly["name"], nightly["parameters"]) == ("nightly", {"config": "tiny"})
     assert nightly["schedules"] == [{"cron": "0 2 * * *", "timezone": "UTC"}]
+    assert (llama["name"], llama["parameters"]) == ("llama-nightly", {"config": "llama-nightly"})
+    assert llama["work_pool"]["name"] == "fp8-grpo-gpu"

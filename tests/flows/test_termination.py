@@ -1,4 +1,4 @@
-"""SIGTERM: the step it comes in is committed and a checkpoint written; a second one stops at once."""
+"""SIGTERM: the step it comes in is committed and a checkpoint written; a second one, or Ctrl-C, stops at once."""
 
 import json
 import os
@@ -13,7 +13,7 @@ import pytest
 from mlflow import MlflowClient
 
 from flows import cli
-from flows.termination import stop_on_sigterm
+from flows.termination import keep_interrupt, stop_on_sigterm
 from fp8core.store.ledger import LedgerView
 from fp8core.store.run_directory import LEDGER
 
@@ -81,6 +81,46 @@ def test_another_thread_leaves_signals_alone(before: Any) -> None:
     assert seen == [(before, False)]
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """SIGINT does what it does at a terminal, wherever the tests run."""
+    earlier = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    signal.signal(signal.SIGINT, earlier)
+
+
+def test_an_error_that_ctrl_c_became_is_ctrl_c_again(ctrl_c: None) -> None:
+    def falls() -> None:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            raise ValueError("an engine that falls over it") from None
+
+    with pytest.raises(KeyboardInterrupt) as left, keep_interrupt():
+        falls()
+    assert isinstance(left.value.__cause__, ValueError)
+
+
+def test_ctrl_c_that_became_nothing_is_found_by_who_asks(ctrl_c: None) -> None:
+    with keep_interrupt() as interrupt:
+        interrupt.check()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            interrupt.check()
+
+
+def test_an_error_of_another_cause_stays_one_and_an_ignored_ctrl_c_stays_ignored(ctrl_c: None) -> None:
+    with pytest.raises(ValueError, match="other"), keep_interrupt():
+        raise ValueError("other")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with keep_interrupt() as interrupt:
+        signal.raise_signal(signal.SIGINT)
+        interrupt.check()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 # ---- a training ----
 
 STEPS = """\
@@ -101,6 +141,17 @@ def reward(run, index, options, prompts, rollouts):
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(0.5)  # Two at a time would be taken for one.
     return ours.reward(run, index, options, prompts, rollouts)
+
+
+@step(inputs={"rewards": "rewards"}, outputs={"seen": "rewards"})
+def falls_over_ctrl_c(run, index, options, rewards):
+    if index == 2:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            if run.directory.path.name == "error":
+                raise ValueError("fell over it")
+    return {"seen": rewards}
 """
 
 
@@ -186,3 +237,20 @@ def test_a_signal_in_the_last_step_does_not_stop_what_is_done(command: Any, work
     code, _, err = command("run", "small.yaml", "--set", "run=last", "--set", "steps=2")
     assert (code, err) == (0, "")
     assert status(workplace / "runs" / "last") == "FINISHED"
+
+
+@pytest.mark.parametrize(("name", "done"), [("error", 1), ("nothing", 2)])
+def test_ctrl_c_ends_a_training_whatever_the_code_it_comes_into_makes_of_it(
+    command: Any, workplace: Path, ctrl_c: None, name: str, done: int
+) -> None:
+    step = "{name: falls, uses: 'stopping_steps:falls_over_ctrl_c', needs: [rewards]}"
+    settings = (
+        f"run={name}",
+        f"pipeline.insert=[{{after: reward, step: {step}}}]",
+        "pipeline.rewire.train.rewards=seen",
+    )
+    code, _, err = command("run", "small.yaml", *(word for setting in settings for word in ("--set", setting)))
+    assert code == 128 + signal.SIGINT
+    assert err == f"fp8-grpo: interrupted; fp8-grpo resume {name} continues the run\n"
+    assert LedgerView.read(workplace / "runs" / name / LEDGER).last_step() == done
+    assert status(workplace / "runs" / name) == "KILLED"

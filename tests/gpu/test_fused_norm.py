@@ -12,7 +12,7 @@ pytestmark = pytest.mark.gpu
 EPS = 1e-6
 RULES = ["pow2", "fp32"]
 # Decoding, prompts of no round length, the small and the large models' hidden sizes, a last group that is shorter.
-SHAPES = [(1, 512), (3, 4096), (130, 200), (333, 5120), (1024, 1024), (4097, 4096)]
+SHAPES = [(1, 512), (3, 4096), (130, 200), (333, 5120), (1025, 4096)]
 
 
 @pytest.fixture(scope="module")
@@ -22,11 +22,10 @@ def device(gpu: torch.device) -> torch.device:
 
 
 def draw(*shape: int, seed: int, device: torch.device) -> Tensor:
-    """Heavy tails and signed zeros; made on the CPU, so that the reference sees the same."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(shape, generator=generator) * torch.exp(2 * torch.randn(shape, generator=generator))
-    zero = torch.rand(shape, generator=generator) < 0.02
-    return torch.where(zero, torch.copysign(torch.zeros(()), x), x).bfloat16().to(device)
+    """Heavy tails and signed zeros."""
+    generator = torch.Generator(device).manual_seed(seed)
+    x, spread = (torch.randn(shape, generator=generator, device=device) for _ in range(2))
+    return torch.where(spread > 2, x.sign() * -0.0, x * torch.exp(2 * spread)).bfloat16()
 
 
 def weight_of(hidden: int, device: torch.device) -> Tensor:

@@ -12,7 +12,7 @@ EPS = 1e-6
 POSITIONS = 4096
 # Qwen3-8B, Qwen3-0.6B, fewer heads than a program takes, a half that is no power of two.
 LAYOUTS = [HeadLayout(32, 8, 128), HeadLayout(16, 8, 128), HeadLayout(4, 2, 64), HeadLayout(9, 3, 96)]
-TOKENS = [1, 77, 2049]
+TOKENS = [1, 77, 1025]
 
 
 @pytest.fixture(scope="module")

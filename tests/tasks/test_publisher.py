@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from fp8core.errors import UserError
+from fp8core.report import run_data
 from fp8core.report.console import Console
 from tasks.session import Session, open_session
 from tasks.tracking_record import TrackingRecord, read_record, write_record
@@ -294,3 +295,15 @@ def test_kills_before_every_answer_leave_nothing_twice(expected, copy_of_trained
         assert not survives(copy, network, ".", skip=number)
         publish(copy)
         assert shown(copy.config) == expected, f"killed at request {number}"
+
+
+def test_a_failed_training_does_not_wait_for_a_long_report(copy_of_trained, network, monkeypatch) -> None:
+    copy = copy_of_trained(network.uri)
+    publish(copy)
+    read, reader = [], run_data.read_checked
+    monkeypatch.setattr("tasks.publisher.STOPPED_PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(run_data, "read_checked", lambda *of: (read.append(of), time.sleep(1), reader(*of))[2])
+    with pytest.raises(RuntimeError, match="broken"), session_of(copy) as (_, out):
+        raise RuntimeError("broken")
+    assert len(read) == 1, "the run has four steps"
+    assert "no report: it takes too long; `fp8-grpo report` makes it\n" in out.getvalue()

