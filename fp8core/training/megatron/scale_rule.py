@@ -8,13 +8,13 @@ from fp8core.numerics.e4m3 import TILE, ScaleRule
 
 def scale_rule_in_force() -> ScaleRule:
     """Read from the scales of a tensor that was quantised by the recipe Megatron builds."""
-    import transformer_engine_torch
     from transformer_engine.common.recipe import Float8BlockScaling
+    from transformer_engine.pytorch.quantization import get_fp8_te_dtype
     from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
 
     recipe = Float8BlockScaling()
     quantise = Float8BlockQuantizer(
-        transformer_engine_torch.DType.kFloat8E4M3,
+        get_fp8_te_dtype(recipe, True),
         rowwise=True,
         columnwise=True,
         amax_epsilon=recipe.fp8_quant_fwd_weight.amax_epsilon,
