@@ -34,12 +34,7 @@ class VocabularyShare:
 
     def logits(self, hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
         """FP32 [tokens, rows], -inf in the rows of padding."""
-        if weight.dtype == torch.float32:
-            product = hidden.float() @ weight.t()
-        elif self.form == "bf16" or not weight.is_cuda:
-            product = (hidden @ weight.t()).float()
-        else:
-            product = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+        product = (hidden @ weight.t()).float() if self.form == "bf16" else _fp32_product(hidden, weight.t())
         product[:, max(0, self.size - self.first) :] = -torch.inf
         return product.div_(temperature)
 
@@ -89,10 +84,15 @@ class _WrittenLogprobs(torch.autograd.Function):
             row, held = share.own(targets[part], len(weight))
             p.scatter_add_(1, row[:, None], -held.float()[:, None])
             grad_logits = p.mul_(-grad[part, None] / ctx.temperature).to(weight.dtype)
-            grad_hidden[part] = (grad_logits @ weight).float()
-            grad_weight += (grad_logits.t() @ hidden[part].to(weight.dtype)).float()
+            grad_hidden[part] = _fp32_product(grad_logits, weight)
+            grad_weight += _fp32_product(grad_logits.t(), hidden[part])
         all_reduce(grad_hidden, ReduceOp.SUM, share.group)
         return grad_hidden.to(hidden.dtype), _handed_over(weight, grad_weight), None, None, None
+
+
+def _fp32_product(a: Tensor, b: Tensor) -> Tensor:
+    """FP32 sums of products of one format; on a CPU those of BF16 are rounded once more."""
+    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda and a.dtype == torch.bfloat16 else (a @ b).float()
 
 
 def _handed_over(weight: Tensor, grad: Tensor) -> Tensor:
