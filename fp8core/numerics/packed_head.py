@@ -78,7 +78,7 @@ class _TokenLogprobs(torch.autograd.Function):
         for part in _chunks(len(targets), len(weight)):
             logits = head_logits(hidden[part], weight, ctx.options.output)
             slope = log_softmax(logits, ctx.options.temperature).exp_()
-            slope.scatter_add_(1, targets[part, None], slope.new_full((slope.shape[0], 1), -1.0))
+            slope[torch.arange(len(slope), device=slope.device), targets[part]] -= 1
             slope = slope.mul_(-grad[part, None] / ctx.options.temperature).to(hidden.dtype)
             grad_hidden[part] = slope @ weight
             if grad_weight is not None:
