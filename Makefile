@@ -26,8 +26,9 @@ test: env  ## every test that needs neither a GPU nor vLLM
 test-fast: env  ## without the slow ones
 	$(PYTEST) $(SPREAD) -m "not gpu and not slow and not alone"
 
-test-vllm: env-vllm  ## the vLLM engine against vLLM for CPUs
+test-vllm: env-vllm  ## the vLLM engine against vLLM for CPUs, and the Triton kernels in Triton's interpreter
 	$(VLLM_BIN)/python -m pytest tests/vllm
+	TRITON_INTERPRET=1 $(VLLM_BIN)/python -m pytest tests/triton
 
 lint: env
 	$(BIN)/ruff check .

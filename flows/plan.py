@@ -36,11 +36,13 @@ def plan_config(options: argparse.Namespace) -> int:
     from fp8core.config.load import load_config
     from fp8core.plan.run_plan import plan_run, refuse_unfit
     from fp8core.plan.shapes import model_shape
+    from fp8core.plan.training import trainer_grid
     from fp8core.report.plan import plan_text
 
     config = load_config(options.config, options.overrides)
     arch = model_shape(config)
-    plan = plan_run(config, arch, _machine(options, config), _parallel(options))
+    machine = _machine(options, config)
+    plan = plan_run(config, arch, machine, _parallel(options) or trainer_grid(config, machine))
     print(plan_text(plan))
     if options.json is not None:
         options.json.write_text(json.dumps({"fits": not plan.refusals, **asdict(plan)}, indent=2) + "\n")
@@ -55,7 +57,9 @@ def _machine(options: argparse.Namespace, config: "RunConfig") -> "Machine":
     if options.gpu is not None:
         return Machine(named_gpu(options.gpu), None)
     here = this_machine()
-    elsewhere = here.gpu is None and (config.rollout.engine == "vllm" or options.gpus)
+    training = config.training.megatron.gpus > 1 or config.training.device == "cuda"
+    wanted = config.rollout.engine == "vllm" or training or options.gpus
+    elsewhere = here.gpu is None and wanted
     return Machine(GPUS["h200"], None) if elsewhere else here
 
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
+from fp8core.config.megatron import MegatronConfig
 from fp8core.config.parity import ParityConfig
 from fp8core.config.pipeline import PipelineConfig
 from fp8core.config.precision import PrecisionContract
@@ -154,7 +155,11 @@ class RolloutConfig(Section):
 class TrainingConfig(Section):
     """Optimisation of the policy."""
 
-    trainer: Literal["torch"] = Field("torch", description="Trainer.")
+    trainer: Literal["torch", "megatron"] = Field(
+        "torch",
+        description="torch: exact on the CPU, or packed on one GPU; megatron: Megatron Core, on Hopper in FP8, on a "
+        "CPU in FP32.",
+    )
     device: Literal["cpu", "cuda"] = Field("cpu", description="Of the torch trainer.")
     packed: bool | None = Field(
         None,
@@ -186,15 +191,17 @@ class TrainingConfig(Section):
     deterministic: bool = Field(
         True, description="On a GPU: only kernels whose result is the same every time, which replays need."
     )
+    megatron: MegatronConfig = Field(default_factory=MegatronConfig, description="Of trainer=megatron.")
 
     @property
     def packs(self) -> bool:
         """Whether the torch trainer is the one for packed sequences."""
-        return self.device == "cuda" if self.packed is None else self.packed
+        chosen = self.device == "cuda" if self.packed is None else self.packed
+        return chosen and self.trainer == "torch"
 
     @model_validator(mode="after")
     def _exact_on_a_cpu(self) -> "TrainingConfig":
-        if self.device == "cuda" and not self.packs:
+        if self.device == "cuda" and self.packed is False:
             raise ValueError("device=cuda with packed=false: the exact trainer computes on a CPU; set packed to null")
         return self
 

@@ -100,7 +100,9 @@ def tile_codes(x: Tensor, rule: ScaleRule, flag: FiniteFlag | None = None) -> Co
 
 
 def launched(kernel: Callable[[Tensor], Found], device: torch.device, flag: FiniteFlag | None) -> Found:
-    """Launch a kernel that sets int32 [1] when it meets NaN or infinity; without a flag of the caller's, wait and check.
+    """Launch a kernel that sets its argument, int32 [1], where it meets NaN or infinity.
+
+    Without a flag of the caller's, wait for it and check.
 
     Raises:
         GroupNotFinite: the kernel met NaN or infinity and `flag` is None.

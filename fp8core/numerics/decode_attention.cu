@@ -1,17 +1,20 @@
 // Attention of single tokens over a paged FP8 cache. See decode_attention.py for what it computes and why.
 //
-// A block serves one token, one KV head and one partition of the keys; each of its warps takes every fourth tile of 32
+// A block serves one token, or TOKENS side by side, one KV head and one partition of the keys; each of its warps takes every fourth tile of 32
 // keys, through a queue of its own in shared memory: no warp waits for another. Eight neighbouring lanes copy a whole row
 // of 128 bytes, because the L2 cache gives up at half of the memory's bandwidth when it is asked for less at a time. The
 // contraction of either product may be taken in any order, so a thread reads 16 bytes at a time that are its fragments as
 // they are; only V needs its bytes interleaved, two keys at a time.
 //
 // mma.m16n8k16, lane = 4 * g + c:
-//   scores   S = Q K^T    rows: query heads of the group (8 of 16 used), columns: 8 keys, contraction: head_dim
-//   values   O^T = V^T P^T  rows: 16 of head_dim, columns: query heads, contraction: 16 keys
-// A thread has the scores of head g for keys 2c and 2c + 1 of each 8, which is what the second product wants of it.
+//   scores   S = Q K^T    rows: query heads of all tokens (8 of 16 used), columns: 8 keys, contraction: head_dim
+//   values   O^T = V^T P^T  rows: 16 of head_dim, columns: query heads of all tokens, contraction: 16 keys
+// A thread has the scores of row g for keys 2c and 2c + 1 of each 8, which is what the second product wants of it.
 //
-// Compiled with GROUP (query heads per KV head, at most 8), PAGE (keys of a cache block, a multiple of 16), PARTITION
+// Tokens of one sequence share what is read of its keys; a block whose tokens belong to several takes these in turn. Each
+// query head of each token is a row of its own, and what it computes does not depend on the others.
+//
+// Compiled with GROUP (query heads per KV head), TOKENS (GROUP * TOKENS is at most 8), PAGE (keys of a cache block, a multiple of 16), PARTITION
 // (keys of a partition, a multiple of 32) and the cache's strides in bytes (BLOCK_STRIDE, KEY_STRIDE, HEAD_STRIDE)
 // defined. RESIDENT is the number of blocks per multiprocessor that registers are shared out for, STAGES the tiles of a
 // warp in shared memory.
@@ -22,6 +25,7 @@ typedef unsigned int u32;
 typedef long long i64;
 
 #define HEAD_DIM 128
+#define ROWS (GROUP * TOKENS)
 #define WARPS 4
 #define TILE 32
 #define ROW 8                    // pieces of 16 bytes of a row of keys or values
@@ -97,8 +101,8 @@ __device__ __forceinline__ u16 to_bf16(float x) {
 
 __device__ __forceinline__ u32 word_of(const uint4& x, int i) { return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w; }
 
-// What a warp has seen of its tiles. O is [head_dim / 16][4]: (d, head 2c), (d, 2c + 1), (d + 1, 2c), (d + 1, 2c + 1)
-// with d = 16 g + 2 i. The maximum and the sum belong to head g; the maximum is a whole power of two.
+// What a warp has seen of its tiles. O is [head_dim / 16][4]: (d, row 2c), (d, 2c + 1), (d + 1, 2c), (d + 1, 2c + 1)
+// with d = 16 g + 2 i. The maximum and the sum belong to row g; the maximum is a whole power of two.
 struct State {
     float o[8][4];
     float maximum;
@@ -120,7 +124,7 @@ __device__ __forceinline__ void copy_tile(uint4* stage, const u8* const (&keys)[
     }
 }
 
-// Scores of head g for keys 2c and 2c + 1 of each 8, in powers of two.
+// Scores of row g for keys 2c and 2c + 1 of each 8, in powers of two.
 __device__ __forceinline__ void multiply_keys(
     float (&s)[4][4], const u32 (&query)[8][2], const uint4* stage, int g, int c) {
 #pragma unroll
@@ -142,7 +146,7 @@ __device__ __forceinline__ void multiply_keys(
     }
 }
 
-// From scores to P, and everything so far relative to the new maximum.
+// From scores to P, and everything so far relative to the new maximum. `left` keys of the tile are this row's.
 __device__ __forceinline__ void soften(State& state, u32 (&p)[4], float (&s)[4][4], float scale, int left, int c) {
     float highest = minus_infinity();
 #pragma unroll
@@ -156,8 +160,10 @@ __device__ __forceinline__ void soften(State& state, u32 (&p)[4], float (&s)[4][
     highest = fmaxf(highest, __shfl_xor_sync(FULL_WARP, highest, 1));
     highest = fmaxf(highest, __shfl_xor_sync(FULL_WARP, highest, 2));
     const float maximum = fmaxf(state.maximum, ceilf(highest));
+    // A row that has seen no key yet: all of its P are 0.
+    const float base = maximum == minus_infinity() ? 0.0f : maximum;
     if (__any_sync(FULL_WARP, maximum > state.maximum)) {
-        const float factor = exp2_approximate(state.maximum - maximum);
+        const float factor = exp2_approximate(state.maximum - base);
         const float even = __shfl_sync(FULL_WARP, factor, 8 * c), odd = __shfl_sync(FULL_WARP, factor, 8 * c + 4);
         state.maximum = maximum;
         state.sum *= factor;
@@ -171,8 +177,8 @@ __device__ __forceinline__ void soften(State& state, u32 (&p)[4], float (&s)[4][
     }
 #pragma unroll
     for (int t = 0; t < 4; ++t) {
-        const float first = exp2_approximate(s[t][0] - state.maximum + P_EXPONENT);
-        const float second = exp2_approximate(s[t][1] - state.maximum + P_EXPONENT);
+        const float first = exp2_approximate(s[t][0] - base + P_EXPONENT);
+        const float second = exp2_approximate(s[t][1] - base + P_EXPONENT);
         p[t] = round_to_e4m3(first, second);
         state.sum += sum_of_half2(p[t]);
     }
@@ -208,146 +214,176 @@ __device__ __forceinline__ void multiply_values(
     }
 }
 
+// Keys that a query sees; -1 for one that is left out.
+__device__ __forceinline__ int keys_of(int query, const int* starts, const int* lengths) {
+    return starts[query + 1] - starts[query] == 1 ? lengths[query] : -1;
+}
+
+__device__ __forceinline__ int parts_of(int keys) { return (keys + PARTITION - 1) / PARTITION; }
+
 extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) decode_attention(
     const u8* __restrict__ query, i64 query_stride, const u8* __restrict__ keys, const u8* __restrict__ values,
-    const int* __restrict__ block_table, i64 table_stride, const int* __restrict__ owners,
+    i64 queries, const int* __restrict__ block_table, i64 table_stride, const int* __restrict__ owners,
     const int* __restrict__ starts, const int* __restrict__ lengths, const float* __restrict__ query_scale,
     const float* __restrict__ key_scale, const float* __restrict__ value_scale, float softmax_scale,
     u16* __restrict__ output, i64 output_stride, float* __restrict__ partial, int* __restrict__ arrived) {
     extern __shared__ uint4 queue[];  // [WARPS][STAGES][STAGE], and after the last tile O of every warp
-    float(*const shared_o)[GROUP][HEAD_DIM] = reinterpret_cast<float(*)[GROUP][HEAD_DIM]>(queue);
+    float(*const shared_o)[ROWS][HEAD_DIM] = reinterpret_cast<float(*)[ROWS][HEAD_DIM]>(queue);
     __shared__ float shared_maximum[WARPS][8], shared_sum[WARPS][8];
     __shared__ bool last;
-    const int head = blockIdx.x, request = blockIdx.y, part = blockIdx.z;
+    const int head = blockIdx.x, part = blockIdx.z, begin = part * PARTITION;
     const int warp = threadIdx.x / 32, g = (threadIdx.x % 32) / 4, c = threadIdx.x % 4;
-    const int length = lengths[request], begin = part * PARTITION;
-    const i64 token = starts[request];
-    if (starts[request + 1] - token != 1) return;  // A prompt, or what pads a captured graph.
-    u16* const row = output + token * output_stride + head * GROUP * HEAD_DIM + threadIdx.x;
-    if (begin >= length) {
-        if (part == 0)
-            for (int h = 0; h < GROUP; ++h) row[h * HEAD_DIM] = 0;
-        return;
-    }
-    const int end = min(length, begin + PARTITION), parts = (length + PARTITION - 1) / PARTITION;
-    u32 q[8][2];
-    {
-        const u8* at = query + token * query_stride + (head * GROUP + g) * HEAD_DIM + 16 * c;
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-            const uint4 x = g < GROUP ? load16(at + 64 * j) : make_uint4(0, 0, 0, 0);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                q[4 * j + i][0] = low_to_half2(word_of(x, i));
-                q[4 * j + i][1] = high_to_half2(word_of(x, i));
-            }
-        }
-    }
     const float scale = softmax_scale * 1.4426950408889634f * *query_scale * *key_scale;
-    const int* const blocks = block_table + owners[request] * table_stride;
-    State state;
-    state.maximum = minus_infinity();
-    state.sum = 0.0f;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) state.o[i][0] = state.o[i][1] = state.o[i][2] = state.o[i][3] = 0.0f;
+    const int stop = min((int)queries, (int)(blockIdx.y + 1) * TOKENS);
+    const auto row_of = [&](int of, int h) {
+        return output + (i64)starts[of] * output_stride + (head * GROUP + h) * HEAD_DIM + threadIdx.x;
+    };
+    const auto partial_of = [&](int of) {
+        return partial + ((i64)of * gridDim.x + head) * gridDim.z * GROUP * (HEAD_DIM + 2);
+    };
 
-    // Keys after the last are read from its block's memory, and masked. Blocks are looked up one tile before they are
-    // needed.
-    const int last_key = end - 1, stride = WARPS * TILE, first = begin + warp * TILE;
-    const int lane = threadIdx.x % 32, piece = head * HEAD_STRIDE + lane / ROW * KEY_STRIDE + 16 * (lane % ROW);
-    uint4* const own_queue = queue + warp * STAGES * STAGE;
-    const u8 *const own_keys = keys + piece, *const own_values = values + piece;
-    int ahead = first, into = 0;
-    int block[2] = {blocks[min(first, last_key) / PAGE], blocks[min(first + 16, last_key) / PAGE]};
-    const auto copy_next = [&]() {
-        if (ahead < end) {
-            const u8 *k_at[2], *v_at[2];
+    for (int first = blockIdx.y * TOKENS, next; first < stop; first = next) {
+        next = first + 1;
+        if (TOKENS > 1)
+            while (next < stop && owners[next] == owners[first]) ++next;
+        int longest = -1;
+        for (int i = first; i < next; ++i) longest = max(longest, keys_of(i, starts, lengths));
+        if (part == 0) {
+            for (int i = first; i < next; ++i)
+                if (keys_of(i, starts, lengths) == 0)
+                    for (int h = 0; h < GROUP; ++h) *row_of(i, h) = 0;
+        }
+        if (begin >= longest) continue;
+        const int end = min(longest, begin + PARTITION), parts = parts_of(longest);
+
+        // This thread's row: head g % GROUP of a token.
+        const int own = first + g / GROUP, seen = g < ROWS && own < next ? keys_of(own, starts, lengths) : 0;
+        const int own_end = min(seen, end);
+        u32 q[8][2];
+        {
+            const u8* at = query + (seen > 0 ? starts[own] : 0) * query_stride + (head * GROUP + g % GROUP) * HEAD_DIM + 16 * c;
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
-                const i64 offset = (i64)block[j] * BLOCK_STRIDE + (ahead + 16 * j) % PAGE * KEY_STRIDE;
-                k_at[j] = own_keys + offset;
-                v_at[j] = own_values + offset;
-                block[j] = blocks[min(ahead + stride + 16 * j, last_key) / PAGE];
+                const uint4 x = seen > 0 ? load16(at + 64 * j) : make_uint4(0, 0, 0, 0);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    q[4 * j + i][0] = low_to_half2(word_of(x, i));
+                    q[4 * j + i][1] = high_to_half2(word_of(x, i));
+                }
             }
-            copy_tile(own_queue + into * STAGE, k_at, v_at, lane);
         }
-        end_of_copies();
-        ahead += stride;
-        into = into + 1 == STAGES ? 0 : into + 1;
-    };
+        const int* const blocks = block_table + owners[first] * table_stride;
+        State state;
+        state.maximum = minus_infinity();
+        state.sum = 0.0f;
 #pragma unroll
-    for (int i = 0; i < STAGES - 1; ++i) copy_next();
-    int from = 0;
-    for (int start = first; start < end; start += stride) {
-        copy_next();
-        wait_for_copies<STAGES - 1>();
-        __syncwarp();
-        const uint4* const stage = own_queue + from * STAGE;
-        from = from + 1 == STAGES ? 0 : from + 1;
-        float s[4][4];
-        u32 p[4];
-        multiply_keys(s, q, stage, g, c);
-        soften(state, p, s, scale, end - start, c);
-        multiply_values(state, p, stage, end - start, g, c);
-        __syncwarp();  // The stage is copied to next.
-    }
-    __syncthreads();  // The queue is reused.
+        for (int i = 0; i < 8; ++i) state.o[i][0] = state.o[i][1] = state.o[i][2] = state.o[i][3] = 0.0f;
 
-    float sum = state.sum + __shfl_xor_sync(FULL_WARP, state.sum, 1);
-    sum += __shfl_xor_sync(FULL_WARP, sum, 2);
-    if (c == 0) {
-        shared_maximum[warp][g] = state.maximum;
-        shared_sum[warp][g] = sum;
-    }
+        // Keys after the last are read from its block's memory, and masked. Blocks are looked up one tile before they
+        // are needed.
+        const int last_key = end - 1, stride = WARPS * TILE, tile = begin + warp * TILE;
+        const int lane = threadIdx.x % 32, piece = head * HEAD_STRIDE + lane / ROW * KEY_STRIDE + 16 * (lane % ROW);
+        uint4* const own_queue = queue + warp * STAGES * STAGE;
+        const u8 *const own_keys = keys + piece, *const own_values = values + piece;
+        int ahead = tile, into = 0;
+        int block[2] = {blocks[min(tile, last_key) / PAGE], blocks[min(tile + 16, last_key) / PAGE]};
+        const auto copy_next = [&]() {
+            if (ahead < end) {
+                const u8 *k_at[2], *v_at[2];
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-        if (2 * c + h < GROUP) {
+                for (int j = 0; j < 2; ++j) {
+                    const i64 offset = (i64)block[j] * BLOCK_STRIDE + (ahead + 16 * j) % PAGE * KEY_STRIDE;
+                    k_at[j] = own_keys + offset;
+                    v_at[j] = own_values + offset;
+                    block[j] = blocks[min(ahead + stride + 16 * j, last_key) / PAGE];
+                }
+                copy_tile(own_queue + into * STAGE, k_at, v_at, lane);
+            }
+            end_of_copies();
+            ahead += stride;
+            into = into + 1 == STAGES ? 0 : into + 1;
+        };
 #pragma unroll
-            for (int i = 0; i < 8; ++i)
-                *reinterpret_cast<float2*>(&shared_o[warp][2 * c + h][16 * g + 2 * i]) =
-                    make_float2(state.o[i][h], state.o[i][2 + h]);
+        for (int i = 0; i < STAGES - 1; ++i) copy_next();
+        int from = 0;
+        for (int start = tile; start < end; start += stride) {
+            copy_next();
+            wait_for_copies<STAGES - 1>();
+            __syncwarp();
+            const uint4* const stage = own_queue + from * STAGE;
+            from = from + 1 == STAGES ? 0 : from + 1;
+            float s[4][4];
+            u32 p[4];
+            multiply_keys(s, q, stage, g, c);
+            soften(state, p, s, scale, own_end - start, c);
+            multiply_values(state, p, stage, end - start, g, c);
+            __syncwarp();  // The stage is copied to next.
         }
-    }
-    __syncthreads();
-    float* const own = partial + (((i64)request * gridDim.x + head) * gridDim.z) * GROUP * (HEAD_DIM + 2);
-    for (int h = 0; h < GROUP; ++h) {
-        float maximum = shared_maximum[0][h], o = 0.0f, total = 0.0f;
-        for (int w = 1; w < WARPS; ++w) maximum = fmaxf(maximum, shared_maximum[w][h]);
-        for (int w = 0; w < WARPS; ++w) {
-            const float factor = exp2_approximate(shared_maximum[w][h] - maximum);
-            o += shared_o[w][h][threadIdx.x] * factor;
-            total += shared_sum[w][h] * factor;
+        __syncthreads();  // The queue is reused.
+
+        float sum = state.sum + __shfl_xor_sync(FULL_WARP, state.sum, 1);
+        sum += __shfl_xor_sync(FULL_WARP, sum, 2);
+        if (c == 0) {
+            shared_maximum[warp][g] = state.maximum;
+            shared_sum[warp][g] = sum;
         }
-        if (parts == 1) {
-            row[h * HEAD_DIM] = to_bf16(o / total * *value_scale);
-        } else {
-            float* const at = own + (part * GROUP + h) * (HEAD_DIM + 2);
-            at[threadIdx.x] = o;
-            if (threadIdx.x < 2) at[HEAD_DIM + threadIdx.x] = threadIdx.x == 0 ? maximum : total;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            if (2 * c + h < ROWS) {
+#pragma unroll
+                for (int i = 0; i < 8; ++i)
+                    *reinterpret_cast<float2*>(&shared_o[warp][2 * c + h][16 * g + 2 * i]) =
+                        make_float2(state.o[i][h], state.o[i][2 + h]);
+            }
         }
-    }
-    if (parts == 1) return;
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        int* const counter = arrived + request * gridDim.x + head;
-        last = atomicAdd(counter, 1) == parts - 1;
-        if (last) *counter = 0;
-    }
-    __syncthreads();
-    if (!last) return;
-    __threadfence();
-    // The last block that arrives adds all of them up, in the order of the keys.
-    for (int h = 0; h < GROUP; ++h) {
-        float maximum = minus_infinity(), o = 0.0f, total = 0.0f;
-        const float* at = own + h * (HEAD_DIM + 2);
-        const i64 stride = GROUP * (HEAD_DIM + 2);
-        for (int i = 0; i < parts; ++i) maximum = fmaxf(maximum, __ldcg(at + i * stride + HEAD_DIM));
-        for (int i = 0; i < parts; ++i) {
-            const float factor = exp2_approximate(__ldcg(at + i * stride + HEAD_DIM) - maximum);
-            o += __ldcg(at + i * stride + threadIdx.x) * factor;
-            total += __ldcg(at + i * stride + HEAD_DIM + 1) * factor;
+        __syncthreads();
+        for (int r = 0; r < ROWS; ++r) {
+            const int of = first + r / GROUP, h = r % GROUP;
+            if (of >= next || keys_of(of, starts, lengths) <= begin) continue;
+            float maximum = shared_maximum[0][r], o = 0.0f, total = 0.0f;
+            for (int w = 1; w < WARPS; ++w) maximum = fmaxf(maximum, shared_maximum[w][r]);
+            for (int w = 0; w < WARPS; ++w) {
+                const float factor = exp2_approximate(shared_maximum[w][r] - maximum);
+                o += shared_o[w][r][threadIdx.x] * factor;
+                total += shared_sum[w][r] * factor;
+            }
+            if (parts == 1) {
+                *row_of(of, h) = to_bf16(o / total * *value_scale);
+            } else {
+                float* const at = partial_of(of) + (part * GROUP + h) * (HEAD_DIM + 2);
+                at[threadIdx.x] = o;
+                if (threadIdx.x < 2) at[HEAD_DIM + threadIdx.x] = threadIdx.x == 0 ? maximum : total;
+            }
         }
-        row[h * HEAD_DIM] = to_bf16(o / total * *value_scale);
+        if (parts > 1) {
+            __threadfence();
+            __syncthreads();
+            if (threadIdx.x == 0) {
+                int* const counter = arrived + first * gridDim.x + head;
+                last = atomicAdd(counter, 1) == parts - 1;
+                if (last) *counter = 0;
+            }
+            __syncthreads();
+            if (last) {
+                __threadfence();
+                // The last block that arrives adds all of them up, in the order of the keys.
+                for (int r = 0; r < ROWS; ++r) {
+                    const int of = first + r / GROUP, h = r % GROUP;
+                    const int own_parts = of < next ? parts_of(keys_of(of, starts, lengths)) : 0;
+                    if (own_parts == 0) continue;
+                    float maximum = minus_infinity(), o = 0.0f, total = 0.0f;
+                    const float* at = partial_of(of) + h * (HEAD_DIM + 2);
+                    const i64 step = GROUP * (HEAD_DIM + 2);
+                    for (int i = 0; i < own_parts; ++i) maximum = fmaxf(maximum, __ldcg(at + i * step + HEAD_DIM));
+                    for (int i = 0; i < own_parts; ++i) {
+                        const float factor = exp2_approximate(__ldcg(at + i * step + HEAD_DIM) - maximum);
+                        o += __ldcg(at + i * step + threadIdx.x) * factor;
+                        total += __ldcg(at + i * step + HEAD_DIM + 1) * factor;
+                    }
+                    *row_of(of, h) = to_bf16(o / total * *value_scale);
+                }
+            }
+        }
+        if (TOKENS > 1) __syncthreads();  // Shared memory is reused by the next tokens.
     }
 }

@@ -84,6 +84,7 @@ class DecodeAttention:
         partition: int | None = None,
         resident: int = 3,
         stages: int = 2,
+        tokens: int = 1,
     ) -> None:
         """Compile, and take the workspace.
 
@@ -98,19 +99,22 @@ class DecodeAttention:
                 It decides the order of sums.
             resident: blocks of one multiprocessor that registers are shared out for.
             stages: tiles of 32 keys that a warp has in shared memory.
+            tokens: queries side by side that share what is read of the keys where they are of one sequence, as those of
+                prompts are; `tokens * group` is at most `LARGEST_GROUP`. It decides no bit.
         """
         _, page, kv_heads, head_dim = shape
-        assert 1 <= group <= LARGEST_GROUP, group
+        assert 1 <= group * tokens <= LARGEST_GROUP, (group, tokens)
         assert page % 16 == 0, page
         assert (head_dim, strides[-1]) == (HEAD_DIM, 1), (shape, strides)
         partition = partition or partition_of(longest)
         self._strides, self.kv_heads, self.partitions = strides, kv_heads, -(-longest // partition)
         names = ("BLOCK_STRIDE", "KEY_STRIDE", "HEAD_STRIDE")
-        definitions = {"GROUP": group, "PAGE": page, "PARTITION": partition, "RESIDENT": resident, "STAGES": stages}
+        definitions = {"GROUP": group, "TOKENS": tokens, "PAGE": page, "PARTITION": partition}
+        definitions |= {"RESIDENT": resident, "STAGES": stages}
         definitions |= dict(zip(names, self._strides[:3], strict=True))
         queue = _WARPS * stages * _TILE_BYTES
         self._kernel = kernel(_SOURCE, "decode_attention", tuple(definitions.items()), queue, device.index or 0)
-        self._at_once = queries
+        self._at_once, self._tokens = queries, tokens
         size = queries * kv_heads * self.partitions * group * (HEAD_DIM + 2) if self.partitions > 1 else 1
         self._partial = torch.empty(size, dtype=torch.float32, device=device)
         self._arrived = torch.zeros(queries * kv_heads, dtype=torch.int32, device=device)
@@ -140,11 +144,12 @@ class DecodeAttention:
         for first in range(0, len(owners), self._at_once):
             count = min(self._at_once, len(owners) - first)
             arguments = (
-                *(query, query.stride(0), keys, values, table, table.stride(0)),
+                *(query, query.stride(0), keys, values, count, table, table.stride(0)),
                 *(owners[first:], starts[first:], lengths[first:], *scales),
                 *(HEAD_DIM**-0.5, out, out.stride(0), self._partial, self._arrived),
             )
-            self._kernel.launch((self.kv_heads, count, self.partitions), 32 * _WARPS, arguments)
+            grid = self.kv_heads, -(-count // self._tokens), self.partitions
+            self._kernel.launch(grid, 32 * _WARPS, arguments)
 
 
 def partition_of(longest: int) -> int:

@@ -1,7 +1,7 @@
 """Norms of Q and K and rotary positions on a fused projection, and their backward.
 
-Where `kernel_choice` says so a Triton kernel, else the torch reference; what is said of bytes in `fused_norm` holds here.
-The norms' outputs are rounded to BF16 before they are rotated; the rotation is FP32, its result BF16.
+Where `kernel_choice` says so a Triton kernel, else the torch reference; what `fused_norm` says of bytes holds here too.
+What the norms give is rounded to BF16 before it is rotated; the rotation is FP32, its result BF16.
 """
 
 from typing import NamedTuple

@@ -5,7 +5,7 @@ not exist, and one that is zero, negative or not finite cannot be made.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fp8core.numerics.e4m3 import E4M3_MAX, ScaleRule, scale_from_amax
 from fp8core.numerics.magnitudes import (
+    AMAX,
     ELEMENTS,
     SATURATED,
     TALLY,
@@ -73,6 +74,13 @@ class KvStatistics:
         limits = (math.inf,) * 3 if scales is None else tuple(E4M3_MAX * s for s in (scales.q, scales.k, scales.v))
         for into, x, limit in zip(self._tallies[layer], tensors, limits, strict=True):
             self._add(into, x, valid, limit)
+
+    def combine(self, largest: Callable[[Tensor], object], total: Callable[[Tensor], object]) -> None:
+        """Make them those of several processes, by two reductions in place over int64 tensors."""
+        amax = self._tallies[..., AMAX].contiguous()
+        largest(amax)
+        total(self._tallies)
+        self._tallies[..., AMAX] = amax
 
     def amax(self) -> list[LayerAmax]:
         """Largest magnitude per layer; at least one token must have been observed."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from fp8core.numerics.attention import AttentionFormat, Bf16Attention, Fp8Attention
-from fp8core.numerics.decode_attention import HEAD_DIM, DecodeAttention, Queries
+from fp8core.numerics.decode_attention import HEAD_DIM, LARGEST_GROUP, DecodeAttention, Queries
 from fp8core.numerics.e4m3 import E4M3_MAX
 from fp8core.numerics.fused_rotary import HeadLayout
 from fp8core.numerics.kernel_choice import has_kernels
@@ -167,7 +167,7 @@ def _decode_attention(device: torch.device, kv_heads: int, group: int, longest: 
     """One kernel and workspace for all layers, which run one after the other."""
     shape = torch.Size((1, PAGE, kv_heads, HEAD_DIM))
     strides = (PAGE * kv_heads * HEAD_DIM, kv_heads * HEAD_DIM, HEAD_DIM, 1)
-    return DecodeAttention(device, shape, strides, group, longest, _QUERIES_AT_ONCE)
+    return DecodeAttention(device, shape, strides, group, longest, _QUERIES_AT_ONCE, tokens=LARGEST_GROUP // group)
 
 
 @lru_cache(maxsize=4096)

@@ -1,8 +1,9 @@
 """The output head over packed tokens: BF16 weights, FP32 logits, never those of all tokens at once.
 
 On Hopper the product is DeepGEMM's BF16 GEMM with FP32 output, whose accumulation does not depend on how many rows
-there are; engine and trainer call it alike. Normaliser and choice are torch's own `log_softmax`, row by row, which is
-also what vLLM's sampler calls. On a CPU both are the exact forms of `numerics.logprobs`.
+there are; engine and trainer call it alike. Normaliser and choice are torch's own `log_softmax`, row by row, which the
+aligned model calls as well: vLLM's own sampler sums in another order. On a CPU both are the exact forms of
+`numerics.logprobs`.
 """
 
 from typing import Any, NamedTuple
@@ -77,7 +78,7 @@ class _TokenLogprobs(torch.autograd.Function):
         for part in _chunks(len(targets), len(weight)):
             logits = head_logits(hidden[part], weight, ctx.options.output)
             slope = log_softmax(logits, ctx.options.temperature).exp_()
-            slope.scatter_add_(1, targets[part, None], slope.new_full((slope.shape[0], 1), -1.0))
+            slope[torch.arange(len(slope), device=slope.device), targets[part]] -= 1
             slope = slope.mul_(-grad[part, None] / ctx.options.temperature).to(hidden.dtype)
             grad_hidden[part] = slope @ weight
             if grad_weight is not None:

@@ -199,7 +199,8 @@ def store_tile(
     report(not_finite, amax)
     # fmt: off
     store_columns(
-        a, b, c, d, across, down, column_words, column_scales, columns, column_word_pitch, column_scale_pitch, pow2, tile
+        a, b, c, d, across, down, column_words, column_scales, columns, column_word_pitch, column_scale_pitch,
+        pow2, tile,
     )
     # fmt: on
 
@@ -238,7 +239,7 @@ class ColumnCodes(NamedTuple):
         return self.codes.view(torch.int32)
 
     def result(self, rows: int) -> tuple[Tensor, Tensor]:
-        """Codes [columns, rows] and scales [columns, row groups]; rows in no multiple of 16 cost a copy of the codes."""
+        """Codes [columns, rows] and scales [columns, row groups]; other than multiples of 16 rows cost a copy."""
         return self.codes[:, :rows].contiguous(), self.scales.t()[: self.codes.shape[0]]
 
 

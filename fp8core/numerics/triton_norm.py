@@ -1,7 +1,7 @@
 """Residual sum, RMSNorm and its codes in Triton: what `fused_norm` launches.
 
-The mean of squares and 1 / rms are FP64, as in the reference. An element is multiplied by 1 / rms as the sum of two FP32
-numbers, the FP32 inverse and what it leaves, by one FMA: like the FP64 product, that is the correctly rounded FP32
+The mean of squares and 1 / rms are FP64, as in the reference. An element is multiplied by 1 / rms as the sum of two
+FP32 numbers, the FP32 inverse and what it leaves, by one FMA: like the FP64 product, that is the correctly rounded FP32
 product but for a share of about 2^-24, of which BF16 shows 2^-16, at the price of two FP32 instructions instead of two
 conversions that run at an eighth of their rate. (An rms above 2^120, whose remainder is below FP32's range, is the
 exception.)
@@ -12,8 +12,8 @@ What has to move, for N rows of h elements (BF16 is two bytes, a code one):
 
     add_norm             4 reads and 4 writes an element
     add_norm_row_codes   4 reads and 3 writes
-    add_norm_codes       4 reads and 2 writes, then 2 reads and 2 writes: 128 whole rows do not fit on a multiprocessor,
-                         and codes of columns need 128 rows at once, so that the sum is written and read again
+    add_norm_codes       4 reads and 3 writes, then 2 reads and 1 write: codes of columns need 128 rows at once, which
+                         do not fit on a multiprocessor whole, so that the sum is read again
     add_norm_backward    6 reads and 2 writes; one row of partial sums for 32 rows or more
 """
 
@@ -63,11 +63,16 @@ def _add_row(
 
 @triton.jit
 def inverse_rms(squares: tl.tensor, columns: tl.constexpr, eps: tl.constexpr) -> tl.tuple:
-    """1 / rms from FP64 sums of squares, as the sum of two FP32 numbers."""
+    """1 / rms from FP64 sums of squares: rounded to FP32, and as the sum of two FP32 numbers that are not negative.
+
+    Were the second negative, a negative zero would come out of the FMA as a positive one.
+    """
     mean = squares * tl.full([], 1.0 / columns, tl.float64)
     inverse = tl.rsqrt(mean + tl.full([], eps, tl.float64))
-    high = inverse.to(tl.float32)
-    return high, (inverse - high.to(tl.float64)).to(tl.float32)
+    rounded = inverse.to(tl.float32)
+    below = (rounded.to(tl.int32, bitcast=True) - 1).to(tl.float32, bitcast=True)
+    high = tl.where(rounded.to(tl.float64) > inverse, below, rounded)
+    return rounded, high, (inverse - high.to(tl.float64)).to(tl.float32)
 
 
 @triton.jit
@@ -100,10 +105,10 @@ def _add_norm_kernel(
     column = tl.arange(0, groups)[:, None] * group + tl.arange(0, group)[None, :]
     inside, at = column < columns, row * columns + column
     values = _add_row(x, added, total, at, inside, adds)
-    high, low = _row_inverse(values, columns, eps)
+    rounded, high, low = _row_inverse(values, columns, eps)
     scale = tl.load(weight + column, mask=inside, other=0.0)
     tl.store(normed + at, normalise(values, high, low, scale), mask=inside)
-    tl.store(inverses + row, high)
+    tl.store(inverses + row, rounded)
 
 
 @triton.jit
@@ -129,9 +134,10 @@ def _add_norm_row_codes_kernel(
     column = left[:, None] * group + tl.arange(0, group)[None, :]
     inside, at = column < columns, row * columns + column
     values = _add_row(x, added, total, at, inside, adds)
-    high, low = _row_inverse(values, columns, eps)
-    tl.store(inverses + row, high)
-    tl.store(inverses + tl.num_programs(0) + row, low)
+    rounded, high, low = _row_inverse(values, columns, eps)
+    tl.store(inverses + row, rounded)
+    tl.store(inverses + tl.num_programs(0) + row, high)
+    tl.store(inverses + 2 * tl.num_programs(0) + row, low)
     normed = normalise(values, high, low, tl.load(weight + column, mask=inside, other=0.0)).to(tl.float32)
     amax = tl.reduce(tl.abs(normed), 1, larger)
     scale, inverse = scale_and_inverse(amax, pow2)
@@ -152,8 +158,8 @@ def _normed_quarter(
 ) -> tl.tensor:
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     values = tl.load(total + row[:, None] * columns + column[None, :], mask=inside, other=0.0).to(tl.float32)
-    high = tl.load(inverses + row, mask=row < rows, other=0.0)
-    low = tl.load(inverses + rows + row, mask=row < rows, other=0.0)
+    high = tl.load(inverses + rows + row, mask=row < rows, other=0.0)
+    low = tl.load(inverses + 2 * rows + row, mask=row < rows, other=0.0)
     return normalise(values, high[:, None], low[:, None], scale[None, :]).to(tl.float32)
 
 
@@ -171,7 +177,8 @@ def _norm_column_codes_kernel(
     pow2: tl.constexpr,
     tile: tl.constexpr,
 ) -> None:
-    across, down = tl.program_id(0), tl.program_id(1)
+    # From the end, of which the sum is still in the L2 cache.
+    across, down = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
     column, row = quarters_of_tile(across, down, tile)
     scale = tl.load(weight + column, mask=column < columns, other=0.0)
     a = _normed_quarter(total, inverses, scale, row, column, rows, columns)
@@ -180,7 +187,8 @@ def _norm_column_codes_kernel(
     d = _normed_quarter(total, inverses, scale, row + 3, column, rows, columns)
     # fmt: off
     store_columns(
-        a, b, c, d, across, down, column_words, column_scales, columns, column_word_pitch, column_scale_pitch, pow2, tile
+        a, b, c, d, across, down, column_words, column_scales, columns, column_word_pitch, column_scale_pitch,
+        pow2, tile,
     )
     # fmt: on
 
@@ -281,11 +289,11 @@ def add_norm_codes(
 def _row_pass(
     x: Tensor, added: Tensor | None, weight: Tensor, eps: float, rule: ScaleRule, not_finite: Tensor
 ) -> tuple[Tensor, Codes, Tensor]:
-    """The sum, the codes of the rows of its norm, and both parts of 1 / rms, FP32 [2, rows]."""
+    """The sum, the codes of the rows of its norm, and 1 / rms as of `inverse_rms`, FP32 [3, rows]."""
     x, other, total = _streams(x, added)
     rows, columns = x.shape
     out, groups = RowCodes.empty(rows, columns, x.device), _groups(columns)
-    inverses = torch.empty(2, rows, device=x.device)
+    inverses = torch.empty(3, rows, device=x.device)
     # fmt: off
     with torch.cuda.device_of(x):
         _add_norm_row_codes_kernel[(rows,)](
@@ -300,7 +308,7 @@ def add_norm_backward(
     grad_normed: Tensor, grad_total: Tensor | None, total: Tensor, weight: Tensor, inverse: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Arguments and results: `fused_norm.add_norm_backward`."""
-    grad_normed = grad_normed.contiguous()
+    grad_normed, total = grad_normed.contiguous(), total.contiguous()
     rows, columns = grad_normed.shape
     grad = torch.empty_like(grad_normed)
     other = grad_normed if grad_total is None else grad_total.contiguous()
@@ -319,12 +327,13 @@ def add_norm_backward(
 
 def _streams(x: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """x, what is added to it and room for the sum; without an addend all three are x."""
+    assert x.dtype == torch.bfloat16
     x = x.contiguous()
     return (x, x, x) if added is None else (x, added.contiguous(), torch.empty_like(x))
 
 
 def _groups(columns: int) -> int:
-    return triton.next_power_of_2(triton.cdiv(columns, TILE))
+    return int(triton.next_power_of_2(triton.cdiv(columns, TILE)))
 
 
 def _options(columns: int) -> dict[str, int | bool]:
@@ -339,4 +348,4 @@ def _backward_options(block: int) -> dict[str, int | bool]:
 
 
 def _warps(columns: int, elements: int) -> int:
-    return min(_MOST_WARPS, max(1, triton.next_power_of_2(columns) // elements))
+    return int(min(_MOST_WARPS, max(1, triton.next_power_of_2(columns) // elements)))

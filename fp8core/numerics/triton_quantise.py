@@ -140,7 +140,8 @@ def quantise_rows_and_columns(
             number of rows that is no multiple of 16 costs a copy of the codes.
     """
     x = _checked(x)
-    out = TileCodes.empty(*x.shape, x.device)
+    rows, columns = x.shape
+    out = TileCodes.empty(rows, columns, x.device)
     with torch.cuda.device_of(x):
         _rows_and_columns_kernel[out.tiles](
             x, *out.arguments(not_finite), rule == "pow2", TILE, num_warps=8, maxnreg=_REGISTERS

@@ -1,11 +1,11 @@
-"""Norm and rotary positions of Q and K in place of a fused projection's, in Triton: what `fused_rotary` launches.
+"""Norms and rotary positions of the Q and K of a fused projection in Triton: what `fused_rotary` launches.
 
-A program has the same head of a few tokens beside one another: 4 tokens by 8 heads of Q, of K or of V. Heads are halves,
-because the rotation pairs an element with the one half a head further. Products and sums are FP32, each rounded:
-nothing is contracted to an FMA that is not written as one. The norm is that of `triton_norm`.
+A program has 4 tokens by 8 heads of Q, of K or of V. Heads are held as halves, because the rotation pairs an element
+with the one half a head further. Products and sums are FP32, each rounded: nothing is contracted to an FMA that is not
+written as one. The norm is that of `triton_norm`.
 
-Each element is read and written once, four bytes in all (six in the backward, where a few partial sums for the gradients
-of the norms are added, in an order that depends on the shape alone); the tables come from the caches.
+Each element is read and written once, four bytes in all (six in the backward, where some partial sums for the gradients
+of the norms come on top); the tables come from the caches.
 """
 
 import torch
@@ -37,8 +37,8 @@ def _first_head(query_heads: tl.tensor, kv_heads: tl.tensor, heads: tl.constexpr
 @triton.jit
 def _inverse(first: tl.tensor, second: tl.tensor, half: tl.constexpr, eps: tl.constexpr) -> tl.tuple:
     one, two = first.to(tl.float64), second.to(tl.float64)
-    high, low = inverse_rms(tl.sum(one * one + two * two, 1), 2 * half, eps)
-    return high[:, None], low[:, None]
+    rounded, high, low = inverse_rms(tl.sum(one * one + two * two, 1), 2 * half, eps)
+    return rounded[:, None], high[:, None], low[:, None]
 
 
 @triton.jit
@@ -103,7 +103,7 @@ def _forward_kernel(
     first, second = _load(qkv, at, inside), _load(qkv, at + half, inside)
     if kind < 2:
         if norms:
-            high, low = _inverse(first, second, half, eps)
+            _rounded, high, low = _inverse(first, second, half, eps)
             one, two = _weights(q_norm, k_norm, kind, column, half)
             first = normalise(first, high, low, one).to(tl.float32)
             second = normalise(second, high, low, two).to(tl.float32)
@@ -148,7 +148,7 @@ def _backward_kernel(
             first, second = first * c + second * s, second * c - first * s
             if norms:
                 x, y = _load(qkv, at, inside), _load(qkv, at + half, inside)
-                inverse, _low = _inverse(x, y, half, eps)
+                inverse, _high, _low = _inverse(x, y, half, eps)
                 x, y = x * inverse, y * inverse
                 one_sum += first * x
                 two_sum += second * y
@@ -174,7 +174,8 @@ def norm_rotate(
     eps: float,
 ) -> Tensor:
     """Arguments and results: `fused_rotary.norm_rotate`."""
-    qkv = qkv.contiguous()
+    assert qkv.dtype == torch.bfloat16
+    qkv, positions = qkv.contiguous(), positions.contiguous()
     out, (q_norm, k_norm) = torch.empty_like(qkv), norms or (cos, cos)
     grid = (_head_blocks(layout), triton.cdiv(qkv.shape[0], _TOKENS))
     # fmt: off
@@ -198,7 +199,8 @@ def norm_rotate_backward(
     eps: float,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Arguments and results: `fused_rotary.norm_rotate_backward`."""
-    grad, qkv = grad.contiguous(), qkv.contiguous()
+    assert grad.dtype == qkv.dtype == torch.bfloat16
+    grad, qkv, positions = grad.contiguous(), qkv.contiguous(), positions.contiguous()
     out, (q_norm, k_norm) = torch.empty_like(grad), norms or (cos, cos)
     steps = triton.cdiv(grad.shape[0], _TOKENS * _BACKWARD_CHUNKS)
     chunks, query_blocks = triton.cdiv(grad.shape[0], _TOKENS * steps), triton.cdiv(layout.query_heads, _HEADS)
@@ -218,7 +220,7 @@ def norm_rotate_backward(
 
 
 def _head_blocks(layout: HeadLayout) -> int:
-    return triton.cdiv(layout.query_heads, _HEADS) + 2 * triton.cdiv(layout.kv_heads, _HEADS)
+    return int(triton.cdiv(layout.query_heads, _HEADS) + 2 * triton.cdiv(layout.kv_heads, _HEADS))
 
 
 def _half(layout: HeadLayout) -> tuple[int, int]:

@@ -174,15 +174,12 @@ def _gradient_quarter(
     rows: tl.tensor,
     half: tl.tensor,
 ) -> tl.tensor:
-    # The two halves are whole tiles: no column is outside.
-    inside = (row < rows)[:, None] & (column < half)[None, :]
+    # Both halves are whole tiles: no column is outside.
+    inside = (row < rows)[:, None]
     upstream = _load(grad, row[:, None] * half + column[None, :], inside)
     at = row[:, None] * (2 * half) + column[None, :]
     gate = _load(gate_up, at, inside)
-    if of_up:
-        found = _up_gradient(upstream, gate)
-    else:
-        found = _gate_gradient(upstream, gate, _load(gate_up, at + half, inside))
+    found = _up_gradient(upstream, gate) if of_up else _gate_gradient(upstream, gate, _load(gate_up, at + half, inside))
     return found.to(tl.float32)
 
 
@@ -284,5 +281,6 @@ _TILE_OPTIONS = {"num_warps": 8, "maxnreg": _TILE_REGISTERS, "enable_fp_fusion":
 
 def _halves(gate_up: Tensor) -> tuple[Tensor, int, int]:
     """Contiguous, its rows and the columns of either half."""
+    assert gate_up.dtype == torch.bfloat16
     rows, columns = gate_up.shape
     return gate_up.contiguous(), rows, columns // 2

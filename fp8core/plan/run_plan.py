@@ -20,7 +20,7 @@ from fp8core.plan.rollout import (
     shipped_bytes,
     vllm_limit,
 )
-from fp8core.plan.training import EMULATED, Parallel, emulated_bytes, gpu_state, gpu_step, host_needs
+from fp8core.plan.training import EMULATED, Parallel, emulated_bytes, gpu_step, host_needs, resident_state
 from fp8core.plan.weights import ParameterCounts, StoredBytes, count_parameters
 
 _HOST = "what computes on the CPU lies there: choose a smaller model, or a machine with more memory"
@@ -80,10 +80,11 @@ def _devices(
     config: RunConfig, arch: Architecture, machine: Machine, parallel: Parallel | None, sync: StoredBytes
 ) -> tuple[tuple[DevicePlan, ...], CacheRoom | None]:
     gpu, plans, on_host = machine.gpu, list[DevicePlan](), dict[str, tuple[Need, ...]]()
-    in_turn = config.rollout.engine == "vllm" and config.rollout.vllm.sleep
+    # The torch trainer has the engine's GPU beside it, asleep or awake.
+    shared = config.rollout.engine == "vllm" and (config.rollout.vllm.sleep or config.training.device == "cuda")
     if config.rollout.engine == "embedded" or gpu is None:
         on_host["generating"], cache = _generating_on_host(config, arch, sync)
-    elif parallel is not None and in_turn:
+    elif parallel is not None and shared:
         phases, cache = _sharing(config, arch, gpu, parallel, sync)
         plans.append(DevicePlan(gpu, parallel.gpus, phases))
     else:
@@ -93,7 +94,7 @@ def _devices(
         on_host["training"] = host_needs(config, arch)
     elif gpu is None:
         raise UserError("there is no GPU to train on")
-    elif not in_turn:
+    elif not shared:
         plans.append(DevicePlan(gpu, parallel.gpus, _training(config, arch, gpu, parallel, sync)))
     if on_host:
         needs = tuple(itertools.chain.from_iterable(on_host.values()))
@@ -123,7 +124,7 @@ def _training(
     config: RunConfig, arch: Architecture, gpu: Device, parallel: Parallel, sync: StoredBytes
 ) -> tuple[Phase, ...]:
     """Phases of GPUs that only train."""
-    state = gpu_state(arch, parallel)
+    state = resident_state(config, arch, parallel)
     return (
         Phase("training", (*state, *gpu_step(config, arch, parallel)), gpu.memory, _SPREAD),
         Phase("syncing", (*state, _sent(sync)), gpu.memory, _SPREAD),
@@ -133,18 +134,19 @@ def _training(
 def _sharing(
     config: RunConfig, arch: Architecture, gpu: Device, parallel: Parallel, sync: StoredBytes
 ) -> tuple[tuple[Phase, ...], CacheRoom]:
-    """Phases of GPUs that generate and train in turn: masters and optimiser states stay, the engine sleeps."""
-    state = gpu_state(arch, parallel)
+    """Phases of GPUs that generate and train in turn: masters and optimiser states stay, an engine may sleep."""
+    state = resident_state(config, arch, parallel)
     engine, cache = _generating(config, arch, gpu, sync)
-    asleep = Need("engine asleep", ASLEEP, "CUDA context, graphs; estimate")
+    asleep = (Need("engine asleep", ASLEEP, "CUDA context, graphs; estimate"),)
+    beside, awake = (asleep, engine[:2]) if config.rollout.vllm.sleep else (engine, engine)
     left = gpu.memory - sum(need.bytes for need in state)
     share = math.floor(100 * left / gpu.memory) / 100
     lower = f"lower rollout.vllm.gpu_memory_utilization to {share}" if share > 0 else _SPREAD
     lower = lower if config.rollout.vllm.kv_cache_gib is None else _room(config)
     return (
         Phase("generating", (*engine, *state), gpu.memory, lower),
-        Phase("training", (asleep, *state, *gpu_step(config, arch, parallel)), gpu.memory, _SPREAD),
-        Phase("syncing", (*engine[:2], *state, _sent(sync)), gpu.memory, _SPREAD),
+        Phase("training", (*beside, *state, *gpu_step(config, arch, parallel)), gpu.memory, _SPREAD),
+        Phase("syncing", (*awake, *state, _sent(sync)), gpu.memory, _SPREAD),
     ), cache
 
 

@@ -14,9 +14,12 @@ from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture, parameter_shapes
 from fp8core.models.formats import training_formats
 from fp8core.models.weights import is_linear
+from fp8core.plan.devices import Machine
+from fp8core.plan.megatron import megatron_state, megatron_step
 from fp8core.plan.needs import Need
+from fp8core.plan.packed import packed_state, packed_step
 from fp8core.plan.rollout import longest_sequence
-from fp8core.plan.weights import HEAD, ROUTER, Shapes, count, count_parameters, is_expert, stages, stored_bytes
+from fp8core.plan.weights import HEAD, ROUTER, Part, Shapes, count, count_parameters, is_expert, stages, stored_bytes
 
 # CUDA context, GEMM workspaces, communication buffers, a chunk of logits. An estimate.
 WORKSPACE = 2_000_000_000
@@ -49,16 +52,40 @@ class Parallel:
             raise UserError(f"expert {self.expert} does not divide the model's {experts} experts")
 
 
+def trainer_grid(config: RunConfig, machine: Machine) -> Parallel | None:
+    """The GPUs that the configuration trains on; None where training computes on the host."""
+    if machine.gpu is None:
+        return None
+    if config.training.device == "cuda":
+        return Parallel()
+    if config.training.trainer != "megatron":
+        return None
+    spread = config.training.megatron
+    return Parallel(spread.gpus, spread.tensor_parallel, spread.pipeline_parallel, spread.expert_parallel)
+
+
 def gpu_state(arch: Architecture, parallel: Parallel) -> tuple[Need, Need]:
     """Masters and optimiser states of one GPU: what stays between steps."""
-    stage = sum(count(shapes) for shapes, _ in _heaviest(arch, parallel))
+    stage = sum(count(shapes) for shapes, _ in heaviest(arch, parallel))
     owned = math.ceil(stage * parallel.pipeline / parallel.gpus)
     return Need("master weights", owned * _FP32, "FP32"), Need("optimiser states", owned * _MOMENTS, "AdamW, FP32")
 
 
+def resident_state(config: RunConfig, arch: Architecture, parallel: Parallel) -> tuple[Need, ...]:
+    """All that the configuration's trainer keeps on one GPU between steps."""
+    if config.training.packs:
+        return packed_state(config, arch)
+    buffers = megatron_state(heaviest(arch, parallel)) if config.training.trainer == "megatron" else ()
+    return *gpu_state(arch, parallel), *buffers
+
+
 def gpu_step(config: RunConfig, arch: Architecture, parallel: Parallel) -> tuple[Need, ...]:
     """What a step of training adds to the state on one GPU."""
-    part = _heaviest(arch, parallel)
+    if config.training.packs:
+        return packed_step(config, arch)
+    part = heaviest(arch, parallel)
+    if config.training.trainer == "megatron":
+        return megatron_step(config, arch, part, WORKSPACE)
     held = sum(math.ceil(count(shapes) / parts) for shapes, parts in part)
     return (
         *_weights(part, config.precision, arch.num_layers),
@@ -68,13 +95,13 @@ def gpu_step(config: RunConfig, arch: Architecture, parallel: Parallel) -> tuple
     )
 
 
-def _heaviest(arch: Architecture, parallel: Parallel) -> list[tuple[Shapes, int]]:
+def heaviest(arch: Architecture, parallel: Parallel) -> Part:
     """The pipeline stage that holds most: its parameters, with the number of GPUs that each kind is cut over."""
     cut = [_cut(shapes, parallel) for shapes in stages(arch, parallel.pipeline)]
     return max(cut, key=lambda part: sum(count(shapes) / parts for shapes, parts in part))
 
 
-def _cut(shapes: Shapes, parallel: Parallel) -> list[tuple[Shapes, int]]:
+def _cut(shapes: Shapes, parallel: Parallel) -> Part:
     kinds: dict[int, dict[str, tuple[int, ...]]] = {}
     for name, shape in shapes.items():
         # Norms and routers are whole on every GPU of a tensor-parallel group.
@@ -84,7 +111,7 @@ def _cut(shapes: Shapes, parallel: Parallel) -> list[tuple[Shapes, int]]:
     return [(kind, parts) for parts, kind in kinds.items()]
 
 
-def _weights(part: list[tuple[Shapes, int]], contract: PrecisionContract, num_layers: int) -> tuple[Need, ...]:
+def _weights(part: Part, contract: PrecisionContract, num_layers: int) -> tuple[Need, ...]:
     formats = training_formats(contract, num_layers).stored_names()
     stored = [(stored_bytes(shapes, formats), parts) for shapes, parts in part]
     weights = sum(math.ceil(each.total / parts) for each, parts in stored)

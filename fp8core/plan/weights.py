@@ -10,6 +10,8 @@ from fp8core.models.weights import StoredNames, is_linear, layer_of
 from fp8core.numerics.e4m3 import TILE
 
 Shapes = Mapping[str, tuple[int, ...]]
+Part = list[tuple[Shapes, int]]
+"""Parameters of one GPU before they are cut, by the number of GPUs they are cut over."""
 
 _WIDTH: dict[LinearFormat, int] = {"fp8_block": 1, "bf16": 2, "fp32": 4}
 _SCALE_BYTES = 4

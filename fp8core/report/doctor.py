@@ -77,7 +77,7 @@ def _capabilities() -> Iterator[Finding]:
     yield Finding("rollout: embedded", "ready: exact FP8 emulation on this CPU")
     yield _vllm()
     yield Finding("training: torch", "ready: exact FP8 emulation on this CPU")
-    yield Finding("training: megatron", "not in this version", "use training.trainer=torch")
+    yield _megatron()
     yield Finding("first command", "fp8-grpo run tiny")
 
 
@@ -91,6 +91,13 @@ def _vllm() -> Finding:
         return Finding("rollout: vllm", f"not ready: {state}", cure)
     formats = "block FP8 and BF16" if build.platform == "cuda" else "BF16, on this CPU"
     return Finding("rollout: vllm", f"ready: {build.distribution} {build.version}, {formats}")
+
+
+def _megatron() -> Finding:
+    gpu = installed("transformer-engine") is not None
+    if installed("megatron-core") is None:
+        return Finding("training: megatron", "not ready: megatron-core is not installed", "use training.trainer=torch")
+    return Finding("training: megatron", "ready: block FP8 and BF16 on Hopper" if gpu else "ready: FP32, on this CPU")
 
 
 def installed(name: str) -> str | None:

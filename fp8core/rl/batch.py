@@ -67,6 +67,15 @@ class TokenBatch:
             length = int(self.valid[rows].sum(-1).max())
             yield rows, self.part(rows, length)
 
+    def to(self, device: torch.device) -> "TokenBatch":
+        """The same on a device."""
+        return TokenBatch(
+            self.tokens.to(device),
+            self.valid.to(device),
+            self.completion.to(device),
+            None if self.experts is None else self.experts.to(device),
+        )
+
     def part(self, rows: slice, length: int | None = None) -> "TokenBatch":
         """These rows, and of them the first `length` columns."""
         tokens, valid, completion = (x[rows, :length] for x in (self.tokens, self.valid, self.completion))
@@ -96,6 +105,20 @@ class RolloutBatch:
     advantages: Tensor
     keep: Tensor
     weights: Tensor | None = None
+
+    def to(self, device: torch.device) -> "RolloutBatch":
+        """The same on a device."""
+        reference, weights = self.reference_logprobs, self.weights
+        return RolloutBatch(
+            sequences=self.sequences.to(device),
+            mask=self.mask.to(device),
+            rollout_logprobs=self.rollout_logprobs.to(device),
+            old_logprobs=self.old_logprobs.to(device),
+            reference_logprobs=None if reference is None else reference.to(device),
+            advantages=self.advantages.to(device),
+            keep=self.keep.to(device),
+            weights=None if weights is None else weights.to(device),
+        )
 
     def rows(self, rows: slice) -> "RolloutBatch":
         """These rows only; padding is left as it is."""

@@ -13,7 +13,7 @@ from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, AttentionMetadataBuilder
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 
-from fp8core.numerics.decode_attention import Queries, token_queries
+from fp8core.numerics.decode_attention import LARGEST_GROUP, Queries, token_queries
 from fp8core.rollout.vllm_decode import DecodeBackend, SharedKernel, ascending, largest_decode_batch
 
 # Tokens of prompts that attend at once; the workspace of long ones grows with it.
@@ -36,9 +36,10 @@ class AlignedBackend(DecodeBackend):
 
 @dataclass
 class StepQueries(AttentionMetadata):
-    """What the layers of a step are told."""
+    """What the layers of a step are told; in a decode step every request has one token."""
 
     queries: Queries
+    decodes: bool
 
 
 class AlignedBuilder(AttentionMetadataBuilder[StepQueries]):
@@ -56,9 +57,9 @@ class AlignedBuilder(AttentionMetadataBuilder[StepQueries]):
         step = common_attn_metadata
         if step.max_query_len == 1:
             numbers = ascending(self.device, self._largest + 1)[: len(step.seq_lens) + 1]
-            return StepQueries(Queries(step.block_table_tensor, numbers[:-1], numbers, step.seq_lens))
+            return StepQueries(Queries(step.block_table_tensor, numbers[:-1], numbers, step.seq_lens), True)
         requests = step.block_table_tensor, step.query_start_loc, step.seq_lens
-        return StepQueries(token_queries(*requests, step.num_actual_tokens))
+        return StepQueries(token_queries(*requests, step.num_actual_tokens), False)
 
 
 class AlignedImpl(FlashAttentionImpl):
@@ -66,7 +67,9 @@ class AlignedImpl(FlashAttentionImpl):
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
-        self._kernel = SharedKernel(self, max(largest_decode_batch(get_current_vllm_config()), _PROMPT_TOKENS))
+        self._decode = SharedKernel(self, largest_decode_batch(get_current_vllm_config()))
+        # The same bits; tokens side by side mostly are of one prompt.
+        self._prompts = SharedKernel(self, _PROMPT_TOKENS, tokens=LARGEST_GROUP // self.num_queries_per_kv)
 
     def forward(
         self,
@@ -83,5 +86,6 @@ class AlignedImpl(FlashAttentionImpl):
         """As FlashAttention's, whose arguments these are; zeros when vLLM measures memory, before there is a cache."""
         if attn_metadata is None:
             return output.fill_(0)
-        self._kernel(layer, query, kv_cache, attn_metadata.queries, output)
+        kernel = self._decode if attn_metadata.decodes else self._prompts
+        kernel(layer, query, kv_cache, attn_metadata.queries, output)
         return output

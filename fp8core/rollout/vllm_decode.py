@@ -32,17 +32,18 @@ class DecodeBackend(FlashAttentionBackend):
 class SharedKernel:
     """The kernel as layers of one engine call it: compiled and given its workspace when vLLM warms up."""
 
-    def __init__(self, implementation: FlashAttentionImpl, queries: int) -> None:
-        """For the layers of an implementation; `queries` are computed at once (`DecodeAttention`)."""
+    def __init__(self, implementation: FlashAttentionImpl, queries: int, tokens: int = 1) -> None:
+        """For the layers of an implementation; `queries` and `tokens` are `DecodeAttention`'s."""
         self._heads, self._size = implementation.num_heads, implementation.head_size
         self._group = implementation.num_queries_per_kv
         self._longest = get_current_vllm_config().model_config.max_model_len
-        self._queries = queries
+        self._queries, self._tokens = queries, tokens
 
     def __call__(self, layer: Any, query: Tensor, kv_cache: Tensor, queries: Queries, output: Tensor) -> None:
         """Attention of one layer, with its scales; query and output are [tokens, heads * head_size] or split."""
         keys, values = _keys_and_values(kv_cache, self._size)
-        attention = _attention(keys.device, keys.shape, keys.stride(), self._group, self._longest, self._queries)
+        limits = self._longest, self._queries, self._tokens
+        attention = _attention(keys.device, keys.shape, keys.stride(), self._group, *limits)
         heads = (-1, self._heads, self._size)
         scales = (layer._q_scale, layer._k_scale, layer._v_scale)
         attention(query.view(heads), keys, values, queries, scales, output.view(heads))
@@ -101,10 +102,16 @@ def _keys_and_values(cache: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
 
 @cache
 def _attention(
-    device: torch.device, shape: torch.Size, stride: tuple[int, ...], group: int, longest: int, queries: int
+    device: torch.device,
+    shape: torch.Size,
+    stride: tuple[int, ...],
+    group: int,
+    longest: int,
+    queries: int,
+    tokens: int,
 ) -> DecodeAttention:
     """One kernel and workspace for all layers, which run one after the other."""
-    return DecodeAttention(device, shape, stride, group, longest, queries)
+    return DecodeAttention(device, shape, stride, group, longest, queries, tokens=tokens)
 
 
 @cache

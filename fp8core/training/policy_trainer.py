@@ -96,6 +96,9 @@ class PolicyTrainer(ABC, Generic[Weights]):
             self._apply(learning_rate)
         return total
 
+    def close(self) -> None:
+        """Nothing to give back."""
+
     @abstractmethod
     def digest(self) -> str:
         """Digest of the FP32 master weights."""

@@ -52,12 +52,19 @@ class TrainReport:
 class Trainer(Protocol):
     """A resident policy that learns."""
 
-    version: int
-    arch: Architecture
+    @property
+    def version(self) -> int:
+        """Updates of the policy."""
+        ...
+
+    @property
+    def arch(self) -> Architecture:
+        """Shape of the policy."""
+        ...
 
     @property
     def masters(self) -> Mapping[str, Tensor]:
-        """FP32 weights by Hugging Face name, on the trainer's device."""
+        """The weights that learn, by Hugging Face name, at least as exact as the BF16 that is saved of them."""
         ...
 
     def logprobs(self, batch: TokenBatch, temperature: float, scales: Sequence[LayerScales] | None) -> ScoredBatch:
@@ -70,10 +77,6 @@ class Trainer(Protocol):
 
     def step(self, batch: RolloutBatch, temperature: float, scales: Sequence[LayerScales] | None) -> TrainReport:
         """Learn from a batch: version v becomes v + 1."""
-        ...
-
-    def imitate(self, batch: TokenBatch, learning_rate: float) -> float:
-        """One update on the mean cross-entropy of the completion tokens (nats a token), which it returns."""
         ...
 
     def describe(self) -> dict[str, object]:
@@ -94,4 +97,8 @@ class Trainer(Protocol):
 
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote."""
+        ...
+
+    def close(self) -> None:
+        """Give devices and processes back; a second call does nothing."""
         ...

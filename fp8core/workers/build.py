@@ -21,8 +21,10 @@ from fp8core.models.hub import resolve_model
 from fp8core.models.initial import architecture_from_config, initial_weights
 from fp8core.models.tokenizer import Tokenizer, character_tokenizer
 from fp8core.plan.devices import Machine, this_machine
+from fp8core.plan.rollout import longest_sequence
 from fp8core.plan.run_plan import plan_run, refuse_unfit
 from fp8core.plan.shapes import model_shape
+from fp8core.plan.training import trainer_grid
 from fp8core.rewards.verifier import build_verifier
 from fp8core.rl.objective import Objective
 from fp8core.rollout.embedded import EmbeddedEngine
@@ -35,6 +37,8 @@ from fp8core.rollout.vllm_settings import (
     suggested_environment,
 )
 from fp8core.rollout.vllm_versions import find_build
+from fp8core.training.megatron import requirements as megatron
+from fp8core.training.megatron.grid import check_grid
 from fp8core.training.torch import limits
 from fp8core.training.torch.trainer import PackedFormats, PackedTrainer
 from fp8core.training.torch_trainer import TorchTrainer
@@ -69,6 +73,8 @@ def build_base(config: RunConfig) -> BaseModel:
         )
     if config.rollout.router_replay and not base.arch.sparse_layers:
         raise UserError("rollout.router_replay: replays the choice of experts, but the model has none")
+    if config.training.trainer == "megatron":
+        check_grid(base.arch, config.training.megatron, config.precision, longest_sequence(config, base.arch))
     if config.rollout.engine == "vllm":
         check_architecture_fits(base.arch, config.precision, config.rollout.vllm)
     if config.training.packs:
@@ -80,9 +86,11 @@ def check_engine(config: RunConfig) -> None:
     """Refuse a contract that engine or trainer cannot keep on this machine, before anything is loaded.
 
     Raises:
-        UserError: vLLM is chosen and missing, of an unknown version, or without what the contract asks for; or the
-            trainer is to run on a GPU that is not there, or in formats that it has not.
+        UserError: vLLM or Megatron is chosen and missing, of an unknown version, or without what the contract asks for;
+            or the trainer is to run on a GPU that is not there, or in formats that it has not.
     """
+    if config.training.trainer == "megatron":
+        megatron.check_requirements(config, this_platform())
     if config.training.packs:
         limits.check_contract_fits(config.precision, config.training.device, this_platform())
     if config.rollout.engine == "vllm":
@@ -101,7 +109,7 @@ def check_memory(config: RunConfig) -> None:
     here = this_machine()
     on_cpu = config.rollout.engine == "vllm" and find_build(this_platform()).platform == "cpu"
     machine = Machine(None, here.host) if on_cpu else here
-    refuse_unfit(plan_run(config, model_shape(config), machine))
+    refuse_unfit(plan_run(config, model_shape(config), machine, trainer_grid(config, machine)))
 
 
 def check_inputs(config: RunConfig) -> None:
@@ -118,7 +126,7 @@ def check_inputs(config: RunConfig) -> None:
 
 @dataclass(frozen=True)
 class EngineEnvironment:
-    """Environment variables of engine and trainer: those that decide what it computes, and those that only suggest."""
+    """Environment variables of engine and trainer: those that decide what they compute, and those that only suggest."""
 
     required: Mapping[str, str]
     suggested: Mapping[str, str]
@@ -127,25 +135,46 @@ class EngineEnvironment:
 def engine_environment(config: RunConfig) -> EngineEnvironment:
     """What must stand in the environment before engine and trainer are built (errors: `check_engine`)."""
     required, suggested = dict[str, str](), dict[str, str]()
-    if config.training.device == "cuda" and config.training.deterministic:
+    if config.training.packs and config.training.device == "cuda" and config.training.deterministic:
         # cuBLAS reads it when the first product is taken; torch refuses a product without it.
         required["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     if config.rollout.engine == "vllm":
         build = find_build(this_platform())
         required |= required_environment(config.precision, config.rollout.vllm, build)
         suggested |= suggested_environment(config.threads, build)
+    if config.training.trainer == "megatron":
+        required |= megatron.required_environment(config)
+        suggested |= megatron.suggested_environment(config)
     return EngineEnvironment(required, suggested)
 
 
 def build_trainer(config: RunConfig, arch: Architecture, masters: Mapping[str, Tensor]) -> Trainer:
     """A trainer that starts from the given weights."""
-    training = training_formats(config.precision, arch.num_layers)
-    rollout = rollout_formats(config.precision, arch.num_layers)
+    if config.training.trainer == "megatron":
+        # Megatron is optional, and Transformer Engine reads its environment when it is imported.
+        from fp8core.training.megatron.processes import GridTrainer
+
+        return GridTrainer(config, arch, masters)
+    if config.training.packs:
+        return _packed_trainer(config, arch, masters)
+    return TorchTrainer(
+        arch,
+        masters,
+        training_formats(config.precision, arch.num_layers),
+        rollout_formats(config.precision, arch.num_layers),
+        config.training,
+        Objective(config.loss, config.correction),
+    )
+
+
+def _packed_trainer(config: RunConfig, arch: Architecture, masters: Mapping[str, Tensor]) -> PackedTrainer:
+    formats = PackedFormats(
+        training_formats(config.precision, arch.num_layers),
+        rollout_formats(config.precision, arch.num_layers),
+        longest=config.rollout.vllm.max_model_len or arch.max_positions,
+        amax_only=config.calibration.statistic == "amax",
+    )
     objective = Objective(config.loss, config.correction)
-    if not config.training.packs:
-        return TorchTrainer(arch, masters, training, rollout, config.training, objective)
-    longest = config.rollout.vllm.max_model_len or arch.max_positions
-    formats = PackedFormats(training, rollout, longest, amax_only=config.calibration.statistic == "amax")
     return PackedTrainer(arch, masters, formats, config.training, objective, torch.device(config.training.device))
 
 
@@ -155,12 +184,12 @@ def imitation_settings(config: RunConfig) -> TrainingConfig:
     return TrainingConfig.model_validate(config.training.model_dump(include=set(kept)))
 
 
-def build_imitator(config: RunConfig, arch: Architecture, initial: Mapping[str, Tensor]) -> Trainer:
+def build_imitator(config: RunConfig, arch: Architecture, initial: Mapping[str, Tensor]) -> PackedTrainer:
     """A packed trainer for the warm start: BF16 whatever the contract says, so that all start from one policy."""
     bf16 = {"linear": "bf16", "kv_cache": "bf16"}
     contract = PrecisionContract.model_validate({"rollout": bf16, "training": bf16, "rounding_points": "kernels"})
     settings = {"precision": contract, "training": imitation_settings(config)}
-    return build_trainer(config.model_copy(update=settings), arch, initial)
+    return _packed_trainer(config.model_copy(update=settings), arch, initial)
 
 
 def build_engine(config: RunConfig, arch: Architecture) -> RolloutEngine:

@@ -82,9 +82,10 @@ def live_run(path: Path) -> LiveRun:
 
 
 def release(path: Path) -> None:
-    """Close the engine and forget the run; unknown paths are ignored. Who opened the folder closes it."""
+    """Close engine and trainers and forget the run; unknown paths are ignored. Who opened the folder closes it."""
     run = _live.pop(path, None)
     if run is None:
         return
-    if run.engine is not None:
-        run.engine.close()
+    for part in (run.engine, run.trainer, run.reference):
+        if part is not None:
+            part.close()

@@ -11,9 +11,16 @@ from benchmarks.small_hopper import NAMES, Training, _train, main, plan
 from benchmarks.small_rows import alignment_row, draw_variants, provenance, seconds_by_task, step_ledger_row
 from benchmarks.small_tables import tables
 from benchmarks.trainings import ROOT, run_until
+from fp8core.config.capability import check_contract
 from fp8core.config.load import load_config
+from fp8core.plan.devices import GPUS, Device, Machine
+from fp8core.plan.run_plan import plan_run, refuse_unfit
+from fp8core.plan.shapes import model_shape
 from fp8core.report.run_data import read_run
+from fp8core.rollout import vllm_settings
+from fp8core.rollout.vllm_versions import VllmBuild
 from fp8core.store.run_directory import LEDGER
+from fp8core.training.torch import limits
 
 FORMATS = {
     "bf16": ("bf16", "bf16", "bf16", "bf16"),
@@ -21,6 +28,7 @@ FORMATS = {
     "fp8_rollout_tis": ("fp8_block", "bf16", "bf16", "bf16"),
     "fp8_end_to_end": ("fp8_block", "bf16", "fp8_block", "bf16"),
     "fp8_end_to_end_kv": ("fp8_block", "fp8", "fp8_block", "fp8"),
+    "fp8_end_to_end_kv_stock": ("fp8_block", "fp8", "fp8_block", "fp8"),
 }
 
 
@@ -37,8 +45,22 @@ def test_variants_differ_in_formats_and_correction_alone(tmp_path):
         assert config.precision.scale_rule == "pow2"
         assert config.correction.method == ("none" if variant == "fp8_rollout" else "token_tis")
         assert config.steps == 7
-    others = [config.model_dump(exclude={"precision", "correction"}) for config in configs.values()]
+        assert config.rollout.vllm.model == ("aligned" if variant == "fp8_end_to_end_kv" else "stock")
+    differing = {"precision": True, "correction": True, "rollout": {"vllm": {"model"}}}
+    others = [config.model_dump(exclude=differing) for config in configs.values()]
     assert all(other == others[0] for other in others)
+
+
+@pytest.mark.parametrize("variant", NAMES)
+def test_a_hopper_gpu_takes_every_variant(tmp_path, variant):
+    config = _configs(tmp_path)[variant]
+    arch, hopper = model_shape(config), VllmBuild("vllm", "0.26.0", "cuda")
+    check_contract(config.precision, "sm_90", corrected=config.correction.method != "none")
+    vllm_settings.check_contract_fits(config.precision, config.rollout.vllm, hopper)
+    vllm_settings.check_architecture_fits(arch, config.precision, config.rollout.vllm)
+    limits.check_contract_fits(config.precision, config.training.device, "sm_90")
+    limits.check_architecture_fits(arch, config.precision, config.training.device)
+    refuse_unfit(plan_run(config, arch, Machine(GPUS["h200"], Device("host", 128 << 30))))
 
 
 def test_h200_small_has_the_promised_size(tmp_path):
@@ -158,6 +180,7 @@ def _run(program, tmp_path, stop, end):
         return run_until([sys.executable, "-c", program], log, now + stop, now + end)
 
 
+@pytest.mark.slow
 def test_a_training_is_left_alone_asked_and_ended(tmp_path):
     assert _run("print('done')", tmp_path, 60, 60) == 0
     assert (tmp_path / "log").read_text() == "done\n"
@@ -172,6 +195,7 @@ def test_a_training_is_left_alone_asked_and_ended(tmp_path):
     pytest.fail(f"{child} outlived its training")
 
 
+@pytest.mark.slow
 def test_one_that_fails_is_a_row_and_the_next_one_is_tried(tmp_path, capsys):
     trainings = [Training(name, tmp_path / "runs" / name, str(tmp_path / "no.yaml"), (), 2) for name in NAMES]
     rows = list(_train(trainings[:2], tmp_path, time.monotonic() + 600, 10))

@@ -8,6 +8,9 @@ from types import ModuleType
 import pytest
 import torch
 
+# vLLM's processes import the worker of a test by its name.
+sys.path.insert(0, str(Path(__file__).parent))
+
 
 @pytest.fixture(scope="session")
 def gpu() -> torch.device:

@@ -7,10 +7,12 @@ steps share batches.
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from flows.environment import set_variables
@@ -24,7 +26,8 @@ from fp8core.models.initial import initial_weights
 from fp8core.models.weights import stored_weights
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.kv_scales import LayerScales
-from fp8core.numerics.packed_attention import static_codes
+from fp8core.numerics.packed_attention import DevicePack, Fp8PackedAttention, static_codes
+from fp8core.numerics.packed_sequences import PackedSequences
 from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
 from fp8core.rollout.engine import Completion, PolicyScales, PromptGroup, Sampling
@@ -129,7 +132,7 @@ def engine(tensors: dict[str, Tensor]) -> Iterator[Any]:
     set_variables(required_environment(CONTRACT, OPTIONS, build), suggested)
     from fp8core.rollout.vllm import VllmEngine
 
-    started = VllmEngine(ARCH, CONTRACT, OPTIONS, LARGEST_BATCH, build)
+    started = VllmEngine(ARCH, CONTRACT, OPTIONS, LARGEST_BATCH, build, "attention_worker.AttentionWorker")
     report = started.update(tensors, SCALES, SCALES.version)
     check_report(report, policy_digest(tensors), SCALES, SCALES.version)
     yield started
@@ -156,6 +159,40 @@ def test_it_runs_what_the_contract_says(engine: Any) -> None:
     assert described["graphs"].endswith("FULL_DECODE_ONLY")
     assert described["compilation"] == "NONE"
     assert described["runner"] == "vllm.v1.worker.gpu.model_runner"
+
+
+def test_every_layer_reads_and_writes_what_training_does(engine: Any, trainer: PackedTrainer, tmp_path: Path) -> None:
+    """Of one prompt. Where this fails it names the first tensor that differs, and with it the operation before."""
+    prompt, path = group(0, 700, seed=9), tmp_path / "watched.safetensors"
+    assert engine.drop_prefixes()
+    engine.call_worker("policy_watch")
+    collect(engine, [prompt], 1.0, tokens=1)
+    engine.call_worker("policy_watched", str(path))
+    engines = load_file(path)
+    trained: dict[str, Tensor] = {}
+
+    def observe(layer: int, heads: tuple[Tensor, Tensor, Tensor]) -> None:
+        for name, tensor in zip("qkv", heads, strict=True):
+            trained[f"{layer}.{name}"] = tensor.flatten(1)
+
+    class Recorded(Fp8PackedAttention):
+        def __call__(self, *arguments: Any) -> Tensor:
+            out = super().__call__(*arguments)
+            trained[f"{len(trained) // 4}.attended"] = out
+            return out
+
+    sequences = PackedSequences.of([len(prompt.prompt)])
+    tokens = torch.zeros(sequences.tokens, dtype=torch.int64)
+    tokens[: len(prompt.prompt)] = torch.tensor(prompt.prompt)
+    pack = DevicePack.of(sequences, torch.device("cuda"))
+    with torch.no_grad():
+        trainer._decoder(tokens.cuda(), pack, Recorded(LONGEST), SCALES.layers, observe)
+    differing = {
+        name: float((tensor[: len(prompt.prompt)].cpu() != engines[name]).float().mean())
+        for name, tensor in trained.items()
+    }
+    assert list(differing) == [f"{i}.{name}" for i in range(ARCH.num_layers) for name in ("q", "k", "v", "attended")]
+    assert {name: share for name, share in differing.items() if share} == {}
 
 
 def test_log_probs_are_those_of_a_distribution(engine: Any, alone: Completion) -> None:

@@ -46,10 +46,10 @@ class Case:
         self.scales = tuple(torch.tensor(scale, device="cuda") for scale in (0.0625, 0.03125, 0.125))
         self.attention = self.kernel(64)
 
-    def kernel(self, at_once: int) -> DecodeAttention:
-        group = self.query.shape[1] // self.keys.shape[2]
+    def kernel(self, at_once: int, tokens: int = 1) -> DecodeAttention:
+        shape, strides, group = self.keys.shape, self.keys.stride(), self.query.shape[1] // self.keys.shape[2]
         return DecodeAttention(
-            self.keys.device, self.keys.shape, self.keys.stride(), group, 9000, at_once, partition=PARTITION
+            self.keys.device, shape, strides, group, 9000, at_once, partition=PARTITION, tokens=tokens
         )
 
     def queries(self, rows: slice = slice(None)) -> Queries:
@@ -140,14 +140,14 @@ def test_rows_of_prompts_stay_as_they_are() -> None:
     assert (out[~decoded.cuda()] == 7.0).all()
 
 
-@pytest.mark.parametrize("at_once", [64, 7])
-def test_a_token_of_a_prompt_attends_as_if_it_were_decoded(at_once: int) -> None:
+@pytest.mark.parametrize(("at_once", "tokens"), [(64, 1), (7, 1), (400, 2), (7, 2)])
+def test_a_token_of_a_prompt_attends_as_if_it_were_decoded(at_once: int, tokens: int) -> None:
     """Prompts of 100 new tokens, in one call and in parts, against one call for each token; then a token of padding."""
     case = Case([1500, 100, 0, 340], 8, 4, 16)
     generator = torch.Generator().manual_seed(7)
     starts = torch.tensor([0, 100, 200, 200, 300], dtype=torch.int32, device="cuda")
     query = (torch.randn(301, 32, HEAD_DIM, generator=generator) * 40).to(torch.float8_e4m3fn).cuda()
-    found = case.attend(query, token_queries(case.table, starts, case.lengths, 301), case.kernel(at_once))
+    found = case.attend(query, token_queries(case.table, starts, case.lengths, 301), case.kernel(at_once, tokens))
     one = torch.tensor([0, 1], dtype=torch.int32, device="cuda")
     for request, first in ((0, 0), (1, 100), (3, 200)):
         for i in (0, 1, 31, 50, 99):

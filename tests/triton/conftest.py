@@ -1,8 +1,8 @@
-"""Triton kernels in Triton's interpreter, on a CPU: `TRITON_INTERPRET=1 python -m pytest tests/triton`.
+"""Triton kernels in Triton's interpreter, on a CPU, against the torch reference.
 
-It computes what the kernels say in FP32 and FP64, but truncates where a GPU rounds FP32 to E4M3. So codes of the fused
-kernels are compared with those that the quantisers' own kernels make of the reference's values, byte for byte; tests/gpu
-compares both with the reference.
+    TRITON_INTERPRET=1 python -m pytest tests/triton
+
+Nothing here says that a kernel compiles, or what it does with FP8 and BF16 conversions of a GPU: tests/gpu does.
 """
 
 from collections.abc import Callable
@@ -23,21 +23,21 @@ def _interpreter() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def draw() -> Draw:
-    """(shape, seed, spread) to BF16 values with a few signed zeros and heavy tails."""
+    """(shape, seed) to BF16 values with heavy tails and signed zeros."""
 
-    def values(*shape: int, seed: int, spread: float = 1.0) -> Tensor:
+    def values(*shape: int, seed: int) -> Tensor:
         generator = torch.Generator().manual_seed(seed)
-        x = spread * torch.randn(shape, generator=generator) * torch.exp(torch.randn(shape, generator=generator))
+        x = torch.randn(shape, generator=generator) * torch.exp(torch.randn(shape, generator=generator))
         zero = torch.rand(shape, generator=generator) < 0.02
         return torch.where(zero, torch.copysign(torch.zeros(()), x), x).bfloat16()
 
     return values
 
 
-@pytest.fixture
-def same_codes() -> Callable[[Codes, Codes], None]:
+@pytest.fixture(scope="session")
+def assert_same_codes() -> Callable[[Codes, Codes], None]:
     """Equal bytes of the codes, equal scales."""
 
     def check(found: Codes, expected: Codes) -> None:
@@ -46,3 +46,21 @@ def same_codes() -> Callable[[Codes, Codes], None]:
         assert torch.equal(found[1], expected[1])
 
     return check
+
+
+@pytest.fixture(scope="session")
+def assert_close() -> Callable[[Tensor, Tensor], None]:
+    """BF16 gradients that differ where a sum of FP32 in another order rounds otherwise: rarely, by one step."""
+
+    def check(found: Tensor, expected: Tensor) -> None:
+        assert found.dtype == expected.dtype == torch.bfloat16
+        assert (found != expected).float().mean() < 0.01
+        assert torch.allclose(found.float(), expected.float(), rtol=2**-7, atol=1e-6)
+
+    return check
+
+
+@pytest.fixture
+def not_finite() -> Tensor:
+    """The flag that kernels set."""
+    return torch.zeros(1, dtype=torch.int32)

@@ -6,6 +6,7 @@ of the right types, and the reference's attention stands where vLLM's is; the re
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -169,3 +170,47 @@ def test_the_engine_takes_it_for_a_generating_decoder(vllm_cpu):
     for name, aligned in ALIGNED.items():
         theirs, ours = (ModelRegistry.models[each].inspect_model_cls() for each in (name, aligned))
         assert ours == replace(theirs, architecture=aligned)
+
+
+@pytest.fixture
+def builder(vllm_cpu):
+    """From steps to queries, for at most 7 requests."""
+    from fp8core.rollout.vllm_aligned_attention import AlignedBuilder
+
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_seqs=5),
+        compilation_config=SimpleNamespace(max_cudagraph_capture_size=7),
+    )
+    return AlignedBuilder(None, ["layer"], config, torch.device("cpu"))
+
+
+def step(lengths, starts):
+    """As vLLM describes one."""
+    starts = torch.tensor(starts, dtype=torch.int32)
+    return SimpleNamespace(
+        block_table_tensor=torch.zeros(len(lengths), 4, dtype=torch.int32),
+        query_start_loc=starts,
+        seq_lens=torch.tensor(lengths, dtype=torch.int32),
+        max_query_len=int(starts.diff().max()),
+        num_actual_tokens=int(starts[-1]),
+    )
+
+
+def test_a_decode_step_reads_what_stays_where_it_is(builder):
+    """Of a graph for four requests two are padding."""
+    given = step([9, 30, 0, 0], [0, 1, 2, 2, 2])
+    built, again = builder.build(0, given), builder.build(0, given).queries
+    assert built.decodes
+    queries = built.queries
+    assert queries.lengths is given.seq_lens
+    assert queries.block_table is given.block_table_tensor
+    assert (queries.owners.tolist(), queries.starts.tolist()) == ([0, 1, 2, 3], [0, 1, 2, 3, 4])
+    assert [a.data_ptr() for a in queries] == [b.data_ptr() for b in again]
+
+
+def test_a_step_with_prompts_has_a_query_for_each_token(builder):
+    built = builder.build(0, step([9, 3, 1], [0, 1, 4, 5]))
+    assert not built.decodes
+    queries = built.queries
+    assert queries.owners.tolist() == [0, 1, 1, 1, 2]
+    assert queries.lengths.tolist() == [9, 1, 2, 3, 1]

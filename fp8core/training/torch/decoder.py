@@ -230,5 +230,5 @@ def _kept(layer: PackedLayer, x: Tensor, added: Tensor | None, shared: Pass) -> 
 
 def _recomputed(layer: PackedLayer, x: Tensor, added: Tensor | None, shared: Pass) -> tuple[Tensor, Tensor]:
     # Reentrant: the first pass then runs without gradients, where only row codes are made.
-    total, more = checkpoint(layer, x, added, shared, use_reentrant=True)
+    total, more = checkpoint(layer, x, added, shared, use_reentrant=True, preserve_rng_state=False)
     return total, more

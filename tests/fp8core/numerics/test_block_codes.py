@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from fp8core.numerics.block_codes import FiniteFlag, row_and_column_codes, row_codes, tile_codes
+from fp8core.numerics.block_codes import FiniteFlag, launched, row_and_column_codes, row_codes, tile_codes
 from fp8core.numerics.e4m3 import GroupNotFinite, encode, quantise_columns, quantise_rows, quantise_tiles
 from fp8core.numerics.kernel_choice import has_kernels
 
@@ -38,4 +38,17 @@ def test_a_flag_raises_once_it_is_set() -> None:
     flag.check()
     flag.not_finite.fill_(1)
     with pytest.raises(GroupNotFinite, match="NaN or infinity"):
+        flag.check()
+
+
+def test_a_kernel_is_checked_at_once_unless_the_caller_does() -> None:
+    def kernel(not_finite: torch.Tensor) -> str:
+        not_finite.fill_(1)
+        return "codes"
+
+    with pytest.raises(GroupNotFinite):
+        launched(kernel, CPU, None)
+    flag = FiniteFlag(CPU)
+    assert launched(kernel, CPU, flag) == "codes"
+    with pytest.raises(GroupNotFinite):
         flag.check()

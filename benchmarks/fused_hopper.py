@@ -1,0 +1,287 @@
+"""Time the fused kernels of norm, SwiGLU and rotary positions on one Hopper GPU, beside what they replace.
+
+    python -m benchmarks.fused_hopper --out FILE.json [--tokens 16384] [--hidden 4096] [--intermediate 12288]
+    python -m benchmarks.fused_hopper --out FILE.json --device cpu --tokens 8 --hidden 256 --intermediate 256
+
+A row is one function in one form: `fused`; `two kernels`, the same kernel with a BF16 result and then the quantiser's;
+`torch`, torch's own operations (and autograd's backward, without its forward), with the quantiser's kernel where there
+are codes. GB/s counts in every form what the fused function has to read and write once, share_of_peak is of 4.8 TB/s.
+`timed` is "graph" for GPU time from a CUDA graph, "eager" for a queue of calls with their launches, "wall" for a CPU,
+where the references run and times mean nothing.
+
+PREDICTED was written before the first measurement, in microseconds of the fused form for Qwen3-8B's shape and 16,384
+tokens: the bytes that really move at 4.0 TB/s (a copy reaches 4.1), and about half of the time in which the
+instructions would be issued where that is not small (27 for each element of swiglu_codes under pow2, 40 under fp32).
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from fp8core.numerics.block_codes import FiniteFlag, row_and_column_codes, row_codes
+from fp8core.numerics.e4m3 import ScaleRule
+from fp8core.numerics.elementwise import inverse_frequencies
+from fp8core.numerics.fused_norm import add_norm, add_norm_backward, add_norm_codes, add_norm_row_codes
+from fp8core.numerics.fused_rotary import HeadLayout, norm_rotate, norm_rotate_backward
+from fp8core.numerics.fused_swiglu import swiglu, swiglu_backward, swiglu_backward_codes, swiglu_codes, swiglu_row_codes
+from fp8core.store.versions import git_state, library_versions
+
+PEAK = 4.8e12
+EPS = 1e-6
+LAYOUT = HeadLayout(query_heads=32, kv_heads=8, head_dim=128)
+RULES: tuple[ScaleRule, ...] = ("pow2", "fp32")
+SHAPE = (16_384, 4096, 12_288)
+PREDICTED = {
+    "add_norm": 140,
+    "add_norm_row_codes pow2": 125,
+    "add_norm_row_codes fp32": 130,
+    "add_norm_codes pow2": 195,
+    "add_norm_codes fp32": 240,
+    "add_norm_backward": 150,
+    "swiglu": 310,
+    "swiglu_row_codes pow2": 270,
+    "swiglu_row_codes fp32": 280,
+    "swiglu_codes pow2": 400,
+    "swiglu_codes fp32": 560,
+    "swiglu_backward": 520,
+    "swiglu_backward_codes pow2": 700,
+    "swiglu_backward_codes fp32": 1050,
+    "norm_rotate": 120,
+    "norm_rotate_backward": 185,
+}
+
+Call = Callable[[], Any]
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One function, the bytes that it has to move, and its forms."""
+
+    name: str
+    bytes: int
+    forms: dict[str, Call]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--tokens", type=int, default=SHAPE[0])
+    parser.add_argument("--hidden", type=int, default=SHAPE[1])
+    parser.add_argument("--intermediate", type=int, default=SHAPE[2])
+    parser.add_argument("--device", default="cuda")
+    options = parser.parse_args()
+    shape = options.tokens, options.hidden, options.intermediate
+    device = torch.device(options.device)
+    about = {"commit": git_state(Path(__file__).parents[1]), "versions": library_versions()}
+    about["command"] = " ".join(["python -m benchmarks.fused_hopper", *sys.argv[1:]])
+    rows: list[Row] = []
+    for case in cases(*shape, device):
+        for form, call in case.forms.items():
+            row = {
+                "kind": "fused",
+                "function": case.name,
+                "form": form,
+                "shape": shape,
+                **speed(case, form, call, device),
+            }
+            if form == "fused" and shape == SHAPE:
+                row["predicted_microseconds"] = PREDICTED[case.name]
+            rows.append({**row, **about})
+            print(json.dumps(row), flush=True)
+        options.out.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+def cases(tokens: int, hidden: int, intermediate: int, device: torch.device) -> Iterator[Case]:
+    """Every fused function; the inputs of one are freed before those of the next are made."""
+    for rule in (None, *RULES):
+        yield from norm_cases(tokens, hidden, device, rule)
+    for rule in (None, *RULES):
+        yield from swiglu_cases(tokens, intermediate, device, rule)
+    yield from rotary_cases(tokens, device)
+
+
+def norm_cases(tokens: int, hidden: int, device: torch.device, rule: ScaleRule | None) -> Iterator[Case]:
+    x, added, grad, around = (randn(tokens, hidden, device=device) for _ in range(4))
+    weight, elements = torch.ones(hidden, device=device), tokens * hidden
+    narrow = weight.bfloat16()
+
+    def torch_norm() -> tuple[Tensor, Tensor]:
+        total = x + added
+        return total, functional.rms_norm(total, (hidden,), narrow, EPS)
+
+    if rule is None:
+        total, _normed, inverse = add_norm(x, added, weight, EPS)
+        leaves = [total.detach().requires_grad_(), narrow.detach().clone().requires_grad_()]
+        out = functional.rms_norm(leaves[0], (hidden,), leaves[1], EPS)
+        fused = partial(add_norm, x, added, weight, EPS)
+        backward = partial(add_norm_backward, grad, around, total, weight, inverse)
+
+        def torch_backward() -> tuple[Tensor, Tensor]:
+            of_total, of_weight = torch.autograd.grad(out, leaves, grad, retain_graph=True)
+            return of_total + around, of_weight
+
+        yield Case("add_norm", 8 * elements, {"fused": fused, "torch": torch_norm})
+        yield Case("add_norm_backward", 8 * elements, {"fused": backward, "torch": torch_backward})
+        return
+    flag = FiniteFlag(device)
+    arguments = x, added, weight, EPS
+    forms: dict[str, Call] = {
+        "fused": lambda: add_norm_row_codes(*arguments, rule, flag),
+        "two kernels": lambda: row_codes(add_norm(*arguments)[1], rule, flag),
+        "torch": lambda: row_codes(torch_norm()[1], rule, flag),
+    }
+    yield Case(f"add_norm_row_codes {rule}", 7 * elements, forms)
+    forms = {
+        "fused": lambda: add_norm_codes(*arguments, rule, flag),
+        "two kernels": lambda: row_and_column_codes(add_norm(*arguments)[1], rule, flag),
+        "torch": lambda: row_and_column_codes(torch_norm()[1], rule, flag),
+    }
+    yield Case(f"add_norm_codes {rule}", 8 * elements, forms)
+    flag.check()
+
+
+def swiglu_cases(tokens: int, columns: int, device: torch.device, rule: ScaleRule | None) -> Iterator[Case]:
+    gate_up, grad = randn(tokens, 2 * columns, device=device), randn(tokens, columns, device=device)
+    elements = tokens * columns
+
+    def torch_swiglu(x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return functional.silu(gate) * up
+
+    leaf = gate_up.detach().requires_grad_()
+    out = torch_swiglu(leaf)
+
+    def torch_backward() -> Tensor:
+        return torch.autograd.grad(out, leaf, grad, retain_graph=True)[0]
+
+    if rule is None:
+        fused = partial(swiglu, gate_up)
+        yield Case("swiglu", 6 * elements, {"fused": fused, "torch": lambda: torch_swiglu(gate_up)})
+        backward = partial(swiglu_backward, grad, gate_up)
+        yield Case("swiglu_backward", 10 * elements, {"fused": backward, "torch": torch_backward})
+        return
+    flag = FiniteFlag(device)
+    forms: dict[str, Call] = {
+        "fused": lambda: swiglu_row_codes(gate_up, rule, flag),
+        "two kernels": lambda: row_codes(swiglu(gate_up), rule, flag),
+        "torch": lambda: row_codes(torch_swiglu(gate_up), rule, flag),
+    }
+    yield Case(f"swiglu_row_codes {rule}", 5 * elements, forms)
+    forms = {
+        "fused": lambda: swiglu_codes(gate_up, rule, flag),
+        "two kernels": lambda: row_and_column_codes(swiglu(gate_up), rule, flag),
+        "torch": lambda: row_and_column_codes(torch_swiglu(gate_up), rule, flag),
+    }
+    yield Case(f"swiglu_codes {rule}", 6 * elements, forms)
+    forms = {
+        "fused": lambda: swiglu_backward_codes(grad, gate_up, rule, flag),
+        "two kernels": lambda: row_and_column_codes(swiglu_backward(grad, gate_up), rule, flag),
+        "torch": lambda: row_and_column_codes(torch_backward(), rule, flag),
+    }
+    yield Case(f"swiglu_backward_codes {rule}", 10 * elements, forms)
+    flag.check()
+
+
+def rotary_cases(tokens: int, device: torch.device) -> Iterator[Case]:
+    width = (LAYOUT.query_heads + 2 * LAYOUT.kv_heads) * LAYOUT.head_dim
+    qkv, grad = randn(tokens, width, device=device), randn(tokens, width, device=device)
+    angles = torch.arange(4096).float()[:, None] * inverse_frequencies(LAYOUT.head_dim, 1e6)
+    cos, sin = (table.bfloat16().float().to(device) for table in (angles.cos(), angles.sin()))
+    positions = torch.arange(tokens, device=device) % 4096
+    weight = torch.ones(LAYOUT.head_dim, device=device)
+    rest = (weight, weight.clone()), cos, sin, positions, LAYOUT, EPS
+
+    def torch_rotate(x: Tensor, q_norm: Tensor, k_norm: Tensor) -> Tensor:
+        heads = x.view(tokens, -1, LAYOUT.head_dim)
+        q, k, v = heads.split([LAYOUT.query_heads, LAYOUT.kv_heads, LAYOUT.kv_heads], dim=1)
+        c, s = (torch.cat((table, table), dim=-1).bfloat16()[positions][:, None] for table in (cos, sin))
+        turned = []
+        for part, norm in ((q, q_norm), (k, k_norm)):
+            normed = functional.rms_norm(part, (LAYOUT.head_dim,), norm, EPS)
+            first, second = normed.chunk(2, dim=-1)
+            turned.append(normed * c + torch.cat((-second, first), dim=-1) * s)
+        return torch.cat((*turned, v), dim=1).flatten(1)
+
+    leaves = [qkv.detach().requires_grad_(), *(weight.bfloat16().requires_grad_() for _ in range(2))]
+    out = torch_rotate(*leaves)
+    forms: dict[str, Call] = {
+        "fused": lambda: norm_rotate(qkv, *rest),
+        "torch": lambda: torch_rotate(*(leaf.detach() for leaf in leaves)),
+    }
+    yield Case("norm_rotate", 4 * qkv.numel(), forms)
+    forms = {
+        "fused": lambda: norm_rotate_backward(grad, qkv, *rest),
+        "torch": lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True),
+    }
+    # The values' part of qkv is not read.
+    values = tokens * LAYOUT.kv_heads * LAYOUT.head_dim
+    yield Case("norm_rotate_backward", 6 * qkv.numel() - 2 * values, forms)
+
+
+def randn(*shape: int, device: torch.device) -> Tensor:
+    return torch.randn(shape, device=device, dtype=torch.bfloat16)
+
+
+def speed(case: Case, form: str, call: Call, device: torch.device) -> Row:
+    """Every input is larger than the L2 cache at the default shape, so that calls on the same ones read memory."""
+    if device.type == "cpu":
+        microseconds, timed = wall_microseconds(call), "wall"
+    elif form == "torch":
+        microseconds, timed = event_microseconds(call, calls=20), "eager"
+    else:
+        microseconds, timed = graph_microseconds(call), "graph"
+    per_second = case.bytes / microseconds * 1e6
+    return {
+        "microseconds": round(microseconds, 2),
+        "gb_per_s": round(per_second / 1e9, 1),
+        "share_of_peak": round(per_second / PEAK, 3),
+        "timed": timed,
+    }
+
+
+def graph_microseconds(call: Call, calls: int = 10) -> float:
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            call()
+    return event_microseconds(graph.replay, calls=1) / calls
+
+
+def event_microseconds(call: Call, calls: int, repeats: int = 7) -> float:
+    """Median over the repeats, a call."""
+    call()
+    found = []
+    for _ in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        start.record()
+        for _ in range(calls):
+            call()
+        end.record()
+        torch.cuda.synchronize()
+        found.append(1e3 * float(start.elapsed_time(end)) / calls)
+    return statistics.median(found)
+
+
+def wall_microseconds(call: Call) -> float:
+    start = time.perf_counter()
+    call()
+    return 1e6 * (time.perf_counter() - start)
+
+
+if __name__ == "__main__":
+    main()

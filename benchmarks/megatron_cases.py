@@ -1,0 +1,241 @@
+"""What `megatron_hopper` measures: shapes, random policies and batches, and other trainers to compare with."""
+
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from fp8core.config.load import load_config
+from fp8core.config.run import RunConfig
+from fp8core.models.architecture import Architecture, Experts, parameter_shapes
+from fp8core.models.formats import reference_formats, rollout_formats, training_formats
+from fp8core.models.hf_config import architecture_to_hf
+from fp8core.models.initial import initial_weights
+from fp8core.plan.shapes import PUBLISHED
+from fp8core.rl.aggregation import Denominator
+from fp8core.rl.batch import RolloutBatch, TokenBatch, length_mask
+from fp8core.rl.objective import Objective
+from fp8core.training.torch.trainer import PackedFormats, PackedTrainer
+from fp8core.training.torch_trainer import TorchTrainer
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
+TEMPERATURE = 1.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model at the depth that one GPU holds with gradients, masters and moments (18 bytes a parameter)."""
+
+    model: str
+    layers: int
+    sequences: int = 64
+    prompt: int = 512
+    completion: int = 512
+
+    @property
+    def arch(self) -> Architecture:
+        """Its shape."""
+        return small(self.model) if self.model in _SMALL else replace(PUBLISHED[self.model], num_layers=self.layers)
+
+
+if ON_GPU:
+    SPEED = {
+        "qwen3-8b": Case("Qwen/Qwen3-8B-Base", 24),
+        "llama-3.1-8b": Case("meta-llama/Llama-3.1-8B-Instruct", 20),
+        "qwen3-30b-a3b": Case("Qwen/Qwen3-30B-A3B", 4),
+    }
+    PRECISIONS = {"bf16": ("bf16", "bf16"), "fp8": ("fp8_block", "bf16")}
+else:
+    # The script itself can be tried anywhere.
+    SPEED = {name: Case(name, 2, sequences=8, prompt=24, completion=24) for name in ("qwen3", "qwen3-moe")}
+    PRECISIONS = {"fp32": ("fp32", "fp32")}
+
+_EXPERTS = Experts(count=8, per_token=2, intermediate_size=256, normalise_top_k=True, sparse_step=1, dense_layers=())
+_SMALL: dict[str, dict[str, Any]] = {
+    "qwen3": {"family": "qwen3", "qk_norm": True},
+    "llama": {"family": "llama", "qk_norm": False},
+    "qwen3-moe": {"family": "qwen3_moe", "qk_norm": True, "experts": _EXPERTS},
+}
+PARITY = tuple(_SMALL)
+
+
+def small(family: str) -> Architecture:
+    """A policy with true tiles that the exact trainer still computes on a CPU."""
+    return Architecture(
+        **_SMALL[family],
+        vocab_size=2048,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_layers=2,
+        num_heads=8,
+        num_kv_heads=4,
+        head_dim=128,
+        rms_norm_eps=1e-6,
+        rope_theta=1e6,
+        max_positions=4096,
+        rope_scaling=None,
+        tie_embeddings=False,
+    )
+
+
+def configuration(precision: str, *changes: str) -> RunConfig:
+    """A run with the Megatron trainer; `precision` is a key of PRECISIONS."""
+    linear, cache = PRECISIONS[precision]
+    side = f"{{linear: {linear}, kv_cache: {cache}}}"
+    trainer = ["training.trainer=megatron", "training.warmup_steps=0", "training.max_grad_norm=1e9"]
+    return load_config("tiny", [f"precision.rollout={side}", f"precision.training={side}", *trainer, *changes])
+
+
+class RandomPolicy(Mapping[str, Tensor]):
+    """Weights that are drawn on the device when they are asked for: no second copy of a large model exists."""
+
+    def __init__(self, arch: Architecture) -> None:
+        self._shapes = parameter_shapes(arch)
+
+    def __getitem__(self, name: str) -> Tensor:
+        shape = self._shapes[name]
+        if len(shape) == 1:
+            return torch.ones(shape, dtype=torch.bfloat16, device=DEVICE)
+        generator = torch.Generator(DEVICE).manual_seed(hash_of(name))
+        drawn = torch.randn(shape, generator=generator, device=DEVICE, dtype=torch.bfloat16)
+        return drawn.mul_(shape[1] ** -0.5)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shapes)
+
+    def __len__(self) -> int:
+        return len(self._shapes)
+
+
+def hash_of(name: str) -> int:
+    """The same in every process."""
+    return int.from_bytes(name.encode()[-7:], "little")
+
+
+def small_policy(arch: Architecture) -> dict[str, Tensor]:
+    """BF16 values, which every trainer holds exactly; norms that are not all 1."""
+    generator = torch.Generator().manual_seed(1)
+    weights = initial_weights(arch, seed=0)
+    norms = {n: w + 0.2 * torch.randn(w.shape, generator=generator) for n, w in weights.items() if w.dim() == 1}
+    return {name: tensor.bfloat16().float() for name, tensor in (weights | norms).items()}
+
+
+def random_batch(arch: Architecture, sequences: int, prompt: int, completion: int) -> RolloutBatch:
+    """Random tokens, log-probs of about a uniform policy and random advantages."""
+    generator = torch.Generator().manual_seed(2)
+    drawn = torch.randint(2, arch.vocab_size, (sequences, prompt + completion), generator=generator).tolist()
+    completions = [row[prompt:] for row in drawn]
+    mask = length_mask(completions)
+    old = torch.zeros(mask.shape) - torch.tensor(float(arch.vocab_size)).log()
+    return RolloutBatch(
+        sequences=TokenBatch.of([row[:prompt] for row in drawn], completions),
+        mask=mask,
+        rollout_logprobs=old,
+        old_logprobs=old,
+        reference_logprobs=None,
+        advantages=torch.randn(sequences, generator=generator),
+        keep=torch.ones(sequences, dtype=torch.bool),
+    )
+
+
+@dataclass(frozen=True)
+class Computed:
+    """What a trainer makes of a batch: log-probs [B, C], the loss, and gradients by Hugging Face name, if it tells."""
+
+    logprobs: Tensor
+    loss: float
+    grad_norm: float
+    gradients: Mapping[str, Tensor]
+
+
+Peer = Callable[[RunConfig, Architecture, Mapping[str, Tensor], RolloutBatch], Computed]
+
+
+def exact(config: RunConfig, arch: Architecture, weights: Mapping[str, Tensor], batch: RolloutBatch) -> Computed:
+    """The torch trainer on the CPU in the same formats, with exact sums."""
+    formats = training_formats(config.precision, arch.num_layers)
+    return _torch(config, arch, weights, batch, formats)
+
+
+def in_fp32(config: RunConfig, arch: Architecture, weights: Mapping[str, Tensor], batch: RolloutBatch) -> Computed:
+    """The torch trainer on the CPU in FP32: what all formats approximate."""
+    return _torch(config, arch, weights, batch, reference_formats(arch.num_layers))
+
+
+def _torch(
+    config: RunConfig, arch: Architecture, weights: Mapping[str, Tensor], batch: RolloutBatch, formats: Any
+) -> Computed:
+    stored, objective = rollout_formats(config.precision, arch.num_layers), Objective(config.loss, config.correction)
+    return _updated(TorchTrainer(arch, weights, formats, stored, config.training, objective), config, batch)
+
+
+def packed(config: RunConfig, arch: Architecture, weights: Mapping[str, Tensor], batch: RolloutBatch) -> Computed:
+    """The torch trainer for packed sequences on this device, in the same formats."""
+    formats = PackedFormats(
+        training_formats(config.precision, arch.num_layers),
+        rollout_formats(config.precision, arch.num_layers),
+        longest=arch.max_positions,
+        amax_only=True,
+    )
+    objective = Objective(config.loss, config.correction)
+    return _updated(PackedTrainer(arch, weights, formats, config.training, objective, DEVICE), config, batch)
+
+
+def _updated(trainer: TorchTrainer | PackedTrainer, config: RunConfig, batch: RolloutBatch) -> Computed:
+    logprobs = trainer.logprobs(batch.sequences, TEMPERATURE, None).logprobs
+    report = trainer.step(batch, TEMPERATURE, None)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer.save(Path(folder))
+        moments = load_file(Path(folder) / "optimiser.safetensors")
+    # The first moment after one update is the gradient, times 1 - beta1.
+    share = 1 - config.training.beta1
+    gradients = {n.removeprefix("exp_avg/"): m / share for n, m in moments.items() if n.startswith("exp_avg/")}
+    return Computed(logprobs, report.loss, report.grad_norm, gradients)
+
+
+def transformers(config: RunConfig, arch: Architecture, weights: Mapping[str, Tensor], batch: RolloutBatch) -> Computed:
+    """Hugging Face's model on this device: in FP32 for the CPU's precision, in BF16 for the others."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    settings = architecture_to_hf(arch, bos_id=None, eos_ids=[1], pad_id=None, dtype="float32")
+    described = AutoConfig.for_model(**settings)
+    dtype = torch.float32 if config.precision.training.linear == "fp32" else torch.bfloat16
+    model = AutoModelForCausalLM.from_config(described, dtype=dtype, attn_implementation="sdpa").to(DEVICE)
+    model.load_state_dict(hugging_face_names(model, weights))
+    sequences = batch.sequences.to(DEVICE)
+    logits = model(input_ids=sequences.tokens, attention_mask=sequences.valid.long()).logits[:, :-1].float()
+    chosen = logits.log_softmax(-1).gather(-1, sequences.tokens[:, 1:, None]).squeeze(-1)
+    written = chosen[sequences.completion[:, 1:]]
+    mask = batch.mask.to(DEVICE)
+    logprobs = torch.zeros(mask.shape, device=DEVICE).masked_scatter(mask, written)
+    objective = Objective(config.loss, config.correction)
+    corrected, _ = objective.corrected(batch)
+    terms = objective(logprobs, corrected.to(DEVICE), Denominator.of(batch.mask))
+    terms.loss.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    norm = sum(float(gradient.double().square().sum()) for gradient in gradients.values()) ** 0.5
+    return Computed(logprobs.detach().cpu(), float(terms.loss.detach()), norm, gradients)
+
+
+def hugging_face_names(model: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The policy by the model's own names: transformers 5 holds experts stacked."""
+    found = dict(weights)
+    for name, parameter in model.named_parameters():
+        if name not in found:
+            prefix, _, part = name.rpartition(".experts.")
+            count = parameter.shape[0]
+            parts = ("gate_proj", "up_proj") if part == "gate_up_proj" else ("down_proj",)
+            stacked = [[found.pop(f"{prefix}.experts.{e}.{p}.weight") for p in parts] for e in range(count)]
+            found[name] = torch.stack([torch.cat(each) for each in stacked])
+    return {name: tensor.to(DEVICE) for name, tensor in found.items()}
+
+
+PEERS: dict[str, Peer] = {"torch, the same formats": exact, "torch, FP32": in_fp32, "transformers": transformers}
+if ON_GPU:
+    PEERS["torch, packed"] = packed

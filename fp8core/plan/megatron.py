@@ -1,0 +1,50 @@
+"""Memory of the Megatron trainer on a GPU beyond masters and optimiser states: weights in BF16 and, for FP8 linears,
+Transformer Engine's codes of them by rows and by columns beside them; FP32 gradients; activations of one pack."""
+
+import math
+
+from fp8core.config.run import RunConfig
+from fp8core.models.architecture import Architecture
+from fp8core.models.weights import is_linear
+from fp8core.plan.needs import Need
+from fp8core.plan.weights import Part, count
+
+_BF16, _FP32 = 2, 4
+# Norms, rotary, SwiGLU and attention keep their inputs; an FP8 linear keeps codes of its own by rows and by columns.
+_COPIES = 2
+
+
+def megatron_state(part: Part) -> tuple[Need, ...]:
+    """What one GPU that holds `part` keeps between steps: Megatron's buffers, from the start to the end."""
+    held = sum(math.ceil(count(shapes) / parts) for shapes, parts in part)
+    return Need("weights", held * _BF16, "BF16"), Need("gradients", held * _FP32, "FP32")
+
+
+def megatron_step(config: RunConfig, arch: Architecture, part: Part, workspace: int) -> tuple[Need, ...]:
+    """What a step adds to that."""
+    linear = sum(
+        math.ceil(count({name: shape for name, shape in shapes.items() if is_linear(name)}) / parts)
+        for shapes, parts in part
+    )
+    fp8 = config.precision.training.linear == "fp8_block"
+    codes = (Need("quantised copies", _COPIES * linear, "FP8 codes by rows and by columns"),) if fp8 else ()
+    return (
+        *codes,
+        Need("activations", _activations(config, arch), "of one pack; estimate"),
+        Need("workspace", workspace, "estimate"),
+    )
+
+
+def _activations(config: RunConfig, arch: Architecture) -> int:
+    """Of all layers, or their inputs and one layer that is recomputed; a group of tensor parallelism shares a layer's
+    inside, and with sequence parallelism its inputs too."""
+    spread = config.training.megatron
+    hidden, heads = arch.hidden_size, (arch.num_heads + arch.num_kv_heads) * arch.head_dim
+    width = arch.intermediate_size
+    if (experts := arch.experts) is not None:
+        width = experts.per_token * (experts.intermediate_size + hidden)
+    inside = (5 * hidden + 2 * heads + 3 * width) // spread.tensor_parallel
+    inputs = hidden // (spread.tensor_parallel if spread.sequence_parallel else 1)
+    layers = arch.num_layers // spread.pipeline_parallel
+    kept = layers * inputs + 2 * inside if spread.recompute == "full" else layers * (inputs + inside)
+    return spread.micro_batch_tokens * _BF16 * kept

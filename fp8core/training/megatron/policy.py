@@ -1,0 +1,131 @@
+"""One process's share of a policy in Megatron's layers: loads weights, scores sequences, gives weights back."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.distributed import all_gather_object, get_world_size
+
+from fp8core.config.megatron import MegatronConfig
+from fp8core.config.precision import PrecisionContract
+from fp8core.models.architecture import Architecture
+from fp8core.numerics.kv_scales import KvStatistics, LayerScales
+from fp8core.training.megatron.arguments import Kind, transformer_arguments
+from fp8core.training.megatron.conversion import policy_of, share
+from fp8core.training.megatron.groups import data_group, here, tensor_group
+from fp8core.training.megatron.head import VocabularyShare, written_logprobs
+from fp8core.training.megatron.layer_spec import style_of
+from fp8core.training.megatron.model import PolicyModel, packed_call
+from fp8core.training.megatron.observer import Observer
+from fp8core.training.megatron.packing import Pack
+from fp8core.training.megatron.router import PolicyRouter
+
+
+class Policy:
+    """The model of this process; process groups exist (`groups.join`)."""
+
+    def __init__(
+        self,
+        arch: Architecture,
+        contract: PrecisionContract,
+        megatron: MegatronConfig,
+        device: torch.device,
+        deterministic: bool,
+    ) -> None:
+        kind: Kind = "cuda" if device.type == "cuda" else "cpu"
+        config = TransformerConfig(**transformer_arguments(arch, contract, megatron, kind, deterministic))
+        self.arch, self.device = arch, device
+        self.style, self.place = style_of(config), here()
+        self._megatron = megatron
+        first, last = self.place.pipeline == 0, self.place.pipeline == megatron.pipeline_parallel - 1
+        self.model = PolicyModel(arch, megatron, config, device, first, last).to(device)
+        self.routers = [module for module in self.model.modules() if isinstance(module, PolicyRouter)]
+        rows = self.model.head_weight().shape[0]
+        self._head = VocabularyShare(rows * self.place.tensor, arch.vocab_size, tensor_group(), contract.training.head)
+
+    def describe(self) -> dict[str, object]:
+        """Formats by layer as they were built, and whose layers these are."""
+        config = self.model.config
+        inner = "fp8_block" if config.fp8 else "fp32" if config.params_dtype == torch.float32 else "bf16"
+        ends = (config.num_layers_at_start_in_bf16, config.num_layers_at_end_in_bf16)
+        first, last = ends if config.first_last_layers_bf16 else (0, 0)
+        kept = {*range(first), *range(config.num_layers - last, config.num_layers)}
+        return {
+            "linear": ["bf16" if layer in kept else inner for layer in range(config.num_layers)],
+            "attention": "fp32" if inner == "fp32" else "bf16",
+            "head": self._head.form,
+            "layers": config.transformer_impl,
+            # The order in which tokens of an expert are added up has not been shown to be fixed.
+            "deterministic": bool(config.deterministic_mode) and not self.arch.sparse_layers,
+            "grid": vars(self._megatron),
+        }
+
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        """Take this place's share of a whole policy in the Hugging Face layout; the share of every parameter."""
+        held = dict(self.model.named_parameters())
+        found = share(self.arch, self._megatron, self.style, self.place, weights)
+        assert held.keys() == found.keys(), f"Megatron names other parameters: {sorted(held.keys() ^ found.keys())}"
+        for name, parameter in held.items():
+            assert parameter.shape == found[name].shape, f"{name}: {parameter.shape} is not {found[name].shape}"
+            parameter.data.copy_(found[name])
+
+    def parameters(self) -> dict[str, Tensor]:
+        """What this process multiplies with, by Megatron's names."""
+        return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+
+    def whole(self, shares: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Every process's tensors by Megatron's names, put together in the Hugging Face layout, on every process."""
+        if get_world_size() == 1:
+            return policy_of(self.arch, self._megatron, self.style, {self.place: shares})
+        own = (self.place, {name: tensor.detach().cpu() for name, tensor in shares.items()})
+        found: list[tuple] = [()] * get_world_size()  # type: ignore[type-arg]
+        all_gather_object(found, own)
+        return policy_of(self.arch, self._megatron, self.style, dict(found))
+
+    def begin(self, training: bool) -> None:
+        """Start passes with gradients, or without: only those with gradients recompute."""
+        self.model.train(training)
+
+    def sharded(self) -> ShardedStateDict:
+        """Parameters as Megatron's checkpoints describe them, by this process's names."""
+        metadata = {"dp_cp_group": data_group(), "non_homogeneous_layers": True, "singleton_local_shards": True}
+        found = self.model.sharded_state_dict(metadata=metadata)
+        return {name: found[name] for name, _ in self.model.named_parameters()}
+
+    def score(self, pack: Pack, temperature: float) -> tuple[Tensor, Tensor]:
+        """Log-prob (differentiable) and entropy of each written token: FP32 [written], on this device."""
+        here = pack.to(self.device)
+        self._replay(here)
+        hidden = self.model(**packed_call(here))[:, 0]
+        return written_logprobs(hidden[here.before], self.model.head_weight(), self._head, here.written, temperature)
+
+    def _replay(self, pack: Pack) -> None:
+        """Force the pack's experts on the routers, or leave them to choose."""
+        for layer, router in enumerate(self.routers):
+            if pack.experts is None:
+                router.router_replay.chosen = None
+                continue
+            chosen = pack.experts[:, layer]
+            if self._megatron.sequence_parallel:
+                chosen = chosen.chunk(self._megatron.tensor_parallel)[self.place.tensor]
+            router.router_replay.chosen = chosen
+
+    @contextmanager
+    def observed(self, statistics: KvStatistics, scales: Sequence[LayerScales] | None) -> Iterator[Observer]:
+        """While it lasts, Q, K and V of every attention are added to the statistics as they would be cached.
+
+        For passes without gradients: a pass with recomputation would count twice.
+        """
+        observer = Observer(statistics, scales)
+        handles = [
+            layer.self_attention.core_attention.register_forward_pre_hook(observer.hook(layer.layer_number - 1))
+            for layer in self.model.decoder.layers
+        ]
+        try:
+            yield observer
+        finally:
+            for handle in handles:
+                handle.remove()

@@ -1,0 +1,43 @@
+"""Megatron's top-k router with the choice of experts that the rollout made (router replay), on any device."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+
+from fp8core.models.experts import UNRECORDED
+
+
+class Replay:
+    """Stands in the place of Megatron's `RouterReplay`, which cannot leave a position to the router.
+
+    `chosen` is int64 [T, k], `UNRECORDED` where the router chooses by itself, or None without a replay. It stays for
+    the recomputation of a backward pass.
+    """
+
+    def __init__(self) -> None:
+        self.chosen: Tensor | None = None
+
+    def get_replay_topk(
+        self, scores: Tensor, topk: int, num_groups: Any, group_topk: Any, compute: Callable[..., tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, Tensor]:
+        """Scores and indices [T, k] of the experts: Megatron's call, by Megatron's name."""
+        found, own = compute(scores, topk, num_groups, group_topk)
+        if self.chosen is None:
+            return found, own
+        indices = torch.where(self.chosen == UNRECORDED, own, self.chosen)
+        return scores.gather(1, indices), indices
+
+
+class PolicyRouter(TopKRouter):
+    """A router that runs anywhere: Megatron's moves its weight to a GPU and needs Transformer Engine to multiply."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.router_replay = Replay()
+
+    def gating(self, hidden: Tensor) -> Tensor:
+        """FP32 logits [..., experts] from BF16 or FP32 operands."""
+        return torch.nn.functional.linear(hidden.float(), self.weight.float())

@@ -1,0 +1,252 @@
+"""The trainer in Megatron Core: its layers, parallelism and optimiser; batches, loss and scales are ours.
+
+Every process of the grid holds one and makes the same calls with the same batches. Rows are dealt to the data-parallel
+processes by packs; what comes back is whole on every process.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp, all_reduce, get_rank
+
+from fp8core.config.precision import PrecisionContract
+from fp8core.config.run import TrainingConfig
+from fp8core.models.architecture import Architecture
+from fp8core.models.formats import Formats
+from fp8core.models.weights import stored_weights
+from fp8core.numerics.kv_scales import KvStatistics, LayerScales
+from fp8core.report.doctor import installed
+from fp8core.rl.aggregation import Denominator
+from fp8core.rl.batch import RolloutBatch, TokenBatch
+from fp8core.rl.objective import Objective
+from fp8core.training.megatron import groups
+from fp8core.training.megatron.digest import joint_digest
+from fp8core.training.megatron.grid import token_multiple
+from fp8core.training.megatron.optimiser import OptimiserFactory
+from fp8core.training.megatron.packing import Pack, packs
+from fp8core.training.megatron.policy import Policy
+from fp8core.training.megatron.scale_rule import check_scale_rule
+from fp8core.training.trainer import NotFiniteError, ScoredBatch, TrainReport
+
+_SHARDS, _STATE = "megatron", "trainer.json"
+_STATISTICS = ("loss", "clip_fraction", "ratio_mean", "weight_mean", "reference_kl")
+
+
+class MegatronTrainer:
+    """Holds this process's share of one policy; `version` counts its updates."""
+
+    def __init__(
+        self,
+        arch: Architecture,
+        masters: Mapping[str, Tensor],
+        contract: PrecisionContract,
+        rollout_formats: Formats,
+        training: TrainingConfig,
+        objective: Objective,
+        device: torch.device,
+        optimise: OptimiserFactory,
+        deterministic: bool,
+    ) -> None:
+        """Take this process's part.
+
+        Args:
+            arch: the model.
+            masters: its weights by Hugging Face name.
+            contract: formats of training.
+            rollout_formats: what `export` stores.
+            training: optimisation, and the grid.
+            objective: the loss.
+            device: of this process.
+            optimise: `optimiser.optimiser_for`.
+            deterministic: whether updates are to be repeatable bit for bit.
+
+        Raises:
+            UserError: Transformer Engine follows another scale rule than the contract's.
+        """
+        self.version = 0
+        self.arch = arch
+        self._contract, self._rollout_formats = contract, rollout_formats
+        self._config, self._objective = training, objective
+        groups.join(training.megatron, device)
+        self._policy = Policy(arch, contract, training.megatron, device, deterministic)
+        if contract.training.linear == "fp8_block":
+            check_scale_rule(contract.scale_rule)
+        self._policy.load(masters)
+        self._optimiser = optimise(self._policy.model, training)
+        self._updates = 0
+
+    @property
+    def masters(self) -> dict[str, Tensor]:
+        """The whole policy by Hugging Face name, on every process, as it is multiplied: in BF16, on a CPU in FP32."""
+        return self.whole_policy()
+
+    def whole_policy(self) -> dict[str, Tensor]:
+        """`masters`, by a name that a process can be asked for."""
+        return self._policy.whole(self._policy.parameters())
+
+    def describe(self) -> dict[str, object]:
+        """What really runs; block FP8 was refused at the start if its scales followed another rule."""
+        versions = {name: installed(name) for name in ("megatron-core", "transformer-engine")}
+        rule = self._contract.scale_rule
+        return {"trainer": "megatron", "versions": versions, "scale_rule": rule, **self._policy.describe()}
+
+    def export(self) -> dict[str, Tensor]:
+        """Weights for the rollout engine, quantised here and nowhere else, in the Hugging Face layout."""
+        formats = self._rollout_formats
+        return stored_weights(self.masters, formats.stored_names(), formats.scale_rule)
+
+    def digest(self) -> str:
+        """Digest of the FP32 masters of all processes, each with its place in the grid."""
+        return joint_digest(self._optimiser.masters())
+
+    @torch.no_grad()
+    def logprobs(self, batch: TokenBatch, temperature: float, scales: Sequence[LayerScales] | None) -> ScoredBatch:
+        """Score completion tokens and collect the statistics of Q, K and V in the same pass."""
+        statistics = KvStatistics(self.arch.num_layers, self._policy.device)
+        shape = (len(batch), int(batch.completion.sum(-1).max()))
+        found = torch.zeros(2, *shape)
+        for pack, (logprobs, entropy) in self._observed(batch, temperature, statistics, scales):
+            mask = _left_aligned(batch.completion[pack.rows], shape[1])
+            for into, values in zip(found, (logprobs, entropy), strict=True):
+                into[pack.rows] = into[pack.rows].masked_scatter(mask, values.cpu())
+        found = self._summed(found).masked_fill(~_left_aligned(batch.completion, shape[1]), torch.nan)
+        return ScoredBatch(found[0], found[1], statistics)
+
+    @torch.no_grad()
+    def statistics(self, batch: TokenBatch) -> KvStatistics:
+        """Statistics of Q, K and V per layer over all valid tokens, without any scales."""
+        statistics = KvStatistics(self.arch.num_layers, self._policy.device)
+        for _ in self._observed(batch, 1.0, statistics, None):
+            pass
+        return statistics
+
+    def step(self, batch: RolloutBatch, temperature: float, scales: Sequence[LayerScales] | None) -> TrainReport:
+        """One update per minibatch, in row order; gradients are clipped by their global norm.
+
+        Raises:
+            NotFiniteError: the loss or the gradient norm is NaN or infinite; that update is not applied.
+        """
+        batch, correction = self._objective.corrected(batch)
+        reports = [
+            self._update(batch.rows(rows), temperature) for rows in shares(len(batch.keep), self._config.minibatches)
+        ]
+        self.version += 1
+        return TrainReport(
+            version=self.version,
+            digest=self.digest(),
+            learning_rate=self._learning_rate(),
+            tokens=int(batch.mask.sum()),
+            rows=int(batch.mask.any(dim=1).sum()),
+            correction=correction,
+            **{key: sum(report[key] for report in reports) / len(reports) for key in reports[0]},
+        )
+
+    def gradients(self, batch: RolloutBatch, temperature: float) -> tuple[float, dict[str, Tensor]]:
+        """Loss and gradients of a batch by Hugging Face name, to compare trainers; no update. For data_parallel 1."""
+        corrected, _ = self._objective.corrected(batch)
+        try:
+            loss = self._accumulate(corrected, temperature)["loss"]
+            self._optimiser.finish()
+            return loss, {n: g.clone() for n, g in self._policy.whole(self._optimiser.gradients()).items()}
+        finally:
+            self._optimiser.clear()
+
+    def _observed(
+        self, batch: TokenBatch, temperature: float, statistics: KvStatistics, scales: Sequence[LayerScales] | None
+    ) -> Iterator[tuple[Pack, tuple[Tensor, Tensor]]]:
+        """Score this process's packs, and complete the statistics over all processes at the end."""
+        self._policy.begin(training=False)
+        with self._policy.observed(statistics, scales) as observer:
+            for pack, counts in self._dealt(batch):
+                observer.valid = (pack.valid & counts).to(self._policy.device)
+                scored = self._policy.score(pack, temperature)
+                if counts:
+                    yield pack, scored
+        statistics.combine(partial(all_reduce, op=ReduceOp.MAX), all_reduce)
+
+    def _update(self, batch: RolloutBatch, temperature: float) -> dict[str, float]:
+        """One optimiser update; whatever happens, no gradient is left for the next."""
+        try:
+            totals = self._accumulate(batch, temperature)
+            norm = self._optimiser.finish()
+            if not math.isfinite(norm):
+                raise self._not_finite(f"the gradient norm is {norm}")
+            self._updates += 1
+            self._optimiser.step(norm, self._learning_rate())
+        finally:
+            self._optimiser.clear()
+        return totals | {"grad_norm": norm}
+
+    def _accumulate(self, batch: RolloutBatch, temperature: float) -> dict[str, float]:
+        """Add up the gradients of this process's packs; returns the statistics of the whole batch."""
+        denominator = Denominator.of(batch.mask)
+        totals = dict.fromkeys(_STATISTICS, 0.0)
+        self._policy.begin(training=True)
+        for pack, counts in self._dealt(batch.sequences):
+            logprobs, _ = self._policy.score(pack, temperature)
+            rows = batch.rows(pack.rows).to(logprobs.device)
+            mask = _left_aligned(rows.sequences.completion, rows.mask.shape[1])
+            current = torch.zeros(mask.shape, device=logprobs.device).masked_scatter(mask, logprobs)
+            terms = self._objective(current, rows, denominator)
+            # A pack that another process counts is computed for the experts of this one, and adds nothing.
+            (terms.loss * counts).backward()
+            for key, value in terms.statistics().items():
+                totals[key] += value * counts
+        found = self._summed(torch.tensor([totals[key] for key in _STATISTICS], dtype=torch.float64)).tolist()
+        totals = dict(zip(_STATISTICS, found, strict=True))
+        if not math.isfinite(totals["loss"]):
+            raise self._not_finite(f"the loss is {totals['loss']}")
+        return totals
+
+    def _dealt(self, batch: TokenBatch) -> Iterator[tuple[Pack, bool]]:
+        """This process's packs, and whether they count: every process has as many, the last ones for company."""
+        megatron, group = self._config.megatron, groups.data_group()
+        found = list(packs(batch, megatron.micro_batch_tokens, token_multiple(megatron)))
+        for start in range(0, len(found), group.size()):
+            index = start + group.rank()
+            yield found[min(index, len(found) - 1)], index < len(found)
+
+    def _summed(self, values: Tensor) -> Tensor:
+        """Over all processes, of which one in a tensor-parallel group speaks for the others; on the CPU."""
+        moved = values.to(self._policy.device) * (self._policy.place.tensor == 0)
+        all_reduce(moved)
+        return moved.cpu()
+
+    def _learning_rate(self) -> float:
+        return self._config.learning_rate * min(1.0, self._updates / max(1, self._config.warmup_steps))
+
+    def _not_finite(self, problem: str) -> NotFiniteError:
+        where = f"update {self._updates} of policy {self.version}"
+        return NotFiniteError(f"{where}: {problem}; the update was not applied")
+
+    def save(self, folder: Path) -> None:
+        """Write masters, moments and counters; the folder exists, and all processes see it."""
+        self._optimiser.save(folder / _SHARDS, self._policy.sharded())
+        state = {"version": self.version, "updates": self._updates, "digest": self.digest()}
+        if get_rank() == 0:
+            (folder / _STATE).write_text(json.dumps(state))
+
+    def load(self, folder: Path) -> None:
+        """Restore what `save` wrote; the masters must be this model's, the grid may be another one."""
+        state = json.loads((folder / _STATE).read_text())
+        self._optimiser.load(folder / _SHARDS, self._policy.sharded(), state["updates"])
+        self.version, self._updates = state["version"], state["updates"]
+        assert self.digest() == state["digest"], f"{folder} does not hold the weights it was saved with"
+
+    def close(self) -> None:
+        """Process groups stay for the next trainer of this process."""
+
+
+def shares(rows: int, count: int) -> list[slice]:
+    """`count` shares of the rows, in order, that differ by one row at most."""
+    return [slice(rows * i // count, rows * (i + 1) // count) for i in range(count)]
+
+
+def _left_aligned(completion: Tensor, columns: int) -> Tensor:
+    """bool [B, columns]: as many leading True values in a row as it has completion tokens."""
+    return torch.arange(columns, device=completion.device) < completion.sum(-1, keepdim=True)

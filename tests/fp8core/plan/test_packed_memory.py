@@ -1,0 +1,65 @@
+"""One GPU that generates and trains, with the torch trainer for packed sequences."""
+
+import pytest
+
+from fp8core.config.load import load_config
+from fp8core.plan.devices import GPUS, Machine
+from fp8core.plan.needs import DevicePlan
+from fp8core.plan.run_plan import plan_run
+from fp8core.plan.shapes import model_shape
+from fp8core.plan.training import trainer_grid
+
+H200 = Machine(GPUS["h200"], None)
+GIB = 1 << 30
+ONE_GPU = [
+    "training.trainer=torch",
+    "training.device=cuda",
+    "training.optimiser_state=bf16",
+    "training.activation_checkpointing=true",
+    "rollout.vllm.sleep=true",
+    "rollout.vllm.gpu_memory_utilization=0.45",
+]
+
+
+def planned(config: str, *settings: str):
+    found = load_config(config, settings)
+    return plan_run(found, model_shape(found), H200, trainer_grid(found, H200))
+
+
+def phase(device: DevicePlan, name: str) -> dict[str, int]:
+    needs = next(each.needs for each in device.phases if each.name == name)
+    return {need.item: need.bytes for need in needs}
+
+
+def test_eight_billion_parameters_train_beside_an_engine_that_sleeps() -> None:
+    plan = planned("qwen3", *ONE_GPU)
+    assert not plan.refusals
+    (device,) = plan.devices
+    training = phase(device, "training")
+    parameters = plan.parameters.total
+    assert training["master weights"] == training["gradients"] == 4 * parameters
+    assert training["optimiser states"] == 4 * parameters
+    assert training["quantised copies"] == plan.parameters.linear
+    assert "engine weights" not in training
+
+
+@pytest.mark.parametrize(
+    ("setting", "name"),
+    [
+        ("training.optimiser_state=fp32", "memory with FP32 moments"),
+        ("training.activation_checkpointing=false", "memory with all activations"),
+        ("rollout.vllm.sleep=false", "memory with the engine awake"),
+    ],
+)
+def test_it_fits_for_no_other_reason(setting: str, name: str) -> None:
+    assert planned("qwen3", *ONE_GPU, setting).refusals, name
+
+
+def test_the_small_loop_keeps_its_engine_awake() -> None:
+    plan = planned("h200-small")
+    assert not plan.refusals
+    (device,) = plan.devices
+    training = phase(device, "training")
+    assert training["KV cache"] == phase(device, "generating")["KV cache"] > 0
+    # Column codes and BF16 tensors of every layer, for each of the tokens of a pass.
+    assert 1 * GIB < training["activations"] < 20 * GIB

@@ -1,0 +1,126 @@
+"""Weights survive the way to every GPU's share and back, byte for byte; no process group takes part."""
+
+import itertools
+
+import pytest
+import torch
+from megatron_cases import FAMILIES
+
+from fp8core.config.megatron import MegatronConfig
+from fp8core.config.precision import PrecisionContract
+from fp8core.models.architecture import parameter_shapes
+from fp8core.models.formats import rollout_formats
+from fp8core.models.weights import stored_weights
+from fp8core.training.megatron.conversion import policy_of, share
+from fp8core.training.megatron.grid import padded_vocabulary
+from fp8core.training.megatron.names import LOCAL, TRANSFORMER_ENGINE, Place, parameters, places
+
+GRIDS = {
+    "one": {},
+    "tensor": {"tensor_parallel": 2},
+    "pipeline": {"pipeline_parallel": 2},
+    "all": {"tensor_parallel": 2, "pipeline_parallel": 2},
+}
+
+
+def grid(**parts):
+    count = parts.get("tensor_parallel", 1) * parts.get("pipeline_parallel", 1) * parts.get("expert_parallel", 1)
+    return MegatronConfig(gpus=count, **parts)
+
+
+def shares_of(arch, megatron, style, policy):
+    return {place: share(arch, megatron, style, place, policy) for place in places(megatron)}
+
+
+@pytest.mark.parametrize("parts", GRIDS.values(), ids=GRIDS)
+@pytest.mark.parametrize("style", [LOCAL, TRANSFORMER_ENGINE], ids=["local", "transformer_engine"])
+def test_a_round_trip_gives_the_same_bytes(family, masters_of, style, parts):
+    policy = masters_of(family)
+    megatron = grid(**parts, **({"expert_parallel": 2} if family.experts else {}))
+    again = policy_of(family, megatron, style, shares_of(family, megatron, style, policy))
+    assert again.keys() == policy.keys() == parameter_shapes(family).keys()
+    assert all(torch.equal(again[name], policy[name]) for name in policy)
+
+
+def test_a_grid_in_which_ranks_of_experts_are_ranks_of_the_tensor_group(architecture, masters_of):
+    arch = architecture(**FAMILIES["moe"])
+    megatron = MegatronConfig(gpus=2, tensor_parallel=2, sequence_parallel=True, expert_parallel=2)
+    policy = masters_of(arch)
+    shares = {place: share(arch, megatron, LOCAL, place, policy) for place in (Place(0, 0, 0), Place(1, 0, 1))}
+    again = policy_of(arch, megatron, LOCAL, shares)
+    assert again.keys() == policy.keys()
+    assert all(torch.equal(again[name], policy[name]) for name in policy)
+
+
+def test_a_share_is_a_tensor_of_its_own(family, masters_of):
+    policy = masters_of(family)
+    held = share(family, grid(), LOCAL, Place(), policy)
+    before = {name: tensor.clone() for name, tensor in policy.items()}
+    for tensor in held.values():
+        tensor.zero_()
+    assert all(torch.equal(policy[name], before[name]) for name in policy)
+
+
+def test_heads_take_turns_by_kv_group(architecture, masters_of):
+    arch = architecture()
+    policy = masters_of(arch)
+    held = share(arch, grid(), LOCAL, Place(), policy)["decoder.layers.0.self_attention.linear_qkv.weight"]
+    q, k, v = (policy[f"model.layers.0.self_attn.{name}_proj.weight"] for name in "qkv")
+    d, group = arch.head_dim, arch.num_heads // arch.num_kv_heads
+    expected = [
+        part
+        for g in range(arch.num_kv_heads)
+        for part in (q[g * group * d : (g + 1) * group * d], k[g * d : (g + 1) * d], v[g * d : (g + 1) * d])
+    ]
+    assert torch.equal(held, torch.cat(expected))
+
+
+def test_each_gpu_of_a_tensor_group_has_its_half_of_gate_and_of_up(architecture, masters_of):
+    arch, megatron = architecture(), grid(tensor_parallel=2)
+    policy = masters_of(arch)
+    gate, up = (policy[f"model.layers.1.mlp.{name}_proj.weight"] for name in ("gate", "up"))
+    for rank, (own_gate, own_up) in enumerate(zip(gate.chunk(2), up.chunk(2), strict=True)):
+        held = share(arch, megatron, LOCAL, Place(tensor=rank), policy)["decoder.layers.1.mlp.linear_fc1.weight"]
+        assert torch.equal(held, torch.cat([own_gate, own_up]))
+
+
+def test_the_vocabulary_is_padded_with_zeros(architecture, masters_of):
+    arch, megatron = architecture(), grid(tensor_parallel=2)
+    assert padded_vocabulary(arch, 2) == 256
+    shares = shares_of(arch, megatron, LOCAL, masters_of(arch))
+    rows = torch.cat([shares[Place(tensor=rank)]["output_layer.weight"] for rank in range(2)])
+    assert rows.shape == (256, arch.hidden_size)
+    assert not rows[arch.vocab_size :].any()
+
+
+def test_tied_embeddings_have_a_copy_in_the_last_stage_alone(architecture):
+    arch = architecture(tie_embeddings=True)
+    one, two = grid(), grid(pipeline_parallel=2)
+    names = {place: [p.name for p in parameters(arch, two, LOCAL, place)] for place in places(two)}
+    assert "output_layer.weight" not in [p.name for p in parameters(arch, one, LOCAL, Place())]
+    assert "output_layer.weight" in names[Place(pipeline=1)]
+    assert "embedding.word_embeddings.weight" in names[Place(pipeline=0)]
+    assert "embedding.word_embeddings.weight" not in names[Place(pipeline=1)]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_fp8_export_is_that_of_the_hugging_face_layout(architecture, masters_of, head_dim):
+    """With heads of 64 a 128-row tile of the interleaved weight mixes K with V: quantising there gives other scales."""
+    arch = architecture(hidden_size=256, num_heads=4, num_kv_heads=2, head_dim=head_dim, intermediate_size=256)
+    policy, names = masters_of(arch), rollout_formats(PrecisionContract(), arch.num_layers).stored_names()
+    megatron = grid(tensor_parallel=2)
+    back = policy_of(arch, megatron, LOCAL, shares_of(arch, megatron, LOCAL, policy))
+    expected, found = (stored_weights(weights, names, "fp32") for weights in (policy, back))
+    assert all(torch.equal(found[name].view(torch.uint8), expected[name].view(torch.uint8)) for name in expected)
+
+    k_proj = "model.layers.0.self_attn.k_proj.weight"
+    interleaved = share(arch, grid(), LOCAL, Place(), policy)["decoder.layers.0.self_attention.linear_qkv.weight"]
+    there = stored_weights({k_proj: interleaved}, names, "fp32")[k_proj + "_scale_inv"]
+    first_k_tile = arch.num_heads // arch.num_kv_heads * head_dim // 128
+    assert torch.equal(there[first_k_tile], expected[k_proj + "_scale_inv"][0]) == (head_dim == 128)
+
+
+def test_every_parameter_is_held_somewhere(family):
+    megatron = grid(tensor_parallel=2, pipeline_parallel=2, **({"expert_parallel": 2} if family.experts else {}))
+    held = [p.sources for place in places(megatron) for p in parameters(family, megatron, TRANSFORMER_ENGINE, place)]
+    assert set(itertools.chain.from_iterable(held)) == set(parameter_shapes(family))

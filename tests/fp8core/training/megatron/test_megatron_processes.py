@@ -1,0 +1,113 @@
+"""Two processes compute what one computes, however the model is spread over them.
+
+Megatron's distributed optimiser and its communication run behind a pretended GPU; the trainer that a run builds, with
+its children, runs as it is.
+"""
+
+import os
+import signal
+
+import pytest
+import torch
+from grid_worker import GRIDS, families_used, train, work
+from megatron_cases import FAMILIES
+from pretended_gpu import pretended_gpu
+from torch import multiprocessing
+
+from fp8core.config.load import load_config
+from fp8core.training.megatron import groups
+from fp8core.training.megatron.children import ProcessError
+from fp8core.training.megatron.processes import GridTrainer
+
+pytestmark = pytest.mark.slow
+
+FP32 = ["precision.rollout={linear: fp32, kv_cache: fp32}", "precision.training={linear: fp32, kv_cache: fp32}"]
+
+
+@pytest.fixture(scope="module")
+def policies(architecture, masters_of):
+    return {name: (arch := architecture(**FAMILIES[name]), masters_of(arch)) for name in families_used()}
+
+
+@pytest.fixture(scope="module")
+def alone(policies, ragged_batch, tmp_path_factory):
+    """What one process computes, by family."""
+    with pretended_gpu():
+        folder = tmp_path_factory.mktemp("alone")
+        found = {name: train(*policies[name], ragged_batch, 1, folder / name) for name in policies}
+    groups.leave()
+    return found
+
+
+@pytest.fixture(scope="module")
+def together(policies, ragged_batch, tmp_path_factory):
+    """What two processes compute, by grid."""
+    folder = tmp_path_factory.mktemp("together")
+    multiprocessing.spawn(work, (str(folder), policies, ragged_batch), nprocs=2)
+    return {
+        name: torch.load(folder / str(number) / "found.pt", weights_only=False) for number, name in enumerate(GRIDS)
+    }
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_a_grid_of_two_computes_what_one_process_does(grid, alone, together, ragged_batch):
+    found, expected = together[grid], alone[GRIDS[grid][0]]
+    mask = ragged_batch.mask
+    assert torch.allclose(found["logprobs"][mask], expected["logprobs"][mask], rtol=0, atol=1e-5)
+    assert found["elements"] == expected["elements"]
+    for ours, theirs in zip(found["amax"], expected["amax"], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+    for ours, theirs in zip(found["steps"], expected["steps"], strict=True):
+        for name in ("loss", "grad_norm", "clip_fraction", "ratio_mean"):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-5), name
+    largest = max(float((found["masters"][n] - w).abs().max()) for n, w in expected["masters"].items())
+    assert largest < 1e-4
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_a_grid_goes_on_from_its_checkpoint_bit_for_bit(grid, together):
+    assert together[grid]["again"] == together[grid]["steps"][1]
+
+
+@pytest.fixture
+def grid_trainer(policies, ragged_batch):
+    """The trainer that a run builds, on two processes of this CPU."""
+    grid = ["training.trainer=megatron", "training.megatron.gpus=2", "training.megatron.tensor_parallel=2"]
+    trainer = GridTrainer(load_config("tiny", [*FP32, *grid]), *policies["qwen3"])
+    yield trainer
+    trainer.close()
+
+
+def test_the_trainer_of_a_run_brings_its_processes(grid_trainer, policies, alone, ragged_batch, tmp_path):
+    found = grid_trainer.logprobs(ragged_batch.sequences, 0.9, None).logprobs
+    mask = ragged_batch.mask
+    assert torch.allclose(found[mask], alone["qwen3"]["logprobs"][mask], rtol=0, atol=1e-5)
+    weights = grid_trainer.masters
+    assert all(torch.equal(weights[name], tensor) for name, tensor in policies["qwen3"][1].items())
+    grid_trainer.step(ragged_batch, 0.9, None)
+    grid_trainer.save(tmp_path)
+    digest, expected = grid_trainer.digest(), grid_trainer.step(ragged_batch, 0.9, None)
+    grid_trainer.load(tmp_path)
+    assert (grid_trainer.version, grid_trainer.digest()) == (1, digest)
+    assert grid_trainer.step(ragged_batch, 0.9, None) == expected
+
+
+def test_a_checkpoint_of_two_processes_is_read_by_one(grid_trainer, policies, ragged_batch, tmp_path):
+    grid_trainer.step(ragged_batch, 0.9, None)
+    grid_trainer.save(tmp_path)
+    weights = grid_trainer.masters
+    grid_trainer.close()
+    one = GridTrainer(load_config("tiny", [*FP32, "training.trainer=megatron"]), *policies["qwen3"])
+    try:
+        one.load(tmp_path)
+        assert all(torch.equal(one.masters[name], weights[name]) for name in weights)
+    finally:
+        one.close()
+
+
+def test_a_process_that_is_killed_fails_the_next_call(grid_trainer, ragged_batch):
+    (child,) = multiprocessing.active_children()
+    os.kill(child.pid, signal.SIGKILL)
+    child.join()
+    with pytest.raises(ProcessError, match=r"process \d of the Megatron trainer failed"):
+        grid_trainer.step(ragged_batch, 0.9, None)

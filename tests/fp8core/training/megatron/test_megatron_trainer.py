@@ -1,0 +1,238 @@
+"""The trainer in Megatron's local layers computes what the reference decoder computes, in FP32 on a CPU.
+
+Megatron's gradient buffers, distributed optimiser and checkpoints run as well, behind a pretended GPU.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from megatron_cases import FAMILIES, FP32
+from pretended_gpu import pretended_gpu
+
+from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
+from fp8core.config.run import CorrectionConfig, LossConfig, TrainingConfig
+from fp8core.models.decoder import Decoder, FullContext
+from fp8core.models.formats import reference_formats, rollout_formats
+from fp8core.models.weights import load_policy, stored_weights
+from fp8core.rl.objective import Objective
+from fp8core.training.megatron import groups
+from fp8core.training.megatron.local_optimiser import LocalOptimiser
+from fp8core.training.megatron.megatron_optimiser import MegatronOptimiser
+from fp8core.training.megatron.model import packed_call
+from fp8core.training.megatron.packing import pack
+from fp8core.training.megatron.trainer import MegatronTrainer
+from fp8core.training.torch_trainer import TorchTrainer
+from fp8core.training.trainer import NotFiniteError
+
+CPU = torch.device("cpu")
+TRAINING = TrainingConfig(learning_rate=1e-3, megatron={"micro_batch_tokens": 128})
+OBJECTIVE = Objective(LossConfig(), CorrectionConfig())
+TEMPERATURE = 0.9
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _grid_of_one() -> Iterator[None]:
+    yield
+    groups.leave()
+
+
+@pytest.fixture(params=[LocalOptimiser, MegatronOptimiser])
+def optimise(request):
+    """Either optimiser; Megatron's own thinks that it is on a GPU."""
+    if request.param is LocalOptimiser:
+        yield request.param
+        return
+    with pretended_gpu():
+        yield request.param
+
+
+def megatron_trainer(arch, masters, optimise=LocalOptimiser, training=TRAINING, contract=FP32):
+    formats = rollout_formats(contract, arch.num_layers)
+    return MegatronTrainer(arch, masters, contract, formats, training, OBJECTIVE, CPU, optimise, deterministic=False)
+
+
+def torch_trainer(arch, masters):
+    formats = reference_formats(arch.num_layers)
+    return TorchTrainer(arch, masters, formats, formats, TRAINING, OBJECTIVE)
+
+
+def largest(found, expected):
+    return max(float((found[name] - expected[name]).abs().max()) for name in expected)
+
+
+def test_logits_equal_the_reference_decoders(family, masters_of, ragged_batch):
+    # With seed 0 two experts of one token tie within FP32's rounding, and either choice is right.
+    masters = masters_of(family, seed=1)
+    trainer, sequences = megatron_trainer(family, masters), ragged_batch.sequences.part(slice(0, 6))
+    packed = pack(sequences, slice(0, 6), 128)
+    with torch.no_grad():
+        hidden = trainer._policy.model(**packed_call(packed))[: packed.used, 0]
+        found = hidden @ trainer._policy.model.head_weight()[: family.vocab_size].t()
+    decoder = Decoder(family, reference_formats(family.num_layers))
+    weights = load_policy(family, stored_weights(masters, decoder.formats.stored_names(), "pow2"))
+    context = FullContext.of(sequences.valid)
+    states = decoder.hidden(weights, sequences.tokens, sequences.positions, context, None)[sequences.valid]
+    expected = decoder.formats.head.logits(states, weights.head)
+    assert float((found - expected).abs().max()) < 1e-5
+
+
+def test_scores_and_statistics_equal_the_torch_trainers(family, masters_of, ragged_batch):
+    masters = masters_of(family)
+    found, expected = (
+        make(family, masters).logprobs(ragged_batch.sequences, TEMPERATURE, None)
+        for make in (megatron_trainer, torch_trainer)
+    )
+    for name in ("logprobs", "entropy"):
+        ours, theirs = getattr(found, name), getattr(expected, name)
+        assert torch.equal(ours.isnan(), ~ragged_batch.mask)
+        assert torch.allclose(ours[ragged_batch.mask], theirs[ragged_batch.mask], rtol=0, atol=1e-5)
+    for ours, theirs in zip(found.statistics.amax(), expected.statistics.amax(), strict=True):
+        assert vars(ours) == pytest.approx(vars(theirs), rel=1e-5)
+    counts = [sum(layer.k.counts) for layer in found.statistics.histograms()]
+    assert counts == [int(ragged_batch.sequences.valid.sum()) * family.num_kv_heads * family.head_dim] * 2
+
+
+def test_gradients_equal_the_torch_trainers(family, masters_of, ragged_batch):
+    masters = masters_of(family)
+    ours, theirs = megatron_trainer(family, masters), torch_trainer(family, masters)
+    batch, _ = OBJECTIVE.corrected(ragged_batch)
+    found, expected = ours._accumulate(batch, TEMPERATURE), theirs._accumulate(batch, TEMPERATURE, None)
+    assert found == pytest.approx(expected, abs=1e-6)
+    gradients = {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in _named(ours).items()}
+    whole = ours._policy.whole(gradients)
+    missing = {name: p for name, p in theirs.masters.items() if p.grad is None}
+    assert not any(whole[name].any() for name in missing), "an expert without tokens has no gradient"
+    there = {name: p.grad for name, p in theirs.masters.items() if p.grad is not None}
+    assert largest(whole, there) < 1e-5
+
+
+def _named(trainer):
+    return dict(trainer._policy.model.named_parameters())
+
+
+def test_updates_equal_the_torch_trainers(family, masters_of, ragged_batch, optimise):
+    masters = masters_of(family)
+    ours, theirs = megatron_trainer(family, masters, optimise), torch_trainer(family, masters)
+    assert all(torch.equal(ours.masters[name], masters[name]) for name in masters)
+    for _ in range(2):
+        found, expected = (trainer.step(ragged_batch, TEMPERATURE, None) for trainer in (ours, theirs))
+        for name in ("loss", "grad_norm", "clip_fraction", "ratio_mean", "learning_rate"):
+            assert getattr(found, name) == pytest.approx(getattr(expected, name), rel=1e-5, abs=1e-6), name
+    # Adam turns the rounding of a gradient that is nearly zero into an update.
+    assert largest(ours.masters, {name: tensor.detach() for name, tensor in theirs.masters.items()}) < 1e-4
+
+
+def test_minibatches_are_updates_of_their_own(architecture, masters_of, ragged_batch):
+    masters = masters_of(architecture())
+    training = TRAINING.model_copy(update={"minibatches": 3})
+    ours = megatron_trainer(architecture(), masters, training=training)
+    formats = reference_formats(2)
+    theirs = TorchTrainer(architecture(), masters, formats, formats, training, OBJECTIVE)
+    found, expected = (trainer.step(ragged_batch, TEMPERATURE, None) for trainer in (ours, theirs))
+    assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
+    assert largest(ours.masters, {name: tensor.detach() for name, tensor in theirs.masters.items()}) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["qwen3", "tied", "moe"])
+def test_a_loaded_trainer_goes_on_bit_for_bit(name, architecture, masters_of, ragged_batch, optimise, tmp_path):
+    arch = architecture(**FAMILIES[name])
+    trainer = megatron_trainer(arch, masters_of(arch), optimise)
+    trainer.step(ragged_batch, TEMPERATURE, None)
+    trainer.save(tmp_path)
+    digest, expected = trainer.digest(), trainer.step(ragged_batch, TEMPERATURE, None)
+    other = megatron_trainer(arch, masters_of(arch, seed=1), optimise)
+    other.load(tmp_path)
+    assert (other.version, other.digest()) == (1, digest)
+    assert other.step(ragged_batch, TEMPERATURE, None) == expected
+    assert other.digest() == trainer.digest() != digest
+
+
+def test_a_checkpoint_before_the_first_update_loads(architecture, masters_of, ragged_batch, optimise, tmp_path):
+    trainer = megatron_trainer(architecture(), masters_of(architecture()), optimise)
+    trainer.save(tmp_path)
+    expected = trainer.step(ragged_batch, TEMPERATURE, None)
+    trainer.load(tmp_path)
+    assert trainer.step(ragged_batch, TEMPERATURE, None) == expected
+
+
+def test_an_update_that_is_not_finite_is_not_applied(architecture, masters_of, ragged_batch, optimise):
+    trainer = megatron_trainer(architecture(), masters_of(architecture()), optimise)
+    digest, broken = trainer.digest(), replace(ragged_batch, advantages=torch.full((24,), torch.inf))
+    with pytest.raises(NotFiniteError, match=r"update 0 of policy 0: the loss is .*not applied"):
+        trainer.step(broken, TEMPERATURE, None)
+    assert (trainer.version, trainer.digest()) == (0, digest)
+    fresh = megatron_trainer(architecture(), masters_of(architecture()), optimise)
+    assert trainer.step(ragged_batch, TEMPERATURE, None) == fresh.step(ragged_batch, TEMPERATURE, None)
+
+
+def test_export_is_quantised_in_the_engines_layout(architecture, masters_of):
+    arch = architecture(hidden_size=256, head_dim=64)
+    contract = PrecisionContract(training=FP32.training, accept_mismatch=True)
+    masters = masters_of(arch)
+    names = rollout_formats(contract, arch.num_layers).stored_names()
+    found, expected = (
+        megatron_trainer(arch, masters, contract=contract).export(),
+        stored_weights(masters, names, "pow2"),
+    )
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name].view(torch.uint8), expected[name].view(torch.uint8)) for name in expected)
+
+
+@pytest.mark.parametrize("name", ["moe", "moe_unnormalised"])
+def test_experts_of_the_rollout_are_replayed(name, architecture, masters_of, ragged_batch, optimise):
+    arch = architecture(**FAMILIES[name])
+    masters, sparse, sequences = masters_of(arch), len(arch.sparse_layers), ragged_batch.sequences
+    generator = torch.Generator().manual_seed(7)
+    drawn = torch.rand(*sequences.tokens.shape, sparse, 4, generator=generator).argsort(-1)[..., :2].sort(-1).values
+    own = sequences.tokens % 3 == 0
+    experts = torch.where((own | ~sequences.valid)[..., None, None], -1, drawn)
+    replayed = replace(ragged_batch, sequences=replace(sequences, experts=experts))
+    ours, theirs = megatron_trainer(arch, masters, optimise), torch_trainer(arch, masters)
+    found, expected = (t.logprobs(replayed.sequences, TEMPERATURE, None).logprobs for t in (ours, theirs))
+    free = ours.logprobs(sequences, TEMPERATURE, None).logprobs
+    mask = ragged_batch.mask
+    assert torch.allclose(found[mask], expected[mask], rtol=0, atol=1e-5)
+    assert not torch.allclose(found[mask], free[mask], rtol=0, atol=1e-3)
+    steps = [trainer.step(replayed, TEMPERATURE, None) for trainer in (ours, theirs)]
+    assert steps[0].grad_norm == pytest.approx(steps[1].grad_norm, rel=1e-5)
+
+
+BF16 = PrecisionContract(
+    rollout=SidePrecision(linear="bf16", kv_cache="bf16"), training=TrainingPrecision(linear="bf16", kv_cache="bf16")
+)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_weights_in_bf16_have_masters_in_fp32(shared, architecture, masters_of, ragged_batch, tmp_path):
+    """What a GPU trains with, distributed optimiser or not, in local layers."""
+    arch = architecture()
+    megatron = TRAINING.megatron.model_copy(update={"distributed_optimizer": shared})
+    training = TRAINING.model_copy(update={"megatron": megatron})
+    with pretended_gpu():
+        trainer = megatron_trainer(arch, masters_of(arch), MegatronOptimiser, training, BF16)
+        expected = megatron_trainer(arch, masters_of(arch)).logprobs(ragged_batch.sequences, TEMPERATURE, None)
+        found = trainer.logprobs(ragged_batch.sequences, TEMPERATURE, None)
+        assert float((found.logprobs - expected.logprobs)[ragged_batch.mask].abs().mean()) < 0.05
+        for _ in range(2):
+            trainer.step(ragged_batch, TEMPERATURE, None)
+        weights, masters = _named(trainer), trainer._optimiser.masters()
+        assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
+        assert {tensor.dtype for tensor in masters.values()} == {torch.float32}
+        assert all(torch.equal(masters[n].bfloat16().flatten(), w.detach().flatten()) for n, w in weights.items())
+        assert any(not torch.equal(m, m.bfloat16().float()) for m in masters.values())
+        trainer.save(tmp_path)
+        digest, after = trainer.digest(), trainer.step(ragged_batch, TEMPERATURE, None)
+        other = megatron_trainer(arch, masters_of(arch, seed=1), MegatronOptimiser, training, BF16)
+        other.load(tmp_path)
+        assert other.digest() == digest
+        assert other.step(ragged_batch, TEMPERATURE, None) == after
+
+
+def test_it_says_what_runs(architecture, masters_of):
+    arch = architecture(**FAMILIES["moe"])
+    found = megatron_trainer(arch, masters_of(arch)).describe()
+    assert found["linear"] == ["fp32", "fp32"]
+    assert (found["attention"], found["layers"], found["deterministic"]) == ("fp32", "local", False)
+    assert found["versions"]["megatron-core"].startswith("0.16")

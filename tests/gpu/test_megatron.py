@@ -1,0 +1,128 @@
+"""The Megatron trainer on Transformer Engine's layers: its names, its scales, and what it computes.
+
+Needs Megatron Core and Transformer Engine beside a Hopper GPU. Transformer Engine reads its environment when it is
+imported, so that all tests here share one scale rule.
+"""
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import megatron_cases as cases
+from flows.environment import set_variables
+from fp8core.errors import UserError
+from fp8core.models.formats import rollout_formats
+from fp8core.models.weights import stored_weights
+from fp8core.training.megatron.requirements import required_environment
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(find_spec("transformer_engine") is None, reason="Transformer Engine is not installed"),
+]
+SIZES = {"sequences": 8, "prompt": 40, "completion": 88}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _environment(gpu: torch.device) -> Iterator[None]:
+    set_variables(required_environment(cases.configuration("fp8")), {})
+    yield
+    from fp8core.training.megatron import groups
+
+    groups.leave()
+
+
+def trainer_of(family: str, precision: str, *changes: str) -> Any:
+    from fp8core.training.megatron.build import process_trainer
+
+    arch = cases.small(family)
+    config = cases.configuration(precision, "training.learning_rate=1e-4", *changes)
+    return process_trainer(config, arch, cases.small_policy(arch), cases.DEVICE)
+
+
+def batch_of(family: str) -> Any:
+    return cases.random_batch(cases.small(family), **SIZES)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@pytest.mark.parametrize("family", cases.PARITY)
+def test_weights_come_back_byte_for_byte(family: str, precision: str) -> None:
+    """The names of Transformer Engine's modules are those of the table, and nothing is rounded on the way."""
+    found, expected = trainer_of(family, precision).masters, cases.small_policy(cases.small(family))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name].cpu().float(), expected[name]) for name in expected)
+
+
+def test_export_is_quantised_as_the_reference_quantises(gpu: torch.device) -> None:
+    arch = cases.small("qwen3")
+    formats = rollout_formats(cases.configuration("fp8").precision, arch.num_layers)
+    expected = stored_weights(cases.small_policy(arch), formats.stored_names(), formats.scale_rule)
+    found = trainer_of("qwen3", "fp8").export()
+    assert found.keys() == expected.keys()
+    same = (torch.equal(found[n].cpu().view(torch.uint8), expected[n].view(torch.uint8)) for n in expected)
+    assert all(same)
+
+
+@pytest.mark.parametrize(("precision", "bound"), [("bf16", 0.1), ("fp8", 0.6)])
+@pytest.mark.parametrize("family", cases.PARITY)
+def test_log_probs_are_near_those_of_fp32(family: str, precision: str, bound: float) -> None:
+    batch = batch_of(family)
+    config = cases.configuration(precision)
+    expected = cases.in_fp32(config, cases.small(family), cases.small_policy(cases.small(family)), batch)
+    found = trainer_of(family, precision).logprobs(batch.sequences, cases.TEMPERATURE, None).logprobs
+    assert float((found - expected.logprobs)[batch.mask].abs().mean()) < bound
+
+
+def test_statistics_see_every_valid_token_once(gpu: torch.device) -> None:
+    batch = batch_of("qwen3")
+    statistics = trainer_of("qwen3", "fp8", "training.megatron.recompute=full").statistics(batch.sequences)
+    arch = cases.small("qwen3")
+    seen = [sum(layer.k.counts) for layer in statistics.histograms()]
+    assert seen == [int(batch.sequences.valid.sum()) * arch.num_kv_heads * arch.head_dim] * arch.num_layers
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_two_trainings_of_a_dense_model_are_equal_bit_for_bit(recompute: str) -> None:
+    batch, changes = batch_of("qwen3"), f"training.megatron.recompute={recompute}"
+    trainers = [trainer_of("qwen3", "fp8", changes) for _ in range(2)]
+    for _ in range(3):
+        reports = [trainer.step(batch, cases.TEMPERATURE, None) for trainer in trainers]
+        assert reports[0] == reports[1]
+    assert trainers[0].describe()["deterministic"]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-moe"])
+def test_a_loaded_trainer_holds_what_was_saved(family: str, tmp_path: Any) -> None:
+    batch, trainer = batch_of(family), trainer_of(family, "fp8")
+    trainer.step(batch, cases.TEMPERATURE, None)
+    trainer.save(tmp_path)
+    digest, expected = trainer.digest(), trainer.step(batch, cases.TEMPERATURE, None)
+    other = trainer_of(family, "fp8")
+    other.load(tmp_path)
+    assert (other.version, other.digest()) == (1, digest)
+    again = other.step(batch, cases.TEMPERATURE, None)
+    assert again.loss == pytest.approx(expected.loss, rel=1e-3, abs=1e-4)
+    assert again.grad_norm == pytest.approx(expected.grad_norm, rel=1e-3)
+
+
+def test_a_scale_rule_that_transformer_engine_does_not_follow_is_refused(gpu: torch.device) -> None:
+    with pytest.raises(UserError, match="imported under the rule pow2"):
+        trainer_of("qwen3", "fp8", "precision.scale_rule=fp32")
+
+
+def test_routes_of_the_rollout_are_replayed(gpu: torch.device) -> None:
+    from dataclasses import replace
+
+    batch, arch = batch_of("qwen3-moe"), cases.small("qwen3-moe")
+    assert arch.experts is not None
+    shape = (*batch.sequences.tokens.shape, arch.num_layers, arch.experts.count)
+    drawn = torch.rand(shape, generator=torch.Generator().manual_seed(7)).argsort(-1)
+    routes = drawn[..., : arch.experts.per_token].sort(-1).values
+    replayed = replace(batch.sequences, experts=torch.where(batch.sequences.valid[..., None, None], routes, -1))
+    trainer = trainer_of("qwen3-moe", "bf16", "training.megatron.recompute=full")
+    free, forced = (trainer.logprobs(s, cases.TEMPERATURE, None).logprobs for s in (batch.sequences, replayed))
+    assert float((free - forced)[batch.mask].abs().max()) > 1e-2
+    report = trainer.step(replace(batch, sequences=replayed), cases.TEMPERATURE, None)
+    assert torch.isfinite(torch.tensor(report.grad_norm))

@@ -1,0 +1,204 @@
+"""The packed trainer with its kernels, beside the exact trainer and beside itself."""
+
+from dataclasses import asdict
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
+from fp8core.config.run import CorrectionConfig, LossConfig, TrainingConfig
+from fp8core.models.architecture import Architecture
+from fp8core.models.formats import rollout_formats, training_formats
+from fp8core.models.initial import initial_weights
+from fp8core.numerics.block_codes import row_and_column_codes, row_codes, tile_codes
+from fp8core.numerics.hopper_gemm import deep_gemm, forward_gemm, input_gradient_gemm, transpose, weight_gradient_gemm
+from fp8core.numerics.kv_scales import LayerScales
+from fp8core.numerics.packed_head import head_logits, log_softmax
+from fp8core.rl.batch import RolloutBatch, TokenBatch
+from fp8core.rl.objective import Objective
+from fp8core.training.torch.trainer import PackedFormats, PackedTrainer
+from fp8core.training.torch_trainer import TorchTrainer
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gpu")]
+
+CUDA = torch.device("cuda")
+ARCH = Architecture(
+    family="qwen3",
+    vocab_size=512,
+    hidden_size=256,
+    intermediate_size=512,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=128,
+    rms_norm_eps=1e-6,
+    rope_theta=1e6,
+    max_positions=1024,
+    rope_scaling=None,
+    qk_norm=True,
+    tie_embeddings=False,
+)
+SCALES = [LayerScales(2.0**-6, 2.0**-6, 2.0**-7)] * ARCH.num_layers
+
+
+def contract(linear: str, cache_: str) -> PrecisionContract:
+    side = {"linear": linear, "kv_cache": cache_}
+    return PrecisionContract(
+        rollout=SidePrecision.model_validate(side),
+        training=TrainingPrecision.model_validate(side),
+        rounding_points="kernels",
+    )
+
+
+CONTRACTS = {
+    "fp8": contract("fp8_block", "fp8"),
+    "fp8, bf16 cache": contract("fp8_block", "bf16"),
+    "bf16": contract("bf16", "bf16"),
+}
+
+
+@cache
+def masters() -> dict[str, Tensor]:
+    return initial_weights(ARCH, seed=0)
+
+
+def packed(kept: PrecisionContract, **settings: object) -> PackedTrainer:
+    training = TrainingConfig.model_validate({"device": "cuda", "tokens_per_pass": 1024, **settings})
+    formats = PackedFormats(
+        training_formats(kept, ARCH.num_layers), rollout_formats(kept, ARCH.num_layers), 512, amax_only=False
+    )
+    return PackedTrainer(ARCH, masters(), formats, training, Objective(LossConfig(), CorrectionConfig()), CUDA)
+
+
+def exact(kept: PrecisionContract) -> TorchTrainer:
+    sides = (formats(kept, ARCH.num_layers) for formats in (training_formats, rollout_formats))
+    return TorchTrainer(ARCH, masters(), *sides, TrainingConfig(), Objective(LossConfig(), CorrectionConfig()))
+
+
+def rows(count: int = 12) -> TokenBatch:
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(3, 120, (count,), generator=generator).tolist()
+    drawn = [torch.randint(2, ARCH.vocab_size, (n,), generator=generator).tolist() for n in lengths]
+    return TokenBatch.of([tokens[: len(tokens) // 2] for tokens in drawn], [t[len(t) // 2 :] for t in drawn])
+
+
+def batch_of(old: Tensor, sequences: TokenBatch) -> RolloutBatch:
+    generator = torch.Generator().manual_seed(1)
+    mask = ~old.isnan()
+    filled = old.nan_to_num()
+    noise = 0.1 * torch.randn(old.shape, generator=generator)
+    advantages = torch.randn(len(sequences), generator=generator)
+    kept = torch.ones(len(sequences), dtype=torch.bool)
+    return RolloutBatch(sequences, mask, torch.where(mask, filled + noise, 0.0), filled, None, advantages, kept)
+
+
+@pytest.mark.parametrize("rule", ["pow2", "fp32"])
+def test_gemms_are_near_their_references_and_do_not_depend_on_the_rows(rule: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, grad, weight = (
+        torch.randn(n, m, generator=generator).bfloat16() for n, m in ((384, 512), (384, 640), (640, 512))
+    )
+    on_gpu = [tensor.to(CUDA) for tensor in (x, grad, weight)]
+    tiles, tiles_gpu = tile_codes(weight, rule), tile_codes(on_gpu[2], rule)
+    found = forward_gemm(row_codes(on_gpu[0], rule), tiles_gpu)
+    for rows_ in (1, 3, 64, 129):
+        part = forward_gemm(row_codes(on_gpu[0][:rows_], rule), tiles_gpu)
+        assert torch.equal(part, found[:rows_]), rows_
+    pairs = [
+        (found, forward_gemm(row_codes(x, rule), tiles)),
+        (
+            input_gradient_gemm(row_codes(on_gpu[1], rule), transpose(tiles_gpu)),
+            input_gradient_gemm(row_codes(grad, rule), transpose(tiles)),
+        ),
+        (
+            weight_gradient_gemm(*(row_and_column_codes(t, rule)[1] for t in (on_gpu[1], on_gpu[0]))),
+            weight_gradient_gemm(*(row_and_column_codes(t, rule)[1] for t in (grad, x))),
+        ),
+    ]
+    for mine, reference in pairs:
+        assert mine.dtype == reference.dtype
+        # FP32 sums of about 14 bits inside a block, and BF16 results.
+        assert (mine.cpu().double() - reference.double()).norm() < 5e-3 * reference.double().norm()
+
+
+def test_cublas_and_deep_gemm_give_the_same_bits() -> None:
+    from fp8core.numerics import hopper_gemm
+
+    if deep_gemm() is None:
+        pytest.skip("DeepGEMM is not installed")
+    x, weight = (torch.randn(n, 1024, device=CUDA).bfloat16() for n in (512, 768))
+    codes, tiles = row_codes(x, "pow2"), tile_codes(weight, "pow2")
+    other = hopper_gemm._scaled_mm(codes, hopper_gemm._ROWS, tiles, hopper_gemm._TILES, torch.bfloat16)
+    assert torch.equal(forward_gemm(codes, tiles), other)
+
+
+def test_the_head_does_not_depend_on_the_rows() -> None:
+    hidden, weight = (torch.randn(n, 512, device=CUDA).bfloat16() for n in (600, 2048))
+    logits = head_logits(hidden, weight)
+    logp = log_softmax(logits, 0.7)
+    for count in (1, 2, 7, 64, 130, 512):
+        part = head_logits(hidden[:count], weight)
+        assert torch.equal(part, logits[:count]), count
+        assert torch.equal(log_softmax(part, 0.7), logp[:count]), count
+    reference = hidden.double() @ weight.double().t()
+    assert (logits.double() - reference).norm() < 1e-5 * reference.norm()
+
+
+@pytest.mark.parametrize("name", CONTRACTS)
+def test_log_probs_are_near_those_of_the_exact_trainer(name: str) -> None:
+    kept = CONTRACTS[name]
+    scales = SCALES if kept.training.kv_cache == "fp8" else None
+    on_gpu, on_cpu = packed(kept), exact(kept)
+    assert on_gpu.digest() == on_cpu.digest()
+    found, expected = (trainer.logprobs(rows(), 1.0, scales) for trainer in (on_gpu, on_cpu))
+    difference = (found.logprobs - expected.logprobs).nan_to_num().abs()
+    assert difference.sum() / (~expected.logprobs.isnan()).sum() < 0.02
+    for mine, theirs in zip(found.statistics.amax(), expected.statistics.amax(), strict=True):
+        assert asdict(mine) == pytest.approx(asdict(theirs), rel=0.05)
+    for tensor, other in zip(on_gpu.export().values(), on_cpu.export().values(), strict=True):
+        assert torch.equal(tensor.cpu().view(torch.uint8), other.view(torch.uint8))
+
+
+@pytest.mark.parametrize("name", CONTRACTS)
+def test_log_probs_do_not_depend_on_the_pack(name: str) -> None:
+    kept = CONTRACTS[name]
+    scales = SCALES if kept.training.kv_cache == "fp8" else None
+    together = packed(kept).logprobs(rows(), 0.8, scales).logprobs
+    apart = packed(kept, tokens_per_pass=256).logprobs(rows(), 0.8, scales).logprobs
+    differ = int((together.nan_to_num() != apart.nan_to_num()).sum())
+    if name == "fp8":
+        assert differ == 0
+    else:
+        print(f"{name}: {differ} of {int((~together.isnan()).sum())} log-probs depend on the pack")
+
+
+@pytest.mark.parametrize("name", CONTRACTS)
+def test_three_steps_are_the_same_twice(name: str) -> None:
+    kept = CONTRACTS[name]
+    scales = SCALES if kept.training.kv_cache == "fp8" else None
+    batch = batch_of(packed(kept).logprobs(rows(), 1.0, scales).logprobs, rows())
+    digests = []
+    for checkpointing in (False, False, True):
+        trainer = packed(kept, activation_checkpointing=checkpointing, optimiser_state="bf16")
+        digests.append([trainer.step(batch, 1.0, scales).digest for _ in range(3)])
+    assert digests[0] == digests[1]
+    assert digests[0] == digests[2], "with layers computed again"
+
+
+@pytest.mark.parametrize(("name", "bound"), [("fp8", 0.12), ("fp8, bf16 cache", 0.12), ("bf16", 0.02)])
+def test_gradients_are_near_those_of_the_exact_trainer(name: str, bound: float) -> None:
+    kept = CONTRACTS[name]
+    scales = SCALES if kept.training.kv_cache == "fp8" else None
+    on_gpu, on_cpu = packed(kept), exact(kept)
+    batch = batch_of(on_cpu.logprobs(rows(), 1.0, scales).logprobs, rows())
+    found, expected = (trainer.step(batch, 1.0, scales) for trainer in (on_gpu, on_cpu))
+    for key in ("loss", "grad_norm", "ratio_mean", "weight_mean"):
+        assert getattr(found, key) == pytest.approx(getattr(expected, key), rel=bound, abs=5e-3)
+
+
+def test_a_policy_that_is_shown_the_same_learns_it() -> None:
+    trainer = packed(CONTRACTS["bf16"], learning_rate=1e-3)
+    losses = [trainer.imitate(rows(), 1e-3) for _ in range(30)]
+    assert losses[-1] < 0.7 * losses[0]
