@@ -64,7 +64,7 @@ def parity(
         seeds: Seeds that every variant is trained with; an interval needs two at least.
         steps: GRPO steps of each training; null takes the configuration's.
         variants: What to train; all but bf16 and stress are compared with bf16.
-        overrides: Any other setting, as {"parity.accuracy_gap.limit": 0.02}.
+        overrides: Any other setting, as {"parity.last_evaluations": 5}.
     """
     bound_mlflow_requests()
     quiet_store_logs()

@@ -60,9 +60,9 @@ def _draw(axes: Axes, chart: Chart) -> None:
         _series(axes, series)
     for bound in chart.bounds if values else ():
         axes.axhline(bound.y, color="0.2", lw=1.0, ls=":")
-        axes.annotate(
-            bound.label, (1.0, bound.y), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8
-        )
+        # On the left: a legend that finds no free place goes to the right.
+        place = (0.01, bound.y)
+        axes.annotate(bound.label, place, xycoords=("axes fraction", "data"), ha="left", va="bottom", fontsize=8)
     if chart.include:
         low, high = axes.get_ylim()
         span = max(chart.include) - min(chart.include)

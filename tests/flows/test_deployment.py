@@ -85,6 +85,8 @@ def test_a_failing_run_exits_with_one_and_its_reason(
     overrides = json.dumps({**small, "runs": str(tmp_path), "training.learning_rat": 1})
     finished = run_deployment("steps=2", f"overrides={overrides}")
     assert finished.returncode == 1
+    # --watch prints the log, wrapped.
+    assert "did you mean learning_rate?" in " ".join(finished.stdout.split())
     assert "did you mean learning_rate?" in message_of_the_failed_run(environment["PREFECT_API_URL"])
 
 
