@@ -30,7 +30,8 @@ def test_generated_prompts_are_named_by_their_settings() -> None:
     source = build_source(config.data, config.evaluation)
     training, heldout = training_prompts(config, source), heldout_prompts(config, source)
     assert (training.name, heldout.name) == ("chain-training", "chain-heldout")
-    assert json.loads(training.source) == {"generator": "fp8core.data.chain", "min_operands": 5, "max_operands": 5}
+    settings = {"min_operands": 5, "max_operands": 5, "modulus": 10, "operations": "+-*"}
+    assert json.loads(training.source) == {"generator": "fp8core.data.chain", **settings}
     assert json.loads(training.profile) == {"num_rows": "generated", "prompts_per_step": 32}
     assert json.loads(heldout.profile) == {"num_rows": 4}
     columns = json.loads(training.schema)["mlflow_colspec"]
