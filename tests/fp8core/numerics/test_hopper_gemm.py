@@ -34,8 +34,8 @@ def test_on_codes_the_three_gemms_are_those_of_the_reference(tokens, inputs, out
         assert torch.equal(into_x, expected[0])
         assert torch.equal(into_weight, expected[1])
     # FP32 scales are multiplied in another order there, which may show in the last bit of what is rounded.
-    assert torch.allclose(into_x.float(), expected[0].float(), rtol=2**-7, atol=0)
-    assert torch.allclose(into_weight, expected[1], rtol=1e-6, atol=0)
+    assert torch.allclose(into_x.float(), expected[0].float(), rtol=2**-7, atol=1e-9)
+    assert torch.allclose(into_weight, expected[1], rtol=1e-6, atol=1e-9)
 
 
 def test_the_tiles_of_the_transpose_are_the_tiles() -> None:
