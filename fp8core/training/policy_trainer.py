@@ -1,7 +1,7 @@
-"""What all trainers in torch share: scoring batches, updates from the GRPO objective, imitation; see Trainer.
+"""What trainers share: updates from the GRPO objective and, in one process, scoring and imitation part by part.
 
-A trainer brings its forward pass (`_score`) over parts of a batch that fit its memory (`_slices`), its weights made
-ready, and its optimiser. Everything here is in the order of the rows, whatever the parts are.
+A trainer brings how gradients are added up and applied. One that computes by itself (`PartwiseTrainer`) brings its
+forward pass over parts of a batch that fit its memory, and its weights made ready.
 """
 
 import math
@@ -34,26 +34,13 @@ class Scored:
     entropy: Tensor
 
 
-class PolicyTrainer(ABC, Generic[Weights]):
-    """Holds the masters of one policy; `version` counts its updates."""
+class PolicyTrainer(ABC):
+    """Counts the updates of one policy: `version` those that rollouts see."""
 
     def __init__(self, training: TrainingConfig, objective: Objective) -> None:
         self.version = 0
         self._config, self._objective = training, objective
         self._updates = 0
-
-    @torch.no_grad()
-    def logprobs(self, batch: TokenBatch, temperature: float, scales: Sequence[LayerScales] | None) -> ScoredBatch:
-        """Score completion tokens and collect the statistics of Q, K and V in the same pass."""
-        weights, statistics = self._inference_weights(), self._no_statistics()
-        shape = (len(batch), int(batch.completion.sum(-1).max()))
-        logprobs, entropy = torch.full(shape, torch.nan), torch.full(shape, torch.nan)
-        for rows, part in self._slices(batch):
-            scored = self._score(weights, part, temperature, scales, statistics)
-            mask = _left_aligned(part.completion, shape[1])
-            logprobs[rows] = logprobs[rows].masked_scatter(mask, scored.logprobs)
-            entropy[rows] = entropy[rows].masked_scatter(mask, scored.entropy)
-        return ScoredBatch(logprobs, entropy, statistics)
 
     def step(self, batch: RolloutBatch, temperature: float, scales: Sequence[LayerScales] | None) -> TrainReport:
         """One update per minibatch, in row order; gradients are clipped by their global norm.
@@ -64,7 +51,7 @@ class PolicyTrainer(ABC, Generic[Weights]):
         batch, correction = self._objective.corrected(batch)
         reports = [
             self._update(batch.rows(rows), temperature, scales)
-            for rows in _shares(len(batch.keep), self._config.minibatches)
+            for rows in shares(len(batch.keep), self._config.minibatches)
         ]
         self.version += 1
         return TrainReport(
@@ -76,6 +63,83 @@ class PolicyTrainer(ABC, Generic[Weights]):
             correction=correction,
             **{key: sum(report[key] for report in reports) / len(reports) for key in reports[0]},
         )
+
+    def close(self) -> None:  # noqa: B027 - most trainers hold nothing that would have to be given back
+        """Nothing to give back."""
+
+    @abstractmethod
+    def digest(self) -> str:
+        """Digest of the FP32 master weights."""
+
+    @abstractmethod
+    def _accumulate(
+        self, batch: RolloutBatch, temperature: float, scales: Sequence[LayerScales] | None
+    ) -> dict[str, float]:
+        """Add up the gradients of a batch; returns its statistics.
+
+        Raises:
+            NotFiniteError: the loss is NaN or infinite.
+        """
+
+    @abstractmethod
+    def _step(self, learning_rate: float) -> float:
+        """Clip the accumulated gradient and apply it if its norm is finite; returns the norm before clipping."""
+
+    @abstractmethod
+    def _drop_gradients(self) -> None:
+        """Leave nothing for the next update."""
+
+    def _learning_rate(self) -> float:
+        """Of the latest update."""
+        return self._config.learning_rate * min(1.0, self._updates / max(1, self._config.warmup_steps))
+
+    def _update(
+        self, batch: RolloutBatch, temperature: float, scales: Sequence[LayerScales] | None
+    ) -> dict[str, float]:
+        """One optimiser update; returns its statistics."""
+        with self._guarded():
+            totals = self._accumulate(batch, temperature, scales)
+            warm = min(1.0, (self._updates + 1) / max(1, self._config.warmup_steps))
+            totals["grad_norm"] = self._apply(self._config.learning_rate * warm)
+        return totals
+
+    def _apply(self, learning_rate: float) -> float:
+        norm = self._step(learning_rate)
+        if not math.isfinite(norm):
+            raise self._not_finite(f"the gradient norm is {norm}")
+        self._updates += 1
+        return norm
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Whatever happens inside, no gradient is left for the next update."""
+        try:
+            yield
+        except GroupNotFinite as error:
+            raise self._not_finite("an FP8 linear met NaN or infinity") from error
+        finally:
+            self._drop_gradients()
+
+    def _not_finite(self, problem: str) -> NotFiniteError:
+        where = f"update {self._updates} of policy {self.version}"
+        return NotFiniteError(f"{where}: {problem}; the update was not applied")
+
+
+class PartwiseTrainer(PolicyTrainer, Generic[Weights]):
+    """Computes a batch part by part, in the order of the rows, in this process."""
+
+    @torch.no_grad()
+    def logprobs(self, batch: TokenBatch, temperature: float, scales: Sequence[LayerScales] | None) -> ScoredBatch:
+        """Score completion tokens and collect the statistics of Q, K and V in the same pass."""
+        weights, statistics = self._inference_weights(), self._no_statistics()
+        shape = (len(batch), int(batch.completion.sum(-1).max()))
+        logprobs, entropy = torch.full(shape, torch.nan), torch.full(shape, torch.nan)
+        for rows, part in self._slices(batch):
+            scored = self._score(weights, part, temperature, scales, statistics)
+            mask = left_aligned(part.completion, shape[1])
+            logprobs[rows] = logprobs[rows].masked_scatter(mask, scored.logprobs)
+            entropy[rows] = entropy[rows].masked_scatter(mask, scored.entropy)
+        return ScoredBatch(logprobs, entropy, statistics)
 
     def imitate(self, batch: TokenBatch, learning_rate: float) -> float:
         """One update on the mean cross-entropy of the completion tokens, at temperature 1; returns it (nats a token).
@@ -95,13 +159,6 @@ class PolicyTrainer(ABC, Generic[Weights]):
                 total += float(loss.detach())
             self._apply(learning_rate)
         return total
-
-    def close(self) -> None:
-        """Nothing to give back."""
-
-    @abstractmethod
-    def digest(self) -> str:
-        """Digest of the FP32 master weights."""
 
     @abstractmethod
     def _slices(self, batch: TokenBatch) -> Iterator[tuple[slice, TokenBatch]]:
@@ -130,28 +187,6 @@ class PolicyTrainer(ABC, Generic[Weights]):
     def _no_statistics(self) -> KvStatistics:
         """Statistics that nothing was observed for yet, where the passes run."""
 
-    @abstractmethod
-    def _step(self, learning_rate: float) -> float:
-        """Clip the accumulated gradient and apply it if its norm is finite; returns the norm before clipping."""
-
-    @abstractmethod
-    def _drop_gradients(self) -> None:
-        """Leave nothing for the next update."""
-
-    def _learning_rate(self) -> float:
-        """Of the latest update."""
-        return self._config.learning_rate * min(1.0, self._updates / max(1, self._config.warmup_steps))
-
-    def _update(
-        self, batch: RolloutBatch, temperature: float, scales: Sequence[LayerScales] | None
-    ) -> dict[str, float]:
-        """One optimiser update; returns its statistics."""
-        with self._guarded():
-            totals = self._accumulate(batch, temperature, scales)
-            warm = min(1.0, (self._updates + 1) / max(1, self._config.warmup_steps))
-            totals["grad_norm"] = self._apply(self._config.learning_rate * warm)
-        return totals
-
     def _accumulate(
         self, batch: RolloutBatch, temperature: float, scales: Sequence[LayerScales] | None
     ) -> dict[str, float]:
@@ -162,7 +197,7 @@ class PolicyTrainer(ABC, Generic[Weights]):
         parts = list(self._slices(batch.sequences))
         for rows, part in parts:
             scored = self._score(weights, part, temperature, scales)
-            mask = _left_aligned(part.completion, batch.mask.shape[1])
+            mask = left_aligned(part.completion, batch.mask.shape[1])
             current = torch.zeros(mask.shape).masked_scatter(mask, scored.logprobs)
             terms = self._objective(current, batch.rows(rows), denominator)
             statistics = terms.statistics()
@@ -177,33 +212,12 @@ class PolicyTrainer(ABC, Generic[Weights]):
         # Quantised weights are shared by all parts, so their graph is kept until the last.
         torch.autograd.backward(loss, retain_graph=not last)
 
-    def _apply(self, learning_rate: float) -> float:
-        norm = self._step(learning_rate)
-        if not math.isfinite(norm):
-            raise self._not_finite(f"the gradient norm is {norm}")
-        self._updates += 1
-        return norm
 
-    @contextmanager
-    def _guarded(self) -> Iterator[None]:
-        """Whatever happens inside, no gradient is left for the next update."""
-        try:
-            yield
-        except GroupNotFinite as error:
-            raise self._not_finite("an FP8 linear met NaN or infinity") from error
-        finally:
-            self._drop_gradients()
-
-    def _not_finite(self, problem: str) -> NotFiniteError:
-        where = f"update {self._updates} of policy {self.version}"
-        return NotFiniteError(f"{where}: {problem}; the update was not applied")
-
-
-def _shares(rows: int, count: int) -> list[slice]:
+def shares(rows: int, count: int) -> list[slice]:
     """`count` shares of the rows, in order, that differ by one row at most."""
     return [slice(rows * i // count, rows * (i + 1) // count) for i in range(count)]
 
 
-def _left_aligned(completion: Tensor, columns: int) -> Tensor:
+def left_aligned(completion: Tensor, columns: int) -> Tensor:
     """bool [B, columns]: as many leading True values in a row as it has completion tokens."""
     return torch.arange(columns) < completion.sum(-1, keepdim=True)

@@ -21,14 +21,14 @@ from fp8core.numerics.kv_scales import KvStatistics, LayerScales
 from fp8core.numerics.logprobs import token_logprobs
 from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
-from fp8core.training.policy_trainer import PolicyTrainer, Scored
+from fp8core.training.policy_trainer import PartwiseTrainer, Scored
 
 _MASTERS = "masters.safetensors"
 _OPTIMISER = "optimiser.safetensors"
 _STATE = "trainer.json"
 
 
-class TorchTrainer(PolicyTrainer[PolicyWeights]):
+class TorchTrainer(PartwiseTrainer[PolicyWeights]):
     """Exact, on a CPU: the decoder that the embedded engine runs."""
 
     def __init__(

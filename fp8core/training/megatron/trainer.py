@@ -31,13 +31,14 @@ from fp8core.training.megatron.optimiser import OptimiserFactory
 from fp8core.training.megatron.packing import Pack, packs
 from fp8core.training.megatron.policy import Policy
 from fp8core.training.megatron.scale_rule import check_scale_rule
-from fp8core.training.trainer import NotFiniteError, ScoredBatch, TrainReport
+from fp8core.training.policy_trainer import PolicyTrainer, left_aligned
+from fp8core.training.trainer import ScoredBatch
 
 _SHARDS, _STATE = "megatron", "trainer.json"
 _STATISTICS = ("loss", "clip_fraction", "ratio_mean", "weight_mean", "reference_kl")
 
 
-class MegatronTrainer:
+class MegatronTrainer(PolicyTrainer):
     """Holds this process's share of one policy; `version` counts its updates."""
 
     def __init__(
@@ -68,17 +69,15 @@ class MegatronTrainer:
         Raises:
             UserError: Transformer Engine follows another scale rule than the contract's.
         """
-        self.version = 0
+        super().__init__(training, objective)
         self.arch = arch
         self._contract, self._rollout_formats = contract, rollout_formats
-        self._config, self._objective = training, objective
         groups.join(training.megatron, device)
         self._policy = Policy(arch, contract, training.megatron, device, deterministic)
         if contract.training.linear == "fp8_block":
             check_scale_rule(contract.scale_rule)
         self._policy.load(masters)
         self._optimiser = optimise(self._policy.model, training)
-        self._updates = 0
 
     @property
     def masters(self) -> dict[str, Tensor]:
@@ -111,10 +110,10 @@ class MegatronTrainer:
         shape = (len(batch), int(batch.completion.sum(-1).max()))
         found = torch.zeros(2, *shape)
         for pack, (logprobs, entropy) in self._observed(batch, temperature, statistics, scales):
-            mask = _left_aligned(batch.completion[pack.rows], shape[1])
+            mask = left_aligned(batch.completion[pack.rows], shape[1])
             for into, values in zip(found, (logprobs, entropy), strict=True):
                 into[pack.rows] = into[pack.rows].masked_scatter(mask, values.cpu())
-        found = self._summed(found).masked_fill(~_left_aligned(batch.completion, shape[1]), torch.nan)
+        found = self._summed(found).masked_fill(~left_aligned(batch.completion, shape[1]), torch.nan)
         return ScoredBatch(found[0], found[1], statistics)
 
     @torch.no_grad()
@@ -125,32 +124,11 @@ class MegatronTrainer:
             pass
         return statistics
 
-    def step(self, batch: RolloutBatch, temperature: float, scales: Sequence[LayerScales] | None) -> TrainReport:
-        """One update per minibatch, in row order; gradients are clipped by their global norm.
-
-        Raises:
-            NotFiniteError: the loss or the gradient norm is NaN or infinite; that update is not applied.
-        """
-        batch, correction = self._objective.corrected(batch)
-        reports = [
-            self._update(batch.rows(rows), temperature) for rows in shares(len(batch.keep), self._config.minibatches)
-        ]
-        self.version += 1
-        return TrainReport(
-            version=self.version,
-            digest=self.digest(),
-            learning_rate=self._learning_rate(),
-            tokens=int(batch.mask.sum()),
-            rows=int(batch.mask.any(dim=1).sum()),
-            correction=correction,
-            **{key: sum(report[key] for report in reports) / len(reports) for key in reports[0]},
-        )
-
     def gradients(self, batch: RolloutBatch, temperature: float) -> tuple[float, dict[str, Tensor]]:
         """Loss and gradients of a batch by Hugging Face name, to compare trainers; no update. For data_parallel 1."""
         corrected, _ = self._objective.corrected(batch)
         try:
-            loss = self._accumulate(corrected, temperature)["loss"]
+            loss = self._accumulate(corrected, temperature, None)["loss"]
             self._optimiser.finish()
             return loss, {n: g.clone() for n, g in self._policy.whole(self._optimiser.gradients()).items()}
         finally:
@@ -169,27 +147,25 @@ class MegatronTrainer:
                     yield pack, scored
         statistics.combine(partial(all_reduce, op=ReduceOp.MAX), all_reduce)
 
-    def _update(self, batch: RolloutBatch, temperature: float) -> dict[str, float]:
-        """One optimiser update; whatever happens, no gradient is left for the next."""
-        try:
-            totals = self._accumulate(batch, temperature)
-            norm = self._optimiser.finish()
-            if not math.isfinite(norm):
-                raise self._not_finite(f"the gradient norm is {norm}")
-            self._updates += 1
-            self._optimiser.step(norm, self._learning_rate())
-        finally:
-            self._optimiser.clear()
-        return totals | {"grad_norm": norm}
+    def _step(self, learning_rate: float) -> float:
+        norm = self._optimiser.finish()
+        if math.isfinite(norm):
+            self._optimiser.step(norm, learning_rate)
+        return norm
 
-    def _accumulate(self, batch: RolloutBatch, temperature: float) -> dict[str, float]:
-        """Add up the gradients of this process's packs; returns the statistics of the whole batch."""
+    def _drop_gradients(self) -> None:
+        self._optimiser.clear()
+
+    def _accumulate(
+        self, batch: RolloutBatch, temperature: float, scales: Sequence[LayerScales] | None
+    ) -> dict[str, float]:
+        """Of this process's packs; the statistics are those of the whole batch. Attention needs no scales."""
         denominator = Denominator.of(batch.mask)
         totals = dict.fromkeys(_STATISTICS, 0.0)
         self._policy.begin(training=True)
         for pack, counts in self._dealt(batch.sequences):
             logprobs, _ = self._policy.score(pack, temperature)
-            mask = _left_aligned(batch.sequences.completion[pack.rows], batch.mask.shape[1])
+            mask = left_aligned(batch.sequences.completion[pack.rows], batch.mask.shape[1])
             current = torch.zeros(mask.shape).masked_scatter(mask, logprobs.cpu())
             terms = self._objective(current, batch.rows(pack.rows), denominator)
             # A pack that another process counts is computed for the experts of this one, and adds nothing.
@@ -216,13 +192,6 @@ class MegatronTrainer:
         all_reduce(moved)
         return moved.cpu()
 
-    def _learning_rate(self) -> float:
-        return self._config.learning_rate * min(1.0, self._updates / max(1, self._config.warmup_steps))
-
-    def _not_finite(self, problem: str) -> NotFiniteError:
-        where = f"update {self._updates} of policy {self.version}"
-        return NotFiniteError(f"{where}: {problem}; the update was not applied")
-
     def save(self, folder: Path) -> None:
         """Write masters, moments and counters; the folder exists, and all processes see it."""
         self._optimiser.save(folder / _SHARDS, self._policy.sharded())
@@ -243,16 +212,3 @@ class MegatronTrainer:
         """What the parts of the masters depend on."""
         names = {"gpus", "tensor_parallel", "pipeline_parallel", "expert_parallel", "distributed_optimizer"}
         return self._config.megatron.model_dump(include=names)
-
-    def close(self) -> None:
-        """Process groups stay for the next trainer of this process."""
-
-
-def shares(rows: int, count: int) -> list[slice]:
-    """`count` shares of the rows, in order, that differ by one row at most."""
-    return [slice(rows * i // count, rows * (i + 1) // count) for i in range(count)]
-
-
-def _left_aligned(completion: Tensor, columns: int) -> Tensor:
-    """bool [B, columns]: as many leading True values in a row as it has completion tokens."""
-    return torch.arange(columns) < completion.sum(-1, keepdim=True)

@@ -28,7 +28,7 @@ from fp8core.numerics.packed_head import HeadOptions, token_logprobs
 from fp8core.numerics.packed_sequences import PackedSequences, packed_length
 from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
-from fp8core.training.policy_trainer import PolicyTrainer, Scored
+from fp8core.training.policy_trainer import PartwiseTrainer, Scored
 from fp8core.training.torch.blocks import Bf16Blocks, Blocks, Fp8Blocks
 from fp8core.training.torch.decoder import Observer, PackedDecoder, named_masters
 from fp8core.training.torch.optimiser import AdamW
@@ -56,7 +56,7 @@ class PackedFormats:
     amax_only: bool
 
 
-class PackedTrainer(PolicyTrainer[Tensor]):
+class PackedTrainer(PartwiseTrainer[Tensor]):
     """Holds the masters of one policy on one device; the weights of a pass are the head's, BF16."""
 
     def __init__(

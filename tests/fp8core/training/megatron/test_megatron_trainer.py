@@ -98,7 +98,7 @@ def test_gradients_equal_the_torch_trainers(family, masters_of, ragged_batch):
     masters = masters_of(family)
     ours, theirs = megatron_trainer(family, masters), torch_trainer(family, masters)
     batch, _ = OBJECTIVE.corrected(ragged_batch)
-    found, expected = ours._accumulate(batch, TEMPERATURE), theirs._accumulate(batch, TEMPERATURE, None)
+    found, expected = ours._accumulate(batch, TEMPERATURE, None), theirs._accumulate(batch, TEMPERATURE, None)
     assert found == pytest.approx(expected, abs=1e-6)
     gradients = {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in _named(ours).items()}
     whole = ours._policy.whole(gradients)
