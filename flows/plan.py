@@ -57,7 +57,7 @@ def _machine(options: argparse.Namespace, config: "RunConfig") -> "Machine":
     if options.gpu is not None:
         return Machine(named_gpu(options.gpu), None)
     here = this_machine()
-    training = config.training.megatron.gpus > 1 or config.training.device == "cuda"
+    training = config.training.megatron.gpus > 1 or config.training.packs_on_gpu
     wanted = config.rollout.engine == "vllm" or training or options.gpus
     elsewhere = here.gpu is None and wanted
     return Machine(GPUS["h200"], None) if elsewhere else here

@@ -199,6 +199,11 @@ class TrainingConfig(Section):
         chosen = self.device == "cuda" if self.packed is None else self.packed
         return chosen and self.trainer == "torch"
 
+    @property
+    def packs_on_gpu(self) -> bool:
+        """Whether that one trains on a GPU, which it then shares with the rollout engine."""
+        return self.packs and self.device == "cuda"
+
     @model_validator(mode="after")
     def _exact_on_a_cpu(self) -> "TrainingConfig":
         if self.device == "cuda" and self.packed is False:

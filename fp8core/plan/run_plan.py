@@ -81,7 +81,7 @@ def _devices(
 ) -> tuple[tuple[DevicePlan, ...], CacheRoom | None]:
     gpu, plans, on_host = machine.gpu, list[DevicePlan](), dict[str, tuple[Need, ...]]()
     # The torch trainer has the engine's GPU beside it, asleep or awake.
-    shared = config.rollout.engine == "vllm" and (config.rollout.vllm.sleep or config.training.device == "cuda")
+    shared = config.rollout.engine == "vllm" and (config.rollout.vllm.sleep or config.training.packs_on_gpu)
     if config.rollout.engine == "embedded" or gpu is None:
         on_host["generating"], cache = _generating_on_host(config, arch, sync)
     elif parallel is not None and shared:

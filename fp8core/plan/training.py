@@ -56,7 +56,7 @@ def trainer_grid(config: RunConfig, machine: Machine) -> Parallel | None:
     """The GPUs that the configuration trains on; None where training computes on the host."""
     if machine.gpu is None:
         return None
-    if config.training.device == "cuda":
+    if config.training.packs_on_gpu:
         return Parallel()
     if config.training.trainer != "megatron":
         return None
@@ -73,7 +73,7 @@ def gpu_state(arch: Architecture, parallel: Parallel) -> tuple[Need, Need]:
 
 def resident_state(config: RunConfig, arch: Architecture, parallel: Parallel) -> tuple[Need, ...]:
     """All that the configuration's trainer keeps on one GPU between steps."""
-    if config.training.packs:
+    if _has_one_gpu(config, parallel):
         return packed_state(config, arch)
     buffers = megatron_state(heaviest(arch, parallel)) if config.training.trainer == "megatron" else ()
     return *gpu_state(arch, parallel), *buffers
@@ -81,7 +81,7 @@ def resident_state(config: RunConfig, arch: Architecture, parallel: Parallel) ->
 
 def gpu_step(config: RunConfig, arch: Architecture, parallel: Parallel) -> tuple[Need, ...]:
     """What a step of training adds to the state on one GPU."""
-    if config.training.packs:
+    if _has_one_gpu(config, parallel):
         return packed_step(config, arch)
     part = heaviest(arch, parallel)
     if config.training.trainer == "megatron":
@@ -93,6 +93,11 @@ def gpu_step(config: RunConfig, arch: Architecture, parallel: Parallel) -> tuple
         Need("activations", _activations(config, arch) // parallel.tensor, "layers recomputed; estimate"),
         Need("workspace", WORKSPACE, "estimate"),
     )
+
+
+def _has_one_gpu(config: RunConfig, parallel: Parallel) -> bool:
+    """Whether the trainer is the one for packed sequences; more GPUs than one are planned as any trainer would be."""
+    return config.training.packs_on_gpu and parallel == Parallel()
 
 
 def heaviest(arch: Architecture, parallel: Parallel) -> Part:

@@ -135,7 +135,7 @@ class EngineEnvironment:
 def engine_environment(config: RunConfig) -> EngineEnvironment:
     """What must stand in the environment before engine and trainer are built (errors: `check_engine`)."""
     required, suggested = dict[str, str](), dict[str, str]()
-    if config.training.packs and config.training.device == "cuda" and config.training.deterministic:
+    if config.training.packs_on_gpu and config.training.deterministic:
         # cuBLAS reads it when the first product is taken; torch refuses a product without it.
         required["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     if config.rollout.engine == "vllm":

@@ -38,9 +38,9 @@ def judge_small(prefect_server: None, small: dict[str, Any], shelf: Path) -> Cal
 @pytest.mark.parametrize("name", ["tiny", "gsm8k", "llama", "qwen3"])
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 def test_every_variant_of_shipped_configurations_is_a_checked_configuration(name: str, variant: Any) -> None:
-    config = load_config(name, {"rollout.engine": "embedded", "model": None, "architecture": {}})
-    settings = variant_settings(variant, config, seed=5)
-    own = load_config(name, {"rollout.engine": "embedded", "model": None, "architecture": {}, **settings})
+    here = {"rollout.engine": "embedded", "training.device": "cpu", "model": None, "architecture": {}}
+    settings = variant_settings(variant, load_config(name, here), seed=5)
+    own = load_config(name, {**here, **settings})
     plan_of(own)
     assert own.seed == 5
     assert (own.precision.rollout.linear == "bf16") == (variant.rollout == "bf16")
