@@ -57,7 +57,7 @@ def measurements() -> dict[str, Callable[[], list[Row]]]:
 def megatron(config: RunConfig, arch: Architecture, weights: Mapping[str, Tensor]) -> Any:
     """A trainer of this process; Transformer Engine reads the environment when it is imported."""
     check_requirements(config, this_platform())
-    set_variables(required_environment(config), {})
+    set_variables({**required_environment(config), "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}, {})
     from fp8core.training.megatron.build import process_trainer
 
     return process_trainer(config, arch, weights, cases.DEVICE)

@@ -20,6 +20,7 @@ What was predicted before anything was measured (Qwen3-8B's shape; microseconds 
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -40,6 +41,7 @@ from fp8core.numerics.kv_scales import LayerScales
 from fp8core.rl.batch import RolloutBatch, TokenBatch
 from fp8core.rl.objective import Objective
 from fp8core.store.versions import git_state, library_versions
+from fp8core.training.torch.limits import required_environment
 from fp8core.training.torch.trainer import PackedFormats, PackedTrainer
 
 ROOT = Path(__file__).parents[1]
@@ -146,11 +148,13 @@ def trainer_of(cell: Cell, arch: Architecture, device: torch.device) -> PackedTr
     side = PRECISIONS[cell.precision]
     contract = PrecisionContract.model_validate({"rollout": side, "training": side, "rounding_points": "kernels"})
     training = TrainingConfig(
+        device="cuda",
         optimiser_state="bf16",
         tokens_per_pass=cell.tokens_per_pass,
         activation_checkpointing=cell.checkpointing,
         deterministic=cell.deterministic,
     )
+    os.environ.update(required_environment(training))
     sides = (formats(contract, arch.num_layers) for formats in (training_formats, rollout_formats))
     formats = PackedFormats(*sides, longest=SEQUENCE, amax_only=True)
     objective = Objective(LossConfig(), CorrectionConfig())

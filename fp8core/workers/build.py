@@ -134,10 +134,7 @@ class EngineEnvironment:
 
 def engine_environment(config: RunConfig) -> EngineEnvironment:
     """What must stand in the environment before engine and trainer are built (errors: `check_engine`)."""
-    required, suggested = dict[str, str](), dict[str, str]()
-    if config.training.packs_on_gpu and config.training.deterministic:
-        # cuBLAS reads it when the first product is taken; torch refuses a product without it.
-        required["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    required, suggested = limits.required_environment(config.training), dict[str, str]()
     if config.rollout.engine == "vllm":
         build = find_build(this_platform())
         required |= required_environment(config.precision, config.rollout.vllm, build)

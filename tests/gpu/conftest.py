@@ -1,6 +1,7 @@
 """Kernels against the torch reference; everything here needs an NVIDIA GPU from Hopper on and Triton."""
 
 import importlib.util
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +18,8 @@ def gpu() -> torch.device:
     """The GPU that kernels run on."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("needs an NVIDIA GPU from Hopper on")
+    # Before the first product: what `training.torch.limits.required_environment` says of a deterministic trainer.
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     return torch.device("cuda", torch.cuda.current_device())
 
 

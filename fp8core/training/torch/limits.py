@@ -1,6 +1,7 @@
 """What the trainer for packed sequences can compute: checked before anything is loaded."""
 
 from fp8core.config.precision import PrecisionContract
+from fp8core.config.run import TrainingConfig
 from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture, parameter_shapes
 from fp8core.models.formats import training_formats
@@ -10,6 +11,11 @@ from fp8core.numerics.e4m3 import TILE
 
 _SETTING = "training.packed"
 _POINTS = ("stepwise", "kernels")
+
+
+def required_environment(training: TrainingConfig) -> dict[str, str]:
+    """What cuBLAS reads when the first product is taken; torch's deterministic mode refuses a product without it."""
+    return {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if training.packs_on_gpu and training.deterministic else {}
 
 
 def check_contract_fits(contract: PrecisionContract, device: str, platform: str) -> None:

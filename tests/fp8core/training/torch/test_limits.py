@@ -1,9 +1,10 @@
 import pytest
 
 from fp8core.config.precision import PrecisionContract
+from fp8core.config.run import TrainingConfig
 from fp8core.errors import UserError
 from fp8core.models.architecture import Experts
-from fp8core.training.torch.limits import check_architecture_fits, check_contract_fits
+from fp8core.training.torch.limits import check_architecture_fits, check_contract_fits, required_environment
 
 TILED = {"hidden_size": 256, "intermediate_size": 384, "num_heads": 4, "num_kv_heads": 2, "head_dim": 128}
 
@@ -52,3 +53,9 @@ def test_experts_are_left_to_megatron(architecture) -> None:
     experts = Experts(count=4, per_token=2, intermediate_size=128, normalise_top_k=True, sparse_step=1, dense_layers=())
     with pytest.raises(UserError, match=r"the model has experts.*training\.trainer=megatron"):
         check_architecture_fits(architecture(family="qwen3_moe", experts=experts), contract(), "cpu")
+
+
+def test_a_deterministic_gpu_needs_a_workspace_that_cublas_reads_from_the_environment() -> None:
+    assert required_environment(TrainingConfig(device="cuda")) == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    for other in (TrainingConfig(device="cuda", deterministic=False), TrainingConfig(packed=True), TrainingConfig()):
+        assert required_environment(other) == {}
