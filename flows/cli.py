@@ -111,9 +111,9 @@ def _resume_command(config: "RunConfig", name: str) -> str:
 def _graph(options: argparse.Namespace) -> int:
     from fp8core.config.load import load_open_config
     from fp8core.report.graph import pipeline_mermaid, pipeline_text
-    from tasks.opening import plan_of
+    from tasks.opening import pipeline_of
 
-    plan = plan_of(load_open_config(options.config, options.overrides))
+    plan = pipeline_of(load_open_config(options.config, options.overrides))
     print(pipeline_text(plan))
     print()
     print(pipeline_mermaid(plan))

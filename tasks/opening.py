@@ -34,17 +34,25 @@ _PACKAGES = tuple(Path(str(package.__file__)).parent for package in (fp8core, ta
 
 
 def plan_of(config: RunConfig) -> Plan:
-    """The checked pipeline of a configuration whose precision contract can be kept.
+    """The checked pipeline of a configuration whose precision contract can be kept here.
 
     Raises:
-        UserError: the contract is beyond the engines, the correction names what does not exist, the pipeline is
-            broken, or nothing in it provides metrics or the log-probs that the loss asks for.
+        UserError: the contract is beyond the engines, the correction names what does not exist, or as `pipeline_of`.
     """
     # On the CPU trainer and embedded engine compute everything, whatever else the machine has.
     platform = this_platform() if config.training.device == "cuda" else "cpu"
     check_contract(config.precision, platform, corrected=config.correction.method != "none")
     check_engine(config)
     Objective(config.loss, config.correction)
+    return pipeline_of(config)
+
+
+def pipeline_of(config: RunConfig) -> Plan:
+    """The checked pipeline of a configuration, wherever it is to run.
+
+    Raises:
+        UserError: the pipeline is broken, or nothing in it provides metrics or the log-probs that the loss asks for.
+    """
     plan = check_pipeline(config.pipeline, CARRIED_KINDS, import_spec)
     if not any("metrics" in planned.spec.outputs.values() for planned in plan.steps):
         raise UserError("pipeline.steps: no step provides an artifact of kind metrics; add tasks.record:record")
