@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from mlflow import MlflowClient
 
-pytest.importorskip("psycopg", reason="MLflow needs psycopg for PostgreSQL (the extra postgres)")
+pytest.importorskip("psycopg2", reason="MLflow needs psycopg2 for PostgreSQL (the extra postgres)")
 
 INITDB, PG_CTL, CREATEDB = (shutil.which(program) for program in ("initdb", "pg_ctl", "createdb"))
 pytestmark = [
