@@ -12,6 +12,7 @@ import psutil
 import pytest
 from prefect import flow
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.sorting import FlowRunSort
 from prefect.settings import PREFECT_API_URL
 
 from flows.parity import parity
@@ -99,7 +100,9 @@ def test_it_ends_below_its_caller_and_its_own_memory_is_measured(apart: Callable
     )
     with get_client(sync_client=True) as client:
         (run,) = [
-            run for run in client.read_flow_runs() if run.parameters.get("overrides", {}).get("runs") == str(tmp_path)
+            run
+            for run in client.read_flow_runs(sort=FlowRunSort.START_TIME_DESC)
+            if run.parameters.get("overrides", {}).get("runs") == str(tmp_path)
         ]
         parent = client.read_task_run(run.parent_task_run_id)
     assert parent.flow_run_id == ended.state_details.flow_run_id
