@@ -57,7 +57,7 @@ class PolicyTrainer(ABC):
         return TrainReport(
             version=self.version,
             digest=self.digest(),
-            learning_rate=self._learning_rate(),
+            learning_rate=self._learning_rate(self._updates),
             tokens=int(batch.mask.sum()),
             rows=int(batch.mask.any(dim=1).sum()),
             correction=correction,
@@ -89,9 +89,9 @@ class PolicyTrainer(ABC):
     def _drop_gradients(self) -> None:
         """Leave nothing for the next update."""
 
-    def _learning_rate(self) -> float:
-        """Of the latest update."""
-        return self._config.learning_rate * min(1.0, self._updates / max(1, self._config.warmup_steps))
+    def _learning_rate(self, update: int) -> float:
+        """Of an update, from 1."""
+        return self._config.learning_rate * min(1.0, update / max(1, self._config.warmup_steps))
 
     def _update(
         self, batch: RolloutBatch, temperature: float, scales: Sequence[LayerScales] | None
@@ -99,8 +99,7 @@ class PolicyTrainer(ABC):
         """One optimiser update; returns its statistics."""
         with self._guarded():
             totals = self._accumulate(batch, temperature, scales)
-            warm = min(1.0, (self._updates + 1) / max(1, self._config.warmup_steps))
-            totals["grad_norm"] = self._apply(self._config.learning_rate * warm)
+            totals["grad_norm"] = self._apply(self._learning_rate(self._updates + 1))
         return totals
 
     def _apply(self, learning_rate: float) -> float:

@@ -61,8 +61,8 @@ class PackedLayer(nn.Module):
         self._held: dict[str, BlockWeight] = {}
 
     def hold(self) -> None:
-        """Make the weights ready once for all passes until `forget`."""
-        self._held = self._ready()
+        """Make the weights ready for all passes until `forget`, if they are not."""
+        self._held = self._held or self._ready()
 
     def forget(self) -> None:
         """The masters are about to change."""

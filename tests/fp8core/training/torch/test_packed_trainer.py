@@ -171,3 +171,17 @@ def test_tensors_of_another_model_are_refused(packed_of, architecture, masters_o
     trainer = packed_of(FP8, architecture())
     with pytest.raises(AssertionError, match="another model"):
         trainer._write(masters_of(architecture(num_layers=1)))
+
+
+def test_weights_are_made_ready_once_an_update(learnt) -> None:
+    trainer, learn = learnt()
+
+    def held():
+        return [layer._held for layer in trainer._decoder.packed_layers()]
+
+    trainer._inference_weights()
+    before = held()
+    trainer._training_weights()
+    assert all(now is then for now, then in zip(held(), before, strict=True))
+    learn(trainer)
+    assert not any(held())
