@@ -65,14 +65,15 @@ def _headline(repeats: int) -> tuple[Cell, ...]:
 
 
 _SHORT = Cell(256, 512, 1024)
-_OTHERS = (_SHORT, Cell(256, 512, 3072, tail=True), Cell(64, 1024, 8192))
+_TAILED, _LONG = Cell(256, 512, 3072, tail=True), Cell(64, 1024, 8192)
 ENGINES = {
     "qwen3-8b/bf16/256": Engine("qwen3-8b", "bf16", _headline(3)[:1], traced=(256, 2048)),
-    "qwen3-8b/bf16/512": Engine("qwen3-8b", "bf16", _headline(3)[1:]),
+    "qwen3-8b/bf16/512": Engine("qwen3-8b", "bf16", (*_headline(3)[1:], _SHORT, _TAILED)),
+    "qwen3-8b/bf16/long": Engine("qwen3-8b", "bf16", (_LONG,)),
     "qwen3-8b/fp8_linear_kv": Engine("qwen3-8b", "fp8_linear_kv", _headline(3), traced=(256, 2048)),
     "qwen3-8b/fp8_linear": Engine("qwen3-8b", "fp8_linear", _headline(1)),
-    "qwen3-8b/bf16/others": Engine("qwen3-8b", "bf16", _OTHERS),
-    "qwen3-8b/fp8_linear_kv/others": Engine("qwen3-8b", "fp8_linear_kv", _OTHERS),
+    "qwen3-8b/fp8_linear_kv/512": Engine("qwen3-8b", "fp8_linear_kv", (*_headline(3)[1:], _SHORT, _TAILED)),
+    "qwen3-8b/fp8_linear_kv/long": Engine("qwen3-8b", "fp8_linear_kv", (_LONG,), traced=(256, 2048)),
     "qwen3-8b/fp8_linear_kv/flash": Engine("qwen3-8b", "fp8_linear_kv", (_SHORT,), decode_kernel="flash_attention"),
     "qwen3-8b/fp8_linear_kv/invariant": Engine("qwen3-8b", "fp8_linear_kv", (_SHORT,), batch_invariant=True),
     "qwen3-8b/fp8_linear_kv/short": Engine("qwen3-8b", "fp8_linear_kv", (_SHORT,)),

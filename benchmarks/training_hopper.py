@@ -58,7 +58,16 @@ SMALL = {
     **{"vocab_size": 512, "hidden_size": 768, "intermediate_size": 2048, "num_layers": 12},
     **{"num_heads": 6, "num_kv_heads": 2},
 }
+# Eight layers of Qwen3's proportions, to find the width from which on FP8 pays.
+WIDTHS = (1024, 2048, 3072, 4096)
 MODELS: dict[str, dict[str, Any]] = {
+    **{
+        f"width-{width}": {
+            **{**_SHARED, **_QWEN3, "vocab_size": 512, "num_layers": 8, "hidden_size": width},
+            **{"intermediate_size": 3 * width, "num_heads": width // 128, "num_kv_heads": width // 512},
+        }
+        for width in WIDTHS
+    },
     "qwen3-8b": {**_SHARED, **_QWEN3},
     "llama-3.1-8b": {**_SHARED, **_LLAMA},
     "small": {**_SHARED, **SMALL},
@@ -89,6 +98,7 @@ CELLS = {
     **{f"qwen3-8b/18/{p}": Cell("qwen3-8b", p, layers=18, checkpointing=False) for p in ("bf16", "fp8_block")},
     "qwen3-8b/fp8_block/deterministic": Cell("qwen3-8b", "fp8_block", deterministic=True),
     **{f"small/{p}": Cell("small", p, checkpointing=False) for p in PRECISIONS},
+    **{f"width/{w}/{p}": Cell(f"width-{w}", p, checkpointing=False) for w in WIDTHS for p in ("bf16", "fp8_block")},
 }
 
 
