@@ -207,7 +207,7 @@ def _started(arch: Architecture, contract: PrecisionContract, mode: str, rows: R
     """A vLLM that is closed in the end, and rows that name it."""
     settings = cases.options(kv_cache_gib=2.0 if this_platform() != "cpu" else 0.5, graphs=mode != "eager")
     build = cases.build()
-    suggested = {**suggested_environment(1, build), "VLLM_DEEP_GEMM_WARMUP": "skip"}
+    suggested = suggested_environment(1, build)
     set_variables(required_environment(contract, settings, build), suggested)
     from fp8core.rollout.vllm import VllmEngine
 

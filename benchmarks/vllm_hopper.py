@@ -219,7 +219,7 @@ def step_costs(options: argparse.Namespace, rows: Rows) -> None:
 def prepare(contract: Any, settings: Any) -> None:
     """Environment of the engine; DeepGEMM compiles what is used, and every shape is used once before it is timed."""
     build = cases.build()
-    suggested = {**suggested_environment(1, build), "VLLM_DEEP_GEMM_WARMUP": "skip"}
+    suggested = suggested_environment(1, build)
     set_variables(required_environment(contract, settings, build), suggested)
 
 

@@ -134,7 +134,7 @@ def start(
     """An engine, and a row with the seconds until it was ready; its environment and `variables` are set first."""
     build = cases.build()
     check_architecture_fits(arch, agreed, settings)
-    suggested = {**suggested_environment(1, build), "VLLM_DEEP_GEMM_WARMUP": "skip"}
+    suggested = suggested_environment(1, build)
     set_variables({**required_environment(agreed, settings, build), **variables}, suggested)
     from fp8core.rollout.vllm import VllmEngine
 

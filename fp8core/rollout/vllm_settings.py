@@ -13,6 +13,7 @@ Everything that decides a bit is pinned here (facts about vLLM 0.24 to 0.26 on H
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from fp8core.config.precision import PrecisionContract
@@ -129,6 +130,12 @@ def suggested_environment(threads: int, build: VllmBuild) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",
     }
+    if build.platform == "cuda":
+        # Kernels are compiled when they are first needed, decoding's at start with its graphs: the warm-up for every
+        # number of rows takes minutes. A trainer in another process finds what the engine's has compiled, where vLLM
+        # keeps it anyway.
+        kept = Path.home() / ".cache" / "vllm" / "deep_gemm"
+        suggested |= {"VLLM_DEEP_GEMM_WARMUP": "skip", "DG_JIT_CACHE_DIR": str(kept)}
     if build.platform == "cpu":
         suggested |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
     return suggested

@@ -128,7 +128,7 @@ def engine(tensors: dict[str, Tensor]) -> Iterator[Any]:
     build = find_build(this_platform())
     check_contract_fits(CONTRACT, OPTIONS, build)
     check_architecture_fits(ARCH, CONTRACT, OPTIONS)
-    suggested = {**suggested_environment(1, build), "VLLM_DEEP_GEMM_WARMUP": "skip"}
+    suggested = suggested_environment(1, build)
     set_variables(required_environment(CONTRACT, OPTIONS, build), suggested)
     from fp8core.rollout.vllm import VllmEngine
 
