@@ -1,7 +1,7 @@
 """A verifier that finds half of all completions right, whatever they say.
 
-A model with random weights solves nothing: its rewards, advantages and gradients would all be zero, and a GPU multiplies
-zeros faster than numbers, because they cost it less power.
+A model with random weights solves nothing: its rewards, advantages and gradients would all be zero, and a GPU
+multiplies zeros faster than numbers, because they cost it less power.
 """
 
 import zlib

@@ -4,9 +4,9 @@
     python -m benchmarks.large_ledger --out FOLDER --seconds 560 bf16              one of them
     python -m benchmarks.large_ledger --out FOLDER --layers 2 --device cpu         a rehearsal, of a tiny model
 
-The weights are random, because time does not ask what they are. A run is asked for one step more than --steps and killed
-once these are committed: so no step of it is the last one, which alone would be evaluated and leave a checkpoint of 80
-GB. Two more things are unlike a training: the verifier (`benchmarks.coin`), and an evaluation of one prompt at the start.
+The weights are random, because time does not ask what they are. A run is asked for one step more than --steps and
+killed once these are committed: so no step of it is the last one, which alone would be evaluated and leave a checkpoint
+of 80 GB. Two more things are unlike a training: the verifier (`benchmarks.coin`), and an evaluation of one prompt.
 A second call reuses the model and the runs that are complete, and begins the others anew.
 FOLDER/large_ledger.json has the rows, FOLDER/logs what each run said.
 """
@@ -127,7 +127,7 @@ def ledger_row(training: Training, arch: Architecture) -> Row | None:
     return row | {
         "model": "qwen3-8b" if arch == QWEN3_8B else "other",
         "layers": arch.num_layers,
-        "requests": int(round(last["rollout/tokens"] / last["rollout/length_mean"])),
+        "requests": round(last["rollout/tokens"] / last["rollout/length_mean"]),
         "prompt_tokens": _prompt_tokens(run),
         "generated_tokens": int(last["rollout/tokens"]),
         "seconds_before": _seconds_before(run),
