@@ -74,6 +74,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = [row for each in done if (row := ledger_row(each, arch)) is not None]
     command = " ".join(["python -m benchmarks.large_ledger", *(sys.argv[1:] if arguments is None else arguments)])
     (out / f"{RESULT}.json").write_text(json.dumps({"command": command, "rows": rows}, indent=1) + "\n")
+    for row in rows:
+        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in row["seconds_before"].items())
+        print(f"{row['variant']}: seconds before the first step: {parts}", flush=True)
     print(*tables(rows), sep="\n\n", flush=True)
     return 0 if {*options.variants} <= {each.variant for each in done} else 1
 
@@ -125,7 +128,7 @@ def ledger_row(training: Training, arch: Architecture) -> Row | None:
     # Another place has the model elsewhere.
     row["command"] = row["command"].replace(training.settings[0], "model=FOLDER/model")
     return row | {
-        "model": "qwen3-8b" if arch == QWEN3_8B else "other",
+        "model": "qwen3-8b" if arch.hidden_size == QWEN3_8B.hidden_size else "rehearsal",
         "layers": arch.num_layers,
         "requests": round(last["rollout/tokens"] / last["rollout/length_mean"]),
         "prompt_tokens": _prompt_tokens(run),
