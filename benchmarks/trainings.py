@@ -5,12 +5,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
 ROOT = Path(__file__).parents[1]
+_POLL_SECONDS = 0.2
 
 
 def training_command(config: str, settings: Sequence[str]) -> list[str]:
@@ -30,6 +31,24 @@ def run_until(command: Sequence[str], log: IO[bytes], stop: float, end: float) -
     if code is None:
         process.terminate()
         code = _wait(process, end)
+    return _ended(process, code)
+
+
+def run_till(command: Sequence[str], log: IO[bytes], reached: Callable[[], bool], end: float) -> int:
+    """Run a training and kill it as soon as `reached` says so, at the latest at `end` (time.monotonic).
+
+    For trainings of which only what is committed matters: nothing is written after that moment, no checkpoint either.
+
+    Returns:
+        its exit code; -9 when it was killed.
+    """
+    process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    while (code := process.poll()) is None and not reached() and time.monotonic() < end:
+        time.sleep(_POLL_SECONDS)
+    return _ended(process, code)
+
+
+def _ended(process: subprocess.Popen[bytes], code: int | None) -> int:
     if code != 0:
         # The processes of an engine outlive a training that could not say good-bye to them.
         with suppress(ProcessLookupError):

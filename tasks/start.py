@@ -5,13 +5,14 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from pydantic import ValidationError
 from torch import Tensor
 
 from fp8core.config.run import WarmStartConfig
 from fp8core.data.chain import ChainSource, style_of
 from fp8core.errors import first_line
-from fp8core.numerics.fingerprint import policy_digest
+from fp8core.numerics.fingerprint import masters_digest, policy_digest
 from fp8core.report.console import StyleAccuracy
 from fp8core.rl.batch import TokenBatch
 from fp8core.rollout.engine import Sampling
@@ -38,7 +39,8 @@ def warm_start(run: LiveRun) -> TaskResult:
     def body() -> dict[str, Ref]:
         store = run.directory.store
         if run.config.warm_start is None:
-            digest = policy_digest({name: tensor.float() for name, tensor in run.base.items()})
+            device = torch.device("cuda" if run.config.training.packs_on_gpu else "cpu")
+            digest = masters_digest(run.base, device)
             return {"policy": store.put_json("policy", {"version": 0, "weights_digest": digest})}
         weights = shared_weights(run, run.config.warm_start)
         policy = {"version": 0, "weights_digest": policy_digest(weights)}
@@ -49,8 +51,10 @@ def warm_start(run: LiveRun) -> TaskResult:
 
 def bring_to_life(run: LiveRun) -> None:
     """Build trainer and engine around policy 0."""
-    # Engines that size themselves by the free memory of a device come first.
+    # Engines that size themselves by the free memory of a device come first, and have no use for it yet.
+    torch.cuda.empty_cache()
     run.engine = build_engine(run.config, run.arch)
+    run.engine.rest()
     run.trainer = build_trainer(run.config, run.arch, run.initial_policy())
 
 

@@ -36,6 +36,8 @@ def push(run: LiveRun, scales: PolicyScales) -> dict[str, Any]:
         SyncError: weights, scales, version or formats differ from what was sent or agreed.
     """
     trainer, engine = run.ready_trainer(), run.ready_engine()
+    # Where the engine sleeps, the export has the memory of what it is about to replace.
+    engine.rest()
     tensors = trainer.export()
     report = engine.update(tensors, scales, trainer.version)
     check_report(report, policy_digest(tensors), scales, trainer.version)

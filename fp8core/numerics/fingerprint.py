@@ -149,6 +149,16 @@ def policy_digest(tensors: Mapping[str, Tensor]) -> str:
     )
 
 
+def masters_digest(weights: Mapping[str, Tensor], device: torch.device) -> str:
+    """`policy_digest` of the FP32 masters that begin as these weights.
+
+    They are widened and read on `device` one at a time: the whole model in FP32 need not fit anywhere.
+    """
+    masters = ((name, tensor.to(device).float()) for name, tensor in weights.items())
+    found = {name: (tuple(master.shape), fingerprints([master])[0]) for name, master in masters}
+    return digest_of({name: ("float32", *rest) for name, rest in found.items()})
+
+
 def digest_of(found: Mapping[str, tuple[str, tuple[int, ...], str]]) -> str:
     """`policy_digest` of tensors known by (dtype without `torch.`, shape, fingerprint) alone."""
     rows = [[name, dtype, list(shape), digits] for name, (dtype, shape, digits) in sorted(found.items())]

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 import vllm.envs
 from torch import Tensor
 from vllm import EngineArgs, LLMEngine, RequestOutput, SamplingParams
@@ -119,6 +120,8 @@ class VllmEngine:
             self._sent, self._slots = sent, {name: _fields(slot) for name, slot in slots.items()}
         self._complete = False
         if self._asleep:
+            # What torch keeps in this process for later would be missing there, where both share a device.
+            torch.cuda.empty_cache()
             self._llm.wake_up(["weights"])
         with parcel(tensors) as lent:
             self._call("policy_write", version, lent, self._slots)

@@ -10,7 +10,7 @@ import yaml
 from benchmarks.small_hopper import NAMES, Training, _train, main, plan
 from benchmarks.small_rows import alignment_row, draw_variants, provenance, seconds_by_task, step_ledger_row
 from benchmarks.small_tables import tables
-from benchmarks.trainings import ROOT, run_until
+from benchmarks.trainings import ROOT, run_till, run_until
 from fp8core.config.capability import check_contract
 from fp8core.config.load import load_config
 from fp8core.plan.devices import GPUS, Device, Machine
@@ -193,6 +193,19 @@ def test_a_training_is_left_alone_asked_and_ended(tmp_path):
             return
         time.sleep(0.1)
     pytest.fail(f"{child} outlived its training")
+
+
+@pytest.mark.slow
+def test_a_training_is_killed_when_it_has_reached_enough(tmp_path):
+    def till(program, reached, seconds):
+        with (tmp_path / "log").open("wb") as log:
+            return run_till([sys.executable, "-c", program], log, reached, time.monotonic() + seconds)
+
+    began = time.monotonic()
+    assert till("print('done')", lambda: False, 60) == 0
+    assert till(_DEAF, lambda: (tmp_path / "log").read_text() != "", 60) == -signal.SIGKILL
+    assert time.monotonic() - began < 60
+    assert till(_DEAF, lambda: False, 1) == -signal.SIGKILL
 
 
 @pytest.mark.slow

@@ -95,6 +95,7 @@ class PackedTrainer(PartwiseTrainer[Tensor]):
 
     def export(self) -> dict[str, Tensor]:
         """Weights for the rollout engine, quantised here and nowhere else, in one piece of memory: that lends fast."""
+        self._decoder.forget()  # What passes multiply with would lie beside it.
         rollout = self._formats.rollout
         return in_one_buffer(stored_weights(self.masters, rollout.stored_names(), rollout.scale_rule))
 
@@ -222,7 +223,8 @@ class PackedTrainer(PartwiseTrainer[Tensor]):
         own = self.masters
         assert own.keys() == masters.keys(), "masters of another model"
         for name, master in own.items():
-            master.copy_(masters[name])
+            # Narrow weights become FP32 where they are going.
+            master.copy_(masters[name].to(master.device))
         self._decoder.forget()
 
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8core.numerics.fingerprint import fingerprint, fingerprints, policy_digest
+from fp8core.numerics.fingerprint import fingerprint, fingerprints, masters_digest, policy_digest
 
 DTYPES = [
     torch.float32,
@@ -133,6 +133,12 @@ def test_fingerprints_are_those_of_the_tensors() -> None:
     tensors = [torch.ones(2, 3), torch.zeros(4, dtype=torch.bfloat16), torch.arange(9).to(torch.float8_e4m3fn)]
     assert fingerprints(tensors) == [fingerprint(tensor) for tensor in tensors]
     assert fingerprints([]) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_masters_digest_is_that_of_the_weights_in_fp32(dtype: torch.dtype) -> None:
+    weights = {"b": torch.randn(3, 5).to(dtype), "a": torch.randn(7).to(dtype)}
+    assert masters_digest(weights, torch.device("cpu")) == policy_digest({n: w.float() for n, w in weights.items()})
 
 
 def test_policy_digest_covers_name_dtype_shape_and_elements() -> None:

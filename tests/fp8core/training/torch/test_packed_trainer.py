@@ -185,3 +185,10 @@ def test_weights_are_made_ready_once_an_update(learnt) -> None:
     assert all(now is then for now, then in zip(held(), before, strict=True))
     learn(trainer)
     assert not any(held())
+
+
+def test_nothing_that_passes_multiply_with_lies_beside_an_export(packed_of, arch) -> None:
+    trainer = packed_of(FP8, arch)
+    trainer._inference_weights()
+    trainer.export()
+    assert not any(layer._held for layer in trainer._decoder.packed_layers())

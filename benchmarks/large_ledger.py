@@ -1,0 +1,179 @@
+"""The ledger of a whole GRPO step at the shape of Qwen3-8B on one H200, BF16 beside FP8, through `fp8-grpo run`.
+
+    python -m benchmarks.large_ledger --out FOLDER --seconds 560                   both variants, one after the other
+    python -m benchmarks.large_ledger --out FOLDER --seconds 560 bf16              one of them
+    python -m benchmarks.large_ledger --out FOLDER --layers 2 --device cpu         a rehearsal, of a tiny model
+
+The weights are random, because time does not ask what they are. A run is asked for one step more than --steps and
+killed once these are committed: so no step of it is the last one, which alone would be evaluated and leave a checkpoint
+of 80 GB. Two more things are unlike a training: the verifier (`benchmarks.coin`), and an evaluation of one prompt.
+A second call reuses the model and the runs that are complete, and begins the others anew.
+FOLDER/large_ledger.json has the rows, FOLDER/logs what each run said.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks.random_model import make_model
+from benchmarks.small_hopper import Training, plan
+from benchmarks.small_rows import Row, step_ledger_row
+from benchmarks.small_tables import tables
+from benchmarks.trainings import run_till
+from fp8core.models.architecture import Architecture
+from fp8core.plan.shapes import PUBLISHED
+from fp8core.report.run_data import RunData, read_run
+from fp8core.report.summary import TMPE, series
+from fp8core.store.artifacts import ArtifactStore
+from fp8core.store.ledger import START, LedgerView
+from fp8core.store.run_directory import LEDGER
+
+VARIANTS = ("bf16", "fp8_end_to_end_kv")
+RESULT = "large_ledger"
+QWEN3_8B = PUBLISHED["Qwen/Qwen3-8B-Base"]
+_SHOWN = 12_000
+
+_COMMON = {
+    "data.source": "chain",
+    "reward.verifier": "benchmarks.coin:score",
+    "evaluation": {"every": 1_000_000, "prompts": 1},
+    "checkpoint.every": 1_000_000,
+    "tracking.sample_completions": 0,
+}
+_SIZES = {
+    "cuda": {"rollout.prompts_per_step": 32, "rollout.group_size": 8, "rollout.max_new_tokens": 1024},
+    "cpu": {
+        **{"rollout.prompts_per_step": 2, "rollout.group_size": 4, "rollout.max_new_tokens": 8},
+        **{"rollout.engine": "embedded", "rollout.vllm.sleep": False, "precision.rounding_points": "stepwise"},
+        **{"training.device": "cpu", "training.packed": True, "threads": 1},
+    },
+}
+# Room for as many tokens in either format: 256 completions with their prompts, which those of a group share.
+_CACHE_GIB = {"bf16": 38.0, "fp8_end_to_end_kv": 19.0}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Make the model, train what is not done, write rows and table; returns 0 when all have their steps, else 1."""
+    options = _options(arguments)
+    end, out = time.monotonic() + options.seconds, options.out.absolute()
+    (out / "logs").mkdir(parents=True, exist_ok=True)
+    arch, began = architecture(options.device, options.layers), time.monotonic()
+    model = out / f"model-{options.device}-{arch.num_layers}"
+    make_model(model, arch, options.device)
+    print(f"model: {time.monotonic() - began:.0f} s", flush=True)
+    trainings = [training(model, variant, options) for variant in VARIANTS]
+    for chosen in trainings:
+        if chosen.variant in options.variants and not committed(chosen, options.steps):
+            train(chosen, options.steps, out / "logs" / f"{chosen.folder.name}.log", end)
+    done = [each for each in trainings if committed(each, options.steps)]
+    rows = [row for each in done if (row := ledger_row(each, arch)) is not None]
+    command = " ".join(["python -m benchmarks.large_ledger", *(sys.argv[1:] if arguments is None else arguments)])
+    (out / f"{RESULT}.json").write_text(json.dumps({"command": command, "rows": rows}, indent=1) + "\n")
+    for row in rows:
+        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in row["seconds_before"].items())
+        print(f"{row['variant']}: seconds before the first step: {parts}", flush=True)
+    print(*tables(rows), sep="\n\n", flush=True)
+    return 0 if {*options.variants} <= {each.variant for each in done} else 1
+
+
+def architecture(device: str, layers: int) -> Architecture:
+    """Qwen3-8B's shape, or a tiny one for a CPU, of so many layers."""
+    if device == "cuda":
+        return replace(QWEN3_8B, num_layers=layers)
+    small = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_heads": 2, "num_kv_heads": 1}
+    return replace(QWEN3_8B, num_layers=layers, max_positions=1024, **small)
+
+
+def training(model: Path, variant: str, options: argparse.Namespace) -> Training:
+    """A variant of qwen3 with this model."""
+    settings = _COMMON | _SIZES[options.device] | {"steps": options.steps + 1}
+    if options.device == "cuda":
+        settings["rollout.vllm.kv_cache_gib"] = _CACHE_GIB[variant]
+    overrides = [f"model={model}", *(f"{key}={json.dumps(value)}" for key, value in settings.items())]
+    (made,) = plan("qwen3", overrides, [variant], model.parent / "runs")
+    # Runs of other models lie beside it.
+    return replace(made, folder=made.folder.with_name(f"{made.folder.name}-{model.name}"))
+
+
+def committed(training: Training, steps: int) -> bool:
+    """Whether a run has so many steps."""
+    path = training.folder / LEDGER
+    last = LedgerView.read(path).last_step() if path.exists() else None
+    return last is not None and last >= steps
+
+
+def train(training: Training, steps: int, log: Path, end: float) -> None:
+    """From the beginning to so many steps, or until `end` (time.monotonic); says what a run said that has fewer."""
+    shutil.rmtree(training.folder, ignore_errors=True)
+    began = time.monotonic()
+    with log.open("wb") as output:
+        code = run_till(training.command, output, lambda: committed(training, steps), end)
+    print(f"{training.variant}: ended with {code} after {time.monotonic() - began:.0f} s", flush=True)
+    if not committed(training, steps):
+        print(log.read_text(errors="replace")[-_SHOWN:], flush=True)
+
+
+def ledger_row(training: Training, arch: Architecture) -> Row | None:
+    """The ledger of a step, with the size of the model and of the step, and seconds before the first one."""
+    run = read_run(training.folder, training.variant)
+    row = step_ledger_row(run, training.variant, training.shown)
+    if row is None:
+        return None
+    last = run.history[-1]
+    # Another place has the model elsewhere.
+    row["command"] = row["command"].replace(training.settings[0], "model=FOLDER/model")
+    return row | {
+        "model": "qwen3-8b" if arch.hidden_size == QWEN3_8B.hidden_size else "rehearsal",
+        "layers": arch.num_layers,
+        "requests": round(last["rollout/tokens"] / last["rollout/length_mean"]),
+        "prompt_tokens": _prompt_tokens(run),
+        "generated_tokens": int(last["rollout/tokens"]),
+        "seconds_before": _seconds_before(run),
+        "tmpe": list(series(run.history, TMPE)[1]),
+    }
+
+
+def _prompt_tokens(run: RunData) -> int:
+    """Of all requests of the newest step."""
+    last = run.evidence.steps[max(run.evidence.steps)]
+    rollouts = ArtifactStore(run.evidence.folder).get_table(last.artifacts["rollouts"])
+    return sum(len(tokens) for tokens in rollouts["prompt_tokens"].to_pylist())
+
+
+def _seconds_before(run: RunData) -> dict[str, float]:
+    """What a run did before its first step, in order; reading the model begins with run.json."""
+    tasks, first = run.evidence.steps[START].tasks, run.evidence.steps[START + 1].tasks
+    (segment,) = LedgerView.read(run.evidence.folder / LEDGER).segments()
+    digest, scales, evaluation = (tasks[name] for name in ("warm_start", "calibrate", "evaluate"))
+    return {
+        "read": segment.started - (run.evidence.folder / "run.json").stat().st_mtime,
+        "digest": digest.seconds,
+        "engine_and_trainer": scales.started - digest.started - digest.seconds,
+        "first_scales": scales.seconds,
+        "first_sync_and_evaluation": evaluation.seconds,
+        "second_sync": first["prompts"].started - evaluation.started - evaluation.seconds,
+    }
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="The ledger of GRPO steps at Qwen3-8B's shape, with random weights.")
+    parser.add_argument("variants", nargs="*", metavar="VARIANT", help=", ".join(VARIANTS))
+    parser.add_argument("--out", type=Path, required=True, help="folder of model, runs and results")
+    parser.add_argument("--seconds", type=float, default=560.0, help="of this call (default 560)")
+    parser.add_argument("--steps", type=int, default=3, help="of each run; the first is not counted (default 3)")
+    parser.add_argument("--layers", type=int, default=QWEN3_8B.num_layers)
+    parser.add_argument("--device", choices=tuple(_SIZES), default="cuda")
+    options = parser.parse_args(arguments)
+    options.variants = options.variants or list(VARIANTS)
+    if unknown := {*options.variants} - {*VARIANTS}:
+        parser.error(f"{', '.join(sorted(unknown))}: none of {', '.join(VARIANTS)}")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

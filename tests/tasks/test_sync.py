@@ -1,0 +1,45 @@
+"""Where engine and trainer share a device, the memory of each is there when the other needs it."""
+
+import pytest
+
+from tasks import start
+from tasks.calibrate import read_scales
+from tasks.restore import carried
+from tasks.sync import push
+
+
+@pytest.fixture
+def order(monkeypatch):
+    """Makes an object's method note its name when it is called; returns the names."""
+    names = []
+
+    def watch(owner, name):
+        called = getattr(owner, name)
+
+        def noted(*arguments):
+            names.append(name)
+            return called(*arguments)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    return names, watch
+
+
+def test_an_engine_rests_while_the_trainer_is_built_and_exports(run_copy, monkeypatch, order):
+    names, watch = order
+    build_engine = start.build_engine
+
+    def watched_engine(*arguments):
+        engine = build_engine(*arguments)
+        for name in ("rest", "update"):
+            watch(engine, name)
+        return engine
+
+    monkeypatch.setattr(start, "build_engine", watched_engine)
+    watch(start, "build_trainer")
+    with run_copy.opened() as run:
+        start.warm_start(run)
+        start.bring_to_life(run)
+        watch(run.trainer, "export")
+        push(run, read_scales(run, carried(run, 1)["scales"]))
+    assert names == ["rest", "build_trainer", "rest", "export", "update"]
