@@ -19,6 +19,9 @@ PRECISIONS = {
     "fp8_linear": "FP8 linears",
     "fp8_linear_kv": "FP8 linears, cache and attention",
 }
+MODELS = {"qwen3-8b": "Qwen3-8B", "llama-3.1-8b": "Llama-3.1-8B", "qwen3-30b-a3b": "Qwen3-30B-A3B"}
+# The variant of `attention_hopper.VARIANTS` that the engine runs: keys of a partition, blocks a multiprocessor, stages.
+OURS = "ours 4096 3 2"
 DECODERS = {"fp8_decode": "ours", "flash_attention": "FlashAttention 3"}
 
 Row = dict[str, Any]
@@ -27,7 +30,7 @@ Row = dict[str, Any]
 def main() -> None:
     kernels = json.loads((RESULTS / "kernels_hopper.json").read_text())
     print(quantiser_table(kernels), fingerprint_table(kernels), sep="\n\n", end="\n\n")
-    print(rollout_table(), trace_table(), attention_table(), sync_table(), sep="\n\n", end="\n\n")
+    print(rollout_table(), trace_table(), attention_table(), decode_table(), sync_table(), sep="\n\n", end="\n\n")
     print(exactness_table(), logprob_table(), rounding_table(), sep="\n\n")
 
 
@@ -53,7 +56,7 @@ def fingerprint_table(kernels: Row) -> str:
 
 def rollout_table() -> str:
     """Tokens per second, beside BF16 of the same requests."""
-    lines = ["| Qwen3-8B's shape | precision | decodes with | tokens/s | to BF16 | of |", "| --- " * 6 + "|"]
+    lines = ["| shape | precision | decodes with | tokens/s | to BF16 | of |", "| --- " * 6 + "|"]
     rows = _list("rollout_hopper")
     base = {_cell(row): row["tokens_per_s"] for row in rows if row["precision"] == "bf16"}
     for row in rows:
@@ -69,7 +72,8 @@ def rollout_table() -> str:
 
 
 def _cell(row: Row) -> str:
-    return f"{row['requests']} x ({row['prompt']} + {row['generated']})"
+    lengths = f"up to {row['generated']}, most far shorter" if row["long_tailed"] else row["generated"]
+    return f"{MODELS[row['model']]}, {row['requests']} x ({row['prompt']} + {lengths})"
 
 
 def trace_table() -> str:
@@ -86,11 +90,28 @@ def trace_table() -> str:
 def attention_table() -> str:
     """FlashAttention 3's decode alone: bytes of the cache a second."""
     lines = ["| FlashAttention 3, 256 requests | page | BF16, us | GB/s | FP8, us | GB/s |", "| --- " * 6 + "|"]
-    rows = {(r["context"], r["page"], r["dtype"]): r for r in _list("attention_hopper") if r["splits"] == 0}
+    rows = {(r["context"], r["page"], r["dtype"]): r for r in _list("attention_hopper") if r.get("splits") == 0}
     for context, page in sorted({key[:2] for key in rows}):
         pair = (rows[context, page, f"torch.{name}"] for name in ("bfloat16", "float8_e4m3fn"))
         numbers = " | ".join(f"{row['microseconds']:.0f} | {row['gb_per_s']:,}" for row in pair)
         lines.append(f"| {context:,} tokens each | {page} | {numbers} |")
+    return "\n".join(lines)
+
+
+def decode_table() -> str:
+    """One layer's attention of a decode step over a paged cache: ours beside FlashAttention 3's."""
+    columns = (("flash", "bfloat16"), ("flash", "float8_e4m3fn"), (OURS, "float8_e4m3fn"))
+    lines = ["| requests x context | FlashAttention 3, BF16, us (GB/s) | FP8 | ours, FP8 | ours to FP8 |"]
+    lines.append("| --- " * 5 + "|")
+    cells: dict[tuple[int, int], dict[tuple[str, str], Row]] = {}
+    for row in _list("attention_hopper"):
+        if "splits" not in row:
+            found = cells.setdefault((row["requests"], row["context"]), {})
+            found[row["kernel"], row["dtype"].removeprefix("torch.")] = row
+    for (requests, context), found in cells.items():
+        numbers = [f"{found[key]['microseconds']:.0f} ({found[key]['gb_per_s']:,})" for key in columns]
+        _, theirs, ours = (found[key]["microseconds"] for key in columns)
+        lines.append(f"| {requests} x {context:,} | {' | '.join(numbers)} | {theirs / ours:.2f}x |")
     return "\n".join(lines)
 
 

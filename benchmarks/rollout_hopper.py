@@ -72,8 +72,10 @@ ENGINES = {
     "qwen3-8b/bf16/long": Engine("qwen3-8b", "bf16", (_LONG,)),
     "qwen3-8b/fp8_linear_kv": Engine("qwen3-8b", "fp8_linear_kv", _headline(3), traced=(256, 2048)),
     "qwen3-8b/fp8_linear": Engine("qwen3-8b", "fp8_linear", _headline(1)),
-    "qwen3-8b/fp8_linear_kv/512": Engine("qwen3-8b", "fp8_linear_kv", (*_headline(3)[1:], _SHORT, _TAILED)),
-    "qwen3-8b/fp8_linear_kv/long": Engine("qwen3-8b", "fp8_linear_kv", (_LONG,), traced=(256, 2048)),
+    "qwen3-8b/fp8_linear_kv/512": Engine(
+        "qwen3-8b", "fp8_linear_kv", (*_headline(3)[1:], _SHORT, _TAILED), traced=(256, 2048)
+    ),
+    "qwen3-8b/fp8_linear_kv/long": Engine("qwen3-8b", "fp8_linear_kv", (_LONG,)),
     "qwen3-8b/fp8_linear_kv/flash": Engine("qwen3-8b", "fp8_linear_kv", (_SHORT,), decode_kernel="flash_attention"),
     "qwen3-8b/fp8_linear_kv/invariant": Engine("qwen3-8b", "fp8_linear_kv", (_SHORT,), batch_invariant=True),
     "qwen3-8b/fp8_linear_kv/short": Engine("qwen3-8b", "fp8_linear_kv", (_SHORT,)),
@@ -131,6 +133,7 @@ def measure(engine_of: Engine, out: Path) -> None:
     prepare(contract, settings)
     rows: list[dict[str, Any]] = []
     largest = max(cell.requests for cell in engine_of.cells)
+    assert engine_of.traced is None or engine_of.traced[0] <= largest, "a trace of more requests than run at once"
     engine = cases.start(arch, contract, settings, largest, rows, worker=WORKER)
     try:
         cases.synchronise(engine, cases.random_policy(arch, contract, own_layers=1))

@@ -10,12 +10,16 @@ from torch.profiler import ProfilerActivity, profile
 # The first that matches names the part.
 PARTS = (
     ("attention", ("decode_attention", "flash", "fmha")),
-    ("block-FP8 GEMM", ("deep_gemm", "sm90_fp8", "e4m3", "Float8", "block_scaled")),
-    ("quantise", ("_rows_kernel", "_tiles_kernel", "_rows_and_columns", "_codes_kernel", "quant")),
-    ("norm, rotary, SwiGLU", ("norm", "swiglu", "rotate", "rotary")),
+    # DeepGEMM's own, and cuBLASLt's of two E4M3 operands with FP32 scales.
+    ("block-FP8 GEMM", ("sm90_fp8", "_qqsss_", "e4m3", "block_scaled")),
+    (
+        "quantise, with the norm or SwiGLU before it",
+        ("_rows_kernel", "_tiles_kernel", "_and_columns", "_codes_kernel", "quant"),
+    ),
+    ("norm, rotary, SwiGLU", ("norm", "_forward_kernel", "_backward_kernel", "_column_sums_kernel")),
     ("optimiser", ("_adamw_kernel", "lpnorm", "NormTwo")),
     ("fingerprint", ("_fingerprint",)),
-    ("BF16 GEMM", ("nvjet", "gemm", "cutlass", "cublas", "sm90_bf16")),
+    ("BF16 GEMM", ("nvjet", "gemm", "cutlass", "cublas")),
     ("softmax", ("softmax", "SoftMax")),
     ("copies", ("Memcpy", "Memset", "memcpy", "copy")),
 )

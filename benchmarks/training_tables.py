@@ -1,0 +1,79 @@
+"""Print the tables of docs/performance.md about training on a Hopper GPU, from the stored results.
+
+    python -m benchmarks.training_tables
+
+Reads benchmarks/results/training_hopper.json and fused_hopper.json; each row holds its commit and versions.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+MODELS = {"qwen3-8b": "Qwen3-8B", "llama-3.1-8b": "Llama-3.1-8B", "small": "110M, 12 layers of width 768"}
+PRECISIONS = {"bf16": "BF16", "fp8_block": "FP8 linears", "fp8_block_kv": "FP8 linears, cache and attention"}
+
+Row = dict[str, Any]
+
+
+def main() -> None:
+    training = json.loads((RESULTS / "training_hopper.json").read_text())
+    fused = json.loads((RESULTS / "fused_hopper.json").read_text())
+    print(speed_table(training), parts_table(training), fused_table(fused), sep="\n\n")
+
+
+def speed_table(rows: list[Row]) -> str:
+    """Tokens per second of full steps, beside BF16 of the same model and layers."""
+    lines = [
+        "| a step of 65,536 tokens | precision | layers | tokens/s | to BF16 | MFU | peak, GB |",
+        "| --- " * 7 + "|",
+    ]
+    timed = [row for row in rows if row["kind"] == "training"]
+    base = {_same(row): row["tokens_per_s"] for row in timed if row["precision"] == "bf16"}
+    for row in timed:
+        words = PRECISIONS[row["precision"]] + (", deterministic" if row["deterministic"] else "")
+        ratio = f"{row['tokens_per_s'] / base[_same(row)]:.2f}x" if _same(row) in base else "not measured"
+        cells = f"{row['layers']} | {row['tokens_per_s']:,.0f} | {ratio} | {row['mfu']:.1%} | {row['peak_gb']:.0f}"
+        lines.append(f"| {MODELS.get(row['model'], row['model'])} | {words} | {cells} |")
+    return "\n".join(lines)
+
+
+def parts_table(rows: list[Row], model: str = "qwen3-8b") -> str:
+    """Milliseconds of GPU time of a step by part, one column a precision."""
+    traces = {row["precision"]: row for row in rows if row["kind"] == "training_trace" and row["model"] == model}
+    parts = dict.fromkeys(part for row in traces.values() for part in row["parts_ms"])
+    lines = [f"| {MODELS[model]}, ms of a step | {' | '.join(PRECISIONS[name] for name in traces)} |"]
+    lines.append("| --- " * (1 + len(traces)) + "|")
+    for part in sorted(parts, key=lambda part: -max(row["parts_ms"].get(part, 0.0) for row in traces.values())):
+        lines.append(
+            f"| {part} | {' | '.join(_milliseconds(row['parts_ms'].get(part, 0.0)) for row in traces.values())} |"
+        )
+    whole = (_milliseconds(1000 * row["traced_seconds"]) for row in traces.values())
+    return "\n".join([*lines, f"| whole step | {' | '.join(whole)} |"])
+
+
+def fused_table(rows: list[Row]) -> str:
+    """Microseconds of each function, fused and as what it replaces, beside the prediction."""
+    lines = ["| 16,384 tokens of Qwen3-8B | predicted, us | fused, us | GB/s | two kernels, us | torch, us |"]
+    lines.append("| --- " * 6 + "|")
+    forms: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        forms.setdefault(row["function"], {})[row["form"]] = row
+    for function, found in forms.items():
+        fused = found["fused"]
+        others = (f"{found[form]['microseconds']:,.0f}" if form in found else "" for form in ("two kernels", "torch"))
+        own = f"{fused['predicted_microseconds']:,} | {fused['microseconds']:,.0f} | {fused['gb_per_s']:,.0f}"
+        lines.append(f"| {function} | {own} | {' | '.join(others)} |")
+    return "\n".join(lines)
+
+
+def _same(row: Row) -> tuple[str, int, bool]:
+    return row["model"], row["layers"], row["checkpointing"]
+
+
+def _milliseconds(value: float) -> str:
+    return f"{value:,.0f}"
+
+
+if __name__ == "__main__":
+    main()
