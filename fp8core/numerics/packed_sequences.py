@@ -58,12 +58,12 @@ class PackedSequences:
     @cached_property
     def offsets(self) -> Tensor:
         """int64 [tokens]: from 0 in every sequence, filling included."""
-        return torch.cat([torch.arange(end - start) for start, end in self.spans])
+        return torch.arange(self.tokens) - torch.tensor(self.starts)[self.owners]
 
     @cached_property
     def valid(self) -> Tensor:
         """bool [tokens], False where the pack is filled up."""
-        return torch.cat([torch.arange(e - s) < n for (s, e), n in zip(self.spans, self.lengths, strict=True)])
+        return self.offsets < torch.tensor(self.lengths)[self.owners]
 
     @cached_property
     def positions(self) -> Tensor:
@@ -73,8 +73,7 @@ class PackedSequences:
     @cached_property
     def owners(self) -> Tensor:
         """int64 [tokens]: the index of the sequence that each token belongs to."""
-        widths = torch.tensor([end - start for start, end in self.spans])
-        return torch.repeat_interleave(torch.arange(len(widths)), widths)
+        return torch.repeat_interleave(torch.tensor(self.starts).diff())
 
 
 def packed_length(length: int) -> int:

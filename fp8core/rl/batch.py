@@ -6,6 +6,7 @@ policy wrote.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -122,9 +123,10 @@ def _pad_experts(rows: Sequence[Sequence[Sequence[Sequence[int]]]], length: int)
 
 def pad(rows: Sequence[Sequence[int] | Sequence[float]], dtype: torch.dtype, value: float) -> Tensor:
     """Right-pad ragged rows to [B, longest]."""
+    lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)[:, None]
     out = torch.full((len(rows), max((len(row) for row in rows), default=0)), value, dtype=dtype)
-    for i, row in enumerate(rows):
-        out[i, : len(row)] = torch.tensor(row, dtype=dtype)
+    # In one piece: a tensor for each of hundreds of rows takes longer than the update of a small model.
+    out[torch.arange(out.shape[1]) < lengths] = torch.tensor(list(chain.from_iterable(rows)), dtype=dtype)
     return out
 
 
