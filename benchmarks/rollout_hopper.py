@@ -72,6 +72,7 @@ ENGINES = {
     "qwen3-8b/bf16/long": Engine("qwen3-8b", "bf16", (_LONG,)),
     "qwen3-8b/fp8_linear_kv": Engine("qwen3-8b", "fp8_linear_kv", _headline(3), traced=(256, 2048)),
     "qwen3-8b/fp8_linear": Engine("qwen3-8b", "fp8_linear", _headline(1)),
+    "qwen3-8b/fp8_linear/512": Engine("qwen3-8b", "fp8_linear", _headline(1)[1:]),
     "qwen3-8b/fp8_linear_kv/512": Engine(
         "qwen3-8b", "fp8_linear_kv", (*_headline(3)[1:], _SHORT, _TAILED), traced=(256, 2048)
     ),
