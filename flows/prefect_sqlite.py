@@ -5,18 +5,17 @@
 is the `prefect` command in such a process. Nothing changes with PostgreSQL.
 
 SQLite refuses a transaction that has read and now writes, at once, when another one wrote in between ("database is
-locked"). Prefect 3.7 has many such transactions and makes one at every look of a worker (`mark_deployments_ready`). It
-repeats them, and no harm is done by that. But aiosqlite gives each connection a thread, and SQLAlchemy 2.0 leaves the
-cursor of a failed statement open. The frames of the exception, a cycle, hold it until Python collects garbage, mostly
-in the thread of the event loop. To end the cursor there takes the connection; while that one waits for SQLite's write
-lock, the event loop waits too, and who holds the lock needs the event loop to let it go. The whole server is silent
-until the connection gives up, which is after 60 s with Prefect. So a cursor whose statement failed is closed here by
-the thread that ran it.
+locked"). Prefect 3.7 has many such transactions, makes one at every look of a worker (`mark_deployments_ready`), and
+repeats them. But aiosqlite gives each connection a thread, and SQLAlchemy 2.0 leaves the cursor of a failed statement
+open. The frames of the exception, a cycle, hold it until Python collects garbage, mostly in the thread of the event
+loop. To end the cursor there takes the connection's mutex; while that connection waits for SQLite's write lock, the
+event loop waits too, and who holds the lock needs the event loop to let it go. The whole server is silent until the
+connection gives up, which is after 60 s with Prefect. So a cursor whose statement failed is closed here by the thread
+that ran it.
 """
 
 import logging
 import sqlite3
-import sys
 from collections.abc import MutableMapping, Sequence
 from typing import Any, Self
 
@@ -71,4 +70,4 @@ if __name__ == "__main__":
     prepare_sqlite()
     from prefect.cli import app
 
-    sys.exit(app())
+    app()

@@ -2,17 +2,13 @@
 
 import asyncio
 import gc
-import json
+import importlib
 import logging
-import os
-import socket
-import threading
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -21,13 +17,11 @@ from sqlalchemy import event
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
 
-from flows.prefect_server import PrefectServer, answers
+from flows.prefect_server import PrefectServer
 from flows.prefect_sqlite import prepare_sqlite
-from flows.service import Services
 from flows.up import server_command
 
 BUSY_SECONDS = 6.0
-SILENT_SECONDS = 20.0
 
 
 @contextmanager
@@ -112,68 +106,28 @@ def test_a_refused_transaction_that_is_repeated_is_in_the_log_only_when_asked_fo
 # --- a real server ---
 
 
-@pytest.fixture(params=["of up", "of a training"])
-def api(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The address of a server with a database of its own, started as `up` or a training without a server does."""
-    for name in [name for name in os.environ if name.startswith("PREFECT_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("PREFECT_HOME", str(tmp_path))
-    monkeypatch.setenv("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
-    if request.param == "of a training":
-        server = PrefectServer()
-        server.wait()
-        yield server.api
-        server.stop()
-        return
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    with Services(os.environ, tmp_path, tmp_path) as services:
-        services.start("Prefect server", server_command(port), 1)
-        services.wait_until(lambda: answers(f"http://127.0.0.1:{port}/api/health"), "Prefect server")
-        yield f"http://127.0.0.1:{port}/api"
-
-
-def ask(page: str, body: Any = None) -> Any:
-    """As Prefect's clients do: again, when the server says that it is busy."""
-    data = None if body is None else json.dumps(body).encode()
-    while True:
-        request = urllib.request.Request(page, data, {"Content-Type": "application/json"})
-        try:
-            with urllib.request.urlopen(request, timeout=SILENT_SECONDS) as answer:
-                return json.loads(answer.read() or "null")
-        except urllib.error.HTTPError as busy:
-            if busy.code != 503:
-                raise
-            time.sleep(0.1)
+@pytest.fixture
+def silence(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """benchmarks/prefect_silence.py."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
+    return importlib.import_module("benchmarks.prefect_silence")
 
 
 @pytest.mark.slow
-def test_a_server_that_is_asked_much_is_never_silent(api: str) -> None:
-    ask(f"{api}/work_pools/", {"name": "pool", "type": "process"})
-    flow = ask(f"{api}/flows/", {"name": "flow"})["id"]
-    ask(f"{api}/deployments/", {"name": "deployment", "flow_id": flow, "work_pool_name": "pool"})
+def test_the_server_of_up_is_never_silent(silence: ModuleType, tmp_path: Path) -> None:
+    """As long as Prefect lets a connection wait for the lock: 60 s."""
+    with silence.serving(server_command, tmp_path, {}) as api:
+        assert silence.ask_much(api, seconds=10).silence < 20
 
-    def look() -> None:
-        ask(f"{api}/work_pools/pool/get_scheduled_flow_runs", {"limit": 1})
 
-    def run() -> None:
-        run = ask(f"{api}/flow_runs/", {"flow_id": flow, "state": {"type": "PENDING"}})["id"]
-        for state in ("RUNNING", "COMPLETED"):
-            ask(f"{api}/flow_runs/{run}/set_state", {"state": {"type": state}, "force": True})
-
-    ended = time.monotonic() + 10
-    silences: list[str] = []
-
-    def repeat(act: Callable[[], None]) -> None:
-        while time.monotonic() < ended and not silences:
-            try:
-                act()
-            except TimeoutError:
-                silences.append(act.__name__)
-
-    threads = [threading.Thread(target=repeat, args=(act,)) for act in (look, look, run, run, run)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not silences
+@pytest.mark.slow
+def test_the_server_of_a_training_is_never_silent(
+    silence: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PREFECT_HOME", str(tmp_path))
+    server = PrefectServer()
+    server.wait()
+    try:
+        assert silence.ask_much(server.api, seconds=10).silence < 20
+    finally:
+        server.stop()
