@@ -64,6 +64,9 @@ def serve(port: int) -> None:
     import uvicorn
     from prefect.server.api.server import create_app
 
+    from flows.prefect_sqlite import prepare_sqlite
+
+    prepare_sqlite()
     app = create_app(ephemeral=True, final=True)
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="error"))
     # Not in the main thread, where uvicorn would take the signals for itself.

@@ -8,6 +8,7 @@ import argparse
 import os
 import signal
 import socket
+import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any, NoReturn
 
 from flows.environment import make_prefect_home, mlflow_has_database, service_environment
 from flows.launch import stopped
+from flows.lifeline import running
 from flows.prefect_server import answers
 from flows.service import SERVER_SECONDS, STEP_SECONDS, ServiceError, Services, Stopped
 from fp8core.errors import UserError
@@ -48,8 +50,7 @@ def up(options: argparse.Namespace) -> int:
         signal.signal(number, services.note_signal)
     try:
         with services:
-            server = ["prefect", "server", "start", *_HERE, str(options.prefect_port)]
-            services.start("Prefect server", server, SERVER_SECONDS)
+            services.start("Prefect server", server_command(options.prefect_port), SERVER_SECONDS)
             _start_mlflow(services, options.mlflow_port, runs)
             services.wait_until(partial(answers, f"{prefect}/api/health"), "Prefect server")
             services.wait_until(partial(answers, f"{mlflow}/health"), "MLflow server")
@@ -61,6 +62,12 @@ def up(options: argparse.Namespace) -> int:
         return stopped(str(error), 1)
     except Stopped as stop:
         return 128 + int(stop.args[0])
+
+
+def server_command(port: int) -> list[str]:
+    """`prefect server start`, of the Python that runs this."""
+    python = [Path(sys.executable).name, *running("flows.prefect_sqlite")]
+    return [*python, "server", "start", *_HERE, str(port)]
 
 
 def wait(services: Services) -> NoReturn:

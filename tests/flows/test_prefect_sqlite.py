@@ -1,0 +1,133 @@
+"""Prefect's server on SQLite answers while transactions are refused, and what is repeated does not fill its log."""
+
+import asyncio
+import gc
+import importlib
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from prefect.settings import PREFECT_SERVER_LOG_RETRYABLE_ERRORS, temporary_settings
+from sqlalchemy import event
+from sqlalchemy.exc import OperationalError
+from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
+
+from flows.prefect_server import PrefectServer
+from flows.prefect_sqlite import prepare_sqlite
+from flows.up import server_command
+
+BUSY_SECONDS = 6.0
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+async def refuse(reader: AsyncConnection, writer: AsyncConnection) -> OperationalError:
+    """What SQLite says, at once, to a reader that writes after another one did."""
+    await reader.exec_driver_sql("BEGIN")
+    (await reader.exec_driver_sql("SELECT * FROM numbers")).all()
+    await writer.exec_driver_sql("INSERT INTO numbers VALUES (1)")
+    with pytest.raises(OperationalError, match="database is locked") as refused:
+        await reader.exec_driver_sql("INSERT INTO numbers VALUES (2)")
+    await reader.exec_driver_sql("ROLLBACK")
+    return refused.value
+
+
+async def seconds_of_a_collection(database: Path) -> float:
+    """While the connection of a failed statement, which is garbage, waits for the lock."""
+    engine = create_async_engine(f"sqlite+aiosqlite:///{database}")
+
+    @event.listens_for(engine.sync_engine, "connect")
+    def as_prefect_does(connection: Any, record: Any) -> None:
+        connection.isolation_level = None
+        cursor = connection.cursor()
+        cursor.execute("PRAGMA journal_mode = WAL")
+        cursor.execute(f"PRAGMA busy_timeout = {1000 * BUSY_SECONDS:.0f}")
+        cursor.close()
+
+    async with engine.connect() as holder, engine.connect() as waiter:
+        await holder.exec_driver_sql("CREATE TABLE numbers (number)")
+        cycle: list[Any] = [await refuse(waiter, holder)]
+        cycle.append(cycle)
+        del cycle
+        await holder.exec_driver_sql("BEGIN IMMEDIATE")
+        waiting = asyncio.create_task(waiter.exec_driver_sql("BEGIN IMMEDIATE"))
+        await asyncio.sleep(0.5)
+        before = time.monotonic()
+        gc.collect()
+        seconds = time.monotonic() - before
+        await holder.exec_driver_sql("COMMIT")
+        await waiting
+        await waiter.exec_driver_sql("ROLLBACK")
+    await engine.dispose()
+    return seconds
+
+
+def test_garbage_of_a_refused_statement_does_not_hold_up_the_event_loop(tmp_path: Path) -> None:
+    prepare_sqlite()
+    with no_collection():
+        assert asyncio.run(seconds_of_a_collection(tmp_path / "numbers.db")) < BUSY_SECONDS / 2
+
+
+def test_a_refused_transaction_that_is_repeated_is_in_the_log_only_when_asked_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    prepare_sqlite()
+    docket = logging.getLogger("docket.dependencies")
+
+    async def log_a_refusal() -> None:
+        engine = create_async_engine(f"sqlite+aiosqlite:///{tmp_path}/numbers.db", isolation_level="AUTOCOMMIT")
+        async with engine.connect() as reader, engine.connect() as writer:
+            await writer.exec_driver_sql("PRAGMA journal_mode = WAL")
+            await writer.exec_driver_sql("CREATE TABLE IF NOT EXISTS numbers (number)")
+            refused = await refuse(reader, writer)
+        docket.error("again: a refusal", exc_info=refused)
+        docket.error("again: another mistake", exc_info=ValueError("mine"))
+        await engine.dispose()
+
+    asyncio.run(log_a_refusal())
+    assert [record.message for record in caplog.records] == ["again: another mistake"]
+    with temporary_settings({PREFECT_SERVER_LOG_RETRYABLE_ERRORS: True}):
+        asyncio.run(log_a_refusal())
+    assert "again: a refusal" in [record.message for record in caplog.records]
+
+
+# --- a real server ---
+
+
+@pytest.fixture
+def silence(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """benchmarks/prefect_silence.py."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
+    return importlib.import_module("benchmarks.prefect_silence")
+
+
+@pytest.mark.slow
+def test_the_server_of_up_is_never_silent(silence: ModuleType, tmp_path: Path) -> None:
+    """As long as Prefect lets a connection wait for the lock: 60 s."""
+    with silence.serving(server_command, tmp_path, {}) as api:
+        assert silence.ask_much(api, seconds=10).silence < 20
+
+
+@pytest.mark.slow
+def test_the_server_of_a_training_is_never_silent(
+    silence: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PREFECT_HOME", str(tmp_path))
+    server = PrefectServer()
+    server.wait()
+    try:
+        assert silence.ask_much(server.api, seconds=10).silence < 20
+    finally:
+        server.stop()
