@@ -39,17 +39,9 @@ def run(environment: dict[str, str], *command: str) -> subprocess.CompletedProce
     return subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300)
 
 
-def _holds(condition: Callable[[], bool]) -> bool:
-    """A busy server on sqlite may leave a question without an answer for a while."""
-    try:
-        return condition()
-    except TimeoutError:
-        return False
-
-
 def wait_for(condition: Callable[[], bool], what: str, seconds: float = 300) -> None:
     deadline = time.monotonic() + seconds
-    while not _holds(condition):
+    while not condition():
         assert time.monotonic() < deadline, f"{what} took more than {seconds} s"
         time.sleep(0.5)
 
