@@ -4,9 +4,11 @@ Prefect reads its own once, when it is imported; MLflow at every request; an eng
 """
 
 import atexit
+import fcntl
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import IO
 
 from flows.prefect_server import PrefectServer
 from fp8core.errors import UserError
@@ -19,7 +21,21 @@ def quiet_prefect_console() -> None:
 
 def make_prefect_home() -> None:
     """Prefect writes its profile and database below PREFECT_HOME and does not create the folder's parent."""
-    Path(os.environ.get("PREFECT_HOME", "~/.prefect")).expanduser().mkdir(parents=True, exist_ok=True)
+    _prefect_home().mkdir(parents=True, exist_ok=True)
+
+
+def hold_prefect_start() -> IO[bytes]:
+    """Wait for servers that are starting on this PREFECT_HOME, and have others wait until the result is closed.
+
+    A server that starts makes the tables of a new database; two at once would both make them, and one of them ends.
+    """
+    lock = (_prefect_home() / "fp8-grpo-start.lock").open("ab")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return lock
+
+
+def _prefect_home() -> Path:
+    return Path(os.environ.get("PREFECT_HOME", "~/.prefect")).expanduser()
 
 
 def bound_mlflow_requests() -> None:
@@ -45,12 +61,13 @@ def start_prefect() -> None:
     from prefect.settings import get_current_settings
 
     if get_current_settings().api.url is None:
-        server = PrefectServer()
-        os.environ["PREFECT_API_URL"] = server.api
-        refresh_global_settings_context()
-        # Prefect sends its last events when Python exits; what is registered before those is called after them.
-        atexit.register(server.stop)
-        server.wait()
+        with hold_prefect_start():
+            server = PrefectServer()
+            os.environ["PREFECT_API_URL"] = server.api
+            refresh_global_settings_context()
+            # Prefect sends its last events when Python exits; what is registered before those is called after them.
+            atexit.register(server.stop)
+            server.wait()
     _refuse_silence()
 
 

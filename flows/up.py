@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from flows.environment import make_prefect_home, mlflow_has_database, service_environment
+from flows.environment import hold_prefect_start, make_prefect_home, mlflow_has_database, service_environment
 from flows.launch import stopped
 from flows.lifeline import running
 from flows.prefect_server import answers
@@ -46,13 +46,15 @@ def up(options: argparse.Namespace) -> int:
     make_prefect_home()
     prefect, mlflow = (f"http://127.0.0.1:{port}" for port in (options.prefect_port, options.mlflow_port))
     services = Services(service_environment(f"{prefect}/api", mlflow), ROOT, runs / "logs")
+    start = hold_prefect_start()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, services.note_signal)
     try:
-        with services:
+        with start, services:
             services.start("Prefect server", server_command(options.prefect_port), SERVER_SECONDS)
             _start_mlflow(services, options.mlflow_port, runs)
             services.wait_until(partial(answers, f"{prefect}/api/health"), "Prefect server")
+            start.close()
             services.wait_until(partial(answers, f"{mlflow}/health"), "MLflow server")
             _start_workers(services, f"{prefect}/api")
             print(f"ready: Prefect {prefect}, MLflow {mlflow}", flush=True)

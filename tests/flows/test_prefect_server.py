@@ -78,3 +78,15 @@ def test_a_server_that_does_not_start_says_why(tmp_path: Path, monkeypatch: pyte
     ):
         server.wait()
     server.stop()
+
+
+def test_two_that_start_together_make_one_new_database(tmp_path: Path) -> None:
+    program = "from flows.environment import make_prefect_home, start_prefect; make_prefect_home(); start_prefect()"
+    environment = {**os.environ, "PREFECT_HOME": str(tmp_path / "home")}
+    environment.pop("PREFECT_API_URL", None)
+    started = [
+        subprocess.Popen([sys.executable, "-c", program], env=environment, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    said = [process.communicate(timeout=300)[1] for process in started]
+    assert [process.returncode for process in started] == [0, 0], said
