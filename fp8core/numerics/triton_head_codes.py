@@ -42,7 +42,7 @@ def _places(
 
 
 @triton.jit
-def _codes_kernel(
+def _head_codes_kernel(
     qkv: tl.tensor,
     q: tl.tensor,
     k: tl.tensor,
@@ -69,7 +69,7 @@ def _codes_kernel(
 
 
 @triton.jit
-def _gradients_kernel(
+def _head_gradients_kernel(
     grad_q: tl.tensor,
     grad_k: tl.tensor,
     grad_v: tl.tensor,
@@ -111,7 +111,7 @@ def head_gradients(grads: Heads, qkv: Tensor, layout: HeadLayout, scales: LayerS
     qkv, given = qkv.contiguous(), [grad.contiguous() for grad in grads]
     out = torch.empty_like(qkv)
     with torch.cuda.device_of(qkv):
-        _gradients_kernel[_grid(qkv, layout)](
+        _head_gradients_kernel[_grid(qkv, layout)](
             *given, qkv, out, *limits_of(scales), *_sizes(qkv, layout), _TOKENS, _COLUMNS, enable_fp_fusion=False
         )
     return out
@@ -126,7 +126,7 @@ def _parts(qkv: Tensor, layout: HeadLayout, scales: LayerScales, dtype: torch.dt
     )
     values, each = dtype == torch.bfloat16, (scales.q, scales.k, scales.v)
     with torch.cuda.device_of(qkv):
-        _codes_kernel[_grid(qkv, layout)](
+        _head_codes_kernel[_grid(qkv, layout)](
             qkv, q, k, v, *each, *_sizes(qkv, layout), values, _TOKENS, _COLUMNS, enable_fp_fusion=False
         )
     return q, k, v
