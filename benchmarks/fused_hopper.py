@@ -1,4 +1,4 @@
-"""Time the fused kernels of norm, SwiGLU, rotary positions and codes of heads on one Hopper GPU, beside what they replace.
+"""Time the fused kernels of norm, SwiGLU, rotary positions and head codes on one Hopper GPU, beside what they replace.
 
     python -m benchmarks.fused_hopper --out FILE.json [--tokens 16384] [--hidden 4096] [--intermediate 12288]
     python -m benchmarks.fused_hopper --out FILE.json --device cpu --tokens 8 --hidden 256 --intermediate 256

@@ -17,8 +17,8 @@ What was predicted before anything was measured (Qwen3-8B's shape; microseconds 
 | optimiser, weight codes, norm of gradients | 0.8 | 1.2 | 65,536 tokens a step |
 | all | 85 | 64 | 1.33x; with layers computed again (as 8B needs on one GPU) 110 and 81, 1.36x |
 
-What was then measured (seconds a step of 65,536 tokens, layers computed again), and what was predicted from it, before
-it was measured, for layers that keep what they attended to and for kernels of the codes around FP8 attention:
+What was then measured (seconds a step of 65,536 tokens, layers computed again), and what was predicted from that for
+layers that keep what they attended to and for kernels of the codes around FP8 attention, before either was measured:
 
 | part | BF16 | block FP8 | with FP8 attention | from |
 | --- | --- | --- | --- | --- |

@@ -11,8 +11,8 @@ kernels = pytest.importorskip("fp8core.numerics.triton_head_codes", reason="need
 # Tokens that no program has whole; heads that fill a part of a program, several programs, one exactly.
 TOKENS = 13
 LAYOUTS = [HeadLayout(4, 2, 32), HeadLayout(9, 3, 24), HeadLayout(20, 10, 128), HeadLayout(16, 8, 128)]
-# The last are no powers of two: quotients, products and the limits (134.6, which BF16 has not) are rounded. 129 / 128 over
-# Q's is next to the middle between two codes; a product with the reciprocal is that middle.
+# The last are no powers of two: quotients, products and the limits (134.6, which BF16 has not) are rounded.
+# 129 / 128 over Q's is next to the middle between two codes; a product with the reciprocal is that middle.
 SCALES = [LayerScales(2.0**-6, 2.0**-5, 2.0**-7), LayerScales(0.7010869979858398, 0.0123, 134.6 / 448)]
 
 
