@@ -9,9 +9,9 @@ from torch.profiler import ProfilerActivity, profile
 
 # The first that matches names the part.
 PARTS = (
+    ("codes around attention", ("_head_codes_kernel", "_head_gradients_kernel")),
     ("attention", ("decode_attention", "flash", "fmha")),
     ("block-FP8 GEMM", ("deep_gemm", "sm90_fp8", "e4m3", "Float8", "block_scaled")),
-    ("codes around attention", ("_head_codes_kernel", "_head_gradients_kernel")),
     ("quantise", ("_rows_kernel", "_tiles_kernel", "_rows_and_columns", "_codes_kernel", "quant")),
     ("norm, rotary, SwiGLU", ("norm", "swiglu", "rotate", "rotary")),
     ("optimiser", ("_adamw_kernel", "lpnorm", "NormTwo")),
