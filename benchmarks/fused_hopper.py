@@ -1,4 +1,4 @@
-"""Time the fused kernels of norm, SwiGLU and rotary positions on one Hopper GPU, beside what they replace.
+"""Time the fused kernels of norm, SwiGLU, rotary positions and head codes on one Hopper GPU, beside what they replace.
 
     python -m benchmarks.fused_hopper --out FILE.json [--tokens 16384] [--hidden 4096] [--intermediate 12288]
     python -m benchmarks.fused_hopper --out FILE.json --device cpu --tokens 8 --hidden 256 --intermediate 256
@@ -11,7 +11,8 @@ where the references run and times mean nothing.
 
 PREDICTED was written before the first measurement, in microseconds of the fused form for Qwen3-8B's shape and 16,384
 tokens: the bytes that really move at 4.0 TB/s (a copy reaches 4.1), and about half of the time in which the
-instructions would be issued where that is not small (27 for each element of swiglu_codes under pow2, 40 under fp32).
+instructions would be issued where that is not small (27 for each element of swiglu_codes under pow2, 40 under fp32; 23
+for each of head_codes and 29 of head_values, most of them of the division).
 """
 
 import argparse
@@ -30,11 +31,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from fp8core.numerics.block_codes import FiniteFlag, row_and_column_codes, row_codes
-from fp8core.numerics.e4m3 import ScaleRule
+from fp8core.numerics.e4m3 import E4M3_MAX, ScaleRule
 from fp8core.numerics.elementwise import inverse_frequencies
+from fp8core.numerics.fused_head_codes import head_codes, head_gradients, head_values, static_codes
 from fp8core.numerics.fused_norm import add_norm, add_norm_backward, add_norm_codes, add_norm_row_codes
-from fp8core.numerics.fused_rotary import HeadLayout, norm_rotate, norm_rotate_backward
+from fp8core.numerics.fused_rotary import HeadLayout, heads_of, norm_rotate, norm_rotate_backward
 from fp8core.numerics.fused_swiglu import swiglu, swiglu_backward, swiglu_backward_codes, swiglu_codes, swiglu_row_codes
+from fp8core.numerics.kv_scales import LayerScales
 from fp8core.store.versions import git_state, library_versions
 
 PEAK = 4.8e12
@@ -59,6 +62,9 @@ PREDICTED = {
     "swiglu_backward_codes fp32": 1050,
     "norm_rotate": 120,
     "norm_rotate_backward": 185,
+    "head_codes": 115,
+    "head_values": 150,
+    "head_gradients": 160,
 }
 
 Call = Callable[[], Any]
@@ -110,6 +116,7 @@ def cases(tokens: int, hidden: int, intermediate: int, device: torch.device) -> 
     for rule in (None, *RULES):
         yield from swiglu_cases(tokens, intermediate, device, rule)
     yield from rotary_cases(tokens, device)
+    yield from head_cases(tokens, device)
 
 
 def norm_cases(tokens: int, hidden: int, device: torch.device, rule: ScaleRule | None) -> Iterator[Case]:
@@ -228,6 +235,30 @@ def rotary_cases(tokens: int, device: torch.device) -> Iterator[Case]:
     # The values' part of qkv is not read.
     values = tokens * LAYOUT.kv_heads * LAYOUT.head_dim
     yield Case("norm_rotate_backward", 6 * qkv.numel() - 2 * values, forms)
+
+
+def head_cases(tokens: int, device: torch.device) -> Iterator[Case]:
+    width = (LAYOUT.query_heads + 2 * LAYOUT.kv_heads) * LAYOUT.head_dim
+    qkv, scales = randn(tokens, width, device=device), LayerScales(1 / 64, 1 / 64, 1 / 64)
+    heads, each = heads_of(qkv, LAYOUT), (scales.q, scales.k, scales.v)
+    q, k, v = (x.clone() for x in heads_of(randn(tokens, width, device=device), LAYOUT))
+
+    def torch_codes() -> list[Tensor]:
+        return [static_codes(x, scale) for x, scale in zip(heads, each, strict=True)]
+
+    def torch_values() -> list[Tensor]:
+        return [(codes.float() * scale).bfloat16() for codes, scale in zip(torch_codes(), each, strict=True)]
+
+    def torch_gradients() -> Tensor:
+        parts = zip((q, k, v), heads, each, strict=True)
+        return torch.cat([grad * (x.abs() <= E4M3_MAX * scale) for grad, x, scale in parts], dim=1)
+
+    forms: dict[str, Call] = {"fused": partial(head_codes, qkv, LAYOUT, scales), "torch": torch_codes}
+    yield Case("head_codes", 3 * qkv.numel(), forms)
+    forms = {"fused": partial(head_values, qkv, LAYOUT, scales), "torch": torch_values}
+    yield Case("head_values", 4 * qkv.numel(), forms)
+    forms = {"fused": partial(head_gradients, (q, k, v), qkv, LAYOUT, scales), "torch": torch_gradients}
+    yield Case("head_gradients", 6 * qkv.numel(), forms)
 
 
 def randn(*shape: int, device: torch.device) -> Tensor:

@@ -183,7 +183,8 @@ class TrainingConfig(Section):
         description="Tokens in one forward and backward pass that are packed.",
     )
     activation_checkpointing: bool = Field(
-        False, description="Packed: keep the input of each layer alone and compute the rest again for the backward."
+        False,
+        description="Packed: keep each layer's input and what it attended to, compute the rest again for the backward.",
     )
     optimiser_state: Literal["fp32", "bf16"] = Field(
         "fp32", description="Packed: format of AdamW's moments; bf16 takes half the memory."

@@ -15,6 +15,9 @@ from fp8core.numerics.rounding import KERNELS, round_to_bf16
 
 Norms = tuple[Tensor, Tensor]
 
+Heads = tuple[Tensor, Tensor, Tensor]
+"""Q [tokens, query_heads, head_dim], K and V [tokens, kv_heads, head_dim]."""
+
 
 class HeadLayout(NamedTuple):
     """How a row of a fused projection is divided: heads of Q, then of K, then as many of V."""
@@ -22,6 +25,13 @@ class HeadLayout(NamedTuple):
     query_heads: int
     kv_heads: int
     head_dim: int
+
+
+def heads_of(qkv: Tensor, layout: HeadLayout) -> Heads:
+    """Q, K and V by head: views of [tokens, all heads * head_dim]."""
+    heads = qkv.view(qkv.shape[0], -1, layout.head_dim)
+    q, k, v = heads.split([layout.query_heads, layout.kv_heads, layout.kv_heads], dim=1)
+    return q, k, v
 
 
 def norm_rotate(
@@ -82,8 +92,7 @@ def norm_rotate_backward(
 
 def _reference(qkv: Tensor, norms: Norms | None, cos: Tensor, sin: Tensor, layout: HeadLayout, eps: float) -> Tensor:
     """FP32 values of the result; cos and sin are those of the tokens."""
-    heads = qkv.view(len(qkv), -1, layout.head_dim)
-    q, k, v = heads.split([layout.query_heads, layout.kv_heads, layout.kv_heads], dim=1)
+    q, k, v = heads_of(qkv, layout)
     if norms is not None:
         q, k = (rms_norm(x, w, eps, round_to_bf16, KERNELS.normalised) for x, w in zip((q, k), norms, strict=True))
     q, k = (rotate(x, cos[:, None], sin[:, None], round_to_bf16) for x in (q, k))

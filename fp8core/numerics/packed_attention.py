@@ -11,17 +11,17 @@ Shapes: qkv BF16 [tokens, (query_heads + 2 kv_heads) * head_dim], normed and rot
 [tokens, query_heads * head_dim].
 """
 
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 from fp8core.numerics.attention import AttentionFormat, Bf16Attention, Fp8Attention
 from fp8core.numerics.decode_attention import HEAD_DIM, LARGEST_GROUP, DecodeAttention, Queries
-from fp8core.numerics.e4m3 import E4M3_MAX
-from fp8core.numerics.fused_rotary import HeadLayout
+from fp8core.numerics.fused_head_codes import head_codes, head_gradients, head_values
+from fp8core.numerics.fused_rotary import HeadLayout, Heads, heads_of
 from fp8core.numerics.kernel_choice import has_kernels
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.numerics.packed_sequences import PAGE, PackedSequences
@@ -29,8 +29,28 @@ from fp8core.numerics.packed_sequences import PAGE, PackedSequences
 # What the kernel's workspace for long sequences is made for.
 _QUERIES_AT_ONCE = 8192
 
-Heads = tuple[Tensor, Tensor, Tensor]
-"""Q [tokens, query_heads, head_dim], K and V [tokens, kv_heads, head_dim]."""
+
+class Attended(NamedTuple):
+    """BF16 [tokens, query_heads * head_dim], and what the backward needs of the forward besides qkv."""
+
+    out: Tensor
+    for_backward: tuple[Tensor, ...]
+
+
+class KeptAttention:
+    """One layer's result from the pass without gradients on, until the layer is computed again with them."""
+
+    def __init__(self) -> None:
+        self._attended: Attended | None = None
+
+    def keep(self, attended: Attended) -> None:
+        """Hold the result."""
+        self._attended = attended
+
+    def take(self) -> Attended | None:
+        """Give the result up; None where there is none, or no more."""
+        attended, self._attended = self._attended, None
+        return attended
 
 
 class PackedAttention(Protocol):
@@ -38,7 +58,16 @@ class PackedAttention(Protocol):
 
     name: str
 
-    def __call__(self, qkv: Tensor, layout: HeadLayout, pack: "DevicePack", scales: LayerScales | None) -> Tensor: ...
+    def __call__(
+        self,
+        qkv: Tensor,
+        layout: HeadLayout,
+        pack: "DevicePack",
+        scales: LayerScales | None,
+        kept: KeptAttention | None = None,
+    ) -> Tensor:
+        """Attention of a pack; with `kept`, a pass without gradients leaves its result for the next one with them."""
+        ...
 
 
 class DevicePack(NamedTuple):
@@ -79,10 +108,17 @@ class Bf16PackedAttention:
     def __init__(self, exact: Bf16Attention) -> None:
         self._exact = exact
 
-    def __call__(self, qkv: Tensor, layout: HeadLayout, pack: DevicePack, scales: LayerScales | None) -> Tensor:
+    def __call__(
+        self,
+        qkv: Tensor,
+        layout: HeadLayout,
+        pack: DevicePack,
+        scales: LayerScales | None,
+        kept: KeptAttention | None = None,
+    ) -> Tensor:
         if not has_kernels(qkv):
-            return _one_by_one(self._exact, qkv, layout, pack.sequences, None)
-        return _flash_attention(*heads_of(qkv, layout), pack).flatten(1)
+            return _attended(qkv, _OneByOne(self._exact, layout, pack.sequences, None), kept)
+        return _attended(qkv, _Flash(layout, pack), kept)
 
 
 class Fp8PackedAttention:
@@ -93,73 +129,151 @@ class Fp8PackedAttention:
     def __init__(self, longest: int) -> None:
         self._longest = longest
 
-    def __call__(self, qkv: Tensor, layout: HeadLayout, pack: DevicePack, scales: LayerScales | None) -> Tensor:
+    def __call__(
+        self,
+        qkv: Tensor,
+        layout: HeadLayout,
+        pack: DevicePack,
+        scales: LayerScales | None,
+        kept: KeptAttention | None = None,
+    ) -> Tensor:
         assert scales is not None, "FP8 attention without scales: calibrate first"
         if not has_kernels(qkv):
-            return _one_by_one(Fp8Attention(), qkv, layout, pack.sequences, scales)
+            return _attended(qkv, _OneByOne(Fp8Attention(), layout, pack.sequences, scales), kept)
         assert max(pack.sequences.lengths) <= self._longest, "a sequence is longer than the engine's longest request"
-        out: Tensor = _Fp8Attention.apply(*heads_of(qkv, layout), pack, scales, self._longest)  # type: ignore[no-untyped-call]
+        return _attended(qkv, _AsQueries(layout, pack, scales, self._longest), kept)
+
+
+class _Computation(Protocol):
+    """An attention and its gradient; neither is recorded."""
+
+    def forward(self, qkv: Tensor) -> Attended: ...
+
+    def backward(self, grad: Tensor, qkv: Tensor, saved: tuple[Tensor, ...]) -> Tensor: ...
+
+
+def _attended(qkv: Tensor, computation: _Computation, kept: KeptAttention | None) -> Tensor:
+    if torch.is_grad_enabled():
+        out: Tensor = _Differentiated.apply(qkv, computation, kept and kept.take())  # type: ignore[no-untyped-call]
         return out
+    attended = computation.forward(qkv)
+    if kept is not None:
+        kept.keep(attended)
+    return attended.out
 
 
-class _Fp8Attention(torch.autograd.Function):
+class _Differentiated(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, pack: DevicePack, scales: LayerScales, longest: int
-    ) -> Tensor:
-        ctx.save_for_backward(q, k, v)
-        ctx.pack, ctx.scales = pack, scales
-        return _as_queries(q, k, v, pack, scales, longest)
+    def forward(ctx: Any, qkv: Tensor, computation: _Computation, attended: Attended | None) -> Tensor:
+        attended = attended or computation.forward(qkv)
+        ctx.save_for_backward(qkv, *attended.for_backward)
+        ctx.computation = computation
+        return attended.out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        given = ctx.saved_tensors
-        scales = ctx.scales.q, ctx.scales.k, ctx.scales.v
-        with torch.enable_grad():
-            stood_for = [_dequantised(x, scale).requires_grad_() for x, scale in zip(given, scales, strict=True)]
-            q, k, v = stood_for
-            out = _flash_attention(q, k, v, ctx.pack)
-        grads = torch.autograd.grad(out, stood_for, grad.view_as(out))
-        kept = [g * (x.abs() <= E4M3_MAX * s) for g, x, s in zip(grads, given, scales, strict=True)]
-        return (*kept, None, None, None)
+        qkv, *saved = ctx.saved_tensors
+        return ctx.computation.backward(grad, qkv, tuple(saved)), None, None
 
 
-def heads_of(qkv: Tensor, layout: HeadLayout) -> Heads:
-    """Q, K and V by head: views of [tokens, all heads * head_dim]."""
-    heads = qkv.view(qkv.shape[0], -1, layout.head_dim)
-    q, k, v = heads.split([layout.query_heads, layout.kv_heads, layout.kv_heads], dim=1)
-    return q, k, v
+@dataclass(frozen=True)
+class _Flash:
+    """FlashAttention."""
+
+    layout: HeadLayout
+    pack: DevicePack
+
+    def forward(self, qkv: Tensor) -> Attended:
+        out, logsumexp = _flash_attention(heads_of(qkv, self.layout), self.pack)
+        out = out.flatten(1)
+        return Attended(out, (out, logsumexp))
+
+    def backward(self, grad: Tensor, qkv: Tensor, saved: tuple[Tensor, ...]) -> Tensor:
+        grads = _flash_attention_backward(grad, heads_of(qkv, self.layout), saved, self.pack)
+        return torch.cat(grads, dim=1).flatten(1)
 
 
-def static_codes(x: Tensor, scale: float) -> Tensor:
-    """float8_e4m3fn codes of x / scale, saturated; any shape, contiguous."""
-    # Divided by a tensor: torch multiplies by the reciprocal of a number on a GPU, which is another rounding.
-    divided = x.float() / _scalar(scale, x.device)
-    return divided.clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn, memory_format=torch.contiguous_format)
-
-
-def _flash_attention(q: Tensor, k: Tensor, v: Tensor, pack: DevicePack) -> Tensor:
-    longest = pack.sequences.longest
-    out = varlen_attn(q, k, v, pack.starts, pack.starts, longest, longest, window_size=(-1, 0))
-    assert isinstance(out, Tensor)
-    return out
-
-
-def _dequantised(x: Tensor, scale: float) -> Tensor:
-    """The values that codes stand for, BF16: exact for scales that are powers of two."""
-    return (static_codes(x, scale).float() * scale).bfloat16()
-
-
-def _as_queries(q: Tensor, k: Tensor, v: Tensor, pack: DevicePack, scales: LayerScales, longest: int) -> Tensor:
+@dataclass(frozen=True)
+class _AsQueries:
     """Every token as a query of its own over a pack that is its own paged cache."""
-    query, key, value = (static_codes(x, s) for x, s in zip((q, k, v), (scales.q, scales.k, scales.v), strict=True))
-    keys, values = (codes.view(-1, PAGE, *codes.shape[1:]) for codes in (key, value))
-    each = torch.arange(len(query) + 1, dtype=torch.int32, device=q.device)
-    out = torch.empty_like(query, dtype=torch.bfloat16)
-    attention = _decode_attention(q.device, k.shape[1], q.shape[1] // k.shape[1], longest)
-    scalars = (_scalar(scales.q, q.device), _scalar(scales.k, q.device), _scalar(scales.v, q.device))
-    attention(query, keys, values, Queries(pack.pages, pack.owners, each, pack.seen), scalars, out)
-    return out.flatten(1)
+
+    layout: HeadLayout
+    pack: DevicePack
+    scales: LayerScales
+    longest: int
+
+    def forward(self, qkv: Tensor) -> Attended:
+        query, key, value = head_codes(qkv, self.layout, self.scales)
+        keys, values = (codes.view(-1, PAGE, *codes.shape[1:]) for codes in (key, value))
+        pack, device = self.pack, qkv.device
+        each = torch.arange(len(query) + 1, dtype=torch.int32, device=device)
+        out = torch.empty_like(query, dtype=torch.bfloat16)
+        group = self.layout.query_heads // self.layout.kv_heads
+        attention = _decode_attention(device, self.layout.kv_heads, group, self.longest)
+        scales = _scalar(self.scales.q, device), _scalar(self.scales.k, device), _scalar(self.scales.v, device)
+        attention(query, keys, values, Queries(pack.pages, pack.owners, each, pack.seen), scales, out)
+        return Attended(out.flatten(1), ())
+
+    def backward(self, grad: Tensor, qkv: Tensor, saved: tuple[Tensor, ...]) -> Tensor:
+        stood_for = head_values(qkv, self.layout, self.scales)
+        grads = _flash_attention_backward(grad, stood_for, _flash_attention(stood_for, self.pack), self.pack)
+        return head_gradients(grads, qkv, self.layout, self.scales)
+
+
+@dataclass(frozen=True)
+class _OneByOne:
+    """The exact forms, one sequence at a time; the backward computes them again to differentiate them."""
+
+    form: AttentionFormat
+    layout: HeadLayout
+    sequences: PackedSequences
+    scales: LayerScales | None
+
+    def forward(self, qkv: Tensor) -> Attended:
+        return Attended(self._outputs(qkv), ())
+
+    def backward(self, grad: Tensor, qkv: Tensor, saved: tuple[Tensor, ...]) -> Tensor:
+        leaf = qkv.detach().requires_grad_()
+        with torch.enable_grad():
+            out = self._outputs(leaf)
+        return torch.autograd.grad(out, leaf, grad)[0]
+
+    def _outputs(self, qkv: Tensor) -> Tensor:
+        outputs = []
+        for start, end in self.sequences.spans:
+            q, k, v = (part.transpose(0, 1)[None].float() for part in heads_of(qkv[start:end], self.layout))
+            mask = torch.ones(end - start, end - start, dtype=torch.bool).tril()[None, None]
+            out = self.form.attend(q, *self.form.store(k, v, self.scales), mask, self.scales)
+            outputs.append(out[0].transpose(0, 1).flatten(1))
+        return torch.cat(outputs).bfloat16()
+
+
+def _flash_attention(heads: Heads, pack: DevicePack) -> tuple[Tensor, Tensor]:
+    """BF16 [tokens, query_heads, head_dim], and log-sum-exp FP32 [query_heads, tokens]."""
+    # What `torch.nn.attention.varlen` calls. Its own functions change from version to version, and their backward is
+    # tied to their forward, whose result may be there already.
+    out, logsumexp, *_ = torch.ops.aten._flash_attention_forward(
+        *heads, *_bounds(pack), 0.0, True, False, window_size_left=-1, window_size_right=0
+    )
+    return out, logsumexp
+
+
+def _flash_attention_backward(grad: Tensor, heads: Heads, saved: tuple[Tensor, ...], pack: DevicePack) -> Heads:
+    """Gradients of Q, K and V; `saved` is the output, of any shape, and its log-sum-exp."""
+    out, logsumexp = saved
+    q, k, v = heads
+    # Of dropout, which there is none of.
+    state, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
+    result = grad.reshape(q.shape), q, k, v, out.view(q.shape), logsumexp
+    grad_q, grad_k, grad_v = torch.ops.aten._flash_attention_backward(
+        *result, *_bounds(pack), 0.0, True, state, unused, window_size_left=-1, window_size_right=0
+    )
+    return grad_q, grad_k, grad_v
+
+
+def _bounds(pack: DevicePack) -> tuple[Tensor, Tensor, int, int]:
+    """Where sequences start and how long the longest is, for queries and for keys."""
+    return pack.starts, pack.starts, pack.sequences.longest, pack.sequences.longest
 
 
 @cache
@@ -174,15 +288,3 @@ def _decode_attention(device: torch.device, kv_heads: int, group: int, longest: 
 def _scalar(value: float, device: torch.device) -> Tensor:
     """FP32 scalar on a device: copying one there waits for it."""
     return torch.tensor(value, device=device)
-
-
-def _one_by_one(
-    form: AttentionFormat, qkv: Tensor, layout: HeadLayout, sequences: PackedSequences, scales: LayerScales | None
-) -> Tensor:
-    outputs = []
-    for start, end in sequences.spans:
-        q, k, v = (part.transpose(0, 1)[None].float() for part in heads_of(qkv[start:end], layout))
-        mask = torch.ones(end - start, end - start, dtype=torch.bool).tril()[None, None]
-        out = form.attend(q, *form.store(k, v, scales), mask, scales)
-        outputs.append(out[0].transpose(0, 1).flatten(1))
-    return torch.cat(outputs).bfloat16()

@@ -39,7 +39,9 @@ def _activations(config: RunConfig, arch: Architecture) -> int:
     # Inputs of the four linears: column codes, or the BF16 tensors.
     inputs = (2 * hidden + query + width) * (1 if config.precision.training.linear == "fp8_block" else _BF16)
     inside = inputs + _BF16 * (2 * hidden + 2 * every + query + 2 * width)
-    ends = 2 * _BF16 * hidden
-    layers = arch.num_layers
-    kept = ends * layers + inside if config.training.activation_checkpointing else inside * layers
+    # Of each layer that is computed again: input, what is added to it, and what it attended to.
+    outside, layers = _BF16 * (2 * hidden + query), arch.num_layers
+    if config.precision.training.kv_cache == "bf16":
+        outside += _FP32 * arch.num_heads  # FlashAttention's log-sum-exp
+    kept = outside * layers + inside if config.training.activation_checkpointing else inside * layers
     return config.training.tokens_per_pass * kept

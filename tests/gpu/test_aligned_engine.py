@@ -25,8 +25,9 @@ from fp8core.models.formats import rollout_formats, training_formats
 from fp8core.models.initial import initial_weights
 from fp8core.models.weights import stored_weights
 from fp8core.numerics.fingerprint import policy_digest
+from fp8core.numerics.fused_head_codes import static_codes
 from fp8core.numerics.kv_scales import LayerScales
-from fp8core.numerics.packed_attention import DevicePack, Fp8PackedAttention, static_codes
+from fp8core.numerics.packed_attention import DevicePack, Fp8PackedAttention
 from fp8core.numerics.packed_sequences import PackedSequences
 from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective

@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8core.models.architecture import Architecture
 from fp8core.models.rotary import rotary_tables
-from fp8core.numerics.fused_rotary import HeadLayout, norm_rotate, norm_rotate_backward
+from fp8core.numerics.fused_rotary import HeadLayout, Heads, heads_of, norm_rotate, norm_rotate_backward
 from fp8core.numerics.kv_scales import LayerScales
-from fp8core.numerics.packed_attention import DevicePack, Heads, PackedAttention, heads_of
+from fp8core.numerics.packed_attention import DevicePack, KeptAttention, PackedAttention
 from fp8core.training.torch.blocks import Blocks, BlockWeight, Norm, norm_only
 
 Observer = Callable[[int, Heads], None]
@@ -68,7 +68,9 @@ class PackedLayer(nn.Module):
         """The masters are about to change."""
         self._held = {}
 
-    def forward(self, x: Tensor, added: Tensor | None, shared: Pass) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, added: Tensor | None, shared: Pass, kept: KeptAttention | None = None
+    ) -> tuple[Tensor, Tensor]:
         """The residual stream before the layer's second half, and what that adds to it; each BF16 [tokens, hidden]."""
         blocks, layout = self._blocks, self._layout
         weights = self._held or self._ready()
@@ -77,7 +79,8 @@ class PackedLayer(nn.Module):
         qkv = _NormRotate.apply(qkv, *norms, shared, layout, self._eps)  # type: ignore[no-untyped-call]
         if shared.observe is not None:
             shared.observe(self.index, heads_of(qkv, layout))
-        attended = shared.attention(qkv, layout, shared.pack, shared.scales[self.index] if shared.scales else None)
+        scales = shared.scales[self.index] if shared.scales else None
+        attended = shared.attention(qkv, layout, shared.pack, scales, kept)
         added = blocks.linear(attended, weights["output"])
         return blocks.mlp(x, added, self._norm(self.post_norm), weights["gate_up"], weights["down"])
 
@@ -92,7 +95,7 @@ class PackedDecoder(nn.Module):
     """Embedding, layers, final norm; the head is `head_weight`."""
 
     def __init__(self, arch: Architecture, blocks: Sequence[Blocks], device: torch.device, recompute: bool) -> None:
-        """`recompute` keeps the input of a layer alone and computes its inside again for the backward."""
+        """`recompute` keeps the input of a layer and what it attended to; the backward computes the rest again."""
         super().__init__()
         assert not arch.sparse_layers, "experts are not packed"
         self.arch, self._differentiated = arch, _recomputed if recompute else _kept
@@ -230,5 +233,7 @@ def _kept(layer: PackedLayer, x: Tensor, added: Tensor | None, shared: Pass) -> 
 
 def _recomputed(layer: PackedLayer, x: Tensor, added: Tensor | None, shared: Pass) -> tuple[Tensor, Tensor]:
     # Reentrant: the first pass then runs without gradients, where only row codes are made.
-    total, more = checkpoint(layer, x, added, shared, use_reentrant=True, preserve_rng_state=False)
+    # Attention costs more than all else that is not multiplied with weights, and its result is small.
+    kept = KeptAttention()
+    total, more = checkpoint(layer, x, added, shared, kept, use_reentrant=True, preserve_rng_state=False)
     return total, more

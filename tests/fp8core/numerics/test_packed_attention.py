@@ -1,21 +1,23 @@
 """The packed form against one sequence at a time, and what kernels are told about a pack."""
 
+from collections import Counter
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fp8core.numerics import packed_attention
 from fp8core.numerics.attention import Bf16Attention, Fp8Attention
 from fp8core.numerics.decode_attention import HEAD_DIM, Queries, decode_attention_reference
-from fp8core.numerics.e4m3 import encode, round_to_e4m3
-from fp8core.numerics.fused_rotary import HeadLayout
+from fp8core.numerics.fused_head_codes import head_codes, head_values
+from fp8core.numerics.fused_rotary import HeadLayout, Heads, heads_of
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.numerics.packed_attention import (
     Bf16PackedAttention,
     DevicePack,
     Fp8PackedAttention,
-    heads_of,
-    static_codes,
+    KeptAttention,
 )
 from fp8core.numerics.packed_sequences import PAGE, PackedSequences
 
@@ -43,14 +45,18 @@ def test_a_sequence_attends_as_if_it_were_alone(name: str, lengths: list[int]) -
     qkv = drawn(sequences).requires_grad_()
     out = packed(qkv, LAYOUT, DevicePack.of(sequences, CPU), SCALES)
     assert out.dtype == torch.bfloat16
+    alone_qkv, outputs = qkv.detach().requires_grad_(), []
     for length, start in zip(lengths, sequences.starts, strict=False):
-        q, k, v = (part.transpose(0, 1)[None].float() for part in heads_of(qkv[start : start + length], LAYOUT))
+        q, k, v = (part.transpose(0, 1)[None].float() for part in heads_of(alone_qkv[start : start + length], LAYOUT))
         mask = torch.ones(length, length, dtype=torch.bool).tril()[None, None]
         expected = alone.attend(q, *alone.store(k, v, SCALES), mask, SCALES)[0].transpose(0, 1).flatten(1)
         assert torch.equal(out[start : start + length].float(), expected)
+        outputs.append(expected)
     upstream = torch.zeros_like(out)
-    upstream[: lengths[0]] = 1
+    upstream[: lengths[0]] = torch.linspace(-1, 1, out.shape[1]).bfloat16()
     (gradient,) = torch.autograd.grad(out, qkv, upstream)
+    (expected,) = torch.autograd.grad(outputs[0].bfloat16(), alone_qkv, upstream[: lengths[0]])
+    assert torch.equal(gradient, expected)
     assert gradient[: lengths[0]].any()
     assert not gradient[lengths[0] :].any()
 
@@ -66,7 +72,7 @@ def test_what_the_kernel_is_told_is_the_pack() -> None:
     sequences = PackedSequences.of([35, 1, 16])
     layout = LAYOUT._replace(head_dim=HEAD_DIM)
     pack, qkv = DevicePack.of(sequences, CPU), drawn(sequences, layout)
-    q, k, v = (static_codes(x, s) for x, s in zip(heads_of(qkv, layout), vars(SCALES).values(), strict=True))
+    q, k, v = head_codes(qkv, layout, SCALES)
     keys, values = (codes.view(-1, PAGE, *codes.shape[1:]) for codes in (k, v))
     each = torch.arange(sequences.tokens + 1, dtype=torch.int32)
     queries = Queries(pack.pages, pack.owners, each, pack.seen)
@@ -80,8 +86,121 @@ def test_what_the_kernel_is_told_is_the_pack() -> None:
     assert not found[~real].any()
 
 
-@given(st.lists(st.floats(width=32, allow_nan=False), min_size=1), st.sampled_from([2.0**-7, 0.3, 1.0]))
-def test_static_codes_are_the_grid_of_the_reference(values: list[float], scale: float) -> None:
-    x = torch.tensor(values)
-    expected = encode(round_to_e4m3(x / torch.tensor(scale)))
-    assert torch.equal(static_codes(x, scale).view(torch.uint8), expected.view(torch.uint8))
+class Kernels:
+    """What a GPU would run, as references on a CPU, and how often each is called."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls = Counter[str]()
+        monkeypatch.setattr(packed_attention, "has_kernels", lambda tensor: True)
+        monkeypatch.setattr(packed_attention, "_flash_attention", self.flash)
+        monkeypatch.setattr(packed_attention, "_flash_attention_backward", self.flash_backward)
+        monkeypatch.setattr(packed_attention, "_decode_attention", lambda *shape: self.decode)
+
+    def flash(self, heads: Heads, pack: DevicePack) -> tuple[torch.Tensor, torch.Tensor]:
+        self.calls["flash"] += 1
+        return self.softmax(heads, pack), torch.zeros(heads[0].shape[1], len(heads[0]))
+
+    def flash_backward(
+        self, grad: torch.Tensor, heads: Heads, saved: tuple[torch.Tensor, ...], pack: DevicePack
+    ) -> Heads:
+        self.calls["flash backward"] += 1
+        leaves = [x.detach().requires_grad_() for x in heads]
+        with torch.enable_grad():
+            out = self.softmax((leaves[0], leaves[1], leaves[2]), pack)
+        assert torch.equal(saved[0].view(out.shape), out)
+        q, k, v = torch.autograd.grad(out, leaves, grad.view(out.shape))
+        return q, k, v
+
+    def decode(self, query, keys, values, queries: Queries, scales, out: torch.Tensor) -> None:
+        self.calls["decode"] += 1
+        out.copy_(decode_attention_reference(query, keys, values, queries, scales))
+
+    @staticmethod
+    def softmax(heads: Heads, pack: DevicePack) -> torch.Tensor:
+        outputs = []
+        for start, end in pack.sequences.spans:
+            q, k, v = (x[start:end].float().transpose(0, 1) for x in heads)
+            k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
+            weights = (q @ k.transpose(1, 2) * q.shape[-1] ** -0.5).masked_fill(
+                torch.ones(end - start, end - start, dtype=torch.bool).triu(1), -torch.inf
+            )
+            outputs.append((weights.softmax(-1) @ v).transpose(0, 1))
+        return torch.cat(outputs).bfloat16()
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
+    return Kernels(monkeypatch)
+
+
+WIDE = LAYOUT._replace(head_dim=HEAD_DIM)
+PACK = DevicePack.of(PackedSequences.of([19, 5]), CPU)
+
+
+def gradient(name: str, qkv: torch.Tensor, kept: KeptAttention | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Result and gradient of a pass, after one without gradients where something is kept."""
+    leaf = qkv.detach().requires_grad_()
+    if kept is not None:
+        with torch.no_grad():
+            FORMS[name][0](leaf, WIDE, PACK, SCALES, kept)
+    out = FORMS[name][0](leaf, WIDE, PACK, SCALES, kept)
+    upstream = torch.linspace(-1, 1, out.numel()).view(out.shape).bfloat16()
+    return out.detach(), torch.autograd.grad(out, leaf, upstream)[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "calls"),
+    [("bf16", {"flash": 1, "flash backward": 1}), ("fp8", {"decode": 1, "flash": 1, "flash backward": 1})],
+)
+def test_kernels_compute_a_kept_result_once(name: str, calls: dict[str, int], kernels: Kernels) -> None:
+    qkv = 8 * drawn(PACK.sequences, WIDE)
+    expected = gradient(name, qkv, None)
+    kernels.calls.clear()
+    found = gradient(name, qkv, KeptAttention())
+    assert kernels.calls == calls
+    assert all(torch.equal(mine, other) for mine, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_kept_result_is_given_up_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward, computed = packed_attention._OneByOne.forward, Counter[str]()
+
+    def counted(self, qkv: torch.Tensor) -> packed_attention.Attended:
+        computed["forward"] += 1
+        return forward(self, qkv)
+
+    monkeypatch.setattr(packed_attention._OneByOne, "forward", counted)
+    qkv, kept = drawn(PACK.sequences, WIDE), KeptAttention()
+    first = gradient(name, qkv, kept)
+    assert computed["forward"] == 1
+    assert kept.take() is None
+    again = FORMS[name][0](qkv.requires_grad_(), WIDE, PACK, SCALES, kept)
+    assert computed["forward"] == 2
+    assert torch.equal(again, first[0])
+    assert all(torch.equal(mine, other) for mine, other in zip(first, gradient(name, qkv, None), strict=True))
+
+
+def test_gradients_of_fp8_are_those_of_bf16_over_what_codes_stand_for(kernels: Kernels) -> None:
+    # Of wide scales: some elements are saturated, most are not.
+    qkv = 8 * drawn(PACK.sequences, WIDE)
+    _out, found = gradient("fp8", qkv, None)
+    values = torch.cat(head_values(qkv, WIDE, SCALES), dim=1).flatten(1)
+    _out, expected = gradient("bf16", values, None)
+    limits = [448 * scale for scale in vars(SCALES).values()]
+    passed = torch.cat([x.abs() <= s for x, s in zip(heads_of(qkv, WIDE), limits, strict=True)], dim=1).flatten(1)
+    assert 0 < (~passed).float().mean() < 0.5
+    assert torch.equal(found, expected * passed)
+
+
+def test_flash_attention_is_called_as_torch_declares_it() -> None:
+    """On tensors without data: shapes and arguments only."""
+    meta = torch.device("meta")
+    pack = PACK._replace(starts=PACK.starts.to(meta))
+    heads = heads_of(drawn(PACK.sequences, WIDE).to(meta), WIDE)
+    saved = packed_attention._flash_attention(heads, pack)
+    assert [(x.shape, x.dtype) for x in saved] == [
+        (heads[0].shape, torch.bfloat16),
+        ((WIDE.query_heads, PACK.sequences.tokens), torch.float32),
+    ]
+    grads = packed_attention._flash_attention_backward(saved[0].flatten(1), heads, saved, pack)
+    assert [x.shape for x in grads] == [x.shape for x in heads]

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
 from fp8core.config.run import CorrectionConfig, LossConfig, TrainingConfig
 from fp8core.models.formats import rollout_formats, training_formats
+from fp8core.numerics import packed_attention
 from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
 from fp8core.training.torch.trainer import PackedFormats, PackedTrainer
@@ -108,6 +109,25 @@ def learnt(packed_of, trainer_of, architecture, first_scales, rollout_batch):
 
 def test_recomputed_activations_are_the_same(learnt) -> None:
     assert learnt(activation_checkpointing=True)[0].digest() == learnt()[0].digest()
+
+
+def test_a_layer_that_is_computed_again_does_not_attend_again(learnt, monkeypatch) -> None:
+    forward, attended = packed_attention._OneByOne.forward, []
+
+    def counted(self, qkv):
+        attended.append(qkv.shape)
+        return forward(self, qkv)
+
+    monkeypatch.setattr(packed_attention._OneByOne, "forward", counted)
+    gradients, counts = [], []
+    for checkpointing in (False, True):
+        attended.clear()
+        trainer, _learn = learnt(1, activation_checkpointing=checkpointing, **BARE)
+        gradients.append(trainer._optimiser.moments)
+        counts.append(len(attended))
+    assert counts[0] == counts[1] > 0
+    for name, moment in gradients[0].items():
+        assert torch.equal(moment, gradients[1][name]), name
 
 
 def test_it_learns_the_same_twice_and_on_from_a_checkpoint(learnt, packed_of, architecture, tmp_path) -> None:
