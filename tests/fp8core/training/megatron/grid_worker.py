@@ -1,5 +1,6 @@
 """What each process of a grid does in a test: train a little on several grids, one after another, and write it down."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import distributed
 
 from fp8core.config.run import CorrectionConfig, LossConfig, TrainingConfig
 from fp8core.models.architecture import Architecture
+from fp8core.models.experts import UNRECORDED
 from fp8core.models.formats import rollout_formats
 from fp8core.rl.objective import Objective
 from fp8core.training.megatron import groups
@@ -29,6 +31,13 @@ GRIDS: dict[str, tuple[str, dict[str, Any]]] = {
         "moe",
         {"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2, "micro_batch_tokens": 256},
     ),
+    "pipeline": ("qwen3", {"pipeline_parallel": 2}),
+    "pipeline of llama, computed again": ("llama", {"pipeline_parallel": 2, "recompute": "full"}),
+    "pipeline, tied": ("tied", {"pipeline_parallel": 2}),
+    "pipeline, tied, whole optimisers": ("tied", {"pipeline_parallel": 2, "distributed_optimizer": False}),
+    # A dense stage, then a sparse one.
+    "pipeline of experts": ("moe", {"pipeline_parallel": 2}),
+    "pipeline of experts, computed again": ("moe_unnormalised", {"pipeline_parallel": 2, "recompute": "full"}),
 }
 
 
@@ -38,6 +47,7 @@ def train(arch: Architecture, masters: Any, batch: Any, gpus: int, folder: Path,
     training = TrainingConfig(learning_rate=1e-3, megatron=megatron)
     formats, objective = rollout_formats(FP32, arch.num_layers), Objective(LossConfig(), CorrectionConfig())
     trainer = MegatronTrainer(arch, masters, FP32, formats, training, objective, CPU, MegatronOptimiser, False)
+    forced = replayed(batch, arch)
     scored = trainer.logprobs(batch.sequences, 0.9, None)
     first = trainer.step(batch, 0.9, None)
     folder.mkdir(exist_ok=True)
@@ -52,9 +62,35 @@ def train(arch: Architecture, masters: Any, batch: Any, gpus: int, folder: Path,
         "steps": [vars(first), vars(second)],
         "again": vars(trainer.step(batch, 0.9, None)),
         "masters": trainer.masters,
+        "copies": copies(trainer),
+        "replayed": vars(trainer.step(forced, 0.9, None)),
     }
+    # Of more copies of the model each holds the gradients of its own rows.
+    if training.megatron.data_parallel == 1:
+        found["gradients"] = trainer.gradients(forced, 0.9)[1]
     trainer.close()
     return found
+
+
+def replayed(batch: Any, arch: Architecture) -> Any:
+    """The same with experts that no router would choose, but for every third token; of a dense policy as it is."""
+    if not arch.sparse_layers:
+        return batch
+    sequences, per_token = batch.sequences, arch.experts.per_token
+    shape = (*sequences.tokens.shape, len(arch.sparse_layers), arch.experts.count)
+    drawn = torch.rand(shape, generator=torch.Generator().manual_seed(7)).argsort(-1)[..., :per_token]
+    own = (sequences.tokens % 3 == 0) | ~sequences.valid
+    experts = torch.where(own[..., None, None], UNRECORDED, drawn.sort(-1).values)
+    return replace(batch, sequences=replace(sequences, experts=experts))
+
+
+def copies(trainer: MegatronTrainer) -> list[torch.Tensor]:
+    """The embedding as every process has it that has one, and the head that shares its weight."""
+    names = ("embedding.word_embeddings.weight", *(["output_layer.weight"] if trainer.arch.tie_embeddings else []))
+    held = trainer._policy.parameters()
+    found: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(found, [held[name] for name in names if name in held])
+    return [tensor for each in found for tensor in each]
 
 
 def work(rank: int, folder: str, policies: dict[str, tuple[Architecture, Any]], batch: Any) -> None:

@@ -68,7 +68,7 @@ def pretended_gpu() -> Iterator[None]:
     """While it lasts, the CPU stands in for a GPU with Transformer Engine's optimiser."""
     import megatron.core.optimizer as optimisers
     from megatron.core.optimizer import distrib_optimizer
-    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+    from megatron.core.tensor_parallel import random
 
     with pytest.MonkeyPatch.context() as patch, _OnCpu():
         patch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
@@ -77,7 +77,9 @@ def pretended_gpu() -> Iterator[None]:
             patch.setattr(torch.cuda, name, _Stream)
         patch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
         # Nothing is drawn at random.
-        patch.setattr(CudaRNGStatesTracker, "fork", lambda *_, **__: contextlib.nullcontext())
+        patch.setattr(random.CudaRNGStatesTracker, "fork", lambda *_, **__: contextlib.nullcontext())
+        patch.setattr(random, "_get_cuda_rng_state", lambda *_, **__: None)
+        patch.setattr(random, "_set_cuda_rng_state", lambda *_, **__: None)
         patch.setattr(optimisers, "Adam", FusedAdam)
         patch.setattr(optimisers, "USING_PYTORCH_OPTIMIZER", False)
         patch.setattr(distrib_optimizer, "Adam", FusedAdam)

@@ -57,11 +57,26 @@ def test_a_grid_of_two_computes_what_one_process_does(grid, alone, together, rag
     assert found["elements"] == expected["elements"]
     for ours, theirs in zip(found["amax"], expected["amax"], strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
-    for ours, theirs in zip(found["steps"], expected["steps"], strict=True):
+    steps = (*zip(found["steps"], expected["steps"], strict=True), (found["replayed"], expected["replayed"]))
+    for ours, theirs in steps:
         for name in ("loss", "grad_norm", "clip_fraction", "ratio_mean"):
             assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-5), name
-    largest = max(float((found["masters"][n] - w).abs().max()) for n, w in expected["masters"].items())
-    assert largest < 1e-4
+    assert largest(found["masters"], expected["masters"]) < 1e-4
+    if "gradients" in found:
+        assert largest(found["gradients"], expected["gradients"]) < 1e-5
+
+
+@pytest.mark.parametrize("grid", [name for name, (_, spread) in GRIDS.items() if "pipeline_parallel" in spread])
+def test_the_first_and_the_last_stage_have_one_embedding(grid, together):
+    """Tied weights lie on both: they stay the same bytes while each stage updates its own."""
+    first, *others = together[grid]["copies"]
+    assert len(others) == ("tied" in grid)
+    assert all(torch.equal(first, other) for other in others)
+
+
+def largest(found, expected):
+    assert found.keys() == expected.keys()
+    return max(float((found[name] - tensor).abs().max()) for name, tensor in expected.items())
 
 
 @pytest.mark.parametrize("grid", GRIDS)
