@@ -15,13 +15,13 @@ from fp8core.models.architecture import Architecture
 from fp8core.numerics.kv_scales import KvStatistics, LayerScales
 from fp8core.training.megatron.arguments import Kind, transformer_arguments
 from fp8core.training.megatron.conversion import policy_of, share
-from fp8core.training.megatron.groups import data_group, here, tensor_group
 from fp8core.training.megatron.grid import padded_vocabulary
+from fp8core.training.megatron.groups import data_group, here, tensor_group
 from fp8core.training.megatron.head import VocabularyShare, written_logprobs
 from fp8core.training.megatron.layer_spec import style_of
 from fp8core.training.megatron.model import PolicyModel, packed_call
-from fp8core.training.megatron.observer import Observer
 from fp8core.training.megatron.names import layers_of
+from fp8core.training.megatron.observer import Observer
 from fp8core.training.megatron.packing import Pass
 from fp8core.training.megatron.router import PolicyRouter
 
@@ -42,8 +42,8 @@ class Policy:
         self.arch, self.device = arch, device
         self.style, self.place = style_of(config), here()
         self._megatron = megatron
-        first, self.last_stage = self.place.pipeline == 0, self.place.pipeline == megatron.pipeline_parallel - 1
-        self.model = PolicyModel(arch, megatron, config, device, first, self.last_stage).to(device)
+        first, last = self.place.pipeline == 0, self.place.pipeline == megatron.pipeline_parallel - 1
+        self.model = PolicyModel(arch, megatron, config, device, first, last).to(device)
         self.routers = [module for module in self.model.modules() if isinstance(module, PolicyRouter)]
         self._observer: Observer | None = None
         rows = padded_vocabulary(arch, megatron.tensor_parallel) // megatron.tensor_parallel

@@ -50,7 +50,7 @@ def accumulate(policy: Policy, passes: Sequence[Pass], temperature: float, loss:
         _pipelined(policy, passes, finish, forward_only=False)
         return
     for turn in _here(policy, passes):
-        finish(turn, policy.hidden(turn)).backward()  # type: ignore[no-untyped-call]
+        finish(turn, policy.hidden(turn)).backward()
 
 
 def _here(policy: Policy, passes: Sequence[Pass]) -> Iterator[Pass]:

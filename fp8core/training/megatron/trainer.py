@@ -147,7 +147,7 @@ class MegatronTrainer(PolicyTrainer):
         scales: Sequence[LayerScales] | None,
         scored: Scored,
     ) -> None:
-        """Score this process's packs, and complete the statistics: stages see other layers, data parallel other rows."""
+        """Score this process's packs, and complete the statistics over all processes at the end."""
         with self._policy.observed(statistics, scales):
             score(self._policy, self._dealt(batch), temperature, scored)
         statistics.combine(partial(all_reduce, op=ReduceOp.MAX), all_reduce)
@@ -193,9 +193,11 @@ class MegatronTrainer(PolicyTrainer):
         return [Pass(found[min(index, len(found) - 1)], index < len(found)) for index in own]
 
     def _summed(self, values: Tensor) -> Tensor:
-        """Over all processes, of which one of a tensor-parallel group speaks, in the last stage; on the CPU."""
-        speaks = self._policy.last_stage and self._policy.place.tensor == 0
-        moved = values.to(self._policy.device) * speaks
+        """Over all processes, of which one in a tensor-parallel group speaks for the others; on the CPU.
+
+        Stages before the last one have zeros to add.
+        """
+        moved = values.to(self._policy.device) * (self._policy.place.tensor == 0)
         all_reduce(moved)
         return moved.cpu()
 

@@ -32,6 +32,7 @@ GRIDS: dict[str, tuple[str, dict[str, Any]]] = {
         {"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2, "micro_batch_tokens": 256},
     ),
     "pipeline": ("qwen3", {"pipeline_parallel": 2}),
+    "pipeline, packs of several lengths": ("qwen3", {"pipeline_parallel": 2, "micro_batch_tokens": 256}),
     "pipeline of llama, computed again": ("llama", {"pipeline_parallel": 2, "recompute": "full"}),
     "pipeline, tied": ("tied", {"pipeline_parallel": 2}),
     "pipeline, tied, whole optimisers": ("tied", {"pipeline_parallel": 2, "distributed_optimizer": False}),
@@ -39,15 +40,36 @@ GRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "pipeline of experts": ("moe", {"pipeline_parallel": 2}),
     "pipeline of experts, computed again": ("moe_unnormalised", {"pipeline_parallel": 2, "recompute": "full"}),
 }
+GRIDS_OF_FOUR: dict[str, tuple[str, dict[str, Any]]] = {
+    "four stages, tied": ("deep", {"pipeline_parallel": 4}),
+    "pipeline and data": ("tied", {"pipeline_parallel": 2}),
+    "pipeline, data and experts": ("moe_unnormalised", {"pipeline_parallel": 2, "expert_parallel": 2}),
+    "pipeline, tensor, sequence and experts": (
+        "moe",
+        {
+            "pipeline_parallel": 2,
+            "tensor_parallel": 2,
+            "sequence_parallel": True,
+            "expert_parallel": 2,
+            "micro_batch_tokens": 256,
+            "recompute": "full",
+        },
+    ),
+}
+POLICIES = {**FAMILIES, "deep": {"num_layers": 4, "tie_embeddings": True}}
 
 
-def train(arch: Architecture, masters: Any, batch: Any, gpus: int, folder: Path, **grid: Any) -> dict[str, Any]:
-    """Two updates with a checkpoint between them, on this process's part of a grid."""
+def trainer_of(arch: Architecture, masters: Any, gpus: int, **grid: Any) -> MegatronTrainer:
+    """This process's part of a grid."""
     megatron = {"gpus": gpus, "micro_batch_tokens": 128, **grid}
     training = TrainingConfig(learning_rate=1e-3, megatron=megatron)
     formats, objective = rollout_formats(FP32, arch.num_layers), Objective(LossConfig(), CorrectionConfig())
-    trainer = MegatronTrainer(arch, masters, FP32, formats, training, objective, CPU, MegatronOptimiser, False)
-    forced = replayed(batch, arch)
+    return MegatronTrainer(arch, masters, FP32, formats, training, objective, CPU, MegatronOptimiser, False)
+
+
+def train(arch: Architecture, masters: Any, batch: Any, gpus: int, folder: Path, **grid: Any) -> dict[str, Any]:
+    """Two updates with a checkpoint between them, on this process's part of a grid; then with experts given."""
+    trainer, forced = trainer_of(arch, masters, gpus, **grid), replayed(batch, arch)
     scored = trainer.logprobs(batch.sequences, 0.9, None)
     first = trainer.step(batch, 0.9, None)
     folder.mkdir(exist_ok=True)
@@ -66,7 +88,7 @@ def train(arch: Architecture, masters: Any, batch: Any, gpus: int, folder: Path,
         "replayed": vars(trainer.step(forced, 0.9, None)),
     }
     # Of more copies of the model each holds the gradients of its own rows.
-    if training.megatron.data_parallel == 1:
+    if groups.data_group().size() == 1:
         found["gradients"] = trainer.gradients(forced, 0.9)[1]
     trainer.close()
     return found
@@ -85,29 +107,35 @@ def replayed(batch: Any, arch: Architecture) -> Any:
 
 
 def copies(trainer: MegatronTrainer) -> list[torch.Tensor]:
-    """The embedding as every process has it that has one, and the head that shares its weight."""
-    names = ("embedding.word_embeddings.weight", *(["output_layer.weight"] if trainer.arch.tie_embeddings else []))
+    """The embedding and the head of every process that has one."""
     held = trainer._policy.parameters()
+    names = [name for name in ("embedding.word_embeddings.weight", "output_layer.weight") if name in held]
     found: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(found, [held[name] for name in names if name in held])
+    distributed.all_gather_object(found, [held[name] for name in names])
     return [tensor for each in found for tensor in each]
 
 
-def work(rank: int, folder: str, policies: dict[str, tuple[Architecture, Any]], batch: Any) -> None:
-    """A process of two: every grid, the first process writes what came out."""
+def work(rank: int, folder: str, policies: dict[str, tuple[Architecture, Any]], batch: Any, count: int) -> None:
+    """A process of so many: every grid of them, the first process writes what came out."""
     torch.set_num_threads(1)
     with pretended_gpu():
-        for number, (name, (family, grid)) in enumerate(GRIDS.items()):
+        for number, (name, (family, grid)) in enumerate(grids(count).items()):
             place = Path(folder) / str(number)
             place.mkdir(exist_ok=True)
-            groups.meet(place, rank, 2, CPU)
-            found = train(*policies[family], batch, 2, place / "state", **grid)
+            groups.meet(place, rank, count, CPU)
+            found = train(*policies[family], batch, count, place / "state", **grid)
             groups.leave()
             if rank == 0:
                 torch.save(found, place / "found.pt")
                 print(name, flush=True)
 
 
+def grids(count: int) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Those of so many processes: a family and how it is spread, by name."""
+    return {2: GRIDS, 4: GRIDS_OF_FOUR}[count]
+
+
 def families_used() -> list[str]:
-    """Of `GRIDS`."""
-    return [family for family in FAMILIES if family in {used for used, _ in GRIDS.values()}]
+    """Of all grids."""
+    used = {family for count in (2, 4) for family, _ in grids(count).values()}
+    return [family for family in POLICIES if family in used]
