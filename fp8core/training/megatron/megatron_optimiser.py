@@ -13,7 +13,7 @@ from fp8core.config.run import TrainingConfig
 from fp8core.training.megatron.model import PolicyModel
 
 # Every parameter on its own: a grid of another shape can read it.
-_SHARDING = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+_SHARDING = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 
 class MegatronOptimiser:

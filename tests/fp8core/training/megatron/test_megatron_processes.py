@@ -81,7 +81,7 @@ def test_the_first_and_the_last_stage_have_one_embedding(grid, together):
     assert all(torch.equal(first, other) for other in others)
 
 
-@pytest.mark.parametrize("grid", PIPELINES)
+@pytest.mark.parametrize("grid", [name for name in PIPELINES if "expert_parallel" not in ALL[name][1]])
 def test_a_checkpoint_of_stages_is_read_by_one_process(grid, together, policies, ragged_batch):
     family, spread = ALL[grid]
     with pretended_gpu(), contextlib.ExitStack() as stack:
