@@ -25,7 +25,7 @@ Loss = Callable[[Pass, Tensor], Tensor]
 
 
 def score(policy: Policy, passes: Sequence[Pass], temperature: float, scored: Scored) -> None:
-    """Go forward through all passes, without gradients; `scored` is called on processes of the last stage alone."""
+    """Go forward through all passes, under the caller's `no_grad`; `scored` is called in the last stage alone."""
 
     def finish(turn: Pass, states: Tensor) -> Tensor:
         scored(turn, *policy.head(turn, states, temperature))
@@ -40,7 +40,7 @@ def score(policy: Policy, passes: Sequence[Pass], temperature: float, scored: Sc
 
 
 def accumulate(policy: Policy, passes: Sequence[Pass], temperature: float, loss: Loss) -> None:
-    """Add up the gradients of all passes; `loss` is called on processes of the last stage alone."""
+    """Add up the gradients of all passes; `loss` is called in the last stage alone."""
 
     def finish(turn: Pass, states: Tensor) -> Tensor:
         return loss(turn, policy.head(turn, states, temperature)[0])

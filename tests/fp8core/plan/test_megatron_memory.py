@@ -67,7 +67,8 @@ def test_stages_share_weights_and_no_activations(recompute):
         needs(planned("qwen3", gpus=8, pipeline_parallel=stages, recompute=recompute), "training") for stages in (1, 4)
     )
     assert four["weights"] < 0.4 * one["weights"]
-    assert four["master weights"] == pytest.approx(4 * four["weights"] / 2 / 2, rel=1e-6)
+    # Two GPUs that hold a stage share its masters: half of FP32 is as much as BF16.
+    assert four["master weights"] == pytest.approx(four["weights"], rel=1e-6)
     assert four["activations"] == one["activations"]
 
 
