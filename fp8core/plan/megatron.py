@@ -1,5 +1,6 @@
 """Memory of the Megatron trainer on a GPU beyond masters and optimiser states: weights in BF16 and, for FP8 linears,
-Transformer Engine's codes of them by rows and by columns beside them; FP32 gradients; activations of one pack."""
+Transformer Engine's codes of them by rows and by columns beside them; FP32 gradients; activations of the packs that a
+stage of the pipeline has in flight."""
 
 import math
 
@@ -20,8 +21,10 @@ def megatron_state(part: Part) -> tuple[Need, ...]:
     return Need("weights", held * _BF16, "BF16"), Need("gradients", held * _FP32, "FP32")
 
 
-def megatron_step(config: RunConfig, arch: Architecture, part: Part, workspace: int) -> tuple[Need, ...]:
-    """What a step adds to that."""
+def megatron_step(
+    config: RunConfig, arch: Architecture, part: Part, tensor: int, pipeline: int, workspace: int
+) -> tuple[Need, ...]:
+    """What a step adds to that, where so many GPUs share the linears and so many stages the layers."""
     linear = sum(
         math.ceil(count({name: shape for name, shape in shapes.items() if is_linear(name)}) / parts)
         for shapes, parts in part
@@ -30,21 +33,26 @@ def megatron_step(config: RunConfig, arch: Architecture, part: Part, workspace: 
     codes = (Need("quantised copies", _COPIES * linear, "FP8 codes by rows and by columns"),) if fp8 else ()
     return (
         *codes,
-        Need("activations", _activations(config, arch), "of one pack; estimate"),
+        Need("activations", _activations(config, arch, tensor, pipeline), f"of {_packs(pipeline)}; estimate"),
         Need("workspace", workspace, "estimate"),
     )
 
 
-def _activations(config: RunConfig, arch: Architecture) -> int:
+def _packs(pipeline: int) -> str:
+    return "one pack" if pipeline == 1 else f"{pipeline} packs in flight"
+
+
+def _activations(config: RunConfig, arch: Architecture, tensor: int, pipeline: int) -> int:
     """Of all layers, or their inputs and one layer that is recomputed; a group of tensor parallelism shares a layer's
-    inside, and with sequence parallelism its inputs too."""
+    inside, and with sequence parallelism its inputs too. Stages share no activations: the first one has as many packs
+    in flight as there are stages."""
     spread = config.training.megatron
     hidden, heads = arch.hidden_size, (arch.num_heads + arch.num_kv_heads) * arch.head_dim
     width = arch.intermediate_size
     if (experts := arch.experts) is not None:
         width = experts.per_token * (experts.intermediate_size + hidden)
-    inside = (5 * hidden + 2 * heads + 3 * width) // spread.tensor_parallel
-    inputs = hidden // (spread.tensor_parallel if spread.sequence_parallel else 1)
-    layers = arch.num_layers // spread.pipeline_parallel
+    inside = (5 * hidden + 2 * heads + 3 * width) // tensor
+    inputs = hidden // (tensor if spread.sequence_parallel else 1)
+    layers = arch.num_layers // pipeline * pipeline
     kept = layers * inputs + 2 * inside if spread.recompute == "full" else layers * (inputs + inside)
     return spread.micro_batch_tokens * _BF16 * kept

@@ -47,6 +47,8 @@ class Parallel:
             raise UserError(f"tensor {self.tensor} does not divide the model's {arch.num_kv_heads} KV heads")
         if self.pipeline > arch.num_layers:
             raise UserError(f"pipeline {self.pipeline} exceeds the model's {arch.num_layers} layers")
+        if arch.num_layers % self.pipeline:
+            raise UserError(f"pipeline {self.pipeline} does not divide the model's {arch.num_layers} layers")
         experts = 1 if arch.experts is None else arch.experts.count
         if experts % self.expert:
             raise UserError(f"expert {self.expert} does not divide the model's {experts} experts")
@@ -85,7 +87,7 @@ def gpu_step(config: RunConfig, arch: Architecture, parallel: Parallel) -> tuple
         return packed_step(config, arch)
     part = heaviest(arch, parallel)
     if config.training.trainer == "megatron":
-        return megatron_step(config, arch, part, WORKSPACE)
+        return megatron_step(config, arch, part, parallel.tensor, parallel.pipeline, WORKSPACE)
     held = sum(math.ceil(count(shapes) / parts) for shapes, parts in part)
     return (
         *_weights(part, config.precision, arch.num_layers),

@@ -29,7 +29,7 @@ def transformer_arguments(
         deterministic: only kernels that give the same result every time; Megatron refuses to start without the
             environment that `requirements.required_environment` asks for.
     """
-    on_gpu = device == "cuda"
+    on_gpu, piped = device == "cuda", megatron.pipeline_parallel > 1
     dtype = torch.float32 if contract.training.linear == "fp32" else torch.bfloat16
     return {
         "num_layers": arch.num_layers,
@@ -54,6 +54,10 @@ def transformer_arguments(
         "expert_model_parallel_size": megatron.expert_parallel,
         "expert_tensor_parallel_size": 1,
         "sequence_parallel": megatron.sequence_parallel,
+        # No two packs need be equally long: a stage says how long the one is that it hands on.
+        "variable_seq_lengths": piped,
+        # The other dispatcher needs no GPU; with lengths that vary Megatron refuses it, of a dense model too.
+        "moe_token_dispatcher_type": "alltoall" if on_gpu or piped else "allgather",
         # Weights are loaded, never drawn; but initialisation is where Megatron marks what is cut.
         "perform_initialization": True,
         "init_method": _leave,
@@ -117,7 +121,6 @@ def _experts(arch: Architecture, on_gpu: bool) -> dict[str, Any]:
         "moe_router_load_balancing_type": "none",
         "moe_grouped_gemm": on_gpu,
         "moe_permute_fusion": on_gpu,
-        "moe_token_dispatcher_type": "alltoall" if on_gpu else "allgather",
     }
 
 

@@ -63,6 +63,12 @@ def here() -> Place:
     )
 
 
+def stages() -> int:
+    """Stages of a pipeline."""
+    count: int = parallel_state.get_pipeline_model_parallel_world_size()
+    return count
+
+
 def tensor_group() -> ProcessGroup:
     """Processes that share every linear layer with this one."""
     group: ProcessGroup = parallel_state.get_tensor_model_parallel_group()

@@ -48,6 +48,23 @@ class Pack:
         return Pack(self.rows, tokens, positions, bounds, self.longest, self.used, before, written, experts)
 
 
+@dataclass(frozen=True)
+class Pass:
+    """A pack as one process computes it; where it does not count, for the company of the process that counts it."""
+
+    pack: Pack
+    counts: bool
+
+    @property
+    def valid(self) -> Tensor:
+        """bool [1, T]: tokens that count."""
+        return self.pack.valid & self.counts
+
+    def to(self, device: torch.device) -> "Pass":
+        """The same on a device."""
+        return Pass(self.pack.to(device), self.counts)
+
+
 def packs(batch: TokenBatch, limit: int, multiple: int) -> Iterator[Pack]:
     """Consecutive rows of at most `limit` tokens together, padded to a multiple; a longer row is alone."""
     lengths = batch.valid.sum(-1).tolist()

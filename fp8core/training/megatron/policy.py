@@ -15,12 +15,14 @@ from fp8core.models.architecture import Architecture
 from fp8core.numerics.kv_scales import KvStatistics, LayerScales
 from fp8core.training.megatron.arguments import Kind, transformer_arguments
 from fp8core.training.megatron.conversion import policy_of, share
+from fp8core.training.megatron.grid import padded_vocabulary
 from fp8core.training.megatron.groups import data_group, here, tensor_group
 from fp8core.training.megatron.head import VocabularyShare, written_logprobs
 from fp8core.training.megatron.layer_spec import style_of
 from fp8core.training.megatron.model import PolicyModel, packed_call
+from fp8core.training.megatron.names import layers_of
 from fp8core.training.megatron.observer import Observer
-from fp8core.training.megatron.packing import Pack
+from fp8core.training.megatron.packing import Pass
 from fp8core.training.megatron.router import PolicyRouter
 
 
@@ -43,7 +45,8 @@ class Policy:
         first, last = self.place.pipeline == 0, self.place.pipeline == megatron.pipeline_parallel - 1
         self.model = PolicyModel(arch, megatron, config, device, first, last).to(device)
         self.routers = [module for module in self.model.modules() if isinstance(module, PolicyRouter)]
-        rows = self.model.head_weight().shape[0]
+        self._observer: Observer | None = None
+        rows = padded_vocabulary(arch, megatron.tensor_parallel) // megatron.tensor_parallel
         self._head = VocabularyShare(rows * self.place.tensor, arch.vocab_size, tensor_group(), contract.training.head)
 
     def describe(self) -> dict[str, object]:
@@ -95,37 +98,54 @@ class Policy:
         found = self.model.sharded_state_dict(metadata=metadata)
         return {name: found[name] for name, _ in self.model.named_parameters()}
 
-    def score(self, pack: Pack, temperature: float) -> tuple[Tensor, Tensor]:
-        """Log-prob (differentiable) and entropy of each written token: FP32 [written], on this device."""
-        here = pack.to(self.device)
-        self._replay(here)
-        hidden = self.model(**packed_call(here))[:, 0]
-        return written_logprobs(hidden[here.before], self.model.head_weight(), self._head, here.written, temperature)
+    def hidden(self, turn: Pass) -> Tensor:
+        """[T, 1, hidden] (differentiable) that this stage hands on; of the last stage what the head takes.
 
-    def _replay(self, pack: Pack) -> None:
-        """Force the pack's experts on the routers, or leave them to choose."""
-        for layer, router in enumerate(self.routers):
-            if pack.experts is None:
+        Args:
+            turn: on this device. What an earlier stage made of it is the model's input already (`set_input_tensor`).
+        """
+        if self._observer is not None:
+            self._observer.valid = turn.valid
+        self._replay(turn.pack.experts)
+        states: Tensor = self.model(**packed_call(turn.pack))
+        if self.routers and states.requires_grad:
+            # A stage goes on to other passes before it goes back through this one, which may compute it again.
+            states.register_hook(lambda _: self._replay(turn.pack.experts))
+        return states
+
+    def head(self, turn: Pass, states: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """Log-prob (differentiable) and entropy of each written token, FP32 [written], of the last stage's states."""
+        pack = turn.pack
+        chosen = states[:, 0][pack.before]
+        return written_logprobs(chosen, self.model.head_weight(), self._head, pack.written, temperature)
+
+    def _replay(self, experts: Tensor | None) -> None:
+        """Force a pack's experts [T, sparse layers of all stages, k] on the routers, or leave them to choose."""
+        stage = layers_of(self.arch, self._megatron, self.place.pipeline)
+        sparse = [index for index, layer in enumerate(self.arch.sparse_layers) if layer in stage]
+        for index, router in zip(sparse, self.routers, strict=True):
+            if experts is None:
                 router.router_replay.chosen = None
                 continue
-            chosen = pack.experts[:, layer]
+            chosen = experts[:, index]
             if self._megatron.sequence_parallel:
                 chosen = chosen.chunk(self._megatron.tensor_parallel)[self.place.tensor]
             router.router_replay.chosen = chosen
 
     @contextmanager
-    def observed(self, statistics: KvStatistics, scales: Sequence[LayerScales] | None) -> Iterator[Observer]:
-        """While it lasts, Q, K and V of every attention are added to the statistics as they would be cached.
+    def observed(self, statistics: KvStatistics, scales: Sequence[LayerScales] | None) -> Iterator[None]:
+        """While it lasts, Q, K and V of this stage's attention are added to the statistics as they would be cached.
 
         For passes without gradients: a pass with recomputation would count twice.
         """
-        observer = Observer(statistics, scales)
+        self._observer = observer = Observer(statistics, scales)
         handles = [
             layer.self_attention.core_attention.register_forward_pre_hook(observer.hook(layer.layer_number - 1))
             for layer in self.model.decoder.layers
         ]
         try:
-            yield observer
+            yield
         finally:
+            self._observer = None
             for handle in handles:
                 handle.remove()

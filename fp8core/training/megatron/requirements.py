@@ -23,8 +23,6 @@ def check_requirements(config: RunConfig, platform: str) -> None:
     for package in packages:
         if not _installed(package):
             raise UserError(f"training.trainer=megatron: {package} is not installed (pip install 'fp8-grpo[megatron]')")
-    if config.training.megatron.pipeline_parallel > 1:
-        raise UserError("training.megatron.pipeline_parallel: no schedule for it in this version; set it to 1")
     contract = config.precision.training
     if platform == "cpu":
         _check_cpu(config)
@@ -49,7 +47,8 @@ def _check_cpu(config: RunConfig) -> None:
             "alone; set linear and kv_cache to fp32, or training.trainer to torch"
         )
     megatron = config.training.megatron
-    for name, value in (("recompute", "none"), ("sequence_parallel", False), ("expert_parallel", 1)):
+    only_here = {"recompute": "none", "sequence_parallel": False, "expert_parallel": 1, "pipeline_parallel": 1}
+    for name, value in only_here.items():
         if getattr(megatron, name) != value:
             raise UserError(f"training.megatron.{name}: Megatron does that on a GPU alone; set it to {value}")
 

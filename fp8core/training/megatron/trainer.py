@@ -6,7 +6,7 @@ processes by packs; what comes back is whole on every process.
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -28,9 +28,10 @@ from fp8core.training.megatron import groups
 from fp8core.training.megatron.digest import joint_digest
 from fp8core.training.megatron.grid import token_multiple
 from fp8core.training.megatron.optimiser import OptimiserFactory
-from fp8core.training.megatron.packing import Pack, packs
+from fp8core.training.megatron.packing import Pass, packs
 from fp8core.training.megatron.policy import Policy
 from fp8core.training.megatron.scale_rule import check_scale_rule
+from fp8core.training.megatron.schedule import Scored, accumulate, score
 from fp8core.training.policy_trainer import PolicyTrainer, left_aligned
 from fp8core.training.trainer import ScoredBatch
 
@@ -109,10 +110,15 @@ class MegatronTrainer(PolicyTrainer):
         statistics = KvStatistics(self.arch.num_layers, self._policy.device)
         shape = (len(batch), int(batch.completion.sum(-1).max()))
         found = torch.zeros(2, *shape)
-        for pack, (logprobs, entropy) in self._observed(batch, temperature, statistics, scales):
-            mask = left_aligned(batch.completion[pack.rows], shape[1])
-            for into, values in zip(found, (logprobs, entropy), strict=True):
-                into[pack.rows] = into[pack.rows].masked_scatter(mask, values.cpu())
+
+        def fill(turn: Pass, *values: Tensor) -> None:
+            if turn.counts:
+                rows = turn.pack.rows
+                mask = left_aligned(batch.completion[rows], shape[1])
+                for into, part in zip(found, values, strict=True):
+                    into[rows] = into[rows].masked_scatter(mask, part.cpu())
+
+        self._observe(batch, temperature, statistics, scales, fill)
         found = self._summed(found).masked_fill(~left_aligned(batch.completion, shape[1]), torch.nan)
         return ScoredBatch(found[0], found[1], statistics)
 
@@ -120,8 +126,7 @@ class MegatronTrainer(PolicyTrainer):
     def statistics(self, batch: TokenBatch) -> KvStatistics:
         """Statistics of Q, K and V per layer over all valid tokens, without any scales."""
         statistics = KvStatistics(self.arch.num_layers, self._policy.device)
-        for _ in self._observed(batch, 1.0, statistics, None):
-            pass
+        self._observe(batch, 1.0, statistics, None, lambda *_: None)
         return statistics
 
     def gradients(self, batch: RolloutBatch, temperature: float) -> tuple[float, dict[str, Tensor]]:
@@ -134,17 +139,17 @@ class MegatronTrainer(PolicyTrainer):
         finally:
             self._optimiser.clear()
 
-    def _observed(
-        self, batch: TokenBatch, temperature: float, statistics: KvStatistics, scales: Sequence[LayerScales] | None
-    ) -> Iterator[tuple[Pack, tuple[Tensor, Tensor]]]:
+    def _observe(
+        self,
+        batch: TokenBatch,
+        temperature: float,
+        statistics: KvStatistics,
+        scales: Sequence[LayerScales] | None,
+        scored: Scored,
+    ) -> None:
         """Score this process's packs, and complete the statistics over all processes at the end."""
-        self._policy.begin(training=False)
-        with self._policy.observed(statistics, scales) as observer:
-            for pack, counts in self._dealt(batch):
-                observer.valid = (pack.valid & counts).to(self._policy.device)
-                scored = self._policy.score(pack, temperature)
-                if counts:
-                    yield pack, scored
+        with self._policy.observed(statistics, scales):
+            score(self._policy, self._dealt(batch), temperature, scored)
         statistics.combine(partial(all_reduce, op=ReduceOp.MAX), all_reduce)
 
     def _step(self, learning_rate: float) -> float:
@@ -162,32 +167,36 @@ class MegatronTrainer(PolicyTrainer):
         """Of this process's packs; the statistics are those of the whole batch. Attention needs no scales."""
         denominator = Denominator.of(batch.mask)
         totals = dict.fromkeys(_STATISTICS, 0.0)
-        self._policy.begin(training=True)
-        for pack, counts in self._dealt(batch.sequences):
-            logprobs, _ = self._policy.score(pack, temperature)
-            mask = left_aligned(batch.sequences.completion[pack.rows], batch.mask.shape[1])
+
+        def loss(turn: Pass, logprobs: Tensor) -> Tensor:
+            rows = turn.pack.rows
+            mask = left_aligned(batch.sequences.completion[rows], batch.mask.shape[1])
             current = torch.zeros(mask.shape).masked_scatter(mask, logprobs.cpu())
-            terms = self._objective(current, batch.rows(pack.rows), denominator)
-            # A pack that another process counts is computed for the experts of this one, and adds nothing.
-            (terms.loss * counts).backward()
+            terms = self._objective(current, batch.rows(rows), denominator)
             for key, value in terms.statistics().items():
-                totals[key] += value * counts
+                totals[key] += value * turn.counts
+            # A pack that another process counts is computed for the experts of this one, and adds nothing.
+            return terms.loss * turn.counts
+
+        accumulate(self._policy, self._dealt(batch.sequences), temperature, loss)
         found = self._summed(torch.tensor([totals[key] for key in _STATISTICS], dtype=torch.float64)).tolist()
         totals = dict(zip(_STATISTICS, found, strict=True))
         if not math.isfinite(totals["loss"]):
             raise self._not_finite(f"the loss is {totals['loss']}")
         return totals
 
-    def _dealt(self, batch: TokenBatch) -> Iterator[tuple[Pack, bool]]:
-        """This process's packs, and whether they count: every process has as many, the last ones for company."""
+    def _dealt(self, batch: TokenBatch) -> list[Pass]:
+        """This process's packs: every process has as many, the last ones for company; all stages have the same."""
         megatron, group = self._config.megatron, groups.data_group()
         found = list(packs(batch, megatron.micro_batch_tokens, token_multiple(megatron)))
-        for start in range(0, len(found), group.size()):
-            index = start + group.rank()
-            yield found[min(index, len(found) - 1)], index < len(found)
+        own = range(group.rank(), len(found) + group.rank(), group.size())
+        return [Pass(found[min(index, len(found) - 1)], index < len(found)) for index in own]
 
     def _summed(self, values: Tensor) -> Tensor:
-        """Over all processes, of which one in a tensor-parallel group speaks for the others; on the CPU."""
+        """Over all processes, of which one in a tensor-parallel group speaks for the others; on the CPU.
+
+        Stages before the last one have zeros to add.
+        """
         moved = values.to(self._policy.device) * (self._policy.place.tensor == 0)
         all_reduce(moved)
         return moved.cpu()

@@ -3,10 +3,11 @@
 import pytest
 
 from fp8core.config.load import load_config
+from fp8core.errors import UserError
 from fp8core.plan.devices import GPUS, Device, Machine
 from fp8core.plan.run_plan import plan_run
 from fp8core.plan.shapes import model_shape
-from fp8core.plan.training import trainer_grid
+from fp8core.plan.training import Parallel, trainer_grid
 
 H200 = Machine(GPUS["h200"], None)
 TRAINER = [
@@ -57,6 +58,31 @@ def test_recomputation_and_tensor_parallelism_save_activations():
     plain, recomputed, shared = (needs(planned("qwen3", gpus=8, **g), "training")["activations"] for g in grids)
     assert recomputed < plain / 8
     assert shared == pytest.approx(plain / 4)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_stages_share_weights_and_no_activations(recompute):
+    """The first of four stages has a quarter of the layers, and four packs in flight."""
+    one, four = (
+        needs(planned("qwen3", gpus=8, pipeline_parallel=stages, recompute=recompute), "training") for stages in (1, 4)
+    )
+    assert four["weights"] < 0.4 * one["weights"]
+    # Two GPUs that hold a stage share its masters: half of FP32 is as much as BF16.
+    assert four["master weights"] == pytest.approx(four["weights"], rel=1e-6)
+    assert four["activations"] == one["activations"]
+
+
+def test_stages_and_tensor_parallelism_of_the_command_are_planned():
+    """`--gpus 8 --tensor 4 --pipeline 2` plans what the configuration would with that grid."""
+    config = load_config("qwen3", [*TRAINER, "training.megatron={gpus: 8}"])
+    asked = plan_run(config, model_shape(config), H200, Parallel(gpus=8, tensor=4, pipeline=2))
+    configured = planned("qwen3", gpus=8, tensor_parallel=4, pipeline_parallel=2)
+    assert needs(asked, "training") == needs(configured, "training")
+
+
+def test_stages_that_do_not_come_out_even_are_refused():
+    with pytest.raises(UserError, match="pipeline 8 does not divide the model's 36 layers"):
+        planned("qwen3", gpus=8, pipeline_parallel=8)
 
 
 def test_a_machine_without_a_gpu_trains_on_the_host():

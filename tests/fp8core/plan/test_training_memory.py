@@ -99,6 +99,7 @@ def test_more_gpus_never_need_more_of_each(configured, model):
         (Parallel(gpus=4, tensor=2, pipeline=4), "4 GPUs are no multiple of tensor 2 x pipeline 4"),
         (Parallel(gpus=16, tensor=16), "tensor 16 does not divide the model's 8 KV heads"),
         (Parallel(gpus=64, pipeline=64), "pipeline 64 exceeds the model's 36 layers"),
+        (Parallel(gpus=8, pipeline=8), "pipeline 8 does not divide the model's 36 layers"),
         (Parallel(gpus=2, expert=2), "expert 2 does not divide the model's 1 experts"),
     ],
 )

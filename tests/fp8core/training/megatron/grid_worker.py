@@ -1,5 +1,6 @@
 """What each process of a grid does in a test: train a little on several grids, one after another, and write it down."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import distributed
 
 from fp8core.config.run import CorrectionConfig, LossConfig, TrainingConfig
 from fp8core.models.architecture import Architecture
+from fp8core.models.experts import UNRECORDED
 from fp8core.models.formats import rollout_formats
 from fp8core.rl.objective import Objective
 from fp8core.training.megatron import groups
@@ -29,15 +31,45 @@ GRIDS: dict[str, tuple[str, dict[str, Any]]] = {
         "moe",
         {"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2, "micro_batch_tokens": 256},
     ),
+    "pipeline": ("qwen3", {"pipeline_parallel": 2}),
+    "pipeline, packs of several lengths": ("qwen3", {"pipeline_parallel": 2, "micro_batch_tokens": 256}),
+    "pipeline of llama, computed again": ("llama", {"pipeline_parallel": 2, "recompute": "full"}),
+    "pipeline, tied": ("tied", {"pipeline_parallel": 2}),
+    "pipeline, tied, whole optimisers": ("tied", {"pipeline_parallel": 2, "distributed_optimizer": False}),
+    # A dense stage, then a sparse one.
+    "pipeline of experts": ("moe", {"pipeline_parallel": 2}),
+    "pipeline of experts, computed again": ("moe_unnormalised", {"pipeline_parallel": 2, "recompute": "full"}),
 }
+GRIDS_OF_FOUR: dict[str, tuple[str, dict[str, Any]]] = {
+    "four stages, tied": ("deep", {"pipeline_parallel": 4}),
+    "pipeline and data": ("tied", {"pipeline_parallel": 2}),
+    "pipeline, data and experts": ("moe_unnormalised", {"pipeline_parallel": 2, "expert_parallel": 2}),
+    "pipeline, tensor, sequence and experts": (
+        "moe",
+        {
+            "pipeline_parallel": 2,
+            "tensor_parallel": 2,
+            "sequence_parallel": True,
+            "expert_parallel": 2,
+            "micro_batch_tokens": 256,
+            "recompute": "full",
+        },
+    ),
+}
+POLICIES = {**FAMILIES, "deep": {"num_layers": 4, "tie_embeddings": True}}
 
 
-def train(arch: Architecture, masters: Any, batch: Any, gpus: int, folder: Path, **grid: Any) -> dict[str, Any]:
-    """Two updates with a checkpoint between them, on this process's part of a grid."""
+def trainer_of(arch: Architecture, masters: Any, gpus: int, **grid: Any) -> MegatronTrainer:
+    """This process's part of a grid."""
     megatron = {"gpus": gpus, "micro_batch_tokens": 128, **grid}
     training = TrainingConfig(learning_rate=1e-3, megatron=megatron)
     formats, objective = rollout_formats(FP32, arch.num_layers), Objective(LossConfig(), CorrectionConfig())
-    trainer = MegatronTrainer(arch, masters, FP32, formats, training, objective, CPU, MegatronOptimiser, False)
+    return MegatronTrainer(arch, masters, FP32, formats, training, objective, CPU, MegatronOptimiser, False)
+
+
+def train(arch: Architecture, masters: Any, batch: Any, gpus: int, folder: Path, **grid: Any) -> dict[str, Any]:
+    """Two updates with a checkpoint between them, on this process's part of a grid; then with experts given."""
+    trainer, forced = trainer_of(arch, masters, gpus, **grid), replayed(batch, arch)
     scored = trainer.logprobs(batch.sequences, 0.9, None)
     first = trainer.step(batch, 0.9, None)
     folder.mkdir(exist_ok=True)
@@ -52,26 +84,58 @@ def train(arch: Architecture, masters: Any, batch: Any, gpus: int, folder: Path,
         "steps": [vars(first), vars(second)],
         "again": vars(trainer.step(batch, 0.9, None)),
         "masters": trainer.masters,
+        "copies": copies(trainer),
+        "replayed": vars(trainer.step(forced, 0.9, None)),
     }
+    # Of more copies of the model each holds the gradients of its own rows.
+    if groups.data_group().size() == 1:
+        found["gradients"] = trainer.gradients(forced, 0.9)[1]
     trainer.close()
     return found
 
 
-def work(rank: int, folder: str, policies: dict[str, tuple[Architecture, Any]], batch: Any) -> None:
-    """A process of two: every grid, the first process writes what came out."""
+def replayed(batch: Any, arch: Architecture) -> Any:
+    """The same with experts that no router would choose, but for every third token; of a dense policy as it is."""
+    if not arch.sparse_layers:
+        return batch
+    sequences, per_token = batch.sequences, arch.experts.per_token
+    shape = (*sequences.tokens.shape, len(arch.sparse_layers), arch.experts.count)
+    drawn = torch.rand(shape, generator=torch.Generator().manual_seed(7)).argsort(-1)[..., :per_token]
+    own = (sequences.tokens % 3 == 0) | ~sequences.valid
+    experts = torch.where(own[..., None, None], UNRECORDED, drawn.sort(-1).values)
+    return replace(batch, sequences=replace(sequences, experts=experts))
+
+
+def copies(trainer: MegatronTrainer) -> list[torch.Tensor]:
+    """The embedding and the head of every process that has one."""
+    held = trainer._policy.parameters()
+    names = [name for name in ("embedding.word_embeddings.weight", "output_layer.weight") if name in held]
+    found: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(found, [held[name] for name in names])
+    return [tensor for each in found for tensor in each]
+
+
+def work(rank: int, folder: str, policies: dict[str, tuple[Architecture, Any]], batch: Any, count: int) -> None:
+    """A process of so many: every grid of them, the first process writes what came out."""
     torch.set_num_threads(1)
     with pretended_gpu():
-        for number, (name, (family, grid)) in enumerate(GRIDS.items()):
+        for number, (name, (family, grid)) in enumerate(grids(count).items()):
             place = Path(folder) / str(number)
             place.mkdir(exist_ok=True)
-            groups.meet(place, rank, 2, CPU)
-            found = train(*policies[family], batch, 2, place / "state", **grid)
+            groups.meet(place, rank, count, CPU)
+            found = train(*policies[family], batch, count, place / "state", **grid)
             groups.leave()
             if rank == 0:
                 torch.save(found, place / "found.pt")
                 print(name, flush=True)
 
 
+def grids(count: int) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Those of so many processes: a family and how it is spread, by name."""
+    return {2: GRIDS, 4: GRIDS_OF_FOUR}[count]
+
+
 def families_used() -> list[str]:
-    """Of `GRIDS`."""
-    return [family for family in FAMILIES if family in {used for used, _ in GRIDS.values()}]
+    """Of all grids."""
+    used = {family for count in (2, 4) for family, _ in grids(count).values()}
+    return [family for family in POLICIES if family in used]

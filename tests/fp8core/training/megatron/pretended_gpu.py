@@ -39,6 +39,11 @@ class _Stream:
         pass
 
 
+def _moved(value: Any, as_numpy: bool = False, **_: Any) -> Any:
+    """Numbers of tokens on the way to the host, which a tensor in main memory does not have to go."""
+    return value.numpy() if as_numpy and isinstance(value, torch.Tensor) else value
+
+
 class FusedAdam(torch.optim.Optimizer):
     """AdamW with the count of updates in the group, where Transformer Engine's optimiser has it."""
 
@@ -68,7 +73,8 @@ def pretended_gpu() -> Iterator[None]:
     """While it lasts, the CPU stands in for a GPU with Transformer Engine's optimiser."""
     import megatron.core.optimizer as optimisers
     from megatron.core.optimizer import distrib_optimizer
-    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import token_dispatcher
 
     with pytest.MonkeyPatch.context() as patch, _OnCpu():
         patch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
@@ -77,7 +83,10 @@ def pretended_gpu() -> Iterator[None]:
             patch.setattr(torch.cuda, name, _Stream)
         patch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
         # Nothing is drawn at random.
-        patch.setattr(CudaRNGStatesTracker, "fork", lambda *_, **__: contextlib.nullcontext())
+        patch.setattr(random.CudaRNGStatesTracker, "fork", lambda *_, **__: contextlib.nullcontext())
+        patch.setattr(random, "_get_cuda_rng_state", lambda *_, **__: None)
+        patch.setattr(random, "_set_cuda_rng_state", lambda *_, **__: None)
+        patch.setattr(token_dispatcher, "maybe_move_tensor_to_cpu", _moved)
         patch.setattr(optimisers, "Adam", FusedAdam)
         patch.setattr(optimisers, "USING_PYTORCH_OPTIMIZER", False)
         patch.setattr(distrib_optimizer, "Adam", FusedAdam)

@@ -47,6 +47,15 @@ def test_qwen3_moe_with_its_experts_spread():
     assert found["sequence_parallel"]
 
 
+@pytest.mark.parametrize(("stages", "varies"), [(1, False), (4, True)])
+def test_stages_tell_each_other_how_long_a_pack_is(stages, varies):
+    megatron = MegatronConfig(gpus=8, pipeline_parallel=stages)
+    found = transformer_arguments(PUBLISHED["Qwen/Qwen3-8B-Base"], FP8, megatron, "cuda", deterministic=True)
+    assert (found["pipeline_model_parallel_size"], found["variable_seq_lengths"]) == (stages, varies)
+    assert found["pipeline_dtype"] == torch.bfloat16
+    assert found["moe_token_dispatcher_type"] == "alltoall", "Megatron takes no other with lengths that vary"
+
+
 @pytest.mark.parametrize(("recompute", "granularity"), [("none", None), ("selective", "selective"), ("full", "full")])
 def test_what_is_computed_again(recompute, granularity):
     llama = PUBLISHED["meta-llama/Llama-3.1-8B-Instruct"]

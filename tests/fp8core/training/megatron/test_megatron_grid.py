@@ -23,6 +23,8 @@ FP8 = PrecisionContract(training=TrainingPrecision(kv_cache="bf16"))
         ({"sequence_parallel": True}, "needs tensor_parallel above 1"),
         ({"micro_batch_tokens": 1000}, "multiple of 128"),
         ({"gpus": 0}, "greater than or equal to 1"),
+        ({"gpus": 3, "pipeline_parallel": 2}, "gpus=3 is no multiple of tensor_parallel=1 x pipeline_parallel=2"),
+        ({"gpus": 2, "pipeline_parallel": 2, "virtual_stages": 2}, "virtual_stages\n.*not permitted"),
     ],
 )
 def test_a_grid_that_does_not_come_out_even_is_refused(parts, reason):

@@ -3,7 +3,7 @@
 import torch
 
 from fp8core.rl.batch import TokenBatch
-from fp8core.training.megatron.packing import pack, packs
+from fp8core.training.megatron.packing import Pass, pack, packs
 
 
 def batch(experts=None):
@@ -20,6 +20,12 @@ def test_a_pack_holds_rows_without_padding_between_them():
     assert found.before.tolist() == [2, 3, 5, 8, 9, 10]
     assert found.written.tolist() == [7, 8, 9, 10, 11, 12]
     assert found.valid.tolist() == [[True] * 12 + [False] * 4]
+
+
+def test_a_pass_that_does_not_count_has_no_valid_token():
+    found = pack(batch(), slice(0, 3), multiple=8)
+    assert torch.equal(Pass(found, counts=True).valid, found.valid)
+    assert not Pass(found, counts=False).valid.any()
 
 
 def test_a_full_pack_has_no_sequence_of_padding():

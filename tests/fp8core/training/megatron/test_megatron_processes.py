@@ -1,16 +1,16 @@
-"""Two processes compute what one computes, however the model is spread over them.
+"""Two processes, and four, compute what one computes, however the model is spread over them.
 
 Megatron's distributed optimiser and its communication run behind a pretended GPU; the trainer that a run builds, with
 its children, runs as it is.
 """
 
+import contextlib
 import os
 import signal
 
 import pytest
 import torch
-from grid_worker import GRIDS, families_used, train, work
-from megatron_cases import FAMILIES
+from grid_worker import POLICIES, families_used, grids, train, trainer_of, work
 from pretended_gpu import pretended_gpu
 from torch import multiprocessing
 
@@ -26,7 +26,7 @@ FP32 = ["precision.rollout={linear: fp32, kv_cache: fp32}", "precision.training=
 
 @pytest.fixture(scope="module")
 def policies(architecture, masters_of):
-    return {name: (arch := architecture(**FAMILIES[name]), masters_of(arch)) for name in families_used()}
+    return {name: (arch := architecture(**POLICIES[name]), masters_of(arch)) for name in families_used()}
 
 
 @pytest.fixture(scope="module")
@@ -39,32 +39,66 @@ def alone(policies, ragged_batch, tmp_path_factory):
     return found
 
 
+ALL = {**grids(2), **grids(4)}
+PIPELINES = [name for name, (_, spread) in ALL.items() if "pipeline_parallel" in spread]
+
+
 @pytest.fixture(scope="module")
 def together(policies, ragged_batch, tmp_path_factory):
-    """What two processes compute, by grid."""
-    folder = tmp_path_factory.mktemp("together")
-    multiprocessing.spawn(work, (str(folder), policies, ragged_batch), nprocs=2)
-    return {
-        name: torch.load(folder / str(number) / "found.pt", weights_only=False) for number, name in enumerate(GRIDS)
-    }
+    """What two processes compute and what four do, by grid, and where the checkpoint of each is."""
+    found = {}
+    for count in (2, 4):
+        folder = tmp_path_factory.mktemp("together")
+        multiprocessing.spawn(work, (str(folder), policies, ragged_batch, count), nprocs=count)
+        for number, name in enumerate(grids(count)):
+            place = folder / str(number)
+            found[name] = torch.load(place / "found.pt", weights_only=False) | {"state": place / "state"}
+    return found
 
 
-@pytest.mark.parametrize("grid", GRIDS)
-def test_a_grid_of_two_computes_what_one_process_does(grid, alone, together, ragged_batch):
-    found, expected = together[grid], alone[GRIDS[grid][0]]
+@pytest.mark.parametrize("grid", ALL)
+def test_a_grid_computes_what_one_process_does(grid, alone, together, ragged_batch):
+    found, expected = together[grid], alone[ALL[grid][0]]
     mask = ragged_batch.mask
     assert torch.allclose(found["logprobs"][mask], expected["logprobs"][mask], rtol=0, atol=1e-5)
     assert found["elements"] == expected["elements"]
     for ours, theirs in zip(found["amax"], expected["amax"], strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
-    for ours, theirs in zip(found["steps"], expected["steps"], strict=True):
+    steps = (*zip(found["steps"], expected["steps"], strict=True), (found["replayed"], expected["replayed"]))
+    for ours, theirs in steps:
         for name in ("loss", "grad_norm", "clip_fraction", "ratio_mean"):
             assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-5), name
-    largest = max(float((found["masters"][n] - w).abs().max()) for n, w in expected["masters"].items())
-    assert largest < 1e-4
+    assert largest(found["masters"], expected["masters"]) < 1e-4
+    if "gradients" in found:
+        assert largest(found["gradients"], expected["gradients"]) < 1e-5
 
 
-@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("grid", [name for name in PIPELINES if ALL[name][0] in ("tied", "deep")])
+def test_the_first_and_the_last_stage_have_one_embedding(grid, together):
+    """Tied weights lie on both: they stay the same bytes while each stage updates its own."""
+    first, *others = together[grid]["copies"]
+    assert len(others) == (3 if grid == "pipeline and data" else 1)
+    assert all(torch.equal(first, other) for other in others)
+
+
+@pytest.mark.parametrize("grid", [name for name in PIPELINES if "expert_parallel" not in ALL[name][1]])
+def test_a_checkpoint_of_stages_is_read_by_one_process(grid, together, policies, ragged_batch):
+    family, spread = ALL[grid]
+    with pretended_gpu(), contextlib.ExitStack() as stack:
+        stack.callback(groups.leave)
+        trainer = trainer_of(*policies[family], 1, distributed_optimizer=spread.get("distributed_optimizer", True))
+        trainer.load(together[grid]["state"])
+        again = vars(trainer.step(ragged_batch, 0.9, None))
+        assert again["grad_norm"] == pytest.approx(together[grid]["again"]["grad_norm"], rel=1e-5)
+        assert largest(trainer.masters, together[grid]["masters"]) < 1e-4
+
+
+def largest(found, expected):
+    assert found.keys() == expected.keys()
+    return max(float((found[name] - tensor).abs().max()) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("grid", ALL)
 def test_a_grid_goes_on_from_its_checkpoint_bit_for_bit(grid, together):
     assert together[grid]["again"] == together[grid]["steps"][1]
 

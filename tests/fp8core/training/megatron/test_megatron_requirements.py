@@ -29,7 +29,7 @@ def installed(monkeypatch):
         (FP32, "sm_90", "linear=fp32: Megatron trains in FP32 on a CPU alone"),
         ([], "sm_90", "kv_cache=fp8: Megatron's attention computes in BF16"),
         (["precision.training={linear: fp8_block, kv_cache: bf16, backward: bf16}"], "sm_90", "backward=bf16"),
-        ([*BF16_CACHE, "training.megatron={gpus: 2, pipeline_parallel: 2}"], "sm_90", "pipeline_parallel: no schedule"),
+        ([*FP32, "training.megatron={gpus: 2, pipeline_parallel: 2}"], "cpu", "pipeline_parallel: .* set it to 1"),
     ],
 )
 @pytest.mark.usefixtures("installed")
@@ -42,6 +42,7 @@ def test_it_is_refused_with_the_reason(changes, platform, reason):
 def test_what_megatron_does_passes():
     requirements.check_requirements(config(*FP32), "cpu")
     requirements.check_requirements(config(*BF16_CACHE), "sm_90")
+    requirements.check_requirements(config(*BF16_CACHE, "training.megatron={gpus: 2, pipeline_parallel: 2}"), "sm_90")
 
 
 def test_a_missing_package_is_named(monkeypatch):
