@@ -31,9 +31,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from fp8core.numerics.block_codes import FiniteFlag, row_and_column_codes, row_codes
-from fp8core.numerics.e4m3 import E4M3_MAX, ScaleRule
+from fp8core.numerics.e4m3 import ScaleRule
 from fp8core.numerics.elementwise import inverse_frequencies
-from fp8core.numerics.fused_head_codes import head_codes, head_gradients, head_values, static_codes
+from fp8core.numerics.fused_head_codes import head_codes, head_gradients, head_values, limits_of, static_codes
 from fp8core.numerics.fused_norm import add_norm, add_norm_backward, add_norm_codes, add_norm_row_codes
 from fp8core.numerics.fused_rotary import HeadLayout, heads_of, norm_rotate, norm_rotate_backward
 from fp8core.numerics.fused_swiglu import swiglu, swiglu_backward, swiglu_backward_codes, swiglu_codes, swiglu_row_codes
@@ -250,8 +250,8 @@ def head_cases(tokens: int, device: torch.device) -> Iterator[Case]:
         return [(codes.float() * scale).bfloat16() for codes, scale in zip(torch_codes(), each, strict=True)]
 
     def torch_gradients() -> Tensor:
-        parts = zip((q, k, v), heads, each, strict=True)
-        return torch.cat([grad * (x.abs() <= E4M3_MAX * scale) for grad, x, scale in parts], dim=1)
+        parts = zip((q, k, v), heads, limits_of(scales), strict=True)
+        return torch.cat([grad * (x.abs() <= limit) for grad, x, limit in parts], dim=1)
 
     forms: dict[str, Call] = {"fused": partial(head_codes, qkv, LAYOUT, scales), "torch": torch_codes}
     yield Case("head_codes", 3 * qkv.numel(), forms)

@@ -6,14 +6,13 @@ Reads benchmarks/results/training_hopper.json and fused_hopper.json; each row ho
 """
 
 import json
-from pathlib import Path
-from typing import Any
 
-RESULTS = Path(__file__).parent / "results"
-MODELS = {"qwen3-8b": "Qwen3-8B", "llama-3.1-8b": "Llama-3.1-8B", "small": "110M, 12 layers of width 768"}
-PRECISIONS = {"bf16": "BF16", "fp8_block": "FP8 linears", "fp8_block_kv": "FP8 linears, cache and attention"}
+from benchmarks import hopper_tables
+from benchmarks.hopper_tables import RESULTS, Row
 
-Row = dict[str, Any]
+MODELS = hopper_tables.MODELS | {"small": "110M, 12 layers of width 768"}
+_WORDS = hopper_tables.PRECISIONS
+PRECISIONS = {"bf16": _WORDS["bf16"], "fp8_block": _WORDS["fp8_linear"], "fp8_block_kv": _WORDS["fp8_linear_kv"]}
 
 
 def main() -> None:

@@ -52,6 +52,19 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(scope="session")
+def draw() -> Callable[..., Tensor]:
+    """(shape, seed) to BF16 values with heavy tails and signed zeros."""
+
+    def values(*shape: int, seed: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(shape, generator=generator) * torch.exp(torch.randn(shape, generator=generator))
+        zero = torch.rand(shape, generator=generator) < 0.02
+        return torch.where(zero, torch.copysign(torch.zeros(()), x), x).bfloat16()
+
+    return values
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with slow tests come first: of two processes, neither is left with a long one at the end."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}

@@ -9,6 +9,8 @@ from types import ModuleType
 import pytest
 import torch
 
+from fp8core.numerics.kernel_choice import has_kernels
+
 # vLLM's processes import the worker of a test by its name.
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -21,6 +23,13 @@ def gpu() -> torch.device:
     # Before the first product: what `training.torch.limits.required_environment` says of a deterministic trainer.
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     return torch.device("cuda", torch.cuda.current_device())
+
+
+@pytest.fixture(scope="session")
+def device(gpu: torch.device) -> torch.device:
+    """The GPU, where functions that have kernels launch them."""
+    assert has_kernels(torch.ones(1, device=gpu)), "without Triton the reference would be compared with itself"
+    return gpu
 
 
 @pytest.fixture(scope="session")

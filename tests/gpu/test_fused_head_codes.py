@@ -1,10 +1,11 @@
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 
 from fp8core.numerics.fused_head_codes import head_codes, head_gradients, head_values, limits_of
 from fp8core.numerics.fused_rotary import HeadLayout, heads_of
-from fp8core.numerics.kernel_choice import has_kernels
 from fp8core.numerics.kv_scales import LayerScales
 
 pytestmark = pytest.mark.gpu
@@ -16,20 +17,7 @@ SCALES = [LayerScales(2.0**-6, 2.0**-5, 2.0**-7), LayerScales(0.7010869979858398
 TOKENS = [9, 77, 1025]
 
 
-@pytest.fixture(scope="module")
-def device(gpu: torch.device) -> torch.device:
-    assert has_kernels(torch.ones(1, device=gpu)), "without Triton the reference would be compared with itself"
-    return gpu
-
-
-def draw(*shape: int, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(shape, generator=generator) * torch.exp(torch.randn(shape, generator=generator))
-    zero = torch.rand(shape, generator=generator) < 0.02
-    return torch.where(zero, torch.copysign(torch.zeros(()), x), x).bfloat16()
-
-
-def projection(tokens: int, layout: HeadLayout, scales: LayerScales) -> Tensor:
+def projection(draw: Callable[..., Tensor], tokens: int, layout: HeadLayout, scales: LayerScales) -> Tensor:
     """Some elements are saturated, some are on the limit or next to it, some are nothing in E4M3, some no number."""
     qkv = draw(tokens, (layout.query_heads + 2 * layout.kv_heads) * layout.head_dim, seed=2)
     for x, limit in zip(heads_of(qkv, layout), limits_of(scales), strict=True):
@@ -55,9 +43,9 @@ def assert_same_bytes(found: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_all_three_give_the_bytes_of_the_reference(
-    device: torch.device, layout: HeadLayout, scales: LayerScales, tokens: int
+    device: torch.device, draw: Callable[..., Tensor], layout: HeadLayout, scales: LayerScales, tokens: int
 ) -> None:
-    qkv = projection(tokens, layout, scales)
+    qkv = projection(draw, tokens, layout, scales)
     on_gpu = qkv.to(device)
     for function in (head_codes, head_values):
         for found, expected in zip(function(on_gpu, layout, scales), function(qkv, layout, scales), strict=True):

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-Draw = Callable[..., Tensor]
 Codes = tuple[Tensor, Tensor]
 
 
@@ -21,19 +20,6 @@ def _interpreter() -> None:
     if not triton.knobs.runtime.interpret:
         pytest.skip("needs Triton's interpreter: TRITON_INTERPRET=1")
     torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="session")
-def draw() -> Draw:
-    """(shape, seed) to BF16 values with heavy tails and signed zeros."""
-
-    def values(*shape: int, seed: int) -> Tensor:
-        generator = torch.Generator().manual_seed(seed)
-        x = torch.randn(shape, generator=generator) * torch.exp(torch.randn(shape, generator=generator))
-        zero = torch.rand(shape, generator=generator) < 0.02
-        return torch.where(zero, torch.copysign(torch.zeros(()), x), x).bfloat16()
-
-    return values
 
 
 @pytest.fixture(scope="session")
