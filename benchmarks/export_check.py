@@ -58,14 +58,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     measured = {int(row[STEP]): row[HELDOUT] for row in run.history if HELDOUT in row}.get(step)
     options.out.mkdir(parents=True, exist_ok=True)
     rows: list[Row] = [{"format": "in training", "loader": config.rollout.engine, "accuracy": measured}]
+    command = " ".join(["python benchmarks/export_check.py", *sys.argv[1:]])
+    about = {"run": folder.name, "step": step, **provenance(run.evidence), "command": command}
     for format, loaders in LOADERS.items():
         target = options.out.absolute() / f"{folder.name}-{step}-{format}"
         _export(folder, step, format, target)
-        rows += [_row(format, loader, target, config) for loader in loaders]
-    command = " ".join(["python benchmarks/export_check.py", *sys.argv[1:]])
-    about = {"run": folder.name, "step": step, **provenance(run.evidence), "command": command}
-    rows = [{"kind": "export", **row, **about} for row in rows]
-    (options.out / "export_check.json").write_text(json.dumps(rows, indent=1) + "\n")
+        for loader in loaders:
+            rows.append(_row(format, loader, target, config))
+            # After every loader: whatever ends this process, what was scored stays.
+            described = [{"kind": "export", **row, **about} for row in rows]
+            (options.out / "export_check.json").write_text(json.dumps(described, indent=1) + "\n")
     print(table(rows), flush=True)
     return int(any(row["accuracy"] is None for row in rows[1:]))
 

@@ -39,7 +39,8 @@ def speed_table(rows: list[Row]) -> str:
 
 def parts_table(rows: list[Row], model: str = "qwen3-8b") -> str:
     """Milliseconds of GPU time of a step by part, one column a precision."""
-    traces = {row["precision"]: row for row in rows if row["kind"] == "training_trace" and row["model"] == model}
+    of_model = (row for row in rows if row["kind"] == "training_trace" and row["model"] == model)
+    traces = {row["precision"]: row for row in of_model if not row["deterministic"]}
     parts = dict.fromkeys(part for row in traces.values() for part in row["parts_ms"])
     lines = [f"| {MODELS[model]}, ms of a step | {' | '.join(PRECISIONS[name] for name in traces)} |"]
     lines.append("| --- " * (1 + len(traces)) + "|")
