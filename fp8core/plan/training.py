@@ -123,10 +123,11 @@ def gpu_step(config: RunConfig, arch: Architecture, parallel: Parallel) -> tuple
 def exported(config: RunConfig, arch: Architecture, parallel: Parallel, sync: StoredBytes) -> tuple[Need, ...]:
     """What an update of the engine adds on a GPU that trains.
 
-    Megatron on several GPUs puts the policy together in main memory, and the engine reads it tensor by tensor. On one
-    GPU it is made there and lent. What it is made from is gone when an engine wakes, but is beside one that is awake.
+    Where GPUs share the weights, Megatron puts the policy together in main memory, and the engine reads it tensor by
+    tensor. Else it is made on every GPU and lent. What it is made from is gone when an engine wakes, but is beside one
+    that is awake.
     """
-    if config.training.trainer == "megatron" and parallel.gpus > 1:
+    if config.training.trainer == "megatron" and (parallel.tensor, parallel.pipeline, parallel.expert) != (1, 1, 1):
         return ()
     sent = Need("weights to send", sync.total, "the whole policy in the engine's formats")
     if config.rollout.vllm.sleep:
