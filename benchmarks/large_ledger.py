@@ -90,12 +90,12 @@ def architecture(device: str, layers: int) -> Architecture:
 
 
 def training(model: Path, variant: str, options: argparse.Namespace) -> Training:
-    """A variant of qwen3 with this model."""
+    """A variant of qwen3-aligned with this model."""
     settings = _COMMON | _SIZES[options.device] | {"steps": options.steps + 1}
     if options.device == "cuda":
         settings["rollout.vllm.kv_cache_gib"] = _CACHE_GIB[variant]
     overrides = [f"model={model}", *(f"{key}={json.dumps(value)}" for key, value in settings.items())]
-    (made,) = plan("qwen3", overrides, [variant], model.parent / "runs")
+    (made,) = plan("qwen3-aligned", overrides, [variant], model.parent / "runs")
     # Runs of other models lie beside it.
     return replace(made, folder=made.folder.with_name(f"{made.folder.name}-{model.name}"))
 

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from flows.lifeline import installed
 from flows.prefect_server import answers
 from flows.up import server_command
 
@@ -49,7 +50,7 @@ def main() -> None:
 
 def plain_command(port: int) -> list[str]:
     """Prefect's own."""
-    return ["prefect", "server", "start", "--port", str(port)]
+    return [*installed("prefect"), "server", "start", "--port", str(port)]
 
 
 def measure(name: str, command: Callable[[int], list[str]], settings: Mapping[str, str], seconds: float) -> None:
@@ -65,13 +66,10 @@ def serving(command: Callable[[int], list[str]], folder: Path, settings: Mapping
     """The API of a server with its files in `folder`, and `settings` in its environment."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    program, *arguments = command(port)
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
     environment = {**inherited, "PREFECT_HOME": str(folder), "PREFECT_SERVER_ANALYTICS_ENABLED": "false", **settings}
     with (folder / "log").open("wb") as output:
-        server = subprocess.Popen(
-            [Path(sys.executable).with_name(program), *arguments], env=environment, stdout=output, stderr=output
-        )
+        server = subprocess.Popen([sys.executable, *command(port)], env=environment, stdout=output, stderr=output)
     try:
         while not answers(f"http://127.0.0.1:{port}/api/health"):
             if server.poll() is not None:

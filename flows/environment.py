@@ -100,6 +100,7 @@ def service_environment(prefect: str, mlflow: str) -> dict[str, str]:
         prefect: address of the API of the Prefect server.
         mlflow: address of the MLflow server.
     """
+    searched = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         # A worker looks for runs more often than once in 15 seconds.
         "PREFECT_WORKER_QUERY_SECONDS": "2",
@@ -113,6 +114,8 @@ def service_environment(prefect: str, mlflow: str) -> dict[str, str]:
         **os.environ,
         "PREFECT_API_URL": prefect,
         "MLFLOW_TRACKING_URI": mlflow,
+        # A worker's training finds the flows, and steps of the user's own, by the names of their modules.
+        "PYTHONPATH": os.pathsep.join(searched),
         "PYTHONUNBUFFERED": "1",
     }
 

@@ -71,6 +71,11 @@ def running(module: str, *arguments: str) -> list[str]:
     return ["-P", "-c", _RUN_MODULE, str(_ROOT), module, *arguments]
 
 
+def installed(package: str) -> list[str]:
+    """Arguments of Python to run a package as its command would: libraries on PYTHONPATH bring no commands."""
+    return ["-P", "-m", package]
+
+
 _held: weakref.WeakSet[Lifeline] = weakref.WeakSet()
 
 

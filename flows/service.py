@@ -150,21 +150,20 @@ class Services:
         """Handle a signal: the first one asks for the end, a second one for the end at once."""
         self._signals.append(number)
 
-    def start(self, name: str, command: Sequence[str], patience: float) -> None:
-        """Start a program of our environment that lasts; asked to end, it may take `patience` seconds."""
-        self._lasting.append(self._begin(name, command, patience))
+    def start(self, name: str, arguments: Sequence[str], patience: float) -> None:
+        """Start our Python with `arguments`, to last; asked to end, it may take `patience` seconds."""
+        self._lasting.append(self._begin(name, arguments, patience))
 
-    def run(self, name: str, command: Sequence[str]) -> None:
-        """Run a program of our environment to its end. Raises as `wait_until`; ServiceError too when it fails."""
-        service = self._begin(name, command, SERVER_SECONDS)
+    def run(self, name: str, arguments: Sequence[str]) -> None:
+        """Run our Python with `arguments` to its end. Raises as `wait_until`; ServiceError too when it fails."""
+        service = self._begin(name, arguments, SERVER_SECONDS)
         self.wait_until(lambda: service.exit_code is not None, name)
         if service.exit_code != 0:
             raise service.death()
 
-    def _begin(self, name: str, command: Sequence[str], patience: float) -> Service:
-        program = str(Path(sys.executable).with_name(command[0]))
+    def _begin(self, name: str, arguments: Sequence[str], patience: float) -> Service:
         log = self._logs / f"{name.replace(' ', '-')}.log"
-        service = Service(name, [program, *command[1:]], self._environment, self._place, log)
+        service = Service(name, [sys.executable, *arguments], self._environment, self._place, log)
         self._all.append((service, patience))
         self._reaper.say(f"{service.group}\n".encode())
         return service

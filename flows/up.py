@@ -8,7 +8,6 @@ import argparse
 import os
 import signal
 import socket
-import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any, NoReturn
 
 from flows.environment import hold_prefect_start, make_prefect_home, mlflow_has_database, service_environment
 from flows.launch import stopped
-from flows.lifeline import running
+from flows.lifeline import installed, running
 from flows.prefect_server import answers
 from flows.service import SERVER_SECONDS, STEP_SECONDS, ServiceError, Services, Stopped
 from fp8core.errors import UserError
@@ -67,9 +66,8 @@ def up(options: argparse.Namespace) -> int:
 
 
 def server_command(port: int) -> list[str]:
-    """`prefect server start`, of the Python that runs this."""
-    python = [Path(sys.executable).name, *running("flows.prefect_sqlite")]
-    return [*python, "server", "start", *_HERE, str(port)]
+    """Arguments of Python for `prefect server start`."""
+    return [*running("flows.prefect_sqlite"), "server", "start", *_HERE, str(port)]
 
 
 def wait(services: Services) -> NoReturn:
@@ -99,7 +97,8 @@ def _start_mlflow(services: Services, port: int, runs: Path) -> None:
         prepare_store(store, runs)
         places += ["--backend-store-uri", store]
     # Artifacts lie where a training without a server puts them: a run may go on with a server or without.
-    services.start("MLflow server", ["mlflow", "server", *places, "--workers", "1", *_HERE, str(port)], SERVER_SECONDS)
+    server = [*installed("mlflow"), "server", *places, "--workers", "1", *_HERE, str(port)]
+    services.start("MLflow server", server, SERVER_SECONDS)
 
 
 def _start_workers(services: Services, api: str) -> None:
@@ -110,8 +109,8 @@ def _start_workers(services: Services, api: str) -> None:
     name = f"{socket.gethostname()}-{os.getpid()}"
     with SyncPrefectClient(api) as client:
         pools.prepare(client)
-        services.run("prefect deploy", ["prefect", "--no-prompt", "deploy", "--all"])
+        services.run("prefect deploy", [*installed("prefect"), "--no-prompt", "deploy", "--all"])
         for pool in pools.of_this_machine():
-            worker = ["prefect", "worker", "start", "--pool", pool, "--name", name]
+            worker = [*installed("prefect"), "worker", "start", "--pool", pool, "--name", name]
             services.start(f"worker of {pool}", worker, STEP_SECONDS)
             services.wait_until(partial(pools.is_polled, client, pool, name), f"worker of {pool}")

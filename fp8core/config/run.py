@@ -138,7 +138,7 @@ class RolloutConfig(Section):
     group_size: int = Field(8, ge=1, le=4096, description="Completions of one prompt: the group of GRPO.")
     max_new_tokens: int = Field(16, ge=1, le=1 << 20)
     temperature: float = Field(1.0, gt=0, le=10)
-    max_batch: int = Field(256, ge=1, le=65536, description="Sequences decoded together.")
+    max_batch: int = Field(256, ge=1, le=65536, description="Sequences that one engine decodes together.")
     router_replay: bool = Field(
         False,
         description="Mixture of experts: store the experts that the rollout chose at every position, and score and "

@@ -1,6 +1,6 @@
 """Memory of the Megatron trainer on a GPU beyond masters and optimiser states: weights in BF16 and, for FP8 linears,
 Transformer Engine's codes of them by rows and by columns beside them; FP32 gradients; activations of the packs that a
-stage of the pipeline has in flight."""
+stage of the pipeline has in flight; what the head makes of a part of their tokens."""
 
 import math
 
@@ -9,8 +9,12 @@ from fp8core.models.architecture import Architecture
 from fp8core.models.weights import is_linear
 from fp8core.plan.needs import Need
 from fp8core.plan.weights import Part, count
+from fp8core.training.megatron.grid import padded_vocabulary
 
 _BF16, _FP32 = 2, 4
+# Of `training.megatron.head`: elements of a part's logits, and how many tensors of that size there are at a time. The
+# gradient of the head's weight is added up in FP32 beside that of a part.
+_LOGITS, _LOGIT_TENSORS, _HEAD_GRADIENTS = 1 << 27, 4, 2
 # Norms, rotary, SwiGLU and attention keep their inputs; an FP8 linear keeps codes of its own by rows and by columns.
 _COPIES = 2
 
@@ -34,8 +38,16 @@ def megatron_step(
     return (
         *codes,
         Need("activations", _activations(config, arch, tensor, pipeline), f"of {_packs(pipeline)}; estimate"),
+        Need("head", _head(config, arch, tensor), "logits of a part, FP32 gradients of its weight"),
         Need("workspace", workspace, "estimate"),
     )
+
+
+def _head(config: RunConfig, arch: Architecture, tensor: int) -> int:
+    """Of the last stage, when it goes back through its logits."""
+    rows = padded_vocabulary(arch, tensor) // tensor
+    logits = min(_LOGITS, config.training.megatron.micro_batch_tokens * rows)
+    return _FP32 * (_LOGIT_TENSORS * logits + _HEAD_GRADIENTS * rows * arch.hidden_size)
 
 
 def _packs(pipeline: int) -> str:

@@ -1,5 +1,6 @@
 """Memory of a rollout engine."""
 
+import math
 from dataclasses import dataclass
 
 from fp8core.config.precision import CacheFormat, PrecisionContract
@@ -28,7 +29,7 @@ class CacheRoom:
         tokens: that it holds.
         sequence: tokens of the longest prompt and completion that the configuration allows.
         sequences: of these that it holds.
-        wanted: sequences that the engine would decode together.
+        wanted: sequences that one engine would decode together.
     """
 
     bytes: int
@@ -67,7 +68,7 @@ def cache_room(config: RunConfig, arch: Architecture, free: int) -> CacheRoom:
     size = max(0, free) if gib is None else int(gib * GIB)
     per_token = cache_bytes_per_token(arch, config.precision.rollout.kv_cache)
     tokens, sequence = size // per_token, longest_sequence(config, arch)
-    batch = config.rollout.drawn_prompts * config.rollout.group_size
+    batch = math.ceil(config.rollout.drawn_prompts / config.rollout.vllm.gpus) * config.rollout.group_size
     return CacheRoom(size, per_token, tokens, sequence, tokens // sequence, min(batch, config.rollout.max_batch))
 
 

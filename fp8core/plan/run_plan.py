@@ -20,11 +20,19 @@ from fp8core.plan.rollout import (
     shipped_bytes,
     vllm_limit,
 )
-from fp8core.plan.training import EMULATED, Parallel, emulated_bytes, gpu_step, host_needs, resident_state
+from fp8core.plan.training import (
+    AT_REST,
+    EMULATED,
+    Parallel,
+    emulated_bytes,
+    exported,
+    gpu_step,
+    host_needs,
+    resident_state,
+)
 from fp8core.plan.weights import ParameterCounts, StoredBytes, count_parameters
 
 _HOST = "what computes on the CPU lies there: choose a smaller model, or a machine with more memory"
-_SPREAD = "train on more GPUs, or lower training.micro_batch"
 
 
 @dataclass(frozen=True)
@@ -89,7 +97,8 @@ def _devices(
         plans.append(DevicePlan(gpu, parallel.gpus, phases))
     else:
         needs, cache = _generating(config, arch, gpu, sync)
-        plans.append(DevicePlan(gpu, 1, (Phase("generating", needs, vllm_limit(config, gpu.memory), _room(config)),)))
+        phase = Phase("generating", needs, vllm_limit(config, gpu.memory), _room(config))
+        plans.append(DevicePlan(gpu, config.rollout.vllm.gpus, (phase,)))
     if parallel is None:
         on_host["training"] = host_needs(config, arch)
     elif gpu is None:
@@ -126,8 +135,8 @@ def _training(
     """Phases of GPUs that only train."""
     state = resident_state(config, arch, parallel)
     return (
-        Phase("training", (*state, *gpu_step(config, arch, parallel)), gpu.memory, _SPREAD),
-        Phase("syncing", (*state, _sent(sync)), gpu.memory, _SPREAD),
+        Phase("training", (*state, *gpu_step(config, arch, parallel)), gpu.memory, _spread(config)),
+        Phase("syncing", (*state, *exported(config, arch, parallel, sync)), gpu.memory, _spread(config)),
     )
 
 
@@ -137,17 +146,26 @@ def _sharing(
     """Phases of GPUs that generate and train in turn: masters and optimiser states stay, an engine may sleep."""
     state = resident_state(config, arch, parallel)
     engine, cache = _generating(config, arch, gpu, sync)
+    sent = exported(config, arch, parallel, sync)
     asleep = (Need("engine asleep", ASLEEP, "CUDA context, graphs; estimate"),)
-    beside, awake = (asleep, engine[:2]) if config.rollout.vllm.sleep else (engine, engine)
-    left = gpu.memory - sum(need.bytes for need in state)
+    beside = asleep if config.rollout.vllm.sleep else engine
+    # An engine that wakes has its cache again before the update is over.
+    resting = (*engine, *state, Need("trainer at rest", AT_REST, "CUDA context, communication; estimate"))
+    left = gpu.memory - sum(need.bytes for need in (*resting[len(engine) :], *sent))
     share = math.floor(100 * left / gpu.memory) / 100
-    lower = f"lower rollout.vllm.gpu_memory_utilization to {share}" if share > 0 else _SPREAD
+    lower = f"lower rollout.vllm.gpu_memory_utilization to {share}" if share > 0 else _spread(config)
     lower = lower if config.rollout.vllm.kv_cache_gib is None else _room(config)
     return (
-        Phase("generating", (*engine, *state), gpu.memory, lower),
-        Phase("training", (*beside, *state, *gpu_step(config, arch, parallel)), gpu.memory, _SPREAD),
-        Phase("syncing", (*awake, *state, _sent(sync)), gpu.memory, _SPREAD),
+        Phase("generating", resting, gpu.memory, lower),
+        Phase("training", (*beside, *state, *gpu_step(config, arch, parallel)), gpu.memory, _spread(config)),
+        Phase("syncing", (*resting, *sent), gpu.memory, lower),
     ), cache
+
+
+def _spread(config: RunConfig) -> str:
+    size = "tokens_per_pass" if config.training.packs else "micro_batch"
+    size = "megatron.micro_batch_tokens" if config.training.trainer == "megatron" else size
+    return f"train on more GPUs, or lower training.{size}"
 
 
 def _room(config: RunConfig) -> str:
@@ -158,7 +176,3 @@ def _room(config: RunConfig) -> str:
 
 def _cache(room: CacheRoom) -> Need:
     return Need("KV cache", room.bytes, f"{room.bytes_per_token:,} bytes a token")
-
-
-def _sent(sync: StoredBytes) -> Need:
-    return Need("weights to send", sync.total, "the whole policy in the engine's formats")

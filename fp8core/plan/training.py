@@ -19,10 +19,23 @@ from fp8core.plan.megatron import megatron_state, megatron_step
 from fp8core.plan.needs import Need
 from fp8core.plan.packed import packed_state, packed_step
 from fp8core.plan.rollout import longest_sequence
-from fp8core.plan.weights import HEAD, ROUTER, Part, Shapes, count, count_parameters, is_expert, stages, stored_bytes
+from fp8core.plan.weights import (
+    HEAD,
+    ROUTER,
+    Part,
+    Shapes,
+    StoredBytes,
+    count,
+    count_parameters,
+    is_expert,
+    stages,
+    stored_bytes,
+)
 
 # CUDA context, GEMM workspaces, communication buffers, a chunk of logits. An estimate.
 WORKSPACE = 2_000_000_000
+# What a trainer leaves on a GPU while it does not compute. An estimate.
+AT_REST = 2_000_000_000
 _FP64, _FP32, _BF16 = 8, 4, 2
 _MOMENTS = 2 * _FP32
 EMULATED = "FP32 and FP64, ready for exact products"
@@ -67,18 +80,29 @@ def trainer_grid(config: RunConfig, machine: Machine) -> Parallel | None:
 
 
 def gpu_state(arch: Architecture, parallel: Parallel) -> tuple[Need, Need]:
-    """Masters and optimiser states of one GPU: what stays between steps."""
+    """Masters and optimiser states of one GPU, shared out: what stays between steps."""
     stage = sum(count(shapes) for shapes, _ in heaviest(arch, parallel))
-    owned = math.ceil(stage * parallel.pipeline / parallel.gpus)
+    return _state_of(math.ceil(stage * parallel.pipeline / parallel.gpus))
+
+
+def _state_of(owned: int) -> tuple[Need, Need]:
     return Need("master weights", owned * _FP32, "FP32"), Need("optimiser states", owned * _MOMENTS, "AdamW, FP32")
+
+
+def _held(part: Part) -> int:
+    """Parameters of a part on one GPU."""
+    return sum(math.ceil(count(shapes) / parts) for shapes, parts in part)
 
 
 def resident_state(config: RunConfig, arch: Architecture, parallel: Parallel) -> tuple[Need, ...]:
     """All that the configuration's trainer keeps on one GPU between steps."""
     if _has_one_gpu(config, parallel):
         return packed_state(config, arch)
-    buffers = megatron_state(heaviest(arch, parallel)) if config.training.trainer == "megatron" else ()
-    return *gpu_state(arch, parallel), *buffers
+    if config.training.trainer != "megatron":
+        return gpu_state(arch, parallel)
+    part = heaviest(arch, parallel)
+    owned = gpu_state(arch, parallel) if config.training.megatron.distributed_optimizer else _state_of(_held(part))
+    return *owned, *megatron_state(part)
 
 
 def gpu_step(config: RunConfig, arch: Architecture, parallel: Parallel) -> tuple[Need, ...]:
@@ -88,13 +112,29 @@ def gpu_step(config: RunConfig, arch: Architecture, parallel: Parallel) -> tuple
     part = heaviest(arch, parallel)
     if config.training.trainer == "megatron":
         return megatron_step(config, arch, part, parallel.tensor, parallel.pipeline, WORKSPACE)
-    held = sum(math.ceil(count(shapes) / parts) for shapes, parts in part)
     return (
         *_weights(part, config.precision, arch.num_layers),
-        Need("gradients", held * _FP32, "FP32"),
+        Need("gradients", _held(part) * _FP32, "FP32"),
         Need("activations", _activations(config, arch) // parallel.tensor, "layers recomputed; estimate"),
         Need("workspace", WORKSPACE, "estimate"),
     )
+
+
+def exported(config: RunConfig, arch: Architecture, parallel: Parallel, sync: StoredBytes) -> tuple[Need, ...]:
+    """What an update of the engine adds on a GPU that trains.
+
+    Where GPUs share the weights, Megatron puts the policy together in main memory, and the engine reads it tensor by
+    tensor. Else it is made on every GPU and lent. What it is made from is gone when an engine wakes, but is beside one
+    that is awake.
+    """
+    if config.training.trainer == "megatron" and (parallel.tensor, parallel.pipeline, parallel.expert) != (1, 1, 1):
+        return ()
+    sent = Need("weights to send", sync.total, "the whole policy in the engine's formats")
+    if config.rollout.vllm.sleep:
+        return (sent,)
+    megatron = config.training.trainer == "megatron"
+    made_from = count_parameters(arch).total * _BF16 if megatron else sync.total
+    return sent, Need("what they are made from", made_from, "BF16" if megatron else "the same, not yet in one piece")
 
 
 def _has_one_gpu(config: RunConfig, parallel: Parallel) -> bool:

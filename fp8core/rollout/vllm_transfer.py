@@ -1,8 +1,9 @@
 """Tensors from the process that trains to the process that generates, on one machine.
 
 Tensors on a GPU are lent: a CUDA IPC handle for each storage, and every tensor as a view of one, so nothing is copied
-before the engine writes it into its own parameters. Tensors on a CPU go through a safetensors file. What travels in
-the call itself is made of numbers, strings and bytes, which vLLM sends without pickle.
+before the engine writes it into its own parameters. Tensors on a CPU go through a safetensors file, which is read
+tensor by tensor: the engine's device never holds the whole policy twice. What travels in the call itself is made of
+numbers, strings and bytes, which vLLM sends without pickle.
 """
 
 import tempfile
@@ -13,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
@@ -37,10 +39,28 @@ def parcel(tensors: Mapping[str, Tensor]) -> Iterator[Parcel]:
         yield {"file": str(path)}
 
 
-def unpack(received: Parcel, device: torch.device) -> dict[str, Tensor]:
-    """The tensors of a parcel, by name; those that are lent live no longer than the sender's block."""
+class _FileTensors(Mapping[str, Tensor]):
+    """Tensors of a safetensors file on a device, each read when it is asked for."""
+
+    def __init__(self, file: str, device: torch.device) -> None:
+        opened: Any = safe_open
+        self._opened = opened(file, framework="pt", device=str(device))
+
+    def __getitem__(self, name: str) -> Tensor:
+        found: Tensor = self._opened.get_tensor(name)
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._opened.keys())
+
+    def __len__(self) -> int:
+        return len(self._opened.keys())
+
+
+def unpack(received: Parcel, device: torch.device) -> Mapping[str, Tensor]:
+    """The tensors of a parcel, by name, to be used within the sender's block."""
     if "file" in received:
-        return load_file(received["file"], device=str(device))
+        return _FileTensors(received["file"], device)
     storages = [_open_storage(fields, device) for fields in received["storages"]]
     return {name: _view(storages[place[0]], *place[1:]) for name, place in received["tensors"].items()}
 

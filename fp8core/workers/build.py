@@ -91,6 +91,7 @@ def check_engine(config: RunConfig) -> None:
     """
     if config.training.trainer == "megatron":
         megatron.check_requirements(config, this_platform())
+        megatron.check_gpus(config, this_platform(), torch.cuda.device_count())
     if config.training.packs:
         limits.check_contract_fits(config.precision, config.training.device, this_platform())
     if config.rollout.engine == "vllm":

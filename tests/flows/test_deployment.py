@@ -70,8 +70,13 @@ def message_of_the_failed_run(url: str) -> str:
     return str(run["state"]["message"])
 
 
-def test_a_deployed_run_completes(run_deployment: Run, small: dict[str, Any], tmp_path: Path) -> None:
-    overrides = json.dumps({**small, "runs": str(tmp_path)})
+def test_a_deployed_run_completes_with_a_verifier_of_the_users_own(
+    run_deployment: Run, small: dict[str, Any], tmp_path: Path
+) -> None:
+    """Whose process finds Python's own modules: no folder of ours is on its path."""
+    verifier = tmp_path / "mine.py"
+    verifier.write_text("def score(prompt, completion, reference, finish):\n    return len(completion) % 2 == 0\n")
+    overrides = json.dumps({**small, "runs": str(tmp_path), "reward.verifier": f"{verifier}:score"})
     finished = run_deployment("steps=2", "run=deployed", f"overrides={overrides}")
     assert finished.returncode == 0, finished.stdout + finished.stderr
     summary = json.loads((tmp_path / "deployed" / "summary.json").read_text())

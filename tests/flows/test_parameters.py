@@ -13,9 +13,9 @@ from flows.parity import parity
 
 DEPLOYMENTS = yaml.safe_load((Path(__file__).parents[2] / "prefect.yaml").read_text())["deployments"]
 FLOWS = {
-    "flows/grpo.py:grpo": (grpo, {}),
-    "flows/parity.py:parity": (parity, {}),
-    "flows/evaluate.py:evaluate": (evaluate, {"target": "runs/first"}),
+    "flows.grpo:grpo": (grpo, {}),
+    "flows.parity:parity": (parity, {}),
+    "flows.evaluate:evaluate": (evaluate, {"target": "runs/first"}),
 }
 """By entrypoint: the flow, and the parameters that a deployment leaves to who starts it."""
 
@@ -53,7 +53,7 @@ def test_the_defaults_of_a_deployment_are_valid_and_it_waits_its_turn(deployment
 
 
 def test_the_parity_run_is_scheduled_every_night_at_two_utc() -> None:
-    nightly, llama = (one for one in DEPLOYMENTS if one["entrypoint"] == "flows/parity.py:parity")
+    nightly, llama = (one for one in DEPLOYMENTS if one["entrypoint"] == "flows.parity:parity")
     assert (nightly["name"], nightly["parameters"]) == ("nightly", {"config": "tiny"})
     assert nightly["schedules"] == [{"cron": "0 2 * * *", "timezone": "UTC"}]
     assert (llama["name"], llama["parameters"]) == ("llama-nightly", {"config": "llama-nightly"})

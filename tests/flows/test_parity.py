@@ -35,7 +35,7 @@ def judge_small(prefect_server: None, small: dict[str, Any], shelf: Path) -> Cal
     return run
 
 
-@pytest.mark.parametrize("name", ["tiny", "gsm8k", "llama", "qwen3"])
+@pytest.mark.parametrize("name", ["tiny", "gsm8k", "llama-aligned", "qwen3-aligned"])
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 def test_every_variant_of_shipped_configurations_is_a_checked_configuration(name: str, variant: Any) -> None:
     here = {"rollout.engine": "embedded", "training.device": "cpu", "model": None, "architecture": {}}

@@ -8,7 +8,8 @@ import pytest
 
 from flows import cli
 
-GPU_CONFIGS = ["llama", "qwen3", "qwen3-moe"]
+EIGHT_GPUS = ["llama", "qwen3", "qwen3-moe"]
+ONE_GPU = ["llama-aligned", "llama-nightly", "qwen3-aligned", "h200-small"]
 HUGE = {
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": 1000,
@@ -42,7 +43,7 @@ def rows(lines, title):
 
 
 def test_a_plan_is_a_table_for_each_device_and_phase(plan):
-    code, lines, err = plan("qwen3", "--gpu", "h200")
+    code, lines, err = plan("qwen3-aligned", "--gpu", "h200")
     assert (code, err) == (0, [])
     assert lines[0] == "model  8.191 G parameters: 6.946 G in linears, 0.622 G in the head"
     generating = rows(lines, "generating on NVIDIA H200")
@@ -57,24 +58,33 @@ def test_a_plan_is_a_table_for_each_device_and_phase(plan):
 
 
 def test_what_trains_on_the_host_has_a_table_of_its_own(plan):
-    _, lines, _ = plan("qwen3-moe", "--gpu", "h200")
+    _, lines, _ = plan("qwen3-aligned", "--gpu", "h200", "--set", "training={device: cpu}")
     host = rows(lines, "training on host")
     assert host.pop("total") == pytest.approx(sum(host.values()), abs=0.3)
 
 
-@pytest.mark.parametrize("name", GPU_CONFIGS)
-def test_the_configurations_for_gpus_fit_an_h200_and_train_on_eight(plan, name):
-    assert plan(name, "--gpu", "h200")[0] == 0
-    experts = ["--expert", "8"] if name == "qwen3-moe" else []
-    code, lines, _ = plan(name, "--gpu", "h200", "--gpus", "8", *experts)
-    assert code == 0
-    assert rows(lines, "training on each of 8 NVIDIA H200").keys() > {"gradients", "optimiser states", "activations"}
+@pytest.mark.parametrize("name", EIGHT_GPUS)
+def test_the_configurations_with_megatron_fit_eight_h200_that_also_generate(plan, monkeypatch, name):
+    """Named, and by default where there is no GPU."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    code, lines, err = plan(name)
+    assert (code, err) == (0, [])
+    for phase in ("generating", "training", "syncing"):
+        assert {"master weights", "gradients"} < rows(lines, f"{phase} on each of 8 NVIDIA H200").keys()
     assert not any(line.startswith("training on host") for line in lines)
+    assert plan(name, "--gpu", "h200")[:2] == (code, lines)
+
+
+@pytest.mark.parametrize("name", ONE_GPU)
+def test_the_others_for_gpus_fit_one_h200(plan, name):
+    code, lines, _ = plan(name, "--gpu", "h200")
+    assert code == 0
+    assert rows(lines, "training on NVIDIA H200").keys() > {"master weights", "gradients", "activations"}
 
 
 def test_json_has_bytes(plan, tmp_path):
     file = tmp_path / "plan.json"
-    assert plan("qwen3", "--gpu", "h200", "--json", str(file))[0] == 0
+    assert plan("qwen3-aligned", "--gpu", "h200", "--json", str(file))[0] == 0
     written = json.loads(file.read_text())
     assert written["fits"] is True
     assert written["parameters"]["linear"] == 6_945_767_424
@@ -91,7 +101,9 @@ def test_what_does_not_fit_is_printed_and_refused_in_one_line(plan, tmp_path):
     assert code == 2
     assert any("does not fit:" in line for line in lines)
     (line,) = err
-    assert line.startswith("fp8-grpo: memory: training on NVIDIA H100 80 GB needs ")
+    assert line.startswith("fp8-grpo: memory: generating on NVIDIA H100 80 GB needs ")
+    assert "training on NVIDIA H100 80 GB needs " in line
+    assert line.endswith("train on more GPUs, or lower training.megatron.micro_batch_tokens")
     assert json.loads(file.read_text())["fits"] is False
 
 

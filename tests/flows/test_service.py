@@ -19,7 +19,7 @@ from flows.service import ServiceError, Services, Stopped
 from flows.up import up, wait
 from fp8core.errors import UserError
 
-SLEEP = ["python", "-c", "import time; time.sleep(600)"]
+SLEEP = ["-c", "import time; time.sleep(600)"]
 # Ends its work when asked to, as a training does, while its parent, as a worker does, would kill it.
 WORKER = """
 import signal, subprocess, sys
@@ -54,7 +54,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 def test_a_service_that_dies_is_named_with_its_last_words_and_the_others_end(services) -> None:
     with services:
         services.start("a server", SLEEP, 10.0)
-        services.start("a worker", ["python", "-c", "import sys; print('out of\\nmemory'); sys.exit(3)"], 10.0)
+        services.start("a worker", ["-c", "import sys; print('out of\\nmemory'); sys.exit(3)"], 10.0)
         with pytest.raises(ServiceError, match=r"^a worker ended with 3: memory \(log: "):
             services.watch()
     assert not [child for child in psutil.Process().children() if "time.sleep(600)" in " ".join(child.cmdline())]
@@ -65,7 +65,7 @@ def test_what_a_service_has_started_ends_first_and_in_its_own_time_unless_there_
     services, tmp_path, signals
 ) -> None:
     with services:
-        services.start("a worker", ["python", "-c", WORKER], 60.0)
+        services.start("a worker", ["-c", WORKER], 60.0)
         wait_for((tmp_path / "began").exists)
         for _ in range(signals):
             services.note_signal(signal.SIGTERM, None)

@@ -2,13 +2,21 @@
 
 import json
 from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
 
-from fp8core.config.load import load_open_config, shipped_names
+from fp8core.config.capability import check_contract
+from fp8core.config.load import load_config, load_open_config, shipped_names
 from fp8core.models.checkpoint import save_checkpoint
 from fp8core.models.initial import initial_weights
-from fp8core.plan.shapes import PUBLISHED
+from fp8core.plan.rollout import longest_sequence
+from fp8core.plan.shapes import PUBLISHED, model_shape
+from fp8core.rollout import vllm_settings
+from fp8core.rollout.vllm_versions import VllmBuild
+from fp8core.store.artifacts import ArtifactStore
+from fp8core.training.megatron import requirements
+from fp8core.training.megatron.grid import check_grid
 
 SIZES = {
     "hidden_size": 128,
@@ -17,6 +25,16 @@ SIZES = {
     "num_heads": 4,
     "num_kv_heads": 2,
     "head_dim": 32,
+}
+EIGHT_GPUS = ("llama", "qwen3", "qwen3-moe")
+FP32 = {"linear": "fp32", "kv_cache": "fp32"}
+ON_ONE_CPU = {
+    "precision.rollout": FP32,
+    "precision.training": FP32,
+    "precision.rounding_points": "stepwise",
+    "training.megatron": {"gpus": 1, "expert_parallel": 1, "recompute": "none"},
+    "rollout.engine": "embedded",
+    "rollout.vllm.gpus": 1,
 }
 SMALL_BATCH = {
     "rollout.prompts_per_step": 2,
@@ -52,20 +70,54 @@ def checkpoint(small_checkpoint, bpe_tokenizer, tmp_path):
     return of_family
 
 
-@pytest.mark.parametrize("name", shipped_names())
+def reduced(name, config, small, checkpoint, problems):
+    """What makes a shipped configuration small, without a change of what it computes."""
+    if config.architecture is not None:
+        return small | {f"architecture.{key}": size for key, size in SIZES.items()}
+    return SMALL_BATCH | {"model": str(checkpoint(config.model)), "data.source": str(problems)}
+
+
+@pytest.mark.parametrize("name", [name for name in shipped_names() if name not in EIGHT_GPUS])
 def test_it_runs(launch, small, checkpoint, problems, name):
     config = load_open_config(name)
-    if config.architecture is not None:
-        reduced = small | {f"architecture.{key}": size for key, size in SIZES.items()}
-    else:
-        reduced = SMALL_BATCH | {"model": str(checkpoint(config.model)), "data.source": str(problems)}
     # What trains on a GPU has the references of its kernels here.
     here = {"rollout.engine": "embedded", "training.device": "cpu", "training.packed": config.training.packs or None}
-    finished = launch(f"shipped-{name}", steps=1, config=name, overrides={**reduced, **here})
+    overrides = {**reduced(name, config, small, checkpoint, problems), **here}
+    finished = launch(f"shipped-{name}", steps=1, config=name, overrides=overrides)
     assert finished.state.is_completed(), finished.state.message
     assert finished.summary["steps"] == 1
     assert finished.summary["tmpe_max"] == 1.0
     assert finished.summary["tokens_differing"] == 0
+
+
+@pytest.mark.skipif(find_spec("megatron") is None, reason="Megatron Core is not installed")
+@pytest.mark.parametrize("name", EIGHT_GPUS)
+def test_what_megatron_trains_on_eight_gpus_runs(launch, small, checkpoint, problems, name):
+    """By Megatron, in the format and on the grid of one that it has on a CPU."""
+    config = load_open_config(name)
+    assert (config.training.trainer, config.rollout.engine) == ("megatron", "vllm")
+    overrides = {**reduced(name, config, small, checkpoint, problems), **ON_ONE_CPU}
+    finished = launch(f"shipped-{name}", steps=1, config=name, overrides=overrides)
+    assert finished.state.is_completed(), finished.state.message
+    assert finished.summary["steps"] == 1
+    assert finished.summary["tmpe_max"] == pytest.approx(1.0, abs=1e-4)
+    manifest = ArtifactStore(finished.folder).get_json(finished.ledger.steps()[1].manifest)
+    assert manifest["record"]["executed"]["training"]["trainer"] == "megatron"
+
+
+@pytest.mark.parametrize("name", EIGHT_GPUS)
+def test_a_hopper_machine_takes_what_eight_gpus_are_configured_for(name, monkeypatch):
+    """vLLM 0.26 and Megatron with Transformer Engine, asked for their refusals as on such a machine."""
+    config, hopper = load_config(name), VllmBuild("vllm", "0.26.0", "cuda")
+    arch = model_shape(config)
+    monkeypatch.setattr(requirements, "find_spec", lambda package: object())
+    check_contract(config.precision, "sm_90", corrected=config.correction.method != "none")
+    requirements.check_requirements(config, "sm_90")
+    check_grid(arch, config.training.megatron, config.precision, longest_sequence(config, arch))
+    vllm_settings.check_contract_fits(config.precision, config.rollout.vllm, hopper)
+    vllm_settings.check_architecture_fits(arch, config.precision, config.rollout.vllm)
+    assert config.rollout.router_replay == bool(arch.sparse_layers)
+    assert config.rollout.vllm.gpus == config.training.megatron.gpus == 8
 
 
 def test_dynamic_sampling_draws_more_and_trains_on_what_has_a_signal(launch, small):

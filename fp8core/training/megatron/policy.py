@@ -7,7 +7,6 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-from torch.distributed import all_gather_object, get_world_size
 
 from fp8core.config.megatron import MegatronConfig
 from fp8core.config.precision import PrecisionContract
@@ -15,12 +14,13 @@ from fp8core.models.architecture import Architecture
 from fp8core.numerics.kv_scales import KvStatistics, LayerScales
 from fp8core.training.megatron.arguments import Kind, transformer_arguments
 from fp8core.training.megatron.conversion import policy_of, share
+from fp8core.training.megatron.gather import gathered
 from fp8core.training.megatron.grid import padded_vocabulary
 from fp8core.training.megatron.groups import data_group, here, tensor_group
 from fp8core.training.megatron.head import VocabularyShare, written_logprobs
 from fp8core.training.megatron.layer_spec import style_of
 from fp8core.training.megatron.model import PolicyModel, packed_call
-from fp8core.training.megatron.names import layers_of
+from fp8core.training.megatron.names import layers_of, places
 from fp8core.training.megatron.observer import Observer
 from fp8core.training.megatron.packing import Pass
 from fp8core.training.megatron.router import PolicyRouter
@@ -80,13 +80,15 @@ class Policy:
         return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
 
     def whole(self, shares: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Every process's tensors by Megatron's names, put together in the Hugging Face layout, on every process."""
-        if get_world_size() == 1:
+        """Every process's tensors by Megatron's names, put together in the Hugging Face layout.
+
+        Where each process holds all of them, every one has the result on its device; else the first one has it on the
+        CPU, and the others nothing.
+        """
+        if len(places(self._megatron)) == 1:
             return policy_of(self.arch, self._megatron, self.style, {self.place: shares})
-        own = (self.place, {name: tensor.detach().cpu() for name, tensor in shares.items()})
-        found: list[tuple] = [()] * get_world_size()  # type: ignore[type-arg]
-        all_gather_object(found, own)
-        return policy_of(self.arch, self._megatron, self.style, dict(found))
+        found = gathered(self.place, shares, self.device)
+        return policy_of(self.arch, self._megatron, self.style, found) if found else {}
 
     def begin(self, training: bool) -> None:
         """Start passes with gradients, or without: only those with gradients recompute."""

@@ -40,6 +40,13 @@ def check_requirements(config: RunConfig, platform: str) -> None:
         )
 
 
+def check_gpus(config: RunConfig, platform: str, here: int) -> None:
+    """Raises UserError where more GPUs are to train than are `here`; without any, processes share the CPU."""
+    gpus = config.training.megatron.gpus
+    if platform != "cpu" and gpus > here:
+        raise UserError(f"training.megatron.gpus={gpus}: this machine has {here}")
+
+
 def _check_cpu(config: RunConfig) -> None:
     if config.precision.training.linear != "fp32":
         raise UserError(

@@ -1,7 +1,7 @@
 """The trainer in Megatron Core: its layers, parallelism and optimiser; batches, loss and scales are ours.
 
 Every process of the grid holds one and makes the same calls with the same batches. Rows are dealt to the data-parallel
-processes by packs; what comes back is whole on every process.
+processes by packs; what comes back is whole on every process, but for weights (`Policy.whole`).
 """
 
 import json
@@ -82,7 +82,7 @@ class MegatronTrainer(PolicyTrainer):
 
     @property
     def masters(self) -> dict[str, Tensor]:
-        """The whole policy by Hugging Face name, on every process, as it is multiplied: in BF16, on a CPU in FP32."""
+        """The whole policy by Hugging Face name, as it is multiplied: in BF16, on a CPU in FP32 (`Policy.whole`)."""
         return self.whole_policy()
 
     def whole_policy(self) -> dict[str, Tensor]:
@@ -96,9 +96,16 @@ class MegatronTrainer(PolicyTrainer):
         return {"trainer": "megatron", "versions": versions, "scale_rule": rule, **self._policy.describe()}
 
     def export(self) -> dict[str, Tensor]:
-        """Weights for the rollout engine, quantised here and nowhere else, in the Hugging Face layout."""
-        formats = self._rollout_formats
-        return stored_weights(self.masters, formats.stored_names(), formats.scale_rule)
+        """Weights for the rollout engine, quantised here and nowhere else, in the Hugging Face layout.
+
+        They lie where the whole policy does (`Policy.whole`), and are quantised where this process computes.
+        """
+        names, rule = self._rollout_formats.stored_names(), self._rollout_formats.scale_rule
+        stored: dict[str, Tensor] = {}
+        for name, tensor in self.masters.items():
+            made = stored_weights({name: tensor.to(self._policy.device)}, names, rule)
+            stored |= {key: value.to(tensor.device) for key, value in made.items()}
+        return stored
 
     def digest(self) -> str:
         """Digest of the FP32 masters of all processes, each with its place in the grid."""

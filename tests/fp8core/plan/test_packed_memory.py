@@ -26,7 +26,7 @@ def phase(device: DevicePlan, name: str) -> dict[str, int]:
     return {need.item: need.bytes for need in needs}
 
 
-@pytest.mark.parametrize("config", ["qwen3", "llama"])
+@pytest.mark.parametrize("config", ["qwen3-aligned", "llama-aligned"])
 def test_eight_billion_parameters_train_beside_an_engine_that_sleeps(config: str) -> None:
     plan = planned(config)
     assert not plan.refusals
@@ -48,14 +48,14 @@ def test_eight_billion_parameters_train_beside_an_engine_that_sleeps(config: str
     ],
 )
 def test_it_fits_for_no_other_reason(setting: str, name: str) -> None:
-    assert planned("qwen3", setting).refusals, name
+    assert planned("qwen3-aligned", setting).refusals, name
 
 
 @pytest.mark.parametrize(("cache", "bytes_a_head"), [("fp8", 0), ("bf16", 4)])
 def test_every_layer_that_is_recomputed_keeps_its_input_and_what_it_attended_to(cache: str, bytes_a_head: int) -> None:
     """BF16 input, what is added to it, and the attention's result, with its FP32 log-sum-exp for FlashAttention."""
     sides = [f"precision.{side}.kv_cache={cache}" for side in ("rollout", "training")]
-    config = load_config("qwen3", sides)
+    config = load_config("qwen3-aligned", sides)
     arch = model_shape(config)
     more, fewer = (_activations(config, replace(arch, num_layers=layers)) for layers in (36, 35))
     expected = 2 * (2 * 4096 + 32 * 128) + 32 * bytes_a_head

@@ -21,3 +21,12 @@ def test_a_file_brings_every_bit_and_goes():
     for name, tensor in tensors.items():
         assert (received[name].dtype, received[name].shape) == (tensor.dtype, tensor.shape)
         assert received[name].contiguous().view(torch.uint8).equal(tensor.detach().contiguous().view(torch.uint8))
+
+
+def test_a_file_is_read_tensor_by_tensor():
+    """An engine that is given a policy holds one tensor of it beside its own."""
+    with parcel({"codes": torch.ones(4, 4), "norm": torch.ones(3)}) as sent:
+        received = unpack(sent, torch.device("cpu"))
+        first, second = received["codes"], received["codes"]
+    assert (len(received), set(received)) == (2, {"codes", "norm"})
+    assert first is not second

@@ -45,6 +45,14 @@ def test_what_megatron_does_passes():
     requirements.check_requirements(config(*BF16_CACHE, "training.megatron={gpus: 2, pipeline_parallel: 2}"), "sm_90")
 
 
+def test_more_gpus_than_there_are_are_refused_by_number():
+    eight = config(*BF16_CACHE, "training.megatron.gpus=8")
+    with pytest.raises(UserError, match=r"^training\.megatron\.gpus=8: this machine has 1$"):
+        requirements.check_gpus(eight, "sm_90", here=1)
+    requirements.check_gpus(eight, "sm_90", here=8)
+    requirements.check_gpus(eight, "cpu", here=0)
+
+
 def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setattr(requirements, "find_spec", lambda name: None if "transformer" in name else object())
     with pytest.raises(UserError, match="transformer_engine is not installed"):

@@ -1,0 +1,69 @@
+"""What `deployment_hopper` runs: published models and configurations made small, and problems in a file."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fp8core.config.load import load_config
+from fp8core.models.architecture import Architecture, Experts
+from fp8core.plan.shapes import PUBLISHED
+
+MODELS = ("llama", "qwen3", "qwen3-moe")
+"""Configurations; each names its published model."""
+
+# Seen from the working directory of a deployment, which is the checkout.
+_COIN = "benchmarks/coin.py:score"
+# True 128 x 128 tiles in every linear, heads of 128, groups of four queries. DeepGEMM's experts are put together for
+# hidden sizes that are powers of two.
+_SHAPES: dict[str, dict[str, int]] = {
+    "cuda": {"hidden_size": 1024, "intermediate_size": 2816, "num_layers": 4, "num_heads": 8, "num_kv_heads": 2},
+    "cpu": {"hidden_size": 128, "intermediate_size": 256, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2},
+}
+_HEAD = {"cuda": 128, "cpu": 32}
+_EXPERTS = {"cuda": (16, 4, 512), "cpu": (4, 2, 128)}
+_VOCABULARY = 512
+
+_SMALL: dict[str, dict[str, Any]] = {
+    "cuda": {"rollout.prompts_per_step": 8, "rollout.group_size": 8, "rollout.max_new_tokens": 128},
+    "cpu": {
+        **{"rollout.prompts_per_step": 2, "rollout.group_size": 4, "rollout.max_new_tokens": 8, "threads": 1},
+        # What Megatron computes on a CPU.
+        "precision": {
+            "rollout": {"linear": "fp32", "kv_cache": "fp32"},
+            "training": {"linear": "fp32", "kv_cache": "fp32"},
+            "rounding_points": "stepwise",
+        },
+        **{"rollout.engine": "embedded", "training.megatron.recompute": "none"},
+    },
+}
+_ONE_GPU = {"training.megatron.gpus": 1, "training.megatron.expert_parallel": 1, "rollout.vllm.gpus": 1}
+
+
+def small_model(name: str, device: str) -> Architecture:
+    """The family and details of the configuration's model at a small shape; its weights are drawn by `random_model`."""
+    published = PUBLISHED[str(load_config(name).model)]
+    if (experts := published.experts) is not None:
+        count, per_token, width = _EXPERTS[device]
+        experts = _fewer(experts, count, per_token, width)
+    return replace(published, **_SHAPES[device], head_dim=_HEAD[device], vocab_size=_VOCABULARY, experts=experts)
+
+
+def _fewer(experts: Experts, count: int, per_token: int, width: int) -> Experts:
+    return replace(experts, count=count, per_token=per_token, intermediate_size=width)
+
+
+def small_settings(device: str) -> dict[str, Any]:
+    """Overrides of a configuration beside model and problems, by dotted key."""
+    return {**_ONE_GPU, **_SMALL[device], "evaluation.prompts": 8, "reward.verifier": _COIN}
+
+
+def small_problems(path: Path) -> Path:
+    """Write sums in GSM8K's format, some of which are held out."""
+    rows = [
+        {"question": f"Tom has {a} apples and buys {b} more. How many are there now?", "answer": f"#### {a + b}"}
+        for a in range(3, 19)
+        for b in range(2, 18)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path

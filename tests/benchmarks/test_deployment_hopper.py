@@ -1,0 +1,99 @@
+"""Small deployments of the published models: what a Hopper machine takes, what a row says, and one run on this CPU."""
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import venv
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from benchmarks.deployment_cases import MODELS, small_model, small_problems, small_settings
+from benchmarks.deployment_rows import run_facts
+from benchmarks.trainings import ROOT
+from fp8core.config.capability import check_contract
+from fp8core.config.load import load_config
+from fp8core.data.source import build_source
+from fp8core.plan.devices import GPUS, Machine
+from fp8core.plan.rollout import longest_sequence
+from fp8core.plan.run_plan import plan_run, refuse_unfit
+from fp8core.plan.shapes import PUBLISHED
+from fp8core.plan.training import trainer_grid
+from fp8core.rollout import vllm_settings
+from fp8core.rollout.vllm_versions import VllmBuild
+from fp8core.training.megatron import requirements
+from fp8core.training.megatron.grid import check_grid
+
+SIZES = {
+    *("evaluation.prompts", "rollout.prompts_per_step", "rollout.group_size", "rollout.max_new_tokens"),
+    *("training.megatron.gpus", "training.megatron.expert_parallel", "rollout.vllm.gpus"),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_one_hopper_gpu_takes_the_small_ones(name, monkeypatch):
+    config, arch = load_config(name, small_settings("cuda")), small_model(name, "cuda")
+    monkeypatch.setattr(requirements, "find_spec", lambda package: object())
+    check_contract(config.precision, "sm_90", corrected=config.correction.method != "none")
+    requirements.check_requirements(config, "sm_90")
+    check_grid(arch, config.training.megatron, config.precision, longest_sequence(config, arch))
+    vllm_settings.check_contract_fits(config.precision, config.rollout.vllm, VllmBuild("vllm", "0.26.0", "cuda"))
+    vllm_settings.check_architecture_fits(arch, config.precision, config.rollout.vllm)
+    machine = Machine(GPUS["h200"], None)
+    refuse_unfit(plan_run(config, arch, machine, trainer_grid(config, machine)))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_only_sizes_and_the_verifier_differ_from_what_is_shipped(name):
+    assert small_settings("cuda").keys() == SIZES | {"reward.verifier"}
+    arch, published = small_model(name, "cuda"), PUBLISHED[load_config(name).model]
+    shape = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "experts")
+    assert arch == replace(published, **{key: getattr(arch, key) for key in shape})
+    assert (arch.head_dim, arch.hidden_size % 128, arch.vocab_size % 128) == (128, 0, 0)
+
+
+def test_there_are_problems_enough(tmp_path):
+    config = load_config("qwen3", small_settings("cuda") | {"data.source": str(small_problems(tmp_path / "p.jsonl"))})
+    source = build_source(config.data, config.evaluation)
+    assert len(source.heldout(config.evaluation.prompts)) == config.evaluation.prompts
+    assert len(source.training(1, config.rollout.prompts_per_step, seed=0)) == config.rollout.prompts_per_step
+
+
+def test_a_row_says_what_a_run_did_and_that_its_checkpoint_is_what_the_engine_holds(whole_run, tmp_path):
+    facts = run_facts(whole_run.folder)
+    assert (facts["steps"], facts["tmpe"]) == (4, [1.0] * 4)
+    assert facts["checkpoint_is_held"] is True
+    assert len({*facts["engine_digests"]}) == len({*facts["weights_digests"]}) == 4
+    assert facts["ran"]["rollout_linear"] == facts["ran"]["training_linear"] == ["fp8_block"]
+    assert facts["ran"]["rollout"]["engine"] == "embedded"
+    assert "dtypes" not in facts["ran"]["rollout"]
+    assert facts["versions"]["prefect"]
+    assert run_facts(tmp_path) == {"steps": 0}
+
+
+def test_a_checkpoint_that_is_not_what_the_engine_holds_is_seen(run_copy):
+    (policy,) = (run_copy.folder / "checkpoints" / "00004" / "policy").glob("*.safetensors")
+    data = bytearray(policy.read_bytes())
+    data[-1] ^= 1  # The sign or the exponent of the last weight.
+    policy.write_bytes(data)
+    assert run_facts(run_copy.folder)["checkpoint_is_held"] is False
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("megatron") is None, reason="Megatron Core is not installed")
+def test_a_deployment_runs_where_there_are_libraries_and_no_commands(tmp_path):
+    """A Python whose folder has nothing else, packages on its path: as on a machine where nothing can be installed."""
+    venv.create(tmp_path / "bare", with_pip=False)
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("PREFECT_")}
+    environment |= {"PATH": "/usr/bin:/bin", "PYTHONPATH": f"{sysconfig.get_path('purelib')}:{ROOT}"}
+    options = ["--out", str(tmp_path / "out"), "--device", "cpu", "--steps", "1", "--seconds", "400", "qwen3"]
+    command = [str(tmp_path / "bare" / "bin" / Path(sys.executable).name), "-m", "benchmarks.deployment_hopper"]
+    ended = subprocess.run([*command, *options], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=800)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    (row,) = json.loads((tmp_path / "out" / "deployment.json").read_text())["rows"]
+    assert (row["config"], row["state"], row["steps"], row["exit_code"]) == ("qwen3", "COMPLETED", 1, 0)
+    assert row["ran"]["training"]["trainer"] == "megatron"
