@@ -1,4 +1,4 @@
-"""A process that starts engines, for a test to kill."""
+"""A process that starts an engine in a process of its own, for a test to kill."""
 
 from conftest import CONTRACT, OPTIONS, SHAPE
 
@@ -12,4 +12,4 @@ from fp8core.rollout.vllm_versions import find_build
 if __name__ == "__main__":
     build = find_build(this_platform())
     set_variables(required_environment(CONTRACT, OPTIONS, build), suggested_environment(1, build))
-    VllmReplicas(Architecture(**SHAPE), CONTRACT, OPTIONS.model_copy(update={"gpus": 2}), 16, build)
+    VllmReplicas(Architecture(**SHAPE), CONTRACT, OPTIONS, 16, build)
