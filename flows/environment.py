@@ -1,6 +1,7 @@
 """The one place that reads and sets environment variables, before what reads them is imported.
 
-Prefect reads its own once, when it is imported; MLflow at every request; an engine when it is imported.
+Prefect reads its own once, when it is imported; MLflow at every request; an engine when it is imported. A process that
+is started for one of several engines narrows its own CUDA_VISIBLE_DEVICES (`fp8core.rollout.vllm_child`).
 """
 
 import atexit

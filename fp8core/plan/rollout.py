@@ -30,6 +30,7 @@ class CacheRoom:
         sequence: tokens of the longest prompt and completion that the configuration allows.
         sequences: of these that it holds.
         wanted: sequences that one engine would decode together.
+        engines: that have such a cache each.
     """
 
     bytes: int
@@ -38,6 +39,7 @@ class CacheRoom:
     sequence: int
     sequences: int
     wanted: int
+    engines: int
 
 
 def shipped_bytes(arch: Architecture, contract: PrecisionContract) -> StoredBytes:
@@ -68,8 +70,10 @@ def cache_room(config: RunConfig, arch: Architecture, free: int) -> CacheRoom:
     size = max(0, free) if gib is None else int(gib * GIB)
     per_token = cache_bytes_per_token(arch, config.precision.rollout.kv_cache)
     tokens, sequence = size // per_token, longest_sequence(config, arch)
-    batch = math.ceil(config.rollout.drawn_prompts / config.rollout.vllm.gpus) * config.rollout.group_size
-    return CacheRoom(size, per_token, tokens, sequence, tokens // sequence, min(batch, config.rollout.max_batch))
+    engines = config.rollout.vllm.gpus
+    batch = math.ceil(config.rollout.drawn_prompts / engines) * config.rollout.group_size
+    wanted = min(batch, config.rollout.max_batch)
+    return CacheRoom(size, per_token, tokens, sequence, tokens // sequence, wanted, engines)
 
 
 def cpu_cache_room(config: RunConfig, arch: Architecture) -> CacheRoom:

@@ -60,9 +60,9 @@ def plan_run(config: RunConfig, arch: Architecture, machine: Machine, parallel: 
     Args:
         config: the training.
         arch: shape of its model.
-        machine: what there is; vLLM generates on one GPU, or on the host of a machine without.
-        parallel: GPUs that train; with `rollout.vllm.sleep` these generate too, in turn. None trains on the host, as
-            the torch trainer does.
+        machine: what there is; vLLM generates on `rollout.vllm.gpus` of its GPUs, or on the host of a machine without.
+        parallel: GPUs that train; with `rollout.vllm.sleep` those that generate are among them, in turn. None trains on
+            the host, as the torch trainer does.
 
     Raises:
         UserError: the model cannot be cut into `parallel`, or there is no GPU to train on.
@@ -93,11 +93,10 @@ def _devices(
     if config.rollout.engine == "embedded" or gpu is None:
         on_host["generating"], cache = _generating_on_host(config, arch, sync)
     elif parallel is not None and shared:
-        phases, cache = _sharing(config, arch, gpu, parallel, sync)
-        plans.append(DevicePlan(gpu, parallel.gpus, phases))
+        found, cache = _sharing(config, arch, gpu, parallel, sync)
+        plans += found
     else:
-        needs, cache = _generating(config, arch, gpu, sync)
-        phase = Phase("generating", needs, vllm_limit(config, gpu.memory), _room(config))
+        phase, cache = _generating_alone(config, arch, gpu, sync)
         plans.append(DevicePlan(gpu, config.rollout.vllm.gpus, (phase,)))
     if parallel is None:
         on_host["training"] = host_needs(config, arch)
@@ -118,7 +117,8 @@ def _generating_on_host(
     if config.rollout.engine == "embedded":
         return (engine_weights(sync), Need("engine weights, ready", emulated_bytes(arch), EMULATED)), None
     cache = cpu_cache_room(config, arch)
-    return (engine_weights(sync), _cache(cache)), cache
+    each = engine_weights(sync), _cache(cache)
+    return tuple(Need(need.item, cache.engines * need.bytes, need.note) for need in each), cache
 
 
 def _generating(
@@ -127,6 +127,12 @@ def _generating(
     needs = engine_weights(sync), Need("engine workspace", WORKSPACE, "CUDA context, activations, graphs; estimate")
     cache = cache_room(config, arch, vllm_limit(config, gpu.memory) - sum(need.bytes for need in needs))
     return (*needs, _cache(cache)), cache
+
+
+def _generating_alone(config: RunConfig, arch: Architecture, gpu: Device, sync: StoredBytes) -> tuple[Phase, CacheRoom]:
+    """The phase of GPUs that only generate."""
+    needs, cache = _generating(config, arch, gpu, sync)
+    return Phase("generating", needs, vllm_limit(config, gpu.memory), _room(config)), cache
 
 
 def _training(
@@ -142,8 +148,22 @@ def _training(
 
 def _sharing(
     config: RunConfig, arch: Architecture, gpu: Device, parallel: Parallel, sync: StoredBytes
+) -> tuple[list[DevicePlan], CacheRoom]:
+    """The GPUs that generate and train in turn, and those that do one of both where there are more of them."""
+    engines = config.rollout.vllm.gpus
+    phases, cache = _in_turn(config, arch, gpu, parallel, sync)
+    plans = [DevicePlan(gpu, min(engines, parallel.gpus), phases)]
+    if engines > parallel.gpus:
+        plans.append(DevicePlan(gpu, engines - parallel.gpus, (_generating_alone(config, arch, gpu, sync)[0],)))
+    if engines < parallel.gpus:
+        plans.append(DevicePlan(gpu, parallel.gpus - engines, _training(config, arch, gpu, parallel, sync)))
+    return plans, cache
+
+
+def _in_turn(
+    config: RunConfig, arch: Architecture, gpu: Device, parallel: Parallel, sync: StoredBytes
 ) -> tuple[tuple[Phase, ...], CacheRoom]:
-    """Phases of GPUs that generate and train in turn: masters and optimiser states stay, an engine may sleep."""
+    """Phases of a GPU that generates and trains: masters and optimiser states stay, an engine may sleep."""
     state = resident_state(config, arch, parallel)
     engine, cache = _generating(config, arch, gpu, sync)
     sent = exported(config, arch, parallel, sync)

@@ -51,7 +51,8 @@ def _number(count: int) -> str:
 
 
 def _cache(room: CacheRoom) -> str:
-    return f"{room.tokens:,} tokens: {room.sequences:,} sequences of {room.sequence:,}, {room.wanted:,} wanted"
+    engines = "" if room.engines == 1 else f" in each of {room.engines} engines"
+    return f"{room.tokens:,} tokens{engines}: {room.sequences:,} sequences of {room.sequence:,}, {room.wanted:,} wanted"
 
 
 def _sync(sync: StoredBytes) -> str:

@@ -7,7 +7,8 @@ what generates is proved to be what was sent (`tasks.sync`).
 import json
 import math
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,7 +30,7 @@ from fp8core.rollout.engine import Completion, PolicyScales, PromptGroup, Sampli
 from fp8core.rollout.vllm_aligned import is_aligned
 from fp8core.rollout.vllm_experts import experts_arguments, routes_of
 from fp8core.rollout.vllm_internals import register_aligned_models
-from fp8core.rollout.vllm_layout import Slot, TensorSpec, UpdateError, check_fit, find_slots
+from fp8core.rollout.vllm_layout import Slot, TensorSpec, UpdateError, check_fit, find_slots, specs_of
 from fp8core.rollout.vllm_settings import (
     WORKER,
     Launch,
@@ -40,7 +41,7 @@ from fp8core.rollout.vllm_settings import (
     model_config,
     required_environment,
 )
-from fp8core.rollout.vllm_transfer import parcel
+from fp8core.rollout.vllm_transfer import Parcel, parcel
 from fp8core.rollout.vllm_versions import VllmBuild
 
 # For the worker to let go of the device; then vLLM ends its processes whatever they do.
@@ -112,19 +113,23 @@ class VllmEngine:
             UpdateError: a tensor is missing, unknown, or of another type or shape; nothing was written then. Or vLLM
                 did not drop its prefix cache.
         """
-        self._check_scales(scales, version)
-        sent = {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}
-        if sent != self._sent:
-            slots = find_slots(sent)
-            check_fit(sent, slots, self._parameters)
-            self._sent, self._slots = sent, {name: _fields(slot) for name, slot in slots.items()}
-        self._complete = False
         if self._asleep:
             # What torch keeps in this process for later would be missing there, where both share a device.
             torch.cuda.empty_cache()
-            self._llm.wake_up(["weights"])
         with parcel(tensors) as lent:
-            self._call("policy_write", version, lent, self._slots)
+            return self.receive(lent, specs_of(tensors), scales, version)
+
+    def receive(self, lent: Parcel, sent: Mapping[str, TensorSpec], scales: PolicyScales, version: int) -> SyncReport:
+        """As `update`, from a parcel that this or another process of the machine keeps open until it returns."""
+        self._check_scales(scales, version)
+        if sent != self._sent:
+            slots = find_slots(sent)
+            check_fit(sent, slots, self._parameters)
+            self._sent, self._slots = dict(sent), {name: _fields(slot) for name, slot in slots.items()}
+        self._complete = False
+        if self._asleep:
+            self._llm.wake_up(["weights"])
+        self._call("policy_write", version, lent, self._slots)
         if self._asleep:
             self._llm.wake_up(["kv_cache"])
             self._call("policy_clear_cache")
@@ -170,6 +175,11 @@ class VllmEngine:
             UserError: a prompt and its completion are longer than the engine allows, or the temperature is lower than
                 vLLM can sample at.
         """
+        with closing(self.steps(groups, sampling)) as steps:
+            yield from filter(None, steps)
+
+    def steps(self, groups: Sequence[PromptGroup], sampling: Sampling) -> Generator[list[Completion], None, None]:
+        """As `generate`, but yields after every step, mostly nothing: for who may have to end it at any time."""
         assert self._complete, "update() comes before generate(), also after rest()"
         assert self._routes or not sampling.report_experts, "an engine started without routes reports no experts"
         self._check_requests(groups, sampling)
@@ -187,8 +197,7 @@ class VllmEngine:
                     completions.append(self._completion(output, group, i, sampling))
                     if len(completions) == len(group.seeds):
                         finished += open_.pop(group.group)
-                if finished:
-                    yield finished
+                yield finished
         finally:
             if requests:
                 self._llm.abort_request(list(requests))

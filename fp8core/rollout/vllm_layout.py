@@ -53,6 +53,11 @@ class TensorSpec:
         return f"{self.dtype} {list(self.shape)}"
 
 
+def specs_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
+    """What is sent, by name."""
+    return {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}
+
+
 @dataclass(frozen=True)
 class Slot:
     """Rows `start` to `stop` of a parameter (`rows_of`)."""

@@ -1,9 +1,9 @@
 """Tensors from the process that trains to the process that generates, on one machine.
 
 Tensors on a GPU are lent: a CUDA IPC handle for each storage, and every tensor as a view of one, so nothing is copied
-before the engine writes it into its own parameters. Tensors on a CPU go through a safetensors file, which is read
-tensor by tensor: the engine's device never holds the whole policy twice. What travels in the call itself is made of
-numbers, strings and bytes, which vLLM sends without pickle.
+before the engine writes it into its own parameters; engines on other GPUs read it from there. Tensors on a CPU go
+through a safetensors file, which is read tensor by tensor: the engine's device never holds the whole policy twice. What
+travels in the call itself is made of numbers, strings and bytes, which vLLM sends without pickle.
 """
 
 import tempfile
@@ -24,13 +24,18 @@ from fp8core.rollout.vllm_layout import TensorSpec
 Parcel = dict[str, Any]
 # Fields of torch's rebuild function that cannot travel as they are, and the place of the device among them.
 _TENSOR_CLASS, _STORAGE_CLASS, _DTYPE, _DEVICE = 0, 4, 5, 6
+_WAITS_FOR_EVENT = -1
 
 
 @contextmanager
 def parcel(tensors: Mapping[str, Tensor]) -> Iterator[Parcel]:
-    """Tensors in a form that `unpack` opens in another process, while the block lasts."""
+    """Tensors in a form that `unpack` opens in other processes, as many as there are, while the block lasts."""
     if all(tensor.is_cuda for tensor in tensors.values()):
-        yield _lent(tensors)
+        lent = _lent(tensors)
+        # What is lent is there, so that nobody has to wait for an event of a GPU that he may not see.
+        for device in {tensor.device for tensor in tensors.values()}:
+            torch.cuda.synchronize(device)
+        yield lent
         torch.cuda.ipc_collect()
         return
     with tempfile.TemporaryDirectory(prefix="fp8-grpo-") as folder:
@@ -89,6 +94,7 @@ def _handle(tensor: Tensor) -> list[Any]:
     sent = list(fields)
     for place in (_TENSOR_CLASS, _STORAGE_CLASS, _DTYPE):
         sent[place] = None
+    sent[_WAITS_FOR_EVENT] = False
     return [list(field) if isinstance(field, tuple) else field for field in sent]
 
 
@@ -96,7 +102,7 @@ def _open_storage(fields: list[Any], device: torch.device) -> Tensor:
     """uint8 [bytes], the sender's memory."""
     opened = [tuple(field) if isinstance(field, list) else field for field in fields]
     opened[_TENSOR_CLASS], opened[_STORAGE_CLASS], opened[_DTYPE] = Tensor, torch.storage.TypedStorage, torch.uint8
-    # The same GPU may have another number in the process that trains.
+    # The same GPU may have another number in the process that trains; of another GPU the memory is mapped into ours.
     opened[_DEVICE] = device.index
     whole: Tensor = rebuild_cuda_tensor(*opened)
     return whole

@@ -30,6 +30,7 @@ from fp8core.rl.objective import Objective
 from fp8core.rollout.embedded import EmbeddedEngine
 from fp8core.rollout.engine import RolloutEngine
 from fp8core.rollout.vllm_experts import check_routes_fit
+from fp8core.rollout.vllm_replicas import VllmReplicas, check_gpus
 from fp8core.rollout.vllm_settings import (
     check_architecture_fits,
     check_contract_fits,
@@ -87,7 +88,7 @@ def check_engine(config: RunConfig) -> None:
 
     Raises:
         UserError: vLLM or Megatron is chosen and missing, of an unknown version, or without what the contract asks for;
-            or the trainer is to run on a GPU that is not there, or in formats that it has not.
+            or a trainer or an engine is to run on a GPU that is not there, or in formats that it has not.
     """
     if config.training.trainer == "megatron":
         megatron.check_requirements(config, this_platform())
@@ -97,6 +98,7 @@ def check_engine(config: RunConfig) -> None:
     if config.rollout.engine == "vllm":
         build = find_build(this_platform())
         check_contract_fits(config.precision, config.rollout.vllm, build)
+        check_gpus(config.rollout.vllm, build, torch.cuda.device_count())
         if config.rollout.router_replay:
             check_routes_fit(build)
 
@@ -193,12 +195,14 @@ def build_imitator(config: RunConfig, arch: Architecture, initial: Mapping[str, 
 def build_engine(config: RunConfig, arch: Architecture) -> RolloutEngine:
     """A rollout engine without weights."""
     if config.rollout.engine == "vllm":
+        build, rollout = find_build(this_platform()), config.rollout
+        settings = config.precision, rollout.vllm, rollout.max_batch, build
+        if rollout.vllm.gpus > 1:
+            return VllmReplicas(arch, *settings, routes=rollout.router_replay)
         # vLLM is optional, and reads its environment when it is imported.
         from fp8core.rollout.vllm import VllmEngine
 
-        build = find_build(this_platform())
-        rollout = config.rollout
-        return VllmEngine(arch, config.precision, rollout.vllm, rollout.max_batch, build, routes=rollout.router_replay)
+        return VllmEngine(arch, *settings, routes=rollout.router_replay)
     return EmbeddedEngine(arch, rollout_formats(config.precision, arch.num_layers), config.rollout.max_batch)
 
 

@@ -72,6 +72,7 @@ def test_the_configurations_with_megatron_fit_eight_h200_that_also_generate(plan
     for phase in ("generating", "training", "syncing"):
         assert {"master weights", "gradients"} < rows(lines, f"{phase} on each of 8 NVIDIA H200").keys()
     assert not any(line.startswith("training on host") for line in lines)
+    assert re.fullmatch(r"cache  [\d,]+ tokens in each of 8 engines: \d+ sequences of [\d,]+, 64 wanted", lines[-2])
     assert plan(name, "--gpu", "h200")[:2] == (code, lines)
 
 
@@ -103,7 +104,7 @@ def test_what_does_not_fit_is_printed_and_refused_in_one_line(plan, tmp_path):
     (line,) = err
     assert line.startswith("fp8-grpo: memory: generating on NVIDIA H100 80 GB needs ")
     assert "training on NVIDIA H100 80 GB needs " in line
-    assert line.endswith("train on more GPUs, or lower training.megatron.micro_batch_tokens")
+    assert "train on more GPUs, or lower training.megatron.micro_batch_tokens; also generating on each of 7 " in line
     assert json.loads(file.read_text())["fits"] is False
 
 

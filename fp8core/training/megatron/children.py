@@ -172,3 +172,6 @@ def _obey(trainers: dict[int, MegatronTrainer], rank: int, kind: str, key: int, 
             except NotFiniteError:
                 # The first process raises it too.
                 return
+            if method == "export":
+                # What torch keeps here for later would be missing to an engine that now wakes on this GPU.
+                torch.cuda.empty_cache()

@@ -20,6 +20,14 @@ def phases(plan):
     return {(device.name, phase.name): phase for device in plan.devices for phase in device.phases}
 
 
+def _in_turn(engines):
+    return {
+        "rollout__vllm__sleep": True,
+        "rollout__vllm__gpus": engines,
+        "rollout__vllm__gpu_memory_utilization": 0.6,
+    }
+
+
 def test_the_torch_trainer_computes_on_the_host_beside_an_engine_on_a_gpu(planned):
     found = phases(planned("qwen3-8b"))
     assert items(found["NVIDIA H200", "generating"]) == {"engine weights", "engine workspace", "KV cache"}
@@ -39,17 +47,29 @@ def test_gpus_of_their_own_train_without_an_engine(planned):
 
 
 def test_gpus_that_do_both_hold_the_state_all_the_time_and_the_engine_sleeps_while_they_train(planned):
-    plan = planned(
-        "qwen3-8b", parallel=Parallel(8), rollout__vllm__sleep=True, rollout__vllm__gpu_memory_utilization=0.6
-    )
+    plan = planned("qwen3-8b", parallel=Parallel(8), **_in_turn(8))
     assert plan.refusals == ()
     (device,) = plan.devices
+    assert device.count == 8
     generating, training, syncing = device.phases
     state = {"master weights", "optimiser states"}
     assert items(generating) == {"engine weights", "engine workspace", "KV cache", "trainer at rest", *state}
     assert state | {"engine asleep", "gradients", "activations"} < items(training)
     assert "engine weights" not in items(training)
     assert items(syncing) == {"weights to send", *items(generating)}
+
+
+@pytest.mark.parametrize(
+    ("engines", "trainers", "alone"), [(2, 8, ["training", "syncing"]), (8, 2, ["generating"]), (2, 1, ["generating"])]
+)
+def test_gpus_that_only_train_or_only_generate_are_planned_beside_those_that_do_both(planned, engines, trainers, alone):
+    both, rest = planned("qwen3-8b", parallel=Parallel(trainers), **_in_turn(engines)).devices
+    assert (both.count, rest.count) == (min(engines, trainers), abs(engines - trainers))
+    assert [phase.name for phase in both.phases] == ["generating", "training", "syncing"]
+    assert [phase.name for phase in rest.phases] == alone
+    state = {"master weights", "optimiser states"}
+    assert all(state <= items(phase) for phase in both.phases)
+    assert all((phase.name == "generating") != (state <= items(phase)) for phase in rest.phases)
 
 
 def test_8b_with_fp32_states_does_not_fit_one_h200_beside_an_engine(planned):
@@ -70,8 +90,8 @@ def test_each_engine_has_its_share_of_the_prompts(planned):
     """65 prompts of 8 completions on 8 GPUs, in whole prompts; an engine that shares no GPU is on one of its own."""
     settings = {"rollout__prompts_per_step": 65, "rollout__group_size": 8, "rollout__max_batch": 512}
     plan = planned("qwen3-8b", rollout__vllm__gpus=8, **settings)
-    assert plan.cache.wanted == 72
-    assert plan.devices[0].count == 8
+    assert (plan.cache.wanted, plan.cache.engines) == (72, 8)
+    assert plan.devices[0].name == "each of 8 NVIDIA H200"
 
 
 @pytest.mark.parametrize(
@@ -127,6 +147,18 @@ def test_vllm_on_a_cpu_generates_in_host_memory(configured):
     (host,) = plan.devices
     assert {"engine weights", "KV cache", "master weights"} < items(host.phases[0])
     assert plan.cache.bytes == 1 << 30
+
+
+def test_several_engines_on_a_cpu_lie_side_by_side(configured):
+    def needs(engines):
+        config = configured("qwen3-8b", "bf16", rollout__vllm__gpus=engines)
+        (host,) = plan_run(config, model_shape(config), Machine(None, None)).devices
+        return {need.item: need.bytes for need in host.phases[0].needs}
+
+    one, three = needs(1), needs(3)
+    assert three.pop("engine weights") == 3 * one.pop("engine weights")
+    assert three.pop("KV cache") == 3 * one.pop("KV cache")
+    assert three == one
 
 
 def test_an_embedded_engine_generates_on_the_host_of_gpus_that_train(configured, h200):
