@@ -113,19 +113,23 @@ class VllmEngine:
             UpdateError: a tensor is missing, unknown, or of another type or shape; nothing was written then. Or vLLM
                 did not drop its prefix cache.
         """
+        self.expect(specs_of(tensors), scales, version)
         if self._asleep:
             # What torch keeps in this process for later would be missing there, where both share a device.
             torch.cuda.empty_cache()
         with parcel(tensors) as lent:
-            return self.receive(lent, specs_of(tensors), scales, version)
+            return self.receive(lent, scales, version)
 
-    def receive(self, lent: Parcel, sent: Mapping[str, TensorSpec], scales: PolicyScales, version: int) -> SyncReport:
-        """As `update`, from a parcel that this or another process of the machine keeps open until it returns."""
+    def expect(self, sent: Mapping[str, TensorSpec], scales: PolicyScales, version: int) -> None:
+        """The first half of `update`: refuse what does not fit; nothing is written."""
         self._check_scales(scales, version)
         if sent != self._sent:
             slots = find_slots(sent)
             check_fit(sent, slots, self._parameters)
             self._sent, self._slots = dict(sent), {name: _fields(slot) for name, slot in slots.items()}
+
+    def receive(self, lent: Parcel, scales: PolicyScales, version: int) -> SyncReport:
+        """The second half: write what is expected, from a parcel that this or another process keeps open meanwhile."""
         self._complete = False
         if self._asleep:
             self._llm.wake_up(["weights"])

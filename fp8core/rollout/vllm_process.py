@@ -70,7 +70,8 @@ class EngineProcess:
         while True:
             try:
                 answer = self.pipe.recv()
-            except (EOFError, ConnectionResetError):
+            # In the middle of an answer, the end is another error than between two.
+            except (EOFError, OSError):
                 raise EngineProcessError(f"{self.name} ended with exit code {self.end()}") from None
             if answer.kind == "failed" and answer.number == number:
                 raise self._error(answer.content)
@@ -96,7 +97,7 @@ class EngineProcess:
         try:
             while self.pipe.poll(seconds):
                 self.pipe.recv_bytes()
-        except (EOFError, ConnectionResetError):
+        except (EOFError, OSError):
             time.sleep(seconds)
 
     def close_copy(self) -> None:

@@ -73,11 +73,12 @@ class VllmReplicas:
         Raises:
             UpdateError: also when the engines do not hold the same afterwards; it names two that differ.
         """
+        self._ask("expect", specs_of(tensors), scales, version)
         if self._asleep:
             # What torch keeps in this process for later would be missing to an engine that wakes on the same GPU.
             torch.cuda.empty_cache()
         with parcel(self._within_reach(tensors)) as lent:
-            reports: list[SyncReport] = self._ask("receive", lent, specs_of(tensors), scales, version)
+            reports: list[SyncReport] = self._ask("receive", lent, scales, version)
         self._asleep = False
         for process, report in zip(self._processes, reports, strict=True):
             if (difference := _difference(report, reports[0])) is not None:
@@ -95,7 +96,8 @@ class VllmReplicas:
     def describe(self) -> dict[str, object]:
         """As `VllmEngine.describe`, which must be the same of all, and their number; raises UpdateError else."""
         found: list[dict[str, object]] = self._ask("describe")
-        return {**self._same("settings", found), "engines": len(found)}
+        same = {name: self._same(name, [each[name] for each in found]) for name in found[0]}
+        return {**same, "engines": len(found)}
 
     def generate(self, groups: Sequence[PromptGroup], sampling: Sampling) -> Iterator[list[Completion]]:
         """As `VllmEngine.generate`; each yield is of one engine."""

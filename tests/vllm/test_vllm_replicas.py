@@ -67,7 +67,6 @@ def test_they_generate_what_one_engine_does(replicas, engine):
     # On a GPU what an engine computes depends on what it decodes together.
     if not ON_GPU:
         assert [done.tokens for done in found] == [done.tokens for done in expected]
-    assert collect(replicas, groups, SAMPLING) == found, "again, the same engines get the same prompts"
 
 
 def test_groups_come_whole_from_the_engine_that_they_were_dealt_to(replicas):
@@ -139,7 +138,7 @@ def test_an_engine_that_is_killed_ends_the_generation(replicas, policies):
     """The last that the fixture's engines see."""
     _, killed = (child for child in psutil.Process().children() if "vllm_child" in " ".join(child.cmdline()))
     below = killed.children(recursive=True)
-    running = replicas.generate(build_groups(24, 4), Sampling(1.0, 200, frozenset()))
+    running = replicas.generate(build_groups(60, 4), Sampling(1.0, 200, frozenset()))
     next(running)
     killed.kill()
     with pytest.raises(EngineProcessError, match=f"^{SECOND} ended with exit code -9$"):
