@@ -230,6 +230,9 @@ def hugging_face_names(model: Any, weights: Mapping[str, Tensor]) -> dict[str, T
     return {name: tensor.to(DEVICE) for name, tensor in found.items()}
 
 
-PEERS: dict[str, Peer] = {"torch, the same formats": exact, "torch, FP32": in_fp32, "transformers": transformers}
-if ON_GPU:
-    PEERS["torch, packed"] = packed
+_PEERS: dict[str, Peer] = {"torch, the same formats": exact, "torch, FP32": in_fp32, "transformers": transformers}
+
+
+def peers(arch: Architecture) -> dict[str, Peer]:
+    """Trainers to compare with; the one for packed sequences has no experts."""
+    return _PEERS | ({"torch, packed": packed} if ON_GPU and not arch.sparse_layers else {})

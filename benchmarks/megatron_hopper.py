@@ -116,7 +116,7 @@ def parity_rows(family: str, precision: str) -> list[Row]:
     batch = cases.random_batch(arch, sequences=8, prompt=40, completion=88)
     own = computed(config, arch, weights, batch)
     again = computed(config, arch, weights, batch)
-    peers = {name: peer(config, arch, weights, batch) for name, peer in cases.PEERS.items()}
+    peers = {name: peer(config, arch, weights, batch) for name, peer in cases.peers(arch).items()}
     return [
         difference(family, precision, name, own, other, batch.mask)
         for name, other in [*peers.items(), ("itself", again)]

@@ -328,7 +328,8 @@ def timed_rollout(
     engine: Any, requests: int, prompt: int, generated: int, seed: int, stop_ids: frozenset[int] = _NOTHING_STOPS
 ) -> dict[str, Any]:
     """One batch of requests, each with a prompt of its own; all generate the same length where nothing stops them."""
-    groups = prompt_groups(requests, 1, prompt, seed=1000 + seed)
+    # Another shape has other prompts: the first of many would be found in the cache by few.
+    groups = prompt_groups(requests, 1, prompt, seed=100_000 * requests + 10 * generated + seed)
     began = time.perf_counter()
     found = collect(engine, groups, Sampling(1.0, generated, stop_ids))
     seconds = time.perf_counter() - began

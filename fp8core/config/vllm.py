@@ -27,6 +27,13 @@ class VllmConfig(Section):
     max_model_len: int | None = Field(
         None, ge=8, le=1 << 20, description="Longest prompt with its completion; null takes the model's positions."
     )
+    batched_tokens: int = Field(
+        8192,
+        ge=256,
+        le=1 << 17,
+        description="On a GPU: tokens of one step of the engine, prompts and completions together "
+        "(max_num_batched_tokens); more read prompts faster and take more workspace.",
+    )
     block_size: int | None = Field(
         None, ge=1, le=1024, description="Tokens of a cache block, the unit of prefix caching; null leaves it to vLLM."
     )

@@ -8,6 +8,7 @@ from fp8core.config.run import RunConfig
 from fp8core.models.architecture import Architecture
 from fp8core.models.weights import is_linear
 from fp8core.plan.needs import Need
+from fp8core.plan.rollout import longest_sequence
 from fp8core.plan.weights import Part, count
 from fp8core.training.megatron.grid import padded_vocabulary
 
@@ -17,6 +18,7 @@ _BF16, _FP32 = 2, 4
 _LOGITS, _LOGIT_TENSORS, _HEAD_GRADIENTS = 1 << 27, 4, 2
 # Norms, rotary, SwiGLU and attention keep their inputs; an FP8 linear keeps codes of its own by rows and by columns.
 _COPIES = 2
+_REPEATABLE = "repeatable backward; none with training.deterministic=false"
 
 
 def megatron_state(part: Part) -> tuple[Need, ...]:
@@ -35,12 +37,23 @@ def megatron_step(
     )
     fp8 = config.precision.training.linear == "fp8_block"
     codes = (Need("quantised copies", _COPIES * linear, "FP8 codes by rows and by columns"),) if fp8 else ()
+    repeatable = config.training.deterministic
+    scores = (Need("attention scores", _scores(config, arch, tensor), _REPEATABLE),) if repeatable else ()
     return (
         *codes,
+        *scores,
         Need("activations", _activations(config, arch, tensor, pipeline), f"of {_packs(pipeline)}; estimate"),
         Need("head", _head(config, arch, tensor), "logits of a part, FP32 gradients of its weight"),
         Need("workspace", workspace, "estimate"),
     )
+
+
+def _scores(config: RunConfig, arch: Architecture, tensor: int) -> int:
+    """cuDNN's repeatable backward of packed sequences holds the scores of each head and sequence, every sequence as long
+    as the pack (seen on Hopper: 64 sequences, 8 heads, packs of 16,384: 512 GiB). The fewest sequences fill a pack."""
+    pack = config.training.megatron.micro_batch_tokens
+    sequences = math.ceil(pack / longest_sequence(config, arch))
+    return sequences * (arch.num_heads // tensor) * pack * pack * _FP32
 
 
 def _head(config: RunConfig, arch: Architecture, tensor: int) -> int:

@@ -121,3 +121,14 @@ def test_stages_that_do_not_come_out_even_are_refused():
 def test_a_machine_without_a_gpu_trains_on_the_host():
     config = load_config("tiny", ["training.trainer=megatron"])
     assert trainer_grid(config, Machine(None, Device("host", 1 << 34))) is None
+
+
+def test_a_repeatable_backward_holds_all_scores_and_says_how_to_do_without():
+    plan = planned("qwen3", "training.deterministic=true")
+    scores = needs(plan, "training")["attention scores"]
+    # 11 sequences of 1,536 tokens fill a pack of 16,384; 32 heads, FP32.
+    assert scores == 11 * 32 * 16384 * 16384 * 4
+    assert plan.refusals
+    assert "attention scores" not in needs(planned("qwen3"), "training")
+    fewer = planned("qwen3", "training.deterministic=true", micro_batch_tokens=2048)
+    assert fewer.refusals == ()
