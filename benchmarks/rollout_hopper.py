@@ -74,7 +74,7 @@ ENGINES = {
     "qwen3-8b/fp8_linear": Engine("qwen3-8b", "fp8_linear", _headline(1)),
     "qwen3-8b/fp8_linear/512": Engine("qwen3-8b", "fp8_linear", _headline(1)[1:]),
     "qwen3-8b/fp8_linear_kv/512": Engine(
-        "qwen3-8b", "fp8_linear_kv", (*_headline(3)[1:], _SHORT, _TAILED), traced=(256, 2048)
+        "qwen3-8b", "fp8_linear_kv", (*_headline(3)[1:], _SHORT, _TAILED), traced=(512, 1536)
     ),
     "qwen3-8b/fp8_linear_kv/long": Engine("qwen3-8b", "fp8_linear_kv", (_LONG,)),
     "qwen3-8b/fp8_linear_kv/flash": Engine("qwen3-8b", "fp8_linear_kv", (_SHORT,), decode_kernel="flash_attention"),

@@ -49,8 +49,8 @@ def megatron_step(
 
 
 def _scores(config: RunConfig, arch: Architecture, tensor: int) -> int:
-    """cuDNN's repeatable backward of packed sequences holds the scores of each head and sequence, every sequence as long
-    as the pack (seen on Hopper: 64 sequences, 8 heads, packs of 16,384: 512 GiB). The fewest sequences fill a pack."""
+    """cuDNN's repeatable backward of packed sequences holds the scores of each head and sequence, every one as long as
+    the pack (seen on Hopper: 64 sequences, 8 heads, packs of 16,384: 512 GiB). The fewest sequences fill a pack."""
     pack = config.training.megatron.micro_batch_tokens
     sequences = math.ceil(pack / longest_sequence(config, arch))
     return sequences * (arch.num_heads // tensor) * pack * pack * _FP32
