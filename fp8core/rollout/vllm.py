@@ -6,6 +6,7 @@ what generates is proved to be what was sent (`tasks.sync`).
 
 import json
 import math
+import os
 import tempfile
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -96,6 +97,8 @@ class VllmEngine:
         arguments = engine_arguments(contract, options, build, launch)
         arguments |= experts_arguments(arch, contract, options, build, routes)
         self._llm = LLMEngine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=True)
+        # On a GPU the worker's parent is this process, and followed already; on a CPU vLLM has a process between them.
+        self._call("policy_follow", os.getpid())
         missing = self._call("policy_probe")
         if missing:
             self.close()

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import Tensor
@@ -166,6 +167,12 @@ def collect(engine: Any, groups: Sequence[PromptGroup], sampling: Sampling) -> l
     """All completions, by group and sample."""
     found = [completion for finished in engine.generate(groups, sampling) for completion in finished]
     return sorted(found, key=lambda completion: (completion.group, completion.sample))
+
+
+def wait_until_gone(processes: Sequence[psutil.Process]) -> None:
+    """Fails where one is still there after ten seconds."""
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    assert not alive, [process.cmdline() for process in alive]
 
 
 @pytest.fixture(scope="session")

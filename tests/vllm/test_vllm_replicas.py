@@ -1,17 +1,12 @@
 """Two engines in processes of their own: they do what one does, hold what was sent, and none is left behind."""
 
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
-from conftest import CONTRACT, ON_GPU, OPTIONS, SHAPE, build_groups, collect
+from conftest import CONTRACT, ON_GPU, OPTIONS, SHAPE, build_groups, collect, wait_until_gone
 
 from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture
@@ -144,27 +139,6 @@ def test_an_engine_that_is_killed_ends_the_generation(replicas, policies):
     with pytest.raises(EngineProcessError, match=f"^{SECOND} ended with exit code -9$"):
         list(running)
     assert below
-    _wait_until_gone(below)
+    wait_until_gone(below)
     with pytest.raises(EngineProcessError, match=f"^{SECOND} ended with exit code -9$"):
         replicas.update(policies[0].tensors, policies[0].scales, 0)
-
-
-def test_nothing_outlives_a_process_that_is_killed(vllm_build):
-    """Killed in the middle of the start, when vLLM's process is there."""
-    parent = subprocess.Popen([sys.executable, str(Path(__file__).parent / "replicas_parent.py")])
-    try:
-        deadline = time.monotonic() + 120
-        # The engine's process, a tracker of its resources, and vLLM's.
-        while len(below := psutil.Process(parent.pid).children(recursive=True)) < 3:
-            assert time.monotonic() < deadline
-            assert parent.poll() is None
-            time.sleep(0.1)
-    finally:
-        parent.send_signal(signal.SIGKILL)
-        parent.wait()
-    _wait_until_gone(below)
-
-
-def _wait_until_gone(processes: list[psutil.Process]) -> None:
-    _, alive = psutil.wait_procs(processes, timeout=10)
-    assert not alive, [process.cmdline() for process in alive]

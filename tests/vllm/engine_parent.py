@@ -1,15 +1,23 @@
-"""A process that starts an engine in a process of its own, for a test to kill."""
+"""A process that starts an engine of the class it is told, says so when it runs, and waits for a test to kill it."""
+
+import signal
+import sys
 
 from conftest import CONTRACT, OPTIONS, SHAPE
 
 from flows.environment import set_variables
 from fp8core.config.capability import this_platform
 from fp8core.models.architecture import Architecture
-from fp8core.rollout.vllm_replicas import VllmReplicas
 from fp8core.rollout.vllm_settings import required_environment, suggested_environment
 from fp8core.rollout.vllm_versions import find_build
 
 if __name__ == "__main__":
     build = find_build(this_platform())
     set_variables(required_environment(CONTRACT, OPTIONS, build), suggested_environment(1, build))
-    VllmReplicas(Architecture(**SHAPE), CONTRACT, OPTIONS, 16, build)
+    from fp8core.rollout.vllm import VllmEngine
+    from fp8core.rollout.vllm_replicas import VllmReplicas
+
+    kind = {found.__name__: found for found in (VllmEngine, VllmReplicas)}[sys.argv[1]]
+    engine = kind(Architecture(**SHAPE), CONTRACT, OPTIONS, 16, build)
+    print("running", flush=True)
+    signal.pause()

@@ -1,0 +1,143 @@
+"""Chains of processes whose last one follows another, as vLLM's do; that vLLM's do is in tests/vllm."""
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from fp8core.rollout.vllm_lifeline import follow_parent
+
+# Every process starts the next one; the last says that it is there.
+_PROGRAM = """
+import multiprocessing, os, signal, sys
+from fp8core.rollout.vllm_lifeline import follow, follow_parent
+
+def live(method, length, pid):
+    if length > 1:
+        multiprocessing.get_context(method).Process(target=live, args=(method, length - 1, pid)).start()
+    else:
+        print("ready", flush=True)
+        follow(pid) if pid else follow_parent()
+    signal.pause()
+
+if __name__ == "__main__":
+    method, length, pid = sys.argv[1:]
+    live(method, int(length), os.getpid() if pid == "first" else int(pid))
+"""
+Chain = list[psutil.Process]
+StartChain = Callable[[str, int, str], Chain]
+
+
+@pytest.fixture
+def start_chain(tmp_path: Path) -> Iterator[StartChain]:
+    """Starts so many processes with a method of multiprocessing, of which the last follows a pid; "0" for its parent,
+    "first" for the first of them."""
+    program, started, chain = tmp_path / "program.py", list[subprocess.Popen[str]](), Chain()
+    program.write_text(_PROGRAM)
+
+    def start(method: str, length: int, pid: str) -> Chain:
+        command = [sys.executable, str(program), method, str(length), pid]
+        first = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        started.append(first)
+        chain.append(psutil.Process(first.pid))
+        assert first.stdout is not None
+        assert first.stdout.readline() == "ready\n"
+        while len(chain) < length and (below := started_by(chain[-1])):
+            chain.extend(below)
+        return chain
+
+    yield start
+    for process in chain:
+        if process.is_running():
+            process.kill()
+    for first in started:
+        first.kill()
+        first.communicate()
+
+
+@pytest.fixture
+def other() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that is not of the chain."""
+    with subprocess.Popen(["sleep", "1000"]) as process:
+        yield process
+        process.kill()
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_a_process_ends_with_its_parent(start_chain, method):
+    parent, last = start_chain(method, 2, "0")
+    parent.kill()
+    wait_until_gone(last)
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_one_that_follows_its_parent_by_number_ends_with_it(start_chain, method):
+    parent, last = start_chain(method, 2, "first")
+    parent.kill()
+    wait_until_gone(last)
+
+
+def test_only_the_parent_matters_to_who_follows_it(start_chain):
+    first, between, last = start_chain("spawn", 3, "0")
+    first.kill()
+    first.wait()
+    time.sleep(0.5)
+    assert is_there(between)
+    assert is_there(last)
+    between.kill()
+    wait_until_gone(last)
+
+
+def test_what_stands_between_ends_too(start_chain):
+    first, between, last = start_chain("spawn", 3, "first")
+    first.kill()
+    wait_until_gone(between, last)
+
+
+def test_nothing_ends_before_the_process_that_is_followed(start_chain, other):
+    first, between, last = start_chain("spawn", 3, str(other.pid))
+    time.sleep(0.5)
+    assert is_there(between)
+    assert is_there(last)
+    other.kill()
+    wait_until_gone(between, last)
+    assert is_there(first), "it is not of those that the last one ends"
+
+
+def test_a_process_that_is_gone_is_followed_at_once(start_chain, other):
+    other.kill()
+    other.wait()
+    first, *below = start_chain("spawn", 3, str(other.pid))
+    wait_until_gone(*below)
+    assert is_there(first)
+    assert not list(filter(is_there, started_by(first)))
+
+
+def test_without_a_parent_nobody_is_followed():
+    follow_parent()
+    assert "lifeline" not in [thread.name for thread in threading.enumerate()]
+
+
+def started_by(process: psutil.Process) -> list[psutil.Process]:
+    """With spawn there is a tracker of resources beside them. Nobody asks for the exit code of one that ended."""
+    found = process.children() if is_there(process) else []
+    return [each for each in found if not is_there(each) or "resource_tracker" not in " ".join(each.cmdline())]
+
+
+def is_there(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_until_gone(*processes: psutil.Process) -> None:
+    deadline = time.monotonic() + 30
+    while left := [process for process in processes if is_there(process)]:
+        assert time.monotonic() < deadline, f"{left} live on"
+        time.sleep(0.02)
