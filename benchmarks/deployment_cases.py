@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8core.config.load import load_config
-from fp8core.models.architecture import Architecture, Experts
+from fp8core.models.architecture import Architecture
 from fp8core.plan.shapes import PUBLISHED
 
 MODELS = ("llama", "qwen3", "qwen3-moe")
@@ -45,12 +45,8 @@ def small_model(name: str, device: str) -> Architecture:
     published = PUBLISHED[str(load_config(name).model)]
     if (experts := published.experts) is not None:
         count, per_token, width = _EXPERTS[device]
-        experts = _fewer(experts, count, per_token, width)
+        experts = replace(experts, count=count, per_token=per_token, intermediate_size=width)
     return replace(published, **_SHAPES[device], head_dim=_HEAD[device], vocab_size=_VOCABULARY, experts=experts)
-
-
-def _fewer(experts: Experts, count: int, per_token: int, width: int) -> Experts:
-    return replace(experts, count=count, per_token=per_token, intermediate_size=width)
 
 
 def small_settings(device: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from fp8core.models.architecture import Architecture
 from fp8core.models.weights import is_linear
 from fp8core.plan.needs import Need
 from fp8core.plan.rollout import longest_sequence
-from fp8core.plan.weights import Part, count
+from fp8core.plan.weights import Part, held
 from fp8core.training.megatron.grid import padded_vocabulary
 
 _BF16, _FP32 = 2, 4
@@ -23,17 +23,16 @@ _REPEATABLE = "repeatable backward; none with training.deterministic=false"
 
 def megatron_state(part: Part) -> tuple[Need, ...]:
     """What one GPU that holds `part` keeps between steps: Megatron's buffers, from the start to the end."""
-    held = sum(math.ceil(count(shapes) / parts) for shapes, parts in part)
-    return Need("weights", held * _BF16, "BF16"), Need("gradients", held * _FP32, "FP32")
+    parameters = held(part)
+    return Need("weights", parameters * _BF16, "BF16"), Need("gradients", parameters * _FP32, "FP32")
 
 
 def megatron_step(
     config: RunConfig, arch: Architecture, part: Part, tensor: int, pipeline: int, workspace: int
 ) -> tuple[Need, ...]:
     """What a step adds to that, where so many GPUs share the linears and so many stages the layers."""
-    linear = sum(
-        math.ceil(count({name: shape for name, shape in shapes.items() if is_linear(name)}) / parts)
-        for shapes, parts in part
+    linear = held(
+        [({name: shape for name, shape in shapes.items() if is_linear(name)}, parts) for shapes, parts in part]
     )
     fp8 = config.precision.training.linear == "fp8_block"
     codes = (Need("quantised copies", _COPIES * linear, "FP8 codes by rows and by columns"),) if fp8 else ()

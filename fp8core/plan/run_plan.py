@@ -170,15 +170,15 @@ def _in_turn(
     asleep = (Need("engine asleep", ASLEEP, "CUDA context, graphs; estimate"),)
     beside = asleep if config.rollout.vllm.sleep else engine
     # An engine that wakes has its cache again before the update is over.
-    resting = (*engine, *state, Need("trainer at rest", AT_REST, "CUDA context, communication; estimate"))
-    left = gpu.memory - sum(need.bytes for need in (*resting[len(engine) :], *sent))
+    stays = (*state, Need("trainer at rest", AT_REST, "CUDA context, communication; estimate"))
+    left = gpu.memory - sum(need.bytes for need in (*stays, *sent))
     share = math.floor(100 * left / gpu.memory) / 100
     lower = f"lower rollout.vllm.gpu_memory_utilization to {share}" if share > 0 else _spread(config)
     lower = lower if config.rollout.vllm.kv_cache_gib is None else _room(config)
     return (
-        Phase("generating", resting, gpu.memory, lower),
+        Phase("generating", (*engine, *stays), gpu.memory, lower),
         Phase("training", (*beside, *state, *gpu_step(config, arch, parallel)), gpu.memory, _spread(config)),
-        Phase("syncing", (*resting, *sent), gpu.memory, lower),
+        Phase("syncing", (*engine, *stays, *sent), gpu.memory, lower),
     ), cache
 
 

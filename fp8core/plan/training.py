@@ -27,6 +27,7 @@ from fp8core.plan.weights import (
     StoredBytes,
     count,
     count_parameters,
+    held,
     is_expert,
     stages,
     stored_bytes,
@@ -89,11 +90,6 @@ def _state_of(owned: int) -> tuple[Need, Need]:
     return Need("master weights", owned * _FP32, "FP32"), Need("optimiser states", owned * _MOMENTS, "AdamW, FP32")
 
 
-def _held(part: Part) -> int:
-    """Parameters of a part on one GPU."""
-    return sum(math.ceil(count(shapes) / parts) for shapes, parts in part)
-
-
 def resident_state(config: RunConfig, arch: Architecture, parallel: Parallel) -> tuple[Need, ...]:
     """All that the configuration's trainer keeps on one GPU between steps."""
     if _has_one_gpu(config, parallel):
@@ -101,7 +97,7 @@ def resident_state(config: RunConfig, arch: Architecture, parallel: Parallel) ->
     if config.training.trainer != "megatron":
         return gpu_state(arch, parallel)
     part = heaviest(arch, parallel)
-    owned = gpu_state(arch, parallel) if config.training.megatron.distributed_optimizer else _state_of(_held(part))
+    owned = gpu_state(arch, parallel) if config.training.megatron.distributed_optimizer else _state_of(held(part))
     return *owned, *megatron_state(part)
 
 
@@ -114,7 +110,7 @@ def gpu_step(config: RunConfig, arch: Architecture, parallel: Parallel) -> tuple
         return megatron_step(config, arch, part, parallel.tensor, parallel.pipeline, WORKSPACE)
     return (
         *_weights(part, config.precision, arch.num_layers),
-        Need("gradients", _held(part) * _FP32, "FP32"),
+        Need("gradients", held(part) * _FP32, "FP32"),
         Need("activations", _activations(config, arch) // parallel.tensor, "layers recomputed; estimate"),
         Need("workspace", WORKSPACE, "estimate"),
     )

@@ -76,6 +76,11 @@ def count(shapes: Shapes) -> int:
     return sum(math.prod(shape) for shape in shapes.values())
 
 
+def held(part: Part) -> int:
+    """Parameters of a part on one GPU."""
+    return sum(math.ceil(count(shapes) / parts) for shapes, parts in part)
+
+
 def is_expert(name: str) -> bool:
     """Whether a parameter is one expert's."""
     return ".experts." in name
