@@ -12,6 +12,22 @@ from fp8core.plan.shapes import PUBLISHED
 MODELS = ("llama", "qwen3", "qwen3-moe")
 """Configurations; each names its published model."""
 
+GRIDS: dict[str, dict[str, Any]] = {
+    "one": {"training.megatron.gpus": 1, "rollout.vllm.gpus": 1},
+    "dp2": {"training.megatron.gpus": 2, "rollout.vllm.gpus": 2},
+    "pp2": {"training.megatron.gpus": 2, "rollout.vllm.gpus": 2, "training.megatron.pipeline_parallel": 2},
+    "tp2": {
+        **{"training.megatron.gpus": 2, "rollout.vllm.gpus": 2, "training.megatron.tensor_parallel": 2},
+        "training.megatron.sequence_parallel": True,
+    },
+    "ep2": {"training.megatron.gpus": 2, "rollout.vllm.gpus": 2, "training.megatron.expert_parallel": 2},
+    "dp2-tp2": {
+        **{"training.megatron.gpus": 4, "rollout.vllm.gpus": 4, "training.megatron.tensor_parallel": 2},
+        "training.megatron.sequence_parallel": True,
+    },
+}
+"""Settings that spread a small run over GPUs: data, pipeline, tensor with sequence, and expert parallel."""
+
 # Seen from the working directory of a deployment, which is the checkout.
 _COIN = "benchmarks/coin.py:score"
 # True 128 x 128 tiles in every linear, heads of 128, groups of four queries. DeepGEMM's experts are put together for
@@ -37,7 +53,15 @@ _SMALL: dict[str, dict[str, Any]] = {
         **{"rollout.engine": "embedded", "training.megatron.recompute": "none"},
     },
 }
-_ONE_GPU = {"training.megatron.gpus": 1, "training.megatron.expert_parallel": 1, "rollout.vllm.gpus": 1}
+
+CASES = (*MODELS, *(f"qwen3/{grid}" for grid in ("dp2", "pp2", "tp2", "dp2-tp2")), "qwen3-moe/ep2")
+"""What can be run: a configuration on one GPU, or on the GPUs of a grid."""
+
+
+def parts_of(case: str) -> tuple[str, str]:
+    """The configuration and the grid of a case."""
+    name, _, grid = case.partition("/")
+    return name, grid or "one"
 
 
 def small_model(name: str, device: str) -> Architecture:
@@ -49,9 +73,11 @@ def small_model(name: str, device: str) -> Architecture:
     return replace(published, **_SHAPES[device], head_dim=_HEAD[device], vocab_size=_VOCABULARY, experts=experts)
 
 
-def small_settings(device: str) -> dict[str, Any]:
+def small_settings(device: str, grid: str) -> dict[str, Any]:
     """Overrides of a configuration beside model and problems, by dotted key."""
-    return {**_ONE_GPU, **_SMALL[device], "evaluation.prompts": 8, "reward.verifier": _COIN}
+    # Experts stay whole unless the grid shares them.
+    spread = {"training.megatron.expert_parallel": 1, **GRIDS[grid]}
+    return {**spread, **_SMALL[device], "evaluation.prompts": 8, "reward.verifier": _COIN}
 
 
 def small_problems(path: Path) -> Path:

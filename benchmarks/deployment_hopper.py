@@ -1,7 +1,8 @@
-"""Run the deployments of the published models at reduced size on one Hopper GPU, through `prefect deployment run`.
+"""Run the deployments of the published models at reduced size on Hopper GPUs, through `prefect deployment run`.
 
-    python -m benchmarks.deployment_hopper --out D --seconds 540                all of them, one after another
+    python -m benchmarks.deployment_hopper --out D --seconds 540                all on one GPU, one after another
     python -m benchmarks.deployment_hopper --out D --seconds 540 qwen3-moe      one of them
+    python -m benchmarks.deployment_hopper --out D --seconds 540 qwen3/tp2      one of them on several GPUs
     python -m benchmarks.deployment_hopper --out D --device cpu                 a rehearsal, without vLLM and FP8
 
 Each has a random checkpoint of its family and problems in a file. `fp8-grpo up` serves them, and each is started as
@@ -22,14 +23,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.deployment_cases import MODELS, small_model, small_problems, small_settings
+from benchmarks.deployment_cases import CASES, MODELS, parts_of, small_model, small_problems, small_settings
 from benchmarks.deployment_rows import Row, run_facts
 from benchmarks.deployment_services import Deployments, serving
 from benchmarks.random_model import make_model
 
 RESULT = "deployment.json"
 _SHOWN = 6_000
-_PRINTED = ("config", "state", "message", "steps", "seconds", "tmpe", "checkpoint_is_held")
+_PRINTED = ("config", "grid", "state", "message", "steps", "seconds", "tmpe", "checkpoint_is_held")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,16 +40,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for folder in (out / "logs", options.work):
         folder.mkdir(parents=True, exist_ok=True)
     command = f"python -m benchmarks.deployment_hopper --out D --device {options.device} --steps {options.steps}"
-    rows = {row["config"]: row for row in _written(out / RESULT) if row["device"] == options.device}
+    rows = {_case_of(row): row for row in _written(out / RESULT) if row["device"] == options.device}
     left = [name for name in options.names if not _completed(rows, name)]
     if left:
         with serving(options.work, out / "logs", options.device) as deployments:
             for row in _run_all(left, deployments, options, end):
-                rows[row["config"]] = row | {"command": f"{command} {row['config']}"}
+                rows[_case_of(row)] = row | {"command": f"{command} {_case_of(row)}"}
                 content = {"command": command, "rows": list(rows.values())}
                 (out / RESULT).write_text(json.dumps(content, indent=1) + "\n")
                 print(json.dumps({key: row.get(key) for key in _PRINTED}), flush=True)
     return 0 if all(_completed(rows, name) for name in options.names) else 1
+
+
+def _case_of(row: Row) -> str:
+    return str(row["config"]) if row["grid"] == "one" else f"{row['config']}/{row['grid']}"
 
 
 def _completed(rows: Mapping[str, Row], name: str) -> bool:
@@ -62,27 +67,30 @@ def _written(path: Path) -> list[Row]:
 
 def _run_all(names: Sequence[str], deployments: Deployments, options: argparse.Namespace, end: float) -> Iterator[Row]:
     problems = small_problems(options.work / "problems.jsonl")
-    for name in names:
+    for case in names:
         if time.monotonic() > end:
             return
-        model = options.work / f"model-{options.device}-{name}"
-        make_model(model, small_model(name, options.device), options.device)
-        # A run that was cut would be gone on with; here it is to be timed from its beginning.
-        shutil.rmtree(options.work / "runs" / name, ignore_errors=True)
-        yield _run(name, {"model": str(model), "data.source": str(problems)}, deployments, options, end)
+        config, _ = parts_of(case)
+        model = options.work / f"model-{options.device}-{config}"
+        make_model(model, small_model(config, options.device), options.device)
+        yield _run(case, {"model": str(model), "data.source": str(problems)}, deployments, options, end)
 
 
 def _run(
-    name: str, inputs: Mapping[str, str], deployments: Deployments, options: argparse.Namespace, end: float
+    case: str, inputs: Mapping[str, str], deployments: Deployments, options: argparse.Namespace, end: float
 ) -> Row:
     """Start a deployment, wait for its end, and say what it left."""
-    began, runs, settings = time.monotonic(), options.work / "runs", small_settings(options.device)
+    (config, grid), name = parts_of(case), case.replace("/", "-")
+    began, runs, settings = time.monotonic(), options.work / "runs", small_settings(options.device, grid)
+    # A run that was cut would be gone on with; here it is to be timed from its beginning.
+    shutil.rmtree(runs / name, ignore_errors=True)
     parameters = {"run": name, "steps": options.steps, "overrides": {**inputs, **settings, "runs": str(runs)}}
-    code = deployments.run(name, parameters, end)
+    code = deployments.run(config, name, parameters, end)
     state = deployments.last_state(name)
     row = {
         "kind": "deployment",
-        "config": name,
+        "config": config,
+        "grid": grid,
         "device": options.device,
         "overrides": {**dict.fromkeys(inputs, "a small one"), **settings},
         "state": state["type"],
@@ -98,8 +106,8 @@ def _run(
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Deployments of the published models, small, on one GPU.")
-    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(MODELS))
+    parser = argparse.ArgumentParser(description="Deployments of the published models, small, on a GPU or several.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(CASES))
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     parser.add_argument("--work", type=Path, help="folder of models, runs and servers (default: that of the results)")
     parser.add_argument("--seconds", type=float, default=540.0, help="of this call (default 540)")
@@ -107,8 +115,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     options = parser.parse_args(arguments)
     options.names, options.work = options.names or list(MODELS), (options.work or options.out).absolute()
-    if unknown := {*options.names} - {*MODELS}:
-        parser.error(f"{', '.join(sorted(unknown))}: none of {', '.join(MODELS)}")
+    if unknown := {*options.names} - {*CASES}:
+        parser.error(f"{', '.join(sorted(unknown))}: none of {', '.join(CASES)}")
     return options
 
 

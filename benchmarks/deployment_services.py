@@ -30,10 +30,11 @@ class Deployments:
     logs: Path
     worker: Path
 
-    def run(self, name: str, parameters: Mapping[str, Any], end: float) -> int:
-        """`prefect deployment run --watch` until the run ends, or `end` (time.monotonic); returns its exit code."""
+    def run(self, deployment: str, name: str, parameters: Mapping[str, Any], end: float) -> int:
+        """`prefect deployment run --watch` until the run of this name ends, or `end` (time.monotonic); returns its exit
+        code."""
         flags = [flag for key, value in parameters.items() for flag in ("--param", f"{key}={json.dumps(value)}")]
-        command = [*_prefect("deployment", "run", f"fp8-grpo/{name}", "--watch", "--flow-run-name", name), *flags]
+        command = [*_prefect("deployment", "run", f"fp8-grpo/{deployment}", "--watch", "--flow-run-name", name), *flags]
         with (self.logs / f"{name}.log").open("wb") as output:
             process = subprocess.Popen(command, cwd=ROOT, env=self.environment, stdout=output, stderr=output)
             try:

@@ -1,6 +1,6 @@
 """Train the variants of h200-small, from BF16 to FP8 everywhere, and collect their rows and curves.
 
-    python benchmarks/small_hopper.py --out FOLDER --seconds 520                    all but the last, one after another
+    python benchmarks/small_hopper.py --out FOLDER --seconds 520                    the usual ones, one after another
     python benchmarks/small_hopper.py --out FOLDER --seconds 520 bf16 fp8_rollout   some of them
 
 Every variant is a run of its own in FOLDER/runs, begun from one warm start that the first of them makes. When the time
@@ -13,9 +13,10 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks.small_rows import Row, alignment_row, draw_variants, step_ledger_row
 from benchmarks.small_tables import tables
@@ -34,11 +35,20 @@ NAMES = {
     "fp8_end_to_end": "fp8-end-to-end",
     "fp8_end_to_end_kv": "fp8-end-to-end-kv",
     "fp8_end_to_end_kv_stock": "fp8-end-to-end-kv",
+    "bf16_megatron": "bf16",
+    "fp8_end_to_end_megatron": "fp8-end-to-end",
 }
 """Variants of the rows, by the names that the parity flow has for them."""
-# The last variant in vLLM's own model, to show what the aligned one changes; trained when it is asked for.
-_STOCK = "fp8_end_to_end_kv_stock"
-_USUAL = [name for name in NAMES if name != _STOCK]
+# Repeatable attention of Megatron would hold all scores of a pack, and then nothing is repeated bit for bit.
+_MEGATRON = {"training.trainer": "megatron", "training.deterministic": False, "replay.level": "tolerant"}
+_CHANGED: Mapping[str, Mapping[str, Any]] = {
+    "fp8_end_to_end_kv_stock": {"rollout.vllm.model": "stock"},
+    "bf16_megatron": _MEGATRON,
+    "fp8_end_to_end_megatron": _MEGATRON,
+}
+"""What more is unlike the configuration in variants that are trained when they are asked for: vLLM's own model, to show
+what the aligned one changes, and Megatron beside torch."""
+_USUAL = [name for name in NAMES if name not in _CHANGED]
 
 RESULT = "small_hopper"
 TERMINATED = 143
@@ -94,8 +104,7 @@ def plan(config: str, overrides: Sequence[str], variants: Sequence[str], runs: P
 
 def _training(base: RunConfig, config: str, overrides: Sequence[str], variant: str, runs: Path) -> Training:
     values = variant_settings(VARIANTS[NAMES[variant]], base, base.seed)
-    if variant == _STOCK:
-        values["rollout.vllm.model"] = "stock"
+    values |= _CHANGED.get(variant, {})
     settings = (*overrides, *(f"{key}={json.dumps(value)}" for key, value in values.items()))
     return Training(variant, runs / f"{base.name}-{variant}", config, settings, base.steps)
 

@@ -60,9 +60,6 @@ def variant_settings(variant: Variant, config: RunConfig, seed: int) -> dict[str
         linear, kv_cache = _FORMATS[formats]
         settings |= {f"precision.{side}.linear": linear, f"precision.{side}.kv_cache": kv_cache}
     settings["precision.training.backward"] = None
-    if config.rollout.vllm.model == "aligned" and variant.rollout != "fp8+kv":
-        # Made for FP8 linears with an FP8 cache alone.
-        settings["rollout.vllm.model"] = "stock"
     if variant.rollout != "fp8+kv":
         # The aligned model of vLLM is made for FP8 everywhere.
         settings["rollout.vllm.model"] = "stock"

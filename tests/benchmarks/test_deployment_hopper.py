@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.deployment_cases import MODELS, small_model, small_problems, small_settings
+from benchmarks.deployment_cases import CASES, MODELS, parts_of, small_model, small_problems, small_settings
 from benchmarks.deployment_rows import run_facts
 from benchmarks.trainings import ROOT
 from fp8core.config.capability import check_contract
@@ -34,9 +34,10 @@ SIZES = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_one_hopper_gpu_takes_the_small_ones(name, monkeypatch):
-    config, arch = load_config(name, small_settings("cuda")), small_model(name, "cuda")
+@pytest.mark.parametrize("case", CASES)
+def test_hopper_gpus_take_the_small_ones(case, monkeypatch):
+    name, grid = parts_of(case)
+    config, arch = load_config(name, small_settings("cuda", grid)), small_model(name, "cuda")
     monkeypatch.setattr(requirements, "find_spec", lambda package: object())
     check_contract(config.precision, "sm_90", corrected=config.correction.method != "none")
     requirements.check_requirements(config, "sm_90")
@@ -49,7 +50,7 @@ def test_one_hopper_gpu_takes_the_small_ones(name, monkeypatch):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_only_sizes_and_the_verifier_differ_from_what_is_shipped(name):
-    assert small_settings("cuda").keys() == SIZES | {"reward.verifier"}
+    assert small_settings("cuda", "one").keys() == SIZES | {"reward.verifier"}
     arch, published = small_model(name, "cuda"), PUBLISHED[load_config(name).model]
     shape = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "experts")
     assert arch == replace(published, **{key: getattr(arch, key) for key in shape})
@@ -57,7 +58,8 @@ def test_only_sizes_and_the_verifier_differ_from_what_is_shipped(name):
 
 
 def test_there_are_problems_enough(tmp_path):
-    config = load_config("qwen3", small_settings("cuda") | {"data.source": str(small_problems(tmp_path / "p.jsonl"))})
+    problems = small_problems(tmp_path / "p.jsonl")
+    config = load_config("qwen3", small_settings("cuda", "one") | {"data.source": str(problems)})
     source = build_source(config.data, config.evaluation)
     assert len(source.heldout(config.evaluation.prompts)) == config.evaluation.prompts
     assert len(source.training(1, config.rollout.prompts_per_step, seed=0)) == config.rollout.prompts_per_step

@@ -14,12 +14,16 @@ from benchmarks.trainings import ROOT, run_till, run_until
 from fp8core.config.capability import check_contract
 from fp8core.config.load import load_config
 from fp8core.plan.devices import GPUS, Device, Machine
+from fp8core.plan.rollout import longest_sequence
 from fp8core.plan.run_plan import plan_run, refuse_unfit
 from fp8core.plan.shapes import model_shape
+from fp8core.plan.training import trainer_grid
 from fp8core.report.run_data import read_run
 from fp8core.rollout import vllm_settings
 from fp8core.rollout.vllm_versions import VllmBuild
 from fp8core.store.run_directory import LEDGER
+from fp8core.training.megatron import requirements
+from fp8core.training.megatron.grid import check_grid
 from fp8core.training.torch import limits
 
 FORMATS = {
@@ -29,7 +33,10 @@ FORMATS = {
     "fp8_end_to_end": ("fp8_block", "bf16", "fp8_block", "bf16"),
     "fp8_end_to_end_kv": ("fp8_block", "fp8", "fp8_block", "fp8"),
     "fp8_end_to_end_kv_stock": ("fp8_block", "fp8", "fp8_block", "fp8"),
+    "bf16_megatron": ("bf16", "bf16", "bf16", "bf16"),
+    "fp8_end_to_end_megatron": ("fp8_block", "bf16", "fp8_block", "bf16"),
 }
+MEGATRON = {"bf16_megatron", "fp8_end_to_end_megatron"}
 
 
 def _configs(runs):
@@ -47,20 +54,31 @@ def test_variants_differ_in_formats_and_correction_alone(tmp_path):
         assert config.steps == 7
         assert config.rollout.vllm.model == ("aligned" if variant == "fp8_end_to_end_kv" else "stock")
     differing = {"precision": True, "correction": True, "rollout": {"vllm": {"model"}}}
-    others = [config.model_dump(exclude=differing) for config in configs.values()]
-    assert all(other == others[0] for other in others)
+    trainers = {"training": {"trainer", "deterministic"}, "replay": {"level"}}
+    others = {variant: config.model_dump(exclude=differing) for variant, config in configs.items()}
+    assert all(others[variant] == others["bf16"] for variant in configs.keys() - MEGATRON)
+    for variant in MEGATRON:
+        assert (configs[variant].training.trainer, configs[variant].replay.level) == ("megatron", "tolerant")
+        spread = configs[variant].model_dump(exclude=differing | trainers)
+        assert spread == configs["bf16"].model_dump(exclude=differing | trainers)
 
 
 @pytest.mark.parametrize("variant", NAMES)
-def test_a_hopper_gpu_takes_every_variant(tmp_path, variant):
+def test_a_hopper_gpu_takes_every_variant(tmp_path, variant, monkeypatch):
+    monkeypatch.setattr(requirements, "find_spec", lambda package: object())
     config = _configs(tmp_path)[variant]
     arch, hopper = model_shape(config), VllmBuild("vllm", "0.26.0", "cuda")
     check_contract(config.precision, "sm_90", corrected=config.correction.method != "none")
     vllm_settings.check_contract_fits(config.precision, config.rollout.vllm, hopper)
     vllm_settings.check_architecture_fits(arch, config.precision, config.rollout.vllm)
-    limits.check_contract_fits(config.precision, config.training.device, "sm_90")
-    limits.check_architecture_fits(arch, config.precision, config.training.device)
-    refuse_unfit(plan_run(config, arch, Machine(GPUS["h200"], Device("host", 128 << 30))))
+    machine = Machine(GPUS["h200"], Device("host", 128 << 30))
+    if variant in MEGATRON:
+        requirements.check_requirements(config, "sm_90")
+        check_grid(arch, config.training.megatron, config.precision, longest_sequence(config, arch))
+    else:
+        limits.check_contract_fits(config.precision, config.training.device, "sm_90")
+        limits.check_architecture_fits(arch, config.precision, config.training.device)
+    refuse_unfit(plan_run(config, arch, machine, trainer_grid(config, machine)))
 
 
 def test_h200_small_has_the_promised_size(tmp_path):
