@@ -134,9 +134,9 @@ class ArtifactStore:
         return self._commit(kind, "parquet", encode_table(table))
 
     @storing()
-    def get_table(self, ref: Ref) -> pa.Table:
-        """A stored table. Raises ArtifactError."""
-        return decode_table(self._read(ref, "parquet"))
+    def get_table(self, ref: Ref, columns: Sequence[str] | None = None) -> pa.Table:
+        """A stored table, or some columns of it; the whole file is checked. Raises ArtifactError."""
+        return decode_table(self._read(ref, "parquet"), columns)
 
     @storing()
     def put_tensors(self, kind: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> Ref:
