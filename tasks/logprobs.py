@@ -15,6 +15,12 @@ from fp8core.workers.live import LiveRun
 from tasks.calibrate import read_scales
 from tasks.step import step
 
+ORDERED = ("group", "sample")
+"""Columns that say which completion a row is."""
+
+REPLAYED = ("prompt_tokens", "tokens", "experts")
+"""Columns of rollouts that `replay_batch` takes; there are experts where the rollout recorded them."""
+
 
 @step(
     inputs={"rollouts": "rollouts", "policy": "policy", "scales": "scales"},
@@ -25,7 +31,7 @@ def logprobs(run: LiveRun, index: int, options: NoOptions, rollouts: Ref, policy
     store = run.directory.store
     trainer = run.ready_trainer()
     assert trainer.version == store.get_json(policy)["version"], "the trainer does not hold the policy of this step"
-    table = store.get_table(rollouts)
+    table = store.get_table(rollouts, [*ORDERED, *REPLAYED])
     current = read_scales(run, scales)
     scored = trainer.logprobs(replay_batch(table), run.config.rollout.temperature, layer_scales(current))
     statistics = {

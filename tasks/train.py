@@ -15,7 +15,7 @@ from fp8core.rl.objective import Objective
 from fp8core.store.artifacts import Ref
 from fp8core.workers.live import LiveRun
 from tasks.calibrate import read_scales
-from tasks.logprobs import layer_scales, replay_batch
+from tasks.logprobs import REPLAYED, layer_scales, replay_batch
 from tasks.reward import check_reward
 from tasks.step import step
 
@@ -48,7 +48,7 @@ def train(
     trainer = run.ready_trainer()
     assert trainer.version == store.get_json(policy)["version"], "the trainer does not hold the policy of this step"
     batch = rollout_batch(
-        store.get_table(rollouts),
+        store.get_table(rollouts, [*REPLAYED, "written", "logprobs"]),
         store.get_table(rewards),
         store.get_table(logprobs),
         store.get_table(reference) if reference else None,
