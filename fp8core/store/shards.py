@@ -64,7 +64,7 @@ class RolloutShards:
 
 
 def _encode(table: pa.Table) -> bytes:
-    """A table as parquet, in less than half the time of an artifact: a shard is read once at most, and never compared."""
+    """A table as parquet, in half the time of an artifact: a shard lives briefly, and is compared with nothing."""
     buffer = io.BytesIO()
     # Hardly a token or log-prob occurs often enough for a dictionary, and looking takes longest.
     pq.write_table(table, buffer, compression="zstd", use_dictionary=False, store_schema=False)
