@@ -17,3 +17,10 @@ def padded(column: pa.ChunkedArray, dtype: torch.dtype, value: float) -> Tensor:
     out = np.full((len(lengths), width), value, elements.dtype)
     out[np.arange(width) < lengths[:, None]] = elements
     return torch.from_numpy(out)
+
+
+def column(values: Tensor, lengths: np.ndarray[tuple[int], np.dtype[np.int64]]) -> pa.ListArray:
+    """The first `lengths[i]` elements of every row of a tensor [rows, longest] as a column of lists."""
+    assert lengths.max(initial=0) <= values.shape[1], "a row is shorter than its length"
+    offsets = np.concatenate([[0], lengths.cumsum()]).astype(np.int32)
+    return pa.ListArray.from_arrays(offsets, values.numpy()[np.arange(values.shape[1]) < lengths[:, None]])

@@ -1,3 +1,4 @@
+import numpy as np
 import pyarrow as pa
 import pytest
 import torch
@@ -5,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8core.rl.batch import pad
-from fp8core.rl.columns import padded
+from fp8core.rl.columns import column, padded
 
 ELEMENTS = {
     "int32": (pa.int32(), st.integers(-(2**31), 2**31 - 1), torch.int64),
@@ -29,6 +30,18 @@ def test_a_column_is_padded_as_its_rows_are(name, data):
 def test_some_rows_of_a_column_bring_their_own_elements_alone():
     column = pa.chunked_array([pa.array([[1, 2], [3], [4, 5, 6], []], pa.list_(pa.int32()))])
     assert padded(column[1:3], torch.int64, 0).tolist() == [[3, 0, 0], [4, 5, 6]]
+
+
+@given(st.lists(st.lists(st.floats(-100, 0, width=32), max_size=5), max_size=6))
+def test_a_column_is_what_was_padded(rows):
+    lengths = np.array([len(row) for row in rows], dtype=np.int64)
+    found = column(pad(rows, torch.float32, float("nan")), lengths)
+    assert found.equals(pa.array(rows, pa.list_(pa.float32())))
+
+
+def test_a_column_takes_no_more_than_there_is():
+    with pytest.raises(AssertionError, match="shorter"):
+        column(torch.zeros(2, 3), np.array([3, 4]))
 
 
 @pytest.mark.parametrize("rows", [[[1], None], [[1, None]]])
