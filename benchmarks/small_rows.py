@@ -61,7 +61,7 @@ def step_ledger_row(run: RunData, variant: str, command: str) -> Row | None:
 
     A part is a task of the pipeline without the files it stored and read; `artifacts` are all files, the step's record,
     its commit and its checkpoint; `orchestration` is when nothing of these ran. Tasks that run side by side count in
-    full, so that the percentages may add up to more than 100.
+    full, so that the percentages may add up to more than 100. The row's own `artifacts` say where those seconds went.
     """
     steps = timed_steps(run.evidence)
     if not steps:
@@ -69,12 +69,14 @@ def step_ledger_row(run: RunData, variant: str, command: str) -> Row | None:
     parts = [step_parts(step) for step in steps]
     seconds = {name: fmean(part.get(name, 0.0) for part in parts) for name in _ordered(run, parts)}
     wall = seconds[WALL]
+    stored = [artifact_parts(step) for step in steps]
     return {
         "kind": "step_ledger",
         "variant": variant,
         "steps": len(steps),
         "seconds": seconds,
         "percent": {name: 100 * value / wall for name, value in seconds.items() if name != WALL},
+        "artifacts": {name: fmean(part[name] for part in stored) for name in stored[0]},
         **provenance(run.evidence),
         "command": command,
     }
@@ -100,12 +102,19 @@ def step_parts(step: TimedStep) -> dict[str, float]:
     """Seconds of a step by part (`step_ledger_row`), and WALL."""
     tasks, commit = step.commit.tasks, step.commit.entry.seconds
     parts = {name: entry.seconds - entry.storing for name, entry in tasks.items() if name != _RECORD}
-    recorded = tasks[_RECORD].seconds - tasks[_RECORD].storing if _RECORD in tasks else 0.0
-    parts[ARTIFACTS] = sum(entry.storing for entry in tasks.values()) + recorded + commit + step.checkpoint
+    parts[ARTIFACTS] = sum(artifact_parts(step).values())
     busy = union_seconds((entry.started, entry.started + entry.seconds) for entry in tasks.values())
     # Tasks are timed by another clock than commits.
     parts[ORCHESTRATION] = max(0.0, step.wall - busy - commit - step.checkpoint)
     return parts | {WALL: step.wall}
+
+
+def artifact_parts(step: TimedStep) -> dict[str, float]:
+    """Seconds of a step's artifacts: the files of each task, the whole of its record, its commit, its checkpoint."""
+    files = {name: entry.storing for name, entry in step.commit.tasks.items()}
+    if _RECORD in files:
+        files[_RECORD] = step.commit.tasks[_RECORD].seconds
+    return files | {"commit": step.commit.entry.seconds, "checkpoint": step.checkpoint}
 
 
 def seconds_by_task(run: RunData) -> dict[str, float]:

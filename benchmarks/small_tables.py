@@ -28,7 +28,7 @@ def main() -> None:
 
 
 def tables(rows: Sequence[Row]) -> Iterator[str]:
-    """Alignment and learning, seconds of the whole run, and seconds and percent of a step; of what there are rows."""
+    """Alignment and learning, seconds of runs, of a step, and of its artifacts; of what there are rows."""
     found = [row for row in rows if row["kind"] == "alignment"]
     if found:
         yield alignment_table(found)
@@ -36,6 +36,10 @@ def tables(rows: Sequence[Row]) -> Iterator[str]:
     found = [row for row in rows if row["kind"] == "step_ledger"]
     if found:
         yield ledger_table(found)
+    # Rows of earlier runs do not say it.
+    found = [row for row in found if "artifacts" in row]
+    if found:
+        yield artifacts_table(found)
 
 
 def alignment_table(rows: Sequence[Row]) -> str:
@@ -63,6 +67,15 @@ def ledger_table(rows: Sequence[Row]) -> str:
         seconds, percent = row["seconds"], row["percent"]
         cells = (f"{1000 * seconds.get(name, 0.0):.0f} ({percent.get(name, 0.0):.1f} %)" for name in names)
         lines.append(_line(row["variant"], *cells, f"{1000 * seconds[WALL]:.0f}", str(row["steps"])))
+    return "\n".join(lines)
+
+
+def artifacts_table(rows: Sequence[Row]) -> str:
+    """Mean milliseconds of a step's artifacts by task."""
+    names = list(dict.fromkeys(name for row in rows for name in row["artifacts"]))
+    lines = [_line("ms of a step's artifacts", *names), _rule(1 + len(names))]
+    for row in rows:
+        lines.append(_line(row["variant"], *(f"{1000 * row['artifacts'].get(name, 0.0):.0f}" for name in names)))
     return "\n".join(lines)
 
 

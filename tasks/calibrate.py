@@ -47,7 +47,7 @@ def calibrate(
     else:
         if rollouts is None:
             raise UserError("calibration.source=fresh_pass needs the rollouts: add them to the needs of calibrate")
-        table = spread(store.get_table(rollouts), run.config.calibration.sequences)
+        table = spread(store.get_table(rollouts, ["prompt_tokens", "tokens"]), run.config.calibration.sequences)
         sequences = TokenBatch.of(table["prompt_tokens"].to_pylist(), table["tokens"].to_pylist())
         current = covered(run.config, run.ready_trainer().statistics(sequences).histograms())
     averaged = average_amax(previous, current, run.config.calibration.average)

@@ -3,10 +3,13 @@
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from fp8core.config.steps import NoOptions
 from fp8core.rl.batch import TokenBatch
+from fp8core.rl.columns import column
 from fp8core.rollout.engine import PolicyScales
 from fp8core.store.artifacts import Ref
 from fp8core.store.tables import LOGPROBS
@@ -14,6 +17,12 @@ from fp8core.training.trainer import ScoredBatch
 from fp8core.workers.live import LiveRun
 from tasks.calibrate import read_scales
 from tasks.step import step
+
+ORDERED = ("group", "sample")
+"""Columns that say which completion a row is."""
+
+REPLAYED = ("prompt_tokens", "tokens", "experts")
+"""Columns of rollouts that `replay_batch` takes; there are experts where the rollout recorded them."""
 
 
 @step(
@@ -25,7 +34,7 @@ def logprobs(run: LiveRun, index: int, options: NoOptions, rollouts: Ref, policy
     store = run.directory.store
     trainer = run.ready_trainer()
     assert trainer.version == store.get_json(policy)["version"], "the trainer does not hold the policy of this step"
-    table = store.get_table(rollouts)
+    table = store.get_table(rollouts, [*ORDERED, *REPLAYED])
     current = read_scales(run, scales)
     scored = trainer.logprobs(replay_batch(table), run.config.rollout.temperature, layer_scales(current))
     statistics = {
@@ -63,11 +72,11 @@ def layer_scales(scales: PolicyScales) -> Any:
 
 def logprob_table(rollouts: pa.Table, scored: ScoredBatch) -> pa.Table:
     """Scores as a table of kind `logprobs`, in the order of the rollouts."""
-    lengths = [len(tokens) for tokens in rollouts["tokens"].to_pylist()]
+    lengths = pc.list_value_length(rollouts["tokens"]).to_numpy().astype(np.int64)
     columns = {
         "group": rollouts["group"],
         "sample": rollouts["sample"],
-        "logprobs": [row[:n].tolist() for row, n in zip(scored.logprobs.numpy(), lengths, strict=True)],
-        "entropy": [row[:n].tolist() for row, n in zip(scored.entropy.numpy(), lengths, strict=True)],
+        "logprobs": column(scored.logprobs, lengths),
+        "entropy": column(scored.entropy, lengths),
     }
     return pa.table(columns, schema=LOGPROBS)

@@ -84,9 +84,9 @@ def sample_table(run: LiveRun, index: int) -> Table:
     by_kind = {ref.kind: ref for ref in run.directory.ledger.artifacts(index).values()}
     store = run.directory.store
     # Only these columns become Python objects: a step's tokens are millions.
-    prompts = store.get_table(by_kind["prompts"]).select(["group", "text", "reference"]).to_pylist()
-    rollouts = store.get_table(by_kind["rollouts"]).select(["group", "sample", "text"])
-    rewards = store.get_table(by_kind["rewards"]).select(["reward", "outcome"])
+    prompts = store.get_table(by_kind["prompts"], ["group", "text", "reference"]).to_pylist()
+    rollouts = store.get_table(by_kind["rollouts"], ["group", "sample", "text"])
+    rewards = store.get_table(by_kind["rewards"], ["reward", "outcome"])
     asked = {row["group"]: row for row in prompts}
     rows = [
         (

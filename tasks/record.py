@@ -9,7 +9,7 @@ import torch
 from fp8core.alignment.metrics import alignment_metrics
 from fp8core.config.steps import NoOptions
 from fp8core.rewards.verdict import OUTCOMES
-from fp8core.rl.batch import pad
+from fp8core.rl.columns import padded
 from fp8core.store.artifacts import Ref
 from fp8core.workers.live import LiveRun
 from tasks.calibrate import lag_error, read_scales
@@ -57,7 +57,7 @@ def record(
 ) -> dict[str, Ref]:
     """Everything MLflow shows of the step but its timings."""
     store = run.directory.store
-    completions, scored = store.get_table(rollouts), store.get_table(logprobs)
+    completions, scored = store.get_table(rollouts, ["logprobs", "written", "finish"]), store.get_table(logprobs)
     metrics = {
         **reward_metrics(store.get_table(rewards)),
         **rollout_metrics(completions, scored),
@@ -94,9 +94,9 @@ def reward_metrics(rewards: pa.Table) -> dict[str, float]:
 
 def rollout_metrics(rollouts: pa.Table, logprobs: pa.Table) -> dict[str, float]:
     """Lengths, how completions ended, and the entropy of the policy (nats), over the tokens it wrote."""
-    written = pad(rollouts["written"].to_pylist(), torch.bool, False)
+    written = padded(rollouts["written"], torch.bool, False)
     lengths = written.sum(dim=1).double()
-    entropy = pad(logprobs["entropy"].to_pylist(), torch.float64, 0.0)
+    entropy = padded(logprobs["entropy"], torch.float64, 0.0)
     return {
         "rollout/length_mean": float(lengths.mean()),
         "rollout/length_max": float(lengths.max()),
@@ -109,9 +109,9 @@ def rollout_metrics(rollouts: pa.Table, logprobs: pa.Table) -> dict[str, float]:
 def mismatch(rollouts: pa.Table, logprobs: pa.Table) -> dict[str, float]:
     """Every alignment metric between the policy that sampled and the policy that trains, over the tokens it wrote."""
     return alignment_metrics(
-        pad(logprobs["logprobs"].to_pylist(), torch.float32, 0.0),
-        pad(rollouts["logprobs"].to_pylist(), torch.float32, 0.0),
-        pad(rollouts["written"].to_pylist(), torch.bool, False),
+        padded(logprobs["logprobs"], torch.float32, 0.0),
+        padded(rollouts["logprobs"], torch.float32, 0.0),
+        padded(rollouts["written"], torch.bool, False),
     )
 
 

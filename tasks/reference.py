@@ -5,7 +5,7 @@ from fp8core.store.artifacts import Ref
 from fp8core.workers.build import build_trainer
 from fp8core.workers.live import LiveRun
 from tasks.calibrate import read_scales
-from tasks.logprobs import layer_scales, logprob_table, token_batch
+from tasks.logprobs import ORDERED, REPLAYED, layer_scales, logprob_table, token_batch
 from tasks.step import step
 
 
@@ -14,7 +14,7 @@ def reference(run: LiveRun, index: int, options: NoOptions, rollouts: Ref, scale
     """The reference is the policy the run started GRPO from: after the warm start, or the checkpoint itself."""
     if run.reference is None:
         run.reference = build_trainer(run.config, run.arch, run.initial_policy())
-    table = run.directory.store.get_table(rollouts)
+    table = run.directory.store.get_table(rollouts, [*ORDERED, *REPLAYED])
     current = layer_scales(read_scales(run, scales))
     scored = run.reference.logprobs(token_batch(table), run.config.rollout.temperature, current)
     return {"reference": run.directory.store.put_table("logprobs", logprob_table(table, scored))}

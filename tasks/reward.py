@@ -22,7 +22,8 @@ _FAILURES: dict[Outcome, str] = {"timeout": "timed out", "crashed": "crashed"}
 def reward(run: LiveRun, index: int, options: NoOptions, prompts: Ref, rollouts: Ref) -> dict[str, Ref]:
     """One verdict a completion. Some of them may say that the verifier failed, which is told; when all do, it fails."""
     store = run.directory.store
-    table = reward_table(run, store.get_table(prompts), store.get_table(rollouts))
+    completions = store.get_table(rollouts, ["group", "sample", "text", "finish"])
+    table = reward_table(run, store.get_table(prompts), completions)
     return {"rewards": store.put_table("rewards", table)}
 
 

@@ -9,12 +9,13 @@ from torch import Tensor
 from fp8core.config.run import RunConfig
 from fp8core.config.steps import NoOptions
 from fp8core.rl.advantages import ESTIMATORS
-from fp8core.rl.batch import RolloutBatch, pad
+from fp8core.rl.batch import RolloutBatch
+from fp8core.rl.columns import padded
 from fp8core.rl.objective import Objective
 from fp8core.store.artifacts import Ref
 from fp8core.workers.live import LiveRun
 from tasks.calibrate import read_scales
-from tasks.logprobs import layer_scales, replay_batch
+from tasks.logprobs import REPLAYED, layer_scales, replay_batch
 from tasks.reward import check_reward
 from tasks.step import step
 
@@ -47,7 +48,7 @@ def train(
     trainer = run.ready_trainer()
     assert trainer.version == store.get_json(policy)["version"], "the trainer does not hold the policy of this step"
     batch = rollout_batch(
-        store.get_table(rollouts),
+        store.get_table(rollouts, [*REPLAYED, "written", "logprobs"]),
         store.get_table(rewards),
         store.get_table(logprobs),
         store.get_table(reference) if reference else None,
@@ -74,10 +75,10 @@ def rollout_batch(
     groups = torch.tensor(rewards["group"].to_pylist())
     batch = RolloutBatch(
         sequences=replay_batch(rollouts),
-        mask=pad(rollouts["written"].to_pylist(), torch.bool, False),
-        rollout_logprobs=pad(rollouts["logprobs"].to_pylist(), torch.float32, 0.0),
-        old_logprobs=pad(logprobs["logprobs"].to_pylist(), torch.float32, 0.0),
-        reference_logprobs=pad(reference["logprobs"].to_pylist(), torch.float32, 0.0) if reference else None,
+        mask=padded(rollouts["written"], torch.bool, False),
+        rollout_logprobs=padded(rollouts["logprobs"], torch.float32, 0.0),
+        old_logprobs=padded(logprobs["logprobs"], torch.float32, 0.0),
+        reference_logprobs=padded(reference["logprobs"], torch.float32, 0.0) if reference else None,
         advantages=torch.zeros(len(values)),
         keep=torch.tensor(rewards["keep"].to_pylist()),
     )

@@ -46,6 +46,7 @@ adds 1e-8 inside ESS, which is then never exactly 1, and clamps no k3.
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -91,18 +92,16 @@ class AlignmentAccumulator:
         lengths = torch.cat(self._lengths)
         lengths = lengths[lengths > 0]
         d = training - rollout
-        # Sums over sorted values do not depend on the order of the rows.
-        order = d.argsort(stable=True)
-        ranked = d[order]
+        ranked = _ranked(d)
         return {
             "tokens": float(d.numel()),
             "sequences": float(lengths.numel()),
             "tokens_differing": float(_differing(training, rollout)),
-            "approx_entropy": _mean((-clamp_exponent(d).exp() * training).sort().values),
+            "approx_entropy": _mean(_ranked(-clamp_exponent(d).exp() * training)),
             **_divergences(ranked),
             **_weights(ranked, self._cap),
             **_differences(ranked),
-            **_by_position(ranked, _positions(lengths)[order]),
+            **_by_position(d, _positions(lengths)),
             **_by_sequence(training, rollout, lengths),
         }
 
@@ -139,6 +138,12 @@ def _check(training: Tensor, rollout: Tensor, mask: Tensor) -> None:
             raise ValueError(f"{side} log-prob at row {row}, position {position} is {value}, and it is not masked")
 
 
+def _ranked(values: Tensor) -> Tensor:
+    """FP64 values [N] in ascending order: sums over them do not depend on the order of the rows."""
+    # Several times as fast as torch's sort, which also finds out where each value was.
+    return torch.from_numpy(np.sort(values.numpy()))
+
+
 def _mean(values: Tensor) -> float:
     return values.mean().item()
 
@@ -149,17 +154,17 @@ def _differing(training: Tensor, rollout: Tensor) -> int:
 
 def _divergences(d: Tensor) -> dict[str, float]:
     bounded = clamp_exponent(d)
-    w = bounded.exp()
+    w, forward, backward = bounded.exp(), k3(bounded), k3(-bounded)
     return {
         "token_mult_prob_error": _mean(bounded.abs().exp()),
         "kl": _mean(k1(d)),
         "k2_kl": _mean(k2(d)),
-        "k3_kl": _mean(k3(bounded)),
-        "gen_kl_error": _mean(k3(bounded)),
-        "policy_kl_error": _mean(k3(-bounded)),
+        "k3_kl": _mean(forward),
+        "gen_kl_error": _mean(forward),
+        "policy_kl_error": _mean(backward),
         "reverse_kl": _mean(w * d),
         "reverse_k2_kl": _mean(w * k2(d)),
-        "reverse_k3_kl": _mean(w * k3(-bounded)),
+        "reverse_k3_kl": _mean(w * backward),
         "js_divergence": _mean(jensen_shannon(bounded)),
         "js_divergence_error": _mean(jensen_shannon_k3(bounded)),
         "chi2_token": _mean(torch.expm1(2 * bounded)),
@@ -184,7 +189,7 @@ def _weights(d: Tensor, cap: float) -> dict[str, float]:
 
 
 def _differences(d: Tensor) -> dict[str, float]:
-    ranked = d.abs().sort().values
+    ranked = _ranked(d.abs())
     quantiles = {f"abs_diff_{name}": ranked[math.ceil(q * len(ranked)) - 1].item() for name, q in QUANTILES.items()}
     largest = ranked[-1].item()
     return {"logprob_abs_diff": _mean(ranked), "logprob_abs_diff_max": largest, **quantiles, "abs_diff_max": largest}
@@ -202,7 +207,7 @@ def _by_position(d: Tensor, positions: Tensor) -> dict[str, float]:
         inside = positions >= start if stop is None else (positions >= start) & (positions < stop)
         if inside.any():
             name = f"token_mult_prob_error_pos_{start}_{'up' if stop is None else stop - 1}"
-            result[name] = _mean(clamp_exponent(d[inside]).abs().exp())
+            result[name] = _mean(clamp_exponent(_ranked(d[inside])).abs().exp())
     return result
 
 
@@ -213,7 +218,7 @@ def _by_sequence(training: Tensor, rollout: Tensor, lengths: Tensor) -> dict[str
         return torch.zeros(len(lengths), dtype=torch.float64).index_add_(0, rows, values)
 
     def mean(values: Tensor) -> float:
-        return _mean(values.sort().values)
+        return _mean(_ranked(values))
 
     d = training - rollout
     bounded = clamp_exponent(d)

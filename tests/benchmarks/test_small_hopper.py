@@ -120,8 +120,9 @@ def test_rows_of_a_real_run(whole_run, tmp_path):
     assert row["versions"]["torch"]
     assert provenance(run.evidence)["commit"] == row["commit"]
     words = list(tables([row, ledger]))
-    assert len(words) == 3
+    assert len(words) == 4
     assert all("| bf16 |" in table for table in words)
+    assert list(tables([{name: value for name, value in ledger.items() if name != "artifacts"}])) == words[2:3]
     draw_variants({"bf16": run, "other": run}, tmp_path / "variants.png", "two")
     assert (tmp_path / "variants.png").read_bytes().startswith(b"\x89PNG")
 
@@ -161,6 +162,8 @@ def test_a_step_is_what_lies_between_two_commits(run_copy):
     seconds = row["seconds"]
     assert (seconds["wall"], seconds["rollout"], seconds["reward"], seconds["logprobs"]) == (10.0, 3.0, 2.0, 2.0)
     assert seconds["artifacts"] == pytest.approx(1.0 + 0.25 + 0.5 + between)
+    spent = {name: value for name, value in row["artifacts"].items() if value > 0.0}
+    assert spent == pytest.approx({"rollout": 1.0, "record": 0.25, "commit": 0.5, "checkpoint": between})
     assert seconds["orchestration"] == pytest.approx(10.0 - 4.0 - 2.0 - 0.25 - 0.5 - between)
     assert row["percent"]["rollout"] == pytest.approx(30.0)
     assert seconds_by_task(run)["total"] == pytest.approx(1040.0 - 995.0)
