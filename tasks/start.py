@@ -137,8 +137,8 @@ def shared_weights(run: LiveRun, config: WarmStartConfig) -> dict[str, Tensor]:
 def _warm_start_key(run: LiveRun) -> str:
     sections = ("seed", "architecture", "warm_start", "data", "threads")
     settings = run.config.model_dump(mode="json", include=set(sections))
-    if run.config.training.packs:
-        settings["training"] = imitation_settings(run.config).model_dump(mode="json")
+    if (imitation := imitation_settings(run.config)).packs:
+        settings["training"] = imitation.model_dump(mode="json")
     parts = {"settings": settings, "code": run.code_version, "versions": library_versions()}
     return hashlib.sha256(canonical_json(parts, "warm_start")).hexdigest()
 
@@ -155,7 +155,7 @@ def _train(run: LiveRun, config: WarmStartConfig) -> dict[str, Tensor]:
     def progress(step: int, loss: float) -> None:
         run.console.warm_start(step + 1, config.steps, loss)
 
-    if run.config.training.packs:
+    if imitation_settings(run.config).packs:
         trainer = build_imitator(run.config, run.arch, run.base)
         return warm_start_by(trainer, config, demonstrations, progress)
     return train_on_demonstrations(run.arch, run.base, config, demonstrations, progress)

@@ -138,6 +138,8 @@ class EngineEnvironment:
 def engine_environment(config: RunConfig) -> EngineEnvironment:
     """What must stand in the environment before engine and trainer are built (errors: `check_engine`)."""
     required, suggested = limits.required_environment(config.training), dict[str, str]()
+    if config.warm_start is not None:
+        required |= limits.required_environment(imitation_settings(config))
     if config.rollout.engine == "vllm":
         build = find_build(this_platform())
         required |= required_environment(config.precision, config.rollout.vllm, build)
@@ -179,8 +181,9 @@ def _packed_trainer(config: RunConfig, arch: Architecture, masters: Mapping[str,
 
 
 def imitation_settings(config: RunConfig) -> TrainingConfig:
-    """How a warm start trains with the packed trainer, whatever the run's own optimisation is."""
-    kept = ("device", "packed", "tokens_per_pass", "activation_checkpointing", "deterministic")
+    """How a warm start trains with a torch trainer, whatever the run's own trainer and optimisation are: repeatably, so
+    that runs of all trainers start from one policy."""
+    kept = ("device", "packed", "tokens_per_pass", "activation_checkpointing")
     return TrainingConfig.model_validate(config.training.model_dump(include=set(kept)))
 
 
