@@ -88,9 +88,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out = options.out.absolute()
     (out / "logs").mkdir(parents=True, exist_ok=True)
     trainings = plan(options.config, options.overrides, options.variants or _USUAL, out / "runs")
-    failures = list(_train(trainings, out / "logs", time.monotonic() + options.seconds, options.grace))
     everything = plan(options.config, options.overrides, list(NAMES), out / "runs")
-    _write(out, everything, failures)
+    failures: list[Row] = []
+    for failure in _train(trainings, out / "logs", time.monotonic() + options.seconds, options.grace):
+        failures += [] if failure is None else [failure]
+        # After every variant: what was measured stays, whatever ends this process.
+        _write(out, everything, failures)
+    _show(out, everything, _write(out, everything, failures))
     left = [training.variant for training in trainings if not training.done]
     print(f"left: {', '.join(left)}" if left else "all are done", flush=True)
     return 1 if left else 0
@@ -109,8 +113,8 @@ def _training(base: RunConfig, config: str, overrides: Sequence[str], variant: s
     return Training(variant, runs / f"{base.name}-{variant}", config, settings, base.steps)
 
 
-def _train(trainings: Sequence[Training], logs: Path, deadline: float, grace: float) -> Iterator[Row]:
-    """Train one after another until `deadline`; yields a row for each that failed."""
+def _train(trainings: Sequence[Training], logs: Path, deadline: float, grace: float) -> Iterator[Row | None]:
+    """Train one after another until `deadline`; yields a row for each that failed, None for others."""
     for training in trainings:
         if training.done:
             print(f"{training.variant}: done before", flush=True)
@@ -125,6 +129,8 @@ def _train(trainings: Sequence[Training], logs: Path, deadline: float, grace: fl
             said = log.read_text(errors="replace")[-_SHOWN:]
             print(said, flush=True)
             yield {"kind": "failure", "variant": training.variant, "code": code, "said": said}
+        else:
+            yield None
 
 
 def _outcome(training: Training, code: int) -> str:
@@ -133,19 +139,24 @@ def _outcome(training: Training, code: int) -> str:
     return f"stopped after a step ({code})" if code == TERMINATED else f"ended with {code}"
 
 
-def _write(out: Path, trainings: Sequence[Training], failures: Sequence[Row]) -> None:
-    runs = {training: read_run(training.folder, training.variant) for training in trainings if _has_steps(training)}
+def _write(out: Path, trainings: Sequence[Training], failures: Sequence[Row]) -> list[Row]:
+    """The rows of all that there is."""
     rows: list[Row] = []
-    for training, run in runs.items():
+    for training in filter(_has_steps, trainings):
+        run = read_run(training.folder, training.variant)
         rows.append(alignment_row(run, training.variant, training.shown))
         ledger = step_ledger_row(run, training.variant, training.shown)
         rows += [] if ledger is None else [ledger]
     content = {"command": " ".join(["python benchmarks/small_hopper.py", *sys.argv[1:]]), "rows": [*rows, *failures]}
     (out / f"{RESULT}.json").write_text(json.dumps(content, indent=1) + "\n")
+    return rows
+
+
+def _show(out: Path, trainings: Sequence[Training], rows: Sequence[Row]) -> None:
+    """Curves and tables."""
+    runs = {training.variant: read_run(training.folder, training.variant) for training in filter(_has_steps, trainings)}
     if runs:
-        draw_variants(
-            {run.label: run for run in runs.values()}, out / f"{RESULT}.png", "One warm start, several precisions"
-        )
+        draw_variants(runs, out / f"{RESULT}.png", "One warm start, several precisions")
     print(*tables(rows), sep="\n\n", flush=True)
 
 
