@@ -73,6 +73,8 @@ def serving(work: Path, logs: Path, device: str) -> Iterator[Deployments]:
     Raises:
         RuntimeError: `fp8-grpo up` did not become ready; the message holds what it said.
     """
+    # A run that an earlier call left unfinished would hold the GPU's pool until it is found dead.
+    shutil.rmtree(work / "prefect", ignore_errors=True)
     ports, runs, worker = [str(port) for port in _free_ports(2)], work / "runs", f"worker-of-{GPU}.log"
     environment = {
         "PREFECT_HOME": str(work / "prefect"),

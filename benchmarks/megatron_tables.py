@@ -1,8 +1,9 @@
-"""Print the tables of docs/megatron.md about speed and parity on a Hopper GPU, from the stored results.
+"""Print the tables of docs/megatron.md about Hopper GPUs, from the stored results: speed, parity and small deployments.
 
     python -m benchmarks.megatron_tables
 
-Reads benchmarks/results/megatron_hopper.json, the rows of `megatron_hopper.py`; each holds its commit and versions.
+Reads the rows of `megatron_hopper.py` and `deployment_hopper.py` in benchmarks/results; each holds its commit and
+versions.
 """
 
 import json
@@ -14,7 +15,8 @@ _PRECISIONS = {"bf16": "BF16", "fp8": "block FP8"}
 
 def main() -> None:
     rows: list[Row] = json.loads((RESULTS / "megatron_hopper.json").read_text())
-    print(speed_table(rows), parity_table(rows), sep="\n\n")
+    deployments: list[Row] = json.loads((RESULTS / "deployment_hopper.json").read_text())["rows"]
+    print(speed_table(rows), parity_table(rows), deployment_table(deployments), sep="\n\n")
 
 
 def speed_table(rows: list[Row]) -> str:
@@ -39,6 +41,18 @@ def parity_table(rows: list[Row]) -> str:
         gradients = f"{row['gradient_relative']:.4f}" if row["gradients_compared"] else "not told"
         cells = f"{row['logprob_mean']:.4f} | {row['logprob_max']:.4f} | {row['loss_difference']:.5f} | {gradients}"
         lines.append(f"| {row['model']} | {_PRECISIONS[row['precision']]} | {row['against']} | {cells} |")
+    return "\n".join(lines)
+
+
+def deployment_table(rows: list[Row]) -> str:
+    """How deployments of small models ended, their error, and the seconds of their tasks in all steps."""
+    tasks = ("rollout", "logprobs", "train", "sync")
+    lines = [f"| deployment | grid | steps | ended | error, largest | {', '.join(tasks)}, s |", "| --- " * 6 + "|"]
+    for row in rows:
+        seconds = ", ".join(f"{row['task_seconds'][task]:.1f}" for task in tasks)
+        ended = "completed" if row["state"] == "COMPLETED" else row["message"]
+        cells = f"{row['steps']} | {ended} | {max(row['tmpe']):.4f} | {seconds}"
+        lines.append(f"| {row['config']} | {row['grid']} | {cells} |")
     return "\n".join(lines)
 
 

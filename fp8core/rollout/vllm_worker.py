@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8core import lifeline
 from fp8core.numerics.fingerprint import fingerprints
-from fp8core.rollout import vllm_internals, vllm_lifeline
+from fp8core.rollout import vllm_internals
 from fp8core.rollout.vllm_layout import Slot, TensorSpec, rows_of
 from fp8core.rollout.vllm_transfer import Parcel, unpack
 
 # This module is imported in the worker's process before it builds the model, and before it takes memory of a GPU.
-vllm_lifeline.follow_parent()
+lifeline.follow_parent()
 vllm_internals.register_decode_backend()
 vllm_internals.register_aligned_models()
 
@@ -30,7 +31,7 @@ class PolicyWorker:
 
     def policy_follow(self, pid: int) -> None:
         """From now on vLLM's processes end with process `pid`."""
-        vllm_lifeline.follow(pid)
+        lifeline.follow(pid)
 
     @torch.inference_mode()
     def policy_probe(self) -> list[str]:

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, multiprocessing
 
 from fp8core.config.run import RunConfig
+from fp8core.lifeline import follow_parent
 from fp8core.models.architecture import Architecture
 from fp8core.training.megatron import groups
 from fp8core.training.megatron.build import process_device, process_trainer
@@ -57,7 +58,8 @@ class Children:
         self._processes: list[BaseProcess] = []
         for rank in range(1, count):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(folder, rank, count, threads, theirs), daemon=True)
+            # No daemon: Megatron writes checkpoints with processes of its own, which a daemon may not have.
+            process = context.Process(target=_serve, args=(folder, rank, count, threads, theirs), daemon=False)
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -144,6 +146,8 @@ def _serve(folder: Path, rank: int, count: int, threads: int, pipe: Connection) 
     """A child: answer None when a call is done, a text when it failed; end with the pipe."""
     # Ctrl-C reaches the whole group; what it means, the first process says.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A call in flight does not read the pipe: its collectives would wait for the dead, with the memory of a GPU.
+    follow_parent()
     torch.set_num_threads(threads)
     trainers: dict[int, MegatronTrainer] = {}
     try:

@@ -7,7 +7,10 @@ its children, runs as it is.
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 
+import psutil
 import pytest
 import torch
 from grid_worker import POLICIES, families_used, grids, train, trainer_of, work
@@ -145,3 +148,39 @@ def test_a_process_that_is_killed_fails_the_next_call(grid_trainer, ragged_batch
     child.join()
     with pytest.raises(ProcessError, match=r"process \d of the Megatron trainer failed"):
         grid_trainer.step(ragged_batch, 0.9, None)
+
+
+def test_a_child_may_have_processes_of_its_own(grid_trainer):
+    """Megatron writes a checkpoint of a GPU with some, which a daemon is refused."""
+    assert not any(child.daemon for child in grid_trainer._children._processes)
+
+
+_STUCK = """
+import sys, time
+from pathlib import Path
+from fp8core.training.megatron.children import Children
+
+class Stuck:
+    def build(self, rank):
+        print("ready", flush=True)
+        time.sleep(600)
+
+if __name__ == "__main__":
+    children = Children(Path(sys.argv[1]), 2, 1)
+    (child,) = children._processes
+    print(child.pid, flush=True)
+    children._send("build", 0, Stuck())
+    sys.stdin.read()
+"""
+
+
+def test_a_child_in_a_call_that_does_not_end_is_gone_with_a_training_that_was_killed(tmp_path):
+    program, place = tmp_path / "program.py", tmp_path / "place"
+    program.write_text(_STUCK)
+    place.mkdir()
+    command = [sys.executable, str(program), str(place)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as training:
+        child = psutil.Process(int(training.stdout.readline()))
+        assert training.stdout.readline() == "ready\n"
+        training.kill()
+        child.wait(20)

@@ -1,7 +1,8 @@
-"""vLLM's processes end with the process that generates, however that went: by SIGKILL too.
+"""Processes of vLLM and of Megatron end with the training that started them, however that went: by SIGKILL too.
 
-Left alone they wait for requests that nobody sends any more, and keep the memory of their GPU. This runs inside them. A
-process is held by a descriptor and not by its number, which another may have later.
+Left alone they wait for requests that nobody sends any more, or in a collective for one that is gone, and keep the
+memory of their GPU. This runs inside them. A process is held by a descriptor and not by its number, which another may
+have later.
 """
 
 import multiprocessing
