@@ -47,7 +47,7 @@ _COMMON = {
 }
 _SIZES = {
     # In BF16 a cache for 256 completions did not fit beside the trainer.
-    "cuda": {"rollout.prompts_per_step": 28, "rollout.group_size": 8, "rollout.max_new_tokens": 1024},
+    "cuda": {"rollout.prompts_per_step": 24, "rollout.group_size": 8, "rollout.max_new_tokens": 1024},
     "cpu": {
         **{"rollout.prompts_per_step": 2, "rollout.group_size": 4, "rollout.max_new_tokens": 8},
         **{"rollout.engine": "embedded", "rollout.vllm.sleep": False, "precision.rounding_points": "stepwise"},
@@ -55,7 +55,7 @@ _SIZES = {
     },
 }
 # Room for as many tokens in either format: all completions with their prompts, which those of a group share.
-_CACHE_GIB = {"bf16": 33.0, "fp8_end_to_end_kv": 16.5}
+_CACHE_GIB = {"bf16": 28.5, "fp8_end_to_end_kv": 14.5}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -24,11 +24,14 @@ from fp8core.models.architecture import Architecture
 from fp8core.training.megatron import groups
 from fp8core.training.megatron.build import process_device, process_trainer
 from fp8core.training.megatron.trainer import MegatronTrainer
+from fp8core.training.megatron.watch import Watch
 from fp8core.training.trainer import NotFiniteError
 
 Found = TypeVar("Found")
 # A child that failed says so before it ends, also when this process noticed first that it was gone.
 _PATIENCE_SECONDS = 10.0
+STUCK_SECONDS = 60.0
+"""Over Gloo a collective fails at once when a process is gone; over NCCL it does not."""
 
 
 class ProcessError(RuntimeError):
@@ -64,6 +67,7 @@ class Children:
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
+        self._watch = Watch(self._processes, STUCK_SECONDS)
         self._accompany(lambda: _meet(folder, 0, count))
 
     def build(self, key: int, config: RunConfig, arch: Architecture, masters: Mapping[str, Tensor]) -> MegatronTrainer:
@@ -114,7 +118,8 @@ class Children:
     def _accompany(self, own: Callable[[], Found]) -> Found:
         """Do this process's part and wait for the others'."""
         try:
-            found = own()
+            with self._watch.call():
+                found = own()
         except NotFiniteError:
             self._gather()
             raise

@@ -184,3 +184,30 @@ def test_a_child_in_a_call_that_does_not_end_is_gone_with_a_training_that_was_ki
         assert training.stdout.readline() == "ready\n"
         training.kill()
         child.wait(20)
+
+
+_WAITING = """
+import sys, time
+from pathlib import Path
+from fp8core.training.megatron import children
+
+if __name__ == "__main__":
+    children.STUCK_SECONDS = 1.0
+    grid = children.Children(Path(sys.argv[1]), 2, 1)
+    (child,) = grid._processes
+    print(child.pid, flush=True)
+    grid._accompany(lambda: time.sleep(600))
+"""
+
+
+def test_a_training_that_waits_for_a_child_in_vain_ends(tmp_path):
+    """As in a collective over NCCL, which neither notices nor can be interrupted."""
+    program, place = tmp_path / "program.py", tmp_path / "place"
+    program.write_text(_WAITING)
+    place.mkdir()
+    command = [sys.executable, str(program), str(place)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as training:
+        psutil.Process(int(training.stdout.readline())).kill()
+        _, said = training.communicate(timeout=60)
+    assert training.returncode == -signal.SIGKILL
+    assert "a process of the Megatron trainer ended (exit code [-9])" in said
