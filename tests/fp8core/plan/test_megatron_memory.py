@@ -129,6 +129,7 @@ def test_a_repeatable_backward_holds_all_scores_and_says_how_to_do_without():
     # 11 sequences of 1,536 tokens fill a pack of 16,384; 32 heads, FP32.
     assert scores == 11 * 32 * 16384 * 16384 * 4
     assert plan.refusals
+    assert all("set training.deterministic=false, " in refusal for refusal in plan.refusals)
     assert "attention scores" not in needs(planned("qwen3"), "training")
     fewer = planned("qwen3", "training.deterministic=true", micro_batch_tokens=2048)
     assert fewer.refusals == ()

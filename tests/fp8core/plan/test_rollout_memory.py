@@ -1,5 +1,6 @@
 """What generation takes: golden numbers by hand, and what was measured with vLLM on an H200."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -47,10 +48,14 @@ def test_bytes_of_a_cached_token(configured, model, bf16):
     assert cache_bytes_per_token(arch, "fp8") == bf16 // 2
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp8_linear", "fp8_linear_kv"])
-def test_a_sync_sends_what_was_measured(planned, precision):
-    (measured,) = {row["bytes"] for row in json.loads(MEASURED.read_text()) if row["precision"] == precision}
-    assert planned("qwen3-8b", precision).sync.total == measured
+SYNCED = [*itertools.product(["qwen3-8b"], ["bf16", "fp8_linear", "fp8_linear_kv"]), ("qwen3-30b-a3b", "fp8_linear_kv")]
+
+
+@pytest.mark.parametrize(("model", "precision"), SYNCED)
+def test_a_sync_sends_what_was_measured(planned, model, precision):
+    rows = json.loads(MEASURED.read_text())
+    (measured,) = {row["bytes"] for row in rows if (row["model"], row["precision"]) == (model, precision)}
+    assert planned(model, precision).sync.total == measured
 
 
 def test_a_sync_sends_the_bytes_that_the_trainer_exports():

@@ -15,7 +15,14 @@ from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.kv_scales import scales_from_statistics
 from fp8core.rl.batch import RolloutBatch, TokenBatch, length_mask, pad
 from fp8core.rollout.engine import PolicyScales, Sampling
-from fp8core.workers.build import build_base, build_engine, build_trainer, check_engine, engine_environment
+from fp8core.workers.build import (
+    build_base,
+    build_engine,
+    build_trainer,
+    check_engine,
+    engine_environment,
+    imitation_settings,
+)
 
 FP32 = {f"precision.{side}": {"linear": "fp32", "kv_cache": "fp32"} for side in ("rollout", "training")}
 QUESTIONS = ("Tom has 17 apples and buys 2 more. How many apples does Tom have now?", "How many pencils are left?", "7")
@@ -195,3 +202,15 @@ def test_vllm_where_there_is_none_is_refused_before_any_work(gsm8k):
 def test_the_embedded_engine_asks_for_nothing(gsm8k):
     check_engine(gsm8k())
     assert engine_environment(gsm8k()).required == engine_environment(gsm8k()).suggested == {}
+
+
+def test_torch_trains_the_warm_start_on_the_gpu_whatever_trains_after_it():
+    """Runs of all trainers start from one policy; Megatron's own may not be repeatable."""
+    unlike = ["training.trainer=megatron", "training.deterministic=false", "replay.level=tolerant"]
+    formats = ["precision.training.kv_cache=bf16", "correction.method=token_tis", "rollout.vllm.model=stock"]
+    megatron = load_config("h200-small", [*unlike, *formats, "rollout.engine=embedded"])
+    settings = imitation_settings(megatron)
+    assert settings == imitation_settings(load_config("h200-small"))
+    assert settings.packs_on_gpu
+    assert settings.deterministic
+    assert engine_environment(megatron).required["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
