@@ -140,6 +140,16 @@ def random_batch(arch: Architecture, sequences: int, prompt: int, completion: in
     )
 
 
+def beside(config: RunConfig, arch: Architecture, weights: Mapping[str, Tensor], batch: RolloutBatch) -> RolloutBatch:
+    """The batch with the policy's log-probs in FP32: no ratio lies at a bound of the clip, where a last bit moves the
+    gradient by per cents (`gradient_gap`)."""
+    stored, objective = rollout_formats(config.precision, arch.num_layers), Objective(config.loss, config.correction)
+    formats = reference_formats(arch.num_layers)
+    scored = TorchTrainer(arch, weights, formats, stored, config.training, objective)
+    logprobs = scored.logprobs(batch.sequences, TEMPERATURE, None).logprobs
+    return replace(batch, rollout_logprobs=logprobs, old_logprobs=logprobs)
+
+
 @dataclass(frozen=True)
 class Computed:
     """What a trainer makes of a batch: log-probs [B, C], the loss, and gradients by Hugging Face name, if it tells."""

@@ -113,7 +113,7 @@ def parity_rows(family: str, precision: str) -> list[Row]:
     config = cases.configuration(precision, f"training.megatron.micro_batch_tokens={_MICRO_BATCH}")
     arch = cases.small(family)
     weights = cases.small_policy(arch)
-    batch = cases.random_batch(arch, sequences=8, prompt=40, completion=88)
+    batch = cases.beside(config, arch, weights, cases.random_batch(arch, sequences=8, prompt=40, completion=88))
     own = computed(config, arch, weights, batch)
     again = computed(config, arch, weights, batch)
     peers = {name: peer(config, arch, weights, batch) for name, peer in cases.peers(arch).items()}
