@@ -15,9 +15,13 @@ from flows.prefect_server import PrefectServer
 from fp8core.errors import UserError
 
 
-def quiet_prefect_console() -> None:
-    """Leave the terminal to our own lines; Prefect's logs still reach its server and its UI."""
+def quiet_prefect() -> None:
+    """Leave the terminal to our own lines; what Prefect logs still reaches its server and its UI.
+
+    But not that a task "Finished in state Completed()": its state says so, and each log costs time in every step.
+    """
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
+    os.environ.setdefault("PREFECT_LOGGING_LOGGERS_PREFECT_TASK_RUNS_LEVEL", "WARNING")
 
 
 def make_prefect_home() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flows.environment import make_prefect_home, quiet_prefect_console, start_prefect
+from flows.environment import make_prefect_home, quiet_prefect, start_prefect
 from flows.termination import keep_interrupt
 from fp8core.store.run_directory import read_description
 
@@ -64,7 +64,7 @@ def stopped(reason: str, code: int) -> int:
 def prepare_prefect() -> None:
     """Reach or start Prefect's server, before Prefect is imported. Raises UserError."""
     make_prefect_home()
-    quiet_prefect_console()
+    quiet_prefect()
     start_prefect()
 
 
