@@ -1,8 +1,10 @@
 """Times between steps: what each quarter says of a stall and of a rollout that slows down."""
 
+import subprocess
+import sys
 import time
 
-from benchmarks.step_times import by_quarter, timed
+from benchmarks.step_times import by_quarter, processor_shares, timed
 
 
 def test_a_stall_is_the_largest_of_its_quarter_alone():
@@ -33,3 +35,17 @@ def test_steps_are_timed_as_they_come():
     found, seconds = timed(steps())
     assert found == ["a", "b"]
     assert seconds[0] < 0.05 <= seconds[1]
+
+
+def test_who_was_busy():
+    spins = "import time\nprint(1, flush=True)\nend = time.time() + 60\nwhile time.time() < end: pass"
+    with subprocess.Popen([sys.executable, "-c", spins], stdout=subprocess.PIPE) as child:
+        assert child.stdout.readline() == b"1\n"
+        with processor_shares() as shares:
+            time.sleep(1.0)
+        child.kill()
+    busy, *others = shares()
+    assert busy["busiest"] > 0.3
+    assert busy["all"] >= busy["busiest"]
+    driver = next(row for row in others if row["process"] == "driver")
+    assert driver["all"] < 0.2

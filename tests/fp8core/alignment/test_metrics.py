@@ -81,14 +81,16 @@ def slow_metrics(training, rollout, mask, cap=2.0):
             rows.append(row)
     tokens = [pair for row in rows for pair in row]
     d = [p - g for p, g in tokens]
-    w = [math.exp(x) for x in d]
-    v = [min(x, cap) for x in w]
-    n = len(d)
+    by_token = {**slow_divergences(tokens, d), **slow_ratios(d, cap), **slow_differences(d)}
+    return {"tokens": len(d), "sequences": len(rows), **by_token, **slow_sequences(rows), **slow_positions(rows)}
 
-    def mean(values):
-        values = list(values)
-        return math.fsum(values) / len(values)
 
+def mean(values):
+    values = list(values)
+    return math.fsum(values) / len(values)
+
+
+def slow_divergences(tokens, d):
     def half_js_k3(p, g):
         middle = math.log((math.exp(p) + math.exp(g)) / 2)
         return sum(0.5 * (math.exp(x - middle) - (x - middle) - 1) for x in (p, g))
@@ -97,16 +99,7 @@ def slow_metrics(training, rollout, mask, cap=2.0):
         middle = math.log((math.exp(p) + math.exp(g)) / 2)
         return 0.5 * (math.exp(p - g) * (p - middle) + (g - middle))
 
-    def quantile(q):
-        return sorted(map(abs, d))[math.ceil(q * n) - 1]
-
-    row_d = [[p - g for p, g in row] for row in rows]
-    row_diff = [-mean(x) for x in row_d]
-    row_error = [mean(math.exp(abs(y)) for y in x) for x in row_d]
-    result = {
-        "tokens": n,
-        "sequences": len(rows),
-        "tokens_differing": sum(p != g for p, g in tokens),
+    return {
         "approx_entropy": mean(-math.exp(p - g) * p for p, g in tokens),
         "token_mult_prob_error": mean(math.exp(abs(x)) for x in d),
         "kl": mean(-x for x in d),
@@ -119,10 +112,15 @@ def slow_metrics(training, rollout, mask, cap=2.0):
         "reverse_k3_kl": mean(math.exp(x) * (math.exp(-x) + x - 1) for x in d),
         "js_divergence": mean(js(p, g) for p, g in tokens),
         "js_divergence_error": mean(half_js_k3(p, g) for p, g in tokens),
+    }
+
+
+def slow_ratios(d, cap):
+    w = [math.exp(x) for x in d]
+    v = [min(x, cap) for x in w]
+    return {
         "chi2_token": mean(x * x for x in w) - 1,
-        "chi2_seq": mean(math.exp(2 * max(-20, min(20, math.fsum(x)))) for x in row_d) - 1,
         "sampling_importance_ratio": mean(w),
-        "sampling_importance_ratio_seq": mean(math.exp(max(-20, min(20, math.fsum(x)))) for x in row_d),
         "ess": 1 / mean((x / mean(v)) ** 2 for x in v),
         "rollout_is_mean": mean(v),
         "rollout_is_std": math.sqrt(mean((x - mean(v)) ** 2 for x in v)),
@@ -131,6 +129,32 @@ def slow_metrics(training, rollout, mask, cap=2.0):
         "fraction_high": mean(x > cap for x in w),
         "fraction_low": mean(x < 1 / cap for x in w),
         "share_outside_0.9_1.1": mean(not 0.9 <= x <= 1.1 for x in w),
+    }
+
+
+def slow_differences(d):
+    def quantile(q):
+        return sorted(map(abs, d))[math.ceil(q * len(d)) - 1]
+
+    return {
+        "tokens_differing": sum(x != 0 for x in d),
+        "logprob_abs_diff": mean(map(abs, d)),
+        "logprob_abs_diff_max": max(map(abs, d)),
+        "abs_diff_p50": quantile(0.5),
+        "abs_diff_p95": quantile(0.95),
+        "abs_diff_p99": quantile(0.99),
+        "abs_diff_p99.9": quantile(0.999),
+        "abs_diff_max": quantile(1.0),
+    }
+
+
+def slow_sequences(rows):
+    row_d = [[p - g for p, g in row] for row in rows]
+    row_diff = [-mean(x) for x in row_d]
+    row_error = [mean(math.exp(abs(y)) for y in x) for x in row_d]
+    return {
+        "chi2_seq": mean(math.exp(2 * max(-20, min(20, math.fsum(x)))) for x in row_d) - 1,
+        "sampling_importance_ratio_seq": mean(math.exp(max(-20, min(20, math.fsum(x)))) for x in row_d),
         "seq_max_deviation": max(abs(mean(map(math.exp, x)) - 1) for x in row_d),
         "training_log_ppl": mean(-mean(p for p, _ in row) for row in rows),
         "rollout_log_ppl": mean(-mean(g for _, g in row) for row in rows),
@@ -141,25 +165,20 @@ def slow_metrics(training, rollout, mask, cap=2.0):
         "log_ppl_diff_max": max(row_diff),
         "log_ppl_diff_min": min(row_diff),
         "ppl_ratio": mean(map(math.exp, row_diff)),
-        "logprob_abs_diff": mean(map(abs, d)),
-        "logprob_abs_diff_max": max(map(abs, d)),
-        "abs_diff_p50": quantile(0.5),
-        "abs_diff_p95": quantile(0.95),
-        "abs_diff_p99": quantile(0.99),
-        "abs_diff_p99.9": quantile(0.999),
-        "abs_diff_max": quantile(1.0),
         "max_seq_mult_prob_error": max(row_error),
         "mean_seq_mult_prob_error": mean(row_error),
         "min_seq_mult_prob_error": min(row_error),
     }
-    for name, start, stop in (("0_15", 0, 16), ("16_63", 16, 64), ("64_255", 64, 256), ("256_1023", 256, 1024)):
-        bucket = [x for row in row_d for x in row[start:stop]]
+
+
+def slow_positions(rows):
+    ranges = (("0_15", 0, 16), ("16_63", 16, 64), ("64_255", 64, 256), ("256_1023", 256, 1024), ("1024_up", 1024, None))
+    found = {}
+    for name, start, stop in ranges:
+        bucket = [p - g for row in rows for p, g in row[start:stop]]
         if bucket:
-            result[f"token_mult_prob_error_pos_{name}"] = mean(math.exp(abs(x)) for x in bucket)
-    late = [x for row in row_d for x in row[1024:]]
-    if late:
-        result["token_mult_prob_error_pos_1024_up"] = mean(math.exp(abs(x)) for x in late)
-    return result
+            found[f"token_mult_prob_error_pos_{name}"] = mean(math.exp(abs(x)) for x in bucket)
+    return found
 
 
 @pytest.mark.parametrize(("seed", "tokens", "spread"), [(0, 40, 0.3), (1, 300, 0.01), (2, 5, 2.0), (3, 1500, 0.1)])
