@@ -1,72 +1,58 @@
-"""Training state as Megatron describes it, in torch's distributed format: every process writes its part, and a grid of
-another shape reads it. Megatron's own writer (`dist_checkpointing.save`) needs a GPU."""
+"""Training state in Megatron's format: every process writes its part, and a grid of another shape reads it."""
 
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
+from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import (
-    ShardedStateDict,
-    ShardedTensor,
-    ShardedTensorFactory,
-    is_main_replica,
-)
-from megatron.core.dist_checkpointing.strategies.checkpointable import CheckpointableShardedTensor, LocalShardsContainer
-from megatron.core.dist_checkpointing.strategies.torch import MCoreLoadPlanner
-from torch import Tensor
-from torch.distributed.checkpoint.state_dict_loader import load
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict, is_main_replica
+from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
+from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner, mcore_to_pyt_state_dict
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
+_THREADS = 2
 
-def save_state(folder: Path, state: ShardedStateDict) -> None:
+
+def save_state(folder: Path, state: dict[str, Any]) -> None:
     """Write the parts of all processes; what several hold is written by one of them.
 
     Args:
         folder: may exist, and is the same for all processes.
-        state: `ShardedTensor` and factories of several, by name.
+        state: `ShardedTensor` and factories of several, by name, nested; whatever else is in it, all processes share.
     """
-    parts = [part for _, entry in _built(state) for part in _tensors(entry) if is_main_replica(part.replica_id)]
-    save(_by_key(parts), checkpoint_id=folder)
+    folder.mkdir(exist_ok=True)
+    dist_checkpointing.save(state, str(folder), sharded_strategy=ThreadedWriter())
 
 
-def load_state(folder: Path, wanted: ShardedStateDict) -> dict[str, Tensor]:
+def load_state(folder: Path, wanted: dict[str, Any]) -> dict[str, Any]:
     """This process's tensors of what `save_state` wrote, by the names in `wanted`."""
-    built = dict(_built(wanted))
-    parts = [part for entry in built.values() for part in _tensors(entry)]
-    for part in parts:
-        part.data = torch.zeros_like(part.data)
-    # How far the vocabulary is padded depends on the grid.
-    padded = {part.key: part for part in parts if part.allow_shape_mismatch}
-    whole = [part for part in parts if not part.allow_shape_mismatch]
-    planner = MCoreLoadPlanner(shapes_validation_sharded_tensors=whole, allow_shape_mismatch_sharded_tensors=padded)
-    load(_by_key(parts), checkpoint_id=folder, planner=planner)
-    return {name: _merged(wanted[name], entry) for name, entry in built.items()}
+    loaded: dict[str, Any] = dist_checkpointing.load(wanted, str(folder))
+    return loaded
 
 
-def _built(state: ShardedStateDict) -> Iterator[tuple[str, Any]]:
-    """Each entry as a tensor, or as the list or mapping of tensors that its factory makes."""
-    for name, entry in state.items():
-        yield name, entry.build() if isinstance(entry, ShardedTensorFactory) else entry
+class ThreadedWriter(SaveShardedStrategy):
+    """Megatron's format, written by threads of this process.
 
+    Its own writer forks a process for each file and leaves one behind for their results, which outlives a training that
+    is killed and holds its standard output open.
+    """
 
-def _tensors(entry: Any) -> list[ShardedTensor]:
-    return [entry] if isinstance(entry, ShardedTensor) else list(nested_values(entry))
+    def __init__(self) -> None:
+        super().__init__("torch_dist", 1)
 
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        """Objects are written beside tensors."""
+        return True
 
-def _merged(wanted: ShardedTensor | ShardedTensorFactory, entry: Any) -> Tensor:
-    if isinstance(wanted, ShardedTensor):
-        loaded: Tensor = entry.data
-        return loaded
-    merged: Tensor = wanted.merge_fn([part.data for part in _tensors(entry)])
-    return merged
-
-
-def _by_key(parts: list[ShardedTensor]) -> dict[str, Any]:
-    """What torch's format takes: for each tensor of the whole model the parts that are here."""
-    found: dict[str, list[CheckpointableShardedTensor]] = defaultdict(list)
-    for part in parts:
-        found[part.key].append(CheckpointableShardedTensor.from_sh_ten(part))
-    return {key: here[0] if len(here) == 1 else LocalShardsContainer(here) for key, here in found.items()}
+    def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str) -> None:
+        """Write this process's parts."""
+        parts = defaultdict(list)
+        for part in nested_values(sharded_state_dict):
+            if is_main_replica(part.replica_id):
+                parts[part.unique_key if isinstance(part, ShardedObject) else part.key].append(part)
+        writer = FileSystemWriter(checkpoint_dir, thread_count=_THREADS)
+        planner = MCoreSavePlanner(flatten_state_dict=False)
+        save(mcore_to_pyt_state_dict(parts), storage_writer=writer, planner=planner)

@@ -3,13 +3,13 @@
 from pathlib import Path
 from typing import Any
 
-from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from torch import Tensor
 
 from fp8core.config.run import TrainingConfig
+from fp8core.training.megatron.checkpoint import load_state, save_state
 from fp8core.training.megatron.model import PolicyModel
 
 # Every parameter on its own: a grid of another shape can read it.
@@ -77,12 +77,11 @@ class MegatronOptimiser:
 
     def save(self, folder: Path, model: ShardedStateDict) -> None:
         """Write parameters, masters and moments in Megatron's format."""
-        folder.mkdir(exist_ok=True)
-        dist_checkpointing.save(self._state(model, loading=False), str(folder))
+        save_state(folder, self._state(model, loading=False))
 
     def load(self, folder: Path, model: ShardedStateDict, updates: int) -> None:
         """Take what `save` wrote; Megatron counts the updates itself."""
-        loaded = dist_checkpointing.load(self._state(model, loading=True), str(folder))
+        loaded = load_state(folder, self._state(model, loading=True))
         for name, parameter in self._named.items():
             parameter.data.copy_(loaded["model"][name])
         self._adam.load_state_dict(loaded["optimizer"])
