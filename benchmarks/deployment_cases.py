@@ -41,7 +41,11 @@ _EXPERTS = {"cuda": (16, 4, 512), "cpu": (4, 2, 128)}
 _VOCABULARY = 512
 
 _SMALL: dict[str, dict[str, Any]] = {
-    "cuda": {"rollout.prompts_per_step": 8, "rollout.group_size": 8, "rollout.max_new_tokens": 128},
+    "cuda": {
+        **{"rollout.prompts_per_step": 8, "rollout.group_size": 8, "rollout.max_new_tokens": 128},
+        # Some 16,000 tokens a step: several packs, of different lengths, for processes to share and stages to pass on.
+        "training.megatron.micro_batch_tokens": 4096,
+    },
     "cpu": {
         **{"rollout.prompts_per_step": 2, "rollout.group_size": 4, "rollout.max_new_tokens": 8, "threads": 1},
         # What Megatron computes on a CPU.

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flows.arguments import add_output, add_overrides, at_least
+from flows.environment import set_engine_variables
 from fp8core.errors import UserError
 
 if TYPE_CHECKING:
@@ -103,8 +104,6 @@ def _write(bisection: "Bisection", options: argparse.Namespace, title: str) -> N
 
 
 def _subject(options: argparse.Namespace) -> Subject:
-    import torch
-
     from fp8core.config.load import load_config
     from fp8core.store.run_directory import read_description
 
@@ -112,7 +111,7 @@ def _subject(options: argparse.Namespace) -> Subject:
     if (folder / "config.json").is_file():
         own = [f"model={json.dumps(str(folder))}", "architecture=null", "warm_start=null"]
         config = load_config(options.config, [*own, *options.overrides])
-        torch.set_num_threads(config.threads)
+        _prepare(config)
         return _checkpoint(config, options.prompts)
     if not (folder / "run.json").is_file():
         folder = load_config(options.config, options.overrides).runs / options.target
@@ -122,8 +121,16 @@ def _subject(options: argparse.Namespace) -> Subject:
     # A run is measured under its own settings; its pipeline has no say in that.
     settings = [f"{key}={json.dumps(value)}" for key, value in described.config.items() if key != "pipeline"]
     config = load_config("tiny", [*settings, *options.overrides])
-    torch.set_num_threads(config.threads)
+    _prepare(config)
     return _run(config, folder, options.prompts)
+
+
+def _prepare(config: "RunConfig") -> None:
+    """For the trainer and the engine that are built."""
+    import torch
+
+    set_engine_variables(config)
+    torch.set_num_threads(config.threads)
 
 
 def _run(config: "RunConfig", folder: Path, prompts: int) -> Subject:

@@ -9,10 +9,13 @@ import fcntl
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 from flows.prefect_server import PrefectServer
 from fp8core.errors import UserError
+
+if TYPE_CHECKING:
+    from fp8core.config.run import RunConfig
 
 
 def quiet_prefect() -> None:
@@ -93,6 +96,18 @@ def set_variables(required: Mapping[str, str], suggested: Mapping[str, str]) -> 
     os.environ.update(required)
     for name, value in suggested.items():
         os.environ.setdefault(name, value)
+
+
+def set_engine_variables(config: "RunConfig") -> None:
+    """Set what the configuration's engine and trainer read; what builds either calls this first.
+
+    Raises:
+        UserError: the engine cannot be had (`fp8core.workers.build.check_engine`).
+    """
+    from fp8core.workers.build import engine_environment
+
+    environment = engine_environment(config)
+    set_variables(environment.required, environment.suggested)
 
 
 def service_environment(prefect: str, mlflow: str) -> dict[str, str]:

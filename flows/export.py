@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flows.environment import set_engine_variables
 from flows.named_run import description_of, find_run
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ def export_step(options: argparse.Namespace) -> int:
     refuse_existing(options.target)
     folder = find_run(options.run)
     original = Original.read(folder, description_of(folder))
+    original.refuse_unknown(options.step)
+    set_engine_variables(original.config(options.step))
     try:
         with stored_policy(original, options.step, Console(sys.stderr, options.step)) as policy:
             write = _write_bf16 if options.format == "bf16" else _write_fp8

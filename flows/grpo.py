@@ -16,7 +16,7 @@ from prefect.exceptions import Pause
 from prefect.states import Paused, Suspended
 from pydantic import Field
 
-from flows.environment import bound_mlflow_requests, set_variables
+from flows.environment import bound_mlflow_requests, set_engine_variables
 from flows.failure import failed
 from flows.guardian import Guardian
 from flows.iteration import as_task, prefect_tasks, run_iteration
@@ -32,7 +32,6 @@ from fp8core.report.summary import StepTiming, Summary, summarise
 from fp8core.store.artifacts import Ref
 from fp8core.store.ledger import START
 from fp8core.training.trainer import NotFiniteError
-from fp8core.workers.build import engine_environment
 from fp8core.workers.live import live_run
 from tasks import start
 from tasks.bounds import BoundError, TrainingPaused, carry_out, crossing
@@ -85,8 +84,7 @@ def grpo(
 def train(config: RunConfig, *, new_code: bool = False) -> Summary:
     """Train from wherever the run stands to its last step, or to the step in which SIGTERM comes."""
     console, name = Console(sys.stdout, config.steps), run_name(config)
-    environment = engine_environment(config)
-    set_variables(environment.required, environment.suggested)
+    set_engine_variables(config)
     with (
         Guardian(config.runs / name),
         open_session(config, name, console, new_code=new_code) as session,

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from flows.arguments import add_output, add_overrides
+from flows.environment import set_engine_variables
 from flows.named_run import description_of, find_run
 from fp8core.errors import UserError
 
@@ -70,6 +71,8 @@ def _verdicts(options: argparse.Namespace) -> "Iterator[Verdict]":
     with locked as repaired:
         original = Original.read(folder, description_of(folder))
         steps = _range(options, original.ledger.last_step())
+        original.refuse_unknown(steps[0])
+        set_engine_variables(original.config(steps[0], options.overrides))
         for verdict in replay(original, steps, options.overrides, Console(sys.stderr, steps.stop - 1), repaired):
             yield verdict
             if verdict.outcome == "different" and verdict.step < steps[-1]:

@@ -30,7 +30,8 @@ from fp8core.training.megatron.grid import check_grid
 
 SIZES = {
     *("evaluation.prompts", "rollout.prompts_per_step", "rollout.group_size", "rollout.max_new_tokens"),
-    *("training.megatron.gpus", "training.megatron.expert_parallel", "rollout.vllm.gpus"),
+    *("training.megatron.gpus", "training.megatron.expert_parallel", "training.megatron.micro_batch_tokens"),
+    "rollout.vllm.gpus",
 }
 
 

@@ -1,11 +1,13 @@
 """The whole loop with the Megatron trainer, in FP32 on this CPU: alone, on two processes, and after a kill."""
 
 import json
+import os
 import shutil
 from importlib.util import find_spec
 
 import pytest
 
+from flows.cli import main
 from fp8core.store.artifacts import ArtifactStore
 
 pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="Megatron Core is not installed")
@@ -43,6 +45,21 @@ def test_a_run_that_was_killed_ends_with_the_same_weights(alone, launch, tmp_pat
     ledger.write_text("".join(lines[:cut]))
     again = launch("megatron", steps=3, overrides={**MEGATRON, "runs": str(tmp_path)})
     assert again.summary["weights_digest"] == alone.summary["weights_digest"]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["replay", "RUN", "--step", "2"], ["export", "RUN", "TARGET", "--step", "1"], ["bisect", "RUN", "--prompts", "2"]],
+    ids=lambda command: command[0],
+)
+def test_commands_on_a_run_have_the_environment_of_its_training(command, alone, tmp_path, monkeypatch, capsys):
+    """Transformer Engine and vLLM read theirs when they are imported, whoever builds them."""
+    rule = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
+    monkeypatch.setenv(rule, "left by somebody")
+    places = {"RUN": str(alone.folder), "TARGET": str(tmp_path / "exported")}
+    assert main([places.get(word, word) for word in command]) == 0
+    capsys.readouterr()
+    assert os.environ[rule] == "0"
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Training state in Megatron's format: every process writes its part, and a grid of another shape reads it."""
 
+import warnings
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,10 @@ def save_state(folder: Path, state: dict[str, Any]) -> None:
 
 def load_state(folder: Path, wanted: dict[str, Any]) -> dict[str, Any]:
     """This process's tensors of what `save_state` wrote, by the names in `wanted`."""
-    loaded: dict[str, Any] = dist_checkpointing.load(wanted, str(folder))
+    with warnings.catch_warnings():
+        # Megatron calls torch's loader by its old name.
+        warnings.filterwarnings("ignore", "`load_state_dict` is deprecated", FutureWarning)
+        loaded: dict[str, Any] = dist_checkpointing.load(wanted, str(folder))
     return loaded
 
 

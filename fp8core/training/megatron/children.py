@@ -59,16 +59,22 @@ class Children:
         context = multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
         self._processes: list[BaseProcess] = []
+        self._answered = True
         for rank in range(1, count):
             ours, theirs = context.Pipe()
-            # No daemon: Megatron writes checkpoints with processes of its own, which a daemon may not have.
+            # No daemon: a library that compiles or writes may want processes of its own, which a daemon may not have.
             process = context.Process(target=_serve, args=(folder, rank, count, threads, theirs), daemon=False)
             process.start()
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
         self._watch = Watch(self._processes, STUCK_SECONDS)
-        self._accompany(lambda: _meet(folder, 0, count))
+        try:
+            self._answered = False
+            self._accompany(lambda: _meet(folder, 0, count))
+        except BaseException:
+            self.end()
+            raise
 
     def build(self, key: int, config: RunConfig, arch: Architecture, masters: Mapping[str, Tensor]) -> MegatronTrainer:
         """Build a trainer that starts from the given weights, under a number of its own."""
@@ -98,17 +104,20 @@ class Children:
 
     def end(self) -> None:
         """Let go of the children and wait until they are gone; a second call does nothing."""
+        waiting = self._answered and all(process.is_alive() for process in self._processes)
         for pipe in self._pipes:
             pipe.close()
+        # All leave together, or nobody waits for who may never come.
+        (groups.leave if waiting else groups.abandon)()
         for process in self._processes:
             process.join(_PATIENCE_SECONDS)
             if process.is_alive():
                 process.kill()
                 process.join()
         self._pipes, self._processes = [], []
-        groups.leave()
 
     def _send(self, kind: str, key: int, content: object) -> None:
+        self._answered = False
         try:
             for pipe in self._pipes:
                 pipe.send((kind, key, content))
@@ -123,21 +132,39 @@ class Children:
         except NotFiniteError:
             self._gather()
             raise
-        except RuntimeError as error:
-            self._gather()
+        except Exception as error:
+            self._end_who_waits()
             raise ProcessError(f"process 0 of the Megatron trainer failed: {error}") from error
         self._gather()
         return found
 
     def _gather(self) -> None:
         for rank, (pipe, process) in enumerate(zip(self._pipes, self._processes, strict=True), start=1):
-            try:
-                problem = pipe.recv()
-            except (EOFError, ConnectionResetError):
-                process.join(_PATIENCE_SECONDS)
-                problem = f"it ended with exit code {process.exitcode}"
-            if problem is not None:
+            if (problem := _answer(pipe, process)) is not None:
                 raise ProcessError(f"process {rank} of the Megatron trainer failed: {problem}")
+        self._answered = True
+
+    def _end_who_waits(self) -> None:
+        """This process's part failed: a child that does not answer waits for it in a collective.
+
+        Raises:
+            ProcessError: a child failed as well, and says more.
+        """
+        for rank, (pipe, process) in enumerate(zip(self._pipes, self._processes, strict=True), start=1):
+            if not pipe.poll(_PATIENCE_SECONDS):
+                process.kill()
+            elif (problem := _answer(pipe, process)) is not None:
+                raise ProcessError(f"process {rank} of the Megatron trainer failed: {problem}")
+
+
+def _answer(pipe: Connection, process: BaseProcess) -> str | None:
+    """What a child says when it is done: nothing, or why it failed."""
+    try:
+        problem: str | None = pipe.recv()
+    except (EOFError, ConnectionResetError):
+        process.join(_PATIENCE_SECONDS)
+        return f"it ended with exit code {process.exitcode}"
+    return problem
 
 
 def _meet(folder: Path, rank: int, count: int) -> None:
@@ -162,7 +189,7 @@ def _serve(folder: Path, rank: int, count: int, threads: int, pipe: Connection) 
             _obey(trainers, rank, *pipe.recv())
             pipe.send(None)
     except (EOFError, BrokenPipeError):
-        return
+        groups.leave()
     except Exception:
         pipe.send(traceback.format_exc())
         raise

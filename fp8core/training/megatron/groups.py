@@ -1,5 +1,6 @@
 """Process groups of Megatron Core: one grid in a process, made once."""
 
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -11,13 +12,15 @@ from torch.distributed import FileStore, HashStore, ProcessGroup  # type: ignore
 from fp8core.config.megatron import MegatronConfig
 from fp8core.training.megatron.names import Place
 
+# All wait while one process writes a checkpoint of a large policy. Who waits for the dead is ended sooner (`watch`).
+_TIMEOUT = timedelta(minutes=30)
 _SEED = 1  # No dropout and no drawn weights: nothing depends on it.
 
 
 def meet(folder: Path, rank: int, count: int, device: torch.device) -> None:
     """Find the other processes by a folder that all of them see."""
     store = FileStore(str(folder / "rendezvous"), count)
-    distributed.init_process_group(_backend(device), store=store, rank=rank, world_size=count)
+    distributed.init_process_group(_backend(device), store=store, rank=rank, world_size=count, timeout=_TIMEOUT)
 
 
 def join(megatron: MegatronConfig, device: torch.device) -> None:
@@ -30,6 +33,7 @@ def join(megatron: MegatronConfig, device: torch.device) -> None:
             pipeline_model_parallel_size=megatron.pipeline_parallel,
             expert_model_parallel_size=megatron.expert_parallel,
             expert_tensor_parallel_size=1,
+            distributed_timeout_minutes=_TIMEOUT // timedelta(minutes=1),
         )
         if device.type == "cuda":
             model_parallel_cuda_manual_seed(_SEED)
@@ -44,10 +48,16 @@ def join(megatron: MegatronConfig, device: torch.device) -> None:
 
 
 def leave() -> None:
-    """Give up the grid, when the last trainer of this process is gone."""
+    """Give up the grid, when the last trainer of this process is gone and the other processes do so too."""
     if distributed.is_initialized():
         parallel_state.destroy_model_parallel()
         distributed.destroy_process_group()
+
+
+def abandon() -> None:
+    """Give up the grid without the others. Over NCCL that waits for them, so the end of this process does it then."""
+    if distributed.is_initialized() and distributed.get_backend() == "gloo":
+        leave()
 
 
 def _backend(device: torch.device) -> str:

@@ -1,6 +1,6 @@
 """What ends a process that waits in a collective for another one that is gone.
 
-Over NCCL such a wait lasts until its timeout of ten minutes, with the GPU busy, and no exception or signal handler of
+Over NCCL such a wait lasts until its timeout of half an hour, with the GPU busy, and no exception or signal handler of
 Python reaches it. What is lost is what SIGKILL always loses: nothing that is finished.
 """
 

@@ -151,7 +151,7 @@ def test_a_process_that_is_killed_fails_the_next_call(grid_trainer, ragged_batch
 
 
 def test_a_child_may_have_processes_of_its_own(grid_trainer):
-    """Megatron writes a checkpoint of a GPU with some, which a daemon is refused."""
+    """Libraries compile and write with some, which a daemon is refused."""
     assert not any(child.daemon for child in grid_trainer._children._processes)
 
 
@@ -184,6 +184,45 @@ def test_a_child_in_a_call_that_does_not_end_is_gone_with_a_training_that_was_ki
         assert training.stdout.readline() == "ready\n"
         training.kill()
         child.wait(20)
+
+
+_FAILING = """
+import sys, time
+from pathlib import Path
+from fp8core.training.megatron import children
+
+class Waiting:
+    def build(self, rank):
+        time.sleep(600)
+
+def fail():
+    raise LookupError("what failed here")
+
+if __name__ == "__main__":
+    children._PATIENCE_SECONDS = 1.0
+    grid = children.Children(Path(sys.argv[1]), 2, 1)
+    grid._send("build", 0, Waiting())
+    try:
+        grid._accompany(fail)
+    except children.ProcessError as error:
+        print(error, type(error.__cause__).__name__, flush=True)
+    (child,) = grid._processes
+    child.join(20)
+    print(child.exitcode, flush=True)
+    grid.end()
+"""
+
+
+def test_a_failure_here_does_not_wait_for_children_that_wait_for_it(tmp_path):
+    """Whatever is raised: Megatron's checks of a checkpoint raise in the first process alone."""
+    program, place = tmp_path / "program.py", tmp_path / "place"
+    program.write_text(_FAILING)
+    place.mkdir()
+    command = [sys.executable, str(program), str(place)]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    said = "process 0 of the Megatron trainer failed: what failed here LookupError"
+    assert finished.stdout.splitlines() == [said, str(-signal.SIGKILL)], finished.stderr
+    assert finished.returncode == 0
 
 
 _WAITING = """
