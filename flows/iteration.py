@@ -10,6 +10,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.futures import wait
 from prefect.states import Completed
+from prefect.utilities.annotations import quote
 
 from fp8core.config.check import Plan, PlannedStep
 from fp8core.store.artifacts import Ref
@@ -68,7 +69,8 @@ def _value(result: TaskResult | State[TaskResult]) -> TaskResult:
 
 def _arguments(run: LiveRun, index: int, planned: PlannedStep, artifacts: Mapping[str, Ref]) -> dict[str, Any]:
     inputs = {port: artifacts[artifact] for port, artifact in planned.inputs.items()}
-    return {"folder": run.directory.path, "index": index, "inputs": inputs}
+    # Quoted: Prefect need not look for futures in it.
+    return {"folder": run.directory.path, "index": index, "inputs": quote(inputs)}
 
 
 def _prefect_task(planned: PlannedStep) -> Any:

@@ -21,9 +21,9 @@ from fp8core.plan.rollout import (
     vllm_limit,
 )
 from fp8core.plan.training import (
-    AT_REST,
     EMULATED,
     Parallel,
+    at_rest,
     emulated_bytes,
     exported,
     gpu_step,
@@ -170,7 +170,7 @@ def _in_turn(
     asleep = (Need("engine asleep", ASLEEP, "CUDA context, graphs; estimate"),)
     beside = asleep if config.rollout.vllm.sleep else engine
     # An engine that wakes has its cache again before the update is over.
-    stays = (*state, Need("trainer at rest", AT_REST, "CUDA context, communication; estimate"))
+    stays = (*state, at_rest(config, parallel))
     left = gpu.memory - sum(need.bytes for need in (*stays, *sent))
     share = math.floor(100 * left / gpu.memory) / 100
     lower = f"lower rollout.vllm.gpu_memory_utilization to {share}" if share > 0 else _spread(config)

@@ -17,7 +17,7 @@ from fp8core.models.weights import is_linear
 from fp8core.plan.devices import Machine
 from fp8core.plan.megatron import megatron_state, megatron_step
 from fp8core.plan.needs import Need
-from fp8core.plan.packed import packed_state, packed_step
+from fp8core.plan.packed import PACKED_AT_REST, packed_state, packed_step
 from fp8core.plan.rollout import longest_sequence
 from fp8core.plan.weights import (
     HEAD,
@@ -35,8 +35,8 @@ from fp8core.plan.weights import (
 
 # CUDA context, GEMM workspaces, communication buffers, a chunk of logits. An estimate.
 WORKSPACE = 2_000_000_000
-# What a trainer leaves on a GPU while it does not compute. An estimate.
-AT_REST = 2_000_000_000
+# CUDA context, communication. An estimate.
+_AT_REST = 2_000_000_000
 _FP64, _FP32, _BF16 = 8, 4, 2
 _MOMENTS = 2 * _FP32
 EMULATED = "FP32 and FP64, ready for exact products"
@@ -114,6 +114,12 @@ def gpu_step(config: RunConfig, arch: Architecture, parallel: Parallel) -> tuple
         Need("activations", _activations(config, arch) // parallel.tensor, "layers recomputed; estimate"),
         Need("workspace", WORKSPACE, "estimate"),
     )
+
+
+def at_rest(config: RunConfig, parallel: Parallel) -> Need:
+    """What a trainer leaves on a GPU while it does not compute, beside its state."""
+    left = PACKED_AT_REST if _has_one_gpu(config, parallel) else _AT_REST
+    return Need("trainer at rest", left, "CUDA context, communication; estimate")
 
 
 def exported(config: RunConfig, arch: Architecture, parallel: Parallel, sync: StoredBytes) -> tuple[Need, ...]:
