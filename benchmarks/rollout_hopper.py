@@ -104,10 +104,13 @@ def main() -> None:
         return
     deadline = time.monotonic() + options.seconds
     for name in options.engines:
+        if time.monotonic() >= deadline:
+            print(f"{name}: not started, the time is used up", flush=True)
+            continue
         command = [sys.executable, "-m", "benchmarks.rollout_hopper", name, "--inside", f"--out={options.out}"]
         process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
         try:
-            process.wait(max(1.0, deadline - time.monotonic()))
+            process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)  # with the engine's processes
             print(f"{name}: out of time", flush=True)
