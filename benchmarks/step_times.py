@@ -39,9 +39,9 @@ def by_quarter(seconds: Sequence[float]) -> list[dict[str, float]]:
 def processor_shares() -> Iterator[Callable[[], list[dict[str, Any]]]]:
     """How busy this process and its children were inside the block, asked for after it.
 
-    A row a process, the busiest first, in shares of one processor: `all` of its threads, and its busiest `threads`, none
-    of which can exceed 1. An engine whose scheduling thread is near 1 waits for a processor and not for its GPU; `all`
-    near 1 with no thread near it is a lock that threads share. A process that ends inside the block has no row.
+    A row a process, the busiest first, in shares of one processor: `all` of its threads, and its busiest `threads`,
+    none of which can exceed 1. An engine whose scheduling thread is near 1 waits for a processor and not for its GPU;
+    `all` near 1 with no thread near it is a lock that threads share. A process that ends inside the block has no row.
     """
     started = dict[psutil.Process, dict[int, float]]()
     for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
