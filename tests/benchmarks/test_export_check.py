@@ -93,7 +93,7 @@ def test_loaders_are_named_together_or_one_by_one_and_keep_their_order(checked):
     ]
 
 
-def test_rows_of_another_run_stay(checked, tmp_path):
+def test_rows_of_another_run_stay_but_in_a_call_for_everything(checked, tmp_path):
     path = tmp_path / export_check.RESULT
     other = {"run": "other", "step": 4, "format": "bf16", "loader": "vllm", "accuracy": 0.25}
     path.write_text(json.dumps([other]))
@@ -101,6 +101,8 @@ def test_rows_of_another_run_stay(checked, tmp_path):
     rows = json.loads(path.read_text())
     assert (code, [row["run"] for row in rows]) == (1, ["other", "whole", "whole"])
     assert rows[0] == other
+    checked(WITHOUT_KERNELS)
+    assert {row["run"] for row in json.loads(path.read_text())} == {"whole"}
 
 
 def test_a_loader_that_does_not_exist_is_refused(tmp_path, capsys):
