@@ -5,19 +5,14 @@ run finds them in the prefix cache and decodes from its second step on.
 """
 
 import statistics
-import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from benchmarks import vllm_hopper_cases as cases
-from fp8core.models.architecture import Architecture
 from fp8core.rollout.engine import Sampling
-from fp8core.store.versions import git_state, library_versions
 
-ROOT = Path(__file__).parents[1]
 WORKER = "benchmarks.decode_trace_worker.TraceWorker"
 STEPS = 24
 # The first that matches names the part; the sampler's own kernel ends a step.
@@ -34,9 +29,7 @@ PARTS = (
 STEP_ENDS = "gumbel_sample"
 
 
-def decode_trace(
-    engine: Any, model: str, precision: str, arch: Architecture, requests: int, context: int
-) -> dict[str, Any]:
+def decode_trace(engine: Any, requests: int, context: int) -> dict[str, Any]:
     """The median decode step of so many requests after so many tokens.
 
     Args:
@@ -47,11 +40,7 @@ def decode_trace(
     engine._call("policy_trace_begin")
     cases.collect(engine, groups, Sampling(1.0, STEPS, frozenset()))
     trace = engine._call("policy_trace_end")
-    about = {"kind": "decode_trace", "model": model, "precision": precision, "layers": arch.num_layers}
-    about |= {"requests": requests, "context": context, "commit": git_state(ROOT)["commit"]}
-    about |= {"versions": library_versions()}
-    about["command"] = " ".join(["python benchmarks/rollout_hopper.py", *sys.argv[1:]])
-    return about | step_parts(trace["names"], trace["launches"])
+    return {"requests": requests, "context": context, **step_parts(trace["names"], trace["launches"])}
 
 
 def part_of(name: str) -> str:

@@ -2,6 +2,7 @@
 
     python benchmarks/export_check.py RUN --out FOLDER          the last step of a run (name or folder)
     python benchmarks/export_check.py RUN --out FOLDER --step 20
+    python benchmarks/export_check.py RUN --out FOLDER --only fp8/vllm    what is named; rows of earlier calls stay
 
 Each library loads each folder as any user would, in a process of its own, and answers greedily; the run's verifier
 scores. FOLDER/export_check.json has a row for each: its accuracy, or why there is none. The first row is what the run
@@ -11,6 +12,7 @@ itself measured at that step, if it evaluated then. `transformers` reads FP8 by 
 
 import argparse
 import importlib.util
+import itertools
 import json
 import shutil
 import subprocess
@@ -39,6 +41,8 @@ from fp8core.rollout.vllm_settings import required_environment, suggested_enviro
 from fp8core.rollout.vllm_versions import find_build
 
 LOADERS = {"bf16": ("transformers", "vllm"), "fp8": ("transformers", "transformers_dequantised", "vllm")}
+PAIRS = tuple((format, loader) for format, loaders in LOADERS.items() for loader in loaders)
+RESULT = "export_check.json"
 _CACHE_BYTES = 1 << 30
 
 Completions = list[tuple[str, str]]
@@ -46,7 +50,10 @@ Completions = list[tuple[str, str]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Check a run's exports, or (--inside) answer with one of them; returns 1 when something could not be scored."""
+    """Check a run's exports, or (--inside) answer with one of them.
+
+    Returns 1 when something could not be scored that this call was asked for.
+    """
     options = _options(arguments)
     if options.inside is not None:
         _answer(options.inside)
@@ -56,20 +63,52 @@ def main(arguments: Sequence[str] | None = None) -> int:
     config = reload_config(description_of(folder).config)
     step = max(run.evidence.steps) if options.step is None else options.step
     measured = {int(row[STEP]): row[HELDOUT] for row in run.history if HELDOUT in row}.get(step)
-    options.out.mkdir(parents=True, exist_ok=True)
-    rows: list[Row] = [{"format": "in training", "loader": config.rollout.engine, "accuracy": measured}]
     command = " ".join(["python benchmarks/export_check.py", *sys.argv[1:]])
     about = {"run": folder.name, "step": step, **provenance(run.evidence), "command": command}
-    for format, loaders in LOADERS.items():
+    options.out.mkdir(parents=True, exist_ok=True)
+    rows = _Rows(options.out / RESULT, about, keep=options.only is not None)
+    rows.add({"format": "in training", "loader": config.rollout.engine, "accuracy": measured})
+    asked = PAIRS if options.only is None else [pair for pair in PAIRS if pair in options.only]
+    for format, pairs in itertools.groupby(asked, lambda pair: pair[0]):
         target = options.out.absolute() / f"{folder.name}-{step}-{format}"
         _export(folder, step, format, target)
-        for loader in loaders:
-            rows.append(_row(format, loader, target, config))
-            # After every loader: whatever ends this process, what was scored stays.
-            described = [{"kind": "export", **row, **about} for row in rows]
-            (options.out / "export_check.json").write_text(json.dumps(described, indent=1) + "\n")
-    print(table(rows), flush=True)
-    return int(any(row["accuracy"] is None for row in rows[1:]))
+        for _, loader in pairs:
+            rows.add(_row(format, loader, target, config))
+    print(table(rows.of_this_step()), flush=True)
+    scored = {(row["format"], row["loader"]) for row in rows.of_this_step() if row["accuracy"] is not None}
+    return int(not scored.issuperset(asked))
+
+
+class _Rows:
+    """Rows by run, step, format and loader, written after each that is added: whatever ends this process, they stay."""
+
+    def __init__(self, path: Path, about: Row, keep: bool) -> None:
+        """With `keep`, rows that the file has stay until they are measured again."""
+        self._path, self._about = path, about
+        earlier = json.loads(path.read_text()) if keep and path.exists() else []
+        self._rows = {_key(row): row for row in earlier}
+
+    def add(self, row: Row) -> None:
+        """Add a row of this run and step, or replace it; runs stay in the order in which they came."""
+        row = {"kind": "export", **row, **self._about}
+        self._rows[_key(row)] = row
+        runs = list(dict.fromkeys(key[:2] for key in self._rows))
+        places = {key: (runs.index(key[:2]), _order(*key[2:])) for key in self._rows}
+        self._rows = {key: self._rows[key] for key in sorted(places, key=places.__getitem__)}
+        self._path.write_text(json.dumps([*self._rows.values()], indent=1) + "\n")
+
+    def of_this_step(self) -> list[Row]:
+        """Rows of the run and the step that are checked."""
+        return [row for row in self._rows.values() if _key(row)[:2] == (self._about["run"], self._about["step"])]
+
+
+def _key(row: Row) -> tuple[str, int, str, str]:
+    return row["run"], row["step"], row["format"], row["loader"]
+
+
+def _order(format: str, loader: str) -> int:
+    """As in a call for all; what the run itself measured is the first."""
+    return PAIRS.index((format, loader)) if (format, loader) in PAIRS else -1
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -183,11 +222,25 @@ def _by_vllm(job: dict[str, Any]) -> tuple[Completions, str]:
     return completions, f"{linear} by vLLM {build.version}"
 
 
+def _pairs(words: str) -> list[tuple[str, str]]:
+    named = {"/".join(pair): pair for pair in PAIRS}
+    if unknown := [word for word in words.split(",") if word not in named]:
+        raise argparse.ArgumentTypeError(f"unknown: {', '.join(unknown)}; there are {', '.join(named)}")
+    return [named[word] for word in words.split(",")]
+
+
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Check that a run's exports answer as the run does.")
     parser.add_argument("run", nargs="?", metavar="RUN", help="a run (name or folder)")
     parser.add_argument("--out", type=Path, help="folder of the exports and the rows")
     parser.add_argument("--step", type=int, metavar="N", help="default: the last")
+    parser.add_argument(
+        "--only",
+        action="extend",
+        type=_pairs,
+        metavar="FORMAT/LOADER",
+        help=f"{', '.join('/'.join(pair) for pair in PAIRS)}; several with commas, or the option several times",
+    )
     parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.inside is None and None in (options.run, options.out):

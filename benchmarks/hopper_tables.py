@@ -9,29 +9,24 @@ its commit and versions.
 import itertools
 import json
 import statistics
-from pathlib import Path
-from typing import Any
 
-RESULTS = Path(__file__).parent / "results"
+from benchmarks.rollout_tables import rollout_table, run_table, trace_tables
+from benchmarks.stored import PRECISIONS, RESULTS, Row, stored
+
 SHAPE = [16384, 4096]
-PRECISIONS = {
-    "bf16": "BF16",
-    "fp8_linear": "FP8 linears",
-    "fp8_linear_kv": "FP8 linears, cache and attention",
-}
-MODELS = {"qwen3-8b": "Qwen3-8B", "llama-3.1-8b": "Llama-3.1-8B", "qwen3-30b-a3b": "Qwen3-30B-A3B"}
 # The variant of `attention_hopper.VARIANTS` that the engine runs: keys of a partition, blocks a multiprocessor, stages.
 OURS = "ours 4096 3 2"
-DECODERS = {"fp8_decode": "ours", "flash_attention": "FlashAttention 3"}
-
-Row = dict[str, Any]
+_EXACTNESS = ("exactness", "exactness_invariant")
 
 
 def main() -> None:
     kernels = json.loads((RESULTS / "kernels_hopper.json").read_text())
-    print(quantiser_table(kernels), fingerprint_table(kernels), sep="\n\n", end="\n\n")
-    print(rollout_table(), trace_table(), attention_table(), decode_table(), sync_table(), sep="\n\n", end="\n\n")
-    print(exactness_table(), logprob_table(), rounding_table(), sep="\n\n")
+    rollouts = stored("rollout_hopper")
+    tables = [quantiser_table(kernels), fingerprint_table(kernels), rollout_table(rollouts), run_table(rollouts)]
+    tables += [*trace_tables([*stored("decode_trace_hopper"), *rollouts]), attention_table(), decode_table()]
+    tables += [sync_table(), expert_sync_table(stored("sync_hopper"))]
+    tables += [exactness_table(), logprob_table(), rounding_table()]
+    print(*filter(None, tables), sep="\n\n")
 
 
 def quantiser_table(kernels: Row) -> str:
@@ -54,43 +49,10 @@ def fingerprint_table(kernels: Row) -> str:
     return "\n".join(lines)
 
 
-def rollout_table() -> str:
-    """Tokens per second, beside BF16 of the same requests."""
-    lines = ["| shape | precision | decodes with | tokens/s | to BF16 | of |", "| --- " * 6 + "|"]
-    rows = _list("rollout_hopper")
-    base = {_cell(row): row["tokens_per_s"] for row in rows if row["precision"] == "bf16"}
-    for row in rows:
-        words = PRECISIONS[row["precision"]] + (", batch-invariant" if row["batch_invariant"] else "")
-        # Rows from before there was a choice are of vLLM's own model.
-        words += ", aligned" if row.get("forward") == "aligned" else ""
-        decoder = DECODERS[row["decode_kernel"]]
-        ratio = f"{row['tokens_per_s'] / base[_cell(row)]:.2f}x" if _cell(row) in base else "not measured"
-        runs = row.get("all_tokens_per_s", [row["tokens_per_s"]])
-        spread = ", ".join(f"{speed:,.0f}" for speed in runs)
-        lines.append(f"| {_cell(row)} | {words} | {decoder} | {row['tokens_per_s']:,.0f} | {ratio} | {spread} |")
-    return "\n".join(lines)
-
-
-def _cell(row: Row) -> str:
-    lengths = f"up to {row['generated']}, most far shorter" if row["long_tailed"] else row["generated"]
-    return f"{MODELS[row['model']]}, {row['requests']} x ({row['prompt']} + {lengths})"
-
-
-def trace_table() -> str:
-    """Milliseconds of a decode step, by part."""
-    (row,) = _list("decode_trace_hopper")
-    title = f"one decode step, {row['requests']} requests at {row['context']:,} tokens"
-    lines = [f"| {title} | ms | share |", "| --- " * 3 + "|"]
-    for part, milliseconds in sorted(row["parts_ms"].items(), key=lambda item: -item[1]):
-        lines.append(f"| {part} | {milliseconds:.2f} | {milliseconds / row['step_ms']:.1%} |")
-    lines.append(f"| nothing runs | {row['idle_ms']:.2f} | {row['idle_ms'] / row['step_ms']:.1%} |")
-    return "\n".join([*lines, f"| all | {row['step_ms']:.2f} | 100.0% |"])
-
-
 def attention_table() -> str:
     """FlashAttention 3's decode alone: bytes of the cache a second."""
     lines = ["| FlashAttention 3, 256 requests | page | BF16, us | GB/s | FP8, us | GB/s |", "| --- " * 6 + "|"]
-    rows = {(r["context"], r["page"], r["dtype"]): r for r in _list("attention_hopper") if r.get("splits") == 0}
+    rows = {(r["context"], r["page"], r["dtype"]): r for r in stored("attention_hopper") if r.get("splits") == 0}
     for context, page in sorted({key[:2] for key in rows}):
         pair = (rows[context, page, f"torch.{name}"] for name in ("bfloat16", "float8_e4m3fn"))
         numbers = " | ".join(f"{row['microseconds']:.0f} | {row['gb_per_s']:,}" for row in pair)
@@ -104,7 +66,7 @@ def decode_table() -> str:
     lines = ["| requests x context | FlashAttention 3, BF16, us (GB/s) | FP8 | ours, FP8 | ours to FP8 |"]
     lines.append("| --- " * 5 + "|")
     cells: dict[tuple[int, int], dict[tuple[str, str], Row]] = {}
-    for row in _list("attention_hopper"):
+    for row in stored("attention_hopper"):
         if "splits" not in row:
             found = cells.setdefault((row["requests"], row["context"]), {})
             found[row["kernel"], row["dtype"].removeprefix("torch.")] = row
@@ -118,7 +80,7 @@ def decode_table() -> str:
 def sync_table() -> str:
     """An update of Qwen3-8B's parameters from another process's GPU memory."""
     lines = ["| sync of 9.4 GB | quantise, ms | update, read-back included, ms | read-back, ms |", "| --- " * 4 + "|"]
-    rows = [row for row in _list("step_costs_hopper") if row["kind"] == "sync"]
+    rows = [row for row in stored("step_costs_hopper") if row["kind"] == "sync"]
     for one_buffer, words in ((False, "651 tensors, each lent by itself"), (True, "all in one buffer")):
         found = [row for row in rows if row["one_buffer"] is one_buffer][1:]  # The first compiles.
         cells = (_middle(found, key) for key in ("quantise_seconds", "seconds", "readback_seconds"))
@@ -126,10 +88,23 @@ def sync_table() -> str:
     return "\n".join(lines)
 
 
+def expert_sync_table(rows: list[Row]) -> str:
+    """Updates of Qwen3-30B-A3B's parameters, the middle one of a process; its first is left out."""
+    same = [row for row in rows if row["kind"] == "sync" and row["model"] == "qwen3-30b-a3b"]
+    lines = ["| sync of Qwen3-30B-A3B | GB | update, read-back included, ms | read-back, ms |", "| --- " * 4 + "|"]
+    for _, group in itertools.groupby(same, lambda row: (row["shared_layers"], row["commit"], row["command"])):
+        first, *later = group
+        cells = [f"{1000 * _middle(later or [first], key):,.0f}" for key in ("seconds", "readback_seconds")]
+        words = f"{first['tensors']:,} tensors, " + ("one layer's for all" if first["shared_layers"] else "all layers'")
+        words += "" if later else ", the first update of a process"
+        lines.append(f"| {words} | {first['bytes'] / 1e9:.1f} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def rounding_table() -> str:
     """Compiled vLLM against the reference with each of its rounding points."""
     lines = ["| compiled vLLM to the reference, nats | BF16 | FP8 linears |", "| --- " * 3 + "|"]
-    rows = [r for r in _list("vllm_bisect_hopper") if r["part"] == "logprobs" and r["mode"] == "compiled"]
+    rows = [r for r in stored("vllm_bisect_hopper") if r["part"] == "logprobs" and r["mode"] == "compiled"]
     for spread, points in itertools.product((1.0, 2.0), ("stepwise", "native", "kernels", "fused")):
         found = [
             row["mean"]
@@ -167,14 +142,6 @@ def logprob_table() -> str:
 
 def _middle(rows: list[Row], key: str) -> float:
     return statistics.median(row[key] for row in rows)
-
-
-def _list(name: str) -> list[Row]:
-    rows: list[Row] = json.loads((RESULTS / f"{name}.json").read_text())
-    return rows
-
-
-_EXACTNESS = ("exactness", "exactness_invariant")
 
 
 def _rows(name: str) -> list[Row]:

@@ -8,7 +8,7 @@ versions.
 
 import json
 
-from benchmarks.hopper_tables import MODELS, RESULTS, Row
+from benchmarks.stored import MODELS, RESULTS, Row
 
 _PRECISIONS = {"bf16": "BF16", "fp8": "block FP8"}
 

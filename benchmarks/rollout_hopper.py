@@ -13,10 +13,10 @@ import argparse
 import json
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,13 @@ import torch
 
 from benchmarks import vllm_hopper_cases as cases
 from benchmarks.decode_trace import WORKER, decode_trace
+from benchmarks.rollout_rows import ROOT, Row, engine_row, repeated, source_row
 from benchmarks.vllm_hopper import prepare
+from fp8core.config.vllm import VllmConfig
 from fp8core.models.architecture import Architecture
 from fp8core.rollout.vllm_aligned import POINTS
-from fp8core.store.versions import git_state, library_versions
 
-ROOT = Path(__file__).parents[1]
+SCRIPT = "python benchmarks/rollout_hopper.py"
 # With random weights the next token is one of these with a probability of about 1 / 800: lengths are geometric.
 TAIL = frozenset(range(4, 194))
 HEADLINE = ((256, 512, 3072), (512, 512, 2048))
@@ -104,10 +105,13 @@ def main() -> None:
         return
     deadline = time.monotonic() + options.seconds
     for name in options.engines:
+        if time.monotonic() >= deadline:
+            print(f"{name}: not started, the time is used up", flush=True)
+            continue
         command = [sys.executable, "-m", "benchmarks.rollout_hopper", name, "--inside", f"--out={options.out}"]
         process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
         try:
-            process.wait(max(1.0, deadline - time.monotonic()))
+            process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)  # with the engine's processes
             print(f"{name}: out of time", flush=True)
@@ -123,55 +127,51 @@ def measure(engine_of: Engine, out: Path) -> None:
     arch, contract = architecture(engine_of.model), cases.contract(engine_of.precision)
     if engine_of.forward == "aligned":
         contract = contract.model_copy(update={"rounding_points": POINTS})
-    longest = max(cell.prompt + cell.generated for cell in engine_of.cells)
-    settings = cases.options(
-        batch_invariant=engine_of.batch_invariant,
-        decode_kernel=engine_of.decode_kernel,
-        model=engine_of.forward,
-        gpu_memory_utilization=0.92,
-        max_model_len=longest,
-    )
+    settings = _settings(engine_of)
     prepare(contract, settings)
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     largest = max(cell.requests for cell in engine_of.cells)
     assert engine_of.traced is None or engine_of.traced[0] <= largest, "a trace of more requests than run at once"
     engine = cases.start(arch, contract, settings, largest, rows, worker=WORKER)
     try:
         cases.synchronise(engine, cases.random_policy(arch, contract, own_layers=1))
         torch.cuda.empty_cache()
-        described = cases.summary(engine.describe())
+        about = {"model": engine_of.model, "precision": engine_of.precision, "layers": arch.num_layers}
+        about |= engine_row(cases.summary(engine.describe()), settings) | source_row(SCRIPT)
         for cell in engine_of.cells:
-            cases.timed_rollout(engine, cell.requests, cell.prompt, 16, seed=0)
-            about = _about(engine_of, arch, cell, described)
-            runs: list[dict[str, Any]] = []
-            for seed in range(1, cell.repeats + 1):
-                stops = TAIL if cell.tail else frozenset[int]()
-                runs.append(cases.timed_rollout(engine, cell.requests, cell.prompt, cell.generated, seed, stops))
+            before = len(rows)
+            for row in _timed(engine, cell):
                 # After every run: what was measured stays, whatever ends this process.
-                out.write_text(json.dumps([*rows, about | _median(runs)], indent=1) + "\n")
-                print(engine_of.model, engine_of.precision, runs[-1], flush=True)
-            rows.append(about | _median(runs))
+                rows[before:] = [{"kind": "rollout", **about, "long_tailed": cell.tail, **row}]
+                _write(out, rows)
+                print(engine_of.model, engine_of.precision, row["all_tokens_per_s"], row["runs"][-1], flush=True)
         if engine_of.traced:
-            rows.append(decode_trace(engine, engine_of.model, engine_of.precision, arch, *engine_of.traced))
-            out.write_text(json.dumps(rows, indent=1) + "\n")
+            rows.append({"kind": "decode_trace", **about, **decode_trace(engine, *engine_of.traced)})
+            _write(out, rows)
     finally:
         engine.close()
 
 
-def _about(engine_of: Engine, arch: Architecture, cell: Cell, described: dict[str, Any]) -> dict[str, Any]:
-    about = {"kind": "rollout", "model": engine_of.model, "precision": engine_of.precision, "layers": arch.num_layers}
-    about |= {"batch_invariant": engine_of.batch_invariant, "long_tailed": cell.tail}
-    flash = described["backend"]["implementation"] == "FlashAttentionImpl"
-    about |= {"forward": described["model"], "decode_kernel": "flash_attention" if flash else "fp8_decode"}
-    about |= {"backend": described["backend"], "kernels": described["kernels"]}
-    source = {"commit": git_state(ROOT)["commit"], "versions": library_versions()}
-    return about | source | {"command": " ".join(["python benchmarks/rollout_hopper.py", *sys.argv[1:]])}
+def _settings(engine_of: Engine) -> VllmConfig:
+    return cases.options(
+        batch_invariant=engine_of.batch_invariant,
+        decode_kernel=engine_of.decode_kernel,
+        model=engine_of.forward,
+        gpu_memory_utilization=0.92,
+        max_model_len=max(cell.prompt + cell.generated for cell in engine_of.cells),
+    )
 
 
-def _median(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """The run of median speed, with the speeds of all."""
-    speeds = [run["tokens_per_s"] for run in runs]
-    return {"repeats": len(runs), "all_tokens_per_s": speeds, **runs[speeds.index(statistics.median_low(speeds))]}
+def _timed(engine: Any, cell: Cell) -> Iterator[Row]:
+    """The row of a cell after each of its runs."""
+    shape = (cell.requests, cell.prompt)
+    stops = TAIL if cell.tail else frozenset[int]()
+    cases.timed_rollout(engine, *shape, 16, seed=0)
+    yield from repeated(lambda seed: cases.timed_rollout(engine, *shape, cell.generated, seed, stops), cell.repeats)
+
+
+def _write(out: Path, rows: Sequence[Row]) -> None:
+    out.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -3,9 +3,10 @@ still now and then, and whether it waited for a GPU or for a processor.
 """
 
 import itertools
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from statistics import median
 from typing import Any
 
@@ -14,6 +15,7 @@ import psutil
 from fp8core.rollout.engine import Completion
 
 QUARTERS = 4
+BUSIEST = 3
 
 
 def timed(steps: Iterable[Sequence[Completion]]) -> tuple[list[Completion], list[float]]:
@@ -37,23 +39,36 @@ def by_quarter(seconds: Sequence[float]) -> list[dict[str, float]]:
 def processor_shares() -> Iterator[Callable[[], list[dict[str, Any]]]]:
     """How busy this process and its children were inside the block, asked for after it.
 
-    A row a process, the busiest first, in shares of one processor: `all` of its threads, and its `busiest` one, which
-    cannot exceed 1. An engine whose scheduling thread is near 1 waits for a processor and not for its GPU.
+    A row a process, the busiest first, in shares of one processor: `all` of its threads, and its busiest `threads`,
+    none of which can exceed 1. An engine whose scheduling thread is near 1 waits for a processor and not for its GPU;
+    `all` near 1 with no thread near it is a lock that threads share. A process that ends inside the block has no row.
     """
-    processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
-    began, before = time.perf_counter(), [_thread_seconds(process) for process in processes]
+    started = dict[psutil.Process, dict[int, float]]()
+    for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
+        with suppress(psutil.NoSuchProcess):
+            started[process] = _thread_seconds(process)
+    began = time.perf_counter()
     found = list[dict[str, Any]]()
     yield lambda: found
     elapsed = time.perf_counter() - began
-    for process, earlier in zip(processes, before, strict=True):
-        shares = [(spent - earlier.get(i, 0.0)) / elapsed for i, spent in _thread_seconds(process).items()]
-        row = {"all": round(sum(shares), 3), "busiest": round(max(shares, default=0.0), 3)}
-        found.append({"process": "driver" if process.pid == psutil.Process().pid else process.name(), **row})
+    for process, earlier in started.items():
+        with suppress(psutil.NoSuchProcess):
+            spent = {i: seconds - earlier.get(i, 0.0) for i, seconds in _thread_seconds(process).items()}
+            found.append({"process": _name(process), **_shares([seconds / elapsed for seconds in spent.values()])})
     found.sort(key=lambda row: row["all"], reverse=True)
+
+
+def _name(process: psutil.Process) -> str:
+    return "driver" if process.pid == os.getpid() else process.name()
 
 
 def _thread_seconds(process: psutil.Process) -> dict[int, float]:
     return {thread.id: thread.user_time + thread.system_time for thread in process.threads()}
+
+
+def _shares(threads: Sequence[float]) -> dict[str, Any]:
+    busiest = sorted(threads, reverse=True)[:BUSIEST]
+    return {"all": round(sum(threads), 3), "threads": [round(share, 3) for share in busiest]}
 
 
 def _summary(ordered: Sequence[float]) -> dict[str, float]:

@@ -7,11 +7,11 @@ Reads benchmarks/results/training_hopper.json and fused_hopper.json; each row ho
 
 import json
 
-from benchmarks import hopper_tables
-from benchmarks.hopper_tables import RESULTS, Row
+from benchmarks import stored
+from benchmarks.stored import RESULTS, Row
 
-MODELS = hopper_tables.MODELS | {"small": "110M, 12 layers of width 768"}
-_WORDS = hopper_tables.PRECISIONS
+MODELS = stored.MODELS | {"small": "110M, 12 layers of width 768"}
+_WORDS = stored.PRECISIONS
 PRECISIONS = {"bf16": _WORDS["bf16"], "fp8_block": _WORDS["fp8_linear"], "fp8_block_kv": _WORDS["fp8_linear_kv"]}
 
 

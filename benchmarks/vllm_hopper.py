@@ -59,6 +59,8 @@ def _options() -> argparse.Namespace:
 
 
 def _start(name: str, options: argparse.Namespace) -> tuple[str, Path, subprocess.Popen[bytes]]:
+    # A measurement that is ended leaves no result, and an earlier one must not be taken for it.
+    (options.out / f"{name}.json").unlink(missing_ok=True)
     flags = [f"--{key}={getattr(options, key)}" for key in ("out", "layers")]
     command = [sys.executable, "-m", "benchmarks.vllm_hopper", name, "--inside", *flags]
     with (options.out / f"{name}.log").open("wb") as log:

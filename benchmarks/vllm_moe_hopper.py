@@ -2,17 +2,15 @@
 
     python -m benchmarks.vllm_moe_hopper --out FOLDER [NAME ...] [--requests 256 --prompt 512 --generated 512]
 
-Every measurement is a process of its own and writes FOLDER/NAME.json: its rows, or the error that ended it. Weights are
-random and drawn on the GPU; no part of the model is ever in main memory. The prompts are random as well, so tokens go
-to all experts about evenly.
+Every measurement is a process of its own and writes FOLDER/NAME.json after every row, with the error that ended it, if
+one did. Weights are random and drawn on the GPU; no part of the model is ever in main memory. The prompts are random as
+well, so tokens go to all experts about evenly.
 """
 
 import argparse
-import json
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +20,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import vllm_hopper_cases as cases
+from benchmarks.rollout_rows import ROOT, Row, StoredRows, engine_row, repeated, source_row
 from flows.environment import set_variables
 from fp8core.config.precision import PrecisionContract
 from fp8core.config.vllm import VllmConfig
@@ -33,9 +32,8 @@ from fp8core.rollout.engine import PolicyScales, PromptGroup, Sampling
 from fp8core.rollout.vllm_settings import check_architecture_fits, required_environment, suggested_environment
 from fp8core.store.versions import git_state, hardware, library_versions
 
-ROOT = Path(__file__).parents[1]
 MODEL = "qwen3-30b-a3b"
-Rows = list[dict[str, Any]]
+SCRIPT = "python -m benchmarks.vllm_moe_hopper"
 _AS_IT_IS: Mapping[str, str] = {}
 # Codes of spread 100 with these scales are weights of spread 0.012.
 _CODE_SPREAD, _SCALE, _SPREAD = 100.0, 2.0**-13, 0.012
@@ -127,7 +125,7 @@ def start(
     agreed: PrecisionContract,
     settings: VllmConfig,
     max_batch: int,
-    rows: Rows,
+    rows: StoredRows,
     routes: bool,
     variables: Mapping[str, str],
 ) -> Any:
@@ -147,7 +145,7 @@ def start(
 
 def rollout(
     options: argparse.Namespace,
-    rows: Rows,
+    rows: StoredRows,
     precision: str,
     settings: Mapping[str, Any],
     routes: bool = False,
@@ -157,80 +155,84 @@ def rollout(
     arch, agreed = qwen3_30b_a3b(options.layers), cases.contract(precision)
     chosen = cases.options(gpu_memory_utilization=0.9, max_model_len=12_288, **settings)
     engine = start(arch, agreed, chosen, options.requests, rows, routes, variables)
-    about = {"kind": "rollout", "model": MODEL, "precision": precision, "layers": options.layers}
-    about |= {"batch_invariant": chosen.batch_invariant, "experts": chosen.experts, "repeats": options.repeats}
+    about = {"model": MODEL, "precision": precision, "layers": options.layers}
     try:
         updated = cases.synchronise(engine, random_policy(arch, agreed, own_layers=1))
         torch.cuda.empty_cache()
-        rows.append({"kind": "described", "model": MODEL, "precision": precision, **cases.summary(engine.describe())})
+        described = cases.summary(engine.describe())
+        rows.append({"kind": "described", **about, **described})
+        about |= engine_row(described, chosen) | source_row(SCRIPT)
+        rows.append({"kind": "update", **about, "shared_layers": True, **updated})
+        about |= {"kind": "rollout", "long_tailed": False, "routes": routes}
+        about |= {"experts": chosen.experts, "variables": dict(variables)}
         sizes = options.requests, options.prompt, options.generated
         # As long as what is timed: kernels are compiled for the rows of an expert, whose number decides which.
         cases.timed_rollout(engine, *sizes, seed=0)
-        runs = [cases.timed_rollout(engine, *sizes, seed) for seed in range(1, options.repeats + 1)]
-        rows.append(about | sorted(runs, key=lambda run: run["tokens_per_s"])[len(runs) // 2])
+        timed = repeated(lambda seed: cases.timed_rollout(engine, *sizes, seed), options.repeats)
+        rows.append_growing({**about, **row} for row in timed)
         if routes:
-            rows.append(_timed_routes(engine, options) | {"model": MODEL, "precision": precision})
-        rows.append({"kind": "update", "model": MODEL, "precision": precision, **updated})
+            rows.append({**about, "routes_reported": True, **_timed_routes(engine, *sizes)})
     finally:
         engine.close()
 
 
-def _timed_routes(engine: Any, options: argparse.Namespace) -> dict[str, Any]:
+def _timed_routes(engine: Any, requests: int, prompt: int, generated: int) -> Row:
     """The same rollout with the experts of every position returned."""
     generator = torch.Generator().manual_seed(5000)
-    prompts = torch.randint(4, 2048, (options.requests, options.prompt), generator=generator).tolist()
+    prompts = torch.randint(4, 2048, (requests, prompt), generator=generator).tolist()
     groups = [PromptGroup(i, f"{i}", tuple(tokens), (0,), (i,)) for i, tokens in enumerate(prompts)]
     began = time.perf_counter()
-    sampling = Sampling(1.0, options.generated, frozenset(), report_experts=True)
+    sampling = Sampling(1.0, generated, frozenset(), report_experts=True)
     found = [done for finished in engine.generate(groups, sampling) for done in finished]
     seconds = time.perf_counter() - began
     positions = sum(len(done.experts or []) for done in found)
-    assert positions == options.requests * (options.prompt + options.generated - 1)
-    tokens = options.requests * options.generated
-    rate = round(tokens / seconds, 1)
-    return {"kind": "routes", "positions": positions, "seconds": round(seconds, 3), "tokens_per_s": rate}
+    assert positions == requests * (prompt + generated - 1)
+    tokens = requests * generated
+    sizes = {"requests": requests, "prompt": prompt, "generated": generated, "tokens": tokens, "positions": positions}
+    return {**sizes, "seconds": round(seconds, 3), "tokens_per_s": round(tokens / seconds, 1)}
 
 
-def moe_bf16(options: argparse.Namespace, rows: Rows) -> None:
+def moe_bf16(options: argparse.Namespace, rows: StoredRows) -> None:
     """Everything in BF16."""
     rollout(options, rows, "bf16", {})
 
 
-def moe_fp8_linear_kv(options: argparse.Namespace, rows: Rows) -> None:
+def moe_fp8_linear_kv(options: argparse.Namespace, rows: StoredRows) -> None:
     """Linears, experts, cache and attention in FP8; experts by DeepGEMM."""
     rollout(options, rows, "fp8_linear_kv", {})
 
 
-def moe_fp8_linear_kv_triton(options: argparse.Namespace, rows: Rows) -> None:
+def moe_fp8_linear_kv_triton(options: argparse.Namespace, rows: StoredRows) -> None:
     """The same, experts by Triton."""
     rollout(options, rows, "fp8_linear_kv", {"experts": "triton"})
 
 
-def moe_fp8_linear_kv_v2(options: argparse.Namespace, rows: Rows) -> None:
+def moe_fp8_linear_kv_v2(options: argparse.Namespace, rows: StoredRows) -> None:
     """The first by vLLM's second model runner, which it takes for dense models: one kernel draws for all seeds."""
     rollout(options, rows, "fp8_linear_kv", {}, variables={"VLLM_USE_V2_MODEL_RUNNER": "1"})
 
 
-def moe_routes(options: argparse.Namespace, rows: Rows) -> None:
+def moe_routes(options: argparse.Namespace, rows: StoredRows) -> None:
     """The first, started to report experts, without and with them."""
     rollout(options, rows, "fp8_linear_kv", {}, routes=True)
 
 
-def moe_sync(options: argparse.Namespace, rows: Rows) -> None:
+def moe_sync(options: argparse.Namespace, rows: StoredRows) -> None:
     """All experts from one process's GPU memory into vLLM's, and read back."""
     arch, agreed = qwen3_30b_a3b(options.layers), cases.contract("fp8_linear_kv")
     settings = cases.options(gpu_memory_utilization=0.5, kv_cache_gib=4.0, graphs=False)
     engine = start(arch, agreed, settings, 16, rows, routes=False, variables=_AS_IT_IS)
     try:
         policy = random_policy(arch, agreed, own_layers=arch.num_layers)
+        about = {"kind": "sync", "model": MODEL, "precision": "fp8_linear_kv", "layers": options.layers}
+        about |= {"shared_layers": False, **source_row(SCRIPT)}
         for _ in range(options.repeats + 2):
-            measured = cases.synchronise(engine, policy)
-            rows.append({"kind": "sync", "model": MODEL, "precision": "fp8_linear_kv", **measured})
+            rows.append(about | cases.synchronise(engine, policy))
     finally:
         engine.close()
 
 
-MEASUREMENTS: dict[str, Callable[[argparse.Namespace, Rows], None]] = {
+MEASUREMENTS: dict[str, Callable[[argparse.Namespace, StoredRows], None]] = {
     f.__name__: f
     for f in (moe_fp8_linear_kv, moe_bf16, moe_fp8_linear_kv_triton, moe_fp8_linear_kv_v2, moe_sync, moe_routes)
 }
@@ -248,10 +250,13 @@ def main() -> None:
     flags = [f"--{key}={getattr(options, key)}" for key in kept]
     for name in options.names or MEASUREMENTS:
         command = [sys.executable, "-m", "benchmarks.vllm_moe_hopper", name, "--inside", *flags]
-        with (options.out / f"{name}.log").open("wb") as log:
-            subprocess.run(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, check=False)
         result = options.out / f"{name}.json"
+        result.unlink(missing_ok=True)
+        with (options.out / f"{name}.log").open("wb") as log:
+            code = subprocess.run(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, check=False).returncode
         print(result.read_text() if result.exists() else f"{name}: no result, see its log", flush=True)
+        if code != 0:
+            print(f"{name}: ended with {code}, see its log", flush=True)
 
 
 def _options() -> argparse.Namespace:
@@ -270,15 +275,13 @@ def _options() -> argparse.Namespace:
 def _measure(options: argparse.Namespace) -> None:
     """One measurement in this process; whatever goes wrong is the result."""
     (name,) = options.names
-    rows: Rows = []
-    content: dict[str, Any] = {"measurement": name, "rows": rows}
+    about = {"measurement": name, "command": " ".join([SCRIPT, *sys.argv[1:]]), "git": git_state(ROOT)}
+    about |= {"versions": library_versions(), "hardware": hardware()}
+    rows = StoredRows(options.out / f"{name}.json", about)
     try:
         MEASUREMENTS[name](options, rows)
     except Exception as error:  # noqa: BLE001 - the rows so far must not be lost
-        content |= {"error": f"{type(error).__name__}: {error}"[-2000:], "traceback": traceback.format_exc()[-4000:]}
-    command = " ".join(["python -m benchmarks.vllm_moe_hopper", *sys.argv[1:]])
-    content |= {"command": command, "git": git_state(ROOT), "versions": library_versions(), "hardware": hardware()}
-    (options.out / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
+        rows.fail(error)
 
 
 if __name__ == "__main__":

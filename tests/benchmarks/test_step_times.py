@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 
 from benchmarks.step_times import by_quarter, processor_shares, timed
 
@@ -37,15 +38,44 @@ def test_steps_are_timed_as_they_come():
     assert seconds[0] < 0.05 <= seconds[1]
 
 
-def test_who_was_busy():
-    spins = "import time\nprint(1, flush=True)\nend = time.time() + 60\nwhile time.time() < end: pass"
-    with subprocess.Popen([sys.executable, "-c", spins], stdout=subprocess.PIPE) as child:
+SPINS = "end = time.time() + 60\nwhile time.time() < end: pass"
+
+
+@contextmanager
+def child_that(does):
+    """A Python process that has said that it runs."""
+    program = f"import threading, time\nprint(1, flush=True)\n{does}"
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as child:
         assert child.stdout.readline() == b"1\n"
-        with processor_shares() as shares:
-            time.sleep(1.0)
-        child.kill()
+        try:
+            yield child
+        finally:
+            child.kill()
+
+
+def test_who_was_busy():
+    with child_that(SPINS), processor_shares() as shares:
+        time.sleep(1.0)
     busy, *others = shares()
-    assert busy["busiest"] > 0.3
-    assert busy["all"] >= busy["busiest"]
+    assert busy["threads"] == [busy["all"]]
+    assert busy["all"] > 0.3
     driver = next(row for row in others if row["process"] == "driver")
     assert driver["all"] < 0.2
+
+
+def test_threads_that_share_a_lock_are_told_apart_from_one_that_is_busy():
+    spins_in_threads = f"def spin():\n  {SPINS.replace(chr(10), chr(10) + '  ')}\n"
+    spins_in_threads += "for _ in range(4): threading.Thread(target=spin, daemon=True).start()\ntime.sleep(60)"
+    with child_that(spins_in_threads), processor_shares() as shares:
+        time.sleep(1.5)
+    busy = shares()[0]
+    assert len(busy["threads"]) == 3, "of its five"
+    assert busy["threads"] == sorted(busy["threads"], reverse=True)
+    assert 0 < busy["threads"][2] <= busy["threads"][0] < 0.7 * busy["all"]
+
+
+def test_a_process_that_ends_inside_the_block_is_left_out():
+    with child_that("time.sleep(60)") as child, processor_shares() as shares:
+        child.kill()
+        child.wait()
+    assert "driver" in [row["process"] for row in shares()]

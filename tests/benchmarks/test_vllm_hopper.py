@@ -1,9 +1,13 @@
 import importlib.util
+import json
 import sys
+import time
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
+from benchmarks import vllm_hopper
 from fp8core.rollout.engine import Completion
 
 
@@ -37,3 +41,14 @@ def test_contracts_differ_in_what_their_names_say(cases):
         ("fp8_block", "bf16"),
         ("fp8_block", "fp8"),
     ]
+
+
+def test_an_earlier_result_is_not_taken_for_that_of_a_measurement_that_was_ended(tmp_path):
+    result = tmp_path / "unknown.json"
+    result.write_text('{"rows": [{"kind": "earlier"}]}')
+    started = vllm_hopper._start("unknown", Namespace(out=tmp_path, layers=2))
+    started[-1].kill()
+    vllm_hopper._finish([started], deadline=time.monotonic() + 60)
+    content = json.loads(result.read_text())
+    assert content["error"] == "ended with -9"
+    assert "rows" not in content

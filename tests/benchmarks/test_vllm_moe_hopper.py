@@ -1,11 +1,15 @@
 import importlib.util
+import json
+import subprocess
 import sys
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks.rollout_tables import rollout_table, run_table
 from fp8core.models.architecture import parameter_shapes
 from fp8core.models.formats import rollout_formats
 from fp8core.models.weights import stored_weights
@@ -19,6 +23,24 @@ def benchmark():
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture
+def measured(benchmark, tmp_path, monkeypatch, pretend_engine):
+    """Rows of a measurement on an engine that is not there, and its error."""
+    start = pretend_engine(speeds={16: [100.0, 300.0, 200.0]})
+    monkeypatch.setattr(benchmark, "start", start)
+    monkeypatch.setattr(benchmark, "random_policy", lambda *_, **__: None)
+    routes = {"requests": 4, "prompt": 8, "generated": 16, "seconds": 1.0, "tokens_per_s": 90.0}
+    monkeypatch.setattr(benchmark, "_timed_routes", lambda *_: routes)
+    sizes = {"requests": 4, "prompt": 8, "generated": 16, "layers": 2}
+
+    def measure(name, repeats=3):
+        benchmark._measure(Namespace(names=[name], out=tmp_path, repeats=repeats, **sizes))
+        content = json.loads((tmp_path / f"{name}.json").read_text())
+        return content["rows"], content.get("error")
+
+    return measure
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8_linear_kv"])
@@ -43,3 +65,49 @@ def test_random_tensors_are_those_a_trainer_ships(benchmark, precision):
 def test_the_shape_is_qwen3_30b_a3bs(benchmark):
     shapes = parameter_shapes(benchmark.qwen3_30b_a3b())
     assert sum(torch.Size(shape).numel() for shape in shapes.values()) == 30_532_122_624
+
+
+def test_rows_have_what_their_table_says_of_them(measured):
+    rows, error = measured("moe_routes")
+    assert error is None
+    assert [row["kind"] for row in rows] == ["start", "described", "update", "rollout", "rollout"]
+    plain, reported = rows[3:]
+    assert (plain["long_tailed"], plain["decode_kernel"], plain["batched_tokens"]) == (False, "fp8_decode", 8192)
+    assert len(plain["commit"]) == 40
+    assert [row["routes"] for row in (plain, reported)] == [True, True]
+    lines = rollout_table(rows).splitlines()[2:]
+    assert [line.split(" | ")[1].split(", ")[-1] for line in lines] == ["ready for routes", "routes reported"]
+    assert lines[0].endswith("| 8,192 | 200 | not measured | 100, 300, 200 |")
+    assert len(run_table(rows).splitlines()) == 2 + 3
+
+
+def test_variants_of_an_engine_are_told_apart(measured):
+    names = ("moe_fp8_linear_kv", "moe_fp8_linear_kv_triton", "moe_fp8_linear_kv_v2")
+    rows = [measured(name, repeats=1)[0][-1] for name in names]
+    assert len({line.split(" | ")[1] for line in rollout_table(rows).splitlines()[2:]}) == 3
+
+
+def test_runs_before_an_error_stay(measured):
+    rows, error = measured("moe_bf16", repeats=4)
+    assert error.startswith("RuntimeError"), "there are three speeds"
+    assert rows[-1]["all_tokens_per_s"] == [100.0, 300.0, 200.0]
+
+
+def test_updates_have_their_source(measured):
+    rows, _ = measured("moe_sync", repeats=1)
+    updates = [row for row in rows if row["kind"] == "sync"]
+    assert len(updates) == 3
+    assert {row["shared_layers"] for row in updates} == {False}
+    assert all(len(row["commit"]) == 40 and row["command"] for row in updates)
+
+
+def test_an_earlier_result_is_not_taken_for_that_of_a_measurement_that_was_ended(
+    benchmark, tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "moe_bf16.json").write_text("earlier")
+    ended = subprocess.CompletedProcess([], -9)
+    monkeypatch.setattr(benchmark.subprocess, "run", lambda *_, **__: ended)
+    monkeypatch.setattr(sys, "argv", ["vllm_moe_hopper", f"--out={tmp_path}", "moe_bf16"])
+    benchmark.main()
+    said = ["moe_bf16: no result, see its log", "moe_bf16: ended with -9, see its log"]
+    assert capsys.readouterr().out.splitlines() == said
