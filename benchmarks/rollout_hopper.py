@@ -58,6 +58,7 @@ class Engine:
     batch_invariant: bool = False
     decode_kernel: str = "fp8_decode"
     forward: str = "stock"
+    block_size: int | None = None
     traced: tuple[int, int] | None = None
 
 
@@ -77,6 +78,8 @@ ENGINES = {
     "qwen3-8b/fp8_linear_kv/512": Engine(
         "qwen3-8b", "fp8_linear_kv", (*_headline(3)[1:], _SHORT, _TAILED), traced=(512, 1536)
     ),
+    # Whether speed varies because small pages lie anywhere in a cache of 100 GB.
+    "qwen3-8b/fp8_linear_kv/512/pages": Engine("qwen3-8b", "fp8_linear_kv", _headline(3)[1:], block_size=128),
     "qwen3-8b/fp8_linear_kv/long": Engine("qwen3-8b", "fp8_linear_kv", (_LONG,)),
     "qwen3-8b/fp8_linear_kv/flash": Engine("qwen3-8b", "fp8_linear_kv", (_SHORT,), decode_kernel="flash_attention"),
     "qwen3-8b/fp8_linear_kv/invariant": Engine("qwen3-8b", "fp8_linear_kv", (_SHORT,), batch_invariant=True),
@@ -101,13 +104,14 @@ def main() -> None:
     options.out = options.out.absolute()
     options.out.mkdir(parents=True, exist_ok=True)
     if options.inside:
-        measure(ENGINES[options.engines[0]], options.out / f"{options.engines[0].replace('/', '-')}.json")
+        measure(ENGINES[options.engines[0]], _result(options.out, options.engines[0]))
         return
     deadline = time.monotonic() + options.seconds
     for name in options.engines:
         if time.monotonic() >= deadline:
             print(f"{name}: not started, the time is used up", flush=True)
             continue
+        _result(options.out, name).unlink(missing_ok=True)
         command = [sys.executable, "-m", "benchmarks.rollout_hopper", name, "--inside", f"--out={options.out}"]
         process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
         try:
@@ -115,6 +119,10 @@ def main() -> None:
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)  # with the engine's processes
             print(f"{name}: out of time", flush=True)
+
+
+def _result(out: Path, name: str) -> Path:
+    return out / f"{name.replace('/', '-')}.json"
 
 
 def architecture(model: str) -> Architecture:
@@ -157,6 +165,7 @@ def _settings(engine_of: Engine) -> VllmConfig:
         batch_invariant=engine_of.batch_invariant,
         decode_kernel=engine_of.decode_kernel,
         model=engine_of.forward,
+        block_size=engine_of.block_size,
         gpu_memory_utilization=0.92,
         max_model_len=max(cell.prompt + cell.generated for cell in engine_of.cells),
     )

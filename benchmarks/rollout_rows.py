@@ -21,7 +21,7 @@ def engine_row(described: Mapping[str, Any], settings: VllmConfig) -> Row:
     """What decides an engine's speed: what it says of itself (`vllm_hopper_cases.summary`), and what it was told."""
     flash = described["backend"]["implementation"] == "FlashAttentionImpl"
     decode_kernel = "flash_attention" if flash else "fp8_decode"
-    told = {"batch_invariant": settings.batch_invariant, "batched_tokens": settings.batched_tokens}
+    told = {name: getattr(settings, name) for name in ("batch_invariant", "batched_tokens", "block_size")}
     found = {name: described[name] for name in ("backend", "kernels", "runner")}
     return {**told, "forward": described["model"], "decode_kernel": decode_kernel, **found}
 

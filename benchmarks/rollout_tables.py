@@ -61,6 +61,7 @@ def _words(row: Row) -> str:
         "batch-invariant": row["batch_invariant"],
         # Rows from before there was a choice are of vLLM's own model.
         "aligned": row.get("forward") == "aligned",
+        f"pages of {row.get('block_size')}": row.get("block_size") is not None,
         "experts by Triton": row.get("experts") == "triton",
         "ready for routes": row.get("routes") and not row.get("routes_reported"),
         "routes reported": row.get("routes_reported"),

@@ -1,6 +1,7 @@
 """What happens around timed rollouts; the timing itself needs a Hopper GPU."""
 
 import json
+import subprocess
 import sys
 
 import pytest
@@ -15,6 +16,16 @@ def test_engines_after_the_budget_are_not_started(tmp_path, monkeypatch, capsys)
     monkeypatch.setattr(sys, "argv", ["rollout_hopper.py", *names, f"--out={tmp_path}", "--seconds=0"])
     rollout_hopper.main()
     assert capsys.readouterr().out.splitlines() == [f"{name}: not started, the time is used up" for name in names]
+
+
+def test_an_earlier_result_is_not_taken_for_that_of_an_engine_that_failed(tmp_path, monkeypatch):
+    result = tmp_path / "llama-3.1-8b-bf16.json"
+    result.write_text("[]")
+    ended = subprocess.Popen(["true"])
+    monkeypatch.setattr(rollout_hopper.subprocess, "Popen", lambda *_, **__: ended)
+    monkeypatch.setattr(sys, "argv", ["rollout_hopper.py", "llama-3.1-8b/bf16", f"--out={tmp_path}"])
+    rollout_hopper.main()
+    assert not result.exists()
 
 
 @pytest.fixture

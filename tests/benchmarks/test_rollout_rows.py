@@ -13,9 +13,10 @@ from fp8core.config.vllm import VllmConfig
 )
 def test_an_engine_is_what_it_says_and_what_it_was_told(implementation, kernel):
     said = {"model": "stock", "backend": {"implementation": implementation}, "kernels": {}, "runner": "v1", "graphs": 1}
-    assert engine_row(said, VllmConfig(batched_tokens=4096, batch_invariant=True)) == {
+    assert engine_row(said, VllmConfig(batched_tokens=4096, batch_invariant=True, block_size=64)) == {
         "batch_invariant": True,
         "batched_tokens": 4096,
+        "block_size": 64,
         "forward": "stock",
         "decode_kernel": kernel,
         "backend": {"implementation": implementation},

@@ -55,6 +55,8 @@ def test_a_row_is_compared_with_bf16_of_its_shape_and_its_tokens_a_step():
         ({}, ""),
         ({"batch_invariant": True, "forward": "aligned"}, ", batch-invariant, aligned"),
         ({"experts": "deep_gemm", "routes": False, "variables": {}}, ""),
+        ({"block_size": None}, ""),
+        ({"block_size": 128}, ", pages of 128"),
         ({"experts": "triton"}, ", experts by Triton"),
         ({"routes": True}, ", ready for routes"),
         ({"routes": True, "routes_reported": True}, ", routes reported"),
