@@ -6,6 +6,7 @@ step would use. A checkpoint has neither, so a few prompts are calibrated on and
 
 import argparse
 import json
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -149,15 +150,15 @@ def _run(config: "RunConfig", folder: Path, prompts: int) -> Subject:
         raise UserError(f"{folder}: the run has no checkpoint yet (checkpoint.every={config.checkpoint.every})")
     last = max(kept, key=lambda entry: entry.step)
     policy = load_checkpoint(folder / last.uri / "policy")
-    trainer = build_trainer(config, policy.architecture, policy.tensors)
-    trainer.load(folder / last.uri)
     refs = [ref for task in ledger.tasks(last.step).values() for ref in task.outputs.values()]
     rollouts = store.get_table(next(ref for ref in refs if ref.kind == "rollouts")).to_pylist()
     found = [store.get_json(ref) for ref in refs if ref.kind == "scales"]
-    scales = next(content["layers"] for content in found if content["version"] == trainer.version)
     sequences = sequences_of([row for row in rollouts if row["group"] < prompts])
-    task = Task(sequences, config.rollout.temperature, [LayerScales(**layer) for layer in scales])
-    return Subject(config, trainer.arch, trainer.masters, task)
+    with closing(build_trainer(config, policy.architecture, policy.tensors)) as trainer:
+        trainer.load(folder / last.uri)
+        scales = next(content["layers"] for content in found if content["version"] == trainer.version)
+        task = Task(sequences, config.rollout.temperature, [LayerScales(**layer) for layer in scales])
+        return Subject(config, trainer.arch, trainer.masters, task)
 
 
 def sequences_of(rollouts: list[dict[str, Any]]) -> "TokenBatch":
@@ -183,14 +184,14 @@ def _checkpoint(config: "RunConfig", count: int) -> Subject:
     source, base = build_source(config.data, config.evaluation), build_base(config)
     problems = source.training(0, count, config.seed)
     prompts = [encode_prompt(problem, config, base.tokenizer, base.arch.max_positions)[1] for problem in problems]
-    trainer = build_trainer(config, base.arch, base.tensors)
     # TokenBatch wants a completion; the last prompt token serves.
     batch = TokenBatch.of([tokens[:-1] or tokens for tokens in prompts], [tokens[-1:] for tokens in prompts])
-    amax = covered_amax(trainer.statistics(batch).histograms(), config.calibration.covered_percentile)
-    scales = scales_from_statistics(amax, config.calibration.margin, config.precision.scale_rule)
-    completions = _completions(config, base, trainer.export(), scales, prompts)
-    sequences = TokenBatch.of(prompts, completions)
-    return Subject(config, base.arch, trainer.masters, Task(sequences, config.rollout.temperature, scales))
+    with closing(build_trainer(config, base.arch, base.tensors)) as trainer:
+        amax = covered_amax(trainer.statistics(batch).histograms(), config.calibration.covered_percentile)
+        scales = scales_from_statistics(amax, config.calibration.margin, config.precision.scale_rule)
+        completions = _completions(config, base, trainer.export(), scales, prompts)
+        sequences = TokenBatch.of(prompts, completions)
+        return Subject(config, base.arch, trainer.masters, Task(sequences, config.rollout.temperature, scales))
 
 
 def _completions(
@@ -205,12 +206,12 @@ def _completions(
     from fp8core.rollout.seeds import sample_seed
     from fp8core.workers.build import build_engine
 
-    engine = build_engine(config, base.arch)
-    engine.update(stored, PolicyScales(0, tuple(scales)), 0)
     groups = [
         PromptGroup(i, str(i), tuple(tokens), (0,), (sample_seed(config.seed, 0, i, 0),))
         for i, tokens in enumerate(prompts)
     ]
     sampling = Sampling(config.rollout.temperature, config.rollout.max_new_tokens, base.tokenizer.eos_ids)
-    done = {row.group: row.tokens for finished in engine.generate(groups, sampling) for row in finished}
+    with closing(build_engine(config, base.arch)) as engine:
+        engine.update(stored, PolicyScales(0, tuple(scales)), 0)
+        done = {row.group: row.tokens for finished in engine.generate(groups, sampling) for row in finished}
     return [done[i] for i in range(len(prompts))]
