@@ -1,0 +1,55 @@
+"""The metrics of a step are a function of its artifacts, whatever the process that computes them is set to."""
+
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fp8core.config.steps import NoOptions
+from fp8core.store.artifacts import ArtifactStore
+from fp8core.store.ledger import LedgerView
+from fp8core.store.run_directory import LEDGER
+from tasks import record as module
+from tasks.record import one_thread, record
+
+
+@pytest.fixture
+def threads():
+    """Torch's thread count, put back afterwards."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def recorded(trained, tmp_path):
+    """The metrics of a finished step, and a function that computes them again but for those of its cache's scales."""
+    folder = shutil.copytree(trained, tmp_path / trained.name)
+    artifacts, store = LedgerView.read(folder / LEDGER).artifacts(1), ArtifactStore(folder)
+    ports = ("rollouts", "rewards", "logprobs", "train_report", "sync_report", "evaluation", "next_scales")
+    inputs = {port: artifacts[port] for port in ports}
+    run = SimpleNamespace(directory=SimpleNamespace(store=store))
+
+    def again():
+        return store.get_json(record(run, 1, NoOptions(), **inputs)["metrics"])
+
+    return store.get_json(artifacts["metrics"]), again
+
+
+def test_a_record_is_computed_by_one_thread_which_the_process_keeps_its_own_beside(threads, recorded, monkeypatch):
+    seen = []
+    computed = module.alignment_metrics
+    monkeypatch.setattr(module, "alignment_metrics", lambda *a: seen.append(torch.get_num_threads()) or computed(*a))
+    then, again = recorded
+    assert (now := again()).items() <= then.items()
+    assert then.keys() - now.keys() == {"kv/saturated_share", "kv/lag_error"}
+    assert seen == [1]
+    assert torch.get_num_threads() == 3
+
+
+def test_a_failure_gives_the_threads_back(threads):
+    with pytest.raises(ValueError, match="no"), one_thread():
+        raise ValueError("no")
+    assert torch.get_num_threads() == 3
