@@ -98,7 +98,7 @@ def _run(
         "device": options.device,
         "overrides": {**dict.fromkeys(inputs, "a small one"), **settings},
         "state": state["type"],
-        "message": state["message"],
+        "message": "cut by the time of its command" if state["type"] == "RUNNING" else state["message"],
         "exit_code": code,
         "seconds": time.monotonic() - began,
         **run_facts(runs / name),
