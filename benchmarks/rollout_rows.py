@@ -12,7 +12,7 @@ from fp8core.config.vllm import VllmConfig
 from fp8core.store.versions import git_state, library_versions
 
 ROOT = Path(__file__).parents[1]
-_OF_A_RUN = ("seconds", "tokens_per_s", "step_ms", "processors")
+_OF_A_RUN = ("seconds", "tokens_per_s", "step_ms", "collections", "processors")
 
 Row = dict[str, Any]
 

@@ -2,6 +2,7 @@
 still now and then, and whether it waited for a GPU or for a processor.
 """
 
+import gc
 import itertools
 import os
 import time
@@ -58,6 +59,27 @@ def processor_shares() -> Iterator[Callable[[], list[dict[str, Any]]]]:
     found.sort(key=lambda row: row["all"], reverse=True)
 
 
+@contextmanager
+def garbage_collections() -> Iterator[Callable[[], dict[str, Any]]]:
+    """What Python's garbage collector took of this process inside the block, asked for after it.
+
+    While it looks at everything alive, nobody reads what the engine's process has done: steps come late, then at once.
+    """
+    began, seconds = [0.0], list[float]()
+
+    def heard(phase: str, _: dict[str, int]) -> None:
+        if phase == "start":
+            began[0] = time.perf_counter()
+        else:
+            seconds.append(time.perf_counter() - began[0])
+
+    gc.callbacks.append(heard)
+    try:
+        yield lambda: {"count": len(seconds), **_milliseconds(all=sum(seconds), max=max(seconds, default=0.0))}
+    finally:
+        gc.callbacks.remove(heard)
+
+
 def _name(process: psutil.Process) -> str:
     return "driver" if process.pid == os.getpid() else process.name()
 
@@ -72,5 +94,8 @@ def _shares(threads: Sequence[float]) -> dict[str, Any]:
 
 
 def _summary(ordered: Sequence[float]) -> dict[str, float]:
-    found = {"median": median(ordered), "p99": ordered[len(ordered) * 99 // 100], "max": ordered[-1]}
-    return {name: round(1000 * value, 2) for name, value in found.items()}
+    return _milliseconds(median=median(ordered), p99=ordered[len(ordered) * 99 // 100], max=ordered[-1])
+
+
+def _milliseconds(**seconds: float) -> dict[str, float]:
+    return {name: round(1000 * value, 2) for name, value in seconds.items()}

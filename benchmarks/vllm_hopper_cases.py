@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from benchmarks.step_times import by_quarter, processor_shares, timed
+from benchmarks.step_times import by_quarter, garbage_collections, processor_shares, timed
 from fp8core.config.capability import this_platform
 from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
 from fp8core.config.run import CorrectionConfig, LossConfig, TrainingConfig
@@ -331,14 +331,15 @@ def timed_rollout(
     """One batch of requests, each with a prompt of its own; all generate the same length where nothing stops them."""
     # Another shape has other prompts: the first of many would be found in the cache by few.
     groups = prompt_groups(requests, 1, prompt, seed=100_000 * requests + 10 * generated + seed)
-    with processor_shares() as shares:
+    with processor_shares() as shares, garbage_collections() as collected:
         found, steps = timed(engine.steps(groups, Sampling(1.0, generated, stop_ids)))
     seconds = sum(steps)
     tokens = sum(len(done.tokens) for done in found)
     assert stop_ids or tokens == requests * generated, "a request was cut short"
     sizes = {"requests": requests, "prompt": prompt, "generated": generated, "tokens": tokens}
     speed = {"seconds": round(seconds, 3), "tokens_per_s": round(tokens / seconds, 1)}
-    return {**sizes, **speed, "step_ms": by_quarter(steps), "processors": shares()[:3]}
+    waits = {"step_ms": by_quarter(steps), "collections": collected(), "processors": shares()[:3]}
+    return {**sizes, **speed, **waits}
 
 
 def prompt_groups(prompts: int, size: int, length: int, seed: int) -> list[PromptGroup]:

@@ -39,7 +39,8 @@ def pretend_engine(monkeypatch):
         def timed_rollout(engine, requests, prompt, generated, seed, stop_ids=frozenset()):
             sizes = {"requests": requests, "prompt": prompt, "generated": generated, "tokens": requests * generated}
             speed = {"seconds": 1.0, "tokens_per_s": 1.0 if seed == 0 else next(left[generated])}
-            return {**sizes, **speed, "step_ms": [{"median": 1.0, "p99": 1.0, "max": 1.0}], "processors": []}
+            waits = {"collections": {"count": 0, "all": 0.0, "max": 0.0}, "processors": []}
+            return {**sizes, **speed, "step_ms": [{"median": 1.0, "p99": 1.0, "max": 1.0}], **waits}
 
         monkeypatch.setattr(cases, "start", start)
         monkeypatch.setattr(cases, "synchronise", lambda *_: {"bytes": 1, "tensors": 1, "seconds": 1.0})

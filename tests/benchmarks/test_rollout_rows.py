@@ -29,12 +29,25 @@ def test_the_row_is_of_the_middle_run_and_has_all_of_them():
     speeds = {1: 100.0, 2: 300.0, 3: 200.0}
 
     def run(seed):
-        return {"seed": seed, "tokens_per_s": speeds[seed], "seconds": 0.1 * seed, "step_ms": [], "processors": [seed]}
+        return {
+            "seed": seed,
+            "tokens_per_s": speeds[seed],
+            "seconds": 0.1 * seed,
+            "step_ms": [],
+            "collections": {},
+            "processors": [seed],
+        }
 
     rows = list(repeated(run, 3))
     assert [row["seed"] for row in rows] == [1, 1, 3], "the slower one of two"
     assert rows[-1]["all_tokens_per_s"] == [100.0, 300.0, 200.0]
-    assert rows[-1]["runs"][1] == {"tokens_per_s": 300.0, "seconds": 0.2, "step_ms": [], "processors": [2]}
+    assert rows[-1]["runs"][1] == {
+        "tokens_per_s": 300.0,
+        "seconds": 0.2,
+        "step_ms": [],
+        "collections": {},
+        "processors": [2],
+    }
     assert [len(row["runs"]) for row in rows] == [row["repeats"] for row in rows] == [1, 2, 3]
 
 

@@ -1,11 +1,12 @@
 """Times between steps: what each quarter says of a stall and of a rollout that slows down."""
 
+import gc
 import subprocess
 import sys
 import time
 from contextlib import contextmanager
 
-from benchmarks.step_times import by_quarter, processor_shares, timed
+from benchmarks.step_times import by_quarter, garbage_collections, processor_shares, timed
 
 
 def test_a_stall_is_the_largest_of_its_quarter_alone():
@@ -36,6 +37,18 @@ def test_steps_are_timed_as_they_come():
     found, seconds = timed(steps())
     assert found == ["a", "b"]
     assert seconds[0] < 0.05 <= seconds[1]
+
+
+def test_what_the_garbage_collector_took():
+    alive = [[] for _ in range(200_000)]
+    with garbage_collections() as collected:
+        gc.collect()
+    found = collected()
+    assert found["count"] >= 1
+    assert 0 < found["max"] <= found["all"]
+    gc.collect()
+    assert collected() == found, "it listens inside its block alone"
+    assert len(alive) == 200_000
 
 
 SPINS = "end = time.time() + 60\nwhile time.time() < end: pass"
