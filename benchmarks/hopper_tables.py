@@ -16,7 +16,8 @@ from benchmarks.stored import PRECISIONS, RESULTS, Row, stored
 SHAPE = [16384, 4096]
 # The variant of `attention_hopper.VARIANTS` that the engine runs: keys of a partition, blocks a multiprocessor, stages.
 OURS = "ours 4096 3 2"
-_EXACTNESS = ("exactness", "exactness_invariant")
+_VLLM = RESULTS / "vllm_hopper"
+_EXACTNESS = {"exactness": "default", "exactness_invariant": "batch-invariant", "exactness_aligned": "aligned"}
 
 
 def main() -> None:
@@ -118,12 +119,14 @@ def rounding_table() -> str:
 
 
 def exactness_table() -> str:
-    """How many of a probe's 64 tokens and log-probs are equal to those of the probe alone."""
-    lines = ["| the probe | default: tokens, log-probs | batch-invariant: tokens, log-probs |", "| --- " * 3 + "|"]
-    default, invariant = ([row for row in _rows(name) if row["kind"] == "exactness"] for name in _EXACTNESS)
-    for ours, theirs in zip(default, invariant, strict=True):
-        cells = [f"{row['equal_tokens']}, {row['equal_logprobs']}" for row in (ours, theirs)]
-        lines.append(f"| {ours['surroundings']} | {cells[0]} | {cells[1]} |")
+    """How many of a probe's 64 tokens and log-probs are equal to those of the probe alone, in the modes measured."""
+    stored_modes = {name: mode for name, mode in _EXACTNESS.items() if (_VLLM / f"{name}.json").exists()}
+    heads = " | ".join(f"{mode}: tokens, log-probs" for mode in stored_modes.values())
+    lines = [f"| the probe | {heads} |", "| --- " * (1 + len(stored_modes)) + "|"]
+    modes = [[row for row in _rows(name) if row["kind"] == "exactness"] for name in stored_modes]
+    for rows in zip(*modes, strict=True):
+        cells = " | ".join(f"{row['equal_tokens']}, {row['equal_logprobs']}" for row in rows)
+        lines.append(f"| {rows[0]['surroundings']} | {cells} |")
     return "\n".join(lines)
 
 
@@ -145,7 +148,7 @@ def _middle(rows: list[Row], key: str) -> float:
 
 
 def _rows(name: str) -> list[Row]:
-    rows: list[Row] = json.loads((RESULTS / "vllm_hopper" / f"{name}.json").read_text())["rows"]
+    rows: list[Row] = json.loads((_VLLM / f"{name}.json").read_text())["rows"]
     return rows
 
 

@@ -29,7 +29,6 @@ from benchmarks.rollout_rows import ROOT, Row, engine_row, repeated, source_row
 from benchmarks.vllm_hopper import prepare
 from fp8core.config.vllm import VllmConfig
 from fp8core.models.architecture import Architecture
-from fp8core.rollout.vllm_aligned import POINTS
 
 SCRIPT = "python benchmarks/rollout_hopper.py"
 # With random weights the next token is one of these with a probability of about 1 / 800: lengths are geometric.
@@ -134,7 +133,7 @@ def measure(engine_of: Engine, out: Path) -> None:
     """Start an engine and time its cells."""
     arch, contract = architecture(engine_of.model), cases.contract(engine_of.precision)
     if engine_of.forward == "aligned":
-        contract = contract.model_copy(update={"rounding_points": POINTS})
+        contract = cases.aligned(contract)
     settings = _settings(engine_of)
     prepare(contract, settings)
     rows: list[Row] = []

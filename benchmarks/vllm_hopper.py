@@ -27,6 +27,8 @@ import torch
 from benchmarks import vllm_hopper_cases as cases
 from benchmarks.calibration_hopper import calibration_rows, provenance
 from flows.environment import set_variables
+from fp8core.config.precision import PrecisionContract
+from fp8core.config.vllm import VllmConfig
 from fp8core.rollout.vllm_settings import required_environment, suggested_environment
 from fp8core.store.versions import git_state, hardware, library_versions
 
@@ -124,19 +126,21 @@ def adapter(options: argparse.Namespace, rows: Rows) -> None:
 
 def exactness(options: argparse.Namespace, rows: Rows) -> None:
     """Which surroundings leave a request's tokens and log-probs as they are, by default."""
-    _exactness(rows, batch_invariant=False)
+    _exactness(rows, cases.contract("fp8_linear_kv"), cases.options(kv_cache_gib=8.0))
 
 
 def exactness_invariant(options: argparse.Namespace, rows: Rows) -> None:
     """The same with VLLM_BATCH_INVARIANT."""
-    _exactness(rows, batch_invariant=True)
+    _exactness(rows, cases.contract("fp8_linear_kv"), cases.options(batch_invariant=True, kv_cache_gib=8.0))
 
 
-def _exactness(rows: Rows, batch_invariant: bool) -> None:
-    contract, settings = (
-        cases.contract("fp8_linear_kv"),
-        cases.options(batch_invariant=batch_invariant, kv_cache_gib=8.0),
-    )
+def exactness_aligned(options: argparse.Namespace, rows: Rows) -> None:
+    """The same with layers that are the trainer's."""
+    _exactness(rows, cases.aligned(cases.contract("fp8_linear_kv")), cases.options(model="aligned", kv_cache_gib=8.0))
+
+
+def _exactness(rows: Rows, contract: PrecisionContract, settings: VllmConfig) -> None:
+    batch_invariant = settings.batch_invariant
     prepare(contract, settings)
     policy = cases.small_policy(contract, version=0)
     rows.append({"kind": "checkpoint", "bytes_equal_shipped": cases.checkpoint_equals(policy)})
@@ -218,7 +222,7 @@ def step_costs(options: argparse.Namespace, rows: Rows) -> None:
         engine.close()
 
 
-def prepare(contract: Any, settings: Any) -> None:
+def prepare(contract: PrecisionContract, settings: VllmConfig) -> None:
     """Environment of the engine; DeepGEMM compiles what is used, and every shape is used once before it is timed."""
     build = cases.build()
     suggested = suggested_environment(1, build)
@@ -226,7 +230,7 @@ def prepare(contract: Any, settings: Any) -> None:
 
 
 MEASUREMENTS: dict[str, Callable[[argparse.Namespace, Rows], None]] = {
-    f.__name__: f for f in (adapter, exactness, exactness_invariant, logprobs, memory, step_costs)
+    f.__name__: f for f in (adapter, exactness, exactness_invariant, exactness_aligned, logprobs, memory, step_costs)
 }
 
 if __name__ == "__main__":

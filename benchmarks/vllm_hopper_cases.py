@@ -32,6 +32,7 @@ from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
 from fp8core.rollout.engine import Completion, PolicyScales, PromptGroup, Sampling
 from fp8core.rollout.seeds import sample_seed
+from fp8core.rollout.vllm_aligned import POINTS
 from fp8core.rollout.vllm_settings import WORKER
 from fp8core.rollout.vllm_versions import VllmBuild, find_build
 from fp8core.training.torch_trainer import TorchTrainer
@@ -83,6 +84,11 @@ def contract(precision: str) -> PrecisionContract:
         "kv_cache": "fp8" if precision == "fp8_linear_kv" else "bf16",
     }
     return PrecisionContract(rollout=SidePrecision(**parts), training=TrainingPrecision(**parts))
+
+
+def aligned(agreed: PrecisionContract) -> PrecisionContract:
+    """The same, rounded as the engine rounds whose layers are the trainer's (`options(model="aligned")`)."""
+    return agreed.model_copy(update={"rounding_points": POINTS})
 
 
 def options(**changes: Any) -> VllmConfig:

@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks import vllm_hopper
+from fp8core.models.architecture import Architecture
 from fp8core.rollout.engine import Completion
+from fp8core.rollout.vllm_aligned import check_aligned_fits, check_aligned_shape
+from fp8core.rollout.vllm_versions import VllmBuild
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +44,16 @@ def test_contracts_differ_in_what_their_names_say(cases):
         ("fp8_block", "bf16"),
         ("fp8_block", "fp8"),
     ]
+
+
+def test_every_mode_of_exactness_is_measured_with_settings_that_fit(cases, monkeypatch):
+    asked = []
+    monkeypatch.setattr(vllm_hopper, "_exactness", lambda rows, contract, settings: asked.append((contract, settings)))
+    for measure in (vllm_hopper.exactness, vllm_hopper.exactness_invariant, vllm_hopper.exactness_aligned):
+        measure(Namespace(), [])
+    assert [(s.model, s.batch_invariant) for _, s in asked] == [("stock", False), ("stock", True), ("aligned", False)]
+    check_aligned_fits(*asked[2], VllmBuild("vllm", "0.26.0", "cuda"))
+    check_aligned_shape(Architecture(**cases._SMALL))
 
 
 def test_an_earlier_result_is_not_taken_for_that_of_a_measurement_that_was_ended(tmp_path):
