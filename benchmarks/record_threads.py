@@ -22,7 +22,7 @@ import torch
 from benchmarks.trainings import ROOT
 from fp8core.rl.columns import column
 from fp8core.store.versions import git_state, hardware, library_versions
-from tasks.record import mismatch, rollout_metrics
+from tasks.record import mismatch, rollout_metrics, torch_threads
 
 COMPLETIONS, TOKENS, REPEATS = 192, 1024, 3
 
@@ -36,11 +36,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     about = {"git": git_state(ROOT), "versions": library_versions(), "hardware": hardware()}
     about["command"] = "python -m benchmarks.record_threads --out FILE"
-    before, rows = torch.get_num_threads(), list[dict[str, Any]]()
+    rows = list[dict[str, Any]]()
     for busy in options.busy:
         with others(busy):
             rows += [{"kind": "record", "busy": busy, **timed(threads), **about} for threads in options.threads]
-    torch.set_num_threads(before)
     options.out.write_text(json.dumps(rows, indent=1) + "\n")
     print(table(rows))
 
@@ -69,13 +68,13 @@ def compute() -> None:
 def timed(threads: int) -> dict[str, Any]:
     """Milliseconds of the metrics, computed by so many threads."""
     rollouts, logprobs = tables()
-    torch.set_num_threads(threads)
     seconds = list[float]()
-    for _ in range(1 + REPEATS):
-        began = time.perf_counter()
-        rollout_metrics(rollouts, logprobs)
-        mismatch(rollouts, logprobs)
-        seconds.append(time.perf_counter() - began)
+    with torch_threads(threads):
+        for _ in range(1 + REPEATS):
+            began = time.perf_counter()
+            rollout_metrics(rollouts, logprobs)
+            mismatch(rollouts, logprobs)
+            seconds.append(time.perf_counter() - began)
     return {"threads": threads, "milliseconds": round(1000 * min(seconds[1:]), 1), "completions": COMPLETIONS}
 
 

@@ -60,7 +60,9 @@ def record(
     """Everything MLflow shows of the step but its timings."""
     store = run.directory.store
     completions, scored = store.get_table(rollouts, ["logprobs", "written", "finish"]), store.get_table(logprobs)
-    with one_thread():
+    # On a busy host each of hundreds of short operations would wait until all threads have had their turn: a second for
+    # 200,000 tokens in place of 0.1 (benchmarks/record_threads.py).
+    with torch_threads(1):
         metrics = {
             **reward_metrics(store.get_table(rewards)),
             **rollout_metrics(completions, scored),
@@ -81,14 +83,10 @@ def record(
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
-    """Compute with one of torch's threads inside the block.
-
-    The metrics of 200,000 tokens are hundreds of operations of a tenth of a millisecond. On a host that is busy with
-    other things, each would wait until all threads have had their turn: a second in place of 0.1.
-    """
+def torch_threads(count: int) -> Iterator[None]:
+    """Compute with so many of torch's threads inside the block."""
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(count)
     try:
         yield
     finally:

@@ -11,16 +11,13 @@ from fp8core.store.artifacts import ArtifactStore
 from fp8core.store.ledger import LedgerView
 from fp8core.store.run_directory import LEDGER
 from tasks import record as module
-from tasks.record import one_thread, record
+from tasks.record import record, torch_threads
 
 
 @pytest.fixture
 def threads():
-    """Torch's thread count, put back afterwards."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    yield
-    torch.set_num_threads(before)
+    with torch_threads(3):
+        yield
 
 
 @pytest.fixture
@@ -50,6 +47,6 @@ def test_a_record_is_computed_by_one_thread_which_the_process_keeps_its_own_besi
 
 
 def test_a_failure_gives_the_threads_back(threads):
-    with pytest.raises(ValueError, match="no"), one_thread():
+    with pytest.raises(ValueError, match="no"), torch_threads(1):
         raise ValueError("no")
     assert torch.get_num_threads() == 3
