@@ -29,6 +29,7 @@ from benchmarks.rollout_rows import ROOT, Row, engine_row, repeated, source_row
 from benchmarks.vllm_hopper import prepare
 from fp8core.config.vllm import VllmConfig
 from fp8core.models.architecture import Architecture
+from fp8core.workers.heap import freeze_heap
 
 SCRIPT = "python benchmarks/rollout_hopper.py"
 # With random weights the next token is one of these with a probability of about 1 / 800: lengths are geometric.
@@ -143,6 +144,7 @@ def measure(engine_of: Engine, out: Path) -> None:
     try:
         cases.synchronise(engine, cases.random_policy(arch, contract, own_layers=1))
         torch.cuda.empty_cache()
+        freeze_heap()  # as a training does
         about = {"model": engine_of.model, "precision": engine_of.precision, "layers": arch.num_layers}
         about |= engine_row(cases.summary(engine.describe()), settings) | source_row(SCRIPT)
         for cell in engine_of.cells:

@@ -75,7 +75,10 @@ def garbage_collections() -> Iterator[Callable[[], dict[str, Any]]]:
 
     gc.callbacks.append(heard)
     try:
-        yield lambda: {"count": len(seconds), **_milliseconds(all=sum(seconds), max=max(seconds, default=0.0))}
+        yield lambda: {
+            **{"count": len(seconds), "frozen": gc.get_freeze_count()},
+            **_milliseconds(all=sum(seconds), max=max(seconds, default=0.0)),
+        }
     finally:
         gc.callbacks.remove(heard)
 

@@ -31,6 +31,7 @@ from fp8core.numerics.kv_scales import LayerScales
 from fp8core.rollout.engine import PolicyScales, PromptGroup, Sampling
 from fp8core.rollout.vllm_settings import check_architecture_fits, required_environment, suggested_environment
 from fp8core.store.versions import git_state, hardware, library_versions
+from fp8core.workers.heap import freeze_heap
 
 MODEL = "qwen3-30b-a3b"
 SCRIPT = "python -m benchmarks.vllm_moe_hopper"
@@ -159,6 +160,7 @@ def rollout(
     try:
         updated = cases.synchronise(engine, random_policy(arch, agreed, own_layers=1))
         torch.cuda.empty_cache()
+        freeze_heap()  # as a training does
         described = cases.summary(engine.describe())
         rows.append({"kind": "described", **about, **described})
         about |= engine_row(described, chosen) | source_row(SCRIPT)

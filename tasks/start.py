@@ -23,6 +23,7 @@ from fp8core.store.versions import library_versions
 from fp8core.training.warm_start import TokenisedDemonstration, warm_start_by
 from fp8core.training.warm_start import warm_start as train_on_demonstrations
 from fp8core.workers.build import build_engine, build_imitator, build_trainer, imitation_settings
+from fp8core.workers.heap import freeze_heap
 from fp8core.workers.live import LiveRun
 from tasks.calibrate import covered, read_scales, store_scales
 from tasks.evaluate import heldout_accuracy, judge
@@ -56,6 +57,7 @@ def bring_to_life(run: LiveRun) -> None:
     run.engine = build_engine(run.config, run.arch)
     run.engine.rest()
     run.trainer = build_trainer(run.config, run.arch, run.initial_policy())
+    freeze_heap()
 
 
 def first_scales(run: LiveRun) -> TaskResult:

@@ -464,7 +464,13 @@ class RunConfig(Section):
     runs: Path = Field(Path("runs"), description="Folder that holds run folders and the default MLflow store.")
     seed: int = Field(0, ge=0, le=2**31 - 1)
     steps: int = Field(80, ge=1, le=10_000_000, description="GRPO steps.")
-    threads: int = Field(1, ge=1, le=1024, description="Torch threads; more than 1 slows tiny models down.")
+    threads: int = Field(
+        1,
+        ge=1,
+        le=1024,
+        description="Torch's threads on the CPU. More pay where it computes a model of a few hundred million "
+        "parameters; beside a GPU they lose more at their barriers than they gain.",
+    )
     model: str | None = Field(
         None, description="Checkpoint: a Hugging Face folder, or a hub id. Exactly one of model and architecture."
     )

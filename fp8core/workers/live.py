@@ -22,6 +22,7 @@ from fp8core.rollout.engine import RolloutEngine
 from fp8core.store.ledger import START
 from fp8core.store.run_directory import RunDirectory
 from fp8core.training.trainer import Trainer
+from fp8core.workers.heap import thaw_heap
 
 
 @dataclass
@@ -86,6 +87,8 @@ def release(path: Path) -> None:
     run = _live.pop(path, None)
     if run is None:
         return
+    # Weights in a cycle that was frozen would stay.
+    thaw_heap()
     for part in (run.engine, run.trainer, run.reference):
         if part is not None:
             part.close()

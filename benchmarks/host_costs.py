@@ -1,0 +1,172 @@
+"""What the process beside a GPU takes of its own: a step's metrics and losses, and Python's garbage collector.
+
+    python -m benchmarks.host_costs --out FILE
+
+Metrics (`tasks.record`) are of 192 completions of 1,024 tokens, correction and losses of the same, twelve at a time:
+hundreds of operations on 200,000 numbers, by the threads that compute them. Beside them run as many processes that only
+compute as --busy says; the best of three after one that is not counted, since what is asked is not how long the kernel
+lets a process wait before it begins. A full collection is that of a process which has imported what a training imports,
+as it is, and with all of it frozen (`fp8core.workers.heap`). On a CPU.
+"""
+
+import argparse
+import gc
+import json
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import torch
+
+import flows.grpo  # noqa: F401 - what a training imports
+from benchmarks.trainings import ROOT
+from fp8core.config.run import CorrectionConfig, LossConfig
+from fp8core.rl.aggregation import Denominator
+from fp8core.rl.batch import RolloutBatch, TokenBatch
+from fp8core.rl.columns import column
+from fp8core.rl.objective import Objective
+from fp8core.store.versions import git_state, hardware, library_versions
+from fp8core.workers.heap import freeze_heap, thaw_heap
+from tasks.record import mismatch, rollout_metrics, torch_threads
+
+COMPLETIONS, TOKENS, PROMPT, TOGETHER, REPEATS = 192, 1024, 16, 12, 3
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, write the rows and print their tables."""
+    parser = argparse.ArgumentParser(description="What the process beside a GPU takes of its own.")
+    parser.add_argument("--out", type=Path, required=True, help="file of the rows")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--busy", type=int, nargs="+", default=[0, 4], help="processes beside it")
+    options = parser.parse_args(arguments)
+    about = {"git": git_state(ROOT), "versions": library_versions(), "hardware": hardware()}
+    about["command"] = "python -m benchmarks.host_costs --out FILE"
+    rows = [{**row, **about} for row in collections()]
+    for busy in options.busy:
+        with others(busy):
+            rows += [{**timed(threads), "busy": busy, **about} for threads in options.threads]
+    options.out.write_text(json.dumps(rows, indent=1) + "\n")
+    print(*tables(rows), sep="\n\n")
+
+
+@contextmanager
+def others(count: int) -> Iterator[None]:
+    """So many processes that compute."""
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=compute, daemon=True) for _ in range(count)]
+    for process in processes:
+        process.start()
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def compute() -> None:
+    """Keep a processor busy until this process is killed."""
+    while True:
+        pass
+
+
+def timed(threads: int) -> dict[str, Any]:
+    """Milliseconds of metrics, and of correction and losses, computed by so many threads."""
+    rollouts, logprobs = metrics_of()
+    batch, objective = batch_of(), Objective(LossConfig(), CorrectionConfig(method="token_tis"))
+    with torch_threads(threads):
+        metrics = best(lambda: (rollout_metrics(rollouts, logprobs), mismatch(rollouts, logprobs)))
+        losses = best(lambda: losses_of(objective, batch))
+    return {
+        "kind": "threads",
+        "threads": threads,
+        "completions": COMPLETIONS,
+        "metrics_ms": metrics,
+        "losses_ms": losses,
+    }
+
+
+def best(work: Callable[[], object]) -> float:
+    """Milliseconds, the least of some after one that is not counted."""
+    seconds = list[float]()
+    for _ in range(1 + REPEATS):
+        began = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - began)
+    return round(1000 * min(seconds[1:]), 1)
+
+
+def metrics_of() -> tuple[pa.Table, pa.Table]:
+    """What a rollout and its scoring store of random completions that differ by a hundredth of a nat."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (COMPLETIONS, TOKENS)
+    lengths = torch.full((COMPLETIONS,), TOKENS).numpy()
+    rollout = -3 * torch.rand(shape, generator=generator)
+    training = rollout + 0.01 * torch.randn(shape, generator=generator)
+    columns = {"logprobs": rollout, "written": torch.ones(shape, dtype=torch.bool)}
+    rollouts = {name: column(values, lengths) for name, values in columns.items()}
+    scored = {"logprobs": training, "entropy": torch.rand(shape, generator=generator)}
+    return (
+        pa.table({**rollouts, "finish": ["length"] * COMPLETIONS}),
+        pa.table({name: column(values, lengths) for name, values in scored.items()}),
+    )
+
+
+def batch_of() -> RolloutBatch:
+    """The same sizes, as a trainer gets them."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(2, 1000, (COMPLETIONS, PROMPT + TOKENS), generator=generator)
+    rows = TokenBatch.of(tokens[:, :PROMPT].tolist(), tokens[:, PROMPT:].tolist())
+    rollout = -3 * torch.rand(COMPLETIONS, TOKENS, generator=generator)
+    old = rollout + 0.01 * torch.randn(rollout.shape, generator=generator)
+    advantages = torch.randn(COMPLETIONS, generator=generator)
+    every = torch.ones(COMPLETIONS, TOKENS, dtype=torch.bool)
+    return RolloutBatch(rows, every, old, rollout, None, advantages, every[:, 0])
+
+
+def losses_of(objective: Objective, batch: RolloutBatch) -> None:
+    """What a trainer computes on the CPU of one update: correction, and the loss of each part with its gradient."""
+    corrected, _ = objective.corrected(batch)
+    denominator = Denominator.of(corrected.mask)
+    for start in range(0, COMPLETIONS, TOGETHER):
+        part = corrected.rows(slice(start, start + TOGETHER))
+        terms = objective(part.old_logprobs.clone().requires_grad_(), part, denominator)
+        terms.statistics()
+        terms.loss.backward()  # type: ignore[no-untyped-call]
+
+
+def collections() -> list[dict[str, Any]]:
+    """A full collection of this process, as it is and frozen."""
+    gc.collect()
+    row = {"kind": "collection", "objects": len(gc.get_objects())}
+    as_it_is = {**row, "frozen": False, "milliseconds": best(gc.collect)}
+    freeze_heap()
+    try:
+        return [as_it_is, {**row, "frozen": True, "milliseconds": best(gc.collect)}]
+    finally:
+        thaw_heap()
+
+
+def tables(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Of the threads, and of collections, as Markdown."""
+    cores = ", ".join(sorted({str(row["hardware"]["cores"]) for row in rows}))
+    threads = [
+        f"| processes beside it, on {cores} processors | threads | metrics, ms | losses, ms |",
+        "| --- " * 4 + "|",
+    ]
+    collected = ["| the collector sees | objects alive | a full collection, ms |", "| --- " * 3 + "|"]
+    for row in rows:
+        if row["kind"] == "threads":
+            threads.append(f"| {row['busy']} | {row['threads']} | {row['metrics_ms']:.0f} | {row['losses_ms']:.0f} |")
+        else:
+            sees = "what is new" if row["frozen"] else "everything"
+            collected.append(f"| {sees} | {row['objects']:,} | {row['milliseconds']:.1f} |")
+    return ["\n".join(threads), "\n".join(collected)]
+
+
+if __name__ == "__main__":
+    main()
