@@ -3,16 +3,16 @@
     python -m benchmarks.host_costs --out FILE
 
 Metrics (`tasks.record`) are of 192 completions of 1,024 tokens, correction and losses of the same, twelve at a time:
-hundreds of operations on 200,000 numbers, by the threads that compute them. Beside them run as many processes that only
-compute as --busy says; the best of three after one that is not counted, since what is asked is not how long the kernel
-lets a process wait before it begins. A full collection is that of a process which has imported what a training imports,
-as it is, and with all of it frozen (`fp8core.workers.heap`). On a CPU.
+hundreds of operations on 200,000 numbers, by the threads that compute them, and beside as many processes that only
+compute as --busy says. A full collection is that of a process which has imported what a training imports, as it is, and
+with all of it frozen (`fp8core.workers.heap`). Medians of five after one that is not counted. On a CPU.
 """
 
 import argparse
 import gc
 import json
 import multiprocessing
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -33,7 +33,7 @@ from fp8core.store.versions import git_state, hardware, library_versions
 from fp8core.workers.heap import freeze_heap, thaw_heap
 from tasks.record import mismatch, rollout_metrics, torch_threads
 
-COMPLETIONS, TOKENS, PROMPT, TOGETHER, REPEATS = 192, 1024, 16, 12, 3
+COMPLETIONS, TOKENS, PROMPT, TOGETHER, REPEATS = 192, 1024, 16, 12, 5
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -79,8 +79,8 @@ def timed(threads: int) -> dict[str, Any]:
     rollouts, logprobs = metrics_of()
     batch, objective = batch_of(), Objective(LossConfig(), CorrectionConfig(method="token_tis"))
     with torch_threads(threads):
-        metrics = best(lambda: (rollout_metrics(rollouts, logprobs), mismatch(rollouts, logprobs)))
-        losses = best(lambda: losses_of(objective, batch))
+        metrics = median(lambda: (rollout_metrics(rollouts, logprobs), mismatch(rollouts, logprobs)))
+        losses = median(lambda: losses_of(objective, batch))
     return {
         "kind": "threads",
         "threads": threads,
@@ -90,14 +90,14 @@ def timed(threads: int) -> dict[str, Any]:
     }
 
 
-def best(work: Callable[[], object]) -> float:
-    """Milliseconds, the least of some after one that is not counted."""
+def median(work: Callable[[], object]) -> float:
+    """Milliseconds, the median of some after one that is not counted."""
     seconds = list[float]()
     for _ in range(1 + REPEATS):
         began = time.perf_counter()
         work()
         seconds.append(time.perf_counter() - began)
-    return round(1000 * min(seconds[1:]), 1)
+    return round(1000 * statistics.median(seconds[1:]), 1)
 
 
 def metrics_of() -> tuple[pa.Table, pa.Table]:
@@ -143,10 +143,10 @@ def collections() -> list[dict[str, Any]]:
     """A full collection of this process, as it is and frozen."""
     gc.collect()
     row = {"kind": "collection", "objects": len(gc.get_objects())}
-    as_it_is = {**row, "frozen": False, "milliseconds": best(gc.collect)}
+    as_it_is = {**row, "frozen": False, "milliseconds": median(gc.collect)}
     freeze_heap()
     try:
-        return [as_it_is, {**row, "frozen": True, "milliseconds": best(gc.collect)}]
+        return [as_it_is, {**row, "frozen": True, "milliseconds": median(gc.collect)}]
     finally:
         thaw_heap()
 

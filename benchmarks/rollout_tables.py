@@ -29,8 +29,9 @@ def rollout_table(rows: Sequence[Row]) -> str:
 def run_table(rows: Sequence[Row]) -> str:
     """Why a run is slow: its steps by quarter, and who was busy. Empty where no row has its runs."""
     lines = [
-        "| a run | tokens/s | median step by quarter, ms | largest, ms | processors: all (busiest thread) |",
-        "| --- " * 5 + "|",
+        "| a run | tokens/s | median step by quarter, ms | largest, ms | garbage collector: all (longest), ms | "
+        "processors: all (busiest thread) |",
+        "| --- " * 6 + "|",
     ]
     timed = [row for row in rows if row["kind"] == "rollout" and "runs" in row]
     for row in timed:
@@ -73,7 +74,9 @@ def _words(row: Row) -> str:
 def _why(run: Row) -> str:
     steps = [", ".join(f"{quarter[name]:.1f}" for quarter in run["step_ms"]) for name in ("median", "max")]
     busy = [f"{row['process']} {row['all']:.2f} ({max(row['threads'], default=0.0):.2f})" for row in run["processors"]]
-    return f"{run['tokens_per_s']:,.0f} | {' | '.join(steps)} | {', '.join(busy)}"
+    # Rows from before it was listened to have none.
+    collected = f"{run['collections']['all']:,.0f} ({run['collections']['max']:,.0f})" if "collections" in run else ""
+    return f"{run['tokens_per_s']:,.0f} | {' | '.join(steps)} | {collected} | {', '.join(busy)}"
 
 
 def _titles(traces: Sequence[Row]) -> list[str]:

@@ -2,7 +2,8 @@
 
     python -m benchmarks.training_tables
 
-Reads benchmarks/results/training_hopper.json and fused_hopper.json; each row holds its commit and versions.
+Reads benchmarks/results/training_hopper.json, training_widths_hopper.json and fused_hopper.json; each row holds its
+commit and versions.
 """
 
 import json
@@ -18,7 +19,8 @@ PRECISIONS = {"bf16": _WORDS["bf16"], "fp8_block": _WORDS["fp8_linear"], "fp8_bl
 def main() -> None:
     training = json.loads((RESULTS / "training_hopper.json").read_text())
     fused = json.loads((RESULTS / "fused_hopper.json").read_text())
-    print(speed_table(training), parts_table(training), fused_table(fused), sep="\n\n")
+    widths = stored.stored("training_widths_hopper")
+    print(speed_table(training), parts_table(training), width_table(widths), fused_table(fused), sep="\n\n")
 
 
 def speed_table(rows: list[Row]) -> str:
@@ -50,6 +52,19 @@ def parts_table(rows: list[Row], model: str = "qwen3-8b") -> str:
         )
     whole = (_milliseconds(1000 * row["traced_seconds"]) for row in traces.values())
     return "\n".join([*lines, f"| whole step | {' | '.join(whole)} |"])
+
+
+def width_table(rows: list[Row]) -> str:
+    """What the GPU computes of a step, by the width of the model: from where FP8 pays."""
+    lines = ["| what the GPU computes of a step | BF16, ms | FP8 linears, ms | BF16 to FP8 |", "| --- " * 4 + "|"]
+    computed: dict[str, dict[str, float]] = {}
+    for row in rows:
+        if row["kind"] == "training_trace":
+            computed.setdefault(row["model"], {})[row["precision"]] = sum(row["parts_ms"].values())
+    for model, of in computed.items():
+        words = MODELS.get(model) or f"8 layers of width {model.removeprefix('width-')}"
+        lines.append(f"| {words} | {of['bf16']:.0f} | {of['fp8_block']:.0f} | {of['bf16'] / of['fp8_block']:.2f}x |")
+    return "\n".join(lines)
 
 
 def fused_table(rows: list[Row]) -> str:

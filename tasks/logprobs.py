@@ -9,7 +9,7 @@ import pyarrow.compute as pc
 
 from fp8core.config.steps import NoOptions
 from fp8core.rl.batch import TokenBatch
-from fp8core.rl.columns import column
+from fp8core.rl.columns import column, routes
 from fp8core.rollout.engine import PolicyScales
 from fp8core.store.artifacts import Ref
 from fp8core.store.tables import LOGPROBS
@@ -61,8 +61,8 @@ def replay_batch(rollouts: pa.Table) -> TokenBatch:
     """
     if "experts" not in rollouts.column_names:
         return token_batch(rollouts)
-    columns = (rollouts[name].to_pylist() for name in ("prompt_tokens", "tokens", "experts"))
-    return TokenBatch.of(*columns)
+    prompts, completions = (rollouts[name].to_pylist() for name in ("prompt_tokens", "tokens"))
+    return TokenBatch.of(prompts, completions, routes(rollouts["experts"]))
 
 
 def layer_scales(scales: PolicyScales) -> Any:

@@ -61,7 +61,7 @@ def record(
     store = run.directory.store
     completions, scored = store.get_table(rollouts, ["logprobs", "written", "finish"]), store.get_table(logprobs)
     # On a busy host each of hundreds of short operations would wait until all threads have had their turn: a second for
-    # 200,000 tokens in place of 0.1 (benchmarks/record_threads.py).
+    # 200,000 tokens in place of 0.1 (benchmarks/host_costs.py).
     with torch_threads(1):
         metrics = {
             **reward_metrics(store.get_table(rewards)),

@@ -1,12 +1,13 @@
 """Generate the completions of an iteration; finished groups are durable as they come."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 
 import pyarrow as pa
 
 from fp8core.config.steps import NoOptions
 from fp8core.models.tokenizer import Tokenizer
+from fp8core.rl.columns import routes_column
 from fp8core.rollout.engine import Completion, PromptGroup, Sampling
 from fp8core.rollout.seeds import sample_seed
 from fp8core.store.artifacts import Ref
@@ -70,7 +71,7 @@ def prompt_groups(run: LiveRun, index: int, prompts: pa.Table) -> list[PromptGro
 
 
 def rollout_table(
-    completions: Iterable[Completion], groups: list[PromptGroup], tokenizer: Tokenizer, schema: pa.Schema
+    completions: Sequence[Completion], groups: list[PromptGroup], tokenizer: Tokenizer, schema: pa.Schema
 ) -> pa.Table:
     """Completions as a table of kind `rollouts`, with the columns of the schema; groups are indexed by their number."""
     by_number = {group.group: group for group in groups}
@@ -86,11 +87,14 @@ def rollout_table(
             "written": [True] * len(done.tokens),
             "finish": done.finish,
             "text": completion_text(done, tokenizer),
-            "experts": done.experts,
         }
         for done in completions
     ]
-    return pa.Table.from_pylist(rows, schema=schema)
+    if "experts" not in schema.names:
+        return pa.Table.from_pylist(rows, schema=schema)
+    table = pa.Table.from_pylist(rows, schema=schema.remove(schema.get_field_index("experts")))
+    chosen = [done.experts for done in completions if done.experts is not None]
+    return table.append_column(schema.field("experts"), routes_column(chosen)).select(schema.names)
 
 
 def completion_text(completion: Completion, tokenizer: Tokenizer) -> str:

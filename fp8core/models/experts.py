@@ -114,13 +114,13 @@ class ReplayedRouting:
     """A recorded choice, forced on the router.
 
     Attributes:
-        experts: int64 [B, T, sparse layers, k], ascending; `UNRECORDED` where the router chooses by itself.
+        experts: int16 [B, T, sparse layers, k], ascending; `UNRECORDED` where the router chooses by itself.
     """
 
     experts: Tensor
 
     def choose(self, layer: int, logits: Tensor, k: int) -> Tensor:
-        recorded = self.experts[:, :, layer].flatten(0, 1)
+        recorded = self.experts[:, :, layer].flatten(0, 1).long()
         assert recorded.shape == (logits.shape[0], k), f"the replay is of another shape: {tuple(self.experts.shape)}"
         assert int(recorded.max()) < logits.shape[1], "the replay names an expert that does not exist"
         return torch.where(recorded == UNRECORDED, top_k(logits, k), recorded)

@@ -20,7 +20,7 @@ class TokenBatch:
         tokens: int64 [B, T].
         valid: bool [B, T], False on padding.
         completion: bool [B, T], True on tokens the policy wrote; never in column 0.
-        experts: int64 [B, T, sparse layers, k], the experts to replay at each position, -1 where the router is to
+        experts: int16 [B, T, sparse layers, k], the experts to replay at each position, -1 where the router is to
             choose; None without router replay.
     """
 
@@ -34,14 +34,14 @@ class TokenBatch:
         cls,
         prompts: Sequence[Sequence[int]],
         completions: Sequence[Sequence[int]],
-        experts: Sequence[Sequence[Sequence[Sequence[int]]]] | None = None,
+        experts: Sequence[Tensor] | None = None,
     ) -> "TokenBatch":
         """From token ids per row; every prompt and completion holds at least one.
 
         Args:
             prompts: token ids.
             completions: token ids.
-            experts: row x position x sparse layer x k, as in `rollout.engine.Completion`.
+            experts: int16 [positions, sparse layers, k] of each row, as in `rollout.engine.Completion`.
         """
         rows = [list(prompt) + list(completion) for prompt, completion in zip(prompts, completions, strict=True)]
         tokens = pad(rows, torch.int64, 0)
@@ -113,10 +113,9 @@ class RolloutBatch:
         )
 
 
-def _pad_experts(rows: Sequence[Sequence[Sequence[Sequence[int]]]], length: int) -> Tensor:
-    chosen = [torch.tensor(row, dtype=torch.int64) for row in rows]
-    out = torch.full((len(rows), length, *chosen[0].shape[1:]), -1, dtype=torch.int64)
-    for i, row in enumerate(chosen):
+def _pad_experts(rows: Sequence[Tensor], length: int) -> Tensor:
+    out = torch.full((len(rows), length, *rows[0].shape[1:]), -1, dtype=torch.int16)
+    for i, row in enumerate(rows):
         out[i, : len(row)] = row
     return out
 

@@ -1,4 +1,6 @@
-"""Columns of lists, as stored tables have them, to padded tensors and back, without a Python object for each token."""
+"""Columns of lists, as stored tables have them, to tensors and back, without a Python object for each token."""
+
+from collections.abc import Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -24,3 +26,29 @@ def column(values: Tensor, lengths: np.ndarray[tuple[int], np.dtype[np.int64]]) 
     assert lengths.max(initial=0) <= values.shape[1], "a row is shorter than its length"
     offsets = np.concatenate([[0], lengths.cumsum()]).astype(np.int32)
     return pa.ListArray.from_arrays(offsets, values.numpy()[np.arange(values.shape[1]) < lengths[:, None]])
+
+
+def routes(column: pa.ChunkedArray) -> list[Tensor]:
+    """A column of `routes_column`: int16 [positions, sparse layers, k] of each row."""
+    return [_routes(chunk.slice(i, 1)) for chunk in column.chunks for i in range(len(chunk))]
+
+
+def routes_column(rows: Sequence[Tensor]) -> pa.ChunkedArray:
+    """Experts of rollouts (`rollout.engine.Completion`) as a column of lists of lists of lists, a chunk a row."""
+    return pa.chunked_array([_nested(row) for row in rows], pa.list_(pa.list_(pa.list_(pa.int16()))))
+
+
+def _routes(row: pa.ListArray) -> Tensor:
+    layers = row.flatten()
+    chosen = layers.flatten()
+    assert row.null_count == layers.null_count == chosen.null_count == 0, "the experts of a position are missing"
+    shape = len(layers), len(chosen) // len(layers), len(chosen.flatten()) // len(chosen)
+    values = torch.tensor(chosen.flatten().to_numpy(zero_copy_only=False), dtype=torch.int16)
+    return values.view(shape)
+
+
+def _nested(row: Tensor) -> pa.ListArray:
+    positions, layers, k = row.shape
+    chosen = pa.ListArray.from_arrays(np.arange(positions * layers + 1, dtype=np.int32) * k, row.numpy().reshape(-1))
+    by_layer = pa.ListArray.from_arrays(np.arange(positions + 1, dtype=np.int32) * layers, chosen)
+    return pa.ListArray.from_arrays(np.array([0, positions], dtype=np.int32), by_layer)

@@ -27,7 +27,7 @@ class _Sequence:
     sample: int
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    experts: list[list[list[int]]] = field(default_factory=list)
+    experts: list[Tensor] = field(default_factory=list)
     finish: str = ""
 
 
@@ -178,9 +178,9 @@ class _Batch:
 
         A prompt's positions come at once, after padding on its left; those of the completion one by one.
         """
-        for row, positions, length in zip(self.rows, chosen.tolist(), self.lengths.tolist(), strict=True):
+        for row, positions, length in zip(self.rows, chosen.to(torch.int16), self.lengths.tolist(), strict=True):
             if not row.finish:
-                row.experts.extend(positions[-length:])
+                row.experts.append(positions[-length:])
 
     def live(self) -> Tensor:
         """Indices of the rows that are not done."""
@@ -218,4 +218,5 @@ def _parts(group: PromptGroup, size: int) -> Iterator[PromptGroup]:
 
 def _completion(row: _Sequence) -> Completion:
     finish: Literal["stop", "length"] = "stop" if row.finish == "stop" else "length"
-    return Completion(row.group, row.sample, row.tokens, row.logprobs, finish, row.experts or None)
+    experts = torch.cat(row.experts) if row.experts else None
+    return Completion(row.group, row.sample, row.tokens, row.logprobs, finish, experts)

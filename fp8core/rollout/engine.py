@@ -1,7 +1,7 @@
 """What every rollout engine does: token ids in, token ids and their log-probs out, weights replaced in place."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from torch import Tensor
@@ -55,8 +55,9 @@ class Completion:
         tokens: generated ids, the stop token included.
         logprobs: FP32 log-prob of each token under the distribution it was drawn from (nats).
         finish: `stop` or `length`.
-        experts: when reported, position x sparse layer x k, ascending; for every position the engine computed: those
-            of the prompt, then those of the completion but its last token, which nothing follows.
+        experts: when reported, int16 [positions, sparse layers, k], ascending; for every position the engine computed:
+            those of the prompt, then those of the completion but its last token, which nothing follows. Completions
+            are compared without them.
     """
 
     group: int
@@ -64,7 +65,7 @@ class Completion:
     tokens: list[int]
     logprobs: list[float]
     finish: Literal["stop", "length"]
-    experts: list[list[list[int]]] | None = None
+    experts: Tensor | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fp8core.config.precision import PrecisionContract
 from fp8core.config.vllm import VllmConfig
@@ -103,8 +104,8 @@ def kept_experts(arch: Architecture, formats: StoredNames) -> Iterable[str]:
             yield f"{mlp}.experts" if sparse else f"{mlp}.gate_up_proj"
 
 
-def routes_of(chosen: Any, sparse: Sequence[int], positions: int) -> list[list[list[int]]]:
-    """What vLLM recorded, as `Completion.experts`: position x sparse layer x k, ascending.
+def routes_of(chosen: Any, sparse: Sequence[int], positions: int) -> Tensor:
+    """What vLLM recorded, as `Completion.experts`: int16 [positions, sparse layers, k], ascending.
 
     Args:
         chosen: NumPy integers [positions, layers, k], by descending gate weight; zeros in dense layers.
@@ -117,8 +118,7 @@ def routes_of(chosen: Any, sparse: Sequence[int], positions: int) -> list[list[l
     if chosen is None or chosen.shape[0] != positions:
         found = "nothing" if chosen is None else f"{chosen.shape[0]}"
         raise RuntimeError(f"vLLM recorded the experts of {found} of {positions} positions")
-    ordered = torch.as_tensor(chosen.astype("int64"))[:, list(sparse)].sort(dim=-1).values
+    ordered = torch.as_tensor(chosen.astype("int16"))[:, list(sparse)].sort(dim=-1).values
     if bool((ordered[..., 1:] == ordered[..., :-1]).any()):
         raise RuntimeError("vLLM recorded one expert twice for a token")
-    routes: list[list[list[int]]] = ordered.tolist()
-    return routes
+    return ordered

@@ -139,7 +139,7 @@ class TestRoutes:
         groups = build_groups(8, 4)
         prompts = {group.group: len(group.prompt) for group in groups}
         for done in collect(engine, groups, SAMPLING):
-            routes = torch.tensor(done.experts)
+            routes = done.experts
             assert routes.shape == (prompts[done.group] + len(done.tokens) - 1, 2, 2)
             assert (routes[..., 0] < routes[..., 1]).all(), "ascending"
             assert (routes >= 0).all()
@@ -150,14 +150,14 @@ class TestRoutes:
         reference = EmbeddedEngine(ARCH, rollout_formats(CONTRACT, 3), 64)
         reference.update(policies[0].trainer.export(), policies[0].scales, 0)
         pairs = list(zip(collect(engine, groups, sampling), collect(reference, groups, sampling), strict=True))
-        equal = [torch.tensor(a.experts) == torch.tensor(b.experts) for a, b in pairs]
+        equal = [a.experts == b.experts for a, b in pairs]
         assert torch.cat([part.flatten() for part in equal]).float().mean() > 0.9
 
     def test_shared_prompts_report_the_same_experts(self, engine):
         (group,) = build_groups(1, 8, longest=100, shortest=100)
         first, *others = collect(engine, [group], SAMPLING)
         # Up to the last cache block, which every request computes for itself.
-        assert all(done.experts[:90] == first.experts[:90] for done in others)
+        assert all(torch.equal(done.experts[:90], first.experts[:90]) for done in others)
 
     def test_replay_brings_training_nearer(self, engine, policies):
         groups = build_groups(12, 4)

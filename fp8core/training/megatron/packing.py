@@ -22,7 +22,7 @@ class Pack:
         used: tokens that are no padding.
         before: int64 [written], the place before each completion token, in row order.
         written: int64 [written], these completion tokens.
-        experts: int64 [T, sparse layers, k] as in `TokenBatch`, or None.
+        experts: int16 [T, sparse layers, k] as in `TokenBatch`, or None.
     """
 
     rows: slice

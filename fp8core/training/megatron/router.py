@@ -13,7 +13,7 @@ from fp8core.models.experts import UNRECORDED
 class Replay:
     """Stands in the place of Megatron's `RouterReplay`, which cannot leave a position to the router.
 
-    `chosen` is int64 [T, k], `UNRECORDED` where the router chooses by itself, or None without a replay. It stays for
+    `chosen` is int16 [T, k], `UNRECORDED` where the router chooses by itself, or None without a replay. It stays for
     the recomputation of a backward pass.
     """
 
@@ -27,7 +27,7 @@ class Replay:
         found, own = compute(scores, topk, num_groups, group_topk)
         if self.chosen is None:
             return found, own
-        indices = torch.where(self.chosen == UNRECORDED, own, self.chosen)
+        indices = torch.where(self.chosen == UNRECORDED, own, self.chosen.long())
         return scores.gather(1, indices), indices
 
 

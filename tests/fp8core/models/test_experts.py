@@ -224,12 +224,16 @@ def scores(pair, found, prompts, replay):
 def test_every_position_is_reported_whatever_the_batch(rolled_out):
     _, found, prompts = rolled_out(moe(dense_layers=(1,)))
     for completion, prompt in zip(found, prompts, strict=True):
-        assert len(completion.experts) == len(prompt) + len(completion.tokens) - 1
-        for position in completion.experts:
-            assert len(position) == 2, "two sparse layers"
-            assert all(0 <= low < high < 4 for low, high in position)
+        low, high = completion.experts.unbind(-1)
+        assert low.shape == (len(prompt) + len(completion.tokens) - 1, 2), "two sparse layers"
+        assert (low >= 0).all()
+        assert (low < high).all()
+        assert (high < 4).all()
     assert len({len(completion.tokens) for completion in found}) > 1
-    assert rolled_out(moe(dense_layers=(1,)), max_batch=1)[1] == rolled_out(moe(dense_layers=(1,)), 64)[1] == found
+    for max_batch in (1, 64):
+        others = rolled_out(moe(dense_layers=(1,)), max_batch)[1]
+        assert others == found
+        assert all(torch.equal(a.experts, b.experts) for a, b in zip(others, found, strict=True))
 
 
 def test_experts_are_reported_on_demand_only(rolled_out, groups_of, ragged_prompts):

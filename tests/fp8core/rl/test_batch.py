@@ -42,7 +42,8 @@ def test_slices_cover_the_batch_and_are_trimmed(rows, size):
 
 def test_experts_are_padded_with_what_the_router_is_to_choose():
     first, second = [[[0, 1]], [[2, 3]]], [[[4, 5]], [[6, 7]], [[8, 9]], [[1, 3]]]
-    batch = TokenBatch.of([[5], [6, 7]], [[8, 9], [3, 4, 5]], [first, second])
+    recorded = [torch.tensor(row, dtype=torch.int16) for row in (first, second)]
+    batch = TokenBatch.of([[5], [6, 7]], [[8, 9], [3, 4, 5]], recorded)
     assert batch.experts is not None
     assert batch.experts.shape == (2, 5, 1, 2)
     free = [[-1, -1]]

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8core.rl.batch import pad
-from fp8core.rl.columns import column, padded
+from fp8core.rl.columns import column, padded, routes, routes_column
 
 ELEMENTS = {
     "int32": (pa.int32(), st.integers(-(2**31), 2**31 - 1), torch.int64),
@@ -48,3 +48,15 @@ def test_a_column_takes_no_more_than_there_is():
 def test_what_is_missing_is_not_padded_over(rows):
     with pytest.raises(AssertionError, match="is missing"):
         padded(pa.chunked_array([pa.array(rows, pa.list_(pa.int32()))]), torch.int64, 0)
+
+
+@given(lengths=st.lists(st.integers(1, 4), min_size=1, max_size=4), layers=st.integers(1, 3), k=st.integers(1, 3))
+def test_experts_come_back_as_they_were_stored(lengths, layers, k):
+    """Through one piece of memory too, where a row begins in the middle."""
+    rows = [torch.randint(0, 128, (length, layers, k), dtype=torch.int16) for length in lengths]
+    stored = routes_column(rows)
+    assert stored.to_pylist() == [row.tolist() for row in rows]
+    for read in (stored, pa.chunked_array([stored.combine_chunks()])):
+        found = routes(read)
+        assert len(found) == len(rows)
+        assert all(torch.equal(a, b) and a.dtype == torch.int16 for a, b in zip(found, rows, strict=True))

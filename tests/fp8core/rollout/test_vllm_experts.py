@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 
 from fp8core.config.precision import PrecisionContract, SidePrecision
 from fp8core.config.vllm import VllmConfig
@@ -73,7 +74,9 @@ def test_a_cpu_has_no_routes():
 @pytest.mark.parametrize("kind", [np.uint8, np.uint16, np.int32])
 def test_routes_are_ascending_and_of_sparse_layers_alone(kind):
     chosen = np.array([[[3, 1], [0, 0], [200, 7]], [[0, 2], [0, 0], [1, 0]]], dtype=kind)
-    assert routes_of(chosen, (0, 2), 2) == [[[1, 3], [7, 200]], [[0, 2], [0, 1]]]
+    found = routes_of(chosen, (0, 2), 2)
+    assert found.dtype == torch.int16
+    assert found.tolist() == [[[1, 3], [7, 200]], [[0, 2], [0, 1]]]
 
 
 def test_routes_that_were_not_recorded_are_no_routes():

@@ -102,7 +102,7 @@ def replayed(batch: Any, arch: Architecture) -> Any:
     shape = (*sequences.tokens.shape, len(arch.sparse_layers), arch.experts.count)
     drawn = torch.rand(shape, generator=torch.Generator().manual_seed(7)).argsort(-1)[..., :per_token]
     own = (sequences.tokens % 3 == 0) | ~sequences.valid
-    experts = torch.where(own[..., None, None], UNRECORDED, drawn.sort(-1).values)
+    experts = torch.where(own[..., None, None], UNRECORDED, drawn.sort(-1).values).short()
     return replace(batch, sequences=replace(sequences, experts=experts))
 
 

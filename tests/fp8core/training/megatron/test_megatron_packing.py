@@ -40,7 +40,7 @@ def test_rows_are_taken_in_order_up_to_the_limit_and_a_long_one_is_alone():
 
 def test_routes_lie_beside_their_tokens_and_padding_has_none():
     routes = [[[[row, place]] for place in range(length)] for row, length in enumerate((5, 2, 5))]
-    found = pack(batch(routes), slice(1, 3), multiple=8)
+    found = pack(batch([torch.tensor(row, dtype=torch.int16) for row in routes]), slice(1, 3), multiple=8)
     assert found.experts is not None
     expected = [[1, 0], [1, 1], *([2, place] for place in range(5)), [-1, -1]]
     assert found.experts[:, 0].tolist() == expected

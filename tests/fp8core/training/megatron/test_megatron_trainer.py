@@ -187,7 +187,7 @@ def test_experts_of_the_rollout_are_replayed(name, architecture, masters_of, rag
     generator = torch.Generator().manual_seed(7)
     drawn = torch.rand(*sequences.tokens.shape, sparse, 4, generator=generator).argsort(-1)[..., :2].sort(-1).values
     own = sequences.tokens % 3 == 0
-    experts = torch.where((own | ~sequences.valid)[..., None, None], -1, drawn)
+    experts = torch.where((own | ~sequences.valid)[..., None, None], -1, drawn).short()
     replayed = replace(ragged_batch, sequences=replace(sequences, experts=experts))
     ours, theirs = megatron_trainer(arch, masters, optimise), torch_trainer(arch, masters)
     found, expected = (t.logprobs(replayed.sequences, TEMPERATURE, None).logprobs for t in (ours, theirs))
