@@ -29,7 +29,7 @@ from benchmarks.rollout_rows import ROOT, Row, engine_row, repeated, source_row
 from benchmarks.vllm_hopper import prepare
 from fp8core.config.vllm import VllmConfig
 from fp8core.models.architecture import Architecture
-from fp8core.workers.heap import freeze_heap
+from fp8core.workers.heap import freeze_heap, thaw_heap
 
 SCRIPT = "python benchmarks/rollout_hopper.py"
 # With random weights the next token is one of these with a probability of about 1 / 800: lengths are geometric.
@@ -158,6 +158,7 @@ def measure(engine_of: Engine, out: Path) -> None:
             rows.append({"kind": "decode_trace", **about, **decode_trace(engine, *engine_of.traced)})
             _write(out, rows)
     finally:
+        thaw_heap()
         engine.close()
 
 

@@ -65,7 +65,7 @@ def garbage_collections() -> Iterator[Callable[[], dict[str, Any]]]:
 
     While it looks at everything alive, nobody reads what the engine's process has done: steps come late, then at once.
     """
-    began, seconds = [0.0], list[float]()
+    began, seconds, frozen = [0.0], list[float](), gc.get_freeze_count()
 
     def heard(phase: str, _: dict[str, int]) -> None:
         if phase == "start":
@@ -76,7 +76,7 @@ def garbage_collections() -> Iterator[Callable[[], dict[str, Any]]]:
     gc.callbacks.append(heard)
     try:
         yield lambda: {
-            **{"count": len(seconds), "frozen": gc.get_freeze_count()},
+            **{"count": len(seconds), "frozen": frozen},
             **_milliseconds(all=sum(seconds), max=max(seconds, default=0.0)),
         }
     finally:

@@ -31,7 +31,7 @@ from fp8core.numerics.kv_scales import LayerScales
 from fp8core.rollout.engine import PolicyScales, PromptGroup, Sampling
 from fp8core.rollout.vllm_settings import check_architecture_fits, required_environment, suggested_environment
 from fp8core.store.versions import git_state, hardware, library_versions
-from fp8core.workers.heap import freeze_heap
+from fp8core.workers.heap import freeze_heap, thaw_heap
 
 MODEL = "qwen3-30b-a3b"
 SCRIPT = "python -m benchmarks.vllm_moe_hopper"
@@ -175,6 +175,7 @@ def rollout(
         if routes:
             rows.append({**about, "routes_reported": True, **_timed_routes(engine, *sizes)})
     finally:
+        thaw_heap()
         engine.close()
 
 

@@ -45,6 +45,7 @@ def test_what_the_garbage_collector_took():
         gc.collect()
     found = collected()
     assert found["count"] >= 1
+    assert found["frozen"] == 0
     assert 0 < found["max"] <= found["all"]
     gc.collect()
     assert collected() == found, "it listens inside its block alone"
