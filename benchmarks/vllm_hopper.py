@@ -229,8 +229,28 @@ def prepare(contract: PrecisionContract, settings: VllmConfig) -> None:
     set_variables(required_environment(contract, settings, build), suggested)
 
 
+def nap(options: argparse.Namespace, rows: Rows) -> None:
+    """At Qwen3-8B's shape, with the cache of `large_ledger`: falling asleep, an update that wakes, one that need not."""
+    arch, contract = cases.qwen3_8b(options.layers), cases.contract("fp8_linear_kv")
+    settings = cases.options(sleep=True, kv_cache_gib=14.5, max_model_len=2048)
+    prepare(contract, settings)
+    engine = cases.start(arch, contract, settings, 192, rows)
+    try:
+        policy = cases.in_one_buffer(cases.random_policy(arch, contract, own_layers=arch.num_layers))
+        about = {"kind": "sleep", "model": "qwen3-8b", "precision": "fp8_linear_kv", "layers": options.layers}
+        for cycle in range(4):
+            slept = cases.sleep_cycle(engine, policy)
+            awake, began = cases.synchronise(engine, policy), time.perf_counter()
+            engine.describe()
+            described = {"describe_seconds": round(time.perf_counter() - began, 4)}
+            rows.append(about | {"cycle": cycle, **slept, "update_seconds": awake["seconds"], **described})
+    finally:
+        engine.close()
+
+
 MEASUREMENTS: dict[str, Callable[[argparse.Namespace, Rows], None]] = {
-    f.__name__: f for f in (adapter, exactness, exactness_invariant, exactness_aligned, logprobs, memory, step_costs)
+    f.__name__: f
+    for f in (adapter, exactness, exactness_invariant, exactness_aligned, logprobs, memory, nap, step_costs)
 }
 
 if __name__ == "__main__":

@@ -188,7 +188,7 @@ def _timed_routes(engine: Any, requests: int, prompt: int, generated: int) -> Ro
     sampling = Sampling(1.0, generated, frozenset(), report_experts=True)
     found = [done for finished in engine.generate(groups, sampling) for done in finished]
     seconds = time.perf_counter() - began
-    positions = sum(len(done.experts or []) for done in found)
+    positions = sum(len(done.experts) for done in found if done.experts is not None)
     assert positions == requests * (prompt + generated - 1)
     tokens = requests * generated
     sizes = {"requests": requests, "prompt": prompt, "generated": generated, "tokens": tokens, "positions": positions}
