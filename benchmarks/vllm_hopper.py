@@ -230,7 +230,7 @@ def prepare(contract: PrecisionContract, settings: VllmConfig) -> None:
 
 
 def nap(options: argparse.Namespace, rows: Rows) -> None:
-    """At Qwen3-8B's shape, with the cache of `large_ledger`: falling asleep, an update that wakes, one that need not."""
+    """At Qwen3-8B's shape, with `large_ledger`'s cache: falling asleep, an update that wakes, one that need not."""
     arch, contract = cases.qwen3_8b(options.layers), cases.contract("fp8_linear_kv")
     settings = cases.options(sleep=True, kv_cache_gib=14.5, max_model_len=2048)
     prepare(contract, settings)

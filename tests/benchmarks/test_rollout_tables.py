@@ -80,7 +80,10 @@ def test_every_run_says_when_its_steps_came_and_who_was_busy():
     lines = run_table([rollout(FP8, 1.0), row]).splitlines()[2:]
     about = "| Qwen3-8B, 512 x (512 + 2048), FP8 linears, cache and attention, ours, 8,192 a step, run"
     steps, busy = "18.0, 19.0 | 40.0, 80.0", "EngineCore 1.02 (0.55), driver 0.00 (0.00) |"
-    assert lines == [f"{about} 1 | 13,677 | {steps} |  | {busy}", f"{about} 2 | 17,413 | {steps} | 1,500 (410) | {busy}"]
+    assert lines == [
+        f"{about} 1 | 13,677 | {steps} |  | {busy}",
+        f"{about} 2 | 17,413 | {steps} | 1,500 (410) | {busy}",
+    ]
 
 
 def test_rows_without_their_runs_have_no_table_of_runs():
