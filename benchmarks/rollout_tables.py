@@ -35,7 +35,7 @@ def run_table(rows: Sequence[Row]) -> str:
     ]
     timed = [row for row in rows if row["kind"] == "rollout" and "runs" in row]
     for row in timed:
-        about = f"{_shape(row)}, {_words(row)}, {DECODERS[row['decode_kernel']]}, {row['batched_tokens']:,} a step"
+        about = f"{_shape(row)}, {_words(row)}, {DECODERS[row['decode_kernel']]}, commit {row['commit'][:7]}"
         for number, run in enumerate(row["runs"], 1):
             lines.append(f"| {about}, run {number} | {_why(run)} |")
     return "\n".join(lines) if timed else ""

@@ -141,6 +141,7 @@ def main() -> None:
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     if options.inside:
+        torch.set_num_threads(1)  # as the configurations for a GPU
         name = options.cells[0]
         measure(CELLS[name], torch.device(options.device), options.out / f"{name.replace('/', '-')}.json")
         return

@@ -1,6 +1,6 @@
 """Check the vLLM engine on one Hopper GPU, and time its sync; rollouts are timed by rollout_hopper.py.
 
-    python benchmarks/vllm_hopper.py --out FOLDER                       everything, what a step costs last
+    python benchmarks/vllm_hopper.py --out FOLDER                       everything, what is timed last
     python benchmarks/vllm_hopper.py --out FOLDER exactness step_costs  some of it
 
 Every measurement is a process of its own and writes FOLDER/NAME.json: its rows, or the error that ended it. None is
@@ -34,6 +34,8 @@ from fp8core.store.versions import git_state, hardware, library_versions
 
 ROOT = Path(__file__).parents[1]
 Rows = list[dict[str, Any]]
+# Of the seconds and the memory of a whole GPU.
+ALONE = ("nap", "step_costs")
 
 
 def main() -> None:
@@ -45,9 +47,10 @@ def main() -> None:
         return
     deadline = time.monotonic() + options.seconds
     names = options.names or list(MEASUREMENTS)
-    _finish([_start(name, options) for name in names if name != "step_costs"], deadline)
-    if "step_costs" in names and time.monotonic() < deadline:
-        _finish([_start("step_costs", options)], deadline)
+    _finish([_start(name, options) for name in names if name not in ALONE], deadline)
+    for name in ALONE:
+        if name in names and time.monotonic() < deadline:
+            _finish([_start(name, options)], deadline)
 
 
 def _options() -> argparse.Namespace:

@@ -12,6 +12,7 @@ from fp8core.store.folder_digest import folder_digest
 from fp8core.store.ledger import START, CheckpointEntry
 from fp8core.store.retention import kept_steps, metric_values
 from fp8core.workers.build import build_trainer
+from fp8core.workers.heap import thawed_heap
 from fp8core.workers.live import LiveRun
 
 
@@ -86,7 +87,9 @@ def load_state(run: LiveRun, version: int) -> None:
     if not seen and run.ready_trainer().version == START:
         return
     run.ready_trainer().close()
-    run.trainer = build_trainer(run.config, run.arch, run.initial_policy())
+    run.trainer = None  # There may be no room for two.
+    with thawed_heap():
+        run.trainer = build_trainer(run.config, run.arch, run.initial_policy())
 
 
 def _load(run: LiveRun, entry: CheckpointEntry) -> str | None:

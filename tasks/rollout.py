@@ -94,6 +94,7 @@ def rollout_table(
         return pa.Table.from_pylist(rows, schema=schema)
     table = pa.Table.from_pylist(rows, schema=schema.remove(schema.get_field_index("experts")))
     chosen = [done.experts for done in completions if done.experts is not None]
+    assert len(chosen) == len(completions), "the engine was asked for experts and reported none"
     return table.append_column(schema.field("experts"), routes_column(chosen)).select(schema.names)
 
 

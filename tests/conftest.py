@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import tokenizers
 import torch
+from hypothesis import settings
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
@@ -27,6 +28,10 @@ from fp8core.store.run_directory import LEDGER, read_description
 from fp8core.workers.live import LiveRun
 from tasks.loop import train
 from tasks.opening import open_directory, open_run, plan_of
+
+# Python's garbage collector alone takes longer now and then than an example may by default.
+settings.register_profile("no-deadline", deadline=None)
+settings.load_profile("no-deadline")
 
 _VOCAB_SIZE = 512
 

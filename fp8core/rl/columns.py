@@ -41,10 +41,11 @@ def routes_column(rows: Sequence[Tensor]) -> pa.ChunkedArray:
 def _routes(row: pa.ListArray) -> Tensor:
     layers = row.flatten()
     chosen = layers.flatten()
-    assert row.null_count == layers.null_count == chosen.null_count == 0, "the experts of a position are missing"
-    shape = len(layers), len(chosen) // len(layers), len(chosen.flatten()) // len(chosen)
-    values = torch.tensor(chosen.flatten().to_numpy(zero_copy_only=False), dtype=torch.int16)
-    return values.view(shape)
+    experts = chosen.flatten()
+    missing = row.null_count + layers.null_count + chosen.null_count + experts.null_count
+    assert missing == 0, "the experts of a position are missing"
+    shape = len(layers), len(chosen) // len(layers), len(experts) // len(chosen)
+    return torch.tensor(experts.to_numpy(zero_copy_only=False), dtype=torch.int16).view(shape)
 
 
 def _nested(row: Tensor) -> pa.ListArray:

@@ -6,6 +6,7 @@ the parent is gone, however it went, the process group ends, and with it vLLM's 
 """
 
 import os
+import pickle
 import signal
 import traceback
 from contextlib import closing
@@ -91,7 +92,8 @@ class Channel:
 
     def answer(self, request: Request, kind: Literal["finished", "returned", "failed"], content: Any) -> None:
         """Send an answer."""
-        self._pipe.send(Answer(request.number, kind, content))
+        # `send` would pass a tensor as a descriptor that only a relative of this process may ask for.
+        self._pipe.send_bytes(pickle.dumps(Answer(request.number, kind, content)))
 
     def _read(self) -> None:
         try:

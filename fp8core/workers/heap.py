@@ -1,12 +1,13 @@
 """Python's garbage collector, beside what a run keeps for as long as it lasts.
 
-A full collection looks at every container that is alive, and with torch, vLLM, Prefect and MLflow imported that is
-half a million: 0.4 seconds, in which nobody reads what the engine has generated. The engine goes on meanwhile,
-so on an idle host nothing is lost; on a busy one the reader falls behind, and a rollout with it (docs/performance.md,
-Generation).
+A full collection looks at every container that is alive, and with torch, Prefect and MLflow imported that is half a
+million: 0.4 seconds, in which nobody reads what the engine has generated. The engine goes on meanwhile, so on an idle
+host nothing is lost; on a busy one the reader falls behind, and a rollout with it (docs/performance.md, Generation).
 """
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 def freeze_heap() -> None:
@@ -21,3 +22,12 @@ def freeze_heap() -> None:
 def thaw_heap() -> None:
     """Show the collector everything again; does nothing where nothing is frozen."""
     gc.unfreeze()
+
+
+@contextmanager
+def thawed_heap() -> Iterator[None]:
+    """Something that lives long is replaced inside: what it was is freed before the block begins, cycles included."""
+    gc.unfreeze()
+    gc.collect()
+    yield
+    freeze_heap()

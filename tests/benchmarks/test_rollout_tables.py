@@ -76,9 +76,10 @@ def test_other_kinds_of_rows_are_in_no_table_of_rollouts():
 
 def test_every_run_says_when_its_steps_came_and_who_was_busy():
     heard = {"collections": {"count": 9, "frozen": 0, "all": 1500.4, "max": 410.2}}
-    row = rollout(FP8, 13676.6, 8192, runs=[RUN, {**RUN, **heard, "tokens_per_s": 17413.0}])
+    runs = [RUN, {**RUN, **heard, "tokens_per_s": 17413.0}]
+    row = rollout(FP8, 13676.6, 8192, runs=runs, commit="0123456789")
     lines = run_table([rollout(FP8, 1.0), row]).splitlines()[2:]
-    about = "| Qwen3-8B, 512 x (512 + 2048), FP8 linears, cache and attention, ours, 8,192 a step, run"
+    about = "| Qwen3-8B, 512 x (512 + 2048), FP8 linears, cache and attention, ours, commit 0123456, run"
     steps, busy = "18.0, 19.0 | 40.0, 80.0", "EngineCore 1.02 (0.55), driver 0.00 (0.00) |"
     assert lines == [
         f"{about} 1 | 13,677 | {steps} |  | {busy}",

@@ -51,7 +51,7 @@ def test_the_stream_of_a_seed_stays(source: ChainSource, digest: str) -> None:
     assert hashlib.sha256("\n".join(rows).encode()).hexdigest()[:6] == digest
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(step=st.integers(0, 10**9), count=st.integers(0, 70), seed=st.integers(0, 2**31 - 1))
 def test_training_is_pure_and_never_held_out(step: int, count: int, seed: int) -> None:
     problems = RAGGED.training(step, count, seed)

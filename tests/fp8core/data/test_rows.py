@@ -13,7 +13,7 @@ def numbered(count: int) -> list[Problem]:
     return [problem(f"question {index}", f"#### {index}") for index in range(count)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(rows=st.integers(1, 40), count=st.integers(1, 40), seed=st.integers(0, 5), data=st.data())
 def test_every_epoch_holds_each_row_once_across_steps(rows: int, count: int, seed: int, data: st.DataObject) -> None:
     count = min(count, rows)

@@ -6,7 +6,7 @@ from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8core.evaluation.estimators import bootstrap_interval, majority_at_k, pass_at_k, wilson_interval
@@ -37,7 +37,6 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_sample(case: tuple[int, 
 
 
 @given(drawn())
-@settings(deadline=None)
 def test_majority_at_k_is_the_share_of_subsets_it_wins(case: tuple[int, list[int], int, int]) -> None:
     right, others, silent, k = case
     subsets = list(combinations(ballots(right, others, silent), k))

@@ -110,7 +110,7 @@ def test_the_layer_is_a_sum_over_each_tokens_experts(form, normalise_top_k):
 
 
 @given(seed=st.integers(0, 2**31), count=st.integers(1, 60), k=st.integers(1, COUNT), form=st.sampled_from([*FORMATS]))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_other_tokens_change_nothing(seed, count, k, form):
     weights, x = layer_of(form, k), normal(60, HIDDEN, seed=seed)
     whole = feed_forward(x, weights, FORMATS[form], 0, TopKRouting())

@@ -84,7 +84,7 @@ def tiles(matrix_of_tiles: Tensor) -> Tensor:
     return matrix_of_tiles.view(rows // 128, 128, columns // 128, 128).transpose(1, 2).flatten(2)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 2**32), deviation=st.floats(0, 3))
 def test_power_of_two_scales_survive_a_round_trip(tmp_path_factory, seed, deviation):
     """Same values always; same bytes but where a tile's largest code is 224, which half the scale expresses as 448."""

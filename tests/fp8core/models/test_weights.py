@@ -57,7 +57,7 @@ def test_linears_are_quantised_from_bf16(architecture, masters_of, rule):
 @given(
     seed=st.integers(0, 2**31), spread=st.floats(-20, 10).map(lambda e: 2.0**e), rule=st.sampled_from(["pow2", "fp32"])
 )
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_a_bf16_checkpoint_quantises_to_the_same_bytes(architecture, masters_of, seed, spread, rule):
     masters = {name: spread * tensor for name, tensor in masters_of(architecture(num_layers=1), seed).items()}
     checkpoint = {name: tensor.bfloat16() for name, tensor in masters.items()}

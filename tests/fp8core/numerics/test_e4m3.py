@@ -150,7 +150,7 @@ def test_pow2_scale_changes_exactly_above_448_times_a_power_of_two() -> None:
 
 
 @given(amax=st.floats(0, FLOAT32_MAX, width=32))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_pow2_scale_of_any_float32_amax(amax: float) -> None:
     assert scale_from_amax(torch.tensor(amax), "pow2").item() == exact_pow2_scale(amax)
 
@@ -210,7 +210,7 @@ def test_smaller_groups_and_tiles(slow_quantise, shape: tuple[int, int], size: i
 
 
 @given(shape=SHAPES, size=st.integers(1, 50), seed=st.integers(0, 2**31), rule=st.sampled_from(RULES))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_any_group_size(slow_quantise, shape: tuple[int, int], size: int, seed: int, rule: str) -> None:
     x = random(*shape, seed=seed)
     for ours, slow in (
@@ -238,7 +238,7 @@ def test_one_tile_for_a_whole_tensor_is_per_tensor_scaling() -> None:
 
 
 @given(shape=SHAPES, seed=st.integers(0, 2**31), rule=st.sampled_from(RULES))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_per_tensor_has_one_scale(slow_quantise, shape: tuple[int, int], seed: int, rule: str) -> None:
     x = random(*shape, seed)
     grid, scale = quantise_tensor(x, rule)
@@ -270,7 +270,7 @@ def test_zero_groups_have_zero_codes_and_the_scale_of_the_floor(rule: str) -> No
 
 
 @given(seed=st.integers(0, 2**31), rule=st.sampled_from(RULES))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_error_is_half_a_step_of_the_format(seed: int, rule: str) -> None:
     x = random(4, 256, seed=seed)
     grid, scales = quantise_rows(x, rule)
@@ -281,7 +281,7 @@ def test_error_is_half_a_step_of_the_format(seed: int, rule: str) -> None:
 
 
 @given(seed=st.integers(0, 2**31))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_quantising_again_with_powers_of_two_changes_no_value(seed: int) -> None:
     grid, scales = quantise_tiles(random(40, 40, seed=seed), "pow2", tile=16)
     once = grid * scales.repeat_interleave(16, 0).repeat_interleave(16, 1)[:40, :40]
@@ -290,7 +290,7 @@ def test_quantising_again_with_powers_of_two_changes_no_value(seed: int) -> None
 
 
 @given(values=st.lists(st.integers(1, 2**24), min_size=1, max_size=20), k=st.integers(-30, 30))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_a_power_of_two_moves_the_scale_and_no_code(values: list[int], k: int) -> None:
     x = torch.tensor([values]).float()
     (grid, scales), (moved_grid, moved_scales) = quantise_rows(x, "pow2"), quantise_rows(x * 2.0**k, "pow2")

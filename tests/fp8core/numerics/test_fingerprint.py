@@ -67,7 +67,7 @@ def test_does_not_change_between_versions() -> None:
 
 
 @given(words=WORDS, data=st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_any_change_of_one_element_shows(words: list[int], data: st.DataObject) -> None:
     i = data.draw(st.integers(0, len(words) - 1))
     other = data.draw(st.integers(-(2**63), 2**63 - 1).filter(lambda value: value != words[i]))
@@ -78,7 +78,7 @@ def test_any_change_of_one_element_shows(words: list[int], data: st.DataObject) 
 
 
 @given(words=WORDS.filter(lambda words: len(set(words)) > 1), data=st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_any_swap_of_two_different_elements_shows(words: list[int], data: st.DataObject) -> None:
     i = data.draw(st.integers(0, len(words) - 1))
     j = data.draw(st.sampled_from([j for j in range(len(words)) if words[j] != words[i]]))
@@ -88,7 +88,7 @@ def test_any_swap_of_two_different_elements_shows(words: list[int], data: st.Dat
 
 
 @given(words=WORDS, chunk=st.integers(1, 41))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_chunks_do_not_show(words: list[int], chunk: int) -> None:
     assert fingerprint(torch.tensor(words), chunk=chunk) == fingerprint(torch.tensor(words))
 

@@ -146,7 +146,7 @@ def to_fp32(exact: Fraction) -> float:
     b=st.floats(-1e6, 1e6, width=32),
     c=st.floats(-1e9, 1e9, width=32),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_fused_multiply_add_rounds_once(a: float, b: float, c: float) -> None:
     exact = Fraction(a) * Fraction(b) + Fraction(c)
     if exact and abs(exact) < Fraction(2) ** -126:
@@ -212,7 +212,7 @@ def test_a_row_of_hardware_gemm_does_not_depend_on_its_batch(random_grid, rule: 
 
 
 @given(k=st.integers(1, 2**20))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_alignment_bits_are_the_most_that_stay_exact(k: int) -> None:
     bits = alignment_bits(k)
     assert k * 2 ** (2 * bits) <= 2**53
@@ -220,7 +220,7 @@ def test_alignment_bits_are_the_most_that_stay_exact(k: int) -> None:
 
 
 @given(seed=st.integers(0, 2**31), bits=st.integers(8, 26), exponent=st.integers(-100, 100))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_aligned_rows_are_multiples_of_a_step_within_the_bound(seed: int, bits: int, exponent: int) -> None:
     x = torch.randn(5, 33, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) * 2.0**exponent
     before = x.clone()

@@ -19,7 +19,7 @@ def drawn(rows: int, columns: int, seed: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("rule", RULES)
 @given(tokens=sizes, inputs=sizes, outputs=sizes, seed=st.integers(0, 1000))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_on_codes_the_three_gemms_are_those_of_the_reference(tokens, inputs, outputs, seed, rule: str) -> None:
     x, grad = drawn(tokens, inputs, seed), drawn(tokens, outputs, seed + 1)
     weight = tile_codes(drawn(outputs, inputs, seed + 2), rule)

@@ -53,7 +53,7 @@ def test_a_calibrated_one_is_legal() -> None:
 
 
 @given(amax=st.lists(AMAX, min_size=1, max_size=4), margin=st.floats(1, 4), rule=st.sampled_from(["pow2", "fp32"]))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_scales_cover_the_amax_with_its_margin(amax: list[LayerAmax], margin: float, rule: str) -> None:
     scales = scales_from_statistics(amax, margin, rule)
     for layer, scale in zip(amax, scales, strict=True):
@@ -110,7 +110,7 @@ def test_what_valid_positions_hold_is_not_hidden(value: float) -> None:
 
 
 @given(seed=st.integers(0, 2**31), parts=st.integers(1, 5), order=st.randoms())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_streaming_equals_one_pass(seed: int, parts: int, order) -> None:
     tensors, valid = random_batch(seed, batch=5)
     once, streamed = KvStatistics(1), KvStatistics(1)

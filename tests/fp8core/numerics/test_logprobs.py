@@ -30,7 +30,7 @@ def plain(x: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tup
 
 
 @given(seed=st.integers(0, 2**31), vocabulary=st.integers(1, 300), spread=st.floats(0, 50), temp=st.floats(0.05, 5))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_log_softmax_is_that_of_torch(seed: int, vocabulary: int, spread: float, temp: float) -> None:
     logits = torch.randn(4, vocabulary, generator=torch.Generator().manual_seed(seed)) * spread
     logp = log_softmax(logits, temp)

@@ -31,7 +31,7 @@ def test_buckets_are_an_exponent_and_three_bits_of_mantissa() -> None:
 
 
 @given(seed=st.integers(0, 2**31), count=st.integers(1, 400), percent=st.floats(50, 100))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_percentile_covers_its_share_and_little_more(seed: int, count: int, percent: float) -> None:
     x = spread(count, seed)
     value = histogram(x).percentile(percent)
@@ -43,14 +43,14 @@ def test_percentile_covers_its_share_and_little_more(seed: int, count: int, perc
 
 
 @given(seed=st.integers(0, 2**31), count=st.integers(1, 100))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_the_hundredth_percentile_is_amax(seed: int, count: int) -> None:
     x = spread(count, seed)
     assert histogram(x).percentile(100) == x.abs().max().item()
 
 
 @given(seed=st.integers(0, 2**31), sizes=st.lists(st.integers(1, 50), min_size=1, max_size=5))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_histograms_of_parts_add_up(seed: int, sizes: list[int]) -> None:
     x = spread(sum(sizes), seed)
     first, *others = [histogram(part) for part in x.split(sizes)]

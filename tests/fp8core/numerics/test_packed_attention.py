@@ -38,7 +38,7 @@ def drawn(sequences: PackedSequences, layout: HeadLayout = LAYOUT) -> torch.Tens
 
 @pytest.mark.parametrize("name", FORMS)
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=4))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_a_sequence_attends_as_if_it_were_alone(name: str, lengths: list[int]) -> None:
     packed, alone = FORMS[name]
     sequences = PackedSequences.of(lengths)

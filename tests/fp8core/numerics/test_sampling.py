@@ -59,7 +59,7 @@ def test_draws_are_the_published_outputs() -> None:
 
 
 @given(seed=SEEDS, position=st.integers(0, 30))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_draws_are_splitmix64_for_any_seed(seed: int, position: int) -> None:
     draws = uniform(torch.tensor([seed]), position)
     assert draws.dtype == torch.float64
@@ -123,7 +123,7 @@ def test_no_token_without_probability_is_chosen(value: float) -> None:
     weights=st.lists(st.one_of(st.just(0.0), st.floats(1e-12, 1.0)), min_size=1, max_size=30).filter(any),
     value=st.one_of(st.sampled_from([0.0, LARGEST]), st.floats(0, LARGEST)),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_any_draw_chooses_a_token_with_probability(weights: list[float], value: float) -> None:
     total = sum(weights)
     logprobs = logprobs_of(*(weight / total for weight in weights))
@@ -142,7 +142,7 @@ def test_the_edges_choose_the_first_and_the_last_token_with_probability() -> Non
 
 
 @given(total=st.floats(1e-3, 1.5), value=st.one_of(st.sampled_from([0.0, LARGEST]), st.floats(0, LARGEST)))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_probabilities_need_not_sum_to_one_exactly(total: float, value: float) -> None:
     logprobs = logprobs_of(0.25 * total, 0.0, 0.75 * total, 0.0)
     assert sample(logprobs, draw(value)).item() == (0 if value < 0.25 else 2) or abs(value - 0.25) < 1e-9

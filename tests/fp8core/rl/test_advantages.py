@@ -71,7 +71,7 @@ def tensors(rows):
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(rows=ROWS)
 def test_each_estimator_equals_an_independent_loop(name, rows):
     estimator, formula = ESTIMATORS[name]
@@ -82,7 +82,7 @@ def test_each_estimator_equals_an_independent_loop(name, rows):
         assert estimator(rewards, groups, mask).tolist() == pytest.approx(expected, rel=1e-6, abs=1e-9)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(rows=ROWS)
 def test_reinforce_plus_plus_equals_an_independent_loop(rows):
     rewards, groups, keep = tensors(rows)
@@ -96,7 +96,7 @@ def test_reinforce_plus_plus_equals_an_independent_loop(rows):
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(rows=ROWS, random=st.randoms())
 def test_row_order_and_group_labels_do_not_matter(name, rows, random):
     estimator, _ = ESTIMATORS[name]
@@ -108,7 +108,7 @@ def test_row_order_and_group_labels_do_not_matter(name, rows, random):
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(reward=st.floats(-1e3, 1e3), count=st.integers(1, 9))
 def test_equal_rewards_and_lone_rows_give_exactly_zero(name, reward, count):
     estimator, _ = ESTIMATORS[name]

@@ -60,3 +60,10 @@ def test_experts_come_back_as_they_were_stored(lengths, layers, k):
         found = routes(read)
         assert len(found) == len(rows)
         assert all(torch.equal(a, b) and a.dtype == torch.int16 for a, b in zip(found, rows, strict=True))
+
+
+@pytest.mark.parametrize("rows", [[None], [[None]], [[[None]]], [[[[1, None]]]]])
+def test_experts_that_are_missing_are_no_experts(rows):
+    column = pa.chunked_array([pa.array(rows, pa.list_(pa.list_(pa.list_(pa.int16()))))])
+    with pytest.raises(AssertionError, match="the experts of a position are missing"):
+        routes(column)

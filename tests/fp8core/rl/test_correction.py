@@ -38,7 +38,7 @@ def batch(seed, rows=6, tokens=5, spread=0.4, dtype=torch.float64):
     return training, rollout, torch.rand(rows, tokens, generator=g) < 0.8
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 10_000), st.floats(1, 10))
 def test_token_tis_equals_an_independent_loop(seed, cap):
     training, rollout, mask = batch(seed, spread=2.0, dtype=torch.float32)
@@ -72,7 +72,7 @@ def test_agreement_corrects_nothing(name):
 
 
 @pytest.mark.parametrize("name", RULES)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 10_000), junk=st.sampled_from([math.nan, math.inf]), random=st.randoms())
 def test_masked_junk_padding_and_row_order_change_nothing(name, seed, junk, random):
     training, rollout, mask = batch(seed)
@@ -94,7 +94,7 @@ def test_masked_junk_padding_and_row_order_change_nothing(name, seed, junk, rand
 
 
 @pytest.mark.parametrize("name", ["tis normalised", "everything"])
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 10_000))
 def test_normalised_token_weights_average_one_over_what_was_kept(name, seed):
     training, rollout, mask = batch(seed)

@@ -55,7 +55,7 @@ def slow_action(action, w, m, low, high):
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("action", ACTIONS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(rows=ROWS)
 def test_every_level_and_action_equals_an_independent_loop(level, action, rows):
     weighting = Weighting(level=level, action=action, low=0.5, high=2.0)

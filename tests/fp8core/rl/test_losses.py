@@ -133,7 +133,7 @@ def test_value_and_gradient_equal_the_slow_loss(name, how):
 
 
 @pytest.mark.parametrize("name", LOSSES)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(seed=st.integers(0, 10_000), junk=st.sampled_from([math.nan, math.inf, -math.inf]))
 def test_masked_junk_reaches_neither_value_nor_gradient(name, seed, junk):
     loss, _ = LOSSES[name]

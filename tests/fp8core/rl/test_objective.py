@@ -92,7 +92,7 @@ def slow(method, reference_kl, batch, current):
 
 @pytest.mark.parametrize(("method", "reference_kl"), CASES)
 @given(seed=st.integers(0, 2**31))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_terms_and_gradient(method, reference_kl, seed):
     batch, current = random_batch(seed)
     terms = objective(method, reference_kl)(current, batch, counts(batch))

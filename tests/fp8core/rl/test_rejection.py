@@ -50,7 +50,7 @@ def test_there_are_eleven_filters():
 
 
 @pytest.mark.parametrize("name", FILTERS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(rows=ROWS)
 def test_every_filter_equals_an_independent_loop(name, rows):
     d = torch.tensor([[x for x, _ in row] for row in rows], dtype=torch.float64)
@@ -111,7 +111,7 @@ def test_veto_looks_at_every_unmasked_token_unclamped():
     assert Veto(low=1e-4, high=100.0).catastrophic(d, mask).any(dim=1).tolist() == [False, True]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.floats(-19, 19), min_size=1, max_size=6))
 def test_two_sided_veto_is_seq_max_k2(values):
     tau = 1e-4

@@ -38,7 +38,7 @@ def test_overlong_filtering_empties_rows_and_leaves_the_mask_alone():
     assert mask.sum() == 3
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.sampled_from([0.0, 0.5, 1.0]), st.integers(0, 3), st.booleans()), min_size=1, max_size=20))
 def test_informative_groups_equal_an_independent_loop(rows):
     rewards, groups, keep = (torch.tensor(column) for column in zip(*rows, strict=True))

@@ -110,7 +110,7 @@ def test_long_sequences(architecture, pair_of, ragged_prompts, groups_of, contra
     max_batch=st.sampled_from([1, 7, 64]),
     temperature=st.floats(0.3, 2.0),
 )
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_any_shape(
     architecture,
     pair_of,
