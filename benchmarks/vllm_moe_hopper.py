@@ -173,7 +173,7 @@ def rollout(
         timed = repeated(lambda seed: cases.timed_rollout(engine, *sizes, seed), options.repeats)
         rows.append_growing({**about, **row} for row in timed)
         if routes:
-            rows.append({**about, "routes_reported": True, **_timed_routes(engine, *sizes)})
+            rows.append({**about, "routes_reported": True, "repeats": 1, **_timed_routes(engine, *sizes)})
     finally:
         thaw_heap()
         engine.close()
