@@ -9,7 +9,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from fp8core.config.run import WarmStartConfig
+from fp8core.config.run import TrainingConfig, WarmStartConfig
 from fp8core.data.chain import ChainSource, style_of
 from fp8core.errors import first_line
 from fp8core.numerics.fingerprint import masters_digest, policy_digest
@@ -40,14 +40,19 @@ def warm_start(run: LiveRun) -> TaskResult:
     def body() -> dict[str, Ref]:
         store = run.directory.store
         if run.config.warm_start is None:
-            device = torch.device("cuda" if run.config.training.packs_on_gpu else "cpu")
-            digest = masters_digest(run.base, device)
+            digest = masters_digest(run.base, _digest_device(run.config.training))
             return {"policy": store.put_json("policy", {"version": 0, "weights_digest": digest})}
         weights = shared_weights(run, run.config.warm_start)
         policy = {"version": 0, "weights_digest": policy_digest(weights)}
         return {"policy": store.put_json("policy", policy), "weights": store.put_tensors("weights", weights)}
 
     return _once(run, "warm_start", {"revision": run.model_revision}, body)
+
+
+def _digest_device(training: TrainingConfig) -> torch.device:
+    """Where all weights are digested: on the GPU that trains them, since a CPU reads billions of them for long."""
+    megatron_on_gpu = training.trainer == "megatron" and torch.cuda.is_available()
+    return torch.device("cuda" if training.packs_on_gpu or megatron_on_gpu else "cpu")
 
 
 def bring_to_life(run: LiveRun) -> None:
