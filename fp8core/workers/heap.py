@@ -9,13 +9,17 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+
 
 def freeze_heap() -> None:
     """Take all that is alive now out of the collector's sight, once what lives long has been built.
 
-    Whatever is dropped later is freed as before, unless it is part of a cycle: that waits for `thaw_heap`.
+    Whatever is dropped later is freed as before, unless it is part of a cycle: that waits for `thaw_heap`. So does what
+    was dropped before, but beside a GPU, whose memory must not wait; elsewhere looking for it would only delay a start.
     """
-    gc.collect()
+    if torch.cuda.is_available():
+        gc.collect()
     gc.freeze()
 
 
