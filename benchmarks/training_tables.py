@@ -6,10 +6,8 @@ Reads benchmarks/results/training_hopper.json, training_widths_hopper.json and f
 commit and versions.
 """
 
-import json
-
 from benchmarks import stored
-from benchmarks.stored import RESULTS, Row
+from benchmarks.stored import Row
 
 MODELS = stored.MODELS | {"small": "110M, 12 layers of width 768"}
 _WORDS = stored.PRECISIONS
@@ -17,9 +15,8 @@ PRECISIONS = {"bf16": _WORDS["bf16"], "fp8_block": _WORDS["fp8_linear"], "fp8_bl
 
 
 def main() -> None:
-    training = json.loads((RESULTS / "training_hopper.json").read_text())
-    fused = json.loads((RESULTS / "fused_hopper.json").read_text())
-    widths = stored.stored("training_widths_hopper")
+    names = ("training_hopper", "training_widths_hopper", "fused_hopper")
+    training, widths, fused = (stored.stored(name) for name in names)
     print(speed_table(training), parts_table(training), width_table(widths), fused_table(fused), sep="\n\n")
 
 

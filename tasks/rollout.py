@@ -90,12 +90,12 @@ def rollout_table(
         }
         for done in completions
     ]
+    table = pa.Table.from_pylist(rows, schema=ROLLOUTS)
     if "experts" not in schema.names:
-        return pa.Table.from_pylist(rows, schema=schema)
-    table = pa.Table.from_pylist(rows, schema=schema.remove(schema.get_field_index("experts")))
+        return table
     chosen = [done.experts for done in completions if done.experts is not None]
     assert len(chosen) == len(completions), "the engine was asked for experts and reported none"
-    return table.append_column(schema.field("experts"), routes_column(chosen)).select(schema.names)
+    return table.append_column(schema.field("experts"), routes_column(chosen))
 
 
 def completion_text(completion: Completion, tokenizer: Tokenizer) -> str:

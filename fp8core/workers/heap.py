@@ -31,7 +31,7 @@ def thaw_heap() -> None:
 @contextmanager
 def thawed_heap() -> Iterator[None]:
     """Something that lives long is replaced inside: what it was is freed before the block begins, cycles included."""
-    gc.unfreeze()
+    thaw_heap()
     gc.collect()
     yield
     freeze_heap()
