@@ -1,5 +1,7 @@
 """Qwen3-MoE's shape: experts in place and read back, their log-probs, and the experts that were chosen."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from conftest import CONTRACT, ON_GPU, OPTIONS, SHAPE, build_groups, build_policy, collect
@@ -83,12 +85,28 @@ def test_a_fault_among_experts_shows(engine, policies, fault):
         engine._call("policy_commit_fault", "")
 
 
-def test_most_greedy_tokens_are_the_references(engine, policies):
-    groups, sampling = build_groups(12, 1), Sampling(0.0, 8, frozenset())
+def test_most_greedy_tokens_are_the_references(engine, policies, record_property):
+    """Every token after the same tokens: the reference chooses one for each prefix of what vLLM made of a prompt."""
+    groups = build_groups(32, 1)
     reference = EmbeddedEngine(ARCH, rollout_formats(CONTRACT, 3), 64)
     reference.update(policies[0].trainer.export(), policies[0].scales, 0)
-    pairs = zip(collect(engine, groups, sampling), collect(reference, groups, sampling), strict=True)
-    assert sum(done.tokens == expected.tokens for done, expected in pairs) >= (4 if ON_GPU else 6)
+    found = collect(engine, groups, Sampling(0.0, 8, frozenset()))
+    chosen = [token for done in found for token in done.tokens]
+    expected = [done.tokens[0] for done in collect(reference, _prefixes(groups, found), Sampling(0.0, 1, frozenset()))]
+    equal = sum(a == b for a, b in zip(chosen, expected, strict=True)) / len(chosen)
+    record_property("equal", equal)
+    # As many as let half of all completions of eight tokens be equal as a whole; on a GPU a third.
+    assert equal >= (0.88 if ON_GPU else 0.92)
+
+
+def _prefixes(groups, found):
+    """A group of one for every token of every completion: the prompt and the tokens before it."""
+    prefixes = [
+        (group, (*group.prompt, *done.tokens[:count]))
+        for group, done in zip(groups, found, strict=True)
+        for count in range(len(done.tokens))
+    ]
+    return [replace(group, group=i, prompt=prefix) for i, (group, prefix) in enumerate(prefixes)]
 
 
 def test_a_seed_gives_its_completion_alone_and_in_any_batch(engine):
@@ -159,7 +177,7 @@ class TestRoutes:
         # Up to the last cache block, which every request computes for itself.
         assert all(torch.equal(done.experts[:90], first.experts[:90]) for done in others)
 
-    def test_replay_brings_training_nearer(self, engine, policies):
+    def test_replay_brings_training_nearer(self, engine, policies, record_property):
         groups = build_groups(12, 4)
         found = collect(engine, groups, SAMPLING)
         prompts = {group.group: list(group.prompt) for group in groups}
@@ -173,5 +191,8 @@ class TestRoutes:
         pairs = zip(scored, found, strict=True)
         replayed = torch.cat([(row[: len(d.tokens)] - torch.tensor(d.logprobs)).abs() for row, d in pairs])
         chosen = _errors(policy, groups, found)
+        record_property("replayed", replayed.mean().item())
+        record_property("chosen", chosen.mean().item())
+        record_property("bf16", policy.bounds(groups, found, 1.0).mean)
         assert replayed.mean() <= chosen.mean()
         assert replayed.mean() < MEAN_ERROR
