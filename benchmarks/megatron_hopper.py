@@ -36,6 +36,7 @@ from fp8core.training.megatron.requirements import check_requirements, required_
 ROOT = Path(__file__).parents[1]
 Row = dict[str, Any]
 _MICRO_BATCH = 16384 if cases.ON_GPU else 128
+_THREADS = 4
 
 
 def measurements() -> dict[str, Callable[[], list[Row]]]:
@@ -110,6 +111,8 @@ def timed(work: Callable[[], object]) -> float:
 
 def parity_rows(family: str, precision: str) -> list[Row]:
     """Against every other trainer, and against itself: a second time from the start."""
+    # The exact trainer computes on the CPU: with a thread for every core of a busy host it takes minutes.
+    torch.set_num_threads(_THREADS)
     config = cases.configuration(precision, f"training.megatron.micro_batch_tokens={_MICRO_BATCH}")
     arch = cases.small(family)
     weights = cases.small_policy(arch)

@@ -190,6 +190,10 @@ class VllmEngine:
         assert self._complete, "update() comes before generate(), also after rest()"
         assert self._routes or not sampling.report_experts, "an engine started without routes reports no experts"
         self._check_requests(groups, sampling)
+        if self._sleeps:
+            # The policy that was lent: kept by torch, it is memory of the engine's, and a tensor that comes to lie in
+            # it during training keeps all of it.
+            torch.cuda.empty_cache()
         if self._aligned:
             self._call("policy_set_temperature", sampling.temperature or 1.0)
         requests = {self._submit(group, i, sampling): (group, i) for group in groups for i in range(len(group.seeds))}

@@ -23,7 +23,7 @@ from fp8core.config.vllm import VllmConfig
 from fp8core.models.architecture import Architecture
 from fp8core.models.formats import rollout_formats, training_formats
 from fp8core.models.initial import initial_weights
-from fp8core.models.weights import stored_weights
+from fp8core.models.weights import in_one_buffer, stored_weights
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.fused_head_codes import static_codes
 from fp8core.numerics.kv_scales import LayerScales
@@ -262,6 +262,20 @@ def test_sleep_loses_nothing(engine: Any, alone: Completion, tensors: dict[str, 
     report = engine.update(tensors, SCALES, SCALES.version)
     check_report(report, policy_digest(tensors), SCALES, SCALES.version)
     assert read(collect(engine, [PROBE], temperature)[0]) == read(alone)
+
+
+def test_what_was_lent_is_given_back_before_anything_is_generated(
+    engine: Any, tensors: dict[str, Tensor], temperature: float
+) -> None:
+    """Else a copy of the policy lies beside the engine, and whatever training puts in a part of it keeps all of it."""
+    engine.rest()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    lent = in_one_buffer(tensors)
+    engine.update(lent, SCALES, SCALES.version)
+    del lent
+    collect(engine, [PROBE], temperature)
+    assert torch.cuda.memory_reserved() <= before
 
 
 def test_other_weights_are_noticed(
