@@ -21,6 +21,8 @@ _ALIGNMENT = {
     "reward, last": ("reward_last", ".3f"),
     "steps": ("steps", "d"),
 }
+# Generation and training, log-probs included.
+_WORK = ("rollout", "logprobs", "train")
 
 
 def main() -> None:
@@ -60,13 +62,17 @@ def seconds_table(rows: Sequence[Row]) -> str:
 
 
 def ledger_table(rows: Sequence[Row]) -> str:
-    """Mean milliseconds of a step by part, each with its percentage of the step."""
+    """Mean milliseconds of a step by part, each with its percentage of the step; `rest` is all that is not _WORK.
+
+    Parts that run side by side count in full, so that those outside _WORK may add up to more than the rest.
+    """
     names = list(dict.fromkeys(name for row in rows for name in row["percent"]))
-    lines = [_line("ms of a step", *names, "whole", "steps"), _rule(3 + len(names))]
+    lines = [_line("ms of a step", *names, "whole", "rest", "steps"), _rule(4 + len(names))]
     for row in rows:
-        seconds, percent = row["seconds"], row["percent"]
-        cells = (f"{1000 * seconds.get(name, 0.0):.0f} ({percent.get(name, 0.0):.1f} %)" for name in names)
-        lines.append(_line(row["variant"], *cells, f"{1000 * seconds[WALL]:.0f}", str(row["steps"])))
+        seconds, whole = row["seconds"], row["seconds"][WALL]
+        rest = whole - sum(seconds[name] for name in _WORK)
+        cells = [_share(seconds.get(name, 0.0), whole) for name in names]
+        lines.append(_line(row["variant"], *cells, f"{1000 * whole:.0f}", _share(rest, whole), str(row["steps"])))
     return "\n".join(lines)
 
 
@@ -77,6 +83,10 @@ def artifacts_table(rows: Sequence[Row]) -> str:
     for row in rows:
         lines.append(_line(row["variant"], *(f"{1000 * row['artifacts'].get(name, 0.0):.0f}" for name in names)))
     return "\n".join(lines)
+
+
+def _share(seconds: float, whole: float) -> str:
+    return f"{1000 * seconds:.0f} ({100 * seconds / whole:.1f} %)"
 
 
 def _line(*cells: str) -> str:

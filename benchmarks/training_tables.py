@@ -52,16 +52,26 @@ def parts_table(rows: list[Row], model: str = "qwen3-8b") -> str:
 
 
 def width_table(rows: list[Row]) -> str:
-    """What the GPU computes of a step, by the width of the model: from where FP8 pays."""
-    lines = ["| what the GPU computes of a step | BF16, ms | FP8 linears, ms | BF16 to FP8 |", "| --- " * 4 + "|"]
-    computed: dict[str, dict[str, float]] = {}
+    """Whole steps by the width of the model, and what the GPU computes of them: from where FP8 pays."""
+    lines = [
+        "| a step of 65,536 tokens | BF16, ms | FP8 linears, ms | BF16 to FP8 | computed on the GPU, BF16, ms | "
+        "FP8 linears, ms | BF16 to FP8 |",
+        "| --- " * 7 + "|",
+    ]
+    whole, computed = dict[str, dict[str, float]](), dict[str, dict[str, float]]()
     for row in rows:
-        if row["kind"] == "training_trace":
+        if row["kind"] == "training":
+            whole.setdefault(row["model"], {})[row["precision"]] = 1000 * row["seconds"]
+        else:
             computed.setdefault(row["model"], {})[row["precision"]] = sum(row["parts_ms"].values())
-    for model, of in computed.items():
+    for model, of in whole.items():
         words = MODELS.get(model) or f"8 layers of width {model.removeprefix('width-')}"
-        lines.append(f"| {words} | {of['bf16']:.0f} | {of['fp8_block']:.0f} | {of['bf16'] / of['fp8_block']:.2f}x |")
+        lines.append(f"| {words} | {_compared(of)} | {_compared(computed[model])} |")
     return "\n".join(lines)
+
+
+def _compared(of: dict[str, float]) -> str:
+    return f"{of['bf16']:,.0f} | {of['fp8_block']:,.0f} | {of['bf16'] / of['fp8_block']:.2f}x"
 
 
 def fused_table(rows: list[Row]) -> str:
