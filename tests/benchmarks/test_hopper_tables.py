@@ -1,14 +1,7 @@
-"""The tables of stored results, and of updates of experts."""
+"""The table of updates of experts."""
 
-from pathlib import Path
+from benchmarks.hopper_tables import expert_sync_table
 
-import pytest
-
-from benchmarks.hopper_tables import expert_sync_table, main
-from benchmarks.rollout_tables import rollout_table
-from benchmarks.stored import stored
-
-PAGE = Path(__file__).parents[2] / "docs" / "performance.md"
 SYNC = {"kind": "sync", "model": "qwen3-30b-a3b", "bytes": 31_174_545_408, "tensors": 37_491, "shared_layers": False}
 SOURCE = {"commit": "0123456", "command": "moe_sync"}
 
@@ -25,20 +18,3 @@ def test_the_middle_update_of_a_process_but_its_first():
         "| 37,491 tensors, all layers' | 31.2 | 1,200 | 600 |",
         "| 37,491 tensors, one layer's for all, the first update of a process | 31.2 | 3,000 | 1,500 |",
     ]
-
-
-@pytest.mark.parametrize(
-    "table",
-    [lambda: rollout_table(stored("rollout_hopper")), lambda: expert_sync_table(stored("sync_hopper"))],
-    ids=["rollouts", "updates of experts"],
-)
-def test_the_page_has_the_table_of_what_is_stored(table):
-    assert table() + "\n\n" in PAGE.read_text()
-
-
-def test_all_stored_rows_have_a_table(capsys):
-    main()
-    printed = capsys.readouterr().out
-    for heading in ("| shape | precision |", "| one decode step, 256 requests", "| sync of 9.4 GB |", "| the probe |"):
-        assert heading in printed
-    assert "\n\n\n" not in printed

@@ -1,15 +1,11 @@
-"""What the process beside a GPU takes: the tables are the page's, nothing is left running, and nothing frozen."""
+"""What the process beside a GPU takes: nothing is left running, and nothing frozen."""
 
 import gc
 import json
-from pathlib import Path
 
 import psutil
 
 from benchmarks import host_costs
-from benchmarks.stored import stored
-
-PAGE = Path(__file__).parents[2] / "docs" / "performance.md"
 
 
 def test_rows_are_written_and_nothing_is_left_running_or_frozen(tmp_path, monkeypatch, capsys):
@@ -24,9 +20,3 @@ def test_rows_are_written_and_nothing_is_left_running_or_frozen(tmp_path, monkey
     assert "\n\n".join(host_costs.tables(rows)) in capsys.readouterr().out
     assert not [child for child in psutil.Process().children() if "spawn_main" in "".join(child.cmdline())]
     assert gc.get_freeze_count() == 0
-
-
-def test_the_page_has_the_tables_of_what_is_stored():
-    page = PAGE.read_text()
-    for table in host_costs.tables(stored("host_costs")):
-        assert table + "\n\n" in page

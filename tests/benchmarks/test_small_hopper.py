@@ -9,7 +9,7 @@ import yaml
 
 from benchmarks.small_hopper import NAMES, Training, _train, main, plan
 from benchmarks.small_rows import alignment_row, draw_variants, provenance, seconds_by_task, step_ledger_row
-from benchmarks.small_tables import tables
+from benchmarks.small_tables import ledger_table, tables
 from benchmarks.trainings import ROOT, run_till, run_until
 from fp8core.config.capability import check_contract
 from fp8core.config.load import load_config
@@ -125,6 +125,14 @@ def test_rows_of_a_real_run(whole_run, tmp_path):
     assert list(tables([{name: value for name, value in ledger.items() if name != "artifacts"}])) == words[2:3]
     draw_variants({"bf16": run, "other": run}, tmp_path / "variants.png", "two")
     assert (tmp_path / "variants.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_rest_of_a_step_is_what_others_do_not_overlap() -> None:
+    """Rewards that are judged beside the log-probs take no time of their own."""
+    seconds = {"rollout": 4.0, "reward": 2.0, "logprobs": 3.0, "train": 2.0, "sync": 0.75, "wall": 10.0}
+    row = {"variant": "bf16", "steps": 2, "seconds": seconds, "percent": {"reward": 20.0, "sync": 7.5}}
+    (line,) = ledger_table([row]).splitlines()[2:]
+    assert line == "| bf16 | 2000 (20.0 %) | 750 (7.5 %) | 10000 | 1000 (10.0 %) | 2 |"
 
 
 def _segment(started):

@@ -1,5 +1,6 @@
 """On a CPU every kernel is its reference, so the packed trainer must be the exact one but for BF16 gradients."""
 
+import gc
 from dataclasses import asdict
 
 import pytest
@@ -105,6 +106,32 @@ def learnt(packed_of, trainer_of, architecture, first_scales, rollout_batch):
         return trainer, lambda other: other.step(batch, 1.0, scales.layers)
 
     return learn
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+@pytest.mark.parametrize("contract", [FP8, BF16], ids=["fp8", "bf16"])
+def test_a_step_leaves_nothing_but_its_state(
+    contract, checkpointing, architecture, packed_of, trainer_of, first_scales, rollout_batch
+) -> None:
+    """What it held beside that, were it only until the collector came by, the engine on its GPU would miss."""
+    exact = trainer_of(contract, architecture())
+    scales, batch = first_scales(exact, contract), rollout_batch(exact, first_scales(exact, contract))
+    trainer = packed_of(contract, architecture(), TrainingConfig(activation_checkpointing=checkpointing))
+    gc.collect()
+    gc.disable()
+    try:
+        before = {id(tensor) for tensor in live_tensors()}
+        trainer.logprobs(batch.sequences, 1.0, scales.layers)
+        trainer.step(batch, 1.0, scales.layers)
+        trainer.export()
+        assert not [tensor.shape for tensor in live_tensors() if id(tensor) not in before]
+    finally:
+        gc.enable()
+
+
+def live_tensors() -> list[torch.Tensor]:
+    """Those that the garbage collector knows of."""
+    return [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
 
 
 def test_recomputed_activations_are_the_same(learnt) -> None:
