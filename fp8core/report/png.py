@@ -17,6 +17,7 @@ _PANEL_INCHES = (6.0, 3.6)
 _DASHES = ("-", (0, (6, 3)), (0, (2, 2)), (0, (8, 3, 2, 3)), (0, (12, 4)))
 _MARKERS = ("o", "D", "s", "^", "x")
 _MARKERS_OF_A_LINE = 10
+_LINES_OF_A_PANEL, _LEGEND_COLUMNS = 4, 4
 
 
 def draw_png(charts: Sequence[Chart], path: Path, title: str, columns: int = 2) -> None:
@@ -40,6 +41,7 @@ def draw_png(charts: Sequence[Chart], path: Path, title: str, columns: int = 2) 
         _draw(axes, chart)
     for axes in list(panels)[len(charts) :]:
         axes.set_visible(False)
+    _legends(figure, charts)
     figure.savefig(path, format="png", metadata={"Software": None})
 
 
@@ -67,10 +69,20 @@ def _draw(axes: Axes, chart: Chart) -> None:
         low, high = axes.get_ylim()
         span = max(chart.include) - min(chart.include)
         axes.set_ylim(min(low, min(chart.include) - 0.03 * span), max(high, max(chart.include) + 0.03 * span))
-    if values:
-        axes.legend(fontsize=9)
-    else:
+    if not values:
         axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", fontsize=13)
+
+
+def _legends(figure: Figure, charts: Sequence[Chart]) -> None:
+    """One below all panels where they show the same lines and these are many, since it would hide some; else each."""
+    names = [[series.label for series in chart.series] for chart in charts]
+    if len(names[0]) > _LINES_OF_A_PANEL and all(others == names[0] for others in names):
+        handles, labels = figure.axes[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=_LEGEND_COLUMNS, fontsize=10)
+        return
+    for axes, chart in zip(figure.axes, charts, strict=False):
+        if any(series.finite() for series in chart.series):
+            axes.legend(fontsize=9)
 
 
 def _series(axes: Axes, series: Series) -> None:

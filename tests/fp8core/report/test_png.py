@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -38,3 +39,14 @@ def test_dots_outlines_and_references_are_drawn(tmp_path: Path) -> None:
     draw_png([chart([0, 1], 0, "dots"), chart([0, 1], 1, "outline"), chart([0, 1], REFERENCE)], tmp_path / "a.png", "")
     assert has_colour(tmp_path / "a.png", colour(1))
     assert has_colour(tmp_path / "a.png", colour(REFERENCE))
+
+
+def test_a_legend_of_many_lines_lies_below_the_panels(tmp_path: Path) -> None:
+    """In a panel whose lines fill it, it would hide some of them."""
+    lines = [Series(f"run {style}", range(5), [style] * 5, style) for style in range(6)]
+    charts = [Chart(title, "step", "reward", lines) for title in ("Reward", "Accuracy")]
+    draw_png(charts, tmp_path / "shared.png", "six runs")
+    draw_png([charts[0], replace(charts[1], series=lines[:5])], tmp_path / "own.png", "six runs")
+    below = {path.stem: imread(path)[-25:, ..., :3] for path in tmp_path.iterdir()}
+    inks = {name: (np.ptp(rows, axis=-1) > 0.3).sum() for name, rows in below.items()}
+    assert inks["shared"] > 0 == inks["own"]
