@@ -32,6 +32,7 @@ from fp8core.config.run import RunConfig
 from fp8core.models.architecture import Architecture
 from fp8core.store.versions import git_state, hardware, library_versions
 from fp8core.training.megatron.requirements import check_requirements, required_environment
+from tasks.record import torch_threads
 
 ROOT = Path(__file__).parents[1]
 Row = dict[str, Any]
@@ -111,15 +112,15 @@ def timed(work: Callable[[], object]) -> float:
 
 def parity_rows(family: str, precision: str) -> list[Row]:
     """Against every other trainer, and against itself: a second time from the start."""
-    # The exact trainer computes on the CPU: with a thread for every core of a busy host it takes minutes.
-    torch.set_num_threads(_THREADS)
     config = cases.configuration(precision, f"training.megatron.micro_batch_tokens={_MICRO_BATCH}")
     arch = cases.small(family)
     weights = cases.small_policy(arch)
     batch = cases.beside(config, arch, weights, cases.random_batch(arch, sequences=8, prompt=40, completion=88))
     own = computed(config, arch, weights, batch)
     again = computed(config, arch, weights, batch)
-    peers = {name: peer(config, arch, weights, batch) for name, peer in cases.peers(arch).items()}
+    # The exact trainer computes on the CPU, with fewer threads than a busy host has cores.
+    with torch_threads(_THREADS):
+        peers = {name: peer(config, arch, weights, batch) for name, peer in cases.peers(arch).items()}
     return [
         difference(family, precision, name, own, other, batch.mask)
         for name, other in [*peers.items(), ("itself", again)]

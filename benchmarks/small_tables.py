@@ -66,7 +66,7 @@ def ledger_table(rows: Sequence[Row]) -> str:
 
     Parts that run side by side count in full, so that those outside _WORK may add up to more than the rest.
     """
-    names = list(dict.fromkeys(name for row in rows for name in row["percent"]))
+    names = list(dict.fromkeys(name for row in rows for name in row["seconds"] if name != WALL))
     lines = [_line("ms of a step", *names, "whole", "rest", "steps"), _rule(4 + len(names))]
     for row in rows:
         seconds, whole = row["seconds"], row["seconds"][WALL]

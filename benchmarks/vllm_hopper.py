@@ -124,7 +124,7 @@ def adapter(options: argparse.Namespace, rows: Rows) -> None:
         for case in ElementTree.parse(report).iter("testcase"):
             problem = next((child for child in case if child.tag in ("failure", "error")), None)
             row = {"kind": "test", "name": case.get("name"), "passed": problem is None}
-            row |= {found.get("name"): float(found.get("value", "nan")) for found in case.iter("property")}
+            row["properties"] = {found.get("name"): found.get("value") for found in case.iter("property")}
             rows.append(row | ({} if problem is None else {"problem": (problem.text or "")[-1500:]}))
 
 

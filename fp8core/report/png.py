@@ -15,13 +15,14 @@ from fp8core.report.charts import REFERENCE, Chart, Series, colour
 DPI = 100
 _PANEL_INCHES = (6.0, 3.6)
 _DASHES = ("-", (0, (6, 3)), (0, (2, 2)), (0, (8, 3, 2, 3)), (0, (12, 4)))
-_MARKERS = ("o", "D", "s", "^", "x")
+# One more than dashes, so that 30 styles differ in one of them.
+_MARKERS = ("o", "D", "s", "^", "x", "v")
 _MARKERS_OF_A_LINE = 10
 _LINES_OF_A_PANEL, _LEGEND_COLUMNS = 4, 4
 
 
 def draw_png(charts: Sequence[Chart], path: Path, title: str, columns: int = 2) -> None:
-    """Draw charts in rows of `columns`, each 600 x 360 pixels, in the styles of the SVG.
+    """Draw charts in rows of `columns`, each 600 x 360 pixels with its part of a common legend, in the SVG's styles.
 
     Args:
         charts: at least one.

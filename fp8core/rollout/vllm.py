@@ -191,8 +191,8 @@ class VllmEngine:
         assert self._routes or not sampling.report_experts, "an engine started without routes reports no experts"
         self._check_requests(groups, sampling)
         if self._sleeps:
-            # The policy that was lent, which torch keeps. What training leaves in a part of it, as cuBLAS does with its
-            # workspaces, would keep all of it from the engine for good.
+            # Give back the policy that was lent, which torch keeps for later: what outlives a step and comes to lie in
+            # a part of it, like a workspace of cuBLAS, would hold all of it.
             torch.cuda.empty_cache()
         if self._aligned:
             self._call("policy_set_temperature", sampling.temperature or 1.0)

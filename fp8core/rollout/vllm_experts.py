@@ -119,8 +119,9 @@ def routes_of(chosen: Any, sparse: Sequence[int], positions: int) -> Tensor:
     if chosen is None or chosen.shape[0] != positions:
         found = "nothing" if chosen is None else f"{chosen.shape[0]}"
         raise RuntimeError(f"vLLM recorded the experts of {found} of {positions} positions")
-    # By NumPy, in one thread: a rollout has millions of these rows, and torch's threads wait for one another.
-    ordered = np.sort(chosen[:, list(sparse)].astype("int16"), axis=-1)
+    # In one thread, whatever number torch has: a rollout has millions of these short rows.
+    ordered = chosen[:, list(sparse)].astype(np.int16)
+    ordered.sort(axis=-1)
     if (ordered[..., 1:] == ordered[..., :-1]).any():
         raise RuntimeError("vLLM recorded one expert twice for a token")
     return torch.from_numpy(ordered)

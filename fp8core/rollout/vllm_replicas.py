@@ -102,7 +102,7 @@ class VllmReplicas:
     def generate(self, groups: Sequence[PromptGroup], sampling: Sampling) -> Iterator[list[Completion]]:
         """As `VllmEngine.generate`; each yield is of one engine."""
         if self._sleeps:
-            # As `VllmEngine.steps`, which in other processes has nothing to give back.
+            # Give back the policy that was lent from this process (`VllmEngine.steps`).
             torch.cuda.empty_cache()
         shares = zip(self._processes, deal(groups, len(self._processes)), strict=True)
         asked = {process: process.ask("generate", share, sampling) for process, share in shares if share}

@@ -1,4 +1,4 @@
-"""The pages have the tables that the scripts print of the stored rows: all of them, and as they are."""
+"""Pages have the tables that these scripts print of stored rows, every one and as it is."""
 
 import json
 import re

@@ -130,9 +130,8 @@ def test_rows_of_a_real_run(whole_run, tmp_path):
 def test_the_rest_of_a_step_is_what_others_do_not_overlap() -> None:
     """Rewards that are judged beside the log-probs take no time of their own."""
     seconds = {"rollout": 4.0, "reward": 2.0, "logprobs": 3.0, "train": 2.0, "sync": 0.75, "wall": 10.0}
-    row = {"variant": "bf16", "steps": 2, "seconds": seconds, "percent": {"reward": 20.0, "sync": 7.5}}
-    (line,) = ledger_table([row]).splitlines()[2:]
-    assert line == "| bf16 | 2000 (20.0 %) | 750 (7.5 %) | 10000 | 1000 (10.0 %) | 2 |"
+    (line,) = ledger_table([{"variant": "bf16", "steps": 2, "seconds": seconds}]).splitlines()[2:]
+    assert line.endswith("| 2000 (20.0 %) | 750 (7.5 %) | 10000 | 1000 (10.0 %) | 2 |")
 
 
 def _segment(started):

@@ -193,6 +193,6 @@ class TestRoutes:
         chosen = _errors(policy, groups, found)
         record_property("replayed", replayed.mean().item())
         record_property("chosen", chosen.mean().item())
-        record_property("bf16", policy.bounds(groups, found, 1.0).mean)
+        record_property("reference_to_bf16", policy.bounds(groups, found, 1.0).mean)
         assert replayed.mean() <= chosen.mean()
         assert replayed.mean() < MEAN_ERROR

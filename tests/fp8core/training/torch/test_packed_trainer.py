@@ -115,12 +115,14 @@ def test_a_step_leaves_nothing_but_its_state(
 ) -> None:
     """What it held beside that, were it only until the collector came by, the engine on its GPU would miss."""
     exact = trainer_of(contract, architecture())
-    scales, batch = first_scales(exact, contract), rollout_batch(exact, first_scales(exact, contract))
+    scales = first_scales(exact, contract)
+    batch = rollout_batch(exact, scales)
     trainer = packed_of(contract, architecture(), TrainingConfig(activation_checkpointing=checkpointing))
     gc.collect()
     gc.disable()
     try:
-        before = {id(tensor) for tensor in live_tensors()}
+        held = live_tensors()
+        before = {id(tensor) for tensor in held}
         trainer.logprobs(batch.sequences, 1.0, scales.layers)
         trainer.step(batch, 1.0, scales.layers)
         trainer.export()
