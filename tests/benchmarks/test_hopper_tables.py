@@ -1,6 +1,6 @@
-"""The table of updates of experts."""
+"""The tables of stored results, and of updates of experts."""
 
-from benchmarks.hopper_tables import expert_sync_table
+from benchmarks.hopper_tables import expert_sync_table, main
 
 SYNC = {"kind": "sync", "model": "qwen3-30b-a3b", "bytes": 31_174_545_408, "tensors": 37_491, "shared_layers": False}
 SOURCE = {"commit": "0123456", "command": "moe_sync"}
@@ -18,3 +18,11 @@ def test_the_middle_update_of_a_process_but_its_first():
         "| 37,491 tensors, all layers' | 31.2 | 1,200 | 600 |",
         "| 37,491 tensors, one layer's for all, the first update of a process | 31.2 | 3,000 | 1,500 |",
     ]
+
+
+def test_all_stored_rows_have_a_table(capsys):
+    main()
+    printed = capsys.readouterr().out
+    for heading in ("| shape | precision |", "| one decode step, 256 requests", "| sync of 9.4 GB |", "| the probe |"):
+        assert heading in printed
+    assert "\n\n\n" not in printed

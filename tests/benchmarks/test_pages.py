@@ -38,9 +38,3 @@ def test_a_page_has_every_table_of_what_is_stored(page, printer, capsys) -> None
     text = (DOCS / page).read_text()
     assert tables
     assert not [table.splitlines()[0] for table in tables if table + "\n" not in text]
-
-
-def test_tables_stand_apart(capsys) -> None:
-    """Nothing is printed where there are no rows."""
-    hopper_tables.main()
-    assert "\n\n\n" not in capsys.readouterr().out

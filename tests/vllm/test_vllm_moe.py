@@ -40,6 +40,14 @@ def policies():
     return build_policy(ARCH, 0), build_policy(ARCH, 1)
 
 
+@pytest.fixture(scope="module")
+def reference(policies):
+    """The embedded engine, holding policy 0."""
+    held = EmbeddedEngine(ARCH, rollout_formats(CONTRACT, 3), 64)
+    held.update(policies[0].trainer.export(), policies[0].scales, 0)
+    return held
+
+
 def _errors(policy, groups, found):
     reported = torch.tensor([logprob for completion in found for logprob in completion.logprobs])
     return (reported - torch.cat(policy.logprobs(groups, found, 1.0))).abs()
@@ -85,18 +93,21 @@ def test_a_fault_among_experts_shows(engine, policies, fault):
         engine._call("policy_commit_fault", "")
 
 
-def test_most_greedy_tokens_are_the_references(engine, policies, record_property):
-    """Every token after the same tokens: the reference chooses one for each prefix of what vLLM made of a prompt."""
+def test_most_greedy_tokens_are_the_references(engine, reference):
+    groups, sampling = build_groups(12, 1), Sampling(0.0, 8, frozenset())
+    pairs = zip(collect(engine, groups, sampling), collect(reference, groups, sampling), strict=True)
+    assert sum(done.tokens == expected.tokens for done, expected in pairs) >= (4 if ON_GPU else 6)
+
+
+def test_a_greedy_token_after_the_same_tokens_is_mostly_the_references(engine, reference, record_property):
+    """The reference chooses one for each prefix of what vLLM made of a prompt."""
     groups = build_groups(32, 1)
-    reference = EmbeddedEngine(ARCH, rollout_formats(CONTRACT, 3), 64)
-    reference.update(policies[0].trainer.export(), policies[0].scales, 0)
     found = collect(engine, groups, Sampling(0.0, 8, frozenset()))
     chosen = [token for done in found for token in done.tokens]
     expected = [done.tokens[0] for done in collect(reference, _prefixes(groups, found), Sampling(0.0, 1, frozenset()))]
     equal = sum(a == b for a, b in zip(chosen, expected, strict=True)) / len(chosen)
     record_property("equal", equal)
-    # As many as let half of all completions of eight tokens be equal as a whole; on a GPU a third.
-    assert equal >= (1 / 3 if ON_GPU else 1 / 2) ** (1 / 8)
+    assert equal >= (0.88 if ON_GPU else 0.92)
 
 
 def _prefixes(groups, found):
@@ -163,10 +174,8 @@ class TestRoutes:
             assert (routes >= 0).all()
             assert (routes < 8).all()
 
-    def test_most_are_the_references(self, engine, policies):
+    def test_most_are_the_references(self, engine, reference):
         groups, sampling = build_groups(8, 1, longest=40, shortest=20), Sampling(0.0, 1, frozenset(), True)
-        reference = EmbeddedEngine(ARCH, rollout_formats(CONTRACT, 3), 64)
-        reference.update(policies[0].trainer.export(), policies[0].scales, 0)
         pairs = list(zip(collect(engine, groups, sampling), collect(reference, groups, sampling), strict=True))
         equal = [a.experts == b.experts for a, b in pairs]
         assert torch.cat([part.flatten() for part in equal]).float().mean() > 0.9
