@@ -83,7 +83,7 @@ class Formats:
         }
 
     def with_points(self, points: RoundingPoints) -> "Formats":
-        """The same with other roundings inside norms, rotary positions, SwiGLU and BF16 attention."""
+        """The same with other roundings inside norms, rotary positions, SwiGLU, BF16 attention and routers."""
         bf16 = Bf16Attention(points.weights)
         layers = (replace(form, attention=bf16) if form.attention.name == "bf16" else form for form in self.layers)
         return replace(self, points=points, layers=tuple(layers))

@@ -69,6 +69,7 @@ class RoundingPoints:
         tables: cosines and sines of the rotary positions.
         activated: silu(gate), before its product with up.
         weights: exp(score - maximum) of BF16 attention, before its product with V.
+        routed: the router's logits, before experts are chosen and weighted.
     """
 
     name: str
@@ -77,22 +78,23 @@ class RoundingPoints:
     tables: Rounding
     activated: Rounding
     weights: Rounding
+    routed: Rounding
 
 
 def _points(name: str, *rounded: str) -> RoundingPoints:
-    places = ("sums", "normalised", "tables", "activated", "weights")
+    places = ("sums", "normalised", "tables", "activated", "weights", "routed")
     return RoundingPoints(name, **{place: round_to_bf16 if place in rounded else keep_fp32 for place in places})
 
 
 NOWHERE = _points("nowhere")
 STEPWISE = _points("stepwise", "sums", "normalised", "activated", "weights")
 # vLLM's definitions in torch, each operation by itself, and its attention for CPUs.
-NATIVE = _points("native", "normalised", "tables", "activated")
+NATIVE = _points("native", "normalised", "tables", "activated", "routed")
 # One kernel each for norm, rotary positions and SwiGLU, as vLLM's CUDA sources have them (csrc/libtorch_stable), and
 # FlashAttention.
-KERNELS = _points("kernels", "sums", "tables", "activated", "weights")
+KERNELS = _points("kernels", "sums", "tables", "activated", "weights", "routed")
 # What torch.compile fuses stays FP32 inside a kernel; the rotary tables lie in memory as BF16.
-FUSED = _points("fused", "tables", "weights")
+FUSED = _points("fused", "tables", "weights", "routed")
 
 
 def to_e4m3_grid(x: Tensor, scale: float) -> Tensor:

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 EXPERTS = Experts(count=8, per_token=2, intermediate_size=128, normalise_top_k=True, sparse_step=1, dense_layers=(1,))
 ARCH = Architecture(**{**SHAPE, "family": "qwen3_moe", "num_layers": 3, "experts": EXPERTS})
 SAMPLING = Sampling(1.0, 12, frozenset({3}), report_experts=ON_GPU)
-# vLLM rounds router logits to BF16, so that now and then a token goes to another expert than in training.
+# What enters a router differs by last bits, so that now and then a token goes to another expert than in training.
 MEAN_ERROR = 0.3 if ON_GPU else 0.15
 
 
@@ -53,7 +53,7 @@ def _errors(policy, groups, found):
     return (reported - torch.cat(policy.logprobs(groups, found, 1.0))).abs()
 
 
-def test_generation_follows_every_update(engine, policies):
+def test_generation_follows_every_update(engine, policies, record_property):
     groups = build_groups(8, 4)
     for policy in (policies[1], policies[0], policies[1]):
         report = engine.update(policy.tensors, policy.scales, policy.version)
@@ -61,6 +61,7 @@ def test_generation_follows_every_update(engine, policies):
         assert engine.fingerprint() == policy_digest(policy.tensors)
         found = collect(engine, groups, SAMPLING)
         other = policies[1 - policy.version]
+        record_property("mean_error", _errors(policy, groups, found).mean().item())
         assert _errors(policy, groups, found).mean() < MEAN_ERROR < 1 < _errors(other, groups, found).mean()
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from fp8core.config.megatron import MegatronConfig
 from fp8core.config.precision import PrecisionContract
 from fp8core.models.architecture import Architecture
+from fp8core.models.formats import training_formats
 from fp8core.numerics.kv_scales import KvStatistics, LayerScales
 from fp8core.training.megatron.arguments import Kind, transformer_arguments
 from fp8core.training.megatron.conversion import policy_of, share
@@ -45,6 +46,8 @@ class Policy:
         first, last = self.place.pipeline == 0, self.place.pipeline == megatron.pipeline_parallel - 1
         self.model = PolicyModel(arch, megatron, config, device, first, last).to(device)
         self.routers = [module for module in self.model.modules() if isinstance(module, PolicyRouter)]
+        for router in self.routers:
+            router.rounding = training_formats(contract, arch.num_layers).points.routed
         self._observer: Observer | None = None
         rows = padded_vocabulary(arch, megatron.tensor_parallel) // megatron.tensor_parallel
         self._head = VocabularyShare(rows * self.place.tensor, arch.vocab_size, tensor_group(), contract.training.head)

@@ -8,6 +8,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from fp8core.models.experts import UNRECORDED
+from fp8core.numerics.rounding import Rounding, keep_fp32
 
 
 class Replay:
@@ -32,12 +33,16 @@ class Replay:
 
 
 class PolicyRouter(TopKRouter):
-    """A router that runs anywhere: Megatron's moves its weight to a GPU and needs Transformer Engine to multiply."""
+    """A router that runs anywhere: Megatron's moves its weight to a GPU and needs Transformer Engine to multiply.
+
+    `rounding` is the contract's point `routed`, which `Policy` sets: Megatron builds this class from its own arguments.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.router_replay = Replay()
+        self.rounding: Rounding = keep_fp32
 
     def gating(self, hidden: Tensor) -> Tensor:
-        """FP32 logits [..., experts] from BF16 or FP32 operands."""
-        return torch.nn.functional.linear(hidden.float(), self.weight.float())
+        """Logits [..., experts] in FP32 from BF16 or FP32 operands."""
+        return self.rounding(torch.nn.functional.linear(hidden.float(), self.weight.float()))

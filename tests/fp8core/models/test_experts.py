@@ -14,6 +14,7 @@ from fp8core.models.experts import (
     TopKRouting,
     feed_forward,
     gate_weights,
+    mix,
     mlp,
     router_logits,
     top_k,
@@ -22,7 +23,7 @@ from fp8core.models.weights import SCALE_SUFFIX, StoredNames, load_policy, store
 from fp8core.numerics.e4m3 import encode, quantise_tiles
 from fp8core.numerics.linear import Bf16Linear, Fp8BlockLinear, Fp32Linear, StoredWeight, load_weight
 from fp8core.numerics.logprobs import load_head
-from fp8core.numerics.rounding import NOWHERE, STEPWISE, keep_fp32, round_to_bf16
+from fp8core.numerics.rounding import FUSED, KERNELS, NATIVE, NOWHERE, STEPWISE, keep_fp32, round_to_bf16
 from fp8core.rl.batch import RolloutBatch, TokenBatch, length_mask, pad
 from fp8core.rollout.engine import Sampling
 
@@ -87,6 +88,20 @@ def test_router_logits_are_those_of_fp64_and_of_any_batch():
     assert torch.allclose(logits.double(), x.double() @ router.values.double().t(), atol=2e-3)
     for rows in (*torch.arange(3).split(1), torch.arange(40, 47), torch.randperm(300)):
         assert torch.equal(router_logits(x[rows], router), logits[rows])
+
+
+@pytest.mark.parametrize("points", [NATIVE, KERNELS, FUSED])
+def test_where_vllm_rounds_logits_experts_are_chosen_and_weighted_by_rounded_ones(points):
+    """The exact logits would send some of these tokens elsewhere."""
+    weights, x = layer_of("bf16"), normal(4000, HIDDEN, seed=8)
+    forms, routing = MlpFormats(Bf16Linear(), Bf16Linear(), round_to_bf16, points), RecordedRouting()
+    found = feed_forward(x, weights, forms, 0, routing)
+    exact = router_logits(x, weights.router)
+    rounded = exact.bfloat16().float()
+    chosen = top_k(rounded, 2)
+    assert torch.equal(routing.recorded(1)[0, :, 0], chosen)
+    assert not torch.equal(chosen, top_k(exact, 2))
+    assert torch.equal(found, mix(x, weights.experts, forms, chosen, gate_weights(rounded, chosen, True)))
 
 
 # --- the experts ---

@@ -204,6 +204,17 @@ BF16 = PrecisionContract(
 )
 
 
+@pytest.mark.parametrize("points", ["stepwise", "native", "kernels", "fused"])
+def test_routers_round_their_logits_where_the_contract_does(points, architecture, masters_of):
+    arch, contract = architecture(**FAMILIES["moe"]), BF16.model_copy(update={"rounding_points": points})
+    (router,) = megatron_trainer(arch, masters_of(arch), contract=contract)._policy.routers
+    states = torch.randn(50, arch.hidden_size, generator=torch.Generator().manual_seed(0)).bfloat16()
+    logits = router.gating(states)
+    exact = states.double() @ router.weight.double().t()
+    assert torch.allclose(logits.double(), exact, rtol=0.005, atol=1e-6)
+    assert torch.equal(logits, logits.bfloat16().float()) == (points != "stepwise")
+
+
 @pytest.mark.parametrize("shared", [True, False])
 def test_weights_in_bf16_have_masters_in_fp32(shared, architecture, masters_of, ragged_batch, tmp_path):
     """What a GPU trains with, distributed optimiser or not, in local layers."""
