@@ -2,6 +2,7 @@
 
     python benchmarks/vllm_bisect_hopper.py --out FOLDER                      every precision, side by side
     python benchmarks/vllm_bisect_hopper.py --out FOLDER --hidden 256 bf16    one of them, smaller
+    python benchmarks/vllm_bisect_hopper.py --out FOLDER --experts 8          of eight experts a token goes to two
 
 Qwen3's shape with random weights of ordinary and of twice the spread. Every precision runs in processes of its own:
 eagerly, where each module can be looked into; compiled, where log-probs are all there is; and compiled with vLLM's own
@@ -40,7 +41,7 @@ from fp8core.alignment.operations import Operation, Values, compare, logprobs_of
 from fp8core.config.capability import this_platform
 from fp8core.config.precision import PrecisionContract
 from fp8core.config.run import CorrectionConfig, LossConfig, TrainingConfig
-from fp8core.models.architecture import Architecture
+from fp8core.models.architecture import Architecture, Experts
 from fp8core.models.formats import Formats, reference_formats, rollout_formats, training_formats
 from fp8core.models.hf_config import architecture_to_hf
 from fp8core.models.initial import initial_weights
@@ -50,6 +51,7 @@ from fp8core.numerics.rounding import (
     FUSED,
     KERNELS,
     NATIVE,
+    NOWHERE,
     STEPWISE,
     Rounding,
     RoundingPoints,
@@ -86,6 +88,7 @@ _POINTS = {
     "rotary_emb": ("tables",),
     "act_fn": ("activated",),
     "self_attn.attn": ("weights",),
+    ".mlp": ("activated", "routed", "gates"),
 }
 
 
@@ -152,13 +155,14 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=240.0, help="budget; what runs longer is ended")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--experts", type=int, default=0, help="of every layer but the second; none: a dense model")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def _start(name: str, options: argparse.Namespace) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "benchmarks.vllm_bisect_hopper", name, "--inside"]
-    command += [f"--{key}={getattr(options, key)}" for key in ("out", "layers", "hidden")]
+    command += [f"--{key}={getattr(options, key)}" for key in ("out", "layers", "hidden", "experts")]
     with (options.out / f"{name}.log").open("wb") as log:
         return subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
 
@@ -188,7 +192,9 @@ def _measure(options: argparse.Namespace) -> None:
     contract = cases.contract(precision).model_copy(update={"rounding_points": points})
     about = {"precision": precision, "mode": mode, "layers": options.layers, "hidden": options.hidden}
     about |= {"commit": git_state(ROOT).get("commit"), "versions": library_versions()}
-    about |= {"command": f"python benchmarks/vllm_bisect_hopper.py --hidden {options.hidden} {precision}"}
+    about |= {"experts": options.experts}
+    sizes = f"--layers {options.layers} --hidden {options.hidden} --experts {options.experts}"
+    about |= {"command": f"python benchmarks/vllm_bisect_hopper.py {sizes} {precision}"}
     rows, arch = Rows(options.out / f"{name}.rows.json", about), _architecture(options)
     if mode == "reference":
         for spread in _SPREADS:
@@ -224,7 +230,18 @@ def _started(arch: Architecture, contract: PrecisionContract, mode: str, rows: R
 def _architecture(options: argparse.Namespace) -> Architecture:
     sizes = {"hidden_size": options.hidden, "intermediate_size": 3 * options.hidden}
     sizes |= {"num_heads": options.hidden // 64, "num_kv_heads": options.hidden // 128}
-    return replace(cases.qwen3_8b(options.layers), vocab_size=2048, max_positions=4096, **sizes)
+    dense = replace(cases.qwen3_8b(options.layers), vocab_size=2048, max_positions=4096, **sizes)
+    if not options.experts:
+        return dense
+    experts = Experts(
+        count=options.experts,
+        per_token=2,
+        intermediate_size=options.hidden,
+        normalise_top_k=True,
+        sparse_step=1,
+        dense_layers=(1,),
+    )
+    return replace(dense, family="qwen3_moe", experts=experts)
 
 
 def _subject(arch: Architecture, contract: PrecisionContract, spread: float) -> Subject:
@@ -296,7 +313,7 @@ def _look_inside(engine: Any, subject: Subject, rows: Rows) -> None:
     measured = _compare_points(subject, traces[0], rows)
     for points in (*_MODES, measured):
         sides[f"reference {points.name}"] = _reference(subject, points)
-    if subject.formats.layers[0].qkv.name == "bf16":
+    if subject.formats.layers[0].qkv.name == "bf16" and not subject.arch.sparse_layers:
         sides |= {"transformers": _transformers(subject), "fp32": _fp32(subject)}
     else:
         sides["reference in bf16"] = _in_bf16(subject)
@@ -376,28 +393,28 @@ def _compare_operations(subject: Subject, points: RoundingPoints, traces: Sequen
 def _compare_points(subject: Subject, seen: Sequence[Values], rows: Rows) -> RoundingPoints:
     """Every combination of roundings inside an operation, on vLLM's own inputs; the points that come nearest."""
     found: dict[tuple[str, tuple[tuple[str, Rounding], ...]], list[float]] = {}
-    for points in _combinations():
-        chain = _chains(subject, points)[0]
+    for kind, rounded in _combinations():
+        chain = _chains(subject, replace(NOWHERE, **dict(rounded)))[0]
         for operation, before, after in zip(chain[1:], seen, seen[1:], strict=False):
-            kind = next((kind for kind in _POINTS if operation.name.endswith(kind)), None)
             # The first norm has no sum.
-            if kind is None or ("residual" not in before and "sums" in _POINTS[kind]):
+            if not operation.name.endswith(kind) or ("residual" not in before and kind == "layernorm"):
                 continue
             value = operation.writes[0]
             share = float((operation.after(before)[value] != after[value]).double().mean())
-            rounded = tuple((field, getattr(points, field)) for field in _POINTS[kind])
             found.setdefault((operation.name.rpartition(".")[2], rounded), []).append(share)
     nearest: dict[str, Rounding] = {}
     for (kind, rounded), shares in sorted(found.items(), key=lambda item: -statistics.fmean(item[1])):
         names = {field: "fp32" if rounding is keep_fp32 else "bf16" for field, rounding in rounded}
         rows.add("rounding_points", operation=kind, **names, differing=statistics.fmean(shares))
         nearest |= dict(rounded)
-    return RoundingPoints("measured", **nearest)
+    return replace(NOWHERE, name="measured", **nearest)
 
 
-def _combinations() -> list[RoundingPoints]:
-    choices = itertools.product((keep_fp32, round_to_bf16), repeat=2)
-    return [RoundingPoints("one of four", first, *[second] * 4) for first, second in choices]
+def _combinations() -> Iterator[tuple[str, tuple[tuple[str, Rounding], ...]]]:
+    """Every choice of roundings that an operation has, by the end of its name."""
+    for kind, places in _POINTS.items():
+        for choice in itertools.product((keep_fp32, round_to_bf16), repeat=len(places)):
+            yield kind, tuple(zip(places, choice, strict=True))
 
 
 def _bisect(subject: Subject, points: RoundingPoints, traces: Sequence[Any], rows: Rows) -> None:
@@ -420,7 +437,7 @@ def _tables(rows: Sequence[dict[str, Any]]) -> str:
             lines.append(f"{where} {' / '.join(row['sides']):42} {row['mean']:.4f} tmpe {row['mult_prob_error']:.4f}")
         if row["part"] == "rounding_points":
             points = " ".join(
-                f"{key}={row[key]}" for key in ("sums", "normalised", "tables", "activated", "weights") if key in row
+                f"{field.name}={row[field.name]}" for field in fields(RoundingPoints)[1:] if field.name in row
             )
             lines.append(f"{where} {row['operation']:26} {points:30} differing {row['differing']:.5f}")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""A dense decoder cut into the operations that vLLM has as modules, to be compared with an engine one by one.
+"""A decoder cut into the operations that vLLM has as modules, to be compared with an engine one by one.
 
 An operation turns some of the named values of a forward into others. The values of one sequence are FP32 [tokens, n]:
 
@@ -9,7 +9,7 @@ An operation turns some of the named values of a forward into others. The values
 | normed           | input of qkv, of gate_up, and of the head                        |
 | q, k, v          | heads side by side; with norm and rotary positions from there on |
 | attended         | output of attention                                              |
-| gate_up, activated | between the linears of the SwiGLU block                        |
+| gate_up, activated | between the linears of a dense SwiGLU block; a router and its experts are one operation |
 | logits           | FP32 [tokens, vocabulary]                                        |
 
 Run in order they are `models.decoder` bit for bit. An engine's values after each operation (a trace) are compared in
@@ -33,7 +33,7 @@ from torch import Tensor
 
 from fp8core.models.architecture import Architecture
 from fp8core.models.decoder import Decoder, FullContext
-from fp8core.models.experts import MlpWeights
+from fp8core.models.experts import MlpFormats, MlpWeights, TopKRouting, feed_forward
 from fp8core.models.formats import Formats
 from fp8core.models.weights import LayerWeights, PolicyWeights
 from fp8core.numerics.e4m3 import ScaleRule, quantise_rows
@@ -102,13 +102,12 @@ def operations(
     """Every operation of a forward over one sequence, in order.
 
     Args:
-        arch: a dense decoder.
+        arch: of the decoder.
         formats: of the reference.
         weights: ready weights.
         tokens: int64 [T].
         scales: of Q, K and V per layer; required by FP8 attention.
     """
-    assert not arch.sparse_layers, "experts have no single input"
     parts = _Parts(Decoder(arch, formats), weights, len(tokens))
 
     def embed(values: Values) -> tuple[Tensor, ...]:
@@ -135,15 +134,12 @@ class _Parts:
 
     def layer(self, i: int, scales: LayerScales | None) -> list[Operation]:
         form, layer, prefix = self.decoder.formats.layers[i], self.weights.layers[i], f"model.layers.{i}"
-        assert isinstance(layer.mlp, MlpWeights)
         rule, first = self.decoder.formats.scale_rule, ("delta",) if i == 0 else ("residual", "delta")
         qkv, gate_up = _row_codes("normed", form.qkv, rule), _row_codes("normed", form.gate_up, rule)
-        attended, activated = _row_codes("attended", form.output, rule), _row_codes("activated", form.down, rule)
+        attended = _row_codes("attended", form.output, rule)
         cached = scales if form.attention.name == "fp8" else None
         heads, normed = ("q", "k", "v"), ("normed", "residual")
         output = _linear(form.output, layer.output, "attended")
-        gated = _linear(form.gate_up, layer.mlp.gate_up, "normed")
-        down = _linear(form.down, layer.mlp.down, "activated")
         input_norm, post_norm = self.norm(layer.input_norm, first=i == 0), self.norm(layer.post_norm, first=False)
         found = [
             (f"{prefix}.input_layernorm", first, normed, input_norm, qkv),
@@ -153,11 +149,28 @@ class _Parts:
             (f"{prefix}.self_attn.attn", heads, ("attended",), self.attention(i, scales), attended),
             (f"{prefix}.self_attn.o_proj", ("attended",), ("delta",), output, {}),
             (f"{prefix}.post_attention_layernorm", ("residual", "delta"), normed, post_norm, gate_up),
-            (f"{prefix}.mlp.gate_up_proj", ("normed",), ("gate_up",), gated, {}),
-            (f"{prefix}.mlp.act_fn", ("gate_up",), ("activated",), self.swiglu, activated),
-            (f"{prefix}.mlp.down_proj", ("activated",), ("delta",), down, {}),
+            *self.feed_forward(i, f"{prefix}.mlp", layer),
         ]
         return [Operation(*fields) for fields in found]
+
+    def feed_forward(self, i: int, prefix: str, layer: LayerWeights) -> list[tuple[Any, ...]]:
+        """A dense block by its linears; a router with its experts as a whole, since experts have no single input."""
+        form, mlp, rule = self.decoder.formats.layers[i], layer.mlp, self.decoder.formats.scale_rule
+        if isinstance(mlp, MlpWeights):
+            gated, down = _linear(form.gate_up, mlp.gate_up, "normed"), _linear(form.down, mlp.down, "activated")
+            codes = _row_codes("activated", form.down, rule)
+            return [
+                (f"{prefix}.gate_up_proj", ("normed",), ("gate_up",), gated, {}),
+                (f"{prefix}.act_fn", ("gate_up",), ("activated",), self.swiglu, codes),
+                (f"{prefix}.down_proj", ("activated",), ("delta",), down, {}),
+            ]
+        formats = MlpFormats(form.gate_up, form.down, self.decoder.formats.rounding, self.decoder.formats.points)
+
+        def experts(values: Values) -> tuple[Tensor, ...]:
+            # Who chooses is not asked which layer it is.
+            return (feed_forward(values["normed"], mlp, formats, 0, TopKRouting()),)
+
+        return [(prefix, ("normed",), ("delta",), experts, {})]
 
     def norm(self, weight: Tensor, first: bool) -> Compute:
         """The first norm has nothing to add to."""

@@ -75,8 +75,9 @@ class PrecisionContract(Section):
     )
     rounding_points: PointsName = Field(
         "stepwise",
-        description="What is rounded inside norms, rotary positions, SwiGLU, BF16 attention and routers, on both sides. vLLM "
-        "has points of its own: native on a CPU, kernels or (compiled) fused on a GPU; stepwise leaves them to it.",
+        description="What is rounded inside norms, rotary positions, SwiGLU, BF16 attention and routers, on both "
+        "sides. vLLM has points of its own: native on a CPU, kernels or (compiled) fused on a GPU; stepwise leaves "
+        "them to it.",
     )
     bf16_first_layers: int = Field(0, ge=0, description="Decoder layers kept in BF16 at the start.")
     bf16_last_layers: int = Field(0, ge=0, description="Decoder layers kept in BF16 at the end.")

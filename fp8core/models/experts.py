@@ -2,10 +2,12 @@
 
 For a token x and experts E_e(x) = W_down (silu(W_gate x) * W_up x):
 
-    z_e = <x, r_e>                                  router logits, FP32 from BF16 operands; BF16 where vLLM is agreed on
+    z_e = <x, r_e>                                  router logits, FP32 from BF16 operands
     S   = the k experts with the largest z_e        of equal logits the lower index
     g_e = exp(z_e) / sum_{j in N} exp(z_j)          N = S with `normalise_top_k`, else all experts; FP32
     y   = sum_{e in S, ascending} g_e E_e(x)        in FP64, rounded once
+
+Where vLLM rounds z to BF16, and on a CPU g as well, so do both trainers (`RoundingPoints`).
 
 Nothing here depends on the other tokens of a call. Router logits are exact sums on fixed-point grids, like those of
 the head; the sum of exponentials is one of fixed-point numbers; an expert multiplies only its own tokens, each row by
@@ -148,7 +150,7 @@ def feed_forward(
     assert layer is not None, "experts in a dense layer"
     logits = formats.points.routed(router_logits(x, weights.router))
     chosen = routing.choose(layer, logits, weights.per_token)
-    gates = gate_weights(logits, chosen, weights.normalise_top_k)
+    gates = formats.points.gates(gate_weights(logits, chosen, weights.normalise_top_k))
     return mix(x, weights.experts, formats, chosen, gates)
 
 

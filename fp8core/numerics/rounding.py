@@ -70,6 +70,7 @@ class RoundingPoints:
         activated: silu(gate), before its product with up.
         weights: exp(score - maximum) of BF16 attention, before its product with V.
         routed: the router's logits, before experts are chosen and weighted.
+        gates: the weights of the chosen experts.
     """
 
     name: str
@@ -79,17 +80,18 @@ class RoundingPoints:
     activated: Rounding
     weights: Rounding
     routed: Rounding
+    gates: Rounding
 
 
 def _points(name: str, *rounded: str) -> RoundingPoints:
-    places = ("sums", "normalised", "tables", "activated", "weights", "routed")
+    places = ("sums", "normalised", "tables", "activated", "weights", "routed", "gates")
     return RoundingPoints(name, **{place: round_to_bf16 if place in rounded else keep_fp32 for place in places})
 
 
 NOWHERE = _points("nowhere")
 STEPWISE = _points("stepwise", "sums", "normalised", "activated", "weights")
 # vLLM's definitions in torch, each operation by itself, and its attention for CPUs.
-NATIVE = _points("native", "normalised", "tables", "activated", "routed")
+NATIVE = _points("native", "normalised", "tables", "activated", "routed", "gates")
 # One kernel each for norm, rotary positions and SwiGLU, as vLLM's CUDA sources have them (csrc/libtorch_stable), and
 # FlashAttention.
 KERNELS = _points("kernels", "sums", "tables", "activated", "weights", "routed")

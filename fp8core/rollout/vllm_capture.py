@@ -30,6 +30,7 @@ _WRITES = {
     "gate_up_proj": ("gate_up",),
     "act_fn": ("activated",),
     "down_proj": ("delta",),
+    "mlp": ("delta",),
     "norm": ("normed", "residual"),
 }
 
@@ -126,7 +127,8 @@ def _in_order(seen: dict[str, Tensor], arch: Architecture) -> list[dict[str, Ten
         add(**{value: seen[f"{attention}.attn{_ROTATED}.{i}"] for i, value in enumerate("qk")})
         add(attended=seen[f"{attention}.attn.0"])
         add_outputs(f"{attention}.o_proj")
-        for name in ("post_attention_layernorm", "mlp.gate_up_proj", "mlp.act_fn", "mlp.down_proj"):
+        parts = ("mlp",) if layer in arch.sparse_layers else ("mlp.gate_up_proj", "mlp.act_fn", "mlp.down_proj")
+        for name in ("post_attention_layernorm", *parts):
             add_outputs(f"{prefix}.{name}")
     add_outputs("model.norm")
     add(logits=seen[f"{_LOGITS}.0"])

@@ -6,7 +6,7 @@ import torch
 from fp8core.alignment.bisect import Side, Task, logprobs
 from fp8core.alignment.operations import compare, logprobs_of, operations, remaining, trace
 from fp8core.config.precision import PrecisionContract, SidePrecision
-from fp8core.models.architecture import Architecture
+from fp8core.models.architecture import Architecture, Experts
 from fp8core.models.formats import rollout_formats
 from fp8core.models.initial import initial_weights
 from fp8core.models.weights import load_policy
@@ -30,6 +30,8 @@ QWEN = Architecture(
     qk_norm=True,
     tie_embeddings=False,
 )
+EXPERTS = Experts(count=4, per_token=2, intermediate_size=128, normalise_top_k=True, sparse_step=1, dense_layers=(1,))
+FAMILIES = {"qwen3": {}, "llama": {"qk_norm": False}, "qwen3_moe": {"experts": EXPERTS}}
 SCALES = (LayerScales(0.03125, 0.03125, 0.03125),) * 2
 FP8, BF16 = SidePrecision(), SidePrecision(linear="bf16", kv_cache="bf16")
 TOKENS = torch.arange(3, 23)
@@ -44,9 +46,9 @@ def _chain(side, points, arch=QWEN):
 
 @pytest.mark.parametrize("points", [STEPWISE, NATIVE, KERNELS, FUSED], ids=lambda points: points.name)
 @pytest.mark.parametrize("side", [FP8, BF16], ids=["fp8", "bf16"])
-@pytest.mark.parametrize("family", ["qwen3", "llama"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_the_operations_in_order_are_the_decoder(side, points, family):
-    arch = Architecture(**{**vars(QWEN), "family": family, "qk_norm": family == "qwen3"})
+    arch = Architecture(**{**vars(QWEN), "family": family, **FAMILIES[family]})
     held, chain = _chain(side, points, arch)
     batch = TokenBatch.of([TOKENS[:PROMPT].tolist()], [TOKENS[PROMPT:].tolist()])
     expected = logprobs(arch, held, Task(batch, 1.0, SCALES))[0, PROMPT - 1 :]
