@@ -7,7 +7,7 @@ For a token x and experts E_e(x) = W_down (silu(W_gate x) * W_up x):
     g_e = exp(z_e) / sum_{j in N} exp(z_j)          N = S with `normalise_top_k`, else all experts; FP32
     y   = sum_{e in S, ascending} g_e E_e(x)        in FP64, rounded once
 
-Where vLLM rounds z to BF16, and on a CPU g as well, so do both trainers (`RoundingPoints`).
+Where vLLM rounds z to BF16, and on a CPU g as well, so does the reference (`RoundingPoints`).
 
 Nothing here depends on the other tokens of a call. Router logits are exact sums on fixed-point grids, like those of
 the head; the sum of exponentials is one of fixed-point numbers; an expert multiplies only its own tokens, each row by
