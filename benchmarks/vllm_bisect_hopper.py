@@ -88,7 +88,7 @@ _POINTS = {
     "rotary_emb": ("tables",),
     "act_fn": ("activated",),
     "self_attn.attn": ("weights",),
-    ".mlp": ("activated", "routed", "gates"),
+    ".mlp": ("expert_activated", "routed", "gates"),
 }
 
 

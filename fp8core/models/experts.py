@@ -146,7 +146,7 @@ def feed_forward(
 ) -> Tensor:
     """FP32 [tokens, hidden] to the same; `layer` is the index among the sparse layers, None of a dense one."""
     if isinstance(weights, MlpWeights):
-        return mlp(x, weights, formats)
+        return mlp(x, weights, formats, formats.points.activated)
     assert layer is not None, "experts in a dense layer"
     logits = formats.points.routed(router_logits(x, weights.router))
     chosen = routing.choose(layer, logits, weights.per_token)
@@ -154,10 +154,10 @@ def feed_forward(
     return mix(x, weights.experts, formats, chosen, gates)
 
 
-def mlp(x: Tensor, weights: MlpWeights, formats: MlpFormats) -> Tensor:
-    """SwiGLU block: FP32 [tokens, hidden] to the same."""
+def mlp(x: Tensor, weights: MlpWeights, formats: MlpFormats, activated: Rounding) -> Tensor:
+    """SwiGLU block: FP32 [tokens, hidden] to the same; `activated` rounds silu(gate)."""
     gate, up = formats.gate_up(x, weights.gate_up).chunk(2, dim=-1)
-    return formats.down(swiglu(gate, up, formats.rounding, formats.points.activated), weights.down)
+    return formats.down(swiglu(gate, up, formats.rounding, activated), weights.down)
 
 
 class _RouterLogits(torch.autograd.Function):
@@ -210,7 +210,8 @@ def mix(x: Tensor, experts: Sequence[MlpWeights], formats: MlpFormats, chosen: T
     slots = chosen.flatten()
     by_expert = slots.argsort(stable=True)
     inputs = x[by_expert // k].split(slots.bincount(minlength=len(experts)).tolist())
-    outputs = torch.cat([mlp(rows, expert, formats) for rows, expert in zip(inputs, experts, strict=True) if len(rows)])
+    pairs = [(rows, expert) for rows, expert in zip(inputs, experts, strict=True) if len(rows)]
+    outputs = torch.cat([mlp(rows, expert, formats, formats.points.expert_activated) for rows, expert in pairs])
     by_slot = outputs[by_expert.argsort()].view(tokens, k, -1).double()
     total = torch.zeros_like(by_slot[:, 0])
     for slot in range(k):

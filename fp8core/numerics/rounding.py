@@ -1,7 +1,7 @@
 """Roundings that a gradient passes through (straight-through estimators, Bengio et al., arXiv 1308.3432)."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -67,7 +67,8 @@ class RoundingPoints:
         sums: the residual sum that a norm reads; what later layers read of it is rounded in any case.
         normalised: x / rms, before its weight.
         tables: cosines and sines of the rotary positions.
-        activated: silu(gate), before its product with up.
+        activated: silu(gate), before its product with up, outside experts.
+        expert_activated: the same in experts, which one kernel computes whoever compiles the rest.
         weights: exp(score - maximum) of BF16 attention, before its product with V.
         routed: the router's logits, before experts are chosen and weighted.
         gates: the weights of the chosen experts.
@@ -78,25 +79,29 @@ class RoundingPoints:
     normalised: Rounding
     tables: Rounding
     activated: Rounding
+    expert_activated: Rounding
     weights: Rounding
     routed: Rounding
     gates: Rounding
 
 
 def _points(name: str, *rounded: str) -> RoundingPoints:
-    places = ("sums", "normalised", "tables", "activated", "weights", "routed", "gates")
+    places = [field.name for field in fields(RoundingPoints) if field.name != "name"]
+    assert set(rounded) <= set(places)
     return RoundingPoints(name, **{place: round_to_bf16 if place in rounded else keep_fp32 for place in places})
 
 
+# Kernels of experts and routers are vLLM's own, compiled or not (silu_mul_per_token_group_quant_fp8_colmajor, gate).
+_EXPERTS = ("expert_activated", "routed")
 NOWHERE = _points("nowhere")
-STEPWISE = _points("stepwise", "sums", "normalised", "activated", "weights")
-# vLLM's definitions in torch, each operation by itself, and its attention for CPUs.
-NATIVE = _points("native", "normalised", "tables", "activated", "routed", "gates")
+STEPWISE = _points("stepwise", "sums", "normalised", "activated", "expert_activated", "weights")
+# vLLM's definitions in torch, each operation by itself, and its attention and its softmax over experts for CPUs.
+NATIVE = _points("native", "normalised", "tables", "activated", *_EXPERTS, "gates")
 # One kernel each for norm, rotary positions and SwiGLU, as vLLM's CUDA sources have them (csrc/libtorch_stable), and
 # FlashAttention.
-KERNELS = _points("kernels", "sums", "tables", "activated", "weights", "routed")
+KERNELS = _points("kernels", "sums", "tables", "activated", "weights", *_EXPERTS)
 # What torch.compile fuses stays FP32 inside a kernel; the rotary tables lie in memory as BF16.
-FUSED = _points("fused", "tables", "weights", "routed")
+FUSED = _points("fused", "tables", "weights", *_EXPERTS)
 
 
 def to_e4m3_grid(x: Tensor, scale: float) -> Tensor:

@@ -132,14 +132,14 @@ def build_policy(arch: Architecture, version: int, contract: PrecisionContract =
         name: w * 2 if w.dim() == 2 else w + 0.1 * torch.randn(w.shape, generator=generator)
         for name, w in initial_weights(arch, seed=version).items()
     }
+    return Policy(_trainer(arch, weights, contract), version, _trainer(arch, weights, in_bf16(contract)))
+
+
+def in_bf16(contract: PrecisionContract) -> PrecisionContract:
+    """The contract with both sides in BF16."""
     parts = {"linear": "bf16", "kv_cache": "bf16"}
-    plain = contract.model_copy(
-        update={
-            "rollout": contract.rollout.model_copy(update=parts),
-            "training": contract.training.model_copy(update=parts),
-        }
-    )
-    return Policy(_trainer(arch, weights, contract), version, _trainer(arch, weights, plain))
+    sides = {"rollout": contract.rollout, "training": contract.training}
+    return contract.model_copy(update={name: side.model_copy(update=parts) for name, side in sides.items()})
 
 
 def _trainer(arch: Architecture, weights: dict[str, Tensor], contract: PrecisionContract) -> TorchTrainer:

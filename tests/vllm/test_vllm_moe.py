@@ -4,15 +4,19 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import CONTRACT, ON_GPU, OPTIONS, SHAPE, build_groups, build_policy, collect
+from conftest import CONTRACT, ON_GPU, OPTIONS, SHAPE, build_groups, build_policy, collect, in_bf16
 
+from fp8core.alignment.operations import compare, operations
 from fp8core.models.architecture import Architecture, Experts
 from fp8core.models.formats import rollout_formats
+from fp8core.models.weights import load_policy
 from fp8core.numerics.block_codes import row_codes
 from fp8core.numerics.fingerprint import policy_digest
+from fp8core.numerics.rounding import STEPWISE
 from fp8core.rl.batch import TokenBatch
 from fp8core.rollout.embedded import EmbeddedEngine
 from fp8core.rollout.engine import Sampling
+from fp8core.rollout.vllm_capture import captured_values
 from tasks.sync import SyncError, check_formats, check_report
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -22,7 +26,7 @@ EXPERTS = Experts(count=8, per_token=2, intermediate_size=128, normalise_top_k=T
 ARCH = Architecture(**{**SHAPE, "family": "qwen3_moe", "num_layers": 3, "experts": EXPERTS})
 SAMPLING = Sampling(1.0, 12, frozenset({3}), report_experts=ON_GPU)
 # What enters a router differs by last bits, so that now and then a token goes to another expert than in training.
-MEAN_ERROR = 0.3 if ON_GPU else 0.15
+MEAN_ERROR = 0.3 if ON_GPU else 0.03
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +47,18 @@ def policies():
 @pytest.fixture(scope="module")
 def reference(policies):
     """The embedded engine, holding policy 0."""
-    held = EmbeddedEngine(ARCH, rollout_formats(CONTRACT, 3), 64)
-    held.update(policies[0].trainer.export(), policies[0].scales, 0)
+    return _embedded(CONTRACT, policies[0].trainer, policies[0].scales)
+
+
+@pytest.fixture(scope="module")
+def reference_in_bf16(policies):
+    """The same policy in BF16."""
+    return _embedded(in_bf16(CONTRACT), policies[0].in_bf16, policies[0].scales)
+
+
+def _embedded(contract, trainer, scales):
+    held = EmbeddedEngine(ARCH, rollout_formats(contract, 3), 64)
+    held.update(trainer.export(), scales, 0)
     return held
 
 
@@ -76,6 +90,24 @@ def test_the_engine_runs_what_the_contract_says(engine, policies):
     assert described["kernels"]["down_proj"] == described["kernels"]["qkv_proj"]
 
 
+@pytest.mark.skipif(ON_GPU, reason="a compiled forward calls no modules")
+def test_experts_on_the_same_inputs_are_the_references(engine, policies):
+    """Router, gate weights, experts and their sum; elsewhere than in these places the reference rounds as well."""
+    policy = policies[0]
+    (group,) = build_groups(1, 1, longest=100, shortest=100)
+    values, tokens = captured_values(engine, ARCH, group.prompt), torch.tensor(group.prompt)
+    formats, weights = rollout_formats(CONTRACT, 3), load_policy(ARCH, policy.trainer.export())
+
+    def differing(formats):
+        errors = compare(operations(ARCH, formats, weights, tokens, None), values)
+        return {error.operation: error.local_differing for error in errors if error.operation.endswith(".mlp")}
+
+    assert differing(formats).keys() == {"model.layers.0.mlp", "model.layers.2.mlp"}
+    # Of equal BF16 logits torch on a CPU takes any: one or two of the hundred tokens.
+    assert max(differing(formats).values()) <= 0.02
+    assert min(differing(formats.with_points(STEPWISE)).values()) > 0.2
+
+
 def test_parameters_stay_where_they_are(engine, policies):
     before = engine._call("policy_addresses")
     engine.update(policies[1].tensors, policies[1].scales, 1)
@@ -94,21 +126,33 @@ def test_a_fault_among_experts_shows(engine, policies, fault):
         engine._call("policy_commit_fault", "")
 
 
-def test_most_greedy_tokens_are_the_references(engine, reference):
+@pytest.mark.skipif(ON_GPU, reason="in FP8 one token of eight is another, and what follows it says nothing")
+def test_most_greedy_completions_are_the_references(engine, reference):
     groups, sampling = build_groups(12, 1), Sampling(0.0, 8, frozenset())
     pairs = zip(collect(engine, groups, sampling), collect(reference, groups, sampling), strict=True)
-    assert sum(done.tokens == expected.tokens for done, expected in pairs) >= (4 if ON_GPU else 6)
+    assert sum(done.tokens == expected.tokens for done, expected in pairs) >= 10
 
 
-def test_a_greedy_token_after_the_same_tokens_is_mostly_the_references(engine, reference, record_property):
-    """The reference chooses one for each prefix of what vLLM made of a prompt."""
+def test_a_greedy_token_after_the_same_tokens_is_mostly_the_references(
+    engine, reference, reference_in_bf16, record_property
+):
+    """A reference chooses one for each prefix of what vLLM made of a prompt; in FP8 as `Bounds` has it."""
     groups = build_groups(32, 1)
     found = collect(engine, groups, Sampling(0.0, 8, frozenset()))
-    chosen = [token for done in found for token in done.tokens]
-    expected = [done.tokens[0] for done in collect(reference, _prefixes(groups, found), Sampling(0.0, 1, frozenset()))]
-    equal = sum(a == b for a, b in zip(chosen, expected, strict=True)) / len(chosen)
+    chosen, prefixes = [token for done in found for token in done.tokens], _prefixes(groups, found)
+    expected, plain = _greedy(reference, prefixes), _greedy(reference_in_bf16, prefixes)
+    equal, plain_equal = _share(chosen, expected), _share(plain, expected)
     record_property("equal", equal)
-    assert equal >= (0.88 if ON_GPU else 0.92)
+    record_property("reference_in_bf16_equal", plain_equal)
+    assert equal > plain_equal if ON_GPU else equal >= 0.98
+
+
+def _greedy(engine, prefixes):
+    return [done.tokens[0] for done in collect(engine, prefixes, Sampling(0.0, 1, frozenset()))]
+
+
+def _share(tokens, others):
+    return sum(a == b for a, b in zip(tokens, others, strict=True)) / len(tokens)
 
 
 def _prefixes(groups, found):

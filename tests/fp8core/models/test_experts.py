@@ -90,9 +90,9 @@ def test_router_logits_are_those_of_fp64_and_of_any_batch():
         assert torch.equal(router_logits(x[rows], router), logits[rows])
 
 
-@pytest.mark.parametrize("points", [NATIVE, KERNELS, FUSED])
-def test_where_vllm_rounds_logits_experts_are_chosen_and_weighted_by_rounded_ones(points):
-    """The exact logits would send some of these tokens elsewhere."""
+@pytest.mark.parametrize(("points", "gates_in_bf16"), [(NATIVE, True), (KERNELS, False), (FUSED, False)])
+def test_where_vllm_rounds_logits_experts_are_chosen_and_weighted_by_rounded_ones(points, gates_in_bf16):
+    """The exact logits would send some of these tokens elsewhere; silu is rounded in experts, compiled or not."""
     weights, x = layer_of("bf16"), normal(4000, HIDDEN, seed=8)
     forms, routing = MlpFormats(Bf16Linear(), Bf16Linear(), round_to_bf16, points), RecordedRouting()
     found = feed_forward(x, weights, forms, 0, routing)
@@ -101,7 +101,9 @@ def test_where_vllm_rounds_logits_experts_are_chosen_and_weighted_by_rounded_one
     chosen = top_k(rounded, 2)
     assert torch.equal(routing.recorded(1)[0, :, 0], chosen)
     assert not torch.equal(chosen, top_k(exact, 2))
-    assert torch.equal(found, mix(x, weights.experts, forms, chosen, gate_weights(rounded, chosen, True)))
+    gates = gate_weights(rounded, chosen, True)
+    gates = gates.bfloat16().float() if gates_in_bf16 else gates
+    assert torch.equal(found, mix(x, weights.experts, FORMATS["bf16"], chosen, gates))
 
 
 # --- the experts ---
@@ -120,7 +122,7 @@ def test_the_layer_is_a_sum_over_each_tokens_experts(form, normalise_top_k):
         (gates,) = gate_weights(logits, torch.tensor([chosen]), normalise_top_k).double()
         total = torch.zeros(1, HIDDEN, dtype=torch.float64)
         for gate, e in zip(gates, chosen, strict=True):
-            total += gate * mlp(token, weights.experts[e], FORMATS[form]).double()
+            total += gate * mlp(token, weights.experts[e], FORMATS[form], round_to_bf16).double()
         assert torch.equal(found[t : t + 1], total.to(torch.bfloat16).float()), t
 
 
