@@ -88,6 +88,7 @@ def main() -> None:
         "BF16, fused": greedy(reference(rollout_formats(_BF16, ARCH.num_layers).with_points(FUSED)), prefixes, 1),
     }
     about = {"commit": git_state(ROOT).get("commit"), "versions": library_versions()}
+    about |= {"command": "python -m benchmarks.greedy_agreement --out FOLDER"}
     rows = [
         {"kind": "greedy_agreement", "sides": [a, b], "tokens": len(prefixes), "equal": _share(chosen[a], chosen[b])}
         for a, b in itertools.combinations(chosen, 2)

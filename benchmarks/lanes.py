@@ -28,6 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from benchmarks.trainings import ROOT
 
 RESULT = "lanes.jsonl"
@@ -96,10 +98,18 @@ def _parsed(text: str, place: str, out: Path, lane: str) -> Line:
 
 def _ended(process: "subprocess.Popen[bytes]", seconds: float) -> int:
     """Its exit code; with all that it started it is ended after so many seconds."""
-    for wait, sent in ((seconds, signal.SIGTERM), (_GRACE_SECONDS, signal.SIGKILL)):
-        with suppress(subprocess.TimeoutExpired):
-            return process.wait(wait)
-        os.killpg(process.pid, sent)
+    with suppress(subprocess.TimeoutExpired):
+        return process.wait(seconds)
+    # Trainings and engines have sessions of their own, and would keep the GPU from the next command.
+    started = psutil.Process(process.pid).children(recursive=True)
+    os.killpg(process.pid, signal.SIGTERM)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(_GRACE_SECONDS)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    for child in started:
+        with suppress(psutil.NoSuchProcess):
+            child.kill()
     return process.wait()
 
 

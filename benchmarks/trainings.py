@@ -5,8 +5,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -26,11 +26,12 @@ def run_until(command: Sequence[str], log: IO[bytes], stop: float, end: float) -
     Returns:
         its exit code; 143 when it stopped after a step, -9 when it was ended.
     """
-    with _started(command, log) as process:
-        if _wait(process, stop) is None:
-            process.terminate()
-            _wait(process, end)
-    return process.wait()
+    process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    code = _wait(process, stop)
+    if code is None:
+        process.terminate()
+        code = _wait(process, end)
+    return _ended(process, code)
 
 
 def run_till(command: Sequence[str], log: IO[bytes], reached: Callable[[], bool], end: float) -> int:
@@ -41,30 +42,18 @@ def run_till(command: Sequence[str], log: IO[bytes], reached: Callable[[], bool]
     Returns:
         its exit code; -9 when it was killed.
     """
-    with _started(command, log) as process:
-        while process.poll() is None and not reached() and time.monotonic() < end:
-            time.sleep(_POLL_SECONDS)
-    return process.wait()
-
-
-@contextmanager
-def _started(command: Sequence[str], log: IO[bytes]) -> Iterator[subprocess.Popen[bytes]]:
-    """A training that is over after the block, and when this process is told to end (SIGTERM)."""
-    before = signal.signal(signal.SIGTERM, _leave)
     process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
-    try:
-        yield process
-    finally:
-        if process.poll() != 0:
-            # The processes of an engine outlive a training that could not say good-bye to them.
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        signal.signal(signal.SIGTERM, before)
+    while (code := process.poll()) is None and not reached() and time.monotonic() < end:
+        time.sleep(_POLL_SECONDS)
+    return _ended(process, code)
 
 
-def _leave(*_: object) -> None:
-    sys.exit(128 + signal.SIGTERM)
+def _ended(process: subprocess.Popen[bytes], code: int | None) -> int:
+    if code != 0:
+        # The processes of an engine outlive a training that could not say good-bye to them.
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    return process.wait()
 
 
 def _wait(process: subprocess.Popen[bytes], moment: float) -> int | None:

@@ -313,10 +313,13 @@ def _look_inside(engine: Any, subject: Subject, rows: Rows) -> None:
     measured = _compare_points(subject, traces[0], rows)
     for points in (*_MODES, measured):
         sides[f"reference {points.name}"] = _reference(subject, points)
-    if subject.formats.layers[0].qkv.name == "bf16" and not subject.arch.sparse_layers:
-        sides |= {"transformers": _transformers(subject), "fp32": _fp32(subject)}
-    else:
+    if subject.formats.layers[0].qkv.name != "bf16":
         sides["reference in bf16"] = _in_bf16(subject)
+    else:
+        sides["fp32"] = _fp32(subject)
+        if not subject.arch.sparse_layers:
+            # Its mixture of experts has other parameters.
+            sides["transformers"] = _transformers(subject)
     _compare_sides(sides, rows)
     for points in (STEPWISE, measured):
         _compare_operations(subject, points, traces, rows)
@@ -407,6 +410,9 @@ def _compare_points(subject: Subject, seen: Sequence[Values], rows: Rows) -> Rou
         names = {field: "fp32" if rounding is keep_fp32 else "bf16" for field, rounding in rounded}
         rows.add("rounding_points", operation=kind, **names, differing=statistics.fmean(shares))
         nearest |= dict(rounded)
+    # A dense model has no experts, and nothing else goes unmeasured.
+    absent = set() if subject.arch.sparse_layers else {"expert_activated", "routed", "gates"}
+    assert nearest.keys() | absent == {field.name for field in fields(RoundingPoints)} - {"name"}
     return replace(NOWHERE, name="measured", **nearest)
 
 

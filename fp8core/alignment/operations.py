@@ -9,11 +9,11 @@ An operation turns some of the named values of a forward into others. The values
 | normed           | input of qkv, of gate_up, and of the head                        |
 | q, k, v          | heads side by side; with norm and rotary positions from there on |
 | attended         | output of attention                                              |
-| gate_up, activated | between the linears of a dense SwiGLU block; a router and its experts are one operation |
+| gate_up, activated | between the linears of a dense SwiGLU block                  |
 | logits           | FP32 [tokens, vocabulary]                                        |
 
-Run in order they are `models.decoder` bit for bit. An engine's values after each operation (a trace) are compared in
-three ways (`compare`):
+A router with its experts is one operation, from normed to delta. Run in order the operations are `models.decoder` bit
+for bit. An engine's values after each operation (a trace) are compared in three ways (`compare`):
 
     accumulated   the chain from the tokens against the engine's values: what has come together up to there
     local         each operation on the engine's own inputs: its own error, nothing inherited
@@ -33,7 +33,7 @@ from torch import Tensor
 
 from fp8core.models.architecture import Architecture
 from fp8core.models.decoder import Decoder, FullContext
-from fp8core.models.experts import MlpFormats, MlpWeights, TopKRouting, feed_forward
+from fp8core.models.experts import MlpWeights, TopKRouting, feed_forward
 from fp8core.models.formats import Formats
 from fp8core.models.weights import LayerWeights, PolicyWeights
 from fp8core.numerics.e4m3 import ScaleRule, quantise_rows
@@ -149,11 +149,11 @@ class _Parts:
             (f"{prefix}.self_attn.attn", heads, ("attended",), self.attention(i, scales), attended),
             (f"{prefix}.self_attn.o_proj", ("attended",), ("delta",), output, {}),
             (f"{prefix}.post_attention_layernorm", ("residual", "delta"), normed, post_norm, gate_up),
-            *self.feed_forward(i, f"{prefix}.mlp", layer),
+            *self.block(i, f"{prefix}.mlp", layer),
         ]
         return [Operation(*fields) for fields in found]
 
-    def feed_forward(self, i: int, prefix: str, layer: LayerWeights) -> list[tuple[Any, ...]]:
+    def block(self, i: int, prefix: str, layer: LayerWeights) -> list[tuple[Any, ...]]:
         """A dense block by its linears; a router with its experts as a whole, since experts have no single input."""
         form, mlp, rule = self.decoder.formats.layers[i], layer.mlp, self.decoder.formats.scale_rule
         if isinstance(mlp, MlpWeights):
@@ -164,11 +164,10 @@ class _Parts:
                 (f"{prefix}.act_fn", ("gate_up",), ("activated",), self.swiglu, codes),
                 (f"{prefix}.down_proj", ("activated",), ("delta",), down, {}),
             ]
-        formats = MlpFormats(form.gate_up, form.down, self.decoder.formats.rounding, self.decoder.formats.points)
 
         def experts(values: Values) -> tuple[Tensor, ...]:
             # Who chooses is not asked which layer it is.
-            return (feed_forward(values["normed"], mlp, formats, 0, TopKRouting()),)
+            return (feed_forward(values["normed"], mlp, self.decoder.formats.mlp(i), 0, TopKRouting()),)
 
         return [(prefix, ("normed",), ("delta",), experts, {})]
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fp8core.models.architecture import Architecture
-from fp8core.models.experts import MlpFormats, Routing, TopKRouting, feed_forward
+from fp8core.models.experts import Routing, TopKRouting, feed_forward
 from fp8core.models.formats import Formats
 from fp8core.models.rotary import rotary_tables
 from fp8core.models.weights import LayerWeights, PolicyWeights
@@ -103,8 +103,7 @@ class Decoder:
                 observe(i, (q, k, v))
             attended = _attend(form.attention, i, (q, k, v), context, scales[i] if scales else None)
             x, normed = self._add_norm(x, form.output(attended, layer.output), layer.post_norm)
-            forms = MlpFormats(form.gate_up, form.down, self.formats.rounding, self.formats.points)
-            added = feed_forward(normed.flatten(0, 1), layer.mlp, forms, self._sparse.get(i), routing)
+            added = feed_forward(normed.flatten(0, 1), layer.mlp, self.formats.mlp(i), self._sparse.get(i), routing)
         return self._add_norm(x, added, weights.norm)[1]
 
     def rotary_tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:

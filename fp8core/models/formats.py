@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from fp8core.config.precision import LinearFormat as LinearName
 from fp8core.config.precision import PointsName, PrecisionContract, SidePrecision
+from fp8core.models.experts import MlpFormats
 from fp8core.models.weights import LayerNames, StoredNames
 from fp8core.numerics.attention import AttentionFormat, Bf16Attention, Fp8Attention, Fp32Attention
 from fp8core.numerics.e4m3 import ScaleRule
@@ -81,6 +82,11 @@ class Formats:
             "scale_rule": self.scale_rule,
             "rounding_points": self.points.name,
         }
+
+    def mlp(self, layer: int) -> MlpFormats:
+        """Of a layer's SwiGLU block, or of its experts."""
+        form = self.layers[layer]
+        return MlpFormats(form.gate_up, form.down, self.rounding, self.points)
 
     def with_points(self, points: RoundingPoints) -> "Formats":
         """The same with other roundings inside norms, rotary positions, SwiGLU, BF16 attention and routers."""

@@ -71,7 +71,7 @@ class RoundingPoints:
         expert_activated: the same in experts, which one kernel computes whoever compiles the rest.
         weights: exp(score - maximum) of BF16 attention, before its product with V.
         routed: the router's logits, before experts are chosen and weighted.
-        gates: the weights of the chosen experts.
+        gates: the weights of the chosen experts, where these sum to 1.
     """
 
     name: str
@@ -91,7 +91,8 @@ def _points(name: str, *rounded: str) -> RoundingPoints:
     return RoundingPoints(name, **{place: round_to_bf16 if place in rounded else keep_fp32 for place in places})
 
 
-# Kernels of experts and routers are vLLM's own, compiled or not (silu_mul_per_token_group_quant_fp8_colmajor, gate).
+# Experts and routers are kernels that nothing is fused into, compiled or not: on a GPU vLLM's own
+# (silu_mul_per_token_group_quant_fp8_colmajor, a BF16 gate), on a CPU `rollout.vllm_kept_linear.KeptExperts`.
 _EXPERTS = ("expert_activated", "routed")
 NOWHERE = _points("nowhere")
 STEPWISE = _points("stepwise", "sums", "normalised", "activated", "expert_activated", "weights")

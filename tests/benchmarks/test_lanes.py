@@ -2,6 +2,7 @@
 
 import json
 
+import psutil
 import pytest
 
 from benchmarks.lanes import RESULT, main, read_lines
@@ -25,12 +26,15 @@ def test_lanes_run_their_lines_in_order_on_their_gpus(tmp_path):
 
 
 def test_a_command_that_takes_too_long_is_ended_with_what_it_started_and_the_next_one_runs(tmp_path):
-    sleeps = "import subprocess; subprocess.run(['sleep', '600'])"
-    (tmp_path / "0.txt").write_text(f'0.5 python -c "{sleeps}"\n20 python -c "pass"\n')
+    starts = "import subprocess; apart = subprocess.Popen(['sleep', '600'], start_new_session=True); "
+    starts += "print(apart.pid, flush=True); subprocess.run(['sleep', '600'])"
+    (tmp_path / "0.txt").write_text(f'2 python -c "{starts}"\n20 python -c "pass"\n')
     assert main(["--out", str(tmp_path / "out"), str(tmp_path / "0.txt")]) == 1
     slow, next_ = rows_of(tmp_path / "out")
     assert slow["code"] < 0
     assert slow["seconds"] < 15
+    apart = int((tmp_path / "out" / "0" / "1.log").read_text())
+    assert not psutil.pid_exists(apart) or psutil.Process(apart).status() == psutil.STATUS_ZOMBIE
     assert next_["code"] == 0
 
 

@@ -25,8 +25,6 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 EXPERTS = Experts(count=8, per_token=2, intermediate_size=128, normalise_top_k=True, sparse_step=1, dense_layers=(1,))
 ARCH = Architecture(**{**SHAPE, "family": "qwen3_moe", "num_layers": 3, "experts": EXPERTS})
 SAMPLING = Sampling(1.0, 12, frozenset({3}), report_experts=ON_GPU)
-# What enters a router differs by last bits, so that now and then a token goes to another expert than in training.
-MEAN_ERROR = 0.3 if ON_GPU else 0.03
 
 
 @pytest.fixture(scope="module")
@@ -69,14 +67,15 @@ def _errors(policy, groups, found):
 
 def test_generation_follows_every_update(engine, policies, record_property):
     groups = build_groups(8, 4)
-    for policy in (policies[1], policies[0], policies[1]):
+    for update, policy in enumerate((policies[1], policies[0], policies[1])):
         report = engine.update(policy.tensors, policy.scales, policy.version)
         check_report(report, policy_digest(policy.tensors), policy.scales, policy.version)
         assert engine.fingerprint() == policy_digest(policy.tensors)
         found = collect(engine, groups, SAMPLING)
         other = policies[1 - policy.version]
-        record_property("mean_error", _errors(policy, groups, found).mean().item())
-        assert _errors(policy, groups, found).mean() < MEAN_ERROR < 1 < _errors(other, groups, found).mean()
+        error, bound = _errors(policy, groups, found).mean(), policy.bounds(groups, found, 1.0).mean
+        record_property(f"mean_error_{update}", error.item())
+        assert error < bound < 1 < _errors(other, groups, found).mean()
 
 
 def test_the_engine_runs_what_the_contract_says(engine, policies):
@@ -247,6 +246,6 @@ class TestRoutes:
         chosen = _errors(policy, groups, found)
         record_property("replayed", replayed.mean().item())
         record_property("chosen", chosen.mean().item())
-        record_property("reference_to_bf16", policy.bounds(groups, found, 1.0).mean)
-        assert replayed.mean() <= chosen.mean()
-        assert replayed.mean() < MEAN_ERROR
+        bound = policy.bounds(groups, found, 1.0).mean
+        record_property("reference_to_bf16", bound)
+        assert replayed.mean() <= chosen.mean() < bound

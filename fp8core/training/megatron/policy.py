@@ -46,8 +46,9 @@ class Policy:
         first, last = self.place.pipeline == 0, self.place.pipeline == megatron.pipeline_parallel - 1
         self.model = PolicyModel(arch, megatron, config, device, first, last).to(device)
         self.routers = [module for module in self.model.modules() if isinstance(module, PolicyRouter)]
+        routed = training_formats(contract, arch.num_layers).points.routed
         for router in self.routers:
-            router.rounding = training_formats(contract, arch.num_layers).points.routed
+            router.rounding = routed
         self._observer: Observer | None = None
         rows = padded_vocabulary(arch, megatron.tensor_parallel) // megatron.tensor_parallel
         self._head = VocabularyShare(rows * self.place.tensor, arch.vocab_size, tensor_group(), contract.training.head)

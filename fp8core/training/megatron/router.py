@@ -7,12 +7,15 @@ import torch
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
-from fp8core.models.experts import UNRECORDED
+from fp8core.models.experts import UNRECORDED, top_k
 from fp8core.numerics.rounding import Rounding, keep_fp32
 
 
 class Replay:
     """Stands in the place of Megatron's `RouterReplay`, which cannot leave a position to the router.
+
+    The router's own choice is the reference's: of equal scores the lower index, where torch's topk takes any. Scores in
+    BF16 are often equal.
 
     `chosen` is int16 [T, k], `UNRECORDED` where the router chooses by itself, or None without a replay. It stays for
     the recomputation of a backward pass.
@@ -25,10 +28,9 @@ class Replay:
         self, scores: Tensor, topk: int, num_groups: Any, group_topk: Any, compute: Callable[..., tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, Tensor]:
         """Scores and indices [T, k] of the experts: Megatron's call, by Megatron's name."""
-        found, own = compute(scores, topk, num_groups, group_topk)
-        if self.chosen is None:
-            return found, own
-        indices = torch.where(self.chosen == UNRECORDED, own, self.chosen.long())
+        indices = top_k(scores, topk)
+        if self.chosen is not None:
+            indices = torch.where(self.chosen == UNRECORDED, indices, self.chosen.long())
         return scores.gather(1, indices), indices
 
 

@@ -9,6 +9,7 @@ from fp8core.models.weights import LayerNames, StoredNames
 from fp8core.numerics.attention import Bf16Attention, Fp8Attention, Fp32Attention
 from fp8core.numerics.linear import Bf16Linear, Fp8BlockLinear, Fp8ForwardLinear, Fp32Linear
 from fp8core.numerics.logprobs import Bf16Head, Fp32Head
+from fp8core.numerics.rounding import keep_fp32
 
 
 def kinds(formats):
@@ -76,6 +77,7 @@ def test_the_reference_rounds_nothing_below_fp32():
     assert [type(layer.attention) for layer in formats.layers] == [Fp32Attention] * 3
     assert type(formats.head) is Fp32Head
     assert formats.rounding(torch.tensor(1 + 2**-20)).item() == 1 + 2**-20
+    assert {rounding for place, rounding in vars(formats.points).items() if place != "name"} == {keep_fp32}
     assert rollout_formats(PrecisionContract(), 1).rounding(torch.tensor(1 + 2**-20)).item() == 1.0
 
 

@@ -14,6 +14,7 @@ from pretended_gpu import pretended_gpu
 from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
 from fp8core.config.run import CorrectionConfig, LossConfig, TrainingConfig
 from fp8core.models.decoder import Decoder, FullContext
+from fp8core.models.experts import top_k
 from fp8core.models.formats import reference_formats, rollout_formats
 from fp8core.models.weights import load_policy, stored_weights
 from fp8core.rl.objective import Objective
@@ -213,6 +214,18 @@ def test_routers_round_their_logits_where_the_contract_does(points, architecture
     exact = states.double() @ router.weight.double().t()
     assert torch.allclose(logits.double(), exact, rtol=0.005, atol=1e-6)
     assert torch.equal(logits, logits.bfloat16().float()) == (points != "stepwise")
+
+
+def test_of_equal_scores_the_lower_expert_is_taken(architecture, masters_of):
+    (router,) = megatron_trainer(
+        architecture(**FAMILIES["moe"]), masters_of(architecture(**FAMILIES["moe"]))
+    )._policy.routers
+    scores = torch.randint(0, 3, (200, 4), generator=torch.Generator().manual_seed(0)).float()
+    found, indices = router.router_replay.get_replay_topk(scores, 2, None, None, None)
+    assert torch.equal(indices, top_k(scores, 2))
+    assert torch.equal(found, scores.gather(1, indices))
+    _, chosen = router.routing(scores[:, None])
+    assert torch.equal(chosen, torch.zeros(200, 4).scatter(1, indices, 1.0).bool())
 
 
 @pytest.mark.parametrize("shared", [True, False])
