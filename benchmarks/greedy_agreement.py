@@ -15,13 +15,12 @@ from pathlib import Path
 
 import torch
 
-from fp8core.config.precision import PrecisionContract, SidePrecision
+from benchmarks import vllm_hopper_cases as cases
 from fp8core.models.architecture import Architecture, Experts
-from fp8core.models.formats import Formats, rollout_formats
-from fp8core.models.initial import initial_weights
+from fp8core.models.formats import rollout_formats
 from fp8core.models.weights import stored_weights
 from fp8core.numerics.kv_scales import LayerScales
-from fp8core.numerics.rounding import FUSED, KERNELS
+from fp8core.numerics.rounding import FUSED, KERNELS, RoundingPoints
 from fp8core.rollout.embedded import EmbeddedEngine
 from fp8core.rollout.engine import PolicyScales, PromptGroup, Sampling
 from fp8core.store.versions import git_state, library_versions
@@ -47,26 +46,21 @@ ARCH = Architecture(
     ),
 )
 SCALES = PolicyScales(0, tuple(LayerScales(2.0**-i, 1.0, 0.5) for i in range(ARCH.num_layers)))
-_BF16 = PrecisionContract(rollout=SidePrecision(linear="bf16", kv_cache="bf16"), accept_mismatch=True)
 
 
-def reference(formats: Formats) -> EmbeddedEngine:
-    """Random weights of twice the ordinary spread, and norms that are not all 1."""
-    generator = torch.Generator().manual_seed(0)
-    weights = {
-        name: w * 2 if w.dim() == 2 else w + 0.1 * torch.randn(w.shape, generator=generator)
-        for name, w in initial_weights(ARCH, seed=0).items()
-    }
+def reference(precision: str, points: RoundingPoints) -> EmbeddedEngine:
+    """One that holds random weights of twice the ordinary spread."""
+    formats = rollout_formats(cases.contract(precision), ARCH.num_layers).with_points(points)
+    weights = stored_weights(cases.random_masters(ARCH, spread=2), formats.stored_names(), formats.scale_rule)
     engine = EmbeddedEngine(ARCH, formats, max_batch=64)
-    engine.update(stored_weights(weights, formats.stored_names(), formats.scale_rule), SCALES, 0)
+    engine.update(weights, SCALES, 0)
     return engine
 
 
 def greedy(engine: EmbeddedEngine, prompts: Sequence[tuple[int, ...]], tokens: int) -> list[list[int]]:
     """A completion of each prompt."""
     groups = [PromptGroup(i, str(i), prompt, (0,), (0,)) for i, prompt in enumerate(prompts)]
-    found = [done for part in engine.generate(groups, Sampling(0.0, tokens, frozenset())) for done in part]
-    return [done.tokens for done in sorted(found, key=lambda done: done.group)]
+    return [done.tokens for done in cases.collect(engine, groups, Sampling(0.0, tokens, frozenset()))]
 
 
 def main() -> None:
@@ -78,14 +72,12 @@ def main() -> None:
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(1, 41, (32,), generator=generator).tolist()
     prompts = [tuple(torch.randint(4, 200, (length,), generator=generator).tolist()) for length in lengths]
-    fp8 = rollout_formats(PrecisionContract(), ARCH.num_layers)
-    first = reference(fp8.with_points(KERNELS))
-    completed = greedy(first, prompts, tokens=8)
+    completed = greedy(reference("fp8_linear_kv", KERNELS), prompts, tokens=8)
     prefixes = [(*p, *done[:n]) for p, done in zip(prompts, completed, strict=True) for n in range(len(done))]
     chosen = {
         "FP8, kernels": [[token] for done in completed for token in done],
-        "FP8, fused": greedy(reference(fp8.with_points(FUSED)), prefixes, tokens=1),
-        "BF16, fused": greedy(reference(rollout_formats(_BF16, ARCH.num_layers).with_points(FUSED)), prefixes, 1),
+        "FP8, fused": greedy(reference("fp8_linear_kv", FUSED), prefixes, tokens=1),
+        "BF16, fused": greedy(reference("bf16", FUSED), prefixes, tokens=1),
     }
     about = {"commit": git_state(ROOT).get("commit"), "versions": library_versions()}
     about |= {"command": "python -m benchmarks.greedy_agreement --out FOLDER"}

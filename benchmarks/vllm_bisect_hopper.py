@@ -44,7 +44,6 @@ from fp8core.config.run import CorrectionConfig, LossConfig, TrainingConfig
 from fp8core.models.architecture import Architecture, Experts
 from fp8core.models.formats import Formats, reference_formats, rollout_formats, training_formats
 from fp8core.models.hf_config import architecture_to_hf
-from fp8core.models.initial import initial_weights
 from fp8core.models.weights import PolicyWeights, load_policy
 from fp8core.numerics.kv_scales import scales_from_statistics
 from fp8core.numerics.rounding import (
@@ -245,12 +244,8 @@ def _architecture(options: argparse.Namespace) -> Architecture:
 
 
 def _subject(arch: Architecture, contract: PrecisionContract, spread: float) -> Subject:
-    """Random weights, norms that are not all 1; scales of the cache calibrated on random prompts."""
-    generator = torch.Generator().manual_seed(0)
-    masters = {
-        n: w * spread if w.dim() == 2 else w + 0.1 * torch.randn(w.shape, generator=generator)
-        for n, w in initial_weights(arch, seed=0).items()
-    }
+    """Random weights; scales of the cache calibrated on random prompts."""
+    masters = cases.random_masters(arch, spread)
     formats = training_formats(contract, arch.num_layers), rollout_formats(contract, arch.num_layers)
     trainer = TorchTrainer(arch, masters, *formats, TrainingConfig(), Objective(LossConfig(), CorrectionConfig()))
     amax = trainer.statistics(TokenBatch.of([group.prompt for group in _groups(4, seed=100)], [[5]] * 4)).amax()
@@ -400,7 +395,7 @@ def _compare_points(subject: Subject, seen: Sequence[Values], rows: Rows) -> Rou
         chain = _chains(subject, replace(NOWHERE, **dict(rounded)))[0]
         for operation, before, after in zip(chain[1:], seen, seen[1:], strict=False):
             # The first norm has no sum.
-            if not operation.name.endswith(kind) or ("residual" not in before and kind == "layernorm"):
+            if not operation.name.endswith(kind) or ("residual" not in before and "sums" in _POINTS[kind]):
                 continue
             value = operation.writes[0]
             share = float((operation.after(before)[value] != after[value]).double().mean())
@@ -411,7 +406,7 @@ def _compare_points(subject: Subject, seen: Sequence[Values], rows: Rows) -> Rou
         rows.add("rounding_points", operation=kind, **names, differing=statistics.fmean(shares))
         nearest |= dict(rounded)
     # A dense model has no experts, and nothing else goes unmeasured.
-    absent = set() if subject.arch.sparse_layers else {"expert_activated", "routed", "gates"}
+    absent = set() if subject.arch.sparse_layers else set(_POINTS[".mlp"])
     assert nearest.keys() | absent == {field.name for field in fields(RoundingPoints)} - {"name"}
     return replace(NOWHERE, name="measured", **nearest)
 

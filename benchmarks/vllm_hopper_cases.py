@@ -138,6 +138,15 @@ def small_policy(agreed: PrecisionContract, version: int) -> Policy:
     return Policy(arch, tensors, PolicyScales(version, layers), trainer, masters)
 
 
+def random_masters(arch: Architecture, spread: float) -> dict[str, Tensor]:
+    """Random weights of so many times the ordinary spread, and norms that are not all 1."""
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: w * spread if w.dim() == 2 else w + 0.1 * torch.randn(w.shape, generator=generator)
+        for name, w in initial_weights(arch, seed=0).items()
+    }
+
+
 def random_policy(arch: Architecture, agreed: PrecisionContract, own_layers: int) -> Policy:
     """Random bytes of the right types, made on the GPU: codes of spread 100 with scales of 2^-13.
 

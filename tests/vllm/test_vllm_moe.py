@@ -125,11 +125,10 @@ def test_a_fault_among_experts_shows(engine, policies, fault):
         engine._call("policy_commit_fault", "")
 
 
-@pytest.mark.skipif(ON_GPU, reason="in FP8 one token of eight is another, and what follows it says nothing")
 def test_most_greedy_completions_are_the_references(engine, reference):
     groups, sampling = build_groups(12, 1), Sampling(0.0, 8, frozenset())
     pairs = zip(collect(engine, groups, sampling), collect(reference, groups, sampling), strict=True)
-    assert sum(done.tokens == expected.tokens for done, expected in pairs) >= 10
+    assert sum(done.tokens == expected.tokens for done, expected in pairs) >= (4 if ON_GPU else 10)
 
 
 def test_a_greedy_token_after_the_same_tokens_is_mostly_the_references(
@@ -143,7 +142,9 @@ def test_a_greedy_token_after_the_same_tokens_is_mostly_the_references(
     equal, plain_equal = _share(chosen, expected), _share(plain, expected)
     record_property("equal", equal)
     record_property("reference_in_bf16_equal", plain_equal)
-    assert equal > plain_equal if ON_GPU else equal >= 0.98
+    assert equal >= (0.88 if ON_GPU else 0.98)
+    if ON_GPU:
+        assert equal > plain_equal
 
 
 def _greedy(engine, prefixes):

@@ -217,9 +217,8 @@ def test_routers_round_their_logits_where_the_contract_does(points, architecture
 
 
 def test_of_equal_scores_the_lower_expert_is_taken(architecture, masters_of):
-    (router,) = megatron_trainer(
-        architecture(**FAMILIES["moe"]), masters_of(architecture(**FAMILIES["moe"]))
-    )._policy.routers
+    arch = architecture(**FAMILIES["moe"])
+    (router,) = megatron_trainer(arch, masters_of(arch))._policy.routers
     scores = torch.randint(0, 3, (200, 4), generator=torch.Generator().manual_seed(0)).float()
     found, indices = router.router_replay.get_replay_topk(scores, 2, None, None, None)
     assert torch.equal(indices, top_k(scores, 2))
