@@ -79,6 +79,8 @@ def serving(work: Path, logs: Path, device: str) -> Iterator[Deployments]:
     environment = {
         "PREFECT_HOME": str(work / "prefect"),
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        # The nightly training may fall due, and would compute beside what is timed.
+        "PREFECT_SERVER_SERVICES_SCHEDULER_ENABLED": "false",
         **{key: value for key, value in os.environ.items() if key != "PREFECT_API_URL"},
     }
     options = ["--prefect-port", ports[0], "--mlflow-port", ports[1], "--runs", str(runs)]

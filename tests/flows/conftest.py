@@ -127,12 +127,16 @@ def _free_port() -> int:
 
 @pytest.fixture(scope="module")
 def start_up(readme_commands: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Up]]:
-    """The README's `fp8-grpo up`: start_up(environment). It is stopped with the module."""
+    """The README's `fp8-grpo up`: start_up(environment). It is stopped with the module.
+
+    Prefect's scheduler is off unless asked for: at 02:00 a nightly run would take the pool, and tests wait behind it.
+    """
     (command,) = (line for line in readme_commands if line.startswith("fp8-grpo up"))
     started: list[Up] = []
 
-    def start(environment: Mapping[str, str]) -> Up:
+    def start(environment: Mapping[str, str], scheduler: bool = False) -> Up:
         program = str(Path(sys.executable).with_name(command.split()[0]))
+        environment = {**environment, "PREFECT_SERVER_SERVICES_SCHEDULER_ENABLED": str(scheduler)}
         started.append(Up([program, *command.split()[1:]], environment, tmp_path_factory.mktemp("up")))
         return started[-1]
 

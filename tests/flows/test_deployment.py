@@ -232,10 +232,11 @@ def test_a_run_that_a_bound_suspended_is_resumed_from_the_api(
     assert going.ended_as() == "COMPLETED"
 
 
-def test_the_nightly_schedule_makes_runs(environment: dict[str, str], up: Any) -> None:
+def test_the_nightly_schedule_makes_runs(environment: dict[str, str], start_up: Any, tmp_path: Path) -> None:
     """Prefect's scheduler looks every minute, and runs that it cannot store are only a line in the server's log."""
+    running = start_up({**environment, "PREFECT_HOME": str(tmp_path)}, scheduler=True)
     query = json.dumps({"deployments": {"name": {"any_": ["nightly"]}}}).encode()
-    page, header = f"{environment['PREFECT_API_URL']}/flow_runs/filter", {"Content-Type": "application/json"}
+    page, header = f"{running.prefect}/api/flow_runs/filter", {"Content-Type": "application/json"}
 
     def due() -> set[str]:
         with urllib.request.urlopen(urllib.request.Request(page, query, header), timeout=120) as answer:
