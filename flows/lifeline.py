@@ -25,8 +25,8 @@ class Lifeline:
     process group reaches it.
     """
 
-    def __init__(self, arguments: Sequence[str], output: IO[bytes] | int) -> None:
-        """Start Python with `arguments`; the child writes to `output`."""
+    def __init__(self, arguments: Sequence[str], output: IO[bytes] | int, files: Sequence[int] = ()) -> None:
+        """Start Python with `arguments`; the child writes to `output`, and has the open `files` by the same numbers."""
         self._process = subprocess.Popen(
             [sys.executable, *arguments],
             stdin=subprocess.PIPE,
@@ -34,6 +34,7 @@ class Lifeline:
             stderr=subprocess.STDOUT,
             start_new_session=True,
             bufsize=0,
+            pass_fds=files,
         )
         _held.add(self)
 

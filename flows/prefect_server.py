@@ -1,10 +1,11 @@
 """The Prefect server of one training, where none is configured: it ends with that training, whatever ends it.
 
-    python -m flows.prefect_server PORT
+    python -m flows.prefect_server FILE
 
-serves Prefect's API, without its UI, until the file at its standard input ends. Prefect would start one by itself, but
-as a child like any other: a signal to the process group ends it before the training has reported, SIGKILL of the
-training leaves it running, and it holds the training's standard output open.
+serves Prefect's API, without its UI, on a bound socket that it inherits as that file number, until the file at its
+standard input ends. Prefect would start one by itself, but as a child like any other: a signal to the process group
+ends it before the training has reported, SIGKILL of the training leaves it running, and it holds the training's
+standard output open.
 """
 
 import os
@@ -27,12 +28,13 @@ class PrefectServer:
     """The server as its training sees it."""
 
     def __init__(self) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        self.api = f"http://127.0.0.1:{port}/api"
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - open while the server lives
-        self._lifeline = Lifeline(running("flows.prefect_server", str(port)), self._output)
+        # The socket is handed over and not its number: a port that was free may be taken when the server has started.
+        with socket.socket() as bound:
+            bound.bind(("127.0.0.1", 0))
+            self.api = f"http://127.0.0.1:{bound.getsockname()[1]}/api"
+            arguments = running("flows.prefect_server", str(bound.fileno()))
+            self._lifeline = Lifeline(arguments, self._output, files=[bound.fileno()])
 
     def wait(self) -> None:
         """Return when it serves. Raises UserError, with its last words, when it does not come to that."""
@@ -59,8 +61,8 @@ def answers(url: str) -> bool:
         return False
 
 
-def serve(port: int) -> None:
-    """Serve until standard input ends."""
+def serve(bound: socket.socket) -> None:
+    """Serve there until standard input ends."""
     import uvicorn
     from prefect.server.api.server import create_app
 
@@ -68,9 +70,9 @@ def serve(port: int) -> None:
 
     prepare_sqlite()
     app = create_app(ephemeral=True, final=True)
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="error"))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
     # Not in the main thread, where uvicorn would take the signals for itself.
-    serving = threading.Thread(target=server.run, daemon=True)
+    serving = threading.Thread(target=server.run, args=([bound],), daemon=True)
     serving.start()
     _wait_for_end(serving)
     server.should_exit = True
@@ -88,6 +90,6 @@ if __name__ == "__main__":
     # The training decides when it ends: a scheduler sends SIGTERM to every process of a job.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    serve(int(sys.argv[1]))
+    serve(socket.socket(fileno=int(sys.argv[1])))
     # Nothing is left to do, and taking the interpreter down takes seconds.
     os._exit(0)

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -70,9 +71,13 @@ def test_it_outlives_sigterm_and_ends_when_its_training_is_killed(tmp_path: Path
 
 
 def test_a_server_that_does_not_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its port is its own as long as it tries."""
     monkeypatch.setenv("PREFECT_API_DATABASE_CONNECTION_URL", "nonsense")
     monkeypatch.setenv("PREFECT_HOME", str(tmp_path))
     server = PrefectServer()
+    port = int(server.api.removesuffix("/api").rpartition(":")[2])
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("127.0.0.1", port))
     with pytest.raises(
         UserError, match=r"^Prefect's server for this training did not start: .*not parse SQLAlchemy URL"
     ):
