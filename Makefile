@@ -11,8 +11,11 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
 # Files of tests are spread over this many processes; with WORKERS=0 there is one.
 WORKERS ?= 2
-PYTEST := $(BIN)/python -m pytest
 SPREAD := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+# Servers of the user's get nothing from tests.
+WITHOUT_SERVERS := env -u PREFECT_API_URL -u MLFLOW_TRACKING_URI
+PYTEST := $(WITHOUT_SERVERS) $(BIN)/python -m pytest
+VLLM_PYTEST := $(WITHOUT_SERVERS) $(VLLM_BIN)/python -m pytest $(SPREAD)
 
 .PHONY: demo test test-fast test-vllm lint format docs env env-vllm clean
 
@@ -27,8 +30,8 @@ test-fast: env  ## without the slow ones
 	$(PYTEST) $(SPREAD) -m "not gpu and not slow and not alone"
 
 test-vllm: env-vllm  ## the vLLM engine against vLLM for CPUs, and the Triton kernels in Triton's interpreter
-	$(VLLM_BIN)/python -m pytest tests/vllm
-	TRITON_INTERPRET=1 $(VLLM_BIN)/python -m pytest tests/triton
+	$(VLLM_PYTEST) tests/vllm
+	TRITON_INTERPRET=1 $(VLLM_PYTEST) tests/triton
 
 lint: env
 	$(BIN)/ruff check .

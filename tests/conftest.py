@@ -3,10 +3,12 @@
 import io
 import itertools
 import json
+import random
 import shutil
+import socket
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +70,22 @@ def draw() -> Callable[..., Tensor]:
         return torch.where(zero, torch.copysign(torch.zeros(()), x), x).bfloat16()
 
     return values
+
+
+@pytest.fixture(scope="session")
+def free_port() -> Callable[[], int]:
+    """A port that nobody takes before the server that it is for has started.
+
+    It is below those that systems give to whoever asks for any, as hundreds of sockets of other tests do.
+    """
+
+    def look() -> int:
+        for port in random.SystemRandom().sample(range(20_000, 32_000), 50):
+            with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+                return port
+        raise AssertionError("fifty ports are taken")
+
+    return look
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -6,6 +6,9 @@ import sys
 import time
 from contextlib import contextmanager
 
+import psutil
+import pytest
+
 from benchmarks.step_times import by_quarter, garbage_collections, processor_shares, timed
 
 
@@ -67,12 +70,19 @@ def child_that(does):
             child.kill()
 
 
+def processor_seconds(child):
+    return sum(psutil.Process(child.pid).cpu_times()[:2])
+
+
 def test_who_was_busy():
-    with child_that(SPINS), processor_shares() as shares:
-        time.sleep(1.0)
+    with child_that(SPINS) as child, processor_shares() as shares:
+        began, used_before = time.perf_counter(), processor_seconds(child)
+        while (used := processor_seconds(child) - used_before) < 1.0:
+            time.sleep(0.1)
+        expected = used / (time.perf_counter() - began)
     busy, *others = shares()
     assert busy["threads"] == [busy["all"]]
-    assert busy["all"] > 0.3
+    assert busy["all"] == pytest.approx(expected, rel=0.1)
     driver = next(row for row in others if row["process"] == "driver")
     assert driver["all"] < 0.2
 

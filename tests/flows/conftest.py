@@ -1,6 +1,5 @@
 """Real runs at reduced size: one Prefect server and one MLflow store for the session."""
 
-import socket
 import subprocess
 import sys
 import time
@@ -93,14 +92,13 @@ def launch(prefect_server: None, runs: Path, small: dict[str, Any]) -> Launch:
 
 
 class Up:
-    """A running `fp8-grpo up`, on ports of its own."""
+    """A running `fp8-grpo up`."""
 
-    def __init__(self, command: list[str], environment: Mapping[str, str], folder: Path) -> None:
-        """Start `command`, with `folder` for --runs, and wait until it is ready."""
-        ports = [str(_free_port()), str(_free_port())]
+    def __init__(self, command: list[str], ports: list[int], environment: Mapping[str, str], folder: Path) -> None:
+        """Start `command` at two ports, with `folder` for --runs, and wait until it is ready."""
         self.prefect, self.mlflow = (f"http://127.0.0.1:{port}" for port in ports)
         self.folder, self._output = folder, folder / "said"
-        options = ["--prefect-port", ports[0], "--mlflow-port", ports[1], "--runs", str(folder)]
+        options = ["--prefect-port", str(ports[0]), "--mlflow-port", str(ports[1]), "--runs", str(folder)]
         with self._output.open("wb") as output:
             self.process = subprocess.Popen([*command, *options], env=dict(environment), stdout=output, stderr=output)
         deadline = time.monotonic() + 500
@@ -120,13 +118,10 @@ class Up:
         self.process.wait(timeout=120)
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
-
-
 @pytest.fixture(scope="module")
-def start_up(readme_commands: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Up]]:
+def start_up(
+    readme_commands: list[str], tmp_path_factory: pytest.TempPathFactory, free_port: Callable[[], int]
+) -> Iterator[Callable[..., Up]]:
     """The README's `fp8-grpo up`: start_up(environment). It is stopped with the module.
 
     Prefect's scheduler is off unless asked for: at 02:00 a nightly run would take the pool, and tests wait behind it.
@@ -135,9 +130,10 @@ def start_up(readme_commands: list[str], tmp_path_factory: pytest.TempPathFactor
     started: list[Up] = []
 
     def start(environment: Mapping[str, str], scheduler: bool = False) -> Up:
-        program = str(Path(sys.executable).with_name(command.split()[0]))
+        program, *options = command.split()
         environment = {**environment, "PREFECT_SERVER_SERVICES_SCHEDULER_ENABLED": str(scheduler)}
-        started.append(Up([program, *command.split()[1:]], environment, tmp_path_factory.mktemp("up")))
+        words = [str(Path(sys.executable).with_name(program)), *options]
+        started.append(Up(words, [free_port(), free_port()], environment, tmp_path_factory.mktemp("up")))
         return started[-1]
 
     yield start

@@ -198,18 +198,18 @@ def test_an_evicted_run_ends_with_its_step_committed_and_a_retry_continues_it(
 def test_a_killed_run_is_crashed_and_a_retry_finishes_it_as_if_nothing_had_happened(
     long_run: Any, environment: dict[str, str], launch: Any
 ) -> None:
-    going = long_run("to-kill", steps=60)
+    going = long_run("to-kill", steps=30)
     going.send(signal.SIGKILL)
     assert going.ended_as() == "CRASHED"
     killed_at = going.last_step()
-    assert killed_at < 60
+    assert killed_at < 30
     retried = run(environment, "prefect", "flow-run", "retry", going.flow_run()["id"])
     assert retried.returncode == 0, retried.stdout + retried.stderr
     wait_for(lambda: going.last_step() > killed_at, "the retry")
     assert going.ended_as() == "COMPLETED"
     assert going.mlflow_status() == "FINISHED"
     summary = json.loads((going.folder / "summary.json").read_text())
-    whole = launch("never-killed", steps=60, overrides={"checkpoint.every": 1000})
+    whole = launch("never-killed", steps=30, overrides={"checkpoint.every": 1000})
     assert summary["weights_digest"] == whole.summary["weights_digest"]
 
 

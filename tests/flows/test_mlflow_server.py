@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import sqlite3
 import subprocess
 import sys
@@ -25,11 +24,10 @@ AWAY = "MLflow does not answer; metrics stay in the ledger and follow"
 class Server:
     """`mlflow server` on sqlite, with an artifact root of its own, always on the same port."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, port: int) -> None:
         self.database = root / "mlflow.db"
         self._artifacts = root / "artifacts"
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            self._port = listener.getsockname()[1]
+        self._port = port
         create_sqlite_store(self.database)
         self.start()
 
@@ -66,8 +64,8 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory):
-    server = Server(tmp_path_factory.mktemp("server"))
+def server(tmp_path_factory: pytest.TempPathFactory, free_port):
+    server = Server(tmp_path_factory.mktemp("server"), free_port())
     yield server
     server.kill()
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from mlflow import MlflowClient
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
 from prefect.exceptions import ParameterTypeError
 from prefect.utilities.callables import parameter_schema
 
@@ -90,7 +91,7 @@ def test_a_night_is_cut_short_continued_judged_and_compared(
 
 def _is_posted_and_logged(shelf: Path, headline: str) -> None:
     with get_client(sync_client=True) as client:
-        artifacts = [one for one in client.read_artifacts() if one.key == "parity-night"]
+        artifacts = client.read_artifacts(artifact_filter=ArtifactFilter(key=ArtifactFilterKey(any_=["parity-night"])))
     assert all(one.type == "markdown" for one in artifacts)
     assert any(headline in one.data and "| bf16 |" in one.data for one in artifacts)
     mlflow = MlflowClient(default_tracking_uri(shelf))

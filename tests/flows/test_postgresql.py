@@ -3,11 +3,10 @@
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +23,11 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def postgresql() -> Iterator[str]:
+def postgresql(free_port: Callable[[], int]) -> Iterator[str]:
     """host:port of a server of its own, with the databases prefect and mlflow."""
     # PostgreSQL refuses to run as root.
     user = {"user": "nobody"} if os.geteuid() == 0 else {}
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
+    port = free_port()
     # Not below pytest's folders, which nobody else can enter.
     with tempfile.TemporaryDirectory() as folder:
         if user:

@@ -18,7 +18,8 @@ def within(seconds: float, holds: Callable[[], bool]) -> bool:
     return holds()
 
 
-def test_prefect_shows_progress_reports_and_the_way_to_mlflow(launch) -> None:
+def test_prefect_shows_progress_reports_and_the_way_to_mlflow(launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_artifacts, "PATIENCE_SECONDS", 120.0)
     finished = launch("Shown_Run", steps=3, overrides={"tracking.report_every": 2})
     flow_run = finished.state.state_details.flow_run_id
     with get_client(sync_client=True) as client:

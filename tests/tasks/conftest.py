@@ -109,7 +109,7 @@ def copy_of_trained(
 
 
 @pytest.fixture(scope="session")
-def mlflow_server(fresh_store: FreshStore) -> Iterator[str]:
+def mlflow_server(fresh_store: FreshStore, free_port: Callable[[], int]) -> Iterator[str]:
     """The address of MLflow's own server application, in this process; it keeps artifacts itself."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("_MLFLOW_SERVER_FILE_STORE", default_tracking_uri(fresh_store.runs))
@@ -135,11 +135,6 @@ def mlflow_server(fresh_store: FreshStore) -> Iterator[str]:
         thread.join()
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
-
-
 class Network:
     """What lies between a training and its server: requests pass, or their answers are lost, or nothing answers.
 
@@ -147,9 +142,10 @@ class Network:
     server, which answers; instead of the answer the client gets what `action` does to it.
     """
 
-    def __init__(self, server: str) -> None:
+    def __init__(self, server: str, port: int) -> None:
+        """Before `server`, at a port of its own."""
         self._server = ("127.0.0.1", int(server.rpartition(":")[2]))
-        self._port = free_port()
+        self._port = port
         self._listener: socket.socket | None = None
         self._open: set[socket.socket] = set()
         self._faults: list[Fault] = []
@@ -248,8 +244,8 @@ def _read_message(connection: socket.socket) -> bytes:
 
 
 @pytest.fixture
-def network(mlflow_server: str) -> Iterator[Network]:
-    between = Network(mlflow_server)
+def network(mlflow_server: str, free_port: Callable[[], int]) -> Iterator[Network]:
+    between = Network(mlflow_server, free_port())
     yield between
     between.unplug()
 

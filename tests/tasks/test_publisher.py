@@ -301,8 +301,8 @@ def test_a_failed_training_does_not_wait_for_a_long_report(copy_of_trained, netw
     copy = copy_of_trained(network.uri)
     publish(copy)
     read, reader = [], run_data.read_checked
-    monkeypatch.setattr("tasks.publisher.STOPPED_PATIENCE_SECONDS", 0.5)
-    monkeypatch.setattr(run_data, "read_checked", lambda *of: (read.append(of), time.sleep(1), reader(*of))[2])
+    monkeypatch.setattr("tasks.publisher.STOPPED_PATIENCE_SECONDS", 3.0)
+    monkeypatch.setattr(run_data, "read_checked", lambda *of: (read.append(of), time.sleep(4), reader(*of))[2])
     with pytest.raises(RuntimeError, match="broken"), session_of(copy) as (_, out):
         raise RuntimeError("broken")
     assert len(read) == 1, "the run has four steps"

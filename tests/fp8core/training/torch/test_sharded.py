@@ -1,7 +1,6 @@
 """Layers sharded over processes by FSDP2: what a trainer over several GPUs wraps (`fully_shard`)."""
 
 import os
-import socket
 from pathlib import Path
 
 import pytest
@@ -56,12 +55,9 @@ def _train(rank: int, port: int, arch, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_gradients_of_sharded_layers_are_those_of_whole_ones(architecture, tmp_path) -> None:
+def test_gradients_of_sharded_layers_are_those_of_whole_ones(architecture, tmp_path, free_port) -> None:
     arch = architecture(tie_embeddings=True)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.spawn(_train, (port, arch, tmp_path), nprocs=RANKS)
+    mp.spawn(_train, (free_port(), arch, tmp_path), nprocs=RANKS)
     found = torch.load(tmp_path / "gradients.pt")
 
     whole = decoder(arch)
