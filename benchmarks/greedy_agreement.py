@@ -1,27 +1,32 @@
-"""How many greedy tokens exact references share that differ in last bits alone, and in their format, on a CPU.
+"""How many greedy tokens a random model keeps when last bits alone are others, and when its format is, on a CPU.
 
     python -m benchmarks.greedy_agreement --out FOLDER
 
-A random mixture of experts of three layers of 256, in FP8, as tests/vllm gives it to vLLM on a GPU. A reference that
-rounds where the kernels of vLLM do continues 32 prompts by eight tokens; after each prefix of that, others choose a
-token: one that rounds as compiled code does, one in BF16, and three of the first kind whose linears and attention are
-as far from the exact sums as those of vLLM were on an H200. FOLDER/greedy_agreement.json has a row for each
-pair, and two for what those last bits are in a linear and in experts.
+A random mixture of experts of three layers of 256, in FP8, as tests/vllm gives it to vLLM on a GPU, in engines that are
+no vLLM: one that rounds as compiled code does, and three whose linears and attention are as far from exact sums as
+those of vLLM were on an H200. Each continues 128 prompts by eight tokens. After each prefix of that the exact
+reference, which rounds where the kernels of vLLM do, chooses a token, and one in BF16. FOLDER/greedy_agreement.json has
+a row for each engine, one for BF16 beside it, and two for what those last bits are in a linear and in experts:
+
+    equal       share of the tokens that are the reference's
+    lost        how much less the reference thinks of them than of its own, in nats a token
+    whole       share of the completions that are the reference's
+    equal_256, whole_12     the same of as few tokens and completions as were once asked of vLLM
 """
 
 import argparse
-import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks import vllm_hopper_cases as cases
 from fp8core.models.architecture import Architecture, Experts
-from fp8core.models.decoder import TOP_K
+from fp8core.models.decoder import TOP_K, Decoder, FullContext
 from fp8core.models.experts import feed_forward
 from fp8core.models.formats import Formats, LayerFormats, rollout_formats
 from fp8core.models.weights import load_policy, stored_weights
@@ -30,11 +35,14 @@ from fp8core.numerics.e4m3 import quantise_rows
 from fp8core.numerics.gemm import scaled_gemm
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.numerics.linear import LinearWeight, dequantise_rows
+from fp8core.numerics.logprobs import log_softmax
 from fp8core.numerics.rounding import FUSED, KERNELS, RoundingPoints
 from fp8core.rollout.embedded import EmbeddedEngine
 from fp8core.rollout.engine import PolicyScales, PromptGroup, Sampling
 from fp8core.store.versions import git_state, library_versions
 
+Row = dict[str, Any]
+Tokens = tuple[int, ...]
 ROOT = Path(__file__).parents[1]
 ARCH = Architecture(
     family="qwen3_moe",
@@ -115,14 +123,14 @@ def random_weights(formats: Formats) -> dict[str, Tensor]:
     return stored_weights(masters, formats.stored_names(), formats.scale_rule)
 
 
-def reference(formats: Formats) -> EmbeddedEngine:
-    """An engine that holds them."""
+def holding(formats: Formats) -> EmbeddedEngine:
+    """An engine with these weights."""
     engine = EmbeddedEngine(ARCH, formats, max_batch=64)
     engine.update(random_weights(formats), SCALES, 0)
     return engine
 
 
-def last_bits(formats: Formats, moved: Formats, tokens: int = 512) -> list[dict[str, object]]:
+def last_bits(formats: Formats, moved: Formats, tokens: int = 512) -> list[Row]:
     """What `moved` makes of a linear's output and of that of experts: the share of elements that differ, and by how
     much of its size."""
     layer = load_policy(ARCH, random_weights(formats)).layers[0]
@@ -142,46 +150,71 @@ def last_bits(formats: Formats, moved: Formats, tokens: int = 512) -> list[dict[
     ]
 
 
-def greedy(engine: EmbeddedEngine, prompts: Sequence[tuple[int, ...]], tokens: int) -> list[list[int]]:
-    """A completion of each prompt."""
+def greedy(engine: EmbeddedEngine, prompts: Sequence[Tokens]) -> list[Tokens]:
+    """A completion of each prompt by eight tokens."""
     groups = [PromptGroup(i, str(i), prompt, (0,), (0,)) for i, prompt in enumerate(prompts)]
-    return [done.tokens for done in cases.collect(engine, groups, Sampling(0.0, tokens, frozenset()))]
+    return [tuple(done.tokens) for done in cases.collect(engine, groups, Sampling(0.0, 8, frozenset()))]
+
+
+def next_logprobs(formats: Formats, prefixes: Sequence[Tokens]) -> Tensor:
+    """Log-probs of every token after each prefix: FP32 [prefixes, vocabulary]."""
+    decoder, weights = Decoder(ARCH, formats), load_policy(ARCH, random_weights(formats))
+    found = []
+    for start in range(0, len(prefixes), 64):
+        some = prefixes[start : start + 64]
+        lengths = torch.tensor([len(prefix) for prefix in some])
+        tokens = torch.nn.utils.rnn.pad_sequence([torch.tensor(prefix) for prefix in some], batch_first=True)
+        positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+        context = FullContext.of(positions < lengths[:, None])
+        hidden = decoder.hidden(weights, tokens, positions, context, SCALES.layers)
+        last = hidden[torch.arange(len(some)), lengths - 1]
+        found.append(log_softmax(formats.head.logits(last, weights.head), 1.0).float())
+    return torch.cat(found)
+
+
+def judged(name: str, engine: EmbeddedEngine, prompts: Sequence[Tokens], whole: Sequence[Tokens]) -> Iterator[Row]:
+    """What the reference says of an engine's greedy tokens, and of those of its own BF16 after the same prefixes."""
+    done = greedy(engine, prompts)
+    prefixes = [(*p, *completion[:n]) for p, completion in zip(prompts, done, strict=True) for n in range(8)]
+    reference, plain = (next_logprobs(formats_of(each, KERNELS), prefixes) for each in ("fp8_linear_kv", "bf16"))
+    best = reference.max(dim=-1)
+    for side, tokens in ((name, torch.tensor(done).flatten()), ("BF16", plain.argmax(dim=-1))):
+        equal, thought = tokens == best.indices, reference.gather(-1, tokens[:, None])[:, 0]
+        row = {"kind": "greedy_agreement", "engine": name, "tokens_of": side, "tokens": len(tokens)}
+        row |= {"equal": _share(equal), "equal_256": _share(equal[:256])}
+        row["lost"] = (best.values - thought).double().mean().item()
+        if side == name:
+            same = torch.tensor([a == b for a, b in zip(done, whole, strict=True)])
+            row |= {"whole": _share(same), "whole_12": int(same[:12].sum())}
+        yield row
 
 
 def main() -> None:
-    """Print a row for each pair of references."""
-    parser = argparse.ArgumentParser(description="Compare the greedy tokens of exact references.")
+    """Print a row for each comparison."""
+    parser = argparse.ArgumentParser(description="Compare greedy tokens with those of an exact reference.")
     parser.add_argument("--out", type=Path, required=True, help="folder of the result")
-    out: Path = parser.parse_args().out
+    parser.add_argument("--prompts", type=int, default=128)
+    options = parser.parse_args()
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(1, 41, (32,), generator=generator).tolist()
+    lengths = torch.randint(1, 41, (options.prompts,), generator=generator).tolist()
     prompts = [tuple(torch.randint(4, 200, (length,), generator=generator).tolist()) for length in lengths]
     kernels = formats_of("fp8_linear_kv", KERNELS)
-    completed = greedy(reference(kernels), prompts, tokens=8)
-    prefixes = [(*p, *done[:n]) for p, done in zip(prompts, completed, strict=True) for n in range(len(done))]
-    chosen = {
-        "FP8, kernels": [[token] for done in completed for token in done],
-        "FP8, fused": greedy(reference(formats_of("fp8_linear_kv", FUSED)), prefixes, tokens=1),
-        "BF16, fused": greedy(reference(formats_of("bf16", FUSED)), prefixes, tokens=1),
-    }
-    for seed in range(3):
-        chosen[f"FP8, kernels, near {seed}"] = greedy(reference(near(kernels, seed)), prefixes, tokens=1)
+    engines = {"rounds as compiled": formats_of("fp8_linear_kv", FUSED)}
+    engines |= {f"inexact sums {seed}": near(kernels, seed) for seed in range(3)}
+    whole = greedy(holding(kernels), prompts)
+    rows = [row for name, each in engines.items() for row in judged(name, holding(each), prompts, whole)]
+    rows += last_bits(kernels, near(kernels, 0))
     about = {"commit": git_state(ROOT).get("commit"), "versions": library_versions()}
     about |= {"command": "python -m benchmarks.greedy_agreement --out FOLDER"}
-    rows = [
-        {"kind": "greedy_agreement", "sides": [a, b], "tokens": len(prefixes), "equal": _share(chosen[a], chosen[b])}
-        for a, b in itertools.combinations(chosen, 2)
-    ]
-    rows += last_bits(kernels, near(kernels, 0))
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "greedy_agreement.json").write_text(json.dumps([row | about for row in rows], indent=1) + "\n")
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "greedy_agreement.json").write_text(json.dumps([row | about for row in rows], indent=1) + "\n")
     for row in rows:
         print(row)
 
 
-def _share(tokens: Sequence[list[int]], others: Sequence[list[int]]) -> float:
-    return sum(a == b for a, b in zip(tokens, others, strict=True)) / len(tokens)
+def _share(holds: Tensor) -> float:
+    return holds.double().mean().item()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Qwen3-MoE's shape: experts in place and read back, their log-probs, and the experts that were chosen."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.rounding import STEPWISE
 from fp8core.rl.batch import TokenBatch
 from fp8core.rollout.embedded import EmbeddedEngine
-from fp8core.rollout.engine import Sampling
+from fp8core.rollout.engine import Completion, PromptGroup, Sampling
 from fp8core.rollout.vllm_capture import captured_values
 from tasks.sync import SyncError, check_formats, check_report
 
@@ -131,15 +131,32 @@ def test_most_greedy_completions_are_the_references(engine, reference):
     assert sum(done.tokens == expected.tokens for done, expected in pairs) >= (4 if ON_GPU else 10)
 
 
-def test_a_greedy_token_after_the_same_tokens_is_mostly_the_references(
-    engine, reference, reference_in_bf16, record_property
-):
-    """A reference chooses one for each prefix of what vLLM made of a prompt; in FP8 as `Bounds` has it."""
+@dataclass(frozen=True)
+class Choices:
+    """A greedy token after each prefix of what vLLM made of prompts: its own, the reference's, and its BF16's."""
+
+    prefixes: list[PromptGroup]
+    vllm: list[Completion]
+    reference: list[Completion]
+    plain: list[Completion]
+
+
+@pytest.fixture
+def choices(engine, reference, reference_in_bf16):
     groups = build_groups(32, 1)
     found = collect(engine, groups, Sampling(0.0, 8, frozenset()))
-    chosen, prefixes = [token for done in found for token in done.tokens], _prefixes(groups, found)
-    expected, plain = _greedy(reference, prefixes), _greedy(reference_in_bf16, prefixes)
-    equal, plain_equal = _share(chosen, expected), _share(plain, expected)
+    prefixes = _prefixes(groups, found)
+    tokens = [token for done in found for token in done.tokens]
+    expected, plain = (
+        collect(each, prefixes, Sampling(0.0, 1, frozenset())) for each in (reference, reference_in_bf16)
+    )
+    chosen = [replace(done, tokens=[token]) for done, token in zip(expected, tokens, strict=True)]
+    return Choices(prefixes, chosen, expected, plain)
+
+
+def test_a_greedy_token_after_the_same_tokens_is_mostly_the_references(choices, record_property):
+    """In FP8 as `Bounds` has it."""
+    equal, plain_equal = _share(choices.vllm, choices.reference), _share(choices.plain, choices.reference)
     record_property("equal", equal)
     record_property("reference_in_bf16_equal", plain_equal)
     assert equal >= (0.88 if ON_GPU else 0.98)
@@ -147,12 +164,20 @@ def test_a_greedy_token_after_the_same_tokens_is_mostly_the_references(
         assert equal > plain_equal
 
 
-def _greedy(engine, prefixes):
-    return [done.tokens[0] for done in collect(engine, prefixes, Sampling(0.0, 1, frozenset()))]
+def test_other_greedy_tokens_are_nearly_the_references(choices, policies, record_property):
+    """What the reference thinks less of them, in nats a token; in FP8 less than of those of its own BF16."""
+    best, *others = (
+        torch.cat(policies[0].logprobs(choices.prefixes, chosen, 1.0))
+        for chosen in (choices.reference, choices.vllm, choices.plain)
+    )
+    lost, plain_lost = ((best - other).mean().item() for other in others)
+    record_property("lost", lost)
+    record_property("lost_by_reference_in_bf16", plain_lost)
+    assert 0 <= lost < (plain_lost if ON_GPU else 0.001)
 
 
-def _share(tokens, others):
-    return sum(a == b for a, b in zip(tokens, others, strict=True)) / len(tokens)
+def _share(some, others):
+    return sum(a.tokens == b.tokens for a, b in zip(some, others, strict=True)) / len(some)
 
 
 def _prefixes(groups, found):
