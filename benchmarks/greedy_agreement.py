@@ -190,7 +190,7 @@ def judged(name: str, engine: EmbeddedEngine, prompts: Sequence[Tokens], whole: 
 
 
 def main() -> None:
-    """Print a row for each comparison."""
+    """Print how each engine compares."""
     parser = argparse.ArgumentParser(description="Compare greedy tokens with those of an exact reference.")
     parser.add_argument("--out", type=Path, required=True, help="folder of the result")
     parser.add_argument("--prompts", type=int, default=128)
@@ -209,8 +209,20 @@ def main() -> None:
     about |= {"command": "python -m benchmarks.greedy_agreement --out FOLDER"}
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "greedy_agreement.json").write_text(json.dumps([row | about for row in rows], indent=1) + "\n")
-    for row in rows:
-        print(row)
+    print(table(rows))
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Engines and BF16 beside each, as a table."""
+    lines = [
+        "| engine | tokens of | equal | of the first 256 | whole completions | of the first 12 | nats lost a token |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in (row for row in rows if row["kind"] == "greedy_agreement"):
+        whole = f"{row['whole']:.3f} | {row['whole_12']}" if "whole" in row else " | "
+        shares = f"{row['equal']:.3f} | {row['equal_256']:.3f} | {whole} | {row['lost']:.3f}"
+        lines.append(f"| {row['engine']} | {row['tokens_of']} | {shares} |")
+    return "\n".join(lines)
 
 
 def _share(holds: Tensor) -> float:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import hopper_tables, host_costs, megatron_tables, small_tables, training_tables
+from benchmarks import greedy_agreement, hopper_tables, host_costs, megatron_tables, small_tables, training_tables
 from benchmarks.stored import RESULTS, stored
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -20,6 +20,7 @@ def _printed_of(name: str) -> Callable[[], None]:
 
 PRINTERS = {
     "kernels and engine": ("performance.md", hopper_tables.main),
+    "greedy tokens": ("performance.md", lambda: print(greedy_agreement.table(stored("greedy_agreement")))),
     "training": ("performance.md", training_tables.main),
     "the loop": ("performance.md", _printed_of("small_hopper")),
     "a step of 8B": ("performance.md", _printed_of("large_ledger")),

@@ -125,33 +125,40 @@ def test_a_fault_among_experts_shows(engine, policies, fault):
         engine._call("policy_commit_fault", "")
 
 
-def test_most_greedy_completions_are_the_references(engine, reference):
-    groups, sampling = build_groups(12, 1), Sampling(0.0, 8, frozenset())
-    pairs = zip(collect(engine, groups, sampling), collect(reference, groups, sampling), strict=True)
-    assert sum(done.tokens == expected.tokens for done, expected in pairs) >= (4 if ON_GPU else 10)
-
-
 @dataclass(frozen=True)
 class Choices:
-    """A greedy token after each prefix of what vLLM made of prompts: its own, the reference's, and its BF16's."""
+    """Greedy completions of vLLM's and of the reference's, and a token after each prefix of vLLM's: its own, the
+    reference's, and one of the reference in BF16."""
 
+    completions: list[Completion]
+    reference_completions: list[Completion]
     prefixes: list[PromptGroup]
     vllm: list[Completion]
     reference: list[Completion]
     plain: list[Completion]
 
 
-@pytest.fixture
-def choices(engine, reference, reference_in_bf16):
-    groups = build_groups(32, 1)
-    found = collect(engine, groups, Sampling(0.0, 8, frozenset()))
-    prefixes = _prefixes(groups, found)
-    tokens = [token for done in found for token in done.tokens]
-    expected, plain = (
-        collect(each, prefixes, Sampling(0.0, 1, frozenset())) for each in (reference, reference_in_bf16)
-    )
-    chosen = [replace(done, tokens=[token]) for done, token in zip(expected, tokens, strict=True)]
-    return Choices(prefixes, chosen, expected, plain)
+@pytest.fixture(scope="module")
+def choices(started, policies, reference, reference_in_bf16):
+    started.update(policies[0].tensors, policies[0].scales, 0)
+    groups, eight, one = build_groups(128, 1), Sampling(0.0, 8, frozenset()), Sampling(0.0, 1, frozenset())
+    done, expected = (collect(each, groups, eight) for each in (started, reference))
+    prefixes = _prefixes(groups, done)
+    best, plain = (collect(each, prefixes, one) for each in (reference, reference_in_bf16))
+    tokens = [token for completion in done for token in completion.tokens]
+    chosen = [replace(each, tokens=[token]) for each, token in zip(best, tokens, strict=True)]
+    return Choices(done, expected, prefixes, chosen, best, plain)
+
+
+# On a GPU these are what tokens of a random model can tell of an engine in FP8: one that is the reference but for sums
+# as inexact as an H200's has 86 to 88 % of the tokens and 28 to 35 % of the completions, and loses 0.034 to 0.037 nats
+# a token where BF16 loses 0.056 to 0.064 (benchmarks/greedy_agreement.py). On a CPU router logits that tie remain.
+
+
+def test_many_greedy_completions_are_the_references(choices, record_property):
+    whole = _share(choices.completions, choices.reference_completions)
+    record_property("whole", whole)
+    assert whole >= (0.2 if ON_GPU else 0.9)
 
 
 def test_a_greedy_token_after_the_same_tokens_is_mostly_the_references(choices, record_property):
@@ -159,9 +166,7 @@ def test_a_greedy_token_after_the_same_tokens_is_mostly_the_references(choices, 
     equal, plain_equal = _share(choices.vllm, choices.reference), _share(choices.plain, choices.reference)
     record_property("equal", equal)
     record_property("reference_in_bf16_equal", plain_equal)
-    assert equal >= (0.88 if ON_GPU else 0.98)
-    if ON_GPU:
-        assert equal > plain_equal
+    assert equal > (plain_equal if ON_GPU else 0.98)
 
 
 def test_other_greedy_tokens_are_nearly_the_references(choices, policies, record_property):
@@ -173,7 +178,7 @@ def test_other_greedy_tokens_are_nearly_the_references(choices, policies, record
     lost, plain_lost = ((best - other).mean().item() for other in others)
     record_property("lost", lost)
     record_property("lost_by_reference_in_bf16", plain_lost)
-    assert 0 <= lost < (plain_lost if ON_GPU else 0.001)
+    assert 0 <= lost < (plain_lost if ON_GPU else 0.02)
 
 
 def _share(some, others):
