@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,16 @@ from typing import Any
 import psutil
 import pytest
 from mlflow import MlflowClient
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.filters import (
+    DeploymentFilter,
+    DeploymentFilterName,
+    FlowRunFilter,
+    FlowRunFilterName,
+    FlowRunFilterState,
+    FlowRunFilterStateType,
+)
+from prefect.client.schemas.objects import FlowRun, State, StateType
 
 from fp8core.store.ledger import LedgerView
 from fp8core.store.run_directory import LEDGER
@@ -61,13 +70,12 @@ def run_deployment(environment: dict[str, str], up: Any, readme_commands: list[s
     return lambda *parameters: run(environment, *start, *(f for p in parameters for f in ("--param", p)))
 
 
-def message_of_the_failed_run(url: str) -> str:
+def message_of_the_failed_run(api: str) -> str:
     """What the UI shows as the reason."""
-    query = json.dumps({"flow_runs": {"state": {"type": {"any_": ["FAILED"]}}}}).encode()
-    request = urllib.request.Request(f"{url}/flow_runs/filter", query, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=120) as answer:
-        (run,) = json.load(answer)
-    return str(run["state"]["message"])
+    failed = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.FAILED])))
+    with SyncPrefectClient(api) as client:
+        (found,) = client.read_flow_runs(flow_run_filter=failed)
+    return str(found.state and found.state.message)
 
 
 def test_a_deployed_run_completes_with_a_verifier_of_the_users_own(
@@ -135,24 +143,28 @@ class LongRun:
         ledger = self.folder / LEDGER
         return (LedgerView.read(ledger).last_step() or 0) if ledger.exists() else 0
 
-    def flow_run(self) -> dict[str, Any]:
-        query = json.dumps({"flow_runs": {"name": {"any_": [self.name]}}}).encode()
-        request = urllib.request.Request(f"{self.api}/flow_runs/filter", query, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            (found,) = json.load(answer)
-        return dict(found)
+    def flow_run(self) -> FlowRun:
+        """Prefect's clients ask again when the server says that it is busy."""
+        with SyncPrefectClient(self.api) as client:
+            (found,) = client.read_flow_runs(flow_run_filter=FlowRunFilter(name=FlowRunFilterName(any_=[self.name])))
+        return found
+
+    @property
+    def state(self) -> State[Any]:
+        found = self.flow_run().state
+        assert found is not None
+        return found
 
     def ended_as(self) -> str:
         """The type of its final state in Prefect."""
-        final = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
-        seen: list[str] = []
+        seen: list[State[Any]] = []
 
         def ended() -> bool:
-            seen.append(self.flow_run()["state"]["type"])
-            return seen[-1] in final
+            seen.append(self.state)
+            return seen[-1].is_final()
 
         wait_for(ended, "the end")
-        return seen[-1]
+        return seen[-1].type.value
 
     def send(self, number: signal.Signals) -> None:
         """Signal the process that trains."""
@@ -173,7 +185,7 @@ class LongRun:
 
 def test_a_cancelled_run_ends_with_its_step_committed(long_run: Any, environment: dict[str, str]) -> None:
     going = long_run("to-cancel")
-    cancelled = run(environment, "prefect", "flow-run", "cancel", going.flow_run()["id"])
+    cancelled = run(environment, "prefect", "flow-run", "cancel", str(going.flow_run().id))
     assert cancelled.returncode == 0, cancelled.stdout + cancelled.stderr
     assert going.ended_as() == "CANCELLED"
     going.assert_stopped_in_good_order()
@@ -187,7 +199,7 @@ def test_an_evicted_run_ends_with_its_step_committed_and_a_retry_continues_it(
     assert going.ended_as() == "CRASHED"
     going.assert_stopped_in_good_order()
     stopped_at = going.last_step()
-    retried = run(environment, "prefect", "flow-run", "retry", going.flow_run()["id"])
+    retried = run(environment, "prefect", "flow-run", "retry", str(going.flow_run().id))
     assert retried.returncode == 0, retried.stdout + retried.stderr
     wait_for(lambda: going.last_step() > stopped_at, "the retry")
     going.send(signal.SIGTERM)
@@ -203,7 +215,7 @@ def test_a_killed_run_is_crashed_and_a_retry_finishes_it_as_if_nothing_had_happe
     assert going.ended_as() == "CRASHED"
     killed_at = going.last_step()
     assert killed_at < 30
-    retried = run(environment, "prefect", "flow-run", "retry", going.flow_run()["id"])
+    retried = run(environment, "prefect", "flow-run", "retry", str(going.flow_run().id))
     assert retried.returncode == 0, retried.stdout + retried.stderr
     wait_for(lambda: going.last_step() > killed_at, "the retry")
     assert going.ended_as() == "COMPLETED"
@@ -223,23 +235,22 @@ def test_a_run_that_a_bound_suspended_is_resumed_from_the_api(
     started = run(environment, "prefect", "deployment", "run", "fp8-grpo/tiny", "--flow-run-name", "suspended", *flags)
     assert started.returncode == 0, started.stdout + started.stderr
     going = LongRun(environment["PREFECT_API_URL"], "suspended", tmp_path / "suspended")
-    wait_for(lambda: going.flow_run()["state"]["name"] == "Suspended", "the pause")
-    assert "alignment.stop.error=1: above it for 2 steps" in going.flow_run()["state"]["message"]
+    wait_for(lambda: going.state.name == "Suspended", "the pause")
+    assert "alignment.stop.error=1: above it for 2 steps" in str(going.state.message)
     # The worker has seen the process end, and lets the state be.
     wait_for(lambda: not psutil.pid_exists(LedgerView.read(going.folder / LEDGER).segments()[-1].pid), "the end")
-    page = f"{environment['PREFECT_API_URL']}/flow_runs/{going.flow_run()['id']}/resume"
-    urllib.request.urlopen(urllib.request.Request(page, method="POST"), timeout=120).close()
+    with SyncPrefectClient(going.api) as client:
+        client.resume_flow_run(going.flow_run().id)
     assert going.ended_as() == "COMPLETED"
 
 
 def test_the_nightly_schedule_makes_runs(environment: dict[str, str], start_up: Any, tmp_path: Path) -> None:
     """Prefect's scheduler looks every minute, and runs that it cannot store are only a line in the server's log."""
     running = start_up({**environment, "PREFECT_HOME": str(tmp_path)}, scheduler=True)
-    query = json.dumps({"deployments": {"name": {"any_": ["nightly"]}}}).encode()
-    page, header = f"{running.prefect}/api/flow_runs/filter", {"Content-Type": "application/json"}
+    nightly = DeploymentFilter(name=DeploymentFilterName(any_=["nightly"]))
 
     def due() -> set[str]:
-        with urllib.request.urlopen(urllib.request.Request(page, query, header), timeout=120) as answer:
-            return {run["expected_start_time"][11:19] for run in json.load(answer)}
+        with SyncPrefectClient(f"{running.prefect}/api") as client:
+            return {f"{run.expected_start_time:%H:%M:%S}" for run in client.read_flow_runs(deployment_filter=nightly)}
 
     wait_for(lambda: due() == {"02:00:00"}, "the scheduler")
