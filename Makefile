@@ -12,7 +12,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 # Files of tests are spread over this many processes; with WORKERS=0 there is one.
 WORKERS ?= 2
 SPREAD := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
-# Servers of the user's get nothing from tests.
+# Tests do not write to servers that are configured outside.
 WITHOUT_SERVERS := env -u PREFECT_API_URL -u MLFLOW_TRACKING_URI
 PYTEST := $(WITHOUT_SERVERS) $(BIN)/python -m pytest
 VLLM_PYTEST := $(WITHOUT_SERVERS) $(VLLM_BIN)/python -m pytest $(SPREAD)

@@ -74,16 +74,17 @@ def draw() -> Callable[..., Tensor]:
 
 @pytest.fixture(scope="session")
 def free_port() -> Callable[[], int]:
-    """A port that nobody takes before the server that it is for has started.
+    """Ports, each given once, that hardly anybody takes before the server that one is for has started.
 
-    It is below those that systems give to whoever asks for any, as hundreds of sockets of other tests do.
+    They are below those that systems give to whoever asks for any, as hundreds of sockets of other tests do.
     """
+    left = random.SystemRandom().sample(range(20_000, 32_000), 1_000)
 
     def look() -> int:
-        for port in random.SystemRandom().sample(range(20_000, 32_000), 50):
-            with suppress(OSError), socket.create_server(("127.0.0.1", port)):
-                return port
-        raise AssertionError("fifty ports are taken")
+        port = left.pop()
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+        return look()
 
     return look
 

@@ -8,7 +8,7 @@ from fp8core.numerics.attention import Fp8Attention
 from fp8core.numerics.e4m3 import quantise_tiles
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.numerics.linear import Fp8BlockLinear, StoredWeight, load_weight
-from fp8core.numerics.rounding import KERNELS
+from fp8core.numerics.rounding import FUSED
 
 
 @pytest.fixture
@@ -38,10 +38,11 @@ def test_a_share_of_attention_moves_by_one_unit(generator):
     assert set(units.tolist()) == {1, -1}
 
 
-def test_last_bits_are_those_that_were_measured():
-    kernels = formats_of("fp8_linear_kv", KERNELS)
-    linear, experts = last_bits(kernels, near(kernels, 0), tokens=128)
-    assert 0.05 < linear["differing"] < 0.1
-    assert 0.0006 < linear["rms"] < 0.0009
-    assert 0.22 < experts["differing"] < 0.33
-    assert [row["differing"] for row in last_bits(kernels, kernels, tokens=16)] == [0, 0]
+def test_last_bits_are_about_those_that_were_measured():
+    """On an H200: 0.07 to 0.09 % of a linear's output, 0.23 to 0.26 % of attention's, 0.39 to 0.53 % of experts'."""
+    exact = formats_of("fp8_linear_kv", FUSED)
+    linear, attention, experts = last_bits(exact, near(exact, 0), tokens=128)
+    assert linear["rms"] == pytest.approx(0.0007, rel=0.1)
+    assert 0.0015 < attention["rms"] < 0.0026
+    assert 0.0039 < experts["rms"] < 0.0053
+    assert [row["differing"] for row in last_bits(exact, exact, tokens=16)] == [0, 0, 0]

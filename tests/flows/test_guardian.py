@@ -88,7 +88,7 @@ def test_a_training_that_ends_by_itself_is_left_alone(run) -> None:
 
 
 def test_waiting_is_cheap(tmp_path: Path) -> None:
-    """Little more than a Python that does nothing: it looks at what it needs, and sleeps."""
+    """It sleeps, without what Python could import: little more than a Python that does nothing."""
 
     def seconds_of(run: Callable[[], object]) -> float:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -144,33 +144,22 @@ def choices(started, policies, reference, reference_in_bf16):
     groups, eight, one = build_groups(128, 1), Sampling(0.0, 8, frozenset()), Sampling(0.0, 1, frozenset())
     done, expected = (collect(each, groups, eight) for each in (started, reference))
     prefixes = _prefixes(groups, done)
-    best, plain = (collect(each, prefixes, one) for each in (reference, reference_in_bf16))
+    best = collect(reference, prefixes, one)
+    plain = collect(reference_in_bf16, prefixes, one) if ON_GPU else best
     tokens = [token for completion in done for token in completion.tokens]
     chosen = [replace(each, tokens=[token]) for each, token in zip(best, tokens, strict=True)]
     return Choices(done, expected, prefixes, chosen, best, plain)
 
 
-# On a GPU these are what tokens of a random model can tell of an engine in FP8: one that is the reference but for sums
-# as inexact as an H200's has 86 to 88 % of the tokens and 28 to 35 % of the completions, and loses 0.034 to 0.037 nats
-# a token where BF16 loses 0.056 to 0.064 (benchmarks/greedy_agreement.py). On a CPU router logits that tie remain.
+def test_greedy_tokens_are_nearly_the_references(choices, policies, record_property):
+    """What the reference thinks less of them, in nats a token; in FP8 less than of those of its own BF16.
 
-
-def test_many_greedy_completions_are_the_references(choices, record_property):
-    whole = _share(choices.completions, choices.reference_completions)
-    record_property("whole", whole)
-    assert whole >= (0.2 if ON_GPU else 0.9)
-
-
-def test_a_greedy_token_after_the_same_tokens_is_mostly_the_references(choices, record_property):
-    """In FP8 as `Bounds` has it."""
-    equal, plain_equal = _share(choices.vllm, choices.reference), _share(choices.plain, choices.reference)
-    record_property("equal", equal)
-    record_property("reference_in_bf16_equal", plain_equal)
-    assert equal > (plain_equal if ON_GPU else 0.98)
-
-
-def test_other_greedy_tokens_are_nearly_the_references(choices, policies, record_property):
-    """What the reference thinks less of them, in nats a token; in FP8 less than of those of its own BF16."""
+    How many are equal tells little in FP8: an engine that is the reference but for sums as inexact as an H200's has
+    hardly more of them than BF16 (benchmarks/greedy_agreement.py).
+    """
+    record_property("whole", _share(choices.completions, choices.reference_completions))
+    record_property("equal", _share(choices.vllm, choices.reference))
+    record_property("reference_in_bf16_equal", _share(choices.plain, choices.reference))
     best, *others = (
         torch.cat(policies[0].logprobs(choices.prefixes, chosen, 1.0))
         for chosen in (choices.reference, choices.vllm, choices.plain)
@@ -179,6 +168,13 @@ def test_other_greedy_tokens_are_nearly_the_references(choices, policies, record
     record_property("lost", lost)
     record_property("lost_by_reference_in_bf16", plain_lost)
     assert 0 <= lost < (plain_lost if ON_GPU else 0.02)
+
+
+@pytest.mark.skipif(ON_GPU, reason="last bits of FP8 decide a tenth of a random model's greedy tokens")
+def test_greedy_tokens_are_mostly_the_references(choices):
+    """All but those after router logits that tie."""
+    assert _share(choices.vllm, choices.reference) >= 0.98
+    assert _share(choices.completions, choices.reference_completions) >= 0.9
 
 
 def _share(some, others):
