@@ -39,7 +39,7 @@ def test_a_share_of_attention_moves_by_one_unit(generator):
 
 
 def test_last_bits_are_about_those_that_were_measured():
-    """On an H200: 0.07 to 0.09 % of a linear's output, 0.23 to 0.26 % of attention's, 0.39 to 0.53 % of experts'."""
+    """On an H200: 0.07 to 0.09 % of a linear's output, 0.23 to 0.27 % of attention's, 0.39 to 0.53 % of experts'."""
     exact = formats_of("fp8_linear_kv", FUSED)
     linear, attention, experts = last_bits(exact, near(exact, 0), tokens=128)
     assert linear["rms"] == pytest.approx(0.0007, rel=0.1)
