@@ -82,7 +82,7 @@ def test_who_was_busy():
         expected = used / (time.perf_counter() - began)
     busy, *others = shares()
     assert busy["threads"] == [busy["all"]]
-    assert busy["all"] == pytest.approx(expected, rel=0.1)
+    assert busy["all"] == pytest.approx(expected, rel=0.25)
     driver = next(row for row in others if row["process"] == "driver")
     assert driver["all"] < 0.2
 
