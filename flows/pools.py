@@ -1,15 +1,25 @@
-"""What a Prefect server needs before it runs our deployments: work pools, and a rule for runs that fell silent."""
+"""What a Prefect server needs before it runs our deployments: work pools, and a rule for runs that fell silent.
 
+    python -m flows.pools
+
+writes them into the database of a server before it starts. One that runs with SQLite falls silent for ever at one new
+rule in some hundreds (Prefect 3.7): it waits, with its event loop, for a lock that one of its services may hold, which
+reads all rules every five seconds, and that service waits for the event loop.
+"""
+
+import asyncio
 from datetime import timedelta
 
 import torch
-from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.orchestration import PrefectClient, SyncPrefectClient
 from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.client.schemas.objects import StateType, WorkerStatus
 from prefect.events.actions import ChangeFlowRunState
 from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 from prefect.events.schemas.events import ResourceSpecification
 from prefect.workers.process import ProcessWorker
+
+from flows.prefect_sqlite import prepare_sqlite
 
 CPU, GPU = "fp8-grpo-cpu", "fp8-grpo-gpu"
 """Work pools: trainings that need no GPU, and those that do. Each runs one flow run at a time; the others queue."""
@@ -18,7 +28,7 @@ _HEARTBEAT, _SECONDS = "prefect.flow-run.heartbeat", 30
 _ENDS = ("Completed", "Failed", "Crashed", "Cancelled", "Paused", "Suspended")
 
 
-def prepare(client: SyncPrefectClient) -> None:
+async def prepare(client: PrefectClient) -> None:
     """Make the work pools and the rule, or bring them up to date.
 
     Flow runs send heartbeats whichever worker of a pool starts them, on this machine or another.
@@ -30,14 +40,14 @@ def prepare(client: SyncPrefectClient) -> None:
         template = ProcessWorker.get_default_base_job_template()
         template["variables"]["properties"]["env"]["default"] = {"PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(_SECONDS)}
         pool = WorkPoolCreate(name=name, type=ProcessWorker.type, base_job_template=template, concurrency_limit=1)
-        client.create_work_pool(pool, overwrite=True)
+        await client.create_work_pool(pool, overwrite=True)
     rule = silent_run_rule(4 * _SECONDS)
-    known = client.read_automations_by_name(SILENT)
+    known = await client.read_automations_by_name(SILENT)
     if not known:
-        client.create_automation(rule)
+        await client.create_automation(rule)
     elif AutomationCore.model_validate(known[0].model_dump(include=set(AutomationCore.model_fields))) != rule:
         # Only then: the server forgets what a rule has seen when it is changed, so runs that are silent already too.
-        client.update_automation(known[0].id, rule)
+        await client.update_automation(known[0].id, rule)
 
 
 def silent_run_rule(seconds: int) -> AutomationCore:
@@ -71,3 +81,16 @@ def is_polled(client: SyncPrefectClient, pool: str, worker: str) -> bool:
     """Whether the worker of that name looks for runs of a pool."""
     found = client.read_workers_for_work_pool(pool)
     return any(each.name == worker and each.status == WorkerStatus.ONLINE for each in found)
+
+
+async def _prepare_database() -> None:
+    from prefect.server.api.server import create_app
+
+    # The one leaves out the services that hold the lock, the other the UI.
+    async with PrefectClient(create_app(webserver_only=True, ephemeral=True)) as client:
+        await prepare(client)
+
+
+if __name__ == "__main__":
+    prepare_sqlite()
+    asyncio.run(_prepare_database())

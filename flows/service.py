@@ -52,7 +52,7 @@ class Service:
 
     def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], place: Path, log: Path):
         """Start `command` in the folder `place`; what it says is appended to `log`."""
-        self._name, self._log = name, log
+        self.name, self._log = name, log
         with log.open("ab") as output:
             self._begin = output.tell()
             self._process = subprocess.Popen(
@@ -78,7 +78,7 @@ class Service:
             log.seek(self._begin)
             said = [line.strip() for line in log.read().decode(errors="replace").splitlines() if line.strip()]
         last = said[-1] if said else "it said nothing"
-        return ServiceError(f"{self._name} ended with {self.exit_code}: {last} (log: {self._log})")
+        return ServiceError(f"{self.name} ended with {self.exit_code}: {last} (log: {self._log})")
 
     def stop(self) -> None:
         """Ask it to end, what it has started first; what a training has started is for the training to end.
@@ -154,10 +154,13 @@ class Services:
         """Start our Python with `arguments`, to last; asked to end, it may take `patience` seconds."""
         self._lasting.append(self._begin(name, arguments, patience))
 
-    def run(self, name: str, arguments: Sequence[str]) -> None:
-        """Run our Python with `arguments` to its end. Raises as `wait_until`; ServiceError too when it fails."""
-        service = self._begin(name, arguments, SERVER_SECONDS)
-        self.wait_until(lambda: service.exit_code is not None, name)
+    def begin(self, name: str, arguments: Sequence[str]) -> Service:
+        """Start our Python with `arguments`, to be waited for by `finish`."""
+        return self._begin(name, arguments, SERVER_SECONDS)
+
+    def finish(self, service: Service) -> None:
+        """Wait for its end. Raises as `wait_until`; ServiceError too when it fails."""
+        self.wait_until(lambda: service.exit_code is not None, service.name)
         if service.exit_code != 0:
             raise service.death()
 

@@ -50,8 +50,10 @@ def up(options: argparse.Namespace) -> int:
         signal.signal(number, services.note_signal)
     try:
         with start, services:
-            services.start("Prefect server", server_command(options.prefect_port), SERVER_SECONDS)
+            made = services.begin("work pools", running("flows.pools"))
             _start_mlflow(services, options.mlflow_port, runs)
+            services.finish(made)
+            services.start("Prefect server", server_command(options.prefect_port), SERVER_SECONDS)
             services.wait_until(partial(answers, f"{prefect}/api/health"), "Prefect server")
             start.close()
             services.wait_until(partial(answers, f"{mlflow}/health"), "MLflow server")
@@ -106,10 +108,9 @@ def _start_workers(services: Services, api: str) -> None:
 
     from flows import pools
 
+    services.finish(services.begin("prefect deploy", [*installed("prefect"), "--no-prompt", "deploy", "--all"]))
     name = f"{socket.gethostname()}-{os.getpid()}"
     with SyncPrefectClient(api) as client:
-        pools.prepare(client)
-        services.run("prefect deploy", [*installed("prefect"), "--no-prompt", "deploy", "--all"])
         for pool in pools.of_this_machine():
             worker = [*installed("prefect"), "worker", "start", "--pool", pool, "--name", name]
             services.start(f"worker of {pool}", worker, STEP_SECONDS)
