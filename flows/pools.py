@@ -2,9 +2,9 @@
 
     python -m flows.pools
 
-writes them into the database of a server before it starts. One that runs with SQLite falls silent for ever at one new
-rule in some hundreds (Prefect 3.7): it waits, with its event loop, for a lock that one of its services may hold, which
-reads all rules every five seconds, and that service waits for the event loop.
+writes them into the database of a server before it starts. One that runs with SQLite may fall silent for ever when it
+is told of a new rule (Prefect 3.7): its event loop waits for a lock that one of its services may hold, since it reads
+all rules every five seconds, and that service waits for the event loop.
 """
 
 import asyncio
