@@ -10,7 +10,6 @@ all rules every five seconds, and that service waits for the event loop.
 import asyncio
 from datetime import timedelta
 
-import torch
 from prefect.client.orchestration import PrefectClient, SyncPrefectClient
 from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.client.schemas.objects import StateType, WorkerStatus
@@ -74,6 +73,8 @@ def silent_run_rule(seconds: int) -> AutomationCore:
 
 def of_this_machine() -> list[str]:
     """The pools whose runs this machine can serve. Runs of the others wait for a worker elsewhere."""
+    import torch
+
     return [CPU, GPU] if torch.cuda.is_available() else [CPU]
 
 
