@@ -2,9 +2,9 @@
 
     python -m flows.pools
 
-writes them into the database of a server before it starts. One that runs with SQLite may fall silent for ever when it
-is told of a new rule (Prefect 3.7): its event loop waits for a lock that one of its services may hold, since it reads
-all rules every five seconds, and that service waits for the event loop.
+writes them into the database of a server before it starts. One that runs with SQLite may fall silent for ever when a
+rule is made or changed (Prefect 3.7): its event loop waits for a lock that may be held by a service, which looks for
+changed rules every five seconds, and that service waits for the event loop.
 """
 
 import asyncio
@@ -73,7 +73,7 @@ def silent_run_rule(seconds: int) -> AutomationCore:
 
 def of_this_machine() -> list[str]:
     """The pools whose runs this machine can serve. Runs of the others wait for a worker elsewhere."""
-    import torch
+    import torch  # not above: who writes the pools does without it
 
     return [CPU, GPU] if torch.cuda.is_available() else [CPU]
 
@@ -87,8 +87,10 @@ def is_polled(client: SyncPrefectClient, pool: str, worker: str) -> bool:
 async def _prepare_database() -> None:
     from prefect.server.api.server import create_app
 
-    # The one leaves out the services that hold the lock, the other the UI.
-    async with PrefectClient(create_app(webserver_only=True, ephemeral=True)) as client:
+    # `webserver_only` leaves out the services that hold the lock, `ephemeral` the UI.
+    app = create_app(webserver_only=True, ephemeral=True)
+    # A client would let it start for 30 s, in which it makes or migrates all tables; here it takes the time it needs.
+    async with app.router.lifespan_context(app), PrefectClient(app) as client:
         await prepare(client)
 
 

@@ -152,11 +152,11 @@ class Services:
 
     def start(self, name: str, arguments: Sequence[str], patience: float) -> None:
         """Start our Python with `arguments`, to last; asked to end, it may take `patience` seconds."""
-        self._lasting.append(self._begin(name, arguments, patience))
+        self._lasting.append(self._launch(name, arguments, patience))
 
     def begin(self, name: str, arguments: Sequence[str]) -> Service:
         """Start our Python with `arguments`, to be waited for by `finish`."""
-        return self._begin(name, arguments, SERVER_SECONDS)
+        return self._launch(name, arguments, SERVER_SECONDS)
 
     def finish(self, service: Service) -> None:
         """Wait for its end. Raises as `wait_until`; ServiceError too when it fails."""
@@ -164,7 +164,7 @@ class Services:
         if service.exit_code != 0:
             raise service.death()
 
-    def _begin(self, name: str, arguments: Sequence[str], patience: float) -> Service:
+    def _launch(self, name: str, arguments: Sequence[str], patience: float) -> Service:
         log = self._logs / f"{name.replace(' ', '-')}.log"
         service = Service(name, [sys.executable, *arguments], self._environment, self._place, log)
         self._all.append((service, patience))
