@@ -64,9 +64,12 @@ SHAPE: dict[str, Any] = {
     "qk_norm": True,
     "tie_embeddings": False,
 }
+# vLLM's kernels for CPUs cut results off to BF16 where the processor cannot round to it (csrc/cpu/cpu_types_x86.hpp,
+# without AVX512_BF16): those of rotary positions and attention. The reference rounds.
+TRUNCATES = not ON_GPU and not torch.cpu._is_avx512_bf16_supported()
 # BF16 against the forward that trains, which sums in another order: several times what was seen on a CPU, far below
 # what another temperature or policy makes.
-_BF16_MEAN, _BF16_LARGEST = 0.01, 0.15
+_BF16_MEAN, _BF16_LARGEST = (0.06, 0.3) if TRUNCATES else (0.01, 0.15)
 
 
 @dataclass(frozen=True)

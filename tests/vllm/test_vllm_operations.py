@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import CONTRACT, ON_GPU, build_groups
+from conftest import CONTRACT, ON_GPU, TRUNCATES, build_groups
 
 from fp8core.alignment.operations import compare, operations
 from fp8core.models.formats import rollout_formats
@@ -35,6 +35,9 @@ def test_vllm_rounds_where_the_contract_says(differing):
     shares = differing(rollout_formats(CONTRACT, 1).points)
     assert shares.pop("logits") < 1, "FP32 sums in another order differ somewhere"
     assert {kind for kind in shares if kind in ELEMENTWISE} == ELEMENTWISE
+    if TRUNCATES:
+        cut_off = [shares.pop(kind) for kind in ("rotary_emb", "attn")]
+        assert cut_off == pytest.approx([0.5, 0.5], abs=0.05), "half of the values lie nearer to the next one up"
     assert max(shares.values()) < 0.01
 
 
