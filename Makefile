@@ -17,17 +17,19 @@ WITHOUT_SERVERS := env -u PREFECT_API_URL -u MLFLOW_TRACKING_URI
 PYTEST := $(WITHOUT_SERVERS) $(BIN)/python -m pytest
 VLLM_PYTEST := $(WITHOUT_SERVERS) $(VLLM_BIN)/python -m pytest $(SPREAD)
 
-.PHONY: demo test test-fast test-vllm lint format docs env env-vllm clean
+.PHONY: demo test test-all test-slow test-vllm lint format docs env env-vllm clean
 
 demo: env  ## learn arithmetic with GRPO in exact FP8 (about two minutes)
 	$(BIN)/fp8-grpo run tiny
 
-test: env  ## every test that needs neither a GPU nor vLLM
-	$(PYTEST) $(SPREAD) -m "not gpu and not alone"
-	$(PYTEST) -m alone
-
-test-fast: env  ## without the slow ones
+test: env  ## the first tier: every promise once, in at most ten minutes on two idle cores
 	$(PYTEST) $(SPREAD) -m "not gpu and not slow and not alone"
+
+test-all: test test-slow test-vllm  ## every test that needs no GPU
+
+test-slow: env  ## the second tier: deployments, databases, kills at random instants, long trainings, timing
+	$(PYTEST) $(SPREAD) -m "slow and not gpu and not alone"
+	$(PYTEST) -m alone
 
 test-vllm: env-vllm  ## the vLLM engine against vLLM for CPUs, and the Triton kernels in Triton's interpreter
 	$(VLLM_PYTEST) tests/vllm
@@ -37,6 +39,7 @@ lint: env
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell
+	$(BIN)/python docs/lint_prose.py README.md docs fp8core flows tasks
 	$(BIN)/mypy
 
 format: env

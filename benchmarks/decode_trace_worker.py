@@ -4,7 +4,7 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 
-from fp8core.rollout.vllm_worker import PolicyWorker
+from fp8core.rollout.vllm.worker import PolicyWorker
 
 
 class TraceWorker(PolicyWorker):

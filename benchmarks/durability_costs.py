@@ -1,33 +1,31 @@
-"""What durability costs: writing the files of a step, parquet of long rollouts, opening a long run again.
+"""Costs of durability: writing the files of a step, parquet of long rollouts, opening a long run again.
 
-    python benchmarks/durability_costs.py
+    python -m benchmarks.durability_costs
 
-Writes benchmarks/results/durability_costs.json and prints the table of docs/durability.md. Run it on an idle machine
-with the runs on a local disk; it takes some five minutes on two cores.
+Writes benchmarks/results/durability_costs.json and prints a table of docs/results/service.md. Run it on an idle
+machine with the runs on a local disk; it takes some five minutes on two cores.
 
-- `writing`: the 80 iterations of `tiny`, without Prefect and MLflow. Counted are every put of an artifact (encoding,
-  SHA-256, fsync), all that an iteration does outside its tasks (keys, ledger, manifest, removal of shards), and the
-  shards, which are written once more afterwards, from the stored rollouts and in the portions in which they came.
+- `writing`: the 80 iterations of `tiny`, without Prefect and MLflow. Counted is every put of an artifact (encoding,
+  SHA-256, fsync), and all that an iteration does outside its tasks (keys, ledger, manifest, removal of shards). Counted
+  too are the shards, which are written once more afterwards, from the stored rollouts in their original portions.
 - `parquet`: one table of 512 completions of 4,096 tokens with log-probs and text, through `ArtifactStore.put_table`.
   Tokens follow Zipf's law over a vocabulary as large as Qwen's, of words of one to eight letters; log-probs are noise,
   which nothing compresses.
-- `resume`: a run of 1,000 steps that were really made, with one prompt, two completions of two tokens and one layer,
-  so that its ledger, manifests and artifacts are as many as in any run; and its first 10 steps for comparison. Measured
-  is what a new process does until the first task of the next step may begin: no imports, no Prefect, no MLflow, and
-  nothing to redo, as the last step has a checkpoint.
+- `resume`: a run of 1,000 real steps, with one prompt, two completions of two tokens and one layer, and its first 10
+  steps for comparison. Its ledger, manifests and artifacts are as many as in any run. The time ends when the first task
+  of the next step may begin in a new process. It excludes imports, Prefect and MLflow. Nothing is redone, as the last
+  step has a checkpoint.
 
-Predicted before the first measurement: writing 3 % of an iteration (30 of 1,000 ms), parquet 0.15 s and 8.5 of 12.6
-bytes a token, resuming 0.4 s whatever the number of steps, with 5 ms for the ledger (whole: 200 ms).
+Predicted before the first measurement: writing takes 3 % of an iteration (30 of 1,000 ms), parquet 0.15 s and 8.5 of
+12.6 bytes a token. Resuming takes 0.4 s whatever the number of steps, with 5 ms for the ledger (whole: 200 ms).
 """
 
 import io
-import json
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -38,23 +36,21 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
+from benchmarks.harness import RESULTS, Row, provenance, table, write_rows
 from fp8core.config.load import load_config
 from fp8core.config.run import RunConfig, public_dump
 from fp8core.report.console import Console
-from fp8core.store.artifacts import ArtifactStore, Ref
+from fp8core.run.checkpoint import checkpoint_due, save_state
+from fp8core.run.context import RunContext
+from fp8core.run.execute import carried
+from fp8core.run.loop import begin, iterate, next_step, train
+from fp8core.run.open import current_code, open_directory, open_run, plan_of
+from fp8core.store.artifacts import ArtifactStore, Ref, RolloutShards
 from fp8core.store.ledger import Ledger, LedgerView
 from fp8core.store.lock import RunLock
 from fp8core.store.run_directory import LEDGER, RunDirectory
-from fp8core.store.shards import RolloutShards
 from fp8core.store.tables import ROLLOUTS
-from fp8core.store.versions import git_state, hardware, library_versions
-from fp8core.workers.live import LiveRun
-from tasks.checkpoint import checkpoint_due, save_state
-from tasks.loop import begin, iterate, next_step, train
-from tasks.opening import current_code, open_directory, open_run, plan_of
-from tasks.restore import carried
 
-RESULTS = Path(__file__).parent / "results" / "durability_costs.json"
 BOUNDS = {"share": 0.05, "parquet_seconds": 0.5, "resume_seconds": 2.0}
 LONG, SHORT = 1000, 10
 VOCABULARY = 151_936
@@ -74,18 +70,14 @@ MINIMAL = {
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         runs = Path(folder)
-        result = {
-            "date": datetime.now(UTC).date().isoformat(),
-            "commit": git_state(Path(__file__).parent),
-            "versions": library_versions(),
-            "hardware": hardware(),
-            "bounds": BOUNDS,
-            "parquet": parquet(runs, rows=512, length=4096, times=5),
-            "writing": writing(load_config("tiny", {"runs": runs, "run": "writing"})),
-            "resume": resume({**MINIMAL, "runs": runs}, SHORT, LONG),
-        }
-    RESULTS.write_text(json.dumps(result, indent=2) + "\n")
-    print(table(result))
+        rows = [
+            parquet(runs, rows=512, length=4096, times=5) | {"bound_seconds": BOUNDS["parquet_seconds"]},
+            writing(load_config("tiny", {"runs": runs, "run": "writing"})) | {"bound_share": BOUNDS["share"]},
+            *resume({**MINIMAL, "runs": runs}, SHORT, LONG),
+        ]
+    rows = [row | provenance() for row in rows]
+    write_rows(RESULTS / "durability_costs.json", rows)
+    print(costs_table(rows))
 
 
 # --- writing ---
@@ -145,6 +137,7 @@ def writing(config: RunConfig) -> dict[str, Any]:
             shards = sum(shard_seconds(run, index) for index in range(1, config.steps + 1))
     files = puts + outside + shards
     return {
+        "kind": "writing",
         "steps": config.steps,
         "seconds": {"run": whole, "iterations": iterations, "checkpoints": checkpoints},
         "file_seconds": {"artifacts": puts, "ledger_manifest_and_keys": outside, "shards": shards},
@@ -154,23 +147,23 @@ def writing(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def iteration_seconds(run: LiveRun, index: int) -> tuple[float, float]:
-    """How long an iteration took, and how long the bodies of its tasks."""
+def iteration_seconds(run: RunContext, index: int) -> tuple[float, float]:
+    """Seconds of an iteration, and of the bodies of its tasks."""
     began = time.perf_counter()
     results = iterate(run, index, carried(run, index))
     return time.perf_counter() - began, sum(result.entry.seconds for result in results.values())
 
 
-def checkpoint_seconds(run: LiveRun, index: int) -> float:
-    """How long the checkpoint of a step took; 0 when none was due."""
+def checkpoint_seconds(run: RunContext, index: int) -> float:
+    """Seconds of a step's checkpoint; 0 when none was due."""
     began = time.perf_counter()
     if checkpoint_due(run, index):
         save_state(run, index)
     return time.perf_counter() - began
 
 
-def shard_seconds(run: LiveRun, index: int) -> float:
-    """How long the shards of a step take: groups whose longest completions are equally long were written together."""
+def shard_seconds(run: RunContext, index: int) -> float:
+    """Seconds of a step's shards: groups whose longest completions are equally long were written together."""
     rollouts = run.directory.store.get_table(run.directory.ledger.artifacts(index)["rollouts"])
     rows = rollouts.to_pylist()
     longest: dict[int, int] = defaultdict(int)
@@ -208,6 +201,7 @@ def parquet(folder: Path, rows: int, length: int, times: int) -> dict[str, Any]:
         stored[column.path_in_schema.partition(".")[0]] += column.total_compressed_size
     tokens = rows * length
     return {
+        "kind": "parquet",
         "tokens": tokens,
         "seconds": {"median": median(seconds), "worst": max(seconds)},
         "bytes_per_token": {"raw": rollouts.nbytes / tokens, "stored": ref.size / tokens},
@@ -252,19 +246,20 @@ def made_up_words(count: int, generator: np.random.Generator) -> list[str]:
 # --- resuming ---
 
 
-def resume(settings: dict[str, Any], *lengths: int) -> dict[str, Any]:
-    """One run taken to each number of steps in turn; what resuming costs there."""
-    measured = {}
+def resume(settings: dict[str, Any], *lengths: int) -> list[Row]:
+    """Costs of resuming one run, which is taken to each number of steps in turn."""
+    rows = []
     for steps in lengths:
         config = load_config("tiny", {**settings, "run": "resume", "steps": steps})
         with opened(config) as run:
             train(run)
-        measured[str(steps)] = resumption(load_config("tiny", {**settings, "run": "resume", "steps": steps + 1}))
-    return measured
+        cost = resumption(load_config("tiny", {**settings, "run": "resume", "steps": steps + 1}))
+        rows.append({"kind": "resume", "steps": steps, "bound_seconds": BOUNDS["resume_seconds"], **cost})
+    return rows
 
 
 @contextmanager
-def opened(config: RunConfig) -> Iterator[LiveRun]:
+def opened(config: RunConfig) -> Iterator[RunContext]:
     assert config.run is not None
     plan, console = plan_of(config), Console(io.StringIO(), config.steps)
     with open_directory(config, config.run) as directory, open_run(config, plan, directory, console) as run:
@@ -306,26 +301,25 @@ def reading_seconds(read: Any, ledger: Path) -> float:
 # --- the table ---
 
 
-def table(result: dict[str, Any]) -> str:
-    """Measurements beside their bounds, as Markdown."""
-    written, stored, resumed = result["writing"], result["parquet"], result["resume"]
-    raw, kept = stored["bytes_per_token"]["raw"], stored["bytes_per_token"]["stored"]
-    long = resumed[max(resumed, key=int)]
-    bounds = result["bounds"]
-    rows = [
-        ("files of an iteration, share of its time", f"{written['share_of_iterations']:.1%}", f"{bounds['share']:.0%}"),
-        ("files of an iteration", f"{written['milliseconds_per_step']:.1f} ms", ""),
-        ("512 x 4,096 tokens as parquet", f"{stored['seconds']['median']:.2f} s", f"{bounds['parquet_seconds']} s"),
-        ("bytes a token, raw -> stored", f"{raw:.1f} -> {kept:.1f}", ""),
-        *(
-            (f"resume after {steps} steps", f"{at['seconds']:.2f} s", f"{bounds['resume_seconds']} s")
-            for steps, at in resumed.items()
-        ),
-        ("of this, the ledger's ends", f"{1000 * long['ledger_seconds']['ends']:.1f} ms", ""),
-        ("the whole ledger, for comparison", f"{1000 * long['ledger_seconds']['whole']:.0f} ms", ""),
-    ]
-    return "\n".join(
-        ["| what | measured | bound |", "| --- | --- | --- |", *(f"| {' | '.join(row)} |" for row in rows)]
+def costs_table(rows: Sequence[Row]) -> str:
+    """Measurements beside their bounds."""
+    (stored,), (written,), resumed = ([r for r in rows if r["kind"] == k] for k in ("parquet", "writing", "resume"))
+    raw, kept, ledger = *stored["bytes_per_token"].values(), resumed[-1]["ledger_seconds"]
+    share = f"{written['share_of_iterations']:.1%}"
+    return table(
+        ["what", "measured", "bound"],
+        [
+            ["files of an iteration, share of its time", share, f"{written['bound_share']:.0%}"],
+            ["files of an iteration", f"{written['milliseconds_per_step']:.1f} ms", ""],
+            ["512 x 4,096 tokens as parquet", f"{stored['seconds']['median']:.2f} s", f"{stored['bound_seconds']} s"],
+            ["bytes a token, raw -> stored", f"{raw:.1f} -> {kept:.1f}", ""],
+            *(
+                [f"resume after {row['steps']} steps", f"{row['seconds']:.2f} s", f"{row['bound_seconds']} s"]
+                for row in resumed
+            ),
+            ["of this, the ledger's ends", f"{1000 * ledger['ends']:.1f} ms", ""],
+            ["the whole ledger, for comparison", f"{1000 * ledger['whole']:.0f} ms", ""],
+        ],
     )
 
 

@@ -1,8 +1,8 @@
 """Export a run's policy in BF16 and block FP8, and score its held-out prompts in `transformers` and in vLLM.
 
-    python benchmarks/export_check.py RUN --out FOLDER          the last step of a run (name or folder)
-    python benchmarks/export_check.py RUN --out FOLDER --step 20
-    python benchmarks/export_check.py RUN --out FOLDER --only fp8/vllm    what is named; rows of earlier calls stay
+    python -m benchmarks.export_check RUN --out FOLDER          the last step of a run (name or folder)
+    python -m benchmarks.export_check RUN --out FOLDER --step 20
+    python -m benchmarks.export_check RUN --out FOLDER --only fp8/vllm    what is named; rows of earlier calls stay
 
 Each library loads each folder as any user would, in a process of its own, and answers greedily; the run's verifier
 scores. FOLDER/export_check.json has a row for each: its accuracy, or why there is none. The first row is what the run
@@ -22,23 +22,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.small_rows import Row, provenance
-from benchmarks.trainings import ROOT
+from benchmarks.harness import ROOT, Row, provenance, write_rows
+from benchmarks.harness import table as markdown
+from benchmarks.small_hopper import run_provenance
 from flows.environment import set_variables
-from flows.named_run import description_of, find_run
+from flows.run_lookup import description_of, find_run
 from fp8core.config.capability import this_platform
 from fp8core.config.load import reload_config
 from fp8core.config.precision import PrecisionContract, SidePrecision
 from fp8core.config.run import RunConfig
 from fp8core.config.vllm import VllmConfig
 from fp8core.data.prompt import Problem
-from fp8core.evaluation.problems import heldout_problems
+from fp8core.evaluation.measure import heldout_problems
 from fp8core.report.run_data import read_run
 from fp8core.report.summary import HELDOUT, STEP
 from fp8core.rewards.scorer import Answer
 from fp8core.rewards.verifier import build_verifier
-from fp8core.rollout.vllm_settings import required_environment, suggested_environment
-from fp8core.rollout.vllm_versions import find_build
+from fp8core.rollout.vllm.requirements import find_build
+from fp8core.rollout.vllm.settings import required_environment, suggested_environment
 
 LOADERS = {"bf16": ("transformers", "vllm"), "fp8": ("transformers", "transformers_dequantised", "vllm")}
 PAIRS = tuple((format, loader) for format, loaders in LOADERS.items() for loader in loaders)
@@ -52,7 +53,7 @@ Completions = list[tuple[str, str]]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Check a run's exports, or (--inside) answer with one of them.
 
-    Returns 1 when something could not be scored that this call was asked for.
+    Returns 1 when a requested score is missing.
     """
     options = _options(arguments)
     if options.inside is not None:
@@ -63,8 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     config = reload_config(description_of(folder).config)
     step = max(run.evidence.steps) if options.step is None else options.step
     measured = {int(row[STEP]): row[HELDOUT] for row in run.history if HELDOUT in row}.get(step)
-    command = " ".join(["python benchmarks/export_check.py", *sys.argv[1:]])
-    about = {"run": folder.name, "step": step, **provenance(run.evidence), "command": command}
+    about = {"run": folder.name, "step": step, **run_provenance(run.evidence), "command": provenance()["command"]}
     options.out.mkdir(parents=True, exist_ok=True)
     rows = _Rows(options.out / RESULT, about, keep=options.only is not None)
     rows.add({"format": "in training", "loader": config.rollout.engine, "accuracy": measured})
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class _Rows:
-    """Rows by run, step, format and loader, written after each that is added: whatever ends this process, they stay."""
+    """Rows by run, step, format and loader, written after each addition: they survive any end of this process."""
 
     def __init__(self, path: Path, about: Row, keep: bool) -> None:
         """With `keep`, rows that the file has stay until they are measured again."""
@@ -95,7 +95,7 @@ class _Rows:
         runs = list(dict.fromkeys(key[:2] for key in self._rows))
         places = {key: (runs.index(key[:2]), _order(*key[2:])) for key in self._rows}
         self._rows = {key: self._rows[key] for key in sorted(places, key=places.__getitem__)}
-        self._path.write_text(json.dumps([*self._rows.values()], indent=1) + "\n")
+        write_rows(self._path, self._rows.values())
 
     def of_this_step(self) -> list[Row]:
         """Rows of the run and the step that are checked."""
@@ -113,16 +113,15 @@ def _order(format: str, loader: str) -> int:
 
 def table(rows: Sequence[Row]) -> str:
     """The rows as Markdown."""
-    lines = ["| export | loaded by | linears | held-out accuracy | prompts |", "| --- " * 5 + "|"]
+    lines = []
     for row in rows:
         accuracy = row.get("problem", "not measured") if row["accuracy"] is None else f"{row['accuracy']:.4f}"
-        cells = (row["format"], row["loader"], row.get("linears", ""), accuracy, str(row.get("prompts", "")))
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append([row["format"], row["loader"], row.get("linears", ""), accuracy, str(row.get("prompts", ""))])
+    return markdown(["export", "loaded by", "linears", "held-out accuracy", "prompts"], lines)
 
 
 def _export(run: Path, step: int, format: str, target: Path) -> None:
-    """What an earlier call wrote is made again."""
+    """Write an export, in place of one from an earlier call."""
     shutil.rmtree(target, ignore_errors=True)
     command = [sys.executable, "-m", "flows.cli", "export", str(run), str(target)]
     subprocess.run([*command, "--step", str(step), "--format", format], cwd=ROOT, check=True)

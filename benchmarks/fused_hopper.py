@@ -1,6 +1,7 @@
 """Time the fused kernels of norm, SwiGLU, rotary positions and head codes on one Hopper GPU, beside what they replace.
 
     python -m benchmarks.fused_hopper --out FILE.json [--tokens 16384] [--hidden 4096] [--intermediate 12288]
+    python -m benchmarks.fused_hopper --out FILE.json --attention     of a decode step, beside FlashAttention 3
     python -m benchmarks.fused_hopper --out FILE.json --device cpu --tokens 8 --hidden 256 --intermediate 256
 
 A row is one function in one form: `fused`; `two kernels`, the same kernel with a BF16 result and then the quantiser's;
@@ -18,7 +19,6 @@ for each of head_codes and 29 of head_values, most of them of the division).
 import argparse
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -30,15 +30,32 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fp8core.numerics.block_codes import FiniteFlag, row_and_column_codes, row_codes
-from fp8core.numerics.e4m3 import ScaleRule
+from benchmarks.harness import Row, RowFile
+from fp8core.kernels.attention import DecodeAttention
+from fp8core.numerics.attention import Queries
+from fp8core.numerics.e4m3 import FiniteFlag, ScaleRule, row_and_column_codes, row_codes
 from fp8core.numerics.elementwise import inverse_frequencies
-from fp8core.numerics.fused_head_codes import head_codes, head_gradients, head_values, limits_of, static_codes
-from fp8core.numerics.fused_norm import add_norm, add_norm_backward, add_norm_codes, add_norm_row_codes
-from fp8core.numerics.fused_rotary import HeadLayout, heads_of, norm_rotate, norm_rotate_backward
-from fp8core.numerics.fused_swiglu import swiglu, swiglu_backward, swiglu_backward_codes, swiglu_codes, swiglu_row_codes
+from fp8core.numerics.fused import (
+    HeadLayout,
+    add_norm,
+    add_norm_backward,
+    add_norm_codes,
+    add_norm_row_codes,
+    head_codes,
+    head_gradients,
+    head_values,
+    heads_of,
+    limits_of,
+    norm_rotate,
+    norm_rotate_backward,
+    static_codes,
+    swiglu,
+    swiglu_backward,
+    swiglu_backward_codes,
+    swiglu_codes,
+    swiglu_row_codes,
+)
 from fp8core.numerics.kv_scales import LayerScales
-from fp8core.store.versions import git_state, library_versions
 
 PEAK = 4.8e12
 EPS = 1e-6
@@ -68,7 +85,6 @@ PREDICTED = {
 }
 
 Call = Callable[[], Any]
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -87,12 +103,16 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=SHAPE[1])
     parser.add_argument("--intermediate", type=int, default=SHAPE[2])
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--attention", action="store_true", help="the attention of a decode step instead")
     options = parser.parse_args()
     shape = options.tokens, options.hidden, options.intermediate
     device = torch.device(options.device)
-    about = {"commit": git_state(Path(__file__).parents[1]), "versions": library_versions()}
-    about["command"] = " ".join(["python -m benchmarks.fused_hopper", *sys.argv[1:]])
-    rows: list[Row] = []
+    rows = RowFile(options.out)
+    if options.attention:
+        for row in attention_rows():
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+        return
     for case in cases(*shape, device):
         for form, call in case.forms.items():
             row = {
@@ -104,9 +124,8 @@ def main() -> None:
             }
             if form == "fused" and shape == SHAPE:
                 row["predicted_microseconds"] = PREDICTED[case.name]
-            rows.append({**row, **about})
+            rows.append(row)
             print(json.dumps(row), flush=True)
-        options.out.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 def cases(tokens: int, hidden: int, intermediate: int, device: torch.device) -> Iterator[Case]:
@@ -312,6 +331,98 @@ def wall_microseconds(call: Call) -> float:
     start = time.perf_counter()
     call()
     return 1e6 * (time.perf_counter() - start)
+
+
+HEADS, KV_HEADS, HEAD_DIM, LAYERS = 32, 8, 128, 8
+E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
+ATTENTION_SHAPES = ((256, 1024), (256, 2048), (512, 1536), (64, 8192), (16, 2048), (4, 8192))
+# Keys of a partition, blocks of a multiprocessor, stages.
+VARIANTS = ((1024, 3, 2), (2048, 3, 2), (4096, 3, 2), (4096, 2, 3))
+Attend = Callable[[Tensor, Tensor], None]
+
+
+def attention_rows() -> Iterator[Row]:
+    """A decode step's attention at every shape: our kernel's variants, then FlashAttention 3 in BF16 and FP8.
+
+    Every call reads a cache of its own from memory (what one layer of Qwen3-8B's shape reads), within a CUDA graph of
+    eight layers. GB/s counts keys and values once.
+    """
+    for requests, context in ATTENTION_SHAPES:
+        for partition, resident, stages in VARIANTS:
+            yield attention_speed(requests, context, E4M3, 16, f"ours {partition} {resident} {stages}")
+        for dtype in (BF16, E4M3):
+            yield attention_speed(requests, context, dtype, 16, "flash")
+
+
+def attention_speed(requests: int, context: int, dtype: torch.dtype, page: int, kernel: str) -> Row:
+    """Microseconds of one layer's attention for one token of each request."""
+    pages = requests * context // page
+    # As vLLM lays it out: the values of a token's head beside its keys.
+    caches = [torch.empty(pages, page, KV_HEADS, 2 * HEAD_DIM, device="cuda", dtype=dtype) for _ in range(LAYERS)]
+    for cache in caches:
+        cache.view(torch.uint8).random_(0, 64)  # small finite values in either type
+    query = torch.randn(requests, HEADS, HEAD_DIM, device="cuda", dtype=BF16).to(dtype)
+    table = torch.randperm(pages, device="cuda", dtype=torch.int32).view(requests, -1)
+    lengths = torch.full((requests,), context, device="cuda", dtype=torch.int32)
+    out = torch.empty(requests, HEADS, HEAD_DIM, device="cuda", dtype=BF16)
+    make = flash if kernel == "flash" else ours
+    attend = make(query, caches[0][..., :HEAD_DIM], table, lengths, context, out, kernel)
+
+    def step() -> None:
+        for cache in caches:
+            attend(*cache.split(HEAD_DIM, dim=-1))
+
+    microseconds = graph_microseconds(step, calls=1) / LAYERS
+    size = sum(cache.nbytes for cache in caches) / LAYERS
+    row: Row = {
+        "kind": "attention_decode",
+        "kernel": kernel,
+        "dtype": str(dtype),
+        "requests": requests,
+        "context": context,
+        "page": page,
+    }
+    row |= {"microseconds": round(microseconds, 1), "gb_per_s": round(size / microseconds / 1e3)}
+    return row
+
+
+def ours(query: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, longest: int, out: Tensor, name: str) -> Attend:
+    """The kernel of fp8core/kernels/attention.py; its name holds partition, resident blocks and stages."""
+    settings = map(int, name.split()[1:])
+    attention = DecodeAttention(
+        cache.device, cache.shape, cache.stride(), HEADS // KV_HEADS, longest, len(lengths), *settings
+    )
+    scales = (torch.ones((), device="cuda"),) * 3
+    starts = torch.arange(len(lengths) + 1, device="cuda", dtype=torch.int32)
+    queries = Queries(table, starts[:-1], starts, lengths)
+    return lambda keys, values: attention(query, keys, values, queries, scales, out)
+
+
+def flash(query: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, longest: int, out: Tensor, name: str) -> Attend:
+    """FlashAttention 3 as vLLM calls it, its splits left to it."""
+    from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
+
+    starts = torch.arange(len(lengths) + 1, device="cuda", dtype=torch.int32)
+    metadata = get_scheduler_metadata(
+        batch_size=len(lengths),
+        max_seqlen_q=1,
+        max_seqlen_k=longest,
+        num_heads_q=HEADS,
+        num_heads_kv=KV_HEADS,
+        headdim=HEAD_DIM,
+        cache_seqlens=lengths,
+        qkv_dtype=query.dtype,
+        cu_seqlens_q=starts,
+        page_size=cache.shape[1],
+        causal=True,
+        window_size=(-1, -1),
+        num_splits=0,
+    )
+    scale = torch.ones(1, device="cuda").expand(len(lengths), KV_HEADS)
+    descales = {f"{name}_descale": scale for name in "qkv"} if query.dtype == E4M3 else {}
+    fixed = {"cu_seqlens_q": starts, "max_seqlen_q": 1, "seqused_k": lengths, "max_seqlen_k": longest, "causal": True}
+    fixed |= {"softmax_scale": HEAD_DIM**-0.5, "block_table": table, "scheduler_metadata": metadata, "fa_version": 3}
+    return lambda keys, values: flash_attn_varlen_func(q=query, k=keys, v=values, out=out, **fixed, **descales)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,15 @@
-"""What the process beside a GPU takes of its own: a step's metrics and losses, and Python's garbage collector.
+"""Host costs of the process beside a GPU: a step's metrics and losses, and Python's garbage collector.
 
     python -m benchmarks.host_costs --out FILE
 
-Metrics (`tasks.record`) are of 192 completions of 1,024 tokens, correction and losses of the same, twelve at a time:
-hundreds of operations on 200,000 numbers, by the threads that compute them, and beside as many processes that only
-compute as --busy says. A full collection is that of a process which has imported what a training imports, as it is, and
-with all of it frozen (`fp8core.workers.heap`). Medians of five after one that is not counted. On a CPU.
+Metrics (`tasks.record`) are of 192 completions of 1,024 tokens, correction and losses of the same, twelve at a time.
+These are hundreds of operations on 200,000 numbers, by number of threads, beside --busy processes that only compute. A
+full collection is that of a process which has imported what a training imports, as it is, and with all of it frozen
+(`fp8core.run.context`). Medians of five after one that is not counted. On a CPU.
 """
 
 import argparse
 import gc
-import json
 import multiprocessing
 import statistics
 import time
@@ -23,14 +22,13 @@ import pyarrow as pa
 import torch
 
 import flows.grpo  # noqa: F401 - what a training imports
-from benchmarks.trainings import ROOT
-from fp8core.config.run import CorrectionConfig, LossConfig
-from fp8core.rl.aggregation import Denominator
-from fp8core.rl.batch import RolloutBatch, TokenBatch
-from fp8core.rl.columns import column
+from benchmarks.harness import provenance, table, write_rows
+from fp8core.config.loss import LossConfig
+from fp8core.config.run import CorrectionConfig
+from fp8core.rl.batch import RolloutBatch, TokenBatch, column
+from fp8core.rl.losses import Denominator
 from fp8core.rl.objective import Objective
-from fp8core.store.versions import git_state, hardware, library_versions
-from fp8core.workers.heap import freeze_heap, thaw_heap
+from fp8core.run.context import freeze_heap, thaw_heap
 from tasks.record import mismatch, rollout_metrics, torch_threads
 
 COMPLETIONS, TOKENS, PROMPT, TOGETHER, REPEATS = 192, 1024, 16, 12, 5
@@ -43,19 +41,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--busy", type=int, nargs="+", default=[0, 4], help="processes beside it")
     options = parser.parse_args(arguments)
-    about = {"git": git_state(ROOT), "versions": library_versions(), "hardware": hardware()}
-    about["command"] = "python -m benchmarks.host_costs --out FILE"
+    about = provenance()
     rows = [{**row, **about} for row in collections()]
     for busy in options.busy:
         with others(busy):
             rows += [{**timed(threads), "busy": busy, **about} for threads in options.threads]
-    options.out.write_text(json.dumps(rows, indent=1) + "\n")
+    write_rows(options.out, rows)
     print(*tables(rows), sep="\n\n")
 
 
 @contextmanager
 def others(count: int) -> Iterator[None]:
-    """So many processes that compute."""
+    """`count` processes that compute."""
     context = multiprocessing.get_context("spawn")
     processes = [context.Process(target=compute, daemon=True) for _ in range(count)]
     for process in processes:
@@ -75,7 +72,7 @@ def compute() -> None:
 
 
 def timed(threads: int) -> dict[str, Any]:
-    """Milliseconds of metrics, and of correction and losses, computed by so many threads."""
+    """Milliseconds of metrics, and of correction and losses, computed by `threads` threads."""
     rollouts, logprobs = metrics_of()
     batch, objective = batch_of(), Objective(LossConfig(), CorrectionConfig(method="token_tis"))
     with torch_threads(threads):
@@ -101,7 +98,7 @@ def median(work: Callable[[], object]) -> float:
 
 
 def metrics_of() -> tuple[pa.Table, pa.Table]:
-    """What a rollout and its scoring store of random completions that differ by a hundredth of a nat."""
+    """Stored tables of a rollout and its scoring, of random completions that differ by a hundredth of a nat."""
     generator = torch.Generator().manual_seed(0)
     shape = (COMPLETIONS, TOKENS)
     lengths = torch.full((COMPLETIONS,), TOKENS).numpy()
@@ -129,7 +126,7 @@ def batch_of() -> RolloutBatch:
 
 
 def losses_of(objective: Objective, batch: RolloutBatch) -> None:
-    """What a trainer computes on the CPU of one update: correction, and the loss of each part with its gradient."""
+    """A trainer's work on the CPU for one update: correction, and the loss of each part with its gradient."""
     corrected, _ = objective.corrected(batch)
     denominator = Denominator.of(corrected.mask)
     for start in range(0, COMPLETIONS, TOGETHER):
@@ -154,18 +151,21 @@ def collections() -> list[dict[str, Any]]:
 def tables(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Of the threads, and of collections, as Markdown."""
     cores = ", ".join(sorted({str(row["hardware"]["cores"]) for row in rows}))
-    threads = [
-        f"| processes beside it, on {cores} processors | threads | metrics, ms | losses, ms |",
-        "| --- " * 4 + "|",
+    timed_rows = [
+        [str(row["busy"]), str(row["threads"]), f"{row['metrics_ms']:.0f}", f"{row['losses_ms']:.0f}"]
+        for row in rows
+        if row["kind"] == "threads"
     ]
-    collected = ["| the collector sees | objects alive | a full collection, ms |", "| --- " * 3 + "|"]
-    for row in rows:
-        if row["kind"] == "threads":
-            threads.append(f"| {row['busy']} | {row['threads']} | {row['metrics_ms']:.0f} | {row['losses_ms']:.0f} |")
-        else:
-            sees = "what is new" if row["frozen"] else "everything"
-            collected.append(f"| {sees} | {row['objects']:,} | {row['milliseconds']:.1f} |")
-    return ["\n".join(threads), "\n".join(collected)]
+    collected = [
+        ["what is new" if row["frozen"] else "everything", f"{row['objects']:,}", f"{row['milliseconds']:.1f}"]
+        for row in rows
+        if row["kind"] == "collection"
+    ]
+    threads = ["processes beside it, on " + cores + " processors", "threads", "metrics, ms", "losses, ms"]
+    return [
+        table(threads, timed_rows),
+        table(["the collector sees", "objects alive", "a full collection, ms"], collected),
+    ]
 
 
 if __name__ == "__main__":

@@ -88,8 +88,8 @@ _KINDS: dict[str, Callable[[int, int, torch.Generator], Tensor]] = {
 def _near_ties(rule: str, dtype: torch.dtype, groups: int = 2048) -> Tensor:
     """Groups [groups, 128] of a random amax and 127 values whose quotients lie on or next to a boundary of two codes.
 
-    A midpoint times the scale and its two neighbours, which are the nearest to a wrong decision there is: the quotient
-    has to be rounded to FP32 as a division does.
+    A midpoint times the scale and its two neighbours are the hardest inputs to decide. The quotient has to be rounded
+    to FP32 as a division does.
     """
     generator = torch.Generator().manual_seed(7)
     amax = torch.exp2(20 * torch.randn(groups, generator=generator)).to(dtype).float()

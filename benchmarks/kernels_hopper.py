@@ -1,6 +1,6 @@
 """Bytes and speed of the Triton kernels on one H200, beside other implementations of the same thing.
 
-    python benchmarks/kernels_hopper.py --out DIR --commit HASH
+    python -m benchmarks.kernels_hopper --out DIR
 
 Writes DIR/kernels_hopper.json after every part, so that what was measured is kept when a later part fails: differing
 bytes over the cases of `kernel_cases.py`, then GB/s and microseconds. GB/s counts what has to be read and written once.
@@ -31,14 +31,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kernel_cases import cases
 from torch import Tensor
 
-from fp8core.numerics import triton_fingerprint, triton_quantise
-from fp8core.numerics.e4m3 import ScaleRule, encode, quantise_columns, quantise_rows, quantise_tiles
-from fp8core.numerics.fingerprint import bytes_in_order, fingerprint, hex_digits
+from benchmarks.harness import Row, RowFile
+from benchmarks.kernel_cases import cases
+from fp8core.kernels.fingerprint import lane_sums, programs_of
+from fp8core.numerics.e4m3 import (
+    FiniteFlag,
+    ScaleRule,
+    encode,
+    quantise_columns,
+    quantise_rows,
+    quantise_tiles,
+    row_and_column_codes,
+    row_codes,
+    tile_codes,
+)
+from fp8core.numerics.fingerprint import bytes_in_order, fingerprint, fingerprints, hex_digits
 
-Row = dict[str, Any]
 Calls = Sequence[Callable[[], Any]]
 
 SHAPES = [(8192, 4096), (8192, 12288), (16384, 4096)]
@@ -53,10 +63,8 @@ INPUTS = 4
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--commit", required=True)
     arguments = parser.parse_args()
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    result: Row = {"commit": arguments.commit, "device": torch.cuda.get_device_name(), "versions": versions()}
+    rows = RowFile(arguments.out / "kernels_hopper.json")
     parts: list[tuple[str, Callable[[], list[Row]]]] = [
         ("bytes", differing_bytes),
         ("quantise", quantise_speed),
@@ -66,12 +74,10 @@ def main() -> None:
     ]
     for name, part in parts:
         start = time.perf_counter()
-        result[name] = part()
-        result.setdefault("seconds", {})[name] = time.perf_counter() - start
-        (arguments.out / "kernels_hopper.json").write_text(json.dumps(result, indent=1) + "\n")
-        for row in result[name]:
+        for row in part():
+            rows.append({"kind": name, **row, "versions": versions()})
             print(json.dumps(row), flush=True)
-    print(json.dumps(result["seconds"]))
+        rows.append({"kind": "part_seconds", "part": name, "seconds": time.perf_counter() - start})
 
 
 def versions() -> dict[str, str]:
@@ -88,7 +94,7 @@ def versions() -> dict[str, str]:
 
 
 def differing_bytes() -> list[Row]:
-    """How many codes and scales differ from the reference on the CPU: the kernels', and torch's on the GPU."""
+    """Number of codes and scales that differ from the reference on the CPU: the kernels', and torch's on the GPU."""
     rows = []
     for dtype in (torch.bfloat16, torch.float32):
         for rule in RULES:
@@ -105,14 +111,14 @@ def differing_bytes() -> list[Row]:
 
 
 def _differences(x: Tensor, rule: ScaleRule) -> dict[str, int]:
-    flag = torch.zeros(1, dtype=torch.int32, device="cuda")
+    flag = FiniteFlag(torch.device("cuda"))
     on_gpu, wide = x.cuda(), x.float()
-    by_row, by_column = triton_quantise.quantise_rows_and_columns(on_gpu, rule, flag)
+    by_row, by_column = row_and_column_codes(on_gpu, rule, flag)
     pairs = [
-        (quantise_rows, triton_quantise.quantise_rows(on_gpu, rule, flag)),
+        (quantise_rows, row_codes(on_gpu, rule, flag)),
         (quantise_rows, by_row),
         (quantise_columns, by_column),
-        (quantise_tiles, triton_quantise.quantise_tiles(on_gpu, rule, flag)),
+        (quantise_tiles, tile_codes(on_gpu, rule, flag)),
     ]
     codes = scales = other = 0
     for reference, (kernel_codes, kernel_scales) in pairs:
@@ -120,7 +126,7 @@ def _differences(x: Tensor, rule: ScaleRule) -> dict[str, int]:
         codes += _unequal(kernel_codes, encode(grid))
         scales += int((kernel_scales.cpu() != expected).sum())
         other += _unequal(encode(reference(wide.cuda(), rule)[0]), encode(grid))
-    return {"kernel_codes": codes, "kernel_scales": scales, "torch_codes": other, "flags": int(flag)}
+    return {"kernel_codes": codes, "kernel_scales": scales, "torch_codes": other, "flags": int(flag.not_finite)}
 
 
 def _unequal(found: Tensor, expected: Tensor) -> int:
@@ -131,7 +137,7 @@ def _fingerprint_differences() -> list[Row]:
     generator = torch.Generator().manual_seed(0)
     lengths = [*range(18), 8191, 8192, 8193, (1 << 19) - 1, 1 << 19, (1 << 19) + 9, 3_000_001]
     tensors = [torch.randint(0, 256, (n,), dtype=torch.uint8, generator=generator) for n in lengths]
-    found = triton_fingerprint.fingerprints([tensor.cuda() for tensor in tensors])
+    found = fingerprints([tensor.cuda() for tensor in tensors])
     wrong = sum(a != fingerprint(b) for a, b in zip(found, tensors, strict=True))
     return [{"fingerprints": len(tensors), "differing": wrong}]
 
@@ -213,11 +219,11 @@ def quantise_speed() -> list[Row]:
 
 
 def _kernel_rows(xs: list[Tensor], rule: ScaleRule, what: Row) -> list[Row]:
-    flag = torch.zeros(1, dtype=torch.int32, device="cuda")
+    flag = FiniteFlag(torch.device("cuda"))
     kernels: list[tuple[str, Any, int]] = [
-        ("rows", triton_quantise.quantise_rows, 1),
-        ("rows and columns", triton_quantise.quantise_rows_and_columns, 2),
-        ("tiles", triton_quantise.quantise_tiles, 1),
+        ("rows", row_codes, 1),
+        ("rows and columns", row_and_column_codes, 2),
+        ("tiles", tile_codes, 1),
     ]
     rows = []
     for name, kernel, outputs in kernels:
@@ -261,10 +267,10 @@ def _reference_rows(xs: list[Tensor], rule: ScaleRule, shape: tuple[int, int]) -
 def _model_rows() -> list[Row]:
     """All linears of Qwen3-8B in tiles, from BF16: what a weight sync quantises."""
     weights = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in LINEARS * LAYERS]
-    flag = torch.zeros(1, dtype=torch.int32, device="cuda")
+    flag = FiniteFlag(torch.device("cuda"))
     rows = []
     for rule in RULES:
-        calls = [lambda rule=rule: [triton_quantise.quantise_tiles(weight, rule, flag) for weight in weights]]
+        calls = [lambda rule=rule: [tile_codes(weight, rule, flag) for weight in weights]]
         what = {"kernel": "tiles of all linears of Qwen3-8B", "rule": rule, "tensors": len(weights)}
         moved = sum(traffic(weight, 1) for weight in weights)
         rows.append(speed(what, moved, eager_microseconds(calls), "eager"))
@@ -283,15 +289,15 @@ def fingerprint_speed() -> list[Row]:
     total = sum(tensor.nbytes for tensor in tensors)
     what: Row = {"kernel": "fingerprint", "tensors": len(tensors), "bytes": total}
 
-    table, owners = triton_fingerprint.programs_of([bytes_in_order(tensor) for tensor in tensors])
-    reduction = eager_microseconds([lambda: triton_fingerprint.lane_sums(table, owners)] * 4)
+    table, owners = programs_of([bytes_in_order(tensor) for tensor in tensors])
+    reduction = eager_microseconds([lambda: lane_sums(table, owners)] * 4)
     wall = []
     for _ in range(5):
         torch.cuda.synchronize()
         start = time.perf_counter()
-        found = triton_fingerprint.fingerprints(tensors)
+        found = fingerprints(tensors)
         wall.append(1e6 * (time.perf_counter() - start))
-    assert found == [hex_digits(pair) for pair in triton_fingerprint.lane_sums(table, owners).tolist()]
+    assert found == [hex_digits(pair) for pair in lane_sums(table, owners).tolist()]
 
     start = time.perf_counter()
     expected = [fingerprint(tensor) for tensor in tensors]

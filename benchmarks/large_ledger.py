@@ -4,11 +4,11 @@
     python -m benchmarks.large_ledger --out FOLDER --seconds 560 bf16              one of them
     python -m benchmarks.large_ledger --out FOLDER --layers 2 --device cpu         a rehearsal, of a tiny model
 
-The weights are random, because time does not ask what they are. A run is asked for one step more than --steps and
-killed once these are committed: so no step of it is the last one, which alone would be evaluated and leave a checkpoint
-of 80 GB. Two more things are unlike a training: the verifier (`benchmarks.coin`), and an evaluation of one prompt.
-A second call reuses the model and the runs that are complete, and begins the others anew.
-FOLDER/large_ledger.json has the rows, FOLDER/logs what each run said.
+The weights are random, because time does not depend on them. A run is started for one step more than --steps and
+killed once these are committed. So it never reaches its last step, which alone would be evaluated and leave a
+checkpoint of 80 GB. Two more things are unlike a training: the verifier (`benchmarks.random_reward`), and an evaluation
+of one prompt. A second call reuses the model and the runs that are complete, and begins the others anew.
+FOLDER/large_ledger.json has the rows, FOLDER/logs the output of each run.
 """
 
 import argparse
@@ -20,11 +20,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from benchmarks.harness import Row, run_till, write_rows
 from benchmarks.random_model import make_model
-from benchmarks.small_hopper import Training, plan
-from benchmarks.small_rows import Row, step_ledger_row
-from benchmarks.small_tables import tables
-from benchmarks.trainings import run_till
+from benchmarks.small_hopper import Training, plan, step_ledger_row
+from benchmarks.tables import loop_tables
 from fp8core.models.architecture import Architecture
 from fp8core.plan.shapes import PUBLISHED
 from fp8core.report.run_data import RunData, read_run
@@ -40,7 +39,7 @@ _SHOWN = 12_000
 
 _COMMON = {
     "data.source": "chain",
-    "reward.verifier": "benchmarks.coin:score",
+    "reward.verifier": "benchmarks.random_reward:score",
     "evaluation": {"every": 1_000_000, "prompts": 1},
     "checkpoint.every": 1_000_000,
     "tracking.sample_completions": 0,
@@ -73,17 +72,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             train(chosen, options.steps, out / "logs" / f"{chosen.folder.name}.log", end)
     done = [each for each in trainings if committed(each, options.steps)]
     rows = [row for each in done if (row := ledger_row(each, arch)) is not None]
-    command = " ".join(["python -m benchmarks.large_ledger", *(sys.argv[1:] if arguments is None else arguments)])
-    (out / f"{RESULT}.json").write_text(json.dumps({"command": command, "rows": rows}, indent=1) + "\n")
+    write_rows(out / f"{RESULT}.json", rows)
     for row in rows:
         parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in row["seconds_before"].items())
         print(f"{row['variant']}: seconds before the first step: {parts}", flush=True)
-    print(*tables(rows), sep="\n\n", flush=True)
+    print(*loop_tables(rows), sep="\n\n", flush=True)
     return 0 if {*options.variants} <= {each.variant for each in done} else 1
 
 
 def architecture(device: str, layers: int) -> Architecture:
-    """Qwen3-8B's shape, or a tiny one for a CPU, of so many layers."""
+    """Qwen3-8B's shape, or a tiny one for a CPU, of `layers` layers."""
     if device == "cuda":
         return replace(QWEN3_8B, num_layers=layers)
     small = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_heads": 2, "num_kv_heads": 1}
@@ -102,14 +100,14 @@ def training(model: Path, variant: str, options: argparse.Namespace) -> Training
 
 
 def committed(training: Training, steps: int) -> bool:
-    """Whether a run has so many steps."""
+    """True if a run has `steps` steps."""
     path = training.folder / LEDGER
     last = LedgerView.read(path).last_step() if path.exists() else None
     return last is not None and last >= steps
 
 
 def train(training: Training, steps: int, log: Path, end: float) -> None:
-    """From the beginning to so many steps, or until `end` (time.monotonic); says what a run said that has fewer."""
+    """From the beginning to `steps` steps, or until `end` (time.monotonic); prints the output of a shorter run."""
     shutil.rmtree(training.folder, ignore_errors=True)
     began = time.monotonic()
     with log.open("wb") as output:
@@ -147,7 +145,7 @@ def _prompt_tokens(run: RunData) -> int:
 
 
 def _seconds_before(run: RunData) -> dict[str, float]:
-    """What a run did before its first step, in order; reading the model begins with run.json."""
+    """Seconds of a run's parts before its first step, in order; reading the model begins with run.json."""
     tasks, first = run.evidence.steps[START].tasks, run.evidence.steps[START + 1].tasks
     (segment,) = LedgerView.read(run.evidence.folder / LEDGER).segments()
     digest, scales, evaluation = (tasks[name] for name in ("warm_start", "calibrate", "evaluate"))

@@ -1,35 +1,41 @@
-"""Measure the errors of docs/numerics.md on random data, and print every table of that page.
+"""Measure errors on random data; print the tables of docs/results/numerics.md and docs/reference/numerics.md.
 
-    python benchmarks/numerics_tables.py            # print
-    python benchmarks/numerics_tables.py --write    # and write docs/numerics.md and benchmarks/results/numerics.json
+    python -m benchmarks.numerics_tables              # print
+    python -m benchmarks.numerics_tables --write      # and write both pages and the rows
+    python -m benchmarks.numerics_tables --catalogue  # write what needs no measurement: formats, metrics, presets
+
+Tables lie between the markers `<!-- begin: NAME -->` and `<!-- end: NAME -->` of the page.
 
 Single-threaded and seeded; the numbers depend on the versions of torch by their last digits only.
 """
 
 import argparse
-import json
-from collections.abc import Callable, Mapping
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
+from itertools import pairwise
 from typing import Any
 
 import torch
-from numerics_catalogue import PAGE, catalogue, rewritten, table
 from torch import Tensor
 
+from benchmarks.harness import RESULTS, ROOT, Row, provenance, table, write_rows
+from fp8core.alignment import metrics
 from fp8core.alignment.metrics import alignment_metrics
 from fp8core.config.load import load_config
 from fp8core.models.architecture import Architecture
-from fp8core.models.initial import initial_weights
+from fp8core.models.checkpoint import initial_weights
 from fp8core.numerics.attention import AttentionFormat, Bf16Attention, Fp8Attention
-from fp8core.numerics.e4m3 import ScaleRule, quantise_rows, quantise_tensor, quantise_tiles
-from fp8core.numerics.error import gemm_error, relative_rms
+from fp8core.numerics.e4m3 import ScaleRule, decode, quantise_rows, quantise_tensor, quantise_tiles
+from fp8core.numerics.gemm import gemm_error, relative_rms
 from fp8core.numerics.kv_scales import KvStatistics, LayerScales, covered_amax, scales_from_statistics
+from fp8core.rl import correction
 from fp8core.rl.batch import TokenBatch, length_mask
-from fp8core.store.versions import hardware, library_versions
-from fp8core.workers.build import build_trainer
+from fp8core.rl.correction import CorrectionRule, Filter, Weighting
+from fp8core.rl.presets import PRESETS, Preset
+from fp8core.run.build import build_trainer
 
-RESULTS = Path(__file__).parent / "results" / "numerics.json"
 RULES: tuple[ScaleRule, ScaleRule] = ("pow2", "fp32")
 CALIBRATION = 1
 TOKENS = 128
@@ -38,11 +44,14 @@ Heads = tuple[Tensor, Tensor, Tensor]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="rewrite docs/numerics.md and the results file")
-    write = parser.parse_args().write
+    parser.add_argument("--write", action="store_true", help="rewrite the pages and the results file")
+    parser.add_argument("--catalogue", action="store_true", help="rewrite what needs no measurement, and nothing else")
+    options = parser.parse_args()
+    if options.catalogue:
+        write_pages(catalogue())
+        return
     torch.set_num_threads(1)
     quantisers, gemm, attention, logprobs = quantiser_errors(), gemm_errors(), attention_errors(), logprob_errors()
-    measured = {"quantisers": quantisers, "gemm": gemm, "attention": attention, "logprobs": logprobs}
     parts = catalogue() | {
         "quantisers": quantiser_table(quantisers),
         "gemm": gemm_table(gemm),
@@ -51,11 +60,13 @@ def main() -> None:
     }
     for name, text in parts.items():
         print(f"\n{name}\n\n{text}")
-    if write:
-        RESULTS.parent.mkdir(exist_ok=True)
-        content = {"versions": library_versions(), "hardware": hardware(), **measured}
-        RESULTS.write_text(json.dumps(content, indent=2) + "\n")
-        PAGE.write_text(rewritten(PAGE.read_text(), parts))
+    if options.write:
+        rows: list[Row] = [{"kind": "quantiser_error", "values": n, "errors": e} for n, e in quantisers.items()]
+        rows += [{"kind": "gemm_error", "errors": errors} for errors in gemm]
+        rows += [{"kind": "attention_error", "values": n, "errors": e} for n, e in attention.items()]
+        rows += [{"kind": "logprob_error", "precision": n, "errors": e} for n, e in logprobs.items()]
+        write_rows(RESULTS / "numerics.json", [row | provenance() for row in rows])
+        write_pages(parts)
 
 
 # Quantisers
@@ -64,7 +75,7 @@ def main() -> None:
 def quantiser_errors() -> dict[str, dict[str, dict[str, float]]]:
     """Errors by distribution, then by grouping and rule; tensors of 512 x 2048.
 
-    `total` is the relative RMS error, in which the largest values weigh most; `element` is the root mean square of the
+    `total` is the relative RMS error, in which the largest values weigh most. `element` is the root mean square of the
     relative errors of the elements, 1 for one that is flushed to zero.
     """
     return {name: _by_quantiser(x) for name, x in _distributions().items()}
@@ -286,6 +297,150 @@ def _logprobs(contract: Mapping[str, str]) -> Tensor:
 def logprob_table(errors: Mapping[str, Mapping[str, float]]) -> str:
     columns = list(next(iter(errors.values())))
     return table(["precision", *columns], [[name, *(f"{row[c]:.4g}" for c in columns)] for name, row in errors.items()])
+
+
+PAGES = (ROOT / "docs" / "reference" / "numerics.md", ROOT / "docs" / "results" / "numerics.md")
+
+
+def write_pages(parts: Mapping[str, str]) -> None:
+    """Put each part between its markers, on the page that has them."""
+    for page in PAGES:
+        text = page.read_text()
+        page.write_text(rewritten(text, parts_of(text, parts)))
+
+
+def parts_of(page: str, parts: Mapping[str, str]) -> dict[str, str]:
+    """The parts that have markers on a page."""
+    return {name: text for name, text in parts.items() if f"<!-- begin: {name} -->" in page}
+
+
+def catalogue() -> dict[str, str]:
+    """The Markdown between each pair of markers."""
+    levels, actions, filters, denominators = docstring_tables(correction.__doc__)
+    (metric_table,) = docstring_tables(metrics.__doc__)
+    return {
+        "formats": format_table(),
+        "steps": step_table(),
+        "metrics": metric_table,
+        "levels": levels,
+        "actions": actions,
+        "filters": filters,
+        "denominators": denominators,
+        "presets": preset_tables(PRESETS),
+    }
+
+
+def rewritten(page: str, parts: Mapping[str, str]) -> str:
+    """The page with the text between the markers of each part replaced; each pair must occur exactly once."""
+    for name, text in parts.items():
+        begin, end = f"<!-- begin: {name} -->", f"<!-- end: {name} -->"
+        pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
+        block = f"{begin}\n\n{text}\n\n{end}".replace("\\", r"\\")
+        page, found = pattern.subn(block, page)
+        if found != 1:
+            raise ValueError(f"{found} pairs of markers of {name}")
+    return page
+
+
+def docstring_tables(text: str | None) -> list[str]:
+    """The fixed-width tables of a docstring as Markdown; the rule under the header sets where columns end."""
+    assert text is not None
+    blocks = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
+    return [_fixed_width(block.splitlines()) for block in blocks]
+
+
+def _fixed_width(lines: Sequence[str]) -> str:
+    bars = [i for i, character in enumerate(lines[1]) if character == "|"]
+    cells = [[line[a + 1 : b].strip() for a, b in pairwise(bars)] for line in lines]
+    return table(cells[0], cells[2:])
+
+
+def power(value: float) -> str:
+    """A power of two by its exponent, anything else in four digits."""
+    fraction, exponent = math.frexp(value)
+    return f"2^{exponent - 1}" if fraction == 0.5 else f"{value:.4g}"
+
+
+def format_table() -> str:
+    """Range and steps of the formats that values are rounded to."""
+    rows = []
+    for name, dtype in (("E4M3", torch.float8_e4m3fn), ("BF16", torch.bfloat16), ("FP32", torch.float32)):
+        info = torch.finfo(dtype)
+        cells = [f"{info.max:.4g}", power(info.tiny), power(info.tiny * info.eps), power(info.eps)]
+        half = info.eps / 2
+        rows.append([name, *cells, f"{half / (1 + half):.3g}"])
+    header = ["format", "largest", "smallest normal", "smallest subnormal", "step in [1, 2)", "largest relative error"]
+    return table(header, rows)
+
+
+def step_table() -> str:
+    """The grid of E4M3, decoded from its 127 non-negative codes."""
+    grid = decode(torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn))
+    rows = []
+    for low, high in ((0.0, 2.0**-6), (2.0**-6, 2.0**-5), (1.0, 2.0), (16.0, 32.0), (256.0, 512.0)):
+        inside = grid[(grid >= low) & (grid < high)]
+        step = (inside[1] - inside[0]).item()
+        end = f"{power(high)})" if inside[-1].item() + step == high else f"{inside[-1].item():g}]"
+        rows.append([f"[{power(low) if low else '0'}, {end}", str(len(inside)), power(step)])
+    return table(["magnitudes", "values", "step"], rows)
+
+
+def preset_tables(presets: Mapping[str, Preset]) -> str:
+    """One row per preset, then the numbered deviations and the sources."""
+    notes: dict[str, int] = {}
+    sources: dict[str, None] = {}
+    rows = []
+    for name, preset in presets.items():
+        numbers = [notes.setdefault(text, len(notes) + 1) for text in preset.deviations]
+        sources[preset.source] = None
+        rows.append(
+            [
+                f"`{name}`",
+                weighting_text(preset.rule.weighting),
+                rejection_text(preset),
+                normalisation_text(preset.rule),
+                preset.rule.denominator,
+                f"{preset.mode}, {preset.loss}",
+                ", ".join(map(str, numbers)) or "-",
+            ]
+        )
+    listed = table(
+        ["preset", "weight", "rejects unless", "normalised", "denominator", "mode, loss", "deviations"], rows
+    )
+    deviations = "\n".join(f"{number}. {text}" for text, number in notes.items())
+    origins = "\n".join(f"- {source}" for source in sources)
+    return f"{listed}\n\nKnown deviations from the originals:\n\n{deviations}\n\nSources:\n\n{origins}"
+
+
+def weighting_text(weighting: Weighting) -> str:
+    """Level, action and bounds: `token truncate, high 2`."""
+    if weighting.level == "none":
+        return "1"
+    low = [f"low {weighting.low:g}"] if weighting.low > 0 else []
+    high = [f"high {weighting.high:g}"] if math.isfinite(weighting.high) else []
+    return ", ".join([f"{weighting.level} {weighting.action}", *low, *high])
+
+
+def normalisation_text(rule: CorrectionRule) -> str:
+    """Divisor of the weights: `token, over all`."""
+    return "none" if rule.normalise == "none" else f"{rule.normalise}, over {rule.normalise_over}"
+
+
+def rejection_text(preset: Preset) -> str:
+    """Veto and filters of a preset, in the order in which they act."""
+    veto, tests = preset.rule.veto, []
+    if veto is not None:
+        upper = f" <= {veto.high:g}" if math.isfinite(veto.high) else ""
+        tests.append(f"every token: {veto.low:g} <= rho{upper}")
+    tests += [filter_text(test) for test in preset.rule.filters]
+    return (", then " if preset.rule.order == "in_turn" else "; ").join(tests) or "-"
+
+
+def filter_text(test: Filter) -> str:
+    """A filter's name and bounds, those of k1 on rho."""
+    return (
+        f"{test.name}: {test.low:g} <= rho <= {test.high:g}" if test.bounds_ratio else f"{test.name} <= {test.high:g}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""What publishing to MLflow costs: in the publisher's thread, in the training's, and in bytes.
+"""Costs of publishing to MLflow: in the publisher's thread, in the training's, and in bytes.
 
-    python benchmarks/publishing_costs.py
+    python -m benchmarks.publishing_costs
 
 Trains the tiny configuration for a few steps without MLflow, with its store on sqlite, and with `mlflow server`, and
-prints what a step took; then times each piece that is published, by the wall clock and in processor time of its thread.
-The server shares the processors. Run it on an idle machine; it takes some three minutes on two cores.
+prints the seconds of a step. Then it times each piece that is published, by the wall clock and in processor time of its
+thread. The server shares the processors. Run it on an idle machine; it takes some three minutes on two cores.
 """
 
 import io
@@ -22,20 +22,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flows.environment import bound_mlflow_requests
+from flows.tracking.publish import publish_checkpoint, publish_description, publish_step, tables_due
+from flows.tracking.publisher import publishing
+from flows.tracking.record import TrackingFile, TrackingRecord
+from flows.tracking.store import create_sqlite_store, default_tracking_uri, quiet_store_logs
+from flows.tracking.tracker import Tracker
 from fp8core.config.load import load_config
 from fp8core.config.run import RunConfig
 from fp8core.report.console import Console
-from fp8core.workers.live import LiveRun, live_run
-from tasks.checkpoint import checkpoint_due, save_state
-from tasks.logged_models import publish_checkpoint
-from tasks.loop import begin, iterate, next_step
-from tasks.opening import open_directory, open_run, plan_of
-from tasks.publish import publish_description, publish_step, tables_due
-from tasks.publisher import publishing
-from tasks.restore import carried
-from tasks.tracking import Tracker
-from tasks.tracking_record import TrackingFile, TrackingRecord
-from tasks.tracking_store import create_sqlite_store, default_tracking_uri, quiet_store_logs
+from fp8core.run.checkpoint import checkpoint_due, save_state
+from fp8core.run.context import RunContext, live_run
+from fp8core.run.execute import carried
+from fp8core.run.loop import begin, iterate, next_step
+from fp8core.run.open import open_directory, open_run, plan_of
 
 SETTINGS = {"steps": 30, "warm_start.steps": 30, "checkpoint.every": 10, "tracking.sample_every": 5}
 PORT = 5099
@@ -78,7 +77,7 @@ def row(name: str, course: Course) -> str:
 
 
 @contextmanager
-def opened(config: RunConfig, name: str) -> Iterator[LiveRun]:
+def opened(config: RunConfig, name: str) -> Iterator[RunContext]:
     console = Console(io.StringIO(), config.steps)
     with open_directory(config, name) as directory, open_run(config, plan_of(config), directory, console):
         yield live_run(directory.path)
@@ -98,7 +97,7 @@ def train(config: RunConfig, name: str, uri: str | None) -> Course:
         return replace(course, end=time.perf_counter() - began)
 
 
-def loop(run: LiveRun, wake: Callable[[], None]) -> Course:
+def loop(run: RunContext, wake: Callable[[], None]) -> Course:
     steps, wakes, busy = [], [], time.process_time()
     for index in range(next_step(run), run.config.steps + 1):
         began = time.perf_counter()
@@ -112,7 +111,7 @@ def loop(run: LiveRun, wake: Callable[[], None]) -> Course:
     return Course(steps, wakes, 0.0, time.process_time() - busy)
 
 
-def tracked(run: LiveRun, uri: str, experiment: str) -> tuple[Tracker, TrackingFile]:
+def tracked(run: RunContext, uri: str, experiment: str) -> tuple[Tracker, TrackingFile]:
     tracker = Tracker.open(uri, experiment, experiment, run.config.runs, experiment)
     record = TrackingRecord.begun(uri, tracker.experiment_id, tracker.run_id).changed(told=True)
     return tracker, TrackingFile(run.directory.path, record)

@@ -1,4 +1,4 @@
-"""A Hugging Face folder of a given shape with random BF16 weights, for benchmarks of models that cannot be had."""
+"""A Hugging Face folder of a given shape with random BF16 weights, for benchmarks of models that are not available."""
 
 import json
 from collections import defaultdict
@@ -10,8 +10,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import decoders, models, pre_tokenizers
 
-from fp8core.models.architecture import Architecture, parameter_shapes
-from fp8core.models.hf_config import architecture_to_hf
+from fp8core.models.architecture import Architecture, architecture_to_hf, parameter_shapes
 from fp8core.models.safetensors_stream import INDEX
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.models.weights import layer_of
@@ -19,7 +18,7 @@ from fp8core.models.weights import layer_of
 _DEVIATION = 0.02
 _SEED = 0
 _END, _PAD = "<|im_end|>", "<|endoftext|>"
-# One shard a so many layers: some 1.5 GB of Qwen3-8B, which is what lies on the host at a time.
+# Layers of a shard: some 1.5 GB of Qwen3-8B, the part that lies on the host at a time.
 _SHARD_LAYERS = 4
 
 

@@ -1,39 +1,52 @@
 """Time rollouts of real model shapes with vLLM on one Hopper GPU, BF16 beside FP8 under the same settings.
 
-    python benchmarks/rollout_hopper.py --out FOLDER [--seconds 500] ENGINE [ENGINE ...]
-    python benchmarks/rollout_hopper.py --out FOLDER qwen3-8b/bf16/256 qwen3-8b/fp8_linear_kv
-    python benchmarks/rollout_hopper.py --out FOLDER qwen3-8b/fp8_linear_kv/short qwen3-8b/fp8_linear_kv/aligned
+    python -m benchmarks.rollout_hopper --out FOLDER [--seconds 500] ENGINE [ENGINE ...]
+    python -m benchmarks.rollout_hopper --out FOLDER qwen3-8b/bf16/256 qwen3-8b/fp8_linear_kv
+    python -m benchmarks.rollout_hopper --out FOLDER qwen3-8b/fp8_linear_kv/short qwen3-8b/fp8_linear_kv/aligned
 
-An engine is a model, a precision and its cells (ENGINES below); it is a process of its own and writes
-FOLDER/ENGINE.json after every cell, so that what was measured stays. Weights are random, prompts are all
-different, every request generates its full length. Loading, compiling and a short rollout come before the clock.
+An engine is a model, a precision and its cells (ENGINES below). It is a process of its own and writes
+FOLDER/ENGINE.json after every cell, so that measurements are kept. Weights are random, prompts are all
+different, every request generates its full length. Loading, compiling and a short rollout are not timed.
 """
 
 import argparse
-import json
-import os
 import signal
-import subprocess
+import statistics
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks import vllm_hopper_cases as cases
-from benchmarks.decode_trace import WORKER, decode_trace
-from benchmarks.rollout_rows import ROOT, Row, engine_row, repeated, source_row
+from benchmarks.harness import Row, RowFile, ended, start
 from benchmarks.vllm_hopper import prepare
 from fp8core.config.vllm import VllmConfig
 from fp8core.models.architecture import Architecture
-from fp8core.workers.heap import freeze_heap, thaw_heap
+from fp8core.rollout.engine import Sampling
+from fp8core.run.context import freeze_heap, thaw_heap
 
-SCRIPT = "python benchmarks/rollout_hopper.py"
 # With random weights the next token is one of these with a probability of about 1 / 800: lengths are geometric.
 TAIL = frozenset(range(4, 194))
+WORKER = "benchmarks.decode_trace_worker.TraceWorker"
+STEPS = 24
+# The first that matches names the part; the sampler's own kernel ends a step.
+PARTS = (
+    ("attention", ("decode_attention", "flash", "FlashAttn", "fmha", "prepare_varlen")),
+    ("cache write", ("reshape_and_cache",)),
+    ("quantise", ("per_token_group_quant", "scaled_fp8_quant", "static_scaled", "quant", "_rows_kernel")),
+    ("sampler", ("gumbel", "topk_log_softmax", "ranks_kernel", "temperature", "argmax", "reduce_kernel", "SoftMax")),
+    ("linear", ("deep_gemm", "sm90_fp8", "nvjet", "cutlass", "gemm", "Gemm", "cublas")),
+    ("fused by hand (norm, rotary, activation)", ("_add_norm", "_row_codes_kernel", "_forward_kernel")),
+    ("compiled (norm, rotary, activation)", ("triton_",)),
+    ("copies", ("Memcpy", "Memset", "memcpy", "memset")),
+)
+STEP_ENDS = "gumbel_sample"
 HEADLINE = ((256, 512, 3072), (512, 512, 2048))
 
 
@@ -50,7 +63,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Engine:
-    """What is started, what is timed on it, and the requests and context of the decode step that is traced."""
+    """An engine's settings, the cells timed on it, and the requests and context of the decode step that is traced."""
 
     model: str
     precision: str
@@ -78,7 +91,7 @@ ENGINES = {
     "qwen3-8b/fp8_linear_kv/512": Engine(
         "qwen3-8b", "fp8_linear_kv", (*_headline(3)[1:], _SHORT, _TAILED), traced=(512, 1536)
     ),
-    # Whether speed varies because small pages lie anywhere in a cache of 100 GB.
+    # A test if speed varies because small pages lie anywhere in a cache of 100 GB.
     "qwen3-8b/fp8_linear_kv/512/pages": Engine("qwen3-8b", "fp8_linear_kv", _headline(3)[1:], block_size=128),
     "qwen3-8b/fp8_linear_kv/long": Engine("qwen3-8b", "fp8_linear_kv", (_LONG,)),
     "qwen3-8b/fp8_linear_kv/flash": Engine("qwen3-8b", "fp8_linear_kv", (_SHORT,), decode_kernel="flash_attention"),
@@ -113,11 +126,7 @@ def main() -> None:
             continue
         _result(options.out, name).unlink(missing_ok=True)
         command = [sys.executable, "-m", "benchmarks.rollout_hopper", name, "--inside", f"--out={options.out}"]
-        process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
-        try:
-            process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # with the engine's processes
+        if ended(start(command), deadline) == -signal.SIGKILL:
             print(f"{name}: out of time", flush=True)
 
 
@@ -137,7 +146,7 @@ def measure(engine_of: Engine, out: Path) -> None:
         contract = cases.aligned(contract)
     settings = _settings(engine_of)
     prepare(contract, settings)
-    rows: list[Row] = []
+    rows = RowFile(out)
     largest = max(cell.requests for cell in engine_of.cells)
     assert engine_of.traced is None or engine_of.traced[0] <= largest, "a trace of more requests than run at once"
     engine = cases.start(arch, contract, settings, largest, rows, worker=WORKER)
@@ -146,17 +155,14 @@ def measure(engine_of: Engine, out: Path) -> None:
         torch.cuda.empty_cache()
         freeze_heap()  # as a training does
         about = {"model": engine_of.model, "precision": engine_of.precision, "layers": arch.num_layers}
-        about |= engine_row(cases.summary(engine.describe()), settings) | source_row(SCRIPT)
+        about |= cases.engine_row(cases.summary(engine.describe()), settings)
         for cell in engine_of.cells:
-            before = len(rows)
-            for row in _timed(engine, cell):
-                # After every run: what was measured stays, whatever ends this process.
-                rows[before:] = [{"kind": "rollout", **about, "long_tailed": cell.tail, **row}]
-                _write(out, rows)
-                print(engine_of.model, engine_of.precision, row["all_tokens_per_s"], row["runs"][-1], flush=True)
+            rows.append_growing(
+                {"kind": "rollout", **about, "long_tailed": cell.tail, **row} for row in _timed(engine, cell)
+            )
+            print(engine_of.model, engine_of.precision, rows.rows[-1]["all_tokens_per_s"], flush=True)
         if engine_of.traced:
             rows.append({"kind": "decode_trace", **about, **decode_trace(engine, *engine_of.traced)})
-            _write(out, rows)
     finally:
         thaw_heap()
         engine.close()
@@ -178,11 +184,69 @@ def _timed(engine: Any, cell: Cell) -> Iterator[Row]:
     shape = (cell.requests, cell.prompt)
     stops = TAIL if cell.tail else frozenset[int]()
     cases.timed_rollout(engine, *shape, 16, seed=0)
-    yield from repeated(lambda seed: cases.timed_rollout(engine, *shape, cell.generated, seed, stops), cell.repeats)
+    yield from cases.repeated(
+        lambda seed: cases.timed_rollout(engine, *shape, cell.generated, seed, stops), cell.repeats
+    )
 
 
-def _write(out: Path, rows: Sequence[Row]) -> None:
-    out.write_text(json.dumps(rows, indent=1) + "\n")
+def decode_trace(engine: Any, requests: int, context: int) -> dict[str, Any]:
+    """The median decode step of `requests` requests after `context` tokens.
+
+    Args:
+        engine: started with `WORKER`; holds a policy.
+    """
+    groups = cases.prompt_groups(requests, 1, context, seed=1)
+    cases.collect(engine, groups, Sampling(1.0, 2, frozenset()))
+    engine.call_worker("policy_trace_begin")
+    cases.collect(engine, groups, Sampling(1.0, STEPS, frozenset()))
+    trace = engine.call_worker("policy_trace_end")
+    return {"requests": requests, "context": context, **step_parts(trace["names"], trace["launches"])}
+
+
+def part_of(name: str) -> str:
+    """The part of a step that a kernel belongs to."""
+    return next((part for part, words in PARTS if any(word in name for word in words)), "other")
+
+
+def step_parts(names: Sequence[str], launches: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Milliseconds of the median decode step: in all, by part, by kernel, and with nothing running.
+
+    A step is what lies between the ends of two sampler kernels. The first two are left out (the rest of the prompts)
+    and the last (requests end).
+    """
+    ends = [i for i, (name, _, _) in enumerate(launches) if STEP_ENDS in names[name]]
+    steps = [_step(names, launches[a + 1 : b + 1], launches[a]) for a, b in pairwise(ends[2:-1])]
+    parts = sorted({part for step in steps for part in step["parts"]})
+    kernels = sorted({kernel for step in steps for kernel in step["kernels"]})
+    return {
+        "steps": len(steps),
+        "step_ms": _median([step["all"] for step in steps]),
+        "idle_ms": _median([step["idle"] for step in steps]),
+        "launches": statistics.median(step["launches"] for step in steps),
+        "parts_ms": {part: _median([step["parts"][part] for step in steps]) for part in parts},
+        "kernels_ms": {kernel: _median([step["kernels"][kernel] for step in steps]) for kernel in kernels},
+        "kernel_launches": {kernel: steps[0]["counts"][kernel] for kernel in kernels},
+    }
+
+
+def _step(names: Sequence[str], launches: Sequence[Sequence[int]], before: Sequence[int]) -> dict[str, Any]:
+    parts: dict[str, int] = defaultdict(int)
+    kernels: dict[str, int] = defaultdict(int)
+    counts: dict[str, int] = defaultdict(int)
+    busy_until, idle = before[1] + before[2], 0
+    for name, begin, length in launches:
+        idle += max(0, begin - busy_until)
+        busy_until = max(busy_until, begin + length)
+        short = names[name][:120]
+        parts[part_of(names[name])] += length
+        kernels[short] += length
+        counts[short] += 1
+    span = launches[-1][1] + launches[-1][2] - before[1] - before[2]
+    return {"all": span, "idle": idle, "parts": parts, "kernels": kernels, "counts": counts, "launches": len(launches)}
+
+
+def _median(nanoseconds: Sequence[int]) -> float:
+    return round(statistics.median(nanoseconds) / 1e6, 4)
 
 
 if __name__ == "__main__":

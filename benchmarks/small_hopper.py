@@ -1,12 +1,12 @@
 """Train the variants of h200-small, from BF16 to FP8 everywhere, and collect their rows and curves.
 
-    python benchmarks/small_hopper.py --out FOLDER --seconds 520                    the usual ones, one after another
-    python benchmarks/small_hopper.py --out FOLDER --seconds 520 bf16 fp8_rollout   some of them
+    python -m benchmarks.small_hopper --out FOLDER --seconds 520                    the usual ones, one after another
+    python -m benchmarks.small_hopper --out FOLDER --seconds 520 bf16 fp8_rollout   some of them
 
 Every variant is a run of its own in FOLDER/runs, begun from one warm start that the first of them makes. When the time
-is over the one that trains stops after its step, and the same command goes on from there: call it until it says that
-all are done. A warm start that is cut begins anew: give the first call time for it.
-FOLDER/small_hopper.json has the rows, FOLDER/small_hopper.png the curves, FOLDER/logs what each run said.
+is over the one that trains stops after its step. The same command goes on from there: call it until all are done. A
+warm start that is cut begins anew: give the first call time for it. FOLDER/small_hopper.json has the rows,
+FOLDER/small_hopper.png the curves, FOLDER/logs the output of each run.
 """
 
 import argparse
@@ -16,17 +16,22 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
-from benchmarks.small_rows import Row, alignment_row, draw_variants, step_ledger_row
-from benchmarks.small_tables import tables
-from benchmarks.trainings import run_until, training_command
+from benchmarks.harness import Row, provenance, run_until, training_command, write_rows
+from benchmarks.tables import WALL, loop_tables
 from fp8core.config.load import load_config
 from fp8core.config.run import RunConfig
-from fp8core.parity.variants import VARIANTS, variant_settings
-from fp8core.report.run_data import read_run
-from fp8core.store.ledger import START
+from fp8core.parity.measure import VARIANTS, variant_settings
+from fp8core.report.drawing import draw_png
+from fp8core.report.run_charts import ALIGNMENT, K3, LEARNING, curve_chart
+from fp8core.report.run_data import RunData, read_run
+from fp8core.report.summary import HELDOUT, REWARD, TMPE, series, union_seconds
+from fp8core.store.artifacts import read_checked
+from fp8core.store.ledger import START, CheckpointEntry, SegmentEntry, StepEntry
 from fp8core.store.run_directory import LEDGER
+from fp8core.store.run_view import Commit, RunView, read_manifest
 
 NAMES = {
     "bf16": "bf16",
@@ -57,7 +62,7 @@ _SHOWN = 12_000
 
 @dataclass(frozen=True)
 class Training:
-    """A variant, its folder, and the settings that make it of the configuration."""
+    """A variant, its folder, and its settings on top of the configuration."""
 
     variant: str
     folder: Path
@@ -67,7 +72,7 @@ class Training:
 
     @property
     def command(self) -> list[str]:
-        """What trains it, or goes on with it."""
+        """The command that trains it, or continues it."""
         return training_command(self.config, [*self.settings, f"runs={self.folder.parent}", f"run={self.folder.name}"])
 
     @property
@@ -77,7 +82,7 @@ class Training:
 
     @property
     def done(self) -> bool:
-        """Whether its last step is committed and its report is written."""
+        """True if its last step is committed and its report is written."""
         summary = self.folder / "summary.json"
         return summary.exists() and json.loads(summary.read_text())["steps"] == self.steps
 
@@ -92,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     failures: list[Row] = []
     for failure in _train(trainings, out / "logs", time.monotonic() + options.seconds, options.grace):
         failures += [] if failure is None else [failure]
-        # After every variant: what was measured stays, whatever ends this process.
+        # After every variant: measurements survive any end of this process.
         _write(out, everything, failures)
     _show(out, everything, _write(out, everything, failures))
     left = [training.variant for training in trainings if not training.done]
@@ -128,7 +133,7 @@ def _train(trainings: Sequence[Training], logs: Path, deadline: float, grace: fl
         if not training.done and code != TERMINATED and time.monotonic() < deadline:
             said = log.read_text(errors="replace")[-_SHOWN:]
             print(said, flush=True)
-            yield {"kind": "failure", "variant": training.variant, "code": code, "said": said}
+            yield {"kind": "failure", "variant": training.variant, "code": code, "said": said, **provenance()}
         else:
             yield None
 
@@ -147,8 +152,7 @@ def _write(out: Path, trainings: Sequence[Training], failures: Sequence[Row]) ->
         rows.append(alignment_row(run, training.variant, training.shown))
         ledger = step_ledger_row(run, training.variant, training.shown)
         rows += [] if ledger is None else [ledger]
-    content = {"command": " ".join(["python benchmarks/small_hopper.py", *sys.argv[1:]]), "rows": [*rows, *failures]}
-    (out / f"{RESULT}.json").write_text(json.dumps(content, indent=1) + "\n")
+    write_rows(out / f"{RESULT}.json", [*rows, *failures])
     return rows
 
 
@@ -157,11 +161,11 @@ def _show(out: Path, trainings: Sequence[Training], rows: Sequence[Row]) -> None
     runs = {training.variant: read_run(training.folder, training.variant) for training in filter(_has_steps, trainings)}
     if runs:
         draw_variants(runs, out / f"{RESULT}.png", "One warm start, several precisions")
-    print(*tables(rows), sep="\n\n", flush=True)
+    print(*loop_tables(rows), sep="\n\n", flush=True)
 
 
 def _has_steps(training: Training) -> bool:
-    """Whether an iteration is committed."""
+    """True if an iteration is committed."""
     if not (training.folder / LEDGER).exists():
         return False
     return max(read_run(training.folder, training.variant).evidence.steps, default=START) > START
@@ -182,6 +186,167 @@ def _variant(name: str) -> str:
     if name not in NAMES:
         raise argparse.ArgumentTypeError(f"{name} is none of {', '.join(NAMES)}")
     return name
+
+
+P99 = "alignment/abs_diff_p99"
+ARTIFACTS, ORCHESTRATION = "artifacts", "orchestration"
+# Its work is the step's metrics and records.
+_RECORD = "record"
+
+
+@dataclass(frozen=True)
+class TimedStep:
+    """A step between two commits of one process: its seconds, and those of the checkpoint before it."""
+
+    commit: Commit
+    wall: float
+    checkpoint: float
+
+
+def alignment_row(run: RunData, variant: str, command: str) -> Row:
+    """Mismatch over the steps, held-out accuracy and reward at both ends, and where the seconds went."""
+    errors, k3, p99 = (series(run.history, metric)[1] for metric in (TMPE, K3, P99))
+    heldout, rewards = series(run.history, HELDOUT)[1], series(run.history, REWARD)[1]
+    return {
+        "kind": "alignment",
+        "variant": variant,
+        "tmpe_median": median(errors),
+        "tmpe_max": max(errors),
+        "k3_kl": median(k3),
+        "p99_abs_diff": median(p99),
+        "heldout_first": heldout[0],
+        "heldout_last": heldout[-1],
+        "warm_start": styles(run.evidence),
+        "reward_first": rewards[0],
+        "reward_last": rewards[-1],
+        "steps": len(rewards),
+        "asked": run.asked,
+        "seconds": seconds_by_task(run),
+        **run_provenance(run.evidence),
+        "command": command,
+    }
+
+
+def step_ledger_row(run: RunData, variant: str, command: str) -> Row | None:
+    """Mean seconds of a step by part, and their percentage of the whole; None without a step between two commits.
+
+    A part is a task of the pipeline without the files it stored and read. `artifacts` are all files, the step's record,
+    its commit and its checkpoint; `orchestration` is the time without any of these. Tasks that run side by side count
+    in full, so that the percentages may add up to more than 100. The row's own `artifacts` split those seconds.
+    """
+    steps = timed_steps(run.evidence)
+    if not steps:
+        return None
+    parts = [step_parts(step) for step in steps]
+    seconds = {name: fmean(part.get(name, 0.0) for part in parts) for name in _ordered(run, parts)}
+    wall = seconds[WALL]
+    stored = [artifact_parts(step) for step in steps]
+    return {
+        "kind": "step_ledger",
+        "variant": variant,
+        "steps": len(steps),
+        "seconds": seconds,
+        "percent": {name: 100 * value / wall for name, value in seconds.items() if name != WALL},
+        "artifacts": {name: fmean(part[name] for part in stored) for name in stored[0]},
+        **run_provenance(run.evidence),
+        "command": command,
+    }
+
+
+def timed_steps(evidence: RunView) -> list[TimedStep]:
+    """Steps whose whole duration lies within one process; its first one, in which engines compile, is none."""
+    found = []
+    for _, entries in _processes(evidence):
+        before, checkpoint = None, 0.0
+        for entry in entries:
+            if isinstance(entry, CheckpointEntry):
+                checkpoint = entry.seconds
+            else:
+                if before is not None and entry.step > START + 1:
+                    wall = (entry.committed_ms - before.committed_ms) / 1000
+                    found.append(TimedStep(evidence.steps[entry.step], wall, checkpoint))
+                before, checkpoint = entry, 0.0
+    return found
+
+
+def step_parts(step: TimedStep) -> dict[str, float]:
+    """Seconds of a step by part (`step_ledger_row`), and WALL."""
+    tasks, commit = step.commit.tasks, step.commit.entry.seconds
+    parts = {name: entry.seconds - entry.storing for name, entry in tasks.items() if name != _RECORD}
+    parts[ARTIFACTS] = sum(artifact_parts(step).values())
+    busy = union_seconds((entry.started, entry.started + entry.seconds) for entry in tasks.values())
+    # Tasks are timed by another clock than commits.
+    parts[ORCHESTRATION] = max(0.0, step.wall - busy - commit - step.checkpoint)
+    return parts | {WALL: step.wall}
+
+
+def artifact_parts(step: TimedStep) -> dict[str, float]:
+    """Seconds of a step's artifacts: the files of each task, the whole of its record, its commit, its checkpoint."""
+    files = {name: entry.storing for name, entry in step.commit.tasks.items()}
+    if _RECORD in files:
+        files[_RECORD] = step.commit.tasks[_RECORD].seconds
+    return files | {"commit": step.commit.entry.seconds, "checkpoint": step.checkpoint}
+
+
+def seconds_by_task(run: RunData) -> dict[str, float]:
+    """Over all steps; the tasks of step 0 as `first_...` beside the warm start, and the time of all processes."""
+    first = run.evidence.steps[START].tasks
+    before = {name if name == "warm_start" else f"first_{name}": entry.seconds for name, entry in first.items()}
+    after = {name: sum(steps.values()) for name, steps in run.seconds.items()}
+    return before | after | {"total": sum(_durations(run.evidence))}
+
+
+def styles(evidence: RunView) -> dict[str, float]:
+    """Sampled accuracy of each style of demonstration after the warm start."""
+    ref = evidence.steps[START].artifacts["evaluation"]
+    content = json.loads(read_checked(evidence.folder / ref.uri, ref.digest, ref.size))
+    return {row["style"]: row["accuracy"] for row in content.get("styles", [])}
+
+
+def run_provenance(evidence: RunView) -> Row:
+    """Commit, versions and machine of the newest step."""
+    manifest, problems = read_manifest(evidence.folder, evidence.steps[max(evidence.steps)])
+    assert manifest is not None, problems
+    return {
+        "commit": None,
+        **manifest.observed.git,
+        "versions": manifest.record.versions,
+        "hardware": manifest.observed.hardware,
+    }
+
+
+def draw_variants(runs: Mapping[str, RunData], path: Path, title: str) -> None:
+    """Learning and alignment of the variants, overlaid."""
+    lines = [(variant, run.history) for variant, run in runs.items()]
+    draw_png([curve_chart(curve, lines) for curve in (*LEARNING[:4], *ALIGNMENT[:2])], path, title)
+
+
+def _processes(evidence: RunView) -> list[tuple[float, list[StepEntry | CheckpointEntry]]]:
+    """When each process of a run started (Unix seconds), and the steps and checkpoints it made, in order."""
+    found: list[tuple[float, list[StepEntry | CheckpointEntry]]] = []
+    for _, entry in evidence.entries:
+        if isinstance(entry, SegmentEntry):
+            # Repeated before a checkpoint.
+            if not found or entry.started != found[-1][0]:
+                found.append((entry.started, []))
+        elif isinstance(entry, StepEntry | CheckpointEntry):
+            found[-1][1].append(entry)
+    return found
+
+
+def _durations(evidence: RunView) -> Iterator[float]:
+    """Seconds of each process, from its start to its last commit."""
+    for started, entries in _processes(evidence):
+        committed = [entry.committed_ms for entry in entries if isinstance(entry, StepEntry)]
+        if committed:
+            yield committed[-1] / 1000 - started
+
+
+def _ordered(run: RunData, parts: Sequence[Mapping[str, float]]) -> list[str]:
+    """Parts in the order of the pipeline, then what belongs to no task."""
+    present = {name for part in parts for name in part}
+    tasks = [step.name for step in run.pipeline if step.name in present]
+    return [*tasks, ARTIFACTS, ORCHESTRATION, WALL]
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ A cell is a process of its own and writes FOLDER/CELL.json. A step is what `Trai
 forward and backward over packed sequences of 4,096 tokens, log-probs and loss, clipping, AdamW, digest. Weights are
 random, made on the GPU. Rows have kind="training"; the last step of a cell is traced by part (kind="training_trace").
 
-What was predicted before anything was measured (Qwen3-8B's shape; microseconds a token):
+Predicted before the first measurement (Qwen3-8B's shape; microseconds a token):
 
 | part | BF16 | block FP8 | from |
 | --- | --- | --- | --- |
@@ -17,8 +17,8 @@ What was predicted before anything was measured (Qwen3-8B's shape; microseconds 
 | optimiser, weight codes, norm of gradients | 0.8 | 1.2 | 65,536 tokens a step |
 | all | 85 | 64 | 1.33x; with layers computed again (as 8B needs on one GPU) 110 and 81, 1.36x |
 
-What was then measured (seconds a step of 65,536 tokens, layers computed again), and what was predicted from that for
-layers that keep what they attended to and for kernels of the codes around FP8 attention, before either was measured:
+Then measured (seconds a step of 65,536 tokens, layers computed again), with predictions for two changes before either
+was measured. Layers keep what they attended to; kernels compute the codes around FP8 attention:
 
 | part | BF16 | block FP8 | with FP8 attention | from |
 | --- | --- | --- | --- | --- |
@@ -34,27 +34,28 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.training_trace import traced
+from benchmarks.harness import ROOT, provenance, write_rows
+from fp8core.config.loss import LossConfig
 from fp8core.config.precision import PrecisionContract
-from fp8core.config.run import CorrectionConfig, LossConfig, TrainingConfig
+from fp8core.config.run import CorrectionConfig, TrainingConfig
 from fp8core.models.architecture import Architecture, parameter_shapes
-from fp8core.models.formats import rollout_formats, training_formats
+from fp8core.models.weights import rollout_formats, training_formats
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.rl.batch import RolloutBatch, TokenBatch
 from fp8core.rl.objective import Objective
-from fp8core.store.versions import git_state, library_versions
-from fp8core.training.torch.limits import required_environment
-from fp8core.training.torch.trainer import PackedFormats, PackedTrainer
+from fp8core.training.packed.requirements import required_environment
+from fp8core.training.packed.trainer import PackedFormats, PackedTrainer
 
-ROOT = Path(__file__).parents[1]
 SEQUENCE, PROMPT = 4096, 512
 PEAK_TFLOPS = 989.0
 _QWEN3 = {"family": "qwen3", "vocab_size": 151_936, "intermediate_size": 12_288, "num_layers": 36, "qk_norm": True}
@@ -113,7 +114,7 @@ CELLS = {
 
 
 class RandomMasters(Mapping[str, Tensor]):
-    """Weights that are drawn when they are asked for, on the device: 8 billion of them do not fit twice."""
+    """Weights that are drawn on the device when they are read: 8 billion of them do not fit twice."""
 
     def __init__(self, arch: Architecture, device: torch.device) -> None:
         self._shapes, self._device = parameter_shapes(arch), device
@@ -165,7 +166,7 @@ def architecture(cell: Cell, device: torch.device) -> Architecture:
 
 
 def trainer_of(cell: Cell, arch: Architecture, device: torch.device) -> PackedTrainer:
-    """A trainer of random weights, as `workers.build` builds it."""
+    """A trainer of random weights, as `training.registry` builds it."""
     side = PRECISIONS[cell.precision]
     contract = PrecisionContract.model_validate({"rollout": side, "training": side, "rounding_points": "kernels"})
     training = TrainingConfig(
@@ -213,15 +214,14 @@ def measure(cell: Cell, device: torch.device, out: Path) -> None:
     about = {"model": cell.model, "trainer": "torch", "precision": cell.precision, "layers": arch.num_layers}
     about |= {"sequence": sequence, "tokens": tokens, "tokens_per_pass": cell.tokens_per_pass}
     about |= {"checkpointing": cell.checkpointing, "deterministic": cell.deterministic}
-    about |= {"commit": git_state(ROOT)["commit"], "versions": library_versions()}
-    about |= {"command": f"python -m benchmarks.training_hopper {' '.join(sys.argv[1:2])}"}
+    about |= provenance()
     row = {"kind": "training", **about, "seconds": seconds, "repeats": timed, "warm_up_seconds": warm_up}
     row |= {"tokens_per_s": tokens / seconds, "mfu": flops(arch, batch) / seconds / PEAK_TFLOPS / 1e12}
     row |= {"peak_gb": 0.0 if small else torch.cuda.max_memory_allocated() / 1e9}
-    out.write_text(json.dumps([row], indent=1) + "\n")
+    write_rows(out, [row])
     print(json.dumps({key: row[key] for key in ("model", "precision", "tokens_per_s", "mfu", "peak_gb")}), flush=True)
     trace = {"kind": "training_trace", **about, **traced(step, device)}
-    out.write_text(json.dumps([row, trace], indent=1) + "\n")
+    write_rows(out, [row, trace])
 
 
 def flops(arch: Architecture, batch: RolloutBatch) -> float:
@@ -237,6 +237,45 @@ def flops(arch: Architecture, batch: RolloutBatch) -> float:
 def _synchronise(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
+
+
+# The first that matches names the part.
+PARTS = (
+    ("codes around attention", ("_head_codes_kernel", "_head_gradients_kernel")),
+    ("attention", ("decode_attention", "flash", "fmha")),
+    # DeepGEMM's own, and cuBLASLt's of two E4M3 operands with FP32 scales.
+    ("block-FP8 GEMM", ("sm90_fp8", "_qqsss_", "e4m3", "block_scaled")),
+    (
+        "quantise, with the norm or SwiGLU before it",
+        ("_rows_kernel", "_tiles_kernel", "_and_columns", "_codes_kernel", "quant"),
+    ),
+    ("norm, rotary, SwiGLU", ("norm", "_forward_kernel", "_backward_kernel", "_column_sums_kernel")),
+    ("optimiser", ("_adamw_kernel", "lpnorm", "NormTwo")),
+    ("fingerprint", ("_fingerprint",)),
+    ("BF16 GEMM", ("nvjet", "gemm", "cutlass", "cublas")),
+    ("softmax", ("softmax", "SoftMax")),
+    ("copies", ("Memcpy", "Memset", "memcpy", "copy")),
+)
+
+
+def part_of(name: str) -> str:
+    """The part of a step that a kernel belongs to."""
+    return next((part for part, words in PARTS if any(word in name for word in words)), "other")
+
+
+def traced(step: Callable[[], float], device: torch.device) -> dict[str, Any]:
+    """Milliseconds of one step by part and by kernel (the 40 that take most), and its wall-clock time while traced."""
+    kind = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
+    with profile(activities=[kind]) as profiler:
+        seconds = step()
+    parts: dict[str, float] = defaultdict(float)
+    kernels: dict[str, float] = defaultdict(float)
+    for event in profiler.key_averages():
+        milliseconds = (event.device_time_total if device.type == "cuda" else event.self_cpu_time_total) / 1000
+        parts[part_of(event.key)] += milliseconds
+        kernels[event.key[:120]] += milliseconds
+    largest = dict(sorted(kernels.items(), key=lambda item: -item[1])[:40])
+    return {"traced_seconds": seconds, "parts_ms": dict(parts), "kernels_ms": largest}
 
 
 if __name__ == "__main__":

@@ -1,31 +1,29 @@
-"""How many answers a second the verifiers check, and what an answer that hangs costs.
+"""Speed of the verifiers in answers a second, and the cost of an answer that hangs.
 
-    python benchmarks/verifier_speed.py
+    python -m benchmarks.verifier_speed
 
-Writes benchmarks/results/verifier_speed.json and prints the table of docs/verifiers.md. It takes a minute on two cores;
-`math-verify` needs the extra `math`.
+Writes benchmarks/results/verifier_speed.json and prints the table of docs/results/service.md. It takes a minute on two
+cores; `math-verify` needs the extra `math`.
 
-- Answers are different texts of some 700 characters in the manner of GSM8K and MATH, 8 to a prompt, half of them right:
-  an integer after `####` for `integer` and for a function of the user's own; a boxed integer, fraction or decimal for
-  `math-verify`, and separately a polynomial, which is factored and simplified. Counted is `Verifier.verify` on all of
-  them, without the start of the processes; the median of three.
-- Hanging: 8 power towers among 2,000 answers, with 1 s of processor time each.
+- Answers are different texts of some 700 characters in the manner of GSM8K and MATH, 8 to a prompt, half of them right.
+  For `integer` and for a function of the user's own, they end in an integer after `####`. For `math-verify` they end in
+  a boxed integer, fraction or decimal, and separately in a polynomial, which is factored and simplified. Counted is
+  `Verifier.verify` on all of them, without the start of the processes; the median of three.
+- Hanging: 8 expressions among 2,000 answers that sympy does not finish, with the limits of the configuration. Refused:
+  8 power towers, which are too large in shape for the library to see.
 """
 
-import json
 import tempfile
 import time
-from collections.abc import Iterator
-from datetime import UTC, datetime
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.harness import RESULTS, Row, provenance, table, write_rows
 from fp8core.config.run import RewardConfig
 from fp8core.rewards.verifier import Answer, Verifier, build_verifier
-from fp8core.store.versions import git_state, hardware, library_versions
 
-RESULTS = Path(__file__).parent / "results" / "verifier_speed.json"
 BOUNDS = {"integer": 2000.0, "math-verify": 200.0}
 WORKERS, REPEATS, GROUP = 2, 3, 8
 FUNCTION = """
@@ -46,18 +44,19 @@ def main() -> None:
                 RewardConfig(verifier="math-verify", workers=WORKERS), list(polynomials(400))
             ),
         }
-    result = {
-        "date": datetime.now(UTC).date().isoformat(),
-        "commit": git_state(Path(__file__).parent),
-        "versions": library_versions(),
-        "hardware": hardware(),
-        "workers": WORKERS,
-        "bounds": BOUNDS,
-        "answers_a_second": speeds,
-        "hanging": hanging(),
+    rows: list[Row] = [
+        {"kind": "verifier_speed", "verifier": name, "answers_a_second": found, "bound": BOUNDS.get(name)}
+        for name, found in speeds.items()
+    ]
+    hostile = {
+        "none": hanging([], "18"),
+        "refused": hanging([f"{n}^{{9^{{9^{{9}}}}}}" for n in range(2, 10)], "18"),
+        "hanging": hanging([f"(x+y+z)^{{{n}}}(x-y)^{{20}}" for n in range(20, 28)], "x+y+z"),
     }
-    RESULTS.write_text(json.dumps(result, indent=2) + "\n")
-    print(table(result))
+    rows += [{"kind": "hostile_answers", "case": case, **found} for case, found in hostile.items()]
+    rows = [{**row, "workers": WORKERS, **provenance()} for row in rows]
+    write_rows(RESULTS / "verifier_speed.json", rows)
+    print(*speed_tables(rows), sep="\n\n")
 
 
 def integers(count: int) -> Iterator[Answer]:
@@ -116,11 +115,10 @@ def seconds(verifier: Verifier, answers: list[Answer]) -> float:
     return took
 
 
-def hanging() -> dict[str, Any]:
-    """Power towers among answers that are read in a millisecond."""
-    towers = [Answer("How many?", f"{n}**9**9**9**9", "#### 18", "stop") for n in range(2, 10)]
-    answers = [*towers, *numbers(2_000)]
-    verifier = build_verifier(RewardConfig(verifier="math-verify", workers=WORKERS, cpu_seconds=1.0))
+def hanging(texts: list[str], reference: str) -> dict[str, Any]:
+    """Cost of such answers among answers that are read in a millisecond."""
+    answers = [*(Answer("How many?", f"#### {text}", reference, "stop") for text in texts), *numbers(2_000)]
+    verifier = build_verifier(RewardConfig(verifier="math-verify", workers=WORKERS))
     try:
         began = time.perf_counter()
         verdicts = verifier.verify(answers)
@@ -128,18 +126,26 @@ def hanging() -> dict[str, Any]:
     finally:
         verifier.close()
     timeouts = sum(verdict.outcome == "timeout" for verdict in verdicts)
-    return {"answers": len(answers), "timeouts": timeouts, "cpu_seconds": 1.0, "seconds": took}
+    return {"answers": len(answers), "hostile": len(texts), "timeouts": timeouts, "seconds": took}
 
 
-def table(result: dict[str, Any]) -> str:
-    """The table of the documentation."""
-    lines = ["| verifier | answers a second | bound |", "| --- | --- | --- |"]
-    for name, value in result["answers_a_second"].items():
-        bound = f"{BOUNDS[name]:,.0f}" if name in BOUNDS else ""
-        lines.append(f"| {name} | {value:,.0f} | {bound} |")
-    hung = result["hanging"]
-    lines += ["", f"{hung['answers']} answers, {hung['timeouts']} of which hang: {hung['seconds']:.1f} s"]
-    return "\n".join(lines)
+def speed_tables(rows: Sequence[Row]) -> list[str]:
+    """The tables of docs/results/service.md."""
+    speeds, hostile = ([r for r in rows if r["kind"] == kind] for kind in ("verifier_speed", "hostile_answers"))
+    kinds = {"none": "no hostile answer", "refused": "8 power towers", "hanging": "8 polynomials"}
+    return [
+        table(
+            ["verifier", "answers a second", "bound"],
+            [
+                [r["verifier"], f"{r['answers_a_second']:,.0f}", "" if r["bound"] is None else f"{r['bound']:,.0f}"]
+                for r in speeds
+            ],
+        ),
+        table(
+            ["among 2,000 answers", "timeouts", "seconds"],
+            [[kinds[row["case"]], str(row["timeouts"]), f"{row['seconds']:.1f}"] for row in hostile],
+        ),
+    ]
 
 
 if __name__ == "__main__":

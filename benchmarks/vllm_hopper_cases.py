@@ -1,45 +1,47 @@
 """The shapes, policies and requests that `vllm_hopper` measures."""
 
+import gc
+import itertools
+import os
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import median, median_low
 from typing import Any
 
+import psutil
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from benchmarks.step_times import by_quarter, garbage_collections, processor_shares, timed
 from fp8core.config.capability import this_platform
+from fp8core.config.loss import LossConfig
 from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
-from fp8core.config.run import CorrectionConfig, LossConfig, TrainingConfig
+from fp8core.config.run import CorrectionConfig, TrainingConfig
 from fp8core.config.vllm import VllmConfig
 from fp8core.data.chain import ALPHABET, EOS
 from fp8core.models.architecture import Architecture, parameter_shapes
-from fp8core.models.checkpoint import save_checkpoint
-from fp8core.models.formats import rollout_formats, training_formats
-from fp8core.models.fp8_selection import KeptInBf16
-from fp8core.models.initial import initial_weights
-from fp8core.models.quantised_checkpoint import plan_quantisation, write_checkpoint
+from fp8core.models.checkpoint import initial_weights, save_checkpoint
+from fp8core.models.quantised_checkpoint import KeptInBf16, plan_quantisation, write_checkpoint
 from fp8core.models.tokenizer import character_tokenizer
-from fp8core.models.weights import SCALE_SUFFIX, layer_of
-from fp8core.numerics.block_codes import FiniteFlag, tile_codes
+from fp8core.models.weights import SCALE_SUFFIX, layer_of, rollout_formats, training_formats
+from fp8core.numerics.e4m3 import FiniteFlag, tile_codes
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.kv_scales import LayerScales, scales_from_statistics
 from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
-from fp8core.rollout.engine import Completion, PolicyScales, PromptGroup, Sampling
-from fp8core.rollout.seeds import sample_seed
-from fp8core.rollout.vllm_aligned import POINTS
-from fp8core.rollout.vllm_settings import WORKER
-from fp8core.rollout.vllm_versions import VllmBuild, find_build
-from fp8core.training.torch_trainer import TorchTrainer
-from tasks.sync import check_report
+from fp8core.rollout.engine import Completion, PolicyScales, PromptGroup, Sampling, sample_seed
+from fp8core.rollout.vllm.requirements import ALIGNED_POINTS, VllmBuild, find_build
+from fp8core.rollout.vllm.settings import WORKER
+from fp8core.run.policy import check_report
+from fp8core.training.exact import ExactTrainer
 
 # Tokens of the probe: its prompt is not a multiple of a cache block.
 _PROBE_PROMPT, _PROBE_TOKENS = 300, 64
+_OF_A_RUN = ("seconds", "tokens_per_s", "step_ms", "collections", "processors")
 _NOTHING_STOPS: frozenset[int] = frozenset()
 
 _SMALL: dict[str, Any] = {
@@ -68,7 +70,7 @@ class Policy:
     arch: Architecture
     tensors: Mapping[str, Tensor]
     scales: PolicyScales
-    trainer: TorchTrainer | None = None
+    trainer: ExactTrainer | None = None
     masters: Mapping[str, Tensor] = field(default_factory=dict)
 
 
@@ -88,7 +90,7 @@ def contract(precision: str) -> PrecisionContract:
 
 def aligned(agreed: PrecisionContract) -> PrecisionContract:
     """The same, rounded as the engine rounds whose layers are the trainer's (`options(model="aligned")`)."""
-    return agreed.model_copy(update={"rounding_points": POINTS})
+    return agreed.model_copy(update={"rounding_points": ALIGNED_POINTS})
 
 
 def options(**changes: Any) -> VllmConfig:
@@ -117,7 +119,7 @@ def start(
     worker: str = WORKER,
 ) -> Any:
     """An engine, and a row with the seconds until it was ready."""
-    from fp8core.rollout.vllm import VllmEngine
+    from fp8core.rollout.vllm.engine import VllmEngine
 
     began = time.perf_counter()
     engine = VllmEngine(arch, agreed, settings, max_batch, build(), worker=worker)
@@ -130,7 +132,7 @@ def small_policy(agreed: PrecisionContract, version: int) -> Policy:
     arch = Architecture(**_SMALL)
     masters = {n: w * 2 if w.dim() == 2 else w for n, w in initial_weights(arch, seed=version).items()}
     formats = training_formats(agreed, arch.num_layers), rollout_formats(agreed, arch.num_layers)
-    trainer = TorchTrainer(arch, masters, *formats, TrainingConfig(), Objective(LossConfig(), CorrectionConfig()))
+    trainer = ExactTrainer(arch, masters, *formats, TrainingConfig(), Objective(LossConfig(), CorrectionConfig()))
     prompts = [list(group.prompt) for group in prompt_groups(4, 1, 32, seed=100)]
     amax = trainer.statistics(TokenBatch.of(prompts, [[5]] * len(prompts))).amax()
     layers = tuple(scales_from_statistics(amax, 2.0, agreed.scale_rule))
@@ -139,7 +141,7 @@ def small_policy(agreed: PrecisionContract, version: int) -> Policy:
 
 
 def random_masters(arch: Architecture, spread: float) -> dict[str, Tensor]:
-    """Random weights of so many times the ordinary spread, and norms that are not all 1."""
+    """Random weights of `spread` times the ordinary spread, and norms that are not all 1."""
     generator = torch.Generator().manual_seed(0)
     return {
         name: w * spread if w.dim() == 2 else w + 0.1 * torch.randn(w.shape, generator=generator)
@@ -198,7 +200,7 @@ def quantise_seconds(policy: Policy) -> float:
 
 
 def checkpoint_equals(policy: Policy) -> bool:
-    """Whether `fp8-grpo quantise` of the saved policy gives the bytes that the trainer ships."""
+    """True if `fp8-grpo quantise` of the saved policy gives the bytes that the trainer ships."""
     with tempfile.TemporaryDirectory() as folder:
         plain, quantised = Path(folder) / "bf16", Path(folder) / "fp8"
         vocabulary = policy.arch.vocab_size
@@ -224,7 +226,7 @@ def synchronise(engine: Any, policy: Policy) -> dict[str, Any]:
 
 
 def summary(described: dict[str, Any]) -> dict[str, Any]:
-    """What an engine says of itself, without its lists by parameter."""
+    """An engine's report of itself, without its lists by parameter."""
     return {key: value for key, value in described.items() if key not in ("dtypes", "scales", "linear")} | {
         "linear": "+".join(dict.fromkeys(described["linear"]))
     }
@@ -327,7 +329,7 @@ def sleep_cycle(engine: Any, policy: Policy) -> dict[str, Any]:
     synchronise(engine, policy)
     before, awake = collect(engine, groups, sampling), engine.memory()
     began = time.perf_counter()
-    engine.rest()
+    engine.sleep()
     asleep, slept = engine.memory(), time.perf_counter()
     synchronised = synchronise(engine, policy)
     after = collect(engine, groups, sampling)
@@ -380,3 +382,113 @@ def _renumbered(group: PromptGroup, number: int) -> PromptGroup:
 def collect(engine: Any, groups: list[PromptGroup], sampling: Sampling) -> list[Completion]:
     found = [done for finished in engine.generate(groups, sampling) for done in finished]
     return sorted(found, key=lambda done: (done.group, done.sample))
+
+
+QUARTERS = 4
+BUSIEST = 3
+
+
+def timed(steps: Iterable[Sequence[Completion]]) -> tuple[list[Completion], list[float]]:
+    """The completions of a rollout (`VllmEngine.steps`), and the seconds from each step to the next."""
+    found, seconds, last = list[Completion](), list[float](), time.perf_counter()
+    for finished in steps:
+        now = time.perf_counter()
+        found += finished
+        seconds.append(now - last)
+        last = now
+    return found, seconds
+
+
+def by_quarter(seconds: Sequence[float]) -> list[dict[str, float]]:
+    """Milliseconds of the steps of each quarter of a rollout: the median, that of one in a hundred, and the largest."""
+    ends = [len(seconds) * quarter // QUARTERS for quarter in range(QUARTERS + 1)]
+    return [_summary(sorted(seconds[start:end])) for start, end in itertools.pairwise(ends) if end > start]
+
+
+@contextmanager
+def processor_shares() -> Iterator[Callable[[], list[dict[str, Any]]]]:
+    """Load of this process and its children inside the block, available after it.
+
+    A row a process, the busiest first, in shares of one processor: `all` of its threads, and its busiest `threads`.
+    None of the latter can exceed 1. An engine whose scheduling thread is near 1 waits for a processor and not for its
+    GPU. `all` near 1 with no thread near it is a lock that threads share. A process that ends inside the block has no
+    row.
+    """
+    started = dict[psutil.Process, dict[int, float]]()
+    for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
+        with suppress(psutil.NoSuchProcess):
+            started[process] = _thread_seconds(process)
+    began = time.perf_counter()
+    found = list[dict[str, Any]]()
+    yield lambda: found
+    elapsed = time.perf_counter() - began
+    for process, earlier in started.items():
+        with suppress(psutil.NoSuchProcess):
+            spent = {i: seconds - earlier.get(i, 0.0) for i, seconds in _thread_seconds(process).items()}
+            found.append({"process": _name(process), **_shares([seconds / elapsed for seconds in spent.values()])})
+    found.sort(key=lambda row: row["all"], reverse=True)
+
+
+@contextmanager
+def garbage_collections() -> Iterator[Callable[[], dict[str, Any]]]:
+    """Time of Python's garbage collector in this process inside the block, available after it.
+
+    While it scans all live objects, the output of the engine's process is not read: steps come late, then at once.
+    """
+    began, seconds, frozen = [0.0], list[float](), gc.get_freeze_count()
+
+    def heard(phase: str, _: dict[str, int]) -> None:
+        if phase == "start":
+            began[0] = time.perf_counter()
+        else:
+            seconds.append(time.perf_counter() - began[0])
+
+    gc.callbacks.append(heard)
+    try:
+        yield lambda: {
+            **{"count": len(seconds), "frozen": frozen},
+            **_milliseconds(all=sum(seconds), max=max(seconds, default=0.0)),
+        }
+    finally:
+        gc.callbacks.remove(heard)
+
+
+def _name(process: psutil.Process) -> str:
+    return "driver" if process.pid == os.getpid() else process.name()
+
+
+def _thread_seconds(process: psutil.Process) -> dict[int, float]:
+    return {thread.id: thread.user_time + thread.system_time for thread in process.threads()}
+
+
+def _shares(threads: Sequence[float]) -> dict[str, Any]:
+    busiest = sorted(threads, reverse=True)[:BUSIEST]
+    return {"all": round(sum(threads), 3), "threads": [round(share, 3) for share in busiest]}
+
+
+def _summary(ordered: Sequence[float]) -> dict[str, float]:
+    return _milliseconds(median=median(ordered), p99=ordered[len(ordered) * 99 // 100], max=ordered[-1])
+
+
+def _milliseconds(**seconds: float) -> dict[str, float]:
+    return {name: round(1000 * value, 2) for name, value in seconds.items()}
+
+
+def engine_row(described: Mapping[str, Any], settings: VllmConfig) -> dict[str, Any]:
+    """Facts that decide an engine's speed: its report of itself (`summary`), and its settings."""
+    flash = described["backend"]["implementation"] == "FlashAttentionImpl"
+    told = {name: getattr(settings, name) for name in ("batch_invariant", "batched_tokens", "block_size")}
+    found = {name: described[name] for name in ("backend", "kernels", "runner")}
+    kernel = "flash_attention" if flash else "fp8_decode"
+    return {**told, "forward": described["model"], "decode_kernel": kernel, **found}
+
+
+def repeated(run: Callable[[int], dict[str, Any]], repeats: int) -> Iterator[dict[str, Any]]:
+    """Call `run` with seeds from 1 on; after every call the run of median speed so far, with what all of them took."""
+    runs: list[dict[str, Any]] = []
+    for seed in range(1, repeats + 1):
+        runs.append(run(seed))
+        speeds = [done["tokens_per_s"] for done in runs]
+        middle = runs[speeds.index(median_low(speeds))]
+        every = [{name: done[name] for name in _OF_A_RUN} for done in runs]
+        yield {"repeats": len(runs), "all_tokens_per_s": speeds, **middle, "runs": every}

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import vllm_hopper_cases as cases
-from benchmarks.rollout_rows import ROOT, Row, StoredRows, engine_row, repeated, source_row
+from benchmarks.harness import ROOT, Row, RowFile
 from flows.environment import set_variables
 from fp8core.config.precision import PrecisionContract
 from fp8core.config.vllm import VllmConfig
@@ -29,12 +29,11 @@ from fp8core.models.weights import SCALE_SUFFIX
 from fp8core.numerics.e4m3 import TILE
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.rollout.engine import PolicyScales, PromptGroup, Sampling
-from fp8core.rollout.vllm_settings import check_architecture_fits, required_environment, suggested_environment
-from fp8core.store.versions import git_state, hardware, library_versions
-from fp8core.workers.heap import freeze_heap, thaw_heap
+from fp8core.rollout.vllm.requirements import model_refusals
+from fp8core.rollout.vllm.settings import required_environment, suggested_environment
+from fp8core.run.context import freeze_heap, thaw_heap
 
 MODEL = "qwen3-30b-a3b"
-SCRIPT = "python -m benchmarks.vllm_moe_hopper"
 _AS_IT_IS: Mapping[str, str] = {}
 # Codes of spread 100 with these scales are weights of spread 0.012.
 _CODE_SPREAD, _SCALE, _SPREAD = 100.0, 2.0**-13, 0.012
@@ -65,7 +64,7 @@ def qwen3_30b_a3b(layers: int = 48) -> Architecture:
 
 
 def random_policy(arch: Architecture, agreed: PrecisionContract, own_layers: int, device: str = "cuda") -> cases.Policy:
-    """Random tensors of the right types; experts are parts of one tensor a layer, as grouped GEMMs want them.
+    """Random tensors of the right types; experts are parts of one tensor a layer, as grouped GEMMs need them.
 
     Layers from `own_layers` on share the tensors of those before, where memory is short.
     """
@@ -126,16 +125,16 @@ def start(
     agreed: PrecisionContract,
     settings: VllmConfig,
     max_batch: int,
-    rows: StoredRows,
+    rows: RowFile,
     routes: bool,
     variables: Mapping[str, str],
 ) -> Any:
     """An engine, and a row with the seconds until it was ready; its environment and `variables` are set first."""
     build = cases.build()
-    check_architecture_fits(arch, agreed, settings)
+    assert not (refusals := [*model_refusals(arch, agreed, settings)]), refusals
     suggested = suggested_environment(1, build)
     set_variables({**required_environment(agreed, settings, build), **variables}, suggested)
-    from fp8core.rollout.vllm import VllmEngine
+    from fp8core.rollout.vllm.engine import VllmEngine
 
     began = time.perf_counter()
     engine = VllmEngine(arch, agreed, settings, max_batch, build, routes=routes)
@@ -146,7 +145,7 @@ def start(
 
 def rollout(
     options: argparse.Namespace,
-    rows: StoredRows,
+    rows: RowFile,
     precision: str,
     settings: Mapping[str, Any],
     routes: bool = False,
@@ -163,14 +162,14 @@ def rollout(
         freeze_heap()  # as a training does
         described = cases.summary(engine.describe())
         rows.append({"kind": "described", **about, **described})
-        about |= engine_row(described, chosen) | source_row(SCRIPT)
+        about |= cases.engine_row(described, chosen)
         rows.append({"kind": "update", **about, "shared_layers": True, **updated})
         about |= {"kind": "rollout", "long_tailed": False, "routes": routes}
         about |= {"experts": chosen.experts, "variables": dict(variables)}
         sizes = options.requests, options.prompt, options.generated
         # As long as what is timed: kernels are compiled for the rows of an expert, whose number decides which.
         cases.timed_rollout(engine, *sizes, seed=0)
-        timed = repeated(lambda seed: cases.timed_rollout(engine, *sizes, seed), options.repeats)
+        timed = cases.repeated(lambda seed: cases.timed_rollout(engine, *sizes, seed), options.repeats)
         rows.append_growing({**about, **row} for row in timed)
         if routes:
             rows.append({**about, "routes_reported": True, "repeats": 1, **_timed_routes(engine, *sizes)})
@@ -195,32 +194,32 @@ def _timed_routes(engine: Any, requests: int, prompt: int, generated: int) -> Ro
     return {**sizes, "seconds": round(seconds, 3), "tokens_per_s": round(tokens / seconds, 1)}
 
 
-def moe_bf16(options: argparse.Namespace, rows: StoredRows) -> None:
+def moe_bf16(options: argparse.Namespace, rows: RowFile) -> None:
     """Everything in BF16."""
     rollout(options, rows, "bf16", {})
 
 
-def moe_fp8_linear_kv(options: argparse.Namespace, rows: StoredRows) -> None:
+def moe_fp8_linear_kv(options: argparse.Namespace, rows: RowFile) -> None:
     """Linears, experts, cache and attention in FP8; experts by DeepGEMM."""
     rollout(options, rows, "fp8_linear_kv", {})
 
 
-def moe_fp8_linear_kv_triton(options: argparse.Namespace, rows: StoredRows) -> None:
+def moe_fp8_linear_kv_triton(options: argparse.Namespace, rows: RowFile) -> None:
     """The same, experts by Triton."""
     rollout(options, rows, "fp8_linear_kv", {"experts": "triton"})
 
 
-def moe_fp8_linear_kv_v2(options: argparse.Namespace, rows: StoredRows) -> None:
+def moe_fp8_linear_kv_v2(options: argparse.Namespace, rows: RowFile) -> None:
     """The first by vLLM's second model runner, which it takes for dense models: one kernel draws for all seeds."""
     rollout(options, rows, "fp8_linear_kv", {}, variables={"VLLM_USE_V2_MODEL_RUNNER": "1"})
 
 
-def moe_routes(options: argparse.Namespace, rows: StoredRows) -> None:
+def moe_routes(options: argparse.Namespace, rows: RowFile) -> None:
     """The first, started to report experts, without and with them."""
     rollout(options, rows, "fp8_linear_kv", {}, routes=True)
 
 
-def moe_sync(options: argparse.Namespace, rows: StoredRows) -> None:
+def moe_sync(options: argparse.Namespace, rows: RowFile) -> None:
     """All experts from one process's GPU memory into vLLM's, and read back."""
     arch, agreed = qwen3_30b_a3b(options.layers), cases.contract("fp8_linear_kv")
     settings = cases.options(gpu_memory_utilization=0.5, kv_cache_gib=4.0, graphs=False)
@@ -228,14 +227,14 @@ def moe_sync(options: argparse.Namespace, rows: StoredRows) -> None:
     try:
         policy = random_policy(arch, agreed, own_layers=arch.num_layers)
         about = {"kind": "sync", "model": MODEL, "precision": "fp8_linear_kv", "layers": options.layers}
-        about |= {"shared_layers": False, **source_row(SCRIPT)}
+        about |= {"shared_layers": False}
         for _ in range(options.repeats + 2):
             rows.append(about | cases.synchronise(engine, policy))
     finally:
         engine.close()
 
 
-MEASUREMENTS: dict[str, Callable[[argparse.Namespace, StoredRows], None]] = {
+MEASUREMENTS: dict[str, Callable[[argparse.Namespace, RowFile], None]] = {
     f.__name__: f
     for f in (moe_fp8_linear_kv, moe_bf16, moe_fp8_linear_kv_triton, moe_fp8_linear_kv_v2, moe_sync, moe_routes)
 }
@@ -276,11 +275,9 @@ def _options() -> argparse.Namespace:
 
 
 def _measure(options: argparse.Namespace) -> None:
-    """One measurement in this process; whatever goes wrong is the result."""
+    """One measurement in this process; an error is its result."""
     (name,) = options.names
-    about = {"measurement": name, "command": " ".join([SCRIPT, *sys.argv[1:]]), "git": git_state(ROOT)}
-    about |= {"versions": library_versions(), "hardware": hardware()}
-    rows = StoredRows(options.out / f"{name}.json", about)
+    rows = RowFile(options.out / f"{name}.json", measurement=name)
     try:
         MEASUREMENTS[name](options, rows)
     except Exception as error:  # noqa: BLE001 - the rows so far must not be lost

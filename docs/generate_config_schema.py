@@ -2,13 +2,13 @@
 
     python docs/generate_config_schema.py
 
-A test says when this is due. A file names the schema in its first line, as those in configs/ do.
+A test fails where it is out of date. A file names the schema in its first line, as those in configs/ do.
 """
 
 import json
 from pathlib import Path
 
-from fp8core.config.file_schema import file_schema
+from fp8core.config.load import file_schema
 
 SCHEMA = Path(__file__).parent / "schemas" / "run.json"
 
@@ -18,7 +18,7 @@ def main() -> None:
 
 
 def text() -> str:
-    """What the file is to hold."""
+    """The text of the file."""
     return json.dumps(file_schema(), indent=2) + "\n"
 
 

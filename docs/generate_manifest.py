@@ -1,9 +1,9 @@
-"""Write what docs/manifest.md takes from the models: its tables, and the JSON schemas in docs/schemas/.
+"""Write what docs/reference/manifest.md takes from the models: its tables, and the JSON schemas in docs/schemas/.
 
     python docs/generate_manifest.py
 
-A test says when this is due. A change of what a manifest holds needs a new schema version first: the schema file of a
-version that runs were made with must stay as it is.
+A test fails where they are out of date. A change of what a manifest holds needs a new schema version first. The schema
+file of a version that runs were made with must stay as it is.
 """
 
 import json
@@ -15,13 +15,13 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, TypeAdapter
 
 from fp8core.store.artifacts import Ref
+from fp8core.store.deletion_log import Deletion
 from fp8core.store.ledger import BoundEntry, CheckpointEntry, Entry, RedoEntry, SegmentEntry, StepEntry, TaskEntry
-from fp8core.store.manifest import Content, StepManifest, StepObservations, StepRecord
+from fp8core.store.manifest import Content, Signature, StepManifest, StepObservations, StepRecord
 from fp8core.store.run_directory import RunDescription
-from fp8core.store.tombstones import Tombstone
 
 DOCS = Path(__file__).parent
-PAGE = DOCS / "manifest.md"
+PAGE = DOCS / "reference" / "manifest.md"
 _VERSION = StepManifest.model_fields["schema_version"].default
 _MODELS: dict[str, type[BaseModel]] = {
     "manifest": StepManifest,
@@ -35,7 +35,8 @@ _MODELS: dict[str, type[BaseModel]] = {
     "redo": RedoEntry,
     "bound": BoundEntry,
     "ref": Ref,
-    "tombstone": Tombstone,
+    "tombstone": Deletion,
+    "signature": Signature,
     "run": RunDescription,
 }
 _NAMES = {str: "text", int: "integer", float: "number", bool: "true or false", NoneType: "null"}
@@ -59,7 +60,7 @@ def schemas() -> dict[Path, str]:
     content = {
         f"manifest-{_VERSION}.json": StepManifest.model_json_schema(),
         "ledger.json": entry.json_schema(),
-        "tombstone.json": Tombstone.model_json_schema(),
+        "tombstone.json": Deletion.model_json_schema(),
     }
     return {DOCS / "schemas" / name: json.dumps(schema, indent=2) + "\n" for name, schema in content.items()}
 

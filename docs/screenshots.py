@@ -4,7 +4,7 @@
     python docs/screenshots.py runs/first runs/mixed
 
 Both runs must be tracked in the store beside them. Chromium is the one on the path, or playwright's own
-(`playwright install chromium`). The pictures go to docs/images/, or where --out says.
+(`playwright install chromium`). The pictures go to docs/images/, or to the folder of --out.
 """
 
 import argparse
@@ -26,9 +26,9 @@ from urllib.parse import quote
 from PIL import Image
 from playwright.sync_api import Page, ViewportSize, sync_playwright
 
+from flows.tracking.record import TrackingRecord, read_record
 from fp8core.report.run_data import read_runs
 from fp8core.report.run_report import report_html
-from tasks.tracking_record import TrackingRecord, read_record
 
 IMAGES = Path(__file__).parent / "images"
 WIDTH, HEIGHT = 1440, 900

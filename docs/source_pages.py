@@ -1,7 +1,7 @@
 """A hook of MkDocs: files of the repository that pages link to become pages of the site.
 
 `[filter](../tasks/filter.py)` works on GitHub as it stands. The site has no such file, so it gets a page
-`source/tasks/filter.py.html` with the file's text, or the names in a folder, and the link leads there. A link to
+`source/tasks/filter.py.html` with the file's text, or the names in a folder. The link leads there. A link to
 what is not in the repository is left as it is, and MkDocs complains.
 """
 

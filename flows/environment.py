@@ -1,12 +1,13 @@
-"""The one place that reads and sets environment variables, before what reads them is imported.
+"""The one place that reads and sets environment variables, before the libraries that read them are imported.
 
 Prefect reads its own once, when it is imported; MLflow at every request; an engine when it is imported. A process that
-is started for one of several engines narrows its own CUDA_VISIBLE_DEVICES (`fp8core.rollout.vllm_child`).
+is started for one of several engines narrows its own CUDA_VISIBLE_DEVICES (`fp8core.rollout.vllm.process`).
 """
 
 import atexit
 import fcntl
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
@@ -18,10 +19,22 @@ if TYPE_CHECKING:
     from fp8core.config.run import RunConfig
 
 
-def quiet_prefect() -> None:
-    """Leave the terminal to our own lines; what Prefect logs still reaches its server and its UI.
+def search_last(folder: Path) -> None:
+    """Find modules of the user's own (`uses: mine:score`) in a folder, after the standard library and all packages.
 
-    But not that a task "Finished in state Completed()": its state says so, and each log costs time in every step.
+    A file `rich.py` that happens to lie there is never imported instead of a library. This holds here and in processes
+    that libraries start with `python -m` or `-c`, as Prefect's workers and `multiprocessing` do.
+    """
+    # Python's own switch (-P): neither the working directory nor a script's folder comes first on the path.
+    os.environ.setdefault("PYTHONSAFEPATH", "1")
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+
+
+def quiet_prefect() -> None:
+    """Leave the terminal to our own lines; Prefect's log still reaches its server and its UI.
+
+    The exception is "Finished in state Completed()": the task's state shows it, and each log costs time in every step.
     """
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
     os.environ.setdefault("PREFECT_LOGGING_LOGGERS_PREFECT_TASK_RUNS_LEVEL", "WARNING")
@@ -49,8 +62,8 @@ def _prefect_home() -> Path:
 def bound_mlflow_requests() -> None:
     """A request to MLflow takes twenty seconds at most, and is made once.
 
-    MLflow by itself repeats a request for minutes, and after a lost answer creates the same run twice. Here who
-    publishes tries again, and knows what was created.
+    MLflow by itself repeats a request for minutes, and after a lost answer creates the same run twice. Here the
+    publisher repeats a request, and finds what was created.
     """
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
@@ -73,7 +86,7 @@ def start_prefect() -> None:
             server = PrefectServer()
             os.environ["PREFECT_API_URL"] = server.api
             refresh_global_settings_context()
-            # Prefect sends its last events when Python exits; what is registered before those is called after them.
+            # Prefect sends its last events when Python exits; a function registered before those is called after them.
             atexit.register(server.stop)
             server.wait()
     _refuse_silence()
@@ -92,26 +105,26 @@ def _refuse_silence() -> None:
 
 
 def set_variables(required: Mapping[str, str], suggested: Mapping[str, str]) -> None:
-    """Set what a rollout engine reads when it is imported; of what is only suggested, a user's own values stay."""
+    """Set what a rollout engine reads when it is imported; a user's own values override suggested ones."""
     os.environ.update(required)
     for name, value in suggested.items():
         os.environ.setdefault(name, value)
 
 
 def set_engine_variables(config: "RunConfig") -> None:
-    """Set what the configuration's engine and trainer read; what builds either calls this first.
+    """Set what the configuration's engine and trainer read; called before either is built.
 
     Raises:
-        UserError: the engine cannot be had (`fp8core.workers.build.check_engine`).
+        UserError: the engine is not available (`fp8core.run.build.check_engine`).
     """
-    from fp8core.workers.build import engine_environment
+    from fp8core.run.build import engine_environment
 
     environment = engine_environment(config)
     set_variables(environment.required, environment.suggested)
 
 
 def service_environment(prefect: str, mlflow: str) -> dict[str, str]:
-    """What `fp8-grpo up` gives its servers, its workers and the trainings they start.
+    """Environment of the servers and workers of `fp8-grpo up`, and of the trainings they start.
 
     Databases are the servers' own variables, passed on: PREFECT_SERVER_DATABASE_CONNECTION_URL (as
     `postgresql+asyncpg://...`) and MLFLOW_BACKEND_STORE_URI (as `postgresql://...`); both default to sqlite.
@@ -136,10 +149,12 @@ def service_environment(prefect: str, mlflow: str) -> dict[str, str]:
         "MLFLOW_TRACKING_URI": mlflow,
         # A worker's training finds the flows, and steps of the user's own, by the names of their modules.
         "PYTHONPATH": os.pathsep.join(searched),
+        # Workers start trainings with `python -m`, which would search the folder they are in before all else.
+        "PYTHONSAFEPATH": "1",
         "PYTHONUNBUFFERED": "1",
     }
 
 
 def mlflow_has_database() -> bool:
-    """Whether MLFLOW_BACKEND_STORE_URI, which `mlflow server` reads itself, names the server's database."""
+    """True if MLFLOW_BACKEND_STORE_URI, which `mlflow server` reads itself, names the server's database."""
     return "MLFLOW_BACKEND_STORE_URI" in os.environ

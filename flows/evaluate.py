@@ -1,4 +1,4 @@
-"""The evaluation flow: any checkpoint on any problems, in each precision that is asked for.
+"""The evaluation flow: any checkpoint on any problems, in each requested precision.
 
 fp8-grpo evaluate RUN --samples 8             this function, in this process
 """
@@ -13,23 +13,21 @@ from prefect.cache_policies import NO_CACHE
 from pydantic import Field
 
 from flows.environment import bound_mlflow_requests
-from flows.evaluation import Asked, Checkpoint, opened, questions, refuse, variants
-from flows.failure import failed
+from flows.evaluation import Checkpoint, EvaluationRequest, opened, questions, refuse, variants
+from flows.orchestration import failed
+from flows.tracking.publish import evaluated_prompts
+from flows.tracking.results import log_evaluation
+from flows.tracking.store import quiet_store_logs
 from fp8core.config.run import RunConfig
-from fp8core.data.mistakes import check_references
 from fp8core.data.prompt import problems_digest
+from fp8core.data.source import check_references
 from fp8core.errors import UserError
-from fp8core.evaluation.measure import paired_differences
-from fp8core.evaluation.problems import Precision
-from fp8core.evaluation.result import EvaluationResult
-from fp8core.report.evaluation import evaluation_text
+from fp8core.evaluation.measure import EvaluationResult, Precision, paired_differences
+from fp8core.report.text import evaluation_text
 from fp8core.rewards.verifier import Verifier, build_verifier
-from tasks.answers import Answered, Questions, answer
-from tasks.logged_datasets import evaluated_prompts
-from tasks.logged_evaluations import log_evaluation
-from tasks.restore import RedoError
-from tasks.sync import SyncError
-from tasks.tracking_store import quiet_store_logs
+from fp8core.run.answers import Answered, Questions, answer
+from fp8core.run.replay import FAILURES
+from fp8core.run.resume import RedoError
 
 
 @flow(name="fp8-evaluate", persist_result=False)
@@ -50,7 +48,7 @@ def evaluate(
     output: str | None = None,
     overrides: dict[str, Any] | list[str] | None = None,
 ) -> Any:
-    """Measure a checkpoint, with the uncertainty; returns the result. What went wrong is the failed state's message.
+    """Measure a checkpoint, with the uncertainty; returns the result. A failed state has the reason as its message.
 
     Prefect shows what follows beside the fields of its form.
 
@@ -73,7 +71,7 @@ def evaluate(
     """
     bound_mlflow_requests()
     quiet_store_logs()
-    asked = Asked(
+    asked = EvaluationRequest(
         target, step, config, data, split, prompts, samples, k, temperature, max_new_tokens, precisions, seed,
         confidence, overrides,
     )  # fmt: skip
@@ -83,13 +81,13 @@ def evaluate(
             result = measured(asked, checkpoint)
             _tell(result, output)
             print(_log(asked, checkpoint, result), flush=True)
-    except (UserError, SyncError, RedoError) as error:
+    except (UserError, RedoError, *FAILURES) as error:
         return failed(str(error))
     return result.model_dump(mode="json")
 
 
-def measured(asked: Asked, checkpoint: Checkpoint) -> EvaluationResult:
-    """Ask in each precision, and compare each with the first."""
+def measured(asked: EvaluationRequest, checkpoint: Checkpoint) -> EvaluationResult:
+    """Measure in each precision, and compare each with the first."""
     config = checkpoint.config
     questioned, configs = questions(asked, config), variants(asked, config)
     with closing(build_verifier(config.reward)) as verifier:
@@ -121,7 +119,7 @@ def measured(asked: Asked, checkpoint: Checkpoint) -> EvaluationResult:
 
 
 def _answer(name: Precision, config: RunConfig, questioned: Questions, verifier: Verifier) -> Answered:
-    """One precision as a Prefect task, which is given nothing that Prefect would look into."""
+    """One precision as a Prefect task, without arguments that Prefect would inspect."""
 
     @task(name=f"answer-{name}", persist_result=False, cache_policy=NO_CACHE)
     def body() -> Answered:
@@ -134,7 +132,7 @@ def _answer(name: Precision, config: RunConfig, questioned: Questions, verifier:
     return done
 
 
-def _log(asked: Asked, checkpoint: Checkpoint, result: EvaluationResult) -> str:
+def _log(asked: EvaluationRequest, checkpoint: Checkpoint, result: EvaluationResult) -> str:
     config = checkpoint.config
     dataset = evaluated_prompts(config, result.data_digest, result.prompts, heldout=asked.data is None)
 

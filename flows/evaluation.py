@@ -1,6 +1,5 @@
-"""What an evaluation is about: from flat parameters to a checkpoint that can be asked, without Prefect."""
+"""Subject of an evaluation: from flat parameters to a checkpoint that is ready to answer, without Prefect."""
 
-import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,22 +10,21 @@ from typing import Any
 import torch
 
 from flows.environment import set_variables
-from flows.named_run import description_of, find_run
+from flows.run_lookup import description_of, find_run
 from fp8core.config.load import Overrides, load_config, merged_overrides, reload_config
 from fp8core.config.run import RunConfig
 from fp8core.data.prompt import Problem
 from fp8core.errors import UserError
-from fp8core.evaluation.measure import Counting
-from fp8core.evaluation.problems import Precision, all_problems, contract_in, heldout_problems
+from fp8core.evaluation.measure import Counting, Precision, all_problems, contract_in, heldout_problems
 from fp8core.report.console import Console
-from fp8core.workers.build import check_engine, engine_environment
-from tasks.answers import Questions
-from tasks.export import ORIGIN, stored_policy
-from tasks.scratch import Original
+from fp8core.run.answers import Questions
+from fp8core.run.build import check_engine, engine_environment
+from fp8core.run.export import ORIGIN, read_origin, stored_policy
+from fp8core.run.replay import RunSnapshot
 
 
 @dataclass(frozen=True)
-class Asked:
+class EvaluationRequest:
     """The flat parameters of an evaluation; see `flows.evaluate.evaluate`, which has their bounds and meanings."""
 
     target: str
@@ -47,13 +45,13 @@ class Asked:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What is evaluated.
+    """A checkpoint to evaluate.
 
     Attributes:
         config: its `model` is the folder with the weights.
         home: folder of the run, or of the checkpoint.
         step: of the run; None: a folder.
-        weights_digest: of the FP32 weights, where it is known.
+        weights_digest: of the FP32 weights, if known.
     """
 
     config: RunConfig
@@ -62,8 +60,8 @@ class Checkpoint:
     weights_digest: str | None
 
 
-def refuse(asked: Asked) -> None:
-    """Find what can be found before anything is loaded.
+def refuse(asked: EvaluationRequest) -> None:
+    """Check the parameters before anything is loaded.
 
     Raises:
         UserError: there is no such target, step or configuration, or parameters contradict each other.
@@ -82,16 +80,15 @@ def refuse(asked: Asked) -> None:
 
 
 @contextmanager
-def opened(asked: Asked) -> Iterator[Checkpoint]:
-    """The checkpoint while the block lasts: a step of a run that has none is restored for so long.
+def opened(asked: EvaluationRequest) -> Iterator[Checkpoint]:
+    """The checkpoint while the block lasts: a step without one is restored for that time.
 
     Raises:
         UserError, RedoError: as `stored_policy`.
     """
     if _is_checkpoint(asked.target):
         folder = Path(asked.target).absolute()
-        origin = folder / ORIGIN
-        digest = json.loads(origin.read_text())["weights_digest"] if origin.is_file() else None
+        digest = read_origin(folder).weights_digest if (folder / ORIGIN).is_file() else None
         yield Checkpoint(_config(asked, folder), folder, None, digest)
         return
     run = _original(asked.target)
@@ -101,8 +98,8 @@ def opened(asked: Asked) -> Iterator[Checkpoint]:
         yield Checkpoint(_config(asked, policy.folder.absolute()), run.folder, step, policy.weights_digest)
 
 
-def questions(asked: Asked, config: RunConfig) -> Questions:
-    """The problems, and how they are asked. Raises UserError as `refuse`, and on data that cannot be read."""
+def questions(asked: EvaluationRequest, config: RunConfig) -> Questions:
+    """The problems, and how they are put. Raises UserError as `refuse`, and on data that cannot be read."""
     return Questions(
         problems=problems(asked, config),
         samples=asked.samples,
@@ -112,16 +109,16 @@ def questions(asked: Asked, config: RunConfig) -> Questions:
     )
 
 
-def problems(asked: Asked, config: RunConfig) -> list[Problem]:
+def problems(asked: EvaluationRequest, config: RunConfig) -> list[Problem]:
     """All rows of `data`, or the held-out prompts of the configuration. Raises UserError: they cannot be read."""
     return heldout_problems(config) if asked.data is None else all_problems(config, asked.prompts)
 
 
-def variants(asked: Asked, config: RunConfig) -> dict[Precision, RunConfig]:
+def variants(asked: EvaluationRequest, config: RunConfig) -> dict[Precision, RunConfig]:
     """The configuration in each precision, with the environment that all of their engines need.
 
     Raises:
-        UserError: an engine cannot be had, or they need to be started differently.
+        UserError: an engine is not available, or they need to be started differently.
     """
     found = {
         name: config.model_copy(update={"precision": contract_in(name, config.precision)}) for name in asked.precisions
@@ -137,8 +134,8 @@ def variants(asked: Asked, config: RunConfig) -> dict[Precision, RunConfig]:
     return found
 
 
-def _config(asked: Asked, weights: Path) -> RunConfig:
-    """The configuration with the asked settings, whose model is a folder."""
+def _config(asked: EvaluationRequest, weights: Path) -> RunConfig:
+    """The configuration with the requested settings, whose model is a folder."""
     own: Mapping[str, Any] = {
         "model": str(weights),
         "revision": None,
@@ -156,7 +153,7 @@ def _config(asked: Asked, weights: Path) -> RunConfig:
     return reload_config(description_of(find_run(asked.target)).config, settings)
 
 
-def _given(asked: Asked) -> dict[str, Any]:
+def _given(asked: EvaluationRequest) -> dict[str, Any]:
     """Parameters that are settings of a configuration."""
     settings = {
         "data.source": asked.data,
@@ -167,14 +164,14 @@ def _given(asked: Asked) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if value is not None}
 
 
-def _counted(asked: Asked) -> list[int]:
+def _counted(asked: EvaluationRequest) -> list[int]:
     k = sorted({1, asked.samples} if asked.k is None else set(asked.k))
     if k[-1] > asked.samples:
         raise UserError(f"k={k[-1]} needs as many samples of a prompt, but samples={asked.samples}")
     return k
 
 
-def _temperature(asked: Asked, config: RunConfig) -> float:
+def _temperature(asked: EvaluationRequest, config: RunConfig) -> float:
     if asked.temperature is None:
         return 0.0 if asked.samples == 1 else config.rollout.temperature
     if asked.temperature == 0 and asked.samples > 1:
@@ -186,10 +183,10 @@ def _is_checkpoint(target: str) -> bool:
     return (Path(target) / "config.json").is_file()
 
 
-def _original(target: str) -> Original:
+def _original(target: str) -> RunSnapshot:
     folder = find_run(target)
-    return Original.read(folder, description_of(folder))
+    return RunSnapshot.read(folder, description_of(folder))
 
 
-def _step(run: Original, step: int | None) -> int:
+def _step(run: RunSnapshot, step: int | None) -> int:
     return max(run.ledger.steps(), default=0) if step is None else step

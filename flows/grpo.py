@@ -6,7 +6,7 @@ prefect deployment run fp8-grpo/tiny          this function, from a worker
 
 import sys
 import time
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 from prefect import flow, runtime
@@ -17,33 +17,32 @@ from prefect.states import Paused, Suspended
 from pydantic import Field
 
 from flows.environment import bound_mlflow_requests, set_engine_variables
-from flows.failure import failed
-from flows.guardian import Guardian
-from flows.iteration import as_task, prefect_tasks, run_iteration
-from flows.named_run import load_settings
-from flows.run_artifacts import run_artifacts
-from flows.termination import keep_interrupt, stop_on_sigterm
+from flows.orchestration import PrefectExecution, T, failed
+from flows.run_lookup import load_settings
+from flows.termination import Interrupt, StopRequest, keep_interrupt, stop_on_sigterm
+from flows.tracking.guardian import Guardian
+from flows.tracking.prefect_artifacts import RunArtifacts, run_artifacts
+from flows.tracking.publish import write_report
+from flows.tracking.session import Session, follow_ledger, open_session
+from flows.tracking.store import quiet_store_logs, ui_command
+from fp8core.alignment.bounds import stop_bounds
 from fp8core.config.load import merged_overrides
 from fp8core.config.run import RUN_NAME, RunConfig
 from fp8core.errors import UserError
 from fp8core.report.console import Console, StyleAccuracy
-from fp8core.report.curves import draw_curves
+from fp8core.report.drawing import draw_png
+from fp8core.report.run_charts import training_charts
 from fp8core.report.summary import StepTiming, Summary, summarise
-from fp8core.store.artifacts import Ref
+from fp8core.run import loop
+from fp8core.run.commit import step_metrics, stored_manifest
+from fp8core.run.context import RunContext
+from fp8core.run.execute import Interval, StepError, TaskResult
+from fp8core.run.loop import BoundError, TrainingPaused, next_step, save_last
+from fp8core.run.policy import SyncError
+from fp8core.run.resume import RedoError, history
 from fp8core.store.ledger import START
+from fp8core.store.manifest import Head
 from fp8core.training.trainer import NotFiniteError
-from fp8core.workers.live import live_run
-from tasks import start
-from tasks.bounds import BoundError, TrainingPaused, carry_out, crossing
-from tasks.checkpoint import checkpoint_due, missing_checkpoint, save_state, unsaved_step
-from tasks.commit import commit_step, history, step_metrics
-from tasks.execute import Interval, StepError, TaskResult
-from tasks.loop import next_step
-from tasks.publish import write_report
-from tasks.restore import RedoError, carried, restore
-from tasks.session import Session, follow_ledger, open_session
-from tasks.sync import SyncError
-from tasks.tracking_store import quiet_store_logs, ui_command
 
 
 # Prefect's form takes bounds from the types and descriptions from the docstring.
@@ -56,7 +55,7 @@ def grpo(
     overrides: dict[str, Any] | list[str] | None = None,
     new_code: bool = False,
 ) -> Any:
-    """Train a policy with GRPO; returns the summary. What went wrong is the message of the failed state.
+    """Train a policy with GRPO; returns the summary. A failed state has the reason as its message.
 
     Args:
         config: A shipped name (tiny, gsm8k), the path of a configuration, or the folder of a run to continue.
@@ -82,7 +81,7 @@ def grpo(
 
 
 def train(config: RunConfig, *, new_code: bool = False) -> Summary:
-    """Train from wherever the run stands to its last step, or to the step in which SIGTERM comes."""
+    """Train from the run's current step to its last step, or to the step in which SIGTERM comes."""
     console, name = Console(sys.stdout, config.steps), run_name(config)
     set_engine_variables(config)
     with (
@@ -92,98 +91,78 @@ def train(config: RunConfig, *, new_code: bool = False) -> Summary:
         keep_interrupt() as interrupt,
         stop_on_sigterm() as stop,
     ):
-        begin(session)
-        tasks = prefect_tasks(session.run.plan)
-        watch(session)
-        for index in range(next_step(session.run), config.steps + 1):
-            interrupt.check()
-            if stop.requested:
-                leave(session, index - 1)
-                stop.carry_out()
-            iterate(session, tasks, index)
-            artifacts.step_done(index)
-            watch(session)
+        loop.train(session.run, FlowExecution(session, artifacts, interrupt, stop))
         return finish(session, console)
 
 
-def begin(session: Session) -> None:
-    """Policy 0, its scales and its accuracy; then back to where an earlier process stopped."""
-    run, folder = session.run, session.run.directory.path
-    session.stage("warm_start", _warm_start(folder, index=START))
-    scales: TaskResult = _first_scales(folder, index=START)
-    session.stage("first_scales", scales)
-    evaluated = _first_evaluation(folder, index=START, scales=scales.entry.outputs["scales"])
-    session.stage("first_evaluation", evaluated)
-    styles = run.directory.store.get_json(evaluated.entry.outputs["evaluation"]).get("styles", [])
-    if styles and not evaluated.reused:
-        run.console.styles([StyleAccuracy(**style) for style in styles])
-    if run.directory.ledger.step(START) is None:
-        commit_step(run, START)
-    redone = restore(run)
-    follow_ledger(session)
-    if next_step(run) > START + 1:
-        run.console.note(f"continues after step {next_step(run) - 1}; {redone} updates redone from rollouts")
-    if (missing := missing_checkpoint(run)) is not None:
-        _checkpoint(folder, missing)
-        session.publisher.wake()
+class FlowExecution(PrefectExecution):
+    """A training whose tasks are Prefect's, and which the console, MLflow and Prefect's artifacts follow."""
 
+    def __init__(self, session: Session, artifacts: RunArtifacts, interrupt: Interrupt, stop: StopRequest) -> None:
+        super().__init__(session.run.plan)
+        self._session, self._artifacts = session, artifacts
+        self._interrupt, self._stop = interrupt, stop
+        self._began, self._intervals = 0.0, dict[str, Interval]()
 
-def iterate(session: Session, tasks: Any, index: int) -> None:
-    """One iteration, committed, and checkpointed when it is due; MLflow gets it beside the next one."""
-    run, began = session.run, time.perf_counter()
-    results = run_iteration(run, tasks, index, carried(run, index))
-    intervals = {name: [result.interval] for name, result in results.items()}
-    intervals["commit"] = [_commit(run.directory.path, index)]
-    session.publisher.wake()
-    if checkpoint_due(run, index):
-        intervals["checkpoint"] = [_checkpoint(run.directory.path, index)]
-        session.publisher.wake()
-    ended = time.perf_counter()
-    session.timings.append(StepTiming(step=index, interval=(began, ended), tasks=intervals))
-    seconds = {name: result.entry.seconds for name, result in results.items()}
-    run.console.step({**step_metrics(run, index), "step": index}, ended - began, seconds)
+    def call(self, run: RunContext, name: str, index: int, body: Callable[[], T]) -> T:
+        def timed() -> T:
+            began = time.perf_counter()
+            result = body()
+            self._intervals[name] = began, time.perf_counter()
+            return result
 
+        return super().call(run, name, index, timed)
 
-def watch(session: Session) -> None:
-    """Warn, pause or fail when the training is beyond a bound of `alignment.stop` (`tasks.bounds`)."""
-    found = crossing(session.run)
-    if found is None:
-        return
-    if session.run.config.alignment.stop.action != "warn":
-        save_last(session)
-    try:
-        carry_out(session.run, found)
-    finally:
-        session.publisher.wake()
+    def stage_done(self, run: RunContext, name: str, result: TaskResult) -> None:
+        self._session.stage(name, result)
+        if name == "first_evaluation" and not result.reused:
+            styles = run.directory.store.get_json(result.entry.outputs["evaluation"]).get("styles", [])
+            run.console.styles([StyleAccuracy(**style) for style in styles])
 
+    def restored(self, run: RunContext, redone: int) -> None:
+        follow_ledger(self._session)
+        if next_step(run) > START + 1:
+            run.console.note(f"continues after step {next_step(run) - 1}; {redone} updates redone from rollouts")
 
-def leave(session: Session, index: int) -> None:
-    """Write a checkpoint of the last step, so that continuing has nothing to redo."""
-    save_last(session)
-    session.run.console.note(f"stopped after step {index}")
+    def before_step(self, run: RunContext, index: int) -> None:
+        self._interrupt.check()
+        if self._stop.requested:
+            save_last(run, self)
+            run.console.note(f"stopped after step {index - 1}")
+            self._stop.carry_out()
+        self._began, self._intervals = time.perf_counter(), {}
 
+    def written(self, run: RunContext) -> None:
+        self._session.publisher.wake()
 
-def save_last(session: Session) -> None:
-    """Write a checkpoint of the last step, unless there is one."""
-    if (unsaved := unsaved_step(session.run)) is not None:
-        _checkpoint(session.run.directory.path, unsaved)
-        session.publisher.wake()
+    def step_done(self, run: RunContext, index: int, results: Mapping[str, TaskResult]) -> None:
+        began, ended = self._began, time.perf_counter()
+        intervals = {name: result.interval for name, result in results.items()} | self._intervals
+        tasks = {name: [interval] for name, interval in intervals.items()}
+        self._session.timings.append(StepTiming(step=index, interval=(began, ended), tasks=tasks))
+        seconds = {name: result.entry.seconds for name, result in results.items()}
+        run.console.step({**step_metrics(run, index), "step": index}, ended - began, seconds)
+        self._artifacts.step_done(index)
 
 
 def finish(session: Session, console: Console) -> Summary:
     """Curves, summary and report, in the folder and in MLflow."""
     run, tracker = session.run, session.tracker
-    metrics = history(run)
+    metrics, bounds = history(run), stop_bounds(run.config)
     picture = run.directory.path / "curves.png"
-    draw_curves(metrics, picture, f"{run.directory.path.name}: {run.config.name}, seed {run.config.seed}")
+    name = run.directory.path.name
+    draw_png(training_charts(name, metrics), picture, f"{name}: {run.config.name}, seed {run.config.seed}")
     summary = summarise(
         metrics,
         session.timings,
         run=run.directory.path.name,
         mlflow_run_id=tracker.run_id,
+        chain_head=str(Head.of(stored_manifest(run, next_step(run) - 1))),
         weights_digest=run.ready_trainer().digest(),
         total_seconds=time.perf_counter() - session.began,
         stage_seconds={name: end - begin for name, (begin, end) in session.stages.items()},
+        bounds=bounds.summary,
+        bounds_crossed=len(run.directory.ledger.bounds(START + 1)) if bounds.judges else None,
     )
     run.directory.write_text("summary.json", summary.model_dump_json(indent=2) + "\n")
     write_report(run)
@@ -193,7 +172,7 @@ def finish(session: Session, console: Console) -> Summary:
 
 
 def pause(reason: str) -> State[Any]:
-    """The state of a flow run that a person will continue by its name.
+    """The state of a flow run that a user continues by its name.
 
     Raises:
         Pause: the flow run came from a deployment, where it is suspended now: resumed, it goes to a worker again.
@@ -209,35 +188,3 @@ def pause(reason: str) -> State[Any]:
 def run_name(config: RunConfig) -> str:
     """The configured name, else one that a retry of the same flow run finds again."""
     return config.run or f"{config.name}-{str(runtime.flow_run.id)[:8]}"
-
-
-@as_task("warm_start")
-def _warm_start(folder: Path, index: int) -> TaskResult:
-    run = live_run(folder)
-    result = start.warm_start(run)
-    start.bring_to_life(run)
-    return result
-
-
-@as_task("first_scales")
-def _first_scales(folder: Path, index: int) -> TaskResult:
-    return start.first_scales(live_run(folder))
-
-
-@as_task("first_evaluation")
-def _first_evaluation(folder: Path, index: int, scales: Ref) -> TaskResult:
-    return start.first_evaluation(live_run(folder), scales)
-
-
-@as_task("commit")
-def _commit(folder: Path, index: int) -> Interval:
-    began = time.perf_counter()
-    commit_step(live_run(folder), index)
-    return began, time.perf_counter()
-
-
-@as_task("checkpoint")
-def _checkpoint(folder: Path, index: int) -> Interval:
-    began = time.perf_counter()
-    save_state(live_run(folder), index)
-    return began, time.perf_counter()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from flows.environment import make_prefect_home, quiet_prefect, start_prefect
 from flows.termination import keep_interrupt
+from fp8core.errors import printable
 from fp8core.store.run_directory import read_description
 
 if TYPE_CHECKING:
@@ -26,17 +27,18 @@ def launch(config: "RunConfig", parameters: Mapping[str, Any], summary: Path | N
         config: what the flow will find from `parameters`, with the name of the run.
         parameters: of the flow.
         summary: file for the summary, or None.
-        resume: the command that continues the run, for people who stop it.
+        resume: the command that continues the run, shown after a stop.
 
     Returns: the exit code.
 
     Raises:
-        UserError: the configuration or the run it names is refused, or Prefect's server does not answer.
+        UserError: the configuration, its key or the run it names is refused, or Prefect's server does not answer.
     """
-    from fp8core.workers.build import check_inputs, check_memory
-    from tasks.opening import plan_of, refuse_conflict
+    from fp8core.run.build import check_inputs, check_memory
+    from fp8core.run.open import plan_of, refuse_conflict, signing_key
 
     plan_of(config)
+    signing_key(config, str(config.run))
     refuse_conflict(config, new_code=parameters.get("new_code", False))
     check_memory(config)
     check_inputs(config)
@@ -56,8 +58,8 @@ def launch(config: "RunConfig", parameters: Mapping[str, Any], summary: Path | N
 
 
 def stopped(reason: str, code: int) -> int:
-    """Say in one line why the command ends; returns `code`."""
-    print(f"fp8-grpo: {reason}", file=sys.stderr)
+    """Print in one line why the command ends; returns `code`."""
+    print(f"fp8-grpo: {printable(reason)}", file=sys.stderr)
     return code
 
 
@@ -92,4 +94,4 @@ def explain(state: Any) -> None:
     cause = state.result(raise_on_failure=False)
     if isinstance(cause, BaseException) and not isinstance(cause, FailedRun):
         traceback.print_exception(cause)
-    print(f"fp8-grpo: {state.message.splitlines()[0]}", file=sys.stderr)
+    print(f"fp8-grpo: {printable(state.message.splitlines()[0])}", file=sys.stderr)

@@ -1,6 +1,6 @@
 """The parity flow: one configuration trained in BF16 and in FP8 variants on the same seeds, then a verdict.
 
-fp8-grpo parity tiny                                this function, in this process
+fp8-grpo parity tiny-nightly                        this function, in this process
 prefect deployment run fp8-parity/nightly           this function, from a worker
 """
 
@@ -17,22 +17,20 @@ from prefect.states import Completed
 from pydantic import Field
 
 from flows.environment import bound_mlflow_requests
-from flows.failure import failed
-from flows.parity_night import Asked, Plan, committed, record_of, refuse
-from flows.parity_training import train_one
+from flows.orchestration import failed, unanswered
+from flows.parity_night import ParityRequest, Plan, committed, record_of, refuse
+from flows.parity_training import read_memory, train_one
+from flows.tracking.results import log_parity
+from flows.tracking.store import quiet_store_logs
 from fp8core.config.run import RUN_NAME
 from fp8core.errors import UserError, first_line
 from fp8core.parity.golden import Golden, preflight
 from fp8core.parity.measure import Measured, measure
-from fp8core.parity.night import RECORD, last_passing, write_night
-from fp8core.parity.verdict import FAIL, PASS, judge
+from fp8core.parity.verdict import FAIL, NOT_ENOUGH, RECORD, judge, last_passing, write_result
 from fp8core.report.charts import Chart
+from fp8core.report.drawing import draw_png
 from fp8core.report.parity import parity_charts, parity_html, parity_markdown
-from fp8core.report.png import draw_png
 from fp8core.report.run_data import read_run
-from tasks.logged_parity import log_parity
-from tasks.memory_watch import read_memory
-from tasks.tracking_store import quiet_store_logs
 
 VariantName = Literal["bf16", "fp8-rollout", "fp8-rollout-corrected", "fp8-end-to-end", "fp8-end-to-end-kv", "stress"]
 Seed = Annotated[int, Field(ge=0, le=2**31 - 1)]
@@ -42,9 +40,9 @@ MEMORY, PAGE, PICTURE, WORDS = "memory.jsonl", "report.html", "report.png", "rep
 # Prefect's form takes bounds from the types and descriptions from the docstring.
 @flow(name="fp8-parity", persist_result=False)
 def parity(
-    config: str = "tiny",
+    config: str = "tiny-nightly",
     name: Annotated[str | None, Field(max_length=80, pattern=RUN_NAME)] = None,
-    seeds: Annotated[tuple[Seed, ...], Field(min_length=1, max_length=100)] = (0, 1, 2),
+    seeds: Annotated[tuple[Seed, ...], Field(min_length=1, max_length=100)] | None = None,
     steps: Annotated[int | None, Field(ge=1, le=10_000_000)] = None,
     variants: Annotated[tuple[VariantName, ...], Field(min_length=1)] = (
         "bf16",
@@ -56,12 +54,14 @@ def parity(
     ),
     overrides: dict[str, Any] | list[str] | None = None,
 ) -> Any:
-    """Train in BF16 and in FP8, and judge whether FP8 learns the same; returns the verdict. FAIL fails the flow run.
+    """Train in BF16 and in FP8, and judge whether FP8 learns the same; returns the verdict.
+
+    FAIL fails the flow run; NOT ENOUGH DATA leaves it cancelled, by that name.
 
     Args:
-        config: A shipped name (tiny, gsm8k) or the path of a configuration.
+        config: A shipped name (tiny-nightly, gsm8k) or the path of a configuration.
         name: Name of the parity run; an existing one is continued, null makes one of date, settings and code.
-        seeds: Seeds that every variant is trained with; an interval needs two at least.
+        seeds: Seeds that every variant is trained with; null takes as many from 0 as `parity.seeds` says.
         steps: GRPO steps of each training; null takes the configuration's.
         variants: What to train; all but bf16 and stress are compared with bf16.
         overrides: Any other setting, as {"parity.last_evaluations": 5}.
@@ -69,7 +69,7 @@ def parity(
     bound_mlflow_requests()
     quiet_store_logs()
     try:
-        plan = refuse(Asked(config, name, seeds, steps, variants, overrides), _date())
+        plan = refuse(ParityRequest(config, name, seeds, steps, variants, overrides), _date())
     except UserError as error:
         return failed(str(error))
     plan.folder.mkdir(parents=True, exist_ok=True)
@@ -80,7 +80,7 @@ def parity(
 
 
 def _date() -> str:
-    """The day that the flow run was meant for: a retry after midnight continues what it began."""
+    """The day that the flow run was scheduled for: a retry after midnight continues what it began."""
     scheduled = runtime.flow_run.scheduled_start_time
     return (scheduled or datetime.now(UTC)).astimezone(UTC).date().isoformat()
 
@@ -98,7 +98,7 @@ def _preflight(plan: Plan) -> Golden:
 
 
 def _train(plan: Plan) -> dict[tuple[str, int], str]:
-    """Every training that is not whole yet, as a flow run of its own; returns why some failed."""
+    """Every unfinished training, as a flow run of its own; returns why some failed."""
     failures = {}
     for number, training in enumerate(plan.trainings, start=1):
         where = f"{number} of {len(plan.trainings)}, {training.variant}, seed {training.seed}"
@@ -132,7 +132,7 @@ def _verdict(plan: Plan, golden: Golden, failures: dict[tuple[str, int], str]) -
         failures=failures,
     )
     night = record_of(plan, verdict)
-    write_night(night, plan.folder)
+    write_result(night, plan.folder)
     before = last_passing(plan.folder.parent, night.config, night.name)
     text = parity_markdown(night, measured, before)
     page = parity_html(night, measured, runs, before, plan.config.parity)
@@ -141,8 +141,9 @@ def _verdict(plan: Plan, golden: Golden, failures: dict[tuple[str, int], str]) -
     print(f"{text}\n{files[1]}\n{log_parity(night, plan.config, files)}", flush=True)
     if night.outcome == FAIL:
         return failed(night.headline)
-    name = "Completed" if night.outcome == PASS else night.outcome
-    return Completed(name=name, message=night.headline, data=night.model_dump(mode="json"))
+    if night.outcome == NOT_ENOUGH:
+        return unanswered(night.outcome, night.headline)
+    return Completed(message=night.headline, data=night.model_dump(mode="json"))
 
 
 def _write_report(folder: Path, text: str, page: str, charts: Sequence[Chart]) -> list[Path]:

@@ -1,4 +1,4 @@
-"""What a parity run will train, found out before any work: configurations, run names, folders."""
+"""Plan of a parity run, made before any work: configurations, run names, folders."""
 
 import hashlib
 from dataclasses import dataclass
@@ -8,18 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from fp8core.config.capability import this_platform
-from fp8core.config.load import NOT_NUMBERS, Overrides, load_config, merged_overrides
+from fp8core.config.load import NON_NUMERIC_KEYS, Overrides, load_config, merged_overrides
 from fp8core.config.run import RunConfig, public_dump
 from fp8core.errors import UserError
-from fp8core.parity.night import Night
-from fp8core.parity.variants import VARIANTS, corrected, variant_settings
-from fp8core.parity.verdict import Verdict
-from fp8core.store.artifacts import canonical_json
-from fp8core.store.evidence import collect
+from fp8core.parity.measure import VARIANTS, corrected, variant_settings
+from fp8core.parity.verdict import ParityResult, Verdict
+from fp8core.rollout.registry import engine_entry
+from fp8core.run.build import check_memory
+from fp8core.run.open import current_code, plan_of, refuse_conflict
+from fp8core.store.json_text import canonical_json
+from fp8core.store.manifest import git_state, hardware, library_versions
 from fp8core.store.run_directory import read_description
-from fp8core.store.versions import git_state, hardware, library_versions
-from fp8core.workers.build import check_memory
-from tasks.opening import current_code, plan_of, refuse_conflict
+from fp8core.store.run_view import RunView
 
 SHELF = "parity"
 """Folder beside the runs, with a folder for each parity run."""
@@ -27,12 +27,12 @@ _DIGITS = 8
 
 
 @dataclass(frozen=True)
-class Asked:
+class ParityRequest:
     """The parameters of the flow."""
 
     config: str
     name: str | None
-    seeds: tuple[int, ...]
+    seeds: tuple[int, ...] | None
     steps: int | None
     variants: tuple[str, ...]
     overrides: Overrides | None
@@ -76,17 +76,17 @@ class Plan:
     @property
     def platform(self) -> str:
         """Where the rollout engine computes."""
-        return "cpu" if self.config.rollout.engine == "embedded" else this_platform()
+        return this_platform() if engine_entry(self.config).gpus(self.config) else "cpu"
 
 
-def refuse(asked: Asked, date: str) -> Plan:
+def refuse(asked: ParityRequest, date: str) -> Plan:
     """The plan, checked. `date` goes into the name of a parity run that has none.
 
     Raises:
         UserError: something is named twice, a configuration is refused, a run exists with another configuration, or
             does not fit on this machine.
     """
-    for what, values in (("seeds", asked.seeds), ("variants", asked.variants)):
+    for what, values in (("seeds", asked.seeds or ()), ("variants", asked.variants)):
         if len({*values}) != len(values):
             raise UserError(f"{what}: one is named twice in {', '.join(map(str, values))}")
     steps = {} if asked.steps is None else {"steps": asked.steps}
@@ -95,10 +95,11 @@ def refuse(asked: Asked, date: str) -> Plan:
     # In the order of VARIANTS: the baseline is there when a parity run is cut short.
     variants = tuple(name for name in VARIANTS if name in asked.variants)
     name = asked.name or f"{config.name}-{date}-{_digest(config)}"
+    seeds = tuple(range(config.parity.seeds)) if asked.seeds is None else asked.seeds
     trainings = tuple(
-        _training(asked.config, overrides, config, name, variant, seed) for seed in asked.seeds for variant in variants
+        _training(asked.config, overrides, config, name, variant, seed) for seed in seeds for variant in variants
     )
-    return Plan(name, config, variants, asked.seeds, trainings)
+    return Plan(name, config, variants, seeds, trainings)
 
 
 def _training(named: str, overrides: Overrides, config: RunConfig, night: str, variant: str, seed: int) -> Training:
@@ -112,8 +113,10 @@ def _training(named: str, overrides: Overrides, config: RunConfig, night: str, v
 
 
 def _digest(config: RunConfig) -> str:
-    """Of all that makes numbers: another setting or other code is another parity run."""
-    settings = {key: value for key, value in public_dump(config).items() if key not in NOT_NUMBERS or key == "steps"}
+    """Of everything that affects numbers: another setting or other code is another parity run."""
+    settings = {
+        key: value for key, value in public_dump(config).items() if key not in NON_NUMERIC_KEYS or key == "steps"
+    }
     parts = {"settings": settings, "code": current_code(), "versions": library_versions()}
     return hashlib.sha256(canonical_json(parts, "parity")).hexdigest()[:_DIGITS]
 
@@ -122,13 +125,13 @@ def committed(folder: Path) -> int | None:
     """The last committed step of a run; None when there is none."""
     if read_description(folder) is None:
         return None
-    steps = collect(folder).steps
+    steps = RunView.read(folder).steps
     return max(steps) if steps else None
 
 
-def record_of(plan: Plan, verdict: Verdict) -> Night:
-    """What the next parity run compares itself with."""
-    return Night(
+def record_of(plan: Plan, verdict: Verdict) -> ParityResult:
+    """Record for the next parity run to compare itself with."""
+    return ParityResult(
         name=plan.name,
         config=plan.config.name,
         ended=datetime.now(UTC).isoformat(timespec="seconds"),

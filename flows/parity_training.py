@@ -1,37 +1,48 @@
 """One training of a parity run: in this process, or in one of its own where the rollout engine is not ours.
 
-vLLM reads its environment when it is imported, and what it leaves of a GPU's memory is free when its process is gone:
+vLLM reads its environment when it is imported, and the rest of its GPU memory is free only when its process is gone:
 
     python -m flows.parity_training FLOW_RUN MEMORY
 
-trains what that flow run says, appends samples of its memory to the file, and stops with who started it.
+trains as that flow run specifies, appends samples of its memory to the file, and stops with its parent.
 """
 
+import json
 import os
 import signal
 import sys
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from io import FileIO
 from pathlib import Path
 from typing import Any
 from uuid import UUID
 
+import psutil
 from prefect import Task, runtime
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import State
 from prefect.flow_engine import run_flow
 from prefect.states import Crashed
 
+from flows.environment import search_last
 from flows.grpo import grpo
-from flows.lifeline import Lifeline, running
 from flows.parity_night import Training
-from tasks.memory_watch import watch_memory
+from fp8core.end_with_parent import TiedProcess, running
+from fp8core.parity.measure import MemorySample
+from fp8core.rollout.registry import engine_entry
+from fp8core.store.durable import lines_forward, whole_end
 
 _INTERRUPT = b"interrupt\n"
+INTERVAL_SECONDS = 0.5
 
 
 def train_one(training: Training, memory: Path) -> State[Any]:
     """Train, and append samples of the process's memory to `memory`; returns how the flow run of it ended."""
-    if training.config.rollout.engine != "embedded":
+    if engine_entry(training.config).own_process:
         return train_apart(training.parameters, memory)
     with watch_memory(memory):
         ended: State[Any] = grpo(**training.parameters, return_state=True)
@@ -55,7 +66,7 @@ def train_apart(parameters: dict[str, Any], memory: Path) -> State[Any]:
 
 def _run_child(arguments: list[str]) -> int:
     assert sys.__stdout__ is not None, "a command has a standard output"
-    child = Lifeline(arguments, sys.__stdout__.fileno())
+    child = TiedProcess(arguments, sys.__stdout__.fileno())
     try:
         return child.wait()
     except KeyboardInterrupt:
@@ -66,7 +77,7 @@ def _run_child(arguments: list[str]) -> int:
 
 
 def _how_it_ended(client: SyncPrefectClient, flow_run: UUID, code: int | str) -> State[Any]:
-    """The final state of a flow run whose process is gone; one that could not say so itself has crashed."""
+    """The final state of a flow run whose process is gone; one that could not report it has crashed."""
     state = client.read_flow_run(flow_run).state
     assert state is not None, "every flow run has a state"
     if not state.is_final():
@@ -76,20 +87,19 @@ def _how_it_ended(client: SyncPrefectClient, flow_run: UUID, code: int | str) ->
 
 
 def _stop_with_parent() -> None:
-    """Its Ctrl-C is ours; its end asks us to stop after the step that we are in."""
+    """The parent's Ctrl-C is raised here too; the parent's end stops this process after the current step."""
     # No buffered read, whose lock a thread would still hold when the interpreter ends.
     word = os.read(0, len(_INTERRUPT))
     os.kill(os.getpid(), signal.SIGINT if word == _INTERRUPT else signal.SIGTERM)
 
 
 def _train(flow_run: UUID, memory: Path) -> int:
-    """The exit code; the flow run says more."""
+    """The exit code; the flow run holds the details."""
     # An exception, so that the run is closed.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Thread(target=_stop_with_parent, daemon=True).start()
-    # Verifiers of the user's own lie in the working directory.
-    sys.path.insert(0, os.getcwd())
+    search_last(Path.cwd())
     with get_client(sync_client=True) as client:
         found = client.read_flow_run(flow_run)
     try:
@@ -98,6 +108,37 @@ def _train(flow_run: UUID, memory: Path) -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     return 0 if state.is_completed() else 1
+
+
+@contextmanager
+def watch_memory(path: Path) -> Iterator[None]:
+    """Append a sample to `path` every INTERVAL_SECONDS while the block lasts; its folder exists."""
+    over = threading.Event()
+    thread = threading.Thread(target=_follow, args=(path, over), name="memory-watch", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def read_memory(path: Path) -> list[MemorySample]:
+    """All samples, the oldest first; none without the file. A torn last line is left out."""
+    if not path.is_file():
+        return []
+    with FileIO(path) as file:
+        return [MemorySample(**json.loads(line)) for _, line in lines_forward(file, 0, whole_end(file))]
+
+
+def _follow(path: Path, over: threading.Event) -> None:
+    process = psutil.Process()
+    with FileIO(path, "a+") as file:
+        # A kill may have torn the last line.
+        file.truncate(whole_end(file))
+        while not over.wait(INTERVAL_SECONDS):
+            sample = MemorySample(time.time(), os.getpid(), process.memory_info().rss / 2**20)
+            file.write(f"{json.dumps(asdict(sample))}\n".encode())
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""What a Prefect server needs before it runs our deployments: work pools, and a rule for runs that fell silent.
+"""Setup of a Prefect server for our deployments: work pools, and a rule for runs that fell silent.
 
     python -m flows.pools
 
 writes them into the database of a server before it starts. One that runs with SQLite may fall silent for ever when a
-rule is made or changed (Prefect 3.7): its event loop waits for a lock that may be held by a service, which looks for
-changed rules every five seconds, and that service waits for the event loop.
+rule is made or changed (Prefect 3.7). Its event loop waits for a lock that a service may hold; the service looks for
+changed rules every five seconds. That service in turn waits for the event loop.
 """
 
 import asyncio
@@ -32,8 +32,8 @@ async def prepare(client: PrefectClient) -> None:
 
     Flow runs send heartbeats whichever worker of a pool starts them, on this machine or another.
 
-    A worker reports when the process of a flow run dies. The rule is for when the worker died too: the machine went
-    away, say. Without it the run would be shown as running, and hold its place in the pool, for ever.
+    A worker reports when the process of a flow run dies. The rule is for when the worker died too, as with its machine.
+    Without it the run would be shown as running, and hold its place in the pool, for ever.
     """
     for name in (CPU, GPU):
         template = ProcessWorker.get_default_base_job_template()
@@ -45,12 +45,12 @@ async def prepare(client: PrefectClient) -> None:
     if not known:
         await client.create_automation(rule)
     elif AutomationCore.model_validate(known[0].model_dump(include=set(AutomationCore.model_fields))) != rule:
-        # Only then: the server forgets what a rule has seen when it is changed, so runs that are silent already too.
+        # Only then: a change drops what the rule has seen, and with it runs that are silent already.
         await client.update_automation(known[0].id, rule)
 
 
 def silent_run_rule(seconds: int) -> AutomationCore:
-    """Crashed is a flow run that sent heartbeats and then, for `seconds`, neither one nor a word of its end."""
+    """Crashed is a flow run that sent heartbeats and then, for `seconds`, neither one nor a final state."""
     return AutomationCore(
         name=SILENT,
         description=f"No heartbeat for {seconds} s. A retry continues the training from its folder.",
@@ -73,13 +73,13 @@ def silent_run_rule(seconds: int) -> AutomationCore:
 
 def of_this_machine() -> list[str]:
     """The pools whose runs this machine can serve. Runs of the others wait for a worker elsewhere."""
-    import torch  # not above: who writes the pools does without it
+    import torch  # not above: writing the pools does not need it
 
     return [CPU, GPU] if torch.cuda.is_available() else [CPU]
 
 
 def is_polled(client: SyncPrefectClient, pool: str, worker: str) -> bool:
-    """Whether the worker of that name looks for runs of a pool."""
+    """True if the worker of that name looks for runs of a pool."""
     found = client.read_workers_for_work_pool(pool)
     return any(each.name == worker and each.status == WorkerStatus.ONLINE for each in found)
 

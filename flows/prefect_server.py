@@ -1,11 +1,11 @@
-"""The Prefect server of one training, where none is configured: it ends with that training, whatever ends it.
+"""The Prefect server of one training, where none is configured: it ends with that training in every case.
 
     python -m flows.prefect_server FILE
 
 serves Prefect's API, without its UI, on a bound socket that it inherits as that file number, until the file at its
-standard input ends. Prefect would start one by itself, but as a child like any other: a signal to the process group
-ends it before the training has reported, SIGKILL of the training leaves it running, and it holds the training's
-standard output open.
+standard input ends. Prefect would start one by itself, but as an ordinary child. A signal to the process group ends
+that before the training has reported. SIGKILL of the training leaves it running, with the training's standard output
+open.
 """
 
 import os
@@ -17,7 +17,7 @@ import threading
 import time
 import urllib.request
 
-from flows.lifeline import Lifeline, running
+from fp8core.end_with_parent import TiedProcess, running
 from fp8core.errors import UserError
 
 _START_SECONDS = 180.0
@@ -34,10 +34,10 @@ class PrefectServer:
             bound.bind(("127.0.0.1", 0))
             self.api = f"http://127.0.0.1:{bound.getsockname()[1]}/api"
             arguments = running("flows.prefect_server", str(bound.fileno()))
-            self._lifeline = Lifeline(arguments, self._output, files=[bound.fileno()])
+            self._lifeline = TiedProcess(arguments, self._output, files=[bound.fileno()])
 
     def wait(self) -> None:
-        """Return when it serves. Raises UserError, with its last words, when it does not come to that."""
+        """Return when it serves. Raises UserError, with its last output, when it does not."""
         deadline = time.monotonic() + _START_SECONDS
         while not answers(f"{self.api}/health"):
             if self._lifeline.exit_code is not None or time.monotonic() > deadline:
@@ -48,12 +48,12 @@ class PrefectServer:
             time.sleep(0.1)
 
     def stop(self) -> None:
-        """End it and wait until it has stored what it was told."""
+        """End it and wait until it has stored what it received."""
         self._lifeline.end()
 
 
 def answers(url: str) -> bool:
-    """Whether an HTTP server says 200 there."""
+    """True if an HTTP server answers 200 there."""
     try:
         with urllib.request.urlopen(url, timeout=5) as answer:
             return bool(answer.status == 200)
@@ -71,7 +71,7 @@ def serve(bound: socket.socket) -> None:
     prepare_sqlite()
     app = create_app(ephemeral=True, final=True)
     server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
-    # Not in the main thread, where uvicorn would take the signals for itself.
+    # Not in the main thread, where uvicorn would handle the signals itself.
     serving = threading.Thread(target=server.run, args=([bound],), daemon=True)
     serving.start()
     _wait_for_end(serving)

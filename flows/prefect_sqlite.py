@@ -1,4 +1,4 @@
-"""What Prefect's server needs of its process when it keeps its data in SQLite, as it does unless it is told otherwise.
+"""Changes to the process of Prefect's server when it keeps its data in SQLite, as it does by default.
 
     python -m flows.prefect_sqlite ARGUMENTS
 
@@ -8,8 +8,8 @@ SQLite refuses a transaction that has read and now writes, at once, when another
 locked"). Prefect 3.7 has many such transactions, makes one at every look of a worker (`mark_deployments_ready`), and
 repeats them. But aiosqlite gives each connection a thread, and SQLAlchemy 2.0 leaves the cursor of a failed statement
 open. The frames of the exception, a cycle, hold it until Python collects garbage, mostly in the thread of the event
-loop. To end the cursor there takes the connection's mutex; while that connection waits for SQLite's write lock, the
-event loop waits too, and who holds the lock needs the event loop to let it go. The whole server is silent until the
+loop. To end the cursor there takes the connection's mutex. While that connection waits for SQLite's write lock, the
+event loop waits too; the holder of the lock needs the event loop to release it. The whole server is silent until the
 connection gives up, which is after 60 s with Prefect. So a cursor whose statement failed is closed here by the thread
 that ran it.
 """
@@ -46,8 +46,8 @@ class _Connection(sqlite3.Connection):
 def prepare_sqlite() -> None:
     """Before this process serves: failed cursors are closed, and a refused transaction that is repeated is no error.
 
-    Prefect leaves such errors out of its log unless PREFECT_SERVER_LOG_RETRYABLE_ERRORS asks for them, but not under
-    the name that docket (its queue of background work) gives to what it repeats.
+    Prefect omits such errors from its log unless PREFECT_SERVER_LOG_RETRYABLE_ERRORS is set. It does not omit them
+    under the name that docket (its queue of background work) gives to repeated work.
     """
     event.listen(Engine, "do_connect", _make_ours)
     logging.getLogger("docket.dependencies").addFilter(_is_news)

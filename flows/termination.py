@@ -9,36 +9,36 @@ from types import FrameType
 
 
 class StopRequest:
-    """Whether this process was asked to stop; a training looks at it between steps."""
+    """Record of a request to stop this process; a training checks it between steps."""
 
     def __init__(self) -> None:
         self.requested = False
 
     def carry_out(self) -> None:
-        """Stop now, by whoever handled SIGTERM before us. Prefect raises, reports the flow run and passes it on."""
+        """Stop now, through the previous handler of SIGTERM. Prefect raises, reports the flow run and passes it on."""
         signal.raise_signal(signal.SIGTERM)
-        # Somebody had chosen to ignore it; we were asked all the same.
+        # The previous handler ignores it, but the request stands.
         sys.exit(128 + signal.SIGTERM)
 
 
 class Interrupt:
-    """Whether Ctrl-C came, whatever became of it."""
+    """Record of Ctrl-C, whatever became of it."""
 
     def __init__(self) -> None:
         self.came = False
 
     def check(self) -> None:
-        """Raises KeyboardInterrupt when it came, and somebody made nothing of it."""
+        """Raises KeyboardInterrupt when it came, and was suppressed."""
         if self.came:
             raise KeyboardInterrupt
 
 
 @contextmanager
 def keep_interrupt() -> Iterator[Interrupt]:
-    """While the block lasts, Ctrl-C raises what it did before, and an error that it turns into is that again.
+    """While the block lasts, Ctrl-C works as before, and an error that replaces KeyboardInterrupt becomes it again.
 
-    Prefect's engine passes KeyboardInterrupt on, but at some points falls over it: one that comes while a task run is
-    made becomes an error of the engine's own, and one that comes in a destructor is gone.
+    Prefect's engine passes KeyboardInterrupt on, with two exceptions. One that comes while a task run is made becomes
+    an error of the engine's own; one that comes in a destructor is gone.
     """
     interrupt, before = Interrupt(), signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
@@ -62,9 +62,9 @@ def keep_interrupt() -> Iterator[Interrupt]:
 
 @contextmanager
 def stop_on_sigterm() -> Iterator[StopRequest]:
-    """While the block lasts, the first SIGTERM is a request; a second one does what it would do without the block.
+    """While the block lasts, the first SIGTERM is a request; a second one has the same effect as without the block.
 
-    Only a process's main thread may handle signals: in any other one SIGTERM does what it does.
+    Only a process's main thread may handle signals: in any other one SIGTERM keeps its effect.
     """
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():

@@ -9,18 +9,14 @@ from fp8core.config.steps import NoOptions
 from fp8core.errors import UserError
 from fp8core.numerics.kv_scales import (
     LayerAmax,
-    LayerHistograms,
-    LayerScales,
     average_amax,
-    covered_amax,
     scale_distance,
-    scales_from_statistics,
 )
-from fp8core.numerics.magnitudes import MagnitudeHistogram
 from fp8core.rl.batch import TokenBatch
 from fp8core.rollout.engine import PolicyScales
+from fp8core.run.context import RunContext
+from fp8core.run.policy import covered, read_histograms, scales_of, store_scales
 from fp8core.store.artifacts import Ref
-from fp8core.workers.live import LiveRun
 from tasks.step import step
 
 
@@ -30,7 +26,7 @@ from tasks.step import step
     outputs={"next_scales": "scales"},
 )
 def calibrate(
-    run: LiveRun,
+    run: RunContext,
     index: int,
     options: NoOptions,
     kv_statistics: Ref,
@@ -38,7 +34,7 @@ def calibrate(
     next_policy: Ref,
     rollouts: Ref | None = None,
 ) -> dict[str, Ref]:
-    """s_{i+1}: the average over steps of what the log-prob pass saw under v_i, or of a fresh pass under v_{i+1}."""
+    """s_{i+1}: the average over steps of amax in the log-prob pass under v_i, or in a fresh pass under v_{i+1}."""
     store = run.directory.store
     version = store.get_json(next_policy)["version"]
     previous = [LayerAmax(**layer) for layer in store.get_json(scales)["amax"]]
@@ -61,49 +57,10 @@ def spread(rollouts: pa.Table, count: int | None) -> pa.Table:
     return rollouts.take([i * rows // kept for i in range(kept)])
 
 
-def covered(config: RunConfig, histograms: list[LayerHistograms]) -> list[LayerAmax]:
-    """The magnitudes of one step that the run's scales shall cover."""
-    return covered_amax(histograms, config.calibration.covered_percentile)
-
-
-def scales_of(config: RunConfig, amax: list[LayerAmax]) -> list[LayerScales]:
-    """The run's scales for the given magnitudes."""
-    return scales_from_statistics(amax, config.calibration.margin, config.precision.scale_rule)
-
-
-def store_scales(run: LiveRun, version: int, amax: list[LayerAmax]) -> Ref:
-    """Scales for one version of the policy, with the magnitudes the next average starts from."""
-    content: dict[str, Any] = {
-        "version": version,
-        "rule": run.config.precision.scale_rule,
-        "layers": [vars(layer) for layer in scales_of(run.config, amax)],
-        "amax": [vars(layer) for layer in amax],
-    }
-    return run.directory.store.put_json("scales", content)
-
-
-def read_scales(run: LiveRun, scales: Ref) -> PolicyScales:
-    """Stored scales as the engine and the decoder take them."""
-    content = run.directory.store.get_json(scales)
-    return PolicyScales(content["version"], tuple(LayerScales(**layer) for layer in content["layers"]))
-
-
 def lag_error(config: RunConfig, in_force: PolicyScales, statistics: dict[str, Any]) -> float:
-    """How far the scales of a step are from those its own statistics give, in powers of two (`scale_distance`).
+    """Distance of a step's scales from those its own statistics give, in powers of two (`scale_distance`).
 
-    The scales in force come from earlier steps and their average; this is what that costs.
+    The scales in force come from earlier steps and their average; this is the error of that.
     """
     fresh = scales_of(config, covered(config, read_histograms(statistics)))
     return scale_distance(in_force.layers, fresh)
-
-
-def read_histograms(statistics: dict[str, Any]) -> list[LayerHistograms]:
-    """Histograms of an artifact of kind `kv_statistics`."""
-    return [
-        LayerHistograms(**{name: _histogram(**stored) for name, stored in layer.items()})
-        for layer in statistics["histograms"]
-    ]
-
-
-def _histogram(amax: float, first: int, counts: list[int]) -> MagnitudeHistogram:
-    return MagnitudeHistogram(amax, first, tuple(counts))

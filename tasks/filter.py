@@ -1,8 +1,8 @@
 """Optional step: leave groups without a learning signal out of the loss (DAPO, arXiv 2503.14476, section 3.2).
 
-With `rollout.oversample` above 1 this is dynamic sampling: more prompts are answered than are wanted, and the first
-`groups` with a signal stay. When there are fewer, the step fails or trains on what there is, as configured; it never
-generates again, so that an iteration stays a fixed graph.
+With `rollout.oversample` above 1 this is dynamic sampling: more prompts are answered than are needed, and the first
+`groups` with a signal stay. When there are fewer, the step fails or trains on those, as configured. It never generates
+again, so that an iteration stays a fixed graph.
 """
 
 from typing import Literal
@@ -13,15 +13,15 @@ from pydantic import Field
 
 from fp8core.config.section import Section
 from fp8core.errors import UserError
-from fp8core.rl.shaping import informative
+from fp8core.rl.advantages import informative
+from fp8core.run.context import RunContext
 from fp8core.store.artifacts import Ref
 from fp8core.store.tables import REWARDS
-from fp8core.workers.live import LiveRun
 from tasks.step import step
 
 
 class FilterOptions(Section):
-    """Which groups stay."""
+    """Selection of the groups that stay."""
 
     groups: int | None = Field(
         None, ge=1, description="Keep the first so many groups with a signal; null keeps all of them."
@@ -32,7 +32,7 @@ class FilterOptions(Section):
 
 
 @step(inputs={"rewards": "rewards"}, outputs={"filtered": "rewards"}, options=FilterOptions)
-def filter(run: LiveRun, index: int, options: FilterOptions, rewards: Ref) -> dict[str, Ref]:
+def filter(run: RunContext, index: int, options: FilterOptions, rewards: Ref) -> dict[str, Ref]:
     """Clear `keep` of every completion of a group that stays out of the loss."""
     table = run.directory.store.get_table(rewards)
     kept = keep_informative(table, options.groups)

@@ -8,14 +8,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from fp8core.config.steps import NoOptions
-from fp8core.rl.batch import TokenBatch
-from fp8core.rl.columns import column, routes
+from fp8core.rl.batch import TokenBatch, column, routes
 from fp8core.rollout.engine import PolicyScales
+from fp8core.run.context import RunContext
+from fp8core.run.policy import read_scales
 from fp8core.store.artifacts import Ref
 from fp8core.store.tables import LOGPROBS
 from fp8core.training.trainer import ScoredBatch
-from fp8core.workers.live import LiveRun
-from tasks.calibrate import read_scales
 from tasks.step import step
 
 ORDERED = ("group", "sample")
@@ -29,7 +28,9 @@ REPLAYED = ("prompt_tokens", "tokens", "experts")
     inputs={"rollouts": "rollouts", "policy": "policy", "scales": "scales"},
     outputs={"logprobs": "logprobs", "kv_statistics": "kv_statistics"},
 )
-def logprobs(run: LiveRun, index: int, options: NoOptions, rollouts: Ref, policy: Ref, scales: Ref) -> dict[str, Ref]:
+def logprobs(
+    run: RunContext, index: int, options: NoOptions, rollouts: Ref, policy: Ref, scales: Ref
+) -> dict[str, Ref]:
     """Log-probs of every completion token under v_i, with the scales s_i the rollout used."""
     store = run.directory.store
     trainer = run.ready_trainer()

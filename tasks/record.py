@@ -10,24 +10,14 @@ import torch
 
 from fp8core.alignment.metrics import alignment_metrics
 from fp8core.config.steps import NoOptions
-from fp8core.rewards.verdict import OUTCOMES
-from fp8core.rl.columns import padded
+from fp8core.rewards.scorer import OUTCOMES
+from fp8core.rl.batch import padded
+from fp8core.run.context import RunContext
+from fp8core.run.policy import read_scales
 from fp8core.store.artifacts import Ref
-from fp8core.workers.live import LiveRun
-from tasks.calibrate import lag_error, read_scales
+from fp8core.training.trainer import REPORTED
+from tasks.calibrate import lag_error
 from tasks.step import step
-
-_TRAINED = (
-    "loss",
-    "grad_norm",
-    "clip_fraction",
-    "ratio_mean",
-    "weight_mean",
-    "reference_kl",
-    "learning_rate",
-    "tokens",
-    "rows",
-)
 
 
 @step(
@@ -44,7 +34,7 @@ _TRAINED = (
     outputs={"metrics": "metrics"},
 )
 def record(
-    run: LiveRun,
+    run: RunContext,
     index: int,
     options: NoOptions,
     rollouts: Ref,
@@ -57,17 +47,18 @@ def record(
     kv_statistics: Ref | None = None,
     scales: Ref | None = None,
 ) -> dict[str, Ref]:
-    """Everything MLflow shows of the step but its timings."""
+    """Everything in MLflow about the step but its timings."""
     store = run.directory.store
     completions, scored = store.get_table(rollouts, ["logprobs", "written", "finish"]), store.get_table(logprobs)
-    # On a busy host each of hundreds of short operations would wait until all threads have had their turn: a second for
-    # 200,000 tokens in place of 0.1 (benchmarks/host_costs.py).
+    # On a busy host each of hundreds of short operations would wait until all threads have had their turn. That takes a
+    # second for 200,000 tokens instead of 0.1 (benchmarks/host_costs.py).
     with torch_threads(1):
         metrics = {
             **reward_metrics(store.get_table(rewards)),
             **rollout_metrics(completions, scored),
             **{f"alignment/{name}": value for name, value in mismatch(completions, scored).items()},
             **train_metrics(store.get_json(train_report)),
+            **{f"sync/probe_{name}": value for name, value in store.get_json(sync_report)["probe"].items()},
             **scale_metrics(store.get_json(next_scales)),
         }
     if kv_statistics is not None:
@@ -84,7 +75,7 @@ def record(
 
 @contextmanager
 def torch_threads(count: int) -> Iterator[None]:
-    """Compute with so many of torch's threads inside the block."""
+    """Compute with `count` threads of torch inside the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -134,7 +125,10 @@ def mismatch(rollouts: pa.Table, logprobs: pa.Table) -> dict[str, float]:
 def train_metrics(report: dict[str, Any]) -> dict[str, float]:
     """The numbers of a train report."""
     corrected = {f"correction/{name}": value for name, value in report["correction"].items()}
-    return {**{f"train/{name}": float(report[name]) for name in _TRAINED}, **corrected}
+    trained = {f"train/{name}": float(report[name]) for name in REPORTED}
+    if report["first_reward_slope"] is not None:
+        trained["train/first_reward_slope"] = report["first_reward_slope"]
+    return {**trained, **corrected}
 
 
 def scale_metrics(scales: dict[str, Any]) -> dict[str, float]:

@@ -1,16 +1,16 @@
 """Optional step: log-probs under the frozen reference policy, for the KL penalty of `loss.reference_kl`."""
 
 from fp8core.config.steps import NoOptions
+from fp8core.run.build import build_trainer
+from fp8core.run.context import RunContext
+from fp8core.run.policy import read_scales
 from fp8core.store.artifacts import Ref
-from fp8core.workers.build import build_trainer
-from fp8core.workers.live import LiveRun
-from tasks.calibrate import read_scales
 from tasks.logprobs import ORDERED, REPLAYED, layer_scales, logprob_table, token_batch
 from tasks.step import step
 
 
 @step(inputs={"rollouts": "rollouts", "scales": "scales"}, outputs={"reference": "logprobs"})
-def reference(run: LiveRun, index: int, options: NoOptions, rollouts: Ref, scales: Ref) -> dict[str, Ref]:
+def reference(run: RunContext, index: int, options: NoOptions, rollouts: Ref, scales: Ref) -> dict[str, Ref]:
     """The reference is the policy the run started GRPO from: after the warm start, or the checkpoint itself."""
     if run.reference is None:
         run.reference = build_trainer(run.config, run.arch, run.initial_policy())

@@ -1,14 +1,14 @@
-"""Optional step: what completions that are too long lose (DAPO, arXiv 2503.14476, section 3.4)."""
+"""Optional step: penalties of completions that are too long (DAPO, arXiv 2503.14476, section 3.4)."""
 
 import pyarrow as pa
 import torch
 from pydantic import Field, model_validator
 
 from fp8core.config.section import Section
-from fp8core.rl.shaping import overlong_penalty
+from fp8core.rl.advantages import overlong_penalty
+from fp8core.run.context import RunContext
 from fp8core.store.artifacts import Ref
 from fp8core.store.tables import REWARDS
-from fp8core.workers.live import LiveRun
 from tasks.step import step
 
 
@@ -32,7 +32,7 @@ class ShapeOptions(Section):
     outputs={"shaped": "rewards"},
     options=ShapeOptions,
 )
-def shape(run: LiveRun, index: int, options: ShapeOptions, rollouts: Ref, rewards: Ref) -> dict[str, Ref]:
+def shape(run: RunContext, index: int, options: ShapeOptions, rollouts: Ref, rewards: Ref) -> dict[str, Ref]:
     """Rewards less the overlong penalty; completions that were cut off may leave the loss, never the baseline."""
     store = run.directory.store
     return {"shaped": store.put_table("rewards", shaped(store.get_table(rollouts), store.get_table(rewards), options))}

@@ -1,10 +1,10 @@
-"""What makes a function a step of the iteration.
+"""Declaration of a function as a step of the iteration.
 
     @step(inputs={"rollouts": "rollouts"}, outputs={"rewards": "rewards"})
-    def reward(run: LiveRun, index: int, options: NoOptions, rollouts: Ref) -> dict[str, Ref]: ...
+    def reward(run: RunContext, index: int, options: NoOptions, rollouts: Ref) -> dict[str, Ref]: ...
 
 A step gets the live run, the index of the iteration, its validated options and one reference per connected input
-port, and returns one reference per output port. It is a function of its inputs, its options, the run's configuration
+port. It returns one reference per output port. It is a function of its inputs, its options, the run's configuration
 and its code; the executor relies on that.
 """
 

@@ -3,6 +3,7 @@
 import io
 import itertools
 import json
+import os
 import random
 import shutil
 import socket
@@ -24,12 +25,12 @@ from fp8core.models.architecture import Architecture, parameter_shapes
 from fp8core.models.checkpoint import save_checkpoint
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.report.console import Console
+from fp8core.run.context import RunContext
+from fp8core.run.loop import train
+from fp8core.run.open import open_directory, open_run, plan_of
 from fp8core.store.artifacts import ArtifactStore, Ref
 from fp8core.store.ledger import LedgerView
 from fp8core.store.run_directory import LEDGER, read_description
-from fp8core.workers.live import LiveRun
-from tasks.loop import train
-from tasks.opening import open_directory, open_run, plan_of
 
 # Python's garbage collector alone takes longer now and then than an example may by default.
 settings.register_profile("no-deadline", deadline=None)
@@ -59,6 +60,17 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def _path_of_children() -> Iterator[None]:
+    """The command sets it for its children. A test that calls the command in this process must not change others."""
+    before = os.environ.get("PYTHONSAFEPATH")
+    yield
+    if before is None:
+        os.environ.pop("PYTHONSAFEPATH", None)
+    else:
+        os.environ["PYTHONSAFEPATH"] = before
+
+
 @pytest.fixture(scope="session")
 def draw() -> Callable[..., Tensor]:
     """(shape, seed) to BF16 values with heavy tails and signed zeros."""
@@ -74,9 +86,9 @@ def draw() -> Callable[..., Tensor]:
 
 @pytest.fixture(scope="session")
 def free_port() -> Callable[[], int]:
-    """Ports, each given once, that hardly anybody takes before the server that one is for has started.
+    """Ports, each given once, that are unlikely to be taken before their server has started.
 
-    They are below those that systems give to whoever asks for any, as hundreds of sockets of other tests do.
+    They are below the ephemeral range, from which hundreds of sockets of other tests get theirs.
     """
     left = random.SystemRandom().sample(range(20_000, 32_000), 1_000)
 
@@ -96,7 +108,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """How many runs were killed, by the last line of the ledger that each kill found."""
+    """Number of runs that were killed, by the last line of the ledger that each kill found."""
     reports = [report for some in terminalreporter.stats.values() for report in some]
     ended = [report for report in reports if getattr(report, "when", None) == "teardown"]
     landings = Counter(value for report in ended for key, value in report.user_properties if key == "killed after")
@@ -178,7 +190,7 @@ def readme_commands() -> list[str]:
     return [line for block in blocks for line in block.split("```")[0].splitlines() if line.strip()]
 
 
-# Three updates of a warm start that knows nothing yet: every step of the loop runs, none takes a second.
+# Three updates of an untrained warm start: every step of the loop runs, none takes a second.
 _SMALL: dict[str, Any] = {
     "warm_start": {"steps": 3, "batch_size": 16},
     "data": {"chain": {"min_operands": 3}},
@@ -190,12 +202,12 @@ _SMALL: dict[str, Any] = {
 
 @pytest.fixture(scope="session")
 def small() -> dict[str, Any]:
-    """What makes a run of `tiny` a small one, by section."""
+    """Settings that make a run of `tiny` a small one, by section."""
     return _SMALL
 
 
 class LoopRun:
-    """A run's folder, what is in it, and its continuation by `tasks.loop`."""
+    """A run's folder, its contents, and its continuation by `fp8core.run.loop`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -233,7 +245,7 @@ class LoopRun:
         path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
 
     def change_records(self, **fields: Any) -> None:
-        """Rewrite history: the records of all steps, and the process starts, say something else of these fields."""
+        """Rewrite history: replace these fields in the records of all steps, and in the process starts."""
 
         def rewritten(entry: dict[str, Any]) -> None:
             if entry["event"] == "segment" and "code_version" in fields:
@@ -246,7 +258,7 @@ class LoopRun:
         self.rewrite(rewritten)
 
     def change_rewards(self, index: int) -> None:
-        """Change a stored reward of a step, so that the step's update cannot come out again as the ledger says."""
+        """Change a stored reward of a step, so that the step's update differs from the ledger when it is redone."""
         table = self.store.get_table(self.ledger.artifacts(index)["rewards"])
         rows = table.to_pylist()
         rows[0]["reward"] += 1.0
@@ -259,8 +271,8 @@ class LoopRun:
         self.rewrite(replaced)
 
     @contextmanager
-    def opened(self, new_code: bool = False, **overrides: Any) -> Iterator[LiveRun]:
-        """The run, live; what it says on the console is in `said` afterwards."""
+    def opened(self, new_code: bool = False, **overrides: Any) -> Iterator[RunContext]:
+        """The run, live; its console output is in `said` afterwards."""
         described = read_description(self.folder)
         assert described is not None
         config = reload_config(described.config, {"runs": str(self.folder.parent), **overrides})

@@ -1,7 +1,7 @@
-"""Which part of a model makes the log-probs of two precisions differ.
+"""Find the part of a model that makes the log-probs of two precisions differ.
 
 Two sides score the same tokens: A, the reference, and B, the suspect. A side is the formats it computes in and the
-weights it was given, so B may also be an engine whose weights are not what A would have stored. The total error is
+weights it was given. So B may also be an engine whose weights are not those A would have stored. The total error is
 that of B against A. A decoder is cut into places that B may differ in, and a unit is a set of places:
 
 | unit              | places                                                             |
@@ -13,17 +13,17 @@ that of B against A. A decoder is cut into places that B may differ in, and a un
 | embedding         | the embedding's weight (with tied embeddings the head's too)       |
 | head              | the final norm, and format and weight of the output head           |
 
-Operations are qkv, attention (with its cache), output, gate_up and down. A norm belongs to the linear that reads it
-(input norm and those of Q and K: qkv; post-attention norm: gate_up), and so does the router of experts (gate_up).
+Operations are qkv, attention (with its cache), output, gate_up and down. A norm belongs to the linear that reads it:
+input norm and those of Q and K to qkv, post-attention norm to gate_up. The router of experts belongs to gate_up.
 
 Each unit is measured twice, because neither answer implies the other:
 
     alone    error of A with this unit taken from B, against A; its share is alone / total
     without  error of B with this unit taken from A, against A; the share removed is 1 - without / total
 
-Shares add up to 1 only if errors do. Roundings of different units are nearly independent and add in squares: n equal
+Shares add up to 1 only if errors do. Roundings of different units are nearly independent and add in squares. So n equal
 units have a share of about 1 / sqrt(n) alone, and remove 1 - sqrt(1 - 1 / n). A share above 1, or a removal below 0,
-says that units cancel one another. A unit with both near 1 is the whole error.
+means that units cancel one another. A unit with both near 1 is the whole error.
 
 Flipping one unit puts formats beside one another that no contract does. BF16 linears and BF16 attention round what they
 make, not what they read: between FP32 values they read FP32.
@@ -39,8 +39,15 @@ from torch import Tensor
 from fp8core.alignment.metrics import alignment_metrics
 from fp8core.models.architecture import Architecture
 from fp8core.models.decoder import Decoder, FullContext
-from fp8core.models.formats import Formats, LayerFormats
-from fp8core.models.weights import SCALE_SUFFIX, fused_linear, is_linear, layer_of, load_policy, stored_weights
+from fp8core.models.weights import (
+    SCALE_SUFFIX,
+    Formats,
+    fused_linear,
+    is_linear,
+    layer_of,
+    load_policy,
+    stored_weights,
+)
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.numerics.logprobs import token_logprobs
 from fp8core.rl.batch import TokenBatch
@@ -77,13 +84,13 @@ class Side:
 
     @classmethod
     def of(cls, formats: Formats, masters: Mapping[str, Tensor]) -> "Side":
-        """From FP32 weights by Hugging Face name, stored as the formats say."""
+        """From FP32 weights by Hugging Face name, stored in these formats."""
         return cls(formats, stored_weights(masters, formats.stored_names(), formats.scale_rule))
 
 
 @dataclass(frozen=True)
 class Task:
-    """What both sides score.
+    """The task of both sides: score the same tokens.
 
     Attributes:
         sequences: tokens; errors are of the completion tokens.
@@ -113,7 +120,7 @@ class LogprobError:
 
 @dataclass(frozen=True)
 class UnitError:
-    """What one unit contributes.
+    """The contribution of one unit.
 
     Attributes:
         unit: its name.
@@ -190,7 +197,8 @@ def mixed(base: Side, other: Side, places: frozenset[Place]) -> Side:
     """`base`, with formats and weights of `other` at these places."""
     return Side(
         formats=_mixed_formats(base.formats, other.formats, places),
-        stored=_parameters_in(other.stored, places) | _parameters_outside(base.stored, places),
+        stored={name: tensor for name, tensor in other.stored.items() if place_of(name) in places}
+        | {name: tensor for name, tensor in base.stored.items() if place_of(name) not in places},
     )
 
 
@@ -224,31 +232,18 @@ def _unit(name: str, *places: Place) -> Unit:
     return Unit(name, frozenset(places))
 
 
-def _parameters_in(stored: Mapping[str, Tensor], places: frozenset[Place]) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in stored.items() if place_of(name) in places}
-
-
-def _parameters_outside(stored: Mapping[str, Tensor], places: frozenset[Place]) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in stored.items() if place_of(name) not in places}
-
-
 def _mixed_formats(base: Formats, other: Formats, places: frozenset[Place]) -> Formats:
-    pairs = enumerate(zip(base.layers, other.layers, strict=True))
+    layers = []
+    for i, (own, others) in enumerate(zip(base.layers, other.layers, strict=True)):
+        parts = [place.part for place in places if place.layer == i]
+        layers.append(replace(own, **{part: getattr(others, part) for part in parts}))
     return replace(
         base,
-        layers=tuple(_mixed_layer(own, others, _parts(places, i)) for i, (own, others) in pairs),
+        layers=tuple(layers),
         head=other.head if Place(-1, "head") in places else base.head,
         rounding=other.rounding if Place(-1, "values") in places else base.rounding,
         points=other.points if Place(-1, "values") in places else base.points,
     )
-
-
-def _parts(places: frozenset[Place], layer: int) -> list[str]:
-    return [place.part for place in places if place.layer == layer]
-
-
-def _mixed_layer(base: LayerFormats, other: LayerFormats, parts: list[str]) -> LayerFormats:
-    return replace(base, **{part: getattr(other, part) for part in parts})
 
 
 def _error(side: Tensor, baseline: Tensor, sequences: TokenBatch) -> LogprobError:

@@ -1,24 +1,105 @@
-"""Bounds on the alignment of rollout and training policy: which one a training has been beyond for too long."""
+"""Bounds that every training is held to: what a run promises by its contract, and which step breaks the promise.
+
+A contract is read from the configuration alone:
+
+| contract | when | promise |
+|---|---|---|
+| exact | the embedded engine with a trainer that computes the same operations, in equal formats | equal bits |
+| aligned | vLLM's aligned model with the deterministic packed trainer on a GPU, in equal formats | equal bits |
+| matched | equal formats, computed by different kernels | small errors |
+| mismatched | formats that differ | errors that the correction covers |
+| accepted | formats that differ, without any correction (`precision.accept_mismatch`) | none: bounds only warn |
+
+Each contract has defaults (`stop_bounds`). A setting of `alignment.stop` replaces its default, and `none` removes it.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from fp8core.config.run import StopConfig
+from fp8core.config.loss import SHIPPED_LOSSES
+from fp8core.config.run import RunConfig
 from fp8core.errors import UserError
+from fp8core.rl.objective import named_correction
+from fp8core.rollout.registry import engine_entry
+from fp8core.training.registry import trainer_of
+
+Contract = Literal["exact", "aligned", "matched", "mismatched", "accepted"]
+Action = Literal["none", "warn", "pause", "fail"]
 
 BOUNDED = {
     "error": "alignment/token_mult_prob_error",
+    "tokens_differing": "alignment/tokens_differing",
     "k3": "alignment/k3_kl",
     "effective_sample_size": "alignment/ess",
+    "ratio_bias": "train/first_ratio_bias",
+    "ratio_deviation": "train/first_ratio_deviation",
+    "ratio_clipped": "train/first_clip_fraction",
+    "reward_slope": "train/first_reward_slope",
+    "mask_differing": "train/mask_differing",
+    "probe_differing": "sync/probe_differing",
+    "probe_error": "sync/probe_error",
 }
 """Setting below `alignment.stop` -> the metric that it bounds."""
 
-_LOWER = frozenset({"effective_sample_size"})
+_LOWER = frozenset({"effective_sample_size", "reward_slope"})
+_EQUAL = {"error": 1.0, "tokens_differing": 0.0, "probe_differing": 0.0, "probe_error": 1.0}
+_ERROR = 1.1
+_NEAR = {"error": _ERROR, "k3": 1e-2, "probe_error": 1.5}
+_SAME_RATIO = {"ratio_bias": 0.0, "ratio_deviation": 0.0, "ratio_clipped": 0.0}
+_NEAR_RATIO = {"ratio_bias": _ERROR - 1, "ratio_deviation": _ERROR - 1, "ratio_clipped": 0.05}
+_PATIENCE = 3
+# Each advantage has the sign of reward - mean reward of the group, so no part of a batch has a negative slope.
+_GROUP_BASELINES = frozenset({"grpo", "dr_grpo", "rloo", "leave_one_out"})
+
+
+@dataclass(frozen=True)
+class StopBounds:
+    """The bounds of one run, resolved.
+
+    Attributes:
+        contract: what the configuration promises.
+        reason: why, in words.
+        limits: bound -> limit; a bound that is absent is not judged.
+        sources: every bound, `action` and `patience` -> `configuration` or the contract whose default it is.
+        action: what follows a crossing.
+        patience: steps in a row beyond a bound before the action.
+    """
+
+    contract: Contract
+    reason: str
+    limits: Mapping[str, float]
+    sources: Mapping[str, str]
+    action: Action
+    patience: int
+
+    @property
+    def judges(self) -> bool:
+        """True if any step can cross a bound."""
+        return self.action != "none" and bool(self.limits)
+
+    def settings(self) -> dict[str, float | int | str]:
+        """Every setting of `alignment.stop` as it is in force."""
+        limits = {name: int(limit) if limit.is_integer() else limit for name, limit in self.limits.items()}
+        return {name: limits.get(name, "none") for name in BOUNDED} | {"patience": self.patience, "action": self.action}
+
+    def described(self) -> dict[str, str]:
+        """Dotted setting -> its value and where the value comes from, as people read it."""
+        shown = {n: f"{value:g}" if isinstance(value, float) else str(value) for n, value in self.settings().items()}
+        return {f"alignment.stop.{name}": f"{value} ({self.sources[name]})" for name, value in shown.items()}
+
+    @property
+    def summary(self) -> str:
+        """One line: what is judged, by which contract."""
+        if not self.judges:
+            return f"nothing is bounded (alignment.stop, {self.contract} contract)"
+        limits = ", ".join(f"{name} {limit:g}" for name, limit in self.limits.items())
+        return f"{self.contract} contract, {self.action} beyond {limits}"
 
 
 @dataclass(frozen=True)
 class Crossing:
-    """A bound that `patience` steps in a row were beyond.
+    """A bound that steps in a row were beyond.
 
     `bound` is the setting (`alignment.stop.k3`), `limit` its value; `values` are the metric's, oldest first.
     """
@@ -35,27 +116,86 @@ class Crossing:
         return f"{self.bound}={self.limit:g}: {side} it for {steps} ({', '.join(f'{v:.4g}' for v in self.values)})"
 
 
-def crossed(stop: StopConfig, history: Sequence[Mapping[str, float]]) -> Crossing | None:
-    """The first bound that each of the last `stop.patience` steps was beyond; None when there is none.
+def stop_bounds(config: RunConfig) -> StopBounds:
+    """The bounds of a run: those that `alignment.stop` sets, else the defaults of its contract."""
+    contract, reason = contract_of(config)
+    given = config.alignment.stop
+    defaults = _default_limits(config, contract)
+    limits, sources = dict[str, float](), dict[str, str]()
+    for name in BOUNDED:
+        value = getattr(given, name)
+        sources[name] = f"{contract} contract" if value is None else "configuration"
+        if value is None and name in defaults:
+            limits[name] = defaults[name]
+        elif value is not None and value != "none":
+            limits[name] = float(value)
+    equal = contract in ("exact", "aligned")
+    action: Action = given.action or ("warn" if contract == "accepted" else "fail")
+    for name in ("action", "patience"):
+        sources[name] = f"{contract} contract" if getattr(given, name) is None else "configuration"
+    patience = given.patience or (1 if equal else _PATIENCE)
+    return StopBounds(contract, reason, limits, sources, action, patience)
+
+
+def contract_of(config: RunConfig) -> tuple[Contract, str]:
+    """The contract of a configuration for the two policies, and its reason."""
+    rollout, training = config.precision.rollout, config.precision.training
+    pairs = {name: (getattr(rollout, name), getattr(training, name)) for name in ("linear", "kv_cache", "head")}
+    differing = [f"{name} {a} and {b}" for name, (a, b) in pairs.items() if a != b]
+    if differing:
+        corrected = config.correction.method != "none" or not config.precision.accept_mismatch
+        return "mismatched" if corrected else "accepted", f"the sides compute {', '.join(differing)}"
+    kernels = config.precision.rounding_points == "kernels"
+    engine, trainer = engine_entry(config).arithmetic(config), trainer_of(config.training)
+    if engine == "reference" and trainer.arithmetic == "exact":
+        return "exact", "engine and trainer compute the same operations in equal formats"
+    by_kernels, device = kernels and trainer.arithmetic == "kernels", trainer.device(config.training)
+    if engine == "reference" and by_kernels and device == "cpu":
+        return "exact", "engine and packed trainer round at the same points in equal formats"
+    if engine == "packed" and by_kernels and device == "cuda" and config.training.deterministic:
+        return "aligned", "vLLM's aligned model and the packed trainer run the same kernels in equal formats"
+    return "matched", "engine and trainer compute equal formats with different kernels"
+
+
+def _default_limits(config: RunConfig, contract: Contract) -> dict[str, float]:
+    # A loss mask has no rounding, and a gradient against the rewards is wrong in every format.
+    limits = {"mask_differing": 0.0}
+    by_rewards = config.loss.policy in SHIPPED_LOSSES and not config.loss.reward_kl
+    if config.loss.advantage in _GROUP_BASELINES and by_rewards and not config.loss.distillation.weight:
+        limits["reward_slope"] = 0.0
+    if contract in ("exact", "aligned"):
+        return limits | _EQUAL | _SAME_RATIO
+    same_trainer = trainer_of(config.training).arithmetic == "exact"
+    if named_correction(config.correction).mode == "bypass":
+        # The loss takes the rollout's log-probs for the old ones, so the ratio of a token holds its mismatch.
+        return limits | _NEAR | {"ratio_bias": _NEAR_RATIO["ratio_bias"]}
+    return limits | _NEAR | (_SAME_RATIO if same_trainer else _NEAR_RATIO)
+
+
+def beyond(bounds: StopBounds, name: str, value: float) -> bool:
+    """True if a value is on the wrong side of a bound, or is not a number."""
+    limit = bounds.limits[name]
+    return not (value >= limit if name in _LOWER else abs(value) <= limit)
+
+
+def crossed(bounds: StopBounds, history: Sequence[Mapping[str, float]]) -> Crossing | None:
+    """The first bound that each step of `history` was beyond; None when there is none.
 
     Args:
-        stop: the bounds.
-        history: metrics of consecutive steps, oldest first; earlier ones than the last `patience` change nothing.
+        bounds: of the run.
+        history: metrics of consecutive steps, oldest first, one at least.
 
     Raises:
         UserError: no step of the pipeline measures what is bounded.
     """
-    recent = history[-stop.patience :]
-    if len(recent) < stop.patience:
-        return None
-    for name, metric in BOUNDED.items():
-        limit = getattr(stop, name)
-        if limit is None:
-            continue
-        bound = f"alignment.stop.{name}"
-        if any(metric not in metrics for metrics in recent):
-            raise UserError(f"{bound}: no step of the pipeline measures {metric}; add tasks.record:record")
-        values = tuple(metrics[metric] for metrics in recent)
-        if all(value < limit if name in _LOWER else value > limit for value in values):
+    for name, limit in bounds.limits.items():
+        metric, bound = BOUNDED[name], f"alignment.stop.{name}"
+        if metric not in history[-1]:
+            raise UserError(
+                f"{bound}: no step of the pipeline measures {metric}; add tasks.record:record, or set {bound} to none"
+            )
+        # Steps that an older version of the code has made may lack a metric.
+        values = tuple(metrics[metric] for metrics in history if metric in metrics)
+        if len(values) == len(history) and all(beyond(bounds, name, value) for value in values):
             return Crossing(bound, limit, values)
     return None

@@ -3,8 +3,8 @@
 Tokens were sampled from the rollout policy g; p is the training policy and m = (p + g) / 2. Per token
 d = log p - log g, w = exp(d), v = min(w, C) with the truncation cap C. `mean` is over the unmasked tokens, `rows` over
 the sequences that have one; D is a row's mean of -d. Every exponent is clamped to +-20; sums are FP64.
-"Unbiased" is meant of the sum over tokens, for divergences of next-token distributions at prefixes that g wrote;
-the mean divides it by a token count that is random too.
+"Unbiased" is meant of the sum over tokens, for divergences of next-token distributions at prefixes that g wrote. The
+mean divides it by a token count that is random too.
 
 | name                               | formula                     | ideal | estimates                   | used by    |
 |------------------------------------|-----------------------------|-------|-----------------------------|------------|
@@ -28,7 +28,7 @@ the mean divides it by a token count that is random too.
 | rollout_is_{mean,std,min,max}      | of v; population std        | 1, 0  | biased by the truncation    | verl       |
 | fraction_high, fraction_low        | share of w > C; of w < 1/C  | 0     | raw w: v never exceeds C    | verl       |
 | share_outside_0.9_1.1              | share of w outside          | 0     |                             |            |
-| seq_max_deviation                  | rows: max |mean w - 1|      | 0     |                             | verl       |
+| seq_max_deviation                  | rows: max |mean w - 1|      | 0     | raw w, not truncated        | verl       |
 | {training,rollout}_log_ppl         | rows: mean -log p; -log g   |       | cross-entropy; entropy of g | verl       |
 | {training,rollout}_ppl             | rows: mean exp of the same  |       | biased: exp of a mean       | verl       |
 | log_ppl_diff[_max,_min]            | rows: mean (max, min) of D  | 0     | KL(g,p), biased by lengths  | verl       |
@@ -40,8 +40,12 @@ the mean divides it by a token count that is random too.
 | tokens, sequences                  | unmasked; not empty         |       |                             |            |
 | tokens_differing                   | FP32 p, g not bit-equal     | 0     |                             |            |
 
-Known deviations: NeMo RL (NeMo above) clamps no exponent and takes sampling_importance_ratio after truncation; verl
+Known deviations: NeMo RL (NeMo above) clamps no exponent and takes sampling_importance_ratio after truncation. verl
 adds 1e-8 inside ESS, which is then never exactly 1, and clamps no k3.
+
+The divergence estimates (`k1` to `jensen_shannon_k3`) are functions of one log-ratio d = log p(token) - log q(token)
+for tokens sampled from q, of any shape. Each is elementwise, differentiable and unclamped: callers pass
+`clamp_exponent(d)` where an exponential could overflow. Source: J. Schulman, "Approximating KL Divergence" (2020).
 """
 
 import math
@@ -50,7 +54,47 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fp8core.alignment.divergences import clamp_exponent, jensen_shannon, jensen_shannon_k3, k1, k2, k3
+EXPONENT_BOUND = 20.0
+
+
+def clamp_exponent(d: Tensor) -> Tensor:
+    """`d` limited to +-20, so that exp(d) lies between 2e-9 and 5e8."""
+    return d.clamp(-EXPONENT_BOUND, EXPONENT_BOUND)
+
+
+def k1(d: Tensor) -> Tensor:
+    """-d: unbiased for KL(q || p), any sign."""
+    return -d
+
+
+def k2(d: Tensor) -> Tensor:
+    """d^2 / 2: never negative; biased for KL(q || p), by the third order of d."""
+    return d.square() / 2
+
+
+def k3(d: Tensor) -> Tensor:
+    """exp(d) - 1 - d: unbiased for KL(q || p), never negative."""
+    # exp(d) - 1 would lose the digits of small d.
+    return torch.expm1(d) - d
+
+
+def jensen_shannon(d: Tensor) -> Tensor:
+    """Unbiased for JS(p, q) = KL(p||m)/2 + KL(q||m)/2, m = (p+q)/2, by weighting the p half with exp(d); >= 0."""
+    p_over_m, q_over_m = _against_mixture(d)
+    # For d below 1e-11 the two halves cancel to rounding errors of either sign.
+    return ((torch.exp(d) * p_over_m + q_over_m) / 2).clamp_min(0)
+
+
+def jensen_shannon_k3(d: Tensor) -> Tensor:
+    """NeMo RL's form: the mean of k3(log p/m) and k3(log q/m). Not JS: it estimates neither half under q."""
+    p_over_m, q_over_m = _against_mixture(d)
+    return (k3(p_over_m) + k3(q_over_m)) / 2
+
+
+def _against_mixture(d: Tensor) -> tuple[Tensor, Tensor]:
+    """log p/m and log q/m for the mixture m = (p+q)/2; exactly 0 at d = 0."""
+    return -torch.log1p(torch.expm1(-d) / 2), -torch.log1p(torch.expm1(d) / 2)
+
 
 POSITION_STARTS = (0, 16, 64, 256, 1024)
 QUANTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99, "p99.9": 0.999}
@@ -111,15 +155,6 @@ def alignment_metrics(training: Tensor, rollout: Tensor, mask: Tensor, cap: floa
     accumulator = AlignmentAccumulator(cap)
     accumulator.add(training, rollout, mask)
     return accumulator.result()
-
-
-def alignment_by_prompt(
-    training: Tensor, rollout: Tensor, mask: Tensor, groups: Tensor, cap: float = 2.0
-) -> dict[int, dict[str, float]]:
-    """`alignment_metrics` by prompt: `groups` is int [B], the prompt of each row; absent are prompts without tokens."""
-    present = torch.unique(groups[mask.any(dim=1)]).tolist()
-    rows = {group: groups == group for group in present}
-    return {g: alignment_metrics(training[row], rollout[row], mask[row], cap) for g, row in rows.items()}
 
 
 def _check(training: Tensor, rollout: Tensor, mask: Tensor) -> None:

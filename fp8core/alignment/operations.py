@@ -19,7 +19,7 @@ for bit. An engine's values after each operation (a trace) are compared in three
     local         each operation on the engine's own inputs: its own error, nothing inherited
     remaining     the chain goes on from the engine's values: what log-prob error is still to come after that point
 
-What feeds a quantiser is also compared by its E4M3 codes: a last bit of BF16 that flips a code weighs a thousand times
+Inputs of quantisers are also compared by their E4M3 codes. A last bit of BF16 that flips a code weighs a thousand times
 more than one that does not.
 """
 
@@ -34,11 +34,10 @@ from torch import Tensor
 from fp8core.models.architecture import Architecture
 from fp8core.models.decoder import Decoder, FullContext
 from fp8core.models.experts import MlpWeights, TopKRouting, feed_forward
-from fp8core.models.formats import Formats
-from fp8core.models.weights import LayerWeights, PolicyWeights
+from fp8core.models.weights import Formats, LayerWeights, PolicyWeights
 from fp8core.numerics.e4m3 import ScaleRule, quantise_rows
 from fp8core.numerics.elementwise import rms_norm, rotate, swiglu
-from fp8core.numerics.error import relative_rms
+from fp8core.numerics.gemm import relative_rms
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.numerics.linear import LinearFormat, LinearWeight, dequantise_rows
 from fp8core.numerics.logprobs import log_softmax
@@ -166,7 +165,7 @@ class _Parts:
             ]
 
         def experts(values: Values) -> tuple[Tensor, ...]:
-            # Who chooses is not asked which layer it is.
+            # A top-k choice does not depend on the layer.
             return (feed_forward(values["normed"], mlp, self.decoder.formats.mlp(i), 0, TopKRouting()),)
 
         return [(prefix, ("normed",), ("delta",), experts, {})]

@@ -1,4 +1,4 @@
-"""What each platform can compute, and which pairs of formats may meet: checked before anything is loaded.
+"""Formats that each platform can compute, and pairs that may meet: checked before anything is loaded.
 
 | platform | what it is                 | block FP8 linears | scale rules | FP8 cache and attention |
 |----------|----------------------------|-------------------|-------------|-------------------------|
@@ -10,8 +10,8 @@
 On Blackwell Transformer Engine emulates 128x128 block scaling by MXFP8, whose scales are powers of two.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -19,6 +19,14 @@ from fp8core.config.precision import PrecisionContract
 from fp8core.errors import UserError
 
 _FP8_HARDWARE = {"cpu", "sm_90", "sm_100"}
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Environment variables: those that decide what is computed, and those that only make it faster."""
+
+    required: Mapping[str, str] = field(default_factory=dict)
+    suggested: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

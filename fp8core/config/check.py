@@ -10,8 +10,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from fp8core.config.pipeline import PipelineConfig, StepConfig
-from fp8core.config.steps import StepSpec
+from fp8core.config.steps import PipelineConfig, StepConfig, StepSpec
 from fp8core.errors import UserError
 
 
@@ -171,7 +170,7 @@ def _describe_cycle(waiting: Mapping[str, PlannedStep], predecessors: Mapping[st
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
-    """What to write instead of an unknown word: a close match, else all that is known."""
+    """A correction for an unknown word: a close match, else all that is known."""
     choices = list(known)
     close = difflib.get_close_matches(word, choices, n=1)
     if close:

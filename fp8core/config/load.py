@@ -1,14 +1,16 @@
 """Reading configurations: YAML files with bases, overrides, edits of the pipeline, and where each value came from.
 
 A configuration is a stack of layers: the deepest `base` first, then the file, then each override. A mapping merges
-into the mapping below it, anything else replaces it, and a mapping over a list of named items (the steps of the
-pipeline) merges into the items of those names. Under `pipeline` a layer may also edit the steps below it, in
-this order:
+into the mapping below it, anything else replaces it. A mapping over a list of named items (the steps of the pipeline)
+merges into the items of those names. Under `pipeline` a layer may also edit the steps below it, in this order:
 
     replace: {reward: {uses: "mine:score", needs: [prompts, rollouts]}}
     insert:  [{after: reward, step: {name: keep, uses: "mine:keep", needs: [rewards], provides: {rewards: kept}}}]
     remove:  [evaluate]
     rewire:  {train: {rewards: kept}}      # port -> artifact; null disconnects the port
+
+`file_schema` is the JSON schema of a file, for editors. A file may leave out whatever its base gives. Rules between
+settings, such as two that exclude each other, are left to loading.
 """
 
 import hashlib
@@ -24,7 +26,7 @@ from pydantic import JsonValue, ValidationError
 
 from fp8core.config.check import refusal, step_name, suggestion
 from fp8core.config.run import RunConfig, public_dump
-from fp8core.errors import UserError
+from fp8core.errors import StoredFileError, UserError, not_unicode, printable
 
 Overrides = Mapping[str, Any] | Sequence[str]
 
@@ -32,12 +34,12 @@ SHIPPED = Path(__file__).resolve().parents[2] / "configs"
 
 UNDECIDED = "(undecided)"
 
-# What may differ between two runs that compute the same numbers.
-NOT_NUMBERS = ("steps", "run", "runs", "alignment", "checkpoint", "artifacts", "replay", "tracking", "parity")
+# Settings that may differ between two runs that compute the same numbers.
+NON_NUMERIC_KEYS = ("steps", "run", "runs", "alignment", "checkpoint", "artifacts", "replay", "tracking", "parity")
 
 
 class Block(dict[str, Any]):
-    """A mapping that knows where each of its keys was written."""
+    """A mapping with the place where each of its keys was written."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,8 +82,12 @@ def load_open_config(name_or_path: str, overrides: Overrides = ()) -> RunConfig:
 def reload_config(described: Mapping[str, JsonValue], overrides: Overrides = ()) -> RunConfig:
     """The configuration that a run was begun with (`public_dump`, in its run.json), with overrides.
 
-    Raises UserError, as `load_config` does, for a mistake in the overrides or in a run.json changed by hand.
+    Raises UserError, as `load_config` does, for a mistake in the overrides; StoredFileError: in run.json itself.
     """
+    try:
+        _validated(_stacked([_blocks(described, "run.json")]))
+    except (UserError, KeyError, TypeError, AttributeError) as error:
+        raise StoredFileError(f"run.json: config: {error}") from error
     return _validated(_stacked([_blocks(described, "run.json"), *_override_layers(overrides)]))
 
 
@@ -94,7 +100,7 @@ def origins(name_or_path: str, overrides: Overrides = ()) -> dict[str, str]:
 
 def config_digest(config: RunConfig) -> str:
     """SHA-256 of all that determines the numbers of a run: not its length, its name, its upkeep and its tracking."""
-    values = {key: value for key, value in public_dump(config).items() if key not in NOT_NUMBERS}
+    values = {key: value for key, value in public_dump(config).items() if key not in NON_NUMERIC_KEYS}
     return hashlib.sha256(json.dumps(values, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
@@ -110,13 +116,13 @@ def config_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[s
 
 def numeric_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """`config_differences`, of the settings that `config_digest` covers."""
-    kept = [{key: value for key, value in dump.items() if key not in NOT_NUMBERS} for dump in (old, new)]
+    kept = [{key: value for key, value in dump.items() if key not in NON_NUMERIC_KEYS} for dump in (old, new)]
     return config_differences(*kept)
 
 
 def may_continue(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Differences that forbid continuing the run of `old` as `new`: fewer `steps`, and all that makes the numbers."""
-    free = set(NOT_NUMBERS) - ({"steps"} if new["steps"] < old["steps"] else set())
+    free = set(NON_NUMERIC_KEYS) - ({"steps"} if new["steps"] < old["steps"] else set())
     kept_old, kept_new = ({key: value for key, value in dump.items() if key not in free} for dump in (old, new))
     return config_differences(kept_old, kept_new)
 
@@ -142,12 +148,22 @@ def _tree(name_or_path: str, overrides: Overrides) -> Block:
 
 
 def _validated(tree: Block) -> RunConfig:
+    _refuse_invalid_text(tree)
     try:
         # JSON mode, so that a path may be a string while every other type is strict.
         return RunConfig.model_validate_json(json.dumps(tree), strict=True)
     except ValidationError as error:
         places = {key: place for key, _, place in _nodes(tree)}
         raise refusal(error, RunConfig, tree, places=places) from error
+
+
+def _refuse_invalid_text(tree: Block) -> None:
+    """A path from a shell or a `\\ud800` in a file may be no text that UTF-8 can hold: nothing could store it."""
+    for key, value, place in _nodes(tree):
+        for text in (key, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)):
+            if (at := not_unicode(text)) is not None and not isinstance(value, Mapping):
+                origin = f" ({place})" if place else ""
+                raise UserError(f"{printable(key)}: not valid text: character {at} of {ascii(text)[:80]}{origin}")
 
 
 def _stacked(layers: Iterable[Block]) -> Block:
@@ -206,7 +222,7 @@ _Loader.add_constructor(f"{_YAML}map", _construct_block)
 
 
 def parse_yaml(text: str, source: str) -> Any:
-    """What a file says, mappings with the place of each key; raises UserError with `source` and the line."""
+    """The content of a file, mappings with the place of each key; raises UserError with `source` and the line."""
     try:
         loader = _Loader(text)
         loader.name = source
@@ -220,6 +236,8 @@ def parse_yaml(text: str, source: str) -> Any:
 
 
 def _locate(name_or_path: str) -> Path:
+    if not_unicode(name_or_path) is not None:
+        raise UserError(f"configuration {name_or_path!a}: the name is not valid text")
     bare = re.fullmatch(r"[\w-]+", name_or_path)
     path = SHIPPED / f"{name_or_path}.yaml" if bare else Path(name_or_path)
     if path.is_file():
@@ -270,6 +288,8 @@ def _parse_override(text: str) -> Block:
     key, equals, value = text.partition("=")
     if not (equals and key.strip() and value.strip()):
         raise UserError(f"--set {text}: expected key=value (null for no value)")
+    if (at := not_unicode(value)) is not None:
+        raise UserError(f"{printable(key.strip())}: not valid text: character {at} of {ascii(value)[:80]} (--set)")
     try:
         parsed = yaml.load(value, _Loader)
     except yaml.YAMLError as error:
@@ -434,3 +454,51 @@ _EDITS: dict[str, Callable[[list[Block], Any, str], list[Block]]] = {
     "remove": _remove,
     "rewire": _rewire,
 }
+
+
+_BASE = "File or shipped name that this one builds on; a file is looked for beside this one."
+_EDIT_SCHEMAS: dict[str, dict[str, Any]] = {
+    "replace": {
+        "description": "Name of a step -> the new step.",
+        "type": "object",
+        "additionalProperties": {"$ref": "#/$defs/ChangedStep"},
+    },
+    "insert": {
+        "description": "Steps to put after or before another one.",
+        "anyOf": [{"$ref": "#/$defs/Insertion"}, {"type": "array", "items": {"$ref": "#/$defs/Insertion"}}],
+    },
+    "remove": {"description": "Names of steps to leave out.", "type": "array", "items": {"type": "string"}},
+    "rewire": {
+        "description": "Name of a step -> port -> the artifact it reads; null disconnects the port.",
+        "type": "object",
+        "additionalProperties": {"type": "object", "additionalProperties": {"type": ["string", "null"]}},
+    },
+}
+_INSERTION = {
+    "type": "object",
+    "properties": {
+        "after": {"type": "string"},
+        "before": {"type": "string"},
+        "step": {"$ref": "#/$defs/StepConfig"},
+    },
+    "required": ["step"],
+    "oneOf": [{"required": ["after"]}, {"required": ["before"]}],
+    "additionalProperties": False,
+}
+
+
+def file_schema() -> dict[str, Any]:
+    """The JSON schema (draft 2020-12) of a file."""
+    schema = RunConfig.model_json_schema(by_alias=True)
+    definitions = schema["$defs"]
+    changed = {key: value for key, value in definitions["StepConfig"].items() if key != "required"}
+    pipeline = definitions["PipelineConfig"]
+    # A mapping over the list of steps below merges into the steps of those names.
+    by_name = {"type": "object", "additionalProperties": {"$ref": "#/$defs/ChangedStep"}}
+    pipeline["properties"]["steps"] = {"anyOf": [pipeline["properties"]["steps"], by_name]}
+    pipeline["properties"] |= _EDIT_SCHEMAS
+    definitions |= {"ChangedStep": {**changed, "title": "ChangedStep"}, "Insertion": _INSERTION}
+    for layered in (schema, pipeline):
+        del layered["required"]
+    schema["properties"] = {"base": {"description": _BASE, "type": "string"}, **schema["properties"]}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "fp8-grpo run"}

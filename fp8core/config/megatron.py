@@ -9,7 +9,7 @@ from fp8core.config.section import Section
 
 
 class MegatronConfig(Section):
-    """How Megatron Core trains. What tensor and pipeline parallelism leave of the GPUs is data parallel."""
+    """Training by Megatron Core. GPUs beyond those of tensor and pipeline parallelism are data parallel."""
 
     gpus: int = Field(1, ge=1, le=4096, description="GPUs that train, with a process for each.")
     tensor_parallel: int = Field(1, ge=1, le=64, description="GPUs that share every linear layer.")

@@ -1,4 +1,4 @@
-"""What a comparison of FP8 with BF16 trainings (docs/parity.md) is judged by: each bound with its reason."""
+"""Bounds that a comparison of FP8 with BF16 trainings (docs/guides/parity.md) is judged by, each with its reason."""
 
 from pydantic import Field
 
@@ -15,18 +15,41 @@ class Limit(Section):
 class ParityConfig(Section):
     """Bounds of the verdict. Metrics are judged at the worst step of the worst seed of a variant, or as they say."""
 
-    confidence: float = Field(0.95, gt=0, lt=1, description="Of the intervals over seeds.")
-    last_evaluations: int = Field(3, ge=1, le=1000, description="Held-out accuracies at the end whose mean counts.")
+    seeds: int = Field(
+        12, ge=1, le=100, description="Trainings of each variant, with seeds from 0, where no seeds are named."
+    )
+    confidence: float = Field(0.95, gt=0, lt=1, description="Of the intervals.")
+    last_evaluations: int = Field(3, ge=1, le=1000, description="Held-out evaluations that count as the end.")
     accuracy_gap: Limit = Field(
         Limit(
-            limit=0.05,
-            reason="a policy that answers one question in twenty worse is another policy; the whole interval must "
-            "be above minus this",
+            limit=0.025,
+            reason="half of the 5 points that make another policy: as far from 5 as from none",
         ),
-        description="Held-out accuracy that a variant may lose to BF16, as a mean over seeds.",
+        description="Held-out accuracy that a variant may lose to BF16 as the mean of its curve; judged by the "
+        "interval over seeds and prompts.",
+    )
+    end_gap: Limit = Field(
+        Limit(
+            limit=0.05, reason="a policy that ends 5 points worse broke late; a few evaluations tell less than all do"
+        ),
+        description="Held-out accuracy that a variant may lose to BF16 in its last evaluations; judged alike.",
+    )
+    reach: float = Field(
+        0.9, gt=0, le=1, description="Held-out accuracy from which BF16 is at its ceiling and delays are judged."
+    )
+    delay: Limit = Field(
+        Limit(
+            limit=0.125,
+            reason="half of the quarter more steps that make slower learning; at its ceiling accuracy shows none of it",
+        ),
+        description="Steps that a variant may need beyond BF16's to reach `reach`, as a share of BF16's; judged by the "
+        "interval over seeds.",
     )
     error_matched: Limit = Field(
-        Limit(limit=1.0, reason="the embedded engine and its trainer compute alike, bit for bit (docs/exactness.md)"),
+        Limit(
+            limit=1.0,
+            reason="the embedded engine and its trainer compute alike, bit for bit (docs/concepts/exactness.md)",
+        ),
         description="Largest token multiplicative probability error where both sides have the same formats.",
     )
     error_mismatched: Limit = Field(

@@ -1,10 +1,10 @@
-"""The precision contract: what is computed in which format, for rollout and for training.
+"""The precision contract, and the bounds on how far its two sides may be apart.
 
-The contract is data. It is checked for pairs that cannot agree before anything is loaded, and it is
-compared with what the engines report after they have started (`describe()`).
+The contract lists what is computed in which format, for rollout and for training. It is checked for pairs that cannot
+agree before anything is loaded, and compared with what the engines report after they have started (`describe()`).
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -84,3 +84,67 @@ class PrecisionContract(Section):
     accept_mismatch: bool = Field(
         False, description="Allow sides of different formats without any correction (to measure what that does)."
     )
+
+
+_Unbounded = Literal["none"]
+
+
+class StopConfig(Section):
+    """Bounds that a training must keep (docs/guides/operate.md): null takes the default of the run's contract, none
+    bounds nothing."""
+
+    error: Annotated[float, Field(ge=1, le=1e6)] | _Unbounded | None = Field(
+        None, description="Upper bound of the token multiplicative probability error; 1 is equality."
+    )
+    tokens_differing: Annotated[int, Field(ge=0)] | _Unbounded | None = Field(
+        None, description="Tokens of a step whose log-probs may differ between rollout and training policy."
+    )
+    k3: Annotated[float, Field(ge=0, le=1e6)] | _Unbounded | None = Field(
+        None, description="Upper bound of the k3 estimate of KL(rollout, training)."
+    )
+    effective_sample_size: Annotated[float, Field(gt=0, le=1)] | _Unbounded | None = Field(
+        None, description="Lower bound of the effective sample size, as a share of the tokens."
+    )
+    ratio_bias: Annotated[float, Field(ge=0, le=1e6)] | _Unbounded | None = Field(
+        None,
+        description="Upper bound of |mean importance ratio - 1| in the first update of a step, which is made by the "
+        "policy that the old log-probs are of.",
+    )
+    ratio_deviation: Annotated[float, Field(ge=0, le=1e9)] | _Unbounded | None = Field(
+        None, description="Upper bound of the largest |importance ratio - 1| of a token in the first update."
+    )
+    ratio_clipped: Annotated[float, Field(ge=0, le=1)] | _Unbounded | None = Field(
+        None, description="Upper bound of the share of tokens that the clip removes in the first update."
+    )
+    reward_slope: Annotated[float, Field(ge=-1e6, le=1e6)] | _Unbounded | None = Field(
+        None,
+        description="Lower bound of the slope of the expected reward along the first update's gradient: below 0 the "
+        "update makes rewarded completions less likely.",
+    )
+    mask_differing: Annotated[int, Field(ge=0)] | _Unbounded | None = Field(
+        None, description="Tokens that the loss counts and the policy did not write, or the other way round."
+    )
+    probe_differing: Annotated[int, Field(ge=0)] | _Unbounded | None = Field(
+        None, description="Tokens of the probe after a sync that engine and trainer score differently."
+    )
+    probe_error: Annotated[float, Field(ge=1, le=1e6)] | _Unbounded | None = Field(
+        None, description="Upper bound of the token multiplicative probability error over the probe after a sync."
+    )
+    patience: int | None = Field(
+        None,
+        ge=1,
+        le=1_000_000,
+        description="Steps in a row beyond a bound before the action; each of them is warned of. null is 1 where equal "
+        "bits are promised, else 3.",
+    )
+    action: Literal["none", "warn", "pause", "fail"] | None = Field(
+        None,
+        description="warn goes on; pause stops after a checkpoint until the run is resumed; fail fails the run; none "
+        "judges nothing. null fails, and warns where a mismatch is accepted.",
+    )
+
+
+class AlignmentConfig(Section):
+    """Distance that the sampling policy may have from the training policy."""
+
+    stop: StopConfig = Field(default_factory=StopConfig)

@@ -4,18 +4,20 @@ Sections are separate models so that each part of the library takes its own and 
 """
 
 import math
-import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, JsonValue, field_validator, model_validator
+from pydantic import AfterValidator, Field, JsonValue, field_validator, model_validator
 
+from fp8core.config.loss import LossConfig as LossConfig
+from fp8core.config.loss import is_function_path
 from fp8core.config.megatron import MegatronConfig
 from fp8core.config.parity import ParityConfig
-from fp8core.config.pipeline import PipelineConfig
-from fp8core.config.precision import PrecisionContract
+from fp8core.config.precision import AlignmentConfig, PrecisionContract
 from fp8core.config.section import Section
+from fp8core.config.steps import PipelineConfig
 from fp8core.config.vllm import VllmConfig
+from fp8core.rollout.registry import ENGINES, ENTRY_PATH, check_name
 
 SHIPPED_VERIFIERS = ("chain", "integer", "math-verify")
 RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
@@ -125,8 +127,11 @@ class WarmStartConfig(Section):
 class RolloutConfig(Section):
     """Generation of completions."""
 
-    engine: Literal["embedded", "vllm"] = Field(
-        "embedded", description="embedded: exact, in torch on the CPU; vllm: on Hopper, or in BF16 on a CPU."
+    engine: Annotated[str, AfterValidator(check_name)] = Field(
+        "embedded",
+        description="embedded: exact, in torch on the CPU; vllm: on Hopper, or in BF16 on a CPU; or an engine of your "
+        "own: `module:NAME`.",
+        json_schema_extra={"pattern": rf"^({'|'.join(ENGINES)}|{ENTRY_PATH})$"},
     )
     prompts_per_step: int = Field(32, ge=1, le=65536)
     oversample: float = Field(
@@ -194,17 +199,6 @@ class TrainingConfig(Section):
     )
     megatron: MegatronConfig = Field(default_factory=MegatronConfig, description="Of trainer=megatron.")
 
-    @property
-    def packs(self) -> bool:
-        """Whether the torch trainer is the one for packed sequences."""
-        chosen = self.device == "cuda" if self.packed is None else self.packed
-        return chosen and self.trainer == "torch"
-
-    @property
-    def packs_on_gpu(self) -> bool:
-        """Whether that one trains on a GPU, which it then shares with the rollout engine."""
-        return self.packs and self.device == "cuda"
-
     @model_validator(mode="after")
     def _exact_on_a_cpu(self) -> "TrainingConfig":
         if self.device == "cuda" and self.packed is False:
@@ -219,34 +213,8 @@ class TrainingConfig(Section):
         return self
 
 
-class LossConfig(Section):
-    """The objective of the GRPO family; the default is GRPO with DAPO's asymmetric clip and token mean."""
-
-    policy: Literal["clipped", "gspo", "cispo", "reinforce", "binary_tv"] = Field(
-        "clipped",
-        description="Policy loss (fp8core/rl/losses.py): PPO and GRPO's clip, GSPO, CISPO, REINFORCE, prime-rl's.",
-    )
-    clip_low: float = Field(0.2, ge=0, lt=1)
-    clip_high: float = Field(0.28, ge=0, le=10)
-    dual_clip: float | None = Field(None, gt=1, le=100, description="Bound of the loss of negative advantages.")
-    aggregation: Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean"] = Field(
-        "token-mean", description="From per-token terms to the loss, by the names of verl (fp8core/rl/aggregation.py)."
-    )
-    length_normaliser: int | None = Field(
-        None, ge=1, description="Dr.GRPO: divide sums over tokens by this constant instead of `aggregation`."
-    )
-    advantage: Literal[
-        "grpo", "dr_grpo", "rloo", "leave_one_out", "reinforce_plus_plus", "reinforce_plus_plus_baseline"
-    ] = Field("grpo", description="Advantage estimator (fp8core/rl/advantages.py).")
-    advantage_epsilon: float = Field(1e-4, gt=0, le=1, description="Added to the standard deviation of rewards.")
-    reference_kl: float = Field(
-        0.0, ge=0, le=100, description="Weight of the penalty towards the reference policy; needs the reference step."
-    )
-    reference_kl_estimate: Literal["k1", "k2", "k3"] = Field("k3", description="Estimate of that divergence.")
-
-
 class WeightingConfig(Section):
-    """Importance weights (fp8core/rl/importance.py)."""
+    """Importance weights (fp8core/rl/correction.py)."""
 
     level: Literal["none", "token", "sequence", "geometric"] = "token"
     action: Literal["keep", "truncate", "clip", "band", "mask"] = "truncate"
@@ -255,15 +223,18 @@ class WeightingConfig(Section):
 
 
 class FilterConfig(Section):
-    """A rejection filter (fp8core/rl/rejection.py); bounds of k1 filters are on rho = old / rollout."""
+    """A rejection filter (fp8core/rl/correction.py); bounds of k1 filters are on rho = old / rollout."""
 
     name: str = Field(description="token_k1, seq_mean_k3, seq_max_k2, ...")
     low: float = Field(0.0, ge=0, le=1e6)
     high: float = Field(gt=0, le=1e6)
+    clamp: Literal["token", "row"] = Field(
+        "token", description="What is clamped to +-20: each token's difference (verl), or for k1 the row's (SkyRL)."
+    )
 
 
 class CorrectionConfig(Section):
-    """What is done about the mismatch between rollout and training policy."""
+    """Correction of the mismatch between rollout and training policy."""
 
     method: Literal["none", "token_tis", "preset", "custom"] = Field(
         "token_tis", description="token_tis multiplies the clipped loss by min(exp(old - rollout), cap), detached."
@@ -274,7 +245,33 @@ class CorrectionConfig(Section):
     filters: list[FilterConfig] = Field(default_factory=list, description="Of custom: rejection filters.")
     veto: float | None = Field(None, gt=0, le=1, description="Of custom: a token below this ratio rejects its row.")
     normalise: Literal["none", "token", "sequence"] = Field("none", description="Of custom: weights average 1.")
-    mode: Literal["decoupled", "bypass"] = Field("decoupled", description="Of custom: bypass takes rollout for old.")
+    normalise_over: Literal["kept", "all"] = Field(
+        "kept", description="Of custom: weights average 1 over what was kept, or, before rejection, over all (slime)."
+    )
+    order: Literal["joint", "in_turn"] = Field(
+        "joint", description="Of custom: each test looks at all tokens, or at what veto and filters before it left."
+    )
+    denominator: Literal["kept", "all"] | None = Field(
+        None,
+        description="Of custom: whether rejected tokens leave the loss's denominator (kept), or stay in it with weight "
+        "0 (all); null is kept, and all in bypass mode.",
+    )
+    mode: Literal["decoupled", "bypass"] = Field(
+        "decoupled", description="Of custom: bypass takes rollout for old, and corrects anew at every update."
+    )
+    seq_logprob_error_threshold: float | None = Field(
+        None,
+        ge=1,
+        le=1e6,
+        description="Rows whose mean of exp(|old - rollout|) exceeds this leave the loss, with any method (NeMo RL).",
+    )
+    off_policy_delta: float | None = Field(
+        None,
+        gt=0,
+        le=100,
+        description="Rows of negative advantage whose mean of rollout - current exceeds this weigh 0, tested at every "
+        "update, with any method (off-policy sequence masking of DeepSeek-V3.2).",
+    )
     baseline: Literal["all", "kept"] = Field(
         "all", description="Whether rejected rows stay in the baseline of their prompt group."
     )
@@ -283,6 +280,18 @@ class CorrectionConfig(Section):
     def _preset_is_named(self) -> "CorrectionConfig":
         if (self.method == "preset") != (self.preset is not None):
             raise ValueError("method=preset and a preset name go together")
+        return self
+
+    @model_validator(mode="after")
+    def _bypass_corrects_parts(self) -> "CorrectionConfig":
+        if self.method == "custom" and self.mode == "bypass":
+            if self.normalise != "none":
+                raise ValueError(
+                    f"normalise={self.normalise} needs the weights of a whole batch; mode=bypass makes them part by "
+                    "part, of the policy that is updated"
+                )
+            if self.denominator == "kept":
+                raise ValueError("denominator=kept is not known in time with mode=bypass, which rejects part by part")
         return self
 
 
@@ -330,18 +339,18 @@ class EvaluationConfig(Section):
 
 
 class RewardConfig(Section):
-    """How completions are scored."""
+    """Scores of completions."""
 
     verifier: str = Field(
         "chain",
         description="chain, integer, math-verify, or a function of your own: `module:function` or "
-        "`path/to/file.py:function` (docs/verifiers.md).",
+        "`path/to/file.py:function` (docs/guides/verifiers.md).",
         json_schema_extra={"pattern": rf"^({'|'.join(SHIPPED_VERIFIERS)}|.+:[A-Za-z_]\w*)$"},
     )
     options: dict[str, JsonValue] = Field(default_factory=dict, description="Keyword arguments of your function.")
-    timeout_seconds: float = Field(10.0, gt=0, le=3600, description="Longest wait for the verdict on one answer.")
+    timeout_seconds: float = Field(2.0, gt=0, le=3600, description="Longest wait for the verdict on one answer.")
     cpu_seconds: float = Field(
-        5.0,
+        1.0,
         gt=0,
         le=3600,
         description="Processor time of one answer. What computes too long ends by this, however busy the machine is.",
@@ -354,7 +363,7 @@ class RewardConfig(Section):
     @field_validator("verifier")
     @classmethod
     def _known(cls, verifier: str) -> str:
-        if verifier not in SHIPPED_VERIFIERS and not re.fullmatch(r".+:[^\W\d]\w*", verifier):
+        if verifier not in SHIPPED_VERIFIERS and not is_function_path(verifier):
             raise ValueError(
                 f"{verifier} is none of {', '.join(SHIPPED_VERIFIERS)}, and no function of your own "
                 "(module:function or path/to/file.py:function)"
@@ -392,45 +401,30 @@ class KeepConfig(Section):
 
 
 class ArtifactsConfig(Section):
-    """What stays of a step's files."""
+    """Files of a step that are kept, and the key that signs its manifest."""
 
     keep: KeepConfig | None = Field(None, description="What `fp8-grpo gc` leaves; null keeps every step.")
-
-
-class StopConfig(Section):
-    """Bounds on the mismatch of rollout and training policy while it trains; null bounds nothing."""
-
-    error: float | None = Field(
-        None, ge=1, le=1e6, description="Upper bound of the token multiplicative probability error; 1 is equality."
-    )
-    k3: float | None = Field(None, ge=0, le=1e6, description="Upper bound of the k3 estimate of KL(rollout, training).")
-    effective_sample_size: float | None = Field(
-        None, gt=0, le=1, description="Lower bound of the effective sample size, as a share of the tokens."
-    )
-    patience: int = Field(3, ge=1, le=1_000_000, description="Steps in a row beyond a bound before anything is done.")
-    action: Literal["warn", "pause", "fail"] = Field(
-        "warn",
-        description="warn goes on; pause stops after a checkpoint until the run is resumed; fail fails the run.",
+    signing_key: Path | None = Field(
+        None,
+        description="File with a private ed25519 key (PEM, without a password) that signs each step's manifest; null "
+        "signs nothing.",
     )
 
-    @property
-    def bounded(self) -> bool:
-        """Whether anything is bounded."""
-        return (self.error, self.k3, self.effective_sample_size) != (None, None, None)
-
-
-class AlignmentConfig(Section):
-    """How far the policy that samples may be from the policy that trains."""
-
-    stop: StopConfig = Field(default_factory=StopConfig)
+    @field_validator("signing_key", mode="before")
+    @classmethod
+    def _no_key_itself(cls, given: Any) -> Any:
+        # It would be in run.json, in MLflow and in the log.
+        if "PRIVATE KEY" in str(given):
+            raise ValueError("takes the path of a file, not the key itself")
+        return given
 
 
 class ReplayConfig(Section):
-    """How equal a step that is done again must be."""
+    """Equality that a replayed or redone step must have."""
 
     level: Literal["exact", "deterministic", "tolerant"] = Field(
         "exact",
-        description="exact and deterministic: every digest (they differ in where that holds: docs/durability.md); "
+        description="exact and deterministic: every digest (they differ in scope: docs/concepts/durability.md); "
         "tolerant: the metrics within the bounds below, and a redo that differs is recorded instead of refused.",
     )
     relative: float = Field(0.05, ge=0, le=1, description="Of tolerant: largest relative difference of a metric.")

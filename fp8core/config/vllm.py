@@ -8,7 +8,7 @@ from fp8core.config.section import Section
 
 
 class VllmConfig(Section):
-    """How vLLM runs; `rollout.max_batch` is its max_num_seqs."""
+    """Settings of vLLM; `rollout.max_batch` is its max_num_seqs."""
 
     model: Literal["stock", "aligned"] = Field(
         "stock",

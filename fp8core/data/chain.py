@@ -1,12 +1,13 @@
 """The generated task: `2*7*6+0+9=`, every operation applied left to right and taken modulo 10.
 
-Modulo 100 and 1000 all numbers have two and three digits, leading zeros included (`07*45-03=`): a number's place then
+Modulo 100 and 1000 all numbers have two and three digits, leading zeros included (`07*45-03=`). A number's place then
 follows from how many precede it, whatever the numbers are.
 """
 
 import hashlib
 import itertools
 import json
+import operator
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +19,8 @@ from fp8core.config.run import ChainTaskConfig
 from fp8core.data.prompt import HELDOUT_ONE_IN, Problem, TrainingSet, generator, is_heldout, problem
 from fp8core.errors import UserError
 
-OPERATIONS = "+-*"
+_APPLY = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+OPERATIONS = "".join(_APPLY)
 EOS = "$"
 ALPHABET = "0123456789" + OPERATIONS + "=,#" + EOS
 # Tokens of a model built for this task; the alphabet leaves some of them unused.
@@ -48,7 +50,7 @@ def running_values(question: str) -> list[str]:
     first, *rest = re.split(r"([-+*])", question.removesuffix("="))
     value, digits, values = int(first), len(first), []
     for operation, number in zip(rest[0::2], rest[1::2], strict=True):
-        value = _apply(operation, value, int(number)) % 10**digits
+        value = _APPLY[operation](value, int(number)) % 10**digits
         values.append(f"{value:0{digits}}")
     return values
 
@@ -142,12 +144,3 @@ def _questions(config: ChainTaskConfig, rng: np.random.Generator) -> Iterator[st
 
 def _problem(question: str) -> Problem:
     return problem(question, running_values(question)[-1])
-
-
-def _apply(operation: str, left: int, right: int) -> int:
-    if operation == "+":
-        return left + right
-    if operation == "-":
-        return left - right
-    assert operation == "*", operation
-    return left * right

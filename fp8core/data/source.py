@@ -1,14 +1,186 @@
-"""The one place where a configuration becomes a source of problems."""
+"""Sources of problems: rows of a .jsonl file or of a Hugging Face dataset, or the generated chain task.
 
+`check_problems` finds mistakes in the data before the first step, not when a step draws the row.
+"""
+
+import gzip
+import json
+import zlib
+from collections.abc import Sequence
 from pathlib import Path
 
-from fp8core.config.run import DataConfig, EvaluationConfig
+from fp8core.config.run import DataConfig, EvaluationConfig, RunConfig
 from fp8core.data.chain import ChainSource
-from fp8core.data.hub_dataset import read_hub_dataset
-from fp8core.data.jsonl import SUFFIXES, read_jsonl
-from fp8core.data.prompt import Problem, PromptSource
-from fp8core.data.rows import RowSource
-from fp8core.errors import UserError
+from fp8core.data.prompt import (
+    HELDOUT_ONE_IN,
+    Problem,
+    PromptSource,
+    TrainingSet,
+    generator,
+    is_heldout,
+    problem,
+    problems_digest,
+    refuse_too_long,
+)
+from fp8core.errors import UserError, first_line
+from fp8core.models.tokenizer import Tokenizer
+from fp8core.rewards.verifier import Verifier
+
+
+def problem_from_row(row: object, question_field: str, answer_field: str, place: str) -> Problem:
+    """The problem in one row, its answer kept as text. Raises UserError, beginning with `place`, on a bad row."""
+    if not isinstance(row, dict):
+        raise UserError(f"{place}: the row is {type(row).__name__}, not an object with fields")
+    question, answer = (_text_field(row, field, place) for field in (question_field, answer_field))
+    return problem(question, answer, place)
+
+
+class RowSource:
+    """Problems over a list of rows; see PromptSource.
+
+    A question that occurs more than once is kept once, with its first answer. Training goes through all rows in an
+    order of its own each epoch; step `i` of `n` prompts takes positions `i*n` to `i*n + n - 1`, across epochs.
+    Held-out rows are ordered by prompt_id, so that the first ones are a fair sample however the file is sorted.
+    """
+
+    def __init__(self, rows: Sequence[Problem], place: str, heldout: Sequence[Problem] | None = None) -> None:
+        """Without rows to hold out, one row in eight is held out by a hash of its question.
+
+        `place` names the data in errors. Raises UserError when nothing is left to train on.
+        """
+        unique = _unique(rows)
+        held = _unique(heldout) if heldout is not None else {q: row for q, row in unique.items() if is_heldout(q)}
+        self._place = place
+        self._rows = [*unique.values(), *(row for question, row in held.items() if question not in unique)]
+        self._heldout = sorted(held.values(), key=lambda row: row.prompt_id)
+        self._training = [row for question, row in unique.items() if question not in held]
+        if not self._training:
+            raise UserError(f"{place}: all {len(unique)} questions are held out, none is left to train on")
+
+    def training_set(self) -> TrainingSet:
+        return TrainingSet(problems_digest(self._training), len(self._training))
+
+    def training(self, step: int, count: int, seed: int) -> list[Problem]:
+        rows = len(self._training)
+        if count > rows:
+            raise UserError(f"{self._place}: a step takes {count} prompts, but there are only {rows} training rows")
+        position, end = step * count, (step + 1) * count
+        batch: list[Problem] = []
+        while position < end:
+            epoch, offset = divmod(position, rows)
+            order = generator(seed, "epoch", epoch).permutation(rows)[offset : offset + end - position]
+            batch += [self._training[index] for index in order]
+            position += len(order)
+        return batch
+
+    def heldout(self, count: int) -> list[Problem]:
+        rows = len(self._heldout)
+        if count > rows:
+            raise UserError(
+                f"{self._place}: evaluation.prompts={count}, but there are only {rows} held-out rows "
+                f"(one row in {HELDOUT_ONE_IN}, or all of evaluation.source); lower it or give more rows"
+            )
+        return self._heldout[:count]
+
+    def to_check(self) -> list[Problem]:
+        return self._rows
+
+
+def _unique(rows: Sequence[Problem]) -> dict[str, Problem]:
+    unique: dict[str, Problem] = {}
+    for row in rows:
+        unique.setdefault(row.question, row)
+    return unique
+
+
+def _text_field(row: dict[str, object], field: str, place: str) -> str:
+    if field not in row:
+        raise UserError(f"{place}: no field {field!r} (the row has: {', '.join(map(repr, row)) or 'none'})")
+    value = row[field]
+    if not isinstance(value, str):
+        raise UserError(f"{place}: field {field!r} is {type(value).__name__}, not text")
+    if not value.strip():
+        raise UserError(f"{place}: field {field!r} is empty")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{place}: field {field!r} holds half a surrogate pair, which is no Unicode text") from error
+    return value
+
+
+SUFFIXES = (".jsonl", ".jsonl.gz")
+
+
+def read_jsonl(path: Path, question_field: str, answer_field: str) -> list[Problem]:
+    """Every row in file order; blank lines are skipped.
+
+    Raises UserError with `file:line` on a line that is no row, and with the file when it has none or cannot be read.
+    """
+    # Split at line feeds alone: JSON text may hold other line separators.
+    lines = enumerate(_content(path).split(b"\n"), start=1)
+    places = ((f"{path}:{number}", line) for number, line in lines if line.strip())
+    fields = question_field, answer_field
+    rows = [problem_from_row(_parse(line, place), *fields, place) for place, line in places]
+    if not rows:
+        raise UserError(f"{path}: the file has no rows")
+    return rows
+
+
+def _content(path: Path) -> bytes:
+    """The whole file, so that its checksum is verified before any line is parsed."""
+    if not path.name.endswith(SUFFIXES):
+        raise UserError(f"{path}: only {' and '.join(SUFFIXES)} files are read")
+    try:
+        content = path.read_bytes()
+        return gzip.decompress(content) if path.suffix == ".gz" else content
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise UserError(f"{path}: damaged gzip data ({error})") from error
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+
+
+def _parse(line: bytes, place: str) -> object:
+    try:
+        row: object = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise UserError(f"{place}: not UTF-8 (byte {error.start + 1} of the line)") from error
+    except json.JSONDecodeError as error:
+        raise UserError(f"{place}: not JSON ({error.msg} at column {error.colno})") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{place}: JSON beyond limits (a number of thousands of digits, or nested too deep)") from error
+    return row
+
+
+def read_hub_dataset(data: DataConfig) -> list[Problem]:
+    """Every row of one split, in order; `data.source` is a name on the hub or a folder of data files.
+
+    Raises UserError without the library, when the dataset is unknown or out of reach, and on a row that is no problem.
+    """
+    try:
+        import datasets
+    except ImportError as error:
+        raise UserError(
+            f"data.source={data.source} is neither `chain` nor a .jsonl file, so it is taken for "
+            "a Hugging Face dataset, which needs: pip install 'fp8-grpo[datasets]'"
+        ) from error
+    try:
+        table = datasets.load_dataset(data.source, data.subset, split=data.split, revision=data.revision)
+    except ConnectionError as error:
+        raise UserError(
+            f"data.source={data.source}: not in the local cache and the hub is out of reach; "
+            "run once with a network, or set data.source to a .jsonl file of its rows"
+        ) from error
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        reason = first_line(error)
+        raise UserError(f"data.source={data.source}: cannot be loaded as a Hugging Face dataset ({reason})") from error
+    place = f"{data.source}, split {data.split}"
+    fields = data.question_field, data.answer_field
+    rows = [problem_from_row(row, *fields, f"{place}, row {number}") for number, row in enumerate(table)]
+    if not rows:
+        raise UserError(f"{place}: the dataset has no rows")
+    return rows
 
 
 def build_source(data: DataConfig, evaluation: EvaluationConfig) -> PromptSource:
@@ -16,27 +188,39 @@ def build_source(data: DataConfig, evaluation: EvaluationConfig) -> PromptSource
 
     Raises UserError on data that cannot be read, and on fewer held-out problems than `evaluation.prompts`.
     """
-    source = _generated(data, evaluation) if data.source == "chain" else _rows(data, evaluation)
-    source.heldout(evaluation.prompts)  # Too few is better said now than at the first evaluation.
-    return source
-
-
-def _generated(data: DataConfig, evaluation: EvaluationConfig) -> ChainSource:
-    if evaluation.source is not None:
+    source: PromptSource
+    if data.source != "chain":
+        fields, heldout = (data.question_field, data.answer_field), evaluation.source
+        source = RowSource(read_rows(data), data.source, read_jsonl(Path(heldout), *fields) if heldout else None)
+    elif evaluation.source is not None:
         raise UserError(f"evaluation.source={evaluation.source}: the chain task holds out prompts of its own; unset it")
-    return ChainSource(data.chain)
-
-
-def _rows(data: DataConfig, evaluation: EvaluationConfig) -> RowSource:
-    heldout = None
-    if evaluation.source is not None:
-        heldout = read_jsonl(Path(evaluation.source), data.question_field, data.answer_field)
-    return RowSource(read_rows(data), data.source, heldout)
+    else:
+        source = ChainSource(data.chain)
+    source.heldout(evaluation.prompts)  # Refuses too few now, not at the first evaluation.
+    return source
 
 
 def read_rows(data: DataConfig) -> list[Problem]:
     """Every row of a file or a Hugging Face dataset, in order. Raises UserError on data that cannot be read."""
-    # An existing file of another kind goes to the reader of files, which says what it reads.
+    # The reader of files refuses an existing file of another kind, with the kinds that it reads.
     if data.source.endswith(SUFFIXES) or Path(data.source).is_file():
         return read_jsonl(Path(data.source), data.question_field, data.answer_field)
     return read_hub_dataset(data)
+
+
+def check_problems(
+    source: PromptSource, config: RunConfig, tokenizer: Tokenizer, max_positions: int, verifier: Verifier
+) -> None:
+    """Raises UserError, with the place (file:line), on a reference that is no answer and a prompt that does not fit."""
+    problems = list(source.to_check())
+    check_references(problems, verifier)
+    for row in problems:
+        refuse_too_long(row, config, tokenizer, max_positions)
+
+
+def check_references(problems: Sequence[Problem], verifier: Verifier) -> None:
+    """Raises UserError, with the place (file:line), on the first reference that is no answer."""
+    faults = verifier.faults([(row.question, row.reference) for row in problems])
+    for row, fault in zip(problems, faults, strict=True):
+        if fault is not None:
+            raise UserError(f"{row.place}: {fault}" if row.place else fault)

@@ -1,13 +1,119 @@
-"""From verdicts to the numbers of an evaluation, and the differences of two of them."""
+"""From verdicts to the numbers of an evaluation: pass@k, maj@k, their intervals, and differences of two evaluations.
+
+Samples of one prompt are not independent of one another; prompts are. Every interval over more than one sample a prompt
+therefore resamples prompts, never samples (a cluster bootstrap).
+"""
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from fractions import Fraction
+from itertools import accumulate, repeat
+from statistics import NormalDist, fmean
+from typing import Literal
 
-from fp8core.evaluation.estimators import bootstrap_interval, majority_at_k, pass_at_k, wilson_interval
-from fp8core.rewards.verdict import OUTCOMES, Verdict
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
+
+from fp8core.config.precision import PrecisionContract, SidePrecision
+from fp8core.config.run import RunConfig
+from fp8core.data.prompt import Problem
+from fp8core.data.source import build_source, read_rows
+from fp8core.errors import UserError
+from fp8core.rewards.scorer import OUTCOMES, Verdict
+
+RESAMPLES = 10_000
+# Resamples drawn at once: memory stays small for any number of prompts.
+_CHUNK = 256
+
+
+def pass_at_k(samples: int, right: int, k: int) -> float:
+    """Probability that at least one of k samples is right, estimated without bias from `samples` >= k.
+
+    1 - C(samples - right, k) / C(samples, k) (Chen et al. 2021, arXiv 2107.03374, eq. 1), in exact arithmetic.
+    """
+    assert 0 <= right <= samples, "right samples are among the samples"
+    assert 1 <= k <= samples, "k samples are drawn from them"
+    return float(1 - Fraction(math.comb(samples - right, k), math.comb(samples, k)))
+
+
+def majority_at_k(right: int, others: Sequence[int], silent: int, k: int) -> float:
+    """Probability that the most frequent answer of k samples is right, estimated without bias from all of them.
+
+    The mean over all subsets of k samples, in exact arithmetic; a tie is won by each of its answers alike. Where no
+    sample of a subset has an answer, nothing wins.
+
+    Args:
+        right: samples with the right answer.
+        others: samples with each wrong answer.
+        silent: samples without an answer, which have no vote.
+        k: samples in a vote.
+    """
+    samples = right + sum(others) + silent
+    assert 1 <= k <= samples, "k samples are drawn from them"
+    sizes, won = Counter(others), Fraction(0)
+    for votes in range(1, min(right, k) + 1):
+        # Answers with fewer samples than `votes` can neither tie nor win: any of their samples may be drawn.
+        free = silent + sum(size * count for size, count in sizes.items() if size < votes)
+        rivals = {size: count for size, count in sizes.items() if size >= votes}
+        ways = _ways(rivals, votes, k - votes, free, samples)
+        won += math.comb(right, votes) * sum(Fraction(count, tied + 1) for tied, count in enumerate(ways))
+    return float(won / math.comb(samples, k))
+
+
+def _ways(rivals: Mapping[int, int], votes: int, drawn: int, free: int, samples: int) -> list[int]:
+    """Ways to draw so many samples of rivals and free ones so that no rival gets more than `votes`, by how many tie.
+
+    `rivals` counts answers by their number of samples, `votes` at least. Numbers of ways are the coefficients of a
+    polynomial in the number of samples drawn besides those of the ties. A polynomial is one long integer with a slot
+    for each coefficient (Kronecker substitution): Python multiplies those fast.
+    """
+    # No coefficient is above the number of all subsets, 2 ** samples.
+    slot, ties = (samples + 8) // 8 * 8, drawn // votes
+    kept = [(1 << slot * (drawn - votes * tied + 1)) - 1 for tied in range(ties + 1)]
+    found = [1]
+    for size, count in rivals.items():
+        below = sum(math.comb(size, taken) << slot * taken for taken in range(votes))
+        powers = list(accumulate(repeat(below, count), lambda power, one: power * one & kept[0], initial=1))
+        most = min(count, ties)
+        tied = [math.comb(count, n) * math.comb(size, votes) ** n * powers[count - n] for n in range(most + 1)]
+        found = [
+            sum(found[n - m] * tied[m] for m in range(max(0, n - len(found) + 1), min(n, most) + 1)) & kept[n]
+            for n in range(min(len(found) + most, ties + 1))
+        ]
+    one = (1 << slot) - 1
+    rest = [drawn - votes * tied for tied in range(len(found))]
+    return [
+        sum((ways >> slot * n & one) * math.comb(free, left - n) for n in range(max(0, left - free), left + 1))
+        for ways, left in zip(found, rest, strict=True)
+    ]
+
+
+def wilson_interval(right: int, count: int, confidence: float) -> tuple[float, float]:
+    """Interval of a proportion from independent trials (Wilson 1927): honest near 0 and 1, too."""
+    assert 0 <= right <= count, "right trials are among the trials"
+    assert count > 0, "a proportion needs a trial"
+    z = NormalDist().inv_cdf(0.5 + confidence / 2)
+    share, weight = right / count, z * z / count
+    centre = (share + weight / 2) / (1 + weight)
+    half = z / (1 + weight) * math.sqrt(share * (1 - share) / count + weight / (4 * count))
+    # Rounding must not push the ends past what they are for none and for all.
+    return (0.0 if right == 0 else centre - half), (1.0 if right == count else centre + half)
+
+
+def bootstrap_interval(values: Sequence[float], confidence: float, seed: int) -> tuple[float, float]:
+    """Percentile interval of the mean of one value a prompt, resampled over prompts; the same for the same seed."""
+    means = _resampled_means(np.asarray(values, np.float64), np.random.default_rng(seed))
+    low, high = np.quantile(means, [0.5 - confidence / 2, 0.5 + confidence / 2])
+    return float(low), float(high)
+
+
+def _resampled_means(values: NDArray[np.float64], rng: np.random.Generator) -> NDArray[np.float64]:
+    assert len(values) > 0, "a mean needs a prompt"
+    rows = [min(_CHUNK, RESAMPLES - start) for start in range(0, RESAMPLES, _CHUNK)]
+    return np.concatenate([values[rng.integers(len(values), size=(n, len(values)))].mean(axis=1) for n in rows])
 
 
 @dataclass(frozen=True)
@@ -21,7 +127,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class PromptScore:
-    """What the samples of one prompt came to.
+    """The results of one prompt's samples.
 
     Attributes:
         prompt_id: see Problem.
@@ -53,7 +159,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Counting:
-    """What is estimated: pass@k and maj@k for each k, with intervals of a confidence, resampled with a seed."""
+    """The estimates: pass@k and maj@k for each k, with intervals of a confidence, resampled with a seed."""
 
     k: Sequence[int]
     confidence: float
@@ -63,8 +169,8 @@ class Counting:
 def score_prompt(prompt_id: str, verdicts: Sequence[Verdict], k: Sequence[int]) -> PromptScore:
     """The samples of one prompt.
 
-    Wrong samples vote by what their verdict says of the answer (`answer 17`), so that equal wrong answers stand
-    together; what could not be read or checked has no vote.
+    Wrong samples vote by the detail of their verdict (`answer 17`), so that equal wrong answers count together. An
+    answer that could not be read or checked has no vote.
     """
     outcomes = Counter(verdict.outcome for verdict in verdicts)
     right, wrong = outcomes["right"], Counter(verdict.detail for verdict in verdicts if verdict.outcome == "wrong")
@@ -103,3 +209,64 @@ def paired_differences(base: Measurement, other: Measurement, counting: Counting
         values = [theirs.measured[name] - ours.measured[name] for ours, theirs in pairs]
         differences[name] = Estimate(fmean(values), *bootstrap_interval(values, counting.confidence, counting.seed))
     return differences
+
+
+class EvaluationResult(BaseModel):
+    """The result that `fp8-grpo evaluate --json` writes and MLflow keeps."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    target: str = Field(description="Run or folder, as it was given.")
+    step: int | None = Field(description="Step of the run; null: a folder.")
+    weights_digest: str | None = Field(description="Of the policy's FP32 weights, where a run or an export names it.")
+    config: str = Field(description="Name of the configuration.")
+    data: str = Field(description="Where the problems come from.")
+    data_digest: str = Field(description="SHA-256 over questions and references, in order.")
+    prompts: int
+    samples: int = Field(description="Of each prompt.")
+    temperature: float
+    max_new_tokens: int
+    seed: int
+    confidence: float = Field(description="Of every interval.")
+    verifier: dict[str, JsonValue]
+    precisions: dict[str, Measurement]
+    engines: dict[str, dict[str, JsonValue]] = Field(description="What the engine said it ran, by precision.")
+    differences: dict[str, dict[str, Estimate]] = Field(
+        description="Paired by prompt, by precision: it minus the first precision."
+    )
+
+
+Precision = Literal["configured", "bf16", "fp8"]
+
+
+def heldout_problems(config: RunConfig) -> list[Problem]:
+    """The first `evaluation.prompts` problems that training never sees. Raises UserError as `build_source`."""
+    return build_source(config.data, config.evaluation).heldout(config.evaluation.prompts)
+
+
+def all_problems(config: RunConfig, count: int | None) -> list[Problem]:
+    """Different questions of `data.source`, all or the first `count` by prompt_id: a fair sample of a sorted file.
+
+    Raises:
+        UserError: the data cannot be read, is generated without end, or has fewer.
+    """
+    if config.data.source == "chain":
+        raise UserError("data: the chain task has no rows; leave data away to ask its held-out questions")
+    unique: dict[str, Problem] = {}
+    for row in read_rows(config.data):
+        unique.setdefault(row.question, row)
+    rows = sorted(unique.values(), key=lambda row: row.prompt_id)
+    if count is not None and count > len(rows):
+        raise UserError(f"{config.data.source}: prompts={count}, but there are only {len(rows)} different questions")
+    return rows[:count]
+
+
+def contract_in(precision: Precision, contract: PrecisionContract) -> PrecisionContract:
+    """The contract with another rollout side; head, scale rule and layers kept in BF16 stay as configured."""
+    head = contract.rollout.head
+    sides = {
+        "configured": contract.rollout,
+        "bf16": SidePrecision(linear="bf16", kv_cache="bf16", head=head),
+        "fp8": SidePrecision(linear="fp8_block", kv_cache="fp8", head=head),
+    }
+    return contract.model_copy(update={"rollout": sides[precision]})

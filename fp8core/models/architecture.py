@@ -1,7 +1,17 @@
-"""The shape of a decoder, independent of where it came from."""
+"""The shape of a decoder, and Hugging Face's config.json for Llama, Qwen3 and Qwen3-MoE, read and written.
 
+Rotary parameters are read in the keys of transformers 4 (`rope_theta`, `rope_scaling`) and of transformers 5
+(`rope_parameters`), and both are written. Precedence is that of transformers 5 (`modeling_rope_utils.py`,
+`convert_rope_params_to_dict`). Anything that would make the decoder compute something else is refused by its key.
+"""
+
+import json
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
+
+from fp8core.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +26,7 @@ class RopeScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """Mixture of experts in the place of SwiGLU blocks (Qwen3-MoE, arXiv 2505.09388).
+    """Mixture of experts instead of SwiGLU blocks (Qwen3-MoE, arXiv 2505.09388).
 
     Attributes:
         count: experts of a sparse layer.
@@ -102,3 +112,301 @@ def _expert_shapes(prefix: str, hidden: int, experts: Experts) -> dict[str, tupl
     for e in range(experts.count):
         shapes |= _mlp_shapes(f"{prefix}.experts.{e}", hidden, experts.intermediate_size)
     return shapes
+
+
+_FAMILIES: dict[str, Literal["llama", "qwen3", "qwen3_moe"]] = {
+    "LlamaForCausalLM": "llama",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+}
+
+# Key -> the one value the decoder implements, which is also what an absent key means to transformers.
+_FIXED: dict[str, Any] = {
+    "attention_bias": False,
+    "mlp_bias": False,
+    "hidden_act": "silu",
+    "partial_rotary_factor": 1.0,
+    "quantization_config": None,
+}
+
+# The base that transformers assumes when a configuration gives none (`RotaryEmbeddingConfigMixin.default_theta`).
+_DEFAULT_ROPE_THETA = 10_000.0
+
+
+def read_text(path: Path) -> str:
+    """A UTF-8 file; one that is missing, unreadable or in another encoding is a UserError that names it."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 at byte {error.start}") from error
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; a missing, unreadable or malformed file is a UserError that names it."""
+    text = read_text(path)
+    try:
+        content = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}: line {error.lineno}, column {error.colno}: not JSON: {error.msg}") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: expected a JSON object, found {type(content).__name__}")
+    return content
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Typed access to a configuration; null counts as absent, as in transformers."""
+
+    keys: Mapping[str, Any]
+    where: str
+
+    def refused(self, key: str, supported: str) -> UserError:
+        found = json.dumps(self.keys.get(key), default=str) if key in self.keys else "nothing"
+        return UserError(f"{self.where}: {key}: found {found}, supported: {supported}")
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        value = self.keys.get(key)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 1 << 40:
+            raise self.refused(key, "an integer >= 1")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self.keys.get(key)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+            raise self.refused(key, "a number above 0")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.keys.get(key)
+        value = default if value is None else value
+        if not isinstance(value, bool):
+            raise self.refused(key, "true or false")
+        return value
+
+    def section(self, key: str) -> Mapping[str, Any]:
+        value = self.keys.get(key)
+        value = {} if value is None else value
+        if not isinstance(value, Mapping):
+            raise self.refused(key, "an object")
+        return value
+
+
+def architecture_from_hf(config: Mapping[str, Any], where: str) -> Architecture:
+    """The decoder that a config.json describes.
+
+    Args:
+        config: The parsed file.
+        where: The file, for messages.
+
+    Raises:
+        UserError: naming the file and the key: another architecture, or a feature that the decoder lacks.
+    """
+    reader = _Reader(config, where)
+    family = _family(reader)
+    _refuse_unsupported(reader, family)
+    num_heads = reader.integer("num_attention_heads")
+    num_kv_heads = reader.integer("num_key_value_heads", default=num_heads)
+    if num_heads % num_kv_heads:
+        raise reader.refused("num_key_value_heads", f"a divisor of num_attention_heads={num_heads}")
+    max_positions = reader.integer("max_position_embeddings")
+    rope_theta, rope_scaling = _rope(reader)
+    return Architecture(
+        family=family,
+        vocab_size=reader.integer("vocab_size"),
+        hidden_size=reader.integer("hidden_size"),
+        intermediate_size=reader.integer("intermediate_size"),
+        num_layers=reader.integer("num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=_head_dim(reader, family, num_heads),
+        rms_norm_eps=reader.number("rms_norm_eps"),
+        rope_theta=rope_theta,
+        max_positions=max_positions,
+        rope_scaling=rope_scaling,
+        qk_norm=family != "llama",
+        tie_embeddings=reader.flag("tie_word_embeddings", default=False),
+        experts=_experts(reader) if family == "qwen3_moe" else None,
+    )
+
+
+def architecture_to_hf(
+    arch: Architecture, *, bos_id: int | None, eos_ids: Collection[int], pad_id: int | None, dtype: str
+) -> dict[str, Any]:
+    """A config.json that transformers and vLLM load.
+
+    The families differ in experts and the RMSNorm of Q and K alone, so these, and not `family`, pick the class.
+
+    Args:
+        arch: The decoder.
+        bos_id: Token that begins a sequence, if any.
+        eos_ids: Tokens that end one.
+        pad_id: Token that fills a batch, if any.
+        dtype: Type of the stored weights, such as `bfloat16`.
+    """
+    specific: dict[str, Any] = (
+        {"use_sliding_window": False, "sliding_window": None, "max_window_layers": arch.num_layers}
+        if arch.qk_norm
+        else {"mlp_bias": False}
+    )
+    if arch.experts is not None:
+        assert arch.qk_norm, "no family has experts and no norm of Q and K"
+        specific |= _experts_to_hf(arch.experts)
+    dense = "Qwen3ForCausalLM" if arch.qk_norm else "LlamaForCausalLM"
+    name = dense if arch.experts is None else "Qwen3MoeForCausalLM"
+    scaling = _rope_scaling_to_hf(arch.rope_scaling)
+    return {
+        "architectures": [name],
+        "model_type": _FAMILIES[name],
+        "vocab_size": arch.vocab_size,
+        "hidden_size": arch.hidden_size,
+        "intermediate_size": arch.intermediate_size,
+        "num_hidden_layers": arch.num_layers,
+        "num_attention_heads": arch.num_heads,
+        "num_key_value_heads": arch.num_kv_heads,
+        "head_dim": arch.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": arch.max_positions,
+        "rms_norm_eps": arch.rms_norm_eps,
+        "rope_theta": arch.rope_theta,
+        "rope_scaling": scaling,
+        "rope_parameters": {"rope_type": "default", **(scaling or {}), "rope_theta": arch.rope_theta},
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        **specific,
+        "tie_word_embeddings": arch.tie_embeddings,
+        "bos_token_id": bos_id,
+        "eos_token_id": one_or_list(eos_ids),
+        "pad_token_id": pad_id,
+        "torch_dtype": dtype,
+        "dtype": dtype,
+        "use_cache": True,
+    }
+
+
+def one_or_list(ids: Collection[int]) -> int | list[int]:
+    """End-of-sequence ids as Hugging Face writes them: one number, or a list of several."""
+    ordered = sorted(ids)
+    return ordered[0] if len(ordered) == 1 else ordered
+
+
+def _family(reader: _Reader) -> Literal["llama", "qwen3", "qwen3_moe"]:
+    names = reader.keys.get("architectures")
+    name = names[0] if isinstance(names, list) and len(names) == 1 else None
+    if not isinstance(name, str) or name not in _FAMILIES:
+        raise reader.refused("architectures", " or ".join(json.dumps([known]) for known in _FAMILIES))
+    family = _FAMILIES[name]
+    if reader.keys.get("model_type", family) != family:
+        raise reader.refused("model_type", f'"{family}", for {name}')
+    return family
+
+
+def _refuse_unsupported(reader: _Reader, family: str) -> None:
+    for key, only in _FIXED.items():
+        if reader.keys.get(key) not in (None, only):
+            raise reader.refused(key, json.dumps(only))
+    layer_types = reader.keys.get("layer_types")
+    if layer_types is not None:
+        if not isinstance(layer_types, list) or set(layer_types) != {"full_attention"}:
+            raise reader.refused("layer_types", '"full_attention" for every layer')
+        return
+    # Qwen3 configurations may carry a window that nothing uses; Llama has no such switch.
+    unused = family != "llama" and not reader.flag("use_sliding_window", default=False)
+    if reader.keys.get("sliding_window") is not None and not unused:
+        raise reader.refused("sliding_window", "null (full attention)")
+
+
+def _head_dim(reader: _Reader, family: str, num_heads: int) -> int:
+    hidden_size = reader.integer("hidden_size")
+    if reader.keys.get("head_dim") is None and family != "qwen3":
+        if hidden_size % num_heads:
+            raise reader.refused("hidden_size", f"a multiple of num_attention_heads={num_heads}, or a head_dim")
+        head_dim = hidden_size // num_heads
+    else:
+        head_dim = reader.integer("head_dim")
+    if head_dim % 2:
+        raise reader.refused("head_dim", f"an even number (it is {head_dim})")
+    return head_dim
+
+
+def _experts(reader: _Reader) -> Experts:
+    # transformers 5 writes num_local_experts and reads both (`Qwen3MoeConfig.attribute_map`).
+    key = "num_experts" if reader.keys.get("num_experts") is not None else "num_local_experts"
+    count, per_token = reader.integer(key), reader.integer("num_experts_per_tok")
+    if reader.keys.get("num_local_experts") not in (None, count):
+        raise reader.refused("num_local_experts", f"the value of num_experts, {count}")
+    if per_token > count:
+        raise reader.refused("num_experts_per_tok", f"at most {key}={count}")
+    dense = reader.keys.get("mlp_only_layers")
+    dense = [] if dense is None else dense
+    if not isinstance(dense, list) or not all(type(layer) is int and layer >= 0 for layer in dense):
+        raise reader.refused("mlp_only_layers", "a list of layer indices")
+    return Experts(
+        count=count,
+        per_token=per_token,
+        intermediate_size=reader.integer("moe_intermediate_size"),
+        normalise_top_k=reader.flag("norm_topk_prob", default=False),
+        sparse_step=reader.integer("decoder_sparse_step", default=1),
+        dense_layers=tuple(dense),
+    )
+
+
+def _experts_to_hf(experts: Experts) -> dict[str, Any]:
+    return {
+        "num_experts": experts.count,
+        "num_experts_per_tok": experts.per_token,
+        "moe_intermediate_size": experts.intermediate_size,
+        "norm_topk_prob": experts.normalise_top_k,
+        "decoder_sparse_step": experts.sparse_step,
+        "mlp_only_layers": list(experts.dense_layers),
+    }
+
+
+def _rope(reader: _Reader) -> tuple[float, RopeScaling | None]:
+    """Base and scaling of the rotary positions."""
+    key = "rope_scaling" if reader.section("rope_scaling") else "rope_parameters"
+    section = reader.section(key)
+    rope = _Reader(section, f"{reader.where}: {key}")
+    if any(isinstance(value, Mapping) for value in section.values()):
+        raise reader.refused(key, "one set of parameters for all layers")
+    if section.get("partial_rotary_factor") not in (None, 1.0):
+        raise rope.refused("partial_rotary_factor", "1.0")
+    theta = reader.number("rope_theta", default=rope.number("rope_theta", default=_DEFAULT_ROPE_THETA))
+    if rope.number("rope_theta", default=theta) != theta:
+        raise reader.refused("rope_theta", f"the value in {key}, {section['rope_theta']}")
+    type_key = "rope_type" if "rope_type" in section else "type"
+    rope_type = section.get(type_key, "default")
+    if rope_type == "default":
+        return theta, None
+    if rope_type != "llama3":
+        raise rope.refused(type_key, '"default" or "llama3"')
+    return theta, _llama3_scaling(rope)
+
+
+def _llama3_scaling(rope: _Reader) -> RopeScaling:
+    low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+    if high <= low:
+        raise rope.refused("high_freq_factor", f"a number above low_freq_factor={low}")
+    return RopeScaling(
+        factor=rope.number("factor"),
+        low_freq_factor=low,
+        high_freq_factor=high,
+        original_max_positions=rope.integer("original_max_position_embeddings"),
+    )
+
+
+def _rope_scaling_to_hf(scaling: RopeScaling | None) -> dict[str, Any] | None:
+    if scaling is None:
+        return None
+    return {
+        "rope_type": "llama3",
+        "factor": scaling.factor,
+        "low_freq_factor": scaling.low_freq_factor,
+        "high_freq_factor": scaling.high_freq_factor,
+        "original_max_position_embeddings": scaling.original_max_positions,
+    }

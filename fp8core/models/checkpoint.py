@@ -1,31 +1,43 @@
-"""Checkpoint folders in the Hugging Face layout: read with every tensor checked, written whole or not at all."""
+"""Checkpoint folders in the Hugging Face layout: read with every tensor checked, written whole or not at all.
+
+`initial_weights` builds the weights of a decoder from scratch.
+"""
 
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from fp8core.config.run import ArchitectureConfig
 from fp8core.errors import UserError
-from fp8core.models.architecture import Architecture, parameter_shapes
-from fp8core.models.hf_config import architecture_from_hf, architecture_to_hf, one_or_list, read_json_object
+from fp8core.models.architecture import (
+    Architecture,
+    Experts,
+    architecture_from_hf,
+    architecture_to_hf,
+    one_or_list,
+    parameter_shapes,
+    read_json_object,
+)
+from fp8core.models.safetensors_stream import INDEX, WEIGHTS, StoredTensor, read_folder
 from fp8core.models.tokenizer import Tokenizer
-from fp8core.store.durable import sync_path
+from fp8core.store.durable import make_folder, sync_path
 
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _DTYPES = ("BF16", "F16", "F32")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model as it lies on disk; `tensors` has exactly the names of `parameter_shapes`, in their stored types."""
+    """A model read from disk; `tensors` has exactly the names of `parameter_shapes`, in their stored types."""
 
     architecture: Architecture
     tensors: dict[str, Tensor]
@@ -35,15 +47,6 @@ class Checkpoint:
     def eos_ids(self) -> frozenset[int]:
         """Tokens that end a completion."""
         return self.tokenizer.eos_ids
-
-
-@dataclass(frozen=True)
-class _Stored:
-    """What a safetensors header says of one tensor."""
-
-    file: Path
-    shape: tuple[int, ...]
-    dtype: str
 
 
 def load_checkpoint(folder: Path) -> Checkpoint:
@@ -88,19 +91,31 @@ def save_checkpoint(
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     assert shapes == parameter_shapes(architecture), "tensors do not fit the architecture"
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder}: already exists; a checkpoint is never overwritten")
-    partial = folder.with_name(f".{folder.name}.partial")
+    with whole_folder(folder) as partial:
+        _write(partial, architecture, tensors, tokenizer, dtype)
+        for path in partial.iterdir():
+            sync_path(path)
+
+
+@contextmanager
+def whole_folder(target: Path) -> Iterator[Path]:
+    """A folder beside the target that takes its name when the body ends well, and is removed when it does not.
+
+    Raises:
+        UserError: the target is in the way or cannot be written.
+    """
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UserError(f"{target}: already exists; a checkpoint is never overwritten")
+    partial = target.with_name(f".{target.name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        _write(partial, architecture, tensors, tokenizer, dtype)
-        for path in (*partial.iterdir(), partial):
-            sync_path(path)
-        partial.replace(folder)
-        sync_path(folder.parent)
+        make_folder(partial)
+        yield partial
+        sync_path(partial)
+        partial.replace(target)
+        sync_path(target.parent)
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{folder}: the checkpoint cannot be written: {error}") from error
+        raise UserError(f"{target}: the checkpoint cannot be written: {error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -118,9 +133,9 @@ def _write(
     _write_json(folder / "generation_config.json", generation)
     tokenizer.save(folder)
     cast = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in tensors.items()}
-    save_file(cast, folder / _WEIGHTS, metadata={"format": "pt"})
+    save_file(cast, folder / WEIGHTS, metadata={"format": "pt"})
     # safetensors creates its file for the owner alone; it is to be as readable as the others.
-    shutil.copymode(folder / "config.json", folder / _WEIGHTS)
+    shutil.copymode(folder / "config.json", folder / WEIGHTS)
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -129,76 +144,98 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 def _read_tensors(folder: Path, arch: Architecture) -> dict[str, Tensor]:
     shapes = parameter_shapes(arch)
-    files = _weight_files(folder)
+    # Old Llama conversions store the rotary frequencies, which the configuration determines.
+    stored = {name: t for name, t in read_folder(folder).items() if not name.endswith("rotary_emb.inv_freq")}
+    _check(stored, shapes, arch.tie_embeddings, folder / (WEIGHTS if (folder / WEIGHTS).is_file() else INDEX))
     try:
-        stored = _headers(files)
-        _check(stored, shapes, arch.tie_embeddings, files[0] if len(files) == 1 else folder / _INDEX)
         tensors = _load(stored)
     except (SafetensorError, OSError) as error:
         raise UserError(f"{folder}: the weights cannot be read: {error}") from error
     if arch.tie_embeddings and _HEAD in tensors and not torch.equal(tensors[_HEAD], tensors[_EMBEDDING]):
-        raise UserError(
-            f"{stored[_HEAD].file}: tensor {_HEAD}: expected the values of {_EMBEDDING} (config.json says "
-            f"tie_word_embeddings), found others"
+        raise stored[_HEAD].refused(
+            f"expected the values of {_EMBEDDING} (config.json says tie_word_embeddings), found others"
         )
     return {name: tensors[name] for name in shapes}
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    single, index = folder / _WEIGHTS, folder / _INDEX
-    if single.is_file():
-        return [single]
-    if not index.is_file():
-        raise UserError(f"{folder}: neither {_WEIGHTS} nor {_INDEX}; only safetensors weights are read")
-    weight_map = read_json_object(index).get("weight_map")
-    names = set(weight_map.values()) if isinstance(weight_map, dict) else set()
-    if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
-        raise UserError(f"{index}: weight_map: expected an object from tensors to files of this folder")
-    return [folder / name for name in sorted(names)]
-
-
-def _headers(files: Iterable[Path]) -> dict[str, _Stored]:
-    stored: dict[str, _Stored] = {}
-    for file in files:
-        if not file.is_file():
-            raise UserError(f"{file}: no such file, but the index names it")
-        with _open(file) as handle:
-            for name in handle.keys():  # noqa: SIM118 - not a mapping
-                if name in stored:
-                    raise UserError(f"{file}: tensor {name}: expected once, found in {stored[name].file.name} as well")
-                entry = handle.get_slice(name)
-                stored[name] = _Stored(file, tuple(entry.get_shape()), entry.get_dtype())
-    # Old Llama conversions store the rotary frequencies, which the configuration determines.
-    return {name: entry for name, entry in stored.items() if not name.endswith("rotary_emb.inv_freq")}
-
-
-def _open(file: Path) -> Any:
-    try:
-        return safe_open(file, framework="pt")
-    except SafetensorError as error:
-        raise UserError(f"{file}: not a complete safetensors file: {error}") from error
-
-
-def _check(stored: Mapping[str, _Stored], shapes: Mapping[str, tuple[int, ...]], tied: bool, where: Path) -> None:
+def _check(stored: Mapping[str, StoredTensor], shapes: Mapping[str, tuple[int, ...]], tied: bool, where: Path) -> None:
     allowed = {**shapes, _HEAD: shapes[_EMBEDDING]} if tied else shapes
     missing = [name for name in shapes if name not in stored]
     problems = [f"{where}: tensor {name}: expected shape {list(shapes[name])}, found nothing" for name in missing]
-    for name, entry in stored.items():
-        place = f"{entry.file}: tensor {name}"
+    for name, tensor in stored.items():
+        place, shape, dtype = f"{tensor.file}: tensor {name}", tensor.spec.shape, tensor.spec.dtype
         if name not in allowed:
-            problems.append(f"{place}: expected nothing of this name, found shape {list(entry.shape)}")
-        elif entry.shape != allowed[name]:
-            problems.append(f"{place}: expected shape {list(allowed[name])}, found {list(entry.shape)}")
-        elif entry.dtype not in _DTYPES:
-            problems.append(f"{place}: expected dtype {', '.join(_DTYPES)}, found {entry.dtype}")
+            problems.append(f"{place}: expected nothing of this name, found shape {list(shape)}")
+        elif shape != allowed[name]:
+            problems.append(f"{place}: expected shape {list(allowed[name])}, found {list(shape)}")
+        elif dtype not in _DTYPES:
+            problems.append(f"{place}: expected dtype {', '.join(_DTYPES)}, found {dtype}")
     if problems:
         others = f" (and {len(problems) - 1} more tensors differ)" if len(problems) > 1 else ""
         raise UserError(problems[0] + others)
 
 
-def _load(stored: Mapping[str, _Stored]) -> dict[str, Tensor]:
+def _load(stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
-    for file in {entry.file for entry in stored.values()}:
-        with _open(file) as handle:
-            tensors.update({name: handle.get_tensor(name) for name, entry in stored.items() if entry.file == file})
+    for file in {tensor.file for tensor in stored.values()}:
+        with safe_open(file, framework="pt") as handle:
+            tensors |= {name: handle.get_tensor(name) for name, tensor in stored.items() if tensor.file == file}
     return tensors
+
+
+def architecture_from_config(config: ArchitectureConfig, vocab_size: int) -> Architecture:
+    """A Qwen3-shaped decoder (Qwen3-MoE with experts, Llama without QK norm) of the configured size."""
+    dense: Literal["llama", "qwen3"] = "qwen3" if config.qk_norm else "llama"
+    experts = _experts(config)
+    return Architecture(
+        family=dense if experts is None else "qwen3_moe",
+        vocab_size=vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_layers=config.num_layers,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        rms_norm_eps=1e-6,
+        rope_theta=config.rope_theta,
+        max_positions=config.max_positions,
+        rope_scaling=None,
+        qk_norm=config.qk_norm,
+        tie_embeddings=config.tie_embeddings,
+        experts=experts,
+    )
+
+
+def _experts(config: ArchitectureConfig) -> Experts | None:
+    if config.num_experts == 0:
+        return None
+    return Experts(
+        count=config.num_experts,
+        per_token=config.experts_per_token,
+        intermediate_size=config.expert_intermediate_size,
+        normalise_top_k=config.normalise_top_k,
+        sparse_step=config.decoder_sparse_step,
+        dense_layers=tuple(config.mlp_only_layers),
+    )
+
+
+def initial_weights(arch: Architecture, seed: int) -> dict[str, Tensor]:
+    """FP32 weights: norms 1, embedding N(0, 1), linears N(0, 1 / in), outputs of a block scaled by 1 / sqrt(2 layers).
+
+    An embedding that is also the head is drawn as a head, so that a fresh policy is nearly uniform.
+
+    The scaling of block outputs is that of GPT-2 (Radford et al., 2019, section 2.3).
+    """
+    generator = torch.Generator().manual_seed(seed)
+    shrink = (2 * arch.num_layers) ** -0.5
+    weights: dict[str, Tensor] = {}
+    for name, shape in parameter_shapes(arch).items():
+        if len(shape) == 1:
+            weights[name] = torch.ones(shape)
+            continue
+        embeds_only = name.startswith("model.embed_tokens") and not arch.tie_embeddings
+        spread = 1.0 if embeds_only else shape[1] ** -0.5
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            spread *= shrink
+        weights[name] = torch.randn(shape, generator=generator) * spread
+    return weights

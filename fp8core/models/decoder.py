@@ -6,8 +6,8 @@
     hidden  = decoder.hidden(weights, tokens, positions, context, scales=None)   # FP32 [B, T, hidden]
     logits  = decoder.formats.head.logits(hidden.flatten(0, 1), weights.head)    # FP32 [B * T, vocabulary]
 
-Because engine and trainer run this very code on the same bytes, and no operation depends on the batch around a token,
-their log-probs are equal bit for bit.
+Engine and trainer run this code on the same bytes, and no operation depends on the batch around a token. So their
+log-probs are equal bit for bit.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,19 +19,29 @@ from torch import Tensor
 
 from fp8core.models.architecture import Architecture
 from fp8core.models.experts import Routing, TopKRouting, feed_forward
-from fp8core.models.formats import Formats
-from fp8core.models.rotary import rotary_tables
-from fp8core.models.weights import LayerWeights, PolicyWeights
+from fp8core.models.weights import Formats, LayerWeights, PolicyWeights
 from fp8core.numerics.attention import AttentionFormat
-from fp8core.numerics.elementwise import rms_norm, rotate
+from fp8core.numerics.elementwise import inverse_frequencies, rms_norm, rotate, scale_frequencies
 from fp8core.numerics.kv_scales import LayerScales
+
+
+def rotary_tables(arch: Architecture) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of every position, each FP32 [max_positions, head_dim / 2], not rounded."""
+    frequencies = inverse_frequencies(arch.head_dim, arch.rope_theta)
+    if (rope := arch.rope_scaling) is not None:
+        frequencies = scale_frequencies(
+            frequencies, rope.factor, rope.low_freq_factor, rope.high_freq_factor, rope.original_max_positions
+        )
+    angles = torch.arange(arch.max_positions).float()[:, None] * frequencies
+    return angles.cos(), angles.sin()
+
 
 Observer = Callable[[int, tuple[Tensor, Tensor, Tensor]], None]
 TOP_K = TopKRouting()
 
 
 class Context(Protocol):
-    """What the queries of a call may attend to."""
+    """The tokens that the queries of a call may attend to."""
 
     @property
     def mask(self) -> Tensor:
@@ -88,7 +98,7 @@ class Decoder:
             context: what may be attended to.
             scales: scales of Q, K and V per layer; required by FP8 attention.
             observe: called per layer with q, k, v [B, heads, T, d] as they are cached.
-            routing: who chooses the experts of each token, in layers that have any.
+            routing: chooses the experts of each token, in layers that have any.
 
         Returns:
             FP32 [B, T, hidden].

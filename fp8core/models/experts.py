@@ -10,12 +10,12 @@ For a token x and experts E_e(x) = W_down (silu(W_gate x) * W_up x):
 Where vLLM rounds z to BF16, and on a CPU g as well, so does the reference (`RoundingPoints`).
 
 Nothing here depends on the other tokens of a call. Router logits are exact sums on fixed-point grids, like those of
-the head; the sum of exponentials is one of fixed-point numbers; an expert multiplies only its own tokens, each row by
-itself; and the experts of a token are added in ascending order, however the tokens were grouped. The choice is not
+the head; the sum of exponentials is one of fixed-point numbers. An expert multiplies only its own tokens, each row by
+itself. The experts of a token are added in ascending order, however the tokens were grouped. The choice is not
 differentiable; gradients reach the router through g. An expert without tokens gets no gradient.
 
-Router replay: the rollout's choice can be recorded (`RecordedRouting`) and forced on the trainer (`ReplayedRouting`),
-which then computes z and g by itself (rollout routing replay, arXiv 2510.11370).
+Router replay: the rollout's choice can be recorded (`RecordedRouting`) and forced on the trainer (`ReplayedRouting`).
+The trainer then computes z and g by itself (rollout routing replay, arXiv 2510.11370).
 """
 
 from collections.abc import Sequence
@@ -71,7 +71,7 @@ class MlpFormats:
 
 
 class Routing(Protocol):
-    """Who decides which experts a token goes to."""
+    """The choice of the experts that a token goes to."""
 
     def choose(self, layer: int, logits: Tensor, k: int) -> Tensor:
         """Experts of each token, ascending: int64 [tokens, k].
@@ -106,7 +106,7 @@ class RecordedRouting:
         return chosen
 
     def recorded(self, batch: int) -> Tensor:
-        """What the last call chose: int64 [batch, T, sparse layers, k]."""
+        """The choice of the last call: int64 [batch, T, sparse layers, k]."""
         chosen = torch.stack(self._layers, dim=1)
         return chosen.view(batch, -1, *chosen.shape[1:])
 

@@ -1,4 +1,4 @@
-"""From what `model:` says to a folder: a local folder, or a Hugging Face hub id pinned to a commit."""
+"""The folder that `model:` names: a local folder, or a Hugging Face hub id pinned to a commit."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,40 +1,177 @@
 """Checkpoints in block FP8, made from Hugging Face BF16 folders and turned back into them, tensor by tensor.
 
-`X.weight` becomes E4M3 codes with `X.weight_scale_inv`, the FP32 scales of its 128x128 tiles that multiply them back
-(the layout of DeepSeek-V3, which vLLM, SGLang and transformers read). A plan is made from the headers alone; writing
-it holds blocks of rows, never a whole tensor.
+`X.weight` becomes E4M3 codes with `X.weight_scale_inv`, the FP32 scales of its 128x128 tiles that multiply them back.
+This is the layout of DeepSeek-V3, which vLLM, SGLang and transformers read. A plan is made from the headers alone;
+writing it holds blocks of rows, never a whole tensor.
 
-Dequantised values of power-of-two scales quantise to the same values again, and to the same bytes but for tiles whose
-largest code is 224: half their scale holds them as well, and is the smallest that does.
+Names alone decide what is quantised: the linears of the decoder's layers are (`q_proj` to `down_proj`, those of experts
+too). Embeddings, head, norms, biases and routers stay in BF16 (DeepSeek-V3, arXiv 2412.19437, section 3.3), and so does
+every unknown name.
+
+Dequantised values of power-of-two scales quantise to the same values again. Bytes are equal too, but for tiles whose
+largest code is 224: the smallest scale that holds those is half as large.
 """
 
 import json
 import os
+import re
 import shutil
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from fp8core.errors import UserError
-from fp8core.models.fp8_selection import KeptInBf16, in_layer_order, select
-from fp8core.models.hf_config import read_json_object
+from fp8core.models.architecture import read_json_object
+from fp8core.models.checkpoint import whole_folder
 from fp8core.models.safetensors_stream import (
+    FLOATS,
     INDEX,
+    INTEGERS,
     WEIGHTS,
+    Conversion,
+    Dequantised,
+    Kept,
+    Quantised,
     StoredTensor,
     TensorSpec,
     file_order,
     read_folder,
     write_tensors,
 )
-from fp8core.models.tensor_conversion import FLOATS, INTEGERS, Conversion, Dequantised, Kept, Quantised
-from fp8core.models.weights import SCALE_SUFFIX
+from fp8core.models.weights import SCALE_SUFFIX, is_linear
 from fp8core.numerics.e4m3 import TILE, ScaleRule
-from fp8core.store.durable import make_folder, sync_path, write_file
+from fp8core.store.durable import make_folder, write_file
+
+# The second and third are those of models that also see or hear: their other towers are not decoders.
+_LAYER = re.compile(r"(?:model|model\.language_model|language_model\.model)\.layers\.(\d+)\..+\.weight")
+_PLAIN = re.compile(r"(?:.*\.)?(?:embed_tokens|lm_head|gate|router|shared_expert_gate)\.weight")
+_EXPERTS = re.compile(r"(.*\.experts)\..+")
+_FUSED = re.compile(r"(.*)\.(?:(?P<qkv>[qkv])|(?P<gate_up>gate|up))_proj\.weight")
+
+
+@dataclass(frozen=True)
+class KeptInBf16:
+    """Weights that the user keeps in BF16 besides embeddings, head, norms, biases and routers.
+
+    Attributes:
+        first_layers: Decoder layers at the start.
+        last_layers: Decoder layers at the end.
+        names: Shell patterns of tensors or modules, such as `*.down_proj`.
+    """
+
+    first_layers: int = 0
+    last_layers: int = 0
+    names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Names sorted by layer.
+
+    Attributes:
+        quantised: Tensors in block FP8; all others stay in BF16.
+        kept_modules: Modules with a matrix in BF16, as `modules_to_not_convert` lists them.
+        unrecognised: Matrices in BF16 whose names say nothing about what they are.
+    """
+
+    quantised: frozenset[str]
+    kept_modules: tuple[str, ...]
+    unrecognised: tuple[str, ...]
+
+
+def select(shapes: Mapping[str, tuple[int, ...]], num_layers: int, kept: KeptInBf16) -> Selection:
+    """Choose the weights to quantise.
+
+    Args:
+        shapes: Shape of every tensor of the checkpoint, by name.
+        num_layers: Decoder layers; what lies beyond them (layers that predict further tokens) is neither first
+            nor last.
+        kept: What stays in BF16.
+
+    Raises:
+        UserError: nothing is left to quantise, a pattern matches nothing, or parts that inference engines fuse into
+            one weight (q, k and v; gate and up; the experts of a layer) would get different formats.
+    """
+    _refuse_idle_patterns(shapes, kept.names)
+    linears = {name for name, shape in shapes.items() if _LAYER.fullmatch(name) and _is_matrix(name, shape)}
+    quantised = frozenset(name for name in linears if not _is_kept(name, num_layers, kept))
+    if not quantised:
+        raise UserError(
+            f"nothing to quantise: {len(linears)} linear weights in {num_layers} decoder layers, all kept in BF16"
+        )
+    matrices = [name for name in in_layer_order(shapes) if len(shapes[name]) >= 2]
+    _refuse_split_groups(matrices, quantised)
+    plain = [name for name in matrices if name not in quantised]
+    # A head that shares the embedding's weight has no tensor, and is a module nevertheless.
+    modules = {"lm_head"} | {_module(name) for name in plain if _is_module_weight(name)}
+    unrecognised = (name for name in plain if name not in linears and not _PLAIN.fullmatch(name))
+    return Selection(quantised, tuple(in_layer_order(modules)), tuple(unrecognised))
+
+
+def in_layer_order(names: Iterable[str]) -> list[str]:
+    """Names sorted with their numbers as numbers: layer 2 before layer 10."""
+    return sorted(names, key=lambda name: [int(p) if p.isdecimal() else p for p in re.split(r"(\d+)", name)])
+
+
+def _is_matrix(name: str, shape: tuple[int, ...]) -> bool:
+    return is_linear(name) and len(shape) == 2 and 0 not in shape
+
+
+def _is_kept(name: str, num_layers: int, kept: KeptInBf16) -> bool:
+    layer = _LAYER.fullmatch(name)
+    assert layer is not None
+    index = int(layer[1])
+    at_an_end = index < kept.first_layers or num_layers - kept.last_layers <= index < num_layers
+    return at_an_end or any(_matches(name, pattern) for pattern in kept.names)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) or fnmatchcase(name.removesuffix(".weight"), pattern)
+
+
+def _is_module_weight(name: str) -> bool:
+    """True if a matrix may belong to a linear, not to an embedding or directly to a layer."""
+    return not name.endswith("embed_tokens.weight") and (name.endswith(".weight") or bool(_EXPERTS.fullmatch(name)))
+
+
+def _module(name: str) -> str:
+    """The module of a weight; for an expert the module that holds all experts, which every reader supports."""
+    experts = _EXPERTS.fullmatch(name)
+    return experts[1] if experts else name.removesuffix(".weight")
+
+
+def _group(name: str) -> str:
+    """The name of what inference engines fuse the weight into; its own if nothing."""
+    experts, fused = _EXPERTS.fullmatch(name), _FUSED.fullmatch(name)
+    if experts:
+        return experts[1]
+    return f"{fused[1]}.{fused.lastgroup}" if fused else name
+
+
+def _refuse_idle_patterns(names: Iterable[str], patterns: Iterable[str]) -> None:
+    for pattern in patterns:
+        if not any(_matches(name, pattern) for name in names):
+            raise UserError(f"{pattern!r} matches no tensor; names look like {next(iter(names), 'none')}")
+
+
+def _refuse_split_groups(matrices: Iterable[str], quantised: frozenset[str]) -> None:
+    groups: dict[str, list[str]] = defaultdict(list)
+    for name in matrices:
+        groups[_group(name)].append(name)
+    for members in groups.values():
+        plain = [name for name in members if name not in quantised]
+        if 0 < len(plain) < len(members):
+            other = next(name for name in members if name in quantised)
+            raise UserError(
+                f"{plain[0]} would stay in BF16 and {other} would not, but inference engines fuse them: "
+                "keep all of their group or none"
+            )
+
 
 SHARD_BYTES = 4_000_000_000
 _CONFIG = "config.json"
@@ -71,7 +208,7 @@ class Plan:
 
     @property
     def parameters(self) -> int:
-        """How many values the checkpoint has, scales not counted."""
+        """The number of values in the checkpoint, scales not counted."""
         return sum(conversion.stored.spec.elements for conversion in self.conversions)
 
     @property
@@ -160,7 +297,7 @@ def write_checkpoint(plan: Plan, target: Path, report: Report, shard_bytes: int 
     Raises:
         UserError: naming the tensor that cannot be converted, or what cannot be written.
     """
-    with _whole_folder(target) as folder:
+    with whole_folder(target) as folder:
         _write_weights(folder, plan.conversions, report, shard_bytes)
         write_file(folder / _CONFIG, (json.dumps(plan.config, indent=2) + "\n").encode())
         for path in plan.copied:
@@ -204,25 +341,6 @@ def _pieces(conversions: Sequence[Conversion], report: Report) -> Iterator[tuple
             yield name, values
             report(0, values.nbytes)
         report(1, 0)
-
-
-@contextmanager
-def _whole_folder(target: Path) -> Iterator[Path]:
-    """A folder beside the target that takes its name when the body ends well, and goes when it does not."""
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UserError(f"{target}: already exists; a checkpoint is never overwritten")
-    partial = target.with_name(f".{target.name}.partial")
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        make_folder(partial)
-        yield partial
-        sync_path(partial)
-        partial.replace(target)
-        sync_path(target.parent)
-    except OSError as error:
-        raise UserError(f"{target}: the checkpoint cannot be written: {error}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _read_config(source: Path) -> dict[str, Any]:

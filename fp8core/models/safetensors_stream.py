@@ -1,8 +1,10 @@
 """safetensors files read and written in pieces, so that no tensor has to fit in memory.
 
-A file is eight bytes of little-endian header length, a JSON header (type, shape and place of every tensor), and the
+A file is an eight-byte little-endian header length, a JSON header (type, shape and place of every tensor), and the
 tensors' bytes without gaps (https://github.com/huggingface/safetensors, README). Files are laid out as that library
 lays them out, wide types first and then by name, so the same tensors give the same bytes.
+
+A `Conversion` turns one tensor from BF16 to block FP8 or back, some rows of tiles at a time.
 """
 
 import json
@@ -11,13 +13,16 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from pydantic_core import from_json
 from torch import Tensor
 
 from fp8core.errors import UserError
-from fp8core.models.hf_config import read_json_object
+from fp8core.models.architecture import read_json_object
+from fp8core.models.weights import SCALE_SUFFIX
+from fp8core.numerics.e4m3 import TILE, GroupNotFinite, ScaleRule, decode, encode, quantise_tiles
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -40,7 +45,7 @@ class TensorSpec:
 
     @property
     def elements(self) -> int:
-        """How many values it has."""
+        """The number of its values."""
         return math.prod(self.shape)
 
     @property
@@ -180,7 +185,7 @@ def _header(file: Path) -> tuple[dict[str, Any], int, int]:
             length = int.from_bytes(handle.read(8), "little")
             if size < 8 or length > min(size - 8, _LARGEST_HEADER):
                 raise UserError(f"{file}: not a complete safetensors file: no header of the length it states")
-            content = json.loads(handle.read(length))
+            content = from_json(handle.read(length), allow_inf_nan=False)
     except OSError as error:
         raise UserError(f"{file}: cannot be read: {error.strerror}") from error
     except ValueError as error:
@@ -193,10 +198,12 @@ def _header(file: Path) -> tuple[dict[str, Any], int, int]:
 def _place(file: Path, name: str, entry: object) -> tuple[TensorSpec, int, int]:
     match entry:
         case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(start), int(stop)]} if (
-            dtype in ITEM_SIZES and all(isinstance(side, int) and side >= 0 for side in shape)
+            dtype in ITEM_SIZES and all(isinstance(side, int) and 0 <= side < 1 << 62 for side in shape)
         ):
             return TensorSpec(name, dtype, tuple(shape)), start, stop
-    raise _refused(file, name, f"a type, shape or place in the header is malformed or unknown: {json.dumps(entry)}")
+    raise _refused(
+        file, name, f"a type, shape or place in the header is malformed or unknown: {json.dumps(entry)[:200]}"
+    )
 
 
 def _weight_map(index: Path) -> dict[str, str]:
@@ -209,3 +216,129 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 def _refused(file: Path, name: str, problem: str) -> UserError:
     return UserError(f"{file}: tensor {name}: {problem}")
+
+
+FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+INTEGERS = ("BOOL", "U8", "I8", "I16", "U16", "I32", "U32", "I64", "U64")
+
+# 2 MiB of FP32: a processor's cache holds it.
+_CHUNK_ELEMENTS = 1 << 19
+
+
+class Conversion(Protocol):
+    """One tensor of the source on its way into the target."""
+
+    @property
+    def stored(self) -> StoredTensor:
+        """The tensor of the source."""
+        ...
+
+    @property
+    def results(self) -> tuple[TensorSpec, ...]:
+        """The tensors that it becomes."""
+        ...
+
+    def pieces(self) -> Iterator[tuple[str, Tensor]]:
+        """Consecutive parts of the results, by name; a UserError names a tensor that cannot be converted."""
+        ...
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """A matrix to E4M3 codes and the scales of its tiles, by rows of tiles."""
+
+    stored: StoredTensor
+    rule: ScaleRule
+
+    @property
+    def results(self) -> tuple[TensorSpec, ...]:
+        name, shape = self.stored.spec.name, self.stored.spec.shape
+        return TensorSpec(name, "F8_E4M3", shape), TensorSpec(name + SCALE_SUFFIX, "F32", _tiles(shape))
+
+    def pieces(self) -> Iterator[tuple[str, Tensor]]:
+        codes, scales = (spec.name for spec in self.results)
+        columns = self.stored.spec.shape[1]
+        for chunk in self.stored.chunks(_rows(columns) * columns):
+            values = chunk.view(FLOATS[self.stored.spec.dtype]).view(-1, columns)
+            try:
+                grid, tile_scales = quantise_tiles(values.bfloat16().float(), self.rule)
+            except GroupNotFinite as error:
+                raise self.stored.refused("holds NaN or infinity in BF16") from error
+            yield codes, encode(grid)
+            yield scales, tile_scales
+
+
+@dataclass(frozen=True)
+class Dequantised:
+    """E4M3 codes and their scales to a matrix in BF16, by rows of tiles."""
+
+    stored: StoredTensor
+    scales: StoredTensor
+
+    def __post_init__(self) -> None:
+        shape, tiles, scales = self.stored.spec.shape, _tiles(self.stored.spec.shape), self.scales.spec
+        if len(shape) != 2 or 0 in shape or scales.shape != tiles or scales.dtype not in FLOATS:
+            raise self.scales.refused(
+                f"expected floating-point {list(tiles)} for weights {list(shape)}, found {scales.dtype} "
+                f"{list(scales.shape)}"
+            )
+
+    @property
+    def results(self) -> tuple[TensorSpec, ...]:
+        return (TensorSpec(self.stored.spec.name, "BF16", self.stored.spec.shape),)
+
+    def pieces(self) -> Iterator[tuple[str, Tensor]]:
+        columns = self.stored.spec.shape[1]
+        rows = _rows(columns)
+        for scales, chunk in zip(self._scales(rows), self.stored.chunks(rows * columns), strict=True):
+            grid = decode(chunk).view(-1, columns)
+            by_row = scales.repeat_interleave(TILE, dim=0)[: len(grid)]
+            values = (grid * by_row.repeat_interleave(TILE, dim=1)[:, :columns]).bfloat16()
+            if not _is_finite(values):
+                raise self.stored.refused("holds NaN, or values beyond BF16")
+            yield self.stored.spec.name, values
+
+    def _scales(self, rows: int) -> Iterator[Tensor]:
+        """FP32 scales of `rows` rows of the matrix at a time."""
+        per_row = self.scales.spec.shape[1]
+        for chunk in self.scales.chunks(rows // TILE * per_row):
+            scales = chunk.view(FLOATS[self.scales.spec.dtype]).float()
+            if not bool(((scales > 0) & (scales < float("inf"))).all()):
+                raise self.scales.refused("a scale is not positive and finite")
+            yield scales.view(-1, per_row)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A tensor that is not quantised, in its own type or narrowed to BF16."""
+
+    stored: StoredTensor
+    dtype: str
+
+    @property
+    def results(self) -> tuple[TensorSpec, ...]:
+        return (TensorSpec(self.stored.spec.name, self.dtype, self.stored.spec.shape),)
+
+    def pieces(self) -> Iterator[tuple[str, Tensor]]:
+        for chunk in self.stored.chunks(_CHUNK_ELEMENTS):
+            if self.stored.spec.dtype in INTEGERS:
+                yield self.stored.spec.name, chunk
+                continue
+            values = chunk.view(FLOATS[self.stored.spec.dtype]).to(FLOATS[self.dtype])
+            if not _is_finite(values):
+                raise self.stored.refused(f"holds NaN or infinity in {self.dtype}")
+            yield self.stored.spec.name, values
+
+
+def _is_finite(values: Tensor) -> bool:
+    # The maximum of anything with NaN is NaN; `isfinite` of every element takes many times as long in BF16.
+    return bool(values.abs().amax().isfinite())
+
+
+def _tiles(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(-(-side // TILE) for side in shape)
+
+
+def _rows(columns: int) -> int:
+    """Rows of a chunk: whole tiles."""
+    return max(1, _CHUNK_ELEMENTS // (columns * TILE)) * TILE

@@ -1,7 +1,7 @@
 """Text to token ids and back: a Hugging Face tokenizer folder (tokenizer.json, tokenizer_config.json, chat template).
 
 Wraps the `tokenizers` library. Prompts must not depend on the day a run is replayed, so `strftime_now` is not offered
-to chat templates; those that ask whether it is defined (Llama 3.2) then print their fixed date.
+to chat templates. Those that test whether it is defined (Llama 3.2) then print their fixed date.
 """
 
 import json
@@ -17,11 +17,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 
 from fp8core.errors import UserError
-from fp8core.models.hf_config import read_json_object, read_text
+from fp8core.models.architecture import read_json_object, read_text
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks what an assistant said; for a prompt it is transparent."""
+    """`{% generation %}` marks the text of an assistant; it changes nothing in a prompt."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja's own declaration
 
@@ -94,6 +94,15 @@ class Tokenizer:
         config_path = folder / "tokenizer_config.json"
         config = read_json_object(config_path) if config_path.is_file() else {}
         return cls(backend, config, _configured_eos(folder), _template_of(folder, config), str(folder))
+
+    def difference(self, other: "Tokenizer") -> str | None:
+        """The first token that has another id in `other`, or is in one of them alone; None for one vocabulary."""
+        ours, theirs = self._backend.get_vocab(), other._backend.get_vocab()
+        for token, index in sorted(ours.items(), key=lambda item: item[1]):
+            if theirs.get(token) != index:
+                return f"token {token!r} is {index} here and {theirs.get(token, 'not in the vocabulary')} there"
+        more = sorted(theirs.keys() - ours.keys(), key=theirs.__getitem__)
+        return f"token {more[0]!r} is not in the vocabulary here and {theirs[more[0]]} there" if more else None
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Token ids; special tokens written out in the text are recognised.

@@ -1,27 +1,49 @@
-"""From FP32 master weights to what is shipped, and from what was shipped to what is multiplied.
+"""From FP32 master weights to the shipped ones, from these to the multiplied ones, and the formats that multiply them.
 
-`stored_weights` quantises once per update: BF16 first, then block FP8 of the BF16 values, so that a BF16 checkpoint
-of the policy quantises to the same bytes. `load_policy` makes stored weights ready; engine and trainer both use it.
+`stored_weights` quantises once per update: BF16 first, then block FP8 of the BF16 values. So a BF16 checkpoint of the
+policy quantises to the same bytes. `load_policy` makes stored weights ready; engine and trainer both use it. `Formats`
+are the formats of one side of the contract, as objects that the decoder calls.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from fp8core.config.precision import LinearFormat
+from fp8core.config.precision import LinearFormat as LinearName
+from fp8core.config.precision import PointsName, PrecisionContract, SidePrecision
 from fp8core.models.architecture import Architecture, Experts
-from fp8core.models.experts import ExpertWeights, MlpWeights
-from fp8core.numerics.block_codes import tile_codes
-from fp8core.numerics.e4m3 import ScaleRule
-from fp8core.numerics.linear import LinearWeight, StoredWeight, load_weight
-from fp8core.numerics.logprobs import HeadWeight, load_head
-from fp8core.numerics.rounding import round_to_bf16
+from fp8core.models.experts import ExpertWeights, MlpFormats, MlpWeights
+from fp8core.numerics.attention import AttentionFormat, Bf16Attention, ExactFp32Attention, Fp8Attention, Fp32Attention
+from fp8core.numerics.e4m3 import ScaleRule, tile_codes
+from fp8core.numerics.linear import (
+    Bf16Linear,
+    ExactFp32Linear,
+    Fp8BlockLinear,
+    Fp8ForwardLinear,
+    Fp32Linear,
+    LinearFormat,
+    LinearWeight,
+    StoredWeight,
+    load_weight,
+)
+from fp8core.numerics.logprobs import Bf16Head, Fp32Head, HeadFormat, HeadWeight, load_head
+from fp8core.numerics.rounding import (
+    FUSED,
+    KERNELS,
+    NATIVE,
+    NOWHERE,
+    STEPWISE,
+    Rounding,
+    RoundingPoints,
+    keep_fp32,
+    round_to_bf16,
+)
 
 SCALE_SUFFIX = "_scale_inv"
-# What tensor maps and vector loads of every width want.
+# Alignment for tensor maps and vector loads of every width.
 _ALIGNMENT = 256
 # The fused linear of a layer that each projection is part of.
 _FUSED = {
@@ -39,10 +61,10 @@ _FUSED = {
 class LayerNames:
     """Format that the weights of each linear of a layer are stored in."""
 
-    qkv: LinearFormat
-    output: LinearFormat
-    gate_up: LinearFormat
-    down: LinearFormat
+    qkv: LinearName
+    output: LinearName
+    gate_up: LinearName
+    down: LinearName
 
 
 @dataclass(frozen=True)
@@ -54,20 +76,20 @@ class StoredNames:
         layers: of the linears.
     """
 
-    values: LinearFormat
+    values: LinearName
     layers: tuple[LayerNames, ...]
 
     @classmethod
-    def by_layer(cls, *names: LinearFormat) -> "StoredNames":
+    def by_layer(cls, *names: LinearName) -> "StoredNames":
         """One format for all linears of a layer; the rest in BF16, or in FP32 when a layer is."""
         return cls("fp32" if "fp32" in names else "bf16", tuple(LayerNames(*[name] * 4) for name in names))
 
-    def of(self, parameter: str) -> LinearFormat:
+    def of(self, parameter: str) -> LinearName:
         """The format of a parameter by its Hugging Face name."""
         layer = layer_of(parameter)
         if layer is None or not is_linear(parameter):
             return self.values
-        name: LinearFormat = getattr(self.layers[layer], fused_linear(parameter))
+        name: LinearName = getattr(self.layers[layer], fused_linear(parameter))
         return name
 
 
@@ -138,7 +160,7 @@ def layer_of(name: str) -> int | None:
 
 
 def is_linear(name: str) -> bool:
-    """Whether a parameter is the weight of one of the seven linears of a layer."""
+    """True if a parameter is the weight of one of the seven linears of a layer."""
     return name.split(".")[-2] in _FUSED
 
 
@@ -161,7 +183,7 @@ def load_policy(
     head = "model.embed_tokens.weight" if arch.tie_embeddings else "lm_head.weight"
     return PolicyWeights(
         embedding=source.plain("model.embed_tokens.weight"),
-        layers=tuple(_layer(source, arch, i) for i in range(arch.num_layers)),
+        layers=tuple(_layer_weights(source, arch, i) for i in range(arch.num_layers)),
         norm=source.plain("model.norm.weight"),
         head=source.head(head),
     )
@@ -201,7 +223,7 @@ class _Source:
         )
 
 
-def _layer(source: _Source, arch: Architecture, i: int) -> LayerWeights:
+def _layer_weights(source: _Source, arch: Architecture, i: int) -> LayerWeights:
     prefix = f"model.layers.{i}"
     attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
     return LayerWeights(
@@ -213,3 +235,135 @@ def _layer(source: _Source, arch: Architecture, i: int) -> LayerWeights:
         post_norm=source.plain(f"{prefix}.post_attention_layernorm.weight"),
         mlp=source.experts(mlp, arch.experts) if arch.experts and i in arch.sparse_layers else source.mlp(mlp),
     )
+
+
+_POINTS: dict[PointsName, RoundingPoints] = {
+    "stepwise": STEPWISE,
+    "native": NATIVE,
+    "kernels": KERNELS,
+    "fused": FUSED,
+}
+
+
+@dataclass(frozen=True)
+class LayerFormats:
+    """Formats of one layer: its four linears, and cache and attention."""
+
+    qkv: LinearFormat
+    output: LinearFormat
+    gate_up: LinearFormat
+    down: LinearFormat
+    attention: AttentionFormat
+
+    @property
+    def linears(self) -> tuple[LinearFormat, LinearFormat, LinearFormat, LinearFormat]:
+        """The four linears in the order they are computed."""
+        return self.qkv, self.output, self.gate_up, self.down
+
+
+@dataclass(frozen=True)
+class Formats:
+    """Everything that sets the precision of a decoder.
+
+    Attributes:
+        layers: linears and attention of each layer.
+        head: output head.
+        rounding: format of values between operations.
+        points: what is rounded inside operations; `with_points` changes it.
+        scale_rule: rule of every quantiser.
+    """
+
+    layers: tuple[LayerFormats, ...]
+    head: HeadFormat
+    rounding: Rounding
+    points: RoundingPoints
+    scale_rule: ScaleRule
+
+    def stored_names(self) -> StoredNames:
+        """The format that every parameter is stored in."""
+        names: dict[str, LinearName] = {"fp8_block": "fp8_block", "bf16": "bf16", "fp32": "fp32"}
+        return StoredNames(
+            values="fp32" if self.rounding is keep_fp32 else "bf16",
+            layers=tuple(LayerNames(*(names[linear.name] for linear in layer.linears)) for layer in self.layers),
+        )
+
+    def describe(self) -> dict[str, object]:
+        """Names of the formats; linears and attention by layer."""
+        return {
+            "linear": [_names(layer.linears) for layer in self.layers],
+            "attention": _names(layer.attention for layer in self.layers),
+            "head": self.head.name,
+            "scale_rule": self.scale_rule,
+            "rounding_points": self.points.name,
+        }
+
+    def mlp(self, layer: int) -> MlpFormats:
+        """Of a layer's SwiGLU block, or of its experts."""
+        form = self.layers[layer]
+        return MlpFormats(form.gate_up, form.down, self.rounding, self.points)
+
+    def with_points(self, points: RoundingPoints) -> "Formats":
+        """The same with other roundings inside norms, rotary positions, SwiGLU, BF16 attention and routers."""
+        bf16 = Bf16Attention(points.weights)
+        layers = (replace(form, attention=bf16) if form.attention.name == "bf16" else form for form in self.layers)
+        return replace(self, points=points, layers=tuple(layers))
+
+    def with_attention(self, attention: AttentionFormat) -> "Formats":
+        """The same with another attention in every layer."""
+        return replace(self, layers=tuple(replace(layer, attention=attention) for layer in self.layers))
+
+
+def _names(forms: Iterable[LinearFormat | AttentionFormat]) -> str:
+    """The name that all share, or every name that occurs."""
+    return "+".join(dict.fromkeys(form.name for form in forms))
+
+
+def rollout_formats(contract: PrecisionContract, num_layers: int) -> Formats:
+    """Formats of the rollout side; it never runs a backward."""
+    return _formats(contract, contract.rollout, contract.rollout.linear, num_layers)
+
+
+def training_formats(contract: PrecisionContract, num_layers: int) -> Formats:
+    """Formats of the training side."""
+    return _formats(contract, contract.training, contract.training.backward_format, num_layers)
+
+
+def reference_formats(num_layers: int) -> Formats:
+    """FP32 throughout, as `transformers` computes with FP32 weights; faster than the FP32 side of a contract."""
+    fp32 = SidePrecision(linear="fp32", kv_cache="fp32")
+    exact = _formats(PrecisionContract(rollout=fp32), fp32, "fp32", num_layers)
+    return replace(exact, layers=(_layer(Fp32Linear(), Fp32Attention()),) * num_layers)
+
+
+def _formats(contract: PrecisionContract, side: SidePrecision, backward: LinearName, num_layers: int) -> Formats:
+    inner = _linear(side.linear, backward, contract.scale_rule)
+    outer = ExactFp32Linear() if side.linear == "fp32" else Bf16Linear()
+    first, last = contract.bf16_first_layers, num_layers - contract.bf16_last_layers
+    points = NOWHERE if side.linear == "fp32" else _POINTS[contract.rounding_points]
+    bf16 = Bf16Attention(points.weights)
+    forms: dict[str, AttentionFormat] = {"fp8": Fp8Attention(), "bf16": bf16, "fp32": ExactFp32Attention()}
+    attention = forms[side.kv_cache]
+    head: dict[str, HeadFormat] = {"fp32": Fp32Head(), "bf16": Bf16Head()}
+    return Formats(
+        layers=tuple(_layer(inner if first <= i < last else outer, attention) for i in range(num_layers)),
+        head=head[side.head],
+        rounding=keep_fp32 if side.linear == "fp32" else round_to_bf16,
+        points=points,
+        scale_rule=contract.scale_rule,
+    )
+
+
+def _layer(linear: LinearFormat, attention: AttentionFormat) -> LayerFormats:
+    return LayerFormats(qkv=linear, output=linear, gate_up=linear, down=linear, attention=attention)
+
+
+def _linear(forward: LinearName, backward: LinearName, rule: ScaleRule) -> LinearFormat:
+    match forward, backward:
+        case "fp8_block", "fp8_block":
+            return Fp8BlockLinear(rule)
+        case "fp8_block", _:
+            return Fp8ForwardLinear(rule)
+        case "bf16", _:
+            return Bf16Linear()
+        case _:
+            return ExactFp32Linear()

@@ -1,6 +1,6 @@
 """AdamW's update of one tensor (arXiv 1711.05101, algorithm 2), with moments in FP32 or BF16.
 
-BF16 moments take half the memory (DeepSeek-V3, arXiv 2412.19437, section 3.3.2, keeps them so): what lets 8 billion
+BF16 moments take half the memory (DeepSeek-V3, arXiv 2412.19437, section 3.3.2, keeps them so). This lets 8 billion
 parameters train on one GPU of 141 GB. They are computed in FP32 and rounded to nearest where they are stored.
 """
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fp8core.numerics.kernel_choice import has_kernels
+from fp8core.numerics.dispatch import with_kernel
 
 
 class AdamWStep(NamedTuple):
@@ -49,6 +49,7 @@ class AdamWStep(NamedTuple):
         return cls(gradient_factor, beta1, beta2, 1 - learning_rate * weight_decay, rate, root, eps)
 
 
+@with_kernel("adamw")
 def adamw(master: Tensor, grad: Tensor, first: Tensor, second: Tensor, step: AdamWStep) -> None:
     """Update a master and its moments in place.
 
@@ -58,11 +59,6 @@ def adamw(master: Tensor, grad: Tensor, first: Tensor, second: Tensor, step: Ada
         first, second: moments, FP32 or BF16, like it.
         step: the numbers of this update.
     """
-    if has_kernels(master):
-        from fp8core.numerics import triton_adamw
-
-        triton_adamw.adamw(master, grad, first, second, step)
-        return
     grad = grad * step.gradient_factor
     m = first.float().mul_(step.beta1).add_(grad, alpha=1 - step.beta1)
     v = second.float().mul_(step.beta2).addcmul_(grad, grad, value=1 - step.beta2)

@@ -1,29 +1,41 @@
 """Attention over a KV cache, in the formats of the contract.
 
-FP8 follows FlashAttention 3 on Hopper: Q, K and V are quantised per tensor with static scales, P is scaled by 256
-and quantised to E4M3, and its row sum is taken before that rounding. Both products are exact in FP64 (see
-`numerics.gemm`) and the row sum is a sum of fixed-point numbers, so a token's output is the same whether it is
-decoded alone or scored in a full pass, and whatever padding surrounds it.
+FP8 follows FlashAttention 3 on Hopper. Q, K and V are quantised per tensor with static scales. P is scaled by 256 and
+quantised to E4M3, and its row sum is taken before that rounding. Both products are exact in FP64 (see `numerics.gemm`)
+and the row sum is a sum of fixed-point numbers. So a token's output is the same whether it is decoded alone or scored
+in a full pass, and whatever padding surrounds it.
 
-Shapes: q [B, H, Tq, d]; k, v [B, H_kv, Tk, d]; mask bool [B, 1, Tq, Tk], True where a query may look; every query
-must be allowed at least one key, and what is masked must be finite too. Output FP32 [B, H, Tq, d].
+`decode_attention_reference` is what the engines' decode kernel computes (`kernels.attention`): single tokens over a
+paged FP8 cache. The maximum that its P is relative to is rounded up to a power of two. Moving on to a higher maximum is
+then exact. P is rounded to the same value whichever keys were seen before (as long as it is a normal number). The
+largest P is then no power of two any more and is rounded itself. So the row sum is that of the rounded P, and a weight
+that dominates stays exact all the same. FlashAttention, whose largest P is 256, sums before it rounds.
+
+Shapes but for the decode kernel's: q [B, H, Tq, d]; k, v [B, H_kv, Tk, d]; mask bool [B, 1, Tq, Tk]. The mask is True
+where a query may look. Every query must be allowed at least one key, and masked values must be finite too. Output FP32
+[B, H, Tq, d].
 """
 
 import math
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from fp8core.numerics.gemm import ordered_gemm, sliced_gemm
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.numerics.rounding import Rounding, keep_fp32, round_to_bf16, to_e4m3_grid, to_fixed_point
 
+HEAD_DIM = 128
+"""Of the decode kernel."""
+LARGEST_GROUP = 8
+"""Query heads per KV head of the decode kernel: more do not fit a fragment's columns."""
 _P_RANGE = 256.0
 _SUM_BITS = 32
 
 
 class AttentionFormat(Protocol):
-    """What is stored in the cache and how it is attended to."""
+    """The format of stored K and V, and attention to them."""
 
     name: str
 
@@ -69,8 +81,44 @@ class Bf16Attention:
         return round_to_bf16(_per_query_head(self._weights(p).double(), v) / row_sum)
 
 
+class _ExactFp32(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        batch, heads, queries, dim = q.shape
+        grouped = q.reshape(batch, k.shape[1], -1, dim)
+        products = sliced_gemm(grouped, k).view(batch, heads, queries, -1)
+        p, row_sum = _weights((products / math.sqrt(dim)).masked_fill(~mask, -math.inf))
+        shared = p.reshape(batch, k.shape[1], -1, p.shape[-1])
+        ctx.save_for_backward(q, k, v, mask)
+        return (ordered_gemm(shared, v.double()).view(q.shape) / row_sum).float()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        with torch.enable_grad():
+            q, k, v = (saved.detach().requires_grad_() for saved in ctx.saved_tensors[:3])
+            out = Fp32Attention().attend(q, k, v, ctx.saved_tensors[3], None)
+        by_q, by_k, by_v = torch.autograd.grad(out, (q, k, v), grad)
+        return by_q, by_k, by_v, None
+
+
+class ExactFp32Attention:
+    """FP32 as a side of a contract: nothing is rounded below FP32, and no order of summation shows.
+
+    The backward is that of `Fp32Attention`.
+    """
+
+    name = "fp32"
+
+    def store(self, k: Tensor, v: Tensor, scales: LayerScales | None) -> tuple[Tensor, Tensor]:
+        return k.double(), v.double()
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scales: LayerScales | None) -> Tensor:
+        out: Tensor = _ExactFp32.apply(q.double(), k, v, mask)  # type: ignore[no-untyped-call]
+        return out
+
+
 class Fp32Attention:
-    """The reference mode: nothing is rounded below FP32."""
+    """The reference mode: nothing is rounded below FP32; sums run in FP64, in an order that depends on the batch."""
 
     name = "fp32"
 
@@ -100,3 +148,66 @@ def _per_query_head(p: Tensor, v: Tensor) -> Tensor:
     """P @ V for grouped-query attention: [B, H, Tq, Tk] and [B, H_kv, Tk, d] to [B, H, Tq, d]."""
     batch, heads, queries, keys = p.shape
     return (p.reshape(batch, v.shape[1], -1, keys) @ v).view(batch, heads, queries, v.shape[-1])
+
+
+class Queries(NamedTuple):
+    """The tokens that attend, and what they attend to; all int32.
+
+    Attributes:
+        block_table: [sequences, blocks of the longest].
+        owners: [queries], the row of `block_table` of each.
+        starts: [queries + 1], the first token of each; one that does not have exactly one token is left out.
+        lengths: [queries], the keys each sees, its own counted; 0 gives zeros.
+    """
+
+    block_table: Tensor
+    owners: Tensor
+    starts: Tensor
+    lengths: Tensor
+
+
+def token_queries(block_table: Tensor, starts: Tensor, lengths: Tensor, tokens: int) -> Queries:
+    """Every new token as a query of its own, which sees what came before it in its sequence.
+
+    Args:
+        block_table: int32 [sequences, blocks of the longest].
+        starts: int32 [sequences + 1], the first of each sequence's new tokens, ascending.
+        lengths: int32 [sequences], cached and new tokens together.
+        tokens: rows of the query; those after the last sequence's see nothing.
+    """
+    each = torch.arange(tokens + 1, dtype=torch.int32, device=starts.device)
+    own = each[:-1]
+    found = torch.searchsorted(starts[1:], own, right=True, out_int32=True)
+    owners = found.clamp(max=len(lengths) - 1)
+    behind = starts[1:][owners] - 1 - own
+    return Queries(block_table, owners, each, torch.where(found < len(lengths), lengths[owners] - behind, 0))
+
+
+def decode_attention_reference(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    queries: Queries,
+    scales: tuple[Tensor, Tensor, Tensor],
+) -> Tensor:
+    """The result of the kernel for queries that are all tokens in their order, in FP64 with its roundings.
+
+    Args:
+        query, keys, values, queries, scales: as there; any device.
+
+    Returns:
+        FP64 [tokens, heads, 128], not rounded to BF16.
+    """
+    q_scale, k_scale, v_scale = (float(scale) for scale in scales)
+    group = query.shape[1] // keys.shape[2]
+    out = torch.zeros(query.shape, dtype=torch.float64, device=query.device)
+    for i, (owner, length) in enumerate(zip(queries.owners.tolist(), queries.lengths.tolist(), strict=True)):
+        if length == 0:
+            continue
+        blocks = queries.block_table[owner, : -(-length // keys.shape[1])].long()
+        k, v = (x[blocks].flatten(0, 1)[:length].double().repeat_interleave(group, 1) for x in (keys, values))
+        scores = torch.einsum("hd,khd->hk", query[i].double(), k)
+        scores = scores * (q_scale * k_scale / math.sqrt(HEAD_DIM) / math.log(2))  # in powers of two
+        p = to_e4m3_grid(torch.exp2(scores - scores.amax(-1, keepdim=True).ceil()) * _P_RANGE, 1.0)
+        out[i] = torch.einsum("hk,khd->hd", p, v) * v_scale / p.sum(-1, keepdim=True)
+    return out

@@ -3,26 +3,36 @@
 E4M3 (FN variant): 1 sign, 4 exponent and 3 mantissa bits, bias 7; largest finite value 448, smallest normal 2^-6,
 smallest subnormal 2^-9, no infinity. Rounding is to nearest, ties to even.
 
-A quantised tensor is a pair: values on the E4M3 grid (kept in FP32, which holds all of them) and the scales that
-multiply them back: `x ~ grid * scale`. A scale is amax / 448 of its group, with amax floored at 1e-10:
+A quantised tensor is a pair: values on the E4M3 grid (in FP32, which holds them all) and scales that multiply them
+back: `x ~ grid * scale`. A scale is amax / 448 of its group, with amax floored at 1e-10:
 
     pow2    2^ceil(log2(amax / 448)), the only rule whose bytes are equal in torch, vLLM and Transformer Engine
     fp32    amax / 448
 
 An all-zero group has grid 0 and the floor's scale. NaN and infinity are not representable in a scaled group (they
 would become the scale), so they are refused: `GroupNotFinite`.
+
+`row_codes`, `row_and_column_codes` and `tile_codes` are the operations: bytes on any device. The reference refuses NaN
+and infinity at once. A kernel sets a flag on the device: the operation checks it at once as well, which waits for the
+device. To avoid that, a caller brings a `FiniteFlag`, quantises many tensors and calls `FiniteFlag.check` at the end.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
 from torch import Tensor
+
+from fp8core.numerics.dispatch import with_kernel
 
 E4M3_MAX = 448.0
 AMAX_FLOOR = 1e-10
 TILE = 128
 
 ScaleRule = Literal["pow2", "fp32"]
+Codes = tuple[Tensor, Tensor]
+"""float8_e4m3fn codes and FP32 scales."""
 
 _EXPONENT_BITS = 0x7F800000
 _SMALLEST_NORMAL_EXPONENT = (127 - 6) << 23
@@ -36,9 +46,9 @@ class GroupNotFinite(ValueError):
 def round_to_e4m3(x: Tensor) -> Tensor:
     """Round FP32 values to the E4M3 grid; magnitudes above 448 saturate to 448, NaN stays NaN.
 
-    Adding and subtracting 1.5 * 2^(e + 20) makes the FP32 adder round at bit 2^(e - 3), which is E4M3's last mantissa
-    bit for exponent e (2^-9 for subnormals): the same bytes as the cast, signed zeros included, without torch's scalar
-    FP8 conversion.
+    Adding and subtracting 1.5 * 2^(e + 20) makes the FP32 adder round at bit 2^(e - 3), E4M3's last mantissa bit for
+    exponent e (2^-9 for subnormals). The bytes are those of the cast, signed zeros included, without torch's scalar FP8
+    conversion.
 
     Args:
         x: FP32, any shape.
@@ -162,3 +172,78 @@ def decode(codes: Tensor) -> Tensor:
 
 
 _DECODE_TABLE = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.float32)
+
+
+class FiniteFlag:
+    """A flag on a device, set when a quantised value was NaN or infinity; it stays there until `check`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.not_finite = torch.zeros(1, dtype=torch.int32, device=device)
+
+    def check(self) -> None:
+        """Wait for the device; raises GroupNotFinite if anything was not finite."""
+        if bool(self.not_finite):
+            raise GroupNotFinite("cannot quantise: the tensor holds NaN or infinity")
+
+
+@with_kernel("quantise")
+def row_codes(x: Tensor, rule: ScaleRule, flag: FiniteFlag | None = None) -> Codes:
+    """Quantise in 1 x 128 groups along the last dimension.
+
+    Args:
+        x: BF16 or FP32 [rows, columns] with at least one element.
+        rule: scale rule.
+        flag: checked by the caller; None checks here.
+
+    Returns:
+        codes [rows, columns] and scales [rows, ceil(columns / 128)].
+
+    Raises:
+        GroupNotFinite: x holds NaN or infinity (without `flag`, or where the reference runs).
+    """
+    return _encoded(quantise_rows(x.float(), rule))
+
+
+@with_kernel("quantise")
+def row_and_column_codes(x: Tensor, rule: ScaleRule, flag: FiniteFlag | None = None) -> tuple[Codes, Codes]:
+    """Quantise in 1 x 128 groups for the tensor's own use and in 128 x 1 groups for that of its transpose.
+
+    Args:
+        x, rule, flag: as for `row_codes`.
+
+    Returns:
+        rows: as `row_codes`.
+        columns: codes [columns, rows] and scales [columns, ceil(rows / 128)], transposed.
+    """
+    return _encoded(quantise_rows(x.float(), rule)), _encoded(quantise_columns(x.float(), rule))
+
+
+@with_kernel("quantise")
+def tile_codes(x: Tensor, rule: ScaleRule, flag: FiniteFlag | None = None) -> Codes:
+    """Quantise in 128 x 128 tiles.
+
+    Args:
+        x, rule, flag: as for `row_codes`; x is [out, in].
+
+    Returns:
+        codes [out, in] and scales [ceil(out / 128), ceil(in / 128)].
+    """
+    return _encoded(quantise_tiles(x.float(), rule))
+
+
+@contextmanager
+def finite_check(device: torch.device, flag: FiniteFlag | None) -> Iterator[Tensor]:
+    """int32 [1] that a kernel sets where it finds NaN or infinity; checked at the end without a flag of the caller's.
+
+    Raises:
+        GroupNotFinite: the kernel found NaN or infinity and `flag` is None.
+    """
+    own = flag or FiniteFlag(device)
+    yield own.not_finite
+    if flag is None:
+        own.check()
+
+
+def _encoded(quantised: tuple[Tensor, Tensor]) -> Codes:
+    grid, scales = quantised
+    return encode(grid), scales

@@ -1,9 +1,9 @@
 """RMSNorm, rotary positions and SwiGLU, rounded where Hopper engines round them.
 
-Reductions run in FP64 and are rounded to BF16 afterwards, so that the order of summation shows in a result with
-probability about 2^-40 an element; exponentials run in FP64 because torch's vector and scalar FP32 forms differ in
-the last bit. `rounding` is `round_to_bf16`, or `keep_fp32` in the reference mode; what is rounded on the way to a
-result is said by `rounding.RoundingPoints`.
+Reductions run in FP64 and are rounded to BF16 afterwards: the order of summation shows in a result with probability
+about 2^-40 an element. Exponentials run in FP64 because torch's vector and scalar FP32 forms differ in the last bit.
+`rounding` is `round_to_bf16`, or `keep_fp32` in the reference mode; `rounding.RoundingPoints` lists what is rounded on
+the way to a result.
 """
 
 import math

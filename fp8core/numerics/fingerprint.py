@@ -1,8 +1,8 @@
 """Fingerprints of tensors that do not depend on the order of reduction, and the digest of a policy.
 
-The bytes of a tensor's elements, in row-major order and little-endian, are read as 64-bit words; two more words follow,
+The bytes of a tensor's elements, in row-major order and little-endian, are read as 64-bit words. Two more words follow:
 the up to seven bytes that are left over (zero-extended) and the number of bytes. Every word contributes a hash of its
-position and its bits, and the hashes are added modulo 2^64, so any split into chunks, threads or devices gives the same
+position and its bits, and the hashes are added modulo 2^64. So any split into chunks, threads or devices gives the same
 fingerprint. Lane k of the two lanes, for word i of bits b:
 
     z = b * bits_factor_k + i * index_factor_k + offset_k        (mod 2^64; injective in b for a given i)
@@ -13,8 +13,8 @@ Each lane is injective in one word: a change of a single element always changes 
 goes unseen with a probability of about 2^-128. The finalisers are splitmix64 (Steele, Lea, Flood: "Fast Splittable
 Pseudorandom Number Generators", 2014) and fmix64 of MurmurHash3 (Appleby). Not meant against an adversary.
 
-Words are as wide as the lanes because a GPU needs 58 instructions for the hashes of one, of which an H200 can do six in
-the time it reads a byte: hashing FP8 codes one at a time would take ten times as long as reading them.
+Words are as wide as the lanes because a GPU needs 58 instructions for the hashes of one. An H200 can do six of these in
+the time it reads a byte. Hashing FP8 codes one at a time would take ten times as long as reading them.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fp8core.numerics.kernel_choice import has_kernels
+from fp8core.numerics.dispatch import with_kernel
 
 # In words. On a CPU a chunk and its temporaries stay in the cache; elsewhere a chunk only bounds memory.
 _CPU_CHUNK = 1 << 16
@@ -100,9 +100,9 @@ def bytes_in_order(tensor: Tensor) -> Tensor:
 def fingerprint(tensor: Tensor, *, chunk: int | None = None) -> str:
     """128-bit fingerprint of a tensor's elements in row-major order, as 32 hex digits.
 
-    Shape and dtype are not part of it (`policy_digest` adds them), strides and device are not either; -0.0 and 0.0
+    Shape and dtype are not part of it (`policy_digest` adds them), strides and device are not either. -0.0 and 0.0
     differ, and so do NaNs of different bits. Works on any device, `chunk` words at a time (temporaries: some 40 bytes
-    per word of the chunk); a tensor that is not contiguous, or starts inside a word, is copied once.
+    per word of the chunk). A tensor that is not contiguous, or starts inside a word, is copied once.
 
     Raises TypeError for a complex tensor.
     """
@@ -126,16 +126,13 @@ def hex_digits(sums: Sequence[int]) -> str:
     return "".join(f"{lane & (1 << 64) - 1:016x}" for lane in sums)
 
 
+@with_kernel("fingerprint")
 def fingerprints(tensors: Sequence[Tensor]) -> list[str]:
     """The fingerprint of each tensor; on a GPU with kernels all of them from one launch and one copy to the host.
 
     Raises TypeError for a complex tensor.
     """
-    if not tensors or not all(has_kernels(tensor) for tensor in tensors):
-        return [fingerprint(tensor) for tensor in tensors]
-    from fp8core.numerics import triton_fingerprint
-
-    return triton_fingerprint.fingerprints(tensors)
+    return [fingerprint(tensor) for tensor in tensors]
 
 
 def policy_digest(tensors: Mapping[str, Tensor]) -> str:

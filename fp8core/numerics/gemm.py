@@ -1,17 +1,29 @@
 """Matrix products whose result does not depend on the order of summation.
 
-E4M3 values are multiples of 2^-9 up to 448, so a product is a multiple of 2^-18 and a sum over one 128-wide block
-needs at most 43 bits: FP64 holds it exactly, in any order, for any batch. Blocks are added in ascending order. That
-is why a prompt alone, in a batch of 64, decoded with a cache or scored in one pass, gives the same bits.
+E4M3 values are multiples of 2^-9 up to 448. So a product is a multiple of 2^-18, and a sum over one 128-wide block
+needs at most 43 bits. FP64 holds it exactly, in any order, for any batch. Blocks are added in ascending order. That is
+why a prompt alone, in a batch of 64, decoded with a cache or scored in one pass, gives the same bits.
+
+FP32 operands have no such blocks: `sliced_gemm` and `ordered_gemm` are for the FP32 side of a contract.
 
 `hardware_gemm` is the order of Hopper's block-FP8 kernels, for comparison: also independent of the batch, but rounded
-to FP32 at every block.
+to FP32 at every block. `gemm_error` measures how far a quantised product is from the true one, and which part of that
+is the order of summation.
+
+Operations on codes multiply exactly here, and on tensor cores where there are any (`kernels.hopper_gemm`):
+
+    forward_gemm          Y  = X W^T      rows of X,  tiles of W
+    input_gradient_gemm   dX = dY W       rows of dY, tiles of W^T
+    weight_gradient_gemm  dW = dY^T X     columns of dY, columns of X
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fp8core.numerics.e4m3 import TILE
+from fp8core.numerics.dispatch import with_kernel
+from fp8core.numerics.e4m3 import TILE, Codes, ScaleRule, decode, quantise_rows, quantise_tiles
 
 
 def block_gemm(left: Tensor, left_scales: Tensor, right: Tensor, right_scales: Tensor, block: int = TILE) -> Tensor:
@@ -38,8 +50,8 @@ def block_gemm(left: Tensor, left_scales: Tensor, right: Tensor, right_scales: T
 def scaled_gemm(left: Tensor, right: Tensor, block: int = TILE) -> Tensor:
     """`left @ right.T` for operands that are already multiplied by their power-of-two scales.
 
-    Within one block every product carries the same power of two, so the block's dot stays exact in FP64 and the
-    scales cost nothing in the inner loop. Equal to `block_gemm` bit for bit when all scales are powers of two.
+    Within one block every product carries the same power of two. So the block's dot stays exact in FP64 and the scales
+    cost nothing in the inner loop. Equal to `block_gemm` bit for bit when all scales are powers of two.
 
     Args:
         left: FP64 [M, K], grid * scale.
@@ -62,7 +74,7 @@ def hardware_gemm(left: Tensor, left_scales: Tensor, right: Tensor, right_scales
     For each block, `acc = fma(left_scale * right_scale, partial, acc)` in FP32, the product of the scales rounded to
     FP32 first (DeepGEMM `sm90_fp8_gemm_1d2d.cuh`). Assumption: the tensor cores' partial of a block is the exact dot
     rounded once to FP32. Real ones keep about 14 bits inside a block (DeepSeek-V3, arXiv 2412.19437, section 3.5.2),
-    in an order that is not documented, so this is a lower bound of their error, not their bytes.
+    in an order that is not documented. So this is a lower bound of their error, not their bytes.
 
     Args:
         left: grid values [M, K], FP32 or FP64.
@@ -85,10 +97,10 @@ def hardware_gemm(left: Tensor, left_scales: Tensor, right: Tensor, right_scales
 def fused_multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """a * b + c rounded once to FP32, for finite FP32 tensors of one broadcast shape.
 
-    The product has 48 bits and is exact in FP64. Rounding its FP64 sum with c a second time would be wrong where that
-    sum falls on a midpoint of FP32 that the exact one only comes near (about 1 in 2^29 random sums); therefore the
-    FP64 sum is rounded to odd (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums", 2008), after which
-    the rounding to FP32 is that of the exact sum.
+    The product has 48 bits and is exact in FP64. Rounding its FP64 sum with c a second time would be wrong in about 1
+    in 2^29 random sums. There the FP64 sum falls on a midpoint of FP32 that the exact one only comes near. Therefore
+    the FP64 sum is rounded to odd (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums", 2008). The
+    rounding of that to FP32 is the rounding of the exact sum.
     """
     product, addend = a.double() * b.double(), c.double()
     total = product + addend
@@ -103,7 +115,7 @@ def fused_multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 def align_rows(x: Tensor, bits: int) -> Tensor:
     """Round each row to a fixed-point grid of `bits` bits below its largest magnitude.
 
-    Products of aligned rows are integers times a common power of two, so their sums are exact in FP64 whatever the
+    Products of aligned rows are integers times a common power of two. So their sums are exact in FP64 whatever the
     order, as long as bits_left + bits_right + log2(K) <= 53. An element's error is at most 2^-bits of the row's amax.
     Products of BF16 data lose less by it than by FP32 accumulation, because most elements lie on the grid; those of
     FP32 data lose more.
@@ -134,6 +146,171 @@ def aligned_gemm(left: Tensor, right_aligned: Tensor) -> Tensor:
     return align_rows(left.double(), alignment_bits(left.shape[-1])) @ right_aligned.t()
 
 
+def sliced_gemm(left: Tensor, right: Tensor) -> Tensor:
+    """`left @ right^T` of FP32 operands, more exact than FP32 accumulation and equal for any order of summation.
+
+    Each operand is cut into two slices on fixed-point grids (`align_rows`). So the four products are exact in FP64
+    (Ozaki et al., "Error-free transformations of matrix multiplication", 2012). The part of an element that both slices
+    leave out is at most 2^-(2 * bits) of its row's amax, below the rounding of FP32.
+
+    Args:
+        left: FP32 or FP64 [..., M, K].
+        right: FP32 or FP64 [..., N, K].
+
+    Returns:
+        FP64 [..., M, N]; a row depends on its own row of `left` and on `right` alone.
+    """
+    bits = alignment_bits(left.shape[-1])
+    (high, low), (other_high, other_low) = _slices(left.double(), bits), _slices(right.double(), bits)
+    crossed = high @ other_low.mT + low @ other_high.mT
+    return high @ other_high.mT + (crossed + low @ other_low.mT)
+
+
+def _slices(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    high = align_rows(x, bits)
+    return high, align_rows(x - high, bits)
+
+
+def ordered_gemm(left: Tensor, right: Tensor) -> Tensor:
+    """`left @ right`, added up term by term in the order of the contraction: zeros at either end change nothing.
+
+    For a contraction over keys, of which a batch has more or fewer before and after those that a query may see.
+
+    Args:
+        left: FP64 [..., M, K], 0 where a term does not count.
+        right: FP64 [..., K, N], finite.
+
+    Returns:
+        FP64 [..., M, N].
+    """
+    total = left.new_zeros(*left.shape[:-1], right.shape[-1])
+    for k in range(left.shape[-1]):
+        # Two operations: a fused one would round differently in vectors and in what is left over.
+        total += left[..., k, None] * right[..., k, None, :]
+    return total
+
+
 def alignment_bits(contraction: int) -> int:
     """Bits each operand may keep so that a dot of this length is exact in FP64's 53 bits."""
     return (53 - max(contraction - 1, 1).bit_length()) // 2
+
+
+@with_kernel("hopper_gemm")
+def forward_gemm(x: Codes, weight: Codes) -> Tensor:
+    """X W^T.
+
+    Args:
+        x: codes [tokens, in] in 1 x 128 groups; scales [tokens, ceil(in / 128)], column-major.
+        weight: codes [out, in] in 128 x 128 tiles; scales [ceil(out / 128), ceil(in / 128)].
+
+    Returns:
+        BF16 [tokens, out]. On a GPU `in` is a multiple of 128, `out` one of 64.
+    """
+    codes, scales = weight
+    by_row = scales.repeat_interleave(TILE, dim=0)[: codes.shape[0]]
+    return _code_gemm(x, (codes, by_row)).bfloat16()
+
+
+def input_gradient_gemm(grad: Codes, transposed: Codes) -> Tensor:
+    """dY W.
+
+    Args:
+        grad: codes [tokens, out] in 1 x 128 groups, scales [tokens, ceil(out / 128)], column-major.
+        transposed: the weight's own tiles, codes [in, out] and scales [ceil(in / 128), ceil(out / 128)] (`transpose`).
+
+    Returns:
+        BF16 [tokens, in].
+    """
+    return forward_gemm(grad, transposed)
+
+
+@with_kernel("hopper_gemm")
+def weight_gradient_gemm(grad: Codes, x: Codes) -> Tensor:
+    """dY^T X.
+
+    Args:
+        grad: codes of dY^T, [out, tokens] in 1 x 128 groups along the tokens; scales [out, ceil(tokens / 128)].
+        x: likewise of X^T, [in, tokens].
+
+    Returns:
+        FP32 [out, in]. On a GPU the number of tokens is a multiple of 16.
+    """
+    return _code_gemm(grad, x).float()
+
+
+def fp32_product(left: Tensor, right: Tensor) -> Tensor:
+    """left @ right of BF16 matrices, with FP32 sums and an FP32 result."""
+    if left.is_cuda:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return left.float() @ right.float()
+
+
+def transpose(weight: Codes) -> Codes:
+    """The tiles of W as those of W^T: nothing is quantised again."""
+    codes, scales = weight
+    return codes.view(torch.uint8).t().contiguous().view(torch.float8_e4m3fn), scales.t().contiguous()
+
+
+def _code_gemm(left: Codes, right: Codes) -> Tensor:
+    """FP64 left @ right^T of codes with a scale for each row and 128 of the contraction."""
+    return block_gemm(decode(left[0]), left[1], decode(right[0]), right[1])
+
+
+@dataclass(frozen=True)
+class GemmError:
+    """Distances of block-FP8 products, as relative RMS errors.
+
+    Attributes:
+        exact: exact accumulation, from the FP64 product of the operands before quantisation.
+        hardware: Hopper's order, from the same.
+        plain_fp32: FP32 matrix product of the dequantised operands, from the same.
+        hardware_order: Hopper's order, from exact accumulation of the same codes.
+        plain_fp32_order: the FP32 matrix product, from exact accumulation of the same codes.
+        bf16_differing: share of elements whose BF16 roundings differ between Hopper's order and the exact one.
+    """
+
+    exact: float
+    hardware: float
+    plain_fp32: float
+    hardware_order: float
+    plain_fp32_order: float
+    bf16_differing: float
+
+
+def relative_rms(x: Tensor, reference: Tensor) -> float:
+    """Root mean square of x - reference over that of the reference, in FP64; any shape, the reference not all zero."""
+    wide = reference.double()
+    return ((x.double() - wide).square().mean() / wide.square().mean()).sqrt().item()
+
+
+def gemm_error(left: Tensor, right: Tensor, rule: ScaleRule, block: int = TILE) -> GemmError:
+    """Errors of `left @ right.T` in block FP8.
+
+    Args:
+        left: FP32 [M, K], quantised in 1 x `block` groups (activations).
+        right: FP32 [N, K], quantised in `block` x `block` tiles (weights).
+        rule: scale rule.
+        block: width of a group.
+
+    Raises:
+        GroupNotFinite: an operand holds NaN or infinity.
+    """
+    left_grid, left_scales = quantise_rows(left, rule, block)
+    right_grid, tile_scales = quantise_tiles(right, rule, block)
+    right_scales = tile_scales.repeat_interleave(block, dim=0)[: right.shape[0]]
+    exact = block_gemm(left_grid, left_scales, right_grid, right_scales, block)
+    hardware = hardware_gemm(left_grid, left_scales, right_grid, right_scales, block)
+    plain = _dequantised(left_grid, left_scales, block) @ _dequantised(right_grid, right_scales, block).t()
+    true = left.double() @ right.double().t()
+    return GemmError(
+        exact=relative_rms(exact, true),
+        hardware=relative_rms(hardware, true),
+        plain_fp32=relative_rms(plain, true),
+        hardware_order=relative_rms(hardware, exact),
+        plain_fp32_order=relative_rms(plain, exact),
+        bf16_differing=(hardware.bfloat16() != exact.float().bfloat16()).double().mean().item(),
+    )
+
+
+def _dequantised(grid: Tensor, scales: Tensor, block: int) -> Tensor:
+    return grid * scales.repeat_interleave(block, dim=1)[:, : grid.shape[1]]

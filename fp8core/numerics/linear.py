@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fp8core.numerics.e4m3 import TILE, ScaleRule, decode, quantise_columns, quantise_rows
-from fp8core.numerics.gemm import block_gemm, scaled_gemm
+from fp8core.numerics.gemm import block_gemm, scaled_gemm, sliced_gemm
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class LinearWeight:
 
 
 class LinearFormat(Protocol):
-    """How linear layers of one format multiply."""
+    """Multiplication by linear layers in one format."""
 
     name: str
 
@@ -166,6 +166,16 @@ class _Bf16Linear(torch.autograd.Function):
         return grad @ ctx.weight.grid, grad_weight, None
 
 
+class _ExactFp32Linear(_Bf16Linear):
+    """The backward is that of BF16: FP32 products of the gradient with the weight and the input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, master: Tensor | None, weight: LinearWeight) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        return sliced_gemm(x, weight.grid).float()
+
+
 class Fp8BlockLinear:
     """Block FP8 in all three GEMMs."""
 
@@ -202,8 +212,18 @@ class Bf16Linear:
         return y
 
 
+class ExactFp32Linear:
+    """FP32 operands and output, accumulated so that no order of summation shows: FP32 as a side of a contract."""
+
+    name = "fp32"
+
+    def __call__(self, x: Tensor, weight: LinearWeight) -> Tensor:
+        y: Tensor = _ExactFp32Linear.apply(x, weight.master, weight)  # type: ignore[no-untyped-call]
+        return y
+
+
 class Fp32Linear:
-    """The reference mode: FP32 operands, FP32 accumulation."""
+    """Products of `transformers` with FP32 weights: FP32 accumulation, in an order that depends on the batch."""
 
     name = "fp32"
 

@@ -1,21 +1,26 @@
 """Logits and log-probabilities that do not depend on the batch they are computed in.
 
-The head multiplies BF16 hidden states by BF16 weights on fixed-point grids (`numerics.gemm.align_rows`), so FP32
-logits are equal for any batch; the normaliser is a sum of fixed-point numbers. Temperature divides the logits, as in
-the engine that samples.
+The head multiplies BF16 hidden states by BF16 weights on fixed-point grids (`numerics.gemm.align_rows`). So FP32 logits
+are equal for any batch; the normaliser is a sum of fixed-point numbers. Temperature divides the logits, as in the
+engine that samples.
+
+`chunked_logprobs` never holds the logits of all tokens: it runs over the tokens in chunks, forward and backward, for
+any `ChunkedHead`. The heads are `ExactHead` here, the packed trainer's (`numerics.packed`) and Megatron's, which is
+sharded over the vocabulary.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from fp8core.numerics.dispatch import with_kernel
 from fp8core.numerics.gemm import align_rows, aligned_gemm, alignment_bits
 from fp8core.numerics.rounding import to_fixed_point
 
 _SUM_BITS = 34
-_CHUNK_ELEMENTS = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,7 @@ class HeadWeight:
 
 
 class HeadFormat(Protocol):
-    """How the head multiplies."""
+    """Multiplication by the head."""
 
     name: str
 
@@ -67,71 +72,172 @@ class Bf16Head:
         return aligned_gemm(hidden, head.aligned).to(torch.bfloat16).float()
 
 
+@with_kernel("hopper_gemm")
 def log_softmax(logits: Tensor, temperature: float) -> Tensor:
-    """FP64 log-probabilities of the tempered distribution, [tokens, vocabulary], within vocabulary * 2^-35 of exact."""
+    """FP64 log-probabilities of the tempered distribution, [tokens, vocabulary], within vocabulary * 2^-35 of exact.
+
+    On a GPU they are FP32, of FP32's accuracy.
+    """
     scaled = logits.double() / temperature
     shifted = scaled - scaled.amax(-1, keepdim=True)
     return shifted - to_fixed_point(shifted.exp(), _SUM_BITS).sum(-1, keepdim=True).log()
 
 
-class _TokenLogprobs(torch.autograd.Function):
-    """Chunked over tokens: neither pass ever holds the logits of all of them."""
+class ChunkedHead(ABC):
+    """A head and its temperature, as `chunked_logprobs` multiplies with it.
 
+    Attributes:
+        chunk_elements: logits that are held at once.
+        scaled_dtype: of the gradients of log-probs and entropies, when the temperature divides them.
+        partial_dtype: of the gradient of the hidden states before `total`; None for theirs.
+    """
+
+    chunk_elements = 1 << 27
+    scaled_dtype = torch.float32
+    partial_dtype: torch.dtype | None = None
+
+    def __init__(self, weight: Tensor, temperature: float) -> None:
+        self.weight, self.temperature = weight, temperature
+
+    @abstractmethod
+    def logprobs(self, hidden: Tensor) -> Tensor:
+        """Tempered log-probs of every token of the head, [tokens, rows of the weight]."""
+
+    @abstractmethod
+    def weight_gradient(self, slope: Tensor, hidden: Tensor) -> Tensor:
+        """FP32 slope^T hidden."""
+
+    def hidden_gradient(self, slope: Tensor) -> Tensor:
+        """slope @ weight."""
+        return slope @ self.weight
+
+    def chosen(self, logp: Tensor, targets: Tensor) -> Tensor:
+        """FP32 log-probs of the targets."""
+        return logp.gather(-1, targets[:, None]).squeeze(-1).float()
+
+    def entropy(self, logp: Tensor) -> Tensor:
+        """FP32 entropies."""
+        return -(logp.exp() * logp).sum(-1).float()
+
+    def slope(
+        self, logp: Tensor, targets: Tensor, entropy: Tensor, grad: Tensor | None, grad_entropy: Tensor | None
+    ) -> Tensor:
+        """Gradient by the logits, in the format of the products; `grad` and `grad_entropy` as for `logit_gradient`."""
+        scaled = (None if g is None else g.to(self.scaled_dtype) / self.temperature for g in (grad, grad_entropy))
+        return logit_gradient(logp, targets, *scaled).to(self.weight.dtype)
+
+    def total(self, x: Tensor) -> Tensor:
+        """The sum of what the processes that share the vocabulary have found."""
+        return x
+
+    def returned(self, grad_weight: Tensor) -> Tensor:
+        """The gradient of the weight as autograd receives it."""
+        return grad_weight
+
+
+class _ChunkedLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        master: Tensor | None,
-        head: HeadWeight,
-        form: HeadFormat,
-        targets: Tensor,
-        temp: float,
+        ctx: Any, hidden: Tensor, master: Tensor | None, head: ChunkedHead, targets: Tensor
     ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(hidden, targets)
-        ctx.head, ctx.form, ctx.temperature = head, form, temp
         chosen, entropies = [], []
-        for part in _chunks(hidden.shape[0], head.values.shape[0]):
-            logp = log_softmax(form.logits(hidden[part], head), temp)
-            chosen.append(logp.gather(-1, targets[part, None]).squeeze(-1).float())
-            entropies.append(-(logp.exp() * logp).sum(-1).float())
-        entropy = torch.cat(entropies)
-        ctx.mark_non_differentiable(entropy)
-        return torch.cat(chosen), entropy
+        for part in _chunks(head, len(targets)):
+            logp = head.logprobs(hidden[part])
+            chosen.append(head.chosen(logp, targets[part]))
+            entropies.append(head.entropy(logp))
+        logprobs, entropy = head.total(torch.cat(chosen)), head.total(torch.cat(entropies))
+        ctx.save_for_backward(hidden, targets, entropy)
+        ctx.head = head
+        # Where the loss has no entropy in it, the gradient of entropies is None, and nothing is computed for it.
+        ctx.set_materialize_grads(False)
+        return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor | None, None, None, None, None]:
-        hidden, targets = ctx.saved_tensors
-        grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(ctx.head.values) if ctx.needs_input_grad[1] else None
-        for part in _chunks(hidden.shape[0], ctx.head.values.shape[0]):
-            p = log_softmax(ctx.form.logits(hidden[part], ctx.head), ctx.temperature).exp_()
-            p[torch.arange(p.shape[0]), targets[part]] -= 1
-            grad_logits = (p * (-grad[part, None].double() / ctx.temperature)).float()
-            grad_hidden[part] = grad_logits @ ctx.head.values
+    def backward(
+        ctx: Any, grad: Tensor | None, grad_entropy: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, None, None]:
+        hidden, targets, entropy = ctx.saved_tensors
+        head: ChunkedHead = ctx.head
+        grad_hidden = torch.empty_like(hidden, dtype=head.partial_dtype)
+        grad_weight = torch.zeros_like(head.weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        for part in _chunks(head, len(targets)):
+            logp = head.logprobs(hidden[part])
+            given = (None if g is None else g[part] for g in (grad, grad_entropy))
+            slope = head.slope(logp, targets[part], entropy[part], *given)
+            grad_hidden[part] = head.hidden_gradient(slope)
             if grad_weight is not None:
-                grad_weight += grad_logits.t() @ hidden[part]
-        return grad_hidden, grad_weight, None, None, None, None
+                grad_weight += head.weight_gradient(slope, hidden[part])
+        of_hidden = head.total(grad_hidden).to(hidden.dtype)
+        return of_hidden, None if grad_weight is None else head.returned(grad_weight), None, None
+
+
+def chunked_logprobs(
+    hidden: Tensor, master: Tensor | None, head: ChunkedHead, targets: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of each target and entropy of each distribution.
+
+    Args:
+        hidden: [tokens, hidden], after the final norm.
+        master: receives the gradient of the head's weight; None where nothing does.
+        head: what multiplies.
+        targets: int64 [tokens].
+
+    Returns:
+        log-probs and entropies FP32 [tokens], in nats, both differentiable.
+    """
+    logprobs, entropy = _ChunkedLogprobs.apply(hidden, master, head, targets)  # type: ignore[no-untyped-call]
+    return logprobs, entropy
+
+
+class ExactHead(ChunkedHead):
+    """A ready head in one of its formats."""
+
+    chunk_elements = 1 << 24
+    scaled_dtype = torch.float64
+
+    def __init__(self, head: HeadWeight, form: HeadFormat, temperature: float) -> None:
+        super().__init__(head.values, temperature)
+        self._head, self._form = head, form
+
+    def logprobs(self, hidden: Tensor) -> Tensor:
+        return log_softmax(self._form.logits(hidden, self._head), self.temperature)
+
+    def weight_gradient(self, slope: Tensor, hidden: Tensor) -> Tensor:
+        return slope.t() @ hidden
 
 
 def token_logprobs(
     hidden: Tensor, head: HeadWeight, form: HeadFormat, targets: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target and entropy of each distribution.
+    """`chunked_logprobs` of FP32 hidden states; gradients reach `head.master`."""
+    return chunked_logprobs(hidden, head.master, ExactHead(head, form, temperature), targets)
+
+
+def logit_gradient(logp: Tensor, targets: Tensor, grad: Tensor | None, grad_entropy: Tensor | None) -> Tensor:
+    """Gradient by the tempered logits: grad * (1[target] - p) - grad_entropy * p * (log p + H), H the entropy.
 
     Args:
-        hidden: FP32 [tokens, hidden], after the final norm.
-        head: ready head; gradients reach `head.master`.
-        form: head format.
+        logp: [tokens, vocabulary], finite log-probs; overwritten.
         targets: int64 [tokens].
-        temperature: positive.
+        grad: [tokens], of the log-probs of the targets; None where nothing depends on them.
+        grad_entropy: [tokens], of the entropies; likewise.
 
     Returns:
-        log-probs FP32 [tokens] (nats, differentiable) and entropies FP32 [tokens] (nats, not differentiable).
+        [tokens, vocabulary] in the dtype of `logp`.
     """
-    logprobs, entropy = _TokenLogprobs.apply(hidden, head.master, head, form, targets, temperature)  # type: ignore[no-untyped-call]
-    return logprobs, entropy
+    flatter = None
+    if grad_entropy is not None:
+        p = logp.exp()
+        negative_entropy = (p * logp).sum(-1, keepdim=True)
+        flatter = p.mul_((logp - negative_entropy).mul_(-grad_entropy[:, None]))
+    if grad is None:
+        return torch.zeros_like(logp) if flatter is None else flatter
+    p = logp.exp_()
+    p[torch.arange(len(p), device=p.device), targets] -= 1
+    p.mul_(-grad[:, None])
+    return p if flatter is None else p.add_(flatter)
 
 
-def _chunks(tokens: int, vocabulary: int) -> list[slice]:
-    size = max(1, _CHUNK_ELEMENTS // vocabulary)
+def _chunks(head: ChunkedHead, tokens: int) -> list[slice]:
+    size = max(1, head.chunk_elements // len(head.weight))
     return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)] or [slice(0, 0)]

@@ -60,7 +60,7 @@ def round_to_bf16(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class RoundingPoints:
-    """What is rounded inside an operation, on the way to a result that is rounded in any case.
+    """Values rounded inside an operation, on the way to a result that is rounded in any case.
 
     Attributes:
         name: of the whole.
@@ -91,8 +91,8 @@ def _points(name: str, *rounded: str) -> RoundingPoints:
     return RoundingPoints(name, **{place: round_to_bf16 if place in rounded else keep_fp32 for place in places})
 
 
-# Experts and routers are kernels that nothing is fused into, compiled or not: on a GPU vLLM's own
-# (silu_mul_per_token_group_quant_fp8_colmajor, a BF16 gate), on a CPU `rollout.vllm_kept_linear.KeptExperts`.
+# Kernels of experts and routers stay unfused, compiled or not: on a GPU vLLM's own
+# (silu_mul_per_token_group_quant_fp8_colmajor, a BF16 gate), on a CPU `rollout.vllm.in_place.InPlaceExperts`.
 _EXPERTS = ("expert_activated", "routed")
 NOWHERE = _points("nowhere")
 STEPWISE = _points("stepwise", "sums", "normalised", "activated", "expert_activated", "weights")
@@ -101,7 +101,7 @@ NATIVE = _points("native", "normalised", "tables", "activated", *_EXPERTS, "gate
 # One kernel each for norm, rotary positions and SwiGLU, as vLLM's CUDA sources have them (csrc/libtorch_stable), and
 # FlashAttention.
 KERNELS = _points("kernels", "sums", "tables", "activated", "weights", *_EXPERTS)
-# What torch.compile fuses stays FP32 inside a kernel; the rotary tables lie in memory as BF16.
+# Values that torch.compile fuses stay FP32 inside a kernel; the rotary tables lie in memory as BF16.
 FUSED = _points("fused", "tables", "weights", *_EXPERTS)
 
 

@@ -29,8 +29,8 @@ def sample(logprobs: Tensor, draws: Tensor) -> Tensor:
     """Inverse-CDF sampling: int64 [B] from FP64 log-probs [B, V] and uniform draws in [0, 1) [B]."""
     cumulative = logprobs.exp().cumsum(-1)
     assert bool((cumulative[:, -1] > 0).all()), "not a distribution: NaN, or no token with any probability"
-    # Even the largest draw, 1 - 2^-53, times the total rounds to less than the total: some token is always found, and
-    # one that adds to the sum.
+    # Even the largest draw, 1 - 2^-53, times the total rounds to less than the total. So some token is always found,
+    # and one that adds to the sum.
     return torch.searchsorted(cumulative, draws.unsqueeze(-1) * cumulative[:, -1:], right=True).squeeze(-1)
 
 

@@ -1,7 +1,7 @@
 """Preflight: log-ratios with known answers through the configured correction, before any training.
 
 The answers are worked out here number by number, with the formulas of `rl.importance`, `rl.rejection` and
-`rl.correction` and none of their code: what computes weights in a training must agree with them.
+`rl.correction` and none of their code. The code that computes weights in a training must agree with them.
 """
 
 import math
@@ -13,10 +13,8 @@ import torch
 
 from fp8core.config.run import RunConfig
 from fp8core.rl.batch import RolloutBatch, TokenBatch
-from fp8core.rl.correction import CorrectionRule
-from fp8core.rl.importance import Weighting
+from fp8core.rl.correction import CorrectionRule, Filter, Weighting
 from fp8core.rl.objective import Objective, named_correction
-from fp8core.rl.rejection import Filter
 
 VECTORS: tuple[tuple[float, ...], ...] = (
     (0.1, -1.5, 0.8, -10.0, 0.3),
@@ -26,8 +24,8 @@ VECTORS: tuple[tuple[float, ...], ...] = (
     (0.0004, -0.0003),
     (25.0, -25.0),
 )
-"""log p_training - log p_rollout of rows of tokens: the vector of divergences of docs/numerics.md, agreement, a policy
-that became surer, one that became less sure, rounding, and both ends of the clamp."""
+"""log p_training - log p_rollout of rows of tokens: the vector of divergences of docs/reference/numerics.md, agreement,
+a policy that became surer, one that became less sure, rounding, and both ends of the clamp."""
 _CLAMP = 20.0
 _TOLERANCE = 1e-4
 _ROLLOUT_LOGPROB = -1.0
@@ -37,7 +35,7 @@ Corrected = Callable[[RolloutBatch], RolloutBatch]
 
 @dataclass(frozen=True)
 class Golden:
-    """How a correction did: the number of tokens, and what differs from the answers, a line each."""
+    """The result of a correction: the number of tokens, and what differs from the answers, a line each."""
 
     tokens: int
     wrong: tuple[str, ...]
@@ -81,21 +79,37 @@ def golden_batch() -> RolloutBatch:
 def answers_of(config: RunConfig) -> list[list[float]]:
     """The weight of each token of VECTORS under the correction of `config`; 0 for what it rejects."""
     named = named_correction(config.correction)
-    kept = [[_kept(named.rule, row, token) for token in range(len(row))] for row in VECTORS]
+    rows = [_row(named.rule, row) for row in VECTORS]
+    kept = [[keep for _, keep in row] for row in rows]
     if named.mode == "bypass" and "reinforce" not in (named.loss, config.loss.policy):
         # The clipped losses hold the mismatch in their ratio already.
         return [[float(keep) for keep in row] for row in kept]
-    weights = [
-        [_acted(named.rule.weighting, _raw(named.rule.weighting.level, row, token)) for token in range(len(row))]
-        for row in VECTORS
-    ]
-    weights = [[w if k else 0.0 for w, k in zip(*rows, strict=True)] for rows in zip(weights, kept, strict=True)]
-    factor = _factor(named.rule.normalise, weights, kept)
-    return [[weight / factor for weight in row] for row in weights]
+    over = kept if named.rule.normalise_over == "kept" else [[True] * len(row) for row in rows]
+    factor = _factor(named.rule.normalise, [[w for w, _ in row] for row in rows], over)
+    return [[w / factor if keep else 0.0 for w, keep in row] for row in rows]
 
 
-def _raw(level: str, row: Sequence[float], token: int) -> float:
-    exponents = {"none": 0.0, "token": row[token], "sequence": sum(row), "geometric": fmean(row)}
+def _row(rule: CorrectionRule, row: Sequence[float]) -> list[tuple[float, bool]]:
+    """The weight of each token, were it kept, and whether it is."""
+    everything = [True] * len(row)
+    vetoed = rule.veto is not None and not all(math.log(rule.veto.low) <= d <= math.log(rule.veto.high) for d in row)
+    kept = [not vetoed] * len(row)
+    for test in rule.filters:
+        seen = kept if rule.order == "in_turn" else everything
+        kept = [keep and passed for keep, passed in zip(kept, _passes(test, row, seen), strict=True)]
+    seen = kept if rule.order == "in_turn" else everything
+    weighting = rule.weighting
+    answers = []
+    for token, keep in enumerate(kept):
+        raw = _raw(weighting.level, row, seen, token)
+        outside = not weighting.low <= raw <= weighting.high
+        answers.append((_acted(weighting, raw), keep and not (weighting.action == "mask" and outside)))
+    return answers
+
+
+def _raw(level: str, row: Sequence[float], seen: Sequence[bool], token: int) -> float:
+    looked = [d for d, s in zip(row, seen, strict=True) if s] or [0.0]
+    exponents = {"none": 0.0, "token": row[token], "sequence": sum(looked), "geometric": fmean(looked)}
     return math.exp(_clamped(exponents[level]))
 
 
@@ -106,29 +120,21 @@ def _acted(weighting: Weighting, w: float) -> float:
             return min(w, high)
         case "clip":
             return min(max(w, low), high)
-        case "band" | "mask":
+        case "band":
             return w if low <= w <= high else 0.0
         case _:
             return w
 
 
-def _kept(rule: CorrectionRule, row: Sequence[float], token: int) -> bool:
-    weighting = rule.weighting
-    outside = not weighting.low <= _raw(weighting.level, row, token) <= weighting.high
-    if weighting.action == "mask" and outside:
-        return False
-    if rule.veto is not None and not all(math.log(rule.veto.low) <= d <= math.log(rule.veto.high) for d in row):
-        return False
-    return all(_passes(test, row, token) for test in rule.filters)
-
-
-def _passes(test: Filter, row: Sequence[float], token: int) -> bool:
+def _passes(test: Filter, row: Sequence[float], seen: Sequence[bool]) -> list[bool]:
     level, divergence = test.name.rsplit("_", 1)
-    terms = [_divergence(divergence, _clamped(d)) for d in row]
-    statistics = {"token": terms[token], "seq_sum": sum(terms), "seq_mean": fmean(terms), "seq_max": max(terms)}
+    terms = [_divergence(divergence, d if test.clamp == "row" else _clamped(d)) for d in row]
+    looked = [term for term, s in zip(terms, seen, strict=True) if s] or [0.0]
+    of_row = {"seq_sum": sum(looked), "seq_mean": fmean(looked), "seq_max": max(looked)}
+    statistics = terms if level == "token" else [of_row[level]] * len(row)
     if divergence == "k1":
-        return math.log(test.low) <= -statistics[level] <= math.log(test.high)
-    return statistics[level] <= test.high
+        return [math.log(test.low) <= -statistic <= math.log(test.high) for statistic in statistics]
+    return [statistic <= test.high for statistic in statistics]
 
 
 def _divergence(name: str, d: float) -> float:

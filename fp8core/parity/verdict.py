@@ -2,18 +2,26 @@
 
 A variant without all of its numbers cannot pass: a run cut short is NOT ENOUGH DATA. One check beyond its bound is FAIL
 whatever else is missing.
+
+`ParityResult` is what a parity run leaves for the next one: its verdict, and the code, libraries and settings behind
+it.
 """
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean, median
 from typing import Final, Literal
 
+from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
+
+from fp8core.config.load import leaves
 from fp8core.config.parity import Limit, ParityConfig
 from fp8core.parity.golden import Golden
-from fp8core.parity.interval import mean_interval
-from fp8core.parity.measure import LEAST_STEPS_OF_A_SLOPE, Measured
-from fp8core.parity.variants import BASELINE, STRESS, VARIANTS
+from fp8core.parity.learning import Estimate, Pair, block_means, curve_difference, delay, end_difference, mean_interval
+from fp8core.parity.measure import BASELINE, LEAST_STEPS_OF_A_SLOPE, STRESS, VARIANTS, Measured
+from fp8core.store import durable
 
 PASS: Final = "PASS"
 FAIL: Final = "FAIL"
@@ -84,8 +92,8 @@ def judge(
         measured: every training that there is, in any order.
         golden: how the correction did on its golden vectors.
         config: the bounds.
-        variants: names of all that were asked for; each is judged, whether it was measured or not.
-        seeds: all that were asked for.
+        variants: names of all requested variants; each is judged, whether it was measured or not.
+        seeds: all requested seeds.
         platform: where the rollout engine computes: `cpu`, or a GPU as `sm_90`. On a CPU speed is not judged.
         failures: why a training failed, by variant and seed.
     """
@@ -98,7 +106,7 @@ def judge(
         checks.append(_updates(name, runs))
         checks.append(_memory(name, runs, config))
         if name not in (BASELINE, STRESS):
-            checks.append(_gap(name, runs, by_variant.get(BASELINE, []), config))
+            checks += _learning(name, runs, by_variant.get(BASELINE, []), config)
             checks.append(_speed(name, runs, by_variant.get(BASELINE, []), config, platform))
     return Verdict(tuple(checks))
 
@@ -114,7 +122,7 @@ def _golden_check(golden: Golden) -> Check:
 def _complete(
     name: str, runs: Sequence[Measured], seeds: Sequence[int], failures: Mapping[tuple[str, int], str]
 ) -> Check:
-    """What failed is a failure; what was cut short, or has not begun, may still come."""
+    """A training that failed is a failure; one that was cut short, or has not begun, may still come."""
     failed = [f"seed {seed}: {reason}" for (variant, seed), reason in failures.items() if variant == name]
     if failed:
         return Check(name, "complete", FAIL, "; ".join(failed), "all", "a training that fails in FP8 has no parity")
@@ -132,7 +140,7 @@ def _alignment(name: str, runs: Sequence[Measured], config: ParityConfig) -> Ite
     yield _worst(name, "smallest effective sample size", ess, min, config.effective_sample_size)
     weights = {"mismatch": [run.weights for run in runs], "updates": [run.ratios for run in runs]}
     for of, values in weights.items():
-        yield _mean_weight(name, f"mean weight of the {of}", [v for some in values for v in some], config)
+        yield _mean_weight(name, f"mean weight of the {of}", [v for some in values for v in block_means(some)], config)
         yield _worst(name, f"largest weight of the {of}", [v for some in values for v in some], max, config.step_weight)
 
 
@@ -152,7 +160,7 @@ def _mean_weight(name: str, what: str, values: Sequence[float], config: ParityCo
     limit = config.mean_weight
     bound = f"1 ± {limit.limit:g}"
     if len(values) < 2:
-        return Check(name, what, NOT_ENOUGH, f"measured at {len(values)} steps", bound, limit.reason)
+        return Check(name, what, NOT_ENOUGH, f"{len(values)} blocks of steps", bound, limit.reason)
     low, high = mean_interval(values, config.confidence)
     mean = fmean(values)
     found = f"{mean:.6g} ({low:.6g} to {high:.6g})"
@@ -163,7 +171,7 @@ def _mean_weight(name: str, what: str, values: Sequence[float], config: ParityCo
 
 
 def _placed(low: float, high: float) -> Outcome:
-    """PASS for an interval above 0, FAIL for one below; across it, more data will tell."""
+    """PASS for an interval above 0, FAIL for one below; NOT ENOUGH DATA for one across it."""
     if low >= 0:
         return PASS
     return FAIL if high < 0 else NOT_ENOUGH
@@ -189,21 +197,56 @@ def _memory(name: str, runs: Sequence[Measured], config: ParityConfig) -> Check:
     return Check(name, "memory slope", outcome, f"{slope:.3g} MiB a step", bound, limit.reason, slope)
 
 
-def _gap(name: str, runs: Sequence[Measured], baseline: Sequence[Measured], config: ParityConfig) -> Check:
-    limit, what = config.accuracy_gap, "held-out accuracy minus BF16"
-    bound = f">= -{limit.limit:g}"
-    of_seed = {run.seed: run.accuracy for run in baseline if run.whole and run.accuracy is not None}
-    gaps = [
-        run.accuracy - of_seed[run.seed]
-        for run in runs
-        if run.whole and run.accuracy is not None and run.seed in of_seed
-    ]
-    if len(gaps) < 2:
-        return Check(name, what, NOT_ENOUGH, f"{len(gaps)} seeds are no interval", bound, limit.reason)
-    low, high = mean_interval(gaps, config.confidence)
-    outcome = _placed(low + limit.limit, high + limit.limit)
-    found = f"{fmean(gaps):+.4f} ({low:+.4f} to {high:+.4f}, {len(gaps)} seeds)"
-    return Check(name, what, outcome, found, bound, limit.reason, fmean(gaps))
+def _learning(
+    name: str, runs: Sequence[Measured], baseline: Sequence[Measured], config: ParityConfig
+) -> Iterator[Check]:
+    """Accuracy over the whole curve and at its end, and where that is at its ceiling, the steps to get there."""
+    pairs = _pairs(runs, baseline)
+    what, enough = "held-out accuracy minus BF16", len(pairs) > 1
+    curve = curve_difference(pairs, config.confidence) if enough else None
+    end = end_difference(pairs, config.last_evaluations, config.confidence) if enough else None
+    for check, gap, limit in ((what, curve, config.accuracy_gap), (f"{what}, at the end", end, config.end_gap)):
+        bound = f">= -{limit.limit:g}"
+        if gap is None:
+            yield Check(name, check, NOT_ENOUGH, f"{len(pairs)} pairs of seeds", bound, limit.reason)
+        else:
+            outcome = _placed(gap.low + limit.limit, gap.high + limit.limit)
+            yield Check(name, check, outcome, _shown(gap, "+.4f", len(pairs)), bound, limit.reason, gap.mean)
+    yield _delay(name, pairs, config)
+
+
+def _pairs(runs: Sequence[Measured], baseline: Sequence[Measured]) -> list[Pair]:
+    """Curves of whole trainings of the same seed that were evaluated at the same steps with the same prompts."""
+    curves = {run.seed: run.curve for run in baseline if run.whole and run.curve is not None}
+    both = [(run.curve, curves[run.seed]) for run in runs if run.whole and run.curve is not None and run.seed in curves]
+    return [Pair(*two) for two in both if (two[0].steps, two[0].prompts) == (two[1].steps, two[1].prompts)]
+
+
+def _delay(name: str, pairs: Sequence[Pair], config: ParityConfig) -> Check:
+    """A policy that learns the same later ends as accurate: its delay is judged once BF16 is at its ceiling."""
+    limit, what = config.delay, f"steps to reach {config.reach:g} beyond BF16's"
+    relative = f"<= {limit.limit:g} of BF16's"
+    if len(pairs) < 2:
+        return Check(name, what, NOT_ENOUGH, f"{len(pairs)} pairs of seeds", relative, limit.reason)
+    end = fmean(pair.baseline.mean_of_last(config.last_evaluations) for pair in pairs)
+    if end < config.reach:
+        return Check(name, what, NOT_JUDGED, f"BF16 ends at {end:.3g}", relative, limit.reason)
+    found = delay(pairs, config.reach, config.confidence)
+    if found.estimate is None:
+        return Check(name, what, NOT_ENOUGH, "fewer than two pairs reach it", relative, limit.reason)
+    longest = limit.limit * found.baseline
+    bound = f"<= {longest:.3g}, {limit.limit:g} of BF16's {found.baseline:.3g}"
+    outcome = _placed(longest - found.estimate.high, longest - found.estimate.low)
+    words = _shown(found.estimate, "+.2f", len(pairs))
+    if found.unreached:
+        words += f"; {found.unreached} never reach it"
+        # Their last step is less than they need: enough to fail, never to pass.
+        outcome = NOT_ENOUGH if outcome == PASS else outcome
+    return Check(name, what, outcome, words, bound, limit.reason, found.estimate.mean)
+
+
+def _shown(estimate: Estimate, form: str, seeds: int) -> str:
+    return f"{estimate.mean:{form}} ({estimate.low:{form}} to {estimate.high:{form}}, {seeds} seeds)"
 
 
 def _speed(
@@ -220,3 +263,89 @@ def _speed(
         return Check(name, what, NOT_JUDGED, f"{ratio:.3g} on a CPU", bound, limit.reason, ratio)
     outcome = FAIL if ratio < limit.limit else PASS
     return Check(name, what, outcome, f"{ratio:.3g} on {platform}", bound, limit.reason, ratio)
+
+
+RECORD = "verdict.json"
+
+
+class ParityResult(BaseModel):
+    """The content of verdict.json. `settings` are those of the configuration, of which no variant is made yet."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    config: str
+    ended: str
+    outcome: Outcome
+    headline: str
+    variants: tuple[str, ...]
+    seeds: tuple[int, ...]
+    code_version: str
+    git: dict[str, JsonValue]
+    versions: dict[str, str]
+    hardware: dict[str, JsonValue]
+    settings: dict[str, JsonValue]
+    checks: tuple[Check, ...]
+
+
+class Change(BaseModel):
+    """Something that differs from the last passing result."""
+
+    model_config = ConfigDict(frozen=True)
+
+    kind: str
+    what: str
+    before: str
+    now: str
+
+
+def write_result(result: ParityResult, folder: Path) -> None:
+    """Write the result of a parity run into its folder."""
+    durable.write_file(folder / RECORD, (result.model_dump_json(indent=2) + "\n").encode())
+
+
+def last_passing(folder: Path, config: str, before: str) -> ParityResult | None:
+    """The newest result of a configuration that passed, in the folders below `folder`, except the one named `before`.
+
+    A record that this version cannot read is passed over.
+    """
+    results = [result for result in _results(folder) if result.config == config and result.name != before]
+    passing = [result for result in results if result.outcome == PASS]
+    return max(passing, key=lambda result: result.ended, default=None)
+
+
+def changes(before: ParityResult, now: ParityResult) -> list[Change]:
+    """Differences of code, libraries, machine, settings, outcomes, and every number that was measured."""
+    found = [
+        *_differing("code", {"version": before.code_version}, {"version": now.code_version}),
+        *_differing("code", before.git, now.git),
+        *_differing("library", before.versions, now.versions),
+        *_differing("machine", before.hardware, now.hardware),
+        *_differing("setting", leaves(before.settings), leaves(now.settings)),
+    ]
+    old, new = ({f"{check.variant}: {check.name}": check for check in result.checks} for result in (before, now))
+    outcomes = [{name: check.outcome for name, check in checks.items()} for checks in (old, new)]
+    numbers = [
+        {name: f"{check.number:.6g}" for name, check in checks.items() if check.number is not None}
+        for checks in (old, new)
+    ]
+    return [*found, *_differing("outcome", *outcomes), *_differing("metric", *numbers)]
+
+
+def _differing(kind: str, before: Mapping[str, object], now: Mapping[str, object]) -> Iterator[Change]:
+    for key in {**before, **now}:
+        old, new = (_text(values[key]) if key in values else "absent" for values in (before, now))
+        if old != new:
+            yield Change(kind=kind, what=key, before=old, now=new)
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _results(folder: Path) -> Iterator[ParityResult]:
+    for path in sorted(folder.glob(f"*/{RECORD}")):
+        try:
+            yield ParityResult.model_validate_json(path.read_bytes())
+        except ValidationError:
+            continue

@@ -1,20 +1,14 @@
 """Memory of a rollout engine."""
 
-import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from fp8core.config.precision import CacheFormat, PrecisionContract
 from fp8core.config.run import RunConfig
 from fp8core.models.architecture import Architecture, parameter_shapes
-from fp8core.models.formats import rollout_formats
-from fp8core.plan.needs import GIB, Need
-from fp8core.plan.weights import StoredBytes, stored_bytes
-from fp8core.rollout.vllm_settings import CPU_CACHE_GIB
-
-# CUDA context, activations, captured graphs. An estimate: vLLM measures its own when it starts.
-WORKSPACE = 4_000_000_000
-# What an engine that sleeps leaves on its GPU: CUDA context and captured graphs. An estimate.
-ASLEEP = 2_000_000_000
+from fp8core.models.weights import rollout_formats
+from fp8core.plan.memory import Need, StoredBytes, stored_bytes
+from fp8core.rollout.registry import engine_entry
 
 _CACHE_WIDTH: dict[CacheFormat, int] = {"fp8": 1, "bf16": 2, "fp32": 4}
 
@@ -42,8 +36,32 @@ class CacheRoom:
     engines: int
 
 
+@dataclass(frozen=True)
+class EngineMemory:
+    """The memory that one engine takes of a GPU, or all engines take of the host.
+
+    Attributes:
+        needs: while it generates.
+        asleep: while a training has the GPU; None for an engine that keeps everything.
+        limit: bytes of the GPU that it may take; None where nothing bounds it.
+        advice: what to change where it takes more.
+        advice_beside: what to change where it takes more beside a trainer that leaves this share of the GPU; None:
+            only the trainer can take less.
+        cache: its KV cache; None where that grows as it generates.
+        refusal: why it would not start with this cache.
+    """
+
+    needs: tuple[Need, ...]
+    asleep: tuple[Need, ...] | None = None
+    limit: int | None = None
+    advice: str = ""
+    advice_beside: Callable[[float], str | None] = lambda share: None
+    cache: CacheRoom | None = None
+    refusal: str | None = None
+
+
 def shipped_bytes(arch: Architecture, contract: PrecisionContract) -> StoredBytes:
-    """What one sync sends, which is what the engine then holds."""
+    """The bytes that one sync sends, which the engine then holds."""
     formats = rollout_formats(contract, arch.num_layers).stored_names()
     return stored_bytes(parameter_shapes(arch), formats)
 
@@ -58,47 +76,7 @@ def engine_weights(shipped: StoredBytes) -> Need:
     return Need("engine weights", shipped.total, "as they are sent")
 
 
-def vllm_limit(config: RunConfig, memory: int) -> int:
-    """Bytes that vLLM takes of a device; with a cache of a given size it takes what it needs."""
-    options = config.rollout.vllm
-    return memory if options.kv_cache_gib is not None else int(memory * options.gpu_memory_utilization)
-
-
-def cache_room(config: RunConfig, arch: Architecture, free: int) -> CacheRoom:
-    """The KV cache of vLLM: the configured size, or the bytes that are free."""
-    gib = config.rollout.vllm.kv_cache_gib
-    size = max(0, free) if gib is None else int(gib * GIB)
-    per_token = cache_bytes_per_token(arch, config.precision.rollout.kv_cache)
-    tokens, sequence = size // per_token, longest_sequence(config, arch)
-    engines = config.rollout.vllm.gpus
-    batch = math.ceil(config.rollout.drawn_prompts / engines) * config.rollout.group_size
-    wanted = min(batch, config.rollout.max_batch)
-    return CacheRoom(size, per_token, tokens, sequence, tokens // sequence, wanted, engines)
-
-
-def cpu_cache_room(config: RunConfig, arch: Architecture) -> CacheRoom:
-    """The KV cache of vLLM for CPUs, which has a size of its own where none is configured."""
-    return cache_room(config, arch, int(CPU_CACHE_GIB * GIB))
-
-
 def longest_sequence(config: RunConfig, arch: Architecture) -> int:
     """Tokens of the longest prompt with its completion."""
-    positions = arch.max_positions if config.rollout.engine != "vllm" else longest_model_len(config, arch)
-    return min(config.data.max_prompt_tokens + config.rollout.max_new_tokens, positions)
-
-
-def longest_model_len(config: RunConfig, arch: Architecture) -> int:
-    """vLLM's max_model_len: it wants room for one sequence of this length."""
-    return config.rollout.vllm.max_model_len or arch.max_positions
-
-
-def cache_refusal(config: RunConfig, arch: Architecture, room: CacheRoom) -> str | None:
-    """Why vLLM would not start with this cache; None when it does."""
-    wanted = longest_model_len(config, arch)
-    if room.tokens >= wanted:
-        return None
-    size = "gpu_memory_utilization" if config.rollout.vllm.kv_cache_gib is None else "kv_cache_gib"
-    return (
-        f"the KV cache has room for {room.tokens:,} tokens, rollout.vllm.max_model_len is {wanted:,}; raise "
-        f"rollout.vllm.{size}, or lower max_model_len"
-    )
+    longest = engine_entry(config).longest(config, arch)
+    return min(config.data.max_prompt_tokens + config.rollout.max_new_tokens, longest)

@@ -6,10 +6,9 @@ from fp8core.config.load import UNDECIDED
 from fp8core.config.run import RunConfig
 from fp8core.data.chain import VOCABULARY
 from fp8core.errors import UserError
-from fp8core.models.architecture import Architecture, Experts, RopeScaling
-from fp8core.models.hf_config import architecture_from_hf, read_json_object
+from fp8core.models.architecture import Architecture, Experts, RopeScaling, architecture_from_hf, read_json_object
+from fp8core.models.checkpoint import architecture_from_config
 from fp8core.models.hub import resolve_model
-from fp8core.models.initial import architecture_from_config
 
 _QWEN3_8B = Architecture(
     family="qwen3",

@@ -1,7 +1,8 @@
-"""What a chart shows, apart from how it is drawn: `svg` and `png` draw the same objects.
+"""The content of a chart, apart from how it is drawn (`drawing`).
 
 A style is a number. It stands for a colour of Okabe and Ito's palette, which colour-blind readers can tell apart
-(jfly.uni-koeln.de/color), and for a dash, a marker and a hatch, so that no two of the first 28 look alike in grey.
+(jfly.uni-koeln.de/color). It stands for a dash, a marker and a hatch too, so that no two of the first 28 look alike in
+grey.
 """
 
 import math
@@ -26,7 +27,7 @@ POINTS_OF_A_SERIES = 400
 class Series:
     """Points of one name, in the order of x; what is not finite is left out.
 
-    `line` joins points with markers, `dots` does not join them, `outline` is the upper edge of a histogram: y holds
+    `line` joins points with markers, `dots` does not join them. `outline` is the upper edge of a histogram: y holds
     from its x to the next one.
     """
 
@@ -111,6 +112,19 @@ class Graph:
     nodes: Sequence[Node]
     edges: Sequence[tuple[str, str, str]]
     note: str = ""
+
+
+Drawing = Chart | Stack | Heatmap | Graph
+
+
+def short(value: float) -> str:
+    """A number for people: four digits, an exponent below 0.0001 and from 1e9 on; what is not finite by its name."""
+    if not math.isfinite(value):
+        return str(value)
+    if 1e4 <= abs(value) < 1e9:
+        return f"{value:,.0f}"
+    mantissa, marked, exponent = f"{value:.4g}".partition("e")
+    return f"{mantissa}e{int(exponent)}" if marked else mantissa
 
 
 def colour(style: int) -> str:

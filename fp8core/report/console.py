@@ -1,4 +1,4 @@
-"""What a person sees while a training runs: on a terminal of 80 columns, or as plain lines in a log file.
+"""The display of a training while it runs: on a terminal of 80 columns, or as plain lines in a log file.
 
 Tables and numbers stay within 80 columns; paths and commands are printed whole, so that they can be copied.
 """
@@ -103,7 +103,7 @@ class Console:
         )
 
     def summary(self, summary: Summary, picture: Path, ui_command: str, page: str) -> None:
-        """The result in a panel; then the picture, the command that starts the MLflow UI, and the run's page in it."""
+        """The result in a panel; then the picture, the command of the MLflow UI, the run's page, the chain's head."""
         results = Table.grid(padding=(0, 2))
         results.add_row(
             "reward", _from_to(summary.reward_first10, summary.reward_last10), "mean of the first and last 10 steps"
@@ -115,6 +115,8 @@ class Console:
         )
         tmpe = MISSING if summary.tmpe_max is None else format_tmpe(summary.tmpe_max)
         results.add_row("tmpe", tmpe, f"largest of all steps; {summary.tokens_differing} tokens differ")
+        judged = {None: MISSING, 0: "kept"}.get(summary.bounds_crossed, f"crossed {summary.bounds_crossed} times")
+        results.add_row("bounds", judged, summary.bounds)
         if summary.overhead_ms_per_step is not None:
             overhead = summary.overhead_ms_per_step
             results.add_row("overhead", f"{overhead.median:.0f} ms", f"median per step; mean {overhead.mean:.0f} ms")
@@ -124,7 +126,8 @@ class Console:
             if task != "total":
                 results.add_row(f"  {task}", f"{seconds:.1f} s", f"{seconds / total:.0%}")
         self._console.print(Panel(results, title=f"{summary.run}: done", title_align="left", expand=False))
-        self._places({"picture": str(picture), "MLflow UI": ui_command, "then open": page})
+        places = {"picture": str(picture), "MLflow UI": ui_command, "then open": page}
+        self._places({**places, "chain": summary.chain_head})
 
     def _row(self, *cells: str | Text) -> None:
         *numbers, slowest = (Text(cell) if isinstance(cell, str) else cell for cell in cells)

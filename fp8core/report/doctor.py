@@ -1,13 +1,13 @@
-"""What this machine can run, and how to install what is missing."""
+"""The parts that this machine can run, and how to install what is missing."""
 
 import os
 import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import metadata
 
 from fp8core.errors import UserError
-from fp8core.rollout.vllm_versions import find_build
+from fp8core.rollout.registry import ENGINES, find_entry
+from fp8core.store.manifest import installed_version
 
 _BASE = ("torch", "prefect", "mlflow", "pyarrow", "safetensors", "pydantic", "tokenizers", "numpy")
 _EXTRAS = {
@@ -65,44 +65,31 @@ def _gpus() -> Iterator[Finding]:
 
 def _packages() -> Iterator[Finding]:
     for name in _BASE:
-        version = installed(name)
+        version = installed_version(name)
         yield Finding(name, version or "missing", "" if version else "pip install fp8-grpo")
     for name, (extra, purpose) in _EXTRAS.items():
-        version = installed(name)
+        version = installed_version(name)
         cure = "" if version else f"pip install 'fp8-grpo[{extra}]' for {purpose}"
         yield Finding(name, version or "not installed (optional)", cure)
 
 
 def _capabilities() -> Iterator[Finding]:
-    yield Finding("rollout: embedded", "ready: exact FP8 emulation on this CPU")
-    yield _vllm()
+    yield from map(_engine, ENGINES)
     yield Finding("training: torch", "ready: exact FP8 emulation on this CPU")
     yield _megatron()
     yield Finding("first command", "fp8-grpo run tiny")
 
 
-def _vllm() -> Finding:
+def _engine(name: str) -> Finding:
     try:
-        from fp8core.config.capability import this_platform
-
-        build = find_build(this_platform())
+        return Finding(f"rollout: {name}", f"ready: {find_entry(name).requirements()}")
     except (UserError, ImportError, OSError) as error:
-        state, _, cure = str(error).removeprefix("rollout.engine=vllm: ").partition("; ")
-        return Finding("rollout: vllm", f"not ready: {state}", cure)
-    formats = "block FP8 and BF16" if build.platform == "cuda" else "BF16, on this CPU"
-    return Finding("rollout: vllm", f"ready: {build.distribution} {build.version}, {formats}")
+        state, _, cure = str(error).removeprefix(f"rollout.engine={name}: ").partition("; ")
+        return Finding(f"rollout: {name}", f"not ready: {state}", cure)
 
 
 def _megatron() -> Finding:
-    gpu = installed("transformer-engine") is not None
-    if installed("megatron-core") is None:
+    gpu = installed_version("transformer-engine") is not None
+    if installed_version("megatron-core") is None:
         return Finding("training: megatron", "not ready: megatron-core is not installed", "use training.trainer=torch")
     return Finding("training: megatron", "ready: block FP8 and BF16 on Hopper" if gpu else "ready: FP32, on this CPU")
-
-
-def installed(name: str) -> str | None:
-    """Version of an installed distribution, or None."""
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None

@@ -5,16 +5,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 
 from fp8core.config.parity import ParityConfig
-from fp8core.parity.measure import RATIO, WEIGHT, Measured
-from fp8core.parity.night import Night, changes
-from fp8core.parity.variants import STRESS, VARIANTS
-from fp8core.report.axis import short
-from fp8core.report.charts import Bound, Chart
-from fp8core.report.page import Section, Table, render_page
+from fp8core.parity.measure import RATIO, STRESS, VARIANTS, WEIGHT, Measured
+from fp8core.parity.verdict import ParityResult, changes
+from fp8core.report.charts import Bound, Chart, short
+from fp8core.report.drawing import svg
 from fp8core.report.run_charts import ALIGNMENT, ESS, K3, LEARNING, WORST_TOKEN, Curve, curve_chart
 from fp8core.report.run_data import RunData
+from fp8core.report.run_report import Section, Table, render_page
 from fp8core.report.summary import MISSING, STEP, TMPE, History
-from fp8core.report.svg import chart_svg
 
 WEIGHTS = (
     Curve("Mean weight of the mismatch", "mean exp(d) of the step", WEIGHT, bounds=(Bound("expected: 1", 1.0),)),
@@ -41,7 +39,7 @@ def mean_history(runs: Sequence[RunData]) -> History:
 
 
 def parity_html(
-    night: Night, measured: Sequence[Measured], runs: Runs, before: Night | None, config: ParityConfig
+    night: ParityResult, measured: Sequence[Measured], runs: Runs, before: ParityResult | None, config: ParityConfig
 ) -> str:
     """The page."""
     compared, everything = _lines(_compared(runs)), _lines(runs)
@@ -68,7 +66,7 @@ def parity_charts(runs: Runs, config: ParityConfig) -> list[Chart]:
     return [curve_chart(curve, lines, _bounds(curve, config)) for curve in (*LEARNING[:4], *ALIGNMENT[:2])]
 
 
-def parity_markdown(night: Night, measured: Sequence[Measured], before: Night | None) -> str:
+def parity_markdown(night: ParityResult, measured: Sequence[Measured], before: ParityResult | None) -> str:
     """Verdict and tables where a page cannot be shown."""
     parts = [f"**{night.name}**: {night.headline}", _markdown(checks_table(night))]
     parts.append(_markdown(accuracy_table(night, measured)))
@@ -77,13 +75,13 @@ def parity_markdown(night: Night, measured: Sequence[Measured], before: Night | 
     return "\n\n".join(parts) + "\n"
 
 
-def checks_table(night: Night) -> Table:
+def checks_table(night: ParityResult) -> Table:
     """Every check with its bound and the reason of the bound."""
     rows = [(c.outcome, c.variant, c.name, c.found, c.bound, c.reason) for c in night.checks]
     return Table("Checks", ["", "variant", "what", "found", "bound", "because"], rows)
 
 
-def accuracy_table(night: Night, measured: Sequence[Measured]) -> Table:
+def accuracy_table(night: ParityResult, measured: Sequence[Measured]) -> Table:
     """Held-out accuracy of every training."""
     of = {(one.variant, one.seed): one for one in measured}
     rows = [
@@ -108,12 +106,12 @@ def _accuracy(one: Measured | None) -> str:
     return MISSING if one is None or one.accuracy is None else short(one.accuracy)
 
 
-def _variants_table(night: Night) -> Table:
+def _variants_table(night: ParityResult) -> Table:
     rows = [(name, VARIANTS[name].rollout, VARIANTS[name].training, VARIANTS[name].title) for name in night.variants]
     return Table("What was trained", ["variant", "rollout", "training", ""], rows)
 
 
-def _regression(night: Night, before: Night | None) -> Section:
+def _regression(night: ParityResult, before: ParityResult | None) -> Section:
     if before is None:
         return Section("changes", "Since it last passed", ["No earlier run of this configuration passed."])
     found = changes_table(before, night)
@@ -123,8 +121,8 @@ def _regression(night: Night, before: Night | None) -> Section:
     )
 
 
-def changes_table(before: Night, night: Night) -> Table:
-    """What is not as it was in a night before."""
+def changes_table(before: ParityResult, night: ParityResult) -> Table:
+    """The differences from a night before."""
     rows = [(change.kind, change.what, change.before, change.now) for change in changes(before, night)]
     return Table("What changed", ["kind", "what", "before", "now"], rows)
 
@@ -138,7 +136,7 @@ def _lines(runs: Runs) -> list[tuple[str, History]]:
 
 
 def _svgs(charts: Iterable[Chart]) -> list[str]:
-    return [chart_svg(chart) for chart in charts]
+    return [svg(chart) for chart in charts]
 
 
 def _markdown(table: Table) -> str:

@@ -7,16 +7,16 @@ from datetime import UTC, datetime
 from pydantic import JsonValue
 
 from fp8core.config.load import config_digest
-from fp8core.store.evidence import Evidence, spans
 from fp8core.store.ledger import START, SegmentEntry, TaskEntry
 from fp8core.store.manifest import StepManifest, record_digest
+from fp8core.store.run_view import RunView, spans
 
 _SHOWN_DIGITS = 12
 
 
 @dataclass
 class Provenance:
-    """What the manifests of a run say, gathered one by one: fact -> value -> the steps it held for."""
+    """The facts in the manifests of a run, gathered one by one: fact -> value -> the steps it held for."""
 
     seen: dict[str, dict[str, list[int]]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(list)))
     last: StepManifest | None = None
@@ -36,13 +36,13 @@ class Provenance:
             self.seen[fact][value].append(record.step)
         self.last = manifest
 
-    def text(self, evidence: Evidence) -> str:
+    def text(self, evidence: RunView) -> str:
         """`lines`, aligned."""
         lines = self.lines(evidence)
         width = max(len(name) for name, _ in lines)
         return "\n".join(f"{name:<{width}}  {text}" for name, text in lines)
 
-    def lines(self, evidence: Evidence) -> list[tuple[str, str]]:
+    def lines(self, evidence: RunView) -> list[tuple[str, str]]:
         """Everything as facts with their values; values that changed name their steps."""
         described, config = evidence.description, evidence.config
         lines = [("run", f"{evidence.folder} (id {described.id}, begun {described.created})")]
@@ -63,7 +63,7 @@ class Provenance:
             lines.append(("last record", record_digest(self.last)))
         return lines
 
-    def content(self, evidence: Evidence) -> dict[str, JsonValue]:
+    def content(self, evidence: RunView) -> dict[str, JsonValue]:
         """The same as JSON types, with whole digests."""
         config = evidence.config
         return {
@@ -82,7 +82,7 @@ class Provenance:
         }
 
 
-def _open(evidence: Evidence) -> dict[int, list[str]]:
+def _open(evidence: RunView) -> dict[int, list[str]]:
     """The finished tasks of the step that is under way."""
     last, tasks = max(evidence.steps, default=START - 1), defaultdict(list)
     for _, entry in evidence.entries:
@@ -91,7 +91,7 @@ def _open(evidence: Evidence) -> dict[int, list[str]]:
     return dict(tasks)
 
 
-def _segments(evidence: Evidence) -> list[SegmentEntry]:
+def _segments(evidence: RunView) -> list[SegmentEntry]:
     """The process starts; a line that repeats the last one is no other start."""
     segments: list[SegmentEntry] = []
     for _, entry in evidence.entries:

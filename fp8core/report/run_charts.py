@@ -1,18 +1,21 @@
 """The charts of one or more trainings: metrics over steps, tokens under both policies, scales, and time.
 
-A run in a chart is a `Curve` source: its label, its style and its history. Whatever has these can be drawn over it.
+A run in a chart is a `Curve` source: its label, its style and its history. Anything that has these can be drawn over
+it.
 """
 
+import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
 import numpy as np
 
-from fp8core.report.charts import REFERENCE, Bound, Chart, Graph, Heatmap, Node, Series, Stack
-from fp8core.report.run_data import PipelineStep, RunData
+from fp8core.alignment.bounds import BOUNDED, stop_bounds
+from fp8core.report.charts import REFERENCE, Bound, Chart, Graph, Heatmap, Node, Series, Stack, short
+from fp8core.report.run_data import LARGEST_SHOWN, PipelineStep, RunData, TokenSample
 from fp8core.report.summary import ENTROPY, GRAD_NORM, HELDOUT, LENGTH, REWARD, STEP, TMPE, TOKENS_DIFFERING, History
-from fp8core.report.token_sample import TokenSample
 
 Row = Mapping[str, float]
 K3, ESS = "alignment/k3_kl", "alignment/ess"
@@ -26,7 +29,7 @@ OTHERS = "others"
 
 @dataclass(frozen=True)
 class Curve:
-    """What is drawn over the steps of a run: `value` takes the metrics of a step, `metric` must be among them."""
+    """A value drawn over the steps of a run: `value` takes the metrics of a step, `metric` must be among them."""
 
     title: str
     y_label: str
@@ -38,8 +41,12 @@ class Curve:
     note: str = ""
 
     def of(self, row: Row) -> float:
-        """What is drawn for a step that has the metric."""
-        return row[self.metric] if self.value is None else self.value(row)
+        """The value that is drawn for a step that has the metric."""
+        value = row[self.metric] if self.value is None else self.value(row)
+        # An axis has to hold the difference of two values, or their ratio.
+        if abs(value) < 1.0 / LARGEST_SHOWN:
+            return 0.0
+        return value if abs(value) <= LARGEST_SHOWN else math.nan
 
 
 LEARNING = (
@@ -81,7 +88,7 @@ ALIGNMENT = (
         "Tokens that differ",
         "share that is not bit-equal",
         TOKENS_DIFFERING,
-        lambda row: row[TOKENS_DIFFERING] / row["alignment/tokens"],
+        lambda row: row[TOKENS_DIFFERING] / (row.get("alignment/tokens") or math.nan),
         include=(0.0, 1.0),
     ),
 )
@@ -120,8 +127,13 @@ def histories(runs: Sequence[RunData]) -> list[tuple[str, History]]:
     return [(run.label, run.history) for run in runs]
 
 
+def training_charts(label: str, history: History) -> list[Chart]:
+    """The few charts that the picture in a run's folder shows."""
+    return [curve_chart(curve, [(label, history)]) for curve in (*LEARNING, ALIGNMENT[0])]
+
+
 def difference_histogram(samples: Sequence[tuple[str, TokenSample | None]]) -> Chart:
-    """How the difference of a token's log-probs is distributed; where nothing differs there is one bar, at 0."""
+    """The distribution of the difference of a token's log-probs; where nothing differs there is one bar, at 0."""
     present = [(i, label, sample) for i, (label, sample) in enumerate(samples) if sample is not None]
     magnitudes = np.concatenate([np.abs(sample.difference) for _, _, sample in present] or [np.zeros(0)])
     reach = float(np.quantile(magnitudes, COVERED_BY_HISTOGRAM)) if len(magnitudes) else 0.0
@@ -278,3 +290,27 @@ def _columns(pipeline: Sequence[PipelineStep]) -> dict[str, int]:
         assert ready, "a pipeline that ran has no cycle"
         columns |= {name: max((columns[b] + 1 for b in before[name]), default=0) for name in ready}
     return columns
+
+
+Bounds = Mapping[str, Sequence[Bound]]
+"""By metric, in the units of its curve; they replace those of the curve."""
+
+# The chart of differing tokens shows their share, the bound is a count.
+_NAMES = {metric: name for name, metric in BOUNDED.items() if name != "tokens_differing"}
+
+
+def configured_bounds(runs: Sequence[RunData]) -> Bounds:
+    """A line for each bound that a run has; one that not all runs have names those that do."""
+    found: dict[str, list[Bound]] = {}
+    for curve in ALIGNMENT:
+        holders: dict[float, list[str]] = defaultdict(list)
+        for run in runs:
+            name = _NAMES.get(curve.metric, "")
+            limits = {} if run.evidence.config is None else stop_bounds(run.evidence.config).limits
+            if name in limits:
+                holders[limits[name]].append(run.label)
+        for value, labels in holders.items():
+            whose = "" if len(labels) == len(runs) else f" of {', '.join(labels)}"
+            line = Bound(f"stop{whose}: {short(value)}", curve.of({curve.metric: value}))
+            found.setdefault(curve.metric, []).append(line)
+    return found

@@ -1,15 +1,29 @@
-"""The report of one or more trainings as one HTML page, from their folders alone."""
+"""The report of one or more trainings as one HTML page, from their folders alone: no network, no script."""
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, median
+from typing import Any
 
-from fp8core.report.bounds import Bounds, configured_bounds
-from fp8core.report.charts import Chart
-from fp8core.report.page import Section, Table, render_page
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from fp8core.alignment.bounds import stop_bounds
+from fp8core.config.load import NON_NUMERIC_KEYS, leaves
+from fp8core.config.run import public_dump
+from fp8core.report.charts import Chart, short
+from fp8core.report.console import format_tmpe
+from fp8core.report.drawing import svg
 from fp8core.report.run_charts import (
     ALIGNMENT,
+    ESS,
+    K3,
     KV_CURVES,
     LEARNING,
     WORST_TOKEN,
+    Bounds,
+    configured_bounds,
     curve_chart,
     difference_by_position,
     difference_histogram,
@@ -21,9 +35,135 @@ from fp8core.report.run_charts import (
     time_stack,
 )
 from fp8core.report.run_data import RunData
-from fp8core.report.run_tables import difference_table, numbers_table, provenance_table, settings_table
-from fp8core.report.svg import chart_svg
-from fp8core.report.svg_panels import graph_svg, heatmap_svg, stack_svg
+from fp8core.report.summary import EDGE_STEPS, ENTROPY, HELDOUT, LENGTH, MISSING, REWARD, TMPE, TOKENS_DIFFERING, series
+
+_TEMPLATE = "page.html.jinja"
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of text below a caption. A `folded` table is opened by its caption."""
+
+    caption: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    folded: bool = False
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading with words, figures (SVG text) and tables below it; `anchor` is its name in links."""
+
+    anchor: str
+    title: str
+    text: Sequence[str] = ()
+    figures: Sequence[str] = ()
+    tables: Sequence[Table] = field(default_factory=tuple)
+
+
+def render_page(title: str, subtitle: str, sections: Sequence[Section]) -> str:
+    """The page as HTML text; everything but the figures is escaped."""
+    environment = Environment(
+        loader=PackageLoader("fp8core.report", "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    template = environment.get_template(_TEMPLATE)
+    return template.render(title=title, subtitle=subtitle, sections=sections, figure=Markup)
+
+
+_DIGITS = 12
+
+
+def number_rows(runs: Sequence[RunData]) -> list[tuple[str, ...]]:
+    """A row for each number, its name first and then its value for each run."""
+    rows: list[tuple[str, Callable[[RunData], str]]] = [
+        ("state", lambda run: run.status),
+        (f"reward, mean of the first {EDGE_STEPS} steps", _over(REWARD, lambda values: fmean(values[:EDGE_STEPS]))),
+        (f"reward, mean of the last {EDGE_STEPS} steps", _over(REWARD, lambda values: fmean(values[-EDGE_STEPS:]))),
+        ("held-out accuracy, first", _over(HELDOUT, lambda values: values[0])),
+        ("held-out accuracy, last", _over(HELDOUT, lambda values: values[-1])),
+        ("held-out accuracy, best", _over(HELDOUT, max)),
+        ("completion length, last step (tokens)", _over(LENGTH, lambda values: values[-1])),
+        ("entropy, last step (nats per token)", _over(ENTROPY, lambda values: values[-1])),
+        ("token multiplicative probability error, mean", _over(TMPE, fmean, format_tmpe)),
+        ("token multiplicative probability error, largest", _over(TMPE, max, format_tmpe)),
+        ("k3 divergence, mean (nats)", _over(K3, fmean)),
+        ("k3 divergence, largest (nats)", _over(K3, max)),
+        ("effective sample size, smallest", _over(ESS, min, lambda value: f"{value:.6g}")),
+        ("tokens whose log-probs differ", _over(TOKENS_DIFFERING, sum, lambda value: f"{value:,.0f}")),
+        ("tokens generated", _over("rollout/tokens", sum, lambda value: f"{value:,.0f}")),
+        ("tokens generated per second of rollout", _rollout_speed),
+        ("median seconds of a step", lambda run: short(median(run.busy.values())) if run.busy else MISSING),
+        ("bounds on alignment", _bounds),
+        ("weights", _weights),
+    ]
+    return [(name, *(value(run) for run in runs)) for name, value in rows]
+
+
+def numbers_table(runs: Sequence[RunData]) -> Table:
+    """`number_rows` as a table."""
+    return Table("What the runs came to", ["", *(run.label for run in runs)], number_rows(runs))
+
+
+def difference_table(runs: Sequence[RunData]) -> Table:
+    """Settings that are not the same in all runs."""
+    settings = [run_settings(run) for run in runs]
+    keys = list(dict.fromkeys(key for one in settings for key in one))
+    rows = [
+        (key, "no" if key.partition(".")[0] in NON_NUMERIC_KEYS else "yes", *values)
+        for key in keys
+        if len(set(values := [one.get(key, "absent") for one in settings])) > 1
+    ]
+    return Table("Settings that differ", ["setting", "changes numbers", *(run.label for run in runs)], rows)
+
+
+def settings_table(run: RunData) -> Table:
+    """Every setting of a run, folded."""
+    return Table(f"Every setting of {run.label}", ["setting", "value"], list(run_settings(run).items()), folded=True)
+
+
+def run_settings(run: RunData) -> dict[str, str]:
+    """Dotted key -> value as JSON; of a configuration that this version cannot read, as it is in run.json."""
+    config = run.evidence.config
+    content: Mapping[str, Any] = run.evidence.description.config if config is None else public_dump(config)
+    settings = {key: json.dumps(value) for key, value in leaves(content).items()}
+    return settings if config is None else settings | stop_bounds(config).described()
+
+
+def provenance_table(run: RunData) -> Table:
+    """Folder, processes, code, machine and libraries of a run."""
+    return Table(run.label, ["", ""], run.provenance.lines(run.evidence))
+
+
+def _bounds(run: RunData) -> str:
+    return MISSING if run.evidence.config is None else stop_bounds(run.evidence.config).summary
+
+
+def _over(
+    metric: str, summary: Callable[[list[float]], float], form: Callable[[float], str] = short
+) -> Callable[[RunData], str]:
+    def value(run: RunData) -> str:
+        _, values = series(run.history, metric)
+        return form(summary(values)) if values else MISSING
+
+    return value
+
+
+def _rollout_speed(run: RunData) -> str:
+    """Over the steps of which both tokens and seconds are known."""
+    seconds = run.seconds.get("rollout", {})
+    steps, tokens = series(run.history, "rollout/tokens")
+    known = [(count, seconds[step]) for step, count in zip(steps, tokens, strict=True) if step in seconds]
+    spent = sum(second for _, second in known)
+    return short(sum(count for count, _ in known) / spent) if spent > 0 else MISSING
+
+
+def _weights(run: RunData) -> str:
+    steps = run.evidence.steps
+    return steps[max(steps)].entry.weights_digest[:_DIGITS] if steps else MISSING
 
 
 def report_html(runs: Sequence[RunData]) -> str:
@@ -40,7 +180,7 @@ def run_sections(runs: Sequence[RunData], bounds: Bounds) -> list[Section]:
     lines = histories(runs)
     samples = [(run.label, run.tokens) for run in runs]
     scales = [scale_heatmap(run.label, run.history) for run in runs]
-    scaled = [heatmap_svg(heatmap) for heatmap in scales if heatmap.x]
+    scaled = [svg(heatmap) for heatmap in scales if heatmap.x]
     tokens = (difference_histogram(samples), logprob_scatter(samples), difference_by_position(samples))
     shares = Table(
         "Mean seconds of a step, and share of all task time",
@@ -64,8 +204,8 @@ def run_sections(runs: Sequence[RunData], bounds: Bounds) -> list[Section]:
             [] if scaled else ["No run has scales: its KV cache is not in FP8."],
             [*_svgs(curve_chart(curve, lines) for curve in KV_CURVES), *scaled],
         ),
-        Section("time", "Time", figures=[stack_svg(time_stack(run)) for run in runs], tables=[shares]),
-        Section("graph", "Iteration", figures=[graph_svg(pipeline_graph(run)) for run in runs]),
+        Section("time", "Time", figures=[svg(time_stack(run)) for run in runs], tables=[shares]),
+        Section("graph", "Iteration", figures=[svg(pipeline_graph(run)) for run in runs]),
         _configuration(runs),
         Section("provenance", "Provenance", tables=[provenance_table(run) for run in runs]),
         _missing(runs),
@@ -80,7 +220,7 @@ def key_charts(runs: Sequence[RunData]) -> list[Chart]:
 
 
 def _svgs(charts: Iterable[Chart]) -> list[str]:
-    return [chart_svg(chart) for chart in charts]
+    return [svg(chart) for chart in charts]
 
 
 def _missing(runs: Sequence[RunData]) -> Section:

@@ -1,4 +1,4 @@
-"""What a training came to: rewards, held-out accuracy, mismatch and where the time went.
+"""The results of a training: rewards, held-out accuracy, mismatch and where the time went.
 
 A history is one dict a step: the key `step` and the step's MLflow metrics. A metric that was not measured at a step
 (held-out accuracy between evaluations, the reward before the first step) is absent from its dict.
@@ -54,6 +54,7 @@ class Summary(_Frozen):
 
     run: str
     mlflow_run_id: str
+    chain_head: str
     weights_digest: str
     steps: int
     reward_first10: float | None
@@ -62,6 +63,8 @@ class Summary(_Frozen):
     heldout_last: float | None
     tmpe_max: float | None
     tokens_differing: int
+    bounds: str
+    bounds_crossed: int | None
     overhead_ms_per_step: Overhead | None
     seconds: dict[str, float]
 
@@ -105,9 +108,12 @@ def summarise(
     *,
     run: str,
     mlflow_run_id: str,
+    chain_head: str,
     weights_digest: str,
     total_seconds: float,
     stage_seconds: Mapping[str, float],
+    bounds: str,
+    bounds_crossed: int | None,
 ) -> Summary:
     """Summarise a run.
 
@@ -116,9 +122,12 @@ def summarise(
         timings: of the steps whose clock was read.
         run: name of the run.
         mlflow_run_id: its MLflow run.
+        chain_head: the last link of its chain of manifests (`manifest.Head`).
         weights_digest: digest of the last policy.
         total_seconds: wall time of the run.
         stage_seconds: what ran outside the steps (warm start), listed beside the tasks.
+        bounds: what the run was held to, in a line.
+        bounds_crossed: how often it was beyond that for as long as `alignment.stop.patience`; None: nothing was judged.
     """
     _, rewards = series(history, REWARD)
     _, heldout = series(history, HELDOUT)
@@ -128,6 +137,7 @@ def summarise(
     return Summary(
         run=run,
         mlflow_run_id=mlflow_run_id,
+        chain_head=chain_head,
         weights_digest=weights_digest,
         steps=len(rewards),
         reward_first10=fmean(rewards[:EDGE_STEPS]) if rewards else None,
@@ -136,6 +146,8 @@ def summarise(
         heldout_last=heldout[-1] if heldout else None,
         tmpe_max=max(tmpe, default=None),
         tokens_differing=int(sum(differing)),
+        bounds=bounds,
+        bounds_crossed=bounds_crossed,
         overhead_ms_per_step=Overhead(median=median(overheads), mean=fmean(overheads)) if overheads else None,
         seconds={**stage_seconds, **task_seconds(timings), "total": total_seconds},
     )

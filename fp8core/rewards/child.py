@@ -1,12 +1,13 @@
-"""What a child process of the verifier pool does: check answers, one at a time, within limits of its own.
+"""A child process of the verifier pool: it checks answers, one at a time, within limits of its own.
 
 The channel is a socket with one JSON text a line. First comes the task: name and options of the scorer, and limits. The
-child says what it loaded. From then on every line is an answer, or a reference to check, and gets a verdict as [score,
-outcome, detail].
+child replies with what it loaded. From then on every line is an answer, or a reference to check, and gets a verdict as
+[score, outcome, detail].
 
 The parent ends a child that exceeds its wall-clock limit. Processor time is counted here, by the kernel, and ends the
-process even inside a C function that gives nothing else a chance; so is memory. When the parent is gone, however it
-went, the process group ends with it.
+process even inside a C function that gives nothing else a chance. So is memory. A scorer that may be interrupted is
+interrupted a little before either limit. Its process stays: to start one takes longer than to check a thousand answers.
+When the parent is gone, however it went, the process group ends with it.
 """
 
 import json
@@ -21,11 +22,22 @@ from pathlib import Path
 from typing import Any
 
 from fp8core.errors import UserError, first_line
-from fp8core.rewards.scorer import Answer, Scorer, load_scorer
-from fp8core.rewards.verdict import RIGHT, Verdict, crashed, unparsed
+from fp8core.rewards.scorer import (
+    RIGHT,
+    Answer,
+    LoadedScorer,
+    Scorer,
+    Verdict,
+    crashed,
+    load_scorer,
+    timed_out,
+    unparsed,
+)
 
 CPU_SIGNAL = signal.SIGPROF
 _PARENT_CHECK_SECONDS = 0.5
+_INTERRUPTED_AT = 0.8
+"""Of a limit; what an interruption does not reach ends with its process at the limit."""
 DETAIL_CHARACTERS = 200
 _STATM = Path("/proc/self/statm")
 
@@ -35,7 +47,7 @@ def serve(channel: int, parent: int) -> None:
 
     Args:
         channel: descriptor of our end of the socket.
-        parent: process id of who started us.
+        parent: process id of the parent.
     """
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     with socket.socket(fileno=channel) as connection, connection.makefile("rwb") as lines:
@@ -49,26 +61,50 @@ def serve(channel: int, parent: int) -> None:
         limit_memory(task["memory_mb"])
         _say(lines, {"loaded": loaded.description})
         for line in lines:
-            verdict = _within(task["cpu_seconds"], loaded.scorer, json.loads(line))
+            verdict = _within(task, loaded, json.loads(line))
             _say(lines, [float(verdict.score), verdict.outcome, verdict.detail[:DETAIL_CHARACTERS]])
 
 
 def limit_memory(megabytes: int) -> None:
-    """Let the process take so much address space beyond what it has; only Linux says how much that is, and obeys."""
+    """Limit the address space that the process may add to what it has; only Linux reports and enforces it."""
     if _STATM.exists():
         taken = int(_STATM.read_text().split()[0]) * resource.getpagesize()
         limit = taken + megabytes * 2**20
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
-def _within(cpu_seconds: float, scorer: Scorer, texts: list[str]) -> Verdict:
+def _within(task: Mapping[str, Any], loaded: LoadedScorer, texts: list[str]) -> Verdict:
     """The verdict on a line, or the end of this process when it takes too much processor time."""
-    signal.signal(CPU_SIGNAL, signal.SIG_DFL)
-    signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
+    cpu_seconds, timeout_seconds = task["cpu_seconds"], task["timeout_seconds"]
     try:
-        return _verdict(scorer, texts)
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(CPU_SIGNAL, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
+        if loaded.interruptible:
+            signal.signal(signal.SIGVTALRM, _interrupt)
+            signal.signal(signal.SIGALRM, _interrupt)
+            signal.setitimer(signal.ITIMER_VIRTUAL, _INTERRUPTED_AT * cpu_seconds)
+            signal.setitimer(signal.ITIMER_REAL, _INTERRUPTED_AT * timeout_seconds)
+        try:
+            return _verdict(loaded.scorer, texts)
+        finally:
+            for timer in (signal.ITIMER_PROF, signal.ITIMER_VIRTUAL, signal.ITIMER_REAL):
+                signal.setitimer(timer, 0)
+    except _Interrupted as interrupted:
+        if interrupted.signal == signal.SIGALRM:
+            return timed_out(f"no verdict after {_INTERRUPTED_AT * timeout_seconds:g} s")
+        return timed_out(f"more than {_INTERRUPTED_AT * cpu_seconds:g} s of processor time")
+
+
+class _Interrupted(BaseException):
+    """The time for an answer is over. No Exception: libraries catch those."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.signal = number
+
+
+def _interrupt(number: int, _: object) -> None:
+    raise _Interrupted(number)
 
 
 def _verdict(scorer: Scorer, texts: list[str]) -> Verdict:
@@ -89,7 +125,7 @@ def _say(lines: Any, message: Mapping[str, Any] | list[Any]) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """End the process group when the parent is gone: who is an orphan has another parent."""
+    """End the process group when the parent is gone: an orphan gets another parent."""
     while os.getppid() == parent:
         time.sleep(_PARENT_CHECK_SECONDS)
     os.killpg(0, signal.SIGKILL)

@@ -2,25 +2,139 @@
 
 A pool is used by blocking calls and has no thread: it moves when it is called. `begin` hands out work and returns, so
 the children check finished groups while the engine generates others; `verify` waits for the rest. Equal answers are
-checked once. What was checked is forgotten when `verify` returns: nothing that a record depends on lives here.
+checked once. Results are dropped when `verify` returns: nothing that a record depends on lives here.
 """
 
+import contextlib
 import json
 import math
+import os
 import selectors
+import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from pydantic import JsonValue
 
 from fp8core.errors import UserError
-from fp8core.rewards.child import DETAIL_CHARACTERS
-from fp8core.rewards.scorer import Answer
-from fp8core.rewards.verdict import OUTCOMES, Verdict, crashed, timed_out
-from fp8core.rewards.worker_process import WorkerProcess, ending, took_too_much_time
+from fp8core.rewards.child import CPU_SIGNAL, DETAIL_CHARACTERS
+from fp8core.rewards.scorer import OUTCOMES, Answer, Verdict, crashed, timed_out
+
+_ROOT = str(Path(__file__).parents[2])
+_BOOT = (
+    "import sys; sys.path[:] = sys.argv[3:]; "
+    "from fp8core.rewards.child import serve; serve(int(sys.argv[1]), int(sys.argv[2]))"
+)
+_READ_BYTES = 1 << 20
+
+
+class WorkerProcess:
+    """A fresh Python interpreter that serves one scorer; nothing of this process but the channel is passed on.
+
+    It leads a session and process group of its own: signals to ours do not reach it, and what it starts ends with it.
+    The socket never blocks.
+    """
+
+    def __init__(self, task: Mapping[str, Any]) -> None:
+        """`task` is the first line of the channel (fp8core/rewards/child.py)."""
+        self.channel, theirs = socket.socketpair()
+        self.channel.setblocking(False)
+        with theirs:
+            arguments = [str(theirs.fileno()), str(os.getpid()), _ROOT, *(path for path in sys.path if path != _ROOT)]
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", _BOOT, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        self.description: dict[str, str] | None = None
+        self.working_on: deque[tuple[str, ...]] = deque()
+        """Lines that were sent and have no verdict, the first of which is being worked on."""
+        self.since = time.monotonic()
+        """When it began with that one, or was started."""
+        self._outgoing = bytearray()
+        self._incoming = bytearray()
+        self._send(task)
+
+    @property
+    def ready(self) -> bool:
+        """True if it has loaded the scorer."""
+        return self.description is not None
+
+    @property
+    def ended(self) -> bool:
+        """True if `end` was called."""
+        return self.channel.fileno() < 0
+
+    @property
+    def has_outgoing(self) -> bool:
+        """True if something waits for the channel to take it."""
+        return bool(self._outgoing)
+
+    def give(self, lines: Iterable[tuple[str, ...]]) -> None:
+        """Work for an idle process."""
+        assert self.ready, "a process is given work once it is ready"
+        assert not self.working_on, "a process is given work when it is idle"
+        self.working_on.extend(lines)
+        self.since = time.monotonic()
+        for line in self.working_on:
+            self._outgoing += json.dumps(line).encode() + b"\n"
+        self.write()
+
+    def write(self) -> None:
+        """Pass on what the channel takes."""
+        # A process that is gone is noticed when it is read from.
+        with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
+            while self._outgoing:
+                del self._outgoing[: self.channel.send(self._outgoing)]
+
+    def read(self) -> tuple[list[bytes], bool]:
+        """Whole lines that have come, and whether the channel has ended."""
+        ended = False
+        try:
+            while part := self.channel.recv(_READ_BYTES):
+                self._incoming += part
+            ended = True
+        except BlockingIOError:
+            pass
+        except ConnectionResetError:
+            ended = True
+        *lines, rest = bytes(self._incoming).split(b"\n")
+        self._incoming = bytearray(rest)
+        return lines, ended
+
+    def end(self) -> int:
+        """Kill it and everything it has started; returns what it ended with (negative: a signal, maybe ours)."""
+        if not self.ended:
+            self.channel.close()
+            # Before it is reaped, its number belongs to nobody else.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        return self._process.wait()
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        self._outgoing += json.dumps(message).encode() + b"\n"
+        self.write()
+
+
+def ending(code: int) -> str:
+    """The end of a process, in words."""
+    return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+
+
+def took_too_much_time(code: int) -> bool:
+    """True if the kernel ended a process for the processor time it took."""
+    return code == -CPU_SIGNAL
+
 
 Line = tuple[str, ...]
 """An answer, or (prompt, reference) to check."""
@@ -104,7 +218,7 @@ class VerifierPool:
         self._waiting.extend(new)
 
     def _move(self, seconds: float) -> None:
-        """Hand out work, wait at most so long for an event, take in verdicts, and replace who is late or dead."""
+        """Hand out work, wait at most so long for an event, take in verdicts, and replace late or dead processes."""
         self._hand_out()
         readable = set()
         for key, events in self._selector.select(seconds):
@@ -145,7 +259,7 @@ class VerifierPool:
             else:
                 self._settle(worker, verdict)
         if ended:
-            self._bury(worker)
+            self._replace_ended(worker)
 
     def _admit(self, worker: WorkerProcess, line: bytes) -> None:
         message = json.loads(line)
@@ -160,7 +274,7 @@ class VerifierPool:
         self._verdicts[worker.working_on.popleft()] = verdict
         worker.since = time.monotonic()
 
-    def _bury(self, worker: WorkerProcess) -> None:
+    def _replace_ended(self, worker: WorkerProcess) -> None:
         """Replace a process that ended by itself."""
         code = self._end(worker)
         if not worker.ready:
@@ -209,7 +323,7 @@ class VerifierPool:
 
 
 def _verdict(line: bytes) -> Verdict | None:
-    """The verdict of a line, None when it is none: what a child says is not believed unseen."""
+    """The verdict of a line, None when it is malformed."""
     try:
         score, outcome, detail = json.loads(line)
     except (ValueError, TypeError, RecursionError):

@@ -1,4 +1,4 @@
-"""What scores one completion, and how one is found by its name: `math-verify`, or a function of the user's own.
+"""Verdicts on completions, and the scorers that give them: `math-verify`, or a function of the user's own.
 
 Imported by the child processes, hence free of everything heavy.
 """
@@ -9,13 +9,49 @@ import importlib.util
 import math
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 from fp8core.errors import UserError, first_line
-from fp8core.rewards.verdict import OUTCOMES, RIGHT, Verdict, unparsed
+
+Outcome = Literal["right", "wrong", "unparsed", "timeout", "crashed"]
+OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The reward, why it was given, and a short detail for people (empty when right)."""
+
+    score: float
+    outcome: Outcome
+    detail: str
+
+
+RIGHT = Verdict(1.0, "right", "")
+
+
+def wrong(detail: str) -> Verdict:
+    """An answer that was read and is not the reference's."""
+    return Verdict(0.0, "wrong", detail)
+
+
+def unparsed(detail: str) -> Verdict:
+    """A completion in which no answer could be read."""
+    return Verdict(0.0, "unparsed", detail)
+
+
+def timed_out(detail: str) -> Verdict:
+    """A completion whose check took too long: nothing is known of its answer."""
+    return Verdict(0.0, "timeout", detail)
+
+
+def crashed(detail: str) -> Verdict:
+    """A completion on which the verifier failed: nothing is known of its answer."""
+    return Verdict(0.0, "crashed", detail)
+
 
 MATH_VERIFY = "math-verify"
 _MATH_LIBRARIES = ("math-verify", "latex2sympy2-extended", "sympy")
@@ -45,8 +81,8 @@ class Scorer(Protocol):
 class FunctionScorer:
     """A function of the user's own: `score(prompt, completion, reference, finish, **options)`.
 
-    It returns True, False or a finite number, the reward, and counts as right from 1; None where it found no answer; or
-    a whole Verdict. Anything it raises is the caller's to record.
+    It returns True, False or a finite number: the reward, which counts as right from 1. It returns None where it found
+    no answer, or a whole Verdict. Anything it raises is the caller's to record.
     """
 
     def __init__(self, function: Callable[..., object], options: Mapping[str, Any]) -> None:
@@ -54,24 +90,24 @@ class FunctionScorer:
         self._options = dict(options)
 
     def score(self, prompt: str, completion: str, reference: str, finish: str) -> Verdict:
-        said = self._function(prompt, completion, reference, finish, **self._options)
-        if isinstance(said, Verdict):
-            if said.outcome not in OUTCOMES:
+        returned = self._function(prompt, completion, reference, finish, **self._options)
+        if isinstance(returned, Verdict):
+            if returned.outcome not in OUTCOMES:
                 raise ValueError(
-                    f"the verifier returned the outcome {said.outcome!r}; there are: {', '.join(OUTCOMES)}"
+                    f"the verifier returned the outcome {returned.outcome!r}; there are: {', '.join(OUTCOMES)}"
                 )
-            return Verdict(_refuse_infinite(float(said.score)), said.outcome, str(said.detail))
-        if said is None:
+            return Verdict(_refuse_infinite(float(returned.score)), returned.outcome, str(returned.detail))
+        if returned is None:
             return unparsed("no answer found")
-        if not isinstance(said, int | float):
-            raise TypeError(f"the verifier returned {type(said).__name__}, not a number, None or a Verdict")
-        value = _refuse_infinite(float(said))
+        if not isinstance(returned, int | float):
+            raise TypeError(f"the verifier returned {type(returned).__name__}, not a number, None or a Verdict")
+        value = _refuse_infinite(float(returned))
         if value == RIGHT.score:
             return RIGHT
         return Verdict(value, "right" if value > RIGHT.score else "wrong", f"reward {value:g}")
 
     def check(self, prompt: str, reference: str) -> None:
-        """What a reference must be is known to the function alone."""
+        """Accept any reference: only the function defines what it must be."""
 
 
 class LoadedScorer(NamedTuple):
@@ -79,6 +115,8 @@ class LoadedScorer(NamedTuple):
 
     scorer: Scorer
     description: dict[str, str]
+    interruptible: bool
+    """Whether an exception may be raised wherever it is, so that its process need not be ended and started anew."""
 
 
 def load_scorer(name: str, options: Mapping[str, Any]) -> LoadedScorer:
@@ -100,7 +138,7 @@ def load_scorer(name: str, options: Mapping[str, Any]) -> LoadedScorer:
     if source is None:
         raise UserError(f"{place} is a folder, not a module")
     digest = hashlib.sha256(Path(source).read_bytes()).hexdigest()
-    return LoadedScorer(FunctionScorer(function, options), {"verifier": name, "source": digest})
+    return LoadedScorer(FunctionScorer(function, options), {"verifier": name, "source": digest}, interruptible=False)
 
 
 def _math_scorer() -> LoadedScorer:
@@ -110,12 +148,12 @@ def _math_scorer() -> LoadedScorer:
     except ImportError as error:
         raise UserError("it needs: pip install 'fp8-grpo[math]'") from error
     versions = {library: metadata.version(library) for library in _MATH_LIBRARIES}
-    return LoadedScorer(MathScorer(), {"verifier": MATH_VERIFY, **versions})
+    return LoadedScorer(MathScorer(), {"verifier": MATH_VERIFY, **versions}, interruptible=True)
 
 
 def _module_of_file(path: Path) -> ModuleType:
-    """Import a file as Python runs a script: it finds its neighbours."""
-    sys.path.insert(0, str(path.absolute().parent))
+    """Import a file that finds its neighbours, where no library has their name."""
+    sys.path.append(str(path.absolute().parent))
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None, "a name in .py has a loader"
     assert spec.loader is not None, "a name in .py has a loader"

@@ -1,5 +1,6 @@
-"""The protocols of verifiers, and the one place where a configuration becomes one."""
+"""The protocol of verifiers, the verifier of the chain task, and the one place where a configuration becomes one."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -8,20 +9,46 @@ from pydantic import JsonValue
 
 from fp8core.config.run import RewardConfig
 from fp8core.errors import UserError
-from fp8core.rewards.chain import ChainVerifier
 from fp8core.rewards.integer import IntegerVerifier
 from fp8core.rewards.pool import Limits, VerifierPool
-from fp8core.rewards.scorer import Answer, Scorer
-from fp8core.rewards.verdict import Outcome, Verdict
+from fp8core.rewards.scorer import RIGHT, Answer, Outcome, Scorer, Verdict, unparsed, wrong
+
+MARKER = "#"
+_NUMBER = re.compile(r"[0-9]{1,3}")
+
+
+class ChainVerifier:
+    """Right when a finished completion's text after the last `#` is the reference to the digit; see Verifier."""
+
+    def score(self, prompt: str, completion: str, reference: str, finish: str) -> Verdict:
+        self.check(prompt, reference)
+        _, marker, answer = completion.rpartition(MARKER)
+        if not marker:
+            return unparsed(f"no {MARKER}")
+        if finish != "stop":
+            return unparsed("cut off before the end of sequence")
+        if len(answer) != len(reference) or not _NUMBER.fullmatch(answer):
+            return unparsed(f"the text after {MARKER} is not {_spelt(reference)}")
+        return RIGHT if answer == reference else wrong(f"answer {answer}")
+
+    def check(self, prompt: str, reference: str) -> None:
+        if not _NUMBER.fullmatch(reference):
+            place = f"the reference of {prompt[:60]!r} is {reference[:60]!r}"
+            raise UserError(f"reward.verifier=chain: {place}, not one to three digits")
+
+
+def _spelt(reference: str) -> str:
+    return "one digit" if len(reference) == 1 else f"{len(reference)} digits"
+
 
 __all__ = ["Answer", "InProcess", "Outcome", "Scorer", "Verdict", "Verifier", "build_verifier"]
 
 
 class Verifier(Protocol):
-    """What a run scores with. Nothing a completion holds is an error."""
+    """The scoring of a run. Nothing a completion holds is an error."""
 
     def begin(self, answers: Sequence[Answer]) -> None:
-        """Answers that `verify` will soon be asked about: may be checked meanwhile. Returns at once."""
+        """Start to check answers that `verify` will get soon. Returns at once."""
         ...
 
     def verify(self, answers: Sequence[Answer]) -> list[Verdict]:
@@ -32,11 +59,11 @@ class Verifier(Protocol):
         ...
 
     def faults(self, references: Sequence[tuple[str, str]]) -> list[str | None]:
-        """What is wrong with each reference, given as (prompt, reference): the data's mistake; None where nothing."""
+        """The data's mistake in each reference, given as (prompt, reference); None where there is none."""
         ...
 
     def describe(self) -> dict[str, JsonValue]:
-        """What gives the verdicts: name, and the versions or the digest of its code."""
+        """The source of the verdicts: name, and the versions or the digest of its code."""
         ...
 
     def close(self) -> None:

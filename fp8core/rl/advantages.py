@@ -1,9 +1,14 @@
 """Advantages from one reward per completion: N rewards, each in the group of its prompt.
 
-In every function `rewards` is float [N], `groups` int [N] with any labels, and the result float [N] in the dtype of
+In every function `rewards` is float [N] and `groups` int [N] with any labels. The result is float [N] in the dtype of
 `rewards`, computed in FP64. `keep` (bool [N]; null keeps all) takes rows out of every mean and standard deviation and
-gives them advantage 0: without it, a row that a filter rejects still moves the baseline of its siblings. Equal
-rewards give exactly 0. A row without a kept sibling has no baseline and gets 0 (verl gives it the raw reward).
+gives them advantage 0. Without it, a row that a filter rejects still moves the baseline of its siblings. Equal rewards
+give exactly 0. A row without a kept sibling has no baseline and gets 0 (verl gives it the raw reward).
+
+The two of REINFORCE++ are normalised over tokens and not over rows: `mask`, bool [N, T], marks those that count. A long
+answer then moves mean and standard deviation as often as it has tokens.
+
+Before advantages, rewards may get penalties and scaling, and groups without a signal may be dropped (DAPO).
 """
 
 from collections.abc import Callable
@@ -11,6 +16,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from fp8core.alignment.metrics import k1, k2, k3
 
 
 def group_advantages(
@@ -53,17 +60,33 @@ def leave_one_out_advantages(rewards: Tensor, groups: Tensor, epsilon: float, *,
     return g.advantages(torch.where(flat, advantages, advantages / (std + epsilon)))
 
 
-def reinforce_plus_plus_advantages(rewards: Tensor, epsilon: float, *, keep: Tensor | None = None) -> Tensor:
-    """(r - mean) / (std + epsilon) over the whole batch, population std (REINFORCE++, arXiv 2501.03262)."""
-    return group_advantages(rewards, torch.zeros_like(rewards, dtype=torch.long), epsilon, keep=keep, ddof=0)
+def reinforce_plus_plus_advantages(returns: Tensor, mask: Tensor, epsilon: float) -> Tensor:
+    """(r - mean) / (std + epsilon) over all tokens of the batch (REINFORCE++, arXiv 2501.03262; sample std, as verl
+    `compute_reinforce_plus_plus_outcome_advantage`, `masked_whiten`).
+
+    `returns`: float [N], the same at each token of a row, or [N, T]; the result has its shape. Rows without a token
+    in `mask` get 0.
+    """
+    counts = mask.double() if returns.ndim == 2 else mask.sum(dim=1).double()
+    assert returns.shape == counts.shape, "returns are neither [N] nor [N, T]"
+    counted = counts > 0
+    # Relative to the smallest return, equal returns are exact zeros, and so are their mean and spread.
+    lowest = returns.double().where(counted, torch.inf).amin()
+    shifted = torch.where(counted, returns.double() - lowest, 0.0)
+    total = counts.sum()
+    centred = torch.where(counted, shifted - (counts * shifted).sum() / total.clamp_min(1), 0.0)
+    variance = (counts * centred.square()).sum() / (total - 1).clamp_min(1)
+    return torch.where(centred == 0, 0.0, centred / (variance.sqrt() + epsilon)).to(returns.dtype)
 
 
 def reinforce_plus_plus_baseline_advantages(
-    rewards: Tensor, groups: Tensor, epsilon: float, *, keep: Tensor | None = None
+    rewards: Tensor, groups: Tensor, mask: Tensor, epsilon: float, *, keep: Tensor | None = None
 ) -> Tensor:
-    """r - mean in the group, then normalised over the whole batch (REINFORCE++ with baseline, arXiv 2501.03262)."""
+    """r - mean in the group, then normalised over all tokens of the batch (REINFORCE++ with baseline, arXiv 2501.03262;
+    verl `compute_reinforce_plus_plus_baseline_outcome_advantage`)."""
     centred = mean_advantages(rewards.double(), groups, keep=keep)
-    return reinforce_plus_plus_advantages(centred, epsilon, keep=keep).to(rewards.dtype)
+    kept = mask if keep is None else mask & keep[:, None]
+    return reinforce_plus_plus_advantages(centred, kept, epsilon).to(rewards.dtype)
 
 
 @dataclass(frozen=True)
@@ -108,21 +131,84 @@ def _minus_others(g: _Groups) -> Tensor:
     return g.centred * g.count / (g.count - 1).clamp_min(1)
 
 
-Estimator = Callable[[Tensor, Tensor, float, Tensor], Tensor]
-"""(rewards, groups, epsilon, keep) -> advantages."""
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """The input of an estimator; N rows, T columns.
+
+    Attributes:
+        rewards: FP64 [N].
+        groups: int [N].
+        keep: bool [N], rows that make the baseline of their group.
+        mask: bool [N, T], tokens that the loss counts.
+        penalties: FP64 [N, T], what each token takes off the reward of its row: `shaping.kl_penalties`; or None.
+    """
+
+    rewards: Tensor
+    groups: Tensor
+    keep: Tensor
+    mask: Tensor
+    penalties: Tensor | None = None
+
+    @property
+    def totals(self) -> Tensor:
+        """Rewards less the penalties of all tokens of their rows, [N]."""
+        return self.rewards if self.penalties is None else self.rewards - self.penalties.sum(dim=1)
+
+    @property
+    def returns(self) -> Tensor:
+        """Rewards less the penalties of a token and of those after it, [N, T]; without penalties [N]."""
+        if self.penalties is None:
+            return self.rewards
+        return self.rewards[:, None] - self.penalties.flip(1).cumsum(dim=1).flip(1)
+
+
+Estimator = Callable[[Scores, float], Tensor]
+"""(scores, epsilon) -> advantages [N], or [N, T] where they differ by token."""
 
 ESTIMATORS: dict[str, Estimator] = {
-    "grpo": lambda rewards, groups, epsilon, keep: group_advantages(rewards, groups, epsilon, keep=keep),
-    "dr_grpo": lambda rewards, groups, epsilon, keep: mean_advantages(rewards, groups, keep=keep),
-    "rloo": lambda rewards, groups, epsilon, keep: rloo_advantages(rewards, groups, keep=keep),
-    "leave_one_out": lambda rewards, groups, epsilon, keep: leave_one_out_advantages(
-        rewards, groups, epsilon, keep=keep
+    "grpo": lambda s, epsilon: group_advantages(s.totals, s.groups, epsilon, keep=s.keep),
+    "dr_grpo": lambda s, epsilon: mean_advantages(s.totals, s.groups, keep=s.keep),
+    "rloo": lambda s, epsilon: rloo_advantages(s.totals, s.groups, keep=s.keep),
+    "leave_one_out": lambda s, epsilon: leave_one_out_advantages(s.totals, s.groups, epsilon, keep=s.keep),
+    "reinforce_plus_plus": lambda s, epsilon: reinforce_plus_plus_advantages(
+        s.returns, s.mask & s.keep[:, None], epsilon
     ),
-    "reinforce_plus_plus": lambda rewards, groups, epsilon, keep: reinforce_plus_plus_advantages(
-        rewards, epsilon, keep=keep
-    ),
-    "reinforce_plus_plus_baseline": lambda rewards, groups, epsilon, keep: reinforce_plus_plus_baseline_advantages(
-        rewards, groups, epsilon, keep=keep
+    "reinforce_plus_plus_baseline": lambda s, epsilon: reinforce_plus_plus_baseline_advantages(
+        s.totals, s.groups, s.mask, epsilon, keep=s.keep
     ),
 }
 """By the names of `loss.advantage`."""
+
+
+def overlong_penalty(lengths: Tensor, max_length: int, buffer: int, penalty: float = 1.0) -> Tensor:
+    """Soft overlong punishment, FP64 [N], to add to the rewards (DAPO, arXiv 2503.14476, eq. 13).
+
+    0 up to `max_length - buffer` tokens, then falling linearly to -`penalty` at `max_length`, and no further.
+    """
+    if not 0 < buffer <= max_length:
+        raise ValueError(f"buffer={buffer} must lie between 1 and max_length={max_length}")
+    return -penalty * ((lengths.double() - (max_length - buffer)) / buffer).clamp(0, 1)
+
+
+def kl_penalties(old: Tensor, reference: Tensor, mask: Tensor, beta: float, estimate: str) -> Tensor:
+    """`beta` times the divergence from the reference policy at each token, FP64 [N, T], to take off its row's reward.
+
+    `old`, `reference`: log-probs, float [N, T]; `mask`: bool [N, T], elsewhere 0. Estimates as verl's
+    (`kl_penalty_forward` in `verl/trainer/ppo/core_algos.py`): k1 (`kl`), abs, k2 (`mse`), and k3 (`low_var_kl`), whose
+    exponent is clamped to +-20 and value to +-10.
+    """
+    d = torch.where(mask, reference.double() - old.double(), 0.0)
+    estimates = {"k1": k1(d), "abs": d.abs(), "k2": k2(d), "k3": k3(d.clamp(-20, 20)).clamp(-10, 10)}
+    return beta * estimates[estimate]
+
+
+def informative(rewards: Tensor, groups: Tensor, keep: Tensor | None = None) -> Tensor:
+    """Bool [N]: rows of groups whose kept rewards are not all equal (dynamic sampling, arXiv 2503.14476, eq. 11)."""
+    kept = torch.ones_like(groups, dtype=torch.bool) if keep is None else keep
+    index = torch.unique(groups, return_inverse=True)[1]
+
+    def extreme(empty: float, reduce: str) -> Tensor:
+        start = torch.full_like(rewards, empty)
+        return start.scatter_reduce(0, index, torch.where(kept, rewards, empty), reduce)[index]
+
+    return extreme(torch.inf, "amin") < extreme(-torch.inf, "amax")

@@ -1,13 +1,17 @@
 """Rollouts as padded tensors for the trainer.
 
 Padding is on the right. Only completion tokens carry log-probs; `mask` is the one statement of which tokens the
-policy wrote.
+policy wrote. Columns of lists, as stored tables have them, become tensors and back without a Python object for each
+token.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
+from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import torch
 from torch import Tensor
 
@@ -76,7 +80,7 @@ class TokenBatch:
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """What one update learns from. Per-token tensors are [B, C], C the longest completion.
+    """The data that one update learns from. Per-token tensors are [B, C], C the longest completion.
 
     Attributes:
         sequences: the tokens.
@@ -84,9 +88,14 @@ class RolloutBatch:
         rollout_logprobs: FP32, under the policy that sampled.
         old_logprobs: FP32, under the trainer's policy at the start of the step.
         reference_logprobs: FP32 under the frozen reference policy, or None.
-        advantages: FP32 [B].
+        advantages: FP32 [B], or [B, C] where they differ by token.
         keep: bool [B], False for rows that are left out of the loss.
         weights: [B, C], importance weights; None until `Objective.corrected` has set them.
+        centred_rewards: FP32 [B], rewards minus the mean of their prompt group, whatever the advantages are; None
+            where rewards are not known.
+        teacher_logprobs: FP32 under the teacher of a distillation, or None.
+        draw: the run's seed and the step, of which random choices of the loss are functions; None where it makes none.
+        selected: bool [B, C], tokens that the loss singles out; None until `Objective.selected` has set them.
     """
 
     sequences: TokenBatch
@@ -97,20 +106,15 @@ class RolloutBatch:
     advantages: Tensor
     keep: Tensor
     weights: Tensor | None = None
+    centred_rewards: Tensor | None = None
+    teacher_logprobs: Tensor | None = None
+    draw: tuple[int, int] | None = None
+    selected: Tensor | None = None
 
     def rows(self, rows: slice) -> "RolloutBatch":
         """These rows only; padding is left as it is."""
-        reference = None if self.reference_logprobs is None else self.reference_logprobs[rows]
-        return RolloutBatch(
-            sequences=self.sequences.part(rows),
-            mask=self.mask[rows],
-            rollout_logprobs=self.rollout_logprobs[rows],
-            old_logprobs=self.old_logprobs[rows],
-            reference_logprobs=reference,
-            advantages=self.advantages[rows],
-            keep=self.keep[rows],
-            weights=None if self.weights is None else self.weights[rows],
-        )
+        parts: dict[str, Any] = {name: value[rows] for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, sequences=self.sequences.part(rows), **parts)
 
 
 def _pad_experts(rows: Sequence[Tensor], length: int) -> Tensor:
@@ -132,3 +136,50 @@ def pad(rows: Sequence[Sequence[int] | Sequence[float]], dtype: torch.dtype, val
 def length_mask(rows: Sequence[Sequence[int] | Sequence[float]]) -> Tensor:
     """bool [B, longest], True where a row has an element."""
     return torch.arange(max(len(row) for row in rows)) < torch.tensor([len(row) for row in rows])[:, None]
+
+
+def padded(column: pa.ChunkedArray, dtype: torch.dtype, value: float) -> Tensor:
+    """A column of lists of numbers or of truth values, right-padded to [rows, longest]: `batch.pad` of its rows."""
+    lists = pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
+    values = lists.flatten()
+    assert lists.null_count == values.null_count == 0, "a list or an element is missing"
+    lengths = lists.value_lengths().to_numpy()
+    elements = torch.tensor(values.to_numpy(zero_copy_only=False), dtype=dtype).numpy()
+    width = int(lengths.max(initial=0))
+    out = np.full((len(lengths), width), value, elements.dtype)
+    out[np.arange(width) < lengths[:, None]] = elements
+    return torch.from_numpy(out)
+
+
+def column(values: Tensor, lengths: np.ndarray[tuple[int], np.dtype[np.int64]]) -> pa.ListArray:
+    """The first `lengths[i]` elements of every row of a tensor [rows, longest] as a column of lists."""
+    assert lengths.max(initial=0) <= values.shape[1], "a row is shorter than its length"
+    offsets = np.concatenate([[0], lengths.cumsum()]).astype(np.int32)
+    return pa.ListArray.from_arrays(offsets, values.numpy()[np.arange(values.shape[1]) < lengths[:, None]])
+
+
+def routes(column: pa.ChunkedArray) -> list[Tensor]:
+    """A column of `routes_column`: int16 [positions, sparse layers, k] of each row."""
+    return [_routes(chunk.slice(i, 1)) for chunk in column.chunks for i in range(len(chunk))]
+
+
+def routes_column(rows: Sequence[Tensor]) -> pa.ChunkedArray:
+    """Experts of rollouts (`rollout.engine.Completion`) as a column of lists of lists of lists, a chunk a row."""
+    return pa.chunked_array([_nested(row) for row in rows], pa.list_(pa.list_(pa.list_(pa.int16()))))
+
+
+def _routes(row: pa.ListArray) -> Tensor:
+    layers = row.flatten()
+    chosen = layers.flatten()
+    experts = chosen.flatten()
+    missing = row.null_count + layers.null_count + chosen.null_count + experts.null_count
+    assert missing == 0, "the experts of a position are missing"
+    shape = len(layers), len(chosen) // len(layers), len(experts) // len(chosen)
+    return torch.tensor(experts.to_numpy(zero_copy_only=False), dtype=torch.int16).view(shape)
+
+
+def _nested(row: Tensor) -> pa.ListArray:
+    positions, layers, k = row.shape
+    chosen = pa.ListArray.from_arrays(np.arange(positions * layers + 1, dtype=np.int32) * k, row.numpy().reshape(-1))
+    by_layer = pa.ListArray.from_arrays(np.arange(positions + 1, dtype=np.int32) * layers, chosen)
+    return pa.ListArray.from_arrays(np.array([0, positions], dtype=np.int32), by_layer)

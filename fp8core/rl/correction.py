@@ -1,57 +1,278 @@
-"""Correction of the mismatch between the policy that sampled and the policy that trains, as one rule.
+"""Correction of the mismatch between the policy that sampled and the policy that trains.
 
-A rule is data: a weighting (`importance`), rejection filters and a veto (`rejection`), and batch normalisation. It is
-applied to the whole optimiser batch before that is split into micro-batches, and yields weights, the mask of what
-remains, and from that mask the denominator. Every loss takes all three, so decoupled and bypass mode share one
-denominator rule: rejected tokens leave it, zeroed ones (action `band`) stay.
+Importance weights say how much each token's loss counts. With d = log p_training - log p_rollout per token and the
+mask m:
+
+| level     | raw weight of a token            | also called                                    |
+|-----------|----------------------------------|------------------------------------------------|
+| none      | 1                                | no correction                                  |
+| token     | exp(d)                           | TIS                                            |
+| sequence  | exp(sum of d over its row)       | sequence TIS; unbiased, explodes with length   |
+| geometric | exp(mean of d over its row)      | length-invariant                               |
+
+| action    | weight                           | mask                        | also called          |
+|-----------|----------------------------------|-----------------------------|----------------------|
+| keep      | w                                | m                           | -                    |
+| truncate  | min(w, high)                     | m                           | TIS                  |
+| clip      | min(max(w, low), high)           | m                           | CIS (slime)          |
+| band      | w if low <= w <= high, else 0    | m: zeroed tokens stay in it | IcePop               |
+| mask      | w                                | m and low <= w <= high      | MIS (slime)          |
+
+Exponents are clamped to +-20; masked tokens weigh 0. Tensors are FP64 [B, T], masks bool [B, T]; nothing carries a
+gradient. Sources: F. Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025);
+verl `docs/algo/rollout_corr_math.md`; slime `examples/train_infer_mismatch_helper/mis.py`.
+
+Rejection filters say which tokens and rows are too far from the rollout policy to learn from at all. With dc = d
+clamped to +-20, the divergence of a token is k1 = -dc, k2 = dc^2/2 or k3 = exp(dc) - 1 - dc. A filter takes it per
+token, or as a row's sum, mean or maximum over its unmasked tokens. With `clamp="row"`, which is for k1, the sum or mean
+is clamped and d is not (SkyRL, slime). So d = (25, -18) has the sum 7, but 2 when each token is clamped (verl).
+
+| names                          | keeps                                     |
+|--------------------------------|-------------------------------------------|
+| {token,seq_sum,seq_mean}_k1    | low <= exp(-statistic) <= high            |
+| {token,seq_sum,seq_mean}_k2/k3 | statistic <= high                         |
+| seq_max_k2, seq_max_k3         | statistic <= high                         |
+
+The band of k1 is on rho = p_training / p_rollout, as papers state it. exp(-k1) is rho for a token, its product over the
+row for seq_sum, its geometric mean for seq_mean. verl's code tests 1/rho instead (pull request 6377), which is the same
+for low = 1/high only. seq_sum filters reject by length: a ratio of 1.1 a token is a product of 13780 after 100. Known
+compositions: seq_sum_k1 0.5_2.0 (MIS), seq_mean_k1 0.999_1.001 (geometric), seq_mean_k3 0.01 (K3).
+
+Sources: verl `docs/algo/rollout_corr_math.md`; the veto from slime `examples/train_infer_mismatch_helper/mis.py`; the
+error of a row from NeMo RL `nemo_rl/algorithms/grpo.py`; off-policy rows from DeepSeek-V3.2 (arXiv 2512.02556).
+
+A rule is data: a weighting, rejection filters and a veto, batch normalisation, and what a loss divides by.
+It yields weights, the mask of what remains, and the mask of what counts in the denominator.
 
 - Decoupled (three policies): training = old log-probs; the loss is clipped on current - old and multiplied by weights.
+  The rule is applied once to the whole optimiser batch, before that is split into micro-batches.
 - Bypass (two policies): training = current log-probs; either the clipped surrogate with old := rollout and no weights
-  (they would count twice), or `reinforce` with weights. Rejection applies to both.
+  (they would count twice), or `reinforce` with weights. Rejection applies to both. The rule is applied anew at every
+  update, to the rows of a micro-batch. So it can neither normalise nor count the tokens that will be left.
 
-Order: clamp exponents, raw weights, action, filters and veto, zero what was rejected, normalise over what was kept.
+| denominator | rejected tokens                                                                                       |
+|-------------|-------------------------------------------------------------------------------------------------------|
+| kept        | leave it (verl, decoupled): what remains weighs as much as if nothing else had been sampled           |
+| all         | stay in it with weight 0, as zeroed ones do (action `band`): NeMo RL, slime, SkyRL, verl's bypass mode |
+
+Order: veto, filters, clamp exponents, raw weights, action, zero rejected tokens, divide by the mean weight of what was
+kept or (`normalise_over`, slime) of all. With `order="joint"` each of these looks at all unmasked tokens; with
+`in_turn` (SkyRL) at what those before it left.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from fp8core.alignment.metrics import clamp_exponent, k1, k2, k3
 from fp8core.errors import UserError
-from fp8core.rl.aggregation import Denominator
-from fp8core.rl.importance import Weighting, log_ratio, row_mean, token_weights
-from fp8core.rl.rejection import Filter, Veto
+from fp8core.rl.losses import Denominator
 
 
-def _no_factor(weights: Tensor, mask: Tensor) -> float:
-    return 1.0
+def log_ratio(training: Tensor, rollout: Tensor, mask: Tensor) -> Tensor:
+    """d = training - rollout in FP64, detached, 0 where masked; float [B, T] log-probs, bool [B, T] mask."""
+    assert mask.dtype == torch.bool, f"mask is {mask.dtype}, not bool"
+    assert training.shape == rollout.shape == mask.shape, "training, rollout and mask differ in shape"
+    return torch.where(mask, training.detach().double() - rollout.detach().double(), 0.0)
 
 
-def _token_mean(weights: Tensor, mask: Tensor) -> float:
-    return float(torch.where(mask, weights, 0.0).sum() / mask.sum().clamp_min(1))
+def row_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Mean over the unmasked tokens of each row, [B, 1]; 0 for a row without any."""
+    return torch.where(mask, values, 0.0).sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp_min(1)
 
 
-def _mean_of_rows(weights: Tensor, mask: Tensor) -> float:
-    return float(row_mean(weights, mask).sum() / mask.any(dim=1).sum().clamp_min(1))
+def _row_sum(values: Tensor, mask: Tensor) -> Tensor:
+    return torch.where(mask, values, 0.0).sum(dim=1, keepdim=True)
 
 
-NORMALISATIONS: dict[str, Callable[[Tensor, Tensor], float]] = {
-    "none": _no_factor,
-    "token": _token_mean,
-    "sequence": _mean_of_rows,
+LEVELS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "none": lambda d, mask: torch.zeros_like(d),
+    "token": lambda d, mask: d,
+    "sequence": _row_sum,
+    "geometric": row_mean,
 }
-"""The mean that weights are divided by: none, over kept tokens, or over kept rows of their means."""
+"""The logarithm of a token's raw weight, [B, T] or one a row [B, 1]."""
+
+
+def _inside(w: Tensor, mask: Tensor, low: float, high: float) -> Tensor:
+    return mask & (w >= low) & (w <= high)
+
+
+ACTIONS: dict[str, Callable[[Tensor, Tensor, float, float], tuple[Tensor, Tensor]]] = {
+    "keep": lambda w, mask, low, high: (w, mask),
+    "truncate": lambda w, mask, low, high: (w.clamp(max=high), mask),
+    "clip": lambda w, mask, low, high: (torch.where(mask, w.clamp(low, high), 0.0), mask),
+    "band": lambda w, mask, low, high: (torch.where(_inside(w, mask, low, high), w, 0.0), mask),
+    "mask": lambda w, mask, low, high: (w, _inside(w, mask, low, high)),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weighting:
+    """One line of each table: the level of the ratio, and what is done outside [low, high]."""
+
+    level: str
+    action: str
+    low: float = 0.0
+    high: float = math.inf
+
+    def __post_init__(self) -> None:
+        if self.level not in LEVELS:
+            raise UserError(f"importance weight level {self.level!r} is not one of {', '.join(LEVELS)}")
+        if self.action not in ACTIONS:
+            raise UserError(f"importance weight action {self.action!r} is not one of {', '.join(ACTIONS)}")
+        if not 0 <= self.low <= self.high or self.high == 0:
+            raise UserError(f"importance weight bounds low={self.low}, high={self.high}: 0 <= low <= high, high > 0")
+
+    def raw(self, d: Tensor, mask: Tensor) -> Tensor:
+        """Weights of log-ratios `d` before the action."""
+        return torch.where(mask, clamp_exponent(LEVELS[self.level](d, mask)).exp(), 0.0)
+
+    def apply(self, raw: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights after the action, and the mask of the tokens that still count."""
+        return ACTIONS[self.action](raw, mask, self.low, self.high)
+
+    def out_of_bounds(self, raw: Tensor, mask: Tensor) -> Tensor:
+        """Bool [B, T]: unmasked tokens whose raw weight lies outside [low, high]."""
+        return mask & ~_inside(raw, mask, self.low, self.high)
+
+
+_STATISTICS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "token": lambda values, mask: values,
+    "seq_sum": _row_sum,
+    "seq_mean": row_mean,
+    # Only for divergences that are never negative: an empty row has 0.
+    "seq_max": lambda values, mask: torch.where(mask, values, 0.0).amax(dim=1, keepdim=True),
+}
+_DIVERGENCES: dict[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
+
+FILTERS: tuple[str, ...] = tuple(
+    f"{statistic}_{divergence}"
+    for statistic in _STATISTICS
+    for divergence in _DIVERGENCES
+    if (statistic, divergence) != ("seq_max", "k1")
+)
+"""The eleven names."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Filter:
+    """One test; `low` and `high` bound rho for k1, and `high` alone the divergence for k2 and k3."""
+
+    name: str
+    low: float = 0.0
+    high: float
+    clamp: str = "token"
+
+    def __post_init__(self) -> None:
+        if self.name not in FILTERS:
+            raise UserError(f"rejection filter {self.name!r} is not one of {', '.join(FILTERS)}")
+        if self.clamp not in ("token", "row") or (self.clamp == "row" and not self.bounds_ratio):
+            raise UserError(f"rejection filter {self.name}: clamp={self.clamp!r} must be token, or row for k1")
+        if not 0 < self.high < math.inf or not 0 <= self.low <= self.high:
+            raise UserError(
+                f"rejection filter {self.name}: low={self.low}, high={self.high}: 0 <= low <= high, high > 0"
+            )
+        if self.bounds_ratio and self.low == 0:
+            raise UserError(f"rejection filter {self.name} needs a band low_high, both above 0")
+        if not self.bounds_ratio and self.low != 0:
+            raise UserError(f"rejection filter {self.name} takes one upper bound, not a band")
+
+    @property
+    def bounds_ratio(self) -> bool:
+        """True if the bounds are of the ratio rho (k1), False if of the divergence (k2, k3)."""
+        return self.name.endswith("_k1")
+
+    def passes(self, d: Tensor, mask: Tensor) -> Tensor:
+        """Bool [B, T]: unmasked tokens that pass; a row's test decides for all of its tokens."""
+        level, divergence = self.name.rsplit("_", 1)
+        clamped = clamp_exponent(d) if self.clamp == "token" else d
+        statistic = _STATISTICS[level](_DIVERGENCES[divergence](clamped), mask)
+        if self.bounds_ratio:
+            log_rho = clamp_exponent(-statistic) if self.clamp == "row" else -statistic
+            return mask & (log_rho >= math.log(self.low)) & (log_rho <= math.log(self.high))
+        return mask & (statistic <= self.high)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Veto:
+    """Rejects a row for one catastrophic token: rho below `low` or above `high`. d is not clamped here.
+
+    One-sided (`high` infinite) it is slime's `rs_veto_threshold`; two-sided, SkyRL's outlier-token mask. The two-sided
+    veto from tau to 1/tau is the filter seq_max_k2 <= log(tau)^2 / 2.
+    """
+
+    low: float
+    high: float = math.inf
+
+    def __post_init__(self) -> None:
+        if not 0 < self.low <= self.high:
+            raise UserError(f"veto bounds low={self.low}, high={self.high}: 0 < low <= high")
+
+    def catastrophic(self, d: Tensor, mask: Tensor) -> Tensor:
+        """Bool [B, T]: unmasked tokens outside the bounds."""
+        return mask & ((d < math.log(self.low)) | (d > math.log(self.high)))
+
+
+def row_errors(d: Tensor, mask: Tensor) -> Tensor:
+    """FP64 [B]: mean of exp(|d|) over the unmasked tokens of each row, 0 for a row without any.
+
+    NeMo RL's `seq_mult_prob_error` (`compute_and_apply_seq_logprob_error_masking`); exponents are clamped to +-20.
+    """
+    return row_mean(clamp_exponent(d).abs().exp(), mask).squeeze(1)
+
+
+def row_error_metrics(errors: Tensor, rows: Tensor, kept: Tensor, rewards: Tensor) -> dict[str, float]:
+    """The effect of a bound on `row_errors`, by NeMo RL's names; extremes and the mean are 0 when no row was kept.
+
+    `rows`: bool [B], rows with a token that were in the loss before; `kept`: those that still are; `rewards`: [B].
+    """
+    left, masked = errors[kept], rows & ~kept
+    correct = rewards[masked] == 1
+    return {
+        "max_seq_mult_prob_error_after_mask": float(left.max()) if len(left) else 0.0,
+        "mean_seq_mult_prob_error_after_mask": float(left.mean()) if len(left) else 0.0,
+        "min_seq_mult_prob_error_after_mask": float(left.min()) if len(left) else 0.0,
+        "num_masked_seqs_by_logprob_error": float(masked.sum()),
+        "masked_correct_pct": float(correct.double().mean()) if len(correct) else 0.0,
+    }
+
+
+def off_policy_rows(current: Tensor, rollout: Tensor, advantages: Tensor, mask: Tensor, delta: float) -> Tensor:
+    """Bool [B, T]: tokens of negative advantage in rows whose mean of log p_rollout - log p_current exceeds `delta`.
+
+    Off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556; slime `slime/utils/ppo_utils.py`,
+    `compute_opsm_mask`; TRL `off_policy_mask_threshold`). The rollout policy is the old one, as in the paper, so that
+    the mismatch of the engines counts too. `advantages`: float [B] or [B, T].
+    """
+    a = advantages if advantages.ndim == 2 else advantages[:, None]
+    distance = row_mean(-log_ratio(current, rollout, mask), mask)
+    return mask & (a < 0) & (distance > delta)
+
+
+NORMALISATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "none": lambda weights, mask: torch.ones(()),
+    "token": lambda weights, mask: torch.where(mask, weights, 0.0).sum() / mask.sum().clamp_min(1),
+    "sequence": lambda weights, mask: row_mean(weights, mask).sum() / mask.any(dim=1).sum().clamp_min(1),
+}
+"""The mean that weights are divided by: none, over tokens, or over rows of their means."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CorrectionRule:
-    """What to do about d = log p_training - log p_rollout; the default only measures."""
+    """The treatment of d = log p_training - log p_rollout; the default only measures."""
 
     weighting: Weighting = field(default_factory=lambda: Weighting(level="none", action="keep"))
     filters: tuple[Filter, ...] = ()
     veto: Veto | None = None
     normalise: str = "none"
+    normalise_over: Literal["kept", "all"] = "kept"
+    denominator: Literal["kept", "all"] = "kept"
+    order: Literal["joint", "in_turn"] = "joint"
 
     def __post_init__(self) -> None:
         if self.normalise not in NORMALISATIONS:
@@ -66,6 +287,8 @@ class Correction:
     """[B, T] in the dtype of the training log-probs, without gradient; 0 where `mask` is false."""
     mask: Tensor
     """Bool [B, T]: unmasked tokens that were not rejected."""
+    counted: Tensor
+    """Bool [B, T]: tokens that a loss divides by; `mask`, or all unmasked tokens, as the rule says."""
     metrics: dict[str, float]
     """masked_fraction, seq_masked_fraction, oob_ratio, batch_norm_factor, veto_fraction, catastrophic_token_fraction.
 
@@ -74,8 +297,8 @@ class Correction:
 
     @property
     def denominator(self) -> Denominator:
-        """Counts of what remains."""
-        return Denominator.of(self.mask)
+        """Counts of what a loss divides by."""
+        return Denominator.of(self.counted)
 
     @property
     def keep(self) -> Tensor:
@@ -84,46 +307,36 @@ class Correction:
 
 
 def correct(rule: CorrectionRule, training: Tensor, rollout: Tensor, mask: Tensor) -> Correction:
-    """Apply `rule` to a whole optimiser batch.
+    """Apply `rule` to a whole optimiser batch, or, if it does not normalise, to any rows of it.
 
     `training`, `rollout`: log-probs of the sampled tokens, float [B, T]; `mask`: bool [B, T], tokens that the policy
     wrote; elsewhere any value is allowed.
     """
     d = log_ratio(training, rollout, mask)
-    raw = rule.weighting.raw(d, mask)
-    weights, kept = rule.weighting.apply(raw, mask)
-    for test in rule.filters:
-        kept = kept & test.passes(d, mask)
     catastrophic = rule.veto.catastrophic(d, mask) if rule.veto else torch.zeros_like(mask)
     vetoed = catastrophic.any(dim=1)
-    kept = kept & ~vetoed[:, None]
+    kept = mask & ~vetoed[:, None]
+    for test in rule.filters:
+        kept = kept & test.passes(d, kept if rule.order == "in_turn" else mask)
+    seen = kept if rule.order == "in_turn" else mask
+    raw = rule.weighting.raw(d, seen)
+    weights, inside = rule.weighting.apply(raw, seen)
+    kept = kept & inside
+    factor = float(NORMALISATIONS[rule.normalise](weights, kept if rule.normalise_over == "kept" else mask))
+    # Weights whose mean is practically 0 are left as they are (verl's bound).
+    factor = factor if factor > 1e-8 else 1.0
     weights = torch.where(kept, weights, 0.0)
-    factor = _positive(NORMALISATIONS[rule.normalise](weights, kept))
     metrics = {
         "masked_fraction": _share(mask & ~kept, mask),
         "seq_masked_fraction": _share((mask & ~kept).any(dim=1), mask.any(dim=1)),
-        "oob_ratio": _share(rule.weighting.out_of_bounds(raw, mask), mask),
+        "oob_ratio": _share(rule.weighting.out_of_bounds(raw, seen), mask),
         "batch_norm_factor": factor,
         "veto_fraction": _share(vetoed, mask.any(dim=1)),
         "catastrophic_token_fraction": _share(catastrophic, mask),
     }
-    return Correction(weights=(weights / factor).to(training.dtype), mask=kept, metrics=metrics)
-
-
-def token_tis(training: Tensor, rollout: Tensor, mask: Tensor, cap: float) -> Tensor:
-    """Token-level truncated importance sampling: min(exp(training - rollout), cap), 0 where masked.
-
-    `training`, `rollout`: log-probs of the sampled tokens, float [B, T]; `mask`: bool [B, T].
-    The result has no gradient and the dtype of `training`.
-    Source: F. Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025).
-    """
-    return token_weights(log_ratio(training, rollout, mask), mask).clamp(max=cap).to(training.dtype)
+    counted = kept if rule.denominator == "kept" else mask
+    return Correction(weights=(weights / factor).to(training.dtype), mask=kept, counted=counted, metrics=metrics)
 
 
 def _share(part: Tensor, whole: Tensor) -> float:
     return int(part.sum()) / max(int(whole.sum()), 1)
-
-
-def _positive(factor: float) -> float:
-    """Weights whose mean is practically 0 are left as they are (verl's bound)."""
-    return factor if factor > 1e-8 else 1.0

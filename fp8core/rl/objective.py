@@ -1,24 +1,49 @@
 """The objective of one configuration: mismatch correction, policy loss and reference penalty, composed.
 
-`corrected` acts on the whole batch of a step, because rejection and normalisation look at rows and batches; the
-objective itself then takes micro-batches whose shares add up.
+`corrected` acts on the whole batch of a step, because rejection and normalisation look at rows and batches. The
+objective itself then takes micro-batches whose shares add up. Terms that depend on the updated policy are computed
+there, for every update anew: the correction of bypass mode, and which rows are off-policy.
 """
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from fp8core.config.run import CorrectionConfig, LossConfig
-from fp8core.rl.aggregation import AGGREGATIONS, Aggregate, Denominator, constant_length, token_mean
+from fp8core.alignment.metrics import clamp_exponent
+from fp8core.config.loss import LossConfig
+from fp8core.config.run import CorrectionConfig
+from fp8core.errors import UserError
 from fp8core.rl.batch import RolloutBatch
-from fp8core.rl.correction import CorrectionRule, correct
-from fp8core.rl.importance import Weighting
-from fp8core.rl.losses import ClipRange, LossInputs, LossOutput, binary_tv, cispo, clipped_surrogate, gspo, reinforce
+from fp8core.rl.correction import CorrectionRule, Filter, Veto, Weighting, correct, off_policy_rows
+from fp8core.rl.losses import (
+    AGGREGATIONS,
+    ESTIMATES,
+    Aggregate,
+    ClipRange,
+    Denominator,
+    LossInputs,
+    LossOutput,
+    binary_tv,
+    cispo,
+    clip_cov,
+    clip_cov_selection,
+    clipped_surrogate,
+    constant_length,
+    geo_mean,
+    gspo,
+    kl_cov,
+    kl_cov_selection,
+    reference_penalty,
+    reinforce,
+    sapo,
+    token_mean,
+)
 from fp8core.rl.presets import Preset, preset
-from fp8core.rl.reference import ESTIMATES, reference_penalty
-from fp8core.rl.rejection import Filter, Veto
+from fp8core.rl.user_loss import load_loss
 
 PolicyLoss = Callable[[LossInputs, ClipRange, Aggregate], LossOutput]
 
@@ -28,84 +53,198 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
     "cispo": cispo,
     "reinforce": lambda inputs, clip, aggregate: reinforce(inputs, aggregate),
     "binary_tv": lambda inputs, clip, aggregate: binary_tv(inputs, aggregate=aggregate),
+    "clip_cov": clip_cov,
+    "geo_mean": geo_mean,
 }
+"""Those without hyperparameters of their own; `policy_loss` builds all."""
+Selection = Callable[[LossInputs, ClipRange, torch.Generator], Tensor]
 _LOSS_OF_PRESET = {"clipped_surrogate": "clipped", "reinforce": "reinforce", "binary_tv": "binary_tv"}
 
 
 @dataclass(frozen=True)
 class ObjectiveTerms:
-    """A micro-batch's share of the loss; shares add up to the batch's loss and statistics."""
+    """A micro-batch's share of the loss; shares add up to the batch's loss and statistics, but for MAXIMA.
+
+    Attributes:
+        loss: differentiable scalar.
+        clip_fraction: tokens whose gradient the clip removed, per token.
+        ratio_mean: mean importance ratio, as the policy loss defines it.
+        ratio_bias: mean of the token's importance ratio - 1: exactly 0 where old and current log-probs are equal.
+        ratio_deviation: the largest |importance ratio - 1| of a token.
+        reward_slope: slope of the expected reward along the descent of the policy loss, see `reward_slope`.
+        weight_mean: mean importance weight of the correction.
+        zero_weight_fraction: tokens that the loss divides by and that weigh 0.
+        reference_kl: divergence from the reference policy.
+        teacher_kl: mean of log old - log teacher.
+    """
 
     loss: Tensor
     clip_fraction: Tensor
     ratio_mean: Tensor
+    ratio_bias: Tensor
+    ratio_deviation: Tensor
+    reward_slope: Tensor
     weight_mean: Tensor
+    zero_weight_fraction: Tensor
     reference_kl: Tensor
+    teacher_kl: Tensor
 
     def statistics(self) -> dict[str, float]:
         """Detached values by name."""
         return {name: float(value.detach()) for name, value in vars(self).items()}
 
 
+MAXIMA = frozenset({"ratio_deviation"})
+"""Statistics of `ObjectiveTerms` of which a batch has the largest of its parts', not their sum."""
+
+
+def merged(totals: Mapping[str, float], part: Mapping[str, float]) -> dict[str, float]:
+    """Statistics of two parts of a batch together."""
+    return {k: max(totals[k], v) if k in MAXIMA else totals[k] + v for k, v in part.items()} if totals else dict(part)
+
+
 class Objective:
     """Callable on the current policy's log-probs; holds no state."""
 
     def __init__(self, loss: LossConfig, correction: CorrectionConfig) -> None:
-        """Raises UserError for an unknown preset or filter."""
+        """Raises UserError: an unknown preset or filter, a loss that is not the preset's, or as `load_loss`."""
         named = named_correction(correction)
         self._rule, self._bypass = named.rule, named.mode == "bypass"
-        self._policy = POLICY_LOSSES[loss.policy if named.loss == "clipped_surrogate" else _LOSS_OF_PRESET[named.loss]]
+        self._off_policy_delta = correction.off_policy_delta
+        name = loss.policy if named.loss == "clipped_surrogate" else _LOSS_OF_PRESET[named.loss]
+        if loss.policy not in ("clipped", name):
+            raise UserError(
+                f"loss.policy={loss.policy} beside correction.preset={correction.preset}, whose loss is {name}: set "
+                f"loss.policy to {name}, or take another preset"
+            )
+        self._policy, self._selection = policy_loss(name, loss), selection(name, loss)
         self._clip = ClipRange(low=loss.clip_low, high=loss.clip_high, dual=loss.dual_clip)
         self._aggregate = AGGREGATIONS[loss.aggregation]
         if loss.length_normaliser is not None:
             self._aggregate = constant_length(loss.length_normaliser)
         self._reference_weight = loss.reference_kl
-        self._estimate = ESTIMATES[loss.reference_kl_estimate]
+        self._estimate, self._gradient = ESTIMATES[loss.reference_kl_estimate], loss.reference_kl_gradient
+        self._entropy_weight, self._distillation = loss.entropy, loss.distillation
+
+    @property
+    def selects(self) -> bool:
+        """True if the policy loss singles out tokens of its whole minibatch, which `selected` then does."""
+        return self._selection is not None
 
     def corrected(self, batch: RolloutBatch) -> tuple[RolloutBatch, dict[str, float]]:
-        """The batch with its weights, without what was rejected, and the correction's metrics.
+        """The batch with its weights and without the rows that have no token left, and the correction's metrics.
 
-        Bypass mode trains on the ratio to the rollout policy, which holds the whole mismatch already: the clipped
+        Its mask holds what the loss divides by: what was rejected is left out of it, or weighs 0 (`CorrectionRule`). In
+        bypass mode weights and metrics are those of the first update; the objective replaces the weights.
+        """
+        return self._weighed(batch.old_logprobs, replace(batch, mask=batch.mask & batch.keep[:, None]))
+
+    def _weighed(self, training: Tensor, batch: RolloutBatch) -> tuple[RolloutBatch, dict[str, float]]:
+        """Rows corrected for the ratio of the policy with log-probs `training` to the one that sampled.
+
+        Bypass mode trains on the ratio to the rollout policy, which holds the whole mismatch already. The clipped
         losses then take no weights, or it would count twice.
         """
-        mask = batch.mask & batch.keep[:, None]
-        verdict = correct(self._rule, batch.old_logprobs, batch.rollout_logprobs, mask)
+        verdict = correct(self._rule, training, batch.rollout_logprobs, batch.mask)
         twice = self._bypass and self._policy is not POLICY_LOSSES["reinforce"]
         weights = verdict.mask.to(verdict.weights.dtype) if twice else verdict.weights
-        return replace(batch, mask=verdict.mask, weights=weights), verdict.metrics
+        kept = batch.keep & verdict.keep
+        return replace(batch, mask=verdict.counted, weights=weights, keep=kept), verdict.metrics
 
-    def __call__(self, current: Tensor, batch: RolloutBatch, denominator: Denominator) -> ObjectiveTerms:
+    def selected(self, batch: RolloutBatch, current: Tensor, update: int) -> RolloutBatch:
+        """A minibatch with the tokens that the policy loss singles out; as it is where the loss does not.
+
+        Args:
+            batch: rows of what `corrected` returned, all that one optimiser update learns from.
+            current: FP32 [B, C], log-probs under the policy before the update.
+            update: number of the update within its step.
+        """
+        if self._selection is None:
+            return batch
+        assert batch.draw is not None, "the batch does not say what its random choices are functions of"
+        text = "/".join(map(str, ("selection", *batch.draw, update)))
+        seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big", signed=True)
+        inputs = self._inputs(current.detach(), batch, Denominator.of(batch.mask))
+        return replace(batch, selected=self._selection(inputs, self._clip, torch.Generator().manual_seed(seed)))
+
+    def __call__(
+        self, current: Tensor, batch: RolloutBatch, denominator: Denominator, entropy: Tensor | None = None
+    ) -> ObjectiveTerms:
         """Loss of a micro-batch.
 
         Args:
             current: FP32 [b, C], log-probs under the policy that is updated; differentiable.
-            batch: the same rows of what `corrected` returned.
+            batch: the same rows of what `corrected`, then `selected` returned.
             denominator: counts of the whole optimiser batch, from the corrected mask.
+            entropy: FP32 [b, C], of the distribution of each token; differentiable. For an entropy bonus.
         """
-        assert batch.weights is not None, "corrected() comes first"
-        inputs = LossInputs(
-            current=current,
-            old=batch.rollout_logprobs if self._bypass else batch.old_logprobs,
-            advantages=batch.advantages,
-            mask=batch.mask,
-            denominator=denominator,
-            weights=batch.weights,
-        )
+        inputs = self._inputs(current, batch, denominator)
+        assert inputs.weights is not None, "_inputs gives weights"
         policy = self._policy(inputs, self._clip, self._aggregate)
+        deviation = torch.expm1(clamp_exponent(torch.where(inputs.mask, current.detach() - inputs.old, 0.0).double()))
         penalty = self._penalty(current, batch, denominator)
         return ObjectiveTerms(
-            loss=policy.loss + self._reference_weight * penalty,
+            loss=policy.loss + self._reference_weight * penalty - self._bonus(entropy, batch.mask, denominator),
             clip_fraction=policy.clip_fraction,
             ratio_mean=policy.ratio_mean,
-            weight_mean=token_mean(batch.weights.double(), batch.mask, denominator),
+            ratio_bias=token_mean(deviation, inputs.mask, denominator),
+            ratio_deviation=deviation.abs().max(),
+            reward_slope=reward_slope(policy.loss, current, batch, denominator),
+            weight_mean=token_mean(inputs.weights.double(), batch.mask, denominator),
+            zero_weight_fraction=token_mean((inputs.weights == 0).double(), batch.mask, denominator),
             reference_kl=penalty,
+            teacher_kl=token_mean(-_towards_teacher(batch), batch.mask, denominator),
         )
+
+    def _inputs(self, current: Tensor, batch: RolloutBatch, denominator: Denominator) -> LossInputs:
+        return LossInputs(
+            current=current,
+            old=batch.rollout_logprobs if self._bypass else batch.old_logprobs,
+            advantages=self._advantages(batch),
+            mask=batch.mask,
+            denominator=denominator,
+            weights=self._weights(current, batch),
+            selected=batch.selected,
+        )
+
+    def _weights(self, current: Tensor, batch: RolloutBatch) -> Tensor:
+        """Weights of this update: in bypass mode of the current policy, as verl (`compute_policy_loss_bypass_mode`)."""
+        weights = self._weighed(current, batch)[0].weights if self._bypass else batch.weights
+        assert weights is not None, "corrected() comes first"
+        if self._off_policy_delta is None:
+            return weights
+        far = off_policy_rows(current, batch.rollout_logprobs, batch.advantages, batch.mask, self._off_policy_delta)
+        return torch.where(far, 0.0, weights)
+
+    def _advantages(self, batch: RolloutBatch) -> Tensor:
+        """Those of rewards, or with a teacher's part by token, [B, C]: rewards * A + weight * log teacher / old.
+
+        With `rewards` 1 that is slime's (`apply_opd_kl_to_advantages` of slime/backends/megatron_utils/loss.py), with
+        `rewards` 0 and `weight` 1 NeMo RL's (`OPDAdvantageEstimator` of nemo_rl/algorithms/advantage_estimator.py,
+        arXiv 2601.02780, eq. 8) and SkyRL's (examples/train/on_policy_distillation).
+        """
+        if self._distillation.weight == 0:
+            return batch.advantages
+        assert batch.teacher_logprobs is not None, "loss.distillation needs the teacher step"
+        towards_teacher = self._distillation.weight * _towards_teacher(batch)
+        if self._distillation.rewards == 0:
+            return towards_teacher
+        by_token = batch.advantages if batch.advantages.dim() == 2 else batch.advantages[:, None]
+        return self._distillation.rewards * by_token.double() + towards_teacher
+
+    def _bonus(self, entropy: Tensor | None, mask: Tensor, denominator: Denominator) -> Tensor | float:
+        """The weighted entropy, aggregated like the policy loss (verl: verl/workers/actor/dp_actor.py)."""
+        if self._entropy_weight == 0:
+            return 0.0
+        assert entropy is not None, "loss.entropy needs the entropy of each token"
+        return self._entropy_weight * self._aggregate(entropy.double(), mask, denominator)
 
     def _penalty(self, current: Tensor, batch: RolloutBatch, denominator: Denominator) -> Tensor:
         """Divergence from the reference policy; GRPO (arXiv 2402.03300, equation 4) takes k3."""
         if batch.reference_logprobs is None:
             assert self._reference_weight == 0, "loss.reference_kl needs the reference step"
             return torch.zeros((), dtype=torch.float64)
+        behaviour = {"estimate": None, "unbiased": current, "importance": batch.rollout_logprobs}[self._gradient]
         return reference_penalty(
             current,
             batch.reference_logprobs,
@@ -113,7 +252,64 @@ class Objective:
             denominator,
             estimate=self._estimate,
             aggregate=self._aggregate,
+            behaviour=behaviour,
         )
+
+
+def reward_slope(loss: Tensor, current: Tensor, batch: RolloutBatch, denominator: Denominator) -> Tensor:
+    """Positive if descent along `loss` makes rewarded completions likelier: a share of the batch's mean, FP64 scalar.
+
+    The mean over rows of (-d loss / d log-prob, averaged over the row's tokens) * (reward - mean reward of its prompt
+    group). The unit is one token's share of the loss. With importance ratios and weights of 1 it is the mean of
+    advantage * centred reward, which no advantage estimator makes negative. A wrong sign of advantage or loss does. The
+    slope is 0 where rewards are not known or nothing requires a gradient.
+    """
+    if batch.centred_rewards is None or not current.requires_grad:
+        return torch.zeros((), dtype=torch.float64)
+    (slope,) = torch.autograd.grad(loss, current, retain_graph=True)
+    lengths = batch.mask.sum(dim=1).clamp_min(1)
+    push = torch.where(batch.mask, -slope.double(), 0.0).sum(dim=1) / lengths
+    return (push * batch.centred_rewards.double()).sum() * denominator.tokens / max(denominator.sequences, 1)
+
+
+def _towards_teacher(batch: RolloutBatch) -> Tensor:
+    """FP64 [B, C], log teacher - log old at unmasked tokens, without gradient; zeros without a teacher."""
+    if batch.teacher_logprobs is None:
+        return torch.zeros(batch.mask.shape, dtype=torch.float64)
+    return torch.where(batch.mask, batch.teacher_logprobs.double() - batch.old_logprobs.double(), 0.0)
+
+
+def policy_loss(name: str, loss: LossConfig) -> PolicyLoss:
+    """The policy loss of a name with the hyperparameters of the configuration.
+
+    Raises:
+        UserError: as `user_loss.load_loss`.
+    """
+    match name:
+        case "sapo":
+            taus = loss.sapo.tau_positive, loss.sapo.tau_negative
+            return lambda inputs, clip, aggregate: sapo(inputs, *taus, aggregate)
+        case "kl_cov":
+            return lambda inputs, clip, aggregate: kl_cov(inputs, loss.kl_cov.weight, aggregate)
+        case _ if name in POLICY_LOSSES:
+            return POLICY_LOSSES[name]
+        case _:
+            return load_loss(name, loss.options)
+
+
+def selection(name: str, loss: LossConfig) -> Selection | None:
+    """The selection of tokens for the policy loss of a name; None where it takes all alike."""
+    match name:
+        case "clip_cov":
+            return partial(_clip_cov_selection, loss)
+        case "kl_cov":
+            return lambda inputs, clip, generator: kl_cov_selection(inputs, loss.kl_cov.share)
+        case _:
+            return None
+
+
+def _clip_cov_selection(loss: LossConfig, inputs: LossInputs, clip: ClipRange, generator: torch.Generator) -> Tensor:
+    return clip_cov_selection(inputs, clip, **loss.clip_cov.model_dump(), generator=generator)
 
 
 def named_correction(config: CorrectionConfig) -> Preset:
@@ -141,4 +337,7 @@ def _custom_rule(config: CorrectionConfig) -> CorrectionRule:
         filters=tuple(Filter(**item.model_dump()) for item in config.filters),
         veto=None if config.veto is None else Veto(low=config.veto),
         normalise=config.normalise,
+        normalise_over=config.normalise_over,
+        denominator=config.denominator or ("all" if config.mode == "bypass" else "kept"),
+        order=config.order,
     )

@@ -10,9 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fp8core.errors import UserError
-from fp8core.rl.correction import CorrectionRule
-from fp8core.rl.importance import Weighting
-from fp8core.rl.rejection import Filter, Veto
+from fp8core.rl.correction import CorrectionRule, Filter, Veto, Weighting
 
 LossName = Literal["clipped_surrogate", "reinforce", "binary_tv"]
 
@@ -31,23 +29,32 @@ class Preset:
 _TOKEN_TIS = Weighting(level="token", action="truncate", high=2.0)
 _SEQUENCE_TIS = Weighting(level="sequence", action="truncate", high=2.0)
 _ICEPOP = Weighting(level="token", action="band", low=0.5, high=5.0)
-_GEOMETRIC = Filter(name="seq_mean_k1", low=0.999, high=1.001)
+_GEOMETRIC = Filter(name="seq_mean_k1", low=1 / 1.001, high=1 / 0.999)
 _PRODUCT = Filter(name="seq_sum_k1", low=0.5, high=2.0)
+_SKYRL_GEOMETRIC = Filter(name="seq_mean_k1", low=0.99, high=1.01, clamp="row")
+_SKYRL_TOKEN = Filter(name="token_k1", low=0.5, high=2.0)
+_SKYRL_OUTLIER = Veto(low=1e-4, high=100.0)
 _K3 = Filter(name="seq_mean_k3", high=0.01)
 
-_VERL = "verl: docs/algo/rollout_corr.md, verl/trainer/ppo/rollout_corr_helper.py"
-_VERL_BAND = "its code tests k1 bands on 1/rho; equal for its reciprocal default, here always on rho"
-_VERL_NORM = "its batch normalisation, off by default, takes the mean before rejection; here over what was kept"
-_VERL_BYPASS = "in bypass mode it divides by the tokens before rejection (issue 4852); here by those kept, as decoupled"
+_VERL = "verl: docs/algo/rollout_corr.md, verl/trainer/ppo/rollout_corr_helper.py, verl/trainer/ppo/core_algos.py"
+_VERL_BAND = "its code tests the band 0.999 to 1.001 on 1/rho; here it is turned into the same band on rho"
+_VERL_ROWS = "its sequence means divide by all rows, rejected ones too; here by rows with a token left"
+_VERL_BYPASS = (
+    "its older actor (verl/workers/actor/dp_actor.py) divides each micro-batch by its tokens after rejection; here, as "
+    "in its engines (issue 4852), an update is divided by its tokens before rejection"
+)
 _NEMO = "NeMo RL: nemo_rl/algorithms/loss/loss_functions.py"
 _NEMO_CLAMP = "it clamps no exponent and turns NaN and infinite weights into 0; here exponents are clamped to +-20"
 _TRL = "TRL: trl/trainer/grpo_trainer.py"
 _TRL_CLAMP = "it clamps no exponent: a ratio that overflows is infinite, then masked or capped"
 _SLIME = "slime: examples/train_infer_mismatch_helper/mis.py, mis.yaml"
-_SLIME_NORM = "it normalises before the veto; here over what was kept"
-_SKYRL = "SkyRL: docs/content/docs/algorithms/off_policy_correction.mdx"
-_SKYRL_ORDER = "it applies outlier, token and sequence masks in turn; here each tests all unmasked tokens"
-_SKYRL_EDGE = "its sequence bands exclude their bounds; here they include them"
+_SLIME_NORM = "it normalises each micro-batch by itself; here the whole batch"
+_SLIME_KL = "its penalty towards the reference policy leaves rejected tokens out; here they are in"
+_SLIME_CLIP = (
+    "with `tis_mode: clip` and `use_rs: false`: its rejection has the same bounds and would leave nothing to clip"
+)
+_SLIME_MASK = "with `tis_mode: mask` and `use_rs: false`: no veto"
+_SKYRL = "SkyRL: skyrl/backends/skyrl_train/utils/off_policy_correction_utils.py, ppo_utils.py"
 
 
 def _verl(
@@ -56,13 +63,32 @@ def _verl(
     mode: Literal["decoupled", "bypass"] = "decoupled",
     loss: LossName = "clipped_surrogate",
 ) -> Preset:
-    rule = (
-        CorrectionRule(filters=filters) if weighting is None else CorrectionRule(weighting=weighting, filters=filters)
+    rule = CorrectionRule(
+        weighting=weighting or CorrectionRule().weighting,
+        filters=filters,
+        denominator="all" if mode == "bypass" else "kept",
     )
-    notes = [_VERL_NORM] if weighting is not None else []
-    notes += [_VERL_BAND] if any(test.bounds_ratio for test in filters) else []
-    notes += [_VERL_BYPASS] if filters and mode == "bypass" else []
+    notes = [_VERL_BAND] if _GEOMETRIC in filters else []
+    if filters:
+        notes.append(_VERL_BYPASS if mode == "bypass" else _VERL_ROWS)
     return Preset(rule=rule, source=_VERL, mode=mode, loss=loss, deviations=tuple(notes))
+
+
+def _slime(weighting: Weighting, *filters: Filter, veto: Veto | None = None) -> CorrectionRule:
+    return CorrectionRule(
+        weighting=weighting, filters=filters, veto=veto, normalise="token", normalise_over="all", denominator="all"
+    )
+
+
+def _skyrl(weighting: Weighting | None = None, filters: tuple[Filter, ...] = (), veto: Veto | None = None) -> Preset:
+    rule = CorrectionRule(
+        weighting=weighting or CorrectionRule().weighting,
+        filters=filters,
+        veto=veto,
+        denominator="all",
+        order="in_turn",
+    )
+    return Preset(rule=rule, source=_SKYRL)
 
 
 PRESETS: dict[str, Preset] = {
@@ -98,10 +124,11 @@ PRESETS: dict[str, Preset] = {
     "nemo_rl/seq-mask-tis": Preset(
         rule=CorrectionRule(
             weighting=Weighting(level="token", action="keep"),
-            filters=(Filter(name="seq_mean_k1", low=0.999, high=1.002),),
+            filters=(Filter(name="seq_mean_k1", low=0.999, high=1.002, clamp="row"),),
+            denominator="all",
         ),
         source=_NEMO,
-        deviations=(_NEMO_CLAMP, "it zeroes the rejected sequences, which stay in the denominator; here they leave it"),
+        deviations=(_NEMO_CLAMP,),
     ),
     "trl/sequence_mask": Preset(
         rule=CorrectionRule(weighting=Weighting(level="sequence", action="band", high=3.0)),
@@ -124,59 +151,34 @@ PRESETS: dict[str, Preset] = {
         deviations=(_TRL_CLAMP,),
     ),
     "slime/mis": Preset(
-        rule=CorrectionRule(weighting=_TOKEN_TIS, veto=Veto(low=1e-4), normalise="token"),
+        rule=_slime(_TOKEN_TIS, Filter(name="token_k1", low=0.5, high=2.0), veto=Veto(low=1e-4)),
         source=_SLIME,
-        deviations=(_SLIME_NORM, "its veto acts with use_rs only; here always"),
+        deviations=(_SLIME_NORM, _SLIME_KL),
     ),
     "slime/clip": Preset(
-        rule=CorrectionRule(weighting=Weighting(level="token", action="clip", low=0.5, high=2.0), normalise="token"),
+        rule=_slime(Weighting(level="token", action="clip", low=0.5, high=2.0)),
         source=_SLIME,
-        deviations=(_SLIME_NORM,),
+        deviations=(_SLIME_NORM, _SLIME_CLIP),
     ),
     "slime/mask": Preset(
-        rule=CorrectionRule(weighting=Weighting(level="token", action="mask", low=0.5, high=2.0), normalise="token"),
+        rule=_slime(Weighting(level="token", action="mask", low=0.5, high=2.0)),
         source=_SLIME,
-        deviations=(_SLIME_NORM,),
+        deviations=(_SLIME_NORM, _SLIME_KL, _SLIME_MASK),
     ),
     "prime_rl/default": Preset(
-        rule=CorrectionRule(),
+        rule=CorrectionRule(denominator="all"),
         source="prime-rl: src/prime_rl/trainer/rl/loss.py, docs/algorithms.md",
         mode="bypass",
         loss="binary_tv",
         deviations=("it does not clamp log r; its document has min(r, delta), which neither its code nor this has",),
     ),
-    "skyrl/geometric_mask": Preset(
-        rule=CorrectionRule(filters=(Filter(name="seq_mean_k1", low=0.99, high=1.01),)),
-        source=_SKYRL,
-        deviations=(_SKYRL_EDGE,),
-    ),
-    "skyrl/product_mask": Preset(
-        rule=CorrectionRule(filters=(_PRODUCT,)),
-        source=_SKYRL,
-        deviations=(_SKYRL_EDGE,),
-    ),
-    "skyrl/token_tis": Preset(rule=CorrectionRule(weighting=_TOKEN_TIS), source=_SKYRL),
-    "skyrl/sequence_tis": Preset(
-        rule=CorrectionRule(weighting=Weighting(level="sequence", action="truncate", high=5.0)), source=_SKYRL
-    ),
-    "skyrl/token_mask": Preset(
-        rule=CorrectionRule(filters=(Filter(name="token_k1", low=0.5, high=2.0),)), source=_SKYRL
-    ),
-    "skyrl/outlier_mask": Preset(
-        rule=CorrectionRule(veto=Veto(low=1e-4, high=100.0)), source=_SKYRL, deviations=(_SKYRL_EDGE,)
-    ),
-    "skyrl/recommended": Preset(
-        rule=CorrectionRule(
-            weighting=_TOKEN_TIS,
-            filters=(
-                Filter(name="seq_mean_k1", low=0.99, high=1.01),
-                Filter(name="token_k1", low=0.5, high=2.0),
-            ),
-            veto=Veto(low=1e-4, high=100.0),
-        ),
-        source=_SKYRL,
-        deviations=(_SKYRL_EDGE, _SKYRL_ORDER),
-    ),
+    "skyrl/geometric_mask": _skyrl(filters=(_SKYRL_GEOMETRIC,)),
+    "skyrl/product_mask": _skyrl(filters=(Filter(name="seq_sum_k1", low=0.5, high=2.0, clamp="row"),)),
+    "skyrl/token_tis": _skyrl(_TOKEN_TIS),
+    "skyrl/sequence_tis": _skyrl(Weighting(level="sequence", action="truncate", high=5.0)),
+    "skyrl/token_mask": _skyrl(filters=(_SKYRL_TOKEN,)),
+    "skyrl/outlier_mask": _skyrl(veto=_SKYRL_OUTLIER),
+    "skyrl/recommended": _skyrl(_TOKEN_TIS, (_SKYRL_TOKEN, _SKYRL_GEOMETRIC), _SKYRL_OUTLIER),
 }
 
 

@@ -7,16 +7,66 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from fp8core.config.run import RunConfig
 from fp8core.models.architecture import Architecture
 from fp8core.models.decoder import TOP_K, Decoder
 from fp8core.models.experts import RecordedRouting
-from fp8core.models.formats import Formats
-from fp8core.models.weights import PolicyWeights, load_policy
+from fp8core.models.weights import Formats, PolicyWeights, load_policy, rollout_formats
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.logprobs import log_softmax
 from fp8core.numerics.sampling import greedy, sample, uniform
-from fp8core.rollout.engine import Completion, PolicyScales, PromptGroup, Sampling, SyncReport
-from fp8core.rollout.kv_cache import KvCache
+from fp8core.plan.memory import Device, Need
+from fp8core.plan.rollout import EngineMemory, engine_weights, shipped_bytes
+from fp8core.rollout.engine import Completion, PolicyScales, Probe, PromptGroup, Sampling, SyncReport
+from fp8core.rollout.registry import EngineEntry
+from fp8core.training.memory import EMULATED, emulated_bytes
+
+
+class KvCache:
+    """Stored K and V of a batch that is decoded together: left-padded prompts, one column per token.
+
+    It satisfies `models.decoder.Context`.
+
+    Attributes:
+        mask: bool [B, 1, Tq, columns so far], for the call in progress.
+    """
+
+    def __init__(self, valid: Tensor, capacity: int, num_layers: int) -> None:
+        """From the prompts' validity, bool [B, T], and room for `capacity` columns."""
+        batch, length = valid.shape
+        self._valid = torch.zeros(batch, capacity, dtype=torch.bool)
+        self._valid[:, :length] = valid
+        self._columns = 0
+        self._keys: list[Tensor | None] = [None] * num_layers
+        self._values: list[Tensor | None] = [None] * num_layers
+        self.mask = torch.empty(0)
+
+    def begin(self, length: int) -> None:
+        """Open `length` further columns and set the mask of the queries in them."""
+        start, self._columns = self._columns, self._columns + length
+        if start:
+            self._valid[:, start : self._columns] = True
+        columns = torch.arange(self._columns)
+        queries = columns[start:, None]
+        visible = (columns <= queries) & self._valid[:, None, : self._columns]
+        self.mask = (visible | (columns == queries))[:, None]
+
+    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = self._keys[layer], self._values[layer]
+        if keys is None or values is None:
+            shape = (k.shape[0], k.shape[1], self._valid.shape[1], k.shape[3])
+            keys, values = k.new_empty(shape), v.new_empty(shape)
+            self._keys[layer], self._values[layer] = keys, values
+        start = self._columns - k.shape[2]
+        keys[:, :, start : self._columns] = k
+        values[:, :, start : self._columns] = v
+        return keys[:, :, : self._columns], values[:, :, : self._columns]
+
+    def select(self, rows: Tensor) -> None:
+        """Keep (or repeat) these rows of the batch: int64 [B']."""
+        self._valid = self._valid[rows]
+        self._keys = [None if keys is None else keys[rows] for keys in self._keys]
+        self._values = [None if values is None else values[rows] for values in self._values]
 
 
 @dataclass
@@ -67,7 +117,7 @@ class EmbeddedEngine:
             "scales": [] if self._scales is None else [vars(layer) for layer in self._scales.layers],
         }
 
-    def rest(self) -> None:
+    def sleep(self) -> None:
         """Keep everything: weights and caches lie in main memory."""
 
     def close(self) -> None:
@@ -88,8 +138,18 @@ class EmbeddedEngine:
                 if whole:
                     yield [completion for group in whole for completion in held.pop(group)]
 
+    @torch.no_grad()
+    def score(self, probes: Sequence[Probe], temperature: float) -> list[list[float]]:
+        """Log-prob of each target after its context, from one prefill; one row."""
+        assert self._weights is not None, "update() comes before score()"
+        contexts = [PromptGroup(i, f"probe {i}", probe.context, (0,), (0,)) for i, probe in enumerate(probes)]
+        hidden, _ = self._prefill(contexts, 0, None)
+        logprobs = log_softmax(self._decoder.formats.head.logits(hidden, self._weights.head), temperature)
+        targets = torch.tensor([probe.target for probe in probes])
+        return [logprobs.gather(-1, targets[:, None]).squeeze(-1).float().tolist()]
+
     def _wave(self, groups: Sequence[PromptGroup], sampling: Sampling) -> Iterator[list[Completion]]:
-        """Decode together; yields the groups, or parts of groups, that have just finished."""
+        """Decode together; yields groups, or parts of groups, as they finish."""
         batch = _Batch.of(groups)
         record = RecordedRouting() if sampling.report_experts else None
         hidden, cache = self._prefill(groups, sampling.max_new_tokens, record)
@@ -174,7 +234,7 @@ class _Batch:
                 row.finish = "length"
 
     def note_experts(self, chosen: Tensor) -> None:
-        """Append the experts of the positions just computed, [B, T, sparse layers, k], to every row that is not done.
+        """Append the experts of the newest positions, [B, T, sparse layers, k], to every row that is not done.
 
         A prompt's positions come at once, after padding on its left; those of the completion one by one.
         """
@@ -192,7 +252,7 @@ class _Batch:
         self.seeds, self.lengths = self.seeds[rows], self.lengths[rows]
 
     def finished_groups(self) -> Iterator[list[Completion]]:
-        """The completions of groups that have just finished, if any."""
+        """The completions of newly finished groups, if any."""
         done = [group for group, rows in self._open.items() if all(row.finish for row in rows)]
         if done:
             yield [_completion(row) for group in done for row in self._open.pop(group)]
@@ -220,3 +280,20 @@ def _completion(row: _Sequence) -> Completion:
     finish: Literal["stop", "length"] = "stop" if row.finish == "stop" else "length"
     experts = torch.cat(row.experts) if row.experts else None
     return Completion(row.group, row.sample, row.tokens, row.logprobs, finish, experts)
+
+
+def _memory(config: RunConfig, arch: Architecture, gpu: Device | None) -> EngineMemory:
+    """Its weights as they are sent, and ready; its cache grows as it generates."""
+    weights = engine_weights(shipped_bytes(arch, config.precision))
+    return EngineMemory((weights, Need("engine weights, ready", emulated_bytes(arch), EMULATED)))
+
+
+ENGINE = EngineEntry(
+    name="embedded",
+    build=lambda config, arch: EmbeddedEngine(
+        arch, rollout_formats(config.precision, arch.num_layers), config.rollout.max_batch
+    ),
+    requirements=lambda: "exact FP8 emulation on this CPU",
+    memory=_memory,
+    arithmetic=lambda config: "reference",
+)

@@ -1,5 +1,6 @@
-"""What every rollout engine does: token ids in, token ids and their log-probs out, weights replaced in place."""
+"""The interface of every rollout engine: token ids in, token ids and their log-probs out, weights replaced in place."""
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -30,7 +31,7 @@ class PromptGroup:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen.
+    """The rules by which tokens are chosen.
 
     Attributes:
         temperature: of the softmax that is sampled from; 0 is greedy (log-probs are then those of temperature 1).
@@ -69,6 +70,14 @@ class Completion:
 
 
 @dataclass(frozen=True)
+class Probe:
+    """A known token after a known context, at most as many tokens as a prompt may have."""
+
+    context: tuple[int, ...]
+    target: int
+
+
+@dataclass(frozen=True)
 class PolicyScales:
     """Scales of Q, K and V of every layer, for one version of the policy; no layers when the cache is not FP8."""
 
@@ -78,7 +87,7 @@ class PolicyScales:
 
 @dataclass(frozen=True)
 class SyncReport:
-    """What an engine holds after an update, read back from its own tensors."""
+    """The state of an engine after an update, read back from its own tensors."""
 
     version: int
     digest: str
@@ -92,6 +101,10 @@ class RolloutEngine(Protocol):
         """Completions, whole groups as they finish."""
         ...
 
+    def score(self, probes: Sequence[Probe], temperature: float) -> list[list[float]]:
+        """FP32 log-prob (nats) of every probe's target, by the passes that generate; a row for each engine."""
+        ...
+
     def update(self, tensors: Mapping[str, Tensor], scales: PolicyScales, version: int) -> SyncReport:
         """Replace weights and scales and read them back."""
         ...
@@ -101,13 +114,19 @@ class RolloutEngine(Protocol):
         ...
 
     def describe(self) -> dict[str, object]:
-        """What really runs: formats by layer, dtype by parameter, scales."""
+        """Report what really runs: formats by layer, dtype by parameter, scales."""
         ...
 
-    def rest(self) -> None:
+    def sleep(self) -> None:
         """Nothing is generated until the next update: an engine that shares a device may give its memory back."""
         ...
 
     def close(self) -> None:
         """Release memory."""
         ...
+
+
+def sample_seed(run_seed: int, step: int, group: int, sample: int) -> int:
+    """Signed 64-bit seed of one completion."""
+    text = f"rollout/{run_seed}/{step}/{group}/{sample}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big", signed=True)

@@ -1,92 +1,105 @@
-"""Content-addressed files of a run: tables (parquet), tensors (safetensors) and JSON.
+"""Content-addressed files of a run (parquet tables, safetensors, JSON), and the shards of its unfinished steps.
 
-A file is named by the SHA-256 of its bytes, and the same content gives the same bytes, so that a step that is redone
-can be compared by digests. Files are written once and never changed; whatever is read is checked first.
+A file is named by the SHA-256 of its bytes. Equal content gives equal bytes, so that a redo of a step is compared by
+digests. A file is written once and never changed; a reader checks its digest, then its content.
+
+A shard holds finished prompt groups of the step that is being generated: `<number>-<SHA-256>.parquet`, durable one by
+one. When the step's whole table is committed, the shards are removed.
 """
 
 import hashlib
 import io
-import json
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, field_validator, model_validator
+from safetensors import SafetensorError
 from safetensors.torch import load as decode_tensors
 from safetensors.torch import save as encode_tensors
 from torch import Tensor
 
-from fp8core.errors import UserError
-from fp8core.store import durable
-from fp8core.store.stopwatch import storing
-from fp8core.store.tombstones import read_tombstones
+from fp8core.errors import StoredFileError, printable
+from fp8core.store import durable, schemas
+from fp8core.store.deletion_log import read_deletions
+from fp8core.store.durable import io_timer
+from fp8core.store.json_text import Bytes, canonical_json, parse_json, validated
 
 _FOLDER = "artifacts"
-# safetensors writes several metadata keys in random order; one key that holds all of them keeps the bytes fixed.
+# safetensors writes metadata keys in random order; a single key keeps the bytes fixed.
 _METADATA_KEY = "fp8_grpo"
 
+_METADATA: TypeAdapter[dict[str, str]] = TypeAdapter(dict[str, str])
 
-class ArtifactError(UserError):
-    """A stored file that is missing, cannot be read, or is not what was written."""
+
+class ArtifactError(StoredFileError):
+    """A stored file that is missing, unreadable or changed."""
 
 
 class Ref(BaseModel):
-    """What tasks pass to one another in place of data."""
+    """The reference that tasks pass to one another in place of data."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    kind: str = Field(min_length=1, description="What the content means: rollouts, rewards, scales, ...")
+    kind: str = Field(
+        min_length=1, max_length=200, description="What the content means: rollouts, rewards, scales, ..."
+    )
     digest: str = Field(pattern=r"^[0-9a-f]{64}$", description="SHA-256 of the file.")
     uri: str = Field(
-        pattern=r"^artifacts/[0-9a-f]{2}/[0-9a-f]{64}\.[a-z]+$", description="Path relative to the run directory."
+        pattern=r"^artifacts/[0-9a-f]{2}/[0-9a-f]{64}\.(json|parquet|safetensors)$",
+        description="Path relative to the run directory.",
     )
-    size: int = Field(ge=0, description="Bytes of the file.")
+    size: Bytes = Field(description="Bytes of the file.")
+
+    @field_validator("kind")
+    @classmethod
+    def _one_line(cls, kind: str) -> str:
+        if not kind.isprintable():
+            raise ValueError("has characters that cannot be printed")
+        return kind
+
+    @model_validator(mode="after")
+    def _named_by_its_digest(self) -> Self:
+        if self.uri[10:13] != self.digest[:2] + "/" or self.uri[13:77] != self.digest:
+            raise ValueError("uri: is not that of the digest")
+        return self
 
 
 def encode_table(table: pa.Table) -> bytes:
-    """A table as parquet; equal for equal rows, however they were split into chunks and wherever they came from."""
+    """A table as parquet; equal rows give equal bytes, however they are split into chunks."""
     buffer = io.BytesIO()
-    # Arrow's own schema would tell apart lists that were built from lists that were read, by the name of their items.
+    # Arrow's own schema would differ between lists that were built and lists that were read (the name of their items).
     pq.write_table(table.combine_chunks(), buffer, compression="zstd", store_schema=False)
     return buffer.getvalue()
 
 
-def decode_table(data: bytes, columns: Sequence[str] | None = None) -> pa.Table:
-    """The table of `encode_table`, or those of some columns that it has."""
-    # Threads would take new memory each, and columns are decoded within milliseconds.
-    return pq.ParquetFile(pa.BufferReader(data)).read(columns=columns, use_threads=False)
+def decode_table(data: bytes, kind: str, place: object, columns: Sequence[str] | None = None) -> pa.Table:
+    """The table of `encode_table`, or those of some columns that it has. Raises ArtifactError: `place: column: ...`."""
+    with _refused():
+        return schemas.read_table(pa.BufferReader(data), kind, place, columns)
 
 
-def _refuse_non_json(value: Any, where: str) -> None:
-    if isinstance(value, float) and not math.isfinite(value):
-        raise UserError(f"{where} is {value}: JSON has no such number")
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            if not isinstance(key, str):
-                raise TypeError(f"{where}: the key {key!r} is not a string")
-            _refuse_non_json(item, f"{where}.{key}")
-    elif isinstance(value, list | tuple):
-        for i, item in enumerate(value):
-            _refuse_non_json(item, f"{where}[{i}]")
-
-
-def canonical_json(value: Any, name: str) -> bytes:
-    """JSON with one spelling for one value: sorted keys, no spaces, ASCII.
-
-    Raises UserError for NaN and infinities, which names the path of keys that starts with `name`; TypeError for what
-    JSON cannot hold.
-    """
-    _refuse_non_json(value, name)
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+@contextmanager
+def _refused() -> Iterator[None]:
+    """Turn the errors of a schema into ArtifactError."""
+    try:
+        yield
+    except ArtifactError:
+        raise
+    except StoredFileError as error:
+        raise ArtifactError(str(error)) from error
 
 
 def read_checked(path: Path, digest: str, size: int | None = None) -> bytes:
-    """The bytes of a file of known SHA-256 (and size). Raises ArtifactError, which says what is wrong."""
+    """The bytes of a file of known SHA-256 (and size). Raises ArtifactError with the kind of damage."""
     try:
+        # A file that outgrew the memory must not be read.
+        if size is not None and path.is_file() and (there := path.stat().st_size) > size:
+            raise ArtifactError(f"{path}: content differs: {there} bytes, expected {digest} of {size} bytes")
         data = path.read_bytes()
     except FileNotFoundError as error:
         raise ArtifactError(f"{path}: the file is missing") from error
@@ -102,13 +115,10 @@ def read_checked(path: Path, digest: str, size: int | None = None) -> bytes:
 
 
 class ArtifactStore:
-    """The artifacts of one run directory. Safe for threads; whole contents are held in memory while they pass."""
+    """The artifacts of one run directory. Safe for threads; holds the whole content of a file in memory."""
 
     def __init__(self, root: Path, origin: Path | None = None) -> None:
-        """`root` is the run directory; nothing is created before the first put.
-
-        Files that `root` lacks are read from `origin`, another run's directory, which is never written to.
-        """
+        """`root` is the run directory, created by the first put. Missing files are read from the directory `origin`."""
         self._root = root
         self._origin = origin
 
@@ -117,31 +127,36 @@ class ArtifactStore:
         return self._holder(ref) / ref.uri
 
     def damage(self, ref: Ref) -> ArtifactError | None:
-        """What is wrong with the file of a reference; None when it is whole."""
+        """The error of the file of a reference; None when its digest and its content are as they should be."""
         try:
             self._read(ref, Path(ref.uri).suffix.removeprefix("."))
+            with _refused():
+                schemas.check_file(self.path(ref), ref.kind)
         except ArtifactError as error:
             return error
         return None
 
-    @storing()
+    @io_timer()
     def put_back(self, ref: Ref, source: "ArtifactStore") -> None:
-        """Replaces a damaged or missing file by that of another store. Raises ArtifactError; UserError (the disk)."""
+        """Replace a damaged or missing file by that of another store. Raises ArtifactError; UserError (the disk)."""
         durable.ensure_file(self._root / ref.uri, source._read(ref, Path(ref.uri).suffix.removeprefix(".")))
 
-    @storing()
+    @io_timer()
     def put_table(self, kind: str, table: pa.Table) -> Ref:
-        """Stores a table as parquet (zstd). Raises UserError when the disk refuses."""
+        """Store a table as parquet (zstd). Raises UserError when the disk refuses."""
         return self._commit(kind, "parquet", encode_table(table))
 
-    @storing()
+    @io_timer()
     def get_table(self, ref: Ref, columns: Sequence[str] | None = None) -> pa.Table:
-        """A stored table, or those of some columns that it has; the whole file is checked. Raises ArtifactError."""
-        return decode_table(self._read(ref, "parquet"), columns)
+        """A stored table, or those of some columns that it has, of its kind's schema. Raises ArtifactError.
 
-    @storing()
+        The digest of the whole file is checked.
+        """
+        return decode_table(self._read(ref, "parquet"), ref.kind, self.path(ref), columns)
+
+    @io_timer()
     def put_tensors(self, kind: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> Ref:
-        """Stores named tensors, of any device and strides, as safetensors. Raises UserError when the disk refuses."""
+        """Store named tensors, of any device and strides, as safetensors. Raises UserError when the disk refuses."""
         copies = {
             name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
             for name, tensor in sorted(tensors.items())
@@ -149,35 +164,48 @@ class ArtifactStore:
         header = {_METADATA_KEY: canonical_json(dict(metadata or {}), "metadata").decode()}
         return self._commit(kind, "safetensors", encode_tensors(copies, header))
 
-    @storing()
+    @io_timer()
     def get_tensors(self, ref: Ref) -> dict[str, Tensor]:
         """Stored tensors, on the CPU, sorted by name. Raises ArtifactError."""
-        return dict(sorted(decode_tensors(self._read(ref, "safetensors")).items()))
+        data = self._read(ref, "safetensors")
+        with _refused():
+            schemas.read_tensor_header(self.path(ref), ref.kind)
+        try:
+            return dict(sorted(decode_tensors(data).items()))
+        except (SafetensorError, ValueError) as error:
+            raise ArtifactError(f"{self.path(ref)}: {printable(str(error))}") from error
 
-    @storing()
+    @io_timer()
     def get_metadata(self, ref: Ref) -> dict[str, str]:
         """The metadata stored with tensors. Raises ArtifactError."""
-        data = self._read(ref, "safetensors")
-        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-        metadata: dict[str, str] = json.loads(header["__metadata__"][_METADATA_KEY])
+        place, data = self.path(ref), self._read(ref, "safetensors")
+        with _refused():
+            schemas.read_tensor_header(place, ref.kind)
+            header = parse_json(data[8 : 8 + int.from_bytes(data[:8], "little")], place)
+            where = f"{place}: __metadata__"
+            kept = validated(header.get("__metadata__"), _METADATA, where)
+            if _METADATA_KEY not in kept:
+                raise ArtifactError(f"{where}: {_METADATA_KEY} is missing")
+            metadata: dict[str, str] = validated(parse_json(kept[_METADATA_KEY].encode(), where), _METADATA, where)
         return metadata
 
-    @storing()
+    @io_timer()
     def put_json(self, kind: str, value: Any) -> Ref:
-        """Stores a value as canonical JSON. Raises UserError: NaN or infinity (with its key), the disk."""
+        """Store a value as canonical JSON. Raises UserError: NaN or infinity (with its key), the disk."""
         return self._commit(kind, "json", canonical_json(value, kind))
 
-    @storing()
+    @io_timer()
     def get_json(self, ref: Ref) -> Any:
-        """A stored JSON value. Raises ArtifactError."""
-        return json.loads(self._read(ref, "json"))
+        """A stored JSON value of its kind's schema. Raises ArtifactError."""
+        with _refused():
+            return schemas.read_json(self._read(ref, "json"), ref.kind, self.path(ref))
 
     def digest_json(self, value: Any) -> str:
         """The digest that `put_json` would name a value by."""
         return hashlib.sha256(canonical_json(value, "value")).hexdigest()
 
     def sweep(self) -> list[Path]:
-        """Removes what killed writers left behind, and returns it; only before anything is put."""
+        """Remove and return the temporary files of killed writers; only before the first put."""
         return durable.sweep(self._root / _FOLDER)
 
     def _commit(self, kind: str, extension: str, data: bytes) -> Ref:
@@ -194,6 +222,64 @@ class ArtifactStore:
         path = self.path(ref)
         if path.suffix != f".{extension}":
             raise ArtifactError(f"{path}: the {ref.kind} artifact is not a {extension} file")
-        if not path.exists() and (tombstone := read_tombstones(self._holder(ref)).get(ref.digest)) is not None:
-            raise ArtifactError(f"{path}: removed by gc on {tombstone.when} ({tombstone.reason})")
+        if not path.exists():
+            try:
+                deletion = read_deletions(self._holder(ref)).get(ref.digest)
+            except StoredFileError as error:
+                raise ArtifactError(f"{path}: the file is missing, and it is not known why: {error}") from error
+            if deletion is not None:
+                raise ArtifactError(f"{path}: removed by gc on {deletion.when} ({deletion.reason})")
         return read_checked(path, ref.digest, ref.size)
+
+
+class RolloutShards:
+    """The shards of one folder, which the first `append` creates; one writer."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    @io_timer()
+    def append(self, table: pa.Table) -> None:
+        """Add the rows of a table durably. Raises UserError when the disk refuses."""
+        buffer = io.BytesIO()
+        # Half the time of an artifact: tokens and log-probs seldom repeat, and building a dictionary takes longest.
+        pq.write_table(table, buffer, compression="zstd", use_dictionary=False, store_schema=False)
+        data = buffer.getvalue()
+        committed = self._committed()
+        number = int(committed[-1].name.split("-")[0]) + 1 if committed else 0
+        durable.write_file(self._folder / f"{number:06d}-{hashlib.sha256(data).hexdigest()}.parquet", data)
+
+    @io_timer()
+    def read(self) -> pa.Table | None:
+        """The rows of all shards in the order of their `append`, None when there is no shard.
+
+        Raises ArtifactError for a damaged shard.
+        """
+        tables = [self._table(path) for path in self._committed()]
+        return pa.concat_tables(tables) if tables else None
+
+    def discard_damaged(self) -> list[ArtifactError]:
+        """Remove damaged shards, so that their groups count as unfinished; returns the error of each."""
+        found = []
+        for path in self._committed():
+            try:
+                self._table(path)
+            except ArtifactError as error:
+                path.unlink()
+                found.append(error)
+        return found
+
+    @io_timer()
+    def clear(self) -> None:
+        """Remove the shards and their folder."""
+        for path in self._committed():
+            path.unlink()
+        if self._folder.is_dir():
+            durable.sweep(self._folder)
+            self._folder.rmdir()
+
+    def _committed(self) -> list[Path]:
+        return sorted(self._folder.glob("[0-9]*-*.parquet"))
+
+    def _table(self, path: Path) -> pa.Table:
+        return decode_table(read_checked(path, path.stem.split("-")[1]), "rollouts", path)

@@ -1,22 +1,38 @@
-"""Files that are whole or absent after a kill or a power cut.
+"""Files that survive a kill or a power cut: whole files, files of lines, their digests, and the time they take.
 
-A write goes to a temporary file in the target's folder, is fsynced, renamed over the target, and the folder is
-fsynced: when `write_file` returns the content is durable, before that the previous content (or none) is.
+`write_file` writes and fsyncs a temporary file in the target's folder, renames it over the target and fsyncs the
+folder. When it returns, the new content is durable; before that the previous content (or none) is.
+
+A file of lines only grows, and each line is durable before the next. A line counts once it ends with a newline. So only
+the last one can be torn: by a kill or a power cut in the middle of an append that was never acknowledged.
 """
 
+import hashlib
 import os
 import re
 import shutil
+import threading
+import time
 import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
 
 from fp8core.errors import UserError
 
+Line = tuple[int, bytes]
+"""Byte offset and content without its newline."""
+
+Report = Callable[[int], None]
+"""Called with the number of bytes that were read since its last call."""
+
 _TEMPORARY = re.compile(r"^\..+\.[0-9a-f]{32}\.tmp$")
+_BLOCK, _DIGEST_BLOCK = 1 << 16, 1 << 18
 
 
 def sync_path(path: Path) -> None:
-    """Makes a file's content durable, or renames, creations and removals in a folder. Raises OSError."""
+    """Make a file's content durable, or renames, creations and removals in a folder. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -25,7 +41,7 @@ def sync_path(path: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Creates a folder and its missing parents, durably. Raises UserError naming the folder that cannot be made."""
+    """Create a folder and its missing parents, durably. Raises UserError naming the folder that cannot be made."""
     if folder.is_dir():
         return
     make_folder(folder.parent)
@@ -37,7 +53,7 @@ def make_folder(folder: Path) -> None:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Writes or replaces a file, durably and atomically. Raises UserError naming the path, and leaves nothing."""
+    """Write or replace a file, durably and atomically. Raises UserError with the path, and then leaves nothing."""
     make_folder(path.parent)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
@@ -55,33 +71,33 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def ensure_file(path: Path, data: bytes) -> None:
-    """Makes a file hold `data`, durably: one that does is left alone, any other is replaced. Raises UserError."""
+    """Write `data` durably, unless the file holds it already. Raises UserError."""
     try:
         intact = path.read_bytes() == data
         if intact:
             # Its writer may have been killed between the rename and this.
             sync_path(path.parent)
     except OSError:
-        # Missing or unreadable alike: writing repairs it, or says why it cannot.
+        # Missing or unreadable: `write_file` replaces it, or raises.
         intact = False
     if not intact:
         write_file(path, data)
 
 
 def partial_folder(folder: Path) -> Path:
-    """Where a folder is while it is made or removed: what is found under this name counts for nothing."""
+    """The name of a folder while it is written or removed; readers ignore it."""
     return folder.with_name(f".{folder.name}.partial")
 
 
 def remove_folder(folder: Path) -> None:
-    """Removes a folder and all in it: a kill on the way leaves a `partial_folder`, never half of it. Raises OSError."""
+    """Remove a folder; a kill leaves a `partial_folder`, never half of the folder itself. Raises OSError."""
     shutil.rmtree(folder.rename(partial_folder(folder)))
 
 
 def sweep(folder: Path) -> list[Path]:
-    """Removes the temporary files that killed writers left under a folder, and returns them sorted.
+    """Remove the temporary files that killed writers left under a folder; returns them sorted.
 
-    Only for the holder of the run's lock, and before it writes: a temporary file in use would go too.
+    Only for the holder of the run's lock, before it writes: a temporary file in use would be removed too.
     """
     orphans = [
         Path(parent) / name for parent, _, names in os.walk(folder) for name in names if _TEMPORARY.fullmatch(name)
@@ -89,3 +105,111 @@ def sweep(folder: Path) -> list[Path]:
     for orphan in orphans:
         orphan.unlink()
     return sorted(orphans)
+
+
+def whole_end(file: FileIO) -> int:
+    """Bytes of the file up to the end of its last whole line. Raises OSError."""
+    pieces = lines_backward(file, os.fstat(file.fileno()).st_size)
+    end, _ = next(pieces)
+    last, line = next(pieces, (0, b""))
+    # After a power cut a file can have its new length and zeros for content.
+    return last if b"\0" in line else end
+
+
+def read_lines(path: Path) -> list[bytes]:
+    """The whole lines of a file. Raises OSError."""
+    with FileIO(path) as file:
+        return [line for _, line in lines_forward(file, 0, whole_end(file))]
+
+
+def lines_forward(file: FileIO, begin: int, end: int) -> Iterator[Line]:
+    """The whole lines between two offsets, read block by block as they are consumed. Raises OSError."""
+    rest, position = b"", begin
+    while position < end:
+        block = os.pread(file.fileno(), min(_BLOCK, end - position), position)
+        if not block:
+            return
+        *lines, rest_after = (rest + block).split(b"\n")
+        offset = position - len(rest)
+        for line in lines:
+            yield offset, line
+            offset += len(line) + 1
+        rest, position = rest_after, position + len(block)
+
+
+def lines_backward(file: FileIO, end: int) -> Iterator[Line]:
+    """The lines before an offset from the last back, read block by block as they are consumed. Raises OSError.
+
+    The first item is what follows the last newline: empty, or the torn line.
+    """
+    rest = b""
+    while end > 0:
+        start = max(0, end - _BLOCK)
+        first, *others = (os.pread(file.fileno(), end - start, start) + rest).split(b"\n")
+        offset = end + len(rest)
+        for piece in reversed(others):
+            offset -= len(piece)
+            yield offset, piece
+            offset -= 1
+        rest, end = first, start
+    yield 0, rest
+
+
+def append_durably(file: FileIO, data: bytes) -> None:
+    """Append whole lines durably. Raises OSError (a full disk), and then appends nothing."""
+    end = os.fstat(file.fileno()).st_size
+    try:
+        written = 0
+        while written < len(data):
+            written += file.write(data[written:])
+        os.fsync(file.fileno())
+    except OSError:
+        # Part of a line in the middle would make the whole file unreadable.
+        file.truncate(end)
+        raise
+
+
+def file_digest(path: Path, report: Report | None = None) -> str:
+    """SHA-256 (64 hex digits) of a file of any size. Raises OSError."""
+    digest, block = hashlib.sha256(), memoryview(bytearray(_DIGEST_BLOCK))
+    with path.open("rb", buffering=0) as file:
+        while read := file.readinto(block):
+            digest.update(block[:read])
+            if report is not None:
+                report(read)
+    return digest.hexdigest()
+
+
+def folder_digest(folder: Path, report: Report | None = None) -> str:
+    """SHA-256 (64 hex digits) over the sorted (relative path, SHA-256) of a folder's files. Raises OSError."""
+    digest = hashlib.sha256()
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        digest.update(f"{path.relative_to(folder).as_posix()}\n{file_digest(path, report)}\n".encode())
+    return digest.hexdigest()
+
+
+class _ThreadTime(threading.local):
+    seconds = 0.0
+    running = False
+
+
+_thread_time = _ThreadTime()
+
+
+def io_seconds() -> float:
+    """Seconds that this thread has spent in `io_timer` so far."""
+    return _thread_time.seconds
+
+
+@contextmanager
+def io_timer() -> Iterator[None]:
+    """Count a block, or a decorated function, as time for stored files; nested blocks count once."""
+    if _thread_time.running:
+        yield
+        return
+    _thread_time.running, began = True, time.perf_counter()
+    try:
+        yield
+    finally:
+        _thread_time.running = False
+        _thread_time.seconds += time.perf_counter() - began

@@ -1,12 +1,12 @@
 """The ledger of a run: what is committed, one JSON line an event, fsynced line by line.
 
-A torn last line (`store.lines`) was never acknowledged; `Ledger.open` cuts it off. Iterations count from 1; what
-precedes them (warm start, first scales, first evaluation) is step 0, so that the policy after step n is version n.
-When a task or a step was done again, its later entry wins.
+A torn last line (`store.durable`) was never acknowledged; `Ledger.open` cuts it off. Iterations count from 1. Step 0
+precedes them (warm start, first scales, first evaluation), so that the policy after step n is version n. When a task or
+a step was computed again, its later entry wins.
 
-Tasks and steps never go back to an earlier step, and a redo comes after what it redoes. Hence the two ends of a ledger
-tell all that a run needs to go on: step 0 is at the head, the steps from the last checkpoint on are at the tail. What
-lies between is read when a question needs it.
+Tasks and steps never go back to an earlier step, and a redo comes after its step. So a run resumes from both ends of
+its ledger: step 0 at the start, steps from the last checkpoint on at the tail. The middle is read when a question needs
+it.
 """
 
 import os
@@ -20,15 +20,16 @@ from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from fp8core.errors import UserError
+from fp8core.errors import StoredFileError, UserError
 from fp8core.store.artifacts import Ref
-from fp8core.store.durable import make_folder, sync_path
-from fp8core.store.lines import Line, append_durably, lines_backward, lines_forward, whole_end
+from fp8core.store.durable import Line, append_durably, lines_backward, lines_forward, make_folder, sync_path, whole_end
+from fp8core.store.json_text import Seconds, StepNumber, UnixMilliseconds, UnixSeconds, mistake
 
 START = 0
 """The step that precedes the first iteration."""
 
-Step = Annotated[int, Field(ge=0, description="Number of the step; 0 precedes the first iteration.")]
+Name = Annotated[str, Field(max_length=500)]
+Digest = Annotated[str, Field(max_length=128)]
 
 
 class _Entry(BaseModel):
@@ -39,62 +40,62 @@ class TaskEntry(_Entry):
     """A finished task of a step, its outputs stored."""
 
     event: Literal["task"] = "task"
-    step: Step
-    task: str = Field(description="Name of the task in its step.")
-    key: str = Field(description="Digest of what the task is a function of: inputs, options, code.")
+    step: StepNumber
+    task: Name = Field(description="Name of the task in its step.")
+    key: Digest = Field(description="Digest of what the task is a function of: inputs, options, code.")
     outputs: dict[str, Ref] = Field(description="Artifact name -> stored artifact.")
-    started: float = Field(description="Unix seconds.")
-    seconds: float = Field(ge=0, description="How long it took, by a clock that never goes back.")
-    storing: float = Field(0.0, ge=0, description="Of these, seconds of encoding, hashing, writing and reading files.")
+    started: UnixSeconds = Field(description="Unix seconds.")
+    seconds: Seconds = Field(description="How long it took, by a clock that never goes back.")
+    storing: Seconds = Field(0.0, description="Of these, seconds of encoding, hashing, writing and reading files.")
 
 
 class StepEntry(_Entry):
     """A finished step; every task of it is committed."""
 
     event: Literal["step"] = "step"
-    step: Step
+    step: StepNumber
     manifest: Ref = Field(description="The step's manifest; `manifests/` holds a second copy for people.")
-    weights_digest: str = Field(description="Of the policy that the step produced.")
-    committed_ms: int = Field(description="Unix milliseconds.")
-    seconds: float = Field(0.0, ge=0, description="How long its manifest took, up to this line.")
+    weights_digest: Digest = Field(description="Of the policy that the step produced.")
+    committed_ms: UnixMilliseconds = Field(description="Unix milliseconds.")
+    seconds: Seconds = Field(0.0, description="How long its manifest took, up to this line.")
 
 
 class CheckpointEntry(_Entry):
     """Weights and optimiser as they are after a step, on disk."""
 
     event: Literal["checkpoint"] = "checkpoint"
-    step: Step
-    uri: str = Field(description="Path relative to the run directory.")
-    digest: str = Field(description="Of the folder (`store.folder_digest`).")
-    weights_digest: str = Field(description="Of the policy in it (`numerics.fingerprint`).")
-    seconds: float = Field(0.0, ge=0, description="How long it took, up to this line.")
+    step: StepNumber
+    uri: str = Field(max_length=4096, description="Path relative to the run directory.")
+    digest: Digest = Field(description="Of the folder (`store.durable`).")
+    weights_digest: Digest = Field(description="Of the policy in it (`numerics.fingerprint`).")
+    seconds: Seconds = Field(0.0, description="How long it took, up to this line.")
 
 
 class SegmentEntry(_Entry):
     """The start of a process on this run; steps up to the next one were made by its code."""
 
     event: Literal["segment"] = "segment"
-    pid: int = Field(description="Of the process.")
-    host: str = Field(description="Name of its machine.")
-    code_version: str = Field(description="Digest of its sources (`versions.code_version`).")
-    started: float = Field(description="Unix seconds.")
+    pid: int = Field(ge=0, lt=1 << 63, description="Of the process.")
+    host: Name = Field(description="Name of its machine.")
+    code_version: Digest = Field(description="Digest of its sources (`manifest.code_version`).")
+    started: UnixSeconds = Field(description="Unix seconds.")
 
 
 class RedoEntry(_Entry):
     """An update that was redone and gave another policy than the ledger named; the run went on from the new one."""
 
     event: Literal["redo"] = "redo"
-    step: Step
-    task: str = Field(description="Name of the task in its step.")
+    step: StepNumber
+    task: Name = Field(description="Name of the task in its step.")
     outputs: dict[str, Ref] = Field(description="Artifact name -> what the run goes on from, in place of the task's.")
-    code_version: str = Field(description="Of the process that redid it.")
+    code_version: Digest = Field(description="Of the process that redid it.")
 
 
 class BoundEntry(_Entry):
     """A bound of `alignment.stop` that was crossed, and what was done about it: counting begins anew after the step."""
 
     event: Literal["bound"] = "bound"
-    step: Step
+    step: StepNumber
     bound: str = Field(description="The setting, such as alignment.stop.k3.")
     action: Literal["warn", "pause", "fail"] = Field(description="What was done.")
     reason: str = Field(description="The bound and the values beyond it, in words.")
@@ -104,11 +105,11 @@ Entry = Annotated[
     TaskEntry | StepEntry | CheckpointEntry | SegmentEntry | RedoEntry | BoundEntry, Field(discriminator="event")
 ]
 
-_ENTRY: TypeAdapter[Entry] = TypeAdapter(Entry)
+ENTRY: TypeAdapter[Entry] = TypeAdapter(Entry)
 
 
 class _Index:
-    """Entries by what is asked about them; later ones replace earlier ones."""
+    """Entries by kind and step; later ones replace earlier ones."""
 
     def __init__(self, reached: int = -1) -> None:
         self.tasks: dict[int, dict[str, TaskEntry]] = {}
@@ -120,7 +121,7 @@ class _Index:
         self._reached = reached
 
     def misplaced(self, entry: Entry) -> str | None:
-        """How an entry would break the order, if it would."""
+        """The way in which an entry would break the order, if it would."""
         match entry:
             case TaskEntry() | StepEntry() if entry.step < self._reached:
                 return f"an entry of step {entry.step} after step {self._reached}"
@@ -149,12 +150,12 @@ class _Index:
 
 
 class _Read(NamedTuple):
-    """What was read of a ledger: all there is of step 0, all there is of the steps from `since` on, and the end.
+    """The entries of step 0, those of the steps from `since` on, and the end of the file.
 
-    `since` 0 says that everything was read; head and tail are one then.
+    With `since` 0 everything was read, and start and tail are one index.
     """
 
-    head: _Index
+    start: _Index
     tail: _Index
     since: int
     end: int
@@ -166,26 +167,24 @@ def _reading(path: Path) -> Iterator[FileIO]:
         with FileIO(path) as file:
             yield file
     except OSError as error:
-        raise UserError(f"cannot read the ledger {path}: {error.strerror}") from error
+        raise StoredFileError(f"cannot read the ledger {path}: {error.strerror}") from error
 
 
-def _refusal(path: Path, offset: int, reason: str) -> UserError:
+def _refusal(path: Path, offset: int, reason: str) -> StoredFileError:
     number = path.read_bytes()[:offset].count(b"\n") + 1
-    return UserError(f"{path}:{number}: {reason}")
+    return StoredFileError(f"{path}:{number}: {reason}")
 
 
 def _parse(path: Path, line: Line) -> tuple[int, Entry]:
     offset, content = line
     try:
-        return offset, _ENTRY.validate_json(content)
+        return offset, ENTRY.validate_json(content)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        place = ".".join(["entry", *(str(part) for part in first["loc"])])
-        raise _refusal(path, offset, f"not a ledger {place}: {first['msg']}") from error
+        raise _refusal(path, offset, f"not a ledger entry: {mistake(error)}") from error
 
 
 def _indexed(path: Path, entries: Iterable[tuple[int, Entry]], reached: int = -1) -> _Index:
-    """Entries that follow those of the steps up to `reached`."""
+    """An index of entries that follow the steps up to `reached`."""
     index = _Index(reached)
     for offset, entry in entries:
         reason = index.misplaced(entry)
@@ -205,15 +204,15 @@ def _read_whole(path: Path, end: int | None = None) -> _Read:
 def _read_ends(path: Path) -> _Read:
     with _reading(path) as file:
         end = whole_end(file)
-        head, begin = _read_head(path, file, end)
+        start, begin = _read_start(path, file, end)
         tail, since, reached = _read_tail(path, file, begin, end)
     if since == START:
-        whole = _indexed(path, [*head, *tail])
+        whole = _indexed(path, [*start, *tail])
         return _Read(whole, whole, START, end)
-    return _Read(_indexed(path, head), _indexed(path, tail, reached), since, end)
+    return _Read(_indexed(path, start), _indexed(path, tail, reached), since, end)
 
 
-def _read_head(path: Path, file: FileIO, end: int) -> tuple[list[tuple[int, Entry]], int]:
+def _read_start(path: Path, file: FileIO, end: int) -> tuple[list[tuple[int, Entry]], int]:
     """The entries before the first one of an iteration, and where that one begins."""
     entries: list[tuple[int, Entry]] = []
     for line in lines_forward(file, 0, end):
@@ -225,7 +224,7 @@ def _read_head(path: Path, file: FileIO, end: int) -> tuple[list[tuple[int, Entr
 
 
 def _read_tail(path: Path, file: FileIO, begin: int, end: int) -> tuple[list[tuple[int, Entry]], int, int]:
-    """The entries of the steps from the last checkpoint's on, that step (0: `begin` was met), and the one before."""
+    """The entries from the step of the last checkpoint on, that step (0: read back to `begin`), and the step before."""
     entries: list[tuple[int, Entry]] = []
     checkpoint = None
     for line in islice(lines_backward(file, end), 1, None):
@@ -242,9 +241,9 @@ def _read_tail(path: Path, file: FileIO, begin: int, end: int) -> tuple[list[tup
 
 
 class LedgerView:
-    """The entries of a ledger and questions about them; reading changes nothing, a live run can be looked at.
+    """The entries of a ledger, read-only: the run may be live.
 
-    Where only the ends were read (`glance`), a question about what lies between reads everything, once, and may raise
+    After `glance`, which reads the two ends, a question about the middle reads the whole file once. It may raise
     UserError as `read` does.
     """
 
@@ -255,7 +254,7 @@ class LedgerView:
 
     @classmethod
     def read(cls, path: Path) -> "LedgerView":
-        """What is committed at this moment, every line of it checked.
+        """The entries of this moment, every line checked.
 
         Raises UserError: no ledger, or a line that is malformed or in the wrong place (file:line).
         """
@@ -263,11 +262,11 @@ class LedgerView:
 
     @classmethod
     def glance(cls, path: Path) -> "LedgerView":
-        """What is committed at this moment, at the cost of the steps since the last checkpoint; raises as `read`."""
+        """The entries of this moment, at the cost of the steps since the last checkpoint; raises as `read`."""
         return LedgerView(path, _read_ends(path))
 
     def holds_work(self) -> bool:
-        """Whether any task was ever finished; before that, a run may still become another one."""
+        """True if any task is finished; before that, the run's configuration may still change."""
         return bool(self.tasks(START))
 
     def tasks(self, step: int) -> dict[str, TaskEntry]:
@@ -275,27 +274,33 @@ class LedgerView:
         return dict(self._of(step).tasks.get(step, {}))
 
     def artifacts(self, step: int) -> dict[str, Ref]:
-        """What the finished tasks of a step stored, by artifact name."""
+        """The artifacts that the finished tasks of a step stored, by name."""
         return {name: ref for task in self.tasks(step).values() for name, ref in task.outputs.items()}
 
     def redone(self, step: int) -> dict[str, RedoEntry]:
-        """The updates of a step, by task, whose redo gave something else."""
-        # A redo may be anywhere behind what it redid.
+        """The redos of a step, by task, that gave another result."""
+        # A redo may be anywhere after its step.
         index = self._read.tail if step >= self._read.since else self._all()
         return dict(index.redone.get(step, {}))
 
-    def handed_over(self, step: int) -> dict[str, Ref]:
-        """`artifacts` as the next step finds them: where a redo gave something else, that."""
+    def effective_outputs(self, step: int) -> dict[str, Ref]:
+        """`artifacts` as the next step reads them: a redo that gave another result replaces the task's."""
         redone = [ref for entry in self.redone(step).values() for ref in entry.outputs.items()]
         return {**self.artifacts(step), **dict(redone)}
 
     def inexact_steps(self) -> list[int]:
-        """Steps, of those that were read, whose update gave something else when it was redone."""
+        """Steps whose redo gave another result, of the steps that were read."""
         return sorted(self._read.tail.redone)
 
     def step(self, number: int) -> StepEntry | None:
         """A finished step; None when it is not finished."""
         return self._of(number).steps.get(number)
+
+    def refuse_gap(self, first: int, last: int) -> None:
+        """Raises StoredFileError: a step from `first` to `last` is not finished."""
+        for index in range(first, last + 1):
+            if self.step(index) is None:
+                raise StoredFileError(f"{self._path}: step {last} is committed, but step {index} is not")
 
     def steps(self) -> dict[int, StepEntry]:
         """The finished steps by number."""
@@ -310,7 +315,7 @@ class LedgerView:
         return list(self._all().checkpoints)
 
     def newest_checkpoints(self) -> Iterator[CheckpointEntry]:
-        """The checkpoints from the last one back; asking for the second may read everything."""
+        """The checkpoints from the last one back; the second may need the whole file."""
         newest = list(self._read.tail.checkpoints)
         yield from reversed(newest)
         older = self.checkpoints()
@@ -334,11 +339,11 @@ class LedgerView:
         return self._read.tail.bounds[-1] if self._read.tail.bounds else None
 
     def _of(self, step: int) -> _Index:
-        """Where the tasks and the end of a step are."""
+        """The index that holds the tasks and the end of a step."""
         read = self._read
         if step >= read.since:
             return read.tail
-        return read.head if step == START else self._all()
+        return read.start if step == START else self._all()
 
     def _all(self) -> _Index:
         with self._lock:
@@ -356,7 +361,7 @@ class Ledger(LedgerView):
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Opens or creates a ledger, reads its ends, and cuts off a torn last line.
+        """Open or create a ledger, read its ends, and cut off a torn last line.
 
         Raises UserError for any other line there that is malformed or in the wrong place (file:line), and when the
         file cannot be read or written.
@@ -373,14 +378,14 @@ class Ledger(LedgerView):
         return cls(path, file, read)
 
     def append(self, entry: Entry) -> None:
-        """Commits an entry: it is on disk when this returns. Raises UserError (a full disk) and then adds nothing."""
+        """Append an entry durably. Raises UserError (a full disk), and then appends nothing."""
         with self._lock:
             index = self._read.tail
             reason = index.misplaced(entry)
             assert reason is None, reason
-            # Said again with every checkpoint, the last process start and crossing can be read from the tail.
-            again = [*index.segments[-1:], *index.bounds[-1:]] if isinstance(entry, CheckpointEntry) else []
-            lines = b"".join(line.model_dump_json().encode() + b"\n" for line in [*again, entry])
+            # Repeated with every checkpoint, so that the tail has the last process start and crossing.
+            repeated = [*index.segments[-1:], *index.bounds[-1:]] if isinstance(entry, CheckpointEntry) else []
+            lines = b"".join(line.model_dump_json().encode() + b"\n" for line in [*repeated, entry])
             try:
                 append_durably(self._file, lines)
             except OSError as error:
@@ -389,5 +394,5 @@ class Ledger(LedgerView):
             self._read = self._read._replace(end=self._read.end + len(lines))
 
     def close(self) -> None:
-        """Closes the file; a second call does nothing."""
+        """Close the file; a second call does nothing."""
         self._file.close()

@@ -1,4 +1,9 @@
-"""The lock of a run: one process at a time."""
+"""The lock of a run's folder, held by one process at a time, and the folder's identity: moved, or copied?
+
+A move keeps the inodes of a folder and its ledger, and every host that mounts a file system sees the same ones. A copy
+has others. So has a folder that was moved to another file system or restored from a backup. `original_of` separates
+these from a copy by looking for the original. Waiting processes import this module: it imports no torch.
+"""
 
 import fcntl
 import json
@@ -6,13 +11,17 @@ import os
 import socket
 import time
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+from pydantic import BaseModel, ConfigDict, Field
+
 from fp8core.errors import UserError
 
-# Longer than `is_held` is ever in the way of somebody who takes the lock.
-_PROBE_SECONDS = 0.1
+_PROBE_SECONDS = 0.1  # Longer than `is_held` ever holds the lock.
+_DESCRIPTION = "run.json"
+_LEDGER = "ledger.jsonl"
 
 
 class RunLock:
@@ -24,7 +33,7 @@ class RunLock:
 
     @classmethod
     def acquire(cls, path: Path) -> "RunLock":
-        """Takes the lock without waiting. Raises UserError: somebody has it (pid, host), or the disk refuses."""
+        """Take the lock without waiting. Raises UserError: a process holds it (pid, host), or the disk refuses."""
         try:
             file = path.open("a+")
         except OSError as error:
@@ -43,12 +52,12 @@ class RunLock:
         return cls(file)
 
     def release(self) -> None:
-        """Frees the lock; a second call does nothing."""
+        """Free the lock; a second call does nothing."""
         self._file.close()
 
 
 def is_held(path: Path) -> bool:
-    """Whether a living process has the lock; a file that is missing is free. Changes nothing."""
+    """True if a living process holds the lock; a missing file is free. Changes nothing."""
     try:
         with path.open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -60,7 +69,7 @@ def is_held(path: Path) -> bool:
 
 
 def _lock(file: IO[str]) -> None:
-    """Raises BlockingIOError when another process has the lock, and does not merely ask whether one has."""
+    """Raises BlockingIOError when another process holds the lock for longer than `is_held` does."""
     deadline = time.monotonic() + _PROBE_SECONDS
     while True:
         try:
@@ -79,7 +88,7 @@ def _close_copies() -> None:
         lock.release()
 
 
-# A flock lives as long as any copy of its descriptor: without this a forked child would hold a killed parent's lock.
+# A flock lives as long as any copy of its descriptor: a forked child would hold the lock of a killed parent.
 os.register_at_fork(after_in_child=_close_copies)
 
 
@@ -89,3 +98,82 @@ def _holder(path: Path) -> str:
     except json.JSONDecodeError:
         return "another process, which is just starting"
     return f"process {holder['pid']} on {holder['host']}"
+
+
+class FolderIdentity(BaseModel):
+    """The host, path and inodes of a run's folder when a process opened it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    host: str = Field(description="Name of the machine.")
+    path: str = Field(description="Absolute path of the folder.")
+    folder: int = Field(description="Inode of the folder.")
+    ledger: int = Field(description="Inode of its ledger.")
+
+    @classmethod
+    def of(cls, folder: Path) -> "FolderIdentity":
+        """Of a folder that holds a ledger. Raises OSError."""
+        path = folder.absolute()
+        return cls(
+            host=socket.gethostname(),
+            path=str(path),
+            folder=path.stat().st_ino,
+            ledger=(path / _LEDGER).stat().st_ino,
+        )
+
+    def is_same_folder(self, other: "FolderIdentity") -> bool:
+        """True if both are one folder under any name, or block-by-block copies of one file system."""
+        return (self.folder, self.ledger) == (other.folder, other.ledger)
+
+
+def original_of(recorded: FolderIdentity, folder: Path) -> str | None:
+    """The path of the original of a copied folder; None for the original itself, also when it was moved or restored.
+
+    A folder with another path and other inodes is a copy when the original is still at its path or beside either of
+    them. It is one too when the original was on another machine, which cannot be searched.
+
+    Args:
+        recorded: the identity that the last process of the run wrote, in a file that is copied with the rest.
+        folder: the run's folder now.
+    """
+    here, there = FolderIdentity.of(folder), Path(recorded.path)
+    if here.is_same_folder(recorded):
+        twin = _identity(there)
+        copied = twin is not None and twin.is_same_folder(recorded) and not there.samefile(folder)
+        return str(there) if copied else None
+    if recorded.host != here.host:
+        return f"{recorded.host}:{recorded.path}"
+    if lies_at(there, folder):
+        return str(there)
+    for parent in dict.fromkeys((there.parent, Path(here.path).parent)):
+        for neighbour in _folders(parent, recorded.folder):
+            found = _identity(neighbour)
+            if found is not None and found.is_same_folder(recorded):
+                return str(neighbour)
+    return None
+
+
+def lies_at(path: Path, folder: Path) -> bool:
+    """True if `path` is another folder with the run of `folder`: copies have equal run.json files."""
+    try:
+        equal = (path / _DESCRIPTION).read_bytes() == (folder / _DESCRIPTION).read_bytes()
+        return equal and not path.samefile(folder)
+    except OSError:
+        return False
+
+
+def _identity(folder: Path) -> FolderIdentity | None:
+    """None when there is no run's folder."""
+    try:
+        return FolderIdentity.of(folder)
+    except OSError:
+        return None
+
+
+def _folders(parent: Path, inode: int) -> Iterator[Path]:
+    """The subfolder of `parent` with an inode, if there is one."""
+    try:
+        with os.scandir(parent) as entries:
+            yield from (Path(entry.path) for entry in entries if entry.inode() == inode)
+    except OSError:
+        return

@@ -1,15 +1,38 @@
-"""The manifest of a step: `record`, which a redo or a replay reproduces bit for bit, and `observed`, which differs.
+"""The manifest of a step, its signature, and the versions of sources, libraries and machine that it names.
 
-The record of a step names the digest of its predecessor's record, so that the last record vouches for the whole run.
+A redo or a replay reproduces `record` bit for bit; `observed` differs between executions. A record names the digest of
+its predecessor's record, so that the last record vouches for the whole run.
+
+`manifests/00012.signature.json` is written before its step is committed. The holder of a key signs this line
+
+    fp8-grpo step 12 record <64 hex digits of the record's digest>
+
+with a newline, by ed25519. The record does not contain the signature: signed and unsigned runs have equal records.
 """
 
 import hashlib
+import os
+import platform
+import re
+import subprocess
 from collections.abc import Sequence
-from typing import Literal
+from importlib import metadata
+from pathlib import Path
+from typing import Literal, NamedTuple, Self
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    PublicFormat,
+    load_pem_private_key,
+    load_pem_public_key,
+)
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, field_validator
 
-from fp8core.store.artifacts import canonical_json
+from fp8core.errors import UserError
+from fp8core.store import durable
+from fp8core.store.json_text import MOST_STEPS, Bytes, Seconds, StepNumber, canonical_json
 
 ReplayLevel = Literal["exact", "deterministic", "tolerant"]
 
@@ -21,9 +44,11 @@ class _Part(BaseModel):
 class Content(_Part):
     """An artifact by what it holds."""
 
-    digest: str = Field(description="SHA-256 of the file.")
-    size: int = Field(ge=0, description="Bytes.")
+    digest: str = Field(max_length=128, description="SHA-256 of the file.")
+    size: Bytes = Field(description="Bytes.")
 
+
+_HEAD = re.compile(r"([0-9]{1,8}):([0-9a-f]{64})")
 
 # Artifacts of one step: task -> artifact -> content.
 Contents = dict[str, dict[str, Content]]
@@ -32,32 +57,41 @@ Contents = dict[str, dict[str, Content]]
 class StepRecord(_Part):
     """The deterministic part: no time, no path, no machine."""
 
-    step: int = Field(ge=0, description="0 is the warm start.")
+    step: StepNumber = Field(description="0 is the warm start.")
     predecessor: str | None = Field(description="Digest of the previous step's record; null for the first.")
     config_digest: str = Field(description="SHA-256 of the settings that determine numbers (`config.load`).")
-    code_version: str = Field(description="Digest of the sources (`versions.code_version`).")
-    steps: int = Field(ge=1, description="Steps the run was to have; the last one always evaluates.")
+    code_version: str = Field(description="Digest of the sources (`manifest.code_version`).")
+    steps: int = Field(ge=1, le=MOST_STEPS, description="Steps the run was to have; the last one always evaluates.")
     inputs: Contents = Field(description="What each task read: task, port, content.")
     outputs: Contents = Field(description="What each task stored: task, artifact, content.")
     model_revision: str | None = Field(description="Commit of a hub model; null for a folder or from scratch.")
     seeds: dict[str, int] = Field(description="What the seed of each sample is made of: `run`, `step`.")
     scales_digest: str | None = Field(description="SHA-256 of the scales that go with the policy it produced.")
     precision: dict[str, JsonValue] = Field(description="The precision contract, as configured.")
-    executed: dict[str, JsonValue] = Field(description="What engine, trainer and verifier said they run (`describe`).")
-    level: ReplayLevel = Field(description="What a replay of this step can promise (docs/durability.md).")
+    executed: dict[str, JsonValue] = Field(
+        description="What engine, trainer, verifier and a loss of your own are (`describe`, digests)."
+    )
+    level: ReplayLevel = Field(description="What a replay of this step can promise (docs/concepts/durability.md).")
     weights_digest: str = Field(description="Of the policy that the step produced (`numerics.fingerprint`).")
-    versions: dict[str, str] = Field(description="Library -> version (`versions.library_versions`).")
+    versions: dict[str, str] = Field(description="Library -> version (`manifest.library_versions`).")
 
 
 class StepObservations(_Part):
     """The part that differs from one execution to the next."""
 
-    timings: dict[str, float] = Field(description="Seconds per task.")
+    timings: dict[str, Seconds] = Field(description="Seconds per task.")
     hardware: dict[str, JsonValue] = Field(description="Processor, cores, memory in bytes, machine.")
     git: dict[str, JsonValue] = Field(
         default_factory=dict, description="Commit of the checkout, and whether it was `dirty`; empty: no checkout."
     )
     paths: dict[str, str] = Field(description="Artifact name -> path relative to the run directory.")
+
+    @field_validator("git")
+    @classmethod
+    def _commit_and_state(cls, git: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        if git and (git.keys() != {"commit", "dirty"} or not isinstance(git["commit"], str)):
+            raise ValueError("must be empty, or say `commit` and `dirty`")
+        return git
 
 
 class StepManifest(_Part):
@@ -73,6 +107,31 @@ def record_digest(manifest: StepManifest) -> str:
     return hashlib.sha256(canonical_json(manifest.record.model_dump(mode="json"), "record")).hexdigest()
 
 
+class Head(NamedTuple):
+    """The newest link of a chain, with which the whole run is verified.
+
+    As text it is `12:` and the 64 hex digits of the digest.
+    """
+
+    step: int
+    digest: str
+
+    @classmethod
+    def of(cls, manifest: StepManifest) -> Self:
+        """The link that a step added."""
+        return cls(manifest.record.step, record_digest(manifest))
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Raises ValueError: it is not the text of a head."""
+        if (parts := _HEAD.fullmatch(text)) is None:
+            raise ValueError(f"{text[:80]!r} is not the head of a chain (STEP:DIGEST)")
+        return cls(int(parts[1]), parts[2])
+
+    def __str__(self) -> str:
+        return f"{self.step}:{self.digest}"
+
+
 def first_broken_link(manifests: Sequence[StepManifest]) -> int | None:
     """The first step, of a run's manifests in order, that does not name the one before it; None: all do."""
     expected = None
@@ -81,3 +140,210 @@ def first_broken_link(manifests: Sequence[StepManifest]) -> int | None:
             return manifest.record.step
         expected = record_digest(manifest)
     return None
+
+
+_LARGEST = 1 << 16
+"""Bytes of a key or signature file; a file beyond is neither."""
+
+
+class Signature(BaseModel):
+    """The content of a step's signature file."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    step: int = Field(ge=0, description="Number of the step.")
+    record: str = Field(pattern=r"^[0-9a-f]{64}$", description="Digest of the step's record.")
+    public_key: str = Field(pattern=r"^[0-9a-f]{64}$", description="The ed25519 key, 32 bytes in hex.")
+    fingerprint: str = Field(pattern=r"^[0-9a-f]{64}$", description="SHA-256 of the public key in DER.")
+    signature: str = Field(pattern=r"^[0-9a-f]{128}$", description="64 bytes in hex.")
+
+    def mistake(self, head: Head) -> str | None:
+        """The reason why this is no signature of a link by the key that it names; None when it is."""
+        key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(self.public_key))
+        if fingerprint(key) != self.fingerprint:
+            return f"its fingerprint is not that of its public key, which is {fingerprint(key)}"
+        if (self.step, self.record) != head:
+            return f"it signs the record {self.step}:{self.record}, the step's is {head}"
+        try:
+            key.verify(bytes.fromhex(self.signature), message(head))
+        except InvalidSignature:
+            return "the signature does not fit the record and the public key"
+        return None
+
+
+class SigningKey:
+    """A private key that signs; it is never written, shown or logged."""
+
+    def __init__(self, key: Ed25519PrivateKey) -> None:
+        self._key = key
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 (64 hex digits) of the public key in DER."""
+        return fingerprint(self._key.public_key())
+
+    def sign(self, head: Head) -> Signature:
+        """Of one link; of the same link always the same."""
+        public = self._key.public_key()
+        return Signature(
+            step=head.step,
+            record=head.digest,
+            public_key=public.public_bytes_raw().hex(),
+            fingerprint=fingerprint(public),
+            signature=self._key.sign(message(head)).hex(),
+        )
+
+
+def message(head: Head) -> bytes:
+    """The signed bytes."""
+    return f"fp8-grpo step {head.step} record {head.digest}\n".encode()
+
+
+def fingerprint(key: Ed25519PublicKey) -> str:
+    """SHA-256 (64 hex digits) of a public key in DER (SubjectPublicKeyInfo)."""
+    return hashlib.sha256(key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)).hexdigest()
+
+
+def signature_file(folder: Path, step: int) -> Path:
+    """Where the signature of a step lies in a run's folder."""
+    return folder / "manifests" / f"{step:05d}.signature.json"
+
+
+def write_signature(folder: Path, signature: Signature) -> None:
+    """Write or replace a signature, durably. Raises UserError when the disk refuses."""
+    durable.write_file(signature_file(folder, signature.step), f"{signature.model_dump_json(indent=2)}\n".encode())
+
+
+def read_signature(folder: Path, step: int) -> Signature | None:
+    """The signature of a step; None when there is none. Raises UserError, without the folder: it is malformed."""
+    path = signature_file(folder, step)
+    try:
+        return Signature.model_validate_json(_small_file(path))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise UserError(f"cannot be read: {error.strerror}") from error
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise UserError(f"not a signature: {f'{place}: ' if place else ''}{first['msg']}") from error
+
+
+def read_signing_key(setting: str, path: Path) -> SigningKey:
+    """A private key (PEM, PKCS 8, without a password: `openssl genpkey -algorithm ed25519`).
+
+    Raises:
+        UserError: it cannot be read, or is another kind of key. Nothing of the content is in the message.
+    """
+    data = _key_file(setting, path)
+    try:
+        key = load_pem_private_key(data, password=None)
+    except TypeError:
+        raise UserError(f"{setting} {path}: the key has a password; take one without") from None
+    except (ValueError, UnsupportedAlgorithm):
+        public = " (it is a public one)" if b"BEGIN PUBLIC KEY" in data else ""
+        raise UserError(f"{setting} {path}: not a private key in PEM{public}; {_HOW_TO_MAKE}") from None
+    if not isinstance(key, Ed25519PrivateKey):
+        raise UserError(f"{setting} {path}: not an ed25519 key; {_HOW_TO_MAKE}")
+    return SigningKey(key)
+
+
+def read_public_key(setting: str, path: Path) -> Ed25519PublicKey:
+    """A public key (PEM). Raises UserError: it cannot be read, or is another kind of key."""
+    try:
+        key = load_pem_public_key(_key_file(setting, path))
+    except (ValueError, UnsupportedAlgorithm):
+        raise UserError(f"{setting} {path}: not a public key in PEM; {_HOW_TO_PUBLISH}") from None
+    if not isinstance(key, Ed25519PublicKey):
+        raise UserError(f"{setting} {path}: not an ed25519 key; {_HOW_TO_PUBLISH}")
+    return key
+
+
+_HOW_TO_MAKE = "openssl genpkey -algorithm ed25519 -out FILE makes one"
+_HOW_TO_PUBLISH = "openssl pkey -in PRIVATE -pubout -out FILE makes one of a private key"
+
+
+def _key_file(setting: str, path: Path) -> bytes:
+    try:
+        return _small_file(path)
+    except OSError as error:
+        raise UserError(f"{setting} {path}: cannot be read: {error.strerror}") from error
+
+
+def _small_file(path: Path) -> bytes:
+    """Raises OSError. Content that is too long is cut, and then no longer what it should be."""
+    with path.open("rb") as file:
+        return file.read(_LARGEST)
+
+
+_LIBRARIES = ("torch", "numpy", "pyarrow", "prefect", "mlflow")
+
+
+def code_version(*packages: Path) -> str:
+    """SHA-256 (64 hex digits) over the sorted (relative path, content) of the .py files of package folders.
+
+    Paths start with the folder's name, so that a checkout and an installed copy of the same sources agree.
+    """
+    sources = sorted(
+        ((package.name / path.relative_to(package)).as_posix(), path)
+        for package in packages
+        for path in package.rglob("*.py")
+    )
+    assert sources, f"no sources in {', '.join(map(str, packages))}"
+    digest = hashlib.sha256()
+    for name, path in sources:
+        digest.update(f"{name}\n{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+    return digest.hexdigest()
+
+
+def library_versions() -> dict[str, str]:
+    """Version of Python and of each installed library that can change numbers or files."""
+    versions = {"python": platform.python_version()}
+    found = {name: installed_version(name) for name in _LIBRARIES}
+    return versions | {name: version for name, version in found.items() if version is not None}
+
+
+def installed_version(name: str) -> str | None:
+    """Version of an installed distribution, or None."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_model() -> str:
+    information = Path("/proc/cpuinfo")
+    if information.exists():
+        for line in information.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor()
+
+
+def hardware() -> dict[str, JsonValue]:
+    """Processor model, logical cores (None: unknown), memory in bytes, instruction set."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": os.cpu_count(),
+        "memory": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        "machine": platform.machine(),
+    }
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    """The output of git, or None when there is no git or it refuses."""
+    command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return None
+    return result.stdout.strip() if result.returncode == 0 else None
+
+
+def git_state(folder: Path) -> dict[str, JsonValue]:
+    """Commit of the checkout that tracks a folder, and whether it has changes; empty when no checkout does."""
+    # A folder installed inside somebody else's checkout is not tracked by it.
+    commit = _git(folder, "rev-parse", "HEAD") if _git(folder, "ls-files") else None
+    if commit is None:
+        return {}
+    return {"commit": commit, "dirty": bool(_git(folder, "status", "--porcelain"))}

@@ -6,8 +6,8 @@
     artifacts/    content-addressed files        manifests/    one file a step
     shards/       groups of unfinished steps     checkpoints/  weights and optimiser
 
-A run that may be live is looked at without the lock: `ArtifactStore(path)` and `LedgerView.read(path / LEDGER)`, or
-`glance` in place of `read` where the newest steps are enough.
+A run that may be live is looked at without the lock: `ArtifactStore(path)` and `LedgerView.read(path / LEDGER)`.
+`glance` takes the place of `read` where the newest steps are enough.
 """
 
 import os
@@ -18,14 +18,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
-from fp8core.errors import UserError
+from fp8core.errors import StoredFileError, UserError, not_unicode
 from fp8core.store import durable
-from fp8core.store.artifacts import ArtifactStore
+from fp8core.store.artifacts import ArtifactStore, RolloutShards
+from fp8core.store.json_text import parse_model
 from fp8core.store.ledger import START, Ledger
 from fp8core.store.lock import RunLock
-from fp8core.store.shards import RolloutShards
 
 LEDGER = "ledger.jsonl"
 LOCK = "lock"
@@ -34,15 +34,19 @@ _FOLDERS = ("artifacts", "manifests", "shards", "checkpoints")
 
 
 class RunDescription(BaseModel):
-    """What a run was started with (run.json)."""
+    """The settings that a run was started with (run.json)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    id: str = Field(description="Identity of the run, under which MLflow finds it again.")
+    id: str = Field(min_length=1, max_length=200, description="Identity of the run, under which MLflow finds it again.")
     config: dict[str, JsonValue] = Field(description="The resolved configuration; it can be loaded again.")
-    code_version: str = Field(description="Of the code that began it; the ledger's segments name the later ones.")
-    begun_in: str = Field(description="Working directory, to which paths in the configuration are relative.")
-    created: str = Field(description="ISO 8601, UTC.")
+    code_version: str = Field(
+        max_length=128, description="Of the code that began it; the ledger's segments name the later ones."
+    )
+    begun_in: str = Field(
+        max_length=4096, description="Working directory, to which paths in the configuration are relative."
+    )
+    created: str = Field(max_length=64, description="ISO 8601, UTC.")
 
 
 class RunDirectory:
@@ -79,12 +83,15 @@ class RunDirectory:
     def write_description(self, config: dict[str, JsonValue], code_version: str) -> RunDescription:
         """Writes run.json and returns it; a later one keeps the run's `id`. Raises UserError when the disk refuses."""
         assert not self.ledger.holds_work(), "no work may depend on another run.json"
+        begun_in = os.getcwd()
+        if not_unicode(begun_in) is not None:
+            raise UserError(f"the working directory {begun_in!a}: its name is not valid text, which run.json needs")
         known = self.description()
         description = RunDescription(
             id=uuid.uuid4().hex if known is None else known.id,
             config=config,
             code_version=code_version,
-            begun_in=os.getcwd(),
+            begun_in=begun_in,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
         )
         self.write_text(_DESCRIPTION, description.model_dump_json(indent=2) + "\n")
@@ -94,7 +101,9 @@ class RunDirectory:
         """run.json, or None for a run that has none yet. Raises UserError: malformed, or gone from a run with work."""
         described = read_description(self.path)
         if described is None and self.ledger.tasks(START):
-            raise UserError(f"{self.path / _DESCRIPTION}: the file is missing, but the run has begun; put it back")
+            raise StoredFileError(
+                f"{self.path / _DESCRIPTION}: the file is missing, but the run has begun; put it back"
+            )
         return described
 
     def write_text(self, name: str, text: str) -> Path:
@@ -140,6 +149,7 @@ def read_description(folder: Path) -> RunDescription | None:
     if not path.exists():
         return None
     try:
-        return RunDescription.model_validate_json(path.read_bytes())
-    except ValidationError as error:
-        raise UserError(f"{path}: not a description of a run: {error.errors()[0]['msg']}") from error
+        data = path.read_bytes()
+    except OSError as error:
+        raise StoredFileError(f"{path}: cannot be read: {error.strerror}") from error
+    return parse_model(data, RunDescription, f"{path}: not a description of a run")

@@ -1,11 +1,24 @@
 """Columns of the tables that steps exchange; one row is one prompt or one completion.
 
 `group` is the prompt's index within the step, `sample` the completion's index within its group. Tables of
-completions are sorted by both, so that their rows correspond. `written` says which tokens of a completion the policy
-wrote: those of tools and users in between are context, and stay out of loss, rewards, statistics and metrics.
+completions are sorted by both, so that their rows correspond. `written` marks the tokens of a completion that the
+policy wrote. Those of tools and users in between are context, and stay out of loss, rewards, statistics and metrics.
+
+The content of a stored table is not trusted: a reader gets rows of its kind's schema, or one line that names file and
+column.
 """
 
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from fp8core.errors import StoredFileError, first_line, printable
 
 _TOKENS = pa.list_(pa.int32())
 _LOGPROBS = pa.list_(pa.float32())
@@ -52,3 +65,167 @@ REWARDS = pa.schema(
 LOGPROBS = pa.schema([("group", pa.int32()), ("sample", pa.int32()), ("logprobs", _LOGPROBS), ("entropy", _LOGPROBS)])
 
 ORDER = [("group", "ascending"), ("sample", "ascending")]
+
+
+@dataclass(frozen=True)
+class TableSchema:
+    """The content of a table of one kind.
+
+    Attributes:
+        columns: names and types that it has; a step of the user's own may add others.
+        optional: names and types of columns that it may have.
+        key: columns by which its rows are sorted; no two rows are equal in all of them.
+        tokens: columns of lists that have an item for each token: equal lengths row by row.
+        missing: columns in which a value may be missing.
+    """
+
+    columns: pa.Schema
+    optional: pa.Schema = field(default_factory=lambda: pa.schema([]))
+    key: tuple[str, ...] = ()
+    tokens: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+
+
+_BY_COMPLETION = ("group", "sample")
+TABLES = {
+    "prompts": TableSchema(PROMPTS, key=("group",)),
+    "rollouts": TableSchema(
+        ROLLOUTS, pa.schema([ROUTED_ROLLOUTS.field("experts")]), _BY_COMPLETION, ("tokens", "logprobs", "written")
+    ),
+    "rewards": TableSchema(REWARDS, key=_BY_COMPLETION, missing=("detail",)),
+    "logprobs": TableSchema(LOGPROBS, key=_BY_COMPLETION, tokens=("logprobs", "entropy")),
+}
+"""Kind of artifact -> schema. Tables of other kinds are a step's own; they have `MOST_ROWS` and sound values."""
+
+MOST_ROWS, MOST_COLUMNS = 10_000_000, 1_000
+_INDICES = frozenset({"group", "sample", "tokens", "prompt_tokens"})
+
+
+def open_table(source: Any, kind: str, place: object) -> pq.ParquetFile:
+    """A parquet file whose columns and number of rows are those of its kind; no row is read.
+
+    Raises StoredFileError: `place: column: problem`.
+    """
+    try:
+        file = pq.ParquetFile(source)
+        found, rows = file.schema_arrow, file.metadata.num_rows
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise StoredFileError(f"{place}: not a parquet file: {printable(first_line(error))}") from error
+    if not 0 <= rows <= MOST_ROWS or len(found) > MOST_COLUMNS:
+        size = f"{rows} rows, {len(found)} columns"
+        raise StoredFileError(f"{place}: {size}; a table has at most {MOST_ROWS} and {MOST_COLUMNS}")
+    if kind in TABLES and not rows:
+        raise StoredFileError(f"{place}: no rows")
+    if len(set(found.names)) < len(found):
+        raise StoredFileError(f"{place}: two columns have one name")
+    schema = TABLES.get(kind)
+    wanted = {} if schema is None else {column.name: column.type for column in [*schema.columns, *schema.optional]}
+    for name, kind_of_values in wanted.items():
+        if name in found.names:
+            problem = _other_type(found.field(name).type, kind_of_values)
+        else:
+            problem = None if schema is None or name in schema.optional.names else "the column is missing"
+        if problem is not None:
+            raise StoredFileError(f"{place}: {name}: {problem}")
+    return file
+
+
+def refuse_other_rows(first: pa.Table, other: pa.Table, place: object) -> None:
+    """Tables of one step's completions have the same rows, and as many items for each token of them.
+
+    Args:
+        first, other: `group`, `sample`, and perhaps `logprobs`.
+        place: of the other.
+
+    Raises:
+        StoredFileError: `place: column: problem`.
+    """
+    for name in _BY_COMPLETION:
+        if not first[name].equals(other[name]):
+            raise StoredFileError(f"{place}: {name}: other rows than those of the step's rollouts")
+    if "logprobs" in other.column_names:
+        lengths = [pc.list_value_length(table["logprobs"]) for table in (first, other)]
+        if not lengths[0].equals(lengths[1]):
+            raise StoredFileError(f"{place}: logprobs: not as many items in every row as the step's rollouts have")
+
+
+def read_columns(file: pq.ParquetFile, kind: str, place: object, columns: Sequence[str] | None = None) -> pa.Table:
+    """The rows of an open table, or of some columns that it has, checked.
+
+    Raises StoredFileError: `place: column: problem`.
+    """
+    try:
+        # Threads would take new memory each, and columns are decoded within milliseconds.
+        table = file.read(columns=columns, use_threads=False)
+        # Texts of valid UTF-8, offsets within their lists.
+        table.validate(full=True)
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise StoredFileError(f"{place}: the rows cannot be read: {printable(first_line(error))}") from error
+    check_rows(table, kind, place)
+    return table
+
+
+def check_rows(table: pa.Table, kind: str, place: object) -> None:
+    """Check the rules for the rows of a kind, of the columns that are there. Raises StoredFileError."""
+    schema = TABLES.get(kind)
+    if schema is None:
+        return
+    lengths: dict[str, Any] = {}
+    for name in table.column_names:
+        column = table[name]
+        if name not in schema.columns.names and name not in schema.optional.names:
+            continue
+        if name not in schema.missing and _missing(column):
+            raise StoredFileError(f"{place}: {name}: a value is missing")
+        if name in _INDICES and len(values := column.combine_chunks()) and _smallest(values) < 0:
+            raise StoredFileError(f"{place}: {name}: negative")
+        if name in schema.tokens:
+            lengths[name] = pc.list_value_length(column)
+    for name, other in itertools.pairwise(lengths):
+        if not lengths[name].equals(lengths[other]):
+            raise StoredFileError(f"{place}: {other}: not as many items in every row as {name}")
+    if "experts" in schema.optional.names and "experts" in table.column_names:
+        _check_experts(table["experts"], place)
+    if set(schema.key) <= set(table.column_names) and not _sorted(table, schema.key):
+        raise StoredFileError(f"{place}: {', '.join(schema.key)}: the rows are not in this order, each once")
+
+
+def _other_type(found: pa.DataType, wanted: pa.DataType) -> str | None:
+    """Lists are of one type whatever the items are called: `item` when built, `element` when read."""
+    inner, asked = found, wanted
+    while pa.types.is_list(inner) and pa.types.is_list(asked):
+        inner, asked = inner.value_type, asked.value_type
+    return None if inner.equals(asked) else f"of type {printable(str(found))[:80]}, expected {wanted}"
+
+
+def _missing(column: pa.ChunkedArray) -> bool:
+    """True if a value is missing, in lists too."""
+    while True:
+        if column.null_count:
+            return True
+        if not pa.types.is_list(column.type):
+            return False
+        column = pc.list_flatten(column)
+
+
+def _smallest(values: pa.Array) -> int:
+    while pa.types.is_list(values.type):
+        values = values.flatten()
+    smallest = pc.min(values).as_py()
+    return 0 if smallest is None else int(smallest)
+
+
+def _check_experts(column: pa.ChunkedArray, place: object) -> None:
+    """As many layers at every position, as many experts in every layer."""
+    rows = column.combine_chunks()
+    for inner in (rows.flatten(), rows.flatten().flatten()):
+        counts = pc.min_max(pc.list_value_length(inner)).as_py()
+        if len(inner) and not 0 < counts["min"] == counts["max"]:
+            raise StoredFileError(f"{place}: experts: not as many layers and experts at every position")
+
+
+def _sorted(table: pa.Table, key: Sequence[str]) -> bool:
+    place = np.zeros(table.num_rows, np.int64)
+    for name in key:
+        place = (place << 31) + table[name].to_numpy()
+    return bool((place[1:] > place[:-1]).all())

@@ -1,15 +1,50 @@
-"""What every trainer does: score rollouts, update the policy, hand out its weights, and survive on disk."""
+"""The interface of trainers, and what they share: updates from the GRPO objective, scoring and supervised steps.
 
-from collections.abc import Mapping, Sequence
+A trainer brings how gradients are added up and applied (`PolicyTrainer`). One that computes in this process
+(`MicroBatchTrainer`) brings its forward pass over parts of a batch that fit its memory, and its weights made ready.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
+from fp8core.config.run import TrainingConfig
 from fp8core.models.architecture import Architecture
+from fp8core.numerics.e4m3 import GroupNotFinite
 from fp8core.numerics.kv_scales import KvStatistics, LayerScales
 from fp8core.rl.batch import RolloutBatch, TokenBatch
+from fp8core.rl.losses import Denominator
+from fp8core.rl.objective import Objective, merged
+
+AVERAGED = (
+    "loss",
+    "grad_norm",
+    "clip_fraction",
+    "ratio_mean",
+    "weight_mean",
+    "zero_weight_fraction",
+    "reference_kl",
+    "teacher_kl",
+)
+"""Fields of a report that are means over its updates."""
+REPORTED = (
+    "first_ratio_bias",
+    "first_ratio_deviation",
+    "first_clip_fraction",
+    "mask_differing",
+    *AVERAGED,
+    "learning_rate",
+    "tokens",
+    "rows",
+)
+"""Fields of a report that are metrics of a step under `train/`."""
 
 
 class NotFiniteError(ValueError):
@@ -33,7 +68,13 @@ class ScoredBatch:
 
 @dataclass(frozen=True)
 class TrainReport:
-    """One call of `Trainer.step`: means over its optimiser updates."""
+    """One call of `Trainer.step`: means over its optimiser updates.
+
+    Fields that begin with `first` are of the first update alone, made by the policy whose old log-probs the batch
+    holds. The importance ratio of every token is 1 there, but for rounding. `mask_differing` counts tokens that are in
+    the loss and not written by the policy, and the other way round. `first_reward_slope` is
+    `rl.objective.reward_slope`, None where rewards are not known.
+    """
 
     version: int
     digest: str
@@ -42,7 +83,14 @@ class TrainReport:
     clip_fraction: float
     ratio_mean: float
     weight_mean: float
+    zero_weight_fraction: float
     reference_kl: float
+    teacher_kl: float
+    first_ratio_bias: float
+    first_ratio_deviation: float
+    first_clip_fraction: float
+    first_reward_slope: float | None
+    mask_differing: int
     learning_rate: float
     tokens: int
     rows: int
@@ -80,7 +128,7 @@ class Trainer(Protocol):
         ...
 
     def describe(self) -> dict[str, object]:
-        """What really runs: formats by layer."""
+        """Report what really runs: formats by layer."""
         ...
 
     def export(self) -> Mapping[str, Tensor]:
@@ -102,3 +150,243 @@ class Trainer(Protocol):
     def close(self) -> None:
         """Give devices and processes back; a second call does nothing."""
         ...
+
+
+Weights = TypeVar("Weights")
+"""What a forward pass multiplies with, made ready once for all parts of a batch."""
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Flat log-probs and entropies of the completion tokens of some rows, in row order, FP32 on the CPU."""
+
+    logprobs: Tensor
+    entropy: Tensor
+
+
+class SftTrainer(Protocol):
+    """A trainer that learns from demonstrations too."""
+
+    @property
+    def masters(self) -> Mapping[str, Tensor]:
+        """FP32 weights, on any device."""
+        ...
+
+    def sft_step(self, batch: TokenBatch, learning_rate: float) -> float:
+        """One update on the mean cross-entropy of the completion tokens, which it returns (nats a token)."""
+        ...
+
+
+class PolicyTrainer(ABC):
+    """Counts the updates of one policy: `version` those that rollouts see."""
+
+    def __init__(self, training: TrainingConfig, objective: Objective) -> None:
+        self.version = 0
+        self._config, self._objective = training, objective
+        self._updates = 0
+
+    def step(self, batch: RolloutBatch, temperature: float, scales: Sequence[LayerScales] | None) -> TrainReport:
+        """One update per minibatch, in row order; gradients are clipped by their global norm.
+
+        Raises:
+            NotFiniteError: the loss or the gradient norm is NaN or infinite; that update is not applied.
+        """
+        written = left_aligned(batch.sequences.completion, batch.mask.shape[1])
+        mask_differing = int((batch.mask != written).sum())
+        batch, correction = self._objective.corrected(batch)
+        reports = [
+            self._update(self._selected(batch.rows(rows), update, temperature, scales), temperature, scales)
+            for update, rows in enumerate(shares(len(batch.keep), self._config.minibatches))
+        ]
+        first = reports[0]
+        self.version += 1
+        return TrainReport(
+            version=self.version,
+            digest=self.digest(),
+            learning_rate=self._learning_rate(self._updates),
+            tokens=int(batch.mask.sum()),
+            rows=int(batch.mask.any(dim=1).sum()),
+            correction=correction,
+            first_ratio_bias=first["ratio_bias"],
+            first_ratio_deviation=first["ratio_deviation"],
+            first_clip_fraction=first["clip_fraction"],
+            first_reward_slope=None if batch.centred_rewards is None else first["reward_slope"],
+            mask_differing=mask_differing,
+            **{key: sum(report[key] for report in reports) / len(reports) for key in AVERAGED},
+        )
+
+    @abstractmethod
+    def logprobs(self, batch: TokenBatch, temperature: float, scales: Sequence[LayerScales] | None) -> ScoredBatch:
+        """Score completion tokens and collect the statistics of Q, K and V in the same pass."""
+
+    def close(self) -> None:  # noqa: B027 - most trainers hold nothing to release
+        """Releases memory and processes; most trainers hold none."""
+
+    @abstractmethod
+    def digest(self) -> str:
+        """Digest of the FP32 master weights."""
+
+    @abstractmethod
+    def _accumulate(
+        self, batch: RolloutBatch, temperature: float, scales: Sequence[LayerScales] | None
+    ) -> dict[str, float]:
+        """Add up the gradients of a batch; returns its statistics.
+
+        Raises:
+            NotFiniteError: the loss is NaN or infinite.
+        """
+
+    @abstractmethod
+    def _step(self, learning_rate: float) -> float:
+        """Clip the accumulated gradient and apply it if its norm is finite; returns the norm before clipping."""
+
+    @abstractmethod
+    def _drop_gradients(self) -> None:
+        """Leave nothing for the next update."""
+
+    def _learning_rate(self, update: int) -> float:
+        """Of an update, from 1."""
+        return self._config.learning_rate * min(1.0, update / max(1, self._config.warmup_steps))
+
+    def _update(
+        self, batch: RolloutBatch, temperature: float, scales: Sequence[LayerScales] | None
+    ) -> dict[str, float]:
+        """One optimiser update; returns its statistics."""
+        with self._guarded():
+            totals = self._accumulate(batch, temperature, scales)
+            totals["grad_norm"] = self._apply(self._learning_rate(self._updates + 1))
+        return totals
+
+    def _selected(
+        self, batch: RolloutBatch, update: int, temperature: float, scales: Sequence[LayerScales] | None
+    ) -> RolloutBatch:
+        """A minibatch with what the loss singles out of it, so that this does not depend on how it is cut into passes.
+
+        The first update of a step starts from the policy that `old_logprobs` are of; others cost one more scoring pass.
+        """
+        if not self._objective.selects:
+            return batch
+        if update == 0:
+            return self._objective.selected(batch, batch.old_logprobs, update)
+        current = self.logprobs(batch.sequences, temperature, scales).logprobs
+        padding = torch.zeros(len(current), batch.mask.shape[1] - current.shape[1])
+        return self._objective.selected(batch, torch.cat([current, padding], dim=1), update)
+
+    def _apply(self, learning_rate: float) -> float:
+        norm = self._step(learning_rate)
+        if not math.isfinite(norm):
+            raise self._not_finite(f"the gradient norm is {norm}")
+        self._updates += 1
+        return norm
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Leave no gradient for the next update, whatever happens inside."""
+        try:
+            yield
+        except GroupNotFinite as error:
+            raise self._not_finite("an FP8 linear met NaN or infinity") from error
+        finally:
+            self._drop_gradients()
+
+    def _not_finite(self, problem: str) -> NotFiniteError:
+        where = f"update {self._updates} of policy {self.version}"
+        return NotFiniteError(f"{where}: {problem}; the update was not applied")
+
+
+class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
+    """Computes a batch part by part, in the order of the rows, in this process."""
+
+    @torch.no_grad()
+    def logprobs(self, batch: TokenBatch, temperature: float, scales: Sequence[LayerScales] | None) -> ScoredBatch:
+        weights, statistics = self._inference_weights(), self._no_statistics()
+        shape = (len(batch), int(batch.completion.sum(-1).max()))
+        logprobs, entropy = torch.full(shape, torch.nan), torch.full(shape, torch.nan)
+        for rows, part in self._slices(batch):
+            scored = self._score(weights, part, temperature, scales, statistics)
+            mask = left_aligned(part.completion, shape[1])
+            logprobs[rows] = logprobs[rows].masked_scatter(mask, scored.logprobs)
+            entropy[rows] = entropy[rows].masked_scatter(mask, scored.entropy)
+        return ScoredBatch(logprobs, entropy, statistics)
+
+    def sft_step(self, batch: TokenBatch, learning_rate: float) -> float:
+        """One update on the mean cross-entropy of the completion tokens, at temperature 1; returns it (nats a token).
+
+        For warm starts, whose formats need no scales; `version` stays.
+
+        Raises:
+            NotFiniteError: as for `step`.
+        """
+        with self._guarded():
+            tokens, total, weights = int(batch.completion.sum()), 0.0, self._training_weights()
+            parts = list(self._slices(batch))
+            for _, part in parts:
+                logprobs = self._score(weights, part, 1.0, None).logprobs
+                loss = -logprobs.double().sum() / tokens
+                self._backward(loss, part is parts[-1][1])
+                total += float(loss.detach())
+            self._apply(learning_rate)
+        return total
+
+    @abstractmethod
+    def _slices(self, batch: TokenBatch) -> Iterator[tuple[slice, TokenBatch]]:
+        """Rows of a batch that are computed at once, in order, trimmed to their longest."""
+
+    @abstractmethod
+    def _inference_weights(self) -> Weights:
+        """Weights for passes without gradients."""
+
+    @abstractmethod
+    def _training_weights(self) -> Weights:
+        """Weights whose gradients reach the masters."""
+
+    @abstractmethod
+    def _score(
+        self,
+        weights: Weights,
+        batch: TokenBatch,
+        temperature: float,
+        scales: Sequence[LayerScales] | None,
+        statistics: KvStatistics | None = None,
+    ) -> Scored:
+        """The forward pass over a part of a batch; `statistics` observes Q, K and V."""
+
+    @abstractmethod
+    def _no_statistics(self) -> KvStatistics:
+        """Statistics that nothing was observed for yet, where the passes run."""
+
+    def _accumulate(
+        self, batch: RolloutBatch, temperature: float, scales: Sequence[LayerScales] | None
+    ) -> dict[str, float]:
+        """Add up the gradients of all parts; returns the batch's statistics."""
+        denominator = Denominator.of(batch.mask)
+        totals: dict[str, float] = {}
+        weights = self._training_weights()
+        parts = list(self._slices(batch.sequences))
+        for rows, part in parts:
+            scored = self._score(weights, part, temperature, scales)
+            mask = left_aligned(part.completion, batch.mask.shape[1])
+            current, entropy = (
+                torch.zeros(mask.shape).masked_scatter(mask, values) for values in (scored.logprobs, scored.entropy)
+            )
+            terms = self._objective(current, batch.rows(rows), denominator, entropy)
+            statistics = terms.statistics()
+            if not math.isfinite(statistics["loss"]):
+                raise self._not_finite(f"the loss is {statistics['loss']}")
+            self._backward(terms.loss, part is parts[-1][1])
+            totals = merged(totals, statistics)
+        return totals
+
+    def _backward(self, loss: Tensor, last: bool) -> None:
+        # Quantised weights are shared by all parts, so their graph is kept until the last.
+        torch.autograd.backward(loss, retain_graph=not last)
+
+
+def shares(rows: int, count: int) -> list[slice]:
+    """`count` shares of the rows, in order, that differ by one row at most."""
+    return [slice(rows * i // count, rows * (i + 1) // count) for i in range(count)]
+
+
+def left_aligned(completion: Tensor, columns: int) -> Tensor:
+    """bool [B, columns]: as many leading True values in a row as it has completion tokens."""
+    return torch.arange(columns) < completion.sum(-1, keepdim=True)

@@ -1,13 +1,12 @@
 """Supervised warm start: a model from scratch learns the task's two styles before GRPO chooses between them.
 
-Every precision of a comparison starts from the same policy: here on a CPU the warm start is computed in FP32 whatever
-the contract says, and a resident trainer that takes it over (`warm_start_by`) is built for formats of its own.
+Every precision of a comparison starts from the same policy. Here on a CPU the warm start is computed in FP32, whatever
+the contract. A resident trainer that takes it over (`warm_start_by`) is built for formats of its own.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,11 +14,10 @@ from torch import Tensor
 from fp8core.config.run import WarmStartConfig
 from fp8core.models.architecture import Architecture
 from fp8core.models.decoder import Decoder, FullContext
-from fp8core.models.formats import reference_formats
-from fp8core.models.weights import load_policy, stored_weights
+from fp8core.models.weights import load_policy, reference_formats, stored_weights
 from fp8core.numerics.logprobs import token_logprobs
 from fp8core.rl.batch import TokenBatch
-from fp8core.training.trainer import NotFiniteError
+from fp8core.training.trainer import NotFiniteError, SftTrainer
 
 _MAX_GRAD_NORM = 1.0
 _BETAS = (0.9, 0.95)
@@ -33,21 +31,8 @@ class TokenisedDemonstration:
     completion: Sequence[int]
 
 
-class Imitator(Protocol):
-    """A trainer that learns from demonstrations too."""
-
-    @property
-    def masters(self) -> Mapping[str, Tensor]:
-        """FP32 weights, on any device."""
-        ...
-
-    def imitate(self, batch: TokenBatch, learning_rate: float) -> float:
-        """One update on the mean cross-entropy of the completion tokens, which it returns (nats a token)."""
-        ...
-
-
 def warm_start_by(
-    trainer: Imitator,
+    trainer: SftTrainer,
     config: WarmStartConfig,
     batch: Callable[[int], Sequence[TokenisedDemonstration]],
     progress: Callable[[int, float], None],
@@ -63,7 +48,7 @@ def warm_start_by(
     for step in range(config.steps):
         rows = batch(step)
         tokens = TokenBatch.of([row.prompt for row in rows], [row.completion for row in rows])
-        loss = trainer.imitate(tokens, _learning_rate(config, step))
+        loss = trainer.sft_step(tokens, _learning_rate(config, step))
         if not math.isfinite(loss):
             raise NotFiniteError(f"warm start, step {step}: the loss is {loss}")
         progress(step, loss)

@@ -1,4 +1,4 @@
-"""An engine that is not there, for what benchmarks write about one."""
+"""A fake engine, for the rows that benchmarks write about one."""
 
 import pytest
 
@@ -16,7 +16,7 @@ DESCRIBED = {
 
 
 class PretendEngine:
-    """Says what it is, and can be closed."""
+    """Describes itself, and can be closed."""
 
     def describe(self):
         return DESCRIBED

@@ -1,16 +1,12 @@
-import sys
-from collections.abc import Iterator
 from dataclasses import replace
-from importlib import import_module
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.studies import calibration_error
 from fp8core.config.load import load_config
-from fp8core.workers.build import build_trainer
+from fp8core.run.build import build_trainer
 
 SMALL = [
     *("warm_start.steps=3", "warm_start.batch_size=16", "rollout.prompts_per_step=4", "rollout.group_size=4"),
@@ -21,25 +17,16 @@ SMALL = [
 
 
 @pytest.fixture(scope="module")
-def benchmark() -> Iterator[ModuleType]:
-    """benchmarks/calibration_error.py, with the scripts beside it."""
-    folder = str(Path(__file__).parents[2] / "benchmarks")
-    sys.path.insert(0, folder)
-    yield import_module("calibration_error")
-    sys.path.remove(folder)
-
-
-@pytest.fixture(scope="module")
-def material(benchmark) -> Any:
+def material() -> Any:
     """The random model on few tokens."""
-    whole = benchmark.random_material()
+    whole = calibration_error.random_material()
     parts = {name: getattr(whole, name).part(slice(0, 4), 32) for name in ("rollouts", "next_rollouts")}
     return replace(whole, **parts)
 
 
 @pytest.fixture(scope="module")
-def saturating(benchmark, material) -> list[dict[str, Any]]:
-    return benchmark.measured(benchmark.with_outliers(material, 32, 4096))
+def saturating(material) -> list[dict[str, Any]]:
+    return calibration_error.measured(calibration_error.with_outliers(material, 32, 4096))
 
 
 def by_scales(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -64,14 +51,14 @@ def test_scale_one_saturates_where_values_exceed_448_and_calibrated_scales_do_no
 
 
 @pytest.mark.parametrize("qk_norm", [False, True])
-def test_outlier_channels_change_nothing_without_fp8(benchmark, material, qk_norm):
+def test_outlier_channels_change_nothing_without_fp8(material, qk_norm):
     settings = [f"precision.{side}.{part}=bf16" for side in ("rollout", "training") for part in ("linear", "kv_cache")]
     config, arch = load_config("tiny", settings), replace(material.arch, qk_norm=qk_norm)
     masters = dict(material.later)
     if qk_norm:
         names = [f"model.layers.{i}.self_attn.{n}_norm.weight" for i in range(arch.num_layers) for n in "qk"]
         masters |= {name: torch.ones(arch.head_dim) for name in names}
-    amplified = benchmark.amplified(arch, masters, 32, 4096)
+    amplified = calibration_error.amplified(arch, masters, 32, 4096)
     plain, loud = (build_trainer(config, arch, weights) for weights in (masters, amplified))
     batch = material.next_rollouts
     assert torch.equal(
@@ -83,17 +70,17 @@ def test_outlier_channels_change_nothing_without_fp8(benchmark, material, qk_nor
     assert all(k > 4 and v > 1000 for k, v in largest)
 
 
-def test_every_model_and_every_choice_has_its_cell(benchmark, saturating):
-    rows = [row | benchmark.provenance() for row in saturating]
+def test_every_model_and_every_choice_has_its_cell(saturating):
+    rows = [row | calibration_error.provenance() for row in saturating]
     assert all(row["kind"] == "calibration_error" and row["versions"]["torch"] for row in rows)
-    for text in (benchmark.error_table(rows), benchmark.logprob_table(rows)):
+    for text in (calibration_error.error_table(rows), calibration_error.logprob_table(rows)):
         assert text.count("\n") == 1 + len({row["scales"] for row in rows})
-    assert "saturated" in benchmark.error_table(rows)
+    assert "saturated" in calibration_error.error_table(rows)
 
 
 @pytest.mark.slow
-def test_a_run_gives_two_policies_and_what_they_wrote(benchmark, tmp_path):
-    found = benchmark.trained_material(tmp_path, 4, SMALL)
+def test_a_run_gives_two_policies_and_what_they_wrote(tmp_path):
+    found = calibration_error.trained_material(tmp_path, 4, SMALL)
     assert len(found.rollouts) == len(found.next_rollouts) == 16
     assert not torch.equal(found.rollouts.tokens, found.next_rollouts.tokens)
     name = "model.layers.0.self_attn.k_proj.weight"

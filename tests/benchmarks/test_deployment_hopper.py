@@ -12,21 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.deployment_cases import CASES, MODELS, parts_of, small_model, small_problems, small_settings
-from benchmarks.deployment_rows import run_facts
-from benchmarks.trainings import ROOT
+from benchmarks.deployment_hopper import CASES, MODELS, parts_of, run_facts, small_model, small_problems, small_settings
+from benchmarks.harness import ROOT
 from fp8core.config.capability import check_contract
 from fp8core.config.load import load_config
 from fp8core.data.source import build_source
-from fp8core.plan.devices import GPUS, Machine
-from fp8core.plan.rollout import longest_sequence
+from fp8core.plan.memory import GPUS, Machine
 from fp8core.plan.run_plan import plan_run, refuse_unfit
 from fp8core.plan.shapes import PUBLISHED
-from fp8core.plan.training import trainer_grid
-from fp8core.rollout import vllm_settings
-from fp8core.rollout.vllm_versions import VllmBuild
+from fp8core.rollout.vllm.requirements import VllmBuild, contract_refusals, model_refusals
 from fp8core.training.megatron import requirements
-from fp8core.training.megatron.grid import check_grid
+from fp8core.training.registry import trainer_grid, trainer_of
 
 SIZES = {
     *("evaluation.prompts", "rollout.prompts_per_step", "rollout.group_size", "rollout.max_new_tokens"),
@@ -41,10 +37,11 @@ def test_hopper_gpus_take_the_small_ones(case, monkeypatch):
     config, arch = load_config(name, small_settings("cuda", grid)), small_model(name, "cuda")
     monkeypatch.setattr(requirements, "find_spec", lambda package: object())
     check_contract(config.precision, "sm_90", corrected=config.correction.method != "none")
-    requirements.check_requirements(config, "sm_90")
-    check_grid(arch, config.training.megatron, config.precision, longest_sequence(config, arch))
-    vllm_settings.check_contract_fits(config.precision, config.rollout.vllm, VllmBuild("vllm", "0.26.0", "cuda"))
-    vllm_settings.check_architecture_fits(arch, config.precision, config.rollout.vllm)
+    trainer = trainer_of(config.training)
+    trainer.check_machine(config, "sm_90", 8)
+    trainer.check_model(config, arch)
+    assert not [*contract_refusals(config.precision, config.rollout.vllm, VllmBuild("vllm", "0.26.0", "cuda"))]
+    assert not [*model_refusals(arch, config.precision, config.rollout.vllm)]
     machine = Machine(GPUS["h200"], None)
     refuse_unfit(plan_run(config, arch, machine, trainer_grid(config, machine)))
 
@@ -97,6 +94,6 @@ def test_a_deployment_runs_where_there_are_libraries_and_no_commands(tmp_path):
     command = [str(tmp_path / "bare" / "bin" / Path(sys.executable).name), "-m", "benchmarks.deployment_hopper"]
     ended = subprocess.run([*command, *options], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=800)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    (row,) = json.loads((tmp_path / "out" / "deployment.json").read_text())["rows"]
+    (row,) = json.loads((tmp_path / "out" / "deployment.json").read_text())
     assert (row["config"], row["state"], row["steps"], row["exit_code"]) == ("qwen3", "COMPLETED", 1, 0)
     assert row["ran"]["training"]["trainer"] == "megatron"

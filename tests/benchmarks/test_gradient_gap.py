@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from benchmarks.gradient_gap import flipped, to_bound
-from fp8core.config.run import LossConfig
+from benchmarks.studies.gradient_gap import flipped, to_bound
+from fp8core.config.loss import LossConfig
 from fp8core.rl.batch import RolloutBatch, TokenBatch
 
 LOSS = LossConfig(clip_low=0.2, clip_high=0.28)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks.greedy_agreement import NearAttention, NearLinear, formats_of, last_bits, near
+from benchmarks.studies.greedy_agreement import NearAttention, NearLinear, formats_of, last_bits, near
 from fp8core.numerics.attention import Fp8Attention
 from fp8core.numerics.e4m3 import quantise_tiles
 from fp8core.numerics.kv_scales import LayerScales

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks import megatron_cases as cases
+from benchmarks import megatron_hopper as cases
 from benchmarks.megatron_hopper import difference, measurements
 from fp8core.config.capability import this_platform
 from fp8core.models.architecture import parameter_shapes

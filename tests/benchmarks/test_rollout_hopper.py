@@ -7,11 +7,11 @@ import sys
 import pytest
 
 from benchmarks import rollout_hopper
-from benchmarks.rollout_tables import rollout_table, run_table, trace_tables
+from benchmarks.tables import rollout_table, run_table, trace_tables
 
 
 def test_engines_after_the_budget_are_not_started(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(rollout_hopper.subprocess, "Popen", lambda *_, **__: pytest.fail("started"))
+    monkeypatch.setattr(rollout_hopper, "start", lambda *_: pytest.fail("started"))
     names = ["qwen3-8b/bf16/long", "llama-3.1-8b/bf16"]
     monkeypatch.setattr(sys, "argv", ["rollout_hopper.py", *names, f"--out={tmp_path}", "--seconds=0"])
     rollout_hopper.main()
@@ -22,7 +22,7 @@ def test_an_earlier_result_is_not_taken_for_that_of_an_engine_that_failed(tmp_pa
     result = tmp_path / "llama-3.1-8b-bf16.json"
     result.write_text("[]")
     ended = subprocess.Popen(["true"])
-    monkeypatch.setattr(rollout_hopper.subprocess, "Popen", lambda *_, **__: ended)
+    monkeypatch.setattr(rollout_hopper, "start", lambda *_: ended)
     monkeypatch.setattr(sys, "argv", ["rollout_hopper.py", "llama-3.1-8b/bf16", f"--out={tmp_path}"])
     rollout_hopper.main()
     assert not result.exists()
@@ -46,7 +46,7 @@ def test_rows_say_of_which_engine_they_are(stored_rows):
     for row in stored_rows[1:]:
         engine = [row[name] for name in ("model", "precision", "layers", "forward", "decode_kernel", "batched_tokens")]
         assert engine == ["qwen3-8b", "fp8_linear_kv", 36, "aligned", "fp8_decode", 8192]
-        assert row["command"].startswith("python benchmarks/rollout_hopper.py")
+        assert row["command"]
         assert len(row["commit"]) == 40
     assert [row["long_tailed"] for row in stored_rows[1:3]] == [False, True]
 
@@ -55,3 +55,48 @@ def test_rows_as_written_have_their_tables(stored_rows):
     assert "| 8,192 | 200 | not measured | 100, 300, 200 |" in rollout_table(stored_rows)
     assert len(run_table(stored_rows).splitlines()) == 2 + 4
     assert len(trace_tables(stored_rows)) == 1
+
+
+# A traced decode step, from launches whose parts are known
+
+NAMES = [
+    "decode_attention",
+    "void deep_gemm::sm90_fp8_gemm",
+    "per_token_group_quant_8bit_kernel",
+    "_gumbel_sample_kernel",
+]
+STEP = ((0, 3_000_000), (2, 200_000), (1, 1_000_000), (3, 500_000))  # name and length; 100 us between launches
+PAUSE = 100_000
+
+
+def launches(steps: int) -> list[tuple[int, int, int]]:
+    found, now = [], 0
+    for name, length in STEP * steps:
+        found.append((name, now, length))
+        now += length + PAUSE
+    return found
+
+
+def test_parts_and_pauses_add_up_to_the_step() -> None:
+    row = rollout_hopper.step_parts(NAMES, launches(steps=9))
+    assert row["steps"] == 5, "the first two steps and the last two are left out"
+    assert row["parts_ms"] == {"attention": 3.0, "linear": 1.0, "quantise": 0.2, "sampler": 0.5}
+    assert row["idle_ms"] == 0.4
+    assert row["step_ms"] == pytest.approx(sum(row["parts_ms"].values()) + row["idle_ms"])
+    assert row["launches"] == 4
+
+
+def test_every_kernel_has_a_part() -> None:
+    part_of = rollout_hopper.part_of
+    assert part_of("void cutlass::device_kernel<flash::FlashAttnFwdSm90>") == "attention"
+    assert part_of("nvjet_sm90_tss_256x128") == "linear"
+    assert part_of("triton_red_fused_add_rms_norm_per_token_group_fp8_quant_2") == "quantise"
+    assert part_of("triton_red_fused_3") == "compiled (norm, rotary, activation)"
+    assert (
+        part_of("_add_norm_row_codes_kernel")
+        == part_of("_forward_kernel")
+        == "fused by hand (norm, rotary, activation)"
+    )
+    assert part_of("_rows_kernel") == "quantise"
+    assert part_of("cunn_SoftMaxForward") == "sampler"
+    assert part_of("_gather_block_tables_kernel") == "other"

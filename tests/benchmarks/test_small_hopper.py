@@ -7,24 +7,30 @@ import time
 import pytest
 import yaml
 
-from benchmarks.small_hopper import NAMES, Training, _train, main, plan
-from benchmarks.small_rows import alignment_row, draw_variants, provenance, seconds_by_task, step_ledger_row
-from benchmarks.small_tables import ledger_table, tables
-from benchmarks.trainings import ROOT, run_till, run_until
+from benchmarks.harness import ROOT, run_till, run_until
+from benchmarks.small_hopper import (
+    NAMES,
+    Training,
+    _train,
+    alignment_row,
+    draw_variants,
+    main,
+    plan,
+    run_provenance,
+    seconds_by_task,
+    step_ledger_row,
+)
+from benchmarks.tables import ledger_table, loop_tables
 from fp8core.config.capability import check_contract
 from fp8core.config.load import load_config
-from fp8core.plan.devices import GPUS, Device, Machine
-from fp8core.plan.rollout import longest_sequence
+from fp8core.plan.memory import GPUS, Device, Machine
 from fp8core.plan.run_plan import plan_run, refuse_unfit
 from fp8core.plan.shapes import model_shape
-from fp8core.plan.training import trainer_grid
 from fp8core.report.run_data import read_run
-from fp8core.rollout import vllm_settings
-from fp8core.rollout.vllm_versions import VllmBuild
+from fp8core.rollout.vllm.requirements import VllmBuild, contract_refusals, model_refusals
 from fp8core.store.run_directory import LEDGER
 from fp8core.training.megatron import requirements
-from fp8core.training.megatron.grid import check_grid
-from fp8core.training.torch import limits
+from fp8core.training.registry import trainer_grid, trainer_of
 
 FORMATS = {
     "bf16": ("bf16", "bf16", "bf16", "bf16"),
@@ -69,15 +75,12 @@ def test_a_hopper_gpu_takes_every_variant(tmp_path, variant, monkeypatch):
     config = _configs(tmp_path)[variant]
     arch, hopper = model_shape(config), VllmBuild("vllm", "0.26.0", "cuda")
     check_contract(config.precision, "sm_90", corrected=config.correction.method != "none")
-    vllm_settings.check_contract_fits(config.precision, config.rollout.vllm, hopper)
-    vllm_settings.check_architecture_fits(arch, config.precision, config.rollout.vllm)
+    assert not [*contract_refusals(config.precision, config.rollout.vllm, hopper)]
+    assert not [*model_refusals(arch, config.precision, config.rollout.vllm)]
     machine = Machine(GPUS["h200"], Device("host", 128 << 30))
-    if variant in MEGATRON:
-        requirements.check_requirements(config, "sm_90")
-        check_grid(arch, config.training.megatron, config.precision, longest_sequence(config, arch))
-    else:
-        limits.check_contract_fits(config.precision, config.training.device, "sm_90")
-        limits.check_architecture_fits(arch, config.precision, config.training.device)
+    trainer = trainer_of(config.training)
+    trainer.check_machine(config, "sm_90", 8)
+    trainer.check_model(config, arch)
     refuse_unfit(plan_run(config, arch, machine, trainer_grid(config, machine)))
 
 
@@ -118,11 +121,11 @@ def test_rows_of_a_real_run(whole_run, tmp_path):
     for entry in (whole_run.ledger.tasks(2)["rollout"], whole_run.ledger.tasks(2)["record"]):
         assert 0.0 < entry.storing < entry.seconds
     assert row["versions"]["torch"]
-    assert provenance(run.evidence)["commit"] == row["commit"]
-    words = list(tables([row, ledger]))
+    assert run_provenance(run.evidence)["commit"] == row["commit"]
+    words = list(loop_tables([row, ledger]))
     assert len(words) == 4
     assert all("| bf16 |" in table for table in words)
-    assert list(tables([{name: value for name, value in ledger.items() if name != "artifacts"}])) == words[2:3]
+    assert list(loop_tables([{name: value for name, value in ledger.items() if name != "artifacts"}])) == words[2:3]
     draw_variants({"bf16": run, "other": run}, tmp_path / "variants.png", "two")
     assert (tmp_path / "variants.png").read_bytes().startswith(b"\x89PNG")
 
@@ -266,8 +269,8 @@ def test_a_training_that_was_killed_is_gone_on_with(small, tmp_path, monkeypatch
         assert process.wait() == -signal.SIGKILL
     assert main(arguments) == 0
     result = json.loads((tmp_path / "out" / "small_hopper.json").read_text())
-    assert [(row["kind"], row["variant"]) for row in result["rows"]][:1] == [("alignment", "bf16")]
-    assert result["rows"][0]["steps"] == 3
+    assert [(row["kind"], row["variant"]) for row in result][:1] == [("alignment", "bf16")]
+    assert result[0]["steps"] == 3
     entries = read_run(training.folder, "").evidence.entries
     assert len({entry.started for _, entry in entries if entry.event == "segment"}) == 2
     assert (tmp_path / "out" / "small_hopper.png").exists()

@@ -1,57 +1,46 @@
-import importlib.util
 import json
 import subprocess
 import sys
 from argparse import Namespace
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.rollout_tables import rollout_table, run_table
+from benchmarks import vllm_moe_hopper
+from benchmarks.tables import rollout_table, run_table
 from fp8core.models.architecture import parameter_shapes
-from fp8core.models.formats import rollout_formats
-from fp8core.models.weights import stored_weights
-
-
-@pytest.fixture(scope="module")
-def benchmark():
-    """benchmarks/vllm_moe_hopper.py; nothing in it needs vLLM before an engine is started."""
-    path = Path(__file__).parents[2] / "benchmarks" / "vllm_moe_hopper.py"
-    spec = importlib.util.spec_from_file_location("vllm_moe_hopper", path)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from fp8core.models.weights import rollout_formats, stored_weights
 
 
 @pytest.fixture
-def measured(benchmark, tmp_path, monkeypatch, pretend_engine):
+def measured(tmp_path, monkeypatch, pretend_engine):
     """Rows of a measurement on an engine that is not there, and its error."""
     start = pretend_engine(speeds={16: [100.0, 300.0, 200.0]})
-    monkeypatch.setattr(benchmark, "start", start)
-    monkeypatch.setattr(benchmark, "random_policy", lambda *_, **__: None)
+    monkeypatch.setattr(vllm_moe_hopper, "start", start)
+    monkeypatch.setattr(vllm_moe_hopper, "random_policy", lambda *_, **__: None)
     routes = {"requests": 4, "prompt": 8, "generated": 16, "seconds": 1.0, "tokens_per_s": 90.0}
-    monkeypatch.setattr(benchmark, "_timed_routes", lambda *_: routes)
+    monkeypatch.setattr(vllm_moe_hopper, "_timed_routes", lambda *_: routes)
     sizes = {"requests": 4, "prompt": 8, "generated": 16, "layers": 2}
 
     def measure(name, repeats=3):
-        benchmark._measure(Namespace(names=[name], out=tmp_path, repeats=repeats, **sizes))
+        vllm_moe_hopper._measure(Namespace(names=[name], out=tmp_path, repeats=repeats, **sizes))
         content = json.loads((tmp_path / f"{name}.json").read_text())
-        return content["rows"], content.get("error")
+        rows = [row for row in content if row["kind"] != "error"]
+        return rows, next((row["error"] for row in content if row["kind"] == "error"), None)
 
     return measure
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8_linear_kv"])
-def test_random_tensors_are_those_a_trainer_ships(benchmark, precision):
-    whole = benchmark.qwen3_30b_a3b(layers=3)
+def test_random_tensors_are_those_a_trainer_ships(precision):
+    whole = vllm_moe_hopper.qwen3_30b_a3b(layers=3)
     experts = replace(whole.experts, count=4, intermediate_size=128)
     arch = replace(whole, hidden_size=256, vocab_size=64, experts=experts)
-    contract = benchmark.cases.contract(precision)
+    contract = vllm_moe_hopper.cases.contract(precision)
     masters = {name: torch.zeros(shape) for name, shape in parameter_shapes(arch).items()}
     shipped = stored_weights(masters, rollout_formats(contract, 3).stored_names(), "pow2")
-    drawn = benchmark.random_policy(arch, contract, own_layers=2, device="cpu").tensors
+    drawn = vllm_moe_hopper.random_policy(arch, contract, own_layers=2, device="cpu").tensors
     assert {name: (t.dtype, t.shape) for name, t in drawn.items()} == {
         n: (t.dtype, t.shape) for n, t in shipped.items()
     }
@@ -62,8 +51,8 @@ def test_random_tensors_are_those_a_trainer_ships(benchmark, precision):
     assert not first.view(torch.uint8).equal(second.view(torch.uint8))
 
 
-def test_the_shape_is_qwen3_30b_a3bs(benchmark):
-    shapes = parameter_shapes(benchmark.qwen3_30b_a3b())
+def test_the_shape_is_qwen3_30b_a3bs():
+    shapes = parameter_shapes(vllm_moe_hopper.qwen3_30b_a3b())
     assert sum(torch.Size(shape).numel() for shape in shapes.values()) == 30_532_122_624
 
 
@@ -101,13 +90,11 @@ def test_updates_have_their_source(measured):
     assert all(len(row["commit"]) == 40 and row["command"] for row in updates)
 
 
-def test_an_earlier_result_is_not_taken_for_that_of_a_measurement_that_was_ended(
-    benchmark, tmp_path, monkeypatch, capsys
-):
+def test_an_earlier_result_is_not_taken_for_that_of_a_measurement_that_was_ended(tmp_path, monkeypatch, capsys):
     (tmp_path / "moe_bf16.json").write_text("earlier")
     ended = subprocess.CompletedProcess([], -9)
-    monkeypatch.setattr(benchmark.subprocess, "run", lambda *_, **__: ended)
+    monkeypatch.setattr(vllm_moe_hopper.subprocess, "run", lambda *_, **__: ended)
     monkeypatch.setattr(sys, "argv", ["vllm_moe_hopper", f"--out={tmp_path}", "moe_bf16"])
-    benchmark.main()
+    vllm_moe_hopper.main()
     said = ["moe_bf16: no result, see its log", "moe_bf16: ended with -9, see its log"]
     assert capsys.readouterr().out.splitlines() == said

@@ -1,4 +1,4 @@
-"""The step, the engine and the check of docs/extending.md work as the page says."""
+"""The engine, the loss, the metric and the step of docs/extending.md work as the page says."""
 
 import io
 import os
@@ -8,16 +8,19 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from fp8core.config.load import load_config
 from fp8core.report.console import Console
+from fp8core.run.commit import stored_metrics
+from fp8core.run.loop import train
+from fp8core.run.open import open_directory, open_run, plan_of
 from fp8core.store.ledger import LedgerView
 from fp8core.store.run_directory import LEDGER
-from tasks.loop import train
-from tasks.opening import open_directory, open_run, plan_of
 
 REPOSITORY = Path(__file__).parents[2]
 PAGE = (REPOSITORY / "docs" / "extending.md").read_text()
+LOSS = (REPOSITORY / "docs" / "guides" / "losses.md").read_text()
 FILES = re.compile(r"```(?:python|yaml)\n# (?P<name>[\w.]+)\n(?P<text>.*?)```", re.DOTALL)
 
 
@@ -25,7 +28,7 @@ FILES = re.compile(r"```(?:python|yaml)\n# (?P<name>[\w.]+)\n(?P<text>.*?)```", 
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The files that the page shows."""
     folder = tmp_path_factory.mktemp("extending")
-    for shown in FILES.finditer(PAGE):
+    for shown in FILES.finditer(PAGE + LOSS):
         (folder / shown["name"]).write_text(shown["text"])
     return folder
 
@@ -47,6 +50,28 @@ def test_the_step_changes_what_the_policy_learns_from(folder, small, monkeypatch
     assert manifest["record"]["inputs"]["train"]["rewards"]["digest"] == artifacts["brief"].digest
 
 
+def test_engine_loss_and_metric_are_named_by_a_configuration(folder, small, monkeypatch):
+    """One training with all three, since each of them is a setting of its own."""
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.chdir(folder)
+    named = {key: yaml.safe_load((folder / key).read_text()) for key in ("timed.yaml", "sharp.yaml")}
+    settings = {
+        "rollout.engine": named["timed.yaml"]["rollout"]["engine"],
+        "loss.policy": named["sharp.yaml"]["loss"]["policy"],
+        "loss.options": named["sharp.yaml"]["loss"]["options"],
+    }
+    config = load_config("silent.yaml", {**small, **settings, "steps": 1, "runs": str(folder / "named")})
+    with (
+        open_directory(config, "named") as directory,
+        open_run(config, plan_of(config), directory, Console(io.StringIO(), config.steps)) as run,
+    ):
+        train(run)
+        ledger = LedgerView.read(directory.path / LEDGER)
+        assert "mine/silent_share" in stored_metrics(ledger, directory.store, 1)
+        record = directory.store.get_json(ledger.step(1).manifest)["record"]
+    assert record["executed"]["loss"].keys() == {"source"}
+
+
 def test_engine_and_trainer_agree(folder):
     done = subprocess.run(
         [sys.executable, "check.py"],
@@ -64,7 +89,8 @@ PROTOCOLS = [("rollout/engine.py", "RolloutEngine"), ("training/trainer.py", "Tr
 
 @pytest.mark.parametrize(("file", "protocol"), PROTOCOLS)
 def test_every_method_of_a_protocol_is_explained(file, protocol):
-    source = (REPOSITORY / "fp8core" / file).read_text().partition(f"class {protocol}(Protocol)")[2]
+    text = (REPOSITORY / "fp8core" / file).read_text()
+    source = text.partition(f"class {protocol}(Protocol)")[2].partition("\nclass ")[0]
     for method in re.findall(r"    def (\w+)\(", source):
         shown = f"`{method}`" if f"@property\n    def {method}(" in source else f"`{method}("
         assert shown in PAGE, method

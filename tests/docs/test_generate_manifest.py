@@ -1,4 +1,4 @@
-"""docs/manifest.md and the schema files say what the models say."""
+"""docs/reference/manifest.md and the schema files say what the models say."""
 
 import importlib.util
 import json

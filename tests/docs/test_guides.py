@@ -1,4 +1,4 @@
-"""Every command of docs/start.md and docs/your-model.md, in the order of the page, on a run made smaller."""
+"""Every command of docs/start/demo.md and docs/start/your-model.md, in the order of the page, on a run made smaller."""
 
 import json
 import os
@@ -51,7 +51,7 @@ def run_all(commands: list[str], folder: Path, smaller: dict[str, int]) -> None:
 
 @pytest.mark.slow
 def test_start(tmp_path: Path, readme_commands: list[str]) -> None:
-    commands = commands_of("start.md", RUN_BY_OTHERS + readme_commands)
+    commands = commands_of("start/demo.md", RUN_BY_OTHERS + readme_commands)
     assert len(commands) == 3
     run_all(commands, tmp_path, SMALLER | SMALLER_WARM_START)
     assert (tmp_path / "runs" / "first" / "report.html").is_file()
@@ -59,14 +59,14 @@ def test_start(tmp_path: Path, readme_commands: list[str]) -> None:
 
 @pytest.mark.slow
 def test_your_model(tmp_path: Path, small_checkpoint: Path) -> None:
-    page = (DOCS / "your-model.md").read_text()
+    page = (DOCS / "start/your-model.md").read_text()
     (tmp_path / "checkpoint").symlink_to(small_checkpoint)
     (tmp_path / "mine.yaml").write_text(page.partition("```yaml\n")[2].partition("```")[0])
     shown = json.loads(page.partition("```json\n")[2].partition("```")[0])
     assert shown.keys() == {"question", "answer"}
     problems = [{**shown, "question": f"{i} boxes hold 12 eggs each. How many?"} for i in range(80)]
     (tmp_path / "problems.jsonl").write_text("".join(json.dumps(problem) + "\n" for problem in problems))
-    run_all(commands_of("your-model.md", []), tmp_path, SMALLER)
+    run_all(commands_of("start/your-model.md", []), tmp_path, SMALLER)
     exported = tmp_path / "mine-bf16"
     assert (exported / "config.json").is_file()
     assert list((tmp_path / "runs" / "mine" / "checkpoints").glob("*/policy/config.json"))

@@ -36,21 +36,24 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_page_is_there_and_no_program(site):
-    pages = {page.stem for page in (REPOSITORY / "docs").glob("*.md")}
-    assert pages == {page.stem for page in site.glob("*.html")} - {"404"}
+    pages = {page.relative_to(REPOSITORY / "docs").with_suffix(".html") for page in (REPOSITORY / "docs").rglob("*.md")}
+    made = {page.relative_to(site) for page in site.rglob("*.html")}
+    assert {page for page in made if page.parts[0] not in ("source", "404.html")} == pages
     assert not list(site.rglob("*.py"))
 
 
 def test_links_to_files_of_the_repository_lead_to_their_text(site):
-    page = (site / "verifiers.html").read_text()
-    assert 'href="source/tasks/filter.py.html"' in page
+    page = (site / "guides" / "verifiers.html").read_text()
+    assert 'href="../source/tasks/filter.py.html"' in page
     shown = TAG.sub("", (site / "source" / "tasks" / "filter.py.html").read_text())
     assert "def keep_informative(" in shown
 
 
 def test_markdown_reads_as_on_github(site):
     """A list or a table that follows a line of text without a blank line is a list on GitHub only."""
-    for page in site.glob("*.html"):
+    for page in site.rglob("*.html"):
+        if page.is_relative_to(site / "source"):
+            continue
         for prose in PROSE.findall(page.read_text()):
             assert not re.search(r"^\s*(?:[-*] |\d+\. |\|.*\|$)|```|\]\(", prose, re.MULTILINE), f"{page.name}: {prose}"
 
@@ -59,15 +62,15 @@ def test_markdown_reads_as_on_github(site):
     ("wrong", "said"),
     [
         ("[a](nowhere.md)", "nowhere.md"),
-        ("[a](../tasks/nothing.py)", "../tasks/nothing.py"),
-        ("[a](start.md#nothing)", "#nothing"),
+        ("[a](../../tasks/nothing.py)", "../../tasks/nothing.py"),
+        ("[a](demo.md#nothing)", "#nothing"),
     ],
 )
 def test_a_broken_link_fails_the_build(tmp_path, wrong, said):
     shutil.copytree(REPOSITORY / "docs", tmp_path / "docs")
     shutil.copy(REPOSITORY / "mkdocs.yml", tmp_path)
-    with (tmp_path / "docs" / "start.md").open("a") as page:
+    with (tmp_path / "docs" / "start" / "demo.md").open("a") as page:
         page.write(f"\n{wrong}\n")
     done = build(tmp_path, tmp_path / "site")
     assert done.returncode == 1
-    assert any("start.md" in line and said in line for line in done.stderr.splitlines()), done.stderr
+    assert any("start/demo.md" in line and said in line for line in done.stderr.splitlines()), done.stderr

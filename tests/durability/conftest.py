@@ -26,17 +26,15 @@ from fp8core.config.load import load_config
 from fp8core.config.run import RunConfig
 from fp8core.errors import UserError
 from fp8core.report.console import Console
-from fp8core.rollout.engine import Completion, PromptGroup, Sampling
-from fp8core.rollout.seeds import sample_seed
-from fp8core.store.artifacts import ArtifactStore
-from fp8core.store.folder_digest import folder_digest
+from fp8core.rollout.engine import Completion, PromptGroup, Sampling, sample_seed
+from fp8core.run.context import RunContext
+from fp8core.run.loop import train
+from fp8core.run.open import open_directory, open_run, plan_of
+from fp8core.store.artifacts import ArtifactStore, RolloutShards
+from fp8core.store.durable import folder_digest
 from fp8core.store.ledger import Entry, Ledger, LedgerView, SegmentEntry, TaskEntry
 from fp8core.store.manifest import StepManifest, first_broken_link
 from fp8core.store.run_directory import LEDGER
-from fp8core.store.shards import RolloutShards
-from fp8core.workers.live import LiveRun
-from tasks.loop import train
-from tasks.opening import open_directory, open_run, plan_of
 
 SETTINGS: dict[str, Any] = {
     "steps": 5,
@@ -52,7 +50,7 @@ Groups = set[tuple[int, int]]
 
 
 class Watch:
-    """Told in a life of everything that becomes durable: a line of the ledger, a shard of finished groups."""
+    """Notified in a life of everything that becomes durable: a line of the ledger, a shard of finished groups."""
 
     note: Note = staticmethod(lambda **what: None)
 
@@ -60,7 +58,7 @@ class Watch:
         self.durable: list[str] = []
 
     def before(self, what: str) -> None:
-        """What is computed, its artifacts are stored; it does not count yet."""
+        """`what` is computed, its artifacts are stored; it does not count yet."""
 
     def after(self, what: str) -> None:
         self.durable.append(what)
@@ -119,10 +117,10 @@ def _name(entry: Entry) -> str:
 
 
 class WatchedEngine:
-    """A rollout engine that notes the groups of iterations that are asked for, and those that have become durable."""
+    """A rollout engine that notes the requested groups of iterations, and those that have become durable."""
 
     def __init__(self, run: "WatchedRun") -> None:
-        self._engine, self._run = LiveRun.ready_engine(run), run
+        self._engine, self._run = RunContext.ready_engine(run), run
 
     def generate(self, groups: Sequence[PromptGroup], sampling: Sampling) -> Iterator[list[Completion]]:
         places = {group.group: self._run.places.get(group.seeds[0]) for group in groups}
@@ -141,7 +139,7 @@ class WatchedEngine:
 
 
 @dataclass
-class WatchedRun(LiveRun):
+class WatchedRun(RunContext):
     """A live run whose engine is watched."""
 
     watch: Watch = field(default_factory=Watch)
@@ -153,7 +151,7 @@ class WatchedRun(LiveRun):
 
 @dataclass(frozen=True)
 class Life:
-    """How a child ended (exit code, or minus the signal), what it noted, and the processor time it used."""
+    """The end of a child (exit code, or minus the signal), its notes, and the processor time it used."""
 
     status: int
     notes: list[dict[str, Any]]
@@ -221,7 +219,7 @@ class Training:
         Args:
             before: it dies right before the n-th thing that becomes durable.
             after: it dies right after that.
-            watch: it tells this watch instead.
+            watch: it notifies this watch instead.
             audit: it dies at this instant.
             arrange: it calls this first.
         """
@@ -232,7 +230,7 @@ class Training:
         os.close(notes)
 
     def _wait_until_it_has_used(self, seconds: float) -> None:
-        """Processor time: how far it gets does not depend on what else the machine does."""
+        """Processor time: progress does not depend on the machine's other load."""
         child = psutil.Process(self.pid)
         while child.status() != psutil.STATUS_ZOMBIE and sum(child.cpu_times()[:2]) < seconds:
             time.sleep(0.001)
@@ -251,7 +249,7 @@ class Training:
         return life
 
     def notes(self) -> list[dict[str, Any]]:
-        """What the present life has noted."""
+        """Notes of the present life."""
         lines = self._notes.read_text().splitlines() if self._notes.exists() else []
         return [json.loads(line) for line in lines]
 
@@ -268,7 +266,7 @@ class Training:
 
     @property
     def ledger(self) -> LedgerView:
-        """What is committed."""
+        """The committed entries."""
         return LedgerView.read(self.folder / LEDGER)
 
     def lines(self) -> list[dict[str, Any]]:
@@ -302,7 +300,7 @@ class Training:
         return sorted(file for file in files if file not in manifests)
 
     def checkpoints(self, without: Collection[str] = ()) -> list[tuple[str, str]]:
-        """The checkpoints that are still there, which are what the ledger says, but those with some files."""
+        """The remaining checkpoints, which must match the ledger, except those that hold files of `without`."""
         entries = {entry.uri: entry.digest for entry in self.ledger.checkpoints()}
         folders = {f"checkpoints/{folder.name}": folder for folder in sorted((self.folder / "checkpoints").iterdir())}
         damaged = {uri for uri in folders for file in without if file.startswith(uri)}
@@ -311,7 +309,7 @@ class Training:
         return found
 
     def must_have_committed_once(self, whole: "Training") -> None:
-        """The ledger holds what that of an uninterrupted run holds, in its order; time goes on in it."""
+        """The ledger holds the entries of an uninterrupted run, in their order, with rising commit times."""
         lines = [line for line in self.lines() if line["event"] != "segment"]
         others = [line for line in whole.lines() if line["event"] != "segment"]
         assert [_place(line) for line in lines] == [_place(line) for line in others]
@@ -355,7 +353,7 @@ class Training:
             os._exit(status)
 
     def train(self, watch: Watch) -> str:
-        """What a child does; returns the digest of the final weights."""
+        """The work of a child; returns the digest of the final weights."""
         config, plan = self.config, plan_of(self.config)
         prompts = range(config.rollout.prompts_per_step)
         places = {

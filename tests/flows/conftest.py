@@ -15,14 +15,14 @@ from prefect.client.schemas.objects import State
 from prefect.testing.utilities import prefect_test_harness
 
 from flows.grpo import grpo
+from flows.tracking.store import default_tracking_uri
 from fp8core.store.ledger import LedgerView
 from fp8core.store.run_directory import LEDGER
-from tasks.tracking_store import default_tracking_uri
 
 
 @dataclass(frozen=True)
 class Finished:
-    """A run of the flow, and what it left behind."""
+    """A run of the flow, and its results."""
 
     name: str
     state: State[Any]
@@ -111,7 +111,7 @@ class Up:
         return self._output.read_text()
 
     def stop(self) -> None:
-        """Twice: a training that a failed test left behind is not waited for."""
+        """Terminate twice: a training that a failed test left behind is not waited for."""
         for _ in range(2):
             self.process.terminate()
             time.sleep(1)
@@ -124,7 +124,7 @@ def start_up(
 ) -> Iterator[Callable[..., Up]]:
     """The README's `fp8-grpo up`: start_up(environment). It is stopped with the module.
 
-    Prefect's scheduler is off unless asked for: at 02:00 a nightly run would take the pool, and tests wait behind it.
+    Prefect's scheduler is off unless requested: at 02:00 a nightly run would take the pool, and tests wait behind it.
     """
     (command,) = (line for line in readme_commands if line.startswith("fp8-grpo up"))
     started: list[Up] = []

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.bisect import add_command, sequences_of
+from flows.cli.bisect import add_command, sequences_of
 from fp8core.errors import UserError
 from fp8core.models.checkpoint import load_checkpoint
 from fp8core.store.artifacts import ArtifactStore

@@ -15,7 +15,7 @@ import yaml
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows import cli
-from tasks.tracking_store import default_tracking_uri
+from flows.tracking.store import default_tracking_uri
 
 REPOSITORY = Path(__file__).parents[2]
 SCRIPT = Path(sys.executable).with_name("fp8-grpo")
@@ -157,10 +157,13 @@ def test_graph_is_text_and_mermaid(capsys):
 def test_config_names_the_origin_of_every_value(capsys, workplace):
     assert cli.main(["config", str(workplace / "small.yaml"), *flags("training.learning_rate=2e-4")]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert all(re.fullmatch(r"[\w.]+ = .+  # (default|--set|\S+:\d+)", line) for line in lines)
+    origin = r"default|default of the exact contract: .+|--set|\S+:\d+"
+    assert all(re.fullmatch(rf"[\w.]+ = .+  # ({origin})", line) for line in lines)
     assert "training.learning_rate = 0.0002  # --set" in lines
     assert f"warm_start.steps = 3  # {workplace / 'small.yaml'}:3" in lines
     assert "correction.cap = 2.0  # default" in lines
+    resolved = "engine and trainer compute the same operations in equal formats"
+    assert f"alignment.stop.tokens_differing = 0  # default of the exact contract: {resolved}" in lines
 
 
 def test_doctor_says_what_runs_here(capsys):
@@ -215,6 +218,7 @@ def test_what_a_run_reads_is_looked_at_before_it_has_a_folder(refused, settings,
         ("run=../outside", "run: must match pattern"),
         ("model=somewhere", "exactly one of `model`"),
         ("loss.reference_kl=0.1", "loss.reference_kl=0.1 needs"),
+        ("loss.reward_kl=0.1", "loss.reward_kl=0.1 needs"),
         ("training.minibatches=1024", "training.minibatches=1024 exceeds 16 rollouts a step"),
         (REWARD.replace("USES", "no_such_module:score"), "step reward: uses no_such_module:score: there is no module"),
         (

@@ -16,10 +16,10 @@ from mlflow import MlflowClient
 from mlflow.entities import LoggedModelStatus
 from prefect.settings import PREFECT_API_URL
 
+from flows.tracking.store import default_tracking_uri
 from fp8core.store.artifacts import ArtifactStore
 from fp8core.store.ledger import LedgerView
 from fp8core.store.run_directory import LEDGER
-from tasks.tracking_store import default_tracking_uri
 
 pytestmark = pytest.mark.slow
 

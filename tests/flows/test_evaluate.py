@@ -11,10 +11,9 @@ from mlflow import MlflowClient
 
 from flows.cli import main
 from flows.evaluate import evaluate
-from flows.evaluation import Asked
-from fp8core.evaluation.estimators import pass_at_k
-from fp8core.evaluation.result import EvaluationResult
-from tasks.tracking_store import default_tracking_uri
+from flows.evaluation import EvaluationRequest
+from flows.tracking.store import default_tracking_uri
+from fp8core.evaluation.measure import EvaluationResult, pass_at_k
 
 
 @pytest.fixture(scope="module")
@@ -160,6 +159,6 @@ def test_parameters_have_descriptions_bounds_and_the_defaults_of_the_command():
     parameters = evaluate.parameters.properties
     assert all(parameter["description"] for parameter in parameters.values())
     assert parameters["samples"]["minimum"] == 1
-    defaults = {field.name: field.default for field in fields(Asked) if field.name != "target"}
+    defaults = {field.name: field.default for field in fields(EvaluationRequest) if field.name != "target"}
     signature = inspect.signature(evaluate.fn).parameters
     assert {name: signature[name].default for name in defaults} == defaults

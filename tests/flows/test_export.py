@@ -9,13 +9,11 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from flows.cli import main
+from flows.tracking.record import TrackingRecord, write_record
 from fp8core.models.checkpoint import load_checkpoint
 from fp8core.models.decoder import Decoder, FullContext
-from fp8core.models.formats import reference_formats
-from fp8core.models.fp8_selection import KeptInBf16
-from fp8core.models.quantised_checkpoint import plan_dequantisation, plan_quantisation, write_checkpoint
-from fp8core.models.weights import load_policy, stored_weights
-from tasks.tracking_record import TrackingRecord, write_record
+from fp8core.models.quantised_checkpoint import KeptInBf16, plan_dequantisation, plan_quantisation, write_checkpoint
+from fp8core.models.weights import load_policy, reference_formats, stored_weights
 
 PROMPT = "2*7*6+0+9="
 

@@ -7,10 +7,10 @@ import shutil
 import pytest
 
 from flows.cli import main
+from flows.tracking.store import default_tracking_uri
 from fp8core.store.artifacts import ArtifactStore
+from fp8core.store.deletion_log import read_deletions
 from fp8core.store.run_directory import RunDirectory
-from fp8core.store.tombstones import read_tombstones
-from tasks.tracking_store import default_tracking_uri
 
 KEEP = {"checkpoint.every": 1, "checkpoint.keep": 1, "artifacts.keep": {"last": 1, "every": 2}}
 NARROW = ["--set", "artifacts.keep={last: 1, every: null}"]
@@ -67,7 +67,7 @@ def test_a_run_goes_on_from_what_was_kept(run, copy, launch, capsys):
     assert out[1:3] == ["steps kept:     0, 4-5", "steps dropped:  1-3"]
     assert out[-1] == "removed; tombstones.jsonl names each file"
     assert sorted(path.name for path in (copy / "checkpoints").iterdir()) == ["00004"]
-    stones = [stone for stone in read_tombstones(copy).values() if stone.kind != "checkpoint"]
+    stones = [stone for stone in read_deletions(copy).values() if stone.kind != "checkpoint"]
     assert {copy / stone.uri for stone in stones} <= before - files(copy)
     assert total(files(copy / "artifacts")) == size - sum(stone.size for stone in stones)
     elsewhere = {"runs": str(copy.parent), "tracking.uri": default_tracking_uri(run.runs)}

@@ -38,12 +38,15 @@ def test_exact_contract_gives_a_mismatch_of_exactly_one(three_steps):
 def test_summary_names_what_it_promises(three_steps):
     expected = {
         "run", "mlflow_run_id", "weights_digest", "steps", "reward_first10", "reward_last10", "heldout_first",
-        "heldout_last", "tmpe_max", "tokens_differing", "overhead_ms_per_step", "seconds",
+        "heldout_last", "tmpe_max", "tokens_differing", "bounds", "bounds_crossed", "overhead_ms_per_step", "seconds",
+        "chain_head",
     }  # fmt: skip
     summary = three_steps.summary
     assert set(summary) == expected
     assert summary["run"] == "three"
     assert summary["steps"] == 3
+    assert summary["bounds"].startswith("exact contract, fail beyond error 1, tokens_differing 0")
+    assert summary["bounds_crossed"] == 0
     assert set(summary["overhead_ms_per_step"]) == {"median", "mean"}
     tasks = {"prompts", "rollout", "reward", "logprobs", "train", "calibrate", "sync", "evaluate", "record", "commit"}
     assert tasks | {"warm_start", "total"} <= set(summary["seconds"])

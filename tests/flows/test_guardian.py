@@ -13,18 +13,18 @@ import psutil
 import pytest
 from mlflow import MlflowClient
 
-from flows.guardian import Guardian
+from flows.tracking.guardian import Guardian
+from flows.tracking.record import TrackingRecord, read_record, write_record
+from flows.tracking.store import default_tracking_uri
+from flows.tracking.tracker import Tracker
 from fp8core.store.run_directory import RunDirectory
-from tasks.tracking import Tracker
-from tasks.tracking_record import TrackingRecord, read_record, write_record
-from tasks.tracking_store import default_tracking_uri
 
 REPOSITORY = Path(__file__).parents[2]
 
 TRAINING = """\
 import sys, time
 from pathlib import Path
-from flows.guardian import Guardian
+from flows.tracking.guardian import Guardian
 with Guardian(Path(sys.argv[1])):
     print("training", flush=True)
     time.sleep(60)

@@ -9,7 +9,7 @@ import pytest
 from prefect import flow
 from prefect.states import Completed
 
-from flows.iteration import as_task, side_by_side
+from flows.orchestration import as_task, side_by_side
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
 

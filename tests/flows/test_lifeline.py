@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from flows.lifeline import Lifeline
+from fp8core.end_with_parent import TiedProcess
 
 # Starts a child that writes what it reads and then END, forks a process that stays, and waits to be killed.
 PARENT = """\
 import os, sys, time
-from flows.lifeline import Lifeline
+from fp8core.end_with_parent import TiedProcess
 echo = "import os; word = os.read(0, 100); os.write(1, word + b'END')"
-lifeline = Lifeline(["-c", echo], open(sys.argv[1], "wb"))
+lifeline = TiedProcess(["-c", echo], open(sys.argv[1], "wb"))
 if os.fork() == 0:
     time.sleep(60)
 print("ready", flush=True)
@@ -53,7 +53,7 @@ def test_a_killed_parent_is_noticed_beside_a_forked_copy(said: Path) -> None:
 
 def test_the_child_hears_a_word_and_is_waited_for(said: Path) -> None:
     with said.open("wb") as file:
-        lifeline = Lifeline(
+        lifeline = TiedProcess(
             ["-c", "import os; os.write(1, os.read(0, 100)); os.write(1, os.read(0, 100) + b'!')"], file
         )
     assert lifeline.exit_code is None
@@ -65,7 +65,7 @@ def test_the_child_hears_a_word_and_is_waited_for(said: Path) -> None:
 
 def test_a_child_that_is_gone_is_no_error(said: Path) -> None:
     with said.open("wb") as file:
-        lifeline = Lifeline(["-c", ""], file)
+        lifeline = TiedProcess(["-c", ""], file)
     while lifeline.exit_code is None:
         time.sleep(0.02)
     lifeline.end(b"goodbye")
@@ -73,6 +73,6 @@ def test_a_child_that_is_gone_is_no_error(said: Path) -> None:
 
 def test_signals_of_the_group_do_not_reach_the_child(said: Path) -> None:
     with said.open("wb") as file:
-        lifeline = Lifeline(["-c", "import os; print(os.getsid(0), flush=True); os.read(0, 1)"], file)
+        lifeline = TiedProcess(["-c", "import os; print(os.getsid(0), flush=True); os.read(0, 1)"], file)
     lifeline.end()
     assert int(said.read_text()) != os.getsid(0)

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-from tasks.tracking_record import read_record
-from tasks.tracking_store import create_sqlite_store
+from flows.tracking.record import read_record
+from flows.tracking.store import create_sqlite_store
 
 STEPS = 12
 AWAY = "MLflow does not answer; metrics stay in the ledger and follow"
@@ -131,7 +131,7 @@ def test_a_server_that_is_killed_and_comes_back_has_everything(
 def test_a_run_ends_without_its_server_and_a_resume_delivers(
     server, undisturbed, launch, runs, capsys, monkeypatch
 ) -> None:
-    monkeypatch.setattr("tasks.publisher.OUTAGE_PATIENCE_SECONDS", 1.0)
+    monkeypatch.setattr("flows.tracking.publisher.OUTAGE_PATIENCE_SECONDS", 1.0)
     # Known to the server, then continued without it.
     assert launch("late", steps=2, overrides={"tracking.uri": server.uri}).state.is_completed()
     server.kill()

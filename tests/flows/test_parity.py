@@ -7,17 +7,20 @@ from typing import Any
 
 import pytest
 from mlflow import MlflowClient
+from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
 from prefect.exceptions import ParameterTypeError
+from prefect.states import Cancelled, Completed, Failed
 from prefect.utilities.callables import parameter_schema
 
 from flows.cli import main
 from flows.parity import parity
+from flows.parity_night import ParityRequest, refuse
+from flows.tracking.store import default_tracking_uri
 from fp8core.config.load import load_config
-from fp8core.parity.variants import VARIANTS, variant_settings
-from tasks.opening import plan_of
-from tasks.tracking_store import default_tracking_uri
+from fp8core.parity.measure import VARIANTS, variant_settings
+from fp8core.run.open import plan_of
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +56,7 @@ def test_the_form_has_types_bounds_and_descriptions() -> None:
     form = parameter_schema(parity).model_dump_for_openapi()["properties"]
     assert list(form) == ["config", "name", "seeds", "steps", "variants", "overrides"]
     assert all(field["description"] for field in form.values())
-    assert form["seeds"]["items"]["minimum"] == 0
+    assert form["seeds"]["anyOf"][0]["items"]["minimum"] == 0
     assert form["variants"]["items"]["enum"] == list(VARIANTS)
 
 
@@ -69,15 +72,15 @@ def test_a_night_is_cut_short_continued_judged_and_compared(
     judge_small: Callable[..., Any], shelf: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cut = judge_small(name="night", seeds=[0], steps=2, variants=["bf16"])
-    assert (cut.is_completed(), cut.name) == (True, "NOT ENOUGH DATA")
+    # Prefect's UI shows these in grey: neither green nor red.
+    assert (cut.type.value, cut.name) == ("CANCELLED", "NOT ENOUGH DATA")
     before = (shelf / "parity-night-bf16-0" / "ledger.jsonl").read_bytes()
     capsys.readouterr()
     state = judge_small(name="night", seeds=[0], steps=2, variants=["fp8-end-to-end", "bf16"])
     assert "1 of 2, bf16, seed 0: done before" in capsys.readouterr().out
     assert (shelf / "parity-night-bf16-0" / "ledger.jsonl").read_bytes() == before
     assert state.name == "NOT ENOUGH DATA"
-    assert "0 seeds are no interval" not in state.message
-    assert "fp8-end-to-end: held-out accuracy minus BF16 1 seeds are no interval" in state.message
+    assert "fp8-end-to-end: held-out accuracy minus BF16 1 pairs of seeds" in state.message
     folder = shelf / "parity" / "night"
     night = json.loads((folder / "verdict.json").read_text())
     assert (night["outcome"], night["variants"]) == ("NOT ENOUGH DATA", ["bf16", "fp8-end-to-end"])
@@ -98,6 +101,8 @@ def _is_posted_and_logged(shelf: Path, headline: str) -> None:
     experiment = mlflow.get_experiment_by_name("fp8-grpo")
     (run,) = mlflow.search_runs([experiment.experiment_id], "tags.`fp8_grpo.parity` = 'night'")
     assert run.data.tags["fp8_grpo.verdict"] == "NOT ENOUGH DATA"
+    # MLflow's UI has FINISHED in green, FAILED and KILLED in red.
+    assert run.info.status == "SCHEDULED"
     assert run.data.metrics["parity/fp8-end-to-end/largest probability error"] == 1.0
     names = {one.path for one in mlflow.list_artifacts(run.info.run_id)}
     assert names == {"verdict.json", "report.html", "report.png", "report.md"}
@@ -108,6 +113,39 @@ def test_a_bound_that_is_crossed_fails_the_flow_run(judge_small: Callable[..., A
     state = judge_small(bound, name="red", seeds=[0], steps=1, variants=["fp8-rollout"])
     assert state.is_failed()
     assert state.message.startswith("FAIL: fp8-rollout: largest probability error 1.0")
+
+
+def test_as_many_seeds_as_configured(tmp_path: Path) -> None:
+    def seeds(named: tuple[int, ...] | None, **settings: Any) -> tuple[int, ...]:
+        asked = ParityRequest("tiny-nightly", "n", named, 1, ("bf16",), {"runs": str(tmp_path), **settings})
+        return refuse(asked, "2026-11-22").seeds
+
+    assert seeds(None) == tuple(range(12))
+    assert seeds(None, **{"parity.seeds": 2}) == (0, 1)
+    assert seeds((7, 3)) == (7, 3)
+
+
+@pytest.mark.parametrize(
+    ("state", "code"),
+    [
+        (Completed(message="PASS"), 0),
+        (Failed(message="FAIL: bf16: memory slope 3 MiB a step"), 1),
+        (Cancelled(name="NOT ENOUGH DATA", message="NOT ENOUGH DATA: bf16: complete 1 of 2"), 4),
+        # Somebody cancelled the flow run.
+        (Cancelled(message="stopped"), 1),
+    ],
+    ids=lambda value: value.name if hasattr(value, "name") else None,
+)
+def test_each_outcome_has_an_exit_code(
+    prefect_server: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], state: Any, code: int
+) -> None:
+    @flow(name="judged", persist_result=False)
+    def judged(config: str = "") -> Any:
+        return state
+
+    monkeypatch.setattr("flows.parity.parity", judged)
+    assert main(["parity", "tiny-nightly"]) == code
+    assert state.message in "".join(capsys.readouterr())
 
 
 def test_mistakes_are_refused_before_any_work(judge_small: Callable[..., Any], shelf: Path) -> None:

@@ -16,11 +16,10 @@ from prefect.client.schemas.sorting import FlowRunSort
 from prefect.settings import PREFECT_API_URL
 
 from flows.parity import parity
-from flows.parity_training import train_apart
+from flows.parity_training import read_memory, train_apart
+from flows.tracking.record import read_record
 from fp8core.store.ledger import LedgerView
 from fp8core.store.run_directory import LEDGER
-from tasks.memory_watch import read_memory
-from tasks.tracking_record import read_record
 
 pytestmark = pytest.mark.slow
 

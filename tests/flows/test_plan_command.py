@@ -140,6 +140,6 @@ def test_a_run_is_refused_before_any_work(capsys, tmp_path, monkeypatch):
 
 
 def test_the_page_shows_what_is_printed(plan):
-    page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "plan.md").read_text()
     command, shown = (page.split(f"```{kind}\n")[1].split("```")[0] for kind in ("sh", "text"))
     assert plan(*command.split()[2:])[1] == shown.splitlines()

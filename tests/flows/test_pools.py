@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from flows import pools
-from flows.lifeline import running
+from fp8core.end_with_parent import running
 
 pytestmark = pytest.mark.slow
 

@@ -17,9 +17,9 @@ from sqlalchemy import event
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
 
+from flows.cli.up import server_command
 from flows.prefect_server import PrefectServer
 from flows.prefect_sqlite import prepare_sqlite
-from flows.up import server_command
 
 BUSY_SECONDS = 6.0
 
@@ -111,9 +111,9 @@ def test_a_refused_transaction_that_is_repeated_is_in_the_log_only_when_asked_fo
 
 @pytest.fixture
 def silence(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """benchmarks/prefect_silence.py."""
+    """benchmarks/prefect_stalls.py."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
-    return importlib.import_module("benchmarks.prefect_silence")
+    return importlib.import_module("benchmarks.prefect_stalls")
 
 
 @pytest.mark.slow

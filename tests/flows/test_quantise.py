@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from flows.quantise import add_commands
-from fp8core.models.fp8_selection import KeptInBf16
-from fp8core.models.quantised_checkpoint import plan_quantisation, write_checkpoint
+from flows.cli.quantise import add_command
+from fp8core.models.quantised_checkpoint import KeptInBf16, plan_quantisation, write_checkpoint
 
 
 class Terminal(io.StringIO):
@@ -20,7 +19,7 @@ class Terminal(io.StringIO):
 
 def run(*arguments: object) -> int:
     parser = argparse.ArgumentParser()
-    add_commands(parser.add_subparsers(required=True))
+    add_command(parser.add_subparsers(required=True))
     options = parser.parse_args([str(argument) for argument in arguments])
     return int(options.command(options))
 

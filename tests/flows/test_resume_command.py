@@ -14,13 +14,13 @@ import pytest
 from mlflow import MlflowClient
 
 from flows import cli
+from flows.tracking.record import read_record, write_record
+from flows.tracking.store import default_tracking_uri
+from fp8core.run.open import current_code
 from fp8core.store.artifacts import ArtifactStore
 from fp8core.store.ledger import LedgerView
-from fp8core.store.manifest import StepManifest, first_broken_link
+from fp8core.store.manifest import StepManifest, first_broken_link, record_digest
 from fp8core.store.run_directory import LEDGER, RunDirectory
-from tasks.opening import current_code
-from tasks.tracking_record import read_record, write_record
-from tasks.tracking_store import default_tracking_uri
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -77,15 +77,23 @@ def of_other_code(folder: Path) -> Path:
 
 
 def test_a_moved_run_is_extended_in_its_mlflow_run(
-    begun: Any, moved: Path, command: Command, uncut: str, tmp_path: Path
+    launch: Any, command: Command, uncut: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    begun = launch("to-be-moved", steps=2, overrides={"runs": str(tmp_path / "begun")})
+    capsys.readouterr()
+    (tmp_path / "elsewhere").mkdir()
+    moved = begun.folder.rename(tmp_path / "elsewhere" / "renamed")
     code, out, err = command("resume", str(moved), "--set", "steps=3", "--json", "summary.json")
     assert (code, err) == (0, "")
+    assert "copied_from" not in out
     assert out.startswith("starting Prefect and MLflow\nfp8-grpo run renamed\n")
     assert "continues after step 2; 0 updates redone" in out
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["weights_digest"] == uncut
     assert summary["mlflow_run_id"] == begun.mlflow_run().info.run_id
+    head = f"3:{record_digest(StepManifest.model_validate_json((moved / 'manifests/00003.json').read_bytes()))}"
+    assert summary["chain_head"] == begun.mlflow_run().data.tags["chain_head"] == head
+    assert f"  chain      {head}\n" in out
     assert begun.mlflow_run().info.status == "FINISHED"
     assert LedgerView.read(moved / LEDGER).last_step() == 3
     assert [path.name for path in moved.parent.iterdir()] == ["renamed"], "no second MLflow store"

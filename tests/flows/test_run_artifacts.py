@@ -7,8 +7,8 @@ import pytest
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId
 
-from flows import run_artifacts
-from flows.run_artifacts import RunArtifacts
+from flows.tracking import prefect_artifacts
+from flows.tracking.prefect_artifacts import RunArtifacts
 
 
 def within(seconds: float, holds: Callable[[], bool]) -> bool:
@@ -19,7 +19,7 @@ def within(seconds: float, holds: Callable[[], bool]) -> bool:
 
 
 def test_prefect_shows_progress_reports_and_the_way_to_mlflow(launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_artifacts, "PATIENCE_SECONDS", 120.0)
+    monkeypatch.setattr(prefect_artifacts, "PATIENCE_SECONDS", 120.0)
     finished = launch("Shown_Run", steps=3, overrides={"tracking.report_every": 2})
     flow_run = finished.state.state_details.flow_run_id
     with get_client(sync_client=True) as client:
@@ -51,8 +51,8 @@ class Prefect:
 def prefect(monkeypatch: pytest.MonkeyPatch) -> Prefect:
     stand_in = Prefect()
     for name in ("create_link", "create_markdown", "create_progress", "update_progress"):
-        monkeypatch.setattr(run_artifacts, f"{name}_artifact", stand_in.answer)
-    monkeypatch.setattr(run_artifacts, "RETRY_SECONDS", 0.01)
+        monkeypatch.setattr(prefect_artifacts, f"{name}_artifact", stand_in.answer)
+    monkeypatch.setattr(prefect_artifacts, "RETRY_SECONDS", 0.01)
     return stand_in
 
 

@@ -15,8 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from flows.service import ServiceError, Services, Stopped
-from flows.up import up, wait
+from flows.cli.up import ServiceError, Services, Stopped, up, wait
 from fp8core.errors import UserError
 
 SLEEP = ["-c", "import time; time.sleep(600)"]
@@ -77,7 +76,7 @@ def test_what_a_service_has_started_ends_first_and_in_its_own_time_unless_there_
 def test_services_end_when_who_started_them_is_killed(tmp_path) -> None:
     program = f"""
         import os, pathlib
-        from flows.service import Services
+        from flows.cli.up import Services
         with Services(os.environ, pathlib.Path({str(tmp_path)!r}), pathlib.Path({str(tmp_path)!r})) as services:
             services.start("a server", {SLEEP!r}, 10.0)
             print(services._lasting[0].group, flush=True)

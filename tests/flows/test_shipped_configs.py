@@ -8,15 +8,13 @@ import pytest
 
 from fp8core.config.capability import check_contract
 from fp8core.config.load import load_config, load_open_config, shipped_names
-from fp8core.models.checkpoint import save_checkpoint
-from fp8core.models.initial import initial_weights
-from fp8core.plan.rollout import longest_sequence
+from fp8core.models.checkpoint import initial_weights, save_checkpoint
 from fp8core.plan.shapes import PUBLISHED, model_shape
-from fp8core.rollout import vllm_settings
-from fp8core.rollout.vllm_versions import VllmBuild
+from fp8core.rollout.vllm.requirements import VllmBuild, contract_refusals, model_refusals
+from fp8core.run.build import build_base
 from fp8core.store.artifacts import ArtifactStore
 from fp8core.training.megatron import requirements
-from fp8core.training.megatron.grid import check_grid
+from fp8core.training.registry import trainer_of
 
 SIZES = {
     "hidden_size": 128,
@@ -77,12 +75,41 @@ def reduced(name, config, small, checkpoint, problems):
     return SMALL_BATCH | {"model": str(checkpoint(config.model)), "data.source": str(problems)}
 
 
-@pytest.mark.parametrize("name", [name for name in shipped_names() if name not in EIGHT_GPUS])
-def test_it_runs(launch, small, checkpoint, problems, name):
+@pytest.fixture
+def taught(tmp_path):
+    """taught(config): where the teacher of a configuration lies that names one, a policy that knows nothing."""
+
+    def setting(config):
+        if config.loss.distillation.teacher is None:
+            return {}
+        base = build_base(config)
+        save_checkpoint(tmp_path / "teacher", base.arch, base.tensors, base.tokenizer)
+        return {"loss.distillation.teacher": str(tmp_path / "teacher")}
+
+    return setting
+
+
+# One of each kind in the first tier: our exact trainer, a pipeline of its own, the references of the kernels.
+FIRST_TIER = ("tiny", "careful", "llama-aligned")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in FIRST_TIER else pytest.param(name, marks=pytest.mark.slow)
+        for name in shipped_names()
+        if name not in EIGHT_GPUS
+    ],
+)
+def test_it_runs(launch, small, checkpoint, problems, taught, name):
     config = load_open_config(name)
     # What trains on a GPU has the references of its kernels here.
-    here = {"rollout.engine": "embedded", "training.device": "cpu", "training.packed": config.training.packs or None}
-    overrides = {**reduced(name, config, small, checkpoint, problems), **here}
+    here = {
+        "rollout.engine": "embedded",
+        "training.device": "cpu",
+        "training.packed": trainer_of(config.training).name == "packed" or None,
+    }
+    overrides = {**reduced(name, config, small, checkpoint, problems), **here, **taught(config)}
     finished = launch(f"shipped-{name}", steps=1, config=name, overrides=overrides)
     assert finished.state.is_completed(), finished.state.message
     assert finished.summary["steps"] == 1
@@ -91,6 +118,7 @@ def test_it_runs(launch, small, checkpoint, problems, name):
 
 
 @pytest.mark.skipif(find_spec("megatron") is None, reason="Megatron Core is not installed")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EIGHT_GPUS)
 def test_what_megatron_trains_on_eight_gpus_runs(launch, small, checkpoint, problems, name):
     """By Megatron, in the format and on the grid of one that it has on a CPU."""
@@ -112,10 +140,11 @@ def test_a_hopper_machine_takes_what_eight_gpus_are_configured_for(name, monkeyp
     arch = model_shape(config)
     monkeypatch.setattr(requirements, "find_spec", lambda package: object())
     check_contract(config.precision, "sm_90", corrected=config.correction.method != "none")
-    requirements.check_requirements(config, "sm_90")
-    check_grid(arch, config.training.megatron, config.precision, longest_sequence(config, arch))
-    vllm_settings.check_contract_fits(config.precision, config.rollout.vllm, hopper)
-    vllm_settings.check_architecture_fits(arch, config.precision, config.rollout.vllm)
+    trainer = trainer_of(config.training)
+    trainer.check_machine(config, "sm_90", 8)
+    trainer.check_model(config, arch)
+    assert not [*contract_refusals(config.precision, config.rollout.vllm, hopper)]
+    assert not [*model_refusals(arch, config.precision, config.rollout.vllm)]
     assert config.rollout.router_replay == bool(arch.sparse_layers)
     assert config.rollout.vllm.gpus == config.training.megatron.gpus == 8
 

@@ -182,6 +182,7 @@ def command(
 
     yield call
     signal.signal(signal.SIGTERM, before)
+    (workplace / "signals").unlink(missing_ok=True)
 
 
 def status(folder: Path) -> str:
@@ -232,6 +233,7 @@ def test_a_second_signal_stops_within_the_step(command: Any, workplace: Path) ->
     assert status(workplace / "runs" / "twice") == "KILLED"
 
 
+@pytest.mark.slow
 def test_a_signal_in_the_last_step_does_not_stop_what_is_done(command: Any, workplace: Path) -> None:
     (workplace / "signals").write_text("1")
     code, _, err = command("run", "small.yaml", "--set", "run=last", "--set", "steps=2")

@@ -8,18 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from fp8core.config.loss import LossConfig
 from fp8core.config.precision import PrecisionContract
-from fp8core.config.run import CorrectionConfig, LossConfig, TrainingConfig
+from fp8core.config.run import CorrectionConfig, TrainingConfig
 from fp8core.models.architecture import Architecture
-from fp8core.models.formats import rollout_formats, training_formats
-from fp8core.models.initial import initial_weights
+from fp8core.models.checkpoint import initial_weights
+from fp8core.models.weights import rollout_formats, training_formats
 from fp8core.numerics.kv_scales import scales_from_statistics
 from fp8core.rl.batch import RolloutBatch, TokenBatch, length_mask, pad
 from fp8core.rl.objective import Objective
 from fp8core.rollout.embedded import EmbeddedEngine
-from fp8core.rollout.engine import Completion, PolicyScales, PromptGroup, Sampling
-from fp8core.rollout.seeds import sample_seed
-from fp8core.training.torch_trainer import TorchTrainer
+from fp8core.rollout.engine import Completion, PolicyScales, PromptGroup, Sampling, sample_seed
+from fp8core.training.exact import ExactTrainer
 
 # No dimension is a multiple of 128, and heads * head_dim is not hidden_size.
 _SHAPE: dict[str, Any] = {
@@ -56,7 +56,7 @@ class Pair:
     """A trainer, and an engine that was given its policy and first scales."""
 
     arch: Architecture
-    trainer: TorchTrainer
+    trainer: ExactTrainer
     engine: EmbeddedEngine
     scales: PolicyScales
 
@@ -82,8 +82,8 @@ def _trainer(
     objective: Objective | None = None,
     masters: Mapping[str, Tensor] | None = None,
     seed: int = 0,
-) -> TorchTrainer:
-    return TorchTrainer(
+) -> ExactTrainer:
+    return ExactTrainer(
         arch,
         _masters(arch, seed) if masters is None else masters,
         training_formats(contract, arch.num_layers),
@@ -93,7 +93,7 @@ def _trainer(
     )
 
 
-def _first_scales(trainer: TorchTrainer, contract: PrecisionContract) -> PolicyScales:
+def _first_scales(trainer: ExactTrainer, contract: PrecisionContract) -> PolicyScales:
     prompts = _prompts(6, trainer.arch.vocab_size, seed=100)
     amax = trainer.statistics(TokenBatch.of(prompts, [[2]] * len(prompts))).amax()
     return PolicyScales(trainer.version, tuple(scales_from_statistics(amax, 2.0, contract.scale_rule)))
@@ -128,7 +128,7 @@ def _groups(prompts: Sequence[Sequence[int]], size: int) -> list[PromptGroup]:
     ]
 
 
-def _rollout_batch(trainer: TorchTrainer, scales: PolicyScales, rows: int = 6, seed: int = 0) -> RolloutBatch:
+def _rollout_batch(trainer: ExactTrainer, scales: PolicyScales, rows: int = 6, seed: int = 0) -> RolloutBatch:
     """Random completions with the trainer's log-probs, a noisy rollout policy and random advantages."""
     vocabulary = trainer.arch.vocab_size
     completions = _prompts(rows, vocabulary, seed + 1, longest=7)
@@ -160,7 +160,7 @@ def masters_of() -> Callable[..., dict[str, Tensor]]:
 
 
 @pytest.fixture(scope="session")
-def trainer_of() -> Callable[..., TorchTrainer]:
+def trainer_of() -> Callable[..., ExactTrainer]:
     """(contract, architecture) to a trainer; equal arguments give equal trainers."""
     return _trainer
 
@@ -172,7 +172,7 @@ def pair_of() -> Callable[..., Pair]:
 
 
 @pytest.fixture(scope="session")
-def first_scales() -> Callable[[TorchTrainer, PrecisionContract], PolicyScales]:
+def first_scales() -> Callable[[ExactTrainer, PrecisionContract], PolicyScales]:
     """Scales of a trainer's policy, calibrated on a few prompts."""
     return _first_scales
 
@@ -193,3 +193,33 @@ def groups_of() -> Callable[[Sequence[Sequence[int]], int], list[PromptGroup]]:
 def rollout_batch() -> Callable[..., RolloutBatch]:
     """(trainer, scales, rows, seed) to something to learn from."""
     return _rollout_batch
+
+
+def _weight_of_two_updates(make: Callable[..., Any], batch: RolloutBatch, scales: Any) -> tuple[float, float, float]:
+    """Mean weight that a trainer reports of two updates of one rollout in bypass mode; the right one; the frozen one.
+
+    `make(training, objective)` gives equal trainers. The weight of a row is min(exp(sum of current - rollout), 2), and
+    current is another trainer's score after the first update alone.
+    """
+    objective = Objective(LossConfig(), CorrectionConfig(method="preset", preset="verl/bypass_pg_is"))
+    half = len(batch.keep) // 2
+    first, second = batch.rows(slice(0, half)), batch.rows(slice(half, 2 * half))
+
+    def mean(current: Tensor, part: RolloutBatch) -> float:
+        d = torch.where(part.mask, current - part.rollout_logprobs, 0.0).double().sum(dim=1, keepdim=True)
+        return float(d.exp().clamp(max=2.0).expand(part.mask.shape)[part.mask].mean())
+
+    rate = {"learning_rate": 1e-3, "warmup_steps": 0}
+    found = make(TrainingConfig(minibatches=2, **rate), objective).step(batch, 1.0, scales).weight_mean
+    other = make(TrainingConfig(**rate), objective)
+    start = mean(other.logprobs(first.sequences, 1.0, scales).logprobs.nan_to_num(), first)
+    frozen = mean(other.logprobs(second.sequences, 1.0, scales).logprobs.nan_to_num(), second)
+    other.step(first, 1.0, scales)
+    moved = mean(other.logprobs(second.sequences, 1.0, scales).logprobs.nan_to_num(), second)
+    return found, (start + moved) / 2, (start + frozen) / 2
+
+
+@pytest.fixture(scope="session")
+def weight_of_two_updates() -> Callable[..., tuple[float, float, float]]:
+    """(make, batch, scales) to the mean weight in bypass mode: reported, right, and with frozen weights."""
+    return _weight_of_two_updates

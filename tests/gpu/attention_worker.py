@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fp8core.rollout.vllm_worker import PolicyWorker
+from fp8core.rollout.vllm.worker import PolicyWorker
 
 
 class AttentionWorker(PolicyWorker):

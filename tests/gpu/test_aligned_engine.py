@@ -17,30 +17,24 @@ from torch import Tensor
 
 from flows.environment import set_variables
 from fp8core.config.capability import this_platform
+from fp8core.config.loss import LossConfig
 from fp8core.config.precision import PrecisionContract
-from fp8core.config.run import CorrectionConfig, LossConfig, TrainingConfig
+from fp8core.config.run import CorrectionConfig, TrainingConfig
 from fp8core.config.vllm import VllmConfig
 from fp8core.models.architecture import Architecture
-from fp8core.models.formats import rollout_formats, training_formats
-from fp8core.models.initial import initial_weights
-from fp8core.models.weights import in_one_buffer, stored_weights
+from fp8core.models.checkpoint import initial_weights
+from fp8core.models.weights import in_one_buffer, rollout_formats, stored_weights, training_formats
 from fp8core.numerics.fingerprint import policy_digest
-from fp8core.numerics.fused_head_codes import static_codes
+from fp8core.numerics.fused import static_codes
 from fp8core.numerics.kv_scales import LayerScales
-from fp8core.numerics.packed_attention import DevicePack, Fp8PackedAttention
-from fp8core.numerics.packed_sequences import PackedSequences
+from fp8core.numerics.packed import DevicePack, Fp8PackedAttention, PackedSequences
 from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
 from fp8core.rollout.engine import Completion, PolicyScales, PromptGroup, Sampling
-from fp8core.rollout.vllm_settings import (
-    check_architecture_fits,
-    check_contract_fits,
-    required_environment,
-    suggested_environment,
-)
-from fp8core.rollout.vllm_versions import find_build
-from fp8core.training.torch.trainer import PackedFormats, PackedTrainer
-from tasks.sync import check_formats, check_report
+from fp8core.rollout.vllm.requirements import contract_refusals, find_build, model_refusals
+from fp8core.rollout.vllm.settings import required_environment, suggested_environment
+from fp8core.run.policy import check_formats, check_report
+from fp8core.training.packed.trainer import PackedFormats, PackedTrainer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -127,11 +121,11 @@ def tensors(masters: dict[str, Tensor]) -> dict[str, Tensor]:
 @pytest.fixture(scope="module")
 def engine(tensors: dict[str, Tensor]) -> Iterator[Any]:
     build = find_build(this_platform())
-    check_contract_fits(CONTRACT, OPTIONS, build)
-    check_architecture_fits(ARCH, CONTRACT, OPTIONS)
+    assert not [*contract_refusals(CONTRACT, OPTIONS, build)]
+    assert not [*model_refusals(ARCH, CONTRACT, OPTIONS)]
     suggested = suggested_environment(1, build)
     set_variables(required_environment(CONTRACT, OPTIONS, build), suggested)
-    from fp8core.rollout.vllm import VllmEngine
+    from fp8core.rollout.vllm.engine import VllmEngine
 
     started = VllmEngine(ARCH, CONTRACT, OPTIONS, LARGEST_BATCH, build, "attention_worker.AttentionWorker")
     report = started.update(tensors, SCALES, SCALES.version)
@@ -258,7 +252,7 @@ def test_vllm_writes_the_codes_of_training() -> None:
 
 
 def test_sleep_loses_nothing(engine: Any, alone: Completion, tensors: dict[str, Tensor], temperature: float) -> None:
-    engine.rest()
+    engine.sleep()
     report = engine.update(tensors, SCALES, SCALES.version)
     check_report(report, policy_digest(tensors), SCALES, SCALES.version)
     assert read(collect(engine, [PROBE], temperature)[0]) == read(alone)
@@ -268,7 +262,7 @@ def test_what_was_lent_is_given_back_before_anything_is_generated(
     engine: Any, tensors: dict[str, Tensor], temperature: float
 ) -> None:
     """Else a copy of the policy lies beside the engine, and whatever training puts in a part of it keeps all of it."""
-    engine.rest()
+    engine.sleep()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
     lent = in_one_buffer(tensors)

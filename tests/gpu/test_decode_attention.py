@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8core.numerics.attention import Fp8Attention, Fp32Attention
-from fp8core.numerics.decode_attention import (
+from fp8core.kernels.attention import DecodeAttention
+from fp8core.numerics.attention import (
     HEAD_DIM,
-    DecodeAttention,
+    Fp8Attention,
+    Fp32Attention,
     Queries,
     decode_attention_reference,
     token_queries,

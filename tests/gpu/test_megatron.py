@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import megatron_cases as cases
+from benchmarks import megatron_hopper as cases
 from flows.environment import set_variables
 from fp8core.errors import UserError
-from fp8core.models.formats import rollout_formats
-from fp8core.models.weights import stored_weights
+from fp8core.models.weights import rollout_formats, stored_weights
 from fp8core.training.megatron.requirements import required_environment
 
 pytestmark = [
@@ -29,13 +28,13 @@ SIZES = {"sequences": 8, "prompt": 40, "completion": 88}
 def _environment(gpu: torch.device) -> Iterator[None]:
     set_variables(required_environment(cases.configuration("fp8")), {})
     yield
-    from fp8core.training.megatron import groups
+    from fp8core.training.megatron import parallel
 
-    groups.leave()
+    parallel.destroy()
 
 
 def trainer_of(family: str, precision: str, *changes: str) -> Any:
-    from fp8core.training.megatron.build import process_trainer
+    from fp8core.training.megatron.trainer import process_trainer
 
     arch = cases.small(family)
     config = cases.configuration(precision, "training.learning_rate=1e-4", *changes)

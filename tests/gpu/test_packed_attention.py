@@ -8,20 +8,19 @@ import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
+from fp8core.kernels.attention import DecodeAttention
 from fp8core.numerics.attention import Bf16Attention
-from fp8core.numerics.decode_attention import DecodeAttention
 from fp8core.numerics.e4m3 import E4M3_MAX
-from fp8core.numerics.fused_head_codes import static_codes
-from fp8core.numerics.fused_rotary import HeadLayout, heads_of
+from fp8core.numerics.fused import HeadLayout, heads_of, static_codes
 from fp8core.numerics.kv_scales import LayerScales
-from fp8core.numerics.packed_attention import (
+from fp8core.numerics.packed import (
     Bf16PackedAttention,
     DevicePack,
     Fp8PackedAttention,
     KeptAttention,
     PackedAttention,
+    PackedSequences,
 )
-from fp8core.numerics.packed_sequences import PackedSequences
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gpu")]
 

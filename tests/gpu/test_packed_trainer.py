@@ -7,19 +7,22 @@ import pytest
 import torch
 from torch import Tensor
 
+from fp8core.config.loss import LossConfig
 from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
-from fp8core.config.run import CorrectionConfig, LossConfig, TrainingConfig
+from fp8core.config.run import CorrectionConfig, TrainingConfig
+from fp8core.kernels.hopper_gemm import deep_gemm
 from fp8core.models.architecture import Architecture
-from fp8core.models.formats import rollout_formats, training_formats
-from fp8core.models.initial import initial_weights
-from fp8core.numerics.block_codes import row_and_column_codes, row_codes, tile_codes
-from fp8core.numerics.hopper_gemm import deep_gemm, forward_gemm, input_gradient_gemm, transpose, weight_gradient_gemm
+from fp8core.models.checkpoint import initial_weights
+from fp8core.models.weights import rollout_formats, training_formats
+from fp8core.numerics.e4m3 import row_and_column_codes, row_codes, tile_codes
+from fp8core.numerics.gemm import forward_gemm, input_gradient_gemm, transpose, weight_gradient_gemm
 from fp8core.numerics.kv_scales import LayerScales
-from fp8core.numerics.packed_head import head_logits, log_softmax
+from fp8core.numerics.logprobs import log_softmax
+from fp8core.numerics.packed import HeadOptions, head_logits, token_logprobs
 from fp8core.rl.batch import RolloutBatch, TokenBatch
 from fp8core.rl.objective import Objective
-from fp8core.training.torch.trainer import PackedFormats, PackedTrainer
-from fp8core.training.torch_trainer import TorchTrainer
+from fp8core.training.exact import ExactTrainer
+from fp8core.training.packed.trainer import PackedFormats, PackedTrainer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gpu")]
 
@@ -72,9 +75,9 @@ def packed(kept: PrecisionContract, **settings: object) -> PackedTrainer:
     return PackedTrainer(ARCH, masters(), formats, training, Objective(LossConfig(), CorrectionConfig()), CUDA)
 
 
-def exact(kept: PrecisionContract) -> TorchTrainer:
+def exact(kept: PrecisionContract) -> ExactTrainer:
     sides = (formats(kept, ARCH.num_layers) for formats in (training_formats, rollout_formats))
-    return TorchTrainer(ARCH, masters(), *sides, TrainingConfig(), Objective(LossConfig(), CorrectionConfig()))
+    return ExactTrainer(ARCH, masters(), *sides, TrainingConfig(), Objective(LossConfig(), CorrectionConfig()))
 
 
 def rows(count: int = 12) -> TokenBatch:
@@ -124,7 +127,7 @@ def test_gemms_are_near_their_references_and_do_not_depend_on_the_rows(rule: str
 
 
 def test_cublas_and_deep_gemm_give_the_same_bits() -> None:
-    from fp8core.numerics import hopper_gemm
+    from fp8core.kernels import hopper_gemm
 
     if deep_gemm() is None:
         pytest.skip("DeepGEMM is not installed")
@@ -132,6 +135,19 @@ def test_cublas_and_deep_gemm_give_the_same_bits() -> None:
     codes, tiles = row_codes(x, "pow2"), tile_codes(weight, "pow2")
     other = hopper_gemm._scaled_mm(codes, hopper_gemm._ROWS, tiles, hopper_gemm._TILES, torch.bfloat16)
     assert torch.equal(forward_gemm(codes, tiles), other)
+
+
+def test_entropies_have_the_gradient_of_autograd() -> None:
+    hidden, weight = (torch.randn(n, 512, device=CUDA).bfloat16() for n in (300, 2048))
+    targets = torch.arange(300, device=CUDA)
+    ours = hidden.clone().requires_grad_(), weight.float().requires_grad_()
+    theirs = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    found = token_logprobs(*ours, weight, targets, HeadOptions(torch.float32, 0.7))
+    logp = torch.log_softmax(theirs[0] @ theirs[1].t() / 0.7, -1)
+    expected = logp.gather(-1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+    pairs = (torch.autograd.grad(a.sum() + b.sum(), leaves) for (a, b), leaves in ((found, ours), (expected, theirs)))
+    for mine, exact in zip(*pairs, strict=True):
+        assert (mine.double() - exact).norm() < 5e-3 * exact.norm()
 
 
 def test_the_head_does_not_depend_on_the_rows() -> None:
@@ -200,5 +216,5 @@ def test_gradients_are_near_those_of_the_exact_trainer(name: str, bound: float) 
 
 def test_a_policy_that_is_shown_the_same_learns_it() -> None:
     trainer = packed(CONTRACTS["bf16"], learning_rate=1e-3)
-    losses = [trainer.imitate(rows(), 1e-3) for _ in range(30)]
+    losses = [trainer.sft_step(rows(), 1e-3) for _ in range(30)]
     assert losses[-1] < 0.7 * losses[0]

@@ -13,17 +13,16 @@ from fp8core.config.capability import this_platform
 from fp8core.config.precision import PrecisionContract
 from fp8core.config.vllm import VllmConfig
 from fp8core.models.architecture import Architecture
-from fp8core.models.formats import rollout_formats
-from fp8core.models.initial import initial_weights
-from fp8core.models.weights import stored_weights
+from fp8core.models.checkpoint import initial_weights
+from fp8core.models.weights import rollout_formats, stored_weights
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.rollout.engine import Completion, PolicyScales, PromptGroup, Sampling
-from fp8core.rollout.vllm_process import EngineProcessError
-from fp8core.rollout.vllm_replicas import VllmReplicas
-from fp8core.rollout.vllm_settings import required_environment, suggested_environment
-from fp8core.rollout.vllm_versions import find_build
-from tasks.sync import check_formats, check_report
+from fp8core.rollout.vllm.process import EngineProcessError
+from fp8core.rollout.vllm.replicas import VllmReplicas
+from fp8core.rollout.vllm.requirements import find_build
+from fp8core.rollout.vllm.settings import required_environment, suggested_environment
+from fp8core.run.policy import check_formats, check_report
 
 ENGINES = min(torch.cuda.device_count(), 8)
 pytestmark = [
@@ -141,7 +140,7 @@ def test_every_group_is_completed(engines: VllmReplicas) -> None:
 def test_every_gpu_gets_its_memory_back_while_engines_rest(engines: VllmReplicas) -> None:
     groups = groups_of(2 * ENGINES)
     awake, found = free(), collect(engines, groups)
-    engines.rest()
+    engines.sleep()
     asleep = free()
     gained = [(rest - work) / GIB for rest, work in zip(asleep, awake, strict=True)]
     assert min(gained) > 3.5, f"of 4 GiB of cache each: {gained}"
@@ -162,7 +161,7 @@ def test_generation_can_be_abandoned(engines: VllmReplicas) -> None:
 
 def test_an_engine_that_is_killed_is_named_and_gives_its_gpu_back(engines: VllmReplicas) -> None:
     """The last that the fixture's engines see."""
-    started = [child for child in psutil.Process().children() if "vllm_child" in " ".join(child.cmdline())]
+    started = [child for child in psutil.Process().children() if "vllm.process" in " ".join(child.cmdline())]
     below = started[-1].children(recursive=True)
     before = free()[-1]
     started[-1].kill()

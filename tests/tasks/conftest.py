@@ -19,14 +19,14 @@ import uvicorn
 from mlflow import MlflowClient
 
 from flows.environment import bound_mlflow_requests
+from flows.tracking.publish import write_report
+from flows.tracking.store import create_sqlite_store, default_tracking_uri, quiet_store_logs
+from flows.tracking.tracker import Tracker
 from fp8core.config.load import load_config
 from fp8core.config.run import RunConfig
 from fp8core.report.console import Console
-from tasks.loop import train
-from tasks.opening import open_directory, open_run, plan_of
-from tasks.publish import write_report
-from tasks.tracking import Tracker
-from tasks.tracking_store import create_sqlite_store, default_tracking_uri, quiet_store_logs
+from fp8core.run.loop import train
+from fp8core.run.open import open_directory, open_run, plan_of
 
 # Two checkpoints; held-out accuracy at steps 0, 2 and 3.
 STEPS = 3
@@ -40,7 +40,7 @@ class FreshStore(NamedTuple):
 @pytest.fixture(scope="session")
 def fresh_store(tmp_path_factory: pytest.TempPathFactory) -> FreshStore:
     runs = tmp_path_factory.mktemp("runs")
-    # What a kill in the middle of the schema's migrations leaves.
+    # As a kill in the middle of the schema's migrations leaves it.
     (runs / "mlflow.db.new").write_bytes(b"torn")
     printed = io.StringIO()
     quiet_store_logs()
@@ -77,7 +77,7 @@ def settings(small: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def trained(settings: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a training that no MLflow has heard of."""
+    """The folder of a training that was never published to MLflow."""
     config = load_config("tiny", {**settings, "runs": str(tmp_path_factory.mktemp("trained"))})
     console = Console(io.StringIO(), STEPS)
     with open_directory(config, "tiny-run") as directory, open_run(config, plan_of(config), directory, console) as run:
@@ -136,10 +136,10 @@ def mlflow_server(fresh_store: FreshStore, free_port: Callable[[], int]) -> Iter
 
 
 class Network:
-    """What lies between a training and its server: requests pass, or their answers are lost, or nothing answers.
+    """A proxy between a training and its server: requests pass, or their answers are lost, or nothing answers.
 
-    `lose(pattern, action, skip)` is for one request, "METHOD /path", after `skip` others that match: it reaches the
-    server, which answers; instead of the answer the client gets what `action` does to it.
+    `lose(pattern, action, skip)` is for one request, "METHOD /path", after `skip` others that match. The request
+    reaches the server, which answers. Then `action` is called, and the client is hung up on without the answer.
     """
 
     def __init__(self, server: str, port: int) -> None:

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from flows.tracking.publish import heldout_prompts, log_datasets, training_prompts
+from flows.tracking.tracker import Tracker
 from fp8core.config.load import load_config
 from fp8core.config.run import DataConfig, RunConfig
-from fp8core.data.rows import RowSource
-from fp8core.data.source import build_source
-from tasks.logged_datasets import heldout_prompts, log_datasets, training_prompts
-from tasks.tracking import Tracker
+from fp8core.data.source import RowSource, build_source
 
 
 def config_of(**settings: object) -> RunConfig:

@@ -10,18 +10,24 @@ from typing import Any
 import pytest
 from mlflow.entities import LoggedModelStatus
 
+from flows.tracking.publish import (
+    heldout_prompts,
+    log_datasets,
+    model_metrics,
+    model_name,
+    publish_checkpoint,
+    training_prompts,
+)
+from flows.tracking.store import default_tracking_uri
+from flows.tracking.tracker import Tracker
 from fp8core.report.console import Console
-from fp8core.workers.live import LiveRun
-from tasks.logged_datasets import heldout_prompts, log_datasets, training_prompts
-from tasks.logged_models import model_metrics, model_name, publish_checkpoint
-from tasks.opening import open_directory, open_run, plan_of
-from tasks.tracking import Tracker
-from tasks.tracking_store import default_tracking_uri
+from fp8core.run.context import RunContext
+from fp8core.run.open import open_directory, open_run, plan_of
 
 
 @dataclass
 class Place:
-    run: LiveRun
+    run: RunContext
     tracker: Tracker
 
     def publish(self) -> None:

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from flows.tracking.record import TrackingRecord, mark_killed, mark_killed_siblings, read_record, write_record
+from flows.tracking.tracker import Tracker
 from fp8core.store.lock import RunLock
-from tasks.mark_killed import mark_killed, mark_killed_siblings
-from tasks.tracking import Tracker
-from tasks.tracking_record import TrackingRecord, read_record, write_record
 
 LAST_WRITE_SECONDS = 1_700_000_000
 Dead = Callable[..., Path]
@@ -110,7 +109,7 @@ def test_siblings_are_marked_unless_they_live_or_are_elsewhere(
 def test_a_process_that_waits_loads_neither_torch_nor_mlflow(dead: Dead) -> None:
     folder = dead("settled", status="KILLED", ended_ms=1)
     program = (
-        "import sys; from pathlib import Path; from tasks.mark_killed import mark_killed;"
+        "import sys; from pathlib import Path; from flows.tracking.record import mark_killed;"
         f"assert not mark_killed(Path({str(folder)!r})); print('torch' in sys.modules, 'mlflow' in sys.modules)"
     )
     command = [sys.executable, "-c", program]

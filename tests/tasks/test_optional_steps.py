@@ -1,6 +1,7 @@
 """What the steps compute from their tables, without a run around them."""
 
 import math
+from statistics import fmean, stdev
 
 import pyarrow as pa
 import pytest
@@ -107,7 +108,7 @@ def test_tokens_of_tools_stay_out_of_every_metric(with_tool_output, without_tool
 def test_tokens_of_tools_stay_out_of_the_loss(with_tool_output):
     rollouts, logprobs = with_tool_output
     rewards = rewards_table((0, 1.0, True), (0, 0.0, True))
-    batch = rollout_batch(rollouts, rewards, logprobs, None, load_config("tiny"))
+    batch, _ = rollout_batch(rollouts, rewards, logprobs, None, load_config("tiny"))
     assert batch.mask.tolist() == [[True, False, False, True], [True, True, False, False]]
     assert batch.sequences.completion.sum() == 6, "they stay in the context"
 
@@ -120,6 +121,86 @@ def test_rejected_rows_leave_the_baseline_when_asked():
     means = {}
     for baseline in ("all", "kept"):
         config = load_config("tiny", {**veto, "correction.baseline": baseline, "loss.advantage": "dr_grpo"})
-        means[baseline] = rollout_batch(rollouts, rewards, logprobs, None, config).advantages.tolist()
+        means[baseline] = rollout_batch(rollouts, rewards, logprobs, None, config)[0].advantages.tolist()
     assert means["kept"] == [0.5, -0.5, 0.0]
     assert means["all"] == pytest.approx([1 - 101 / 3, -101 / 3, 100 - 101 / 3], rel=1e-6)
+
+
+def test_rows_of_large_error_leave_the_loss_and_are_counted_as_nemo_rl_does():
+    """nemo_rl/algorithms/grpo.py, `compute_and_apply_seq_logprob_error_masking`, here row by row.
+
+    The third row is within the bound by its written tokens, and the last was out before.
+    """
+    differences = [(0.1, -0.2), (1.5, 0.0), (0.05, 9.0), (-0.9, -0.9), (3.0, 3.0)]
+    written = [[True, True], [True, True], [True, False], [True, True], [True, True]]
+    scores = [1.0, 1.0, 0.0, 0.0, 1.0]
+    rollouts = rollouts_table(*(([5, 6], [-2.0, -2.0], row, "stop") for row in written))
+    logprobs = logprobs_table(*(([-2.0 + a, -2.0 + b], [0.1, 0.1]) for a, b in differences))
+    rewards = rewards_table(*((0, score, i != 4) for i, score in enumerate(scores)))
+    errors = [
+        fmean(math.exp(abs(d)) for d, w in zip(row, mask, strict=True) if w)
+        for row, mask in zip(differences, written, strict=True)
+    ]
+    kept = [error for error in errors[:4] if error <= 2.0]
+    masked = [i for i in range(4) if errors[i] > 2.0]
+    assert masked == [1, 3]
+    config = load_config("tiny", {"correction.seq_logprob_error_threshold": 2.0, "loss.advantage": "dr_grpo"})
+    batch, metrics = rollout_batch(rollouts, rewards, logprobs, None, config)
+    assert batch.keep.tolist() == [True, False, True, False, False]
+    assert metrics == pytest.approx(
+        {
+            "max_seq_mult_prob_error_after_mask": max(kept),
+            "mean_seq_mult_prob_error_after_mask": fmean(kept),
+            "min_seq_mult_prob_error_after_mask": min(kept),
+            "num_masked_seqs_by_logprob_error": 2,
+            "masked_correct_pct": fmean(scores[i] == 1 for i in masked),
+        },
+        rel=1e-6,
+    )
+    assert batch.advantages.tolist() == pytest.approx([score - fmean(scores) for score in scores])
+    alone = config.model_copy(update={"correction": config.correction.model_copy(update={"baseline": "kept"})})
+    among_kept = rollout_batch(rollouts, rewards, logprobs, None, alone)[0].advantages
+    assert among_kept.tolist() == pytest.approx([0.5, 0.0, -0.5, 0.0, 0.0])
+    for bound in (1.0, 100.0):
+        config = load_config("tiny", {"correction.seq_logprob_error_threshold": bound})
+        batch, metrics = rollout_batch(rollouts, rewards, logprobs, None, config)
+        count = metrics["num_masked_seqs_by_logprob_error"], metrics["masked_correct_pct"]
+        assert count == ((4, 0.5) if bound == 1.0 else (0, 0.0))
+        assert batch.keep.any() == (bound != 1.0)
+    equal = logprobs_table(*(([-2.0, -2.0], [0.1, 0.1]) for _ in scores))
+    config = load_config("tiny", {"correction.seq_logprob_error_threshold": 1.0})
+    batch, metrics = rollout_batch(rollouts, rewards, equal, None, config)
+    assert (batch.keep.tolist(), metrics["max_seq_mult_prob_error_after_mask"]) == ([True] * 4 + [False], 1.0)
+
+
+def test_the_divergence_is_taken_off_the_rewards_before_advantages():
+    """Rewards 1 and 0, less 0.5 times the sum of old - reference over what was written."""
+    rollouts = rollouts_table(
+        ([5, 6], [-1.0, -1.0], [True, True], "stop"), ([5, 6], [-1.0, -1.0], [True, False], "stop")
+    )
+    logprobs = logprobs_table(([-1.0, -2.0], [0.1, 0.1]), ([-1.0, -2.0], [0.1, 0.1]))
+    reference = logprobs_table(([-1.5, -2.25], [0.1, 0.1]), ([-0.5, -9.0], [0.1, 0.1]))
+    rewards = rewards_table((0, 1.0, True), (0, 0.0, True))
+    settings = {"loss.reward_kl": 0.5, "loss.advantage": "dr_grpo"}
+    batch, _ = rollout_batch(rollouts, rewards, logprobs, reference, load_config("tiny", settings))
+    totals = [1.0 - 0.5 * (0.5 + 0.25), 0.0 - 0.5 * -0.5]
+    assert batch.advantages.tolist() == pytest.approx([(totals[0] - totals[1]) / 2, (totals[1] - totals[0]) / 2])
+    by_token = settings | {"loss.advantage": "reinforce_plus_plus"}
+    batch, _ = rollout_batch(rollouts, rewards, logprobs, reference, load_config("tiny", by_token))
+    assert batch.advantages.shape == (2, 2)
+    returns = [1.0 - 0.5 * 0.75, 1.0 - 0.5 * 0.25, 0.25]
+    ranked = batch.advantages[batch.mask]
+    assert ranked.sum() == pytest.approx(0.0, abs=1e-6)
+    assert ranked[1] - ranked[0] == pytest.approx((returns[1] - returns[0]) / stdev(returns), rel=1e-3)
+    with pytest.raises(AssertionError, match="needs the reference step"):
+        rollout_batch(rollouts, rewards, logprobs, None, load_config("tiny", settings))
+
+
+def test_reinforce_plus_plus_counts_the_tokens_of_a_rollout():
+    rollouts = rollouts_table(*(([5] * n, [-1.0] * n, [True] * n, "stop") for n in (6, 2)))
+    logprobs = logprobs_table(*(([-1.0] * n, [0.1] * n) for n in (6, 2)))
+    rewards = rewards_table((0, 1.0, True), (0, 0.0, True))
+    config = load_config("tiny", {"loss.advantage": "reinforce_plus_plus", "loss.advantage_epsilon": 1e-9})
+    batch, _ = rollout_batch(rollouts, rewards, logprobs, None, config)
+    spread = stdev([1.0] * 6 + [0.0] * 2)
+    assert batch.advantages.tolist() == pytest.approx([0.25 / spread, -0.75 / spread], rel=1e-5)

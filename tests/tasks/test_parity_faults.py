@@ -11,23 +11,22 @@ from torch import Tensor
 
 from fp8core.config.load import load_config
 from fp8core.config.parity import ParityConfig
+from fp8core.models.weights import rollout_formats, training_formats
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.parity.golden import Golden, compare_golden
-from fp8core.parity.measure import Measured, measure
-from fp8core.parity.variants import VARIANTS, variant_settings
+from fp8core.parity.measure import VARIANTS, Measured, measure, variant_settings
 from fp8core.parity.verdict import Verdict, judge
 from fp8core.report.console import Console
 from fp8core.report.run_data import read_run
-from fp8core.rl.aggregation import Denominator
 from fp8core.rl.batch import RolloutBatch
+from fp8core.rl.losses import Denominator
 from fp8core.rl.objective import Objective, ObjectiveTerms
 from fp8core.rollout.engine import PolicyScales, SyncReport
-from fp8core.training.torch_trainer import TorchTrainer
-from fp8core.workers.build import rollout_formats, training_formats
-from fp8core.workers.live import LiveRun
-from tasks.loop import begin, iterate
-from tasks.opening import open_directory, open_run, plan_of
-from tasks.restore import carried
+from fp8core.run.context import RunContext
+from fp8core.run.execute import carried
+from fp8core.run.loop import begin, iterate
+from fp8core.run.open import open_directory, open_run, plan_of
+from fp8core.training.exact import ExactTrainer
 
 VARIANT = "fp8-end-to-end-kv"
 
@@ -88,15 +87,17 @@ def wrong_weight_scale(first, tensors, scales):
 class TurnedObjective(Objective):
     """Importance ratios of the updates with a wrong sign: exp(old - current)."""
 
-    def __call__(self, current: Tensor, batch: RolloutBatch, denominator: Denominator) -> ObjectiveTerms:
-        return super().__call__(2 * batch.old_logprobs - current, batch, denominator)
+    def __call__(
+        self, current: Tensor, batch: RolloutBatch, denominator: Denominator, entropy: Tensor | None = None
+    ) -> ObjectiveTerms:
+        return super().__call__(2 * batch.old_logprobs - current, batch, denominator, entropy)
 
 
-def turned_trainer(run: LiveRun) -> TorchTrainer:
+def turned_trainer(run: RunContext) -> ExactTrainer:
     config, layers = run.config, run.arch.num_layers
     formats = training_formats(config.precision, layers), rollout_formats(config.precision, layers)
     objective = TurnedObjective(config.loss, config.correction)
-    return TorchTrainer(run.arch, run.initial_policy(), *formats, config.training, objective)
+    return ExactTrainer(run.arch, run.initial_policy(), *formats, config.training, objective)
 
 
 FAULTS = {

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from flows.tracking.record import TrackingRecord, read_record, write_record
+from flows.tracking.session import Session, open_session
+from flows.tracking.store import default_tracking_uri
 from fp8core.errors import UserError
-from fp8core.report import run_data
 from fp8core.report.console import Console
-from tasks.session import Session, open_session
-from tasks.tracking_record import TrackingRecord, read_record, write_record
-from tasks.tracking_store import default_tracking_uri
+from fp8core.report.provenance import Provenance
 
 AWAY = "MLflow does not answer; metrics stay in the ledger and follow\n"
 BACK = "MLflow answers again; it has every step up to "
@@ -23,8 +23,8 @@ BACK = "MLflow answers again; it has every step up to "
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tasks.publisher.RETRY_SECONDS", (0.05,))
-    monkeypatch.setattr("tasks.publisher.OUTAGE_PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr("flows.tracking.publisher.RETRY_SECONDS", (0.05,))
+    monkeypatch.setattr("flows.tracking.publisher.OUTAGE_PATIENCE_SECONDS", 0.3)
 
 
 @contextmanager
@@ -241,7 +241,7 @@ WRITES = [
 
 
 def test_lost_answers_leave_nothing_twice(expected, copy_of_trained, network, shown, monkeypatch) -> None:
-    monkeypatch.setattr("tasks.publisher.OUTAGE_PATIENCE_SECONDS", 30.0)
+    monkeypatch.setattr("flows.tracking.publisher.OUTAGE_PATIENCE_SECONDS", 30.0)
     copy = copy_of_trained(network.uri)
     publish_until_opened(copy, network)
     for pattern in WRITES[2:]:
@@ -300,9 +300,9 @@ def test_kills_before_every_answer_leave_nothing_twice(expected, copy_of_trained
 def test_a_failed_training_does_not_wait_for_a_long_report(copy_of_trained, network, monkeypatch) -> None:
     copy = copy_of_trained(network.uri)
     publish(copy)
-    read, reader = [], run_data.read_checked
-    monkeypatch.setattr("tasks.publisher.STOPPED_PATIENCE_SECONDS", 3.0)
-    monkeypatch.setattr(run_data, "read_checked", lambda *of: (read.append(of), time.sleep(4), reader(*of))[2])
+    read, add = [], Provenance.add
+    monkeypatch.setattr("flows.tracking.publisher.STOPPED_PATIENCE_SECONDS", 3.0)
+    monkeypatch.setattr(Provenance, "add", lambda *of: (read.append(of), time.sleep(4), add(*of))[2])
     with pytest.raises(RuntimeError, match="broken"), session_of(copy) as (_, out):
         raise RuntimeError("broken")
     assert len(read) == 1, "the run has four steps"

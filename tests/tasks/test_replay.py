@@ -8,11 +8,10 @@ import pytest
 
 from fp8core.errors import UserError
 from fp8core.report.console import Console
+from fp8core.run.replay import RunSnapshot, replay
 from fp8core.store.artifacts import Ref
+from fp8core.store.deletion_log import Deletion, log_deletions
 from fp8core.store.run_directory import RunDirectory, read_description
-from fp8core.store.tombstones import Tombstone, bury
-from tasks.replay import replay
-from tasks.scratch import Original
 
 BF16 = "precision.training.linear=bf16"
 
@@ -25,7 +24,7 @@ def replayed(tmp_path, monkeypatch):
 
     def verdicts(run, steps, *overrides, repaired=None):
         console = io.StringIO()
-        original = Original.read(run.folder, read_description(run.folder))
+        original = RunSnapshot.read(run.folder, read_description(run.folder))
         try:
             return list(replay(original, steps, overrides, Console(console, 4), repaired))
         finally:
@@ -161,9 +160,9 @@ def test_what_cannot_be_replayed_is_refused(run_copy, replayed):
     with pytest.raises(UserError, match="--set architecture: step 2 starts from a policy of the run's own model"):
         replayed(run_copy, range(2, 3), "architecture.num_layers=3")
     rollouts = run_copy.ledger.artifacts(3)["rollouts"]
-    bury(
+    log_deletions(
         run_copy.folder,
-        [Tombstone(**rollouts.model_dump(), step=3, reason="artifacts.keep names others", when="2026-01-01")],
+        [Deletion(**rollouts.model_dump(), step=3, reason="artifacts.keep names others", when="2026-01-01")],
     )
     (run_copy.folder / rollouts.uri).unlink()
     message = (

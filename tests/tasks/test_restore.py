@@ -6,12 +6,12 @@ import pyarrow.compute as pc
 import pytest
 
 from fp8core.errors import UserError
+from fp8core.run.execute import carried
+from fp8core.run.loop import begin, train
+from fp8core.run.resume import RedoError, ensure, history
+from fp8core.store.artifacts import RolloutShards
 from fp8core.store.ledger import RedoEntry
 from fp8core.store.run_directory import LEDGER
-from fp8core.store.shards import RolloutShards
-from tasks.commit import history
-from tasks.loop import begin, train
-from tasks.restore import RedoError, carried, ensure
 
 # Every artifact of an iteration, and a way to damage it.
 ARTIFACTS = {
@@ -258,10 +258,10 @@ def test_a_checkpoint_of_the_line_that_was_left_is_not_loaded(run_copy):
     other = {name: run_copy.ledger.artifacts(1)[name] for name in ("next_policy", "train_report")}
     with (run_copy.folder / LEDGER).open("a") as file:
         file.write(RedoEntry(step=2, task="train", outputs=other, code_version="0" * 64).model_dump_json() + "\n")
-    assert run_copy.ledger.handed_over(2)["next_policy"] != stored["next_policy"]
+    assert run_copy.ledger.effective_outputs(2)["next_policy"] != stored["next_policy"]
     with run_copy.opened() as run:
         begin(run)
-        assert run.directory.ledger.handed_over(2)["next_policy"] == stored["next_policy"]
+        assert run.directory.ledger.effective_outputs(2)["next_policy"] == stored["next_policy"]
     assert "00002: the checkpoint holds another policy than the run went on from" in run_copy.said
 
 

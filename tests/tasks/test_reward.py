@@ -6,12 +6,10 @@ from collections import Counter
 import pytest
 
 from fp8core.errors import UserError
-from fp8core.rewards.chain import ChainVerifier
-from fp8core.rewards.verifier import InProcess
-from tasks.commit import stored_metrics
-from tasks.execute import finished_steps
-from tasks.loop import train
-from tasks.restore import carried
+from fp8core.rewards.verifier import ChainVerifier, InProcess
+from fp8core.run.commit import stored_metrics
+from fp8core.run.execute import carried, finished_steps
+from fp8core.run.loop import train
 
 # An answer of the untrained policy is noise; a hash decides.
 FUNCTION = """

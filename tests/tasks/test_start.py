@@ -3,7 +3,7 @@
 import gc
 import weakref
 
-from tasks import checkpoint, start
+from fp8core.run import checkpoint, start
 
 
 def in_a_cycle(run):
@@ -16,7 +16,7 @@ def test_a_run_freezes_what_it_is_made_of_until_it_ends(run_copy):
     assert gc.get_freeze_count() == 0
     with run_copy.opened() as run:
         start.warm_start(run)
-        start.bring_to_life(run)
+        start.build_workers(run)
         assert gc.get_freeze_count() > 10 * len(gc.get_objects(generation=2)), "a full collection sees what is new"
         trainer = in_a_cycle(run)
     del run
@@ -35,7 +35,7 @@ def test_a_trainer_is_gone_before_another_takes_its_place(run_copy, monkeypatch)
     monkeypatch.setattr(checkpoint, "build_trainer", watched)
     with run_copy.opened() as run:
         start.warm_start(run)
-        start.bring_to_life(run)
+        start.build_workers(run)
         trainer = in_a_cycle(run)
         checkpoint.load_state(run, 0)
         assert found == [None]

@@ -2,10 +2,9 @@
 
 import pytest
 
-from tasks import start
-from tasks.calibrate import read_scales
-from tasks.restore import carried
-from tasks.sync import push
+from fp8core.run import start
+from fp8core.run.execute import carried
+from fp8core.run.policy import push, read_scales
 
 
 @pytest.fixture
@@ -25,13 +24,13 @@ def order(monkeypatch):
     return names, watch
 
 
-def test_an_engine_rests_while_the_trainer_is_built_and_exports(run_copy, monkeypatch, order):
+def test_an_engine_sleeps_while_the_trainer_is_built_and_exports(run_copy, monkeypatch, order):
     names, watch = order
     build_engine = start.build_engine
 
     def watched_engine(*arguments):
         engine = build_engine(*arguments)
-        for name in ("rest", "update"):
+        for name in ("sleep", "update"):
             watch(engine, name)
         return engine
 
@@ -39,7 +38,7 @@ def test_an_engine_rests_while_the_trainer_is_built_and_exports(run_copy, monkey
     watch(start, "build_trainer")
     with run_copy.opened() as run:
         start.warm_start(run)
-        start.bring_to_life(run)
+        start.build_workers(run)
         watch(run.trainer, "export")
         push(run, read_scales(run, carried(run, 1)["scales"]))
-    assert names == ["rest", "build_trainer", "rest", "export", "update"]
+    assert names == ["sleep", "build_trainer", "sleep", "export", "update"]

@@ -6,15 +6,15 @@ from datetime import UTC, datetime, timedelta
 import pytest
 import requests
 
-from tasks.system_load import SystemLoad
-from tasks.tracking import Tracker
+from flows.tracking.publisher import SystemLoad
+from flows.tracking.tracker import Tracker
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Seconds that are added to the clock that only goes forward."""
     ahead, real = [0.0], time.monotonic
-    monkeypatch.setattr("tasks.system_load.time.monotonic", lambda: real() + ahead[0])
+    monkeypatch.setattr("flows.tracking.publisher.time.monotonic", lambda: real() + ahead[0])
     return ahead
 
 

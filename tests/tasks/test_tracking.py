@@ -8,10 +8,9 @@ import pytest
 from mlflow.utils.mlflow_tags import MLFLOW_LOGGED_ARTIFACTS
 from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH
 
+from flows.tracking.store import default_tracking_uri, store_errors
+from flows.tracking.tracker import TRAINING, Tracker
 from fp8core.errors import UserError
-from tasks.outage import store_errors
-from tasks.tracking import TRAINING, Tracker
-from tasks.tracking_store import default_tracking_uri
 
 METRICS = {"reward/mean": 0.5, "train/loss": 0.1 + 0.2, "alignment/token_mult_prob_error": 1.0}
 

@@ -10,9 +10,9 @@ import pytest
 from mlflow import MlflowClient
 from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
+from flows.tracking.store import create_sqlite_store, default_tracking_uri, resolve_tracking_uri, ui_command
+from flows.tracking.tracker import Tracker
 from fp8core.errors import UserError
-from tasks.tracking import Tracker
-from tasks.tracking_store import create_sqlite_store, default_tracking_uri, resolve_tracking_uri, ui_command
 
 
 def test_an_experiment_that_another_process_has_just_created_is_taken(
@@ -43,8 +43,8 @@ def test_a_store_that_exists_is_not_made_again(runs: Path, monkeypatch: pytest.M
 @pytest.mark.slow
 def test_processes_that_open_a_fresh_store_at_once_share_it(tmp_path: Path) -> None:
     program = (
-        "import sys, uuid; from pathlib import Path; from tasks.tracking import Tracker;"
-        "from tasks.tracking_store import default_tracking_uri; runs = Path(sys.argv[1]);"
+        "import sys, uuid; from pathlib import Path; from flows.tracking.tracker import Tracker;"
+        "from flows.tracking.store import default_tracking_uri; runs = Path(sys.argv[1]);"
         "print(Tracker.open(default_tracking_uri(runs), 'exp', 'tiny', runs, uuid.uuid4().hex).experiment_id)"
     )
     root = Path(__file__).parents[2]
@@ -79,4 +79,4 @@ def test_the_ui_command_is_one_that_a_shell_can_run(tmp_path: Path, monkeypatch:
     assert ui_command(uri) == f"{beside_python} ui --backend-store-uri '{uri}'"
     monkeypatch.setenv("PATH", str(beside_python.parent))
     assert ui_command(uri) == f"mlflow ui --backend-store-uri '{uri}'"
-    assert ui_command("http://tracking:5000") == f"{sys.executable} -m webbrowser http://tracking:5000"
+    assert ui_command("http://tracking:5000") == f"{sys.executable} -P -m webbrowser http://tracking:5000"

@@ -1,52 +1,68 @@
-"""Triton kernels in Triton's interpreter, on a CPU, against the torch reference.
+"""Triton kernels against the torch reference: in Triton's interpreter on a CPU, and on a GPU from Hopper on.
 
-    TRITON_INTERPRET=1 python -m pytest tests/triton
+    TRITON_INTERPRET=1 python -m pytest tests/triton -m "not gpu"
+    python -m pytest tests/triton -m gpu
 
-Nothing here says that a kernel compiles, or what it does with FP8 and BF16 conversions of a GPU: tests/gpu does.
+The interpreter does not show that a kernel compiles, nor what a GPU's FP8 and BF16 conversions do.
 """
 
+import importlib.util
+import sys
 from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-Codes = tuple[Tensor, Tensor]
+from fp8core.numerics.dispatch import OPERATIONS, has_kernels, kernel_of
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _interpreter() -> None:
+@pytest.fixture(params=["interpreter", pytest.param("gpu", marks=pytest.mark.gpu)], scope="session")
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Where kernels run: a CPU is the interpreter."""
     triton = pytest.importorskip("triton", reason="needs Triton, which torch for CPUs does not bring")
-    if not triton.knobs.runtime.interpret:
-        pytest.skip("needs Triton's interpreter: TRITON_INTERPRET=1")
-    torch.set_num_threads(1)
+    interpreted = bool(triton.knobs.runtime.interpret)
+    if request.param == "interpreter":
+        if not interpreted:
+            pytest.skip("needs Triton's interpreter: TRITON_INTERPRET=1")
+        return torch.device("cpu")
+    if interpreted or not torch.cuda.is_available() or not has_kernels(torch.ones(1, device="cuda")):
+        pytest.skip("needs an NVIDIA GPU from Hopper on, and Triton that compiles")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
-@pytest.fixture(scope="session")
-def assert_same_codes() -> Callable[[Codes, Codes], None]:
-    """Equal bytes of the codes, equal scales."""
-
-    def check(found: Codes, expected: Codes) -> None:
-        assert found[0].is_contiguous()
-        assert torch.equal(found[0].view(torch.uint8), expected[0].view(torch.uint8))
-        assert torch.equal(found[1], expected[1])
-
-    return check
-
-
-@pytest.fixture(scope="session")
-def assert_close() -> Callable[[Tensor, Tensor], None]:
-    """BF16 gradients that differ where a sum of FP32 in another order rounds otherwise: rarely, by one step."""
-
-    def check(found: Tensor, expected: Tensor) -> None:
-        assert found.dtype == expected.dtype == torch.bfloat16
-        assert (found != expected).float().mean() < 0.01
-        assert torch.allclose(found.float(), expected.float(), rtol=2**-7, atol=1e-6)
-
-    return check
+Run = Callable[..., Any]
 
 
 @pytest.fixture
-def not_finite() -> Tensor:
-    """The flag that kernels set."""
-    return torch.zeros(1, dtype=torch.int32)
+def run(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """(operation, *arguments) to what its kernel computes: on a GPU the operation itself must have chosen it."""
+    if device.type == "cuda":
+        return lambda operation, *arguments: operation(*arguments)
+    # A few tokens then are several for a program, as in a large batch.
+    from fp8core.kernels import norm, rotary
+
+    monkeypatch.setattr(norm, "_BACKWARD_PROGRAMS", 8)
+    monkeypatch.setattr(rotary, "_BACKWARD_CHUNKS", 2)
+
+    def interpreted(operation: Callable[..., Any], *arguments: Any) -> Any:
+        name = operation.__name__
+        return kernel_of(OPERATIONS[name][1], name)(*arguments)
+
+    return interpreted
+
+
+@pytest.fixture(scope="session")
+def kernel_cases() -> ModuleType:
+    """benchmarks/kernel_cases.py, which the benchmark checks as well."""
+    path = Path(__file__).parents[2] / "benchmarks" / "kernel_cases.py"
+    spec = importlib.util.spec_from_file_location("kernel_cases", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses look their module up by name.
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module

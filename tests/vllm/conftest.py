@@ -19,20 +19,20 @@ from torch import Tensor
 
 from flows.environment import set_variables
 from fp8core.config.capability import this_platform
+from fp8core.config.loss import LossConfig
 from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
-from fp8core.config.run import CorrectionConfig, LossConfig, TrainingConfig
+from fp8core.config.run import CorrectionConfig, TrainingConfig
 from fp8core.config.vllm import VllmConfig
 from fp8core.models.architecture import Architecture
-from fp8core.models.formats import rollout_formats, training_formats
-from fp8core.models.initial import initial_weights
+from fp8core.models.checkpoint import initial_weights
+from fp8core.models.weights import rollout_formats, training_formats
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
-from fp8core.rollout.engine import Completion, PolicyScales, PromptGroup, Sampling
-from fp8core.rollout.seeds import sample_seed
-from fp8core.rollout.vllm_settings import required_environment, suggested_environment
-from fp8core.rollout.vllm_versions import find_build
-from fp8core.training.torch_trainer import TorchTrainer
+from fp8core.rollout.engine import Completion, PolicyScales, PromptGroup, Sampling, sample_seed
+from fp8core.rollout.vllm.requirements import find_build
+from fp8core.rollout.vllm.settings import required_environment, suggested_environment
+from fp8core.training.exact import ExactTrainer
 
 collect_ignore_glob = [] if find_spec("vllm") else ["test_*.py"]
 # vLLM's processes import the faulty worker by its name.
@@ -65,23 +65,23 @@ SHAPE: dict[str, Any] = {
     "qk_norm": True,
     "tie_embeddings": False,
 }
-# vLLM's kernels for CPUs cut results off to BF16 where an x86 processor cannot round to it (csrc/cpu/cpu_types_x86.hpp,
+# vLLM's kernels for CPUs truncate to BF16 where an x86 processor cannot round to it (csrc/cpu/cpu_types_x86.hpp,
 # without AVX512_BF16): those of rotary positions and attention. The reference rounds.
 TRUNCATES = not ON_GPU and platform.machine() == "x86_64" and not torch.cpu._is_avx512_bf16_supported()
-# BF16 against the forward that trains, which sums in another order: several times what was seen on a CPU, far below
-# what another temperature or policy makes.
+# BF16 against the forward that trains, which sums in another order. The bounds are several times the largest distance
+# measured on a CPU, and far below that of another temperature or policy.
 _BF16_MEAN, _BF16_LARGEST = (0.06, 0.3) if TRUNCATES else (0.01, 0.15)
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """How far vLLM's log-probs may be from the reference on the same tokens, in nats.
+    """Bounds on the distance of vLLM's log-probs from the reference on the same tokens, in nats.
 
-    In BF16 a number. In FP8 no number holds for every policy and temperature: a last bit of BF16 that differs becomes
-    another code of three bits, and each layer passes it on, in exact arithmetic as much as on a GPU. What FP8 must do
-    is come nearer to the reference's FP8 than the reference's own BF16 does, on these very tokens; an engine that
-    computes another format, or another policy, does not. That distance is the bound of the mean; of the largest, which
-    one token decides, it is twice the largest distance.
+    In BF16 a number. In FP8 no number holds for every policy and temperature. A last bit of BF16 that differs becomes
+    another code of three bits. Each layer passes it on, in exact arithmetic as much as on a GPU. So FP8 must come
+    nearer to the reference's FP8 than the reference's own BF16 does, on these very tokens. An engine that computes
+    another format, or another policy, does not. That distance is the bound of the mean; of the largest, which one token
+    decides, it is twice the largest distance.
     """
 
     mean: float
@@ -92,13 +92,13 @@ class Bounds:
 class Policy:
     """A trainer that holds a policy, and the scales that go with it."""
 
-    trainer: TorchTrainer
+    trainer: ExactTrainer
     version: int
-    in_bf16: TorchTrainer
+    in_bf16: ExactTrainer
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """What is shipped; on a GPU from its memory."""
+        """The tensors to ship; on a GPU from its memory."""
         return {name: tensor.cuda() if ON_GPU else tensor for name, tensor in self.trainer.export().items()}
 
     @property
@@ -112,7 +112,7 @@ class Policy:
         return self._scored(self.trainer, groups, found, temperature)
 
     def bounds(self, groups: Sequence[PromptGroup], found: Sequence[Completion], temperature: float) -> Bounds:
-        """What an engine in the format of the contract must keep on these completions."""
+        """The bounds for an engine in the format of the contract on these completions."""
         if not ON_GPU:
             return Bounds(_BF16_MEAN, _BF16_LARGEST)
         plain = torch.cat(self._scored(self.in_bf16, groups, found, temperature))
@@ -120,7 +120,7 @@ class Policy:
         return Bounds(apart.mean().item(), 2 * apart.max().item())
 
     def _scored(
-        self, trainer: TorchTrainer, groups: Sequence[PromptGroup], found: Sequence[Completion], temperature: float
+        self, trainer: ExactTrainer, groups: Sequence[PromptGroup], found: Sequence[Completion], temperature: float
     ) -> list[Tensor]:
         prompts = {group.group: list(group.prompt) for group in groups}
         tokens = [completion.tokens for completion in found]
@@ -146,9 +146,9 @@ def in_bf16(contract: PrecisionContract) -> PrecisionContract:
     return contract.model_copy(update={name: side.model_copy(update=parts) for name, side in sides.items()})
 
 
-def _trainer(arch: Architecture, weights: dict[str, Tensor], contract: PrecisionContract) -> TorchTrainer:
+def _trainer(arch: Architecture, weights: dict[str, Tensor], contract: PrecisionContract) -> ExactTrainer:
     formats = training_formats(contract, arch.num_layers), rollout_formats(contract, arch.num_layers)
-    return TorchTrainer(arch, weights, *formats, TrainingConfig(), Objective(LossConfig(), CorrectionConfig()))
+    return ExactTrainer(arch, weights, *formats, TrainingConfig(), Objective(LossConfig(), CorrectionConfig()))
 
 
 def build_groups(prompts: int, size: int, longest: int = 40, shortest: int = 1) -> list[PromptGroup]:
@@ -189,8 +189,8 @@ def vllm_build() -> Any:
 
 @pytest.fixture(scope="session")
 def started(vllm_build: Any) -> Iterator[Any]:
-    """An engine whose worker can be told to fail."""
-    from fp8core.rollout.vllm import VllmEngine
+    """An engine whose worker fails on demand."""
+    from fp8core.rollout.vllm.engine import VllmEngine
 
     engine = VllmEngine(Architecture(**SHAPE), CONTRACT, OPTIONS, 16, vllm_build, "faulty_worker.FaultyWorker")
     yield engine

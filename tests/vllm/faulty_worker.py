@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 
-from fp8core.rollout import vllm_internals
-from fp8core.rollout.vllm_capture import CapturingWorker
-from fp8core.rollout.vllm_transfer import Parcel
+from fp8core.rollout.vllm import internals
+from fp8core.rollout.vllm.weights import SharedWeights
+from fp8core.rollout.vllm.worker import CapturingWorker
 
 
 class FaultyWorker(CapturingWorker):
@@ -18,7 +18,7 @@ class FaultyWorker(CapturingWorker):
         """The fault of the writes from now on; an empty name for none."""
         self.policy_fault = fault
 
-    def policy_write(self, version: int, received: Parcel, slots: dict[str, list[Any]]) -> None:
+    def policy_write(self, version: int, received: SharedWeights, slots: dict[str, list[Any]]) -> None:
         """Write, then damage what a sender, a copy or a kernel could have damaged."""
         parameters = dict(self.model_runner.get_model().named_parameters())
         before = {name: tensor.detach().clone() for name, tensor in parameters.items()}
@@ -41,10 +41,10 @@ class FaultyWorker(CapturingWorker):
     def policy_scales(self, scales: list[list[float]]) -> list[list[float]]:
         """Set scales and read them back, whatever the format of the cache."""
         model = self.model_runner.get_model()
-        before = vllm_internals.read_scales(model)
-        vllm_internals.write_scales(model, scales)
-        held = vllm_internals.read_scales(model)
-        vllm_internals.write_scales(model, before)
+        before = internals.read_scales(model)
+        internals.write_scales(model, scales)
+        held = internals.read_scales(model)
+        internals.write_scales(model, before)
         return held
 
     def policy_addresses(self) -> dict[str, int]:

@@ -16,16 +16,14 @@ from torch import nn
 from fp8core.config.precision import PrecisionContract
 from fp8core.config.vllm import VllmConfig
 from fp8core.models.architecture import Architecture, RopeScaling
+from fp8core.models.checkpoint import initial_weights
 from fp8core.models.decoder import Decoder, FullContext
-from fp8core.models.formats import rollout_formats
-from fp8core.models.initial import initial_weights
-from fp8core.models.weights import load_policy, stored_weights
+from fp8core.models.weights import load_policy, rollout_formats, stored_weights
 from fp8core.numerics.attention import Fp8Attention
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.numerics.logprobs import log_softmax
-from fp8core.rollout.vllm_aligned import ALIGNED
-from fp8core.rollout.vllm_layout import TensorSpec, check_fit, find_slots, rows_of
-from fp8core.rollout.vllm_settings import model_config
+from fp8core.rollout.vllm.settings import ALIGNED, model_config
+from fp8core.rollout.vllm.weights import TensorSpec, check_fit, find_slots, rows_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.skipif(ON_GPU, reason="tests/gpu/test_aligned_engine.py runs all of it")]
 CONTRACT, METHOD = PrecisionContract(rounding_points="kernels"), "fp8_grpo_test_codes"
@@ -61,8 +59,8 @@ def vllm_cpu(vllm_build, tmp_path_factory):
     from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
     from vllm.model_executor.layers.quantization import register_quantization_config
 
-    from fp8core.rollout.vllm_internals import register_aligned_models
-    from fp8core.rollout.vllm_kept_linear import KeptConfig
+    from fp8core.rollout.vllm.in_place import InPlaceConfig
+    from fp8core.rollout.vllm.internals import register_aligned_models
 
     class CodesMethod(UnquantizedLinearMethod):
         def create_weights(self, layer, input_size_per_partition, output_partition_sizes, **others):
@@ -74,7 +72,7 @@ def vllm_cpu(vllm_build, tmp_path_factory):
                 layer.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False))
 
     @register_quantization_config(METHOD)
-    class CodesConfig(KeptConfig):
+    class CodesConfig(InPlaceConfig):
         def get_name(self):
             return METHOD
 
@@ -175,7 +173,7 @@ def test_the_engine_takes_it_for_a_generating_decoder(vllm_cpu):
 @pytest.fixture
 def builder(vllm_cpu):
     """From steps to queries, for at most 7 requests."""
-    from fp8core.rollout.vllm_aligned_attention import AlignedBuilder
+    from fp8core.rollout.vllm.aligned import AlignedBuilder
 
     config = SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_seqs=5),

@@ -1,15 +1,18 @@
-"""What vLLM samples, and the log-probs it reports, against the forward that trains."""
+"""What vLLM samples, and the log-probs it reports, against the forward that trains; for Qwen3 and for Llama."""
 
 from dataclasses import replace
 
 import pytest
 import torch
-from conftest import CONTRACT, ON_GPU, build_groups, collect
+from conftest import CONTRACT, ON_GPU, OPTIONS, SHAPE, build_groups, build_policy, collect
 
 from fp8core.errors import UserError
-from fp8core.models.formats import rollout_formats
+from fp8core.models.architecture import Architecture, RopeScaling
+from fp8core.models.weights import rollout_formats
+from fp8core.numerics.fingerprint import policy_digest
 from fp8core.rollout.embedded import EmbeddedEngine
-from fp8core.rollout.engine import Sampling
+from fp8core.rollout.engine import Probe, Sampling
+from fp8core.run.policy import check_formats, check_report
 
 pytestmark = pytest.mark.vllm
 
@@ -57,6 +60,20 @@ def test_logprobs_are_those_of_the_distribution_sampled_from(engine, policies, t
     if temperature != 1.0:
         untempered = torch.cat(policies[0].logprobs(groups, found, 1.0))
         assert (reported - untempered).abs().mean() > 3 * bounds.mean
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_known_tokens_are_scored_whether_they_would_be_drawn_or_not(engine, policies, temperature):
+    """One token of every completion, and one that the policy would hardly draw, against the trainer's log-probs."""
+    groups = build_groups(8, 1)
+    drawn = collect(engine, groups, Sampling(temperature, 1, STOPS))
+    unlikely = [replace(completion, tokens=[completion.tokens[0] ^ 1]) for completion in drawn]
+    for known in (drawn, unlikely):
+        probes = [Probe(group.prompt, done.tokens[0]) for group, done in zip(groups, known, strict=True)]
+        (row,) = engine.score(probes, temperature)
+        expected = torch.cat(policies[0].logprobs(groups, known, temperature))
+        assert (torch.tensor(row) - expected).abs().max() < policies[0].bounds(groups, known, temperature).largest
+    assert _logprobs(drawn).mean() > torch.tensor(row).mean()
 
 
 def test_greedy_logprobs_are_those_of_temperature_one(engine, policies):
@@ -147,3 +164,39 @@ def test_every_seed_is_one(engine):
     minus_one = replace(group, seeds=(-1,))
     first, second = (collect(engine, [minus_one], Sampling(1.7, 12, frozenset())) for _ in range(2))
     assert first == second
+
+
+CHANGES = {
+    "family": "llama",
+    "qk_norm": False,
+    "num_heads": 4,
+    "tie_embeddings": True,
+    "rope_scaling": RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=32),
+}
+
+
+@pytest.mark.slow
+def test_a_tied_llama_with_scaled_positions(vllm_build):
+    from fp8core.rollout.vllm.engine import VllmEngine
+
+    side = CONTRACT.rollout.model_copy(update={"head": "bf16"})
+    contract = CONTRACT.model_copy(
+        update={"rollout": side, "training": CONTRACT.training.model_copy(update={"head": "bf16"})}
+    )
+    arch = Architecture(**{**SHAPE, **CHANGES})
+    engine = VllmEngine(arch, contract, OPTIONS, 16, vllm_build)
+    try:
+        groups = build_groups(8, 4, longest=80)
+        for version in (0, 1):
+            policy = build_policy(arch, version, contract)
+            report = engine.update(policy.tensors, policy.scales, version)
+            check_report(report, policy_digest(policy.tensors), policy.scales, version)
+            check_formats(engine.describe(), contract)
+            found = collect(engine, groups, Sampling(0.7, 12, frozenset({3})))
+            reported = torch.tensor([logprob for done in found for logprob in done.logprobs])
+            error = (reported - torch.cat(policy.logprobs(groups, found, 0.7))).abs()
+            bounds = policy.bounds(groups, found, 0.7)
+            assert error.mean() < bounds.mean
+            assert error.max() < 2 * bounds.largest, "logits of 8 bits"
+    finally:
+        engine.close()

@@ -51,7 +51,7 @@ def test_a_process_that_has_loaded_the_worker_ends_with_its_parent(vllm_build):
     """On a GPU that is vLLM's core, which ends so while it still starts."""
     program = (
         "import multiprocessing, signal; multiprocessing.get_context('fork').Process(target=lambda: "
-        "[__import__('fp8core.rollout.vllm_worker'), print('loaded', flush=True), signal.pause()]).start(); "
+        "[__import__('fp8core.rollout.vllm.worker'), print('loaded', flush=True), signal.pause()]).start(); "
         "signal.pause()"
     )
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as parent:

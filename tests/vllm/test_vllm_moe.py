@@ -8,16 +8,15 @@ from conftest import CONTRACT, ON_GPU, OPTIONS, SHAPE, TRUNCATES, build_groups, 
 
 from fp8core.alignment.operations import compare, operations
 from fp8core.models.architecture import Architecture, Experts
-from fp8core.models.formats import rollout_formats
-from fp8core.models.weights import load_policy
-from fp8core.numerics.block_codes import row_codes
+from fp8core.models.weights import load_policy, rollout_formats
+from fp8core.numerics.e4m3 import row_codes
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.rounding import STEPWISE
 from fp8core.rl.batch import TokenBatch
 from fp8core.rollout.embedded import EmbeddedEngine
 from fp8core.rollout.engine import Completion, PromptGroup, Sampling
-from fp8core.rollout.vllm_capture import captured_values
-from tasks.sync import SyncError, check_formats, check_report
+from fp8core.rollout.vllm.worker import captured_values
+from fp8core.run.policy import SyncError, check_formats, check_report
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -29,7 +28,7 @@ SAMPLING = Sampling(1.0, 12, frozenset({3}), report_experts=ON_GPU)
 
 @pytest.fixture(scope="module")
 def started(vllm_build):
-    from fp8core.rollout.vllm import VllmEngine
+    from fp8core.rollout.vllm.engine import VllmEngine
 
     options = OPTIONS.model_copy(update={"sleep": ON_GPU})
     engine = VllmEngine(ARCH, CONTRACT, options, 16, vllm_build, "faulty_worker.FaultyWorker", routes=ON_GPU)
@@ -84,7 +83,7 @@ def test_the_engine_runs_what_the_contract_says(engine, policies):
     sent = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in policies[0].tensors.items()}
     assert described["dtypes"] == sent
     assert sent["model.layers.0.mlp.gate.weight"] == "bfloat16"
-    assert described["kernels"]["routed_experts"] == ("TritonOrDeepGemmExperts" if ON_GPU else "KeptExperts")
+    assert described["kernels"]["routed_experts"] == ("TritonOrDeepGemmExperts" if ON_GPU else "InPlaceExperts")
     assert described["runner"] == f"vllm.v1.worker.{'gpu' if ON_GPU else 'cpu'}_model_runner", "the one that records"
     assert described["kernels"]["down_proj"] == described["kernels"]["qkv_proj"]
 
@@ -108,21 +107,21 @@ def test_experts_on_the_same_inputs_are_the_references(engine, policies):
 
 
 def test_parameters_stay_where_they_are(engine, policies):
-    before = engine._call("policy_addresses")
+    before = engine.call_worker("policy_addresses")
     engine.update(policies[1].tensors, policies[1].scales, 1)
-    assert engine._call("policy_addresses") == before
+    assert engine.call_worker("policy_addresses") == before
 
 
 @pytest.mark.parametrize("fault", ["swapped_experts", *(["doubled_tile"] if ON_GPU else [])])
 def test_a_fault_among_experts_shows(engine, policies, fault):
     policy = policies[1]
-    engine._call("policy_commit_fault", fault)
+    engine.call_worker("policy_commit_fault", fault)
     try:
         report = engine.update(policy.tensors, policy.scales, 1)
         with pytest.raises(SyncError, match=r"policy 1.*(was|were) sent"):
             check_report(report, policy_digest(policy.tensors), policy.scales, 1)
     finally:
-        engine._call("policy_commit_fault", "")
+        engine.call_worker("policy_commit_fault", "")
 
 
 @dataclass(frozen=True)
@@ -156,7 +155,7 @@ def test_greedy_tokens_are_nearly_the_references(choices, policies, record_prope
 
     How many are equal tells less in FP8: an engine that is the reference but for sums about as inexact as an H200's has
     86 to 89 % of them and BF16 81 to 83 %; it loses 0.032 to 0.040 nats and BF16 0.059 to 0.071
-    (benchmarks/greedy_agreement.py).
+    (benchmarks/studies/greedy_agreement.py).
     """
     record_property("whole", _share(choices.completions, choices.reference_completions))
     equal, plain_equal = _share(choices.vllm, choices.reference), _share(choices.plain, choices.reference)
@@ -209,7 +208,7 @@ def test_an_engine_that_slept_holds_what_it_was_sent(engine, policies):
     groups, policy = build_groups(8, 2), policies[1]
     engine.update(policy.tensors, policy.scales, 1)
     before = collect(engine, groups, SAMPLING)
-    engine.rest()
+    engine.sleep()
     report = engine.update(policy.tensors, policy.scales, 1)
     check_report(report, policy_digest(policy.tensors), policy.scales, 1)
     after = collect(engine, groups, SAMPLING)

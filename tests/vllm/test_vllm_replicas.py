@@ -11,11 +11,11 @@ from conftest import CONTRACT, ON_GPU, OPTIONS, SHAPE, build_groups, collect, wa
 from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture
 from fp8core.numerics.fingerprint import policy_digest
-from fp8core.rollout.engine import PolicyScales, Sampling
-from fp8core.rollout.vllm_layout import UpdateError
-from fp8core.rollout.vllm_process import EngineProcessError
-from fp8core.rollout.vllm_replicas import VllmReplicas
-from tasks.sync import check_formats, check_report
+from fp8core.rollout.engine import PolicyScales, Probe, Sampling
+from fp8core.rollout.vllm.process import EngineProcessError
+from fp8core.rollout.vllm.replicas import VllmReplicas
+from fp8core.rollout.vllm.weights import UpdateError
+from fp8core.run.policy import check_formats, check_report
 
 pytestmark = [
     pytest.mark.vllm,
@@ -62,6 +62,12 @@ def test_they_generate_what_one_engine_does(replicas, engine):
     # On a GPU what an engine computes depends on what it decodes together.
     if not ON_GPU:
         assert [done.tokens for done in found] == [done.tokens for done in expected]
+
+
+def test_every_engine_scores_the_probe(replicas, engine):
+    probes = [Probe(group.prompt, 5) for group in build_groups(3, 1)]
+    (expected,) = engine.score(probes, 1.0)
+    assert replicas.score(probes, 1.0) == [expected, expected]
 
 
 def test_groups_come_whole_from_the_engine_that_they_were_dealt_to(replicas):
@@ -131,7 +137,7 @@ def test_generation_can_be_abandoned(replicas, policies):
 
 def test_an_engine_that_is_killed_ends_the_generation(replicas, policies):
     """The last that the fixture's engines see."""
-    _, killed = (child for child in psutil.Process().children() if "vllm_child" in " ".join(child.cmdline()))
+    _, killed = (child for child in psutil.Process().children() if "vllm.process" in " ".join(child.cmdline()))
     below = killed.children(recursive=True)
     running = replicas.generate(build_groups(60, 4), Sampling(1.0, 200, frozenset()))
     next(running)

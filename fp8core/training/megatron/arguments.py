@@ -1,6 +1,6 @@
 """From an architecture and a contract to the arguments of Megatron Core's `TransformerConfig` and `GPTModel`.
 
-Pure data, so that the mapping can be read and tested where Megatron is not installed.
+Megatron is not imported here, so that the mapping can be tested where it is not installed.
 """
 
 from typing import Any, Literal
@@ -10,8 +10,10 @@ from torch import Tensor
 
 from fp8core.config.megatron import MegatronConfig
 from fp8core.config.precision import PrecisionContract
+from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture, Experts
-from fp8core.training.megatron.grid import padded_vocabulary
+from fp8core.numerics.e4m3 import TILE, ScaleRule
+from fp8core.training.megatron.requirements import padded_vocabulary
 
 Kind = Literal["cpu", "cuda"]
 
@@ -27,7 +29,7 @@ def transformer_arguments(
         megatron: parallelism and recomputation.
         device: Transformer Engine's layers and fused kernels on `cuda`, Megatron's local layers on `cpu`.
         deterministic: only kernels that give the same result every time; Megatron refuses to start without the
-            environment that `requirements.required_environment` asks for.
+            environment of `requirements.required_environment`.
     """
     on_gpu, piped = device == "cuda", megatron.pipeline_parallel > 1
     dtype = torch.float32 if contract.training.linear == "fp32" else torch.bfloat16
@@ -54,7 +56,7 @@ def transformer_arguments(
         "expert_model_parallel_size": megatron.expert_parallel,
         "expert_tensor_parallel_size": 1,
         "sequence_parallel": megatron.sequence_parallel,
-        # No two packs need be equally long: a stage says how long the one is that it hands on.
+        # Packs differ in length: a stage sends the length of each to the next stage.
         "variable_seq_lengths": piped,
         # The other dispatcher needs no GPU; with lengths that vary Megatron refuses it, of a dense model too.
         "moe_token_dispatcher_type": "alltoall" if on_gpu or piped else "allgather",
@@ -71,7 +73,7 @@ def transformer_arguments(
         "calculate_per_token_loss": True,
         "deterministic_mode": deterministic,
         # A pass without gradients caches codes of weights by rows alone, and Transformer Engine 2.12 would reuse them
-        # in a pass that needs columns: quantising anew costs little beside the GEMMs of a pack.
+        # in a pass that needs columns. Quantising anew costs little beside the GEMMs of a pack.
         "disable_parameter_transpose_cache": True,
         "transformer_impl": "transformer_engine" if on_gpu else "local",
         **_precision(contract),
@@ -127,7 +129,7 @@ def _experts(arch: Architecture, on_gpu: bool) -> dict[str, Any]:
 def model_arguments(arch: Architecture, megatron: MegatronConfig) -> dict[str, Any]:
     """Keyword arguments of `megatron.core.models.gpt.GPTModel`, but for its configuration and layers.
 
-    Rotary frequencies are our own (`rotary.RotaryAngles`): Megatron's know no factors but those of Llama 3.1.
+    Rotary frequencies are our own (`rotary.RotaryAngles`): Megatron's have the factors of Llama 3.1 alone.
     """
     return {
         "vocab_size": padded_vocabulary(arch, megatron.tensor_parallel),
@@ -136,3 +138,33 @@ def model_arguments(arch: Architecture, megatron: MegatronConfig) -> dict[str, A
         "share_embeddings_and_output_weights": arch.tie_embeddings,
         "parallel_output": True,
     }
+
+
+def scale_rule_in_force() -> ScaleRule:
+    """Read from the scales of a tensor that was quantised by the recipe Megatron builds."""
+    from transformer_engine.common.recipe import Float8BlockScaling
+    from transformer_engine.pytorch.quantization import get_fp8_te_dtype
+    from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
+
+    recipe = Float8BlockScaling()
+    quantise = Float8BlockQuantizer(
+        get_fp8_te_dtype(recipe, True),
+        rowwise=True,
+        columnwise=True,
+        amax_epsilon=recipe.fp8_quant_fwd_weight.amax_epsilon,
+        force_pow_2_scales=recipe.fp8_quant_fwd_weight.power_2_scale,
+        block_scaling_dim=recipe.w_block_scaling_dim,
+    )
+    # 3 / 448 is no power of two.
+    scales = quantise(torch.full((TILE, TILE), 3.0, dtype=torch.bfloat16, device="cuda"))._rowwise_scale_inv
+    return "pow2" if float(torch.frexp(scales.flatten()[:1].float().cpu()).mantissa) == 0.5 else "fp32"
+
+
+def check_scale_rule(wanted: ScaleRule) -> None:
+    """Raises UserError when Transformer Engine was imported under another rule than the contract's."""
+    found = scale_rule_in_force()
+    if found != wanted:
+        raise UserError(
+            f"precision.scale_rule={wanted}: Transformer Engine was imported under the rule {found} and keeps it; "
+            "start a new process"
+        )

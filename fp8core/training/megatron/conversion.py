@@ -1,24 +1,148 @@
-"""Weights from the Hugging Face layout to each GPU's share in Megatron's, and back, byte for byte.
+"""The parameters of Megatron Core's GPT that hold those of the Hugging Face layout, and how each GPU's are cut.
 
-Everything here is a function of tensors and of a place in the grid; no process group is needed. Weights are converted
-in high precision and quantised in the Hugging Face layout alone: the rows of a head of 64 would share a 128 x 128 tile
-with other rows once Q, K and V take turns.
+| Megatron                   | Hugging Face           | joined by           | cut over tensor parallel |
+|----------------------------|------------------------|---------------------|--------------------------|
+| embedding, output_layer    | embed_tokens, lm_head  | padding of the rows | rows                     |
+| self_attention.linear_qkv  | q_proj, k_proj, v_proj | turn by KV group    | rows                     |
+| self_attention.linear_proj | o_proj                 | -                   | columns                  |
+| mlp.linear_fc1             | gate_proj, up_proj     | one after the other | rows, of each            |
+| mlp.linear_fc2             | down_proj              | -                   | columns                  |
+| norms, router              | norms, gate            | -                   | not                      |
+
+Transformer Engine's layers hold the norm before a linear in that linear, and all experts of a GPU in one module. Those
+of Megatron itself hold them apart (`Style`). Experts are cut over expert parallel alone, layers over pipeline parallel.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
+from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.distributed import all_gather_object, broadcast, get_rank, get_world_size
 
 from fp8core.config.megatron import MegatronConfig
 from fp8core.models.architecture import Architecture
-from fp8core.training.megatron.grid import padded_vocabulary
-from fp8core.training.megatron.names import Parameter, Place, Style, parameters
+from fp8core.training.megatron.requirements import padded_vocabulary
+
+Join = Literal["copy", "rows_padded", "by_kv_group", "one_after_another"]
+Cut = Literal["no", "rows", "columns", "rows_of_each"]
+
+
+@dataclass(frozen=True)
+class Style:
+    """Whose layers hold the parameters."""
+
+    norms_in_linears: bool
+    experts_together: bool
+
+
+TRANSFORMER_ENGINE = Style(norms_in_linears=True, experts_together=True)
+LOCAL = Style(norms_in_linears=False, experts_together=False)
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter of one GPU's model: its name there, the Hugging Face parameters it holds, and how."""
+
+    name: str
+    sources: tuple[str, ...]
+    join: Join = "copy"
+    cut: Cut = "no"
+
+
+@dataclass(frozen=True, order=True)
+class ParallelRank:
+    """Where a GPU stands in the grid."""
+
+    tensor: int = 0
+    pipeline: int = 0
+    expert: int = 0
+
+
+def parallel_ranks(megatron: MegatronConfig) -> list[ParallelRank]:
+    """Every rank that holds something different, in order."""
+    return [
+        ParallelRank(tensor, pipeline, expert)
+        for tensor in range(megatron.tensor_parallel)
+        for pipeline in range(megatron.pipeline_parallel)
+        for expert in range(megatron.expert_parallel)
+    ]
+
+
+def layers_of(arch: Architecture, megatron: MegatronConfig, pipeline: int) -> range:
+    """Layers of a pipeline stage."""
+    count = arch.num_layers // megatron.pipeline_parallel
+    return range(pipeline * count, (pipeline + 1) * count)
+
+
+def parameters(arch: Architecture, megatron: MegatronConfig, style: Style, rank: ParallelRank) -> Iterator[Parameter]:
+    """All parameters of one GPU's model."""
+    first, last = rank.pipeline == 0, rank.pipeline == megatron.pipeline_parallel - 1
+    embedding = "model.embed_tokens.weight"
+    if first:
+        yield Parameter("embedding.word_embeddings.weight", (embedding,), "rows_padded", "rows")
+    for local, layer in enumerate(layers_of(arch, megatron, rank.pipeline)):
+        yield from _attention(arch, style, f"decoder.layers.{local}", f"model.layers.{layer}")
+        if arch.experts is not None and layer in arch.sparse_layers:
+            count = arch.experts.count // megatron.expert_parallel
+            held = range(rank.expert * count, (rank.expert + 1) * count)
+            yield from _experts(style, held, f"decoder.layers.{local}", f"model.layers.{layer}")
+        else:
+            yield from _mlp(style, f"decoder.layers.{local}", f"model.layers.{layer}")
+    if last:
+        yield Parameter("decoder.final_layernorm.weight", ("model.norm.weight",))
+        if not arch.tie_embeddings:
+            yield Parameter("output_layer.weight", ("lm_head.weight",), "rows_padded", "rows")
+        elif not first:
+            yield Parameter("output_layer.weight", (embedding,), "rows_padded", "rows")
+
+
+def _attention(arch: Architecture, style: Style, into: str, source: str) -> Iterator[Parameter]:
+    linear, projections = f"{into}.self_attention.linear_qkv", f"{source}.self_attn"
+    norm = f"{linear}.layer_norm_weight" if style.norms_in_linears else f"{into}.input_layernorm.weight"
+    yield Parameter(norm, (f"{source}.input_layernorm.weight",))
+    qkv = tuple(f"{projections}.{name}_proj.weight" for name in "qkv")
+    yield Parameter(f"{linear}.weight", qkv, "by_kv_group", "rows")
+    if arch.qk_norm:
+        for name in "qk":
+            yield Parameter(f"{into}.self_attention.{name}_layernorm.weight", (f"{projections}.{name}_norm.weight",))
+    yield Parameter(f"{into}.self_attention.linear_proj.weight", (f"{projections}.o_proj.weight",), cut="columns")
+
+
+def _mlp(style: Style, into: str, source: str) -> Iterator[Parameter]:
+    fc1 = f"{into}.mlp.linear_fc1"
+    norm = f"{fc1}.layer_norm_weight" if style.norms_in_linears else f"{into}.pre_mlp_layernorm.weight"
+    yield Parameter(norm, (f"{source}.post_attention_layernorm.weight",))
+    yield Parameter(f"{fc1}.weight", _gate_up(f"{source}.mlp"), "one_after_another", "rows_of_each")
+    yield Parameter(f"{into}.mlp.linear_fc2.weight", (f"{source}.mlp.down_proj.weight",), cut="columns")
+
+
+def _experts(style: Style, held: range, into: str, source: str) -> Iterator[Parameter]:
+    # The router reads the normed states too, so that this norm is in no linear.
+    yield Parameter(f"{into}.pre_mlp_layernorm.weight", (f"{source}.post_attention_layernorm.weight",))
+    yield Parameter(f"{into}.mlp.router.weight", (f"{source}.mlp.gate.weight",))
+    for local, expert in enumerate(held):
+        fc1, fc2 = (
+            _expert_name(style, f"{into}.mlp.experts", linear, local) for linear in ("linear_fc1", "linear_fc2")
+        )
+        yield Parameter(fc1, _gate_up(f"{source}.mlp.experts.{expert}"), "one_after_another")
+        yield Parameter(fc2, (f"{source}.mlp.experts.{expert}.down_proj.weight",))
+
+
+def _expert_name(style: Style, prefix: str, linear: str, expert: int) -> str:
+    if style.experts_together:
+        return f"{prefix}.{linear}.weight{expert}"
+    return f"{prefix}.local_experts.{expert}.{linear}.weight"
+
+
+def _gate_up(prefix: str) -> tuple[str, str]:
+    return f"{prefix}.gate_proj.weight", f"{prefix}.up_proj.weight"
 
 
 def share(
-    arch: Architecture, megatron: MegatronConfig, style: Style, place: Place, policy: Mapping[str, Tensor]
+    arch: Architecture, megatron: MegatronConfig, style: Style, rank: ParallelRank, policy: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """One GPU's parameters by Megatron's names.
 
@@ -26,39 +150,39 @@ def share(
         arch: the model.
         megatron: the grid.
         style: whose layers hold the parameters.
-        place: of the GPU.
+        rank: of the GPU in the grid.
         policy: tensors by Hugging Face name, any type and device.
     """
     return {
-        parameter.name: _cut(_joined(arch, megatron, parameter, policy), parameter, megatron.tensor_parallel, place)
-        for parameter in parameters(arch, megatron, style, place)
+        parameter.name: _cut(_joined(arch, megatron, parameter, policy), parameter, megatron.tensor_parallel, rank)
+        for parameter in parameters(arch, megatron, style, rank)
     }
 
 
 def policy_of(
-    arch: Architecture, megatron: MegatronConfig, style: Style, shares: Mapping[Place, Mapping[str, Tensor]]
+    arch: Architecture, megatron: MegatronConfig, style: Style, shares: Mapping[ParallelRank, Mapping[str, Tensor]]
 ) -> dict[str, Tensor]:
     """The whole policy by Hugging Face name.
 
     Args:
         arch, megatron, style: as for `share`.
-        shares: of places that together hold everything; in a small grid not every combination of ranks exists.
+        shares: of ranks that together hold everything; in a small grid not every combination exists.
     """
     policy: dict[str, Tensor] = {}
-    for pipeline, expert in sorted({(place.pipeline, place.expert) for place in shares}):
-        for parameter in parameters(arch, megatron, style, Place(0, pipeline, expert)):
+    for pipeline, expert in sorted({(rank.pipeline, rank.expert) for rank in shares}):
+        for parameter in parameters(arch, megatron, style, ParallelRank(0, pipeline, expert)):
             if not policy.keys() >= set(parameter.sources):
-                held = [shares[place][parameter.name] for place in _holders(parameter, shares, pipeline, expert)]
+                held = [shares[rank][parameter.name] for rank in _holders(parameter, shares, pipeline, expert)]
                 policy |= zip(parameter.sources, _parted(arch, parameter, _uncut(held, parameter)), strict=True)
     return policy
 
 
-def _holders(parameter: Parameter, places: Iterable[Place], pipeline: int, expert: int) -> list[Place]:
-    """The places that together hold a parameter, in the order of its cuts: experts know no tensor parallelism."""
-    stage = sorted(place for place in places if place.pipeline == pipeline)
+def _holders(parameter: Parameter, ranks: Iterable[ParallelRank], pipeline: int, expert: int) -> list[ParallelRank]:
+    """The ranks that together hold a parameter, in the order of its cuts: experts are not cut by tensor parallelism."""
+    stage = sorted(rank for rank in ranks if rank.pipeline == pipeline)
     if ".experts." in parameter.name:
-        return [next(place for place in stage if place.expert == expert)]
-    return [next(found) for _, found in groupby(stage, key=lambda place: place.tensor)]
+        return [next(rank for rank in stage if rank.expert == expert)]
+    return [next(found) for _, found in groupby(stage, key=lambda rank: rank.tensor)]
 
 
 def _joined(arch: Architecture, megatron: MegatronConfig, parameter: Parameter, policy: Mapping[str, Tensor]) -> Tensor:
@@ -91,17 +215,17 @@ def _parted(arch: Architecture, parameter: Parameter, whole: Tensor) -> list[Ten
             return [whole[: arch.vocab_size]]
 
 
-def _cut(whole: Tensor, parameter: Parameter, count: int, place: Place) -> Tensor:
+def _cut(whole: Tensor, parameter: Parameter, count: int, rank: ParallelRank) -> Tensor:
     """A tensor-parallel share: always a tensor of its own."""
     match parameter.cut:
         case "no":
             return whole.clone()
         case "rows":
-            return whole.chunk(count)[place.tensor].clone()
+            return whole.chunk(count)[rank.tensor].clone()
         case "columns":
-            return whole.chunk(count, dim=1)[place.tensor].clone()
+            return whole.chunk(count, dim=1)[rank.tensor].clone()
         case "rows_of_each":
-            return torch.cat([part.chunk(count)[place.tensor] for part in whole.chunk(2)])
+            return torch.cat([part.chunk(count)[rank.tensor] for part in whole.chunk(2)])
 
 
 def _uncut(shares: list[Tensor], parameter: Parameter) -> Tensor:
@@ -115,3 +239,52 @@ def _uncut(shares: list[Tensor], parameter: Parameter) -> Tensor:
         case "rows_of_each":
             halves = zip(*(held.chunk(2) for held in shares), strict=True)
             return torch.cat([part for half in halves for part in half])
+
+
+Spec = tuple[torch.dtype, tuple[int, ...]]
+
+
+def gathered(
+    rank: ParallelRank, held: Mapping[str, Tensor], device: torch.device
+) -> dict[ParallelRank, dict[str, Tensor]]:
+    """The tensors of every rank, as `conversion.policy_of` takes them; every process calls it at the same time.
+
+    Args:
+        rank: of this process.
+        held: its tensors by Megatron's names.
+        device: that processes exchange tensors on.
+
+    Returns:
+        on the first process tensors on the CPU, each of the first rank that holds it; on the others nothing.
+    """
+    own = (rank, {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in held.items()})
+    found: list[tuple[ParallelRank, dict[str, Spec]]] = [own] * get_world_size()
+    all_gather_object(found, own)
+    first, parts = get_rank() == 0, dict[ParallelRank, dict[str, Tensor]]()
+    for process, name in senders(found):
+        of, specs = found[process]
+        dtype, shape = specs[name]
+        here = process == get_rank()
+        tensor = held[name].detach().contiguous() if here else torch.empty(shape, dtype=dtype, device=device)
+        broadcast(tensor, src=process)
+        if first:
+            parts.setdefault(of, {})[name] = tensor.cpu()
+    return parts
+
+
+def senders(found: Sequence[tuple[ParallelRank, Mapping[str, object]]]) -> Iterator[tuple[int, str]]:
+    """The sender of each tensor, in an order that all agree on: nothing is sent twice.
+
+    Experts are alike wherever the stage and the share of experts are, all else wherever the stage and the share of the
+    linears are.
+    """
+    processes: dict[ParallelRank, int] = {}
+    for process, (rank, _) in enumerate(found):
+        processes.setdefault(rank, process)
+    firsts: dict[tuple[bool, int, int], ParallelRank] = {}
+    for rank in sorted(processes):
+        for experts, share in ((True, rank.expert), (False, rank.tensor)):
+            firsts.setdefault((experts, rank.pipeline, share), rank)
+    for (experts, _, _), rank in firsts.items():
+        names = found[processes[rank]][1]
+        yield from ((processes[rank], name) for name in names if (".experts." in name) == experts)

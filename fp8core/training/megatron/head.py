@@ -5,15 +5,13 @@ chosen logit are exchanged. Temperature divides the logits, as in `numerics.logp
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 
 from fp8core.config.precision import HeadFormat
-
-_CHUNK_ELEMENTS = 1 << 27
+from fp8core.numerics.logprobs import ChunkedHead, chunked_logprobs
 
 
 @dataclass(frozen=True)
@@ -32,80 +30,82 @@ class VocabularyShare:
     group: ProcessGroup
     form: HeadFormat
 
-    def logits(self, hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-        """FP32 [tokens, rows], -inf in the rows of padding."""
-        product = (hidden @ weight.t()).float() if self.form == "bf16" else _fp32_product(hidden, weight.t())
-        product[:, max(0, self.size - self.first) :] = -torch.inf
-        return product.div_(temperature)
 
-    def normalised(self, logits: Tensor) -> Tensor:
-        """Log-probs FP32 of the same shape, changed in place."""
+class _ShardedHead(ChunkedHead):
+    """One GPU's rows; the gradient of the hidden states is summed over the group in FP32."""
+
+    partial_dtype = torch.float32
+
+    def __init__(self, weight: Tensor, share: VocabularyShare, temperature: float) -> None:
+        super().__init__(weight, temperature)
+        self._share = share
+
+    def logprobs(self, hidden: Tensor) -> Tensor:
+        """FP32 [tokens, rows], -inf in the rows of padding."""
+        share, transposed = self._share, self.weight.t()
+        logits = (hidden @ transposed).float() if share.form == "bf16" else _fp32_product(hidden, transposed)
+        logits[:, max(0, share.size - share.first) :] = -torch.inf
+        logits.div_(self.temperature)
         top = logits.amax(-1, keepdim=True)
-        all_reduce(top, ReduceOp.MAX, self.group)
-        total = (logits - top).exp_().sum(-1, keepdim=True)
-        all_reduce(total, ReduceOp.SUM, self.group)
+        all_reduce(top, ReduceOp.MAX, share.group)
+        total = self.total((logits - top).exp_().sum(-1, keepdim=True))
         return logits.sub_(top + total.log())
 
-    def own(self, targets: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    def chosen(self, logp: Tensor, targets: Tensor) -> Tensor:
+        row, held = self._own(targets)
+        return logp.gather(-1, row[:, None]).squeeze(-1).masked_fill(~held, 0.0)
+
+    def entropy(self, logp: Tensor) -> Tensor:
+        # p log p is 0 where p is, which the product of 0 and -inf is not.
+        return -(logp.exp() * logp.clamp_min(-1e30)).sum(-1)
+
+    def slope(
+        self, logp: Tensor, targets: Tensor, entropy: Tensor, grad: Tensor | None, grad_entropy: Tensor | None
+    ) -> Tensor:
+        flatter = None
+        if grad_entropy is not None:
+            # Of H by the logits, -p (log p + H); p log p is 0 where p is, as in the forward.
+            above = logp.clamp_min(-1e30).add_(entropy[:, None])
+            flatter = above.mul_(logp.exp()).mul_(-grad_entropy[:, None])
+        p = logp.exp_()
+        row, held = self._own(targets)
+        p.scatter_add_(1, row[:, None], -held.float()[:, None])
+        p.mul_(0.0 if grad is None else -grad[:, None] / self.temperature)
+        if flatter is not None:
+            p.add_(flatter, alpha=1 / self.temperature)
+        return p.to(self.weight.dtype)
+
+    def hidden_gradient(self, slope: Tensor) -> Tensor:
+        return _fp32_product(slope, self.weight)
+
+    def weight_gradient(self, slope: Tensor, hidden: Tensor) -> Tensor:
+        return _fp32_product(slope.t(), hidden)
+
+    def total(self, x: Tensor) -> Tensor:
+        all_reduce(x, ReduceOp.SUM, self._share.group)
+        return x
+
+    def returned(self, grad_weight: Tensor) -> Tensor:
+        """Add the gradient to the FP32 buffer that Megatron keeps, unrounded, and return what autograd is to see.
+
+        The protocol is that of Megatron's own linear layers (`tensor_parallel/layers.py`).
+        """
+        buffer: Tensor | None = getattr(self.weight, "main_grad", None)
+        if buffer is None:
+            return grad_weight.to(self.weight.dtype)
+        buffer.add_(grad_weight)
+        setattr(self.weight, "grad_added_to_main_grad", True)  # noqa: B010 - Tensor declares no such attribute
+        return torch.zeros_like(self.weight)
+
+    def _own(self, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Row of each target, 0 where another GPU holds it, and bool: whether this one does."""
-        local = targets - self.first
-        held = (local >= 0) & (local < rows)
-        return local.clamp(0, rows - 1), held
-
-
-class _WrittenLogprobs(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, share: VocabularyShare, targets: Tensor, temperature: float
-    ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(hidden, weight, targets)
-        ctx.share, ctx.temperature = share, temperature
-        chosen = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
-        entropy = torch.empty_like(chosen)
-        for part in _chunks(len(targets), len(weight)):
-            logp = share.normalised(share.logits(hidden[part], weight, temperature))
-            row, held = share.own(targets[part], len(weight))
-            chosen[part] = logp.gather(-1, row[:, None]).squeeze(-1).masked_fill(~held, 0.0)
-            # p log p is 0 where p is, which the product of 0 and -inf is not.
-            entropy[part] = -(logp.exp() * logp.clamp_min(-1e30)).sum(-1)
-        all_reduce(chosen, ReduceOp.SUM, share.group)
-        all_reduce(entropy, ReduceOp.SUM, share.group)
-        ctx.mark_non_differentiable(entropy)
-        return chosen, entropy
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        hidden, weight, targets = ctx.saved_tensors
-        share: VocabularyShare = ctx.share
-        grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
-        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-        for part in _chunks(len(targets), len(weight)):
-            p = share.normalised(share.logits(hidden[part], weight, ctx.temperature)).exp_()
-            row, held = share.own(targets[part], len(weight))
-            p.scatter_add_(1, row[:, None], -held.float()[:, None])
-            grad_logits = p.mul_(-grad[part, None] / ctx.temperature).to(weight.dtype)
-            grad_hidden[part] = _fp32_product(grad_logits, weight)
-            grad_weight += _fp32_product(grad_logits.t(), hidden[part])
-        all_reduce(grad_hidden, ReduceOp.SUM, share.group)
-        return grad_hidden.to(hidden.dtype), _handed_over(weight, grad_weight), None, None, None
+        local, rows = targets - self._share.first, len(self.weight)
+        return local.clamp(0, rows - 1), (local >= 0) & (local < rows)
 
 
 def _fp32_product(a: Tensor, b: Tensor) -> Tensor:
     """FP32 sums of products of one format; on a CPU those of BF16 are rounded once more."""
     return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda and a.dtype == torch.bfloat16 else (a @ b).float()
-
-
-def _handed_over(weight: Tensor, grad: Tensor) -> Tensor:
-    """Add a gradient to the FP32 buffer that Megatron keeps, unrounded, and return what autograd is to see.
-
-    The protocol is that of Megatron's own linear layers (`tensor_parallel/layers.py`).
-    """
-    buffer: Tensor | None = getattr(weight, "main_grad", None)
-    if buffer is None:
-        return grad.to(weight.dtype)
-    buffer.add_(grad)
-    setattr(weight, "grad_added_to_main_grad", True)  # noqa: B010 - Tensor declares no such attribute
-    return torch.zeros_like(weight)
 
 
 def written_logprobs(
@@ -121,12 +121,6 @@ def written_logprobs(
         temperature: positive.
 
     Returns:
-        log-probs FP32 [tokens] (nats, differentiable) and entropies FP32 [tokens] (nats, not differentiable).
+        log-probs and entropies FP32 [tokens], in nats, both differentiable.
     """
-    logprobs, entropy = _WrittenLogprobs.apply(hidden, weight, share, targets, temperature)  # type: ignore[no-untyped-call]
-    return logprobs, entropy
-
-
-def _chunks(tokens: int, rows: int) -> list[slice]:
-    size = max(1, _CHUNK_ELEMENTS // rows)
-    return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
+    return chunked_logprobs(hidden, weight, _ShardedHead(weight, share, temperature), targets)

@@ -1,20 +1,28 @@
 """Megatron Core's GPT up to the final norm: the head is ours (`head`), so that no call holds all logits."""
 
+import math
+from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from fp8core.config.megatron import MegatronConfig
 from fp8core.models.architecture import Architecture
+from fp8core.models.experts import UNRECORDED, top_k
+from fp8core.numerics.elementwise import inverse_frequencies, scale_frequencies
+from fp8core.numerics.rounding import Rounding, keep_fp32
 from fp8core.training.megatron.arguments import model_arguments
-from fp8core.training.megatron.layer_spec import layers
-from fp8core.training.megatron.packing import Pack
-from fp8core.training.megatron.rotary import RotaryAngles
+from fp8core.training.megatron.conversion import LOCAL, TRANSFORMER_ENGINE, Style
+from fp8core.training.packing import Pack
 
 
 class PolicyModel(GPTModel):
@@ -50,16 +58,139 @@ class PolicyModel(GPTModel):
 
 def packed_call(pack: Pack) -> dict[str, Any]:
     """Arguments of the model's forward for packed sequences."""
+    device, longest = pack.tokens.device, pack.sequences.longest
+    bounds = torch.tensor(pack.sequences.starts, dtype=torch.int32).to(device, non_blocking=True)
     packed = PackedSeqParams(
         qkv_format="thd",
-        cu_seqlens_q=pack.bounds,
-        cu_seqlens_kv=pack.bounds,
-        max_seqlen_q=pack.longest,
-        max_seqlen_kv=pack.longest,
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
     )
     return {
         "input_ids": pack.tokens[None],
-        "position_ids": pack.positions[None],
+        "position_ids": pack.sequences.positions[None].to(device, non_blocking=True),
         "attention_mask": None,
         "packed_seq_params": packed,
     }
+
+
+def style_of(config: TransformerConfig) -> Style:
+    """The names that the layers of `layers` give their parameters."""
+    return TRANSFORMER_ENGINE if config.transformer_impl == "transformer_engine" else LOCAL
+
+
+def layers(config: TransformerConfig) -> TransformerBlockSubmodules:
+    """The layers of this process's pipeline stage, whose rank exists once process groups do."""
+    fused = config.transformer_impl == "transformer_engine"
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=fused, normalization="RMSNorm")
+    for layer in block.layer_specs:
+        if hasattr(layer.submodules.mlp.submodules, "router"):
+            layer.submodules.mlp.submodules.router = PolicyRouter
+    if not fused:
+        _for_cpu(block, config.qk_layernorm)
+    return block
+
+
+def _for_cpu(block: TransformerBlockSubmodules, qk_norm: bool) -> None:
+    block.layer_norm = LocalNorm
+    for layer in block.layer_specs:
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = LocalNorm
+        attention = layer.submodules.self_attention.submodules
+        attention.core_attention = PackedAttention
+        if qk_norm:
+            attention.q_layernorm = attention.k_layernorm = LocalNorm
+
+
+class PackedAttention(torch.nn.Module):
+    """Takes the constructor and the call of Megatron's core attention (`transformer.attention.CoreAttention`)."""
+
+    def __init__(self, config: Any, layer_number: int, *_: Any, **__: Any) -> None:
+        super().__init__()
+        self._scale = 1.0 / math.sqrt(config.kv_channels)
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: None, packed_seq_params: PackedSeqParams, **_: Any
+    ) -> Tensor:
+        """[T, heads, d], [T, KV heads, d] twice to [T, heads, d]; a token sees those before it in its sequence."""
+        bounds = packed_seq_params.cu_seqlens_q.tolist()
+        parts = [self._attend(*(x[start:end] for x in (query, key, value))) for start, end in pairwise(bounds)]
+        return torch.cat(parts)
+
+    def _attend(self, *qkv: Tensor) -> Tensor:
+        q, k, v = (x.transpose(0, 1)[None] for x in qkv)
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=self._scale, enable_gqa=True
+        )
+        return out[0].transpose(0, 1)
+
+
+class LocalNorm(torch.nn.RMSNorm):
+    """Takes the constructor of Megatron's norms."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float, **_: Any) -> None:
+        super().__init__(hidden_size, eps, dtype=config.params_dtype)
+        # Each GPU of the group normalises other tokens, so that Megatron adds up the gradients.
+        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010 - no such attribute declared
+
+
+class RotaryAngles(torch.nn.Module):
+    """Replaces Megatron's `RotaryEmbedding`, with any factors of Llama 3.1's scaling."""
+
+    def __init__(self, arch: Architecture, device: torch.device) -> None:
+        super().__init__()
+        frequencies = inverse_frequencies(arch.head_dim, arch.rope_theta)
+        if (rope := arch.rope_scaling) is not None:
+            frequencies = scale_frequencies(
+                frequencies, rope.factor, rope.low_freq_factor, rope.high_freq_factor, rope.original_max_positions
+            )
+        self._frequencies = frequencies.to(device)
+
+    def get_rotary_seq_len(self, context: Any, decoder: Any, hidden: Any, config: Any, packed: Any) -> int:
+        """Positions that a call of Megatron's model needs: those of the longest sequence in the pack."""
+        return int(packed.max_seqlen_q)
+
+    def forward(self, positions: int, **_: Any) -> Tensor:
+        """Angles of positions 0, 1, ...: FP32 [positions, 1, 1, head_dim], each of the two halves the same."""
+        steps = torch.arange(positions, dtype=torch.float32, device=self._frequencies.device)
+        angles = steps[:, None] * self._frequencies
+        return torch.cat((angles, angles), dim=-1)[:, None, None, :]
+
+
+class Replay:
+    """Replaces Megatron's `RouterReplay`, which cannot leave a position to the router.
+
+    The router's own choice is the reference's: of equal scores the lower index, where torch's topk takes any. Scores in
+    BF16 are often equal.
+
+    `chosen` is int16 [T, k], `UNRECORDED` where the router chooses, or None without a replay. It stays for
+    the recomputation of a backward pass.
+    """
+
+    def __init__(self) -> None:
+        self.chosen: Tensor | None = None
+
+    def get_replay_topk(
+        self, scores: Tensor, topk: int, num_groups: Any, group_topk: Any, compute: Callable[..., tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, Tensor]:
+        """Scores and indices [T, k] of the experts: Megatron's call, by Megatron's name."""
+        indices = top_k(scores, topk)
+        if self.chosen is not None:
+            indices = torch.where(self.chosen == UNRECORDED, indices, self.chosen.long())
+        return scores.gather(1, indices), indices
+
+
+class PolicyRouter(TopKRouter):
+    """A router that runs anywhere: Megatron's moves its weight to a GPU and needs Transformer Engine to multiply.
+
+    `rounding` is the contract's point `routed`, which `Policy` sets: Megatron builds this class from its own arguments.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.router_replay = Replay()
+        self.rounding: Rounding = keep_fp32
+
+    def gating(self, hidden: Tensor) -> Tensor:
+        """Logits [..., experts] in FP32 from BF16 or FP32 operands."""
+        return self.rounding(torch.nn.functional.linear(hidden.float(), self.weight.float()))

@@ -1,30 +1,28 @@
 """One process's share of a policy in Megatron's layers: loads weights, scores sequences, gives weights back."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from fp8core.config.megatron import MegatronConfig
 from fp8core.config.precision import PrecisionContract
 from fp8core.models.architecture import Architecture
-from fp8core.models.formats import training_formats
+from fp8core.models.weights import training_formats
 from fp8core.numerics.kv_scales import KvStatistics, LayerScales
 from fp8core.training.megatron.arguments import Kind, transformer_arguments
-from fp8core.training.megatron.conversion import policy_of, share
-from fp8core.training.megatron.gather import gathered
-from fp8core.training.megatron.grid import padded_vocabulary
-from fp8core.training.megatron.groups import data_group, here, tensor_group
+from fp8core.training.megatron.conversion import gathered, layers_of, parallel_ranks, policy_of, share
 from fp8core.training.megatron.head import VocabularyShare, written_logprobs
-from fp8core.training.megatron.layer_spec import style_of
-from fp8core.training.megatron.model import PolicyModel, packed_call
-from fp8core.training.megatron.names import layers_of, places
-from fp8core.training.megatron.observer import Observer
-from fp8core.training.megatron.packing import Pass
-from fp8core.training.megatron.router import PolicyRouter
+from fp8core.training.megatron.model import PolicyModel, PolicyRouter, packed_call, style_of
+from fp8core.training.megatron.parallel import data_group, own_rank, stages, tensor_group
+from fp8core.training.megatron.requirements import padded_vocabulary
+from fp8core.training.packing import MicroBatch
 
 
 class Policy:
@@ -41,17 +39,17 @@ class Policy:
         kind: Kind = "cuda" if device.type == "cuda" else "cpu"
         config = TransformerConfig(**transformer_arguments(arch, contract, megatron, kind, deterministic))
         self.arch, self.device = arch, device
-        self.style, self.place = style_of(config), here()
+        self.style, self.rank = style_of(config), own_rank()
         self._megatron = megatron
-        first, last = self.place.pipeline == 0, self.place.pipeline == megatron.pipeline_parallel - 1
+        first, last = self.rank.pipeline == 0, self.rank.pipeline == megatron.pipeline_parallel - 1
         self.model = PolicyModel(arch, megatron, config, device, first, last).to(device)
         self.routers = [module for module in self.model.modules() if isinstance(module, PolicyRouter)]
         routed = training_formats(contract, arch.num_layers).points.routed
         for router in self.routers:
             router.rounding = routed
-        self._observer: Observer | None = None
+        self._observing, self._valid = False, torch.empty(0)
         rows = padded_vocabulary(arch, megatron.tensor_parallel) // megatron.tensor_parallel
-        self._head = VocabularyShare(rows * self.place.tensor, arch.vocab_size, tensor_group(), contract.training.head)
+        self._head = VocabularyShare(rows * self.rank.tensor, arch.vocab_size, tensor_group(), contract.training.head)
 
     def describe(self) -> dict[str, object]:
         """Formats by layer as they were built, and whose layers these are."""
@@ -71,32 +69,28 @@ class Policy:
         }
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Take this place's share of a whole policy in the Hugging Face layout; the share of every parameter."""
+        """Take this rank's share of a whole policy in the Hugging Face layout; the share of every parameter."""
         held = dict(self.model.named_parameters())
-        found = share(self.arch, self._megatron, self.style, self.place, weights)
+        found = share(self.arch, self._megatron, self.style, self.rank, weights)
         assert held.keys() == found.keys(), f"Megatron names other parameters: {sorted(held.keys() ^ found.keys())}"
         for name, parameter in held.items():
             assert parameter.shape == found[name].shape, f"{name}: {parameter.shape} is not {found[name].shape}"
             parameter.data.copy_(found[name])
 
     def parameters(self) -> dict[str, Tensor]:
-        """What this process multiplies with, by Megatron's names."""
+        """The tensors that this process multiplies with, by Megatron's names."""
         return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
 
     def whole(self, shares: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Every process's tensors by Megatron's names, put together in the Hugging Face layout.
 
-        Where each process holds all of them, every one has the result on its device; else the first one has it on the
+        Where each process holds all of them, every one has the result on its device. Else the first one has it on the
         CPU, and the others nothing.
         """
-        if len(places(self._megatron)) == 1:
-            return policy_of(self.arch, self._megatron, self.style, {self.place: shares})
-        found = gathered(self.place, shares, self.device)
+        if len(parallel_ranks(self._megatron)) == 1:
+            return policy_of(self.arch, self._megatron, self.style, {self.rank: shares})
+        found = gathered(self.rank, shares, self.device)
         return policy_of(self.arch, self._megatron, self.style, found) if found else {}
-
-    def begin(self, training: bool) -> None:
-        """Start passes with gradients, or without: only those with gradients recompute."""
-        self.model.train(training)
 
     def sharded(self) -> ShardedStateDict:
         """Parameters as Megatron's checkpoints describe them, by this process's names."""
@@ -104,30 +98,32 @@ class Policy:
         found = self.model.sharded_state_dict(metadata=metadata)
         return {name: found[name] for name, _ in self.model.named_parameters()}
 
-    def hidden(self, turn: Pass) -> Tensor:
+    def hidden(self, micro_batch: MicroBatch) -> Tensor:
         """[T, 1, hidden] (differentiable) that this stage hands on; of the last stage what the head takes.
 
         Args:
-            turn: on this device. What an earlier stage made of it is the model's input already (`set_input_tensor`).
+            micro_batch: on this device. The states of an earlier stage are the model's input already
+                (`set_input_tensor`).
         """
-        if self._observer is not None:
-            self._observer.valid = turn.valid
-        self._replay(turn.pack.experts)
-        states: Tensor = self.model(**packed_call(turn.pack))
+        if self._observing:
+            self._valid = micro_batch.valid
+        self._replay(micro_batch.pack.experts)
+        states: Tensor = self.model(**packed_call(micro_batch.pack))
         if self.routers and states.requires_grad:
-            # A stage goes on to other passes before it goes back through this one, which may compute it again.
-            states.register_hook(lambda _: self._replay(turn.pack.experts))
+            # Other micro-batches run before the backward pass of this one, which may recompute it.
+            states.register_hook(lambda _: self._replay(micro_batch.pack.experts))
         return states
 
-    def head(self, turn: Pass, states: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """Log-prob (differentiable) and entropy of each written token, FP32 [written], of the last stage's states."""
-        pack = turn.pack
-        chosen = states[:, 0][pack.before]
-        return written_logprobs(chosen, self.model.head_weight(), self._head, pack.written, temperature)
+    def head(self, micro_batch: MicroBatch, states: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """Log-prob and entropy of each written token, FP32 [written], differentiable, of the last stage's states."""
+        pack = micro_batch.pack
+        chosen = states[:, 0][pack.written - 1]
+        targets = pack.tokens[pack.written]
+        return written_logprobs(chosen, self.model.head_weight(), self._head, targets, temperature)
 
     def _replay(self, experts: Tensor | None) -> None:
         """Force a pack's experts [T, sparse layers of all stages, k] on the routers, or leave them to choose."""
-        stage = layers_of(self.arch, self._megatron, self.place.pipeline)
+        stage = layers_of(self.arch, self._megatron, self.rank.pipeline)
         sparse = [index for index, layer in enumerate(self.arch.sparse_layers) if layer in stage]
         for index, router in zip(sparse, self.routers, strict=True):
             if experts is None:
@@ -135,7 +131,7 @@ class Policy:
                 continue
             chosen = experts[:, index]
             if self._megatron.sequence_parallel:
-                chosen = chosen.chunk(self._megatron.tensor_parallel)[self.place.tensor]
+                chosen = chosen.chunk(self._megatron.tensor_parallel)[self.rank.tensor]
             router.router_replay.chosen = chosen
 
     @contextmanager
@@ -144,14 +140,88 @@ class Policy:
 
         For passes without gradients: a pass with recomputation would count twice.
         """
-        self._observer = observer = Observer(statistics, scales)
+        self._observing = True
+
+        def observe(layer: int, _: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
+            assert not torch.is_grad_enabled(), "a pass with gradients may run twice"
+            q, k, v = (x.detach().transpose(0, 1)[None] for x in arguments[:3])
+            statistics.observe(layer, (q, k, v), self._valid, None if scales is None else scales[layer])
+
         handles = [
-            layer.self_attention.core_attention.register_forward_pre_hook(observer.hook(layer.layer_number - 1))
+            layer.self_attention.core_attention.register_forward_pre_hook(partial(observe, layer.layer_number - 1))
             for layer in self.model.decoder.layers
         ]
         try:
             yield
         finally:
-            self._observer = None
+            self._observing = False
             for handle in handles:
                 handle.remove()
+
+
+Scored = Callable[[MicroBatch, Tensor, Tensor], None]
+"""Takes a micro-batch on the policy's device, and log-prob and entropy of each written token, FP32 [written]."""
+Loss = Callable[[MicroBatch, Tensor, Tensor], Tensor]
+"""From a micro-batch, its log-probs and its entropies, both differentiable, to its share of the loss: a scalar."""
+
+
+def score(policy: Policy, micro_batches: Sequence[MicroBatch], temperature: float, scored: Scored) -> None:
+    """Forward passes under the caller's `no_grad`; `scored` is called in the last stage alone."""
+
+    def finish(micro_batch: MicroBatch, states: Tensor) -> Tensor:
+        scored(micro_batch, *policy.head(micro_batch, states, temperature))
+        return states
+
+    policy.model.train(False)
+    _run(policy, micro_batches, finish, forward_only=True)
+
+
+def accumulate(policy: Policy, micro_batches: Sequence[MicroBatch], temperature: float, loss: Loss) -> None:
+    """Add up the gradients of all micro-batches; `loss` is called in the last stage alone."""
+
+    def finish(micro_batch: MicroBatch, states: Tensor) -> Tensor:
+        return loss(micro_batch, *policy.head(micro_batch, states, temperature))
+
+    # Only passes with gradients recompute.
+    policy.model.train(True)
+    _run(policy, micro_batches, finish, forward_only=False)
+
+
+def _run(
+    policy: Policy,
+    micro_batches: Sequence[MicroBatch],
+    finish: Callable[[MicroBatch, Tensor], Tensor],
+    forward_only: bool,
+) -> None:
+    """One micro-batch after another, or through the stages of a pipeline.
+
+    The pipeline is Megatron's own schedule without virtual stages (1F1B). All stages hold the whole batch, so that they
+    agree on the packs, their number and their order. A stage sends the length of a pack to the next one
+    (`variable_seq_lengths`). The head and the loss are the last stage's.
+    """
+    on_device = (micro_batch.to(policy.device) for micro_batch in micro_batches)
+    if stages() == 1:
+        for micro_batch in on_device:
+            result = finish(micro_batch, policy.hidden(micro_batch))
+            if not forward_only:
+                result.backward()
+        return
+
+    def last(micro_batch: MicroBatch, states: Tensor) -> tuple[Tensor, Tensor, None]:
+        # The schedule divides a loss by the number of micro-batches unless it gets tokens, which it only adds up.
+        return finish(micro_batch, states), torch.tensor(len(micro_batch.pack.written), dtype=torch.int), None
+
+    def forward(remaining: Iterator[MicroBatch], _: PolicyModel) -> tuple[Tensor, Callable[[Tensor], object]]:
+        micro_batch = next(remaining)
+        return policy.hidden(micro_batch), partial(last, micro_batch)
+
+    get_forward_backward_func()(
+        forward_step_func=forward,
+        data_iterator=on_device,
+        model=policy.model,
+        num_microbatches=len(micro_batches),
+        # For the schedule a pack is one sequence, whose length the stages exchange.
+        seq_length=len(micro_batches[0].pack.tokens),
+        micro_batch_size=1,
+        forward_only=forward_only,
+    )

@@ -1,20 +1,31 @@
-"""What the Megatron trainer asks of a machine and of a contract, checked before anything is loaded.
+"""The requirements of the Megatron trainer on a machine, a contract and a model, and its memory.
 
-Megatron is not imported here, nor is Transformer Engine, which reads its environment when it is.
+All is decided before anything is loaded. Megatron is not imported here, nor is Transformer Engine, which reads its
+environment when it is imported.
 """
 
+import math
 from importlib.util import find_spec
 
+from fp8core.config.megatron import MegatronConfig
+from fp8core.config.precision import PrecisionContract
 from fp8core.config.run import RunConfig
 from fp8core.errors import UserError
+from fp8core.models.architecture import Architecture
+from fp8core.models.weights import is_linear
+from fp8core.numerics.e4m3 import TILE
+from fp8core.plan.memory import Need, StoredBytes, count_parameters, held
+from fp8core.plan.rollout import longest_sequence
+from fp8core.training.memory import AT_REST, WORKSPACE, Parallel, TrainerMemory, exported, gpu_state, heaviest, state_of
 
 
-def check_requirements(config: RunConfig, platform: str) -> None:
-    """Refuse what is not installed, and formats that Megatron does not compute on this platform.
+def check_machine(config: RunConfig, platform: str, gpus: int) -> None:
+    """Refuse what is not installed, formats that Megatron does not compute on this platform, and GPUs that are missing.
 
     Args:
         config: of a run with `training.trainer: megatron`.
-        platform: as `config.capability.this_platform` names it.
+        platform: as `config.capability.this_platform` names it; on `cpu` processes share it.
+        gpus: of this machine.
 
     Raises:
         UserError: the package or the setting, and what to do.
@@ -38,13 +49,9 @@ def check_requirements(config: RunConfig, platform: str) -> None:
             f"precision.training.backward={contract.backward_format}: Transformer Engine multiplies backward in the "
             f"format of the forward; set it to null or to {contract.linear}"
         )
-
-
-def check_gpus(config: RunConfig, platform: str, here: int) -> None:
-    """Raises UserError where more GPUs are to train than are `here`; without any, processes share the CPU."""
-    gpus = config.training.megatron.gpus
-    if platform != "cpu" and gpus > here:
-        raise UserError(f"training.megatron.gpus={gpus}: this machine has {here}")
+    wanted = config.training.megatron.gpus
+    if platform != "cpu" and wanted > gpus:
+        raise UserError(f"training.megatron.gpus={wanted}: this machine has {gpus}")
 
 
 def _check_cpu(config: RunConfig) -> None:
@@ -67,7 +74,7 @@ def _installed(package: str) -> bool:
 
 
 def required_environment(config: RunConfig) -> dict[str, str]:
-    """What must stand in the environment before Transformer Engine is imported."""
+    """The variables that must stand in the environment before Transformer Engine is imported."""
     return {
         "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1" if config.precision.scale_rule == "fp32" else "0",
         "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0" if config.training.deterministic else "1",
@@ -75,5 +82,168 @@ def required_environment(config: RunConfig) -> dict[str, str]:
 
 
 def suggested_environment(config: RunConfig) -> dict[str, str]:
-    """What makes it faster: one queue keeps communication behind the GEMM that it shall overlap with."""
+    """Variables that make it faster: one queue keeps communication behind the GEMM that it shall overlap with."""
     return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if config.training.megatron.tensor_parallel > 1 else {}
+
+
+def padded_vocabulary(arch: Architecture, tensor_parallel: int) -> int:
+    """Rows of the embedding and the head with padding: each GPU of a tensor-parallel group has a multiple of 128."""
+    unit = TILE * tensor_parallel
+    return math.ceil(arch.vocab_size / unit) * unit
+
+
+def token_multiple(megatron: MegatronConfig) -> int:
+    """The multiple that the tokens of a micro-batch are padded to: 128 on each GPU of a sequence-parallel group."""
+    return TILE * (megatron.tensor_parallel if megatron.sequence_parallel else 1)
+
+
+def check_grid(arch: Architecture, megatron: MegatronConfig, contract: PrecisionContract, longest: int) -> None:
+    """Refuse what Megatron Core or Transformer Engine would refuse later, or in their own words.
+
+    Args:
+        arch: the model.
+        megatron: how it is spread.
+        contract: formats; block FP8 needs multiples of 128 in every dimension of a GPU's share.
+        longest: tokens of the longest sequence.
+
+    Raises:
+        UserError: the setting, and the number that does not divide.
+    """
+    tensor, pipeline, expert = megatron.tensor_parallel, megatron.pipeline_parallel, megatron.expert_parallel
+    _divides("tensor_parallel", tensor, arch.num_kv_heads, "KV heads")
+    _divides("tensor_parallel", tensor, arch.intermediate_size, "columns of the MLP")
+    _divides("pipeline_parallel", pipeline, arch.num_layers, "layers")
+    if arch.experts is None:
+        _divides("expert_parallel", expert, 1, "expert (it is dense)")
+    else:
+        _divides("expert_parallel", expert, arch.experts.count, "experts")
+        if tensor > 1 and not megatron.sequence_parallel:
+            raise _refused("sequence_parallel", "false", f"with experts and tensor_parallel={tensor} it must be true")
+    multiple = token_multiple(megatron)
+    if megatron.micro_batch_tokens % multiple:
+        raise _refused("micro_batch_tokens", megatron.micro_batch_tokens, f"is no multiple of {multiple}")
+    if longest > megatron.micro_batch_tokens:
+        raise _refused("micro_batch_tokens", megatron.micro_batch_tokens, f"the longest sequence has {longest} tokens")
+    if contract.training.linear == "fp8_block":
+        _check_tiles(arch, tensor)
+
+
+def _check_tiles(arch: Architecture, tensor: int) -> None:
+    """Transformer Engine quantises a linear in blocks only where both sides of a GPU's share are multiples of 128."""
+    sides = {
+        "hidden size": arch.hidden_size,
+        "Q, K and V": (arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim // tensor,
+        "attention": arch.num_heads * arch.head_dim // tensor,
+        "MLP": arch.intermediate_size // tensor,
+    }
+    if arch.experts is not None:
+        sides["expert"] = arch.experts.intermediate_size
+        if len(arch.sparse_layers) == arch.num_layers:
+            del sides["MLP"]
+    for name, side in sides.items():
+        if side % TILE:
+            raise UserError(
+                f"precision.training.linear=fp8_block: {name} has {side} columns on each GPU, and Megatron's block FP8 "
+                f"needs a multiple of {TILE}; lower training.megatron.tensor_parallel or set it to bf16"
+            )
+
+
+def _divides(name: str, group: int, count: int, what: str) -> None:
+    if count % group:
+        raise _refused(name, group, f"does not divide the model's {count} {what}")
+
+
+def _refused(name: str, value: object, reason: str) -> UserError:
+    return UserError(f"training.megatron.{name}={value}: {reason}")
+
+
+_BF16, _FP32 = 2, 4
+# Of `training.megatron.head`: elements of a part's logits, and how many tensors of that size there are at a time. The
+# gradient of the head's weight is added up in FP32 beside that of a part.
+_LOGITS, _LOGIT_TENSORS, _HEAD_GRADIENTS = 1 << 27, 4, 2
+# Norms, rotary, SwiGLU and attention keep their inputs; an FP8 linear keeps codes of its own by rows and by columns.
+_COPIES = 2
+_REPEATABLE = "repeatable backward; none with training.deterministic=false"
+
+
+def _state(config: RunConfig, arch: Architecture, parallel: Parallel) -> tuple[Need, ...]:
+    """Masters and moments, and Megatron's buffers from the start to the end."""
+    part = heaviest(arch, parallel)
+    parameters = held(part)
+    shared = config.training.megatron.distributed_optimizer
+    owned = gpu_state(arch, parallel) if shared else state_of(parameters)
+    return *owned, Need("weights", parameters * _BF16, "BF16"), Need("gradients", parameters * _FP32, "FP32")
+
+
+def _step(config: RunConfig, arch: Architecture, parallel: Parallel) -> tuple[Need, ...]:
+    """The memory that a step adds to that."""
+    tensor, pipeline = parallel.tensor, parallel.pipeline
+    linear = held(
+        [
+            ({name: shape for name, shape in shapes.items() if is_linear(name)}, parts)
+            for shapes, parts in heaviest(arch, parallel)
+        ]
+    )
+    fp8 = config.precision.training.linear == "fp8_block"
+    codes = (Need("quantised copies", _COPIES * linear, "FP8 codes by rows and by columns"),) if fp8 else ()
+    repeatable = config.training.deterministic
+    scores = (Need("attention scores", _scores(config, arch, tensor), _REPEATABLE),) if repeatable else ()
+    packs = "one pack" if pipeline == 1 else f"{pipeline} packs in flight"
+    return (
+        *codes,
+        *scores,
+        Need("activations", _activations(config, arch, tensor, pipeline), f"of {packs}; estimate"),
+        Need("head", _head(config, arch, tensor), "logits of a part, FP32 gradients of its weight"),
+        Need("workspace", WORKSPACE, "estimate"),
+    )
+
+
+def _exported(config: RunConfig, arch: Architecture, parallel: Parallel, sync: StoredBytes) -> tuple[Need, ...]:
+    """Where GPUs share the weights, the policy is put together in main memory, and the engine reads it tensor by
+    tensor. Else it is made on every GPU."""
+    if (parallel.tensor, parallel.pipeline, parallel.expert) != (1, 1, 1):
+        return ()
+    return exported(config, sync, Need("what they are made from", count_parameters(arch).total * _BF16, "BF16"))
+
+
+def _scores(config: RunConfig, arch: Architecture, tensor: int) -> int:
+    """cuDNN's repeatable backward of packed sequences holds the scores of each head and sequence, every one as long as
+    the pack. On Hopper: 512 GiB for 64 sequences, 8 heads and packs of 16,384. The fewest sequences fill a pack."""
+    pack = config.training.megatron.micro_batch_tokens
+    sequences = math.ceil(pack / longest_sequence(config, arch))
+    return sequences * (arch.num_heads // tensor) * pack * pack * _FP32
+
+
+def _head(config: RunConfig, arch: Architecture, tensor: int) -> int:
+    """Of the last stage, in the backward pass of its logits."""
+    rows = padded_vocabulary(arch, tensor) // tensor
+    logits = min(_LOGITS, config.training.megatron.micro_batch_tokens * rows)
+    return _FP32 * (_LOGIT_TENSORS * logits + _HEAD_GRADIENTS * rows * arch.hidden_size)
+
+
+def _activations(config: RunConfig, arch: Architecture, tensor: int, pipeline: int) -> int:
+    """Of all layers, or their inputs and one layer that is recomputed. A group of tensor parallelism shares a layer's
+    inside, and with sequence parallelism its inputs too. Stages share no activations: the first one has as many packs
+    in flight as there are stages."""
+    spread = config.training.megatron
+    hidden, heads = arch.hidden_size, (arch.num_heads + arch.num_kv_heads) * arch.head_dim
+    width = arch.intermediate_size
+    if (experts := arch.experts) is not None:
+        width = experts.per_token * (experts.intermediate_size + hidden)
+    inside = (5 * hidden + 2 * heads + 3 * width) // tensor
+    inputs = hidden // (tensor if spread.sequence_parallel else 1)
+    layers = arch.num_layers // pipeline * pipeline
+    kept = layers * inputs + 2 * inside if spread.recompute == "full" else layers * (inputs + inside)
+    return spread.micro_batch_tokens * _BF16 * kept
+
+
+MEMORY = TrainerMemory(_state, _step, _exported, AT_REST)
+"""On each GPU of the grid: weights in BF16 and, for FP8 linears, Transformer Engine's codes of them; FP32 gradients;
+activations of the packs that a stage has in flight; what the head makes of a part of their tokens."""
+
+
+def advice(config: RunConfig) -> str:
+    """The change to make where a phase does not fit."""
+    # Nothing else gives as much back as the scores that repeatable attention holds.
+    first = "set training.deterministic=false, " if config.training.deterministic else ""
+    return f"{first}train on more GPUs, or lower training.megatron.micro_batch_tokens"

@@ -1,12 +1,13 @@
 """The trainer in Megatron Core: its layers, parallelism and optimiser; batches, loss and scales are ours.
 
-Every process of the grid holds one and makes the same calls with the same batches. Rows are dealt to the data-parallel
-processes by packs; what comes back is whole on every process, but for weights (`Policy.whole`).
+Every process of the grid holds one and makes the same calls with the same batches. Data-parallel
+processes take packs in turn. Results are whole on every process, but for weights (`Policy.whole`).
 """
 
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
@@ -15,28 +16,25 @@ from torch import Tensor
 from torch.distributed import ReduceOp, all_reduce, get_rank
 
 from fp8core.config.precision import PrecisionContract
-from fp8core.config.run import TrainingConfig
+from fp8core.config.run import RunConfig, TrainingConfig
 from fp8core.models.architecture import Architecture
-from fp8core.models.formats import Formats
-from fp8core.models.weights import stored_weights
+from fp8core.models.weights import Formats, rollout_formats, stored_weights
 from fp8core.numerics.kv_scales import KvStatistics, LayerScales
-from fp8core.report.doctor import installed
-from fp8core.rl.aggregation import Denominator
 from fp8core.rl.batch import RolloutBatch, TokenBatch
-from fp8core.rl.objective import Objective
-from fp8core.training.megatron import groups
-from fp8core.training.megatron.digest import joint_digest
-from fp8core.training.megatron.grid import token_multiple
-from fp8core.training.megatron.optimiser import OptimiserFactory
-from fp8core.training.megatron.packing import Pass, packs
-from fp8core.training.megatron.policy import Policy
-from fp8core.training.megatron.scale_rule import check_scale_rule
-from fp8core.training.megatron.schedule import Scored, accumulate, score
-from fp8core.training.policy_trainer import PolicyTrainer, left_aligned
-from fp8core.training.trainer import ScoredBatch
+from fp8core.rl.losses import Denominator
+from fp8core.rl.objective import MAXIMA, Objective, ObjectiveTerms, merged
+from fp8core.store.manifest import installed_version
+from fp8core.training.megatron import parallel
+from fp8core.training.megatron.arguments import check_scale_rule
+from fp8core.training.megatron.optimiser import OptimiserFactory, optimiser_for
+from fp8core.training.megatron.parallel import joint_digest
+from fp8core.training.megatron.policy import Policy, Scored, accumulate, score
+from fp8core.training.megatron.requirements import token_multiple
+from fp8core.training.packing import MicroBatch, packs
+from fp8core.training.saved_state import SHARDS, STATE, read_state, refuse_other_digest
+from fp8core.training.trainer import PolicyTrainer, ScoredBatch, left_aligned
 
-_SHARDS, _STATE = "megatron", "trainer.json"
-_STATISTICS = ("loss", "clip_fraction", "ratio_mean", "weight_mean", "reference_kl")
+_STATISTICS = tuple(field.name for field in fields(ObjectiveTerms))
 
 
 class MegatronTrainer(PolicyTrainer):
@@ -73,7 +71,7 @@ class MegatronTrainer(PolicyTrainer):
         super().__init__(training, objective)
         self.arch = arch
         self._contract, self._rollout_formats = contract, rollout_formats
-        groups.join(training.megatron, device)
+        parallel.join(training.megatron, device)
         self._policy = Policy(arch, contract, training.megatron, device, deterministic)
         if contract.training.linear == "fp8_block":
             check_scale_rule(contract.scale_rule)
@@ -86,12 +84,12 @@ class MegatronTrainer(PolicyTrainer):
         return self.whole_policy()
 
     def whole_policy(self) -> dict[str, Tensor]:
-        """`masters`, by a name that a process can be asked for."""
+        """`masters`, as a method that can be called in every process."""
         return self._policy.whole(self._policy.parameters())
 
     def describe(self) -> dict[str, object]:
-        """What really runs; block FP8 was refused at the start if its scales followed another rule."""
-        versions = {name: installed(name) for name in ("megatron-core", "transformer-engine")}
+        """Report what really runs; block FP8 was refused at the start if its scales followed another rule."""
+        versions = {name: installed_version(name) for name in ("megatron-core", "transformer-engine")}
         rule = self._contract.scale_rule
         return {"trainer": "megatron", "versions": versions, "scale_rule": rule, **self._policy.describe()}
 
@@ -108,19 +106,18 @@ class MegatronTrainer(PolicyTrainer):
         return stored
 
     def digest(self) -> str:
-        """Digest of the FP32 masters of all processes, each with its place in the grid."""
+        """Digest of the FP32 masters of all processes, in the order of their ranks."""
         return joint_digest(self._optimiser.masters())
 
     @torch.no_grad()
     def logprobs(self, batch: TokenBatch, temperature: float, scales: Sequence[LayerScales] | None) -> ScoredBatch:
-        """Score completion tokens and collect the statistics of Q, K and V in the same pass."""
         statistics = KvStatistics(self.arch.num_layers, self._policy.device)
         shape = (len(batch), int(batch.completion.sum(-1).max()))
         found = torch.zeros(2, *shape)
 
-        def fill(turn: Pass, *values: Tensor) -> None:
-            if turn.counts:
-                rows = turn.pack.rows
+        def fill(micro_batch: MicroBatch, *values: Tensor) -> None:
+            if micro_batch.counts:
+                rows = micro_batch.pack.rows
                 mask = left_aligned(batch.completion[rows], shape[1])
                 for into, part in zip(found, values, strict=True):
                     into[rows] = into[rows].masked_scatter(mask, part.cpu())
@@ -131,7 +128,6 @@ class MegatronTrainer(PolicyTrainer):
 
     @torch.no_grad()
     def statistics(self, batch: TokenBatch) -> KvStatistics:
-        """Statistics of Q, K and V per layer over all valid tokens, without any scales."""
         statistics = KvStatistics(self.arch.num_layers, self._policy.device)
         self._observe(batch, 1.0, statistics, None, lambda *_: None)
         return statistics
@@ -156,7 +152,7 @@ class MegatronTrainer(PolicyTrainer):
     ) -> None:
         """Score this process's packs, and complete the statistics over all processes at the end."""
         with self._policy.observed(statistics, scales):
-            score(self._policy, self._dealt(batch), temperature, scored)
+            score(self._policy, self._own_packs(batch), temperature, scored)
         statistics.combine(partial(all_reduce, op=ReduceOp.MAX), all_reduce)
 
     def _step(self, learning_rate: float) -> float:
@@ -173,58 +169,91 @@ class MegatronTrainer(PolicyTrainer):
     ) -> dict[str, float]:
         """Of this process's packs; the statistics are those of the whole batch. Attention needs no scales."""
         denominator = Denominator.of(batch.mask)
-        totals = dict.fromkeys(_STATISTICS, 0.0)
+        totals: dict[str, float] = {}
 
-        def loss(turn: Pass, logprobs: Tensor) -> Tensor:
-            rows = turn.pack.rows
+        def loss(micro_batch: MicroBatch, logprobs: Tensor, entropies: Tensor) -> Tensor:
+            rows = micro_batch.pack.rows
             mask = left_aligned(batch.sequences.completion[rows], batch.mask.shape[1])
-            current = torch.zeros(mask.shape).masked_scatter(mask, logprobs.cpu())
-            terms = self._objective(current, batch.rows(rows), denominator)
-            for key, value in terms.statistics().items():
-                totals[key] += value * turn.counts
+            current, entropy = (torch.zeros(mask.shape).masked_scatter(mask, x.cpu()) for x in (logprobs, entropies))
+            terms = self._objective(current, batch.rows(rows), denominator, entropy)
+            nonlocal totals
+            totals = merged(totals, {key: value * micro_batch.counts for key, value in terms.statistics().items()})
             # A pack that another process counts is computed for the experts of this one, and adds nothing.
-            return terms.loss * turn.counts
+            return terms.loss * micro_batch.counts
 
-        accumulate(self._policy, self._dealt(batch.sequences), temperature, loss)
-        found = self._summed(torch.tensor([totals[key] for key in _STATISTICS], dtype=torch.float64)).tolist()
-        totals = dict(zip(_STATISTICS, found, strict=True))
+        accumulate(self._policy, self._own_packs(batch.sequences), temperature, loss)
+        totals = self._merged_over_processes(totals)
         if not math.isfinite(totals["loss"]):
             raise self._not_finite(f"the loss is {totals['loss']}")
         return totals
 
-    def _dealt(self, batch: TokenBatch) -> list[Pass]:
-        """This process's packs: every process has as many, the last ones for company; all stages have the same."""
-        megatron, group = self._config.megatron, groups.data_group()
+    def _merged_over_processes(self, own: Mapping[str, float]) -> dict[str, float]:
+        """Statistics of the whole batch; stages before the last one have none of their own."""
+        values = torch.tensor([own.get(name, 0.0) for name in _STATISTICS], dtype=torch.float64)
+        # A copy: the sum below is of the values as they are.
+        largest = values.to(self._policy.device, copy=True)
+        all_reduce(largest, op=ReduceOp.MAX)
+        found = dict(zip(_STATISTICS, self._summed(values).tolist(), strict=True))
+        return found | {n: v for n, v in zip(_STATISTICS, largest.tolist(), strict=True) if n in MAXIMA}
+
+    def _own_packs(self, batch: TokenBatch) -> list[MicroBatch]:
+        """This process's packs. All processes have equally many, so some do not count; all stages have the same."""
+        megatron, group = self._config.megatron, parallel.data_group()
         found = list(packs(batch, megatron.micro_batch_tokens, token_multiple(megatron)))
         own = range(group.rank(), len(found) + group.rank(), group.size())
-        return [Pass(found[min(index, len(found) - 1)], index < len(found)) for index in own]
+        return [MicroBatch(found[min(index, len(found) - 1)], index < len(found)) for index in own]
 
     def _summed(self, values: Tensor) -> Tensor:
         """Over all processes, of which one in a tensor-parallel group speaks for the others; on the CPU.
 
         Stages before the last one have zeros to add.
         """
-        moved = values.to(self._policy.device) * (self._policy.place.tensor == 0)
+        moved = values.to(self._policy.device) * (self._policy.rank.tensor == 0)
         all_reduce(moved)
         return moved.cpu()
 
     def save(self, folder: Path) -> None:
         """Write masters, moments and counters; the folder exists, and all processes see it."""
-        self._optimiser.save(folder / _SHARDS, self._policy.sharded())
+        self._optimiser.save(folder / SHARDS, self._policy.sharded())
         state = {"version": self.version, "updates": self._updates, "digest": self.digest(), "grid": self._grid()}
         if get_rank() == 0:
-            (folder / _STATE).write_text(json.dumps(state))
+            (folder / STATE).write_text(json.dumps(state))
 
     def load(self, folder: Path) -> None:
-        """Restore what `save` wrote; the masters must be this model's, the grid may be another one."""
-        state = json.loads((folder / _STATE).read_text())
-        self._optimiser.load(folder / _SHARDS, self._policy.sharded(), state["updates"])
-        self.version, self._updates = state["version"], state["updates"]
+        """Restore what `save` wrote; the masters must be this model's, the grid may be another one.
+
+        Raises StoredFileError: the counters are damaged, or of other weights.
+        """
+        state = read_state(folder)
+        self._optimiser.load(folder / SHARDS, self._policy.sharded(), state.updates)
+        self.version, self._updates = state.version, state.updates
         # The digest is that of every process's part: on another grid there are other parts.
-        same = state["grid"] == self._grid()
-        assert not same or self.digest() == state["digest"], f"{folder} does not hold the weights it was saved with"
+        if state.grid == self._grid():
+            refuse_other_digest(folder, self.digest(), state)
 
     def _grid(self) -> dict[str, int | bool]:
-        """What the parts of the masters depend on."""
+        """The settings that the parts of the masters depend on."""
         names = {"gpus", "tensor_parallel", "pipeline_parallel", "expert_parallel", "distributed_optimizer"}
         return self._config.megatron.model_dump(include=names)
+
+
+def process_device(rank: int) -> torch.device:
+    """Where a process computes: the GPU of its rank, or the CPU of a machine without."""
+    return torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def process_trainer(
+    config: RunConfig, arch: Architecture, masters: Mapping[str, Tensor], device: torch.device
+) -> MegatronTrainer:
+    """This process's part; torch.distributed is up where there are several."""
+    return MegatronTrainer(
+        arch,
+        masters,
+        config.precision,
+        rollout_formats(config.precision, arch.num_layers),
+        config.training,
+        Objective(config.loss, config.correction),
+        device,
+        optimiser_for(device),
+        deterministic=config.training.deterministic,
+    )

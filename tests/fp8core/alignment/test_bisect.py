@@ -8,8 +8,7 @@ from fp8core.alignment.bisect import OPERATIONS, Place, Side, Task, bisect, logp
 from fp8core.alignment.metrics import alignment_metrics
 from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
 from fp8core.models.architecture import Architecture, Experts, parameter_shapes
-from fp8core.models.formats import reference_formats, rollout_formats
-from fp8core.models.weights import SCALE_SUFFIX
+from fp8core.models.weights import SCALE_SUFFIX, reference_formats, rollout_formats
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.rl.batch import TokenBatch
 

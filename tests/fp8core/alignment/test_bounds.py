@@ -1,55 +1,138 @@
-"""The decision to stop: which bound, after how many steps."""
+"""What a configuration promises, the bounds that follow, and the decision to stop."""
+
+from typing import Any
 
 import pytest
 
-from fp8core.alignment.bounds import crossed
-from fp8core.config.run import StopConfig
+from fp8core.alignment.bounds import BOUNDED, StopBounds, crossed, stop_bounds
+from fp8core.config.load import load_config
 from fp8core.errors import UserError
 
+STOCK = {"rollout.engine": "vllm", "rollout.vllm.model": "stock"}
+PACKED_ON_CPU = {"training.packed": True}
+EQUAL = {"error": 1, "tokens_differing": 0, "probe_differing": 0}
+FIRST_UPDATE = {"ratio_bias": 0, "ratio_deviation": 0, "ratio_clipped": 0}
+NEAR = {"error": 1.1, "k3": 0.01}
 
-def steps(error: float = 1.0, k3: float = 0.0, ess: float = 1.0, count: int = 1) -> list[dict[str, float]]:
-    metrics = {"alignment/token_mult_prob_error": error, "alignment/k3_kl": k3, "alignment/ess": ess}
-    return [metrics] * count
+
+def of(config: str = "tiny", **overrides: Any) -> StopBounds:
+    return stop_bounds(load_config(config, overrides))
 
 
-def test_equality_is_within_the_tightest_bounds() -> None:
-    assert crossed(StopConfig(error=1, k3=0, effective_sample_size=1, patience=1), steps()) is None
+def steps(count: int = 1, **changed: float) -> list[dict[str, float]]:
+    healthy = {"error": 1.0, "effective_sample_size": 1.0, "probe_error": 1.0}
+    return [{BOUNDED[name]: (healthy | changed).get(name, 0.0) for name in BOUNDED}] * count
 
 
 @pytest.mark.parametrize(
-    ("stop", "metrics", "reason"),
+    ("config", "overrides", "contract", "limits", "decision"),
     [
-        ({"error": 1.05}, {"error": 1.2}, "alignment.stop.error=1.05: above it for 2 steps in a row (1.2, 1.2)"),
-        ({"k3": 0.01}, {"k3": 0.5}, "alignment.stop.k3=0.01: above it for 2 steps in a row (0.5, 0.5)"),
+        ("tiny", {}, "exact", EQUAL | FIRST_UPDATE, ("fail", 1)),
+        ("tiny-moe", {}, "exact", EQUAL | FIRST_UPDATE, ("fail", 1)),
+        ("tiny", PACKED_ON_CPU | {"precision.rounding_points": "kernels"}, "exact", EQUAL | FIRST_UPDATE, ("fail", 1)),
+        ("tiny", PACKED_ON_CPU, "matched", NEAR, ("fail", 3)),
+        ("h200-small", {}, "aligned", EQUAL | FIRST_UPDATE, ("fail", 1)),
+        ("h200-small", {"training.deterministic": False}, "matched", NEAR, ("fail", 3)),
+        ("h200-small", STOCK, "matched", NEAR, ("fail", 3)),
+        ("tiny", {"precision.training.linear": "bf16"}, "mismatched", NEAR | FIRST_UPDATE, ("fail", 3)),
         (
-            {"effective_sample_size": 0.9},
-            {"ess": 0.25},
-            "alignment.stop.effective_sample_size=0.9: below it for 2 steps in a row (0.25, 0.25)",
+            "tiny",
+            {"precision.training.kv_cache": "bf16", "correction.method": "none", "precision.accept_mismatch": True},
+            "accepted",
+            NEAR | FIRST_UPDATE,
+            ("warn", 3),
         ),
     ],
 )
-def test_a_bound_that_is_crossed_is_named(stop, metrics, reason) -> None:
-    found = crossed(StopConfig(**stop, patience=2), steps(**metrics, count=2))
+def test_every_contract_has_defaults(config, overrides, contract, limits, decision) -> None:
+    found = of(config, **overrides)
+    assert found.contract == contract
+    assert {name: found.limits[name] for name in limits} == limits
+    assert found.limits["mask_differing"] == 0
+    assert (found.action, found.patience) == decision
+
+
+def test_importance_ratios_that_hold_the_mismatch_are_not_expected_to_be_1() -> None:
+    """In bypass mode they are training over rollout; with equal formats that is 1 all the same."""
+    bypass = {"correction.method": "preset", "correction.preset": "verl/bypass_ppo_clip"}
+    assert of(**bypass).limits["ratio_bias"] == 0
+    assert of(**bypass, **{"precision.training.linear": "bf16"}).limits["ratio_bias"] == pytest.approx(0.1)
+
+
+def test_a_setting_replaces_its_default_and_says_so() -> None:
+    found = of(**{"alignment.stop.error": 1.05, "alignment.stop.k3": "none", "alignment.stop.patience": 4})
+    assert found.limits["error"] == 1.05
+    assert "k3" not in found.limits
+    described = found.described()
+    assert described["alignment.stop.error"] == "1.05 (configuration)"
+    assert described["alignment.stop.k3"] == "none (configuration)"
+    assert described["alignment.stop.tokens_differing"] == "0 (exact contract)"
+    assert described["alignment.stop.patience"] == "4 (configuration)"
+
+
+def test_none_judges_nothing_and_says_so() -> None:
+    found = of(**{"alignment.stop.action": "none"})
+    assert not found.judges
+    assert found.summary == "nothing is bounded (alignment.stop, exact contract)"
+
+
+def test_an_estimator_whose_advantages_may_have_another_sign_than_the_centred_reward_has_no_bound_on_it() -> None:
+    assert "reward_slope" in of(**{"loss.advantage": "rloo"}).limits
+    assert "reward_slope" not in of(**{"loss.advantage": "reinforce_plus_plus"}).limits
+
+
+def test_a_healthy_step_of_an_exact_run_crosses_nothing() -> None:
+    assert crossed(of(), steps()) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("error", 1.2, "alignment.stop.error=1: above it for 2 steps in a row (1.2, 1.2)"),
+        ("tokens_differing", 3, "alignment.stop.tokens_differing=0: above it for 2 steps in a row (3, 3)"),
+        ("ratio_bias", -1e-9, "alignment.stop.ratio_bias=0: above it for 2 steps in a row (-1e-09, -1e-09)"),
+        ("ratio_deviation", 1e-9, "alignment.stop.ratio_deviation=0: above it for 2 steps in a row (1e-09, 1e-09)"),
+        ("reward_slope", -0.5, "alignment.stop.reward_slope=0: below it for 2 steps in a row (-0.5, -0.5)"),
+        ("mask_differing", 4, "alignment.stop.mask_differing=0: above it for 2 steps in a row (4, 4)"),
+        ("probe_differing", 1, "alignment.stop.probe_differing=0: above it for 2 steps in a row (1, 1)"),
+        ("error", float("nan"), "alignment.stop.error=1: above it for 2 steps in a row (nan, nan)"),
+    ],
+)
+def test_a_bound_that_is_crossed_is_named(name, value, reason) -> None:
+    found = crossed(of(), steps(2, **{name: value}))
     assert found is not None
     assert found.reason == reason
 
 
-def test_one_good_step_among_the_last_is_enough() -> None:
-    stop = StopConfig(k3=0.01, patience=3)
+def test_a_lower_bound_is_crossed_from_above() -> None:
+    bounds = of(**{"alignment.stop.effective_sample_size": 0.9})
+    assert crossed(bounds, steps(effective_sample_size=0.95)) is None
+    found = crossed(bounds, steps(effective_sample_size=0.25))
+    assert found is not None
+    assert found.reason == "alignment.stop.effective_sample_size=0.9: below it for 1 step (0.25)"
+
+
+def test_one_good_step_is_enough() -> None:
+    bounds = of(**{"alignment.stop.k3": 0.01})
     bad, good = steps(k3=0.5), steps(k3=0.001)
-    assert crossed(stop, bad * 2 + good + bad * 2) is None
-    assert crossed(stop, good + bad * 3) is not None
-
-
-def test_fewer_steps_than_the_patience_decide_nothing() -> None:
-    assert crossed(StopConfig(k3=0.01, patience=3), steps(k3=0.5, count=2)) is None
+    assert crossed(bounds, bad + good + bad) is None
+    assert crossed(bounds, bad * 3) is not None
 
 
 def test_different_bounds_crossed_in_turn_are_not_one_crossed_for_long() -> None:
-    history = steps(k3=0.5) + steps(error=9.0)
-    assert crossed(StopConfig(k3=0.01, error=2, patience=2), history) is None
+    assert crossed(of(**{"alignment.stop.k3": 0.01}), steps(k3=0.5) + steps(error=9.0)) is None
+
+
+def test_steps_of_older_code_that_did_not_measure_decide_nothing() -> None:
+    assert crossed(of(), [{"reward/mean": 1.0}, *steps(error=2.0)]) is None
 
 
 def test_a_bound_on_what_nobody_measures_is_refused() -> None:
-    with pytest.raises(UserError, match=r"alignment\.stop\.k3: no step of the pipeline measures alignment/k3_kl"):
-        crossed(StopConfig(k3=0.01, patience=1), [{"reward/mean": 1.0}])
+    expected = (
+        r"alignment\.stop\.k3: no step of the pipeline measures alignment/k3_kl; add tasks\.record:record, or set "
+        r"alignment\.stop\.k3 to none"
+    )
+    metrics = steps()[0]
+    del metrics["alignment/k3_kl"]
+    with pytest.raises(UserError, match=expected):
+        crossed(of(**{"alignment.stop.k3": 0.01}), [metrics])

@@ -6,7 +6,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8core.alignment.metrics import AlignmentAccumulator, alignment_by_prompt, alignment_metrics
+from fp8core.alignment.metrics import (
+    AlignmentAccumulator,
+    alignment_metrics,
+    clamp_exponent,
+    jensen_shannon,
+    jensen_shannon_k3,
+    k1,
+    k2,
+    k3,
+)
 
 GOLDEN_D = [0.1, -1.5, 0.8, -10.0, 0.3]
 IDEAL_ZERO = [
@@ -276,15 +285,6 @@ def test_bit_equality_counts_the_sign_of_zero():
     assert alignment_metrics(training, rollout, torch.ones(1, 2, dtype=torch.bool))["tokens_differing"] == 1
 
 
-def test_by_prompt_selects_the_rows_of_each_prompt():
-    training, rollout, mask = batch(7)
-    mask[4] = False
-    groups = torch.tensor([3, 9, 3, 9, 5, 3])
-    result = alignment_by_prompt(training, rollout, mask, groups)
-    assert set(result) == {3, 9}
-    assert result[9] == alignment_metrics(training[[1, 3]], rollout[[1, 3]], mask[[1, 3]])
-
-
 @pytest.mark.parametrize(("side", "value"), [("training", math.nan), ("rollout", math.inf)])
 def test_unmasked_junk_is_refused_with_its_place(side, value):
     training, rollout, mask = batch(8)
@@ -308,3 +308,54 @@ def test_misuse_is_refused():
         alignment_metrics(training, rollout.bfloat16(), mask)
     with pytest.raises(ValueError, match="cap"):
         AlignmentAccumulator(cap=0.5)
+
+
+GOLDEN = torch.tensor([0.1, -1.5, 0.8, -10.0, 0.3], dtype=torch.float64)
+
+
+def test_golden_k2_and_k3():
+    assert k2(GOLDEN).tolist() == pytest.approx([0.005, 1.125, 0.32, 50.0, 0.045], abs=1e-12)
+    assert k3(GOLDEN).tolist() == pytest.approx([0.00517, 0.72313, 0.42554, 9.00005, 0.04986], abs=6e-6)
+    assert k1(GOLDEN).tolist() == (-GOLDEN).tolist()
+
+
+@given(st.floats(1e-13, 20))
+def test_all_but_k1_are_never_negative(bound):
+    d = torch.linspace(-bound, bound, 2001, dtype=torch.float64)
+    assert all((divergence(d) >= 0).all() for divergence in (k2, k3, jensen_shannon, jensen_shannon_k3))
+
+
+def test_rounding_never_makes_jensen_shannon_negative():
+    assert (jensen_shannon(torch.linspace(-2e-12, 2e-12, 100_001, dtype=torch.float64)) >= 0).all()
+
+
+@pytest.mark.parametrize("divergence", [k1, k2, k3, jensen_shannon, jensen_shannon_k3])
+def test_equal_probabilities_give_exactly_zero(divergence):
+    assert divergence(torch.zeros(3)).tolist() == [0.0, 0.0, 0.0]
+
+
+def test_k3_keeps_the_digits_of_small_differences():
+    d = torch.tensor([1e-6], dtype=torch.float64)
+    assert k3(d).item() == pytest.approx(0.5e-12, rel=1e-6)
+
+
+def test_exponent_clamp_bounds_both_sides():
+    assert clamp_exponent(torch.tensor([-1e9, -20.0, 3.0, 1e9])).tolist() == [-20.0, -20.0, 3.0, 20.0]
+
+
+def test_expectations_over_a_vocabulary_are_the_divergences_themselves():
+    """Unbiased means: summed over the vocabulary with the sampling probabilities they give the exact value."""
+    q, p = [0.5, 0.3, 0.15, 0.05], [0.4, 0.2, 0.1, 0.3]
+    mixture = [(a + b) / 2 for a, b in zip(p, q, strict=True)]
+
+    def kl(a, b):
+        return sum(x * math.log(x / y) for x, y in zip(a, b, strict=True))
+
+    def expectation(divergence):
+        values = divergence(torch.tensor([math.log(a / b) for a, b in zip(p, q, strict=True)], dtype=torch.float64))
+        return sum(weight * value for weight, value in zip(q, values.tolist(), strict=True))
+
+    assert expectation(k1) == pytest.approx(kl(q, p), rel=1e-12)
+    assert expectation(k3) == pytest.approx(kl(q, p), rel=1e-12)
+    assert expectation(jensen_shannon) == pytest.approx((kl(p, mixture) + kl(q, mixture)) / 2, rel=1e-12)
+    assert abs(expectation(jensen_shannon_k3) - expectation(jensen_shannon)) > 0.01

@@ -7,9 +7,8 @@ from fp8core.alignment.bisect import Side, Task, logprobs
 from fp8core.alignment.operations import compare, logprobs_of, operations, remaining, trace
 from fp8core.config.precision import PrecisionContract, SidePrecision
 from fp8core.models.architecture import Architecture, Experts
-from fp8core.models.formats import rollout_formats
-from fp8core.models.initial import initial_weights
-from fp8core.models.weights import load_policy
+from fp8core.models.checkpoint import initial_weights
+from fp8core.models.weights import load_policy, rollout_formats
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.numerics.rounding import FUSED, KERNELS, NATIVE, STEPWISE
 from fp8core.rl.batch import TokenBatch

@@ -11,7 +11,7 @@ from fp8core.config.run import ChainTaskConfig
 from fp8core.data.chain import ALPHABET, EOS, OPERATIONS, ChainSource, completion, running_values
 from fp8core.data.prompt import is_heldout
 from fp8core.errors import UserError
-from fp8core.rewards.chain import ChainVerifier
+from fp8core.rewards.verifier import ChainVerifier
 
 FIVE = ChainSource(ChainTaskConfig())
 RAGGED = ChainSource(ChainTaskConfig(min_operands=2, max_operands=7))

@@ -1,9 +1,18 @@
+import contextlib
+import re
 import subprocess
 import sys
 
 import numpy as np
+import pytest
+import tokenizers
+from tokenizers import models, pre_tokenizers, processors
 
-from fp8core.data.prompt import generator, is_heldout, problem
+from fp8core.config.load import load_config
+from fp8core.data.chain import ALPHABET, EOS
+from fp8core.data.prompt import encode_prompt, generator, is_heldout, problem, refuse_too_long
+from fp8core.errors import UserError
+from fp8core.models.tokenizer import Tokenizer, character_tokenizer
 
 
 def test_a_problem_is_named_by_its_question_alone() -> None:
@@ -30,3 +39,129 @@ def test_another_process_draws_and_holds_out_the_same() -> None:
     )
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
     assert printed == f"{generator(3, 'p', 5).integers(0, 2**63)} {[is_heldout(str(index)) for index in range(64)]}"
+
+
+TOM = problem("Tom has 17 apples and buys 2 more.", "19")
+
+
+def gsm8k(**overrides):
+    return load_config("gsm8k", {"model": "any", "data.template": "{question}", **overrides})
+
+
+@pytest.fixture(scope="module")
+def characters():
+    return character_tokenizer(ALPHABET, 32, EOS)
+
+
+@pytest.fixture(scope="module")
+def with_bos():
+    """A tokenizer in the manner of Llama: its post-processor puts a first token before a sequence."""
+    backend = tokenizers.Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1, "one": 2, "two": 3}, unk_token="</s>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.add_special_tokens(["<s>", "</s>"])
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+
+    def tokenizer(template=None):
+        config = {"bos_token": "<s>", "eos_token": "</s>"}
+        return Tokenizer(backend, config, frozenset(), template, "test")
+
+    return tokenizer
+
+
+def test_the_template_goes_around_the_question_and_the_chat_around_both(bpe_tokenizer):
+    config = gsm8k(**{"data.template": "Q: {question}\nAnswer {question} with {braces}."})
+    text, tokens = encode_prompt(TOM, config, bpe_tokenizer, 512)
+    plain = f"Q: {TOM.question}\nAnswer {TOM.question} with {{braces}}."
+    assert text == f"<|im_start|>user\n{plain}<|im_end|>\n<|im_start|>assistant\n"
+    assert tokens == bpe_tokenizer.encode(text)
+    special = {name: bpe_tokenizer.encode(name) for name in ("<|im_start|>", "<|im_end|>")}
+    assert all(len(ids) == 1 for ids in special.values())
+    assert [token for token in tokens if [token] in special.values()] == [
+        *special["<|im_start|>"],
+        *special["<|im_end|>"],
+        *special["<|im_start|>"],
+    ]
+
+
+def test_the_chat_template_can_be_switched_off(bpe_tokenizer):
+    text, tokens = encode_prompt(TOM, gsm8k(**{"data.chat": False}), bpe_tokenizer, 512)
+    assert text == TOM.question
+    assert tokens == bpe_tokenizer.encode(TOM.question)
+
+
+def test_the_shipped_template_asks_for_the_answer_format(bpe_tokenizer):
+    config = load_config("gsm8k", {"model": "any"})
+    text, _ = encode_prompt(TOM, config, bpe_tokenizer, 512)
+    assert f"{TOM.question}\nThink step by step." in text
+    assert "#### answer" in text
+
+
+def test_a_plain_prompt_begins_with_the_tokenizers_first_token(with_bos):
+    assert encode_prompt(problem("one two", ""), gsm8k(), with_bos(), 512) == ("one two", [0, 2, 3])
+
+
+def test_a_chat_template_writes_its_own_first_token(with_bos):
+    template = "{{ bos_token }} {{ messages[0].content }} one"
+    text, tokens = encode_prompt(problem("two two", ""), gsm8k(), with_bos(template), 512)
+    assert text == "<s> two two one"
+    assert tokens == [0, 3, 3, 2]
+
+
+def test_the_chain_task_is_spelt_by_characters(characters):
+    text, tokens = encode_prompt(problem("2*7-0=", "4"), load_config("tiny"), characters, 256)
+    assert (text, len(tokens)) == ("2*7-0=", 6)
+    assert characters.decode(tokens) == "2*7-0="
+
+
+@pytest.mark.parametrize(
+    ("allowed", "positions", "fitting"),
+    [(5, 256, "1 to 5 fit"), (512, 21, "1 to 5 fit"), (512, 16, "none fit"), (512, 8, "none fit")],
+)
+def test_a_prompt_that_does_not_fit_is_refused(characters, allowed, positions, fitting):
+    """`2*7-0=` has 6 tokens, a completion at most 16."""
+    config = load_config("tiny", {"data.max_prompt_tokens": allowed})
+    asked = problem("2*7-0=", "4")
+    expected = (
+        f"prompt {asked.prompt_id} ('2*7-0=') has 6 tokens; {fitting} (data.max_prompt_tokens={allowed}, "
+        f"{positions} positions of the model, rollout.max_new_tokens=16)"
+    )
+    with pytest.raises(UserError, match=f"^{re.escape(expected)}$"):
+        encode_prompt(asked, config, characters, positions)
+
+
+@pytest.mark.parametrize(("allowed", "positions"), [(6, 256), (512, 22)])
+def test_the_longest_prompt_fits(characters, allowed, positions):
+    config = load_config("tiny", {"data.max_prompt_tokens": allowed})
+    assert len(encode_prompt(problem("2*7-0=", "4"), config, characters, positions)[1]) == 6
+
+
+def test_a_prompt_that_was_read_is_named_with_its_place(characters):
+    asked = problem("2*7-0=", "4", "rows.jsonl:3")
+    with pytest.raises(UserError, match=r"^rows\.jsonl:3: prompt .* has 6 tokens"):
+        encode_prompt(asked, load_config("tiny", {"data.max_prompt_tokens": 5}), characters, 256)
+
+
+@pytest.mark.parametrize("limit", [5, 6, 13, 14, 15])
+def test_only_a_prompt_that_does_not_fit_is_too_long(characters, limit):
+    asked, config = problem("2*7-0=", "4"), load_config("tiny", {"data.max_prompt_tokens": limit})
+    refusal = pytest.raises(UserError, match="has 6 tokens") if limit < 6 else contextlib.nullcontext()
+    with refusal:
+        refuse_too_long(asked, config, characters, 256)
+
+
+def test_an_empty_prompt_is_refused(bpe_tokenizer):
+    with pytest.raises(UserError, match=r"\(''\) has 0 tokens; 1 to 384 fit"):
+        encode_prompt(problem("", "0"), gsm8k(**{"data.chat": False}), bpe_tokenizer, 512)
+
+
+def test_a_long_question_is_quoted_in_part(bpe_tokenizer):
+    asked = problem("How many apples? " * 100, "0")
+    with pytest.raises(UserError) as refused:
+        encode_prompt(asked, gsm8k(), bpe_tokenizer, 512)
+    assert "\n" not in str(refused.value)
+    assert len(str(refused.value)) < 300
+
+
+def test_a_character_without_a_token_is_named(characters):
+    with pytest.raises(UserError, match="no token for 'x'"):
+        encode_prompt(problem("2*x=", "0"), load_config("tiny"), characters, 256)

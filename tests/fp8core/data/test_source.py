@@ -1,11 +1,24 @@
+"""Whatever loaded the rows, a bad one is named before the first step."""
+
+import gzip
+import json
+import re
+import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from fp8core.config.run import ChainTaskConfig, DataConfig, EvaluationConfig
+from fp8core.config.load import load_config
+from fp8core.config.run import ChainTaskConfig, DataConfig, EvaluationConfig, RewardConfig
 from fp8core.data.chain import ChainSource
-from fp8core.data.source import build_source
+from fp8core.data.prompt import Problem, is_heldout, problem
+from fp8core.data.source import RowSource, build_source, check_problems, problem_from_row, read_hub_dataset, read_jsonl
 from fp8core.errors import UserError
+from fp8core.models.tokenizer import Tokenizer
+from fp8core.rewards.verifier import build_verifier
 
 GSM8K = Path(__file__).parents[4] / "shared" / "data" / "gsm8k"
 
@@ -58,3 +71,280 @@ def test_gsm8k_as_published() -> None:
     epoch = source.training(0, 7473, 0)
     assert len({row.question for row in epoch}) == 7473
     assert not {row.question for row in epoch} & {row.question for row in source.heldout(1319)}
+
+
+def numbered(count: int) -> list[Problem]:
+    return [problem(f"question {index}", f"#### {index}") for index in range(count)]
+
+
+@settings(max_examples=60)
+@given(rows=st.integers(1, 40), count=st.integers(1, 40), seed=st.integers(0, 5), data=st.data())
+def test_every_epoch_holds_each_row_once_across_steps(rows: int, count: int, seed: int, data: st.DataObject) -> None:
+    count = min(count, rows)
+    source = RowSource(numbered(rows), "rows", heldout=[])
+    epochs = 3
+    stream = [row for step in range(epochs * rows // count + 1) for row in source.training(step, count, seed)]
+    for epoch in range(epochs):
+        assert Counter(stream[epoch * rows : (epoch + 1) * rows]) == Counter(numbered(rows))
+    step = data.draw(st.integers(0, epochs * rows // count))
+    again = RowSource(numbered(rows), "rows", heldout=[])
+    assert again.training(step, count, seed) == stream[step * count : (step + 1) * count]
+
+
+def test_epochs_and_seeds_order_differently() -> None:
+    source = RowSource(numbered(100), "rows", heldout=[])
+    orders = [tuple(source.training(epoch, 100, seed)) for epoch in (0, 1) for seed in (0, 1)]
+    assert len(set(orders)) == 4
+    assert tuple(numbered(100)) not in orders
+
+
+def test_one_row_in_eight_is_held_out_and_never_trained_on() -> None:
+    source = RowSource(numbered(400), "rows")
+    held = [row for row in numbered(400) if is_heldout(row.question)]
+    assert set(source.heldout(len(held))) == set(held)
+    trained = source.training(0, 400 - len(held), 0)
+    assert set(trained) | set(held) == set(numbered(400))
+    assert not set(trained) & set(held)
+
+
+def test_heldout_does_not_depend_on_the_order_of_rows() -> None:
+    assert RowSource(numbered(400), "rows").heldout(20) == RowSource(numbered(400)[::-1], "rows").heldout(20)
+
+
+def test_separate_heldout_rows_are_taken_out_of_training() -> None:
+    heldout = [*numbered(5), problem("elsewhere", "#### 1")]
+    source = RowSource(numbered(20), "rows", heldout)
+    assert set(source.heldout(6)) == set(heldout)
+    assert set(source.training(0, 15, 0)) == set(numbered(20)[5:])
+
+
+def test_repeated_questions_are_kept_once_with_the_first_answer() -> None:
+    source = RowSource([*numbered(10), problem("question 3", "another")], "rows", heldout=[])
+    assert set(source.training(0, 10, 0)) == set(numbered(10))
+    with pytest.raises(UserError, match="rows: a step takes 11 prompts, but there are only 10 training rows"):
+        source.training(0, 11, 0)
+
+
+def test_too_few_rows() -> None:
+    with pytest.raises(UserError, match=r"rows: evaluation\.prompts=50, but there are only \d held-out rows"):
+        RowSource(numbered(40), "rows").heldout(50)
+    with pytest.raises(UserError, match="rows: all 3 questions are held out, none is left"):
+        RowSource(numbered(3), "rows", numbered(3))
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ([1], "here: the row is list, not an object"),
+        ({"question": "q"}, r"here: no field 'answer' \(the row has: 'question'\)"),
+        ({}, r"here: no field 'question' \(the row has: none\)"),
+        ({"question": "q", "answer": 7}, "here: field 'answer' is int, not text"),
+        ({"question": None, "answer": "7"}, "here: field 'question' is NoneType, not text"),
+        ({"question": " \n", "answer": "7"}, "here: field 'question' is empty"),
+        ({"question": "q", "answer": ""}, "here: field 'answer' is empty"),
+        ({"question": "q\ud800", "answer": "7"}, "here: field 'question' holds half a surrogate pair"),
+    ],
+)
+def test_bad_rows_are_refused_with_their_place(row: object, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        problem_from_row(row, "question", "answer", "here")
+
+
+def test_every_row_is_checked_once_with_its_place() -> None:
+    rows = [problem_from_row({"q": f"{n % 5}", "a": "1"}, "q", "a", f"rows:{n}") for n in range(8)]
+    elsewhere = [problem_from_row({"q": f"{n}", "a": "1"}, "q", "a", f"held:{n}") for n in (4, 9)]
+    source = RowSource(rows, "rows", elsewhere)
+    assert [row.place for row in source.to_check()] == [*(f"rows:{n}" for n in range(5)), "held:9"]
+
+
+def test_the_training_set_is_what_is_left_to_train_on() -> None:
+    source = RowSource(numbered(400), "rows")
+    trained = {row for step in range(40) for row in source.training(step, 10, 0)}
+    assert source.training_set().rows == len(trained)
+    assert source.training_set() == RowSource(numbered(400), "elsewhere").training_set()
+    answered_differently = [*numbered(399), problem("question 399", "#### 0")]
+    assert not is_heldout("question 399")
+    assert source.training_set().digest != RowSource(answered_differently, "rows").training_set().digest
+
+
+GOOD = b'{"question": "2+2=?", "answer": "#### 4"}\n'
+
+
+def write(folder: Path, content: bytes, name: str = "rows.jsonl") -> Path:
+    path = folder / name
+    path.write_bytes(content)
+    return path
+
+
+def test_rows_in_file_order_with_answers_as_text(tmp_path: Path) -> None:
+    content = GOOD + b'\n{"q": 1, "question": "a\\u2028b\xe2\x80\xa8", "answer": "x\\n#### 1,234"}'
+    expected = [problem("2+2=?", "#### 4"), problem("a\u2028b\u2028", "x\n#### 1,234")]
+    assert read_jsonl(write(tmp_path, content), "question", "answer") == expected
+    compressed = write(tmp_path, gzip.compress(content), "rows.jsonl.gz")
+    assert read_jsonl(compressed, "question", "answer") == expected
+
+
+def test_field_names_are_the_callers(tmp_path: Path) -> None:
+    path = write(tmp_path, b'{"Frage": "x", "Antwort": "y"}')
+    assert read_jsonl(path, "Frage", "Antwort") == [problem("x", "y")]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"question": "x", ', "not JSON (Expecting property name"),
+        (b"[1, 2]", "the row is list, not an object"),
+        (b'{"question": "x"}', "no field 'answer'"),
+        (b'{"question": "x", "answer": 4}', "field 'answer' is int, not text"),
+        (b'{"question": "", "answer": "4"}', "field 'question' is empty"),
+        (b'{"question": "\xff", "answer": "4"}', "not UTF-8 (byte 15 of the line)"),
+        (b'{"question": "\\ud800", "answer": "4"}', "field 'question' holds half a surrogate pair"),
+        (b'{"question": ' + b"9" * 5000 + b"}", "JSON beyond limits"),
+        (b"[" * 200_000, "JSON beyond limits"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, line: bytes, message: str) -> None:
+    path = write(tmp_path, GOOD + b"\n" + line + b"\n" + GOOD)
+    with pytest.raises(UserError, match=re.escape(f"{path}:3: {message}")) as caught:
+        read_jsonl(path, "question", "answer")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"\n  \n"])
+def test_an_empty_file_is_refused(tmp_path: Path, content: bytes) -> None:
+    with pytest.raises(UserError, match=r"rows\.jsonl: the file has no rows"):
+        read_jsonl(write(tmp_path, content), "question", "answer")
+
+
+def test_unreadable_files_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "folder.jsonl").mkdir()
+    for name, message in [("none.jsonl", "no such file"), ("folder.jsonl", "Is a directory"), ("x.csv", "only .jsonl")]:
+        with pytest.raises(UserError, match=f"{name}: .*{message}"):
+            read_jsonl(tmp_path / name, "question", "answer")
+
+
+def test_damaged_compression_is_refused(tmp_path: Path) -> None:
+    whole = gzip.compress(GOOD * 3)
+    broken = whole[:12] + bytes([whole[12] ^ 0xFF]) + whole[13:]
+    for content in (whole[:-12], GOOD, broken):
+        with pytest.raises(UserError, match=r"rows\.jsonl\.gz: damaged gzip data"):
+            read_jsonl(write(tmp_path, content, "rows.jsonl.gz"), "question", "answer")
+
+
+ROWS = '{"question": "2+2=?", "answer": "#### 4"}\n{"question": "3+3=?", "answer": "#### 6"}\n'
+
+
+def folder(path: Path, rows: str = ROWS) -> DataConfig:
+    (path / "train.jsonl").write_text(rows)
+    return DataConfig(source=str(path))
+
+
+def test_without_the_library_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)  # How Python marks a module that cannot be imported.
+    with pytest.raises(UserError, match=r"data\.source=chian is neither .* pip install 'fp8-grpo\[datasets\]'"):
+        read_hub_dataset(DataConfig(source="chian"))
+
+
+@pytest.fixture
+def datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = pytest.importorskip("datasets")
+    monkeypatch.setattr(library.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@pytest.mark.usefixtures("datasets")
+def test_a_dataset_gives_the_rows_of_its_split(tmp_path: Path) -> None:
+    assert read_hub_dataset(folder(tmp_path)) == [problem("2+2=?", "#### 4"), problem("3+3=?", "#### 6")]
+
+
+@pytest.mark.usefixtures("datasets")
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"split": "nosuch"}, "cannot be loaded as a Hugging Face dataset .*nosuch"),
+        ({"subset": "nosuch"}, "cannot be loaded as a Hugging Face dataset .*nosuch"),
+        ({"answer_field": "nosuch"}, "split train, row 0: no field 'nosuch'"),
+        ({"source": "no/such/folder"}, "no/such/folder: cannot be loaded as a Hugging Face dataset"),
+    ],
+)
+def test_bad_requests_are_one_line(tmp_path: Path, changes: dict[str, str], message: str) -> None:
+    data = folder(tmp_path).model_copy(update=changes)
+    with pytest.raises(UserError, match=message) as caught:
+        read_hub_dataset(data)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.usefixtures("datasets")
+def test_an_unreachable_hub_is_one_line_with_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match=r"out of reach; run once with a network, or set data\.source to a \.jsonl"):
+        read_hub_dataset(DataConfig(source="nobody/nothing"))
+
+
+GOOD_MISTAKES = [{"question": f"What is {n} and 1?", "answer": f"so #### {n + 1}"} for n in range(20)]
+
+
+def check(data: Path, tokenizer: Tokenizer, **settings: object) -> None:
+    config = load_config("gsm8k", {"model": "any", "data.source": str(data), "evaluation.prompts": 1, **settings})
+    source = build_source(config.data, config.evaluation)
+    check_problems(source, config, tokenizer, 1024, build_verifier(config.reward))
+
+
+def written(path: Path, **changes: dict[str, str]) -> Path:
+    """20 rows; `row_3={...}` replaces the third."""
+    rows = [changes.get(f"row_{number}", row) for number, row in enumerate(GOOD_MISTAKES, start=1)]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
+
+
+@pytest.fixture(params=["file", "dataset"])
+def refused(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bpe_tokenizer: Tokenizer):
+    """Check 20 rows of which the third is bad, in a file and as a Hugging Face dataset; returns the refusal."""
+
+    def call(**row: str) -> str:
+        path = written(tmp_path / "train.jsonl", row_3=row)
+        if request.param == "dataset":
+            library = pytest.importorskip("datasets")
+            monkeypatch.setattr(library.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+        with pytest.raises(UserError) as caught:
+            check(path if request.param == "file" else tmp_path, bpe_tokenizer)
+        place = f"{path}:3: " if request.param == "file" else f"{tmp_path}, split train, row 2: "
+        assert str(caught.value).startswith(place)
+        return str(caught.value).removeprefix(place)
+
+    return call
+
+
+def test_good_rows_pass(tmp_path: Path, bpe_tokenizer: Tokenizer) -> None:
+    check(written(tmp_path / "train.jsonl"), bpe_tokenizer)
+
+
+def test_a_reference_that_is_no_answer(refused) -> None:
+    assert refused(question="What is 2 and 1?", answer="three").startswith("reward.verifier=integer: the reference of")
+
+
+def test_a_prompt_that_does_not_fit(refused) -> None:
+    assert refused(question="What " * 3000, answer="#### 1").startswith("prompt ")
+
+
+def test_heldout_rows_are_checked_too(tmp_path: Path, bpe_tokenizer: Tokenizer) -> None:
+    heldout = written(tmp_path / "test.jsonl", row_20={"question": "One more?", "answer": "no"})
+    with pytest.raises(UserError, match=r"test\.jsonl:20: reward\.verifier=integer"):
+        check(
+            written(tmp_path / "train.jsonl", row_1={"question": "Other?", "answer": "#### 1"}),
+            bpe_tokenizer,
+            **{"evaluation.source": str(heldout), "evaluation.prompts": 20},
+        )
+
+
+def test_the_longest_question_of_a_generated_task_must_fit() -> None:
+    from fp8core.data.chain import ALPHABET, EOS
+    from fp8core.models.tokenizer import character_tokenizer
+
+    tokenizer = character_tokenizer(ALPHABET, 32, EOS)
+    config = load_config("tiny", ["data.chain.max_operands=9", "data.max_prompt_tokens=16"])
+    source = build_source(config.data, config.evaluation)
+    verifier = build_verifier(RewardConfig(verifier="chain"))
+    with pytest.raises(UserError, match="has 18 tokens; 1 to 16 fit"):
+        check_problems(source, config, tokenizer, 256, verifier)

@@ -77,31 +77,10 @@ def test_any_change_of_one_element_shows(words: list[int], data: st.DataObject) 
     assert before[16:] != after[16:]
 
 
-@given(words=WORDS.filter(lambda words: len(set(words)) > 1), data=st.data())
-@settings(max_examples=150)
-def test_any_swap_of_two_different_elements_shows(words: list[int], data: st.DataObject) -> None:
-    i = data.draw(st.integers(0, len(words) - 1))
-    j = data.draw(st.sampled_from([j for j in range(len(words)) if words[j] != words[i]]))
-    swapped = list(words)
-    swapped[i], swapped[j] = words[j], words[i]
-    assert fingerprint(torch.tensor(words)) != fingerprint(torch.tensor(swapped))
-
-
 @given(words=WORDS, chunk=st.integers(1, 41))
 @settings(max_examples=100)
 def test_chunks_do_not_show(words: list[int], chunk: int) -> None:
     assert fingerprint(torch.tensor(words), chunk=chunk) == fingerprint(torch.tensor(words))
-
-
-def test_every_bit_of_every_position_counts() -> None:
-    words = torch.zeros(9, dtype=torch.int32)
-    seen = {fingerprint(words)}
-    for i in range(9):
-        for bit in range(32):
-            changed = words.clone()
-            changed[i] = 1 << bit if bit < 31 else -(1 << 31)
-            seen.add(fingerprint(changed))
-    assert len(seen) == 1 + 9 * 32
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -154,12 +133,3 @@ def test_policy_digest_covers_name_dtype_shape_and_elements() -> None:
         {"a": base["a"]},
     ]
     assert len({policy_digest(variant) for variant in variants} | {digest}) == 6
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_gpu_computes_the_same_bytes(dtype: torch.dtype) -> None:
-    tensor = (torch.randn(1000, 77, generator=torch.Generator().manual_seed(2)) * 100).to(dtype)
-    assert fingerprint(tensor.cuda()) == fingerprint(tensor)
-    assert fingerprint(tensor.cuda(), chunk=999) == fingerprint(tensor)

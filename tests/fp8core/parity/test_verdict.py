@@ -1,17 +1,29 @@
 """The verdict on numbers made up for it."""
 
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from fp8core.config.parity import ParityConfig
 from fp8core.parity.golden import Golden
+from fp8core.parity.learning import LearningCurve
 from fp8core.parity.measure import Measured
-from fp8core.parity.verdict import judge
+from fp8core.parity.verdict import RECORD, Check, ParityResult, changes, judge, last_passing, write_result
 
 SEEDS = (0, 1, 2)
 VARIANTS = ("bf16", "fp8-rollout", "fp8-end-to-end", "stress")
 GOOD = Golden(19, ())
+
+
+def curve(*accuracies, prompts=1000):
+    """Evaluations at steps 0, 1, ..., at which the first prompts are right."""
+    scores = [np.arange(prompts) < round(accuracy * prompts) for accuracy in accuracies]
+    return LearningCurve(tuple(range(len(scores))), tuple(map(str, range(prompts))), np.array(scores, dtype=float))
+
+
+LEARNS = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, *[0.95] * 10)
 
 
 def training(variant, seed, **changed):
@@ -21,7 +33,8 @@ def training(variant, seed, **changed):
         variant=variant,
         seed=seed,
         steps=(20, 20),
-        accuracy=0.9 + 0.001 * seed,
+        accuracy=0.95,
+        curve=curve(*LEARNS),
         errors=(1.02, 1.03) if mismatched else (1.0, 1.0),
         k3=(1e-4, 2e-4) if mismatched else (0.0, 0.0),
         ess=(0.999, 0.998) if mismatched else (1.0, 1.0),
@@ -39,11 +52,11 @@ def trainings():
     return {(variant, seed): training(variant, seed) for variant in VARIANTS for seed in SEEDS}
 
 
-def verdict(trainings, golden=GOOD, platform="sm_90", failures=None):
+def verdict(trainings, golden=GOOD, platform="sm_90", failures=None, config=None):
     return judge(
         list(trainings.values()),
         golden,
-        ParityConfig(),
+        config or ParityConfig(),
         variants=VARIANTS,
         seeds=SEEDS,
         platform=platform,
@@ -64,7 +77,17 @@ def test_trainings_without_fault_pass(trainings):
 @pytest.mark.parametrize(
     ("variant", "changed", "name"),
     [
-        ("fp8-rollout", {"accuracy": 0.7}, "held-out accuracy minus BF16"),
+        (
+            "fp8-rollout",
+            {"curve": curve(*[0.4] * 5, *LEARNS[5:])},
+            "held-out accuracy minus BF16",
+        ),
+        ("fp8-rollout", {"curve": curve(*LEARNS[:-3], 0.85, 0.85, 0.85)}, "held-out accuracy minus BF16, at the end"),
+        (
+            "fp8-rollout",
+            {"curve": curve(*LEARNS[:5], 0.85, 0.899, *LEARNS[7:])},
+            "steps to reach 0.9 beyond BF16's",
+        ),
         ("fp8-rollout", {"errors": (1.02, 1.11)}, "largest probability error"),
         ("fp8-end-to-end", {"errors": (1.0, 1.0000001)}, "largest probability error"),
         ("fp8-rollout", {"k3": (0.002,)}, "largest k3 divergence"),
@@ -88,7 +111,9 @@ def test_each_bound_fails_the_verdict_by_itself(trainings, variant, changed, nam
     "changed",
     [
         {"steps": (19, 20)},
-        {"accuracy": None},
+        {"curve": None},
+        {"curve": curve(*LEARNS[::2])},
+        {"curve": curve(*LEARNS, prompts=999)},
         {"errors": ()},
         {"k3": ()},
         {"ess": ()},
@@ -118,12 +143,42 @@ def test_a_training_that_failed_fails(trainings):
 
 
 def test_an_interval_across_the_bound_asks_for_more_seeds(trainings):
-    for seed, accuracy in zip(SEEDS, (0.95, 0.80, 0.88), strict=True):
-        trainings["fp8-rollout", seed] = training("fp8-rollout", seed, accuracy=accuracy)
+    for seed, last in zip(SEEDS, (0.95, 0.85, 0.9), strict=True):
+        trainings["fp8-rollout", seed] = training("fp8-rollout", seed, curve=curve(*LEARNS[:-1], last))
     found = verdict(trainings)
     assert found.outcome == "NOT ENOUGH DATA"
     (check,) = (check for check in found.checks if check.outcome == "NOT ENOUGH DATA")
-    assert check.found.startswith("-0.0243 (-0.21")
+    assert check.name == "held-out accuracy minus BF16, at the end"
+    # Over the last three evaluations: mean and deviation 0.05 / 3, so 4.303 / sqrt(3) of it to each side for the seeds
+    # alone, which is -0.0581 to +0.0247; prompts add the rest.
+    assert check.found == "-0.0167 (-0.0584 to +0.0251, 3 seeds)"
+
+
+def slow(*seeds):
+    """Curves that end at their ceiling and reach 0.9 late, or never."""
+    return {seed: curve(*LEARNS[:5], *[0.89] * 11) if seed in seeds else curve(*LEARNS) for seed in SEEDS}
+
+
+def delay_check(trainings, curves, **bounds):
+    of = {("fp8-rollout", seed): training("fp8-rollout", seed, curve=one) for seed, one in curves.items()}
+    found = verdict({**trainings, **of}, config=ParityConfig(**bounds))
+    (check,) = (c for c in found.checks if c.variant == "fp8-rollout" and "steps to reach" in c.name)
+    return check
+
+
+def test_a_delay_is_judged_at_the_ceiling_alone(trainings):
+    assert delay_check(trainings, slow()).outcome == "PASS"
+    below = {key: replace(one, curve=curve(0.4, 0.5, 0.6, 0.7)) for key, one in trainings.items()}
+    check = delay_check(below, dict.fromkeys(SEEDS, curve(0.4, 0.4, 0.6, 0.7)))
+    assert (check.outcome, check.found) == ("not judged", "BF16 ends at 0.6")
+
+
+def test_a_variant_that_never_gets_there_does_not_pass(trainings):
+    assert delay_check(trainings, slow(*SEEDS)).outcome == "FAIL"
+    # A bound so wide that the interval alone would pass.
+    check = delay_check(trainings, slow(1), delay={"limit": 10, "reason": "wide"})
+    assert check.outcome == "NOT ENOUGH DATA"
+    assert check.found.endswith("; 1 never reach it")
 
 
 def test_speed_is_judged_on_a_gpu_only(trainings):
@@ -137,3 +192,77 @@ def test_speed_is_judged_on_a_gpu_only(trainings):
 def test_a_wrong_correction_fails_without_any_training():
     found = verdict({}, golden=Golden(19, ("d=(0.1), token 0: weight 0.9, must be 1.1",)))
     assert found.headline.startswith("FAIL: preflight: golden vectors 18 of 19 weights right (d=(0.1)")
+
+
+def night(name: str, **changed) -> ParityResult:
+    made = {
+        "name": name,
+        "config": "tiny",
+        "ended": f"2026-08-{name}T04:00:00+00:00",
+        "outcome": "PASS",
+        "headline": "PASS",
+        "variants": ("bf16",),
+        "seeds": (0, 1),
+        "code_version": "c0de",
+        "git": {"commit": "abc", "dirty": False},
+        "versions": {"torch": "2.11"},
+        "hardware": {"cpu": "a"},
+        "settings": {"training": {"learning_rate": 1e-4}},
+        "checks": (Check("bf16", "memory slope", "PASS", "0.1 MiB a step", "<= 2 MiB a step", "leaks", 0.1),),
+    }
+    return ParityResult.model_validate({**made, **changed})
+
+
+@pytest.fixture
+def shelf(tmp_path: Path) -> Path:
+    for name, changed in {
+        "01": {},
+        "02": {},
+        "03": {"outcome": "FAIL"},
+        "04": {"outcome": "NOT ENOUGH DATA"},
+        "05": {"config": "llama"},
+        "06": {},
+    }.items():
+        (tmp_path / name).mkdir()
+        write_result(night(name, **changed), tmp_path / name)
+    return tmp_path
+
+
+def test_the_last_night_that_passed_is_found(shelf):
+    found = last_passing(shelf, "tiny", "06")
+    assert found == night("02")
+    assert last_passing(shelf, "qwen3", "06") is None
+    assert last_passing(shelf / "gone", "tiny", "06") is None
+
+
+def test_a_record_of_another_version_is_passed_over(shelf):
+    (shelf / "02" / RECORD).write_text('{"name": "02"}')
+    found = last_passing(shelf, "tiny", "06")
+    assert found is not None
+    assert found.name == "01"
+
+
+def test_nothing_changed():
+    assert changes(night("01"), night("02")) == []
+
+
+def test_code_libraries_settings_outcomes_and_metrics_are_told_apart():
+    check = Check("bf16", "memory slope", "FAIL", "3 MiB a step", "<= 2 MiB a step", "leaks", 3.0)
+    now = night(
+        "02",
+        code_version="fee1",
+        git={"commit": "abc", "dirty": True},
+        versions={"torch": "2.12", "numpy": "2"},
+        settings={"training": {"learning_rate": 1e-3}},
+        checks=(check,),
+    )
+    found = [(one.kind, one.what, one.before, one.now) for one in changes(night("01"), now)]
+    assert found == [
+        ("code", "version", "c0de", "fee1"),
+        ("code", "dirty", "false", "true"),
+        ("library", "torch", "2.11", "2.12"),
+        ("library", "numpy", "absent", "2"),
+        ("setting", "training.learning_rate", "0.0001", "0.001"),
+        ("outcome", "bf16: memory slope", "PASS", "FAIL"),
+        ("metric", "bf16: memory slope", "0.1", "3"),
+    ]

@@ -7,10 +7,10 @@ import pytest
 
 from fp8core.config.load import load_config
 from fp8core.config.run import RunConfig
-from fp8core.plan.devices import GPUS, Machine
+from fp8core.plan.memory import GPUS, Machine
 from fp8core.plan.run_plan import RunPlan, plan_run
 from fp8core.plan.shapes import model_shape
-from fp8core.plan.training import Parallel
+from fp8core.training.memory import Parallel
 
 _NAMES = {
     "qwen3-8b": "Qwen/Qwen3-8B-Base",

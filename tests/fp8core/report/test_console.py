@@ -17,6 +17,7 @@ METRICS = {
 SUMMARY = Summary(
     run="tiny-1",
     mlflow_run_id="abc",
+    chain_head="80:" + "e" * 64,
     weights_digest="def",
     steps=80,
     reward_first10=0.55,
@@ -25,6 +26,8 @@ SUMMARY = Summary(
     heldout_last=1.0,
     tmpe_max=1.0121,
     tokens_differing=2312,
+    bounds="mismatched contract, fail beyond error 1.1, k3 0.01",
+    bounds_crossed=2,
     overhead_ms_per_step=Overhead(median=31.4, mean=48.2),
     seconds={"warm_start": 45.0, "rollout": 30.0, "total": 90.0},
 )
@@ -111,6 +114,7 @@ def test_paths_and_commands_are_whole_and_the_rest_fits_80_columns() -> None:
     lines = everything(io.StringIO()).splitlines()
     assert "  runs    /a/" + "long/" * 30 + "[bold]path" in lines
     assert "  MLflow UI  mlflow ui " + "x" * 120 in lines
+    assert "  chain      " + SUMMARY.chain_head in lines
     assert [len(line) > 80 for line in lines].count(True) == 2
 
 
@@ -142,6 +146,8 @@ def test_the_summary_shows_what_changed_and_where_the_time_went() -> None:
         "0.420 -> 1.000",
         "1.012100",
         "2312 tokens differ",
+        "crossed 2 times",
+        "mismatched contract, fail beyond",
         "31 ms",
         "mean 48 ms",
         "90.0 s",

@@ -4,15 +4,14 @@ import pytest
 
 from fp8core.config.parity import ParityConfig
 from fp8core.parity.measure import measure
-from fp8core.parity.night import Night
-from fp8core.parity.verdict import Check
+from fp8core.parity.verdict import Check, ParityResult
 from fp8core.report.parity import mean_history, parity_charts, parity_html, parity_markdown
 from fp8core.report.run_data import read_run
 
 
 @pytest.fixture
-def night() -> Night:
-    return Night(
+def night() -> ParityResult:
+    return ParityResult(
         name="first",
         config="tiny",
         ended="2026-08-02T04:00:00+00:00",

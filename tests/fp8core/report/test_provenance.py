@@ -1,10 +1,10 @@
 from pathlib import Path
 
 from fp8core.report.provenance import Provenance
-from fp8core.store.evidence import Evidence
 from fp8core.store.ledger import SegmentEntry, TaskEntry
 from fp8core.store.manifest import StepManifest, StepObservations, StepRecord, record_digest
 from fp8core.store.run_directory import RunDescription
+from fp8core.store.run_view import RunView
 
 FIRST = SegmentEntry(pid=1, host="a", code_version="1" * 64, started=0.0)
 SECOND = SegmentEntry(pid=2, host="b", code_version="2" * 64, started=3600.0)
@@ -32,12 +32,12 @@ def manifest(step: int, code: str, git: dict[str, object]) -> StepManifest:
     return StepManifest(record=record, observed=StepObservations(timings={}, hardware=hardware, git=git, paths={}))
 
 
-def evidence() -> Evidence:
+def evidence() -> RunView:
     task = TaskEntry(step=0, task="warm_start", key="k", outputs={}, started=0.0, seconds=0.0)
     # A checkpoint repeats the line of the process that writes it.
     entries = list(enumerate([FIRST, FIRST, SECOND, task], start=1))
     description = RunDescription.model_construct(id="i", config={}, code_version="1" * 64, created="then")
-    return Evidence(Path("run"), description, None, entries, [], {}, [])
+    return RunView(Path("run"), description, None, entries, [], {}, [])
 
 
 def gathered() -> Provenance:

@@ -13,8 +13,7 @@ from fp8core.report.run_charts import (
     scale_heatmap,
     time_stack,
 )
-from fp8core.report.run_data import read_run
-from fp8core.report.token_sample import TokenSample
+from fp8core.report.run_data import TokenSample, read_run
 
 
 def sample(differences, rollout=-1.0) -> TokenSample:

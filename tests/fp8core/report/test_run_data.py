@@ -7,7 +7,7 @@ from fp8core.config.run import KeepConfig
 from fp8core.errors import UserError
 from fp8core.report.run_data import labels, read_run, read_runs, refuse_duplicates
 from fp8core.report.summary import HELDOUT, REWARD, TMPE, series
-from fp8core.store.retention import plan_removal, remove
+from fp8core.store.gc import plan_removal, remove
 
 
 def test_the_history_is_what_the_steps_recorded(whole_run) -> None:
@@ -60,7 +60,7 @@ def test_a_run_that_goes_on_is_read_up_to_its_last_step(run_copy) -> None:
 
 def test_what_gc_removed_is_named_and_the_rest_is_there(run_copy) -> None:
     removal = plan_removal(run_copy.folder, KeepConfig(last=1), "2026-01-02T03:04:05+00:00")
-    remove(run_copy.folder, removal.tombstones)
+    remove(run_copy.folder, removal.deletions)
     run = read_run(run_copy.folder, "thin")
     assert len(series(run.history, REWARD)[0]) == 4
     assert run.tokens is not None

@@ -67,9 +67,12 @@ def test_a_summary_has_the_fields_of_the_json_file() -> None:
         timings,
         run="tiny-1",
         mlflow_run_id="abc",
+        chain_head="30:e",
         weights_digest="def",
         total_seconds=9.0,
         stage_seconds={"warm_start": 4.0},
+        bounds="exact contract, fail beyond error 1",
+        bounds_crossed=0,
     )
     assert summary.steps == 30
     assert math.isclose(summary.reward_first10, 5.5 / 30)
@@ -80,6 +83,7 @@ def test_a_summary_has_the_fields_of_the_json_file() -> None:
     assert json.loads(summary.model_dump_json()) == {
         "run": "tiny-1",
         "mlflow_run_id": "abc",
+        "chain_head": "30:e",
         "weights_digest": "def",
         "steps": 30,
         "reward_first10": summary.reward_first10,
@@ -88,13 +92,16 @@ def test_a_summary_has_the_fields_of_the_json_file() -> None:
         "heldout_last": 0.9,
         "tmpe_max": 1.0078125,
         "tokens_differing": 3,
+        "bounds": "exact contract, fail beyond error 1",
+        "bounds_crossed": 0,
         "overhead_ms_per_step": {"median": 250.0, "mean": 250.0},
         "seconds": {"warm_start": 4.0, "train": 2.25, "total": 9.0},
     }
 
 
 def test_a_run_without_a_step_has_no_numbers() -> None:
-    summary = summarise([], [], run="r", mlflow_run_id="m", weights_digest="w", total_seconds=0.0, stage_seconds={})
+    names = {"run": "r", "mlflow_run_id": "m", "chain_head": "0:e", "weights_digest": "w", "bounds": "none"}
+    summary = summarise([], [], **names, total_seconds=0.0, stage_seconds={}, bounds_crossed=0)
     assert (summary.steps, summary.reward_first10, summary.tmpe_max, summary.overhead_ms_per_step) == (
         0,
         None,

@@ -12,7 +12,7 @@ from fp8core.rewards.verifier import build_verifier
 HOSTILE = """
 import ctypes, os, signal, subprocess, sys, time
 
-from fp8core.rewards.verdict import Verdict
+from fp8core.rewards.scorer import Verdict
 
 
 def score(prompt, completion, reference, finish, scale=1):

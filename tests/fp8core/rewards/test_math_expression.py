@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from fp8core.data.jsonl import read_jsonl
+from fp8core.data.source import read_jsonl
 from fp8core.rewards.pool import VerifierPool
-from fp8core.rewards.verdict import Verdict
+from fp8core.rewards.scorer import Verdict
 from fp8core.rewards.verifier import Answer
 
 pytest.importorskip("math_verify", reason="needs the extra math")
@@ -27,20 +27,30 @@ def ask(pool: VerifierPool, completion: str, reference: str = "#### 18", finish:
 @pytest.mark.parametrize(
     ("completion", "reference", "outcome"),
     [
-        ("so 18", "#### 18", "right"),
+        ("so 18", "#### 18", "unparsed"),
         (r"\boxed{18}", "#### 18", "right"),
         ("3 * 6 = 18\n#### 18", "#### 18", "right"),
         ("3 * 7 = 21\n#### 18\nand 5 more words", "#### 18", "right"),
         ("#### 1,234", "#### 1,234", "right"),
         (r"### Step 1" "\n#### Step 2\n" r"so $\boxed{1234}$", "#### 1,234", "right"),
-        (r"$\frac{2}{4}$", r"\frac{1}{2}", "right"),
-        ("0.5", r"\frac{1}{2}", "right"),
+        (r"$\boxed{\frac{2}{4}}$", r"\frac{1}{2}", "right"),
+        ("#### 0.5", r"\frac{1}{2}", "right"),
         (r"\boxed{(x+1)^2}", r"x^2+2x+1", "right"),
-        (r"it is $\{3, 1\}$", r"so it is \boxed{\{1,3\}}.", "right"),
-        ("17 or 18", "#### 18", "right"),
-        ("18 or 17", "#### 18", "wrong"),
+        (r"it is $\boxed{\{3, 1\}}$", r"so it is \boxed{\{1,3\}}.", "right"),
+        ("17 or 18", "#### 18", "unparsed"),
+        ("18 or 17", "#### 18", "unparsed"),
         (r"\boxed{17}", "#### 18", "wrong"),
-        (r"$\frac{1}{3}$", r"\frac{1}{2}", "wrong"),
+        (r"\boxed{\frac{1}{3}}", r"\frac{1}{2}", "wrong"),
+        (r"\boxed{\begin{pmatrix}1&2\\3&4\end{pmatrix}}", r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}", "right"),
+        (r"\boxed{(-\infty, 3)\cup(5,\infty)}", r"(-\infty,3) \cup (5, \infty)", "right"),
+        (r"\boxed{\sin 2x}", r"2\sin x\cos x", "right"),
+        (r"\boxed{\frac{\sqrt{3}}{3}}", r"\frac{1}{\sqrt{3}}", "right"),
+        (r"\boxed{10,\!080}", "10080", "right"),
+        (r"\boxed{90^\circ}", "90", "right"),
+        (r"\boxed{e^{x^2}}", "e^{x^2}", "right"),
+        (r"\boxed{x^{100}-1}", "(x^{50}-1)(x^{50}+1)", "right"),
+        (r"\boxed{\log_2 8}", "3", "right"),
+        (r"\boxed{3+4i}", "4i+3", "right"),
         ("nothing at all", "#### 18", "unparsed"),
         ("", "#### 18", "unparsed"),
     ],
@@ -53,7 +63,7 @@ def test_verdicts(pool: VerifierPool, completion: str, reference: str, outcome: 
 
 
 def test_a_completion_that_was_cut_off_has_no_answer(pool: VerifierPool) -> None:
-    assert ask(pool, "so 18", finish="length") == Verdict(0.0, "unparsed", "cut off before the end of sequence")
+    assert ask(pool, "#### 18", finish="length") == Verdict(0.0, "unparsed", "cut off before the end of sequence")
 
 
 def test_a_reference_without_an_expression_is_the_datas_mistake(pool: VerifierPool) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from fp8core.errors import UserError
 from fp8core.rewards.pool import VerifierPool
-from fp8core.rewards.verdict import RIGHT, Verdict
+from fp8core.rewards.scorer import RIGHT, Verdict
 from fp8core.rewards.verifier import Answer
 
 # The machine may be busy: time limits are met by what never ends, and by nothing else.

@@ -2,7 +2,8 @@ import pytest
 from pydantic import ValidationError
 
 from fp8core.config.run import RewardConfig
-from fp8core.rewards.verifier import Answer, build_verifier
+from fp8core.errors import UserError
+from fp8core.rewards.verifier import Answer, ChainVerifier, build_verifier
 
 
 @pytest.mark.parametrize(("name", "marker", "reference"), [("chain", "#", "2"), ("integer", "#### ", "#### 2")])
@@ -25,3 +26,66 @@ def test_options_are_for_functions() -> None:
     with pytest.raises(ValidationError, match="verifier=integer takes none"):
         RewardConfig(verifier="integer", options={"tolerance": 1})
     assert RewardConfig(verifier="mine:score", options={"tolerance": 1}).options == {"tolerance": 1}
+
+
+@pytest.mark.parametrize(
+    ("completion", "finish", "outcome"),
+    [
+        ("#3", "stop", "right"),
+        ("4,4,4,3#3", "stop", "right"),
+        ("#7#3", "stop", "right"),
+        ("nonsense#3", "stop", "right"),
+        ("#4", "stop", "wrong"),
+        ("#3#4", "stop", "wrong"),
+        ("#3", "length", "unparsed"),
+        ("#", "stop", "unparsed"),
+        ("#33", "stop", "unparsed"),
+        ("#3 ", "stop", "unparsed"),
+        ("#+", "stop", "unparsed"),
+        ("3", "stop", "unparsed"),
+        ("", "stop", "unparsed"),
+        ("#" * 100_000, "stop", "unparsed"),
+    ],
+)
+def test_verdicts(completion: str, finish: str, outcome: str) -> None:
+    verdict = ChainVerifier().score("2*7*6+0+9=", completion, "3", finish)
+    assert verdict.outcome == outcome
+    assert verdict.score == (outcome == "right")
+    assert (verdict.detail == "") == (outcome == "right")
+
+
+@pytest.mark.parametrize(
+    ("completion", "outcome"),
+    [
+        ("15,12#12", "right"),
+        ("#99#12", "right"),
+        ("#21", "wrong"),
+        ("#012", "unparsed"),
+        ("#2", "unparsed"),
+        ("#-2", "unparsed"),
+        ("#12\n", "unparsed"),
+        ("#12\0", "unparsed"),
+        ("#1２", "unparsed"),
+        ("#١٢", "unparsed"),
+        ("#¹²", "unparsed"),
+        ("#1.", "unparsed"),
+        ("#12#", "unparsed"),
+        ("#12,12", "unparsed"),
+        ("#" + "12" * 100_000, "unparsed"),
+        ("\ud800#1\udfff", "unparsed"),
+    ],
+)
+def test_numbers_of_several_digits_are_compared_digit_by_digit(completion: str, outcome: str) -> None:
+    assert ChainVerifier().score("07*45-03=", completion, "12", "stop").outcome == outcome
+    assert ChainVerifier().score("07*45-03=", completion, "12", "length").outcome == "unparsed"
+
+
+def test_a_leading_zero_belongs_to_the_answer() -> None:
+    assert ChainVerifier().score("99*99=", "#01", "01", "stop").outcome == "right"
+    assert ChainVerifier().score("99*99=", "#1", "01", "stop").outcome == "unparsed"
+
+
+@pytest.mark.parametrize("reference", ["", "3333", "x", "#### 3", "-3", "３", "3\n"])
+def test_a_reference_that_is_no_number_of_the_task_is_the_datas_mistake(reference: str) -> None:
+    with pytest.raises(UserError, match=r"the reference of '2\+2=' is .*, not one to three digits"):
+        ChainVerifier().score("2+2=", "#4", reference, "stop")

@@ -1,4 +1,5 @@
 import math
+import random
 import statistics
 
 import pytest
@@ -6,10 +7,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fp8core.rl.advantages import ESTIMATORS as CONFIGURED
 from fp8core.rl.advantages import (
+    Scores,
     group_advantages,
+    informative,
+    kl_penalties,
     leave_one_out_advantages,
     mean_advantages,
+    overlong_penalty,
     reinforce_plus_plus_advantages,
     reinforce_plus_plus_baseline_advantages,
     rloo_advantages,
@@ -50,16 +56,20 @@ def slow(formula, rewards, groups, keep):
     return result
 
 
-def slow_plus_plus_baseline(rewards, groups, keep):
-    return slow(slow_population, slow(slow_mean, rewards, groups, keep), [0] * len(rewards), keep)
-
-
 ESTIMATORS = {
     "grpo": (lambda r, g, keep: group_advantages(r, g, EPSILON, keep=keep), slow_group),
     "grpo population": (lambda r, g, keep: group_advantages(r, g, EPSILON, keep=keep, ddof=0), slow_population),
     "dr grpo": (lambda r, g, keep: mean_advantages(r, g, keep=keep), slow_mean),
     "rloo": (lambda r, g, keep: rloo_advantages(r, g, keep=keep), slow_rloo),
     "leave one out": (lambda r, g, keep: leave_one_out_advantages(r, g, EPSILON, keep=keep), slow_leave_one_out),
+}
+BY_NAME = {
+    "grpo": slow_group,
+    "dr_grpo": slow_mean,
+    "rloo": slow_rloo,
+    "leave_one_out": slow_leave_one_out,
+    "reinforce_plus_plus": None,
+    "reinforce_plus_plus_baseline": None,
 }
 REWARDS = st.sampled_from([0.0, 1.0, 0.5, -1.0, 0.1, 100.0])
 ROWS = st.lists(st.tuples(REWARDS, st.integers(-2, 3), st.booleans()), min_size=1, max_size=24)
@@ -82,17 +92,116 @@ def test_each_estimator_equals_an_independent_loop(name, rows):
         assert estimator(rewards, groups, mask).tolist() == pytest.approx(expected, rel=1e-6, abs=1e-9)
 
 
-@settings(max_examples=60)
-@given(rows=ROWS)
-def test_reinforce_plus_plus_equals_an_independent_loop(rows):
-    rewards, groups, keep = tensors(rows)
-    r, g, k = rewards.tolist(), groups.tolist(), keep.tolist()
-    assert reinforce_plus_plus_advantages(rewards, EPSILON, keep=keep).tolist() == pytest.approx(
-        slow(slow_population, r, [0] * len(r), k), abs=1e-9
+def whitened(values, unbiased, epsilon=0.0):
+    """(value - mean) / std of tokens [(value, counts)] over those that count: with the sample variance as verl and
+    SkyRL (`masked_whiten`), with the population's as NeMo RL and OpenRLHF."""
+    counted = [v for v, counts in values if counts]
+    if len(counted) < 2:
+        return [0.0] * len(values)
+    mean = math.fsum(counted) / len(counted)
+    variance = math.fsum((v - mean) ** 2 for v in counted) / (len(counted) - unbiased)
+    return [(v - mean) / (math.sqrt(variance) + epsilon) if counts else 0.0 for v, counts in values]
+
+
+def token_rows(rewards, lengths):
+    return [(reward, True) for reward, length in zip(rewards, lengths, strict=True) for _ in range(length)]
+
+
+def first_of_rows(tokens, lengths):
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    return [tokens[start] if length else 0.0 for start, length in zip(starts, lengths, strict=True)]
+
+
+def mask_of(lengths):
+    return torch.arange(max(*lengths, 1)) < torch.tensor(lengths)[:, None]
+
+
+LENGTHS = st.lists(st.tuples(REWARDS, st.integers(-2, 3), st.booleans(), st.integers(0, 9)), min_size=2, max_size=16)
+
+
+@settings(max_examples=80)
+@given(rows=LENGTHS)
+def test_reinforce_plus_plus_is_normalised_over_tokens(rows):
+    """verl/trainer/ppo/core_algos.py, `compute_reinforce_plus_plus[_baseline]_outcome_advantage`."""
+    rewards, groups, keep = tensors([row[:3] for row in rows])
+    r, g, k, n = (list(values) for values in zip(*rows, strict=True))
+    plain = first_of_rows(whitened(token_rows(r, n), unbiased=1, epsilon=EPSILON), n)
+    assert reinforce_plus_plus_advantages(rewards, mask_of(n), EPSILON).tolist() == pytest.approx(plain, abs=1e-6)
+    kept = [length if keeps else 0 for length, keeps in zip(n, k, strict=True)]
+    centred = slow(slow_mean, r, g, k)
+    with_baseline = first_of_rows(whitened(token_rows(centred, kept), unbiased=1, epsilon=EPSILON), kept)
+    found = reinforce_plus_plus_baseline_advantages(rewards, groups, mask_of(n), EPSILON, keep=keep)
+    assert found.tolist() == pytest.approx(with_baseline, abs=1e-6)
+
+
+def test_long_right_answers_and_short_wrong_ones():
+    """Four right answers of 160 tokens and four wrong ones of 20: over rows it would be +1 and -1.
+
+    Within 1e-3, the share of the sample variance, NeMo RL (nemo_rl/algorithms/advantage_estimator.py) and OpenRLHF
+    (openrlhf/trainer/ppo_utils/experience_maker.py) have the same.
+    """
+    rewards, lengths = [1.0] * 4 + [0.0] * 4, [160] * 4 + [20] * 4
+    verl, nemo = (first_of_rows(whitened(token_rows(rewards, lengths), u), lengths) for u in (1, 0))
+    assert verl[::4] == pytest.approx([0.3533, -2.8264], abs=5e-4)
+    found = reinforce_plus_plus_advantages(torch.tensor(rewards), mask_of(lengths), 1e-8)
+    assert found.tolist() == pytest.approx(verl, rel=1e-6)
+    assert found.tolist() == pytest.approx(nemo, rel=1e-3)
+    groups = torch.tensor([0, 1] * 4)
+    baseline = reinforce_plus_plus_baseline_advantages(torch.tensor(rewards), groups, mask_of(lengths), 1e-8)
+    assert baseline.tolist() == pytest.approx(verl, rel=1e-6)
+
+
+@pytest.mark.parametrize("estimate", ["k1", "abs", "k2", "k3"])
+@pytest.mark.parametrize("name", BY_NAME)
+def test_divergence_in_the_reward(name, estimate):
+    """verl/trainer/ppo/ray_trainer.py, `apply_kl_penalty`, and `kl_penalty_forward` and estimators of core_algos.py.
+
+    Token rewards are the score at the last token less beta times the divergence at each; outcome estimators sum them
+    over the row, REINFORCE++ over a token and those after it.
+    """
+    r = random.Random(1)
+    beta, lengths, groups = 0.3, [5, 2, 7, 3, 4, 6], [0, 0, 0, 1, 1, 1]
+    scores = [1.0, 0.0, 1.0, 0.0, 0.0, 1.0]
+    old = [[r.gauss(-1, 1) for _ in range(n)] for n in lengths]
+    reference = [[p + r.gauss(0, 0.5) for p in row] for row in old]
+    old[2][3] = reference[2][3] - 5.0
+
+    def kl(p, q):
+        ratio = math.exp(max(-20.0, min(20.0, q - p)))
+        k3 = max(-10.0, min(10.0, ratio - (q - p) - 1))
+        return {"k1": p - q, "abs": abs(p - q), "k2": 0.5 * (p - q) ** 2, "k3": k3}[estimate]
+
+    token_rewards = []
+    for score, row, ref in zip(scores, old, reference, strict=True):
+        penalties = [beta * kl(p, q) for p, q in zip(row, ref, strict=True)]
+        token_rewards.append([score * (i == len(row) - 1) - x for i, x in enumerate(penalties)])
+    totals = [math.fsum(row) for row in token_rewards]
+    keep = [True] * len(scores)
+    if name == "reinforce_plus_plus":
+        returns = [[math.fsum(row[t:]) for t in range(len(row))] for row in token_rewards]
+        expected = whitened([(x, True) for row in returns for x in row], unbiased=1)
+    elif name == "reinforce_plus_plus_baseline":
+        centred = slow(slow_mean, totals, groups, keep)
+        expected = first_of_rows(whitened(token_rows(centred, lengths), unbiased=1), lengths)
+    else:
+        expected = slow(BY_NAME[name], totals, groups, keep)
+
+    def padded(rows):
+        return torch.tensor([[*row, *[math.nan] * (7 - len(row))] for row in rows], dtype=torch.float64)
+
+    mask = mask_of(lengths)
+    penalties = kl_penalties(padded(old), padded(reference), mask, beta, estimate)
+    inputs = Scores(
+        rewards=torch.tensor(scores, dtype=torch.float64),
+        groups=torch.tensor(groups),
+        keep=torch.tensor(keep),
+        mask=mask,
+        penalties=penalties,
     )
-    assert reinforce_plus_plus_baseline_advantages(rewards, groups, EPSILON, keep=keep).tolist() == pytest.approx(
-        slow_plus_plus_baseline(r, g, k), abs=1e-7
-    )
+    found = CONFIGURED[name](inputs, 1e-9 if "plus_plus" in name else EPSILON)
+    assert found.shape == (mask.shape if name == "reinforce_plus_plus" else (6,))
+    values = found[mask] if found.ndim == 2 else found
+    assert values.tolist() == pytest.approx(expected, rel=1e-6, abs=1e-8)
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
@@ -121,7 +230,9 @@ def test_zero_epsilon_divides_nothing_by_zero():
     rewards, groups, keep = torch.tensor([1.0, 1.0, 3.0]), torch.tensor([0, 0, 1]), torch.tensor([True, True, False])
     assert group_advantages(rewards, groups, 0.0, keep=keep).tolist() == [0.0, 0.0, 0.0]
     assert leave_one_out_advantages(rewards, groups, 0.0).tolist() == [0.0, 0.0, 0.0]
-    assert reinforce_plus_plus_advantages(rewards, 0.0, keep=keep).tolist() == [0.0, 0.0, 0.0]
+    mask = torch.tensor([[True], [True], [False]])
+    assert reinforce_plus_plus_advantages(rewards, mask, 0.0).tolist() == [0.0, 0.0, 0.0]
+    assert reinforce_plus_plus_advantages(rewards, torch.zeros_like(mask), 0.0).tolist() == [0.0, 0.0, 0.0]
 
 
 def test_golden_group():
@@ -154,3 +265,32 @@ def test_dtype_follows_the_rewards_and_inputs_stay_untouched():
     assert group_advantages(rewards, groups, EPSILON).dtype == torch.float32
     assert group_advantages(rewards.double(), groups, EPSILON).dtype == torch.float64
     assert (rewards.tolist(), groups.tolist()) == ([1.0, 0.0], [5, 5])
+
+
+def slow_penalty(length, max_length, buffer, penalty):
+    start = max_length - buffer
+    if length <= start:
+        return 0.0
+    return -penalty if length > max_length else penalty * (start - length) / buffer
+
+
+@given(st.lists(st.integers(0, 300), min_size=1), st.integers(1, 100), st.floats(0, 5))
+def test_overlong_penalty_equals_the_piecewise_formula(lengths, buffer, penalty):
+    result = overlong_penalty(torch.tensor(lengths), 200, buffer, penalty)
+    assert result.tolist() == pytest.approx([slow_penalty(n, 200, buffer, penalty) for n in lengths])
+
+
+def test_overlong_penalty_by_hand():
+    assert overlong_penalty(torch.tensor([0, 160, 180, 200, 500]), 200, 40).tolist() == [0.0, 0.0, -0.5, -1.0, -1.0]
+    with pytest.raises(ValueError, match="buffer=0"):
+        overlong_penalty(torch.tensor([1]), 200, 0)
+
+
+@settings(max_examples=60)
+@given(st.lists(st.tuples(st.sampled_from([0.0, 0.5, 1.0]), st.integers(0, 3), st.booleans()), min_size=1, max_size=20))
+def test_informative_groups_equal_an_independent_loop(rows):
+    rewards, groups, keep = (torch.tensor(column) for column in zip(*rows, strict=True))
+    values = {group: {r for r, g, k in rows if g == group and k} for group in range(4)}
+    assert informative(rewards, groups, keep).tolist() == [len(values[g]) > 1 for _, g, _ in rows]
+    everything = {group: {r for r, g, _ in rows if g == group} for group in range(4)}
+    assert informative(rewards, groups).tolist() == [len(everything[g]) > 1 for _, g, _ in rows]

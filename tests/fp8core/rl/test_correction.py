@@ -7,11 +7,272 @@ from hypothesis import strategies as st
 
 from fp8core.errors import UserError
 from fp8core.rl.advantages import mean_advantages
-from fp8core.rl.aggregation import Denominator
-from fp8core.rl.correction import NORMALISATIONS, CorrectionRule, correct, token_tis
-from fp8core.rl.importance import Weighting
-from fp8core.rl.losses import ClipRange, LossInputs, clipped_surrogate, reinforce
-from fp8core.rl.rejection import Filter, Veto
+from fp8core.rl.correction import (
+    ACTIONS,
+    FILTERS,
+    LEVELS,
+    NORMALISATIONS,
+    CorrectionRule,
+    Filter,
+    Veto,
+    Weighting,
+    correct,
+    log_ratio,
+)
+from fp8core.rl.losses import ClipRange, Denominator, LossInputs, clipped_surrogate, reinforce
+
+GOLDEN_D = [0.1, -1.5, 0.8, -10.0, 0.3]
+GOLDEN_R = [1.1052, 0.2231, 2.2255, 4.54e-5, 1.3499]
+ROWS = st.lists(st.lists(st.tuples(st.floats(-25, 25), st.booleans()), min_size=3, max_size=3), min_size=1, max_size=5)
+
+
+def tensors(rows):
+    d = torch.tensor([[x for x, _ in row] for row in rows], dtype=torch.float64)
+    return d, torch.tensor([[m for _, m in row] for row in rows])
+
+
+def weigh(weighting, values, mask=None):
+    d = torch.tensor([values], dtype=torch.float64)
+    mask = torch.ones_like(d, dtype=torch.bool) if mask is None else torch.tensor([mask])
+    weights, kept = weighting.apply(weighting.raw(d, mask), mask)
+    return weights[0].tolist(), kept[0].tolist()
+
+
+def slow_raw(level, row):
+    """Independent: one row of (d, unmasked) pairs."""
+    total = [d for d, m in row if m]
+
+    def bounded(x):
+        return math.exp(max(-20.0, min(20.0, x)))
+
+    value = {
+        "none": lambda d: 1.0,
+        "token": bounded,
+        "sequence": lambda d: bounded(math.fsum(total)),
+        "geometric": lambda d: bounded(math.fsum(total) / len(total)),
+    }[level]
+    return [value(d) if m else 0.0 for d, m in row]
+
+
+def slow_action(action, w, m, low, high):
+    inside = low <= w <= high
+    weight = {
+        "keep": w,
+        "truncate": min(w, high),
+        "clip": min(max(w, low), high),
+        "band": w if inside else 0.0,
+        "mask": w,
+    }[action]
+    return (weight if m else 0.0), m and (inside or action != "mask")
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("action", ACTIONS)
+@settings(max_examples=25)
+@given(rows=ROWS)
+def test_every_level_and_action_equals_an_independent_loop(level, action, rows):
+    weighting = Weighting(level=level, action=action, low=0.5, high=2.0)
+    d, mask = tensors(rows)
+    weights, kept = weighting.apply(weighting.raw(d, mask), mask)
+    for i, row in enumerate(rows):
+        expected = [slow_action(action, w, m, 0.5, 2.0) for w, (_, m) in zip(slow_raw(level, row), row, strict=True)]
+        assert weights[i].tolist() == pytest.approx([w for w, _ in expected], rel=1e-12, abs=1e-300)
+        assert kept[i].tolist() == [m for _, m in expected]
+
+
+def test_golden_vector_token_level():
+    raw, _ = weigh(Weighting(level="token", action="keep"), GOLDEN_D)
+    assert raw == pytest.approx(GOLDEN_R, rel=2e-4)
+    truncated, kept = weigh(Weighting(level="token", action="truncate", high=2.0), GOLDEN_D)
+    assert truncated == pytest.approx([1.1052, 0.2231, 2.0, 4.54e-5, 1.3499], rel=2e-4)
+    assert all(kept)
+    banded, kept = weigh(Weighting(level="token", action="band", low=0.5, high=2.0), GOLDEN_D)
+    assert [i for i, w in enumerate(banded) if w] == [0, 4]
+    assert all(kept), "IcePop leaves the zeroed tokens in the denominator"
+    masked, kept = weigh(Weighting(level="token", action="mask", low=0.5, high=2.0), GOLDEN_D)
+    assert (masked, [i for i, k in enumerate(kept) if k]) == (raw, [0, 4])
+
+
+def test_golden_vector_row_levels():
+    sequence, _ = weigh(Weighting(level="sequence", action="keep"), GOLDEN_D)
+    geometric, _ = weigh(Weighting(level="geometric", action="keep"), GOLDEN_D)
+    assert sequence == pytest.approx([3.36e-5] * 5, rel=2e-3)
+    assert geometric == pytest.approx([0.1275] * 5, rel=1e-3)
+
+
+def test_sequence_products_grow_with_length_and_geometric_means_do_not():
+    d = [math.log(1.1)] * 100
+    assert weigh(Weighting(level="sequence", action="keep"), d)[0][0] == pytest.approx(13_780, rel=1e-3)
+    assert weigh(Weighting(level="geometric", action="keep"), d)[0][0] == pytest.approx(1.1)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("action", ACTIONS)
+def test_agreement_weighs_exactly_one(level, action):
+    weighting = Weighting(level=level, action=action, low=0.5, high=2.0)
+    assert weigh(weighting, [0.0, 0.0, 0.0], [True, False, True]) == ([1.0, 0.0, 1.0], [True, False, True])
+
+
+def test_log_ratio_hides_masked_junk_and_carries_no_gradient():
+    training = torch.tensor([[1.0, math.nan, -1.0]], requires_grad=True)
+    d = log_ratio(training, torch.tensor([[0.5, math.inf, -1.0]]), torch.tensor([[True, False, True]]))
+    assert d.tolist() == [[0.5, 0.0, 0.0]]
+    assert d.dtype == torch.float64
+    assert not d.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"level": "word", "action": "keep"}, "level 'word' is not one of none, token"),
+        ({"level": "token", "action": "drop"}, "action 'drop' is not one of keep"),
+        ({"level": "token", "action": "clip", "low": 3.0, "high": 2.0}, "low=3.0, high=2.0"),
+        ({"level": "token", "action": "truncate", "high": math.nan}, "high=nan"),
+    ],
+)
+def test_bad_weightings_are_refused(fields, message):
+    with pytest.raises(UserError, match=message):
+        Weighting(**fields)
+
+
+def build(name, low=0.5, high=2.0):
+    return Filter(name=name, low=low, high=high) if name.endswith("_k1") else Filter(name=name, high=high)
+
+
+def passing(test, values, mask=None):
+    d = torch.tensor([values], dtype=torch.float64)
+    mask = torch.ones_like(d, dtype=torch.bool) if mask is None else torch.tensor([mask])
+    return test.passes(d, mask)[0].tolist()
+
+
+def slow_passes(name, row, low, high):
+    """Independent: one row of (d, unmasked) pairs, the band on the ratio itself."""
+    level, kind = name.rsplit("_", 1)
+    dc = [max(-20.0, min(20.0, d)) for d, _ in row]
+    unmasked = [x for x, (_, m) in zip(dc, row, strict=True) if m]
+
+    def divergence(x):
+        return {"k1": x, "k2": x * x / 2, "k3": math.exp(x) - 1 - x}[kind]
+
+    def within(x):
+        return low <= math.exp(x) <= high if kind == "k1" else x <= high
+
+    if level == "token":
+        return [m and within(divergence(x)) for x, (_, m) in zip(dc, row, strict=True)]
+    if not unmasked:
+        return [False] * len(row)
+    values = [divergence(x) for x in unmasked]
+    total = {"seq_sum": math.fsum(values), "seq_mean": math.fsum(values) / len(values), "seq_max": max(values)}[level]
+    return [m and within(total) for _, m in row]
+
+
+def test_there_are_eleven_filters():
+    levels = ("token", "seq_sum", "seq_mean")
+    assert set(FILTERS) == {f"{level}_k{i}" for level in levels for i in (1, 2, 3)} | {"seq_max_k2", "seq_max_k3"}
+    assert len(FILTERS) == 11
+
+
+@pytest.mark.parametrize("name", FILTERS)
+@settings(max_examples=40)
+@given(rows=ROWS)
+def test_every_filter_equals_an_independent_loop(name, rows):
+    d = torch.tensor([[x for x, _ in row] for row in rows], dtype=torch.float64)
+    mask = torch.tensor([[m for _, m in row] for row in rows])
+    kept = build(name).passes(d, mask).tolist()
+    assert kept == [slow_passes(name, row, 0.5, 2.0) for row in rows]
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_agreement_passes_and_empty_rows_stay_empty(name):
+    test = build(name, low=0.999, high=1.001)
+    assert passing(test, [0.0, 0.0], [True, False]) == [True, False]
+    assert passing(test, [math.inf, -5.0], [False, False]) == [False, False]
+
+
+def test_golden_token_band():
+    assert passing(build("token_k1"), GOLDEN_D) == [True, False, False, False, True]
+
+
+def test_the_band_is_on_rho_and_not_on_its_inverse():
+    """Band 0.6_1.4: rho = 1.5 is out and rho = 0.7 is in; on 1/rho, as verl's code has it, the reverse."""
+    for name in ("token_k1", "seq_sum_k1", "seq_mean_k1"):
+        band = Filter(name=name, low=0.6, high=1.4)
+        assert passing(band, [math.log(1.5)]) == [False]
+        assert passing(band, [math.log(0.7)]) == [True]
+    inverse = -math.log(1.5)
+    assert math.log(0.6) <= inverse <= math.log(1.4), "the vector tells the two readings apart"
+
+
+def test_reciprocal_bands_have_no_sign_trap():
+    band = Filter(name="token_k1", low=0.5, high=2.0)
+    for ratio in (0.3, 0.6, 1.9, 2.5):
+        assert passing(band, [math.log(ratio)]) == passing(band, [-math.log(ratio)])
+
+
+def test_length_trap():
+    d = [math.log(1.1)] * 100
+    assert not any(passing(build("seq_sum_k1"), d))
+    assert not any(passing(build("seq_mean_k1", 0.999, 1.001), d))
+    assert all(passing(build("seq_mean_k1", 0.9, 1.2), d))
+    assert all(passing(build("seq_sum_k1"), d[:5]))
+
+
+def test_row_filters_drop_the_whole_row_and_ignore_masked_tokens():
+    guard = Filter(name="seq_max_k2", high=2.5)
+    assert passing(guard, [0.1, -3.0, 0.2]) == [False, False, False]
+    assert passing(guard, [0.1, -3.0, 0.2], [True, False, True]) == [True, False, True]
+
+
+def test_veto_looks_at_every_unmasked_token_unclamped():
+    veto = Veto(low=1e-4)
+    d = torch.tensor([GOLDEN_D, [-9.2, 0.0, 5.0, 50.0, 0.0]], dtype=torch.float64)
+    mask = torch.ones_like(d, dtype=torch.bool)
+    assert veto.catastrophic(d, mask).any(dim=1).tolist() == [True, False]
+    mask[0, 3] = False
+    assert not veto.catastrophic(d, mask).any()
+    assert Veto(low=1e-12).catastrophic(torch.tensor([[-30.0]]), torch.tensor([[True]])).item()
+    assert Veto(low=1e-4, high=100.0).catastrophic(d, mask).any(dim=1).tolist() == [False, True]
+
+
+@settings(max_examples=60)
+@given(st.lists(st.floats(-19, 19), min_size=1, max_size=6))
+def test_two_sided_veto_is_seq_max_k2(values):
+    tau = 1e-4
+    bound = math.log(tau) ** 2 / 2
+    assert bound == pytest.approx(42.4, abs=0.02)
+    if any(abs(abs(x) - math.log(1 / tau)) < 1e-9 for x in values):
+        return
+    d = torch.tensor([values], dtype=torch.float64)
+    mask = torch.ones_like(d, dtype=torch.bool)
+    vetoed = bool(Veto(low=tau, high=1 / tau).catastrophic(d, mask).any())
+    assert vetoed == (not all(passing(Filter(name="seq_max_k2", high=bound), values)))
+
+
+def test_the_largest_k2_is_that_of_the_clamped_exponent():
+    assert all(passing(Filter(name="seq_max_k2", high=200.0), [-1e6]))
+    assert not any(passing(Filter(name="seq_max_k2", high=199.9), [-1e6]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"name": "seq_max_k1", "low": 0.5, "high": 2}, "'seq_max_k1' is not one of token_k1"),
+        ({"name": "token_k1", "low": 2.0, "high": 0.5}, "low=2.0, high=0.5"),
+        ({"name": "token_k1", "high": 2.0}, "needs a band"),
+        ({"name": "token_k2", "high": -1.0}, "high=-1.0"),
+        ({"name": "token_k2", "low": 0.5, "high": 2.0}, "takes one upper bound"),
+        ({"name": "token_k3", "high": math.nan}, "high=nan"),
+    ],
+)
+def test_bad_filters_are_refused(arguments, message):
+    with pytest.raises(UserError, match=message):
+        Filter(**arguments)
+
+
+def test_bad_vetoes_are_refused():
+    with pytest.raises(UserError, match="veto bounds low=0"):
+        Veto(low=0.0)
+
 
 TIS = Weighting(level="token", action="truncate", high=2.0)
 SEQUENCE_TIS = Weighting(level="sequence", action="truncate", high=2.0)
@@ -42,17 +303,12 @@ def batch(seed, rows=6, tokens=5, spread=0.4, dtype=torch.float64):
 @given(st.integers(0, 10_000), st.floats(1, 10))
 def test_token_tis_equals_an_independent_loop(seed, cap):
     training, rollout, mask = batch(seed, spread=2.0, dtype=torch.float32)
-    weights = token_tis(training, rollout, mask, cap)
-    assert weights.dtype == torch.float32
-    for p, g, m, w in zip(*(x.flatten().tolist() for x in (training, rollout, mask, weights)), strict=True):
-        assert w == pytest.approx(min(math.exp(p - g), cap) if m else 0.0, rel=1e-6)
-
-
-def test_token_tis_is_the_rule_of_the_same_name_and_detached():
-    training, rollout, mask = batch(1, spread=2.0)
-    weights = token_tis(training.requires_grad_(), rollout, mask, 2.0)
-    assert weights.equal(correct(RULES["tis"], training, rollout, mask).weights)
+    rule = CorrectionRule(weighting=Weighting(level="token", action="truncate", high=cap))
+    weights = correct(rule, training.requires_grad_(), rollout, mask).weights
     assert not weights.requires_grad
+    assert weights.dtype == torch.float32
+    for p, g, m, w in zip(*(x.flatten().tolist() for x in (training.detach(), rollout, mask, weights)), strict=True):
+        assert w == pytest.approx(min(math.exp(p - g), cap) if m else 0.0, rel=1e-6)
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -154,20 +410,44 @@ def test_metrics_count_what_happened():
     )
 
 
-def test_one_denominator_rule_for_decoupled_and_bypass():
-    """On the first update current equals old; both modes must then give one loss, normalised by what was kept."""
+def test_the_denominator_counts_what_was_kept_or_everything():
     old, rollout, mask = batch(5, spread=0.1)
-    rule = CorrectionRule(weighting=TIS, filters=(Filter(name="seq_mean_k1", low=0.97, high=1.03),))
-    correction = correct(rule, old, rollout, mask)
-    assert 0 < correction.denominator.tokens < int(mask.sum())
-    advantages = torch.linspace(-1, 1, len(mask), dtype=torch.float64)
-    shared = {"advantages": advantages, "mask": correction.mask, "denominator": correction.denominator}
-    clip = ClipRange(low=0.5, high=1.0)
-    decoupled = clipped_surrogate(LossInputs(current=old, old=old, weights=correction.weights, **shared), clip)
-    bypass = clipped_surrogate(LossInputs(current=old, old=rollout, **shared), clip)
-    terms = (-advantages[:, None] * (old - rollout).exp())[correction.mask]
-    assert decoupled.loss.item() == pytest.approx(terms.mean().item(), rel=1e-12)
-    assert bypass.loss.item() == pytest.approx(terms.mean().item(), rel=1e-12)
+    filters = (Filter(name="seq_mean_k1", low=0.97, high=1.03),)
+    kept, everything = (
+        correct(CorrectionRule(weighting=TIS, filters=filters, denominator=denominator), old, rollout, mask)
+        for denominator in ("kept", "all")
+    )
+    assert kept.weights.equal(everything.weights)
+    assert kept.mask.equal(everything.mask)
+    assert kept.counted.equal(kept.mask)
+    assert everything.counted.equal(mask)
+    assert 0 < kept.denominator.tokens < everything.denominator.tokens == int(mask.sum())
+
+
+def test_a_rule_in_turn_looks_at_what_is_left():
+    """One bad token of three: with it the row's mean is outside; in turn it is gone when the mean is taken."""
+    d, mask = torch.tensor([[0.0, 3.0, 0.01]], dtype=torch.float64), torch.ones(1, 3, dtype=torch.bool)
+    filters = (Filter(name="token_k1", low=0.5, high=2.0), Filter(name="seq_mean_k1", low=0.9, high=1.1))
+    for order, expected in (("joint", [False] * 3), ("in_turn", [True, False, True])):
+        rule = CorrectionRule(
+            weighting=Weighting(level="sequence", action="truncate", high=5.0), filters=filters, order=order
+        )
+        result = correct(rule, d, torch.zeros_like(d), mask)
+        assert result.mask.tolist() == [expected]
+        if order == "in_turn":
+            assert result.weights.tolist() == [pytest.approx([math.exp(0.01), 0.0, math.exp(0.01)])]
+
+
+def test_weights_can_average_one_before_rejection():
+    training, rollout, mask = batch(8)
+    veto = Veto(low=0.8)
+    for over in ("kept", "all"):
+        rule = CorrectionRule(weighting=TIS, veto=veto, normalise="token", normalise_over=over)
+        result = correct(rule, training, rollout, mask)
+        truncated = torch.where(mask, (training - rollout).exp().clamp(max=2.0), 0.0)
+        chosen = result.mask if over == "kept" else mask
+        assert result.metrics["batch_norm_factor"] == pytest.approx(truncated[chosen].mean().item(), rel=1e-12)
+    assert 0 < int(result.mask.sum()) < int(mask.sum())
 
 
 def test_rejection_divides_by_what_is_left_and_zeroing_by_everything():

@@ -1,6 +1,7 @@
 """The objective against Python floats in loops over tokens, which share no code with it."""
 
 import math
+from collections import Counter
 from dataclasses import dataclass, replace
 
 import pytest
@@ -8,13 +9,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8core.config.run import CorrectionConfig, FilterConfig, LossConfig, WeightingConfig
+from fp8core.config.loss import LossConfig
+from fp8core.config.run import CorrectionConfig, FilterConfig, WeightingConfig
 from fp8core.errors import UserError
-from fp8core.rl.aggregation import AGGREGATIONS, Denominator, token_mean
 from fp8core.rl.batch import RolloutBatch, TokenBatch
 from fp8core.rl.correction import correct
-from fp8core.rl.losses import ClipRange, LossInputs
-from fp8core.rl.objective import POLICY_LOSSES, Objective
+from fp8core.rl.losses import (
+    AGGREGATIONS,
+    ClipRange,
+    Denominator,
+    LossInputs,
+    geo_mean,
+    sapo,
+    sequence_mean_token_mean,
+    token_mean,
+)
+from fp8core.rl.objective import POLICY_LOSSES, Objective, merged
 from fp8core.rl.presets import PRESETS
 
 LOW, HIGH, CAP = 0.2, 0.28, 1.5
@@ -44,6 +54,7 @@ def random_batch(seed, rows=5, columns=6, reference=True, spread=0.4):
         reference_logprobs=near(old) if reference else None,
         advantages=torch.randn(rows, generator=g),
         keep=torch.rand(rows, generator=g) < 0.8,
+        centred_rewards=torch.randn(rows, generator=g),
     )
     return batch, near(old).requires_grad_()
 
@@ -57,8 +68,13 @@ class Sums:
     loss: float = 0.0
     clip_fraction: float = 0.0
     ratio_mean: float = 0.0
+    ratio_bias: float = 0.0
+    ratio_deviation: float = 0.0
+    reward_slope: float = 0.0
     weight_mean: float = 0.0
+    zero_weight_fraction: float = 0.0
     reference_kl: float = 0.0
+    teacher_kl: float = 0.0
 
 
 def slow(method, reference_kl, batch, current):
@@ -70,6 +86,7 @@ def slow(method, reference_kl, batch, current):
         if batch.mask[i, j] and batch.keep[i]
     ]
     n = max(len(places), 1)
+    places_in_row = Counter(i for i, _ in places)
     for i, j in places:
         old, a = batch.old_logprobs[i, j].item(), batch.advantages[i].item()
         c = current[i, j].item()
@@ -84,6 +101,10 @@ def slow(method, reference_kl, batch, current):
         sums.loss += (weight * (-a * (bounded if clipped else ratio)) + reference_kl * kl) / n
         sums.clip_fraction += clipped / n
         sums.ratio_mean += ratio / n
+        sums.ratio_bias += (ratio - 1) / n
+        sums.ratio_deviation = max(sums.ratio_deviation, abs(ratio - 1))
+        row, rows = places_in_row[i], len(places_in_row)
+        sums.reward_slope += (0.0 if clipped else weight * a * ratio) * batch.centred_rewards[i].item() / row / rows
         sums.weight_mean += weight / n
         sums.reference_kl += kl / n
         gradient[i, j] = ((0.0 if clipped else -weight * a * ratio) + reference_kl * slope) / n
@@ -107,10 +128,11 @@ def test_shares_of_micro_batches_add_up(method, reference_kl):
     batch, current = random_batch(seed=1, rows=7)
     whole = objective(method, reference_kl)(current, batch, counts(batch)).statistics()
     parts = [slice(0, 3), slice(3, 4), slice(4, 7)]
-    shares = [
-        objective(method, reference_kl)(current[rows], batch.rows(rows), counts(batch)).statistics() for rows in parts
-    ]
-    assert {name: sum(share[name] for share in shares) for name in whole} == pytest.approx(whole, rel=1e-12)
+    totals = {}
+    for rows in parts:
+        share = objective(method, reference_kl)(current[rows], batch.rows(rows), counts(batch)).statistics()
+        totals = merged(totals, share)
+    assert totals == pytest.approx(whole, rel=1e-12)
 
 
 @pytest.mark.parametrize(("method", "reference_kl"), CASES)
@@ -190,27 +212,48 @@ def test_a_preset_gives_its_rule_mode_and_loss(name):
     built = Objective(LossConfig(clip_low=LOW, clip_high=HIGH), CorrectionConfig(method="preset", preset=name))
     corrected, metrics = built.corrected(batch)
     kept = batch.mask & batch.keep[:, None]
-    verdict = correct(chosen.rule, batch.old_logprobs, batch.rollout_logprobs, kept)
-    assert torch.equal(corrected.mask, verdict.mask)
-    assert metrics == verdict.metrics
+    first = correct(chosen.rule, batch.old_logprobs, batch.rollout_logprobs, kept)
+    assert torch.equal(corrected.mask, first.counted)
+    assert torch.equal(corrected.keep, batch.keep & first.keep)
+    assert metrics == first.metrics
     bypass, weighted = chosen.mode == "bypass", chosen.mode == "decoupled" or chosen.loss == "reinforce"
+    verdict = correct(chosen.rule, current, batch.rollout_logprobs, kept) if bypass else first
     inputs = LossInputs(
         current=current,
         old=batch.rollout_logprobs if bypass else batch.old_logprobs,
         advantages=batch.advantages,
-        mask=verdict.mask,
+        mask=verdict.counted,
         denominator=verdict.denominator,
-        weights=verdict.weights if weighted else None,
+        weights=verdict.weights if weighted else verdict.mask.float(),
     )
     expected = POLICY_LOSSES[PRESET_LOSSES[chosen.loss]](inputs, ClipRange(low=LOW, high=HIGH), token_mean)
     assert float(built(current, corrected, verdict.denominator).loss.detach()) == float(expected.loss.detach())
 
 
-@pytest.mark.parametrize("policy", POLICY_LOSSES)
+@pytest.mark.parametrize("policy", ["clipped", "gspo", "cispo", "reinforce", "binary_tv"])
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_every_policy_loss_and_aggregation_is_the_library_s(policy, aggregation):
-    batch, current = random_batch(seed=9, reference=False)
     loss = LossConfig(policy=policy, aggregation=aggregation, clip_low=LOW, clip_high=HIGH, dual_clip=3.0)
+    check_against_library(loss, POLICY_LOSSES[policy], AGGREGATIONS[aggregation])
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"policy": "geo_mean"}, geo_mean),
+        (
+            {"policy": "sapo", "sapo": {"tau_positive": 2.0, "tau_negative": 0.5}},
+            lambda inputs, clip, aggregate: sapo(inputs, 2.0, 0.5, aggregate),
+        ),
+    ],
+)
+def test_losses_of_rows_are_the_library_s(settings, expected):
+    settings = {"aggregation": "seq-mean-token-mean", "clip_low": LOW, "clip_high": HIGH, **settings}
+    check_against_library(LossConfig(**settings), expected, sequence_mean_token_mean)
+
+
+def check_against_library(loss, expected, aggregate):
+    batch, current = random_batch(seed=9, reference=False)
     built = Objective(loss, CorrectionConfig(method="none"))
     corrected, _ = built.corrected(batch)
     inputs = LossInputs(
@@ -220,9 +263,101 @@ def test_every_policy_loss_and_aggregation_is_the_library_s(policy, aggregation)
         mask=corrected.mask,
         denominator=counts(batch),
     )
-    clip = ClipRange(low=LOW, high=HIGH, dual=3.0)
-    expected = POLICY_LOSSES[policy](inputs, clip, AGGREGATIONS[aggregation])
-    assert float(built(current, corrected, counts(batch)).loss.detach()) == float(expected.loss.detach())
+    found = float(built(current, corrected, counts(batch)).loss.detach())
+    clip = ClipRange(low=LOW, high=HIGH, dual=loss.dual_clip)
+    assert found == float(expected(inputs, clip, aggregate).loss.detach())
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"policy": "sapo"}, "mean over rows"),
+        ({"policy": "geo_mean", "aggregation": "seq-mean-token-mean", "length_normaliser": 4}, "mean over rows"),
+        ({"policy": "clip_cov", "dual_clip": 3.0}, "dual_clip: policy=clip_cov has none"),
+        ({"policy": "mine.py:loss", "dual_clip": 3.0}, "dual_clip: policy=mine.py:loss has none"),
+        ({"policy": "clipped", "options": {"x": 1}}, "policy=clipped takes none"),
+        ({"policy": "clippped"}, "clippped is none of clipped, gspo"),
+        ({"clip_cov": {"low": 2.0, "high": 1.0}}, "low=2.0 is not below high=1.0"),
+    ],
+)
+def test_settings_that_a_loss_does_not_take_are_refused(settings, reason):
+    with pytest.raises(ValueError, match=reason):
+        LossConfig(**settings)
+
+
+def test_the_entropy_bonus_is_aggregated_like_the_loss():
+    batch, current = random_batch(seed=12, reference=False)
+    g = torch.Generator().manual_seed(0)
+    entropy = torch.rand(batch.mask.shape, generator=g).masked_fill(~batch.mask, math.nan).requires_grad_()
+    for name, aggregate in AGGREGATIONS.items():
+        settings = {"aggregation": name}
+        plain = Objective(LossConfig(**settings), CorrectionConfig(method="none"))
+        rewarded = Objective(LossConfig(**settings, entropy=0.3), CorrectionConfig(method="none"))
+        corrected, _ = plain.corrected(batch)
+        (gradient,) = torch.autograd.grad(rewarded(current, corrected, counts(batch), entropy).loss, entropy)
+        without = plain(current, corrected, counts(batch), entropy).loss
+        bonus = (without - rewarded(current, corrected, counts(batch), entropy).loss).item()
+        kept = corrected.mask
+        expected = aggregate(entropy.detach().double(), kept, counts(batch)).item()
+        assert bonus == pytest.approx(0.3 * expected, rel=1e-9)
+        assert not gradient[~kept].any()
+        assert (gradient[kept] < 0).all()
+
+
+def slow_distilled(batch, current, weight, rewards, kept):
+    """-A r over tokens, A by slime's `apply_opd_kl_to_advantages`; no ratio leaves the clip range."""
+    total = torch.zeros((), dtype=torch.float64)
+    for i, j in kept.nonzero().tolist():
+        old = batch.old_logprobs[i, j].double()
+        reverse_kl = old - batch.teacher_logprobs[i, j].double()
+        advantage = rewards * batch.advantages[i].double() - weight * reverse_kl
+        total = total - advantage * torch.exp(current[i, j] - old)
+    return total / int(kept.sum())
+
+
+@pytest.mark.parametrize(("weight", "rewards"), [(1.0, 0.0), (0.4, 1.0)])
+def test_distillation_adds_the_reverse_kl_to_each_token_s_advantage(weight, rewards):
+    batch, _ = random_batch(seed=13, reference=False)
+    current = (batch.old_logprobs.double() + 0.01 * batch.rollout_logprobs.double().sin()).requires_grad_()
+    batch = replace(batch, teacher_logprobs=batch.rollout_logprobs - 0.7)
+    config = LossConfig(distillation={"teacher": "t", "weight": weight, "rewards": rewards})
+    built = Objective(config, CorrectionConfig(method="none"))
+    corrected, _ = built.corrected(batch)
+    terms = built(current, corrected, counts(batch))
+    expected = slow_distilled(batch, current, weight, rewards, corrected.mask)
+    assert terms.loss.item() == pytest.approx(expected.item(), rel=1e-12)
+    gradients = [torch.autograd.grad(loss, current)[0] for loss in (terms.loss, expected)]
+    torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-15)
+    gap = (batch.old_logprobs.double() - batch.teacher_logprobs.double())[corrected.mask]
+    assert terms.statistics()["teacher_kl"] == pytest.approx(gap.mean().item(), rel=1e-12)
+
+
+def test_distillation_pulls_the_policy_to_the_teacher():
+    """Exact expectation over a vocabulary of four: at the teacher nothing is learnt, elsewhere KL falls."""
+    teacher = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64).log()
+    config = LossConfig(distillation={"teacher": "t", "weight": 1.0, "rewards": 0.0}, aggregation="token-sum")
+    built = Objective(config, CorrectionConfig(method="none"))
+    logits = torch.tensor([0.3, -0.2, 0.5, 0.1], dtype=torch.float64, requires_grad=True)
+    logp = torch.log_softmax(logits, 0)
+    one, nothing = torch.ones(1, 1, dtype=torch.bool), TokenBatch(*(torch.zeros(1, 1) for _ in range(3)))
+    loss = torch.zeros((), dtype=torch.float64)
+    for token in range(4):
+        old = logp[token].detach().view(1, 1)
+        batch = RolloutBatch(nothing, one, old, old, None, torch.zeros(1), one[0])
+        batch = replace(batch, teacher_logprobs=teacher[token].view(1, 1))
+        corrected, _ = built.corrected(batch)
+        term = built(logp[token].view(1, 1), corrected, Denominator(1, 1)).loss
+        loss = loss + logp[token].detach().exp() * term
+    reverse_kl = (logp.exp() * (logp - teacher)).sum()
+    ours, theirs = (torch.autograd.grad(value, logits, retain_graph=True)[0] for value in (loss, reverse_kl))
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-15)
+
+
+def test_distillation_needs_a_teacher():
+    batch, current = random_batch(seed=14, reference=False)
+    built = Objective(LossConfig(distillation={"teacher": "t", "weight": 1.0}), CorrectionConfig(method="none"))
+    with pytest.raises(AssertionError, match="needs the teacher step"):
+        built(current, built.corrected(batch)[0], counts(batch))
 
 
 def test_dr_grpo_divides_by_its_constant():
@@ -246,6 +381,44 @@ def test_a_custom_rule_rejects_rows_and_normalises_what_it_keeps():
     corrected, metrics = Objective(LossConfig(), config).corrected(batch)
     assert 0 < metrics["seq_masked_fraction"] < 1
     assert float(corrected.weights[corrected.mask].double().mean()) == pytest.approx(1.0, rel=1e-6)
+
+
+def test_a_custom_rule_divides_by_what_it_says():
+    batch, _ = random_batch(seed=12, rows=12)
+    tokens = {}
+    for mode, denominator in (("decoupled", None), ("decoupled", "all"), ("bypass", None)):
+        config = CorrectionConfig(
+            method="custom",
+            filters=[FilterConfig(name="seq_mean_k1", low=0.8, high=1.25)],
+            mode=mode,
+            denominator=denominator,
+        )
+        corrected, _ = Objective(LossConfig(), config).corrected(batch)
+        tokens[mode, denominator] = int(corrected.mask.sum())
+        assert int((corrected.weights > 0).sum()) == tokens["decoupled", None]
+    everything = int((batch.mask & batch.keep[:, None]).sum())
+    assert 0 < tokens["decoupled", None] < everything
+    assert tokens["decoupled", "all"] == tokens["bypass", None] == everything
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"normalise": "token"}, "needs the weights of a whole batch"), ({"denominator": "kept"}, "not known in time")],
+)
+def test_bypass_refuses_what_needs_the_whole_batch(settings, message):
+    with pytest.raises(ValueError, match=message):
+        CorrectionConfig(method="custom", mode="bypass", **settings)
+
+
+def test_a_preset_with_a_loss_of_its_own_goes_with_no_other():
+    bypass = CorrectionConfig(method="preset", preset="verl/bypass_pg_is")
+    rows = {"policy": "sapo", "aggregation": "seq-mean-token-mean"}
+    with pytest.raises(
+        UserError, match=r"loss\.policy=sapo beside correction\.preset=verl/bypass_pg_is, whose loss is"
+    ):
+        Objective(LossConfig(**rows), bypass)
+    Objective(LossConfig(policy="reinforce"), bypass)
+    Objective(LossConfig(**rows), CorrectionConfig(method="preset", preset="verl/token_is"))
 
 
 def test_unknown_names_are_the_user_s_mistake():

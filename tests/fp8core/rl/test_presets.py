@@ -43,10 +43,7 @@ GOLDEN = {
     "trl/token_truncate": (R, ALL),
     "slime/mis": (NONE, [False] * 5),
     "slime/clip": ([w / ((R[0] + 0.5 + 2.0 + 0.5 + R[4]) / 5) for w in (R[0], 0.5, 2.0, 0.5, R[4])], ALL),
-    "slime/mask": (
-        [R[0] / ((R[0] + R[4]) / 2), 0.0, 0.0, 0.0, R[4] / ((R[0] + R[4]) / 2)],
-        [True, False, False, False, True],
-    ),
+    "slime/mask": ([R[0] / (sum(R) / 5), 0.0, 0.0, 0.0, R[4] / (sum(R) / 5)], [True, False, False, False, True]),
     "prime_rl/default": (ONES, ALL),
     "skyrl/geometric_mask": (NONE, [False] * 5),
     "skyrl/product_mask": (NONE, [False] * 5),
@@ -55,17 +52,6 @@ GOLDEN = {
     "skyrl/token_mask": ([1.0, 0.0, 0.0, 0.0, 1.0], [True, False, False, False, True]),
     "skyrl/outlier_mask": (NONE, [False] * 5),
     "skyrl/recommended": (NONE, [False] * 5),
-}
-# A mild row that every filter accepts: what each preset then does with the weights.
-MILD_D = [0.0005, -0.0005, 0.0002]
-UNWEIGHTED = {
-    *("none", "verl/geo_rs", "verl/k3_rs", "verl/bypass_ppo_clip", "verl/bypass_ppo_clip_geo_rs"),
-    *("verl/bypass_ppo_clip_k3_rs", "verl/bypass_pg_geo_rs", "prime_rl/default", "skyrl/geometric_mask"),
-    *("skyrl/product_mask", "skyrl/token_mask", "skyrl/outlier_mask"),
-}
-SEQUENCE = {
-    *("verl/seq_is", "verl/seq_is_rs", "verl/geo_rs_seq_tis", "verl/k3_rs_seq_tis", "verl/bypass_pg_is"),
-    *("verl/bypass_pg_geo_rs_seq_tis", "trl/sequence_mask", "trl/sequence_truncate", "skyrl/sequence_tis"),
 }
 
 
@@ -81,21 +67,11 @@ def test_golden_row(name):
     assert apply(name, GOLDEN_D) == (pytest.approx(weights, rel=1e-12), mask)
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_mild_row_is_kept_and_weighted_at_the_preset_s_level(name):
-    token = [math.exp(d) for d in MILD_D]
-    expected = [1.0] * 3 if name in UNWEIGHTED else [math.exp(sum(MILD_D))] * 3 if name in SEQUENCE else token
-    scale = sum(expected) / 3 if name.startswith("slime/") else 1.0
-    weights, mask = apply(name, MILD_D)
-    assert weights == pytest.approx([w / scale for w in expected], rel=1e-12)
-    assert mask == [True] * 3
-
-
 def test_slime_without_a_catastrophic_token():
     weights, mask = apply("slime/mis", [0.1, -1.5, 0.8, -9.0, 0.3])
-    raw = [R[0], R[1], 2.0, math.exp(-9.0), R[4]]
-    assert weights == pytest.approx([w / (sum(raw) / 5) for w in raw], rel=1e-12)
-    assert all(mask)
+    mean = (R[0] + R[1] + 2.0 + math.exp(-9.0) + R[4]) / 5
+    assert weights == pytest.approx([R[0] / mean, 0.0, 0.0, 0.0, R[4] / mean], rel=1e-12)
+    assert mask == [True, False, False, False, True]
 
 
 def test_trl_zeroes_long_products_but_keeps_their_tokens():
@@ -104,21 +80,14 @@ def test_trl_zeroes_long_products_but_keeps_their_tokens():
     assert apply("trl/token_mask", [0.5, 1.2, 0.5])[0] == pytest.approx([math.exp(0.5), 0.0, math.exp(0.5)])
 
 
-def test_every_system_is_covered_and_every_known_deviation_is_listed():
-    assert {name.split("/")[0] for name in PRESETS} - {"none"} == {
-        "verl",
-        "nemo_rl",
-        "trl",
-        "slime",
-        "prime_rl",
-        "skyrl",
-    }
+def test_every_known_deviation_is_listed():
     for name, entry in PRESETS.items():
         assert entry.source
-        ratio_bands = name.startswith("verl/") and any(test.bounds_ratio for test in entry.rule.filters)
-        assert ratio_bands == any("1/rho" in line for line in entry.deviations)
+        assert ("geo_rs" in name) == any("1/rho" in line for line in entry.deviations)
         rejects_in_bypass = name.startswith("verl/bypass") and bool(entry.rule.filters)
         assert rejects_in_bypass == any("issue 4852" in line for line in entry.deviations)
+        # In bypass mode the rule sees parts of a batch.
+        assert entry.mode == "decoupled" or (entry.rule.normalise, entry.rule.denominator) == ("none", "all")
 
 
 def test_bypass_clip_carries_no_weight():

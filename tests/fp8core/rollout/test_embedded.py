@@ -1,16 +1,20 @@
+import itertools
 import json
 from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
-from fp8core.models.formats import rollout_formats
+from fp8core.models.decoder import FullContext
+from fp8core.models.weights import rollout_formats
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.logprobs import Fp32Head
 from fp8core.rl.batch import TokenBatch
-from fp8core.rollout.embedded import EmbeddedEngine
-from fp8core.rollout.engine import PolicyScales, Sampling
+from fp8core.rollout.embedded import EmbeddedEngine, KvCache
+from fp8core.rollout.engine import PolicyScales, Sampling, sample_seed
 
 FP8 = PrecisionContract()
 BF16 = PrecisionContract(
@@ -248,3 +252,100 @@ def test_finished_sequences_leave_the_batch(architecture, pair, groups):
     live = [sum(length > step for length in lengths) for step in range(max(lengths))]
     assert all(now <= rows <= max(now / 0.75, now + 1) for rows, now in zip(head.rows, live, strict=True))
     assert head.rows[-1] < 24
+
+
+VALID = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1], [0, 0, 0, 1]], dtype=torch.bool)
+LAYERS, HEADS, DIM = 2, 2, 3
+
+
+def kv(rows, columns, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(2, rows, HEADS, columns, DIM, generator=generator, dtype=torch.float64).unbind()
+
+
+def slow_mask(valid, queries, columns):
+    """Row by row: a query sees valid columns up to its own, and its own always."""
+    padded = [row + [True] * (columns - len(row)) for row in valid.tolist()]
+    return torch.tensor([[[(k <= q and row[k]) or k == q for k in range(columns)] for q in queries] for row in padded])[
+        :, None
+    ]
+
+
+def test_masks_of_a_prompt_and_of_the_tokens_after_it():
+    cache = KvCache(VALID, capacity=7, num_layers=LAYERS)
+    cache.begin(4)
+    assert torch.equal(cache.mask, slow_mask(VALID, range(4), 4))
+    for columns in (5, 6, 7):
+        cache.begin(1)
+        assert torch.equal(cache.mask, slow_mask(VALID, [columns - 1], columns))
+
+
+def test_what_is_stored_is_returned_in_order():
+    cache = KvCache(VALID, capacity=6, num_layers=LAYERS)
+    keys, values = ([torch.empty(3, HEADS, 0, DIM, dtype=torch.float64)] * LAYERS for _ in range(2))
+    for call, length in enumerate((4, 1, 1)):
+        cache.begin(length)
+        for layer in range(LAYERS):
+            k, v = kv(3, length, seed=10 * call + layer)
+            keys[layer], values[layer] = torch.cat([keys[layer], k], 2), torch.cat([values[layer], v], 2)
+            found = cache.extend(layer, k, v)
+            assert torch.equal(found[0], keys[layer])
+            assert torch.equal(found[1], values[layer])
+
+
+@pytest.mark.parametrize("rows", [[0, 1, 2], [2, 0], [1], [0, 0, 1, 2, 2]])
+def test_rows_are_kept_or_repeated(rows):
+    cache = KvCache(VALID, capacity=6, num_layers=LAYERS)
+    cache.begin(4)
+    first = [kv(3, 4, seed=layer) for layer in range(LAYERS)]
+    for layer in range(LAYERS):
+        cache.extend(layer, *first[layer])
+    cache.select(torch.tensor(rows))
+    cache.begin(1)
+    assert torch.equal(cache.mask, slow_mask(VALID[rows], [4], 5))
+    for layer in range(LAYERS):
+        k, v = kv(len(rows), 1, seed=50 + layer)
+        keys, values = cache.extend(layer, k, v)
+        assert torch.equal(keys, torch.cat([first[layer][0][rows], k], 2))
+        assert torch.equal(values, torch.cat([first[layer][1][rows], v], 2))
+
+
+def test_repeated_rows_go_their_own_ways():
+    cache = KvCache(VALID[1:2], capacity=5, num_layers=1)
+    cache.begin(4)
+    cache.extend(0, *kv(1, 4, seed=0))
+    cache.select(torch.tensor([0, 0]))
+    cache.begin(1)
+    k, v = kv(2, 1, seed=1)
+    keys, _ = cache.extend(0, k, v)
+    assert not torch.equal(keys[0], keys[1])
+    assert torch.equal(keys[0, :, :4], keys[1, :, :4])
+
+
+def test_a_prompt_without_padding_is_seen_as_in_a_full_pass():
+    cache = KvCache(VALID[1:2], capacity=6, num_layers=1)
+    cache.begin(4)
+    full = FullContext.of(torch.ones(1, 6, dtype=torch.bool)).mask
+    assert torch.equal(cache.mask, full[:, :, :4, :4])
+    cache.begin(1)
+    cache.begin(1)
+    assert torch.equal(cache.mask, full[:, :, 5:])
+
+
+INDEX = st.integers(0, 2**31)
+
+
+def test_a_seed_never_changes():
+    """Replays depend on these numbers."""
+    assert sample_seed(0, 0, 0, 0) == 3132960559464187409
+    assert sample_seed(1, 2, 3, 4) == -6559435856561874079
+
+
+def test_every_place_has_its_own_seed():
+    places = list(itertools.product(range(3), range(12), range(12), range(12)))
+    assert len({sample_seed(*place) for place in places}) == len(places)
+
+
+@given(INDEX, INDEX, INDEX, INDEX)
+def test_seeds_are_signed_64_bit_integers(run, step, group, sample):
+    assert -(2**63) <= sample_seed(run, step, group, sample) < 2**63

@@ -33,6 +33,7 @@ CONTRACTS = {
     "fp32 scales": PrecisionContract(scale_rule="fp32"),
     "first layer bf16": PrecisionContract(bf16_first_layers=1),
     "bf16 head": both(head="bf16"),
+    "fp32": both(linear="fp32", kv_cache="fp32"),
 }
 
 

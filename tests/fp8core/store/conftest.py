@@ -10,12 +10,14 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from fp8core.config.load import load_config
 from fp8core.report.console import Console
-from tasks import loop
-from tasks.opening import open_directory, open_run, plan_of
+from fp8core.run import loop
+from fp8core.run.open import open_directory, open_run, plan_of
+from fp8core.store.tables import ROLLOUTS
 
 Acknowledge = Callable[[str], None]
 
@@ -90,3 +92,15 @@ def trained(small: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> 
 def small_run(trained: Callable[..., Path]) -> Path:
     """The folder of one such run, which nobody may change."""
     return trained("small")
+
+
+@pytest.fixture(scope="session")
+def rollouts() -> Callable[[int, int], pa.Table]:
+    """(group, samples) to a table of rollouts: that many completions of one prompt."""
+
+    def rows(group: int, samples: int) -> pa.Table:
+        row = {"group": group, "prompt_id": "p", "seed": 1, "prompt_tokens": [group], "finish": "stop", "text": ""}
+        tokens = {"tokens": [1, 2], "logprobs": [-0.5, -0.25], "written": [True, True]}
+        return pa.Table.from_pylist([{**row, **tokens, "sample": i} for i in range(samples)], schema=ROLLOUTS)
+
+    return rows

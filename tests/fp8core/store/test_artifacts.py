@@ -11,7 +11,8 @@ import torch
 from pydantic import ValidationError
 
 from fp8core.errors import UserError
-from fp8core.store.artifacts import ArtifactError, ArtifactStore, Ref, canonical_json, encode_table
+from fp8core.store.artifacts import ArtifactError, ArtifactStore, Ref, RolloutShards, encode_table
+from fp8core.store.json_text import canonical_json
 
 
 @pytest.fixture
@@ -36,16 +37,16 @@ def files(folder: Path) -> list[Path]:
 
 
 def test_a_table_comes_back_and_equal_rows_have_equal_bytes(store: ArtifactStore, table: pa.Table) -> None:
-    ref = store.put_table("rollouts", table)
+    ref = store.put_table("notes", table)
     back = store.get_table(ref)
     assert back.equals(table)
     assert back.schema.equals(table.schema)
     chunked = pa.concat_tables([table.slice(0, 1), table.slice(1, 2), table.slice(3)])
     sliced = pa.concat_tables([table, table]).combine_chunks().slice(4)
     for same in (back, chunked, sliced):
-        assert store.put_table("rollouts", same) == ref
-    assert store.put_table("rollouts", table.slice(1)) != ref
-    assert store.get_table(store.put_table("rollouts", table.slice(0, 0))).equals(table.slice(0, 0))
+        assert store.put_table("notes", same) == ref
+    assert store.put_table("notes", table.slice(1)) != ref
+    assert store.get_table(store.put_table("notes", table.slice(0, 0))).equals(table.slice(0, 0))
 
 
 def test_chunks_do_not_move_the_pages_of_a_large_table() -> None:
@@ -89,10 +90,10 @@ def test_tensor_files_do_not_depend_on_the_order_of_names_or_metadata(store: Art
 
 
 def test_json_is_canonical(store: ArtifactStore) -> None:
-    value = {"b": [1, 2.5, None, True], "a": {"y": "é\ud800", "x": ()}}
-    ref = store.put_json("metrics", value)
-    assert store.get_json(ref) == {"b": [1, 2.5, None, True], "a": {"y": "é\ud800", "x": []}}
-    assert store.put_json("metrics", dict(reversed(value.items()))) == ref
+    value = {"b": [1, 2.5, None, True], "a": {"y": "é\U0001f600", "x": ()}}
+    ref = store.put_json("notes", value)
+    assert store.get_json(ref) == {"b": [1, 2.5, None, True], "a": {"y": "é\U0001f600", "x": []}}
+    assert store.put_json("notes", dict(reversed(value.items()))) == ref
     assert canonical_json({"b": 1, "a": [0.1]}, "x") == b'{"a":[0.1],"b":1}'
 
 
@@ -103,28 +104,18 @@ def test_a_number_that_json_lacks_is_refused_with_its_place(store: ArtifactStore
 
 
 def test_json_keys_are_strings(store: ArtifactStore) -> None:
-    with pytest.raises(TypeError, match="scales: the key 3 is not a string"):
-        store.put_json("scales", {3: 1.0})
+    with pytest.raises(TypeError, match="notes: the key 3 is not a string"):
+        store.put_json("notes", {3: 1.0})
 
 
 def test_the_reference_names_the_file(store: ArtifactStore, tmp_path: Path) -> None:
-    ref = store.put_json("policy", {"version": 1})
+    ref = store.put_json("notes", {"version": 1})
     assert ref.uri == f"artifacts/{ref.digest[:2]}/{ref.digest}.json"
     assert ref.size == (tmp_path / ref.uri).stat().st_size == store.path(ref).stat().st_size
     assert files(tmp_path) == [tmp_path / ref.uri]
     assert Ref.model_validate_json(ref.model_dump_json()) == ref
     with pytest.raises(ValidationError, match="uri"):
-        Ref(kind="policy", digest=ref.digest, uri="../../etc/passwd", size=1)
-
-
-def test_an_intact_artifact_is_not_rewritten_and_a_damaged_one_is_repaired(store: ArtifactStore) -> None:
-    ref = store.put_json("policy", {"version": 1})
-    inode = store.path(ref).stat().st_ino
-    assert store.put_json("policy", {"version": 1}) == ref
-    assert store.path(ref).stat().st_ino == inode
-    store.path(ref).write_bytes(b"damaged")
-    assert store.put_json("policy", {"version": 1}) == ref
-    assert store.get_json(ref) == {"version": 1}
+        Ref(kind="notes", digest=ref.digest, uri="../../etc/passwd", size=1)
 
 
 def flip_a_bit(path: Path) -> None:
@@ -158,9 +149,9 @@ def put_a_folder_in_place(path: Path) -> None:
 )
 def test_damage_is_named(store: ArtifactStore, table: pa.Table, damage: Callable[[Path], None], what: str) -> None:
     refs = {
-        store.get_table: store.put_table("rollouts", table),
+        store.get_table: store.put_table("notes", table),
         store.get_tensors: store.put_tensors("statistics", {"a": torch.ones(3)}),
-        store.get_json: store.put_json("scales", {"version": 1}),
+        store.get_json: store.put_json("notes", {"version": 1}),
     }
     for get, ref in refs.items():
         damage(store.path(ref))
@@ -170,37 +161,12 @@ def test_damage_is_named(store: ArtifactStore, table: pa.Table, damage: Callable
         assert "\n" not in str(caught.value)
 
 
-def test_swapped_files_are_named(store: ArtifactStore) -> None:
-    first, second = store.put_json("scales", {"version": 1}), store.put_json("scales", {"version": 2})
-    content = store.path(first).read_bytes()
-    store.path(first).write_bytes(store.path(second).read_bytes())
-    store.path(second).write_bytes(content)
-    for ref in (first, second):
-        with pytest.raises(ArtifactError, match=rf"^{store.path(ref)}: content differs"):
-            store.get_json(ref)
-
-
 def test_a_reference_of_another_size_or_format_is_refused(store: ArtifactStore) -> None:
-    ref = store.put_json("scales", {"version": 1})
+    ref = store.put_json("notes", {"version": 1})
     with pytest.raises(ArtifactError, match="content differs"):
         store.get_json(ref.model_copy(update={"size": ref.size - 1}))
-    with pytest.raises(ArtifactError, match="the scales artifact is not a parquet file"):
+    with pytest.raises(ArtifactError, match="the notes artifact is not a parquet file"):
         store.get_table(ref)
-
-
-def test_sweep_removes_what_killed_writers_left(store: ArtifactStore, tmp_path: Path) -> None:
-    ref = store.put_json("scales", {"version": 1})
-    orphan = store.path(ref).with_name(f".{'0' * 64}.json.{'a' * 32}.tmp")
-    orphan.write_bytes(b"half")
-    assert store.sweep() == [orphan]
-    assert store.sweep() == []
-    assert files(tmp_path) == [store.path(ref)]
-
-
-def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "artifacts").write_text("a file where the folder should be")
-    with pytest.raises(UserError, match=rf"^cannot create the folder {tmp_path}/artifacts: File exists$"):
-        ArtifactStore(tmp_path).put_json("scales", {})
 
 
 def test_a_full_disk_is_one_line_and_leaves_nothing(
@@ -208,35 +174,35 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(
 ) -> None:
     value = {"text": "x" * 100_000}
     with file_size_limit(50_000), pytest.raises(UserError, match=rf"^cannot write {tmp_path}/artifacts/\S+: \D+$"):
-        store.put_json("metrics", value)
+        store.put_json("notes", value)
     assert files(tmp_path) == []
-    assert store.get_json(store.put_json("metrics", value)) == json.loads(json.dumps(value))
+    assert store.get_json(store.put_json("notes", value)) == json.loads(json.dumps(value))
 
 
 def test_damage_says_what_is_wrong_and_another_store_can_put_it_back(tmp_path: Path) -> None:
     ours, theirs = ArtifactStore(tmp_path / "ours"), ArtifactStore(tmp_path / "theirs")
-    ref = ours.put_json("metrics", {"a": 1})
+    ref = ours.put_json("notes", {"a": 1})
     assert ours.damage(ref) is None
     ours.path(ref).write_bytes(b"{}")
     assert "truncated: 2 of 7 bytes" in str(ours.damage(ref))
     with pytest.raises(ArtifactError, match="the file is missing"):
         ours.put_back(ref, theirs)
-    theirs.put_json("metrics", {"a": 1})
+    theirs.put_json("notes", {"a": 1})
     ours.put_back(ref, theirs)
     assert ours.get_json(ref) == {"a": 1}
 
 
 def test_files_are_read_from_the_origin_and_written_to_the_root(tmp_path: Path) -> None:
     origin = ArtifactStore(tmp_path / "origin")
-    ref, damaged = origin.put_json("metrics", {"a": 1}), origin.put_json("metrics", {"b": 1})
+    ref, damaged = origin.put_json("notes", {"a": 1}), origin.put_json("notes", {"b": 1})
     origin.path(damaged).write_bytes(b"")
     before = sorted((tmp_path / "origin").rglob("*"))
     store = ArtifactStore(tmp_path / "root", tmp_path / "origin")
     assert store.get_json(ref) == {"a": 1}
     assert store.damage(damaged) is not None
-    assert store.put_json("metrics", {"b": 1}) == damaged
+    assert store.put_json("notes", {"b": 1}) == damaged
     assert store.damage(damaged) is None
-    store.put_json("metrics", {"c": 1})
+    store.put_json("notes", {"c": 1})
     assert sorted((tmp_path / "origin").rglob("*")) == before
     assert origin.path(damaged).read_bytes() == b""
 
@@ -245,4 +211,79 @@ def test_the_digest_of_a_value_is_known_without_storing_it(tmp_path: Path) -> No
     store = ArtifactStore(tmp_path)
     digest = store.digest_json({"b": 1, "a": [2.5]})
     assert not list(tmp_path.iterdir())
-    assert store.put_json("metrics", {"a": [2.5], "b": 1}).digest == digest
+    assert store.put_json("notes", {"a": [2.5], "b": 1}).digest == digest
+
+
+Rollouts = Callable[[int, int], pa.Table]
+Group = Callable[[int], pa.Table]
+
+
+@pytest.fixture
+def group(rollouts: Rollouts) -> Group:
+    return lambda number: rollouts(number, 2)
+
+
+@pytest.fixture
+def shards_folder(tmp_path: Path) -> Path:
+    return tmp_path / "shards" / "00003"
+
+
+def test_shards_come_back_in_order_in_another_process_life(shards_folder: Path, group: Group) -> None:
+    assert RolloutShards(shards_folder).read() is None
+    assert not shards_folder.exists()
+    order = [5, 0, 11, 3, 2, 7, 1, 9, 4, 8, 6, 10]
+    for number in order:
+        RolloutShards(shards_folder).append(group(number))
+    table = RolloutShards(shards_folder).read()
+    assert table is not None
+    assert table["group"].to_pylist() == [number for number in order for _ in range(2)]
+
+
+def test_the_bytes_of_the_whole_do_not_tell_where_generation_was_cut(shards_folder: Path, group: Group) -> None:
+    for number in range(4):
+        RolloutShards(shards_folder).append(group(number))
+    assert encode_table(RolloutShards(shards_folder).read()) == encode_table(
+        pa.concat_tables([group(i) for i in range(4)])
+    )
+
+
+def test_an_unfinished_shard_is_ignored(shards_folder: Path, group: Group) -> None:
+    shards = RolloutShards(shards_folder)
+    shards.append(group(0))
+    (committed,) = shards_folder.iterdir()
+    (shards_folder / f".{committed.name}.{'0' * 32}.tmp").write_bytes(committed.read_bytes()[:50])
+    table = shards.read()
+    assert table is not None
+    assert table.equals(group(0))
+
+
+def test_a_damaged_shard_is_named_and_discarded_and_the_others_stay(shards_folder: Path, group: Group) -> None:
+    shards = RolloutShards(shards_folder)
+    for number in range(4):
+        shards.append(group(number))
+    sorted(shards_folder.iterdir())[0].unlink()
+    damaged = sorted(shards_folder.iterdir())[0]
+    data = bytearray(damaged.read_bytes())
+    data[20] ^= 4
+    damaged.write_bytes(data)
+    with pytest.raises(ArtifactError, match=rf"^{damaged}: content differs: "):
+        shards.read()
+    (error,) = shards.discard_damaged()
+    assert str(error).startswith(f"{damaged}: content differs: ")
+    assert shards.discard_damaged() == []
+    shards.append(group(7))
+    table = shards.read()
+    assert table is not None
+    assert table["group"].to_pylist() == [2, 2, 3, 3, 7, 7]
+
+
+def test_clear_removes_all_and_a_new_step_starts_empty(shards_folder: Path, group: Group) -> None:
+    shards = RolloutShards(shards_folder)
+    shards.clear()
+    shards.append(group(0))
+    (shards_folder / f".x.parquet.{'0' * 32}.tmp").touch()
+    shards.clear()
+    assert shards.read() is None
+    assert not shards_folder.exists()
+    shards.append(group(1))
+    assert shards.read() is not None

@@ -1,9 +1,33 @@
+import hashlib
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from io import FileIO
+from itertools import islice
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from fp8core.errors import UserError
-from fp8core.store.durable import ensure_file, make_folder, sweep, write_file
+from fp8core.store.artifacts import ArtifactError, ArtifactStore, RolloutShards
+from fp8core.store.durable import (
+    append_durably,
+    ensure_file,
+    file_digest,
+    folder_digest,
+    io_seconds,
+    io_timer,
+    lines_backward,
+    lines_forward,
+    make_folder,
+    sweep,
+    whole_end,
+    write_file,
+)
 
 
 def test_write_file_makes_folders_and_replaces(tmp_path: Path) -> None:
@@ -52,3 +76,121 @@ def test_sweep_takes_only_our_temporary_files(tmp_path: Path) -> None:
         path.touch()
     assert sweep(tmp_path) == orphans
     assert sorted(path for path in tmp_path.rglob("*") if path.is_file()) == sorted(keep)
+
+
+LENGTHS = st.lists(st.sampled_from([0, 1, 17, 65_534, 65_535, 65_536, 65_537, 140_000]), max_size=6)
+
+
+def located(content: bytes) -> list[tuple[int, bytes]]:
+    """What newlines separate, with offsets."""
+    pieces = content.split(b"\n")
+    return [(sum(len(piece) + 1 for piece in pieces[:i]), piece) for i, piece in enumerate(pieces)]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(LENGTHS, st.sampled_from([0, 3, 65_536, 70_000]))
+def test_both_directions_give_the_lines_wherever_blocks_end(tmp_path: Path, lengths: list[int], torn: int) -> None:
+    content = b"".join(b"%c" % (97 + i) * length + b"\n" for i, length in enumerate(lengths)) + b"t" * torn
+    (tmp_path / "f").write_bytes(content)
+    expected = located(content)
+    with FileIO(tmp_path / "f") as file:
+        assert list(lines_backward(file, len(content))) == expected[::-1]
+        assert list(lines_forward(file, 0, len(content))) == expected[:-1]
+        assert whole_end(file) == len(content) - torn
+        for begin, _ in expected:
+            assert list(lines_forward(file, begin, len(content))) == [
+                line for line in expected[:-1] if line[0] >= begin
+            ]
+
+
+def test_only_as_much_is_read_as_is_asked(tmp_path: Path) -> None:
+    hole = 1 << 40
+    with (tmp_path / "f").open("wb") as sparse:
+        sparse.write(b"first\n")
+        sparse.seek(hole)
+        sparse.write(b"\nlast\n")
+    with FileIO(tmp_path / "f") as file:
+        assert next(lines_forward(file, 0, hole + 6)) == (0, b"first")
+        assert list(islice(lines_backward(file, hole + 6), 2)) == [(hole + 6, b""), (hole + 1, b"last")]
+
+
+def test_zeros_in_the_last_line_make_it_torn(tmp_path: Path) -> None:
+    for tail in (b"\0" * 100_000, b'{"a' + b"\0" * 40 + b"\n"):
+        (tmp_path / "f").write_bytes(b"whole\n" + tail)
+        with FileIO(tmp_path / "f") as file:
+            assert whole_end(file) == 6
+
+
+def test_an_append_that_fails_half_way_adds_nothing(
+    tmp_path: Path, file_size_limit: Callable[[int], AbstractContextManager[None]]
+) -> None:
+    with FileIO(tmp_path / "f", "a") as file:
+        append_durably(file, b"one\n")
+        with file_size_limit(6), pytest.raises(OSError, match="File too large"):
+            append_durably(file, b"two\nthree\n")
+        append_durably(file, b"four\n")
+    assert (tmp_path / "f").read_bytes() == b"one\nfour\n"
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    (tmp_path / "policy").mkdir()
+    (tmp_path / "policy" / "large").write_bytes(b"abc" * 200_000)
+    (tmp_path / "small").write_bytes(b"x")
+    return tmp_path
+
+
+def test_a_file_is_digested_piece_by_piece(tree: Path) -> None:
+    read = list[int]()
+    assert file_digest(tree / "policy/large", read.append) == hashlib.sha256(b"abc" * 200_000).hexdigest()
+    assert len(read) > 1
+    assert sum(read) == 600_000
+
+
+def test_a_folder_is_digested_by_the_names_and_contents_of_its_files(tree: Path) -> None:
+    digests = [hashlib.sha256(content).hexdigest() for content in (b"abc" * 200_000, b"x")]
+    expected = hashlib.sha256(f"policy/large\n{digests[0]}\nsmall\n{digests[1]}\n".encode()).hexdigest()
+    read = list[int]()
+    assert folder_digest(tree, read.append) == expected
+    assert sum(read) == 600_001
+    (tree / "small").rename(tree / "other")
+    assert folder_digest(tree) != expected
+
+
+@io_timer()
+def _outer():
+    with io_timer():
+        time.sleep(0.02)
+    time.sleep(0.02)
+
+
+def test_nested_blocks_count_once_and_nothing_else_counts():
+    before = io_seconds()
+    _outer()
+    _outer()
+    between = io_seconds() - before
+    time.sleep(0.02)
+    assert 0.08 <= between == io_seconds() - before
+
+
+def test_other_threads_do_not_count():
+    before = io_seconds()
+    thread = threading.Thread(target=_outer)
+    thread.start()
+    thread.join()
+    assert io_seconds() == before
+
+
+def test_what_a_store_does_counts_also_when_it_fails(tmp_path):
+    store, readings = ArtifactStore(tmp_path), [io_seconds()]
+    ref = store.put_table("notes", pa.table({"tokens": list(range(20_000))}))
+    readings.append(io_seconds())
+    store.get_table(ref)
+    readings.append(io_seconds())
+    store.path(ref).unlink()
+    with pytest.raises(ArtifactError):
+        store.get_table(ref)
+    readings.append(io_seconds())
+    RolloutShards(tmp_path / "shards").append(pa.table({"tokens": [1]}))
+    readings.append(io_seconds())
+    assert readings == sorted(set(readings))

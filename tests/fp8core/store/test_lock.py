@@ -1,5 +1,8 @@
+"""A moved or renamed run is the same one; a copy is not, wherever its original is now."""
+
 import fcntl
 import os
+import shutil
 import signal
 import socket
 import stat
@@ -11,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from fp8core.errors import UserError
-from fp8core.store.lock import RunLock, is_held
+from fp8core.store.lock import FolderIdentity, RunLock, is_held, lies_at, original_of
 
 Kill = Callable[[Callable[[Callable[[str], None]], None], float], list[str]]
 
@@ -108,6 +111,111 @@ def test_forking_does_not_free_the_parents_lock(tmp_path: Path) -> None:
     lock.release()
 
 
-def test_a_lock_file_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=rf"^cannot write {tmp_path}/none/lock: No such file or directory$"):
-        RunLock.acquire(tmp_path / "none" / "lock")
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def run(runs: Path) -> Path:
+    folder = runs / "run"
+    folder.mkdir()
+    (folder / "run.json").write_text('{"id": "a"}')
+    (folder / "ledger.jsonl").write_text("")
+    return folder
+
+
+def copied(run: Path, to: Path) -> Path:
+    """As `cp -a` does."""
+    return Path(shutil.copytree(run, to))
+
+
+def moved_to_another_file_system(run: Path, to: Path) -> Path:
+    """As `mv` does between two of them; the inodes of the original stay taken, so that no later copy gets them."""
+    copied(run, to)
+    far = to.parent / "far" / "away"
+    far.mkdir(parents=True, exist_ok=True)
+    run.rename(far / to.name)
+    return to
+
+
+def test_what_lies_where_it_lay_is_the_run(run: Path) -> None:
+    assert original_of(FolderIdentity.of(run), run) is None
+
+
+def test_a_moved_and_renamed_run_is_the_same(run: Path, tmp_path: Path) -> None:
+    recorded = FolderIdentity.of(run)
+    (tmp_path / "elsewhere").mkdir()
+    moved = run.rename(tmp_path / "elsewhere" / "renamed")
+    assert original_of(recorded, moved) is None
+    (run.parent / "run").mkdir()
+    assert original_of(recorded, moved) is None, "something else is where it lay"
+
+
+def test_a_copy_beside_its_original_is_told(run: Path) -> None:
+    assert original_of(FolderIdentity.of(run), copied(run, run.with_name("copy"))) == str(run)
+
+
+def test_a_copy_is_told_when_its_original_was_renamed(run: Path, tmp_path: Path) -> None:
+    recorded, copy = FolderIdentity.of(run), copied(run, tmp_path / "copy")
+    renamed = run.rename(run.with_name("renamed"))
+    assert original_of(recorded, copy) == str(renamed)
+    assert original_of(recorded, renamed) is None
+
+
+def test_a_copy_that_took_the_place_of_its_renamed_original_is_told(run: Path) -> None:
+    recorded = FolderIdentity.of(run)
+    renamed = run.rename(run.with_name("renamed"))
+    copy = copied(renamed, run)
+    assert original_of(recorded, copy) == str(renamed)
+    assert original_of(recorded, renamed) is None
+
+
+def test_a_copy_of_the_whole_folder_of_runs_is_told(run: Path, tmp_path: Path) -> None:
+    recorded = FolderIdentity.of(run)
+    shutil.copytree(run.parent, tmp_path / "copied runs")
+    assert original_of(recorded, tmp_path / "copied runs" / "run") == str(run)
+
+
+def test_a_run_that_was_moved_to_another_file_system_is_the_same(run: Path, tmp_path: Path) -> None:
+    recorded = FolderIdentity.of(run)
+    moved = moved_to_another_file_system(run, tmp_path / "moved")
+    assert not FolderIdentity.of(moved).is_same_folder(recorded)
+    assert original_of(recorded, moved) is None
+
+
+def test_a_backup_that_was_put_back_is_the_same(run: Path, tmp_path: Path) -> None:
+    recorded = FolderIdentity.of(run)
+    backup = moved_to_another_file_system(run, tmp_path / "backup")
+    restored = copied(backup, run)
+    assert not FolderIdentity.of(restored).is_same_folder(recorded)
+    assert original_of(recorded, restored) is None
+
+
+def test_a_copy_beside_an_original_that_was_put_back_is_told(run: Path, tmp_path: Path) -> None:
+    recorded = FolderIdentity.of(run)
+    backup = moved_to_another_file_system(run, tmp_path / "backup")
+    restored, copy = copied(backup, run), copied(backup, run.with_name("copy"))
+    assert original_of(recorded, copy) == str(restored)
+
+
+def test_what_came_from_another_machine_is_a_copy_and_what_is_seen_from_there_is_not(run: Path, tmp_path: Path) -> None:
+    elsewhere = FolderIdentity.of(run).model_copy(update={"host": "other"})
+    assert original_of(elsewhere, run) is None, "a file system that both have"
+    copy = copied(run, tmp_path / "copy")
+    shutil.rmtree(run)
+    assert original_of(elsewhere, copy) == f"other:{run}"
+
+
+def test_only_another_folder_of_the_same_run_lies_there(run: Path) -> None:
+    copy = copied(run, run.with_name("copy"))
+    assert lies_at(run, copy)
+    assert not lies_at(run, run)
+    link = run.with_name("link")
+    os.symlink(run, link)
+    assert not lies_at(link, run)
+    (copy / "run.json").write_text('{"id": "b"}')
+    assert not lies_at(run, copy)
+    assert not lies_at(run.with_name("absent"), run)

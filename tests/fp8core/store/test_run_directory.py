@@ -1,4 +1,5 @@
 import os
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 
@@ -6,10 +7,9 @@ import pyarrow as pa
 import pytest
 
 from fp8core.errors import UserError
-from fp8core.store.artifacts import Ref
+from fp8core.store.artifacts import Ref, RolloutShards
 from fp8core.store.ledger import SegmentEntry, StepEntry, TaskEntry
 from fp8core.store.run_directory import RunDirectory, refuse_in_use
-from fp8core.store.shards import RolloutShards
 
 SEGMENT = SegmentEntry(pid=1, host="h", code_version="c", started=1.0)
 TASK = TaskEntry(step=0, task="warm_start", key="k", outputs={}, started=1.0, seconds=1.0)
@@ -21,7 +21,7 @@ def test_a_run_is_created_and_opened_again(tmp_path: Path) -> None:
         assert run.path == root
         assert run.description() is None
         written = run.write_description({"seed": 1, "data": {"source": "chain"}}, "code")
-        ref = run.store.put_json("scales", {"version": 0})
+        ref = run.store.put_json("notes", {"version": 0})
         run.ledger.append(SEGMENT)
         run.write_text("manifests/00000.json", "{}")
     assert sorted(path.name for path in root.iterdir()) == [
@@ -48,7 +48,7 @@ def test_a_relative_folder_does_not_move_with_the_process(tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path)
     with RunDirectory.create_or_open(Path("run")) as run:
         monkeypatch.chdir("/")
-        ref = run.store.put_json("scales", {})
+        ref = run.store.put_json("notes", {})
     assert (tmp_path / "run" / ref.uri).is_file()
 
 
@@ -77,7 +77,7 @@ def test_a_run_in_use_is_known_without_opening_it(tmp_path: Path) -> None:
 def test_a_malformed_description_is_named(tmp_path: Path) -> None:
     with RunDirectory.create_or_open(tmp_path) as run:
         run.write_text("run.json", "{")
-        with pytest.raises(UserError, match=rf"^{tmp_path}/run\.json: not a description of a run: Invalid JSON"):
+        with pytest.raises(UserError, match=rf"^{tmp_path}/run\.json: not a description of a run: not JSON: "):
             run.description()
 
 
@@ -90,11 +90,13 @@ def test_orphans_are_swept_on_opening(tmp_path: Path) -> None:
     assert not orphan.exists()
 
 
-def test_shards_of_committed_steps_are_swept_on_opening(tmp_path: Path) -> None:
+def test_shards_of_committed_steps_are_swept_on_opening(
+    tmp_path: Path, rollouts: Callable[[int, int], pa.Table]
+) -> None:
     ref = Ref(kind="manifest", digest="ab" * 32, uri=f"artifacts/ab/{'ab' * 32}.json", size=3)
     with RunDirectory.create_or_open(tmp_path) as run:
         for step in (1, 2):
-            RolloutShards(tmp_path / "shards" / f"{step:05d}").append(pa.table({"group": [step]}))
+            RolloutShards(tmp_path / "shards" / f"{step:05d}").append(rollouts(step, 2))
         run.ledger.append(StepEntry(step=1, manifest=ref, weights_digest="w", committed_ms=1))
     with RunDirectory.create_or_open(tmp_path) as run:
         assert run.swept == [tmp_path / "shards" / "00001"]

@@ -8,21 +8,21 @@ from transformers import AutoModelForCausalLM
 from fp8core.config.load import load_config
 from fp8core.errors import UserError
 from fp8core.models.architecture import parameter_shapes
-from fp8core.models.checkpoint import load_checkpoint, save_checkpoint
-from fp8core.models.initial import initial_weights
+from fp8core.models.checkpoint import initial_weights, load_checkpoint, save_checkpoint
 from fp8core.models.weights import StoredNames, stored_weights
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.kv_scales import scales_from_statistics
 from fp8core.rl.batch import RolloutBatch, TokenBatch, length_mask, pad
 from fp8core.rollout.engine import PolicyScales, Sampling
-from fp8core.workers.build import (
+from fp8core.run.build import (
     build_base,
     build_engine,
     build_trainer,
     check_engine,
     engine_environment,
-    imitation_settings,
+    sft_settings,
 )
+from fp8core.training.registry import trainer_of
 
 FP32 = {f"precision.{side}": {"linear": "fp32", "kv_cache": "fp32"} for side in ("rollout", "training")}
 QUESTIONS = ("Tom has 17 apples and buys 2 more. How many apples does Tom have now?", "How many pencils are left?", "7")
@@ -209,8 +209,8 @@ def test_torch_trains_the_warm_start_on_the_gpu_whatever_trains_after_it():
     unlike = ["training.trainer=megatron", "training.deterministic=false", "replay.level=tolerant"]
     formats = ["precision.training.kv_cache=bf16", "correction.method=token_tis", "rollout.vllm.model=stock"]
     megatron = load_config("h200-small", [*unlike, *formats, "rollout.engine=embedded"])
-    settings = imitation_settings(megatron)
-    assert settings == imitation_settings(load_config("h200-small"))
-    assert settings.packs_on_gpu
+    settings = sft_settings(megatron)
+    assert settings == sft_settings(load_config("h200-small"))
+    assert trainer_of(settings).name == "packed"
     assert settings.deterministic
     assert engine_environment(megatron).required["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"

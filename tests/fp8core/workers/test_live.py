@@ -12,10 +12,10 @@ from fp8core.numerics.kv_scales import LayerScales
 from fp8core.report.console import Console
 from fp8core.rewards.verifier import build_verifier
 from fp8core.rollout.engine import PolicyScales
+from fp8core.run.build import build_base, build_engine, build_trainer
+from fp8core.run.context import RunContext, live_run, register, release
 from fp8core.store.ledger import TaskEntry
 from fp8core.store.run_directory import RunDirectory
-from fp8core.workers.build import build_base, build_engine, build_trainer
-from fp8core.workers.live import LiveRun, live_run, register, release
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def run(tmp_path):
     """A run that is registered, without a policy yet."""
     config = load_config("tiny", {"threads": 2})
     base = build_base(config)
-    live = LiveRun(
+    live = RunContext(
         config=config,
         config_digest="",
         code_version="",

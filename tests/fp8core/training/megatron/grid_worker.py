@@ -9,13 +9,14 @@ from megatron_cases import FAMILIES, FP32
 from pretended_gpu import pretended_gpu
 from torch import distributed
 
-from fp8core.config.run import CorrectionConfig, LossConfig, TrainingConfig
+from fp8core.config.loss import LossConfig
+from fp8core.config.run import CorrectionConfig, TrainingConfig
 from fp8core.models.architecture import Architecture
 from fp8core.models.experts import UNRECORDED
-from fp8core.models.formats import rollout_formats
+from fp8core.models.weights import rollout_formats
 from fp8core.rl.objective import Objective
-from fp8core.training.megatron import groups
-from fp8core.training.megatron.megatron_optimiser import MegatronOptimiser
+from fp8core.training.megatron import parallel
+from fp8core.training.megatron.optimiser import MegatronOptimiser
 from fp8core.training.megatron.trainer import MegatronTrainer
 
 CPU = torch.device("cpu")
@@ -63,7 +64,9 @@ def trainer_of(arch: Architecture, masters: Any, gpus: int, **grid: Any) -> Mega
     """This process's part of a grid."""
     megatron = {"gpus": gpus, "micro_batch_tokens": 128, **grid}
     training = TrainingConfig(learning_rate=1e-3, megatron=megatron)
-    formats, objective = rollout_formats(FP32, arch.num_layers), Objective(LossConfig(), CorrectionConfig())
+    # With entropy in the loss, whose gradient the parts of a head that is cut over the vocabulary must agree on.
+    objective = Objective(LossConfig(entropy=0.3), CorrectionConfig())
+    formats = rollout_formats(FP32, arch.num_layers)
     return MegatronTrainer(arch, masters, FP32, formats, training, objective, CPU, MegatronOptimiser, False)
 
 
@@ -88,7 +91,7 @@ def train(arch: Architecture, masters: Any, batch: Any, gpus: int, folder: Path,
         "replayed": vars(trainer.step(forced, 0.9, None)),
     }
     # Of more copies of the model each holds the gradients of its own rows.
-    if groups.data_group().size() == 1:
+    if parallel.data_group().size() == 1:
         found["gradients"] = trainer.gradients(forced, 0.9)[1]
     trainer.close()
     return found
@@ -122,9 +125,9 @@ def work(rank: int, folder: str, policies: dict[str, tuple[Architecture, Any]], 
         for number, (name, (family, grid)) in enumerate(grids(count).items()):
             place = Path(folder) / str(number)
             place.mkdir(exist_ok=True)
-            groups.meet(place, rank, count, CPU)
+            parallel.init(place, rank, count, CPU)
             found = train(*policies[family], batch, count, place / "state", **grid)
-            groups.leave()
+            parallel.destroy()
             if rank == 0:
                 torch.save(found, place / "found.pt")
                 print(name, flush=True)

@@ -1,6 +1,7 @@
 """Weights survive the way to every GPU's share and back, byte for byte; no process group takes part."""
 
 import itertools
+from collections import Counter
 
 import pytest
 import torch
@@ -9,11 +10,18 @@ from megatron_cases import FAMILIES
 from fp8core.config.megatron import MegatronConfig
 from fp8core.config.precision import PrecisionContract
 from fp8core.models.architecture import parameter_shapes
-from fp8core.models.formats import rollout_formats
-from fp8core.models.weights import stored_weights
-from fp8core.training.megatron.conversion import policy_of, share
-from fp8core.training.megatron.grid import padded_vocabulary
-from fp8core.training.megatron.names import LOCAL, TRANSFORMER_ENGINE, Place, parameters, places
+from fp8core.models.weights import rollout_formats, stored_weights
+from fp8core.training.megatron.conversion import (
+    LOCAL,
+    TRANSFORMER_ENGINE,
+    ParallelRank,
+    parallel_ranks,
+    parameters,
+    policy_of,
+    senders,
+    share,
+)
+from fp8core.training.megatron.requirements import padded_vocabulary
 
 GRIDS = {
     "one": {},
@@ -29,7 +37,7 @@ def grid(**parts):
 
 
 def shares_of(arch, megatron, style, policy):
-    return {place: share(arch, megatron, style, place, policy) for place in places(megatron)}
+    return {rank: share(arch, megatron, style, rank, policy) for rank in parallel_ranks(megatron)}
 
 
 @pytest.mark.parametrize("parts", GRIDS.values(), ids=GRIDS)
@@ -46,7 +54,9 @@ def test_a_grid_in_which_ranks_of_experts_are_ranks_of_the_tensor_group(architec
     arch = architecture(**FAMILIES["moe"])
     megatron = MegatronConfig(gpus=2, tensor_parallel=2, sequence_parallel=True, expert_parallel=2)
     policy = masters_of(arch)
-    shares = {place: share(arch, megatron, LOCAL, place, policy) for place in (Place(0, 0, 0), Place(1, 0, 1))}
+    shares = {
+        rank: share(arch, megatron, LOCAL, rank, policy) for rank in (ParallelRank(0, 0, 0), ParallelRank(1, 0, 1))
+    }
     again = policy_of(arch, megatron, LOCAL, shares)
     assert again.keys() == policy.keys()
     assert all(torch.equal(again[name], policy[name]) for name in policy)
@@ -54,7 +64,7 @@ def test_a_grid_in_which_ranks_of_experts_are_ranks_of_the_tensor_group(architec
 
 def test_a_share_is_a_tensor_of_its_own(family, masters_of):
     policy = masters_of(family)
-    held = share(family, grid(), LOCAL, Place(), policy)
+    held = share(family, grid(), LOCAL, ParallelRank(), policy)
     before = {name: tensor.clone() for name, tensor in policy.items()}
     for tensor in held.values():
         tensor.zero_()
@@ -64,7 +74,7 @@ def test_a_share_is_a_tensor_of_its_own(family, masters_of):
 def test_heads_take_turns_by_kv_group(architecture, masters_of):
     arch = architecture()
     policy = masters_of(arch)
-    held = share(arch, grid(), LOCAL, Place(), policy)["decoder.layers.0.self_attention.linear_qkv.weight"]
+    held = share(arch, grid(), LOCAL, ParallelRank(), policy)["decoder.layers.0.self_attention.linear_qkv.weight"]
     q, k, v = (policy[f"model.layers.0.self_attn.{name}_proj.weight"] for name in "qkv")
     d, group = arch.head_dim, arch.num_heads // arch.num_kv_heads
     expected = [
@@ -80,7 +90,7 @@ def test_each_gpu_of_a_tensor_group_has_its_half_of_gate_and_of_up(architecture,
     policy = masters_of(arch)
     gate, up = (policy[f"model.layers.1.mlp.{name}_proj.weight"] for name in ("gate", "up"))
     for rank, (own_gate, own_up) in enumerate(zip(gate.chunk(2), up.chunk(2), strict=True)):
-        held = share(arch, megatron, LOCAL, Place(tensor=rank), policy)["decoder.layers.1.mlp.linear_fc1.weight"]
+        held = share(arch, megatron, LOCAL, ParallelRank(tensor=rank), policy)["decoder.layers.1.mlp.linear_fc1.weight"]
         assert torch.equal(held, torch.cat([own_gate, own_up]))
 
 
@@ -88,7 +98,7 @@ def test_the_vocabulary_is_padded_with_zeros(architecture, masters_of):
     arch, megatron = architecture(), grid(tensor_parallel=2)
     assert padded_vocabulary(arch, 2) == 256
     shares = shares_of(arch, megatron, LOCAL, masters_of(arch))
-    rows = torch.cat([shares[Place(tensor=rank)]["output_layer.weight"] for rank in range(2)])
+    rows = torch.cat([shares[ParallelRank(tensor=rank)]["output_layer.weight"] for rank in range(2)])
     assert rows.shape == (256, arch.hidden_size)
     assert not rows[arch.vocab_size :].any()
 
@@ -96,11 +106,11 @@ def test_the_vocabulary_is_padded_with_zeros(architecture, masters_of):
 def test_tied_embeddings_have_a_copy_in_the_last_stage_alone(architecture):
     arch = architecture(tie_embeddings=True)
     one, two = grid(), grid(pipeline_parallel=2)
-    names = {place: [p.name for p in parameters(arch, two, LOCAL, place)] for place in places(two)}
-    assert "output_layer.weight" not in [p.name for p in parameters(arch, one, LOCAL, Place())]
-    assert "output_layer.weight" in names[Place(pipeline=1)]
-    assert "embedding.word_embeddings.weight" in names[Place(pipeline=0)]
-    assert "embedding.word_embeddings.weight" not in names[Place(pipeline=1)]
+    names = {rank: [p.name for p in parameters(arch, two, LOCAL, rank)] for rank in parallel_ranks(two)}
+    assert "output_layer.weight" not in [p.name for p in parameters(arch, one, LOCAL, ParallelRank())]
+    assert "output_layer.weight" in names[ParallelRank(pipeline=1)]
+    assert "embedding.word_embeddings.weight" in names[ParallelRank(pipeline=0)]
+    assert "embedding.word_embeddings.weight" not in names[ParallelRank(pipeline=1)]
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -114,7 +124,9 @@ def test_fp8_export_is_that_of_the_hugging_face_layout(architecture, masters_of,
     assert all(torch.equal(found[name].view(torch.uint8), expected[name].view(torch.uint8)) for name in expected)
 
     k_proj = "model.layers.0.self_attn.k_proj.weight"
-    interleaved = share(arch, grid(), LOCAL, Place(), policy)["decoder.layers.0.self_attention.linear_qkv.weight"]
+    interleaved = share(arch, grid(), LOCAL, ParallelRank(), policy)[
+        "decoder.layers.0.self_attention.linear_qkv.weight"
+    ]
     there = stored_weights({k_proj: interleaved}, names, "fp32")[k_proj + "_scale_inv"]
     first_k_tile = arch.num_heads // arch.num_kv_heads * head_dim // 128
     assert torch.equal(there[first_k_tile], expected[k_proj + "_scale_inv"][0]) == (head_dim == 128)
@@ -122,5 +134,33 @@ def test_fp8_export_is_that_of_the_hugging_face_layout(architecture, masters_of,
 
 def test_every_parameter_is_held_somewhere(family):
     megatron = grid(tensor_parallel=2, pipeline_parallel=2, **({"expert_parallel": 2} if family.experts else {}))
-    held = [p.sources for place in places(megatron) for p in parameters(family, megatron, TRANSFORMER_ENGINE, place)]
+    held = [
+        p.sources for rank in parallel_ranks(megatron) for p in parameters(family, megatron, TRANSFORMER_ENGINE, rank)
+    ]
     assert set(itertools.chain.from_iterable(held)) == set(parameter_shapes(family))
+
+
+DENSE, EXPERT = "layers.0.linear", "layers.0.experts.0"
+
+
+def members(*ranks):
+    """As the processes of a grid say it: all hold a dense tensor and an expert."""
+    return [(ParallelRank(*rank), {DENSE: None, EXPERT: None}) for rank in ranks]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "dense", "experts"),
+    [
+        ([(0, 0, 0), (0, 0, 1), (0, 0, 2)], [0], [0, 1, 2]),
+        ([(0, 0, 0), (1, 0, 0), (0, 0, 0), (1, 0, 0)], [0, 1], [0]),
+        # Of two GPUs that share linears and experts there are not all combinations.
+        ([(0, 0, 0), (1, 0, 1)], [0, 1], [0, 1]),
+        ([(0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 1, 1)], [0, 2], [0, 1, 2, 3]),
+    ],
+    ids=["experts", "linears, twice", "both", "stages of experts"],
+)
+def test_everything_is_sent_once_by_the_first_that_holds_it(ranks, dense, experts):
+    sent = list(senders(members(*ranks)))
+    assert sorted(rank for rank, name in sent if name == DENSE) == dense
+    assert sorted(rank for rank, name in sent if name == EXPERT) == experts
+    assert max(Counter(sent).values()) == 1

@@ -18,9 +18,8 @@ from pretended_gpu import pretended_gpu
 from torch import multiprocessing
 
 from fp8core.config.load import load_config
-from fp8core.training.megatron import groups
-from fp8core.training.megatron.children import ProcessError
-from fp8core.training.megatron.processes import GridTrainer
+from fp8core.training.megatron import parallel
+from fp8core.training.megatron.processes import GridTrainer, ProcessError
 
 pytestmark = pytest.mark.slow
 
@@ -38,7 +37,7 @@ def alone(policies, ragged_batch, tmp_path_factory):
     with pretended_gpu():
         folder = tmp_path_factory.mktemp("alone")
         found = {name: train(*policies[name], ragged_batch, 1, folder / name) for name in policies}
-    groups.leave()
+    parallel.destroy()
     return found
 
 
@@ -88,7 +87,7 @@ def test_the_first_and_the_last_stage_have_one_embedding(grid, together):
 def test_a_checkpoint_of_stages_is_read_by_one_process(grid, together, policies, ragged_batch):
     family, spread = ALL[grid]
     with pretended_gpu(), contextlib.ExitStack() as stack:
-        stack.callback(groups.leave)
+        stack.callback(parallel.destroy)
         trainer = trainer_of(*policies[family], 1, distributed_optimizer=spread.get("distributed_optimizer", True))
         trainer.load(together[grid]["state"])
         again = vars(trainer.step(ragged_batch, 0.9, None))
@@ -158,7 +157,7 @@ def test_a_child_may_have_processes_of_its_own(grid_trainer):
 _STUCK = """
 import sys, time
 from pathlib import Path
-from fp8core.training.megatron.children import Children
+from fp8core.training.megatron.processes import Children
 
 class Stuck:
     def build(self, rank):
@@ -189,7 +188,7 @@ def test_a_child_in_a_call_that_does_not_end_is_gone_with_a_training_that_was_ki
 _FAILING = """
 import sys, time
 from pathlib import Path
-from fp8core.training.megatron import children
+from fp8core.training.megatron import processes
 
 class Waiting:
     def build(self, rank):
@@ -199,12 +198,12 @@ def fail():
     raise LookupError("what failed here")
 
 if __name__ == "__main__":
-    children._PATIENCE_SECONDS = 1.0
-    grid = children.Children(Path(sys.argv[1]), 2, 1)
+    processes._PATIENCE_SECONDS = 1.0
+    grid = processes.Children(Path(sys.argv[1]), 2, 1)
     grid._send("build", 0, Waiting())
     try:
         grid._accompany(fail)
-    except children.ProcessError as error:
+    except processes.ProcessError as error:
         print(error, type(error.__cause__).__name__, flush=True)
     (child,) = grid._processes
     child.join(20)
@@ -228,11 +227,11 @@ def test_a_failure_here_does_not_wait_for_children_that_wait_for_it(tmp_path):
 _WAITING = """
 import sys, time
 from pathlib import Path
-from fp8core.training.megatron import children
+from fp8core.training.megatron import processes
 
 if __name__ == "__main__":
-    children.STUCK_SECONDS = 1.0
-    grid = children.Children(Path(sys.argv[1]), 2, 1)
+    processes.STUCK_SECONDS = 1.0
+    grid = processes.Children(Path(sys.argv[1]), 2, 1)
     (child,) = grid._processes
     print(child.pid, flush=True)
     grid._accompany(lambda: time.sleep(600))

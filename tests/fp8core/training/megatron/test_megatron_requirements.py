@@ -1,11 +1,18 @@
 """What the Megatron trainer cannot do on a machine is refused before anything is loaded."""
 
 import pytest
+import torch
+from pydantic import ValidationError
 
 from fp8core.config.load import load_config
+from fp8core.config.megatron import MegatronConfig
+from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
 from fp8core.errors import UserError
+from fp8core.plan.shapes import PUBLISHED
+from fp8core.run.build import engine_environment
 from fp8core.training.megatron import requirements
-from fp8core.workers.build import engine_environment
+from fp8core.training.megatron.arguments import transformer_arguments
+from fp8core.training.megatron.requirements import check_grid, token_multiple
 
 FP32 = ["precision.rollout={linear: fp32, kv_cache: fp32}", "precision.training={linear: fp32, kv_cache: fp32}"]
 BF16_CACHE = ["precision.training={linear: fp8_block, kv_cache: bf16}"]
@@ -35,28 +42,30 @@ def installed(monkeypatch):
 @pytest.mark.usefixtures("installed")
 def test_it_is_refused_with_the_reason(changes, platform, reason):
     with pytest.raises(UserError, match=reason):
-        requirements.check_requirements(config(*changes), platform)
+        requirements.check_machine(config(*changes), platform, gpus=2)
 
 
 @pytest.mark.usefixtures("installed")
 def test_what_megatron_does_passes():
-    requirements.check_requirements(config(*FP32), "cpu")
-    requirements.check_requirements(config(*BF16_CACHE), "sm_90")
-    requirements.check_requirements(config(*BF16_CACHE, "training.megatron={gpus: 2, pipeline_parallel: 2}"), "sm_90")
+    requirements.check_machine(config(*FP32, "training.megatron.gpus=8"), "cpu", gpus=0)
+    requirements.check_machine(config(*BF16_CACHE), "sm_90", gpus=1)
+    requirements.check_machine(
+        config(*BF16_CACHE, "training.megatron={gpus: 2, pipeline_parallel: 2}"), "sm_90", gpus=2
+    )
 
 
+@pytest.mark.usefixtures("installed")
 def test_more_gpus_than_there_are_are_refused_by_number():
     eight = config(*BF16_CACHE, "training.megatron.gpus=8")
     with pytest.raises(UserError, match=r"^training\.megatron\.gpus=8: this machine has 1$"):
-        requirements.check_gpus(eight, "sm_90", here=1)
-    requirements.check_gpus(eight, "sm_90", here=8)
-    requirements.check_gpus(eight, "cpu", here=0)
+        requirements.check_machine(eight, "sm_90", gpus=1)
+    requirements.check_machine(eight, "sm_90", gpus=8)
 
 
 def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setattr(requirements, "find_spec", lambda name: None if "transformer" in name else object())
     with pytest.raises(UserError, match="transformer_engine is not installed"):
-        requirements.check_requirements(config(*BF16_CACHE), "sm_90")
+        requirements.check_machine(config(*BF16_CACHE), "sm_90", gpus=1)
 
 
 def test_the_scale_rule_is_in_the_environment_before_anything_is_imported():
@@ -67,3 +76,108 @@ def test_the_scale_rule_is_in_the_environment_before_anything_is_imported():
     free = engine_environment(config("training.deterministic=false")).required
     assert free["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] == "1"
     assert "NVTE_FP8_BLOCK_SCALING_FP32_SCALES" not in engine_environment(load_config("tiny", [])).required
+
+
+BF16 = PrecisionContract(
+    rollout=SidePrecision(linear="bf16", kv_cache="bf16"), training=TrainingPrecision(linear="bf16", kv_cache="bf16")
+)
+FP8 = PrecisionContract(training=TrainingPrecision(kv_cache="bf16"))
+
+
+@pytest.mark.parametrize(
+    ("parts", "reason"),
+    [
+        ({"gpus": 4, "tensor_parallel": 3}, "gpus=4 is no multiple of tensor_parallel=3"),
+        ({"gpus": 4, "pipeline_parallel": 2, "expert_parallel": 4}, "expert_parallel=4 x pipeline_parallel=2"),
+        ({"sequence_parallel": True}, "needs tensor_parallel above 1"),
+        ({"micro_batch_tokens": 1000}, "multiple of 128"),
+        ({"gpus": 0}, "greater than or equal to 1"),
+        ({"gpus": 3, "pipeline_parallel": 2}, "gpus=3 is no multiple of tensor_parallel=1 x pipeline_parallel=2"),
+        ({"gpus": 2, "pipeline_parallel": 2, "virtual_stages": 2}, "virtual_stages\n.*not permitted"),
+    ],
+)
+def test_a_grid_that_does_not_come_out_even_is_refused(parts, reason):
+    with pytest.raises(ValidationError, match=reason):
+        MegatronConfig(**parts)
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts", "longest", "reason"),
+    [
+        ({}, {"tensor_parallel": 4}, 64, "tensor_parallel=4: does not divide the model's 2 KV heads"),
+        ({}, {"pipeline_parallel": 3}, 64, "pipeline_parallel=3: does not divide the model's 2 layers"),
+        ({}, {"expert_parallel": 2}, 64, "expert_parallel=2: does not divide the model's 1 expert"),
+        ({}, {"micro_batch_tokens": 128}, 129, "micro_batch_tokens=128: the longest sequence has 129 tokens"),
+        (
+            {},
+            {"tensor_parallel": 2, "sequence_parallel": True, "micro_batch_tokens": 384},
+            64,
+            "micro_batch_tokens=384: is no multiple of 256",
+        ),
+    ],
+)
+def test_a_model_that_cannot_be_cut_is_refused(architecture, changes, parts, longest, reason):
+    megatron = MegatronConfig(gpus=12, **parts)
+    with pytest.raises(UserError, match=f"^training.megatron.{reason}"):
+        check_grid(architecture(**changes), megatron, BF16, longest)
+
+
+def test_experts_and_tensor_parallelism_need_sequence_parallelism():
+    moe = PUBLISHED["Qwen/Qwen3-30B-A3B"]
+    with pytest.raises(UserError, match="sequence_parallel=false: with experts and tensor_parallel=2"):
+        check_grid(moe, MegatronConfig(gpus=8, tensor_parallel=2), FP8, 4096)
+    check_grid(moe, MegatronConfig(gpus=8, tensor_parallel=2, sequence_parallel=True, expert_parallel=8), FP8, 4096)
+
+
+def test_block_fp8_wants_multiples_of_128_on_each_gpu():
+    llama = PUBLISHED["meta-llama/Llama-3.1-8B-Instruct"]
+    check_grid(llama, MegatronConfig(gpus=8, tensor_parallel=8, sequence_parallel=True), BF16, 2048)
+    check_grid(llama, MegatronConfig(gpus=8, tensor_parallel=8, sequence_parallel=True), FP8, 2048)
+    narrow = {**vars(llama), "intermediate_size": 14_464}
+    with pytest.raises(UserError, match=r"linear=fp8_block: MLP has 7232 columns on each GPU.*tensor_parallel"):
+        check_grid(type(llama)(**narrow), MegatronConfig(gpus=2, tensor_parallel=2), FP8, 2048)
+
+
+def test_tokens_are_padded_so_that_each_gpu_of_a_sequence_group_has_whole_tiles():
+    assert token_multiple(MegatronConfig(gpus=4, tensor_parallel=4)) == 128
+    assert token_multiple(MegatronConfig(gpus=4, tensor_parallel=4, sequence_parallel=True)) == 512
+
+
+def test_layers_kept_in_bf16_at_both_ends():
+    contract = FP8.model_copy(update={"bf16_first_layers": 2, "bf16_last_layers": 3})
+    found = transformer_arguments(
+        PUBLISHED["Qwen/Qwen3-8B-Base"], contract, MegatronConfig(), "cuda", deterministic=True
+    )
+    assert (found["fp8"], found["fp8_recipe"], found["transformer_impl"]) == ("e4m3", "blockwise", "transformer_engine")
+    assert found["params_dtype"] == torch.bfloat16
+    assert found["deterministic_mode"]
+    assert found["first_last_layers_bf16"]
+    assert (found["num_layers_at_start_in_bf16"], found["num_layers_at_end_in_bf16"]) == (2, 3)
+
+
+def test_qwen3_moe_with_its_experts_spread():
+    moe = PUBLISHED["Qwen/Qwen3-30B-A3B"]
+    megatron = MegatronConfig(gpus=8, tensor_parallel=2, sequence_parallel=True, expert_parallel=8)
+    found = transformer_arguments(moe, FP8, megatron, "cuda", deterministic=True)
+    assert (found["num_moe_experts"], found["moe_router_topk"], found["moe_ffn_hidden_size"]) == (128, 8, 768)
+    assert found["moe_layer_freq"] == [1] * 48
+    assert not found["moe_router_pre_softmax"], "the weights of the chosen experts sum to 1"
+    assert found["moe_grouped_gemm"]
+    assert (found["expert_model_parallel_size"], found["expert_tensor_parallel_size"]) == (8, 1)
+    assert found["sequence_parallel"]
+
+
+@pytest.mark.parametrize(("stages", "varies"), [(1, False), (4, True)])
+def test_stages_tell_each_other_how_long_a_pack_is(stages, varies):
+    megatron = MegatronConfig(gpus=8, pipeline_parallel=stages)
+    found = transformer_arguments(PUBLISHED["Qwen/Qwen3-8B-Base"], FP8, megatron, "cuda", deterministic=True)
+    assert (found["pipeline_model_parallel_size"], found["variable_seq_lengths"]) == (stages, varies)
+    assert found["pipeline_dtype"] == torch.bfloat16
+    assert found["moe_token_dispatcher_type"] == "alltoall", "Megatron takes no other with lengths that vary"
+
+
+@pytest.mark.parametrize(("recompute", "granularity"), [("none", None), ("selective", "selective"), ("full", "full")])
+def test_what_is_computed_again(recompute, granularity):
+    llama = PUBLISHED["meta-llama/Llama-3.1-8B-Instruct"]
+    found = transformer_arguments(llama, FP8, MegatronConfig(recompute=recompute), "cuda", deterministic=True)
+    assert found.get("recompute_granularity") == granularity

@@ -11,20 +11,19 @@ import torch
 from megatron_cases import FAMILIES, FP32
 from pretended_gpu import pretended_gpu
 
+from fp8core.config.loss import LossConfig
 from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
-from fp8core.config.run import CorrectionConfig, LossConfig, TrainingConfig
+from fp8core.config.run import CorrectionConfig, TrainingConfig
 from fp8core.models.decoder import Decoder, FullContext
 from fp8core.models.experts import top_k
-from fp8core.models.formats import reference_formats, rollout_formats
-from fp8core.models.weights import load_policy, stored_weights
+from fp8core.models.weights import load_policy, reference_formats, rollout_formats, stored_weights
 from fp8core.rl.objective import Objective
-from fp8core.training.megatron import groups
-from fp8core.training.megatron.local_optimiser import LocalOptimiser
-from fp8core.training.megatron.megatron_optimiser import MegatronOptimiser
+from fp8core.training.exact import ExactTrainer
+from fp8core.training.megatron import parallel
 from fp8core.training.megatron.model import packed_call
-from fp8core.training.megatron.packing import pack
+from fp8core.training.megatron.optimiser import LocalOptimiser, MegatronOptimiser
 from fp8core.training.megatron.trainer import MegatronTrainer
-from fp8core.training.torch_trainer import TorchTrainer
+from fp8core.training.packing import packs
 from fp8core.training.trainer import NotFiniteError
 
 CPU = torch.device("cpu")
@@ -36,7 +35,7 @@ TEMPERATURE = 0.9
 @pytest.fixture(scope="module", autouse=True)
 def _grid_of_one() -> Iterator[None]:
     yield
-    groups.leave()
+    parallel.destroy()
 
 
 @pytest.fixture(params=[LocalOptimiser, MegatronOptimiser])
@@ -56,7 +55,7 @@ def megatron_trainer(arch, masters, optimise=LocalOptimiser, training=TRAINING, 
 
 def torch_trainer(arch, masters):
     formats = reference_formats(arch.num_layers)
-    return TorchTrainer(arch, masters, formats, formats, TRAINING, OBJECTIVE)
+    return ExactTrainer(arch, masters, formats, formats, TRAINING, OBJECTIVE)
 
 
 def largest(found, expected):
@@ -67,9 +66,9 @@ def test_logits_equal_the_reference_decoders(family, masters_of, ragged_batch):
     # With seed 0 two experts of one token tie within FP32's rounding, and either choice is right.
     masters = masters_of(family, seed=1)
     trainer, sequences = megatron_trainer(family, masters), ragged_batch.sequences.part(slice(0, 6))
-    packed = pack(sequences, slice(0, 6), 128)
+    (packed,) = packs(sequences, 1 << 20, 128)
     with torch.no_grad():
-        hidden = trainer._policy.model(**packed_call(packed))[: packed.used, 0]
+        hidden = trainer._policy.model(**packed_call(packed))[: sum(packed.sequences.lengths), 0]
         found = hidden @ trainer._policy.model.head_weight()[: family.vocab_size].t()
     decoder = Decoder(family, reference_formats(family.num_layers))
     weights = load_policy(family, stored_weights(masters, decoder.formats.stored_names(), "pow2"))
@@ -100,6 +99,8 @@ def test_gradients_equal_the_torch_trainers(family, masters_of, ragged_batch):
     ours, theirs = megatron_trainer(family, masters), torch_trainer(family, masters)
     batch, _ = OBJECTIVE.corrected(ragged_batch)
     found, expected = ours._accumulate(batch, TEMPERATURE, None), theirs._accumulate(batch, TEMPERATURE, None)
+    # No mean, but the exponential of the largest difference: log-probs may differ by 1e-5, so it may by as much of it.
+    assert found.pop("ratio_deviation") == pytest.approx(expected.pop("ratio_deviation"), rel=2e-5)
     assert found == pytest.approx(expected, abs=1e-6)
     gradients = {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in _named(ours).items()}
     whole = ours._policy.whole(gradients)
@@ -130,9 +131,45 @@ def test_minibatches_are_updates_of_their_own(architecture, masters_of, ragged_b
     training = TRAINING.model_copy(update={"minibatches": 3})
     ours = megatron_trainer(architecture(), masters, training=training)
     formats = reference_formats(2)
-    theirs = TorchTrainer(architecture(), masters, formats, formats, training, OBJECTIVE)
+    theirs = ExactTrainer(architecture(), masters, formats, formats, training, OBJECTIVE)
     found, expected = (trainer.step(ragged_batch, TEMPERATURE, None) for trainer in (ours, theirs))
     assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
+    assert largest(ours.masters, {name: tensor.detach() for name, tensor in theirs.masters.items()}) < 1e-4
+
+
+def test_bypass_mode_weighs_by_the_policy_of_each_update(
+    architecture, masters_of, trainer_of, rollout_batch, first_scales, weight_of_two_updates
+):
+    arch = architecture()
+    exact = trainer_of(FP32, arch)
+    formats = rollout_formats(FP32, arch.num_layers)
+
+    def make(training, objective):
+        own = training.model_copy(update={"megatron": TRAINING.megatron})
+        return MegatronTrainer(
+            arch, masters_of(arch), FP32, formats, own, objective, CPU, LocalOptimiser, deterministic=False
+        )
+
+    found, expected, frozen = weight_of_two_updates(make, rollout_batch(exact, first_scales(exact, FP32)), None)
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert abs(frozen - expected) > 1e-3
+
+
+@pytest.mark.parametrize("policy", ["clipped", "kl_cov", "clip_cov"])
+def test_bonus_and_choice_are_the_torch_trainers(policy, architecture, masters_of, ragged_batch):
+    """Entropy in the loss, and tokens singled out over the minibatch, however it is packed."""
+    arch, masters = architecture(), masters_of(architecture())
+    settings = {"clip_cov": {"share": 0.2, "low": 0.001, "high": 10.0}, "kl_cov": {"share": 0.2}}
+    objective = Objective(LossConfig(policy=policy, entropy=0.5, **settings), CorrectionConfig())
+    training = TRAINING.model_copy(update={"minibatches": 2})
+    formats = reference_formats(2)
+    theirs = ExactTrainer(arch, masters, formats, formats, training, objective)
+    stored = rollout_formats(FP32, 2)
+    ours = MegatronTrainer(arch, masters, FP32, stored, training, objective, CPU, LocalOptimiser, deterministic=False)
+    batch = replace(ragged_batch, draw=(0, 1))
+    found, expected = (trainer.step(batch, TEMPERATURE, None) for trainer in (ours, theirs))
+    for name in ("loss", "grad_norm", "clip_fraction", "ratio_mean"):
+        assert getattr(found, name) == pytest.approx(getattr(expected, name), rel=1e-4, abs=1e-6), name
     assert largest(ours.masters, {name: tensor.detach() for name, tensor in theirs.masters.items()}) < 1e-4
 
 

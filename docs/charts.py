@@ -1,0 +1,328 @@
+"""Draw the charts of docs/results/index.md from stored rows, and write its table of claims.
+
+    python docs/charts.py
+
+Reads benchmarks/results/*.json and nothing else. A test compares the table with the page.
+"""
+
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+
+DOCS = Path(__file__).parent
+PAGE = DOCS / "results" / "index.md"
+IMAGES = DOCS / "images"
+RESULTS = DOCS.parent / "benchmarks" / "results"
+Row = dict[str, Any]
+
+# Okabe and Ito, which colour-blind readers can tell apart.
+GREY, BLUE, ORANGE, GREEN, RED, SKY, YELLOW = [
+    "#8c8c8c",
+    "#0072b2",
+    "#e69f00",
+    "#009e73",
+    "#d55e00",
+    "#56b4e9",
+    "#f0e442",
+]
+# A step of more than this compiled kernels; the row shows the compiler's speed.
+COMPILING_MS = 3000
+LIMIT = 8192
+SHAPES = {
+    "Qwen3-8B\n256 x (512 + 3072)": ("qwen3-8b", 256, 3072, False),
+    "Qwen3-8B\n512 x (512 + 2048)": ("qwen3-8b", 512, 2048, False),
+    "Qwen3-8B\n256 x (512 + 1024)": ("qwen3-8b", 256, 1024, False),
+    "Qwen3-8B, long tail\n256 x (512 + <= 3072)": ("qwen3-8b", 256, 3072, True),
+    "Llama-3.1-8B\n256 x (512 + 1024)": ("llama-3.1-8b", 256, 1024, False),
+    "Qwen3-30B-A3B\n256 x (512 + 512)": ("qwen3-30b-a3b", 256, 512, False),
+}
+
+
+def main() -> None:
+    matplotlib.rcParams.update({"svg.hashsalt": "fp8-grpo", "font.size": 10, "axes.axisbelow": True})
+    rollout_chart()
+    ledger_chart()
+    mismatch_chart()
+    page = PAGE.read_text()
+    PAGE.write_text(rewritten(page, claims()))
+
+
+def rewritten(page: str, table: str) -> str:
+    """The page with another table of claims."""
+    before, rest = page.split("<!-- begin: claims -->")
+    return f"{before}<!-- begin: claims -->\n\n{table}\n\n<!-- end: claims -->{rest.split('<!-- end: claims -->')[1]}"
+
+
+# What is claimed
+
+
+def claims() -> str:
+    """A line for each claim: value, condition, rows."""
+    lines = ["| claim | measured | condition | rows |", "| --- | --- | --- | --- |"]
+    for claim, value, condition, file, page in [*_mismatch_claims(), *_speed_claims(), *_run_claims()]:
+        rows = f"[{file}](../../benchmarks/results/{file}), [more]({page})"
+        lines.append(f"| {claim} | {value} | {condition} | {rows} |")
+    return "\n".join(lines)
+
+
+def _mismatch_claims() -> list[tuple[str, ...]]:
+    runs = [run for run in stored("tiny_runs") if run["name"].startswith("tiny, seed")]
+    worst = max(run["tmpe_max"] for run in runs)
+    differing = sum(run["tokens_differing"] for run in runs)
+    small = {row["variant"]: row for row in stored("small_hopper") if row["kind"] == "alignment"}
+    exact, plain = small["fp8_end_to_end_kv"], small["fp8_rollout"]
+    large = {row["variant"]: row for row in _large()}
+    error = "error {:g}, {} tokens differ"
+    return [
+        (
+            "no mismatch on a CPU",
+            error.format(worst, differing),
+            f"{len(runs)} seeds of `tiny`, {runs[0]['steps']} steps, FP8 everywhere",
+            "tiny_runs.json",
+            "tiny.md",
+        ),
+        (
+            "no mismatch on an H200",
+            f"error {exact['tmpe_max']:g}, k3 {exact['k3_kl']:g}",
+            f"aligned engine, 90 million parameters, {exact['steps']} steps; FP8 in the rollout alone: "
+            f"{plain['tmpe_max']:.5f}",
+            "small_hopper.json",
+            "loop.md#learning-in-five-precisions",
+        ),
+        (
+            "no mismatch at Qwen3-8B's shape",
+            f"error {max(large['fp8_end_to_end_kv']['tmpe']):g}",
+            f"aligned engine, random weights, {len(large['fp8_end_to_end_kv']['tmpe'])} steps; BF16: "
+            f"{max(large['bf16']['tmpe']):.3f}",
+            "large_ledger.json",
+            "loop.md#a-step-at-qwen3-8bs-shape",
+        ),
+    ]
+
+
+def _speed_claims() -> list[tuple[str, ...]]:
+    large = {row["variant"]: row["seconds"]["wall"] for row in _large()}
+    training = {
+        (row["precision"], row["deterministic"]): row["seconds"]
+        for row in stored("training_hopper")
+        if row["kind"] == "training" and row["model"] == "qwen3-8b"
+    }
+    found = [
+        (
+            "a whole step",
+            _ratio(large["bf16"] / large["fp8_end_to_end_kv"]),
+            f"192 completions of 1,024 tokens: {large['bf16']:.1f} s and {large['fp8_end_to_end_kv']:.1f} s",
+            "large_ledger.json",
+            "loop.md#a-step-at-qwen3-8bs-shape",
+        )
+    ]
+    for title, shape in list(SHAPES.items())[:2]:
+        rows = rollouts(shape)
+        fastest = max(row["tokens_per_s"] for row in rows if row["precision"] == "bf16")
+        base = _last(rows, "bf16", "stock")["tokens_per_s"]
+        for forward, name in (("aligned", "aligned engine"), ("stock", "vLLM's own model")):
+            speed = _last(rows, "fp8_linear_kv", forward)["tokens_per_s"]
+            found.append(
+                (
+                    f"rollouts, {name}",
+                    f"{_ratio(speed / base)}; {_ratio(speed / fastest)} against the fastest BF16 run",
+                    f"{title.replace(chr(10), ', ')}; {speed:,.0f} tokens/s",
+                    "rollout_hopper.json",
+                    "rollout.md",
+                )
+            )
+    bf16 = training["bf16", False]
+    found.append(
+        (
+            "training, FP8 linears",
+            f"{_ratio(bf16 / training['fp8_block', False])}; "
+            f"{_ratio(bf16 / training['fp8_block', True])} deterministic",
+            "Qwen3-8B, 65,536 tokens, one H200",
+            "training_hopper.json",
+            "training.md",
+        )
+    )
+    return found
+
+
+def _run_claims() -> list[tuple[str, ...]]:
+    resumed = max(row["seconds"] for row in stored("durability_costs") if row["kind"] == "resume")
+    faults = stored("faults_hopper")
+    rest = {row["variant"]: _rest(row) for row in _large()}
+    return [
+        (
+            "time outside generation and training",
+            f"{rest['fp8_end_to_end_kv']:.1%} in FP8, {rest['bf16']:.1%} in BF16",
+            "the whole step above",
+            "large_ledger.json",
+            "loop.md#a-step-at-qwen3-8bs-shape",
+        ),
+        (
+            "resume",
+            f"{resumed:.2f} s",
+            "after 10 and after 1000 steps of `tiny`",
+            "durability_costs.json",
+            "service.md#durability",
+        ),
+        (
+            "injected faults found",
+            f"{sum(row['bound'] is not None for row in faults)} of {len(faults)}",
+            "on an H200, default bounds; on a CPU all of them",
+            "faults_hopper.json",
+            "faults.md",
+        ),
+    ]
+
+
+# Charts
+
+
+def rollout_chart() -> None:
+    """Tokens per second by shape: BF16, FP8 in vLLM's own model, FP8 in the aligned engine."""
+    kinds = [
+        ("BF16", "bf16", "stock", GREY),
+        ("FP8 linears, cache and attention, vLLM's own model", "fp8_linear_kv", "stock", BLUE),
+        ("the same, aligned engine", "fp8_linear_kv", "aligned", ORANGE),
+    ]
+    _, axes = plt.subplots(figsize=(10, 4.6), layout="constrained")
+    for place, shape in enumerate(SHAPES.values()):
+        rows = rollouts(shape)
+        base = _last(rows, "bf16", "stock")["tokens_per_s"]
+        shown = [(kind, row) for kind in kinds if (row := _last(rows, kind[1], kind[2])) is not None]
+        for number, ((_, precision, _, colour), row) in enumerate(shown):
+            x, speed = place + 0.26 * (number - (len(shown) - 1) / 2), row["tokens_per_s"]
+            axes.bar(x, speed, 0.24, color=colour)
+            if precision != "bf16":
+                axes.text(x, speed + 250, f"{speed / base:.2f}x", ha="center", fontsize=9)
+    axes.set_xticks(range(len(SHAPES)), list(SHAPES), fontsize=8.5)
+    axes.set_ylabel("tokens/s")
+    axes.set_title("Rollout speed on one H200: requests x (prompt + completion tokens)", loc="left")
+    axes.legend([plt.Rectangle((0, 0), 1, 1, color=kind[3]) for kind in kinds], [kind[0] for kind in kinds], ncols=3,
+                loc="upper center", bbox_to_anchor=(0.5, -0.14), frameon=False)  # fmt: skip
+    _finish(axes, "rollout-speed.svg")
+
+
+def ledger_chart() -> None:
+    """Seconds of a step at Qwen3-8B's shape by part."""
+    parts = {"rollout": BLUE, "logprobs": SKY, "train": ORANGE, "sync": GREEN, "artifacts": RED}
+    rows = sorted(_large(), key=lambda row: row["variant"] == "bf16")
+    _, axes = plt.subplots(figsize=(10, 2.7), layout="constrained")
+    for place, row in enumerate(rows):
+        seconds, left = row["seconds"], 0.0
+        for part, colour in parts.items():
+            width = seconds[part]
+            axes.barh(place, width, 0.6, left=left, color=colour, label=part if place == 0 else None)
+            if width > 1.5:
+                axes.text(
+                    left + width / 2,
+                    place,
+                    f"{width:.1f} s",
+                    ha="center",
+                    va="center",
+                    color="white" if part == "rollout" else "black",
+                )
+            left += width
+        axes.text(left + 0.3, place, f"{seconds['wall']:.1f} s", va="center")
+    axes.set_yticks(range(len(rows)), ["BF16" if row["variant"] == "bf16" else "FP8, aligned" for row in rows])
+    axes.set_xlabel("seconds of a step")
+    axes.set_xlim(0, 50)
+    axes.set_title("A whole step at Qwen3-8B's shape on one H200: 192 completions of 1,024 tokens", loc="left")
+    axes.legend(ncols=5, loc="upper center", bbox_to_anchor=(0.5, -0.3), frameon=False)
+    _finish(axes, "step-ledger.svg")
+
+
+def mismatch_chart() -> None:
+    """The error of each precision: median and largest step, on a logarithmic axis with a lane for 0."""
+    names = {
+        "fp8_end_to_end_kv": "FP8 linears, cache and attention; aligned",
+        "fp8_end_to_end": "FP8 linears on both sides",
+        "bf16": "BF16 on both sides",
+        "fp8_end_to_end_megatron": "FP8 linears on both sides; Megatron",
+        "fp8_rollout": "FP8 rollout, BF16 training",
+    }
+    rows = {row["variant"]: row for row in stored("small_hopper") if row["kind"] == "alignment"}
+    zero = 1e-6
+    _, axes = plt.subplots(figsize=(10, 3), layout="constrained")
+    for place, variant in enumerate(reversed(names)):
+        median, largest = (rows[variant][key] - 1 for key in ("tmpe_median", "tmpe_max"))
+        if largest == 0:
+            axes.plot(zero, place, "D", color=GREEN, markersize=9)
+            axes.text(zero * 1.25, place, "exactly 0", va="center")
+            continue
+        axes.plot([median, largest], [place, place], color=BLUE, linewidth=2)
+        axes.plot(median, place, "o", color=BLUE, markersize=8)
+        axes.plot(largest, place, "|", color=BLUE, markersize=14, markeredgewidth=2)
+        axes.text(largest * 1.12, place, f"{median:.1e}, at most {largest:.1e}", va="center", fontsize=9)
+    axes.set_xscale("log")
+    axes.set_xlim(zero / 1.5, 1e-2)
+    axes.set_xticks([zero, 1e-5, 1e-4, 1e-3, 1e-2], ["0", "1e-5", "1e-4", "1e-3", "1e-2"])
+    axes.minorticks_off()
+    axes.axvspan(zero / 1.5, zero * 1.9, color="#eeeeee")
+    axes.set_yticks(range(len(names)), list(reversed(names.values())))
+    axes.set_ylim(-0.6, len(names) - 0.4)
+    axes.set_xlabel("token multiplicative probability error - 1: median (dot) and largest (bar) of 40 steps")
+    axes.set_title("Mismatch of rollout and training, 90 million parameters on one H200", loc="left")
+    _finish(axes, "mismatch.svg")
+
+
+def _finish(axes: Axes, name: str) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="x" if name != "rollout-speed.svg" else "y", color="#dddddd")
+    axes.figure.savefig(IMAGES / name, metadata={"Date": None}, facecolor="white")
+    plt.close("all")
+
+
+# Stored rows
+
+
+def stored(name: str) -> list[Row]:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def rollouts(shape: tuple[str, int, int, bool]) -> list[Row]:
+    """Rows of a shape at LIMIT tokens a step that compiled nothing, without special options."""
+    return [
+        row
+        for row in stored("rollout_hopper")
+        if row["kind"] == "rollout"
+        and (row["model"], row["requests"], row["generated"], row["long_tailed"]) == shape
+        and row["batched_tokens"] == LIMIT
+        and not (row["batch_invariant"] or row.get("block_size") or row.get("routes"))
+        and not _compiled(row)
+    ]
+
+
+def _compiled(row: Row) -> bool:
+    """True if the run with the row's speed had a step in which kernels were compiled."""
+    runs = [run for run in row.get("runs", ()) if run["tokens_per_s"] == row["tokens_per_s"]]
+    return any(max(quarter["max"] for quarter in run["step_ms"]) > COMPILING_MS for run in runs)
+
+
+def _last(rows: Sequence[Row], precision: str, forward: str) -> Row | None:
+    found = [row for row in rows if (row["precision"], row.get("forward", "stock")) == (precision, forward)]
+    return found[-1] if found else None
+
+
+def _large() -> list[Row]:
+    return [row for row in stored("large_ledger") if row["kind"] == "step_ledger"]
+
+
+def _rest(row: Row) -> float:
+    seconds = row["seconds"]
+    return 1 - statistics.fsum(seconds[part] for part in ("rollout", "logprobs", "train")) / seconds["wall"]
+
+
+def _ratio(value: float) -> str:
+    return f"{value:.2f}x"
+
+
+if __name__ == "__main__":
+    main()

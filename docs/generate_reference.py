@@ -1,0 +1,149 @@
+"""Write docs/reference/config.md from the configuration's schema, and docs/reference/cli.md from the parser.
+
+    python docs/generate_reference.py
+
+A test fails where a page is out of date.
+"""
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flows.cli import build_parser
+from fp8core.config.load import file_schema
+
+REFERENCE = Path(__file__).resolve().parent / "reference"
+ROOT = REFERENCE.parents[1]
+Schema = Mapping[str, Any]
+
+_CONFIG = """# Configuration
+
+A configuration file lists differences from its `base`. `--set key=value` is the last layer, with the keys below joined
+by points. `fp8-grpo config CONFIG` prints every value with its place. `python docs/generate_reference.py` writes this
+page from the models in `fp8core/config/`; [run.json](../schemas/run.json) is the same for editors.
+"""
+_CLI = """# Command line
+
+`python docs/generate_reference.py` writes this page from the parser.
+
+| exit code | meaning |
+| --- | --- |
+| 0 | done |
+| 1 | the training failed, a file is damaged, or a check found a difference |
+| 2 | a user's mistake, before any work |
+| 3 | paused by a bound of `alignment.stop` |
+| 4 | not enough data (`parity`) |
+| 130, 143 | Ctrl-C; SIGTERM, after the step was committed |
+"""
+_BLOCK = "\n<!-- begin: {0} -->\n\n{1}\n<!-- end: {0} -->\n"
+
+
+def main() -> None:
+    for path, text in pages().items():
+        path.write_text(text)
+
+
+def pages() -> dict[Path, str]:
+    """The pages and their text."""
+    return {
+        REFERENCE / "config.md": _CONFIG + _BLOCK.format("settings", config_tables(file_schema())),
+        REFERENCE / "cli.md": _CLI + _BLOCK.format("commands", cli_tables(build_parser())),
+    }
+
+
+def config_tables(schema: Schema) -> str:
+    """A table for each section, in the order of the schema."""
+    parts = []
+    for name, section in _sections(schema, schema["$defs"], "", ()):
+        required = section.get("required", ())
+        rows = [
+            _setting(key, value, key in required)
+            for key, value in section["properties"].items()
+            if not _section_of(value, schema)
+        ]
+        if rows:
+            title = f"## `{name}`" if name else "## Top level"
+            header = "| setting | value | default | meaning |\n| --- | --- | --- | --- |"
+            parts.append("\n".join([title, "", header, *rows, ""]))
+    return "\n".join(parts)
+
+
+def _sections(section: Schema, definitions: Schema, name: str, above: Sequence[str]) -> Iterator[tuple[str, Schema]]:
+    """A section and those inside it, with their dotted names."""
+    yield name, section
+    for key, value in section["properties"].items():
+        inner = _section_of(value, {"$defs": definitions})
+        if inner and inner not in above:
+            yield from _sections(definitions[inner], definitions, f"{name}.{key}".strip("."), (*above, inner))
+
+
+def _section_of(value: Schema, schema: Schema) -> str | None:
+    """The definition of a setting that is a section of its own; one with a default is a value."""
+    if value.get("default") is not None:
+        return None
+    for choice in (value, *value.get("anyOf", ()), *value.get("allOf", ())):
+        name = choice.get("$ref", "").rpartition("/")[2]
+        if name and "properties" in schema["$defs"].get(name, {}):
+            return name
+    return None
+
+
+def _setting(key: str, value: Schema, required: bool) -> str:
+    default = "required" if required else ""
+    if "default" in value:
+        default = f"`{json.dumps(value['default'], ensure_ascii=False)}`"
+    cells = (f"`{key}`", _values(value), default, value.get("description", ""))
+    return "| " + " | ".join(cell.replace("|", r"\|").replace("\n", " ") for cell in cells) + " |"
+
+
+def _values(value: Schema) -> str:
+    """The values that a setting takes, in words."""
+    if "anyOf" in value:
+        return " or ".join(dict.fromkeys(_values(choice) for choice in value["anyOf"]))
+    if "enum" in value or "const" in value:
+        return ", ".join(f"`{choice}`" for choice in value.get("enum", [value.get("const")]))
+    if "$ref" in value:
+        return f"`{value['$ref'].rpartition('/')[2]}`"
+    if value.get("type") == "array":
+        return f"list of {_values(value.get('items', {}))}"
+    bounds = [
+        f"{sign} {value[name]:,}"
+        for name, sign in {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}.items()
+        if name in value
+    ]
+    kinds = {"object": "mapping", "string": "text", "boolean": "true or false", "null": "null"}
+    kind = value.get("type", "any")
+    return ", ".join([kinds.get(kind, kind), *bounds])
+
+
+def cli_tables(parser: argparse.ArgumentParser) -> str:
+    """A section for each command: its description, its arguments."""
+    (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    summaries = {choice.dest: choice.help or "" for choice in commands._choices_actions}
+    parts = []
+    for name, command in commands.choices.items():
+        rows = [_argument(action) for action in command._actions if action.dest != "help"]
+        table = ["| argument | default | meaning |", "| --- | --- | --- |", *rows, ""] if rows else []
+        parts.append("\n".join([f"## `fp8-grpo {name}`", "", _sentence(summaries.get(name, "")), "", *table]))
+    return "\n".join(parts)
+
+
+def _argument(action: argparse.Action) -> str:
+    metavar = action.metavar if isinstance(action.metavar, str) else action.dest.upper()
+    value = "" if action.nargs == 0 else f" {metavar}"
+    name = ", ".join(f"{option}{value}" for option in action.option_strings) or metavar
+    shown = action.default not in (None, False, [], argparse.SUPPRESS)
+    # A folder of this checkout by its name there: the page is the same on every machine.
+    default = f"`{str(action.default).removeprefix(f'{ROOT}/')}`" if shown else ""
+    help_ = (action.help or "") % {"default": action.default, "prog": "fp8-grpo"}
+    return f"| `{name}` | {default} | {help_.replace('|', chr(92) + '|')} |"
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}." if text else ""
+
+
+if __name__ == "__main__":
+    main()

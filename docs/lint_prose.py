@@ -1,0 +1,202 @@
+"""Check the prose of pages, docstrings and comments against the rules of plain technical English.
+
+    python docs/lint_prose.py README.md docs               # every rule
+    python docs/lint_prose.py --rules words fp8core flows   # some rules
+
+Vale has such rules, but its package downloads the program from GitHub when it first runs. This script needs nothing.
+
+| rule | a finding is |
+| --- | --- |
+| length | a sentence of more than 25 words |
+| clause | a sentence with a clause as its subject: it starts with who, what, whether, which, how or why |
+| verbs | a human verb where a process is the subject: VERBS below |
+| words | a word or phrase that has a better one: WORDS below |
+
+Not prose: code, headings, addresses, text between `<!-- begin: NAME -->` and its end, and tables below docs/results,
+which scripts print from stored rows. An inline code span counts as one word.
+"""
+
+import argparse
+import ast
+import io
+import re
+import sys
+import tokenize
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+LONGEST = 25
+
+# A phrase that the reader should not meet, and what to write in its place.
+WORDS = {
+    r"\bleave \S+ away\b": "omit",
+    r"lays? [\w ]+ over one another": "overlay",
+    r"as fast as can be": "at full speed",
+    r"\bcompany\b": "the same requests",
+    r"\bgoodbye\b": "exit message",
+    r"\blifeline\b": "end with the parent",
+    r"\bparcel\b": "shared weights",
+    r"\blent\b": "shared",
+    r"\bnaps?\b(?!\.)": "sleep",
+    r"\btombstones?\b(?!\.)": "deletion log",
+    r"\bbury\b|\bburied\b": "record in the deletion log",
+    r"\bmends?\b|\bmended\b|\bmade whole\b": "recompute",
+    r"\bimitates?\b|\bimitation\b": "supervised warm start",
+    r"\bbrought? to life\b": "build",
+    r"\bheap\b": "garbage collector",
+    r"\blet (?:a|the) [\w ]+ rest\b": "pause",
+    r"\bin the place of\b": "instead of",
+    r"\bin our own\b": "in the",
+    r"\butili[sz]e": "use",
+    r"\bin order to\b": "to",
+    r"\bsimply\b|\bjust\b|\bobviously\b|\bof course\b": "(nothing)",
+    r"\bfor the sake of\b": "for",
+    r"\bwherefore\b|\bwhereupon\b|\bthereof\b|\bherein\b": "a plain clause",
+    r"\bby luck\b": "by chance",
+    r"\bwhere the [\w ]+ (?:do|does)(?=[.,;:]|$)": "the name of the place",
+    r"\b(?:do|does|did) not tell\b": "does not expose",
+    r"\bis another(?: one)?(?! \w)|\bare others\b": "differs",
+    r"\bcuts off\b": "truncates",
+    r"\bcomes? to lie\b": "is allocated",
+    r"\bgives? back\b|\bgiven back\b": "releases",
+    r"\bthe dead (?:is|are)\b|\bfor the dead\b": "stuck ranks",
+}
+CLAUSE = re.compile(r"^(?:who|what|whoever|whatever|whether|which|how|why)\b", re.IGNORECASE)
+VERBS = re.compile(r"\b(?:asks|knows|says|tells|wants|believes|forgets|remembers)\b", re.IGNORECASE)
+
+
+class Finding(NamedTuple):
+    """A place that breaks a rule."""
+
+    path: Path
+    line: int
+    rule: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.rule}: {self.text}"
+
+
+class Block(NamedTuple):
+    """Text that is read in one go: a paragraph, an item of a list, a cell of a table, a docstring's paragraph."""
+
+    line: int
+    text: str
+    is_cell: bool = False
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("paths", nargs="+", type=Path, help="files, or folders with .md or .py files")
+    parser.add_argument("--rules", nargs="+", choices=RULES, default=list(RULES))
+    options = parser.parse_args()
+    findings = [found for path in _files(options.paths) for found in check(path, options.rules)]
+    print(*findings, sep="\n", end="\n" if findings else "")
+    print(f"{len(findings)} findings", file=sys.stderr)
+    return 1 if findings else 0
+
+
+def check(path: Path, rules: list[str]) -> Iterator[Finding]:
+    """The findings of one file, in the order of its lines."""
+    text = path.read_text()
+    blocks = markdown_blocks(text) if path.suffix == ".md" else python_blocks(text)
+    for line, block, is_cell in blocks:
+        if is_cell and "results" in path.parts:
+            continue
+        for sentence in sentences(block):
+            for rule in rules:
+                if (said := RULES[rule](sentence)) is not None:
+                    yield Finding(path, line, rule, said)
+
+
+def sentences(block: str) -> list[str]:
+    """The sentences of a block, with code, links and emphasis as plain words."""
+    plain = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", block)
+    plain = re.sub(r"`+[^`]+`+", "code", plain)
+    plain = re.sub(r"[*_]{2}|https?://\S+", " ", plain.replace("<br>", ". "))
+    plain = re.sub(r"\b(?:e\.g|i\.e|vs|et al|etc)\.", "", plain)
+    return [part.strip() for part in re.split(r"(?<=[.!?])[)\"']*\s+", plain) if part.strip()]
+
+
+def _length(sentence: str) -> str | None:
+    words = re.findall(r"[^\s|]*\w[^\s|]*", sentence)
+    return f"{len(words)} words: {sentence[:90]}" if len(words) > LONGEST else None
+
+
+def _clause(sentence: str) -> str | None:
+    return sentence[:90] if CLAUSE.match(sentence) and sentence.endswith(".") else None
+
+
+def _verbs(sentence: str) -> str | None:
+    found = VERBS.search(sentence)
+    return f"{found[0]}: {sentence[:90]}" if found else None
+
+
+def _words(sentence: str) -> str | None:
+    for pattern, better in WORDS.items():
+        if found := re.search(pattern, sentence, re.IGNORECASE):
+            return f"{found[0]!r}, better: {better}"
+    return None
+
+
+RULES: dict[str, Callable[[str], str | None]] = {
+    "length": _length,
+    "clause": _clause,
+    "verbs": _verbs,
+    "words": _words,
+}
+
+
+def markdown_blocks(text: str) -> Iterator[Block]:
+    """Paragraphs, items and cells; no headings, fences, comments or front matter."""
+    # A script writes what lies between markers; it is checked where it comes from.
+    text = re.sub(r"<!-- begin: (\w+) -->.*?<!-- end: \1 -->", _empty_lines, text, flags=re.DOTALL)
+    text = re.sub(r"\A---\n.*?\n---\n|<!--.*?-->", _empty_lines, text, flags=re.DOTALL)
+    text = re.sub(r"^(`{3,}).*?^\1`*$", _empty_lines, text, flags=re.DOTALL | re.MULTILINE)
+    start, lines = 0, list[str]()
+    for number, line in enumerate([*text.splitlines(), ""], 1):
+        starts_item = re.match(r"\s*(?:[-*]|\d+\.)\s", line)
+        if lines and (not line.strip() or starts_item or line.startswith(("|", "#"))):
+            yield Block(start, " ".join(lines))
+            lines = []
+        if line.startswith("|"):
+            if not re.fullmatch(r"[|\s:-]+", line):
+                yield from (Block(number, cell.strip(), True) for cell in re.split(r"(?<!\\)\|", line) if cell.strip())
+        elif line.strip() and not line.startswith(("#", "    ")):
+            if not lines:
+                start = number
+            lines.append(re.sub(r"^\s*(?:[-*]|\d+\.|>)\s+", "", line).strip())
+
+
+def python_blocks(text: str) -> Iterator[Block]:
+    """Docstrings' paragraphs and comments that stand alone."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            for block in markdown_blocks(ast.get_docstring(node) or ""):
+                yield Block(node.body[0].lineno + block.line - 1, block.text)
+    start, lines = 0, list[str]()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT and token.line.strip().startswith("#"):
+            if not lines:
+                start = token.start[0]
+            lines.append(token.string.lstrip("# "))
+        elif lines and token.type not in (tokenize.NL, tokenize.NEWLINE):
+            yield Block(start, " ".join(lines))
+            lines = []
+
+
+def _empty_lines(match: re.Match[str]) -> str:
+    return "\n" * match[0].count("\n")
+
+
+def _files(paths: list[Path]) -> Iterator[Path]:
+    for path in paths:
+        if path.is_dir():
+            yield from sorted(file for file in path.rglob("*") if file.suffix in (".md", ".py"))
+        else:
+            yield path
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,92 @@
+"""The `fp8-grpo` command: one module a command, named as the command.
+
+Exit codes: 0 done; 1 the training failed, or a stored file is damaged; 2 the user's mistake, found before any work.
+A stop has one of its own: 3 paused by a bound of `alignment.stop`; 130 Ctrl-C, at once; 143 SIGTERM, after the current
+step.
+"""
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from flows.cli import (
+    bisect,
+    compare,
+    config,
+    doctor,
+    evaluate,
+    export,
+    gc,
+    graph,
+    parity,
+    plan,
+    quantise,
+    replay,
+    report,
+    resume,
+    run,
+    up,
+    verify,
+)
+from flows.environment import search_last
+from flows.launch import stopped
+from fp8core.errors import StoredFileError, UserError
+
+# In the order of the help.
+_COMMANDS = (
+    run,
+    graph,
+    config,
+    doctor,
+    quantise,
+    bisect,
+    evaluate,
+    replay,
+    export,
+    resume,
+    verify,
+    compare,
+    report,
+    gc,
+    parity,
+    plan,
+    up,
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; mistakes of the user are one line on stderr."""
+    search_last(Path.cwd())
+    try:
+        options = build_parser().parse_args(arguments)
+        code = int(options.command(options))
+        sys.stdout.flush()
+        return code
+    except StoredFileError as error:
+        return stopped(str(error), 1)
+    except UserError as error:
+        return stopped(str(error), 2)
+    except KeyboardInterrupt:
+        return stopped("interrupted", 128 + signal.SIGINT)
+    except BrokenPipeError:
+        # The reader is gone (`| head`). Python flushes once more at exit, and needs an open file.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    parser = argparse.ArgumentParser(prog="fp8-grpo", description="GRPO in block-wise FP8.")
+    commands = parser.add_subparsers(metavar="COMMAND")
+    for command in _COMMANDS:
+        command.add_command(commands)
+
+    def show_help(options: argparse.Namespace) -> int:
+        parser.print_help(sys.stderr)
+        return 2
+
+    parser.set_defaults(command=show_help)
+    return parser

@@ -1,0 +1,30 @@
+"""`fp8-grpo config`: every setting of a configuration with the origin of its value."""
+
+import argparse
+import json
+from typing import Any
+
+from flows.cli.arguments import add_config
+
+
+def add_command(commands: Any) -> None:
+    """Declare the command on the parser's subcommands."""
+    parser = commands.add_parser("config", help="print a configuration with the origin of each value")
+    add_config(parser)
+    parser.set_defaults(command=print_config)
+
+
+def print_config(options: argparse.Namespace) -> int:
+    """Print a setting a line; returns the exit code, raises UserError."""
+    from fp8core.alignment.bounds import stop_bounds
+    from fp8core.config.load import leaves, load_config, origins
+
+    config = load_config(options.config, options.overrides)
+    values, bounds = leaves(config.model_dump(mode="json", by_alias=True)), stop_bounds(config)
+    resolved = {f"alignment.stop.{name}": value for name, value in bounds.settings().items()}
+    for key, origin in origins(options.config, options.overrides).items():
+        if values[key] is None and key in resolved:
+            print(f"{key} = {json.dumps(resolved[key])}  # default of the {bounds.contract} contract: {bounds.reason}")
+        else:
+            print(f"{key} = {json.dumps(values[key])}  # {origin}")
+    return 0

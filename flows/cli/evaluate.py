@@ -1,0 +1,74 @@
+"""`fp8-grpo evaluate`: run the evaluation flow in this process, with a Prefect server of its own where none is set."""
+
+import argparse
+from dataclasses import fields
+from typing import Any
+
+from flows.cli.arguments import add_output, add_overrides
+from flows.launch import explain, prepare_prefect
+from fp8core.errors import UserError
+
+
+def add_command(commands: Any) -> None:
+    """Declare the command on the parser's subcommands."""
+    parser = commands.add_parser("evaluate", help="measure a checkpoint: pass@k, maj@k and intervals, by precision")
+    parser.add_argument("target", metavar="RUN|FOLDER", help="a run (name or folder), or the folder of a checkpoint")
+    parser.add_argument("--step", type=int, metavar="N", help="step of the run (default: its last)")
+    parser.add_argument("--config", help="configuration of a checkpoint's folder (default: that of the run)")
+    parser.add_argument(
+        "--data", metavar="SOURCE", help="a .jsonl file or Hugging Face dataset (default: the held-out prompts)"
+    )
+    parser.add_argument("--split", help="split of a Hugging Face dataset")
+    parser.add_argument("--prompts", type=int, metavar="N", help="how many prompts")
+    parser.add_argument("--samples", type=int, metavar="N", help="completions of each prompt (default 1)")
+    parser.add_argument(
+        "--k", type=_numbers, metavar="K[,K]", help="the k of pass@k and maj@k (default: 1 and all samples)"
+    )
+    parser.add_argument("--temperature", type=float, help="0 is greedy (default for one sample), else as configured")
+    parser.add_argument("--max-new-tokens", type=int, metavar="N", help="length limit (default: as configured)")
+    parser.add_argument(
+        "--precision",
+        action="append",
+        dest="precisions",
+        choices=("configured", "bf16", "fp8"),
+        help="precision to answer in; several are compared with the first (default: configured)",
+    )
+    parser.add_argument("--seed", type=int, help="of samples and of resampling (default 0)")
+    parser.add_argument("--confidence", type=float, metavar="P", help="of the intervals (default 0.95)")
+    add_output(parser, "--json", "write the result as JSON")
+    add_overrides(parser)
+    parser.set_defaults(command=evaluate_target)
+
+
+def evaluate_target(options: argparse.Namespace) -> int:
+    """Run the flow; returns the exit code (1: it failed), raises UserError."""
+    from flows.evaluation import EvaluationRequest, refuse
+
+    given = {field.name: getattr(options, field.name) for field in fields(EvaluationRequest)}
+    parameters = {name: value for name, value in given.items() if value is not None}
+    refuse(EvaluationRequest(**parameters))
+    prepare_prefect()
+    return _run({**parameters, "output": None if options.json is None else str(options.json)})
+
+
+def _run(parameters: dict[str, Any]) -> int:
+    """Prefect reads its environment when it is imported, hence not before `prepare_prefect`."""
+    from prefect.exceptions import ParameterTypeError
+
+    from flows.evaluate import evaluate
+
+    try:
+        evaluate.validate_parameters(parameters)
+    except ParameterTypeError as error:
+        raise UserError("; ".join(line.strip(" -") for line in str(error).splitlines()[1:])) from error
+    state = evaluate(**parameters, return_state=True)
+    if state.is_completed():
+        return 0
+    explain(state)
+    return 1
+
+
+def _numbers(text: str) -> list[int]:
+    if not all(part.isdecimal() for part in text.split(",")):
+        raise argparse.ArgumentTypeError(f"expected numbers with commas between them, found {text!r}")
+    return [int(part) for part in text.split(",")]

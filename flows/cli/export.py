@@ -1,0 +1,86 @@
+"""`fp8-grpo export`: the policy after a step as a folder that transformers and vLLM load."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flows.environment import set_engine_variables
+from flows.launch import stopped
+from flows.run_lookup import description_of, find_run
+
+if TYPE_CHECKING:
+    from fp8core.run.export import Policy
+    from fp8core.run.replay import RunSnapshot
+
+
+def add_command(commands: Any) -> None:
+    """Declare the command on the parser's subcommands."""
+    parser = commands.add_parser("export", help="write the policy after a step as a Hugging Face folder")
+    parser.add_argument("run", metavar="RUN", help="a run (name or folder); it is only read, and may be live")
+    parser.add_argument("target", type=Path, metavar="TARGET", help="folder to be made")
+    parser.add_argument("--step", type=int, required=True, metavar="N", help="the step; 0 is the initial policy")
+    parser.add_argument(
+        "--format", choices=("bf16", "fp8"), default="bf16", help="of the linears (default bf16; fp8 as `quantise`)"
+    )
+    parser.set_defaults(command=export_step)
+
+
+def export_step(options: argparse.Namespace) -> int:
+    """Write and link the policy; returns the exit code (1: it cannot be restored equal), raises UserError."""
+    import torch
+
+    from flows.tracking.results import link_export, tracked
+    from flows.tracking.store import quiet_store_logs
+    from fp8core.report.console import Console
+    from fp8core.run.export import export, refuse_existing, stored_policy
+    from fp8core.run.replay import FAILURES, RunSnapshot
+    from fp8core.run.resume import RedoError
+
+    quiet_store_logs()
+    torch.set_num_threads(1)
+    refuse_existing(options.target)
+    folder = find_run(options.run)
+    original = RunSnapshot.read(folder, description_of(folder))
+    original.refuse_unknown(options.step)
+    set_engine_variables(original.config(options.step))
+    try:
+        with stored_policy(original, options.step, Console(sys.stderr, options.step)) as policy:
+            write = _write_bf16 if options.format == "bf16" else _write_fp8
+            export(
+                original,
+                options.step,
+                policy,
+                options.format,
+                options.target,
+                write(original, policy),
+                tracked(folder, options.step),
+            )
+    except (RedoError, *FAILURES) as error:
+        return stopped(f"the policy after step {options.step} cannot be restored: {error}", 1)
+    print(f"{options.target}: the policy after step {options.step} of {folder.name} in {options.format}")
+    print(link_export(folder, options.step, options.target))
+    return 0
+
+
+def _write_bf16(original: "RunSnapshot", policy: "Policy") -> Any:
+    from fp8core.run.export import copy_folder
+
+    return lambda target: copy_folder(policy.folder, target)
+
+
+def _write_fp8(original: "RunSnapshot", policy: "Policy") -> Any:
+    """In block FP8, but for the layers that the run's rollouts kept in BF16."""
+    from flows.cli.quantise import print_remarks, write_with_bar
+    from fp8core.config.load import reload_config
+    from fp8core.models.quantised_checkpoint import KeptInBf16, plan_quantisation
+
+    contract = reload_config(original.described.config).precision
+    kept = KeptInBf16(contract.bf16_first_layers, contract.bf16_last_layers)
+    plan = plan_quantisation(policy.folder, kept, contract.scale_rule)
+
+    def write(target: Path) -> None:
+        write_with_bar(plan, target)
+        print_remarks(plan)
+
+    return write

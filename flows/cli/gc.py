@@ -1,0 +1,74 @@
+"""`fp8-grpo gc`: list what a run need not keep, and remove it with --yes."""
+
+import argparse
+from collections import defaultdict
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from flows.cli.arguments import add_overrides
+
+if TYPE_CHECKING:
+    from fp8core.config.run import KeepConfig
+    from fp8core.store.gc import Removal
+
+
+def add_command(commands: Any) -> None:
+    """Declare the command on the parser's subcommands."""
+    parser = commands.add_parser("gc", help="list what artifacts.keep does not keep of a run, and remove it with --yes")
+    parser.add_argument("run", metavar="RUN", help="a run: its folder, or a name below ./runs")
+    parser.add_argument("--yes", action="store_true", help="remove what is listed")
+    add_overrides(parser, "change what the run was to keep, as in --set 'artifacts.keep={last: 2, every: 10}'")
+    parser.set_defaults(command=collect)
+
+
+def collect(options: argparse.Namespace) -> int:
+    """List, and remove when asked to; returns the exit code.
+
+    Raises:
+        UserError: a process has the run (pid and host), or what `plan_removal` and `remove` raise.
+    """
+    from flows.run_lookup import description_of, find_run
+    from flows.tracking.record import read_record
+    from fp8core.config.load import reload_config
+    from fp8core.store.gc import plan_removal, remove
+    from fp8core.store.lock import RunLock
+    from fp8core.store.run_directory import LOCK
+
+    folder = find_run(options.run)
+    keep = reload_config(description_of(folder).config, options.overrides).artifacts.keep
+    lock = RunLock.acquire(folder / LOCK)
+    try:
+        tracked = read_record(folder)
+        published = None if tracked is None else tracked.published
+        removal = plan_removal(folder, keep, datetime.now(UTC).isoformat(timespec="seconds"), published)
+        print(removal_text(keep, removal))
+        if options.yes:
+            remove(folder, removal.deletions)
+        if removal.deletions:
+            print("removed; tombstones.jsonl names each file" if options.yes else "nothing was removed yet: add --yes")
+    finally:
+        lock.release()
+    return 0
+
+
+def removal_text(keep: "KeepConfig | None", removal: "Removal") -> str:
+    """Steps to keep and to remove, and the size of each kind to remove, as aligned lines."""
+    from fp8core.store.run_view import spans
+
+    kinds: dict[str, list[int]] = defaultdict(list)
+    for tombstone in removal.deletions:
+        kinds[tombstone.kind].append(tombstone.size)
+    everything = [size for sizes in kinds.values() for size in sizes]
+    rows = [(kind, len(sizes), sum(sizes)) for kind, sizes in sorted(kinds.items())]
+    rows.append(("in all", len(everything), sum(everything)))
+    width = max(len(kind) for kind, _, _ in rows)
+    return "\n".join(
+        [
+            f"artifacts.keep: {'every step' if keep is None else keep.model_dump_json(exclude_none=True)}",
+            f"steps kept:     {spans(removal.kept) or 'none'}",
+            f"steps dropped:  {spans(removal.dropped) or 'none'}",
+            "",
+            f"{'to remove':{width}}  {'files':>7}  {'bytes':>15}",
+            *(f"{kind:{width}}  {files:7,}  {size:15,}" for kind, files, size in rows),
+        ]
+    )

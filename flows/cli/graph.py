@@ -1,0 +1,24 @@
+"""`fp8-grpo graph`: the iteration of a configuration as text and as Mermaid."""
+
+import argparse
+from typing import Any
+
+from flows.cli.arguments import add_config
+
+
+def add_command(commands: Any) -> None:
+    """Declare the command on the parser's subcommands."""
+    parser = commands.add_parser("graph", help="draw the iteration of a configuration")
+    add_config(parser)
+    parser.set_defaults(command=graph)
+
+
+def graph(options: argparse.Namespace) -> int:
+    """Print both; returns the exit code, raises UserError."""
+    from fp8core.config.load import load_open_config
+    from fp8core.report.text import pipeline_mermaid, pipeline_text
+    from fp8core.run.open import pipeline_of
+
+    plan = pipeline_of(load_open_config(options.config, options.overrides))
+    print(pipeline_text(plan), pipeline_mermaid(plan), sep="\n\n")
+    return 0

@@ -1,0 +1,65 @@
+"""`fp8-grpo parity`: run the parity flow in this process, with a Prefect server of its own where none is set."""
+
+import argparse
+import signal
+import sys
+from typing import Any
+
+from flows.launch import explain, prepare_prefect, stopped
+from flows.termination import keep_interrupt
+from fp8core.errors import UserError
+
+UNDECIDED = 4
+"""Exit code of NOT ENOUGH DATA: neither a pass nor an error."""
+
+
+def add_command(commands: Any) -> None:
+    """Declare the command on the parser's subcommands."""
+    parser = commands.add_parser("parity", help="train in BF16 and in FP8, and judge whether FP8 learns the same")
+    parser.add_argument("config", nargs="?", help="a shipped configuration or a YAML file (default: tiny-nightly)")
+    parser.add_argument("--name", help="name of the parity run; an existing one is continued")
+    parser.add_argument("--seeds", type=_seeds, metavar="N[,N]", help="seeds of every variant (default: as configured)")
+    parser.add_argument("--steps", type=int, metavar="N", help="GRPO steps of each training (default: as configured)")
+    parser.add_argument(
+        "--variant", action="append", dest="variants", metavar="NAME", help="what to train (default: all variants)"
+    )
+    parser.add_argument("--set", action="append", dest="overrides", metavar="KEY=VALUE", help="override a setting")
+    parser.set_defaults(command=run_parity)
+
+
+def run_parity(options: argparse.Namespace) -> int:
+    """Run the flow; returns the exit code: 0 for PASS, 1 for FAIL, 4 for NOT ENOUGH DATA. Raises UserError."""
+    names = ("config", "name", "seeds", "steps", "variants", "overrides")
+    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    prepare_prefect()
+    # An exception, so that the training is closed and Prefect's server stops with us.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(stopped("terminated", 128 + number)))
+    return _run(given)
+
+
+def _run(parameters: dict[str, Any]) -> int:
+    """Prefect reads its environment when it is imported, hence not before `prepare_prefect`."""
+    from prefect.exceptions import ParameterTypeError
+
+    from flows.parity import parity
+    from fp8core.parity.verdict import NOT_ENOUGH
+
+    try:
+        parity.validate_parameters(parameters)
+    except ParameterTypeError as error:
+        raise UserError("; ".join(line.strip(" -") for line in str(error).splitlines()[1:])) from error
+    with keep_interrupt() as interrupt:
+        state = parity(**parameters, return_state=True)
+        if not state.is_completed():
+            interrupt.check()
+    if state.is_completed() or state.name == NOT_ENOUGH:
+        print(f"fp8-grpo: {state.message}", flush=True)
+        return 0 if state.is_completed() else UNDECIDED
+    explain(state)
+    return 1
+
+
+def _seeds(text: str) -> list[int]:
+    if not all(part.isdecimal() for part in text.split(",")):
+        raise argparse.ArgumentTypeError(f"expected numbers with commas between them, found {text!r}")
+    return [int(part) for part in text.split(",")]

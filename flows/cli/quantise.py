@@ -1,0 +1,124 @@
+"""`fp8-grpo quantise` and `fp8-grpo dequantise`: a checkpoint to block FP8, and back to BF16.
+
+On a terminal a bar shows the progress; elsewhere only the summary is printed.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flows.cli.arguments import at_least
+
+if TYPE_CHECKING:
+    from fp8core.models.quantised_checkpoint import Plan, Report
+
+_SHOWN = 8
+
+
+def add_command(commands: Any) -> None:
+    """Declare both commands on the parser's subcommands."""
+    quantise = _add(commands, "quantise", quantise_folder, "write a checkpoint's linears in block FP8")
+    quantise.add_argument("--first", type=at_least(0), default=0, metavar="N", help="keep the first N layers in BF16")
+    quantise.add_argument("--last", type=at_least(0), default=0, metavar="N", help="keep the last N layers in BF16")
+    quantise.add_argument(
+        "--keep", nargs="+", action="extend", default=[], metavar="NAME", help="keep in BF16, such as '*.down_proj'"
+    )
+    quantise.add_argument(
+        "--scale-rule", choices=("pow2", "fp32"), default="pow2", help="powers of two (default) or FP32 scales"
+    )
+    _add(commands, "dequantise", dequantise_folder, "write a block-FP8 checkpoint in BF16")
+
+
+def quantise_folder(options: argparse.Namespace) -> int:
+    """Convert `options.source` to block FP8 in `options.target`; returns the exit code, raises UserError."""
+    from fp8core.models.quantised_checkpoint import KeptInBf16, plan_quantisation
+
+    kept = KeptInBf16(options.first, options.last, tuple(options.keep))
+    plan = plan_quantisation(options.source, kept, options.scale_rule)
+    seconds = write_with_bar(plan, options.target)
+    print(f"{options.target}: {_summary(plan, seconds)}, {options.scale_rule} scales")
+    print_remarks(plan)
+    return 0
+
+
+def dequantise_folder(options: argparse.Namespace) -> int:
+    """Convert block FP8 in `options.source` to BF16 in `options.target`; returns the exit code, raises UserError."""
+    from fp8core.models.quantised_checkpoint import plan_dequantisation
+
+    plan = plan_dequantisation(options.source)
+    print(f"{options.target}: {_summary(plan, write_with_bar(plan, options.target))}")
+    _print_names("not copied", [str(path) for path in plan.left_out])
+    return 0
+
+
+def _add(commands: Any, name: str, command: Any, text: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=text)
+    parser.add_argument("source", type=Path, metavar="SOURCE", help="folder of the checkpoint")
+    parser.add_argument("target", type=Path, metavar="TARGET", help="folder to be made")
+    parser.set_defaults(command=command)
+    return parser
+
+
+def print_remarks(plan: "Plan") -> None:
+    """Print limits of a quantisation: tensors not converted, files not copied, tensors that others may not read."""
+    _print_names("kept in BF16, unrecognised", plan.unrecognised)
+    ragged = [spec.name for spec in plan.converted if any(side % 128 for side in spec.shape)]
+    _print_names("no whole tiles of 128, so vLLM and transformers may refuse them", ragged)
+    _print_names("not copied", [str(path) for path in plan.left_out])
+
+
+def write_with_bar(plan: "Plan", target: Path) -> float:
+    """Carry out the plan; returns seconds."""
+    import torch
+
+    from fp8core.models.quantised_checkpoint import write_checkpoint
+
+    # The operations are small: beside other work, threads lose far more at their barriers than they gain.
+    torch.set_num_threads(1)
+    began = time.perf_counter()
+    with _bar(len(plan.conversions), plan.size) as report:
+        write_checkpoint(plan, target, report)
+    return time.perf_counter() - began
+
+
+@contextmanager
+def _bar(tensors: int, size: int) -> Iterator["Report"]:
+    """A bar on stderr while that is a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    console = Console(file=sys.stderr)
+    columns = (
+        BarColumn(),
+        TextColumn(f"{{task.fields[finished]}}/{tensors} tensors"),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=size, finished=0)
+        finished = 0
+
+        def report(added: int, written: int) -> None:
+            nonlocal finished
+            finished += added
+            progress.update(task, advance=written, finished=finished)
+
+        yield report
+
+
+def _summary(plan: "Plan", seconds: float) -> str:
+    before = sum(conversion.stored.spec.size for conversion in plan.conversions)
+    return (
+        f"{len(plan.converted)} of {len(plan.conversions)} tensors converted, {plan.parameters:,} parameters, "
+        f"{before / 1e9:.2f} -> {plan.size / 1e9:.2f} GB in {seconds:.1f} s"
+    )
+
+
+def _print_names(label: str, names: Any) -> None:
+    if names:
+        others = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        print(f"{label}: {', '.join(names[:_SHOWN])}{others}")

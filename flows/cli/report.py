@@ -1,0 +1,41 @@
+"""`fp8-grpo report`: one HTML page that overlays one or more runs, from their folders alone."""
+
+import argparse
+from typing import Any
+
+from flows.cli.arguments import add_output
+from flows.launch import stopped
+from flows.run_lookup import find_run
+
+PAGE = "report.html"
+
+
+def add_command(commands: Any) -> None:
+    """Declare the command on the parser's subcommands."""
+    parser = commands.add_parser("report", help="write one HTML page about one or more runs")
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="a run (name or folder); several are laid over another")
+    add_output(parser, "--out", f"the page to write (default {PAGE})", PAGE)
+    add_output(parser, "--png", "the most important charts as a picture")
+    parser.set_defaults(command=report_runs)
+
+
+def report_runs(options: argparse.Namespace) -> int:
+    """Read, draw and write; returns the exit code, 1 when a file is damaged; raises UserError."""
+    from fp8core.report.run_data import read_runs, refuse_duplicates
+    from fp8core.report.run_report import key_charts, report_html
+
+    folders = [find_run(run) for run in options.runs]
+    refuse_duplicates(folders)
+    runs = read_runs(folders)
+    options.out.write_text(report_html(runs))
+    print(options.out)
+    if options.png is not None:
+        from fp8core.report.drawing import draw_png
+
+        draw_png(key_charts(runs), options.png, ", ".join(run.label for run in runs))
+        print(options.png)
+    damaged = [f"{run.evidence.folder}: {line}" for run in runs for line in run.damaged]
+    if damaged:
+        more = f" (and {len(damaged) - 1} more, which the page lists)" if len(damaged) > 1 else ""
+        return stopped(f"{damaged[0]}{more}", 1)
+    return 0

@@ -1,0 +1,39 @@
+"""`fp8-grpo resume`: continue a run from the contents of its folder, wherever that folder lies now."""
+
+import argparse
+import os
+import shlex
+from pathlib import Path
+from typing import Any
+
+from flows.cli.arguments import add_output, add_overrides
+from flows.environment import search_last
+from flows.launch import launch
+from flows.run_lookup import description_of, find_run, load_settings
+
+
+def add_command(commands: Any) -> None:
+    """Declare the command on the parser's subcommands."""
+    parser = commands.add_parser("resume", help="continue a run with the configuration it was begun with")
+    parser.add_argument("run", metavar="RUN", help="a run (name or folder)")
+    add_output(parser, "--json", "write the summary as JSON")
+    add_overrides(parser, "change a setting that makes no numbers, as steps=120, which extends the run")
+    parser.add_argument("--new-code", action="store_true", help="go on with other code than last, as a new segment")
+    parser.set_defaults(command=resume_run)
+
+
+def resume_run(options: argparse.Namespace) -> int:
+    """Continue `options.run`; returns the exit code, raises UserError."""
+    folder = find_run(options.run)
+    summary = options.json.absolute() if options.json is not None else None
+    _go_back_to(Path(description_of(folder).begun_in))
+    config = load_settings(str(folder), options.overrides)
+    given = {"config": str(folder), "overrides": options.overrides, "new_code": options.new_code}
+    return launch(config, given, summary, f"fp8-grpo resume {shlex.quote(options.run)}")
+
+
+def _go_back_to(begun_in: Path) -> None:
+    """Paths and steps of the user's own were found from there. A run from elsewhere has them here."""
+    if begun_in.is_dir():
+        os.chdir(begun_in)
+        search_last(begun_in)

@@ -1,0 +1,312 @@
+"""`fp8-grpo up`: Prefect server, work pools, deployments, workers and MLflow server on this machine, in the foreground.
+
+It prints `ready` when all of them answer, and waits. Ctrl-C or SIGTERM takes everything down, and so does the death of
+one of them. A running training commits its step first; a second signal ends it at once.
+"""
+
+import argparse
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, NoReturn, Self
+
+import psutil
+
+from flows.environment import hold_prefect_start, make_prefect_home, mlflow_has_database, service_environment
+from flows.launch import stopped
+from flows.prefect_server import answers
+from fp8core.end_with_parent import TiedProcess, installed, running
+from fp8core.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+_HERE = ("--host", "127.0.0.1", "--port")
+_START_SECONDS = 300.0
+# Longest time for a server, and for a training with a step to commit, to end.
+SERVER_SECONDS, STEP_SECONDS = 15.0, 600.0
+_POLL_SECONDS = 0.2
+# Runs in a bare interpreter: ends the process groups on its input when that closes without an exit message.
+_REAP = """
+import os, signal, sys, time
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, signal.SIG_IGN)
+groups = []
+for line in sys.stdin:
+    if line == "goodbye\\n":
+        sys.exit()
+    groups.append(int(line))
+for number, seconds in ((signal.SIGTERM, 10), (signal.SIGKILL, 0)):
+    for group in groups:
+        try:
+            os.killpg(group, number)
+        except ProcessLookupError:
+            pass
+    time.sleep(seconds)
+"""
+
+
+class ServiceError(Exception):
+    """A service did not start, or ended."""
+
+
+class Stopped(Exception):
+    """A signal to end this process arrived; `args` holds its number."""
+
+
+class Service:
+    """A child with a process group and a log of its own: neither Ctrl-C nor a signal to our group reaches it."""
+
+    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], place: Path, log: Path):
+        """Start `command` in the folder `place`; its output is appended to `log`."""
+        self.name, self._log = name, log
+        with log.open("ab") as output:
+            self._begin = output.tell()
+            self._process = subprocess.Popen(
+                command,
+                env=dict(environment),
+                cwd=place,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.group = self._process.pid
+        self._thawed = False
+
+    @property
+    def exit_code(self) -> int | None:
+        """Its exit code, or None while it runs."""
+        return self._process.poll()
+
+    def death(self) -> ServiceError:
+        """Its exit code and last line of output."""
+        with self._log.open("rb") as log:
+            log.seek(self._begin)
+            said = [line.strip() for line in log.read().decode(errors="replace").splitlines() if line.strip()]
+        last = said[-1] if said else "it said nothing"
+        return ServiceError(f"{self.name} ended with {self.exit_code}: {last} (log: {self._log})")
+
+    def stop(self) -> None:
+        """Request its end, after that of its children; a training ends its own children.
+
+        Meanwhile it is frozen: a Prefect worker would kill its trainings when it ends, or start the next one.
+        """
+        if self.exit_code is not None:
+            self._signal_group(signal.SIGTERM)
+            return
+        os.kill(self.group, signal.SIGSTOP)
+        for child in self._children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.terminate()
+
+    def wait(self, seconds: float) -> bool:
+        """True if it ends, with everything in its group, within `seconds`; its children end first."""
+        deadline = time.monotonic() + seconds
+        while self.exit_code is None or _running(self.group):
+            if not self._thawed and self.exit_code is None and not self._children():
+                self._thawed = True
+                os.kill(self.group, signal.SIGTERM)
+                os.kill(self.group, signal.SIGCONT)
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_POLL_SECONDS)
+        return True
+
+    def _children(self) -> list[psutil.Process]:
+        return [process for process, parent in _running(self.group) if parent == self.group]
+
+    def kill(self) -> None:
+        """End it and its group at once."""
+        self._signal_group(signal.SIGKILL)
+
+    def _signal_group(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.group, number)
+
+
+class Services:
+    """The services of this process; leaving the block ends them, the last one started first.
+
+    A signal is only recorded, and raised by `check`, so that every service that starts is registered here.
+    """
+
+    def __init__(self, environment: Mapping[str, str], place: Path, logs: Path) -> None:
+        """Commands run with `environment` in the folder `place` and write to `logs`."""
+        self._environment, self._place, self._logs = environment, place, logs
+        self._lasting: list[Service] = []
+        self._all: list[tuple[Service, float]] = []
+        self._signals: list[int] = []
+
+    def __enter__(self) -> Self:
+        self._reaper = TiedProcess(["-I", "-S", "-c", _REAP], subprocess.DEVNULL)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for service, patience in reversed(self._all):
+            service.stop()
+            deadline = time.monotonic() + patience
+            while not service.wait(_POLL_SECONDS):
+                if len(self._signals) > 1 or time.monotonic() > deadline:
+                    service.kill()
+        self._reaper.end(b"goodbye\n")
+
+    def note_signal(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal: the first one requests the end, a second one the end at once."""
+        self._signals.append(number)
+
+    def start(self, name: str, arguments: Sequence[str], patience: float) -> None:
+        """Start our Python with `arguments`, as a lasting service; it may take `patience` seconds to end."""
+        self._lasting.append(self._launch(name, arguments, patience))
+
+    def begin(self, name: str, arguments: Sequence[str]) -> Service:
+        """Start our Python with `arguments`, to be waited for by `finish`."""
+        return self._launch(name, arguments, SERVER_SECONDS)
+
+    def finish(self, service: Service) -> None:
+        """Wait for its end. Raises as `wait_until`; ServiceError too when it fails."""
+        self.wait_until(lambda: service.exit_code is not None, service.name)
+        if service.exit_code != 0:
+            raise service.death()
+
+    def _launch(self, name: str, arguments: Sequence[str], patience: float) -> Service:
+        log = self._logs / f"{name.replace(' ', '-')}.log"
+        service = Service(name, [sys.executable, *arguments], self._environment, self._place, log)
+        self._all.append((service, patience))
+        self._reaper.say(f"{service.group}\n".encode())
+        return service
+
+    def wait_until(self, condition: Callable[[], bool], what: str) -> None:
+        """Print what is waited for. Raises ServiceError: `what` did not come about; and as `check`."""
+        print(f"waiting for: {what}", flush=True)
+        deadline = time.monotonic() + _START_SECONDS
+        while not condition():
+            self.check()
+            if time.monotonic() > deadline:
+                raise ServiceError(f"{what}: not within {_START_SECONDS:.0f} s (logs: {self._logs})")
+            time.sleep(_POLL_SECONDS)
+
+    def watch(self) -> NoReturn:
+        """Wait until `check` raises."""
+        while True:
+            self.check()
+            time.sleep(_POLL_SECONDS)
+
+    def check(self) -> None:
+        """Raises Stopped after a signal, and ServiceError when a service has ended."""
+        if self._signals:
+            raise Stopped(self._signals[0])
+        for service in self._lasting:
+            if service.exit_code is not None:
+                raise service.death()
+
+
+def _running(group: int) -> list[tuple[psutil.Process, int]]:
+    """Processes of a group, with their parents; zombies do not count."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                found.append((process, process.ppid()))
+    return found
+
+
+def add_command(commands: Any) -> None:
+    """Declare the command on the parser's subcommands."""
+    parser = commands.add_parser("up", help="start Prefect, MLflow, the deployments and their workers on this machine")
+    parser.add_argument("--prefect-port", type=int, default=4200, metavar="PORT", help="default 4200")
+    parser.add_argument("--mlflow-port", type=int, default=5000, metavar="PORT", help="default 5000")
+    parser.add_argument(
+        "--runs", type=Path, default=ROOT / "runs", metavar="DIR", help="for MLflow's store and the logs; default runs"
+    )
+    parser.set_defaults(command=up)
+
+
+def up(options: argparse.Namespace) -> int:
+    """Start everything and wait; returns the exit code (1: a service died), raises UserError before it starts."""
+    _refuse_taken({"--prefect-port": options.prefect_port, "--mlflow-port": options.mlflow_port})
+    if not (ROOT / "prefect.yaml").is_file():
+        raise UserError(f"{ROOT} has no prefect.yaml: `fp8-grpo up` needs a checkout of the repository")
+    runs = options.runs.absolute()
+    (runs / "logs").mkdir(parents=True, exist_ok=True)
+    make_prefect_home()
+    prefect, mlflow = (f"http://127.0.0.1:{port}" for port in (options.prefect_port, options.mlflow_port))
+    services = Services(service_environment(f"{prefect}/api", mlflow), ROOT, runs / "logs")
+    start = hold_prefect_start()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, services.note_signal)
+    try:
+        with start, services:
+            made = services.begin("work pools", running("flows.pools"))
+            _start_mlflow(services, options.mlflow_port, runs)
+            services.finish(made)
+            services.start("Prefect server", server_command(options.prefect_port), SERVER_SECONDS)
+            services.wait_until(partial(answers, f"{prefect}/api/health"), "Prefect server")
+            start.close()
+            services.wait_until(partial(answers, f"{mlflow}/health"), "MLflow server")
+            _start_workers(services, f"{prefect}/api")
+            print(f"ready: Prefect {prefect}, MLflow {mlflow}", flush=True)
+            print(f"in other terminals: export PREFECT_API_URL={prefect}/api", flush=True)
+            wait(services)
+    except ServiceError as error:
+        return stopped(str(error), 1)
+    except Stopped as stop:
+        return 128 + int(stop.args[0])
+
+
+def server_command(port: int) -> list[str]:
+    """Arguments of Python for `prefect server start`."""
+    return [*running("flows.prefect_sqlite"), "server", "start", *_HERE, str(port)]
+
+
+def wait(services: Services) -> NoReturn:
+    """Until a signal comes or a service ends (errors: `Services.check`)."""
+    try:
+        services.watch()
+    except Stopped:
+        print("stops; a training at work commits its step first, a second signal ends it at once", flush=True)
+        raise
+
+
+def _refuse_taken(ports: Mapping[str, int]) -> None:
+    for option, port in ports.items():
+        try:
+            socket.create_server(("127.0.0.1", port)).close()
+        except (OSError, OverflowError) as error:
+            raise UserError(f"{option} {port} cannot be had ({error}); choose another") from error
+
+
+def _start_mlflow(services: Services, port: int, runs: Path) -> None:
+    from flows.tracking.store import artifact_root, default_tracking_uri, prepare_store, quiet_store_logs
+
+    quiet_store_logs()
+    places = ["--default-artifact-root", artifact_root(runs), "--no-serve-artifacts"]
+    if not mlflow_has_database():
+        store = default_tracking_uri(runs)
+        prepare_store(store, runs)
+        places += ["--backend-store-uri", store]
+    # Artifacts lie where a training without a server puts them: a run may go on with a server or without.
+    server = [*installed("mlflow"), "server", *places, "--workers", "1", *_HERE, str(port)]
+    services.start("MLflow server", server, SERVER_SECONDS)
+
+
+def _start_workers(services: Services, api: str) -> None:
+    from prefect.client.orchestration import SyncPrefectClient
+
+    from flows import pools
+
+    services.finish(services.begin("prefect deploy", [*installed("prefect"), "--no-prompt", "deploy", "--all"]))
+    name = f"{socket.gethostname()}-{os.getpid()}"
+    with SyncPrefectClient(api) as client:
+        for pool in pools.of_this_machine():
+            worker = [*installed("prefect"), "worker", "start", "--pool", pool, "--name", name]
+            services.start(f"worker of {pool}", worker, STEP_SECONDS)
+            services.wait_until(partial(pools.is_polled, client, pool, name), f"worker of {pool}")

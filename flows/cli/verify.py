@@ -1,0 +1,139 @@
+"""`fp8-grpo verify`: check a run's folder against its ledger, and show its provenance and its anchors.
+
+A live run can be checked: its lock is not taken, and uncommitted files are not an error.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flows.cli.arguments import add_output
+from flows.run_lookup import find_run
+
+if TYPE_CHECKING:
+    from fp8core.store.durable import Report
+    from fp8core.store.manifest import StepManifest
+    from fp8core.store.run_view import Finding, RunView
+    from fp8core.store.verify import Chain, ExpectedHead
+
+# That of the lines about the run above them.
+_NAME_WIDTH = 16
+
+
+def add_command(commands: Any) -> None:
+    """Declare the command on the parser's subcommands."""
+    parser = commands.add_parser("verify", help="check every digest of a run and the chain of its steps")
+    parser.add_argument("run", metavar="RUN", help="a run (name or folder)")
+    parser.add_argument(
+        "--head", metavar="DIGEST", help="a digest that you were told of a record; the chain must have it"
+    )
+    parser.add_argument(
+        "--tracking-uri",
+        metavar="URI",
+        help="ask this MLflow for the head of the chain, not the one that the folder names; `none` asks nobody",
+    )
+    parser.add_argument(
+        "--public-key",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="every signature must be by this ed25519 key (PEM), or by one of several",
+    )
+    add_output(parser, "--json", "write run, findings and counts as JSON")
+    parser.set_defaults(command=verify_run)
+
+
+def verify_run(options: argparse.Namespace) -> int:
+    """Check, print and write; returns 1 when anything is wrong, raises UserError."""
+    from fp8core.report.provenance import Provenance
+    from fp8core.store.manifest import fingerprint, read_public_key
+    from fp8core.store.run_view import RunView
+    from fp8core.store.verify import Chain, ExpectedHead, references, verified_bytes, verify
+
+    told = None if options.head is None else ExpectedHead.parse(options.head)
+    keys = {fingerprint(read_public_key("--public-key", path)): path for path in options.public_key}
+    began, read = time.perf_counter(), 0
+    evidence, provenance, links = RunView.read(find_run(options.run)), Provenance(), Chain()
+
+    def report(more: int) -> None:
+        nonlocal read
+        read += more
+        advance(more)
+
+    def watch(manifest: "StepManifest") -> None:
+        provenance.add(manifest)
+        links.add(manifest)
+
+    with _bar(verified_bytes(evidence)) as advance:
+        findings = list(verify(evidence, report, watch))
+    anchors, found = _anchors(evidence, links, told, keys, options.tracking_uri)
+    findings += found
+    print(provenance.text(evidence))
+    for name, line in anchors.items():
+        print(f"{name:<{_NAME_WIDTH}}{line}")
+    for finding in findings:
+        print(finding)
+    counts = {
+        "steps": len(evidence.steps),
+        "artifacts": len(references(evidence)),
+        "bytes": read,
+        "seconds": time.perf_counter() - began,
+        "errors": sum(finding.severity == "error" for finding in findings),
+        "notes": sum(finding.severity == "note" for finding in findings),
+    }
+    print(
+        "verified: {steps} steps, {artifacts} artifacts, {bytes:,} bytes, {seconds:.1f} s; "
+        "errors: {errors}, notes: {notes}".format(**counts)
+    )
+    if options.json is not None:
+        found_json = [asdict(finding) for finding in findings]
+        content = {
+            "run": provenance.content(evidence),
+            "anchors": anchors,
+            "findings": found_json,
+            "counts": counts,
+        }
+        options.json.write_text(json.dumps(content, indent=2) + "\n")
+    return 1 if counts["errors"] else 0
+
+
+def _anchors(
+    evidence: "RunView", links: "Chain", told: "ExpectedHead | None", keys: Mapping[str, Path], store: str | None
+) -> "tuple[dict[str, str], list[Finding]]":
+    """Anchors of the chain outside of the folder: lines by anchor, and findings."""
+    from flows.environment import bound_mlflow_requests
+    from flows.tracking.anchor import compare_with_mlflow
+    from flows.tracking.store import quiet_store_logs
+    from fp8core.store.run_view import Finding
+    from fp8core.store.verify import signature_lines
+
+    bound_mlflow_requests()
+    quiet_store_logs()
+    said: list[tuple[str, str | Finding]] = []
+    if store != "none":
+        said.append(("MLflow", compare_with_mlflow(evidence, links, store)))
+    if told is not None:
+        said.append(("--head", told.compare(links)))
+    said += [("signatures", line) for line in signature_lines(evidence.folder, links, keys)]
+    lines = {name: line for name, line in said if isinstance(line, str)}
+    return lines, [line for _, line in said if isinstance(line, Finding)]
+
+
+@contextmanager
+def _bar(size: int) -> Iterator["Report"]:
+    """A bar on stderr while that is a terminal; yields what moves it by a number of bytes."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+    console = Console(file=sys.stderr)
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=size)
+        yield lambda more: progress.update(task, advance=more)

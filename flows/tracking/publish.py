@@ -1,0 +1,354 @@
+"""A training's MLflow run: description, metrics, bounds, report, datasets, and checkpoints as LoggedModels."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mlflow.entities import Dataset, DatasetInput, InputTag, LoggedModel, LoggedModelOutput, LoggedModelStatus, Metric
+from mlflow.exceptions import MlflowException
+from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT
+
+from flows.tracking.tracker import CHAIN_HEAD, RUN_DIRECTORY, TRAINING, Table, Tracker
+from fp8core.alignment.bounds import stop_bounds
+from fp8core.config.run import DataConfig, RunConfig, public_dump
+from fp8core.data.prompt import PromptSource, problems_digest
+from fp8core.data.source import SUFFIXES
+from fp8core.report.run_data import read_runs
+from fp8core.report.run_report import report_html
+from fp8core.report.summary import HELDOUT, REWARD
+from fp8core.report.text import pipeline_mermaid, pipeline_text
+from fp8core.run.commit import committed_step, step_metrics, stored_manifest
+from fp8core.run.context import RunContext
+from fp8core.store.deletion_log import read_deletions
+from fp8core.store.ledger import START, BoundEntry, CheckpointEntry
+from fp8core.store.manifest import Head
+
+REPORT = "report.html"
+SAMPLED_KINDS = ("prompts", "rollouts", "rewards")
+SAMPLE_COLUMNS = ("step", "prompt", "completion", "reference", "reward", "outcome")
+BOUND_CROSSED = "bound_crossed"
+SIGNED_BY = "signed_by"
+ARTIFACT_COLUMNS = ("step", "task", "artifact", "kind", "digest", "bytes", "path")
+
+
+def publish_description(run: RunContext, tracker: Tracker) -> None:
+    """Facts from before the first step: parameters, the configuration, the graph and the data."""
+    bounds = stop_bounds(run.config)
+    tracker.log_params(flat(public_dump(run.config)) | bounds.described())
+    tracker.set_tags({"alignment_contract": bounds.contract, "alignment_bounds": bounds.summary})
+    tracker.log_dict(public_dump(run.config), "config.yaml")
+    tracker.log_text(pipeline_text(run.plan), "graph.txt")
+    tracker.log_text(f"```mermaid\n{pipeline_mermaid(run.plan)}\n```\n", "graph.md")
+    tags = {"code_version": run.code_version, RUN_DIRECTORY: str(run.directory.path)}
+    tracker.set_tags(tags if run.signing_key is None else {**tags, SIGNED_BY: run.signing_key.fingerprint})
+    log_datasets(tracker, run.config, run.source)
+
+
+def publish_exactness(run: RunContext, tracker: Tracker) -> None:
+    """A tag on a run of which an update, redone after a stop, gave another policy than before."""
+    if run.directory.ledger.inexact_steps():
+        tracker.set_tags({"inexact": "true"})
+
+
+def publish_bound(tracker: Tracker, crossed: BoundEntry) -> None:
+    """A tag that names the bound of `alignment.stop` that was crossed last, and the action taken."""
+    tracker.set_tags({BOUND_CROSSED: f"{crossed.reason}; {crossed.action} after step {crossed.step}"})
+
+
+def publish_step(run: RunContext, tracker: Tracker, index: int) -> None:
+    """A committed iteration: its metrics, the head of the chain, its manifest and, where they are due, its tables."""
+    manifest = stored_manifest(run, index)
+    seconds = manifest.observed.timings
+    total = sum(seconds.values())
+    timings = {f"time/{task}_seconds": value for task, value in seconds.items()}
+    shares = {f"time/{task}_share": value / total for task, value in seconds.items() if total > 0}
+    committed = committed_step(run, index).committed_ms
+    head = {CHAIN_HEAD: str(Head.of(manifest))}
+    tracker.log_step(index, {**step_metrics(run, index), **timings, **shares}, committed, head)
+    tracker.log_text(manifest.model_dump_json(indent=2) + "\n", f"manifests/{index:05d}.json")
+    if tables_due(run, index):
+        tables = {f"artifacts/step_{index:06d}.json": artifact_table(run, index)}
+        if samples_due(run, index):
+            tables[f"samples/step_{index:06d}.json"] = sample_table(run, index)
+        tracker.log_tables(tables)
+
+
+def publish_result(run: RunContext, tracker: Tracker) -> None:
+    """The picture, the summary and the report of a completed training."""
+    tracker.log_file(run.directory.path / "curves.png", "pictures")
+    for name in ("summary.json", REPORT):
+        tracker.log_file(run.directory.path / name, None)
+
+
+def publish_report(run: RunContext, tracker: Tracker, on_step: Callable[[], None]) -> None:
+    """The report of a training that failed or was paused, as far as it came (`on_step`: `write_report`)."""
+    if run.directory.ledger.last_step() is not None:
+        tracker.log_file(write_report(run, on_step), None)
+
+
+def write_report(run: RunContext, on_step: Callable[[], None] = lambda: None) -> Path:
+    """Write the report of all that is committed into the run's folder, and return its path. Raises UserError.
+
+    `on_step` is called for each step that is read, and may raise when that takes too long.
+    """
+    return run.directory.write_text(REPORT, report_html(read_runs([run.directory.path], on_step)))
+
+
+def sample_table(run: RunContext, index: int) -> Table:
+    """The first completion of each of the first `tracking.sample_completions` prompts."""
+    by_kind = {ref.kind: ref for ref in run.directory.ledger.artifacts(index).values()}
+    store = run.directory.store
+    # Only these columns become Python objects: a step's tokens are millions.
+    prompts = store.get_table(by_kind["prompts"], ["group", "text", "reference"]).to_pylist()
+    rollouts = store.get_table(by_kind["rollouts"], ["group", "sample", "text"])
+    rewards = store.get_table(by_kind["rewards"], ["reward", "outcome"])
+    asked = {row["group"]: row for row in prompts}
+    rows = [
+        (
+            index,
+            asked[completion["group"]]["text"],
+            completion["text"],
+            asked[completion["group"]]["reference"],
+            verdict["reward"],
+            verdict["outcome"],
+        )
+        for completion, verdict in zip(rollouts.to_pylist(), rewards.to_pylist(), strict=True)
+        if completion["sample"] == 0
+    ]
+    return SAMPLE_COLUMNS, rows[: run.config.tracking.sample_completions]
+
+
+def artifact_table(run: RunContext, index: int) -> Table:
+    """The step's artifacts, which stay in the run's folder: kind, size and place."""
+    root = run.directory.path
+    rows = [
+        (index, task, name, ref.kind, ref.digest, ref.size, str(root / ref.uri))
+        for task, entry in run.directory.ledger.tasks(index).items()
+        for name, ref in entry.outputs.items()
+    ]
+    return ARTIFACT_COLUMNS, rows
+
+
+def tables_due(run: RunContext, index: int) -> bool:
+    """The first step, every `tracking.sample_every`, and the last."""
+    chosen = index == START + 1 or index % run.config.tracking.sample_every == 0 or index == run.config.steps
+    return index > START and chosen
+
+
+def samples_due(run: RunContext, index: int) -> bool:
+    """True if completions of a step are to be shown, and `fp8-grpo gc` has left them."""
+    if not (tables_due(run, index) and run.config.tracking.sample_completions):
+        return False
+    sampled = [ref for ref in run.directory.ledger.artifacts(index).values() if ref.kind in SAMPLED_KINDS]
+    missing = [ref for ref in sampled if not run.directory.store.path(ref).exists()]
+    return not missing or not read_deletions(run.directory.path).keys() & {ref.digest for ref in missing}
+
+
+def published_kinds(run: RunContext, index: int) -> set[str]:
+    """The kinds of artifacts that are read to publish a step."""
+    return {"metrics", *(SAMPLED_KINDS if samples_due(run, index) else ())}
+
+
+def flat(value: dict[str, object], prefix: str = "") -> dict[str, object]:
+    """Nested settings as dotted keys; the pipeline stays one value."""
+    leaves: dict[str, object] = {}
+    for key, item in value.items():
+        if isinstance(item, dict) and key != "pipeline":
+            leaves |= flat(item, f"{prefix}{key}.")
+        else:
+            leaves[f"{prefix}{key}"] = item
+    return leaves
+
+
+MODEL_TYPE = "policy"
+# MLflow lists a model's metrics among those of its run, too: all forty of alignment would hide the run's own.
+_ALIGNMENT = (
+    "token_mult_prob_error",
+    "tokens_differing",
+    "kl",
+    "k3_kl",
+    "js_divergence",
+    "chi2_token",
+    "ess",
+    "logprob_abs_diff",
+)
+_MEASURED = {
+    **{name: f"alignment/{name}" for name in _ALIGNMENT},
+    "reward_mean": REWARD,
+    "heldout_accuracy": HELDOUT,
+}
+
+
+def publish_checkpoint(run: RunContext, tracker: Tracker, entry: CheckpointEntry) -> None:
+    """A checkpoint as a READY model with the metrics of its step; a second call changes nothing.
+
+    A model that a kill left PENDING is completed. The files stay where they are: tag `checkpoint` names the folder that
+    `transformers` loads.
+    """
+    model = _find(run, tracker, entry) or _create(run, tracker, entry)
+    linked = tracker.client.get_run(tracker.run_id).outputs.model_outputs
+    if model.model_id not in {output.model_id for output in linked}:
+        tracker.client.log_outputs(tracker.run_id, [LoggedModelOutput(model.model_id, entry.step)])
+    tracker.log_metrics(_metric_rows(run, model, entry.step))
+    if model.status != LoggedModelStatus.READY:
+        tracker.client.finalize_logged_model(model.model_id, LoggedModelStatus.READY)
+
+
+def model_name(run: RunContext, step: int) -> str:
+    """Run and step; MLflow allows no dot in a model's name."""
+    return f"{run.directory.path.name}-{step:05d}".replace(".", "-")
+
+
+def model_metrics(metrics: dict[str, float]) -> dict[str, float]:
+    """The metrics of a model, by plain name, from those of its step; what the step did not measure is absent."""
+    return {name: metrics[key] for name, key in _MEASURED.items() if key in metrics}
+
+
+def _find(run: RunContext, tracker: Tracker, entry: CheckpointEntry) -> LoggedModel | None:
+    own = f"source_run_id = '{tracker.run_id}' AND name = '{model_name(run, entry.step)}'"
+    found = tracker.client.search_logged_models([tracker.experiment_id], own, max_results=1)
+    return found[0] if found else None
+
+
+def _create(run: RunContext, tracker: Tracker, entry: CheckpointEntry) -> LoggedModel:
+    description = run.directory.description()
+    assert description is not None, "an open run has its run.json"
+    tags = {
+        TRAINING: description.id,
+        "run": run.directory.path.name,
+        "step": str(entry.step),
+        "weights_digest": entry.weights_digest,
+        "checkpoint": str(run.directory.path / entry.uri / "policy"),
+        "code_version": run.code_version,
+    }
+    return tracker.client.create_logged_model(
+        tracker.experiment_id,
+        name=model_name(run, entry.step),
+        source_run_id=tracker.run_id,
+        tags=tags,
+        params=_params(run.config, entry.step),
+        model_type=MODEL_TYPE,
+    )
+
+
+def _params(config: RunConfig, step: int) -> dict[str, str]:
+    contract = config.precision
+    return {
+        "config": config.name,
+        "seed": str(config.seed),
+        "step": str(step),
+        "rollout.linear": contract.rollout.linear,
+        "rollout.kv_cache": contract.rollout.kv_cache,
+        "training.linear": contract.training.linear,
+        "training.kv_cache": contract.training.kv_cache,
+        "scale_rule": contract.scale_rule,
+    }
+
+
+def _metric_rows(run: RunContext, model: LoggedModel, step: int) -> list[Metric]:
+    """The step's metrics as rows of the model, each with the data it was measured on."""
+    training, heldout = training_prompts(run.config, run.source), heldout_prompts(run.config, run.source)
+    committed = committed_step(run, step).committed_ms
+    return [
+        Metric(
+            key,
+            value,
+            committed,
+            step,
+            model_id=model.model_id,
+            dataset_name=dataset.name,
+            dataset_digest=dataset.digest,
+        )
+        for key, value in model_metrics(step_metrics(run, step)).items()
+        for dataset in [heldout if key == "heldout_accuracy" else training]
+    ]
+
+
+# MLflow's columns are text: the question, and the reference that the verifier compares with.
+_SCHEMA = {"mlflow_colspec": [{"name": name, "type": "string", "required": True} for name in ("question", "reference")]}
+# MLflow prints the digest in every place that names the data, and allows 36 characters.
+_DIGEST_DIGITS = 12
+
+
+def training_prompts(config: RunConfig, source: PromptSource) -> Dataset:
+    """The data that prompts of the iterations are drawn from."""
+    training = source.training_set()
+    kind, place = _place(config.data)
+    rows = "generated" if training.rows is None else training.rows
+    profile = {"num_rows": rows, "prompts_per_step": config.rollout.drawn_prompts}
+    return _dataset(f"{_name(config.data)}-training", training.digest, kind, place, profile)
+
+
+def heldout_prompts(config: RunConfig, source: PromptSource) -> Dataset:
+    """The data that held-out accuracy is measured on."""
+    problems = source.heldout(config.evaluation.prompts)
+    own_file = config.evaluation.source
+    kind, place = _place(config.data) if own_file is None else _file(own_file)
+    digest, profile = problems_digest(problems), {"num_rows": len(problems)}
+    return _dataset(f"{_name(config.data)}-heldout", digest, kind, place, profile)
+
+
+def evaluated_prompts(config: RunConfig, digest: str, count: int, *, heldout: bool) -> Dataset:
+    """Problems of an evaluation: held-out ones of the configuration, or the rows of its `data.source`."""
+    if heldout:
+        source = config.evaluation.source
+        kind, place = _place(config.data) if source is None else _file(source)
+    else:
+        kind, place = _place(config.data)
+    name = f"{_name(config.data)}-{'heldout' if heldout else 'rows'}"
+    return _dataset(name, digest, kind, place, {"num_rows": count})
+
+
+def log_datasets(tracker: Tracker, config: RunConfig, source: PromptSource) -> None:
+    """Enter both as inputs of the run; MLflow skips entries that exist."""
+    inputs = [
+        DatasetInput(dataset, [InputTag(MLFLOW_DATASET_CONTEXT, context)])
+        for dataset, context in (
+            (training_prompts(config, source), "training"),
+            (heldout_prompts(config, source), "evaluation"),
+        )
+    ]
+    try:
+        tracker.client.log_inputs(tracker.run_id, inputs)
+    except MlflowException as error:
+        # Two runs that enter new data at once: one violates the uniqueness of the row that the other wrote.
+        if error.error_code != "BAD_REQUEST":
+            raise
+        tracker.client.log_inputs(tracker.run_id, inputs)
+
+
+def _dataset(name: str, digest: str, kind: str, place: dict[str, Any], profile: dict[str, Any]) -> Dataset:
+    return Dataset(
+        name=name,
+        digest=digest[:_DIGEST_DIGITS],
+        source_type=kind,
+        source=json.dumps(place),
+        schema=json.dumps(_SCHEMA),
+        profile=json.dumps(profile),
+    )
+
+
+def _name(data: DataConfig) -> str:
+    """`chain`; `problems` of data/problems.jsonl; `openai-gsm8k` of a hub dataset."""
+    if not _is_file(data):
+        return data.source.strip("/").replace("/", "-")
+    return Path(data.source).name.partition(".")[0]
+
+
+def _place(data: DataConfig) -> tuple[str, dict[str, Any]]:
+    """MLflow's type of source, and its fields."""
+    if data.source == "chain":
+        return "generated", {"generator": "fp8core.data.chain", **data.chain.model_dump()}
+    if _is_file(data):
+        return _file(data.source)
+    place = {"path": data.source, "config_name": data.subset, "split": data.split, "revision": data.revision}
+    return "hugging_face", place
+
+
+def _file(path: str) -> tuple[str, dict[str, Any]]:
+    return "local", {"uri": str(Path(path).absolute())}
+
+
+def _is_file(data: DataConfig) -> bool:
+    return data.source.endswith(SUFFIXES) or Path(data.source).is_file()

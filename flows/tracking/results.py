@@ -1,0 +1,238 @@
+"""Evaluations, parity runs and exports in MLflow, linked to the LoggedModel of the checkpoint that they are about."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlflow import MlflowClient
+from mlflow.entities import Dataset, DatasetInput, InputTag, LoggedModelInput, Metric, Param
+from mlflow.exceptions import MlflowException
+from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT
+from sqlalchemy.exc import SQLAlchemyError
+
+from flows.tracking.record import read_record
+from flows.tracking.store import (
+    Outage,
+    client_of_existing_store,
+    get_or_create_experiment,
+    prepare_store,
+    resolve_tracking_uri,
+    store_errors,
+)
+from fp8core.config.run import RunConfig
+from fp8core.errors import UserError, first_line
+from fp8core.evaluation.measure import Estimate, EvaluationResult
+from fp8core.parity.verdict import FAIL, NOT_ENOUGH, PASS, ParityResult
+from fp8core.report.text import evaluation_text
+from fp8core.run.export import ORIGIN, Tracked, read_origin
+
+_MLFLOW_ERRORS = (MlflowException, SQLAlchemyError, OSError)
+
+
+def link_export(run_folder: Path, step: int, target: Path) -> str:
+    """Tag the LoggedModel of a step, or the MLflow run when the step has none, with where an export of it lies.
+
+    Returns a line that names what was tagged, or the reason why nothing was: MLflow may be away, and the export stands.
+    """
+    tags = {f"exported_{read_origin(target).format}": str(target.absolute())}
+    tracking = read_record(run_folder)
+    if tracking is None:
+        return "the run was never tracked in MLflow: the export is not linked"
+    try:
+        client = client_of_existing_store(tracking.uri)
+        model_id = find_model(client, tracking.run_id, step)
+        if model_id is not None:
+            client.set_logged_model_tags(model_id, tags)
+            return f"linked to the MLflow model {model_id}"
+        for key, value in tags.items():
+            client.set_tag(tracking.run_id, key, value)
+        return f"linked to the MLflow run {tracking.run_id}"
+    except _MLFLOW_ERRORS as error:
+        return f"the export is not linked: {tracking.uri}: {first_line(error)}"
+
+
+def tracked(folder: Path, step: int) -> Tracked:
+    """Place of a run and of a step's model in MLflow, as far as the folder and an MLflow that answers show it."""
+    record = read_record(folder)
+    if record is None:
+        return Tracked(None, None)
+    try:
+        return Tracked(record.run_id, find_model(client_of_existing_store(record.uri), record.run_id, step))
+    except _MLFLOW_ERRORS:
+        return Tracked(record.run_id, None)  # `link_export`, which comes next, reports the error.
+
+
+def find_model(client: MlflowClient, run_id: str, step: int) -> str | None:
+    """The LoggedModel of a step's checkpoint."""
+    experiment = client.get_run(run_id).info.experiment_id
+    own = f"source_run_id = '{run_id}' AND tags.step = '{step}'"
+    found = client.search_logged_models([experiment], own, max_results=1)
+    return found[0].model_id if found else None
+
+
+EVALUATION = "fp8_grpo.evaluation"
+"""Tag of an MLflow run: what was evaluated."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Destination of an evaluation's log: store, experiment, and the model it is about, if MLflow has it."""
+
+    uri: str
+    experiment_id: str
+    model_id: str | None
+
+
+def place_of_run(folder: Path, step: int) -> Place | None:
+    """Beside the training's own MLflow run; None when it was never tracked. Raises MLflow's errors."""
+    record = read_record(folder)
+    if record is None:
+        return None
+    client = client_of_existing_store(record.uri)
+    return Place(record.uri, record.experiment_id, find_model(client, record.run_id, step))
+
+
+def place_of_folder(folder: Path, config: RunConfig) -> Place:
+    """In the configured store; the model is the one that an export of ours names. Raises MLflow's errors, UserError."""
+    uri = resolve_tracking_uri(config.tracking.uri, config.runs)
+    prepare_store(uri, config.runs)
+    client = MlflowClient(tracking_uri=uri)
+    experiment = get_or_create_experiment(client, uri, config.tracking.experiment, config.runs)
+    return Place(uri, experiment, _exported_model(client, folder))
+
+
+def _exported_model(client: MlflowClient, folder: Path) -> str | None:
+    model_id = read_origin(folder).mlflow_model_id if (folder / ORIGIN).is_file() else None
+    if model_id is None:
+        return None
+    try:
+        return str(client.get_logged_model(model_id).model_id)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+            raise
+        return None  # Exported from a run of another store.
+
+
+def log_evaluation(folder: Path, config: RunConfig, result: EvaluationResult, dataset: Dataset) -> str:
+    """Log a result; returns a line with the place, or the reason why not: MLflow may be away, and the result stands.
+
+    Args:
+        folder: of the run when the result has a step, else of the checkpoint.
+        config: names the store of a checkpoint's evaluation.
+        result: what is logged.
+        dataset: the problems, as a dataset of MLflow.
+    """
+    try:
+        with store_errors(config.tracking.uri or "of the run"):
+            place = place_of_folder(folder, config) if result.step is None else place_of_run(folder, result.step)
+            if place is None:
+                return "the run was never tracked in MLflow: the evaluation is not logged"
+            run_id = _log(place, result, dataset)
+    except (Outage, UserError) as error:
+        return f"the evaluation is not logged: {error}"
+    linked = "" if place.model_id is None else f", linked to the model {place.model_id}"
+    return f"logged as MLflow run {run_id} in {place.uri}{linked}"
+
+
+def _log(place: Place, result: EvaluationResult, dataset: Dataset) -> str:
+    client = MlflowClient(tracking_uri=place.uri)
+    of = Path(result.target).name if result.step is None else f"{Path(result.target).name}-{result.step:05d}"
+    run_id = str(client.create_run(place.experiment_id, None, {EVALUATION: of}, f"evaluate-{of}").info.run_id)
+    models = [] if place.model_id is None else [LoggedModelInput(place.model_id)]
+    client.log_inputs(run_id, [DatasetInput(dataset, [InputTag(MLFLOW_DATASET_CONTEXT, "evaluation")])], models)
+    client.log_batch(run_id, _metrics(place, result, dataset), [Param(*item) for item in _params(result).items()])
+    client.log_dict(run_id, result.model_dump(mode="json"), "evaluation.json")
+    client.log_text(run_id, evaluation_text(result) + "\n", "evaluation.txt")
+    client.set_terminated(run_id, "FINISHED")
+    return run_id
+
+
+def evaluation_metrics(result: EvaluationResult) -> dict[str, float]:
+    """MLflow key -> value: `fp8/pass_at_1`, its `_low` and `_high`, and `fp8_minus_bf16/...`; MLflow allows no `@`."""
+    first = next(iter(result.precisions))
+    estimates = {name: done.estimates for name, done in result.precisions.items()}
+    estimates |= {f"{name}_minus_{first}": by for name, by in result.differences.items()}
+    values: dict[str, float] = {}
+    for name, measured in estimates.items():
+        for key, estimate in measured.items():
+            values |= _ends(f"evaluation/{name}/{key.replace('@', '_at_')}", estimate)
+    for name, done in result.precisions.items():
+        total = sum(done.outcomes.values())
+        values |= {f"evaluation/{name}/outcome_{key}": count / total for key, count in done.outcomes.items()}
+        values[f"evaluation/{name}/length_mean"] = done.length_mean
+    return values
+
+
+def _ends(key: str, estimate: Estimate) -> dict[str, float]:
+    return {key: estimate.value, f"{key}_low": estimate.low, f"{key}_high": estimate.high}
+
+
+def _metrics(place: Place, result: EvaluationResult, dataset: Dataset) -> list[Metric]:
+    now, step = time.time_ns() // 1_000_000, result.step or 0
+    return [
+        Metric(
+            key,
+            value,
+            now,
+            step,
+            model_id=place.model_id,
+            dataset_name=dataset.name,
+            dataset_digest=dataset.digest,
+        )
+        for key, value in evaluation_metrics(result).items()
+    ]
+
+
+def _params(result: EvaluationResult) -> dict[str, str]:
+    asked = ("step", "config", "data", "prompts", "samples", "temperature", "max_new_tokens", "seed", "confidence")
+    params = {name: str(getattr(result, name)) for name in asked}
+    return {**params, "verifier": str(result.verifier["verifier"]), "precisions": ", ".join(result.precisions)}
+
+
+PARITY = "fp8_grpo.parity"
+"""Tag of an MLflow run: the parity run that it shows. `fp8_grpo.verdict` is its outcome."""
+
+# MLflow has no status of its own for a verdict that waits for more seeds: SCHEDULED is neither its green nor its red.
+_STATUS = {PASS: "FINISHED", FAIL: "FAILED", NOT_ENOUGH: "SCHEDULED"}
+
+
+def log_parity(night: ParityResult, config: RunConfig, files: list[Path]) -> str:
+    """Log a verdict with its files; returns a line with the place, or the reason why not. The files stay in any case.
+
+    A parity run that is judged again, after more of its trainings, continues its MLflow run.
+    """
+    uri = resolve_tracking_uri(config.tracking.uri, config.runs)
+    try:
+        with store_errors(uri):
+            prepare_store(uri, config.runs)
+            client = MlflowClient(tracking_uri=uri)
+            experiment = get_or_create_experiment(client, uri, config.tracking.experiment, config.runs)
+            run_id = _run_of(client, experiment, night)
+            client.log_batch(run_id, _night_metrics(night))
+            for path in files:
+                client.log_artifact(run_id, str(path))
+            client.set_tag(run_id, "fp8_grpo.verdict", night.outcome)
+            client.set_tag(run_id, "mlflow.note.content", night.headline)
+            client.set_terminated(run_id, _STATUS[night.outcome])
+    except (Outage, UserError) as error:
+        return f"the verdict is not logged: {error}"
+    return f"logged as MLflow run {run_id} in {uri}"
+
+
+def _run_of(client: MlflowClient, experiment: str, night: ParityResult) -> str:
+    found = client.search_runs([experiment], f"tags.`{PARITY}` = '{night.name}'", max_results=1)
+    if found:
+        return str(found[0].info.run_id)
+    run_id = str(client.create_run(experiment, None, {PARITY: night.name}, f"parity-{night.name}").info.run_id)
+    params = {"config": night.config, "variants": ", ".join(night.variants), "seeds": ", ".join(map(str, night.seeds))}
+    client.log_batch(run_id, params=[Param(*item) for item in params.items()])
+    return run_id
+
+
+def _night_metrics(night: ParityResult) -> list[Metric]:
+    now = time.time_ns() // 1_000_000
+    return [
+        Metric(f"parity/{check.variant}/{check.name.replace(',', '').replace(chr(39), '')}", check.number, now, 0)
+        for check in night.checks
+        if check.number is not None
+    ]

@@ -1,0 +1,148 @@
+"""One training in this process, from opening its folder to its final status in MLflow.
+
+`open_session` yields the live parts. However the training ends, `open_session` publishes what is committed, frees the
+folder's lock, and shows the outcome in MLflow.
+"""
+
+import hashlib
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+
+from flows.tracking.anchor import ahead_of
+from flows.tracking.publish import published_kinds
+from flows.tracking.publisher import Publisher, publishing
+from flows.tracking.record import RunOutcome, TrackingFile, TrackingRecord, read_record, record_lock
+from flows.tracking.store import Outage, is_missing, resolve_tracking_uri, store_errors
+from flows.tracking.tracker import Tracker
+from fp8core.config.run import RunConfig
+from fp8core.errors import UserError
+from fp8core.report.console import Console
+from fp8core.report.summary import StepTiming
+from fp8core.run.context import RunContext
+from fp8core.run.execute import Interval, TaskResult
+from fp8core.run.loop import TrainingPaused, next_step
+from fp8core.run.open import open_directory, open_run, plan_of, signing_key
+from fp8core.run.resume import ensure
+from fp8core.store.ledger import START
+from fp8core.store.lock import FolderIdentity, lies_at, original_of
+from fp8core.store.run_directory import RunDirectory
+
+
+@dataclass
+class Session:
+    """The live run, its MLflow run, what writes to it, and the clock readings of this process."""
+
+    run: RunContext
+    tracker: Tracker
+    publisher: Publisher
+    began: float
+    timings: list[StepTiming] = field(default_factory=list)
+    stages: dict[str, Interval] = field(default_factory=dict)
+
+    def stage(self, name: str, result: TaskResult) -> None:
+        """Note when a task ran that belongs to no iteration."""
+        self.stages[name] = result.interval
+
+
+def follow_ledger(session: Session) -> None:
+    """Let MLflow follow the ledger, now that what an earlier process did not publish can be read."""
+    run = session.run
+    for index in range(max(START, session.publisher.published + 1), next_step(run)):
+        ensure(run, index, published_kinds(run, index))
+    session.publisher.follow_ledger()
+
+
+@contextmanager
+def open_session(config: RunConfig, name: str, console: Console, *, new_code: bool = False) -> Iterator[Session]:
+    """Open a new or an existing run (arguments and errors: `opening.open_directory` and `opening.open_run`).
+
+    A new run needs its tracking store from the start; one that MLflow has goes on without, and publishes later.
+    MLflow shows a run that was opened and failed as FAILED, one that was stopped or paused as KILLED.
+    """
+    began = time.perf_counter()
+    plan, key = plan_of(config), signing_key(config, name)
+    with open_directory(config, name, new_code=new_code) as directory:
+        tracker, file, news = _open_tracker(directory, config, name)
+        console.header(name, {"folder": str(directory.path), "MLflow": tracker.uri})
+        for line in news:
+            console.note(line)
+        try:
+            with open_run(config, plan, directory, console, key) as run, publishing(run, tracker, file) as publisher:
+                yield Session(run, tracker, publisher, began)
+        except BaseException as error:
+            # Others: Ctrl-C, SIGTERM, a cancelled flow run.
+            failed = isinstance(error, Exception) and not isinstance(error, TrainingPaused)
+            with suppress(UserError):  # A full disk, say; `error` was first.
+                _conclude(tracker, file, "FAILED" if failed else "KILLED", str(error) if failed else None)
+            raise
+        _conclude(tracker, file, "FINISHED", None)
+        if missing := _missing(directory, file):
+            console.note(f"MLflow does not answer, {missing} will follow: fp8-grpo resume {name}")
+
+
+def _open_tracker(directory: RunDirectory, config: RunConfig, name: str) -> tuple[Tracker, TrackingFile, list[str]]:
+    """The MLflow run that this folder names, else the one that has its tag, else a new one; and notes for the console.
+
+    Where no store is configured, the one that the folder names is used. A folder that is a copy gets an MLflow run of
+    its own, linked to the first. So does one whose MLflow run went on elsewhere (a backup that was put back).
+    """
+    with record_lock(directory.path):
+        known = read_record(directory.path)
+    place, news = FolderIdentity.of(directory.path), list[str]()
+    stays = config.tracking.uri is None and known is not None and not is_missing(known.uri)
+    uri = known.uri if known is not None and stays else resolve_tracking_uri(config.tracking.uri, config.runs)
+
+    def opened(training: str, copied_from: str | None = None) -> tuple[Tracker, TrackingRecord]:
+        tracker = Tracker.open(uri, config.tracking.experiment, name, config.runs, training, copied_from)
+        return tracker, TrackingRecord.begun(uri, tracker.experiment_id, tracker.run_id, training)
+
+    def of_its_own(first: str, reason: str) -> tuple[Tracker, TrackingRecord]:
+        # Of the same copy always the same, so that a killed process leaves no second one.
+        marks = f"{first} {place.folder} {place.ledger} {place.host}"
+        tracker, record = opened(hashlib.sha256(marks.encode()).hexdigest()[:32], first)
+        news.append(f"{reason}: it gets an MLflow run of its own, {tracker.run_id} (copied_from {first})")
+        return tracker, record
+
+    original = original_of(known.place, directory.path) if known is not None and known.place is not None else None
+    if known is not None and original is not None:
+        tracker, record = of_its_own(known.run_id, f"this folder is a copy of {original}")
+    elif known is not None and known.uri == uri:
+        tracker, record = Tracker(uri, known.experiment_id, known.run_id), known.running()
+    else:
+        described = directory.description()
+        assert described is not None, "an open folder has its run.json"
+        tracker, record = opened(known.training if known is not None and known.training else described.id)
+    with suppress(Outage), store_errors(uri):  # During an outage the publisher does this when it is over.
+        while (reason := _of_another(directory, tracker, known)) is not None:
+            tracker, record = of_its_own(tracker.run_id, reason)
+        tracker.resume()
+        record = record.changed(told=True)
+    return tracker, TrackingFile(directory.path, record.changed(place=place)), news
+
+
+def _of_another(directory: RunDirectory, tracker: Tracker, known: TrackingRecord | None) -> str | None:
+    """Reason why an MLflow run is not this folder's, or None. Raises UserError: the folder's chain differs."""
+    held = tracker.held()
+    unmarked = known is None or known.place is None
+    if unmarked and held.folder is not None and lies_at(held.folder, directory.path):
+        return f"this folder is a copy of {held.folder}"
+    return ahead_of(directory, tracker, held.head)
+
+
+def _conclude(tracker: Tracker, file: TrackingFile, status: RunOutcome, error: str | None) -> None:
+    """Record the end of the training, and show it in MLflow; after an outage, when the run is opened again."""
+    record = file.ended(status, error)
+    assert record.ended_ms is not None, "it has ended"
+    with suppress(Outage), store_errors(tracker.uri):
+        tracker.finish(status, error, record.ended_ms)
+        file.told()
+
+
+def _missing(directory: RunDirectory, file: TrackingFile) -> str | None:
+    """Parts of an ended training that MLflow lacks, in words."""
+    last, published = directory.ledger.last_step(), file.record.published
+    if last is not None and published < last:
+        return f"steps {published + 1} to {last}" if published + 1 < last else f"step {last}"
+    return None if file.record.told else "how the run ended"

@@ -1,0 +1,218 @@
+"""MLflow's store of runs, made when it is missing, and the experiment in it."""
+
+import fcntl
+import logging
+import os
+import shlex
+import shutil
+import sqlite3
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import mlflow
+from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
+from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+from requests import HTTPError
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import OperationalError, SQLAlchemyError
+
+from fp8core.errors import UserError, first_line
+
+SERVER_TIMEOUT_SECONDS = 10.0
+_DATABASES = ("postgresql", "mysql", "mssql")
+
+
+def quiet_store_logs() -> None:
+    """Show warnings and errors only of MLflow and of its schema migrations (alembic), which log each table change."""
+    for name in ("mlflow", "alembic"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    # A database that is locked or away is an exception, which the caller reports in a line; here it is a traceback.
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
+
+
+def default_tracking_uri(runs: Path) -> str:
+    """The sqlite store beside the run folders.
+
+    Raises:
+        UserError: the path has a character that MLflow and SQLAlchemy read differently in a URI.
+    """
+    path = runs.absolute() / "mlflow.db"
+    if set("%?") & set(str(path)):
+        raise UserError(f"runs {runs.absolute()}: the sqlite store cannot be below a folder with % or ? in its name")
+    return f"sqlite:///{path}"
+
+
+def resolve_tracking_uri(configured: str | None, runs: Path) -> str:
+    """The configured URI, else the one MLflow was given (MLFLOW_TRACKING_URI), else `default_tracking_uri`."""
+    if configured is not None:
+        return configured
+    return mlflow.get_tracking_uri() if mlflow.is_tracking_uri_set() else default_tracking_uri(runs)
+
+
+def is_missing(uri: str) -> bool:
+    """True if the file of a sqlite store is gone."""
+    return uri.startswith("sqlite") and not Path(make_url(uri).database or "").is_file()
+
+
+def ui_command(uri: str) -> str:
+    """The shell command that opens the MLflow UI on the store at `uri`."""
+    if is_server(uri):
+        return f"{shlex.quote(sys.executable)} -P -m webbrowser {shlex.quote(uri)}"
+    beside_python = Path(sys.executable).with_name("mlflow")
+    on_path = shutil.which("mlflow")
+    program = "mlflow" if on_path is not None and Path(on_path) == beside_python else str(beside_python)
+    return f"{shlex.quote(program)} ui --backend-store-uri {shlex.quote(uri)}"
+
+
+def is_server(uri: str) -> bool:
+    """True if the store is behind an MLflow server, which keeps artifacts as well."""
+    return uri.startswith(("http://", "https://"))
+
+
+def prepare_store(uri: str, runs: Path) -> None:
+    """Create a missing sqlite store; check that a server answers.
+
+    Raises:
+        UserError: `uri` is a sqlite store without a file.
+        OSError: the server does not answer, or the disk refuses the file.
+    """
+    if is_server(uri):
+        _ask_for_life(uri)
+    elif uri.startswith("sqlite"):
+        database = make_url(uri).database
+        if not database or database == ":memory:":
+            raise UserError(f"tracking.uri {uri}: name a file, as in {default_tracking_uri(runs)}")
+        create_sqlite_store(Path(database))
+
+
+def create_sqlite_store(database: Path) -> None:
+    """Create MLflow's schema at `database` unless the file exists.
+
+    The schema is made in a file of its own and renamed. So a kill in the middle leaves no half-migrated store, and a
+    second process meets none (MLflow's own creation is neither locked nor atomic).
+    """
+    database.parent.mkdir(parents=True, exist_ok=True)
+    with database.with_name(f"{database.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if database.exists():
+            return
+        fresh = database.with_name(f"{database.name}.new")
+        fresh.unlink(missing_ok=True)
+        SqlAlchemyStore(f"sqlite:///{fresh}", artifact_root(database.parent)).engine.dispose()
+        os.replace(fresh, database)
+
+
+def client_of_existing_store(uri: str) -> MlflowClient:
+    """A client of a server or a database that is a store already: MLflow makes one of any other database or folder.
+
+    Raises OSError: there is none, or the server does not answer.
+    """
+    if is_server(uri):
+        _ask_for_life(uri)
+    elif uri.startswith("sqlite"):
+        if is_missing(uri):
+            raise FileNotFoundError("there is no such database")
+        _refuse_other_database(Path(make_url(uri).database or ""))
+    elif not uri.startswith(_DATABASES):
+        raise FileNotFoundError("neither a server nor a database")
+    return MlflowClient(tracking_uri=uri)
+
+
+def _refuse_other_database(path: Path) -> None:
+    """Raises FileNotFoundError: a file is no store of MLflow."""
+    try:
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as database:
+            database.execute("select 1 from alembic_version, experiments limit 1").fetchone()
+    except sqlite3.OperationalError as error:
+        if "locked" not in str(error):
+            raise FileNotFoundError(f"not a store of MLflow: {error}") from error
+    except sqlite3.DatabaseError as error:
+        raise FileNotFoundError(f"not a store of MLflow: {error}") from error
+
+
+def get_or_create_experiment(client: MlflowClient, uri: str, name: str, runs: Path) -> str:
+    """The id of an experiment; several processes may request a new one at once.
+
+    `runs` takes the artifacts of a new experiment (`mlartifacts`), unless `uri` is a server, which keeps them itself.
+
+    Raises:
+        UserError: the experiment is deleted.
+    """
+    experiment = client.get_experiment_by_name(name)
+    if experiment is None:
+        try:
+            return client.create_experiment(name, artifact_location=None if is_server(uri) else artifact_root(runs))
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+        experiment = client.get_experiment_by_name(name)
+        assert experiment is not None, f"experiment {name} exists and cannot be found"
+    if experiment.lifecycle_stage != "active":
+        raise UserError(f"tracking.experiment {name} is deleted in {uri}: restore it or set another name")
+    return experiment.experiment_id
+
+
+def _ask_for_life(server: str) -> None:
+    """Raises OSError within seconds where MLflow's own requests may take minutes."""
+    try:
+        urllib.request.urlopen(f"{server.rstrip('/')}/health", timeout=SERVER_TIMEOUT_SECONDS).close()
+    except urllib.error.HTTPError:
+        return  # Something answers; the first request shows if it is MLflow and admits us.
+
+
+def artifact_root(runs: Path) -> str:
+    """The folder for artifacts of new experiments, beside the run folders."""
+    return (runs.absolute() / "mlartifacts").as_uri()
+
+
+# MLflow's errors for a server that cannot be reached or is overloaded, and for a database that is locked or away.
+_PASSING_CODES = {
+    "INTERNAL_ERROR",
+    "TEMPORARILY_UNAVAILABLE",
+    "IO_ERROR",
+    "SERVICE_UNDER_MAINTENANCE",
+    "WORKSPACE_TEMPORARILY_UNAVAILABLE",
+    "DEADLINE_EXCEEDED",
+    "RESOURCE_EXHAUSTED",
+    "REQUEST_LIMIT_EXCEEDED",
+    "COULD_NOT_ACQUIRE_LOCK",
+}
+_PASSING_STATUS = {408, 429}
+
+
+class Outage(RuntimeError):
+    """The tracking store does not answer, or answers that it cannot at the moment; one line."""
+
+
+@contextmanager
+def store_errors(uri: str) -> Iterator[None]:
+    """Errors of MLflow's client in the block as ours.
+
+    Raises:
+        Outage: trying again later may help.
+        UserError: it will not.
+    """
+    try:
+        yield
+    except (MlflowException, SQLAlchemyError, OSError) as error:
+        kind = Outage if _passes(error) else UserError
+        raise kind(f"tracking.uri {uri}: {first_line(error)}") from error
+
+
+def _passes(error: Exception) -> bool:
+    match error:
+        case MlflowException():
+            return error.error_code in _PASSING_CODES
+        case HTTPError() if error.response is not None:
+            return error.response.status_code >= 500 or error.response.status_code in _PASSING_STATUS
+        case SQLAlchemyError():
+            return isinstance(error, OperationalError)
+        case FileNotFoundError():
+            return False
+        case _:
+            return True

@@ -1,0 +1,235 @@
+"""One training is one MLflow run; everything of it goes through its `Tracker`.
+
+Every write is idempotent, so that it may be repeated after a kill or a lost answer. The primary key of MLflow's metric
+rows is (key, timestamp, step, run, value, is_nan). So a step logged twice with the ledger's commit time and values
+leaves one row; parameters are written once; tables and pictures are replaced. `MlflowClient` only: no active run and no
+tracking URI is set for the process.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from mlflow import MlflowClient
+from mlflow.entities import Metric, Param, Run, RunTag
+from mlflow.exceptions import MlflowException
+from mlflow.utils.mlflow_tags import MLFLOW_LOGGED_ARTIFACTS
+from mlflow.utils.validation import (
+    MAX_METRICS_PER_BATCH,
+    MAX_PARAM_VAL_LENGTH,
+    MAX_PARAMS_TAGS_PER_BATCH,
+    MAX_TAG_VAL_LENGTH,
+)
+
+from flows.tracking.record import RunOutcome
+from flows.tracking.store import Outage, get_or_create_experiment, is_server, prepare_store, store_errors
+from fp8core.errors import UserError
+from fp8core.store.manifest import Head
+
+Row = TypeVar("Row")
+Table = tuple[Sequence[str], Sequence[Sequence[Any]]]
+"""Columns and rows."""
+UI_ADDRESS = "http://127.0.0.1:5000"
+ERROR = "error"
+TRAINING = "fp8_grpo.run"
+"""Tag of an MLflow run: the `id` of the training's run.json, or that of its copy (`session.open_session`)."""
+CHAIN_HEAD = "chain_head"
+"""Tag of an MLflow run: the newest link of the chain of manifests that was published (`manifest.Head`)."""
+RUN_DIRECTORY = "run_directory"
+COPIED_FROM, COPIED_TO = "copied_from", "copied_to"
+"""Tags that link the MLflow run of a copied folder with that of its original: ids of runs, several with commas."""
+
+
+class Held(NamedTuple):
+    """An MLflow run's facts about the training that it shows; None where it holds none."""
+
+    head: Head | None
+    folder: Path | None
+
+
+@dataclass(frozen=True)
+class Tracker:
+    """The MLflow run of one training.
+
+    Every method but `open` raises MLflow's own errors (`outage.store_errors` makes ours of them).
+    """
+
+    uri: str
+    experiment_id: str
+    run_id: str
+
+    @classmethod
+    def open(
+        cls, uri: str, experiment: str, run_name: str, runs: Path, training: str, copied_from: str | None = None
+    ) -> "Tracker":
+        """The MLflow run of a training, created unless one has its tag: a killed process may have left it.
+
+        A missing store or experiment is created; several processes may do so at once.
+
+        Args:
+            uri: the tracking store or server.
+            experiment: name of the experiment.
+            run_name: what MLflow shows as the name of a new run.
+            runs: takes the artifacts of a new experiment, unless `uri` is a server, which keeps them itself.
+            training: the tag TRAINING.
+            copied_from: of a copied folder, the MLflow run of its original; the two are linked.
+
+        Raises:
+            UserError: the store cannot be reached or written, or the experiment is deleted.
+        """
+        try:
+            with store_errors(uri):
+                prepare_store(uri, runs)
+                client = MlflowClient(tracking_uri=uri)
+                experiment_id = get_or_create_experiment(client, uri, experiment, runs)
+                tagged = client.search_runs([experiment_id], f"tags.`{TRAINING}` = '{training}'", max_results=1)
+                tags = {TRAINING: training, **({} if copied_from is None else {COPIED_FROM: copied_from})}
+                run = tagged[0] if tagged else client.create_run(experiment_id, None, tags, run_name)
+                if copied_from is not None:
+                    _link_back(client, copied_from, run.info.run_id)
+        except Outage as error:
+            raise UserError(str(error)) from error
+        return cls(uri, run.info.experiment_id, run.info.run_id)
+
+    @cached_property
+    def client(self) -> MlflowClient:
+        """Made when it is first needed: MLflow connects to a database at once."""
+        return MlflowClient(tracking_uri=self.uri)
+
+    @property
+    def page(self) -> str:
+        """Address of the run's charts, once the UI runs; without its last word the UI shows its pages for agents."""
+        server = self.uri.rstrip("/") if is_server(self.uri) else UI_ADDRESS
+        run = f"{server}/#/experiments/{self.experiment_id}/runs/{self.run_id}"
+        return f"{run}/model-metrics?workflowType=machine_learning"
+
+    def held(self) -> Held:
+        """The run's facts about its training. Raises UserError: a tag cannot be read."""
+        return held_by(self.client.get_run(self.run_id), self.uri)
+
+    def resume(self) -> None:
+        """The run's status becomes RUNNING and its error goes. Raises UserError: it is deleted."""
+        run = self.client.get_run(self.run_id)
+        if run.info.lifecycle_stage != "active":
+            raise UserError(
+                f"MLflow run {self.run_id} is deleted in {self.uri}: restore it or start a run of another name"
+            )
+        self.client.update_run(self.run_id, status="RUNNING")
+        if ERROR in run.data.tags:
+            self.client.delete_tag(self.run_id, ERROR)
+
+    def finish(self, status: RunOutcome, error: str | None, ended_ms: int) -> None:
+        """End the run with the outcome it had; the error becomes a tag, cut at MLflow's limit."""
+        if error is not None:
+            self.set_tags({ERROR: error[:MAX_TAG_VAL_LENGTH]})
+        self.client.set_terminated(self.run_id, status, ended_ms)
+
+    def log_params(self, config: Mapping[str, Any]) -> None:
+        """Write the flat configuration, values as JSON, cut at MLflow's limit; what is already there stays.
+
+        An MLflow parameter cannot change. A value that differs on a continued run (`steps` that grew) becomes a tag
+        of the same name.
+        """
+        known = self.client.get_run(self.run_id).data.params
+        values = {key: _param_text(value) for key, value in config.items()}
+        new = [Param(key, text) for key, text in values.items() if key not in known]
+        for batch in _batches(new, MAX_PARAMS_TAGS_PER_BATCH):
+            self.client.log_batch(self.run_id, params=batch)
+        self.set_tags({key: text for key, text in values.items() if key in known and known[key] != text})
+
+    def log_step(
+        self, step: int, metrics: Mapping[str, float], timestamp_ms: int, tags: Mapping[str, str] | None = None
+    ) -> None:
+        """Write metrics of one step, and tags with them; a second call with equal arguments changes nothing.
+
+        Args:
+            step: the step of every metric.
+            metrics: MLflow key -> finite value. Each thousand, MLflow's limit, is one transaction.
+            timestamp_ms: the ledger's commit time of this step, milliseconds since the epoch; never the present.
+            tags: set or replaced in the request of the first metrics, so that they cost none of their own.
+
+        Raises:
+            UserError: a value is NaN or infinite; nothing of the step is written.
+        """
+        for key, value in metrics.items():
+            if not math.isfinite(value):
+                raise UserError(f"step {step}: metric {key} is {value}")
+        rows = [Metric(key, float(value), timestamp_ms, step) for key, value in metrics.items()]
+        first, *others = _batches(rows, MAX_METRICS_PER_BATCH) or [[]]
+        self.client.log_batch(self.run_id, first, tags=[RunTag(key, value) for key, value in (tags or {}).items()])
+        self.log_metrics([row for batch in others for row in batch])
+
+    def log_metrics(self, rows: Sequence[Metric]) -> None:
+        """Write metric rows, as they are."""
+        for batch in _batches(rows, MAX_METRICS_PER_BATCH):
+            self.client.log_batch(self.run_id, metrics=batch)
+
+    def log_text(self, text: str, artifact_file: str) -> None:
+        """Write or replace a text artifact; the suffix decides how the UI shows it."""
+        self.client.log_text(self.run_id, text, artifact_file)
+
+    def log_dict(self, value: Mapping[str, Any], artifact_file: str) -> None:
+        """Write or replace a .json or .yaml artifact."""
+        self.client.log_dict(self.run_id, dict(value), artifact_file)
+
+    def log_file(self, path: Path, folder: str | None) -> None:
+        """Copy a file into an artifact folder, or to the top, replacing one of the same name."""
+        self.client.log_artifact(self.run_id, str(path), folder)
+
+    def log_tables(self, tables: Mapping[str, Table]) -> None:
+        """Write or replace tables, by artifact file, that the UI previews, as its `log_table` does.
+
+        That method appends to a file that exists, and fails when the tag that lists a run's tables exceeds a tag's
+        length. Here the tag keeps the newest tables that fit; older ones stay as plain JSON.
+        """
+        for artifact_file, (columns, rows) in tables.items():
+            table = {"columns": list(columns), "data": [list(row) for row in rows]}
+            self.log_text(json.dumps(table, allow_nan=False), artifact_file)
+        listed = json.loads(self.client.get_run(self.run_id).data.tags.get(MLFLOW_LOGGED_ARTIFACTS, "[]"))
+        entries = [{"path": artifact_file, "type": "table"} for artifact_file in tables]
+        listed = [*listed, *(entry for entry in entries if entry not in listed)]
+        while len(json.dumps(listed)) > MAX_TAG_VAL_LENGTH:
+            del listed[0]
+        self.set_tags({MLFLOW_LOGGED_ARTIFACTS: json.dumps(listed)})
+
+    def set_tags(self, tags: Mapping[str, str]) -> None:
+        """Set or replace tags of the run."""
+        rows = [RunTag(key, value) for key, value in tags.items()]
+        for batch in _batches(rows, MAX_PARAMS_TAGS_PER_BATCH):
+            self.client.log_batch(self.run_id, tags=batch)
+
+
+def held_by(run: Run, uri: str) -> Held:
+    """An MLflow run's facts about its training. Raises UserError: a tag cannot be read."""
+    head, folder = run.data.tags.get(CHAIN_HEAD), run.data.tags.get(RUN_DIRECTORY)
+    try:
+        return Held(None if head is None else Head.parse(head), None if folder is None else Path(folder))
+    except ValueError as error:
+        raise UserError(f"tracking.uri {uri}: tag {CHAIN_HEAD} of MLflow run {run.info.run_id}: {error}") from error
+
+
+def _link_back(client: MlflowClient, original: str, copy: str) -> None:
+    """Name a copy in the MLflow run of its original, unless that is gone or lies in another store."""
+    try:
+        run = client.get_run(original)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+            raise
+        return
+    copies = [known for known in run.data.tags.get(COPIED_TO, "").split(",") if known]
+    text = ",".join([*copies, copy])
+    if run.info.lifecycle_stage == "active" and copy not in copies and len(text) <= MAX_TAG_VAL_LENGTH:
+        client.set_tag(original, COPIED_TO, text)
+
+
+def _param_text(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= MAX_PARAM_VAL_LENGTH else text[: MAX_PARAM_VAL_LENGTH - 1] + "…"
+
+
+def _batches(items: Sequence[Row], size: int) -> list[Sequence[Row]]:
+    return [items[start : start + size] for start in range(0, len(items), size)]

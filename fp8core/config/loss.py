@@ -1,0 +1,157 @@
+"""The objective: the policy loss by its name, what is added to it, and the hyperparameters of single losses.
+
+Defaults of hyperparameters are their sources' (fp8core/rl/losses.py).
+"""
+
+import re
+from typing import Literal
+
+from pydantic import Field, JsonValue, field_validator, model_validator
+
+from fp8core.config.section import Section
+
+SHIPPED_LOSSES = (
+    "clipped",
+    "gspo",
+    "cispo",
+    "reinforce",
+    "binary_tv",
+    "clip_cov",
+    "kl_cov",
+    "geo_mean",
+    "sapo",
+)
+LOSSES_OF_ROWS = ("geo_mean", "sapo")
+"""Their sources define them as a mean over rows only."""
+LOSSES_WITHOUT_DUAL_CLIP = ("clip_cov", "kl_cov", "geo_mean", "sapo")
+
+
+class ClipCovConfig(Section):
+    """Tokens that `clip_cov` leaves out of the loss."""
+
+    share: float = Field(2e-4, gt=0, le=1, description="Largest share of the tokens of an update; one at least.")
+    low: float = Field(1.0, description="Only tokens with a covariance above this are drawn from.")
+    high: float = Field(5.0, description="And below this.")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> "ClipCovConfig":
+        if not self.low < self.high:
+            raise ValueError(f"low={self.low} is not below high={self.high}")
+        return self
+
+
+class KlCovConfig(Section):
+    """Tokens that `kl_cov` holds back."""
+
+    share: float = Field(2e-4, gt=0, le=1, description="Share of the tokens of an update; one at least.")
+    weight: float = Field(0.1, ge=0, le=1000, description="Weight of |log r| at these tokens.")
+
+
+class SapoConfig(Section):
+    """Slope of `sapo` around a ratio of 1."""
+
+    tau_positive: float = Field(1.0, gt=0, le=1000, description="Where the advantage is positive.")
+    tau_negative: float = Field(1.05, gt=0, le=1000, description="Elsewhere.")
+
+
+class DistillationConfig(Section):
+    """On-policy distillation: advantages by token from a teacher's log-probs (docs/guides/losses.md)."""
+
+    teacher: str | None = Field(
+        None, min_length=1, description="Checkpoint of the teacher: a folder or a hub id, of the model's vocabulary."
+    )
+    revision: str | None = Field(None, description="Commit of a hub model.")
+    weight: float = Field(
+        0.0,
+        ge=0,
+        le=1000,
+        description="Weight of log teacher - log policy in each token's advantage; needs the teacher step.",
+    )
+    rewards: float = Field(
+        1.0, ge=0, le=1000, description="Weight of the advantages of rewards beside it; 0 is distillation alone."
+    )
+
+    @model_validator(mode="after")
+    def _teacher_is_named(self) -> "DistillationConfig":
+        if self.weight and self.teacher is None:
+            raise ValueError(f"weight={self.weight} needs a teacher")
+        return self
+
+
+class LossConfig(Section):
+    """The objective of the GRPO family; the default is GRPO with DAPO's asymmetric clip and token mean."""
+
+    policy: str = Field(
+        "clipped",
+        description="Policy loss (docs/guides/losses.md): clipped (PPO, GRPO), gspo, cispo, reinforce, binary_tv, "
+        "clip_cov, kl_cov, geo_mean, sapo, or a function of your own: `module:function` or `path/to/file.py:function`.",
+        json_schema_extra={"pattern": rf"^({'|'.join(SHIPPED_LOSSES)}|.+:[A-Za-z_]\w*)$"},
+    )
+    options: dict[str, JsonValue] = Field(default_factory=dict, description="Hyperparameters of your function.")
+    clip_low: float = Field(0.2, ge=0, lt=1)
+    clip_high: float = Field(0.28, ge=0, le=10)
+    dual_clip: float | None = Field(None, gt=1, le=100, description="Bound of the loss of negative advantages.")
+    aggregation: Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean"] = Field(
+        "token-mean", description="From per-token terms to the loss, by the names of verl (fp8core/rl/losses.py)."
+    )
+    length_normaliser: int | None = Field(
+        None, ge=1, description="Dr.GRPO: divide sums over tokens by this constant instead of `aggregation`."
+    )
+    advantage: Literal[
+        "grpo", "dr_grpo", "rloo", "leave_one_out", "reinforce_plus_plus", "reinforce_plus_plus_baseline"
+    ] = Field("grpo", description="Advantage estimator (fp8core/rl/advantages.py).")
+    advantage_epsilon: float = Field(1e-4, gt=0, le=1, description="Added to the standard deviation of rewards.")
+    reference_kl: float = Field(
+        0.0, ge=0, le=100, description="Weight of the penalty towards the reference policy; needs the reference step."
+    )
+    reference_kl_estimate: Literal["k1", "k2", "k3"] = Field("k3", description="Estimate of that divergence.")
+    reward_kl: float = Field(
+        0.0,
+        ge=0,
+        le=100,
+        description="Times the divergence from the reference policy, taken off rewards before advantages; needs the "
+        "reference step.",
+    )
+    reward_kl_estimate: Literal["k1", "abs", "k2", "k3"] = Field(
+        "k1", description="Estimate of that divergence by token (verl's kl_penalty: kl, abs, mse, low_var_kl)."
+    )
+    reference_kl_gradient: Literal["estimate", "unbiased", "importance"] = Field(
+        "estimate",
+        description="estimate: its derivative alone, as in GRPO; unbiased: also that of the probability of the sample, "
+        "as in NeMo RL; importance: weighted by current / rollout, NeMo RL's use_on_policy_kl_approximation.",
+    )
+    entropy: float = Field(0.0, ge=0, le=100, description="Weight of the entropy bonus, at each written token.")
+    clip_cov: ClipCovConfig = Field(default_factory=ClipCovConfig, description="Of policy=clip_cov.")
+    kl_cov: KlCovConfig = Field(default_factory=KlCovConfig, description="Of policy=kl_cov.")
+    sapo: SapoConfig = Field(default_factory=SapoConfig, description="Of policy=sapo.")
+    distillation: DistillationConfig = Field(default_factory=DistillationConfig, description="From a teacher.")
+
+    @field_validator("policy")
+    @classmethod
+    def _known(cls, policy: str) -> str:
+        if policy not in SHIPPED_LOSSES and not is_function_path(policy):
+            raise ValueError(
+                f"{policy} is none of {', '.join(SHIPPED_LOSSES)}, and no function of your own "
+                "(module:function or path/to/file.py:function)"
+            )
+        return policy
+
+    @model_validator(mode="after")
+    def _settings_of_the_policy_loss(self) -> "LossConfig":
+        if self.options and self.policy in SHIPPED_LOSSES:
+            raise ValueError(f"options: policy={self.policy} takes none")
+        own = self.policy not in SHIPPED_LOSSES
+        if self.dual_clip is not None and (own or self.policy in LOSSES_WITHOUT_DUAL_CLIP):
+            raise ValueError(f"dual_clip: policy={self.policy} has none; set it to null")
+        by_rows = self.aggregation == "seq-mean-token-mean" and self.length_normaliser is None
+        if self.policy in LOSSES_OF_ROWS and not by_rows:
+            raise ValueError(
+                f"policy={self.policy} is a mean over rows: set aggregation to seq-mean-token-mean, and "
+                "length_normaliser to null"
+            )
+        return self
+
+
+def is_function_path(policy: str) -> bool:
+    """True if a name is that of a user's own function: `module:function` or `path/to/file.py:function`."""
+    return re.fullmatch(r".+:[^\W\d]\w*", policy) is not None

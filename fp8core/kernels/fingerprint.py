@@ -1,0 +1,118 @@
+"""The fingerprints of many tensors as one reduction in Triton, equal to those of `fingerprint`.
+
+Every program adds the hashes of up to `_PROGRAM_WORDS` words of one tensor. It adds its two sums to that tensor's,
+modulo 2^64, in any order. A table of addresses makes it one launch for a whole model.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fp8core.numerics.fingerprint import LANES, Lane, bytes_in_order, hex_digits
+
+# 512 KiB: enough programs for every multiprocessor at a gigabyte, few enough atomic additions.
+_PROGRAM_WORDS = 1 << 16
+_BLOCK_WORDS = 1 << 10
+
+
+def _constants(lane: Lane) -> tuple[int, ...]:
+    return lane.bits_factor, lane.index_factor, lane.offset, *lane.shifts, *lane.multipliers
+
+
+_LANE_0 = tl.constexpr(_constants(LANES[0]))
+_LANE_1 = tl.constexpr(_constants(LANES[1]))
+
+
+@triton.jit
+def _mix(bits: tl.tensor, index: tl.tensor, lane: tl.constexpr) -> tl.tensor:
+    z = bits * lane[0] + index.to(tl.uint64) * lane[1] + lane[2]
+    z = (z ^ (z >> lane[3])) * lane[6]
+    z = (z ^ (z >> lane[4])) * lane[7]
+    return z ^ (z >> lane[5])
+
+
+@triton.jit
+def _fingerprint_kernel(
+    table: tl.tensor,
+    owners: tl.tensor,
+    sums: tl.tensor,
+    pieces: tl.tensor,
+    program_words: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    owner = tl.load(owners + tl.program_id(0))
+    address = tl.load(table + owner)
+    length = tl.load(table + pieces + owner)
+    first_program = tl.load(table + 2 * pieces + owner)
+    words = tl.multiple_of(address.to(tl.pointer_type(tl.uint64)), 16)
+    count = length // 8
+    start = (tl.program_id(0) - first_program) * program_words
+    end = tl.minimum(start + program_words, count)
+    place = tl.arange(0, block)
+    sum_0 = tl.zeros([block], tl.uint64)
+    sum_1 = tl.zeros([block], tl.uint64)
+    for _ in range((end - start) // block):
+        bits = tl.load(words + start + place)
+        sum_0 += _mix(bits, start + place, _LANE_0)
+        sum_1 += _mix(bits, start + place, _LANE_1)
+        start += block
+    if start < end:
+        inside = start + place < end
+        bits = tl.load(words + start + place, mask=inside, other=0)
+        sum_0 += tl.where(inside, _mix(bits, start + place, _LANE_0), 0)
+        sum_1 += tl.where(inside, _mix(bits, start + place, _LANE_1), 0)
+    total_0, total_1 = tl.sum(sum_0, 0), tl.sum(sum_1, 0)
+
+    if end == count:
+        offset = count * 8 + tl.arange(0, 8)
+        left_over = tl.load(address.to(tl.pointer_type(tl.uint8)) + offset, mask=offset < length, other=0)
+        last = tl.sum(left_over.to(tl.uint64) << (8 * tl.arange(0, 8)).to(tl.uint64), 0)
+        size = length.to(tl.uint64)
+        total_0 += _mix(last, count, _LANE_0) + _mix(size, count + 1, _LANE_0)
+        total_1 += _mix(last, count, _LANE_1) + _mix(size, count + 1, _LANE_1)
+    tl.atomic_add(sums + 2 * owner, total_0.to(tl.int64))
+    tl.atomic_add(sums + 2 * owner + 1, total_1.to(tl.int64))
+
+
+def fingerprints(tensors: Sequence[Tensor]) -> list[str]:
+    """Fingerprints of at least one tensor, all on one GPU, of any dtypes but complex ones and any shapes.
+
+    A tensor that is not contiguous, or not aligned to 16 bytes, is copied first. Returns 32 hex digits each and waits
+    for the GPU. Raises TypeError for a complex tensor.
+    """
+    # The pieces keep copies alive until the sums have arrived.
+    pieces = [_aligned(bytes_in_order(tensor)) for tensor in tensors]
+    table, owners = programs_of(pieces)
+    return [hex_digits(pair) for pair in lane_sums(table, owners).tolist()]
+
+
+def programs_of(pieces: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """The input of the programs of one launch, for pieces of uint8 [bytes], contiguous and aligned to 16 bytes.
+
+    Returns:
+        table: int64 [3, pieces], each piece's address, length in bytes and first program.
+        owners: int32 [programs], the piece each program belongs to.
+    """
+    device = pieces[0].device
+    assert all(piece.device == device for piece in pieces), "fingerprints of tensors on several devices"
+    lengths = torch.tensor([piece.numel() for piece in pieces])
+    programs = (lengths // 8 + _PROGRAM_WORDS - 1).div(_PROGRAM_WORDS, rounding_mode="floor").clamp(min=1)
+    addresses = torch.tensor([piece.data_ptr() for piece in pieces])
+    owners = torch.repeat_interleave(torch.arange(len(pieces), dtype=torch.int32), programs)
+    return torch.stack([addresses, lengths, programs.cumsum(0) - programs]).to(device), owners.to(device)
+
+
+def lane_sums(table: Tensor, owners: Tensor) -> Tensor:
+    """Enqueue the reduction; int64 [pieces, 2] on the GPU."""
+    pieces = table.shape[1]
+    sums = torch.zeros(pieces, 2, dtype=torch.int64, device=table.device)
+    with torch.cuda.device_of(sums):
+        _fingerprint_kernel[(owners.numel(),)](table, owners, sums, pieces, _PROGRAM_WORDS, _BLOCK_WORDS)
+    return sums
+
+
+def _aligned(piece: Tensor) -> Tensor:
+    return piece.clone() if piece.data_ptr() % 16 else piece

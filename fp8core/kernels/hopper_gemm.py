@@ -1,0 +1,67 @@
+"""GEMMs on Hopper's tensor cores: block-FP8 codes by DeepGEMM or cuBLASLt, and the BF16 output head.
+
+vLLM multiplies with DeepGEMM. A trainer that calls the same kernel gets the same bits, whatever the number of rows. An
+element has one FP32 accumulator, promoted every 128 of the contraction, which is not split. With powers of two as
+scales cuBLASLt's block GEMM gives these bits as well (docs/guides/torch.md), so it stands in where DeepGEMM is not
+installed. Gradients of weights are always cuBLASLt's, with FP32 results.
+"""
+
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import ScalingType, pad, scaled_mm
+
+from fp8core.numerics.e4m3 import Codes
+
+_ROWS, _TILES = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
+_SCALE_PITCH = 4
+
+
+def forward_gemm(x: Codes, weight: Codes) -> Tensor:
+    if (library := deep_gemm()) is None:
+        return _scaled_mm(x, _ROWS, weight, _TILES, torch.bfloat16)
+    y = torch.empty(x[0].shape[0], weight[0].shape[0], dtype=torch.bfloat16, device=x[0].device)
+    # Scales stay FP32 on Hopper; the cast is for later hardware.
+    library.fp8_gemm_nt(x, weight, y, disable_ue8m0_cast=True)
+    return y
+
+
+def weight_gradient_gemm(grad: Codes, x: Codes) -> Tensor:
+    return _scaled_mm(grad, _ROWS, x, _ROWS, torch.float32)
+
+
+def head_logits(hidden: Tensor, weight: Tensor, output: torch.dtype = torch.float32) -> Tensor:
+    """FP32 sums in an order that does not depend on the number of rows."""
+    if (library := deep_gemm()) is None:
+        return torch.mm(hidden, weight.t(), out_dtype=torch.float32).to(output).float()
+    logits = torch.empty(hidden.shape[0], weight.shape[0], device=hidden.device)
+    library.bf16_gemm_nt(hidden, weight, logits)
+    return logits.to(output).float()
+
+
+def log_softmax(logits: Tensor, temperature: float) -> Tensor:
+    """torch's own, row by row; the aligned model calls it as well, because vLLM's sampler sums in another order."""
+    return torch.log_softmax(logits / temperature, dim=-1)
+
+
+@cache
+def deep_gemm() -> Any | None:
+    """DeepGEMM, its own package or the one inside vLLM; vLLM prefers the former as well."""
+    for name in ("deep_gemm", "vllm.third_party.deep_gemm"):
+        if find_spec(name.partition(".")[0]) is not None:
+            return import_module(name)
+    return None
+
+
+def _scaled_mm(left: Codes, left_type: ScalingType, right: Codes, right_type: ScalingType, out: torch.dtype) -> Tensor:
+    """cuBLASLt's left @ right^T, which takes the scales of tiles padded along the contraction."""
+    scales = right[1]
+    if right_type == _TILES:
+        scales = pad(scales, (0, -scales.shape[1] % _SCALE_PITCH)).t()
+    return scaled_mm(
+        left[0], right[0].t(), left[1], left_type, scales, right_type, output_dtype=out, use_fast_accum=False
+    )

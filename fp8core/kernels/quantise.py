@@ -1,0 +1,429 @@
+"""Block-FP8 quantisers in Triton, and what every kernel that writes block-FP8 codes shares with them.
+
+What makes the bytes those of the torch reference in `numerics.e4m3`:
+
+- amax keeps NaN (`max.NaN`), and a group whose amax is not finite sets the caller's flag instead of raising.
+- `pow2`: the scale is amax with its exponent changed, in integers. x / 2^k is the product with 2^-k, a normal number
+  for every scale (2^-42 to 2^120).
+- `fp32`: `div.rn` for every quotient would need more instructions than the memory leaves time for. Instead 1 / scale is
+  rounded correctly once per group, and a product with it is corrected twice by its FMA residual. The result is the
+  correctly rounded quotient (Markstein, "Computation of elementary functions on the IBM RISC System/6000 processor",
+  1990). amax / 448 is made in the same way. The residual underflows for |x| < 2^-101 only, where the code is a zero of
+  x's sign under any scale.
+- E4M3 comes from `cvt.rn.satfinite`, to nearest even; a quotient exceeds 448 by one unit of FP32 at most. Triton's
+  interpreter, in which the kernels are tested on a CPU, truncates where a GPU rounds; for it the rounding is written
+  out. The choice between the two is made when the module is imported.
+
+Rows and columns are quantised from one read. Each program holds a 128 x 128 tile as four interleaved quarters (rows
+4i, 4i + 1, 4i + 2, 4i + 3). So a thread packs four codes of one column into a word, and the transposition moves words
+instead of bytes.
+
+Scales of rows and columns lie group by group (`[groups, rows]`, padded to 16 bytes), as Hopper's block-scaled GEMMs
+read them. They are returned as the transpose, with values and shape of the reference. Codes of a transpose whose number
+of rows is no multiple of 16 cost a copy.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fp8core.numerics.e4m3 import AMAX_FLOOR, E4M3_MAX, TILE, Codes, FiniteFlag, ScaleRule, finite_check
+
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def to_bf16(x: tl.tensor) -> tl.tensor:
+    """BF16 of FP32."""
+    if INTERPRETED:
+        bits = x.to(tl.int32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
+        x = tl.where(x == x, rounded.to(tl.float32, bitcast=True), x)
+    return x.to(tl.bfloat16)
+
+
+@triton.jit
+def to_e4m3(x: tl.tensor) -> tl.tensor:
+    """E4M3 of FP32; magnitudes above 448 saturate."""
+    if INTERPRETED:
+        # As `e4m3.round_to_e4m3`, which gives the reason.
+        clamped = tl.minimum(tl.maximum(x, -448.0), 448.0)
+        exponent = tl.maximum(clamped.to(tl.int32, bitcast=True) & 0x7F800000, (127 - 6) << 23)
+        magic = (exponent + (20 << 23) + 0x00400000).to(tl.float32, bitcast=True)
+        sign = x.to(tl.int32, bitcast=True) & -0x80000000
+        x = (((clamped + magic) - magic).to(tl.int32, bitcast=True) & 0x7FFFFFFF | sign).to(tl.float32, bitcast=True)
+    return x.to(tl.float8e4nv)
+
+
+_E4M3_MAX = tl.constexpr(E4M3_MAX)
+_E4M3_MAX_INVERSE = tl.constexpr((1 / torch.tensor(E4M3_MAX)).item())
+_AMAX_FLOOR = tl.constexpr(AMAX_FLOOR)
+_FLOAT32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
+
+# Both the row pitch of column codes and that of scales: what a tensor map needs.
+_PITCH_BYTES = 16
+
+
+@triton.jit
+def larger(a: tl.tensor, b: tl.tensor) -> tl.tensor:
+    """The larger value, NaN if there is one."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _quotient(x: tl.tensor, divisor: tl.tensor, inverse: tl.tensor) -> tl.tensor:
+    # Residuals with this sign keep that of zeros; a product with -1 is a negation, where Triton's minus is 0 - x.
+    minus_x, minus_inverse = x * -1.0, inverse * -1.0
+    quotient = x * inverse
+    quotient = tl.fma(tl.fma(quotient, divisor, minus_x), minus_inverse, quotient)
+    return tl.fma(tl.fma(quotient, divisor, minus_x), minus_inverse, quotient)
+
+
+@triton.jit
+def scale_and_inverse(amax: tl.tensor, pow2: tl.constexpr) -> tl.tuple:
+    """Scales for groups of the given largest magnitudes, and their reciprocals."""
+    floored = tl.maximum(amax, _AMAX_FLOOR)
+    if pow2:
+        # 448 is 1.75 * 2^8: the exponent of amax less 8, and one more where its mantissa exceeds 1.75.
+        bits = ((floored.to(tl.int32, bitcast=True) + 0x001FFFFF) & 0x7F800000) - 0x04000000
+        # The exponent fields of 2^k and 2^-k add up to 254.
+        return bits.to(tl.float32, bitcast=True), (0x7F000000 - bits).to(tl.float32, bitcast=True)
+    scale = _quotient(floored, _E4M3_MAX, _E4M3_MAX_INVERSE)
+    return scale, tl.div_rn(1.0, scale)
+
+
+@triton.jit
+def codes_of(x: tl.tensor, scale: tl.tensor, inverse: tl.tensor, pow2: tl.constexpr) -> tl.tensor:
+    """E4M3 codes of FP32 values under a scale and its reciprocal."""
+    quotient = x * inverse if pow2 else _quotient(x, scale, inverse)
+    return to_e4m3(quotient)
+
+
+@triton.jit
+def report(not_finite: tl.tensor, amax: tl.tensor) -> None:
+    """Set the flag where a largest magnitude is NaN or infinite."""
+    tl.store(not_finite + tl.zeros_like(amax).to(tl.int32), 1, mask=~(amax <= _FLOAT32_MAX))
+
+
+@triton.jit
+def store_row_groups(
+    codes: tl.tensor,
+    scales: tl.tensor,
+    not_finite: tl.tensor,
+    values: tl.tensor,
+    row: tl.tensor,
+    column: tl.tensor,
+    group: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+    scale_pitch: tl.tensor,
+    pow2: tl.constexpr,
+) -> None:
+    """Quantise one 1 x 128 group a row: values FP32 [rows of the program, 128]; `group` counts from the left."""
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    amax = tl.reduce(tl.abs(values), 1, larger)
+    scale, inverse = scale_and_inverse(amax, pow2)
+    quotients = codes_of(values, scale[:, None], inverse[:, None], pow2)
+    tl.store(codes + row[:, None] * columns + column[None, :], quotients, mask=inside)
+    tl.store(scales + group.to(tl.int64) * scale_pitch + row, scale, mask=row < rows)
+    report(not_finite, amax)
+
+
+@triton.jit
+def _store_quarter(
+    codes: tl.tensor,
+    values: tl.tensor,
+    row: tl.tensor,
+    column: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+    pow2: tl.constexpr,
+) -> tl.tensor:
+    amax = tl.reduce(tl.abs(values), 1, larger)
+    scale, inverse = scale_and_inverse(amax, pow2)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    quotients = codes_of(values, scale[:, None], inverse[:, None], pow2)
+    tl.store(codes + row[:, None] * columns + column[None, :], quotients, mask=inside)
+    return amax
+
+
+@triton.jit
+def _byte(x: tl.tensor, scale: tl.tensor, inverse: tl.tensor, pow2: tl.constexpr) -> tl.tensor:
+    return codes_of(x, scale, inverse, pow2).to(tl.uint8, bitcast=True).to(tl.int32)
+
+
+@triton.jit
+def quarters_of_tile(across: tl.tensor, down: tl.tensor, tile: tl.constexpr) -> tl.tuple:
+    """Columns [tile] and rows [tile / 4] of a tile's first quarter; those of the others are 1, 2 and 3 further."""
+    column = across.to(tl.int64) * tile + tl.arange(0, tile)
+    return column, 4 * (down.to(tl.int64) * (tile // 4) + tl.arange(0, tile // 4))
+
+
+@triton.jit
+def store_columns(
+    a: tl.tensor,
+    b: tl.tensor,
+    c: tl.tensor,
+    d: tl.tensor,
+    across: tl.tensor,
+    down: tl.tensor,
+    column_words: tl.tensor,
+    column_scales: tl.tensor,
+    columns: tl.tensor,
+    column_word_pitch: tl.tensor,
+    column_scale_pitch: tl.tensor,
+    pow2: tl.constexpr,
+    tile: tl.constexpr,
+) -> None:
+    """Quantise the quarters a, b, c, d of a tile (FP32 [tile / 4, tile], finite, zero outside) by columns."""
+    column, _row = quarters_of_tile(across, down, tile)
+    largest = larger(larger(tl.abs(a), tl.abs(b)), larger(tl.abs(c), tl.abs(d)))
+    scale, inverse = scale_and_inverse(tl.reduce(largest, 0, larger), pow2)
+    tl.store(column_scales + down.to(tl.int64) * column_scale_pitch + column, scale, mask=column < columns)
+    scale, inverse = scale[None, :], inverse[None, :]
+    low = _byte(a, scale, inverse, pow2) | (_byte(b, scale, inverse, pow2) << 8)
+    high = _byte(c, scale, inverse, pow2) | (_byte(d, scale, inverse, pow2) << 8)
+    words = tl.trans(low | (high << 16))
+    word = down.to(tl.int64) * (tile // 4) + tl.arange(0, tile // 4)
+    inside = (column < columns)[:, None] & (word < column_word_pitch)[None, :]
+    tl.store(column_words + column[:, None] * column_word_pitch + word[None, :], words, mask=inside)
+
+
+@triton.jit
+def store_tile(
+    a: tl.tensor,
+    b: tl.tensor,
+    c: tl.tensor,
+    d: tl.tensor,
+    across: tl.tensor,
+    down: tl.tensor,
+    row_codes: tl.tensor,
+    row_scales: tl.tensor,
+    column_words: tl.tensor,
+    column_scales: tl.tensor,
+    not_finite: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+    row_scale_pitch: tl.tensor,
+    column_word_pitch: tl.tensor,
+    column_scale_pitch: tl.tensor,
+    pow2: tl.constexpr,
+    tile: tl.constexpr,
+) -> None:
+    """Quantise the quarters a, b, c, d (FP32 [tile / 4, tile], zero outside) by rows and by columns."""
+    column, row = quarters_of_tile(across, down, tile)
+    amax_a = _store_quarter(row_codes, a, row, column, rows, columns, pow2)
+    amax_b = _store_quarter(row_codes, b, row + 1, column, rows, columns, pow2)
+    amax_c = _store_quarter(row_codes, c, row + 2, column, rows, columns, pow2)
+    amax_d = _store_quarter(row_codes, d, row + 3, column, rows, columns, pow2)
+    # In the order of the rows: a join makes a new last dimension.
+    amax = tl.reshape(tl.join(tl.join(amax_a, amax_c), tl.join(amax_b, amax_d)), [tile])
+    scale, _inverse = scale_and_inverse(amax, pow2)
+    every_row = down.to(tl.int64) * tile + tl.arange(0, tile)
+    tl.store(row_scales + across.to(tl.int64) * row_scale_pitch + every_row, scale, mask=every_row < rows)
+    report(not_finite, amax)
+    # fmt: off
+    store_columns(
+        a, b, c, d, across, down, column_words, column_scales, columns, column_word_pitch, column_scale_pitch,
+        pow2, tile,
+    )
+    # fmt: on
+
+
+class RowCodes(NamedTuple):
+    """Room for 1 x 128 groups: codes [rows, columns] and scales [groups, rows padded to the pitch]."""
+
+    codes: Tensor
+    scales: Tensor
+
+    @classmethod
+    def empty(cls, rows: int, columns: int, device: torch.device) -> "RowCodes":
+        codes = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=device)
+        return cls(codes, _scales(rows, columns, device))
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """Codes [rows, columns] and scales [rows, groups]."""
+        return self.codes, self.scales.t()[: self.codes.shape[0]]
+
+
+class ColumnCodes(NamedTuple):
+    """Room for 128 x 1 groups of [rows, columns]: codes [columns, rows padded to the pitch] and scales likewise."""
+
+    codes: Tensor
+    scales: Tensor
+
+    @classmethod
+    def empty(cls, rows: int, columns: int, device: torch.device) -> "ColumnCodes":
+        pitch = _round_up(rows, _PITCH_BYTES)
+        codes = torch.empty(columns, pitch, dtype=torch.float8_e4m3fn, device=device)
+        return cls(codes, _scales(columns, rows, device))
+
+    @property
+    def words(self) -> Tensor:
+        """The codes four by four."""
+        return self.codes.view(torch.int32)
+
+    def result(self, rows: int) -> tuple[Tensor, Tensor]:
+        """Codes [columns, rows] and scales [columns, row groups]; other than multiples of 16 rows cost a copy."""
+        return self.codes[:, :rows].contiguous(), self.scales.t()[: self.codes.shape[0]]
+
+
+class TileCodes(NamedTuple):
+    """Room for what `store_tile` writes of a matrix."""
+
+    by_row: RowCodes
+    by_column: ColumnCodes
+
+    @classmethod
+    def empty(cls, rows: int, columns: int, device: torch.device) -> "TileCodes":
+        return cls(RowCodes.empty(rows, columns, device), ColumnCodes.empty(rows, columns, device))
+
+    @property
+    def tiles(self) -> tuple[int, int]:
+        """Tiles across and down."""
+        return self.by_row.scales.shape[0], self.by_column.scales.shape[0]
+
+    def arguments(self, not_finite: Tensor) -> tuple[Any, ...]:
+        """Arguments of `store_tile` from `row_codes` to `column_scale_pitch`."""
+        (codes, scales), words, column_scales = self.by_row, self.by_column.words, self.by_column.scales
+        pitches = scales.stride(0), words.stride(0), column_scales.stride(0)
+        return codes, scales, words, column_scales, not_finite, *codes.shape, *pitches
+
+    def result(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """Those of the rows and those of the columns."""
+        return self.by_row.result(), self.by_column.result(self.by_row.codes.shape[0])
+
+
+def _scales(rows: int, columns: int, device: torch.device) -> Tensor:
+    return torch.empty(triton.cdiv(columns, TILE), _round_up(rows, _PITCH_BYTES // 4), device=device)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+_ROWS_PER_PROGRAM = 32
+# Two programs of 256 threads then fit on a multiprocessor; one cannot load while it computes.
+_REGISTERS = 128
+
+
+@triton.jit
+def _rows_kernel(
+    x: tl.tensor,
+    codes: tl.tensor,
+    scales: tl.tensor,
+    not_finite: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+    scale_pitch: tl.tensor,
+    pow2: tl.constexpr,
+    block: tl.constexpr,
+    group: tl.constexpr,
+) -> None:
+    row = tl.program_id(1).to(tl.int64) * block + tl.arange(0, block)
+    column = tl.program_id(0) * group + tl.arange(0, group)
+    values = _load(x, row, column, rows, columns)
+    store_row_groups(codes, scales, not_finite, values, row, column, tl.program_id(0), rows, columns, scale_pitch, pow2)
+
+
+@triton.jit
+def _tiles_kernel(
+    x: tl.tensor,
+    codes: tl.tensor,
+    scales: tl.tensor,
+    not_finite: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+    pow2: tl.constexpr,
+    tile: tl.constexpr,
+) -> None:
+    row = tl.program_id(1).to(tl.int64) * tile + tl.arange(0, tile)
+    column = tl.program_id(0) * tile + tl.arange(0, tile)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    at = row[:, None] * columns + column[None, :]
+    values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    amax = tl.reduce(tl.reduce(tl.abs(values), 1, larger), 0, larger)
+    scale, inverse = scale_and_inverse(amax, pow2)
+    tl.store(codes + at, codes_of(values, scale, inverse, pow2), mask=inside)
+    tl.store(scales + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), scale)
+    tl.store(not_finite, 1, mask=~(amax <= _FLOAT32_MAX))
+
+
+@triton.jit
+def _load(x: tl.tensor, row: tl.tensor, column: tl.tensor, rows: tl.tensor, columns: tl.tensor) -> tl.tensor:
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    return tl.load(x + row[:, None] * columns + column[None, :], mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _rows_and_columns_kernel(
+    x: tl.tensor,
+    row_codes: tl.tensor,
+    row_scales: tl.tensor,
+    column_words: tl.tensor,
+    column_scales: tl.tensor,
+    not_finite: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+    row_scale_pitch: tl.tensor,
+    column_word_pitch: tl.tensor,
+    column_scale_pitch: tl.tensor,
+    pow2: tl.constexpr,
+    tile: tl.constexpr,
+) -> None:
+    across, down = tl.program_id(0), tl.program_id(1)
+    column, row = quarters_of_tile(across, down, tile)
+    a = _load(x, row, column, rows, columns)
+    b = _load(x, row + 1, column, rows, columns)
+    c = _load(x, row + 2, column, rows, columns)
+    d = _load(x, row + 3, column, rows, columns)
+    # fmt: off
+    store_tile(
+        a, b, c, d, across, down, row_codes, row_scales, column_words, column_scales, not_finite, rows, columns,
+        row_scale_pitch, column_word_pitch, column_scale_pitch, pow2, tile,
+    )
+    # fmt: on
+
+
+def row_codes(x: Tensor, rule: ScaleRule, flag: FiniteFlag | None = None) -> Codes:
+    x = _checked(x)
+    rows, columns = x.shape
+    out = RowCodes.empty(rows, columns, x.device)
+    grid = (out.scales.shape[0], triton.cdiv(rows, _ROWS_PER_PROGRAM))
+    pitch = out.scales.stride(0)
+    with torch.cuda.device_of(x), finite_check(x.device, flag) as not_finite:
+        _rows_kernel[grid](x, *out, not_finite, rows, columns, pitch, rule == "pow2", _ROWS_PER_PROGRAM, TILE)
+    return out.result()
+
+
+def row_and_column_codes(x: Tensor, rule: ScaleRule, flag: FiniteFlag | None = None) -> tuple[Codes, Codes]:
+    x = _checked(x)
+    rows, columns = x.shape
+    out = TileCodes.empty(rows, columns, x.device)
+    with torch.cuda.device_of(x), finite_check(x.device, flag) as not_finite:
+        _rows_and_columns_kernel[out.tiles](
+            x, *out.arguments(not_finite), rule == "pow2", TILE, num_warps=8, maxnreg=_REGISTERS
+        )
+    return out.result()
+
+
+def tile_codes(x: Tensor, rule: ScaleRule, flag: FiniteFlag | None = None) -> Codes:
+    x = _checked(x)
+    rows, columns = x.shape
+    codes = torch.empty_like(x, dtype=torch.float8_e4m3fn)
+    scales = torch.empty(triton.cdiv(rows, TILE), triton.cdiv(columns, TILE), device=x.device)
+    with torch.cuda.device_of(x), finite_check(x.device, flag) as not_finite:
+        _tiles_kernel[scales.shape[::-1]](
+            x, codes, scales, not_finite, rows, columns, rule == "pow2", TILE, num_warps=8
+        )
+    return codes, scales
+
+
+def _checked(x: Tensor) -> Tensor:
+    assert x.dim() == 2, f"a matrix is quantised, not {tuple(x.shape)}"
+    assert x.dtype in (torch.bfloat16, torch.float32), f"BF16 or FP32 is quantised, not {x.dtype}"
+    assert x.numel(), "a matrix without elements has no amax"
+    return x.contiguous()

@@ -1,0 +1,60 @@
+"""Where a kernel stands in for the torch reference: the one place that decides it.
+
+An operation is a function of `fp8core.numerics` that computes the reference and is decorated with the name of a module
+of `fp8core.kernels`. That module has a function of the same name, with the same arguments and results. Both give the
+same bytes unless the reference's module documents a difference, so the choice is a matter of speed.
+"""
+
+from collections.abc import Callable
+from functools import cache, wraps
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+_HAS_TRITON = find_spec("triton") is not None
+# Before Hopper, Triton converts FP32 to E4M3 by way of FP16, which rounds twice.
+_SINGLE_ROUNDING = (9, 0)
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+def has_kernels(tensor: Tensor) -> bool:
+    """True if the kernels take a tensor: it is on an NVIDIA GPU from Hopper on, and Triton is installed."""
+    return tensor.is_cuda and _HAS_TRITON and torch.cuda.get_device_capability(tensor.device) >= _SINGLE_ROUNDING
+
+
+def with_kernel(module: str) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
+    """Make a reference an operation: `fp8core.kernels.<module>` computes it where kernels take its first argument.
+
+    The first argument is a tensor or a sequence of tensors; a sequence needs at least one, and all where kernels run.
+    """
+
+    def decorate(reference: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+        @wraps(reference)
+        def operation(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+            first: Any = args[0]
+            tensors = (first,) if isinstance(first, Tensor) else first
+            if not tensors or not all(map(has_kernels, tensors)):
+                return reference(*args, **kwargs)
+            found: Result = kernel_of(module, reference.__name__)(*args, **kwargs)
+            return found
+
+        OPERATIONS[reference.__name__] = (reference, module)
+        return operation
+
+    return decorate
+
+
+@cache
+def kernel_of(module: str, name: str) -> Callable[..., Any]:
+    """The function of `fp8core.kernels` that stands in for the reference of this name."""
+    kernel: Callable[..., Any] = getattr(import_module(f"fp8core.kernels.{module}"), name)
+    return kernel
+
+
+OPERATIONS: dict[str, tuple[Callable[..., Any], str]] = {}
+"""Reference and kernel module of every operation whose module has been imported."""

@@ -1,0 +1,316 @@
+"""The steps between two GEMMs of a packed layer, each as one operation on BF16, with its codes and its backward.
+
+Rounding is that of `rounding.KERNELS`. Where the kernels' results differ from the reference:
+
+- Norms: total = bf16(x + added), and the norm reads the rounded total; the mean of squares and 1 / rms are FP64;
+  normed = bf16(fp32(total / rms) * weight). Two FP64 sums of one row in different order round to different BF16 with
+  probability about 2^-40 an element.
+- SwiGLU: silu is FP32 in the kernels and FP64 here, rounded to BF16 before it multiplies `up`. The products are the
+  same bytes but for the few gates whose silu lies next to a boundary of two BF16 numbers.
+- Rotary positions: the norms' results are rounded to BF16 before they are rotated; the rotation is FP32, its result
+  BF16. The remark on norms holds here too.
+- Codes of Q, K and V have static scales; quotients are FP32. Equal bytes.
+- Backward: equal to FP32 rounding, and deterministic: no sum depends on what else runs.
+
+Operations that write codes raise GroupNotFinite as `e4m3.row_codes` does.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp8core.numerics import elementwise
+from fp8core.numerics.dispatch import with_kernel
+from fp8core.numerics.e4m3 import E4M3_MAX, Codes, FiniteFlag, ScaleRule, row_and_column_codes, row_codes
+from fp8core.numerics.elementwise import rms_norm, rotate
+from fp8core.numerics.kv_scales import LayerScales
+from fp8core.numerics.rounding import KERNELS, round_to_bf16
+
+
+@with_kernel("norm")
+def add_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Residual sum and its RMSNorm.
+
+    Args:
+        x: BF16 [tokens, hidden], the residual stream.
+        added: BF16 of the same shape, what a block adds to it; None before the first.
+        weight: FP32 [hidden], of BF16 values.
+        eps: added to the mean square.
+
+    Returns:
+        total: BF16 [tokens, hidden]; x itself without `added`.
+        normed: BF16 [tokens, hidden].
+        inverse: FP32 [tokens], 1 / rms, for the backward.
+    """
+    total = x if added is None else (x.float() + added.float()).bfloat16()
+    wide = total.float()
+    inverse = torch.rsqrt(wide.double().square().mean(-1) + eps).float()
+    return total, rms_norm(wide, weight, eps, round_to_bf16, KERNELS.normalised).bfloat16(), inverse
+
+
+@with_kernel("norm")
+def add_norm_row_codes(
+    x: Tensor, added: Tensor | None, weight: Tensor, eps: float, rule: ScaleRule, flag: FiniteFlag | None = None
+) -> tuple[Tensor, Codes]:
+    """`add_norm` for a linear whose input is not kept: normed as codes of 1 x 128 groups alone.
+
+    Args:
+        x, added, weight, eps: as for `add_norm`.
+        rule, flag: as for `e4m3.row_codes`.
+
+    Returns:
+        total: as `add_norm`.
+        rows: codes [tokens, hidden] and scales [tokens, ceil(hidden / 128)].
+    """
+    total, normed, _inverse = add_norm(x, added, weight, eps)
+    return total, row_codes(normed, rule, flag)
+
+
+@with_kernel("norm")
+def add_norm_codes(
+    x: Tensor, added: Tensor | None, weight: Tensor, eps: float, rule: ScaleRule, flag: FiniteFlag | None = None
+) -> tuple[Tensor, Codes, Codes, Tensor]:
+    """`add_norm` for a linear that is trained: normed as codes for the forward and for the gradient of the weight.
+
+    Args:
+        x, added, weight, eps: as for `add_norm`.
+        rule, flag: as for `e4m3.row_codes`.
+
+    Returns:
+        total: as `add_norm`.
+        rows, columns: as `e4m3.row_and_column_codes` of normed.
+        inverse: as `add_norm`.
+    """
+    total, normed, inverse = add_norm(x, added, weight, eps)
+    return total, *row_and_column_codes(normed, rule, flag), inverse
+
+
+@with_kernel("norm")
+def add_norm_backward(
+    grad_normed: Tensor, grad_total: Tensor | None, total: Tensor, weight: Tensor, inverse: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of x and `added`, which are equal, and of the weight.
+
+    Args:
+        grad_normed: BF16 [tokens, hidden].
+        grad_total: BF16 of the same shape, what later layers send along the residual stream; None after the last.
+        total, inverse: as `add_norm` returned them.
+        weight: FP32 [hidden].
+
+    Returns:
+        grad: BF16 [tokens, hidden].
+        grad_weight: FP32 [hidden].
+    """
+    upstream, factor = grad_normed.float(), inverse[:, None]
+    normed, scaled = total.float() * factor, upstream * weight
+    grad = factor * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
+    if grad_total is not None:
+        grad = grad + grad_total.float()
+    return grad.bfloat16(), (upstream * normed).sum(0)
+
+
+@with_kernel("swiglu")
+def swiglu(gate_up: Tensor) -> Tensor:
+    """bf16(bf16(silu(gate)) * up).
+
+    Args:
+        gate_up: BF16 [tokens, 2 m], the gates and then the factors.
+
+    Returns:
+        BF16 [tokens, m].
+    """
+    return _swiglu(gate_up.float()).bfloat16()
+
+
+@with_kernel("swiglu")
+def swiglu_row_codes(gate_up: Tensor, rule: ScaleRule, flag: FiniteFlag | None = None) -> Codes:
+    """Codes of 1 x 128 groups of `swiglu`, for a linear whose input is not kept.
+
+    Args:
+        gate_up: as for `swiglu`.
+        rule, flag: as for `e4m3.row_codes`.
+
+    Returns:
+        codes [tokens, m] and scales [tokens, ceil(m / 128)].
+    """
+    return row_codes(swiglu(gate_up), rule, flag)
+
+
+@with_kernel("swiglu")
+def swiglu_codes(gate_up: Tensor, rule: ScaleRule, flag: FiniteFlag | None = None) -> tuple[Codes, Codes]:
+    """Codes of `swiglu` for a linear that is trained.
+
+    Args:
+        gate_up: as for `swiglu`.
+        rule, flag: as for `e4m3.row_codes`.
+
+    Returns:
+        rows, columns: as `e4m3.row_and_column_codes` of `swiglu`.
+    """
+    return row_and_column_codes(swiglu(gate_up), rule, flag)
+
+
+@with_kernel("swiglu")
+def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
+    """Gradient of `gate_up`.
+
+    Args:
+        grad: BF16 [tokens, m].
+        gate_up: as for `swiglu`.
+
+    Returns:
+        BF16 [tokens, 2 m].
+    """
+    leaf = gate_up.float().requires_grad_()
+    with torch.enable_grad():
+        out = _swiglu(leaf)
+    return torch.autograd.grad(out, leaf, grad.float())[0].bfloat16()
+
+
+@with_kernel("swiglu")
+def swiglu_backward_codes(
+    grad: Tensor, gate_up: Tensor, rule: ScaleRule, flag: FiniteFlag | None = None
+) -> tuple[Codes, Codes]:
+    """Codes of `swiglu_backward`, for both gradients of the fused projection.
+
+    Args:
+        grad, gate_up: as for `swiglu_backward`.
+        rule, flag: as for `e4m3.row_codes`.
+
+    Returns:
+        rows, columns: as `e4m3.row_and_column_codes` of `swiglu_backward`.
+    """
+    return row_and_column_codes(swiglu_backward(grad, gate_up), rule, flag)
+
+
+def _swiglu(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return elementwise.swiglu(gate, up, round_to_bf16, KERNELS.activated)
+
+
+Norms = tuple[Tensor, Tensor]
+
+Heads = tuple[Tensor, Tensor, Tensor]
+"""Q [tokens, query_heads, head_dim], K and V [tokens, kv_heads, head_dim]."""
+
+
+class HeadLayout(NamedTuple):
+    """The division of a row of a fused projection: heads of Q, then of K, then as many of V."""
+
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+
+
+def heads_of(qkv: Tensor, layout: HeadLayout) -> Heads:
+    """Q, K and V by head: views of [tokens, all heads * head_dim]."""
+    heads = qkv.view(qkv.shape[0], -1, layout.head_dim)
+    q, k, v = heads.split([layout.query_heads, layout.kv_heads, layout.kv_heads], dim=1)
+    return q, k, v
+
+
+@with_kernel("rotary")
+def norm_rotate(
+    qkv: Tensor, norms: Norms | None, cos: Tensor, sin: Tensor, positions: Tensor, layout: HeadLayout, eps: float
+) -> Tensor:
+    """Q and K normed (Qwen3) and rotated, V as it is.
+
+    Args:
+        qkv: BF16 [tokens, (query_heads + 2 kv_heads) head_dim].
+        norms: weights for Q and for K, FP32 [head_dim] each; None where the family has no such norms.
+        cos, sin: tables, FP32 [positions, head_dim / 2].
+        positions: int64 [tokens], below the tables' length.
+        layout: how qkv is divided.
+        eps: of the norms.
+
+    Returns:
+        BF16 of qkv's shape.
+    """
+    return _norm_rotate(qkv.float(), norms, cos[positions], sin[positions], layout, eps).bfloat16()
+
+
+@with_kernel("rotary")
+def norm_rotate_backward(
+    grad: Tensor,
+    qkv: Tensor,
+    norms: Norms | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    layout: HeadLayout,
+    eps: float,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Gradients of qkv and of the norms' weights.
+
+    Args:
+        grad: BF16 of qkv's shape.
+        qkv, norms, cos, sin, positions, layout, eps: as for `norm_rotate`.
+
+    Returns:
+        grad_qkv: BF16 of qkv's shape.
+        grad_q_norm, grad_k_norm: FP32 [head_dim]; None without norms.
+    """
+    leaf = qkv.float().requires_grad_()
+    weights = None if norms is None else (norms[0].detach().requires_grad_(), norms[1].detach().requires_grad_())
+    with torch.enable_grad():
+        out = _norm_rotate(leaf, weights, cos[positions], sin[positions], layout, eps)
+    grad_qkv, *of_norms = torch.autograd.grad(out, [leaf, *(weights or ())], grad.float())
+    grad_q_norm, grad_k_norm = of_norms or (None, None)
+    return grad_qkv.bfloat16(), grad_q_norm, grad_k_norm
+
+
+def _norm_rotate(qkv: Tensor, norms: Norms | None, cos: Tensor, sin: Tensor, layout: HeadLayout, eps: float) -> Tensor:
+    """FP32 values of the result; cos and sin are those of the tokens."""
+    q, k, v = heads_of(qkv, layout)
+    if norms is not None:
+        q, k = (rms_norm(x, w, eps, round_to_bf16, KERNELS.normalised) for x, w in zip((q, k), norms, strict=True))
+    q, k = (rotate(x, cos[:, None], sin[:, None], round_to_bf16) for x in (q, k))
+    return torch.cat((q, k, v), dim=1).flatten(1)
+
+
+@with_kernel("head_codes")
+def head_codes(qkv: Tensor, layout: HeadLayout, scales: LayerScales) -> Heads:
+    """float8_e4m3fn codes of Q, K and V over their scales, saturated; all contiguous, of qkv as for `norm_rotate`."""
+    q, k, v = heads_of(qkv, layout)
+    return static_codes(q, scales.q), static_codes(k, scales.k), static_codes(v, scales.v)
+
+
+@with_kernel("head_codes")
+def head_values(qkv: Tensor, layout: HeadLayout, scales: LayerScales) -> Heads:
+    """BF16 of the values that the codes stand for: exact for scales that are powers of two."""
+    q, k, v = head_codes(qkv, layout, scales)
+    return _values(q, scales.q), _values(k, scales.k), _values(v, scales.v)
+
+
+@with_kernel("head_codes")
+def head_gradients(grads: Heads, qkv: Tensor, layout: HeadLayout, scales: LayerScales) -> Tensor:
+    """Gradients of Q, K and V as one of qkv: those of saturated elements times zero, the others as they are.
+
+    Args:
+        grads: BF16, of the values.
+        qkv, layout, scales: what the codes are of.
+
+    Returns:
+        BF16 of qkv's shape.
+    """
+    limits = limits_of(scales)
+    # Compared in FP32: torch would round the limit to BF16 on a CPU and not on a GPU.
+    parts = zip(grads, heads_of(qkv, layout), limits, strict=True)
+    return torch.cat([grad * (x.float().abs() <= limit) for grad, x, limit in parts], dim=1).flatten(1)
+
+
+def static_codes(x: Tensor, scale: float) -> Tensor:
+    """float8_e4m3fn codes of x / scale, saturated; any shape, contiguous."""
+    # Divided by a tensor: torch multiplies by the reciprocal of a number on a GPU, which is another rounding.
+    divided = x.float() / torch.full((), scale, device=x.device)
+    return divided.clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn, memory_format=torch.contiguous_format)
+
+
+def limits_of(scales: LayerScales) -> tuple[float, float, float]:
+    """The largest magnitudes of Q, K and V that are not saturated."""
+    return E4M3_MAX * scales.q, E4M3_MAX * scales.k, E4M3_MAX * scales.v
+
+
+def _values(codes: Tensor, scale: float) -> Tensor:
+    return (codes.float() * scale).bfloat16()

@@ -1,0 +1,358 @@
+"""Packed sequences of different lengths, causal attention over them, and the output head.
+
+Attention is in the formats of `numerics.attention`. BF16 on a GPU is FlashAttention, as torch brings it for sequences
+of different lengths. FP8 on a GPU computes what the rollout engine computes when it decodes. Every token is a query of
+its own to the decode kernel, whose result depends on nothing but the keys before it. Its gradient is that of BF16
+attention over the values that the codes stand for. This is a straight-through estimator: E4M3 rounding of Q, K, V and P
+is passed through, saturated elements get nothing. On a CPU both are the exact forms of `numerics.attention`, one
+sequence at a time.
+
+The head multiplies BF16 weights to FP32 logits. On Hopper the product is DeepGEMM's BF16 GEMM with FP32 output, whose
+accumulation does not depend on the number of rows. Engine and trainer call it alike. On a CPU it is the exact form of
+`numerics.logprobs`.
+
+Shapes: qkv BF16 [tokens, (query_heads + 2 kv_heads) * head_dim], normed and rotated; attention's output BF16
+[tokens, query_heads * head_dim].
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp8core.numerics.attention import AttentionFormat, Bf16Attention, Fp8Attention
+from fp8core.numerics.dispatch import with_kernel
+from fp8core.numerics.e4m3 import TILE
+from fp8core.numerics.fused import HeadLayout, heads_of
+from fp8core.numerics.gemm import align_rows, aligned_gemm, alignment_bits, fp32_product
+from fp8core.numerics.kv_scales import LayerScales
+from fp8core.numerics.logprobs import ChunkedHead, chunked_logprobs, log_softmax
+
+# Keys of one sequence then lie in pages as in a paged cache, and decode kernels can read them where they are.
+PAGE = 16
+
+
+@dataclass(frozen=True)
+class PackedSequences:
+    """Where each sequence of a pack lies.
+
+    Every sequence begins at a multiple of `PAGE`, and the pack holds a multiple of 128 tokens, as block-FP8 weight
+    gradients require. Padding of a page is the end of the sequence before it, so that no real token sees it. Padding of
+    the pack is a sequence of its own.
+
+    Attributes:
+        lengths: real tokens of each sequence.
+        starts: where each begins, and the number of tokens of the pack (one more than there are lengths).
+    """
+
+    lengths: tuple[int, ...]
+    starts: tuple[int, ...]
+
+    @classmethod
+    def of(cls, lengths: Sequence[int]) -> "PackedSequences":
+        """Lay out sequences of at least one token each, in this order."""
+        assert lengths, "a pack without sequences"
+        assert min(lengths) > 0, "an empty sequence"
+        starts = [0]
+        for length in lengths:
+            starts.append(starts[-1] + _round_up(length, PAGE))
+        rest = -starts[-1] % TILE
+        return cls((*lengths, 0), (*starts, starts[-1] + rest)) if rest else cls(tuple(lengths), tuple(starts))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the pack, filling included."""
+        return self.starts[-1]
+
+    @cached_property
+    def longest(self) -> int:
+        """Tokens of the longest sequence with its filling."""
+        return max(end - start for start, end in self.spans)
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """Begin and end of every sequence, with its filling."""
+        return list(zip(self.starts[:-1], self.starts[1:], strict=True))
+
+    @cached_property
+    def offsets(self) -> Tensor:
+        """int64 [tokens]: from 0 in every sequence, filling included."""
+        return torch.arange(self.tokens) - torch.tensor(self.starts)[self.owners]
+
+    @cached_property
+    def valid(self) -> Tensor:
+        """bool [tokens], False where the pack is filled up."""
+        return self.offsets < torch.tensor(self.lengths)[self.owners]
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """int64 [tokens]: from 0 in every sequence, and 0 where the pack is filled up."""
+        return torch.where(self.valid, self.offsets, 0)
+
+    @cached_property
+    def owners(self) -> Tensor:
+        """int64 [tokens]: the index of the sequence that each token belongs to."""
+        return torch.repeat_interleave(torch.tensor(self.starts).diff())
+
+
+def packed_length(length: int) -> int:
+    """Tokens that a sequence takes in a pack."""
+    return _round_up(length, PAGE)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+class Attended(NamedTuple):
+    """BF16 [tokens, query_heads * head_dim], and what the backward needs of the forward besides qkv."""
+
+    out: Tensor
+    for_backward: tuple[Tensor, ...]
+
+
+class KeptAttention:
+    """One layer's result from the pass without gradients on, until the layer is computed again with them."""
+
+    def __init__(self) -> None:
+        self._attended: Attended | None = None
+
+    def keep(self, attended: Attended) -> None:
+        """Hold the result."""
+        self._attended = attended
+
+    def take(self) -> Attended | None:
+        """Give the result up; None where there is none, or no more."""
+        attended, self._attended = self._attended, None
+        return attended
+
+
+class DevicePack(NamedTuple):
+    """A pack with what kernels read of it, on their device.
+
+    Attributes:
+        sequences: where each lies.
+        positions: int64 [tokens].
+        starts: int32 [sequences + 1].
+        owners: int32 [tokens]: the sequence of each token.
+        pages: int32 [sequences, pages of the longest]: which page of the pack holds keys 16 i and after.
+        seen: int32 [tokens]: keys that each token sees, itself included; 0 where the pack is filled up.
+    """
+
+    sequences: PackedSequences
+    positions: Tensor
+    starts: Tensor
+    owners: Tensor
+    pages: Tensor
+    seen: Tensor
+
+    @classmethod
+    def of(cls, sequences: PackedSequences, device: torch.device) -> "DevicePack":
+        starts = torch.tensor(sequences.starts, dtype=torch.int32)
+        pages = starts[:-1, None] // PAGE + torch.arange(-(-sequences.longest // PAGE), dtype=torch.int32)
+        # Rows of shorter sequences run on into pages that no query reads.
+        pages = pages.clamp(max=sequences.tokens // PAGE - 1)
+        seen = torch.where(sequences.valid, sequences.offsets + 1, 0).int()
+        tensors = sequences.positions, starts, sequences.owners.int(), pages, seen
+        return cls(sequences, *(tensor.to(device, non_blocking=True) for tensor in tensors))
+
+
+class PackedAttention(ABC):
+    """Attention in one format."""
+
+    name: str
+
+    @abstractmethod
+    def forward(self, qkv: Tensor, layout: HeadLayout, pack: DevicePack, scales: LayerScales | None) -> Attended:
+        """Attention of a pack; nothing is recorded for autograd."""
+
+    @abstractmethod
+    def backward(
+        self,
+        grad: Tensor,
+        qkv: Tensor,
+        saved: tuple[Tensor, ...],
+        layout: HeadLayout,
+        pack: DevicePack,
+        scales: LayerScales | None,
+    ) -> Tensor:
+        """Gradient of qkv; `saved` is what the forward left for it."""
+
+    def __call__(
+        self,
+        qkv: Tensor,
+        layout: HeadLayout,
+        pack: DevicePack,
+        scales: LayerScales | None,
+        kept: KeptAttention | None = None,
+    ) -> Tensor:
+        """Attention of a pack; with `kept`, a pass without gradients leaves its result for the next one with them."""
+        if torch.is_grad_enabled():
+            attended = kept and kept.take()
+            out: Tensor = _Attention.apply(qkv, self, (layout, pack, scales), attended)  # type: ignore[no-untyped-call]
+            return out
+        attended = self.forward(qkv, layout, pack, scales)
+        if kept is not None:
+            kept.keep(attended)
+        return attended.out
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, qkv: Tensor, form: PackedAttention, rest: tuple[Any, ...], attended: Attended | None
+    ) -> Tensor:
+        attended = attended or form.forward(qkv, *rest)
+        ctx.save_for_backward(qkv, *attended.for_backward)
+        ctx.form, ctx.rest = form, rest
+        return attended.out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        qkv, *saved = ctx.saved_tensors
+        return ctx.form.backward(grad, qkv, tuple(saved), *ctx.rest), None, None, None
+
+
+class Bf16PackedAttention(PackedAttention):
+    """BF16 Q, K, V and P."""
+
+    name = "bf16"
+
+    def __init__(self, exact: Bf16Attention) -> None:
+        self._exact = exact
+
+    def forward(self, qkv: Tensor, layout: HeadLayout, pack: DevicePack, scales: LayerScales | None) -> Attended:
+        return bf16_attention(qkv, layout, pack, self._exact)
+
+    def backward(
+        self,
+        grad: Tensor,
+        qkv: Tensor,
+        saved: tuple[Tensor, ...],
+        layout: HeadLayout,
+        pack: DevicePack,
+        scales: LayerScales | None,
+    ) -> Tensor:
+        return bf16_attention_backward(grad, qkv, saved, layout, pack, self._exact)
+
+
+class Fp8PackedAttention(PackedAttention):
+    """E4M3 Q, K, V and P with static scales; `longest` is the longest request of the engine whose result it is."""
+
+    name = "fp8"
+
+    def __init__(self, longest: int) -> None:
+        self._longest = longest
+
+    def forward(self, qkv: Tensor, layout: HeadLayout, pack: DevicePack, scales: LayerScales | None) -> Attended:
+        assert scales is not None, "FP8 attention without scales: calibrate first"
+        return fp8_attention(qkv, layout, pack, scales, self._longest)
+
+    def backward(
+        self,
+        grad: Tensor,
+        qkv: Tensor,
+        saved: tuple[Tensor, ...],
+        layout: HeadLayout,
+        pack: DevicePack,
+        scales: LayerScales | None,
+    ) -> Tensor:
+        assert scales is not None
+        return fp8_attention_backward(grad, qkv, layout, pack, scales)
+
+
+@with_kernel("attention")
+def bf16_attention(qkv: Tensor, layout: HeadLayout, pack: DevicePack, exact: Bf16Attention) -> Attended:
+    """The exact form for each sequence; a kernel saves its output and log-sum-exp for the backward."""
+    return Attended(_one_by_one(qkv, layout, pack, exact, None), ())
+
+
+@with_kernel("attention")
+def bf16_attention_backward(
+    grad: Tensor, qkv: Tensor, saved: tuple[Tensor, ...], layout: HeadLayout, pack: DevicePack, exact: Bf16Attention
+) -> Tensor:
+    """Gradient of qkv; the reference computes the forward again to differentiate it."""
+    return _one_by_one_backward(grad, qkv, layout, pack, exact, None)
+
+
+@with_kernel("attention")
+def fp8_attention(qkv: Tensor, layout: HeadLayout, pack: DevicePack, scales: LayerScales, longest: int) -> Attended:
+    """The exact form for each sequence, or every token as a query of its own over a pack that is its paged cache."""
+    return Attended(_one_by_one(qkv, layout, pack, Fp8Attention(), scales), ())
+
+
+@with_kernel("attention")
+def fp8_attention_backward(
+    grad: Tensor, qkv: Tensor, layout: HeadLayout, pack: DevicePack, scales: LayerScales
+) -> Tensor:
+    """Gradient of qkv, of the exact form or of BF16 attention over the values that the codes stand for."""
+    return _one_by_one_backward(grad, qkv, layout, pack, Fp8Attention(), scales)
+
+
+def _one_by_one(
+    qkv: Tensor, layout: HeadLayout, pack: DevicePack, form: AttentionFormat, scales: LayerScales | None
+) -> Tensor:
+    outputs = []
+    for start, end in pack.sequences.spans:
+        q, k, v = (part.transpose(0, 1)[None].float() for part in heads_of(qkv[start:end], layout))
+        mask = torch.ones(end - start, end - start, dtype=torch.bool).tril()[None, None]
+        out = form.attend(q, *form.store(k, v, scales), mask, scales)
+        outputs.append(out[0].transpose(0, 1).flatten(1))
+    return torch.cat(outputs).bfloat16()
+
+
+def _one_by_one_backward(
+    grad: Tensor, qkv: Tensor, layout: HeadLayout, pack: DevicePack, form: AttentionFormat, scales: LayerScales | None
+) -> Tensor:
+    leaf = qkv.detach().requires_grad_()
+    with torch.enable_grad():
+        out = _one_by_one(leaf, layout, pack, form, scales)
+    return torch.autograd.grad(out, leaf, grad)[0]
+
+
+class HeadOptions(NamedTuple):
+    """`output` is the format of the logits, FP32 or BF16; `temperature` divides them."""
+
+    output: torch.dtype
+    temperature: float
+
+
+@with_kernel("hopper_gemm")
+def head_logits(hidden: Tensor, weight: Tensor, output: torch.dtype = torch.float32) -> Tensor:
+    """Logits.
+
+    Args:
+        hidden: BF16 [tokens, hidden].
+        weight: BF16 [vocabulary, hidden].
+        output: float32, or bfloat16, to which logits are rounded.
+
+    Returns:
+        FP32 [tokens, vocabulary], values of `output`.
+    """
+    aligned = align_rows(weight.double(), alignment_bits(weight.shape[1]))
+    return aligned_gemm(hidden, aligned).to(output).float()
+
+
+class PackedHead(ChunkedHead):
+    """BF16 weights [vocabulary, hidden], whose gradients are FP32 sums."""
+
+    def __init__(self, weight: Tensor, options: HeadOptions) -> None:
+        super().__init__(weight, options.temperature)
+        self._output = options.output
+
+    def logprobs(self, hidden: Tensor) -> Tensor:
+        return log_softmax(head_logits(hidden, self.weight, self._output), self.temperature)
+
+    def weight_gradient(self, slope: Tensor, hidden: Tensor) -> Tensor:
+        return fp32_product(slope.t(), hidden)
+
+
+def token_logprobs(
+    hidden: Tensor, master: Tensor | None, weight: Tensor, targets: Tensor, options: HeadOptions
+) -> tuple[Tensor, Tensor]:
+    """`chunked_logprobs` of BF16 hidden states and a BF16 weight; gradients reach its FP32 `master`."""
+    return chunked_logprobs(hidden, master, PackedHead(weight, options), targets)

@@ -1,0 +1,231 @@
+"""Memory: what devices have, what a phase of a training needs, and sizes of weights by their shapes alone."""
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from fp8core.config.precision import LinearFormat
+from fp8core.errors import UserError
+from fp8core.models.architecture import Architecture, parameter_shapes
+from fp8core.models.weights import StoredNames, is_linear, layer_of
+from fp8core.numerics.e4m3 import TILE
+
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Device:
+    """Where tensors lie; `memory` in bytes."""
+
+    name: str
+    memory: int
+
+
+# As nvidia-smi prints their memory.
+GPUS = {
+    "h100": Device("NVIDIA H100 80 GB", 81_559 * _MIB),
+    "h200": Device("NVIDIA H200", 143_771 * _MIB),
+    "b200": Device("NVIDIA B200", 183_359 * _MIB),
+}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The machine that a run is to fit.
+
+    Attributes:
+        gpu: each of its GPUs; None for a machine without.
+        host: its own memory; None where that is not known, and nothing is refused by it.
+    """
+
+    gpu: Device | None
+    host: Device | None
+
+
+def named_gpu(name: str) -> Device:
+    """A GPU of the table; raises UserError with the names there are."""
+    if name not in GPUS:
+        raise UserError(f"--gpu {name}: unknown; known: {', '.join(GPUS)}")
+    return GPUS[name]
+
+
+def this_machine() -> Machine:
+    """The first GPU here, if any, and all memory of the host."""
+    return Machine(_this_gpu(), Device("host", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")))
+
+
+def _this_gpu() -> Device | None:
+    if not torch.cuda.is_available():
+        return None
+    found = torch.cuda.get_device_properties(0)
+    return Device(found.name, found.total_memory)
+
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Need:
+    """A line of a plan; `note` is its content, or that it is an estimate."""
+
+    item: str
+    bytes: int
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """The needs that lie on a device at the same time.
+
+    Attributes:
+        name: generating, training, syncing.
+        needs: all that is there.
+        limit: bytes that it may take; None where it is unknown.
+        advice: what to change where it takes more.
+    """
+
+    name: str
+    needs: tuple[Need, ...]
+    limit: int | None
+    advice: str
+
+    @property
+    def total(self) -> int:
+        """Bytes."""
+        return sum(need.bytes for need in self.needs)
+
+    @property
+    def fits(self) -> bool:
+        """True if the limit holds it, or where there is none."""
+        return self.limit is None or self.total <= self.limit
+
+
+@dataclass(frozen=True)
+class DevicePlan:
+    """The phases of one device, or of each of `count` equal ones."""
+
+    device: Device | None
+    count: int
+    phases: tuple[Phase, ...]
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        if self.device is None:
+            return "host"
+        return self.device.name if self.count == 1 else f"each of {self.count} {self.device.name}"
+
+    def refusals(self) -> list[str]:
+        """A line for each phase that does not fit."""
+        return [
+            f"{phase.name} on {self.name} needs {gib(phase.total)} GiB ({_largest(phase)}), "
+            f"there are {gib(phase.limit)}; {phase.advice}"
+            for phase in self.phases
+            if phase.limit is not None and not phase.fits
+        ]
+
+
+def gib(size: int) -> str:
+    """Bytes as GiB for people: one decimal, more for what would be zero."""
+    return f"{size / GIB:,.1f}" if size >= GIB / 10 or size == 0 else f"{size / GIB:.2g}"
+
+
+def _largest(phase: Phase) -> str:
+    largest = sorted(phase.needs, key=lambda need: -need.bytes)[:3]
+    return ", ".join(f"{need.item} {gib(need.bytes)}" for need in largest)
+
+
+Shapes = Mapping[str, tuple[int, ...]]
+Part = list[tuple[Shapes, int]]
+"""Parameters of one GPU before they are cut, by the number of GPUs they are cut over."""
+
+_WIDTH: dict[LinearFormat, int] = {"fp8_block": 1, "bf16": 2, "fp32": 4}
+_SCALE_BYTES = 4
+_EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+ROUTER = ".mlp.gate.weight"
+
+
+@dataclass(frozen=True)
+class StoredBytes:
+    """Bytes of weights as they are shipped: E4M3 codes, their tile scales, and everything that is not block FP8."""
+
+    codes: int
+    scales: int
+    kept: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.codes + self.scales + self.kept
+
+
+def stored_bytes(shapes: Shapes, formats: StoredNames) -> StoredBytes:
+    """The bytes that `models.weights.stored_weights` makes of parameters of these shapes."""
+    codes = scales = kept = 0
+    for name, shape in shapes.items():
+        form, size = formats.of(name), math.prod(shape)
+        if form == "fp8_block":
+            codes += size
+            scales += _SCALE_BYTES * math.prod(math.ceil(side / TILE) for side in shape)
+        else:
+            kept += size * _WIDTH[form]
+    return StoredBytes(codes, scales, kept)
+
+
+@dataclass(frozen=True)
+class ParameterCounts:
+    """Parameters of a decoder: all, those of its layers' linears, of the head (its own or the embedding's), and
+    `active` ones. Those multiply one token: fewer than all where there are experts."""
+
+    total: int
+    linear: int
+    head: int
+    active: int
+
+
+def count_parameters(arch: Architecture) -> ParameterCounts:
+    """Count by shapes."""
+    shapes = parameter_shapes(arch)
+    total = count(shapes)
+    experts = count({name: shape for name, shape in shapes.items() if is_expert(name)})
+    idle = 0 if arch.experts is None else experts - experts * arch.experts.per_token // arch.experts.count
+    return ParameterCounts(
+        total=total,
+        linear=count({name: shape for name, shape in shapes.items() if is_linear(name)}),
+        head=math.prod(shapes[_EMBEDDING if arch.tie_embeddings else HEAD]),
+        active=total - idle,
+    )
+
+
+def count(shapes: Shapes) -> int:
+    """Parameters of all shapes."""
+    return sum(math.prod(shape) for shape in shapes.values())
+
+
+def held(part: Part) -> int:
+    """Parameters of a part on one GPU."""
+    return sum(math.ceil(count(shapes) / parts) for shapes, parts in part)
+
+
+def is_expert(name: str) -> bool:
+    """True if a parameter is one expert's."""
+    return ".experts." in name
+
+
+def stages(arch: Architecture, count: int) -> list[dict[str, tuple[int, ...]]]:
+    """Parameters of each pipeline stage: layers in equal runs, the embedding first, norm and head last.
+
+    A head that shares the embedding's weight has a copy of it in the last stage.
+    """
+    shapes, run = parameter_shapes(arch), math.ceil(arch.num_layers / count)
+    parts: list[dict[str, tuple[int, ...]]] = [{} for _ in range(math.ceil(arch.num_layers / run))]
+    for name, shape in shapes.items():
+        layer = layer_of(name)
+        index = layer // run if layer is not None else 0 if name == _EMBEDDING else -1
+        parts[index][name] = shape
+    if arch.tie_embeddings:
+        parts[-1][_EMBEDDING] = shapes[_EMBEDDING]
+    return parts

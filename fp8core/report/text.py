@@ -1,0 +1,247 @@
+"""Bisections, plans, pipelines, evaluations and progress as aligned text, Markdown and Mermaid."""
+
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
+from statistics import fmean
+
+from fp8core.alignment.bisect import Bisection, LogprobError
+from fp8core.config.check import Plan, PlannedStep
+from fp8core.evaluation.measure import Estimate, EvaluationResult
+from fp8core.plan.memory import DevicePlan, ParameterCounts, Phase, StoredBytes
+from fp8core.plan.rollout import CacheRoom
+from fp8core.plan.run_plan import RunPlan
+from fp8core.report.charts import short
+from fp8core.report.run_charts import ALIGNMENT, LEARNING, WORST_TOKEN, Curve
+from fp8core.report.summary import MISSING, STEP, History
+
+
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """A line for each row; rows are equally long."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
+
+
+def evaluation_text(result: EvaluationResult) -> str:
+    """The request, then a line for each precision and for its difference from the first."""
+    of = result.target if result.step is None else f"{result.target}, step {result.step}"
+    drawn = "greedy" if result.temperature == 0 else f"{result.samples} at temperature {result.temperature:g}"
+    first = next(iter(result.precisions))
+    names = list(result.precisions[first].estimates)
+    estimates = [
+        ("precision", *names),
+        *((name, *_cells(done.estimates, names, "")) for name, done in result.precisions.items()),
+        *((f"{name} - {first}", *_cells(by, names, "+")) for name, by in result.differences.items()),
+    ]
+    outcomes = [
+        ("precision", *result.precisions[first].outcomes, "tokens"),
+        *(
+            (name, *map(str, done.outcomes.values()), f"{done.length_mean:.1f}")
+            for name, done in result.precisions.items()
+        ),
+    ]
+    return "\n".join(
+        [
+            f"{of}: {result.prompts} prompts of {result.data}, {drawn}; {result.confidence:.0%} intervals",
+            "",
+            *columns(estimates),
+            "",
+            *columns(outcomes),
+        ]
+    )
+
+
+def _cells(estimates: dict[str, Estimate], names: Sequence[str], sign: str) -> list[str]:
+    return [
+        f"{estimate.value:{sign}.4f} [{estimate.low:{sign}.4f}, {estimate.high:{sign}.4f}]"
+        for estimate in (estimates[name] for name in names)
+    ]
+
+
+_ITEM, _SIZE = 38, 9
+_UNITS = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10}
+
+
+def plan_text(plan: RunPlan) -> str:
+    """A table for each phase of each device, then what the cache holds and what a sync sends."""
+    lines = [f"model  {_parameters(plan.parameters)}", ""]
+    for device in plan.devices:
+        for phase in device.phases:
+            lines += [*_phase(device, phase), ""]
+    if plan.cache is not None:
+        lines.append(f"cache  {_cache(plan.cache)}")
+    return "\n".join([*lines, f"sync   {_sync(plan.sync)}"])
+
+
+def _parameters(counts: ParameterCounts) -> str:
+    active = f", {_number(counts.active)} for a token" if counts.active < counts.total else ""
+    parts = f"{_number(counts.linear)} in linears, {_number(counts.head)} in the head"
+    return f"{_number(counts.total)} parameters{active}: {parts}"
+
+
+def _phase(device: DevicePlan, phase: Phase) -> Iterator[str]:
+    unit = next((unit for unit, size in _UNITS.items() if phase.total >= size), "KiB")
+    yield f"{f'{phase.name} on {device.name}':<{_ITEM + 2}}{unit:>{_SIZE}}"
+    for need in phase.needs:
+        yield f"  {need.item:<{_ITEM}}{_size(need.bytes, unit)}  {need.note}".rstrip()
+    yield f"  {'total':<{_ITEM}}{_size(phase.total, unit)}  {_verdict(phase, unit)}".rstrip()
+
+
+def _verdict(phase: Phase, unit: str) -> str:
+    if phase.limit is None:
+        return ""
+    return f"{'of' if phase.fits else 'does not fit:'} {_size(phase.limit, unit).strip()}"
+
+
+def _size(size: int, unit: str) -> str:
+    return f"{size / _UNITS[unit]:>{_SIZE},.1f}"
+
+
+def _number(count: int) -> str:
+    return f"{count / 1e9:.3f} G" if count >= 10**8 else f"{count:,}"
+
+
+def _cache(room: CacheRoom) -> str:
+    engines = "" if room.engines == 1 else f" in each of {room.engines} engines"
+    return f"{room.tokens:,} tokens{engines}: {room.sequences:,} sequences of {room.sequence:,}, {room.wanted:,} wanted"
+
+
+def _sync(sync: StoredBytes) -> str:
+    return f"{sync.total:,} bytes: {sync.codes:,} FP8 codes, {sync.scales:,} scales, {sync.kept:,} in other formats"
+
+
+_WRAP = 60
+
+
+def pipeline_text(plan: Plan) -> str:
+    """The steps by level with what each needs and provides; a star marks what the previous iteration hands over.
+
+    A port that has another artifact than that of its own name is written `port=artifact`.
+    """
+    levels = plan.levels()
+    rows: list[tuple[str, ...]] = [("level", "step", "needs", "provides")]
+    for number, level in enumerate(levels):
+        rows += [row for step in level for row in _rows(number, step, plan.carries)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    rule = "  ".join("-" * width for width in widths)
+    carried = ", ".join(f"{start} (was {end})" for start, end in plan.carries.items()) or "nothing"
+    together = [", ".join(step.name for step in level) for level in levels if len(level) > 1]
+    notes = [
+        f"* from the previous iteration: {carried}",
+        f"side by side: {'; '.join(together) or 'nothing, each step waits for the one before'}",
+    ]
+    return "\n".join([lines[0], rule, *lines[1:], "", *notes])
+
+
+def pipeline_mermaid(plan: Plan, durations: Mapping[str, float] | None = None) -> str:
+    """The steps as a Mermaid flowchart: edges carry artifacts, dashed ones lead to the next iteration.
+
+    `durations` are seconds by step, shown below its name.
+    """
+    seconds = durations or {}
+    lines = ["flowchart LR"]
+    for step in plan.steps:
+        label = f"{step.name}<br/>{seconds[step.name]:.2f} s" if step.name in seconds else step.name
+        lines.append(f'    {_node(step)}["{label}"]')
+    lines += [f'    {_node(source)} -->|"{label}"| {_node(target)}' for source, target, label in _edges(plan)]
+    lines += [f'    {_node(source)} -.->|"{label}"| {_node(target)}' for source, target, label in _carried(plan)]
+    return "\n".join(lines)
+
+
+def _rows(level: int, step: PlannedStep, carries: Mapping[str, str]) -> Iterator[tuple[str, ...]]:
+    needs = [_connection(port, artifact) + "*" * (artifact in carries) for port, artifact in step.inputs.items()]
+    provides = [_connection(port, artifact) for port, artifact in step.outputs.items()]
+    return zip_longest([str(level)], [step.name], _wrapped(needs), _wrapped(provides), fillvalue="")
+
+
+def _connection(port: str, artifact: str) -> str:
+    return artifact if port == artifact else f"{port}={artifact}"
+
+
+def _wrapped(words: list[str]) -> list[str]:
+    return textwrap.wrap(", ".join(words), _WRAP, break_long_words=False) or ["-"]
+
+
+def _node(step: PlannedStep) -> str:
+    # A bare `end` or `graph` is a keyword of Mermaid.
+    return f"step_{step.name}"
+
+
+def _edges(plan: Plan) -> Iterator[tuple[PlannedStep, PlannedStep, str]]:
+    for source in plan.steps:
+        for target in plan.steps:
+            shared = [artifact for artifact in source.outputs.values() if artifact in target.inputs.values()]
+            if shared:
+                yield source, target, ", ".join(shared)
+
+
+def _carried(plan: Plan) -> Iterator[tuple[PlannedStep, PlannedStep, str]]:
+    for start, end in plan.carries.items():
+        source = next(step for step in plan.steps if end in step.outputs.values())
+        for target in plan.steps:
+            if start in target.inputs.values():
+                yield source, target, f"{end} as {start}"
+
+
+def progress_markdown(run: str, steps: int, rows: History, before: History, seconds: Mapping[str, float]) -> str:
+    """The newest steps beside those before them.
+
+    Args:
+        run: its name.
+        steps: how many it is to have.
+        rows: metrics of the newest steps, in order; at least one.
+        before: metrics of as many steps before them, or fewer, or none.
+        seconds: task -> seconds in the newest steps.
+    """
+    columns = ["", *(_steps(part) for part in (before, rows) if part)]
+    lines = [
+        f"**{run}**: step {int(rows[-1][STEP])} of {steps}",
+        "",
+        _line(columns),
+        _line(["---", *("---:" for _ in columns[1:])]),
+    ]
+    for curve in (*LEARNING, *ALIGNMENT, WORST_TOKEN):
+        lines.append(_line([f"{curve.title} ({curve.y_label})", *(_mean(curve, p) for p in (before, rows) if p)]))
+    whole = sum(seconds.values())
+    if whole > 0:
+        shares = ", ".join(f"{task} {share / whole:.0%}" for task, share in seconds.items())
+        lines += ["", f"{whole / len(rows):.3g} s of tasks a step: {shares}."]
+    return "\n".join(lines) + "\n"
+
+
+def _steps(rows: History) -> str:
+    first, last = int(rows[0][STEP]), int(rows[-1][STEP])
+    return f"step {first}" if first == last else f"mean of steps {first} to {last}"
+
+
+def _mean(curve: Curve, rows: History) -> str:
+    values = [curve.of(row) for row in rows if curve.metric in row]
+    return short(fmean(values)) if values else MISSING
+
+
+def _line(cells: list[str]) -> str:
+    # A bar would end the cell.
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def bisection_text(bisection: Bisection) -> str:
+    """The ranking, largest share first, and the total below it.
+
+    Errors are those of the unit alone; |d| is in nats per completion token, tmpe is token_mult_prob_error.
+    """
+    if not bisection.units:
+        return f"all {bisection.tokens} log-probs are equal bit for bit; there is nothing to bisect"
+    rows = [
+        ("unit", "share alone", "removed", "mean |d|", "tmpe - 1", "max |d|"),
+        *(
+            (unit.unit, f"{unit.share:.1%}", f"{unit.removed:.1%}", *_error_numbers(unit.alone))
+            for unit in bisection.units
+        ),
+        ("total", "", "", *_error_numbers(bisection.total)),
+    ]
+    return "\n".join(columns(rows))
+
+
+def _error_numbers(error: LogprobError) -> tuple[str, str, str]:
+    return f"{error.mean:.3e}", f"{error.mult_prob_error - 1:.3e}", f"{error.largest:.3e}"

@@ -1,0 +1,207 @@
+"""A policy loss of the user's own: a function, found by its import path, with validated options.
+
+    @policy_loss(options=Sharpness)
+    def soft(tokens: Tokens, options: Sharpness) -> Tensor: ...
+
+It makes one term of each token. Masks, importance weights, aggregation and denominators stay ours, so that
+micro-batches add up whatever it computes.
+"""
+
+import hashlib
+import importlib
+import importlib.util
+import json
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from pydantic import BaseModel, JsonValue, ValidationError
+from torch import Tensor
+
+from fp8core.alignment.metrics import clamp_exponent
+from fp8core.config.check import refusal
+from fp8core.config.steps import NoOptions
+from fp8core.errors import UserError, first_line
+from fp8core.rl.losses import (
+    Aggregate,
+    ClipRange,
+    Denominator,
+    LossInputs,
+    LossOutput,
+    loss_output,
+    masked_inputs,
+    token_mean,
+)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The view of a micro-batch that a loss gets: FP64 [B, T], 0 at masked tokens.
+
+    Attributes:
+        current: log-probs under the policy that is updated; the gradient flows through it.
+        old: log-probs under the policy before the step, or in bypass mode under the rollout policy.
+        advantages: of each token.
+        mask: bool [B, T], tokens that count.
+        clip: `loss.clip_low` and `loss.clip_high`.
+    """
+
+    current: Tensor
+    old: Tensor
+    advantages: Tensor
+    mask: Tensor
+    clip: ClipRange
+
+    @property
+    def ratio(self) -> Tensor:
+        """current / old as probabilities, its logarithm limited to +-20."""
+        return clamp_exponent(self.current - self.old).exp()
+
+
+LossFunction = Callable[[Tokens, Any], Tensor]
+
+
+def policy_loss(*, options: type[BaseModel] = NoOptions) -> Callable[[LossFunction], LossFunction]:
+    """Declare a policy loss: a function of tokens and options that returns terms to minimise, float [B, T]."""
+
+    def declare(function: LossFunction) -> LossFunction:
+        function.options = options  # type: ignore[attr-defined]
+        return function
+
+    return declare
+
+
+@dataclass(frozen=True)
+class UserLoss:
+    """A loss of the user's own, as the objective calls it: w * term, aggregated."""
+
+    path: str
+    function: LossFunction
+    options: BaseModel
+
+    def __call__(self, inputs: LossInputs, clip: ClipRange, aggregate: Aggregate) -> LossOutput:
+        """Raises UserError: the function raises, or returns no terms, others than one per token, or NaN or infinity."""
+        x = masked_inputs(inputs)
+        tokens = Tokens(x.current, x.old, x.advantages, inputs.mask, clip)
+        terms = self._terms(tokens)
+        loss = aggregate(x.weights * torch.where(inputs.mask, terms, 0.0), inputs.mask, inputs.denominator)
+        return loss_output(inputs, loss, tokens.ratio, torch.zeros_like(inputs.mask))
+
+    def _terms(self, tokens: Tokens) -> Tensor:
+        try:
+            terms = self.function(tokens, self.options)
+        except Exception as error:
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            raise self._refused(
+                f"{frame.filename}:{frame.lineno}: {type(error).__name__}: {first_line(error)}"
+            ) from error
+        if not isinstance(terms, Tensor):
+            raise self._refused(f"returned {type(terms).__name__}, not a tensor of a term for each token")
+        if terms.shape != tokens.mask.shape:
+            raise self._refused(f"returned shape {[*terms.shape]}, not {[*tokens.mask.shape]}, a term for each token")
+        if not terms.is_floating_point():
+            raise self._refused(f"returned {terms.dtype}, not floating point")
+        wrong = tokens.mask & ~terms.isfinite()
+        if wrong.any():
+            row, token = wrong.nonzero()[0].tolist()
+            raise self._refused(f"returned {terms[row, token].item()} for token {token} of row {row}")
+        if tokens.current.requires_grad and not terms.requires_grad:
+            raise self._refused("returned terms that do not depend on tokens.current: nothing would be learnt")
+        return terms
+
+    def _refused(self, reason: str) -> UserError:
+        return UserError(f"loss.policy={self.path}: {reason}")
+
+
+def load_loss(path: str, options: Mapping[str, JsonValue]) -> UserLoss:
+    """The loss at `module:function` or `path/to/file.py:function`, tried on a few made-up tokens.
+
+    Raises:
+        UserError: it cannot be imported, is not declared as a loss, refuses its options, or as `UserLoss` does.
+    """
+    place, _, attribute = path.rpartition(":")
+    function = getattr(_imported(path), attribute, None)
+    if function is None:
+        raise UserError(f"loss.policy={path}: {place} has no function {attribute}")
+    model = getattr(function, "options", None)
+    if not (isinstance(model, type) and issubclass(model, BaseModel)):
+        raise UserError(f"loss.policy={path}: {attribute} is not declared with @policy_loss of fp8core.rl.user_loss")
+    try:
+        validated = model.model_validate_json(json.dumps(options), strict=True)
+    except ValidationError as error:
+        raise refusal(error, model, options, prefix="loss.options") from error
+    loss = UserLoss(path, function, validated)
+    _try(loss)
+    return loss
+
+
+def loss_source(path: str) -> str:
+    """SHA-256 of the file that a loss of the user's own is in.
+
+    Raises:
+        UserError: as `load_loss`, when it cannot be imported.
+    """
+    file = _file(path)
+    if file is None:
+        source = _imported(path).__file__
+        assert source is not None, "a module with a function has a file"
+        file = Path(source)
+    return hashlib.sha256(_source(path, file)).hexdigest()
+
+
+_loaded: dict[tuple[Path, bytes], ModuleType] = {}
+
+
+def _imported(path: str) -> ModuleType:
+    place, file = path.rpartition(":")[0], _file(path)
+    source = b"" if file is None else _source(path, file)
+    try:
+        # A process keeps the module that it loaded; an edited file is another module.
+        return importlib.import_module(place) if file is None else _module_of(file, source)
+    except (Exception, SystemExit) as error:  # Whatever a module of the user's own does when it is imported.
+        raise UserError(
+            f"loss.policy={path}: cannot be imported: {type(error).__name__}: {first_line(error)}"
+        ) from error
+
+
+def _file(path: str) -> Path | None:
+    place = path.rpartition(":")[0]
+    return Path(place).absolute() if place.endswith(".py") else None
+
+
+def _source(path: str, file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise UserError(f"loss.policy={path}: {file} cannot be read: {error.strerror}") from error
+
+
+def _module_of(file: Path, source: bytes) -> ModuleType:
+    """Executes the bytes that the digest is of, under a name that hides no other module."""
+    if (file, source) not in _loaded:
+        name = f"user_loss_{hashlib.sha256(source).hexdigest()[:16]}"
+        module = ModuleType(name)
+        module.__file__ = str(file)
+        sys.modules[name] = module
+        exec(compile(source, str(file), "exec"), vars(module))
+        _loaded[file, source] = module
+    return _loaded[file, source]
+
+
+def _try(loss: UserLoss) -> None:
+    """Find a broken loss before any work."""
+    current = torch.tensor([[-0.5, -1.0, -2.0], [-0.1, -3.0, 0.0]], dtype=torch.float64, requires_grad=True)
+    mask = torch.tensor([[True, True, True], [True, True, False]])
+    inputs = LossInputs(
+        current=current,
+        old=current.detach() + torch.tensor([0.1, 0.0, -0.1]),
+        advantages=torch.tensor([1.0, -0.5]),
+        mask=mask,
+        denominator=Denominator.of(mask),
+    )
+    loss(inputs, ClipRange(low=0.2, high=0.28), token_mean).loss.backward()

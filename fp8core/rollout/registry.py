@@ -1,0 +1,110 @@
+"""The rollout engines: each is registered once, with all that code outside its folder may ask of it.
+
+`rollout.engine` is a name of `ENGINES`, or the import path `module:NAME` of an `EngineEntry` of the user's own. An
+entry is imported when a run first needs it, so that reading a configuration imports neither torch nor vLLM.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal
+
+from fp8core.config.section import Section
+from fp8core.config.steps import import_attribute
+from fp8core.errors import UserError
+
+if TYPE_CHECKING:
+    from fp8core.config.capability import Environment
+    from fp8core.config.run import RunConfig
+    from fp8core.models.architecture import Architecture
+    from fp8core.plan.memory import Device, Machine
+    from fp8core.plan.rollout import EngineMemory
+    from fp8core.rollout.engine import RolloutEngine
+
+ENGINES: Final[Mapping[str, str]] = {
+    "embedded": "fp8core.rollout.embedded:ENGINE",
+    "vllm": "fp8core.rollout.vllm.entry:ENGINE",
+}
+"""Name in `rollout.engine` -> import path of its entry."""
+ENTRY_PATH: Final = r".+:[A-Za-z_]\w*"
+
+Arithmetic = Literal["reference", "packed", "own"]
+
+
+def no_refusals(*_: object) -> Iterable[str]:
+    """An engine that takes every configuration."""
+    return ()
+
+
+def no_environment(_: "RunConfig") -> "Environment":
+    """An engine that reads no environment variables."""
+    from fp8core.config.capability import Environment
+
+    return Environment()
+
+
+def host_memory(config: "RunConfig", arch: "Architecture", gpu: "Device | None") -> "EngineMemory":
+    """An engine that holds its weights on the host, as they are sent."""
+    from fp8core.plan.rollout import EngineMemory, engine_weights, shipped_bytes
+
+    return EngineMemory((engine_weights(shipped_bytes(arch, config.precision)),))
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineEntry:
+    """An engine that `rollout.engine` can name. `name` and `build` are enough for one that computes on the host.
+
+    Attributes:
+        name: what people call it.
+        build: an engine without weights, from the configuration and the model's shape.
+        config: model of the section `rollout.NAME`, with what decides its speed and memory.
+        check: why it cannot run a configuration on this machine, a message each; UserError where it is not installed.
+        check_model: why it cannot hold a model, a message each.
+        requirements: what of it is installed, in words; UserError where something is missing.
+        environment: variables that decide its results, and those that only suggest, before its libraries are imported.
+        memory: what it takes of a GPU, or of the host for None.
+        gpus: on how many GPUs it generates; 0 for the host.
+        usable: what of this machine a run with it can use.
+        longest: tokens of the longest prompt with its completion.
+        arithmetic: the operations it computes: `reference` those of the exact trainer, `packed` the kernels of the
+            packed trainer, `own` others.
+        own_process: whether each training needs a new process, because its libraries read the environment once.
+    """
+
+    name: str
+    build: Callable[["RunConfig", "Architecture"], "RolloutEngine"]
+    config: type[Section] | None = None
+    check: Callable[["RunConfig"], Iterable[str]] = no_refusals
+    check_model: Callable[["RunConfig", "Architecture"], Iterable[str]] = no_refusals
+    requirements: Callable[[], str] = lambda: "on this CPU"
+    environment: Callable[["RunConfig"], "Environment"] = no_environment
+    memory: Callable[["RunConfig", "Architecture", "Device | None"], "EngineMemory"] = host_memory
+    gpus: Callable[["RunConfig"], int] = lambda config: 0
+    usable: Callable[["Machine"], "Machine"] = lambda machine: machine
+    longest: Callable[["RunConfig", "Architecture"], int] = lambda config, arch: arch.max_positions
+    arithmetic: Callable[["RunConfig"], Arithmetic] = lambda config: "own"
+    own_process: bool = False
+
+
+def check_name(name: str) -> str:
+    """The name; raises ValueError where it is neither registered nor an import path."""
+    if name not in ENGINES and re.fullmatch(ENTRY_PATH, name) is None:
+        raise ValueError(f"{name} is none of {', '.join(ENGINES)}, and no engine of your own (module:NAME)")
+    return name
+
+
+def find_entry(name: str) -> EngineEntry:
+    """The entry of a registered engine, or at an import path.
+
+    Raises:
+        UserError: there is none at this path.
+    """
+    entry = import_attribute(ENGINES.get(name, name), f"rollout.engine={name}")
+    if not isinstance(entry, EngineEntry):
+        raise UserError(f"rollout.engine={name}: it is no EngineEntry (fp8core/rollout/registry.py)")
+    return entry
+
+
+def engine_entry(config: "RunConfig") -> EngineEntry:
+    """The entry of the engine that a configuration chooses (errors: `find_entry`)."""
+    return find_entry(config.rollout.engine)

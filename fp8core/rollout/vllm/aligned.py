@@ -1,0 +1,192 @@
+"""Models of vLLM that compute with the functions that train, so that both sides have the same log-probs bit for bit.
+
+The modules are those of vLLM's own Qwen3 and Llama, so weights lie, are named, written and read back as in these. The
+forward is ours: linears, norms, rotary positions, SwiGLU, attention and head are called from `fp8core.numerics`, as the
+trainer calls them. None of them depends on other rows. So a token's log-prob is the same decoded alone, in a batch,
+after a prefix-cache hit, and scored in training.
+
+Attention: every token of a step, of prompts too, goes through `kernels.attention`. vLLM lays out and writes the
+cache as for FlashAttention, and lists the new tokens of each request. Each new token becomes a query of its own. A
+decode step is captured in a CUDA graph, so it reads only tensors that stay: vLLM's own, and numbers in ascending order.
+A step with prompts runs eagerly.
+
+Importing this module gives vLLM the attention that belongs to these models.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.model_executor.models.llama import LlamaForCausalLM
+from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, AttentionMetadataBuilder
+from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+from fp8core.models.decoder import rotary_tables
+from fp8core.numerics.attention import LARGEST_GROUP, Queries, token_queries
+from fp8core.numerics.e4m3 import Codes, FiniteFlag, row_codes
+from fp8core.numerics.fused import HeadLayout, add_norm, add_norm_row_codes, norm_rotate, swiglu_row_codes
+from fp8core.numerics.gemm import forward_gemm
+from fp8core.numerics.logprobs import log_softmax
+from fp8core.numerics.packed import head_logits
+from fp8core.numerics.rounding import KERNELS
+from fp8core.rollout.vllm.decode import DecodeBackend, SharedKernel, ascending, largest_decode_batch
+from fp8core.rollout.vllm.requirements import ALIGNED_SCALE_RULE
+from fp8core.rollout.vllm.settings import decoder_of
+
+# Tokens of prompts that attend at once; the workspace of long ones grows with it.
+_PROMPT_TOKENS = 2048
+
+
+class AlignedBackend(DecodeBackend):
+    """FlashAttention's cache with another builder and implementation."""
+
+    @staticmethod
+    def get_impl_cls() -> type["AlignedImpl"]:
+        return AlignedImpl
+
+    @staticmethod
+    def get_builder_cls() -> type["AlignedBuilder"]:
+        return AlignedBuilder
+
+
+@dataclass
+class StepQueries(AttentionMetadata):
+    """The input of the layers of a step; in a decode step every request has one token."""
+
+    queries: Queries
+    decodes: bool
+
+
+class AlignedBuilder(AttentionMetadataBuilder[StepQueries]):
+    """From a step's requests to queries, once for all layers."""
+
+    _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        # Numbers are made in `build`: what is allocated here, vLLM's sleep takes away with the cache.
+        self._largest = largest_decode_batch(vllm_config)
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> StepQueries:
+        """Of a decode step, request i has token i; requests that pad a captured graph have length 0."""
+        step = common_attn_metadata
+        if step.max_query_len == 1:
+            numbers = ascending(self.device, self._largest + 1)[: len(step.seq_lens) + 1]
+            return StepQueries(Queries(step.block_table_tensor, numbers[:-1], numbers, step.seq_lens), True)
+        requests = step.block_table_tensor, step.query_start_loc, step.seq_lens
+        return StepQueries(token_queries(*requests, step.num_actual_tokens), False)
+
+
+class AlignedImpl(FlashAttentionImpl):
+    """One layer; FlashAttention's part is to write the cache."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self._decode = SharedKernel(self, largest_decode_batch(get_current_vllm_config()))
+        # The same bits; tokens side by side mostly are of one prompt.
+        self._prompts = SharedKernel(self, _PROMPT_TOKENS, tokens=LARGEST_GROUP // self.num_queries_per_kv)
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: StepQueries | None,
+        output: Tensor,
+        *rest: Any,
+        **more: Any,
+    ) -> Tensor:
+        """As FlashAttention's, whose arguments these are; zeros when vLLM measures memory, before there is a cache."""
+        if attn_metadata is None:
+            return output.fill_(0)
+        kernel = self._decode if attn_metadata.decodes else self._prompts
+        kernel(layer, query, kv_cache, attn_metadata.queries, output)
+        return output
+
+
+register_backend(AttentionBackendEnum.CUSTOM, "fp8core.rollout.vllm.aligned.AlignedBackend")
+
+
+class AlignedForward(nn.Module):
+    """The forward; to be mixed into a model of vLLM, before it."""
+
+    model: Any
+    lm_head: Any
+    temperature: float = 1.0
+    cosines: Tensor
+    sines: Tensor
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        self._arch = decoder_of(vllm_config.model_config.hf_config)
+        self._heads = HeadLayout(self._arch.num_heads, self._arch.num_kv_heads, self._arch.head_dim)
+        device = self.lm_head.weight.device
+        with torch.device("cpu"):
+            tables = [KERNELS.tables(table) for table in rotary_tables(self._arch)]
+        # Buffers survive vLLM's sleep. The flag is not read: a value that is not finite reaches the log-probs.
+        self._flag = FiniteFlag(device)
+        self.register_buffer("not_finite", self._flag.not_finite, persistent=False)
+        for name, table in zip(("cosines", "sines"), tables, strict=True):
+            self.register_buffer(name, table.to(device), persistent=False)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        intermediate_tensors: object = None,
+        inputs_embeds: Tensor | None = None,
+    ) -> Tensor:
+        """Hidden states after the final norm, BF16 [tokens, hidden], of int64 [tokens] each."""
+        assert intermediate_tensors is None, "an aligned model is not split into stages"
+        assert inputs_embeds is None, "an aligned model reads tokens"
+        total, added = self.model.embed_tokens(input_ids), None
+        for layer in self.model.layers:
+            total, rows = self._add_norm_codes(total, added, layer.input_layernorm)
+            attended = self._attend(layer.self_attn, rows, positions)
+            total, rows = self._add_norm_codes(total, attended, layer.post_attention_layernorm)
+            gate_up = _multiply(rows, layer.mlp.gate_up_proj)
+            added = _multiply(swiglu_row_codes(gate_up, ALIGNED_SCALE_RULE, self._flag), layer.mlp.down_proj)
+        normed: Tensor = add_norm(total, added, self.model.norm.weight, self._arch.rms_norm_eps)[1]
+        return normed
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        """Log-probs of the distribution that is sampled from, instead of logits: FP32 [tokens, vocabulary].
+
+        vLLM samples from them at temperature 1 and reports them as they are (`logprobs_mode`). So its sampler, which
+        sums in an order of its own, has no part in them.
+        """
+        # The head has rows beyond the vocabulary, which vLLM pads it with.
+        logits = head_logits(hidden_states, self.lm_head.weight)[:, : self._arch.vocab_size]
+        return log_softmax(logits, self.temperature).float()
+
+    def _add_norm_codes(self, x: Tensor, added: Tensor | None, norm: Any) -> tuple[Tensor, Codes]:
+        return add_norm_row_codes(x, added, norm.weight, self._arch.rms_norm_eps, ALIGNED_SCALE_RULE, self._flag)
+
+    def _attend(self, attention: Any, rows: Codes, positions: Tensor) -> Tensor:
+        """A layer's attention with both of its linears; vLLM's own layer stores K and V and tracks what is cached."""
+        heads, arch = self._heads, self._arch
+        norms = (attention.q_norm.weight, attention.k_norm.weight) if arch.qk_norm else None
+        qkv = _multiply(rows, attention.qkv_proj)
+        rotated = norm_rotate(qkv, norms, self.cosines, self.sines, positions, heads, arch.rms_norm_eps)
+        sizes = [n * heads.head_dim for n in (heads.query_heads, heads.kv_heads, heads.kv_heads)]
+        attended = attention.attn(*rotated.split(sizes, dim=-1))
+        return _multiply(row_codes(attended, ALIGNED_SCALE_RULE, self._flag), attention.o_proj)
+
+
+def _multiply(rows: Codes, linear: Any) -> Tensor:
+    """BF16 [tokens, out], by the bytes that were shipped."""
+    return forward_gemm(rows, (linear.weight, linear.weight_scale_inv))
+
+
+class AlignedQwen3ForCausalLM(AlignedForward, Qwen3ForCausalLM):
+    """Qwen3."""
+
+
+class AlignedLlamaForCausalLM(AlignedForward, LlamaForCausalLM):
+    """Llama."""

@@ -1,0 +1,120 @@
+"""FlashAttention 3 for prompts and `kernels.attention` for decode steps, as an attention backend of vLLM.
+
+Registered under the name that vLLM keeps for backends from outside (`register_backend`). Everything but the decode step
+is FlashAttention's own: metadata, prompts, how the cache is laid out and written.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.config import get_current_vllm_config
+from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionImpl
+
+from fp8core.kernels.attention import DecodeAttention
+from fp8core.numerics.attention import Queries
+
+
+class DecodeBackend(FlashAttentionBackend):
+    """FlashAttention with another implementation."""
+
+    @staticmethod
+    def get_name() -> str:
+        """The registry's name: layers look it up there."""
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type["DecodeImpl"]:
+        return DecodeImpl
+
+
+class SharedKernel:
+    """The kernel as layers of one engine call it: compiled and given its workspace when vLLM warms up."""
+
+    def __init__(self, implementation: FlashAttentionImpl, queries: int, tokens: int = 1) -> None:
+        """For the layers of an implementation; `queries` and `tokens` are `DecodeAttention`'s."""
+        self._heads, self._size = implementation.num_heads, implementation.head_size
+        self._group = implementation.num_queries_per_kv
+        self._longest = get_current_vllm_config().model_config.max_model_len
+        self._queries, self._tokens = queries, tokens
+
+    def __call__(self, layer: Any, query: Tensor, kv_cache: Tensor, queries: Queries, output: Tensor) -> None:
+        """Attention of one layer, with its scales; query and output are [tokens, heads * head_size] or split."""
+        keys, values = _keys_and_values(kv_cache, self._size)
+        limits = self._longest, self._queries, self._tokens
+        attention = _attention(keys.device, keys.shape, keys.stride(), self._group, *limits)
+        heads = (-1, self._heads, self._size)
+        scales = (layer._q_scale, layer._k_scale, layer._v_scale)
+        attention(query.view(heads), keys, values, queries, scales, output.view(heads))
+
+
+def largest_decode_batch(config: Any) -> int:
+    """Requests of the largest decode step under a `VllmConfig`; a captured graph is padded to its own size."""
+    requests, captured = config.scheduler_config.max_num_seqs, config.compilation_config.max_cudagraph_capture_size
+    return max(int(requests), int(captured or 0))
+
+
+class DecodeImpl(FlashAttentionImpl):
+    """One layer; requests with one new token are ours."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self._requests = largest_decode_batch(get_current_vllm_config())
+        self._kernel = SharedKernel(self, self._requests)
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        *rest: Any,
+        **more: Any,
+    ) -> Tensor:
+        """As FlashAttention's, whose arguments these are.
+
+        Where prompts share the step, FlashAttention computes all of it first: what a request decodes must not depend on
+        who is beside it.
+        """
+        if attn_metadata is None or attn_metadata.max_query_len > 1 or attn_metadata.use_cascade:
+            super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *rest, **more)
+        if attn_metadata is not None:
+            lengths = attn_metadata.seq_lens
+            requests = ascending(output.device, self._requests)[: len(lengths)]
+            queries = Queries(attn_metadata.block_table, requests, attn_metadata.query_start_loc, lengths)
+            self._kernel(layer, query, kv_cache, queries, output)
+        return output
+
+
+def _keys_and_values(cache: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
+    """E4M3 [blocks, page, kv_heads, head_size] views: vLLM 0.26 has values beside keys, versions before apart."""
+    codes = cache.view(torch.float8_e4m3fn)
+    if codes.dim() == 5:
+        keys, values = codes.unbind(0)
+    else:
+        keys, values = codes.transpose(1, 2).split(head_size, dim=-1)
+    return keys, values
+
+
+@cache
+def _attention(
+    device: torch.device,
+    shape: torch.Size,
+    stride: tuple[int, ...],
+    group: int,
+    longest: int,
+    queries: int,
+    tokens: int,
+) -> DecodeAttention:
+    """One kernel and workspace for all layers, which run one after the other."""
+    return DecodeAttention(device, shape, stride, group, longest, queries, tokens=tokens)
+
+
+@cache
+def ascending(device: torch.device, count: int) -> Tensor:
+    """int32 0, 1, ...; it stays where it is, for captured graphs."""
+    return torch.arange(count, dtype=torch.int32, device=device)

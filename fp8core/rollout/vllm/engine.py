@@ -1,0 +1,371 @@
+"""The rollout engine of production: vLLM, with its core in a process of its own.
+
+The engine starts without weights; the first update brings them. Weights are written in place and read back, so that
+what generates is proved to be what was sent (`tasks.sync`).
+"""
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import vllm.envs
+from torch import Tensor
+from vllm import EngineArgs, LLMEngine, RequestOutput, SamplingParams
+from vllm.inputs import tokens_input
+from vllm.logprobs import FlatLogprobs
+from vllm.sampling_params import RequestOutputKind
+
+from fp8core.config.precision import PrecisionContract
+from fp8core.config.vllm import VllmConfig
+from fp8core.errors import UserError
+from fp8core.models.architecture import Architecture
+from fp8core.numerics.fingerprint import digest_of
+from fp8core.numerics.kv_scales import LayerScales
+from fp8core.rollout.engine import Completion, PolicyScales, Probe, PromptGroup, Sampling, SyncReport
+from fp8core.rollout.vllm.internals import register_aligned_models, routes_of
+from fp8core.rollout.vllm.requirements import VllmBuild
+from fp8core.rollout.vllm.settings import (
+    WORKER,
+    Launch,
+    attention_backend,
+    engine_arguments,
+    executed_formats,
+    executed_points,
+    experts_arguments,
+    is_aligned,
+    model_config,
+    required_environment,
+)
+from fp8core.rollout.vllm.weights import (
+    SharedWeights,
+    Slot,
+    TensorSpec,
+    UpdateError,
+    check_fit,
+    find_slots,
+    share_weights,
+    specs_of,
+)
+
+# For the worker to let go of the device; then vLLM ends its processes whatever they do.
+_SHUTDOWN_SECONDS = 10.0
+_SEED_BITS = (1 << 63) - 1
+# vLLM raises whatever is below to this, and would sample another distribution than was asked for.
+_LOWEST_TEMPERATURE = 0.01
+
+
+class VllmEngine:
+    """A resident vLLM that holds one policy."""
+
+    def __init__(
+        self,
+        arch: Architecture,
+        contract: PrecisionContract,
+        options: VllmConfig,
+        max_batch: int,
+        build: VllmBuild,
+        worker: str = WORKER,
+        routes: bool = False,
+    ) -> None:
+        """Start the engine core.
+
+        Args:
+            arch: shape of the decoder.
+            contract: formats; the build must have been found to fit (`requirements.contract_refusals`).
+            options: what decides speed and memory.
+            max_batch: sequences decoded together.
+            build: the vLLM that is installed.
+            worker: qualified name of `PolicyWorker` or a class derived from it.
+            routes: whether experts can be reported with completions (`requirements.replay_refusals`).
+
+        Raises:
+            UserError: the environment was not prepared (`settings.required_environment`), or vLLM has moved what
+                this engine uses.
+        """
+        _check_environment(required_environment(contract, options, build))
+        if build.platform == "cpu":
+            # Registers the quantisation method that `engine_arguments` names.
+            import fp8core.rollout.vllm.in_place  # noqa: F401
+        register_aligned_models()
+        self._arch, self._contract, self._build = arch, contract, build
+        self._sleeps, self._routes, self._aligned = options.sleep, routes, options.model == "aligned"
+        self._longest = options.max_model_len or arch.max_positions
+        self._folder = tempfile.TemporaryDirectory(prefix="fp8-grpo-")
+        Path(self._folder.name, "config.json").write_text(
+            json.dumps(model_config(arch, contract, options)), encoding="utf-8"
+        )
+        attention = attention_backend(arch, contract, options)
+        launch = Launch(self._folder.name, self._longest, max_batch, worker, attention)
+        arguments = engine_arguments(contract, options, build, launch)
+        arguments |= experts_arguments(arch, contract, options, build, routes)
+        self._llm = LLMEngine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=True)
+        # On a GPU the worker's parent is this process, which it follows already; on a CPU a process of vLLM is between.
+        self.call_worker("policy_follow", os.getpid())
+        missing = self.call_worker("policy_probe")
+        if missing:
+            self.close()
+            raise UserError(f"rollout.engine=vllm: {build.distribution} {build.version} lacks {', '.join(missing)}")
+        self._parameters = {
+            n: TensorSpec(d, tuple(shape)) for n, (d, shape) in self.call_worker("policy_parameters").items()
+        }
+        self._sent: dict[str, TensorSpec] = {}
+        self._slots: dict[str, list[Any]] = {}
+        self._complete, self._asleep = False, False
+        self._requests = 0
+
+    def update(self, tensors: Mapping[str, Tensor], scales: PolicyScales, version: int) -> SyncReport:
+        """Write weights and scales into vLLM's own tensors and read both back; wakes an engine that sleeps.
+
+        Raises:
+            UpdateError: a tensor is missing, unknown, or of another type or shape; nothing was written then. Or vLLM
+                did not drop its prefix cache.
+        """
+        self.expect(specs_of(tensors), scales, version)
+        if self._asleep:
+            # Both share a device: memory that torch caches in this process would be missing in the worker.
+            torch.cuda.empty_cache()
+        with share_weights(tensors) as shared:
+            return self.receive(shared, scales, version)
+
+    def expect(self, sent: Mapping[str, TensorSpec], scales: PolicyScales, version: int) -> None:
+        """The first half of `update`: refuse what does not fit; nothing is written."""
+        self._check_scales(scales, version)
+        if sent != self._sent:
+            slots = find_slots(sent)
+            check_fit(sent, slots, self._parameters)
+            self._sent, self._slots = dict(sent), {name: _fields(slot) for name, slot in slots.items()}
+
+    def receive(self, shared: SharedWeights, scales: PolicyScales, version: int) -> SyncReport:
+        """The second half: write the expected weights, which this or another process shares meanwhile."""
+        self._complete = False
+        if self._asleep:
+            self._llm.wake_up(["weights"])
+        self.call_worker("policy_write", version, shared, self._slots)
+        if self._asleep:
+            self._llm.wake_up(["kv_cache"])
+            self.call_worker("policy_clear_cache")
+            self._asleep = False
+        # Blocks of another policy, or of other scales, would be read as if they were this one's.
+        if not self._llm.reset_prefix_cache():
+            raise UpdateError("vLLM kept its prefix cache: requests are still running")
+        if self._has_fp8_cache():
+            self.call_worker("policy_set_scales", [[layer.q, layer.k, layer.v] for layer in scales.layers])
+        self._complete = True
+        return self._read_back(scales)
+
+    def fingerprint(self) -> str:
+        """Digest of the weights in vLLM's parameters, by the names they were sent under."""
+        return self._digest(self.call_worker("policy_read_back", self._slots))
+
+    def describe(self) -> dict[str, object]:
+        """Formats in the contract's words, kernel and dtype by linear, attention, passes, dtypes and scales."""
+        described = self.call_worker("policy_describe")
+        kernels = _by_layer_type(described["linears"])
+        held = self.call_worker("policy_read_back", {})["scales"] if self._has_fp8_cache() else []
+        return {
+            "engine": "vllm",
+            "version": f"{self._build.distribution} {self._build.version}",
+            **executed_formats(described, self._contract, self._arch.num_layers),
+            "rounding_points": executed_points(described, self._build),
+            "model": "aligned" if is_aligned(described) else "stock",
+            "kernels": dict.fromkeys(kernels, "forward_gemm") if is_aligned(described) else kernels,
+            "backend": described["attention"][0],
+            "passes": described["passes"],
+            "custom_ops": described["custom_ops"],
+            "compilation": described["compilation"],
+            "graphs": described["graphs"],
+            "runner": described["runner"],
+            "dtypes": {name: self._parameters[slot[0]].dtype for name, slot in self._slots.items()},
+            "scales": [dict(zip("qkv", layer, strict=True)) for layer in held],
+        }
+
+    def generate(self, groups: Sequence[PromptGroup], sampling: Sampling) -> Iterator[list[Completion]]:
+        """Generate all groups at once; each yield holds the completions of newly finished groups.
+
+        Raises:
+            UserError: a prompt and its completion are longer than the engine allows, or the temperature is lower than
+                vLLM can sample at.
+        """
+        with closing(self.steps(groups, sampling)) as steps:
+            yield from filter(None, steps)
+
+    def steps(self, groups: Sequence[PromptGroup], sampling: Sampling) -> Generator[list[Completion], None, None]:
+        """As `generate`, but yields after every step, mostly nothing, for callers that may end it at any time."""
+        assert self._complete, "update() comes before generate(), also after sleep()"
+        assert self._routes or not sampling.report_experts, "an engine started without routes reports no experts"
+        self._check_requests(groups, sampling)
+        if self._sleeps:
+            # Release the shared policy, which torch caches: a long-lived allocation inside this block, like a workspace
+            # of cuBLAS, would pin all of it.
+            torch.cuda.empty_cache()
+        if self._aligned:
+            self.call_worker("policy_set_temperature", sampling.temperature or 1.0)
+        requests = {
+            self._submit_sample(group, i, sampling): (group, i) for group in groups for i in range(len(group.seeds))
+        }
+        open_: dict[int, list[Completion]] = {group.group: [] for group in groups}
+        try:
+            while requests:
+                finished = []
+                for output in self._llm.step():
+                    assert isinstance(output, RequestOutput)
+                    group, i = requests.pop(output.request_id)
+                    completions = open_[group.group]
+                    completions.append(self._completion(output, group, i, sampling))
+                    if len(completions) == len(group.seeds):
+                        finished += open_.pop(group.group)
+                yield finished
+        finally:
+            if requests:
+                self._llm.abort_request(list(requests))
+
+    def score(self, probes: Sequence[Probe], temperature: float) -> list[list[float]]:
+        """Log-prob of each target after its context, with one sampled token a probe; one row."""
+        assert self._complete, "update() comes before score(), also after sleep()"
+        if self._aligned:
+            self.call_worker("policy_set_temperature", temperature)
+        found = [math.nan] * len(probes)
+        names = {self._submit_probe(probe, temperature): i for i, probe in enumerate(probes)}
+        while names:
+            for output in self._llm.step():
+                assert isinstance(output, RequestOutput)
+                i, logprobs = names.pop(output.request_id), output.outputs[0].logprobs
+                assert isinstance(logprobs, FlatLogprobs), "flat log-probs were asked for"
+                # The sampled token comes first, then the one that was asked for.
+                assert logprobs.token_ids[1] == probes[i].target, "the log-prob is not that of the target"
+                found[i] = logprobs.logprobs[1]
+        return [found]
+
+    def sleep(self) -> None:
+        """Where the options say sleep, give the memory of weights and cache back until the next update."""
+        if self._sleeps and not self._asleep:
+            self._llm.sleep(level=2)
+            self._asleep, self._complete = True, False
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of the engine's tensors on the device (`allocated`), and bytes free on it (`free`)."""
+        used: dict[str, int] = self.call_worker("policy_memory")
+        return used
+
+    def close(self) -> None:
+        """End the engine core's process."""
+        self._llm.engine_core.shutdown(timeout=_SHUTDOWN_SECONDS)
+        self._folder.cleanup()
+
+    def call_worker(self, method: str, *arguments: Any) -> Any:
+        """A method of the one worker by its name; numbers, strings, bytes, lists and dicts both ways."""
+        (result,) = self._llm.collective_rpc(method, args=arguments)
+        return result
+
+    def drop_prefixes(self) -> bool:
+        """Forget all cached prompts; false while requests are running."""
+        return bool(self._llm.reset_prefix_cache())
+
+    def _check_scales(self, scales: PolicyScales, version: int) -> None:
+        if scales.version != version:
+            raise ValueError(f"scales of policy {scales.version} sent with weights of policy {version}")
+        if self._has_fp8_cache() and len(scales.layers) != self._arch.num_layers:
+            raise ValueError(f"{len(scales.layers)} layers have scales, the model has {self._arch.num_layers}")
+
+    def _has_fp8_cache(self) -> bool:
+        return self._contract.rollout.kv_cache == "fp8"
+
+    def _read_back(self, scales: PolicyScales) -> SyncReport:
+        held = self.call_worker("policy_read_back", self._slots)
+        # Without an FP8 cache vLLM has no use for scales, and none are written.
+        layers = _written(held["scales"]) if self._has_fp8_cache() else scales.layers
+        return SyncReport(held["version"], self._digest(held), PolicyScales(scales.version, layers))
+
+    def _digest(self, held: Mapping[str, Any]) -> str:
+        fingerprints = held["fingerprints"]
+        return digest_of({n: (self._sent[n].dtype, self._sent[n].shape, f) for n, f in fingerprints.items()})
+
+    def _check_requests(self, groups: Sequence[PromptGroup], sampling: Sampling) -> None:
+        if 0 < sampling.temperature < _LOWEST_TEMPERATURE:
+            raise UserError(
+                f"rollout.temperature={sampling.temperature}: vLLM samples at {_LOWEST_TEMPERATURE} or above"
+            )
+        for group in groups:
+            length = len(group.prompt) + sampling.max_new_tokens
+            if length > self._longest:
+                raise UserError(
+                    f"prompt {group.prompt_id}: {len(group.prompt)} tokens and rollout.max_new_tokens="
+                    f"{sampling.max_new_tokens} are {length}, rollout.vllm.max_model_len is {self._longest}"
+                )
+
+    def _submit(self, tokens: Sequence[int], temperature: float, **settings: Any) -> str:
+        """Queue a request, and return its name; `settings` are of `SamplingParams`."""
+        self._requests += 1
+        name = f"{self._requests}"
+        parameters = SamplingParams(
+            # The output of an aligned model is tempered.
+            temperature=1.0 if self._aligned and temperature > 0 else temperature,
+            ignore_eos=True,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            **settings,
+        )
+        self._llm.add_request(name, tokens_input(list(tokens)), parameters)
+        return name
+
+    def _submit_sample(self, group: PromptGroup, i: int, sampling: Sampling) -> str:
+        return self._submit(
+            group.prompt,
+            sampling.temperature,
+            max_tokens=sampling.max_new_tokens,
+            # 63 bits of it: to vLLM -1 means no seed.
+            seed=group.seeds[i] & _SEED_BITS,
+            stop_token_ids=sorted(sampling.stop_ids),
+            logprobs=0,
+        )
+
+    def _submit_probe(self, probe: Probe, temperature: float) -> str:
+        return self._submit(
+            probe.context, temperature, max_tokens=1, seed=0, logprobs=1, logprob_token_ids=[probe.target]
+        )
+
+    def _completion(self, output: RequestOutput, group: PromptGroup, i: int, sampling: Sampling) -> Completion:
+        (done,) = output.outputs
+        tokens, logprobs = list(done.token_ids), done.logprobs
+        assert isinstance(logprobs, FlatLogprobs), "flat log-probs were asked for"
+        assert logprobs.token_ids == tokens, "the log-probs are not those of the tokens"
+        assert done.finish_reason in ("stop", "length"), f"vLLM ended a request with {done.finish_reason}"
+        finish: Literal["stop", "length"] = "stop" if done.finish_reason == "stop" else "length"
+        experts = None
+        if sampling.report_experts:
+            positions = len(group.prompt) + len(tokens) - 1
+            experts = routes_of(done.routed_experts, self._arch.sparse_layers, positions)
+        return Completion(group.group, group.samples[i], tokens, list(logprobs.logprobs), finish, experts)
+
+
+def _check_environment(required: Mapping[str, str]) -> None:
+    for name, value in required.items():
+        if int(getattr(vllm.envs, name)) != int(value):
+            raise UserError(f"{name} must be {value} before vLLM is imported, it is {getattr(vllm.envs, name)}")
+
+
+def _fields(slot: Slot) -> list[Any]:
+    return [slot.parameter, slot.start, slot.stop]
+
+
+def _written(held: Sequence[Sequence[float]]) -> tuple[LayerScales, ...]:
+    for layer, values in enumerate(held):
+        for name, value in zip("qkv", values, strict=True):
+            if math.isnan(value):
+                raise UpdateError(f"layer {layer}: its scale of {name} was never written, or not everywhere")
+    return tuple(LayerScales(*values) for values in held)
+
+
+def _by_layer_type(linears: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+    """Kernel by type of linear (`qkv_proj`, ...); every kernel that occurs, where they differ."""
+    kernels: dict[str, dict[str, None]] = {}
+    for name, linear in linears.items():
+        kernels.setdefault(name.rpartition(".")[2], {})[linear["kernel"]] = None
+    return {kind: "+".join(names) for kind, names in kernels.items()}

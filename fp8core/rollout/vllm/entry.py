@@ -1,0 +1,169 @@
+"""vLLM as a registered engine: its checks, its environment, its memory, and how it is built."""
+
+import math
+from collections.abc import Iterator
+
+import torch
+
+from fp8core.config.capability import Environment, this_platform
+from fp8core.config.run import RunConfig
+from fp8core.config.vllm import VllmConfig
+from fp8core.models.architecture import Architecture
+from fp8core.plan.memory import GIB, Device, Machine, Need
+from fp8core.plan.rollout import (
+    CacheRoom,
+    EngineMemory,
+    cache_bytes_per_token,
+    engine_weights,
+    longest_sequence,
+    shipped_bytes,
+)
+from fp8core.rollout.engine import RolloutEngine
+from fp8core.rollout.registry import Arithmetic, EngineEntry
+from fp8core.rollout.vllm.replicas import VllmReplicas
+from fp8core.rollout.vllm.requirements import (
+    contract_refusals,
+    find_build,
+    gpu_refusals,
+    model_refusals,
+    replay_refusals,
+)
+from fp8core.rollout.vllm.settings import CPU_CACHE_GIB, required_environment, suggested_environment
+
+# CUDA context, activations, captured graphs. An estimate: vLLM measures its own when it starts.
+_WORKSPACE = 4_000_000_000
+# Memory that a sleeping engine leaves on its GPU: CUDA context and captured graphs. An estimate.
+_ASLEEP = 2_000_000_000
+
+
+def _build(config: RunConfig, arch: Architecture) -> RolloutEngine:
+    rollout = config.rollout
+    settings = config.precision, rollout.vllm, rollout.max_batch, find_build(this_platform())
+    if rollout.vllm.gpus > 1:
+        return VllmReplicas(arch, *settings, routes=rollout.router_replay)
+    # vLLM is optional, and reads its environment when it is imported.
+    from fp8core.rollout.vllm.engine import VllmEngine
+
+    return VllmEngine(arch, *settings, routes=rollout.router_replay)
+
+
+def _check(config: RunConfig) -> Iterator[str]:
+    build = find_build(this_platform())
+    yield from contract_refusals(config.precision, config.rollout.vllm, build)
+    yield from gpu_refusals(config.rollout.vllm, build, torch.cuda.device_count())
+    if config.rollout.router_replay:
+        yield from replay_refusals(build)
+
+
+def _check_model(config: RunConfig, arch: Architecture) -> Iterator[str]:
+    return model_refusals(arch, config.precision, config.rollout.vllm)
+
+
+def _requirements() -> str:
+    build = find_build(this_platform())
+    formats = "block FP8 and BF16" if build.platform == "cuda" else "BF16, on this CPU"
+    return f"{build.distribution} {build.version}, {formats}"
+
+
+def _environment(config: RunConfig) -> Environment:
+    build = find_build(this_platform())
+    required = required_environment(config.precision, config.rollout.vllm, build)
+    return Environment(required, suggested_environment(config.threads, build))
+
+
+def _usable(machine: Machine) -> Machine:
+    return Machine(None, machine.host) if find_build(this_platform()).platform == "cpu" else machine
+
+
+def _memory(config: RunConfig, arch: Architecture, gpu: Device | None) -> EngineMemory:
+    """Of one GPU with one engine, or of the host with all of them."""
+    options = config.rollout.vllm
+    weights = engine_weights(shipped_bytes(arch, config.precision))
+    if gpu is None:
+        room = _cache_room(config, arch, int(CPU_CACHE_GIB * GIB))
+        each = weights, _cache(room)
+        on_host = tuple(Need(need.item, options.gpus * need.bytes, need.note) for need in each)
+        return EngineMemory(on_host, cache=room, refusal=_cache_refusal(config, arch, room))
+    # With a cache of a given size it takes what it needs.
+    sized = options.kv_cache_gib is not None
+    limit = gpu.memory if sized else int(gpu.memory * options.gpu_memory_utilization)
+    workspace = Need("engine workspace", _WORKSPACE, "CUDA context, activations, graphs; estimate")
+    room = _cache_room(config, arch, limit - weights.bytes - workspace.bytes)
+    change = "lower rollout.vllm.kv_cache_gib" if sized else "raise rollout.vllm.gpu_memory_utilization"
+    advice = f"{change}, or choose a GPU with more memory"
+
+    def beside(share: float) -> str | None:
+        if sized:
+            return advice
+        return f"lower rollout.vllm.gpu_memory_utilization to {share}" if share > 0 else None
+
+    return EngineMemory(
+        needs=(weights, workspace, _cache(room)),
+        asleep=(Need("engine asleep", _ASLEEP, "CUDA context, graphs; estimate"),) if options.sleep else None,
+        limit=limit,
+        advice=advice,
+        advice_beside=beside,
+        cache=room,
+        refusal=_cache_refusal(config, arch, room),
+    )
+
+
+def _cache(room: CacheRoom) -> Need:
+    return Need("KV cache", room.bytes, f"{room.bytes_per_token:,} bytes a token")
+
+
+def _cache_room(config: RunConfig, arch: Architecture, free: int) -> CacheRoom:
+    """The KV cache: the configured size, or the bytes that are free."""
+    rollout = config.rollout
+    gib = rollout.vllm.kv_cache_gib
+    size = max(0, free) if gib is None else int(gib * GIB)
+    per_token = cache_bytes_per_token(arch, config.precision.rollout.kv_cache)
+    tokens, sequence = size // per_token, longest_sequence(config, arch)
+    batch = math.ceil(rollout.drawn_prompts / rollout.vllm.gpus) * rollout.group_size
+    return CacheRoom(
+        bytes=size,
+        bytes_per_token=per_token,
+        tokens=tokens,
+        sequence=sequence,
+        sequences=tokens // sequence,
+        wanted=min(batch, rollout.max_batch),
+        engines=rollout.vllm.gpus,
+    )
+
+
+def _longest(config: RunConfig, arch: Architecture) -> int:
+    """vLLM's max_model_len: it needs room for one sequence of this length."""
+    return config.rollout.vllm.max_model_len or arch.max_positions
+
+
+def _cache_refusal(config: RunConfig, arch: Architecture, room: CacheRoom) -> str | None:
+    """The reason why vLLM would not start with this cache; None when it does."""
+    wanted = _longest(config, arch)
+    if room.tokens >= wanted:
+        return None
+    size = "gpu_memory_utilization" if config.rollout.vllm.kv_cache_gib is None else "kv_cache_gib"
+    return (
+        f"the KV cache has room for {room.tokens:,} tokens, rollout.vllm.max_model_len is {wanted:,}; raise "
+        f"rollout.vllm.{size}, or lower max_model_len"
+    )
+
+
+def _arithmetic(config: RunConfig) -> Arithmetic:
+    return "packed" if config.rollout.vllm.model == "aligned" else "own"
+
+
+ENGINE = EngineEntry(
+    name="vllm",
+    config=VllmConfig,
+    build=_build,
+    check=_check,
+    check_model=_check_model,
+    requirements=_requirements,
+    environment=_environment,
+    memory=_memory,
+    gpus=lambda config: config.rollout.vllm.gpus,
+    usable=_usable,
+    longest=_longest,
+    arithmetic=_arithmetic,
+    own_process=True,
+)

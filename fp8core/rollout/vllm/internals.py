@@ -1,0 +1,186 @@
+"""The only place that touches what vLLM does not publish: scales of attention, kernels, the KV cache.
+
+`probe` looks for all of it when an engine starts. So a version that moved something is refused by name instead of
+generating with scales nobody set. Attributes are read and tensors are filled; no method is replaced.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fp8core.rollout.vllm.settings import ALIGNED
+
+# Scale -> its buffer on the device, and the mirrors on the host that some attention kernels read instead; vLLM 0.24 has
+# no tensors among them.
+_BUFFERS = {"q": "_q_scale", "k": "_k_scale", "v": "_v_scale"}
+_FLOATS = {"q": "_q_scale_float", "k": "_k_scale_float", "v": "_v_scale_float"}
+_MIRRORS = {"q": "_q_scale_cpu", "k": "_k_scale_cpu", "v": "_v_scale_cpu"}
+# The scales that a kernel of FP8 experts reads -> the parameter that is written; they must be one tensor.
+_EXPERT_SCALES = {"w1_scale": "w13_weight_scale_inv", "w2_scale": "w2_weight_scale_inv"}
+_ATTENTION = (*_BUFFERS.values(), *_FLOATS.values(), "kv_cache_dtype", "attn_backend", "impl")
+
+
+def register_decode_backend() -> None:
+    """Give vLLM the path of the attention backend with our decode kernel, which it imports when it is asked for."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    register_backend(AttentionBackendEnum.CUSTOM, "fp8core.rollout.vllm.decode.DecodeBackend")
+
+
+def register_aligned_models() -> None:
+    """Give vLLM the paths of the aligned models, by their names in a config.json; to be done in every process."""
+    from vllm import ModelRegistry
+
+    for name in ALIGNED.values():
+        ModelRegistry.register_model(name, f"fp8core.rollout.vllm.aligned:{name}")
+
+
+def probe(model: nn.Module) -> list[str]:
+    """The parts that this module uses and this vLLM lacks; none when it can be worked with."""
+    layers = list(_attention_layers(model))
+    missing = [
+        f"{name}.{attribute}" for name, layer in layers for attribute in _ATTENTION if not hasattr(layer, attribute)
+    ]
+    if not layers:
+        missing.append("attention layers with attn_backend")
+    return missing + [fault for name, experts in _expert_layers(model) for fault in _copied_scales(name, experts)]
+
+
+def _copied_scales(name: str, experts: nn.Module) -> Iterator[str]:
+    """Scales of FP8 experts that are written to no effect: the kernel has others, or a copy."""
+    kernel = _expert_kernel(experts)
+    for read, written in _EXPERT_SCALES.items():
+        if hasattr(experts, written):
+            held = getattr(kernel, read, None)
+            if held is None or held.data_ptr() != experts.get_parameter(written).data_ptr():
+                yield f"{name}: a kernel that reads {written}"
+
+
+def _attention_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Attention layers by name, in the order of the decoder."""
+    for name, module in model.named_modules():
+        if hasattr(module, "attn_backend") and hasattr(module, "impl"):
+            yield name, module
+
+
+def write_scales(model: nn.Module, scales: list[list[float]]) -> None:
+    """Set the scales of Q, K and V of every layer, in place: captured graphs read the same buffers."""
+    for (_, layer), values in zip(_attention_layers(model), scales, strict=True):
+        for name, value in zip("qkv", values, strict=True):
+            getattr(layer, _BUFFERS[name]).fill_(value)
+            setattr(layer, _FLOATS[name], value)
+            if hasattr(layer, _MIRRORS[name]):
+                getattr(layer, _MIRRORS[name]).fill_(value)
+
+
+def read_scales(model: nn.Module) -> list[list[float]]:
+    """Scales of Q, K and V of every layer, from the device; NaN where a mirror on the host differs."""
+    places = [(layer, name) for _, layer in _attention_layers(model) for name in "qkv"]
+    values = torch.stack([getattr(layer, _BUFFERS[name]) for layer, name in places]).tolist()
+    held = [_confirmed(layer, name, value) for (layer, name), value in zip(places, values, strict=True)]
+    return [held[i : i + 3] for i in range(0, len(held), 3)]
+
+
+def _confirmed(layer: nn.Module, name: str, value: float) -> float:
+    mirrors = [float(getattr(layer, _FLOATS[name]))]
+    if hasattr(layer, _MIRRORS[name]):
+        mirrors.append(float(getattr(layer, _MIRRORS[name])))
+    return value if all(mirror == value for mirror in mirrors) else torch.nan
+
+
+def cache_tensors(runner: Any) -> list[Tensor]:
+    """The KV cache of every layer."""
+    caches: list[Tensor] = runner.kv_caches
+    return caches
+
+
+def describe_attention(model: nn.Module) -> list[dict[str, Any]]:
+    """Implementation, its version (of FlashAttention, else None) and cache format of every layer."""
+    return [
+        {
+            "implementation": type(layer.impl).__name__,
+            "version": getattr(layer.impl, "vllm_flash_attn_version", None),
+            "cache": layer.kv_cache_dtype,
+        }
+        for _, layer in _attention_layers(model)
+    ]
+
+
+def describe_linears(model: nn.Module) -> dict[str, dict[str, str]]:
+    """Kernel and weight type of every linear of the decoder layers, and of the experts of each, by name."""
+    linears = {}
+    for name, module in model.named_modules():
+        method, weight = getattr(module, "quant_method", None), getattr(module, "weight", None)
+        if name.endswith("_proj") and method is not None and weight is not None:
+            linears[name] = _described(getattr(method, "fp8_linear", method), weight)
+    for name, experts in _expert_layers(model):
+        linears[name] = _described(_expert_kernel(experts), experts.get_parameter("w13_weight"))
+    return linears
+
+
+def _described(kernel: object, weight: Tensor) -> dict[str, str]:
+    return {"kernel": type(kernel).__name__, "dtype": str(weight.dtype).removeprefix("torch.")}
+
+
+def _expert_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that hold the experts of a layer, by name."""
+    for name, module in model.named_modules():
+        if hasattr(module, "w13_weight") and hasattr(module, "quant_method"):
+            yield name, module
+
+
+def _expert_kernel(experts: nn.Module) -> Any:
+    """The kernel that multiplies; the quantisation method itself where it does."""
+    method: Any = experts.quant_method
+    kernel = getattr(method, "moe_kernel", None)
+    return method if kernel is None else kernel.fused_experts
+
+
+def head_dtype(model: nn.Module) -> str:
+    """Type of the logits; vLLM 0.24, which cannot choose it, has that of the model."""
+    found = next((m.head_dtype for m in model.modules() if hasattr(m, "head_dtype")), torch.bfloat16)
+    return str(found).removeprefix("torch.")
+
+
+def norm_providers(config: Any) -> list[str]:
+    """The providers of RMSNorm without and with a residual sum (`native` is torch); none where vLLM has no choice."""
+    priority = getattr(getattr(config, "kernel_config", None), "ir_op_priority", None)
+    return [] if priority is None else [priority.rms_norm[0], priority.fused_add_rms_norm[0]]
+
+
+def power_of_two_activations(model: nn.Module) -> bool:
+    """True if every FP8 linear and expert quantises its input with power-of-two scales; False where there are none."""
+    methods = [getattr(module, "quant_method", None) for module in model.modules()]
+    kernels = [kernel for method in methods if (kernel := getattr(method, "fp8_linear", None)) is not None]
+    rules = [bool(kernel.quant_fp8.use_ue8m0) for kernel in kernels]
+    if any(hasattr(experts, _EXPERT_SCALES["w1_scale"]) for _, experts in _expert_layers(model)):
+        # The quantisers of both kernels call it when they run.
+        from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
+
+        rules.append(is_deep_gemm_e8m0_used())
+    return bool(rules) and all(rules)
+
+
+def routes_of(chosen: Any, sparse: Sequence[int], positions: int) -> Tensor:
+    """The experts that vLLM recorded, as `Completion.experts`: int16 [positions, sparse layers, k], ascending.
+
+    Args:
+        chosen: NumPy integers [positions, layers, k], by descending gate weight; zeros in dense layers.
+        sparse: layers with experts.
+        positions: of prompt and completion, without the last token.
+
+    Raises:
+        RuntimeError: positions are missing, or a token went to one expert twice, as where nothing was recorded.
+    """
+    if chosen is None or chosen.shape[0] != positions:
+        found = "nothing" if chosen is None else f"{chosen.shape[0]}"
+        raise RuntimeError(f"vLLM recorded the experts of {found} of {positions} positions")
+    # In one thread, whatever number torch has: a rollout has millions of these short rows.
+    ordered = chosen[:, list(sparse)].astype(np.int16)
+    ordered.sort(axis=-1)
+    if (ordered[..., 1:] == ordered[..., :-1]).any():
+        raise RuntimeError("vLLM recorded one expert twice for a token")
+    return torch.from_numpy(ordered)

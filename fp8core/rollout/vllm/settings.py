@@ -1,0 +1,310 @@
+"""From a precision contract to the settings of a vLLM engine: its environment, its arguments, its config.json.
+
+Everything that decides a bit is pinned here (facts about vLLM 0.24 to 0.26 on Hopper):
+
+- Block-FP8 linears run DeepGEMM at every batch size; left alone, vLLM takes another kernel below 32 rows.
+- DeepGEMM's activation quantiser follows VLLM_USE_DEEP_GEMM_E8M0: powers of two, or FP32.
+- The passes that fuse quantisation into norm and activation have FP32 scales only, and quantise values that were never
+  rounded to BF16. They are off for both rules.
+- FP8 attention is FlashAttention 3, and our own kernel in decode steps (`kernels.attention`): Q, K, V and P in E4M3.
+  Scales are read from device buffers, so that they can change under CUDA graphs.
+- Log-probs are those of the tempered distribution, which is sampled from: nothing truncates it.
+
+Router logits are BF16, rounded from FP32; gate weights are FP32. vLLM's first model runner records the chosen experts;
+vLLM selects it when they are requested.
+
+`rollout.vllm.model: aligned` runs the model of `fp8core.rollout.vllm.aligned`, which computes with the functions that
+train. This module imports no vLLM.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from fp8core.config.precision import PrecisionContract
+from fp8core.config.vllm import VllmConfig
+from fp8core.models.architecture import Architecture, RopeScaling, architecture_to_hf, parameter_shapes
+from fp8core.models.quantised_checkpoint import block_fp8_section
+from fp8core.models.weights import StoredNames, is_linear, rollout_formats
+from fp8core.numerics.attention import HEAD_DIM, LARGEST_GROUP
+from fp8core.rollout.vllm.requirements import ALIGNED_POINTS, ALIGNED_SCALE_RULE, VllmBuild
+
+# Classes of the kernels that compute what `fp8_block` means.
+FP8_KERNELS = ("TritonOrDeepGemmExperts", "TritonExperts")
+
+
+def experts_arguments(
+    arch: Architecture, contract: PrecisionContract, options: VllmConfig, build: VllmBuild, routes: bool
+) -> dict[str, Any]:
+    """Arguments of `vllm.EngineArgs` for a mixture of experts; none for a dense model.
+
+    DeepGEMM is chosen by the environment (`required_environment`): asked for by name, it would be
+    demanded of layers in BF16 as well.
+    """
+    if arch.experts is None:
+        return {}
+    arguments: dict[str, Any] = {"enable_return_routed_experts": True} if routes else {}
+    if build.platform == "cuda" and (contract.rollout.linear == "bf16" or options.experts == "triton"):
+        arguments["moe_backend"] = "triton"
+    return arguments
+
+
+def kept_experts(arch: Architecture, formats: StoredNames) -> Iterable[str]:
+    """Modules of a mixture of experts that vLLM must not take for FP8: every router, and experts in BF16.
+
+    Of a dense layer in BF16 the fused module as well: this family looks for its parts in some configurations only.
+    """
+    for layer in range(arch.num_layers) if arch.experts else ():
+        mlp, sparse = f"model.layers.{layer}.mlp", layer in arch.sparse_layers
+        if sparse:
+            yield f"{mlp}.gate"
+        if formats.layers[layer].gate_up != "fp8_block":
+            yield f"{mlp}.experts" if sparse else f"{mlp}.gate_up_proj"
+
+
+# vLLM's class -> the name that the one derived from it is registered under.
+ALIGNED = {"Qwen3ForCausalLM": "AlignedQwen3ForCausalLM", "LlamaForCausalLM": "AlignedLlamaForCausalLM"}
+# The key of a config.json that holds the decoder as an `Architecture`.
+_KEY = "fp8_grpo_decoder"
+
+
+def aligned_config(config: Mapping[str, Any], arch: Architecture) -> dict[str, Any]:
+    """A config.json for vLLM's class, as one for ours."""
+    (name,) = config["architectures"]
+    return {**config, "architectures": [ALIGNED[name]], _KEY: asdict(arch)}
+
+
+def decoder_of(config: Any) -> Architecture:
+    """The decoder that the configuration of an aligned model describes (`aligned_config`), as vLLM holds it."""
+    fields = dict(getattr(config, _KEY))
+    scaling = fields["rope_scaling"]
+    return Architecture(**fields | {"rope_scaling": None if scaling is None else RopeScaling(**scaling)})
+
+
+def aligned_compilation(options: VllmConfig) -> dict[str, Any]:
+    """Of vLLM's `CompilationConfig`: nothing is compiled, decode steps are captured whole.
+
+    Operations are fused by hand, so torch.compile would only add minutes to the start. Prompts run eagerly.
+    """
+    return {"mode": "NONE", "cudagraph_mode": "FULL_DECODE_ONLY" if options.graphs else "NONE"}
+
+
+def is_aligned(described: Mapping[str, Any]) -> bool:
+    """True if a worker reports itself as an aligned model (`PolicyWorker.policy_describe`)."""
+    return described["model"] in ALIGNED.values()
+
+
+WORKER = "fp8core.rollout.vllm.worker.PolicyWorker"
+IN_PLACE = "fp8_grpo_in_place"
+
+# FlashAttention 3, ours for decode steps (`decode`), and ours for all steps (`aligned`).
+_FP8_BACKENDS = ("FlashAttentionImpl", "DecodeImpl", "AlignedImpl")
+# vLLM quantises in these passes; what they fuse is another arithmetic than the contract's.
+FUSIONS = ("fuse_norm_quant", "fuse_act_quant", "fuse_attn_quant", "enable_qk_norm_rope_fusion")
+# Operations that vLLM has kernels of its own for, and that torch.compile fuses where they are not asked for.
+_KERNELS = ("rms_norm", "silu_and_mul", "rotary_embedding")
+_NORMS = ("rms_norm", "fused_add_rms_norm")
+# A GiB of cache holds all that a test or a laptop generates.
+CPU_CACHE_GIB = 1.0
+_CPU_BLOCK = 32
+_CPU_BATCHED_TOKENS = 2048
+
+
+def required_environment(contract: PrecisionContract, options: VllmConfig, build: VllmBuild) -> dict[str, str]:
+    """Variables that decide what vLLM computes; they must be set before it is imported."""
+    required = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_BATCH_INVARIANT": str(int(options.batch_invariant))}
+    if build.platform == "cuda":
+        required |= {
+            "VLLM_USE_DEEP_GEMM": "1",
+            "VLLM_MOE_USE_DEEP_GEMM": "1",
+            "VLLM_USE_DEEP_GEMM_E8M0": str(int(contract.scale_rule == "pow2")),
+            "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0",
+            "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        }
+    return required
+
+
+def suggested_environment(threads: int, build: VllmBuild) -> dict[str, str]:
+    """Variables that decide speed and talkativeness; what a user has set stays."""
+    suggested = {
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }
+    if build.platform == "cuda":
+        # Kernels are compiled when they are first needed, decoding's at start with its graphs: the warm-up for every
+        # number of rows takes minutes. A trainer in another process finds what the engine's has compiled, where vLLM
+        # keeps it anyway.
+        kept = Path.home() / ".cache" / "vllm" / "deep_gemm"
+        suggested |= {"VLLM_DEEP_GEMM_WARMUP": "skip", "DG_JIT_CACHE_DIR": str(kept)}
+    if build.platform == "cpu":
+        suggested |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
+    return suggested
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The arguments that one engine is started with.
+
+    Attributes:
+        model: folder of a config.json (`model_config`); weights come by the first update.
+        longest: tokens of the longest prompt with its completion.
+        max_batch: sequences decoded together.
+        worker: qualified name of the class mixed into vLLM's worker.
+        attention: vLLM's name of the attention backend, on a GPU (`attention_backend`).
+    """
+
+    model: str
+    longest: int
+    max_batch: int
+    worker: str
+    attention: str = "FLASH_ATTN"
+
+
+def attention_backend(arch: Architecture, contract: PrecisionContract, options: VllmConfig) -> str:
+    """FlashAttention, or the one that has our kernel for decode steps (vLLM calls what comes from outside CUSTOM)."""
+    fits = arch.head_dim == HEAD_DIM and arch.num_heads // arch.num_kv_heads <= LARGEST_GROUP
+    wanted = contract.rollout.kv_cache == "fp8" and options.decode_kernel == "fp8_decode"
+    return "CUSTOM" if fits and wanted else "FLASH_ATTN"
+
+
+def engine_arguments(
+    contract: PrecisionContract, options: VllmConfig, build: VllmBuild, launch: Launch
+) -> dict[str, Any]:
+    """Arguments of `vllm.EngineArgs` for formats, settings of speed and memory, and the vLLM that is installed."""
+    arguments: dict[str, Any] = {
+        "model": launch.model,
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+        "load_format": "dummy",
+        "dtype": "bfloat16",
+        "seed": 0,
+        "max_num_seqs": launch.max_batch,
+        "max_model_len": launch.longest,
+        "gpu_memory_utilization": options.gpu_memory_utilization,
+        "kv_cache_memory_bytes": _cache_bytes(options.kv_cache_gib),
+        "block_size": options.block_size,
+        "enable_prefix_caching": True,
+        "enforce_eager": not options.graphs,
+        "enable_sleep_mode": options.sleep,
+        "logprobs_mode": "processed_logits" if options.model == "aligned" else "processed_logprobs",
+        "disable_log_stats": True,
+        "worker_extension_cls": launch.worker,
+        "kv_cache_dtype": "fp8" if contract.rollout.kv_cache == "fp8" else "auto",
+    }
+    if contract.rollout.head == "fp32":
+        arguments["hf_overrides"] = {"head_dtype": "float32"}
+    return arguments | (
+        _cuda_arguments(contract, options, launch) if build.platform == "cuda" else _cpu_arguments(options, launch)
+    )
+
+
+def _cuda_arguments(contract: PrecisionContract, options: VllmConfig, launch: Launch) -> dict[str, Any]:
+    kernels = _KERNELS if contract.rounding_points == "kernels" else ()
+    custom_ops = ["+quant_fp8", *(f"+{name}" for name in kernels)]
+    own = aligned_compilation(options) if options.model == "aligned" else {}
+    arguments: dict[str, Any] = {
+        # Left alone vLLM takes 2,048 here, and reads prompts in four times as many steps.
+        "max_num_batched_tokens": max(options.batched_tokens, launch.max_batch),
+        "attention_config": {"backend": launch.attention, "flash_attn_version": 3},
+        "compilation_config": {"custom_ops": custom_ops, "pass_config": dict.fromkeys(FUSIONS, False), **own},
+    }
+    if contract.rounding_points == "kernels":
+        arguments["ir_op_priority"] = {norm: ["vllm_c"] for norm in _NORMS}
+    if contract.rollout.linear == "fp8_block":
+        arguments["linear_backend"] = "deep_gemm"
+    return arguments
+
+
+def _cpu_arguments(options: VllmConfig, launch: Launch) -> dict[str, Any]:
+    return {
+        # vLLM takes back what a seeded request drew at the end of a part of its prompt, which CPU generators cannot do.
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(_CPU_BATCHED_TOKENS, launch.longest),
+        "quantization": IN_PLACE,
+        "kv_cache_memory_bytes": _cache_bytes(options.kv_cache_gib or CPU_CACHE_GIB),
+        "block_size": options.block_size or _CPU_BLOCK,
+    }
+
+
+def _cache_bytes(gib: float | None) -> int | None:
+    return None if gib is None else int(gib * (1 << 30))
+
+
+def model_config(arch: Architecture, contract: PrecisionContract, options: VllmConfig) -> dict[str, Any]:
+    """The config.json of a policy under the contract, without tokens: the engine is told where completions end."""
+    config = architecture_to_hf(arch, bos_id=None, eos_ids=[0], pad_id=None, dtype="bfloat16")
+    if contract.rollout.linear == "fp8_block":
+        config["quantization_config"] = block_fp8_section(_kept_modules(arch, contract))
+    return aligned_config(config, arch) if options.model == "aligned" else config
+
+
+def _kept_modules(arch: Architecture, contract: PrecisionContract) -> Iterable[str]:
+    """Modules with a matrix that is not block FP8."""
+    formats = rollout_formats(contract, arch.num_layers).stored_names()
+    linears = (name for name in parameter_shapes(arch) if is_linear(name) and ".experts." not in name)
+    kept = [name.removesuffix(".weight") for name in linears if formats.of(name) != "fp8_block"]
+    return ["lm_head", *kept, *kept_experts(arch, formats)]
+
+
+def executed_formats(described: Mapping[str, Any], contract: PrecisionContract, num_layers: int) -> dict[str, object]:
+    """The formats that run, in the words of the contract, from what the worker reports of itself (`PolicyWorker`).
+
+    Returns:
+        `linear` and `attention` (by layer, and for all), `head` and `scale_rule`. Where a part is not what any
+        contract means, its name says what it is.
+    """
+    linears = [_linear_name(described["linears"], i) for i in range(num_layers)]
+    quantised = ALIGNED_SCALE_RULE if is_aligned(described) else _scale_rule(described)
+    rule = quantised if "fp8_block" in linears else contract.scale_rule
+    return {
+        "linear": linears,
+        "attention": "+".join(dict.fromkeys(_attention_name(layer) for layer in described["attention"])),
+        "head": {"float32": "fp32", "bfloat16": "bf16"}.get(described["head"], described["head"]),
+        "scale_rule": rule,
+    }
+
+
+def executed_points(described: Mapping[str, Any], build: VllmBuild) -> str:
+    """The rounding points of the contract that these kernels have, or what runs where they have none of them."""
+    if is_aligned(described):
+        return ALIGNED_POINTS
+    operations, norms = described["custom_ops"], set(described["norms"])
+    compiled = described["compilation"] != "NONE"
+    if build.platform == "cpu":
+        return "compiled for a CPU" if compiled else "native"
+    own = {name for name in _KERNELS if f"+{name}" in operations or "all" in operations}
+    if own == set(_KERNELS) and norms <= {"vllm_c"}:
+        return "kernels"
+    if compiled and not own and norms <= {"native"}:
+        return "fused"
+    return f"kernels of vLLM for {', '.join(sorted(own)) or 'nothing'}, norms by {', '.join(sorted(norms))}"
+
+
+def _linear_name(linears: Mapping[str, Mapping[str, str]], layer: int) -> str:
+    prefix = f"model.layers.{layer}."
+    kinds = [linear for name, linear in linears.items() if name.startswith(prefix)]
+    return "+".join(dict.fromkeys(_kind(linear) for linear in kinds))
+
+
+def _kind(linear: Mapping[str, str]) -> str:
+    if linear["dtype"] == "bfloat16":
+        return "bf16"
+    if linear["dtype"] == "float8_e4m3fn" and linear["kernel"] in ("DeepGemmFp8BlockScaledMMKernel", *FP8_KERNELS):
+        return "fp8_block"
+    return f"{linear['dtype']} by {linear['kernel']}"
+
+
+def _attention_name(layer: Mapping[str, Any]) -> str:
+    if layer["cache"] in ("auto", "bfloat16"):
+        return "bf16"
+    if layer["cache"] in ("fp8", "fp8_e4m3") and layer["implementation"] in _FP8_BACKENDS and layer["version"] == 3:
+        return "fp8"
+    return f"{layer['cache']} by {layer['implementation']} {layer['version']}"
+
+
+def _scale_rule(described: Mapping[str, Any]) -> str:
+    fused = [name for name in FUSIONS if described["passes"].get(name)]
+    rule = "pow2" if described["power_of_two_activations"] else "fp32"
+    return "+".join([rule, *fused])

@@ -1,0 +1,202 @@
+"""From a configuration to live parts: the one place where models, trainers and engines are built."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fp8core.config.capability import Environment, this_platform
+from fp8core.config.loss import LossConfig
+from fp8core.config.precision import PrecisionContract
+from fp8core.config.run import RunConfig, TrainingConfig
+from fp8core.data.chain import ALPHABET, EOS, VOCABULARY
+from fp8core.data.source import SUFFIXES, build_source
+from fp8core.errors import UserError
+from fp8core.models.architecture import Architecture
+from fp8core.models.checkpoint import architecture_from_config, initial_weights, load_checkpoint
+from fp8core.models.hub import resolve_model
+from fp8core.models.tokenizer import Tokenizer, character_tokenizer
+from fp8core.plan.memory import this_machine
+from fp8core.plan.run_plan import plan_run, refuse_unfit
+from fp8core.plan.shapes import model_shape
+from fp8core.rewards.verifier import build_verifier
+from fp8core.rollout.engine import RolloutEngine
+from fp8core.rollout.registry import engine_entry
+from fp8core.training.registry import trainer_grid, trainer_of
+from fp8core.training.trainer import SftTrainer, Trainer
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """The model that a run starts from.
+
+    `tensors` are random for a model from scratch; its policy is made by the warm start.
+    """
+
+    arch: Architecture
+    tensors: Mapping[str, Tensor]
+    tokenizer: Tokenizer
+    revision: str | None
+
+
+def build_base(config: RunConfig) -> BaseModel:
+    """Load the checkpoint, or draw a decoder from scratch with a tokenizer of single characters.
+
+    Raises:
+        UserError: the checkpoint is missing or broken, or the contract keeps more BF16 layers than there are, or a
+            dense model was to replay its choice of experts.
+    """
+    base = _from_scratch(config) if config.model is None else _from_checkpoint(config, config.model)
+    kept = config.precision.bf16_first_layers + config.precision.bf16_last_layers
+    if kept > base.arch.num_layers:
+        raise UserError(
+            f"precision.bf16_first_layers + bf16_last_layers = {kept}, but the model has {base.arch.num_layers} layers"
+        )
+    if config.rollout.router_replay and not base.arch.sparse_layers:
+        raise UserError("rollout.router_replay: replays the choice of experts, but the model has none")
+    trainer_of(config.training).check_model(config, base.arch)
+    _refuse(engine_entry(config).check_model(config, base.arch))
+    return base
+
+
+def check_engine(config: RunConfig) -> None:
+    """Refuse a contract that engine or trainer cannot keep on this machine, before anything is loaded.
+
+    Raises:
+        UserError: vLLM or Megatron is chosen and missing, of an unknown version, or without what the contract asks for;
+            or a trainer or an engine is to run on a GPU that is not there, or in formats that it has not.
+    """
+    trainer_of(config.training).check_machine(config, this_platform(), torch.cuda.device_count())
+    _refuse(engine_entry(config).check(config))
+
+
+def _refuse(messages: Iterable[str]) -> None:
+    if lines := list(messages):
+        raise UserError("; also ".join(lines))
+
+
+def check_memory(config: RunConfig) -> None:
+    """Refuse a training that this machine has no memory for, before anything is loaded.
+
+    Raises:
+        UserError: what does not fit and where, or `plan.shapes.model_shape` cannot tell the model's shape.
+    """
+    machine = engine_entry(config).usable(this_machine())
+    refuse_unfit(plan_run(config, model_shape(config), machine, trainer_grid(config, machine)))
+
+
+def check_inputs(config: RunConfig) -> None:
+    """Refuse data in files and verifiers that cannot be used, before a run has a folder or a server.
+
+    Raises:
+        UserError: as `build_source` and `build_verifier` have it.
+    """
+    # A dataset of the hub is read once, by the run; the chain task cannot be missing.
+    if config.data.source.endswith(SUFFIXES):
+        build_source(config.data, config.evaluation)
+    build_verifier(config.reward.model_copy(update={"workers": 1})).close()
+
+
+def engine_environment(config: RunConfig) -> Environment:
+    """The variables that must stand in the environment before engine and trainer are built (errors: `check_engine`)."""
+    trainer, engine = trainer_of(config.training).environment(config), engine_entry(config).environment(config)
+    required = dict(trainer.required)
+    if config.warm_start is not None:
+        warm = config.model_copy(update={"training": sft_settings(config)})
+        required |= trainer_of(warm.training).environment(warm).required
+    return Environment({**required, **engine.required}, {**trainer.suggested, **engine.suggested})
+
+
+def build_trainer(config: RunConfig, arch: Architecture, masters: Mapping[str, Tensor]) -> Trainer:
+    """A trainer that starts from the given weights."""
+    return trainer_of(config.training).build(config, arch, masters)
+
+
+def sft_settings(config: RunConfig) -> TrainingConfig:
+    """The settings of a warm start with a torch trainer, whatever the run's own trainer and optimisation are. They make
+    it repeatable, so that runs of all trainers start from one policy."""
+    kept = ("device", "packed", "tokens_per_pass", "activation_checkpointing")
+    return TrainingConfig.model_validate(config.training.model_dump(include=set(kept)))
+
+
+def build_sft_trainer(config: RunConfig, arch: Architecture, initial: Mapping[str, Tensor]) -> SftTrainer | None:
+    """The trainer of a warm start, in BF16 whatever the contract, so that all start from one policy; None where
+    `warm_start.warm_start` trains."""
+    training = sft_settings(config)
+    if (build := trainer_of(training).build_sft) is None:
+        return None
+    bf16 = {"linear": "bf16", "kv_cache": "bf16"}
+    contract = PrecisionContract.model_validate({"rollout": bf16, "training": bf16, "rounding_points": "kernels"})
+    return build(config.model_copy(update={"precision": contract, "training": training}), arch, initial)
+
+
+def check_teacher(config: RunConfig, base: BaseModel) -> None:
+    """Refuse a teacher that cannot score what this model writes, before anything is trained.
+
+    Raises:
+        UserError: the checkpoint of `loss.distillation.teacher` is missing, or has another vocabulary.
+    """
+    _teacher_folder(config, base.tokenizer)
+
+
+def build_teacher(config: RunConfig, tokenizer: Tokenizer) -> Trainer:
+    """The teacher of `loss.distillation`, ready to score: a torch trainer in BF16, or in FP32 where the run trains so.
+
+    Without FP8 it needs no scales of its own, and a teacher is to be read as exactly as it can be.
+
+    Raises:
+        UserError: as `check_teacher`; or the checkpoint is broken, or the packed trainer has no kernel for it.
+    """
+    settings = config.loss.distillation
+    teacher = load_checkpoint(_teacher_folder(config, tokenizer))
+    linear = "fp32" if config.precision.training.linear == "fp32" else "bf16"
+    side = {"linear": linear, "kv_cache": linear}
+    contract = PrecisionContract.model_validate({"rollout": side, "training": side, "rounding_points": "kernels"})
+    update = {"precision": contract, "training": sft_settings(config), "loss": LossConfig()}
+    scoring = config.model_copy(update=update)
+    try:
+        trainer_of(scoring.training).check_model(scoring, teacher.architecture)
+    except UserError as error:
+        raise UserError(f"loss.distillation.teacher={settings.teacher}: {error}") from error
+    return build_trainer(scoring, teacher.architecture, teacher.tensors)
+
+
+def _teacher_folder(config: RunConfig, tokenizer: Tokenizer) -> Path:
+    settings = config.loss.distillation
+    assert settings.teacher is not None, "the pipeline was checked"
+    try:
+        folder = Path(resolve_model(settings.teacher, settings.revision).folder)
+        difference = tokenizer.difference(Tokenizer.load(folder))
+    except UserError as error:
+        raise UserError(f"loss.distillation.teacher={settings.teacher}: {error}") from error
+    if difference is not None:
+        raise UserError(
+            f"loss.distillation.teacher={settings.teacher}: it has another vocabulary than the model: {difference}"
+        )
+    return folder
+
+
+def build_engine(config: RunConfig, arch: Architecture) -> RolloutEngine:
+    """A rollout engine without weights."""
+    return engine_entry(config).build(config, arch)
+
+
+def _from_scratch(config: RunConfig) -> BaseModel:
+    assert config.architecture is not None, "RunConfig demands a model or an architecture"
+    if config.data.source != "chain":
+        raise UserError(
+            f"architecture builds a model for the chain task, but data.source is {config.data.source}; set model"
+        )
+    arch = architecture_from_config(config.architecture, VOCABULARY)
+    tokenizer = character_tokenizer(ALPHABET, VOCABULARY, EOS)
+    return BaseModel(arch, initial_weights(arch, config.seed), tokenizer, revision=None)
+
+
+def _from_checkpoint(config: RunConfig, model: str) -> BaseModel:
+    if config.warm_start is not None:
+        raise UserError("warm_start trains a model from scratch; a checkpoint starts as it is (set warm_start to null)")
+    resolved = resolve_model(model, config.revision)
+    checkpoint = load_checkpoint(Path(resolved.folder))
+    return BaseModel(checkpoint.architecture, checkpoint.tensors, checkpoint.tokenizer, resolved.revision)

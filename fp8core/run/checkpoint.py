@@ -1,0 +1,135 @@
+"""Weights and optimiser on disk, and the policy as a Hugging Face folder beside them."""
+
+import shutil
+import time
+
+from safetensors import SafetensorError
+
+from fp8core.errors import StoredFileError, UserError
+from fp8core.models.checkpoint import save_checkpoint
+from fp8core.run.build import build_trainer
+from fp8core.run.context import RunContext, thawed_heap
+from fp8core.store.durable import folder_digest, partial_folder, remove_folder, sync_path
+from fp8core.store.gc import kept_steps, metric_values
+from fp8core.store.ledger import START, CheckpointEntry
+from fp8core.training.saved_state import check_checkpoint
+
+
+def checkpoint_due(run: RunContext, index: int) -> bool:
+    """Every `checkpoint.every` iterations, and after the last."""
+    return index % run.config.checkpoint.every == 0 or index == run.config.steps
+
+
+def missing_checkpoint(run: RunContext) -> int | None:
+    """The last committed iteration, when its checkpoint was due and a kill came before it; else None."""
+    last, newest = run.directory.ledger.last_step(), next(run.directory.ledger.newest_checkpoints(), None)
+    entered = START if newest is None else newest.step
+    return last if last is not None and last > entered and checkpoint_due(run, last) else None
+
+
+def unsaved_step(run: RunContext) -> int | None:
+    """The last committed iteration, when no checkpoint holds its policy and the trainer still does; else None."""
+    last, newest = run.directory.ledger.last_step(), next(run.directory.ledger.newest_checkpoints(), None)
+    entered = START if newest is None else newest.step
+    return last if last is not None and last > entered and run.ready_trainer().version == last else None
+
+
+def save_state(run: RunContext, index: int) -> None:
+    """Write `checkpoints/<step>/`, enter it in the ledger, and remove older checkpoints that nothing keeps.
+
+    The folder holds the trainer's state, and in `policy/` the BF16 policy in the Hugging Face layout.
+    """
+    began = time.perf_counter()
+    uri = f"checkpoints/{index:05d}"
+    folder = run.directory.path / uri
+    trainer = run.ready_trainer()
+    partial = partial_folder(folder)
+    try:
+        for stale in (partial, folder):
+            if stale.exists():
+                shutil.rmtree(stale)
+        partial.mkdir()
+        trainer.save(partial)
+        save_checkpoint(partial / "policy", run.arch, trainer.masters, run.tokenizer)
+        for path in partial.rglob("*"):
+            sync_path(path)
+        sync_path(partial)
+        partial.rename(folder)
+        sync_path(folder.parent)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{folder}: the checkpoint cannot be written: {error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    digests = {"digest": folder_digest(folder), "weights_digest": trainer.digest()}
+    run.directory.ledger.append(CheckpointEntry(step=index, uri=uri, **digests, seconds=time.perf_counter() - began))
+    _prune(run, index)
+
+
+def load_state(run: RunContext, version: int) -> None:
+    """Put the trainer at the newest policy up to `version` whose checkpoint matches the ledger, else at policy 0.
+
+    A checkpoint that should be there and is missing or damaged is named on the console.
+    """
+    seen = set[int]()
+    for entry in run.directory.ledger.newest_checkpoints():
+        if entry.step in seen:
+            continue  # Written again, later.
+        seen.add(entry.step)
+        if entry.step <= version:
+            problem = _load(run, entry)
+            if problem is None:
+                return
+            # Older ones are pruned, and nobody misses them.
+            if len(seen) <= run.config.checkpoint.keep + 1:
+                place = run.directory.path / entry.uri
+                run.console.note(f"{place}: {problem}; an older state is taken, and more updates are redone")
+    if not seen and run.ready_trainer().version == START:
+        return
+    run.ready_trainer().close()
+    run.trainer = None  # There may be no room for two.
+    with thawed_heap():
+        run.trainer = build_trainer(run.config, run.arch, run.initial_policy())
+
+
+def _load(run: RunContext, entry: CheckpointEntry) -> str | None:
+    """Load a checkpoint; returns what forbids it, None when it is loaded."""
+    folder, store = run.directory.path / entry.uri, run.directory.store
+    policy = run.directory.ledger.effective_outputs(entry.step)[run.plan.carries["policy"]]
+    held = {"version": entry.step, "weights_digest": entry.weights_digest}
+    if store.digest_json(held) != policy.digest:
+        return "the checkpoint holds another policy than the run went on from"
+    if not folder.is_dir():
+        return "the checkpoint is missing"
+    try:
+        found = folder_digest(folder)
+        if found != entry.digest:
+            return f"the checkpoint is damaged: digest {found}, the ledger says {entry.digest}"
+        check_checkpoint(folder, entry.step)
+        run.ready_trainer().load(folder)
+    except OSError as error:
+        return f"the checkpoint cannot be read: {error.strerror}"
+    except StoredFileError as error:
+        return f"the checkpoint is damaged: {error}"
+    if (damage := store.damage(policy)) is not None:
+        store.put_json(policy.kind, held)
+        run.console.note(f"step {entry.step}: the policy was damaged ({damage}); put back from its checkpoint, equal")
+    return None
+
+
+def _prune(run: RunContext, index: int) -> None:
+    """The last `checkpoint.keep` + 1 checkpoints stay, and those of the steps that `artifacts.keep` names."""
+    folders = sorted((run.directory.path / "checkpoints").glob("[0-9]*"))
+    older = folders[: -(run.config.checkpoint.keep + 1)]
+    kept = _kept_steps(run, index) if older else set()
+    for folder in older:
+        if int(folder.name) not in kept:
+            remove_folder(folder)
+
+
+def _kept_steps(run: RunContext, index: int) -> set[int]:
+    """Of the steps up to `index`, those that `artifacts.keep` names."""
+    keep, ledger = run.config.artifacts.keep, run.directory.ledger
+    if keep is None:
+        return set()
+    values = {} if keep.best is None else metric_values(ledger, run.directory.store, keep.best.metric)
+    return kept_steps(keep, range(index + 1), values)

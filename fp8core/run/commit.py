@@ -1,0 +1,168 @@
+"""Close an iteration: its manifest, and its line in the ledger."""
+
+import time
+from pathlib import Path
+
+from fp8core.errors import StoredFileError
+from fp8core.run.context import RunContext
+from fp8core.run.execute import carried
+from fp8core.run.rollouts import shard_folder
+from fp8core.store import durable
+from fp8core.store.artifacts import ArtifactStore, Ref, RolloutShards
+from fp8core.store.json_text import parse_model
+from fp8core.store.ledger import START, LedgerView, StepEntry
+from fp8core.store.manifest import (
+    Content,
+    Head,
+    StepManifest,
+    StepObservations,
+    StepRecord,
+    library_versions,
+    record_digest,
+    signature_file,
+    write_signature,
+)
+
+
+def commit_step(run: RunContext, index: int) -> None:
+    """Write the manifest of a finished iteration, sign it, and append it to the ledger; then its shards may go."""
+    began = time.perf_counter()
+    manifest = _manifest(run, index)
+    ref = run.directory.store.put_json("manifest", manifest.model_dump(mode="json"))
+    durable.write_file(manifest_file(run.directory.path, index), f"{manifest.model_dump_json(indent=2)}\n".encode())
+    if run.signing_key is not None:
+        write_signature(run.directory.path, run.signing_key.sign(Head.of(manifest)))
+    else:  # A process that had a key may have been killed between its signature and its commit.
+        signature_file(run.directory.path, index).unlink(missing_ok=True)
+    run.directory.ledger.append(
+        StepEntry(
+            step=index,
+            manifest=ref,
+            weights_digest=manifest.record.weights_digest,
+            committed_ms=_commit_time(run, index),
+            seconds=time.perf_counter() - began,
+        )
+    )
+    RolloutShards(shard_folder(run, index)).clear()
+
+
+def step_metrics(run: RunContext, index: int) -> dict[str, float]:
+    """Metrics of a committed iteration: those of its record, or of the first evaluation for step 0."""
+    return stored_metrics(run.directory.ledger, run.directory.store, index)
+
+
+def stored_metrics(ledger: LedgerView, store: ArtifactStore, index: int) -> dict[str, float]:
+    """`step_metrics` of a run that is not live."""
+    if index == START:
+        measured = store.get_json(ledger.tasks(index)["evaluate"].outputs["evaluation"])
+        return {"reward/heldout_accuracy": measured["accuracy"], "reward/heldout_length_mean": measured["length_mean"]}
+    metrics: dict[str, float] = {}
+    for ref in ledger.artifacts(index).values():
+        if ref.kind == "metrics":
+            metrics |= store.get_json(ref)
+    return metrics
+
+
+def _commit_time(run: RunContext, index: int) -> int:
+    """Unix milliseconds, later than the step before even when the machine's clock was set back in between."""
+    now, before = time.time_ns() // 1_000_000, run.directory.ledger.step(index - 1)
+    return now if before is None else max(now, before.committed_ms + 1)
+
+
+def _content(ref: Ref) -> Content:
+    return Content(digest=ref.digest, size=ref.size)
+
+
+def _manifest(run: RunContext, index: int) -> StepManifest:
+    tasks = run.directory.ledger.tasks(index)
+    outputs = run.directory.ledger.artifacts(index)
+    available = outputs if index == START else {**carried(run, index), **outputs}
+    policy = available["policy" if index == START else run.plan.carries["policy"]]
+    scales = available["scales" if index == START else run.plan.carries["scales"]]
+    reads = {planned.name: planned.inputs for planned in run.plan.steps} if index > START else {}
+    record = StepRecord(
+        step=index,
+        steps=run.config.steps,
+        predecessor=record_digest(stored_manifest(run, index - 1)) if index > START else None,
+        config_digest=run.config_digest,
+        code_version=run.code_version,
+        inputs={
+            task: {port: _content(available[artifact]) for port, artifact in ports.items()}
+            for task, ports in reads.items()
+        },
+        outputs={
+            name: {artifact: _content(ref) for artifact, ref in entry.outputs.items()} for name, entry in tasks.items()
+        },
+        model_revision=run.model_revision,
+        seeds={"run": run.config.seed, "step": index},
+        scales_digest=scales.digest,
+        precision=run.config.precision.model_dump(mode="json"),
+        executed={
+            "rollout": run.ready_engine().describe(),
+            "training": run.ready_trainer().describe(),
+            "reward": run.verifier.describe(),
+            **({} if run.loss_source is None else {"loss": {"source": run.loss_source}}),
+        },
+        level=run.config.replay.level,
+        weights_digest=run.directory.store.get_json(policy)["weights_digest"],
+        versions=library_versions(),
+    )
+    observed = StepObservations(
+        timings={name: entry.seconds for name, entry in tasks.items()},
+        hardware=run.machine,
+        git=run.git,
+        paths={name: ref.uri for name, ref in outputs.items()},
+    )
+    return StepManifest(record=record, observed=observed)
+
+
+def code_of(run: RunContext, index: int) -> str:
+    """The code version that made a step; of one that is not committed, this one."""
+    committed = run.directory.ledger.step(index) is not None
+    return stored_manifest(run, index).record.code_version if committed else run.code_version
+
+
+def stored_manifest(run: RunContext, index: int) -> StepManifest:
+    """The manifest of a committed step, put back first from `manifests/` when its artifact is damaged.
+
+    Raises:
+        UserError: both copies are damaged.
+    """
+    entry = committed_step(run, index)
+    manifest = read_manifest(run.directory.store, run.directory.path, entry)
+    if (damage := run.directory.store.damage(entry.manifest)) is not None:
+        run.directory.store.put_json(entry.manifest.kind, manifest.model_dump(mode="json"))
+        run.console.note(f"step {index}: the manifest was damaged ({damage}); put back from its second copy")
+    return manifest
+
+
+def committed_step(run: RunContext, index: int) -> StepEntry:
+    """The ledger's entry of an iteration that is committed."""
+    entry = run.directory.ledger.step(index)
+    assert entry is not None, f"step {index} is not committed"
+    return entry
+
+
+def read_manifest(store: ArtifactStore, folder: Path, entry: StepEntry) -> StepManifest:
+    """The manifest that a ledger entry names, from the store or else from `manifests/` in the run's folder.
+
+    Raises:
+        UserError: both copies are damaged.
+    """
+    damage = store.damage(entry.manifest)
+    if damage is None:
+        return StepManifest.model_validate(store.get_json(entry.manifest))
+    copy = manifest_file(folder, entry.step)
+    try:
+        manifest = parse_model(copy.read_bytes(), StepManifest, copy)
+    except (OSError, StoredFileError) as error:
+        lost = f"step {entry.step}: the manifest is lost: {damage}; {copy} cannot be read either"
+        raise StoredFileError(lost) from error
+    if store.digest_json(manifest.model_dump(mode="json")) != entry.manifest.digest:
+        raise StoredFileError(f"step {entry.step}: the manifest is lost: {damage}; {copy} has other content")
+    return manifest
+
+
+def manifest_file(folder: Path, index: int) -> Path:
+    """Where the manifest of a step lies for people to read."""
+    return folder / "manifests" / f"{index:05d}.json"

@@ -1,0 +1,133 @@
+"""The live parts of a run in this process: what every step gets, and how long it lives."""
+
+import gc
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from pydantic import JsonValue
+from torch import Tensor
+
+from fp8core.config.check import Plan
+from fp8core.config.run import RunConfig
+from fp8core.data.prompt import PromptSource
+from fp8core.models.architecture import Architecture
+from fp8core.models.tokenizer import Tokenizer
+from fp8core.report.console import Console
+from fp8core.rewards.verifier import Verifier
+from fp8core.rollout.engine import Probe, RolloutEngine
+from fp8core.store.ledger import START
+from fp8core.store.manifest import SigningKey
+from fp8core.store.run_directory import RunDirectory
+from fp8core.training.saved_state import refuse_other_shapes
+from fp8core.training.trainer import Trainer
+
+
+@dataclass
+class RunContext:
+    """One training in this process.
+
+    `trainer` and `engine` exist once the initial policy does (`run.start`); before that they are None. `probes` are the
+    tokens that both sides score at every sync (`run.policy`), drawn at the first.
+    """
+
+    config: RunConfig
+    config_digest: str
+    code_version: str
+    plan: Plan
+    directory: RunDirectory
+    tokenizer: Tokenizer
+    arch: Architecture
+    source: PromptSource
+    verifier: Verifier
+    model_revision: str | None
+    machine: dict[str, JsonValue]
+    git: dict[str, JsonValue]
+    console: Console
+    base: Mapping[str, Tensor] = field(repr=False)
+    trainer: Trainer | None = field(default=None, repr=False)
+    engine: RolloutEngine | None = field(default=None, repr=False)
+    reference: Trainer | None = field(default=None, repr=False)
+    signing_key: SigningKey | None = field(default=None, repr=False)
+    probes: list[Probe] | None = field(default=None, repr=False)
+    teacher: Trainer | None = field(default=None, repr=False)
+    teacher_digest: str | None = None
+    loss_source: str | None = None
+    """Digest of the file of a policy loss of the user's own, as the run began with it."""
+
+    def initial_policy(self) -> Mapping[str, Tensor]:
+        """Weights of policy 0: what the warm start made, or the checkpoint the run began with.
+
+        Raises StoredFileError: what the warm start stored is damaged, or of another model.
+        """
+        ref = self.directory.ledger.tasks(START)["warm_start"].outputs.get("weights")
+        if ref is None:
+            return self.base
+        weights = self.directory.store.get_tensors(ref)
+        refuse_other_shapes(self.directory.store.path(ref), weights, self.base)
+        return weights
+
+    def ready_trainer(self) -> Trainer:
+        """The trainer; the run must have been started."""
+        assert self.trainer is not None, "the run has no policy yet"
+        return self.trainer
+
+    def ready_engine(self) -> RolloutEngine:
+        """The rollout engine; the run must have been started."""
+        assert self.engine is not None, "the run has no policy yet"
+        return self.engine
+
+
+_live: dict[Path, RunContext] = {}
+
+
+def register(run: RunContext) -> None:
+    """Make a run reachable by its folder."""
+    assert run.directory.path not in _live, f"{run.directory.path} is live already"
+    _live[run.directory.path] = run
+
+
+def live_run(path: Path) -> RunContext:
+    """The run of a folder. Torch's thread count belongs to a thread, so it is set for the caller's."""
+    run = _live[path]
+    torch.set_num_threads(run.config.threads)
+    return run
+
+
+def release(path: Path) -> None:
+    """Close engine and trainers and forget the run; unknown paths are ignored. The opener of the folder closes it."""
+    run = _live.pop(path, None)
+    if run is None:
+        return
+    # Weights in a cycle that was frozen would stay.
+    thaw_heap()
+    for part in (run.engine, run.trainer, run.reference, run.teacher):
+        if part is not None:
+            part.close()
+
+
+def freeze_heap() -> None:
+    """Take all that is alive now out of the collector's sight, once what lives long has been built.
+
+    Objects dropped later are freed as before, unless they are part of a cycle: that waits for `thaw_heap`. So does what
+    was dropped before, but beside a GPU, whose memory must not wait; elsewhere looking for it would only delay a start.
+    """
+    if torch.cuda.is_available():
+        gc.collect()
+    gc.freeze()
+
+
+def thaw_heap() -> None:
+    """Show the collector everything again; does nothing where nothing is frozen."""
+    gc.unfreeze()
+
+
+@contextmanager
+def thawed_heap() -> Iterator[None]:
+    """Something that lives long is replaced inside: what it was is freed before the block begins, cycles included."""
+    thaw_heap()
+    gc.collect()
+    yield
+    freeze_heap()

@@ -1,0 +1,158 @@
+"""Run one step of one iteration, or take its stored result: the ledger is the only cache.
+
+A result is stored under a key, the digest of everything the step is a function of. A killed run that comes back finds
+the finished tasks of the step that was cut under their keys and runs only the others.
+"""
+
+import hashlib
+import importlib
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from fp8core.config.check import PlannedStep
+from fp8core.config.steps import import_step
+from fp8core.errors import UserError, first_line
+from fp8core.run.context import RunContext
+from fp8core.run.policy import SyncError
+from fp8core.store.artifacts import Ref
+from fp8core.store.durable import io_seconds
+from fp8core.store.json_text import canonical_json
+from fp8core.store.ledger import START, TaskEntry
+from fp8core.training.trainer import NotFiniteError
+
+Interval = tuple[float, float]
+
+
+class StepError(RuntimeError):
+    """The code of a task failed without saying why in words for people; `__cause__` is what it raised."""
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """A finished task: its ledger entry, whether it was reused, and when its body ran (perf_counter seconds)."""
+
+    entry: TaskEntry
+    reused: bool
+    interval: Interval
+
+
+def run_step(run: RunContext, index: int, planned: PlannedStep, inputs: Mapping[str, Ref]) -> TaskResult:
+    """Run a planned step of iteration `index` on its inputs (port -> reference) and commit its outputs."""
+    function = import_step(planned.uses)
+
+    def body() -> dict[str, Ref]:
+        outputs = function(run, index, planned.options, **inputs)
+        kinds = {port: ref.kind for port, ref in outputs.items()}
+        if kinds != dict(planned.spec.outputs):
+            raise UserError(f"{planned.uses} returned {kinds}, but declares {dict(planned.spec.outputs)}")
+        return {planned.outputs[port]: ref for port, ref in outputs.items()}
+
+    parts = _parts(run, planned, inputs)
+    if planned.spec.redo and run.ready_trainer().version < index:
+        # The trainer does not hold it, whatever is stored. Its inputs were made anew (edited code), and came out equal.
+        return _execute(run, index, planned.name, task_key(run, index, planned.name, parts), body)
+    return run_task(run, index, planned.name, parts, body)
+
+
+def finished_steps(run: RunContext, index: int, carried: Mapping[str, Ref]) -> list[PlannedStep]:
+    """The steps of an iteration, in order, whose stored results `run_step` takes; `carried` is what it starts from."""
+    stored, artifacts, finished = run.directory.ledger.tasks(index), dict(carried), list[PlannedStep]()
+    for planned in run.plan.steps:
+        if planned.name in stored and artifacts.keys() >= set(planned.inputs.values()):
+            inputs = {port: artifacts[artifact] for port, artifact in planned.inputs.items()}
+            if stored[planned.name].key == task_key(run, index, planned.name, _parts(run, planned, inputs)):
+                artifacts |= stored[planned.name].outputs
+                finished.append(planned)
+    return finished
+
+
+def _parts(run: RunContext, planned: PlannedStep, inputs: Mapping[str, Ref]) -> dict[str, Any]:
+    """All that a planned step's result depends on, besides the run's configuration and code."""
+    return {
+        "uses": planned.uses,
+        "module": module_digest(planned.uses.partition(":")[0]),
+        "options": planned.options.model_dump(mode="json"),
+        "inputs": {port: ref.digest for port, ref in inputs.items()},
+        "verifier": run.verifier.describe(),
+        **({} if run.loss_source is None else {"loss": run.loss_source}),
+    }
+
+
+def run_task(
+    run: RunContext, index: int, name: str, parts: Mapping[str, Any], body: Callable[[], dict[str, Ref]]
+) -> TaskResult:
+    """Run `body` and commit its outputs, or return the entry that is stored under the same key.
+
+    A step that is committed stays as it is, whatever code runs now.
+
+    Args:
+        run: the live run.
+        index: number of the step; 0 is what precedes the first iteration.
+        name: name of the task within the iteration.
+        parts: what the task is a function of, besides the run's configuration and code.
+        body: makes the outputs, artifact name -> reference.
+
+    Raises:
+        UserError, NotFiniteError, SyncError: `body` raised them; with the step and the task.
+        StepError: `body` raised anything else.
+    """
+    began = time.perf_counter()
+    key = task_key(run, index, name, parts)
+    stored = run.directory.ledger.tasks(index).get(name)
+    if stored is not None and (stored.key == key or run.directory.ledger.step(index) is not None):
+        return TaskResult(stored, reused=True, interval=(began, time.perf_counter()))
+    return _execute(run, index, name, key, body)
+
+
+def _execute(run: RunContext, index: int, name: str, key: str, body: Callable[[], dict[str, Ref]]) -> TaskResult:
+    began, stored = time.perf_counter(), io_seconds()
+    started = time.time()
+    outputs = attempt(f"step {index}, task {name}", body)
+    entry = TaskEntry(
+        step=index,
+        task=name,
+        key=key,
+        outputs=outputs,
+        started=started,
+        seconds=time.perf_counter() - began,
+        storing=io_seconds() - stored,
+    )
+    run.directory.ledger.append(entry)
+    return TaskResult(entry, reused=False, interval=(began, time.perf_counter()))
+
+
+def attempt(place: str, body: Callable[[], dict[str, Ref]]) -> dict[str, Ref]:
+    """The result of `body`; an exception from it names the place (errors: `run_task`)."""
+    try:
+        return body()
+    except (UserError, NotFiniteError, SyncError) as error:
+        raise type(error)(f"{place}: {error}") from error
+    except Exception as error:
+        raise StepError(f"{place}: {type(error).__name__}: {first_line(error)}") from error
+
+
+def task_key(run: RunContext, index: int, name: str, parts: Mapping[str, Any]) -> str:
+    """SHA-256 of what a task is a function of."""
+    content = {"step": index, "task": name, "config": run.config_digest, "code": run.code_version, **parts}
+    return hashlib.sha256(canonical_json(content, "key")).hexdigest()
+
+
+@cache
+def module_digest(name: str) -> str:
+    """SHA-256 of a module's source, so that a step of the user's own counts as code too."""
+    path = importlib.import_module(name).__file__
+    assert path is not None, f"{name} has no source file"
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+
+def carried(run: RunContext, index: int) -> dict[str, Ref]:
+    """The artifacts that iteration `index` starts from: outputs of the one before it, or of step 0."""
+    if index == START + 1:
+        tasks = run.directory.ledger.tasks(START)
+        return {"policy": tasks["warm_start"].outputs["policy"], "scales": tasks["calibrate"].outputs["scales"]}
+    before = run.directory.ledger.effective_outputs(index - 1)
+    return {artifact: before[source] for artifact, source in run.plan.carries.items()}

@@ -1,0 +1,167 @@
+"""The policy after a step as a folder that others load, which names its origin and is linked in MLflow."""
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from fp8core.errors import StoredFileError, UserError
+from fp8core.models.checkpoint import save_checkpoint
+from fp8core.report.console import Console
+from fp8core.run.execute import carried
+from fp8core.run.loop import begin
+from fp8core.run.replay import RunSnapshot, scratch_folder, scratch_run
+from fp8core.store.durable import folder_digest, make_folder, sync_path, write_file
+from fp8core.store.json_text import StepNumber, parse_model
+from fp8core.store.ledger import CheckpointEntry
+from fp8core.training.saved_state import check_checkpoint
+
+Format = Literal["bf16", "fp8"]
+ORIGIN = "fp8_grpo.json"
+"""Beside the weights: the run and the step that they come from."""
+
+
+class Tracked(NamedTuple):
+    """The MLflow run of a training and the LoggedModel of a step; None where there is none."""
+
+    run_id: str | None
+    model_id: str | None
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A policy in BF16 as a Hugging Face folder, and the digest of the FP32 weights that it was rounded from."""
+
+    folder: Path
+    weights_digest: str
+
+
+class Origin(BaseModel):
+    """The content of fp8_grpo.json."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format: Format
+    run: str = Field(max_length=4096, description="Name of the run.")
+    run_id: str = Field(max_length=200)
+    step: StepNumber
+    weights_digest: str = Field(max_length=128, description="Of the FP32 weights that these were rounded from.")
+    config_digest: str = Field(max_length=128)
+    code_version: str = Field(max_length=128)
+    mlflow_run_id: str | None = Field(max_length=200)
+    mlflow_model_id: str | None = Field(max_length=200)
+
+
+def read_origin(folder: Path) -> Origin:
+    """Where an exported folder comes from. Raises StoredFileError: its fp8_grpo.json is missing or damaged."""
+    path = folder / ORIGIN
+    try:
+        return parse_model(path.read_bytes(), Origin, path)
+    except OSError as error:
+        raise StoredFileError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+@contextmanager
+def stored_policy(original: RunSnapshot, step: int, console: Console) -> Iterator[Policy]:
+    """The policy after a committed step: that of its checkpoint, else restored in a folder that goes with the block.
+
+    Raises:
+        UserError: the step is not committed, or what leads to its policy was removed or cannot be restored equal.
+        StoredFileError: its checkpoint is what the ledger says, and not a checkpoint.
+        RedoError: an update on the way came out different.
+    """
+    original.refuse_unknown(step)
+    checkpoint = _checkpoint(original, step)
+    if checkpoint is not None:
+        yield Policy(original.folder / checkpoint.uri / "policy", checkpoint.weights_digest)
+        return
+    config = original.config(step)
+    original.refuse_removed(config, step)
+    with (
+        scratch_folder(original.folder, step + 1) as folder,
+        scratch_run(config, original.folder, folder, console) as run,
+    ):
+        wanted = carried(run, step + 1)["policy"]
+        begin(run)
+        if carried(run, step + 1)["policy"] != wanted:
+            raise UserError(f"run {original.folder.name}: the policy after step {step} cannot be restored equal")
+        trainer = run.ready_trainer()
+        save_checkpoint(folder / "policy", run.arch, trainer.masters, run.tokenizer)
+        yield Policy(folder / "policy", trainer.digest())
+
+
+def export(
+    original: RunSnapshot,
+    step: int,
+    policy: Policy,
+    format: Format,
+    target: Path,
+    write: Callable[[Path], None],
+    tracked: Tracked,
+) -> None:
+    """Write a policy and its origin to a folder that appears whole or not at all.
+
+    Args:
+        original: the run.
+        step: the policy is the one after it.
+        policy: from `stored_policy`.
+        format: what `write` writes the linears in.
+        target: must not exist.
+        write: makes the folder it is given, with the weights.
+        tracked: where MLflow has the run.
+
+    Raises:
+        UserError: the target exists or cannot be written.
+    """
+    refuse_existing(target)
+    partial = target.absolute().with_name(f".{target.name}.export")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        make_folder(partial.parent)
+        write(partial)
+        record = original.manifest(step).record
+        origin = Origin(
+            format=format,
+            run=original.folder.name,
+            run_id=original.described.id,
+            step=step,
+            weights_digest=policy.weights_digest,
+            config_digest=record.config_digest,
+            code_version=record.code_version,
+            mlflow_run_id=tracked.run_id,
+            mlflow_model_id=tracked.model_id,
+        )
+        write_file(partial / ORIGIN, f"{origin.model_dump_json(indent=2)}\n".encode())
+        partial.rename(target)
+        sync_path(target.absolute().parent)
+    except OSError as error:
+        raise UserError(f"{target}: the policy cannot be written: {error.strerror}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def refuse_existing(target: Path) -> None:
+    """Raises UserError: there is something of this name already."""
+    if target.exists() or target.is_symlink():
+        raise UserError(f"{target}: already exists; an export is never written over something else")
+
+
+def copy_folder(source: Path, target: Path) -> None:
+    """Copy a folder, durably. Raises OSError."""
+    shutil.copytree(source, target)
+    for path in (*target.rglob("*"), target):
+        sync_path(path)
+
+
+def _checkpoint(original: RunSnapshot, step: int) -> CheckpointEntry | None:
+    """The newest checkpoint of a step whose files match the ledger."""
+    for entry in reversed(original.ledger.checkpoints()):
+        folder = original.folder / entry.uri
+        if entry.step == step and folder.is_dir() and folder_digest(folder) == entry.digest:
+            check_checkpoint(folder, step)
+            return entry
+    return None

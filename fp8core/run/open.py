@@ -1,0 +1,213 @@
+"""Open a run's folder and build what is alive in it. MLflow is not known here: replays and audits need none."""
+
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import torch
+
+from fp8core.config.capability import check_contract, this_platform
+from fp8core.config.check import Plan, check_pipeline
+from fp8core.config.load import config_digest, may_continue
+from fp8core.config.loss import SHIPPED_LOSSES
+from fp8core.config.run import RunConfig, public_dump
+from fp8core.config.steps import import_spec
+from fp8core.data.source import build_source, check_problems
+from fp8core.errors import UserError
+from fp8core.report.console import Console
+from fp8core.rewards.verifier import build_verifier
+from fp8core.rl.objective import Objective
+from fp8core.rl.user_loss import loss_source
+from fp8core.run.build import build_base, check_engine, check_memory, check_teacher
+from fp8core.run.context import RunContext, register, release
+from fp8core.store.artifacts import RolloutShards
+from fp8core.store.ledger import LedgerView, SegmentEntry
+from fp8core.store.manifest import SigningKey, code_version, git_state, hardware, read_signing_key
+from fp8core.store.run_directory import LEDGER, RunDescription, RunDirectory, read_description, refuse_in_use
+
+_TEACHER = "tasks.teacher:teacher"
+CARRIED_KINDS = {"policy": "policy", "scales": "scales"}
+# The code that computes: the packages whose sources a code version is the digest of.
+_PACKAGES = tuple(Path(__file__).parents[2] / name for name in ("fp8core", "tasks"))
+
+
+def plan_of(config: RunConfig) -> Plan:
+    """The checked pipeline of a configuration whose precision contract can be kept here.
+
+    Raises:
+        UserError: the contract is beyond the engines, the correction names what does not exist, or as `pipeline_of`.
+    """
+    # On the CPU trainer and embedded engine compute everything, whatever else the machine has.
+    platform = this_platform() if config.training.device == "cuda" else "cpu"
+    check_contract(config.precision, platform, corrected=config.correction.method != "none")
+    check_engine(config)
+    Objective(config.loss, config.correction)
+    return pipeline_of(config)
+
+
+def pipeline_of(config: RunConfig) -> Plan:
+    """The checked pipeline of a configuration, wherever it is to run.
+
+    Raises:
+        UserError: the pipeline is broken, or nothing in it provides metrics or the log-probs that the loss asks for.
+    """
+    plan = check_pipeline(config.pipeline, CARRIED_KINDS, import_spec)
+    if not any("metrics" in planned.spec.outputs.values() for planned in plan.steps):
+        raise UserError("pipeline.steps: no step provides an artifact of kind metrics; add tasks.record:record")
+    asked = {"reference_kl": config.loss.reference_kl, "reward_kl": config.loss.reward_kl}
+    for name, weight in asked.items():
+        if weight and not any("reference" in planned.inputs for planned in plan.steps):
+            raise UserError(
+                f"loss.{name}={weight} needs log-probs of the reference policy: insert the step "
+                "tasks.reference:reference, and rewire train: {reference: reference} (as configs/careful.yaml does)"
+            )
+    if config.loss.distillation.weight and not any("teacher" in planned.inputs for planned in plan.steps):
+        raise UserError(
+            f"loss.distillation.weight={config.loss.distillation.weight} needs log-probs of the teacher: insert the "
+            "step tasks.teacher:teacher, and rewire train: {teacher: teacher} (as configs/distil.yaml does)"
+        )
+    if config.loss.distillation.teacher is None and any(planned.uses == _TEACHER for planned in plan.steps):
+        raise UserError(f"step {_TEACHER}: loss.distillation.teacher names no checkpoint")
+    return plan
+
+
+def current_code() -> str:
+    """Digest of the sources that compute: fp8core and tasks."""
+    return code_version(*_PACKAGES)
+
+
+def refuse_conflict(config: RunConfig, *, new_code: bool = False) -> None:
+    """Refuse a named run that exists and cannot be continued, before anything is started.
+
+    Raises:
+        UserError: another process has it (pid and host), or `open_directory` would refuse it (every key that differs,
+            or both code versions).
+    """
+    if config.run is None:
+        return
+    folder = config.runs.absolute() / config.run
+    described = read_description(folder)
+    if described is not None:
+        refuse_in_use(folder)
+        if (folder / LEDGER).exists():
+            _refuse_other(described, LedgerView.glance(folder / LEDGER), config, config.run, new_code=new_code)
+
+
+def _refuse_other(
+    described: RunDescription, ledger: LedgerView, config: RunConfig, name: str, *, new_code: bool
+) -> None:
+    """A run is continued as it was begun, but for more steps and what makes no numbers.
+
+    A run in which nothing was finished yet, as one whose data was not found, is no run to be true to.
+    """
+    if not ledger.holds_work():
+        return
+    differing = may_continue(described.config, public_dump(config))
+    if differing:
+        raise UserError(f"run {name} exists with another configuration: {'; '.join(differing)}")
+    if not new_code:
+        refuse_other_code(described, ledger.last_segment(), name)
+
+
+def refuse_other_code(described: RunDescription, last: SegmentEntry | None, name: str) -> None:
+    """A run is continued by the code that last ran it, or digests mean nothing."""
+    before = _other_code(described, last)
+    if before is not None:
+        raise UserError(
+            f"run {name} was made by code version {before[:12]}, this is {current_code()[:12]}: continue it with that "
+            f"code, start a new segment with this one (fp8-grpo resume {name} --new-code), or start another run"
+        )
+
+
+def _other_code(described: RunDescription, last: SegmentEntry | None) -> str | None:
+    """The code version that last ran a run, None when it is this one."""
+    before = described.code_version if last is None else last.code_version
+    return before if before != current_code() else None
+
+
+@contextmanager
+def open_directory(config: RunConfig, name: str, *, new_code: bool = False) -> Iterator[RunDirectory]:
+    """The folder of a new or an existing run, locked, with its run.json.
+
+    Args:
+        config: the checked configuration.
+        name: the run's name, which is that of its folder below `config.runs`.
+        new_code: continue a run of other code, as a new segment.
+
+    Raises:
+        UserError: the folder is unwritable or in use, or the run has finished work of another configuration or code.
+    """
+    with RunDirectory.create_or_open(config.runs.absolute() / name) as directory:
+        described = directory.description()
+        if described is not None:
+            _refuse_other(described, directory.ledger, config, name, new_code=new_code)
+        if not directory.ledger.holds_work():
+            directory.write_description(public_dump(config), current_code())
+        elif described is None:
+            raise UserError(f"{directory.path}: run.json is missing: restore it, or start another run")
+        elif new_code and _other_code(described, directory.ledger.last_segment()) is not None:
+            # A step is made by one code version: the groups that other code finished of it are not continued.
+            for folder in (directory.path / "shards").glob("[0-9]*"):
+                RolloutShards(folder).clear()
+        yield directory
+
+
+def signing_key(config: RunConfig, name: str) -> SigningKey | None:
+    """The key that signs the manifests of a run of this name; None: nothing does. Raises UserError: it is of no use."""
+    path = config.artifacts.signing_key
+    if path is None:
+        return None
+    if path.resolve().is_relative_to((config.runs / name).resolve()):
+        raise UserError(f"artifacts.signing_key {path}: it lies in the run's own folder, which others get to see")
+    return read_signing_key("artifacts.signing_key", path)
+
+
+@contextmanager
+def open_run(
+    config: RunConfig, plan: Plan, directory: RunDirectory, console: Console, key: SigningKey | None = None
+) -> Iterator[RunContext]:
+    """Everything that is alive in a run's folder, reachable for tasks (`workers.live`) while the block lasts.
+
+    `key` signs what is committed; a replay has none.
+
+    Raises:
+        UserError: the model, the data or the verifier cannot be loaded or do not fit into memory, or a row of the data
+            is of no use.
+    """
+    source = build_source(config.data, config.evaluation)  # Before the model, which takes longer to load.
+    check_memory(config)
+    base = build_base(config)
+    if config.loss.distillation.teacher is not None:
+        check_teacher(config, base)
+    with closing(build_verifier(config.reward)) as verifier:
+        check_problems(source, config, base.tokenizer, base.arch.max_positions, verifier)
+        version = current_code()
+        segment = SegmentEntry(pid=os.getpid(), host=socket.gethostname(), code_version=version, started=time.time())
+        directory.ledger.append(segment)
+        run = RunContext(
+            config=config,
+            config_digest=config_digest(config),
+            code_version=version,
+            plan=plan,
+            directory=directory,
+            tokenizer=base.tokenizer,
+            arch=base.arch,
+            source=source,
+            verifier=verifier,
+            model_revision=base.revision,
+            machine=hardware(),
+            git=git_state(_PACKAGES[0]),
+            console=console,
+            base=base.tensors,
+            loss_source=None if config.loss.policy in SHIPPED_LOSSES else loss_source(config.loss.policy),
+            signing_key=key,
+        )
+        register(run)
+        torch.set_num_threads(config.threads)
+        try:
+            yield run
+        finally:
+            release(directory.path)

@@ -1,0 +1,188 @@
+"""Hand the trainer's policy and its scales to the engine, and prove that both arrived."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from fp8core.alignment.bounds import beyond, stop_bounds
+from fp8core.alignment.metrics import EXPONENT_BOUND
+from fp8core.config.precision import PrecisionContract
+from fp8core.config.run import RunConfig
+from fp8core.errors import StoredFileError
+from fp8core.numerics.fingerprint import policy_digest
+from fp8core.numerics.kv_scales import (
+    LayerAmax,
+    LayerHistograms,
+    LayerScales,
+    MagnitudeHistogram,
+    covered_amax,
+    scales_from_statistics,
+)
+from fp8core.rl.batch import TokenBatch
+from fp8core.rollout.engine import PolicyScales, Probe, SyncReport
+from fp8core.run.context import RunContext
+from fp8core.run.rollouts import prompt_table
+from fp8core.store.artifacts import Ref
+
+_PROBES = 8
+
+
+_LONGEST = 128
+
+
+class SyncError(RuntimeError):
+    """The engine holds or runs something other than what was sent or agreed."""
+
+
+def push(run: RunContext, scales: PolicyScales) -> dict[str, Any]:
+    """Send the trainer's policy to the engine and prove that it arrived; returns the report as JSON types.
+
+    Raises:
+        SyncError: weights, scales, version or formats differ from what was sent or agreed, or the probe is beyond a
+            bound of `alignment.stop` that fails at once.
+    """
+    trainer, engine = run.ready_trainer(), run.ready_engine()
+    # Before the engine wakes: where both share a device, the trainer's pass has its memory.
+    probes, expected = trainer_probe(run, scales)
+    # Where the engine sleeps, the export has the memory of what it is about to replace.
+    engine.sleep()
+    tensors = trainer.export()
+    report = engine.update(tensors, scales, trainer.version)
+    check_report(report, policy_digest(tensors), scales, trainer.version)
+    described = engine.describe()
+    check_formats(described, run.config.precision)
+    found = compare_probe(expected, engine.score(probes, run.config.rollout.temperature))
+    check_probe(run, found, trainer.version)
+    return {
+        "version": report.version,
+        "digest": report.digest,
+        "scales": [vars(layer) for layer in report.scales.layers],
+        "engine": described,
+        "probe": found,
+    }
+
+
+def trainer_probe(run: RunContext, scales: PolicyScales) -> tuple[list[Probe], list[float]]:
+    """Known tokens of the first prompts of the run, and their log-probs under the trainer's policy and these scales."""
+    if run.probes is None:
+        problems = run.source.training(1, min(_PROBES, run.config.rollout.prompts_per_step), run.config.seed)
+        rows = [tokens[:_LONGEST] for tokens in prompt_table(run, problems)["tokens"].to_pylist()]
+        run.probes = [probe_of(tokens, i, len(rows)) for i, tokens in enumerate(rows)]
+    batch = TokenBatch.of([probe.context for probe in run.probes], [[probe.target] for probe in run.probes])
+    scored = run.ready_trainer().logprobs(batch, run.config.rollout.temperature, scales.layers or None)
+    return run.probes, scored.logprobs[:, 0].tolist()
+
+
+def probe_of(prompt: Sequence[int], index: int, count: int) -> Probe:
+    """Probe `index` of `count`: the later, the longer its share of the prompt. A prompt of one token is repeated.
+
+    The end of a prompt is avoided: the tokens of a chat template are certain whatever the policy.
+    """
+    if len(prompt) == 1:
+        return Probe((prompt[0],), prompt[0])
+    cut = 1 + (len(prompt) - 2) * (index + 1) // (count + 1)
+    return Probe(tuple(prompt[:cut]), prompt[cut])
+
+
+def compare_probe(expected: Sequence[float], engines: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Over the tokens of all engines: how many, how many differ, and the mean of exp |difference|."""
+    differences = [abs(ours - theirs) for row in engines for ours, theirs in zip(row, expected, strict=True)]
+    return {
+        "tokens": len(differences),
+        "differing": sum(d != 0 for d in differences),
+        # A value that is not a number is as far off as can be.
+        "error": sum(math.exp(d if d < EXPONENT_BOUND else EXPONENT_BOUND) for d in differences) / len(differences),
+    }
+
+
+def check_probe(run: RunContext, found: dict[str, float], version: int) -> None:
+    """Fail where a bound on the probe fails a run at its first crossing, so that no rollout is spent."""
+    bounds = stop_bounds(run.config)
+    if (bounds.action, bounds.patience) != ("fail", 1):
+        return
+    for name, value in (("probe_differing", found["differing"]), ("probe_error", found["error"])):
+        if name in bounds.limits and beyond(bounds, name, value):
+            raise SyncError(
+                f"alignment.stop.{name}={bounds.limits[name]:g}: after the sync of policy {version}, "
+                f"{found['differing']} of {found['tokens']} known tokens are scored differently by engine and trainer "
+                f"(error {found['error']:.6g}), though all that was read back is as it was sent"
+            )
+
+
+def check_report(report: SyncReport, digest: str, scales: PolicyScales, version: int) -> None:
+    """Compare what was read back with what was sent."""
+    if report.version != version or report.scales.version != version:
+        raise SyncError(
+            f"policy {version} was sent, the engine holds weights {report.version} with scales {report.scales.version}"
+        )
+    if report.digest != digest:
+        raise SyncError(f"policy {version}: weights {digest[:16]} were sent, {report.digest[:16]} were read back")
+    for layer, (sent, held) in enumerate(zip(scales.layers, report.scales.layers, strict=True)):
+        if sent != held:
+            raise SyncError(f"policy {version}, layer {layer}: scales {sent} were sent, {held} were read back")
+
+
+def check_formats(described: dict[str, object], contract: PrecisionContract) -> None:
+    """Compare what the engine reports to run with the contract."""
+    linears = described["linear"]
+    assert isinstance(linears, list)
+    last = len(linears) - contract.bf16_last_layers
+    outer = "fp32" if contract.rollout.linear == "fp32" else "bf16"
+    for layer, name in enumerate(linears):
+        agreed = contract.rollout.linear if contract.bf16_first_layers <= layer < last else outer
+        if name != agreed:
+            raise SyncError(f"layer {layer} runs its linears in {name}, the contract says {agreed}")
+    pairs: dict[str, object] = {
+        "attention": contract.rollout.kv_cache,
+        "head": contract.rollout.head,
+        "scale_rule": contract.scale_rule,
+    }
+    if contract.rounding_points != "stepwise":
+        pairs["rounding_points"] = contract.rounding_points
+    for key, agreed_value in pairs.items():
+        if described[key] != agreed_value:
+            raise SyncError(f"the engine runs {key}={described[key]}, the contract says {agreed_value}")
+
+
+def covered(config: RunConfig, histograms: list[LayerHistograms]) -> list[LayerAmax]:
+    """The magnitudes of one step that the run's scales shall cover."""
+    return covered_amax(histograms, config.calibration.covered_percentile)
+
+
+def scales_of(config: RunConfig, amax: list[LayerAmax]) -> list[LayerScales]:
+    """The run's scales for the given magnitudes."""
+    return scales_from_statistics(amax, config.calibration.margin, config.precision.scale_rule)
+
+
+def store_scales(run: RunContext, version: int, amax: list[LayerAmax]) -> Ref:
+    """Scales for one version of the policy, with the magnitudes the next average starts from."""
+    content: dict[str, Any] = {
+        "version": version,
+        "rule": run.config.precision.scale_rule,
+        "layers": [vars(layer) for layer in scales_of(run.config, amax)],
+        "amax": [vars(layer) for layer in amax],
+    }
+    return run.directory.store.put_json("scales", content)
+
+
+def read_scales(run: RunContext, scales: Ref) -> PolicyScales:
+    """Stored scales as the engine and the decoder take them."""
+    store = run.directory.store
+    content = store.get_json(scales)
+    if len(content["layers"]) != run.arch.num_layers:
+        raise StoredFileError(
+            f"{store.path(scales)}: layers: {len(content['layers'])}, but the model has {run.arch.num_layers}"
+        )
+    return PolicyScales(content["version"], tuple(LayerScales(**layer) for layer in content["layers"]))
+
+
+def read_histograms(statistics: dict[str, Any]) -> list[LayerHistograms]:
+    """Histograms of an artifact of kind `kv_statistics`."""
+    return [
+        LayerHistograms(**{name: _histogram(**stored) for name, stored in layer.items()})
+        for layer in statistics["histograms"]
+    ]
+
+
+def _histogram(amax: float, first: int, counts: list[int]) -> MagnitudeHistogram:
+    return MagnitudeHistogram(amax, first, tuple(counts))

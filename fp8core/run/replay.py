@@ -1,0 +1,360 @@
+"""Make steps of a run again, from its artifacts alone, and compare their records with the stored ones.
+
+A run is brought back to where it stood before a step in a folder of its own that goes afterwards. The original is only
+read, without its lock: it may be live, or somebody else's. The ledger's earlier lines are copied, artifacts and
+checkpoints are read where they are. New and repaired files are written to the scratch folder.
+"""
+
+import json
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from fp8core.config.load import config_digest, numeric_differences, reload_config
+from fp8core.config.run import RunConfig, public_dump
+from fp8core.errors import UserError
+from fp8core.report.console import Console
+from fp8core.run.checkpoint import save_state
+from fp8core.run.commit import manifest_file, read_manifest, stored_manifest, stored_metrics
+from fp8core.run.context import RunContext
+from fp8core.run.execute import StepError, carried
+from fp8core.run.loop import begin, iterate
+from fp8core.run.open import current_code, open_run, plan_of
+from fp8core.run.policy import SyncError
+from fp8core.run.resume import RedoError
+from fp8core.store.artifacts import ArtifactError, ArtifactStore, Ref
+from fp8core.store.deletion_log import read_deletions
+from fp8core.store.diff import causes, content_difference, first_difference, metric_differences
+from fp8core.store.json_text import Difference, shown, value_differences
+from fp8core.store.ledger import START, LedgerView
+from fp8core.store.manifest import StepManifest, StepRecord, hardware, library_versions
+from fp8core.store.run_directory import LEDGER, RunDescription, RunDirectory
+from fp8core.training.trainer import NotFiniteError
+
+
+@dataclass(frozen=True)
+class RunSnapshot:
+    """A run as it is on disk."""
+
+    folder: Path
+    described: RunDescription
+    ledger: LedgerView
+    store: ArtifactStore
+
+    @classmethod
+    def read(cls, folder: Path, described: RunDescription) -> "RunSnapshot":
+        """Raises UserError: there is no ledger, or it is malformed."""
+        return cls(folder, described, LedgerView.read(folder / LEDGER), ArtifactStore(folder))
+
+    def manifest(self, step: int) -> StepManifest:
+        """Of a committed step. Raises UserError: both copies are damaged."""
+        return read_manifest(self.store, self.folder, self.ledger.steps()[step])
+
+    def config(self, step: int, overrides: Sequence[str] = ()) -> RunConfig:
+        """The configuration that a committed step was made with, and overrides (`key=value`).
+
+        The step's record decides how long the run was to be and how equal a replay must be. Both may have been changed
+        when the run was continued.
+        """
+        begun, changed = (reload_config(self.described.config, settings) for settings in ((), overrides))
+        record = self.manifest(step).record
+        level = record.level if changed.replay == begun.replay else changed.replay.level
+        replay = changed.replay.model_copy(update={"level": level})
+        return changed.model_copy(update={"steps": record.steps, "replay": replay})
+
+    def refuse_unknown(self, step: int) -> None:
+        """Raises UserError: the step is not committed; StoredFileError: the ledger leaves one out."""
+        committed = self.ledger.steps()
+        self.ledger.refuse_gap(START, max(committed, default=START - 1))
+        if step not in committed:
+            known = f"steps 0 to {max(committed)} are" if committed else "no step is"
+            raise UserError(f"run {self.folder.name}: step {step} is not committed; {known}")
+
+    def refuse_removed(self, config: RunConfig, step: int) -> None:
+        """Raises UserError: what leads from a checkpoint to the policy after a step was removed on purpose."""
+        removed, plan = read_deletions(self.folder), plan_of(config)
+        kept = [entry.step for entry in self.ledger.checkpoints() if (self.folder / entry.uri).is_dir()]
+        nearest = max((checkpoint for checkpoint in kept if checkpoint <= step), default=START)
+        read = {name for planned in plan.steps if planned.spec.redo for name in planned.inputs.values()}
+        for index in range(nearest + 1, step + 1):
+            for artifact, ref in self.ledger.artifacts(index).items():
+                if artifact in read and ref.digest in removed and not self.store.path(ref).exists():
+                    tombstone = removed[ref.digest]
+                    raise UserError(
+                        f"run {self.folder.name}: the policy after step {step} cannot be restored: that takes the "
+                        f"update of step {index}, whose {artifact} were removed on {tombstone.when} "
+                        f"({tombstone.reason}); checkpoints: {', '.join(map(str, sorted(kept))) or 'none'}"
+                    )
+
+
+@contextmanager
+def scratch_folder(original: Path, step: int) -> Iterator[Path]:
+    """A temporary run folder whose ledger ends where the original's step began.
+
+    Args:
+        original: the run's folder.
+        step: everything before it is known; 0 leaves nothing.
+    """
+    with tempfile.TemporaryDirectory(prefix="fp8-grpo-") as temporary:
+        folder = Path(temporary) / original.name
+        (folder / "manifests").mkdir(parents=True)
+        (folder / LEDGER).write_text("".join(f"{line}\n" for line in _lines_before(original, step)))
+        for index in range(step):
+            manifest_file(folder, index).symlink_to(manifest_file(original, index))
+        yield folder
+
+
+@contextmanager
+def scratch_run(config: RunConfig, original: Path, folder: Path, console: Console) -> Iterator[RunContext]:
+    """A scratch folder, live; `loop.begin` restores it. It shares nothing with other runs, not even a warm start.
+
+    Raises:
+        UserError: the configuration cannot be run, or model or data cannot be read.
+    """
+    own = config.model_copy(update={"runs": folder.parent})
+    plan = plan_of(own)
+    with (
+        RunDirectory.create_or_open(folder, origin=original) as directory,
+        open_run(own, plan, directory, console) as run,
+    ):
+        torch.set_num_threads(own.threads)
+        yield run
+
+
+def restore_as_it_was(config: RunConfig, original: Path, folder: Path, step: int, console: Console) -> None:
+    """Leave a checkpoint of an iteration in a scratch folder, restored under the run's own configuration.
+
+    A caller that opens the folder next, with another configuration, goes on from that.
+    """
+    with scratch_run(config, original, folder, console) as run:
+        begin(run)
+        save_state(run, step)
+
+
+def _lines_before(original: Path, step: int) -> Iterator[str]:
+    """The lines of the ledger when a step was made: of earlier steps only, checkpoints where they are.
+
+    A redo that was entered after the step's commit came too late for it.
+    """
+    for line in (original / LEDGER).read_text().split("\n")[:-1]:
+        entry = json.loads(line)
+        if entry["event"] == "step" and entry["step"] == step:
+            return
+        if entry["event"] == "checkpoint":
+            entry["uri"] = str(original / entry["uri"])
+        if entry.get("step", START) < step:
+            yield json.dumps(entry)
+
+
+FAILURES = (StepError, NotFiniteError, SyncError)
+"""What a step that was committed once can fail with when it is made again: other code, libraries or settings."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The comparison of a step's replay with the stored step.
+
+    Attributes:
+        step: its number.
+        outcome: `equal` in every digest, `within` the bounds of a tolerant run, or `different`.
+        level: the replay level that counted.
+        artifacts: how many artifacts the replay made.
+        seconds: what it took, without restoring the policy before.
+        causes: circumstances that differ, one line each.
+        difference: the first field that differs, then where its content does.
+    """
+
+    step: int
+    outcome: Literal["equal", "within", "different"]
+    level: str
+    artifacts: int
+    seconds: float
+    causes: tuple[str, ...] = ()
+    difference: tuple[str, ...] = ()
+
+
+def replay(
+    original: RunSnapshot, steps: range, overrides: Sequence[str], console: Console, repaired: RunDirectory | None
+) -> Iterator[Verdict]:
+    """Replay consecutive steps and yield a verdict each; the first that is different is the last.
+
+    Args:
+        original: the run.
+        steps: numbers of committed steps.
+        overrides: settings (`key=value`) that the steps are replayed under instead of the run's own; the policy that
+            they start from is the run's own.
+        console: takes notes on the way.
+        repaired: the run's folder, locked by the caller; damaged files of it that were made again are put back.
+
+    Raises:
+        UserError: a step is not committed, what it needs was removed or cannot be restored, or an override is wrong.
+    """
+    for step in steps:
+        original.refuse_unknown(step)
+    own, changed = (original.config(steps[0], settings) for settings in ((), overrides))
+    _refuse_other_model(own, changed, steps)
+    if steps[0] > START:
+        original.refuse_removed(own, steps[0] - 1)
+    with scratch_folder(original.folder, steps[0]) as folder:
+        try:
+            if overrides and steps[0] > START + 1:
+                restore_as_it_was(own, original.folder, folder, steps[0] - 1, console)
+            with scratch_run(changed, original.folder, folder, console) as run:
+                yield from _replayed(original, run, steps, overrides)
+        except (RedoError, *FAILURES) as error:
+            yield _failed(original, changed, steps[0], f"on the way to this step: {error}")
+        finally:
+            if repaired is not None:
+                put_back(repaired, folder, steps, console)
+
+
+def put_back(original: RunDirectory, scratch: Path, steps: range, console: Console) -> None:
+    """Replace damaged artifacts of a run by what a replay made, and damaged manifests by their second copies."""
+    made = ArtifactStore(scratch)
+    for index in range(steps.stop):
+        for name, ref in original.ledger.effective_outputs(index).items():
+            if made.path(ref).exists() and (damage := original.store.damage(ref)) is not None:
+                original.store.put_back(ref, made)
+                console.note(f"step {index}: artifact {name} was damaged ({damage}); put back")
+    for index in steps:
+        entry = original.ledger.steps()[index]
+        if (damage := original.store.damage(entry.manifest)) is not None:
+            manifest = read_manifest(original.store, original.path, entry)
+            original.store.put_json(entry.manifest.kind, manifest.model_dump(mode="json"))
+            console.note(f"step {index}: the manifest was damaged ({damage}); put back from its second copy")
+
+
+def _replayed(original: RunSnapshot, run: RunContext, steps: range, overrides: Sequence[str]) -> Iterator[Verdict]:
+    began = time.perf_counter()
+    begin(run)
+    for index in steps:
+        if index > START:
+            began, asked = time.perf_counter(), original.config(index, overrides)
+            run.config = run.config.model_copy(update={"steps": asked.steps, "replay": asked.replay})
+            try:
+                iterate(run, index, carried(run, index))
+            except FAILURES as error:
+                yield _failed(original, run.config, index, f"the replay fails: {error}")
+                return
+        verdict = _compare(original, run, index, time.perf_counter() - began)
+        if verdict.outcome == "different" and index > steps[0] and original.ledger.redone(index - 1):
+            left = f"the run went on from another outcome of step {index - 1}, which was redone: replay from {index}"
+            verdict = replace(verdict, causes=(left, *verdict.causes))
+        yield verdict
+        if verdict.outcome == "different":
+            return
+
+
+def _compare(original: RunSnapshot, run: RunContext, index: int, seconds: float) -> Verdict:
+    stored, ours = original.manifest(index), stored_manifest(run, index)
+    difference = first_difference(stored.record, ours.record, [planned.name for planned in run.plan.steps])
+    level, made = run.config.replay.level, sum(len(outputs) for outputs in ours.record.outputs.values())
+    why = tuple(_causes(original, run.config, stored.record, ours.record))
+    if difference is None:
+        return Verdict(index, "equal", level, made, seconds, why)
+    why += tuple(_other_hardware(stored))
+    if level == "tolerant":
+        outcome, text = _tolerated(original, run, index)
+        return Verdict(index, outcome, level, made, seconds, why, text)
+    return Verdict(index, "different", level, made, seconds, why, _located(original, run, index, difference))
+
+
+def _tolerated(
+    original: RunSnapshot, run: RunContext, index: int
+) -> tuple[Literal["within", "different"], tuple[str, ...]]:
+    """Metrics within the bounds of the configuration."""
+    bounds = run.config.replay
+    ours = stored_metrics(run.directory.ledger, run.directory.store, index)
+    theirs = stored_metrics(original.ledger, original.store, index)
+    beyond = metric_differences(theirs, ours, bounds.relative, bounds.absolute)
+    if beyond:
+        return "different", (f"{beyond[0]}, beyond replay.relative={bounds.relative}, absolute={bounds.absolute}",)
+    largest = max(metric_differences(theirs, ours), key=lambda metric: metric.by or 0.0, default=None)
+    return "within", (() if largest is None else (str(largest),))
+
+
+def _located(original: RunSnapshot, run: RunContext, index: int, difference: Difference) -> tuple[str, ...]:
+    """The field, and where the two contents part when it is an artifact."""
+    theirs, ours = (
+        _by_digest(ledger, index).get(value["digest"]) if isinstance(value, dict) and "digest" in value else None
+        for ledger, value in (
+            (original.ledger, difference.ours),
+            (run.directory.ledger, difference.theirs),
+        )
+    )
+    if theirs is None or ours is None:
+        return (str(difference),)
+    try:
+        inside = content_difference(original.store, theirs, run.directory.store, ours)
+    except ArtifactError as error:
+        inside = str(error)
+    return (str(difference),) if inside is None else (str(difference), inside)
+
+
+def _by_digest(ledger: LedgerView, index: int) -> dict[object, Ref]:
+    """The artifacts that a step could read or store."""
+    before = ledger.effective_outputs(index - 1) if index > START else {}
+    return {ref.digest: ref for ref in (*before.values(), *ledger.artifacts(index).values())}
+
+
+def _failed(original: RunSnapshot, config: RunConfig, step: int, how: str) -> Verdict:
+    """Of a step that no record came of."""
+    stored = original.manifest(step)
+    now = stored.record.model_copy(
+        update={
+            "config_digest": config_digest(config),
+            "code_version": current_code(),
+            "precision": config.precision.model_dump(mode="json"),
+            "versions": library_versions(),
+        }
+    )
+    why = (*_causes(original, config, stored.record, now), *_other_hardware(stored))
+    return Verdict(step, "different", config.replay.level, 0, 0.0, why, (how,))
+
+
+def _causes(original: RunSnapshot, config: RunConfig, stored: StepRecord, now: StepRecord) -> Iterator[str]:
+    """Circumstances of the stored step that are not those of its replay, in words."""
+    fields = defaultdict[str, list[Difference]](list)
+    for difference in causes(stored, now):
+        fields[difference.path.partition(".")[0]].append(difference)
+    for field, differing in fields.items():
+        changes = ", ".join(_change(difference, field) for difference in differing)
+        match field:
+            case "code_version":
+                yield f"code version differs: made by {shown(differing[0].ours)}, this is {shown(differing[0].theirs)}"
+            case "config_digest":
+                keys = numeric_differences(original.described.config, public_dump(config))
+                if others := [key for key in keys if not key.startswith("precision.")]:
+                    yield f"configuration differs: {'; '.join(others)}"
+            case "versions":
+                yield f"library versions differ: {changes}"
+            case "executed" if "precision" in fields:
+                pass  # The same said by engine and trainer.
+            case _:
+                yield f"{field.replace('_', ' ')} differs: {changes}"
+
+
+def _other_hardware(stored: StepManifest) -> Iterator[str]:
+    """Even exact numbers are promised for one family of processors only."""
+    machine = list(value_differences("hardware", stored.observed.hardware, hardware()))
+    if machine:
+        yield f"hardware differs: {', '.join(_change(difference, 'hardware') for difference in machine)}"
+
+
+def _change(difference: Difference, field: str) -> str:
+    key = difference.path.removeprefix(field).removeprefix(".")
+    return f"{key} {shown(difference.ours)} -> {shown(difference.theirs)}".strip()
+
+
+def _refuse_other_model(own: RunConfig, changed: RunConfig, steps: range) -> None:
+    """The policy that a step starts from fits the run's own model only."""
+    for key in ("model", "revision", "architecture"):
+        if steps[0] > START and getattr(own, key) != getattr(changed, key):
+            raise UserError(f"--set {key}: step {steps[0]} starts from a policy of the run's own model")

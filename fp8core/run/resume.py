@@ -1,0 +1,257 @@
+"""Bring a run that stopped back to where it was: last checkpoint, then the later updates from their stored batches.
+
+The trainer can be brought to any version of the policy that the run has gone through (`rewind_to`). Damaged artifacts
+are therefore made again where they are needed: the trainer goes to the version that made them, and their task runs once
+more. Where files are whole none of this happens.
+"""
+
+from collections.abc import Callable, Mapping
+
+from fp8core.config.check import PlannedStep
+from fp8core.config.steps import import_step
+from fp8core.errors import StoredFileError
+from fp8core.report.summary import STEP
+from fp8core.run.checkpoint import load_state
+from fp8core.run.commit import code_of, step_metrics, stored_manifest
+from fp8core.run.context import RunContext
+from fp8core.run.execute import attempt, carried, finished_steps
+from fp8core.run.policy import push, read_scales
+from fp8core.run.rollouts import shard_folder
+from fp8core.store.artifacts import ArtifactError, Ref, RolloutShards
+from fp8core.store.ledger import START, RedoEntry, TaskEntry
+
+
+class RedoError(RuntimeError):
+    """A redone update did not give the weights that the ledger names."""
+
+
+def restore(run: RunContext) -> int:
+    """Restore trainer and engine, and make whole what the next step reads; returns how many updates were redone.
+
+    Raises:
+        RedoError: an update gave something else, and neither `replay.level` nor other code explains it.
+        UserError: something that is needed is damaged and cannot be made again.
+    """
+    last = run.directory.ledger.last_step()
+    assert last is not None, "step 0 is committed before anything is restored"
+    stored_manifest(run, last)  # The next manifest names this one.
+    load_state(run, last)
+    begun = run.ready_trainer().version
+    run.directory.ledger.refuse_gap(begun, last)
+    rewind_to(run, last)
+    for artifact in run.plan.carries:
+        _whole(run, last + 1, artifact)
+    _rewind_with_engine(run, _restore_open_step(run, last + 1))
+    return run.ready_trainer().version - begun
+
+
+def ensure(run: RunContext, index: int, kinds: set[str]) -> None:
+    """Make damaged artifacts of these kinds of a committed step whole; trainer and engine stay at their policy.
+
+    Raises:
+        RedoError, UserError: as `restore` does.
+    """
+    if index == START:
+        return  # Made whole when the process began.
+    version = run.ready_trainer().version
+    tasks = [planned for planned in run.plan.steps if kinds.intersection(planned.spec.outputs.values())]
+    if any([_recompute(run, index, planned) for planned in tasks]):
+        _rewind_with_engine(run, version)
+
+
+def rewind_to(run: RunContext, version: int) -> None:
+    """Bring the trainer to a version of the policy that the run has gone through; the engine is left as it is."""
+    if run.ready_trainer().version > version:
+        load_state(run, version)
+    for index in range(run.ready_trainer().version + 1, version + 1):
+        stored = run.directory.ledger.tasks(index)
+        for planned in run.plan.steps:
+            if planned.spec.redo and planned.name in stored:
+                _redo(run, index, planned)
+
+
+def _restore_open_step(run: RunContext, index: int) -> int:
+    """Redo the update of the step that was cut, if it was reached, and make whole what its tasks have stored.
+
+    Returns the version of the policy that its next task expects.
+    """
+    version = index - 1
+    for planned in run.plan.steps:
+        # Asked anew each time: an update that gave something else undoes what was made from the old policy.
+        if planned in finished_steps(run, index, carried(run, index)):
+            _recompute(run, index, planned)
+            if planned.spec.redo:
+                version = index
+                rewind_to(run, version)
+    return version
+
+
+def _rewind_with_engine(run: RunContext, version: int) -> None:
+    rewind_to(run, version)
+    scales = _scales_of(run, version)
+    if scales is not None:
+        push(run, read_scales(run, scales))
+
+
+def _redo(run: RunContext, index: int, planned: PlannedStep) -> None:
+    """Execute a stored update again, from inputs that are whole, and compare."""
+    inputs = _whole_inputs(run, index, planned)
+    rewind_to(run, index - 1)
+    before = run.directory.ledger.effective_outputs(index)
+    expected = {artifact: before[artifact] for artifact in planned.outputs.values()}
+    damaged = damages(run, expected)
+    outputs = _run_again(run, index, planned, inputs)
+    differing = [artifact for artifact, ref in expected.items() if outputs[artifact].digest != ref.digest]
+    if differing:
+        stored = f"{expected[differing[0]].digest[:16]}"
+        if (damage := damaged.get(differing[0])) is not None:
+            stored += f", of a file that is damaged ({damage})"
+        text = (
+            f"step {index}, task {planned.name}: redoing it gave {differing[0]} "
+            f"{outputs[differing[0]].digest[:16]}, the ledger says {stored}"
+        )
+        _differs(run, index, planned.name, outputs, text)
+    else:
+        check_recomputed(run, index, planned.name, damaged, expected, outputs)
+
+
+def _differs(run: RunContext, index: int, task: str, outputs: dict[str, Ref], text: str) -> None:
+    """Record that a redo gave something else, where that may be, as `text`; the run goes on from what it gave."""
+    ledger = run.directory.ledger
+    known = ledger.redone(index).get(task)
+    made_by = known.code_version if known is not None else code_of(run, index)
+    if run.config.replay.level != "tolerant" and made_by == run.code_version:
+        raise RedoError(text)
+    if ledger.step(index) is None:
+        # Its later tasks have yet to run, and are to find this policy.
+        stored: TaskEntry = ledger.tasks(index)[task]
+        ledger.append(stored.model_copy(update={"outputs": outputs}))
+    ledger.append(RedoEntry(step=index, task=task, outputs=outputs, code_version=run.code_version))
+    other = "" if made_by == run.code_version else f"; code version {made_by[:12]} made it, this is other code"
+    run.console.note(f"{text}{other}: the run goes on from the new policy and is inexact")
+
+
+def _recompute(run: RunContext, index: int, planned: PlannedStep) -> bool:
+    """Make the outputs of a finished task again if one is damaged; returns whether one was."""
+    ledger = run.directory.ledger
+    stored = ledger.effective_outputs(index) if planned.spec.redo else ledger.artifacts(index)
+    expected = {artifact: stored[artifact] for artifact in planned.outputs.values()}
+    if not damages(run, expected):
+        return False
+    if planned.spec.redo:
+        rewind_to(run, index - 1)
+        rewind_to(run, index)
+        return True
+    inputs = _whole_inputs(run, index, planned)
+    _rewind_for(run, inputs)
+    recompute_damaged(run, index, planned.name, expected, lambda: _run_again(run, index, planned, inputs))
+    if ledger.step(index) is not None:
+        RolloutShards(shard_folder(run, index)).clear()
+    return True
+
+
+def _rewind_for(run: RunContext, inputs: dict[str, Ref]) -> None:
+    """Bring the trainer to the policy among a task's inputs, and the engine too where its scales are among them."""
+    store = run.directory.store
+    versions = [store.get_json(ref)["version"] for ref in inputs.values() if ref.kind == "policy"]
+    if not versions:
+        return
+    rewind_to(run, max(versions))
+    for ref in inputs.values():
+        if ref.kind == "scales" and store.get_json(ref)["version"] == max(versions):
+            push(run, read_scales(run, ref))
+
+
+def _run_again(run: RunContext, index: int, planned: PlannedStep, inputs: dict[str, Ref]) -> dict[str, Ref]:
+    """The outputs of a step by artifact."""
+
+    def body() -> dict[str, Ref]:
+        made: dict[str, Ref] = import_step(planned.uses)(run, index, planned.options, **inputs)
+        return {planned.outputs[port]: ref for port, ref in made.items()}
+
+    return attempt(f"step {index}, task {planned.name}", body)
+
+
+def _whole_inputs(run: RunContext, index: int, planned: PlannedStep) -> dict[str, Ref]:
+    return {port: _whole(run, index, artifact) for port, artifact in planned.inputs.items()}
+
+
+def _whole(run: RunContext, index: int, artifact: str) -> Ref:
+    """An artifact that step `index` reads; when it is damaged, its task makes it again first."""
+    if artifact in run.plan.carries:
+        if index > START + 1:  # What step 0 stored was made whole when the process began.
+            _recompute(run, index - 1, _producer(run, run.plan.carries[artifact]))
+        return carried(run, index)[artifact]
+    _recompute(run, index, _producer(run, artifact))
+    # Of its own step a task read what was stored then, even where a redo gave something else to those after it.
+    return run.directory.ledger.artifacts(index)[artifact]
+
+
+def _producer(run: RunContext, artifact: str) -> PlannedStep:
+    return next(planned for planned in run.plan.steps if artifact in planned.outputs.values())
+
+
+def _scales_of(run: RunContext, version: int) -> Ref | None:
+    """The stored scales of a policy version, or None when its calibration was not reached."""
+    if version == START:
+        return carried(run, START + 1)["scales"]
+    return run.directory.ledger.effective_outputs(version).get(run.plan.carries["scales"])
+
+
+def history(run: RunContext) -> list[dict[str, float]]:
+    """Metrics of every committed iteration in order; step 0 is the state before the first update."""
+    for index in run.directory.ledger.steps():
+        ensure(run, index, {"metrics"})
+    return [{**step_metrics(run, index), STEP: index} for index in sorted(run.directory.ledger.steps())]
+
+
+def recompute_damaged(
+    run: RunContext, index: int, task: str, expected: Mapping[str, Ref], body: Callable[[], dict[str, Ref]]
+) -> bool:
+    """Run a finished task again when one of its files is damaged; returns whether it was.
+
+    Args:
+        run: the live run.
+        index: the step of the task.
+        task: its name.
+        expected: what it stored, artifact name -> reference.
+        body: makes the outputs, and in storing them replaces the damaged files; called at most once.
+
+    Raises:
+        UserError: what `body` makes is not what a damaged file held.
+    """
+    damaged = damages(run, expected)
+    if damaged:
+        check_recomputed(run, index, task, damaged, expected, body())
+    return bool(damaged)
+
+
+def damages(run: RunContext, refs: Mapping[str, Ref]) -> dict[str, ArtifactError]:
+    """The error of each damaged file; empty when all are whole."""
+    found = {name: run.directory.store.damage(ref) for name, ref in refs.items()}
+    return {name: error for name, error in found.items() if error is not None}
+
+
+def check_recomputed(
+    run: RunContext,
+    index: int,
+    task: str,
+    damaged: Mapping[str, ArtifactError],
+    expected: Mapping[str, Ref],
+    made: Mapping[str, Ref],
+) -> None:
+    """Say for each damaged file that it is back; raises UserError when what was made is not what it held."""
+    for name, error in damaged.items():
+        if made[name].digest != expected[name].digest:
+            raise StoredFileError(
+                f"step {index}: artifact {name} is damaged and cannot be restored: {error}; running {task} again gave "
+                f"{made[name].digest}, the ledger says {expected[name].digest}{_other_code(run, index)}"
+            )
+        run.console.note(f"step {index}: artifact {name} was damaged ({error}); made again by {task}, equal")
+
+
+def _other_code(run: RunContext, index: int) -> str:
+    made_by = code_of(run, index)
+    if made_by == run.code_version:
+        return ""
+    return f" (made by code version {made_by[:12]}, this is {run.code_version[:12]})"

@@ -1,0 +1,160 @@
+"""Problems as requests, completions as tables, and the verifier's verdicts on them."""
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from fp8core.data.prompt import Problem, encode_prompt
+from fp8core.errors import UserError
+from fp8core.models.tokenizer import Tokenizer
+from fp8core.rewards.scorer import OUTCOMES, Answer, Outcome, Verdict
+from fp8core.rl.batch import routes_column
+from fp8core.rollout.engine import Completion, PromptGroup, Sampling, sample_seed
+from fp8core.run.context import RunContext
+from fp8core.store.tables import PROMPTS, ROLLOUTS
+
+
+def prompt_table(run: RunContext, problems: list[Problem]) -> pa.Table:
+    """Tokenised problems as a table of kind `prompts`."""
+    encoded = [encode_prompt(problem, run.config, run.tokenizer, run.arch.max_positions) for problem in problems]
+    columns = {
+        "group": list(range(len(problems))),
+        "prompt_id": [problem.prompt_id for problem in problems],
+        "text": [text for text, _ in encoded],
+        "tokens": [tokens for _, tokens in encoded],
+        "reference": [problem.reference for problem in problems],
+    }
+    return pa.table(columns, schema=PROMPTS)
+
+
+def shard_folder(run: RunContext, index: int) -> Path:
+    """Where the finished groups of an iteration wait for its commit."""
+    return run.directory.path / "shards" / f"{index:05d}"
+
+
+def prompt_groups(run: RunContext, index: int, prompts: pa.Table) -> list[PromptGroup]:
+    """Requests of an iteration, with one seed a sample; `prompts` is of kind `prompts`."""
+    samples = tuple(range(run.config.rollout.group_size))
+    return [
+        PromptGroup(
+            group=row["group"],
+            prompt_id=row["prompt_id"],
+            prompt=tuple(row["tokens"]),
+            samples=samples,
+            seeds=tuple(sample_seed(run.config.seed, index, row["group"], sample) for sample in samples),
+        )
+        for row in prompts.to_pylist()
+    ]
+
+
+def rollout_table(
+    completions: Sequence[Completion], groups: list[PromptGroup], tokenizer: Tokenizer, schema: pa.Schema
+) -> pa.Table:
+    """Completions as a table of kind `rollouts`, with the columns of the schema; groups are indexed by their number."""
+    by_number = {group.group: group for group in groups}
+    rows = [
+        {
+            "group": done.group,
+            "sample": done.sample,
+            "prompt_id": by_number[done.group].prompt_id,
+            "seed": by_number[done.group].seeds[done.sample],
+            "prompt_tokens": list(by_number[done.group].prompt),
+            "tokens": done.tokens,
+            "logprobs": done.logprobs,
+            "written": [True] * len(done.tokens),
+            "finish": done.finish,
+            "text": completion_text(done, tokenizer),
+        }
+        for done in completions
+    ]
+    table = pa.Table.from_pylist(rows, schema=ROLLOUTS)
+    if "experts" not in schema.names:
+        return table
+    chosen = [done.experts for done in completions if done.experts is not None]
+    assert len(chosen) == len(completions), "the engine was asked for experts and reported none"
+    return table.append_column(schema.field("experts"), routes_column(chosen))
+
+
+def completion_text(completion: Completion, tokenizer: Tokenizer) -> str:
+    """The completion as text, without its stop token."""
+    stopped = completion.finish == "stop"
+    return tokenizer.decode(completion.tokens[:-1] if stopped else completion.tokens)
+
+
+_FAILURES: dict[Outcome, str] = {"timeout": "timed out", "crashed": "crashed"}
+
+
+def answers_of(prompts: pa.Table, rollouts: pa.Table) -> list[Answer]:
+    """The verifier's input for completions, in their order."""
+    asked = {row["group"]: row for row in prompts.select(["group", "text", "reference"]).to_pylist()}
+    return [
+        Answer(asked[row["group"]]["text"], row["text"], asked[row["group"]]["reference"], row["finish"])
+        for row in rollouts.select(["group", "text", "finish"]).to_pylist()
+    ]
+
+
+def tell_failures(run: RunContext, what: str, verdicts: Sequence[Verdict]) -> None:
+    """Say how many answers could not be checked (errors: `failures`)."""
+    text = failures(run.config.reward.verifier, verdicts)
+    if text is not None:
+        run.console.note(f"{what}: {text}")
+
+
+def failures(verifier: str, verdicts: Sequence[Verdict]) -> str | None:
+    """The number of answers that could not be checked, and why the first, in a line; None when all could.
+
+    Raises:
+        UserError: none of them could.
+    """
+    failed = [verdict for verdict in verdicts if verdict.outcome in _FAILURES]
+    if not failed:
+        return None
+    counts = Counter(verdict.outcome for verdict in failed)
+    how = ", ".join(f"{counts[outcome]} {word}" for outcome, word in _FAILURES.items() if counts[outcome])
+    text = f"{len(failed)} of {len(verdicts)} answers could not be checked ({how}): {failed[0].detail}"
+    if len(failed) == len(verdicts):
+        raise UserError(f"reward.verifier={verifier}: {text}")
+    return text
+
+
+def heldout_accuracy(run: RunContext) -> dict[str, Any]:
+    """Accuracy, count and mean length over the held-out prompts, and the score of each by its prompt_id.
+
+    Comparisons of trainings pair prompts by these (docs/guides/parity.md).
+    """
+    prompts = prompt_table(run, run.source.heldout(run.config.evaluation.prompts))
+    sampling = Sampling(0.0, run.config.rollout.max_new_tokens, run.tokenizer.eos_ids)
+    groups = [
+        PromptGroup(
+            group=row["group"], prompt_id=row["prompt_id"], prompt=tuple(row["tokens"]), samples=(0,), seeds=(0,)
+        )
+        for row in prompts.to_pylist()
+    ]
+    completions = [done for batch in run.ready_engine().generate(groups, sampling) for done in batch]
+    verdicts = judge(run, prompts, completions)
+    tell_failures(run, "held-out prompts", verdicts)
+    outcomes = Counter(verdict.outcome for verdict in verdicts)
+    return {
+        "accuracy": sum(verdict.score for verdict in verdicts) / len(verdicts),
+        "prompts": len(verdicts),
+        "length_mean": sum(len(done.tokens) for done in completions) / len(completions),
+        "outcomes": {name: outcomes[name] for name in OUTCOMES},
+        "scores": {
+            groups[done.group].prompt_id: verdict.score for done, verdict in zip(completions, verdicts, strict=True)
+        },
+    }
+
+
+def judge(run: RunContext, prompts: pa.Table, completions: Sequence[Completion]) -> list[Verdict]:
+    """The verdict on each completion; `prompts` is a table of kind `prompts`, in order of group."""
+    asked = prompts.select(["text", "reference"]).to_pylist()
+    return run.verifier.verify(
+        [
+            Answer(asked[done.group]["text"], text, asked[done.group]["reference"], done.finish)
+            for done in completions
+            for text in [completion_text(done, run.tokenizer)]
+        ]
+    )

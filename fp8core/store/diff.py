@@ -1,0 +1,304 @@
+"""Compare two steps or two runs: their records, metrics and stored contents.
+
+A record has fields that a step computes (seeds, inputs and outputs of its tasks, scales, weights), fields for its
+circumstances (`causes`), and its predecessor. The last differs as soon as any earlier record does.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+import torch
+from pydantic import JsonValue
+
+from fp8core.config.load import NON_NUMERIC_KEYS, leaves
+from fp8core.config.run import public_dump
+from fp8core.errors import StoredFileError, UserError
+from fp8core.store.artifacts import ArtifactStore, Ref
+from fp8core.store.json_text import Difference, shown, value_differences
+from fp8core.store.ledger import START
+from fp8core.store.manifest import Content, Contents, StepRecord
+from fp8core.store.run_directory import LEDGER
+from fp8core.store.run_view import Commit, RunView, read_manifest
+
+CAUSES = ("config_digest", "code_version", "model_revision", "precision", "executed", "level", "versions", "steps")
+"""Fields of a record that can explain why others differ."""
+
+START_TASKS = ("warm_start", "calibrate", "evaluate")
+"""The tasks of step 0 in their order; those of the others are the pipeline's."""
+
+# Metrics in the order in which an iteration makes what they measure.
+_SECTIONS = ("rollout", "reward", "alignment", "kv", "correction", "train")
+
+Artifacts = Mapping[str, Content]
+
+
+@dataclass(frozen=True)
+class MetricDifference:
+    """One metric with two values; None where it is absent."""
+
+    name: str
+    ours: float | None
+    theirs: float | None
+
+    @property
+    def by(self) -> float | None:
+        """The absolute difference; None when one of the two is absent."""
+        return None if self.ours is None or self.theirs is None else abs(self.ours - self.theirs)
+
+    def __str__(self) -> str:
+        by = "" if self.by is None else f" (by {self.by:.3g})"
+        return f"{self.name}: {shown(self.ours)} against {shown(self.theirs)}{by}"
+
+
+def first_difference(ours: StepRecord, theirs: StepRecord, order: Sequence[str]) -> Difference | None:
+    """The first computed field in which the two differ; None when there is none.
+
+    Seeds come first, then inputs and outputs task by task, then scales and weights. Tasks are sorted by `order` (the
+    names of the pipeline's steps), those of step 0 by `START_TASKS`; other tasks come last.
+    """
+    return next(_differences(ours, theirs, order), None)
+
+
+def causes(ours: StepRecord, theirs: StepRecord) -> list[Difference]:
+    """Every difference in the circumstances: configuration, code, precision, libraries, ... (`CAUSES`)."""
+    left, right = (_circumstances(record) for record in (ours, theirs))
+    return [found for field in CAUSES for found in value_differences(field, left[field], right[field])]
+
+
+def metric_differences(
+    ours: Mapping[str, float], theirs: Mapping[str, float], relative: float = 0.0, absolute: float = 0.0
+) -> list[MetricDifference]:
+    """Metrics that differ, in the order of the iteration.
+
+    Two values agree within `absolute`, or within `relative` times the larger magnitude; a metric that only one side has
+    never agrees.
+    """
+    names = sorted({*ours, *theirs}, key=lambda name: (_rank(name.partition("/")[0], _SECTIONS), name))
+    found = [MetricDifference(name, ours.get(name), theirs.get(name)) for name in names]
+    return [metric for metric in found if not _agrees(metric, relative, absolute)]
+
+
+def content_differences(
+    field: str, ours: Contents, theirs: Contents, order: Sequence[str] = ()
+) -> Iterator[Difference]:
+    """The artifacts (`field.task.name`) that differ between two records, or a record and a ledger, task by task."""
+    for task in _in_order({*ours, *theirs}, order):
+        yield from _of_task(field, task, ours.get(task, {}), theirs.get(task, {}))
+
+
+def _circumstances(record: StepRecord) -> dict[str, JsonValue]:
+    found = record.model_dump(mode="json", include=set(CAUSES))
+    # The scales that an engine reports are a result; `scales_digest` compares them.
+    sides = {side: _without_scales(said) for side, said in record.executed.items()}
+    return {**found, "executed": sides}
+
+
+def _without_scales(said: JsonValue) -> JsonValue:
+    return {key: value for key, value in said.items() if key != "scales"} if isinstance(said, dict) else said
+
+
+def _differences(ours: StepRecord, theirs: StepRecord, order: Sequence[str]) -> Iterator[Difference]:
+    yield from value_differences("step", ours.step, theirs.step)
+    yield from value_differences("seeds", dict(ours.seeds), dict(theirs.seeds))
+    names = START_TASKS if ours.step == START else order
+    for task in _in_order({*ours.inputs, *ours.outputs, *theirs.inputs, *theirs.outputs}, names):
+        yield from _of_task("inputs", task, ours.inputs.get(task, {}), theirs.inputs.get(task, {}))
+        yield from _of_task("outputs", task, ours.outputs.get(task, {}), theirs.outputs.get(task, {}))
+    yield from value_differences("scales_digest", ours.scales_digest, theirs.scales_digest)
+    yield from value_differences("weights_digest", ours.weights_digest, theirs.weights_digest)
+
+
+def _of_task(field: str, task: str, ours: Artifacts, theirs: Artifacts) -> Iterator[Difference]:
+    for name in {**ours, **theirs}:
+        if ours.get(name) != theirs.get(name):
+            values = [content.model_dump() if content else None for content in (ours.get(name), theirs.get(name))]
+            yield Difference(f"{field}.{task}.{name}", *values)
+
+
+def _in_order(names: Collection[str], order: Sequence[str]) -> list[str]:
+    return sorted(names, key=lambda name: (_rank(name, order), name))
+
+
+def _rank(name: str, names: Sequence[str]) -> int:
+    return names.index(name) if name in names else len(names)
+
+
+def _agrees(metric: MetricDifference, relative: float, absolute: float) -> bool:
+    if metric.ours is None or metric.theirs is None:
+        return False
+    return abs(metric.ours - metric.theirs) <= max(absolute, relative * max(abs(metric.ours), abs(metric.theirs)))
+
+
+_NOTED = ("steps", "level")
+# Shown library by library and field by field; of all other circumstances the first difference is enough.
+_IN_FULL = ("versions",)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The differences between two runs.
+
+    configuration: settings that determine numbers. notes: settings that do not. circumstances: fields of the records
+    that can explain a difference, each with the first step in which it differs. first_step and first_metric: the first
+    difference of what was computed. last: the last committed step of each run.
+    """
+
+    configuration: list[Difference]
+    notes: list[Difference]
+    circumstances: list[tuple[int, Difference]]
+    first_step: tuple[int, Difference] | None
+    first_metric: tuple[int, MetricDifference] | None
+    common: list[int]
+    last: tuple[int, int]
+
+    @property
+    def equal(self) -> bool:
+        """True if the configurations and the records of all common steps are equal."""
+        return not (self.configuration or self.circumstances or self.first_step)
+
+
+def compare(ours: RunView, theirs: RunView) -> Comparison:
+    """Compare two runs by their configurations, manifests and metrics.
+
+    Raises:
+        UserError: the runs have no common step, or a ledger, a manifest or metrics that are needed are damaged.
+    """
+    for run in (ours, theirs):
+        for problem in run.problems:
+            if problem.place.startswith(LEDGER):
+                raise StoredFileError(f"{run.folder}/{problem.place} cannot be compared: {problem.problem}")
+        if run.gap is not None:
+            raise StoredFileError(f"{run.folder}/{LEDGER} cannot be compared: {run.gap}")
+    common = [step for step in ours.steps if step in theirs.steps]
+    if not common:
+        raise UserError(f"{ours.folder} and {theirs.folder}: no step is committed in both")
+    settings = _settings(ours, theirs)
+    configuration = [found for found in settings if _section(found) not in NON_NUMERIC_KEYS]
+    notes = {found.path: found for found in settings if _section(found) in NON_NUMERIC_KEYS}
+    circumstances: dict[str, tuple[int, Difference]] = {}
+    first_step, first_metric = None, None
+    order = [planned.name for planned in ours.config.pipeline.steps] if ours.config is not None else []
+    for step in common:
+        records = _record(ours, step), _record(theirs, step)
+        for found in causes(*records):
+            if found.path in _NOTED:
+                notes.setdefault(found.path, found)
+            elif found.path != "config_digest" or not configuration:
+                kind = found.path if _section(found) in _IN_FULL else _section(found)
+                circumstances.setdefault(kind, (step, found))
+        difference = first_difference(*records, order)
+        if difference is not None:
+            first_step = first_step or (step, difference)
+            metric = _metric(ours, theirs, step) if first_metric is None else None
+            first_metric = (step, metric) if metric is not None else first_metric
+    return Comparison(
+        configuration,
+        list(notes.values()),
+        list(circumstances.values()),
+        first_step,
+        first_metric,
+        common,
+        (max(ours.steps), max(theirs.steps)),
+    )
+
+
+def _section(found: Difference) -> str:
+    return found.path.partition(".")[0]
+
+
+def _settings(ours: RunView, theirs: RunView) -> list[Difference]:
+    left, right = (
+        leaves(run.description.config if run.config is None else public_dump(run.config)) for run in (ours, theirs)
+    )
+    return [
+        Difference(key, left.get(key), right.get(key)) for key in {**left, **right} if left.get(key) != right.get(key)
+    ]
+
+
+def _record(run: RunView, step: int) -> StepRecord:
+    manifest, problems = read_manifest(run.folder, run.steps[step])
+    if manifest is None:
+        found = "; ".join(problem.problem for problem in problems)
+        raise StoredFileError(f"{run.folder}/{run.steps[step].place} cannot be compared: {found} (see fp8-grpo verify)")
+    return manifest.record
+
+
+def _metric(ours: RunView, theirs: RunView, step: int) -> MetricDifference | None:
+    differences = metric_differences(_metrics(ours, ours.steps[step]), _metrics(theirs, theirs.steps[step]))
+    return differences[0] if differences else None
+
+
+def _metrics(run: RunView, commit: Commit) -> dict[str, float]:
+    stored: dict[str, JsonValue] = {}
+    for ref in commit.artifacts.values():
+        if ref.kind == "metrics":
+            stored |= ArtifactStore(run.folder).get_json(ref)
+    return {name: value for name, value in stored.items() if isinstance(value, int | float)}
+
+
+_SHOWN = 60
+
+
+def content_difference(ours: ArtifactStore, our_ref: Ref, theirs: ArtifactStore, their_ref: Ref) -> str | None:
+    """One line on the first difference of two artifacts of one kind, None when their values are equal.
+
+    Raises:
+        ArtifactError: one of the files is missing or damaged.
+    """
+    match our_ref.uri.rpartition(".")[2]:
+        case "json":
+            return value_difference(ours.get_json(our_ref), theirs.get_json(their_ref))
+        case "parquet":
+            return table_difference(ours.get_table(our_ref), theirs.get_table(their_ref))
+        case _:
+            return tensor_difference(ours.get_tensors(our_ref), theirs.get_tensors(their_ref))
+
+
+def value_difference(ours: Any, theirs: Any, place: str = "") -> str | None:
+    """The first place in which two JSON values differ, such as `layers[1].q: 0.5 against 0.25`; keys go by name."""
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        for key in sorted({*ours, *theirs}):
+            inner = f"{place}.{key}" if place else key
+            if (key in ours) != (key in theirs):
+                return f"{inner} is absent on {'the other' if key in ours else 'this'} side"
+            if (found := value_difference(ours[key], theirs[key], inner)) is not None:
+                return found
+        return None
+    if isinstance(ours, list) and isinstance(theirs, list):
+        for i, (left, right) in enumerate(zip(ours, theirs, strict=False)):
+            if (found := value_difference(left, right, f"{place}[{i}]")) is not None:
+                return found
+        return None if len(ours) == len(theirs) else f"{place}: {len(ours)} items against {len(theirs)}"
+    return None if ours == theirs else f"{place}: {_shown(ours)} against {_shown(theirs)}"
+
+
+def table_difference(ours: pa.Table, theirs: pa.Table) -> str | None:
+    """The first row in which two tables differ, and its first column that does."""
+    if ours.column_names != theirs.column_names:
+        return f"columns {', '.join(ours.column_names)} against {', '.join(theirs.column_names)}"
+    for row, (left, right) in enumerate(zip(ours.to_pylist(), theirs.to_pylist(), strict=False)):
+        for column in ours.column_names:
+            if (found := value_difference(left[column], right[column], column)) is not None:
+                return f"row {row}, column {found}"
+    return None if ours.num_rows == theirs.num_rows else f"{ours.num_rows} rows against {theirs.num_rows}"
+
+
+def tensor_difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> str | None:
+    """The first tensor, by name, that differs, and in how many elements."""
+    for name in sorted({*ours, *theirs}):
+        if name not in ours or name not in theirs:
+            return f"tensor {name} is absent on {'this' if name in theirs else 'the other'} side"
+        left, right = ours[name], theirs[name]
+        if left.shape != right.shape or left.dtype != right.dtype:
+            return f"tensor {name}: {left.dtype} {list(left.shape)} against {right.dtype} {list(right.shape)}"
+        differing = int((left != right).sum())
+        if differing:
+            return f"tensor {name}: {differing} of {left.numel()} elements differ"
+    return None
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

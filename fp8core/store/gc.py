@@ -1,0 +1,180 @@
+"""Remove artifacts and checkpoints of a run by its `artifacts.keep`.
+
+A kept step keeps every artifact that its manifest names. Kept are step 0, the steps that a rule selects, and the steps
+from the last intact checkpoint on, from which the run resumes. The other steps keep their manifest and their artifacts
+of kind `metrics` and `policy`, which curves, MLflow and the chain need. Their other artifacts and their checkpoints are
+removed, and so are files that no line of the ledger names.
+
+All functions are for the holder of the run's lock.
+"""
+
+import re
+import shutil
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from fp8core.config.run import KeepConfig
+from fp8core.errors import StoredFileError, UserError, printable
+from fp8core.store.artifacts import ArtifactStore, Ref
+from fp8core.store.deletion_log import Deletion, log_deletions
+from fp8core.store.durable import folder_digest, remove_folder
+from fp8core.store.ledger import START, CheckpointEntry, LedgerView
+from fp8core.store.manifest import StepManifest
+from fp8core.store.run_directory import LEDGER
+
+_STAYS = frozenset({"metrics", "policy"})
+_CONTENT = re.compile(r"[0-9a-f]{64}\.[a-z]+")
+
+
+class Removal(NamedTuple):
+    """A plan for `remove`: the finished steps that are kept and dropped, and one deletion for each file that goes."""
+
+    kept: list[int]
+    dropped: list[int]
+    deletions: list[Deletion]
+
+
+def kept_steps(keep: KeepConfig, steps: Collection[int], values: Mapping[int, float]) -> set[int]:
+    """The steps that the rules select.
+
+    Args:
+        keep: the rules.
+        steps: the finished steps.
+        values: `keep.best.metric` of the steps that have it; between equal values the later step is better.
+    """
+    every = [] if keep.every is None else [step for step in steps if step % keep.every == 0]
+    best = []
+    if keep.best is not None:
+        sign = 1 if keep.best.mode == "max" else -1
+        best = sorted(values, key=lambda step: (sign * values[step], step))[-keep.best.count :]
+    return {START, *every, *sorted(steps)[-keep.last :], *best}
+
+
+def metric_values(ledger: LedgerView, store: ArtifactStore, metric: str) -> dict[int, float]:
+    """A metric of all finished iterations that have it. Raises ArtifactError."""
+    recorded = (
+        (step, store.get_json(ref))
+        for step in ledger.steps()
+        for ref in ledger.artifacts(step).values()
+        if ref.kind == "metrics"
+    )
+    return {step: metrics[metric] for step, metrics in recorded if metric in metrics}
+
+
+def plan_removal(folder: Path, keep: KeepConfig | None, when: str, published: int | None = None) -> Removal:
+    """Plan what to remove from a run's folder; without `keep` only files that the ledger does not name.
+
+    Steps after `published` are kept: their tables are not yet published. None: all are.
+
+    Raises:
+        UserError: the ledger, a manifest or a metric that is needed cannot be read, or no step has the metric of
+            `keep.best`.
+    """
+    ledger, store = LedgerView.read(folder / LEDGER), ArtifactStore(folder)
+    ledger.refuse_gap(START, max(ledger.steps(), default=START - 1))
+    kept = set(ledger.steps()) if keep is None else _kept(folder, keep, ledger, store)
+    kept |= {step for step in ledger.steps() if published is not None and step > published}
+    dropped = ledger.steps().keys() - kept
+    going = {
+        ref.digest: Deletion(**ref.model_dump(), step=step, reason=_reason(step), when=when)
+        for step in sorted(dropped)
+        for ref in _refs(ledger, step)
+    }
+    staying = _staying(ledger, store, kept)
+    deletions = [
+        going.get(path.stem) or _orphan(path, when)
+        for path in sorted((folder / "artifacts").glob("??/*"))
+        if _CONTENT.fullmatch(path.name) and path.stem not in staying
+    ]
+    checkpoints = {entry.uri: entry for entry in ledger.checkpoints() if entry.step in dropped}
+    for uri, entry in checkpoints.items():
+        if uri != f"checkpoints/{entry.step:05d}":  # A forged ledger must not remove other folders.
+            raise StoredFileError(f"{folder / LEDGER}: uri of a checkpoint: {printable(uri)} is not that of its step")
+    deletions += [
+        _checkpoint_deletion(folder, entry, when) for uri, entry in checkpoints.items() if (folder / uri).is_dir()
+    ]
+    return Removal(sorted(kept), sorted(dropped), deletions)
+
+
+def remove(folder: Path, deletions: Collection[Deletion]) -> None:
+    """Log the deletions durably, then remove their files. Raises UserError when the disk refuses.
+
+    After a kill in between, `plan_removal` finds the remaining files again.
+    """
+    try:
+        for partial in (folder / "checkpoints").glob(".*.partial"):
+            shutil.rmtree(partial)
+        log_deletions(folder, deletions)
+        for deletion in deletions:
+            path = folder / deletion.uri
+            if path.is_dir():
+                remove_folder(path)
+            else:
+                path.unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot remove {error.filename}: {error.strerror}") from error
+
+
+def _kept(folder: Path, keep: KeepConfig, ledger: LedgerView, store: ArtifactStore) -> set[int]:
+    """The finished steps that are kept."""
+    steps = set(ledger.steps())
+    values = {} if keep.best is None else metric_values(ledger, store, keep.best.metric)
+    if keep.best is not None and not values:
+        raise UserError(f"artifacts.keep.best.metric: no step has a metric {keep.best.metric}")
+    intact = (entry.step for entry in ledger.newest_checkpoints() if _is_intact(folder / entry.uri, entry.digest))
+    resumable = next(intact, START)
+    return steps & (kept_steps(keep, steps, values) | {step for step in steps if step >= resumable})
+
+
+def _is_intact(checkpoint: Path, digest: str) -> bool:
+    try:
+        return folder_digest(checkpoint) == digest
+    except OSError as error:
+        raise StoredFileError(f"{checkpoint}: cannot be read: {error.strerror}") from error
+
+
+def _staying(ledger: LedgerView, store: ArtifactStore, kept: set[int]) -> set[str]:
+    """The digests of all artifacts that stay."""
+    steps = ledger.steps()
+    finished = [ref for step in steps for ref in _refs(ledger, step) if step in kept or ref.kind in _STAYS]
+    unfinished = _refs(ledger, START if (last := ledger.last_step()) is None else last + 1)
+    manifests = [entry.manifest for entry in steps.values()]
+    contents = {digest for step in kept for digest in _contents(store, steps[step].manifest)}
+    return contents | {ref.digest for ref in [*finished, *unfinished, *manifests]}
+
+
+def _refs(ledger: LedgerView, step: int) -> Iterator[Ref]:
+    """The outputs of a step's tasks and of their redos."""
+    yield from ledger.artifacts(step).values()
+    for redo in ledger.redone(step).values():
+        yield from redo.outputs.values()
+
+
+def _contents(store: ArtifactStore, manifest: Ref) -> Iterator[str]:
+    """Digests of the inputs and outputs that a manifest names."""
+    record = StepManifest.model_validate(store.get_json(manifest)).record
+    for task in [*record.inputs.values(), *record.outputs.values()]:
+        yield from (content.digest for content in task.values())
+
+
+def _reason(step: int) -> str:
+    return f"artifacts.keep does not keep step {step}"
+
+
+def _orphan(path: Path, when: str) -> Deletion:
+    uri, size = path.relative_to(path.parents[2]).as_posix(), path.stat().st_size
+    return Deletion(digest=path.stem, uri=uri, kind="orphan", size=size, step=None, reason="orphan", when=when)
+
+
+def _checkpoint_deletion(folder: Path, entry: CheckpointEntry, when: str) -> Deletion:
+    size = sum(path.stat().st_size for path in (folder / entry.uri).rglob("*") if path.is_file())
+    return Deletion(
+        digest=entry.digest,
+        uri=entry.uri,
+        kind="checkpoint",
+        size=size,
+        step=entry.step,
+        reason=_reason(entry.step),
+        when=when,
+    )

@@ -1,0 +1,141 @@
+"""The JSON of stored files: canonical text, checked reading, ranges of numbers, and differences of values.
+
+A reader gets a value of bounded size and depth with finite numbers and valid text, or a one-line error with file and
+field.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, Field, JsonValue, TypeAdapter, ValidationError
+from pydantic_core import from_json
+
+from fp8core.errors import StoredFileError, UserError, printable
+
+LARGEST_JSON = 256 << 20
+"""Bytes of a JSON file. It may be nested 200 levels deep, which is the bound of pydantic's parser."""
+
+_SHOWN, _SHOWN_DIGITS = 80, 16
+# Only such a number can be beyond the range of a float.
+_LARGE_EXPONENT = re.compile(rb"[eE]\+?[0-9]{3}")
+_DIGITS, _MANY_DIGITS = bytes.maketrans(b"123456789", b"0" * 9), b"0" * 300
+
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+def canonical_json(value: Any, name: str) -> bytes:
+    """JSON with one spelling for one value: sorted keys, no spaces, ASCII.
+
+    Raises UserError for NaN and infinities, which names the path of keys that starts with `name`; TypeError for what
+    JSON cannot hold.
+    """
+    _refuse_non_json(value, name)
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def parse_json(data: bytes, place: object) -> Any:
+    """The value of a JSON file. Raises StoredFileError that starts with `place`: it is not JSON within the bounds."""
+    if len(data) > LARGEST_JSON:
+        raise StoredFileError(f"{place}: {len(data)} bytes of JSON; a stored file has at most {LARGEST_JSON}")
+    try:
+        value = from_json(data, allow_inf_nan=False)
+    except ValueError as error:
+        raise StoredFileError(f"{place}: not JSON: {error}") from error
+    if _LARGE_EXPONENT.search(data) or _MANY_DIGITS in data.translate(_DIGITS):
+        try:
+            _refuse_non_json(value, "it")
+        except UserError as error:
+            raise StoredFileError(f"{place}: not JSON: {error}") from error
+    return value
+
+
+def parse_model(data: bytes, model: type[_Model], place: object) -> _Model:
+    """The content of a JSON file that one model describes. Raises StoredFileError: `place: field: problem`."""
+    try:
+        return model.model_validate(parse_json(data, place))
+    except ValidationError as error:
+        raise StoredFileError(f"{place}: {mistake(error)}") from error
+
+
+def validated(value: Any, schema: TypeAdapter[Any], place: object) -> Any:
+    """A value as its schema describes it. Raises StoredFileError: `place: field: problem`."""
+    try:
+        return schema.validate_python(value)
+    except ValidationError as error:
+        raise StoredFileError(f"{place}: {mistake(error)}") from error
+
+
+def mistake(error: ValidationError) -> str:
+    """The first thing that pydantic refuses, with its field, in one line; and how many more there are."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    field = ".".join(str(part) for part in first["loc"])
+    parts = [printable(part)[:_SHOWN] for part in (field, first["msg"]) if part]
+    more = error.error_count() - 1
+    return ": ".join(parts) + (f" (and {more} more)" if more else "")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One field of two records: its path, such as `outputs.train.next_policy`, and both values; None where absent.
+
+    An artifact's value is `{"digest": ..., "size": ...}`.
+    """
+
+    path: str
+    ours: JsonValue
+    theirs: JsonValue
+
+    def __str__(self) -> str:
+        return f"{self.path}: {shown(self.ours)} against {shown(self.theirs)}"
+
+
+def value_differences(path: str, ours: JsonValue, theirs: JsonValue) -> Iterator[Difference]:
+    """The leaves below `path` in which two JSON values differ; lists are leaves."""
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        for key in {**ours, **theirs}:
+            yield from value_differences(f"{path}.{key}", ours.get(key), theirs.get(key))
+    elif ours != theirs:
+        yield Difference(path, ours, theirs)
+
+
+def shown(value: JsonValue) -> str:
+    """A value for a line of text: digests are cut, an artifact is its digest and its size."""
+    match value:
+        case None:
+            return "absent"
+        case {"digest": str(digest), "size": int(size)}:
+            return f"{digest[:_SHOWN_DIGITS]} ({size} bytes)"
+        case str() if len(value) == 64:
+            return value[:_SHOWN_DIGITS]
+        case _:
+            return str(value)
+
+
+def _refuse_non_json(value: Any, where: str) -> None:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"{where} is {value}: JSON has no such number")
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise TypeError(f"{where}: the key {key!r} is not a string")
+            _refuse_non_json(item, f"{where}.{key}")
+    elif isinstance(value, list | tuple):
+        for i, item in enumerate(value):
+            _refuse_non_json(item, f"{where}[{i}]")
+
+
+MOST_STEPS = 10_000_000
+_LAST_SECOND = 253_402_300_799
+"""The end of the year 9999 in Unix seconds, where the calendar of Python and of most databases ends."""
+
+StepNumber = Annotated[
+    int, Field(ge=0, le=MOST_STEPS, description="Number of the step; 0 precedes the first iteration.")
+]
+UnixSeconds = Annotated[float, Field(ge=0, le=_LAST_SECOND)]
+UnixMilliseconds = Annotated[int, Field(ge=0, le=1000 * _LAST_SECOND)]
+Seconds = Annotated[float, Field(ge=0, le=_LAST_SECOND)]
+Bytes = Annotated[int, Field(ge=0, le=(1 << 63) - 1)]

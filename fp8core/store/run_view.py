@@ -1,0 +1,223 @@
+"""A view of a run's folder, read without its lock: configuration, ledger, deletions, manifests.
+
+A file that cannot be read becomes a finding, so that `verify` goes on with the rest.
+"""
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import ValidationError
+
+from fp8core.config.load import reload_config
+from fp8core.config.run import RunConfig
+from fp8core.errors import StoredFileError, UserError
+from fp8core.store.artifacts import ArtifactError, Ref, read_checked
+from fp8core.store.deletion_log import DELETION_LOG, Deletion, read_deletions
+from fp8core.store.durable import read_lines
+from fp8core.store.json_text import canonical_json, mistake, parse_json, parse_model, value_differences
+from fp8core.store.ledger import ENTRY, Entry, RedoEntry, SegmentEntry, StepEntry, TaskEntry
+from fp8core.store.manifest import StepManifest
+from fp8core.store.run_directory import LEDGER, RunDescription, read_description
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One result of `verify`: the file, its problem, and the step, task and kind that it belongs to."""
+
+    severity: Literal["error", "note"]
+    place: str
+    problem: str
+    step: int | None = None
+    task: str | None = None
+    kind: str | None = None
+
+    def __str__(self) -> str:
+        step = None if self.step is None else f"step {self.step}"
+        task = None if self.task is None else f"task {self.task}"
+        owner = ", ".join(part for part in (self.kind, step, task) if part is not None)
+        return f"{self.severity} {self.place}{f' ({owner})' if owner else ''}: {self.problem}"
+
+
+@dataclass(frozen=True)
+class Commit:
+    """A committed step: its line of the ledger, the tasks before that line, and the code of its segment."""
+
+    line: int
+    entry: StepEntry
+    tasks: Mapping[str, TaskEntry]
+    code_version: str
+
+    @property
+    def step(self) -> int:
+        """Number of the step."""
+        return self.entry.step
+
+    @property
+    def place(self) -> str:
+        """Path of its manifest, relative to the run directory."""
+        return f"manifests/{self.step:05d}.json"
+
+    @property
+    def artifacts(self) -> dict[str, Ref]:
+        """The artifacts that the step's tasks stored, by name."""
+        return {name: ref for task in self.tasks.values() for name, ref in task.outputs.items()}
+
+    def error(self, problem: str) -> Finding:
+        """A finding about its manifest."""
+        return Finding("error", self.place, problem, step=self.step)
+
+
+@dataclass(frozen=True)
+class RunView:
+    """A run's folder without manifests, artifacts and checkpoints; `config` is None when it cannot be read."""
+
+    folder: Path
+    description: RunDescription
+    config: RunConfig | None
+    entries: Sequence[tuple[int, Entry]]
+    commits: Sequence[Commit]
+    deletions: Mapping[str, Deletion]
+    problems: Sequence[Finding]
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """Read a run's folder. Raises UserError: there is no run.json, or it is malformed."""
+        description = read_description(folder)
+        if description is None:
+            raise UserError(f"{folder}: no run (no run.json)")
+        problems: list[Finding] = []
+        # The ledger comes first: each artifact was stored before its line, also while the run goes on.
+        entries = _entries(folder, problems)
+        commits = list(_commits(description, entries))
+        config, deletions = _config(description, problems), _deletions(folder, problems)
+        return cls(folder, description, config, entries, commits, deletions, problems)
+
+    @cached_property
+    def redone(self) -> dict[int, list[RedoEntry]]:
+        """The redos by step: each gave another result than the step's tasks had stored."""
+        found: dict[int, list[RedoEntry]] = defaultdict(list)
+        for _, entry in self.entries:
+            if isinstance(entry, RedoEntry):
+                found[entry.step].append(entry)
+        return dict(found)
+
+    @cached_property
+    def steps(self) -> dict[int, Commit]:
+        """The committed steps by number."""
+        return {commit.step: commit for commit in self.commits}
+
+    @property
+    def gap(self) -> str | None:
+        """The first missing step before the last committed one, in words; None: none is missing."""
+        missing = next((index for index in range(len(self.steps)) if index not in self.steps), None)
+        return None if missing is None else f"step {max(self.steps)} is committed, but step {missing} is not"
+
+
+def read_manifest(folder: Path, commit: Commit) -> tuple[StepManifest | None, list[Finding]]:
+    """The manifest of a step from its artifact or from manifests/, whichever has the digest of the ledger.
+
+    None when neither has; and the findings about the file in manifests/, which must equal the artifact.
+    """
+    ref = commit.entry.manifest
+    stored, beside, problems = _stored(folder, ref), b"", list[str]()
+    try:
+        beside = canonical_json(parse_json((folder / commit.place).read_bytes(), "the manifest"), "manifest")
+    except FileNotFoundError:
+        problems.append("the file is missing")
+    except OSError as error:
+        problems.append(f"cannot be read: {error.strerror}")
+    except StoredFileError as error:
+        problems.append(str(error))
+    else:
+        if hashlib.sha256(beside).hexdigest() == ref.digest:
+            stored = beside
+        else:
+            problems.append(f"differs from the manifest that the ledger names{_where(stored, beside)}")
+    manifest = None
+    try:
+        manifest = parse_model(stored, StepManifest, "not a manifest that this version reads") if stored else None
+    except StoredFileError as error:
+        problems.append(str(error))
+    return manifest, [commit.error(problem) for problem in problems]
+
+
+def spans(steps: Iterable[int]) -> str:
+    """Step numbers in words: `0-7, 9`."""
+    parts: list[list[int]] = []
+    for step in sorted(steps):
+        if parts and step == parts[-1][-1] + 1:
+            parts[-1][1:] = [step]
+        else:
+            parts.append([step])
+    return ", ".join("-".join(map(str, part)) for part in parts)
+
+
+def _config(description: RunDescription, problems: list[Finding]) -> RunConfig | None:
+    try:
+        return reload_config(description.config)
+    except UserError as error:
+        problems.append(Finding("error", "run.json", f"this version cannot read the configuration: {error}"))
+        return None
+
+
+def _deletions(folder: Path, problems: list[Finding]) -> dict[str, Deletion]:
+    try:
+        return read_deletions(folder)
+    except UserError as error:
+        problems.append(Finding("error", DELETION_LOG, str(error)))
+        return {}
+
+
+def _entries(folder: Path, problems: list[Finding]) -> list[tuple[int, Entry]]:
+    """The entries of the ledger with the numbers of their lines, without a torn last line."""
+    try:
+        lines = read_lines(folder / LEDGER)
+    except OSError as error:
+        problems.append(Finding("error", LEDGER, f"cannot be read: {error.strerror}"))
+        return []
+    entries = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            entries.append((number, ENTRY.validate_json(line)))
+        except ValidationError as error:
+            problems.append(Finding("error", f"{LEDGER}:{number}", f"not an entry: {mistake(error)}"))
+    return entries
+
+
+def _commits(description: RunDescription, entries: Sequence[tuple[int, Entry]]) -> Iterator[Commit]:
+    tasks: dict[int, dict[str, TaskEntry]] = defaultdict(dict)
+    code_version = description.code_version
+    for line, entry in entries:
+        match entry:
+            case SegmentEntry():
+                code_version = entry.code_version
+            case TaskEntry():
+                tasks[entry.step][entry.task] = entry
+            case StepEntry():
+                yield Commit(line, entry, dict(tasks[entry.step]), code_version)
+            case _:
+                pass
+
+
+def _stored(folder: Path, ref: Ref) -> bytes | None:
+    try:
+        return read_checked(folder / ref.uri, ref.digest, ref.size)
+    except ArtifactError:
+        return None  # `verify` reports it with the other artifacts.
+
+
+def _where(stored: bytes | None, beside: bytes) -> str:
+    """The first difference from the stored manifest, if that can be read."""
+    if stored is None:
+        return ""
+    try:
+        named, copied = parse_json(stored, "the manifest"), parse_json(beside, "its copy")
+    except StoredFileError as error:
+        return f": {error}"
+    first = next(value_differences("manifest", named, copied), None)
+    return "" if first is None else f": {first}"

@@ -1,0 +1,523 @@
+"""Verify a run's folder: every digest, every link of the chain of records, every reference.
+
+The ledger names artifacts, checkpoints and manifests by their digests. A manifest's record names what each task read
+and stored, and the record of the step before. So the last record vouches for the whole run. The run may be live:
+entries that are not committed yet are left out.
+
+The chain alone proves that no record was changed without those after it. A folder whose records were all made anew is
+found by what lies outside of it. This is a head that the reader noted, signatures, and the head that MLflow holds
+(`flows.tracking.anchor`).
+"""
+
+import itertools
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from pydantic import JsonValue
+
+from fp8core.config.load import config_digest
+from fp8core.config.steps import PipelineConfig
+from fp8core.errors import StoredFileError, UserError
+from fp8core.numerics.fingerprint import policy_digest
+from fp8core.store.artifacts import ArtifactError, ArtifactStore, Ref
+from fp8core.store.diff import content_differences
+from fp8core.store.durable import Report, file_digest, folder_digest
+from fp8core.store.json_text import shown, value_differences
+from fp8core.store.ledger import START, CheckpointEntry, RedoEntry, SegmentEntry, StepEntry, TaskEntry
+from fp8core.store.manifest import (
+    Content,
+    Head,
+    StepManifest,
+    StepObservations,
+    StepRecord,
+    read_signature,
+    record_digest,
+    signature_file,
+)
+from fp8core.store.run_directory import LEDGER
+from fp8core.store.run_view import Commit, Finding, RunView, read_manifest, spans
+from fp8core.store.schemas import check_file, read_table
+from fp8core.store.tables import TABLES, refuse_other_rows
+from fp8core.training.saved_state import check_checkpoint
+
+Watch = Callable[[StepManifest], None]
+
+LEAST_DIGITS = 16
+"""Of a head that is given by its first digits: 64 bits, which nobody hits by trying."""
+
+_HEAD = re.compile(rf"(?:([0-9]{{1,8}}):)?([0-9a-fA-F]{{{LEAST_DIGITS},64}})")
+
+
+def verify(view: RunView, report: Report | None = None, watch: Watch | None = None) -> Iterator[Finding]:
+    """All findings, those of the quick checks first.
+
+    Args:
+        view: the run.
+        report: called with each number of bytes of artifacts and checkpoints that was read, `verified_bytes` in all.
+        watch: called with the manifest of each step.
+    """
+    yield from view.problems
+    yield from _beginning(view)
+    yield from _order(view)
+    yield from _manifests(view, watch)
+    yield from _artifacts(view, report)
+    yield from _warm_start(view)
+    yield from _tables(view)
+    yield from _checkpoints(view, report)
+
+
+# --- the chain of steps ---
+
+
+def _order(view: RunView) -> Iterator[Finding]:
+    """Steps follow one another without gaps; only a redo names a step that is committed."""
+    expected = START
+    for line, entry in view.entries:
+        if isinstance(entry, SegmentEntry):
+            continue
+        problem = None
+        if entry.step > expected:
+            problem = f"an entry of step {entry.step}, but step {expected} is not committed"
+        elif isinstance(entry, TaskEntry | StepEntry) and entry.step < expected:
+            problem = f"an entry of step {entry.step}, which was committed before"
+        elif isinstance(entry, RedoEntry):
+            text = f"redone by code {shown(entry.code_version)} with another outcome, from which the run went on"
+            yield Finding("note", f"{LEDGER}:{line}", text, step=entry.step, task=entry.task)
+        if problem is not None:
+            yield Finding("error", f"{LEDGER}:{line}", problem, step=entry.step)
+        expected = max(expected, entry.step + isinstance(entry, StepEntry))
+
+
+def _beginning(view: RunView) -> Iterator[Finding]:
+    """run.json names the code of the process that committed the first task; earlier processes left nothing."""
+    opened = itertools.takewhile(lambda numbered: isinstance(numbered[1], SegmentEntry), view.entries)
+    for line, segment in list(opened)[-1:]:
+        begun = view.description.code_version
+        if isinstance(segment, SegmentEntry) and segment.code_version != begun:
+            problem = f"the run was begun by code {shown(segment.code_version)}, run.json says {shown(begun)}"
+            yield Finding("error", f"{LEDGER}:{line}", problem)
+
+
+def _manifests(view: RunView, watch: Watch | None) -> Iterator[Finding]:
+    """Each manifest by itself and as a link of the chain; memory holds one at a time."""
+    configurations = defaultdict(list)
+    before: tuple[int, str | None] = (START - 1, None)
+    for commit in view.commits:
+        manifest, problems = read_manifest(view.folder, commit)
+        yield from problems
+        if manifest is not None:
+            if watch is not None:
+                watch(manifest)
+            named = manifest.record.predecessor
+            if before[0] == commit.step - 1 and named != before[1]:
+                yield commit.error(f"its record names the predecessor {shown(named)}, which is {shown(before[1])}")
+            yield from _record(view, commit, manifest.record)
+            yield from _observations(commit, manifest.observed)
+            configurations[manifest.record.config_digest].append(commit.step)
+            before = (commit.step, record_digest(manifest))
+    expected = config_digest(view.config) if view.config is not None else None
+    for digest, steps in configurations.items():
+        if expected not in (None, digest):
+            problem = f"the digest of the configuration is {shown(expected)}, the records of steps {spans(steps)} say"
+            yield Finding("error", "run.json", f"{problem} {shown(digest)}")
+
+
+# --- one step ---
+
+
+def _record(view: RunView, commit: Commit, record: StepRecord) -> Iterator[Finding]:
+    """The record against the ledger, which said the same before the step was committed."""
+    committed: dict[str, JsonValue] = {
+        "step": commit.step,
+        "code_version": commit.code_version,
+        "weights_digest": commit.entry.weights_digest,
+    }
+    stored = {task: _contents(entry.outputs) for task, entry in commit.tasks.items()}
+    differences = value_differences("record", committed, record.model_dump(include=set(committed)))
+    for found in itertools.chain(differences, content_differences("record.outputs", stored, record.outputs)):
+        yield commit.error(f"{found.path}: {shown(found.theirs)}, by the ledger {shown(found.ours)}")
+    if view.config is not None:
+        yield from _inputs(view, commit, record, view.config.pipeline)
+        yield from _policy_and_scales(view, commit, record, view.config.pipeline)
+
+
+def _inputs(view: RunView, commit: Commit, record: StepRecord, pipeline: PipelineConfig) -> Iterator[Finding]:
+    """Each input is an output of this step, of the step before, or of a redo of that step."""
+    before = view.steps.get(commit.step - 1)
+    if before is None and commit.step > START:
+        return
+    ports = {planned.name: planned.inputs() for planned in pipeline.steps} if before is not None else {}
+    produced = {name: name if commit.step == START + 1 else source for name, source in pipeline.carries.items()}
+    available = {**(_carried(produced, before.artifacts) if before is not None else {}), **commit.artifacts}
+    redone = [_contents(_carried(produced, redo.outputs)) for redo in view.redone.get(commit.step - 1, [])]
+    expected = {
+        task: _contents({port: available[name] for port, name in inputs.items() if name in available})
+        for task, inputs in ports.items()
+    }
+    continued = []
+    for found in content_differences("record.inputs", expected, record.inputs):
+        task, port = found.path.split(".")[2:]
+        read, name = record.inputs.get(task, {}).get(port), ports.get(task, {}).get(port, "")
+        if read is not None and read in [contents.get(name) for contents in redone]:
+            continued.append(found.path)
+        else:
+            yield commit.error(f"{found.path}: {shown(found.theirs)}, but its producer stored {shown(found.ours)}")
+    if continued:
+        yield Finding("note", commit.place, f"goes on from what was redone: {', '.join(continued)}", step=commit.step)
+
+
+def _carried(produced: Mapping[str, str], artifacts: Mapping[str, Ref]) -> dict[str, Ref]:
+    return {name: artifacts[source] for name, source in produced.items() if source in artifacts}
+
+
+def _policy_and_scales(
+    view: RunView, commit: Commit, record: StepRecord, pipeline: PipelineConfig
+) -> Iterator[Finding]:
+    artifacts = commit.artifacts
+    policy, scales = (
+        artifacts.get(name if commit.step == START else pipeline.carries.get(name, name))
+        for name in ("policy", "scales")
+    )
+    digest = scales.digest if scales is not None else None
+    if record.scales_digest != digest:
+        named = shown(record.scales_digest)
+        yield commit.error(f"record.scales_digest: {named}, but the stored scales are {shown(digest)}")
+    content = None if policy is None else _stored_json(view.folder, policy)
+    expected = {"version": commit.step, "weights_digest": record.weights_digest}
+    if content is not None and content != expected:
+        yield commit.error(f"the stored policy is {content}, not {expected}")
+
+
+def _observations(commit: Commit, observed: StepObservations) -> Iterator[Finding]:
+    """Timings and paths are copies of those in the ledger."""
+    copied = observed.model_dump(include={"timings", "paths"})
+    seconds = {name: entry.seconds for name, entry in commit.tasks.items()}
+    original: JsonValue = {"timings": {**seconds}, "paths": {name: ref.uri for name, ref in commit.artifacts.items()}}
+    for found in value_differences("observed", copied, original):
+        yield commit.error(f"{found.path}: {shown(found.ours)}, by the ledger {shown(found.theirs)}")
+
+
+def _contents(artifacts: Mapping[str, Ref]) -> dict[str, Content]:
+    return {name: Content(digest=ref.digest, size=ref.size) for name, ref in artifacts.items()}
+
+
+# --- artifacts ---
+
+
+@dataclass(frozen=True)
+class Reference:
+    """An artifact in a line of the ledger."""
+
+    ref: Ref
+    step: int
+    task: str | None
+
+    def error(self, problem: str) -> Finding:
+        """A finding about this artifact."""
+        return Finding("error", self.ref.uri, problem, step=self.step, task=self.task, kind=self.ref.kind)
+
+    def __str__(self) -> str:
+        task = f", task {self.task}" if self.task else ""
+        return f"{self.ref.uri} ({self.ref.kind}, step {self.step}{task})"
+
+
+def references(view: RunView) -> list[Reference]:
+    """Every artifact that the ledger names, once, from the first line that names it."""
+    found: dict[tuple[str, str, int], Reference] = {}
+    for _, entry in view.entries:
+        match entry:
+            case TaskEntry() | RedoEntry():
+                named = [Reference(ref, entry.step, entry.task) for ref in entry.outputs.values()]
+            case StepEntry():
+                named = [Reference(entry.manifest, entry.step, None)]
+            case _:
+                named = []
+        for reference in named:
+            ref = reference.ref
+            found.setdefault((ref.uri, ref.digest, ref.size), reference)
+    return list(found.values())
+
+
+def verified_bytes(view: RunView) -> int:
+    """Bytes of the artifacts and checkpoints that are there."""
+    paths = [view.folder / reference.ref.uri for reference in references(view)]
+    for folder in {view.folder / entry.uri for entry in _last_checkpoints(view).values()}:
+        paths += folder.rglob("*")
+    return sum(path.stat().st_size for path in paths if path.is_file())
+
+
+def _stored_json(folder: Path, ref: Ref) -> dict[str, Any] | None:
+    """A stored JSON object; None when it is missing or damaged, which `_artifacts` reports."""
+    try:
+        content = ArtifactStore(folder).get_json(ref)
+    except ArtifactError:
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def _content_problem(folder: Path, ref: Ref) -> str | None:
+    """The difference of an undamaged file's content from its kind's schema, if any."""
+    try:
+        check_file(folder / ref.uri, ref.kind)
+    except StoredFileError as error:
+        return str(error).removeprefix(f"{folder / ref.uri}: ")
+    return None
+
+
+def _artifacts(view: RunView, report: Report | None) -> Iterator[Finding]:
+    """Every artifact that the ledger names: present and unchanged, or removed by gc."""
+    named = references(view)
+    owners = {reference.ref.digest: reference for reference in named}
+    removed = defaultdict(list)
+    for reference in named:
+        ref = reference.ref
+        path, deletion = view.folder / ref.uri, view.deletions.get(ref.digest)
+        try:
+            size, digest = path.stat().st_size, file_digest(path, report)
+        except FileNotFoundError:
+            if deletion is None:
+                yield reference.error("the file is missing")
+            else:
+                removed[reference.step, deletion.reason, deletion.when].append(ref)
+        except OSError as error:
+            yield reference.error(f"cannot be read: {error.strerror}")
+        else:
+            if (digest, size) != (ref.digest, ref.size):
+                yield reference.error(_damage(ref, digest, size, owners))
+            elif (problem := _content_problem(view.folder, ref)) is not None:
+                yield reference.error(problem)
+    for (step, reason, when), refs in removed.items():
+        kinds = ", ".join(ref.kind for ref in refs)
+        problem = f"removed ({reason}, {when}): {kinds}; {sum(ref.size for ref in refs)} bytes"
+        yield Finding("note", "artifacts", problem, step=step)
+
+
+def _tables(view: RunView) -> Iterator[Finding]:
+    """All tables of one step have the same completions."""
+    for commit in view.commits:
+        tables = {name: _completions(view.folder, ref) for name, ref in commit.artifacts.items()}
+        rollouts = next((tables[name] for name, ref in commit.artifacts.items() if ref.kind == "rollouts"), None)
+        for name, ref in commit.artifacts.items():
+            table = tables[name]
+            if rollouts is not None and table is not None:
+                try:
+                    refuse_other_rows(rollouts, table, "")
+                except StoredFileError as error:
+                    problem = str(error).removeprefix(": ")
+                    yield Finding("error", ref.uri, problem, step=commit.step, kind=ref.kind)
+
+
+def _warm_start(view: RunView) -> Iterator[Finding]:
+    """The stored weights of the warm start have the digest that its policy names."""
+    for _, entry in view.entries:
+        if not isinstance(entry, TaskEntry) or entry.step != START:
+            continue
+        by_kind = {ref.kind: ref for ref in entry.outputs.values()}
+        if {"weights", "policy"} <= by_kind.keys():
+            ref, policy = by_kind["weights"], _stored_json(view.folder, by_kind["policy"])
+            try:
+                made = policy_digest(ArtifactStore(view.folder).get_tensors(ref))
+            except ArtifactError:
+                continue
+            if policy is not None and policy["weights_digest"] != made:
+                problem = f"holds weights {shown(made)}, the policy of its task has {shown(policy['weights_digest'])}"
+                yield Finding("error", ref.uri, problem, step=START, task=entry.task, kind=ref.kind)
+
+
+def _completions(folder: Path, ref: Ref) -> pa.Table | None:
+    """The rows of a table of completions; None for another artifact and for a damaged one."""
+    schema = TABLES.get(ref.kind)
+    if schema is None or "sample" not in schema.columns.names:
+        return None
+    columns = [name for name in ("group", "sample", "logprobs") if name in schema.columns.names]
+    try:
+        return read_table(folder / ref.uri, ref.kind, folder / ref.uri, columns)
+    except StoredFileError:
+        return None
+
+
+def _damage(ref: Ref, digest: str, size: int, owners: Mapping[str, Reference]) -> str:
+    if digest == ref.digest:
+        return f"has {size} bytes, the ledger says {ref.size}"
+    other = owners.get(digest)
+    if other is not None:
+        return f"holds the content of {other}"
+    if size < ref.size:
+        return f"truncated: {size} of {ref.size} bytes"
+    expected = f"expected {shown(ref.digest)} of {ref.size} bytes"
+    return f"content differs: SHA-256 {shown(digest)} of {size} bytes, {expected}"
+
+
+# --- checkpoints ---
+
+
+def _last_checkpoints(view: RunView) -> dict[int, CheckpointEntry]:
+    return {entry.step: entry for _, entry in view.entries if isinstance(entry, CheckpointEntry)}
+
+
+def _checkpoints(view: RunView, report: Report | None) -> Iterator[Finding]:
+    """Every checkpoint: unchanged and of its step's weights, or pruned; the newest must be there."""
+    entries, pruned = _last_checkpoints(view), []
+    for step, entry in entries.items():
+        if entry.uri != f"checkpoints/{step:05d}":
+            yield Finding("error", entry.uri, "not where the checkpoint of this step belongs", step=step)
+            continue
+        yield from _weights(view, entry)
+        folder, deletion = view.folder / entry.uri, view.deletions.get(entry.digest)
+        try:
+            digest = folder_digest(folder, report) if folder.is_dir() else None
+        except FileNotFoundError:  # Pruned by the live run while it was read.
+            digest = None
+        except OSError as error:
+            yield Finding("error", entry.uri, f"cannot be read: {error.filename}: {error.strerror}", step=step)
+            continue
+        if digest is not None and digest != entry.digest:
+            problem = f"content differs: digest {shown(digest)}, expected {shown(entry.digest)}"
+            yield Finding("error", entry.uri, problem, step=step)
+        elif digest is not None:
+            try:
+                check_checkpoint(folder, step)
+            except StoredFileError as error:
+                yield Finding("error", entry.uri, str(error).removeprefix(f"{folder}/"), step=step)
+        elif deletion is not None:
+            yield Finding("note", entry.uri, f"removed ({deletion.reason}, {deletion.when})", step=step)
+        elif step == max(entries):
+            yield Finding("error", entry.uri, "the folder is missing, and it is the newest checkpoint", step=step)
+        else:
+            pruned.append(step)
+    if pruned:
+        yield Finding("note", "checkpoints", f"pruned, as later ones replace them: steps {spans(pruned)}")
+
+
+def _weights(view: RunView, entry: CheckpointEntry) -> Iterator[Finding]:
+    """A checkpoint holds the policy of its step, or that of a redo of the step."""
+    redone = [ref for redo in view.redone.get(entry.step, []) for ref in redo.outputs.values()]
+    commit = view.steps.get(entry.step)
+    if commit is None:
+        yield Finding("error", entry.uri, "its step is not committed", step=entry.step)
+        return
+    made = commit.entry.weights_digest
+    policies = [_stored_json(view.folder, ref) for ref in redone if ref.kind == "policy"]
+    again = [policy["weights_digest"] for policy in policies if policy is not None]
+    if entry.weights_digest not in (made, *again):
+        problem = f"holds weights {shown(entry.weights_digest)}, its step made {shown(made)}"
+        yield Finding("error", entry.uri, problem, step=entry.step)
+
+
+# --- heads and signatures ---
+
+
+@dataclass
+class Chain:
+    """The digests of a run's records by step."""
+
+    digests: dict[int, str] = field(default_factory=dict)
+
+    def add(self, manifest: StepManifest) -> None:
+        """Add the record of one step."""
+        step, digest = Head.of(manifest)
+        self.digests[step] = digest
+
+    @property
+    def last(self) -> int | None:
+        """The last step; None for an empty chain."""
+        return max(self.digests, default=None)
+
+
+@dataclass(frozen=True)
+class ExpectedHead:
+    """A head that the reader noted: 16 to 64 hex digits of a digest, and perhaps the step."""
+
+    step: int | None
+    digits: str
+
+    @classmethod
+    def parse(cls, text: str) -> "ExpectedHead":
+        """From `DIGITS` or `STEP:DIGITS`. Raises UserError."""
+        if (parts := _HEAD.fullmatch(text.strip())) is None:
+            raise UserError(f"--head {text[:80]}: expected {LEAST_DIGITS} to 64 hex digits of a record's digest")
+        return cls(None if parts[1] is None else int(parts[1]), parts[2].lower())
+
+    def compare(self, chain: Chain) -> str | Finding:
+        """The line with its position in the chain; an error when the chain has it not once."""
+        found = [
+            step
+            for step, digest in chain.digests.items()
+            if digest.startswith(self.digits) and self.step in (None, step)
+        ]
+        if len(found) != 1:
+            how = "no record" if not found else f"the records of steps {spans(found)}"
+            given = self.digits if self.step is None else f"{self.step}:{self.digits}"
+            return Finding("error", "--head", f"{given} is {how} of this chain")
+        return f"is the record of step {found[0]}{coverage(found[0], chain)}"
+
+
+def coverage(step: int, chain: Chain) -> str:
+    """The steps that a head vouches for and those that it does not, in words."""
+    last = chain.last
+    assert last is not None, "the head is in the chain"
+    if step == last:
+        return ", the last one"
+    later = f"step{'s' if last > step + 1 else ''} {spans(range(step + 1, last + 1))}"
+    return f" of {last}: everything up to it is as it was, of {later} it says nothing"
+
+
+def signature_lines(folder: Path, chain: Chain, trusted: Mapping[str, Path]) -> Iterator[str | Finding]:
+    """Verify the signatures beside the manifests.
+
+    Args:
+        folder: the run's folder.
+        chain: the run's chain.
+        trusted: the public keys that may have signed, fingerprint -> file; empty: any may have.
+
+    Yields:
+        Findings, then the summary.
+    """
+    signed: dict[str, list[int]] = defaultdict(list)
+    wrong = False
+    for step, digest in sorted(chain.digests.items()):
+        place = str(signature_file(folder, step).relative_to(folder))
+        try:
+            signature = read_signature(folder, step)
+        except UserError as error:
+            problem: str | None = str(error)
+        else:
+            if signature is None:
+                continue
+            problem = signature.mistake(Head(step, digest))
+            if problem is None and trusted and signature.fingerprint not in trusted:
+                problem = f"signed by another key, {signature.fingerprint}"
+            if problem is None:
+                signed[signature.fingerprint].append(step)
+        if problem is not None:
+            wrong = True
+            yield Finding("error", place, problem, step=step)
+    good = sorted(step for steps in signed.values() for step in steps)
+    if trusted or good or wrong:
+        yield from _unsigned(sorted(chain.digests), good, required=bool(trusted))
+    yield _summary(signed, trusted) if good else "none" if not wrong else "none that holds"
+
+
+def _unsigned(steps: Sequence[int], good: Sequence[int], required: bool) -> Iterator[Finding]:
+    """The steps without a signature that holds: a later one vouches for them by the chain, or nothing does."""
+    last = max(good, default=-1)
+    covered = [step for step in steps if step < last and step not in good]
+    bare = [step for step in steps if step > last]
+    if covered:
+        text = f"steps {spans(covered)} have none that holds; that of step {last} vouches for them by the chain"
+        yield Finding("note", "signatures", text)
+    if bare:
+        text = f"steps {spans(bare)} have none that holds, and no later step has one"
+        yield Finding("error" if required else "note", "signatures", text)
+
+
+def _summary(signed: Mapping[str, Sequence[int]], trusted: Mapping[str, Path]) -> str:
+    keys = "; ".join(f"steps {spans(steps)} by key {key}" for key, steps in signed.items())
+    if trusted:
+        return keys
+    return f"{keys}; not trusted: whoever wrote the folder may have made the key (--public-key says whose it is)"

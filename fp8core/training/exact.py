@@ -1,0 +1,170 @@
+"""The trainer in plain torch: FP32 master weights, AdamW, the forward and backward of the contract."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fp8core.config.run import TrainingConfig
+from fp8core.models.architecture import Architecture
+from fp8core.models.decoder import TOP_K, Decoder, FullContext
+from fp8core.models.experts import ReplayedRouting
+from fp8core.models.weights import Formats, PolicyWeights, load_policy, stored_weights
+from fp8core.numerics.attention import Bf16Attention
+from fp8core.numerics.fingerprint import policy_digest
+from fp8core.numerics.kv_scales import KvStatistics, LayerScales
+from fp8core.numerics.logprobs import token_logprobs
+from fp8core.rl.batch import TokenBatch
+from fp8core.rl.objective import Objective
+from fp8core.training.saved_state import (
+    MASTERS,
+    OPTIMISER,
+    read_state,
+    read_tensors,
+    refuse_other_digest,
+    refuse_other_shapes,
+    save_training,
+)
+from fp8core.training.trainer import MicroBatchTrainer, Scored
+
+_OPTIMISER_STATE = ("exp_avg", "exp_avg_sq", "step")
+
+
+class ExactTrainer(MicroBatchTrainer[PolicyWeights]):
+    """Exact, on a CPU: the decoder that the embedded engine runs."""
+
+    def __init__(
+        self,
+        arch: Architecture,
+        masters: Mapping[str, Tensor],
+        formats: Formats,
+        rollout_formats: Formats,
+        training: TrainingConfig,
+        objective: Objective,
+    ) -> None:
+        super().__init__(training, objective)
+        self.arch = arch
+        self._masters = {name: tensor.float().clone().requires_grad_(True) for name, tensor in masters.items()}
+        self._decoder = Decoder(arch, formats)
+        self._unscaled = Decoder(arch, formats.with_attention(Bf16Attention(formats.points.weights)))
+        self._rollout_formats = rollout_formats
+        self._optimiser = torch.optim.AdamW(
+            list(self._masters.values()),
+            lr=training.learning_rate,
+            betas=(training.beta1, training.beta2),
+            weight_decay=training.weight_decay,
+        )
+
+    @property
+    def masters(self) -> dict[str, Tensor]:
+        """FP32 weights by Hugging Face name."""
+        return self._masters
+
+    def describe(self) -> dict[str, object]:
+        """Formats by layer, and how sums are accumulated."""
+        return {"trainer": "torch", "accumulation": "exact", **self._decoder.formats.describe()}
+
+    def export(self) -> dict[str, Tensor]:
+        """Weights for the rollout engine, quantised here and nowhere else."""
+        formats = self._rollout_formats
+        return stored_weights(self._masters, formats.stored_names(), formats.scale_rule)
+
+    def digest(self) -> str:
+        return policy_digest({name: tensor.detach() for name, tensor in self._masters.items()})
+
+    @torch.no_grad()
+    def statistics(self, batch: TokenBatch) -> KvStatistics:
+        """Statistics of Q, K and V per layer over all valid tokens, without any scales: attention in BF16."""
+        weights = self._inference_weights()
+        statistics = KvStatistics(self.arch.num_layers)
+        for _, part in self._slices(batch):
+            observe = _observer(statistics, part.valid, None)
+            self._unscaled.hidden(weights, part.tokens, part.positions, FullContext.of(part.valid), None, observe)
+        return statistics
+
+    def _slices(self, batch: TokenBatch) -> Iterator[tuple[slice, TokenBatch]]:
+        return batch.slices(self._config.micro_batch)
+
+    def _no_statistics(self) -> KvStatistics:
+        return KvStatistics(self.arch.num_layers)
+
+    def _step(self, learning_rate: float) -> float:
+        norm = float(torch.nn.utils.clip_grad_norm_(list(self._masters.values()), self._config.max_grad_norm))
+        if math.isfinite(norm):
+            self._optimiser.param_groups[0]["lr"] = learning_rate
+            self._optimiser.step()
+        return norm
+
+    def _drop_gradients(self) -> None:
+        self._optimiser.zero_grad(set_to_none=True)
+
+    def _score(
+        self,
+        weights: PolicyWeights,
+        batch: TokenBatch,
+        temperature: float,
+        scales: Sequence[LayerScales] | None,
+        statistics: KvStatistics | None = None,
+    ) -> Scored:
+        observe = None if statistics is None else _observer(statistics, batch.valid, scales)
+        context = FullContext.of(batch.valid)
+        routing = TOP_K if batch.experts is None else ReplayedRouting(batch.experts)
+        hidden = self._decoder.hidden(weights, batch.tokens, batch.positions, context, scales, observe, routing)
+        written = batch.completion[:, 1:]
+        logprobs, entropy = token_logprobs(
+            hidden[:, :-1][written],
+            weights.head,
+            self._decoder.formats.head,
+            batch.tokens[:, 1:][written],
+            temperature,
+        )
+        return Scored(logprobs, entropy)
+
+    def _stored(self) -> dict[str, Tensor]:
+        formats = self._decoder.formats
+        return stored_weights(self._masters, formats.stored_names(), formats.scale_rule)
+
+    def _inference_weights(self) -> PolicyWeights:
+        return load_policy(self.arch, self._stored())
+
+    def _training_weights(self) -> PolicyWeights:
+        return load_policy(self.arch, self._stored(), self._masters)
+
+    def save(self, folder: Path) -> None:
+        moments = {
+            f"{key}/{name}": state[key]
+            for name, tensor in self._masters.items()
+            if (state := self._optimiser.state.get(tensor))
+            for key in _OPTIMISER_STATE
+        }
+        save_training(folder, self._masters, moments, self.version, self._updates, self.digest())
+
+    def load(self, folder: Path) -> None:
+        state = read_state(folder)
+        saved, moments = read_tensors(folder / MASTERS), read_tensors(folder / OPTIMISER)
+        refuse_other_shapes(folder / MASTERS, saved, self._masters)
+        refuse_other_shapes(folder / OPTIMISER, moments, self._moments_of(moments))
+        self._optimiser.state.clear()
+        for name, tensor in self._masters.items():
+            tensor.data.copy_(saved[name])
+            if f"step/{name}" in moments:
+                self._optimiser.state[tensor] = {key: moments[f"{key}/{name}"] for key in _OPTIMISER_STATE}
+        self.version, self._updates = state.version, state.updates
+        refuse_other_digest(folder, self.digest(), state)
+
+    def _moments_of(self, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors of the shapes of this model's moments, for those masters that were updated before they were saved."""
+        return {
+            f"{key}/{name}": torch.zeros(()) if key == "step" else tensor
+            for name, tensor in self._masters.items()
+            if f"step/{name}" in saved
+            for key in _OPTIMISER_STATE
+        }
+
+
+def _observer(
+    statistics: KvStatistics, valid: Tensor, scales: Sequence[LayerScales] | None
+) -> Callable[[int, tuple[Tensor, Tensor, Tensor]], None]:
+    return lambda layer, qkv: statistics.observe(layer, qkv, valid, scales[layer] if scales else None)

@@ -1,0 +1,192 @@
+"""Memory of a trainer: on GPUs, sharded (`SHARDED`); and of one that computes on the host.
+
+On GPUs: mixed precision with FP32 masters, gradients and AdamW moments. Weights and gradients are held whole but for
+tensor, pipeline and expert parallelism. Masters and moments are shared out among all GPUs (a distributed optimiser,
+ZeRO stage 1). Layers are recomputed in the backward pass, log-probs never hold all logits.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fp8core.config.precision import PrecisionContract
+from fp8core.config.run import RunConfig
+from fp8core.errors import UserError
+from fp8core.models.architecture import Architecture, parameter_shapes
+from fp8core.models.weights import is_linear, training_formats
+from fp8core.plan.memory import (
+    HEAD,
+    ROUTER,
+    Need,
+    Part,
+    Shapes,
+    StoredBytes,
+    count,
+    count_parameters,
+    held,
+    is_expert,
+    stages,
+    stored_bytes,
+)
+from fp8core.plan.rollout import longest_sequence
+
+# CUDA context, GEMM workspaces, communication buffers, a chunk of logits. An estimate.
+WORKSPACE = 2_000_000_000
+# CUDA context, communication. An estimate.
+AT_REST = 2_000_000_000
+_FP64, _FP32, _BF16 = 8, 4, 2
+_MOMENTS = 2 * _FP32
+EMULATED = "FP32 and FP64, ready for exact products"
+
+
+@dataclass(frozen=True)
+class TrainerMemory:
+    """The memory that a trainer holds on one of its GPUs.
+
+    Attributes:
+        state: stays between steps.
+        step: what a step adds.
+        exported: what an update of the engine adds.
+        at_rest: bytes that stay beside the state while the trainer does not compute.
+    """
+
+    state: Callable[[RunConfig, Architecture, "Parallel"], tuple[Need, ...]]
+    step: Callable[[RunConfig, Architecture, "Parallel"], tuple[Need, ...]]
+    exported: Callable[[RunConfig, Architecture, "Parallel", StoredBytes], tuple[Need, ...]]
+    at_rest: int
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """The spread of training over GPUs: the rest that tensor and pipeline leave is data parallel. Experts have a grid
+    of their own (as in Megatron Core)."""
+
+    gpus: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    expert: int = 1
+
+    def check(self, arch: Architecture) -> None:
+        """Raises UserError for a grid that does not come out even, or that the model cannot be cut into."""
+        for name, group in (("tensor", self.tensor), ("expert", self.expert)):
+            if self.gpus % (group * self.pipeline):
+                raise UserError(f"{self.gpus} GPUs are no multiple of {name} {group} x pipeline {self.pipeline}")
+        if arch.num_kv_heads % self.tensor:
+            raise UserError(f"tensor {self.tensor} does not divide the model's {arch.num_kv_heads} KV heads")
+        if self.pipeline > arch.num_layers:
+            raise UserError(f"pipeline {self.pipeline} exceeds the model's {arch.num_layers} layers")
+        if arch.num_layers % self.pipeline:
+            raise UserError(f"pipeline {self.pipeline} does not divide the model's {arch.num_layers} layers")
+        experts = 1 if arch.experts is None else arch.experts.count
+        if experts % self.expert:
+            raise UserError(f"expert {self.expert} does not divide the model's {experts} experts")
+
+
+def gpu_state(arch: Architecture, parallel: Parallel) -> tuple[Need, Need]:
+    """Masters and optimiser states of one GPU, shared out: what stays between steps."""
+    stage = sum(count(shapes) for shapes, _ in heaviest(arch, parallel))
+    return state_of(math.ceil(stage * parallel.pipeline / parallel.gpus))
+
+
+def state_of(owned: int) -> tuple[Need, Need]:
+    """Masters and optimiser states of so many parameters."""
+    return Need("master weights", owned * _FP32, "FP32"), Need("optimiser states", owned * _MOMENTS, "AdamW, FP32")
+
+
+def _sharded_step(config: RunConfig, arch: Architecture, parallel: Parallel) -> tuple[Need, ...]:
+    part = heaviest(arch, parallel)
+    return (
+        *_weights(part, config.precision, arch.num_layers),
+        Need("gradients", held(part) * _FP32, "FP32"),
+        Need("activations", _activations(config, arch) // parallel.tensor, "layers recomputed; estimate"),
+        Need("workspace", WORKSPACE, "estimate"),
+    )
+
+
+def exported(config: RunConfig, sync: StoredBytes, made_from: Need) -> tuple[Need, ...]:
+    """The policy in the engine's formats, and beside an engine that is awake what it is made from."""
+    sent = Need("weights to send", sync.total, "the whole policy in the engine's formats")
+    return (sent,) if config.rollout.vllm.sleep else (sent, made_from)
+
+
+def exported_in_one_piece(config: RunConfig, _: Architecture, __: Parallel, sync: StoredBytes) -> tuple[Need, ...]:
+    """As `exported`, where the stored tensors are copied into one buffer."""
+    return exported(config, sync, Need("what they are made from", sync.total, "the same, not yet in one piece"))
+
+
+SHARDED = TrainerMemory(
+    state=lambda _, arch, parallel: gpu_state(arch, parallel),
+    step=_sharded_step,
+    exported=exported_in_one_piece,
+    at_rest=AT_REST,
+)
+"""Of any trainer that shares its optimiser states out, as `fp8-grpo plan --gpus` assumes."""
+
+
+def heaviest(arch: Architecture, parallel: Parallel) -> Part:
+    """The pipeline stage that holds most: its parameters, with the number of GPUs that each kind is cut over."""
+    cut = [_cut(shapes, parallel) for shapes in stages(arch, parallel.pipeline)]
+    return max(cut, key=lambda part: sum(count(shapes) / parts for shapes, parts in part))
+
+
+def _cut(shapes: Shapes, parallel: Parallel) -> Part:
+    kinds: dict[int, dict[str, tuple[int, ...]]] = {}
+    for name, shape in shapes.items():
+        # Norms and routers are whole on every GPU of a tensor-parallel group.
+        whole = len(shape) == 1 or name.endswith(ROUTER)
+        parts = parallel.expert if is_expert(name) else 1 if whole else parallel.tensor
+        kinds.setdefault(parts, {})[name] = shape
+    return [(kind, parts) for parts, kind in kinds.items()]
+
+
+def _weights(part: Part, contract: PrecisionContract, num_layers: int) -> tuple[Need, ...]:
+    formats = training_formats(contract, num_layers).stored_names()
+    stored = [(stored_bytes(shapes, formats), parts) for shapes, parts in part]
+    weights = sum(math.ceil(each.total / parts) for each, parts in stored)
+    copies = sum(math.ceil(each.codes / parts) for each, parts in stored)
+    held = Need("weights", weights, "FP8 codes and scales, the rest in BF16" if copies else "as they are multiplied")
+    if contract.training.backward_format != "fp8_block":
+        return (held,)
+    return held, Need("quantised copies", copies, "transposed FP8 codes for dgrad")
+
+
+def _activations(config: RunConfig, arch: Architecture) -> int:
+    """The inputs of all layers, and everything of one layer that is recomputed, in BF16 with its gradients.
+
+    One layer holds two norms, Q, K, V, what attention and the block give, and three of the width of its MLP. FP8
+    linears also hold the codes of their inputs, by rows and by columns.
+    """
+    tokens = config.training.micro_batch * longest_sequence(config, arch)
+    hidden, q_size, kv_size = arch.hidden_size, arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
+    width = arch.intermediate_size
+    if (experts := arch.experts) is not None:
+        routed = experts.per_token * (experts.intermediate_size + hidden)
+        width = routed if len(arch.sparse_layers) == arch.num_layers else max(routed, width)
+    inner = 5 * hidden + 2 * q_size + 2 * kv_size + 3 * width
+    codes = 2 * (2 * hidden + q_size + width) if config.precision.training.linear == "fp8_block" else 0
+    return tokens * (_BF16 * hidden * arch.num_layers + 2 * _BF16 * inner + codes)
+
+
+def host_needs(config: RunConfig, arch: Architecture) -> tuple[Need, ...]:
+    """The memory that `training.exact` holds on a CPU for certain: activations come on top.
+
+    The exact emulation multiplies FP64 values and keeps FP32 ones beside them (`numerics.linear.LinearWeight`).
+    """
+    counts = count_parameters(arch)
+    total, linear = counts.total, counts.linear
+    return (
+        Need("initial policy", total * (_BF16 if config.model else _FP32), "as it was read"),
+        Need("master weights", total * _FP32, "FP32"),
+        Need("optimiser states", total * _MOMENTS, "AdamW, FP32"),
+        Need("gradients", total * _FP32, "FP32"),
+        Need("weights", emulated_bytes(arch) + linear * _FP32, EMULATED),
+    )
+
+
+def emulated_bytes(arch: Architecture) -> int:
+    """Weights as the exact emulation holds them: linears, routers and head twice, the rest once."""
+    size = 0
+    for name, shape in parameter_shapes(arch).items():
+        twice = is_linear(name) or name == HEAD or name.endswith(ROUTER)
+        size += math.prod(shape) * (_FP32 + _FP64 if twice else _FP32)
+    return size + (count_parameters(arch).head * (_FP32 + _FP64) if arch.tie_embeddings else 0)

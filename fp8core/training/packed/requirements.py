@@ -1,0 +1,128 @@
+"""The formats that the trainer for packed sequences can compute, and its memory: decided before anything is loaded."""
+
+from fp8core.config.precision import PrecisionContract
+from fp8core.config.run import RunConfig, TrainingConfig
+from fp8core.errors import UserError
+from fp8core.models.architecture import Architecture, parameter_shapes
+from fp8core.models.weights import is_linear, training_formats
+from fp8core.numerics.attention import HEAD_DIM, LARGEST_GROUP
+from fp8core.numerics.e4m3 import TILE
+from fp8core.plan.memory import Need, count_parameters, stored_bytes
+from fp8core.training.memory import Parallel, TrainerMemory, exported_in_one_piece
+
+_SETTING = "training.packed"
+_POINTS = ("stepwise", "kernels")
+
+
+def chosen(training: TrainingConfig) -> bool:
+    """True if a configuration selects this trainer."""
+    wanted = training.device == "cuda" if training.packed is None else training.packed
+    return wanted and training.trainer == "torch"
+
+
+def required_environment(training: TrainingConfig) -> dict[str, str]:
+    """The variable that cuBLAS reads at the first product; torch's deterministic mode refuses a product without it."""
+    return {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if training.device == "cuda" and training.deterministic else {}
+
+
+def check_contract_fits(contract: PrecisionContract, device: str, platform: str) -> None:
+    """Refuse what no kernel of this trainer computes.
+
+    Args:
+        contract: formats of both sides.
+        device: `cpu`, where references stand in, or `cuda`.
+        platform: see `config.capability.this_platform`.
+
+    Raises:
+        UserError: naming the setting and what to do.
+    """
+    training = contract.training
+    if device == "cuda" and platform == "cpu":
+        raise UserError("training.device=cuda: torch sees no GPU here; set it to cpu")
+    if training.linear == "fp32":
+        raise UserError(f"{_SETTING} with precision.training.linear=fp32: set it to bf16 or fp8_block")
+    if training.backward_format != training.linear:
+        raise UserError(
+            f"{_SETTING} with precision.training.backward={training.backward_format}: its backward has the format of "
+            f"the forward ({training.linear}); set backward to null"
+        )
+    if contract.rounding_points not in _POINTS:
+        raise UserError(
+            f"{_SETTING} with precision.rounding_points={contract.rounding_points}: its kernels have the points "
+            f"`kernels`; set it to {' or '.join(_POINTS)}"
+        )
+
+
+def check_architecture_fits(arch: Architecture, contract: PrecisionContract, device: str) -> None:
+    """Refuse a model that this trainer has not, or on `cuda` no kernel for.
+
+    Raises:
+        UserError: naming what the model has.
+    """
+    if arch.sparse_layers:
+        raise UserError(
+            f"{_SETTING}: the model has experts, which this trainer does not; set training.trainer=megatron"
+        )
+    if device == "cpu":
+        return
+    formats = training_formats(contract, arch.num_layers).stored_names()
+    for name, shape in parameter_shapes(arch).items():
+        if is_linear(name) and formats.of(name) == "fp8_block" and any(size % TILE for size in shape):
+            raise UserError(
+                f"{_SETTING} with precision.training.linear=fp8_block: {name} is {list(shape)}; both sides must be "
+                f"multiples of {TILE}"
+            )
+    group = arch.num_heads // arch.num_kv_heads
+    if contract.training.kv_cache == "fp8" and (arch.head_dim != HEAD_DIM or group > LARGEST_GROUP):
+        raise UserError(
+            f"{_SETTING} with precision.training.kv_cache=fp8: the model has head_dim={arch.head_dim} and {group} "
+            f"query heads a KV head; the kernel takes head_dim={HEAD_DIM} and at most {LARGEST_GROUP}"
+        )
+
+
+_FP32, _BF16 = 4, 2
+_MOMENT_BYTES = {"fp32": _FP32, "bf16": _BF16}
+# CUDA context, GEMM workspaces, and a chunk of logits with what is made of it. An estimate.
+_WORKSPACE = 4_000_000_000
+# CUDA context, and memory that torch keeps because a part of it is used. An estimate: 10 GiB for this and an engine's
+# workspace were too few beside a policy of 8B.
+_AT_REST = 8_000_000_000
+
+
+def _state(config: RunConfig, arch: Architecture, _: Parallel) -> tuple[Need, ...]:
+    """The memory that stays between steps."""
+    total, form = count_parameters(arch).total, config.training.optimiser_state
+    moments = Need("optimiser states", 2 * total * _MOMENT_BYTES[form], f"AdamW, {form.upper()}")
+    return Need("master weights", total * _FP32, "FP32"), moments
+
+
+def _step(config: RunConfig, arch: Architecture, _: Parallel) -> tuple[Need, ...]:
+    """The memory that a step adds."""
+    stored = stored_bytes(parameter_shapes(arch), training_formats(config.precision, arch.num_layers).stored_names())
+    recomputed = config.training.activation_checkpointing
+    return (
+        Need("weights", stored.total, "as they are multiplied"),
+        Need("quantised copies", stored.codes, "transposed FP8 codes for dgrad"),
+        Need("gradients", count_parameters(arch).total * _FP32, "FP32"),
+        Need("activations", _activations(config, arch), "layers recomputed" if recomputed else "all kept"),
+        Need("workspace", _WORKSPACE, "estimate"),
+    )
+
+
+def _activations(config: RunConfig, arch: Architecture) -> int:
+    """The bytes that blocks, rotary positions and attention keep of a pass for its backward (`packed.blocks`)."""
+    hidden, query = arch.hidden_size, arch.num_heads * arch.head_dim
+    every, width = query + 2 * arch.num_kv_heads * arch.head_dim, arch.intermediate_size
+    # Inputs of the four linears: column codes, or the BF16 tensors.
+    inputs = (2 * hidden + query + width) * (1 if config.precision.training.linear == "fp8_block" else _BF16)
+    inside = inputs + _BF16 * (2 * hidden + 2 * every + query + 2 * width)
+    # Of each layer that is computed again: input, what is added to it, and what it attended to.
+    outside, layers = _BF16 * (2 * hidden + query), arch.num_layers
+    if config.precision.training.kv_cache == "bf16":
+        outside += _FP32 * arch.num_heads  # FlashAttention's log-sum-exp
+    kept = outside * layers + inside if config.training.activation_checkpointing else inside * layers
+    return config.training.tokens_per_pass * kept
+
+
+MEMORY = TrainerMemory(_state, _step, exported_in_one_piece, _AT_REST)
+"""On one GPU, which holds everything."""

@@ -1,0 +1,296 @@
+"""The trainer on a GPU: packed sequences, block-FP8 GEMMs on codes, fused FP32 masters.
+
+It computes what `exact.ExactTrainer` defines, with the kernels that stand beside each reference. On a CPU every
+kernel is its reference, and log-probs are then equal bit for bit (rounding points `kernels`).
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fp8core.config.run import TrainingConfig
+from fp8core.models.architecture import Architecture
+from fp8core.models.weights import Formats, in_one_buffer, stored_weights
+from fp8core.numerics.adamw import AdamWStep, adamw
+from fp8core.numerics.attention import Bf16Attention
+from fp8core.numerics.e4m3 import FiniteFlag
+from fp8core.numerics.fingerprint import policy_digest
+from fp8core.numerics.kv_scales import AmaxStatistics, KvStatistics, LayerScales
+from fp8core.numerics.packed import (
+    Bf16PackedAttention,
+    DevicePack,
+    Fp8PackedAttention,
+    HeadOptions,
+    PackedAttention,
+    PackedSequences,
+    packed_length,
+    token_logprobs,
+)
+from fp8core.rl.batch import TokenBatch
+from fp8core.rl.objective import Objective
+from fp8core.training.packed.blocks import Bf16Blocks, Blocks, Fp8Blocks
+from fp8core.training.packed.decoder import Observer, PackedDecoder, named_masters
+from fp8core.training.packing import Pack, row_groups
+from fp8core.training.saved_state import (
+    MASTERS,
+    OPTIMISER,
+    read_state,
+    read_tensors,
+    refuse_other_digest,
+    refuse_other_shapes,
+    save_training,
+)
+from fp8core.training.trainer import MicroBatchTrainer, Scored, ScoredBatch
+
+
+@dataclass(frozen=True)
+class PackedFormats:
+    """The meaning of a contract's two sides to this trainer.
+
+    Attributes:
+        training: formats of the forward; backward GEMMs follow the linears.
+        rollout: formats of the weights that are exported.
+        longest: tokens of the longest request of the engine whose FP8 attention is computed.
+        amax_only: whether calibration needs no histogram of Q, K and V.
+    """
+
+    training: Formats
+    rollout: Formats
+    longest: int
+    amax_only: bool
+
+
+class PackedTrainer(MicroBatchTrainer[Tensor]):
+    """Holds the masters of one policy on one device; the weights of a pass are the head's, BF16."""
+
+    def __init__(
+        self,
+        arch: Architecture,
+        masters: Mapping[str, Tensor],
+        formats: PackedFormats,
+        training: TrainingConfig,
+        objective: Objective,
+        device: torch.device,
+    ) -> None:
+        super().__init__(training, objective)
+        self.arch, self._formats, self._device = arch, formats, device
+        self._flag = FiniteFlag(device)
+        blocks: dict[str, Blocks] = {
+            "fp8_block": Fp8Blocks(formats.training.scale_rule, self._flag),
+            "bf16": Bf16Blocks(),
+        }
+        linears = [blocks[layer.qkv.name] for layer in formats.training.layers]
+        self._decoder = PackedDecoder(arch, linears, device, training.activation_checkpointing)
+        bf16 = Bf16PackedAttention(Bf16Attention(formats.training.points.weights))
+        attention: dict[str, PackedAttention] = {"fp8": Fp8PackedAttention(formats.longest), "bf16": bf16}
+        self._attention, self._unscaled = attention[formats.training.layers[0].attention.name], bf16
+        self._write(masters)
+        self._optimiser = AdamW(dict(self._decoder.named_parameters()), training)
+
+    @property
+    def masters(self) -> dict[str, Tensor]:
+        """FP32 weights by Hugging Face name: views of what is trained."""
+        return named_masters(self._decoder)
+
+    def describe(self) -> dict[str, object]:
+        """Formats by layer, and what multiplies."""
+        kernels = "hopper" if self._device.type == "cuda" else "exact"
+        return {"trainer": "torch", "accumulation": kernels, **self._formats.training.describe()}
+
+    def export(self) -> dict[str, Tensor]:
+        """Weights for the rollout engine, quantised here and nowhere else, in one buffer: that is shared fast."""
+        self._decoder.drop_weights()  # Cached weights would take memory beside it.
+        rollout = self._formats.rollout
+        return in_one_buffer(stored_weights(self.masters, rollout.stored_names(), rollout.scale_rule))
+
+    def digest(self) -> str:
+        return policy_digest(self.masters)
+
+    def logprobs(self, batch: TokenBatch, temperature: float, scales: Sequence[LayerScales] | None) -> ScoredBatch:
+        """As every trainer; raises GroupNotFinite when a linear met NaN or infinity, which kernels only note."""
+        scored = super().logprobs(batch, temperature, scales)
+        self._refuse_not_finite()
+        return scored
+
+    @torch.no_grad()
+    def statistics(self, batch: TokenBatch) -> KvStatistics:
+        """Statistics of Q, K and V per layer over all valid tokens, without any scales: attention in BF16."""
+        self._inference_weights()
+        statistics = self._no_statistics()
+        for _, part in self._slices(batch):
+            self._hidden(self._packed(part), self._unscaled, None, statistics)
+        self._refuse_not_finite()
+        return statistics
+
+    def _packed(self, batch: TokenBatch) -> Pack:
+        assert batch.experts is None, "experts are not packed"
+        sequences = PackedSequences.of(batch.valid.sum(-1).tolist())
+        return Pack.of(batch, slice(0, len(batch)), sequences).to(self._device)
+
+    def _hidden(
+        self,
+        pack: Pack,
+        attention: PackedAttention,
+        scales: Sequence[LayerScales] | None,
+        statistics: KvStatistics | None,
+    ) -> Tensor:
+        observe: Observer | None = None
+        if statistics is not None:
+            valid = pack.sequences.valid[None].to(self._device)
+
+            def observe(layer: int, qkv: tuple[Tensor, Tensor, Tensor]) -> None:
+                q, k, v = (part.transpose(0, 1)[None] for part in qkv)
+                statistics.observe(layer, (q, k, v), valid, scales[layer] if scales else None)
+
+        on_device = DevicePack.of(pack.sequences, self._device)
+        hidden: Tensor = self._decoder(pack.tokens, on_device, attention, scales, observe)
+        return hidden
+
+    def _score(
+        self,
+        weights: Tensor,
+        batch: TokenBatch,
+        temperature: float,
+        scales: Sequence[LayerScales] | None,
+        statistics: KvStatistics | None = None,
+    ) -> Scored:
+        pack = self._packed(batch)
+        with _deterministic(self._config.deterministic):
+            hidden = self._hidden(pack, self._attention, scales, statistics)
+            # Each written token is predicted by the position before it.
+            options = HeadOptions(_HEADS[self._formats.training.head.name], temperature)
+            logprobs, entropy = token_logprobs(
+                hidden[pack.written - 1],
+                self._decoder.head_master,
+                weights,
+                pack.tokens[pack.written],
+                options,
+            )
+            return Scored(logprobs.cpu(), entropy.cpu())
+
+    def _slices(self, batch: TokenBatch) -> Iterator[tuple[slice, TokenBatch]]:
+        """As many rows as make no pack longer than the micro-batch, one at least."""
+        lengths = [packed_length(length) for length in batch.valid.sum(-1).tolist()]
+        for rows in row_groups(lengths, self._config.tokens_per_pass):
+            yield rows, batch.part(rows, int(batch.valid[rows].sum(-1).max()))
+
+    def _no_statistics(self) -> KvStatistics:
+        kind = AmaxStatistics if self._formats.amax_only else KvStatistics
+        return kind(self.arch.num_layers, self._device)
+
+    def _inference_weights(self) -> Tensor:
+        self._decoder.cache_weights()
+        return self._decoder.head_master.detach().bfloat16()
+
+    def _training_weights(self) -> Tensor:
+        return self._inference_weights()
+
+    def _backward(self, loss: Tensor, last: bool) -> None:
+        with _deterministic(self._config.deterministic):
+            torch.autograd.backward(loss)
+
+    def _step(self, learning_rate: float) -> float:
+        self._refuse_not_finite()
+        gradients = [parameter.grad for parameter in self._decoder.parameters()]
+        norm = float(torch.nn.utils.get_total_norm([grad for grad in gradients if grad is not None]))
+        if math.isfinite(norm):
+            self._decoder.drop_weights()
+            self._optimiser.step(learning_rate, min(1.0, self._config.max_grad_norm / (norm + 1e-6)))
+        return norm
+
+    def _drop_gradients(self) -> None:
+        self._decoder.zero_grad(set_to_none=True)
+
+    def _refuse_not_finite(self) -> None:
+        try:
+            self._flag.check()
+        finally:
+            self._flag.not_finite.zero_()
+
+    def save(self, folder: Path) -> None:
+        moments = self._optimiser.moments
+        save_training(folder, self.masters, moments, self.version, self._updates, self.digest())
+
+    def load(self, folder: Path) -> None:
+        state = read_state(folder)
+        masters, moments = read_tensors(folder / MASTERS), read_tensors(folder / OPTIMISER)
+        refuse_other_shapes(folder / MASTERS, masters, self.masters)
+        refuse_other_shapes(folder / OPTIMISER, moments, self._optimiser.moments)
+        self._write(masters)
+        self.version, self._updates = state.version, state.updates
+        self._optimiser.load(moments, self._updates)
+        refuse_other_digest(folder, self.digest(), state)
+
+    def _write(self, masters: Mapping[str, Tensor]) -> None:
+        own = self.masters
+        assert own.keys() == masters.keys(), "masters of another model"
+        for name, master in own.items():
+            # Narrow weights become FP32 where they are going.
+            master.copy_(masters[name].to(master.device))
+        self._decoder.drop_weights()
+
+
+_HEADS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@contextmanager
+def _deterministic(wanted: bool) -> Iterator[None]:
+    """Deterministic kernels alone, inside; torch has one switch for the whole process."""
+    before, settings = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic
+    filled = settings.fill_uninitialized_memory  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(wanted or before)
+    # Filling what is about to be overwritten costs a pass over memory and changes no result.
+    settings.fill_uninitialized_memory = filled and not wanted  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+        settings.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
+
+
+_EPS = 1e-8
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class AdamW:
+    """Updates masters in place from their `.grad`.
+
+    Attributes:
+        updates: how often it has.
+        moments: by `exp_avg/<name>` and `exp_avg_sq/<name>`.
+    """
+
+    def __init__(self, masters: Mapping[str, Tensor], training: TrainingConfig) -> None:
+        self._masters, self._config = dict(masters), training
+        self.updates = 0
+        dtype = _FORMATS[training.optimiser_state]
+        self.moments = {
+            f"{moment}/{name}": torch.zeros_like(master, dtype=dtype, requires_grad=False)
+            for name, master in masters.items()
+            for moment in _MOMENTS
+        }
+
+    def step(self, learning_rate: float, gradient_factor: float) -> None:
+        """One update; gradients are multiplied by `gradient_factor` first, which is what clips their norm."""
+        self.updates += 1
+        config = self._config
+        step = AdamWStep.at(
+            self.updates, learning_rate, (config.beta1, config.beta2), config.weight_decay, _EPS, gradient_factor
+        )
+        for name, master in self._masters.items():
+            assert master.grad is not None, f"{name} got no gradient"
+            first, second = (self.moments[f"{moment}/{name}"] for moment in _MOMENTS)
+            adamw(master.detach(), master.grad.contiguous(), first, second, step)
+
+    def load(self, moments: Mapping[str, Tensor], updates: int) -> None:
+        """Continue from what was saved; names must be those of the masters."""
+        assert moments.keys() == self.moments.keys(), "moments of another model"
+        for name, moment in self.moments.items():
+            moment.copy_(moments[name])
+        self.updates = updates

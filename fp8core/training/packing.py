@@ -1,0 +1,98 @@
+"""Rows of a batch laid one after another: what the packed trainer and Megatron compute at once."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fp8core.numerics.packed import PackedSequences
+from fp8core.rl.batch import TokenBatch
+
+
+def row_groups(lengths: Sequence[int], micro_batch_tokens: int) -> Iterator[slice]:
+    """Consecutive rows of at most so many tokens together; a longer row is alone."""
+    start, filled = 0, 0
+    for row, length in enumerate(lengths):
+        if row > start and filled + length > micro_batch_tokens:
+            yield slice(start, row)
+            start, filled = row, 0
+        filled += length
+    if lengths:
+        yield slice(start, len(lengths))
+
+
+def end_to_end(lengths: Sequence[int], multiple: int) -> PackedSequences:
+    """Sequences without padding between them, and a last one of padding up to a multiple of tokens."""
+    starts = [0]
+    for length in lengths:
+        starts.append(starts[-1] + length)
+    if padding := -starts[-1] % multiple:
+        return PackedSequences((*lengths, 0), (*starts, starts[-1] + padding))
+    return PackedSequences(tuple(lengths), tuple(starts))
+
+
+@dataclass(frozen=True)
+class Pack:
+    """The tokens of one forward pass.
+
+    Attributes:
+        rows: of the batch it was made from.
+        sequences: where each row lies.
+        tokens: int64 [T], 0 on padding.
+        written: int64 [written], where the completion tokens lie, in row order; the place before predicts a token.
+        experts: int16 [T, sparse layers, k] as in `TokenBatch`, -1 on padding, or None.
+    """
+
+    rows: slice
+    sequences: PackedSequences
+    tokens: Tensor
+    written: Tensor
+    experts: Tensor | None
+
+    @classmethod
+    def of(cls, batch: TokenBatch, rows: slice, sequences: PackedSequences) -> "Pack":
+        """These rows as `sequences` lays them out."""
+        valid = batch.valid[rows]
+
+        def laid_out(values: Tensor, padding: int) -> Tensor:
+            packed = values.new_full((sequences.tokens, *values.shape[2:]), padding)
+            packed[sequences.valid] = values[rows][valid]
+            return packed
+
+        written = laid_out(batch.completion, False).nonzero().squeeze(-1)
+        experts = None if batch.experts is None else laid_out(batch.experts, -1)
+        return cls(rows, sequences, laid_out(batch.tokens, 0), written, experts)
+
+    def to(self, device: torch.device) -> "Pack":
+        """The same on a device."""
+        tokens, written = (part.to(device, non_blocking=True) for part in (self.tokens, self.written))
+        experts = None if self.experts is None else self.experts.to(device)
+        return replace(self, tokens=tokens, written=written, experts=experts)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """A pack as one process of a grid computes it.
+
+    Where it does not `count`, another process counts it: this one takes part for the collectives.
+    """
+
+    pack: Pack
+    counts: bool
+
+    @property
+    def valid(self) -> Tensor:
+        """bool [1, T]: tokens that count."""
+        return self.pack.sequences.valid[None].to(self.pack.tokens.device) & self.counts
+
+    def to(self, device: torch.device) -> "MicroBatch":
+        """The same on a device."""
+        return MicroBatch(self.pack.to(device), self.counts)
+
+
+def packs(batch: TokenBatch, micro_batch_tokens: int, multiple: int) -> Iterator[Pack]:
+    """The batch in packs without padding between rows, each padded to a multiple of tokens."""
+    lengths = batch.valid.sum(-1).tolist()
+    for rows in row_groups(lengths, micro_batch_tokens):
+        yield Pack.of(batch, rows, end_to_end(lengths[rows], multiple))

@@ -1,0 +1,208 @@
+"""The trainers there are, each registered once: its settings, what it refuses, needs and holds, and how it is built.
+
+Code outside this package takes the entry of a configuration (`trainer_of`) and calls what it holds; it compares no
+names. `build` imports what a trainer needs: Megatron is optional, and Transformer Engine reads its environment when
+it is imported.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from pydantic import BaseModel
+from torch import Tensor
+
+from fp8core.config.capability import Environment
+from fp8core.config.megatron import MegatronConfig
+from fp8core.config.run import RunConfig, TrainingConfig
+from fp8core.models.architecture import Architecture
+from fp8core.models.weights import rollout_formats, training_formats
+from fp8core.plan.memory import Machine
+from fp8core.plan.rollout import longest_sequence
+from fp8core.rl.objective import Objective
+from fp8core.training.megatron import requirements as megatron
+from fp8core.training.memory import SHARDED, Parallel, TrainerMemory
+from fp8core.training.packed import requirements as packed
+from fp8core.training.trainer import SftTrainer, Trainer
+
+if TYPE_CHECKING:
+    from fp8core.training.packed.trainer import PackedTrainer
+
+Arithmetic = Literal["exact", "kernels", "own"]
+
+
+@dataclass(frozen=True)
+class TrainerEntry:
+    """A trainer as the rest of the program sees it.
+
+    Attributes:
+        name: unique.
+        settings: the section that it alone reads, or all of `training`.
+        chosen: whether a configuration selects it.
+        build: a trainer that starts from weights by Hugging Face name.
+        arithmetic: `exact`: the operations of the embedded engine. `kernels`: those of the packed kernels, which vLLM's
+            aligned model runs too; on a CPU their references. `own`: neither.
+        device: where it computes here.
+        build_sft: a trainer for the warm start; None: the reference decoder makes it, in FP32 (`warm_start`).
+        check_machine: takes the platform and its number of GPUs; raises UserError for what is not installed, for GPUs
+            that are missing, and for formats that it does not compute.
+        check_model: raises UserError for a model that it cannot hold, cut or multiply.
+        environment: what must be set before it is built.
+        grid: the GPUs that it trains on, on a machine that has some; None where it computes on the host.
+        needs_gpu: whether a machine without a GPU cannot run the configuration.
+        shares_gpu: whether an engine lies on the GPU that it trains on, asleep or awake.
+        memory: what it holds on each GPU of a grid.
+        advice: what to change where its memory does not fit.
+    """
+
+    name: str
+    settings: type[BaseModel]
+    chosen: Callable[[TrainingConfig], bool]
+    build: Callable[[RunConfig, Architecture, Mapping[str, Tensor]], Trainer]
+    arithmetic: Arithmetic
+    device: Callable[[TrainingConfig], str]
+    build_sft: Callable[[RunConfig, Architecture, Mapping[str, Tensor]], SftTrainer] | None
+    check_machine: Callable[[RunConfig, str, int], None]
+    check_model: Callable[[RunConfig, Architecture], None]
+    environment: Callable[[RunConfig], Environment]
+    grid: Callable[[TrainingConfig], Parallel | None]
+    needs_gpu: Callable[[TrainingConfig], bool]
+    shares_gpu: Callable[[TrainingConfig], bool]
+    memory: Callable[[TrainingConfig, Parallel], TrainerMemory]
+    advice: Callable[[RunConfig], str]
+
+
+_entries: dict[str, TrainerEntry] = {}
+
+
+def register_trainer(entry: TrainerEntry) -> None:
+    """Add a trainer; of several that a configuration selects, the last one is taken."""
+    assert entry.name not in _entries, f"trainer {entry.name} is registered twice"
+    _entries[entry.name] = entry
+
+
+def trainers() -> tuple[TrainerEntry, ...]:
+    """All entries, in the order of their registration."""
+    return tuple(_entries.values())
+
+
+def trainer_of(training: TrainingConfig) -> TrainerEntry:
+    """The entry that a configuration selects."""
+    return next(entry for entry in reversed(_entries.values()) if entry.chosen(training))
+
+
+def trainer_grid(config: RunConfig, machine: Machine) -> Parallel | None:
+    """The GPUs of a machine that the configuration trains on; None where training computes on the host."""
+    return None if machine.gpu is None else trainer_of(config.training).grid(config.training)
+
+
+def _on_gpu(training: TrainingConfig) -> bool:
+    return training.device == "cuda"
+
+
+def _build_exact(config: RunConfig, arch: Architecture, masters: Mapping[str, Tensor]) -> Trainer:
+    from fp8core.training.exact import ExactTrainer
+
+    return ExactTrainer(
+        arch,
+        masters,
+        training_formats(config.precision, arch.num_layers),
+        rollout_formats(config.precision, arch.num_layers),
+        config.training,
+        Objective(config.loss, config.correction),
+    )
+
+
+register_trainer(
+    TrainerEntry(
+        name="exact",
+        settings=TrainingConfig,
+        chosen=lambda training: training.trainer == "torch" and not packed.chosen(training),
+        build=_build_exact,
+        arithmetic="exact",
+        device=lambda _: "cpu",
+        build_sft=None,
+        check_machine=lambda *_: None,
+        check_model=lambda *_: None,
+        environment=lambda _: Environment(),
+        grid=lambda _: None,
+        needs_gpu=lambda _: False,
+        shares_gpu=lambda _: False,
+        memory=lambda *_: SHARDED,
+        advice=lambda _: "train on more GPUs, or lower training.micro_batch",
+    )
+)
+
+
+def _build_packed(config: RunConfig, arch: Architecture, masters: Mapping[str, Tensor]) -> "PackedTrainer":
+    from fp8core.training.packed.trainer import PackedFormats, PackedTrainer
+
+    formats = PackedFormats(
+        training_formats(config.precision, arch.num_layers),
+        rollout_formats(config.precision, arch.num_layers),
+        longest=config.rollout.vllm.max_model_len or arch.max_positions,
+        amax_only=config.calibration.statistic == "amax",
+    )
+    objective = Objective(config.loss, config.correction)
+    return PackedTrainer(arch, masters, formats, config.training, objective, torch.device(config.training.device))
+
+
+register_trainer(
+    TrainerEntry(
+        name="packed",
+        settings=TrainingConfig,
+        chosen=packed.chosen,
+        build=_build_packed,
+        arithmetic="kernels",
+        device=lambda training: training.device,
+        build_sft=_build_packed,
+        check_machine=lambda config, platform, _: packed.check_contract_fits(
+            config.precision, config.training.device, platform
+        ),
+        check_model=lambda config, arch: packed.check_architecture_fits(arch, config.precision, config.training.device),
+        environment=lambda config: Environment(packed.required_environment(config.training)),
+        grid=lambda training: Parallel() if _on_gpu(training) else None,
+        needs_gpu=_on_gpu,
+        shares_gpu=_on_gpu,
+        # More GPUs than one, which `fp8-grpo plan` can be given, are planned as those of any trainer.
+        memory=lambda training, parallel: packed.MEMORY if _on_gpu(training) and parallel == Parallel() else SHARDED,
+        advice=lambda _: "train on more GPUs, or lower training.tokens_per_pass",
+    )
+)
+
+
+def _build_megatron(config: RunConfig, arch: Architecture, masters: Mapping[str, Tensor]) -> Trainer:
+    from fp8core.training.megatron.processes import GridTrainer
+
+    return GridTrainer(config, arch, masters)
+
+
+def _megatron_grid(training: TrainingConfig) -> Parallel:
+    spread = training.megatron
+    return Parallel(spread.gpus, spread.tensor_parallel, spread.pipeline_parallel, spread.expert_parallel)
+
+
+register_trainer(
+    TrainerEntry(
+        name="megatron",
+        settings=MegatronConfig,
+        chosen=lambda training: training.trainer == "megatron",
+        build=_build_megatron,
+        arithmetic="own",
+        device=lambda _: "cuda" if torch.cuda.is_available() else "cpu",
+        build_sft=None,
+        check_machine=megatron.check_machine,
+        check_model=lambda config, arch: megatron.check_grid(
+            arch, config.training.megatron, config.precision, longest_sequence(config, arch)
+        ),
+        environment=lambda config: Environment(
+            megatron.required_environment(config), megatron.suggested_environment(config)
+        ),
+        grid=_megatron_grid,
+        needs_gpu=lambda training: training.megatron.gpus > 1,
+        shares_gpu=lambda _: False,
+        memory=lambda *_: megatron.MEMORY,
+        advice=megatron.advice,
+    )
+)

@@ -1,0 +1,34 @@
+"""Optional step: log-probs under the teacher of `loss.distillation`."""
+
+import torch
+
+from fp8core.config.steps import NoOptions
+from fp8core.numerics.fingerprint import masters_digest
+from fp8core.run.build import build_teacher
+from fp8core.run.context import RunContext
+from fp8core.store.artifacts import Ref
+from tasks.logprobs import ORDERED, REPLAYED, logprob_table, token_batch
+from tasks.step import step
+
+
+@step(inputs={"rollouts": "rollouts"}, outputs={"teacher": "logprobs", "teacher_checkpoint": "teacher_checkpoint"})
+def teacher(run: RunContext, index: int, options: NoOptions, rollouts: Ref) -> dict[str, Ref]:
+    """The teacher scores what the policy wrote, at the rollout's temperature; it learns nothing.
+
+    The identity of its weights is in each step's record, so that a replay names a checkpoint that was replaced.
+    """
+    if run.teacher is None:
+        run.teacher = build_teacher(run.config, run.tokenizer)
+        run.teacher_digest = masters_digest(run.teacher.masters, torch.device("cpu"))
+    store, settings = run.directory.store, run.config.loss.distillation
+    table = store.get_table(rollouts, [*ORDERED, *REPLAYED])
+    scored = run.teacher.logprobs(token_batch(table), run.config.rollout.temperature, None)
+    checkpoint = {
+        "model": settings.teacher,
+        "revision": settings.revision,
+        "weights_digest": run.teacher_digest,
+    }
+    return {
+        "teacher": store.put_table("logprobs", logprob_table(table, scored)),
+        "teacher_checkpoint": store.put_json("teacher_checkpoint", checkpoint),
+    }

@@ -1,0 +1,23 @@
+"""Every page of docs/ that code, messages and configurations name is there."""
+
+import re
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[2]
+NAMED = re.compile(r"(?<![\w/])docs/[\w/-]+\.(?:md|py|json|png|svg)\b")
+# Of other projects, which comments cite.
+ELSEWHERE = ("docs/algo/", "docs/guides/grpo.md", "docs/adding-new-models.md", "docs/algorithms.md")
+FOLDERS = ("flows", "tasks", "fp8core", "configs", "tests", "benchmarks", "docs")
+
+
+def test_pages_that_sources_name_exist() -> None:
+    files = [REPOSITORY / name for name in ("README.md", "Makefile", "mkdocs.yml", "prefect.yaml", "pyproject.toml")]
+    for folder in FOLDERS:
+        files += [path for path in (REPOSITORY / folder).rglob("*") if path.suffix in (".py", ".yaml", ".md")]
+    missing = {
+        f"{path.relative_to(REPOSITORY)}: {name}"
+        for path in files
+        for name in NAMED.findall(path.read_text())
+        if not name.startswith(ELSEWHERE) and not (REPOSITORY / name).is_file()
+    }
+    assert not missing

@@ -1,0 +1,310 @@
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoConfig
+
+from fp8core.errors import UserError
+from fp8core.models.architecture import (
+    Architecture,
+    Experts,
+    RopeScaling,
+    architecture_from_hf,
+    architecture_to_hf,
+    read_json_object,
+)
+
+LLAMA_32_1B = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 32.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 128256,
+}
+QWEN3_06B = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 28,
+    "model_type": "qwen3",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+
+QWEN3_30B_A3B = {
+    **{key: value for key, value in QWEN3_06B.items() if key != "max_window_layers"},
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "decoder_sparse_step": 1,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.001,
+    "tie_word_embeddings": False,
+}
+
+
+def without(config, *keys):
+    return {key: value for key, value in config.items() if key not in keys}
+
+
+def test_llama_32():
+    assert architecture_from_hf(LLAMA_32_1B, "config.json") == Architecture(
+        family="llama",
+        vocab_size=128256,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_layers=16,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=64,
+        rms_norm_eps=1e-5,
+        rope_theta=500000.0,
+        max_positions=131072,
+        rope_scaling=RopeScaling(factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192),
+        qk_norm=False,
+        tie_embeddings=True,
+    )
+
+
+def test_qwen3():
+    arch = architecture_from_hf(QWEN3_06B, "config.json")
+    assert (arch.family, arch.qk_norm, arch.head_dim, arch.rope_theta) == ("qwen3", True, 128, 1e6)
+    assert (arch.num_heads, arch.num_kv_heads, arch.rope_scaling) == (16, 8, None)
+
+
+def test_transformers_5_keys_mean_the_same():
+    llama = without(LLAMA_32_1B, "rope_theta", "rope_scaling")
+    llama["rope_parameters"] = {**LLAMA_32_1B["rope_scaling"], "rope_theta": 500000.0}
+    qwen3 = without(QWEN3_06B, "rope_theta", "rope_scaling")
+    qwen3 |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "layer_types": ["full_attention"] * 28}
+    assert architecture_from_hf(llama, "") == architecture_from_hf(LLAMA_32_1B, "")
+    assert architecture_from_hf(qwen3, "") == architecture_from_hf(QWEN3_06B, "")
+
+
+def test_qwen3_moe():
+    arch = architecture_from_hf(QWEN3_30B_A3B, "config.json")
+    assert (arch.family, arch.qk_norm, arch.head_dim) == ("qwen3_moe", True, 128)
+    assert arch.experts == Experts(
+        count=128, per_token=8, intermediate_size=768, normalise_top_k=True, sparse_step=1, dense_layers=()
+    )
+    assert arch.sparse_layers == tuple(range(48))
+
+
+def test_experts_as_transformers_5_writes_them_and_what_may_be_left_out():
+    renamed = without(QWEN3_30B_A3B, "num_experts") | {"num_local_experts": 128}
+    assert architecture_from_hf(renamed, "") == architecture_from_hf(QWEN3_30B_A3B, "")
+    bare = without(QWEN3_30B_A3B, "decoder_sparse_step", "mlp_only_layers", "norm_topk_prob", "head_dim")
+    arch = architecture_from_hf(bare, "")
+    assert arch.experts is not None
+    assert (arch.head_dim, arch.experts.sparse_step, arch.experts.dense_layers) == (64, 1, ())
+    assert not arch.experts.normalise_top_k
+
+
+def test_which_layers_are_sparse():
+    config = QWEN3_30B_A3B | {"num_hidden_layers": 9, "decoder_sparse_step": 3, "mlp_only_layers": [0, 5]}
+    assert architecture_from_hf(config, "").sparse_layers == (2, 8)
+
+
+def test_what_a_first_llama_leaves_out():
+    first = without(
+        LLAMA_32_1B, "head_dim", "num_key_value_heads", "rope_theta", "rope_scaling", "tie_word_embeddings", "mlp_bias"
+    )
+    arch = architecture_from_hf(first, "")
+    assert (arch.head_dim, arch.num_kv_heads, arch.rope_theta, arch.tie_embeddings) == (64, 32, 10_000.0, False)
+    assert arch.rope_scaling is None
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "key"),
+    [
+        (LLAMA_32_1B, {"architectures": ["MistralForCausalLM"]}, "architectures"),
+        (LLAMA_32_1B, {"architectures": None}, "architectures"),
+        (LLAMA_32_1B, {"model_type": "mistral"}, "model_type"),
+        (LLAMA_32_1B, {"attention_bias": True}, "attention_bias"),
+        (LLAMA_32_1B, {"mlp_bias": True}, "mlp_bias"),
+        (LLAMA_32_1B, {"hidden_act": "gelu"}, "hidden_act"),
+        (LLAMA_32_1B, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        (LLAMA_32_1B, {"sliding_window": 4096}, "sliding_window"),
+        (LLAMA_32_1B, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling: type"),
+        (LLAMA_32_1B, {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_scaling: rope_type"),
+        (LLAMA_32_1B, {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "rope_scaling: low_freq_factor"),
+        (LLAMA_32_1B, {"rope_scaling": {"rope_type": "default", "rope_theta": 1e4}}, "rope_theta"),
+        (QWEN3_06B, {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "rope_parameters"),
+        (QWEN3_06B, {"rope_parameters": {"partial_rotary_factor": 0.5}}, "rope_parameters: partial_rotary_factor"),
+        (QWEN3_06B, {"use_sliding_window": True, "sliding_window": 4096}, "sliding_window"),
+        (QWEN3_06B, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        (QWEN3_06B, {"head_dim": None}, "head_dim"),
+        (QWEN3_06B, {"head_dim": 33}, "head_dim"),
+        (QWEN3_06B, {"num_key_value_heads": 3}, "num_key_value_heads"),
+        (QWEN3_30B_A3B, {"num_experts": None}, "num_local_experts"),
+        (QWEN3_30B_A3B, {"num_local_experts": 64}, "num_local_experts"),
+        (QWEN3_30B_A3B, {"num_experts_per_tok": 129}, "num_experts_per_tok"),
+        (QWEN3_30B_A3B, {"mlp_only_layers": [True]}, "mlp_only_layers"),
+        (QWEN3_30B_A3B, {"norm_topk_prob": 1}, "norm_topk_prob"),
+        (QWEN3_06B, {"vocab_size": "151936"}, "vocab_size"),
+        (QWEN3_06B, {"num_hidden_layers": True}, "num_hidden_layers"),
+        (QWEN3_06B, {"rms_norm_eps": None}, "rms_norm_eps"),
+        (QWEN3_06B, {"tie_word_embeddings": 1}, "tie_word_embeddings"),
+        (QWEN3_06B, {"rope_theta": float("inf")}, "rope_theta"),
+    ],
+)
+def test_unsupported_is_refused_by_file_and_key(base, changes, key):
+    with pytest.raises(UserError) as refused:
+        architecture_from_hf({**base, **changes}, "there/config.json")
+    assert str(refused.value).startswith(f"there/config.json: {key}: found ")
+    assert "\n" not in str(refused.value)
+
+
+def test_an_unused_sliding_window_is_accepted():
+    assert architecture_from_hf({**QWEN3_06B, "sliding_window": 4096}, "") == architecture_from_hf(QWEN3_06B, "")
+
+
+scalings = st.builds(
+    RopeScaling,
+    factor=st.floats(1, 64),
+    low_freq_factor=st.floats(0.5, 2),
+    high_freq_factor=st.floats(3, 8),
+    original_max_positions=st.integers(8, 8192),
+)
+
+
+mixtures = st.builds(
+    Experts,
+    count=st.integers(8, 512),
+    per_token=st.integers(1, 8),
+    intermediate_size=st.integers(1, 4096),
+    normalise_top_k=st.booleans(),
+    sparse_step=st.integers(1, 4),
+    dense_layers=st.lists(st.integers(0, 99), max_size=3).map(tuple),
+)
+
+
+@st.composite
+def architectures(draw):
+    family = draw(st.sampled_from(["llama", "qwen3", "qwen3_moe"]))
+    kv_heads, groups, head_dim = draw(st.integers(1, 8)), draw(st.integers(1, 8)), 2 * draw(st.integers(1, 64))
+    return Architecture(
+        family=family,
+        vocab_size=draw(st.integers(1, 200_000)),
+        hidden_size=kv_heads * groups * draw(st.integers(1, 128)),
+        intermediate_size=draw(st.integers(1, 20_000)),
+        num_layers=draw(st.integers(1, 100)),
+        num_heads=kv_heads * groups,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        rms_norm_eps=draw(st.floats(1e-8, 1e-3)),
+        rope_theta=draw(st.floats(1e2, 1e8)),
+        max_positions=draw(st.integers(16_384, 1 << 20)),
+        rope_scaling=draw(st.none() | scalings),
+        qk_norm=family != "llama",
+        tie_embeddings=draw(st.booleans()),
+        experts=draw(mixtures) if family == "qwen3_moe" else None,
+    )
+
+
+@given(architectures())
+def test_written_and_read_back(arch):
+    written = architecture_to_hf(arch, bos_id=None, eos_ids={1, 2}, pad_id=0, dtype="bfloat16")
+    assert architecture_from_hf(json.loads(json.dumps(written)), "") == arch
+    for old in (without(written, "rope_parameters"), without(written, "rope_theta", "rope_scaling")):
+        assert architecture_from_hf(old, "") == arch
+
+
+@pytest.mark.parametrize("config", [LLAMA_32_1B, QWEN3_06B, QWEN3_30B_A3B], ids=["llama", "qwen3", "qwen3-moe"])
+def test_transformers_reads_what_is_written(config, tmp_path: Path):
+    arch = architecture_from_hf(config, "")
+    written = architecture_to_hf(arch, bos_id=1, eos_ids={7, 5}, pad_id=3, dtype="bfloat16")
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    read = AutoConfig.from_pretrained(tmp_path)
+    (tmp_path / "original.json").write_text(json.dumps(config))
+    original = AutoConfig.from_pretrained(tmp_path / "original.json")
+    for key in ("rope_parameters", "head_dim", "num_key_value_heads", "rms_norm_eps", "tie_word_embeddings"):
+        assert getattr(read, key) == getattr(original, key), key
+    assert type(read) is type(original)
+    experts = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "mlp_only_layers")
+    for key in experts if "num_experts" in config else ():
+        assert getattr(read, key) == config[key], key
+    assert (read.eos_token_id, read.bos_token_id, read.pad_token_id) == ([5, 7], 1, 3)
+    assert str(read.dtype) == "torch.bfloat16"
+
+
+def test_transformers_and_we_read_the_same(transformers_checkpoint):
+    arch = architecture_from_hf(read_json_object(transformers_checkpoint.folder / "config.json"), "")
+    config = transformers_checkpoint.model.config
+    assert arch.rope_theta == config.rope_parameters["rope_theta"]
+    assert arch.head_dim == transformers_checkpoint.model.model.layers[0].self_attn.head_dim
+    assert arch.tie_embeddings == config.tie_word_embeddings
+    scaled = config.rope_parameters["rope_type"] == "llama3"
+    assert (asdict(arch)["rope_scaling"] is not None) == scaled
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"a": 1,\n "b": }', "line 2, column 7: not JSON"),
+        (b"[1]", "expected a JSON object, found list"),
+        (b'{"a": "\xff"}', "not UTF-8 at byte 7"),
+        (b"", "line 1, column 1: not JSON"),
+    ],
+)
+def test_malformed_json_names_file_and_place(content, message, tmp_path: Path):
+    path = tmp_path / "config.json"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=message) as refused:
+        read_json_object(path)
+    assert str(refused.value).startswith(f"{path}: ")
+
+
+def test_missing_json_names_the_file(tmp_path: Path):
+    with pytest.raises(UserError, match=r"nothing.json: cannot be read: No such file"):
+        read_json_object(tmp_path / "nothing.json")

@@ -1,0 +1,275 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fp8core.numerics import elementwise
+from fp8core.numerics.e4m3 import (
+    E4M3_MAX,
+    Codes,
+    GroupNotFinite,
+    encode,
+    round_to_e4m3,
+    row_and_column_codes,
+    row_codes,
+)
+from fp8core.numerics.elementwise import inverse_frequencies, rms_norm, rotate
+from fp8core.numerics.fused import (
+    HeadLayout,
+    add_norm,
+    add_norm_backward,
+    add_norm_codes,
+    add_norm_row_codes,
+    head_codes,
+    head_gradients,
+    head_values,
+    heads_of,
+    norm_rotate,
+    norm_rotate_backward,
+    static_codes,
+    swiglu,
+    swiglu_backward,
+    swiglu_backward_codes,
+    swiglu_codes,
+    swiglu_row_codes,
+)
+from fp8core.numerics.kv_scales import LayerScales
+from fp8core.numerics.rounding import KERNELS, round_to_bf16
+
+EPS = 1e-6
+HIDDEN = 200
+
+
+def randn(*shape: int, seed: int) -> Tensor:
+    return (2 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))).bfloat16()
+
+
+def inputs(tokens: int = 37) -> tuple[Tensor, Tensor, Tensor]:
+    x, added = randn(tokens, HIDDEN, seed=1), randn(tokens, HIDDEN, seed=2)
+    return x, added, (1 + 0.1 * randn(HIDDEN, seed=3).float()).bfloat16().float()
+
+
+def assert_same(found: Codes, expected: Codes) -> None:
+    assert torch.equal(found[0].view(torch.uint8), expected[0].view(torch.uint8))
+    assert torch.equal(found[1], expected[1])
+
+
+@pytest.mark.parametrize("adds", [True, False])
+def test_the_norm_reads_the_rounded_sum_as_the_decoder_does(adds: bool) -> None:
+    x, added, weight = inputs()
+    total, normed, inverse = add_norm(x, added if adds else None, weight, EPS)
+    expected = KERNELS.sums(x.float() + added.float() if adds else x.float())
+    assert (total.dtype, normed.dtype, inverse.dtype) == (torch.bfloat16, torch.bfloat16, torch.float32)
+    assert torch.equal(total.float(), expected)
+    assert torch.equal(normed.float(), rms_norm(expected, weight, EPS, round_to_bf16, KERNELS.normalised))
+    rms = (expected.double().square().mean(-1) + EPS).sqrt()
+    assert torch.allclose(inverse.double() * rms, torch.ones(()).double(), rtol=1e-7)
+
+
+@pytest.mark.parametrize("rule", ["pow2", "fp32"])
+def test_codes_are_those_of_the_norm_alone(rule: str) -> None:
+    x, added, weight = inputs()
+    total, normed, inverse = add_norm(x, added, weight, EPS)
+    summed, rows = add_norm_row_codes(x, added, weight, EPS, rule)
+    assert torch.equal(summed, total)
+    assert_same(rows, row_codes(normed, rule))
+    summed, *codes, factor = add_norm_codes(x, added, weight, EPS, rule)
+    assert torch.equal(summed, total)
+    assert torch.equal(factor, inverse)
+    for found, expected in zip(codes, row_and_column_codes(normed, rule), strict=True):
+        assert_same(found, expected)
+
+
+@pytest.mark.parametrize("sends", [True, False])
+def test_gradients_of_the_norm_are_those_of_float64(sends: bool) -> None:
+    x, added, weight = inputs()
+    grad_normed = randn(*x.shape, seed=4)
+    grad_total = randn(*x.shape, seed=5) if sends else None
+    total, _normed, inverse = add_norm(x, added, weight, EPS)
+    grad, grad_weight = add_norm_backward(grad_normed, grad_total, total, weight, inverse)
+
+    leaf, factors = total.double().requires_grad_(), weight.double().requires_grad_()
+    out = leaf * torch.rsqrt(leaf.square().mean(-1, keepdim=True) + EPS) * factors
+    upstream = [grad_normed.double(), torch.zeros(()) if grad_total is None else grad_total.double()]
+    expected, of_weight = torch.autograd.grad([out, leaf], [leaf, factors], [upstream[0], upstream[1].expand_as(leaf)])
+    # BF16 has eight bits: half a unit of the last is 2^-9 of an element, and little is left of what cancels.
+    assert torch.allclose(grad.double(), expected.double(), rtol=2**-8, atol=1e-6)
+    assert torch.allclose(grad_weight.double(), of_weight.double(), rtol=1e-5, atol=1e-5)
+    assert (grad.dtype, grad_weight.dtype) == (torch.bfloat16, torch.float32)
+
+
+@pytest.mark.parametrize("codes_of", [add_norm_row_codes, add_norm_codes])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_norm_with_nan_or_infinity_is_not_quantised(codes_of, value: float) -> None:
+    x, added, weight = inputs()
+    x[3, 5] = value
+    with pytest.raises(GroupNotFinite):
+        codes_of(x, added, weight, EPS, "pow2")
+
+
+# SwiGLU
+
+TOKENS, COLUMNS = 37, 200
+
+
+def projections() -> tuple[Tensor, Tensor]:
+    """A gradient and the fused projection."""
+    return randn(TOKENS, COLUMNS, seed=1), randn(TOKENS, 2 * COLUMNS, seed=2)
+
+
+def test_the_product_is_that_of_the_decoder() -> None:
+    _grad, gate_up = projections()
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    out = swiglu(gate_up)
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out.float(), elementwise.swiglu(gate, up, round_to_bf16, KERNELS.activated))
+
+
+@pytest.mark.parametrize("rule", ["pow2", "fp32"])
+def test_codes_are_those_of_the_product_and_of_the_gradient(rule: str) -> None:
+    grad, gate_up = projections()
+    out = swiglu(gate_up)
+    assert_same(swiglu_row_codes(gate_up, rule), row_codes(out, rule))
+    for found, expected in zip(swiglu_codes(gate_up, rule), row_and_column_codes(out, rule), strict=True):
+        assert_same(found, expected)
+    gradient = row_and_column_codes(swiglu_backward(grad, gate_up), rule)
+    for found, expected in zip(swiglu_backward_codes(grad, gate_up, rule), gradient, strict=True):
+        assert_same(found, expected)
+
+
+def test_gradients_of_swiglu_are_those_of_float64() -> None:
+    grad, gate_up = projections()
+    leaf = gate_up.double().requires_grad_()
+    gate, up = leaf.chunk(2, dim=-1)
+    silu = torch.nn.functional.silu(gate)
+    # The gradient passes through the rounding of silu(gate), whose rounded value multiplies that of `up`.
+    (expected,) = torch.autograd.grad((silu + (silu.bfloat16() - silu).detach()) * up, leaf, grad.double())
+    found = swiglu_backward(grad, gate_up)
+    assert found.dtype == torch.bfloat16
+    assert torch.allclose(found.double(), expected, rtol=2**-8, atol=1e-5)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("column", [7, COLUMNS + 7])
+def test_swiglu_with_nan_or_infinity_is_not_quantised(value: float, column: int) -> None:
+    grad, gate_up = projections()
+    gate_up[3, column] = value
+    for codes in (
+        lambda: swiglu_row_codes(gate_up, "pow2"),
+        lambda: swiglu_codes(gate_up, "pow2"),
+        lambda: swiglu_backward_codes(grad, gate_up, "pow2"),
+    ):
+        with pytest.raises(GroupNotFinite):
+            codes()
+
+
+PACKED, POSITIONS = 19, 64
+LAYOUT = HeadLayout(query_heads=6, kv_heads=2, head_dim=32)
+
+
+def tables() -> tuple[Tensor, Tensor, Tensor]:
+    """Cosines, sines, and positions of two packed sequences."""
+    angles = torch.arange(POSITIONS).float()[:, None] * inverse_frequencies(LAYOUT.head_dim, 10_000.0)
+    positions = torch.cat((torch.arange(11), torch.arange(50, 50 + PACKED - 11)))
+    return KERNELS.tables(angles.cos()), KERNELS.tables(angles.sin()), positions
+
+
+def qkv_of(seed: int) -> Tensor:
+    return randn(PACKED, (LAYOUT.query_heads + 2 * LAYOUT.kv_heads) * LAYOUT.head_dim, seed=seed)
+
+
+def norms() -> tuple[Tensor, Tensor]:
+    return 1 + randn(LAYOUT.head_dim, seed=2).float() / 16, 1 + randn(LAYOUT.head_dim, seed=3).float() / 8
+
+
+@pytest.mark.parametrize("normed", [True, False])
+def test_q_and_k_are_those_of_the_decoder_and_v_is_itself(normed: bool) -> None:
+    qkv, (cos, sin, positions), weights = qkv_of(1), tables(), norms()
+    out = norm_rotate(qkv, weights if normed else None, cos, sin, positions, LAYOUT, EPS)
+    assert (out.dtype, out.shape) == (torch.bfloat16, qkv.shape)
+    width = LAYOUT.query_heads * LAYOUT.head_dim
+    last = LAYOUT.kv_heads * LAYOUT.head_dim
+    parts = zip(out.split([width, last, last], dim=1), qkv.split([width, last, last], dim=1), strict=True)
+    (q, raw_q), (k, raw_k), (v, raw_v) = parts
+    assert torch.equal(v, raw_v)
+    for found, raw, weight in ((q, raw_q, weights[0]), (k, raw_k, weights[1])):
+        # As the decoder has them: [B, heads, T, d].
+        heads = raw.float().view(1, PACKED, -1, LAYOUT.head_dim).transpose(1, 2)
+        if normed:
+            heads = rms_norm(heads, weight, EPS, round_to_bf16, KERNELS.normalised)
+        expected = rotate(heads, cos[positions][None, None], sin[positions][None, None], round_to_bf16)
+        assert torch.equal(found.float(), expected.transpose(1, 2).reshape(PACKED, -1))
+
+
+@pytest.mark.parametrize("normed", [True, False])
+def test_gradients_of_rotated_heads_are_those_of_float64(normed: bool) -> None:
+    qkv, (cos, sin, positions), grad = qkv_of(1), tables(), qkv_of(4)
+    weights = norms() if normed else None
+    found = norm_rotate_backward(grad, qkv, weights, cos, sin, positions, LAYOUT, EPS)
+
+    leaf = qkv.double().requires_grad_()
+    wide = [weight.double().requires_grad_() for weight in weights or ()]
+    heads = leaf.view(PACKED, -1, LAYOUT.head_dim)
+    rotated = heads[:, : -LAYOUT.kv_heads]
+    if normed:
+        factors = torch.cat([wide[0].expand(LAYOUT.query_heads, -1), wide[1].expand(LAYOUT.kv_heads, -1)])
+        rotated = rotated * torch.rsqrt(rotated.square().mean(-1, keepdim=True) + EPS) * factors
+    turn = torch.complex(cos.double(), sin.double())[positions][:, None]
+    turned = torch.complex(*rotated.chunk(2, dim=-1)) * turn
+    out = torch.cat((torch.cat((turned.real, turned.imag), dim=-1), heads[:, -LAYOUT.kv_heads :]), dim=1).flatten(1)
+    expected = torch.autograd.grad(out, [leaf, *wide], grad.double())
+    assert found[0].dtype == torch.bfloat16
+    assert torch.allclose(found[0].double(), expected[0], rtol=2**-8, atol=1e-5)
+    if not normed:
+        assert found[1:] == (None, None)
+        return
+    for of_norm, wide_gradient in zip(found[1:], expected[1:], strict=True):
+        assert of_norm.dtype == torch.float32
+        assert torch.allclose(of_norm.double(), wide_gradient, rtol=1e-5, atol=1e-5)
+
+
+SMALL = HeadLayout(query_heads=4, kv_heads=2, head_dim=16)
+SCALES = LayerScales(q=0.0625, k=0.03125, v=0.125)
+
+
+@given(st.lists(st.floats(width=32, allow_nan=False), min_size=1), st.sampled_from([2.0**-7, 0.3, 1.0]))
+def test_static_codes_are_the_grid_of_the_reference(values: list[float], scale: float) -> None:
+    x = torch.tensor(values)
+    expected = encode(round_to_e4m3(x / torch.tensor(scale)))
+    assert torch.equal(static_codes(x, scale).view(torch.uint8), expected.view(torch.uint8))
+
+
+def test_every_part_has_its_own_scale() -> None:
+    qkv = 10 * torch.randn(5, 8 * 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+    found = zip(
+        head_codes(qkv, SMALL, SCALES),
+        head_values(qkv, SMALL, SCALES),
+        strict=True,
+    )
+    given_parts = zip(heads_of(qkv, SMALL), vars(SCALES).values(), strict=True)
+    for (codes, values), (x, scale) in zip(found, given_parts, strict=True):
+        assert codes.is_contiguous()
+        assert values.is_contiguous()
+        grid = round_to_e4m3(x.float() / scale)
+        assert torch.equal(codes.float(), grid)
+        assert values.dtype == torch.bfloat16
+        assert torch.equal(values.float(), grid * scale)
+        assert (values.float().abs().max() == E4M3_MAX * scale) == (x.abs().max() > E4M3_MAX * scale)
+
+
+@pytest.mark.parametrize(("limit", "largest", "next_one"), [(28.0, 28.0, 28.125), (134.6, 134.0, 135.0)])
+def test_gradients_pass_by_what_is_not_saturated(limit: float, largest: float, next_one: float) -> None:
+    """Also where BF16 does not have the limit, which it would round up to 135."""
+    qkv = torch.zeros(3, 8 * 16).bfloat16()
+    q, k, v = heads_of(qkv, SMALL)
+    q[0, 0, 0], q[0, 0, 1], k[1, 1, 2], k[1, 1, 3], v[2, 0, 4], v[2, 1, 5] = (
+        *(largest, next_one, -largest, -next_one),
+        *(torch.inf, torch.nan),
+    )
+    grads = tuple(torch.full_like(x, i + 1).contiguous() for i, x in enumerate((q, k, v)))
+    scales = LayerScales(*[limit / E4M3_MAX] * 3)
+    of_q, of_k, of_v = heads_of(head_gradients(grads, qkv, SMALL, scales), SMALL)
+    for found, value, zeros in ((of_q, 1, [(0, 0, 1)]), (of_k, 2, [(1, 1, 3)]), (of_v, 3, [(2, 0, 4), (2, 1, 5)])):
+        assert found.unique().tolist() == [0, value]
+        assert (found == 0).nonzero().tolist() == [list(at) for at in zeros]

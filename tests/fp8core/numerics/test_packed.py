@@ -1,0 +1,292 @@
+"""The packed form against one sequence at a time, and what kernels are told about a pack."""
+
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fp8core.kernels import attention
+from fp8core.numerics import packed
+from fp8core.numerics.attention import HEAD_DIM, Bf16Attention, Fp8Attention, Queries, decode_attention_reference
+from fp8core.numerics.fused import HeadLayout, Heads, head_codes, head_values, heads_of
+from fp8core.numerics.kv_scales import LayerScales
+from fp8core.numerics.logprobs import Bf16Head, Fp32Head, load_head, token_logprobs
+from fp8core.numerics.packed import (
+    PAGE,
+    Bf16PackedAttention,
+    DevicePack,
+    Fp8PackedAttention,
+    HeadOptions,
+    KeptAttention,
+    PackedSequences,
+    packed_length,
+)
+
+CPU = torch.device("cpu")
+LAYOUT = HeadLayout(query_heads=4, kv_heads=2, head_dim=16)
+SCALES = LayerScales(q=0.0625, k=0.03125, v=0.125)
+FORMS = {
+    "bf16": (Bf16PackedAttention(Bf16Attention()), Bf16Attention()),
+    "fp8": (Fp8PackedAttention(longest=4096), Fp8Attention()),
+}
+
+
+def drawn(sequences: PackedSequences, layout: HeadLayout = LAYOUT) -> torch.Tensor:
+    heads = layout.query_heads + 2 * layout.kv_heads
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(sequences.tokens, heads * layout.head_dim, generator=generator).bfloat16()
+
+
+@pytest.mark.parametrize("name", FORMS)
+@given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=4))
+@settings(max_examples=10)
+def test_a_sequence_attends_as_if_it_were_alone(name: str, lengths: list[int]) -> None:
+    form, alone = FORMS[name]
+    sequences = PackedSequences.of(lengths)
+    qkv = drawn(sequences).requires_grad_()
+    out = form(qkv, LAYOUT, DevicePack.of(sequences, CPU), SCALES)
+    assert out.dtype == torch.bfloat16
+    alone_qkv, outputs = qkv.detach().requires_grad_(), []
+    for length, start in zip(lengths, sequences.starts, strict=False):
+        q, k, v = (part.transpose(0, 1)[None].float() for part in heads_of(alone_qkv[start : start + length], LAYOUT))
+        mask = torch.ones(length, length, dtype=torch.bool).tril()[None, None]
+        expected = alone.attend(q, *alone.store(k, v, SCALES), mask, SCALES)[0].transpose(0, 1).flatten(1)
+        assert torch.equal(out[start : start + length].float(), expected)
+        outputs.append(expected)
+    upstream = torch.zeros_like(out)
+    upstream[: lengths[0]] = torch.linspace(-1, 1, out.shape[1]).bfloat16()
+    (gradient,) = torch.autograd.grad(out, qkv, upstream)
+    (expected,) = torch.autograd.grad(outputs[0].bfloat16(), alone_qkv, upstream[: lengths[0]])
+    assert torch.equal(gradient, expected)
+    assert gradient[: lengths[0]].any()
+    assert not gradient[lengths[0] :].any()
+
+
+def test_fp8_attention_without_scales_is_refused() -> None:
+    pack = DevicePack.of(PackedSequences.of([3]), CPU)
+    with pytest.raises(AssertionError, match="calibrate first"):
+        FORMS["fp8"][0](drawn(pack.sequences), LAYOUT, pack, None)
+
+
+def test_what_the_kernel_is_told_is_the_pack() -> None:
+    """The decode kernel's own reference, on the pages of a pack, finds what each sequence attends to."""
+    sequences = PackedSequences.of([35, 1, 16])
+    layout = LAYOUT._replace(head_dim=HEAD_DIM)
+    pack, qkv = DevicePack.of(sequences, CPU), drawn(sequences, layout)
+    q, k, v = head_codes(qkv, layout, SCALES)
+    keys, values = (codes.view(-1, PAGE, *codes.shape[1:]) for codes in (k, v))
+    each = torch.arange(sequences.tokens + 1, dtype=torch.int32)
+    queries = Queries(pack.pages, pack.owners, each, pack.seen)
+    scales = tuple(torch.tensor(scale) for scale in vars(SCALES).values())
+    found = decode_attention_reference(q, keys, values, queries, scales).flatten(1)
+    expected = FORMS["fp8"][0](qkv, layout, pack, SCALES)
+    real = sequences.valid
+    error = (found[real] - expected[real].double()).norm() / expected[real].double().norm()
+    # The decode kernel's maximum is a power of two, so P is rounded elsewhere.
+    assert error < 0.03
+    assert not found[~real].any()
+
+
+class Kernels:
+    """What a GPU would run, as references on a CPU, and how often each is called."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls = Counter[str]()
+        for name in ("bf16_attention", "bf16_attention_backward", "fp8_attention", "fp8_attention_backward"):
+            monkeypatch.setattr(packed, name, getattr(attention, name))
+        monkeypatch.setattr(attention, "_flash_attention", self.flash)
+        monkeypatch.setattr(attention, "_flash_attention_backward", self.flash_backward)
+        monkeypatch.setattr(attention, "_decode_attention", lambda *shape: self.decode)
+
+    def flash(self, heads: Heads, pack: DevicePack) -> tuple[torch.Tensor, torch.Tensor]:
+        self.calls["flash"] += 1
+        return self.softmax(heads, pack), torch.zeros(heads[0].shape[1], len(heads[0]))
+
+    def flash_backward(
+        self, grad: torch.Tensor, heads: Heads, saved: tuple[torch.Tensor, ...], pack: DevicePack
+    ) -> Heads:
+        self.calls["flash backward"] += 1
+        leaves = [x.detach().requires_grad_() for x in heads]
+        with torch.enable_grad():
+            out = self.softmax((leaves[0], leaves[1], leaves[2]), pack)
+        assert torch.equal(saved[0].view(out.shape), out)
+        q, k, v = torch.autograd.grad(out, leaves, grad.view(out.shape))
+        return q, k, v
+
+    def decode(self, query, keys, values, queries: Queries, scales, out: torch.Tensor) -> None:
+        self.calls["decode"] += 1
+        out.copy_(decode_attention_reference(query, keys, values, queries, scales))
+
+    @staticmethod
+    def softmax(heads: Heads, pack: DevicePack) -> torch.Tensor:
+        outputs = []
+        for start, end in pack.sequences.spans:
+            q, k, v = (x[start:end].float().transpose(0, 1) for x in heads)
+            k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
+            weights = (q @ k.transpose(1, 2) * q.shape[-1] ** -0.5).masked_fill(
+                torch.ones(end - start, end - start, dtype=torch.bool).triu(1), -torch.inf
+            )
+            outputs.append((weights.softmax(-1) @ v).transpose(0, 1))
+        return torch.cat(outputs).bfloat16()
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
+    return Kernels(monkeypatch)
+
+
+WIDE = LAYOUT._replace(head_dim=HEAD_DIM)
+PACK = DevicePack.of(PackedSequences.of([19, 5]), CPU)
+
+
+def gradient(name: str, qkv: torch.Tensor, kept: KeptAttention | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Result and gradient of a pass, after one without gradients where something is kept."""
+    leaf = qkv.detach().requires_grad_()
+    if kept is not None:
+        with torch.no_grad():
+            FORMS[name][0](leaf, WIDE, PACK, SCALES, kept)
+    out = FORMS[name][0](leaf, WIDE, PACK, SCALES, kept)
+    upstream = torch.linspace(-1, 1, out.numel()).view(out.shape).bfloat16()
+    return out.detach(), torch.autograd.grad(out, leaf, upstream)[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "calls"),
+    [("bf16", {"flash": 1, "flash backward": 1}), ("fp8", {"decode": 1, "flash": 1, "flash backward": 1})],
+)
+def test_kernels_compute_a_kept_result_once(name: str, calls: dict[str, int], kernels: Kernels) -> None:
+    qkv = 8 * drawn(PACK.sequences, WIDE)
+    expected = gradient(name, qkv, None)
+    kernels.calls.clear()
+    found = gradient(name, qkv, KeptAttention())
+    assert kernels.calls == calls
+    assert all(torch.equal(mine, other) for mine, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_kept_result_is_given_up_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    form, computed = FORMS[name][0], Counter[str]()
+    forward = form.forward
+
+    def counted(*arguments) -> packed.Attended:
+        computed["forward"] += 1
+        return forward(*arguments)
+
+    monkeypatch.setattr(form, "forward", counted)
+    qkv, kept = drawn(PACK.sequences, WIDE), KeptAttention()
+    first = gradient(name, qkv, kept)
+    assert computed["forward"] == 1
+    assert kept.take() is None
+    again = FORMS[name][0](qkv.requires_grad_(), WIDE, PACK, SCALES, kept)
+    assert computed["forward"] == 2
+    assert torch.equal(again, first[0])
+    assert all(torch.equal(mine, other) for mine, other in zip(first, gradient(name, qkv, None), strict=True))
+
+
+def test_gradients_of_fp8_are_those_of_bf16_over_what_codes_stand_for(kernels: Kernels) -> None:
+    # Of wide scales: some elements are saturated, most are not.
+    qkv = 8 * drawn(PACK.sequences, WIDE)
+    _out, found = gradient("fp8", qkv, None)
+    values = torch.cat(head_values(qkv, WIDE, SCALES), dim=1).flatten(1)
+    _out, expected = gradient("bf16", values, None)
+    limits = [448 * scale for scale in vars(SCALES).values()]
+    passed = torch.cat([x.abs() <= s for x, s in zip(heads_of(qkv, WIDE), limits, strict=True)], dim=1).flatten(1)
+    assert 0 < (~passed).float().mean() < 0.5
+    assert torch.equal(found, expected * passed)
+
+
+def test_flash_attention_is_called_as_torch_declares_it() -> None:
+    """On tensors without data: shapes and arguments only."""
+    meta = torch.device("meta")
+    pack = PACK._replace(starts=PACK.starts.to(meta))
+    heads = heads_of(drawn(PACK.sequences, WIDE).to(meta), WIDE)
+    saved = attention._flash_attention(heads, pack)
+    assert [(x.shape, x.dtype) for x in saved] == [
+        (heads[0].shape, torch.bfloat16),
+        ((WIDE.query_heads, PACK.sequences.tokens), torch.float32),
+    ]
+    grads = attention._flash_attention_backward(saved[0].flatten(1), heads, saved, pack)
+    assert [x.shape for x in grads] == [x.shape for x in heads]
+
+
+@given(st.lists(st.integers(1, 200), min_size=1, max_size=12))
+def test_a_pack_is_whole_pages_and_whole_groups(lengths: list[int]) -> None:
+    pack = PackedSequences.of(lengths)
+    assert pack.tokens % 128 == 0
+    assert all(start % PAGE == 0 for start in pack.starts)
+    assert pack.lengths[: len(lengths)] == tuple(lengths)
+    assert pack.tokens - sum(map(packed_length, lengths)) < 128
+    for tensor in (pack.positions, pack.offsets, pack.valid, pack.owners):
+        assert tensor.shape == (pack.tokens,)
+    assert int(pack.valid.sum()) == sum(lengths)
+    for index, (length, (start, end)) in enumerate(zip(pack.lengths, pack.spans, strict=True)):
+        assert end - start <= pack.longest
+        assert torch.equal(pack.offsets[start:end], torch.arange(end - start))
+        assert torch.equal(pack.positions[start : start + length], torch.arange(length))
+        assert not pack.positions[start + length : end].any()
+        assert pack.valid[start:end].tolist() == [True] * length + [False] * (end - start - length)
+        assert set(pack.owners[start:end].tolist()) == {index}
+
+
+@pytest.mark.parametrize("lengths", [[], [3, 0]])
+def test_nothing_is_not_packed(lengths: list[int]) -> None:
+    with pytest.raises(AssertionError):
+        PackedSequences.of(lengths)
+
+
+TOKENS, HIDDEN, VOCABULARY = 37, 24, 50
+
+
+def tensor(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).bfloat16()
+
+
+@pytest.mark.parametrize("chunk", [1 << 27, 4 * VOCABULARY])
+@pytest.mark.parametrize(("form", "output"), [(Fp32Head(), torch.float32), (Bf16Head(), torch.bfloat16)])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_on_a_cpu_it_is_the_exact_head(monkeypatch: pytest.MonkeyPatch, form, output, temperature, chunk: int) -> None:
+    monkeypatch.setattr(packed.PackedHead, "chunk_elements", chunk)
+    hidden, weight = tensor(TOKENS, HIDDEN), tensor(VOCABULARY, HIDDEN)
+    targets = torch.arange(TOKENS) % VOCABULARY
+    # Ours takes BF16, the other the same values in FP32.
+    ours, theirs = (
+        [hidden.to(kind, copy=True).requires_grad_(), weight.float().requires_grad_()]
+        for kind in (torch.bfloat16, torch.float32)
+    )
+
+    options = HeadOptions(output, temperature)
+    found = packed.token_logprobs(ours[0], ours[1], weight, targets, options)
+    expected = token_logprobs(theirs[0], load_head(weight, theirs[1]), form, targets, temperature)
+
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[1], expected[1])
+    upstream = tensor(TOKENS).float()
+    found[0].backward(upstream)
+    expected[0].backward(upstream)
+    # Slopes are rounded to BF16 before they are multiplied.
+    for mine, exact in zip(ours, theirs, strict=True):
+        assert (mine.grad.float() - exact.grad).norm() < 4e-3 * exact.grad.norm()
+
+
+@pytest.mark.parametrize("chunk", [1 << 27, 4 * VOCABULARY])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_gradients_of_entropies_are_those_of_autograd(monkeypatch: pytest.MonkeyPatch, temperature, chunk) -> None:
+    monkeypatch.setattr(packed.PackedHead, "chunk_elements", chunk)
+    hidden, weight = tensor(TOKENS, HIDDEN), tensor(VOCABULARY, HIDDEN)
+    targets, upstream = torch.arange(TOKENS) % VOCABULARY, tensor(2, TOKENS)
+    ours = hidden.clone().requires_grad_(), weight.float().requires_grad_()
+    theirs = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    options = HeadOptions(torch.float32, temperature)
+    logp = torch.log_softmax(theirs[0] @ theirs[1].t() / temperature, -1)
+    expected = logp.gather(-1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+    found = packed.token_logprobs(*ours, weight, targets, options)
+    for wanted in ((1,), (0, 1)):
+        mine, exact = (
+            torch.autograd.grad([values[i] for i in wanted], leaves, [upstream[i].to(dtype) for i in wanted], True)
+            for values, leaves, dtype in ((found, ours, torch.float32), (expected, theirs, torch.float64))
+        )
+        # Slopes are rounded to BF16 before they are multiplied.
+        for gradient, reference in zip(mine, exact, strict=True):
+            assert (gradient.double() - reference).norm() < 4e-3 * reference.norm()

@@ -1,0 +1,239 @@
+"""Drawings as PNG and as SVG: every datum has a place, equal ones give equal bytes, and pointing shows values."""
+
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from matplotlib import pyplot
+from matplotlib.image import imread
+
+from fp8core.alignment.bisect import Bisection, LogprobError, UnitError
+from fp8core.report.charts import (
+    COLOURS,
+    POINTS_OF_A_SERIES,
+    REFERENCE,
+    Bound,
+    Chart,
+    Graph,
+    Heatmap,
+    Node,
+    Series,
+    Stack,
+    bucket_means,
+    colour,
+    short,
+    thinned,
+)
+from fp8core.report.drawing import BARS, BISECTED, CELLS, DASHES, MARKERS, draw_bisection, draw_png, svg
+from fp8core.report.run_charts import training_charts
+from fp8core.report.text import bisection_text
+
+SVG = "{http://www.w3.org/2000/svg}"
+NAN, INF = math.nan, math.inf
+
+
+def chart(*series: Series, **options) -> Chart:
+    return Chart("Reward", "step", "mean reward", series, **options)
+
+
+def line(y, style: int = 0, mark="line") -> Series:
+    return Series("run", range(len(y)), y, style, mark)
+
+
+def parsed(drawing) -> ElementTree.Element:
+    text = svg(drawing)
+    assert not re.search(r'="[^"]*\b(nan|inf)\b', text), "a coordinate that is no number"
+    return ElementTree.fromstring(text)
+
+
+def words_of(root: ElementTree.Element) -> list[str]:
+    return ["".join(element.itertext()) for element in root.iter(f"{SVG}text")]
+
+
+def titles(drawing) -> list[str]:
+    return [element.text or "" for element in parsed(drawing).iter(f"{SVG}title")]
+
+
+def pixels(path: Path, name: str) -> int:
+    rgb = np.round(imread(path)[..., :3] * 255).astype(int)
+    return int((rgb == [int(name[i : i + 2], 16) for i in (1, 3, 5)]).all(axis=-1).sum())
+
+
+# Charts
+
+
+@pytest.mark.parametrize(
+    "y", [[], [0.5], [NAN], [NAN, 1.0], [INF, 1.0], [0.0, 0.0], [-3.0, 0.0], [7.0, 7.0], [1e-100, 1e100]]
+)
+@pytest.mark.parametrize("scale", ["linear", "log"])
+def test_degenerate_data_are_drawn(y, scale, tmp_path: Path) -> None:
+    for mark in ("line", "dots", "outline"):
+        root = parsed(chart(line(y, mark=mark), y_scale=scale, bounds=[Bound("limit", 0.1)]))
+        assert ("not measured" in words_of(root)) == (not any(map(math.isfinite, y)))
+    draw_png([chart(line(y), y_scale=scale, bounds=[Bound("limit", 0.1)])], tmp_path / "a.png", "")
+    assert imread(tmp_path / "a.png").shape[:2] == (400, 600)
+
+
+def test_a_chart_names_its_axes_its_series_and_its_bounds() -> None:
+    series = Series("one", [1, 2], [0, 1], 0), Series("two & <3> $", [1], [0], 1)
+    root = parsed(chart(*series, bounds=[Bound("NeMo RL: 0.1", 0.1)], note="a note"))
+    assert {"Reward", "step", "mean reward", "one", "two & <3> $", "NeMo RL: 0.1", "a note"} <= set(words_of(root))
+    assert root.attrib["aria-label"] == "Reward"
+
+
+def test_pointing_at_a_step_shows_the_values_of_all_series() -> None:
+    series = Series("one", [1, 2], [0.25, 1], 0), Series("two", [1], [0.5], 1), Series("equal", [1], [0], REFERENCE)
+    assert titles(chart(*series)) == ["step 1\none: 0.25\ntwo: 0.5", "step 2\none: 1"]
+
+
+def test_styles_are_told_apart_by_more_than_colour() -> None:
+    styles = range(28)
+    assert len({(style % len(COLOURS), style % len(DASHES), style % len(MARKERS)) for style in styles}) == len(styles)
+    text = svg(chart(*(Series(f"run {i}", [1, 2], [i, i], i) for i in range(5))))
+    assert all(colour(i).lower() in text for i in range(5))
+    assert len(set(re.findall(r"stroke-dasharray: ([^;]+)", text))) >= 4
+
+
+def test_equal_charts_give_equal_bytes_and_leave_pyplot_alone(tmp_path: Path) -> None:
+    charts = [
+        chart(line([0, 1, 2])),
+        chart(line([1, 2], 1), include=(0.0, 3.0)),
+        chart(line([0, 1e-3], 2), y_scale="log"),
+    ]
+    before = pyplot.get_fignums()
+    for name in "ab":
+        draw_png(charts, tmp_path / f"{name}.png", "two runs")
+    assert imread(tmp_path / "a.png").shape[:2] == (760, 1200)
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+    assert all(pixels(tmp_path / "a.png", colour(style)) for style in range(3))
+    assert svg(charts[2]) == svg(charts[2])
+    assert pyplot.get_fignums() == before
+
+
+def test_outlines_and_references_are_drawn(tmp_path: Path) -> None:
+    draw_png([chart(line([0, 1], 1, "outline")), chart(line([0, 1], REFERENCE))], tmp_path / "a.png", "")
+    assert pixels(tmp_path / "a.png", colour(1))
+    assert pixels(tmp_path / "a.png", colour(REFERENCE))
+
+
+def test_a_legend_of_many_lines_lies_below_the_panels(tmp_path: Path) -> None:
+    """In a panel whose lines fill it, it would hide some of them."""
+    lines = [Series(f"run {style}", range(5), [style] * 5, style) for style in range(6)]
+    charts = [Chart(title, "step", "reward", lines) for title in ("Reward", "Accuracy")]
+    draw_png(charts, tmp_path / "shared.png", "six runs")
+    draw_png([charts[0], replace(charts[1], series=lines[:5])], tmp_path / "own.png", "six runs")
+    below = {path.stem: imread(path)[-25:, ..., :3] for path in tmp_path.iterdir()}
+    inks = {name: (np.ptp(rows, axis=-1) > 0.3).sum() for name, rows in below.items()}
+    assert inks["shared"] > 0 == inks["own"]
+
+
+def test_ten_thousand_steps_make_a_small_picture_that_keeps_ends_and_spikes() -> None:
+    y = [math.sin(i / 500) for i in range(10_000)]
+    y[3210], y[7654] = 40.0, -40.0
+    series = Series("long", range(10_000), y, 0)
+    kept = thinned(series)
+    assert len(kept.x) <= POINTS_OF_A_SERIES
+    assert {(0, y[0]), (3210, 40.0), (7654, -40.0), (9999, y[-1])} <= set(zip(kept.x, kept.y, strict=True))
+    assert len(svg(chart(series))) < 90_000
+
+
+@pytest.mark.parametrize(
+    "history", [[{"step": 0, "reward/heldout_accuracy": 0.4}], [{"step": 5}], [{"step": 1, "reward/mean": 0.5}]]
+)
+def test_the_picture_of_a_run_is_drawn_whatever_was_measured(tmp_path: Path, history) -> None:
+    draw_png(training_charts("tiny", history), tmp_path / "curves.png", "tiny")
+    assert imread(tmp_path / "curves.png").shape[1] == 1200
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [(0.0, "0"), (0.123456, "0.1235"), (13080.4, "13,080"), (2e-5, "2e-5"), (3e12, "3e12"), (NAN, "nan")],
+)
+def test_numbers_are_short(value: float, words: str) -> None:
+    assert short(value) == words
+
+
+# Stacks, heat maps and graphs
+
+
+def test_a_stack_tells_seconds_and_shares() -> None:
+    assert titles(Stack("Time", "step", "seconds", [1, 2], {"rollout": [1.0, 3.0], "train": [3.0, 1.0]})) == [
+        "step 1: 4\nrollout: 1 (25%)\ntrain: 3 (75%)",
+        "step 2: 4\nrollout: 3 (75%)\ntrain: 1 (25%)",
+    ]
+    found = titles(Stack("Time", "step", "seconds", list(range(1, 1001)), {"train": [2.0] * 1000}))
+    assert (len(found), found[0]) == (BARS, "step 1 to 8: 2\ntrain: 2 (100%)")
+
+
+def test_means_leave_out_what_is_not_finite() -> None:
+    assert bucket_means([1.0, 3.0, NAN, 5.0], 2) == [2.0, 5.0]
+    assert math.isnan(bucket_means([NAN], 1)[0])
+
+
+def test_a_heat_map_names_layer_step_and_value_and_joins_what_is_equal() -> None:
+    panels = {"keys": [[0.5, 0.5, 0.25], [1.0, NAN, 1.0]]}
+    assert titles(Heatmap("Scales", "step", "layer", [1, 2, 3], panels)) == [
+        "keys, layer 0, step 1 to 2: 0.5",
+        "keys, layer 0, step 3: 0.25",
+        "keys, layer 1, step 1: 1",
+        "keys, layer 1, step 3: 1",
+    ]
+
+
+def test_a_heat_map_of_many_layers_and_steps_stays_small() -> None:
+    rows = [[1.0 + (i * step) % 13 for step in range(5000)] for i in range(48)]
+    text = svg(Heatmap("Scales", "step", "layer", range(5000), {name: rows for name in "qkv"}))
+    assert text.count("<title>") <= CELLS
+    assert len(text) < 900_000
+
+
+def test_degenerate_stacks_heat_maps_and_graphs_are_drawn() -> None:
+    for x, layers in (([], {}), ([1], {"a": [0.0]}), ([1], {"a": [NAN]}), ([3, 4], {"a": [1.0, NAN]})):
+        titles(Stack("Time", "step", "seconds", x, layers))
+    for panels in ({}, {"q": []}, {"q": [[NAN]]}, {"q": [[0.0]]}, {"q": [[2.0]]}):
+        titles(Heatmap("Scales", "step", "layer", [1], panels))
+        titles(Heatmap("Scales", "step", "layer", [], panels))
+    assert titles(Graph("Iteration", [], [])) == []
+
+
+def test_an_edge_that_a_longer_path_implies_is_not_drawn() -> None:
+    nodes = [Node(name, i, [name, "1 s"], f"hint of {name}", 0.5) for i, name in enumerate("abc")]
+    found = titles(Graph("Iteration", nodes, [("a", "b", "x"), ("b", "c", "y"), ("a", "c", "x, z")]))
+    assert found == ["x", "y", "hint of a", "hint of b", "hint of c"]
+
+
+# Bisections
+
+TOTAL = LogprobError(mean=0.02, mult_prob_error=1.0203, largest=0.5)
+
+
+def unit(name, share, removed):
+    alone = LogprobError(share * TOTAL.mean, 1 + share * TOTAL.mean, TOTAL.largest)
+    return UnitError(name, alone, replace(alone, mean=(1 - removed) * TOTAL.mean), share, removed)
+
+
+RANKED = Bisection(402, TOTAL, (unit("layer 1", 0.9, 0.55), unit("layer 10", 0.4, -0.05), unit("head", 0.0, 0.0)))
+
+
+def test_a_bisection_is_an_aligned_table_in_the_order_of_the_ranking():
+    lines = bisection_text(RANKED).splitlines()
+    assert len({len(row) for row in lines}) == 1
+    assert lines[1].split() == ["layer", "1", "90.0%", "55.0%", "1.800e-02", "1.800e-02", "5.000e-01"]
+    assert lines[-1].split() == ["total", "2.000e-02", "2.030e-02", "5.000e-01"]
+    assert "all 402 log-probs are equal" in bisection_text(Bisection(402, LogprobError(0.0, 1.0, 0.0), ()))
+
+
+def test_both_shares_are_drawn_to_scale_and_a_long_ranking_is_cut(tmp_path):
+    half = replace(RANKED, units=(unit("layer 1", 0.9, 0.1), *RANKED.units[1:]))
+    many = replace(RANKED, units=tuple(unit(f"layer {i}", 1 / (i + 1), 0.0) for i in range(BISECTED + 30)))
+    for name, bisection in {"whole": RANKED, "half": half, "many": many}.items():
+        draw_bisection(bisection, tmp_path / f"{name}.png", "FP8 against BF16")
+    whole, part = tmp_path / "whole.png", tmp_path / "half.png"
+    assert pixels(part, COLOURS[3]) < 0.6 * pixels(whole, COLOURS[3])
+    assert pixels(part, COLOURS[0]) == pytest.approx(pixels(whole, COLOURS[0]), rel=0.1)
+    assert imread(tmp_path / "many.png").shape[:2] == (200 + 34 * BISECTED, 1200)
+    assert len(bisection_text(many).splitlines()) == BISECTED + 32

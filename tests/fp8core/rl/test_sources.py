@@ -1,0 +1,384 @@
+"""Every preset against its source: each formula is written here in plain Python from the file named, one row at a time.
+
+A source says how much each token weighs in the loss (0 for what it rejects) and how many tokens it divides by.
+"""
+
+import math
+import random
+from dataclasses import replace
+from statistics import fmean
+
+import pytest
+import torch
+
+from fp8core.config.loss import LossConfig
+from fp8core.config.run import CorrectionConfig
+from fp8core.rl.batch import RolloutBatch, TokenBatch
+from fp8core.rl.correction import correct
+from fp8core.rl.losses import Denominator
+from fp8core.rl.objective import Objective, merged
+from fp8core.rl.presets import PRESETS
+
+LOW, HIGH = 0.2, 0.28
+
+
+def bounded(x, limit=20.0):
+    return max(-limit, min(limit, x))
+
+
+def tokens_of(rows):
+    return sum(len(row) for row in rows)
+
+
+def verl(level=None, cap=2.0, band=None, geometric=None, product=None, k3=None, bypass=False):
+    """verl/trainer/ppo/rollout_corr_helper.py: k1 = -clamp(d), whose sum or mean must lie between the logs of the band.
+
+    Decoupled, `response_mask` is replaced before tokens are counted; in bypass mode (core_algos.py,
+    compute_policy_loss_bypass_mode) after `batch_num_tokens` was (workers/engine/fsdp/transformer_impl.py).
+    """
+
+    def keeps(row):
+        k1 = [-bounded(d) for d in row]
+        k3_mean = fmean(math.exp(-k) - 1 + k for k in k1)
+        return (
+            (geometric is None or math.log(geometric[0]) <= fmean(k1) <= math.log(geometric[1]))
+            and (product is None or math.log(product[0]) <= sum(k1) <= math.log(product[1]))
+            and (k3 is None or k3_mean <= k3)
+        )
+
+    def weight(row, d):
+        if level is None:
+            return 1.0
+        w = math.exp(bounded(d if level == "token" else sum(row)))
+        return min(w, cap) if band is None else (w if band[0] <= w <= band[1] else 0.0)
+
+    def source(rows):
+        weights = [[weight(row, d) if keeps(row) else 0.0 for d in row] for row in rows]
+        return weights, tokens_of(rows) if bypass else tokens_of([row for row in rows if keeps(row)])
+
+    return source
+
+
+def slime(mode, use_rs):
+    """examples/train_infer_mismatch_helper/mis.py with mis.yaml: the mean is over `loss_masks`, whatever was rejected;
+    slime/backends/megatron_utils/loss.py divides by sums of those masks too."""
+
+    def source(rows):
+        w = [[math.exp(bounded(d)) for d in row] for row in rows]
+        keep = [[True] * len(row) for row in rows]
+        if mode == "truncate":
+            w = [[min(x, 2.0) for x in row] for row in w]
+        elif mode == "clip":
+            w = [[min(max(x, 0.5), 2.0) for x in row] for row in w]
+        if mode == "mask" or use_rs:
+            keep = [[0.5 <= math.exp(bounded(d)) <= 2.0 for d in row] for row in rows]
+        if use_rs:
+            keep = [[k and min(row) >= math.log(1e-4) for k in ks] for row, ks in zip(rows, keep, strict=True)]
+        mean = fmean(x for row in w for x in row)
+        mean = mean if mean > 1e-8 else 1.0
+        return [
+            [x / mean if k else 0.0 for x, k in zip(*pair, strict=True)] for pair in zip(w, keep, strict=True)
+        ], tokens_of(rows)
+
+    return source
+
+
+def skyrl(tis=None, cap=2.0, sequence=None, band=None, outlier=False, token=False):
+    """skyrl/backends/skyrl_train/utils/off_policy_correction_utils.py, in its order: outliers, tokens, TIS, sequences.
+
+    Only sums and means are clamped; `apply_loss_reduction_to_advantages_minibatch` counts before any of it.
+    """
+
+    def one(row):
+        mask = [1.0] * len(row)
+        if outlier and any(not 1e-4 <= math.exp(bounded(d)) <= 100.0 for d in row):
+            mask = [0.0] * len(row)
+        if token:
+            mask = [m * (0.5 <= math.exp(bounded(d)) <= 2.0) for m, d in zip(mask, row, strict=True)]
+        total = sum(m * d for m, d in zip(mask, row, strict=True))
+        weights = [1.0] * len(row)
+        if tis == "token":
+            weights = [min(math.exp(bounded(d)), cap) for d in row]
+        elif tis == "sequence":
+            weights = [min(math.exp(bounded(total)), cap)] * len(row)
+        if sequence is not None:
+            statistic = total / max(sum(mask), 1.0) if sequence == "geometric" else total
+            ratio = math.exp(bounded(statistic))
+            mask = [m * (not ratio > band[1] and not ratio < band[0]) for m in mask]
+        return [w * m for w, m in zip(weights, mask, strict=True)]
+
+    return lambda rows: ([one(row) for row in rows], tokens_of(rows))
+
+
+def nemo_rl(kind, low, high):
+    """nemo_rl/algorithms/loss/loss_functions.py: weights alone change, `mask` and `global_valid_toks` do not."""
+
+    def one(row):
+        w = [math.exp(d) for d in row]
+        if kind == "tis":
+            return [min(max(x, low), high) for x in w]
+        if kind == "icepop":
+            return [x if low <= x <= high else 0.0 for x in w]
+        kept = low <= math.exp(fmean(row)) <= high
+        return [x if kept else 0.0 for x in w]
+
+    return lambda rows: ([one(row) for row in rows], tokens_of(rows))
+
+
+def trl(mode):
+    """trl/trainer/grpo_trainer.py, `vllm_importance_sampling_mode` with its cap of 3: the mask does not change."""
+    level, action = mode.split("_")
+
+    def one(row):
+        w = [math.exp(d if level == "token" else sum(row)) for d in row]
+        return [min(x, 3.0) if action == "truncate" else (x if x <= 3.0 else 0.0) for x in w]
+
+    return lambda rows: ([one(row) for row in rows], tokens_of(rows))
+
+
+GEOMETRIC = {"geometric": (0.999, 1.001)}
+SOURCES = {
+    "none": verl(),
+    "verl/token_is": verl("token"),
+    "verl/seq_is": verl("sequence"),
+    "verl/token_icepop": verl("token", band=(0.5, 5.0)),
+    "verl/seq_is_rs": verl("sequence", product=(0.5, 2.0)),
+    "verl/geo_rs": verl(**GEOMETRIC),
+    "verl/geo_rs_seq_tis": verl("sequence", **GEOMETRIC),
+    "verl/geo_rs_token_tis": verl("token", **GEOMETRIC),
+    "verl/k3_rs": verl(k3=0.01),
+    "verl/k3_rs_seq_tis": verl("sequence", k3=0.01),
+    "verl/k3_rs_token_tis": verl("token", k3=0.01),
+    "verl/bypass_ppo_clip": verl(bypass=True),
+    "verl/bypass_ppo_clip_geo_rs": verl(**GEOMETRIC, bypass=True),
+    "verl/bypass_ppo_clip_k3_rs": verl(k3=0.01, bypass=True),
+    "verl/bypass_pg_is": verl("sequence", bypass=True),
+    "verl/bypass_pg_token_icepop": verl("token", band=(0.5, 5.0), bypass=True),
+    "verl/bypass_pg_geo_rs": verl(**GEOMETRIC, bypass=True),
+    "verl/bypass_pg_geo_rs_seq_tis": verl("sequence", **GEOMETRIC, bypass=True),
+    "verl/bypass_pg_geo_rs_token_tis": verl("token", **GEOMETRIC, bypass=True),
+    "nemo_rl/tis": nemo_rl("tis", 0.0, 2.0),
+    "nemo_rl/icepop": nemo_rl("icepop", 0.5, 5.0),
+    "nemo_rl/seq-mask-tis": nemo_rl("seq-mask-tis", 0.999, 1.002),
+    "trl/sequence_mask": trl("sequence_mask"),
+    "trl/sequence_truncate": trl("sequence_truncate"),
+    "trl/token_mask": trl("token_mask"),
+    "trl/token_truncate": trl("token_truncate"),
+    "slime/mis": slime("truncate", use_rs=True),
+    "slime/clip": slime("clip", use_rs=False),
+    "slime/mask": slime("mask", use_rs=False),
+    "prime_rl/default": verl(bypass=True),
+    "skyrl/geometric_mask": skyrl(sequence="geometric", band=(0.99, 1.01)),
+    "skyrl/product_mask": skyrl(sequence="product", band=(0.5, 2.0)),
+    "skyrl/token_tis": skyrl("token"),
+    "skyrl/sequence_tis": skyrl("sequence", cap=5.0),
+    "skyrl/token_mask": skyrl(token=True),
+    "skyrl/outlier_mask": skyrl(outlier=True),
+    "skyrl/recommended": skyrl("token", sequence="geometric", band=(0.99, 1.01), outlier=True, token=True),
+}
+BYPASS = [name for name, entry in PRESETS.items() if entry.mode == "bypass" and name.startswith("verl/")]
+
+
+def rows_of(seed, count=40):
+    """Rows of every size of mismatch: each filter keeps some of them and rejects others."""
+    r = random.Random(seed)
+    spreads = (3e-4, 3e-3, 0.05, 0.3, 1.5, 6.0)
+    return [[r.gauss(0, r.choice(spreads)) for _ in range(r.randint(1, 7))] for _ in range(count)] + [
+        [r.gauss(0, spread) for _ in range(5)] for spread in spreads
+    ]
+
+
+def batch_of(rows, advantages=None):
+    """Rows of log p_training - log p_rollout as a batch in FP64, padded with NaN."""
+    width = max(len(row) for row in rows)
+    d = torch.tensor([[*row, *[math.nan] * (width - len(row))] for row in rows], dtype=torch.float64)
+    rollout = torch.full_like(d, -1.5)
+    return RolloutBatch(
+        sequences=TokenBatch.of([[0]] * len(rows), [[0] * len(row) for row in rows]),
+        mask=~d.isnan(),
+        rollout_logprobs=rollout,
+        old_logprobs=rollout + d,
+        reference_logprobs=None,
+        advantages=torch.zeros(len(rows)) if advantages is None else torch.tensor(advantages, dtype=torch.float64),
+        keep=torch.ones(len(rows), dtype=torch.bool),
+    )
+
+
+def objective(name, **settings):
+    loss = LossConfig(clip_low=LOW, clip_high=HIGH)
+    return Objective(loss, CorrectionConfig(method="preset", preset=name, **settings))
+
+
+def corrected_by(name, rows):
+    corrected, _ = objective(name).corrected(batch_of(rows))
+    weights = [w[: len(row)] for w, row in zip(corrected.weights.tolist(), rows, strict=True)]
+    return weights, Denominator.of(corrected.mask).tokens
+
+
+def flat(rows):
+    return [x for row in rows for x in row]
+
+
+def test_every_preset_has_a_source():
+    assert set(SOURCES) == set(PRESETS)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_weights_and_denominator_are_those_of_the_source(name):
+    for seed in range(10):
+        rows = rows_of(seed)
+        weights, tokens = corrected_by(name, rows)
+        expected, expected_tokens = SOURCES[name](rows)
+        assert flat(weights) == pytest.approx(flat(expected), rel=1e-9, abs=1e-12)
+        assert tokens == expected_tokens
+        if PRESETS[name].rule.filters:
+            assert 0 in flat(expected)
+            assert any(flat(expected))
+
+
+def test_slime_keeps_what_its_yaml_keeps():
+    """mis.yaml has `use_rs: true` and bounds 0.5 and 2; the mean is over all four tokens."""
+    weights, tokens = corrected_by("slime/mis", [[0.1, -1.5, 0.8, 0.3]])
+    mean = (math.exp(0.1) + math.exp(-1.5) + 2.0 + math.exp(0.3)) / 4
+    assert weights[0] == pytest.approx([math.exp(0.1) / mean, 0.0, 0.0, math.exp(0.3) / mean], rel=1e-12)
+    assert tokens == 4
+
+
+def test_verl_s_band_is_on_the_inverse_ratio():
+    """rho = exp(0.0010002) is above 1.001, but 1/rho is above 0.999."""
+    assert 1.001 < math.exp(0.0010002) < 1 / 0.999
+    assert corrected_by("verl/geo_rs", [[0.0010002]])[0] == [[1.0]]
+    assert corrected_by("verl/geo_rs", [[-0.0010002]])[0] == [[0.0]]
+
+
+def test_skyrl_clamps_the_row_and_verl_each_token():
+    """d = (25, -24.5) sums to 0.5, and (25, -24) to 1; clamped token by token both would be 0."""
+    row = [[25.0, -24.5]]
+    assert corrected_by("skyrl/product_mask", row)[0] == [[1.0, 1.0]]
+    assert corrected_by("skyrl/product_mask", [[25.0, -24.0]])[0] == [[0.0, 0.0]]
+    assert corrected_by("verl/seq_is_rs", [[25.0, -24.0]])[0] == [[2.0, 2.0]]
+
+
+@pytest.mark.parametrize("edge", [math.log(2.0), math.log(0.5)])
+def test_skyrl_s_bands_include_their_bounds(edge):
+    d = torch.tensor([[edge / 2, edge / 2], [edge * (1 + 1e-12), 0.0]], dtype=torch.float64)
+    result = correct(PRESETS["skyrl/product_mask"].rule, d, torch.zeros_like(d), torch.ones_like(d, dtype=torch.bool))
+    assert result.mask.tolist() == [[True, True], [False, False]]
+
+
+def test_skyrl_s_masks_act_in_turn():
+    """Without its bad token the row's mean lies in the band; with it, the whole row would go."""
+    weights, tokens = corrected_by("skyrl/recommended", [[0.005, 1.5, -0.005]])
+    assert weights == [pytest.approx([math.exp(0.005), 0.0, math.exp(-0.005)])]
+    assert tokens == 3
+
+
+def verl_bypass_loss(name, rows, current, advantages):
+    """Loss and its derivative by each log-prob: verl/trainer/ppo/core_algos.py, `compute_policy_loss_bypass_mode`.
+
+    The ratio is that of `log_prob`, the policy that is updated, at every call; the weights carry no gradient.
+    """
+    weights, tokens = SOURCES[name](current)
+    loss, gradient = 0.0, []
+    for row, ws, a in zip(current, weights, advantages, strict=True):
+        slopes = []
+        for d, w in zip(row, ws, strict=True):
+            if PRESETS[name].loss == "reinforce":
+                loss -= w * a * (d - 1.5) / tokens
+                slopes.append(-w * a / tokens)
+                continue
+            ratio = math.exp(bounded(d))
+            clipped = min(max(ratio, 1 - LOW), 1 + HIGH)
+            # SOURCES has 1 or 0 here: this loss takes no weights.
+            loss += w * max(-a * ratio, -a * clipped) / tokens
+            slopes.append(0.0 if -a * clipped > -a * ratio else -w * a * ratio / tokens)
+        gradient.append(slopes)
+    return loss, gradient
+
+
+@pytest.mark.parametrize("name", BYPASS)
+def test_bypass_corrects_for_the_policy_of_each_update(name):
+    """Three updates of one rollout: the policy has moved by more each time, and weights and rejection with it."""
+    rows, r = rows_of(3), random.Random(4)
+    advantages = [r.gauss(0, 1) for _ in rows]
+    built = objective(name)
+    batch, _ = built.corrected(batch_of(rows, advantages))
+    found = []
+    for step in (0.0, 0.002, 0.5):
+        moved = [[d + r.gauss(0, step) for d in row] for row in rows]
+        current = batch_of(moved).old_logprobs.requires_grad_()
+        terms = built(current, batch, Denominator.of(batch.mask))
+        terms.loss.backward()
+        loss, gradient = verl_bypass_loss(name, rows, moved, advantages)
+        assert float(terms.loss.detach()) == pytest.approx(loss, rel=1e-9, abs=1e-12)
+        assert current.grad[batch.mask].tolist() == pytest.approx(flat(gradient), rel=1e-9, abs=1e-12)
+        assert not current.grad[~batch.mask].any()
+        weights = flat(SOURCES[name](moved)[0])
+        assert float(terms.weight_mean) == pytest.approx(fmean(weights), rel=1e-9)
+        assert float(terms.zero_weight_fraction) == pytest.approx(weights.count(0.0) / len(weights))
+        found.append(weights)
+    assert (found[0] != found[2]) == (name != "verl/bypass_ppo_clip")
+
+
+@pytest.mark.parametrize("name", BYPASS)
+def test_shares_of_micro_batches_add_up_in_bypass_mode(name):
+    rows, r = rows_of(5), random.Random(6)
+    built = objective(name)
+    batch, _ = built.corrected(batch_of(rows, [r.gauss(0, 1) for _ in rows]))
+    current = batch_of([[d + r.gauss(0, 0.1) for d in row] for row in rows]).old_logprobs
+    denominator = Denominator.of(batch.mask)
+    whole = built(current, batch, denominator).statistics()
+    parts = [slice(0, 11), slice(11, 12), slice(12, len(rows))]
+    totals: dict[str, float] = {}
+    for part in parts:
+        totals = merged(totals, built(current[part], batch.rows(part), denominator).statistics())
+    assert totals == pytest.approx(whole, rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("by_token", [False, True])
+@pytest.mark.parametrize("name", ["none", "verl/token_is", "verl/bypass_pg_is", "skyrl/recommended"])
+def test_off_policy_rows_of_negative_advantage_weigh_nothing(name, by_token):
+    """slime/utils/ppo_utils.py, `compute_opsm_mask`: mean of old - current above delta, and a negative advantage.
+
+    Its `pg_loss * opsm_mask` leaves the denominator as it is. The old policy is the rollout's (arXiv 2512.02556).
+    """
+    delta, r = 0.05, random.Random(8)
+    rows = rows_of(7)
+    advantages = [[r.gauss(0, 1) for _ in row] if by_token else [r.gauss(0, 1)] * len(row) for row in rows]
+    padded = [a + [0.0] * (7 - len(a)) for a in advantages]
+    batch = batch_of(rows, padded if by_token else [a[0] for a in advantages])
+    moved = [[d + r.gauss(0, 0.3) for d in row] for row in rows]
+    plain, masking = objective(name), objective(name, off_policy_delta=delta)
+    corrected, _ = plain.corrected(batch)
+    counts = Denominator.of(corrected.mask)
+    slopes = []
+    for built in (plain, masking):
+        current = batch_of(moved).old_logprobs.requires_grad_()
+        built(current, built.corrected(batch)[0], counts).loss.backward()
+        slopes.append([g[: len(row)] for g, row in zip(current.grad.tolist(), rows, strict=True)])
+    masked = [[a < 0 and fmean(-d for d in row) > delta for a in A] for row, A in zip(moved, advantages, strict=True)]
+    expected = [[0.0 if m else g for g, m in zip(*pair, strict=True)] for pair in zip(slopes[0], masked, strict=True)]
+    assert flat(slopes[1]) == pytest.approx(flat(expected), rel=1e-12)
+    assert 0.1 < fmean(flat(masked)) < 0.5
+    assert flat(slopes[0]) != flat(slopes[1])
+
+
+def test_off_policy_rows_are_those_of_each_update():
+    batch = batch_of([[0.0, 0.0], [0.0, 0.0]], [-1.0, 1.0])
+    built = objective("none", off_policy_delta=0.4)
+    corrected, _ = built.corrected(batch)
+    share = []
+    for shift in (0.0, -0.3, -0.5):
+        terms = built(batch.old_logprobs + shift, corrected, Denominator.of(corrected.mask))
+        share.append(float(terms.zero_weight_fraction))
+    assert share == [0.0, 0.0, 0.5]
+
+
+def test_rejected_rows_are_told_even_where_they_are_counted():
+    """A row that SkyRL rejects is divided by, and yet leaves the baseline where that is asked for."""
+    rows = [[0.0, 0.0], [9.0, 9.0]]
+    corrected, _ = objective("skyrl/geometric_mask").corrected(batch_of(rows))
+    assert corrected.mask.sum() == 4
+    assert corrected.keep.tolist() == [True, False]
+    dropped = replace(batch_of(rows), keep=torch.tensor([False, True]))
+    assert objective("skyrl/geometric_mask").corrected(dropped)[0].keep.tolist() == [False, False]

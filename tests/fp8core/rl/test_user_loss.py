@@ -1,0 +1,159 @@
+"""Losses of the user's own: what they see, what becomes of their terms, and what a broken one is told."""
+
+import pytest
+import torch
+
+from fp8core.config.loss import LossConfig
+from fp8core.config.run import CorrectionConfig
+from fp8core.errors import UserError
+from fp8core.rl.batch import RolloutBatch, TokenBatch
+from fp8core.rl.losses import AGGREGATIONS, ClipRange, Denominator, LossInputs, clipped_surrogate, token_mean
+from fp8core.rl.objective import Objective
+from fp8core.rl.user_loss import load_loss, loss_source
+
+HEADER = """
+import torch
+from pydantic import Field
+from fp8core.config.section import Section
+from fp8core.rl.user_loss import policy_loss
+
+class Options(Section):
+    slack: float = Field(0.0, ge=0, le=1, description="Wider clip.")
+
+"""
+SURROGATE = """
+@policy_loss(options=Options)
+def loss(tokens, options):
+    bounded = tokens.ratio.clamp(1 - tokens.clip.low - options.slack, 1 + tokens.clip.high + options.slack)
+    return torch.maximum(-tokens.advantages * tokens.ratio, -tokens.advantages * bounded)
+"""
+
+
+@pytest.fixture
+def written(tmp_path):
+    """written(code): the import path of `loss` in a file with the header above."""
+
+    def write(code, name="mine.py"):
+        (tmp_path / name).write_text(HEADER + code)
+        return f"{tmp_path / name}:loss"
+
+    return write
+
+
+def inputs(seed=0):
+    g = torch.Generator().manual_seed(seed)
+    old = -torch.rand(4, 6, generator=g, dtype=torch.float64)
+    mask = torch.rand(4, 6, generator=g) < 0.7
+    return LossInputs(
+        current=(old + 0.4 * torch.randn(4, 6, generator=g)).masked_fill(~mask, torch.nan).requires_grad_(),
+        old=old,
+        advantages=torch.randn(4, generator=g),
+        mask=mask,
+        denominator=Denominator.of(mask),
+        weights=0.5 + torch.rand(4, 6, generator=g),
+    )
+
+
+@pytest.mark.parametrize("aggregate", AGGREGATIONS.values())
+def test_terms_are_weighted_and_aggregated_like_ours(written, aggregate):
+    given = inputs()
+    for slack in (0.0, 0.3):
+        mine = load_loss(written(SURROGATE), {"slack": slack})(given, ClipRange(low=0.2, high=0.28), aggregate)
+        ours = clipped_surrogate(given, ClipRange(low=0.2 + slack, high=0.28 + slack), aggregate)
+        assert mine.loss.item() == pytest.approx(ours.loss.item(), rel=1e-12)
+        assert mine.ratio_mean.item() == pytest.approx(ours.ratio_mean.item(), rel=1e-12)
+        gradients = [torch.autograd.grad(loss.loss, given.current)[0] for loss in (mine, ours)]
+        torch.testing.assert_close(*gradients, rtol=1e-12, atol=0)
+        assert not gradients[0][~given.mask].any()
+
+
+def test_the_objective_takes_it_by_its_path(written):
+    config = LossConfig(policy=written(SURROGATE), options={"slack": 0.5})
+    one = torch.ones(1, 1, dtype=torch.bool)
+    nothing = TokenBatch(*(torch.zeros(1, 1) for _ in range(3)))
+    old = torch.tensor([[-1.0]])
+    batch = RolloutBatch(nothing, one, old, old, None, torch.ones(1), one[0])
+    built = Objective(config, CorrectionConfig(method="none"))
+    found = built((old + 1.0).requires_grad_(), built.corrected(batch)[0], Denominator(1, 1)).loss.item()
+    assert found == pytest.approx(-1.78)
+
+
+BROKEN = {
+    "raises": ("return tokens.absent", r"mine\.py:\d+: AttributeError: 'Tokens' object has no attribute 'absent'"),
+    "nothing": ("return None", "returned NoneType, not a tensor"),
+    "a mean": ("return tokens.current.mean()", r"returned shape \[\], not \[2, 3\]"),
+    "a row each": ("return tokens.current.sum(1)", r"returned shape \[2\], not \[2, 3\]"),
+    "not a number": ("return tokens.current / 0 * 0", "returned nan for token 0 of row 0"),
+    "infinite": ("return tokens.current.exp() / 0", "returned inf for token 0 of row 0"),
+    "truth": ("return tokens.mask", "returned torch.bool, not floating point"),
+    "constant": ("return tokens.advantages", "nothing would be learnt"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_function_is_one_line_before_any_work(written, name):
+    body, reason = BROKEN[name]
+    path = written(f"@policy_loss(options=Options)\ndef loss(tokens, options):\n    {body}\n")
+    with pytest.raises(UserError, match=f"loss.policy={path}: .*{reason}") as raised:
+        Objective(LossConfig(policy=path), CorrectionConfig())
+    assert "\n" not in str(raised.value)
+
+
+def test_a_function_that_breaks_later_names_the_token(written):
+    body = "return tokens.current + torch.where(tokens.current < -50, torch.nan, 0.0)"
+    loss = load_loss(written(f"@policy_loss()\ndef loss(tokens, options):\n    {body}\n"), {})
+    given = inputs()
+    row, token = given.mask.nonzero()[3].tolist()
+    with torch.no_grad():
+        given.current[row, token] = -60.0
+    with pytest.raises(UserError, match=f"returned nan for token {token} of row {row}"):
+        loss(given, ClipRange(low=0.2, high=0.2), token_mean)
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("def loss(tokens, options): return tokens.current\n", "loss is not declared with @policy_loss"),
+        ("def other(tokens, options): return tokens.current\n", "has no function loss"),
+        ("1 / 0\n", "cannot be imported: ZeroDivisionError: division by zero"),
+        ("def loss(:\n", "cannot be imported: SyntaxError: invalid syntax"),
+        ("import nowhere\n", "cannot be imported: ModuleNotFoundError: No module named 'nowhere'"),
+        ("@policy_loss()\ndef loss(tokens): return tokens.current\n", r"TypeError: loss\(\) takes 1 positional"),
+    ],
+)
+def test_what_is_no_loss_is_refused(written, code, reason):
+    with pytest.raises(UserError, match=reason) as raised:
+        load_loss(written(code), {})
+    assert "\n" not in str(raised.value)
+
+
+def test_options_are_validated(written):
+    with pytest.raises(UserError, match=r"^loss\.options\.slack: must be less than or equal to 1, got 2$"):
+        load_loss(written(SURROGATE), {"slack": 2})
+    with pytest.raises(UserError, match=r"^loss\.options\.slak: unknown key; did you mean slack\?$"):
+        load_loss(written(SURROGATE), {"slak": 0.1})
+
+
+def test_a_file_or_module_that_is_missing(tmp_path):
+    with pytest.raises(UserError, match=r"absent\.py cannot be read: No such file"):
+        load_loss(f"{tmp_path / 'absent.py'}:loss", {})
+    with pytest.raises(UserError, match="cannot be imported: ModuleNotFoundError"):
+        load_loss("nowhere.at_all:loss", {})
+
+
+def test_a_module_on_the_path(written, tmp_path, monkeypatch):
+    written(SURROGATE, "my_module_of_losses.py")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert load_loss("my_module_of_losses:loss", {"slack": 0.1}).options.slack == 0.1
+    assert len(loss_source("my_module_of_losses:loss")) == 64
+
+
+def test_an_edited_file_is_other_code(written):
+    path = written(SURROGATE)
+    before, first = loss_source(path), load_loss(path, {})
+    assert loss_source(path) == before
+    written(SURROGATE.replace("return torch.maximum", "return 2 * torch.maximum"))
+    assert loss_source(path) != before
+    given, clip = inputs(), ClipRange(low=0.2, high=0.28)
+    values = [loss(given, clip, token_mean).loss.item() for loss in (first, load_loss(path, {}))]
+    assert values[1] == pytest.approx(2 * values[0], rel=1e-12)

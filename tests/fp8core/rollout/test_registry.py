@@ -1,0 +1,119 @@
+"""Every registered engine has an entry; one from outside the package trains, is checked and is planned by its own."""
+
+import io
+import subprocess
+import sys
+
+import pytest
+
+from fp8core.config.load import load_config
+from fp8core.config.run import RolloutConfig
+from fp8core.errors import UserError
+from fp8core.plan.memory import Machine
+from fp8core.plan.run_plan import plan_run
+from fp8core.plan.shapes import model_shape
+from fp8core.report.console import Console
+from fp8core.rollout.registry import ENGINES, find_entry
+from fp8core.run.build import check_engine
+from fp8core.run.loop import train
+from fp8core.run.open import open_directory, open_run, plan_of
+from fp8core.store.ledger import LedgerView
+from fp8core.store.run_directory import LEDGER
+
+TOY = '''
+from fp8core.models.weights import rollout_formats
+from fp8core.rollout.embedded import EmbeddedEngine
+from fp8core.rollout.registry import EngineEntry
+
+
+class ToyEngine(EmbeddedEngine):
+    """The embedded engine under another name, which counts its completions."""
+
+    completions = 0
+
+    def generate(self, groups, sampling):
+        for finished in super().generate(groups, sampling):
+            ToyEngine.completions += len(finished)
+            yield finished
+
+    def describe(self):
+        return {**super().describe(), "engine": "toy"}
+
+
+def build(config, arch):
+    return ToyEngine(arch, rollout_formats(config.precision, arch.num_layers), config.rollout.max_batch)
+
+
+def check(config):
+    if config.rollout.group_size > 16:
+        yield f"rollout.group_size={config.rollout.group_size}: the toy engine draws at most 16"
+    if config.rollout.temperature != 1:
+        yield f"rollout.temperature={config.rollout.temperature}: the toy engine has 1 alone"
+
+
+ENGINE = EngineEntry(name="toy", build=build, check=check)
+NO_ENTRY = ToyEngine
+'''
+
+
+@pytest.fixture
+def toy(tmp_path, monkeypatch):
+    """Settings that choose the engine of a module that lies beside the user's configuration."""
+    (tmp_path / "toy_engine.py").write_text(TOY)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "toy_engine", raising=False)
+    return {"rollout.engine": "toy_engine:ENGINE"}
+
+
+def test_an_engine_from_outside_trains(toy, small, tmp_path):
+    config = load_config("tiny", {**small, **toy, "steps": 1, "runs": str(tmp_path / "runs")})
+    with (
+        open_directory(config, "toy") as directory,
+        open_run(config, plan_of(config), directory, Console(io.StringIO(), config.steps)) as run,
+    ):
+        train(run)
+        manifest = directory.store.get_json(LedgerView.read(directory.path / LEDGER).step(1).manifest)
+    assert manifest["record"]["executed"]["rollout"]["engine"] == "toy"
+    drawn = config.rollout.prompts_per_step * config.rollout.group_size
+    assert sys.modules["toy_engine"].ToyEngine.completions >= drawn
+
+
+def test_its_own_checks_and_memory_are_taken(toy):
+    config = load_config("tiny", {**toy, "rollout.group_size": 32, "rollout.temperature": 0.5})
+    with pytest.raises(UserError, match=r"^rollout.group_size=32: .*; also rollout.temperature=0.5: "):
+        check_engine(config)
+    plan = plan_run(config, model_shape(config), Machine(None, None))
+    (host,) = plan.devices
+    assert "engine weights" in {need.item for need in host.phases[0].needs}
+    assert plan.cache is None
+
+
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [
+        ("vlm", "rollout.engine: vlm is none of embedded, vllm"),
+        ("no_such_module:ENGINE", "rollout.engine=no_such_module:ENGINE: there is no module no_such_module"),
+        ("toy_engine:MISSING", "rollout.engine=toy_engine:MISSING: module toy_engine has no MISSING"),
+        ("toy_engine:NO_ENTRY", "rollout.engine=toy_engine:NO_ENTRY: it is no EngineEntry"),
+    ],
+)
+def test_what_is_no_engine_is_refused_by_name(toy, name, complaint):
+    with pytest.raises(UserError, match=f"^{complaint}"):
+        check_engine(load_config("tiny", {"rollout.engine": name}))
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_registered_engine_has_the_section_of_its_name(name):
+    entry = find_entry(name)
+    assert entry.name == name
+    section = RolloutConfig.model_fields.get(name)
+    assert entry.config is (None if section is None else section.annotation)
+
+
+def test_reading_a_configuration_imports_neither_torch_nor_an_engine():
+    program = (
+        "import sys; from fp8core.config.run import RolloutConfig; RolloutConfig(engine='vllm'); "
+        "print(sorted({'torch', 'vllm', 'fp8core.rollout.embedded', 'fp8core.rollout.vllm'} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

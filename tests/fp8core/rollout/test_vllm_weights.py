@@ -1,0 +1,227 @@
+"""Slots of shipped tensors, and tensors through a file; those of a GPU are tested with vLLM itself (tests/vllm)."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from fp8core.models.architecture import parameter_shapes
+from fp8core.models.weights import SCALE_SUFFIX
+from fp8core.rollout.vllm.weights import (
+    Slot,
+    TensorSpec,
+    UpdateError,
+    check_fit,
+    find_slots,
+    open_shared,
+    rows_of,
+    share_weights,
+)
+
+LAYER = "model.layers.0"
+
+
+@pytest.fixture
+def shipped(architecture):
+    """A decoder in block FP8: 512, 256 and 256 rows of q, k and v; 384 of gate and of up."""
+    arch = architecture(
+        hidden_size=256, intermediate_size=384, num_heads=4, num_kv_heads=2, head_dim=128, num_layers=1, vocab_size=200
+    )
+    specs = {}
+    for name, shape in parameter_shapes(arch).items():
+        quantised = name.endswith("_proj.weight")
+        specs[name] = TensorSpec("float8_e4m3fn" if quantised else "bfloat16", shape)
+        if quantised:
+            specs[name + SCALE_SUFFIX] = TensorSpec("float32", (shape[0] // 128, shape[1] // 128))
+    return specs
+
+
+@pytest.fixture
+def parameters(shipped):
+    """The same as vLLM holds it."""
+    fused = {
+        name: spec
+        for name, spec in shipped.items()
+        if not any(f"{part}_proj" in name for part in "qkv")
+        if "gate_proj" not in name and "up_proj" not in name
+    }
+    fused[f"{LAYER}.self_attn.qkv_proj.weight"] = TensorSpec("float8_e4m3fn", (1024, 256))
+    fused[f"{LAYER}.self_attn.qkv_proj.weight_scale_inv"] = TensorSpec("float32", (8, 2))
+    fused[f"{LAYER}.mlp.gate_up_proj.weight"] = TensorSpec("float8_e4m3fn", (768, 256))
+    fused[f"{LAYER}.mlp.gate_up_proj.weight_scale_inv"] = TensorSpec("float32", (6, 2))
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        fused[name] = TensorSpec("bfloat16", (256, 256))
+    return fused
+
+
+def test_parts_lie_below_one_another(shipped):
+    slots = find_slots(shipped)
+    attention, mlp = f"{LAYER}.self_attn", f"{LAYER}.mlp"
+    assert slots[f"{attention}.q_proj.weight"] == Slot(f"{attention}.qkv_proj.weight", 0, 512)
+    assert slots[f"{attention}.k_proj.weight"] == Slot(f"{attention}.qkv_proj.weight", 512, 768)
+    assert slots[f"{attention}.v_proj.weight"] == Slot(f"{attention}.qkv_proj.weight", 768, 1024)
+    assert slots[f"{mlp}.up_proj.weight"] == Slot(f"{mlp}.gate_up_proj.weight", 384, 768)
+
+
+def test_scales_are_laid_out_as_their_codes(shipped):
+    slots = find_slots(shipped)
+    scales = f"{LAYER}.self_attn.qkv_proj.weight_scale_inv"
+    assert slots[f"{LAYER}.self_attn.v_proj.weight_scale_inv"] == Slot(scales, 6, 8)
+    assert slots[f"{LAYER}.self_attn.k_proj.weight_scale_inv"] == Slot(scales, 4, 6)
+
+
+def test_everything_else_keeps_its_name(shipped):
+    for name in ("model.norm.weight", f"{LAYER}.self_attn.q_norm.weight", f"{LAYER}.mlp.down_proj.weight_scale_inv"):
+        assert find_slots(shipped)[name] == Slot(name, 0, shipped[name].shape[0])
+
+
+def test_a_whole_policy_fits(shipped, parameters):
+    check_fit(shipped, find_slots(shipped), parameters)
+
+
+def _refused(shipped, parameters, complaint):
+    with pytest.raises(UpdateError, match=complaint):
+        check_fit(shipped, find_slots(shipped), parameters)
+
+
+@pytest.mark.parametrize(
+    ("missing", "complaint"),
+    [
+        (f"{LAYER}.self_attn.q_proj.weight", "self_attn.q_proj.weight is missing, .*k_proj.weight was sent"),
+        (f"{LAYER}.self_attn.v_proj.weight", r"qkv_proj.weight: 768 of its 1024 rows were sent"),
+        (f"{LAYER}.mlp.down_proj.weight_scale_inv", "down_proj.weight_scale_inv: 0 of its 2 rows were sent"),
+        ("lm_head.weight", "lm_head.weight: 0 of its 256 rows were sent"),
+    ],
+)
+def test_a_missing_tensor_is_named(shipped, parameters, missing, complaint):
+    del shipped[missing]
+    _refused(shipped, parameters, complaint)
+
+
+def test_another_type_is_refused(shipped, parameters):
+    shipped["model.norm.weight"] = TensorSpec("float32", (256,))
+    _refused(shipped, parameters, r"model.norm.weight: float32 \[256\] was sent for rows from 0")
+
+
+def test_another_width_is_refused(shipped, parameters):
+    shipped[f"{LAYER}.self_attn.o_proj.weight"] = TensorSpec("float8_e4m3fn", (256, 256))
+    _refused(shipped, parameters, r"o_proj.weight: float8_e4m3fn \[256, 256\] was sent")
+
+
+def test_more_rows_than_there_are_are_refused(shipped, parameters):
+    shipped[f"{LAYER}.self_attn.v_proj.weight"] = TensorSpec("float8_e4m3fn", (384, 256))
+    _refused(shipped, parameters, r"v_proj.weight: .*rows from 768 of .*qkv_proj.weight")
+
+
+def test_a_tensor_that_vllm_does_not_know_is_refused(shipped, parameters):
+    shipped["model.layers.0.self_attn.o_proj.bias"] = TensorSpec("bfloat16", (256,))
+    _refused(shipped, parameters, "o_proj.bias: the engine has no parameter")
+
+
+@pytest.mark.parametrize(("rows", "fits"), [(192, True), (256, False), (200, False)])
+def test_only_the_padding_of_a_vocabulary_may_stay_empty(shipped, parameters, rows, fits):
+    parameters["model.embed_tokens.weight"] = TensorSpec("bfloat16", (rows, 256))
+    shipped["model.embed_tokens.weight"] = TensorSpec("bfloat16", (150, 256))
+    if fits:
+        check_fit(shipped, find_slots(shipped), parameters)
+    else:
+        _refused(shipped, parameters, f"embed_tokens.weight: 150 of its {rows} rows were sent")
+
+
+EXPERTS = f"{LAYER}.mlp.experts"
+HELD = f"{EXPERTS}.routed_experts"
+
+
+@pytest.fixture
+def experts():
+    """Four experts of a layer in block FP8, in the order a trainer ships them: 384 rows of gate and of up."""
+    tensors = {}
+    for e in range(4):
+        for part, shape in (("gate", (384, 256)), ("up", (384, 256)), ("down", (256, 384))):
+            codes = torch.full(shape, 10 * e + ("gate", "up", "down").index(part), dtype=torch.uint8)
+            tensors[f"{EXPERTS}.{e}.{part}_proj.weight"] = codes
+            tensors[f"{EXPERTS}.{e}.{part}_proj.weight_scale_inv"] = codes[::128, ::128].float().clone()
+    return tensors
+
+
+@pytest.fixture
+def held():
+    """The same as vLLM holds it."""
+    return {
+        f"{HELD}.w13_weight": torch.zeros(4, 768, 256, dtype=torch.uint8),
+        f"{HELD}.w2_weight": torch.zeros(4, 256, 384, dtype=torch.uint8),
+        f"{HELD}.w13_weight_scale_inv": torch.zeros(4, 6, 2),
+        f"{HELD}.w2_weight_scale_inv": torch.zeros(4, 2, 3),
+    }
+
+
+def _specs(tensors):
+    return {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}
+
+
+def test_experts_lie_one_after_another_gate_above_up(experts, held):
+    slots = find_slots(_specs(experts))
+    check_fit(_specs(experts), slots, _specs(held))
+    for name, slot in slots.items():
+        rows_of(held[slot.parameter])[slot.start : slot.stop] = experts[name]
+    for e in range(4):
+        parts = [experts[f"{EXPERTS}.{e}.{part}_proj.weight"] for part in ("gate", "up", "down")]
+        assert held[f"{HELD}.w13_weight"][e].equal(torch.cat(parts[:2]))
+        assert held[f"{HELD}.w2_weight"][e].equal(parts[2])
+        tiles = [experts[f"{EXPERTS}.{e}.{part}_proj.weight_scale_inv"] for part in ("gate", "up", "down")]
+        assert held[f"{HELD}.w13_weight_scale_inv"][e].equal(torch.cat(tiles[:2]))
+        assert held[f"{HELD}.w2_weight_scale_inv"][e].equal(tiles[2])
+
+
+@pytest.mark.parametrize(
+    ("missing", "complaint"),
+    [
+        ("1.up_proj.weight", r"w13_weight: rows from 1152 to 1536 are missing"),
+        ("3.down_proj.weight", r"w2_weight: 768 of its 1024 rows were sent"),
+        ("0.gate_proj.weight_scale_inv", r"w13_weight_scale_inv: rows from 0 to 3 are missing"),
+    ],
+)
+def test_a_missing_part_of_an_expert_is_named(experts, held, missing, complaint):
+    del experts[f"{EXPERTS}.{missing}"]
+    _refused(_specs(experts), _specs(held), complaint)
+
+
+def test_an_expert_too_many_is_refused(experts, held):
+    experts[f"{EXPERTS}.4.down_proj.weight"] = experts[f"{EXPERTS}.0.down_proj.weight"]
+    _refused(_specs(experts), _specs(held), r"experts.4.down_proj.weight: .* rows from 1024 of .*w2_weight")
+
+
+def test_parts_of_unlike_height_do_not_overlap(experts, held):
+    for name, rows in ((f"{EXPERTS}.0.gate_proj.weight", 640), (f"{EXPERTS}.0.up_proj.weight", 128)):
+        experts[name] = torch.zeros(rows, 256, dtype=torch.uint8)
+    _refused(_specs(experts), _specs(held), r"w13_weight: rows from 128 to 640 are sent twice")
+
+
+def test_a_router_keeps_its_name():
+    name = f"{LAYER}.mlp.gate.weight"
+    assert find_slots({name: TensorSpec("bfloat16", (4, 256))}) == {name: Slot(name, 0, 4)}
+
+
+def test_a_file_brings_every_bit_and_goes():
+    tensors = {
+        "codes": torch.arange(64, dtype=torch.uint8).view(torch.float8_e4m3fn).view(8, 8),
+        "scales": torch.tensor([[0.5, -0.0], [float("inf"), 3.0]]),
+        "norm": torch.randn(5).bfloat16().requires_grad_(),
+        "turned": torch.randn(3, 4).t(),
+    }
+    with share_weights(tensors) as sent:
+        received = open_shared(sent, torch.device("cpu"))
+    assert not Path(sent["file"]).exists()
+    assert received.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert (received[name].dtype, received[name].shape) == (tensor.dtype, tensor.shape)
+        assert received[name].contiguous().view(torch.uint8).equal(tensor.detach().contiguous().view(torch.uint8))
+
+
+def test_a_file_is_read_tensor_by_tensor():
+    """An engine that is given a policy holds one tensor of it beside its own."""
+    with share_weights({"codes": torch.ones(4, 4), "norm": torch.ones(3)}) as sent:
+        received = open_shared(sent, torch.device("cpu"))
+        first, second = received["codes"], received["codes"]
+    assert (len(received), set(received)) == (2, {"codes", "norm"})
+    assert first is not second

@@ -1,0 +1,365 @@
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import torch
+
+from fp8core.config.precision import PrecisionContract
+from fp8core.errors import UserError
+from fp8core.store.artifacts import ArtifactError, ArtifactStore
+from fp8core.store.diff import (
+    CAUSES,
+    Comparison,
+    MetricDifference,
+    causes,
+    compare,
+    content_difference,
+    first_difference,
+    metric_differences,
+    table_difference,
+    tensor_difference,
+    value_difference,
+)
+from fp8core.store.json_text import Difference, value_differences
+from fp8core.store.ledger import LedgerView
+from fp8core.store.manifest import Content, StepRecord
+from fp8core.store.run_directory import LEDGER
+from fp8core.store.run_view import RunView
+
+# Not the order of the alphabet.
+ORDER = ("rollout", "train", "calibrate")
+
+
+def content(digit: str, size: int = 10) -> Content:
+    return Content(digest=digit * 64, size=size)
+
+
+BASE = StepRecord(
+    step=3,
+    predecessor="p",
+    config_digest="c" * 64,
+    code_version="v" * 64,
+    steps=5,
+    inputs={
+        "rollout": {"policy": content("0")},
+        "train": {"rollouts": content("1")},
+        "calibrate": {"next_policy": content("2")},
+    },
+    outputs={
+        "rollout": {"rollouts": content("1")},
+        "train": {"next_policy": content("2"), "train_report": content("3")},
+        "calibrate": {"next_scales": content("4")},
+    },
+    model_revision=None,
+    seeds={"run": 7, "step": 3},
+    scales_digest="5" * 64,
+    precision=PrecisionContract().model_dump(mode="json"),
+    executed={"rollout": {"engine": "embedded"}},
+    level="exact",
+    weights_digest="6" * 64,
+    versions={"torch": "2.11", "numpy": "2.0"},
+)
+
+
+def changed(**fields: object) -> StepRecord:
+    return BASE.model_copy(update=fields)
+
+
+def with_content(field: str, task: str, name: str, value: Content, record: StepRecord = BASE) -> StepRecord:
+    contents = getattr(record, field)
+    return record.model_copy(update={field: {**contents, task: {**contents[task], name: value}}})
+
+
+def test_equal_records_have_no_difference() -> None:
+    assert first_difference(BASE, BASE, ORDER) is None
+    assert causes(BASE, BASE) == []
+
+
+def test_the_circumstances_and_the_predecessor_are_no_differences_of_what_was_computed() -> None:
+    other = changed(
+        predecessor="q",
+        config_digest="d",
+        code_version="w",
+        steps=9,
+        model_revision="r",
+        precision={},
+        executed={},
+        level="tolerant",
+        versions={},
+    )
+    assert first_difference(BASE, other, ORDER) is None
+
+
+def test_every_field_is_computed_or_a_cause_or_the_chain() -> None:
+    computed = {"step", "seeds", "inputs", "outputs", "scales_digest", "weights_digest"}
+    assert computed.isdisjoint(CAUSES)
+    assert {*computed, *CAUSES, "predecessor"} == set(StepRecord.model_fields)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "path"),
+    [
+        (changed(step=4), "step"),
+        (changed(seeds={"run": 8, "step": 3}), "seeds.run"),
+        (with_content("inputs", "train", "rollouts", content("9")), "inputs.train.rollouts"),
+        (with_content("outputs", "train", "train_report", content("9")), "outputs.train.train_report"),
+        (with_content("outputs", "train", "train_report", content("3", size=11)), "outputs.train.train_report"),
+        (with_content("outputs", "train", "more", content("9")), "outputs.train.more"),
+        (changed(scales_digest=None), "scales_digest"),
+        (changed(weights_digest="7" * 64), "weights_digest"),
+    ],
+)
+def test_each_computed_field_is_found(theirs: StepRecord, path: str) -> None:
+    found = first_difference(BASE, theirs, ORDER)
+    assert found is not None
+    assert found.path == path
+
+
+def test_the_first_difference_is_the_earliest_in_the_pipeline_and_inputs_precede_outputs() -> None:
+    theirs = changed(weights_digest="7" * 64)
+    for field, task, name in [
+        ("outputs", "calibrate", "next_scales"),
+        ("inputs", "calibrate", "next_policy"),
+        ("outputs", "train", "next_policy"),
+        ("inputs", "train", "rollouts"),
+        ("outputs", "rollout", "rollouts"),
+    ]:
+        theirs = with_content(field, task, name, content("9"), theirs)
+        found = first_difference(BASE, theirs, ORDER)
+        assert found is not None
+        assert found.path == f"{field}.{task}.{name}"
+
+
+def test_both_values_are_named() -> None:
+    found = first_difference(BASE, with_content("outputs", "train", "next_policy", content("9", size=12)), ORDER)
+    assert found == Difference(
+        "outputs.train.next_policy", {"digest": "2" * 64, "size": 10}, {"digest": "9" * 64, "size": 12}
+    )
+    assert str(found) == f"outputs.train.next_policy: {'2' * 16} (10 bytes) against {'9' * 16} (12 bytes)"
+
+
+def test_an_artifact_or_a_task_that_one_side_lacks_is_a_difference() -> None:
+    without = changed(outputs={name: outputs for name, outputs in BASE.outputs.items() if name != "train"})
+    found = first_difference(BASE, without, ORDER)
+    assert found is not None
+    assert found.path == "outputs.train.next_policy"
+    assert found.theirs is None
+    assert str(first_difference(without, BASE, ORDER)).startswith("outputs.train.next_policy: absent against 2222")
+
+
+def test_the_tasks_of_the_start_have_their_own_order() -> None:
+    outputs = {"calibrate": {"scales": content("1")}, "warm_start": {"policy": content("2")}}
+    other = {"calibrate": {"scales": content("3")}, "warm_start": {"policy": content("4")}}
+    ours, theirs = (changed(step=0, inputs={}, outputs=found) for found in (outputs, other))
+    found = first_difference(ours, theirs, ORDER)
+    assert found is not None
+    assert found.path == "outputs.warm_start.policy"
+
+
+def test_causes_name_code_precision_and_library() -> None:
+    precision = PrecisionContract(scale_rule="fp32").model_dump(mode="json")
+    theirs = changed(versions={"torch": "2.12", "numpy": "2.0"}, precision=precision, code_version="w" * 64)
+    assert [str(found) for found in causes(BASE, theirs)] == [
+        f"code_version: {'v' * 16} against {'w' * 16}",
+        "precision.scale_rule: pow2 against fp32",
+        "versions.torch: 2.11 against 2.12",
+    ]
+    assert [found.path for found in causes(BASE, changed(steps=6, config_digest="d"))] == ["config_digest", "steps"]
+    assert causes(BASE, with_content("outputs", "train", "next_policy", content("9"))) == []
+
+
+def test_the_scales_that_an_engine_uses_are_a_result_and_no_cause() -> None:
+    theirs = changed(executed={"rollout": {"engine": "vllm", "scales": [1.0]}, "training": "none"})
+    assert [found.path for found in causes(BASE, theirs)] == ["executed.rollout.engine", "executed.training"]
+
+
+def test_nested_values_differ_leaf_by_leaf() -> None:
+    ours, theirs = {"a": {"b": 1, "c": [1, 2]}, "d": None}, {"a": {"b": 1, "c": [1, 3]}, "e": "x"}
+    assert list(value_differences("root", ours, theirs)) == [
+        Difference("root.a.c", [1, 2], [1, 3]),
+        Difference("root.e", None, "x"),
+    ]
+
+
+def test_metrics_differ_in_the_order_of_the_iteration_and_by_how_much() -> None:
+    ours = {"train/loss": 1.0, "alignment/k3": 0.5, "reward/mean": 2.0}
+    theirs = {"train/loss": 1.25, "alignment/k3": 0.5, "reward/mean": 2.5, "own/metric": 0.0}
+    found = metric_differences(ours, theirs)
+    assert [metric.name for metric in found] == ["reward/mean", "train/loss", "own/metric"]
+    assert str(found[1]) == "train/loss: 1.0 against 1.25 (by 0.25)"
+    assert found[2] == MetricDifference("own/metric", None, 0.0)
+    assert str(found[2]) == "own/metric: absent against 0.0"
+    assert metric_differences(ours, ours) == []
+
+
+def test_metrics_agree_within_either_bound() -> None:
+    ours, theirs = {"a/large": 100.0, "a/small": 1e-3}, {"a/large": 104.0, "a/small": 2e-3}
+    assert metric_differences(ours, theirs, relative=0.04, absolute=1e-3) == []
+    assert [metric.name for metric in metric_differences(ours, theirs, relative=0.04)] == ["a/small"]
+    assert [metric.name for metric in metric_differences(ours, theirs, absolute=1e-3)] == ["a/large"]
+    assert [metric.name for metric in metric_differences(ours, {"a/large": 100.0}, 1.0, 1.0)] == ["a/small"]
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "said"),
+    [
+        ({"a": 1, "b": [1, {"c": 2.5}]}, {"b": [1, {"c": 2.5}], "a": 1}, None),
+        ({"a": 1, "b": [1, {"c": 2.5}]}, {"a": 1, "b": [1, {"c": 2.0}]}, "b[1].c: 2.5 against 2.0"),
+        ({"b": 1, "a": 1}, {"b": 2, "a": 2}, "a: 1 against 2"),
+        ({"a": 1}, {"a": 1, "b": 1}, "b is absent on this side"),
+        ({"a": {"x": None}}, {"a": {}}, "a.x is absent on the other side"),
+        ({"a": [1, 2]}, {"a": [1]}, "a: 2 items against 1"),
+        ({"a": "x" * 100}, {"a": 1}, f"a: '{'x' * 59}... against 1"),
+    ],
+)
+def test_the_first_key_that_differs_is_named_with_both_values(ours: Any, theirs: Any, said: str | None) -> None:
+    assert value_difference(ours, theirs) == said
+
+
+def test_the_first_row_and_column_that_differ_are_named() -> None:
+    table = pa.table({"group": [0, 1], "tokens": [[1, 2], [3]]})
+    assert table_difference(table, table) is None
+    assert table_difference(table, pa.table({"group": [0, 1], "tokens": [[1, 2], [4]]})) == (
+        "row 1, column tokens[0]: 3 against 4"
+    )
+    assert table_difference(table, table.slice(0, 1)) == "2 rows against 1"
+    assert table_difference(table, table.drop_columns("tokens")) == "columns group, tokens against group"
+
+
+def test_the_first_tensor_that_differs_is_named() -> None:
+    tensors = {"a": torch.zeros(3), "b": torch.ones(2, 2)}
+    assert tensor_difference(tensors, dict(tensors)) is None
+    assert tensor_difference(tensors, {**tensors, "b": torch.eye(2)}) == "tensor b: 2 of 4 elements differ"
+    assert tensor_difference(tensors, {"b": tensors["b"]}) == "tensor a is absent on the other side"
+    assert tensor_difference(tensors, {**tensors, "a": torch.zeros(4)}) == (
+        "tensor a: torch.float32 [3] against torch.float32 [4]"
+    )
+
+
+def test_artifacts_are_compared_by_their_kind_of_file(tmp_path: Path) -> None:
+    ours, theirs = ArtifactStore(tmp_path / "ours"), ArtifactStore(tmp_path / "theirs")
+    refs = [store.put_json("metrics", {"a": i}) for i, store in enumerate((ours, theirs))]
+    assert content_difference(ours, refs[0], theirs, refs[1]) == "a: 0 against 1"
+    refs = [store.put_table("rows", pa.table({"a": [i]})) for i, store in enumerate((ours, theirs))]
+    assert content_difference(ours, refs[0], theirs, refs[1]) == "row 0, column a: 0 against 1"
+    refs = [store.put_tensors("weights", {"a": torch.full((2,), i)}) for i, store in enumerate((ours, theirs))]
+    assert content_difference(ours, refs[0], theirs, refs[1]) == "tensor a: 2 of 2 elements differ"
+    ours.path(refs[0]).unlink()
+    with pytest.raises(ArtifactError):
+        content_difference(ours, refs[0], theirs, refs[1])
+
+
+@pytest.fixture
+def copy(small_run: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(small_run, tmp_path / "copy"))
+
+
+@pytest.fixture(scope="module")
+def faster(trained: Callable[..., Path]) -> Path:
+    """The small run with another learning rate and one step less."""
+    return trained("faster", **{"training.learning_rate": 5e-2, "training.warmup_steps": 0, "steps": 2})
+
+
+def compared(ours: Path, theirs: Path) -> Comparison:
+    return compare(RunView.read(ours), RunView.read(theirs))
+
+
+def change_record(run: Path, step: int, **fields: Any) -> None:
+    """Give a committed step another record."""
+    file, ledger = run / f"manifests/{step:05d}.json", run / LEDGER
+    content = json.loads(file.read_bytes())
+    content["record"] |= fields
+    file.write_text(json.dumps(content))
+    old = LedgerView.read(ledger).steps()[step].manifest
+    ref = ArtifactStore(run).put_json("manifest", content)
+    ledger.write_text(ledger.read_text().replace(old.model_dump_json(), ref.model_dump_json()))
+
+
+def change_setting(run: Path, key: str, value: object) -> None:
+    content = json.loads((run / "run.json").read_bytes())
+    content["config"][key] = value
+    (run / "run.json").write_text(json.dumps(content))
+
+
+def test_a_run_equals_its_copy(small_run: Path, copy: Path) -> None:
+    found = compared(small_run, copy)
+    assert found.equal
+    assert found.common == [0, 1, 2, 3]
+    assert (found.notes, found.first_step, found.first_metric, found.last) == ([], None, None, (3, 3))
+
+
+def test_settings_that_make_no_numbers_are_notes(small_run: Path, copy: Path) -> None:
+    change_setting(copy, "run", "copy")
+    change_setting(copy, "steps", 9)
+    for step in range(4):
+        change_record(copy, step, steps=9, level="tolerant")
+    found = compared(small_run, copy)
+    assert found.equal
+    assert [str(note) for note in found.notes] == [
+        "run: small against copy",
+        "steps: 3 against 9",
+        "level: exact against tolerant",
+    ]
+
+
+def test_a_setting_that_makes_numbers_is_named_with_the_first_field_and_metric_it_changed(
+    small_run: Path, faster: Path
+) -> None:
+    found = compared(small_run, faster)
+    assert not found.equal
+    assert [difference.path for difference in found.configuration] == [
+        "training.learning_rate",
+        "training.warmup_steps",
+    ]
+    assert found.circumstances == [], "the configuration's digest differs because the configuration does"
+    assert found.first_step is not None
+    step, difference = found.first_step
+    assert (step, difference.path.rpartition(".")[0]) == (1, "outputs.train"), "what precedes does not depend on it"
+    assert found.first_metric is not None
+    step, metric = found.first_metric
+    assert (step, metric.name) == (1, "train/learning_rate")
+    assert metric.theirs == 5e-2
+    assert (found.common, found.last) == ([0, 1, 2], (3, 2))
+
+
+def test_code_precision_and_libraries_are_named_with_the_first_step(small_run: Path, copy: Path) -> None:
+    record = json.loads((copy / "manifests/00002.json").read_bytes())["record"]
+    precision = {**record["precision"], "scale_rule": "fp32", "bf16_first_layers": 1}
+    versions = {**record["versions"], "torch": "0", "numpy": "0"}
+    change_record(copy, 2, code_version="v", versions=versions)
+    change_record(copy, 3, code_version="w", versions=versions, precision=precision, config_digest="c")
+    found = compared(small_run, copy)
+    assert not found.equal
+    assert [(step, difference.path) for step, difference in found.circumstances] == [
+        (2, "code_version"),
+        (2, "versions.numpy"),
+        (2, "versions.torch"),
+        (3, "config_digest"),
+        (3, "precision.bf16_first_layers"),
+    ]
+    assert found.first_step is None, "what they computed is equal"
+
+
+def test_a_manifest_that_cannot_be_read_is_a_refusal(small_run: Path, copy: Path) -> None:
+    (copy / LedgerView.read(copy / LEDGER).steps()[2].manifest.uri).unlink()
+    assert compared(small_run, copy).equal, "the second copy serves"
+    (copy / "manifests/00002.json").unlink()
+    with pytest.raises(UserError, match=r"manifests/00002\.json cannot be compared: the file is missing"):
+        compared(small_run, copy)
+
+
+def test_runs_without_a_common_step_are_a_refusal(small_run: Path, copy: Path) -> None:
+    (copy / LEDGER).write_text("")
+    with pytest.raises(UserError, match="no step is committed in both"):
+        compared(small_run, copy)
+
+
+def test_a_malformed_ledger_is_a_refusal(small_run: Path, copy: Path) -> None:
+    ledger = copy / LEDGER
+    ledger.write_text(ledger.read_text().replace('"event":"step","step":3', '"event":"step","step":-3'))
+    with pytest.raises(UserError, match=r"ledger\.jsonl:\d+ cannot be compared: not an entry: step\.step: "):
+        compared(small_run, copy)

@@ -1,0 +1,266 @@
+"""What may go from a run, on folders of small made-up files with real ledgers and manifests."""
+
+import re
+import shutil
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+
+from fp8core.config.run import BestConfig, KeepConfig
+from fp8core.errors import UserError
+from fp8core.store.artifacts import ArtifactError, ArtifactStore, Ref
+from fp8core.store.deletion_log import log_deletions, read_deletions
+from fp8core.store.durable import folder_digest
+from fp8core.store.gc import Removal, kept_steps, plan_removal, remove
+from fp8core.store.ledger import CheckpointEntry, LedgerView, RedoEntry, StepEntry, TaskEntry
+from fp8core.store.manifest import Content, StepManifest, StepObservations, StepRecord
+from fp8core.store.run_directory import LEDGER, RunDirectory
+
+STEPS, EVERY = 12, 4
+NOW = "2026-01-02T03:04:05+00:00"
+LAST = KeepConfig(last=1)
+
+
+def contents(refs: dict[str, Ref]) -> dict[str, Content]:
+    return {name: Content(digest=ref.digest, size=ref.size) for name, ref in refs.items()}
+
+
+def manifest(step: int, inputs: dict[str, Ref], outputs: dict[str, Ref]) -> StepManifest:
+    record = StepRecord(
+        step=step,
+        predecessor=None,
+        config_digest="",
+        code_version="",
+        steps=STEPS,
+        inputs={"train": contents(inputs)},
+        outputs={"train": contents(outputs)},
+        model_revision=None,
+        seeds={},
+        scales_digest=None,
+        precision={},
+        executed={},
+        level="exact",
+        weights_digest=f"w{step}",
+        versions={},
+    )
+    return StepManifest(record=record, observed=StepObservations(timings={}, hardware={}, paths={}))
+
+
+def outputs_of(store: ArtifactStore, step: int) -> dict[str, Ref]:
+    """What one step stores; rewards are the same in every third step, so that steps share a file."""
+    return {
+        "rollouts": store.put_json("texts", {"step": step, "text": "x" * 500}),
+        "rewards": store.put_json("marks", {"right": step % 3}),
+        "next_policy": store.put_json("policy", {"version": step, "weights_digest": f"w{step}"}),
+        "next_scales": store.put_json("factors", {"version": step}),
+        "metrics": store.put_json("metrics", {"accuracy": (step * 5 % 12) / 12, "step": step} if step % 2 else {}),
+    }
+
+
+@pytest.fixture
+def folder(finished: Path, tmp_path: Path) -> Path:
+    """A run of its own for each test."""
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twelve steps, checkpoints after 4, 8 and 12, and the first task of step 13."""
+    with RunDirectory.create_or_open(tmp_path_factory.mktemp("retention") / "run") as run:
+        carried: dict[str, Ref] = {}
+        for step in range(STEPS + 1):
+            outputs = outputs_of(run.store, step)
+            run.ledger.append(TaskEntry(step=step, task="train", key="", outputs=outputs, started=0.0, seconds=0.0))
+            stored = run.store.put_json("manifest", manifest(step, carried, outputs).model_dump(mode="json"))
+            run.ledger.append(StepEntry(step=step, manifest=stored, weights_digest=f"w{step}", committed_ms=step))
+            carried = {"policy": outputs["next_policy"], "scales": outputs["next_scales"]}
+            if step and step % EVERY == 0:
+                checkpoint(run, step)
+        begun = {"prompts": run.store.put_json("questions", {"step": STEPS + 1})}
+        run.ledger.append(TaskEntry(step=STEPS + 1, task="p", key="", outputs=begun, started=0.0, seconds=0.0))
+        return run.path
+
+
+def checkpoint(run: RunDirectory, step: int) -> None:
+    uri = f"checkpoints/{step:05d}"
+    run.write_text(f"{uri}/policy/weights", f"weights {step}")
+    digest = folder_digest(run.path / uri)
+    run.ledger.append(CheckpointEntry(step=step, uri=uri, digest=digest, weights_digest=f"w{step}"))
+
+
+def readable(folder: Path, step: int) -> set[str]:
+    """The artifacts of a step that can be read."""
+    store, found = ArtifactStore(folder), set()
+    for name, ref in LedgerView.read(folder / LEDGER).artifacts(step).items():
+        try:
+            store.get_json(ref)
+            found.add(name)
+        except ArtifactError:
+            continue
+    return found
+
+
+def sizes(folder: Path) -> dict[Path, int]:
+    """Every file with its bytes."""
+    return {path: path.stat().st_size for path in folder.rglob("*") if path.is_file()}
+
+
+def gc(folder: Path, keep: KeepConfig | None) -> Removal:
+    removal = plan_removal(folder, keep, NOW)
+    remove(folder, removal.deletions)
+    return removal
+
+
+ALL = {"rollouts", "rewards", "next_policy", "next_scales", "metrics"}
+
+
+# --- the rules ---
+
+
+@pytest.mark.parametrize(
+    ("keep", "expected"),
+    [
+        (KeepConfig(last=1), {0, 20}),
+        (KeepConfig(last=3), {0, 18, 19, 20}),
+        (KeepConfig(last=99), set(range(21))),
+        (KeepConfig(last=1, every=8), {0, 8, 16, 20}),
+        (KeepConfig(last=1, best=BestConfig(metric="m")), {0, 7, 20}),
+        (KeepConfig(last=1, best=BestConfig(metric="m", count=3)), {0, 3, 7, 11, 20}),
+        (KeepConfig(last=1, best=BestConfig(metric="m", mode="min")), {0, 15, 20}),
+        (KeepConfig(last=2, every=10, best=BestConfig(metric="m", mode="min", count=2)), {0, 1, 10, 15, 19, 20}),
+    ],
+)
+def test_a_step_that_any_rule_names_is_kept(keep: KeepConfig, expected: set[int]) -> None:
+    values = {1: 0.1, 3: 0.9, 7: 0.95, 11: 0.9, 15: 0.05, 19: 0.5}
+    assert kept_steps(keep, range(21), values) == expected
+
+
+def test_of_equal_steps_the_later_is_better() -> None:
+    for mode in ("max", "min"):
+        best = BestConfig.model_validate({"metric": "m", "mode": mode})
+        assert 9 in kept_steps(KeepConfig(best=best), range(21), {3: 0.5, 9: 0.5})
+
+
+# --- what goes ---
+
+
+def test_of_a_step_that_is_not_kept_its_metrics_policy_and_manifest_stay(folder: Path) -> None:
+    removal = gc(folder, KeepConfig(last=2, every=5))
+    assert removal.kept == [0, 5, 10, 11, 12]
+    assert removal.dropped == [1, 2, 3, 4, 6, 7, 8, 9]
+    store, ledger = ArtifactStore(folder), LedgerView.read(folder / LEDGER)
+    for step in removal.kept:
+        assert readable(folder, step) == ALL
+    for step, entry in ledger.steps().items():
+        read = StepManifest.model_validate_json(store.path(entry.manifest).read_bytes()).record
+        assert read.step == step
+        if step in removal.kept:
+            named = [content.uri for content in ledger.artifacts(step).values()]
+            assert all((folder / uri).is_file() for uri in named)
+    # Scales of 4 and 9 are inputs of 5 and 10; rewards are shared with kept steps.
+    for step in (4, 9):
+        assert readable(folder, step) == {"next_policy", "metrics", "rewards", "next_scales"}
+    for step in (1, 2, 3, 6, 7, 8):
+        assert readable(folder, step) == {"next_policy", "metrics", "rewards"}
+    assert ArtifactStore(folder).get_json(ledger.artifacts(13)["prompts"]) == {"step": 13}
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["00012"]
+
+
+def test_every_step_from_the_last_intact_checkpoint_on_is_kept(folder: Path) -> None:
+    shutil.rmtree(folder / "checkpoints" / "00012")
+    (folder / "checkpoints" / "00008" / "policy" / "weights").write_text("damaged")
+    removal = gc(folder, LAST)
+    assert removal.kept == [0, *range(4, 13)]
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["00004", "00008"]
+    shutil.rmtree(folder / "checkpoints")
+    assert plan_removal(folder, LAST, NOW).dropped == []
+
+
+def test_the_best_steps_are_found_in_the_metrics(folder: Path) -> None:
+    values = {step: (step * 5 % 12) / 12 for step in range(1, 13, 2)}
+    best = max(values, key=lambda step: values[step])
+    keep = KeepConfig(best=BestConfig(metric="accuracy"))
+    assert plan_removal(folder, keep, NOW).kept == [0, best, 12]
+    with pytest.raises(UserError, match=r"^artifacts\.keep\.best\.metric: no step has a metric reward/heldout$"):
+        plan_removal(folder, KeepConfig(best=BestConfig(metric="reward/heldout")), NOW)
+
+
+def test_files_that_the_ledger_does_not_name_go_whatever_is_kept(folder: Path) -> None:
+    orphan = ArtifactStore(folder).put_json("texts", {"of": "a task that was killed"})
+    half_written = folder / orphan.uri.replace(orphan.digest, f".{orphan.digest}.tmp")
+    half_written.touch()
+    removal = gc(folder, None)
+    (deletion,) = removal.deletions
+    assert (deletion.digest, deletion.uri, deletion.size) == (orphan.digest, orphan.uri, orphan.size)
+    assert (deletion.kind, deletion.step, deletion.reason) == ("orphan", None, "orphan")
+    assert removal.dropped == []
+    assert not (folder / orphan.uri).exists()
+    assert half_written.exists()
+    assert all(readable(folder, step) == ALL for step in range(13))
+
+
+def test_what_a_redo_gave_stays_with_its_step(folder: Path) -> None:
+    with RunDirectory.create_or_open(folder) as run:
+        outputs = {"next_policy": run.store.put_json("notes", {"redone": 12})}
+        run.ledger.append(RedoEntry(step=12, task="train", outputs=outputs, code_version=""))
+    gc(folder, LAST)
+    assert ArtifactStore(folder).get_json(LedgerView.read(folder / LEDGER).effective_outputs(12)["next_policy"])
+
+
+def test_a_tombstone_names_all_that_went(folder: Path) -> None:
+    before = {path: path.stat().st_size for path in folder.rglob("*") if path.is_file()}
+    planned = plan_removal(folder, LAST, NOW)
+    assert {path: path.stat().st_size for path in folder.rglob("*") if path.is_file()} == before, (
+        "a plan changes nothing"
+    )
+    remove(folder, planned.deletions)
+    gone = before.keys() - set(folder.rglob("*"))
+    deletions = read_deletions(folder)
+    assert set(deletions) == {deletion.digest for deletion in planned.deletions}
+    assert sum(deletion.size for deletion in deletions.values()) == sum(before[path] for path in gone)
+    assert {folder / deletion.uri for deletion in deletions.values() if deletion.kind != "checkpoint"} == {
+        path for path in gone if "checkpoints" not in path.parts
+    }
+    assert {deletion.uri for deletion in deletions.values() if deletion.kind == "checkpoint"} == {
+        "checkpoints/00004",
+        "checkpoints/00008",
+    }
+    assert plan_removal(folder, LAST, NOW).deletions == []
+    rollouts = LedgerView.read(folder / LEDGER).artifacts(3)["rollouts"]
+    with pytest.raises(
+        ArtifactError, match=rf"removed by gc on {re.escape(NOW)} \(artifacts.keep does not keep step 3\)$"
+    ):
+        ArtifactStore(folder).get_json(rollouts)
+
+
+@pytest.mark.parametrize("done", [0, 1, 7])
+def test_a_kill_on_the_way_is_repaired_by_the_next_time(folder: Path, done: int) -> None:
+    planned = plan_removal(folder, LAST, NOW).deletions
+    log_deletions(folder, planned)
+    for deletion in planned[:done]:
+        (folder / deletion.uri).unlink()
+    (folder / "checkpoints" / "00004").rename(folder / "checkpoints" / ".00004.partial")
+    again = gc(folder, LAST).deletions
+    assert [deletion for deletion in again if deletion.kind != "checkpoint"] == [
+        deletion for deletion in planned[done:] if deletion.kind != "checkpoint"
+    ]
+    assert not any((folder / deletion.uri).exists() for deletion in planned)
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["00012"]
+
+
+def test_nothing_goes_when_a_manifest_that_must_be_asked_is_damaged(folder: Path) -> None:
+    entry = LedgerView.read(folder / LEDGER).steps()[12]
+    (folder / entry.manifest.uri).write_text("{}")
+    with pytest.raises(UserError, match="truncated"):
+        plan_removal(folder, LAST, NOW)
+
+
+def test_a_disk_that_refuses_tombstones_keeps_the_files(
+    folder: Path, file_size_limit: Callable[[int], AbstractContextManager[None]]
+) -> None:
+    planned = plan_removal(folder, LAST, NOW).deletions
+    with file_size_limit(100), pytest.raises(UserError, match="File too large"):
+        remove(folder, planned)
+    assert all((folder / deletion.uri).exists() for deletion in planned)

@@ -1,0 +1,532 @@
+"""Damage of each kind to a copy of a real run, and each is named."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from fp8core.errors import UserError
+from fp8core.store.artifacts import ArtifactStore, Ref
+from fp8core.store.deletion_log import Deletion, log_deletions
+from fp8core.store.json_text import canonical_json
+from fp8core.store.ledger import LedgerView, RedoEntry
+from fp8core.store.manifest import Head, SigningKey, StepManifest, signature_file, write_signature
+from fp8core.store.run_directory import LEDGER
+from fp8core.store.run_view import Finding, RunView, spans
+from fp8core.store.verify import Chain, ExpectedHead, references, signature_lines, verified_bytes, verify
+
+ZEROS = "0" * 64
+
+
+@pytest.fixture
+def run(small_run: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(small_run, tmp_path / "run"))
+
+
+def findings(run: Path, severity: str = "error") -> list[Finding]:
+    return [finding for finding in verify(RunView.read(run)) if finding.severity == severity]
+
+
+def ref_of(run: Path, step: int, artifact: str) -> Ref:
+    return LedgerView.read(run / LEDGER).artifacts(step)[artifact]
+
+
+def path_of(run: Path, step: int, artifact: str) -> Path:
+    return run / ref_of(run, step, artifact).uri
+
+
+def edit_ledger(run: Path, change: Callable[[dict[str, Any]], bool | None], **wanted: Any) -> None:
+    """Change the entries that have the wanted values; those for which `change` returns False are dropped."""
+    lines = []
+    for line in (run / LEDGER).read_text().splitlines():
+        entry = json.loads(line)
+        if any(entry.get(key) != value for key, value in wanted.items()) or change(entry) is not False:
+            lines.append(json.dumps(entry))
+    (run / LEDGER).write_text("".join(f"{line}\n" for line in lines))
+
+
+def drop(entry: dict[str, Any]) -> bool:
+    return False
+
+
+def set_in(*path: str, value: Any = ZEROS) -> Callable[[dict[str, Any]], None]:
+    def change(content: dict[str, Any]) -> None:
+        for key in path[:-1]:
+            content = content[key]
+        content[path[-1]] = value
+
+    return change
+
+
+def edit_json(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    content = json.loads(path.read_bytes())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def forge(run: Path, step: int, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change a manifest so that file, artifact and the ledger's line agree with one another."""
+    file = run / f"manifests/{step:05d}.json"
+    edit_json(file, change)
+    data = canonical_json(json.loads(file.read_bytes()), "manifest")
+    ref = ArtifactStore(run).put_json("manifest", json.loads(data))
+    edit_ledger(run, set_in("manifest", value=ref.model_dump()), event="step", step=step)
+
+
+# --- an intact run ---
+
+
+def test_an_intact_run_has_no_errors_and_its_pruned_checkpoint_is_noted(run: Path) -> None:
+    view, read, seen = RunView.read(run), list[int](), list[StepManifest]()
+    found = list(verify(view, read.append, seen.append))
+    assert [str(finding) for finding in found] == ["note checkpoints: pruned, as later ones replace them: steps 1"]
+    assert sum(read) == verified_bytes(view)
+    assert [manifest.record.step for manifest in seen] == [0, 1, 2, 3]
+    files = {path for path in (run / "artifacts").rglob("*") if path.is_file()}
+    assert {run / reference.ref.uri for reference in references(view)} == files
+
+
+def test_what_a_live_run_has_not_committed_is_no_error(run: Path) -> None:
+    lines = (run / LEDGER).read_text().splitlines(keepends=True)
+    (end,) = [i for i, line in enumerate(lines) if '"event":"step","step":3' in line]
+    (run / LEDGER).write_text("".join(lines[:end]) + lines[end][:40])
+    view = RunView.read(run)
+    assert list(view.steps) == [0, 1, 2]
+    assert [finding.place for finding in verify(view) if finding.severity == "error"] == []
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no run \(no run\.json\)$"):
+        RunView.read(tmp_path)
+
+
+# --- artifacts ---
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[0] ^= 1
+    path.write_bytes(content)
+
+
+def put_a_folder_in_place(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        (lambda path: path.write_bytes(path.read_bytes()[:-7]), "truncated: "),
+        (flip_a_bit, "content differs: SHA-256 "),
+        (Path.unlink, "the file is missing"),
+        (put_a_folder_in_place, "cannot be read: Is a directory"),
+    ],
+    ids=["truncated", "flipped", "missing", "unreadable"],
+)
+def test_a_damaged_artifact_is_named_with_kind_step_and_task(
+    run: Path, damage: Callable[[Path], Any], problem: str
+) -> None:
+    path = path_of(run, 2, "rollouts")
+    damage(path)
+    (found,) = findings(run)
+    assert str(found).startswith(f"error {path.relative_to(run)} (rollouts, step 2, task rollout): {problem}")
+
+
+def test_two_swapped_artifacts_are_named_each_with_what_it_holds(run: Path) -> None:
+    one, two = path_of(run, 1, "rewards"), path_of(run, 2, "rewards")
+    content = one.read_bytes()
+    one.write_bytes(two.read_bytes())
+    two.write_bytes(content)
+    places = [str(path.relative_to(run)) for path in (one, two)]
+    assert [str(finding) for finding in findings(run)] == [
+        f"error {places[0]} (rewards, step 1, task reward): "
+        f"holds the content of {places[1]} (rewards, step 2, task reward)",
+        f"error {places[1]} (rewards, step 2, task reward): "
+        f"holds the content of {places[0]} (rewards, step 1, task reward)",
+    ]
+
+
+def test_what_retention_removed_is_a_note_with_reason_and_date(run: Path) -> None:
+    refs = [ref_of(run, 1, "prompts"), ref_of(run, 1, "rollouts")]
+    when = "2026-01-02T03:04:05+00:00"
+    log_deletions(run, [Deletion(**ref.model_dump(), step=1, reason="step 1 is not kept", when=when) for ref in refs])
+    assert findings(run) == [], "what is there is there"
+    for ref in refs:
+        (run / ref.uri).unlink()
+    assert findings(run) == []
+    removed, _ = findings(run, "note")
+    size = sum(ref.size for ref in refs)
+    assert str(removed) == (
+        f"note artifacts (step 1): removed (step 1 is not kept, {when}): prompts, rollouts; {size} bytes"
+    )
+
+
+def test_a_removed_manifest_artifact_leaves_its_file_to_check_the_chain_with(run: Path) -> None:
+    ref = LedgerView.read(run / LEDGER).steps()[1].manifest
+    (run / ref.uri).unlink()
+    assert [finding.problem for finding in findings(run)] == ["the file is missing"]
+    log_deletions(run, [Deletion(**ref.model_dump(), step=1, reason="r", when="w")])
+    assert findings(run) == []
+    edit_json(run / "manifests/00001.json", set_in("record", "weights_digest"))
+    assert [str(finding) for finding in findings(run)] == [
+        "error manifests/00001.json (step 1): differs from the manifest that the ledger names"
+    ]
+
+
+# --- manifests ---
+
+
+def test_an_edited_manifest_is_named_with_the_field(run: Path) -> None:
+    edit_json(run / "manifests/00002.json", set_in("record", "weights_digest"))
+    (found,) = findings(run)
+    assert str(found).startswith(
+        "error manifests/00002.json (step 2): differs from the manifest that the ledger names: "
+        "manifest.record.weights_digest: "
+    )
+    assert str(found).endswith(" against 0000000000000000")
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        (Path.unlink, "the file is missing"),
+        (lambda path: path.write_text("{"), "the manifest: not JSON: EOF while"),
+    ],
+    ids=["removed", "cut"],
+)
+def test_a_manifest_that_cannot_be_read_is_named(run: Path, damage: Callable[[Path], Any], problem: str) -> None:
+    damage(run / "manifests/00001.json")
+    (found,) = findings(run)
+    assert str(found).startswith(f"error manifests/00001.json (step 1): {problem}")
+
+
+def test_a_damaged_manifest_artifact_is_named_and_its_file_serves(run: Path) -> None:
+    ref = LedgerView.read(run / LEDGER).steps()[2].manifest
+    (run / ref.uri).write_text("{")
+    (found,) = findings(run)
+    assert str(found) == f"error {ref.uri} (manifest, step 2): truncated: 1 of {ref.size} bytes"
+
+
+def test_a_manifest_of_another_schema_is_named(run: Path) -> None:
+    forge(run, 3, set_in("schema_version", value=1))
+    assert "manifests/00003.json (step 3): not a manifest that this version reads: schema_version" in str(
+        findings(run)[0]
+    )
+
+
+FORGED = {
+    "weights_digest": "record.weights_digest: 0000000000000000, by the ledger ",
+    "code_version": "record.code_version: 0000000000000000, by the ledger ",
+    "scales_digest": "record.scales_digest: 0000000000000000, but the stored scales are ",
+    "predecessor": "its record names the predecessor 0000000000000000, which is ",
+}
+
+
+@pytest.mark.parametrize("field", FORGED)
+def test_a_forged_record_is_named_and_breaks_the_chain(run: Path, field: str) -> None:
+    forge(run, 2, set_in("record", field))
+    found = [(finding.place, finding.problem) for finding in findings(run)]
+    assert any(place == "manifests/00002.json" and problem.startswith(FORGED[field]) for place, problem in found)
+    broken = [place for place, problem in found if "names the predecessor" in problem]
+    assert broken[-1] == "manifests/00003.json", "what follows names the record that was"
+
+
+@pytest.mark.parametrize(
+    ("path", "problem"),
+    [
+        (("inputs", "train", "policy", "digest"), "record.inputs.train.policy: 0000000000000000 ("),
+        (("outputs", "train", "next_policy", "digest"), "record.outputs.train.next_policy: 0000000000000000 ("),
+        (("step",), "record.step: 9, by the ledger 3"),
+    ],
+    ids=lambda value: ".".join(value) if isinstance(value, tuple) else "",
+)
+def test_the_record_agrees_with_the_ledger(run: Path, path: tuple[str, ...], problem: str) -> None:
+    forge(run, 3, set_in("record", *path, value=9 if path[-1] in ("size", "step") else ZEROS))
+    (found,) = findings(run)
+    assert str(found).startswith(f"error manifests/00003.json (step 3): {problem}")
+
+
+def test_timings_and_paths_agree_with_the_ledger(run: Path) -> None:
+    forge(run, 3, set_in("observed", "timings", "train", value=1000.0))
+    forge(run, 2, set_in("observed", "paths", "rollouts", value="elsewhere"))
+    assert [finding.problem.partition(", by the ledger")[0] for finding in findings(run)] == [
+        "observed.paths.rollouts: elsewhere",
+        "observed.timings.train: 1000.0",
+    ]
+
+
+# --- the ledger ---
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "wanted", "problems"),
+    [
+        ("weights_digest", ZEROS, {"event": "step", "step": 3}, ["record.weights_digest: "]),
+        ("seconds", 9.0, {"task": "train", "step": 3}, ["observed.timings.train: "]),
+        ("code_version", ZEROS, {"event": "segment"}, ["the run was begun by code 0", "record.code_version: "]),
+        ("outputs.next_policy.size", 5, {"task": "train", "step": 3}, ["record.outputs.train.next_policy: ", "has 97"]),
+        ("manifest.digest", ZEROS, {"event": "step", "step": 3}, ["not an entry: step.manifest: Value error, uri: "]),
+        ("digest", ZEROS, {"event": "checkpoint", "step": 3}, ["content differs: digest "]),
+        ("weights_digest", ZEROS, {"event": "checkpoint", "step": 3}, ["holds weights 0000000000000000, its step "]),
+        ("uri", "../x", {"event": "checkpoint", "step": 3}, ["not where the checkpoint of this step belongs"]),
+    ],
+)
+def test_an_edited_ledger_is_named(
+    run: Path, path: str, value: object, wanted: dict[str, Any], problems: list[str]
+) -> None:
+    edit_ledger(run, set_in(*path.split("."), value=value), **wanted)
+    found = [finding.problem for finding in findings(run)]
+    for problem in problems:
+        assert any(text.startswith(problem) for text in found), found
+
+
+def test_an_artifact_exchanged_in_the_ledger_is_named(run: Path) -> None:
+    other = ref_of(run, 2, "next_policy").model_dump()
+    edit_ledger(run, set_in("outputs", "next_policy", value=other), task="train", step=3)
+    found = [finding.problem for finding in findings(run)]
+    assert any(text.startswith("record.outputs.train.next_policy: ") for text in found)
+    assert any(text.startswith("the stored policy is {'version': 2, ") for text in found)
+
+
+def order_problems(run: Path) -> list[str]:
+    return [finding.problem for finding in findings(run) if finding.place.startswith(LEDGER)]
+
+
+def test_a_missing_line_of_a_middle_step_is_named(run: Path) -> None:
+    edit_ledger(run, drop, event="step", step=2)
+    assert order_problems(run) == ["an entry of step 3, but step 2 is not committed"]
+    assert ("checkpoints/00002", "its step is not committed") in [
+        (found.place, found.problem) for found in findings(run)
+    ]
+
+
+def test_lines_that_go_back_are_named(run: Path) -> None:
+    ledger = LedgerView.read(run / LEDGER)
+    for entry in (ledger.steps()[3], ledger.tasks(0)["evaluate"]):
+        with (run / LEDGER).open("a") as file:
+            file.write(entry.model_dump_json() + "\n")
+    assert order_problems(run) == [
+        "an entry of step 3, which was committed before",
+        "an entry of step 0, which was committed before",
+    ]
+
+
+def test_a_malformed_line_is_named_and_the_rest_is_checked(run: Path) -> None:
+    lines = (run / LEDGER).read_text().splitlines()
+    number = next(i for i, line in enumerate(lines, start=1) if '"task":"prompts"' in line)
+    lines[number - 1] = lines[number - 1].replace('"seconds":', '"minutes":')
+    path_of(run, 3, "rollouts").unlink()
+    (run / LEDGER).write_text("".join(f"{line}\n" for line in lines))
+    found = [str(finding) for finding in findings(run)]
+    assert found[0] == f"error ledger.jsonl:{number}: not an entry: task.seconds: Field required (and 1 more)"
+    assert found[-1].endswith("(rollouts, step 3, task rollout): the file is missing")
+
+
+def test_a_missing_ledger_is_named(run: Path) -> None:
+    (run / LEDGER).unlink()
+    assert [str(finding) for finding in findings(run)] == [
+        "error ledger.jsonl: cannot be read: No such file or directory"
+    ]
+
+
+# --- run.json ---
+
+
+def test_an_edited_configuration_is_named_once_for_all_steps(run: Path) -> None:
+    edit_json(run / "run.json", set_in("config", "training", "learning_rate", value=0.5))
+    (found,) = findings(run)
+    assert found.place == "run.json"
+    assert "the records of steps 0-3 say" in found.problem
+
+
+def test_a_configuration_that_cannot_be_read_is_named_and_digests_are_still_checked(run: Path) -> None:
+    edit_json(run / "run.json", set_in("config", "new_setting", value=1))
+    path_of(run, 3, "rollouts").unlink()
+    configuration, missing = findings(run)
+    assert str(configuration).startswith(
+        "error run.json: this version cannot read the configuration: run.json: config: new_setting: "
+    )
+    assert missing.problem == "the file is missing"
+
+
+def test_an_edited_code_version_of_the_run_is_named(run: Path) -> None:
+    edit_json(run / "run.json", set_in("code_version"))
+    (found,) = findings(run)
+    assert found.place == "ledger.jsonl:1"
+    assert found.problem.endswith("run.json says 0000000000000000")
+
+
+# --- checkpoints ---
+
+
+@pytest.mark.parametrize("damage", ["flipped", "removed"])
+def test_a_damaged_checkpoint_is_named(run: Path, damage: str) -> None:
+    file = max((run / "checkpoints/00002").rglob("*.safetensors"), key=lambda path: path.stat().st_size)
+    if damage == "flipped":
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+    else:
+        file.unlink()
+    (found,) = findings(run)
+    assert str(found).startswith("error checkpoints/00002 (step 2): content differs: digest ")
+
+
+def test_the_newest_checkpoint_must_be_there(run: Path) -> None:
+    shutil.rmtree(run / "checkpoints/00002")
+    assert findings(run) == []
+    shutil.rmtree(run / "checkpoints/00003")
+    (found,) = findings(run)
+    assert str(found) == "error checkpoints/00003 (step 3): the folder is missing, and it is the newest checkpoint"
+    entry = LedgerView.read(run / LEDGER).checkpoints()[-1]
+    deletion = Deletion(
+        digest=entry.digest, uri=entry.uri, kind="checkpoint", size=1, step=3, reason="moved away", when="then"
+    )
+    log_deletions(run, [deletion])
+    assert findings(run) == []
+    assert "note checkpoints/00003 (step 3): removed (moved away, then)" in map(str, findings(run, "note"))
+
+
+# --- what was done again ---
+
+
+def redo(run: Path, step: int) -> Ref:
+    """Enter that redoing a step gave another policy; returns that policy."""
+    policy = ArtifactStore(run).put_json("policy", {"version": step, "weights_digest": ZEROS})
+    entry = RedoEntry(step=step, task="train", outputs={"next_policy": policy}, code_version=ZEROS)
+    lines = (run / LEDGER).read_text().splitlines(keepends=True)
+    last = next(i for i, line in enumerate(lines) if f'"event":"step","step":{step}' in line)
+    (run / LEDGER).write_text("".join([*lines[: last + 1], entry.model_dump_json() + "\n", *lines[last + 1 :]]))
+    return policy
+
+
+def test_inputs_that_a_redo_gave_are_noted(run: Path) -> None:
+    policy = redo(run, 2)
+    content = {"digest": policy.digest, "size": policy.size}
+    for task in ("rollout", "logprobs", "train"):
+        forge(run, 3, set_in("record", "inputs", task, "policy", value=content))
+    assert findings(run) == []
+    assert [finding.problem for finding in findings(run, "note")][:2] == [
+        "redone by code 0000000000000000 with another outcome, from which the run went on",
+        "goes on from what was redone: record.inputs.logprobs.policy, record.inputs.rollout.policy, "
+        "record.inputs.train.policy",
+    ]
+
+
+def test_a_checkpoint_of_what_a_redo_gave_is_accepted_and_its_policy_checked(run: Path) -> None:
+    policy = redo(run, 3)
+    edit_ledger(run, set_in("weights_digest"), event="checkpoint", step=3)
+    assert findings(run) == []
+    (run / policy.uri).unlink()
+    assert [finding.place for finding in findings(run)] == [policy.uri, "checkpoints/00003"]
+
+
+def test_steps_in_words() -> None:
+    assert spans([]) == ""
+    assert spans([3]) == "3"
+    assert spans({5, 0, 1, 2, 9, 8}) == "0-2, 5, 8-9"
+
+
+DIGESTS = [f"{step:x}" * 64 for step in range(4)]
+LINKS = Chain(dict(enumerate(DIGESTS)))
+KEY, OTHER_KEY = (SigningKey(Ed25519PrivateKey.from_private_bytes(bytes([n]) * 32)) for n in (1, 2))
+FILE = Path("key.pub.pem")
+
+
+def sign(folder: Path, *steps: int, key: SigningKey = KEY) -> None:
+    for step in steps:
+        write_signature(folder, key.sign(Head(step, DIGESTS[step])))
+
+
+def signature_summary(folder: Path, trusted: SigningKey | None = None) -> tuple[list[str], str]:
+    keys = {} if trusted is None else {trusted.fingerprint: FILE}
+    *findings, line = signature_lines(folder, LINKS, keys)
+    assert all(isinstance(finding, Finding) for finding in findings)
+    return [str(finding) for finding in findings], str(line)
+
+
+# --- a head that was told ---
+
+
+@pytest.mark.parametrize("text", [DIGESTS[3], f"3:{DIGESTS[3]}", DIGESTS[3][:16], f" {DIGESTS[3]}\n"])
+def test_the_last_record_vouches_for_all(text: str) -> None:
+    assert ExpectedHead.parse(text).compare(LINKS) == "is the record of step 3, the last one"
+
+
+def test_an_earlier_record_vouches_for_what_precedes_it() -> None:
+    says = "is the record of step 1 of 3: everything up to it is as it was, of steps 2-3 it says nothing"
+    assert ExpectedHead.parse(DIGESTS[1].upper()).compare(LINKS) == says
+    assert ExpectedHead.parse(DIGESTS[2]).compare(LINKS).endswith("of step 3 it says nothing")
+
+
+@pytest.mark.parametrize("text", ["f" * 64, f"2:{DIGESTS[3]}", DIGESTS[3][:15] + "0", "f" * 16])
+def test_a_head_that_is_not_in_the_chain_is_an_error(text: str) -> None:
+    found = ExpectedHead.parse(text).compare(LINKS)
+    assert isinstance(found, Finding)
+    assert str(found) == f"error --head: {text} is no record of this chain"
+
+
+def test_first_digits_that_fit_two_records_are_an_error() -> None:
+    links = Chain({0: "a" * 64, 1: "a" * 16 + "b" * 48})
+    found = ExpectedHead.parse("a" * 16).compare(links)
+    assert str(found) == f"error --head: {'a' * 16} is the records of steps 0-1 of this chain"
+    assert ExpectedHead.parse("a" * 17).compare(links) == ExpectedHead.parse("0:" + "a" * 16).compare(links)
+
+
+@pytest.mark.parametrize("text", ["", "a" * 15, "a" * 65, "g" * 64, ":" + "a" * 64, "-1:" + "a" * 64, "a" * 16 + "\nb"])
+def test_what_is_no_digest_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match="expected 16 to 64 hex digits"):
+        ExpectedHead.parse(text)
+
+
+# --- signatures ---
+
+
+def test_a_run_without_signatures_says_so_and_is_refused_where_a_key_is_asked_for(tmp_path: Path) -> None:
+    assert signature_summary(tmp_path) == ([], "none")
+    assert signature_summary(tmp_path, KEY)[0] == [
+        "error signatures: steps 0-3 have none that holds, and no later step has one"
+    ]
+
+
+def test_signatures_that_hold_are_not_trusted_without_a_key(tmp_path: Path) -> None:
+    sign(tmp_path, *range(4))
+    findings, line = signature_summary(tmp_path)
+    assert findings == []
+    assert line.startswith(f"steps 0-3 by key {KEY.fingerprint}; not trusted: ")
+    assert signature_summary(tmp_path, KEY) == ([], f"steps 0-3 by key {KEY.fingerprint}")
+
+
+def test_each_signature_by_another_key_is_an_error(tmp_path: Path) -> None:
+    sign(tmp_path, 0, 1, 3)
+    sign(tmp_path, 2, key=OTHER_KEY)
+    assert [finding.partition(": ")[0] for finding in signature_summary(tmp_path, KEY)[0]] == [
+        "error manifests/00002.signature.json (step 2)",
+        "note signatures",
+    ]
+    *findings, _ = signature_lines(tmp_path, LINKS, {KEY.fingerprint: FILE, OTHER_KEY.fingerprint: FILE})
+    assert findings == [], "a key that was replaced by another"
+
+
+def test_steps_after_the_last_signature_are_vouched_for_by_nobody(tmp_path: Path) -> None:
+    sign(tmp_path, 1, 2)
+    covered = "steps 0 have none that holds; that of step 2 vouches for them by the chain"
+    bare = "steps 3 have none that holds, and no later step has one"
+    assert signature_summary(tmp_path)[0] == [f"note signatures: {covered}", f"note signatures: {bare}"]
+    assert signature_summary(tmp_path, KEY)[0] == [f"note signatures: {covered}", f"error signatures: {bare}"]
+
+
+@pytest.mark.parametrize("trusted", [None, KEY])
+def test_a_signature_that_does_not_hold_is_an_error_with_and_without_a_key(
+    tmp_path: Path, trusted: SigningKey | None
+) -> None:
+    sign(tmp_path, *range(4))
+    signature_file(tmp_path, 3).write_bytes(signature_file(tmp_path, 2).read_bytes())
+    signature_file(tmp_path, 1).write_text("{")
+    errors = [finding for finding in signature_summary(tmp_path, trusted)[0] if finding.startswith("error manifests")]
+    assert [error.partition(": ")[2][:20] for error in errors] == ["not a signature: Inv", "it signs the record "]

@@ -1,0 +1,61 @@
+import pytest
+
+from fp8core.config.precision import PrecisionContract
+from fp8core.config.run import TrainingConfig
+from fp8core.errors import UserError
+from fp8core.models.architecture import Experts
+from fp8core.training.packed.requirements import check_architecture_fits, check_contract_fits, required_environment
+
+TILED = {"hidden_size": 256, "intermediate_size": 384, "num_heads": 4, "num_kv_heads": 2, "head_dim": 128}
+
+
+def contract(training=(), **shared) -> PrecisionContract:
+    return PrecisionContract.model_validate({"training": dict(training), **shared})
+
+
+@pytest.mark.parametrize(
+    ("refused", "platform", "reason"),
+    [
+        (contract(), "cpu", "torch sees no GPU here; set it to cpu"),
+        (contract({"linear": "fp32", "kv_cache": "fp32"}), "sm_90", "linear=fp32: set it to bf16 or fp8_block"),
+        (contract({"backward": "bf16"}), "sm_90", "backward=bf16: its backward has the format of the forward"),
+        (contract(rounding_points="fused"), "sm_90", "rounding_points=fused.*set it to stepwise or kernels"),
+    ],
+)
+def test_contracts_without_kernels_are_refused(refused, platform: str, reason: str) -> None:
+    with pytest.raises(UserError, match=f"^training.(device=cuda|packed).*{reason}"):
+        check_contract_fits(refused, "cuda", platform)
+
+
+@pytest.mark.parametrize(
+    ("changes", "precision", "reason"),
+    [
+        ({"hidden_size": 192}, contract(), r"q_proj.weight is \[512, 192\]; both sides must be multiples of 128"),
+        ({"head_dim": 64}, contract(), "head_dim=64 and 2 query heads a KV head; the kernel takes head_dim=128"),
+        ({"num_heads": 32, "num_kv_heads": 2}, contract(), "16 query heads a KV head.*at most 8"),
+    ],
+)
+def test_models_without_kernels_are_refused(architecture, changes, precision, reason: str) -> None:
+    with pytest.raises(UserError, match=f"^training.(device=cuda|packed).*{reason}"):
+        check_architecture_fits(architecture(**{**TILED, **changes}), precision, "cuda")
+    check_architecture_fits(architecture(**{**TILED, **changes}), precision, "cpu")
+
+
+def test_what_fits_is_let_through(architecture) -> None:
+    check_contract_fits(contract(rounding_points="kernels"), "cuda", "sm_90")
+    check_contract_fits(contract(rounding_points="kernels"), "cpu", "cpu")
+    check_architecture_fits(architecture(**TILED), contract(), "cuda")
+    bf16 = contract({"linear": "bf16", "kv_cache": "bf16"}, accept_mismatch=True)
+    check_architecture_fits(architecture(), bf16, "cuda")
+
+
+def test_experts_are_left_to_megatron(architecture) -> None:
+    experts = Experts(count=4, per_token=2, intermediate_size=128, normalise_top_k=True, sparse_step=1, dense_layers=())
+    with pytest.raises(UserError, match=r"the model has experts.*training\.trainer=megatron"):
+        check_architecture_fits(architecture(family="qwen3_moe", experts=experts), contract(), "cpu")
+
+
+def test_a_deterministic_gpu_needs_a_workspace_that_cublas_reads_from_the_environment() -> None:
+    assert required_environment(TrainingConfig(device="cuda")) == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    for other in (TrainingConfig(device="cuda", deterministic=False), TrainingConfig(packed=True), TrainingConfig()):
+        assert required_environment(other) == {}

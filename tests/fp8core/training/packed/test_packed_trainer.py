@@ -1,0 +1,333 @@
+"""On a CPU every kernel is its reference, so the packed trainer must be the exact one but for BF16 gradients."""
+
+import gc
+import os
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from safetensors.torch import load_file
+from torch.distributed.fsdp import fully_shard
+
+from fp8core.config.loss import LossConfig
+from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
+from fp8core.config.run import CorrectionConfig, TrainingConfig
+from fp8core.models.weights import rollout_formats, training_formats
+from fp8core.numerics.attention import Bf16Attention
+from fp8core.numerics.e4m3 import FiniteFlag
+from fp8core.numerics.packed import Bf16PackedAttention, DevicePack, Fp8PackedAttention, PackedSequences
+from fp8core.rl.batch import TokenBatch
+from fp8core.rl.objective import Objective
+from fp8core.training.packed.blocks import Fp8Blocks
+from fp8core.training.packed.decoder import PackedDecoder
+from fp8core.training.packed.trainer import PackedFormats, PackedTrainer
+from fp8core.training.trainer import NotFiniteError
+
+CPU = torch.device("cpu")
+FP8 = PrecisionContract(rounding_points="kernels")
+BF16_CACHE = PrecisionContract(
+    rollout=SidePrecision(kv_cache="bf16"), training=TrainingPrecision(kv_cache="bf16"), rounding_points="kernels"
+)
+BF16 = PrecisionContract(
+    rollout=SidePrecision(linear="bf16", kv_cache="bf16"),
+    training=TrainingPrecision(linear="bf16", kv_cache="bf16"),
+    rounding_points="kernels",
+)
+# With beta1 = 0 and no clipping the first moment of AdamW is the gradient.
+BARE = {"beta1": 0.0, "max_grad_norm": 1e9}
+SHAPES = {"qwen3": {}, "llama": {"family": "llama", "qk_norm": False}, "tied": {"tie_embeddings": True}}
+
+
+@pytest.fixture
+def packed_of(masters_of):
+    def packed(contract, arch, training=None, objective=None):
+        formats = PackedFormats(
+            training_formats(contract, arch.num_layers),
+            rollout_formats(contract, arch.num_layers),
+            4096,
+            amax_only=False,
+        )
+        objective = objective or Objective(LossConfig(), CorrectionConfig())
+        return PackedTrainer(arch, masters_of(arch), formats, training or TrainingConfig(), objective, CPU)
+
+    return packed
+
+
+@pytest.fixture(params=SHAPES)
+def arch(request, architecture):
+    return architecture(**SHAPES[request.param])
+
+
+@pytest.mark.parametrize("contract", [FP8, BF16_CACHE], ids=["fp8", "bf16 cache"])
+def test_log_probs_are_those_of_the_exact_trainer(
+    contract, arch, packed_of, trainer_of, first_scales, rollout_batch
+) -> None:
+    exact, packed = trainer_of(contract, arch), packed_of(contract, arch, TrainingConfig(tokens_per_pass=128))
+    assert packed.digest() == exact.digest()
+    scales = first_scales(exact, contract)
+    batch = rollout_batch(exact, scales).sequences
+    expected, found = (trainer.logprobs(batch, 0.8, scales.layers) for trainer in (exact, packed))
+    assert torch.equal(found.logprobs.nan_to_num(), expected.logprobs.nan_to_num())
+    assert torch.equal(found.entropy.nan_to_num(), expected.entropy.nan_to_num())
+    assert found.statistics.amax() == expected.statistics.amax()
+    assert found.statistics.saturated_share() == expected.statistics.saturated_share()
+    assert packed.statistics(batch).amax() == exact.statistics(batch).amax()
+
+
+# Gradients between blocks are BF16 here and FP32 there; quantised anew, each comes out another E4M3 value (2.7 % off).
+@pytest.mark.parametrize(("contract", "bound"), [(FP8, 0.1), (BF16_CACHE, 0.1), (BF16, 0.02)])
+def test_gradients_are_those_of_the_exact_trainer(
+    contract, bound, arch, packed_of, trainer_of, first_scales, rollout_batch, tmp_path
+) -> None:
+    training = TrainingConfig(**BARE)
+    exact, packed = trainer_of(contract, arch, training), packed_of(contract, arch, training)
+    scales = first_scales(exact, contract)
+    batch = rollout_batch(exact, scales)
+    reports = [trainer.step(batch, 1.0, scales.layers) for trainer in (exact, packed)]
+    exact.save(tmp_path)
+    expected, found = load_file(tmp_path / "optimiser.safetensors"), first_moments(packed)
+    for name in exact.masters:
+        exact_gradient = expected[f"exp_avg/{name}"]
+        assert (found[name] - exact_gradient).norm() < bound * exact_gradient.norm(), name
+    for key in ("loss", "ratio_mean", "weight_mean", "grad_norm"):
+        assert getattr(reports[1], key) == pytest.approx(getattr(reports[0], key), rel=bound, abs=1e-3)
+
+
+@pytest.mark.parametrize("policy", ["clipped", "kl_cov", "clip_cov"])
+def test_bonus_and_choice_are_those_of_the_exact_trainer(
+    policy, architecture, packed_of, trainer_of, first_scales, rollout_batch, tmp_path
+) -> None:
+    """Entropy in the loss, and tokens singled out over the minibatch, however it is packed."""
+    arch, training = architecture(), TrainingConfig(**BARE, minibatches=2, tokens_per_pass=128)
+    settings = {"clip_cov": {"share": 0.2, "low": 0.001, "high": 10.0}, "kl_cov": {"share": 0.2}}
+    objective = Objective(LossConfig(policy=policy, entropy=0.5, **settings), CorrectionConfig())
+    exact, packed = (make(BF16, arch, training, objective) for make in (trainer_of, packed_of))
+    batch = replace(rollout_batch(exact, first_scales(exact, BF16)), draw=(0, 1))
+    reports = [trainer.step(batch, 1.0, None) for trainer in (exact, packed)]
+    exact.save(tmp_path)
+    expected, found = load_file(tmp_path / "optimiser.safetensors"), first_moments(packed)
+    for name in exact.masters:
+        exact_gradient = expected[f"exp_avg/{name}"]
+        assert (found[name] - exact_gradient).norm() < 0.05 * exact_gradient.norm(), name
+    for key in ("loss", "clip_fraction", "ratio_mean", "grad_norm"):
+        assert getattr(reports[1], key) == pytest.approx(getattr(reports[0], key), rel=0.02, abs=1e-3)
+
+
+def first_moments(packed: PackedTrainer) -> dict[str, torch.Tensor]:
+    """By Hugging Face name: written where the trainer has its masters, and read through its own names."""
+    for name, parameter in packed._decoder.named_parameters():
+        parameter.data.copy_(packed._optimiser.moments[f"exp_avg/{name}"])
+    return {name: master.clone() for name, master in packed.masters.items()}
+
+
+@pytest.fixture
+def learnt(packed_of, trainer_of, architecture, first_scales, rollout_batch):
+    """Settings to a packed trainer after two steps on one batch, and what learns on."""
+    exact = trainer_of(FP8, architecture())
+    scales, batch = first_scales(exact, FP8), rollout_batch(exact, first_scales(exact, FP8))
+
+    def learn(steps=2, **settings):
+        trainer = packed_of(FP8, architecture(), TrainingConfig(**settings))
+        for _ in range(steps):
+            trainer.step(batch, 1.0, scales.layers)
+        return trainer, lambda other: other.step(batch, 1.0, scales.layers)
+
+    return learn
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+@pytest.mark.parametrize("contract", [FP8, BF16], ids=["fp8", "bf16"])
+def test_a_step_leaves_nothing_but_its_state(
+    contract, checkpointing, architecture, packed_of, trainer_of, first_scales, rollout_batch
+) -> None:
+    """What it held beside that, were it only until the collector came by, the engine on its GPU would miss."""
+    exact = trainer_of(contract, architecture())
+    scales = first_scales(exact, contract)
+    batch = rollout_batch(exact, scales)
+    trainer = packed_of(contract, architecture(), TrainingConfig(activation_checkpointing=checkpointing))
+    gc.collect()
+    gc.disable()
+    try:
+        held = live_tensors()
+        before = {id(tensor) for tensor in held}
+        trainer.logprobs(batch.sequences, 1.0, scales.layers)
+        trainer.step(batch, 1.0, scales.layers)
+        trainer.export()
+        assert not [tensor.shape for tensor in live_tensors() if id(tensor) not in before]
+    finally:
+        gc.enable()
+
+
+def live_tensors() -> list[torch.Tensor]:
+    """Those that the garbage collector knows of."""
+    return [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+
+
+def test_recomputed_activations_are_the_same(learnt) -> None:
+    assert learnt(activation_checkpointing=True)[0].digest() == learnt()[0].digest()
+
+
+def test_a_layer_that_is_computed_again_does_not_attend_again(learnt, monkeypatch) -> None:
+    forward, attended = Fp8PackedAttention.forward, []
+
+    def counted(self, qkv, *rest):
+        attended.append(qkv.shape)
+        return forward(self, qkv, *rest)
+
+    monkeypatch.setattr(Fp8PackedAttention, "forward", counted)
+    gradients, counts = [], []
+    for checkpointing in (False, True):
+        attended.clear()
+        trainer, _learn = learnt(1, activation_checkpointing=checkpointing, **BARE)
+        gradients.append(trainer._optimiser.moments)
+        counts.append(len(attended))
+    assert counts[0] == counts[1] > 0
+    for name, moment in gradients[0].items():
+        assert torch.equal(moment, gradients[1][name]), name
+
+
+def test_it_learns_the_same_twice_and_on_from_a_checkpoint(learnt, packed_of, architecture, tmp_path) -> None:
+    for state in ("fp32", "bf16"):
+        trainer, learn = learnt(optimiser_state=state)
+        trainer.save(tmp_path)
+        restored = packed_of(FP8, architecture(), TrainingConfig(optimiser_state=state))
+        restored.load(tmp_path)
+        assert (restored.version, restored.digest()) == (2, trainer.digest())
+        assert asdict(learn(restored)) == asdict(learn(trainer))
+        assert restored.digest() == trainer.digest() == learnt(3, optimiser_state=state)[0].digest()
+
+
+def test_rows_fill_whole_pages_of_a_pass(packed_of, architecture) -> None:
+    trainer = packed_of(FP8, architecture(), TrainingConfig(tokens_per_pass=128))
+    lengths = [7, 60, 50, 3, 40, 33, 16, 16, 16, 1]
+    batch = TokenBatch.of([[2] * (length - 1) or [2] for length in lengths], [[3]] * len(lengths))
+    parts = list(trainer._slices(batch))
+    assert [rows.stop for rows, _ in parts] == [2, 5, 10]
+    assert all(torch.equal(part.tokens, batch.tokens[rows, : part.tokens.shape[1]]) for rows, part in parts)
+
+
+def test_what_is_exported_is_what_the_exact_trainer_exports(packed_of, trainer_of, arch) -> None:
+    expected, found = trainer_of(FP8, arch).export(), packed_of(FP8, arch).export()
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
+    assert len({tensor.untyped_storage().data_ptr() for tensor in found.values()}) == 1
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_what_is_not_finite_is_not_applied(value, learnt) -> None:
+    trainer, learn = learnt()
+    before = trainer.digest()
+    name, weight = next((n, w) for n, w in trainer.masters.items() if n.endswith("0.mlp.up_proj.weight"))
+    kept = weight[0, 0].clone()
+    weight[0, 0] = value
+    with pytest.raises(NotFiniteError, match="was not applied"):
+        learn(trainer)
+    weight[0, 0] = kept
+    assert trainer.digest() == before, name
+    learn(trainer)
+
+
+def test_sft_learns_what_it_is_shown(packed_of, architecture) -> None:
+    trainer = packed_of(BF16, architecture(), TrainingConfig(tokens_per_pass=128))
+    shown = TokenBatch.of([[2 + i, 5] for i in range(12)], [[3 + i, 7] for i in range(12)])
+    losses = [trainer.sft_step(shown, 1e-2) for _ in range(12)]
+    assert losses[0] > 3
+    assert losses[-1] < 0.3 * losses[0]
+    assert trainer.version == 0
+
+
+def test_tensors_of_another_model_are_refused(packed_of, architecture, masters_of) -> None:
+    trainer = packed_of(FP8, architecture())
+    with pytest.raises(AssertionError, match="another model"):
+        trainer._write(masters_of(architecture(num_layers=1)))
+
+
+def test_weights_are_made_ready_once_an_update(learnt) -> None:
+    trainer, learn = learnt()
+
+    def held():
+        return [layer._cached for layer in trainer._decoder.packed_layers()]
+
+    trainer._inference_weights()
+    before = held()
+    trainer._training_weights()
+    assert all(now is then for now, then in zip(held(), before, strict=True))
+    learn(trainer)
+    assert not any(held())
+
+
+def test_nothing_that_passes_multiply_with_lies_beside_an_export(packed_of, arch) -> None:
+    trainer = packed_of(FP8, arch)
+    trainer._inference_weights()
+    trainer.export()
+    assert not any(layer._cached for layer in trainer._decoder.packed_layers())
+
+
+def test_bypass_mode_weighs_by_the_policy_of_each_update(
+    packed_of, trainer_of, architecture, first_scales, rollout_batch, weight_of_two_updates
+):
+    arch = architecture()
+    scales = first_scales(trainer_of(FP8, arch), FP8)
+    found, expected, frozen = weight_of_two_updates(
+        lambda training, objective: packed_of(FP8, arch, training, objective),
+        rollout_batch(trainer_of(FP8, arch), scales),
+        scales.layers,
+    )
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert abs(frozen - expected) > 1e-3
+
+
+RANKS = 2
+
+
+def decoder(arch) -> PackedDecoder:
+    torch.manual_seed(0)
+    built = PackedDecoder(arch, [Fp8Blocks("pow2", FiniteFlag(CPU))] * arch.num_layers, CPU, recompute=False)
+    for parameter in built.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    return built
+
+
+def loss_of(built: PackedDecoder, rank: int) -> torch.Tensor:
+    sequences = PackedSequences.of([20 + rank, 30])
+    tokens = torch.arange(sequences.tokens) % built.arch.vocab_size
+    attention = Bf16PackedAttention(Bf16Attention())
+    hidden = built(tokens, DevicePack.of(sequences, CPU), attention, None)[sequences.valid]
+    return (hidden.float() * torch.linspace(-1, 1, hidden.shape[-1])).sum()
+
+
+def _train(rank: int, port: int, arch, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
+    built = decoder(arch)
+    for layer in built.packed_layers():
+        fully_shard(layer)
+    fully_shard(built)
+    loss_of(built, rank).backward()
+    gradients = {name: parameter.grad.full_tensor() for name, parameter in built.named_parameters()}
+    if rank == 0:
+        torch.save(gradients, folder / "gradients.pt")
+    # Neither closes a connection that the other still uses. And the interpreter is not taken down: threads of the
+    # process group may be alive then, for which C++ ends the process ("terminate called without an active exception").
+    dist.barrier()
+    dist.destroy_process_group()
+    os._exit(0)
+
+
+@pytest.mark.slow
+def test_gradients_of_sharded_layers_are_those_of_whole_ones(architecture, tmp_path, free_port) -> None:
+    arch = architecture(tie_embeddings=True)
+    mp.spawn(_train, (free_port(), arch, tmp_path), nprocs=RANKS)
+    found = torch.load(tmp_path / "gradients.pt")
+
+    whole = decoder(arch)
+    for rank in range(RANKS):
+        loss_of(whole, rank).backward()
+    for name, parameter in whole.named_parameters():
+        # FSDP takes the mean over ranks.
+        assert torch.allclose(found[name], parameter.grad / RANKS, rtol=1e-5, atol=1e-6), name

@@ -1,0 +1,508 @@
+import math
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fp8core.config.loss import LossConfig
+from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
+from fp8core.config.run import CorrectionConfig, TrainingConfig
+from fp8core.errors import StoredFileError
+from fp8core.models.weights import StoredNames, stored_weights
+from fp8core.numerics.fingerprint import policy_digest
+from fp8core.numerics.kv_scales import LayerAmax, LayerScales
+from fp8core.rl.batch import RolloutBatch, TokenBatch, length_mask
+from fp8core.rl.objective import Objective
+from fp8core.training.trainer import NotFiniteError
+
+
+def both(**formats):
+    return PrecisionContract(rollout=SidePrecision(**formats), training=TrainingPrecision(**formats))
+
+
+CONTRACTS = {
+    "fp8": PrecisionContract(),
+    "fp32 scales": PrecisionContract(scale_rule="fp32"),
+    "bf16 backward": PrecisionContract(training=TrainingPrecision(backward="bf16")),
+    "bf16": both(linear="bf16", kv_cache="bf16"),
+    "fp32": both(linear="fp32", kv_cache="fp32"),
+}
+# wgrad groups 128 tokens, so which tokens come together moves scales: powers of two shift values that are rounded to a
+# floating-point grid, which only subnormals notice; FP32 scales round every value anew.
+GRADIENT_BOUNDS = {"fp32": 1e-5, "bf16": 1e-5, "bf16 backward": 1e-5, "fp8": 1e-4, "fp32 scales": 0.08}
+# With beta1 = 0 and no clipping the first moment of AdamW is the gradient.
+BARE = {"beta1": 0.0, "max_grad_norm": 1e9}
+
+
+@pytest.fixture(params=["fp8", "bf16"])
+def contract(request):
+    return CONTRACTS[request.param]
+
+
+@pytest.fixture(params=CONTRACTS)
+def any_contract(request):
+    return CONTRACTS[request.param]
+
+
+@pytest.fixture
+def gradient_of(trainer_of, architecture, first_scales, tmp_path):
+    """(contract, batch, settings) to the gradient of a fresh trainer's first update, and its report."""
+
+    def gradient(contract, batch, **settings):
+        trainer = trainer_of(contract, architecture(), TrainingConfig(**BARE, **settings))
+        report = trainer.step(batch, 1.0, first_scales(trainer, contract).layers)
+        trainer.save(tmp_path)
+        moments = load_file(tmp_path / "optimiser.safetensors")
+        found = {name: moments[f"exp_avg/{name}"] for name in trainer.masters}
+        norm = math.sqrt(sum(float(tensor.double().square().sum()) for tensor in found.values()))
+        assert report.grad_norm == pytest.approx(norm, rel=1e-4)
+        return found, report
+
+    return gradient
+
+
+@pytest.fixture(scope="module")
+def batch_for(trainer_of, architecture, first_scales, rollout_batch):
+    """Contract to a batch of six rows with log-probs of the fresh policy."""
+
+    @cache
+    def batch(contract):
+        trainer = trainer_of(contract, architecture())
+        return rollout_batch(trainer, first_scales(trainer, contract))
+
+    return batch
+
+
+def difference(found, expected):
+    """Largest relative difference of a parameter's gradient, in norm."""
+    return max(((found[name] - expected[name]).norm() / expected[name].norm()).item() for name in expected)
+
+
+def taken(batch, rows):
+    """Some rows, padded anew."""
+    lengths = batch.sequences.valid.sum(1)[rows].max()
+    sequences = batch.sequences.part(rows, lengths)
+    columns = int(batch.mask[rows].sum(1).max())
+    return RolloutBatch(
+        sequences=sequences,
+        mask=batch.mask[rows, :columns],
+        rollout_logprobs=batch.rollout_logprobs[rows, :columns],
+        old_logprobs=batch.old_logprobs[rows, :columns],
+        reference_logprobs=None,
+        advantages=batch.advantages[rows],
+        keep=batch.keep[rows],
+    )
+
+
+# --- log-probs and statistics ---
+
+
+def test_logprobs_lie_where_the_completions_do(trainer_of, architecture, first_scales, ragged_prompts, contract):
+    trainer = trainer_of(contract, architecture(), TrainingConfig(micro_batch=3))
+    scales = first_scales(trainer, contract).layers
+    prompts, completions = ragged_prompts(7, 40), ragged_prompts(7, 40, seed=1, longest=5)
+    scored = trainer.logprobs(TokenBatch.of(prompts, completions), 0.7, scales)
+    mask = length_mask(completions)
+    for values in (scored.logprobs, scored.entropy):
+        assert values.shape == mask.shape
+        assert torch.equal(values.isnan(), ~mask)
+    assert (scored.logprobs[mask] <= 0).all()
+    assert (scored.entropy[mask] > 0).all()
+    assert (scored.entropy[mask] <= math.log(40)).all()
+    assert not scored.logprobs.requires_grad
+
+
+def test_logprobs_and_entropy_are_of_one_distribution(trainer_of, architecture, first_scales, contract):
+    trainer = trainer_of(contract, architecture())
+    scales = first_scales(trainer, contract).layers
+    every_token = TokenBatch.of([[5, 6]] * 40, [[token] for token in range(40)])
+    scored = trainer.logprobs(every_token, 0.7, scales)
+    logprobs = scored.logprobs[:, 0].double()
+    assert logprobs.exp().sum().item() == pytest.approx(1, abs=1e-5)
+    assert scored.entropy[0, 0].item() == pytest.approx(-(logprobs.exp() * logprobs).sum().item(), rel=1e-5)
+    warm = trainer.logprobs(every_token, 1.4, scales).logprobs[:, 0].double()
+    assert torch.allclose((logprobs * 0.5).log_softmax(0), warm, atol=1e-5), "temperature divides the logits"
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp32 scales", "bf16"])
+def test_a_row_is_scored_the_same_in_any_company(trainer_of, architecture, first_scales, ragged_prompts, name):
+    """Whatever its neighbours, the padding after it, and the size of the micro-batch."""
+    contract = CONTRACTS[name]
+    trainer = trainer_of(contract, architecture())
+    scales = first_scales(trainer, contract).layers
+    batch = TokenBatch.of(ragged_prompts(5, 40), ragged_prompts(5, 40, seed=1))
+    together = trainer.logprobs(batch, 1.0, scales)
+    noise = torch.randint(40, batch.tokens.shape, generator=torch.Generator().manual_seed(0))
+    padded_otherwise = replace(batch, tokens=torch.where(batch.valid, batch.tokens, noise))
+    assert not torch.equal(padded_otherwise.tokens, batch.tokens)
+    small = trainer_of(contract, architecture(), TrainingConfig(micro_batch=2))
+    for other in (trainer.logprobs(padded_otherwise, 1.0, scales), small.logprobs(batch, 1.0, scales)):
+        assert torch.equal(other.logprobs.nan_to_num(), together.logprobs.nan_to_num())
+        assert torch.equal(other.entropy.nan_to_num(), together.entropy.nan_to_num())
+        assert other.statistics.amax() == together.statistics.amax()
+    for row, part in batch.slices(1):
+        alone = trainer.logprobs(part, 1.0, scales).logprobs[0]
+        assert torch.equal(alone, together.logprobs[row.start, : len(alone)])
+
+
+def test_statistics_are_those_of_the_logprob_pass(trainer_of, architecture, ragged_prompts):
+    trainer = trainer_of(CONTRACTS["bf16"], architecture(), TrainingConfig(micro_batch=2))
+    batch = TokenBatch.of(ragged_prompts(5, 40), ragged_prompts(5, 40, seed=1))
+    scored = trainer.logprobs(batch, 1.0, None)
+    assert trainer.statistics(batch).amax() == scored.statistics.amax()
+    assert trainer.statistics(batch).histograms() == scored.statistics.histograms()
+    assert scored.statistics.saturated_share() == 0
+    by_row = [trainer.statistics(part).amax() for _, part in batch.slices(1)]
+    for i, layer in enumerate(scored.statistics.amax()):
+        for name in "qkv":
+            assert getattr(layer, name) == max(getattr(rows[i], name) for rows in by_row) > 0
+
+
+def test_statistics_leave_padding_out(trainer_of, architecture):
+    """Two tokens only, but for the padding, which holds all the others."""
+    trainer = trainer_of(CONTRACTS["bf16"], architecture())
+    batch = TokenBatch.of([[2], [3]], [[3], [2, 3] * 20])
+    alone = [trainer.statistics(part).amax() for _, part in batch.slices(1)]
+    others = torch.arange(batch.tokens.numel()).view_as(batch.tokens) % 40
+    padded = replace(batch, tokens=torch.where(batch.valid, batch.tokens, others))
+    expected = [
+        LayerAmax(*(max(getattr(layer, name) for layer in layers) for name in "qkv"))
+        for layers in zip(*alone, strict=True)
+    ]
+    assert trainer.statistics(padded).amax() == expected
+    assert trainer.logprobs(padded, 1.0, None).statistics.amax() == expected
+
+
+def test_statistics_need_no_scales_and_scores_do(trainer_of, architecture, ragged_prompts):
+    trainer = trainer_of(CONTRACTS["fp8"], architecture())
+    batch = TokenBatch.of(ragged_prompts(5, 40), ragged_prompts(5, 40, seed=1))
+    assert len(trainer.statistics(batch).amax()) == 2
+    with pytest.raises(AssertionError, match="calibrate first"):
+        trainer.logprobs(batch, 1.0, None)
+
+
+def test_saturation_is_the_share_beyond_the_scales(trainer_of, architecture, ragged_prompts):
+    trainer = trainer_of(CONTRACTS["fp8"], architecture(num_layers=1))
+    batch = TokenBatch.of(ragged_prompts(5, 40), ragged_prompts(5, 40, seed=1))
+    amax = trainer.statistics(batch).amax()[0]
+    roomy = LayerScales(*(getattr(amax, name) / 448 for name in "qkv"))
+    assert trainer.logprobs(batch, 1.0, [roomy]).statistics.saturated_share() == 0
+    tight = replace(roomy, v=roomy.v * (1 - 1e-5))
+    elements = (4 + 2 + 2) * 24 * int(batch.valid.sum())
+    assert trainer.logprobs(batch, 1.0, [tight]).statistics.saturated_share() == pytest.approx(1 / elements)
+    tiny = LayerScales(q=1e-9, k=1e-9, v=1e-9)
+    assert trainer.logprobs(batch, 1.0, [tiny]).statistics.saturated_share() > 0.99
+
+
+# --- updates ---
+
+
+def test_a_step_moves_every_weight_and_counts(trainer_of, architecture, first_scales, batch_for, any_contract):
+    contract = any_contract
+    trainer = trainer_of(contract, architecture())
+    before, digest = {n: t.detach().clone() for n, t in trainer.masters.items()}, trainer.digest()
+    batch = batch_for(contract)
+    report = trainer.step(batch, 1.0, first_scales(trainer, contract).layers)
+    assert (trainer.version, report.version) == (1, 1)
+    assert digest != trainer.digest() == report.digest == policy_digest(dict(trainer.masters))
+    assert all(not torch.equal(before[name], tensor) for name, tensor in trainer.masters.items())
+    assert report.tokens == int(batch.mask.sum())
+    assert report.ratio_mean == pytest.approx(1, abs=1e-5)
+    assert report.clip_fraction == 0
+    assert report.grad_norm > 0
+
+
+def test_learning_raises_what_had_the_advantage(trainer_of, architecture, first_scales, batch_for, contract):
+    trainer = trainer_of(contract, architecture(), TrainingConfig(learning_rate=1e-3, warmup_steps=0))
+    scales, batch = first_scales(trainer, contract).layers, batch_for(contract)
+    for _ in range(3):
+        trainer.step(batch, 1.0, scales)
+    moved = trainer.logprobs(batch.sequences, 1.0, scales).logprobs.nan_to_num().sum(1) - batch.old_logprobs.sum(1)
+    assert ((moved > 0) == (batch.advantages > 0)).all()
+
+
+@pytest.mark.parametrize(("name", "bound"), GRADIENT_BOUNDS.items())
+def test_micro_batches_give_nearly_the_same_gradient(gradient_of, batch_for, name, bound):
+    batch = batch_for(CONTRACTS[name])
+    whole, report = gradient_of(CONTRACTS[name], batch)
+    parts, report_of_parts = gradient_of(CONTRACTS[name], batch, micro_batch=2)
+    assert difference(parts, whole) < bound
+    assert report_of_parts.tokens == report.tokens
+    for key in ("loss", "clip_fraction", "ratio_mean", "weight_mean", "reference_kl"):
+        assert getattr(report_of_parts, key) == pytest.approx(getattr(report, key), rel=1e-6, abs=1e-6), key
+
+
+@pytest.mark.parametrize(("name", "bound"), [(name, GRADIENT_BOUNDS[name]) for name in ("fp8", "bf16")])
+def test_rows_that_are_not_kept_count_for_nothing(gradient_of, batch_for, name, bound):
+    batch = batch_for(CONTRACTS[name])
+    keep = torch.tensor([True, False, True, True, False, True])
+    some = replace(batch, keep=keep, advantages=batch.advantages.masked_fill(~keep, math.nan))
+    found, report = gradient_of(CONTRACTS[name], some)
+    expected, report_of_rest = gradient_of(CONTRACTS[name], taken(batch, keep))
+    assert difference(found, expected) < bound
+    assert report.tokens == report_of_rest.tokens == int(batch.mask[keep].sum())
+    assert report.loss == pytest.approx(report_of_rest.loss, rel=1e-6)
+    whole, _ = gradient_of(CONTRACTS[name], batch)
+    assert difference(whole, expected) > 0.2
+
+
+@pytest.mark.parametrize("name", ["fp8", "bf16"])
+def test_padding_does_not_leak(trainer_of, architecture, first_scales, batch_for, name):
+    contract = CONTRACTS[name]
+    batch = batch_for(contract)
+    noise = torch.randint(40, batch.sequences.tokens.shape, generator=torch.Generator().manual_seed(0))
+    tokens = torch.where(batch.sequences.valid, batch.sequences.tokens, noise)
+    garbage = replace(
+        batch,
+        # Column codes of a block-FP8 linear span padding too.
+        sequences=replace(batch.sequences, tokens=tokens) if name == "bf16" else batch.sequences,
+        rollout_logprobs=batch.rollout_logprobs.masked_fill(~batch.mask, math.nan),
+        old_logprobs=batch.old_logprobs.masked_fill(~batch.mask, math.nan),
+    )
+    reports = []
+    for given in (batch, garbage):
+        trainer = trainer_of(contract, architecture())
+        reports.append(trainer.step(given, 1.0, first_scales(trainer, contract).layers))
+    assert reports[0] == reports[1]
+
+
+@pytest.mark.parametrize("minibatches", [2, 4])
+def test_minibatches_are_updates_in_row_order(trainer_of, architecture, batch_for, minibatches):
+    contract = CONTRACTS["bf16"]
+    batch = batch_for(contract)
+    together = trainer_of(contract, architecture(), TrainingConfig(minibatches=minibatches, warmup_steps=10))
+    report = together.step(batch, 1.0, None)
+    one_by_one = trainer_of(contract, architecture(), TrainingConfig(warmup_steps=10))
+    bounds = {2: [0, 3, 6], 4: [0, 1, 3, 4, 6]}[minibatches]
+    shares = [one_by_one.step(batch.rows(slice(*pair)), 1.0, None) for pair in pairwise(bounds)]
+    assert together.digest() == one_by_one.digest()
+    assert (together.version, one_by_one.version) == (1, minibatches)
+    assert report.tokens == int(batch.mask.sum())
+    assert report.loss == pytest.approx(sum(share.loss for share in shares) / minibatches)
+    assert report.learning_rate == pytest.approx(1e-4 * minibatches / 10)
+
+
+def test_learning_rate_warms_up_linearly(trainer_of, architecture, batch_for):
+    trainer = trainer_of(CONTRACTS["bf16"], architecture(), TrainingConfig(learning_rate=2e-4, warmup_steps=4))
+    batch = batch_for(CONTRACTS["bf16"])
+    rates = [trainer.step(batch, 1.0, None).learning_rate for _ in range(6)]
+    assert rates == pytest.approx([0.5e-4, 1e-4, 1.5e-4, 2e-4, 2e-4, 2e-4])
+    without = trainer_of(CONTRACTS["bf16"], architecture(), TrainingConfig(learning_rate=2e-4, warmup_steps=0))
+    assert without.step(batch, 1.0, None).learning_rate == 2e-4
+
+
+def test_weights_decay(trainer_of, architecture, batch_for):
+    """Without an advantage there is no gradient, and decay is all that moves a weight."""
+    settings = TrainingConfig(learning_rate=1e-2, warmup_steps=0, weight_decay=0.5)
+    trainer = trainer_of(CONTRACTS["bf16"], architecture(), settings)
+    before = {name: tensor.detach().clone() for name, tensor in trainer.masters.items()}
+    batch = batch_for(CONTRACTS["bf16"])
+    report = trainer.step(replace(batch, advantages=torch.zeros(6)), 1.0, None)
+    assert (report.grad_norm, report.loss) == (0, 0)
+    for name, tensor in trainer.masters.items():
+        assert torch.allclose(tensor.detach(), before[name] * (1 - 1e-2 * 0.5), rtol=1e-6), name
+
+
+def test_the_gradient_is_clipped_by_its_global_norm(trainer_of, architecture, batch_for, gradient_of, tmp_path):
+    batch = batch_for(CONTRACTS["bf16"])
+    free, report = gradient_of(CONTRACTS["bf16"], batch)
+    limit = report.grad_norm / 3
+    trainer = trainer_of(CONTRACTS["bf16"], architecture(), TrainingConfig(beta1=0.0, max_grad_norm=limit))
+    assert trainer.step(batch, 1.0, None).grad_norm == pytest.approx(report.grad_norm), "reported before clipping"
+    trainer.save(tmp_path)
+    clipped = load_file(tmp_path / "optimiser.safetensors")
+    assert difference({name: 3 * clipped[f"exp_avg/{name}"] for name in free}, free) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("where", "value"),
+    [("advantages", math.nan), ("advantages", math.inf), ("old_logprobs", math.nan), ("rollout_logprobs", math.nan)],
+)
+def test_what_is_not_finite_is_refused(trainer_of, architecture, first_scales, batch_for, contract, where, value):
+    """The second micro-batch is spoilt, so that the first has left its gradient behind."""
+    trainer, twin = (trainer_of(contract, architecture(), TrainingConfig(micro_batch=2)) for _ in range(2))
+    batch, digest = batch_for(contract), trainer.digest()
+    values = getattr(batch, where).clone()
+    values[3 if where == "advantages" else (3, 0)] = value
+    spoilt = replace(batch, **{where: values})
+    scales = first_scales(trainer, contract).layers
+    with pytest.raises(NotFiniteError, match=r"^update 0 of policy 0: the loss is .*; the update was not applied$"):
+        trainer.step(spoilt, 1.0, scales)
+    assert (trainer.digest(), trainer.version) == (digest, 0)
+    assert trainer.step(batch, 1.0, scales) == twin.step(batch, 1.0, scales), "no gradient may be left"
+
+
+@pytest.mark.parametrize("name", ["fp8", "bf16"])
+def test_a_gradient_that_is_not_finite_is_refused(trainer_of, architecture, first_scales, batch_for, name):
+    """Finite loss, infinite gradient: the head's gradient overflows FP32."""
+    contract = CONTRACTS[name]
+    trainer = trainer_of(contract, architecture())
+    scales = first_scales(trainer, contract).layers
+    batch = batch_for(contract)
+    huge = replace(batch, advantages=torch.tensor([3e38, -3e38, 0, 0, 0, 0]))
+    digest = trainer.digest()
+    with pytest.raises(NotFiniteError, match=r"the gradient norm is|an FP8 linear met NaN or infinity"):
+        trainer.step(huge, 1.0, scales)
+    assert (trainer.digest(), trainer.version) == (digest, 0)
+    assert trainer.step(batch, 1.0, scales).version == 1
+
+
+def test_weights_that_are_not_finite_are_refused(trainer_of, architecture, first_scales, batch_for, contract):
+    trainer = trainer_of(contract, architecture())
+    scales, batch = first_scales(trainer, contract).layers, batch_for(contract)
+    with torch.no_grad():
+        trainer.masters["model.layers.1.mlp.up_proj.weight"][0, 0] = math.nan
+    with pytest.raises(NotFiniteError):
+        trainer.step(batch, 1.0, scales)
+
+
+def test_bypass_mode_weighs_by_the_policy_of_each_update(trainer_of, architecture, batch_for, weight_of_two_updates):
+    contract = CONTRACTS["bf16"]
+    found, expected, frozen = weight_of_two_updates(
+        lambda training, objective: trainer_of(contract, architecture(), training, objective), batch_for(contract), None
+    )
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert abs(frozen - expected) > 1e-3
+
+
+def test_an_entropy_bonus_raises_the_entropy(trainer_of, architecture, first_scales, batch_for, contract):
+    """Without an advantage it is all that is learnt."""
+    batch = replace(batch_for(contract), advantages=torch.zeros(6))
+    training = TrainingConfig(learning_rate=1e-3, warmup_steps=0)
+    trainer = trainer_of(contract, architecture(), training, Objective(LossConfig(entropy=0.1), CorrectionConfig()))
+    scales = first_scales(trainer, contract).layers
+    before = trainer.logprobs(batch.sequences, 1.0, scales).entropy[batch.mask].mean()
+    for _ in range(3):
+        trainer.step(batch, 1.0, scales)
+    assert trainer.logprobs(batch.sequences, 1.0, scales).entropy[batch.mask].mean() > before
+
+
+class Recorded(Objective):
+    """Remembers what was singled out."""
+
+    def __init__(self, loss: LossConfig) -> None:
+        super().__init__(loss, CorrectionConfig())
+        self.found: list[torch.Tensor] = []
+
+    def selected(self, batch, current, update):
+        marked = super().selected(batch, current, update)
+        self.found.append(marked.selected)
+        return marked
+
+
+SELECTING = {
+    "clip_cov": {"share": 0.2, "low": 0.001, "high": 10.0},
+    "kl_cov": {"share": 0.2},
+}
+
+
+@pytest.mark.parametrize("policy", SELECTING)
+def test_what_a_loss_singles_out_is_a_matter_of_the_minibatch(trainer_of, architecture, batch_for, policy):
+    """And of seed, step and update: not of the passes that the minibatch is cut into, nor of what was drawn before."""
+    contract, batch = CONTRACTS["bf16"], batch_for(CONTRACTS["bf16"])
+    loss = LossConfig(policy=policy, **{policy: SELECTING[policy]})
+    settings = ((256, (0, 1)), (2, (0, 1)), (1, (0, 1)), (256, (0, 2)), (256, (1, 1)))
+    found = []
+    for micro_batch, draw in settings:
+        objective = Recorded(loss)
+        training = TrainingConfig(minibatches=2, micro_batch=micro_batch, learning_rate=1e-2, warmup_steps=0)
+        trainer_of(contract, architecture(), training, objective).step(replace(batch, draw=draw), 1.0, None)
+        assert [len(each) for each in objective.found] == [3, 3]
+        found.append(torch.cat(objective.found))
+    assert all(torch.equal(found[0], other) for other in found[:3])
+    assert not (found[0] & ~batch.mask).any()
+    assert found[0][:3].any()
+    assert found[0][3:].any()
+    redrawn = [not torch.equal(found[0], other) for other in found[3:]]
+    assert redrawn == [policy == "clip_cov"] * 2
+
+
+def test_a_second_update_singles_out_by_the_policy_it_starts_from(trainer_of, architecture, batch_for):
+    contract, loss = CONTRACTS["bf16"], LossConfig(policy="kl_cov", kl_cov={"share": 0.3})
+    batch = replace(batch_for(CONTRACTS["bf16"]), draw=(0, 1))
+    seen = []
+
+    class Watched(Objective):
+        def selected(self, batch, current, update):
+            seen.append(current[batch.mask])
+            return super().selected(batch, current, update)
+
+    training = TrainingConfig(minibatches=2, learning_rate=1e-2, warmup_steps=0)
+    trainer = trainer_of(contract, architecture(), training, Watched(loss, CorrectionConfig()))
+    trainer.step(batch, 1.0, None)
+    once = training.model_copy(update={"minibatches": 1})
+    alone = trainer_of(contract, architecture(), once, Objective(loss, CorrectionConfig()))
+    alone.step(batch.rows(slice(0, 3)), 1.0, None)
+    second = batch.rows(slice(3, 6))
+    expected = alone.logprobs(second.sequences, 1.0, None).logprobs
+    assert torch.equal(seen[0], batch.old_logprobs[:3][batch.mask[:3]])
+    assert torch.equal(seen[1], expected[~expected.isnan()])
+    assert not torch.equal(seen[1], second.old_logprobs[second.mask])
+
+
+# --- weights out, and back ---
+
+
+def test_the_export_is_in_the_engines_formats(trainer_of, architecture):
+    """Training in BF16 does not change what a FP8 engine gets."""
+    contract = PrecisionContract(training=TrainingPrecision(linear="bf16"), bf16_last_layers=1)
+    trainer = trainer_of(contract, architecture())
+    expected = stored_weights(trainer.masters, StoredNames.by_layer("fp8_block", "bf16"), "pow2")
+    assert policy_digest(trainer.export()) == policy_digest(expected)
+
+
+def test_the_trainer_has_weights_of_its_own(trainer_of, architecture, masters_of):
+    given = masters_of(architecture())
+    trainer = trainer_of(CONTRACTS["fp32"], architecture(), masters=given)
+    before = policy_digest(given)
+    assert trainer.digest() == before
+    with torch.no_grad():
+        trainer.masters["model.norm.weight"].zero_()
+    assert trainer.digest() != before
+    assert policy_digest(given) == before
+
+
+def test_a_restored_trainer_continues_bit_for_bit(
+    trainer_of, architecture, first_scales, batch_for, any_contract, tmp_path
+):
+    contract = any_contract
+    settings = TrainingConfig(warmup_steps=3, minibatches=2, weight_decay=0.1)
+    trainer = trainer_of(contract, architecture(), settings)
+    scales, batch = first_scales(trainer, contract).layers, batch_for(contract)
+    trainer.step(batch, 1.0, scales)
+    trainer.save(tmp_path)
+    expected = trainer.step(batch, 1.0, scales)
+
+    fresh = trainer_of(contract, architecture(), settings, seed=9)
+    fresh.load(tmp_path)
+    assert fresh.version == 1
+    assert fresh.step(batch, 1.0, scales) == expected
+    assert fresh.digest() == trainer.digest()
+
+    trainer.load(tmp_path)
+    assert trainer.step(batch, 1.0, scales) == expected, "a trainer that went on must go back"
+
+
+def test_a_trainer_that_never_stepped_is_saved_too(trainer_of, architecture, batch_for, tmp_path):
+    trainer = trainer_of(CONTRACTS["bf16"], architecture())
+    batch = batch_for(CONTRACTS["bf16"])
+    trainer.save(tmp_path)
+    expected = trainer.step(batch, 1.0, None)
+    trainer.load(tmp_path)
+    assert trainer.version == 0
+    assert trainer.step(batch, 1.0, None) == expected, "moments of the later steps must be gone"
+
+
+def test_what_was_saved_is_checked(trainer_of, architecture, tmp_path):
+    trainer = trainer_of(CONTRACTS["bf16"], architecture())
+    trainer.save(tmp_path)
+    with pytest.raises(StoredFileError, match=r"tensor model\.layers\.1\..+: expected nothing of this name"):
+        trainer_of(CONTRACTS["bf16"], architecture(num_layers=1)).load(tmp_path)
+    masters = load_file(tmp_path / "masters.safetensors")
+    masters["model.norm.weight"][0] += 1
+    save_file(masters, tmp_path / "masters.safetensors")
+    with pytest.raises(StoredFileError, match="not what was saved together"):
+        trainer.load(tmp_path)

@@ -1,0 +1,47 @@
+"""Rows lie one after another, and every completion token is found again."""
+
+import pytest
+import torch
+
+from fp8core.rl.batch import TokenBatch
+from fp8core.training.packing import MicroBatch, packs, row_groups
+
+
+def batch(experts=None):
+    return TokenBatch.of([[1, 2, 3], [4], [5, 6]], [[7, 8], [9], [10, 11, 12]], experts)
+
+
+def packed(multiple, experts=None, micro_batch_tokens=100):
+    return list(packs(batch(experts), micro_batch_tokens, multiple))
+
+
+def test_a_pack_holds_rows_without_padding_between_them():
+    (found,) = packed(multiple=8)
+    assert found.tokens.tolist() == [1, 2, 3, 7, 8, 4, 9, 5, 6, 10, 11, 12, 0, 0, 0, 0]
+    assert found.sequences.positions.tolist() == [0, 1, 2, 3, 4, 0, 1, 0, 1, 2, 3, 4, 0, 0, 0, 0]
+    assert found.sequences.starts == (0, 5, 7, 12, 16)
+    assert found.sequences.longest == 5
+    assert (found.written - 1).tolist() == [2, 3, 5, 8, 9, 10]
+    assert found.tokens[found.written].tolist() == [7, 8, 9, 10, 11, 12]
+    assert MicroBatch(found, counts=True).valid.tolist() == [[True] * 12 + [False] * 4]
+    assert not MicroBatch(found, counts=False).valid.any()
+
+
+def test_a_pack_that_is_full_has_no_padding():
+    assert packed(multiple=12)[0].sequences.starts == (0, 5, 7, 12)
+
+
+@pytest.mark.parametrize(
+    ("micro_batch_tokens", "rows"),
+    [(7, [slice(0, 2), slice(2, 3)]), (4, [slice(0, 1), slice(1, 2), slice(2, 3)]), (12, [slice(0, 3)])],
+)
+def test_rows_are_taken_in_order_up_to_the_budget_and_a_long_one_is_alone(micro_batch_tokens, rows):
+    assert list(row_groups([5, 2, 5], micro_batch_tokens)) == rows
+    assert [found.rows for found in packed(1, micro_batch_tokens=micro_batch_tokens)] == rows
+
+
+def test_routes_lie_beside_their_tokens_and_padding_has_none():
+    routes = [[[[row, place]] for place in range(length)] for row, length in enumerate((5, 2, 5))]
+    found = packed(8, [torch.tensor(row, dtype=torch.int16) for row in routes], micro_batch_tokens=7)[1]
+    assert found.experts is not None
+    assert found.experts[:, 0].tolist() == [*([2, place] for place in range(5)), *[[-1, -1]] * 3]

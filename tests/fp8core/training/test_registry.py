@@ -1,0 +1,67 @@
+"""Each trainer has one entry; one of a user's own needs no change elsewhere."""
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from fp8core.config.capability import Environment
+from fp8core.config.load import load_config
+from fp8core.plan.memory import GPUS, Machine
+from fp8core.plan.run_plan import plan_run
+from fp8core.plan.shapes import model_shape
+from fp8core.run.build import build_base, build_trainer, engine_environment
+from fp8core.training import registry
+from fp8core.training.registry import register_trainer, trainer_grid, trainer_of, trainers
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ([], "exact"),
+        (["training.packed=true"], "packed"),
+        (["training.device=cuda"], "packed"),
+        (["training.trainer=megatron"], "megatron"),
+        (["training.trainer=megatron", "training.device=cuda"], "megatron"),
+    ],
+)
+def test_a_configuration_chooses_one_entry(settings, name):
+    training = load_config("tiny", settings).training
+    assert trainer_of(training).name == name
+    assert sum(entry.chosen(training) for entry in trainers()) == 1
+
+
+def test_a_trainer_from_outside_is_checked_planned_and_built(monkeypatch):
+    monkeypatch.setattr(registry, "_entries", dict(registry._entries))
+    config = load_config("tiny", ["training.learning_rate=0.125"])
+    built = []
+    exact = trainer_of(config.training)
+    toy = replace(
+        exact,
+        name="toy",
+        chosen=lambda training: training.learning_rate == 0.125,
+        environment=lambda _: Environment({"TOY": "1"}),
+        build=lambda *arguments: built.append(arguments) or exact.build(*arguments),
+        check_model=lambda config, arch: built.append(arch),
+    )
+    register_trainer(toy)
+    assert trainer_of(config.training) is toy
+    assert engine_environment(config).required["TOY"] == "1"
+    base = build_base(config)
+    assert built == [base.arch]
+    assert build_trainer(config, base.arch, base.tensors).version == 0
+    machine = Machine(GPUS["h200"], None)
+    assert plan_run(config, model_shape(config), machine, trainer_grid(config, machine)).refusals == ()
+    with pytest.raises(AssertionError, match="twice"):
+        register_trainer(toy)
+
+
+def test_the_registry_imports_no_trainer():
+    program = (
+        "import sys, fp8core.training.registry as r; "
+        "print([m for m in sys.modules if m.startswith(('megatron', 'transformer_engine')) "
+        "or m in ('fp8core.training.exact', 'fp8core.training.packed.trainer')])"
+    )
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    assert found.stdout.strip() == "[]"

@@ -1,0 +1,107 @@
+"""On-policy distillation in a run: the teacher scores what the policy wrote, and the policy learns from that alone."""
+
+import pytest
+import torch
+
+from fp8core.config.load import load_config
+from fp8core.data.chain import ALPHABET, EOS
+from fp8core.errors import UserError
+from fp8core.models.checkpoint import initial_weights, load_checkpoint, save_checkpoint
+from fp8core.models.decoder import Decoder, FullContext
+from fp8core.models.tokenizer import character_tokenizer
+from fp8core.models.weights import load_policy, reference_formats, stored_weights
+from fp8core.run.build import build_base
+from fp8core.run.commit import stored_metrics
+from tasks.logprobs import token_batch
+
+STEP = {"after": "rollout", "step": {"name": "teacher", "uses": "tasks.teacher:teacher", "needs": ["rollouts"]}}
+PIPELINE = {"insert": [STEP], "rewire": {"train": {"teacher": "teacher"}}}
+
+
+@pytest.fixture(scope="module")
+def teacher_folder(loop_run, tmp_path_factory):
+    """Another policy, of another size, of the vocabulary of the chain task."""
+    base = build_base(load_config("tiny", {"seed": 5, "architecture.num_layers": 1}))
+    folder = tmp_path_factory.mktemp("teacher") / "policy"
+    save_checkpoint(folder, base.arch, base.tensors, base.tokenizer)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def distilled(loop_run, teacher_folder):
+    """Four steps without rewards."""
+    return loop_run(
+        "distilled",
+        **{
+            "loss.distillation": {"teacher": str(teacher_folder), "weight": 1.0, "rewards": 0.0},
+            "pipeline": PIPELINE,
+            "training.learning_rate": 2e-3,
+            "training.warmup_steps": 0,
+        },
+    )
+
+
+@torch.no_grad()
+def scores(folder, batch):
+    """Log-probs in FP32, by the reference decoder."""
+    stored = load_checkpoint(folder)
+    decoder = Decoder(stored.architecture, reference_formats(stored.architecture.num_layers))
+    masters = {name: tensor.float() for name, tensor in stored.tensors.items()}
+    weights = load_policy(stored.architecture, stored_weights(masters, decoder.formats.stored_names(), "pow2"))
+    hidden = decoder.hidden(weights, batch.tokens, batch.positions, FullContext.of(batch.valid), None)
+    logp = torch.log_softmax(decoder.formats.head.logits(hidden[:, :-1].flatten(0, 1), weights.head).double(), -1)
+    return logp.gather(-1, batch.tokens[:, 1:].reshape(-1, 1)).view(len(batch), -1)[batch.completion[:, 1:]]
+
+
+def test_the_teacher_scores_every_token(distilled, teacher_folder):
+    artifacts = distilled.ledger.artifacts(1)
+    table = distilled.store.get_table(artifacts["teacher"])
+    rollouts = distilled.store.get_table(artifacts["rollouts"])
+    found = torch.tensor(table["logprobs"].combine_chunks().flatten().to_numpy())
+    expected = scores(teacher_folder, token_batch(rollouts))
+    # BF16 against FP32.
+    assert (found - expected).abs().mean() < 0.02
+    checkpoint = distilled.store.get_json(artifacts["teacher_checkpoint"])
+    assert checkpoint["model"] == str(teacher_folder)
+    assert len(checkpoint["weights_digest"]) == 64
+
+
+def test_the_metric_is_the_mean_gap_and_the_gap_closes(distilled):
+    gaps = []
+    for index in range(1, 5):
+        artifacts = distilled.ledger.artifacts(index)
+        ours, theirs = (distilled.store.get_table(artifacts[name])["logprobs"] for name in ("logprobs", "teacher"))
+        gap = [a - b for row, other in zip(ours.to_pylist(), theirs.to_pylist(), strict=True)
+               for a, b in zip(row, other, strict=True)]  # fmt: skip
+        metrics = stored_metrics(distilled.ledger, distilled.store, index)
+        assert metrics["train/teacher_kl"] == pytest.approx(sum(gap) / len(gap), rel=1e-6)
+        gaps.append(metrics["train/teacher_kl"])
+    assert gaps[-1] < gaps[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"pipeline": {}}, "loss.distillation.weight=1.0 needs log-probs of the teacher: insert the step"),
+        ({"loss.distillation.weight": 1.0, "loss.distillation.teacher": None}, "weight=1.0 needs a teacher"),
+        ({"loss.distillation": {}}, "loss.distillation.teacher names no checkpoint"),
+        ({"loss.distillation.teacher": "/no/such"}, "loss.distillation.teacher=/no/such: model=/no/such: no such"),
+    ],
+)
+def test_what_is_missing_is_one_line(loop_run, teacher_folder, settings, reason):
+    given = {"loss.distillation": {"teacher": str(teacher_folder), "weight": 1.0}, "pipeline": PIPELINE}
+    if "loss.distillation.teacher" in settings:
+        teacher = settings["loss.distillation.teacher"]
+        settings = {"loss.distillation": {"teacher": teacher, "weight": 1.0}}
+    with pytest.raises(UserError, match=reason) as raised:
+        loop_run("missing", **{**given, **settings})
+    assert "\n" not in str(raised.value)
+
+
+def test_another_vocabulary_is_refused_before_anything_is_trained(loop_run, teacher_folder, tmp_path):
+    arch = load_checkpoint(teacher_folder).architecture
+    other = character_tokenizer(ALPHABET[::-1], arch.vocab_size, EOS)
+    save_checkpoint(tmp_path / "other", arch, initial_weights(arch, seed=0), other)
+    settings = {"teacher": str(tmp_path / "other"), "weight": 1.0}
+    with pytest.raises(UserError, match=r"another vocabulary than the model: token '.*' is \d+ here and \d+ there"):
+        loop_run("foreign", **{"loss.distillation": settings, "pipeline": PIPELINE})

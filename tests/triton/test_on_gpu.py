@@ -1,0 +1,196 @@
+"""What Triton's interpreter cannot show: hard quotients in bulk, layouts, offsets beyond 2^31, addresses."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8core.numerics.e4m3 import (
+    Codes,
+    FiniteFlag,
+    GroupNotFinite,
+    decode,
+    encode,
+    quantise_columns,
+    quantise_rows,
+    quantise_tiles,
+    row_and_column_codes,
+    row_codes,
+    scale_from_amax,
+    tile_codes,
+)
+from fp8core.numerics.fingerprint import fingerprint, fingerprints, policy_digest
+from fp8core.numerics.fused import add_norm, add_norm_codes, add_norm_row_codes, swiglu, swiglu_codes
+
+pytestmark = pytest.mark.parametrize("device", [pytest.param("gpu", marks=pytest.mark.gpu)], indirect=True)
+
+EPS = 1e-6
+RULES = ["pow2", "fp32"]
+
+
+def assert_same(found: Codes, expected: Codes, name: str = "") -> None:
+    assert found[0].is_contiguous(), name
+    assert torch.equal(found[0].cpu().view(torch.uint8), expected[0].cpu().view(torch.uint8)), name
+    assert torch.equal(found[1].cpu(), expected[1].cpu()), name
+
+
+# Quantisers
+
+
+def encoded(quantised: tuple[Tensor, Tensor]) -> Codes:
+    return encode(quantised[0]), quantised[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("rule", RULES)
+def test_hard_matrices_have_the_bytes_of_the_reference(device, kernel_cases, dtype: torch.dtype, rule: str) -> None:
+    for case in kernel_cases.cases(dtype):
+        wide, x = case.x.float(), case.x.to(device)
+        rows, columns = row_and_column_codes(x, rule)
+        for found, quantise in (
+            (row_codes(x, rule), quantise_rows),
+            (rows, quantise_rows),
+            (columns, quantise_columns),
+            (tile_codes(x, rule), quantise_tiles),
+        ):
+            expected = encoded(quantise(wide, rule))
+            assert_same(found, expected, case.name)
+            # The reference has the same bytes on a GPU.
+            assert_same(encoded(quantise(wide.to(device), rule)), expected, case.name)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_scales_of_every_bfloat16_amax(device, rule: str) -> None:
+    # One amax in a row: all of them from one launch.
+    amax = (torch.arange(0, 0x7F80, dtype=torch.int32) << 16).view(torch.float32)[:, None]
+    assert torch.equal(row_codes(amax.bfloat16().to(device), rule)[1].cpu(), scale_from_amax(amax, rule))
+
+
+def test_a_flag_remembers_until_it_is_checked(device) -> None:
+    flag, clean, good = FiniteFlag(device), FiniteFlag(device), torch.ones(4, 4, device=device)
+    row_codes(good * torch.inf, "pow2", flag)
+    row_codes(good, "pow2", flag)
+    with pytest.raises(GroupNotFinite):
+        flag.check()
+    tile_codes(good, "fp32", clean)
+    clean.check()
+
+
+@pytest.mark.parametrize("codes_of", [row_codes, tile_codes])
+def test_layout_in_memory_changes_nothing(device, codes_of) -> None:
+    x = torch.randn(256, 384, generator=torch.Generator().manual_seed(5)).bfloat16().to(device)
+    assert_same(codes_of(x.t().contiguous().t(), "pow2"), codes_of(x, "pow2"))
+
+
+def test_scales_lie_as_block_scaled_gemms_read_them(device) -> None:
+    x = torch.randn(256, 512, device=device).bfloat16()
+    (_, rows), (codes, columns) = row_and_column_codes(x, "pow2")
+    assert (rows.shape, rows.stride()) == ((256, 4), (1, 256))
+    assert (columns.shape, columns.stride()) == ((512, 2), (1, 512))
+    assert codes.shape == (512, 256)
+    padded = row_codes(x[:9], "pow2")[1]
+    assert (padded.shape, padded.stride()) == ((9, 4), (1, 12))
+
+
+def test_decode_is_the_same_on_a_gpu(device) -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    assert torch.equal(decode(codes.to(device)).cpu().nan_to_num(7.0), decode(codes).nan_to_num(7.0))
+
+
+# Rows and full batches
+
+
+def test_a_row_is_the_same_alone_and_among_others(device) -> None:
+    x, added = (
+        torch.randn(300, 4096, generator=torch.Generator().manual_seed(i)).bfloat16().to(device) for i in (1, 2)
+    )
+    weight = torch.linspace(0.5, 1.5, 4096, device=device).bfloat16().float()
+    _total, (codes, scales) = add_norm_row_codes(x, added, weight, EPS, "pow2")
+    for part in (slice(0, 1), slice(17, 18), slice(299, 300)):
+        _total, alone = add_norm_row_codes(x[part], added[part], weight, EPS, "pow2")
+        assert_same(alone, (codes[part], scales[part]))
+
+
+def test_a_full_batch_of_the_norm(device) -> None:
+    """Offsets beyond 2^31 bytes; the reference is the GPU's own unfused composition."""
+    x = torch.randn(65_536, 4096, device=device).bfloat16()
+    added, weight = x.flip(0).contiguous(), torch.linspace(0.5, 1.5, 4096, device=device).bfloat16().float()
+    total, by_row, by_column, _inverse = add_norm_codes(x, added, weight, EPS, "pow2")
+    plain, normed, _inverse = add_norm(x, added, weight, EPS)
+    assert torch.equal(total, plain)
+    for found, expected in zip((by_row, by_column), row_and_column_codes(normed, "pow2"), strict=True):
+        assert_same(found, expected)
+
+
+def test_a_full_batch_of_swiglu(device) -> None:
+    """Offsets beyond 2^31 elements."""
+    gate_up = torch.randn(65_536 + 3, 2 * 17_408, device=device, dtype=torch.bfloat16)
+    rows, _columns = swiglu_codes(gate_up, "pow2")
+    assert_same(rows, row_codes(swiglu(gate_up), "pow2"))
+
+
+# Fingerprints
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn]
+DTYPES += [torch.uint8, torch.int32, torch.int64, torch.bool]
+# Bytes: about a word, about a block of 8 KiB, about a program of 512 KiB, and several programs.
+BLOCK, PROGRAM = 1 << 13, 1 << 19
+LENGTHS = [*range(18), BLOCK - 1, BLOCK, BLOCK + 1, BLOCK + 8, 3 * BLOCK + 5, PROGRAM - 8, PROGRAM - 1, PROGRAM]
+LENGTHS += [PROGRAM + 1, PROGRAM + 8, PROGRAM + BLOCK, PROGRAM + BLOCK + 3, 3 * PROGRAM + 77, 7 * PROGRAM]
+
+
+def noise(*shape: int, seed: int) -> Tensor:
+    return torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def test_lengths_about_words_blocks_and_programs_in_one_launch(device) -> None:
+    tensors = [noise(length, seed=length) for length in LENGTHS]
+    assert fingerprints([tensor.to(device) for tensor in tensors]) == [fingerprint(tensor) for tensor in tensors]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dtypes_strides_and_offsets(device, dtype: torch.dtype) -> None:
+    whole = (torch.randn(37, 91, generator=torch.Generator().manual_seed(2)) * 100).to(dtype)
+
+    def views(x: Tensor) -> list[Tensor]:
+        flat = x.view(-1)
+        return [x, x.t(), x[:, ::2], x[3:9, 5:], flat[1:], flat[3:], flat[::3], x[0, 0], x[:0]]
+
+    expected = [fingerprint(view) for view in views(whole)]
+    assert fingerprints(views(whole.to(device))) == expected
+    # The reference has the same on a GPU.
+    assert [fingerprint(view, chunk=999) for view in views(whole.to(device))] == expected
+
+
+def test_a_bit_or_a_swap_anywhere_shows(device) -> None:
+    tensor = noise(2 * PROGRAM + 11, seed=1)
+    swapped = tensor.clone()
+    swapped[:8], swapped[PROGRAM : PROGRAM + 8] = tensor[PROGRAM : PROGRAM + 8], tensor[:8]
+    pieces = [tensor, swapped]
+    ends = (2 * PROGRAM + i for i in (7, 8, 10))
+    for position in (0, 7, 8, BLOCK - 1, BLOCK, PROGRAM - 1, PROGRAM, *ends):
+        pieces.append(tensor.clone())
+        pieces[-1][position] ^= 1
+    found = fingerprints([piece.to(device) for piece in pieces])
+    assert len(set(found)) == len(found)
+    assert found == fingerprints([piece.to(device) for piece in pieces])
+
+
+def test_more_than_four_gigabytes(device) -> None:
+    # Offsets of bytes and words beyond 2^32; the reference works in chunks on the same device.
+    tensor = torch.zeros((1 << 32) + 4096, dtype=torch.uint8, device=device)
+    tensor[-1], tensor[1 << 31], tensor[12345] = 1, 2, 3
+    assert fingerprints([tensor]) == [fingerprint(tensor)]
+
+
+def test_a_policy_has_one_digest_wherever_it_is(device) -> None:
+    policy = {
+        "codes": noise(256, 384, seed=3).view(torch.float8_e4m3fn),
+        "scales": torch.rand(2, 3),
+        "norm": torch.randn(77).bfloat16(),
+    }
+    assert policy_digest({name: tensor.to(device) for name, tensor in policy.items()}) == policy_digest(policy)
+
+
+def test_complex_tensors_are_refused(device) -> None:
+    with pytest.raises(TypeError, match="complex64"):
+        fingerprints([torch.zeros(2, dtype=torch.complex64, device=device)])
