@@ -41,9 +41,9 @@ from fp8core.config.load import load_config
 from fp8core.end_with_parent import installed
 from fp8core.models.architecture import Architecture
 from fp8core.models.checkpoint import load_checkpoint
+from fp8core.models.hub import PUBLISHED
 from fp8core.models.weights import rollout_formats, stored_weights
 from fp8core.numerics.fingerprint import policy_digest
-from fp8core.plan.shapes import PUBLISHED
 from fp8core.report.run_data import RunData, read_run
 from fp8core.report.summary import REWARD, TMPE, series
 from fp8core.store.artifacts import ArtifactStore

@@ -25,7 +25,7 @@ from benchmarks.random_model import make_model
 from benchmarks.small_hopper import Training, plan, step_ledger_row
 from benchmarks.tables import loop_tables
 from fp8core.models.architecture import Architecture
-from fp8core.plan.shapes import PUBLISHED
+from fp8core.models.hub import PUBLISHED
 from fp8core.report.run_data import RunData, read_run
 from fp8core.report.summary import TMPE, series
 from fp8core.store.artifacts import ArtifactStore

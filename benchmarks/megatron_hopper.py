@@ -36,8 +36,8 @@ from fp8core.config.load import load_config
 from fp8core.config.run import RunConfig
 from fp8core.models.architecture import Architecture, Experts, architecture_to_hf, parameter_shapes
 from fp8core.models.checkpoint import initial_weights
+from fp8core.models.hub import PUBLISHED
 from fp8core.models.weights import reference_formats, rollout_formats, training_formats
-from fp8core.plan.shapes import PUBLISHED
 from fp8core.rl.batch import RolloutBatch, TokenBatch, length_mask
 from fp8core.rl.losses import Denominator
 from fp8core.rl.objective import Objective

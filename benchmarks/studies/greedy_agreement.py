@@ -31,11 +31,11 @@ from fp8core.models.experts import feed_forward
 from fp8core.models.weights import Formats, LayerFormats, load_policy, rollout_formats, stored_weights
 from fp8core.numerics.attention import Fp8Attention
 from fp8core.numerics.e4m3 import quantise_rows
+from fp8core.numerics.elementwise import FUSED, KERNELS, RoundingPoints
 from fp8core.numerics.gemm import scaled_gemm
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.numerics.linear import LinearWeight, dequantise_rows
 from fp8core.numerics.logprobs import log_softmax
-from fp8core.numerics.rounding import FUSED, KERNELS, RoundingPoints
 from fp8core.rollout.embedded import EmbeddedEngine
 from fp8core.rollout.engine import PolicyScales, PromptGroup, Sampling
 

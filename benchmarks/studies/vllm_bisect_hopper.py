@@ -51,8 +51,7 @@ from fp8core.models.weights import (
     rollout_formats,
     training_formats,
 )
-from fp8core.numerics.kv_scales import scales_from_statistics
-from fp8core.numerics.rounding import (
+from fp8core.numerics.elementwise import (
     FUSED,
     KERNELS,
     NATIVE,
@@ -63,6 +62,7 @@ from fp8core.numerics.rounding import (
     keep_fp32,
     round_to_bf16,
 )
+from fp8core.numerics.kv_scales import scales_from_statistics
 from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
 from fp8core.rollout.embedded import EmbeddedEngine

@@ -34,8 +34,8 @@ def add_command(commands: Any) -> None:
 def plan_config(options: argparse.Namespace) -> int:
     """Print and write the plan; returns the exit code, raises UserError where it does not fit."""
     from fp8core.config.load import load_config
+    from fp8core.models.hub import model_shape
     from fp8core.plan.run_plan import plan_run, refuse_unfit
-    from fp8core.plan.shapes import model_shape
     from fp8core.report.text import plan_text
     from fp8core.training.registry import trainer_grid
 

@@ -36,12 +36,11 @@ from fp8core.models.decoder import Decoder, FullContext
 from fp8core.models.experts import MlpWeights, TopKRouting, feed_forward
 from fp8core.models.weights import Formats, LayerWeights, PolicyWeights
 from fp8core.numerics.e4m3 import ScaleRule, quantise_rows
-from fp8core.numerics.elementwise import rms_norm, rotate, swiglu
+from fp8core.numerics.elementwise import rms_norm, rotate, swiglu, to_e4m3_grid
 from fp8core.numerics.gemm import relative_rms
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.numerics.linear import LinearFormat, LinearWeight, dequantise_rows
 from fp8core.numerics.logprobs import log_softmax
-from fp8core.numerics.rounding import to_e4m3_grid
 
 Values = dict[str, Tensor]
 Compute = Callable[[Values], tuple[Tensor, ...]]

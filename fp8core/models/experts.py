@@ -25,11 +25,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fp8core.numerics.elementwise import swiglu
+from fp8core.numerics.elementwise import Rounding, RoundingPoints, swiglu
 from fp8core.numerics.gemm import aligned_gemm
 from fp8core.numerics.linear import LinearFormat, LinearWeight
 from fp8core.numerics.logprobs import HeadWeight, log_softmax
-from fp8core.numerics.rounding import Rounding, RoundingPoints
 
 # Marks positions of a replay at which the router chooses by itself.
 UNRECORDED = -1

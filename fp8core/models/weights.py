@@ -18,6 +18,17 @@ from fp8core.models.architecture import Architecture, Experts
 from fp8core.models.experts import ExpertWeights, MlpFormats, MlpWeights
 from fp8core.numerics.attention import AttentionFormat, Bf16Attention, ExactFp32Attention, Fp8Attention, Fp32Attention
 from fp8core.numerics.e4m3 import ScaleRule, tile_codes
+from fp8core.numerics.elementwise import (
+    FUSED,
+    KERNELS,
+    NATIVE,
+    NOWHERE,
+    STEPWISE,
+    Rounding,
+    RoundingPoints,
+    keep_fp32,
+    round_to_bf16,
+)
 from fp8core.numerics.linear import (
     Bf16Linear,
     ExactFp32Linear,
@@ -30,17 +41,6 @@ from fp8core.numerics.linear import (
     load_weight,
 )
 from fp8core.numerics.logprobs import Bf16Head, Fp32Head, HeadFormat, HeadWeight, load_head
-from fp8core.numerics.rounding import (
-    FUSED,
-    KERNELS,
-    NATIVE,
-    NOWHERE,
-    STEPWISE,
-    Rounding,
-    RoundingPoints,
-    keep_fp32,
-    round_to_bf16,
-)
 
 SCALE_SUFFIX = "_scale_inv"
 # Alignment for tensor maps and vector loads of every width.

@@ -22,9 +22,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from fp8core.numerics.elementwise import Rounding, keep_fp32, round_to_bf16, to_e4m3_grid, to_fixed_point
 from fp8core.numerics.gemm import ordered_gemm, sliced_gemm
 from fp8core.numerics.kv_scales import LayerScales
-from fp8core.numerics.rounding import Rounding, keep_fp32, round_to_bf16, to_e4m3_grid, to_fixed_point
 
 HEAD_DIM = 128
 """Of the decode kernel."""

@@ -23,9 +23,8 @@ from torch import Tensor
 from fp8core.numerics import elementwise
 from fp8core.numerics.dispatch import with_kernel
 from fp8core.numerics.e4m3 import E4M3_MAX, Codes, FiniteFlag, ScaleRule, row_and_column_codes, row_codes
-from fp8core.numerics.elementwise import rms_norm, rotate
+from fp8core.numerics.elementwise import KERNELS, rms_norm, rotate, round_to_bf16
 from fp8core.numerics.kv_scales import LayerScales
-from fp8core.numerics.rounding import KERNELS, round_to_bf16
 
 
 @with_kernel("norm")

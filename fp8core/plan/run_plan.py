@@ -7,8 +7,19 @@ from dataclasses import dataclass
 from fp8core.config.run import RunConfig
 from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture
-from fp8core.plan.memory import Device, DevicePlan, Machine, Need, ParameterCounts, Phase, StoredBytes, count_parameters
-from fp8core.plan.rollout import CacheRoom, EngineMemory, shipped_bytes
+from fp8core.plan.memory import (
+    CacheRoom,
+    Device,
+    DevicePlan,
+    EngineMemory,
+    Machine,
+    Need,
+    ParameterCounts,
+    Phase,
+    StoredBytes,
+    count_parameters,
+    shipped_bytes,
+)
 from fp8core.rollout.registry import engine_entry
 from fp8core.training.memory import Parallel, host_needs
 from fp8core.training.registry import trainer_of

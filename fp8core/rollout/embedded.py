@@ -13,10 +13,8 @@ from fp8core.models.decoder import TOP_K, Decoder
 from fp8core.models.experts import RecordedRouting
 from fp8core.models.weights import Formats, PolicyWeights, load_policy, rollout_formats
 from fp8core.numerics.fingerprint import policy_digest
-from fp8core.numerics.logprobs import log_softmax
-from fp8core.numerics.sampling import greedy, sample, uniform
-from fp8core.plan.memory import Device, Need
-from fp8core.plan.rollout import EngineMemory, engine_weights, shipped_bytes
+from fp8core.numerics.logprobs import greedy, log_softmax, sample, uniform
+from fp8core.plan.memory import Device, EngineMemory, Need, engine_weights, shipped_bytes
 from fp8core.rollout.engine import Completion, PolicyScales, Probe, PromptGroup, Sampling, SyncReport
 from fp8core.rollout.registry import EngineEntry
 from fp8core.training.memory import EMULATED, emulated_bytes

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from fp8core.config.capability import Environment
     from fp8core.config.run import RunConfig
     from fp8core.models.architecture import Architecture
-    from fp8core.plan.memory import Device, Machine
-    from fp8core.plan.rollout import EngineMemory
+    from fp8core.plan.memory import Device, EngineMemory, Machine
     from fp8core.rollout.engine import RolloutEngine
 
 ENGINES: Final[Mapping[str, str]] = {
@@ -45,7 +44,7 @@ def no_environment(_: "RunConfig") -> "Environment":
 
 def host_memory(config: "RunConfig", arch: "Architecture", gpu: "Device | None") -> "EngineMemory":
     """An engine that holds its weights on the host, as they are sent."""
-    from fp8core.plan.rollout import EngineMemory, engine_weights, shipped_bytes
+    from fp8core.plan.memory import EngineMemory, engine_weights, shipped_bytes
 
     return EngineMemory((engine_weights(shipped_bytes(arch, config.precision)),))
 

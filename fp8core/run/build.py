@@ -16,11 +16,10 @@ from fp8core.data.source import SUFFIXES, build_source
 from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture
 from fp8core.models.checkpoint import architecture_from_config, initial_weights, load_checkpoint
-from fp8core.models.hub import resolve_model
+from fp8core.models.hub import model_shape, resolve_model
 from fp8core.models.tokenizer import Tokenizer, character_tokenizer
 from fp8core.plan.memory import this_machine
 from fp8core.plan.run_plan import plan_run, refuse_unfit
-from fp8core.plan.shapes import model_shape
 from fp8core.rewards.verifier import build_verifier
 from fp8core.rollout.engine import RolloutEngine
 from fp8core.rollout.registry import engine_entry
@@ -81,7 +80,7 @@ def check_memory(config: RunConfig) -> None:
     """Refuse a training that this machine has no memory for, before anything is loaded.
 
     Raises:
-        UserError: what does not fit and where, or `plan.shapes.model_shape` cannot tell the model's shape.
+        UserError: what does not fit and where, or `models.hub.model_shape` cannot tell the model's shape.
     """
     machine = engine_entry(config).usable(this_machine())
     refuse_unfit(plan_run(config, model_shape(config), machine, trainer_grid(config, machine)))

@@ -25,10 +25,10 @@ from fp8core.plan.memory import (
     count_parameters,
     held,
     is_expert,
+    longest_sequence,
     stages,
     stored_bytes,
 )
-from fp8core.plan.rollout import longest_sequence
 
 # CUDA context, GEMM workspaces, communication buffers, a chunk of logits. An estimate.
 WORKSPACE = 2_000_000_000

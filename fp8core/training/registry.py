@@ -18,8 +18,7 @@ from fp8core.config.megatron import MegatronConfig
 from fp8core.config.run import RunConfig, TrainingConfig
 from fp8core.models.architecture import Architecture
 from fp8core.models.weights import rollout_formats, training_formats
-from fp8core.plan.memory import Machine
-from fp8core.plan.rollout import longest_sequence
+from fp8core.plan.memory import Machine, longest_sequence
 from fp8core.rl.objective import Objective
 from fp8core.training.megatron import requirements as megatron
 from fp8core.training.memory import SHARDED, Parallel, TrainerMemory

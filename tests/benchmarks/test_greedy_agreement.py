@@ -6,9 +6,9 @@ import torch
 from benchmarks.studies.greedy_agreement import NearAttention, NearLinear, formats_of, last_bits, near
 from fp8core.numerics.attention import Fp8Attention
 from fp8core.numerics.e4m3 import quantise_tiles
+from fp8core.numerics.elementwise import FUSED
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.numerics.linear import Fp8BlockLinear, StoredWeight, load_weight
-from fp8core.numerics.rounding import FUSED
 
 
 @pytest.fixture

@@ -23,9 +23,9 @@ from benchmarks.small_hopper import (
 from benchmarks.tables import ledger_table, loop_tables
 from fp8core.config.capability import check_contract
 from fp8core.config.load import load_config
+from fp8core.models.hub import model_shape
 from fp8core.plan.memory import GPUS, Device, Machine
 from fp8core.plan.run_plan import plan_run, refuse_unfit
-from fp8core.plan.shapes import model_shape
 from fp8core.report.run_data import read_run
 from fp8core.rollout.vllm.requirements import VllmBuild, contract_refusals, model_refusals
 from fp8core.store.run_directory import LEDGER

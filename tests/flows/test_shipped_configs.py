@@ -9,7 +9,7 @@ import pytest
 from fp8core.config.capability import check_contract
 from fp8core.config.load import load_config, load_open_config, shipped_names
 from fp8core.models.checkpoint import initial_weights, save_checkpoint
-from fp8core.plan.shapes import PUBLISHED, model_shape
+from fp8core.models.hub import PUBLISHED, model_shape
 from fp8core.rollout.vllm.requirements import VllmBuild, contract_refusals, model_refusals
 from fp8core.run.build import build_base
 from fp8core.store.artifacts import ArtifactStore

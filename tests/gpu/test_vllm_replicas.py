@@ -18,8 +18,7 @@ from fp8core.models.weights import rollout_formats, stored_weights
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.rollout.engine import Completion, PolicyScales, PromptGroup, Sampling
-from fp8core.rollout.vllm.process import EngineProcessError
-from fp8core.rollout.vllm.replicas import VllmReplicas
+from fp8core.rollout.vllm.process import EngineProcessError, VllmReplicas
 from fp8core.rollout.vllm.requirements import find_build
 from fp8core.rollout.vllm.settings import required_environment, suggested_environment
 from fp8core.run.policy import check_formats, check_report

@@ -15,7 +15,7 @@ if __name__ == "__main__":
     build = find_build(this_platform())
     set_variables(required_environment(CONTRACT, OPTIONS, build), suggested_environment(1, build))
     from fp8core.rollout.vllm.engine import VllmEngine
-    from fp8core.rollout.vllm.replicas import VllmReplicas
+    from fp8core.rollout.vllm.process import VllmReplicas
 
     kind = {found.__name__: found for found in (VllmEngine, VllmReplicas)}[sys.argv[1]]
     engine = kind(Architecture(**SHAPE), CONTRACT, OPTIONS, 16, build)

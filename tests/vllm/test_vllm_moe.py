@@ -10,8 +10,8 @@ from fp8core.alignment.operations import compare, operations
 from fp8core.models.architecture import Architecture, Experts
 from fp8core.models.weights import load_policy, rollout_formats
 from fp8core.numerics.e4m3 import row_codes
+from fp8core.numerics.elementwise import STEPWISE
 from fp8core.numerics.fingerprint import policy_digest
-from fp8core.numerics.rounding import STEPWISE
 from fp8core.rl.batch import TokenBatch
 from fp8core.rollout.embedded import EmbeddedEngine
 from fp8core.rollout.engine import Completion, PromptGroup, Sampling

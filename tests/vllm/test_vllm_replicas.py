@@ -12,8 +12,7 @@ from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.rollout.engine import PolicyScales, Probe, Sampling
-from fp8core.rollout.vllm.process import EngineProcessError
-from fp8core.rollout.vllm.replicas import VllmReplicas
+from fp8core.rollout.vllm.process import EngineProcessError, VllmReplicas
 from fp8core.rollout.vllm.weights import UpdateError
 from fp8core.run.policy import check_formats, check_report
 

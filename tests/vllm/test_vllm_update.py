@@ -6,9 +6,9 @@ from conftest import CONTRACT, ON_GPU, TRUNCATES, build_groups, collect
 
 from fp8core.alignment.operations import compare, operations
 from fp8core.models.weights import load_policy, rollout_formats
+from fp8core.numerics.elementwise import STEPWISE
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.kv_scales import scales_from_statistics
-from fp8core.numerics.rounding import STEPWISE
 from fp8core.rl.batch import TokenBatch
 from fp8core.rollout.engine import PolicyScales, Sampling
 from fp8core.rollout.vllm.weights import UpdateError

@@ -28,11 +28,11 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from fp8core.models.decoder import rotary_tables
 from fp8core.numerics.attention import LARGEST_GROUP, Queries, token_queries
 from fp8core.numerics.e4m3 import Codes, FiniteFlag, row_codes
+from fp8core.numerics.elementwise import KERNELS
 from fp8core.numerics.fused import HeadLayout, add_norm, add_norm_row_codes, norm_rotate, swiglu_row_codes
 from fp8core.numerics.gemm import forward_gemm
 from fp8core.numerics.logprobs import log_softmax
 from fp8core.numerics.packed import head_logits
-from fp8core.numerics.rounding import KERNELS
 from fp8core.rollout.vllm.decode import DecodeBackend, SharedKernel, ascending, largest_decode_batch
 from fp8core.rollout.vllm.requirements import ALIGNED_SCALE_RULE
 from fp8core.rollout.vllm.settings import decoder_of

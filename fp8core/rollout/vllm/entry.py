@@ -9,10 +9,13 @@ from fp8core.config.capability import Environment, this_platform
 from fp8core.config.run import RunConfig
 from fp8core.config.vllm import VllmConfig
 from fp8core.models.architecture import Architecture
-from fp8core.plan.memory import GIB, Device, Machine, Need
-from fp8core.plan.rollout import (
+from fp8core.plan.memory import (
+    GIB,
     CacheRoom,
+    Device,
     EngineMemory,
+    Machine,
+    Need,
     cache_bytes_per_token,
     engine_weights,
     longest_sequence,
@@ -20,7 +23,7 @@ from fp8core.plan.rollout import (
 )
 from fp8core.rollout.engine import RolloutEngine
 from fp8core.rollout.registry import Arithmetic, EngineEntry
-from fp8core.rollout.vllm.replicas import VllmReplicas
+from fp8core.rollout.vllm.process import VllmReplicas
 from fp8core.rollout.vllm.requirements import (
     contract_refusals,
     find_build,

@@ -18,8 +18,14 @@ from fp8core.models.weights import training_formats
 from fp8core.numerics.kv_scales import KvStatistics, LayerScales
 from fp8core.training.megatron.arguments import Kind, transformer_arguments
 from fp8core.training.megatron.conversion import gathered, layers_of, parallel_ranks, policy_of, share
-from fp8core.training.megatron.head import VocabularyShare, written_logprobs
-from fp8core.training.megatron.model import PolicyModel, PolicyRouter, packed_call, style_of
+from fp8core.training.megatron.model import (
+    PolicyModel,
+    PolicyRouter,
+    VocabularyShare,
+    packed_call,
+    style_of,
+    written_logprobs,
+)
 from fp8core.training.megatron.parallel import data_group, own_rank, stages, tensor_group
 from fp8core.training.megatron.requirements import padded_vocabulary
 from fp8core.training.packing import MicroBatch

@@ -14,8 +14,7 @@ from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture
 from fp8core.models.weights import is_linear
 from fp8core.numerics.e4m3 import TILE
-from fp8core.plan.memory import Need, StoredBytes, count_parameters, held
-from fp8core.plan.rollout import longest_sequence
+from fp8core.plan.memory import Need, StoredBytes, count_parameters, held, longest_sequence
 from fp8core.training.memory import AT_REST, WORKSPACE, Parallel, TrainerMemory, exported, gpu_state, heaviest, state_of
 
 
@@ -158,7 +157,7 @@ def _refused(name: str, value: object, reason: str) -> UserError:
 
 
 _BF16, _FP32 = 2, 4
-# Of `training.megatron.head`: elements of a part's logits, and how many tensors of that size there are at a time. The
+# Of `training.megatron.model`: elements of a part's logits, and how many tensors of that size there are at a time. The
 # gradient of the head's weight is added up in FP32 beside that of a part.
 _LOGITS, _LOGIT_TENSORS, _HEAD_GRADIENTS = 1 << 27, 4, 2
 # Norms, rotary, SwiGLU and attention keep their inputs; an FP8 linear keeps codes of its own by rows and by columns.

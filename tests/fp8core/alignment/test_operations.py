@@ -9,8 +9,8 @@ from fp8core.config.precision import PrecisionContract, SidePrecision
 from fp8core.models.architecture import Architecture, Experts
 from fp8core.models.checkpoint import initial_weights
 from fp8core.models.weights import load_policy, rollout_formats
+from fp8core.numerics.elementwise import FUSED, KERNELS, NATIVE, STEPWISE
 from fp8core.numerics.kv_scales import LayerScales
-from fp8core.numerics.rounding import FUSED, KERNELS, NATIVE, STEPWISE
 from fp8core.rl.batch import TokenBatch
 
 QWEN = Architecture(

@@ -21,9 +21,9 @@ from fp8core.models.experts import (
 )
 from fp8core.models.weights import SCALE_SUFFIX, StoredNames, load_policy, stored_weights
 from fp8core.numerics.e4m3 import encode, quantise_tiles
+from fp8core.numerics.elementwise import FUSED, KERNELS, NATIVE, NOWHERE, STEPWISE, keep_fp32, round_to_bf16
 from fp8core.numerics.linear import Bf16Linear, Fp8BlockLinear, Fp32Linear, StoredWeight, load_weight
 from fp8core.numerics.logprobs import load_head
-from fp8core.numerics.rounding import FUSED, KERNELS, NATIVE, NOWHERE, STEPWISE, keep_fp32, round_to_bf16
 from fp8core.rl.batch import RolloutBatch, TokenBatch, length_mask, pad
 from fp8core.rollout.engine import Sampling
 

@@ -23,10 +23,10 @@ from fp8core.models.weights import (
 )
 from fp8core.numerics.attention import Bf16Attention, Fp8Attention, Fp32Attention
 from fp8core.numerics.e4m3 import decode, quantise_tiles
+from fp8core.numerics.elementwise import keep_fp32
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.linear import Bf16Linear, ExactFp32Linear, Fp8BlockLinear, Fp8ForwardLinear, Fp32Linear
 from fp8core.numerics.logprobs import Bf16Head, Fp32Head
-from fp8core.numerics.rounding import keep_fp32
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 FP8, FP8_ONCE = StoredNames.by_layer("fp8_block", "fp8_block"), StoredNames.by_layer("fp8_block")

@@ -5,8 +5,15 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from fp8core.numerics.elementwise import inverse_frequencies, rms_norm, rotate, scale_frequencies, swiglu
-from fp8core.numerics.rounding import keep_fp32, round_to_bf16
+from fp8core.numerics.elementwise import (
+    inverse_frequencies,
+    keep_fp32,
+    rms_norm,
+    rotate,
+    round_to_bf16,
+    scale_frequencies,
+    swiglu,
+)
 
 EPS = 1e-6
 ROUNDINGS = [keep_fp32, round_to_bf16]

@@ -14,7 +14,7 @@ from fp8core.numerics.e4m3 import (
     row_and_column_codes,
     row_codes,
 )
-from fp8core.numerics.elementwise import inverse_frequencies, rms_norm, rotate
+from fp8core.numerics.elementwise import KERNELS, inverse_frequencies, rms_norm, rotate, round_to_bf16
 from fp8core.numerics.fused import (
     HeadLayout,
     add_norm,
@@ -35,7 +35,6 @@ from fp8core.numerics.fused import (
     swiglu_row_codes,
 )
 from fp8core.numerics.kv_scales import LayerScales
-from fp8core.numerics.rounding import KERNELS, round_to_bf16
 
 EPS = 1e-6
 HIDDEN = 200

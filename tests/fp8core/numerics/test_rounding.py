@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8core.numerics.rounding import keep_fp32, round_to_bf16, to_e4m3_grid, to_fixed_point
+from fp8core.numerics.elementwise import keep_fp32, round_to_bf16, to_e4m3_grid, to_fixed_point
 
 
 def gradient(function, x: Tensor, upstream: Tensor) -> Tensor:

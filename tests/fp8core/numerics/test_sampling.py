@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fp8core.numerics.sampling import greedy, sample, uniform
+from fp8core.numerics.logprobs import greedy, sample, uniform
 
 SEEDS = st.integers(-(2**63), 2**63 - 1)
 LARGEST = 1 - 2.0**-53

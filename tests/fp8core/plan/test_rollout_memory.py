@@ -8,10 +8,9 @@ import pytest
 
 from fp8core.config.load import load_config
 from fp8core.models.checkpoint import initial_weights
+from fp8core.models.hub import model_shape
 from fp8core.models.weights import rollout_formats, stored_weights
-from fp8core.plan.memory import count_parameters
-from fp8core.plan.rollout import cache_bytes_per_token, shipped_bytes
-from fp8core.plan.shapes import model_shape
+from fp8core.plan.memory import cache_bytes_per_token, count_parameters, shipped_bytes
 
 MEASURED = Path(__file__).parents[3] / "benchmarks" / "results" / "sync_hopper.json"
 

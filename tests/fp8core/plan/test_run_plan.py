@@ -6,9 +6,9 @@ import pytest
 
 from fp8core.config.load import UNDECIDED, load_config, load_open_config, shipped_names
 from fp8core.errors import UserError
+from fp8core.models.hub import PUBLISHED, model_shape
 from fp8core.plan.memory import GPUS, Device, Machine, named_gpu, this_machine
 from fp8core.plan.run_plan import plan_run, refuse_unfit
-from fp8core.plan.shapes import PUBLISHED, model_shape
 from fp8core.training.memory import Parallel
 
 

@@ -9,10 +9,10 @@ from torch import Tensor
 from fp8core.config.load import load_config
 from fp8core.errors import UserError
 from fp8core.models.checkpoint import initial_weights
+from fp8core.models.hub import model_shape
 from fp8core.models.weights import load_policy
 from fp8core.plan.memory import GPUS, Device, DevicePlan, Machine
 from fp8core.plan.run_plan import plan_run
-from fp8core.plan.shapes import model_shape
 from fp8core.run.build import build_trainer
 from fp8core.training.memory import SHARDED, Parallel, emulated_bytes, gpu_state, host_needs
 from fp8core.training.packed.requirements import _activations

@@ -9,9 +9,9 @@ import pytest
 from fp8core.config.load import load_config
 from fp8core.config.run import RolloutConfig
 from fp8core.errors import UserError
+from fp8core.models.hub import model_shape
 from fp8core.plan.memory import Machine
 from fp8core.plan.run_plan import plan_run
-from fp8core.plan.shapes import model_shape
 from fp8core.report.console import Console
 from fp8core.rollout.registry import ENGINES, find_entry
 from fp8core.run.build import check_engine

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from fp8core.rollout.engine import PromptGroup
-from fp8core.rollout.vllm.process import visible_device
-from fp8core.rollout.vllm.replicas import shard_prompts
+from fp8core.rollout.vllm.process import shard_prompts, visible_device
 
 
 def groups_of(count):

@@ -8,9 +8,9 @@ import pytest
 
 from fp8core.config.capability import Environment
 from fp8core.config.load import load_config
+from fp8core.models.hub import model_shape
 from fp8core.plan.memory import GPUS, Machine
 from fp8core.plan.run_plan import plan_run
-from fp8core.plan.shapes import model_shape
 from fp8core.run.build import build_base, build_trainer, engine_environment
 from fp8core.training import registry
 from fp8core.training.registry import register_trainer, trainer_grid, trainer_of, trainers

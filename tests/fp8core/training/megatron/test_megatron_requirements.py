@@ -8,7 +8,7 @@ from fp8core.config.load import load_config
 from fp8core.config.megatron import MegatronConfig
 from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
 from fp8core.errors import UserError
-from fp8core.plan.shapes import PUBLISHED
+from fp8core.models.hub import PUBLISHED
 from fp8core.run.build import engine_environment
 from fp8core.training.megatron import requirements
 from fp8core.training.megatron.arguments import transformer_arguments
