@@ -9,9 +9,10 @@ VLLM_BIN := .venv-vllm/bin
 VLLM_ENV := .venv-vllm/installed
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
-# Files of tests are spread over this many processes; with WORKERS=0 there is one.
+# Tests are spread over this many processes, each a run of neighbours; one that is done takes some of the other's. With
+# WORKERS=0 there is one process.
 WORKERS ?= 2
-SPREAD := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+SPREAD := --numprocesses $(WORKERS) --dist worksteal
 # Tests do not write to servers that are configured outside.
 WITHOUT_SERVERS := env -u PREFECT_API_URL -u MLFLOW_TRACKING_URI
 PYTEST := $(WITHOUT_SERVERS) $(BIN)/python -m pytest
