@@ -6,8 +6,8 @@ folder. When it returns, the new content is durable; before that the previous co
 A file of lines only grows, and each line is durable before the next. A line counts once it ends with a newline. So only
 the last one can be torn: by a kill or a power cut in the middle of an append that was never acknowledged.
 
-A run's folder may be somebody else's. So its files are opened by `stored_file`, and by `sole_file` to be changed where
-they are: a link leads nowhere, and a FIFO or a device holds nobody up.
+A run's folder may be somebody else's. So `stored_file` opens its files, and `sole_file` those that change in place. Both
+refuse a link, and neither waits for a FIFO or a device.
 """
 
 import errno
@@ -40,7 +40,7 @@ _BLOCK, _DIGEST_BLOCK = 1 << 16, 1 << 18
 
 
 class NotOwnFileError(OSError):
-    """What lies in a file's place is no file of its own: a link, a FIFO, a device, a folder, a file with two names."""
+    """A link, a FIFO, a device or a folder where a file belongs, or a file that has a second name."""
 
 
 def regular_file(path: str | Path, flags: int) -> int:

@@ -133,7 +133,7 @@ def _kept(folder: Path, keep: KeepConfig, ledger: LedgerView, store: ArtifactSto
 
 
 def is_intact(checkpoint: Path, digest: str) -> bool:
-    """True if a checkpoint is what the ledger says. Raises StoredFileError: it cannot be read."""
+    """True if a checkpoint has the digest of the ledger. Raises StoredFileError: it cannot be read."""
     try:
         return folder_digest(checkpoint) == digest
     except OSError as error:

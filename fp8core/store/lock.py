@@ -158,6 +158,16 @@ def original_of(recorded: FolderIdentity, folder: Path) -> str | None:
     return None
 
 
+def enclosing_run(path: Path) -> Path | None:
+    """The folder of the run that a path is in, or is; None: of no run. The path need not exist."""
+    place = path.resolve()
+    for folder in (place, *place.parents):
+        begun = os.path.lexists(folder / _DESCRIPTION) and (folder / "artifacts").is_dir()
+        if begun or os.path.lexists(folder / _LEDGER):
+            return folder
+    return None
+
+
 def lies_at(path: Path, folder: Path) -> bool:
     """True if `path` is another folder with the run of `folder`: copies have equal run.json files."""
     try:

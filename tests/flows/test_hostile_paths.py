@@ -108,6 +108,20 @@ def test_gc_names_every_path_that_would_go(run_copy, capsys):
     assert listed == {path for path in gone if not listed & set(path.parents)}
 
 
+def test_a_folder_in_the_place_of_a_damaged_artifact_stops_a_redo_with_the_way_on(run_copy, tmp_path):
+    run_copy.cut_after(4, "rollout")
+    rollouts = run_copy.file(4, "rollouts")
+    whole = rollouts.read_bytes()
+    rollouts.unlink()
+    rollouts.mkdir()
+    (rollouts / "mine").write_bytes(DECOY)
+    with pytest.raises(StoredFileError, match=f"{rollouts}: a folder lies in its place; move that elsewhere"):
+        run_copy.resume()
+    assert (rollouts.rename(tmp_path / "moved") / "mine").read_bytes() == DECOY
+    run_copy.resume()
+    assert rollouts.read_bytes() == whole
+
+
 # --- hangs ---
 
 
