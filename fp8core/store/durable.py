@@ -6,8 +6,8 @@ folder. When it returns, the new content is durable; before that the previous co
 A file of lines only grows, and each line is durable before the next. A line counts once it ends with a newline. So only
 the last one can be torn: by a kill or a power cut in the middle of an append that was never acknowledged.
 
-A run's folder may be somebody else's. So `stored_file` opens its files, and `sole_file` those that change in place. Both
-refuse a link, and neither waits for a FIFO or a device.
+A run's folder may be somebody else's. So `stored_file` opens its files, and `sole_file` those that change in place.
+Both refuse a link, and neither waits for a FIFO or a device.
 """
 
 import errno

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from flows.cli import main
+from fp8core.store.run_directory import RunDirectory
 
 OTHERS = {"out": b"<!DOCTYPE html><html>my own page</html>", "png": b"\x89PNG\r\n\x1a\nmy own picture", "json": b"{}"}
 OUTPUTS = {
@@ -107,6 +108,9 @@ def test_a_report_in_the_folder_of_its_run_is_the_page_that_the_run_keeps(run_co
     assert (run_copy.folder / "report.html").is_file()
 
 
-def test_the_folder_of_a_run_is_closed_to_other_users(whole_run):
-    modes = {path: stat.S_IMODE(path.stat().st_mode) for path in (whole_run.folder, whole_run.folder / "artifacts")}
+def test_the_folders_of_a_run_and_those_above_it_are_closed_to_other_users(tmp_path):
+    folder = tmp_path / "project" / "runs" / "mine"
+    RunDirectory.create_or_open(folder).close()
+    modes = {path: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "project").rglob("*") if path.is_dir()}
+    assert folder / "artifacts" in modes
     assert set(modes.values()) == {0o700}, modes
