@@ -4,7 +4,6 @@ fp8-grpo evaluate RUN --samples 8             this function, in this process
 """
 
 from contextlib import closing
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -28,6 +27,7 @@ from fp8core.rewards.verifier import Verifier, build_verifier
 from fp8core.run.answers import Answered, Questions, answer
 from fp8core.run.replay import FAILURES
 from fp8core.run.resume import RedoError
+from fp8core.store.output import EVALUATION, Output
 
 
 @flow(name="fp8-evaluate", persist_result=False)
@@ -46,6 +46,7 @@ def evaluate(
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0,
     confidence: Annotated[float, Field(gt=0, lt=1)] = 0.95,
     output: str | None = None,
+    overwrite: bool = False,
     overrides: dict[str, Any] | list[str] | None = None,
 ) -> Any:
     """Measure a checkpoint, with the uncertainty; returns the result. A failed state has the reason as its message.
@@ -67,6 +68,7 @@ def evaluate(
         seed: Of samples and of resampling.
         confidence: Of the intervals.
         output: File for the result as JSON; null: none.
+        overwrite: Whether that may replace a file which is no such result.
         overrides: Any other setting, as {'rollout.max_batch': 64}.
     """
     bound_mlflow_requests()
@@ -75,11 +77,16 @@ def evaluate(
         target, step, config, data, split, prompts, samples, k, temperature, max_new_tokens, precisions, seed,
         confidence, overrides,
     )  # fmt: skip
+    file = None if output is None else Output("output", output, EVALUATION)
     try:
         refuse(asked)
+        if file is not None:
+            file.refuse_place()
+            if not overwrite:
+                file.refuse_other()
         with opened(asked) as checkpoint:
             result = measured(asked, checkpoint)
-            _tell(result, output)
+            _tell(result, file)
             print(_log(asked, checkpoint, result), flush=True)
     except (UserError, RedoError, *FAILURES) as error:
         return failed(str(error))
@@ -143,7 +150,7 @@ def _log(asked: EvaluationRequest, checkpoint: Checkpoint, result: EvaluationRes
     return str(body())
 
 
-def _tell(result: EvaluationResult, output: str | None) -> None:
+def _tell(result: EvaluationResult, output: Output | None) -> None:
     print(evaluation_text(result), flush=True)
     if output is not None:
-        Path(output).write_text(result.model_dump_json(indent=2) + "\n")
+        output.write(f"{result.model_dump_json(indent=2)}\n".encode())

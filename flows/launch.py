@@ -1,16 +1,15 @@
 """Run the training flow in this process, with a Prefect server of its own where none is configured."""
 
-import json
 import signal
 import sys
 import traceback
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flows.environment import make_prefect_home, quiet_prefect, start_prefect
 from flows.termination import keep_interrupt
 from fp8core.errors import printable
+from fp8core.store.output import Output
 from fp8core.store.run_directory import read_description
 
 if TYPE_CHECKING:
@@ -20,7 +19,7 @@ PAUSED = 3
 """Exit code of a training that a bound of `alignment.stop` paused."""
 
 
-def launch(config: "RunConfig", parameters: Mapping[str, Any], summary: Path | None, resume: str) -> int:
+def launch(config: "RunConfig", parameters: Mapping[str, Any], summary: Output | None, resume: str) -> int:
     """Run the flow to its end.
 
     Args:
@@ -70,7 +69,7 @@ def prepare_prefect() -> None:
     start_prefect()
 
 
-def _train(parameters: Mapping[str, Any], summary: Path | None, resume: str) -> int:
+def _train(parameters: Mapping[str, Any], summary: Output | None, resume: str) -> int:
     from flows.grpo import grpo
 
     with keep_interrupt() as interrupt:
@@ -83,7 +82,7 @@ def _train(parameters: Mapping[str, Any], summary: Path | None, resume: str) -> 
         explain(state)
         return 1
     if summary is not None:
-        summary.write_text(json.dumps(state.result(), indent=2) + "\n")
+        summary.write_json(state.result())
     return 0
 
 

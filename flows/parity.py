@@ -31,6 +31,7 @@ from fp8core.report.charts import Chart
 from fp8core.report.drawing import draw_png
 from fp8core.report.parity import parity_charts, parity_html, parity_markdown
 from fp8core.report.run_data import read_run
+from fp8core.store.durable import PRIVATE, make_folder, write_file
 
 VariantName = Literal["bf16", "fp8-rollout", "fp8-rollout-corrected", "fp8-end-to-end", "fp8-end-to-end-kv", "stress"]
 Seed = Annotated[int, Field(ge=0, le=2**31 - 1)]
@@ -72,7 +73,7 @@ def parity(
         plan = refuse(ParityRequest(config, name, seeds, steps, variants, overrides), _date())
     except UserError as error:
         return failed(str(error))
-    plan.folder.mkdir(parents=True, exist_ok=True)
+    make_folder(plan.folder, PRIVATE)
     print(f"parity {plan.name}: {len(plan.trainings)} trainings", flush=True)
     golden = _preflight(plan)
     failures = {} if golden.wrong else _train(plan)
@@ -147,8 +148,8 @@ def _verdict(plan: Plan, golden: Golden, failures: dict[tuple[str, int], str]) -
 
 
 def _write_report(folder: Path, text: str, page: str, charts: Sequence[Chart]) -> list[Path]:
-    (folder / WORDS).write_text(text)
-    (folder / PAGE).write_text(page)
+    write_file(folder / WORDS, text.encode())
+    write_file(folder / PAGE, page.encode())
     draw_png(charts, folder / PICTURE, folder.name)
     return [folder / RECORD, folder / PAGE, folder / PICTURE, folder / WORDS]
 

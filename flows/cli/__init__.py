@@ -31,6 +31,7 @@ from flows.cli import (
     up,
     verify,
 )
+from flows.cli.arguments import refuse_other_files
 from flows.environment import search_last
 from flows.launch import stopped
 from fp8core.errors import StoredFileError, UserError
@@ -62,6 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     search_last(Path.cwd())
     try:
         options = build_parser().parse_args(arguments)
+        refuse_other_files(options)
         code = int(options.command(options))
         sys.stdout.flush()
         return code

@@ -1,12 +1,11 @@
 """Arguments of several commands, with one syntax and one set of errors."""
 
 import argparse
-import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from fp8core.errors import UserError
+from fp8core.store.output import Kind, Output, refuse_in_run
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
@@ -20,9 +19,26 @@ def add_overrides(parser: argparse.ArgumentParser, text: str = "override a setti
     parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE", help=text)
 
 
-def add_output(parser: argparse.ArgumentParser, option: str, text: str, default: str | None = None) -> None:
-    """A file to write; one that cannot be written is refused before any work (UserError)."""
-    parser.add_argument(option, type=partial(_writable, option), default=default, metavar="FILE", help=text)
+def add_output(parser: argparse.ArgumentParser, option: str, kind: Kind, text: str, default: str | None = None) -> None:
+    """A file to write, as an `Output`; one that may not be written is refused before any work (UserError)."""
+    parser.add_argument(option, type=partial(_output, option, kind), default=default, metavar="FILE", help=text)
+
+
+def add_force(parser: argparse.ArgumentParser) -> None:
+    """`--force`, for a command that writes outputs."""
+    parser.add_argument("--force", action="store_true", help="replace a file even if this program did not write it")
+
+
+def refuse_other_files(options: argparse.Namespace) -> None:
+    """Raises UserError: an output would replace a file that this program did not write, and `--force` is not given."""
+    for value in vars(options).values():
+        if isinstance(value, Output) and not options.force:
+            value.refuse_other()
+
+
+def add_target(parser: argparse.ArgumentParser) -> None:
+    """`target`, a folder to be made; one in a run's folder is refused before any work (UserError)."""
+    parser.add_argument("target", type=_target, metavar="TARGET", help="folder to be made")
 
 
 def at_least(least: int) -> Callable[[str], int]:
@@ -36,9 +52,12 @@ def at_least(least: int) -> Callable[[str], int]:
     return count
 
 
-def _writable(option: str, text: str) -> Path:
-    file = Path(text)
-    place = file if file.exists() else file.parent
-    if file.is_dir() or not file.parent.is_dir() or not os.access(place, os.W_OK):
-        raise UserError(f"{option} {file}: cannot be written; name a file in a folder that exists")
-    return file
+def _output(option: str, kind: Kind, text: str) -> Output:
+    output = Output(option, text, kind)
+    output.refuse_place()
+    return output
+
+
+def _target(text: str) -> Path:
+    refuse_in_run(text, Path(text))
+    return Path(text)

@@ -11,9 +11,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flows.cli.arguments import add_output, add_overrides, at_least
+from flows.cli.arguments import add_force, add_output, add_overrides, at_least
 from flows.environment import set_engine_variables
 from fp8core.errors import UserError
+from fp8core.store.output import PICTURE, json_output
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,8 +56,9 @@ def add_command(commands: Any) -> None:
         "--by", choices=("layer", "operation", "both"), default="layer", help="what to flip at a time (default layer)"
     )
     parser.add_argument("--prompts", type=at_least(1), default=16, metavar="N", help="how many prompts (default 16)")
-    add_output(parser, "--png", "draw the ranking")
-    add_output(parser, "--json", "write the ranking as JSON")
+    add_output(parser, "--png", PICTURE, "draw the ranking")
+    add_output(parser, "--json", json_output("compared", "tokens"), "write the ranking as JSON")
+    add_force(parser)
     parser.set_defaults(command=bisect_target)
 
 
@@ -99,9 +101,9 @@ def _write(bisection: "Bisection", options: argparse.Namespace, title: str) -> N
     from fp8core.report.drawing import draw_bisection
 
     if options.json is not None:
-        options.json.write_text(json.dumps({"compared": title, **asdict(bisection)}, indent=2) + "\n")
+        options.json.write_json({"compared": title, **asdict(bisection)})
     if options.png is not None and bisection.units:
-        draw_bisection(bisection, options.png, title)
+        draw_bisection(bisection, options.png.target, title)
 
 
 def _subject(options: argparse.Namespace) -> Subject:

@@ -1,12 +1,12 @@
 """`fp8-grpo compare`: check that two runs computed the same; else show where they diverge and possible causes."""
 
 import argparse
-import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from flows.cli.arguments import add_output
+from flows.cli.arguments import add_force, add_output
 from flows.run_lookup import find_run
+from fp8core.store.output import json_output
 
 if TYPE_CHECKING:
     from fp8core.store.diff import Comparison
@@ -18,7 +18,8 @@ def add_command(commands: Any) -> None:
     """Declare the command on the parser's subcommands."""
     parser = commands.add_parser("compare", help="name the first difference between two runs")
     parser.add_argument("runs", metavar="RUN", nargs=2, help="two runs (names or folders)")
-    add_output(parser, "--json", "write the comparison as JSON")
+    add_output(parser, "--json", json_output("equal", "configuration"), "write the comparison as JSON")
+    add_force(parser)
     parser.set_defaults(command=compare_runs)
 
 
@@ -30,7 +31,7 @@ def compare_runs(options: argparse.Namespace) -> int:
     found = compare(*(RunView.read(find_run(run)) for run in options.runs))
     print(comparison_text(found))
     if options.json is not None:
-        options.json.write_text(json.dumps({"equal": found.equal, **asdict(found)}, indent=2) + "\n")
+        options.json.write_json({"equal": found.equal, **asdict(found)})
     return 0 if found.equal else 1
 
 

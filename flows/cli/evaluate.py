@@ -4,9 +4,10 @@ import argparse
 from dataclasses import fields
 from typing import Any
 
-from flows.cli.arguments import add_output, add_overrides
+from flows.cli.arguments import add_force, add_output, add_overrides
 from flows.launch import explain, prepare_prefect
 from fp8core.errors import UserError
+from fp8core.store.output import EVALUATION
 
 
 def add_command(commands: Any) -> None:
@@ -35,7 +36,8 @@ def add_command(commands: Any) -> None:
     )
     parser.add_argument("--seed", type=int, help="of samples and of resampling (default 0)")
     parser.add_argument("--confidence", type=float, metavar="P", help="of the intervals (default 0.95)")
-    add_output(parser, "--json", "write the result as JSON")
+    add_output(parser, "--json", EVALUATION, "write the result as JSON")
+    add_force(parser)
     add_overrides(parser)
     parser.set_defaults(command=evaluate_target)
 
@@ -48,7 +50,8 @@ def evaluate_target(options: argparse.Namespace) -> int:
     parameters = {name: value for name, value in given.items() if value is not None}
     refuse(EvaluationRequest(**parameters))
     prepare_prefect()
-    return _run({**parameters, "output": None if options.json is None else str(options.json)})
+    output = None if options.json is None else str(options.json.target)
+    return _run({**parameters, "output": output, "overwrite": options.force})
 
 
 def _run(parameters: dict[str, Any]) -> int:

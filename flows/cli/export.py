@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flows.cli.arguments import add_target
 from flows.environment import set_engine_variables
 from flows.launch import stopped
 from flows.run_lookup import description_of, find_run
@@ -18,7 +19,7 @@ def add_command(commands: Any) -> None:
     """Declare the command on the parser's subcommands."""
     parser = commands.add_parser("export", help="write the policy after a step as a Hugging Face folder")
     parser.add_argument("run", metavar="RUN", help="a run (name or folder); it is only read, and may be live")
-    parser.add_argument("target", type=Path, metavar="TARGET", help="folder to be made")
+    add_target(parser)
     parser.add_argument("--step", type=int, required=True, metavar="N", help="the step; 0 is the initial policy")
     parser.add_argument(
         "--format", choices=("bf16", "fp8"), default="bf16", help="of the linears (default bf16; fp8 as `quantise`)"

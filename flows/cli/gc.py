@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from flows.cli.arguments import add_overrides
+from fp8core.errors import printable
 
 if TYPE_CHECKING:
     from fp8core.config.run import KeepConfig
@@ -52,7 +53,7 @@ def collect(options: argparse.Namespace) -> int:
 
 
 def removal_text(keep: "KeepConfig | None", removal: "Removal") -> str:
-    """Steps to keep and to remove, and the size of each kind to remove, as aligned lines."""
+    """Steps to keep and to remove, the size of each kind to remove, and every path that goes, as aligned lines."""
     from fp8core.store.run_view import spans
 
     kinds: dict[str, list[int]] = defaultdict(list)
@@ -70,5 +71,6 @@ def removal_text(keep: "KeepConfig | None", removal: "Removal") -> str:
             "",
             f"{'to remove':{width}}  {'files':>7}  {'bytes':>15}",
             *(f"{kind:{width}}  {files:7,}  {size:15,}" for kind, files, size in rows),
+            *(printable(tombstone.uri) for tombstone in removal.deletions),
         ]
     )

@@ -1,11 +1,11 @@
 """`fp8-grpo plan`: a training's use of each device, and if it fits, before anything is loaded."""
 
 import argparse
-import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from flows.cli.arguments import add_output, add_overrides, at_least
+from flows.cli.arguments import add_force, add_output, add_overrides, at_least
+from fp8core.store.output import json_output
 
 if TYPE_CHECKING:
     from fp8core.config.run import RunConfig
@@ -27,7 +27,8 @@ def add_command(commands: Any) -> None:
     for name, parts in (("tensor", "linears"), ("pipeline", "layers"), ("expert", "experts")):
         text = f"of these, how many share {parts}"
         parser.add_argument(f"--{name}", type=at_least(1), default=1, metavar="N", help=text)
-    add_output(parser, "--json", "write the plan as JSON, in bytes")
+    add_output(parser, "--json", json_output("fits", "parameters"), "write the plan as JSON, in bytes")
+    add_force(parser)
     parser.set_defaults(command=plan_config)
 
 
@@ -45,7 +46,7 @@ def plan_config(options: argparse.Namespace) -> int:
     plan = plan_run(config, arch, machine, _parallel(options) or trainer_grid(config, machine))
     print(plan_text(plan))
     if options.json is not None:
-        options.json.write_text(json.dumps({"fits": not plan.refusals, **asdict(plan)}, indent=2) + "\n")
+        options.json.write_json({"fits": not plan.refusals, **asdict(plan)})
     refuse_unfit(plan)
     return 0
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flows.cli.arguments import at_least
+from flows.cli.arguments import add_target, at_least
 
 if TYPE_CHECKING:
     from fp8core.models.quantised_checkpoint import Plan, Report
@@ -58,7 +58,7 @@ def dequantise_folder(options: argparse.Namespace) -> int:
 def _add(commands: Any, name: str, command: Any, text: str) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(name, help=text)
     parser.add_argument("source", type=Path, metavar="SOURCE", help="folder of the checkpoint")
-    parser.add_argument("target", type=Path, metavar="TARGET", help="folder to be made")
+    add_target(parser)
     parser.set_defaults(command=command)
     return parser
 

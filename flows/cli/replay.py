@@ -1,17 +1,17 @@
 """`fp8-grpo replay`: recompute steps of a run from its artifacts alone, and check that the results are equal."""
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from flows.cli.arguments import add_output, add_overrides
+from flows.cli.arguments import add_force, add_output, add_overrides
 from flows.environment import set_engine_variables
 from flows.run_lookup import description_of, find_run
 from fp8core.errors import UserError
+from fp8core.store.output import json_output
 
 if TYPE_CHECKING:
     from fp8core.run.replay import Verdict
@@ -31,7 +31,8 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "--repair", action="store_true", help="put damaged files of the run back where the replay made them equal"
     )
-    add_output(parser, "--json", "write the verdicts as JSON")
+    add_output(parser, "--json", json_output("equal", "steps"), "write the verdicts as JSON")
+    add_force(parser)
     parser.set_defaults(command=replay_steps)
 
 
@@ -46,7 +47,7 @@ def replay_steps(options: argparse.Namespace) -> int:
     equal = verdicts[-1].outcome != "different"
     if options.json is not None:
         content = {"equal": equal, "steps": [asdict(verdict) for verdict in verdicts]}
-        options.json.write_text(json.dumps(content, indent=2) + "\n")
+        options.json.write_json(content)
     return 0 if equal else 1
 
 

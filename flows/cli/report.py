@@ -3,19 +3,19 @@
 import argparse
 from typing import Any
 
-from flows.cli.arguments import add_output
+from flows.cli.arguments import add_force, add_output
 from flows.launch import stopped
 from flows.run_lookup import find_run
-
-PAGE = "report.html"
+from fp8core.store.output import PAGE, PICTURE
 
 
 def add_command(commands: Any) -> None:
     """Declare the command on the parser's subcommands."""
     parser = commands.add_parser("report", help="write one HTML page about one or more runs")
     parser.add_argument("runs", metavar="RUN", nargs="+", help="a run (name or folder); several are laid over another")
-    add_output(parser, "--out", f"the page to write (default {PAGE})", PAGE)
-    add_output(parser, "--png", "the most important charts as a picture")
+    add_output(parser, "--out", PAGE, f"the page to write (default {PAGE.kept_as})", PAGE.kept_as)
+    add_output(parser, "--png", PICTURE, "the most important charts as a picture")
+    add_force(parser)
     parser.set_defaults(command=report_runs)
 
 
@@ -27,13 +27,13 @@ def report_runs(options: argparse.Namespace) -> int:
     folders = [find_run(run) for run in options.runs]
     refuse_duplicates(folders)
     runs = read_runs(folders)
-    options.out.write_text(report_html(runs))
-    print(options.out)
+    options.out.write(report_html(runs).encode())
+    print(options.out.shown)
     if options.png is not None:
         from fp8core.report.drawing import draw_png
 
-        draw_png(key_charts(runs), options.png, ", ".join(run.label for run in runs))
-        print(options.png)
+        draw_png(key_charts(runs), options.png.target, ", ".join(run.label for run in runs))
+        print(options.png.shown)
     damaged = [f"{run.evidence.folder}: {line}" for run in runs for line in run.damaged]
     if damaged:
         more = f" (and {len(damaged) - 1} more, which the page lists)" if len(damaged) > 1 else ""

@@ -6,17 +6,19 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from flows.cli.arguments import add_output, add_overrides
+from flows.cli.arguments import add_force, add_output, add_overrides
 from flows.environment import search_last
 from flows.launch import launch
 from flows.run_lookup import description_of, find_run, load_settings
+from fp8core.store.output import SUMMARY
 
 
 def add_command(commands: Any) -> None:
     """Declare the command on the parser's subcommands."""
     parser = commands.add_parser("resume", help="continue a run with the configuration it was begun with")
     parser.add_argument("run", metavar="RUN", help="a run (name or folder)")
-    add_output(parser, "--json", "write the summary as JSON")
+    add_output(parser, "--json", SUMMARY, "write the summary as JSON")
+    add_force(parser)
     add_overrides(parser, "change a setting that makes no numbers, as steps=120, which extends the run")
     parser.add_argument("--new-code", action="store_true", help="go on with other code than last, as a new segment")
     parser.set_defaults(command=resume_run)
@@ -25,11 +27,10 @@ def add_command(commands: Any) -> None:
 def resume_run(options: argparse.Namespace) -> int:
     """Continue `options.run`; returns the exit code, raises UserError."""
     folder = find_run(options.run)
-    summary = options.json.absolute() if options.json is not None else None
     _go_back_to(Path(description_of(folder).begun_in))
     config = load_settings(str(folder), options.overrides)
     given = {"config": str(folder), "overrides": options.overrides, "new_code": options.new_code}
-    return launch(config, given, summary, f"fp8-grpo resume {shlex.quote(options.run)}")
+    return launch(config, given, options.json, f"fp8-grpo resume {shlex.quote(options.run)}")
 
 
 def _go_back_to(begun_in: Path) -> None:

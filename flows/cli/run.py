@@ -2,18 +2,19 @@
 
 import argparse
 import secrets
-import shlex
 from typing import Any
 
-from flows.cli.arguments import add_config, add_output
+from flows.cli.arguments import add_config, add_force, add_output
 from flows.launch import launch
+from fp8core.store.output import SUMMARY
 
 
 def add_command(commands: Any) -> None:
     """Declare the command on the parser's subcommands."""
     parser = commands.add_parser("run", help="train, or continue a run")
     add_config(parser)
-    add_output(parser, "--json", "write the summary as JSON")
+    add_output(parser, "--json", SUMMARY, "write the summary as JSON")
+    add_force(parser)
     parser.set_defaults(command=run)
 
 
@@ -24,7 +25,6 @@ def run(options: argparse.Namespace) -> int:
     config = load_config(options.config, options.overrides)
     name = config.run or f"{config.name}-{secrets.token_hex(4)}"
     given = {"config": options.config, "run": name, "overrides": options.overrides}
-    # A name alone is looked for below ./runs.
-    default = type(config).model_fields["runs"].default
-    place = name if config.runs == default else str(config.runs.absolute() / name)
-    return launch(config.model_copy(update={"run": name}), given, options.json, f"fp8-grpo resume {shlex.quote(place)}")
+    from fp8core.run.open import resume_command  # Imports torch.
+
+    return launch(config.model_copy(update={"run": name}), given, options.json, resume_command(config, name))

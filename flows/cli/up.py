@@ -25,6 +25,7 @@ from flows.launch import stopped
 from flows.prefect_server import answers
 from fp8core.end_with_parent import TiedProcess, installed, running
 from fp8core.errors import UserError
+from fp8core.store.durable import PRIVATE, make_folder
 
 ROOT = Path(__file__).parents[2]
 _HERE = ("--host", "127.0.0.1", "--port")
@@ -236,7 +237,7 @@ def up(options: argparse.Namespace) -> int:
     if not (ROOT / "prefect.yaml").is_file():
         raise UserError(f"{ROOT} has no prefect.yaml: `fp8-grpo up` needs a checkout of the repository")
     runs = options.runs.absolute()
-    (runs / "logs").mkdir(parents=True, exist_ok=True)
+    make_folder(runs / "logs", PRIVATE)
     make_prefect_home()
     prefect, mlflow = (f"http://127.0.0.1:{port}" for port in (options.prefect_port, options.mlflow_port))
     services = Services(service_environment(f"{prefect}/api", mlflow), ROOT, runs / "logs")

@@ -4,7 +4,6 @@ A live run can be checked: its lock is not taken, and uncommitted files are not 
 """
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -13,8 +12,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flows.cli.arguments import add_output
+from flows.cli.arguments import add_force, add_output
 from flows.run_lookup import find_run
+from fp8core.store.output import json_output
 
 if TYPE_CHECKING:
     from fp8core.store.durable import Report
@@ -46,7 +46,8 @@ def add_command(commands: Any) -> None:
         metavar="FILE",
         help="every signature must be by this ed25519 key (PEM), or by one of several",
     )
-    add_output(parser, "--json", "write run, findings and counts as JSON")
+    add_output(parser, "--json", json_output("run", "anchors"), "write run, findings and counts as JSON")
+    add_force(parser)
     parser.set_defaults(command=verify_run)
 
 
@@ -100,7 +101,7 @@ def verify_run(options: argparse.Namespace) -> int:
             "findings": found_json,
             "counts": counts,
         }
-        options.json.write_text(json.dumps(content, indent=2) + "\n")
+        options.json.write_json(content)
     return 1 if counts["errors"] else 0
 
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from fp8core.errors import UserError
+from fp8core.errors import StoredFileError, UserError
 from fp8core.store import durable
 from fp8core.store.lock import FolderIdentity, is_held, original_of
 
@@ -116,9 +116,11 @@ def read_record(folder: Path) -> TrackingRecord | None:
     """The record of a run's folder; None when it has none. Raises UserError when it is malformed."""
     path = folder / RECORD
     try:
-        return TrackingRecord.model_validate_json(path.read_bytes())
+        return TrackingRecord.model_validate_json(durable.read_stored(path))
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise StoredFileError(f"{path}: cannot be read: {error.strerror}") from error
     except ValidationError as error:
         raise UserError(f"{path}: not a record of an MLflow run: {error.errors()[0]['msg']}") from error
 

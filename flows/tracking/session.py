@@ -23,7 +23,7 @@ from fp8core.report.summary import StepTiming
 from fp8core.run.context import RunContext
 from fp8core.run.execute import Interval, TaskResult
 from fp8core.run.loop import TrainingPaused, next_step
-from fp8core.run.open import open_directory, open_run, plan_of, signing_key
+from fp8core.run.open import open_directory, open_run, plan_of, resume_command, signing_key
 from fp8core.run.resume import ensure
 from fp8core.store.ledger import START
 from fp8core.store.lock import FolderIdentity, lies_at, original_of
@@ -79,7 +79,7 @@ def open_session(config: RunConfig, name: str, console: Console, *, new_code: bo
             raise
         _conclude(tracker, file, "FINISHED", None)
         if missing := _missing(directory, file):
-            console.note(f"MLflow does not answer, {missing} will follow: fp8-grpo resume {name}")
+            console.note(f"MLflow does not answer, {missing} will follow: {resume_command(config, name)}")
 
 
 def _open_tracker(directory: RunDirectory, config: RunConfig, name: str) -> tuple[Tracker, TrackingFile, list[str]]:

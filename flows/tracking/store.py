@@ -22,6 +22,7 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import OperationalError, SQLAlchemyError
 
 from fp8core.errors import UserError, first_line
+from fp8core.store.durable import PRIVATE, make_folder
 
 SERVER_TIMEOUT_SECONDS = 10.0
 _DATABASES = ("postgresql", "mysql", "mssql")
@@ -96,7 +97,7 @@ def create_sqlite_store(database: Path) -> None:
     The schema is made in a file of its own and renamed. So a kill in the middle leaves no half-migrated store, and a
     second process meets none (MLflow's own creation is neither locked nor atomic).
     """
-    database.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(database.parent, PRIVATE)
     with database.with_name(f"{database.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if database.exists():

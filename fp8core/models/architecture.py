@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fp8core.errors import UserError
+from fp8core.store.durable import regular_file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +137,8 @@ _DEFAULT_ROPE_THETA = 10_000.0
 def read_text(path: Path) -> str:
     """A UTF-8 file; one that is missing, unreadable or in another encoding is a UserError that names it."""
     try:
-        return path.read_text(encoding="utf-8")
+        with open(path, encoding="utf-8", opener=regular_file) as file:
+            return file.read()
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -23,6 +23,7 @@ from fp8core.errors import UserError
 from fp8core.models.architecture import read_json_object
 from fp8core.models.weights import SCALE_SUFFIX
 from fp8core.numerics.e4m3 import TILE, GroupNotFinite, ScaleRule, decode, encode, quantise_tiles
+from fp8core.store.durable import regular_file
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -180,7 +181,7 @@ def _layout(specs: Sequence[TensorSpec]) -> tuple[bytes, dict[str, tuple[int, in
 def _header(file: Path) -> tuple[dict[str, Any], int, int]:
     """The JSON header, where the tensors begin, and the size of the file."""
     try:
-        with file.open("rb") as handle:
+        with open(file, "rb", opener=regular_file) as handle:
             size = os.fstat(handle.fileno()).st_size
             length = int.from_bytes(handle.read(8), "little")
             if size < 8 or length > min(size - 8, _LARGEST_HEADER):

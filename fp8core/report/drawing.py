@@ -42,6 +42,8 @@ from fp8core.report.charts import (
     short,
     thinned,
 )
+from fp8core.store.durable import write_file
+from fp8core.store.output import PICTURE_METADATA
 
 DASHES = ("-", (0, (6, 3)), (0, (2, 2)), (0, (8, 3, 2, 3)), (0, (12, 4)))
 # One more than dashes, so that 30 styles differ in one of them.
@@ -110,7 +112,7 @@ def draw_png(charts: Sequence[Chart], path: Path, title: str, columns: int = 2) 
         for axes, chart in zip(panels, charts, strict=False):
             if any(series.finite() for series in chart.series):
                 axes.legend(fontsize=9)
-    figure.savefig(path, format="png", metadata={"Software": None})
+    _write_png(figure, path)
 
 
 def draw_bisection(bisection: Bisection, path: Path, title: str) -> None:
@@ -145,7 +147,13 @@ def draw_bisection(bisection: Bisection, path: Path, title: str) -> None:
         axes.set_title(f"the {len(units)} largest of {len(bisection.units)} units", fontsize=10)
     _plain(axes, "x")
     figure.legend(loc="outside lower center", ncols=2)
-    figure.savefig(path, format="png", metadata={"Software": None})
+    _write_png(figure, path)
+
+
+def _write_png(figure: Figure, path: Path) -> None:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", metadata=PICTURE_METADATA)
+    write_file(path, buffer.getvalue())
 
 
 def svg(drawing: Drawing) -> str:

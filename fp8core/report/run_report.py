@@ -36,6 +36,7 @@ from fp8core.report.run_charts import (
 )
 from fp8core.report.run_data import RunData
 from fp8core.report.summary import EDGE_STEPS, ENTROPY, HELDOUT, LENGTH, MISSING, REWARD, TMPE, TOKENS_DIFFERING, series
+from fp8core.store.output import PAGE_MARK
 
 _TEMPLATE = "page.html.jinja"
 
@@ -71,7 +72,7 @@ def render_page(title: str, subtitle: str, sections: Sequence[Section]) -> str:
         lstrip_blocks=True,
     )
     template = environment.get_template(_TEMPLATE)
-    return template.render(title=title, subtitle=subtitle, sections=sections, figure=Markup)
+    return template.render(mark=Markup(PAGE_MARK), title=title, subtitle=subtitle, sections=sections, figure=Markup)
 
 
 _DIGITS = 12

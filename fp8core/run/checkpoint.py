@@ -81,7 +81,7 @@ def load_state(run: RunContext, version: int) -> None:
                 return
             # Older ones are pruned, and nobody misses them.
             if len(seen) <= run.config.checkpoint.keep + 1:
-                place = run.directory.path / entry.uri
+                place = run.directory.checkpoint(entry)
                 run.console.note(f"{place}: {problem}; an older state is taken, and more updates are redone")
     if not seen and run.ready_trainer().version == START:
         return
@@ -93,7 +93,7 @@ def load_state(run: RunContext, version: int) -> None:
 
 def _load(run: RunContext, entry: CheckpointEntry) -> str | None:
     """Load a checkpoint; returns what forbids it, None when it is loaded."""
-    folder, store = run.directory.path / entry.uri, run.directory.store
+    folder, store = run.directory.checkpoint(entry), run.directory.store
     policy = run.directory.ledger.effective_outputs(entry.step)[run.plan.carries["policy"]]
     held = {"version": entry.step, "weights_digest": entry.weights_digest}
     if store.digest_json(held) != policy.digest:

@@ -154,7 +154,7 @@ def read_manifest(store: ArtifactStore, folder: Path, entry: StepEntry) -> StepM
         return StepManifest.model_validate(store.get_json(entry.manifest))
     copy = manifest_file(folder, entry.step)
     try:
-        manifest = parse_model(copy.read_bytes(), StepManifest, copy)
+        manifest = parse_model(durable.read_stored(copy), StepManifest, copy)
     except (OSError, StoredFileError) as error:
         lost = f"step {entry.step}: the manifest is lost: {damage}; {copy} cannot be read either"
         raise StoredFileError(lost) from error

@@ -15,7 +15,8 @@ from fp8core.report.console import Console
 from fp8core.run.execute import carried
 from fp8core.run.loop import begin
 from fp8core.run.replay import RunSnapshot, scratch_folder, scratch_run
-from fp8core.store.durable import folder_digest, make_folder, sync_path, write_file
+from fp8core.store.durable import make_folder, sync_path, write_file
+from fp8core.store.gc import is_intact
 from fp8core.store.json_text import StepNumber, parse_model
 from fp8core.store.ledger import CheckpointEntry
 from fp8core.training.saved_state import check_checkpoint
@@ -161,7 +162,7 @@ def _checkpoint(original: RunSnapshot, step: int) -> CheckpointEntry | None:
     """The newest checkpoint of a step whose files match the ledger."""
     for entry in reversed(original.ledger.checkpoints()):
         folder = original.folder / entry.uri
-        if entry.step == step and folder.is_dir() and folder_digest(folder) == entry.digest:
+        if entry.step == step and folder.is_dir() and is_intact(folder, entry.digest):
             check_checkpoint(folder, step)
             return entry
     return None

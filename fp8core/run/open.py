@@ -1,6 +1,7 @@
 """Open a run's folder and build what is alive in it. MLflow is not known here: replays and audits need none."""
 
 import os
+import shlex
 import socket
 import time
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from fp8core.run.context import RunContext, register, release
 from fp8core.store.artifacts import RolloutShards
 from fp8core.store.ledger import LedgerView, SegmentEntry
 from fp8core.store.manifest import SigningKey, code_version, git_state, hardware, read_signing_key
+from fp8core.store.output import refuse_in_run
 from fp8core.store.run_directory import LEDGER, RunDescription, RunDirectory, read_description, refuse_in_use
 
 _TEACHER = "tasks.teacher:teacher"
@@ -84,8 +86,9 @@ def refuse_conflict(config: RunConfig, *, new_code: bool = False) -> None:
 
     Raises:
         UserError: another process has it (pid and host), or `open_directory` would refuse it (every key that differs,
-            or both code versions).
+            or both code versions); or `runs` lies in a run's own folder.
     """
+    refuse_in_run(f"runs {config.runs}", config.runs)
     if config.run is None:
         return
     folder = config.runs.absolute() / config.run
@@ -109,16 +112,23 @@ def _refuse_other(
     if differing:
         raise UserError(f"run {name} exists with another configuration: {'; '.join(differing)}")
     if not new_code:
-        refuse_other_code(described, ledger.last_segment(), name)
+        refuse_other_code(described, ledger.last_segment(), config, name)
 
 
-def refuse_other_code(described: RunDescription, last: SegmentEntry | None, name: str) -> None:
+def resume_command(config: RunConfig, name: str) -> str:
+    """The command that continues a run of this name: a name alone is looked for below ./runs."""
+    default = type(config).model_fields["runs"].default
+    place = name if config.runs == default else str(config.runs.absolute() / name)
+    return f"fp8-grpo resume {shlex.quote(place)}"
+
+
+def refuse_other_code(described: RunDescription, last: SegmentEntry | None, config: RunConfig, name: str) -> None:
     """A run is continued by the code that last ran it, or digests mean nothing."""
     before = _other_code(described, last)
     if before is not None:
         raise UserError(
             f"run {name} was made by code version {before[:12]}, this is {current_code()[:12]}: continue it with that "
-            f"code, start a new segment with this one (fp8-grpo resume {name} --new-code), or start another run"
+            f"code, start a new segment with this one ({resume_command(config, name)} --new-code), or start another run"
         )
 
 

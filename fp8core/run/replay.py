@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -32,6 +32,7 @@ from fp8core.run.resume import RedoError
 from fp8core.store.artifacts import ArtifactError, ArtifactStore, Ref
 from fp8core.store.deletion_log import read_deletions
 from fp8core.store.diff import causes, content_difference, first_difference, metric_differences
+from fp8core.store.durable import read_lines, read_stored
 from fp8core.store.json_text import Difference, shown, value_differences
 from fp8core.store.ledger import START, LedgerView
 from fp8core.store.manifest import StepManifest, StepRecord, hardware, library_versions
@@ -107,7 +108,9 @@ def scratch_folder(original: Path, step: int) -> Iterator[Path]:
         (folder / "manifests").mkdir(parents=True)
         (folder / LEDGER).write_text("".join(f"{line}\n" for line in _lines_before(original, step)))
         for index in range(step):
-            manifest_file(folder, index).symlink_to(manifest_file(original, index))
+            # One that is missing or damaged is reported by whoever needs it.
+            with suppress(OSError):
+                manifest_file(folder, index).write_bytes(read_stored(manifest_file(original, index)))
         yield folder
 
 
@@ -139,16 +142,14 @@ def restore_as_it_was(config: RunConfig, original: Path, folder: Path, step: int
 
 
 def _lines_before(original: Path, step: int) -> Iterator[str]:
-    """The lines of the ledger when a step was made: of earlier steps only, checkpoints where they are.
+    """The lines of the ledger when a step was made: of earlier steps only.
 
     A redo that was entered after the step's commit came too late for it.
     """
-    for line in (original / LEDGER).read_text().split("\n")[:-1]:
+    for line in read_lines(original / LEDGER):
         entry = json.loads(line)
         if entry["event"] == "step" and entry["step"] == step:
             return
-        if entry["event"] == "checkpoint":
-            entry["uri"] = str(original / entry["uri"])
         if entry.get("step", START) < step:
             yield json.dumps(entry)
 

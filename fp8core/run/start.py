@@ -132,7 +132,7 @@ def shared_weights(run: RunContext, config: WarmStartConfig) -> dict[str, Tensor
     store, entry = ArtifactStore(shelf), shelf / f"{_warm_start_key(run)}.json"
     if entry.exists():
         try:
-            ref = parse_model(entry.read_bytes(), Ref, entry)
+            ref = parse_model(durable.read_stored(entry), Ref, entry)
             weights = store.get_tensors(ref)
             refuse_other_shapes(store.path(ref), weights, run.base)
         except (StoredFileError, OSError) as error:

@@ -100,7 +100,7 @@ def read_checked(path: Path, digest: str, size: int | None = None) -> bytes:
         # A file that outgrew the memory must not be read.
         if size is not None and path.is_file() and (there := path.stat().st_size) > size:
             raise ArtifactError(f"{path}: content differs: {there} bytes, expected {digest} of {size} bytes")
-        data = path.read_bytes()
+        data = durable.read_stored(path)
     except FileNotFoundError as error:
         raise ArtifactError(f"{path}: the file is missing") from error
     except OSError as error:

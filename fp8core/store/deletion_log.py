@@ -10,8 +10,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from fp8core.errors import StoredFileError, UserError
-from fp8core.store.durable import append_durably, read_lines, sync_path, whole_end
+from fp8core.errors import StoredFileError
+from fp8core.store.durable import append_durably, read_lines, sole_file, sync_path, unwritable, whole_end
 from fp8core.store.json_text import Bytes, StepNumber, mistake
 
 DELETION_LOG = "tombstones.jsonl"
@@ -39,10 +39,10 @@ def read_deletions(folder: Path) -> dict[str, Deletion]:
     Raises UserError: the file cannot be read, or a line is malformed (file:line).
     """
     path = folder / DELETION_LOG
-    if not path.exists():
-        return {}
     try:
         lines = read_lines(path)
+    except FileNotFoundError:
+        return {}
     except OSError as error:
         raise StoredFileError(f"cannot read {path}: {error.strerror}") from error
     deletions = (_parse(line, f"{path}:{number}") for number, line in enumerate(lines, start=1))
@@ -64,9 +64,9 @@ def log_deletions(folder: Path, deletions: Collection[Deletion]) -> None:
     path = folder / DELETION_LOG
     lines = b"".join(deletion.model_dump_json().encode() + b"\n" for deletion in deletions)
     try:
-        with FileIO(path, "a+") as file:
+        with FileIO(path, "a+", opener=sole_file) as file:
             sync_path(folder)
             file.truncate(whole_end(file))
             append_durably(file, lines)
     except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from error
+        raise unwritable(path, error) from error

@@ -5,12 +5,17 @@ folder. When it returns, the new content is durable; before that the previous co
 
 A file of lines only grows, and each line is durable before the next. A line counts once it ends with a newline. So only
 the last one can be torn: by a kill or a power cut in the middle of an append that was never acknowledged.
+
+A run's folder may be somebody else's. So `stored_file` opens its files, and `sole_file` those that change in place.
+Both refuse a link, and neither waits for a FIFO or a device.
 """
 
+import errno
 import hashlib
 import os
 import re
 import shutil
+import stat
 import threading
 import time
 import uuid
@@ -19,16 +24,83 @@ from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
 
-from fp8core.errors import UserError
+from fp8core.errors import StoredFileError, UserError
 
 Line = tuple[int, bytes]
 """Byte offset and content without its newline."""
+
+PRIVATE = 0o700
+"""Mode of a run's folder and of its missing parents: settings and answers may hold what others are not to read."""
 
 Report = Callable[[int], None]
 """Called with the number of bytes that were read since its last call."""
 
 _TEMPORARY = re.compile(r"^\..+\.[0-9a-f]{32}\.tmp$")
 _BLOCK, _DIGEST_BLOCK = 1 << 16, 1 << 18
+
+
+class NotOwnFileError(OSError):
+    """A link, a FIFO, a device or a folder where a file belongs, or a file that has a second name."""
+
+
+def regular_file(path: str | Path, flags: int) -> int:
+    """The `opener` of `open` for a file that may be a link, as in a cache of models. Raises OSError.
+
+    A FIFO or a device is refused, and nothing waits for its writer.
+    """
+    try:
+        descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        found = {errno.ELOOP: "a symbolic link", errno.ENXIO: "a FIFO, a socket or a device", errno.EISDIR: "a folder"}
+        if error.errno in found:
+            raise _other(path, found[error.errno]) from error
+        raise
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        raise _other(path, "a folder" if stat.S_ISDIR(mode) else "a FIFO, a socket or a device")
+    return descriptor
+
+
+def _other(path: str | Path, found: str) -> NotOwnFileError:
+    return NotOwnFileError(errno.EINVAL, f"it is {found}, not a file; move it elsewhere", str(path))
+
+
+def stored_file(path: str | Path, flags: int) -> int:
+    """`regular_file` for a file of a run, which is no link. Raises OSError."""
+    return regular_file(path, flags | os.O_NOFOLLOW)
+
+
+def sole_file(path: str | Path, flags: int) -> int:
+    """`stored_file` for a file that is changed where it is, and so must have no other name. Raises OSError."""
+    descriptor = stored_file(path, flags)
+    names = os.fstat(descriptor).st_nlink
+    if names > 1:
+        os.close(descriptor)
+        problem = f"the file has {names} names (hard links), and each would change; put a copy in its place"
+        raise NotOwnFileError(errno.EMLINK, problem, str(path))
+    return descriptor
+
+
+def read_stored(path: Path) -> bytes:
+    """The content of a file of a run. Raises OSError."""
+    with open(path, "rb", opener=stored_file) as file:
+        return file.read()
+
+
+def refuse_link(path: Path) -> None:
+    """Raises StoredFileError: a run's file or folder is a link, which leads out of the run's folder."""
+    if path.is_symlink():
+        raise StoredFileError(f"{path}: it is a symbolic link; a run changes only what lies in its own folder")
+
+
+def unwritable(path: Path, error: OSError) -> UserError:
+    """The error for a file that cannot be written: StoredFileError where the fault lies in what is in its place."""
+    if isinstance(error, NotOwnFileError):
+        return StoredFileError(f"cannot write {path}: {error.strerror}")
+    if isinstance(error, IsADirectoryError):
+        return StoredFileError(f"cannot write {path}: a folder lies in its place; move that elsewhere, then go on")
+    return UserError(f"cannot write {path}: {error.strerror}")
 
 
 def sync_path(path: Path) -> None:
@@ -40,13 +112,16 @@ def sync_path(path: Path) -> None:
         os.close(descriptor)
 
 
-def make_folder(folder: Path) -> None:
-    """Create a folder and its missing parents, durably. Raises UserError naming the folder that cannot be made."""
+def make_folder(folder: Path, mode: int = 0o777) -> None:
+    """Create a folder and its missing parents, durably. Raises UserError naming the folder that cannot be made.
+
+    `mode` is that of every folder made here, less the process's umask; `PRIVATE` keeps other users out.
+    """
     if folder.is_dir():
         return
-    make_folder(folder.parent)
+    make_folder(folder.parent, mode)
     try:
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(mode, exist_ok=True)
         sync_path(folder.parent)
     except OSError as error:
         raise UserError(f"cannot create the folder {folder}: {error.strerror}") from error
@@ -67,13 +142,13 @@ def write_file(path: Path, data: bytes) -> None:
             temporary.unlink(missing_ok=True)
         sync_path(path.parent)
     except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from error
+        raise unwritable(path, error) from error
 
 
 def ensure_file(path: Path, data: bytes) -> None:
     """Write `data` durably, unless the file holds it already. Raises UserError."""
     try:
-        intact = path.read_bytes() == data
+        intact = read_stored(path) == data
         if intact:
             # Its writer may have been killed between the rename and this.
             sync_path(path.parent)
@@ -118,7 +193,7 @@ def whole_end(file: FileIO) -> int:
 
 def read_lines(path: Path) -> list[bytes]:
     """The whole lines of a file. Raises OSError."""
-    with FileIO(path) as file:
+    with FileIO(path, opener=stored_file) as file:
         return [line for _, line in lines_forward(file, 0, whole_end(file))]
 
 
@@ -172,7 +247,7 @@ def append_durably(file: FileIO, data: bytes) -> None:
 def file_digest(path: Path, report: Report | None = None) -> str:
     """SHA-256 (64 hex digits) of a file of any size. Raises OSError."""
     digest, block = hashlib.sha256(), memoryview(bytearray(_DIGEST_BLOCK))
-    with path.open("rb", buffering=0) as file:
+    with open(path, "rb", buffering=0, opener=stored_file) as file:
         while read := file.readinto(block):
             digest.update(block[:read])
             if report is not None:
@@ -181,9 +256,12 @@ def file_digest(path: Path, report: Report | None = None) -> str:
 
 
 def folder_digest(folder: Path, report: Report | None = None) -> str:
-    """SHA-256 (64 hex digits) over the sorted (relative path, SHA-256) of a folder's files. Raises OSError."""
+    """SHA-256 (64 hex digits) over the sorted (relative path, SHA-256) of a folder's files.
+
+    Raises OSError, also for what is neither a file nor a folder.
+    """
     digest = hashlib.sha256()
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+    for path in sorted(path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()):
         digest.update(f"{path.relative_to(folder).as_posix()}\n{file_digest(path, report)}\n".encode())
     return digest.hexdigest()
 

@@ -5,7 +5,7 @@ from the last intact checkpoint on, from which the run resumes. The other steps 
 of kind `metrics` and `policy`, which curves, MLflow and the chain need. Their other artifacts and their checkpoints are
 removed, and so are files that no line of the ledger names.
 
-All functions are for the holder of the run's lock.
+All functions are for the holder of the run's lock. Nothing is removed through a link: a run may be somebody else's.
 """
 
 import re
@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fp8core.config.run import KeepConfig
-from fp8core.errors import StoredFileError, UserError, printable
+from fp8core.errors import StoredFileError, UserError
 from fp8core.store.artifacts import ArtifactStore, Ref
 from fp8core.store.deletion_log import Deletion, log_deletions
-from fp8core.store.durable import folder_digest, remove_folder
+from fp8core.store.durable import folder_digest, refuse_link, remove_folder
 from fp8core.store.ledger import START, CheckpointEntry, LedgerView
 from fp8core.store.manifest import StepManifest
 from fp8core.store.run_directory import LEDGER
@@ -70,6 +70,7 @@ def plan_removal(folder: Path, keep: KeepConfig | None, when: str, published: in
     Raises:
         UserError: the ledger, a manifest or a metric that is needed cannot be read, or no step has the metric of
             `keep.best`.
+        StoredFileError: what would go is a link, or lies beyond one.
     """
     ledger, store = LedgerView.read(folder / LEDGER), ArtifactStore(folder)
     ledger.refuse_gap(START, max(ledger.steps(), default=START - 1))
@@ -85,30 +86,34 @@ def plan_removal(folder: Path, keep: KeepConfig | None, when: str, published: in
     deletions = [
         going.get(path.stem) or _orphan(path, when)
         for path in sorted((folder / "artifacts").glob("??/*"))
-        if _CONTENT.fullmatch(path.name) and path.stem not in staying
+        if _CONTENT.fullmatch(path.name) and path.stem not in staying and not path.is_dir()
     ]
     checkpoints = {entry.uri: entry for entry in ledger.checkpoints() if entry.step in dropped}
-    for uri, entry in checkpoints.items():
-        if uri != f"checkpoints/{entry.step:05d}":  # A forged ledger must not remove other folders.
-            raise StoredFileError(f"{folder / LEDGER}: uri of a checkpoint: {printable(uri)} is not that of its step")
     deletions += [
         _checkpoint_deletion(folder, entry, when) for uri, entry in checkpoints.items() if (folder / uri).is_dir()
     ]
+    for deletion in deletions:
+        path = folder / deletion.uri
+        for place in (path, *path.parents[: deletion.uri.count("/")]):
+            refuse_link(place)
     return Removal(sorted(kept), sorted(dropped), deletions)
 
 
 def remove(folder: Path, deletions: Collection[Deletion]) -> None:
-    """Log the deletions durably, then remove their files. Raises UserError when the disk refuses.
+    """Log the deletions durably, then remove their files.
+
+    Raises UserError: the disk refuses, or what would change is a link or has a second name.
 
     After a kill in between, `plan_removal` finds the remaining files again.
     """
     try:
+        refuse_link(folder / "checkpoints")
         for partial in (folder / "checkpoints").glob(".*.partial"):
             shutil.rmtree(partial)
         log_deletions(folder, deletions)
         for deletion in deletions:
             path = folder / deletion.uri
-            if path.is_dir():
+            if deletion.kind == "checkpoint":
                 remove_folder(path)
             else:
                 path.unlink(missing_ok=True)
@@ -122,16 +127,17 @@ def _kept(folder: Path, keep: KeepConfig, ledger: LedgerView, store: ArtifactSto
     values = {} if keep.best is None else metric_values(ledger, store, keep.best.metric)
     if keep.best is not None and not values:
         raise UserError(f"artifacts.keep.best.metric: no step has a metric {keep.best.metric}")
-    intact = (entry.step for entry in ledger.newest_checkpoints() if _is_intact(folder / entry.uri, entry.digest))
+    intact = (entry.step for entry in ledger.newest_checkpoints() if is_intact(folder / entry.uri, entry.digest))
     resumable = next(intact, START)
     return steps & (kept_steps(keep, steps, values) | {step for step in steps if step >= resumable})
 
 
-def _is_intact(checkpoint: Path, digest: str) -> bool:
+def is_intact(checkpoint: Path, digest: str) -> bool:
+    """True if a checkpoint has the digest of the ledger. Raises StoredFileError: it cannot be read."""
     try:
         return folder_digest(checkpoint) == digest
     except OSError as error:
-        raise StoredFileError(f"{checkpoint}: cannot be read: {error.strerror}") from error
+        raise StoredFileError(f"{error.filename}: cannot be read: {error.strerror}") from error
 
 
 def _staying(ledger: LedgerView, store: ArtifactStore, kept: set[int]) -> set[str]:
@@ -163,7 +169,7 @@ def _reason(step: int) -> str:
 
 
 def _orphan(path: Path, when: str) -> Deletion:
-    uri, size = path.relative_to(path.parents[2]).as_posix(), path.stat().st_size
+    uri, size = path.relative_to(path.parents[2]).as_posix(), path.lstat().st_size
     return Deletion(digest=path.stem, uri=uri, kind="orphan", size=size, step=None, reason="orphan", when=when)
 
 

@@ -18,11 +18,23 @@ from itertools import islice
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, Self
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from fp8core.errors import StoredFileError, UserError
 from fp8core.store.artifacts import Ref
-from fp8core.store.durable import Line, append_durably, lines_backward, lines_forward, make_folder, sync_path, whole_end
+from fp8core.store.durable import (
+    Line,
+    append_durably,
+    lines_backward,
+    lines_forward,
+    make_folder,
+    read_stored,
+    sole_file,
+    stored_file,
+    sync_path,
+    unwritable,
+    whole_end,
+)
 from fp8core.store.json_text import Seconds, StepNumber, UnixMilliseconds, UnixSeconds, mistake
 
 START = 0
@@ -65,10 +77,16 @@ class CheckpointEntry(_Entry):
 
     event: Literal["checkpoint"] = "checkpoint"
     step: StepNumber
-    uri: str = Field(max_length=4096, description="Path relative to the run directory.")
+    uri: str = Field(pattern=r"^checkpoints/[0-9]{5,8}$", description="Path relative to the run directory.")
     digest: Digest = Field(description="Of the folder (`store.durable`).")
     weights_digest: Digest = Field(description="Of the policy in it (`numerics.fingerprint`).")
     seconds: Seconds = Field(0.0, description="How long it took, up to this line.")
+
+    @model_validator(mode="after")
+    def _named_by_its_step(self) -> Self:
+        if self.uri != f"checkpoints/{self.step:05d}":
+            raise ValueError("uri: is not that of the step")
+        return self
 
 
 class SegmentEntry(_Entry):
@@ -164,14 +182,14 @@ class _Read(NamedTuple):
 @contextmanager
 def _reading(path: Path) -> Iterator[FileIO]:
     try:
-        with FileIO(path) as file:
+        with FileIO(path, opener=stored_file) as file:
             yield file
     except OSError as error:
         raise StoredFileError(f"cannot read the ledger {path}: {error.strerror}") from error
 
 
 def _refusal(path: Path, offset: int, reason: str) -> StoredFileError:
-    number = path.read_bytes()[:offset].count(b"\n") + 1
+    number = read_stored(path)[:offset].count(b"\n") + 1
     return StoredFileError(f"{path}:{number}: {reason}")
 
 
@@ -369,12 +387,12 @@ class Ledger(LedgerView):
         make_folder(path.parent)
         read = _read_ends(path) if path.exists() else _Read(empty := _Index(), empty, START, 0)
         try:
-            file = FileIO(path, "a")
+            file = FileIO(path, "a", opener=sole_file)
             sync_path(path.parent)
             file.truncate(read.end)
             os.fsync(file.fileno())
         except OSError as error:
-            raise UserError(f"cannot write the ledger {path}: {error.strerror}") from error
+            raise unwritable(path, error) from error
         return cls(path, file, read)
 
     def append(self, entry: Entry) -> None:

@@ -12,12 +12,13 @@ import socket
 import time
 import weakref
 from collections.abc import Iterator
+from io import FileIO
 from pathlib import Path
-from typing import IO
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from fp8core.errors import UserError
+from fp8core.errors import StoredFileError, UserError
+from fp8core.store.durable import NotOwnFileError, read_stored, sole_file, stored_file, unwritable
 
 _PROBE_SECONDS = 0.1  # Longer than `is_held` ever holds the lock.
 _DESCRIPTION = "run.json"
@@ -27,7 +28,7 @@ _LEDGER = "ledger.jsonl"
 class RunLock:
     """An exclusive flock on a file that names its holder; the kernel frees it however that process ends."""
 
-    def __init__(self, file: IO[str]) -> None:
+    def __init__(self, file: FileIO) -> None:
         self._file = file
         _held.add(self)
 
@@ -35,14 +36,13 @@ class RunLock:
     def acquire(cls, path: Path) -> "RunLock":
         """Take the lock without waiting. Raises UserError: a process holds it (pid, host), or the disk refuses."""
         try:
-            file = path.open("a+")
+            file = FileIO(path, "a+", opener=sole_file)
         except OSError as error:
-            raise UserError(f"cannot write {path}: {error.strerror}") from error
+            raise unwritable(path, error) from error
         try:
             _lock(file)
             file.truncate(0)
-            file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
-            file.flush()
+            file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
         except BlockingIOError as error:
             file.close()
             raise UserError(f"{path.parent} is in use by {_holder(path)}; wait for it, or stop it") from error
@@ -57,18 +57,23 @@ class RunLock:
 
 
 def is_held(path: Path) -> bool:
-    """True if a living process holds the lock; a missing file is free. Changes nothing."""
+    """True if a living process holds the lock; a missing file is free. Changes nothing.
+
+    Raises StoredFileError: what lies there is no file.
+    """
     try:
-        with path.open() as file:
+        with open(path, "rb", opener=stored_file) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False
     except BlockingIOError:
         return True
+    except NotOwnFileError as error:
+        raise StoredFileError(f"cannot read {path}: {error.strerror}") from error
     return False
 
 
-def _lock(file: IO[str]) -> None:
+def _lock(file: FileIO) -> None:
     """Raises BlockingIOError when another process holds the lock for longer than `is_held` does."""
     deadline = time.monotonic() + _PROBE_SECONDS
     while True:
@@ -94,7 +99,7 @@ os.register_at_fork(after_in_child=_close_copies)
 
 def _holder(path: Path) -> str:
     try:
-        holder = json.loads(path.read_text())
+        holder = json.loads(read_stored(path))
     except json.JSONDecodeError:
         return "another process, which is just starting"
     return f"process {holder['pid']} on {holder['host']}"
@@ -153,10 +158,20 @@ def original_of(recorded: FolderIdentity, folder: Path) -> str | None:
     return None
 
 
+def enclosing_run(path: Path) -> Path | None:
+    """The folder of the run that a path is in, or is; None: of no run. The path need not exist."""
+    place = path.resolve()
+    for folder in (place, *place.parents):
+        begun = os.path.lexists(folder / _DESCRIPTION) and (folder / "artifacts").is_dir()
+        if begun or os.path.lexists(folder / _LEDGER):
+            return folder
+    return None
+
+
 def lies_at(path: Path, folder: Path) -> bool:
     """True if `path` is another folder with the run of `folder`: copies have equal run.json files."""
     try:
-        equal = (path / _DESCRIPTION).read_bytes() == (folder / _DESCRIPTION).read_bytes()
+        equal = read_stored(path / _DESCRIPTION) == read_stored(folder / _DESCRIPTION)
         return equal and not path.samefile(folder)
     except OSError:
         return False

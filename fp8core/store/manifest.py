@@ -15,7 +15,7 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Literal, NamedTuple, Self
@@ -218,7 +218,7 @@ def read_signature(folder: Path, step: int) -> Signature | None:
     """The signature of a step; None when there is none. Raises UserError, without the folder: it is malformed."""
     path = signature_file(folder, step)
     try:
-        return Signature.model_validate_json(_small_file(path))
+        return Signature.model_validate_json(_small_file(path, durable.stored_file))
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -270,9 +270,9 @@ def _key_file(setting: str, path: Path) -> bytes:
         raise UserError(f"{setting} {path}: cannot be read: {error.strerror}") from error
 
 
-def _small_file(path: Path) -> bytes:
+def _small_file(path: Path, opener: Callable[[str, int], int] | None = None) -> bytes:
     """Raises OSError. Content that is too long is cut, and then no longer what it should be."""
-    with path.open("rb") as file:
+    with open(path, "rb", opener=opener) as file:
         return file.read(_LARGEST)
 
 

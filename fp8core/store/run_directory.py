@@ -24,7 +24,7 @@ from fp8core.errors import StoredFileError, UserError, not_unicode
 from fp8core.store import durable
 from fp8core.store.artifacts import ArtifactStore, RolloutShards
 from fp8core.store.json_text import parse_model
-from fp8core.store.ledger import START, Ledger
+from fp8core.store.ledger import START, CheckpointEntry, Ledger
 from fp8core.store.lock import RunLock
 
 LEDGER = "ledger.jsonl"
@@ -52,30 +52,35 @@ class RunDescription(BaseModel):
 class RunDirectory:
     """The folder of a run that this process executes, from `create_or_open` to `close`."""
 
-    def __init__(self, path: Path, store: ArtifactStore, lock: RunLock, ledger: Ledger, swept: list[Path]) -> None:
+    def __init__(
+        self, path: Path, store: ArtifactStore, lock: RunLock, ledger: Ledger, swept: list[Path], origin: Path | None
+    ) -> None:
         self.path = path
         self.store = store
         self.ledger = ledger
         self.swept = swept
         self._lock = lock
+        self._origin = origin
 
     @classmethod
     def create_or_open(cls, root: Path, origin: Path | None = None) -> Self:
         """Creates a run's folder or opens an existing one, takes its lock and removes what killed writers left.
 
-        `origin` is another run's folder, from which artifacts are read that this one lacks (`ArtifactStore`).
+        `origin` is another run's folder, from which artifacts (`ArtifactStore`) and checkpoints are read that this one
+        lacks.
 
         Raises UserError: the folder cannot be written, another process holds it (with its pid and host), or the
         ledger is malformed.
         """
         path = root.absolute()
-        durable.make_folder(path)
+        durable.make_folder(path, durable.PRIVATE)
         lock = RunLock.acquire(path / LOCK)
         try:
             for name in _FOLDERS:
-                durable.make_folder(path / name)
+                durable.refuse_link(path / name)
+                durable.make_folder(path / name, durable.PRIVATE)
             ledger = Ledger.open(path / LEDGER)
-            return cls(path, ArtifactStore(path, origin), lock, ledger, _sweep(path, ledger))
+            return cls(path, ArtifactStore(path, origin), lock, ledger, _sweep(path, ledger), origin)
         except UserError:
             lock.release()
             raise
@@ -105,6 +110,11 @@ class RunDirectory:
                 f"{self.path / _DESCRIPTION}: the file is missing, but the run has begun; put it back"
             )
         return described
+
+    def checkpoint(self, entry: CheckpointEntry) -> Path:
+        """Where the folder of a checkpoint is, or was."""
+        own = self.path / entry.uri
+        return own if self._origin is None or own.exists() else self._origin / entry.uri
 
     def write_text(self, name: str, text: str) -> Path:
         """Writes a file of the run by its name in the folder, durably and atomically. Raises UserError."""
@@ -146,10 +156,10 @@ def refuse_in_use(folder: Path) -> None:
 def read_description(folder: Path) -> RunDescription | None:
     """The run.json of a run's folder, without its lock; None when there is none. Raises UserError when malformed."""
     path = folder / _DESCRIPTION
-    if not path.exists():
-        return None
     try:
-        data = path.read_bytes()
+        data = durable.read_stored(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
     except OSError as error:
         raise StoredFileError(f"{path}: cannot be read: {error.strerror}") from error
     return parse_model(data, RunDescription, f"{path}: not a description of a run")

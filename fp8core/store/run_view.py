@@ -18,7 +18,7 @@ from fp8core.config.run import RunConfig
 from fp8core.errors import StoredFileError, UserError
 from fp8core.store.artifacts import ArtifactError, Ref, read_checked
 from fp8core.store.deletion_log import DELETION_LOG, Deletion, read_deletions
-from fp8core.store.durable import read_lines
+from fp8core.store.durable import read_lines, read_stored
 from fp8core.store.json_text import canonical_json, mistake, parse_json, parse_model, value_differences
 from fp8core.store.ledger import ENTRY, Entry, RedoEntry, SegmentEntry, StepEntry, TaskEntry
 from fp8core.store.manifest import StepManifest
@@ -126,7 +126,7 @@ def read_manifest(folder: Path, commit: Commit) -> tuple[StepManifest | None, li
     ref = commit.entry.manifest
     stored, beside, problems = _stored(folder, ref), b"", list[str]()
     try:
-        beside = canonical_json(parse_json((folder / commit.place).read_bytes(), "the manifest"), "manifest")
+        beside = canonical_json(parse_json(read_stored(folder / commit.place), "the manifest"), "manifest")
     except FileNotFoundError:
         problems.append("the file is missing")
     except OSError as error:

@@ -24,6 +24,7 @@ from pydantic import (
 
 from fp8core.errors import StoredFileError, UserError, printable
 from fp8core.models.safetensors_stream import StoredTensor, read_header
+from fp8core.store.durable import read_stored
 from fp8core.store.json_text import StepNumber, parse_json, validated
 from fp8core.store.manifest import StepManifest
 from fp8core.store.tables import TABLES, open_table, read_columns
@@ -261,7 +262,7 @@ def check_file(path: Path, kind: str) -> None:
     match path.suffix:
         case ".json":
             try:
-                read_json(path.read_bytes(), kind, path)
+                read_json(read_stored(path), kind, path)
             except OSError as error:
                 raise StoredFileError(f"{path}: cannot be read: {error.strerror}") from error
         case ".parquet":

@@ -9,8 +9,10 @@ column.
 """
 
 import itertools
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from fp8core.errors import StoredFileError, first_line, printable
+from fp8core.store.durable import stored_file
 
 _TOKENS = pa.list_(pa.int32())
 _LOGPROBS = pa.list_(pa.float32())
@@ -107,6 +110,8 @@ def open_table(source: Any, kind: str, place: object) -> pq.ParquetFile:
     Raises StoredFileError: `place: column: problem`.
     """
     try:
+        if isinstance(source, Path):
+            os.close(stored_file(source, os.O_RDONLY))  # A FIFO would hold up the library.
         file = pq.ParquetFile(source)
         found, rows = file.schema_arrow, file.metadata.num_rows
     except (pa.ArrowException, OSError, ValueError) as error:

@@ -22,6 +22,7 @@ from fp8core.errors import StoredFileError, UserError
 from fp8core.models.architecture import architecture_from_hf, parameter_shapes, read_json_object
 from fp8core.models.safetensors_stream import StoredTensor, read_folder
 from fp8core.models.tokenizer import Tokenizer
+from fp8core.store.durable import read_stored
 from fp8core.store.json_text import MOST_STEPS, StepNumber, parse_model
 from fp8core.store.schemas import tensor_header
 
@@ -128,6 +129,6 @@ def _compare(path: Path, found: Mapping[str, tuple[int, ...]], wanted: Mapping[s
 
 def _bytes(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_stored(path)
     except OSError as error:
         raise StoredFileError(f"{path}: cannot be read: {error.strerror}") from error

@@ -205,9 +205,8 @@ DAMAGES: dict[str, Damage] = {
     "ledger: a time beyond the calendar": change_entry("segment", 0, put(started=1e300)),
     "ledger: a kind of two lines": change_entry("task", 4, in_refs(kind="a\nb")),
     "ledger: a file of another digest": change_entry("task", 4, in_refs(digest="0" * 64)),
-    "ledger: a checkpoint elsewhere": lambda folder: (
-        change_entry("checkpoint", 2, put(uri="../../elsewhere"))(folder) and "../../elsewhere"
-    ),
+    "ledger: a checkpoint elsewhere": change_entry("checkpoint", 2, put(uri="../../elsewhere")),
+    "ledger: a checkpoint of another step": change_entry("checkpoint", 2, put(uri="checkpoints/00004")),
     "ledger: deep": write(LEDGER, DEEP + b"\n"),
     "run.json: a list": write("run.json", b"[]"),
     "tombstones: a huge size": write(

@@ -173,7 +173,7 @@ def test_a_run_in_use_names_its_process(begun: Any, refused: Callable[..., str])
 def test_other_code_names_both(moved: Path, refused: Callable[..., str]) -> None:
     line = refused(str(of_other_code(moved)))
     assert line.startswith(f"run renamed was made by code version {'0' * 12}, this is {current_code()[:12]}: ")
-    assert "fp8-grpo resume renamed --new-code" in line
+    assert f"(fp8-grpo resume {moved} --new-code)" in line
 
 
 @pytest.mark.parametrize(

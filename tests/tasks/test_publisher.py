@@ -136,11 +136,11 @@ def test_a_server_that_stays_away_is_not_waited_for_and_a_resume_delivers(
         session.publisher.add_result()
         began = time.perf_counter()
     assert time.perf_counter() - began < 3
-    assert out.getvalue().endswith("to 3 will follow: fp8-grpo resume tiny-run\n")
+    assert out.getvalue().endswith(f"to 3 will follow: fp8-grpo resume {copy.folder}\n")
     record = read_record(copy.folder)
     assert (record.status, record.told) == ("FINISHED", False)
     # Continued while the server is still away: what it does not know waits on.
-    assert publish(copy).endswith("to 3 will follow: fp8-grpo resume tiny-run\n")
+    assert publish(copy).endswith(f"to 3 will follow: fp8-grpo resume {copy.folder}\n")
     network.plug_in()
     assert publish(copy) == ""
     assert shown(copy.config) == expected

@@ -144,7 +144,7 @@ def put_a_folder_in_place(path: Path) -> None:
         (truncate, r"truncated: \d+ of \d+ bytes"),
         (lengthen, "content differs"),
         (Path.unlink, "the file is missing"),
-        (put_a_folder_in_place, "cannot be read: Is a directory"),
+        (put_a_folder_in_place, "cannot be read: it is a folder"),
     ],
 )
 def test_damage_is_named(store: ArtifactStore, table: pa.Table, damage: Callable[[Path], None], what: str) -> None:

@@ -174,7 +174,7 @@ def test_a_failing_append_of_one_thread_takes_nothing_from_the_others(
 
 
 def test_a_ledger_that_cannot_be_opened_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=rf"^cannot read the ledger {tmp_path}: Is a directory$"):
+    with pytest.raises(UserError, match=rf"^cannot read the ledger {tmp_path}: it is a folder"):
         Ledger.open(tmp_path)
     with pytest.raises(UserError, match=rf"^cannot read the ledger {tmp_path}/none: No such file or directory$"):
         LedgerView.read(tmp_path / "none")
@@ -188,6 +188,13 @@ def test_entries_are_frozen_and_finite() -> None:
 
 
 # --- read from both ends ---
+
+
+def moved(entry: Entry, number: int) -> Entry:
+    """The entry of another step."""
+    if isinstance(entry, CheckpointEntry):
+        return checkpoint(number)
+    return entry.model_copy(update={"step": number})
 
 
 def checkpoint(number: int) -> CheckpointEntry:
@@ -255,10 +262,7 @@ def test_read_from_both_ends_a_ledger_answers_as_one_read_whole(
     path = tmp_path / "ledger.jsonl"
     path.unlink(missing_ok=True)
     reached = max((entry.step for entry in before if isinstance(entry, TaskEntry | StepEntry)), default=0)
-    later = [
-        entry if isinstance(entry, SegmentEntry) else entry.model_copy(update={"step": entry.step + reached})
-        for entry in after
-    ]
+    later = [entry if isinstance(entry, SegmentEntry) else moved(entry, entry.step + reached) for entry in after]
     path.write_text("".join(entry.model_dump_json() + "\n" for entry in before))
     with closing(Ledger.open(path)) as ledger:
         glanced, whole = LedgerView.glance(path), LedgerView.read(path)

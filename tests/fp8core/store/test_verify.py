@@ -124,7 +124,7 @@ def put_a_folder_in_place(path: Path) -> None:
         (lambda path: path.write_bytes(path.read_bytes()[:-7]), "truncated: "),
         (flip_a_bit, "content differs: SHA-256 "),
         (Path.unlink, "the file is missing"),
-        (put_a_folder_in_place, "cannot be read: Is a directory"),
+        (put_a_folder_in_place, "cannot be read: it is a folder"),
     ],
     ids=["truncated", "flipped", "missing", "unreadable"],
 )
@@ -273,7 +273,7 @@ def test_timings_and_paths_agree_with_the_ledger(run: Path) -> None:
         ("manifest.digest", ZEROS, {"event": "step", "step": 3}, ["not an entry: step.manifest: Value error, uri: "]),
         ("digest", ZEROS, {"event": "checkpoint", "step": 3}, ["content differs: digest "]),
         ("weights_digest", ZEROS, {"event": "checkpoint", "step": 3}, ["holds weights 0000000000000000, its step "]),
-        ("uri", "../x", {"event": "checkpoint", "step": 3}, ["not where the checkpoint of this step belongs"]),
+        ("uri", "../x", {"event": "checkpoint", "step": 3}, ["not an entry: checkpoint.uri: "]),
     ],
 )
 def test_an_edited_ledger_is_named(

@@ -1,0 +1,116 @@
+"""Files that a command writes at its user's request, and the one rule for their places.
+
+An output never goes into a run's folder, except as a file that the run itself keeps there. It never goes through a
+link, and it replaces only a file that this program wrote, which is known by its content. `--force` lifts the last of
+these, not the others. Outputs are written aside and renamed (`store.durable`).
+
+Commands check their outputs before any work, so this module imports nothing large.
+"""
+
+import json
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fp8core.errors import UserError
+from fp8core.store.durable import read_stored, write_file
+from fp8core.store.lock import enclosing_run
+
+_MARK = "fp8-grpo"
+PAGE_MARK = f'<meta name="generator" content="{_MARK}">'
+"""In the head of every page."""
+PICTURE_METADATA = {"Software": _MARK}
+"""Of every PNG; matplotlib writes it before the pixels."""
+
+_PAGE = re.compile(rb"<!DOCTYPE html>[^\0]{0,200}" + re.escape(PAGE_MARK).encode())
+_PICTURE = re.compile(rb"\x89PNG\r\n\x1a\n.{0,64}Software\0" + _MARK.encode(), re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of output.
+
+    Attributes:
+        name: in words.
+        is_ours: whether this program wrote a file of such content.
+        kept_as: the file in a run's own folder that is of this kind; None: there is none.
+    """
+
+    name: str
+    is_ours: Callable[[bytes], bool]
+    kept_as: str | None = None
+
+
+def json_output(*keys: str, kept_as: str | None = None) -> Kind:
+    """The kind of a JSON object that begins with these keys."""
+
+    def is_ours(content: bytes) -> bool:
+        try:
+            value = json.loads(content)
+        except (ValueError, RecursionError):
+            return False
+        return isinstance(value, dict) and tuple(value)[: len(keys)] == keys
+
+    return Kind(f"a JSON file that begins with {', '.join(keys)}", is_ours, kept_as)
+
+
+PAGE = Kind(f"a page of {_MARK}", lambda content: _PAGE.match(content) is not None, "report.html")
+PICTURE = Kind(f"a picture of {_MARK}", lambda content: _PICTURE.match(content) is not None)
+SUMMARY = json_output("run", "mlflow_run_id", kept_as="summary.json")
+EVALUATION = json_output("target", "step", "weights_digest")
+
+
+class Output:
+    """A file that a command is to write."""
+
+    def __init__(self, option: str, path: str, kind: Kind) -> None:
+        """`option` names the file in errors. `path` is relative to the present working directory."""
+        self.shown = Path(path)
+        self._named = f"{option} {path}"
+        self._kind = kind
+        folder = self.shown.absolute().parent
+        # The folder itself may be reached through links; what it is counts, not how it is called.
+        self.target = folder.resolve() / self.shown.name
+
+    def refuse_place(self) -> None:
+        """Raises UserError: nothing can be written there, or nothing may be."""
+        if self.target.is_symlink():
+            raise UserError(f"{self._named}: is a symbolic link; name the file itself")
+        folder = self.target.parent
+        usable = folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
+        if not usable or (self.target.exists() and not self.target.is_file()):
+            raise UserError(f"{self._named}: cannot be written; name a file in a folder that exists")
+        if self._kind.kept_as != self.target.name or enclosing_run(folder.parent) is not None:
+            refuse_in_run(self._named, self.target)
+
+    def refuse_other(self) -> None:
+        """Raises UserError: a file is there that this program did not write."""
+        try:
+            content = read_stored(self.target)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise UserError(f"{self._named}: cannot be read: {error.strerror}") from error
+        if content and not self._kind.is_ours(content):
+            raise UserError(
+                f"{self._named}: the file there is not {self._kind.name}; name another, or replace it with --force"
+            )
+
+    def write(self, content: bytes) -> None:
+        """Write or replace the file, durably and atomically. Raises UserError, also where `refuse_place` does."""
+        self.refuse_place()
+        write_file(self.target, content)
+
+    def write_json(self, content: Any) -> None:
+        """`write` a value as indented JSON."""
+        self.write(f"{json.dumps(content, indent=2)}\n".encode())
+
+
+def refuse_in_run(named: str, path: Path) -> None:
+    """Raises UserError: a file or folder that a command would make lies in the folder of a run."""
+    run = enclosing_run(path)
+    if run is not None:
+        raise UserError(f"{named}: lies in the folder of the run {run}, which the run alone writes; name another place")
