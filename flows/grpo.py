@@ -85,7 +85,7 @@ def train(config: RunConfig, *, new_code: bool = False) -> Summary:
     console, name = Console(sys.stdout, config.steps), run_name(config)
     set_engine_variables(config)
     with (
-        Guardian(config.runs / name),
+        Guardian(config.runs / name, config.tracking.uri),
         open_session(config, name, console, new_code=new_code) as session,
         run_artifacts(session) as artifacts,
         keep_interrupt() as interrupt,

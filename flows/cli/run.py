@@ -7,6 +7,7 @@ from typing import Any
 
 from flows.cli.arguments import add_config, add_output
 from flows.launch import launch
+from fp8core.errors import without_passwords
 
 
 def add_command(commands: Any) -> None:
@@ -27,4 +28,9 @@ def run(options: argparse.Namespace) -> int:
     # A name alone is looked for below ./runs.
     default = type(config).model_fields["runs"].default
     place = name if config.runs == default else str(config.runs.absolute() / name)
-    return launch(config.model_copy(update={"run": name}), given, options.json, f"fp8-grpo resume {shlex.quote(place)}")
+    resume = f"fp8-grpo resume {shlex.quote(place)}"
+    store = config.tracking.uri
+    if store is not None and store == without_passwords(store):
+        # `resume` takes no store from the folder (`flows.tracking.store.store_of_folder`).
+        resume += f" --set {shlex.quote(f'tracking.uri={store}')}"
+    return launch(config.model_copy(update={"run": name}), given, options.json, resume)

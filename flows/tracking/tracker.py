@@ -26,8 +26,15 @@ from mlflow.utils.validation import (
 )
 
 from flows.tracking.record import RunOutcome
-from flows.tracking.store import Outage, get_or_create_experiment, is_server, prepare_store, store_errors
-from fp8core.errors import UserError
+from flows.tracking.store import (
+    Outage,
+    get_or_create_experiment,
+    is_server,
+    prepare_store,
+    public_address,
+    store_errors,
+)
+from fp8core.errors import UserError, without_passwords
 from fp8core.store.manifest import Head
 
 Row = TypeVar("Row")
@@ -103,7 +110,7 @@ class Tracker:
     @property
     def page(self) -> str:
         """Address of the run's charts, once the UI runs; without its last word the UI shows its pages for agents."""
-        server = self.uri.rstrip("/") if is_server(self.uri) else UI_ADDRESS
+        server = public_address(self.uri).rstrip("/") if is_server(self.uri) else UI_ADDRESS
         run = f"{server}/#/experiments/{self.experiment_id}/runs/{self.run_id}"
         return f"{run}/model-metrics?workflowType=machine_learning"
 
@@ -116,7 +123,8 @@ class Tracker:
         run = self.client.get_run(self.run_id)
         if run.info.lifecycle_stage != "active":
             raise UserError(
-                f"MLflow run {self.run_id} is deleted in {self.uri}: restore it or start a run of another name"
+                f"MLflow run {self.run_id} is deleted in {without_passwords(self.uri)}: restore it or start a run of "
+                "another name"
             )
         self.client.update_run(self.run_id, status="RUNNING")
         if ERROR in run.data.tags:
@@ -209,7 +217,8 @@ def held_by(run: Run, uri: str) -> Held:
     try:
         return Held(None if head is None else Head.parse(head), None if folder is None else Path(folder))
     except ValueError as error:
-        raise UserError(f"tracking.uri {uri}: tag {CHAIN_HEAD} of MLflow run {run.info.run_id}: {error}") from error
+        place = f"tracking.uri {without_passwords(uri)}: tag {CHAIN_HEAD} of MLflow run {run.info.run_id}"
+        raise UserError(f"{place}: {error}") from error
 
 
 def _link_back(client: MlflowClient, original: str, copy: str) -> None:
