@@ -14,7 +14,8 @@ from pydantic import Field
 
 from flows.environment import bound_mlflow_requests
 from flows.evaluation import Checkpoint, EvaluationRequest, opened, questions, refuse, variants
-from flows.orchestration import failed
+from flows.launch import say
+from flows.orchestration import failed, show_logs_escaped
 from flows.tracking.publish import evaluated_prompts
 from flows.tracking.results import log_evaluation
 from flows.tracking.store import quiet_store_logs
@@ -71,6 +72,7 @@ def evaluate(
     """
     bound_mlflow_requests()
     quiet_store_logs()
+    show_logs_escaped()
     asked = EvaluationRequest(
         target, step, config, data, split, prompts, samples, k, temperature, max_new_tokens, precisions, seed,
         confidence, overrides,
@@ -80,7 +82,7 @@ def evaluate(
         with opened(asked) as checkpoint:
             result = measured(asked, checkpoint)
             _tell(result, output)
-            print(_log(asked, checkpoint, result), flush=True)
+            say(_log(asked, checkpoint, result))
     except (UserError, RedoError, *FAILURES) as error:
         return failed(str(error))
     return result.model_dump(mode="json")
@@ -128,7 +130,7 @@ def _answer(name: Precision, config: RunConfig, questioned: Questions, verifier:
 
     done: Answered = body()
     if done.remark is not None:
-        print(f"{name}: {done.remark}", flush=True)
+        say(f"{name}: {done.remark}")
     return done
 
 
@@ -144,6 +146,6 @@ def _log(asked: EvaluationRequest, checkpoint: Checkpoint, result: EvaluationRes
 
 
 def _tell(result: EvaluationResult, output: str | None) -> None:
-    print(evaluation_text(result), flush=True)
+    say(evaluation_text(result))
     if output is not None:
         Path(output).write_text(result.model_dump_json(indent=2) + "\n")

@@ -32,12 +32,14 @@ def not_unicode(text: str) -> int | None:
 def printable(text: str) -> str:
     """One line for any terminal: passwords masked; control characters, line ends and lone surrogates escaped."""
     shown = without_passwords(text)
+    if shown.isprintable():
+        return shown
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in shown)
 
 
 def printable_lines(text: str) -> str:
-    """As `printable`, of a text of several lines: its line feeds stay."""
-    return "\n".join(map(printable, text.split("\n")))
+    """As `printable`, of a text of several lines: its line feeds and tabs stay."""
+    return "".join(part if part in "\n\t" else printable(part) for part in re.split("([\n\t])", text))
 
 
 # A user's name, a password that may hold any character but a blank, and the host; a web address may have a token alone.

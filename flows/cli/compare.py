@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from flows.cli.arguments import add_output
+from flows.launch import say
 from flows.run_lookup import find_run
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def compare_runs(options: argparse.Namespace) -> int:
     from fp8core.store.run_view import RunView
 
     found = compare(*(RunView.read(find_run(run)) for run in options.runs))
-    print(comparison_text(found))
+    say(comparison_text(found))
     if options.json is not None:
         options.json.write_text(json.dumps({"equal": found.equal, **asdict(found)}, indent=2) + "\n")
     return 0 if found.equal else 1

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from flows.cli.arguments import add_output, add_overrides, at_least
+from flows.launch import say
 
 if TYPE_CHECKING:
     from fp8core.config.run import RunConfig
@@ -43,7 +44,7 @@ def plan_config(options: argparse.Namespace) -> int:
     arch = model_shape(config)
     machine = _machine(options, config)
     plan = plan_run(config, arch, machine, _parallel(options) or trainer_grid(config, machine))
-    print(plan_text(plan))
+    say(plan_text(plan))
     if options.json is not None:
         options.json.write_text(json.dumps({"fits": not plan.refusals, **asdict(plan)}, indent=2) + "\n")
     refuse_unfit(plan)

@@ -4,7 +4,7 @@ import argparse
 from typing import Any
 
 from flows.cli.arguments import add_output
-from flows.launch import stopped
+from flows.launch import say, stopped
 from flows.run_lookup import find_run
 
 PAGE = "report.html"
@@ -28,12 +28,12 @@ def report_runs(options: argparse.Namespace) -> int:
     refuse_duplicates(folders)
     runs = read_runs(folders)
     options.out.write_text(report_html(runs))
-    print(options.out)
+    say(options.out)
     if options.png is not None:
         from fp8core.report.drawing import draw_png
 
         draw_png(key_charts(runs), options.png, ", ".join(run.label for run in runs))
-        print(options.png)
+        say(options.png)
     damaged = [f"{run.evidence.folder}: {line}" for run in runs for line in run.damaged]
     if damaged:
         more = f" (and {len(damaged) - 1} more, which the page lists)" if len(damaged) > 1 else ""

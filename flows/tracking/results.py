@@ -22,7 +22,7 @@ from flows.tracking.store import (
     store_of_folder,
 )
 from fp8core.config.run import RunConfig
-from fp8core.errors import UserError, first_line, without_passwords
+from fp8core.errors import UserError, first_line, printable_lines, without_passwords
 from fp8core.evaluation.measure import Estimate, EvaluationResult
 from fp8core.parity.verdict import FAIL, NOT_ENOUGH, PASS, ParityResult
 from fp8core.report.text import evaluation_text
@@ -160,7 +160,7 @@ def _log(place: Place, result: EvaluationResult, dataset: Dataset, configured: s
     client.log_inputs(run_id, [DatasetInput(dataset, [InputTag(MLFLOW_DATASET_CONTEXT, "evaluation")])], models)
     client.log_batch(run_id, _metrics(place, result, dataset), [Param(*item) for item in _params(result).items()])
     client.log_dict(run_id, result.model_dump(mode="json"), "evaluation.json")
-    client.log_text(run_id, evaluation_text(result) + "\n", "evaluation.txt")
+    client.log_text(run_id, printable_lines(evaluation_text(result)) + "\n", "evaluation.txt")
     client.set_terminated(run_id, "FINISHED")
     return run_id
 

@@ -34,7 +34,7 @@ from flows.tracking.store import (
     public_address,
     store_errors,
 )
-from fp8core.errors import UserError, without_passwords
+from fp8core.errors import UserError, printable_lines, without_passwords
 from fp8core.store.manifest import Head
 
 Row = TypeVar("Row")
@@ -133,7 +133,7 @@ class Tracker:
     def finish(self, status: RunOutcome, error: str | None, ended_ms: int) -> None:
         """End the run with the outcome it had; the error becomes a tag, cut at MLflow's limit."""
         if error is not None:
-            self.set_tags({ERROR: error[:MAX_TAG_VAL_LENGTH]})
+            self.set_tags({ERROR: printable_lines(error)[:MAX_TAG_VAL_LENGTH]})
         self.client.set_terminated(self.run_id, status, ended_ms)
 
     def log_params(self, config: Mapping[str, Any]) -> None:
@@ -177,8 +177,9 @@ class Tracker:
             self.client.log_batch(self.run_id, metrics=batch)
 
     def log_text(self, text: str, artifact_file: str) -> None:
-        """Write or replace a text artifact; the suffix decides how the UI shows it."""
-        self.client.log_text(self.run_id, text, artifact_file)
+        """Write or replace a text artifact; the suffix decides how the UI shows it. JSON stays as it is."""
+        shown = text if artifact_file.endswith(".json") else printable_lines(text)
+        self.client.log_text(self.run_id, shown, artifact_file)
 
     def log_dict(self, value: Mapping[str, Any], artifact_file: str) -> None:
         """Write or replace a .json or .yaml artifact."""
@@ -195,7 +196,8 @@ class Tracker:
         length. Here the tag keeps the newest tables that fit; older ones stay as plain JSON.
         """
         for artifact_file, (columns, rows) in tables.items():
-            table = {"columns": list(columns), "data": [list(row) for row in rows]}
+            cells = [[printable_lines(cell) if isinstance(cell, str) else cell for cell in row] for row in rows]
+            table = {"columns": list(columns), "data": cells}
             self.log_text(json.dumps(table, allow_nan=False), artifact_file)
         listed = json.loads(self.client.get_run(self.run_id).data.tags.get(MLFLOW_LOGGED_ARTIFACTS, "[]"))
         entries = [{"path": artifact_file, "type": "table"} for artifact_file in tables]
@@ -206,7 +208,7 @@ class Tracker:
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
         """Set or replace tags of the run."""
-        rows = [RunTag(key, value) for key, value in tags.items()]
+        rows = [RunTag(key, printable_lines(value)) for key, value in tags.items()]
         for batch in _batches(rows, MAX_PARAMS_TAGS_PER_BATCH):
             self.client.log_batch(self.run_id, tags=batch)
 
@@ -236,7 +238,7 @@ def _link_back(client: MlflowClient, original: str, copy: str) -> None:
 
 
 def _param_text(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value)
+    text = printable_lines(value) if isinstance(value, str) else json.dumps(value)
     return text if len(text) <= MAX_PARAM_VAL_LENGTH else text[: MAX_PARAM_VAL_LENGTH - 1] + "…"
 
 

@@ -22,6 +22,7 @@ from flows.tracking.session import open_session
 from flows.tracking.store import default_tracking_uri
 from fp8core.errors import UserError
 from fp8core.report.console import Console
+from fp8core.run.open import open_directory
 
 SECRET = "the-users-token"
 
@@ -205,3 +206,51 @@ def test_the_lock_of_a_new_store_follows_no_link(strange, tmp_path, monkeypatch)
     with pytest.raises(UserError):
         resume(strange)
     assert mine.read_text() == "mine"
+
+
+def test_a_password_is_used_and_is_nowhere_but_in_the_configuration(
+    copy_of_trained, mlflow_server, runs, monkeypatch, capfd
+) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    uri = mlflow_server.replace("//", "//me:hunter2@")
+    copy = copy_of_trained("sqlite:///")
+    tracking = copy.config.tracking.model_copy(update={"uri": uri})  # From a file: an override is refused.
+    copy = copy._replace(config=copy.config.model_copy(update={"tracking": tracking}))
+    out = io.StringIO()
+
+    def publish() -> None:
+        with open_session(copy.config, copy.folder.name, Console(out, copy.config.steps)) as session:
+            session.publisher.follow_ledger()
+
+    shutil.move(copy.folder / "ledger.jsonl", copy.folder.with_name("ledger"))
+    with open_directory(copy.config, copy.folder.name):
+        pass  # A run that has finished nothing gets its run.json anew, with the store.
+    shutil.move(copy.folder.with_name("ledger"), copy.folder / "ledger.jsonl")
+    publish()
+    shown = uri.replace("hunter2", "***")
+    assert read_record(copy.folder).uri == shown
+    assert json.loads((copy.folder / "run.json").read_text())["config"]["tracking"]["uri"] == shown
+    publish()  # Goes on in the same MLflow run.
+
+    with pytest.raises(UserError, match=r"only the run's folder .* \(with its password, which no run stores\)"):
+        resume(copy.folder)
+    main(["verify", str(copy.folder)])
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    resume(copy.folder)
+    main(["verify", str(copy.folder)])
+    assert f"the same head in MLflow run {read_record(copy.folder).run_id} in {shown}" in capfd.readouterr().out
+
+    held = [path for place in (copy.folder, runs) for path in place.rglob("*") if path.is_file()]
+    assert runs / "mlflow.db" in held
+    assert [path for path in held if b"hunter2" in path.read_bytes()] == []
+    assert "me:***@" in out.getvalue()
+    assert "hunter2" not in out.getvalue() + "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize("command", [["run", "tiny"], ["parity"], ["evaluate", "RUN"], ["resume", "RUN"]])
+def test_an_override_with_a_password_is_refused_before_prefect_stores_it(strange, command, capsys) -> None:
+    words = [str(strange) if word == "RUN" else word for word in command]
+    assert main([*words, "--set", "tracking.uri=postgresql://me:hunter2@host/db"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("fp8-grpo: tracking.uri: postgresql://me:***@host/db has a password")
+    assert "MLFLOW_TRACKING_URI" in line
