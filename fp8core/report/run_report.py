@@ -77,7 +77,7 @@ def render_page(title: str, subtitle: str, sections: Sequence[Section]) -> str:
 
 
 def _shown(value: Any) -> Any:
-    """What the page shows of a value: names and texts of others may hold characters that turn or hide what follows."""
+    """A value as the page shows it: names and texts of others may hold characters that turn or hide what follows."""
     return type(value)(printable_lines(value)) if isinstance(value, str) else value
 
 
