@@ -104,6 +104,11 @@ def _refuse_silence() -> None:
         )
 
 
+def naming_store(uri: str) -> dict[str, str]:
+    """Environment of a child whose MLflow store is `uri`: others can read a command line, and a password in it."""
+    return {**os.environ, "MLFLOW_TRACKING_URI": uri}
+
+
 def set_variables(required: Mapping[str, str], suggested: Mapping[str, str]) -> None:
     """Set what a rollout engine reads when it is imported; a user's own values override suggested ones."""
     os.environ.update(required)

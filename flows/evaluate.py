@@ -13,7 +13,8 @@ from pydantic import Field
 
 from flows.environment import bound_mlflow_requests
 from flows.evaluation import Checkpoint, EvaluationRequest, opened, questions, refuse, variants
-from flows.orchestration import failed
+from flows.launch import say
+from flows.orchestration import failed, show_logs_escaped
 from flows.tracking.publish import evaluated_prompts
 from flows.tracking.results import log_evaluation
 from flows.tracking.store import quiet_store_logs
@@ -73,6 +74,7 @@ def evaluate(
     """
     bound_mlflow_requests()
     quiet_store_logs()
+    show_logs_escaped()
     asked = EvaluationRequest(
         target, step, config, data, split, prompts, samples, k, temperature, max_new_tokens, precisions, seed,
         confidence, overrides,
@@ -87,7 +89,7 @@ def evaluate(
         with opened(asked) as checkpoint:
             result = measured(asked, checkpoint)
             _tell(result, file)
-            print(_log(asked, checkpoint, result), flush=True)
+            say(_log(asked, checkpoint, result))
     except (UserError, RedoError, *FAILURES) as error:
         return failed(str(error))
     return result.model_dump(mode="json")
@@ -135,7 +137,7 @@ def _answer(name: Precision, config: RunConfig, questioned: Questions, verifier:
 
     done: Answered = body()
     if done.remark is not None:
-        print(f"{name}: {done.remark}", flush=True)
+        say(f"{name}: {done.remark}")
     return done
 
 
@@ -151,6 +153,6 @@ def _log(asked: EvaluationRequest, checkpoint: Checkpoint, result: EvaluationRes
 
 
 def _tell(result: EvaluationResult, output: Output | None) -> None:
-    print(evaluation_text(result), flush=True)
+    say(evaluation_text(result))
     if output is not None:
         output.write(f"{result.model_dump_json(indent=2)}\n".encode())

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from flows.environment import set_variables
-from flows.run_lookup import description_of, find_run
-from fp8core.config.load import Overrides, load_config, merged_overrides, reload_config
+from flows.run_lookup import description_of, find_run, reload_own
+from fp8core.config.load import Overrides, load_config, merged_overrides
 from fp8core.config.run import RunConfig
 from fp8core.data.prompt import Problem
 from fp8core.errors import UserError
@@ -150,7 +150,7 @@ def _config(asked: EvaluationRequest, weights: Path) -> RunConfig:
         raise UserError(
             f"{asked.target}: is a checkpoint; name the configuration to evaluate it with: a shipped one or a file"
         )
-    return reload_config(description_of(find_run(asked.target)).config, settings)
+    return reload_own(description_of(find_run(asked.target)), settings)
 
 
 def _given(asked: EvaluationRequest) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from prefect.states import Paused, Suspended
 from pydantic import Field
 
 from flows.environment import bound_mlflow_requests, set_engine_variables
-from flows.orchestration import PrefectExecution, T, failed
+from flows.orchestration import PrefectExecution, T, failed, show_logs_escaped
 from flows.run_lookup import load_settings
 from flows.termination import Interrupt, StopRequest, keep_interrupt, stop_on_sigterm
 from flows.tracking.guardian import Guardian
@@ -28,7 +28,7 @@ from flows.tracking.store import quiet_store_logs, ui_command
 from fp8core.alignment.bounds import stop_bounds
 from fp8core.config.load import merged_overrides
 from fp8core.config.run import RUN_NAME, RunConfig
-from fp8core.errors import UserError
+from fp8core.errors import UserError, printable
 from fp8core.report.console import Console, StyleAccuracy
 from fp8core.report.drawing import draw_png
 from fp8core.report.run_charts import training_charts
@@ -67,6 +67,7 @@ def grpo(
     """
     bound_mlflow_requests()
     quiet_store_logs()
+    show_logs_escaped()
     flat = {"run": run, "steps": steps, "seed": seed}
     given = {key: value for key, value in flat.items() if value is not None}
     try:
@@ -75,7 +76,7 @@ def grpo(
     except (UserError, NotFiniteError, SyncError, RedoError, BoundError) as error:
         return failed(str(error))
     except TrainingPaused as reason:
-        return pause(str(reason))
+        return pause(printable(str(reason)))
     except StepError as error:
         return failed(str(error), error.__cause__)
 
@@ -85,7 +86,7 @@ def train(config: RunConfig, *, new_code: bool = False) -> Summary:
     console, name = Console(sys.stdout, config.steps), run_name(config)
     set_engine_variables(config)
     with (
-        Guardian(config.runs / name),
+        Guardian(config.runs / name, config.tracking.uri),
         open_session(config, name, console, new_code=new_code) as session,
         run_artifacts(session) as artifacts,
         keep_interrupt() as interrupt,

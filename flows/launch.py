@@ -4,11 +4,11 @@ import signal
 import sys
 import traceback
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from flows.environment import make_prefect_home, quiet_prefect, start_prefect
 from flows.termination import keep_interrupt
-from fp8core.errors import printable
+from fp8core.errors import printable, printable_lines
 from fp8core.store.output import Output
 from fp8core.store.run_directory import read_description
 
@@ -41,7 +41,7 @@ def launch(config: "RunConfig", parameters: Mapping[str, Any], summary: Output |
     refuse_conflict(config, new_code=parameters.get("new_code", False))
     check_memory(config)
     check_inputs(config)
-    print("starting Prefect and MLflow", flush=True)
+    say("starting Prefect and MLflow")
     prepare_prefect()
 
     def reason(word: str) -> str:
@@ -56,9 +56,18 @@ def launch(config: "RunConfig", parameters: Mapping[str, Any], summary: Output |
         return stopped(reason("interrupted"), 128 + signal.SIGINT)
 
 
+def say(text: object, file: TextIO | None = None) -> None:
+    """Print a text of one or several lines to `file` (standard output), with all of others' in it escaped.
+
+    Nothing else in `flows` prints: names in a run's folder, messages of verifiers and data reach a terminal from here,
+    and from `fp8core.report.console`.
+    """
+    print(printable_lines(str(text)), file=file, flush=True)
+
+
 def stopped(reason: str, code: int) -> int:
     """Print in one line why the command ends; returns `code`."""
-    print(f"fp8-grpo: {printable(reason)}", file=sys.stderr)
+    say(f"fp8-grpo: {printable(reason)}", sys.stderr)
     return code
 
 
@@ -92,5 +101,5 @@ def explain(state: Any) -> None:
 
     cause = state.result(raise_on_failure=False)
     if isinstance(cause, BaseException) and not isinstance(cause, FailedRun):
-        traceback.print_exception(cause)
-    print(f"fp8-grpo: {printable(state.message.splitlines()[0])}", file=sys.stderr)
+        say("".join(traceback.format_exception(cause)).rstrip("\n"), sys.stderr)
+    stopped(state.message.splitlines()[0], 1)

@@ -1,5 +1,6 @@
 """A training's parts as Prefect tasks, and the states of flows that failed or came to no answer."""
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from prefect.states import Cancelled, Completed, Failed
 from prefect.utilities.annotations import quote
 
 from fp8core.config.check import Plan, PlannedStep
+from fp8core.errors import printable_lines
 from fp8core.run.context import RunContext, live_run
 from fp8core.run.execute import TaskResult, run_step
 from fp8core.run.loop import Execution
@@ -97,10 +99,25 @@ def _call(folder: Path, index: int, body: Callable[[], Any]) -> Any:
     return body()
 
 
+def show_logs_escaped() -> None:
+    """Let Prefect's logs, on terminals and on its server, hold texts of others escaped; tracebacks quote them."""
+    for name in ("prefect.flow_runs", "prefect.task_runs"):
+        logging.getLogger(name).addFilter(_escaped)
+
+
+def _escaped(record: logging.LogRecord) -> bool:
+    record.msg, record.args = printable_lines(record.getMessage()), None
+    if record.exc_info:
+        # A formatter takes a text that is there already.
+        record.exc_text = printable_lines(logging.Formatter().formatException(record.exc_info))
+    return True
+
+
 def failed(reason: str, cause: BaseException | None = None) -> State[Any]:
     """The state of a flow run that failed for `reason`; `cause` is for callers that read the state's result."""
-    get_run_logger().error(reason)
-    return Failed(message=reason, data=cause)
+    shown = printable_lines(reason)
+    get_run_logger().error(shown)
+    return Failed(message=shown, data=cause)
 
 
 def unanswered(name: str, reason: str) -> State[Any]:
@@ -109,5 +126,6 @@ def unanswered(name: str, reason: str) -> State[Any]:
     Prefect has no colour for this: Completed is green and Failed red whatever their names. Cancelled is final, grey,
     and no success to `--watch`, to automations or to callers that read the state's result.
     """
-    get_run_logger().warning(reason)
-    return Cancelled(name=name, message=reason)
+    shown = printable_lines(reason)
+    get_run_logger().warning(shown)
+    return Cancelled(name=name, message=shown)

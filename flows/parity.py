@@ -17,7 +17,8 @@ from prefect.states import Completed
 from pydantic import Field
 
 from flows.environment import bound_mlflow_requests
-from flows.orchestration import failed, unanswered
+from flows.launch import say
+from flows.orchestration import failed, show_logs_escaped, unanswered
 from flows.parity_night import ParityRequest, Plan, committed, record_of, refuse
 from flows.parity_training import read_memory, train_one
 from flows.tracking.results import log_parity
@@ -69,12 +70,13 @@ def parity(
     """
     bound_mlflow_requests()
     quiet_store_logs()
+    show_logs_escaped()
     try:
         plan = refuse(ParityRequest(config, name, seeds, steps, variants, overrides), _date())
     except UserError as error:
         return failed(str(error))
     make_folder(plan.folder, PRIVATE)
-    print(f"parity {plan.name}: {len(plan.trainings)} trainings", flush=True)
+    say(f"parity {plan.name}: {len(plan.trainings)} trainings")
     golden = _preflight(plan)
     failures = {} if golden.wrong else _train(plan)
     return _verdict(plan, golden, failures)
@@ -94,7 +96,7 @@ def _golden(plan: Plan) -> Golden:
 def _preflight(plan: Plan) -> Golden:
     golden: Golden = _golden(plan)
     for line in golden.wrong:
-        print(f"preflight: {line}", flush=True)
+        say(f"preflight: {line}")
     return golden
 
 
@@ -104,9 +106,9 @@ def _train(plan: Plan) -> dict[tuple[str, int], str]:
     for number, training in enumerate(plan.trainings, start=1):
         where = f"{number} of {len(plan.trainings)}, {training.variant}, seed {training.seed}"
         if committed(training.folder) == training.config.steps:
-            print(f"{where}: done before", flush=True)
+            say(f"{where}: done before")
             continue
-        print(where, flush=True)
+        say(where)
         state = train_one(training, plan.folder / MEMORY)
         if not state.is_completed():
             failures[training.variant, training.seed] = first_line(RuntimeError(state.message))
@@ -139,7 +141,7 @@ def _verdict(plan: Plan, golden: Golden, failures: dict[tuple[str, int], str]) -
     page = parity_html(night, measured, runs, before, plan.config.parity)
     files = _write_report(plan.folder, text, page, parity_charts(runs, plan.config.parity))
     create_markdown_artifact(text, f"parity-{_key(plan.name)}", night.headline[:200])
-    print(f"{text}\n{files[1]}\n{log_parity(night, plan.config, files)}", flush=True)
+    say(f"{text}\n{files[1]}\n{log_parity(night, plan.config, files)}")
     if night.outcome == FAIL:
         return failed(night.headline)
     if night.outcome == NOT_ENOUGH:

@@ -1,6 +1,7 @@
 """Find the run that a user names (a name below ./runs, or a folder), and the configuration it continues with."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from fp8core.config.load import Overrides, load_config, reload_config
@@ -34,11 +35,21 @@ def load_settings(config: str, overrides: Overrides) -> RunConfig:
     described = read_description(folder) if os.sep in config else None
     if described is None:
         return load_config(config, overrides)
-    kept = reload_config(described.config, overrides)
+    kept = reload_own(described, overrides)
     for key in ("run", "runs"):
         if public_dump(kept)[key] != described.config[key]:
             raise UserError(f"{key}: {folder} is continued under its name and where it lies; leave {key} as it is")
     return kept.model_copy(update={"run": folder.name, "runs": folder.parent})
+
+
+def reload_own(described: RunDescription, overrides: Overrides) -> RunConfig:
+    """The configuration of a run's folder with overrides; the tracking store is the user's choice alone.
+
+    A folder may be somebody else's, and MLflow would send the user's credentials to the store that it names.
+    """
+    if isinstance(overrides, Mapping):
+        return reload_config(described.config, {"tracking.uri": None, **overrides})
+    return reload_config(described.config, ["tracking.uri=null", *overrides])
 
 
 def description_of(folder: Path) -> RunDescription:

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -34,8 +34,17 @@ class TiedProcess:
     process group reaches it.
     """
 
-    def __init__(self, arguments: Sequence[str], output: IO[bytes] | int, files: Sequence[int] = ()) -> None:
-        """Start Python with `arguments`; the child writes to `output`, and has the open `files` by the same numbers."""
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        output: IO[bytes] | int,
+        files: Sequence[int] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """Start Python with `arguments`; the child writes to `output`, and has the open `files` by the same numbers.
+
+        `environment` is the child's; None: ours.
+        """
         self._process = subprocess.Popen(
             [sys.executable, *arguments],
             stdin=subprocess.PIPE,
@@ -44,6 +53,7 @@ class TiedProcess:
             start_new_session=True,
             bufsize=0,
             pass_fds=files,
+            env=environment,
         )
         _held.add(self)
 

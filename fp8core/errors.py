@@ -1,4 +1,10 @@
-"""The exceptions for what people can correct: their message is a line that names the place and the cure."""
+"""The exceptions for what people can correct, and the form in which text of others may be shown or stored.
+
+The message of an exception is a line that names the place and the cure. Text of others (verifiers, data, files,
+servers) may hold passwords in addresses, and characters that a terminal obeys.
+"""
+
+import re
 
 
 class UserError(Exception):
@@ -24,5 +30,27 @@ def not_unicode(text: str) -> int | None:
 
 
 def printable(text: str) -> str:
-    """Text with its control characters, line ends and lone surrogates escaped: one line on any terminal."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+    """One line for any terminal: passwords masked; control characters, line ends and lone surrogates escaped."""
+    shown = without_passwords(text)
+    if shown.isprintable():
+        return shown
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in shown)
+
+
+def printable_lines(text: str) -> str:
+    """As `printable`, of a text of several lines: its line feeds and tabs stay."""
+    return "".join(part if part in "\n\t" else printable(part) for part in re.split("([\n\t])", text))
+
+
+# A user's name, a password that may hold any character but a blank, and the host; a web address may have a token alone.
+_PASSWORD = re.compile(r"(://[^\s:/?#@]*):\S*@")
+_TOKEN = re.compile(r"(https?://)[^\s:/?#@]+@")
+# `odbc_connect` holds a whole connection string.
+_PARAMETER = re.compile(r"(?i)([?&][\w.-]*(?:password|passwd|pwd|secret|token|api_?key|odbc_connect)=)[^\s&]*")
+_MASK = "***"
+
+
+def without_passwords(text: str) -> str:
+    """Text with the passwords and tokens of all addresses in it masked."""
+    masked = _TOKEN.sub(rf"\1{_MASK}@", _PASSWORD.sub(rf"\1:{_MASK}@", text))
+    return _PARAMETER.sub(rf"\1{_MASK}", masked)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from flows.cli.arguments import add_force, add_output, add_overrides, at_least
 from flows.environment import set_engine_variables
+from flows.launch import say
 from fp8core.errors import UserError
 from fp8core.store.output import PICTURE, json_output
 
@@ -73,7 +74,7 @@ def bisect_target(options: argparse.Namespace) -> int:
     units = units_of(subject.arch, options.by)
     rollout = contract.rollout
     title = f"{options.target}: {rollout.linear}, {rollout.kv_cache} cache, against {options.against}"
-    print(f"{title}; {2 * len(units) + 2} passes over {len(subject.task.sequences)} sequences", flush=True)
+    say(f"{title}; {2 * len(units) + 2} passes over {len(subject.task.sequences)} sequences")
     bisection = bisect(
         subject.arch,
         reference=Side.of(reference_side(options.against, contract.scale_rule, layers), subject.masters),
@@ -81,7 +82,7 @@ def bisect_target(options: argparse.Namespace) -> int:
         task=subject.task,
         units=units,
     )
-    print(bisection_text(bisection))
+    say(bisection_text(bisection))
     _write(bisection, options, title)
     return 0
 

@@ -5,6 +5,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from flows.cli.arguments import add_force, add_output
+from flows.launch import say
 from flows.run_lookup import find_run
 from fp8core.store.output import json_output
 
@@ -29,7 +30,7 @@ def compare_runs(options: argparse.Namespace) -> int:
     from fp8core.store.run_view import RunView
 
     found = compare(*(RunView.read(find_run(run)) for run in options.runs))
-    print(comparison_text(found))
+    say(comparison_text(found))
     if options.json is not None:
         options.json.write_json({"equal": found.equal, **asdict(found)})
     return 0 if found.equal else 1

@@ -5,6 +5,7 @@ import json
 from typing import Any
 
 from flows.cli.arguments import add_config
+from flows.launch import say
 
 
 def add_command(commands: Any) -> None:
@@ -24,7 +25,7 @@ def print_config(options: argparse.Namespace) -> int:
     resolved = {f"alignment.stop.{name}": value for name, value in bounds.settings().items()}
     for key, origin in origins(options.config, options.overrides).items():
         if values[key] is None and key in resolved:
-            print(f"{key} = {json.dumps(resolved[key])}  # default of the {bounds.contract} contract: {bounds.reason}")
+            say(f"{key} = {json.dumps(resolved[key])}  # default of the {bounds.contract} contract: {bounds.reason}")
         else:
-            print(f"{key} = {json.dumps(values[key])}  # {origin}")
+            say(f"{key} = {json.dumps(values[key])}  # {origin}")
     return 0

@@ -3,6 +3,8 @@
 import argparse
 from typing import Any
 
+from flows.launch import say
+
 
 def add_command(commands: Any) -> None:
     """Declare the command on the parser's subcommands."""
@@ -13,5 +15,5 @@ def doctor(options: argparse.Namespace) -> int:
     """Print what was found; returns the exit code."""
     from fp8core.report.doctor import examine
 
-    print(examine())
+    say(examine())
     return 0

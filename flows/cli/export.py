@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from flows.cli.arguments import add_target
 from flows.environment import set_engine_variables
-from flows.launch import stopped
+from flows.launch import say, stopped
 from flows.run_lookup import description_of, find_run
 
 if TYPE_CHECKING:
@@ -59,8 +59,8 @@ def export_step(options: argparse.Namespace) -> int:
             )
     except (RedoError, *FAILURES) as error:
         return stopped(f"the policy after step {options.step} cannot be restored: {error}", 1)
-    print(f"{options.target}: the policy after step {options.step} of {folder.name} in {options.format}")
-    print(link_export(folder, options.step, options.target))
+    say(f"{options.target}: the policy after step {options.step} of {folder.name} in {options.format}")
+    say(link_export(folder, options.step, options.target))
     return 0
 
 

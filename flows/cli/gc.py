@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from flows.cli.arguments import add_overrides
+from flows.launch import say
 from fp8core.errors import printable
 
 if TYPE_CHECKING:
@@ -42,11 +43,11 @@ def collect(options: argparse.Namespace) -> int:
         tracked = read_record(folder)
         published = None if tracked is None else tracked.published
         removal = plan_removal(folder, keep, datetime.now(UTC).isoformat(timespec="seconds"), published)
-        print(removal_text(keep, removal))
+        say(removal_text(keep, removal))
         if options.yes:
             remove(folder, removal.deletions)
         if removal.deletions:
-            print("removed; tombstones.jsonl names each file" if options.yes else "nothing was removed yet: add --yes")
+            say("removed; tombstones.jsonl names each file" if options.yes else "nothing was removed yet: add --yes")
     finally:
         lock.release()
     return 0

@@ -4,6 +4,7 @@ import argparse
 from typing import Any
 
 from flows.cli.arguments import add_config
+from flows.launch import say
 
 
 def add_command(commands: Any) -> None:
@@ -20,5 +21,5 @@ def graph(options: argparse.Namespace) -> int:
     from fp8core.run.open import pipeline_of
 
     plan = pipeline_of(load_open_config(options.config, options.overrides))
-    print(pipeline_text(plan), pipeline_mermaid(plan), sep="\n\n")
+    say(f"{pipeline_text(plan)}\n\n{pipeline_mermaid(plan)}")
     return 0

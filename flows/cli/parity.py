@@ -5,8 +5,9 @@ import signal
 import sys
 from typing import Any
 
-from flows.launch import explain, prepare_prefect, stopped
+from flows.launch import explain, prepare_prefect, say, stopped
 from flows.termination import keep_interrupt
+from fp8core.config.load import load_config
 from fp8core.errors import UserError
 
 UNDECIDED = 4
@@ -31,6 +32,8 @@ def run_parity(options: argparse.Namespace) -> int:
     """Run the flow; returns the exit code: 0 for PASS, 1 for FAIL, 4 for NOT ENOUGH DATA. Raises UserError."""
     names = ("config", "name", "seeds", "steps", "variants", "overrides")
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    # Prefect stores the overrides: one that has a password is refused before.
+    load_config(given.get("config", "tiny-nightly"), given.get("overrides", ()))
     prepare_prefect()
     # An exception, so that the training is closed and Prefect's server stops with us.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(stopped("terminated", 128 + number)))
@@ -53,7 +56,7 @@ def _run(parameters: dict[str, Any]) -> int:
         if not state.is_completed():
             interrupt.check()
     if state.is_completed() or state.name == NOT_ENOUGH:
-        print(f"fp8-grpo: {state.message}", flush=True)
+        say(f"fp8-grpo: {state.message}")
         return 0 if state.is_completed() else UNDECIDED
     explain(state)
     return 1

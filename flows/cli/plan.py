@@ -5,6 +5,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from flows.cli.arguments import add_force, add_output, add_overrides, at_least
+from flows.launch import say
 from fp8core.store.output import json_output
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def plan_config(options: argparse.Namespace) -> int:
     arch = model_shape(config)
     machine = _machine(options, config)
     plan = plan_run(config, arch, machine, _parallel(options) or trainer_grid(config, machine))
-    print(plan_text(plan))
+    say(plan_text(plan))
     if options.json is not None:
         options.json.write_json({"fits": not plan.refusals, **asdict(plan)})
     refuse_unfit(plan)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flows.cli.arguments import add_target, at_least
+from flows.launch import say
 
 if TYPE_CHECKING:
     from fp8core.models.quantised_checkpoint import Plan, Report
@@ -40,7 +41,7 @@ def quantise_folder(options: argparse.Namespace) -> int:
     kept = KeptInBf16(options.first, options.last, tuple(options.keep))
     plan = plan_quantisation(options.source, kept, options.scale_rule)
     seconds = write_with_bar(plan, options.target)
-    print(f"{options.target}: {_summary(plan, seconds)}, {options.scale_rule} scales")
+    say(f"{options.target}: {_summary(plan, seconds)}, {options.scale_rule} scales")
     print_remarks(plan)
     return 0
 
@@ -50,7 +51,7 @@ def dequantise_folder(options: argparse.Namespace) -> int:
     from fp8core.models.quantised_checkpoint import plan_dequantisation
 
     plan = plan_dequantisation(options.source)
-    print(f"{options.target}: {_summary(plan, write_with_bar(plan, options.target))}")
+    say(f"{options.target}: {_summary(plan, write_with_bar(plan, options.target))}")
     _print_names("not copied", [str(path) for path in plan.left_out])
     return 0
 
@@ -121,4 +122,4 @@ def _summary(plan: "Plan", seconds: float) -> str:
 def _print_names(label: str, names: Any) -> None:
     if names:
         others = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-        print(f"{label}: {', '.join(names[:_SHOWN])}{others}")
+        say(f"{label}: {', '.join(names[:_SHOWN])}{others}")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from flows.cli.arguments import add_force, add_output, add_overrides
 from flows.environment import set_engine_variables
+from flows.launch import say
 from flows.run_lookup import description_of, find_run
 from fp8core.errors import UserError
 from fp8core.store.output import json_output
@@ -42,7 +43,7 @@ def replay_steps(options: argparse.Namespace) -> int:
         raise UserError("--to: names the last of several steps; give the first by --from")
     verdicts = []
     for verdict in _verdicts(options):
-        print("\n".join(verdict_lines(verdict)), flush=True)
+        say("\n".join(verdict_lines(verdict)))
         verdicts.append(verdict)
     equal = verdicts[-1].outcome != "different"
     if options.json is not None:
@@ -77,7 +78,7 @@ def _verdicts(options: argparse.Namespace) -> "Iterator[Verdict]":
             yield verdict
             if verdict.outcome == "different" and verdict.step < steps[-1]:
                 after = steps[steps.index(verdict.step) + 1 :]
-                print(f"not replayed: {_named(after)}, which start from what step {verdict.step} gave", file=sys.stderr)
+                say(f"not replayed: {_named(after)}, which start from what step {verdict.step} gave", sys.stderr)
 
 
 def _range(options: argparse.Namespace, newest: int | None) -> range:

@@ -4,7 +4,7 @@ import argparse
 from typing import Any
 
 from flows.cli.arguments import add_force, add_output
-from flows.launch import stopped
+from flows.launch import say, stopped
 from flows.run_lookup import find_run
 from fp8core.store.output import PAGE, PICTURE
 
@@ -28,12 +28,12 @@ def report_runs(options: argparse.Namespace) -> int:
     refuse_duplicates(folders)
     runs = read_runs(folders)
     options.out.write(report_html(runs).encode())
-    print(options.out.shown)
+    say(options.out.shown)
     if options.png is not None:
         from fp8core.report.drawing import draw_png
 
         draw_png(key_charts(runs), options.png.target, ", ".join(run.label for run in runs))
-        print(options.png.shown)
+        say(options.png.shown)
     damaged = [f"{run.evidence.folder}: {line}" for run in runs for line in run.damaged]
     if damaged:
         more = f" (and {len(damaged) - 1} more, which the page lists)" if len(damaged) > 1 else ""

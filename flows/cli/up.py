@@ -21,7 +21,7 @@ from typing import Any, NoReturn, Self
 import psutil
 
 from flows.environment import hold_prefect_start, make_prefect_home, mlflow_has_database, service_environment
-from flows.launch import stopped
+from flows.launch import say, stopped
 from flows.prefect_server import answers
 from fp8core.end_with_parent import TiedProcess, installed, running
 from fp8core.errors import UserError
@@ -187,7 +187,7 @@ class Services:
 
     def wait_until(self, condition: Callable[[], bool], what: str) -> None:
         """Print what is waited for. Raises ServiceError: `what` did not come about; and as `check`."""
-        print(f"waiting for: {what}", flush=True)
+        say(f"waiting for: {what}")
         deadline = time.monotonic() + _START_SECONDS
         while not condition():
             self.check()
@@ -254,8 +254,8 @@ def up(options: argparse.Namespace) -> int:
             start.close()
             services.wait_until(partial(answers, f"{mlflow}/health"), "MLflow server")
             _start_workers(services, f"{prefect}/api")
-            print(f"ready: Prefect {prefect}, MLflow {mlflow}", flush=True)
-            print(f"in other terminals: export PREFECT_API_URL={prefect}/api", flush=True)
+            say(f"ready: Prefect {prefect}, MLflow {mlflow}")
+            say(f"in other terminals: export PREFECT_API_URL={prefect}/api")
             wait(services)
     except ServiceError as error:
         return stopped(str(error), 1)
@@ -273,7 +273,7 @@ def wait(services: Services) -> NoReturn:
     try:
         services.watch()
     except Stopped:
-        print("stops; a training at work commits its step first, a second signal ends it at once", flush=True)
+        say("stops; a training at work commits its step first, a second signal ends it at once")
         raise
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flows.cli.arguments import add_force, add_output
+from flows.launch import say
 from flows.run_lookup import find_run
 from fp8core.store.output import json_output
 
@@ -76,11 +77,11 @@ def verify_run(options: argparse.Namespace) -> int:
         findings = list(verify(evidence, report, watch))
     anchors, found = _anchors(evidence, links, told, keys, options.tracking_uri)
     findings += found
-    print(provenance.text(evidence))
+    say(provenance.text(evidence))
     for name, line in anchors.items():
-        print(f"{name:<{_NAME_WIDTH}}{line}")
+        say(f"{name:<{_NAME_WIDTH}}{line}")
     for finding in findings:
-        print(finding)
+        say(finding)
     counts = {
         "steps": len(evidence.steps),
         "artifacts": len(references(evidence)),
@@ -89,7 +90,7 @@ def verify_run(options: argparse.Namespace) -> int:
         "errors": sum(finding.severity == "error" for finding in findings),
         "notes": sum(finding.severity == "note" for finding in findings),
     }
-    print(
+    say(
         "verified: {steps} steps, {artifacts} artifacts, {bytes:,} bytes, {seconds:.1f} s; "
         "errors: {errors}, notes: {notes}".format(**counts)
     )

@@ -10,9 +10,9 @@ from typing import Literal
 from mlflow import MlflowClient
 
 from flows.tracking.record import TrackingRecord, read_record
-from flows.tracking.store import Outage, client_of_existing_store, resolve_tracking_uri, store_errors
+from flows.tracking.store import Outage, client_of_existing_store, store_errors, store_of_folder
 from flows.tracking.tracker import CHAIN_HEAD, TRAINING, Tracker, held_by
-from fp8core.errors import UserError
+from fp8core.errors import UserError, without_passwords
 from fp8core.run.commit import read_manifest
 from fp8core.store.artifacts import ArtifactStore
 from fp8core.store.json_text import shown
@@ -66,22 +66,23 @@ def compare_with_mlflow(evidence: RunView, links: Chain, store: str | None) -> s
     Args:
         evidence: of the run's folder; it may be live.
         links: its chain, as it was read.
-        store: the tracking store to read; None reads the one that the folder names, as its writer chose.
+        store: the tracking store to read; None reads the one that the folder names, where that may be used.
 
     Returns: words; a finding when the heads differ (error), or when they cannot be compared (note).
     """
     try:
         record = read_record(evidence.folder)
-        uri = store or (record.uri if record is not None else _store_of(evidence))
+        uri = store or _store_of(evidence, record)
+        shown_uri = without_passwords(uri)
         with store_errors(uri):
             client = client_of_existing_store(uri)
-            run_id = record.run_id if record is not None and record.uri == uri else _run_of(client, evidence)
+            run_id = record.run_id if record is not None and record.uri == shown_uri else _run_of(client, evidence)
             if run_id is None:
-                return _unknown(f"no MLflow run with the id of this run in {uri}")
+                return _unknown(f"no MLflow run with the id of this run in {shown_uri}")
             held = held_by(client.get_run(run_id), uri)
     except (UserError, Outage) as error:
         return _unknown(str(error))
-    place = f"MLflow run {run_id} in {uri}"
+    place = f"MLflow run {run_id} in {shown_uri}"
     if held.head is None:
         return _unknown(f"{place} holds no head: nothing was published, or by an older version")
     step, last = held.head.step, links.last
@@ -118,11 +119,13 @@ def _committed_since(folder: Path, head: Head) -> bool:
         return False
 
 
-def _store_of(evidence: RunView) -> str:
-    """The store that a run without tracking.json was begun with. Raises UserError: it is unknown."""
+def _store_of(evidence: RunView, record: TrackingRecord | None) -> str:
+    """The store of a run; its run.json names it too. Raises UserError: it is unknown, or may not be used."""
+    if record is not None:
+        return store_of_folder(record.uri, evidence.folder, record.lay_at)
     if evidence.config is None:
         raise UserError("no tracking.json, and a configuration that cannot be read")
-    return resolve_tracking_uri(evidence.config.tracking.uri, evidence.folder.parent)
+    return store_of_folder(evidence.config.tracking.uri, evidence.folder, None)
 
 
 def _run_of(client: MlflowClient, evidence: RunView) -> str | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from flows.environment import bound_mlflow_requests
+from flows.environment import bound_mlflow_requests, naming_store
 from flows.tracking.record import mark_killed, read_record
 from fp8core.end_with_parent import TiedProcess, running
 
@@ -30,11 +30,14 @@ _ATTEMPTS = 10
 class Guardian:
     """Watches the training of a run's folder while the block lasts."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, store: str | None = None) -> None:
+        """`store` is the tracking store of the user's configuration; None: that of the environment."""
         self._job = running("flows.tracking.guardian", str(folder.absolute()))
+        self._environment = None if store is None else naming_store(store)
 
     def __enter__(self) -> Self:
-        self._lifeline = TiedProcess(["-I", "-S", "-c", _WAIT, *self._job], subprocess.DEVNULL)
+        arguments = ["-I", "-S", "-c", _WAIT, *self._job]
+        self._lifeline = TiedProcess(arguments, subprocess.DEVNULL, environment=self._environment)
         return self
 
     def __exit__(

@@ -13,9 +13,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from fp8core.errors import StoredFileError, UserError
+from fp8core.errors import StoredFileError, UserError, without_passwords
 from fp8core.store import durable
 from fp8core.store.lock import FolderIdentity, is_held, original_of
 
@@ -28,7 +28,7 @@ class TrackingRecord(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    uri: str = Field(description="Tracking store or server.")
+    uri: str = Field(description="Tracking store or server, without its password (`store.store_of_folder`).")
     experiment_id: str
     run_id: str
     published: int = Field(ge=-1, description="The last step that MLflow holds; -1: none.")
@@ -43,6 +43,16 @@ class TrackingRecord(BaseModel):
     training: str | None = Field(
         None, description="The tag that MLflow finds the run by; null: the `id` in run.json, as of all but copies."
     )
+
+    @field_validator("uri", "error")
+    @classmethod
+    def _without_passwords(cls, text: str | None) -> str | None:
+        return None if text is None else without_passwords(text)
+
+    @property
+    def lay_at(self) -> str | None:
+        """The folder's path when a process opened it last."""
+        return None if self.place is None else self.place.path
 
     @classmethod
     def begun(cls, uri: str, experiment_id: str, run_id: str, training: str | None = None) -> "TrackingRecord":
@@ -151,7 +161,7 @@ _LOCK = "lock"
 _LEDGER = "ledger.jsonl"
 
 
-def mark_killed(folder: Path) -> bool:
+def mark_killed(folder: Path, store: str | None = None) -> bool:
     """Set the MLflow run of a dead training to KILLED; returns True if MLflow was updated.
 
     Nothing happens when the training lives, ended by itself and reported it, never had an MLflow run or is a copy that
@@ -160,9 +170,10 @@ def mark_killed(folder: Path) -> bool:
 
     Args:
         folder: the run's folder.
+        store: the store that this process uses; None: the one that the environment names, or one beside the folder.
 
     Raises:
-        UserError: tracking.json is malformed or cannot be written.
+        UserError: tracking.json is malformed or cannot be written, or names another store (`store.store_of_folder`).
     """
     if not needs_marking(folder):
         return False
@@ -171,7 +182,7 @@ def mark_killed(folder: Path) -> bool:
     from sqlalchemy.exc import SQLAlchemyError
 
     try:
-        return tell(folder)
+        return tell(folder, store)
     except (MlflowException, SQLAlchemyError, OSError):
         return False
 
@@ -182,8 +193,8 @@ def mark_killed_siblings(folder: Path, uri: str) -> None:
         # Errors in another run's file do not concern this one.
         with suppress(UserError):
             record = read_record(path.parent)
-            if record is not None and record.uri == uri and path.parent != folder:
-                mark_killed(path.parent)
+            if record is not None and record.uri == without_passwords(uri) and path.parent != folder:
+                mark_killed(path.parent, uri)
 
 
 def needs_marking(folder: Path) -> bool:
@@ -192,9 +203,9 @@ def needs_marking(folder: Path) -> bool:
     return record is not None and not _settled(record) and not is_held(folder / _LOCK)
 
 
-def tell(folder: Path) -> bool:
+def tell(folder: Path, store: str | None = None) -> bool:
     """`mark_killed` of a folder that needs it, with MLflow's errors for the caller."""
-    from flows.tracking.store import client_of_existing_store
+    from flows.tracking.store import client_of_existing_store, store_of_folder
 
     with record_lock(folder):
         record = read_record(folder)
@@ -202,7 +213,7 @@ def tell(folder: Path) -> bool:
             return False
         if record.place is not None and original_of(record.place, folder) is not None:
             return False  # The MLflow run is that of the folder that this one was copied from.
-        client = client_of_existing_store(record.uri)
+        client = client_of_existing_store(store_of_folder(record.uri, folder, record.lay_at, store))
         outcome = _outcome(record, folder)
         shown = client.get_run(record.run_id).info.status
         if shown == "RUNNING":

@@ -10,17 +10,19 @@ from mlflow.exceptions import MlflowException
 from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT
 from sqlalchemy.exc import SQLAlchemyError
 
-from flows.tracking.record import read_record
+from flows.tracking.record import TrackingRecord, read_record
 from flows.tracking.store import (
     Outage,
     client_of_existing_store,
     get_or_create_experiment,
     prepare_store,
+    refuse_strange_artifacts,
     resolve_tracking_uri,
     store_errors,
+    store_of_folder,
 )
 from fp8core.config.run import RunConfig
-from fp8core.errors import UserError, first_line
+from fp8core.errors import UserError, first_line, printable_lines, without_passwords
 from fp8core.evaluation.measure import Estimate, EvaluationResult
 from fp8core.parity.verdict import FAIL, NOT_ENOUGH, PASS, ParityResult
 from fp8core.report.text import evaluation_text
@@ -39,7 +41,7 @@ def link_export(run_folder: Path, step: int, target: Path) -> str:
     if tracking is None:
         return "the run was never tracked in MLflow: the export is not linked"
     try:
-        client = client_of_existing_store(tracking.uri)
+        client = _client(run_folder, tracking)
         model_id = find_model(client, tracking.run_id, step)
         if model_id is not None:
             client.set_logged_model_tags(model_id, tags)
@@ -47,8 +49,15 @@ def link_export(run_folder: Path, step: int, target: Path) -> str:
         for key, value in tags.items():
             client.set_tag(tracking.run_id, key, value)
         return f"linked to the MLflow run {tracking.run_id}"
+    except UserError as error:
+        return f"the export is not linked: {error}"
     except _MLFLOW_ERRORS as error:
         return f"the export is not linked: {tracking.uri}: {first_line(error)}"
+
+
+def _client(folder: Path, record: TrackingRecord) -> MlflowClient:
+    """Of the store that a run's folder names. Raises MLflow's errors; UserError: it may not be used."""
+    return client_of_existing_store(store_of_folder(record.uri, folder, record.lay_at))
 
 
 def tracked(folder: Path, step: int) -> Tracked:
@@ -57,8 +66,8 @@ def tracked(folder: Path, step: int) -> Tracked:
     if record is None:
         return Tracked(None, None)
     try:
-        return Tracked(record.run_id, find_model(client_of_existing_store(record.uri), record.run_id, step))
-    except _MLFLOW_ERRORS:
+        return Tracked(record.run_id, find_model(_client(folder, record), record.run_id, step))
+    except (UserError, *_MLFLOW_ERRORS):
         return Tracked(record.run_id, None)  # `link_export`, which comes next, reports the error.
 
 
@@ -83,13 +92,17 @@ class Place:
     model_id: str | None
 
 
-def place_of_run(folder: Path, step: int) -> Place | None:
-    """Beside the training's own MLflow run; None when it was never tracked. Raises MLflow's errors."""
+def place_of_run(folder: Path, step: int, configured: str | None) -> Place | None:
+    """Beside the training's own MLflow run; None when it was never tracked. Raises MLflow's errors, UserError.
+
+    `configured` is the store that the user names (`store_of_folder`).
+    """
     record = read_record(folder)
     if record is None:
         return None
-    client = client_of_existing_store(record.uri)
-    return Place(record.uri, record.experiment_id, find_model(client, record.run_id, step))
+    uri = store_of_folder(record.uri, folder, record.lay_at, configured)
+    client = client_of_existing_store(uri)
+    return Place(uri, record.experiment_id, find_model(client, record.run_id, step))
 
 
 def place_of_folder(folder: Path, config: RunConfig) -> Place:
@@ -124,25 +137,30 @@ def log_evaluation(folder: Path, config: RunConfig, result: EvaluationResult, da
     """
     try:
         with store_errors(config.tracking.uri or "of the run"):
-            place = place_of_folder(folder, config) if result.step is None else place_of_run(folder, result.step)
+            if result.step is None:
+                place: Place | None = place_of_folder(folder, config)
+            else:
+                place = place_of_run(folder, result.step, config.tracking.uri)
             if place is None:
                 return "the run was never tracked in MLflow: the evaluation is not logged"
-            run_id = _log(place, result, dataset)
+            run_id = _log(place, result, dataset, config.tracking.uri)
     except (Outage, UserError) as error:
         return f"the evaluation is not logged: {error}"
     linked = "" if place.model_id is None else f", linked to the model {place.model_id}"
-    return f"logged as MLflow run {run_id} in {place.uri}{linked}"
+    return f"logged as MLflow run {run_id} in {without_passwords(place.uri)}{linked}"
 
 
-def _log(place: Place, result: EvaluationResult, dataset: Dataset) -> str:
+def _log(place: Place, result: EvaluationResult, dataset: Dataset, configured: str | None) -> str:
     client = MlflowClient(tracking_uri=place.uri)
     of = Path(result.target).name if result.step is None else f"{Path(result.target).name}-{result.step:05d}"
-    run_id = str(client.create_run(place.experiment_id, None, {EVALUATION: of}, f"evaluate-{of}").info.run_id)
+    run = client.create_run(place.experiment_id, None, {EVALUATION: of}, f"evaluate-{of}")
+    refuse_strange_artifacts(place.uri, run, configured)
+    run_id = str(run.info.run_id)
     models = [] if place.model_id is None else [LoggedModelInput(place.model_id)]
     client.log_inputs(run_id, [DatasetInput(dataset, [InputTag(MLFLOW_DATASET_CONTEXT, "evaluation")])], models)
     client.log_batch(run_id, _metrics(place, result, dataset), [Param(*item) for item in _params(result).items()])
     client.log_dict(run_id, result.model_dump(mode="json"), "evaluation.json")
-    client.log_text(run_id, evaluation_text(result) + "\n", "evaluation.txt")
+    client.log_text(run_id, printable_lines(evaluation_text(result)) + "\n", "evaluation.txt")
     client.set_terminated(run_id, "FINISHED")
     return run_id
 
@@ -216,7 +234,7 @@ def log_parity(night: ParityResult, config: RunConfig, files: list[Path]) -> str
             client.set_terminated(run_id, _STATUS[night.outcome])
     except (Outage, UserError) as error:
         return f"the verdict is not logged: {error}"
-    return f"logged as MLflow run {run_id} in {uri}"
+    return f"logged as MLflow run {run_id} in {without_passwords(uri)}"
 
 
 def _run_of(client: MlflowClient, experiment: str, night: ParityResult) -> str:

@@ -14,10 +14,10 @@ from flows.tracking.anchor import ahead_of
 from flows.tracking.publish import published_kinds
 from flows.tracking.publisher import Publisher, publishing
 from flows.tracking.record import RunOutcome, TrackingFile, TrackingRecord, read_record, record_lock
-from flows.tracking.store import Outage, is_missing, resolve_tracking_uri, store_errors
+from flows.tracking.store import Outage, refuse_strange_artifacts, resolve_tracking_uri, store_errors, store_of_folder
 from flows.tracking.tracker import Tracker
 from fp8core.config.run import RunConfig
-from fp8core.errors import UserError
+from fp8core.errors import UserError, without_passwords
 from fp8core.report.console import Console
 from fp8core.report.summary import StepTiming
 from fp8core.run.context import RunContext
@@ -85,14 +85,21 @@ def open_session(config: RunConfig, name: str, console: Console, *, new_code: bo
 def _open_tracker(directory: RunDirectory, config: RunConfig, name: str) -> tuple[Tracker, TrackingFile, list[str]]:
     """The MLflow run that this folder names, else the one that has its tag, else a new one; and notes for the console.
 
-    Where no store is configured, the one that the folder names is used. A folder that is a copy gets an MLflow run of
-    its own, linked to the first. So does one whose MLflow run went on elsewhere (a backup that was put back).
+    Where no store is configured, the one that the folder names is used, if it may be (`store_of_folder`). A folder that
+    is a copy gets an MLflow run of its own, linked to the first. So does one whose MLflow run went on elsewhere (a
+    backup that was put back).
     """
     with record_lock(directory.path):
         known = read_record(directory.path)
+    described = directory.description()
+    assert described is not None, "an open folder has its run.json"
     place, news = FolderIdentity.of(directory.path), list[str]()
-    stays = config.tracking.uri is None and known is not None and not is_missing(known.uri)
-    uri = known.uri if known is not None and stays else resolve_tracking_uri(config.tracking.uri, config.runs)
+    if config.tracking.uri is not None:
+        uri = resolve_tracking_uri(config.tracking.uri, config.runs)
+    elif known is not None:
+        uri = store_of_folder(known.uri, directory.path, known.lay_at)
+    else:
+        uri = store_of_folder(described.tracking_uri, directory.path, None)
 
     def opened(training: str, copied_from: str | None = None) -> tuple[Tracker, TrackingRecord]:
         tracker = Tracker.open(uri, config.tracking.experiment, name, config.runs, training, copied_from)
@@ -108,15 +115,14 @@ def _open_tracker(directory: RunDirectory, config: RunConfig, name: str) -> tupl
     original = original_of(known.place, directory.path) if known is not None and known.place is not None else None
     if known is not None and original is not None:
         tracker, record = of_its_own(known.run_id, f"this folder is a copy of {original}")
-    elif known is not None and known.uri == uri:
+    elif known is not None and known.uri == without_passwords(uri):
         tracker, record = Tracker(uri, known.experiment_id, known.run_id), known.running()
     else:
-        described = directory.description()
-        assert described is not None, "an open folder has its run.json"
         tracker, record = opened(known.training if known is not None and known.training else described.id)
     with suppress(Outage), store_errors(uri):  # During an outage the publisher does this when it is over.
         while (reason := _of_another(directory, tracker, known)) is not None:
             tracker, record = of_its_own(tracker.run_id, reason)
+        refuse_strange_artifacts(uri, tracker.client.get_run(tracker.run_id), config.tracking.uri)
         tracker.resume()
         record = record.changed(told=True)
     return tracker, TrackingFile(directory.path, record.changed(place=place)), news

@@ -3,6 +3,7 @@
 import fcntl
 import logging
 import os
+import re
 import shlex
 import shutil
 import sqlite3
@@ -12,19 +13,23 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import mlflow
 from mlflow import MlflowClient
+from mlflow.entities import Run
 from mlflow.exceptions import MlflowException
 from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+from mlflow.utils.file_utils import local_file_uri_to_path
 from requests import HTTPError
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import OperationalError, SQLAlchemyError
 
-from fp8core.errors import UserError, first_line
-from fp8core.store.durable import PRIVATE, make_folder
+from fp8core.errors import UserError, first_line, without_passwords
+from fp8core.store.durable import PRIVATE, make_folder, sole_file
 
 SERVER_TIMEOUT_SECONDS = 10.0
+_DEFAULT = "mlflow.db"
 _DATABASES = ("postgresql", "mysql", "mssql")
 
 
@@ -42,17 +47,99 @@ def default_tracking_uri(runs: Path) -> str:
     Raises:
         UserError: the path has a character that MLflow and SQLAlchemy read differently in a URI.
     """
-    path = runs.absolute() / "mlflow.db"
+    path = runs.absolute() / _DEFAULT
     if set("%?") & set(str(path)):
         raise UserError(f"runs {runs.absolute()}: the sqlite store cannot be below a folder with % or ? in its name")
     return f"sqlite:///{path}"
 
 
 def resolve_tracking_uri(configured: str | None, runs: Path) -> str:
-    """The configured URI, else the one MLflow was given (MLFLOW_TRACKING_URI), else `default_tracking_uri`."""
-    if configured is not None:
-        return configured
-    return mlflow.get_tracking_uri() if mlflow.is_tracking_uri_set() else default_tracking_uri(runs)
+    """The URI that the user names (`named_store`), else `default_tracking_uri`."""
+    return named_store(configured) or default_tracking_uri(runs)
+
+
+def named_store(configured: str | None) -> str | None:
+    """The URI that the user's configuration names, else the one of MLFLOW_TRACKING_URI; None: neither does.
+
+    Raises:
+        UserError: its password could not be told from the text around it.
+    """
+    named = configured or (mlflow.get_tracking_uri() if mlflow.is_tracking_uri_set() else None)
+    if named is not None and re.search(r"://[^/@]*:[^@]*\s[^@]*@", named):
+        raise UserError("tracking.uri: has a blank in its password; write it as %20")
+    return named
+
+
+def store_of_folder(stored: str | None, folder: Path, lay_at: str | None, configured: str | None = None) -> str:
+    """The store of a run, with its password, where the run's folder names one.
+
+    The folder may be somebody else's: MLflow would send the user's credentials to a server of theirs, and write into
+    any database. So a store is used that the user names, or a sqlite file below the folder of runs.
+
+    Args:
+        stored: the URI in the folder, without a password; None: the folder names no store.
+        folder: of the run.
+        lay_at: where the folder lay when `stored` was written. A store beside it may have been moved with it.
+        configured: the URI in the user's own configuration.
+
+    Raises:
+        UserError: the folder names another store.
+    """
+    named, runs = named_store(configured), folder.absolute().parent
+    if stored is None and named is not None:
+        return named
+    if named is not None and stored is not None and _shown(named) == stored.rstrip("/"):
+        return named
+    beside = runs / _DEFAULT
+    file = beside if stored is None else _sqlite_file(stored)
+    if file is not None:
+        moved = lay_at is not None and file == Path(lay_at).parent / _DEFAULT and beside.is_file()
+        missing = not os.path.exists(file)  # False too for what cannot be looked at.
+        if missing and named is not None:
+            return named
+        if moved or missing:
+            file = beside
+        if file.resolve().is_relative_to(runs.resolve()):
+            return default_tracking_uri(runs) if file == beside else str(stored)
+    place = f"sqlite:///{beside}" if stored is None else without_passwords(stored)
+    raise UserError(
+        f"tracking.uri {place}: only the run's folder {folder} names this store: if you trust it with what MLflow "
+        "sends, name it in MLFLOW_TRACKING_URI or tracking.uri (with its password, which no run stores)"
+    )
+
+
+def refuse_strange_artifacts(uri: str, run: Run, configured: str | None) -> None:
+    """Let a local store that the user does not name put files into folders of its runs only.
+
+    The store may be a stranger's, as the folder, and holds the places of its runs' artifacts. A place may be a server,
+    which MLflow would send the user's credentials, or a link to a file of the user's.
+
+    Raises:
+        UserError: the artifacts of `run` lie elsewhere.
+    """
+    named = named_store(configured)
+    if not uri.startswith("sqlite") or (named is not None and _shown(named) == _shown(uri)):
+        return
+    place = run.info.artifact_uri
+    if urlsplit(place).scheme in ("", "file"):
+        folder = Path(local_file_uri_to_path(place)).resolve()
+        own = folder.parts[-2:] == (run.info.run_id, "artifacts")
+        if own and not any(path.is_symlink() for path in folder.rglob("*")):
+            return
+    raise UserError(
+        f"tracking.uri {_shown(uri)}: puts the artifacts of run {run.info.run_id} at {without_passwords(place)}: if "
+        "you trust this store, name it in MLFLOW_TRACKING_URI or tracking.uri"
+    )
+
+
+def _shown(uri: str) -> str:
+    return without_passwords(uri).rstrip("/")
+
+
+def _sqlite_file(uri: str) -> Path | None:
+    """The file of a sqlite URI without options, by its absolute path; None for any other."""
+    path = uri.removeprefix("sqlite:///")
+    return Path(path) if path != uri and path.startswith("/") and not set("%?") & set(path) else None
 
 
 def is_missing(uri: str) -> bool:
@@ -63,11 +150,16 @@ def is_missing(uri: str) -> bool:
 def ui_command(uri: str) -> str:
     """The shell command that opens the MLflow UI on the store at `uri`."""
     if is_server(uri):
-        return f"{shlex.quote(sys.executable)} -P -m webbrowser {shlex.quote(uri)}"
+        return f"{shlex.quote(sys.executable)} -P -m webbrowser {shlex.quote(public_address(uri))}"
     beside_python = Path(sys.executable).with_name("mlflow")
     on_path = shutil.which("mlflow")
     program = "mlflow" if on_path is not None and Path(on_path) == beside_python else str(beside_python)
-    return f"{shlex.quote(program)} ui --backend-store-uri {shlex.quote(uri)}"
+    return f"{shlex.quote(program)} ui --backend-store-uri {shlex.quote(without_passwords(uri))}"
+
+
+def public_address(server: str) -> str:
+    """The address of a server without the name and password that it may hold."""
+    return re.sub(r"^(https?://)[^/?#]*@", r"\1", server)
 
 
 def is_server(uri: str) -> bool:
@@ -87,7 +179,7 @@ def prepare_store(uri: str, runs: Path) -> None:
     elif uri.startswith("sqlite"):
         database = make_url(uri).database
         if not database or database == ":memory:":
-            raise UserError(f"tracking.uri {uri}: name a file, as in {default_tracking_uri(runs)}")
+            raise UserError(f"tracking.uri {without_passwords(uri)}: name a file, as in {default_tracking_uri(runs)}")
         create_sqlite_store(Path(database))
 
 
@@ -98,7 +190,9 @@ def create_sqlite_store(database: Path) -> None:
     second process meets none (MLflow's own creation is neither locked nor atomic).
     """
     make_folder(database.parent, PRIVATE)
-    with database.with_name(f"{database.name}.lock").open("w") as lock:
+    # The folder may be a stranger's: what a link names is left alone.
+    place = database.with_name(f"{database.name}.lock")
+    with open(place, "w", opener=sole_file) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if database.exists():
             return
@@ -154,14 +248,16 @@ def get_or_create_experiment(client: MlflowClient, uri: str, name: str, runs: Pa
         experiment = client.get_experiment_by_name(name)
         assert experiment is not None, f"experiment {name} exists and cannot be found"
     if experiment.lifecycle_stage != "active":
-        raise UserError(f"tracking.experiment {name} is deleted in {uri}: restore it or set another name")
+        place = without_passwords(uri)
+        raise UserError(f"tracking.experiment {name} is deleted in {place}: restore it or set another name")
     return experiment.experiment_id
 
 
 def _ask_for_life(server: str) -> None:
     """Raises OSError within seconds where MLflow's own requests may take minutes."""
     try:
-        urllib.request.urlopen(f"{server.rstrip('/')}/health", timeout=SERVER_TIMEOUT_SECONDS).close()
+        address = f"{public_address(server).rstrip('/')}/health"
+        urllib.request.urlopen(address, timeout=SERVER_TIMEOUT_SECONDS).close()
     except urllib.error.HTTPError:
         return  # Something answers; the first request shows if it is MLflow and admits us.
 
@@ -202,7 +298,7 @@ def store_errors(uri: str) -> Iterator[None]:
         yield
     except (MlflowException, SQLAlchemyError, OSError) as error:
         kind = Outage if _passes(error) else UserError
-        raise kind(f"tracking.uri {uri}: {first_line(error)}") from error
+        raise kind(without_passwords(f"tracking.uri {uri}: {first_line(error)}")) from error
 
 
 def _passes(error: Exception) -> bool:

@@ -26,8 +26,15 @@ from mlflow.utils.validation import (
 )
 
 from flows.tracking.record import RunOutcome
-from flows.tracking.store import Outage, get_or_create_experiment, is_server, prepare_store, store_errors
-from fp8core.errors import UserError
+from flows.tracking.store import (
+    Outage,
+    get_or_create_experiment,
+    is_server,
+    prepare_store,
+    public_address,
+    store_errors,
+)
+from fp8core.errors import UserError, printable_lines, without_passwords
 from fp8core.store.manifest import Head
 
 Row = TypeVar("Row")
@@ -103,7 +110,7 @@ class Tracker:
     @property
     def page(self) -> str:
         """Address of the run's charts, once the UI runs; without its last word the UI shows its pages for agents."""
-        server = self.uri.rstrip("/") if is_server(self.uri) else UI_ADDRESS
+        server = public_address(self.uri).rstrip("/") if is_server(self.uri) else UI_ADDRESS
         run = f"{server}/#/experiments/{self.experiment_id}/runs/{self.run_id}"
         return f"{run}/model-metrics?workflowType=machine_learning"
 
@@ -116,7 +123,8 @@ class Tracker:
         run = self.client.get_run(self.run_id)
         if run.info.lifecycle_stage != "active":
             raise UserError(
-                f"MLflow run {self.run_id} is deleted in {self.uri}: restore it or start a run of another name"
+                f"MLflow run {self.run_id} is deleted in {without_passwords(self.uri)}: restore it or start a run of "
+                "another name"
             )
         self.client.update_run(self.run_id, status="RUNNING")
         if ERROR in run.data.tags:
@@ -125,7 +133,7 @@ class Tracker:
     def finish(self, status: RunOutcome, error: str | None, ended_ms: int) -> None:
         """End the run with the outcome it had; the error becomes a tag, cut at MLflow's limit."""
         if error is not None:
-            self.set_tags({ERROR: error[:MAX_TAG_VAL_LENGTH]})
+            self.set_tags({ERROR: printable_lines(error)[:MAX_TAG_VAL_LENGTH]})
         self.client.set_terminated(self.run_id, status, ended_ms)
 
     def log_params(self, config: Mapping[str, Any]) -> None:
@@ -169,8 +177,9 @@ class Tracker:
             self.client.log_batch(self.run_id, metrics=batch)
 
     def log_text(self, text: str, artifact_file: str) -> None:
-        """Write or replace a text artifact; the suffix decides how the UI shows it."""
-        self.client.log_text(self.run_id, text, artifact_file)
+        """Write or replace a text artifact; the suffix decides how the UI shows it. JSON stays as it is."""
+        shown = text if artifact_file.endswith(".json") else printable_lines(text)
+        self.client.log_text(self.run_id, shown, artifact_file)
 
     def log_dict(self, value: Mapping[str, Any], artifact_file: str) -> None:
         """Write or replace a .json or .yaml artifact."""
@@ -187,7 +196,8 @@ class Tracker:
         length. Here the tag keeps the newest tables that fit; older ones stay as plain JSON.
         """
         for artifact_file, (columns, rows) in tables.items():
-            table = {"columns": list(columns), "data": [list(row) for row in rows]}
+            cells = [[printable_lines(cell) if isinstance(cell, str) else cell for cell in row] for row in rows]
+            table = {"columns": list(columns), "data": cells}
             self.log_text(json.dumps(table, allow_nan=False), artifact_file)
         listed = json.loads(self.client.get_run(self.run_id).data.tags.get(MLFLOW_LOGGED_ARTIFACTS, "[]"))
         entries = [{"path": artifact_file, "type": "table"} for artifact_file in tables]
@@ -198,7 +208,7 @@ class Tracker:
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
         """Set or replace tags of the run."""
-        rows = [RunTag(key, value) for key, value in tags.items()]
+        rows = [RunTag(key, printable_lines(value)) for key, value in tags.items()]
         for batch in _batches(rows, MAX_PARAMS_TAGS_PER_BATCH):
             self.client.log_batch(self.run_id, tags=batch)
 
@@ -209,7 +219,8 @@ def held_by(run: Run, uri: str) -> Held:
     try:
         return Held(None if head is None else Head.parse(head), None if folder is None else Path(folder))
     except ValueError as error:
-        raise UserError(f"tracking.uri {uri}: tag {CHAIN_HEAD} of MLflow run {run.info.run_id}: {error}") from error
+        place = f"tracking.uri {without_passwords(uri)}: tag {CHAIN_HEAD} of MLflow run {run.info.run_id}"
+        raise UserError(f"{place}: {error}") from error
 
 
 def _link_back(client: MlflowClient, original: str, copy: str) -> None:
@@ -227,7 +238,7 @@ def _link_back(client: MlflowClient, original: str, copy: str) -> None:
 
 
 def _param_text(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value)
+    text = printable_lines(value) if isinstance(value, str) else json.dumps(value)
     return text if len(text) <= MAX_PARAM_VAL_LENGTH else text[: MAX_PARAM_VAL_LENGTH - 1] + "…"
 
 

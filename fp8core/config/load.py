@@ -26,7 +26,7 @@ from pydantic import JsonValue, ValidationError
 
 from fp8core.config.check import refusal, step_name, suggestion
 from fp8core.config.run import RunConfig, public_dump
-from fp8core.errors import StoredFileError, UserError, not_unicode, printable
+from fp8core.errors import StoredFileError, UserError, not_unicode, printable, without_passwords
 
 Overrides = Mapping[str, Any] | Sequence[str]
 
@@ -280,8 +280,16 @@ def _locate_base(base: Any, reader: Path, place: str) -> Path:
 
 def _override_layers(overrides: Overrides) -> list[Block]:
     if isinstance(overrides, Mapping):
-        return [_nested(str(key), value, "overrides") for key, value in overrides.items()]
-    return [_parse_override(text) for text in overrides]
+        layers = [_nested(str(key), value, "overrides") for key, value in overrides.items()]
+    else:
+        layers = [_parse_override(text) for text in overrides]
+    for key, value, place in (node for layer in layers for node in _nodes(layer)):
+        if key == "tracking.uri" and isinstance(value, str) and without_passwords(value) != value:
+            raise UserError(
+                f"{key}: {without_passwords(value)} has a password, which `ps` shows and Prefect stores: set "
+                f"MLFLOW_TRACKING_URI, or write it into a configuration file ({place})"
+            )
+    return layers
 
 
 def _parse_override(text: str) -> Block:

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, JsonValue, field_validator, model_validator
+from pydantic import AfterValidator, Field, JsonValue, field_serializer, field_validator, model_validator
 
 from fp8core.config.loss import LossConfig as LossConfig
 from fp8core.config.loss import is_function_path
@@ -17,6 +17,7 @@ from fp8core.config.precision import AlignmentConfig, PrecisionContract
 from fp8core.config.section import Section
 from fp8core.config.steps import PipelineConfig
 from fp8core.config.vllm import VllmConfig
+from fp8core.errors import without_passwords
 from fp8core.rollout.registry import ENGINES, ENTRY_PATH, check_name
 
 SHIPPED_VERIFIERS = ("chain", "integer", "math-verify")
@@ -435,13 +436,20 @@ class TrackingConfig(Section):
     """MLflow, and what Prefect shows of a run beside its tasks."""
 
     uri: str | None = Field(
-        None, description="Tracking server or store; null uses MLFLOW_TRACKING_URI, else sqlite beside the runs."
+        None,
+        description="Tracking server or store; null uses MLFLOW_TRACKING_URI, else sqlite beside the runs. No run "
+        "stores its password, and `resume` takes it from here or from MLFLOW_TRACKING_URI.",
     )
     experiment: str = Field("fp8-grpo", min_length=1)
     sample_completions: int = Field(8, ge=0, le=1000, description="Completions a step in the sample table.")
     sample_every: int = Field(10, ge=1, le=1_000_000, description="Steps between sample tables; first and last too.")
     system_metrics: bool = Field(True, description="Log the load of CPU, memory, disk and GPUs (system/...).")
     report_every: int = Field(20, ge=1, le=1_000_000, description="Steps between markdown reports in Prefect's UI.")
+
+    @field_serializer("uri")
+    def _without_password(self, uri: str | None) -> str | None:
+        # A dump goes to run.json, to MLflow and to reports.
+        return None if uri is None else without_passwords(uri)
 
 
 class RunConfig(Section):

@@ -13,6 +13,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from fp8core.errors import printable
 from fp8core.report.summary import HELDOUT, LENGTH, MISSING, REWARD, STEP, TMPE, TOKENS_DIFFERING, Summary
 
 WIDTH = 80
@@ -32,7 +33,8 @@ class StyleAccuracy(NamedTuple):
 class Console:
     """Live output of one training.
 
-    Colour and dimming appear on a terminal only; a file gets the same words without control characters.
+    Colour and dimming appear on a terminal only; a file gets the same words without control characters. Names and
+    texts of others are shown escaped (`errors.printable`).
     """
 
     def __init__(self, file: TextIO, steps: int) -> None:
@@ -45,12 +47,12 @@ class Console:
 
     def header(self, run: str, places: Mapping[str, str]) -> None:
         """The run's name, and where things are (label -> path or address)."""
-        self._whole_line(Text(f"fp8-grpo run {run}", style="bold"))
+        self._whole_line(Text(f"fp8-grpo run {printable(run)}", style="bold"))
         self._places(places)
 
     def note(self, text: str) -> None:
         """A line of plain text."""
-        self._whole_line(Text(text))
+        self._whole_line(Text(printable(text)))
 
     def warm_start(self, step: int, steps: int, loss: float) -> None:
         """Progress of the warm start; called at every step, it prints a tenth of them and the last."""
@@ -99,7 +101,7 @@ class Console:
             format_tmpe(metrics[TMPE]) if TMPE in metrics else MISSING,
             _number(metrics, TOKENS_DIFFERING, ".0f"),
             f"{seconds:.2f}",
-            MISSING if slowest is None else f"{slowest} {task_seconds[slowest] / seconds:.0%}",
+            MISSING if slowest is None else f"{printable(slowest)} {task_seconds[slowest] / seconds:.0%}",
         )
 
     def summary(self, summary: Summary, picture: Path, ui_command: str, page: str) -> None:
@@ -116,7 +118,7 @@ class Console:
         tmpe = MISSING if summary.tmpe_max is None else format_tmpe(summary.tmpe_max)
         results.add_row("tmpe", tmpe, f"largest of all steps; {summary.tokens_differing} tokens differ")
         judged = {None: MISSING, 0: "kept"}.get(summary.bounds_crossed, f"crossed {summary.bounds_crossed} times")
-        results.add_row("bounds", judged, summary.bounds)
+        results.add_row("bounds", judged, Text(printable(summary.bounds)))
         if summary.overhead_ms_per_step is not None:
             overhead = summary.overhead_ms_per_step
             results.add_row("overhead", f"{overhead.median:.0f} ms", f"median per step; mean {overhead.mean:.0f} ms")
@@ -124,8 +126,9 @@ class Console:
         results.add_row("time", f"{total:.1f} s", f"{summary.steps} steps")
         for task, seconds in summary.seconds.items():
             if task != "total":
-                results.add_row(f"  {task}", f"{seconds:.1f} s", f"{seconds / total:.0%}")
-        self._console.print(Panel(results, title=f"{summary.run}: done", title_align="left", expand=False))
+                results.add_row(Text(f"  {printable(task)}"), f"{seconds:.1f} s", f"{seconds / total:.0%}")
+        title = Text(f"{printable(summary.run)}: done")
+        self._console.print(Panel(results, title=title, title_align="left", expand=False))
         places = {"picture": str(picture), "MLflow UI": ui_command, "then open": page}
         self._places({**places, "chain": summary.chain_head})
 
@@ -139,7 +142,7 @@ class Console:
     def _places(self, places: Mapping[str, str]) -> None:
         width = max(map(len, places), default=0)
         for label, place in places.items():
-            self._whole_line(Text.assemble((f"  {label:<{width}}  ", "dim"), place))
+            self._whole_line(Text.assemble((f"  {label:<{width}}  ", "dim"), printable(place)))
 
     def _whole_line(self, text: Text) -> None:
         self._console.print(text, soft_wrap=True)

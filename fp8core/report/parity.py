@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 
 from fp8core.config.parity import ParityConfig
+from fp8core.errors import printable_lines
 from fp8core.parity.measure import RATIO, STRESS, VARIANTS, WEIGHT, Measured
 from fp8core.parity.verdict import ParityResult, changes
 from fp8core.report.charts import Bound, Chart, short
@@ -72,7 +73,7 @@ def parity_markdown(night: ParityResult, measured: Sequence[Measured], before: P
     parts.append(_markdown(accuracy_table(night, measured)))
     section = _regression(night, before)
     parts += [*section.text, *(_markdown(table) for table in section.tables)]
-    return "\n\n".join(parts) + "\n"
+    return printable_lines("\n\n".join(parts)) + "\n"
 
 
 def checks_table(night: ParityResult) -> Table:

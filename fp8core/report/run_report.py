@@ -12,6 +12,7 @@ from markupsafe import Markup
 from fp8core.alignment.bounds import stop_bounds
 from fp8core.config.load import NON_NUMERIC_KEYS, leaves
 from fp8core.config.run import public_dump
+from fp8core.errors import printable_lines
 from fp8core.report.charts import Chart, short
 from fp8core.report.console import format_tmpe
 from fp8core.report.drawing import svg
@@ -68,11 +69,17 @@ def render_page(title: str, subtitle: str, sections: Sequence[Section]) -> str:
         loader=PackageLoader("fp8core.report", "."),
         autoescape=True,
         undefined=StrictUndefined,
+        finalize=_shown,
         trim_blocks=True,
         lstrip_blocks=True,
     )
     template = environment.get_template(_TEMPLATE)
     return template.render(mark=Markup(PAGE_MARK), title=title, subtitle=subtitle, sections=sections, figure=Markup)
+
+
+def _shown(value: Any) -> Any:
+    """A value as the page shows it: names and texts of others may hold characters that turn or hide what follows."""
+    return type(value)(printable_lines(value)) if isinstance(value, str) else value
 
 
 _DIGITS = 12

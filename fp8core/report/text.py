@@ -7,6 +7,7 @@ from statistics import fmean
 
 from fp8core.alignment.bisect import Bisection, LogprobError
 from fp8core.config.check import Plan, PlannedStep
+from fp8core.errors import printable_lines
 from fp8core.evaluation.measure import Estimate, EvaluationResult
 from fp8core.plan.memory import CacheRoom, DevicePlan, ParameterCounts, Phase, StoredBytes
 from fp8core.plan.run_plan import RunPlan
@@ -206,7 +207,7 @@ def progress_markdown(run: str, steps: int, rows: History, before: History, seco
     if whole > 0:
         shares = ", ".join(f"{task} {share / whole:.0%}" for task, share in seconds.items())
         lines += ["", f"{whole / len(rows):.3g} s of tasks a step: {shares}."]
-    return "\n".join(lines) + "\n"
+    return printable_lines("\n".join(lines)) + "\n"
 
 
 def _steps(rows: History) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 from fp8core.config.check import PlannedStep
 from fp8core.config.steps import import_step
-from fp8core.errors import UserError, first_line
+from fp8core.errors import UserError, first_line, printable
 from fp8core.run.context import RunContext
 from fp8core.run.policy import SyncError
 from fp8core.store.artifacts import Ref
@@ -130,9 +130,9 @@ def attempt(place: str, body: Callable[[], dict[str, Ref]]) -> dict[str, Ref]:
     try:
         return body()
     except (UserError, NotFiniteError, SyncError) as error:
-        raise type(error)(f"{place}: {error}") from error
+        raise type(error)(printable(f"{place}: {error}")) from error
     except Exception as error:
-        raise StepError(f"{place}: {type(error).__name__}: {first_line(error)}") from error
+        raise StepError(printable(f"{place}: {type(error).__name__}: {first_line(error)}")) from error
 
 
 def task_key(run: RunContext, index: int, name: str, parts: Mapping[str, Any]) -> str:

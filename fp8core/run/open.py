@@ -17,7 +17,7 @@ from fp8core.config.loss import SHIPPED_LOSSES
 from fp8core.config.run import RunConfig, public_dump
 from fp8core.config.steps import import_spec
 from fp8core.data.source import build_source, check_problems
-from fp8core.errors import UserError
+from fp8core.errors import UserError, without_passwords
 from fp8core.report.console import Console
 from fp8core.rewards.verifier import build_verifier
 from fp8core.rl.objective import Objective
@@ -119,7 +119,11 @@ def resume_command(config: RunConfig, name: str) -> str:
     """The command that continues a run of this name: a name alone is looked for below ./runs."""
     default = type(config).model_fields["runs"].default
     place = name if config.runs == default else str(config.runs.absolute() / name)
-    return f"fp8-grpo resume {shlex.quote(place)}"
+    command, store = f"fp8-grpo resume {shlex.quote(place)}", config.tracking.uri
+    if store is not None and store == without_passwords(store):
+        # `resume` takes no store from the folder, which may be a stranger's.
+        command += f" --set {shlex.quote(f'tracking.uri={store}')}"
+    return command
 
 
 def refuse_other_code(described: RunDescription, last: SegmentEntry | None, config: RunConfig, name: str) -> None:

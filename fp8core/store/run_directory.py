@@ -48,6 +48,13 @@ class RunDescription(BaseModel):
     )
     created: str = Field(max_length=64, description="ISO 8601, UTC.")
 
+    @property
+    def tracking_uri(self) -> str | None:
+        """The tracking store that the run was begun with, without a password; None: the configuration named none."""
+        section = self.config.get("tracking")
+        uri = section.get("uri") if isinstance(section, dict) else None
+        return uri if isinstance(uri, str) else None
+
 
 class RunDirectory:
     """The folder of a run that this process executes, from `create_or_open` to `close`."""

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import FlowRunFilter
 from safetensors.torch import load_file, save_file
 
 from fp8core.store.artifacts import ArtifactStore
@@ -51,7 +52,8 @@ def nan_reward(run, index, options, prompts, rollouts):
 @step(inputs={"prompts": "prompts", "rollouts": "rollouts"}, outputs={"rewards": "rewards"})
 def sometimes(run, index, options, prompts, rollouts):
     if index == 2 and BROKEN.exists():
-        raise ConnectionError("the judge does not answer\\nfor reasons of its own")
+        said = "\\x1b]0;mine\\x07\\u202e https://me:hunter2@judge"
+        raise ConnectionError(f"the judge does not answer {said}\\nfor reasons of its own {said}")
     return stored(run, scored(run, prompts, rollouts))
 
 
@@ -304,11 +306,20 @@ def test_an_mlflow_store_that_fails_is_one_line(launch, runs, steps_module, tmp_
     assert_intact(failed, steps=2)
 
 
-def test_an_exception_in_a_step_keeps_what_was_done_and_the_run_goes_on_without_its_cause(launch, steps_module):
+def test_an_exception_in_a_step_keeps_what_was_done_and_the_run_goes_on_without_its_cause(
+    launch, steps_module, caplog, capfd
+):
     broken = steps_module / "broken"
     broken.touch()
     failed = launch("bad-step", overrides=reward("sometimes"))
-    assert_failed(failed, "step 2, task reward: ConnectionError: the judge does not answer")
+    assert_failed(failed, "step 2, task reward: ConnectionError: the judge does not answer \\x1b]0;mine\\x07\\u202e")
+    with get_client(sync_client=True) as client:
+        of_flow = FlowRunFilter(id={"any_": [failed.state.state_details.flow_run_id]})
+        states = [run.state.message or "" for run in client.read_task_runs(flow_run_filter=of_flow)]
+    assert any("the judge does not answer" in message for message in states)
+    shown = ["".join(capfd.readouterr()), caplog.text, (failed.folder / "tracking.json").read_text(), *states]
+    assert "for reasons of its own \\x1b]0;mine\\x07\\u202e" in caplog.text, "the traceback"
+    assert not any(set("\x1b\x07\u202e") & set(text) or "hunter2" in text for text in shown)
     assert_intact(failed, steps=1)
     rollout = failed.ledger.tasks(2)["rollout"]
     broken.unlink()

@@ -144,13 +144,14 @@ def test_a_policy_that_does_not_come_out_equal_is_not_exported(run_copy, export,
     assert not list(tmp_path.glob("*bf16*"))
 
 
-def test_the_export_is_linked_to_its_model_or_its_run(run_copy, export, tmp_path):
+def test_the_export_is_linked_to_its_model_or_its_run(run_copy, export, tmp_path, monkeypatch):
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
     client = MlflowClient(uri)
     experiment = client.create_experiment("fp8-grpo")
     run_id = client.create_run(experiment).info.run_id
     model = client.create_logged_model(experiment, name="whole-00004", source_run_id=run_id, tags={"step": "4"})
     write_record(run_copy.folder, TrackingRecord.begun(uri, experiment, run_id))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     _, printed, _ = export(run_copy.folder, tmp_path / "bf16", "--step", 4)
     assert printed.endswith(f"linked to the MLflow model {model.model_id}\n")
     assert client.get_logged_model(model.model_id).tags["exported_bf16"] == str(tmp_path / "bf16")
@@ -163,7 +164,8 @@ def test_the_export_is_linked_to_its_model_or_its_run(run_copy, export, tmp_path
 
 
 @pytest.mark.parametrize("uri", ["http://127.0.0.1:9", "sqlite:////nowhere/mlflow.db"])
-def test_an_mlflow_that_is_away_is_a_note(run_copy, export, tmp_path, uri):
+def test_an_mlflow_that_is_away_is_a_note(run_copy, export, tmp_path, uri, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     write_record(run_copy.folder, TrackingRecord.begun(uri, "1", "0" * 32))
     code, printed, _ = export(run_copy.folder, tmp_path / "bf16", "--step", 4)
     assert code == 0

@@ -83,7 +83,12 @@ def test_a_moved_run_is_extended_in_its_mlflow_run(
     capsys.readouterr()
     (tmp_path / "elsewhere").mkdir()
     moved = begun.folder.rename(tmp_path / "elsewhere" / "renamed")
-    code, out, err = command("resume", str(moved), "--set", "steps=3", "--json", "summary.json")
+    words = ("resume", str(moved), "--set", "steps=3", "--json", "summary.json")
+    code, _, err = command(*words)
+    assert code == 1, "its store is no longer beside it"
+    uri = default_tracking_uri(begun.runs)
+    assert f"tracking.uri {uri}: only the run's folder {moved} names this store" in err
+    code, out, err = command(*words, "--set", f"tracking.uri={uri}")
     assert (code, err) == (0, "")
     assert "copied_from" not in out
     assert out.startswith("starting Prefect and MLflow\nfp8-grpo run renamed\n")
@@ -147,7 +152,8 @@ def test_relative_paths_are_those_of_the_folder_it_was_begun_in(
 
 def test_new_code_goes_on_from_what_is_committed(begun: Any, moved: Path, command: Command) -> None:
     before = LedgerView.read(of_other_code(moved) / LEDGER)
-    code, _, err = command("resume", str(moved), "--new-code", "--set", "steps=3")
+    store = f"tracking.uri={default_tracking_uri(begun.runs)}"
+    code, _, err = command("resume", str(moved), "--new-code", "--set", "steps=3", "--set", store)
     assert (code, err) == (0, "")
     ledger, store = LedgerView.read(moved / LEDGER), ArtifactStore(moved)
     assert ledger.segments()[:-1] == before.segments()

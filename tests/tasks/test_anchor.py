@@ -96,9 +96,10 @@ def verify(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int,
 
 
 @pytest.fixture
-def published(copy_of_trained: Any, runs: Path) -> Any:
-    """A finished training of three steps that MLflow knows."""
+def published(copy_of_trained: Any, runs: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A finished training of three steps that MLflow knows, in a store that the environment names."""
     copy = copy_of_trained(default_tracking_uri(runs))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", default_tracking_uri(runs))
     assert publish(copy) == []
     return copy
 
@@ -142,12 +143,13 @@ def test_steps_that_were_cut_off_are_found(published, capsys) -> None:
     )
 
 
-def test_verify_says_why_it_could_not_compare(published, runs, capsys) -> None:
+def test_verify_says_why_it_could_not_compare(published, runs, capsys, monkeypatch) -> None:
     record = read_record(published.folder)
     client = MlflowClient(record.uri)
 
     def said(**fields: Any) -> str:
         write_record(published.folder, record.changed(**fields))
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", fields.get("uri", record.uri))
         code, anchors, (found,) = verify(capsys, published.folder)
         assert (code, list(anchors)) == (0, ["signatures"])
         return found.removeprefix("note MLflow: its head could not be compared: ")
@@ -185,11 +187,13 @@ def configured(copy: Any, **fields: str) -> None:
     (copy.folder / "run.json").write_text(json.dumps({**described, **fields}))
 
 
-def test_another_store_than_the_folder_names_can_be_asked_and_none(published, runs, capsys) -> None:
+def test_another_store_than_the_folder_names_can_be_asked_and_none(published, runs, capsys, monkeypatch) -> None:
     rewrite(published.folder, other_library)
     configured(published)
     uri = published.config.tracking.uri
-    write_record(published.folder, read_record(published.folder).changed(uri=f"sqlite:///{runs / 'own.db'}"))
+    own = f"sqlite:///{runs / 'own.db'}"
+    write_record(published.folder, read_record(published.folder).changed(uri=own))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", own)
     assert verify(capsys, published.folder)[0] == 0
     assert verify(capsys, published.folder, "--tracking-uri", uri)[0] == 1
     assert verify(capsys, published.folder, "--tracking-uri", "none") == (0, {"signatures": "none"}, [])

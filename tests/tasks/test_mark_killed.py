@@ -17,8 +17,9 @@ Dead = Callable[..., Path]
 
 
 @pytest.fixture
-def dead(tmp_path: Path, tracker: Tracker) -> Dead:
-    """The folder of a training whose process is gone."""
+def dead(tmp_path: Path, tracker: Tracker, monkeypatch: pytest.MonkeyPatch) -> Dead:
+    """The folder of a training whose process is gone; the environment names its store."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", tracker.uri)
 
     def make(name: str = "dead", tracker: Tracker = tracker, **changes: object) -> Path:
         folder = tmp_path / name
@@ -74,7 +75,9 @@ def test_what_mlflow_heard_before_the_kill_stays(dead: Dead, tracker: Tracker) -
     assert read_record(folder).status == "FINISHED"
 
 
-def test_nothing_to_say_and_nobody_to_say_it_to(dead: Dead, tracker: Tracker, tmp_path: Path) -> None:
+def test_nothing_to_say_and_nobody_to_say_it_to(
+    dead: Dead, tracker: Tracker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "no_record").mkdir()
     assert not mark_killed(tmp_path / "no_record")
     assert not mark_killed(dead("finished", status="FINISHED", ended_ms=1))
@@ -84,6 +87,7 @@ def test_nothing_to_say_and_nobody_to_say_it_to(dead: Dead, tracker: Tracker, tm
         "run": {"run_id": "0" * 32},
     }.items():
         folder = dead(name, **where)
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", where.get("uri", tracker.uri))
         assert not mark_killed(folder)
         assert read_record(folder).status == "RUNNING", "the next one may be heard"
     assert not (tmp_path / "absent.db").exists()

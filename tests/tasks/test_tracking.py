@@ -163,3 +163,19 @@ def test_the_page_is_that_of_the_run(tracker: Tracker) -> None:
     path = f"/#/experiments/{tracker.experiment_id}/runs/{tracker.run_id}/model-metrics?workflowType=machine_learning"
     assert tracker.page == f"http://127.0.0.1:5000{path}"
     assert replace(tracker, uri="http://tracking:8080/").page == f"http://tracking:8080{path}"
+
+
+def test_texts_of_others_reach_mlflow_escaped_and_without_passwords(tracker: Tracker, tmp_path: Path) -> None:
+    hostile = "\x1b]0;mine\x07 \u202e https://me:secret@host"
+    tracker.log_params({"data.source": hostile})
+    tracker.set_tags({"name": hostile})
+    tracker.finish("FAILED", hostile, 1)
+    tracker.log_text(f"{hostile}\nmore\n", "graph.txt")
+    tracker.log_tables({"samples/1.json": (("prompt",), [(f"{hostile}\nmore",)])})
+    data = tracker.client.get_run(tracker.run_id).data
+    (cells,) = json.loads(artifact_text(tracker, "samples/1.json", tmp_path))["data"]
+    shown = [data.params["data.source"], data.tags["name"], data.tags["error"], *cells]
+    shown.append(artifact_text(tracker, "graph.txt", tmp_path))
+    for text in shown:
+        assert text.startswith("\\x1b]0;mine\\x07 \\u202e https://me:***@host")
+    assert cells[0].endswith("\nmore")

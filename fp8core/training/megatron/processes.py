@@ -65,7 +65,7 @@ class Watch:
         if interrupted and self._call == interrupted:
             codes = [process.exitcode for process in self._processes if not process.is_alive()]
             said = f"a process of the Megatron trainer ended (exit code {codes}), and this one waits for it in vain"
-            print(f"{said}: it ends too", file=sys.stderr, flush=True)
+            print(f"{said}: it ends too", file=sys.stderr, flush=True)  # noqa: T201
             os.kill(os.getpid(), signal.SIGKILL)
 
 

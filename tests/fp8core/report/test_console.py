@@ -33,6 +33,24 @@ SUMMARY = Summary(
 )
 
 
+HOSTILE = "\x1b[2J\x1b]0;mine\x07\u202e https://me:secret@host"
+
+
+def test_names_and_texts_of_others_are_shown_escaped() -> None:
+    out = Terminal()
+    console = Console(out, 80)
+    console.header(HOSTILE, {"MLflow": HOSTILE})
+    console.note(HOSTILE)
+    console.step(METRICS, 1.0, {HOSTILE: 1.0})
+    hostile = SUMMARY.model_copy(update={"run": HOSTILE, "bounds": HOSTILE, "seconds": {HOSTILE: 1.0, "total": 2.0}})
+    console.summary(hostile, Path("\x1b[2J.png"), HOSTILE, HOSTILE)
+    said = out.getvalue()
+    assert not set("\x07\u202e") & set(said)
+    assert "\x1b[2J" not in said
+    assert "secret" not in said
+    assert said.count("\\x1b[2J") >= 7
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True

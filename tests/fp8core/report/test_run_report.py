@@ -144,3 +144,13 @@ def test_key_charts_hold_every_run(whole_run, mixed_run) -> None:
     charts = key_charts(read_runs([whole_run.folder, mixed_run.folder]))
     assert [chart.title for chart in charts][:2] == ["Reward", "Held-out accuracy"]
     assert all([series.label for series in chart.series] == ["whole", "mixed"] for chart in charts)
+
+
+def test_texts_of_others_turn_and_hide_nothing_on_the_page() -> None:
+    hostile = "\x1b[2J\u202e<b> https://me:secret@host"
+    table = Table(hostile, [hostile], [(hostile,)])
+    page = render_page(hostile, hostile, [Section("one", hostile, [hostile], [f"<svg>{hostile[:5]}</svg>"], [table])])
+    assert not set("\x1b\u202e") & set(page)
+    assert "secret" not in page
+    assert page.count("\\u202e&lt;b&gt; https://me:***@host") >= 5
+    assert "<svg>\\x1b[2J\\u202e</svg>" in page
