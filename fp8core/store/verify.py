@@ -43,7 +43,7 @@ from fp8core.store.run_directory import LEDGER
 from fp8core.store.run_view import Commit, Finding, RunView, read_manifest, spans
 from fp8core.store.schemas import check_file, read_table
 from fp8core.store.tables import TABLES, refuse_other_rows
-from fp8core.training.saved_state import check_checkpoint
+from fp8core.training.saved_state import check_checkpoint, check_weights
 
 Watch = Callable[[StepManifest], None]
 
@@ -381,8 +381,10 @@ def _checkpoints(view: RunView, report: Report | None) -> Iterator[Finding]:
             yield Finding("error", entry.uri, problem, step=step)
         elif digest is not None:
             try:
-                check_checkpoint(folder, step)
-            except StoredFileError as error:
+                if view.config is not None:
+                    check_checkpoint(folder, step, entry.weights_digest, view.config.training)
+                    check_weights(folder, entry.weights_digest)
+            except UserError as error:
                 yield Finding("error", entry.uri, str(error).removeprefix(f"{folder}/"), step=step)
         elif deletion is not None:
             yield Finding("note", entry.uri, f"removed ({deletion.reason}, {deletion.when})", step=step)

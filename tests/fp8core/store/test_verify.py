@@ -1,6 +1,7 @@
 """Damage of each kind to a copy of a real run, and each is named."""
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -8,10 +9,14 @@ from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from fp8core.errors import UserError
+from fp8core.numerics.fingerprint import policy_digest
 from fp8core.store.artifacts import ArtifactStore, Ref
 from fp8core.store.deletion_log import Deletion, log_deletions
+from fp8core.store.durable import folder_digest
 from fp8core.store.json_text import canonical_json
 from fp8core.store.ledger import LedgerView, RedoEntry
 from fp8core.store.manifest import Head, SigningKey, StepManifest, signature_file, write_signature
@@ -392,12 +397,66 @@ def test_the_newest_checkpoint_must_be_there(run: Path) -> None:
     assert "note checkpoints/00003 (step 3): removed (moved away, then)" in map(str, findings(run, "note"))
 
 
+def seal(run: Path, step: int, **fields: str) -> None:
+    """Enter the digest of a checkpoint's folder as it is now, as a forger would, and other fields."""
+    digest = folder_digest(run / f"checkpoints/{step:05d}")
+    edit_ledger(run, lambda entry: entry.update(digest=digest, **fields), event="checkpoint", step=step)
+
+
+def scale(file: Path, factor: float) -> dict[str, Tensor]:
+    scaled = {name: factor * tensor for name, tensor in load_file(file).items()}
+    save_file(scaled, file, metadata={"format": "pt"})
+    return scaled
+
+
+def scale_all(checkpoint: Path) -> None:
+    scale(checkpoint / "policy/model.safetensors", 2.0)
+    digest = policy_digest(scale(checkpoint / "masters.safetensors", 2.0))
+    edit_json(checkpoint / "trainer.json", lambda state: state.update(digest=digest))
+
+
+def claim_shards(checkpoint: Path) -> None:
+    (checkpoint / "masters.safetensors").unlink()
+    (checkpoint / "megatron").mkdir()
+    (checkpoint / "megatron/shard").write_bytes(b"")
+    edit_json(checkpoint / "trainer.json", lambda state: state.update(grid={}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        (lambda at: scale(at / "policy/model.safetensors", 0.0), "policy/model.safetensors: tensor "),
+        (lambda at: (at / "masters.safetensors").unlink(), "masters.safetensors: cannot be read"),
+        (lambda at: (at / "masters.safetensors").write_bytes(b"garbled" * 9), "masters.safetensors: not a complete"),
+        (lambda at: scale(at / "masters.safetensors", 2.0), "masters.safetensors: its weights have the digest "),
+        (scale_all, "trainer.json: digest: "),
+        (claim_shards, "trainer.json: grid: "),
+        (lambda at: scale(at / "optimiser.safetensors", math.nan), "optimiser.safetensors: tensor "),
+        (lambda at: (at / "optimiser.safetensors").write_bytes(b""), "optimiser.safetensors: not a complete"),
+    ],
+)
+def test_exchanged_weights_are_found_though_the_ledger_has_the_digest_of_their_folder(
+    run: Path, damage: Callable[[Path], Any], problem: str
+) -> None:
+    damage(run / "checkpoints/00003")
+    seal(run, 3)
+    (found,) = findings(run)
+    assert str(found).startswith(f"error checkpoints/00003 (step 3): {problem}")
+
+
+def test_weights_that_the_whole_checkpoint_and_its_line_agree_on_are_not_those_of_the_chain(run: Path) -> None:
+    scale_all(run / "checkpoints/00003")
+    seal(run, 3, weights_digest=json.loads((run / "checkpoints/00003/trainer.json").read_text())["digest"])
+    (found,) = findings(run)
+    assert str(found).startswith("error checkpoints/00003 (step 3): holds weights ")
+
+
 # --- what was done again ---
 
 
-def redo(run: Path, step: int) -> Ref:
+def redo(run: Path, step: int, weights_digest: str = ZEROS) -> Ref:
     """Enter that redoing a step gave another policy; returns that policy."""
-    policy = ArtifactStore(run).put_json("policy", {"version": step, "weights_digest": ZEROS})
+    policy = ArtifactStore(run).put_json("policy", {"version": step, "weights_digest": weights_digest})
     entry = RedoEntry(step=step, task="train", outputs={"next_policy": policy}, code_version=ZEROS)
     lines = (run / LEDGER).read_text().splitlines(keepends=True)
     last = next(i for i, line in enumerate(lines) if f'"event":"step","step":{step}' in line)
@@ -419,8 +478,10 @@ def test_inputs_that_a_redo_gave_are_noted(run: Path) -> None:
 
 
 def test_a_checkpoint_of_what_a_redo_gave_is_accepted_and_its_policy_checked(run: Path) -> None:
-    policy = redo(run, 3)
-    edit_ledger(run, set_in("weights_digest"), event="checkpoint", step=3)
+    scale_all(run / "checkpoints/00003")
+    made = json.loads((run / "checkpoints/00003/trainer.json").read_text())["digest"]
+    policy = redo(run, 3, made)
+    seal(run, 3, weights_digest=made)
     assert findings(run) == []
     (run / policy.uri).unlink()
     assert [finding.place for finding in findings(run)] == [policy.uri, "checkpoints/00003"]
