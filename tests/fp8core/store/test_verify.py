@@ -99,9 +99,56 @@ def test_what_a_live_run_has_not_committed_is_no_error(run: Path) -> None:
     lines = (run / LEDGER).read_text().splitlines(keepends=True)
     (end,) = [i for i, line in enumerate(lines) if '"event":"step","step":3' in line]
     (run / LEDGER).write_text("".join(lines[:end]) + lines[end][:40])
+    shutil.rmtree(run / "checkpoints/00003")  # Which is made after the step's line.
     view = RunView.read(run)
     assert list(view.steps) == [0, 1, 2]
     assert [finding.place for finding in verify(view) if finding.severity == "error"] == []
+
+
+def keep_lines(run: Path, step: int, task: str | None = None) -> None:
+    """Cut the ledger after the end of a step, or after one of its tasks."""
+    wanted = f'"step":{step},"task":"{task}"' if task is not None else f'"event":"step","step":{step},'
+    lines = (run / LEDGER).read_text().splitlines(keepends=True)
+    last = next((i for i, line in enumerate(lines) if wanted in line), -1)
+    (run / LEDGER).write_text("".join(lines[: last + 1]))
+
+
+@pytest.mark.parametrize(
+    ("step", "task", "later"),
+    [(-1, None, "0-3"), (0, None, "1-3"), (2, None, "3"), (3, "train", "3"), (1, "record", "2-3")],
+)
+def test_a_ledger_that_was_cut_is_an_error_by_the_files_of_later_steps(
+    run: Path, step: int, task: str | None, later: str
+) -> None:
+    head = Head.of(StepManifest.model_validate_json((run / "manifests/00003.json").read_bytes()))
+    keep_lines(run, step, task)
+    shutil.rmtree(run / "checkpoints")
+    links = Chain()
+    found = [finding for finding in verify(RunView.read(run), watch=links.add) if finding.severity == "error"]
+    (cut,) = (finding for finding in found if "its end was cut off" in finding.problem)
+    assert (cut.place, cut.step) == (LEDGER, None)
+    assert f"files of steps {later} (manifests/" in cut.problem
+    assert isinstance(ExpectedHead.parse(str(head)).compare(links), Finding)
+
+
+def test_a_checkpoint_alone_shows_that_the_ledger_was_cut(run: Path) -> None:
+    edit_ledger(run, drop, step=3)
+    (run / "manifests/00003.json").unlink()
+    assert [finding.place for finding in findings(run)] == [LEDGER]
+    shutil.rmtree(run / "checkpoints/00003")
+    assert findings(run) == []
+
+
+@pytest.mark.parametrize("step", [0, 3])
+def test_a_kill_between_a_manifest_and_its_line_is_no_error(run: Path, step: int) -> None:
+    lines = (run / LEDGER).read_text().splitlines(keepends=True)
+    end = next(i for i, line in enumerate(lines) if f'"event":"step","step":{step},' in line)
+    (run / LEDGER).write_text("".join(lines[:end]))
+    for later in range(step, 4):
+        shutil.rmtree(run / f"checkpoints/{later:05d}", ignore_errors=True)
+        (run / f"manifests/{later + 1:05d}.json").unlink(missing_ok=True)
+    (run / f"manifests/{step:05d}.signature.json").write_text("{}")
+    assert findings(run) == []
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
