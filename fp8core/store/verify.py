@@ -28,6 +28,7 @@ from fp8core.store.artifacts import ArtifactError, ArtifactStore, Ref
 from fp8core.store.diff import content_differences
 from fp8core.store.durable import Report, file_digest, folder_digest
 from fp8core.store.json_text import parse_model, shown, value_differences
+from fp8core.store.kinds import wrong_kinds
 from fp8core.store.ledger import START, CheckpointEntry, RedoEntry, SegmentEntry, StepEntry, TaskEntry
 from fp8core.store.manifest import (
     Content,
@@ -66,6 +67,7 @@ def verify(view: RunView, report: Report | None = None, watch: Watch | None = No
     yield from _order(view)
     yield from _end(view)
     yield from _manifests(view, watch)
+    yield from _kinds(view)
     yield from _artifacts(view, report)
     yield from _warm_start(view)
     yield from _tables(view)
@@ -300,6 +302,21 @@ def _content_problem(folder: Path, ref: Ref) -> str | None:
     except StoredFileError as error:
         return str(error).removeprefix(f"{folder / ref.uri}: ")
     return None
+
+
+def _kinds(view: RunView) -> Iterator[Finding]:
+    """Every reference has the kind of its port."""
+    for commit in view.commits:
+        if (kind := commit.entry.manifest.kind) != "manifest":
+            yield Finding("error", f"{LEDGER}:{commit.line}", f"a manifest of kind {kind}", step=commit.step)
+    if view.config is None:
+        return
+    made = [entry for _, entry in view.entries if isinstance(entry, TaskEntry | RedoEntry)]
+    try:
+        for found in wrong_kinds(made, view.config.pipeline):
+            yield Finding("error", found.ref.uri, str(found), step=found.step, task=found.task, kind=found.ref.kind)
+    except UserError as error:
+        yield Finding("error", "run.json", f"pipeline: {error}")
 
 
 def _artifacts(view: RunView, report: Report | None) -> Iterator[Finding]:

@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,14 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from fp8core.errors import UserError
+from fp8core.config.load import load_config
+from fp8core.errors import StoredFileError, UserError
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.store.artifacts import ArtifactStore, Ref
 from fp8core.store.deletion_log import Deletion, log_deletions
 from fp8core.store.durable import folder_digest
 from fp8core.store.json_text import canonical_json
+from fp8core.store.kinds import refuse_wrong_kinds
 from fp8core.store.ledger import LedgerView, RedoEntry
 from fp8core.store.manifest import Head, SigningKey, StepManifest, signature_file, write_signature
 from fp8core.store.run_directory import LEDGER
@@ -187,6 +190,30 @@ def test_a_damaged_artifact_is_named_with_kind_step_and_task(
     damage(path)
     (found,) = findings(run)
     assert str(found).startswith(f"error {path.relative_to(run)} (rollouts, step 2, task rollout): {problem}")
+
+
+@pytest.mark.parametrize(
+    ("step", "task", "artifact", "kind"),
+    [(2, "train", "next_policy", "notes"), (2, "rollout", "rollouts", "metrics"), (0, "warm_start", "weights", "w")],
+)
+def test_a_reference_of_another_kind_is_named_by_verify_and_before_gc(
+    run: Path, step: int, task: str, artifact: str, kind: str
+) -> None:
+    refuse = partial(refuse_wrong_kinds, pipeline=load_config("tiny").pipeline)
+    refuse(LedgerView.read(run / LEDGER))
+    edit_ledger(run, set_in("outputs", artifact, "kind", value=kind), event="task", step=step, task=task)
+    named = [finding for finding in findings(run) if "by the pipeline it is" in finding.problem]
+    assert [(found.step, found.task, found.kind) for found in named] == [(step, task, kind)]
+    with pytest.raises(StoredFileError, match=f"step {step}, task {task}: artifact {artifact} is of kind {kind}, "):
+        refuse(LedgerView.read(run / LEDGER))
+
+
+def test_the_kind_of_what_only_own_steps_read_is_that_of_its_first_entry(run: Path) -> None:
+    def another(entry: dict[str, Any]) -> None:
+        entry["outputs"]["notes"] = {**entry["outputs"]["prompts"], "kind": "notes" if entry["step"] < 3 else "metrics"}
+
+    edit_ledger(run, another, event="task", task="prompts")
+    assert "artifact notes is of kind metrics, by the pipeline it is notes" in [f.problem for f in findings(run)]
 
 
 def test_two_swapped_artifacts_are_named_each_with_what_it_holds(run: Path) -> None:
