@@ -25,6 +25,11 @@ def add_output(parser: argparse.ArgumentParser, option: str, text: str, default:
     parser.add_argument(option, type=partial(_writable, option), default=default, metavar="FILE", help=text)
 
 
+def add_trust(parser: argparse.ArgumentParser) -> None:
+    """`--trust`, without which no code is imported that a run's own configuration names."""
+    parser.add_argument("--trust", action="store_true", help="import steps, verifiers and others that run.json names")
+
+
 def at_least(least: int) -> Callable[[str], int]:
     """The type of an argument that counts something."""
 

@@ -1,9 +1,11 @@
 """`fp8-grpo graph`: the iteration of a configuration as text and as Mermaid."""
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from flows.cli.arguments import add_config
+from flows.environment import search_last
 
 
 def add_command(commands: Any) -> None:
@@ -19,6 +21,7 @@ def graph(options: argparse.Namespace) -> int:
     from fp8core.report.text import pipeline_mermaid, pipeline_text
     from fp8core.run.open import pipeline_of
 
+    search_last(Path.cwd())
     plan = pipeline_of(load_open_config(options.config, options.overrides))
     print(pipeline_text(plan), pipeline_mermaid(plan), sep="\n\n")
     return 0

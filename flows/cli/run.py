@@ -3,10 +3,13 @@
 import argparse
 import secrets
 import shlex
+from pathlib import Path
 from typing import Any
 
 from flows.cli.arguments import add_config, add_output
+from flows.environment import search_last
 from flows.launch import launch
+from flows.run_lookup import own_code
 
 
 def add_command(commands: Any) -> None:
@@ -21,10 +24,12 @@ def run(options: argparse.Namespace) -> int:
     """Train to the last step; returns the exit code, raises UserError."""
     from fp8core.config.load import load_config
 
+    search_last(Path.cwd())
     config = load_config(options.config, options.overrides)
     name = config.run or f"{config.name}-{secrets.token_hex(4)}"
     given = {"config": options.config, "run": name, "overrides": options.overrides}
     # A name alone is looked for below ./runs.
     default = type(config).model_fields["runs"].default
     place = name if config.runs == default else str(config.runs.absolute() / name)
-    return launch(config.model_copy(update={"run": name}), given, options.json, f"fp8-grpo resume {shlex.quote(place)}")
+    resume = f"fp8-grpo resume {shlex.quote(place)}{' --trust' if own_code(config) else ''}"
+    return launch(config.model_copy(update={"run": name}), given, options.json, resume)

@@ -50,8 +50,9 @@ def wrong_kinds(entries: Iterable[TaskEntry | RedoEntry], pipeline: PipelineConf
 def refuse_wrong_kinds(ledger: LedgerView, pipeline: PipelineConfig) -> None:
     """Raises StoredFileError: an artifact of a step that the ledger names has another kind than its port."""
     last = ledger.last_step()
-    steps = range(START, (START if last is None else last + 1) + 1)
-    entries = [entry for step in steps for entry in (*ledger.tasks(step).values(), *ledger.redone(step).values())]
+    entries: list[TaskEntry | RedoEntry] = []
+    for step in range(START, (START if last is None else last + 1) + 1):
+        entries += [*ledger.tasks(step).values(), *ledger.redone(step).values()]
     for found in wrong_kinds(entries, pipeline):
         raise StoredFileError(f"ledger.jsonl: step {found.step}, task {found.task}: {found}")
     for step, finished in ledger.steps().items():
