@@ -1,7 +1,7 @@
 """Find the run that a user names (a name below ./runs, or a folder), and the configuration it continues with.
 
-A run's folder may be somebody else's. Its configuration names code by import path, which a command imports only when
-the user says that the run is to be trusted.
+A run's folder may be somebody else's. Its configuration names code by import path, which a command imports only for a
+run that the user trusts.
 """
 
 import os

@@ -1,8 +1,9 @@
 """The kinds that the artifacts of a run have by its configuration.
 
 The kind of a reference decides which content `verify` expects and what `gc` keeps, and no digest covers it. So the
-ledger's kinds are compared with the ports of the pipeline. A step of the user's own is not imported for this: readers
-of its artifacts say their kinds, and an artifact that no shipped step reads has the kind of its first entry.
+ledger's kinds are compared with the ports of the pipeline. A step of the user's own is not imported for this. Its
+artifacts have the kinds that shipped steps read them as. An artifact that no shipped step reads has the kind of its
+first entry.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -35,7 +36,7 @@ class WrongKind:
 
 
 def wrong_kinds(entries: Iterable[TaskEntry | RedoEntry], pipeline: PipelineConfig) -> Iterator[WrongKind]:
-    """The artifacts of entries, in the order of the ledger, that are of another kind. Raises UserError: no such step"""
+    """The artifacts of entries, in the ledger's order, that are of another kind. Raises UserError: no such step."""
     known = _kinds(pipeline)
     for entry in entries:
         for artifact, ref in entry.outputs.items():

@@ -98,8 +98,8 @@ class RunView:
         if description is None:
             raise UserError(f"{folder}: no run (no run.json)")
         problems: list[Finding] = []
-        # The run may go on meanwhile. A manifest or checkpoint that is there has the lines before it in the ledger, and
-        # what a line of the ledger names was stored before.
+        # The run may go on meanwhile. Manifests and checkpoints come first: the ledger has the lines before them.
+        # Artifacts come last, because each was stored before its line.
         written = _written(folder)
         entries = _entries(folder, problems)
         commits = list(_commits(description, entries))
