@@ -19,14 +19,23 @@ if TYPE_CHECKING:
     from fp8core.config.run import RunConfig
 
 
-def search_last(folder: Path) -> None:
-    """Find modules of the user's own (`uses: mine:score`) in a folder, after the standard library and all packages.
+def leave_working_directory_out() -> None:
+    """Import nothing from the working directory, which may be a run's folder that somebody else wrote.
 
-    A file `rich.py` that happens to lie there is never imported instead of a library. This holds here and in processes
-    that libraries start with `python -m` or `-c`, as Prefect's workers and `multiprocessing` do.
+    This holds here and in processes that libraries start with `python -m` or `-c`, as Prefect's workers and
+    `multiprocessing` do.
     """
     # Python's own switch (-P): neither the working directory nor a script's folder comes first on the path.
     os.environ.setdefault("PYTHONSAFEPATH", "1")
+    here, ours = Path.cwd(), Path(__file__).parents[1]
+    sys.path[:] = [place for place in sys.path if Path(place).absolute() != here or here == ours]
+
+
+def search_last(folder: Path) -> None:
+    """Find modules of the user's own (`uses: mine:score`) in a folder, after the standard library and all packages.
+
+    A file `rich.py` that happens to lie there is never imported instead of a library.
+    """
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
 

@@ -28,7 +28,7 @@ from prefect.client.schemas.objects import State
 from prefect.flow_engine import run_flow
 from prefect.states import Crashed
 
-from flows.environment import search_last
+from flows.environment import leave_working_directory_out, search_last
 from flows.grpo import grpo
 from flows.parity_night import Training
 from fp8core.end_with_parent import TiedProcess, running
@@ -99,6 +99,7 @@ def _train(flow_run: UUID, memory: Path) -> int:
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Thread(target=_stop_with_parent, daemon=True).start()
+    leave_working_directory_out()
     search_last(Path.cwd())
     with get_client(sync_client=True) as client:
         found = client.read_flow_run(flow_run)

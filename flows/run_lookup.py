@@ -1,12 +1,22 @@
-"""Find the run that a user names (a name below ./runs, or a folder), and the configuration it continues with."""
+"""Find the run that a user names (a name below ./runs, or a folder), and the configuration it continues with.
+
+A run's folder may be somebody else's. Its configuration names code by import path, which a command imports only for a
+run that the user trusts.
+"""
 
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from flows.environment import search_last
+from flows.launch import say
 from fp8core.config.load import Overrides, load_config, reload_config
-from fp8core.config.run import RunConfig, public_dump
-from fp8core.errors import UserError, not_unicode
+from fp8core.config.loss import SHIPPED_LOSSES
+from fp8core.config.run import SHIPPED_VERIFIERS, RunConfig, public_dump
+from fp8core.config.steps import is_shipped
+from fp8core.errors import UserError, not_unicode, printable
+from fp8core.rollout.registry import ENGINES
 from fp8core.store.run_directory import RunDescription, read_description
 
 
@@ -57,3 +67,37 @@ def description_of(folder: Path) -> RunDescription:
     described = read_description(folder)
     assert described is not None, "find_run found it"
     return described
+
+
+def own_code(config: RunConfig) -> dict[str, str]:
+    """The import paths in a configuration that are not this project's own, by the key that has them."""
+    named = {f"pipeline.steps.{step.name}.uses": step.uses for step in config.pipeline.steps}
+    found = {key: path for key, path in named.items() if not is_shipped(path)}
+    choices = (
+        ("reward.verifier", config.reward.verifier, SHIPPED_VERIFIERS),
+        ("loss.policy", config.loss.policy, SHIPPED_LOSSES),
+        ("rollout.engine", config.rollout.engine, ENGINES),
+    )
+    return found | {key: path for key, path, shipped in choices if path not in shipped}
+
+
+def admit_code(folder: Path, overrides: Overrides, searched: Path, *, trust: bool) -> None:
+    """Say which code a run's configuration makes a command import, and let it be found.
+
+    Args:
+        folder: of the run.
+        overrides: the user's, whose code needs no trust.
+        searched: where modules of the user's own are found.
+        trust: whether the user trusts the run.
+
+    Raises:
+        UserError: there is such code, and no trust.
+    """
+    described = description_of(folder).config
+    if code := own_code(reload_config(described)):
+        named = printable(", ".join(f"{key}={path}" for key, path in code.items()))
+        if not trust:
+            raise UserError(f"{folder}: its run.json names code that would be imported: {named}; --trust allows it")
+        say(f"{folder}: importing what its run.json names: {named}", sys.stderr)
+    if code or own_code(reload_config(described, overrides)):
+        search_last(searched)

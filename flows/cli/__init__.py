@@ -10,7 +10,6 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from flows.cli import (
     bisect,
@@ -32,7 +31,7 @@ from flows.cli import (
     verify,
 )
 from flows.cli.arguments import refuse_other_files
-from flows.environment import search_last
+from flows.environment import leave_working_directory_out
 from flows.launch import stopped
 from fp8core.errors import StoredFileError, UserError
 
@@ -60,7 +59,7 @@ _COMMANDS = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; mistakes of the user are one line on stderr."""
-    search_last(Path.cwd())
+    leave_working_directory_out()
     try:
         options = build_parser().parse_args(arguments)
         refuse_other_files(options)

@@ -41,6 +41,11 @@ def add_target(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", type=_target, metavar="TARGET", help="folder to be made")
 
 
+def add_trust(parser: argparse.ArgumentParser) -> None:
+    """`--trust`, without which no code is imported that a run's own configuration names."""
+    parser.add_argument("--trust", action="store_true", help="import steps, verifiers and others that run.json names")
+
+
 def at_least(least: int) -> Callable[[str], int]:
     """The type of an argument that counts something."""
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from flows.cli.arguments import add_force, add_output, add_overrides, at_least
 from flows.environment import set_engine_variables
 from flows.launch import say
+from flows.run_lookup import own_code
 from fp8core.errors import UserError
 from fp8core.store.output import PICTURE, json_output
 
@@ -125,6 +126,9 @@ def _subject(options: argparse.Namespace) -> Subject:
     # A run is measured under its own settings, whatever its pipeline.
     settings = [f"{key}={json.dumps(value)}" for key, value in described.config.items() if key != "pipeline"]
     config = load_config("tiny", [*settings, *options.overrides])
+    for key, path in own_code(config).items():
+        if key in ("loss.policy", "rollout.engine"):
+            raise UserError(f"{folder}: {key}={path} is code that its run.json names, which is never imported here")
     _prepare(config)
     return _run(config, folder, options.prompts)
 

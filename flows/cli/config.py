@@ -2,9 +2,11 @@
 
 import argparse
 import json
+from pathlib import Path
 from typing import Any
 
 from flows.cli.arguments import add_config
+from flows.environment import search_last
 from flows.launch import say
 
 
@@ -20,6 +22,7 @@ def print_config(options: argparse.Namespace) -> int:
     from fp8core.alignment.bounds import stop_bounds
     from fp8core.config.load import leaves, load_config, origins
 
+    search_last(Path.cwd())
     config = load_config(options.config, options.overrides)
     values, bounds = leaves(config.model_dump(mode="json", by_alias=True)), stop_bounds(config)
     resolved = {f"alignment.stop.{name}": value for name, value in bounds.settings().items()}

@@ -2,10 +2,13 @@
 
 import argparse
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
-from flows.cli.arguments import add_force, add_output, add_overrides
+from flows.cli.arguments import add_force, add_output, add_overrides, add_trust
+from flows.environment import search_last
 from flows.launch import explain, prepare_prefect
+from flows.run_lookup import admit_code, find_run
 from fp8core.errors import UserError
 from fp8core.store.output import EVALUATION
 
@@ -36,6 +39,7 @@ def add_command(commands: Any) -> None:
     )
     parser.add_argument("--seed", type=int, help="of samples and of resampling (default 0)")
     parser.add_argument("--confidence", type=float, metavar="P", help="of the intervals (default 0.95)")
+    add_trust(parser)
     add_output(parser, "--json", EVALUATION, "write the result as JSON")
     add_force(parser)
     add_overrides(parser)
@@ -46,6 +50,10 @@ def evaluate_target(options: argparse.Namespace) -> int:
     """Run the flow; returns the exit code (1: it failed), raises UserError."""
     from flows.evaluation import EvaluationRequest, refuse
 
+    if not (Path(options.target) / "config.json").is_file():
+        admit_code(find_run(options.target), options.overrides, Path.cwd(), trust=options.trust)
+    if options.config is not None:
+        search_last(Path.cwd())
     given = {field.name: getattr(options, field.name) for field in fields(EvaluationRequest)}
     parameters = {name: value for name, value in given.items() if value is not None}
     refuse(EvaluationRequest(**parameters))

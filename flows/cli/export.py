@@ -5,10 +5,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flows.cli.arguments import add_target
+from flows.cli.arguments import add_target, add_trust
 from flows.environment import set_engine_variables
 from flows.launch import say, stopped
-from flows.run_lookup import description_of, find_run
+from flows.run_lookup import admit_code, description_of, find_run
 
 if TYPE_CHECKING:
     from fp8core.run.export import Policy
@@ -24,6 +24,7 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "--format", choices=("bf16", "fp8"), default="bf16", help="of the linears (default bf16; fp8 as `quantise`)"
     )
+    add_trust(parser)
     parser.set_defaults(command=export_step)
 
 
@@ -42,6 +43,7 @@ def export_step(options: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     refuse_existing(options.target)
     folder = find_run(options.run)
+    admit_code(folder, (), Path.cwd(), trust=options.trust)
     original = RunSnapshot.read(folder, description_of(folder))
     original.refuse_unknown(options.step)
     set_engine_variables(original.config(options.step))

@@ -27,21 +27,25 @@ def collect(options: argparse.Namespace) -> int:
     """List, and remove when asked to; returns the exit code.
 
     Raises:
-        UserError: a process has the run (pid and host), or what `plan_removal` and `remove` raise.
+        UserError: a process has the run (pid and host), or as `refuse_wrong_kinds`, `plan_removal` and `remove`.
     """
     from flows.run_lookup import description_of, find_run
     from flows.tracking.record import read_record
     from fp8core.config.load import reload_config
     from fp8core.store.gc import plan_removal, remove
+    from fp8core.store.kinds import refuse_wrong_kinds
+    from fp8core.store.ledger import LedgerView
     from fp8core.store.lock import RunLock
-    from fp8core.store.run_directory import LOCK
+    from fp8core.store.run_directory import LEDGER, LOCK
 
     folder = find_run(options.run)
-    keep = reload_config(description_of(folder).config, options.overrides).artifacts.keep
+    config = reload_config(description_of(folder).config, options.overrides)
+    keep = config.artifacts.keep
     lock = RunLock.acquire(folder / LOCK)
     try:
         tracked = read_record(folder)
         published = None if tracked is None else tracked.published
+        refuse_wrong_kinds(LedgerView.read(folder / LEDGER), config.pipeline)
         removal = plan_removal(folder, keep, datetime.now(UTC).isoformat(timespec="seconds"), published)
         say(removal_text(keep, removal))
         if options.yes:

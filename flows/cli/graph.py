@@ -1,9 +1,11 @@
 """`fp8-grpo graph`: the iteration of a configuration as text and as Mermaid."""
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from flows.cli.arguments import add_config
+from flows.environment import search_last
 from flows.launch import say
 
 
@@ -20,6 +22,7 @@ def graph(options: argparse.Namespace) -> int:
     from fp8core.report.text import pipeline_mermaid, pipeline_text
     from fp8core.run.open import pipeline_of
 
+    search_last(Path.cwd())
     plan = pipeline_of(load_open_config(options.config, options.overrides))
     say(f"{pipeline_text(plan)}\n\n{pipeline_mermaid(plan)}")
     return 0

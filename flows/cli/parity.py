@@ -3,8 +3,10 @@
 import argparse
 import signal
 import sys
+from pathlib import Path
 from typing import Any
 
+from flows.environment import search_last
 from flows.launch import explain, prepare_prefect, say, stopped
 from flows.termination import keep_interrupt
 from fp8core.config.load import load_config
@@ -30,6 +32,7 @@ def add_command(commands: Any) -> None:
 
 def run_parity(options: argparse.Namespace) -> int:
     """Run the flow; returns the exit code: 0 for PASS, 1 for FAIL, 4 for NOT ENOUGH DATA. Raises UserError."""
+    search_last(Path.cwd())
     names = ("config", "name", "seeds", "steps", "variants", "overrides")
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     # Prefect stores the overrides: one that has a password is refused before.

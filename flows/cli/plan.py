@@ -2,9 +2,11 @@
 
 import argparse
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flows.cli.arguments import add_force, add_output, add_overrides, at_least
+from flows.environment import search_last
 from flows.launch import say
 from fp8core.store.output import json_output
 
@@ -41,6 +43,7 @@ def plan_config(options: argparse.Namespace) -> int:
     from fp8core.report.text import plan_text
     from fp8core.training.registry import trainer_grid
 
+    search_last(Path.cwd())
     config = load_config(options.config, options.overrides)
     arch = model_shape(config)
     machine = _machine(options, config)

@@ -5,12 +5,13 @@ import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flows.cli.arguments import add_force, add_output, add_overrides
+from flows.cli.arguments import add_force, add_output, add_overrides, add_trust
 from flows.environment import set_engine_variables
 from flows.launch import say
-from flows.run_lookup import description_of, find_run
+from flows.run_lookup import admit_code, description_of, find_run
 from fp8core.errors import UserError
 from fp8core.store.output import json_output
 
@@ -32,6 +33,7 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "--repair", action="store_true", help="put damaged files of the run back where the replay made them equal"
     )
+    add_trust(parser)
     add_output(parser, "--json", json_output("equal", "steps"), "write the verdicts as JSON")
     add_force(parser)
     parser.set_defaults(command=replay_steps)
@@ -68,6 +70,7 @@ def _verdicts(options: argparse.Namespace) -> "Iterator[Verdict]":
     from fp8core.store.run_directory import RunDirectory
 
     folder = find_run(options.run)
+    admit_code(folder, options.overrides, Path.cwd(), trust=options.trust)
     locked = RunDirectory.create_or_open(folder) if options.repair else nullcontext()
     with locked as repaired:
         original = RunSnapshot.read(folder, description_of(folder))

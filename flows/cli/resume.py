@@ -6,10 +6,9 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from flows.cli.arguments import add_force, add_output, add_overrides
-from flows.environment import search_last
+from flows.cli.arguments import add_force, add_output, add_overrides, add_trust
 from flows.launch import launch
-from flows.run_lookup import description_of, find_run, load_settings
+from flows.run_lookup import admit_code, description_of, find_run, load_settings, own_code
 from fp8core.store.output import SUMMARY
 
 
@@ -21,20 +20,19 @@ def add_command(commands: Any) -> None:
     add_force(parser)
     add_overrides(parser, "change a setting that makes no numbers, as steps=120, which extends the run")
     parser.add_argument("--new-code", action="store_true", help="go on with other code than last, as a new segment")
+    add_trust(parser)
     parser.set_defaults(command=resume_run)
 
 
 def resume_run(options: argparse.Namespace) -> int:
     """Continue `options.run`; returns the exit code, raises UserError."""
     folder = find_run(options.run)
-    _go_back_to(Path(description_of(folder).begun_in))
+    # Paths and steps of the user's own were found from there. A run from elsewhere has them here.
+    begun_in = Path(description_of(folder).begun_in)
+    place = begun_in if begun_in.is_dir() else Path.cwd()
+    admit_code(folder, options.overrides, place, trust=options.trust)
+    os.chdir(place)
     config = load_settings(str(folder), options.overrides)
+    trust = " --trust" if own_code(config) else ""
     given = {"config": str(folder), "overrides": options.overrides, "new_code": options.new_code}
-    return launch(config, given, options.json, f"fp8-grpo resume {shlex.quote(options.run)}")
-
-
-def _go_back_to(begun_in: Path) -> None:
-    """Paths and steps of the user's own were found from there. A run from elsewhere has them here."""
-    if begun_in.is_dir():
-        os.chdir(begun_in)
-        search_last(begun_in)
+    return launch(config, given, options.json, f"fp8-grpo resume {shlex.quote(options.run)}{trust}")

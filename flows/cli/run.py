@@ -2,10 +2,13 @@
 
 import argparse
 import secrets
+from pathlib import Path
 from typing import Any
 
 from flows.cli.arguments import add_config, add_force, add_output
+from flows.environment import search_last
 from flows.launch import launch
+from flows.run_lookup import own_code
 from fp8core.store.output import SUMMARY
 
 
@@ -21,10 +24,11 @@ def add_command(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Train to the last step; returns the exit code, raises UserError."""
     from fp8core.config.load import load_config
+    from fp8core.run.open import resume_command  # Imports torch.
 
+    search_last(Path.cwd())
     config = load_config(options.config, options.overrides)
     name = config.run or f"{config.name}-{secrets.token_hex(4)}"
     given = {"config": options.config, "run": name, "overrides": options.overrides}
-    from fp8core.run.open import resume_command  # Imports torch.
-
-    return launch(config.model_copy(update={"run": name}), given, options.json, resume_command(config, name))
+    resume = resume_command(config, name) + (" --trust" if own_code(config) else "")
+    return launch(config.model_copy(update={"run": name}), given, options.json, resume)

@@ -117,6 +117,11 @@ def import_step(uses: str) -> Step:
     return step
 
 
+def is_shipped(path: str) -> bool:
+    """True for the import path of something in this project's own steps, which anybody may import."""
+    return path.startswith("tasks.") and path.partition(":")[0].count(".") == 1
+
+
 def _raised_at(error: BaseException) -> str:
     """The line of a module that was being imported, `file:line: `; nothing for one that is no Python."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.name == "<module>"]

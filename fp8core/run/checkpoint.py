@@ -104,7 +104,7 @@ def _load(run: RunContext, entry: CheckpointEntry) -> str | None:
         found = folder_digest(folder)
         if found != entry.digest:
             return f"the checkpoint is damaged: digest {found}, the ledger says {entry.digest}"
-        check_checkpoint(folder, entry.step)
+        check_checkpoint(folder, entry.step, entry.weights_digest, run.config.training)
         run.ready_trainer().load(folder)
     except OSError as error:
         return f"the checkpoint cannot be read: {error.strerror}"

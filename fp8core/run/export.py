@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from fp8core.errors import StoredFileError, UserError
 from fp8core.models.checkpoint import save_checkpoint
+from fp8core.numerics.fingerprint import masters_digest
 from fp8core.report.console import Console
 from fp8core.run.execute import carried
 from fp8core.run.loop import begin
@@ -18,8 +20,8 @@ from fp8core.run.replay import RunSnapshot, scratch_folder, scratch_run
 from fp8core.store.durable import make_folder, sync_path, write_file
 from fp8core.store.gc import is_intact
 from fp8core.store.json_text import StepNumber, parse_model
-from fp8core.store.ledger import CheckpointEntry
-from fp8core.training.saved_state import check_checkpoint
+from fp8core.store.ledger import START, CheckpointEntry
+from fp8core.training.saved_state import check_checkpoint, check_weights
 
 Format = Literal["bf16", "fp8"]
 ORIGIN = "fp8_grpo.json"
@@ -70,15 +72,21 @@ def read_origin(folder: Path) -> Origin:
 def stored_policy(original: RunSnapshot, step: int, console: Console) -> Iterator[Policy]:
     """The policy after a committed step: that of its checkpoint, else restored in a folder that goes with the block.
 
+    Its weights have the digest of the step's record, computed anew, or that of a redo from which the run went on.
+
     Raises:
         UserError: the step is not committed, or what leads to its policy was removed or cannot be restored equal.
-        StoredFileError: its checkpoint is what the ledger says, and not a checkpoint.
+        StoredFileError: its checkpoint is what the ledger says, and not a checkpoint, or of other weights.
         RedoError: an update on the way came out different.
     """
     original.refuse_unknown(step)
     checkpoint = _checkpoint(original, step)
     if checkpoint is not None:
-        yield Policy(original.folder / checkpoint.uri / "policy", checkpoint.weights_digest)
+        _refuse_other_weights(original, step, checkpoint.weights_digest)
+        folder = original.folder / checkpoint.uri
+        check_checkpoint(folder, step, checkpoint.weights_digest, original.config(step).training)
+        check_weights(folder, checkpoint.weights_digest)
+        yield Policy(folder / "policy", checkpoint.weights_digest)
         return
     config = original.config(step)
     original.refuse_removed(config, step)
@@ -91,8 +99,11 @@ def stored_policy(original: RunSnapshot, step: int, console: Console) -> Iterato
         if carried(run, step + 1)["policy"] != wanted:
             raise UserError(f"run {original.folder.name}: the policy after step {step} cannot be restored equal")
         trainer = run.ready_trainer()
+        # The warm start names its weights as a whole, Megatron's trainer those of each process.
+        digest = masters_digest(run.initial_policy(), torch.device("cpu")) if step == START else trainer.digest()
+        _refuse_other_weights(original, step, digest)
         save_checkpoint(folder / "policy", run.arch, trainer.masters, run.tokenizer)
-        yield Policy(folder / "policy", trainer.digest())
+        yield Policy(folder / "policy", digest)
 
 
 def export(
@@ -163,6 +174,17 @@ def _checkpoint(original: RunSnapshot, step: int) -> CheckpointEntry | None:
     for entry in reversed(original.ledger.checkpoints()):
         folder = original.folder / entry.uri
         if entry.step == step and folder.is_dir() and is_intact(folder, entry.digest):
-            check_checkpoint(folder, step)
             return entry
     return None
+
+
+def _refuse_other_weights(original: RunSnapshot, step: int, weights_digest: str) -> None:
+    """Raises StoredFileError: neither the record of a step nor a redo of it names these weights."""
+    redone = [ref for redo in original.ledger.redone(step).values() for ref in redo.outputs.values()]
+    again = [original.store.get_json(ref)["weights_digest"] for ref in redone if ref.kind == "policy"]
+    recorded = original.manifest(step).record.weights_digest
+    if weights_digest not in (recorded, *again):
+        raise StoredFileError(
+            f"run {original.folder.name}: the policy after step {step} has weights {weights_digest}, the record of the "
+            f"step has {recorded}"
+        )

@@ -4,6 +4,7 @@ A file that cannot be read becomes a finding, so that `verify` goes on with the 
 """
 
 import hashlib
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from fp8core.store.json_text import canonical_json, mistake, parse_json, parse_m
 from fp8core.store.ledger import ENTRY, Entry, RedoEntry, SegmentEntry, StepEntry, TaskEntry
 from fp8core.store.manifest import StepManifest
 from fp8core.store.run_directory import LEDGER, RunDescription, read_description
+
+_STEP = re.compile(r"([0-9]{5,8})(?:\.|$)")
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,10 @@ class Commit:
 
 @dataclass(frozen=True)
 class RunView:
-    """A run's folder without manifests, artifacts and checkpoints; `config` is None when it cannot be read."""
+    """A run's folder without manifests, artifacts and checkpoints; `config` is None when it cannot be read.
+
+    `written` has the manifests, signatures and checkpoints that were there before the ledger was read: path -> step.
+    """
 
     folder: Path
     description: RunDescription
@@ -82,6 +88,7 @@ class RunView:
     entries: Sequence[tuple[int, Entry]]
     commits: Sequence[Commit]
     deletions: Mapping[str, Deletion]
+    written: Mapping[str, int]
     problems: Sequence[Finding]
 
     @classmethod
@@ -91,11 +98,13 @@ class RunView:
         if description is None:
             raise UserError(f"{folder}: no run (no run.json)")
         problems: list[Finding] = []
-        # The ledger comes first: each artifact was stored before its line, also while the run goes on.
+        # The run may go on meanwhile. Manifests and checkpoints come first: the ledger has the lines before them.
+        # Artifacts come last, because each was stored before its line.
+        written = _written(folder)
         entries = _entries(folder, problems)
         commits = list(_commits(description, entries))
         config, deletions = _config(description, problems), _deletions(folder, problems)
-        return cls(folder, description, config, entries, commits, deletions, problems)
+        return cls(folder, description, config, entries, commits, deletions, written, problems)
 
     @cached_property
     def redone(self) -> dict[int, list[RedoEntry]]:
@@ -155,6 +164,13 @@ def spans(steps: Iterable[int]) -> str:
         else:
             parts.append([step])
     return ", ".join("-".join(map(str, part)) for part in parts)
+
+
+def _written(folder: Path) -> dict[str, int]:
+    """Paths, relative to a run's folder, whose names begin with the number of their step."""
+    places = [*folder.glob("manifests/*"), *folder.glob("checkpoints/*")]
+    found = {path.relative_to(folder).as_posix(): _STEP.match(path.name) for path in sorted(places)}
+    return {place: int(number[1]) for place, number in found.items() if number is not None}
 
 
 def _config(description: RunDescription, problems: list[Finding]) -> RunConfig | None:

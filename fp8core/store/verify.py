@@ -12,7 +12,7 @@ found by what lies outside of it. This is a head that the reader noted, signatur
 import itertools
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,8 @@ from fp8core.numerics.fingerprint import policy_digest
 from fp8core.store.artifacts import ArtifactError, ArtifactStore, Ref
 from fp8core.store.diff import content_differences
 from fp8core.store.durable import Report, file_digest, folder_digest
-from fp8core.store.json_text import shown, value_differences
+from fp8core.store.json_text import parse_model, shown, value_differences
+from fp8core.store.kinds import wrong_kinds
 from fp8core.store.ledger import START, CheckpointEntry, RedoEntry, SegmentEntry, StepEntry, TaskEntry
 from fp8core.store.manifest import (
     Content,
@@ -43,7 +44,7 @@ from fp8core.store.run_directory import LEDGER
 from fp8core.store.run_view import Commit, Finding, RunView, read_manifest, spans
 from fp8core.store.schemas import check_file, read_table
 from fp8core.store.tables import TABLES, refuse_other_rows
-from fp8core.training.saved_state import check_checkpoint
+from fp8core.training.saved_state import check_checkpoint, check_weights
 
 Watch = Callable[[StepManifest], None]
 
@@ -64,7 +65,9 @@ def verify(view: RunView, report: Report | None = None, watch: Watch | None = No
     yield from view.problems
     yield from _beginning(view)
     yield from _order(view)
+    yield from _end(view)
     yield from _manifests(view, watch)
+    yield from _kinds(view)
     yield from _artifacts(view, report)
     yield from _warm_start(view)
     yield from _tables(view)
@@ -101,6 +104,38 @@ def _beginning(view: RunView) -> Iterator[Finding]:
         if isinstance(segment, SegmentEntry) and segment.code_version != begun:
             problem = f"the run was begun by code {shown(segment.code_version)}, run.json says {shown(begun)}"
             yield Finding("error", f"{LEDGER}:{line}", problem)
+
+
+def _end(view: RunView) -> Iterator[Finding]:
+    """The folder holds no step after the last line of the ledger, but for the one that a kill kept from its line.
+
+    A manifest, and its signature, are written when every task of the step has its line, a checkpoint when the step has.
+    """
+    if any(problem.place == LEDGER for problem in view.problems):
+        return  # It cannot be read, which is said.
+    last = max(view.steps, default=START - 1)
+    begun = {entry.task for _, entry in view.entries if isinstance(entry, TaskEntry) and entry.step == last + 1}
+    later = defaultdict(list)
+    for place, step in view.written.items():
+        if step > last and not (
+            step == last + 1 and place.startswith("manifests/") and _is_finished(view, step, begun)
+        ):
+            later[step].append(place)
+    if later:
+        ends = "holds no finished step" if last < START else f"ends with step {last}"
+        places = ", ".join(later[min(later)])
+        problem = f"{ends}, but there are files of steps {spans(later)} ({places}): its end was cut off"
+        yield Finding("error", LEDGER, problem)
+
+
+def _is_finished(view: RunView, step: int, begun: Set[str]) -> bool:
+    """True if all tasks of a manifest that no line names are in the ledger."""
+    file = view.folder / f"manifests/{step:05d}.json"
+    try:
+        record = parse_model(file.read_bytes(), StepManifest, file).record
+    except (OSError, StoredFileError):  # A kill leaves a manifest whole or not at all.
+        return False
+    return record.outputs.keys() <= begun
 
 
 def _manifests(view: RunView, watch: Watch | None) -> Iterator[Finding]:
@@ -269,6 +304,21 @@ def _content_problem(folder: Path, ref: Ref) -> str | None:
     return None
 
 
+def _kinds(view: RunView) -> Iterator[Finding]:
+    """Every reference has the kind of its port."""
+    for commit in view.commits:
+        if (kind := commit.entry.manifest.kind) != "manifest":
+            yield Finding("error", f"{LEDGER}:{commit.line}", f"a manifest of kind {kind}", step=commit.step)
+    if view.config is None:
+        return
+    made = [entry for _, entry in view.entries if isinstance(entry, TaskEntry | RedoEntry)]
+    try:
+        for found in wrong_kinds(made, view.config.pipeline):
+            yield Finding("error", found.ref.uri, str(found), step=found.step, task=found.task, kind=found.ref.kind)
+    except UserError as error:
+        yield Finding("error", "run.json", f"pipeline: {error}")
+
+
 def _artifacts(view: RunView, report: Report | None) -> Iterator[Finding]:
     """Every artifact that the ledger names: present and unchanged, or removed by gc."""
     named = references(view)
@@ -364,9 +414,6 @@ def _checkpoints(view: RunView, report: Report | None) -> Iterator[Finding]:
     """Every checkpoint: unchanged and of its step's weights, or pruned; the newest must be there."""
     entries, pruned = _last_checkpoints(view), []
     for step, entry in entries.items():
-        if entry.uri != f"checkpoints/{step:05d}":
-            yield Finding("error", entry.uri, "not where the checkpoint of this step belongs", step=step)
-            continue
         yield from _weights(view, entry)
         folder, deletion = view.folder / entry.uri, view.deletions.get(entry.digest)
         try:
@@ -381,8 +428,10 @@ def _checkpoints(view: RunView, report: Report | None) -> Iterator[Finding]:
             yield Finding("error", entry.uri, problem, step=step)
         elif digest is not None:
             try:
-                check_checkpoint(folder, step)
-            except StoredFileError as error:
+                if view.config is not None:
+                    check_checkpoint(folder, step, entry.weights_digest, view.config.training)
+                    check_weights(folder, entry.weights_digest)
+            except UserError as error:
                 yield Finding("error", entry.uri, str(error).removeprefix(f"{folder}/"), step=step)
         elif deletion is not None:
             yield Finding("note", entry.uri, f"removed ({deletion.reason}, {deletion.when})", step=step)

@@ -1,5 +1,9 @@
 """The content of a checkpoint's folder, and reading it so that damage is one line with the file and the field.
 
+The chain of records names the digest of the FP32 masters. `check_weights` computes it from the stored masters, and
+compares the stored policy with the masters in BF16. So a policy that was exchanged is found even where the ledger has
+the digest of the changed folder.
+
 | file                  | content                                                  |
 | --------------------- | -------------------------------------------------------- |
 | trainer.json          | version, updates and digest; with Megatron its grid too  |
@@ -13,15 +17,18 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from fp8core.errors import StoredFileError, UserError
+from fp8core.config.run import TrainingConfig
+from fp8core.errors import StoredFileError, UserError, printable
 from fp8core.models.architecture import architecture_from_hf, parameter_shapes, read_json_object
-from fp8core.models.safetensors_stream import StoredTensor, read_folder
+from fp8core.models.safetensors_stream import FLOATS, StoredTensor, read_folder
 from fp8core.models.tokenizer import Tokenizer
+from fp8core.numerics.fingerprint import digest_of, fingerprint
 from fp8core.store.durable import read_stored
 from fp8core.store.json_text import MOST_STEPS, StepNumber, parse_model
 from fp8core.store.schemas import tensor_header
@@ -76,21 +83,84 @@ def refuse_other_digest(folder: Path, found: str, state: SavedState) -> None:
         raise StoredFileError(f"{folder / STATE}: {problem}: not what was saved together")
 
 
-def check_checkpoint(folder: Path, step: int) -> None:
+def check_checkpoint(folder: Path, step: int, weights_digest: str, training: TrainingConfig) -> None:
     """Open every part of a checkpoint but the values of its tensors. Raises StoredFileError: file, field, problem.
 
     Megatron's shards are only there or not: they are read by torch, in a format of its own.
+
+    Args:
+        folder: of the checkpoint.
+        step: the checkpoint is of the policy after it.
+        weights_digest: that of this policy's masters.
+        training: the run's settings, which name the trainer that wrote it.
     """
     state = read_state(folder)
     if state.version != step:
         raise StoredFileError(f"{folder / STATE}: version: {state.version}, but the checkpoint is of step {step}")
+    if state.digest != weights_digest:
+        raise StoredFileError(f"{folder / STATE}: digest: {state.digest}, but the step's weights have {weights_digest}")
     shapes = _policy_shapes(folder / "policy")
-    if state.grid is not None:
+    if training.trainer == "megatron":
+        if state.grid is None:
+            raise StoredFileError(f"{folder / STATE}: grid: missing, but the trainer is Megatron")
         if not any((folder / SHARDS).glob("*")):
             raise StoredFileError(f"{folder / SHARDS}: the folder is missing or empty")
         return
-    _compare(folder / MASTERS, _shapes(tensor_header(folder / MASTERS)), shapes)
-    tensor_header(folder / OPTIMISER)
+    if state.grid is not None:
+        raise StoredFileError(f"{folder / STATE}: grid: there is one, but the trainer is not Megatron")
+    masters = tensor_header(folder / MASTERS)
+    _compare(folder / MASTERS, _shapes(masters), shapes)
+    _refuse_other_type(masters, "F32")
+    _refuse_unknown_moments(folder / OPTIMISER, shapes)
+
+
+def check_weights(folder: Path, weights_digest: str) -> None:
+    """Read the values that `check_checkpoint` leaves out, one tensor at a time. Raises StoredFileError.
+
+    The masters have the digest, the policy is the masters in BF16, and the moments are finite. The digest of a model in
+    Megatron's shards depends on their grid: only its trainer computes it, when it loads them.
+    """
+    if read_state(folder).grid is not None:
+        return
+    masters, policy = tensor_header(folder / MASTERS), read_folder(folder / "policy")
+    found: dict[str, tuple[str, tuple[int, ...], str]] = {}
+    other: StoredTensor | None = None
+    for name, stored in masters.items():
+        master, rounded = _values(stored), _values(policy[name])
+        found[name] = ("float32", stored.spec.shape, fingerprint(master))
+        if not torch.equal(master.bfloat16().view(torch.int16), rounded.view(torch.int16)):
+            other = other or policy[name]
+    if (made := digest_of(found)) != weights_digest:
+        raise StoredFileError(
+            f"{folder / MASTERS}: its weights have the digest {made}, those of the step have {weights_digest}"
+        )
+    if other is not None:
+        raise StoredFileError(f"{other.file}: tensor {other.spec.name}: is not what {MASTERS} has, in BF16")
+    for stored in tensor_header(folder / OPTIMISER).values():
+        if not bool(_values(stored).isfinite().all()):
+            raise StoredFileError(f"{stored.file}: tensor {stored.spec.name}: holds NaN or infinity")
+
+
+def _values(stored: StoredTensor) -> Tensor:
+    (data,) = stored.chunks(stored.spec.elements)
+    return data.view(FLOATS[stored.spec.dtype])
+
+
+def _refuse_unknown_moments(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises StoredFileError: a tensor of the optimiser is not `moment/parameter`, of its shape or a single number."""
+    moments = tensor_header(path)
+    for name, stored in moments.items():
+        shape = shapes.get(name.partition("/")[2])
+        if shape is None or stored.spec.shape not in (shape, ()):
+            raise StoredFileError(f"{path}: tensor {printable(name)[:80]}: fits no parameter of the policy")
+    _refuse_other_type(moments, "F32", "BF16")
+
+
+def _refuse_other_type(tensors: Mapping[str, StoredTensor], *wanted: str) -> None:
+    for name, stored in tensors.items():
+        if stored.spec.dtype not in wanted:
+            problem = f"expected type {' or '.join(wanted)}, found {stored.spec.dtype}"
+            raise StoredFileError(f"{stored.file}: tensor {printable(name)[:80]}: {problem}")
 
 
 def _policy_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
@@ -98,13 +168,17 @@ def _policy_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     try:
         config = folder / "config.json"
         architecture = architecture_from_hf(read_json_object(config), str(config))
-        stored = _shapes(read_folder(folder))
+        stored = read_folder(folder)
         # A layer, and an expert, has tensors of its own: what claims millions of them is not counted up.
         parts = max(architecture.num_layers, 0 if architecture.experts is None else architecture.experts.count)
         if parts > len(stored):
             raise StoredFileError(f"{config}: {parts} layers or experts, but the weights are {len(stored)} tensors")
         shapes = parameter_shapes(architecture)
-        _compare(folder, stored, shapes)
+        _compare(folder, _shapes(stored), shapes)
+        _refuse_other_type(stored, "BF16")
+        for tensor in stored.values():
+            if tensor.spec.dtype != "BF16":
+                raise tensor.refused(f"expected type BF16, found {tensor.spec.dtype}")
         Tokenizer.load(folder)
     except StoredFileError:
         raise

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from mlflow import MlflowClient
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from flows.cli import main
@@ -14,6 +14,8 @@ from fp8core.models.checkpoint import load_checkpoint
 from fp8core.models.decoder import Decoder, FullContext
 from fp8core.models.quantised_checkpoint import KeptInBf16, plan_dequantisation, plan_quantisation, write_checkpoint
 from fp8core.models.weights import load_policy, reference_formats, stored_weights
+from fp8core.numerics.fingerprint import policy_digest
+from fp8core.store.durable import folder_digest
 
 PROMPT = "2*7*6+0+9="
 
@@ -134,6 +136,30 @@ def test_a_damaged_checkpoint_is_not_exported_but_restored(run_copy, whole_run, 
     assert "00004: the checkpoint is damaged" in errors
     assert (tmp_path / "bf16" / "model.safetensors").read_bytes() == held
     assert origin(tmp_path / "bf16")["weights_digest"] == whole_run.records[4]["weights_digest"]
+
+
+def test_exchanged_weights_are_not_exported_though_the_ledger_has_the_digest_of_their_folder(
+    run_copy, export, tmp_path
+):
+    checkpoint = run_copy.folder / "checkpoints" / "00004"
+
+    def exported(damaged, factor, **sealed):
+        tensors = {name: factor * tensor for name, tensor in load_file(checkpoint / damaged).items()}
+        save_file(tensors, checkpoint / damaged, metadata={"format": "pt"})
+        sealed["digest"] = folder_digest(checkpoint)
+        run_copy.rewrite(lambda line: line.update(sealed) if (line["event"], line.get("step")) == last else None)
+        code, printed, errors = export(run_copy.folder, tmp_path / "bf16", "--step", 4)
+        assert (code, printed, len(errors.splitlines())) == (1, "", 1)
+        assert not list(tmp_path.glob("*bf16*"))
+        return errors
+
+    last = ("checkpoint", 4)
+    assert "policy/model.safetensors: tensor " in exported("policy/model.safetensors", 0)
+    assert "masters.safetensors: its weights have the digest " in exported("masters.safetensors", 0)
+    zeros = policy_digest(load_file(checkpoint / "masters.safetensors"))
+    state = json.loads((checkpoint / "trainer.json").read_text())
+    (checkpoint / "trainer.json").write_text(json.dumps({**state, "digest": zeros}))
+    assert "the record of the step has " in exported("optimiser.safetensors", 1, weights_digest=zeros)
 
 
 def test_a_policy_that_does_not_come_out_equal_is_not_exported(run_copy, export, tmp_path):

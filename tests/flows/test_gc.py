@@ -111,6 +111,15 @@ def test_mistakes_are_one_line(copy, capsys, arguments, message):
     assert len(shown.splitlines()) == 1
 
 
+def test_a_reference_of_another_kind_is_refused_before_anything_is_removed(copy, capsys):
+    ledger = copy / "ledger.jsonl"
+    ledger.write_text(ledger.read_text().replace('"kind":"metrics"', '"kind":"notes"'))
+    before = files(copy)
+    assert main(["gc", str(copy), "--yes", "--set", "artifacts.keep={last: 1}"]) == 1
+    assert "task record: artifact metrics is of kind notes, " in capsys.readouterr().err
+    assert files(copy) == before
+
+
 def test_steps_that_mlflow_has_not_got_are_kept(copy, capsys):
     tracking = copy / "tracking.json"
     tracking.write_text(json.dumps({**json.loads(tracking.read_text()), "published": 2}))

@@ -1,11 +1,19 @@
-"""Files in the working directory that have the names of libraries are never imported in their place."""
+"""Files in the working directory that have the names of libraries are never imported in their place.
 
+Nor is code that a run's own configuration names, but for a run that the user trusts.
+"""
+
+import json
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+
+from flows.cli import main
 
 REPOSITORY = Path(__file__).parents[2]
 NAMES = ["rich", "torch", "json", "pickle", "socket", "numpy", "pyarrow", "pydantic", "prefect", "mlflow", "uvicorn"]
@@ -47,15 +55,20 @@ def folder(tmp_path: Path) -> Path:
     return place
 
 
-def run(folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
+def run(folder: Path, *words: str, searched: Sequence[str] = (str(REPOSITORY),)) -> "subprocess.CompletedProcess[str]":
     program = folder.parent / "bin" / "fp8-grpo"
     program.parent.mkdir(exist_ok=True)
     program.write_text(PROGRAM)
+    return started(folder, searched, str(program), *words)
+
+
+def started(folder: Path, searched: Sequence[str], *words: str) -> "subprocess.CompletedProcess[str]":
     inherited = {key: value for key, value in os.environ.items() if key != "PYTHONSAFEPATH"}
-    environment = {**inherited, "PYTHONPATH": str(REPOSITORY), "PREFECT_HOME": str(folder.parent / "prefect")}
+    paths = {"PYTHONPATH": os.pathsep.join(searched), "PREFECT_HOME": str(folder.parent / "prefect")}
+    environment = {**inherited, **paths}
     for name in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI"):
         environment.pop(name, None)
-    command = [sys.executable, str(program), *words]
+    command = [sys.executable, *words]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
 
 
@@ -63,6 +76,70 @@ def test_a_report_of_a_run_elsewhere(folder, whole_run):
     done = run(folder, "report", str(whole_run.folder), "--png", "page.png")
     assert done.returncode == 0, done.stderr
     assert not (folder.parent / "imported").exists()
+
+
+@pytest.mark.parametrize("start", ["program", "module", "empty entry"])
+def test_a_run_that_is_the_working_directory(folder, run_copy, start):
+    """`python -m`, and an empty entry of PYTHONPATH, have put the folder first when our code begins."""
+    place = Path(shutil.move(run_copy.folder, folder / "run"))
+    for name in NAMES if start == "program" else ["rich", "matplotlib", "mlflow"]:
+        shutil.copy(folder / "rich.py", place / f"{name}.py")
+    words = ("verify", ".", "--tracking-uri", "none")
+    if start == "module":
+        done = started(place, [str(REPOSITORY)], "-m", "flows.cli", *words)
+    else:
+        done = run(place, *words, searched=["", str(REPOSITORY)] if start == "empty entry" else [str(REPOSITORY)])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not (folder.parent / "imported").exists()
+
+
+def named_in(run_folder: Path, section: str, key: str, path: str) -> None:
+    """Have a run's configuration name code."""
+    described = json.loads((run_folder / "run.json").read_text())
+    if section == "pipeline":
+        next(step for step in described["config"]["pipeline"]["steps"] if step["name"] == key)["uses"] = path
+    else:
+        described["config"][section][key] = path
+    (run_folder / "run.json").write_text(json.dumps(described))
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "named"),
+    [
+        ("pipeline", "reward", "pipeline.steps.reward.uses=decoy:made"),
+        ("reward", "verifier", "reward.verifier=decoy:made"),
+        ("loss", "policy", "loss.policy=decoy:made"),
+        ("rollout", "engine", "rollout.engine=decoy:made"),
+    ],
+)
+def test_code_that_a_run_names_is_imported_by_no_command_without_trust(
+    run_copy, tmp_path, monkeypatch, capsys, section, key, named
+):
+    (tmp_path / "decoy.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'a').write('x')\n")
+    monkeypatch.chdir(tmp_path)
+    # As it would be found, if anything searched for it.
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    named_in(run_copy.folder, section, key, "decoy:made")
+    place = str(run_copy.folder)
+    for command in (
+        ["replay", place, "--step", "1"],
+        ["export", place, "exported", "--step", "4"],
+        ["resume", place],
+        ["evaluate", place],
+    ):
+        assert main(command) == 2
+        assert f"its run.json names code that would be imported: {named}; --trust" in capsys.readouterr().err
+    for command in (["verify", place, "--tracking-uri", "none"], ["gc", place], ["report", place]):
+        main(command)
+    main(["compare", place, place])
+    assert main(["bisect", place, "--prompts", "1"]) == 2 or section in ("pipeline", "reward")
+    assert not (tmp_path / "imported").exists()
+    capsys.readouterr()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["replay", place, "--step", "1", "--trust"]) != 0
+    assert f"importing what its run.json names: {named}" in capsys.readouterr().err
+    assert (tmp_path / "imported").exists()
+    sys.modules.pop("decoy", None)
 
 
 @pytest.mark.slow

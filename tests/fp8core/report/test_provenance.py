@@ -37,7 +37,7 @@ def evidence() -> RunView:
     # A checkpoint repeats the line of the process that writes it.
     entries = list(enumerate([FIRST, FIRST, SECOND, task], start=1))
     description = RunDescription.model_construct(id="i", config={}, code_version="1" * 64, created="then")
-    return RunView(Path("run"), description, None, entries, [], {}, [])
+    return RunView(Path("run"), description, None, entries, [], {}, {}, [])
 
 
 def gathered() -> Provenance:

@@ -1,18 +1,26 @@
 """Damage of each kind to a copy of a real run, and each is named."""
 
 import json
+import math
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
-from fp8core.errors import UserError
+from fp8core.config.load import load_config
+from fp8core.errors import StoredFileError, UserError
+from fp8core.numerics.fingerprint import policy_digest
 from fp8core.store.artifacts import ArtifactStore, Ref
 from fp8core.store.deletion_log import Deletion, log_deletions
+from fp8core.store.durable import folder_digest
 from fp8core.store.json_text import canonical_json
+from fp8core.store.kinds import refuse_wrong_kinds
 from fp8core.store.ledger import LedgerView, RedoEntry
 from fp8core.store.manifest import Head, SigningKey, StepManifest, signature_file, write_signature
 from fp8core.store.run_directory import LEDGER
@@ -94,9 +102,56 @@ def test_what_a_live_run_has_not_committed_is_no_error(run: Path) -> None:
     lines = (run / LEDGER).read_text().splitlines(keepends=True)
     (end,) = [i for i, line in enumerate(lines) if '"event":"step","step":3' in line]
     (run / LEDGER).write_text("".join(lines[:end]) + lines[end][:40])
+    shutil.rmtree(run / "checkpoints/00003")  # Which is made after the step's line.
     view = RunView.read(run)
     assert list(view.steps) == [0, 1, 2]
     assert [finding.place for finding in verify(view) if finding.severity == "error"] == []
+
+
+def keep_lines(run: Path, step: int, task: str | None = None) -> None:
+    """Cut the ledger after the end of a step, or after one of its tasks."""
+    wanted = f'"step":{step},"task":"{task}"' if task is not None else f'"event":"step","step":{step},'
+    lines = (run / LEDGER).read_text().splitlines(keepends=True)
+    last = next((i for i, line in enumerate(lines) if wanted in line), -1)
+    (run / LEDGER).write_text("".join(lines[: last + 1]))
+
+
+@pytest.mark.parametrize(
+    ("step", "task", "later"),
+    [(-1, None, "0-3"), (0, None, "1-3"), (2, None, "3"), (3, "train", "3"), (1, "record", "2-3")],
+)
+def test_a_ledger_that_was_cut_is_an_error_by_the_files_of_later_steps(
+    run: Path, step: int, task: str | None, later: str
+) -> None:
+    head = Head.of(StepManifest.model_validate_json((run / "manifests/00003.json").read_bytes()))
+    keep_lines(run, step, task)
+    shutil.rmtree(run / "checkpoints")
+    links = Chain()
+    found = [finding for finding in verify(RunView.read(run), watch=links.add) if finding.severity == "error"]
+    (cut,) = (finding for finding in found if "its end was cut off" in finding.problem)
+    assert (cut.place, cut.step) == (LEDGER, None)
+    assert f"files of steps {later} (manifests/" in cut.problem
+    assert isinstance(ExpectedHead.parse(str(head)).compare(links), Finding)
+
+
+def test_a_checkpoint_alone_shows_that_the_ledger_was_cut(run: Path) -> None:
+    edit_ledger(run, drop, step=3)
+    (run / "manifests/00003.json").unlink()
+    assert [finding.place for finding in findings(run)] == [LEDGER]
+    shutil.rmtree(run / "checkpoints/00003")
+    assert findings(run) == []
+
+
+@pytest.mark.parametrize("step", [0, 3])
+def test_a_kill_between_a_manifest_and_its_line_is_no_error(run: Path, step: int) -> None:
+    lines = (run / LEDGER).read_text().splitlines(keepends=True)
+    end = next(i for i, line in enumerate(lines) if f'"event":"step","step":{step},' in line)
+    (run / LEDGER).write_text("".join(lines[:end]))
+    for later in range(step, 4):
+        shutil.rmtree(run / f"checkpoints/{later:05d}", ignore_errors=True)
+        (run / f"manifests/{later + 1:05d}.json").unlink(missing_ok=True)
+    (run / f"manifests/{step:05d}.signature.json").write_text("{}")
+    assert findings(run) == []
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
@@ -135,6 +190,30 @@ def test_a_damaged_artifact_is_named_with_kind_step_and_task(
     damage(path)
     (found,) = findings(run)
     assert str(found).startswith(f"error {path.relative_to(run)} (rollouts, step 2, task rollout): {problem}")
+
+
+@pytest.mark.parametrize(
+    ("step", "task", "artifact", "kind"),
+    [(2, "train", "next_policy", "notes"), (2, "rollout", "rollouts", "metrics"), (0, "warm_start", "weights", "w")],
+)
+def test_a_reference_of_another_kind_is_named_by_verify_and_before_gc(
+    run: Path, step: int, task: str, artifact: str, kind: str
+) -> None:
+    refuse = partial(refuse_wrong_kinds, pipeline=load_config("tiny").pipeline)
+    refuse(LedgerView.read(run / LEDGER))
+    edit_ledger(run, set_in("outputs", artifact, "kind", value=kind), event="task", step=step, task=task)
+    named = [finding for finding in findings(run) if "by the pipeline it is" in finding.problem]
+    assert [(found.step, found.task, found.kind) for found in named] == [(step, task, kind)]
+    with pytest.raises(StoredFileError, match=f"step {step}, task {task}: artifact {artifact} is of kind {kind}, "):
+        refuse(LedgerView.read(run / LEDGER))
+
+
+def test_the_kind_of_what_only_own_steps_read_is_that_of_its_first_entry(run: Path) -> None:
+    def another(entry: dict[str, Any]) -> None:
+        entry["outputs"]["notes"] = {**entry["outputs"]["prompts"], "kind": "notes" if entry["step"] < 3 else "metrics"}
+
+    edit_ledger(run, another, event="task", task="prompts")
+    assert "artifact notes is of kind metrics, by the pipeline it is notes" in [f.problem for f in findings(run)]
 
 
 def test_two_swapped_artifacts_are_named_each_with_what_it_holds(run: Path) -> None:
@@ -392,12 +471,66 @@ def test_the_newest_checkpoint_must_be_there(run: Path) -> None:
     assert "note checkpoints/00003 (step 3): removed (moved away, then)" in map(str, findings(run, "note"))
 
 
+def seal(run: Path, step: int, **fields: str) -> None:
+    """Enter the digest of a checkpoint's folder as it is now, as a forger would, and other fields."""
+    digest = folder_digest(run / f"checkpoints/{step:05d}")
+    edit_ledger(run, lambda entry: entry.update(digest=digest, **fields), event="checkpoint", step=step)
+
+
+def scale(file: Path, factor: float) -> dict[str, Tensor]:
+    scaled = {name: factor * tensor for name, tensor in load_file(file).items()}
+    save_file(scaled, file, metadata={"format": "pt"})
+    return scaled
+
+
+def scale_all(checkpoint: Path) -> None:
+    scale(checkpoint / "policy/model.safetensors", 2.0)
+    digest = policy_digest(scale(checkpoint / "masters.safetensors", 2.0))
+    edit_json(checkpoint / "trainer.json", lambda state: state.update(digest=digest))
+
+
+def claim_shards(checkpoint: Path) -> None:
+    (checkpoint / "masters.safetensors").unlink()
+    (checkpoint / "megatron").mkdir()
+    (checkpoint / "megatron/shard").write_bytes(b"")
+    edit_json(checkpoint / "trainer.json", lambda state: state.update(grid={}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        (lambda at: scale(at / "policy/model.safetensors", 0.0), "policy/model.safetensors: tensor "),
+        (lambda at: (at / "masters.safetensors").unlink(), "masters.safetensors: cannot be read"),
+        (lambda at: (at / "masters.safetensors").write_bytes(b"garbled" * 9), "masters.safetensors: not a complete"),
+        (lambda at: scale(at / "masters.safetensors", 2.0), "masters.safetensors: its weights have the digest "),
+        (scale_all, "trainer.json: digest: "),
+        (claim_shards, "trainer.json: grid: "),
+        (lambda at: scale(at / "optimiser.safetensors", math.nan), "optimiser.safetensors: tensor "),
+        (lambda at: (at / "optimiser.safetensors").write_bytes(b""), "optimiser.safetensors: not a complete"),
+    ],
+)
+def test_exchanged_weights_are_found_though_the_ledger_has_the_digest_of_their_folder(
+    run: Path, damage: Callable[[Path], Any], problem: str
+) -> None:
+    damage(run / "checkpoints/00003")
+    seal(run, 3)
+    (found,) = findings(run)
+    assert str(found).startswith(f"error checkpoints/00003 (step 3): {problem}")
+
+
+def test_weights_that_the_whole_checkpoint_and_its_line_agree_on_are_not_those_of_the_chain(run: Path) -> None:
+    scale_all(run / "checkpoints/00003")
+    seal(run, 3, weights_digest=json.loads((run / "checkpoints/00003/trainer.json").read_text())["digest"])
+    (found,) = findings(run)
+    assert str(found).startswith("error checkpoints/00003 (step 3): holds weights ")
+
+
 # --- what was done again ---
 
 
-def redo(run: Path, step: int) -> Ref:
+def redo(run: Path, step: int, weights_digest: str = ZEROS) -> Ref:
     """Enter that redoing a step gave another policy; returns that policy."""
-    policy = ArtifactStore(run).put_json("policy", {"version": step, "weights_digest": ZEROS})
+    policy = ArtifactStore(run).put_json("policy", {"version": step, "weights_digest": weights_digest})
     entry = RedoEntry(step=step, task="train", outputs={"next_policy": policy}, code_version=ZEROS)
     lines = (run / LEDGER).read_text().splitlines(keepends=True)
     last = next(i for i, line in enumerate(lines) if f'"event":"step","step":{step}' in line)
@@ -419,8 +552,10 @@ def test_inputs_that_a_redo_gave_are_noted(run: Path) -> None:
 
 
 def test_a_checkpoint_of_what_a_redo_gave_is_accepted_and_its_policy_checked(run: Path) -> None:
-    policy = redo(run, 3)
-    edit_ledger(run, set_in("weights_digest"), event="checkpoint", step=3)
+    scale_all(run / "checkpoints/00003")
+    made = json.loads((run / "checkpoints/00003/trainer.json").read_text())["digest"]
+    policy = redo(run, 3, made)
+    seal(run, 3, weights_digest=made)
     assert findings(run) == []
     (run / policy.uri).unlink()
     assert [finding.place for finding in findings(run)] == [policy.uri, "checkpoints/00003"]
