@@ -34,6 +34,8 @@ _BOOT = (
     "from fp8core.rewards.supervisor import supervise; supervise(int(sys.argv[1]))"
 )
 _READ_BYTES = 1 << 20
+_LONGEST_LINE = 1 << 16
+"""Bytes from a process; a verdict has some hundred."""
 _ENDING_SECONDS = 1.0
 _SWEEPING_SECONDS = 20.0
 """A supervisor takes milliseconds, unless processes multiply faster than they can be killed."""
@@ -95,19 +97,18 @@ class WorkerProcess:
                 del self._outgoing[: self.channel.send(self._outgoing)]
 
     def read(self) -> tuple[list[bytes], bool]:
-        """Whole lines that have come, and whether the channel has ended."""
-        ended = False
+        """Whole lines that have come, and whether the channel has ended. A line without end is taken for whole."""
         try:
-            while part := self.channel.recv(_READ_BYTES):
-                self._incoming += part
-            ended = True
+            part = self.channel.recv(_READ_BYTES)
         except BlockingIOError:
-            pass
+            return [], False
         except ConnectionResetError:
-            ended = True
-        *lines, rest = bytes(self._incoming).split(b"\n")
+            part = b""
+        *lines, rest = bytes(self._incoming + part).split(b"\n")
+        if len(rest) > _LONGEST_LINE:
+            lines, rest = [*lines, rest], b""
         self._incoming = bytearray(rest)
-        return lines, ended
+        return lines, not part
 
     def ending(self) -> int:
         """Its exit code when it ended by itself, negative for a signal; LEFT if it only closed the channel."""
@@ -148,6 +149,7 @@ Line = tuple[str, ...]
 """An answer, or (prompt, reference) to check."""
 
 _START_SECONDS = 120.0
+_WRITTEN = "something else was written to the verifier's channel"
 _LARGEST_BATCH = 64
 
 
@@ -264,7 +266,7 @@ class VerifierPool:
                 self._admit(worker, line)
             elif not worker.working_on or (verdict := _verdict(line)) is None:
                 self._end(worker)
-                self._replace(worker, crashed("something else was written to the verifier's channel"))
+                self._replace(worker, crashed(_WRITTEN))
                 return
             else:
                 self._settle(worker, verdict)
@@ -272,7 +274,10 @@ class VerifierPool:
             self._replace_ended(worker)
 
     def _admit(self, worker: WorkerProcess, line: bytes) -> None:
-        message = json.loads(line)
+        try:
+            message = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise self._unusable(_WRITTEN) from error
         if "failed" in message:
             raise self._unusable(message["failed"])
         worker.description = message["loaded"]

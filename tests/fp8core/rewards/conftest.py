@@ -86,6 +86,15 @@ def do_scribble(argument, reference, scale):
     return True
 
 
+def do_flood(argument, reference, scale):
+    (channel,) = [
+        number for number in range(3, 256)
+        if os.path.exists(f"/proc/self/fd/{number}") and os.readlink(f"/proc/self/fd/{number}").startswith("socket:")
+    ]
+    while True:
+        os.write(channel, b"x" * 2**20)
+
+
 def do_deaf(argument, reference, scale):
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM, signal.SIGPROF):
         signal.signal(number, signal.SIG_IGN)

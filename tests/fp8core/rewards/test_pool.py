@@ -69,6 +69,7 @@ def test_verdicts_come_in_the_order_of_the_answers(pool: VerifierPool) -> None:
         ("quit", "SystemExit: 4"),
         ("segfault", "its process ended (SIGSEGV)"),
         ("scribble", "something else was written to the verifier's channel"),
+        ("flood", "something else was written to the verifier's channel"),
         ("print", RIGHT),
         ("unheard of", "KeyError: 'do_unheard'"),
     ],
@@ -247,6 +248,8 @@ def test_a_file_finds_its_neighbours_and_a_module_is_looked_for_where_python_loo
         ("1 / 0", "score", "cannot be imported: ZeroDivisionError: division by zero"),
         ("raise SystemExit('bye')", "score", "cannot be imported: SystemExit: bye"),
         ("import os; os._exit(7)", "score", "its process ended (exit code 7) before it was ready"),
+        ("import os; [os.write(n, b'hm\\n') for n in range(3, 256) if "
+         "'socket:' in os.path.realpath(f'/proc/self/fd/{n}')]", "score", "something else was written"),
         ("score = 3", "score", "has no function score"),
         ("def other(): ...", "score", "has no function score"),
     ],
