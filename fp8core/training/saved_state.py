@@ -19,7 +19,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fp8core.errors import StoredFileError, UserError
-from fp8core.models.architecture import architecture_from_hf, parameter_shapes, read_json_object
+from fp8core.input_file import read_json_object
+from fp8core.models.architecture import architecture_from_hf, parameter_shapes
 from fp8core.models.safetensors_stream import StoredTensor, read_folder
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.store.json_text import MOST_STEPS, StepNumber, parse_model
