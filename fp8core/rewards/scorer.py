@@ -136,6 +136,8 @@ def load_scorer(name: str, options: Mapping[str, Any]) -> LoadedScorer:
     if name == MATH_VERIFY:
         return _math_scorer()
     place, _, attribute = name.rpartition(":")
+    if place.endswith(".py") and Path(place).exists() and not Path(place).is_file():
+        raise UserError(f"{place} is no regular file")
     try:
         module = _module_of_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except (Exception, SystemExit) as error:

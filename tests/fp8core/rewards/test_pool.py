@@ -266,6 +266,12 @@ def test_a_function_that_cannot_be_had_is_one_line_at_the_start(
     assert "\n" not in str(caught.value)
 
 
+def test_a_pipe_is_no_verifier(start_pool: StartPool, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.py")
+    with pytest.raises(UserError, match=r"pipe\.py is no regular file"):
+        start_pool(f"{tmp_path / 'pipe.py'}:score", workers=1)
+
+
 def test_a_function_that_changes_while_it_is_used(start_pool: StartPool, tmp_path: Path) -> None:
     path = tmp_path / "changing.py"
     path.write_text("import os\ndef score(*_): os._exit(1)")
