@@ -62,9 +62,13 @@ class TiedProcess:
         """The child's exit code, or None while it lives."""
         return self._process.poll()
 
-    def wait(self) -> int:
-        """Wait for the child to end, and return its exit code."""
-        return self._process.wait()
+    def wait(self, seconds: float | None = None) -> int:
+        """Wait for the child to end, and return its exit code. Raises subprocess.TimeoutExpired after `seconds`."""
+        return self._process.wait(seconds)
+
+    def kill(self) -> None:
+        """Send SIGKILL to the child."""
+        self._process.kill()
 
     def say(self, word: bytes) -> None:
         """Let the child read `word`."""
@@ -81,7 +85,7 @@ class TiedProcess:
             self._process.wait()
 
     def close_copy(self) -> None:
-        """Close the pipe without a word to the child, in a process that only has a copy of it."""
+        """Close the pipe, or a copy of it, without a word to the child, and wait for nothing."""
         assert self._process.stdin is not None, "it was started with a pipe"
         self._process.stdin.close()
 

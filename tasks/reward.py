@@ -35,7 +35,7 @@ def reward_table(run: RunContext, prompts: pa.Table, rollouts: pa.Table) -> pa.T
                 "sample": completion["sample"],
                 "reward": verdict.score,
                 "outcome": verdict.outcome,
-                "detail": verdict.detail,
+                "detail": verdict.record,
                 "keep": True,
             }
         )

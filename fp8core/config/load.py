@@ -27,6 +27,7 @@ from pydantic import JsonValue, ValidationError
 from fp8core.config.check import refusal, step_name, suggestion
 from fp8core.config.run import RunConfig, public_dump
 from fp8core.errors import StoredFileError, UserError, not_unicode, printable, without_passwords
+from fp8core.input_file import read_input
 
 Overrides = Mapping[str, Any] | Sequence[str]
 
@@ -181,8 +182,29 @@ def _stacked(layers: Iterable[Block]) -> Block:
 
 
 class _Loader(yaml.SafeLoader):
-    """The scalars of YAML 1.2, in decimal: `1e-4` is a number, `on` and `2024-01-01` are strings. No key twice."""
+    """The scalars of YAML 1.2, in decimal: `1e-4` is a number, `on` and `2024-01-01` are strings. No key twice.
 
+    Levels are bounded where they are read: what comes next takes time that grows with their square.
+    """
+
+    def fetch_flow_collection_start(self, token: type[yaml.Token]) -> None:
+        self._refuse_deeper(self.flow_level)
+        super().fetch_flow_collection_start(token)
+
+    def add_indent(self, column: int) -> bool:
+        self._refuse_deeper(len(self.indents))
+        return bool(super().add_indent(column))
+
+    def _refuse_deeper(self, levels: int) -> None:
+        if levels >= _DEEPEST:
+            raise yaml.scanner.ScannerError(None, None, _TOO_DEEP, self.get_mark())
+
+
+_LARGEST_FILE = 64 * 2**10
+_LARGEST_TREE = 20_000
+_DEEPEST = 40
+"""Bytes, values and levels of a file: many times those of the largest one shipped, and read within a second."""
+_TOO_DEEP = f"nested too deep; at most {_DEEPEST} levels are read"
 
 _YAML = "tag:yaml.org,2002:"
 _SCALARS = {
@@ -224,15 +246,44 @@ _Loader.add_constructor(f"{_YAML}map", _construct_block)
 def parse_yaml(text: str, source: str) -> Any:
     """The content of a file, mappings with the place of each key; raises UserError with `source` and the line."""
     try:
-        loader = _Loader(text)
-        loader.name = source
-        return loader.get_single_data()
+        return _content(text, source)
+    except RecursionError as error:  # Aliases of aliases.
+        raise UserError(f"{source}: {_TOO_DEEP}") from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"{source}:{mark.line + 1}" if mark else source
         raise UserError(f"{place}: {error.problem or error.context}") from error
     except yaml.YAMLError as error:
         raise UserError(f"{source}: {' '.join(str(error).split())}") from error
+
+
+def _content(text: str, source: str) -> Any:
+    """The content of one document. Raises yaml.YAMLError, and RecursionError where it is nested too deep."""
+    loader = _Loader(text)
+    loader.name = source
+    node = loader.get_single_node()
+    if node is None:
+        return None
+    size, height = _extent(node, {})
+    if size > _LARGEST_TREE:
+        problem = f"it has {size:,} values, aliases followed; at most {_LARGEST_TREE:,} are read"
+        raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+    if height > _DEEPEST:
+        raise yaml.constructor.ConstructorError(None, None, _TOO_DEEP, node.start_mark)
+    return loader.construct_document(node)
+
+
+def _extent(node: yaml.Node, known: dict[yaml.Node, tuple[int, int]]) -> tuple[int, int]:
+    """Number of values and of levels below and including a node; an alias stands for all that it names."""
+    if isinstance(node, yaml.ScalarNode):
+        return 1, 1
+    if node not in known:
+        known[node] = _LARGEST_TREE, 1  # While its children are counted: one that holds itself has no end.
+        pairs = isinstance(node, yaml.MappingNode)
+        children = [child for pair in node.value for child in pair] if pairs else node.value
+        below = [_extent(child, known) for child in children]
+        known[node] = 1 + sum(size for size, _ in below), 1 + max((height for _, height in below), default=0)
+    return known[node]
 
 
 def _locate(name_or_path: str) -> Path:
@@ -250,9 +301,10 @@ def _file_layers(path: Path, readers: tuple[Path, ...] = ()) -> list[Block]:
     """The file's bases, deepest first, and the file."""
     shown = f"configs/{path.name}" if path.parent == SHIPPED else str(path)
     try:
-        block = parse_yaml(path.read_text(encoding="utf-8"), shown)
-    except (OSError, UnicodeDecodeError) as error:
+        content = read_input(path, _LARGEST_FILE).decode("utf-8")
+    except UnicodeDecodeError as error:
         raise UserError(f"{shown}: cannot be read: {error}") from error
+    block = parse_yaml(content, shown)
     if not isinstance(block, Block):
         raise UserError(f"{shown}: must hold a mapping of keys, not {repr(block) if block else 'nothing'}")
     if "base" not in block:
@@ -299,8 +351,8 @@ def _parse_override(text: str) -> Block:
     if (at := not_unicode(value)) is not None:
         raise UserError(f"{printable(key.strip())}: not valid text: character {at} of {ascii(value)[:80]} (--set)")
     try:
-        parsed = yaml.load(value, _Loader)
-    except yaml.YAMLError as error:
+        parsed = _content(value, "--set")
+    except (yaml.YAMLError, RecursionError) as error:
         raise UserError(f"--set {text}: the value is not valid YAML; quote it") from error
     return _nested(key.strip(), parsed, "--set")
 

@@ -22,6 +22,8 @@ from fp8core.rollout.registry import ENGINES, ENTRY_PATH, check_name
 
 SHIPPED_VERIFIERS = ("chain", "integer", "math-verify")
 RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+MOST_EXPERTS = 1 << 16
+"""Of all layers together; ten times those of the largest released models."""
 _BESIDE_THE_RUNS = frozenset({"mlflow.db", "mlartifacts", "warm_starts", "logs", "parity"})
 
 
@@ -51,6 +53,10 @@ class ArchitectureConfig(Section):
     def _experts(self) -> "ArchitectureConfig":
         if self.num_experts and self.experts_per_token > self.num_experts:
             raise ValueError(f"experts_per_token={self.experts_per_token} exceeds num_experts={self.num_experts}")
+        if (experts := self.num_layers * self.num_experts) > MOST_EXPERTS:
+            raise ValueError(
+                f"num_experts={self.num_experts} makes {experts} in all layers, and at most {MOST_EXPERTS}"
+            )
         if self.num_experts and not self.qk_norm:
             raise ValueError("num_experts needs qk_norm: only Qwen3's shape has experts")
         return self

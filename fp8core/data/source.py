@@ -6,7 +6,7 @@
 import gzip
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from fp8core.config.run import DataConfig, EvaluationConfig, RunConfig
@@ -23,6 +23,7 @@ from fp8core.data.prompt import (
     refuse_too_long,
 )
 from fp8core.errors import UserError, first_line
+from fp8core.input_file import open_input
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.rewards.verifier import Verifier
 
@@ -93,12 +94,20 @@ def _unique(rows: Sequence[Problem]) -> dict[str, Problem]:
     return unique
 
 
+LONGEST_LINE = 4 * 2**20
+"""Bytes of a row. The largest prompt that data.max_prompt_tokens admits has some 4 bytes a token."""
+
+
 def _text_field(row: dict[str, object], field: str, place: str) -> str:
     if field not in row:
         raise UserError(f"{place}: no field {field!r} (the row has: {', '.join(map(repr, row)) or 'none'})")
     value = row[field]
     if not isinstance(value, str):
         raise UserError(f"{place}: field {field!r} is {type(value).__name__}, not text")
+    if len(value) > LONGEST_LINE:
+        raise UserError(
+            f"{place}: field {field!r} has {len(value):,} characters, and at most {LONGEST_LINE:,} are read"
+        )
     if not value.strip():
         raise UserError(f"{place}: field {field!r} is empty")
     try:
@@ -116,29 +125,37 @@ def read_jsonl(path: Path, question_field: str, answer_field: str) -> list[Probl
 
     Raises UserError with `file:line` on a line that is no row, and with the file when it has none or cannot be read.
     """
-    # Split at line feeds alone: JSON text may hold other line separators.
-    lines = enumerate(_content(path).split(b"\n"), start=1)
-    places = ((f"{path}:{number}", line) for number, line in lines if line.strip())
     fields = question_field, answer_field
-    rows = [problem_from_row(_parse(line, place), *fields, place) for place, line in places]
+    rows = [problem_from_row(_parse(line, place), *fields, place) for place, line in _lines(path)]
     if not rows:
         raise UserError(f"{path}: the file has no rows")
     return rows
 
 
-def _content(path: Path) -> bytes:
-    """The whole file, so that its checksum is verified before any line is parsed."""
+def _lines(path: Path) -> list[tuple[str, bytes]]:
+    """Place and content of every line that is not blank; all, so that a checksum is verified before any is parsed."""
     if not path.name.endswith(SUFFIXES):
         raise UserError(f"{path}: only {' and '.join(SUFFIXES)} files are read")
     try:
-        content = path.read_bytes()
-        return gzip.decompress(content) if path.suffix == ".gz" else content
+        with open_input(path) as file, gzip.open(file) if path.suffix == ".gz" else file as content:
+            # Ends at line feeds alone: JSON text may hold other line separators.
+            reads = iter(lambda: content.readline(LONGEST_LINE + 1), b"")
+            return [(place, line) for place, line in _bounded(path, reads) if line.strip()]
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise UserError(f"{path}: damaged gzip data ({error})") from error
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+
+
+def _bounded(path: Path, lines: Iterable[bytes]) -> Iterator[tuple[str, bytes]]:
+    """Lines with their places. Raises UserError on one that is too long, before the rest of it is read."""
+    for number, line in enumerate(lines, start=1):
+        content = line.removesuffix(b"\n")
+        if len(content) > LONGEST_LINE:
+            raise UserError(f"{path}:{number}: the line has more than {LONGEST_LINE:,} bytes, the most that is read")
+        yield f"{path}:{number}", content
 
 
 def _parse(line: bytes, place: str) -> object:
@@ -202,9 +219,10 @@ def build_source(data: DataConfig, evaluation: EvaluationConfig) -> PromptSource
 
 def read_rows(data: DataConfig) -> list[Problem]:
     """Every row of a file or a Hugging Face dataset, in order. Raises UserError on data that cannot be read."""
-    # The reader of files refuses an existing file of another kind, with the kinds that it reads.
-    if data.source.endswith(SUFFIXES) or Path(data.source).is_file():
-        return read_jsonl(Path(data.source), data.question_field, data.answer_field)
+    # The reader of files refuses whatever exists and is of another kind, with the kinds that it reads.
+    path = Path(data.source)
+    if data.source.endswith(SUFFIXES) or (path.exists() and not path.is_dir()):
+        return read_jsonl(path, data.question_field, data.answer_field)
     return read_hub_dataset(data)
 
 

@@ -8,11 +8,10 @@ Rotary parameters are read in the keys of transformers 4 (`rope_theta`, `rope_sc
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
+from fp8core.config.run import MOST_EXPERTS
 from fp8core.errors import UserError
-from fp8core.store.durable import regular_file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,33 +129,20 @@ _FIXED: dict[str, Any] = {
     "quantization_config": None,
 }
 
+# Sizes of lists and tables that are made before a weight is read; several times those of the largest released models.
+_LARGEST = {
+    "num_hidden_layers": 1024,
+    "num_attention_heads": 4096,
+    "num_experts": 4096,
+    "num_local_experts": 4096,
+    "head_dim": 4096,
+    "max_position_embeddings": 1 << 22,
+}
+_LARGEST_INTEGER = 1 << 30
+_SHOWN_CHARACTERS = 200
+
 # The base that transformers assumes when a configuration gives none (`RotaryEmbeddingConfigMixin.default_theta`).
 _DEFAULT_ROPE_THETA = 10_000.0
-
-
-def read_text(path: Path) -> str:
-    """A UTF-8 file; one that is missing, unreadable or in another encoding is a UserError that names it."""
-    try:
-        with open(path, encoding="utf-8", opener=regular_file) as file:
-            return file.read()
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 at byte {error.start}") from error
-
-
-def read_json_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; a missing, unreadable or malformed file is a UserError that names it."""
-    text = read_text(path)
-    try:
-        content = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path}: line {error.lineno}, column {error.colno}: not JSON: {error.msg}") from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{path}: expected a JSON object, found {type(content).__name__}")
-    return content
 
 
 @dataclass(frozen=True)
@@ -167,14 +153,15 @@ class _Reader:
     where: str
 
     def refused(self, key: str, supported: str) -> UserError:
-        found = json.dumps(self.keys.get(key), default=str) if key in self.keys else "nothing"
+        found = json.dumps(self.keys.get(key), default=str)[:_SHOWN_CHARACTERS] if key in self.keys else "nothing"
         return UserError(f"{self.where}: {key}: found {found}, supported: {supported}")
 
     def integer(self, key: str, default: int | None = None) -> int:
         value = self.keys.get(key)
         value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 1 << 40:
-            raise self.refused(key, "an integer >= 1")
+        largest = _LARGEST.get(key, _LARGEST_INTEGER)
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= largest:
+            raise self.refused(key, f"an integer from 1 to {largest}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -344,6 +331,8 @@ def _experts(reader: _Reader) -> Experts:
         raise reader.refused("num_local_experts", f"the value of num_experts, {count}")
     if per_token > count:
         raise reader.refused("num_experts_per_tok", f"at most {key}={count}")
+    if count * reader.integer("num_hidden_layers") > MOST_EXPERTS:
+        raise reader.refused(key, f"at most {MOST_EXPERTS} experts in all layers")
     dense = reader.keys.get("mlp_only_layers")
     dense = [] if dense is None else dense
     if not isinstance(dense, list) or not all(type(layer) is int and layer >= 0 for layer in dense):

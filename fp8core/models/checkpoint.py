@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fp8core.config.run import ArchitectureConfig
 from fp8core.errors import UserError
+from fp8core.input_file import read_json_object
 from fp8core.models.architecture import (
     Architecture,
     Experts,
@@ -25,7 +26,6 @@ from fp8core.models.architecture import (
     architecture_to_hf,
     one_or_list,
     parameter_shapes,
-    read_json_object,
 )
 from fp8core.models.safetensors_stream import INDEX, WEIGHTS, StoredTensor, read_folder
 from fp8core.models.tokenizer import Tokenizer

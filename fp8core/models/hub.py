@@ -17,7 +17,8 @@ from fp8core.config.load import UNDECIDED
 from fp8core.config.run import RunConfig
 from fp8core.data.chain import VOCABULARY
 from fp8core.errors import UserError
-from fp8core.models.architecture import Architecture, Experts, RopeScaling, architecture_from_hf, read_json_object
+from fp8core.input_file import read_json_object
+from fp8core.models.architecture import Architecture, Experts, RopeScaling, architecture_from_hf
 from fp8core.models.checkpoint import architecture_from_config
 
 _FILES = ["*.safetensors", "*.json", "*.jinja"]

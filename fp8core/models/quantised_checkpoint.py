@@ -26,7 +26,7 @@ from typing import Any
 from torch import Tensor
 
 from fp8core.errors import UserError
-from fp8core.models.architecture import read_json_object
+from fp8core.input_file import open_input, read_json_object
 from fp8core.models.checkpoint import whole_folder
 from fp8core.models.safetensors_stream import (
     FLOATS,
@@ -302,7 +302,7 @@ def write_checkpoint(plan: Plan, target: Path, report: Report, shard_bytes: int 
         write_file(folder / _CONFIG, (json.dumps(plan.config, indent=2) + "\n").encode())
         for path in plan.copied:
             make_folder((folder / path).parent)
-            with (plan.source / path).open("rb") as original, (folder / path).open("xb") as copy:
+            with open_input(plan.source / path) as original, (folder / path).open("xb") as copy:
                 shutil.copyfileobj(original, copy)
                 copy.flush()
                 os.fsync(copy.fileno())

@@ -20,10 +20,9 @@ from pydantic_core import from_json
 from torch import Tensor
 
 from fp8core.errors import UserError
-from fp8core.models.architecture import read_json_object
+from fp8core.input_file import open_input, read_json_object
 from fp8core.models.weights import SCALE_SUFFIX
 from fp8core.numerics.e4m3 import TILE, GroupNotFinite, ScaleRule, decode, encode, quantise_tiles
-from fp8core.store.durable import regular_file
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -75,7 +74,7 @@ class StoredTensor:
         """
         step = elements * ITEM_SIZES[self.spec.dtype]
         try:
-            with self.file.open("rb") as file:
+            with open_input(self.file) as file:
                 file.seek(self.offset)
                 for start in range(0, self.spec.size, step):
                     buffer = bytearray(min(step, self.spec.size - start))
@@ -181,7 +180,7 @@ def _layout(specs: Sequence[TensorSpec]) -> tuple[bytes, dict[str, tuple[int, in
 def _header(file: Path) -> tuple[dict[str, Any], int, int]:
     """The JSON header, where the tensors begin, and the size of the file."""
     try:
-        with open(file, "rb", opener=regular_file) as handle:
+        with open_input(file) as handle:
             size = os.fstat(handle.fileno()).st_size
             length = int.from_bytes(handle.read(8), "little")
             if size < 8 or length > min(size - 8, _LARGEST_HEADER):

@@ -4,10 +4,10 @@ The channel is a socket with one JSON text a line. First comes the task: name an
 child replies with what it loaded. From then on every line is an answer, or a reference to check, and gets a verdict as
 [score, outcome, detail].
 
-The parent ends a child that exceeds its wall-clock limit. Processor time is counted here, by the kernel, and ends the
+The pool ends a child that exceeds its wall-clock limit. Processor time is counted here, by the kernel, and ends the
 process even inside a C function that gives nothing else a chance. So is memory. A scorer that may be interrupted is
 interrupted a little before either limit. Its process stays: to start one takes longer than to check a thousand answers.
-When the parent is gone, however it went, the process group ends with it.
+Processes that a check has started end before its verdict is sent.
 """
 
 import json
@@ -15,8 +15,6 @@ import os
 import resource
 import signal
 import socket
-import threading
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -33,26 +31,20 @@ from fp8core.rewards.scorer import (
     timed_out,
     unparsed,
 )
+from fp8core.rewards.supervisor import end_descendants
 
 CPU_SIGNAL = signal.SIGPROF
-_PARENT_CHECK_SECONDS = 0.5
 _INTERRUPTED_AT = 0.8
 """Of a limit; what an interruption does not reach ends with its process at the limit."""
 DETAIL_CHARACTERS = 200
 _STATM = Path("/proc/self/statm")
 
 
-def serve(channel: int, parent: int) -> None:
-    """Check answers until the channel ends.
-
-    Args:
-        channel: descriptor of our end of the socket.
-        parent: process id of the parent.
-    """
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+def serve(channel: int) -> None:
+    """Check answers until the channel ends; `channel`: descriptor of our end of the socket."""
+    os.set_inheritable(channel, False)
     with socket.socket(fileno=channel) as connection, connection.makefile("rwb") as lines:
         task = json.loads(lines.readline())
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         try:
             loaded = load_scorer(task["name"], task["options"])
         except UserError as error:
@@ -62,6 +54,7 @@ def serve(channel: int, parent: int) -> None:
         _say(lines, {"loaded": loaded.description})
         for line in lines:
             verdict = _within(task, loaded, json.loads(line))
+            end_descendants()
             _say(lines, [float(verdict.score), verdict.outcome, verdict.detail[:DETAIL_CHARACTERS]])
 
 
@@ -122,10 +115,3 @@ def _verdict(scorer: Scorer, texts: list[str]) -> Verdict:
 def _say(lines: Any, message: Mapping[str, Any] | list[Any]) -> None:
     lines.write(json.dumps(message).encode() + b"\n")
     lines.flush()
-
-
-def _end_with(parent: int) -> None:
-    """End the process group when the parent is gone: an orphan gets another parent."""
-    while os.getppid() == parent:
-        time.sleep(_PARENT_CHECK_SECONDS)
-    os.killpg(0, signal.SIGKILL)

@@ -8,7 +8,6 @@ checked once. Results are dropped when `verify` returns: nothing that a record d
 import contextlib
 import json
 import math
-import os
 import selectors
 import signal
 import socket
@@ -18,27 +17,34 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pydantic import JsonValue
 
+from fp8core.end_with_parent import TiedProcess
 from fp8core.errors import UserError
 from fp8core.rewards.child import CPU_SIGNAL, DETAIL_CHARACTERS
 from fp8core.rewards.scorer import OUTCOMES, Answer, Verdict, crashed, timed_out
 
 _ROOT = str(Path(__file__).parents[2])
 _BOOT = (
-    "import sys; sys.path[:] = sys.argv[3:]; "
-    "from fp8core.rewards.child import serve; serve(int(sys.argv[1]), int(sys.argv[2]))"
+    "import sys; sys.path[:] = sys.argv[2:]; "
+    "from fp8core.rewards.supervisor import supervise; supervise(int(sys.argv[1]))"
 )
 _READ_BYTES = 1 << 20
+_LONGEST_LINE = 1 << 16
+"""Bytes from a process; a verdict has some hundred."""
+_ENDING_SECONDS = 1.0
+_SWEEPING_SECONDS = 20.0
+"""A supervisor takes milliseconds, unless processes multiply faster than they can be killed."""
 
 
 class WorkerProcess:
     """A fresh Python interpreter that serves one scorer; nothing of this process but the channel is passed on.
 
-    It leads a session and process group of its own: signals to ours do not reach it, and what it starts ends with it.
+    Between it and us is its supervisor (fp8core/rewards/supervisor.py), which ends when we do, and all below it.
     The socket never blocks.
     """
 
@@ -47,15 +53,8 @@ class WorkerProcess:
         self.channel, theirs = socket.socketpair()
         self.channel.setblocking(False)
         with theirs:
-            arguments = [str(theirs.fileno()), str(os.getpid()), _ROOT, *(path for path in sys.path if path != _ROOT)]
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _BOOT, *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
+            arguments = [str(theirs.fileno()), _ROOT, *(path for path in sys.path if path != _ROOT)]
+            self._supervisor = TiedProcess(["-P", "-c", _BOOT, *arguments], subprocess.DEVNULL, [theirs.fileno()])
         self.description: dict[str, str] | None = None
         self.working_on: deque[tuple[str, ...]] = deque()
         """Lines that were sent and have no verdict, the first of which is being worked on."""
@@ -98,48 +97,59 @@ class WorkerProcess:
                 del self._outgoing[: self.channel.send(self._outgoing)]
 
     def read(self) -> tuple[list[bytes], bool]:
-        """Whole lines that have come, and whether the channel has ended."""
-        ended = False
+        """Whole lines that have come, and whether the channel has ended. A line without end is taken for whole."""
         try:
-            while part := self.channel.recv(_READ_BYTES):
-                self._incoming += part
-            ended = True
+            part = self.channel.recv(_READ_BYTES)
         except BlockingIOError:
-            pass
+            return [], False
         except ConnectionResetError:
-            ended = True
-        *lines, rest = bytes(self._incoming).split(b"\n")
+            part = b""
+        *lines, rest = bytes(self._incoming + part).split(b"\n")
+        if len(rest) > _LONGEST_LINE:
+            lines, rest = [*lines, rest], b""
         self._incoming = bytearray(rest)
-        return lines, ended
+        return lines, not part
 
-    def end(self) -> int:
-        """Kill it and everything it has started; returns what it ended with (negative: a signal, maybe ours)."""
-        if not self.ended:
-            self.channel.close()
-            # Before it is reaped, its number belongs to nobody else.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-        return self._process.wait()
+    def ending(self) -> int:
+        """Its exit code when it ended by itself, negative for a signal; LEFT if it only closed the channel."""
+        try:
+            return self._supervisor.wait(_ENDING_SECONDS)
+        except subprocess.TimeoutExpired:
+            return LEFT
+
+    def end(self) -> None:
+        """Kill it and everything it has started; a second call does nothing."""
+        self.channel.close()
+        self._supervisor.close_copy()
+        try:
+            self._supervisor.wait(_SWEEPING_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._supervisor.kill()
+            self._supervisor.wait()
 
     def _send(self, message: Mapping[str, Any]) -> None:
         self._outgoing += json.dumps(message).encode() + b"\n"
         self.write()
 
 
-def ending(code: int) -> str:
+LEFT = 0
+"""As the code of an orderly end: the channel is closed by us, or against the rules."""
+_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)
+"""No limit of ours, and nothing that a verifier does by mistake, ends a process in this way."""
+
+
+def described(code: int) -> str:
     """The end of a process, in words."""
-    return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
-
-
-def took_too_much_time(code: int) -> bool:
-    """True if the kernel ended a process for the processor time it took."""
-    return code == -CPU_SIGNAL
+    if code == LEFT:
+        return "it closed its channel"
+    return f"its process ended ({f'exit code {code}' if code > 0 else signal.Signals(-code).name})"
 
 
 Line = tuple[str, ...]
 """An answer, or (prompt, reference) to check."""
 
 _START_SECONDS = 120.0
+_WRITTEN = "something else was written to the verifier's channel"
 _LARGEST_BATCH = 64
 
 
@@ -167,6 +177,8 @@ class VerifierPool:
         self._waiting: deque[Line] = deque()
         self._verdicts: dict[Line, Verdict] = {}
         self._known: set[Line] = set()
+        self._killed: dict[Line | None, str] = {}
+        """Lines whose first try something outside ended, and how; None: the start of a process."""
         self._description: dict[str, str] | None = None
         self._selector = selectors.DefaultSelector()
         self._workers: list[WorkerProcess] = []
@@ -254,7 +266,7 @@ class VerifierPool:
                 self._admit(worker, line)
             elif not worker.working_on or (verdict := _verdict(line)) is None:
                 self._end(worker)
-                self._replace(worker, crashed("something else was written to the verifier's channel"))
+                self._replace(worker, crashed(_WRITTEN))
                 return
             else:
                 self._settle(worker, verdict)
@@ -262,31 +274,47 @@ class VerifierPool:
             self._replace_ended(worker)
 
     def _admit(self, worker: WorkerProcess, line: bytes) -> None:
-        message = json.loads(line)
+        try:
+            message = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise self._unusable(_WRITTEN) from error
         if "failed" in message:
             raise self._unusable(message["failed"])
         worker.description = message["loaded"]
         if self._description not in (None, worker.description):
             raise self._unusable(f"it changed while it was used: {self._description}, now {worker.description}")
         self._description = worker.description
+        self._killed.pop(None, None)
 
     def _settle(self, worker: WorkerProcess, verdict: Verdict) -> None:
-        self._verdicts[worker.working_on.popleft()] = verdict
+        line = worker.working_on.popleft()
+        if (how := self._killed.pop(line, None)) is not None:
+            verdict = replace(verdict, note=f"second try: in the first {how}")
+        self._verdicts[line] = verdict
         worker.since = time.monotonic()
 
     def _replace_ended(self, worker: WorkerProcess) -> None:
-        """Replace a process that ended by itself."""
-        code = self._end(worker)
-        if not worker.ready:
-            raise self._unusable(f"its process ended before it was ready ({ending(code)})")
-        how = crashed(f"its process ended ({ending(code)})")
-        if took_too_much_time(code):
-            how = timed_out(f"more than {self._limits.cpu_seconds:g} s of processor time")
-        self._replace(worker, how)
+        """Replace a process that ended by itself. One that something outside has killed gets another try, once."""
+        code = worker.ending()
+        self._end(worker)
+        how = described(code)
+        line = worker.working_on[0] if worker.working_on else None
+        if code in _FROM_OUTSIDE and (line or not worker.ready) and line not in self._killed:
+            self._killed[line] = how
+            self._replace(worker)
+        elif not worker.ready:
+            raise self._unusable(f"{how} before it was ready")
+        elif code == -CPU_SIGNAL:
+            self._replace(worker, timed_out(f"more than {self._limits.cpu_seconds:g} s of processor time"))
+        else:
+            self._replace(worker, crashed(how))
 
-    def _replace(self, worker: WorkerProcess, verdict: Verdict) -> None:
-        """Start another process in place of one that was ended; its answer gets a verdict, those behind wait again."""
-        if worker.working_on:
+    def _replace(self, worker: WorkerProcess, verdict: Verdict | None = None) -> None:
+        """Start another process in place of one that was ended; lines without a verdict wait again.
+
+        `verdict` is for the line it was working on.
+        """
+        if worker.working_on and verdict is not None:
             self._settle(worker, verdict)
         self._waiting.extendleft(reversed(worker.working_on))
         self._workers.remove(worker)
@@ -306,10 +334,10 @@ class VerifierPool:
         write = selectors.EVENT_WRITE if worker.has_outgoing else 0
         self._selector.modify(worker.channel, selectors.EVENT_READ | write, worker)
 
-    def _end(self, worker: WorkerProcess) -> int:
+    def _end(self, worker: WorkerProcess) -> None:
         if not worker.ended:
             self._selector.unregister(worker.channel)
-        return worker.end()
+            worker.end()
 
     def _patience(self) -> float:
         """Seconds to the next deadline."""

@@ -23,11 +23,20 @@ OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 
 @dataclass(frozen=True)
 class Verdict:
-    """The reward, why it was given, and a short detail for people (empty when right)."""
+    """The reward, why it was given, and a short detail for people (empty when right).
+
+    `note` is about the check and not about the answer: a second try.
+    """
 
     score: float
     outcome: Outcome
     detail: str
+    note: str = ""
+
+    @property
+    def record(self) -> str:
+        """Detail and note, as the record of an answer holds them."""
+        return "; ".join(filter(None, (self.detail, self.note)))
 
 
 RIGHT = Verdict(1.0, "right", "")
@@ -127,6 +136,8 @@ def load_scorer(name: str, options: Mapping[str, Any]) -> LoadedScorer:
     if name == MATH_VERIFY:
         return _math_scorer()
     place, _, attribute = name.rpartition(":")
+    if place.endswith(".py") and Path(place).exists() and not Path(place).is_file():
+        raise UserError(f"{place} is no regular file")
     try:
         module = _module_of_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except (Exception, SystemExit) as error:

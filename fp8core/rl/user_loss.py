@@ -27,6 +27,7 @@ from fp8core.alignment.metrics import clamp_exponent
 from fp8core.config.check import refusal
 from fp8core.config.steps import NoOptions
 from fp8core.errors import UserError, first_line
+from fp8core.input_file import open_input
 from fp8core.rl.losses import (
     Aggregate,
     ClipRange,
@@ -176,7 +177,8 @@ def _file(path: str) -> Path | None:
 
 def _source(path: str, file: Path) -> bytes:
     try:
-        return file.read_bytes()
+        with open_input(file) as opened:
+            return opened.read()
     except OSError as error:
         raise UserError(f"loss.policy={path}: {file} cannot be read: {error.strerror}") from error
 

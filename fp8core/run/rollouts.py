@@ -114,7 +114,7 @@ def failures(verifier: str, verdicts: Sequence[Verdict]) -> str | None:
         return None
     counts = Counter(verdict.outcome for verdict in failed)
     how = ", ".join(f"{counts[outcome]} {word}" for outcome, word in _FAILURES.items() if counts[outcome])
-    text = f"{len(failed)} of {len(verdicts)} answers could not be checked ({how}): {failed[0].detail}"
+    text = f"{len(failed)} of {len(verdicts)} answers could not be checked ({how}): {failed[0].record}"
     if len(failed) == len(verdicts):
         raise UserError(f"reward.verifier={verifier}: {text}")
     return text

@@ -43,13 +43,13 @@ class NotOwnFileError(OSError):
     """A link, a FIFO, a device or a folder where a file belongs, or a file that has a second name."""
 
 
-def regular_file(path: str | Path, flags: int) -> int:
-    """The `opener` of `open` for a file that may be a link, as in a cache of models. Raises OSError.
+def stored_file(path: str | Path, flags: int) -> int:
+    """The `opener` of `open` for a file of a run. Raises OSError.
 
-    A FIFO or a device is refused, and nothing waits for its writer.
+    A link, a FIFO or a device is refused, and nothing waits for its writer. `input_file` opens files of the user's own.
     """
     try:
-        descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     except OSError as error:
         found = {errno.ELOOP: "a symbolic link", errno.ENXIO: "a FIFO, a socket or a device", errno.EISDIR: "a folder"}
         if error.errno in found:
@@ -64,11 +64,6 @@ def regular_file(path: str | Path, flags: int) -> int:
 
 def _other(path: str | Path, found: str) -> NotOwnFileError:
     return NotOwnFileError(errno.EINVAL, f"it is {found}, not a file; move it elsewhere", str(path))
-
-
-def stored_file(path: str | Path, flags: int) -> int:
-    """`regular_file` for a file of a run, which is no link. Raises OSError."""
-    return regular_file(path, flags | os.O_NOFOLLOW)
 
 
 def sole_file(path: str | Path, flags: int) -> int:

@@ -25,7 +25,8 @@ from torch import Tensor
 
 from fp8core.config.run import TrainingConfig
 from fp8core.errors import StoredFileError, UserError, printable
-from fp8core.models.architecture import architecture_from_hf, parameter_shapes, read_json_object
+from fp8core.input_file import read_json_object
+from fp8core.models.architecture import architecture_from_hf, parameter_shapes
 from fp8core.models.safetensors_stream import FLOATS, StoredTensor, read_folder
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.numerics.fingerprint import digest_of, fingerprint

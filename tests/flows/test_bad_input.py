@@ -1,6 +1,7 @@
 """Bad input ends a run with one clear line, as failed in Prefect and in MLflow, and loses nothing that was done."""
 
 import json
+import os
 import shutil
 import sys
 
@@ -204,6 +205,11 @@ DAMAGES = {
         change_config(hidden_size=1 << 20, intermediate_size=1 << 20),
         "memory: generating and training on host needs ",
     ),
+    "endless": (
+        change_config(num_hidden_layers=10**9),
+        "{model}/config.json: num_hidden_layers: found 1000000000",
+    ),
+    "pipe": (lambda model, data: (data.unlink(), os.mkfifo(data)), "{data}: is a pipe; only regular files are read"),
     "no-data": (lambda model, data: data.unlink(), "{data}: no such file"),
     "empty": (lambda model, data: data.write_text("\n"), "{data}: the file has no rows"),
     "no-json": (change_line(3, '{"question": "What'), "{data}:3: not JSON"),

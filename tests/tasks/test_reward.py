@@ -10,13 +10,17 @@ from fp8core.rewards.verifier import ChainVerifier, InProcess
 from fp8core.run.commit import stored_metrics
 from fp8core.run.execute import carried, finished_steps
 from fp8core.run.loop import train
+from tasks.reward import reward_table
 
 # An answer of the untrained policy is noise; a hash decides.
 FUNCTION = """
-import zlib
+import os, pathlib, signal, zlib
 
 def score(prompt, completion, reference, finish, unit=1.0):
     kind = zlib.crc32(f"{prompt}{completion}".encode()) % 3
+    if kind == 1 and (killed := pathlib.Path(__file__).with_name("killed")).exists():
+        killed.unlink()
+        os.kill(os.getpid(), signal.SIGKILL)  # As the kernel does without memory.
     if kind == 0:
         raise ValueError(f"no good: {completion}")
     return None if kind == 1 else unit
@@ -70,6 +74,19 @@ def test_failures_are_told_and_a_step_goes_on(scored):
     assert f"rewards: {round(16 * crashed)} of 16 answers could not be checked (" in scored.said
     assert "crashed): ValueError: no good: " in scored.said
     assert "held-out prompts: " in scored.said
+
+
+def test_a_second_try_is_recorded(scored, function):
+    artifacts = scored.ledger.artifacts(1)
+    prompts, rollouts = (scored.store.get_table(artifacts[name]) for name in ("prompts", "rollouts"))
+    function.with_name("killed").touch()
+    with scored.opened(steps=len(scored.records)) as run:
+        details = reward_table(run, prompts, rollouts).column("detail").to_pylist()
+    assert not function.with_name("killed").exists()
+    first = [row["detail"] for row in scored.store.get_table(artifacts["rewards"]).to_pylist()]
+    ((before, after),) = {(old, new) for old, new in zip(first, details, strict=True) if old != new}
+    assert after.startswith(f"{before}; second try")
+    assert "SIGKILL" in after
 
 
 def test_a_changed_function_scores_the_open_step_anew(scored, function):

@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,11 @@ from fp8core.config.run import RunConfig, public_dump
 from fp8core.errors import UserError
 
 KEEP = "{name: keep, uses: 'mine:keep', needs: [rewards], provides: {rewards: kept}}"
+
+
+# Ten aliases of ten aliases, ten deep; and each an alias of the one before.
+BOMB = "a: &a0 [x]\n" + "".join(f"a{n}: &a{n} [{','.join(10 * [f'*a{n - 1}'])}]\n" for n in range(1, 10))
+CHAIN = "a: &a0 [x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}]\n" for n in range(1, 60))
 
 
 def refused(name: str | Path, overrides: object = ()) -> str:
@@ -197,7 +204,10 @@ def test_an_override_leaves_other_users_of_an_anchor_alone(tmp_path: Path) -> No
         ("training.learning_rate=.nan", "training.learning_rate: must be a finite number, got NaN"),
         ("reward.verifier=none", "reward.verifier: none is none of chain, integer, math-verify, and"),
         ("architecture.num_heads=3", "architecture: num_heads=3 is not a multiple of num_kv_heads=2"),
+        ("architecture.num_layers=1000000000", "architecture.num_layers: must be less than or equal to 200"),
+        ("architecture={num_layers: 200, num_experts: 4096}", "architecture: num_experts=4096 makes 819200 in all"),
         ("model=x", "exactly one of `model`"),
+        (f"reward.options={{a: {'[' * 10_000}", "the value is not valid YAML"),
         ("pipeline.steps.rollot.with.x=1", "pipeline.steps.rollot: there is no step rollot; did you mean rollout?"),
         ("pipeline.inserts=[]", "pipeline.inserts: unknown key; did you mean insert?"),
         ("pipeline.insert=[{after: reward}]", "pipeline.insert: must list items"),
@@ -253,6 +263,31 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_bytes(b"name: \xff\n")
     assert "mine.yaml: cannot be read" in refused(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("reward: {options: {a: &a [*a]}}\n", "values, aliases followed"),
+        (BOMB, "values, aliases followed"),
+        (CHAIN, "nested too deep"),
+        ("a: " + "[" * 60_000, "mine.yaml:1: nested too deep"),
+        ("a:\n  " + "- " * 30_000, "mine.yaml:2: nested too deep"),
+        ("a: [" + 30_000 * "1," + "]", "values, aliases followed"),
+        ("#" * 10**6, "mine.yaml: more than 65,536 bytes"),
+    ],
+    ids=["cycle", "bomb", "chain", "flow", "blocks", "list", "large"],
+)
+def test_a_file_that_would_take_long_is_refused_at_once(tmp_path: Path, content: str, message: str) -> None:
+    path = write(tmp_path / "mine.yaml", content)
+    begun = time.process_time()
+    assert message in refused(path)
+    assert time.process_time() - begun < 10.0
+
+
+def test_a_pipe_is_no_configuration(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "mine.yaml")
+    assert "there is no such file" in refused(tmp_path / "mine.yaml")
 
 
 @pytest.mark.parametrize("name", ["tyni", "nowhere/tiny.yaml", "pipeline.yml"])

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import re
 import sys
 from collections import Counter
@@ -15,7 +16,16 @@ from fp8core.config.load import load_config
 from fp8core.config.run import ChainTaskConfig, DataConfig, EvaluationConfig, RewardConfig
 from fp8core.data.chain import ChainSource
 from fp8core.data.prompt import Problem, is_heldout, problem
-from fp8core.data.source import RowSource, build_source, check_problems, problem_from_row, read_hub_dataset, read_jsonl
+from fp8core.data.source import (
+    LONGEST_LINE,
+    RowSource,
+    build_source,
+    check_problems,
+    problem_from_row,
+    read_hub_dataset,
+    read_jsonl,
+    read_rows,
+)
 from fp8core.errors import UserError
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.rewards.verifier import build_verifier
@@ -218,9 +228,35 @@ def test_an_empty_file_is_refused(tmp_path: Path, content: bytes) -> None:
 
 def test_unreadable_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "folder.jsonl").mkdir()
-    for name, message in [("none.jsonl", "no such file"), ("folder.jsonl", "Is a directory"), ("x.csv", "only .jsonl")]:
+    for name, message in [("none.jsonl", "no such file"), ("folder.jsonl", "is a folder"), ("x.csv", "only .jsonl")]:
         with pytest.raises(UserError, match=f"{name}: .*{message}"):
             read_jsonl(tmp_path / name, "question", "answer")
+
+
+@pytest.mark.parametrize("size", [LONGEST_LINE, LONGEST_LINE + 1])
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_a_line_has_a_largest_size(tmp_path: Path, size: int, suffix: str) -> None:
+    row = GOOD.rstrip().replace(b"2+2", b"2+2" + b" " * (size - len(GOOD) + 1))
+    assert len(row) == size
+    content = GOOD + row + b"\n" + GOOD
+    path = write(tmp_path, gzip.compress(content, 1) if suffix else content, f"rows.jsonl{suffix}")
+    if size == LONGEST_LINE:
+        assert len(read_jsonl(path, "question", "answer")) == 3
+    else:
+        with pytest.raises(UserError, match=rf"{re.escape(str(path))}:2: the line has more than 4,194,304 bytes"):
+            read_jsonl(path, "question", "answer")
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz", "rows"])
+@pytest.mark.parametrize("kind", ["a pipe", "a device"])
+def test_only_regular_files_are_read(tmp_path: Path, name: str, kind: str) -> None:
+    path = tmp_path / name
+    if kind == "a pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+    with pytest.raises(UserError, match=f"{name}: (is {kind}; only regular files are read|only .jsonl and)"):
+        read_rows(DataConfig(source=str(path)))
 
 
 def test_damaged_compression_is_refused(tmp_path: Path) -> None:

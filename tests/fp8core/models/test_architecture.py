@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 from transformers import AutoConfig
 
 from fp8core.errors import UserError
+from fp8core.input_file import read_json_object
 from fp8core.models.architecture import (
     Architecture,
     Experts,
     RopeScaling,
     architecture_from_hf,
     architecture_to_hf,
-    read_json_object,
 )
 
 LLAMA_32_1B = {
@@ -193,6 +193,12 @@ def test_what_a_first_llama_leaves_out():
         (QWEN3_30B_A3B, {"norm_topk_prob": 1}, "norm_topk_prob"),
         (QWEN3_06B, {"vocab_size": "151936"}, "vocab_size"),
         (QWEN3_06B, {"num_hidden_layers": True}, "num_hidden_layers"),
+        (QWEN3_06B, {"num_hidden_layers": 10**9}, "num_hidden_layers"),
+        (QWEN3_06B, {"num_hidden_layers": 10**4000}, "num_hidden_layers"),
+        (QWEN3_06B, {"max_position_embeddings": 10**9}, "max_position_embeddings"),
+        (QWEN3_06B, {"vocab_size": 10**12}, "vocab_size"),
+        (QWEN3_30B_A3B, {"num_experts": 10**9}, "num_experts"),
+        (QWEN3_30B_A3B, {"num_experts": 4096, "num_hidden_layers": 1024}, "num_experts"),
         (QWEN3_06B, {"rms_norm_eps": None}, "rms_norm_eps"),
         (QWEN3_06B, {"tie_word_embeddings": 1}, "tie_word_embeddings"),
         (QWEN3_06B, {"rope_theta": float("inf")}, "rope_theta"),
@@ -203,6 +209,7 @@ def test_unsupported_is_refused_by_file_and_key(base, changes, key):
         architecture_from_hf({**base, **changes}, "there/config.json")
     assert str(refused.value).startswith(f"there/config.json: {key}: found ")
     assert "\n" not in str(refused.value)
+    assert len(str(refused.value)) < 400
 
 
 def test_an_unused_sliding_window_is_accepted():
@@ -295,6 +302,8 @@ def test_transformers_and_we_read_the_same(transformers_checkpoint):
         (b"[1]", "expected a JSON object, found list"),
         (b'{"a": "\xff"}', "not UTF-8 at byte 7"),
         (b"", "line 1, column 1: not JSON"),
+        (b"[" * 10**7, "not JSON: "),
+        (b'{"a": ' + b"9" * 10**6 + b"}", "not JSON: "),
     ],
 )
 def test_malformed_json_names_file_and_place(content, message, tmp_path: Path):

@@ -1,4 +1,5 @@
 import json
+import os
 from collections import defaultdict
 from pathlib import Path
 
@@ -121,6 +122,7 @@ def with_header(path: Path, **changes: object) -> None:
         (lambda path: path.write_bytes(path.read_bytes() + b"more"), "4 bytes after the last tensor"),
         (lambda path: path.write_bytes(b"\xff" * 99), "not a complete safetensors file: no header of the length"),
         (lambda path: path.write_bytes(b""), "not a complete safetensors file"),
+        (lambda path: (path.unlink(), os.mkfifo(path)), "is a pipe; only regular files are read"),
         (
             lambda path: path.write_bytes((2).to_bytes(8, "little") + b"{x"),
             "not a safetensors file: the header is not JSON",

@@ -86,6 +86,15 @@ def do_scribble(argument, reference, scale):
     return True
 
 
+def do_flood(argument, reference, scale):
+    (channel,) = [
+        number for number in range(3, 256)
+        if os.path.exists(f"/proc/self/fd/{number}") and os.readlink(f"/proc/self/fd/{number}").startswith("socket:")
+    ]
+    while True:
+        os.write(channel, b"x" * 2**20)
+
+
 def do_deaf(argument, reference, scale):
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM, signal.SIGPROF):
         signal.signal(number, signal.SIG_IGN)
@@ -98,6 +107,42 @@ def do_breed(argument, reference, scale):
     with open(argument, "w") as file:
         file.write(str(child.pid))
     time.sleep(1000)
+
+
+def do_haunt(argument, reference, scale):
+    # Start a daemon in a session of its own, then end as the second word says.
+    path, _, ending = argument.partition(" ")
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            with open(path + ".new", "w") as file:
+                file.write(str(os.getpid()))
+            os.rename(path + ".new", path)
+            time.sleep(1000)
+        os._exit(0)
+    while not os.path.exists(path):
+        time.sleep(0.01)
+    return ending == "return" or globals()["do_" + ending]("", reference, scale)
+
+
+def do_signal(argument, reference, scale):
+    number, to = (int(word) for word in argument.split())
+    os.kill(to, number)
+    return True
+
+
+def do_orphan(argument, reference, scale):
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(1000)
+
+
+def do_try(argument, reference, scale):
+    # Note the try and our number, then end as the third word says.
+    path, tries, ending = argument.split()
+    with open(path, "a") as file:
+        file.write(f"{os.getpid()}\\n")
+    with open(path) as file:
+        return len(list(file)) > int(tries) or globals()["do_" + ending]("", reference, scale)
 
 
 def do_note(argument, reference, scale):

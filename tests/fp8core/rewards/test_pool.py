@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from fp8core.errors import UserError
 from fp8core.rewards.pool import VerifierPool
 from fp8core.rewards.scorer import RIGHT, Verdict
+from fp8core.rewards.supervisor import signals_are_confined
 from fp8core.rewards.verifier import Answer
 
 # The machine may be busy: time limits are met by what never ends, and by nothing else.
@@ -67,6 +69,7 @@ def test_verdicts_come_in_the_order_of_the_answers(pool: VerifierPool) -> None:
         ("quit", "SystemExit: 4"),
         ("segfault", "its process ended (SIGSEGV)"),
         ("scribble", "something else was written to the verifier's channel"),
+        ("flood", "something else was written to the verifier's channel"),
         ("print", RIGHT),
         ("unheard of", "KeyError: 'do_unheard'"),
     ],
@@ -110,6 +113,81 @@ def test_a_function_that_closes_the_channel_is_ended(impatient: VerifierPool) ->
 def test_what_it_started_ends_with_it(impatient: VerifierPool, tmp_path: Path) -> None:
     assert ask(impatient, f"breed {tmp_path / 'pid'}")[0].outcome == "timeout"
     wait_until_gone(int((tmp_path / "pid").read_text()))
+
+
+@pytest.mark.parametrize("ending", ["return", "quit", "exit", "sleep"])
+def test_a_daemon_ends_with_its_answer(impatient: VerifierPool, tmp_path: Path, ending: str) -> None:
+    (said,) = ask(impatient, f"haunt {tmp_path / 'pid'} {ending}")
+    assert said.outcome == {"return": "right", "sleep": "timeout"}.get(ending, "crashed")
+    assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
+    assert ask(impatient, "say 18") == [RIGHT]
+
+
+def test_a_daemon_ends_with_a_killed_training(hostile_file: Path, tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, f"{hostile_file}:score", f"haunt {pid} sleep"], stdout=subprocess.DEVNULL
+    )
+    wait_for(pid.exists)
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.wait()
+    wait_until_gone(int(pid.read_text()))
+
+
+def test_a_process_that_kills_its_parent_does_not_reach_us(impatient: VerifierPool) -> None:
+    (said,) = ask(impatient, "orphan")
+    assert (said.score, said.outcome) == (0.0, "crashed")
+    assert ask(impatient, "say 18") == [RIGHT]
+
+
+@pytest.mark.skipif(not signals_are_confined(), reason="this kernel confines no signals (Linux before 6.12)")
+def test_a_process_cannot_signal_us_by_any_number(impatient: VerifierPool) -> None:
+    received = []
+    before = signal.signal(signal.SIGURG, lambda number, _: received.append(number))
+    try:
+        for to in (os.getpid(), -os.getpgrp(), os.getppid()):
+            (said,) = ask(impatient, f"signal {signal.SIGURG} {to}")
+            assert said.detail.startswith("PermissionError"), to
+        # To every process that it may signal, its own group among them.
+        assert ask(impatient, f"signal {signal.SIGURG} -1", f"signal {signal.SIGURG} 0") == [RIGHT, RIGHT]
+        assert received == []
+        os.kill(os.getpid(), signal.SIGURG)
+        assert received == [signal.SIGURG]
+    finally:
+        signal.signal(signal.SIGURG, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("kills", [1, 2])
+def test_what_something_outside_kills_is_tried_again_once(
+    start_pool: StartPool, hostile_file: Path, tmp_path: Path, number: signal.Signals, kills: int
+) -> None:
+    pool, tries = start_pool(f"{hostile_file}:score", timeout_seconds=60, workers=1), tmp_path / "tries"
+
+    def kill() -> None:
+        for done in range(kills):
+            wait_for(lambda tried=done + 1: tries.exists() and tries.read_text().count("\n") == tried)
+            os.kill(int(tries.read_text().split()[-1]), number)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    said, *others = ask(pool, f"try {tries} {kills} sleep", "say 18", "say 1")
+    killer.join()
+    assert said.outcome == ("right" if kills == 1 else "crashed")
+    assert number.name in said.note
+    assert said.record.endswith(said.note)
+    assert [other.outcome for other in others] == ["right", "wrong"]
+    assert [other.note for other in others] == ["", ""]
+
+
+@pytest.mark.parametrize("ending", ["sleep", "exit", "segfault", "close", "raise"])
+def test_what_a_limit_or_the_function_itself_ends_is_not_tried_again(
+    impatient: VerifierPool, tmp_path: Path, ending: str
+) -> None:
+    (said,) = ask(impatient, f"try {tmp_path / 'tries'} 1 {ending}")
+    assert said.outcome == ("timeout" if ending == "sleep" else "crashed")
+    assert said.note == ""
+    assert (tmp_path / "tries").read_text().count("\n") == 1
 
 
 def test_those_behind_one_that_hangs_are_checked_by_another(impatient: VerifierPool) -> None:
@@ -169,7 +247,9 @@ def test_a_file_finds_its_neighbours_and_a_module_is_looked_for_where_python_loo
         ("def score(:", "score", "cannot be imported: SyntaxError"),
         ("1 / 0", "score", "cannot be imported: ZeroDivisionError: division by zero"),
         ("raise SystemExit('bye')", "score", "cannot be imported: SystemExit: bye"),
-        ("import os; os._exit(7)", "score", "its process ended before it was ready (exit code 7)"),
+        ("import os; os._exit(7)", "score", "its process ended (exit code 7) before it was ready"),
+        ("import os; [os.write(n, b'hm\\n') for n in range(3, 256) if "
+         "'socket:' in os.path.realpath(f'/proc/self/fd/{n}')]", "score", "something else was written"),
         ("score = 3", "score", "has no function score"),
         ("def other(): ...", "score", "has no function score"),
     ],
@@ -184,6 +264,12 @@ def test_a_function_that_cannot_be_had_is_one_line_at_the_start(
         start_pool(f"{path}:{function}")
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_pipe_is_no_verifier(start_pool: StartPool, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.py")
+    with pytest.raises(UserError, match=r"pipe\.py is no regular file"):
+        start_pool(f"{tmp_path / 'pipe.py'}:score", workers=1)
 
 
 def test_a_function_that_changes_while_it_is_used(start_pool: StartPool, tmp_path: Path) -> None:
@@ -208,6 +294,7 @@ def test_closing_ends_the_processes(start_pool: StartPool, hostile_file: Path) -
 PARENT = """
 import sys
 from fp8core.config.run import RewardConfig
+from fp8core.rewards.supervisor import signals_are_confined
 from fp8core.rewards.verifier import Answer, build_verifier
 
 pool = build_verifier(RewardConfig(verifier=sys.argv[1], workers=2))
@@ -223,8 +310,8 @@ def test_the_processes_of_a_killed_parent_end(hostile_file: Path, completion: st
     )
     assert parent.stdout is not None
     assert parent.stdout.readline() == "ready\n"
-    children = psutil.Process(parent.pid).children()
-    assert len(children) == 2
+    children = psutil.Process(parent.pid).children(recursive=True)
+    assert len(children) == 4, "two supervisors and their verifiers"
     os.kill(parent.pid, signal.SIGKILL)
     parent.wait()
     parent.stdout.close()
@@ -237,8 +324,16 @@ def test_a_process_gets_no_file_of_ours(hostile_file: Path, start_pool: StartPoo
         os.set_inheritable(file.fileno(), True)
         before = set(psutil.Process().children())
         start_pool(f"{hostile_file}:score", workers=1)
-        (child,) = set(psutil.Process().children()) - before
-        assert [opened for opened in child.open_files() if opened.path == file.name] == []
+        (supervisor,) = set(psutil.Process().children()) - before
+        for process in (supervisor, *supervisor.children()):
+            assert [opened for opened in process.open_files() if opened.path == file.name] == []
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def wait_until_gone(pid: int) -> None:

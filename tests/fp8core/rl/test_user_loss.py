@@ -1,5 +1,7 @@
 """Losses of the user's own: what they see, what becomes of their terms, and what a broken one is told."""
 
+import os
+
 import pytest
 import torch
 
@@ -137,6 +139,9 @@ def test_options_are_validated(written):
 def test_a_file_or_module_that_is_missing(tmp_path):
     with pytest.raises(UserError, match=r"absent\.py cannot be read: No such file"):
         load_loss(f"{tmp_path / 'absent.py'}:loss", {})
+    os.mkfifo(tmp_path / "pipe.py")
+    with pytest.raises(UserError, match=r"pipe\.py: is a pipe"):
+        load_loss(f"{tmp_path / 'pipe.py'}:loss", {})
     with pytest.raises(UserError, match="cannot be imported: ModuleNotFoundError"):
         load_loss("nowhere.at_all:loss", {})
 

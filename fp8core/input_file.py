@@ -1,0 +1,78 @@
+"""Files that a user names: regular files alone, read up to a stated size.
+
+A pipe would wait for a writer, and a device need not end. A regular file may hold more than memory does: every caller
+states what it can use.
+"""
+
+import json
+import os
+import stat
+from io import BufferedReader
+from pathlib import Path
+from typing import Any
+
+from fp8core.errors import UserError
+
+LARGEST_JSON = 128 * 2**20
+"""Bytes of a JSON file of a checkpoint. The largest tokenizers have some 35 MB."""
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def open_input(path: Path) -> BufferedReader:
+    """Open a regular file to read.
+
+    Raises:
+        OSError: as the file system says.
+        UserError: it is no regular file.
+    """
+    # A pipe without a writer opens at once in this mode, and a regular file does not know it.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        raise UserError(f"{path}: is {_KINDS[stat.S_IFMT(mode)]}; only regular files are read")
+    return os.fdopen(descriptor, "rb")
+
+
+def read_input(path: Path, largest: int) -> bytes:
+    """The content of a regular file.
+
+    Raises:
+        UserError: naming the file: it cannot be read, is no regular file, or has more than `largest` bytes.
+    """
+    try:
+        with open_input(path) as file:
+            content = file.read(largest + 1)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+    if len(content) > largest:
+        raise UserError(f"{path}: more than {largest:,} bytes, which is the most that is read")
+    return content
+
+
+def read_text(path: Path, largest: int = LARGEST_JSON) -> str:
+    """A UTF-8 file; raises UserError as `read_input` does, and on another encoding."""
+    try:
+        return read_input(path, largest).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 at byte {error.start}") from error
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; a missing, unreadable or malformed file is a UserError that names it."""
+    text = read_text(path)
+    try:
+        content = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}: line {error.lineno}, column {error.colno}: not JSON: {error.msg}") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: expected a JSON object, found {type(content).__name__}")
+    return content

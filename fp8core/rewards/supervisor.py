@@ -1,0 +1,131 @@
+"""The process between the pool and a verifier: what the verifier starts ends with its answer, and with the run.
+
+The pool starts a supervisor, which forks the process of the verifier (fp8core/rewards/child.py) and waits. Both are
+subreapers: an orphan becomes a child of the nearer one, which can find and kill it, a daemon in its own session too.
+The supervisor ends when its standard input does: the pool has closed it, or is gone. It ends the way the
+verifier ended, for the pool to read.
+
+The verifier's parent is its supervisor, and its session and process group are its own. From Linux 6.12 on, the kernel
+refuses its signals to any process outside, whatever number it finds. An older kernel lets a verifier kill processes of
+its user that it looks up. Free of imports that take time: each process of a verifier passes here.
+"""
+
+import ctypes
+import os
+import resource
+import select
+import signal
+import struct
+import time
+from pathlib import Path
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.prctl.argtypes = [ctypes.c_int, *4 * [ctypes.c_ulong]]
+_libc.syscall.argtypes = 4 * [ctypes.c_long]
+_libc.syscall.restype = ctypes.c_long
+
+# linux/prctl.h
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 36, 38
+# linux/landlock.h; these calls have the same numbers on every architecture.
+_LANDLOCK_CREATE_RULESET, _LANDLOCK_RESTRICT_SELF = 444, 446
+_LANDLOCK_ASK_VERSION = 1
+_LANDLOCK_SCOPE_SIGNAL = 2
+_LANDLOCK_WITH_SCOPES = 6
+# linux/wait.h: children that send no signal when they end, too.
+_WALL = 0x40000000
+_SWEEP_SECONDS = 0.001
+
+
+def supervise(channel: int) -> None:
+    """Fork the verifier's process, which serves `channel`; end what it leaves behind, and end as it did."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _control(_PR_SET_CHILD_SUBREAPER, 1)
+    supervisor = os.getpid()
+    verifier = os.fork()
+    if verifier == 0:
+        _become_verifier(supervisor)
+        # Only here: the supervisor stays small.
+        from fp8core.rewards.child import serve
+
+        serve(channel)
+        return
+    os.close(channel)
+    ended = os.pidfd_open(verifier)
+    select.select([0, ended], [], [])
+    os.kill(verifier, signal.SIGKILL)  # One that has ended stays as it ended.
+    _, status = os.waitpid(verifier, 0)
+    end_descendants()
+    if os.WIFEXITED(status):
+        os._exit(os.WEXITSTATUS(status))
+    if os.WTERMSIG(status) != signal.SIGKILL:
+        signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
+    os.kill(supervisor, os.WTERMSIG(status))
+
+
+def end_descendants() -> None:
+    """Kill and reap every process below this one, orphans included; where there is none it takes a microsecond."""
+    while True:
+        try:
+            while os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | _WALL) is not None:
+                pass
+        except ChildProcessError:
+            return
+        # Children alone: until we reap one, its number is nobody else's. Their own become ours.
+        for child in _children():
+            os.kill(child, signal.SIGKILL)
+        time.sleep(_SWEEP_SECONDS)
+
+
+def signals_are_confined() -> bool:
+    """True if this kernel can keep the signals of a process within what it starts."""
+    return int(_libc.syscall(_LANDLOCK_CREATE_RULESET, 0, 0, _LANDLOCK_ASK_VERSION)) >= _LANDLOCK_WITH_SCOPES
+
+
+def _become_verifier(supervisor: int) -> None:
+    os.setsid()
+    _control(_PR_SET_CHILD_SUBREAPER, 1)
+    _control(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != supervisor:
+        os._exit(1)  # It ended before the kernel was told.
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    if signals_are_confined():
+        _confine_signals()
+
+
+def _confine_signals() -> None:
+    """From now on this process, and what it starts, can signal only themselves."""
+    rules = struct.pack("=QQQ", 0, 0, _LANDLOCK_SCOPE_SIGNAL)  # No files and no network: signals alone.
+    content = ctypes.create_string_buffer(rules, len(rules))
+    ruleset = _checked(_libc.syscall(_LANDLOCK_CREATE_RULESET, ctypes.addressof(content), len(rules), 0))
+    _control(_PR_SET_NO_NEW_PRIVS, 1)
+    _checked(_libc.syscall(_LANDLOCK_RESTRICT_SELF, ruleset, 0, 0))
+    os.close(ruleset)
+
+
+def _children() -> list[int]:
+    """Numbers of our children. Not every kernel lists them, so the parent of each process is read."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                stat = (entry / "stat").read_bytes()
+            except (FileNotFoundError, ProcessLookupError):
+                continue  # It ended while we looked.
+            # NUMBER (NAME) STATE PARENT, and a name may hold anything.
+            if int(stat.rpartition(b")")[2].split()[1]) == os.getpid():
+                found.append(int(entry.name))
+    return found
+
+
+def _control(option: int, value: int) -> None:
+    _checked(_libc.prctl(option, value, 0, 0, 0))
+
+
+def _checked(result: int) -> int:
+    """Raises OSError where a call of the C library failed."""
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return result
