@@ -68,8 +68,8 @@ def _prefect_home() -> Path:
 def prefect_login() -> tuple[str, str]:
     """The authentication string of the Prefect server of `fp8-grpo up`, and a word of a shell that gives it.
 
-    A user may set PREFECT_SERVER_API_AUTH_STRING. Otherwise a random string is made once, in a file below PREFECT_HOME
-    that only its owner can read; other terminals and the UI stay logged in when `up` starts again. The caller holds
+    A user may set PREFECT_SERVER_API_AUTH_STRING. Otherwise a random string is made once, in a file below PREFECT_HOME.
+    Only its owner can read that. Other terminals and the UI stay logged in when `up` starts again. The caller holds
     `hold_prefect_start`.
 
     Raises:

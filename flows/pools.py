@@ -38,7 +38,7 @@ _ENDS = ("Completed", "Failed", "Crashed", "Cancelled", "Paused", "Suspended")
 async def prepare(client: PrefectClient) -> None:
     """Make the work pools and the rule, or bring them up to date.
 
-    Flow runs send heartbeats because the environment of their worker says so (`service_environment`).
+    Flow runs send heartbeats as the environment of their worker sets it (`service_environment`).
 
     A worker reports when the process of a flow run dies. The rule is for when the worker died too, as with its machine.
     Without it the run would be shown as running, and hold its place in the pool, for ever.

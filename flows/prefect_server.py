@@ -6,8 +6,8 @@
 The first one is the server of `fp8-grpo up`, with the UI. A signal ends it.
 
 The second one is the server of one training, where none is configured: it ends with that training in every case. It
-serves Prefect's API, without its UI, on a bound socket that it inherits as that file number, until the file at its
-standard input ends. Prefect would start one by itself, but as an ordinary child. A signal to the process group ends
+serves Prefect's API, without its UI, on a bound socket that it inherits as that file number. It ends with the file at
+its standard input. Prefect would start one by itself, but as an ordinary child. A signal to the process group ends
 that before the training has reported. SIGKILL of the training leaves it running, with the training's standard output
 open.
 """
