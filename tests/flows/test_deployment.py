@@ -190,6 +190,10 @@ def test_a_deployed_run_completes_with_a_verifier_of_the_users_own(
     summary = json.loads((tmp_path / "deployed" / "summary.json").read_text())
     assert summary["steps"] == 2
     assert summary["tmpe_max"] == 1.0
+    with up.client() as client:
+        name = {"name": ["prefect.flow-run.heartbeat"]}
+        seen = client.request("POST", "/events/filter", json={"filter": {"event": name}}).json()["events"]
+    assert seen, "without them Prefect does not find out that a machine is gone"
     secret = up.variables["PREFECT_API_AUTH_STRING"].rpartition(":")[2].encode()
     written = [
         path
