@@ -7,6 +7,9 @@ is started for one of several engines narrows its own CUDA_VISIBLE_DEVICES (`fp8
 import atexit
 import fcntl
 import os
+import secrets
+import shlex
+import stat
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +20,9 @@ from fp8core.errors import UserError
 
 if TYPE_CHECKING:
     from fp8core.config.run import RunConfig
+
+HEARTBEAT_SECONDS = 30
+"""A flow run of a worker sends a heartbeat this often."""
 
 
 def leave_working_directory_out() -> None:
@@ -68,6 +74,45 @@ def _prefect_home() -> Path:
     return Path(os.environ.get("PREFECT_HOME", "~/.prefect")).expanduser()
 
 
+def prefect_login() -> tuple[str, str]:
+    """The authentication string of the Prefect server of `fp8-grpo up`, and a word of a shell that gives it.
+
+    A user may set PREFECT_SERVER_API_AUTH_STRING. Otherwise a random string is made once, in a file below PREFECT_HOME.
+    Only its owner can read that. Other terminals and the UI stay logged in when `up` starts again. The caller holds
+    `hold_prefect_start`.
+
+    Raises:
+        UserError: the file is a link, belongs to somebody else, can be read by others, or holds no string.
+    """
+    if own := os.environ.get("PREFECT_SERVER_API_AUTH_STRING"):
+        return own, '"$PREFECT_SERVER_API_AUTH_STRING"'
+    path = _prefect_home() / "fp8-grpo-auth"
+    if not os.path.lexists(path):
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as made:
+            made.write(f"{_new_login()}\n")
+    # Prefect's clients and its UI would send whatever a stranger put there.
+    found = path.lstat()
+    private = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
+    string = path.read_text("utf-8").strip() if private else ""
+    if len(string.split()) != 1:
+        raise UserError(f"{path}: must hold one word, in a file that only you can read; delete it and start again")
+    return string, f'"$(cat {shlex.quote(str(path.absolute()))})"'
+
+
+def _new_login() -> str:
+    # User and password, as `curl --user` and Prefect's documentation have them.
+    return f"admin:{secrets.token_urlsafe(32)}"
+
+
+def _guarded_server(login: str, origins: str) -> dict[str, str]:
+    """Settings with which Prefect's server answers to nobody else, and those of its clients."""
+    return {
+        "PREFECT_SERVER_API_AUTH_STRING": login,
+        "PREFECT_API_AUTH_STRING": login,
+        "PREFECT_SERVER_API_CORS_ALLOWED_ORIGINS": origins,
+    }
+
+
 def bound_mlflow_requests() -> None:
     """A request to MLflow takes twenty seconds at most, and is made once.
 
@@ -92,6 +137,8 @@ def start_prefect() -> None:
 
     if get_current_settings().api.url is None:
         with hold_prefect_start():
+            # Of this process, its server and its children: other programs and web pages are refused. It has no UI.
+            os.environ.update(_guarded_server(_new_login(), origins=""))
             server = PrefectServer()
             os.environ["PREFECT_API_URL"] = server.api
             refresh_global_settings_context()
@@ -102,15 +149,23 @@ def start_prefect() -> None:
 
 
 def _refuse_silence() -> None:
+    from httpx import HTTPStatusError
     from prefect.client.orchestration import get_client
 
     with get_client(sync_client=True) as client:
         problem = client.api_healthcheck()
-    if problem is not None:
-        raise UserError(
-            f"Prefect's server at {client.api_url} does not answer ({problem}): "
-            "start it with `prefect server start`, or unset PREFECT_API_URL to have one started for the run"
-        )
+        if problem is not None:
+            raise UserError(
+                f"Prefect's server at {client.api_url} does not answer ({problem}): "
+                "start it with `prefect server start`, or unset PREFECT_API_URL to have one started for the run"
+            )
+        try:
+            client.hello()
+        except HTTPStatusError as error:
+            raise UserError(
+                f"Prefect's server at {client.api_url} refuses this client ({error.response.status_code}): "
+                "set PREFECT_API_AUTH_STRING as `fp8-grpo up` prints it, or unset PREFECT_API_URL"
+            ) from error
 
 
 def naming_store(uri: str) -> dict[str, str]:
@@ -137,16 +192,18 @@ def set_engine_variables(config: "RunConfig") -> None:
     set_variables(environment.required, environment.suggested)
 
 
-def service_environment(prefect: str, mlflow: str) -> dict[str, str]:
+def service_environment(prefect_port: int, mlflow_port: int, login: str) -> dict[str, str]:
     """Environment of the servers and workers of `fp8-grpo up`, and of the trainings they start.
 
     Databases are the servers' own variables, passed on: PREFECT_SERVER_DATABASE_CONNECTION_URL (as
     `postgresql+asyncpg://...`) and MLFLOW_BACKEND_STORE_URI (as `postgresql://...`); both default to sqlite.
 
     Args:
-        prefect: address of the API of the Prefect server.
-        mlflow: address of the MLflow server.
+        prefect_port: of the Prefect server.
+        mlflow_port: of the MLflow server.
+        login: authentication string of the Prefect server.
     """
+    pages = (f"http://{host}:{prefect_port}" for host in ("127.0.0.1", "localhost"))
     searched = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         # A worker looks for runs more often than once in 15 seconds.
@@ -159,8 +216,11 @@ def service_environment(prefect: str, mlflow: str) -> dict[str, str]:
         # Background work of MLflow that no training uses.
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
         **os.environ,
-        "PREFECT_API_URL": prefect,
-        "MLFLOW_TRACKING_URI": mlflow,
+        "PREFECT_API_URL": f"http://127.0.0.1:{prefect_port}/api",
+        # The UI calls that address, from the page that it has by either name.
+        **_guarded_server(login, origins=",".join(pages)),
+        "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_SECONDS),
+        "MLFLOW_TRACKING_URI": f"http://127.0.0.1:{mlflow_port}",
         # A worker's training finds the flows, and steps of the user's own, by the names of their modules.
         "PYTHONPATH": os.pathsep.join(searched),
         # Workers start trainings with `python -m`, which would search the folder they are in before all else.

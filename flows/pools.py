@@ -16,31 +16,37 @@ from prefect.client.schemas.objects import StateType, WorkerStatus
 from prefect.events.actions import ChangeFlowRunState
 from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 from prefect.events.schemas.events import ResourceSpecification
+from prefect.settings import PREFECT_API_AUTH_STRING
 from prefect.workers.process import ProcessWorker
 
+from flows.environment import HEARTBEAT_SECONDS
 from flows.prefect_sqlite import prepare_sqlite
 
 CPU, GPU = "fp8-grpo-cpu", "fp8-grpo-gpu"
 """Work pools: trainings that need no GPU, and those that do. Each runs one flow run at a time; the others queue."""
 SILENT = "fp8-grpo: a flow run that falls silent has crashed"
-_HEARTBEAT, _SECONDS = "prefect.flow-run.heartbeat", 30
+_HEARTBEAT = "prefect.flow-run.heartbeat"
+_JOB = {
+    # No place for a command, a folder or variables of a run's own: a worker ignores what the server did not check.
+    "job_configuration": {"stream_output": True},
+    # The server refuses every `job_variables` of a run of a deployment.
+    "variables": {"type": "object", "properties": {}, "additionalProperties": False},
+}
 _ENDS = ("Completed", "Failed", "Crashed", "Cancelled", "Paused", "Suspended")
 
 
 async def prepare(client: PrefectClient) -> None:
     """Make the work pools and the rule, or bring them up to date.
 
-    Flow runs send heartbeats whichever worker of a pool starts them, on this machine or another.
+    Flow runs send heartbeats as the environment of their worker sets it (`service_environment`).
 
     A worker reports when the process of a flow run dies. The rule is for when the worker died too, as with its machine.
     Without it the run would be shown as running, and hold its place in the pool, for ever.
     """
     for name in (CPU, GPU):
-        template = ProcessWorker.get_default_base_job_template()
-        template["variables"]["properties"]["env"]["default"] = {"PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(_SECONDS)}
-        pool = WorkPoolCreate(name=name, type=ProcessWorker.type, base_job_template=template, concurrency_limit=1)
+        pool = WorkPoolCreate(name=name, type=ProcessWorker.type, base_job_template=_JOB, concurrency_limit=1)
         await client.create_work_pool(pool, overwrite=True)
-    rule = silent_run_rule(4 * _SECONDS)
+    rule = silent_run_rule(4 * HEARTBEAT_SECONDS)
     known = await client.read_automations_by_name(SILENT)
     if not known:
         await client.create_automation(rule)
@@ -89,8 +95,9 @@ async def _prepare_database() -> None:
 
     # `webserver_only` leaves out the services that hold the lock, `ephemeral` the UI.
     app = create_app(webserver_only=True, ephemeral=True)
+    login = PREFECT_API_AUTH_STRING.value()
     # A client would let it start for 30 s, in which it makes or migrates all tables; here it takes the time it needs.
-    async with app.router.lifespan_context(app), PrefectClient(app) as client:
+    async with app.router.lifespan_context(app), PrefectClient(app, auth_string=login) as client:
         await prepare(client)
 
 

@@ -1,9 +1,13 @@
-"""The Prefect server of one training, where none is configured: it ends with that training in every case.
+"""Prefect's server in a process of its own, which answers only to this machine's names.
 
-    python -m flows.prefect_server FILE
+    python -m flows.prefect_server lasting PORT
+    python -m flows.prefect_server training FILE
 
-serves Prefect's API, without its UI, on a bound socket that it inherits as that file number, until the file at its
-standard input ends. Prefect would start one by itself, but as an ordinary child. A signal to the process group ends
+The first one is the server of `fp8-grpo up`, with the UI. A signal ends it.
+
+The second one is the server of one training, where none is configured: it ends with that training in every case. It
+serves Prefect's API, without its UI, on a bound socket that it inherits as that file number. It ends with the file at
+its standard input. Prefect would start one by itself, but as an ordinary child. A signal to the process group ends
 that before the training has reported. SIGKILL of the training leaves it running, with the training's standard output
 open.
 """
@@ -16,6 +20,7 @@ import tempfile
 import threading
 import time
 import urllib.request
+from typing import Any
 
 from fp8core.end_with_parent import TiedProcess, running
 from fp8core.errors import UserError
@@ -33,7 +38,7 @@ class PrefectServer:
         with socket.socket() as bound:
             bound.bind(("127.0.0.1", 0))
             self.api = f"http://127.0.0.1:{bound.getsockname()[1]}/api"
-            arguments = running("flows.prefect_server", str(bound.fileno()))
+            arguments = running("flows.prefect_server", "training", str(bound.fileno()))
             self._lifeline = TiedProcess(arguments, self._output, files=[bound.fileno()])
 
     def wait(self) -> None:
@@ -62,21 +67,44 @@ def answers(url: str) -> bool:
 
 
 def serve(bound: socket.socket) -> None:
-    """Serve there until standard input ends."""
+    """Serve a training there until standard input ends."""
     import uvicorn
-    from prefect.server.api.server import create_app
 
-    from flows.prefect_sqlite import prepare_sqlite
-
-    prepare_sqlite()
-    app = create_app(ephemeral=True, final=True)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
+    server = uvicorn.Server(uvicorn.Config(_application(ephemeral=True), log_level="error"))
     # Not in the main thread, where uvicorn would handle the signals itself.
     serving = threading.Thread(target=server.run, args=([bound],), daemon=True)
     serving.start()
     _wait_for_end(serving)
     server.should_exit = True
     serving.join(_STOP_SECONDS)
+
+
+def serve_lasting(port: int) -> None:
+    """Serve there, with the UI and all of Prefect's services, until a signal comes."""
+    import uvicorn
+    from prefect.settings import get_current_settings
+
+    settings = get_current_settings().server
+    uvicorn.run(
+        _application(ephemeral=False),
+        host="127.0.0.1",
+        port=port,
+        timeout_keep_alive=settings.api.keepalive_timeout,
+        ws_ping_interval=settings.api.websocket_ping_interval,
+        ws_ping_timeout=settings.api.websocket_ping_timeout,
+        log_level=settings.logging_level.lower(),
+    )
+
+
+def _application(*, ephemeral: bool) -> Any:
+    """Prefect's application; a page of another name that leads to this machine (DNS rebinding) gets no answer."""
+    from prefect.server.api.server import create_app
+    from starlette.middleware.trustedhost import TrustedHostMiddleware
+
+    from flows.prefect_sqlite import prepare_sqlite
+
+    prepare_sqlite()
+    return TrustedHostMiddleware(create_app(ephemeral=ephemeral, final=True), ["127.0.0.1", "localhost"])
 
 
 def _wait_for_end(serving: threading.Thread) -> None:
@@ -86,10 +114,17 @@ def _wait_for_end(serving: threading.Thread) -> None:
         ended.join(0.5)
 
 
-if __name__ == "__main__":
+def main(kind: str, number: str) -> None:
+    """Run the server of the command line."""
+    if kind == "lasting":
+        return serve_lasting(int(number))
     # The training decides when it ends: a scheduler sends SIGTERM to every process of a job.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    serve(socket.socket(fileno=int(sys.argv[1])))
+    for ignored in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(ignored, signal.SIG_IGN)
+    serve(socket.socket(fileno=int(number)))
     # Nothing is left to do, and taking the interpreter down takes seconds.
     os._exit(0)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -20,7 +20,13 @@ from typing import Any, NoReturn, Self
 
 import psutil
 
-from flows.environment import hold_prefect_start, make_prefect_home, mlflow_has_database, service_environment
+from flows.environment import (
+    hold_prefect_start,
+    make_prefect_home,
+    mlflow_has_database,
+    prefect_login,
+    service_environment,
+)
 from flows.launch import say, stopped
 from flows.prefect_server import answers
 from fp8core.end_with_parent import TiedProcess, installed, running
@@ -240,32 +246,37 @@ def up(options: argparse.Namespace) -> int:
     make_folder(runs / "logs", PRIVATE)
     make_prefect_home()
     prefect, mlflow = (f"http://127.0.0.1:{port}" for port in (options.prefect_port, options.mlflow_port))
-    services = Services(service_environment(f"{prefect}/api", mlflow), ROOT, runs / "logs")
-    start = hold_prefect_start()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, services.note_signal)
-    try:
-        with start, services:
-            made = services.begin("work pools", running("flows.pools"))
-            _start_mlflow(services, options.mlflow_port, runs)
-            services.finish(made)
-            services.start("Prefect server", server_command(options.prefect_port), SERVER_SECONDS)
-            services.wait_until(partial(answers, f"{prefect}/api/health"), "Prefect server")
-            start.close()
-            services.wait_until(partial(answers, f"{mlflow}/health"), "MLflow server")
-            _start_workers(services, f"{prefect}/api")
-            say(f"ready: Prefect {prefect}, MLflow {mlflow}")
-            say(f"in other terminals: export PREFECT_API_URL={prefect}/api")
-            wait(services)
-    except ServiceError as error:
-        return stopped(str(error), 1)
-    except Stopped as stop:
-        return 128 + int(stop.args[0])
+    with hold_prefect_start() as start:
+        login, word = prefect_login()
+        services = Services(service_environment(options.prefect_port, options.mlflow_port, login), ROOT, runs / "logs")
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, services.note_signal)
+        try:
+            with services:
+                made = services.begin("work pools", running("flows.pools"))
+                _start_mlflow(services, options.mlflow_port, runs)
+                services.finish(made)
+                services.start("Prefect server", server_command(options.prefect_port), SERVER_SECONDS)
+                services.wait_until(partial(answers, f"{prefect}/api/health"), "Prefect server")
+                start.close()
+                services.wait_until(partial(answers, f"{mlflow}/health"), "MLflow server")
+                _start_workers(services, f"{prefect}/api", login)
+                # Not the string itself: this output may be kept in a log.
+                say(
+                    f"ready: Prefect {prefect}, MLflow {mlflow}\n"
+                    f"in other terminals: export PREFECT_API_URL={prefect}/api PREFECT_API_AUTH_STRING={word}\n"
+                    "the password of Prefect's UI, there: echo $PREFECT_API_AUTH_STRING"
+                )
+                wait(services)
+        except ServiceError as error:
+            return stopped(str(error), 1)
+        except Stopped as stop:
+            return 128 + int(stop.args[0])
 
 
 def server_command(port: int) -> list[str]:
-    """Arguments of Python for `prefect server start`."""
-    return [*running("flows.prefect_sqlite"), "server", "start", *_HERE, str(port)]
+    """Arguments of Python for a Prefect server with its UI on this machine."""
+    return running("flows.prefect_server", "lasting", str(port))
 
 
 def wait(services: Services) -> NoReturn:
@@ -299,14 +310,14 @@ def _start_mlflow(services: Services, port: int, runs: Path) -> None:
     services.start("MLflow server", server, SERVER_SECONDS)
 
 
-def _start_workers(services: Services, api: str) -> None:
+def _start_workers(services: Services, api: str, login: str) -> None:
     from prefect.client.orchestration import SyncPrefectClient
 
     from flows import pools
 
     services.finish(services.begin("prefect deploy", [*installed("prefect"), "--no-prompt", "deploy", "--all"]))
     name = f"{socket.gethostname()}-{os.getpid()}"
-    with SyncPrefectClient(api) as client:
+    with SyncPrefectClient(api, auth_string=login) as client:
         for pool in pools.of_this_machine():
             worker = [*installed("prefect"), "worker", "start", "--pool", pool, "--name", name]
             services.start(f"worker of {pool}", worker, STEP_SECONDS)

@@ -164,7 +164,7 @@ def _refuse_invalid_text(tree: Block) -> None:
         for text in (key, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)):
             if (at := not_unicode(text)) is not None and not isinstance(value, Mapping):
                 origin = f" ({place})" if place else ""
-                raise UserError(f"{printable(key)}: not valid text: character {at} of {ascii(text)[:80]}{origin}")
+                raise UserError(f"{printable(key)}: not valid text: character {at} is {text[at]!a}{origin}")
 
 
 def _stacked(layers: Iterable[Block]) -> Block:
@@ -206,6 +206,8 @@ _DEEPEST = 40
 """Bytes, values and levels of a file: many times those of the largest one shipped, and read within a second."""
 _TOO_DEEP = f"nested too deep; at most {_DEEPEST} levels are read"
 
+# Another key may be the line of a file that is no configuration, as `root:...:` is.
+_SETTING = re.compile(r"[\w.-]{1,60}")
 _YAML = "tag:yaml.org,2002:"
 _SCALARS = {
     "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
@@ -231,10 +233,10 @@ def _construct_block(loader: _Loader, node: yaml.MappingNode) -> Block:
         key = loader.construct_object(key_node, deep=True)
         line = key_node.start_mark.line + 1
         if not isinstance(key, str):
-            problem = f"key {key} is not a string; quote it"
+            problem = "a key is not a string; quote it"
             raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
         if key in block:
-            problem = f"key {key} is already given at {block.places[key]}"
+            problem = f"{f'key {key}' if _SETTING.fullmatch(key) else 'a key'} is already given at {block.places[key]}"
             raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
         block.put(key, loader.construct_object(value_node, deep=True), f"{loader.name}:{line}")
     return block
@@ -244,17 +246,34 @@ _Loader.add_constructor(f"{_YAML}map", _construct_block)
 
 
 def parse_yaml(text: str, source: str) -> Any:
-    """The content of a file, mappings with the place of each key; raises UserError with `source` and the line."""
+    """The content of a file, mappings with the place of each key.
+
+    Raises:
+        UserError: with `source`, the line and the column. Nothing of the text is in the message: a parameter of a
+            deployment may name any file, and messages go to logs and databases.
+    """
     try:
         return _content(text, source)
     except RecursionError as error:  # Aliases of aliases.
         raise UserError(f"{source}: {_TOO_DEEP}") from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        place = f"{source}:{mark.line + 1}" if mark else source
-        raise UserError(f"{place}: {error.problem or error.context}") from error
+        place = f"{source}:{mark.line + 1}:{mark.column + 1}" if mark else source
+        raise UserError(f"{place}: {_unquoted(error.problem or 'not valid YAML')}") from None
     except yaml.YAMLError as error:
-        raise UserError(f"{source}: {' '.join(str(error).split())}") from error
+        raise UserError(f"{source}: {' '.join(str(error).split())}") from None
+
+
+def _unquoted(problem: str) -> str:
+    """A problem of PyYAML's without what it found in the text; what it expected stays."""
+    problem = re.sub(r",? but (?:found|got) .*", "", problem)
+    return re.sub(r"(alias|anchor|character|handle|tag) (['\"]).*\2", r"\1", problem)
+
+
+def _shape(value: Any) -> str:
+    if value is None:
+        return "nothing"
+    return "a mapping" if isinstance(value, Mapping) else "a list" if isinstance(value, list) else "one value"
 
 
 def _content(text: str, source: str) -> Any:
@@ -306,7 +325,10 @@ def _file_layers(path: Path, readers: tuple[Path, ...] = ()) -> list[Block]:
         raise UserError(f"{shown}: cannot be read: {error}") from error
     block = parse_yaml(content, shown)
     if not isinstance(block, Block):
-        raise UserError(f"{shown}: must hold a mapping of keys, not {repr(block) if block else 'nothing'}")
+        raise UserError(f"{shown}: must hold a mapping of keys, not {_shape(block)}")
+    for key, place in block.places.items():
+        if not _SETTING.fullmatch(key):
+            raise UserError(f"{place}: not a name of a setting")
     if "base" not in block:
         return [block]
     base, place = block.pop("base"), block.places.pop("base")
@@ -320,7 +342,7 @@ def _file_layers(path: Path, readers: tuple[Path, ...] = ()) -> list[Block]:
 
 def _locate_base(base: Any, reader: Path, place: str) -> Path:
     if not isinstance(base, str):
-        raise UserError(f"{place}: base: must be one file or shipped name, got {base!r}")
+        raise UserError(f"{place}: base: must be one file or shipped name, not {_shape(base)}")
     for path in (reader.parent / base, SHIPPED / base, SHIPPED / f"{base}.yaml"):
         if path.is_file():
             return path

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 from mlflow import MlflowClient
+from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import State
 from prefect.testing.utilities import prefect_test_harness
 
@@ -109,6 +110,19 @@ class Up:
     @property
     def said(self) -> str:
         return self._output.read_text()
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """What a shell has after the line for other terminals."""
+        (line,) = (line for line in self.said.splitlines() if line.startswith("in other terminals: "))
+        names = ("PREFECT_API_URL", "PREFECT_API_AUTH_STRING")
+        script = "\n".join([line.partition(": ")[2], *(f"echo ${name}" for name in names)])
+        return dict(zip(names, subprocess.check_output(["sh", "-c", script], text=True).split(), strict=True))
+
+    def client(self) -> SyncPrefectClient:
+        """A client as it is in another terminal."""
+        api, login = self.variables.values()
+        return SyncPrefectClient(api, auth_string=login)
 
     def stop(self) -> None:
         """Terminate twice: a training that a failed test left behind is not waited for."""

@@ -1,12 +1,16 @@
 """`fp8-grpo up`, and the README's deployment commands against the servers and the worker it starts."""
 
+import base64
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +18,6 @@ from typing import Any
 import psutil
 import pytest
 from mlflow import MlflowClient
-from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import (
     DeploymentFilter,
     DeploymentFilterName,
@@ -24,7 +27,9 @@ from prefect.client.schemas.filters import (
     FlowRunFilterStateType,
 )
 from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.exceptions import PrefectHTTPStatusError
 
+from flows import pools
 from fp8core.store.ledger import LedgerView
 from fp8core.store.run_directory import LEDGER
 
@@ -58,7 +63,7 @@ def wait_for(condition: Callable[[], bool], what: str, seconds: float = 300) -> 
 @pytest.fixture(scope="module")
 def up(environment: dict[str, str], start_up: Any) -> Any:
     running = start_up(environment)
-    environment["PREFECT_API_URL"] = f"{running.prefect}/api"
+    environment |= running.variables
     return running
 
 
@@ -70,18 +75,113 @@ def run_deployment(environment: dict[str, str], up: Any, readme_commands: list[s
     return lambda *parameters: run(environment, *start, *(f for p in parameters for f in ("--param", p)))
 
 
-def message_of_the_failed_run(api: str) -> str:
+def message_of_the_failed_run(up: Any) -> str:
     """What the UI shows as the reason."""
     failed = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.FAILED])))
-    with SyncPrefectClient(api) as client:
+    with up.client() as client:
         (found,) = client.read_flow_runs(flow_run_filter=failed)
     return str(found.state and found.state.message)
 
 
-def test_a_deployed_run_completes_with_a_verifier_of_the_users_own(
-    run_deployment: Run, small: dict[str, Any], tmp_path: Path
+# --- who is answered ---
+
+
+def status(url: str, headers: Mapping[str, str], method: str = "GET") -> int:
+    request = urllib.request.Request(url, headers=dict(headers), method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def authorised(login: str) -> dict[str, str]:
+    return {"Authorization": f"Basic {base64.b64encode(login.encode()).decode()}"}
+
+
+def test_prefect_answers_only_those_with_its_password_and_pages_of_its_own(up: Any) -> None:
+    """DNS rebinding: the page of a foreign host, whose name leads to this machine, has no answer either."""
+    api, login = up.variables.values()
+    port = api.split(":")[2].partition("/")[0]
+    assert status(f"{api}/admin/version", {}) == 401
+    assert status(f"{api}/admin/version", authorised("admin:guessed")) == 401
+    assert status(f"{api}/flow_runs/", {}, "POST") == 401
+    assert status(f"{api}/admin/version", authorised(login)) == 200
+    assert status(f"{api}/admin/version", {**authorised(login), "Host": f"evil.example:{port}"}) == 400
+    assert status(up.prefect, {"Host": f"evil.example:{port}"}) == 400
+    assert status(f"{up.mlflow}/api/2.0/mlflow/experiments/search?max_results=1", {"Host": "evil.example"}) == 403
+    asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    answers = [
+        status(f"{api}/flow_runs/", {**asked, "Origin": origin}, "OPTIONS")
+        for origin in (
+            up.prefect,
+            f"http://localhost:{port}",
+            "http://evil.example",
+            f"http://evil.example:{port}",
+            "null",
+        )
+    ]
+    assert answers == [200, 200, 400, 400, 400]
+
+
+def test_up_listens_on_this_machine_only_and_names_its_password_on_no_command_line(
+    up: Any, environment: dict[str, str]
 ) -> None:
-    """Whose process finds Python's own modules: no folder of ours is on its path."""
+    _, login = up.variables.values()
+    kept = Path(environment["PREFECT_HOME"]) / "fp8-grpo-auth"
+    assert kept.read_text().strip() == login
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o600
+    processes = [up.process.pid, *(child.pid for child in psutil.Process(up.process.pid).children(recursive=True))]
+    listening = [
+        connection.laddr.ip
+        for each in map(psutil.Process, processes)
+        for connection in each.net_connections()
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    assert len(listening) >= 2
+    assert set(listening) == {"127.0.0.1"}
+    assert not [pid for pid in processes if login in " ".join(psutil.Process(pid).cmdline())]
+
+
+def test_job_variables_start_no_command(up: Any, tmp_path: Path) -> None:
+    """Runs of a deployment are refused. Prefect's server does not check other runs, where the worker ignores them.
+
+    A variable of the environment would do as well as a command: Python imports `sitecustomize` when it starts.
+    """
+    commanded, imported = tmp_path / "commanded", tmp_path / "imported"
+    (tmp_path / "sitecustomize.py").write_text(f"open({str(imported)!r}, 'w')\n")
+    each = (
+        {"command": f"touch {commanded}"},
+        {"env": {"PYTHONPATH": str(tmp_path)}},
+        {"env.PYTHONPATH": str(tmp_path)},
+    )
+    with up.client() as client:
+        deployment = client.read_deployment_by_name("fp8-grpo/tiny")
+        for variables in (*each, {"working_dir": "/"}):
+            with pytest.raises(PrefectHTTPStatusError, match="Additional properties are not allowed"):
+                client.create_flow_run_from_deployment(deployment.id, job_variables=variables)
+        started = []
+        for variables in each[:2]:
+            body = {"flow_id": str(deployment.flow_id), "work_pool_name": pools.CPU, "job_variables": variables}
+            answer = client.request("POST", "/flow_runs/", json={**body, "state": {"type": "SCHEDULED"}})
+            started.append(answer.json()["id"])
+
+        def ended() -> bool:
+            states = [client.read_flow_run(number).state for number in started]
+            return all(state is not None and state.is_final() for state in states)
+
+        wait_for(ended, "the runs without a deployment")
+    assert not commanded.exists()
+    assert not imported.exists()
+
+
+# --- runs ---
+
+
+def test_a_deployed_run_completes_with_a_verifier_of_the_users_own(
+    run_deployment: Run, up: Any, environment: dict[str, str], small: dict[str, Any], tmp_path: Path
+) -> None:
+    """Whose process finds Python's own modules: no folder of ours is on its path. The password is in no log."""
     verifier = tmp_path / "mine.py"
     verifier.write_text("def score(prompt, completion, reference, finish):\n    return len(completion) % 2 == 0\n")
     overrides = json.dumps({**small, "runs": str(tmp_path), "reward.verifier": f"{verifier}:score"})
@@ -90,17 +190,29 @@ def test_a_deployed_run_completes_with_a_verifier_of_the_users_own(
     summary = json.loads((tmp_path / "deployed" / "summary.json").read_text())
     assert summary["steps"] == 2
     assert summary["tmpe_max"] == 1.0
+    with up.client() as client:
+        name = {"name": ["prefect.flow-run.heartbeat"]}
+        seen = client.request("POST", "/events/filter", json={"filter": {"event": name}}).json()["events"]
+    assert seen, "without them Prefect does not find out that a machine is gone"
+    secret = up.variables["PREFECT_API_AUTH_STRING"].rpartition(":")[2].encode()
+    written = [
+        path
+        for folder in (tmp_path, up.folder, Path(environment["PREFECT_HOME"]))
+        for path in folder.rglob("*")
+        if path.is_file() and secret in path.read_bytes()
+    ]
+    assert [path.name for path in written] == ["fp8-grpo-auth"]
 
 
 def test_a_failing_run_exits_with_one_and_its_reason(
-    run_deployment: Run, environment: dict[str, str], small: dict[str, Any], tmp_path: Path
+    run_deployment: Run, up: Any, small: dict[str, Any], tmp_path: Path
 ) -> None:
     overrides = json.dumps({**small, "runs": str(tmp_path), "training.learning_rat": 1})
     finished = run_deployment("steps=2", f"overrides={overrides}")
     assert finished.returncode == 1
     # --watch prints the log, wrapped.
     assert "did you mean learning_rate?" in " ".join(finished.stdout.split())
-    assert "did you mean learning_rate?" in message_of_the_failed_run(environment["PREFECT_API_URL"])
+    assert "did you mean learning_rate?" in message_of_the_failed_run(up)
 
 
 def test_a_parameter_out_of_bounds_is_refused_at_submission(run_deployment: Run) -> None:
@@ -126,7 +238,7 @@ def long_run(
         flags = ["--flow-run-name", name, *(flag for value in parameters for flag in ("--param", value))]
         started = run(environment, *start, *flags)
         assert started.returncode == 0, started.stdout + started.stderr
-        going = LongRun(environment["PREFECT_API_URL"], name, tmp_path / name)
+        going = LongRun(up, name, tmp_path / name)
         wait_for(lambda: going.last_step() >= 2, "the second step")
         return going
 
@@ -135,7 +247,7 @@ def long_run(
 
 @dataclass(frozen=True)
 class LongRun:
-    api: str
+    up: Any
     name: str
     folder: Path
 
@@ -145,7 +257,7 @@ class LongRun:
 
     def flow_run(self) -> FlowRun:
         """Prefect's clients ask again when the server says that it is busy."""
-        with SyncPrefectClient(self.api) as client:
+        with self.up.client() as client:
             (found,) = client.read_flow_runs(flow_run_filter=FlowRunFilter(name=FlowRunFilterName(any_=[self.name])))
         return found
 
@@ -226,7 +338,7 @@ def test_a_killed_run_is_crashed_and_a_retry_finishes_it_as_if_nothing_had_happe
 
 
 def test_a_run_that_a_bound_suspended_is_resumed_from_the_api(
-    run_deployment: Run, environment: dict[str, str], small: dict[str, Any], tmp_path: Path
+    run_deployment: Run, up: Any, environment: dict[str, str], small: dict[str, Any], tmp_path: Path
 ) -> None:
     bounds = {"alignment.stop.error": 1.0, "alignment.stop.patience": 2, "alignment.stop.action": "pause"}
     overrides = {**small, **bounds, "precision.training.linear": "bf16", "runs": str(tmp_path)}
@@ -234,12 +346,12 @@ def test_a_run_that_a_bound_suspended_is_resumed_from_the_api(
     flags = [flag for value in parameters for flag in ("--param", value)]
     started = run(environment, "prefect", "deployment", "run", "fp8-grpo/tiny", "--flow-run-name", "suspended", *flags)
     assert started.returncode == 0, started.stdout + started.stderr
-    going = LongRun(environment["PREFECT_API_URL"], "suspended", tmp_path / "suspended")
+    going = LongRun(up, "suspended", tmp_path / "suspended")
     wait_for(lambda: going.state.name == "Suspended", "the pause")
     assert "alignment.stop.error=1: above it for 2 steps" in str(going.state.message)
     # The worker has seen the process end, and lets the state be.
     wait_for(lambda: not psutil.pid_exists(LedgerView.read(going.folder / LEDGER).segments()[-1].pid), "the end")
-    with SyncPrefectClient(going.api) as client:
+    with going.up.client() as client:
         client.resume_flow_run(going.flow_run().id)
     assert going.ended_as() == "COMPLETED"
 
@@ -250,7 +362,7 @@ def test_the_nightly_schedule_makes_runs(environment: dict[str, str], start_up: 
     nightly = DeploymentFilter(name=DeploymentFilterName(any_=["nightly"]))
 
     def due() -> set[str]:
-        with SyncPrefectClient(f"{running.prefect}/api") as client:
+        with running.client() as client:
             return {f"{run.expected_start_time:%H:%M:%S}" for run in client.read_flow_runs(deployment_filter=nightly)}
 
     wait_for(lambda: due() == {"02:00:00"}, "the scheduler")

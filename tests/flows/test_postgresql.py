@@ -62,7 +62,7 @@ def test_both_servers_keep_everything_in_postgresql(
     parameters = ["steps=1", "run=in-postgresql", f"overrides={json.dumps({**small, 'runs': str(tmp_path)})}"]
     finished = subprocess.run(
         [prefect, "deployment", "run", "fp8-grpo/tiny", "--watch", *(f for p in parameters for f in ("--param", p))],
-        env={**environment, "PREFECT_API_URL": f"{running.prefect}/api"},
+        env={**environment, **running.variables},
         capture_output=True,
         text=True,
         timeout=400,

@@ -85,13 +85,35 @@ def test_a_server_that_does_not_start_says_why(tmp_path: Path, monkeypatch: pyte
     server.stop()
 
 
-def test_two_that_start_together_make_one_new_database(tmp_path: Path) -> None:
-    program = "from flows.environment import make_prefect_home, start_prefect; make_prefect_home(); start_prefect()"
+# Starts a server as a training does, which asks it something, and asks as another program and as a page would.
+TRAINING = """\
+import os
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+from flows.environment import make_prefect_home, start_prefect
+make_prefect_home()
+start_prefect()
+for headers in ({}, {"Host": "evil.example"}):
+    try:
+        urlopen(Request(os.environ["PREFECT_API_URL"] + "/admin/version", headers=headers), timeout=30)
+    except HTTPError as error:
+        print(error.code, flush=True)
+"""
+
+
+def test_two_that_start_together_make_one_new_database_and_answer_their_trainings_only(tmp_path: Path) -> None:
     environment = {**os.environ, "PREFECT_HOME": str(tmp_path / "home")}
     environment.pop("PREFECT_API_URL", None)
     started = [
-        subprocess.Popen([sys.executable, "-c", program], env=environment, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", TRAINING],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         for _ in range(2)
     ]
-    said = [process.communicate(timeout=300)[1] for process in started]
+    said = [process.communicate(timeout=300) for process in started]
     assert [process.returncode for process in started] == [0, 0], said
+    assert [answers.split() for answers, _ in said] == [["401", "400"]] * 2

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import textwrap
@@ -16,6 +17,7 @@ import psutil
 import pytest
 
 from flows.cli.up import ServiceError, Services, Stopped, up, wait
+from flows.environment import prefect_login
 from fp8core.errors import UserError
 
 SLEEP = ["-c", "import time; time.sleep(600)"]
@@ -107,3 +109,40 @@ def test_a_port_that_is_taken_is_refused_by_name(option, tmp_path) -> None:
         named = re.escape(f"--{option.replace('_', '-')} {ports[option]} cannot be had")
         with pytest.raises(UserError, match=named):
             up(argparse.Namespace(**ports, runs=tmp_path))
+
+
+# --- the password of Prefect's server ---
+
+
+def test_the_password_is_made_once_and_its_file_is_its_owners(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "a home"))
+    (tmp_path / "a home").mkdir()
+    login, word = prefect_login()
+    assert len(login) > 32
+    assert stat.S_IMODE((tmp_path / "a home" / "fp8-grpo-auth").stat().st_mode) == 0o600
+    assert subprocess.check_output(["sh", "-c", f"printf %s {word}"], text=True) == login
+    assert prefect_login() == (login, word)
+    monkeypatch.setenv("PREFECT_HOME", str(tmp_path))
+    assert prefect_login()[0] != login
+    monkeypatch.setenv("PREFECT_SERVER_API_AUTH_STRING", "mine:own")
+    login, word = prefect_login()
+    assert (login, subprocess.check_output(["sh", "-c", f"printf %s {word}"], text=True)) == ("mine:own", "mine:own")
+
+
+@pytest.mark.parametrize("fault", ["others can read it", "link", "folder", "FIFO", "empty"])
+def test_a_password_that_somebody_else_may_know_is_refused(fault, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("PREFECT_HOME", str(tmp_path))
+    path, elsewhere = tmp_path / "fp8-grpo-auth", tmp_path / "elsewhere"
+    elsewhere.write_text("" if fault == "empty" else "admin:known\n")
+    elsewhere.chmod(0o640 if fault == "others can read it" else 0o600)
+    if fault == "link":
+        path.symlink_to(elsewhere)
+    elif fault == "folder":
+        path.mkdir(mode=0o700)
+    elif fault == "FIFO":
+        os.mkfifo(path, 0o600)
+    else:
+        elsewhere.rename(path)
+    with pytest.raises(UserError, match=re.escape(str(path))) as refused:
+        prefect_login()
+    assert "known" not in str(refused.value)

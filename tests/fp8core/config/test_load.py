@@ -230,13 +230,17 @@ def test_several_mistakes_are_counted_and_the_misspelt_key_comes_first() -> None
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("base: tiny\nsteps: [1\n", "mine.yaml:3: expected ',' or ']'"),
-        ("base: tiny\nsteps: 1\nsteps: 2\n", "mine.yaml:3: key steps is already given at"),
-        ("base: tiny\n1: 2\n", "mine.yaml:2: key 1 is not a string"),
-        ("base: tiny\nsteps: !!python/name:os.system x\n", "mine.yaml:2: could not determine a constructor"),
+        ("base: tiny\nsteps: [1\n", "mine.yaml:3:1: expected ',' or ']'"),
+        ("base: tiny\nsteps: 1\nsteps: 2\n", "mine.yaml:3:1: key steps is already given at"),
+        ("base: tiny\n1: 2\n", "mine.yaml:2:1: a key is not a string"),
+        (
+            "base: tiny\nsteps: !!python/name:os.system x\n",
+            "mine.yaml:2:8: could not determine a constructor",
+        ),
         ("base: tiny\n\nsteps: 0\n", "steps: must be greater than or equal to 1, got 0 ("),
         ("base: tyni\n", "mine.yaml:1: base: there is no file tyni"),
         ("base: [a]\n", "mine.yaml:1: base: must be one file"),
+        ("base: tiny\n\tseed: 1\n", "mine.yaml:2:1: found character that cannot start any token"),
         ("base: mine.yaml\n", "mine.yaml:1: base: mine.yaml -> mine.yaml is a cycle"),
         ("pipeline: {remove: [a]}\n", "pipeline: there are no named steps to edit ("),
         ("", "mine.yaml: must hold a mapping of keys, not nothing"),
@@ -246,6 +250,43 @@ def test_several_mistakes_are_counted_and_the_misspelt_key_comes_first() -> None
 )
 def test_a_bad_file_is_refused_with_its_place(tmp_path: Path, text: str, message: str) -> None:
     assert message in refused(write(tmp_path / "mine.yaml", text))
+
+
+# As in shadow files, credentials, keys, environments of processes, and manifests.
+@pytest.mark.parametrize(
+    "text",
+    [
+        "root:{secret}:19000:0:99999:7:::\ndaemon:*:19000:0:99999:7:::\n",
+        "root:{secret}:19000:0:99999:7:::\nroot:{secret}:19000:0:99999:7:::\n",
+        "root:{secret}:19000:0:99999:7:::\n",
+        "{secret}\n",
+        "'{secret}'\n",
+        "- {secret}\n",
+        "*{secret}\n",
+        "!{secret} x\n",
+        "!{secret}!x y\n",
+        "%TAG !{secret}! a:b\n%TAG !{secret}! a:b\n--- x\n",
+        "a: &{secret} 1\nb: &{secret} 2\n",
+        "a: 'b\n{secret}: [\n",
+        'a: "\\{secret}"\n',
+        "[default]\nkey = {secret}\n",
+        "[{secret}]\nkey = x\n",
+        "-----BEGIN KEY-----\n{secret}\n-----END KEY-----\n",
+        "HOME=/root\0TOKEN={secret}\0",
+        "model: x\npassword: {secret}\n",
+        "model: x\ndata: {secret}\nusers: [{secret}]\n",
+        "base: [{secret}]\n",
+        "base: {{x: {secret}}}\n",
+        "{{[{secret}]: 1}}\n",
+        'model: "\\ud800{secret}"\n',
+    ],
+)
+def test_a_file_that_is_no_configuration_is_not_quoted(tmp_path: Path, text: str) -> None:
+    """Whoever starts a deployment names it, and its message goes to logs and to Prefect's database."""
+    path = write(tmp_path / "other", text.format(secret="hunter2zwei"))
+    message = refused(path, {"model": "x"})
+    assert "hunter" not in message
+    assert "zwei" not in message
 
 
 def test_a_value_of_a_file_is_refused_with_its_line(tmp_path: Path) -> None:
@@ -403,8 +444,8 @@ def test_a_string_in_a_file_is_quoted_there(tmp_path: Path) -> None:
     ("overrides", "line"),
     [
         (["runs=caf\udce9"], r"runs: not valid text: character 3 of 'caf\udce9' (--set)"),
-        ({"tracking.uri": "\ud800"}, r"tracking.uri: not valid text: character 0 of '\ud800' (overrides)"),
-        ({"reward.options": {"a": {"\ud800": 1}}}, r"reward.options.a.\ud800: not valid text: character 17 of"),
+        ({"tracking.uri": "\ud800"}, r"tracking.uri: not valid text: character 0 is '\ud800' (overrides)"),
+        ({"reward.options": {"a": {"\ud800": 1}}}, r"reward.options.a.\ud800: not valid text: character 17 is"),
     ],
 )
 def test_a_value_that_is_no_text_names_its_field(overrides, line):
@@ -416,7 +457,7 @@ def test_a_value_that_is_no_text_names_its_field(overrides, line):
 
 def test_text_that_a_file_spells_wrongly_names_its_line(tmp_path):
     (tmp_path / "c.yaml").write_text('base: tiny\nname: "a\\ud800"\n')
-    with pytest.raises(UserError, match=r"^name: not valid text: character 1 of 'a\\ud800' \(.*c.yaml:2\)$"):
+    with pytest.raises(UserError, match=r"^name: not valid text: character 1 is '\\ud800' \(.*c.yaml:2\)$"):
         load_config(str(tmp_path / "c.yaml"))
 
 
