@@ -1,8 +1,9 @@
-"""Write docs/reference/config.md from the configuration's schema, and docs/reference/cli.md from the parser.
+"""Write docs/reference/config.md and docs/schemas/run.json from the configuration's models, and cli.md from the parser.
 
     python docs/generate_reference.py
 
-A test fails where a page is out of date.
+A test fails where one of them is out of date. Editors check a configuration file with the schema that its first line
+names, as those in configs/ do.
 """
 
 import argparse
@@ -46,8 +47,9 @@ def main() -> None:
 
 
 def pages() -> dict[Path, str]:
-    """The pages and their text."""
+    """The pages and the schema, and their text."""
     return {
+        ROOT / "docs" / "schemas" / "run.json": json.dumps(file_schema(), indent=2) + "\n",
         REFERENCE / "config.md": _CONFIG + _BLOCK.format("settings", config_tables(file_schema())),
         REFERENCE / "cli.md": _CLI + _BLOCK.format("commands", cli_tables(build_parser())),
     }
