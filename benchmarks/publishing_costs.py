@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flows.environment import bound_mlflow_requests
+from flows.tracking.mlflow_backlog import MlflowBacklog
 from flows.tracking.publish import publish_checkpoint, publish_description, publish_step, tables_due
 from flows.tracking.publisher import publishing
 from flows.tracking.record import TrackingFile, TrackingRecord
@@ -89,8 +90,9 @@ def train(config: RunConfig, name: str, uri: str | None) -> Course:
         if uri is None:
             return loop(run, lambda: None)
         tracker, file = tracked(run, uri, name)
-        with publishing(run, tracker, file) as publisher:
-            publisher.follow_ledger()
+        backlog = MlflowBacklog(run, tracker, file)
+        backlog.follow_ledger()
+        with publishing(run.console, backlog) as publisher:
             course = loop(run, publisher.wake)
             began = time.perf_counter()
         assert file.record.published == config.steps
