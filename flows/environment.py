@@ -53,6 +53,8 @@ def quiet_prefect() -> None:
     """
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
     os.environ.setdefault("PREFECT_LOGGING_LOGGERS_PREFECT_TASK_RUNS_LEVEL", "WARNING")
+    # One line for each event that a server which is away does not get.
+    os.environ.setdefault("PREFECT_INTERNAL_LOGGING_LEVEL", "CRITICAL")
 
 
 def make_prefect_home() -> None:
@@ -125,8 +127,8 @@ def bound_mlflow_requests() -> None:
     os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
 
 
-def start_prefect() -> None:
-    """Reach the configured Prefect server, or start one for this process.
+def start_prefect() -> str:
+    """Reach the configured Prefect server, or start one for this process; returns the address of its API.
 
     Raises:
         UserError: the configured server does not answer, or the own one does not start.
@@ -145,10 +147,10 @@ def start_prefect() -> None:
             # Prefect sends its last events when Python exits; a function registered before those is called after them.
             atexit.register(server.stop)
             server.wait()
-    _refuse_silence()
+    return _refuse_silence()
 
 
-def _refuse_silence() -> None:
+def _refuse_silence() -> str:
     from httpx import HTTPStatusError
     from prefect.client.orchestration import get_client
 
@@ -166,6 +168,7 @@ def _refuse_silence() -> None:
                 f"Prefect's server at {client.api_url} refuses this client ({error.response.status_code}): "
                 "set PREFECT_API_AUTH_STRING as `fp8-grpo up` prints it, or unset PREFECT_API_URL"
             ) from error
+    return str(client.api_url).rstrip("/")
 
 
 def naming_store(uri: str) -> dict[str, str]:

@@ -21,7 +21,7 @@ from flows.orchestration import PrefectExecution, T, failed, show_logs_escaped
 from flows.run_lookup import load_settings
 from flows.termination import Interrupt, StopRequest, keep_interrupt, stop_on_sigterm
 from flows.tracking.guardian import Guardian
-from flows.tracking.prefect_artifacts import RunArtifacts, run_artifacts
+from flows.tracking.prefect_artifacts import PrefectArtifacts, artifact_client
 from flows.tracking.publish import write_report
 from flows.tracking.session import Session, follow_ledger, open_session
 from flows.tracking.store import quiet_store_logs, ui_command
@@ -42,6 +42,7 @@ from fp8core.run.policy import SyncError
 from fp8core.run.resume import RedoError, history
 from fp8core.store.ledger import START
 from fp8core.store.manifest import Head
+from fp8core.store.run_directory import SUMMARY
 from fp8core.training.trainer import NotFiniteError
 
 
@@ -87,11 +88,13 @@ def train(config: RunConfig, *, new_code: bool = False) -> Summary:
     set_engine_variables(config)
     with (
         Guardian(config.runs / name, config.tracking.uri),
+        artifact_client() as client,
         open_session(config, name, console, new_code=new_code) as session,
-        run_artifacts(session) as artifacts,
         keep_interrupt() as interrupt,
         stop_on_sigterm() as stop,
     ):
+        artifacts = PrefectArtifacts(session.run, session.tracker.page, runtime.flow_run.id, client)
+        session.publisher.add(artifacts)
         loop.train(session.run, FlowExecution(session, artifacts, interrupt, stop))
         return finish(session, console)
 
@@ -99,7 +102,7 @@ def train(config: RunConfig, *, new_code: bool = False) -> Summary:
 class FlowExecution(PrefectExecution):
     """A training whose tasks are Prefect's, and which the console, MLflow and Prefect's artifacts follow."""
 
-    def __init__(self, session: Session, artifacts: RunArtifacts, interrupt: Interrupt, stop: StopRequest) -> None:
+    def __init__(self, session: Session, artifacts: PrefectArtifacts, interrupt: Interrupt, stop: StopRequest) -> None:
         super().__init__(session.run.plan)
         self._session, self._artifacts = session, artifacts
         self._interrupt, self._stop = interrupt, stop
@@ -144,6 +147,7 @@ class FlowExecution(PrefectExecution):
         seconds = {name: result.entry.seconds for name, result in results.items()}
         run.console.step({**step_metrics(run, index), "step": index}, ended - began, seconds)
         self._artifacts.step_done(index)
+        self._session.publisher.wake()
 
 
 def finish(session: Session, console: Console) -> Summary:
@@ -165,9 +169,10 @@ def finish(session: Session, console: Console) -> Summary:
         bounds=bounds.summary,
         bounds_crossed=len(run.directory.ledger.bounds(START + 1)) if bounds.judges else None,
     )
-    run.directory.write_text("summary.json", summary.model_dump_json(indent=2) + "\n")
+    run.directory.write_text(SUMMARY, summary.model_dump_json(indent=2) + "\n")
     write_report(run)
-    session.publisher.add_result()
+    session.mlflow.add_result()
+    session.publisher.wake()
     console.summary(summary, picture, ui_command(tracker.uri), tracker.page)
     return summary
 

@@ -1,22 +1,33 @@
 """Run the training flow in this process, with a Prefect server of its own where none is configured."""
 
+import atexit
+import os
 import signal
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from flows.environment import make_prefect_home, quiet_prefect, start_prefect
+from flows.prefect_server import answers
 from flows.termination import keep_interrupt
+from flows.tracking.record import TrackingRecord, read_record
 from fp8core.errors import printable, printable_lines
+from fp8core.store.lock import is_held
 from fp8core.store.output import Output
-from fp8core.store.run_directory import read_description
+from fp8core.store.run_directory import LOCK, SUMMARY, read_description
 
 if TYPE_CHECKING:
     from fp8core.config.run import RunConfig
 
 PAUSED = 3
 """Exit code of a training that a bound of `alignment.stop` paused."""
+# Longest silence of Prefect's server after the end of a training.
+_SILENCE_SECONDS = 4.0
+_POLL_SECONDS = 0.5
 
 
 def launch(config: "RunConfig", parameters: Mapping[str, Any], summary: Output | None, resume: str) -> int:
@@ -42,7 +53,8 @@ def launch(config: "RunConfig", parameters: Mapping[str, Any], summary: Output |
     check_memory(config)
     check_inputs(config)
     say("starting Prefect and MLflow")
-    prepare_prefect()
+    api = prepare_prefect()
+    end_without_prefect(config.runs / str(config.run), api, summary)
 
     def reason(word: str) -> str:
         begun = read_description(config.runs / str(config.run)) is not None
@@ -71,11 +83,59 @@ def stopped(reason: str, code: int) -> int:
     return code
 
 
-def prepare_prefect() -> None:
-    """Reach or start Prefect's server, before Prefect is imported. Raises UserError."""
+def prepare_prefect() -> str:
+    """Reach or start Prefect's server, before Prefect is imported; returns the address of its API. Raises UserError."""
     make_prefect_home()
     quiet_prefect()
-    start_prefect()
+    return start_prefect()
+
+
+def end_without_prefect(folder: Path, api: str, summary: Output | None) -> None:
+    """End this process when its training has ended and Prefect's server does not answer.
+
+    Prefect itself would repeat its last requests for minutes, and would fail a training that is complete. A thread
+    watches, because Prefect's requests cannot be interrupted.
+
+    Args:
+        folder: of the run.
+        api: address of Prefect's API.
+        summary: file for the summary, or None.
+    """
+    began_ms, over = time.time_ns() // 1_000_000, threading.Event()
+
+    def watch() -> None:
+        while (record := _ended(folder, began_ms)) is None:
+            if over.wait(_POLL_SECONDS):
+                return
+        heard = time.monotonic()
+        while time.monotonic() - heard < _SILENCE_SECONDS:
+            if answers(f"{api}/health", _SILENCE_SECONDS):
+                heard = time.monotonic()
+            if over.wait(_POLL_SECONDS):
+                return
+        # Not sys.exit: Prefect's threads would first try to deliver what they hold.
+        os._exit(_end(record, folder, summary))
+
+    # Registered after a server of this training, so called before it stops; Prefect has sent its last events by then.
+    atexit.register(over.set)
+    threading.Thread(target=watch, name="end-without-prefect", daemon=True).start()
+
+
+def _ended(folder: Path, began_ms: int) -> TrackingRecord | None:
+    """The record of a training that this process finished or failed, and left."""
+    record = read_record(folder)
+    if record is None or record.status not in ("FINISHED", "FAILED") or is_held(folder / LOCK):
+        return None
+    return record if record.ended_ms is not None and record.ended_ms >= began_ms else None
+
+
+def _end(record: TrackingRecord, folder: Path, summary: Output | None) -> int:
+    """Print the end of a training that Prefect's server does not hear of; returns the exit code."""
+    code = 0 if record.status == "FINISHED" else 1
+    if code == 0 and summary is not None:
+        summary.write((folder / SUMMARY).read_bytes())
+    say(f"Prefect does not answer: its UI lacks the end of this run, which is {record.status}")
+    return stopped(record.error or "failed", code) if code else code
 
 
 def _train(parameters: Mapping[str, Any], summary: Output | None, resume: str) -> int:

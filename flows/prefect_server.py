@@ -57,10 +57,10 @@ class PrefectServer:
         self._lifeline.end()
 
 
-def answers(url: str) -> bool:
-    """True if an HTTP server answers 200 there."""
+def answers(url: str, seconds: float = 5.0) -> bool:
+    """True if an HTTP server answers 200 there, within `seconds`."""
     try:
-        with urllib.request.urlopen(url, timeout=5) as answer:
+        with urllib.request.urlopen(url, timeout=seconds) as answer:
             return bool(answer.status == 200)
     except OSError:
         return False

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Self
 
 from flows.environment import bound_mlflow_requests, naming_store
-from flows.tracking.record import mark_killed, read_record
+from flows.tracking.record import is_settled, mark_killed, read_record
 from fp8core.end_with_parent import TiedProcess, running
 
 _WAIT = """
@@ -52,6 +52,6 @@ if __name__ == "__main__":
     folder = Path(sys.argv[1])
     for _ in range(_ATTEMPTS):
         # The pipe of a dying process may close before its lock and its database do.
-        if mark_killed(folder) or read_record(folder) is None:
+        if mark_killed(folder) or (record := read_record(folder)) is None or is_settled(record):
             break
         time.sleep(1)

@@ -1,28 +1,21 @@
-"""A training's artifacts in Prefect, beside its tasks: progress, a report, and a link to its MLflow run.
+"""Prefect's view of a training beside its tasks: progress, a report, and a link to its MLflow run.
 
-A thread posts them, so that the training never waits for Prefect's server. Requests to a server that does not answer
-are repeated until it does or the training ends; the console reports it once. Nothing here fails a training.
+The thread that serves MLflow posts them (`publisher.Destination`). Nothing here fails a training.
 """
 
-import contextvars
 import re
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from uuid import UUID
 
 import httpx
-from prefect.artifacts import (
-    create_link_artifact,
-    create_markdown_artifact,
-    create_progress_artifact,
-    update_progress_artifact,
-)
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
 from prefect.exceptions import PrefectException
+from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
-from flows.tracking.session import Session
+from flows.tracking.store import Outage
 from fp8core.errors import UserError, first_line
 from fp8core.report.summary import STEP
 from fp8core.report.text import progress_markdown
@@ -30,92 +23,76 @@ from fp8core.run.commit import step_metrics
 from fp8core.run.context import RunContext
 from fp8core.store.ledger import START
 
-RETRY_SECONDS = 10.0
-# Longest wait at the end of a training for what is not posted yet.
+# Longest wait of a finished training for a server that does not answer, and for one answer at any time.
 PATIENCE_SECONDS = 5.0
 _PASSING_STATUS = {408, 429}
 
-Piece = Callable[[], None]
 
+class PrefectArtifacts:
+    """The artifacts of a run that belong to a flow run (`publisher.Destination`)."""
 
-class RunArtifacts:
-    """The thread that posts the artifacts of a run, from construction to `close`; only within a flow run."""
+    name = "Prefect"
+    follows = "what its UI shows of the run follows"
+    idle_seconds = None
 
-    def __init__(self, run: RunContext, page: str) -> None:
-        """`page` is the address of the MLflow run."""
-        self._run = run
+    def __init__(self, run: RunContext, page: str, flow_run: str | None, client: SyncPrefectClient) -> None:
+        """`page` is the address of the MLflow run, `client` that of `artifact_client`."""
+        self.patience = PATIENCE_SECONDS
+        self._run, self._flow_run, self._client = run, flow_run, client
         self._key = re.sub(r"[^a-z0-9]+", "-", run.directory.path.name.lower()).strip("-")
         self._done = run.directory.ledger.last_step() or START
+        self._shown: int | None = None
         self._progress: UUID | None = None
-        self._said_so = False
-        self._waiting: deque[Piece] = deque([partial(self._post_link, page), self._post_progress])
-        self._changed = threading.Condition()
-        self._closing = threading.Event()
-        # The context names the flow run that the artifacts belong to.
-        follow = partial(contextvars.copy_context().run, self._follow)
-        self._thread = threading.Thread(target=follow, name="prefect-artifacts", daemon=True)
-        self._thread.start()
+        self._waiting: deque[Callable[[], None]] = deque([partial(self._post_link, page)])
 
     def step_done(self, index: int) -> None:
         """A step is committed; every `tracking.report_every` steps, and after the last one, a report is due."""
         self._done = index
         every, last = self._run.config.tracking.report_every, self._run.config.steps
-        with self._changed:
-            if self._post_progress not in self._waiting:
-                self._waiting.append(self._post_progress)
-            if index % every == 0 or index == last:
-                self._waiting.append(partial(self._post_report, index))
-            self._changed.notify()
+        if index % every == 0 or index == last:
+            self._waiting.append(partial(self._post_report, index))
 
-    def close(self) -> None:
-        """Post the rest, but wait no longer than PATIENCE_SECONDS."""
-        with self._changed:
-            self._closing.set()
-            self._changed.notify()
-        self._thread.join(PATIENCE_SECONDS)
+    def publish(self) -> Iterator[None]:
+        """Posts what waits (`publisher.Destination.publish`); a piece that is refused is left out."""
+        while (done := self._done) != self._shown:
+            self._try(partial(self._post_progress, done))
+            self._shown = done
+            yield
+        while self._waiting:
+            self._try(self._waiting[0])
+            self._waiting.popleft()
+            yield
 
-    def _follow(self) -> None:
-        while (piece := self._next()) is not None:
-            try:
+    def _try(self, piece: Callable[[], None]) -> None:
+        try:
+            # One attempt: the publisher makes the next ones, and serves MLflow between them.
+            with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}):
                 piece()
-            except (httpx.HTTPError, PrefectException, OSError, UserError) as error:
-                if not _passes(error):
-                    self._run.console.note(f"left out of what Prefect shows: {first_line(error)}")
-                    continue
-                self._say_that_it_is_away()
-                with self._changed:
-                    self._waiting.appendleft(piece)
-                if self._closing.wait(RETRY_SECONDS):
-                    return
-            else:
-                self._say_that_it_is_back()
+        except (httpx.HTTPError, PrefectException, OSError, UserError, ValueError) as error:
+            if _passes(error):
+                raise Outage(first_line(error)) from error
+            self._run.console.note(f"left out of what Prefect shows: {first_line(error)}")
 
-    def _next(self) -> Piece | None:
-        """The next piece to post, as soon as there is one; None when there will be no more."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._closing.is_set())
-            return self._waiting.popleft() if self._waiting else None
+    def caught_up(self) -> str:
+        """Nothing that is worth a word."""
+        return ""
 
-    def _say_that_it_is_away(self) -> None:
-        if not self._said_so:
-            self._said_so = True
-            self._run.console.note("Prefect does not answer; what its UI shows of the run follows")
-
-    def _say_that_it_is_back(self) -> None:
-        if self._said_so:
-            self._said_so = False
-            self._run.console.note("Prefect answers again")
+    def _create(self, kind: str, name: str, data: object, words: str) -> UUID:
+        request = ArtifactCreate(
+            type=kind, key=f"{name}-{self._key}", description=words, data=data, flow_run_id=self._flow_run
+        )
+        return self._client.create_artifact(request).id
 
     def _post_link(self, page: str) -> None:
-        create_link_artifact(page, "MLflow run", f"mlflow-{self._key}", "Metrics, models and files of this training.")
+        self._create("markdown", "mlflow", f"[MLflow run]({page})", "Metrics, models and files of this training.")
 
-    def _post_progress(self) -> None:
-        share = 100.0 * self._done / self._run.config.steps
+    def _post_progress(self, done: int) -> None:
+        share = 100.0 * done / self._run.config.steps
         if self._progress is None:
             words = f"Steps of {self._run.directory.path.name}, of {self._run.config.steps}"
-            self._progress = create_progress_artifact(share, f"progress-{self._key}", words)
+            self._progress = self._create("progress", "progress", share, words)
         else:
-            update_progress_artifact(self._progress, share)
+            self._client.update_artifact(self._progress, ArtifactUpdate(data=share))
 
     def _post_report(self, index: int) -> None:
         every, steps = self._run.config.tracking.report_every, self._run.config.steps
@@ -126,20 +103,15 @@ class RunArtifacts:
                 seconds[name] = seconds.get(name, 0.0) + entry.seconds
         rows, before = self._rows(first, index), self._rows(max(START + 1, first - every), first - 1)
         text = progress_markdown(self._run.directory.path.name, steps, rows, before, seconds)
-        create_markdown_artifact(text, f"report-{self._key}", f"Step {index} of {steps}")
+        self._create("markdown", "report", text, f"Step {index} of {steps}")
 
     def _rows(self, first: int, last: int) -> list[dict[str, float]]:
         return [{STEP: step, **step_metrics(self._run, step)} for step in range(first, last + 1)]
 
 
-@contextmanager
-def run_artifacts(session: Session) -> Iterator[RunArtifacts]:
-    """The artifacts of a session's run while the block lasts."""
-    artifacts = RunArtifacts(session.run, session.tracker.page)
-    try:
-        yield artifacts
-    finally:
-        artifacts.close()
+def artifact_client() -> SyncPrefectClient:
+    """A client whose requests end soon: while one waits, MLflow gets nothing."""
+    return get_client(httpx_settings={"timeout": PATIENCE_SECONDS}, sync_client=True)
 
 
 def _passes(error: Exception) -> bool:

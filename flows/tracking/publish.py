@@ -23,6 +23,7 @@ from fp8core.run.context import RunContext
 from fp8core.store.deletion_log import read_deletions
 from fp8core.store.ledger import START, BoundEntry, CheckpointEntry
 from fp8core.store.manifest import Head
+from fp8core.store.run_directory import SUMMARY
 
 REPORT = "report.html"
 SAMPLED_KINDS = ("prompts", "rollouts", "rewards")
@@ -30,6 +31,27 @@ SAMPLE_COLUMNS = ("step", "prompt", "completion", "reference", "reward", "outcom
 BOUND_CROSSED = "bound_crossed"
 SIGNED_BY = "signed_by"
 ARTIFACT_COLUMNS = ("step", "task", "artifact", "kind", "digest", "bytes", "path")
+MODEL_TYPE = "policy"
+# MLflow lists a model's metrics among those of its run, too: all forty of alignment would hide the run's own.
+_ALIGNMENT = (
+    "token_mult_prob_error",
+    "tokens_differing",
+    "kl",
+    "k3_kl",
+    "js_divergence",
+    "chi2_token",
+    "ess",
+    "logprob_abs_diff",
+)
+_MEASURED = {
+    **{name: f"alignment/{name}" for name in _ALIGNMENT},
+    "reward_mean": REWARD,
+    "heldout_accuracy": HELDOUT,
+}
+# MLflow's columns are text: the question, and the reference that the verifier compares with.
+_SCHEMA = {"mlflow_colspec": [{"name": name, "type": "string", "required": True} for name in ("question", "reference")]}
+# MLflow prints the digest in every place that names the data, and allows 36 characters.
+_DIGEST_DIGITS = 12
 
 
 def publish_description(run: RunContext, tracker: Tracker) -> None:
@@ -61,7 +83,7 @@ def publish_step(run: RunContext, tracker: Tracker, index: int) -> None:
     manifest = stored_manifest(run, index)
     seconds = manifest.observed.timings
     total = sum(seconds.values())
-    timings = {f"time/{task}_seconds": value for task, value in seconds.items()}
+    timings = {seconds_key(task): value for task, value in seconds.items()}
     shares = {f"time/{task}_share": value / total for task, value in seconds.items() if total > 0}
     committed = committed_step(run, index).committed_ms
     head = {CHAIN_HEAD: str(Head.of(manifest))}
@@ -74,10 +96,15 @@ def publish_step(run: RunContext, tracker: Tracker, index: int) -> None:
         tracker.log_tables(tables)
 
 
+def seconds_key(task: str) -> str:
+    """MLflow's key for the time that a task takes."""
+    return f"time/{task}_seconds"
+
+
 def publish_result(run: RunContext, tracker: Tracker) -> None:
     """The picture, the summary and the report of a completed training."""
     tracker.log_file(run.directory.path / "curves.png", "pictures")
-    for name in ("summary.json", REPORT):
+    for name in (SUMMARY, REPORT):
         tracker.log_file(run.directory.path / name, None)
 
 
@@ -161,25 +188,6 @@ def flat(value: dict[str, object], prefix: str = "") -> dict[str, object]:
     return leaves
 
 
-MODEL_TYPE = "policy"
-# MLflow lists a model's metrics among those of its run, too: all forty of alignment would hide the run's own.
-_ALIGNMENT = (
-    "token_mult_prob_error",
-    "tokens_differing",
-    "kl",
-    "k3_kl",
-    "js_divergence",
-    "chi2_token",
-    "ess",
-    "logprob_abs_diff",
-)
-_MEASURED = {
-    **{name: f"alignment/{name}" for name in _ALIGNMENT},
-    "reward_mean": REWARD,
-    "heldout_accuracy": HELDOUT,
-}
-
-
 def publish_checkpoint(run: RunContext, tracker: Tracker, entry: CheckpointEntry) -> None:
     """A checkpoint as a READY model with the metrics of its step; a second call changes nothing.
 
@@ -203,6 +211,26 @@ def model_name(run: RunContext, step: int) -> str:
 def model_metrics(metrics: dict[str, float]) -> dict[str, float]:
     """The metrics of a model, by plain name, from those of its step; what the step did not measure is absent."""
     return {name: metrics[key] for name, key in _MEASURED.items() if key in metrics}
+
+
+def held_models(run: RunContext, tracker: Tracker) -> set[int]:
+    """Steps of the checkpoints that MLflow holds as complete models, or held until a user deleted them."""
+
+    def complete(model: LoggedModel) -> bool:
+        measured = model.metrics or not model_metrics(step_metrics(run, int(model.tags["step"])))
+        return bool(model.status == LoggedModelStatus.READY and measured)
+
+    own = f"source_run_id = '{tracker.run_id}'"
+    models, token = list[LoggedModel](), None
+    while token is None or token:
+        page = tracker.client.search_logged_models([tracker.experiment_id], own, page_token=token)
+        models += page
+        token = page.token or ""
+    found = {model.model_id for model in models}
+    linked = tracker.client.get_run(tracker.run_id).outputs.model_outputs
+    ours = [model for model in models if TRAINING in model.tags]
+    deleted = {output.step for output in linked if output.model_id not in found}
+    return {int(model.tags["step"]) for model in ours if complete(model)} | deleted
 
 
 def _find(run: RunContext, tracker: Tracker, entry: CheckpointEntry) -> LoggedModel | None:
@@ -263,12 +291,6 @@ def _metric_rows(run: RunContext, model: LoggedModel, step: int) -> list[Metric]
         for key, value in model_metrics(step_metrics(run, step)).items()
         for dataset in [heldout if key == "heldout_accuracy" else training]
     ]
-
-
-# MLflow's columns are text: the question, and the reference that the verifier compares with.
-_SCHEMA = {"mlflow_colspec": [{"name": name, "type": "string", "required": True} for name in ("question", "reference")]}
-# MLflow prints the digest in every place that names the data, and allows 36 characters.
-_DIGEST_DIGITS = 12
 
 
 def training_prompts(config: RunConfig, source: PromptSource) -> Dataset:

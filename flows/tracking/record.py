@@ -21,6 +21,8 @@ from fp8core.store.lock import FolderIdentity, is_held, original_of
 
 RunOutcome = Literal["FINISHED", "FAILED", "KILLED"]
 RECORD = "tracking.json"
+_LOCK = "lock"
+_LEDGER = "ledger.jsonl"
 
 
 class TrackingRecord(BaseModel):
@@ -157,10 +159,6 @@ def record_lock(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-_LOCK = "lock"
-_LEDGER = "ledger.jsonl"
-
-
 def mark_killed(folder: Path, store: str | None = None) -> bool:
     """Set the MLflow run of a dead training to KILLED; returns True if MLflow was updated.
 
@@ -178,12 +176,11 @@ def mark_killed(folder: Path, store: str | None = None) -> bool:
     if not needs_marking(folder):
         return False
     # MLflow takes a second to import.
-    from mlflow.exceptions import MlflowException
-    from sqlalchemy.exc import SQLAlchemyError
+    from flows.tracking.store import STORE_ERRORS
 
     try:
         return tell(folder, store)
-    except (MlflowException, SQLAlchemyError, OSError):
+    except STORE_ERRORS:
         return False
 
 
@@ -200,7 +197,7 @@ def mark_killed_siblings(folder: Path, uri: str) -> None:
 def needs_marking(folder: Path) -> bool:
     """True if a training is dead and MLflow may not show it; reads the disk only."""
     record = read_record(folder)
-    return record is not None and not _settled(record) and not is_held(folder / _LOCK)
+    return record is not None and not is_settled(record) and not is_held(folder / _LOCK)
 
 
 def tell(folder: Path, store: str | None = None) -> bool:
@@ -209,7 +206,7 @@ def tell(folder: Path, store: str | None = None) -> bool:
 
     with record_lock(folder):
         record = read_record(folder)
-        if record is None or _settled(record) or is_held(folder / _LOCK):
+        if record is None or is_settled(record) or is_held(folder / _LOCK):
             return False
         if record.place is not None and original_of(record.place, folder) is not None:
             return False  # The MLflow run is that of the folder that this one was copied from.
@@ -223,7 +220,8 @@ def tell(folder: Path, store: str | None = None) -> bool:
         return True
 
 
-def _settled(record: TrackingRecord) -> bool:
+def is_settled(record: TrackingRecord) -> bool:
+    """True if a training has ended and MLflow shows it."""
     return record.status != "RUNNING" and record.told
 
 

@@ -8,10 +8,10 @@ from mlflow import MlflowClient
 from mlflow.entities import Dataset, DatasetInput, InputTag, LoggedModelInput, Metric, Param
 from mlflow.exceptions import MlflowException
 from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT
-from sqlalchemy.exc import SQLAlchemyError
 
 from flows.tracking.record import TrackingRecord, read_record
 from flows.tracking.store import (
+    STORE_ERRORS,
     Outage,
     client_of_existing_store,
     get_or_create_experiment,
@@ -28,7 +28,13 @@ from fp8core.parity.verdict import FAIL, NOT_ENOUGH, PASS, ParityResult
 from fp8core.report.text import evaluation_text
 from fp8core.run.export import ORIGIN, Tracked, read_origin
 
-_MLFLOW_ERRORS = (MlflowException, SQLAlchemyError, OSError)
+EVALUATION = "fp8_grpo.evaluation"
+"""Tag of an MLflow run: what was evaluated."""
+PARITY = "fp8_grpo.parity"
+"""Tag of an MLflow run: the parity run that it shows. `fp8_grpo.verdict` is its outcome."""
+
+# MLflow has no status of its own for a verdict that waits for more seeds: SCHEDULED is neither its green nor its red.
+_STATUS = {PASS: "FINISHED", FAIL: "FAILED", NOT_ENOUGH: "SCHEDULED"}
 
 
 def link_export(run_folder: Path, step: int, target: Path) -> str:
@@ -51,7 +57,7 @@ def link_export(run_folder: Path, step: int, target: Path) -> str:
         return f"linked to the MLflow run {tracking.run_id}"
     except UserError as error:
         return f"the export is not linked: {error}"
-    except _MLFLOW_ERRORS as error:
+    except STORE_ERRORS as error:
         return f"the export is not linked: {tracking.uri}: {first_line(error)}"
 
 
@@ -67,7 +73,7 @@ def tracked(folder: Path, step: int) -> Tracked:
         return Tracked(None, None)
     try:
         return Tracked(record.run_id, find_model(_client(folder, record), record.run_id, step))
-    except (UserError, *_MLFLOW_ERRORS):
+    except (UserError, *STORE_ERRORS):
         return Tracked(record.run_id, None)  # `link_export`, which comes next, reports the error.
 
 
@@ -77,10 +83,6 @@ def find_model(client: MlflowClient, run_id: str, step: int) -> str | None:
     own = f"source_run_id = '{run_id}' AND tags.step = '{step}'"
     found = client.search_logged_models([experiment], own, max_results=1)
     return found[0].model_id if found else None
-
-
-EVALUATION = "fp8_grpo.evaluation"
-"""Tag of an MLflow run: what was evaluated."""
 
 
 @dataclass(frozen=True)
@@ -205,13 +207,6 @@ def _params(result: EvaluationResult) -> dict[str, str]:
     asked = ("step", "config", "data", "prompts", "samples", "temperature", "max_new_tokens", "seed", "confidence")
     params = {name: str(getattr(result, name)) for name in asked}
     return {**params, "verifier": str(result.verifier["verifier"]), "precisions": ", ".join(result.precisions)}
-
-
-PARITY = "fp8_grpo.parity"
-"""Tag of an MLflow run: the parity run that it shows. `fp8_grpo.verdict` is its outcome."""
-
-# MLflow has no status of its own for a verdict that waits for more seeds: SCHEDULED is neither its green nor its red.
-_STATUS = {PASS: "FINISHED", FAIL: "FAILED", NOT_ENOUGH: "SCHEDULED"}
 
 
 def log_parity(night: ParityResult, config: RunConfig, files: list[Path]) -> str:

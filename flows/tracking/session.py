@@ -11,10 +11,18 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from flows.tracking.anchor import ahead_of
+from flows.tracking.mlflow_backlog import MlflowBacklog
 from flows.tracking.publish import published_kinds
 from flows.tracking.publisher import Publisher, publishing
 from flows.tracking.record import RunOutcome, TrackingFile, TrackingRecord, read_record, record_lock
-from flows.tracking.store import Outage, refuse_strange_artifacts, resolve_tracking_uri, store_errors, store_of_folder
+from flows.tracking.store import (
+    Outage,
+    Refusal,
+    refuse_strange_artifacts,
+    resolve_tracking_uri,
+    store_errors,
+    store_of_folder,
+)
 from flows.tracking.tracker import Tracker
 from fp8core.config.run import RunConfig
 from fp8core.errors import UserError, without_passwords
@@ -32,10 +40,11 @@ from fp8core.store.run_directory import RunDirectory
 
 @dataclass
 class Session:
-    """The live run, its MLflow run, what writes to it, and the clock readings of this process."""
+    """The live run, its MLflow run, what is written to it and by whom, and the clock readings of this process."""
 
     run: RunContext
     tracker: Tracker
+    mlflow: MlflowBacklog
     publisher: Publisher
     began: float
     timings: list[StepTiming] = field(default_factory=list)
@@ -49,9 +58,10 @@ class Session:
 def follow_ledger(session: Session) -> None:
     """Let MLflow follow the ledger, now that what an earlier process did not publish can be read."""
     run = session.run
-    for index in range(max(START, session.publisher.published + 1), next_step(run)):
+    for index in range(max(START, session.mlflow.published + 1), next_step(run)):
         ensure(run, index, published_kinds(run, index))
-    session.publisher.follow_ledger()
+    session.mlflow.follow_ledger()
+    session.publisher.wake()
 
 
 @contextmanager
@@ -69,17 +79,23 @@ def open_session(config: RunConfig, name: str, console: Console, *, new_code: bo
         for line in news:
             console.note(line)
         try:
-            with open_run(config, plan, directory, console, key) as run, publishing(run, tracker, file) as publisher:
-                yield Session(run, tracker, publisher, began)
+            with open_run(config, plan, directory, console, key) as run:
+                mlflow = MlflowBacklog(run, tracker, file)
+                with publishing(console, mlflow) as publisher:
+                    try:
+                        yield Session(run, tracker, mlflow, publisher, began)
+                    except Exception:  # Others stop a training that is continued later, while its user waits.
+                        mlflow.add_report(publisher.check_patience)
+                        raise
         except BaseException as error:
             # Others: Ctrl-C, SIGTERM, a cancelled flow run.
             failed = isinstance(error, Exception) and not isinstance(error, TrainingPaused)
             with suppress(UserError):  # A full disk, say; `error` was first.
                 _conclude(tracker, file, "FAILED" if failed else "KILLED", str(error) if failed else None)
             raise
-        _conclude(tracker, file, "FINISHED", None)
+        problem = _conclude(tracker, file, "FINISHED", None)
         if missing := _missing(directory, file):
-            console.note(f"MLflow does not answer, {missing} will follow: {resume_command(config, name)}")
+            console.note(f"MLflow {problem or 'lacks them'}, {missing} will follow: {resume_command(config, name)}")
 
 
 def _open_tracker(directory: RunDirectory, config: RunConfig, name: str) -> tuple[Tracker, TrackingFile, list[str]]:
@@ -137,13 +153,20 @@ def _of_another(directory: RunDirectory, tracker: Tracker, known: TrackingRecord
     return ahead_of(directory, tracker, held.head)
 
 
-def _conclude(tracker: Tracker, file: TrackingFile, status: RunOutcome, error: str | None) -> None:
-    """Record the end of the training, and show it in MLflow; after an outage, when the run is opened again."""
+def _conclude(tracker: Tracker, file: TrackingFile, status: RunOutcome, error: str | None) -> str | None:
+    """Record the end of the training, and show it in MLflow, or else when the run is opened again.
+
+    Returns the reason why MLflow does not show it, in words, or None.
+    """
     record = file.ended(status, error)
     assert record.ended_ms is not None, "it has ended"
-    with suppress(Outage), store_errors(tracker.uri):
-        tracker.finish(status, error, record.ended_ms)
+    try:
+        with store_errors(tracker.uri):
+            tracker.finish(status, error, record.ended_ms)
         file.told()
+    except (Outage, Refusal) as problem:
+        return problem.shown
+    return None
 
 
 def _missing(directory: RunDirectory, file: TrackingFile) -> str | None:

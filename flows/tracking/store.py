@@ -1,6 +1,7 @@
 """MLflow's store of runs, made when it is missing, and the experiment in it."""
 
 import fcntl
+import json
 import logging
 import os
 import re
@@ -31,6 +32,22 @@ from fp8core.store.durable import PRIVATE, make_folder, sole_file
 SERVER_TIMEOUT_SECONDS = 10.0
 _DEFAULT = "mlflow.db"
 _DATABASES = ("postgresql", "mysql", "mssql")
+# All that MLflow's client raises; the last is an answer that is none of MLflow's, as a proxy's empty body.
+STORE_ERRORS = (MlflowException, SQLAlchemyError, OSError, json.JSONDecodeError)
+# MLflow's errors for a server that cannot be reached or is overloaded, and for a database that is locked or away.
+_PASSING_CODES = {
+    "INTERNAL_ERROR",
+    "TEMPORARILY_UNAVAILABLE",
+    "IO_ERROR",
+    "SERVICE_UNDER_MAINTENANCE",
+    "WORKSPACE_TEMPORARILY_UNAVAILABLE",
+    "DEADLINE_EXCEEDED",
+    "RESOURCE_EXHAUSTED",
+    "REQUEST_LIMIT_EXCEEDED",
+    "COULD_NOT_ACQUIRE_LOCK",
+}
+_PASSING_STATUS = {408, 429}
+_UNAUTHORISED_STATUS = {401, 403}
 
 
 def quiet_store_logs() -> None:
@@ -267,23 +284,40 @@ def artifact_root(runs: Path) -> str:
     return (runs.absolute() / "mlartifacts").as_uri()
 
 
-# MLflow's errors for a server that cannot be reached or is overloaded, and for a database that is locked or away.
-_PASSING_CODES = {
-    "INTERNAL_ERROR",
-    "TEMPORARILY_UNAVAILABLE",
-    "IO_ERROR",
-    "SERVICE_UNDER_MAINTENANCE",
-    "WORKSPACE_TEMPORARILY_UNAVAILABLE",
-    "DEADLINE_EXCEEDED",
-    "RESOURCE_EXHAUSTED",
-    "REQUEST_LIMIT_EXCEEDED",
-    "COULD_NOT_ACQUIRE_LOCK",
-}
-_PASSING_STATUS = {408, 429}
-
-
 class Outage(RuntimeError):
-    """The tracking store does not answer, or answers that it cannot at the moment; one line."""
+    """A service does not answer, or answers that it cannot at the moment; one line."""
+
+    @property
+    def shown(self) -> str:
+        """Words for the console, after the name of the service."""
+        return "does not answer"
+
+
+class Lost(Outage):
+    """The store confirmed what it does not hold; one line."""
+
+    @property
+    def shown(self) -> str:
+        """As `Outage.shown`."""
+        return f"lost what it confirmed ({self})"
+
+
+class Refusal(UserError):
+    """The store refuses a request; one line. A training that has begun goes on without the store."""
+
+    @property
+    def shown(self) -> str:
+        """As `Outage.shown`."""
+        return f"refuses a request ({self})"
+
+
+class Unauthorised(Refusal):
+    """The store does not accept the credentials, or their user lacks a right."""
+
+    @property
+    def shown(self) -> str:
+        """As `Outage.shown`."""
+        return f"{super().shown}: renew the credentials, or the user's rights in the store"
 
 
 @contextmanager
@@ -292,24 +326,25 @@ def store_errors(uri: str) -> Iterator[None]:
 
     Raises:
         Outage: trying again later may help.
-        UserError: it will not.
+        Refusal: it helps only when somebody changes the store or the credentials.
     """
     try:
         yield
-    except (MlflowException, SQLAlchemyError, OSError) as error:
-        kind = Outage if _passes(error) else UserError
-        raise kind(without_passwords(f"tracking.uri {uri}: {first_line(error)}")) from error
+    except STORE_ERRORS as error:
+        raise _kind(error)(without_passwords(f"tracking.uri {uri}: {first_line(error)}")) from error
 
 
-def _passes(error: Exception) -> bool:
+def _kind(error: Exception) -> type[Outage | Refusal]:
     match error:
         case MlflowException():
-            return error.error_code in _PASSING_CODES
+            passes, status = error.error_code in _PASSING_CODES, error.get_http_status_code()
         case HTTPError() if error.response is not None:
-            return error.response.status_code >= 500 or error.response.status_code in _PASSING_STATUS
+            status = error.response.status_code
+            passes = status >= 500 or status in _PASSING_STATUS
         case SQLAlchemyError():
-            return isinstance(error, OperationalError)
-        case FileNotFoundError():
-            return False
+            passes, status = isinstance(error, OperationalError), None
         case _:
-            return True
+            passes, status = not isinstance(error, FileNotFoundError), None
+    if passes:
+        return Outage
+    return Unauthorised if status in _UNAUTHORISED_STATUS else Refusal

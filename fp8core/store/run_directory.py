@@ -29,6 +29,7 @@ from fp8core.store.lock import RunLock
 
 LEDGER = "ledger.jsonl"
 LOCK = "lock"
+SUMMARY = "summary.json"
 _DESCRIPTION = "run.json"
 _FOLDERS = ("artifacts", "manifests", "shards", "checkpoints")
 

@@ -87,6 +87,16 @@ def test_a_training_that_ends_by_itself_is_left_alone(run) -> None:
     assert status() == "RUNNING"
 
 
+def test_a_guardian_of_a_settled_run_ends_at_once(run) -> None:
+    """The training ended, and was killed before its last message."""
+    folder, _ = run
+    ended = read_record(folder).ended("FINISHED", None, 1).changed(told=True)
+    write_record(folder, ended)
+    began = time.monotonic()
+    subprocess.run([sys.executable, "-m", "flows.tracking.guardian", str(folder)], cwd=REPOSITORY, check=True)
+    assert time.monotonic() - began < 8
+
+
 def test_waiting_is_cheap(tmp_path: Path) -> None:
     """It sleeps, without what Python could import: little more than a Python that does nothing."""
 

@@ -131,7 +131,7 @@ def test_a_server_that_is_killed_and_comes_back_has_everything(
 def test_a_run_ends_without_its_server_and_a_resume_delivers(
     server, undisturbed, launch, runs, capsys, monkeypatch
 ) -> None:
-    monkeypatch.setattr("flows.tracking.publisher.OUTAGE_PATIENCE_SECONDS", 1.0)
+    monkeypatch.setattr("flows.tracking.mlflow_backlog.OUTAGE_PATIENCE_SECONDS", 1.0)
     # Known to the server, then continued without it.
     assert launch("late", steps=2, overrides={"tracking.uri": server.uri}).state.is_completed()
     server.kill()

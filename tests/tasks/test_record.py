@@ -1,6 +1,5 @@
 """The metrics of a step are a function of its artifacts, whatever the process that computes them is set to."""
 
-import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -8,8 +7,6 @@ import torch
 
 from fp8core.config.steps import NoOptions
 from fp8core.store.artifacts import ArtifactStore
-from fp8core.store.ledger import LedgerView
-from fp8core.store.run_directory import LEDGER
 from tasks import record as module
 from tasks.record import record, torch_threads
 
@@ -21,10 +18,9 @@ def threads():
 
 
 @pytest.fixture
-def recorded(trained, tmp_path):
+def recorded(run_copy):
     """The metrics of a finished step, and a function that computes them again but for those of its cache's scales."""
-    folder = shutil.copytree(trained, tmp_path / trained.name)
-    artifacts, store = LedgerView.read(folder / LEDGER).artifacts(1), ArtifactStore(folder)
+    artifacts, store = run_copy.ledger.artifacts(1), ArtifactStore(run_copy.folder)
     ports = ("rollouts", "rewards", "logprobs", "train_report", "sync_report", "evaluation", "next_scales")
     inputs = {port: artifacts[port] for port in ports}
     run = SimpleNamespace(directory=SimpleNamespace(store=store))

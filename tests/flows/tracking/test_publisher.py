@@ -3,12 +3,14 @@
 import io
 import os
 import signal
+import sqlite3
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from mlflow import MlflowClient
 
 from flows.tracking.record import TrackingRecord, read_record, write_record
 from flows.tracking.session import Session, open_session
@@ -24,21 +26,22 @@ BACK = "MLflow answers again; it has every step up to "
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flows.tracking.publisher.RETRY_SECONDS", (0.05,))
-    monkeypatch.setattr("flows.tracking.publisher.OUTAGE_PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr("flows.tracking.mlflow_backlog.OUTAGE_PATIENCE_SECONDS", 0.3)
 
 
 @contextmanager
 def session_of(copy: Any) -> Iterator[tuple[Session, io.StringIO]]:
     out = io.StringIO()
     with open_session(copy.config, copy.folder.name, Console(out, copy.config.steps)) as session:
-        session.publisher.follow_ledger()
+        session.mlflow.follow_ledger()
+        session.publisher.wake()
         yield session, out
 
 
 def publish(copy: Any) -> str:
     """Open a training whose steps are done, and close it; returns what the console said after its header."""
     with session_of(copy) as (session, out):
-        session.publisher.add_result()
+        session.mlflow.add_result()
     return "".join(out.getvalue().splitlines(keepends=True)[3:])
 
 
@@ -84,14 +87,14 @@ def test_publishing_all_of_it_again_changes_nothing(expected, copy_of_trained, m
     assert shown(copy.config) == expected
 
 
-def test_a_resume_asks_for_no_history_and_writes_no_step_again(copy_of_trained, network) -> None:
+def test_a_resume_reads_few_histories_and_writes_no_step_again(copy_of_trained, network) -> None:
     copy = copy_of_trained(network.uri)
     publish(copy)
     first = len(network.requests)
     publish(copy)
     again = network.requests[first:]
-    assert not any("metrics/get-history" in request or "manifests" in request for request in again)
-    assert len(again) < 25, "so many for any number of steps"
+    assert not any("manifests" in request for request in again)
+    assert len(again) < 30, "so many for any number of steps"
 
 
 def test_a_killed_neighbour_is_shown_as_killed(copy_of_trained, runs, open_tracker) -> None:
@@ -116,7 +119,7 @@ def test_the_training_does_not_wait_and_all_of_it_arrives_later(expected, copy_o
         began = time.perf_counter()
         for _ in range(100):
             session.publisher.wake()
-        session.publisher.add_result()
+        session.mlflow.add_result()
         assert time.perf_counter() - began < 0.1
         time.sleep(0.2)
         network.plug_in()
@@ -133,7 +136,7 @@ def test_a_server_that_stays_away_is_not_waited_for_and_a_resume_delivers(
     with session_of(copy) as (session, out):
         assert within(10, lambda: read_record(copy.folder).published >= 0)
         network.unplug()
-        session.publisher.add_result()
+        session.mlflow.add_result()
         began = time.perf_counter()
     assert time.perf_counter() - began < 3
     assert out.getvalue().endswith(f"to 3 will follow: fp8-grpo resume {copy.folder}\n")
@@ -180,16 +183,6 @@ def fail_during_an_outage(network: Any) -> None:
 # --- what is no outage ---
 
 
-def go_on_without_the_mlflow_run(copy: Any) -> None:
-    with session_of(copy) as (session, _):
-        session.tracker.client.delete_run(session.tracker.run_id)
-        session.publisher.add_result()
-        for _ in range(1000):
-            session.publisher.wake()
-            time.sleep(0.01)
-        pytest.fail("ten seconds of training that nobody sees")
-
-
 def test_a_failed_training_leaves_its_report_behind_what_is_committed(copy_of_trained, runs, shown) -> None:
     copy = copy_of_trained(default_tracking_uri(runs))
     (copy.folder / "report.html").write_text("of before")
@@ -201,13 +194,98 @@ def test_a_failed_training_leaves_its_report_behind_what_is_committed(copy_of_tr
     assert "<title>tiny-run</title>" in (copy.folder / "report.html").read_text()
 
 
-def test_what_mlflow_refuses_fails_the_training_at_its_next_commit(copy_of_trained, runs) -> None:
+REFUSED = ("401 Unauthorized", b"who are you?")
+
+
+def test_a_refusal_is_shown_once_and_what_was_refused_follows(expected, copy_of_trained, network, shown) -> None:
+    copy = copy_of_trained(network.uri)
+    with session_of(copy) as (session, out):
+        assert within(10, lambda: read_record(copy.folder).published >= 0)
+        network.answer_for(".", *REFUSED)
+        assert within(10, lambda: "MLflow refuses" in out.getvalue())
+        session.mlflow.add_result()
+        for _ in range(50):
+            session.publisher.wake()
+            time.sleep(0.01)
+        network.pass_all()
+        assert within(10, lambda: BACK in out.getvalue())
+    (line,) = (line for line in out.getvalue().splitlines() if "MLflow refuses" in line)
+    assert "401" in line
+    assert "credentials" in line
+    assert shown(copy.config) == expected
+
+
+def test_a_training_ends_well_while_it_is_refused_and_a_resume_delivers(
+    expected, copy_of_trained, network, shown, monkeypatch
+) -> None:
+    monkeypatch.setattr("flows.tracking.mlflow_backlog.OUTAGE_PATIENCE_SECONDS", 60.0)
+    copy = copy_of_trained(network.uri)
+    with session_of(copy) as (session, out):
+        assert within(10, lambda: read_record(copy.folder).published >= 0)
+        network.answer_for(".", *REFUSED)
+        session.mlflow.add_result()
+        began = time.perf_counter()
+    assert time.perf_counter() - began < 10, "time does not change a refusal"
+    assert out.getvalue().endswith("to 3 will follow: fp8-grpo resume tiny-run\n")
+    with pytest.raises(UserError, match="401"):
+        publish(copy)
+    network.pass_all()
+    assert publish(copy) == ""
+    assert shown(copy.config) == expected
+
+
+def test_a_run_deleted_while_it_is_trained_is_a_refusal_and_a_resume_is_refused(copy_of_trained, runs) -> None:
     copy = copy_of_trained(default_tracking_uri(runs))
     publish(copy)
-    with pytest.raises(UserError, match=r"^tracking\.uri sqlite:.*must be in the 'active' state"):
-        go_on_without_the_mlflow_run(copy)
+    with session_of(copy) as (session, out):
+        session.tracker.client.delete_run(session.tracker.run_id)
+        session.mlflow.add_result()
+    assert "must be in the 'active' state" in out.getvalue()
     with pytest.raises(UserError, match="is deleted"):
         publish(copy)
+
+
+# --- a store that lost what it confirmed ---
+
+
+def test_a_store_gets_what_it_lost_and_not_what_its_user_deleted(expected, copy_of_trained, runs) -> None:
+    """Rows that are gone, as after a backup was restored."""
+    copy = copy_of_trained(default_tracking_uri(runs))
+    publish(copy)
+    run_id = read_record(copy.folder).run_id
+    client = MlflowClient(copy.config.tracking.uri)
+    model_of = {output.step: output.model_id for output in client.get_run(run_id).outputs.model_outputs}
+    lost, deleted = model_of[2], model_of[3]
+    client.delete_logged_model(deleted)
+    with sqlite3.connect(runs / "mlflow.db") as database:
+        database.execute("delete from metrics where run_uuid = ? and step = 2", (run_id,))
+        database.execute("delete from inputs where destination_id = ?", (lost,))
+        for table in ("logged_model_metrics", "logged_model_params", "logged_model_tags", "logged_models"):
+            database.execute(f"delete from {table} where model_id = ?", (lost,))
+    assert "MLflow lost step 2" in publish(copy)
+    steps = [row.step for row in client.get_metric_history(run_id, "reward/mean")]
+    assert sorted(steps) == [1, 2, 3]
+    experiment = client.get_run(run_id).info.experiment_id
+    (model,) = client.search_logged_models([experiment])
+    assert (model.name, str(model.status)) == ("tiny-run-00002", "READY")
+    assert publish(copy) == ""
+
+
+@pytest.mark.parametrize("body", [b"{}", b""], ids=["an empty object", "no body"])
+def test_steps_that_a_proxy_confirmed_and_dropped_are_sent_again(
+    body, expected, copy_of_trained, network, shown, monkeypatch
+) -> None:
+    monkeypatch.setattr("flows.tracking.mlflow_backlog.OUTAGE_PATIENCE_SECONDS", 30.0)
+    copy = copy_of_trained(network.uri)
+    network.answer_for("POST .*/runs/log-batch", "200 OK", body)
+    with session_of(copy) as (session, out):
+        problem = "MLflow lost what it confirmed"
+        session.mlflow.add_result()
+        session.publisher.wake()
+        assert within(20, lambda: problem in out.getvalue())
+        network.pass_all()
+    assert out.getvalue().count(problem) == 1
+    assert shown(copy.config).runs[0]["metrics"] == expected.runs[0]["metrics"]
 
 
 def test_a_damaged_artifact_is_named_and_fails_the_training(copy_of_trained, runs, shown) -> None:
@@ -241,7 +319,7 @@ WRITES = [
 
 
 def test_lost_answers_leave_nothing_twice(expected, copy_of_trained, network, shown, monkeypatch) -> None:
-    monkeypatch.setattr("flows.tracking.publisher.OUTAGE_PATIENCE_SECONDS", 30.0)
+    monkeypatch.setattr("flows.tracking.mlflow_backlog.OUTAGE_PATIENCE_SECONDS", 30.0)
     copy = copy_of_trained(network.uri)
     publish_until_opened(copy, network)
     for pattern in WRITES[2:]:

@@ -31,7 +31,8 @@ def publish(copy: Any) -> list[str]:
     """Open a training whose steps are done, and close it; returns what the console said after its header."""
     out = io.StringIO()
     with open_session(copy.config, copy.folder.name, Console(out, copy.config.steps)) as session:
-        session.publisher.follow_ledger()
+        session.mlflow.follow_ledger()
+        session.publisher.wake()
     return out.getvalue().splitlines()[3:]
 
 

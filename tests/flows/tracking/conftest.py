@@ -140,6 +140,7 @@ class Network:
 
     `lose(pattern, action, skip)` is for one request, "METHOD /path", after `skip` others that match. The request
     reaches the server, which answers. Then `action` is called, and the client is hung up on without the answer.
+    `answer_for(pattern, status, body)` is for all of them, which do not reach the server until `pass_all`.
     """
 
     def __init__(self, server: str, port: int) -> None:
@@ -149,6 +150,7 @@ class Network:
         self._listener: socket.socket | None = None
         self._open: set[socket.socket] = set()
         self._faults: list[Fault] = []
+        self._instead: tuple[re.Pattern[str], bytes] | None = None
         self.requests: list[str] = []
         self.plug_in()
 
@@ -171,6 +173,13 @@ class Network:
     def lose(self, pattern: str, action: Callable[[], None] = lambda: None, skip: int = 0) -> None:
         self._faults.append(Fault(re.compile(pattern), action, skip))
 
+    def answer_for(self, pattern: str, status: str, body: bytes) -> None:
+        head = f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        self._instead = re.compile(pattern), head.encode() + body
+
+    def pass_all(self) -> None:
+        self._instead = None
+
     def lose_no_more(self) -> None:
         self._faults.clear()
 
@@ -189,7 +198,7 @@ class Network:
         try:
             with suppress(OSError), client:
                 while request := _read_message(client):
-                    answer = self._forward(request)
+                    answer = self._own_answer(request) or self._forward(request)
                     if (fault := self._fault(request)) is not None:
                         fault.action()
                         return _hang_up(client)
@@ -201,6 +210,10 @@ class Network:
         with socket.create_connection(self._server) as server:
             server.sendall(request)
             return _read_message(server)
+
+    def _own_answer(self, request: bytes) -> bytes | None:
+        line = request.partition(b" HTTP/")[0].decode()
+        return self._instead[1] if self._instead is not None and self._instead[0].search(line) else None
 
     def _fault(self, request: bytes) -> "Fault | None":
         line = request.partition(b" HTTP/")[0].decode()

@@ -117,5 +117,5 @@ def test_a_process_that_waits_loads_neither_torch_nor_mlflow(dead: Dead) -> None
         f"assert not mark_killed(Path({str(folder)!r})); print('torch' in sys.modules, 'mlflow' in sys.modules)"
     )
     command = [sys.executable, "-c", program]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True)
+    done = subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]

@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 import requests
 
-from flows.tracking.publisher import SystemLoad
+from flows.tracking.mlflow_backlog import SystemLoad
 from flows.tracking.tracker import Tracker
 
 
@@ -14,7 +14,7 @@ from flows.tracking.tracker import Tracker
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Seconds that are added to the clock that only goes forward."""
     ahead, real = [0.0], time.monotonic
-    monkeypatch.setattr("flows.tracking.publisher.time.monotonic", lambda: real() + ahead[0])
+    monkeypatch.setattr("flows.tracking.mlflow_backlog.time.monotonic", lambda: real() + ahead[0])
     return ahead
 
 

@@ -47,7 +47,7 @@ def test_processes_that_open_a_fresh_store_at_once_share_it(tmp_path: Path) -> N
         "from flows.tracking.store import default_tracking_uri; runs = Path(sys.argv[1]);"
         "print(Tracker.open(default_tracking_uri(runs), 'exp', 'tiny', runs, uuid.uuid4().hex).experiment_id)"
     )
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     command = [sys.executable, "-c", program, str(tmp_path)]
     children = [subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True) for _ in range(3)]
     experiments = [child.communicate()[0] for child in children]
