@@ -112,8 +112,10 @@ class TimedStore(ArtifactStore):
 class TimedDirectory(RunDirectory):
     """A run's folder with a timed store."""
 
-    def __init__(self, path: Path, store: ArtifactStore, lock: RunLock, ledger: Ledger, swept: list[Path]) -> None:
-        super().__init__(path, store, lock, ledger, swept)
+    def __init__(
+        self, path: Path, store: ArtifactStore, lock: RunLock, ledger: Ledger, swept: list[Path], origin: Path | None
+    ) -> None:
+        super().__init__(path, store, lock, ledger, swept, origin)
         self.timed = self.store = TimedStore(path)
 
 

@@ -20,8 +20,9 @@ import sys, time
 from pathlib import Path
 from flows.launch import end_without_prefect
 from flows.tracking.record import read_record, write_record
+from fp8core.store.output import SUMMARY, Output
 folder, api, summary, status, error = sys.argv[1:]
-end_without_prefect(Path(folder), api, Path(summary))
+end_without_prefect(Path(folder), api, Output("--json", summary, SUMMARY))
 time.sleep(0.1)
 record = read_record(Path(folder))
 if status != "RUNNING":

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 import pytest
 
 from flows.cli import main
+from flows.tracking.store import default_tracking_uri
 from fp8core.store.artifacts import ArtifactStore
 
 pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="Megatron Core is not installed")
@@ -43,7 +44,8 @@ def test_a_run_that_was_killed_ends_with_the_same_weights(alone, launch, tmp_pat
         i for i, line in enumerate(lines) if (e := json.loads(line)).get("step") == 3 and e.get("task") == "reward"
     )
     ledger.write_text("".join(lines[:cut]))
-    again = launch("megatron", steps=3, overrides={**MEGATRON, "runs": str(tmp_path)})
+    store = default_tracking_uri(alone.folder.parent)
+    again = launch("megatron", steps=3, overrides={**MEGATRON, "runs": str(tmp_path), "tracking.uri": store})
     assert again.summary["weights_digest"] == alone.summary["weights_digest"]
 
 

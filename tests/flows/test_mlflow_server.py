@@ -139,9 +139,8 @@ def test_a_run_ends_without_its_server_and_a_resume_delivers(
     assert finished.state.is_completed(), finished.state.message
     out = capsys.readouterr().out
     assert out.count(AWAY) == 1
-    assert out.rstrip().endswith(
-        f"MLflow does not answer, steps 3 to {STEPS} will follow: fp8-grpo resume {runs / 'late'}"
-    )
+    follows = f"MLflow does not answer, steps 3 to {STEPS} will follow: fp8-grpo resume {runs / 'late'}"
+    assert out.rstrip().endswith(f"{follows} --set tracking.uri={server.uri}")
     server.start()
     assert launch("late", steps=STEPS, overrides={"tracking.uri": server.uri}).state.is_completed()
     assert "will follow" not in capsys.readouterr().out

@@ -123,6 +123,7 @@ def test_an_error_of_another_cause_stays_one_and_an_ignored_ctrl_c_stays_ignored
 
 # ---- a training ----
 
+REWARD = "stopping_steps:reward"
 STEPS = """\
 import os
 import signal
@@ -158,7 +159,7 @@ def falls_over_ctrl_c(run, index, options, rewards):
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory, small_file: Any) -> Path:
     folder = tmp_path_factory.mktemp("workplace")
-    stopping = {"uses": "stopping_steps:reward", "needs": ["prompts", "rollouts"]}
+    stopping = {"uses": REWARD, "needs": ["prompts", "rollouts"]}
     small_file(folder, steps=4, checkpoint={"every": 100}, pipeline={"replace": {"reward": stopping}})
     (folder / "stopping_steps.py").write_text(STEPS)
     return folder
@@ -206,7 +207,7 @@ def test_the_step_is_committed_and_continuing_redoes_nothing(command: Any, workp
     (workplace / "signals").write_text("1")
     code, out, err = command("run", "small.yaml", "--set", "run=once")
     assert code == 128 + signal.SIGTERM
-    assert err == "fp8-grpo: terminated; fp8-grpo resume once continues the run\n"
+    assert err == "fp8-grpo: terminated; fp8-grpo resume once --trust continues the run\n"
     assert out.splitlines()[-1] == "stopped after step 2"
     folder = workplace / "runs" / "once"
     ledger = LedgerView.read(folder / LEDGER)
@@ -215,8 +216,9 @@ def test_the_step_is_committed_and_continuing_redoes_nothing(command: Any, workp
     assert [entry.step for entry in ledger.checkpoints()] == [2]
     assert status(folder) == "KILLED"
     (workplace / "signals").unlink()
-    code, out, err = command("resume", "once", "--json", "once.json")
-    assert (code, err) == (0, "")
+    code, out, err = command("resume", "once", "--trust", "--json", "once.json")
+    assert code == 0
+    assert err.splitlines() == [f"{folder}: importing what its run.json names: pipeline.steps.reward.uses={REWARD}"]
     assert "continues after step 2; 0 updates redone from rollouts" in out
     assert json.loads((workplace / "once.json").read_text())["weights_digest"] == digest
     assert status(folder) == "FINISHED"
@@ -226,7 +228,7 @@ def test_a_second_signal_stops_within_the_step(command: Any, workplace: Path) ->
     (workplace / "signals").write_text("2")
     code, _, err = command("run", "small.yaml", "--set", "run=twice")
     assert code == 128 + signal.SIGTERM
-    assert err == "fp8-grpo: terminated; fp8-grpo resume twice continues the run\n"
+    assert err == "fp8-grpo: terminated; fp8-grpo resume twice --trust continues the run\n"
     ledger = LedgerView.read(workplace / "runs" / "twice" / LEDGER)
     assert ledger.last_step() == 1
     assert "train" not in ledger.tasks(2)
@@ -253,6 +255,6 @@ def test_ctrl_c_ends_a_training_whatever_the_code_it_comes_into_makes_of_it(
     )
     code, _, err = command("run", "small.yaml", *(word for setting in settings for word in ("--set", setting)))
     assert code == 128 + signal.SIGINT
-    assert err == f"fp8-grpo: interrupted; fp8-grpo resume {name} continues the run\n"
+    assert err == f"fp8-grpo: interrupted; fp8-grpo resume {name} --trust continues the run\n"
     assert LedgerView.read(workplace / "runs" / name / LEDGER).last_step() == done
     assert status(workplace / "runs" / name) == "KILLED"

@@ -61,7 +61,7 @@ def resume(folder: Path, *overrides: str) -> None:
     """As `fp8-grpo resume`, without Prefect."""
     config = load_settings(str(folder), list(overrides))
     with open_session(config, folder.name, Console(io.StringIO(), config.steps)) as session:
-        session.publisher.follow_ledger()
+        session.mlflow.follow_ledger()
 
 
 def verify(folder: Path) -> None:
@@ -220,7 +220,7 @@ def test_a_password_is_used_and_is_nowhere_but_in_the_configuration(
 
     def publish() -> None:
         with open_session(copy.config, copy.folder.name, Console(out, copy.config.steps)) as session:
-            session.publisher.follow_ledger()
+            session.mlflow.follow_ledger()
 
     shutil.move(copy.folder / "ledger.jsonl", copy.folder.with_name("ledger"))
     with open_directory(copy.config, copy.folder.name):

@@ -139,11 +139,12 @@ def test_a_server_that_stays_away_is_not_waited_for_and_a_resume_delivers(
         session.mlflow.add_result()
         began = time.perf_counter()
     assert time.perf_counter() - began < 3
-    assert out.getvalue().endswith(f"to 3 will follow: fp8-grpo resume {copy.folder}\n")
+    follows = f"to 3 will follow: fp8-grpo resume {copy.folder} --set tracking.uri={network.uri}\n"
+    assert out.getvalue().endswith(follows)
     record = read_record(copy.folder)
     assert (record.status, record.told) == ("FINISHED", False)
     # Continued while the server is still away: what it does not know waits on.
-    assert publish(copy).endswith(f"to 3 will follow: fp8-grpo resume {copy.folder}\n")
+    assert publish(copy).endswith(follows)
     network.plug_in()
     assert publish(copy) == ""
     assert shown(copy.config) == expected
@@ -226,7 +227,7 @@ def test_a_training_ends_well_while_it_is_refused_and_a_resume_delivers(
         session.mlflow.add_result()
         began = time.perf_counter()
     assert time.perf_counter() - began < 10, "time does not change a refusal"
-    assert out.getvalue().endswith("to 3 will follow: fp8-grpo resume tiny-run\n")
+    assert f"to 3 will follow: fp8-grpo resume {copy.folder}" in out.getvalue().splitlines()[-1]
     with pytest.raises(UserError, match="401"):
         publish(copy)
     network.pass_all()
