@@ -7,7 +7,8 @@ verifier ended, for the pool to read.
 
 The verifier's parent is its supervisor, and its session and process group are its own. From Linux 6.12 on, the kernel
 refuses its signals to any process outside, whatever number it finds. An older kernel lets a verifier kill processes of
-its user that it looks up. Free of imports that take time: each process of a verifier passes here.
+its user that it looks up. Other systems than Linux have neither subreapers nor this: there the verifier ends with the
+run, and its daemons may not. Free of imports that take time: each process of a verifier passes here.
 """
 
 import ctypes
@@ -16,13 +17,16 @@ import resource
 import select
 import signal
 import struct
+import sys
 import time
 from pathlib import Path
 
+_LINUX = sys.platform == "linux"
 _libc = ctypes.CDLL(None, use_errno=True)
-_libc.prctl.argtypes = [ctypes.c_int, *4 * [ctypes.c_ulong]]
-_libc.syscall.argtypes = 4 * [ctypes.c_long]
-_libc.syscall.restype = ctypes.c_long
+if _LINUX:
+    _libc.prctl.argtypes = [ctypes.c_int, *4 * [ctypes.c_ulong]]
+    _libc.syscall.argtypes = 4 * [ctypes.c_long]
+    _libc.syscall.restype = ctypes.c_long
 
 # linux/prctl.h
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 36, 38
@@ -50,8 +54,9 @@ def supervise(channel: int) -> None:
         serve(channel)
         return
     os.close(channel)
-    ended = os.pidfd_open(verifier)
-    select.select([0, ended], [], [])
+    # Without such a descriptor the pool notices the end by its channel, and closes our input.
+    ended = [os.pidfd_open(verifier)] if _LINUX else []
+    select.select([0, *ended], [], [])
     os.kill(verifier, signal.SIGKILL)  # One that has ended stays as it ended.
     _, status = os.waitpid(verifier, 0)
     end_descendants()
@@ -64,7 +69,7 @@ def supervise(channel: int) -> None:
 
 def end_descendants() -> None:
     """Kill and reap every process below this one, orphans included; where there is none it takes a microsecond."""
-    while True:
+    while _LINUX:
         try:
             while os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | _WALL) is not None:
                 pass
@@ -78,6 +83,8 @@ def end_descendants() -> None:
 
 def signals_are_confined() -> bool:
     """True if this kernel can keep the signals of a process within what it starts."""
+    if not _LINUX:
+        return False
     return int(_libc.syscall(_LANDLOCK_CREATE_RULESET, 0, 0, _LANDLOCK_ASK_VERSION)) >= _LANDLOCK_WITH_SCOPES
 
 
@@ -120,7 +127,8 @@ def _children() -> list[int]:
 
 
 def _control(option: int, value: int) -> None:
-    _checked(_libc.prctl(option, value, 0, 0, 0))
+    if _LINUX:
+        _checked(_libc.prctl(option, value, 0, 0, 0))
 
 
 def _checked(result: int) -> int:
