@@ -16,8 +16,10 @@ those that are not completed.
 """
 
 import argparse
+import base64
 import json
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -227,10 +229,11 @@ class Deployments:
     def last_state(self, name: str) -> Mapping[str, Any]:
         """Type and message of the state of the newest flow run of that name."""
         query = {"flow_runs": {"name": {"any_": [name]}}, "sort": "EXPECTED_START_TIME_DESC", "limit": 1}
+        password = base64.b64encode(self.environment["PREFECT_API_AUTH_STRING"].encode()).decode()
         request = urllib.request.Request(
             f"{self.environment['PREFECT_API_URL']}/flow_runs/filter",
             json.dumps(query).encode(),
-            {"Content-Type": "application/json"},
+            {"Content-Type": "application/json", "Authorization": f"Basic {password}"},
         )
         with urllib.request.urlopen(request, timeout=60) as answer:
             runs = json.load(answer)
@@ -256,6 +259,7 @@ def serving(work: Path, logs: Path, device: str) -> Iterator[Deployments]:
     """
     # A run that an earlier call left unfinished would hold the GPU's pool until it is found dead.
     shutil.rmtree(work / "prefect", ignore_errors=True)
+    login = f"benchmark:{secrets.token_urlsafe(32)}"
     ports, runs, worker = [str(port) for port in _free_ports(2)], work / "runs", f"worker-of-{GPU}.log"
     environment = {
         "PREFECT_HOME": str(work / "prefect"),
@@ -263,10 +267,14 @@ def serving(work: Path, logs: Path, device: str) -> Iterator[Deployments]:
         # The nightly training may fall due, and would compute beside what is timed.
         "PREFECT_SERVER_SERVICES_SCHEDULER_ENABLED": "false",
         **{key: value for key, value in os.environ.items() if key != "PREFECT_API_URL"},
+        "PREFECT_SERVER_API_AUTH_STRING": login,
     }
     options = ["--prefect-port", ports[0], "--mlflow-port", ports[1], "--runs", str(runs)]
     command = [sys.executable, "-m", "flows.cli", "up", *options]
-    clients = environment | {"PREFECT_API_URL": f"http://127.0.0.1:{ports[0]}/api"}
+    clients = environment | {
+        "PREFECT_API_URL": f"http://127.0.0.1:{ports[0]}/api",
+        "PREFECT_API_AUTH_STRING": login,
+    }
     began = time.monotonic()
     with _process(command, environment, logs / "up.log") as up:
         _wait_until_ready(up, logs / "up.log")

@@ -1,6 +1,6 @@
 """Take the pictures of Prefect's pages in docs/images/ with headless Chromium, from a server that `fp8-grpo up` runs.
 
-    python docs/screenshots_prefect.py http://127.0.0.1:4200
+    python docs/screenshots_prefect.py http://127.0.0.1:4200 "$PREFECT_API_AUTH_STRING"
 
 Needs what docs/screenshots.py needs. It shows the run of `fp8-grpo/tiny` that ended last, and the form that starts one.
 A short run makes a readable picture:
@@ -8,6 +8,7 @@ A short run makes a readable picture:
     prefect deployment run fp8-grpo/tiny --watch --param steps=4
 """
 
+import base64
 import json
 import sys
 import urllib.request
@@ -19,20 +20,22 @@ from screenshots import IMAGES, browser, keep
 SETTLE_MS = 5000
 
 
-def main(server: str) -> None:
-    deployment = _ask(f"{server}/api/deployments/name/fp8-grpo/tiny")["id"]
+def main(server: str, login: str) -> None:
+    password = base64.b64encode(login.encode()).decode()
+    deployment = _ask(password, f"{server}/api/deployments/name/fp8-grpo/tiny")["id"]
     query = {
         "deployments": {"id": {"any_": [deployment]}},
         "flow_runs": {"state": {"type": {"any_": ["COMPLETED"]}}},
         "sort": "END_TIME_DESC",
         "limit": 1,
     }
-    (run,) = _ask(f"{server}/api/flow_runs/filter", query)
+    (run,) = _ask(password, f"{server}/api/flow_runs/filter", query)
     pages = {
         "prefect-run.png": (f"{server}/runs/flow-run/{run['id']}", 1400, 520),
         "prefect-form.png": (f"{server}/deployments/deployment/{deployment}/run", 1200, 1150),
     }
     with browser() as page:
+        page.add_init_script(f"localStorage.setItem('prefect-password', '{password}')")
         for name, (address, width, height) in pages.items():
             page.set_viewport_size({"width": width, "height": height})
             page.goto(address)
@@ -41,12 +44,14 @@ def main(server: str) -> None:
             keep(page.screenshot(), IMAGES / name)
 
 
-def _ask(url: str, query: dict[str, Any] | None = None) -> Any:
+def _ask(password: str, url: str, query: dict[str, Any] | None = None) -> Any:
     data = None if query is None else json.dumps(query).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    request = urllib.request.Request(
+        url, data, {"Content-Type": "application/json", "Authorization": f"Basic {password}"}
+    )
     with urllib.request.urlopen(request, timeout=30) as answer:
         return json.load(answer)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])
