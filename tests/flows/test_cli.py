@@ -421,7 +421,7 @@ def continued(workplace: Path, launch, name: str) -> str:
 def test_ctrl_c_ends_the_run_as_killed_and_it_continues_to_the_same_weights(workplace, environment, launch, uncut):
     code, errors = interrupt(workplace, environment, "interrupted", signal.SIGINT)
     assert code == 128 + signal.SIGINT
-    assert errors == "fp8-grpo: interrupted; fp8-grpo resume interrupted continues the run\n"
+    assert errors == "fp8-grpo: interrupted; fp8-grpo resume interrupted --trust continues the run\n"
     assert mlflow_run(workplace / "runs", "interrupted").info.status == "KILLED"
     assert continued(workplace, launch, "interrupted") == uncut
 
@@ -431,7 +431,7 @@ def test_sigterm_to_every_process_of_the_command_ends_it_in_good_order(workplace
     """As `timeout` and batch schedulers send it; the command's own Prefect server must live on to hear the end."""
     code, errors = interrupt(workplace, environment, "terminated", signal.SIGTERM)
     assert code == 128 + signal.SIGTERM
-    assert errors == "fp8-grpo: terminated; fp8-grpo resume terminated continues the run\n"
+    assert errors == "fp8-grpo: terminated; fp8-grpo resume terminated --trust continues the run\n"
     assert mlflow_run(workplace / "runs", "terminated").info.status == "KILLED"
     assert continued(workplace, launch, "terminated") == uncut
 
