@@ -12,11 +12,8 @@ from pathlib import Path
 from flows.environment import search_last
 from flows.launch import say
 from fp8core.config.load import Overrides, load_config, reload_config
-from fp8core.config.loss import SHIPPED_LOSSES
-from fp8core.config.run import SHIPPED_VERIFIERS, RunConfig, public_dump
-from fp8core.config.steps import is_shipped
+from fp8core.config.run import RunConfig, own_code, public_dump
 from fp8core.errors import UserError, not_unicode, printable
-from fp8core.rollout.registry import ENGINES
 from fp8core.store.run_directory import RunDescription, read_description
 
 
@@ -67,18 +64,6 @@ def description_of(folder: Path) -> RunDescription:
     described = read_description(folder)
     assert described is not None, "find_run found it"
     return described
-
-
-def own_code(config: RunConfig) -> dict[str, str]:
-    """The import paths in a configuration that are not this project's own, by the key that has them."""
-    named = {f"pipeline.steps.{step.name}.uses": step.uses for step in config.pipeline.steps}
-    found = {key: path for key, path in named.items() if not is_shipped(path)}
-    choices = (
-        ("reward.verifier", config.reward.verifier, SHIPPED_VERIFIERS),
-        ("loss.policy", config.loss.policy, SHIPPED_LOSSES),
-        ("rollout.engine", config.rollout.engine, ENGINES),
-    )
-    return found | {key: path for key, path, shipped in choices if path not in shipped}
 
 
 def admit_code(folder: Path, overrides: Overrides, searched: Path, *, trust: bool) -> None:

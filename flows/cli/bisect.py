@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from flows.cli.arguments import add_force, add_output, add_overrides, at_least
 from flows.environment import set_engine_variables
 from flows.launch import say
-from flows.run_lookup import own_code
+from fp8core.config.run import own_code
 from fp8core.errors import UserError
 from fp8core.store.output import PICTURE, json_output
 

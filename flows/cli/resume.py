@@ -8,7 +8,8 @@ from typing import Any
 
 from flows.cli.arguments import add_force, add_output, add_overrides, add_trust
 from flows.launch import launch
-from flows.run_lookup import admit_code, description_of, find_run, load_settings, own_code
+from flows.run_lookup import admit_code, description_of, find_run, load_settings
+from fp8core.config.run import own_code
 from fp8core.store.output import SUMMARY
 
 

@@ -8,7 +8,6 @@ from typing import Any
 from flows.cli.arguments import add_config, add_force, add_output
 from flows.environment import search_last
 from flows.launch import launch
-from flows.run_lookup import own_code
 from fp8core.store.output import SUMMARY
 
 
@@ -30,5 +29,4 @@ def run(options: argparse.Namespace) -> int:
     config = load_config(options.config, options.overrides)
     name = config.run or f"{config.name}-{secrets.token_hex(4)}"
     given = {"config": options.config, "run": name, "overrides": options.overrides}
-    resume = resume_command(config, name) + (" --trust" if own_code(config) else "")
-    return launch(config.model_copy(update={"run": name}), given, options.json, resume)
+    return launch(config.model_copy(update={"run": name}), given, options.json, resume_command(config, name))

@@ -9,13 +9,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, JsonValue, field_serializer, field_validator, model_validator
 
+from fp8core.config.loss import SHIPPED_LOSSES, is_function_path
 from fp8core.config.loss import LossConfig as LossConfig
-from fp8core.config.loss import is_function_path
 from fp8core.config.megatron import MegatronConfig
 from fp8core.config.parity import ParityConfig
 from fp8core.config.precision import AlignmentConfig, PrecisionContract
 from fp8core.config.section import Section
-from fp8core.config.steps import PipelineConfig
+from fp8core.config.steps import PipelineConfig, is_shipped
 from fp8core.config.vllm import VllmConfig
 from fp8core.errors import without_passwords
 from fp8core.rollout.registry import ENGINES, ENTRY_PATH, check_name
@@ -536,3 +536,15 @@ class RunConfig(Section):
 def public_dump(config: RunConfig) -> dict[str, Any]:
     """The configuration as JSON types, with the keys of a configuration file: it can be loaded again."""
     return config.model_dump(mode="json", by_alias=True)
+
+
+def own_code(config: RunConfig) -> dict[str, str]:
+    """The import paths in a configuration that are not this project's own, by the key that has them."""
+    named = {f"pipeline.steps.{step.name}.uses": step.uses for step in config.pipeline.steps}
+    found = {key: path for key, path in named.items() if not is_shipped(path)}
+    choices = (
+        ("reward.verifier", config.reward.verifier, SHIPPED_VERIFIERS),
+        ("loss.policy", config.loss.policy, SHIPPED_LOSSES),
+        ("rollout.engine", config.rollout.engine, ENGINES),
+    )
+    return found | {key: path for key, path, shipped in choices if path not in shipped}

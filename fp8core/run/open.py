@@ -14,7 +14,7 @@ from fp8core.config.capability import check_contract, this_platform
 from fp8core.config.check import Plan, check_pipeline
 from fp8core.config.load import config_digest, may_continue
 from fp8core.config.loss import SHIPPED_LOSSES
-from fp8core.config.run import RunConfig, public_dump
+from fp8core.config.run import RunConfig, own_code, public_dump
 from fp8core.config.steps import import_spec
 from fp8core.data.source import build_source, check_problems
 from fp8core.errors import UserError, without_passwords
@@ -123,7 +123,7 @@ def resume_command(config: RunConfig, name: str) -> str:
     if store is not None and store == without_passwords(store):
         # `resume` takes no store from the folder, which may be a stranger's.
         command += f" --set {shlex.quote(f'tracking.uri={store}')}"
-    return command
+    return f"{command} --trust" if own_code(config) else command
 
 
 def refuse_other_code(described: RunDescription, last: SegmentEntry | None, config: RunConfig, name: str) -> None:
