@@ -44,10 +44,11 @@ from fp8core.run.checkpoint import checkpoint_due, save_state
 from fp8core.run.context import RunContext
 from fp8core.run.execute import carried
 from fp8core.run.loop import begin, iterate, next_step, train
-from fp8core.run.open import current_code, open_directory, open_run, plan_of
+from fp8core.run.open import open_directory, open_run, plan_of
 from fp8core.store.artifacts import ArtifactStore, Ref, RolloutShards
 from fp8core.store.ledger import Ledger, LedgerView
 from fp8core.store.lock import RunLock
+from fp8core.store.manifest import current_code
 from fp8core.store.run_directory import LEDGER, RunDirectory
 from fp8core.store.tables import ROLLOUTS
 

@@ -15,9 +15,9 @@ from fp8core.parity.measure import VARIANTS, corrected, variant_settings
 from fp8core.parity.verdict import ParityResult, Verdict
 from fp8core.rollout.registry import engine_entry
 from fp8core.run.build import check_memory
-from fp8core.run.open import current_code, plan_of, refuse_conflict
+from fp8core.run.open import plan_of, refuse_conflict
 from fp8core.store.json_text import canonical_json
-from fp8core.store.manifest import git_state, hardware, library_versions
+from fp8core.store.manifest import current_code, git_state, hardware, library_versions
 from fp8core.store.run_directory import read_description
 from fp8core.store.run_view import RunView
 

@@ -15,6 +15,10 @@ class StoredFileError(UserError):
     """A file of a run that is missing, cannot be read, or does not hold what such a file holds: the file and field."""
 
 
+class MemberLost(RuntimeError):
+    """A process of a run on a cluster ended, or its node did; the message names it, and the reason as far as known."""
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error: libraries go on with hints and addresses."""
     return str(error).partition("\n")[0]

@@ -13,7 +13,7 @@ from tasks.step import step
 def reference(run: RunContext, index: int, options: NoOptions, rollouts: Ref, scales: Ref) -> dict[str, Ref]:
     """The reference is the policy the run started GRPO from: after the warm start, or the checkpoint itself."""
     if run.reference is None:
-        run.reference = build_trainer(run.config, run.arch, run.initial_policy())
+        run.reference = build_trainer(run.config, run.arch, run.initial_policy(), run.cluster)
     table = run.directory.store.get_table(rollouts, [*ORDERED, *REPLAYED])
     current = layer_scales(read_scales(run, scales))
     scored = run.reference.logprobs(token_batch(table), run.config.rollout.temperature, current)

@@ -36,7 +36,9 @@ SHIPPED = Path(__file__).resolve().parents[2] / "configs"
 UNDECIDED = "(undecided)"
 
 # Settings that may differ between two runs that compute the same numbers.
-NON_NUMERIC_KEYS = ("steps", "run", "runs", "alignment", "checkpoint", "artifacts", "replay", "tracking", "parity")
+NON_NUMERIC_KEYS = (
+    *("steps", "run", "runs", "alignment", "checkpoint", "artifacts", "replay", "tracking", "cluster", "parity"),
+)
 
 
 class Block(dict[str, Any]):

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, JsonValue, field_serializer, field_validator, model_validator
 
+from fp8core.config.cluster import ClusterConfig
 from fp8core.config.loss import SHIPPED_LOSSES, is_function_path
 from fp8core.config.loss import LossConfig as LossConfig
 from fp8core.config.megatron import MegatronConfig
@@ -499,6 +500,7 @@ class RunConfig(Section):
     artifacts: ArtifactsConfig = Field(default_factory=ArtifactsConfig)
     replay: ReplayConfig = Field(default_factory=ReplayConfig)
     tracking: TrackingConfig = Field(default_factory=TrackingConfig)
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig)
     parity: ParityConfig = Field(default_factory=ParityConfig)
     pipeline: PipelineConfig
 

@@ -5,9 +5,10 @@ policy quantises to the same bytes. `load_policy` makes stored weights ready; en
 are the formats of one side of the contract, as objects that the decoder calls.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, KeysView, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ from fp8core.numerics.elementwise import (
     keep_fp32,
     round_to_bf16,
 )
+from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.linear import (
     Bf16Linear,
     ExactFp32Linear,
@@ -136,6 +138,25 @@ def stored_weights(masters: Mapping[str, Tensor], formats: StoredNames, rule: Sc
         else:
             stored[name] = narrow
     return stored
+
+
+class Shipped(Protocol):
+    """Weights for a rollout engine by name: tensors, or the layouts of tensors that lie in another process."""
+
+    def digest(self) -> str:
+        """Digest of the tensors (`numerics.fingerprint.policy_digest`)."""
+        ...
+
+    def __getitem__(self, name: str) -> Any: ...
+
+    def keys(self) -> KeysView[str]: ...
+
+
+class ShippedTensors(dict[str, Tensor]):
+    """Weights that lie in this process."""
+
+    def digest(self) -> str:
+        return policy_digest(self)
 
 
 def in_one_buffer(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

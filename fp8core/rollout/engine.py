@@ -1,9 +1,9 @@
 """The interface of every rollout engine: token ids in, token ids and their log-probs out, weights replaced in place."""
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
@@ -105,8 +105,8 @@ class RolloutEngine(Protocol):
         """FP32 log-prob (nats) of every probe's target, by the passes that generate; a row for each engine."""
         ...
 
-    def update(self, tensors: Mapping[str, Tensor], scales: PolicyScales, version: int) -> SyncReport:
-        """Replace weights and scales and read them back."""
+    def update(self, tensors: Any, scales: PolicyScales, version: int) -> SyncReport:
+        """Replace weights and scales and read them back; `tensors` are those of the trainer's `export`."""
         ...
 
     def fingerprint(self) -> str:

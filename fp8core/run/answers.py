@@ -7,7 +7,6 @@ from fp8core.config.run import RunConfig
 from fp8core.data.prompt import Problem, encode_prompt
 from fp8core.evaluation.measure import Counting, Measurement, measure, score_prompt
 from fp8core.models.tokenizer import Tokenizer
-from fp8core.numerics.fingerprint import policy_digest
 from fp8core.rewards.scorer import Answer, Verdict
 from fp8core.rewards.verifier import Verifier
 from fp8core.rl.batch import TokenBatch
@@ -79,8 +78,8 @@ def _load(engine: RolloutEngine, config: RunConfig, base: BaseModel, prompts: li
     # TokenBatch needs a completion; the last prompt token serves, so that exactly the prompts are seen.
     batch = TokenBatch.of([tokens[:-1] or tokens for tokens in some], [tokens[-1:] for tokens in some])
     scales = PolicyScales(0, tuple(scales_of(config, covered(config, trainer.statistics(batch).histograms()))))
-    tensors = trainer.export()
-    check_report(engine.update(tensors, scales, 0), policy_digest(tensors), scales, 0)
+    shipped = trainer.export()
+    check_report(engine.update(shipped, scales, 0), shipped.digest(), scales, 0)
     check_formats(engine.describe(), config.precision)
     trainer.close()
 

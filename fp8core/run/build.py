@@ -2,7 +2,9 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,8 +25,12 @@ from fp8core.plan.run_plan import plan_run, refuse_unfit
 from fp8core.rewards.verifier import build_verifier
 from fp8core.rollout.engine import RolloutEngine
 from fp8core.rollout.registry import engine_entry
+from fp8core.training.ranks import ALONE
 from fp8core.training.registry import trainer_grid, trainer_of
 from fp8core.training.trainer import SftTrainer, Trainer
+
+if TYPE_CHECKING:
+    from fp8core.cluster.workers import Cluster
 
 
 @dataclass(frozen=True)
@@ -108,9 +114,30 @@ def engine_environment(config: RunConfig) -> Environment:
     return Environment({**required, **engine.required}, {**trainer.suggested, **engine.suggested})
 
 
-def build_trainer(config: RunConfig, arch: Architecture, masters: Mapping[str, Tensor]) -> Trainer:
-    """A trainer that starts from the given weights."""
-    return trainer_of(config.training).build(config, arch, masters)
+def open_cluster(config: RunConfig) -> "Cluster | None":
+    """The processes of engines and ranks; None where both lie in this process.
+
+    Raises:
+        UserError: Ray is not installed, or as `cluster.gang.Gang`.
+    """
+    if not config.cluster.used:
+        return None
+    if find_spec("ray") is None:
+        raise UserError("cluster: several engines or ranks need Ray (pip install 'fp8-grpo[ray]')")
+    from fp8core.cluster.workers import Cluster
+
+    environment = engine_environment(config)
+    wants_gpus = engine_entry(config).gpus(config) > 0 or trainer_of(config.training).needs_gpu(config.training)
+    return Cluster(config, wants_gpus, {**environment.suggested, **environment.required})
+
+
+def build_trainer(
+    config: RunConfig, arch: Architecture, masters: Mapping[str, Tensor], cluster: "Cluster | None" = None
+) -> Trainer:
+    """A trainer that starts from the given weights, in this process or on the ranks of a cluster."""
+    if cluster is not None:
+        return cluster.build_trainer(config, arch, masters)
+    return trainer_of(config.training).build(config, arch, masters, ALONE)
 
 
 def sft_settings(config: RunConfig) -> TrainingConfig:
@@ -140,7 +167,7 @@ def check_teacher(config: RunConfig, base: BaseModel) -> None:
     _teacher_folder(config, base.tokenizer)
 
 
-def build_teacher(config: RunConfig, tokenizer: Tokenizer) -> Trainer:
+def build_teacher(config: RunConfig, tokenizer: Tokenizer, cluster: "Cluster | None" = None) -> Trainer:
     """The teacher of `loss.distillation`, ready to score: a torch trainer in BF16, or in FP32 where the run trains so.
 
     Without FP8 it needs no scales of its own, and a teacher is to be read as exactly as it can be.
@@ -159,7 +186,7 @@ def build_teacher(config: RunConfig, tokenizer: Tokenizer) -> Trainer:
         trainer_of(scoring.training).check_model(scoring, teacher.architecture)
     except UserError as error:
         raise UserError(f"loss.distillation.teacher={settings.teacher}: {error}") from error
-    return build_trainer(scoring, teacher.architecture, teacher.tensors)
+    return build_trainer(scoring, teacher.architecture, teacher.tensors, cluster)
 
 
 def _teacher_folder(config: RunConfig, tokenizer: Tokenizer) -> Path:
@@ -177,8 +204,10 @@ def _teacher_folder(config: RunConfig, tokenizer: Tokenizer) -> Path:
     return folder
 
 
-def build_engine(config: RunConfig, arch: Architecture) -> RolloutEngine:
-    """A rollout engine without weights."""
+def build_engine(config: RunConfig, arch: Architecture, cluster: "Cluster | None" = None) -> RolloutEngine:
+    """A rollout engine without weights, in this process or one in each engine's process of a cluster."""
+    if cluster is not None:
+        return cluster.build_engine(config, arch)
     return engine_entry(config).build(config, arch)
 
 

@@ -88,7 +88,7 @@ def load_state(run: RunContext, version: int) -> None:
     run.ready_trainer().close()
     run.trainer = None  # There may be no room for two.
     with thawed_heap():
-        run.trainer = build_trainer(run.config, run.arch, run.initial_policy())
+        run.trainer = build_trainer(run.config, run.arch, run.initial_policy(), run.cluster)
 
 
 def _load(run: RunContext, entry: CheckpointEntry) -> str | None:

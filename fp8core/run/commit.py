@@ -112,6 +112,7 @@ def _manifest(run: RunContext, index: int) -> StepManifest:
         hardware=run.machine,
         git=run.git,
         paths={name: ref.uri for name, ref in outputs.items()},
+        cluster={} if run.cluster is None else run.cluster.places(),
     )
     return StepManifest(record=record, observed=observed)
 

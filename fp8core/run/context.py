@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from pydantic import JsonValue
@@ -23,6 +24,9 @@ from fp8core.store.manifest import SigningKey
 from fp8core.store.run_directory import RunDirectory
 from fp8core.training.saved_state import refuse_other_shapes
 from fp8core.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from fp8core.cluster.workers import Cluster
 
 
 @dataclass
@@ -47,6 +51,7 @@ class RunContext:
     git: dict[str, JsonValue]
     console: Console
     base: Mapping[str, Tensor] = field(repr=False)
+    cluster: "Cluster | None" = field(default=None, repr=False)
     trainer: Trainer | None = field(default=None, repr=False)
     engine: RolloutEngine | None = field(default=None, repr=False)
     reference: Trainer | None = field(default=None, repr=False)
@@ -56,6 +61,12 @@ class RunContext:
     teacher_digest: str | None = None
     loss_source: str | None = None
     """Digest of the file of a policy loss of the user's own, as the run began with it."""
+
+    def replace_members(self) -> None:
+        """Processes of the cluster are gone: place new ones, without engine and trainers (`run.start` builds them)."""
+        assert self.cluster is not None, "a process of a cluster was lost"
+        self.engine = self.trainer = self.reference = self.teacher = None
+        self.cluster.replace()
 
     def initial_policy(self) -> Mapping[str, Tensor]:
         """Weights of policy 0: what the warm start made, or the checkpoint the run began with.

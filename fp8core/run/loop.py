@@ -8,11 +8,12 @@ from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from fp8core.alignment.bounds import Crossing, StopBounds, crossed, stop_bounds
+from fp8core.errors import MemberLost
 from fp8core.run import start
 from fp8core.run.checkpoint import checkpoint_due, missing_checkpoint, save_state, unsaved_step
 from fp8core.run.commit import commit_step, step_metrics
 from fp8core.run.context import RunContext
-from fp8core.run.execute import TaskResult, carried, run_step
+from fp8core.run.execute import StepError, TaskResult, carried, run_step
 from fp8core.run.resume import ensure, restore
 from fp8core.store.artifacts import Ref
 from fp8core.store.ledger import START, BoundEntry
@@ -60,7 +61,28 @@ _IN_PROCESS = Execution()
 
 
 def train(run: RunContext, execution: Execution = _IN_PROCESS) -> None:
-    """Every step that is not committed yet, up to the configured number."""
+    """Every step that is not committed yet, up to the configured number.
+
+    Where a process of a cluster is lost, all are replaced, and the training goes on from its ledger.
+
+    Raises:
+        StepError: among others, when processes were lost more often than `cluster.replacements`.
+    """
+    for left in range(run.config.cluster.replacements, -1, -1):
+        try:
+            _train(run, execution)
+            return
+        except (StepError, MemberLost) as error:
+            lost = error if isinstance(error, MemberLost) else error.__cause__
+            if not isinstance(lost, MemberLost):
+                raise
+            if not left:
+                raise StepError(str(error)) from lost
+            run.console.note(f"{error}; all processes are replaced")
+            run.replace_members()
+
+
+def _train(run: RunContext, execution: Execution) -> None:
     begin(run, execution)
     if (missing := missing_checkpoint(run)) is not None:
         write_checkpoint(run, missing, execution)

@@ -5,8 +5,7 @@ import shlex
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
-from pathlib import Path
+from contextlib import ExitStack, closing, contextmanager
 
 import torch
 
@@ -22,18 +21,16 @@ from fp8core.report.console import Console
 from fp8core.rewards.verifier import build_verifier
 from fp8core.rl.objective import Objective
 from fp8core.rl.user_loss import loss_source
-from fp8core.run.build import build_base, check_engine, check_memory, check_teacher
+from fp8core.run.build import build_base, check_engine, check_memory, check_teacher, open_cluster
 from fp8core.run.context import RunContext, register, release
 from fp8core.store.artifacts import RolloutShards
 from fp8core.store.ledger import LedgerView, SegmentEntry
-from fp8core.store.manifest import SigningKey, code_version, git_state, hardware, read_signing_key
+from fp8core.store.manifest import PACKAGES, SigningKey, current_code, git_state, hardware, read_signing_key
 from fp8core.store.output import refuse_in_run
 from fp8core.store.run_directory import LEDGER, RunDescription, RunDirectory, read_description, refuse_in_use
 
 _TEACHER = "tasks.teacher:teacher"
 CARRIED_KINDS = {"policy": "policy", "scales": "scales"}
-# The code that computes: the packages whose sources a code version is the digest of.
-_PACKAGES = tuple(Path(__file__).parents[2] / name for name in ("fp8core", "tasks"))
 
 
 def plan_of(config: RunConfig) -> Plan:
@@ -74,11 +71,6 @@ def pipeline_of(config: RunConfig) -> Plan:
     if config.loss.distillation.teacher is None and any(planned.uses == _TEACHER for planned in plan.steps):
         raise UserError(f"step {_TEACHER}: loss.distillation.teacher names no checkpoint")
     return plan
-
-
-def current_code() -> str:
-    """Digest of the sources that compute: fp8core and tasks."""
-    return code_version(*_PACKAGES)
 
 
 def refuse_conflict(config: RunConfig, *, new_code: bool = False) -> None:
@@ -193,10 +185,14 @@ def open_run(
     """
     source = build_source(config.data, config.evaluation)  # Before the model, which takes longer to load.
     check_memory(config)
-    base = build_base(config)
-    if config.loss.distillation.teacher is not None:
-        check_teacher(config, base)
-    with closing(build_verifier(config.reward)) as verifier:
+    with ExitStack() as parts:
+        # Too few GPUs, or a node of other code: before anything is loaded.
+        if (cluster := open_cluster(config)) is not None:
+            parts.callback(cluster.close)
+        base = build_base(config)
+        if config.loss.distillation.teacher is not None:
+            check_teacher(config, base)
+        verifier = parts.enter_context(closing(build_verifier(config.reward)))
         check_problems(source, config, base.tokenizer, base.arch.max_positions, verifier)
         version = current_code()
         segment = SegmentEntry(pid=os.getpid(), host=socket.gethostname(), code_version=version, started=time.time())
@@ -213,9 +209,10 @@ def open_run(
             verifier=verifier,
             model_revision=base.revision,
             machine=hardware(),
-            git=git_state(_PACKAGES[0]),
+            git=git_state(PACKAGES[0]),
             console=console,
             base=base.tensors,
+            cluster=cluster,
             loss_source=None if config.loss.policy in SHIPPED_LOSSES else loss_source(config.loss.policy),
             signing_key=key,
         )

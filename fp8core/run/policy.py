@@ -9,7 +9,6 @@ from fp8core.alignment.metrics import EXPONENT_BOUND
 from fp8core.config.precision import PrecisionContract
 from fp8core.config.run import RunConfig
 from fp8core.errors import StoredFileError
-from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.kv_scales import (
     LayerAmax,
     LayerHistograms,
@@ -46,9 +45,9 @@ def push(run: RunContext, scales: PolicyScales) -> dict[str, Any]:
     probes, expected = trainer_probe(run, scales)
     # Where the engine sleeps, the export has the memory of what it is about to replace.
     engine.sleep()
-    tensors = trainer.export()
-    report = engine.update(tensors, scales, trainer.version)
-    check_report(report, policy_digest(tensors), scales, trainer.version)
+    shipped = trainer.export()
+    report = engine.update(shipped, scales, trainer.version)
+    check_report(report, shipped.digest(), scales, trainer.version)
     described = engine.describe()
     check_formats(described, run.config.precision)
     found = compare_probe(expected, engine.score(probes, run.config.rollout.temperature))

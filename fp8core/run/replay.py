@@ -26,7 +26,7 @@ from fp8core.run.commit import manifest_file, read_manifest, stored_manifest, st
 from fp8core.run.context import RunContext
 from fp8core.run.execute import StepError, carried
 from fp8core.run.loop import begin, iterate
-from fp8core.run.open import current_code, open_run, plan_of
+from fp8core.run.open import open_run, plan_of
 from fp8core.run.policy import SyncError
 from fp8core.run.resume import RedoError
 from fp8core.store.artifacts import ArtifactError, ArtifactStore, Ref
@@ -35,7 +35,7 @@ from fp8core.store.diff import causes, content_difference, first_difference, met
 from fp8core.store.durable import read_lines, read_stored
 from fp8core.store.json_text import Difference, shown, value_differences
 from fp8core.store.ledger import START, LedgerView
-from fp8core.store.manifest import StepManifest, StepRecord, hardware, library_versions
+from fp8core.store.manifest import StepManifest, StepRecord, current_code, hardware, library_versions
 from fp8core.store.run_directory import LEDGER, RunDescription, RunDirectory
 from fp8core.training.trainer import NotFiniteError
 

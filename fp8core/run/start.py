@@ -61,9 +61,9 @@ def build_workers(run: RunContext) -> None:
     """Build trainer and engine around policy 0."""
     # Engines that size themselves by the free memory of a device come first, and have no use for it yet.
     torch.cuda.empty_cache()
-    run.engine = build_engine(run.config, run.arch)
+    run.engine = build_engine(run.config, run.arch, run.cluster)
     run.engine.sleep()
-    run.trainer = build_trainer(run.config, run.arch, run.initial_policy())
+    run.trainer = build_trainer(run.config, run.arch, run.initial_policy(), run.cluster)
     freeze_heap()
 
 

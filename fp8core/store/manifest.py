@@ -35,6 +35,8 @@ from fp8core.store import durable
 from fp8core.store.json_text import MOST_STEPS, Bytes, Seconds, StepNumber, canonical_json
 
 ReplayLevel = Literal["exact", "deterministic", "tolerant"]
+PACKAGES = tuple(Path(__file__).parents[2] / name for name in ("fp8core", "tasks"))
+"""The code that computes: the packages whose sources a code version is the digest of."""
 
 
 class _Part(BaseModel):
@@ -85,6 +87,10 @@ class StepObservations(_Part):
         default_factory=dict, description="Commit of the checkout, and whether it was `dirty`; empty: no checkout."
     )
     paths: dict[str, str] = Field(description="Artifact name -> path relative to the run directory.")
+    cluster: dict[str, JsonValue] = Field(
+        default_factory=dict,
+        description="Address, GPU and process of each engine and rank; empty: all lay in one process.",
+    )
 
     @field_validator("git")
     @classmethod
@@ -277,6 +283,11 @@ def _small_file(path: Path, opener: Callable[[str, int], int] | None = None) -> 
 
 
 _LIBRARIES = ("torch", "numpy", "pyarrow", "prefect", "mlflow")
+
+
+def current_code() -> str:
+    """Digest of the sources that compute: fp8core and tasks."""
+    return code_version(*PACKAGES)
 
 
 def code_version(*packages: Path) -> str:

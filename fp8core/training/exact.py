@@ -11,13 +11,14 @@ from fp8core.config.run import TrainingConfig
 from fp8core.models.architecture import Architecture
 from fp8core.models.decoder import TOP_K, Decoder, FullContext
 from fp8core.models.experts import ReplayedRouting
-from fp8core.models.weights import Formats, PolicyWeights, load_policy, stored_weights
+from fp8core.models.weights import Formats, PolicyWeights, ShippedTensors, load_policy, stored_weights
 from fp8core.numerics.attention import Bf16Attention
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.kv_scales import KvStatistics, LayerScales
 from fp8core.numerics.logprobs import token_logprobs
 from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
+from fp8core.training.ranks import ALONE, Ranks
 from fp8core.training.saved_state import (
     MASTERS,
     OPTIMISER,
@@ -43,9 +44,11 @@ class ExactTrainer(MicroBatchTrainer[PolicyWeights]):
         rollout_formats: Formats,
         training: TrainingConfig,
         objective: Objective,
+        ranks: Ranks = ALONE,
     ) -> None:
-        super().__init__(training, objective)
+        super().__init__(training, objective, ranks)
         self.arch = arch
+        self._parts: list[list[Tensor | None]] = []
         self._masters = {name: tensor.float().clone().requires_grad_(True) for name, tensor in masters.items()}
         self._decoder = Decoder(arch, formats)
         self._unscaled = Decoder(arch, formats.with_attention(Bf16Attention(formats.points.weights)))
@@ -66,10 +69,10 @@ class ExactTrainer(MicroBatchTrainer[PolicyWeights]):
         """Formats by layer, and how sums are accumulated."""
         return {"trainer": "torch", "accumulation": "exact", **self._decoder.formats.describe()}
 
-    def export(self) -> dict[str, Tensor]:
+    def export(self) -> ShippedTensors:
         """Weights for the rollout engine, quantised here and nowhere else."""
         formats = self._rollout_formats
-        return stored_weights(self._masters, formats.stored_names(), formats.scale_rule)
+        return ShippedTensors(stored_weights(self._masters, formats.stored_names(), formats.scale_rule))
 
     def digest(self) -> str:
         return policy_digest({name: tensor.detach() for name, tensor in self._masters.items()})
@@ -79,9 +82,12 @@ class ExactTrainer(MicroBatchTrainer[PolicyWeights]):
         """Statistics of Q, K and V per layer over all valid tokens, without any scales: attention in BF16."""
         weights = self._inference_weights()
         statistics = KvStatistics(self.arch.num_layers)
-        for _, part in self._slices(batch):
+        slices = list(self._slices(batch))
+        for index in self._ranks.own(len(slices)):
+            part = slices[index][1]
             observe = _observer(statistics, part.valid, None)
             self._unscaled.hidden(weights, part.tokens, part.positions, FullContext.of(part.valid), None, observe)
+        self._ranks.combine_counts(statistics.combine)
         return statistics
 
     def _slices(self, batch: TokenBatch) -> Iterator[tuple[slice, TokenBatch]]:
@@ -89,6 +95,20 @@ class ExactTrainer(MicroBatchTrainer[PolicyWeights]):
 
     def _no_statistics(self) -> KvStatistics:
         return KvStatistics(self.arch.num_layers)
+
+    def _backward(self, loss: Tensor, last: bool) -> None:
+        super()._backward(loss, last)
+        if self._ranks.count > 1:
+            # Each part's gradient is kept by itself, so that `summed` can add them as one process does.
+            self._parts.append([master.grad for master in self._masters.values()])
+            self._drop_gradients()
+
+    def _finish_gradients(self) -> None:
+        if self._ranks.count > 1:
+            masters = list(self._masters.values())
+            for master, gradient in zip(masters, self._ranks.summed(self._parts, masters), strict=True):
+                master.grad = gradient
+            self._parts = []
 
     def _step(self, learning_rate: float) -> float:
         norm = float(torch.nn.utils.clip_grad_norm_(list(self._masters.values()), self._config.max_grad_norm))
@@ -139,7 +159,8 @@ class ExactTrainer(MicroBatchTrainer[PolicyWeights]):
             if (state := self._optimiser.state.get(tensor))
             for key in _OPTIMISER_STATE
         }
-        save_training(folder, self._masters, moments, self.version, self._updates, self.digest())
+        if self._ranks.rank == 0:
+            save_training(folder, self._masters, moments, self.version, self._updates, self.digest())
 
     def load(self, folder: Path) -> None:
         state = read_state(folder)

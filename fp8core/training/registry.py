@@ -16,6 +16,7 @@ from torch import Tensor
 from fp8core.config.capability import Environment
 from fp8core.config.megatron import MegatronConfig
 from fp8core.config.run import RunConfig, TrainingConfig
+from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture
 from fp8core.models.weights import rollout_formats, training_formats
 from fp8core.plan.memory import Machine, longest_sequence
@@ -23,6 +24,7 @@ from fp8core.rl.objective import Objective
 from fp8core.training.megatron import requirements as megatron
 from fp8core.training.memory import SHARDED, Parallel, TrainerMemory
 from fp8core.training.packed import requirements as packed
+from fp8core.training.ranks import Ranks
 from fp8core.training.trainer import SftTrainer, Trainer
 
 if TYPE_CHECKING:
@@ -39,7 +41,7 @@ class TrainerEntry:
         name: unique.
         settings: the section that it alone reads, or all of `training`.
         chosen: whether a configuration selects it.
-        build: a trainer that starts from weights by Hugging Face name.
+        build: a trainer that starts from weights by Hugging Face name, or the part of it that a process has.
         arithmetic: `exact`: the operations of the embedded engine. `kernels`: those of the packed kernels, which vLLM's
             aligned model runs too; on a CPU their references. `own`: neither.
         device: where it computes here.
@@ -58,7 +60,7 @@ class TrainerEntry:
     name: str
     settings: type[BaseModel]
     chosen: Callable[[TrainingConfig], bool]
-    build: Callable[[RunConfig, Architecture, Mapping[str, Tensor]], Trainer]
+    build: Callable[[RunConfig, Architecture, Mapping[str, Tensor], Ranks], Trainer]
     arithmetic: Arithmetic
     device: Callable[[TrainingConfig], str]
     build_sft: Callable[[RunConfig, Architecture, Mapping[str, Tensor]], SftTrainer] | None
@@ -100,7 +102,7 @@ def _on_gpu(training: TrainingConfig) -> bool:
     return training.device == "cuda"
 
 
-def _build_exact(config: RunConfig, arch: Architecture, masters: Mapping[str, Tensor]) -> Trainer:
+def _build_exact(config: RunConfig, arch: Architecture, masters: Mapping[str, Tensor], ranks: Ranks) -> Trainer:
     from fp8core.training.exact import ExactTrainer
 
     return ExactTrainer(
@@ -110,6 +112,7 @@ def _build_exact(config: RunConfig, arch: Architecture, masters: Mapping[str, Te
         rollout_formats(config.precision, arch.num_layers),
         config.training,
         Objective(config.loss, config.correction),
+        ranks,
     )
 
 
@@ -134,6 +137,12 @@ register_trainer(
 )
 
 
+def _check_packed(config: RunConfig, platform: str, _: int) -> None:
+    if config.cluster.ranks > 1:
+        raise UserError(f"cluster.ranks={config.cluster.ranks}: training.packed trains in one process; set it to 1")
+    packed.check_contract_fits(config.precision, config.training.device, platform)
+
+
 def _build_packed(config: RunConfig, arch: Architecture, masters: Mapping[str, Tensor]) -> "PackedTrainer":
     from fp8core.training.packed.trainer import PackedFormats, PackedTrainer
 
@@ -152,13 +161,11 @@ register_trainer(
         name="packed",
         settings=TrainingConfig,
         chosen=packed.chosen,
-        build=_build_packed,
+        build=lambda config, arch, masters, _: _build_packed(config, arch, masters),
         arithmetic="kernels",
         device=lambda training: training.device,
         build_sft=_build_packed,
-        check_machine=lambda config, platform, _: packed.check_contract_fits(
-            config.precision, config.training.device, platform
-        ),
+        check_machine=_check_packed,
         check_model=lambda config, arch: packed.check_architecture_fits(arch, config.precision, config.training.device),
         environment=lambda config: Environment(packed.required_environment(config.training)),
         grid=lambda training: Parallel() if _on_gpu(training) else None,
@@ -187,7 +194,7 @@ register_trainer(
         name="megatron",
         settings=MegatronConfig,
         chosen=lambda training: training.trainer == "megatron",
-        build=_build_megatron,
+        build=lambda config, arch, masters, _: _build_megatron(config, arch, masters),
         arithmetic="own",
         device=lambda _: "cuda" if torch.cuda.is_available() else "cpu",
         build_sft=None,

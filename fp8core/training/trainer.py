@@ -17,11 +17,13 @@ from torch import Tensor
 
 from fp8core.config.run import TrainingConfig
 from fp8core.models.architecture import Architecture
+from fp8core.models.weights import Shipped
 from fp8core.numerics.e4m3 import GroupNotFinite
 from fp8core.numerics.kv_scales import KvStatistics, LayerScales
 from fp8core.rl.batch import RolloutBatch, TokenBatch
 from fp8core.rl.losses import Denominator
 from fp8core.rl.objective import Objective, merged
+from fp8core.training.ranks import Ranks, shared_out
 
 AVERAGED = (
     "loss",
@@ -131,7 +133,7 @@ class Trainer(Protocol):
         """Report what really runs: formats by layer."""
         ...
 
-    def export(self) -> Mapping[str, Tensor]:
+    def export(self) -> Shipped:
         """Weights for the rollout engine, in its stored formats."""
         ...
 
@@ -295,18 +297,26 @@ class PolicyTrainer(ABC):
 
 
 class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
-    """Computes a batch part by part, in the order of the rows, in this process."""
+    """Computes a batch part by part, in the order of the rows; several processes share the parts out."""
+
+    def __init__(self, training: TrainingConfig, objective: Objective, ranks: Ranks) -> None:
+        super().__init__(training, objective)
+        self._ranks = ranks
 
     @torch.no_grad()
     def logprobs(self, batch: TokenBatch, temperature: float, scales: Sequence[LayerScales] | None) -> ScoredBatch:
         weights, statistics = self._inference_weights(), self._no_statistics()
         shape = (len(batch), int(batch.completion.sum(-1).max()))
         logprobs, entropy = torch.full(shape, torch.nan), torch.full(shape, torch.nan)
-        for rows, part in self._slices(batch):
-            scored = self._score(weights, part, temperature, scales, statistics)
+        slices = list(self._slices(batch))
+        scores = shared_out(
+            self._ranks, slices, lambda each: self._score(weights, each[1], temperature, scales, statistics)
+        )
+        for (rows, part), scored in zip(slices, scores, strict=True):
             mask = left_aligned(part.completion, shape[1])
             logprobs[rows] = logprobs[rows].masked_scatter(mask, scored.logprobs)
             entropy[rows] = entropy[rows].masked_scatter(mask, scored.entropy)
+        self._ranks.combine_counts(statistics.combine)
         return ScoredBatch(logprobs, entropy, statistics)
 
     def sft_step(self, batch: TokenBatch, learning_rate: float) -> float:
@@ -318,15 +328,18 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
             NotFiniteError: as for `step`.
         """
         with self._guarded():
-            tokens, total, weights = int(batch.completion.sum()), 0.0, self._training_weights()
-            parts = list(self._slices(batch))
-            for _, part in parts:
-                logprobs = self._score(weights, part, 1.0, None).logprobs
+            tokens, weights, slices = int(batch.completion.sum()), self._training_weights(), list(self._slices(batch))
+
+            def learn(rows_and_part: tuple[slice, TokenBatch]) -> float:
+                logprobs = self._score(weights, rows_and_part[1], 1.0, None).logprobs
                 loss = -logprobs.double().sum() / tokens
-                self._backward(loss, part is parts[-1][1])
-                total += float(loss.detach())
+                self._backward(loss, rows_and_part is slices[self._ranks.own(len(slices))[-1]])
+                return float(loss.detach())
+
+            losses = shared_out(self._ranks, slices, learn)
+            self._finish_gradients()
             self._apply(learning_rate)
-        return total
+        return sum(losses)
 
     @abstractmethod
     def _slices(self, batch: TokenBatch) -> Iterator[tuple[slice, TokenBatch]]:
@@ -359,11 +372,11 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
         self, batch: RolloutBatch, temperature: float, scales: Sequence[LayerScales] | None
     ) -> dict[str, float]:
         """Add up the gradients of all parts; returns the batch's statistics."""
-        denominator = Denominator.of(batch.mask)
-        totals: dict[str, float] = {}
-        weights = self._training_weights()
-        parts = list(self._slices(batch.sequences))
-        for rows, part in parts:
+        denominator, weights = Denominator.of(batch.mask), self._training_weights()
+        slices = list(self._slices(batch.sequences))
+
+        def learn(rows_and_part: tuple[slice, TokenBatch]) -> dict[str, float]:
+            rows, part = rows_and_part
             scored = self._score(weights, part, temperature, scales)
             mask = left_aligned(part.completion, batch.mask.shape[1])
             current, entropy = (
@@ -373,9 +386,19 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
             statistics = terms.statistics()
             if not math.isfinite(statistics["loss"]):
                 raise self._not_finite(f"the loss is {statistics['loss']}")
-            self._backward(terms.loss, part is parts[-1][1])
+            self._backward(terms.loss, rows_and_part is slices[self._ranks.own(len(slices))[-1]])
+            return statistics
+
+        found = shared_out(self._ranks, slices, learn)
+        self._finish_gradients()
+        totals: dict[str, float] = {}
+        for statistics in found:
             totals = merged(totals, statistics)
         return totals
+
+    @abstractmethod
+    def _finish_gradients(self) -> None:
+        """All parts are computed: complete the gradients over all processes."""
 
     def _backward(self, loss: Tensor, last: bool) -> None:
         # Quantised weights are shared by all parts, so their graph is kept until the last.

@@ -16,10 +16,9 @@ from mlflow import MlflowClient
 from flows import cli
 from flows.tracking.record import read_record, write_record
 from flows.tracking.store import default_tracking_uri
-from fp8core.run.open import current_code
 from fp8core.store.artifacts import ArtifactStore
 from fp8core.store.ledger import LedgerView
-from fp8core.store.manifest import StepManifest, first_broken_link, record_digest
+from fp8core.store.manifest import StepManifest, current_code, first_broken_link, record_digest
 from fp8core.store.run_directory import LEDGER, RunDirectory
 
 Command = Callable[..., tuple[int, str, str]]

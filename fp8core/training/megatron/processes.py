@@ -28,6 +28,7 @@ from torch import Tensor, multiprocessing
 from fp8core.config.run import RunConfig
 from fp8core.end_with_parent import follow_parent
 from fp8core.models.architecture import Architecture
+from fp8core.models.weights import ShippedTensors
 from fp8core.numerics.kv_scales import KvStatistics, LayerScales
 from fp8core.rl.batch import RolloutBatch, TokenBatch
 from fp8core.training.megatron import parallel
@@ -323,8 +324,8 @@ class GridTrainer:
     def describe(self) -> dict[str, object]:
         return self._part().describe()
 
-    def export(self) -> Mapping[str, Tensor]:
-        found: Mapping[str, Tensor] = self._call("export")
+    def export(self) -> ShippedTensors:
+        found: ShippedTensors = self._call("export")
         return found
 
     def digest(self) -> str:

@@ -18,7 +18,7 @@ from torch.distributed import ReduceOp, all_reduce, get_rank
 from fp8core.config.precision import PrecisionContract
 from fp8core.config.run import RunConfig, TrainingConfig
 from fp8core.models.architecture import Architecture
-from fp8core.models.weights import Formats, rollout_formats, stored_weights
+from fp8core.models.weights import Formats, ShippedTensors, rollout_formats, stored_weights
 from fp8core.numerics.kv_scales import KvStatistics, LayerScales
 from fp8core.rl.batch import RolloutBatch, TokenBatch
 from fp8core.rl.losses import Denominator
@@ -93,7 +93,7 @@ class MegatronTrainer(PolicyTrainer):
         rule = self._contract.scale_rule
         return {"trainer": "megatron", "versions": versions, "scale_rule": rule, **self._policy.describe()}
 
-    def export(self) -> dict[str, Tensor]:
+    def export(self) -> ShippedTensors:
         """Weights for the rollout engine, quantised here and nowhere else, in the Hugging Face layout.
 
         They lie where the whole policy does (`Policy.whole`), and are quantised where this process computes.
@@ -103,7 +103,7 @@ class MegatronTrainer(PolicyTrainer):
         for name, tensor in self.masters.items():
             made = stored_weights({name: tensor.to(self._policy.device)}, names, rule)
             stored |= {key: value.to(tensor.device) for key, value in made.items()}
-        return stored
+        return ShippedTensors(stored)
 
     def digest(self) -> str:
         """Digest of the FP32 masters of all processes, in the order of their ranks."""

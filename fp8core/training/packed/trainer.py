@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fp8core.config.run import TrainingConfig
 from fp8core.models.architecture import Architecture
-from fp8core.models.weights import Formats, in_one_buffer, stored_weights
+from fp8core.models.weights import Formats, ShippedTensors, in_one_buffer, stored_weights
 from fp8core.numerics.adamw import AdamWStep, adamw
 from fp8core.numerics.attention import Bf16Attention
 from fp8core.numerics.e4m3 import FiniteFlag
@@ -36,6 +36,7 @@ from fp8core.rl.objective import Objective
 from fp8core.training.packed.blocks import Bf16Blocks, Blocks, Fp8Blocks
 from fp8core.training.packed.decoder import Observer, PackedDecoder, named_masters
 from fp8core.training.packing import Pack, row_groups
+from fp8core.training.ranks import ALONE
 from fp8core.training.saved_state import (
     MASTERS,
     OPTIMISER,
@@ -77,7 +78,7 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
         objective: Objective,
         device: torch.device,
     ) -> None:
-        super().__init__(training, objective)
+        super().__init__(training, objective, ALONE)
         self.arch, self._formats, self._device = arch, formats, device
         self._flag = FiniteFlag(device)
         blocks: dict[str, Blocks] = {
@@ -102,11 +103,11 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
         kernels = "hopper" if self._device.type == "cuda" else "exact"
         return {"trainer": "torch", "accumulation": kernels, **self._formats.training.describe()}
 
-    def export(self) -> dict[str, Tensor]:
+    def export(self) -> ShippedTensors:
         """Weights for the rollout engine, quantised here and nowhere else, in one buffer: that is shared fast."""
         self._decoder.drop_weights()  # Cached weights would take memory beside it.
         rollout = self._formats.rollout
-        return in_one_buffer(stored_weights(self.masters, rollout.stored_names(), rollout.scale_rule))
+        return ShippedTensors(in_one_buffer(stored_weights(self.masters, rollout.stored_names(), rollout.scale_rule)))
 
     def digest(self) -> str:
         return policy_digest(self.masters)
@@ -193,6 +194,9 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
     def _backward(self, loss: Tensor, last: bool) -> None:
         with _deterministic(self._config.deterministic):
             torch.autograd.backward(loss)
+
+    def _finish_gradients(self) -> None:
+        """They are complete: one process computes all parts."""
 
     def _step(self, learning_rate: float) -> float:
         self._refuse_not_finite()

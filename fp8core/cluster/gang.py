@@ -1,0 +1,273 @@
+"""The processes of a run on a Ray cluster: placed together, called together, ended together.
+
+Nothing restarts by itself. A process, GPU or node that is gone is one error, and the caller replaces the whole gang.
+"""
+
+import logging
+import os
+import platform
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ray
+from ray.exceptions import (
+    ActorUnschedulableError,
+    AuthenticationError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from fp8core.cluster.member import Member, Place
+from fp8core.config.cluster import ClusterConfig
+from fp8core.errors import MemberLost, UserError, first_line
+from fp8core.store.manifest import current_code
+
+# A member that failed leaves others in a collective, which they would not leave by themselves.
+_PATIENCE_SECONDS = 10.0
+_CONNECT_SECONDS = 5.0
+_LAST_WORDS = 400
+
+
+class MemberFailed(RuntimeError):
+    """The code of a process raised; the message names the process and holds its traceback."""
+
+
+class Call(NamedTuple):
+    """A call in progress."""
+
+    member: "Handle"
+    ref: Any
+
+
+class Handle:
+    """The caller's end of a member."""
+
+    def __init__(self, actor: Any, place: Place) -> None:
+        self.actor, self.place, self.name = actor, place, ""
+
+    def send(self, method: str, *arguments: Any) -> Call:
+        """Start a method of `Member`; calls of one member run in their order."""
+        return Call(self, getattr(self.actor, method).remote(*arguments))
+
+
+class Gang:
+    """Engines and trainer ranks of one run, each a member.
+
+    Attributes:
+        engines: in the order of their GPUs.
+        ranks: likewise; colocated, rank i is on the GPU of engine i.
+    """
+
+    def __init__(self, settings: ClusterConfig, wants_gpus: bool, environment: Mapping[str, str], threads: int) -> None:
+        """Connect to the cluster, or start one here, and place the members.
+
+        Raises:
+            UserError: nothing answers at the address, or another version of Ray or Python; there are too few GPUs, or
+                none is free in time; or a node has other code.
+        """
+        self._group: Any = None
+        self._all: list[Handle] = []
+        _connect(settings)
+        try:
+            self._place(settings, wants_gpus, (dict(environment), threads))
+        except BaseException:
+            self.close()
+            raise
+
+    def places(self) -> dict[str, dict[str, str | int | None]]:
+        """Address, GPU and process of each member, by its name."""
+        shown = ("address", "gpu", "pid")
+        return {member.name: {key: vars(member.place)[key] for key in shown} for member in self._all}
+
+    def gather(self, calls: Sequence[Call]) -> list[Any]:
+        """What the calls return, in their order.
+
+        Raises:
+            MemberLost: a process ended; no member can be used any more.
+            MemberFailed: the code of a member raised; likewise.
+            Exception: an error for people, as the member raised it, when all calls have ended.
+        """
+        found, errors = dict[Any, Any](), list[Exception]()
+        pending = {call.ref: call.member for call in calls}
+        patience: float | None = None
+        while pending:
+            done, _ = ray.wait(list(pending), num_returns=1, timeout=patience)
+            if not done:
+                break
+            member = pending.pop(done[0])
+            try:
+                found[done[0]] = self.value(member, done[0])
+            except MemberLost:
+                self._end_members()
+                raise
+            except Exception as error:  # noqa: BLE001 - raised below, when the others have ended
+                errors.append(error)
+                patience = _PATIENCE_SECONDS
+        failed = next((error for error in errors if isinstance(error, MemberFailed)), None)
+        if failed is not None or pending:
+            self._end_members()
+        if errors:
+            raise failed or errors[0]
+        return [found[call.ref] for call in calls]
+
+    def value(self, member: Handle, ref: Any) -> Any:
+        """What a call that has ended returned (errors: `gather`)."""
+        try:
+            return ray.get(ref)
+        except RayTaskError as error:
+            cause = error.cause
+            # Errors of ours are for people or for callers; those of libraries are not expected.
+            if type(cause).__module__.startswith("fp8core.") or isinstance(cause, ValueError):
+                raise cause from None
+            text = str(error).strip()
+            raise MemberFailed(f"{member.name} failed: {last_line(text)}\n{text}") from None
+        except OutOfMemoryError as error:
+            raise MemberLost(f"{member.name}: {_where(member)} had no memory left: {first_line(error)}") from None
+        except RayActorError as error:
+            raise MemberLost(f"{member.name} ended: {_where(member)}: {_reason(error)}{_said(member)}") from None
+        except RayError as error:
+            raise MemberLost(f"{member.name}: {_where(member)}: {first_line(error)}") from None
+
+    @property
+    def alive(self) -> bool:
+        """Whether the members are there, as far as is known."""
+        return bool(self._all)
+
+    def close(self) -> None:
+        """End all members, give their places back, and leave the cluster; a second call does nothing."""
+        self._end_members()
+        if self._group is not None:
+            remove_placement_group(self._group)
+            self._group = None
+        ray.shutdown()
+
+    def _place(self, settings: ClusterConfig, wants_gpus: bool, arguments: tuple[Any, ...]) -> None:
+        resources = ray.cluster_resources()
+        unit = "GPU" if wants_gpus and "GPU" in resources else "CPU"
+        held = int(resources.get(unit, 0))
+        if held < settings.bundles:
+            asked = f"cluster.engines={settings.engines}, ranks={settings.ranks}, placement={settings.placement}"
+            raise UserError(f"{asked}: {settings.bundles} {unit}s are needed, the cluster has {held}")
+        bundle = {"CPU": 1.0, **({"GPU": 1.0} if unit == "GPU" else {})}
+        self._group = placement_group([bundle] * settings.bundles, strategy="PACK")
+        if not self._group.wait(settings.start_seconds):
+            free = int(ray.available_resources().get(unit, 0))
+            raise UserError(
+                f"cluster: {settings.bundles} {unit}s were not free within cluster.start_seconds="
+                f"{settings.start_seconds:g}: the cluster has {held}, of which {free} are free"
+            )
+        first = self._start(range(settings.bundles), unit, arguments)
+        order = sorted(range(settings.bundles), key=lambda bundle: _rank_of(first[bundle].place))
+        members = [first[bundle] for bundle in order]
+        if settings.placement == "separate":
+            self.ranks, self.engines = members[: settings.ranks], members[settings.ranks :]
+        else:
+            shared = min(settings.engines, settings.ranks)
+            others = self._start(order[:shared], unit, arguments)
+            fewer = [others[bundle] for bundle in order[:shared]]
+            self.ranks, self.engines = (members, fewer) if settings.ranks >= settings.engines else (fewer, members)
+        for what, found in (("rank", self.ranks), ("engine", self.engines)):
+            for i, member in enumerate(found):
+                member.name = f"{what} {i}"
+        self._check_places()
+
+    def _start(self, bundles: Sequence[int], unit: str, arguments: tuple[Any, ...]) -> dict[int, Handle]:
+        """A member in each bundle; two have room in one."""
+        share = {"num_cpus": 0.5} | ({"num_gpus": 0.5} if unit == "GPU" else {})
+        remote: Any = ray.remote(Member)
+        actors = {
+            bundle: remote.options(
+                max_restarts=0,
+                max_task_retries=0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, bundle),
+                **share,
+            ).remote(*arguments)
+            for bundle in bundles
+        }
+        try:
+            places = ray.get([actor.place.remote() for actor in actors.values()])
+        except (RayActorError, ActorUnschedulableError) as error:
+            raise UserError(f"cluster: a process did not start: {_reason(error)}") from error
+        except RayTaskError as error:
+            raise UserError(f"cluster: a node cannot run this program: {last_line(str(error.cause))}") from error
+        started = {bundle: Handle(actors[bundle], place) for bundle, place in zip(actors, places, strict=True)}
+        self._all += started.values()
+        return started
+
+    def _check_places(self) -> None:
+        code, python = current_code(), platform.python_version()
+        for member in self._all:
+            if member.place.code != code:
+                raise UserError(f"cluster: {_where(member)} has code {member.place.code[:12]}, this is {code[:12]}")
+            if member.place.python != python:
+                raise UserError(f"cluster: {_where(member)} has Python {member.place.python}, this is {python}")
+
+    def _end_members(self) -> None:
+        for member in self._all:
+            ray.kill(member.actor)
+        self._all = []
+
+
+def _rank_of(place: Place) -> tuple[tuple[int, ...] | str, int, int]:
+    """Sorts members by address and GPU, so that ranks do not move between starts."""
+    return place.address, int(place.gpu or 0), place.pid
+
+
+def _where(member: Handle) -> str:
+    gpu = "" if member.place.gpu is None else f", GPU {member.place.gpu}"
+    return f"process {member.place.pid} on {member.place.address}{gpu}"
+
+
+def _reason(error: Exception) -> str:
+    """The line of Ray's message that says why an actor died."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    told = next((line for line in lines if "exit detail" in line or "dead because" in line), lines[0])
+    return told.partition("Some common causes")[0].strip()
+
+
+def _said(member: Handle) -> str:
+    """The end of what a process of this machine wrote; empty where its log is on another one."""
+    node: Any = ray._private.worker._global_node
+    for path in sorted(Path(node.get_logs_dir_path()).glob(f"worker-*-{member.place.pid}.err")):
+        if text := path.read_text(errors="replace").strip():
+            return f"; it wrote last: {text[-_LAST_WORDS:]}"
+    return ""
+
+
+def last_line(text: str) -> str:
+    """The last line of a traceback: the exception."""
+    return text.strip().rpartition("\n")[2]
+
+
+def _connect(settings: ClusterConfig) -> None:
+    # Its own lines would stand between ours; what ends a member is in our error.
+    logging.getLogger("ray").setLevel(logging.CRITICAL)
+    if settings.address not in (None, "auto"):
+        _refuse_silence(settings.address)
+    own = settings.address is None
+    # Of a cluster of our own: as many places as are asked for, since none of them computes while others do.
+    places: dict[str, Any] = {"num_cpus": max(settings.bundles, os.cpu_count() or 1)} if own else {}
+    try:
+        ray.init(
+            address=settings.address or "local",
+            include_dashboard=False if own else None,
+            log_to_driver=False,
+            configure_logging=False,
+            **places,
+        )
+    except (ConnectionError, RuntimeError, AuthenticationError, RayError) as error:
+        raise UserError(f"cluster.address={settings.address}: {' '.join(str(error).split())[:300]}") from error
+
+
+def _refuse_silence(address: str) -> None:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), _CONNECT_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise UserError(f"cluster.address={address}: nothing answers there ({first_line(error)})") from error

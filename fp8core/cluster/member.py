@@ -1,0 +1,79 @@
+"""The body of a Ray actor: a process that holds parts of a run, each under a key, and calls their methods by name.
+
+Nothing heavy is imported here. A member sets its environment first; torch, vLLM and Transformer Engine read theirs
+when a part is built.
+"""
+
+import os
+import platform
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a member runs.
+
+    Attributes:
+        address: of its node.
+        gpu: id of its GPU on the node; None on a CPU.
+        pid: its process.
+        python: version of its interpreter.
+        code: digest of the sources that it computes with.
+    """
+
+    address: str
+    gpu: str | None
+    pid: int
+    python: str
+    code: str
+
+
+class Member:
+    """Holds parts, and answers calls one after another, in its main thread."""
+
+    def __init__(self, environment: Mapping[str, str], threads: int) -> None:
+        os.environ.update(environment)
+        self._parts: dict[str, Any] = {}
+        self._threads = threads
+        self._items: Iterator[Any] = iter(())
+
+    def place(self) -> Place:
+        """Where this process runs, and with which code."""
+        import ray
+
+        from fp8core.store.manifest import current_code
+
+        gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
+        address = ray.util.get_node_ip_address()
+        return Place(address, gpus[0] if gpus else None, os.getpid(), platform.python_version(), current_code())
+
+    def build(self, key: str, build: Callable[..., Any], uses: Sequence[str], *arguments: Any) -> None:
+        """Make a part by a function or class of a module, from other parts and further arguments."""
+        import torch
+
+        torch.set_num_threads(self._threads)
+        self._parts[key] = build(*(self._parts[part] for part in uses), *arguments)
+
+    def call(self, key: str, method: str, *arguments: Any) -> Any:
+        """A method of a part."""
+        return getattr(self._parts[key], method)(*arguments)
+
+    def hand(self, key: str, method: str, part: str) -> Any:
+        """A method of a part, called with another part."""
+        return getattr(self._parts[key], method)(self._parts[part])
+
+    def begin(self, key: str, method: str, *arguments: Any) -> None:
+        """Start a generator of a part, which `advance` takes from; the one before it ends."""
+        self._items = getattr(self._parts[key], method)(*arguments)
+
+    def advance(self) -> Any:
+        """The next item of the generator that is not empty; None: it has ended."""
+        return next(filter(None, self._items), None)
+
+    def drop(self, key: str) -> None:
+        """Close a part and forget it; unknown keys are ignored."""
+        part = self._parts.pop(key, None)
+        if part is not None:
+            part.close()

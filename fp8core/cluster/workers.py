@@ -1,0 +1,222 @@
+"""Engines and trainers of a run on a cluster, as the run sees them: one engine and one trainer, however many there are.
+
+Weights go from rank 0 to all engines at once, and every engine's read-back is compared.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import ray
+from torch import Tensor
+
+from fp8core.cluster.gang import Call, Gang, Handle
+from fp8core.cluster.parts import EnginePart, Exported, TrainerPart, pack, unpack
+from fp8core.cluster.transport import GroupRanks, Layout, Link, Meeting
+from fp8core.config.run import RunConfig
+from fp8core.models.architecture import Architecture
+from fp8core.numerics.kv_scales import KvStatistics, LayerScales
+from fp8core.rl.batch import RolloutBatch, TokenBatch
+from fp8core.rollout.engine import Completion, PolicyScales, Probe, PromptGroup, Sampling, SyncReport
+from fp8core.training.trainer import ScoredBatch, TrainReport
+
+# Calls that wait in an engine while we store what it finished, so that it does not wait for us.
+_AHEAD = 2
+
+
+class ReplicaError(RuntimeError):
+    """Engines that should hold the same do not; the message names two of them."""
+
+
+class RemoteWeights(dict[str, Layout]):
+    """Layouts of weights that wait in rank 0 of a trainer."""
+
+    def __init__(self, exported: Exported, key: str) -> None:
+        super().__init__(exported.layouts)
+        self.key, self._digest = key, exported.digest
+
+    def digest(self) -> str:
+        return self._digest
+
+
+class Cluster:
+    """The members of a run, connected: they live as long as this does."""
+
+    def __init__(self, config: RunConfig, wants_gpus: bool, environment: Mapping[str, str]) -> None:
+        """Place them (errors: `Gang`)."""
+        self._arguments = config.cluster, wants_gpus, environment, config.threads
+        self._keys = count()
+        self._open()
+
+    def places(self) -> dict[str, Any]:
+        """Where each member is."""
+        return self.gang.places()
+
+    def replace(self) -> None:
+        """End all members and place new ones; engines and trainers of the old ones are gone."""
+        self.gang.close()
+        self._open()
+
+    def build_engine(self, config: RunConfig, arch: Architecture) -> "ReplicatedEngine":
+        """An engine in each engine's process, without weights."""
+        key = self._build(self.gang.engines, EnginePart, "link", config, arch)
+        return ReplicatedEngine(self.gang, key)
+
+    def build_trainer(self, config: RunConfig, arch: Architecture, masters: Mapping[str, Tensor]) -> "RankedTrainer":
+        """A trainer over all ranks that starts from the given weights."""
+        started = ray.put(pack(masters))
+        key = self._build(self.gang.ranks, TrainerPart, "ranks", config, arch, started)
+        return RankedTrainer(self.gang, key, arch)
+
+    def close(self) -> None:
+        """End everything; a second call does nothing."""
+        self.gang.close()
+
+    def _open(self) -> None:
+        self.gang = gang = Gang(*self._arguments)
+        try:
+            first, engines, ranks = gang.ranks[0], gang.engines, gang.ranks
+            host = first.place.address
+            gang.gather([first.send("build", "meeting", Meeting, (), host)])
+            (port,) = gang.gather([first.send("call", "meeting", "port")])
+            # Rank 0 takes part in both, so it must join them one after the other.
+            gang.gather(
+                [each.send("build", "ranks", GroupRanks, (), host, port, i, len(ranks)) for i, each in enumerate(ranks)]
+            )
+            linked = [first, *engines]
+            gang.gather(
+                [each.send("build", "link", Link, (), host, port, i, len(linked)) for i, each in enumerate(linked)]
+            )
+        except BaseException:
+            gang.close()
+            raise
+
+    def _build(self, members: Sequence[Handle], part: type, uses: str, *arguments: Any) -> str:
+        key = f"{part.__name__} {next(self._keys)}"
+        self.gang.gather([member.send("build", key, part, (uses,), *arguments) for member in members])
+        return key
+
+
+class ReplicatedEngine:
+    """Engines that hold one policy and share its prompts out; satisfies `RolloutEngine`."""
+
+    def __init__(self, gang: Gang, key: str) -> None:
+        self._gang, self._key, self._members = gang, key, gang.engines
+
+    def update(self, tensors: RemoteWeights, scales: PolicyScales, version: int) -> SyncReport:
+        """As `RolloutEngine.update`, in all engines at the same time.
+
+        Raises:
+            ReplicaError: engines do not hold the same afterwards.
+        """
+        sent = self._gang.ranks[0].send("hand", tensors.key, "send", "link")
+        calls = self._calls("update", dict(tensors), scales, version)
+        _, *reports = self._gang.gather([sent, *calls])
+        report: SyncReport = self._same("another policy", reports)
+        return report
+
+    def fingerprint(self) -> str:
+        """Digest of the weights that all engines hold."""
+        found: str = self._same("other weights", self._gang.gather(self._calls("fingerprint")))
+        return found
+
+    def describe(self) -> dict[str, object]:
+        """As one engine describes itself, which must be the same of all."""
+        found: dict[str, object] = self._same("other formats", self._gang.gather(self._calls("describe")))
+        return found
+
+    def generate(self, groups: Sequence[PromptGroup], sampling: Sampling) -> Iterator[list[Completion]]:
+        """Completions, whole groups as they finish; each yield is of one engine."""
+        shares = zip(self._members, shard_prompts(groups, len(self._members)), strict=True)
+        working = {member: share for member, share in shares if share}
+        self._gang.gather([m.send("begin", self._key, "generate", share, sampling) for m, share in working.items()])
+        waiting = {call.ref: call.member for m in working for call in [m.send("advance") for _ in range(_AHEAD)]}
+        while waiting:
+            done, _ = ray.wait(list(waiting), num_returns=1)
+            member = waiting.pop(done[0])
+            (completions,) = self._gang.gather([Call(member, done[0])])
+            if completions is not None:
+                call = member.send("advance")
+                waiting[call.ref] = member
+                yield completions
+
+    def score(self, probes: Sequence[Probe], temperature: float) -> list[list[float]]:
+        """As `RolloutEngine.score`, in all engines at the same time; a row for each."""
+        return [row for rows in self._gang.gather(self._calls("score", probes, temperature)) for row in rows]
+
+    def sleep(self) -> None:
+        """As `RolloutEngine.sleep`, in all engines."""
+        self._gang.gather(self._calls("sleep"))
+
+    def close(self) -> None:
+        """The processes end with the cluster, and with them what they hold."""
+
+    def _calls(self, method: str, *arguments: Any) -> list[Call]:
+        return [member.send("call", self._key, method, *arguments) for member in self._members]
+
+    def _same(self, what: str, found: Sequence[Any]) -> Any:
+        for member, value in zip(self._members, found, strict=True):
+            if value != found[0]:
+                raise ReplicaError(f"{member.name} and {self._members[0].name} hold {what}: {value} and {found[0]}")
+        return found[0]
+
+
+def shard_prompts(groups: Sequence[PromptGroup], engines: int) -> list[list[PromptGroup]]:
+    """The groups of each engine: whole, in turn, so that as many lie on one as on another."""
+    return [list(groups[first::engines]) for first in range(engines)]
+
+
+class RankedTrainer:
+    """One trainer in all ranks, which make the same calls; satisfies `Trainer`. Results are rank 0's."""
+
+    def __init__(self, gang: Gang, key: str, arch: Architecture) -> None:
+        self._gang, self._key, self.arch = gang, key, arch
+        self.version = 0
+
+    @property
+    def masters(self) -> Mapping[str, Tensor]:
+        (packed,) = self._gang.gather([self._gang.ranks[0].send("call", self._key, "masters")])
+        return unpack(packed)
+
+    def logprobs(self, batch: TokenBatch, temperature: float, scales: Sequence[LayerScales] | None) -> ScoredBatch:
+        found: ScoredBatch = self._call("logprobs", batch, temperature, scales)
+        return found
+
+    def statistics(self, batch: TokenBatch) -> KvStatistics:
+        found: KvStatistics = self._call("statistics", batch)
+        return found
+
+    def step(self, batch: RolloutBatch, temperature: float, scales: Sequence[LayerScales] | None) -> TrainReport:
+        found: TrainReport = self._call("step", batch, temperature, scales)
+        self.version = found.version
+        return found
+
+    def describe(self) -> dict[str, object]:
+        found: dict[str, object] = self._call("describe")
+        return found
+
+    def export(self) -> RemoteWeights:
+        exported = self._gang.gather([m.send("call", self._key, "export") for m in self._gang.ranks])[0]
+        return RemoteWeights(exported, self._key)
+
+    def digest(self) -> str:
+        found: str = self._call("digest")
+        return found
+
+    def save(self, folder: Path) -> None:
+        self._call("save", folder)
+
+    def load(self, folder: Path) -> None:
+        self._call("load", folder)
+        self.version = self._gang.gather([self._gang.ranks[0].send("call", self._key, "version")])[0]
+
+    def close(self) -> None:
+        """Drop the policy in every rank; a second call does nothing."""
+        if self._gang.alive:
+            self._gang.gather([member.send("drop", self._key) for member in self._gang.ranks])
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        shared = [ray.put(argument) for argument in arguments]
+        calls = [member.send("call", self._key, "call", method, *shared) for member in self._gang.ranks]
+        return self._gang.gather(calls)[0]
