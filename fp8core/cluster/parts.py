@@ -95,8 +95,10 @@ class TrainerPart:
     def version(self) -> int:
         return self._trainer.version
 
-    def masters(self) -> dict[str, PackedTensor]:
-        return pack(self._trainer.masters)
+    def masters(self) -> dict[str, PackedTensor] | None:
+        """The weights, which all ranks put together for rank 0."""
+        found = self._trainer.masters
+        return pack(found) if self._ranks.rank == 0 else None
 
     def export(self) -> Exported | None:
         """Make the weights for the engines; rank 0 keeps them until `send`."""

@@ -176,8 +176,7 @@ class RankedTrainer:
 
     @property
     def masters(self) -> Mapping[str, Tensor]:
-        (packed,) = self._gang.gather([self._gang.ranks[0].send("call", self._key, "masters")])
-        return unpack(packed)
+        return unpack(self._gang.gather([m.send("call", self._key, "masters") for m in self._gang.ranks])[0])
 
     def logprobs(self, batch: TokenBatch, temperature: float, scales: Sequence[LayerScales] | None) -> ScoredBatch:
         found: ScoredBatch = self._call("logprobs", batch, temperature, scales)
@@ -209,7 +208,7 @@ class RankedTrainer:
 
     def load(self, folder: Path) -> None:
         self._call("load", folder)
-        self.version = self._gang.gather([self._gang.ranks[0].send("call", self._key, "version")])[0]
+        (self.version,) = self._gang.gather([self._gang.ranks[0].send("call", self._key, "version")])
 
     def close(self) -> None:
         """Drop the policy in every rank; a second call does nothing."""
