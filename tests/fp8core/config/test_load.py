@@ -288,11 +288,6 @@ def test_a_file_that_is_no_configuration_is_not_quoted(tmp_path: Path, text: str
     assert "zwei" not in message
 
 
-def test_a_value_of_a_file_is_refused_with_its_line(tmp_path: Path) -> None:
-    path = write(tmp_path / "mine.yaml", "base: tiny\n\nsteps: 0\n")
-    assert refused(path).endswith(f"({path}:3)")
-
-
 def test_a_cycle_of_bases_is_refused_by_name(tmp_path: Path) -> None:
     write(tmp_path / "a.yaml", "base: b.yaml\n")
     path = write(tmp_path / "b.yaml", "base: a.yaml\n")
@@ -420,12 +415,6 @@ def test_a_run_json_changed_by_hand_is_refused_with_its_place() -> None:
         reload_config(described)
     with pytest.raises(UserError, match=r"^steps: must be .* got 0 \(--set\)$"):
         reload_config(public_dump(load_config("tiny")), ["steps=0"])
-
-
-def test_what_json_cannot_hold_is_refused() -> None:
-    assert refused("tiny", ["training.max_grad_norm=.inf"]).startswith(
-        "training.max_grad_norm: must be a finite number"
-    )
 
 
 def test_the_model_may_be_open_for_a_look_at_the_iteration() -> None:

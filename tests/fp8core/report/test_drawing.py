@@ -25,7 +25,6 @@ from fp8core.report.charts import (
     Stack,
     bucket_means,
     colour,
-    short,
     thinned,
 )
 from fp8core.report.drawing import BARS, BISECTED, CELLS, DASHES, MARKERS, draw_bisection, draw_png, svg
@@ -120,17 +119,6 @@ def test_outlines_and_references_are_drawn(tmp_path: Path) -> None:
     assert pixels(tmp_path / "a.png", colour(REFERENCE))
 
 
-def test_a_legend_of_many_lines_lies_below_the_panels(tmp_path: Path) -> None:
-    """In a panel whose lines fill it, it would hide some of them."""
-    lines = [Series(f"run {style}", range(5), [style] * 5, style) for style in range(6)]
-    charts = [Chart(title, "step", "reward", lines) for title in ("Reward", "Accuracy")]
-    draw_png(charts, tmp_path / "shared.png", "six runs")
-    draw_png([charts[0], replace(charts[1], series=lines[:5])], tmp_path / "own.png", "six runs")
-    below = {path.stem: imread(path)[-25:, ..., :3] for path in tmp_path.iterdir()}
-    inks = {name: (np.ptp(rows, axis=-1) > 0.3).sum() for name, rows in below.items()}
-    assert inks["shared"] > 0 == inks["own"]
-
-
 def test_ten_thousand_steps_make_a_small_picture_that_keeps_ends_and_spikes() -> None:
     y = [math.sin(i / 500) for i in range(10_000)]
     y[3210], y[7654] = 40.0, -40.0
@@ -147,14 +135,6 @@ def test_ten_thousand_steps_make_a_small_picture_that_keeps_ends_and_spikes() ->
 def test_the_picture_of_a_run_is_drawn_whatever_was_measured(tmp_path: Path, history) -> None:
     draw_png(training_charts("tiny", history), tmp_path / "curves.png", "tiny")
     assert imread(tmp_path / "curves.png").shape[1] == 1200
-
-
-@pytest.mark.parametrize(
-    ("value", "words"),
-    [(0.0, "0"), (0.123456, "0.1235"), (13080.4, "13,080"), (2e-5, "2e-5"), (3e12, "3e12"), (NAN, "nan")],
-)
-def test_numbers_are_short(value: float, words: str) -> None:
-    assert short(value) == words
 
 
 # Stacks, heat maps and graphs
@@ -217,14 +197,6 @@ def unit(name, share, removed):
 
 
 RANKED = Bisection(402, TOTAL, (unit("layer 1", 0.9, 0.55), unit("layer 10", 0.4, -0.05), unit("head", 0.0, 0.0)))
-
-
-def test_a_bisection_is_an_aligned_table_in_the_order_of_the_ranking():
-    lines = bisection_text(RANKED).splitlines()
-    assert len({len(row) for row in lines}) == 1
-    assert lines[1].split() == ["layer", "1", "90.0%", "55.0%", "1.800e-02", "1.800e-02", "5.000e-01"]
-    assert lines[-1].split() == ["total", "2.000e-02", "2.030e-02", "5.000e-01"]
-    assert "all 402 log-probs are equal" in bisection_text(Bisection(402, LogprobError(0.0, 1.0, 0.0), ()))
 
 
 def test_both_shares_are_drawn_to_scale_and_a_long_ranking_is_cut(tmp_path):

@@ -236,14 +236,6 @@ def test_weights_and_denominator_are_those_of_the_source(name):
             assert any(flat(expected))
 
 
-def test_slime_keeps_what_its_yaml_keeps():
-    """mis.yaml has `use_rs: true` and bounds 0.5 and 2; the mean is over all four tokens."""
-    weights, tokens = corrected_by("slime/mis", [[0.1, -1.5, 0.8, 0.3]])
-    mean = (math.exp(0.1) + math.exp(-1.5) + 2.0 + math.exp(0.3)) / 4
-    assert weights[0] == pytest.approx([math.exp(0.1) / mean, 0.0, 0.0, math.exp(0.3) / mean], rel=1e-12)
-    assert tokens == 4
-
-
 def test_verl_s_band_is_on_the_inverse_ratio():
     """rho = exp(0.0010002) is above 1.001, but 1/rho is above 0.999."""
     assert 1.001 < math.exp(0.0010002) < 1 / 0.999

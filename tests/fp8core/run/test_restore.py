@@ -49,14 +49,6 @@ def damage(path, how):
             return "content differs"
 
 
-def assert_synced(run, version):
-    """The engine holds the policy and the scales that the step's own sync left there."""
-    report = run.directory.store.get_json(run.directory.ledger.artifacts(version)["sync_report"])
-    assert run.trainer.version == version
-    assert run.engine.fingerprint() == report["digest"]
-    assert run.engine.describe() == report["engine"]
-
-
 @pytest.mark.parametrize("artifact", ARTIFACTS)
 def test_a_damaged_artifact_of_the_step_that_was_cut_is_made_again(run_copy, artifact):
     run_copy.cut_after(3, "record")

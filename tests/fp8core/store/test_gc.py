@@ -102,11 +102,6 @@ def readable(folder: Path, step: int) -> set[str]:
     return found
 
 
-def sizes(folder: Path) -> dict[Path, int]:
-    """Every file with its bytes."""
-    return {path: path.stat().st_size for path in folder.rglob("*") if path.is_file()}
-
-
 def gc(folder: Path, keep: KeepConfig | None) -> Removal:
     removal = plan_removal(folder, keep, NOW)
     remove(folder, removal.deletions)
