@@ -13,7 +13,7 @@ from prefect.futures import wait
 from prefect.states import Cancelled, Completed, Failed
 from prefect.utilities.annotations import quote
 
-from fp8core.config.check import Plan, PlannedStep
+from fp8core.config.steps import Plan, PlannedStep
 from fp8core.errors import printable_lines
 from fp8core.run.context import RunContext, live_run
 from fp8core.run.execute import TaskResult, run_step

@@ -21,8 +21,8 @@ def add_command(commands: Any) -> None:
 
 def report_runs(options: argparse.Namespace) -> int:
     """Read, draw and write; returns the exit code, 1 when a file is damaged; raises UserError."""
+    from fp8core.report.pages import key_charts, report_html
     from fp8core.report.run_data import read_runs, refuse_duplicates
-    from fp8core.report.run_report import key_charts, report_html
 
     folders = [find_run(run) for run in options.runs]
     refuse_duplicates(folders)

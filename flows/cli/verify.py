@@ -54,9 +54,8 @@ def add_command(commands: Any) -> None:
 
 def verify_run(options: argparse.Namespace) -> int:
     """Check, print and write; returns 1 when anything is wrong, raises UserError."""
-    from fp8core.report.provenance import Provenance
     from fp8core.store.manifest import fingerprint, read_public_key
-    from fp8core.store.run_view import RunView
+    from fp8core.store.run_view import Provenance, RunView
     from fp8core.store.verify import Chain, ExpectedHead, references, verified_bytes, verify
 
     told = None if options.head is None else ExpectedHead.parse(options.head)

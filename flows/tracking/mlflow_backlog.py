@@ -40,7 +40,7 @@ _WAITING_SAMPLES = 8640
 
 
 class MlflowBacklog:
-    """A run's data to publish to MLflow (`publisher.Destination`)."""
+    """A run's data to publish to MLflow (`session.Destination`)."""
 
     name = "MLflow"
     follows = "metrics stay in the ledger and follow"
@@ -85,7 +85,7 @@ class MlflowBacklog:
         self._comparisons.append(self._confirm)
 
     def publish(self) -> Iterator[None]:
-        """Publishes what is missing (`publisher.Destination.publish`)."""
+        """Publishes what is missing (`session.Destination.publish`)."""
         with store_errors(self._tracker.uri):
             self._sample()
             for _ in self._pieces():

@@ -1,6 +1,6 @@
 """Prefect's view of a training beside its tasks: progress, a report, and a link to its MLflow run.
 
-The thread that serves MLflow posts them (`publisher.Destination`). Nothing here fails a training.
+The thread that serves MLflow posts them (`session.Destination`). Nothing here fails a training.
 """
 
 import re
@@ -29,7 +29,7 @@ _PASSING_STATUS = {408, 429}
 
 
 class PrefectArtifacts:
-    """The artifacts of a run that belong to a flow run (`publisher.Destination`)."""
+    """The artifacts of a run that belong to a flow run (`session.Destination`)."""
 
     name = "Prefect"
     follows = "what its UI shows of the run follows"
@@ -53,7 +53,7 @@ class PrefectArtifacts:
             self._waiting.append(partial(self._post_report, index))
 
     def publish(self) -> Iterator[None]:
-        """Posts what waits (`publisher.Destination.publish`); a piece that is refused is left out."""
+        """Posts what waits (`session.Destination.publish`); a piece that is refused is left out."""
         while (done := self._done) != self._shown:
             self._try(partial(self._post_progress, done))
             self._shown = done

@@ -11,7 +11,7 @@ import numpy as np
 
 from fp8core.config.run import CorrectionConfig, RunConfig
 from fp8core.parity.learning import LearningCurve
-from fp8core.report.run_charts import ESS, K3
+from fp8core.report.charts import ESS, K3
 from fp8core.report.run_data import RunData
 from fp8core.report.summary import GRAD_NORM, HELDOUT, TMPE, series
 from fp8core.store.artifacts import ArtifactError, read_checked

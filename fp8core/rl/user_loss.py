@@ -24,7 +24,7 @@ from pydantic import BaseModel, JsonValue, ValidationError
 from torch import Tensor
 
 from fp8core.alignment.metrics import clamp_exponent
-from fp8core.config.check import refusal
+from fp8core.config.section import refusal
 from fp8core.config.steps import NoOptions
 from fp8core.errors import UserError, first_line
 from fp8core.input_file import open_input

@@ -11,11 +11,10 @@ from pathlib import Path
 import torch
 
 from fp8core.config.capability import check_contract, this_platform
-from fp8core.config.check import Plan, check_pipeline
 from fp8core.config.load import config_digest, may_continue
 from fp8core.config.loss import SHIPPED_LOSSES
 from fp8core.config.run import RunConfig, own_code, public_dump
-from fp8core.config.steps import import_spec
+from fp8core.config.steps import Plan, check_pipeline, import_spec
 from fp8core.data.source import build_source, check_problems
 from fp8core.errors import UserError, without_passwords
 from fp8core.report.console import Console

@@ -12,9 +12,9 @@ import pytest
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId
 
-from flows.tracking import publisher as module
+from flows.tracking import session as module
 from flows.tracking.prefect_artifacts import PrefectArtifacts
-from flows.tracking.publisher import Publisher, publishing
+from flows.tracking.session import Publisher, publishing
 from flows.tracking.store import Outage, Refusal
 from fp8core.report.console import Console
 
