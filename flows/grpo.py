@@ -17,10 +17,9 @@ from prefect.states import Paused, Suspended
 from pydantic import Field
 
 from flows.environment import bound_mlflow_requests, set_engine_variables
-from flows.orchestration import PrefectExecution, T, failed, show_logs_escaped
+from flows.orchestration import PrefectArtifacts, PrefectExecution, T, artifact_client, failed, show_logs_escaped
 from flows.run_lookup import load_settings
 from flows.termination import Interrupt, StopRequest, keep_interrupt, stop_on_sigterm
-from flows.tracking.prefect_artifacts import PrefectArtifacts, artifact_client
 from flows.tracking.publish import write_report
 from flows.tracking.record import Guardian
 from flows.tracking.session import Session, follow_ledger, open_session

@@ -12,8 +12,8 @@ import pytest
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId
 
+from flows.orchestration import PrefectArtifacts
 from flows.tracking import session as module
-from flows.tracking.prefect_artifacts import PrefectArtifacts
 from flows.tracking.session import Publisher, publishing
 from flows.tracking.store import Outage, Refusal
 from fp8core.report.console import Console
@@ -110,7 +110,7 @@ def test_metrics_that_are_gone_cost_a_report_only(prefect, run_copy) -> None:
 
 
 def test_the_end_of_a_training_does_not_wait_for_a_server_that_is_away(prefect, run_copy, monkeypatch) -> None:
-    monkeypatch.setattr("flows.tracking.prefect_artifacts.PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr("flows.orchestration.PATIENCE_SECONDS", 0.5)
     prefect.error = httpx.ConnectError("no answer")
     with run_copy.opened() as run:
         artifacts = PrefectArtifacts(run, "http://mlflow", None, prefect)
