@@ -6,7 +6,7 @@ from typing import Any
 from flows.cli.arguments import add_force, add_output
 from flows.launch import say, stopped
 from flows.run_lookup import find_run
-from fp8core.store.output import PAGE, PICTURE
+from fp8core.user_files import PAGE, PICTURE
 
 
 def add_command(commands: Any) -> None:

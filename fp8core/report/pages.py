@@ -60,7 +60,7 @@ from fp8core.report.summary import (
     History,
     series,
 )
-from fp8core.store.output import PAGE_MARK
+from fp8core.user_files import PAGE_MARK
 
 _TEMPLATE = "page.html.jinja"
 WEIGHTS = (

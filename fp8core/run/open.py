@@ -26,8 +26,8 @@ from fp8core.run.context import RunContext, register, release
 from fp8core.store.artifacts import RolloutShards
 from fp8core.store.ledger import LedgerView, SegmentEntry
 from fp8core.store.manifest import SigningKey, code_version, git_state, hardware, read_signing_key
-from fp8core.store.output import refuse_in_run
 from fp8core.store.run_directory import LEDGER, RunDescription, RunDirectory, read_description, refuse_in_use
+from fp8core.user_files import refuse_in_run
 
 _TEACHER = "tasks.teacher:teacher"
 CARRIED_KINDS = {"policy": "policy", "scales": "scales"}

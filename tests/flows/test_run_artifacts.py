@@ -80,7 +80,7 @@ def test_a_server_that_is_away_gets_everything_when_it_is_back(error, prefect, r
             for index in range(1, 5):
                 artifacts.step_done(index)
                 publisher.wake()
-            time.sleep(0.1)
+            assert within(20, lambda: "Prefect does not answer" in run_copy.said)
             prefect.error = None
             assert within(20, lambda: any(posted.description == "Step 4 of 4" for posted in prefect.posted))
     assert prefect.keys() == ["progress-whole", "mlflow-whole", "report-whole", "report-whole"]
