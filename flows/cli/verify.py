@@ -110,8 +110,8 @@ def _anchors(
 ) -> "tuple[dict[str, str], list[Finding]]":
     """Anchors of the chain outside of the folder: lines by anchor, and findings."""
     from flows.environment import bound_mlflow_requests
-    from flows.tracking.anchor import compare_with_mlflow
     from flows.tracking.store import quiet_store_logs
+    from flows.tracking.tracker import compare_with_mlflow
     from fp8core.store.run_view import Finding
     from fp8core.store.verify import signature_lines
 

@@ -18,7 +18,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from flows.tracking.anchor import ahead_of
 from flows.tracking.mlflow_backlog import MlflowBacklog
 from flows.tracking.publish import published_kinds
 from flows.tracking.record import RunOutcome, TrackingFile, TrackingRecord, read_record, record_lock
@@ -30,7 +29,7 @@ from flows.tracking.store import (
     store_errors,
     store_of_folder,
 )
-from flows.tracking.tracker import Tracker
+from flows.tracking.tracker import Tracker, ahead_of
 from fp8core.config.run import RunConfig
 from fp8core.errors import UserError, without_passwords
 from fp8core.report.console import Console
