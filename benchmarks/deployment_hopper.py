@@ -36,7 +36,7 @@ from typing import Any
 import torch
 
 from benchmarks.harness import ROOT, Row, provenance, write_rows
-from benchmarks.random_model import make_model
+from benchmarks.large_ledger import make_model
 from benchmarks.small_hopper import run_provenance, seconds_by_task
 from flows.pools import GPU
 from fp8core.config.load import load_config
@@ -113,7 +113,7 @@ def parts_of(case: str) -> tuple[str, str]:
 
 
 def small_model(name: str, device: str) -> Architecture:
-    """The family and details of the configuration's model at a small shape; its weights are drawn by `random_model`."""
+    """The family and details of the configuration's model at a small shape; its weights are drawn by `make_model`."""
     published = PUBLISHED[str(load_config(name).model)]
     if (experts := published.experts) is not None:
         count, per_token, width = _EXPERTS[device]

@@ -31,7 +31,7 @@ from fp8core.config.capability import this_platform
 from fp8core.config.load import reload_config
 from fp8core.config.precision import PrecisionContract, SidePrecision
 from fp8core.config.run import RunConfig
-from fp8core.config.vllm import VllmConfig
+from fp8core.config.section import VllmConfig
 from fp8core.data.prompt import Problem
 from fp8core.evaluation.measure import heldout_problems
 from fp8core.report.run_data import read_run

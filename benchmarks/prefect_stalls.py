@@ -1,12 +1,12 @@
-"""How long Prefect's server is silent when it is asked much: on SQLite, with and without flows/prefect_sqlite.py.
+"""How long Prefect's server is silent when it is asked much: on SQLite, with and without our cure.
 
     python -m benchmarks.prefect_stalls [--seconds 60] [--postgresql postgresql+asyncpg://user:password@host/database]
 
 prints the table of docs/results/service.md: each server has a new database (the one of PostgreSQL must be empty) and is
 asked by seven threads, each again as soon as it has its answer: one for its health, two as workers look for runs, one
 heartbeat of a worker, three that make flow runs and set their states. Answers are counted, among them "busy, ask again"
-(503), and the longest wait for one. Run it after an upgrade of Prefect or SQLAlchemy: flows/prefect_sqlite.py may go
-when the first line is as good as the second.
+(503), and the longest wait for one. Run it after an upgrade of Prefect or SQLAlchemy: `prepare_sqlite` of
+flows/prefect_server.py may go when the first line is as good as the second.
 """
 
 import argparse

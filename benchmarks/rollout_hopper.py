@@ -26,7 +26,7 @@ import torch
 from benchmarks import vllm_hopper_cases as cases
 from benchmarks.harness import Row, RowFile, ended, start
 from benchmarks.vllm_hopper import prepare
-from fp8core.config.vllm import VllmConfig
+from fp8core.config.section import VllmConfig
 from fp8core.models.architecture import Architecture
 from fp8core.rollout.engine import Sampling
 from fp8core.run.context import freeze_heap, thaw_heap

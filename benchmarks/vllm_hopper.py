@@ -47,7 +47,7 @@ from benchmarks import vllm_hopper_cases as cases
 from benchmarks.harness import ROOT, Row, RowFile, ended, provenance, start, write_rows
 from flows.environment import set_variables
 from fp8core.config.precision import PrecisionContract
-from fp8core.config.vllm import VllmConfig
+from fp8core.config.section import VllmConfig
 from fp8core.models.architecture import Architecture
 from fp8core.numerics.kv_scales import (
     AmaxStatistics,

@@ -23,7 +23,7 @@ from benchmarks import vllm_hopper_cases as cases
 from benchmarks.harness import ROOT, Row, RowFile
 from flows.environment import set_variables
 from fp8core.config.precision import PrecisionContract
-from fp8core.config.vllm import VllmConfig
+from fp8core.config.section import VllmConfig
 from fp8core.models.architecture import Architecture, Experts, parameter_shapes
 from fp8core.models.weights import SCALE_SUFFIX
 from fp8core.numerics.e4m3 import TILE

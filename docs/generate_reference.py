@@ -1,22 +1,36 @@
-"""Write docs/reference/config.md and docs/schemas/run.json from the configuration's models, and cli.md from the parser.
+"""Write the pages of docs/reference/ and the JSON schemas of docs/schemas/ from the code.
 
     python docs/generate_reference.py
 
-A test fails where one of them is out of date. Editors check a configuration file with the schema that its first line
-names, as those in configs/ do.
+config.md and run.json come from the models of the configuration, and cli.md comes from the parser. The tables of
+manifest.md and the other schemas come from the models of a run's files. A test fails where one of them is out of date.
+Editors check a configuration file with the schema that its first line names, as those in configs/ do.
+
+A change of what a manifest holds needs a new schema version first. The schema file of a version that runs were made
+with must stay as it is.
 """
 
 import argparse
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel, TypeAdapter
 
 from flows.cli import build_parser
 from fp8core.config.load import file_schema
+from fp8core.store.artifacts import Ref
+from fp8core.store.deletion_log import Deletion
+from fp8core.store.ledger import BoundEntry, CheckpointEntry, Entry, RedoEntry, SegmentEntry, StepEntry, TaskEntry
+from fp8core.store.manifest import Content, Signature, StepManifest, StepObservations, StepRecord
+from fp8core.store.run_directory import RunDescription
 
-REFERENCE = Path(__file__).resolve().parent / "reference"
-ROOT = REFERENCE.parents[1]
+DOCS = Path(__file__).resolve().parent
+ROOT = DOCS.parent
+REFERENCE, SCHEMAS = DOCS / "reference", DOCS / "schemas"
+MANIFEST = REFERENCE / "manifest.md"
 Schema = Mapping[str, Any]
 
 _CONFIG = """# Configuration
@@ -38,21 +52,51 @@ _CLI = """# Command line
 | 4 | not enough data (`parity`) |
 | 130, 143 | Ctrl-C; SIGTERM, after the step was committed |
 """
+_VERSION = StepManifest.model_fields["schema_version"].default
+_MANIFEST_MODELS: dict[str, type[BaseModel]] = {
+    "manifest": StepManifest,
+    "record": StepRecord,
+    "content": Content,
+    "observed": StepObservations,
+    "task": TaskEntry,
+    "step": StepEntry,
+    "checkpoint": CheckpointEntry,
+    "segment": SegmentEntry,
+    "redo": RedoEntry,
+    "bound": BoundEntry,
+    "ref": Ref,
+    "tombstone": Deletion,
+    "signature": Signature,
+    "run": RunDescription,
+}
+_NAMES = {str: "text", int: "integer", float: "number", bool: "true or false", NoneType: "null"}
 _BLOCK = "\n<!-- begin: {0} -->\n\n{1}\n<!-- end: {0} -->\n"
 
 
 def main() -> None:
-    for path, text in pages().items():
+    for path, text in {**pages(), **manifest_schemas()}.items():
         path.write_text(text)
 
 
 def pages() -> dict[Path, str]:
-    """The pages and the schema, and their text."""
+    """The pages and the schema of the configuration, and their text."""
     return {
-        ROOT / "docs" / "schemas" / "run.json": json.dumps(file_schema(), indent=2) + "\n",
+        SCHEMAS / "run.json": json.dumps(file_schema(), indent=2) + "\n",
         REFERENCE / "config.md": _CONFIG + _BLOCK.format("settings", config_tables(file_schema())),
         REFERENCE / "cli.md": _CLI + _BLOCK.format("commands", cli_tables(build_parser())),
+        MANIFEST: rewritten(MANIFEST.read_text(), {name: table(model) for name, model in _MANIFEST_MODELS.items()}),
     }
+
+
+def manifest_schemas() -> dict[Path, str]:
+    """The schemas of the manifest, the ledger and the log of deletions, and their text."""
+    entry: TypeAdapter[Entry] = TypeAdapter(Entry)
+    content = {
+        f"manifest-{_VERSION}.json": StepManifest.model_json_schema(),
+        "ledger.json": entry.json_schema(),
+        "tombstone.json": Deletion.model_json_schema(),
+    }
+    return {SCHEMAS / name: json.dumps(schema, indent=2) + "\n" for name, schema in content.items()}
 
 
 def config_tables(schema: Schema) -> str:
@@ -145,6 +189,44 @@ def _argument(action: argparse.Action) -> str:
 
 def _sentence(text: str) -> str:
     return f"{text[:1].upper()}{text[1:]}." if text else ""
+
+
+def table(model: type[BaseModel]) -> str:
+    """A row for each field. Raises ValueError when a field does not say what it means."""
+    rows = ["| field | type | meaning |", "| --- | --- | --- |"]
+    for name, field in model.model_fields.items():
+        meaning = field.description or ("What kind of line this is." if name == "event" else None)
+        if meaning is None:
+            raise ValueError(f"{model.__name__}.{name} has no description")
+        rows.append(f"| `{name}` | {type_name(field.annotation)} | {meaning} |")
+    return "\n".join(rows)
+
+
+def type_name(annotation: Any) -> str:
+    """A type in words."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return type_name(arguments[0])
+    if origin is Literal:
+        return " or ".join(f"`{value}`" for value in arguments)
+    if origin in (Union, UnionType):
+        return " or ".join(type_name(argument) for argument in arguments)
+    if origin is dict:
+        return f"map of {type_name(arguments[1])}"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return f"`{annotation.__name__}`"
+    return _NAMES.get(annotation, "any")
+
+
+def rewritten(page: str, parts: Mapping[str, str]) -> str:
+    """The page with the text between the markers of each part replaced; each pair must occur exactly once."""
+    for name, text in parts.items():
+        begin, end = f"<!-- begin: {name} -->", f"<!-- end: {name} -->"
+        if page.count(begin) != 1 or page.count(end) != 1:
+            raise ValueError(f"{MANIFEST.name}: the markers of {name} must occur once")
+        before, after = page.partition(begin)[0], page.partition(end)[2]
+        page = f"{before}{begin}\n\n{text}\n\n{end}{after}"
+    return page
 
 
 if __name__ == "__main__":

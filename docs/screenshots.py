@@ -1,14 +1,23 @@
-"""Take the pictures of the pages that a person looks at: a run and a comparison in MLflow, and the report.
+"""Take the pictures of the pages that a person looks at, with headless Chromium.
 
     pip install playwright
-    python docs/screenshots.py runs/first runs/mixed
+    python docs/screenshots.py mlflow runs/first runs/mixed
+    python docs/screenshots.py prefect http://127.0.0.1:4200 "$PREFECT_API_AUTH_STRING"
 
-Both runs must be tracked in the store beside them. Chromium is the one on the path, or playwright's own
-(`playwright install chromium`). The pictures go to docs/images/, or to the folder of --out.
+The first one shows a run and a comparison in MLflow, and the report. Both runs must be tracked in the store beside
+them. The second one shows pages of Prefect's server that `fp8-grpo up` runs: the run of `fp8-grpo/tiny` that ended
+last, and the form that starts one. A short run makes a readable picture:
+
+    prefect deployment run fp8-grpo/tiny --watch --param steps=4
+
+Chromium is the one on the path, or playwright's own (`playwright install chromium`). The pictures go to docs/images/,
+or to the folder of --out.
 """
 
 import argparse
+import base64
 import io
+import json
 import shutil
 import socket
 import subprocess
@@ -27,8 +36,8 @@ from PIL import Image
 from playwright.sync_api import Page, ViewportSize, sync_playwright
 
 from flows.tracking.record import TrackingRecord, read_record
+from fp8core.report.pages import report_html
 from fp8core.report.run_data import read_runs
-from fp8core.report.run_report import report_html
 
 IMAGES = Path(__file__).parent / "images"
 WIDTH, HEIGHT = 1440, 900
@@ -43,16 +52,32 @@ SETTLE_MS = 8000
 """How long all charts take after the first."""
 
 
+# Prefect's pages fade in, and the timeline moves to where the tasks are.
+PREFECT_SETTLE_MS = 5000
+
+
 def main() -> None:
-    """Serve MLflow, look at each page, and keep what is seen."""
+    """Take the pictures of one service."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", metavar="RUN", nargs=2, type=Path, help="the folders of two runs")
     parser.add_argument("--out", type=Path, default=IMAGES, metavar="FOLDER", help="where the pictures go")
+    services = parser.add_subparsers(dest="service", required=True)
+    services.add_parser("mlflow").add_argument("runs", metavar="RUN", nargs=2, type=Path, help="folder of a run")
+    prefect = services.add_parser("prefect")
+    prefect.add_argument("server", help="its address")
+    prefect.add_argument("login", help="PREFECT_API_AUTH_STRING of that server")
     options = parser.parse_args()
-    records = [recorded(folder) for folder in options.runs]
+    if options.service == "mlflow":
+        mlflow_pictures(options.runs, options.out)
+    else:
+        prefect_pictures(options.server, options.login, options.out)
+
+
+def mlflow_pictures(runs: list[Path], out: Path) -> None:
+    """Serve MLflow, look at each page and at the report, and keep what is seen."""
+    records = [recorded(folder) for folder in runs]
     with tempfile.TemporaryDirectory() as scratch, mlflow_ui(records[0].uri) as address, browser() as page:
         report = Path(scratch) / "report.html"
-        report.write_text(report_html(read_runs(options.runs)))
+        report.write_text(report_html(read_runs(runs)))
         for name, url in mlflow_pages(address, records).items():
             page.goto(url)
             search = page.get_by_placeholder("Search metric charts")
@@ -60,10 +85,10 @@ def main() -> None:
             search.fill(SHOWN)
             page.locator(CHARTED).first.wait_for(timeout=1000 * PATIENCE_SECONDS)
             page.wait_for_timeout(SETTLE_MS)
-            keep(page.screenshot(), options.out / f"{name}.png")
+            keep(page.screenshot(), out / f"{name}.png")
         page.set_viewport_size(REPORT)
         page.goto(report.as_uri())
-        keep(page.screenshot(), options.out / "report.png")
+        keep(page.screenshot(), out / "report.png")
 
 
 def recorded(folder: Path) -> TrackingRecord:
@@ -99,6 +124,40 @@ def mlflow_ui(uri: str) -> Iterator[str]:
     finally:
         server.terminate()
         server.wait()
+
+
+def prefect_pictures(server: str, login: str, out: Path) -> None:
+    """Look at the pages of the last run and of the form, and keep what is seen."""
+    password = base64.b64encode(login.encode()).decode()
+    deployment = _ask(password, f"{server}/api/deployments/name/fp8-grpo/tiny")["id"]
+    query = {
+        "deployments": {"id": {"any_": [deployment]}},
+        "flow_runs": {"state": {"type": {"any_": ["COMPLETED"]}}},
+        "sort": "END_TIME_DESC",
+        "limit": 1,
+    }
+    (run,) = _ask(password, f"{server}/api/flow_runs/filter", query)
+    pages = {
+        "prefect-run.png": (f"{server}/runs/flow-run/{run['id']}", 1400, 520),
+        "prefect-form.png": (f"{server}/deployments/deployment/{deployment}/run", 1200, 1150),
+    }
+    with browser() as page:
+        page.add_init_script(f"localStorage.setItem('prefect-password', '{password}')")
+        for name, (address, width, height) in pages.items():
+            page.set_viewport_size({"width": width, "height": height})
+            page.goto(address)
+            page.wait_for_load_state("networkidle")
+            page.wait_for_timeout(PREFECT_SETTLE_MS)
+            keep(page.screenshot(), out / name)
+
+
+def _ask(password: str, url: str, query: dict[str, Any] | None = None) -> Any:
+    data = None if query is None else json.dumps(query).encode()
+    request = urllib.request.Request(
+        url, data, {"Content-Type": "application/json", "Authorization": f"Basic {password}"}
+    )
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        return json.load(answer)
 
 
 def wait_for(url: str) -> None:

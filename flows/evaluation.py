@@ -17,9 +17,9 @@ from fp8core.data.prompt import Problem
 from fp8core.errors import UserError
 from fp8core.evaluation.measure import Counting, Precision, all_problems, contract_in, heldout_problems
 from fp8core.report.console import Console
-from fp8core.run.answers import Questions
 from fp8core.run.build import check_engine, engine_environment
 from fp8core.run.export import ORIGIN, read_origin, stored_policy
+from fp8core.run.policy import Questions
 from fp8core.run.replay import RunSnapshot
 
 

@@ -17,21 +17,20 @@ from prefect.states import Paused, Suspended
 from pydantic import Field
 
 from flows.environment import bound_mlflow_requests, set_engine_variables
-from flows.orchestration import PrefectExecution, T, failed, show_logs_escaped
+from flows.orchestration import PrefectArtifacts, PrefectExecution, T, artifact_client, failed, show_logs_escaped
 from flows.run_lookup import load_settings
 from flows.termination import Interrupt, StopRequest, keep_interrupt, stop_on_sigterm
-from flows.tracking.guardian import Guardian
-from flows.tracking.prefect_artifacts import PrefectArtifacts, artifact_client
 from flows.tracking.publish import write_report
+from flows.tracking.record import Guardian
 from flows.tracking.session import Session, follow_ledger, open_session
 from flows.tracking.store import quiet_store_logs, ui_command
 from fp8core.alignment.bounds import stop_bounds
 from fp8core.config.load import merged_overrides
 from fp8core.config.run import RUN_NAME, RunConfig
 from fp8core.errors import UserError, printable
+from fp8core.report.charts import training_charts
 from fp8core.report.console import Console, StyleAccuracy
 from fp8core.report.drawing import draw_png
-from fp8core.report.run_charts import training_charts
 from fp8core.report.summary import StepTiming, Summary, summarise
 from fp8core.run import loop
 from fp8core.run.commit import step_metrics, stored_manifest

@@ -17,8 +17,8 @@ from flows.termination import keep_interrupt
 from flows.tracking.record import TrackingRecord, read_record
 from fp8core.errors import printable, printable_lines
 from fp8core.store.lock import is_held
-from fp8core.store.output import Output
 from fp8core.store.run_directory import LOCK, SUMMARY, read_description
+from fp8core.user_files import Output
 
 if TYPE_CHECKING:
     from fp8core.config.run import RunConfig

@@ -19,8 +19,7 @@ from pydantic import Field
 from flows.environment import bound_mlflow_requests
 from flows.launch import say
 from flows.orchestration import failed, show_logs_escaped, unanswered
-from flows.parity_night import ParityRequest, Plan, committed, record_of, refuse
-from flows.parity_training import read_memory, train_one
+from flows.parity_training import ParityRequest, Plan, committed, read_memory, record_of, refuse, train_one
 from flows.tracking.results import log_parity
 from flows.tracking.store import quiet_store_logs
 from fp8core.config.run import RUN_NAME
@@ -30,7 +29,7 @@ from fp8core.parity.measure import Measured, measure
 from fp8core.parity.verdict import FAIL, NOT_ENOUGH, RECORD, judge, last_passing, write_result
 from fp8core.report.charts import Chart
 from fp8core.report.drawing import draw_png
-from fp8core.report.parity import parity_charts, parity_html, parity_markdown
+from fp8core.report.pages import parity_charts, parity_html, parity_markdown
 from fp8core.report.run_data import read_run
 from fp8core.store.durable import PRIVATE, make_folder, write_file
 

@@ -20,7 +20,7 @@ from prefect.settings import PREFECT_API_AUTH_STRING
 from prefect.workers.process import ProcessWorker
 
 from flows.environment import HEARTBEAT_SECONDS
-from flows.prefect_sqlite import prepare_sqlite
+from flows.prefect_server import prepare_sqlite
 
 CPU, GPU = "fp8-grpo-cpu", "fp8-grpo-gpu"
 """Work pools: trainings that need no GPU, and those that do. Each runs one flow run at a time; the others queue."""

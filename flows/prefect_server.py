@@ -2,6 +2,7 @@
 
     python -m flows.prefect_server lasting PORT
     python -m flows.prefect_server training FILE
+    python -m flows.prefect_server command ARGUMENTS
 
 The first one is the server of `fp8-grpo up`, with the UI. A signal ends it.
 
@@ -10,20 +11,29 @@ serves Prefect's API, without its UI, on a bound socket that it inherits as that
 its standard input. Prefect would start one by itself, but as an ordinary child. A signal to the process group ends
 that before the training has reported. SIGKILL of the training leaves it running, with the training's standard output
 open.
+
+The third one is the `prefect` command, for a server of the user's own. All of them close failed cursors of SQLite
+(`prepare_sqlite`).
 """
 
+import logging
 import os
 import signal
 import socket
+import sqlite3
 import sys
 import tempfile
 import threading
 import time
 import urllib.request
-from typing import Any
+from collections.abc import MutableMapping, Sequence
+from typing import TYPE_CHECKING, Any, Self
 
 from fp8core.end_with_parent import TiedProcess, running
 from fp8core.errors import UserError
+
+if TYPE_CHECKING:
+    from sqlalchemy import Dialect
 
 _START_SECONDS = 180.0
 _STOP_SECONDS = 10.0
@@ -101,8 +111,6 @@ def _application(*, ephemeral: bool) -> Any:
     from prefect.server.api.server import create_app
     from starlette.middleware.trustedhost import TrustedHostMiddleware
 
-    from flows.prefect_sqlite import prepare_sqlite
-
     prepare_sqlite()
     return TrustedHostMiddleware(create_app(ephemeral=ephemeral, final=True), ["127.0.0.1", "localhost"])
 
@@ -114,14 +122,76 @@ def _wait_for_end(serving: threading.Thread) -> None:
         ended.join(0.5)
 
 
-def main(kind: str, number: str) -> None:
-    """Run the server of the command line."""
+class _Cursor(sqlite3.Cursor):
+    def execute(self, *arguments: Any) -> Self:
+        try:
+            return super().execute(*arguments)
+        except sqlite3.Error:
+            self.close()
+            raise
+
+    def executemany(self, *arguments: Any) -> Self:
+        try:
+            return super().executemany(*arguments)
+        except sqlite3.Error:
+            self.close()
+            raise
+
+
+class _Connection(sqlite3.Connection):
+    def cursor(self, factory: Any = _Cursor) -> Any:
+        return super().cursor(factory)
+
+
+def prepare_sqlite() -> None:
+    """Before this process serves: failed cursors are closed, and a refused transaction that is repeated is no error.
+
+    SQLite refuses a transaction that has read and now writes, at once, when another one wrote in between ("database is
+    locked"). Prefect 3.7 has many such transactions, makes one at every look of a worker (`mark_deployments_ready`),
+    and repeats them. But aiosqlite gives each connection a thread, and SQLAlchemy 2.0 leaves the cursor of a failed
+    statement open. The frames of the exception, a cycle, hold it until Python collects garbage, mostly in the thread of
+    the event loop. To end the cursor there takes the connection's mutex. While that connection waits for SQLite's write
+    lock, the event loop waits too; the holder of the lock needs the event loop to release it. The whole server is
+    silent until the connection gives up, which is after 60 s with Prefect. So the thread that ran a failed statement
+    closes its cursor here. Nothing changes with PostgreSQL.
+
+    Prefect omits such errors from its log unless PREFECT_SERVER_LOG_RETRYABLE_ERRORS is set. It does not omit them
+    under the name that docket (its queue of background work) gives to repeated work.
+    """
+    from sqlalchemy import Engine, event  # not above: trainings and commands import this module too
+
+    event.listen(Engine, "do_connect", _make_ours)
+    logging.getLogger("docket.dependencies").addFilter(_is_news)
+
+
+def _make_ours(dialect: "Dialect", record: Any, arguments: Sequence[Any], options: MutableMapping[str, Any]) -> None:
+    if dialect.driver == "aiosqlite":
+        options["factory"] = _Connection
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    from prefect.settings import get_current_settings
+
+    error = record.exc_info[1] if record.exc_info else None
+    refused = getattr(getattr(error, "orig", None), "sqlite_errorname", "").startswith("SQLITE_BUSY")
+    return not refused or get_current_settings().server.log_retryable_errors
+
+
+def main(kind: str, *arguments: str) -> None:
+    """Run the process of the command line."""
+    if kind == "command":
+        prepare_sqlite()
+        from prefect.cli import app
+
+        sys.argv = ["prefect", *arguments]
+        return app()
+    (number,) = map(int, arguments)
     if kind == "lasting":
-        return serve_lasting(int(number))
+        return serve_lasting(number)
     # The training decides when it ends: a scheduler sends SIGTERM to every process of a job.
     for ignored in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ignored, signal.SIG_IGN)
-    serve(socket.socket(fileno=int(number)))
+    serve(socket.socket(fileno=number))
     # Nothing is left to do, and taking the interpreter down takes seconds.
     os._exit(0)
 

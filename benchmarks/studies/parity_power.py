@@ -29,11 +29,20 @@ from numpy.typing import NDArray
 
 from benchmarks.harness import RESULTS, Row, provenance, table, write_rows
 from fp8core.config.load import load_config
-from fp8core.config.parity import ParityConfig
+from fp8core.config.section import ParityConfig
 from fp8core.evaluation.measure import wilson_interval
 from fp8core.parity.golden import Golden
-from fp8core.parity.learning import LearningCurve, Pair, mean_interval, steps_to_reach
-from fp8core.parity.measure import BASELINE, STRESS, VARIANTS, Measured, learning_curve
+from fp8core.parity.measure import (
+    BASELINE,
+    STRESS,
+    VARIANTS,
+    LearningCurve,
+    Measured,
+    Pair,
+    learning_curve,
+    mean_interval,
+    steps_to_reach,
+)
 from fp8core.parity.verdict import FAIL, NOT_ENOUGH, PASS, judge
 from fp8core.report.run_data import read_run
 

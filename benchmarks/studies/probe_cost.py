@@ -18,8 +18,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.harness import provenance, write_rows
-from benchmarks.large_ledger import VARIANTS, architecture, training
-from benchmarks.random_model import make_model
+from benchmarks.large_ledger import VARIANTS, architecture, make_model, training
 from flows.environment import set_engine_variables
 from fp8core.config.load import load_config
 from fp8core.config.run import RunConfig

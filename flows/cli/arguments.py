@@ -5,7 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from fp8core.store.output import Kind, Output, refuse_in_run
+from fp8core.user_files import Kind, Output, refuse_in_run
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:

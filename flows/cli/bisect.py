@@ -16,7 +16,7 @@ from flows.environment import set_engine_variables
 from flows.launch import say
 from fp8core.config.run import own_code
 from fp8core.errors import UserError
-from fp8core.store.output import PICTURE, json_output
+from fp8core.user_files import PICTURE, json_output
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from flows.cli.arguments import add_force, add_output
 from flows.launch import say
 from flows.run_lookup import find_run
-from fp8core.store.output import json_output
+from fp8core.user_files import json_output
 
 if TYPE_CHECKING:
     from fp8core.store.diff import Comparison

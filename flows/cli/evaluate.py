@@ -10,7 +10,7 @@ from flows.environment import search_last
 from flows.launch import explain, prepare_prefect
 from flows.run_lookup import admit_code, find_run
 from fp8core.errors import UserError
-from fp8core.store.output import EVALUATION
+from fp8core.user_files import EVALUATION
 
 
 def add_command(commands: Any) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from flows.cli.arguments import add_force, add_output, add_overrides, at_least
 from flows.environment import search_last
 from flows.launch import say
-from fp8core.store.output import json_output
+from fp8core.user_files import json_output
 
 if TYPE_CHECKING:
     from fp8core.config.run import RunConfig

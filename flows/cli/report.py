@@ -6,7 +6,7 @@ from typing import Any
 from flows.cli.arguments import add_force, add_output
 from flows.launch import say, stopped
 from flows.run_lookup import find_run
-from fp8core.store.output import PAGE, PICTURE
+from fp8core.user_files import PAGE, PICTURE
 
 
 def add_command(commands: Any) -> None:
@@ -21,8 +21,8 @@ def add_command(commands: Any) -> None:
 
 def report_runs(options: argparse.Namespace) -> int:
     """Read, draw and write; returns the exit code, 1 when a file is damaged; raises UserError."""
+    from fp8core.report.pages import key_charts, report_html
     from fp8core.report.run_data import read_runs, refuse_duplicates
-    from fp8core.report.run_report import key_charts, report_html
 
     folders = [find_run(run) for run in options.runs]
     refuse_duplicates(folders)

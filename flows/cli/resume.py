@@ -10,7 +10,7 @@ from flows.cli.arguments import add_force, add_output, add_overrides, add_trust
 from flows.launch import launch
 from flows.run_lookup import admit_code, description_of, find_run, load_settings
 from fp8core.config.run import own_code
-from fp8core.store.output import SUMMARY
+from fp8core.user_files import SUMMARY
 
 
 def add_command(commands: Any) -> None:

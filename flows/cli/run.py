@@ -8,7 +8,7 @@ from typing import Any
 from flows.cli.arguments import add_config, add_force, add_output
 from flows.environment import search_last
 from flows.launch import launch
-from fp8core.store.output import SUMMARY
+from fp8core.user_files import SUMMARY
 
 
 def add_command(commands: Any) -> None:

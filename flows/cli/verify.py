@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from flows.cli.arguments import add_force, add_output
 from flows.launch import say
 from flows.run_lookup import find_run
-from fp8core.store.output import json_output
+from fp8core.user_files import json_output
 
 if TYPE_CHECKING:
     from fp8core.store.durable import Report
@@ -54,9 +54,8 @@ def add_command(commands: Any) -> None:
 
 def verify_run(options: argparse.Namespace) -> int:
     """Check, print and write; returns 1 when anything is wrong, raises UserError."""
-    from fp8core.report.provenance import Provenance
     from fp8core.store.manifest import fingerprint, read_public_key
-    from fp8core.store.run_view import RunView
+    from fp8core.store.run_view import Provenance, RunView
     from fp8core.store.verify import Chain, ExpectedHead, references, verified_bytes, verify
 
     told = None if options.head is None else ExpectedHead.parse(options.head)
@@ -111,8 +110,8 @@ def _anchors(
 ) -> "tuple[dict[str, str], list[Finding]]":
     """Anchors of the chain outside of the folder: lines by anchor, and findings."""
     from flows.environment import bound_mlflow_requests
-    from flows.tracking.anchor import compare_with_mlflow
     from flows.tracking.store import quiet_store_logs
+    from flows.tracking.tracker import compare_with_mlflow
     from fp8core.store.run_view import Finding
     from fp8core.store.verify import signature_lines
 

@@ -14,7 +14,6 @@ from mlflow.entities import Metric
 from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 from mlflow.utils.validation import MAX_METRICS_PER_BATCH
 
-from flows.tracking.anchor import refuse_other_chain
 from flows.tracking.publish import (
     held_models,
     publish_bound,
@@ -28,7 +27,7 @@ from flows.tracking.publish import (
 )
 from flows.tracking.record import TrackingFile, mark_killed_siblings
 from flows.tracking.store import Lost, store_errors
-from flows.tracking.tracker import Tracker
+from flows.tracking.tracker import Tracker, refuse_other_chain
 from fp8core.run.commit import stored_manifest
 from fp8core.run.context import RunContext
 from fp8core.store.ledger import START, BoundEntry
@@ -40,7 +39,7 @@ _WAITING_SAMPLES = 8640
 
 
 class MlflowBacklog:
-    """A run's data to publish to MLflow (`publisher.Destination`)."""
+    """A run's data to publish to MLflow (`session.Destination`)."""
 
     name = "MLflow"
     follows = "metrics stay in the ledger and follow"
@@ -85,7 +84,7 @@ class MlflowBacklog:
         self._comparisons.append(self._confirm)
 
     def publish(self) -> Iterator[None]:
-        """Publishes what is missing (`publisher.Destination.publish`)."""
+        """Publishes what is missing (`session.Destination.publish`)."""
         with store_errors(self._tracker.uri):
             self._sample()
             for _ in self._pieces():

@@ -14,8 +14,8 @@ from fp8core.alignment.bounds import stop_bounds
 from fp8core.config.run import DataConfig, RunConfig, public_dump
 from fp8core.data.prompt import PromptSource, problems_digest
 from fp8core.data.source import SUFFIXES
+from fp8core.report.pages import report_html
 from fp8core.report.run_data import read_runs
-from fp8core.report.run_report import report_html
 from fp8core.report.summary import HELDOUT, REWARD
 from fp8core.report.text import pipeline_mermaid, pipeline_text
 from fp8core.run.commit import committed_step, step_metrics, stored_manifest

@@ -1,20 +1,29 @@
 """This machine's record of a training's MLflow run (tracking.json), and the mark of a training that was killed.
 
 Neither MLflow nor torch is imported at the top: the record replaces requests and answers in microseconds, also during
-an outage. SIGKILL leaves a training no moment to show its end in MLflow: another process does it.
+an outage. SIGKILL leaves a training no moment to show its end in MLflow: another process does it. That is the next
+training beside it (`mark_killed_siblings`), or the guardian, a small process that begins with the training:
+
+    python -m flows.tracking.record FOLDER
 """
 
 import fcntl
 import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal
+from types import TracebackType
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from flows.environment import bound_mlflow_requests, naming_store
+from fp8core.end_with_parent import TiedProcess, running
 from fp8core.errors import StoredFileError, UserError, without_passwords
 from fp8core.store import durable
 from fp8core.store.lock import FolderIdentity, is_held, original_of
@@ -23,6 +32,15 @@ RunOutcome = Literal["FINISHED", "FAILED", "KILLED"]
 RECORD = "tracking.json"
 _LOCK = "lock"
 _LEDGER = "ledger.jsonl"
+_WAIT = """
+import os, signal, sys
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if not os.read(0, 1):
+    os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+_GOODBYE = b"\n"
+_PATIENCE_SECONDS = 120
+_ATTEMPTS = 10
 
 
 class TrackingRecord(BaseModel):
@@ -230,3 +248,37 @@ def _outcome(record: TrackingRecord, folder: Path) -> TrackingRecord:
     if record.status != "RUNNING":
         return record
     return record.ended("KILLED", None, (folder / _LEDGER).stat().st_mtime_ns // 1_000_000)
+
+
+class Guardian:
+    """Watches the training of a run's folder while the block lasts, and marks it when it could not do so itself.
+
+    It waits, in a bare interpreter without any of our packages, until the training is gone. One that ended by itself
+    has sent an exit message before; else this module runs next in that process, on the folder of the run.
+    """
+
+    def __init__(self, folder: Path, store: str | None = None) -> None:
+        """`store` is the tracking store of the user's configuration; None: that of the environment."""
+        self._job = running("flows.tracking.record", str(folder.absolute()))
+        self._environment = None if store is None else naming_store(store)
+
+    def __enter__(self) -> Self:
+        arguments = ["-I", "-S", "-c", _WAIT, *self._job]
+        self._lifeline = TiedProcess(arguments, subprocess.DEVNULL, environment=self._environment)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._lifeline.end(_GOODBYE)
+
+
+if __name__ == "__main__":
+    signal.alarm(_PATIENCE_SECONDS)  # A tracking server may never answer.
+    bound_mlflow_requests()
+    folder = Path(sys.argv[1])
+    for _ in range(_ATTEMPTS):
+        # The pipe of a dying process may close before its lock and its database do.
+        if mark_killed(folder) or (record := read_record(folder)) is None or is_settled(record):
+            break
+        time.sleep(1)

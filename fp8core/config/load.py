@@ -24,10 +24,10 @@ from typing import Any
 import yaml
 from pydantic import JsonValue, ValidationError
 
-from fp8core.config.check import refusal, step_name, suggestion
 from fp8core.config.run import RunConfig, public_dump
+from fp8core.config.section import refusal, step_name, suggestion
 from fp8core.errors import StoredFileError, UserError, not_unicode, printable, without_passwords
-from fp8core.input_file import read_input
+from fp8core.user_files import read_input
 
 Overrides = Mapping[str, Any] | Sequence[str]
 

@@ -12,12 +12,9 @@ from pydantic import AfterValidator, Field, JsonValue, field_serializer, field_v
 from fp8core.config.cluster import ClusterConfig
 from fp8core.config.loss import SHIPPED_LOSSES, is_function_path
 from fp8core.config.loss import LossConfig as LossConfig
-from fp8core.config.megatron import MegatronConfig
-from fp8core.config.parity import ParityConfig
 from fp8core.config.precision import AlignmentConfig, PrecisionContract
-from fp8core.config.section import Section
+from fp8core.config.section import MegatronConfig, ParityConfig, Section, VllmConfig
 from fp8core.config.steps import PipelineConfig, is_shipped
-from fp8core.config.vllm import VllmConfig
 from fp8core.errors import without_passwords
 from fp8core.rollout.registry import ENGINES, ENTRY_PATH, check_name
 

@@ -1,6 +1,18 @@
-"""The base of every configuration section: immutable, closed to unknown keys."""
+"""The base of every configuration section, pydantic's refusals as one line, and the sections of single parts.
 
-from pydantic import BaseModel, ConfigDict
+Settings of vLLM and Megatron decide speed and memory; formats belong to the precision contract. Those of parity are
+the bounds of its verdict.
+"""
+
+import difflib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
+
+from fp8core.errors import UserError
 
 
 class Section(BaseModel):
@@ -8,3 +20,266 @@ class Section(BaseModel):
 
     # An infinite number could not be read back from a run.json.
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)
+
+
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """A correction for an unknown word: a close match, else all that is known."""
+    choices = list(known)
+    close = difflib.get_close_matches(word, choices, n=1)
+    if close:
+        return f"did you mean {close[0]}?"
+    return f"known here: {', '.join(choices)}" if choices else "none is known here"
+
+
+def refusal(
+    error: ValidationError,
+    model: type[BaseModel],
+    given: Mapping[str, Any],
+    prefix: str = "",
+    places: Mapping[str, str] | None = None,
+) -> UserError:
+    """Pydantic's errors about `given` as one line: the first mistake, where it was written, how many more there are.
+
+    `places` maps dotted keys to the file and line, or the override, that set them.
+    """
+    # A misspelt key also leaves its field missing: the spelling is the mistake to report.
+    details = sorted(error.errors(include_url=False), key=lambda item: item["type"] != "extra_forbidden")
+    keys = [_dotted(item, given) for item in details]
+    key, first = keys[0], details[0]
+    place = ".".join(part for part in (prefix, key) if part)
+    origin = (places or {}).get(key)
+    reason = _reason(first, model)
+    if first["type"] == "string_type":
+        # A shell takes one pair of quotes for itself.
+        quoted = f"write --set '{place}=\"{_shown(first['input'])}\"'" if origin == "--set" else "quote it"
+        reason += f"; {quoted} to make it a string"
+    line = (f"{place}: " if place else "") + reason
+    more = len(set(keys)) - 1
+    return UserError(line + (f" ({origin})" if origin else "") + (f" (and {more} more)" if more else ""))
+
+
+def _dotted(error: ErrorDetails, given: Mapping[str, Any]) -> str:
+    """The key as a user writes it: steps by name, without the branches of unions that pydantic adds."""
+    parts: list[str] = []
+    value: Any = given
+    for part in error["loc"]:
+        if isinstance(part, int) and isinstance(value, list):
+            value = value[part]
+            parts.append(step_name(value) or str(part))
+        elif isinstance(value, Mapping) and part in value:
+            value = value[str(part)]
+            parts.append(str(part))
+    if error["type"] == "missing":
+        parts.append(str(error["loc"][-1]))
+    return ".".join(parts)
+
+
+def step_name(item: Any) -> str | None:
+    """The name of an item of a list of steps."""
+    name = item.get("name") if isinstance(item, Mapping) else None
+    return name if isinstance(name, str) else None
+
+
+def _reason(error: ErrorDetails, model: type[BaseModel]) -> str:
+    if error["type"] == "extra_forbidden":
+        return f"unknown key; {suggestion(str(error['loc'][-1]), _known_keys(model, error['loc'][:-1]))}"
+    if error["type"] == "missing":
+        return "missing"
+    if error["type"] == "value_error":
+        return error["msg"].removeprefix("Value error, ")
+    wanted = error["msg"].partition(" should ")[2] or error["msg"]
+    wanted = wanted.replace("an object", "a mapping").replace("a valid array", "a list")
+    return f"must {wanted}, got {_shown(error['input'])}"
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, default=str, ensure_ascii=False)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _known_keys(model: type[BaseModel], section: Sequence[int | str]) -> list[str]:
+    for part in section:
+        nested = [
+            _model_in(info.annotation) for name, info in model.model_fields.items() if part == (info.alias or name)
+        ]
+        model = next((found for found in nested if found is not None), model)
+    return [info.alias or name for name, info in model.model_fields.items()]
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for found in map(_model_in, get_args(annotation)) if found is not None), None)
+
+
+class VllmConfig(Section):
+    """Settings of vLLM; `rollout.max_batch` is its max_num_seqs."""
+
+    model: Literal["stock", "aligned"] = Field(
+        "stock",
+        description="stock runs vLLM's own model; aligned runs ours, which computes with the functions that train, so "
+        "that both sides have equal log-probs (dense models in FP8 on Hopper, rounding_points=kernels).",
+    )
+    gpus: int = Field(
+        1, ge=1, le=64, description="GPUs that generate, with an engine for each; prompts are shared out among them."
+    )
+    gpu_memory_utilization: float = Field(
+        0.85, gt=0, le=0.98, description="Share of the device's memory for weights, workspace and KV cache."
+    )
+    kv_cache_gib: float | None = Field(
+        None, gt=0, le=4096, description="Size of the KV cache; null takes what gpu_memory_utilization leaves."
+    )
+    max_model_len: int | None = Field(
+        None, ge=8, le=1 << 20, description="Longest prompt with its completion; null takes the model's positions."
+    )
+    batched_tokens: int = Field(
+        8192,
+        ge=256,
+        le=1 << 17,
+        description="On a GPU: tokens of one step of the engine, prompts and completions together "
+        "(max_num_batched_tokens); more read prompts faster and take more workspace.",
+    )
+    block_size: int | None = Field(
+        None, ge=1, le=1024, description="Tokens of a cache block, the unit of prefix caching; null leaves it to vLLM."
+    )
+    graphs: bool = Field(
+        True, description="torch.compile (not of the aligned model) and, on a GPU, CUDA graphs; false runs eagerly."
+    )
+    batch_invariant: bool = Field(
+        False, description="VLLM_BATCH_INVARIANT: results that do not depend on the batch where vLLM can do that."
+    )
+    decode_kernel: Literal["fp8_decode", "flash_attention"] = Field(
+        "fp8_decode",
+        description="What decodes from an FP8 cache on a GPU: our kernel (head size 128), or FlashAttention 3.",
+    )
+    sleep: bool = Field(
+        False, description="Give weights and cache back to the device between rollout and sync (vLLM's sleep mode)."
+    )
+    experts: Literal["deep_gemm", "triton"] = Field(
+        "deep_gemm",
+        description="Kernel of FP8 experts: deep_gemm rounds a token's output once; triton rounds every expert's "
+        "share of it, and is the one that batch_invariant knows.",
+    )
+
+
+class MegatronConfig(Section):
+    """Training by Megatron Core. GPUs beyond those of tensor and pipeline parallelism are data parallel."""
+
+    gpus: int = Field(1, ge=1, le=4096, description="GPUs that train, with a process for each.")
+    tensor_parallel: int = Field(1, ge=1, le=64, description="GPUs that share every linear layer.")
+    pipeline_parallel: int = Field(1, ge=1, le=64, description="GPUs that share the layers, in equal runs.")
+    expert_parallel: int = Field(1, ge=1, le=256, description="GPUs that share the experts of a layer.")
+    sequence_parallel: bool = Field(
+        False, description="Norms and the residual stream are shared as well; needs tensor_parallel above 1."
+    )
+    recompute: Literal["none", "selective", "full"] = Field(
+        "none",
+        description="What the backward pass computes again instead of keeping it: nothing, attention, or all layers.",
+    )
+    distributed_optimizer: bool = Field(
+        True, description="Share FP32 masters and moments out among the data-parallel GPUs (ZeRO stage 1)."
+    )
+    micro_batch_tokens: int = Field(
+        8192,
+        ge=128,
+        le=1 << 22,
+        multiple_of=128,
+        description="Tokens of one forward and backward pass; sequences are packed one after another without padding.",
+    )
+
+    @property
+    def data_parallel(self) -> int:
+        """Copies of the model."""
+        return self.gpus // (self.tensor_parallel * self.pipeline_parallel)
+
+    @model_validator(mode="after")
+    def _grid_comes_out_even(self) -> "MegatronConfig":
+        for name, group in (("tensor_parallel", self.tensor_parallel), ("expert_parallel", self.expert_parallel)):
+            if self.gpus % (group * self.pipeline_parallel):
+                raise ValueError(
+                    f"gpus={self.gpus} is no multiple of {name}={group} x pipeline_parallel={self.pipeline_parallel}"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _sequence_parallel_needs_a_group(self) -> "MegatronConfig":
+        if self.sequence_parallel and self.tensor_parallel == 1:
+            raise ValueError("sequence_parallel=true needs tensor_parallel above 1")
+        return self
+
+
+class Limit(Section):
+    """A bound, and why it is where it is; the report shows both."""
+
+    limit: float
+    reason: str = Field(min_length=1)
+
+
+class ParityConfig(Section):
+    """Bounds of the verdict. Metrics are judged at the worst step of the worst seed of a variant, or as they say."""
+
+    seeds: int = Field(
+        12, ge=1, le=100, description="Trainings of each variant, with seeds from 0, where no seeds are named."
+    )
+    confidence: float = Field(0.95, gt=0, lt=1, description="Of the intervals.")
+    last_evaluations: int = Field(3, ge=1, le=1000, description="Held-out evaluations that count as the end.")
+    accuracy_gap: Limit = Field(
+        Limit(
+            limit=0.025,
+            reason="half of the 5 points that make another policy: as far from 5 as from none",
+        ),
+        description="Held-out accuracy that a variant may lose to BF16 as the mean of its curve; judged by the "
+        "interval over seeds and prompts.",
+    )
+    end_gap: Limit = Field(
+        Limit(
+            limit=0.05, reason="a policy that ends 5 points worse broke late; a few evaluations tell less than all do"
+        ),
+        description="Held-out accuracy that a variant may lose to BF16 in its last evaluations; judged alike.",
+    )
+    reach: float = Field(
+        0.9, gt=0, le=1, description="Held-out accuracy from which BF16 is at its ceiling and delays are judged."
+    )
+    delay: Limit = Field(
+        Limit(
+            limit=0.125,
+            reason="half of the quarter more steps that make slower learning; at its ceiling accuracy shows none of it",
+        ),
+        description="Steps that a variant may need beyond BF16's to reach `reach`, as a share of BF16's; judged by the "
+        "interval over seeds.",
+    )
+    error_matched: Limit = Field(
+        Limit(
+            limit=1.0,
+            reason="the embedded engine and its trainer compute alike, bit for bit (docs/concepts/exactness.md)",
+        ),
+        description="Largest token multiplicative probability error where both sides have the same formats.",
+    )
+    error_mismatched: Limit = Field(
+        Limit(limit=1.1, reason="NeMo RL judges its nightly FP8 runs by it (docs/guides/grpo.md there)"),
+        description="Largest token multiplicative probability error where the sides differ.",
+    )
+    k3: Limit = Field(
+        Limit(limit=1e-3, reason="NeMo RL calls KL errors below it acceptable (docs/adding-new-models.md there)"),
+        description="Largest k3 estimate of KL(rollout, training) in nats.",
+    )
+    effective_sample_size: Limit = Field(
+        Limit(limit=0.95, reason="weights that waste one token in twenty slow training more than FP8 speeds it up"),
+        description="Smallest effective sample size of the truncated weights, as a share of the tokens.",
+    )
+    mean_weight: Limit = Field(
+        Limit(limit=0.01, reason="raw importance weights average 1 whatever the policies; a wrong sign does not"),
+        description="Largest distance from 1 of the mean raw importance weight; the interval is over steps and seeds.",
+    )
+    step_weight: Limit = Field(
+        Limit(limit=2.0, reason="weights that average 1 do not reach this over the tokens of a step by chance"),
+        description="Largest mean raw importance weight of one step.",
+    )
+    speed_ratio: Limit = Field(
+        Limit(limit=1.0, reason="FP8 generation that is no faster than BF16 is not worth its errors"),
+        description="Smallest ratio of generated tokens per second to BF16; on a GPU only: a CPU emulates FP8.",
+    )
+    memory_slope: Limit = Field(
+        Limit(limit=2.0, reason="2 MiB a step are 2 GiB in a thousand steps: a leak that ends long trainings"),
+        description="Largest growth of memory in MiB a step in the second half of a training, median of seeds.",
+    )

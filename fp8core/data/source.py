@@ -23,9 +23,9 @@ from fp8core.data.prompt import (
     refuse_too_long,
 )
 from fp8core.errors import UserError, first_line
-from fp8core.input_file import open_input
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.rewards.verifier import Verifier
+from fp8core.user_files import open_input
 
 
 def problem_from_row(row: object, question_field: str, answer_field: str, place: str) -> Problem:

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from fp8core.config.run import ArchitectureConfig
 from fp8core.errors import UserError
-from fp8core.input_file import read_json_object
 from fp8core.models.architecture import (
     Architecture,
     Experts,
@@ -30,6 +29,7 @@ from fp8core.models.architecture import (
 from fp8core.models.safetensors_stream import INDEX, WEIGHTS, StoredTensor, read_folder
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.store.durable import make_folder, sync_path
+from fp8core.user_files import read_json_object
 
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _DTYPES = ("BF16", "F16", "F32")

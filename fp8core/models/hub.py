@@ -17,9 +17,9 @@ from fp8core.config.load import UNDECIDED
 from fp8core.config.run import RunConfig
 from fp8core.data.chain import VOCABULARY
 from fp8core.errors import UserError
-from fp8core.input_file import read_json_object
 from fp8core.models.architecture import Architecture, Experts, RopeScaling, architecture_from_hf
 from fp8core.models.checkpoint import architecture_from_config
+from fp8core.user_files import read_json_object
 
 _FILES = ["*.safetensors", "*.json", "*.jinja"]
 _ANSWER_SECONDS = 5.0

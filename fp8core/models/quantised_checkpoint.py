@@ -26,7 +26,6 @@ from typing import Any
 from torch import Tensor
 
 from fp8core.errors import UserError
-from fp8core.input_file import open_input, read_json_object
 from fp8core.models.checkpoint import whole_folder
 from fp8core.models.safetensors_stream import (
     FLOATS,
@@ -46,6 +45,7 @@ from fp8core.models.safetensors_stream import (
 from fp8core.models.weights import SCALE_SUFFIX, is_linear
 from fp8core.numerics.e4m3 import TILE, ScaleRule
 from fp8core.store.durable import make_folder, write_file
+from fp8core.user_files import open_input, read_json_object
 
 # The second and third are those of models that also see or hear: their other towers are not decoders.
 _LAYER = re.compile(r"(?:model|model\.language_model|language_model\.model)\.layers\.(\d+)\..+\.weight")

@@ -20,9 +20,9 @@ from pydantic_core import from_json
 from torch import Tensor
 
 from fp8core.errors import UserError
-from fp8core.input_file import open_input, read_json_object
 from fp8core.models.weights import SCALE_SUFFIX
 from fp8core.numerics.e4m3 import TILE, GroupNotFinite, ScaleRule, decode, encode, quantise_tiles
+from fp8core.user_files import open_input, read_json_object
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 

@@ -17,7 +17,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 
 from fp8core.errors import UserError
-from fp8core.input_file import read_json_object, read_text
+from fp8core.user_files import read_json_object, read_text
 
 
 class _GenerationTag(Extension):

@@ -17,10 +17,22 @@ from typing import Final, Literal
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
 from fp8core.config.load import leaves
-from fp8core.config.parity import Limit, ParityConfig
+from fp8core.config.section import Limit, ParityConfig
 from fp8core.parity.golden import Golden
-from fp8core.parity.learning import Estimate, Pair, block_means, curve_difference, delay, end_difference, mean_interval
-from fp8core.parity.measure import BASELINE, LEAST_STEPS_OF_A_SLOPE, STRESS, VARIANTS, Measured
+from fp8core.parity.measure import (
+    BASELINE,
+    LEAST_STEPS_OF_A_SLOPE,
+    STRESS,
+    VARIANTS,
+    Estimate,
+    Measured,
+    Pair,
+    block_means,
+    curve_difference,
+    delay,
+    end_difference,
+    mean_interval,
+)
 from fp8core.store import durable
 
 PASS: Final = "PASS"

@@ -1,4 +1,7 @@
-"""The content of a chart, apart from how it is drawn (`drawing`).
+"""The content of charts, apart from how they are drawn (`drawing`): what any chart holds, and those of trainings.
+
+The charts of trainings show metrics over steps, tokens under both policies, scales, and time. A run in a chart is a
+`Curve` source: its label, its style and its history. Anything that has these can be drawn over it.
 
 A style is a number. It stands for a colour of Okabe and Ito's palette, which colour-blind readers can tell apart
 (jfly.uni-koeln.de/color). It stands for a dash, a marker and a hatch too, so that no two of the first 28 look alike in
@@ -6,10 +9,18 @@ grey.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from statistics import fmean
 from typing import Literal
+
+import numpy as np
+
+from fp8core.alignment.bounds import BOUNDED, stop_bounds
+from fp8core.report.run_data import LARGEST_SHOWN, PipelineStep, RunData, TokenSample
+from fp8core.report.summary import ENTROPY, GRAD_NORM, HELDOUT, LENGTH, REWARD, STEP, TMPE, TOKENS_DIFFERING, History
 
 Scale = Literal["linear", "log"]
 Mark = Literal["line", "dots", "outline"]
@@ -21,6 +32,15 @@ REFERENCE = -1
 """The style of what is no measurement: a bound, a diagonal."""
 
 POINTS_OF_A_SERIES = 400
+
+Row = Mapping[str, float]
+K3, ESS = "alignment/k3_kl", "alignment/ess"
+
+SCATTERED, LARGEST_SCATTERED = 1200, 200
+HISTOGRAM_BINS = 61
+COVERED_BY_HISTOGRAM = 0.999
+SMALL_SHARE = 0.01
+OTHERS = "others"
 
 
 @dataclass(frozen=True)
@@ -158,3 +178,292 @@ def bucket_means(values: Sequence[float], buckets: int) -> list[float]:
 def _mean(values: Iterable[float]) -> float:
     finite = [value for value in values if math.isfinite(value)]
     return math.fsum(finite) / len(finite) if finite else math.nan
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A value drawn over the steps of a run: `value` takes the metrics of a step, `metric` must be among them."""
+
+    title: str
+    y_label: str
+    metric: str
+    value: Callable[[Row], float] | None = None
+    log: bool = False
+    include: tuple[float, ...] = ()
+    bounds: tuple[Bound, ...] = ()
+    note: str = ""
+
+    def of(self, row: Row) -> float:
+        """The value that is drawn for a step that has the metric."""
+        value = row[self.metric] if self.value is None else self.value(row)
+        # An axis has to hold the difference of two values, or their ratio.
+        if abs(value) < 1.0 / LARGEST_SHOWN:
+            return 0.0
+        return value if abs(value) <= LARGEST_SHOWN else math.nan
+
+
+LEARNING = (
+    Curve("Reward", "mean reward of the step", REWARD, include=(0.0, 1.0)),
+    Curve("Held-out accuracy", "share of unseen prompts right", HELDOUT, include=(0.0, 1.0)),
+    Curve("Completion length", "tokens, mean of the step", LENGTH, include=(0.0,)),
+    Curve("Entropy of the policy", "nats per token", ENTROPY, include=(0.0,)),
+    Curve("Gradient norm", "norm before clipping", GRAD_NORM, include=(0.0,)),
+)
+
+# NeMo RL judges its nightly runs by 1.05 in BF16 and 1.1 in FP8, and calls KL errors below 1e-3 acceptable
+# (docs/guides/grpo.md and docs/adding-new-models.md there).
+ALIGNMENT = (
+    Curve(
+        "Token multiplicative probability error",
+        "mean exp|d| - 1",
+        TMPE,
+        lambda row: row[TMPE] - 1.0,
+        log=True,
+        bounds=(Bound("NeMo RL, BF16: 0.05", 0.05), Bound("NeMo RL, FP8: 0.1", 0.1)),
+        note="d = log p - log g of a token: training policy p, rollout policy g. 0: equal bit for bit.",
+    ),
+    Curve(
+        "Divergence of training from rollout policy (k3)",
+        "k3 estimate of KL(g, p), nats",
+        K3,
+        log=True,
+        bounds=(Bound("NeMo RL: 0.001", 1e-3),),
+    ),
+    Curve(
+        "Effective sample size that is lost",
+        "1 - ESS / tokens",
+        ESS,
+        lambda row: 1.0 - row[ESS],
+        log=True,
+        note="Of importance weights truncated at 2; 0: all weights are equal.",
+    ),
+    Curve(
+        "Tokens that differ",
+        "share that is not bit-equal",
+        TOKENS_DIFFERING,
+        lambda row: row[TOKENS_DIFFERING] / (row.get("alignment/tokens") or math.nan),
+        include=(0.0, 1.0),
+    ),
+)
+WORST_TOKEN = Curve(
+    "Largest difference of a token", "max |d| of the step, nats", "alignment/logprob_abs_diff_max", log=True
+)
+KV_CURVES = (
+    Curve("Saturated elements of Q, K and V", "share beyond the scale", "kv/saturated_share", log=True),
+    Curve("Lag of the scales", "mean |log2(used / fresh)|", "kv/lag_error", include=(0.0, 1.0)),
+)
+
+
+def curve_chart(curve: Curve, runs: Sequence[tuple[str, History]], bounds: Sequence[Bound] = ()) -> Chart:
+    """A metric over the steps of runs (label, history); the place in the list is the style.
+
+    `bounds` replace those of the curve; they are in the units of its axis.
+    """
+    series = []
+    for style, (label, history) in enumerate(runs):
+        rows = [row for row in history if curve.metric in row]
+        series.append(Series(label, [row[STEP] for row in rows], [curve.of(row) for row in rows], style))
+    return Chart(
+        curve.title,
+        "step",
+        curve.y_label,
+        series,
+        bounds or curve.bounds,
+        y_scale="log" if curve.log else "linear",
+        include=curve.include,
+        note=curve.note,
+    )
+
+
+def histories(runs: Sequence[RunData]) -> list[tuple[str, History]]:
+    """Runs as `curve_chart` takes them."""
+    return [(run.label, run.history) for run in runs]
+
+
+def training_charts(label: str, history: History) -> list[Chart]:
+    """The few charts that the picture in a run's folder shows."""
+    return [curve_chart(curve, [(label, history)]) for curve in (*LEARNING, ALIGNMENT[0])]
+
+
+def difference_histogram(samples: Sequence[tuple[str, TokenSample | None]]) -> Chart:
+    """The distribution of the difference of a token's log-probs; where nothing differs there is one bar, at 0."""
+    present = [(i, label, sample) for i, (label, sample) in enumerate(samples) if sample is not None]
+    magnitudes = np.concatenate([np.abs(sample.difference) for _, _, sample in present] or [np.zeros(0)])
+    reach = float(np.quantile(magnitudes, COVERED_BY_HISTOGRAM)) if len(magnitudes) else 0.0
+    edges = np.linspace(-1.0, 1.0, HISTOGRAM_BINS + 1) * (reach or 1e-6)
+    series, notes = [], []
+    for style, label, sample in present:
+        d = sample.difference
+        counts, _ = np.histogram(d, edges)
+        share = counts / len(d)
+        series.append(Series(label, edges.tolist(), [*share.tolist(), 0.0], style, "outline"))
+        exact, outside = float(np.mean(d == 0)), float(np.mean(np.abs(d) > edges[-1]))
+        notes.append(f"{label}: {len(d):,} tokens of {_steps(sample)}, {exact:.1%} exactly 0, {outside:.2%} outside.")
+    return Chart(
+        "Difference of a token's log-probs",
+        "d = log p - log g (nats): training minus rollout",
+        "share of tokens",
+        series,
+        y_scale="log",
+        note=" ".join(notes),
+    )
+
+
+def logprob_scatter(samples: Sequence[tuple[str, TokenSample | None]]) -> Chart:
+    """Log-probs of tokens under both policies: evenly chosen ones, and those that differ most."""
+    series, lowest = [], -1e-3
+    for style, (label, sample) in enumerate(samples):
+        if sample is not None:
+            chosen = _chosen(sample)
+            rollout, training = sample.rollout[chosen].tolist(), sample.training[chosen].tolist()
+            lowest = min([lowest, *rollout, *training])
+            series.append(Series(label, rollout, training, style, "dots"))
+    if series:
+        series.append(Series("equal", [lowest, 0.0], [lowest, 0.0], REFERENCE))
+    return Chart(
+        "Log-probs of tokens under both policies",
+        "log-prob under the rollout policy (nats)",
+        "under the training policy (nats)",
+        series,
+        note=f"At most {SCATTERED} tokens of a run, evenly chosen, and the {LARGEST_SCATTERED} that differ most.",
+    )
+
+
+def difference_by_position(samples: Sequence[tuple[str, TokenSample | None]]) -> Chart:
+    """Mean |d| by a token's place in its completion: each place up to 32, then ever wider stretches."""
+    series = []
+    for style, (label, sample) in enumerate(samples):
+        if sample is None:
+            continue
+        edges = _position_edges(int(sample.position.max()))
+        bins = np.searchsorted(edges, sample.position, side="right") - 1
+        counts = np.bincount(bins, minlength=len(edges) - 1)
+        sums = np.bincount(bins, np.abs(sample.difference), minlength=len(edges) - 1)
+        kept = counts > 0
+        series.append(Series(label, edges[:-1][kept].tolist(), (sums[kept] / counts[kept]).tolist(), style))
+    return Chart(
+        "Difference by position in the completion",
+        "token of the completion, from 0",
+        "mean |d|, nats",
+        series,
+        y_scale="log",
+    )
+
+
+def scale_heatmap(label: str, history: History) -> Heatmap:
+    """The FP8 scales of queries, keys and values, layer by layer, over the steps of a run."""
+    rows = [row for row in history if "kv/scale_q_layer0" in row]
+    layers = range(sum(key.startswith("kv/scale_q_layer") for key in rows[0]) if rows else 0)
+    panels = {
+        name: [[row.get(f"kv/scale_{kind}_layer{i}", np.nan) for row in rows] for i in layers]
+        for kind, name in (("q", "queries"), ("k", "keys"), ("v", "values"))
+    }
+    return Heatmap(f"Scales of Q, K and V: {label}", "step", "layer", [row[STEP] for row in rows], panels)
+
+
+def time_stack(run: RunData) -> Stack:
+    """Seconds of each task over the steps of a run; tasks that take less than 1 % share a layer."""
+    steps = sorted({step for values in run.seconds.values() for step in values})
+    totals = {name: sum(values.values()) for name, values in run.seconds.items()}
+    whole = sum(totals.values())
+    small = [name for name, total in totals.items() if total < SMALL_SHARE * whole]
+    shown = [name for name in run.seconds if name not in small or len(small) == 1]
+    layers = {name: [run.seconds[name].get(step, 0.0) for step in steps] for name in shown}
+    note = ""
+    if len(small) > 1:
+        layers[OTHERS] = [sum(run.seconds[name].get(step, 0.0) for name in small) for step in steps]
+        note = f"{OTHERS}: {', '.join(small)}."
+    return Stack(f"Time by task: {run.label}", "step", "seconds", steps, layers, note)
+
+
+def time_shares(runs: Sequence[RunData]) -> list[tuple[str, ...]]:
+    """A row for each task: its name, and of each run the mean seconds of a step and the share of the whole."""
+    names = list(dict.fromkeys(name for run in runs for name in run.seconds))
+    return [(name, *(_share(run, name) for run in runs)) for name in names]
+
+
+def pipeline_graph(run: RunData) -> Graph:
+    """The iteration with the mean seconds of each step and its share of the time."""
+    columns = _columns(run.pipeline)
+    totals = {name: sum(values.values()) for name, values in run.seconds.items()}
+    whole = sum(totals.values()) or 1.0
+    nodes = [
+        Node(
+            step.name,
+            columns[step.name],
+            [step.name, f"{fmean(run.seconds[step.name].values()):.3g} s, {totals[step.name] / whole:.0%}"]
+            if step.name in run.seconds
+            else [step.name, "not measured"],
+            f"{step.name}\nreads: {', '.join(step.reads) or '-'}\nprovides: {', '.join(step.provides) or '-'}",
+            totals.get(step.name, 0.0) / whole,
+        )
+        for step in run.pipeline
+    ]
+    note = "Mean seconds of a step and share of all task time. An arrow that a longer path implies is left out."
+    return Graph(f"One iteration: {run.label}", nodes, _edges(run.pipeline), note)
+
+
+def _steps(sample: TokenSample) -> str:
+    first, last = sample.steps[0], sample.steps[-1]
+    return f"step {first}" if first == last else f"steps {first} to {last}"
+
+
+def _chosen(sample: TokenSample) -> list[int]:
+    count = len(sample.position)
+    evenly = range(0, count, max(1, -(-count // SCATTERED)))
+    largest = np.argsort(-np.abs(sample.difference), kind="stable")[:LARGEST_SCATTERED]
+    return sorted({*evenly, *largest.tolist()})
+
+
+def _position_edges(last: int) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
+    wide = np.unique(np.geomspace(32, max(33, last + 1), 33).astype(np.int64)) if last >= 32 else np.zeros(0, np.int64)
+    return np.unique(np.concatenate([np.arange(min(32, last + 1)), wide, [last + 1]]))
+
+
+def _share(run: RunData, name: str) -> str:
+    if name not in run.seconds:
+        return "-"
+    whole = sum(sum(values.values()) for values in run.seconds.values())
+    return f"{fmean(run.seconds[name].values()):.3g} s ({sum(run.seconds[name].values()) / whole:.1%})"
+
+
+def _edges(pipeline: Sequence[PipelineStep]) -> list[tuple[str, str, str]]:
+    pairs = [(source, target, set(source.provides) & set(target.reads)) for source in pipeline for target in pipeline]
+    return [(source.name, target.name, ", ".join(sorted(shared))) for source, target, shared in pairs if shared]
+
+
+def _columns(pipeline: Sequence[PipelineStep]) -> dict[str, int]:
+    """The column of each step: one to the right of the last step it waits for."""
+    before: dict[str, list[str]] = {step.name: [] for step in pipeline}
+    for source, target, _ in _edges(pipeline):
+        before[target].append(source)
+    columns: dict[str, int] = {}
+    while len(columns) < len(before):
+        ready = [name for name in before if name not in columns and all(b in columns for b in before[name])]
+        assert ready, "a pipeline that ran has no cycle"
+        columns |= {name: max((columns[b] + 1 for b in before[name]), default=0) for name in ready}
+    return columns
+
+
+Bounds = Mapping[str, Sequence[Bound]]
+"""By metric, in the units of its curve; they replace those of the curve."""
+
+# The chart of differing tokens shows their share, the bound is a count.
+_NAMES = {metric: name for name, metric in BOUNDED.items() if name != "tokens_differing"}
+
+
+def configured_bounds(runs: Sequence[RunData]) -> Bounds:
+    """A line for each bound that a run has; one that not all runs have names those that do."""
+    found: dict[str, list[Bound]] = {}
+    for curve in ALIGNMENT:
+        holders: dict[float, list[str]] = defaultdict(list)
+        for run in runs:
+            name = _NAMES.get(curve.metric, "")
+            limits = {} if run.evidence.config is None else stop_bounds(run.evidence.config).limits
+            if name in limits:
+                holders[limits[name]].append(run.label)
+        for value, labels in holders.items():
+            whose = "" if len(labels) == len(runs) else f" of {', '.join(labels)}"
+            line = Bound(f"stop{whose}: {short(value)}", curve.of({curve.metric: value}))
+            found.setdefault(curve.metric, []).append(line)
+    return found

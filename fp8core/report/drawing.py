@@ -43,7 +43,7 @@ from fp8core.report.charts import (
     thinned,
 )
 from fp8core.store.durable import write_file
-from fp8core.store.output import PICTURE_METADATA
+from fp8core.user_files import PICTURE_METADATA
 
 DASHES = ("-", (0, (6, 3)), (0, (2, 2)), (0, (8, 3, 2, 3)), (0, (12, 4)))
 # One more than dashes, so that 30 styles differ in one of them.

@@ -16,14 +16,13 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from fp8core.errors import UserError
-from fp8core.report.provenance import Provenance
 from fp8core.report.summary import STEP, History, union_seconds
 from fp8core.store.artifacts import ArtifactError, ArtifactStore, Ref
 from fp8core.store.deletion_log import Deletion
 from fp8core.store.ledger import START
 from fp8core.store.manifest import StepManifest
 from fp8core.store.run_directory import LEDGER
-from fp8core.store.run_view import Commit, RunView, read_manifest, spans
+from fp8core.store.run_view import Commit, Provenance, RunView, read_manifest, spans
 
 LARGEST_SHOWN = 1e100
 _EVALUATION = {"accuracy": "reward/heldout_accuracy", "length_mean": "reward/heldout_length_mean"}

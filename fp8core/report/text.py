@@ -6,13 +6,12 @@ from itertools import zip_longest
 from statistics import fmean
 
 from fp8core.alignment.bisect import Bisection, LogprobError
-from fp8core.config.check import Plan, PlannedStep
+from fp8core.config.steps import Plan, PlannedStep
 from fp8core.errors import printable_lines
 from fp8core.evaluation.measure import Estimate, EvaluationResult
 from fp8core.plan.memory import CacheRoom, DevicePlan, ParameterCounts, Phase, StoredBytes
 from fp8core.plan.run_plan import RunPlan
-from fp8core.report.charts import short
-from fp8core.report.run_charts import ALIGNMENT, LEARNING, WORST_TOKEN, Curve
+from fp8core.report.charts import ALIGNMENT, LEARNING, WORST_TOKEN, Curve, short
 from fp8core.report.summary import MISSING, STEP, History
 
 

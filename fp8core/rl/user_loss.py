@@ -24,10 +24,9 @@ from pydantic import BaseModel, JsonValue, ValidationError
 from torch import Tensor
 
 from fp8core.alignment.metrics import clamp_exponent
-from fp8core.config.check import refusal
+from fp8core.config.section import refusal
 from fp8core.config.steps import NoOptions
 from fp8core.errors import UserError, first_line
-from fp8core.input_file import open_input
 from fp8core.rl.losses import (
     Aggregate,
     ClipRange,
@@ -38,6 +37,7 @@ from fp8core.rl.losses import (
     masked_inputs,
     token_mean,
 )
+from fp8core.user_files import open_input
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ import torch
 from pydantic import JsonValue
 from torch import Tensor
 
-from fp8core.config.check import Plan
 from fp8core.config.run import RunConfig
+from fp8core.config.steps import Plan
 from fp8core.data.prompt import PromptSource
 from fp8core.models.architecture import Architecture
 from fp8core.models.tokenizer import Tokenizer

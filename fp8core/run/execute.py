@@ -13,8 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from fp8core.config.check import PlannedStep
-from fp8core.config.steps import import_step
+from fp8core.config.steps import PlannedStep, import_step
 from fp8core.errors import UserError, first_line, printable
 from fp8core.run.context import RunContext
 from fp8core.run.policy import SyncError

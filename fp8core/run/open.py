@@ -10,11 +10,10 @@ from contextlib import ExitStack, closing, contextmanager
 import torch
 
 from fp8core.config.capability import check_contract, this_platform
-from fp8core.config.check import Plan, check_pipeline
 from fp8core.config.load import config_digest, may_continue
 from fp8core.config.loss import SHIPPED_LOSSES
 from fp8core.config.run import RunConfig, own_code, public_dump
-from fp8core.config.steps import import_spec
+from fp8core.config.steps import Plan, check_pipeline, import_spec
 from fp8core.data.source import build_source, check_problems
 from fp8core.errors import UserError, without_passwords
 from fp8core.report.console import Console
@@ -26,8 +25,8 @@ from fp8core.run.context import RunContext, register, release
 from fp8core.store.artifacts import RolloutShards
 from fp8core.store.ledger import LedgerView, SegmentEntry
 from fp8core.store.manifest import PACKAGES, SigningKey, current_code, git_state, hardware, read_signing_key
-from fp8core.store.output import refuse_in_run
 from fp8core.store.run_directory import LEDGER, RunDescription, RunDirectory, read_description, refuse_in_use
+from fp8core.user_files import refuse_in_run
 
 _TEACHER = "tasks.teacher:teacher"
 CARRIED_KINDS = {"policy": "policy", "scales": "scales"}

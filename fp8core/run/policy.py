@@ -1,14 +1,22 @@
-"""Hand the trainer's policy and its scales to the engine, and prove that both arrived."""
+"""Hand a policy and its scales to the engine, and prove that both arrived: the trainer's, or that of a folder.
+
+The second one answers the problems of an evaluation in one precision (`answer`), and a verifier checks its answers.
+"""
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from fp8core.alignment.bounds import beyond, stop_bounds
 from fp8core.alignment.metrics import EXPONENT_BOUND
 from fp8core.config.precision import PrecisionContract
 from fp8core.config.run import RunConfig
+from fp8core.data.prompt import Problem, encode_prompt
 from fp8core.errors import StoredFileError
+from fp8core.evaluation.measure import Counting, Measurement, measure, score_prompt
+from fp8core.models.tokenizer import Tokenizer
 from fp8core.numerics.kv_scales import (
     LayerAmax,
     LayerHistograms,
@@ -17,15 +25,25 @@ from fp8core.numerics.kv_scales import (
     covered_amax,
     scales_from_statistics,
 )
+from fp8core.rewards.scorer import Answer, Verdict
+from fp8core.rewards.verifier import Verifier
 from fp8core.rl.batch import TokenBatch
-from fp8core.rollout.engine import PolicyScales, Probe, SyncReport
+from fp8core.rollout.engine import (
+    Completion,
+    PolicyScales,
+    Probe,
+    PromptGroup,
+    RolloutEngine,
+    Sampling,
+    SyncReport,
+    sample_seed,
+)
+from fp8core.run.build import BaseModel, build_base, build_engine, build_trainer
 from fp8core.run.context import RunContext
-from fp8core.run.rollouts import prompt_table
+from fp8core.run.rollouts import completion_text, failures, prompt_table
 from fp8core.store.artifacts import Ref
 
 _PROBES = 8
-
-
 _LONGEST = 128
 
 
@@ -190,3 +208,102 @@ def read_histograms(statistics: dict[str, Any]) -> list[LayerHistograms]:
 
 def _histogram(amax: float, first: int, counts: list[int]) -> MagnitudeHistogram:
     return MagnitudeHistogram(amax, first, tuple(counts))
+
+
+@dataclass(frozen=True)
+class Questions:
+    """The questions to every precision: problems, samples of each, how they are drawn, and what is counted.
+
+    The seed of a sample depends on its place alone, so two precisions differ by their arithmetic and not by their luck.
+    """
+
+    problems: list[Problem]
+    samples: int
+    temperature: float
+    seed: int
+    counting: Counting
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A measurement, what the engine said it ran, and what is to be told about answers that could not be checked."""
+
+    measurement: Measurement
+    engine: dict[str, object]
+    remark: str | None
+
+
+def answer(config: RunConfig, questions: Questions, verifier: Verifier) -> Answered:
+    """Ask the policy of `config.model` in the precision of `config`.
+
+    Scales of an FP8 cache are calibrated on the first `rollout.prompts_per_step` of the prompts that are asked.
+
+    Raises:
+        UserError: the model cannot be loaded, a prompt does not fit, or not one answer could be checked.
+        SyncError: the engine does not hold or run what it should.
+    """
+    base = build_base(config)
+    encoded = [
+        encode_prompt(problem, config, base.tokenizer, base.arch.max_positions) for problem in questions.problems
+    ]
+    tokens = [tokens for _, tokens in encoded]
+    engine = build_engine(config, base.arch)
+    try:
+        _load(engine, config, base, tokens)
+        completions = _complete(engine, config, questions, tokens, base.tokenizer)
+        described = engine.describe()
+    finally:
+        engine.close()
+    verdicts = verifier.verify(
+        [
+            Answer(encoded[done.group][0], text, questions.problems[done.group].reference, done.finish)
+            for done in completions
+            for text in [completion_text(done, base.tokenizer)]
+        ]
+    )
+    remark = failures(config.reward.verifier, verdicts)
+    return Answered(_measured(questions, completions, verdicts), described, remark)
+
+
+def _load(engine: RolloutEngine, config: RunConfig, base: BaseModel, prompts: list[list[int]]) -> None:
+    """Ship the weights as a training would, and check what arrived."""
+    trainer = build_trainer(config, base.arch, base.tensors)
+    some = prompts[: config.rollout.prompts_per_step]
+    # TokenBatch needs a completion; the last prompt token serves, so that exactly the prompts are seen.
+    batch = TokenBatch.of([tokens[:-1] or tokens for tokens in some], [tokens[-1:] for tokens in some])
+    scales = PolicyScales(0, tuple(scales_of(config, covered(config, trainer.statistics(batch).histograms()))))
+    shipped = trainer.export()
+    check_report(engine.update(shipped, scales, 0), shipped.digest(), scales, 0)
+    check_formats(engine.describe(), config.precision)
+    trainer.close()
+
+
+def _complete(
+    engine: RolloutEngine, config: RunConfig, questions: Questions, prompts: list[list[int]], tokenizer: Tokenizer
+) -> list[Completion]:
+    """Every sample, ordered by prompt and sample."""
+    samples = tuple(range(questions.samples))
+    groups = [
+        PromptGroup(
+            group=index,
+            prompt_id=questions.problems[index].prompt_id,
+            prompt=tuple(tokens),
+            samples=samples,
+            seeds=tuple(sample_seed(questions.seed, 0, index, sample) for sample in samples),
+        )
+        for index, tokens in enumerate(prompts)
+    ]
+    sampling = Sampling(questions.temperature, config.rollout.max_new_tokens, tokenizer.eos_ids)
+    done = [completion for batch in engine.generate(groups, sampling) for completion in batch]
+    return sorted(done, key=lambda completion: (completion.group, completion.sample))
+
+
+def _measured(questions: Questions, completions: list[Completion], verdicts: list[Verdict]) -> Measurement:
+    by_prompt: dict[int, list[Verdict]] = defaultdict(list)
+    for done, verdict in zip(completions, verdicts, strict=True):
+        by_prompt[done.group].append(verdict)
+    scores = [
+        score_prompt(problem.prompt_id, by_prompt[index], questions.counting.k)
+        for index, problem in enumerate(questions.problems)
+    ]
+    return measure(scores, [len(done.tokens) for done in completions], questions.counting)

@@ -7,8 +7,7 @@ more. Where files are whole none of this happens.
 
 from collections.abc import Callable, Mapping
 
-from fp8core.config.check import PlannedStep
-from fp8core.config.steps import import_step
+from fp8core.config.steps import PlannedStep, import_step
 from fp8core.errors import StoredFileError
 from fp8core.report.summary import STEP
 from fp8core.run.checkpoint import load_state

@@ -46,7 +46,7 @@ class NotOwnFileError(OSError):
 def stored_file(path: str | Path, flags: int) -> int:
     """The `opener` of `open` for a file of a run. Raises OSError.
 
-    A link, a FIFO or a device is refused, and nothing waits for its writer. `input_file` opens files of the user's own.
+    A link, a FIFO or a device is refused, and nothing waits for its writer. `user_files` opens files of the user's own.
     """
     try:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)

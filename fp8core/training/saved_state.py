@@ -25,7 +25,6 @@ from torch import Tensor
 
 from fp8core.config.run import TrainingConfig
 from fp8core.errors import StoredFileError, UserError, printable
-from fp8core.input_file import read_json_object
 from fp8core.models.architecture import architecture_from_hf, parameter_shapes
 from fp8core.models.safetensors_stream import FLOATS, StoredTensor, read_folder
 from fp8core.models.tokenizer import Tokenizer
@@ -33,6 +32,7 @@ from fp8core.numerics.fingerprint import digest_of, fingerprint
 from fp8core.store.durable import read_stored
 from fp8core.store.json_text import MOST_STEPS, StepNumber, parse_model
 from fp8core.store.schemas import tensor_header
+from fp8core.user_files import read_json_object
 
 STATE, MASTERS, OPTIMISER, SHARDS = "trainer.json", "masters.safetensors", "optimiser.safetensors", "megatron"
 

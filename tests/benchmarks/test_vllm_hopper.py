@@ -19,7 +19,7 @@ from benchmarks.vllm_hopper_cases import (
     repeated,
     timed,
 )
-from fp8core.config.vllm import VllmConfig
+from fp8core.config.section import VllmConfig
 from fp8core.models.architecture import Architecture
 from fp8core.rollout.engine import Completion
 from fp8core.rollout.vllm.requirements import VllmBuild, aligned_refusals, aligned_shape_refusals

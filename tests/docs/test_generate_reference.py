@@ -1,8 +1,14 @@
-"""Pages with generated parts are up to date: settings, commands, and the table of claims."""
+"""The generated pages and schemas are up to date: settings, commands, manifests, and the table of claims."""
 
 import importlib.util
+import json
 from pathlib import Path
 from types import ModuleType
+
+import pytest
+from pydantic import BaseModel
+
+from fp8core.store.manifest import StepManifest
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -16,9 +22,39 @@ def script(name: str) -> ModuleType:
     return module
 
 
-def test_settings_and_commands_are_those_of_the_code() -> None:
-    for path, text in script("generate_reference").pages().items():
+@pytest.fixture(scope="module")
+def generator() -> ModuleType:
+    return script("generate_reference")
+
+
+def test_the_pages_are_those_of_the_code(generator) -> None:
+    for path, text in generator.pages().items():
         assert path.read_text() == text, "run python docs/generate_reference.py"
+
+
+def test_the_schemas_of_manifests_are_those_of_the_code(generator) -> None:
+    for path, text in generator.manifest_schemas().items():
+        assert path.read_text() == text, "raise the version of the schema, then run python docs/generate_reference.py"
+
+
+def test_the_schema_file_of_the_manifest_carries_its_version(generator) -> None:
+    version = StepManifest.model_fields["schema_version"].default
+    schema = json.loads((DOCS / "schemas" / f"manifest-{version}.json").read_text())
+    assert schema["properties"]["schema_version"]["const"] == version
+
+
+def test_a_field_without_a_meaning_is_refused(generator) -> None:
+    class Silent(BaseModel):
+        field: int
+
+    with pytest.raises(ValueError, match=r"^Silent\.field has no description$"):
+        generator.table(Silent)
+
+
+@pytest.mark.parametrize("page", ["", "<!-- begin: x -->\n", "<!-- begin: x --><!-- end: x -->" * 2])
+def test_missing_or_repeated_markers_are_an_error(generator, page: str) -> None:
+    with pytest.raises(ValueError, match="markers of x"):
+        generator.rewritten(page, {"x": "text"})
 
 
 def test_the_table_of_claims_is_that_of_the_stored_rows() -> None:

@@ -13,8 +13,7 @@ import psutil
 import pytest
 from mlflow import MlflowClient
 
-from flows.tracking.guardian import Guardian
-from flows.tracking.record import TrackingRecord, read_record, write_record
+from flows.tracking.record import Guardian, TrackingRecord, read_record, write_record
 from flows.tracking.store import default_tracking_uri
 from flows.tracking.tracker import Tracker
 from fp8core.store.run_directory import RunDirectory
@@ -24,7 +23,7 @@ REPOSITORY = Path(__file__).parents[2]
 TRAINING = """\
 import sys, time
 from pathlib import Path
-from flows.tracking.guardian import Guardian
+from flows.tracking.record import Guardian
 with Guardian(Path(sys.argv[1])):
     print("training", flush=True)
     time.sleep(60)
@@ -93,7 +92,7 @@ def test_a_guardian_of_a_settled_run_ends_at_once(run) -> None:
     ended = read_record(folder).ended("FINISHED", None, 1).changed(told=True)
     write_record(folder, ended)
     began = time.monotonic()
-    subprocess.run([sys.executable, "-m", "flows.tracking.guardian", str(folder)], cwd=REPOSITORY, check=True)
+    subprocess.run([sys.executable, "-m", "flows.tracking.record", str(folder)], cwd=REPOSITORY, check=True)
     assert time.monotonic() - began < 8
 
 

@@ -16,7 +16,7 @@ from prefect.utilities.callables import parameter_schema
 
 from flows.cli import main
 from flows.parity import parity
-from flows.parity_night import ParityRequest, refuse
+from flows.parity_training import ParityRequest, refuse
 from flows.tracking.store import default_tracking_uri
 from fp8core.config.load import load_config
 from fp8core.parity.measure import VARIANTS, variant_settings

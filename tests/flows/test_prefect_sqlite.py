@@ -18,8 +18,7 @@ from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
 
 from flows.cli.up import server_command
-from flows.prefect_server import PrefectServer
-from flows.prefect_sqlite import prepare_sqlite
+from flows.prefect_server import PrefectServer, prepare_sqlite
 
 BUSY_SECONDS = 6.0
 

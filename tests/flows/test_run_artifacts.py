@@ -12,9 +12,9 @@ import pytest
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId
 
-from flows.tracking import publisher as module
-from flows.tracking.prefect_artifacts import PrefectArtifacts
-from flows.tracking.publisher import Publisher, publishing
+from flows.orchestration import PrefectArtifacts
+from flows.tracking import session as module
+from flows.tracking.session import Publisher, publishing
 from flows.tracking.store import Outage, Refusal
 from fp8core.report.console import Console
 
@@ -45,10 +45,12 @@ class Prefect:
 
     def __init__(self) -> None:
         self.error: Exception | None = None
+        self.refused = False
         self.posted: list[Any] = []
 
     def create_artifact(self, artifact: Any) -> Any:
         if self.error is not None:
+            self.refused = True
             raise self.error
         self.posted.append(artifact)
         return type("Created", (), {"id": uuid4()})
@@ -80,7 +82,7 @@ def test_a_server_that_is_away_gets_everything_when_it_is_back(error, prefect, r
             for index in range(1, 5):
                 artifacts.step_done(index)
                 publisher.wake()
-            time.sleep(0.1)
+            assert within(20, lambda: prefect.refused)
             prefect.error = None
             assert within(20, lambda: any(posted.description == "Step 4 of 4" for posted in prefect.posted))
     assert prefect.keys() == ["progress-whole", "mlflow-whole", "report-whole", "report-whole"]
@@ -110,7 +112,7 @@ def test_metrics_that_are_gone_cost_a_report_only(prefect, run_copy) -> None:
 
 
 def test_the_end_of_a_training_does_not_wait_for_a_server_that_is_away(prefect, run_copy, monkeypatch) -> None:
-    monkeypatch.setattr("flows.tracking.prefect_artifacts.PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr("flows.orchestration.PATIENCE_SECONDS", 0.5)
     prefect.error = httpx.ConnectError("no answer")
     with run_copy.opened() as run:
         artifacts = PrefectArtifacts(run, "http://mlflow", None, prefect)

@@ -11,7 +11,7 @@ from torch import Tensor
 from flows.environment import set_variables
 from fp8core.config.capability import this_platform
 from fp8core.config.precision import PrecisionContract
-from fp8core.config.vllm import VllmConfig
+from fp8core.config.section import VllmConfig
 from fp8core.models.architecture import Architecture
 from fp8core.models.checkpoint import initial_weights
 from fp8core.models.weights import rollout_formats, stored_weights

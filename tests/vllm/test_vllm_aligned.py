@@ -14,7 +14,7 @@ from conftest import ON_GPU, SHAPE
 from torch import nn
 
 from fp8core.config.precision import PrecisionContract
-from fp8core.config.vllm import VllmConfig
+from fp8core.config.section import VllmConfig
 from fp8core.models.architecture import Architecture, RopeScaling
 from fp8core.models.checkpoint import initial_weights
 from fp8core.models.decoder import Decoder, FullContext

@@ -22,7 +22,7 @@ from vllm.logprobs import FlatLogprobs
 from vllm.sampling_params import RequestOutputKind
 
 from fp8core.config.precision import PrecisionContract
-from fp8core.config.vllm import VllmConfig
+from fp8core.config.section import VllmConfig
 from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture
 from fp8core.numerics.fingerprint import digest_of

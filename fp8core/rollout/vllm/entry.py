@@ -7,7 +7,7 @@ import torch
 
 from fp8core.config.capability import Environment, this_platform
 from fp8core.config.run import RunConfig
-from fp8core.config.vllm import VllmConfig
+from fp8core.config.section import VllmConfig
 from fp8core.models.architecture import Architecture
 from fp8core.plan.memory import (
     GIB,

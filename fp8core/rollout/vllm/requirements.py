@@ -19,7 +19,7 @@ from importlib.metadata import version as installed_version
 from typing import Final, Literal
 
 from fp8core.config.precision import PrecisionContract
-from fp8core.config.vllm import VllmConfig
+from fp8core.config.section import VllmConfig
 from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture, parameter_shapes
 from fp8core.models.weights import rollout_formats

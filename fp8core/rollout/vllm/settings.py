@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8core.config.precision import PrecisionContract
-from fp8core.config.vllm import VllmConfig
+from fp8core.config.section import VllmConfig
 from fp8core.models.architecture import Architecture, RopeScaling, architecture_to_hf, parameter_shapes
 from fp8core.models.quantised_checkpoint import block_fp8_section
 from fp8core.models.weights import StoredNames, is_linear, rollout_formats

@@ -8,8 +8,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fp8core.config.megatron import MegatronConfig
 from fp8core.config.precision import PrecisionContract
+from fp8core.config.section import MegatronConfig
 from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture, Experts
 from fp8core.numerics.e4m3 import TILE, ScaleRule

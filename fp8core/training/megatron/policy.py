@@ -11,8 +11,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from fp8core.config.megatron import MegatronConfig
 from fp8core.config.precision import PrecisionContract
+from fp8core.config.section import MegatronConfig
 from fp8core.models.architecture import Architecture
 from fp8core.models.weights import training_formats
 from fp8core.numerics.kv_scales import KvStatistics, LayerScales

@@ -7,9 +7,9 @@ environment when it is imported.
 import math
 from importlib.util import find_spec
 
-from fp8core.config.megatron import MegatronConfig
 from fp8core.config.precision import PrecisionContract
 from fp8core.config.run import RunConfig
+from fp8core.config.section import MegatronConfig
 from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture
 from fp8core.models.weights import is_linear

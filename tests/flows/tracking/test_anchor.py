@@ -201,7 +201,7 @@ def test_another_store_than_the_folder_names_can_be_asked_and_none(published, ru
 
 
 def test_an_outage_at_the_start_does_not_let_a_rewritten_run_through(copy_of_trained, network, monkeypatch) -> None:
-    monkeypatch.setattr("flows.tracking.publisher.RETRY_SECONDS", (0.05,))
+    monkeypatch.setattr("flows.tracking.session.RETRY_SECONDS", (0.05,))
     copy = copy_of_trained(network.uri)
     publish(copy)
     rewrite(copy.folder, other_library)

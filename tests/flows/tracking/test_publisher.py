@@ -17,7 +17,7 @@ from flows.tracking.session import Session, open_session
 from flows.tracking.store import default_tracking_uri
 from fp8core.errors import UserError
 from fp8core.report.console import Console
-from fp8core.report.provenance import Provenance
+from fp8core.store.run_view import Provenance
 
 AWAY = "MLflow does not answer; metrics stay in the ledger and follow\n"
 BACK = "MLflow answers again; it has every step up to "
@@ -25,7 +25,7 @@ BACK = "MLflow answers again; it has every step up to "
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flows.tracking.publisher.RETRY_SECONDS", (0.05,))
+    monkeypatch.setattr("flows.tracking.session.RETRY_SECONDS", (0.05,))
     monkeypatch.setattr("flows.tracking.mlflow_backlog.OUTAGE_PATIENCE_SECONDS", 0.3)
 
 
@@ -380,7 +380,7 @@ def test_a_failed_training_does_not_wait_for_a_long_report(copy_of_trained, netw
     copy = copy_of_trained(network.uri)
     publish(copy)
     read, add = [], Provenance.add
-    monkeypatch.setattr("flows.tracking.publisher.STOPPED_PATIENCE_SECONDS", 3.0)
+    monkeypatch.setattr("flows.tracking.session.STOPPED_PATIENCE_SECONDS", 3.0)
     monkeypatch.setattr(Provenance, "add", lambda *of: (read.append(of), time.sleep(4), add(*of))[2])
     with pytest.raises(RuntimeError, match="broken"), session_of(copy) as (_, out):
         raise RuntimeError("broken")

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from transformers import AutoConfig
 
 from fp8core.errors import UserError
-from fp8core.input_file import read_json_object
 from fp8core.models.architecture import (
     Architecture,
     Experts,
@@ -16,6 +15,7 @@ from fp8core.models.architecture import (
     architecture_from_hf,
     architecture_to_hf,
 )
+from fp8core.user_files import read_json_object
 
 LLAMA_32_1B = {
     "architectures": ["LlamaForCausalLM"],

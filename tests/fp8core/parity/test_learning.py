@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from fp8core.parity.learning import (
+from fp8core.parity.measure import (
     LearningCurve,
     Pair,
     block_means,

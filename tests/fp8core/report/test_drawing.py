@@ -26,9 +26,9 @@ from fp8core.report.charts import (
     bucket_means,
     colour,
     thinned,
+    training_charts,
 )
 from fp8core.report.drawing import BARS, BISECTED, CELLS, DASHES, MARKERS, draw_bisection, draw_png, svg
-from fp8core.report.run_charts import training_charts
 from fp8core.report.text import bisection_text
 
 SVG = "{http://www.w3.org/2000/svg}"

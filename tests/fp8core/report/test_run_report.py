@@ -5,10 +5,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from fp8core.report.charts import Bound
-from fp8core.report.run_charts import configured_bounds
+from fp8core.report.charts import Bound, configured_bounds
+from fp8core.report.pages import Section, Table, key_charts, render_page, report_html
 from fp8core.report.run_data import read_run, read_runs
-from fp8core.report.run_report import Section, Table, key_charts, render_page, report_html
 from fp8core.report.summary import TMPE
 
 SECTIONS = [

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from fp8core.config.precision import PrecisionContract, SidePrecision
-from fp8core.config.vllm import VllmConfig
+from fp8core.config.section import VllmConfig
 from fp8core.models.architecture import Experts, RopeScaling
 from fp8core.rollout.vllm import settings
 from fp8core.rollout.vllm.requirements import (

@@ -3,8 +3,8 @@ import io
 import pytest
 import torch
 
-from fp8core.config.check import Plan
 from fp8core.config.load import load_config
+from fp8core.config.steps import Plan
 from fp8core.data.source import build_source
 from fp8core.errors import UserError
 from fp8core.numerics.fingerprint import policy_digest

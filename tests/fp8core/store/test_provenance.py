@@ -1,10 +1,9 @@
 from pathlib import Path
 
-from fp8core.report.provenance import Provenance
 from fp8core.store.ledger import SegmentEntry, TaskEntry
 from fp8core.store.manifest import StepManifest, StepObservations, StepRecord, record_digest
 from fp8core.store.run_directory import RunDescription
-from fp8core.store.run_view import RunView
+from fp8core.store.run_view import Provenance, RunView
 
 FIRST = SegmentEntry(pid=1, host="a", code_version="1" * 64, started=0.0)
 SECOND = SegmentEntry(pid=2, host="b", code_version="2" * 64, started=3600.0)

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from fp8core.report.run_charts import (
+from fp8core.report.charts import (
     ALIGNMENT,
     LEARNING,
     OTHERS,

@@ -1,4 +1,7 @@
-"""Files that a command writes at its user's request, and the one rule for their places.
+"""Files that a user names: those that a command reads, and those that it writes.
+
+Only regular files are read, up to a stated size. A pipe would wait for a writer, and a device need not end. A regular
+file may hold more than memory does: every caller states what it can use.
 
 An output never goes into a run's folder, except as a file that the run itself keeps there. It never goes through a
 link, and it replaces only a file that this program wrote, which is known by its content. `--force` lifts the last of
@@ -10,14 +13,26 @@ Commands check their outputs before any work, so this module imports nothing lar
 import json
 import os
 import re
+import stat
 from collections.abc import Callable
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 from fp8core.errors import UserError
 from fp8core.store.durable import read_stored, write_file
 from fp8core.store.lock import enclosing_run
+
+LARGEST_JSON = 128 * 2**20
+"""Bytes of a JSON file of a checkpoint. The largest tokenizers have some 35 MB."""
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
 
 _MARK = "fp8-grpo"
 PAGE_MARK = f'<meta name="generator" content="{_MARK}">'
@@ -27,6 +42,60 @@ PICTURE_METADATA = {"Software": _MARK}
 
 _PAGE = re.compile(rb"<!DOCTYPE html>[^\0]{0,200}" + re.escape(PAGE_MARK).encode())
 _PICTURE = re.compile(rb"\x89PNG\r\n\x1a\n.{0,64}Software\0" + _MARK.encode(), re.DOTALL)
+
+
+def open_input(path: Path) -> BufferedReader:
+    """Open a regular file to read.
+
+    Raises:
+        OSError: as the file system says.
+        UserError: it is no regular file.
+    """
+    # A pipe without a writer opens at once in this mode, and a regular file does not know it.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        raise UserError(f"{path}: is {_KINDS[stat.S_IFMT(mode)]}; only regular files are read")
+    return os.fdopen(descriptor, "rb")
+
+
+def read_input(path: Path, largest: int) -> bytes:
+    """The content of a regular file.
+
+    Raises:
+        UserError: naming the file: it cannot be read, is no regular file, or has more than `largest` bytes.
+    """
+    try:
+        with open_input(path) as file:
+            content = file.read(largest + 1)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+    if len(content) > largest:
+        raise UserError(f"{path}: more than {largest:,} bytes, which is the most that is read")
+    return content
+
+
+def read_text(path: Path, largest: int = LARGEST_JSON) -> str:
+    """A UTF-8 file; raises UserError as `read_input` does, and on another encoding."""
+    try:
+        return read_input(path, largest).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 at byte {error.start}") from error
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; a missing, unreadable or malformed file is a UserError that names it."""
+    text = read_text(path)
+    try:
+        content = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}: line {error.lineno}, column {error.colno}: not JSON: {error.msg}") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: expected a JSON object, found {type(content).__name__}")
+    return content
 
 
 @dataclass(frozen=True)
