@@ -1,0 +1,114 @@
+"""A run on a Ray cluster of two nodes: it computes what one process does, and survives what it loses."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from ray.cluster_utils import Cluster
+
+from fp8core.config.load import load_config
+from fp8core.errors import MemberLost, UserError
+from fp8core.run.build import open_cluster
+from fp8core.run.context import RunContext
+from fp8core.run.execute import StepError
+from fp8core.run.loop import Execution, train
+
+TWO_EACH = {"engines": 2, "ranks": 2}
+
+
+@pytest.fixture(scope="module")
+def two_nodes() -> Iterator[Cluster]:
+    """A head without places for members, and two nodes with one each."""
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    for _ in range(2):
+        cluster.add_node(num_cpus=1)
+    cluster.wait_for_nodes()
+    yield cluster
+    cluster.shutdown()
+
+
+class Accidents(Execution):
+    """Before the steps that are named, something happens."""
+
+    def __init__(self, by_step: dict[int, Callable[[RunContext], None]]) -> None:
+        self._by_step = by_step
+
+    def before_step(self, run: RunContext, index: int) -> None:
+        if (accident := self._by_step.pop(index, None)) is not None:
+            accident(run)
+
+
+def test_two_engines_and_two_ranks_on_two_nodes_make_the_records_of_one_process(two_nodes, loop_run, whole_run):
+    run = loop_run("two", cluster={"address": two_nodes.address, **TWO_EACH})
+    assert run.records == whole_run.records
+    places = run.store.get_json(run.ledger.steps()[4].manifest)["observed"]["cluster"]
+    assert set(places) == {"engine 0", "engine 1", "rank 0", "rank 1"}
+    assert len({place["pid"] for place in places.values()}) == 4
+
+
+def test_a_lost_engine_rank_or_node_is_replaced_and_the_run_ends_with_equal_records(two_nodes, run_copy, whole_run):
+    run_copy.cut_after(1, "record")
+
+    def while_it_generates(run: RunContext) -> None:
+        folder, victim = run.directory.path / "shards" / "00002", run.cluster.gang.engines[1].place.pid
+
+        def watch() -> None:
+            while not any(folder.glob("*.parquet")):
+                time.sleep(0.001)
+            os.kill(victim, signal.SIGKILL)
+
+        threading.Thread(target=watch).start()
+
+    def between_steps(run: RunContext) -> None:
+        os.kill(run.cluster.gang.ranks[1].place.pid, signal.SIGKILL)
+
+    def of_a_node(_: RunContext) -> None:
+        lost = next(iter(two_nodes.worker_nodes))
+        two_nodes.add_node(num_cpus=1)
+        two_nodes.remove_node(lost, allow_graceful=False)
+
+    cluster = {"address": two_nodes.address, **TWO_EACH}
+    with run_copy.opened(**{f"cluster.{key}": value for key, value in cluster.items()}) as run:
+        train(run, Accidents({2: while_it_generates, 3: between_steps, 4: of_a_node}))
+    assert run_copy.records == whole_run.records
+    assert run_copy.said.count("all processes are replaced") == 3
+    assert "engine 1 ended" in run_copy.said
+    assert "rank 1 ended" in run_copy.said
+
+
+def test_a_run_fails_when_processes_are_lost_more_often_than_allowed(two_nodes, run_copy):
+    run_copy.cut_after(2, "record")
+    settings = {"cluster.address": two_nodes.address, "cluster.engines": 2, "cluster.replacements": 0}
+
+    def lose(run: RunContext) -> None:
+        os.kill(run.cluster.gang.engines[0].place.pid, signal.SIGKILL)
+
+    began = time.monotonic()
+    with run_copy.opened(**settings) as run, pytest.raises(StepError, match="engine 0 ended") as caught:
+        train(run, Accidents({3: lose}))
+    assert isinstance(caught.value.__cause__, MemberLost)
+    assert time.monotonic() - began < 60
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"cluster.address": "127.0.0.1:1"}, "cluster.address=127.0.0.1:1: nothing answers there"),
+        ({"cluster.engines": 3, "cluster.placement": "separate"}, "4 CPUs are needed, the cluster has 2"),
+    ],
+)
+def test_what_cannot_be_placed_is_refused_in_one_line(two_nodes, settings, said):
+    config = load_config("tiny", {"cluster.address": two_nodes.address, "cluster.engines": 2, **settings})
+    with pytest.raises(UserError, match=said) as refused:
+        open_cluster(config)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_node_with_other_code_is_refused(two_nodes, monkeypatch):
+    monkeypatch.setattr("fp8core.cluster.gang.current_code", lambda: "0" * 64)
+    config = load_config("tiny", {"cluster.address": two_nodes.address, "cluster.engines": 2})
+    with pytest.raises(UserError, match=r"has code \w+, this is 000000000000"):
+        open_cluster(config)
