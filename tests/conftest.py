@@ -103,7 +103,7 @@ def free_port() -> Callable[[], int]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest tests come first: of two processes, neither is left with one of them at the end."""
-    items.sort(key=lambda item: item.path.name not in ("test_learning.py", "test_readme.py"))
+    items.sort(key=lambda item: item.path.name not in ("test_learning.py", "test_documented_commands.py"))
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -70,17 +70,9 @@ def test_outlier_channels_change_nothing_without_fp8(material, qk_norm):
     assert all(k > 4 and v > 1000 for k, v in largest)
 
 
-def test_every_model_and_every_choice_has_its_cell(saturating):
-    rows = [row | calibration_error.provenance() for row in saturating]
-    assert all(row["kind"] == "calibration_error" and row["versions"]["torch"] for row in rows)
-    for text in (calibration_error.error_table(rows), calibration_error.logprob_table(rows)):
-        assert text.count("\n") == 1 + len({row["scales"] for row in rows})
-    assert "saturated" in calibration_error.error_table(rows)
-
-
 @pytest.mark.slow
 def test_a_run_gives_two_policies_and_what_they_wrote(tmp_path):
-    found = calibration_error.trained_material(tmp_path, 4, SMALL)
+    found = calibration_error.trained_material(tmp_path, 2, SMALL)
     assert len(found.rollouts) == len(found.next_rollouts) == 16
     assert not torch.equal(found.rollouts.tokens, found.next_rollouts.tokens)
     name = "model.layers.0.self_attn.k_proj.weight"

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from benchmarks import export_check
-from benchmarks.export_check import LOADERS, PAIRS, _finished, main, table
+from benchmarks.export_check import LOADERS, PAIRS, _finished, main
 from fp8core.data.chain import ALPHABET, EOS, VOCABULARY
 from fp8core.models.tokenizer import character_tokenizer
 
@@ -19,20 +19,6 @@ def test_a_completion_ends_at_its_stop_token(exported_tokenizer):
     ids = exported_tokenizer("4,4#4$", add_special_tokens=False)["input_ids"]
     assert _finished(exported_tokenizer, [*ids, 0, 0]) == ("4,4#4", "stop")
     assert _finished(exported_tokenizer, ids[:4]) == ("4,4#", "length")
-
-
-def test_the_table_says_why_there_is_no_accuracy():
-    rows = [
-        {"format": "in training", "loader": "vllm", "accuracy": None},
-        {"format": "bf16", "loader": "vllm", "accuracy": None, "problem": "skipped: vllm is not installed"},
-        {"format": "bf16", "loader": "transformers", "accuracy": 0.5, "linears": "Linear", "prompts": 8},
-    ]
-    lines = table(rows).splitlines()[2:]
-    assert lines == [
-        "| in training | vllm |  | not measured |  |",
-        "| bf16 | vllm |  | skipped: vllm is not installed |  |",
-        "| bf16 | transformers | Linear | 0.5000 | 8 |",
-    ]
 
 
 @pytest.mark.slow

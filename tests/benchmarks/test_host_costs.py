@@ -4,10 +4,12 @@ import gc
 import json
 
 import psutil
+import pytest
 
 from benchmarks import host_costs
 
 
+@pytest.mark.slow
 def test_rows_are_written_and_nothing_is_left_running_or_frozen(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(host_costs, "COMPLETIONS", 2)
     host_costs.main(["--out", str(tmp_path / "rows.json"), "--threads", "1", "--busy", "1"])

@@ -5,21 +5,12 @@ import pytest
 from benchmarks import host_costs, tables
 from benchmarks.harness import ROOT, stored
 from benchmarks.studies.greedy_agreement import agreement_table
-from benchmarks.tables import TABLES, expert_sync_table, rollout_table, run_table, trace_tables
+from benchmarks.tables import TABLES, expert_sync_table, rollout_table
 
 ENGINE = {"model": "qwen3-8b", "batch_invariant": False, "forward": "stock"}
 BF16 = {**ENGINE, "precision": "bf16", "decode_kernel": "flash_attention"}
 FP8 = {**ENGINE, "precision": "fp8_linear_kv", "decode_kernel": "fp8_decode"}
 SHAPE = {"kind": "rollout", "requests": 512, "prompt": 512, "generated": 2048, "long_tailed": False}
-RUN = {
-    "tokens_per_s": 13676.6,
-    "seconds": 76.7,
-    "step_ms": [{"median": 18.04 + i, "p99": 30.0, "max": 40.0 * (i + 1)} for i in range(2)],
-    "processors": [
-        {"process": "EngineCore", "all": 1.02, "threads": [0.55, 0.45, 0.02]},
-        {"process": "driver", "all": 0.0, "threads": []},
-    ],
-}
 
 
 def rollout(engine, speed, batched_tokens=2048, **more):
@@ -50,84 +41,6 @@ def test_a_row_is_compared_with_bf16_of_its_shape_and_its_tokens_a_step():
         ("2,048", "1,500", "not measured", "1,500"),
         ("2,048", "1,500", "not measured", "1,500"),
     ]
-
-
-@pytest.mark.parametrize(
-    ("changed", "words"),
-    [
-        ({}, ""),
-        ({"batch_invariant": True, "forward": "aligned"}, ", batch-invariant, aligned"),
-        ({"experts": "deep_gemm", "routes": False, "variables": {}}, ""),
-        ({"block_size": None}, ""),
-        ({"block_size": 128}, ", pages of 128"),
-        ({"experts": "triton"}, ", experts by Triton"),
-        ({"routes": True}, ", ready for routes"),
-        ({"routes": True, "routes_reported": True}, ", routes reported"),
-        ({"variables": {"VLLM_USE_V2_MODEL_RUNNER": "1"}}, ", VLLM_USE_V2_MODEL_RUNNER=1"),
-    ],
-)
-def test_an_engine_is_told_from_the_one_beside_it(changed, words):
-    assert cells(rollout_table([rollout(FP8, 1.0, **changed)]), 1) == [("FP8 linears, cache and attention" + words,)]
-
-
-def test_other_kinds_of_rows_are_in_no_table_of_rollouts():
-    others = [{"kind": kind} for kind in ("start", "described", "routes", "update")]
-    assert rollout_table([*others, trace(), rollout(FP8, 1.0)]) == rollout_table([rollout(FP8, 1.0)])
-    assert run_table([*others, trace()]) == ""
-    assert len(trace_tables([*others, rollout(FP8, 1.0), trace()])) == 1
-
-
-def test_every_run_says_when_its_steps_came_and_who_was_busy():
-    heard = {"collections": {"count": 9, "frozen": 0, "all": 1500.4, "max": 410.2}}
-    runs = [RUN, {**RUN, **heard, "tokens_per_s": 17413.0}]
-    row = rollout(FP8, 13676.6, 8192, runs=runs, commit="0123456789")
-    lines = run_table([rollout(FP8, 1.0), row]).splitlines()[2:]
-    about = "| Qwen3-8B, 512 x (512 + 2048), FP8 linears, cache and attention, ours, commit 0123456, run"
-    steps, busy = "18.0, 19.0 | 40.0, 80.0", "EngineCore 1.02 (0.55), driver 0.00 (0.00) |"
-    assert lines == [
-        f"{about} 1 | 13,677 | {steps} |  | {busy}",
-        f"{about} 2 | 17,413 | {steps} | 1,500 (410) | {busy}",
-    ]
-
-
-def test_rows_without_their_runs_have_no_table_of_runs():
-    assert run_table([rollout(FP8, 1.0)]) == ""
-
-
-def trace(engine=FP8, requests=256, commit="0123456789"):
-    measured = {"parts_ms": {"linear": 1.0, "attention": 2.5}, "idle_ms": 0.5, "step_ms": 4.0}
-    return {"kind": "decode_trace", **engine, "requests": requests, "context": 2048, "commit": commit, **measured}
-
-
-def headings(traces):
-    return [table.splitlines()[0].removesuffix(" | ms | share |").removeprefix("| ") for table in trace_tables(traces)]
-
-
-def test_a_traced_step_by_part():
-    assert trace_tables([trace()]) == [
-        "| one decode step, 256 requests at 2,048 tokens | ms | share |\n"
-        "| --- | --- | --- |\n"
-        "| attention | 2.50 | 62.5% |\n"
-        "| linear | 1.00 | 25.0% |\n"
-        "| nothing runs | 0.50 | 12.5% |\n"
-        "| all | 4.00 | 100.0% |"
-    ]
-
-
-def test_headings_of_traces_say_what_differs():
-    step = "one decode step, 256 requests at 2,048 tokens"
-    assert headings([trace(), trace(requests=512)]) == [step, "one decode step, 512 requests at 2,048 tokens"]
-    flash = {name: value for name, value in FP8.items() if name != "forward"} | {"decode_kernel": "flash_attention"}
-    assert headings([trace(flash), trace(), trace({**FP8, "forward": "aligned"})]) == [
-        f"{step}, stock forward, decoded by FlashAttention 3",
-        f"{step}, stock forward, decoded by ours",
-        f"{step}, aligned forward, decoded by ours",
-    ]
-    assert headings([trace(BF16), trace({**FP8, "decode_kernel": "flash_attention"})]) == [
-        f"{step}, BF16",
-        f"{step}, FP8 linears, cache and attention",
-    ]
-    assert headings([trace(), trace(commit="abcdefabcdef")]) == [f"{step}, commit 0123456", f"{step}, commit abcdefa"]
 
 
 SYNC = {"kind": "sync", "model": "qwen3-30b-a3b", "bytes": 31_174_545_408, "tensors": 37_491, "shared_layers": False}

@@ -13,13 +13,11 @@ from benchmarks import vllm_hopper
 from benchmarks import vllm_hopper_cases as cases
 from benchmarks.vllm_hopper_cases import (
     by_quarter,
-    engine_row,
     garbage_collections,
     processor_shares,
     repeated,
     timed,
 )
-from fp8core.config.section import VllmConfig
 from fp8core.models.architecture import Architecture
 from fp8core.rollout.engine import Completion
 from fp8core.rollout.vllm.requirements import VllmBuild, aligned_refusals, aligned_shape_refusals
@@ -36,15 +34,6 @@ def test_log_probs_are_compared_up_to_the_first_other_token():
     assert row["largest_difference"] == 0.5
     equal = cases.compared(alone, alone, "alone", False)
     assert (equal["equal_tokens"], equal["equal_logprobs"], equal["largest_difference"]) == (4, 4, 0.0)
-
-
-def test_contracts_differ_in_what_their_names_say():
-    found = {name: cases.contract(name).rollout for name in ("bf16", "fp8_linear", "fp8_linear_kv")}
-    assert [(side.linear, side.kv_cache) for side in found.values()] == [
-        ("bf16", "bf16"),
-        ("fp8_block", "bf16"),
-        ("fp8_block", "fp8"),
-    ]
 
 
 def test_every_mode_of_exactness_is_measured_with_settings_that_fit(monkeypatch):
@@ -65,23 +54,6 @@ def test_an_earlier_result_is_not_taken_for_that_of_a_measurement_that_was_ended
     vllm_hopper._finish([started], deadline=time.monotonic() + 60)
     (row,) = json.loads(result.read_text())
     assert (row["kind"], row["error"]) == ("error", "ended with -9")
-
-
-@pytest.mark.parametrize(
-    ("implementation", "kernel"), [("FlashAttentionImpl", "flash_attention"), ("DecodeImpl", "fp8_decode")]
-)
-def test_an_engine_is_what_it_says_and_what_it_was_told(implementation, kernel):
-    said = {"model": "stock", "backend": {"implementation": implementation}, "kernels": {}, "runner": "v1", "graphs": 1}
-    assert engine_row(said, VllmConfig(batched_tokens=4096, batch_invariant=True, block_size=64)) == {
-        "batch_invariant": True,
-        "batched_tokens": 4096,
-        "block_size": 64,
-        "forward": "stock",
-        "decode_kernel": kernel,
-        "backend": {"implementation": implementation},
-        "kernels": {},
-        "runner": "v1",
-    }
 
 
 def test_the_row_is_of_the_middle_run_and_has_all_of_them():
@@ -117,11 +89,6 @@ def test_a_stall_is_the_largest_of_its_quarter_alone():
     assert [quarter["median"] for quarter in quarters] == [10.0] * 4
     assert [quarter["max"] for quarter in quarters] == [10.0, 10.0, 2000.0, 10.0]
     assert quarters[2]["p99"] == 2000.0
-
-
-def test_a_rollout_that_slows_down_has_growing_medians():
-    medians = [quarter["median"] for quarter in by_quarter([i / 1000 for i in range(100)])]
-    assert medians == [12.0, 37.0, 62.0, 87.0]
 
 
 def test_fewer_steps_than_quarters():

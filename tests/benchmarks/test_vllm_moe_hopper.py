@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks import vllm_moe_hopper
-from benchmarks.tables import rollout_table, run_table
+from benchmarks.tables import rollout_table
 from fp8core.models.architecture import parameter_shapes
 from fp8core.models.weights import rollout_formats, stored_weights
 
@@ -54,20 +54,6 @@ def test_random_tensors_are_those_a_trainer_ships(precision):
 def test_the_shape_is_qwen3_30b_a3bs():
     shapes = parameter_shapes(vllm_moe_hopper.qwen3_30b_a3b())
     assert sum(torch.Size(shape).numel() for shape in shapes.values()) == 30_532_122_624
-
-
-def test_rows_have_what_their_table_says_of_them(measured):
-    rows, error = measured("moe_routes")
-    assert error is None
-    assert [row["kind"] for row in rows] == ["start", "described", "update", "rollout", "rollout"]
-    plain, reported = rows[3:]
-    assert (plain["long_tailed"], plain["decode_kernel"], plain["batched_tokens"]) == (False, "fp8_decode", 8192)
-    assert len(plain["commit"]) == 40
-    assert [row["routes"] for row in (plain, reported)] == [True, True]
-    lines = rollout_table(rows).splitlines()[2:]
-    assert [line.split(" | ")[1].split(", ")[-1] for line in lines] == ["ready for routes", "routes reported"]
-    assert lines[0].endswith("| 8,192 | 200 | not measured | 100, 300, 200 |")
-    assert len(run_table(rows).splitlines()) == 2 + 3
 
 
 def test_variants_of_an_engine_are_told_apart(measured):

@@ -1,10 +1,8 @@
 """The engine, the loss, the metric and the step of docs/extending.md work as the page says."""
 
 import io
-import os
 import re
-import subprocess
-import sys
+import runpy
 from pathlib import Path
 
 import pytest
@@ -72,16 +70,11 @@ def test_engine_loss_and_metric_are_named_by_a_configuration(folder, small, monk
     assert record["executed"]["loss"].keys() == {"source"}
 
 
-def test_engine_and_trainer_agree(folder):
-    done = subprocess.run(
-        [sys.executable, "check.py"],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert f"It prints `{done.stdout.strip()}`" in PAGE
+def test_engine_and_trainer_agree(folder, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.chdir(folder)
+    runpy.run_path("check.py", run_name="__main__")
+    assert f"It prints `{capsys.readouterr().out.strip()}`" in PAGE
 
 
 PROTOCOLS = [("rollout/engine.py", "RolloutEngine"), ("training/trainer.py", "Trainer")]

@@ -17,7 +17,8 @@ DAMAGES = ["truncated", "bit-flipped", "deleted", "swapped"]
 REDONE = ["prompts", "rollouts", "rewards", "logprobs", "kv_statistics", "next_policy", "train_report", "next_scales"]
 ARTIFACTS = [
     *((0, name) for name in ("policy", "weights", "scales", "evaluation")),
-    *((step, name) for step in (3, 4) for name in REDONE),
+    *((3, name) for name in REDONE),
+    *((4, name) for name in ("rollouts", "kv_statistics", "next_policy", "next_scales")),
     *((3, name) for name in ("sync_report", "evaluation", "metrics", "manifest")),
 ]
 CHECKPOINT = ["masters.safetensors", "optimiser.safetensors", "trainer.json", "policy/model.safetensors"]

@@ -287,12 +287,12 @@ class Outcome:
     message: str
 
 
-def run_with(faults: Sequence[Fault], config: str, overrides: Any) -> list[Outcome]:
+def run_with(faults: Sequence[Fault], config: str, overrides: Any, name: str = "faulty") -> list[Outcome]:
     """Train with one fault after the other, each from the first rollout or the rollout after the last fault on."""
     asked = load_config(config, overrides)
     set_engine_variables(asked)
     with (
-        open_directory(asked, "faulty") as directory,
+        open_directory(asked, name) as directory,
         open_run(asked, plan_of(asked), directory, Console(io.StringIO(), asked.steps)) as run,
     ):
         begin(run)
@@ -337,17 +337,23 @@ def table(outcomes: Sequence[tuple[Fault, Outcome]]) -> str:
     return "\n".join(["| fault | bound that ends the run | in step |", "| --- | --- | --- |", *rows])
 
 
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Settings of small runs that share a warm start."""
+    return {**SMALL, "runs": str(tmp_path_factory.mktemp("faults"))}
+
+
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name.replace(" ", "-"))
-def test_a_fault_ends_the_run_by_the_bound_that_is_named(fault: Fault, tmp_path: Path) -> None:
-    (found,) = run_with([fault], fault.config, {**SMALL, "runs": str(tmp_path)})
+def test_a_fault_ends_the_run_by_the_bound_that_is_named(fault: Fault, small: dict[str, Any]) -> None:
+    (found,) = run_with([fault], fault.config, small, f"fault-{FAULTS.index(fault)}")
     assert found.bound == fault.bound, found.message
     assert found.step is not None
     assert found.step <= STEPS
 
 
-def test_without_a_fault_no_bound_is_crossed(tmp_path: Path) -> None:
+def test_without_a_fault_no_bound_is_crossed(small: dict[str, Any]) -> None:
     healthy = Fault("none", "none", lambda run: None)
-    assert run_with([healthy], "tiny", {**SMALL, "runs": str(tmp_path)})[0].bound is None
+    assert run_with([healthy], "tiny", small, "healthy")[0].bound is None
 
 
 def test_the_page_has_every_fault_with_its_bound() -> None:

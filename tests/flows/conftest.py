@@ -145,7 +145,9 @@ def start_up(
 
     def start(environment: Mapping[str, str], scheduler: bool = False) -> Up:
         program, *options = command.split()
-        environment = {**environment, "PREFECT_SERVER_SERVICES_SCHEDULER_ENABLED": str(scheduler)}
+        # Else it looks once when the server starts, before there are deployments, and again after a minute.
+        often = {"PREFECT_SERVER_SERVICES_SCHEDULER_LOOP_SECONDS": "2"}
+        environment = {**environment, **often, "PREFECT_SERVER_SERVICES_SCHEDULER_ENABLED": str(scheduler)}
         words = [str(Path(sys.executable).with_name(program)), *options]
         started.append(Up(words, [free_port(), free_port()], environment, tmp_path_factory.mktemp("up")))
         return started[-1]

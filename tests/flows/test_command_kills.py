@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 REPOSITORY = Path(__file__).parents[2]
 SCRIPT = Path(sys.executable).with_name("fp8-grpo")
 COMMAND = [str(SCRIPT)] if SCRIPT.exists() else [sys.executable, "-m", "flows.cli"]
-KILLS = 10
+KILLS = 5
 
 
 class Command:
@@ -71,7 +71,7 @@ class Command:
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory, small_file):
     folder = tmp_path_factory.mktemp("workplace")
-    small_file(folder, steps=20, checkpoint={"every": 3})
+    small_file(folder, steps=12, checkpoint={"every": 3})
     return folder
 
 
@@ -118,7 +118,7 @@ def models(runs, name):
     return sorted(int(model.tags["step"]) for model in found)
 
 
-def test_ten_kills_leave_the_weights_the_records_and_the_metrics_of_an_uninterrupted_run(workplace, environment):
+def test_kills_leave_the_weights_the_records_and_the_metrics_of_an_uninterrupted_run(workplace, environment):
     runs, instants = workplace / "runs", random.Random(10)
     whole = Command(workplace, environment, "whole")
     work = whole.work()
@@ -141,4 +141,4 @@ def test_ten_kills_leave_the_weights_the_records_and_the_metrics_of_an_uninterru
         assert summary["weights_digest"] == expected["weights_digest"]
         assert mlflow_run(runs, name)[1].info.status == "FINISHED"
         assert metrics(runs, name) == metrics(runs, "whole")
-        assert models(runs, name) == models(runs, "whole") == [3, 6, 9, 12, 15, 18, 20]
+        assert models(runs, name) == models(runs, "whole") == [3, 6, 9, 12]

@@ -215,12 +215,6 @@ def test_a_failing_run_exits_with_one_and_its_reason(
     assert "did you mean learning_rate?" in message_of_the_failed_run(up)
 
 
-def test_a_parameter_out_of_bounds_is_refused_at_submission(run_deployment: Run) -> None:
-    refused = run_deployment("steps=-1")
-    assert refused.returncode == 1
-    assert "steps" in refused.stdout + refused.stderr
-
-
 # --- stopped from outside ---
 
 
@@ -303,17 +297,8 @@ def test_a_cancelled_run_ends_with_its_step_committed(long_run: Any, environment
     going.assert_stopped_in_good_order()
 
 
-def test_an_evicted_run_ends_with_its_step_committed_and_a_retry_continues_it(
-    long_run: Any, environment: dict[str, str]
-) -> None:
+def test_an_evicted_run_ends_with_its_step_committed(long_run: Any) -> None:
     going = long_run("to-evict")
-    going.send(signal.SIGTERM)
-    assert going.ended_as() == "CRASHED"
-    going.assert_stopped_in_good_order()
-    stopped_at = going.last_step()
-    retried = run(environment, "prefect", "flow-run", "retry", str(going.flow_run().id))
-    assert retried.returncode == 0, retried.stdout + retried.stderr
-    wait_for(lambda: going.last_step() > stopped_at, "the retry")
     going.send(signal.SIGTERM)
     assert going.ended_as() == "CRASHED"
     going.assert_stopped_in_good_order()
@@ -322,18 +307,18 @@ def test_an_evicted_run_ends_with_its_step_committed_and_a_retry_continues_it(
 def test_a_killed_run_is_crashed_and_a_retry_finishes_it_as_if_nothing_had_happened(
     long_run: Any, environment: dict[str, str], launch: Any
 ) -> None:
-    going = long_run("to-kill", steps=30)
+    going = long_run("to-kill", steps=12)
     going.send(signal.SIGKILL)
     assert going.ended_as() == "CRASHED"
     killed_at = going.last_step()
-    assert killed_at < 30
+    assert killed_at < 12
     retried = run(environment, "prefect", "flow-run", "retry", str(going.flow_run().id))
     assert retried.returncode == 0, retried.stdout + retried.stderr
     wait_for(lambda: going.last_step() > killed_at, "the retry")
     assert going.ended_as() == "COMPLETED"
     assert going.mlflow_status() == "FINISHED"
     summary = json.loads((going.folder / "summary.json").read_text())
-    whole = launch("never-killed", steps=30, overrides={"checkpoint.every": 1000})
+    whole = launch("never-killed", steps=12, overrides={"checkpoint.every": 1000})
     assert summary["weights_digest"] == whole.summary["weights_digest"]
 
 
@@ -357,7 +342,7 @@ def test_a_run_that_a_bound_suspended_is_resumed_from_the_api(
 
 
 def test_the_nightly_schedule_makes_runs(environment: dict[str, str], start_up: Any, tmp_path: Path) -> None:
-    """Prefect's scheduler looks every minute, and runs that it cannot store are only a line in the server's log."""
+    """Runs that Prefect's scheduler cannot store are only a line in the server's log."""
     running = start_up({**environment, "PREFECT_HOME": str(tmp_path)}, scheduler=True)
     nightly = DeploymentFilter(name=DeploymentFilterName(any_=["nightly"]))
 

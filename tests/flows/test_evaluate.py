@@ -155,10 +155,7 @@ def test_a_mistake_is_one_line_before_anything_is_started(run, capsys, parameter
     assert errors.count("\n") == 1
 
 
-def test_parameters_have_descriptions_bounds_and_the_defaults_of_the_command():
-    parameters = evaluate.parameters.properties
-    assert all(parameter["description"] for parameter in parameters.values())
-    assert parameters["samples"]["minimum"] == 1
+def test_parameters_have_the_defaults_of_the_command():
     defaults = {field.name: field.default for field in fields(EvaluationRequest) if field.name != "target"}
     signature = inspect.signature(evaluate.fn).parameters
     assert {name: signature[name].default for name in defaults} == defaults

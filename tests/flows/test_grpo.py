@@ -4,7 +4,6 @@ import json
 
 import pyarrow as pa
 import pytest
-from PIL import Image
 
 from fp8core.store.artifacts import ArtifactStore
 from fp8core.store.manifest import StepManifest, first_broken_link
@@ -33,24 +32,6 @@ def test_exact_contract_gives_a_mismatch_of_exactly_one(three_steps):
     assert three_steps.summary["tokens_differing"] == 0
     assert metric(three_steps, "alignment/token_mult_prob_error") == {1: 1.0, 2: 1.0, 3: 1.0}
     assert metric(three_steps, "alignment/tokens_differing") == {1: 0.0, 2: 0.0, 3: 0.0}
-
-
-def test_summary_names_what_it_promises(three_steps):
-    expected = {
-        "run", "mlflow_run_id", "weights_digest", "steps", "reward_first10", "reward_last10", "heldout_first",
-        "heldout_last", "tmpe_max", "tokens_differing", "bounds", "bounds_crossed", "overhead_ms_per_step", "seconds",
-        "chain_head",
-    }  # fmt: skip
-    summary = three_steps.summary
-    assert set(summary) == expected
-    assert summary["run"] == "three"
-    assert summary["steps"] == 3
-    assert summary["bounds"].startswith("exact contract, fail beyond error 1, tokens_differing 0")
-    assert summary["bounds_crossed"] == 0
-    assert set(summary["overhead_ms_per_step"]) == {"median", "mean"}
-    tasks = {"prompts", "rollout", "reward", "logprobs", "train", "calibrate", "sync", "evaluate", "record", "commit"}
-    assert tasks | {"warm_start", "total"} <= set(summary["seconds"])
-    assert json.loads((three_steps.folder / "summary.json").read_text()) == summary
 
 
 def test_ledger_and_manifests_hold_every_step(three_steps):
@@ -96,12 +77,7 @@ def test_mlflow_shows_the_run(three_steps):
     assert any(file.startswith("samples/") for file in files)
 
 
-def test_curves_are_a_picture(three_steps):
-    with Image.open(three_steps.folder / "curves.png") as picture:
-        assert picture.width >= 1000
-
-
-def test_a_run_that_is_continued_equals_one_that_was_not_cut(three_steps, launch):
+def test_a_run_that_is_continued_equals_one_that_was_not_cut_and_no_run_of_another_seed(three_steps, launch):
     assert launch("short", steps=2).state.is_completed()
     continued = launch("short", steps=3)
     assert continued.summary["weights_digest"] == three_steps.summary["weights_digest"]
@@ -110,6 +86,8 @@ def test_a_run_that_is_continued_equals_one_that_was_not_cut(three_steps, launch
     assert metric(continued, "reward/mean") == metric(three_steps, "reward/mean")
     starts = {entry.step: entry.task for entry in continued.ledger.tasks(1).values()}
     assert starts, "the ledger is whole"
+    other = launch("other", steps=1, seed=1)
+    assert records(other)[1]["weights_digest"] != records(three_steps)[1]["weights_digest"]
 
 
 def test_continuing_a_finished_run_does_nothing_again(three_steps, launch):
@@ -120,16 +98,11 @@ def test_continuing_a_finished_run_does_nothing_again(three_steps, launch):
     assert len(again.mlflow.get_metric_history(again.mlflow_run().info.run_id, "reward/mean")) == 3
 
 
-def test_same_seed_same_run_other_seed_other_run(three_steps, launch):
-    twin, other = launch("twin", steps=3), launch("other", steps=1, seed=1)
-    assert records(twin) == records(three_steps)
-    assert other.summary["weights_digest"] != three_steps.summary["weights_digest"]
-
-
 def test_warm_start_is_shared_between_precisions(three_steps, launch):
     bf16 = {f"precision.{side}.{part}": "bf16" for side in ("rollout", "training") for part in ("linear", "kv_cache")}
     other = launch("bf16", steps=2, overrides=bf16)
     assert other.summary["tmpe_max"] == 1.0
+    assert other.summary["tokens_differing"] == 0
     first, second = (run.ledger.tasks(0)["warm_start"].outputs["weights"].digest for run in (three_steps, other))
     assert first == second
 

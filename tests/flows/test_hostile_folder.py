@@ -72,12 +72,6 @@ def started(folder: Path, searched: Sequence[str], *words: str) -> "subprocess.C
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
 
 
-def test_a_report_of_a_run_elsewhere(folder, whole_run):
-    done = run(folder, "report", str(whole_run.folder), "--png", "page.png")
-    assert done.returncode == 0, done.stderr
-    assert not (folder.parent / "imported").exists()
-
-
 @pytest.mark.parametrize("start", ["program", "module", "empty entry"])
 def test_a_run_that_is_the_working_directory(folder, run_copy, start):
     """`python -m`, and an empty entry of PYTHONPATH, have put the folder first when our code begins."""
@@ -156,6 +150,3 @@ def test_a_training_with_a_step_of_the_working_directory_and_its_children(folder
     done = run(folder, "run", "tiny", "--set", "run=r", *flags)
     assert done.returncode == 0, done.stderr + done.stdout
     assert not (folder.parent / "imported").exists(), (folder.parent / "imported").read_text()
-    verified = run(folder, "verify", "r")
-    assert verified.returncode == 0, verified.stderr
-    assert not (folder.parent / "imported").exists()

@@ -154,17 +154,16 @@ def device(name: str) -> Callable[[Path], str]:
 QUICK = ("verify", "report", "gc", "compare")
 WAITING = [
     ("run.json", fifo("run.json"), QUICK),
-    ("run.json as a device", device("run.json"), QUICK),
-    ("ledger", fifo(LEDGER), QUICK),
+    ("run.json as a device", device("run.json"), ("verify",)),
+    ("ledger", fifo(LEDGER), ("verify", "gc")),
     ("lock", fifo("lock"), ("gc",)),
     ("tracking", fifo(RECORD), ("gc",)),
-    ("tracking as a device", device(RECORD), ("gc",)),
     ("manifest", fifo("manifests/00004.json"), ("verify",)),
     ("signature", fifo("manifests/00004.signature.json"), ("verify",)),
     ("artifact", artifact, ("verify", "bisect")),
-    ("checkpoint", fifo("checkpoints/00004/masters.safetensors"), ("verify", "export", "bisect", "gc")),
-    ("policy", fifo("checkpoints/00004/policy/config.json"), ("verify", "export", "bisect", "gc")),
-    ("policy as a device", device("checkpoints/00004/policy/model.safetensors"), ("verify", "export", "bisect")),
+    ("checkpoint", fifo("checkpoints/00004/masters.safetensors"), ("verify", "bisect")),
+    ("policy", fifo("checkpoints/00004/policy/config.json"), ("export", "gc")),
+    ("policy as a device", device("checkpoints/00004/policy/model.safetensors"), ("bisect",)),
 ]
 
 

@@ -49,17 +49,24 @@ SHORT = (
 )
 
 
-def assert_learnt_exactly(summary: dict[str, Any]) -> None:
-    """Of 256 held-out prompts far more are right than before: seeds 0 to 2 gain 0.1 to 0.4, and without updates 0."""
+def test_it_learns_in_exact_fp8_within_twelve_steps(workplace: Path) -> None:
+    """Of 256 held-out prompts far more are right than before: seeds 0 to 2 gain 0.11 to 0.25; a wrong sign loses."""
+    shorter = ("data.chain={min_operands: 4, max_operands: 4}", "warm_start={steps: 700, batch_size: 32}")
+    summary = run_tiny(workplace, "short", *SHORT, *shorter)
     assert 0.20 <= summary["heldout_first"] <= 0.60
     assert summary["heldout_last"] >= summary["heldout_first"] + 0.10
     assert summary["tmpe_max"] == 1.0
     assert summary["tokens_differing"] == 0
 
 
-def test_it_learns_in_exact_fp8_within_twelve_steps(workplace: Path) -> None:
-    shorter = ("data.chain={min_operands: 4, max_operands: 4}", "warm_start={steps: 700, batch_size: 32}")
-    assert_learnt_exactly(run_tiny(workplace, "short", *SHORT, *shorter))
+@pytest.mark.slow
+def test_a_mixture_of_experts_learns_in_exact_fp8_within_twenty_steps(workplace: Path) -> None:
+    summary = run_tiny(workplace, "moe", "steps=20", config="tiny-moe")
+    assert 0.30 <= summary["heldout_first"] <= 0.60
+    assert summary["heldout_last"] >= 0.95
+    assert summary["reward_last10"] >= 0.70
+    assert summary["tmpe_max"] == 1.0
+    assert summary["tokens_differing"] == 0
 
 
 @pytest.mark.slow
@@ -91,30 +98,3 @@ def train_seconds(summary: dict[str, Any]) -> float:
     """Of a step."""
     seconds: float = summary["seconds"]["train"]
     return seconds / summary["steps"]
-
-
-@pytest.mark.slow
-def test_fp8_rollout_with_bf16_training_shows_the_mismatch(workplace: Path) -> None:
-    summary = run_tiny(workplace, "mixed", "steps=10", "precision.training.linear=bf16")
-    assert 1.001 < summary["tmpe_max"] < 1.1
-
-
-@pytest.mark.slow
-def test_bf16_on_both_sides_is_exact(workplace: Path) -> None:
-    bf16 = [f"precision.{side}.{part}=bf16" for side in ("rollout", "training") for part in ("linear", "kv_cache")]
-    summary = run_tiny(workplace, "bf16", "steps=10", *bf16)
-    assert summary["tmpe_max"] == 1.0
-    assert summary["tokens_differing"] == 0
-
-
-@pytest.mark.slow
-def test_a_mixture_of_experts_learns_in_exact_fp8(workplace: Path) -> None:
-    shorter = "warm_start={steps: 300, batch_size: 64}"
-    assert_learnt_exactly(run_tiny(workplace, "moe", *SHORT, shorter, config="tiny-moe"))
-
-
-@pytest.mark.slow
-def test_fp32_scales_on_both_sides_are_exact_too(workplace: Path) -> None:
-    summary = run_tiny(workplace, "nemo", "steps=10", config="nemo-fp32")
-    assert summary["tmpe_max"] == 1.0
-    assert summary["tokens_differing"] == 0

@@ -20,27 +20,24 @@ FLOWS = {
 """By entrypoint: the flow, and the parameters that a deployment leaves to who starts it."""
 
 
-@pytest.fixture(scope="module")
-def form() -> dict[str, dict]:
-    return parameter_schema(grpo).model_dump_for_openapi()["properties"]
-
-
-def test_every_parameter_is_described(form) -> None:
-    assert list(form) == ["config", "run", "steps", "seed", "overrides", "new_code"]
+@pytest.mark.parametrize("deployed", [deployed for deployed, _ in FLOWS.values()], ids=lambda deployed: deployed.name)
+def test_every_parameter_is_described_in_the_form(deployed) -> None:
+    form = parameter_schema(deployed).model_dump_for_openapi()["properties"]
+    assert form
     assert all(field["description"] for field in form.values())
 
 
-def test_bounds_and_types_are_in_the_form(form) -> None:
-    (steps, _), (seed, _) = form["steps"]["anyOf"], form["seed"]["anyOf"]
-    assert (steps["type"], steps["minimum"]) == ("integer", 1)
-    assert (seed["type"], seed["minimum"]) == ("integer", 0)
-    assert form["overrides"]["anyOf"][0]["type"] == "object"
-
-
-@pytest.mark.parametrize("wrong", [{"steps": 0}, {"seed": -1}, {"steps": "many"}, {"run": "../other"}])
-def test_values_out_of_bounds_are_refused(wrong) -> None:
+@pytest.mark.parametrize(
+    ("deployed", "wrong"),
+    [
+        *((grpo, wrong) for wrong in ({"steps": 0}, {"seed": -1}, {"steps": "many"}, {"run": "../other"})),
+        *((parity, wrong) for wrong in ({"seeds": []}, {"seeds": [-1]}, {"variants": ["fp4"]}, {"name": "../other"})),
+        (evaluate, {"samples": 0}),
+    ],
+)
+def test_values_out_of_bounds_are_refused(deployed, wrong) -> None:
     with pytest.raises(ParameterTypeError, match=next(iter(wrong))):
-        grpo.validate_parameters(wrong)
+        deployed.validate_parameters({**({"target": "runs/first"} if deployed is evaluate else {}), **wrong})
 
 
 @pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=[f"{d['entrypoint']}-{d['name']}" for d in DEPLOYMENTS])

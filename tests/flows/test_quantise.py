@@ -87,14 +87,11 @@ def test_what_a_user_should_know_is_listed(
     (source / "config.json").write_text(json.dumps({"num_hidden_layers": 2}))
     (source / "pytorch_model.bin").touch()
     run("quantise", source, tmp_path / "fp8")
-    adapters = ", ".join(f"model.layers.0.adapters.{i}.weight" for i in range(8))
-    assert capsys.readouterr().out.splitlines()[1:] == [
-        f"kept in BF16, unrecognised: {adapters} and 2 more",
-        f"no whole tiles of 128, so vLLM and transformers may refuse them: "
-        f"model.layers.0.self_attn.k_proj.weight, {q_proj}, model.layers.0.self_attn.v_proj.weight, "
-        "model.layers.1.self_attn.k_proj.weight, model.layers.1.self_attn.v_proj.weight",
-        "not copied: pytorch_model.bin",
-    ]
+    unrecognised, ragged, left = capsys.readouterr().out.splitlines()[1:]
+    assert all(f"model.layers.0.adapters.{i}.weight" in unrecognised for i in range(8))
+    assert unrecognised.endswith("and 2 more")
+    assert q_proj in ragged
+    assert left.endswith("pytorch_model.bin")
 
 
 @pytest.mark.parametrize("option", [["--first", "-1"], ["--last", "one"], ["--scale-rule", "ue8m0"]])

@@ -106,14 +106,6 @@ def test_the_trained_policy_loads_in_transformers(trained, small_checkpoint):
     assert generated.shape[0] == 1
 
 
-def test_the_trained_policy_starts_another_run(trained, launch, problems):
-    policy = trained.folder / "checkpoints" / "00002" / "policy"
-    overrides = {"model": str(policy), "data.source": str(problems), **TINY}
-    further = launch("real-further", steps=1, config="gsm8k", overrides=overrides)
-    assert further.state.is_completed(), further.state.message
-    assert further.summary["tmpe_max"] == 1.0
-
-
 @pytest.mark.skipif(not GSM8K.exists(), reason="GSM8K is not beside the checkout")
 def test_gsm8k_itself(launch, small_checkpoint, tmp_path):
     # The small tokenizer cuts a few problems into more tokens than the small model has positions.
