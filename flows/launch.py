@@ -44,7 +44,7 @@ def launch(config: "RunConfig", parameters: Mapping[str, Any], summary: Output |
     Raises:
         UserError: the configuration, its key or the run it names is refused, or Prefect's server does not answer.
     """
-    from fp8core.run.build import check_inputs, check_memory
+    from fp8core.run.build import check_cluster, check_inputs, check_memory
     from fp8core.run.open import plan_of, refuse_conflict, signing_key
 
     plan_of(config)
@@ -52,9 +52,10 @@ def launch(config: "RunConfig", parameters: Mapping[str, Any], summary: Output |
     refuse_conflict(config, new_code=parameters.get("new_code", False))
     check_memory(config)
     check_inputs(config)
+    check_cluster(config)
     say("starting Prefect and MLflow")
     api = prepare_prefect()
-    end_without_prefect(config.runs / str(config.run), api, summary)
+    over = end_without_prefect(config.runs / str(config.run), api, summary)
 
     def reason(word: str) -> str:
         begun = read_description(config.runs / str(config.run)) is not None
@@ -66,6 +67,10 @@ def launch(config: "RunConfig", parameters: Mapping[str, Any], summary: Output |
         return _train(parameters, summary, resume)
     except KeyboardInterrupt:
         return stopped(reason("interrupted"), 128 + signal.SIGINT)
+    finally:
+        if answers(f"{api}/health", _SILENCE_SECONDS):
+            # It heard of the end. A caller in this process may stop its server later.
+            over.set()
 
 
 def say(text: object, file: TextIO | None = None) -> None:
@@ -90,7 +95,7 @@ def prepare_prefect() -> str:
     return start_prefect()
 
 
-def end_without_prefect(folder: Path, api: str, summary: Output | None) -> None:
+def end_without_prefect(folder: Path, api: str, summary: Output | None) -> threading.Event:
     """End this process when its training has ended and Prefect's server does not answer.
 
     Prefect itself would repeat its last requests for minutes, and would fail a training that is complete. A thread
@@ -100,6 +105,8 @@ def end_without_prefect(folder: Path, api: str, summary: Output | None) -> None:
         folder: of the run.
         api: address of Prefect's API.
         summary: file for the summary, or None.
+
+    Returns: set it to end the watch.
     """
     began_ms, over = time.time_ns() // 1_000_000, threading.Event()
 
@@ -119,6 +126,7 @@ def end_without_prefect(folder: Path, api: str, summary: Output | None) -> None:
     # Registered after a server of this training, so called before it stops; Prefect has sent its last events by then.
     atexit.register(over.set)
     threading.Thread(target=watch, name="end-without-prefect", daemon=True).start()
+    return over
 
 
 def _ended(folder: Path, began_ms: int) -> TrackingRecord | None:

@@ -24,7 +24,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from fp8core.cluster.member import Member, Place
-from fp8core.config.cluster import ClusterConfig
+from fp8core.config.section import ClusterConfig
 from fp8core.errors import MemberLost, UserError, first_line
 from fp8core.store.manifest import current_code
 
@@ -86,7 +86,7 @@ class Gang:
         return {member.name: {key: vars(member.place)[key] for key in shown} for member in self._all}
 
     def gather(self, calls: Sequence[Call]) -> list[Any]:
-        """What the calls return, in their order.
+        """The values of the calls, in their order.
 
         Raises:
             MemberLost: a process ended; no member can be used any more.
@@ -117,7 +117,7 @@ class Gang:
         return [found[call.ref] for call in calls]
 
     def value(self, member: Handle, ref: Any) -> Any:
-        """What a call that has ended returned (errors: `gather`)."""
+        """The value of a call that has ended (errors: `gather`)."""
         try:
             return ray.get(ref)
         except RayTaskError as error:
@@ -136,7 +136,7 @@ class Gang:
 
     @property
     def alive(self) -> bool:
-        """Whether the members are there, as far as is known."""
+        """True until members were ended or lost."""
         return bool(self._all)
 
     def close(self) -> None:
@@ -148,12 +148,7 @@ class Gang:
         ray.shutdown()
 
     def _place(self, settings: ClusterConfig, wants_gpus: bool, arguments: tuple[Any, ...]) -> None:
-        resources = ray.cluster_resources()
-        unit = "GPU" if wants_gpus and "GPU" in resources else "CPU"
-        held = int(resources.get(unit, 0))
-        if held < settings.bundles:
-            asked = f"cluster.engines={settings.engines}, ranks={settings.ranks}, placement={settings.placement}"
-            raise UserError(f"{asked}: {settings.bundles} {unit}s are needed, the cluster has {held}")
+        unit, held = _checked_size(settings, wants_gpus)
         bundle = {"CPU": 1.0, **({"GPU": 1.0} if unit == "GPU" else {})}
         self._group = placement_group([bundle] * settings.bundles, strategy="PACK")
         if not self._group.wait(settings.start_seconds):
@@ -214,6 +209,26 @@ class Gang:
         self._all = []
 
 
+def check_cluster(settings: ClusterConfig, wants_gpus: bool) -> None:
+    """Refuse a cluster at an address that cannot be used, or is too small (errors: `Gang`); nothing is placed."""
+    _connect(settings)
+    try:
+        _checked_size(settings, wants_gpus)
+    finally:
+        ray.shutdown()
+
+
+def _checked_size(settings: ClusterConfig, wants_gpus: bool) -> tuple[str, int]:
+    """The resource that members take, `GPU` or `CPU`, and its amount in the cluster."""
+    resources = ray.cluster_resources()
+    unit = "GPU" if wants_gpus and "GPU" in resources else "CPU"
+    held = int(resources.get(unit, 0))
+    if held < settings.bundles:
+        asked = f"cluster.engines={settings.engines}, ranks={settings.ranks}, placement={settings.placement}"
+        raise UserError(f"{asked}: {settings.bundles} {unit}s are needed, the cluster has {held}")
+    return unit, held
+
+
 def _rank_of(place: Place) -> tuple[tuple[int, ...] | str, int, int]:
     """Sorts members by address and GPU, so that ranks do not move between starts."""
     return place.address, int(place.gpu or 0), place.pid
@@ -225,7 +240,7 @@ def _where(member: Handle) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """The line of Ray's message that says why an actor died."""
+    """The line of Ray's message with the reason of an actor's end."""
     lines = [line.strip() for line in str(error).splitlines()]
     told = next((line for line in lines if "exit detail" in line or "dead because" in line), lines[0])
     return told.partition("Some common causes")[0].strip()

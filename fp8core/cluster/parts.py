@@ -1,4 +1,4 @@
-"""What the members of a run hold: an engine, or this rank's part of a trainer, with an end of the path of weights."""
+"""The parts that members hold: an engine, or a rank's part of a trainer, with an end of the path of weights."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple

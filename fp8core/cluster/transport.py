@@ -1,4 +1,4 @@
-"""How the processes of a run find each other, and how weights travel between them: no file, no object store."""
+"""Process groups of a run, and the path of weights from ranks to engines: no file, no object store."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -156,7 +156,7 @@ def _plus(total: Tensor | None, part: Tensor | None) -> Tensor | None:
 
 
 def _flat(values: Sequence[Tensor | None], like: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Which values there are, uint8 [tensors], and all of them behind one another, zeros where there is none."""
+    """A mark for each value that exists, uint8 [tensors], and all values behind one another, else zeros."""
     present = torch.tensor([value is not None for value in values], dtype=torch.uint8)
     filled = (
         torch.zeros_like(shape, requires_grad=False) if value is None else value

@@ -9,11 +9,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, JsonValue, field_serializer, field_validator, model_validator
 
-from fp8core.config.cluster import ClusterConfig
 from fp8core.config.loss import SHIPPED_LOSSES, is_function_path
 from fp8core.config.loss import LossConfig as LossConfig
 from fp8core.config.precision import AlignmentConfig, PrecisionContract
-from fp8core.config.section import MegatronConfig, ParityConfig, Section, VllmConfig
+from fp8core.config.section import ClusterConfig, MegatronConfig, ParityConfig, Section, VllmConfig
 from fp8core.config.steps import PipelineConfig, is_shipped
 from fp8core.errors import without_passwords
 from fp8core.rollout.registry import ENGINES, ENTRY_PATH, check_name

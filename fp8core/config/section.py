@@ -1,7 +1,7 @@
 """The base of every configuration section, pydantic's refusals as one line, and the sections of single parts.
 
-Settings of vLLM and Megatron decide speed and memory; formats belong to the precision contract. Those of parity are
-the bounds of its verdict.
+Settings of vLLM, Megatron and the cluster decide speed and memory; formats belong to the precision contract. Those of
+parity are the bounds of its verdict.
 """
 
 import difflib
@@ -206,6 +206,39 @@ class MegatronConfig(Section):
         if self.sequence_parallel and self.tensor_parallel == 1:
             raise ValueError("sequence_parallel=true needs tensor_parallel above 1")
         return self
+
+
+class ClusterConfig(Section):
+    """Processes of engines and trainer ranks. One of each and no address: both lie in the run's own process."""
+
+    address: str | None = Field(
+        None,
+        pattern=r"^(auto|[^\s:/@]+:\d{1,5})$",
+        description="Ray cluster: HOST:PORT of its head, or auto for the one that this machine belongs to. null starts "
+        "one on this machine, for more than one engine or rank, and ends it with the command.",
+    )
+    placement: Literal["colocated", "separate"] = Field(
+        "colocated",
+        description="colocated: engine i and rank i share a GPU in turn. separate: each has a GPU of its own.",
+    )
+    engines: int = Field(1, ge=1, le=4096, description="Rollout engines; prompts are shared out among them.")
+    ranks: int = Field(1, ge=1, le=4096, description="Processes that train one policy together.")
+    start_seconds: float = Field(
+        180.0, gt=0, le=86_400, description="Time for the cluster to give the processes their places."
+    )
+    replacements: int = Field(
+        3, ge=0, le=1000, description="How often a process that ended is replaced, with all others, before a run fails."
+    )
+
+    @property
+    def used(self) -> bool:
+        """True if engines and ranks are processes of their own."""
+        return self.address is not None or self.engines > 1 or self.ranks > 1
+
+    @property
+    def bundles(self) -> int:
+        """GPUs, or places on a CPU, that the processes take."""
+        return max(self.engines, self.ranks) if self.placement == "colocated" else self.engines + self.ranks
 
 
 class Limit(Section):

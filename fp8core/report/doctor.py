@@ -14,7 +14,7 @@ _EXTRAS = {
     "vllm": ("vllm", "rollouts on a GPU"),
     "megatron-core": ("megatron", "training with Megatron Core"),
     "transformer-engine": ("megatron", "FP8 kernels of the Megatron trainer"),
-    "ray": ("ray", "engines on several machines"),
+    "ray": ("ray", "several engines and ranks, on one machine or many"),
     "math-verify": ("math", "verifier for mathematical expressions"),
     "datasets": ("datasets", "Hugging Face datasets by name"),
 }

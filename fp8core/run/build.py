@@ -114,21 +114,40 @@ def engine_environment(config: RunConfig) -> Environment:
     return Environment({**required, **engine.required}, {**trainer.suggested, **engine.suggested})
 
 
-def open_cluster(config: RunConfig) -> "Cluster | None":
-    """The processes of engines and ranks; None where both lie in this process.
+def check_cluster(config: RunConfig) -> None:
+    """Refuse a cluster that is missing or too small, before a run has a folder or a server.
 
     Raises:
-        UserError: Ray is not installed, or as `cluster.gang.Gang`.
+        UserError: Ray is not installed, nothing answers at the address, or there are too few GPUs.
     """
     if not config.cluster.used:
-        return None
+        return
     if find_spec("ray") is None:
         raise UserError("cluster: several engines or ranks need Ray (pip install 'fp8-grpo[ray]')")
+    if config.cluster.address is not None:
+        from fp8core.cluster import gang
+
+        gang.check_cluster(config.cluster, _wants_gpus(config))
+    elif 0 < torch.cuda.device_count() < config.cluster.bundles and _wants_gpus(config):
+        raise UserError(
+            f"cluster.engines={config.cluster.engines}, ranks={config.cluster.ranks}, placement="
+            f"{config.cluster.placement}: {config.cluster.bundles} GPUs are needed, this machine has "
+            f"{torch.cuda.device_count()}"
+        )
+
+
+def open_cluster(config: RunConfig) -> "Cluster | None":
+    """The processes of engines and ranks; None where both lie in this process (errors: `cluster.gang.Gang`)."""
+    if not config.cluster.used:
+        return None
     from fp8core.cluster.workers import Cluster
 
     environment = engine_environment(config)
-    wants_gpus = engine_entry(config).gpus(config) > 0 or trainer_of(config.training).needs_gpu(config.training)
-    return Cluster(config, wants_gpus, {**environment.suggested, **environment.required})
+    return Cluster(config, _wants_gpus(config), {**environment.suggested, **environment.required})
+
+
+def _wants_gpus(config: RunConfig) -> bool:
+    return engine_entry(config).gpus(config) > 0 or trainer_of(config.training).needs_gpu(config.training)
 
 
 def build_trainer(
