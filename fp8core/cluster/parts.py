@@ -14,7 +14,7 @@ from fp8core.models.weights import Shipped
 from fp8core.rollout.engine import Completion, PolicyScales, Probe, PromptGroup, Sampling, SyncReport
 from fp8core.rollout.registry import engine_entry
 from fp8core.training.registry import trainer_of
-from fp8core.training.trainer import Trainer
+from fp8core.training.trainer import Trainer, TrainReport
 
 
 class PackedTensor(NamedTuple):
@@ -91,6 +91,10 @@ class TrainerPart:
         """A method of the trainer: its value where this is rank 0, None elsewhere."""
         found = getattr(self._trainer, method)(*arguments)
         return found if self._ranks.rank == 0 else None
+
+    def step(self, *arguments: Any) -> TrainReport:
+        """As `Trainer.step`, whose report is the same in all ranks."""
+        return self._trainer.step(*arguments)
 
     def version(self) -> int:
         return self._trainer.version

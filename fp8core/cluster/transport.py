@@ -105,10 +105,7 @@ class GroupRanks:
     def combine_counts(self, combine: Callable[..., None]) -> None:
         """Maxima and sums of int64 tensors over all processes (`KvStatistics.combine`)."""
 
-        def largest(tensor: Tensor) -> None:
-            distributed.all_reduce(tensor, op=distributed.ReduceOp.MAX)
-
-        combine(largest, distributed.all_reduce)
+        combine(self.maximum, distributed.all_reduce)
 
     def summed(self, own: Sequence[Sequence[Tensor | None]], like: Sequence[Tensor]) -> list[Tensor | None]:
         """The sums over all parts of all processes, by tensor, each addition in the order of the parts.
@@ -127,6 +124,15 @@ class GroupRanks:
         if self.rank + 1 < self.count:
             self._send(sums, like, self.rank + 1)
         return self._from_last(sums, like)
+
+    def add(self, tensors: Sequence[Tensor]) -> None:
+        """Sums over all processes, in place; on GPUs in the order of NCCL's ring, the same at every repetition."""
+        for tensor in tensors:
+            distributed.all_reduce(tensor)
+
+    def maximum(self, tensor: Tensor) -> None:
+        """The largest values over all processes, in place."""
+        distributed.all_reduce(tensor, op=distributed.ReduceOp.MAX)
 
     def _send(self, sums: Sequence[Tensor | None], like: Sequence[Tensor], to: int) -> None:
         present, flat = _flat(sums, like)

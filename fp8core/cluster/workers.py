@@ -26,7 +26,7 @@ _AHEAD = 2
 
 
 class ReplicaError(RuntimeError):
-    """Engines that should hold the same do not; the message names two of them."""
+    """Engines or ranks that should hold the same do not; the message names two of them."""
 
 
 class RemoteWeights(dict[str, Layout]):
@@ -187,7 +187,12 @@ class RankedTrainer:
         return found
 
     def step(self, batch: RolloutBatch, temperature: float, scales: Sequence[LayerScales] | None) -> TrainReport:
-        found: TrainReport = self._call("step", batch, temperature, scales)
+        shared = [ray.put(argument) for argument in (batch, temperature, scales)]
+        reports = self._gang.gather([member.send("call", self._key, "step", *shared) for member in self._gang.ranks])
+        for member, report in zip(self._gang.ranks, reports, strict=True):
+            if report.digest != reports[0].digest:
+                raise ReplicaError(f"{member.name} and rank 0 hold other weights after update {report.version}")
+        found: TrainReport = reports[0]
         self.version = found.version
         return found
 

@@ -38,6 +38,14 @@ class Ranks(Protocol):
         """The sums of the gradients of all parts, each addition in the order of the parts, in every process."""
         ...
 
+    def add(self, tensors: Sequence[Tensor]) -> None:
+        """Sums over all processes, in place, in an order that their number decides."""
+        ...
+
+    def maximum(self, tensor: Tensor) -> None:
+        """The largest values over all processes, in place."""
+        ...
+
 
 class Alone:
     """One process: it computes every part."""
@@ -56,6 +64,12 @@ class Alone:
     def summed(self, own: Sequence[Sequence[Tensor | None]], like: Sequence[Tensor]) -> list[Tensor | None]:
         (sums,) = own
         return list(sums)
+
+    def add(self, tensors: Sequence[Tensor]) -> None:
+        """They are whole."""
+
+    def maximum(self, tensor: Tensor) -> None:
+        """It is whole."""
 
 
 ALONE: Ranks = Alone()

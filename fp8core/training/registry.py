@@ -24,7 +24,7 @@ from fp8core.rl.objective import Objective
 from fp8core.training.megatron import requirements as megatron
 from fp8core.training.memory import SHARDED, Parallel, TrainerMemory
 from fp8core.training.packed import requirements as packed
-from fp8core.training.ranks import Ranks
+from fp8core.training.ranks import ALONE, Ranks
 from fp8core.training.trainer import SftTrainer, Trainer
 
 if TYPE_CHECKING:
@@ -138,12 +138,17 @@ register_trainer(
 
 
 def _check_packed(config: RunConfig, platform: str, _: int) -> None:
-    if config.cluster.ranks > 1:
-        raise UserError(f"cluster.ranks={config.cluster.ranks}: training.packed trains in one process; set it to 1")
+    if config.cluster.ranks > 1 and not _on_gpu(config.training):
+        raise UserError(
+            f"cluster.ranks={config.cluster.ranks}: on a CPU training.packed trains in one process; set it to 1, or "
+            "training.packed to false"
+        )
     packed.check_contract_fits(config.precision, config.training.device, platform)
 
 
-def _build_packed(config: RunConfig, arch: Architecture, masters: Mapping[str, Tensor]) -> "PackedTrainer":
+def _build_packed(
+    config: RunConfig, arch: Architecture, masters: Mapping[str, Tensor], ranks: Ranks = ALONE
+) -> "PackedTrainer":
     from fp8core.training.packed.trainer import PackedFormats, PackedTrainer
 
     formats = PackedFormats(
@@ -153,7 +158,8 @@ def _build_packed(config: RunConfig, arch: Architecture, masters: Mapping[str, T
         amax_only=config.calibration.statistic == "amax",
     )
     objective = Objective(config.loss, config.correction)
-    return PackedTrainer(arch, masters, formats, config.training, objective, torch.device(config.training.device))
+    device = torch.device(config.training.device)
+    return PackedTrainer(arch, masters, formats, config.training, objective, device, ranks)
 
 
 register_trainer(
@@ -161,7 +167,7 @@ register_trainer(
         name="packed",
         settings=TrainingConfig,
         chosen=packed.chosen,
-        build=lambda config, arch, masters, _: _build_packed(config, arch, masters),
+        build=_build_packed,
         arithmetic="kernels",
         device=lambda training: training.device,
         build_sft=_build_packed,

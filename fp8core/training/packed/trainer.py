@@ -36,7 +36,7 @@ from fp8core.rl.objective import Objective
 from fp8core.training.packed.blocks import Bf16Blocks, Blocks, Fp8Blocks
 from fp8core.training.packed.decoder import Observer, PackedDecoder, named_masters
 from fp8core.training.packing import Pack, row_groups
-from fp8core.training.ranks import ALONE
+from fp8core.training.ranks import ALONE, Ranks
 from fp8core.training.saved_state import (
     MASTERS,
     OPTIMISER,
@@ -77,8 +77,9 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
         training: TrainingConfig,
         objective: Objective,
         device: torch.device,
+        ranks: Ranks = ALONE,
     ) -> None:
-        super().__init__(training, objective, ALONE)
+        super().__init__(training, objective, ranks)
         self.arch, self._formats, self._device = arch, formats, device
         self._flag = FiniteFlag(device)
         blocks: dict[str, Blocks] = {
@@ -123,9 +124,11 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
         """Statistics of Q, K and V per layer over all valid tokens, without any scales: attention in BF16."""
         self._inference_weights()
         statistics = self._no_statistics()
-        for _, part in self._slices(batch):
-            self._hidden(self._packed(part), self._unscaled, None, statistics)
+        slices = list(self._slices(batch))
+        for index in self._ranks.own(len(slices)):
+            self._hidden(self._packed(slices[index][1]), self._unscaled, None, statistics)
         self._refuse_not_finite()
+        self._ranks.combine_counts(statistics.combine)
         return statistics
 
     def _packed(self, batch: TokenBatch) -> Pack:
@@ -175,9 +178,10 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
             return Scored(logprobs.cpu(), entropy.cpu())
 
     def _slices(self, batch: TokenBatch) -> Iterator[tuple[slice, TokenBatch]]:
-        """As many rows as make no pack longer than the micro-batch, one at least."""
+        """As many rows as make no pack longer than the micro-batch or a rank's share, one at least."""
         lengths = [packed_length(length) for length in batch.valid.sum(-1).tolist()]
-        for rows in row_groups(lengths, self._config.tokens_per_pass):
+        share = math.ceil(sum(lengths) / self._ranks.count)
+        for rows in row_groups(lengths, min(self._config.tokens_per_pass, share)):
             yield rows, batch.part(rows, int(batch.valid[rows].sum(-1).max()))
 
     def _no_statistics(self) -> KvStatistics:
@@ -196,7 +200,12 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
             torch.autograd.backward(loss)
 
     def _finish_gradients(self) -> None:
-        """They are complete: one process computes all parts."""
+        parameters = list(self._decoder.parameters())
+        for parameter in parameters:
+            if parameter.grad is None and self._ranks.count > 1:
+                # There are fewer parts than ranks.
+                parameter.grad = torch.zeros_like(parameter)
+        self._ranks.add([parameter.grad for parameter in parameters if parameter.grad is not None])
 
     def _step(self, learning_rate: float) -> float:
         self._refuse_not_finite()
@@ -211,14 +220,16 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
         self._decoder.zero_grad(set_to_none=True)
 
     def _refuse_not_finite(self) -> None:
+        self._ranks.maximum(self._flag.not_finite)
         try:
             self._flag.check()
         finally:
             self._flag.not_finite.zero_()
 
     def save(self, folder: Path) -> None:
-        moments = self._optimiser.moments
-        save_training(folder, self.masters, moments, self.version, self._updates, self.digest())
+        if self._ranks.rank == 0:
+            moments = self._optimiser.moments
+            save_training(folder, self.masters, moments, self.version, self._updates, self.digest())
 
     def load(self, folder: Path) -> None:
         state = read_state(folder)
