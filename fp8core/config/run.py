@@ -537,7 +537,10 @@ def public_dump(config: RunConfig) -> dict[str, Any]:
 
 
 def own_code(config: RunConfig) -> dict[str, str]:
-    """The import paths in a configuration that are not this project's own, by the key that has them."""
+    """The import paths in a configuration that are not this project's own, and a cluster, by the key that has them.
+
+    A Ray cluster and its driver send each other pickled objects: each can run code on the other.
+    """
     named = {f"pipeline.steps.{step.name}.uses": step.uses for step in config.pipeline.steps}
     found = {key: path for key, path in named.items() if not is_shipped(path)}
     choices = (
@@ -545,4 +548,6 @@ def own_code(config: RunConfig) -> dict[str, str]:
         ("loss.policy", config.loss.policy, SHIPPED_LOSSES),
         ("rollout.engine", config.rollout.engine, ENGINES),
     )
+    if config.cluster.address is not None:
+        found["cluster.address"] = config.cluster.address
     return found | {key: path for key, path, shipped in choices if path not in shipped}

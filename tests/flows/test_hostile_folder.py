@@ -136,6 +136,13 @@ def test_code_that_a_run_names_is_imported_by_no_command_without_trust(
     sys.modules.pop("decoy", None)
 
 
+def test_a_cluster_that_a_run_names_is_used_by_no_command_without_trust(run_copy, capsys):
+    named_in(run_copy.folder, "cluster", "address", "127.0.0.1:1")
+    for command in (["replay", "--step", "1"], ["export", "exported", "--step", "4"], ["resume"], ["evaluate"]):
+        assert main([command[0], str(run_copy.folder), *command[1:]]) == 2
+        assert "cluster.address=127.0.0.1:1; --trust" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_training_with_a_step_of_the_working_directory_and_its_children(folder, small):
     settings = {
