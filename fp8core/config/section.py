@@ -233,7 +233,8 @@ class ClusterConfig(Section):
     @property
     def used(self) -> bool:
         """True if engines and ranks are processes of their own."""
-        return self.address is not None or self.engines > 1 or self.ranks > 1
+        several = self.engines > 1 or self.ranks > 1 or self.placement == "separate"
+        return self.address is not None or several
 
     @property
     def bundles(self) -> int:
