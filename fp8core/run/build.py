@@ -127,7 +127,7 @@ def open_cluster(config: RunConfig) -> "Cluster | None":
     from fp8core.cluster.workers import Cluster
 
     environment = engine_environment(config)
-    wants_gpus = engine_entry(config).gpus(config) > 0 or trainer_of(config.training).needs_gpu(config.training)
+    wants_gpus = engine_entry(config).gpus(config) > 0 or trainer_of(config.training).grid(config) is not None
     return Cluster(config, wants_gpus, {**environment.suggested, **environment.required})
 
 

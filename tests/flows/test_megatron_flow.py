@@ -66,7 +66,7 @@ def test_commands_on_a_run_have_the_environment_of_its_training(command, alone, 
 
 @pytest.mark.slow
 def test_two_processes_share_the_model(launch):
-    grid = {"training.megatron.gpus": 2, "training.megatron.tensor_parallel": 2}
+    grid = {"cluster.ranks": 2, "training.megatron.tensor_parallel": 2}
     together = launch("megatron-two", overrides={**MEGATRON, **grid})
     assert together.summary["steps"] == 2
     assert together.summary["tmpe_max"] == pytest.approx(1.0, abs=1e-5)
