@@ -44,6 +44,7 @@ from fp8core.rl.objective import Objective
 from fp8core.training.exact import ExactTrainer
 from fp8core.training.megatron.requirements import check_machine, required_environment
 from fp8core.training.packed.trainer import PackedFormats, PackedTrainer
+from fp8core.training.ranks import ALONE
 from tasks.record import torch_threads
 
 ON_GPU = torch.cuda.is_available()
@@ -296,7 +297,7 @@ def megatron(config: RunConfig, arch: Architecture, weights: Mapping[str, Tensor
     set_variables({**required_environment(config), "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}, {})
     from fp8core.training.megatron.trainer import process_trainer
 
-    return process_trainer(config, arch, weights, DEVICE)
+    return process_trainer(config, arch, weights, ALONE)
 
 
 def speed_rows(name: str, precision: str, deterministic: bool) -> list[Row]:

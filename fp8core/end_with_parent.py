@@ -1,8 +1,8 @@
 """Processes that end with the one that started them, however that ends: by SIGKILL too.
 
 `TiedProcess` is the parent's side, for a command: the end of a pipe is the end of the parent. `follow` and
-`follow_parent` run inside our own children. Left alone, processes of vLLM and Megatron would wait for requests or in a
-collective, and keep the memory of their GPU. A descriptor names the parent: its number may be another process's later.
+`follow_parent` run inside our own children. Left alone, processes of vLLM would wait for requests, and keep the memory
+of their GPU. A descriptor names the parent: its number may be another process's later.
 """
 
 import multiprocessing

@@ -64,7 +64,7 @@ def _machine(options: argparse.Namespace, config: "RunConfig") -> "Machine":
     if options.gpu is not None:
         return Machine(named_gpu(options.gpu), None)
     here = this_machine()
-    training = trainer_of(config.training).needs_gpu(config.training)
+    training = trainer_of(config.training).needs_gpu(config)
     wanted = engine_entry(config).gpus(config) or training or options.gpus
     elsewhere = here.gpu is None and wanted
     return Machine(GPUS["h200"], None) if elsewhere else here

@@ -106,17 +106,21 @@ class TrainerPart:
 
     def export(self) -> Exported | None:
         """Make the weights for the engines; rank 0 keeps them until `send`."""
-        shipped = self._trainer.export()
-        if self._ranks.rank:
-            return None
-        self._shipped = shipped
-        return Exported(shipped.digest(), {name: Layout.of(shipped[name]) for name in shipped.keys()})  # noqa: SIM118
+        self._shipped = self._trainer.export()
+        if self._ranks.rank == 0:
+            layouts = {name: Layout.of(self._shipped[name]) for name in self._shipped.keys()}  # noqa: SIM118
+            return Exported(self._shipped.digest(), layouts)
+        self._shipped = None
+        # Memory that torch keeps here for later would be missing to an engine that now wakes on this GPU.
+        torch.cuda.empty_cache()
+        return None
 
     def send(self, link: Link) -> None:
         """Send the exported weights to all engines."""
         assert self._shipped is not None, "export() comes before send()"
         link.send({name: self._shipped[name] for name in self._shipped.keys()})  # noqa: SIM118
         self._shipped = None
+        torch.cuda.empty_cache()
 
     def close(self) -> None:
         self._trainer.close()

@@ -57,7 +57,7 @@ class Link:
         layouts = {name: Layout.of(tensor) for name, tensor in tensors.items()}
         for names in _buffers(layouts):
             flat = [tensors[name].detach().contiguous().view(-1).view(torch.uint8) for name in names]
-            self._group.broadcast([torch.cat(flat)]).wait()
+            self._group.broadcast([torch.cat(flat).cpu()]).wait()
 
     def receive(self, layouts: Mapping[str, Layout]) -> dict[str, Tensor]:
         """The tensors that are sent, by name; they must have these layouts."""
@@ -89,7 +89,9 @@ class GroupRanks:
 
     def __init__(self, host: str, port: int, rank: int, count: int) -> None:
         store = PrefixStore("ranks", TCPStore(host, port, is_master=False, timeout=_TIMEOUT))
-        distributed.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=_TIMEOUT)
+        # Megatron computes in this group too.
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        distributed.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=_TIMEOUT)
         self.rank, self.count = rank, count
 
     def own(self, parts: int) -> range:

@@ -103,7 +103,7 @@ def origins(name_or_path: str, overrides: Overrides = ()) -> dict[str, str]:
 
 def config_digest(config: RunConfig) -> str:
     """SHA-256 of all that determines the numbers of a run: not its length, its name, its upkeep and its tracking."""
-    values = {key: value for key, value in public_dump(config).items() if key not in NON_NUMERIC_KEYS}
+    values = _numeric(public_dump(config))
     return hashlib.sha256(json.dumps(values, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
@@ -119,15 +119,22 @@ def config_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[s
 
 def numeric_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """`config_differences`, of the settings that `config_digest` covers."""
-    kept = [{key: value for key, value in dump.items() if key not in NON_NUMERIC_KEYS} for dump in (old, new)]
-    return config_differences(*kept)
+    return config_differences(_numeric(old), _numeric(new))
 
 
 def may_continue(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Differences that forbid continuing the run of `old` as `new`: fewer `steps`, and all that makes the numbers."""
-    free = set(NON_NUMERIC_KEYS) - ({"steps"} if new["steps"] < old["steps"] else set())
-    kept_old, kept_new = ({key: value for key, value in dump.items() if key not in free} for dump in (old, new))
-    return config_differences(kept_old, kept_new)
+    fewer = [{"steps": dump["steps"]} for dump in (old, new)] if new["steps"] < old["steps"] else [{}, {}]
+    return config_differences(*({**steps, **_numeric(dump)} for steps, dump in zip(fewer, (old, new), strict=True)))
+
+
+def _numeric(dump: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a dumped configuration that determine numbers."""
+    kept = {key: value for key, value in dump.items() if key not in NON_NUMERIC_KEYS}
+    if dump["training"]["trainer"] == "megatron" or dump["training"]["device"] == "cuda":
+        # Sums over GPUs depend on their number, and Megatron's digest of weights on what each of them holds.
+        kept["cluster"] = {"ranks": dump.get("cluster", {}).get("ranks")}
+    return kept
 
 
 def merged_overrides(overrides: Overrides, flat: Mapping[str, Any]) -> Overrides:

@@ -530,6 +530,18 @@ class RunConfig(Section):
             raise ValueError(f"training.minibatches={self.training.minibatches} exceeds {sequences} rollouts a step")
         return self
 
+    @model_validator(mode="after")
+    def _grid_comes_out_even(self) -> "RunConfig":
+        grid, ranks = self.training.megatron, self.cluster.ranks
+        if self.training.trainer == "megatron":
+            for name, group in (("tensor_parallel", grid.tensor_parallel), ("expert_parallel", grid.expert_parallel)):
+                if ranks % (group * grid.pipeline_parallel):
+                    raise ValueError(
+                        f"cluster.ranks={ranks} is no multiple of training.megatron.{name}={group} x "
+                        f"pipeline_parallel={grid.pipeline_parallel}"
+                    )
+        return self
+
 
 def public_dump(config: RunConfig) -> dict[str, Any]:
     """The configuration as JSON types, with the keys of a configuration file: it can be loaded again."""

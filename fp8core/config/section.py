@@ -163,9 +163,8 @@ class VllmConfig(Section):
 
 
 class MegatronConfig(Section):
-    """Training by Megatron Core. GPUs beyond those of tensor and pipeline parallelism are data parallel."""
+    """Training by Megatron Core on `cluster.ranks` GPUs. Copies of the model are data parallel."""
 
-    gpus: int = Field(1, ge=1, le=4096, description="GPUs that train, with a process for each.")
     tensor_parallel: int = Field(1, ge=1, le=64, description="GPUs that share every linear layer.")
     pipeline_parallel: int = Field(1, ge=1, le=64, description="GPUs that share the layers, in equal runs.")
     expert_parallel: int = Field(1, ge=1, le=256, description="GPUs that share the experts of a layer.")
@@ -186,20 +185,6 @@ class MegatronConfig(Section):
         multiple_of=128,
         description="Tokens of one forward and backward pass; sequences are packed one after another without padding.",
     )
-
-    @property
-    def data_parallel(self) -> int:
-        """Copies of the model."""
-        return self.gpus // (self.tensor_parallel * self.pipeline_parallel)
-
-    @model_validator(mode="after")
-    def _grid_comes_out_even(self) -> "MegatronConfig":
-        for name, group in (("tensor_parallel", self.tensor_parallel), ("expert_parallel", self.expert_parallel)):
-            if self.gpus % (group * self.pipeline_parallel):
-                raise ValueError(
-                    f"gpus={self.gpus} is no multiple of {name}={group} x pipeline_parallel={self.pipeline_parallel}"
-                )
-        return self
 
     @model_validator(mode="after")
     def _sequence_parallel_needs_a_group(self) -> "MegatronConfig":

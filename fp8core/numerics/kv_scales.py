@@ -175,6 +175,10 @@ class KvStatistics:
     def __init__(self, num_layers: int, device: torch.device | str = "cpu") -> None:
         self._tallies = torch.zeros(num_layers, 3, TALLY, dtype=torch.int64, device=device)
 
+    def __getstate__(self) -> dict[str, Tensor]:
+        # Another process may have no GPU.
+        return {"_tallies": self._tallies.cpu()}
+
     def observe(
         self, layer: int, tensors: tuple[Tensor, Tensor, Tensor], valid: Tensor, scales: LayerScales | None
     ) -> None:

@@ -147,7 +147,7 @@ def open_cluster(config: RunConfig) -> "Cluster | None":
 
 
 def _wants_gpus(config: RunConfig) -> bool:
-    return engine_entry(config).gpus(config) > 0 or trainer_of(config.training).needs_gpu(config.training)
+    return engine_entry(config).gpus(config) > 0 or trainer_of(config.training).grid(config) is not None
 
 
 def build_trainer(

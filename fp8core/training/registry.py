@@ -67,8 +67,8 @@ class TrainerEntry:
     check_machine: Callable[[RunConfig, str, int], None]
     check_model: Callable[[RunConfig, Architecture], None]
     environment: Callable[[RunConfig], Environment]
-    grid: Callable[[TrainingConfig], Parallel | None]
-    needs_gpu: Callable[[TrainingConfig], bool]
+    grid: Callable[[RunConfig], Parallel | None]
+    needs_gpu: Callable[[RunConfig], bool]
     shares_gpu: Callable[[TrainingConfig], bool]
     memory: Callable[[TrainingConfig, Parallel], TrainerMemory]
     advice: Callable[[RunConfig], str]
@@ -95,7 +95,7 @@ def trainer_of(training: TrainingConfig) -> TrainerEntry:
 
 def trainer_grid(config: RunConfig, machine: Machine) -> Parallel | None:
     """The GPUs of a machine that the configuration trains on; None where training computes on the host."""
-    return None if machine.gpu is None else trainer_of(config.training).grid(config.training)
+    return None if machine.gpu is None else trainer_of(config.training).grid(config)
 
 
 def _on_gpu(training: TrainingConfig) -> bool:
@@ -174,8 +174,8 @@ register_trainer(
         check_machine=_check_packed,
         check_model=lambda config, arch: packed.check_architecture_fits(arch, config.precision, config.training.device),
         environment=lambda config: Environment(packed.required_environment(config.training)),
-        grid=lambda training: Parallel() if _on_gpu(training) else None,
-        needs_gpu=_on_gpu,
+        grid=lambda config: Parallel() if _on_gpu(config.training) else None,
+        needs_gpu=lambda config: _on_gpu(config.training),
         shares_gpu=_on_gpu,
         # More GPUs than one, which `fp8-grpo plan` can be given, are planned as those of any trainer.
         memory=lambda training, parallel: packed.MEMORY if _on_gpu(training) and parallel == Parallel() else SHARDED,
@@ -184,15 +184,15 @@ register_trainer(
 )
 
 
-def _build_megatron(config: RunConfig, arch: Architecture, masters: Mapping[str, Tensor]) -> Trainer:
-    from fp8core.training.megatron.processes import GridTrainer
+def _build_megatron(config: RunConfig, arch: Architecture, masters: Mapping[str, Tensor], ranks: Ranks) -> Trainer:
+    from fp8core.training.megatron.trainer import process_trainer
 
-    return GridTrainer(config, arch, masters)
+    return process_trainer(config, arch, masters, ranks)
 
 
-def _megatron_grid(training: TrainingConfig) -> Parallel:
-    spread = training.megatron
-    return Parallel(spread.gpus, spread.tensor_parallel, spread.pipeline_parallel, spread.expert_parallel)
+def _megatron_grid(config: RunConfig) -> Parallel:
+    spread = config.training.megatron
+    return Parallel(config.cluster.ranks, spread.tensor_parallel, spread.pipeline_parallel, spread.expert_parallel)
 
 
 register_trainer(
@@ -200,7 +200,7 @@ register_trainer(
         name="megatron",
         settings=MegatronConfig,
         chosen=lambda training: training.trainer == "megatron",
-        build=lambda config, arch, masters, _: _build_megatron(config, arch, masters),
+        build=_build_megatron,
         arithmetic="own",
         device=lambda _: "cuda" if torch.cuda.is_available() else "cpu",
         build_sft=None,
@@ -212,7 +212,7 @@ register_trainer(
             megatron.required_environment(config), megatron.suggested_environment(config)
         ),
         grid=_megatron_grid,
-        needs_gpu=lambda training: training.megatron.gpus > 1,
+        needs_gpu=lambda config: config.cluster.ranks > 1,
         shares_gpu=lambda _: False,
         memory=lambda *_: megatron.MEMORY,
         advice=megatron.advice,

@@ -1,9 +1,12 @@
-"""The whole loop with the Megatron trainer, in FP32 on this CPU: alone, on two processes, and after a kill."""
+"""The whole loop with the Megatron trainer, in FP32 on this CPU: alone, on two ranks, and after a kill."""
 
 import json
 import os
 import shutil
+import signal
+import time
 from importlib.util import find_spec
+from threading import Thread
 
 import pytest
 
@@ -65,8 +68,27 @@ def test_commands_on_a_run_have_the_environment_of_its_training(command, alone, 
 
 
 @pytest.mark.slow
-def test_two_processes_share_the_model(launch):
-    grid = {"training.megatron.gpus": 2, "training.megatron.tensor_parallel": 2}
-    together = launch("megatron-two", overrides={**MEGATRON, **grid})
+@pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
+def test_two_ranks_share_the_model_and_a_killed_one_is_replaced(launch, runs):
+    grid = {**MEGATRON, "cluster.ranks": 2, "training.megatron.tensor_parallel": 2}
+    together = launch("megatron-two", overrides=grid)
     assert together.summary["steps"] == 2
     assert together.summary["tmpe_max"] == pytest.approx(1.0, abs=1e-5)
+    killed = list[int]()
+    killer = Thread(target=kill_rank_after_a_step, args=(runs / "megatron-killed" / "manifests" / "00001.json", killed))
+    killer.start()
+    hurt = launch("megatron-killed", overrides=grid)
+    killer.join()
+    places = ArtifactStore(hurt.folder).get_json(hurt.ledger.steps()[2].manifest)["observed"]["cluster"]
+    assert places["rank 1"]["pid"] not in killed
+    assert hurt.summary["weights_digest"] == together.summary["weights_digest"]
+
+
+def kill_rank_after_a_step(manifest, killed):
+    """Kill rank 1 when the manifest of a step says which process it is."""
+    deadline = time.monotonic() + 300
+    while not manifest.exists():
+        assert time.monotonic() < deadline, "no step was committed"
+        time.sleep(0.01)
+    killed.append(json.loads(manifest.read_text())["observed"]["cluster"]["rank 1"]["pid"])
+    os.kill(killed[0], signal.SIGKILL)

@@ -4,8 +4,11 @@ Needs Megatron Core and Transformer Engine beside a Hopper GPU. Transformer Engi
 imported, so that all tests here share one scale rule.
 """
 
+import os
+import signal
 from collections.abc import Iterator
 from importlib.util import find_spec
+from threading import Timer
 from typing import Any
 
 import pytest
@@ -13,9 +16,10 @@ import torch
 
 from benchmarks import megatron_hopper as cases
 from flows.environment import set_variables
-from fp8core.errors import UserError
+from fp8core.errors import MemberLost, UserError
 from fp8core.models.weights import rollout_formats, stored_weights
 from fp8core.training.megatron.requirements import required_environment
+from fp8core.training.ranks import ALONE
 
 pytestmark = [
     pytest.mark.gpu,
@@ -38,7 +42,7 @@ def trainer_of(family: str, precision: str, *changes: str) -> Any:
 
     arch = cases.small(family)
     config = cases.configuration(precision, "training.learning_rate=1e-4", *changes)
-    return process_trainer(config, arch, cases.small_policy(arch), cases.DEVICE)
+    return process_trainer(config, arch, cases.small_policy(arch), ALONE)
 
 
 def batch_of(family: str) -> Any:
@@ -125,3 +129,47 @@ def test_routes_of_the_rollout_are_replayed(gpu: torch.device) -> None:
     assert float((free - forced)[batch.mask].abs().max()) > 1e-2
     report = trainer.step(replace(batch, sequences=replayed), cases.TEMPERATURE, None)
     assert torch.isfinite(torch.tensor(report.grad_norm))
+
+
+GRIDS: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "one": (1, "qwen3", {}),
+    "data": (2, "qwen3", {}),
+    "tensor and sequence": (2, "qwen3", {"tensor_parallel": 2, "sequence_parallel": True}),
+    "experts": (2, "qwen3-moe", {"expert_parallel": 2}),
+    "pipeline": (2, "qwen3", {"pipeline_parallel": 2}),
+    "data, tensor and sequence": (4, "qwen3", {"tensor_parallel": 2, "sequence_parallel": True}),
+}
+
+
+@pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
+@pytest.mark.parametrize("grid", GRIDS)
+def test_ranks_of_a_cluster_compute_what_one_process_does(grid: str, tmp_path: Any) -> None:
+    """Each on a GPU of its own, over NCCL; a checkpoint goes on, and a killed rank is an error at once."""
+    from fp8core.cluster.workers import Cluster
+
+    count, family, spread = GRIDS[grid]
+    if torch.cuda.device_count() < count:
+        pytest.skip(f"{count} GPUs are needed")
+    settings = [f"training.megatron.{name}={str(value).lower()}" for name, value in spread.items()]
+    config = cases.configuration("bf16", "training.learning_rate=1e-4", f"cluster.ranks={count}", *settings)
+    arch, batch, one = cases.small(family), batch_of(family), trainer_of(family, "bf16")
+    cluster = Cluster(config, True, required_environment(config))
+    try:
+        together = cluster.build_trainer(config, arch, cases.small_policy(arch))
+        assert together.export().digest() == one.export().digest()
+        found, expected = (t.logprobs(batch.sequences, cases.TEMPERATURE, None) for t in (together, one))
+        assert float((found.logprobs - expected.logprobs)[batch.mask].abs().mean()) < 0.05
+        step, alone = (t.step(batch, cases.TEMPERATURE, None) for t in (together, one))
+        assert step.loss == pytest.approx(alone.loss, rel=0.05, abs=0.01)
+        assert step.grad_norm == pytest.approx(alone.grad_norm, rel=0.05)
+        together.save(tmp_path)
+        digest, _ = together.digest(), together.step(batch, cases.TEMPERATURE, None)
+        together.load(tmp_path)
+        assert (together.version, together.digest()) == (1, digest)
+        pid = cluster.places()[f"rank {count - 1}"]["pid"]
+        os.kill(pid, signal.SIGSTOP)
+        Timer(1.0, os.kill, (pid, signal.SIGKILL)).start()
+        with pytest.raises(MemberLost, match=f"^rank {count - 1} ended"):
+            together.step(batch, cases.TEMPERATURE, None)
+    finally:
+        cluster.close()

@@ -1,36 +1,32 @@
 """Process groups of Megatron Core: one grid in a process, made once."""
 
+import atexit
 import hashlib
 import json
 from collections.abc import Mapping
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import Tensor, distributed
-from torch.distributed import FileStore, HashStore, ProcessGroup, all_gather_object, get_world_size  # type: ignore[attr-defined]
+from torch.distributed import HashStore, ProcessGroup, all_gather_object, get_world_size  # type: ignore[attr-defined]
 
 from fp8core.config.section import MegatronConfig
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.training.megatron.conversion import ParallelRank
 
-# All wait while one process writes a checkpoint of a large policy. `processes.Watch` ends stuck ranks earlier.
+# All wait while one process writes a checkpoint of a large policy.
 _TIMEOUT = timedelta(minutes=30)
 _SEED = 1  # No dropout and no drawn weights: nothing depends on it.
 
 
-def init(folder: Path, rank: int, count: int, device: torch.device) -> None:
-    """Find the other processes by a folder that all of them see."""
-    store = FileStore(str(folder / "rendezvous"), count)
-    distributed.init_process_group(_backend(device), store=store, rank=rank, world_size=count, timeout=_TIMEOUT)
-
-
-def join(megatron: MegatronConfig, device: torch.device) -> None:
-    """Make this process part of the grid; several (`init`), or a process alone."""
-    if not distributed.is_initialized():
-        distributed.init_process_group(_backend(device), store=HashStore(), rank=0, world_size=1)
+def join(megatron: MegatronConfig, ranks: int, device: torch.device) -> None:
+    """Make this process part of the grid: with others in torch's default group, which exists then, or alone."""
+    if ranks == 1 and not distributed.is_initialized():
+        backend = "gloo" if device.type == "cpu" else "nccl"
+        distributed.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+        atexit.register(destroy)
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=megatron.tensor_parallel,
@@ -47,25 +43,15 @@ def join(megatron: MegatronConfig, device: torch.device) -> None:
         parallel_state.get_pipeline_model_parallel_world_size(),
         parallel_state.get_expert_model_parallel_world_size(),
     )
-    wanted = (megatron.gpus, megatron.tensor_parallel, megatron.pipeline_parallel, megatron.expert_parallel)
+    wanted = (ranks, megatron.tensor_parallel, megatron.pipeline_parallel, megatron.expert_parallel)
     assert held == wanted, f"this process is part of the grid {held}, and cannot join {wanted} before it leaves"
 
 
 def destroy() -> None:
-    """Leave the grid after the last trainer of this process; all processes call it together."""
+    """Leave the grid and the group after the last trainer of this process; all processes call it together."""
     if distributed.is_initialized():
         parallel_state.destroy_model_parallel()
         distributed.destroy_process_group()
-
-
-def abort() -> None:
-    """Leave the grid without the others. Over NCCL that would wait for them: the end of this process does it then."""
-    if distributed.is_initialized() and distributed.get_backend() == "gloo":
-        destroy()
-
-
-def _backend(device: torch.device) -> str:
-    return "gloo" if device.type == "cpu" else "nccl"
 
 
 def own_rank() -> ParallelRank:

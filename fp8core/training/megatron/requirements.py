@@ -48,9 +48,9 @@ def check_machine(config: RunConfig, platform: str, gpus: int) -> None:
             f"precision.training.backward={contract.backward_format}: Transformer Engine multiplies backward in the "
             f"format of the forward; set it to null or to {contract.linear}"
         )
-    wanted = config.training.megatron.gpus
-    if platform != "cpu" and wanted > gpus:
-        raise UserError(f"training.megatron.gpus={wanted}: this machine has {gpus}")
+    # Those of a cluster that runs already are counted when it is asked for them.
+    if platform != "cpu" and config.cluster.address is None and config.cluster.ranks > gpus:
+        raise UserError(f"cluster.ranks={config.cluster.ranks}: this machine has {gpus} GPUs")
 
 
 def _check_cpu(config: RunConfig) -> None:

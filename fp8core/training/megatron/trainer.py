@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed import ReduceOp, all_reduce, get_rank
+from torch.distributed import ReduceOp, all_reduce, get_rank, get_world_size
 
 from fp8core.config.precision import PrecisionContract
 from fp8core.config.run import RunConfig, TrainingConfig
@@ -31,6 +31,7 @@ from fp8core.training.megatron.parallel import joint_digest
 from fp8core.training.megatron.policy import Policy, Scored, accumulate, score
 from fp8core.training.megatron.requirements import token_multiple
 from fp8core.training.packing import MicroBatch, packs
+from fp8core.training.ranks import Ranks
 from fp8core.training.saved_state import SHARDS, STATE, read_state, refuse_other_digest
 from fp8core.training.trainer import PolicyTrainer, ScoredBatch, left_aligned
 
@@ -51,6 +52,7 @@ class MegatronTrainer(PolicyTrainer):
         device: torch.device,
         optimise: OptimiserFactory,
         deterministic: bool,
+        ranks: Ranks,
     ) -> None:
         """Take this process's part.
 
@@ -64,6 +66,7 @@ class MegatronTrainer(PolicyTrainer):
             device: of this process.
             optimise: `optimiser.optimiser_for`.
             deterministic: whether updates are to be repeatable bit for bit.
+            ranks: all processes of the grid.
 
         Raises:
             UserError: Transformer Engine follows another scale rule than the contract's.
@@ -71,7 +74,7 @@ class MegatronTrainer(PolicyTrainer):
         super().__init__(training, objective)
         self.arch = arch
         self._contract, self._rollout_formats = contract, rollout_formats
-        parallel.join(training.megatron, device)
+        parallel.join(training.megatron, ranks.count, device)
         self._policy = Policy(arch, contract, training.megatron, device, deterministic)
         if contract.training.linear == "fp8_block":
             check_scale_rule(contract.scale_rule)
@@ -81,17 +84,14 @@ class MegatronTrainer(PolicyTrainer):
     @property
     def masters(self) -> dict[str, Tensor]:
         """The whole policy by Hugging Face name, as it is multiplied: in BF16, on a CPU in FP32 (`Policy.whole`)."""
-        return self.whole_policy()
-
-    def whole_policy(self) -> dict[str, Tensor]:
-        """`masters`, as a method that can be called in every process."""
         return self._policy.whole(self._policy.parameters())
 
     def describe(self) -> dict[str, object]:
         """Report what really runs; block FP8 was refused at the start if its scales followed another rule."""
         versions = {name: installed_version(name) for name in ("megatron-core", "transformer-engine")}
         rule = self._contract.scale_rule
-        return {"trainer": "megatron", "versions": versions, "scale_rule": rule, **self._policy.describe()}
+        found = {"trainer": "megatron", "versions": versions, "scale_rule": rule, "ranks": get_world_size()}
+        return found | self._policy.describe()
 
     def export(self) -> ShippedTensors:
         """Weights for the rollout engine, quantised here and nowhere else, in the Hugging Face layout.
@@ -133,7 +133,7 @@ class MegatronTrainer(PolicyTrainer):
         return statistics
 
     def gradients(self, batch: RolloutBatch, temperature: float) -> tuple[float, dict[str, Tensor]]:
-        """Loss and gradients of a batch by Hugging Face name, to compare trainers; no update. For data_parallel 1."""
+        """Loss and gradients of a batch by Hugging Face name, to compare trainers of one copy; no update."""
         corrected, _ = self._objective.corrected(batch)
         try:
             loss = self._accumulate(corrected, temperature, None)["loss"]
@@ -233,19 +233,15 @@ class MegatronTrainer(PolicyTrainer):
 
     def _grid(self) -> dict[str, int | bool]:
         """The settings that the parts of the masters depend on."""
-        names = {"gpus", "tensor_parallel", "pipeline_parallel", "expert_parallel", "distributed_optimizer"}
-        return self._config.megatron.model_dump(include=names)
-
-
-def process_device(rank: int) -> torch.device:
-    """Where a process computes: the GPU of its rank, or the CPU of a machine without."""
-    return torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+        names = {"tensor_parallel", "pipeline_parallel", "expert_parallel", "distributed_optimizer"}
+        return {"ranks": get_world_size(), **self._config.megatron.model_dump(include=names)}
 
 
 def process_trainer(
-    config: RunConfig, arch: Architecture, masters: Mapping[str, Tensor], device: torch.device
+    config: RunConfig, arch: Architecture, masters: Mapping[str, Tensor], ranks: Ranks
 ) -> MegatronTrainer:
-    """This process's part; torch.distributed is up where there are several."""
+    """This process's part, on the first GPU that it sees, or on the CPU of a machine without."""
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     return MegatronTrainer(
         arch,
         masters,
@@ -256,4 +252,5 @@ def process_trainer(
         device,
         optimiser_for(device),
         deterministic=config.training.deterministic,
+        ranks=ranks,
     )

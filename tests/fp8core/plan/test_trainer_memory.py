@@ -133,10 +133,10 @@ def test_the_host_holds_what_the_torch_trainer_allocates(name, settings):
 H200 = Machine(GPUS["h200"], None)
 
 
-def planned(config, *settings, **grid):
+def planned(config, *settings, ranks=8, **grid):
     """A shipped configuration for eight GPUs, with another grid."""
     spread = [f"training.megatron.{name}={str(value).lower()}" for name, value in grid.items()]
-    found = load_config(config, [*settings, *spread])
+    found = load_config(config, [*settings, *spread, f"cluster.ranks={ranks}"])
     return plan_run(found, model_shape(found), H200, trainer_grid(found, H200))
 
 
@@ -156,8 +156,8 @@ def test_the_published_models_fit_eight_gpus_with_a_tenth_to_spare(config):
 
 
 def test_four_gpus_hold_the_dense_ones_but_not_the_experts():
-    assert planned("qwen3-moe", gpus=4, expert_parallel=4).refusals
-    assert planned("qwen3", gpus=4).refusals == ()
+    assert planned("qwen3-moe", ranks=4, expert_parallel=4).refusals
+    assert planned("qwen3", ranks=4).refusals == ()
 
 
 def test_buffers_stay_while_the_engine_generates():
@@ -176,16 +176,16 @@ def test_an_update_wakes_all_of_the_engine_and_shared_weights_come_from_main_mem
     assert syncing["KV cache"] > 0
 
 
-@pytest.mark.parametrize("gpus", [1, 8])
-def test_a_gpu_that_holds_all_weights_lends_what_it_sends_beside_the_engine(gpus):
-    plan = planned("qwen3", gpus=gpus)
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_a_gpu_that_holds_all_weights_lends_what_it_sends_beside_the_engine(ranks):
+    plan = planned("qwen3", ranks=ranks)
     syncing = needs(plan, "syncing")
     assert syncing["weights to send"] == plan.sync.total
     assert syncing["KV cache"] == needs(plan, "generating")["KV cache"]
 
 
 def test_beside_no_engine_that_slept_there_is_what_the_weights_are_made_from():
-    plan = planned("qwen3", "rollout.vllm.sleep=false", gpus=1)
+    plan = planned("qwen3", "rollout.vllm.sleep=false", ranks=1)
     training = next(device for device in plan.devices if len(device.phases) > 1)
     (syncing,) = (phase for phase in training.phases if phase.name == "syncing")
     assert {need.item: need.bytes for need in syncing.needs}["what they are made from"] == 2 * plan.parameters.total

@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron_cases import FAMILIES, FP32
 from pretended_gpu import pretended_gpu
 from torch import distributed
 
+from fp8core.cluster.transport import GroupRanks
 from fp8core.config.loss import LossConfig
 from fp8core.config.run import CorrectionConfig, TrainingConfig
 from fp8core.models.architecture import Architecture
@@ -18,6 +20,7 @@ from fp8core.rl.objective import Objective
 from fp8core.training.megatron import parallel
 from fp8core.training.megatron.optimiser import MegatronOptimiser
 from fp8core.training.megatron.trainer import MegatronTrainer
+from fp8core.training.ranks import Ranks
 
 CPU = torch.device("cpu")
 GRIDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -60,19 +63,18 @@ GRIDS_OF_FOUR: dict[str, tuple[str, dict[str, Any]]] = {
 POLICIES = {**FAMILIES, "deep": {"num_layers": 4, "tie_embeddings": True}}
 
 
-def trainer_of(arch: Architecture, masters: Any, gpus: int, **grid: Any) -> MegatronTrainer:
+def trainer_of(arch: Architecture, masters: Any, ranks: Ranks, **grid: Any) -> MegatronTrainer:
     """This process's part of a grid."""
-    megatron = {"gpus": gpus, "micro_batch_tokens": 128, **grid}
-    training = TrainingConfig(learning_rate=1e-3, megatron=megatron)
+    training = TrainingConfig(learning_rate=1e-3, megatron={"micro_batch_tokens": 128, **grid})
     # With entropy in the loss, whose gradient the parts of a head that is cut over the vocabulary must agree on.
     objective = Objective(LossConfig(entropy=0.3), CorrectionConfig())
     formats = rollout_formats(FP32, arch.num_layers)
-    return MegatronTrainer(arch, masters, FP32, formats, training, objective, CPU, MegatronOptimiser, False)
+    return MegatronTrainer(arch, masters, FP32, formats, training, objective, CPU, MegatronOptimiser, False, ranks)
 
 
-def train(arch: Architecture, masters: Any, batch: Any, gpus: int, folder: Path, **grid: Any) -> dict[str, Any]:
+def train(arch: Architecture, masters: Any, batch: Any, ranks: Ranks, folder: Path, **grid: Any) -> dict[str, Any]:
     """Two updates with a checkpoint between them, on this process's part of a grid; then with experts given."""
-    trainer, forced = trainer_of(arch, masters, gpus, **grid), replayed(batch, arch)
+    trainer, forced = trainer_of(arch, masters, ranks, **grid), replayed(batch, arch)
     scored = trainer.logprobs(batch.sequences, 0.9, None)
     first = trainer.step(batch, 0.9, None)
     folder.mkdir(exist_ok=True)
@@ -118,16 +120,18 @@ def copies(trainer: MegatronTrainer) -> list[torch.Tensor]:
     return [tensor for each in found for tensor in each]
 
 
-def work(rank: int, folder: str, policies: dict[str, tuple[Architecture, Any]], batch: Any, count: int) -> None:
+def work(
+    rank: int, port: int, folder: str, policies: dict[str, tuple[Architecture, Any]], batch: Any, count: int
+) -> None:
     """A process of so many: every grid of them, the first process writes what came out."""
     torch.set_num_threads(1)
+    ranks = GroupRanks("127.0.0.1", port, rank, count)
     with pretended_gpu():
         for number, (name, (family, grid)) in enumerate(grids(count).items()):
             place = Path(folder) / str(number)
             place.mkdir(exist_ok=True)
-            parallel.init(place, rank, count, CPU)
-            found = train(*policies[family], batch, count, place / "state", **grid)
-            parallel.destroy()
+            found = train(*policies[family], batch, ranks, place / "state", **grid)
+            parallel_state.destroy_model_parallel()
             if rank == 0:
                 torch.save(found, place / "found.pt")
                 print(name, flush=True)

@@ -24,6 +24,7 @@ from fp8core.training.megatron.model import packed_call
 from fp8core.training.megatron.optimiser import LocalOptimiser, MegatronOptimiser
 from fp8core.training.megatron.trainer import MegatronTrainer
 from fp8core.training.packing import packs
+from fp8core.training.ranks import ALONE
 from fp8core.training.trainer import NotFiniteError
 
 CPU = torch.device("cpu")
@@ -50,7 +51,7 @@ def optimise(request):
 
 def megatron_trainer(arch, masters, optimise=LocalOptimiser, training=TRAINING, contract=FP32):
     formats = rollout_formats(contract, arch.num_layers)
-    return MegatronTrainer(arch, masters, contract, formats, training, OBJECTIVE, CPU, optimise, deterministic=False)
+    return MegatronTrainer(arch, masters, contract, formats, training, OBJECTIVE, CPU, optimise, False, ALONE)
 
 
 def torch_trainer(arch, masters):
@@ -146,9 +147,7 @@ def test_bypass_mode_weighs_by_the_policy_of_each_update(
 
     def make(training, objective):
         own = training.model_copy(update={"megatron": TRAINING.megatron})
-        return MegatronTrainer(
-            arch, masters_of(arch), FP32, formats, own, objective, CPU, LocalOptimiser, deterministic=False
-        )
+        return MegatronTrainer(arch, masters_of(arch), FP32, formats, own, objective, CPU, LocalOptimiser, False, ALONE)
 
     found, expected, frozen = weight_of_two_updates(make, rollout_batch(exact, first_scales(exact, FP32)), None)
     assert found == pytest.approx(expected, rel=1e-5)
@@ -165,7 +164,7 @@ def test_bonus_and_choice_are_the_torch_trainers(policy, architecture, masters_o
     formats = reference_formats(2)
     theirs = ExactTrainer(arch, masters, formats, formats, training, objective)
     stored = rollout_formats(FP32, 2)
-    ours = MegatronTrainer(arch, masters, FP32, stored, training, objective, CPU, LocalOptimiser, deterministic=False)
+    ours = MegatronTrainer(arch, masters, FP32, stored, training, objective, CPU, LocalOptimiser, False, ALONE)
     batch = replace(ragged_batch, draw=(0, 1))
     found, expected = (trainer.step(batch, TEMPERATURE, None) for trainer in (ours, theirs))
     for name in ("loss", "grad_norm", "clip_fraction", "ratio_mean"):

@@ -1,0 +1,133 @@
+"""Megatron on the ranks of a Ray cluster, in FP32 over Gloo: data-parallel and tensor-parallel ones beside one process.
+
+A Ray cluster of this machine starts for each grid and serves all tests of it.
+"""
+
+import os
+import signal
+import time
+from dataclasses import replace
+from importlib.util import find_spec
+from threading import Timer
+
+import pytest
+import torch
+
+from fp8core.cluster.workers import Cluster
+from fp8core.config.load import load_config
+from fp8core.errors import MemberLost
+from fp8core.run.build import engine_environment
+from fp8core.training.megatron import parallel
+from fp8core.training.ranks import ALONE
+from fp8core.training.registry import trainer_of
+from fp8core.training.trainer import NotFiniteError
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")]
+
+SETTINGS = {
+    "precision.rollout": {"linear": "fp32", "kv_cache": "fp32"},
+    "precision.training": {"linear": "fp32", "kv_cache": "fp32"},
+    "training.trainer": "megatron",
+    "training.learning_rate": 1e-3,
+    "training.warmup_steps": 0,
+    "training.megatron.micro_batch_tokens": 128,
+}
+GRIDS = {"data": {}, "tensor": {"training.megatron.tensor_parallel": 2}}
+
+
+@pytest.fixture(scope="module")
+def policy(architecture, masters_of):
+    return (arch := architecture()), masters_of(arch)
+
+
+@pytest.fixture(scope="module")
+def alone(policy):
+    """alone(): the trainer of one process, that of this test."""
+    config = load_config("tiny", SETTINGS)
+    yield lambda: trainer_of(config.training).build(config, *policy, ALONE)
+    parallel.destroy()
+
+
+@pytest.fixture(scope="module", params=GRIDS)
+def cluster_of_two(request):
+    """A configuration of two ranks, and its cluster."""
+    config = load_config("tiny", {**SETTINGS, **GRIDS[request.param], "cluster.ranks": 2})
+    cluster = Cluster(config, True, engine_environment(config).required)
+    yield config, cluster
+    cluster.close()
+
+
+@pytest.fixture
+def together(cluster_of_two, policy):
+    """The trainer of two ranks."""
+    config, cluster = cluster_of_two
+    trainer = cluster.build_trainer(config, *policy)
+    yield trainer
+    trainer.close()
+
+
+def largest(found, expected):
+    assert found.keys() == expected.keys()
+    return max(float((found[name] - tensor).abs().max()) for name, tensor in expected.items())
+
+
+def test_two_ranks_compute_what_one_process_does(together, alone, policy, ragged_batch):
+    one = alone()
+    assert largest(together.masters, policy[1]) == 0
+    assert together.export().digest() == one.export().digest()
+    found, expected = (trainer.logprobs(ragged_batch.sequences, 0.9, None) for trainer in (together, one))
+    mask = ragged_batch.mask
+    assert torch.allclose(found.logprobs[mask], expected.logprobs[mask], rtol=0, atol=1e-5)
+    counts = [[sum(layer.k.counts) for layer in each.statistics.histograms()] for each in (found, expected)]
+    assert counts[0] == counts[1]
+    for _ in range(2):
+        ours, theirs = (vars(trainer.step(ragged_batch, 0.9, None)) for trainer in (together, one))
+        for name in ("loss", "grad_norm", "clip_fraction", "ratio_mean"):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-5), name
+    assert largest(together.masters, one.masters) < 1e-4
+    assert together.describe()["ranks"] == 2
+
+
+def test_checkpoints_are_read_on_the_same_grid_and_on_others(together, alone, ragged_batch, tmp_path):
+    together.step(ragged_batch, 0.9, None)
+    together.save(tmp_path)
+    digest, weights = together.digest(), together.masters
+    expected = together.step(ragged_batch, 0.9, None)
+    together.load(tmp_path)
+    assert (together.version, together.digest()) == (1, digest)
+    assert together.step(ragged_batch, 0.9, None) == expected
+    one = alone()
+    one.load(tmp_path)
+    assert largest(one.masters, weights) == 0
+    one.step(ragged_batch, 0.9, None)
+    (tmp_path / "one").mkdir()
+    one.save(tmp_path / "one")
+    together.load(tmp_path / "one")
+    assert together.version == 2
+    assert largest(together.masters, one.masters) == 0
+
+
+def test_an_update_that_is_not_finite_leaves_all_ranks_as_they_were(together, ragged_batch):
+    digest = together.digest()
+    with pytest.raises(NotFiniteError, match="update 0 of policy 0"):
+        together.step(replace(ragged_batch, advantages=torch.full((24,), torch.inf)), 0.9, None)
+    assert together.digest() == digest
+    assert together.step(ragged_batch, 0.9, None).version == 1
+
+
+def test_a_rank_that_is_killed_in_a_step_is_a_typed_error_at_once(cluster_of_two, together, policy, ragged_batch):
+    """The other rank waits for it in a collective; new ranks take their places."""
+    config, cluster = cluster_of_two
+    expected, pid = together.step(ragged_batch, 0.9, None), cluster.places()["rank 1"]["pid"]
+    # It cannot finish the step before it is killed.
+    os.kill(pid, signal.SIGSTOP)
+    Timer(1.0, os.kill, (pid, signal.SIGKILL)).start()
+    started = time.monotonic()
+    with pytest.raises(MemberLost, match=f"^rank 1 ended: process {pid} "):
+        together.step(ragged_batch, 0.9, None)
+    assert time.monotonic() - started < 20
+    together.close()
+    cluster.replace()
+    again = cluster.build_trainer(config, *policy)
+    assert again.step(ragged_batch, 0.9, None) == expected
+    again.close()
