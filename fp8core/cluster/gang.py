@@ -7,6 +7,7 @@ import logging
 import os
 import platform
 import socket
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -75,7 +76,7 @@ class Gang:
         self._all: list[Handle] = []
         _connect(settings)
         try:
-            self._place(settings, wants_gpus, (dict(environment), threads))
+            self._place(settings, wants_gpus, (dict(environment), threads, sys.path))
         except BaseException:
             self.close()
             raise

@@ -10,13 +10,13 @@ LOCAL_ADDRESS = r"auto|[^\s:/@]+:\d{1,5}"
 
 
 class ClusterConfig(Section):
-    """Processes of engines and trainer ranks. One of each and no address: both lie in the run's own process."""
+    """Processes of engines and trainer ranks. One of each, colocated, without an address, lie in the run's process."""
 
     address: str | None = Field(
         None,
         pattern=rf"^({LOCAL_ADDRESS})$",
         description="Ray cluster: HOST:PORT of its head, or auto for the one that this machine belongs to. null starts "
-        "one on this machine, for more than one engine or rank, and ends it with the command.",
+        "one on this machine, for more than one engine or rank, or separate ones, and ends it with the command.",
     )
     placement: Literal["colocated", "separate"] = Field(
         "colocated",
@@ -34,7 +34,8 @@ class ClusterConfig(Section):
     @property
     def used(self) -> bool:
         """Whether engines and ranks are processes of their own."""
-        return self.address is not None or self.engines > 1 or self.ranks > 1
+        several = self.engines > 1 or self.ranks > 1 or self.placement == "separate"
+        return self.address is not None or several
 
     @property
     def bundles(self) -> int:

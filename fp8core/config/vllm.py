@@ -15,9 +15,6 @@ class VllmConfig(Section):
         description="stock runs vLLM's own model; aligned runs ours, which computes with the functions that train, so "
         "that both sides have equal log-probs (dense models in FP8 on Hopper, rounding_points=kernels).",
     )
-    gpus: int = Field(
-        1, ge=1, le=64, description="GPUs that generate, with an engine for each; prompts are shared out among them."
-    )
     gpu_memory_utilization: float = Field(
         0.85, gt=0, le=0.98, description="Share of the device's memory for weights, workspace and KV cache."
     )
