@@ -2,8 +2,8 @@
 
 Tensors on a GPU are shared: a CUDA IPC handle for each storage, and every tensor as a view of one. So nothing is copied
 before the engine writes it into its own parameters; engines on other GPUs read it from there. Tensors on a CPU go
-through a safetensors file, which is read tensor by tensor: the engine's device never holds the whole policy twice. Handles
-are numbers, strings and bytes, which need no pickle.
+through a safetensors file, which is read tensor by tensor: the engine's device never holds the whole policy twice.
+Handles are numbers, strings and bytes, which need no pickle.
 """
 
 import tempfile

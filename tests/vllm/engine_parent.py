@@ -1,4 +1,4 @@
-"""A process that starts an engine here or two on a cluster, says so when they run, and waits for a test to kill it."""
+"""A process that starts an engine here or on a cluster, says so when it runs, and waits for a test to kill it."""
 
 import signal
 import sys
@@ -22,9 +22,11 @@ if __name__ == "__main__":
     if sys.argv[1] == "here":
         engine = VllmEngine(arch, CONTRACT, OPTIONS, 16, build)
     else:
-        config = load_config("tiny", {**REPLICAS, "rollout.engine": "vllm"})
+        config = load_config(
+            "tiny", REPLICAS | {"rollout.engine": "vllm", "cluster.engines": 1, "cluster.placement": "separate"}
+        )
         cluster = open_cluster(config)
         assert cluster is not None
-        engines = cluster.build_engine(config, arch)
+        engine = cluster.build_engine(config, arch)
     print("running", flush=True)
     signal.pause()
