@@ -57,16 +57,16 @@ MODELS = ("llama", "qwen3", "qwen3-moe")
 """Configurations; each names its published model."""
 
 GRIDS: dict[str, dict[str, Any]] = {
-    "one": {"cluster.ranks": 1, "rollout.vllm.gpus": 1},
-    "dp2": {"cluster.ranks": 2, "rollout.vllm.gpus": 2},
-    "pp2": {"cluster.ranks": 2, "rollout.vllm.gpus": 2, "training.megatron.pipeline_parallel": 2},
+    "one": {"cluster.ranks": 1, "cluster.engines": 1},
+    "dp2": {"cluster.ranks": 2, "cluster.engines": 2},
+    "pp2": {"cluster.ranks": 2, "cluster.engines": 2, "training.megatron.pipeline_parallel": 2},
     "tp2": {
-        **{"cluster.ranks": 2, "rollout.vllm.gpus": 2, "training.megatron.tensor_parallel": 2},
+        **{"cluster.ranks": 2, "cluster.engines": 2, "training.megatron.tensor_parallel": 2},
         "training.megatron.sequence_parallel": True,
     },
-    "ep2": {"cluster.ranks": 2, "rollout.vllm.gpus": 2, "training.megatron.expert_parallel": 2},
+    "ep2": {"cluster.ranks": 2, "cluster.engines": 2, "training.megatron.expert_parallel": 2},
     "dp2-tp2": {
-        **{"cluster.ranks": 4, "rollout.vllm.gpus": 4, "training.megatron.tensor_parallel": 2},
+        **{"cluster.ranks": 4, "cluster.engines": 4, "training.megatron.tensor_parallel": 2},
         "training.megatron.sequence_parallel": True,
     },
 }

@@ -1,7 +1,6 @@
 """The one place that reads and sets environment variables, before the libraries that read them are imported.
 
-Prefect reads its own once, when it is imported; MLflow at every request; an engine when it is imported. A process that
-is started for one of several engines narrows its own CUDA_VISIBLE_DEVICES (`fp8core.rollout.vllm.process`).
+Prefect reads its own once, when it is imported; MLflow at every request; an engine when it is imported.
 """
 
 import atexit

@@ -7,7 +7,8 @@ import logging
 import os
 import platform
 import socket
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from fp8core.cluster.member import Member, Place
+from fp8core.config.capability import Environment
 from fp8core.config.section import ClusterConfig
 from fp8core.errors import MemberLost, UserError, first_line
 from fp8core.store.manifest import current_code
@@ -64,7 +66,7 @@ class Gang:
         ranks: likewise; colocated, rank i is on the GPU of engine i.
     """
 
-    def __init__(self, settings: ClusterConfig, wants_gpus: bool, environment: Mapping[str, str], threads: int) -> None:
+    def __init__(self, settings: ClusterConfig, wants_gpus: bool, environment: Environment, threads: int) -> None:
         """Connect to the cluster, or start one here, and place the members.
 
         Raises:
@@ -75,7 +77,7 @@ class Gang:
         self._all: list[Handle] = []
         _connect(settings)
         try:
-            self._place(settings, wants_gpus, (dict(environment), threads))
+            self._place(settings, wants_gpus, (environment, threads, sys.path))
         except BaseException:
             self.close()
             raise

@@ -6,9 +6,13 @@ when a part is built.
 
 import os
 import platform
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fp8core.config.capability import Environment
 
 
 @dataclass(frozen=True)
@@ -33,8 +37,12 @@ class Place:
 class Member:
     """Holds parts, and answers calls one after another, in its main thread."""
 
-    def __init__(self, environment: Mapping[str, str], threads: int) -> None:
-        os.environ.update(environment)
+    def __init__(self, environment: "Environment", threads: int, folders: Sequence[str]) -> None:
+        os.environ.update(environment.required)
+        for name, value in environment.suggested.items():
+            os.environ.setdefault(name, value)
+        # Modules of the user's own are found where the caller finds them.
+        sys.path += [folder for folder in folders if folder not in sys.path]
         self._parts: dict[str, Any] = {}
         self._threads = threads
         self._items: Iterator[Any] = iter(())
@@ -60,9 +68,9 @@ class Member:
         """A method of a part."""
         return getattr(self._parts[key], method)(*arguments)
 
-    def hand(self, key: str, method: str, part: str) -> Any:
-        """A method of a part, called with another part."""
-        return getattr(self._parts[key], method)(self._parts[part])
+    def hand(self, key: str, method: str, part: str, *arguments: Any) -> Any:
+        """A method of a part, called with another part and further arguments."""
+        return getattr(self._parts[key], method)(self._parts[part], *arguments)
 
     def begin(self, key: str, method: str, *arguments: Any) -> None:
         """Start a generator of a part, which `advance` takes from; the one before it ends."""
@@ -71,6 +79,10 @@ class Member:
     def advance(self) -> Any:
         """The next item of the generator that is not empty; None: it has ended."""
         return next(filter(None, self._items), None)
+
+    def end(self) -> None:
+        """End the generator, wherever it is."""
+        self._items = iter(())
 
     def drop(self, key: str) -> None:
         """Close a part and forget it; unknown keys are ignored."""

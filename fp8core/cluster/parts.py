@@ -1,6 +1,7 @@
-"""The parts that members hold: an engine, or a rank's part of a trainer, with an end of the path of weights."""
+"""Parts that the members of a run hold: an engine, or a rank's share of a trainer."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,9 +11,9 @@ from torch import Tensor
 from fp8core.cluster.transport import GroupRanks, Layout, Link
 from fp8core.config.run import RunConfig
 from fp8core.models.architecture import Architecture
-from fp8core.models.weights import Shipped
-from fp8core.rollout.engine import Completion, PolicyScales, Probe, PromptGroup, Sampling, SyncReport
+from fp8core.rollout.engine import Completion, MemoryReader, PolicyScales, Probe, PromptGroup, Sampling, SyncReport
 from fp8core.rollout.registry import engine_entry
+from fp8core.rollout.shared import SharedWeights, TensorSpec, share_weights
 from fp8core.training.registry import trainer_of
 from fp8core.training.trainer import Trainer, TrainReport
 
@@ -42,14 +43,31 @@ def unpack(packed: Mapping[str, PackedTensor]) -> dict[str, Tensor]:
 
 
 class EnginePart:
-    """An engine that takes its weights from rank 0."""
+    """An engine that takes its weights from a rank."""
 
-    def __init__(self, link: Link, config: RunConfig, arch: Architecture) -> None:
-        self._link, self._engine = link, engine_entry(config).build(config, arch)
+    def __init__(self, config: RunConfig, arch: Architecture) -> None:
+        self._engine = engine_entry(config).build(config, arch)
 
-    def update(self, layouts: Mapping[str, Layout], scales: PolicyScales, version: int) -> SyncReport:
+    def reads_memory(self) -> bool:
+        """True if it reads weights where another process has them."""
+        return isinstance(self._engine, MemoryReader)
+
+    def expect(self, layouts: Mapping[str, Layout], scales: PolicyScales, version: int) -> None:
+        """Refuse weights that do not fit, where the engine can tell before they come."""
+        if isinstance(self._engine, MemoryReader):
+            self._engine.expect({name: TensorSpec(*layout) for name, layout in layouts.items()}, scales, version)
+
+    def read(self, lent: SharedWeights, scales: PolicyScales, version: int) -> SyncReport:
+        """As `RolloutEngine.update`, with the expected tensors that a rank of this host lends."""
+        assert isinstance(self._engine, MemoryReader), "routes lead to memory for such engines alone"
+        return self._engine.receive(lent, scales, version)
+
+    def receive(self, link: Link, layouts: Mapping[str, Layout], scales: PolicyScales, version: int) -> SyncReport:
         """As `RolloutEngine.update`, with the tensors of these layouts that rank 0 sends meanwhile."""
-        return self._engine.update(self._link.receive(layouts), scales, version)
+        report = self._engine.update(link.receive(layouts), scales, version)
+        # The engine has the memory of what was received, where that was on its GPU.
+        torch.cuda.empty_cache()
+        return report
 
     def generate(self, groups: Sequence[PromptGroup], sampling: Sampling) -> Iterator[list[Completion]]:
         return self._engine.generate(groups, sampling)
@@ -71,10 +89,11 @@ class EnginePart:
 
 
 class Exported(NamedTuple):
-    """Weights that wait in rank 0 for the engines."""
+    """Weights that wait in a rank for the engines."""
 
     digest: str
     layouts: dict[str, Layout]
+    on_gpu: bool
 
 
 class TrainerPart:
@@ -85,7 +104,8 @@ class TrainerPart:
     ) -> None:
         self._ranks = ranks
         self._trainer: Trainer = trainer_of(config.training).build(config, arch, unpack(masters), ranks)
-        self._shipped: Shipped | None = None
+        self._kept: dict[str, Tensor] = {}
+        self._lent = ExitStack()
 
     def call(self, method: str, *arguments: Any) -> Any:
         """A method of the trainer: its value where this is rank 0, None elsewhere."""
@@ -105,22 +125,31 @@ class TrainerPart:
         return pack(found) if self._ranks.rank == 0 else None
 
     def export(self) -> Exported | None:
-        """Make the weights for the engines; rank 0 keeps them until `send`."""
-        self._shipped = self._trainer.export()
-        if self._ranks.rank == 0:
-            layouts = {name: Layout.of(self._shipped[name]) for name in self._shipped.keys()}  # noqa: SIM118
-            return Exported(self._shipped.digest(), layouts)
-        self._shipped = None
-        # Memory that torch keeps here for later would be missing to an engine that now wakes on this GPU.
+        """Make the weights for the engines and keep them until `release`; None where other ranks have them."""
+        shipped = self._trainer.export()
+        self._kept = {name: shipped[name] for name in shipped.keys()}  # noqa: SIM118
+        if not self._kept:
+            return None
+        layouts = {name: Layout.of(tensor) for name, tensor in self._kept.items()}
+        return Exported(shipped.digest(), layouts, all(tensor.is_cuda for tensor in self._kept.values()))
+
+    def lend(self) -> SharedWeights:
+        """Where engines of this host find the exported weights, until `release`."""
+        # Engines that wake on this GPU need the memory that torch only keeps.
         torch.cuda.empty_cache()
-        return None
+        return self._lent.enter_context(share_weights(self._kept))
 
     def send(self, link: Link) -> None:
-        """Send the exported weights to all engines."""
-        assert self._shipped is not None, "export() comes before send()"
-        link.send({name: self._shipped[name] for name in self._shipped.keys()})  # noqa: SIM118
-        self._shipped = None
+        """Send the exported weights to the engines at the other ends."""
+        torch.cuda.empty_cache()
+        link.send(self._kept)
+
+    def release(self) -> None:
+        """Give the memory of the exported weights back; a second call does nothing."""
+        self._kept = {}
+        self._lent.close()
         torch.cuda.empty_cache()
 
     def close(self) -> None:
+        self.release()
         self._trainer.close()

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from itertools import chain
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor, distributed
@@ -12,7 +12,13 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: i
 
 # The caller ends the members that wait for one that is gone.
 _TIMEOUT = timedelta(hours=2)
-_BUFFER_BYTES = 256 << 20
+_PIECE_BYTES = 256 << 20
+# A view of bytes has an offset that is a multiple of its elements.
+_ALIGNMENT = 16
+
+Broadcast = Literal["gloo", "nccl"]
+BROADCASTS: Final[Mapping[Broadcast, str]] = {"gloo": "cpu", "nccl": "cuda:0"}
+"""Where the tensors of each are received."""
 
 
 class Layout(NamedTuple):
@@ -46,42 +52,66 @@ class Meeting:
 
 
 class Link:
-    """One end of the path of weights: process 0 sends, all others receive."""
+    """One end of a broadcast of weights: process 0 sends, all others receive."""
 
-    def __init__(self, host: str, port: int, process: int, count: int) -> None:
-        store = PrefixStore("weights", TCPStore(host, port, is_master=False, timeout=_TIMEOUT))
-        self._group: Any = ProcessGroupGloo(store, process, count, _TIMEOUT)
+    def __init__(self, host: str, port: int, name: str, path: Broadcast, process: int, count: int) -> None:
+        """Meet the other processes of this name; by NCCL each uses the one GPU that it sees."""
+        store = PrefixStore(name, TCPStore(host, port, is_master=False, timeout=_TIMEOUT))
+        self._device = torch.device(BROADCASTS[path])
+        self._group: Any
+        if path == "nccl":
+            torch.cuda.set_device(self._device)
+            options = distributed.ProcessGroupNCCL.Options()
+            options._timeout = _TIMEOUT
+            self._group = distributed.ProcessGroupNCCL(store, process, count, options)
+        else:
+            self._group = ProcessGroupGloo(store, process, count, _TIMEOUT)
 
     def send(self, tensors: Mapping[str, Tensor]) -> None:
-        """Send tensors in few large buffers."""
-        layouts = {name: Layout.of(tensor) for name, tensor in tensors.items()}
-        for names in _buffers(layouts):
-            flat = [tensors[name].detach().contiguous().view(-1).view(torch.uint8) for name in names]
-            self._group.broadcast([torch.cat(flat).cpu()]).wait()
+        """Send tensors in few large pieces."""
+        for piece in _pieces({name: Layout.of(tensor) for name, tensor in tensors.items()}):
+            buffer = torch.empty(piece.bytes, dtype=torch.uint8, device=self._device)
+            for name, start in piece.starts.items():
+                flat = tensors[name].detach().contiguous().view(-1).view(torch.uint8)
+                buffer[start : start + len(flat)].copy_(flat)
+            self._group.broadcast([buffer]).wait()
 
     def receive(self, layouts: Mapping[str, Layout]) -> dict[str, Tensor]:
-        """The tensors that are sent, by name; they must have these layouts."""
+        """The tensors that are sent, by name, in one buffer on this end's device; they must have these layouts."""
+        pieces = list(_pieces(layouts))
+        sizes = [piece.bytes for piece in pieces]
+        whole = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
         found: dict[str, Tensor] = {}
-        for names in _buffers(layouts):
-            sizes = [layouts[name].bytes for name in names]
-            buffer = torch.empty(sum(sizes), dtype=torch.uint8)
+        for piece, buffer in zip(pieces, whole.split(sizes), strict=True):
             self._group.broadcast([buffer]).wait()
-            for name, part in zip(names, buffer.split(sizes), strict=True):
-                # A view of bytes at any offset is none of a wider type.
-                found[name] = part.clone().view(getattr(torch, layouts[name].dtype)).view(layouts[name].shape)
+            for name, start in piece.starts.items():
+                layout = layouts[name]
+                part = buffer[start : start + layout.bytes]
+                found[name] = part.view(getattr(torch, layout.dtype)).view(layout.shape)
         return found
 
+    def close(self) -> None:
+        """The group ends with the process."""
 
-def _buffers(layouts: Mapping[str, Layout]) -> Iterator[list[str]]:
-    """Names in order, as many in a buffer as it has room for, one at least."""
-    names, held = list[str](), 0
+
+class Piece(NamedTuple):
+    """Tensors that travel together: the byte at which each begins, and how many bytes there are."""
+
+    starts: dict[str, int]
+    bytes: int
+
+
+def _pieces(layouts: Mapping[str, Layout]) -> Iterator[Piece]:
+    """Tensors in order, as many in a piece as it has room for, one at least."""
+    starts, held = dict[str, int](), 0
     for name, layout in layouts.items():
-        if names and held + layout.bytes > _BUFFER_BYTES:
-            yield names
-            names, held = [], 0
-        names.append(name)
-        held += layout.bytes
-    yield names
+        size = -(-layout.bytes // _ALIGNMENT) * _ALIGNMENT
+        if starts and held + size > _PIECE_BYTES:
+            yield Piece(starts, held)
+            starts, held = {}, 0
+        starts[name] = held
+        held += size
+    yield Piece(starts, held)
 
 
 class GroupRanks:

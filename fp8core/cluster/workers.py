@@ -13,7 +13,9 @@ from torch import Tensor
 
 from fp8core.cluster.gang import Call, Gang, Handle
 from fp8core.cluster.parts import EnginePart, Exported, TrainerPart, pack, unpack
-from fp8core.cluster.transport import GroupRanks, Layout, Link, Meeting
+from fp8core.cluster.routes import Links, Route, find_routes
+from fp8core.cluster.transport import BROADCASTS, GroupRanks, Layout, Meeting
+from fp8core.config.capability import Environment
 from fp8core.config.run import RunConfig
 from fp8core.models.architecture import Architecture
 from fp8core.numerics.kv_scales import KvStatistics, LayerScales
@@ -30,11 +32,20 @@ class ReplicaError(RuntimeError):
 
 
 class RemoteWeights(dict[str, Layout]):
-    """Layouts of weights that wait in rank 0 of a trainer."""
+    """Layouts of weights that wait in ranks of a trainer.
 
-    def __init__(self, exported: Exported, key: str) -> None:
-        super().__init__(exported.layouts)
-        self.key, self._digest = key, exported.digest
+    Attributes:
+        key: of the trainer's parts.
+        on_gpu: ranks that have all of them on their GPU.
+    """
+
+    def __init__(self, exported: Sequence[Exported | None], key: str) -> None:
+        """From what each rank exported, rank 0 first."""
+        first = exported[0]
+        assert first is not None, "rank 0 has the whole policy"
+        super().__init__(first.layouts)
+        self.key, self._digest = key, first.digest
+        self.on_gpu = [rank for rank, found in enumerate(exported) if found is not None and found.on_gpu]
 
     def digest(self) -> str:
         return self._digest
@@ -43,7 +54,7 @@ class RemoteWeights(dict[str, Layout]):
 class Cluster:
     """The members of a run, connected: they live as long as this does."""
 
-    def __init__(self, config: RunConfig, wants_gpus: bool, environment: Mapping[str, str]) -> None:
+    def __init__(self, config: RunConfig, wants_gpus: bool, environment: Environment) -> None:
         """Place them (errors: `Gang`)."""
         self._arguments = config.cluster, wants_gpus, environment, config.threads
         self._keys = count()
@@ -60,13 +71,13 @@ class Cluster:
 
     def build_engine(self, config: RunConfig, arch: Architecture) -> "ReplicatedEngine":
         """An engine in each engine's process, without weights."""
-        key = self._build(self.gang.engines, EnginePart, "link", config, arch)
-        return ReplicatedEngine(self.gang, key)
+        key = self._build(self.gang.engines, EnginePart, (), config, arch)
+        return ReplicatedEngine(self.gang, key, self._links, config.cluster.placement == "colocated")
 
     def build_trainer(self, config: RunConfig, arch: Architecture, masters: Mapping[str, Tensor]) -> "RankedTrainer":
         """A trainer over all ranks that starts from the given weights."""
         started = ray.put(pack(masters))
-        key = self._build(self.gang.ranks, TrainerPart, "ranks", config, arch, started)
+        key = self._build(self.gang.ranks, TrainerPart, ("ranks",), config, arch, started)
         return RankedTrainer(self.gang, key, arch)
 
     def close(self) -> None:
@@ -76,45 +87,75 @@ class Cluster:
     def _open(self) -> None:
         self.gang = gang = Gang(*self._arguments)
         try:
-            first, engines, ranks = gang.ranks[0], gang.engines, gang.ranks
+            first, ranks = gang.ranks[0], gang.ranks
             host = first.place.address
             gang.gather([first.send("build", "meeting", Meeting, (), host)])
             (port,) = gang.gather([first.send("call", "meeting", "port")])
-            # Rank 0 takes part in both, so it must join them one after the other.
             gang.gather(
                 [each.send("build", "ranks", GroupRanks, (), host, port, i, len(ranks)) for i, each in enumerate(ranks)]
             )
-            linked = [first, *engines]
-            gang.gather(
-                [each.send("build", "link", Link, (), host, port, i, len(linked)) for i, each in enumerate(linked)]
-            )
+            self._links = Links(gang, host, port)
         except BaseException:
             gang.close()
             raise
 
-    def _build(self, members: Sequence[Handle], part: type, uses: str, *arguments: Any) -> str:
+    def _build(self, members: Sequence[Handle], part: type, uses: Sequence[str], *arguments: Any) -> str:
         key = f"{part.__name__} {next(self._keys)}"
-        self.gang.gather([member.send("build", key, part, (uses,), *arguments) for member in members])
+        self.gang.gather([member.send("build", key, part, uses, *arguments) for member in members])
         return key
 
 
 class ReplicatedEngine:
     """Engines that hold one policy and share its prompts out; satisfies `RolloutEngine`."""
 
-    def __init__(self, gang: Gang, key: str) -> None:
+    def __init__(self, gang: Gang, key: str, links: Links, colocated: bool) -> None:
         self._gang, self._key, self._members = gang, key, gang.engines
+        self._links, self._colocated = links, colocated
+        self._read_memory = all(gang.gather(self._calls("reads_memory")))
 
     def update(self, tensors: RemoteWeights, scales: PolicyScales, version: int) -> SyncReport:
-        """As `RolloutEngine.update`, in all engines at the same time.
+        """As `RolloutEngine.update`, in all engines at the same time; nothing travels that does not fit in all.
 
         Raises:
             ReplicaError: engines do not hold the same afterwards.
         """
-        sent = self._gang.ranks[0].send("hand", tensors.key, "send", "link")
-        calls = self._calls("update", dict(tensors), scales, version)
-        _, *reports = self._gang.gather([sent, *calls])
-        report: SyncReport = self._same("another policy", reports)
-        return report
+        layouts, ranks = dict(tensors), self._gang.ranks
+        try:
+            self._gang.gather(self._calls("expect", layouts, scales, version))
+            reports = self._take(self._routes(tensors), tensors.key, layouts, (scales, version))
+        finally:
+            if self._gang.alive:
+                self._gang.gather([rank.send("call", tensors.key, "release") for rank in ranks])
+        for part in ("version", "digest", "scales"):
+            self._same(f"another {part}", [getattr(report, part) for report in reports])
+        return reports[0]
+
+    def _routes(self, tensors: RemoteWeights) -> list[Route]:
+        ranks, engines = ([member.place for member in each] for each in (self._gang.ranks, self._members))
+        return find_routes(ranks, engines, tensors.on_gpu if self._read_memory else (), self._colocated)
+
+    def _take(
+        self, routes: Sequence[Route], key: str, layouts: dict[str, Layout], policy: tuple[PolicyScales, int]
+    ) -> list[SyncReport]:
+        """Let each engine take the weights by its route; rank 0 sends while they receive."""
+        ranks, gather = self._gang.ranks, self._gang.gather
+        lenders = sorted({route.rank for route in routes if route.path == "memory"})
+        # Engines need the memory of weights that none of them reads.
+        senders = {route.rank for route in routes}
+        gather([rank.send("call", key, "release") for i, rank in enumerate(ranks) if i not in senders])
+        lent = dict(zip(lenders, gather([ranks[i].send("call", key, "lend") for i in lenders]), strict=True))
+        sends, takes = list[Call](), dict[int, Call]()
+        for engine, rank, path in routes:
+            if path == "memory":
+                takes[engine] = self._members[engine].send("call", self._key, "read", lent[rank], *policy)
+        for path in BROADCASTS:
+            if engines := [route.engine for route in routes if route.path == path]:
+                link = self._links.key(path, engines)
+                sends.append(ranks[0].send("hand", key, "send", link))
+                for i in engines:
+                    takes[i] = self._members[i].send("hand", self._key, "receive", link, layouts, *policy)
+        found: list[SyncReport] = gather([*sends, *(takes[i] for i in range(len(self._members)))])
+        return found[len(sends) :]
 
     def fingerprint(self) -> str:
         """Digest of the weights that all engines hold."""
@@ -132,14 +173,19 @@ class ReplicatedEngine:
         working = {member: share for member, share in shares if share}
         self._gang.gather([m.send("begin", self._key, "generate", share, sampling) for m, share in working.items()])
         waiting = {call.ref: call.member for m in working for call in [m.send("advance") for _ in range(_AHEAD)]}
-        while waiting:
-            done, _ = ray.wait(list(waiting), num_returns=1)
-            member = waiting.pop(done[0])
-            (completions,) = self._gang.gather([Call(member, done[0])])
-            if completions is not None:
-                call = member.send("advance")
-                waiting[call.ref] = member
-                yield completions
+        try:
+            while waiting:
+                done, _ = ray.wait(list(waiting), num_returns=1)
+                member = waiting.pop(done[0])
+                (completions,) = self._gang.gather([Call(member, done[0])])
+                if completions is not None:
+                    call = member.send("advance")
+                    waiting[call.ref] = member
+                    yield completions
+        finally:
+            # Requests that still run would keep an engine from its next policy.
+            if self._gang.alive:
+                self._gang.gather([member.send("end") for member in set(waiting.values())])
 
     def score(self, probes: Sequence[Probe], temperature: float) -> list[list[float]]:
         """As `RolloutEngine.score`, in all engines at the same time; a row for each."""
@@ -201,7 +247,15 @@ class RankedTrainer:
         return found
 
     def export(self) -> RemoteWeights:
-        exported = self._gang.gather([m.send("call", self._key, "export") for m in self._gang.ranks])[0]
+        """Weights that wait in the ranks until an engine has taken them.
+
+        Raises:
+            ReplicaError: ranks hold other policies.
+        """
+        exported = self._gang.gather([member.send("call", self._key, "export") for member in self._gang.ranks])
+        for rank, found in zip(self._gang.ranks, exported, strict=True):
+            if found is not None and found.digest != exported[0].digest:
+                raise ReplicaError(f"{rank.name} has weights {found.digest}, rank 0 has {exported[0].digest}")
         return RemoteWeights(exported, self._key)
 
     def digest(self) -> str:

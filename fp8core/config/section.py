@@ -120,9 +120,6 @@ class VllmConfig(Section):
         description="stock runs vLLM's own model; aligned runs ours, which computes with the functions that train, so "
         "that both sides have equal log-probs (dense models in FP8 on Hopper, rounding_points=kernels).",
     )
-    gpus: int = Field(
-        1, ge=1, le=64, description="GPUs that generate, with an engine for each; prompts are shared out among them."
-    )
     gpu_memory_utilization: float = Field(
         0.85, gt=0, le=0.98, description="Share of the device's memory for weights, workspace and KV cache."
     )
@@ -194,13 +191,13 @@ class MegatronConfig(Section):
 
 
 class ClusterConfig(Section):
-    """Processes of engines and trainer ranks. One of each and no address: both lie in the run's own process."""
+    """Processes of engines and trainer ranks. One of each, colocated, without an address, lie in the run's process."""
 
     address: str | None = Field(
         None,
         pattern=r"^(auto|[^\s:/@]+:\d{1,5})$",
         description="Ray cluster: HOST:PORT of its head, or auto for the one that this machine belongs to. null starts "
-        "one on this machine, for more than one engine or rank, and ends it with the command.",
+        "one on this machine, for more than one engine or rank, or separate ones, and ends it with the command.",
     )
     placement: Literal["colocated", "separate"] = Field(
         "colocated",

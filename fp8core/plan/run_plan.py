@@ -91,7 +91,7 @@ def _devices(
     gpu, plans, on_host = machine.gpu, list[DevicePlan](), dict[str, tuple[Need, ...]]()
     # Such a trainer has the engine's GPU beside it, asleep or awake.
     beside = trainer_of(config.training).shares_gpu(config.training)
-    shared = engine_gpus > 0 and (engine.asleep is not None or beside)
+    shared = engine_gpus > 0 and (engine.asleep is not None or beside) and config.cluster.placement == "colocated"
     if gpu is None or not engine_gpus:
         on_host["generating"] = engine.needs
     elif parallel is not None and shared:

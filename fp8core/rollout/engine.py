@@ -1,13 +1,14 @@
 """The interface of every rollout engine: token ids in, token ids and their log-probs out, weights replaced in place."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from fp8core.numerics.kv_scales import LayerScales
+from fp8core.rollout.shared import SharedWeights, TensorSpec
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,19 @@ class RolloutEngine(Protocol):
 
     def close(self) -> None:
         """Release memory."""
+        ...
+
+
+@runtime_checkable
+class MemoryReader(RolloutEngine, Protocol):
+    """An engine with a process of its own, which reads weights where another process of its machine has them."""
+
+    def expect(self, sent: Mapping[str, TensorSpec], scales: PolicyScales, version: int) -> None:
+        """The first half of `update`: refuse what does not fit; nothing is written."""
+        ...
+
+    def receive(self, shared: SharedWeights, scales: PolicyScales, version: int) -> SyncReport:
+        """The second half: write the expected weights, which this or another process shares meanwhile."""
         ...
 
 

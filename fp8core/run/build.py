@@ -142,8 +142,7 @@ def open_cluster(config: RunConfig) -> "Cluster | None":
         return None
     from fp8core.cluster.workers import Cluster
 
-    environment = engine_environment(config)
-    return Cluster(config, _wants_gpus(config), {**environment.suggested, **environment.required})
+    return Cluster(config, _wants_gpus(config), engine_environment(config))
 
 
 def _wants_gpus(config: RunConfig) -> bool:

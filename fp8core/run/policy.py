@@ -6,6 +6,7 @@ The second one answers the problems of an evaluation in one precision (`answer`)
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,10 +39,11 @@ from fp8core.rollout.engine import (
     SyncReport,
     sample_seed,
 )
-from fp8core.run.build import BaseModel, build_base, build_engine, build_trainer
+from fp8core.run.build import build_base, build_engine, build_trainer, open_cluster
 from fp8core.run.context import RunContext
 from fp8core.run.rollouts import completion_text, failures, prompt_table
 from fp8core.store.artifacts import Ref
+from fp8core.training.trainer import Trainer
 
 _PROBES = 8
 _LONGEST = 128
@@ -247,13 +249,15 @@ def answer(config: RunConfig, questions: Questions, verifier: Verifier) -> Answe
         encode_prompt(problem, config, base.tokenizer, base.arch.max_positions) for problem in questions.problems
     ]
     tokens = [tokens for _, tokens in encoded]
-    engine = build_engine(config, base.arch)
-    try:
-        _load(engine, config, base, tokens)
+    with ExitStack() as parts:
+        if (cluster := open_cluster(config)) is not None:
+            parts.callback(cluster.close)
+        engine = build_engine(config, base.arch, cluster)
+        parts.callback(engine.close)
+        with closing(build_trainer(config, base.arch, base.tensors, cluster)) as trainer:
+            _load(engine, trainer, config, tokens)
         completions = _complete(engine, config, questions, tokens, base.tokenizer)
         described = engine.describe()
-    finally:
-        engine.close()
     verdicts = verifier.verify(
         [
             Answer(encoded[done.group][0], text, questions.problems[done.group].reference, done.finish)
@@ -265,9 +269,8 @@ def answer(config: RunConfig, questions: Questions, verifier: Verifier) -> Answe
     return Answered(_measured(questions, completions, verdicts), described, remark)
 
 
-def _load(engine: RolloutEngine, config: RunConfig, base: BaseModel, prompts: list[list[int]]) -> None:
+def _load(engine: RolloutEngine, trainer: Trainer, config: RunConfig, prompts: list[list[int]]) -> None:
     """Ship the weights as a training would, and check what arrived."""
-    trainer = build_trainer(config, base.arch, base.tensors)
     some = prompts[: config.rollout.prompts_per_step]
     # TokenBatch needs a completion; the last prompt token serves, so that exactly the prompts are seen.
     batch = TokenBatch.of([tokens[:-1] or tokens for tokens in some], [tokens[-1:] for tokens in some])
@@ -275,7 +278,6 @@ def _load(engine: RolloutEngine, config: RunConfig, base: BaseModel, prompts: li
     shipped = trainer.export()
     check_report(engine.update(shipped, scales, 0), shipped.digest(), scales, 0)
     check_formats(engine.describe(), config.precision)
-    trainer.close()
 
 
 def _complete(

@@ -27,7 +27,7 @@ from fp8core.training.registry import trainer_grid, trainer_of
 SIZES = {
     *("evaluation.prompts", "rollout.prompts_per_step", "rollout.group_size", "rollout.max_new_tokens"),
     *("cluster.ranks", "training.megatron.expert_parallel", "training.megatron.micro_batch_tokens"),
-    "rollout.vllm.gpus",
+    "cluster.engines",
 }
 
 

@@ -33,7 +33,7 @@ ON_ONE_CPU = {
     "cluster.ranks": 1,
     "training.megatron": {"expert_parallel": 1, "recompute": "none"},
     "rollout.engine": "embedded",
-    "rollout.vllm.gpus": 1,
+    "cluster.engines": 1,
 }
 SMALL_BATCH = {
     "rollout.prompts_per_step": 2,
@@ -147,7 +147,7 @@ def test_a_hopper_machine_takes_what_eight_gpus_are_configured_for(name, monkeyp
     assert not [*contract_refusals(config.precision, config.rollout.vllm, hopper)]
     assert not [*model_refusals(arch, config.precision, config.rollout.vllm)]
     assert config.rollout.router_replay == bool(arch.sparse_layers)
-    assert config.rollout.vllm.gpus == config.cluster.ranks == 8
+    assert config.cluster.engines == config.cluster.ranks == 8
 
 
 def test_dynamic_sampling_draws_more_and_trains_on_what_has_a_signal(launch, small):

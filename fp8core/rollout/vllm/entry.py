@@ -3,8 +3,6 @@
 import math
 from collections.abc import Iterator
 
-import torch
-
 from fp8core.config.capability import Environment, this_platform
 from fp8core.config.run import RunConfig
 from fp8core.config.section import VllmConfig
@@ -23,11 +21,9 @@ from fp8core.plan.memory import (
 )
 from fp8core.rollout.engine import RolloutEngine
 from fp8core.rollout.registry import Arithmetic, EngineEntry
-from fp8core.rollout.vllm.process import VllmReplicas
 from fp8core.rollout.vllm.requirements import (
     contract_refusals,
     find_build,
-    gpu_refusals,
     model_refusals,
     replay_refusals,
 )
@@ -42,8 +38,6 @@ _ASLEEP = 2_000_000_000
 def _build(config: RunConfig, arch: Architecture) -> RolloutEngine:
     rollout = config.rollout
     settings = config.precision, rollout.vllm, rollout.max_batch, find_build(this_platform())
-    if rollout.vllm.gpus > 1:
-        return VllmReplicas(arch, *settings, routes=rollout.router_replay)
     # vLLM is optional, and reads its environment when it is imported.
     from fp8core.rollout.vllm.engine import VllmEngine
 
@@ -53,7 +47,6 @@ def _build(config: RunConfig, arch: Architecture) -> RolloutEngine:
 def _check(config: RunConfig) -> Iterator[str]:
     build = find_build(this_platform())
     yield from contract_refusals(config.precision, config.rollout.vllm, build)
-    yield from gpu_refusals(config.rollout.vllm, build, torch.cuda.device_count())
     if config.rollout.router_replay:
         yield from replay_refusals(build)
 
@@ -85,7 +78,7 @@ def _memory(config: RunConfig, arch: Architecture, gpu: Device | None) -> Engine
     if gpu is None:
         room = _cache_room(config, arch, int(CPU_CACHE_GIB * GIB))
         each = weights, _cache(room)
-        on_host = tuple(Need(need.item, options.gpus * need.bytes, need.note) for need in each)
+        on_host = tuple(Need(need.item, config.cluster.engines * need.bytes, need.note) for need in each)
         return EngineMemory(on_host, cache=room, refusal=_cache_refusal(config, arch, room))
     # With a cache of a given size it takes what it needs.
     sized = options.kv_cache_gib is not None
@@ -122,7 +115,7 @@ def _cache_room(config: RunConfig, arch: Architecture, free: int) -> CacheRoom:
     size = max(0, free) if gib is None else int(gib * GIB)
     per_token = cache_bytes_per_token(arch, config.precision.rollout.kv_cache)
     tokens, sequence = size // per_token, longest_sequence(config, arch)
-    batch = math.ceil(rollout.drawn_prompts / rollout.vllm.gpus) * rollout.group_size
+    batch = math.ceil(rollout.drawn_prompts / config.cluster.engines) * rollout.group_size
     return CacheRoom(
         bytes=size,
         bytes_per_token=per_token,
@@ -130,7 +123,7 @@ def _cache_room(config: RunConfig, arch: Architecture, free: int) -> CacheRoom:
         sequence=sequence,
         sequences=tokens // sequence,
         wanted=min(batch, rollout.max_batch),
-        engines=rollout.vllm.gpus,
+        engines=config.cluster.engines,
     )
 
 
@@ -164,7 +157,7 @@ ENGINE = EngineEntry(
     requirements=_requirements,
     environment=_environment,
     memory=_memory,
-    gpus=lambda config: config.rollout.vllm.gpus,
+    gpus=lambda config: config.cluster.engines,
     usable=_usable,
     longest=_longest,
     arithmetic=_arithmetic,

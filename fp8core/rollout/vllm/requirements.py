@@ -225,12 +225,6 @@ def expert_refusals(arch: Architecture, contract: PrecisionContract, options: Vl
         )
 
 
-def gpu_refusals(options: VllmConfig, build: VllmBuild, here: int) -> Iterator[str]:
-    """More engines than the `here` GPUs of this machine; without GPUs they share the CPU."""
-    if build.platform == "cuda" and options.gpus > here:
-        yield f"rollout.vllm.gpus={options.gpus}: this machine has {here}"
-
-
 def replay_refusals(build: VllmBuild) -> Iterator[str]:
     """Router replay, where vLLM does not report the experts that it chose.
 

@@ -21,8 +21,9 @@ from fp8core import end_with_parent
 from fp8core.models.architecture import Architecture
 from fp8core.numerics.fingerprint import fingerprints
 from fp8core.rollout.engine import PromptGroup, Sampling
+from fp8core.rollout.shared import SharedWeights, TensorSpec, open_shared
 from fp8core.rollout.vllm import internals
-from fp8core.rollout.vllm.weights import SharedWeights, Slot, TensorSpec, open_shared, rows_of
+from fp8core.rollout.vllm.weights import Slot, rows_of
 
 # This module is imported in the worker's process before it builds the model, and before it takes memory of a GPU.
 end_with_parent.follow_parent()

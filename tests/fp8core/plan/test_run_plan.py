@@ -23,7 +23,7 @@ def phases(plan):
 def _in_turn(engines):
     return {
         "rollout__vllm__sleep": True,
-        "rollout__vllm__gpus": engines,
+        "cluster__engines": engines,
         "rollout__vllm__gpu_memory_utilization": 0.6,
     }
 
@@ -89,7 +89,7 @@ def test_8b_with_fp32_states_does_not_fit_one_h200_beside_an_engine(planned):
 def test_each_engine_has_its_share_of_the_prompts(planned):
     """65 prompts of 8 completions on 8 GPUs, in whole prompts; an engine that shares no GPU is on one of its own."""
     settings = {"rollout__prompts_per_step": 65, "rollout__group_size": 8, "rollout__max_batch": 512}
-    plan = planned("qwen3-8b", rollout__vllm__gpus=8, **settings)
+    plan = planned("qwen3-8b", cluster__engines=8, **settings)
     assert (plan.cache.wanted, plan.cache.engines) == (72, 8)
     assert plan.devices[0].name == "each of 8 NVIDIA H200"
 
@@ -151,7 +151,7 @@ def test_vllm_on_a_cpu_generates_in_host_memory(configured):
 
 def test_several_engines_on_a_cpu_lie_side_by_side(configured):
     def needs(engines):
-        config = configured("qwen3-8b", "bf16", rollout__vllm__gpus=engines)
+        config = configured("qwen3-8b", "bf16", cluster__engines=engines)
         (host,) = plan_run(config, model_shape(config), Machine(None, None)).devices
         return {need.item: need.bytes for need in host.phases[0].needs}
 

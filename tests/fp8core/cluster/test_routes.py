@@ -1,0 +1,55 @@
+"""How prompts are dealt out, and the way by which each engine gets its weights."""
+
+import pytest
+
+from fp8core.cluster.member import Place
+from fp8core.cluster.routes import find_routes
+from fp8core.cluster.workers import shard_prompts
+from fp8core.rollout.engine import PromptGroup
+
+
+def groups_of(count):
+    return [PromptGroup(i, f"prompt-{i}", (i,), (0, 1), (2 * i, 2 * i + 1)) for i in range(count)]
+
+
+@pytest.mark.parametrize(("groups", "engines"), [(0, 2), (1, 3), (7, 2), (8, 4), (5, 8), (64, 8)])
+def test_every_group_goes_to_one_engine_and_none_has_many_more_than_another(groups, engines):
+    asked = groups_of(groups)
+    shares = shard_prompts(asked, engines)
+    assert len(shares) == engines
+    assert sorted(group.group for share in shares for group in share) == list(range(groups))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+    assert shard_prompts(asked, engines) == shares, "asked again, each engine gets the same"
+
+
+def test_an_engine_keeps_the_order_of_its_prompts():
+    assert [[group.group for group in share] for share in shard_prompts(groups_of(5), 2)] == [[0, 2, 4], [1, 3]]
+
+
+def places(*where):
+    return [Place(host, gpu, 0, "", "") for host, gpu in where]
+
+
+TWO_HOSTS = places(("a", "0"), ("a", "1"), ("b", "0"))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "holders", "colocated", "ways"),
+    [
+        (TWO_HOSTS, [0, 1, 2], True, [(0, "memory"), (1, "memory"), (2, "memory")]),
+        (TWO_HOSTS, [0], True, [(0, "memory"), (0, "memory"), (0, "nccl")]),
+        (TWO_HOSTS[:1], [0], True, [(0, "memory"), (0, "memory"), (0, "nccl")]),
+        (places(("a", "2")), [0], False, [(0, "nccl")] * 3),
+        (TWO_HOSTS, [], True, [(0, "gloo")] * 3),
+    ],
+    ids=["every rank has all", "rank 0 has all", "one rank", "separate", "in main memory"],
+)
+def test_an_engine_reads_its_own_gpu_first_and_its_host_then(ranks, holders, colocated, ways):
+    found = find_routes(ranks, TWO_HOSTS, holders, colocated)
+    assert [route.engine for route in found] == [0, 1, 2]
+    assert [(route.rank, route.path) for route in found] == ways
+
+
+def test_an_engine_without_a_gpu_receives_tensors():
+    (route,) = find_routes(TWO_HOSTS, places(("a", None)), [0, 1, 2], True)
+    assert (route.rank, route.path) == (0, "gloo")
