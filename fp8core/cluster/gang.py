@@ -77,7 +77,9 @@ class Gang:
         self._all: list[Handle] = []
         _connect(settings)
         try:
-            self._place(settings, wants_gpus, (environment, threads, sys.path))
+            self._place(
+                settings, wants_gpus, (dict(environment.required), dict(environment.suggested), threads, sys.path)
+            )
         except BaseException:
             self.close()
             raise

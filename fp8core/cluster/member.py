@@ -7,12 +7,9 @@ when a part is built.
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from fp8core.config.capability import Environment
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -37,9 +34,11 @@ class Place:
 class Member:
     """Holds parts, and answers calls one after another, in its main thread."""
 
-    def __init__(self, environment: "Environment", threads: int, folders: Sequence[str]) -> None:
-        os.environ.update(environment.required)
-        for name, value in environment.suggested.items():
+    def __init__(
+        self, required: Mapping[str, str], suggested: Mapping[str, str], threads: int, folders: Sequence[str]
+    ) -> None:
+        os.environ.update(required)
+        for name, value in suggested.items():
             os.environ.setdefault(name, value)
         # Modules of the user's own are found where the caller finds them.
         sys.path += [folder for folder in folders if folder not in sys.path]

@@ -11,9 +11,19 @@ from torch import Tensor
 from fp8core.cluster.transport import GroupRanks, Layout, Link
 from fp8core.config.run import RunConfig
 from fp8core.models.architecture import Architecture
-from fp8core.rollout.engine import Completion, MemoryReader, PolicyScales, Probe, PromptGroup, Sampling, SyncReport
+from fp8core.rollout.engine import (
+    Completion,
+    MemoryReader,
+    PolicyScales,
+    Probe,
+    PromptGroup,
+    Sampling,
+    SharedWeights,
+    SyncReport,
+    TensorSpec,
+    share_weights,
+)
 from fp8core.rollout.registry import engine_entry
-from fp8core.rollout.shared import SharedWeights, TensorSpec, share_weights
 from fp8core.training.registry import trainer_of
 from fp8core.training.trainer import Trainer, TrainReport
 

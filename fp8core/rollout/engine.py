@@ -1,14 +1,21 @@
 """The interface of every rollout engine: token ids in, token ids and their log-probs out, weights replaced in place."""
 
 import hashlib
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
+from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from fp8core.numerics.kv_scales import LayerScales
-from fp8core.rollout.shared import SharedWeights, TensorSpec
 
 
 @dataclass(frozen=True)
@@ -127,6 +134,48 @@ class RolloutEngine(Protocol):
         ...
 
 
+def sample_seed(run_seed: int, step: int, group: int, sample: int) -> int:
+    """Signed 64-bit seed of one completion."""
+    text = f"rollout/{run_seed}/{step}/{group}/{sample}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big", signed=True)
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """dtype (without `torch.`) and shape of a tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "TensorSpec":
+        return cls(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+
+    @property
+    def rows(self) -> int:
+        """Rows, through all experts where there are any."""
+        return prod(self.shape[:-1]) if len(self.shape) > 2 else self.shape[0]
+
+    @property
+    def row(self) -> tuple[int, ...]:
+        """Shape of one row."""
+        return self.shape[-1:] if len(self.shape) > 2 else self.shape[1:]
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.shape)}"
+
+
+def specs_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
+    """The specs of the sent tensors, by name."""
+    return {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}
+
+
+SharedWeights = dict[str, Any]
+# Fields of torch's rebuild function that cannot travel as they are, and the place of the device among them.
+_TENSOR_CLASS, _STORAGE_CLASS, _DTYPE, _DEVICE = 0, 4, 5, 6
+_WAITS_FOR_EVENT = -1
+
+
 @runtime_checkable
 class MemoryReader(RolloutEngine, Protocol):
     """An engine with a process of its own, which reads weights where another process of its machine has them."""
@@ -140,7 +189,88 @@ class MemoryReader(RolloutEngine, Protocol):
         ...
 
 
-def sample_seed(run_seed: int, step: int, group: int, sample: int) -> int:
-    """Signed 64-bit seed of one completion."""
-    text = f"rollout/{run_seed}/{step}/{group}/{sample}"
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big", signed=True)
+@contextmanager
+def share_weights(tensors: Mapping[str, Tensor]) -> Iterator[SharedWeights]:
+    """Tensors in a form that `open_shared` opens in any number of other processes, while the block lasts."""
+    if all(tensor.is_cuda for tensor in tensors.values()):
+        shared = _shared_storages(tensors)
+        # The tensors are complete, so that no reader waits for an event of a GPU that it may not see.
+        for device in {tensor.device for tensor in tensors.values()}:
+            torch.cuda.synchronize(device)
+        yield shared
+        torch.cuda.ipc_collect()
+        return
+    with tempfile.TemporaryDirectory(prefix="fp8-grpo-") as folder:
+        path = Path(folder) / "policy.safetensors"
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
+        yield {"file": str(path)}
+
+
+class _FileTensors(Mapping[str, Tensor]):
+    """Tensors of a safetensors file on a device, each read when it is asked for."""
+
+    def __init__(self, file: str, device: torch.device) -> None:
+        opened: Any = safe_open
+        self._opened = opened(file, framework="pt", device=str(device))
+
+    def __getitem__(self, name: str) -> Tensor:
+        found: Tensor = self._opened.get_tensor(name)
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._opened.keys())
+
+    def __len__(self) -> int:
+        return len(self._opened.keys())
+
+
+def open_shared(received: SharedWeights, device: torch.device) -> Mapping[str, Tensor]:
+    """The shared tensors by name, to be used within the sender's block."""
+    if "file" in received:
+        return _FileTensors(received["file"], device)
+    storages = [_open_storage(fields, device) for fields in received["storages"]]
+    return {name: _view(storages[place[0]], *place[1:]) for name, place in received["tensors"].items()}
+
+
+def _shared_storages(tensors: Mapping[str, Tensor]) -> SharedWeights:
+    index: dict[int, int] = {}
+    storages: list[list[Any]] = []
+    places: dict[str, list[Any]] = {}
+    for name, tensor in tensors.items():
+        assert tensor.is_contiguous(), f"{name} is not contiguous"
+        storage = tensor.detach().untyped_storage()
+        if storage.data_ptr() not in index:
+            index[storage.data_ptr()] = len(storages)
+            storages.append(_handle(tensor))
+        spec = TensorSpec.of(tensor)
+        offset = tensor.storage_offset() * tensor.element_size()
+        places[name] = [index[storage.data_ptr()], spec.dtype, list(spec.shape), offset]
+    return {"storages": storages, "tensors": places}
+
+
+def _handle(tensor: Tensor) -> list[Any]:
+    """IPC fields of the whole storage of a tensor, as bytes."""
+    storage = tensor.detach().untyped_storage()
+    whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
+    _, fields = reduce_tensor(whole)
+    sent = list(fields)
+    for place in (_TENSOR_CLASS, _STORAGE_CLASS, _DTYPE):
+        sent[place] = None
+    sent[_WAITS_FOR_EVENT] = False
+    return [list(field) if isinstance(field, tuple) else field for field in sent]
+
+
+def _open_storage(fields: list[Any], device: torch.device) -> Tensor:
+    """uint8 [bytes], the sender's memory."""
+    opened = [tuple(field) if isinstance(field, list) else field for field in fields]
+    opened[_TENSOR_CLASS], opened[_STORAGE_CLASS], opened[_DTYPE] = Tensor, torch.storage.TypedStorage, torch.uint8
+    # The same GPU may have another number in the process that trains; of another GPU the memory is mapped into ours.
+    opened[_DEVICE] = device.index
+    whole: Tensor = rebuild_cuda_tensor(*opened)
+    return whole
+
+
+def _view(storage: Tensor, dtype: str, shape: list[int], offset: int) -> Tensor:
+    form: torch.dtype = getattr(torch, dtype)
+    size = prod(shape) * form.itemsize
+    return storage[offset : offset + size].view(form).view(shape)

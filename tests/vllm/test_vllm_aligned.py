@@ -22,7 +22,7 @@ from fp8core.models.weights import load_policy, rollout_formats, stored_weights
 from fp8core.numerics.attention import Fp8Attention
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.numerics.logprobs import log_softmax
-from fp8core.rollout.shared import TensorSpec
+from fp8core.rollout.engine import TensorSpec
 from fp8core.rollout.vllm.settings import ALIGNED, model_config
 from fp8core.rollout.vllm.weights import check_fit, find_slots, rows_of
 

@@ -27,8 +27,18 @@ from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture
 from fp8core.numerics.fingerprint import digest_of
 from fp8core.numerics.kv_scales import LayerScales
-from fp8core.rollout.engine import Completion, PolicyScales, Probe, PromptGroup, Sampling, SyncReport
-from fp8core.rollout.shared import SharedWeights, TensorSpec, share_weights, specs_of
+from fp8core.rollout.engine import (
+    Completion,
+    PolicyScales,
+    Probe,
+    PromptGroup,
+    Sampling,
+    SharedWeights,
+    SyncReport,
+    TensorSpec,
+    share_weights,
+    specs_of,
+)
 from fp8core.rollout.vllm.internals import register_aligned_models, routes_of
 from fp8core.rollout.vllm.requirements import VllmBuild
 from fp8core.rollout.vllm.settings import (

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fp8core.rollout.shared import TensorSpec
+from fp8core.rollout.engine import TensorSpec
 
 # vLLM pads the vocabulary to a multiple of this; the rows beyond it are never read.
 _VOCABULARY_PADDING = 64

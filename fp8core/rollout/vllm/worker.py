@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from fp8core import end_with_parent
 from fp8core.models.architecture import Architecture
 from fp8core.numerics.fingerprint import fingerprints
-from fp8core.rollout.engine import PromptGroup, Sampling
-from fp8core.rollout.shared import SharedWeights, TensorSpec, open_shared
+from fp8core.rollout.engine import PromptGroup, Sampling, SharedWeights, TensorSpec, open_shared
 from fp8core.rollout.vllm import internals
 from fp8core.rollout.vllm.weights import Slot, rows_of
 

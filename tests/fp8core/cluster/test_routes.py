@@ -3,8 +3,7 @@
 import pytest
 
 from fp8core.cluster.member import Place
-from fp8core.cluster.routes import find_routes
-from fp8core.cluster.workers import shard_prompts
+from fp8core.cluster.workers import find_routes, shard_prompts
 from fp8core.rollout.engine import PromptGroup
 
 

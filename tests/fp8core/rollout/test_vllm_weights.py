@@ -7,7 +7,7 @@ import torch
 
 from fp8core.models.architecture import parameter_shapes
 from fp8core.models.weights import SCALE_SUFFIX
-from fp8core.rollout.shared import TensorSpec, open_shared, share_weights
+from fp8core.rollout.engine import TensorSpec, open_shared, share_weights
 from fp8core.rollout.vllm.weights import Slot, UpdateError, check_fit, find_slots, rows_of
 
 LAYER = "model.layers.0"
