@@ -49,6 +49,7 @@ def test_two_engines_and_two_ranks_on_two_nodes_make_the_records_of_one_process(
     assert len({place["pid"] for place in places.values()}) == 4
 
 
+@pytest.mark.slow
 def test_a_lost_engine_rank_or_node_is_replaced_and_the_run_ends_with_equal_records(two_nodes, run_copy, whole_run):
     run_copy.cut_after(1, "record")
 
@@ -79,6 +80,7 @@ def test_a_lost_engine_rank_or_node_is_replaced_and_the_run_ends_with_equal_reco
     assert "rank 1 ended" in run_copy.said
 
 
+@pytest.mark.slow
 def test_a_run_fails_when_processes_are_lost_more_often_than_allowed(two_nodes, run_copy):
     run_copy.cut_after(2, "record")
     settings = {"cluster.address": two_nodes.address, "cluster.engines": 2, "cluster.replacements": 0}
