@@ -153,7 +153,7 @@ def test_ranks_of_a_cluster_compute_what_one_process_does(grid: str, tmp_path: A
     settings = [f"training.megatron.{name}={str(value).lower()}" for name, value in spread.items()]
     config = cases.configuration("bf16", "training.learning_rate=1e-4", f"cluster.ranks={count}", *settings)
     arch, batch, one = cases.small(family), batch_of(family), trainer_of(family, "bf16")
-    cluster = Cluster(config, True, required_environment(config))
+    cluster = Cluster(config, True, Environment(required_environment(config)))
     try:
         together = cluster.build_trainer(config, arch, cases.small_policy(arch))
         assert together.export().digest() == one.export().digest()

@@ -52,7 +52,7 @@ def alone(policy):
 def cluster_of_two(request):
     """A configuration of two ranks, and its cluster."""
     config = load_config("tiny", {**SETTINGS, **GRIDS[request.param], "cluster.ranks": 2})
-    cluster = Cluster(config, True, engine_environment(config).required)
+    cluster = Cluster(config, True, engine_environment(config))
     yield config, cluster
     cluster.close()
 

@@ -31,11 +31,6 @@ GRIDS = {
 }
 
 
-def grid(**parts):
-    count = parts.get("tensor_parallel", 1) * parts.get("pipeline_parallel", 1) * parts.get("expert_parallel", 1)
-    return MegatronConfig(gpus=count, **parts)
-
-
 def shares_of(arch, megatron, style, policy):
     return {rank: share(arch, megatron, style, rank, policy) for rank in parallel_ranks(megatron)}
 
@@ -44,7 +39,7 @@ def shares_of(arch, megatron, style, policy):
 @pytest.mark.parametrize("style", [LOCAL, TRANSFORMER_ENGINE], ids=["local", "transformer_engine"])
 def test_a_round_trip_gives_the_same_bytes(family, masters_of, style, parts):
     policy = masters_of(family)
-    megatron = grid(**parts, **({"expert_parallel": 2} if family.experts else {}))
+    megatron = MegatronConfig(**parts, **({"expert_parallel": 2} if family.experts else {}))
     again = policy_of(family, megatron, style, shares_of(family, megatron, style, policy))
     assert again.keys() == policy.keys() == parameter_shapes(family).keys()
     assert all(torch.equal(again[name], policy[name]) for name in policy)
@@ -52,7 +47,7 @@ def test_a_round_trip_gives_the_same_bytes(family, masters_of, style, parts):
 
 def test_a_grid_in_which_ranks_of_experts_are_ranks_of_the_tensor_group(architecture, masters_of):
     arch = architecture(**FAMILIES["moe"])
-    megatron = MegatronConfig(gpus=2, tensor_parallel=2, sequence_parallel=True, expert_parallel=2)
+    megatron = MegatronConfig(tensor_parallel=2, sequence_parallel=True, expert_parallel=2)
     policy = masters_of(arch)
     shares = {
         rank: share(arch, megatron, LOCAL, rank, policy) for rank in (ParallelRank(0, 0, 0), ParallelRank(1, 0, 1))
