@@ -16,6 +16,7 @@ import torch
 
 from benchmarks import megatron_hopper as cases
 from flows.environment import set_variables
+from fp8core.config.capability import Environment
 from fp8core.errors import MemberLost, UserError
 from fp8core.models.weights import rollout_formats, stored_weights
 from fp8core.training.megatron.requirements import required_environment

@@ -59,7 +59,7 @@ def test_a_grid_in_which_ranks_of_experts_are_ranks_of_the_tensor_group(architec
 
 def test_a_share_is_a_tensor_of_its_own(family, masters_of):
     policy = masters_of(family)
-    held = share(family, grid(), LOCAL, ParallelRank(), policy)
+    held = share(family, MegatronConfig(), LOCAL, ParallelRank(), policy)
     before = {name: tensor.clone() for name, tensor in policy.items()}
     for tensor in held.values():
         tensor.zero_()
@@ -69,7 +69,9 @@ def test_a_share_is_a_tensor_of_its_own(family, masters_of):
 def test_heads_take_turns_by_kv_group(architecture, masters_of):
     arch = architecture()
     policy = masters_of(arch)
-    held = share(arch, grid(), LOCAL, ParallelRank(), policy)["decoder.layers.0.self_attention.linear_qkv.weight"]
+    held = share(arch, MegatronConfig(), LOCAL, ParallelRank(), policy)[
+        "decoder.layers.0.self_attention.linear_qkv.weight"
+    ]
     q, k, v = (policy[f"model.layers.0.self_attn.{name}_proj.weight"] for name in "qkv")
     d, group = arch.head_dim, arch.num_heads // arch.num_kv_heads
     expected = [
@@ -81,7 +83,7 @@ def test_heads_take_turns_by_kv_group(architecture, masters_of):
 
 
 def test_each_gpu_of_a_tensor_group_has_its_half_of_gate_and_of_up(architecture, masters_of):
-    arch, megatron = architecture(), grid(tensor_parallel=2)
+    arch, megatron = architecture(), MegatronConfig(tensor_parallel=2)
     policy = masters_of(arch)
     gate, up = (policy[f"model.layers.1.mlp.{name}_proj.weight"] for name in ("gate", "up"))
     for rank, (own_gate, own_up) in enumerate(zip(gate.chunk(2), up.chunk(2), strict=True)):
@@ -90,7 +92,7 @@ def test_each_gpu_of_a_tensor_group_has_its_half_of_gate_and_of_up(architecture,
 
 
 def test_the_vocabulary_is_padded_with_zeros(architecture, masters_of):
-    arch, megatron = architecture(), grid(tensor_parallel=2)
+    arch, megatron = architecture(), MegatronConfig(tensor_parallel=2)
     assert padded_vocabulary(arch, 2) == 256
     shares = shares_of(arch, megatron, LOCAL, masters_of(arch))
     rows = torch.cat([shares[ParallelRank(tensor=rank)]["output_layer.weight"] for rank in range(2)])
@@ -100,7 +102,7 @@ def test_the_vocabulary_is_padded_with_zeros(architecture, masters_of):
 
 def test_tied_embeddings_have_a_copy_in_the_last_stage_alone(architecture):
     arch = architecture(tie_embeddings=True)
-    one, two = grid(), grid(pipeline_parallel=2)
+    one, two = MegatronConfig(), MegatronConfig(pipeline_parallel=2)
     names = {rank: [p.name for p in parameters(arch, two, LOCAL, rank)] for rank in parallel_ranks(two)}
     assert "output_layer.weight" not in [p.name for p in parameters(arch, one, LOCAL, ParallelRank())]
     assert "output_layer.weight" in names[ParallelRank(pipeline=1)]
@@ -113,13 +115,13 @@ def test_fp8_export_is_that_of_the_hugging_face_layout(architecture, masters_of,
     """With heads of 64 a 128-row tile of the interleaved weight mixes K with V: quantising there gives other scales."""
     arch = architecture(hidden_size=256, num_heads=4, num_kv_heads=2, head_dim=head_dim, intermediate_size=256)
     policy, names = masters_of(arch), rollout_formats(PrecisionContract(), arch.num_layers).stored_names()
-    megatron = grid(tensor_parallel=2)
+    megatron = MegatronConfig(tensor_parallel=2)
     back = policy_of(arch, megatron, LOCAL, shares_of(arch, megatron, LOCAL, policy))
     expected, found = (stored_weights(weights, names, "fp32") for weights in (policy, back))
     assert all(torch.equal(found[name].view(torch.uint8), expected[name].view(torch.uint8)) for name in expected)
 
     k_proj = "model.layers.0.self_attn.k_proj.weight"
-    interleaved = share(arch, grid(), LOCAL, ParallelRank(), policy)[
+    interleaved = share(arch, MegatronConfig(), LOCAL, ParallelRank(), policy)[
         "decoder.layers.0.self_attention.linear_qkv.weight"
     ]
     there = stored_weights({k_proj: interleaved}, names, "fp32")[k_proj + "_scale_inv"]
@@ -128,7 +130,9 @@ def test_fp8_export_is_that_of_the_hugging_face_layout(architecture, masters_of,
 
 
 def test_every_parameter_is_held_somewhere(family):
-    megatron = grid(tensor_parallel=2, pipeline_parallel=2, **({"expert_parallel": 2} if family.experts else {}))
+    megatron = MegatronConfig(
+        tensor_parallel=2, pipeline_parallel=2, **({"expert_parallel": 2} if family.experts else {})
+    )
     held = [
         p.sources for rank in parallel_ranks(megatron) for p in parameters(family, megatron, TRANSFORMER_ENGINE, rank)
     ]
