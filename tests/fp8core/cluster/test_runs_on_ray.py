@@ -5,13 +5,17 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 
 import pytest
+import torch
 from ray.cluster_utils import Cluster
 
 from fp8core.config.load import load_config
 from fp8core.errors import MemberLost, UserError
-from fp8core.run.build import open_cluster
+from fp8core.numerics.fingerprint import policy_digest
+from fp8core.rl.batch import RolloutBatch, TokenBatch
+from fp8core.run.build import build_base, build_trainer, open_cluster
 from fp8core.run.context import RunContext
 from fp8core.run.execute import StepError
 from fp8core.run.loop import Execution, train
@@ -107,6 +111,38 @@ def test_what_cannot_be_placed_is_refused_in_one_line(two_nodes, settings, said)
     with pytest.raises(UserError, match=said) as refused:
         open_cluster(config)
     assert "\n" not in str(refused.value)
+
+
+def packed_batch(rows: int) -> RolloutBatch:
+    """Rows of different lengths, half of them with a negative advantage."""
+    prompts = [[3 + (row + i) % 9 for i in range(2 + row % 5)] for row in range(rows)]
+    completions = [[3 + (2 * row + i) % 9 for i in range(1 + row % 7)] for row in range(rows)]
+    sequences = TokenBatch.of(prompts, completions)
+    mask = torch.arange(max(map(len, completions))) < torch.tensor([len(each) for each in completions])[:, None]
+    old = torch.full(mask.shape, -2.0).masked_fill(~mask, torch.nan)
+    advantages = torch.tensor([1.0, -0.5] * (rows // 2))
+    return RolloutBatch(sequences, mask, old, old, None, advantages, torch.ones(rows, dtype=torch.bool))
+
+
+@pytest.mark.slow
+def test_ranks_of_the_packed_trainer_score_with_equal_bytes_and_share_an_update(two_nodes):
+    bf16 = {"linear": "bf16", "kv_cache": "bf16"}
+    precision = {"rollout": bf16, "training": bf16, "rounding_points": "kernels"}
+    settings = {"training.packed": True, "training.tokens_per_pass": 256, "precision": precision}
+    config = load_config("tiny", settings)
+    base, batch = build_base(config), packed_batch(12)
+    alone = build_trainer(config, base.arch, base.tensors)
+    # A CPU is refused by `check_machine`, since its records would differ; the arithmetic is that of GPUs.
+    shared = load_config("tiny", {**settings, "cluster.address": two_nodes.address, "cluster.ranks": 2})
+    with closing(open_cluster(shared)) as cluster:
+        together = cluster.build_trainer(shared, base.arch, base.tensors)
+        expected, found = (trainer.logprobs(batch.sequences, 1.0, None) for trainer in (alone, together))
+        assert torch.equal(expected.logprobs.nan_to_num(), found.logprobs.nan_to_num())
+        assert expected.statistics.amax() == found.statistics.amax()
+        reports = [trainer.step(batch, 1.0, None) for trainer in (alone, together)]
+        assert reports[1].loss == pytest.approx(reports[0].loss, rel=1e-6)
+        assert reports[1].grad_norm == pytest.approx(reports[0].grad_norm, rel=1e-5)
+        assert together.digest() == reports[1].digest != policy_digest(base.tensors)
 
 
 def test_a_node_with_other_code_is_refused(two_nodes, monkeypatch):
