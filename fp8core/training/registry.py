@@ -24,8 +24,7 @@ from fp8core.rl.objective import Objective
 from fp8core.training.megatron import requirements as megatron
 from fp8core.training.memory import SHARDED, Parallel, TrainerMemory
 from fp8core.training.packed import requirements as packed
-from fp8core.training.ranks import ALONE, Ranks
-from fp8core.training.trainer import SftTrainer, Trainer
+from fp8core.training.trainer import ALONE, Ranks, SftTrainer, Trainer
 
 if TYPE_CHECKING:
     from fp8core.training.packed.trainer import PackedTrainer

@@ -36,7 +36,6 @@ from fp8core.rl.objective import Objective
 from fp8core.training.packed.blocks import Bf16Blocks, Blocks, Fp8Blocks
 from fp8core.training.packed.decoder import Observer, PackedDecoder, named_masters
 from fp8core.training.packing import Pack, row_groups
-from fp8core.training.ranks import ALONE, Ranks
 from fp8core.training.saved_state import (
     MASTERS,
     OPTIMISER,
@@ -46,7 +45,7 @@ from fp8core.training.saved_state import (
     refuse_other_shapes,
     save_training,
 )
-from fp8core.training.trainer import MicroBatchTrainer, Scored, ScoredBatch
+from fp8core.training.trainer import ALONE, MicroBatchTrainer, Ranks, Scored, ScoredBatch
 
 
 @dataclass(frozen=True)
