@@ -72,7 +72,7 @@ def test_outlier_channels_change_nothing_without_fp8(material, qk_norm):
 
 @pytest.mark.slow
 def test_a_run_gives_two_policies_and_what_they_wrote(tmp_path):
-    found = calibration_error.trained_material(tmp_path, 2, SMALL)
+    found = calibration_error.trained_material(tmp_path, 4, SMALL)
     assert len(found.rollouts) == len(found.next_rollouts) == 16
     assert not torch.equal(found.rollouts.tokens, found.next_rollouts.tokens)
     name = "model.layers.0.self_attn.k_proj.weight"
