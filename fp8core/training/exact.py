@@ -100,14 +100,13 @@ class ExactTrainer(MicroBatchTrainer[PolicyWeights]):
         if self._ranks.count > 1:
             # Each part's gradient is kept by itself, so that `summed` can add them as one process does.
             self._parts.append([master.grad for master in self._masters.values()])
-            self._drop_gradients()
+            self._optimiser.zero_grad(set_to_none=True)
 
     def _finish_gradients(self) -> None:
         if self._ranks.count > 1:
             masters = list(self._masters.values())
             for master, gradient in zip(masters, self._ranks.summed(self._parts, masters), strict=True):
                 master.grad = gradient
-            self._parts = []
 
     def _step(self, learning_rate: float) -> float:
         norm = float(torch.nn.utils.clip_grad_norm_(list(self._masters.values()), self._config.max_grad_norm))
@@ -117,6 +116,7 @@ class ExactTrainer(MicroBatchTrainer[PolicyWeights]):
         return norm
 
     def _drop_gradients(self) -> None:
+        self._parts = []
         self._optimiser.zero_grad(set_to_none=True)
 
     def _score(

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from fp8core.run.build import build_base, build_trainer, open_cluster
 from fp8core.run.context import RunContext
 from fp8core.run.execute import StepError
 from fp8core.run.loop import Execution, train
+from fp8core.training.trainer import NotFiniteError
 
 TWO_EACH = {"engines": 2, "ranks": 2}
 
@@ -143,6 +145,22 @@ def test_ranks_of_the_packed_trainer_score_with_equal_bytes_and_share_an_update(
         assert reports[1].loss == pytest.approx(reports[0].loss, rel=1e-6)
         assert reports[1].grad_norm == pytest.approx(reports[0].grad_norm, rel=1e-5)
         assert together.digest() == reports[1].digest != policy_digest(base.tensors)
+
+
+@pytest.mark.slow
+def test_an_update_that_one_rank_refuses_leaves_no_gradient_in_another(two_nodes):
+    bf16 = {"linear": "bf16", "kv_cache": "bf16"}
+    settings = {"training.micro_batch": 2, "precision": {"rollout": bf16, "training": bf16}}
+    shared = load_config("tiny", {**settings, "cluster.address": two_nodes.address, "cluster.ranks": 2})
+    base, batch = build_base(shared), packed_batch(12)
+    alone = build_trainer(load_config("tiny", settings), base.arch, base.tensors)
+    # Of rank 1: rank 0 has finished its parts by then.
+    spoilt = replace(batch, advantages=batch.advantages.index_fill(0, torch.tensor([10]), torch.nan))
+    with closing(open_cluster(shared)) as cluster:
+        together = cluster.build_trainer(shared, base.arch, base.tensors)
+        with pytest.raises(NotFiniteError, match="the update was not applied"):
+            together.step(spoilt, 1.0, None)
+        assert together.step(batch, 1.0, None) == alone.step(batch, 1.0, None)
 
 
 def test_a_node_with_other_code_is_refused(two_nodes, monkeypatch):
