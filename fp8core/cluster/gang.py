@@ -228,12 +228,11 @@ def _checked_size(settings: ClusterConfig, wants_gpus: bool) -> tuple[str, int]:
     unit = "GPU" if wants_gpus and "GPU" in resources else "CPU"
     held = int(resources.get(unit, 0))
     if held < settings.bundles:
-        asked = f"cluster.engines={settings.engines}, ranks={settings.ranks}, placement={settings.placement}"
-        raise UserError(f"{asked}: {settings.bundles} {unit}s are needed, the cluster has {held}")
+        raise UserError(settings.too_small(unit, f"the cluster has {held}"))
     return unit, held
 
 
-def _rank_of(place: Place) -> tuple[tuple[int, ...] | str, int, int]:
+def _rank_of(place: Place) -> tuple[str, int, int]:
     """Sorts members by address and GPU, so that ranks do not move between starts."""
     return place.address, int(place.gpu or 0), place.pid
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fp8core.cluster.transport import GroupRanks, Layout, Link
+from fp8core.cluster.transport import GroupRanks, Link
 from fp8core.config.run import RunConfig
 from fp8core.models.architecture import Architecture
 from fp8core.rollout.engine import (
@@ -22,6 +22,7 @@ from fp8core.rollout.engine import (
     SyncReport,
     TensorSpec,
     share_weights,
+    specs_of,
 )
 from fp8core.rollout.registry import engine_entry
 from fp8core.training.registry import trainer_of
@@ -31,7 +32,7 @@ from fp8core.training.trainer import Trainer, TrainReport
 class PackedTensor(NamedTuple):
     """A tensor that a member starts from: Ray shares the bytes between the processes of a node."""
 
-    layout: Layout
+    layout: TensorSpec
     bytes: "np.ndarray[Any, np.dtype[np.uint8]]"
 
 
@@ -40,7 +41,7 @@ def pack(tensors: Mapping[str, Tensor]) -> dict[str, PackedTensor]:
     found = {}
     for name, tensor in tensors.items():
         held = tensor.detach().cpu().contiguous()
-        found[name] = PackedTensor(Layout.of(held), held.view(-1).view(torch.uint8).numpy())
+        found[name] = PackedTensor(TensorSpec.of(held), held.view(-1).view(torch.uint8).numpy())
     return found
 
 
@@ -62,17 +63,17 @@ class EnginePart:
         """True if it reads weights where another process has them."""
         return isinstance(self._engine, MemoryReader)
 
-    def expect(self, layouts: Mapping[str, Layout], scales: PolicyScales, version: int) -> None:
+    def expect(self, layouts: Mapping[str, TensorSpec], scales: PolicyScales, version: int) -> None:
         """Refuse weights that do not fit, where the engine can tell before they come."""
         if isinstance(self._engine, MemoryReader):
-            self._engine.expect({name: TensorSpec(*layout) for name, layout in layouts.items()}, scales, version)
+            self._engine.expect(layouts, scales, version)
 
     def read(self, lent: SharedWeights, scales: PolicyScales, version: int) -> SyncReport:
         """As `RolloutEngine.update`, with the expected tensors that a rank of this host lends."""
         assert isinstance(self._engine, MemoryReader), "routes lead to memory for such engines alone"
         return self._engine.receive(lent, scales, version)
 
-    def receive(self, link: Link, layouts: Mapping[str, Layout], scales: PolicyScales, version: int) -> SyncReport:
+    def receive(self, link: Link, layouts: Mapping[str, TensorSpec], scales: PolicyScales, version: int) -> SyncReport:
         """As `RolloutEngine.update`, with the tensors of these layouts that rank 0 sends meanwhile."""
         report = self._engine.update(link.receive(layouts), scales, version)
         # The engine has the memory of what was received, where that was on its GPU.
@@ -102,7 +103,7 @@ class Exported(NamedTuple):
     """Weights that wait in a rank for the engines."""
 
     digest: str
-    layouts: dict[str, Layout]
+    layouts: dict[str, TensorSpec]
     on_gpu: bool
 
 
@@ -140,8 +141,7 @@ class TrainerPart:
         self._kept = {name: shipped[name] for name in shipped.keys()}  # noqa: SIM118
         if not self._kept:
             return None
-        layouts = {name: Layout.of(tensor) for name, tensor in self._kept.items()}
-        return Exported(shipped.digest(), layouts, all(tensor.is_cuda for tensor in self._kept.values()))
+        return Exported(shipped.digest(), specs_of(self._kept), all(tensor.is_cuda for tensor in self._kept.values()))
 
     def lend(self) -> SharedWeights:
         """Where engines of this host find the exported weights, until `release`."""

@@ -3,12 +3,13 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from itertools import chain
-from math import prod
 from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor, distributed
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
+
+from fp8core.rollout.engine import TensorSpec, specs_of
 
 # The caller ends the members that wait for one that is gone.
 _TIMEOUT = timedelta(hours=2)
@@ -19,22 +20,6 @@ _ALIGNMENT = 16
 Broadcast = Literal["gloo", "nccl"]
 BROADCASTS: Final[Mapping[Broadcast, str]] = {"gloo": "cpu", "nccl": "cuda:0"}
 """Where the tensors of each are received."""
-
-
-class Layout(NamedTuple):
-    """dtype (without `torch.`) and shape of a tensor that travels."""
-
-    dtype: str
-    shape: tuple[int, ...]
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> "Layout":
-        return cls(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-
-    @property
-    def bytes(self) -> int:
-        form: torch.dtype = getattr(torch, self.dtype)
-        return prod(self.shape) * form.itemsize
 
 
 class Meeting:
@@ -69,14 +54,14 @@ class Link:
 
     def send(self, tensors: Mapping[str, Tensor]) -> None:
         """Send tensors in few large pieces."""
-        for piece in _pieces({name: Layout.of(tensor) for name, tensor in tensors.items()}):
+        for piece in _pieces(specs_of(tensors)):
             buffer = torch.empty(piece.bytes, dtype=torch.uint8, device=self._device)
             for name, start in piece.starts.items():
                 flat = tensors[name].detach().contiguous().view(-1).view(torch.uint8)
                 buffer[start : start + len(flat)].copy_(flat)
             self._group.broadcast([buffer]).wait()
 
-    def receive(self, layouts: Mapping[str, Layout]) -> dict[str, Tensor]:
+    def receive(self, layouts: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
         """The tensors that are sent, by name, in one buffer on this end's device; they must have these layouts."""
         pieces = list(_pieces(layouts))
         sizes = [piece.bytes for piece in pieces]
@@ -101,7 +86,7 @@ class Piece(NamedTuple):
     bytes: int
 
 
-def _pieces(layouts: Mapping[str, Layout]) -> Iterator[Piece]:
+def _pieces(layouts: Mapping[str, TensorSpec]) -> Iterator[Piece]:
     """Tensors in order, as many in a piece as it has room for, one at least."""
     starts, held = dict[str, int](), 0
     for name, layout in layouts.items():

@@ -14,13 +14,13 @@ from torch import Tensor
 from fp8core.cluster.gang import Call, Gang, Handle
 from fp8core.cluster.member import Place
 from fp8core.cluster.parts import EnginePart, Exported, TrainerPart, pack, unpack
-from fp8core.cluster.transport import BROADCASTS, Broadcast, GroupRanks, Layout, Link, Meeting
+from fp8core.cluster.transport import BROADCASTS, Broadcast, GroupRanks, Link, Meeting
 from fp8core.config.capability import Environment
 from fp8core.config.run import RunConfig
 from fp8core.models.architecture import Architecture
 from fp8core.numerics.kv_scales import KvStatistics, LayerScales
 from fp8core.rl.batch import RolloutBatch, TokenBatch
-from fp8core.rollout.engine import Completion, PolicyScales, Probe, PromptGroup, Sampling, SyncReport
+from fp8core.rollout.engine import Completion, PolicyScales, Probe, PromptGroup, Sampling, SyncReport, TensorSpec
 from fp8core.training.trainer import ScoredBatch, TrainReport
 
 # Calls that wait in an engine while we store what it finished, so that it does not wait for us.
@@ -31,7 +31,7 @@ class ReplicaError(RuntimeError):
     """Engines or ranks that should hold the same do not; the message names two of them."""
 
 
-class RemoteWeights(dict[str, Layout]):
+class RemoteWeights(dict[str, TensorSpec]):
     """Layouts of weights that wait in ranks of a trainer.
 
     Attributes:
@@ -195,7 +195,7 @@ class ReplicatedEngine:
         return find_routes(ranks, engines, tensors.on_gpu if self._read_memory else (), self._colocated)
 
     def _take(
-        self, routes: Sequence[Route], key: str, layouts: dict[str, Layout], policy: tuple[PolicyScales, int]
+        self, routes: Sequence[Route], key: str, layouts: dict[str, TensorSpec], policy: tuple[PolicyScales, int]
     ) -> list[SyncReport]:
         """Let each engine take the weights by its route; rank 0 sends while they receive."""
         ranks, gather = self._gang.ranks, self._gang.gather

@@ -223,6 +223,11 @@ class ClusterConfig(Section):
         """GPUs, or places on a CPU, that the processes take."""
         return max(self.engines, self.ranks) if self.placement == "colocated" else self.engines + self.ranks
 
+    def too_small(self, unit: str, found: str) -> str:
+        """The refusal of a place with fewer GPUs, or processors, than `bundles`."""
+        asked = f"cluster.engines={self.engines}, ranks={self.ranks}, placement={self.placement}"
+        return f"{asked}: {self.bundles} {unit}s are needed, {found}"
+
 
 class Limit(Section):
     """A bound, and why it is where it is; the report shows both."""

@@ -161,6 +161,12 @@ class TensorSpec:
         """Shape of one row."""
         return self.shape[-1:] if len(self.shape) > 2 else self.shape[1:]
 
+    @property
+    def bytes(self) -> int:
+        """Bytes of its elements."""
+        form: torch.dtype = getattr(torch, self.dtype)
+        return prod(self.shape) * form.itemsize
+
     def __str__(self) -> str:
         return f"{self.dtype} {list(self.shape)}"
 

@@ -128,11 +128,7 @@ def check_cluster(config: RunConfig) -> None:
 
         gang.check_cluster(config.cluster, _wants_gpus(config))
     elif 0 < torch.cuda.device_count() < config.cluster.bundles and _wants_gpus(config):
-        raise UserError(
-            f"cluster.engines={config.cluster.engines}, ranks={config.cluster.ranks}, placement="
-            f"{config.cluster.placement}: {config.cluster.bundles} GPUs are needed, this machine has "
-            f"{torch.cuda.device_count()}"
-        )
+        raise UserError(config.cluster.too_small("GPU", f"this machine has {torch.cuda.device_count()}"))
 
 
 def open_cluster(config: RunConfig) -> "Cluster | None":
