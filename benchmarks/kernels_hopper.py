@@ -35,7 +35,7 @@ from torch import Tensor
 
 from benchmarks.harness import Row, RowFile
 from benchmarks.kernel_cases import cases
-from fp8core.kernels.fingerprint import lane_sums, programs_of
+from fp8core.kernels.fingerprint import launched, programs_of
 from fp8core.numerics.e4m3 import (
     FiniteFlag,
     ScaleRule,
@@ -289,15 +289,16 @@ def fingerprint_speed() -> list[Row]:
     total = sum(tensor.nbytes for tensor in tensors)
     what: Row = {"kernel": "fingerprint", "tensors": len(tensors), "bytes": total}
 
-    table, owners = programs_of([bytes_in_order(tensor) for tensor in tensors])
-    reduction = eager_microseconds([lambda: lane_sums(table, owners)] * 4)
+    pieces = [bytes_in_order(tensor) for tensor in tensors]
+    table, owners = programs_of(pieces, [0] * len(pieces), [piece.numel() for piece in pieces])
+    reduction = eager_microseconds([lambda: launched(table, owners)] * 4)
     wall = []
     for _ in range(5):
         torch.cuda.synchronize()
         start = time.perf_counter()
         found = fingerprints(tensors)
         wall.append(1e6 * (time.perf_counter() - start))
-    assert found == [hex_digits(pair) for pair in lane_sums(table, owners).tolist()]
+    assert found == [hex_digits(pair) for pair in launched(table, owners).tolist()]
 
     start = time.perf_counter()
     expected = [fingerprint(tensor) for tensor in tensors]

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from itertools import chain
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, distributed
@@ -17,6 +17,7 @@ _PIECE_BYTES = 256 << 20
 # A view of bytes has an offset that is a multiple of its elements.
 _ALIGNMENT = 16
 
+Value = TypeVar("Value")
 Broadcast = Literal["gloo", "nccl"]
 BROADCASTS: Final[Mapping[Broadcast, str]] = {"gloo": "cpu", "nccl": "cuda:0"}
 """Where the tensors of each are received."""
@@ -113,9 +114,9 @@ class GroupRanks:
         """The indices of this process's parts."""
         return range(parts * self.rank // self.count, parts * (self.rank + 1) // self.count)
 
-    def joined(self, own: Sequence[object]) -> list[object]:
+    def joined(self, own: Sequence[Value]) -> list[Value]:
         """The values of all processes, in the order of their ranks."""
-        found: list[Sequence[object]] = [()] * self.count
+        found: list[Sequence[Value]] = [()] * self.count
         distributed.all_gather_object(found, list(own))
         return list(chain.from_iterable(found))
 
@@ -142,10 +143,21 @@ class GroupRanks:
             self._send(sums, like, self.rank + 1)
         return self._from_last(sums, like)
 
-    def add(self, tensors: Sequence[Tensor]) -> None:
-        """Sums over all processes, in place; on GPUs in the order of NCCL's ring, the same at every repetition."""
-        for tensor in tensors:
-            distributed.all_reduce(tensor)
+    def gathered(self, own: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        """The bytes of all processes, in the order of their ranks."""
+        most = max(sizes)
+        padded = own if len(own) == most else torch.cat([own, own.new_zeros(most - len(own))])
+        parts = list(own.new_empty(most * self.count).split(most))
+        distributed.all_gather(parts, padded)
+        return [part[:size] for part, size in zip(parts, sizes, strict=True)]
+
+    def exchanged(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """What each process has for this one, in the order of their ranks."""
+        size = len(parts[self.rank])
+        received = parts[self.rank].new_empty(size * self.count)
+        sizes = [len(part) for part in parts]
+        distributed.all_to_all_single(received, torch.cat(list(parts)), [size] * self.count, sizes)
+        return list(received.split(size) if size else [received] * self.count)
 
     def maximum(self, tensor: Tensor) -> None:
         """The largest values over all processes, in place."""

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8core.numerics.fingerprint import LANES, Lane, bytes_in_order, hex_digits
+from fp8core.numerics.fingerprint import LANES, Lane, bytes_in_order
 
 # 512 KiB: enough programs for every multiprocessor at a gigabyte, few enough atomic additions.
 _PROGRAM_WORDS = 1 << 16
@@ -47,6 +47,8 @@ def _fingerprint_kernel(
     address = tl.load(table + owner)
     length = tl.load(table + pieces + owner)
     first_program = tl.load(table + 2 * pieces + owner)
+    before = tl.load(table + 3 * pieces + owner)
+    size = tl.load(table + 4 * pieces + owner)
     words = tl.multiple_of(address.to(tl.pointer_type(tl.uint64)), 16)
     count = length // 8
     start = (tl.program_id(0) - first_program) * program_words
@@ -56,44 +58,48 @@ def _fingerprint_kernel(
     sum_1 = tl.zeros([block], tl.uint64)
     for _ in range((end - start) // block):
         bits = tl.load(words + start + place)
-        sum_0 += _mix(bits, start + place, _LANE_0)
-        sum_1 += _mix(bits, start + place, _LANE_1)
+        sum_0 += _mix(bits, before + start + place, _LANE_0)
+        sum_1 += _mix(bits, before + start + place, _LANE_1)
         start += block
     if start < end:
         inside = start + place < end
         bits = tl.load(words + start + place, mask=inside, other=0)
-        sum_0 += tl.where(inside, _mix(bits, start + place, _LANE_0), 0)
-        sum_1 += tl.where(inside, _mix(bits, start + place, _LANE_1), 0)
+        sum_0 += tl.where(inside, _mix(bits, before + start + place, _LANE_0), 0)
+        sum_1 += tl.where(inside, _mix(bits, before + start + place, _LANE_1), 0)
     total_0, total_1 = tl.sum(sum_0, 0), tl.sum(sum_1, 0)
 
-    if end == count:
+    if (end == count) & (size >= 0):
         offset = count * 8 + tl.arange(0, 8)
         left_over = tl.load(address.to(tl.pointer_type(tl.uint8)) + offset, mask=offset < length, other=0)
         last = tl.sum(left_over.to(tl.uint64) << (8 * tl.arange(0, 8)).to(tl.uint64), 0)
-        size = length.to(tl.uint64)
-        total_0 += _mix(last, count, _LANE_0) + _mix(size, count + 1, _LANE_0)
-        total_1 += _mix(last, count, _LANE_1) + _mix(size, count + 1, _LANE_1)
+        total_0 += _mix(last, before + count, _LANE_0) + _mix(size.to(tl.uint64), before + count + 1, _LANE_0)
+        total_1 += _mix(last, before + count, _LANE_1) + _mix(size.to(tl.uint64), before + count + 1, _LANE_1)
     tl.atomic_add(sums + 2 * owner, total_0.to(tl.int64))
     tl.atomic_add(sums + 2 * owner + 1, total_1.to(tl.int64))
 
 
-def fingerprints(tensors: Sequence[Tensor]) -> list[str]:
-    """Fingerprints of at least one tensor, all on one GPU, of any dtypes but complex ones and any shapes.
+def lane_sums(elements: Sequence[Tensor], firsts: Sequence[int], ends: Sequence[int | None]) -> Tensor:
+    """Sums over at least one slice, all on one GPU, of any dtypes but complex ones and any shapes.
 
-    A tensor that is not contiguous, or not aligned to 16 bytes, is copied first. Returns 32 hex digits each and waits
-    for the GPU. Raises TypeError for a complex tensor.
+    A slice that is not contiguous, or not aligned to 16 bytes, is copied first.
+
+    Args:
+        elements, firsts, ends: the fields of `numerics.fingerprint.Slice`.
+
+    Returns:
+        int64 [slices, 2] on the GPU. Raises TypeError for a complex tensor.
     """
-    # The pieces keep copies alive until the sums have arrived.
-    pieces = [_aligned(bytes_in_order(tensor)) for tensor in tensors]
-    table, owners = programs_of(pieces)
-    return [hex_digits(pair) for pair in lane_sums(table, owners).tolist()]
+    # The pieces keep copies alive until the launch, whose stream then orders what takes their memory.
+    pieces = [_aligned(bytes_in_order(tensor)) for tensor in elements]
+    return launched(*programs_of(pieces, firsts, ends))
 
 
-def programs_of(pieces: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def programs_of(pieces: Sequence[Tensor], firsts: Sequence[int], ends: Sequence[int | None]) -> tuple[Tensor, Tensor]:
     """The input of the programs of one launch, for pieces of uint8 [bytes], contiguous and aligned to 16 bytes.
 
     Returns:
-        table: int64 [3, pieces], each piece's address, length in bytes and first program.
+        table: int64 [5, pieces], each piece's address, length in bytes, first program, first word, and the bytes of the
+            tensor that it ends, -1 where it ends none.
         owners: int32 [programs], the piece each program belongs to.
     """
     device = pieces[0].device
@@ -102,10 +108,12 @@ def programs_of(pieces: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     programs = (lengths // 8 + _PROGRAM_WORDS - 1).div(_PROGRAM_WORDS, rounding_mode="floor").clamp(min=1)
     addresses = torch.tensor([piece.data_ptr() for piece in pieces])
     owners = torch.repeat_interleave(torch.arange(len(pieces), dtype=torch.int32), programs)
-    return torch.stack([addresses, lengths, programs.cumsum(0) - programs]).to(device), owners.to(device)
+    places = torch.tensor([[first // 8 for first in firsts], [-1 if end is None else end for end in ends]])
+    table = torch.cat([torch.stack([addresses, lengths, programs.cumsum(0) - programs]), places])
+    return table.to(device), owners.to(device)
 
 
-def lane_sums(table: Tensor, owners: Tensor) -> Tensor:
+def launched(table: Tensor, owners: Tensor) -> Tensor:
     """Enqueue the reduction; int64 [pieces, 2] on the GPU."""
     pieces = table.shape[1]
     sums = torch.zeros(pieces, 2, dtype=torch.int64, device=table.device)

@@ -411,10 +411,12 @@ def row_and_column_codes(x: Tensor, rule: ScaleRule, flag: FiniteFlag | None = N
 
 
 def tile_codes(x: Tensor, rule: ScaleRule, flag: FiniteFlag | None = None) -> Codes:
-    x = _checked(x)
     rows, columns = x.shape
-    codes = torch.empty_like(x, dtype=torch.float8_e4m3fn)
+    codes = torch.empty_like(x, dtype=torch.float8_e4m3fn, memory_format=torch.contiguous_format)
     scales = torch.empty(triton.cdiv(rows, TILE), triton.cdiv(columns, TILE), device=x.device)
+    if not rows:  # One of several ranks may have none.
+        return codes, scales
+    x = _checked(x)
     with torch.cuda.device_of(x), finite_check(x.device, flag) as not_finite:
         _tiles_kernel[scales.shape[::-1]](
             x, codes, scales, not_finite, rows, columns, rule == "pow2", TILE, num_warps=8

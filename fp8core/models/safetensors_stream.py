@@ -11,7 +11,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -83,6 +83,18 @@ class StoredTensor:
                     yield torch.frombuffer(buffer, dtype=torch.uint8)
         except OSError as error:
             raise self.refused(f"cannot be read: {error.strerror}") from error
+
+    def rows(self, first: int, count: int) -> Tensor:
+        """Consecutive rows, in the stored type.
+
+        Raises:
+            UserError: the file cannot be read, or ends early.
+        """
+        row = TensorSpec(self.spec.name, self.spec.dtype, self.spec.shape[1:])
+        part = replace(row, shape=(count, *row.shape))
+        place = StoredTensor(self.file, part, self.offset + first * row.size)
+        data = next(place.chunks(part.elements)) if part.elements else torch.empty(0, dtype=torch.uint8)
+        return data.view(FLOATS[part.dtype]).view(part.shape)
 
 
 def read_folder(folder: Path) -> dict[str, StoredTensor]:
@@ -158,6 +170,35 @@ def write_tensors(path: Path, specs: Sequence[TensorSpec], pieces: Iterable[tupl
             file.seek(start)
             file.write(data)
         assert all(start == stop for start, stop in places.values()), "pieces do not add up to the tensors"
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def create_file(path: Path, specs: Sequence[TensorSpec]) -> None:
+    """Write the header of a file, which has its size; `write_rows` fills it. Raises OSError."""
+    header, places = _layout(specs)
+    with path.open("wb") as file:
+        file.write(header)
+        file.truncate(max(stop for _, stop in places.values()))
+
+
+def write_rows(path: Path, rows: Iterable[tuple[str, int, Tensor]]) -> None:
+    """Write consecutive rows of tensors into a file that `create_file` made, durably; others may write others.
+
+    Args:
+        path: Of the file.
+        rows: Tensors of the stored type, by name, with the row at which each begins.
+
+    Raises:
+        OSError: as the file system says.
+    """
+    stored = read_header(path)
+    with path.open("r+b") as file:
+        for name, first, values in rows:
+            data = values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+            place = stored[name]
+            file.seek(place.offset + first * math.prod(place.spec.shape[1:]) * values.itemsize)
+            file.write(data)
         file.flush()
         os.fsync(file.fileno())
 

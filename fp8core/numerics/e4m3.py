@@ -223,7 +223,7 @@ def tile_codes(x: Tensor, rule: ScaleRule, flag: FiniteFlag | None = None) -> Co
     """Quantise in 128 x 128 tiles.
 
     Args:
-        x, rule, flag: as for `row_codes`; x is [out, in].
+        x, rule, flag: as for `row_codes`; x is [out, in], and may have no rows.
 
     Returns:
         codes [out, in] and scales [ceil(out / 128), ceil(in / 128)].

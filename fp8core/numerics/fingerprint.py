@@ -21,6 +21,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -106,19 +107,47 @@ def fingerprint(tensor: Tensor, *, chunk: int | None = None) -> str:
 
     Raises TypeError for a complex tensor.
     """
-    flat = bytes_in_order(tensor)
+    return hex_digits(_slice_sum(Slice.whole(tensor), chunk).tolist())
+
+
+class Slice(NamedTuple):
+    """Consecutive elements of a tensor, in row-major order.
+
+    Attributes:
+        elements: they alone.
+        first: bytes of the tensor before them, whole words.
+        ends: bytes of the whole tensor, where these are its last elements; None elsewhere.
+    """
+
+    elements: Tensor
+    first: int
+    ends: int | None
+
+    @classmethod
+    def whole(cls, tensor: Tensor) -> "Slice":
+        """All of a tensor."""
+        return cls(tensor, 0, tensor.nbytes)
+
+
+def _slice_sum(part: Slice, chunk: int | None = None) -> Tensor:
+    """Sums of both lanes over the words of a slice, int64 [2]."""
+    flat, first = bytes_in_order(part.elements), part.first // _WORD_BYTES
     count, left_over = divmod(flat.numel(), _WORD_BYTES)
+    assert part.first % _WORD_BYTES == 0, "a slice begins inside a word"
+    assert not left_over or part.ends is not None, "a slice ends inside a word"
     words = flat[: count * _WORD_BYTES].view(torch.int64)
-    ending = torch.zeros(2 * _WORD_BYTES, dtype=torch.uint8, device=flat.device)
-    ending[:left_over] = flat[count * _WORD_BYTES :]
-    last_words = ending.view(torch.int64)
-    last_words[1] = flat.numel()
+    sums = torch.zeros(len(LANES), dtype=torch.int64, device=flat.device)
+    if part.ends is not None:
+        ending = torch.zeros(2 * _WORD_BYTES, dtype=torch.uint8, device=flat.device)
+        ending[:left_over] = flat[count * _WORD_BYTES :]
+        last_words = ending.view(torch.int64)
+        last_words[1] = part.ends
+        sums += _lane_sums(last_words, first + count)
     default = _CPU_CHUNK if flat.device.type == "cpu" else _DEVICE_CHUNK
     size = default if chunk is None else chunk
-    sums = _lane_sums(last_words, count)
     for start in range(0, count, size):
-        sums += _lane_sums(words[start : start + size], start)
-    return hex_digits(sums.tolist())
+        sums += _lane_sums(words[start : start + size], first + start)
+    return sums
 
 
 def hex_digits(sums: Sequence[int]) -> str:
@@ -127,12 +156,37 @@ def hex_digits(sums: Sequence[int]) -> str:
 
 
 @with_kernel("fingerprint")
+def lane_sums(elements: Sequence[Tensor], firsts: Sequence[int], ends: Sequence[int | None]) -> Tensor:
+    """Sums of both lanes over slices of tensors (the fields of `Slice`); slices of one tensor add up to its sums.
+
+    On a GPU with kernels all of them come from one launch.
+
+    Returns:
+        int64 [slices, 2], on the GPU where kernels run, else on the host.
+
+    Raises:
+        TypeError: a tensor is complex.
+    """
+    return torch.stack([_slice_sum(Slice(*part)).cpu() for part in zip(elements, firsts, ends, strict=True)])
+
+
+def slice_sums(slices: Sequence[Slice]) -> list[list[int]]:
+    """`lane_sums` on the host."""
+    found: list[list[int]] = lane_sums(*(list(field) for field in zip(*slices, strict=True))).tolist()
+    return found
+
+
+def combined(sums: Sequence[Sequence[Sequence[int]]]) -> list[str]:
+    """The fingerprints of tensors from the `slice_sums` of their slices, tensors in the same order each time."""
+    return [hex_digits([sum(lane) for lane in zip(*lanes, strict=True)]) for lanes in zip(*sums, strict=True)]
+
+
 def fingerprints(tensors: Sequence[Tensor]) -> list[str]:
-    """The fingerprint of each tensor; on a GPU with kernels all of them from one launch and one copy to the host.
+    """The fingerprint of each tensor; one copy to the host.
 
     Raises TypeError for a complex tensor.
     """
-    return [fingerprint(tensor) for tensor in tensors]
+    return [hex_digits(sums) for sums in slice_sums([Slice.whole(tensor) for tensor in tensors])] if tensors else []
 
 
 def policy_digest(tensors: Mapping[str, Tensor]) -> str:

@@ -54,6 +54,11 @@ def save_training(
     """Write FP32 masters, optimiser moments and counters of a trainer in one process; the folder exists."""
     save_file({name: tensor.detach().cpu().clone() for name, tensor in masters.items()}, folder / MASTERS)
     save_file({name: tensor.cpu().contiguous() for name, tensor in moments.items()}, folder / OPTIMISER)
+    write_state(folder, version, updates, digest)
+
+
+def write_state(folder: Path, version: int, updates: int, digest: str) -> None:
+    """Write the counters of a checkpoint."""
     (folder / STATE).write_text(json.dumps({"version": version, "updates": updates, "digest": digest}))
 
 
@@ -75,6 +80,13 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 def refuse_other_shapes(path: Path, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
     """Raises StoredFileError: the tensors of a file are not those of this model, by name and shape."""
     _compare(path, *({name: tuple(tensor.shape) for name, tensor in tensors.items()} for tensors in (found, wanted)))
+
+
+def header_of(path: Path, wanted: Mapping[str, tuple[int, ...]]) -> dict[str, StoredTensor]:
+    """The tensors of a file, which must have these names and shapes. Raises StoredFileError."""
+    found = tensor_header(path)
+    _compare(path, _shapes(found), wanted)
+    return found
 
 
 def refuse_other_digest(folder: Path, found: str, state: SavedState) -> None:

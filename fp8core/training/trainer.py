@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fp8core.config.run import TrainingConfig
+from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture
 from fp8core.models.weights import Shipped
 from fp8core.numerics.e4m3 import GroupNotFinite
@@ -315,7 +316,7 @@ class Ranks(Protocol):
         """The indices of the parts of a batch that this process computes."""
         ...
 
-    def joined(self, own: Sequence[object]) -> list[object]:
+    def joined(self, own: Sequence[Result]) -> list[Result]:
         """The values of all processes, in the order of the parts."""
         ...
 
@@ -327,8 +328,17 @@ class Ranks(Protocol):
         """The sums of the gradients of all parts, each addition in the order of the parts, in every process."""
         ...
 
-    def add(self, tensors: Sequence[Tensor]) -> None:
-        """Sums over all processes, in place, in an order that their number decides."""
+    def gathered(self, own: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        """What every process has, one after another.
+
+        Args:
+            own: uint8 [own size].
+            sizes: of all processes.
+        """
+        ...
+
+    def exchanged(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """What every process has for this one, one after another; `parts` has a flat tensor for each process."""
         ...
 
     def maximum(self, tensor: Tensor) -> None:
@@ -344,7 +354,7 @@ class Alone:
     def own(self, parts: int) -> range:
         return range(parts)
 
-    def joined(self, own: Sequence[object]) -> list[object]:
+    def joined(self, own: Sequence[Result]) -> list[Result]:
         return list(own)
 
     def combine_counts(self, combine: Callable[..., None]) -> None:
@@ -354,8 +364,11 @@ class Alone:
         (sums,) = own
         return list(sums)
 
-    def add(self, tensors: Sequence[Tensor]) -> None:
-        """They are whole."""
+    def gathered(self, own: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        return [own]
+
+    def exchanged(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        return list(parts)
 
     def maximum(self, tensor: Tensor) -> None:
         """It is whole."""
@@ -382,7 +395,27 @@ def shared_out(ranks: Ranks, parts: Sequence[Part], compute: Callable[[Part], Re
     for result in ranks.joined(own):
         if isinstance(result, Exception):
             raise result
-        found.append(result)  # type: ignore[arg-type]
+        found.append(result)
+    return found
+
+
+def together(ranks: Ranks, act: Callable[[], Result]) -> list[Result]:
+    """What all processes found; where one of them raised, all raise what the first of these did.
+
+    Raises:
+        OSError, UserError: of reading or writing files.
+    """
+    own: Result | OSError | UserError
+    try:
+        own = act()
+    except (OSError, UserError) as error:
+        # The other processes wait for this one.
+        own = error
+    found = list[Result]()
+    for result in ranks.joined([own]):
+        if isinstance(result, (OSError, UserError)):
+            raise result
+        found.append(result)
     return found
 
 

@@ -11,6 +11,7 @@ one byte an element. Gradients between blocks are BF16, those of weights FP32.
 Without gradients (`torch.no_grad`) only row codes are made. Activations are BF16 [tokens, features].
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -44,7 +45,7 @@ class BlockWeight:
     """A weight as its block multiplies with it, made once an update.
 
     Attributes:
-        master: FP32 [out, in] that receives the gradient.
+        master: [out, in], receives the gradient, FP32; its own values are not read.
         values: BF16 [out, in], or codes with tile scales.
         transposed: codes and scales of the transpose, of codes.
     """
@@ -59,8 +60,12 @@ class Blocks(Protocol):
 
     name: str
 
-    def ready(self, master: Tensor) -> BlockWeight:
-        """A weight of these blocks, from its FP32 master."""
+    def made(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """What these blocks multiply with, of whole tiles of rows of an FP32 master."""
+        ...
+
+    def ready(self, master: Tensor, made: Sequence[Tensor]) -> BlockWeight:
+        """A weight of these blocks, from what was made of all its rows; `master` receives the gradient."""
         ...
 
     def norm_linear(self, x: Tensor, added: Tensor | None, norm: Norm, weight: BlockWeight) -> tuple[Tensor, Tensor]:
@@ -86,9 +91,12 @@ class Fp8Blocks:
     def __init__(self, rule: ScaleRule, flag: FiniteFlag) -> None:
         self._quantiser = _Quantiser(rule, flag)
 
-    def ready(self, master: Tensor) -> BlockWeight:
-        codes = tile_codes(master.detach().bfloat16(), *self._quantiser)
-        return BlockWeight(master, codes, transpose(codes))
+    def made(self, rows: Tensor) -> tuple[Tensor, ...]:
+        return tile_codes(rows.bfloat16(), *self._quantiser)
+
+    def ready(self, master: Tensor, made: Sequence[Tensor]) -> BlockWeight:
+        codes, scales = made
+        return BlockWeight(master, (codes, scales), transpose((codes, scales)))
 
     def norm_linear(self, x: Tensor, added: Tensor | None, norm: Norm, weight: BlockWeight) -> tuple[Tensor, Tensor]:
         if not torch.is_grad_enabled():
@@ -117,8 +125,12 @@ class Bf16Blocks:
 
     name = "bf16"
 
-    def ready(self, master: Tensor) -> BlockWeight:
-        return BlockWeight(master, master.detach().bfloat16(), None)
+    def made(self, rows: Tensor) -> tuple[Tensor, ...]:
+        return (rows.bfloat16(),)
+
+    def ready(self, master: Tensor, made: Sequence[Tensor]) -> BlockWeight:
+        (values,) = made
+        return BlockWeight(master, values, None)
 
     def norm_linear(self, x: Tensor, added: Tensor | None, norm: Norm, weight: BlockWeight) -> tuple[Tensor, Tensor]:
         total, normed = _two(_AddNorm.apply(x, added, norm.weight, norm.eps))  # type: ignore[no-untyped-call]

@@ -1,11 +1,11 @@
-"""The dense decoder as modules with fused FP32 masters, over packed sequences.
+"""The dense decoder as modules over packed sequences.
 
-One module a layer, whose parameters are what a GEMM reads: q, k and v stacked, gate and up stacked. That is what FSDP2
-shards layer by layer (`fully_shard(layer)`), and why nothing is concatenated in a step. `named_masters` shows the same
-memory under Hugging Face's names.
+One module a layer, whose parameters are what a GEMM reads: q, k and v stacked, gate and up stacked. Nothing is
+concatenated in a step. Parameters only collect gradients. Their values are in `masters.Masters`, of which each rank has
+some rows; passes multiply with what was made of all rows (`cache_weights`).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +19,11 @@ from fp8core.numerics.fused import HeadLayout, Heads, heads_of, norm_rotate, nor
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.numerics.packed import DevicePack, KeptAttention, PackedAttention
 from fp8core.training.packed.blocks import Blocks, BlockWeight, Norm, norm_only
+from fp8core.training.packed.masters import Masters, units_of
 
 Observer = Callable[[int, Heads], None]
 _LINEARS = ("qkv", "output", "gate_up", "down")
+_VECTORS = ("input_norm", "post_norm", "q_norm", "k_norm")
 
 
 @dataclass(frozen=True)
@@ -47,48 +49,55 @@ class LayerContext:
 class PackedLayer(nn.Module):
     """One decoder layer."""
 
-    def __init__(self, arch: Architecture, index: int, blocks: Blocks, device: torch.device) -> None:
+    def __init__(
+        self,
+        arch: Architecture,
+        index: int,
+        blocks: Blocks,
+        shapes: Mapping[str, tuple[int, ...]],
+        device: torch.device,
+    ) -> None:
         super().__init__()
         self.index, self._blocks, self._eps = index, blocks, arch.rms_norm_eps
         self._layout = HeadLayout(arch.num_heads, arch.num_kv_heads, arch.head_dim)
-        hidden, width = arch.hidden_size, arch.intermediate_size
-        query, every = arch.num_heads * arch.head_dim, (arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim
-        self.input_norm, self.post_norm = _parameter(device, hidden), _parameter(device, hidden)
-        self.q_norm = _parameter(device, arch.head_dim) if arch.qk_norm else None
-        self.k_norm = _parameter(device, arch.head_dim) if arch.qk_norm else None
-        self.qkv, self.output = _parameter(device, every, hidden), _parameter(device, hidden, query)
-        self.gate_up, self.down = _parameter(device, 2 * width, hidden), _parameter(device, hidden, width)
-        self._cached: dict[str, BlockWeight] = {}
+        for name in _VECTORS + _LINEARS:
+            shape = shapes.get(f"layers.{index}.{name}")
+            self.register_parameter(name, None if shape is None else _collector(device, shape))
+        self._weights: dict[str, BlockWeight] = {}
+        self._values: dict[str, Tensor] = {}
 
-    def cache_weights(self) -> None:
-        """Make the weights ready for all passes until `drop_weights`, if they are not."""
-        self._cached = self._cached or self._prepared()
+    def made(self, own: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, ...]]:
+        """What this layer computes with, of own rows of its masters, by name."""
+        linears = {name: self._blocks.made(own[name]) for name in _LINEARS}
+        return linears | {name: (_rounded(own[name]),) for name in _VECTORS if name in own}
+
+    def cache(self, made: Mapping[str, Sequence[Tensor]]) -> None:
+        """Compute with what was made of all rows, until `drop_weights`."""
+        self._weights = {name: self._blocks.ready(getattr(self, name), made[name]) for name in _LINEARS}
+        self._values = {name: made[name][0] for name in _VECTORS if name in made}
 
     def drop_weights(self) -> None:
         """The masters are about to change."""
-        self._cached = {}
+        self._weights, self._values = {}, {}
 
     def forward(
         self, x: Tensor, added: Tensor | None, shared: LayerContext, kept: KeptAttention | None = None
     ) -> tuple[Tensor, Tensor]:
         """The residual stream before the layer's second half, and what that adds to it; each BF16 [tokens, hidden]."""
-        blocks, layout = self._blocks, self._layout
-        weights = self._cached or self._prepared()
-        x, qkv = blocks.norm_linear(x, added, self._norm(self.input_norm), weights["qkv"])
-        norms = (None if norm is None else _bf16(norm) for norm in (self.q_norm, self.k_norm))
+        blocks, layout, weights = self._blocks, self._layout, self._weights
+        assert weights, "the weights were not made ready"
+        x, qkv = blocks.norm_linear(x, added, Norm(self._vector("input_norm"), self._eps), weights["qkv"])
+        norms = (self._vector(name) if name in self._values else None for name in ("q_norm", "k_norm"))
         qkv = _NormRotate.apply(qkv, *norms, shared, layout, self._eps)  # type: ignore[no-untyped-call]
         if shared.observe is not None:
             shared.observe(self.index, heads_of(qkv, layout))
         scales = shared.scales[self.index] if shared.scales else None
         attended = shared.attention(qkv, layout, shared.pack, scales, kept)
         added = blocks.linear(attended, weights["output"])
-        return blocks.mlp(x, added, self._norm(self.post_norm), weights["gate_up"], weights["down"])
+        return blocks.mlp(x, added, Norm(self._vector("post_norm"), self._eps), weights["gate_up"], weights["down"])
 
-    def _prepared(self) -> dict[str, BlockWeight]:
-        return {name: self._blocks.ready(getattr(self, name)) for name in _LINEARS}
-
-    def _norm(self, master: Tensor) -> Norm:
-        return Norm(_bf16(master), self._eps)
+    def _vector(self, name: str) -> Tensor:
+        return _given(getattr(self, name), self._values[name])
 
 
 class PackedDecoder(nn.Module):
@@ -99,25 +108,38 @@ class PackedDecoder(nn.Module):
         super().__init__()
         assert not arch.sparse_layers, "experts are not packed"
         self.arch, self._differentiated = arch, _recomputed if recompute else _kept
-        self.embedding = _parameter(device, arch.vocab_size, arch.hidden_size)
-        self.layers = nn.ModuleList(PackedLayer(arch, i, form, device) for i, form in enumerate(blocks))
-        self.norm = _parameter(device, arch.hidden_size)
-        self.head = None if arch.tie_embeddings else _parameter(device, arch.vocab_size, arch.hidden_size)
+        shapes = {name: stack.shape for unit in units_of(arch) for name, stack in unit.items()}
+        self.layers = nn.ModuleList(PackedLayer(arch, i, form, shapes, device) for i, form in enumerate(blocks))
+        self.embedding, self.norm = (_collector(device, shapes[name]) for name in ("embedding", "norm"))
+        self.head = _collector(device, shapes["head"]) if "head" in shapes else None
+        self._values: dict[str, Tensor] = {}
         cos, sin = rotary_tables(arch)
         self._cos, self._sin = (table.bfloat16().float().to(device) for table in (cos, sin))
 
-    @property
-    def head_master(self) -> nn.Parameter:
-        """FP32 [vocabulary, hidden]."""
-        return self.embedding if self.head is None else self.head
+    def head_weight(self) -> tuple[nn.Parameter, Tensor]:
+        """[vocabulary, hidden]: what collects its gradient, and the BF16 values."""
+        return self.embedding if self.head is None else self.head, self._values["head"]
 
-    def cache_weights(self) -> None:
-        """Make all weights ready once, until `drop_weights`."""
-        for layer in self.packed_layers():
-            layer.cache_weights()
+    def cache_weights(self, masters: Masters) -> None:
+        """Make all weights ready from the masters of all ranks, until `drop_weights`, if they are not."""
+        if self._values:
+            return
+        for index, layer in enumerate(self.packed_layers()):
+            prefix = f"layers.{index}."
+            own = {name.removeprefix(prefix): rows for name, rows in masters.own.items() if name.startswith(prefix)}
+            made = masters.gathered({prefix + name: each for name, each in layer.made(own).items()})
+            layer.cache({name.removeprefix(prefix): each for name, each in made.items()})
+        # A GPU with all rows looks tokens up in the masters, and needs no narrow copy beside them.
+        outer = {"norm": (_rounded(masters.own["norm"]),), "embedding": (masters.looked_up("embedding"),)}
+        if self.head is not None:
+            outer["head"] = (masters.own["head"].bfloat16(),)
+        self._values = {name: values for name, (values,) in masters.gathered(outer).items()}
+        if self.head is None:
+            self._values["head"] = self._values["embedding"].bfloat16()
 
     def drop_weights(self) -> None:
         """The masters are about to change."""
+        self._values = {}
         for layer in self.packed_layers():
             layer.drop_weights()
 
@@ -142,42 +164,18 @@ class PackedDecoder(nn.Module):
             BF16 [tokens, hidden].
         """
         shared = LayerContext(pack, attention, self._cos, self._sin, scales, observe)
-        x: Tensor = nn.functional.embedding(tokens, self.embedding).bfloat16()
+        x: Tensor = _Lookup.apply(self.embedding, self._values["embedding"], tokens)  # type: ignore[no-untyped-call]
         added: Tensor | None = None
         run = self._differentiated if torch.is_grad_enabled() else _kept
         for layer in self.packed_layers():
             x, added = run(layer, x, added, shared)
-        return norm_only(x, added, Norm(_bf16(self.norm), self.arch.rms_norm_eps))
+        return norm_only(x, added, Norm(_given(self.norm, self._values["norm"]), self.arch.rms_norm_eps))
 
     def packed_layers(self) -> Iterator[PackedLayer]:
         """The layers, typed."""
         for layer in self.layers:
             assert isinstance(layer, PackedLayer)
             yield layer
-
-
-def named_masters(decoder: PackedDecoder) -> dict[str, Tensor]:
-    """Detached views of all masters by their Hugging Face names."""
-    arch = decoder.arch
-    named: dict[str, Tensor] = {"model.embed_tokens.weight": decoder.embedding}
-    sizes = [arch.num_heads * arch.head_dim, *[arch.num_kv_heads * arch.head_dim] * 2]
-    for i, layer in enumerate(decoder.packed_layers()):
-        prefix = f"model.layers.{i}"
-        named[f"{prefix}.input_layernorm.weight"] = layer.input_norm
-        for name, part in zip("qkv", layer.qkv.split(sizes), strict=True):
-            named[f"{prefix}.self_attn.{name}_proj.weight"] = part
-        if layer.q_norm is not None and layer.k_norm is not None:
-            named[f"{prefix}.self_attn.q_norm.weight"] = layer.q_norm
-            named[f"{prefix}.self_attn.k_norm.weight"] = layer.k_norm
-        named[f"{prefix}.self_attn.o_proj.weight"] = layer.output
-        named[f"{prefix}.post_attention_layernorm.weight"] = layer.post_norm
-        gate, up = layer.gate_up.chunk(2)
-        named |= {f"{prefix}.mlp.gate_proj.weight": gate, f"{prefix}.mlp.up_proj.weight": up}
-        named[f"{prefix}.mlp.down_proj.weight"] = layer.down
-    named["model.norm.weight"] = decoder.norm
-    if decoder.head is not None:
-        named["lm_head.weight"] = decoder.head
-    return {name: master.detach() for name, master in named.items()}
 
 
 class _NormRotate(torch.autograd.Function):
@@ -206,24 +204,45 @@ def _both(q_norm: Tensor | None, k_norm: Tensor | None) -> tuple[Tensor, Tensor]
     return None if q_norm is None or k_norm is None else (q_norm, k_norm)
 
 
-class _Bf16Values(torch.autograd.Function):
+class _Given(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, master: Tensor) -> Tensor:
-        return master.bfloat16().float()
+    def forward(ctx: Any, collector: Tensor, values: Tensor) -> Tensor:
+        return values.view_as(values)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
 
 
-def _bf16(master: Tensor) -> Tensor:
-    """BF16 values of a small parameter, held in FP32; the gradient passes through."""
-    values: Tensor = _Bf16Values.apply(master)  # type: ignore[no-untyped-call]
-    return values
+def _given(collector: Tensor, values: Tensor) -> Tensor:
+    """FP32 values of a vector, whose gradient the collector receives."""
+    given: Tensor = _Given.apply(collector, values)  # type: ignore[no-untyped-call]
+    return given
 
 
-def _parameter(device: torch.device, *shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.empty(shape, device=device))
+class _Lookup(torch.autograd.Function):
+    """Rows of the embedding in BF16, whose gradients are added in FP32."""
+
+    @staticmethod
+    def forward(ctx: Any, collector: Tensor, values: Tensor, tokens: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.rows = len(values)
+        return nn.functional.embedding(tokens, values).bfloat16()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (tokens,) = ctx.saved_tensors
+        return torch.ops.aten.embedding_dense_backward(grad.float(), tokens, ctx.rows, -1, False), None, None
+
+
+def _rounded(vector: Tensor) -> Tensor:
+    """BF16 values of a small parameter, held in FP32."""
+    return vector.bfloat16().float()
+
+
+def _collector(device: torch.device, shape: Sequence[int]) -> nn.Parameter:
+    """A parameter that only collects gradients: a single number in memory."""
+    return nn.Parameter(torch.zeros((), device=device).expand(*shape))
 
 
 def _kept(layer: PackedLayer, x: Tensor, added: Tensor | None, shared: LayerContext) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,8 @@
 """The trainer on a GPU: packed sequences, block-FP8 GEMMs on codes, fused FP32 masters.
 
 It computes what `exact.ExactTrainer` defines, with the kernels that stand beside each reference. On a CPU every
-kernel is its reference, and log-probs are then equal bit for bit (rounding points `kernels`).
+kernel is its reference, and log-probs are then equal bit for bit (rounding points `kernels`). Ranks share masters,
+moments and packs out; the forward of a pack has the bytes that one GPU gives it.
 """
 
 import math
@@ -15,11 +16,11 @@ from torch import Tensor
 
 from fp8core.config.run import TrainingConfig
 from fp8core.models.architecture import Architecture
+from fp8core.models.safetensors_stream import TensorSpec, create_file, write_rows
 from fp8core.models.weights import Formats, ShippedTensors, in_one_buffer, stored_weights
 from fp8core.numerics.adamw import AdamWStep, adamw
 from fp8core.numerics.attention import Bf16Attention
 from fp8core.numerics.e4m3 import FiniteFlag
-from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.kv_scales import AmaxStatistics, KvStatistics, LayerScales
 from fp8core.numerics.packed import (
     Bf16PackedAttention,
@@ -31,21 +32,23 @@ from fp8core.numerics.packed import (
     packed_length,
     token_logprobs,
 )
+from fp8core.plan.memory import count_parameters
 from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
 from fp8core.training.packed.blocks import Bf16Blocks, Blocks, Fp8Blocks
-from fp8core.training.packed.decoder import Observer, PackedDecoder, named_masters
+from fp8core.training.packed.decoder import Observer, PackedDecoder
+from fp8core.training.packed.masters import Masters, balanced
 from fp8core.training.packing import Pack, row_groups
 from fp8core.training.saved_state import (
     MASTERS,
     OPTIMISER,
+    SavedState,
+    header_of,
     read_state,
-    read_tensors,
     refuse_other_digest,
-    refuse_other_shapes,
-    save_training,
+    write_state,
 )
-from fp8core.training.trainer import ALONE, MicroBatchTrainer, Ranks, Scored, ScoredBatch
+from fp8core.training.trainer import ALONE, MicroBatchTrainer, Ranks, Scored, ScoredBatch, together
 
 
 @dataclass(frozen=True)
@@ -86,17 +89,27 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
             "bf16": Bf16Blocks(),
         }
         linears = [blocks[layer.qkv.name] for layer in formats.training.layers]
+        self._masters = Masters(arch, device, ranks)
         self._decoder = PackedDecoder(arch, linears, device, training.activation_checkpointing)
         bf16 = Bf16PackedAttention(Bf16Attention(formats.training.points.weights))
         attention: dict[str, PackedAttention] = {"fp8": Fp8PackedAttention(formats.longest), "bf16": bf16}
         self._attention, self._unscaled = attention[formats.training.layers[0].attention.name], bf16
         self._write(masters)
-        self._optimiser = AdamW(dict(self._decoder.named_parameters()), training)
+        self._gradients: dict[str, Tensor] = {}
+        self._multiplied = count_parameters(arch).linear
+        self._optimiser = AdamW(self._masters.named(), training)
 
     @property
     def masters(self) -> dict[str, Tensor]:
-        """FP32 weights by Hugging Face name: views of what is trained."""
-        return named_masters(self._decoder)
+        """Weights by Hugging Face name: FP32 views of what is trained, or of several ranks BF16 on the host of rank 0.
+
+        All ranks ask together, and others than rank 0 get none.
+        """
+        own = self._masters.named()
+        if self._ranks.count == 1:
+            return own
+        whole = self._masters.joined({name: rows.bfloat16() for name, rows in own.items()})
+        return {name: tensor.cpu() for name, tensor in whole.items() if self._ranks.rank == 0}
 
     def describe(self) -> dict[str, object]:
         """Formats by layer, and what multiplies."""
@@ -107,10 +120,11 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
         """Weights for the rollout engine, quantised here and nowhere else, in one buffer: that is shared fast."""
         self._decoder.drop_weights()  # Cached weights would take memory beside it.
         rollout = self._formats.rollout
-        return ShippedTensors(in_one_buffer(stored_weights(self.masters, rollout.stored_names(), rollout.scale_rule)))
+        made = stored_weights(self._masters.named(), rollout.stored_names(), rollout.scale_rule)
+        return ShippedTensors(in_one_buffer(self._masters.joined(made)))
 
     def digest(self) -> str:
-        return policy_digest(self.masters)
+        return self._masters.digest()
 
     def logprobs(self, batch: TokenBatch, temperature: float, scales: Sequence[LayerScales] | None) -> ScoredBatch:
         """As every trainer; raises GroupNotFinite when a linear met NaN or infinity, which kernels only note."""
@@ -169,7 +183,7 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
             options = HeadOptions(_HEADS[self._formats.training.head.name], temperature)
             logprobs, entropy = token_logprobs(
                 hidden[pack.written - 1],
-                self._decoder.head_master,
+                self._decoder.head_weight()[0],
                 weights,
                 pack.tokens[pack.written],
                 options,
@@ -177,19 +191,28 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
             return Scored(logprobs.cpu(), entropy.cpu())
 
     def _slices(self, batch: TokenBatch) -> Iterator[tuple[slice, TokenBatch]]:
-        """As many rows as make no pack longer than the micro-batch or a rank's share, one at least."""
+        """As many rows as make no pack longer than the micro-batch or a rank's share, one at least; each rank's behind
+        one another."""
         lengths = [packed_length(length) for length in batch.valid.sum(-1).tolist()]
         share = math.ceil(sum(lengths) / self._ranks.count)
-        for rows in row_groups(lengths, min(self._config.tokens_per_pass, share)):
+        groups = list(row_groups(lengths, min(self._config.tokens_per_pass, share)))
+        for index in balanced([self._cost(lengths[rows]) for rows in groups], self._ranks):
+            rows = groups[index]
             yield rows, batch.part(rows, int(batch.valid[rows].sum(-1).max()))
+
+    def _cost(self, lengths: Sequence[int]) -> int:
+        """Multiplications of a forward pass over sequences of these lengths, in its linears and in its attention."""
+        arch = self.arch
+        attended = arch.num_heads * arch.head_dim * arch.num_layers
+        return sum(length * (self._multiplied + attended * length) for length in lengths)
 
     def _no_statistics(self) -> KvStatistics:
         kind = AmaxStatistics if self._formats.amax_only else KvStatistics
         return kind(self.arch.num_layers, self._device)
 
     def _inference_weights(self) -> Tensor:
-        self._decoder.cache_weights()
-        return self._decoder.head_master.detach().bfloat16()
+        self._decoder.cache_weights(self._masters)
+        return self._decoder.head_weight()[1]
 
     def _training_weights(self) -> Tensor:
         return self._inference_weights()
@@ -199,23 +222,24 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
             torch.autograd.backward(loss)
 
     def _finish_gradients(self) -> None:
-        parameters = list(self._decoder.parameters())
-        for parameter in parameters:
-            if parameter.grad is None and self._ranks.count > 1:
-                # There are fewer parts than ranks.
-                parameter.grad = torch.zeros_like(parameter)
-        self._ranks.add([parameter.grad for parameter in parameters if parameter.grad is not None])
+        collectors = dict(self._decoder.named_parameters())
+        # The order of a backward, so that what is whole goes as early as it can.
+        for unit in reversed(self._masters.units):
+            found = {name: _taken(collectors[name]) for name in unit}
+            self._gradients |= self._masters.summed(found)
 
     def _step(self, learning_rate: float) -> float:
         self._refuse_not_finite()
-        gradients = [parameter.grad for parameter in self._decoder.parameters()]
-        norm = float(torch.nn.utils.get_total_norm([grad for grad in gradients if grad is not None]))
+        own = float(torch.nn.utils.get_total_norm(list(self._gradients.values())))
+        norm = math.hypot(*self._ranks.joined([own]))
         if math.isfinite(norm):
             self._decoder.drop_weights()
-            self._optimiser.step(learning_rate, min(1.0, self._config.max_grad_norm / (norm + 1e-6)))
+            factor = min(1.0, self._config.max_grad_norm / (norm + 1e-6))
+            self._optimiser.step(self._masters.named(self._gradients), learning_rate, factor)
         return norm
 
     def _drop_gradients(self) -> None:
+        self._gradients = {}
         self._decoder.zero_grad(set_to_none=True)
 
     def _refuse_not_finite(self) -> None:
@@ -226,27 +250,59 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
             self._flag.not_finite.zero_()
 
     def save(self, folder: Path) -> None:
-        if self._ranks.rank == 0:
-            moments = self._optimiser.moments
-            save_training(folder, self.masters, moments, self.version, self._updates, self.digest())
+        """As `Trainer.save`. The files do not depend on the number of ranks, each of which writes its rows."""
+        moments, form = self._optimiser.moments, STORED[self._config.optimiser_state]
+        shapes, digest = self._masters.shapes(), self.digest()
+        masters = [TensorSpec(name, "F32", shape) for name, shape in shapes.items()]
+        specs = [TensorSpec(name, form, shapes[name.partition("/")[2]]) for name in moments]
+
+        def create() -> None:
+            if self._ranks.rank == 0:
+                create_file(folder / MASTERS, masters)
+                create_file(folder / OPTIMISER, specs)
+                write_state(folder, self.version, self._updates, digest)
+
+        def write() -> None:
+            write_rows(folder / MASTERS, self._own_rows(self._masters.named()))
+            write_rows(folder / OPTIMISER, self._own_rows(moments))
+
+        for part in (create, write):
+            together(self._ranks, part)
+
+    def _own_rows(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, int, Tensor]]:
+        """Masters, or moments by `moment/name`, with the row at which each begins."""
+        for name, tensor in tensors.items():
+            yield name, self._masters.rows_of(name.rpartition("/")[2]).start, tensor
 
     def load(self, folder: Path) -> None:
-        state = read_state(folder)
-        masters, moments = read_tensors(folder / MASTERS), read_tensors(folder / OPTIMISER)
-        refuse_other_shapes(folder / MASTERS, masters, self.masters)
-        refuse_other_shapes(folder / OPTIMISER, moments, self._optimiser.moments)
-        self._write(masters)
+        """As `Trainer.load`, on any number of ranks."""
+        shapes = self._masters.shapes()
+        wanted = {name: shapes[name.partition("/")[2]] for name in self._optimiser.moments}
+        own = {MASTERS: self._masters.named(), OPTIMISER: self._optimiser.moments}
+
+        def read() -> SavedState:
+            state = read_state(folder)
+            files = {name: header_of(folder / name, each) for name, each in ((MASTERS, shapes), (OPTIMISER, wanted))}
+            for file, stored in files.items():
+                for name, start, tensor in self._own_rows(own[file]):
+                    tensor.copy_(stored[name].rows(start, len(tensor)))
+            return state
+
+        state = together(self._ranks, read)[0]
+        self._decoder.drop_weights()
         self.version, self._updates = state.version, state.updates
-        self._optimiser.load(moments, self._updates)
+        self._optimiser.updates = state.updates
         refuse_other_digest(folder, self.digest(), state)
 
     def _write(self, masters: Mapping[str, Tensor]) -> None:
-        own = self.masters
-        assert own.keys() == masters.keys(), "masters of another model"
-        for name, master in own.items():
-            # Narrow weights become FP32 where they are going.
-            master.copy_(masters[name].to(master.device))
+        self._masters.write(masters)
         self._decoder.drop_weights()
+
+
+def _taken(collector: Tensor) -> Tensor:
+    """The gradient, which the collector gives away; zeros where no part of this rank has reached it."""
+    gradient, collector.grad = collector.grad, None
+    return torch.zeros_like(collector, memory_format=torch.contiguous_format) if gradient is None else gradient
 
 
 _HEADS = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -270,10 +326,11 @@ def _deterministic(wanted: bool) -> Iterator[None]:
 _EPS = 1e-8
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+STORED = {"fp32": "F32", "bf16": "BF16"}
 
 
 class AdamW:
-    """Updates masters in place from their `.grad`.
+    """Updates masters in place.
 
     Attributes:
         updates: how often it has.
@@ -285,12 +342,12 @@ class AdamW:
         self.updates = 0
         dtype = _FORMATS[training.optimiser_state]
         self.moments = {
-            f"{moment}/{name}": torch.zeros_like(master, dtype=dtype, requires_grad=False)
+            f"{moment}/{name}": torch.zeros_like(master, dtype=dtype)
             for name, master in masters.items()
             for moment in _MOMENTS
         }
 
-    def step(self, learning_rate: float, gradient_factor: float) -> None:
+    def step(self, gradients: Mapping[str, Tensor], learning_rate: float, gradient_factor: float) -> None:
         """One update; gradients are multiplied by `gradient_factor` first, which is what clips their norm."""
         self.updates += 1
         config = self._config
@@ -298,13 +355,6 @@ class AdamW:
             self.updates, learning_rate, (config.beta1, config.beta2), config.weight_decay, _EPS, gradient_factor
         )
         for name, master in self._masters.items():
-            assert master.grad is not None, f"{name} got no gradient"
-            first, second = (self.moments[f"{moment}/{name}"] for moment in _MOMENTS)
-            adamw(master.detach(), master.grad.contiguous(), first, second, step)
-
-    def load(self, moments: Mapping[str, Tensor], updates: int) -> None:
-        """Continue from what was saved; names must be those of the masters."""
-        assert moments.keys() == self.moments.keys(), "moments of another model"
-        for name, moment in self.moments.items():
-            moment.copy_(moments[name])
-        self.updates = updates
+            if len(master):
+                first, second = (self.moments[f"{moment}/{name}"] for moment in _MOMENTS)
+                adamw(master, gradients[name].contiguous(), first, second, step)

@@ -1,0 +1,234 @@
+"""FP32 masters of the packed decoder, cut into whole tiles of rows over the ranks, and what ranks exchange of them.
+
+| what              | on one rank                 | travels                                                            |
+| ----------------- | --------------------------- | ------------------------------------------------------------------ |
+| masters, moments  | its rows, FP32              | never                                                              |
+| weights of a pass | all: codes and scales, BF16 | once an update: each rank makes those of its rows, for all         |
+| gradients         | all, FP32                   | once an update: each rank gets its rows from all, and adds by rank |
+
+Tiles of 128 rows are never cut, so codes and scales are those of one GPU. A rank's gradients are added in the order of
+the ranks, whatever lies between them.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp8core.models.architecture import Architecture
+from fp8core.models.weights import SCALE_SUFFIX, layer_of
+from fp8core.numerics.e4m3 import TILE
+from fp8core.numerics.fingerprint import Slice, combined, digest_of, slice_sums
+from fp8core.training.trainer import Ranks
+
+Unit = Mapping[str, "Stack"]
+"""Parameters that travel together, by their names in the decoder."""
+
+
+class Stack(NamedTuple):
+    """A parameter as GEMMs read it: tensors of the checkpoint, one above the other.
+
+    Attributes:
+        parts: Hugging Face name and rows of each.
+        width: the other dimensions.
+    """
+
+    parts: tuple[tuple[str, int], ...]
+    width: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of all rows."""
+        return sum(rows for _, rows in self.parts), *self.width
+
+
+def units_of(arch: Architecture) -> list[Unit]:
+    """All parameters of a dense decoder: the embedding, a unit a layer, the norm, the head."""
+    hidden, width = (arch.hidden_size,), arch.intermediate_size
+    query, key = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
+
+    def layer(index: int) -> Unit:
+        def stack(shape: tuple[int, ...], *parts: tuple[str, int]) -> Stack:
+            return Stack(tuple((f"model.layers.{index}.{name}.weight", rows) for name, rows in parts), shape)
+
+        attention = [(f"self_attn.{name}_proj", rows) for name, rows in zip("qkv", (query, key, key), strict=True)]
+        found = {
+            "input_norm": stack((), ("input_layernorm", *hidden)),
+            "post_norm": stack((), ("post_attention_layernorm", *hidden)),
+            "qkv": stack(hidden, *attention),
+            "output": stack((query,), ("self_attn.o_proj", *hidden)),
+            "gate_up": stack(hidden, ("mlp.gate_proj", width), ("mlp.up_proj", width)),
+            "down": stack((width,), ("mlp.down_proj", *hidden)),
+        }
+        if arch.qk_norm:
+            found |= {f"{name}_norm": stack((), (f"self_attn.{name}_norm", arch.head_dim)) for name in "qk"}
+        return {f"layers.{index}.{name}": each for name, each in found.items()}
+
+    embedding = {"embedding": Stack((("model.embed_tokens.weight", arch.vocab_size),), hidden)}
+    head = {} if arch.tie_embeddings else {"head": Stack((("lm_head.weight", arch.vocab_size),), hidden)}
+    norm = {"norm": Stack((("model.norm.weight", *hidden),), ())}
+    return [embedding, *map(layer, range(arch.num_layers)), norm, *([head] if head else [])]
+
+
+def own_rows(rows: int, rank: int, count: int) -> range:
+    """The rows of a tensor that one of `count` ranks has: whole tiles, as many as others have, or one more."""
+    tiles = math.ceil(rows / TILE)
+    first, last = (min(rows, TILE * (tiles * each // count)) for each in (rank, rank + 1))
+    return range(first, last)
+
+
+class Masters:
+    """The rows of one rank.
+
+    Attributes:
+        units: all parameters.
+        own: FP32 [own rows, ...] of every parameter, by its name in the decoder.
+    """
+
+    def __init__(self, arch: Architecture, device: torch.device, ranks: Ranks) -> None:
+        self.units, self._ranks = units_of(arch), ranks
+        self._stacks = {name: stack for unit in self.units for name, stack in unit.items()}
+        self.own = {
+            name: torch.empty(sum(self._rows(stack, ranks.rank)), *stack.width, device=device)
+            for name, stack in self._stacks.items()
+        }
+
+    def named(self, values: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """Views of the own rows of masters, or of other values of their shapes, by Hugging Face name."""
+        found: dict[str, Tensor] = {}
+        for name, own in (self.own if values is None else values).items():
+            stack = self._stacks[name]
+            views = own.split(self._rows(stack, self._ranks.rank))
+            found |= {part: view for (part, _), view in zip(stack.parts, views, strict=True)}
+        return found
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Whole shapes by Hugging Face name."""
+        return {name: (rows, *stack.width) for stack in self._stacks.values() for name, rows in stack.parts}
+
+    def rows_of(self, name: str) -> range:
+        """The own rows of a tensor, by its Hugging Face name."""
+        return own_rows(self.shapes()[name][0], self._ranks.rank, self._ranks.count)
+
+    def write(self, masters: Mapping[str, Tensor]) -> None:
+        """Take weights of any type from whole tensors."""
+        own = self.named()
+        assert own.keys() == masters.keys(), "masters of another model"
+        for name, master in own.items():
+            rows = self.rows_of(name)
+            # Narrow weights become FP32 where they are going.
+            master.copy_(masters[name][rows.start : rows.stop].to(master.device))
+
+    def looked_up(self, name: str) -> Tensor:
+        """Own rows to find single ones in: the masters themselves where they are whole, else BF16 for the others."""
+        return self.own[name] if self._ranks.count == 1 else self.own[name].bfloat16()
+
+    def gathered(self, made: Mapping[str, Sequence[Tensor]]) -> dict[str, list[Tensor]]:
+        """Whole tensors from what each rank made of its rows of some parameters.
+
+        Args:
+            made: of a parameter, a tensor with its rows, and where there are codes another with its rows of tiles.
+        """
+        items = [
+            (tensor, [rows for _, rows in self._stacks[name].parts], step)
+            for name, tensors in made.items()
+            for tensor, step in zip(tensors, (1, TILE), strict=False)
+        ]
+        whole = iter(self._gathered(items))
+        return {name: [next(whole) for _ in tensors] for name, tensors in made.items()}
+
+    def joined(self, made: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """As `gathered`, of tensors by Hugging Face name, or by the name of their scales; in the order of their names'
+        layers, one layer at a time."""
+        shapes, found = self.shapes(), dict[str, Tensor]()
+        for _, names in groupby(made, layer_of):
+            unit = list(names)
+            bases = [name.removesuffix(SCALE_SUFFIX) for name in unit]
+            whole = self._gathered(
+                [
+                    (made[name], [shapes[base][0]], 1 if name == base else TILE)
+                    for name, base in zip(unit, bases, strict=True)
+                ]
+            )
+            found |= zip(unit, whole, strict=True)
+        return found
+
+    def _gathered(self, made: Sequence[tuple[Tensor, list[int], int]]) -> list[Tensor]:
+        """Whole tensors from own rows of each, with the rows of its parts, and how many of them a row stands for."""
+        if self._ranks.count == 1:
+            return [tensor for tensor, _, _ in made]
+        pieces = [self._pieces(*each) for each in made]
+        sizes = [[part[rank] for parts in pieces for part in parts] for rank in range(self._ranks.count)]
+        flat = torch.cat([_bytes(tensor) for tensor, _, _ in made])
+        received = self._ranks.gathered(flat, [sum(each) for each in sizes])
+        split = [iter(held.split(each)) for held, each in zip(received, sizes, strict=True)]
+        found = list[Tensor]()
+        for (tensor, _, _), parts in zip(made, pieces, strict=True):
+            whole = torch.cat([next(each) for _ in parts for each in split])
+            found.append(whole.view(tensor.dtype).view(-1, *tensor.shape[1:]))
+        return found
+
+    def summed(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The own rows of the gradients of all ranks, added in the order of the ranks; FP32, as `own`.
+
+        Args:
+            gradients: of some parameters, whole.
+        """
+        count = self._ranks.count
+        if count == 1:
+            return dict(gradients)
+        parts: list[list[Tensor]] = [[] for _ in range(count)]
+        for name, gradient in gradients.items():
+            stack = self._stacks[name]
+            for (_, rows), part in zip(stack.parts, gradient.split([rows for _, rows in stack.parts]), strict=True):
+                for rank, found in enumerate(parts):
+                    wanted = own_rows(rows, rank, count)
+                    found.append(part[wanted.start : wanted.stop].reshape(-1))
+        total, *others = self._ranks.exchanged([torch.cat(found) for found in parts])
+        for other in others:
+            total = total + other
+        split = total.split([self.own[name].numel() for name in gradients])
+        return {name: own.view_as(self.own[name]) for name, own in zip(gradients, split, strict=True)}
+
+    def digest(self) -> str:
+        """`policy_digest` of the whole masters."""
+        slices, shapes = list[Slice](), self.shapes()
+        for name, own in self.named().items():
+            rows, shape = self.rows_of(name), shapes[name]
+            width = math.prod(shape[1:])
+            ends = math.prod(shape) * own.itemsize if rows.stop == shape[0] and len(rows) else None
+            slices.append(Slice(own, rows.start * width * own.itemsize, ends))
+        digits = combined(self._ranks.joined([slice_sums(slices)]))
+        return digest_of(
+            {name: ("float32", shapes[name], found) for name, found in zip(self.named(), digits, strict=True)}
+        )
+
+    def _rows(self, stack: Stack, rank: int) -> list[int]:
+        """The number of rows that a rank has of each part."""
+        return [len(own_rows(rows, rank, self._ranks.count)) for _, rows in stack.parts]
+
+    def _pieces(self, tensor: Tensor, parts: Sequence[int], step: int) -> list[list[int]]:
+        """Bytes of each part of a tensor on each rank."""
+        row, count = math.prod(tensor.shape[1:]) * tensor.itemsize, self._ranks.count
+        return [[math.ceil(len(own_rows(rows, rank, count)) / step) * row for rank in range(count)] for rows in parts]
+
+
+def balanced(costs: Sequence[int], ranks: Ranks) -> list[int]:
+    """The indices of parts in an order in which the contiguous shares of all ranks cost about the same.
+
+    The most expensive part goes to the rank with the least to do that has room (longest processing time first).
+    """
+    count = ranks.count
+    room = [len(costs) * (rank + 1) // count - len(costs) * rank // count for rank in range(count)]
+    shares: list[list[int]] = [[] for _ in range(count)]
+    for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
+        open_ranks = [rank for rank in range(count) if len(shares[rank]) < room[rank]]
+        shares[min(open_ranks, key=lambda rank: sum(costs[each] for each in shares[rank]))].append(index)
+    return [index for share in shares for index in sorted(share)]
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
