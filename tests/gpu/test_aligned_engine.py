@@ -180,6 +180,7 @@ def test_every_layer_reads_and_writes_what_training_does(engine: Any, trainer: P
     tokens = torch.zeros(sequences.tokens, dtype=torch.int64)
     tokens[: len(prompt.prompt)] = torch.tensor(prompt.prompt)
     pack = DevicePack.of(sequences, torch.device("cuda"))
+    trainer._inference_weights()
     with torch.no_grad():
         trainer._decoder(tokens.cuda(), pack, Recorded(LONGEST), SCALES.layers, observe)
     differing = {

@@ -303,3 +303,12 @@ def test_an_update_whose_inputs_were_made_again_equal_is_not_taken_from_the_ledg
     run_copy.rewrite(lambda entry: entry.update(key="0" * 64) if entry.get("task") == "reward" else None)
     run_copy.resume()
     assert run_copy.records == whole_run.records
+
+
+def test_a_packed_trainer_goes_on_from_its_checkpoint(loop_run):
+    run = loop_run("packed", **{"training.packed": True, "precision.rounding_points": "kernels", "steps": 2})
+    with run.opened(steps=3) as live:
+        begin(live)
+        assert live.trainer.version == 2
+        assert live.trainer.digest() == run.ledger.step(2).weights_digest
+    assert "older state" not in run.said
