@@ -1,9 +1,12 @@
 """The whole loop of h200-small on one GPU and on several through Ray: error, differing tokens, seconds by part.
 
     python -m benchmarks.cluster_hopper --out FOLDER --gpus 2 --steps 8
+    python -m benchmarks.cluster_hopper --out FOLDER --gpus 2 --steps 8 --nodes 2
 
-All cases begin from one warm start. Each is a row of kind `grpo_step` in FOLDER/cluster_hopper.json. The rollouts of
-step 1 come from the same policy in all cases, so their digests must be equal.
+With --nodes a Ray cluster of simulated nodes on this host shares the GPUs out, and the runs are given its address. So
+one GPU goes through Ray too. All cases begin from one warm start. Each is a row of kind `grpo_step` in
+FOLDER/cluster_hopper.json. The rollouts of step 1 come from the same policy in all cases, so their digests must be
+equal.
 """
 
 import argparse
@@ -23,11 +26,13 @@ RESULT = "cluster_hopper"
 _PARTS = ("rollout", "logprobs", "train", "sync")
 # Engines compile in the first steps.
 _WARM_UP = 2
-_SECONDS = 400
+_SECONDS = 550
 
 
 def cases(gpus: int) -> dict[str, Mapping[str, Any]]:
     """Settings of the cluster, by the name of a case."""
+    if gpus == 1:
+        return {"one process": {}, "colocated, 1": {"cluster.engines": 1, "cluster.ranks": 1}}
     return {
         "one process": {},
         f"colocated, {gpus}": {"cluster.engines": gpus, "cluster.ranks": gpus},
@@ -44,11 +49,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
     out, rows = options.out.absolute(), list[Row]()
     (out / "logs").mkdir(parents=True, exist_ok=True)
+    address = {} if not options.nodes else {"cluster.address": simulated_nodes(options.nodes, options.gpus)}
     for name, settings in cases(options.gpus).items():
-        rows.append(_measured(name, settings, options, out))
+        rows.append(_measured(name, {**settings, **address} if settings else settings, options, out))
         write_rows(out / f"{RESULT}.json", rows)
     print(step_table(rows), flush=True)
     return int(any("error" in row for row in rows))
+
+
+def simulated_nodes(nodes: int, gpus: int) -> str:
+    """The address of a cluster of this host whose nodes have a share of its GPUs each; it ends with this process."""
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "num_gpus": 0, "include_dashboard": False})
+    for node in range(nodes):
+        own = range(gpus * node // nodes, gpus * (node + 1) // nodes)
+        # Each would number its GPUs from 0.
+        visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, own))}
+        cluster.add_node(num_cpus=4 * len(own), num_gpus=len(own), env_vars=visible)
+    cluster.wait_for_nodes()
+    return str(cluster.address)
 
 
 def _measured(name: str, settings: Mapping[str, Any], options: argparse.Namespace, out: Path) -> Row:
@@ -57,6 +77,7 @@ def _measured(name: str, settings: Mapping[str, Any], options: argparse.Namespac
     flags = [*(f"{key}={value}" for key, value in whole.items()), f"run={run}", *options.overrides]
     row: Row = {"kind": "grpo_step", "model": "h200-small", "layers": 8, "case": name, "mode": "synchronous"}
     row |= {"precision": "fp8_linear_kv", "settings": dict(settings), "steps": options.steps}
+    row |= {"nodes": options.nodes or 1}
     log = out / "logs" / f"{run}.log"
     with log.open("wb") as output:
         ended = subprocess.run(
@@ -115,6 +136,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder of the rows, the runs and their logs")
     parser.add_argument("--gpus", type=int, default=2, help="GPUs of the cases with several")
+    parser.add_argument("--nodes", type=int, default=0, help="simulated nodes that share the GPUs out")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--warm-start", type=int, default=600, help="steps of the warm start that all cases share")
     parser.add_argument("--config", default="h200-small")
