@@ -144,14 +144,14 @@ def ledger_row(training: Training, arch: Architecture) -> Row | None:
         "model": "qwen3-8b" if arch.hidden_size == QWEN3_8B.hidden_size else "rehearsal",
         "layers": arch.num_layers,
         "requests": round(last["rollout/tokens"] / last["rollout/length_mean"]),
-        "prompt_tokens": _prompt_tokens(run),
+        "prompt_tokens": prompt_tokens(run),
         "generated_tokens": int(last["rollout/tokens"]),
         "seconds_before": _seconds_before(run),
         "tmpe": list(series(run.history, TMPE)[1]),
     }
 
 
-def _prompt_tokens(run: RunData) -> int:
+def prompt_tokens(run: RunData) -> int:
     """Of all requests of the newest step."""
     last = run.evidence.steps[max(run.evidence.steps)]
     rollouts = ArtifactStore(run.evidence.folder).get_table(last.artifacts["rollouts"])
@@ -188,22 +188,26 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def make_model(folder: Path, arch: Architecture, device: str) -> None:
-    """Write the folder if it is not there; in a process of its own, of which nothing stays on a device."""
+def make_model(folder: Path, arch: Architecture, device: str, ends: int = 1) -> None:
+    """Write the folder if it is not there; in a process of its own, of which nothing stays on a device.
+
+    Args:
+        ends: number of tokens that end a completion. Each is drawn about as often as any other token.
+    """
     if folder.exists():
         return
-    process = get_context("spawn").Process(target=write_model, args=(folder, arch, device))
+    process = get_context("spawn").Process(target=write_model, args=(folder, arch, device, ends))
     process.start()
     process.join()
     if process.exitcode != 0:
         raise RuntimeError(f"{folder}: the model was not written (exit code {process.exitcode})")
 
 
-def write_model(folder: Path, arch: Architecture, device: str) -> None:
+def write_model(folder: Path, arch: Architecture, device: str, ends: int = 1) -> None:
     """Norms are 1, everything else is normal with deviation 0.02; the folder appears whole or not at all."""
     partial = folder.with_name(f".{folder.name}.{arch.num_layers}.partial")
     partial.mkdir(parents=True, exist_ok=True)
-    tokenizer = byte_tokenizer(arch.vocab_size)
+    tokenizer = byte_tokenizer(arch.vocab_size, ends)
     tokenizer.save(partial)
     tokens = {"bos_id": None, "eos_ids": tokenizer.eos_ids, "pad_id": tokenizer.pad_id}
     config = architecture_to_hf(arch, **tokens, dtype="bfloat16")
@@ -222,8 +226,11 @@ def write_model(folder: Path, arch: Architecture, device: str) -> None:
     partial.rename(folder)
 
 
-def byte_tokenizer(vocab_size: int) -> Tokenizer:
-    """A token for each byte and for the end of a text, and unused ones up to the size of the vocabulary."""
+def byte_tokenizer(vocab_size: int, ends: int = 1) -> Tokenizer:
+    """A token for each byte and for the end of a text, and unused ones up to the size of the vocabulary.
+
+    Of the unused ones the last `ends` - 1 end a text too.
+    """
     known = [*sorted(pre_tokenizers.ByteLevel.alphabet()), _PAD, _END]
     names = [*known, *(f"<unused{i}>" for i in range(vocab_size - len(known)))]
     backend = tokenizers.Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, []))
@@ -231,7 +238,8 @@ def byte_tokenizer(vocab_size: int) -> Tokenizer:
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([_PAD, _END])
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": _END, "pad_token": _PAD}
-    return Tokenizer(backend, config, frozenset(), None, "random model")
+    more = frozenset(range(vocab_size - ends + 1, vocab_size))
+    return Tokenizer(backend, config, more, None, "random model")
 
 
 def _weight(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:

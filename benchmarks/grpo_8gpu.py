@@ -1,0 +1,270 @@
+"""Whole GRPO steps of an 8B model on N GPUs at the load of NeMo RL's published figures, through `fp8-grpo run`.
+
+    python -m benchmarks.grpo_8gpu --out FOLDER --gpus 8 --models llama-3.1-8b --precisions fp8
+    python -m benchmarks.grpo_8gpu --out FOLDER --gpus 1 --models qwen3-8b --precisions fp8 bf16
+    python -m benchmarks.grpo_8gpu --out FOLDER --gpus 2 --tiny                          a rehearsal on a CPU
+
+A step has 256 completions a GPU, 32 of a prompt, as the 64 prompts of NeMo RL give on 8 GPUs; it makes four updates. A
+completion has at most 4,096 tokens, 1,060 on average. Weights are random, so the next token is one of K ends with a
+probability of K in the size of the vocabulary, and lengths are geometric; K is chosen for the mean. `tokens` are those
+that train, prompts and completions, as NeMo RL counts them (docs/about/performance-summary.md there).
+
+Each model in a precision is a run of its own, killed after its last step (`large_ledger`), and a row of kind
+`grpo_step` in --rows. Other rows of that file stay, so one call may measure one of them. The prediction that a row
+holds was written before.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import MODELS, RESULTS, Row, table, write_rows
+from benchmarks.large_ledger import QWEN3_8B, committed, make_model, train
+from benchmarks.small_hopper import Training, plan, step_ledger_row, timed_steps
+from fp8core.models.architecture import Architecture
+from fp8core.models.hub import PUBLISHED
+from fp8core.report.run_data import RunData, read_run
+from fp8core.report.summary import TMPE, TOKENS_DIFFERING, series
+from fp8core.store.artifacts import ArtifactStore
+
+RESULT = "grpo_8gpu"
+PREDICTION = RESULTS / f"{RESULT}_prediction.json"
+VARIANTS = {"fp8": "fp8_end_to_end_kv", "bf16": "bf16"}
+"""By precision: FP8 is aligned, the same bits on both sides; BF16 runs vLLM's own model."""
+SHAPES = {
+    "llama-3.1-8b": ("llama-aligned", PUBLISHED["meta-llama/Llama-3.1-8B-Instruct"]),
+    "qwen3-8b": ("qwen3-aligned", QWEN3_8B),
+}
+"""Configuration and shape of each model."""
+PARTS = ("rollout", "logprobs", "train", "sync", "artifacts", "orchestration", "wall")
+_TINY = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_heads": 2, "num_kv_heads": 1}
+_KEYS = ("kind", "model", "precision", "layers", "gpus", "mode", "completions")
+# The first step compiles.
+_WARM_UP = 1
+
+
+@dataclass(frozen=True)
+class Load:
+    """The completions of a step: prompts a GPU, completions of each, and the longest and mean number of their tokens.
+
+    `settings` are further ones of the configuration.
+    """
+
+    prompts: int
+    group: int
+    longest: int
+    mean: float
+    settings: dict[str, Any]
+
+
+NEMO = Load(
+    prompts=8,
+    group=32,
+    longest=4096,
+    mean=1060.0,
+    # Prompts have at most 512 tokens.
+    settings={"rollout.max_batch": 256, "rollout.vllm.max_model_len": 4608},
+)
+REHEARSAL = Load(
+    prompts=4,
+    group=4,
+    longest=32,
+    mean=8.0,
+    settings={
+        **{"rollout.engine": "embedded", "rollout.vllm.sleep": False, "precision.rounding_points": "stepwise"},
+        **{"training.device": "cpu", "training.packed": False, "threads": 1},
+    },
+)
+_COMMON = {
+    "data.source": "chain",
+    "reward.verifier": "benchmarks.random_reward:score",
+    "training.minibatches": 4,
+    "evaluation": {"every": 1_000_000, "prompts": 1},
+    "checkpoint.every": 1_000_000,
+    "tracking.sample_completions": 0,
+}
+# GiB for the tokens that are generated together, as in `large_ledger`.
+_CACHE = {"bf16": 28.5, "fp8": 14.5}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure what is asked for, row after row; returns 0 when all have their steps, else 1."""
+    options = options_of(arguments)
+    end, out = time.monotonic() + options.seconds, options.out.absolute()
+    (out / "logs").mkdir(parents=True, exist_ok=True)
+    rows = json.loads(options.rows.read_text()) if options.rows.exists() else []
+    predictions = json.loads(options.predict.read_text()) if options.predict.exists() else []
+    missing = list[str]()
+    for model in options.models:
+        for precision in options.precisions:
+            arch, folder = shape(model, options)
+            make_model(folder, arch, "cpu" if options.tiny else "cuda", _ends(arch, _load(options)))
+            chosen = planned(model, precision, options)
+            if not committed(chosen, _WARM_UP + options.steps):
+                train(chosen, _WARM_UP + options.steps, out / "logs" / f"{chosen.folder.name}.log", end)
+            if not committed(chosen, _WARM_UP + options.steps):
+                missing.append(f"{model} in {precision}")
+                continue
+            row = step_row(chosen, arch, (model, precision), options)
+            row["predicted"] = next((each["predicted"] for each in predictions if _same(each, row)), None)
+            rows = [*(each for each in rows if not _same(each, row, _KEYS)), row]
+            write_rows(options.rows, rows)
+    print(step_table(rows), *(f"not measured: {each}" for each in missing), sep="\n", flush=True)
+    return int(bool(missing))
+
+
+def shape(model: str, options: argparse.Namespace) -> tuple[Architecture, Path]:
+    """The shape of a model, and its folder."""
+    arch = SHAPES[model][1]
+    if options.tiny:
+        arch = replace(arch, **_TINY, num_layers=2, max_positions=1024)
+    arch = replace(arch, num_layers=options.layers or arch.num_layers)
+    tiny = "-tiny" if options.tiny else ""
+    return arch, options.out.absolute() / f"model-{model}-{arch.num_layers}{tiny}"
+
+
+def planned(model: str, precision: str, options: argparse.Namespace) -> Training:
+    """The training of a model in a precision. Raises UserError: the configuration is refused."""
+    load, folder = _load(options), shape(model, options)[1]
+    settings = {
+        **_COMMON,
+        **load.settings,
+        "rollout.prompts_per_step": load.prompts * options.gpus,
+        "rollout.group_size": load.group,
+        "rollout.max_new_tokens": load.longest,
+        "cluster.engines": options.gpus,
+        "cluster.ranks": options.gpus,
+        "steps": _WARM_UP + options.steps + 1,
+    }
+    if not options.tiny:
+        settings["rollout.vllm.kv_cache_gib"] = _CACHE[precision]
+    overrides = [f"model={folder}", *(f"{key}={json.dumps(value)}" for key, value in settings.items())]
+    runs = folder.parent / "runs"
+    (made,) = plan(SHAPES[model][0], [*overrides, *options.overrides], [VARIANTS[precision]], runs)
+    return replace(made, folder=runs / f"{folder.name.removeprefix('model-')}-{precision}-{options.gpus}")
+
+
+def ends_for(vocab_size: int, longest: int, mean: float) -> int:
+    """The number of tokens that end a completion, for lengths that are geometric up to `longest`, with this mean."""
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        share = (low + high) / 2
+        low, high = (share, high) if (1 - (1 - share) ** longest) / share > mean else (low, share)
+    return max(1, round(low * vocab_size))
+
+
+def _ends(arch: Architecture, load: Load) -> int:
+    return ends_for(arch.vocab_size, load.longest, load.mean)
+
+
+def step_row(training: Training, arch: Architecture, case: tuple[str, str], options: argparse.Namespace) -> Row:
+    """Means over the steps after the first; errors are the largest of all steps."""
+    run = read_run(training.folder, training.variant)
+    measured = step_ledger_row(run, training.variant, training.shown)
+    assert measured is not None, f"{training.folder}: no step between two commits"
+    steps = [step.commit.step for step in timed_steps(run.evidence)]
+    sizes = [_sizes(run, step) for step in steps]
+    tokens = sum(size["prompt_tokens"] + size["generated_tokens"] for size in sizes) / len(sizes)
+    seconds, per_gpu = measured["seconds"], tokens / options.gpus
+    settings = dict(setting.split("=", 1) for setting in training.settings[1:])
+    return {
+        "kind": "grpo_step",
+        "model": f"rehearsal of {case[0]}" if options.tiny else case[0],
+        "precision": case[1],
+        "layers": arch.num_layers,
+        "gpus": options.gpus,
+        "mode": "synchronous",
+        "completions": sizes[-1]["completions"],
+        "steps": len(steps),
+        "tokens": round(tokens),
+        "length_mean": sum(size["generated_tokens"] for size in sizes) / sum(size["completions"] for size in sizes),
+        "length_longest": max(size["longest"] for size in sizes),
+        "tokens_per_s_per_gpu": per_gpu / seconds["wall"],
+        "seconds": seconds,
+        "sizes": sizes,
+        "error_max": max(series(run.history, TMPE)[1]),
+        "tokens_differing": int(sum(series(run.history, TOKENS_DIFFERING)[1])),
+        "settings": settings,
+        **{key: measured[key] for key in ("commit", "dirty", "versions", "hardware") if key in measured},
+        # Another place has the model elsewhere.
+        "command": measured["command"].replace(training.settings[0], "model=FOLDER/model"),
+        "driver": " ".join(["python -m benchmarks.grpo_8gpu", *_driver(options)]),
+    }
+
+
+def _sizes(run: RunData, step: int) -> Row:
+    rollouts = ArtifactStore(run.evidence.folder).get_table(run.evidence.steps[step].artifacts["rollouts"])
+    prompts, completions = (
+        [len(tokens) for tokens in rollouts[name].to_pylist()] for name in ("prompt_tokens", "tokens")
+    )
+    return {
+        "completions": len(completions),
+        "prompt_tokens": sum(prompts),
+        "generated_tokens": sum(completions),
+        "longest": max(completions),
+    }
+
+
+def step_table(rows: Sequence[Row]) -> str:
+    """One line a row: tokens a second and GPU beside the prediction, seconds by part, and what differs."""
+    return table(
+        (
+            *("model", "precision", "GPUs", "tokens/s/GPU", "predicted"),
+            *(f"{part}, s" for part in PARTS),
+            *("mean length", "error", "tokens differ"),
+        ),
+        (
+            (
+                MODELS.get(row["model"], row["model"]),
+                row["precision"],
+                str(row["gpus"]),
+                f"{row['tokens_per_s_per_gpu']:,.0f}",
+                "" if row["predicted"] is None else f"{row['predicted']['tokens_per_s_per_gpu']:,.0f}",
+                *(f"{row['seconds'].get(part, 0.0):.1f}" for part in PARTS),
+                f"{row['length_mean']:,.0f}",
+                f"{row['error_max']:.6g}",
+                f"{row['tokens_differing']:,}",
+            )
+            for row in rows
+        ),
+    )
+
+
+def _same(one: Row, other: Row, keys: Sequence[str] = ("model", "precision", "layers", "gpus")) -> bool:
+    return all(one[key] == other[key] for key in keys)
+
+
+def _load(options: argparse.Namespace) -> Load:
+    return REHEARSAL if options.tiny else NEMO
+
+
+def _driver(options: argparse.Namespace) -> list[str]:
+    sizes = [f"--gpus {options.gpus}", f"--steps {options.steps}", *(["--tiny"] if options.tiny else [])]
+    return ["--out FOLDER", *sizes, *options.overrides]
+
+
+def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder of models, runs and logs")
+    parser.add_argument("--rows", type=Path, help="file that the rows are added to (default FOLDER/grpo_8gpu.json)")
+    parser.add_argument("--predict", type=Path, default=PREDICTION, help="file of predictions written before")
+    parser.add_argument("--gpus", type=int, default=8)
+    parser.add_argument("--models", nargs="+", choices=tuple(SHAPES), default=list(SHAPES))
+    parser.add_argument("--precisions", nargs="+", choices=tuple(VARIANTS), default=list(VARIANTS))
+    parser.add_argument("--steps", type=int, default=2, help="that are measured, after a first one (default 2)")
+    parser.add_argument("--layers", type=int, help="of the model (default: all)")
+    parser.add_argument("--seconds", type=float, default=560.0, help="of this call (default 560)")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model with the embedded engine, on a CPU")
+    parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE")
+    options = parser.parse_args(arguments)
+    options.rows = options.rows or options.out / f"{RESULT}.json"
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

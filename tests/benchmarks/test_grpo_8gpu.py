@@ -1,0 +1,53 @@
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from benchmarks.grpo_8gpu import NEMO, SHAPES, VARIANTS, ends_for, main, options_of, planned, shape
+from fp8core.config.load import load_config
+from fp8core.plan.memory import GPUS, Machine
+from fp8core.plan.run_plan import plan_run, refuse_unfit
+from fp8core.store.artifacts import ArtifactStore
+from fp8core.training.registry import trainer_grid
+
+
+@pytest.mark.parametrize("vocab", [151_936, 128_256])
+def test_the_ends_give_the_mean_length(vocab):
+    drawn = np.random.default_rng(0).geometric(ends_for(vocab, NEMO.longest, NEMO.mean) / vocab, 400_000)
+    assert np.minimum(drawn, NEMO.longest).mean() == pytest.approx(NEMO.mean, rel=0.01)
+
+
+@pytest.mark.parametrize("model", SHAPES)
+@pytest.mark.parametrize("precision", VARIANTS)
+def test_a_step_of_256_completions_fits_one_h200(model, precision, tmp_path):
+    options = options_of(["--out", str(tmp_path), "--gpus", "1"])
+    training = planned(model, precision, options)
+    config, machine = load_config(training.config, training.settings), Machine(GPUS["h200"], None)
+    assert config.rollout.prompts_per_step * config.rollout.group_size == 256
+    refuse_unfit(plan_run(config, shape(model, options)[0], machine, trainer_grid(config, machine)))
+
+
+def test_rows_of_committed_steps_join_those_of_other_calls(whole_run, tmp_path, capsys):
+    options = ["--out", str(tmp_path), "--gpus", "1", "--tiny", "--steps", "3", "--precisions", "fp8"]
+    (tmp_path / "model-qwen3-8b-2-tiny").mkdir()
+    shutil.copytree(whole_run.folder, tmp_path / "runs" / "qwen3-8b-2-tiny-fp8-1")
+    keys = {"kind": "grpo_step", "precision": "fp8", "layers": 2, "gpus": 1}
+    other = {**keys, "model": "other", "mode": "synchronous", "completions": 1}
+    guess = [{**keys, "model": "rehearsal of qwen3-8b", "predicted": {"tokens_per_s_per_gpu": 7}}]
+    measured = {"tokens_per_s_per_gpu": 1.0, "seconds": {}, "length_mean": 1.0, "error_max": 1.0, "tokens_differing": 0}
+    (tmp_path / "grpo_8gpu.json").write_text(json.dumps([{**other, **measured, "predicted": None}]))
+    (tmp_path / "guess.json").write_text(json.dumps(guess))
+    for _ in range(2):
+        assert main([*options, "--models", "qwen3-8b", "--predict", str(tmp_path / "guess.json")]) == 0
+    (first, row) = json.loads((tmp_path / "grpo_8gpu.json").read_text())
+    assert (first["model"], row["predicted"]) == ("other", {"tokens_per_s_per_gpu": 7})
+    steps = [whole_run.ledger.artifacts(i)["rollouts"] for i in (2, 3, 4)]
+    tables = [ArtifactStore(whole_run.folder).get_table(ref) for ref in steps]
+    lengths = [len(tokens) for table in tables for tokens in table["tokens"].to_pylist()]
+    prompts = [len(tokens) for table in tables for tokens in table["prompt_tokens"].to_pylist()]
+    assert row["tokens"] == round((sum(lengths) + sum(prompts)) / 3)
+    assert (row["length_longest"], row["length_mean"]) == (max(lengths), pytest.approx(np.mean(lengths)))
+    assert row["tokens_per_s_per_gpu"] == pytest.approx(row["tokens"] / row["seconds"]["wall"], rel=5e-3)
+    assert (row["error_max"], row["tokens_differing"]) == (1.0, 0)
+    assert "| rehearsal of qwen3-8b | fp8 | 1 |" in capsys.readouterr().out
