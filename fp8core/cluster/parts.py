@@ -11,6 +11,7 @@ from torch import Tensor
 from fp8core.cluster.transport import GroupRanks, Link
 from fp8core.config.run import RunConfig
 from fp8core.models.architecture import Architecture
+from fp8core.models.safetensors_stream import FileTensors
 from fp8core.rollout.engine import (
     Completion,
     MemoryReader,
@@ -51,6 +52,10 @@ def unpack(packed: Mapping[str, PackedTensor]) -> dict[str, Tensor]:
         name: torch.from_numpy(each.bytes.copy()).view(getattr(torch, each.layout.dtype)).view(each.layout.shape)
         for name, each in packed.items()
     }
+
+
+Started = Mapping[str, PackedTensor] | FileTensors
+"""The weights that a trainer starts from."""
 
 
 class EnginePart:
@@ -111,10 +116,15 @@ class TrainerPart:
     """A trainer's part on one rank; what it exports waits here until it is sent."""
 
     def __init__(
-        self, ranks: GroupRanks, config: RunConfig, arch: Architecture, masters: Mapping[str, PackedTensor]
+        self,
+        ranks: GroupRanks,
+        config: RunConfig,
+        arch: Architecture,
+        masters: Mapping[str, PackedTensor] | FileTensors,
     ) -> None:
         self._ranks = ranks
-        self._trainer: Trainer = trainer_of(config.training).build(config, arch, unpack(masters), ranks)
+        started = masters if isinstance(masters, FileTensors) else unpack(masters)
+        self._trainer: Trainer = trainer_of(config.training).build(config, arch, started, ranks)
         self._kept: dict[str, Tensor] = {}
         self._lent = ExitStack()
 

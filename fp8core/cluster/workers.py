@@ -18,6 +18,7 @@ from fp8core.cluster.transport import BROADCASTS, Broadcast, GroupRanks, Link, M
 from fp8core.config.capability import Environment
 from fp8core.config.run import RunConfig
 from fp8core.models.architecture import Architecture
+from fp8core.models.safetensors_stream import ReadTensors
 from fp8core.numerics.kv_scales import KvStatistics, LayerScales
 from fp8core.rl.batch import RolloutBatch, TokenBatch
 from fp8core.rollout.engine import Completion, PolicyScales, Probe, PromptGroup, Sampling, SyncReport, TensorSpec
@@ -135,8 +136,8 @@ class Cluster:
         return ReplicatedEngine(self.gang, key, self._links, config.cluster.placement == "colocated")
 
     def build_trainer(self, config: RunConfig, arch: Architecture, masters: Mapping[str, Tensor]) -> "RankedTrainer":
-        """A trainer over all ranks that starts from the given weights."""
-        started = ray.put(pack(masters))
+        """A trainer over all ranks that starts from the given weights; each rank reads those of a checkpoint itself."""
+        started = masters.files if isinstance(masters, ReadTensors) else ray.put(pack(masters))
         key = self._build(self.gang.ranks, TrainerPart, ("ranks",), config, arch, started)
         return RankedTrainer(self.gang, key, arch)
 

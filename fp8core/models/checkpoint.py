@@ -26,7 +26,7 @@ from fp8core.models.architecture import (
     one_or_list,
     parameter_shapes,
 )
-from fp8core.models.safetensors_stream import INDEX, WEIGHTS, StoredTensor, read_folder
+from fp8core.models.safetensors_stream import INDEX, WEIGHTS, ReadTensors, StoredTensor, read_folder
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.store.durable import make_folder, sync_path
 from fp8core.user_files import read_json_object
@@ -142,7 +142,7 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def _read_tensors(folder: Path, arch: Architecture) -> dict[str, Tensor]:
+def _read_tensors(folder: Path, arch: Architecture) -> ReadTensors:
     shapes = parameter_shapes(arch)
     # Old Llama conversions store the rotary frequencies, which the configuration determines.
     stored = {name: t for name, t in read_folder(folder).items() if not name.endswith("rotary_emb.inv_freq")}
@@ -155,7 +155,7 @@ def _read_tensors(folder: Path, arch: Architecture) -> dict[str, Tensor]:
         raise stored[_HEAD].refused(
             f"expected the values of {_EMBEDDING} (config.json says tie_word_embeddings), found others"
         )
-    return {name: tensors[name] for name in shapes}
+    return ReadTensors({name: tensors[name] for name in shapes}, {name: stored[name] for name in shapes})
 
 
 def _check(stored: Mapping[str, StoredTensor], shapes: Mapping[str, tuple[int, ...]], tied: bool, where: Path) -> None:

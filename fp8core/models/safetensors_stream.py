@@ -10,7 +10,7 @@ A `Conversion` turns one tensor from BF16 to block FP8 or back, some rows of til
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -95,6 +95,32 @@ class StoredTensor:
         place = StoredTensor(self.file, part, self.offset + first * row.size)
         data = next(place.chunks(part.elements)) if part.elements else torch.empty(0, dtype=torch.uint8)
         return data.view(FLOATS[part.dtype]).view(part.shape)
+
+
+class FileTensors(Mapping[str, Tensor]):
+    """Tensors that are read when they are asked for; another process that sees the files reads them there."""
+
+    def __init__(self, stored: Mapping[str, StoredTensor]) -> None:
+        self._stored = dict(stored)
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Raises UserError: the file cannot be read."""
+        found = self._stored[name]
+        return found.rows(0, found.spec.shape[0])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stored)
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+
+class ReadTensors(dict[str, Tensor]):
+    """Tensors in memory, and the `files` that they were read from."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], stored: Mapping[str, StoredTensor]) -> None:
+        super().__init__(tensors)
+        self.files = FileTensors(stored)
 
 
 def read_folder(folder: Path) -> dict[str, StoredTensor]:
