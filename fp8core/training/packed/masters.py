@@ -55,16 +55,16 @@ def units_of(arch: Architecture) -> list[Unit]:
             return Stack(tuple((f"model.layers.{index}.{name}.weight", rows) for name, rows in parts), shape)
 
         attention = [(f"self_attn.{name}_proj", rows) for name, rows in zip("qkv", (query, key, key), strict=True)]
+        heads = {f"{name}_norm": stack((), (f"self_attn.{name}_norm", arch.head_dim)) for name in "qk"}
         found = {
             "input_norm": stack((), ("input_layernorm", *hidden)),
-            "post_norm": stack((), ("post_attention_layernorm", *hidden)),
             "qkv": stack(hidden, *attention),
+            **(heads if arch.qk_norm else {}),
             "output": stack((query,), ("self_attn.o_proj", *hidden)),
+            "post_norm": stack((), ("post_attention_layernorm", *hidden)),
             "gate_up": stack(hidden, ("mlp.gate_proj", width), ("mlp.up_proj", width)),
             "down": stack((width,), ("mlp.down_proj", *hidden)),
         }
-        if arch.qk_norm:
-            found |= {f"{name}_norm": stack((), (f"self_attn.{name}_norm", arch.head_dim)) for name in "qk"}
         return {f"layers.{index}.{name}": each for name, each in found.items()}
 
     embedding = {"embedding": Stack((("model.embed_tokens.weight", arch.vocab_size),), hidden)}
