@@ -11,6 +11,7 @@ from torch import Tensor
 from fp8core.cluster.transport import GroupRanks, Link
 from fp8core.config.run import RunConfig
 from fp8core.models.architecture import Architecture
+from fp8core.rl.batch import TokenBatch
 from fp8core.rollout.engine import (
     Completion,
     MemoryReader,
@@ -105,6 +106,27 @@ class Exported(NamedTuple):
     digest: str
     layouts: dict[str, TensorSpec]
     on_gpu: bool
+
+
+class SftPart:
+    """The trainer of a warm start, on one rank."""
+
+    def __init__(self, config: RunConfig, arch: Architecture, initial: Mapping[str, PackedTensor]) -> None:
+        build = trainer_of(config.training).build_sft
+        assert build is not None, "this process is asked for trainers of warm starts alone"
+        self._trainer = build(config, arch, unpack(initial))
+
+    def sft_step(self, batch: TokenBatch, learning_rate: float) -> float:
+        return self._trainer.sft_step(batch, learning_rate)
+
+    def masters(self) -> dict[str, PackedTensor]:
+        return pack(self._trainer.masters)
+
+    def close(self) -> None:
+        self._trainer.close()
+        del self._trainer
+        # Engines that size themselves by the free memory of the GPU come next.
+        torch.cuda.empty_cache()
 
 
 class TrainerPart:
