@@ -220,7 +220,7 @@ class Gang:
 
 
 def ask_node(settings: ClusterConfig, wants_gpus: bool) -> Node:
-    """What the machines of a cluster have where members would run, as one of them tells; nothing is placed.
+    """The machine of members of a cluster, as one of its nodes describes itself; nothing is placed.
 
     The connection stays for the next question, and for the gang that follows.
 
