@@ -25,11 +25,12 @@ from ray.exceptions import (
 )
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from torch.distributed import DistBackendError, DistNetworkError
 
 from fp8core.cluster.member import Member, Place
 from fp8core.config.capability import Environment, Node, this_node
 from fp8core.config.section import ClusterConfig
-from fp8core.errors import MemberLost, UserError, first_line
+from fp8core.errors import EngineLost, MemberLost, UserError, first_line
 from fp8core.store.manifest import current_code
 
 # A member that failed leaves others in a collective, which they would not leave by themselves.
@@ -44,6 +45,10 @@ _joined: str | None = None
 
 class MemberFailed(RuntimeError):
     """The code of a process raised; the message names the process and holds its traceback."""
+
+
+class LinkLost(MemberLost):
+    """NCCL failed in a process, most often because another one ended, which is then the better reason."""
 
 
 class Call(NamedTuple):
@@ -113,13 +118,16 @@ class Gang:
             member = pending.pop(done[0])
             try:
                 found[done[0]] = self.value(member, done[0])
-            except MemberLost:
-                self._end_members()
-                raise
+            except MemberLost as error:
+                if not isinstance(error, LinkLost):
+                    self._end_members()
+                    raise
+                errors.append(error)
+                patience = _PATIENCE_SECONDS
             except Exception as error:  # noqa: BLE001 - raised below, when the others have ended
                 errors.append(error)
                 patience = _PATIENCE_SECONDS
-        failed = next((error for error in errors if isinstance(error, MemberFailed)), None)
+        failed = next((error for error in errors if isinstance(error, MemberFailed | LinkLost)), None)
         if failed is not None or pending:
             self._end_members()
         if errors:
@@ -132,9 +140,13 @@ class Gang:
             return ray.get(ref)
         except RayTaskError as error:
             cause = error.cause
+            if isinstance(cause, EngineLost):
+                raise MemberLost(f"{member.name}: {_where(member)}: {cause}{_said(member)}") from None
             # Errors of ours are for people or for callers; those of libraries are not expected.
             if type(cause).__module__.startswith("fp8core.") or isinstance(cause, ValueError):
                 raise cause from None
+            if isinstance(cause, DistBackendError | DistNetworkError):
+                raise LinkLost(f"{member.name}: {_where(member)}: NCCL failed: {first_line(cause)}") from None
             text = str(error).strip()
             raise MemberFailed(f"{member.name} failed: {last_line(text)}\n{text}") from None
         except OutOfMemoryError as error:
@@ -197,6 +209,8 @@ class Gang:
         }
         try:
             places = ray.get([actor.place.remote() for actor in actors.values()])
+        except OutOfMemoryError as error:
+            raise UserError(f"cluster: a process did not start: no memory left: {first_line(error)}") from error
         except (RayActorError, ActorUnschedulableError) as error:
             raise UserError(f"cluster: a process did not start: {_reason(error)}") from error
         except RayTaskError as error:

@@ -1,5 +1,8 @@
 """Parts that the members of a run hold: an engine, or a rank's share of a trainer."""
 
+import os
+import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
@@ -54,11 +57,21 @@ def unpack(packed: Mapping[str, PackedTensor]) -> dict[str, Tensor]:
     }
 
 
+def _end_with(engine: MemoryReader) -> None:
+    """End this process when that of its engine has ended: Ray then ends the call that waits for an answer of it."""
+    if (reason := engine.await_loss()) is not None:
+        sys.stderr.write(f"{reason}\n")
+        sys.stderr.flush()
+        os._exit(1)
+
+
 class EnginePart:
     """An engine that takes its weights from a rank."""
 
     def __init__(self, config: RunConfig, arch: Architecture) -> None:
-        self._engine = engine_entry(config).build(config, arch)
+        self._engine = engine = engine_entry(config).build(config, arch)
+        if isinstance(engine, MemoryReader):
+            threading.Thread(target=_end_with, args=(engine,), daemon=True).start()
 
     def reads_memory(self) -> bool:
         """True if it reads weights where another process has them."""

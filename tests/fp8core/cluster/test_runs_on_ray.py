@@ -12,13 +12,14 @@ import pytest
 import ray
 import torch
 from ray.cluster_utils import Cluster
+from torch.distributed import DistBackendError
 
 from flows.launch import launch
 from fp8core.cluster.workers import RemoteSft
 from fp8core.config.capability import this_node
 from fp8core.config.load import load_config
 from fp8core.config.run import WarmStartConfig
-from fp8core.errors import MemberLost, UserError
+from fp8core.errors import EngineLost, MemberLost, UserError
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.rl.batch import RolloutBatch, TokenBatch
 from fp8core.run.build import build_base, build_sft_trainer, build_trainer, members_node, open_cluster
@@ -155,6 +156,30 @@ def test_rank_0_trains_the_warm_start_to_the_bytes_of_this_process(two_nodes):
                 assert isinstance(trainer, RemoteSft) == (where is cluster)
                 found.append(train_by(trainer, settings, batch, lambda *_: None))
     assert policy_digest(found[0]) == policy_digest(found[1]) != policy_digest(base.tensors)
+
+
+def raise_error(error: Exception) -> None:
+    raise error
+
+
+def end_late() -> None:
+    time.sleep(0.5)
+    os._exit(1)
+
+
+def test_a_process_that_ended_is_a_better_reason_than_what_others_lost_by_it(two_nodes):
+    config = load_config("tiny", {"cluster.address": two_nodes.address, "cluster.ranks": 2})
+    core = EngineLost("vLLM's engine core ended")
+    nccl = DistBackendError("NCCL error in: a.cpp:1\nmore")
+    with closing(open_cluster(config)) as cluster:
+        gang, (first, second) = cluster.gang, cluster.gang.ranks
+        for error, said in ((core, "vLLM's engine core ended"), (nccl, r"NCCL failed: NCCL error in: a.cpp:1$")):
+            with pytest.raises(MemberLost, match=rf"^rank 0: process \d+ on \S+: {said}"):
+                gang.value(first, first.send("build", "broken", raise_error, (), error).ref)
+        calls = [first.send("build", "broken", raise_error, (), nccl), second.send("build", "ends", end_late, ())]
+        with pytest.raises(MemberLost, match=r"^rank 1 ended: "):
+            gang.gather(calls)
+        assert not gang.alive
 
 
 def packed_batch(rows: int) -> RolloutBatch:
