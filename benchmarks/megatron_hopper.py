@@ -31,7 +31,7 @@ from torch import Tensor
 
 from benchmarks.harness import ROOT, Row, provenance, write_rows
 from flows.environment import set_variables
-from fp8core.config.capability import this_platform
+from fp8core.config.capability import this_node
 from fp8core.config.load import load_config
 from fp8core.config.run import RunConfig
 from fp8core.models.architecture import Architecture, Experts, architecture_to_hf, parameter_shapes
@@ -293,7 +293,7 @@ def measurements() -> dict[str, Callable[[], list[Row]]]:
 
 def megatron(config: RunConfig, arch: Architecture, weights: Mapping[str, Tensor]) -> Any:
     """A trainer of this process; Transformer Engine reads the environment when it is imported."""
-    check_machine(config, this_platform(), torch.cuda.device_count())
+    check_machine(config, this_node())
     set_variables({**required_environment(config), "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}, {})
     from fp8core.training.megatron.trainer import process_trainer
 

@@ -185,12 +185,17 @@ def set_variables(required: Mapping[str, str], suggested: Mapping[str, str]) -> 
 def set_engine_variables(config: "RunConfig") -> None:
     """Set what the configuration's engine and trainer read; called before either is built.
 
+    Those on a cluster of the user's own have it from `fp8core.cluster`.
+
     Raises:
         UserError: the engine is not available (`fp8core.run.build.check_engine`).
     """
+    if config.cluster.address is not None:
+        return
+    from fp8core.config.capability import this_node
     from fp8core.run.build import engine_environment
 
-    environment = engine_environment(config)
+    environment = engine_environment(config, this_node())
     set_variables(environment.required, environment.suggested)
 
 

@@ -17,7 +17,7 @@ from fp8core.data.prompt import Problem
 from fp8core.errors import UserError
 from fp8core.evaluation.measure import Counting, Precision, all_problems, contract_in, heldout_problems
 from fp8core.report.console import Console
-from fp8core.run.build import check_engine, engine_environment
+from fp8core.run.build import check_engine, engine_environment, members_node
 from fp8core.run.export import ORIGIN, read_origin, stored_policy
 from fp8core.run.policy import Questions
 from fp8core.run.replay import RunSnapshot
@@ -123,9 +123,10 @@ def variants(asked: EvaluationRequest, config: RunConfig) -> dict[Precision, Run
     found = {
         name: config.model_copy(update={"precision": contract_in(name, config.precision)}) for name in asked.precisions
     }
-    for one in found.values():
-        check_engine(one)
-    environments = {name: engine_environment(one) for name, one in found.items()}
+    nodes = {name: members_node(one) for name, one in found.items()}
+    for name, one in found.items():
+        check_engine(one, nodes[name])
+    environments = {name: engine_environment(one, nodes[name]) for name, one in found.items()}
     first = asked.precisions[0]
     for name, environment in environments.items():
         if environment != environments[first]:

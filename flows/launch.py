@@ -44,15 +44,16 @@ def launch(config: "RunConfig", parameters: Mapping[str, Any], summary: Output |
     Raises:
         UserError: the configuration, its key or the run it names is refused, or Prefect's server does not answer.
     """
-    from fp8core.run.build import check_cluster, check_inputs, check_memory
+    from fp8core.run.build import check_cluster, check_inputs, check_memory, members_node
     from fp8core.run.open import plan_of, refuse_conflict, signing_key
 
     plan_of(config)
     signing_key(config, str(config.run))
     refuse_conflict(config, new_code=parameters.get("new_code", False))
-    check_memory(config)
+    node = members_node(config)
+    check_memory(config, node)
     check_inputs(config)
-    check_cluster(config)
+    check_cluster(config, node)
     say("starting Prefect and MLflow")
     api = prepare_prefect()
     over = end_without_prefect(config.runs / str(config.run), api, summary)

@@ -34,7 +34,6 @@ from prefect.states import Crashed
 
 from flows.environment import leave_working_directory_out, search_last
 from flows.grpo import grpo
-from fp8core.config.capability import this_platform
 from fp8core.config.load import NON_NUMERIC_KEYS, Overrides, load_config, merged_overrides
 from fp8core.config.run import RunConfig, public_dump
 from fp8core.end_with_parent import TiedProcess, running
@@ -42,7 +41,7 @@ from fp8core.errors import UserError
 from fp8core.parity.measure import VARIANTS, MemorySample, corrected, variant_settings
 from fp8core.parity.verdict import ParityResult, Verdict
 from fp8core.rollout.registry import engine_entry
-from fp8core.run.build import check_memory
+from fp8core.run.build import check_memory, members_node
 from fp8core.run.open import plan_of, refuse_conflict
 from fp8core.store.durable import lines_forward, whole_end
 from fp8core.store.json_text import canonical_json
@@ -107,7 +106,7 @@ class Plan:
     @property
     def platform(self) -> str:
         """Where the rollout engine computes."""
-        return this_platform() if engine_entry(self.config).gpus(self.config) else "cpu"
+        return members_node(self.config).platform if engine_entry(self.config).gpus(self.config) else "cpu"
 
 
 def refuse(asked: ParityRequest, date: str) -> Plan:
@@ -139,7 +138,7 @@ def _training(named: str, overrides: Overrides, config: RunConfig, night: str, v
     own = load_config(named, settings)
     plan_of(own)
     refuse_conflict(own)
-    check_memory(own)
+    check_memory(own, members_node(own))
     return Training(variant, seed, own, {"config": named, "run": run, "overrides": settings})
 
 

@@ -80,9 +80,18 @@ def admit_code(folder: Path, overrides: Overrides, searched: Path, *, trust: boo
     """
     described = description_of(folder).config
     if code := own_code(reload_config(described)):
-        named = printable(", ".join(f"{key}={path}" for key, path in code.items()))
         if not trust:
-            raise UserError(f"{folder}: its run.json names code that would be imported: {named}; --trust allows it")
-        say(f"{folder}: importing what its run.json names: {named}", sys.stderr)
+            would = _listed(code, "code that would be imported", "a cluster that would be joined")
+            raise UserError(f"{folder}: its run.json names {would}; --trust allows it")
+        does = _listed(code, "importing what its run.json names", "joining the cluster that it names")
+        say(f"{folder}: {does}", sys.stderr)
     if code or own_code(reload_config(described, overrides)):
         search_last(searched)
+
+
+def _listed(found: Mapping[str, str], of_code: str, of_cluster: str) -> str:
+    """Keys and values of a configuration (`own_code`), after words for code and words for a cluster."""
+    cluster = {key: value for key, value in found.items() if key == "cluster.address"}
+    parts = (of_code, {key: value for key, value in found.items() if key not in cluster}), (of_cluster, cluster)
+    shown = (f"{words}: {', '.join(f'{key}={value}' for key, value in part.items())}" for words, part in parts if part)
+    return printable("; ".join(shown))

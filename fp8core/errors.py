@@ -15,6 +15,10 @@ class StoredFileError(UserError):
     """A file of a run that is missing, cannot be read, or does not hold what such a file holds: the file and field."""
 
 
+class EngineLost(RuntimeError):
+    """A process of an engine's own ended; the engine is of no use any more. The message has the reason."""
+
+
 class MemberLost(RuntimeError):
     """A process of a run on a cluster ended, or its node did; the message names it, and the reason as far as known."""
 

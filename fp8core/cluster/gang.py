@@ -9,6 +9,8 @@ import platform
 import socket
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,12 +24,13 @@ from ray.exceptions import (
     RayTaskError,
 )
 from ray.util.placement_group import placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from torch.distributed import DistBackendError, DistNetworkError
 
 from fp8core.cluster.member import Member, Place
-from fp8core.config.capability import Environment
+from fp8core.config.capability import Environment, Node, this_node
 from fp8core.config.section import ClusterConfig
-from fp8core.errors import MemberLost, UserError, first_line
+from fp8core.errors import EngineLost, MemberLost, UserError, first_line
 from fp8core.store.manifest import current_code
 
 # A member that failed leaves others in a collective, which they would not leave by themselves.
@@ -36,8 +39,16 @@ _CONNECT_SECONDS = 5.0
 _LAST_WORDS = 400
 
 
+# Ray has one connection a process: the address that it was made to.
+_joined: str | None = None
+
+
 class MemberFailed(RuntimeError):
     """The code of a process raised; the message names the process and holds its traceback."""
+
+
+class LinkLost(MemberLost):
+    """NCCL failed in a process, most often because another one ended, which is then the better reason."""
 
 
 class Call(NamedTuple):
@@ -107,13 +118,16 @@ class Gang:
             member = pending.pop(done[0])
             try:
                 found[done[0]] = self.value(member, done[0])
-            except MemberLost:
-                self._end_members()
-                raise
+            except MemberLost as error:
+                if not isinstance(error, LinkLost):
+                    self._end_members()
+                    raise
+                errors.append(error)
+                patience = _PATIENCE_SECONDS
             except Exception as error:  # noqa: BLE001 - raised below, when the others have ended
                 errors.append(error)
                 patience = _PATIENCE_SECONDS
-        failed = next((error for error in errors if isinstance(error, MemberFailed)), None)
+        failed = next((error for error in errors if isinstance(error, MemberFailed | LinkLost)), None)
         if failed is not None or pending:
             self._end_members()
         if errors:
@@ -126,9 +140,13 @@ class Gang:
             return ray.get(ref)
         except RayTaskError as error:
             cause = error.cause
+            if isinstance(cause, EngineLost):
+                raise MemberLost(f"{member.name}: {_where(member)}: {cause}{_said(member)}") from None
             # Errors of ours are for people or for callers; those of libraries are not expected.
             if type(cause).__module__.startswith("fp8core.") or isinstance(cause, ValueError):
                 raise cause from None
+            if isinstance(cause, DistBackendError | DistNetworkError):
+                raise LinkLost(f"{member.name}: {_where(member)}: NCCL failed: {first_line(cause)}") from None
             text = str(error).strip()
             raise MemberFailed(f"{member.name} failed: {last_line(text)}\n{text}") from None
         except OutOfMemoryError as error:
@@ -191,6 +209,8 @@ class Gang:
         }
         try:
             places = ray.get([actor.place.remote() for actor in actors.values()])
+        except OutOfMemoryError as error:
+            raise UserError(f"cluster: a process did not start: no memory left: {first_line(error)}") from error
         except (RayActorError, ActorUnschedulableError) as error:
             raise UserError(f"cluster: a process did not start: {_reason(error)}") from error
         except RayTaskError as error:
@@ -213,13 +233,41 @@ class Gang:
         self._all = []
 
 
-def check_cluster(settings: ClusterConfig, wants_gpus: bool) -> None:
-    """Refuse a cluster at an address that cannot be used, or is too small (errors: `Gang`); nothing is placed."""
+def ask_node(settings: ClusterConfig, wants_gpus: bool) -> Node:
+    """The machine of members of a cluster, as one of its nodes describes itself; nothing is placed.
+
+    The connection stays for the next question, and for the gang that follows.
+
+    Raises:
+        UserError: as `Gang` has it for a cluster that cannot be used or is too small; or none of them answered.
+    """
     _connect(settings)
     try:
-        _checked_size(settings, wants_gpus)
-    finally:
+        unit, held = _checked_size(settings, wants_gpus)
+        context = ray.get_runtime_context()
+        found = _told(context.gcs_address, context.get_job_id(), unit, settings.start_seconds)
+    except BaseException:
         ray.shutdown()
+        raise
+    return replace(found, gpus=held) if found.gpus else found
+
+
+# A connection has its own job.
+@lru_cache(maxsize=1)
+def _told(cluster: str, job: str, unit: str, seconds: float) -> Node:
+    able = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get(unit, 0) >= 1]
+    first = min(able, key=lambda node: (node["NodeManagerAddress"], node["NodeID"]))
+    # It takes no place, so that others may compute meanwhile, and sees every GPU. Its process is no member later, whose
+    # libraries must find another environment.
+    ask = ray.remote(max_calls=1, num_cpus=0)(this_node).options(
+        scheduling_strategy=NodeAffinitySchedulingStrategy(first["NodeID"], soft=False)
+    )
+    try:
+        found: Node = ray.get(ask.remote(), timeout=seconds)
+    except RayError as error:
+        where = first["NodeManagerAddress"]
+        raise UserError(f"cluster: {where} cannot run this program: {last_line(str(error))}") from error
+    return found
 
 
 def _checked_size(settings: ClusterConfig, wants_gpus: bool) -> tuple[str, int]:
@@ -264,11 +312,17 @@ def last_line(text: str) -> str:
 
 
 def _connect(settings: ClusterConfig) -> None:
+    """Connect to the cluster, or start one here; a connection that `ask_node` left serves again."""
+    global _joined
     # Its own lines would stand between ours; what ends a member is in our error.
     logging.getLogger("ray").setLevel(logging.CRITICAL)
     if settings.address not in (None, "auto"):
         _refuse_silence(settings.address)
-    own = settings.address is None
+    if ray.is_initialized():
+        if settings.address is not None and settings.address == _joined:
+            return
+        ray.shutdown()
+    _joined, own = settings.address, settings.address is None
     # Of a cluster of our own: as many places as are asked for, since none of them computes while others do.
     places: dict[str, Any] = {"num_cpus": max(settings.bundles, os.cpu_count() or 1)} if own else {}
     try:

@@ -1,5 +1,8 @@
 """Parts that the members of a run hold: an engine, or a rank's share of a trainer."""
 
+import os
+import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
@@ -12,6 +15,7 @@ from fp8core.cluster.transport import GroupRanks, Link
 from fp8core.config.run import RunConfig
 from fp8core.models.architecture import Architecture
 from fp8core.models.safetensors_stream import FileTensors
+from fp8core.rl.batch import TokenBatch
 from fp8core.rollout.engine import (
     Completion,
     MemoryReader,
@@ -58,11 +62,21 @@ Started = Mapping[str, PackedTensor] | FileTensors
 """The weights that a trainer starts from."""
 
 
+def _end_with(engine: MemoryReader) -> None:
+    """End this process when that of its engine has ended: Ray then ends the call that waits for an answer of it."""
+    if (reason := engine.await_loss()) is not None:
+        sys.stderr.write(f"{reason}\n")
+        sys.stderr.flush()
+        os._exit(1)
+
+
 class EnginePart:
     """An engine that takes its weights from a rank."""
 
     def __init__(self, config: RunConfig, arch: Architecture) -> None:
-        self._engine = engine_entry(config).build(config, arch)
+        self._engine = engine = engine_entry(config).build(config, arch)
+        if isinstance(engine, MemoryReader):
+            threading.Thread(target=_end_with, args=(engine,), daemon=True).start()
 
     def reads_memory(self) -> bool:
         """True if it reads weights where another process has them."""
@@ -110,6 +124,27 @@ class Exported(NamedTuple):
     digest: str
     layouts: dict[str, TensorSpec]
     on_gpu: bool
+
+
+class SftPart:
+    """The trainer of a warm start, on one rank."""
+
+    def __init__(self, config: RunConfig, arch: Architecture, initial: Mapping[str, PackedTensor]) -> None:
+        build = trainer_of(config.training).build_sft
+        assert build is not None, "this process is asked for trainers of warm starts alone"
+        self._trainer = build(config, arch, unpack(initial))
+
+    def sft_step(self, batch: TokenBatch, learning_rate: float) -> float:
+        return self._trainer.sft_step(batch, learning_rate)
+
+    def masters(self) -> dict[str, PackedTensor]:
+        return pack(self._trainer.masters)
+
+    def close(self) -> None:
+        self._trainer.close()
+        del self._trainer
+        # Engines that size themselves by the free memory of the GPU come next.
+        torch.cuda.empty_cache()
 
 
 class TrainerPart:

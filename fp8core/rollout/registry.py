@@ -14,7 +14,7 @@ from fp8core.config.steps import import_attribute
 from fp8core.errors import UserError
 
 if TYPE_CHECKING:
-    from fp8core.config.capability import Environment
+    from fp8core.config.capability import Environment, Node
     from fp8core.config.run import RunConfig
     from fp8core.models.architecture import Architecture
     from fp8core.plan.memory import Device, EngineMemory, Machine
@@ -35,7 +35,7 @@ def no_refusals(*_: object) -> Iterable[str]:
     return ()
 
 
-def no_environment(_: "RunConfig") -> "Environment":
+def no_environment(*_: object) -> "Environment":
     """An engine that reads no environment variables."""
     from fp8core.config.capability import Environment
 
@@ -57,13 +57,14 @@ class EngineEntry:
         name: what people call it.
         build: an engine without weights, from the configuration and the model's shape.
         config: model of the section `rollout.NAME`, with what decides its speed and memory.
-        check: why it cannot run a configuration on this machine, a message each; UserError where it is not installed.
+        check: why it cannot run a configuration on a machine, a message each; UserError where it is not installed.
         check_model: why it cannot hold a model, a message each.
         requirements: what of it is installed, in words; UserError where something is missing.
-        environment: variables that decide its results, and those that only suggest, before its libraries are imported.
+        environment: variables that decide its results on a machine, and those that only suggest, before its libraries
+            are imported.
         memory: what it takes of a GPU, or of the host for None.
         gpus: on how many GPUs it generates; 0 for the host.
-        usable: what of this machine a run with it can use.
+        usable: what of a machine a run with it can use.
         longest: tokens of the longest prompt with its completion.
         arithmetic: the operations it computes: `reference` those of the exact trainer, `packed` the kernels of the
             packed trainer, `own` others.
@@ -73,13 +74,13 @@ class EngineEntry:
     name: str
     build: Callable[["RunConfig", "Architecture"], "RolloutEngine"]
     config: type[Section] | None = None
-    check: Callable[["RunConfig"], Iterable[str]] = no_refusals
+    check: Callable[["RunConfig", "Node"], Iterable[str]] = no_refusals
     check_model: Callable[["RunConfig", "Architecture"], Iterable[str]] = no_refusals
     requirements: Callable[[], str] = lambda: "on this CPU"
-    environment: Callable[["RunConfig"], "Environment"] = no_environment
+    environment: Callable[["RunConfig", "Node"], "Environment"] = no_environment
     memory: Callable[["RunConfig", "Architecture", "Device | None"], "EngineMemory"] = host_memory
     gpus: Callable[["RunConfig"], int] = lambda config: 0
-    usable: Callable[["Machine"], "Machine"] = lambda machine: machine
+    usable: Callable[["Machine", "Node"], "Machine"] = lambda machine, node: machine
     longest: Callable[["RunConfig", "Architecture"], int] = lambda config, arch: arch.max_positions
     arithmetic: Callable[["RunConfig"], Arithmetic] = lambda config: "own"
     own_process: bool = False

@@ -6,10 +6,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
-from fp8core.config.capability import Environment, this_platform
+from fp8core.config.capability import Environment, Node, this_node
 from fp8core.config.loss import LossConfig
 from fp8core.config.precision import PrecisionContract
 from fp8core.config.run import RunConfig, TrainingConfig
@@ -20,7 +19,7 @@ from fp8core.models.architecture import Architecture
 from fp8core.models.checkpoint import architecture_from_config, initial_weights, load_checkpoint
 from fp8core.models.hub import model_shape, resolve_model
 from fp8core.models.tokenizer import Tokenizer, character_tokenizer
-from fp8core.plan.memory import this_machine
+from fp8core.plan.memory import machine_of
 from fp8core.plan.run_plan import plan_run, refuse_unfit
 from fp8core.rewards.verifier import build_verifier
 from fp8core.rollout.engine import RolloutEngine
@@ -65,15 +64,33 @@ def build_base(config: RunConfig) -> BaseModel:
     return base
 
 
-def check_engine(config: RunConfig) -> None:
-    """Refuse a contract that engine or trainer cannot keep on this machine, before anything is loaded.
+def members_node(config: RunConfig) -> Node:
+    """The machine that engines and trainers compute on: a node of the cluster at `cluster.address`, or this one.
+
+    The connection to the cluster stays, for the next question and for the run.
+
+    Raises:
+        UserError: several processes are asked for, and Ray is not installed; nothing answers at the address, or the
+            cluster there is too small.
+    """
+    if config.cluster.used and find_spec("ray") is None:
+        raise UserError("cluster: several engines or ranks need Ray (pip install 'fp8-grpo[ray]')")
+    if config.cluster.address is None:
+        return this_node()
+    from fp8core.cluster import gang
+
+    return gang.ask_node(config.cluster, _wants_gpus(config))
+
+
+def check_engine(config: RunConfig, node: Node) -> None:
+    """Refuse a contract that engine or trainer cannot keep where they compute, before anything is loaded.
 
     Raises:
         UserError: vLLM or Megatron is chosen and missing, of an unknown version, or without what the contract asks for;
             or a trainer or an engine is to run on a GPU that is not there, or in formats that it has not.
     """
-    trainer_of(config.training).check_machine(config, this_platform(), torch.cuda.device_count())
-    _refuse(engine_entry(config).check(config))
+    trainer_of(config.training).check_machine(config, node)
+    _refuse(engine_entry(config).check(config, node))
 
 
 def _refuse(messages: Iterable[str]) -> None:
@@ -81,13 +98,13 @@ def _refuse(messages: Iterable[str]) -> None:
         raise UserError("; also ".join(lines))
 
 
-def check_memory(config: RunConfig) -> None:
-    """Refuse a training that this machine has no memory for, before anything is loaded.
+def check_memory(config: RunConfig, node: Node) -> None:
+    """Refuse a training that there is no memory for where it computes, before anything is loaded.
 
     Raises:
         UserError: what does not fit and where, or `models.hub.model_shape` cannot tell the model's shape.
     """
-    machine = engine_entry(config).usable(this_machine())
+    machine = engine_entry(config).usable(machine_of(node), node)
     refuse_unfit(plan_run(config, model_shape(config), machine, trainer_grid(config, machine)))
 
 
@@ -103,9 +120,9 @@ def check_inputs(config: RunConfig) -> None:
     build_verifier(config.reward.model_copy(update={"workers": 1})).close()
 
 
-def engine_environment(config: RunConfig) -> Environment:
+def engine_environment(config: RunConfig, node: Node) -> Environment:
     """The variables that must stand in the environment before engine and trainer are built (errors: `check_engine`)."""
-    trainer, engine = trainer_of(config.training).environment(config), engine_entry(config).environment(config)
+    trainer, engine = trainer_of(config.training).environment(config), engine_entry(config).environment(config, node)
     required = dict(trainer.required)
     if config.warm_start is not None:
         warm = config.model_copy(update={"training": sft_settings(config)})
@@ -113,22 +130,14 @@ def engine_environment(config: RunConfig) -> Environment:
     return Environment({**required, **engine.required}, {**trainer.suggested, **engine.suggested})
 
 
-def check_cluster(config: RunConfig) -> None:
-    """Refuse a cluster that is missing or too small, before a run has a folder or a server.
+def check_cluster(config: RunConfig, node: Node) -> None:
+    """Refuse a machine with too few GPUs for a cluster of its own, before a run has a folder or a server.
 
     Raises:
-        UserError: Ray is not installed, nothing answers at the address, or there are too few GPUs.
+        UserError: how many are needed.
     """
-    if not config.cluster.used:
-        return
-    if find_spec("ray") is None:
-        raise UserError("cluster: several engines or ranks need Ray (pip install 'fp8-grpo[ray]')")
-    if config.cluster.address is not None:
-        from fp8core.cluster import gang
-
-        gang.check_cluster(config.cluster, _wants_gpus(config))
-    elif 0 < torch.cuda.device_count() < config.cluster.bundles and _wants_gpus(config):
-        raise UserError(config.cluster.too_small("GPU", f"this machine has {torch.cuda.device_count()}"))
+    if config.cluster.used and 0 < node.gpus < config.cluster.bundles and _wants_gpus(config):
+        raise UserError(config.cluster.too_small("GPU", f"this machine has {node.gpus}"))
 
 
 def open_cluster(config: RunConfig) -> "Cluster | None":
@@ -137,7 +146,7 @@ def open_cluster(config: RunConfig) -> "Cluster | None":
         return None
     from fp8core.cluster.workers import Cluster
 
-    return Cluster(config, _wants_gpus(config), engine_environment(config))
+    return Cluster(config, _wants_gpus(config), engine_environment(config, members_node(config)))
 
 
 def _wants_gpus(config: RunConfig) -> bool:
@@ -160,15 +169,20 @@ def sft_settings(config: RunConfig) -> TrainingConfig:
     return TrainingConfig.model_validate(config.training.model_dump(include=set(kept)))
 
 
-def build_sft_trainer(config: RunConfig, arch: Architecture, initial: Mapping[str, Tensor]) -> SftTrainer | None:
+def build_sft_trainer(
+    config: RunConfig, arch: Architecture, initial: Mapping[str, Tensor], cluster: "Cluster | None" = None
+) -> SftTrainer | None:
     """The trainer of a warm start, in BF16 whatever the contract, so that all start from one policy; None where
-    `warm_start.warm_start` trains."""
+    `warm_start.warm_start` trains. It computes in this process, or on rank 0 of the cluster at `cluster.address`."""
     training = sft_settings(config)
     if (build := trainer_of(training).build_sft) is None:
         return None
     bf16 = {"linear": "bf16", "kv_cache": "bf16"}
     contract = PrecisionContract.model_validate({"rollout": bf16, "training": bf16, "rounding_points": "kernels"})
-    return build(config.model_copy(update={"precision": contract, "training": training}), arch, initial)
+    settings = config.model_copy(update={"precision": contract, "training": training})
+    if cluster is not None and config.cluster.address is not None:
+        return cluster.build_sft_trainer(settings, arch, initial)
+    return build(settings, arch, initial)
 
 
 def check_teacher(config: RunConfig, base: BaseModel) -> None:

@@ -9,7 +9,7 @@ from contextlib import ExitStack, closing, contextmanager
 
 import torch
 
-from fp8core.config.capability import check_contract, this_platform
+from fp8core.config.capability import check_contract
 from fp8core.config.load import config_digest, may_continue
 from fp8core.config.loss import SHIPPED_LOSSES
 from fp8core.config.run import RunConfig, own_code, public_dump
@@ -20,7 +20,7 @@ from fp8core.report.console import Console
 from fp8core.rewards.verifier import build_verifier
 from fp8core.rl.objective import Objective
 from fp8core.rl.user_loss import loss_source
-from fp8core.run.build import build_base, check_engine, check_memory, check_teacher, open_cluster
+from fp8core.run.build import build_base, check_engine, check_memory, check_teacher, members_node, open_cluster
 from fp8core.run.context import RunContext, register, release
 from fp8core.store.artifacts import RolloutShards
 from fp8core.store.ledger import LedgerView, SegmentEntry
@@ -33,15 +33,17 @@ CARRIED_KINDS = {"policy": "policy", "scales": "scales"}
 
 
 def plan_of(config: RunConfig) -> Plan:
-    """The checked pipeline of a configuration whose precision contract can be kept here.
+    """The checked pipeline of a configuration whose precision contract can be kept where it computes.
 
     Raises:
-        UserError: the contract is beyond the engines, the correction names what does not exist, or as `pipeline_of`.
+        UserError: the contract is beyond the engines, the correction names what does not exist, or as `pipeline_of`
+            and `run.build.members_node`.
     """
+    node = members_node(config)
     # On the CPU trainer and embedded engine compute everything, whatever else the machine has.
-    platform = this_platform() if config.training.device == "cuda" else "cpu"
+    platform = node.platform if config.training.device == "cuda" else "cpu"
     check_contract(config.precision, platform, corrected=config.correction.method != "none")
-    check_engine(config)
+    check_engine(config, node)
     Objective(config.loss, config.correction)
     return pipeline_of(config)
 
@@ -183,7 +185,7 @@ def open_run(
             is of no use.
     """
     source = build_source(config.data, config.evaluation)  # Before the model, which takes longer to load.
-    check_memory(config)
+    check_memory(config, members_node(config))
     with ExitStack() as parts:
         # Too few GPUs, or a node of other code: before anything is loaded.
         if (cluster := open_cluster(config)) is not None:

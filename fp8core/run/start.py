@@ -9,6 +9,7 @@ import hashlib
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,8 +67,9 @@ def warm_start(run: RunContext) -> TaskResult:
 
 
 def _digest_device(training: TrainingConfig) -> torch.device:
-    """Where all weights are digested: on the GPU that trains them, since a CPU reads billions of them for long."""
-    return torch.device(trainer_of(training).device(training))
+    """Where all weights are digested: on a GPU where this process has one, since a CPU reads billions of them for long.
+    The digest is the same on both."""
+    return torch.device(trainer_of(training).device(training) if torch.cuda.is_available() else "cpu")
 
 
 def build_workers(run: RunContext) -> None:
@@ -180,8 +182,9 @@ def _train(run: RunContext, config: WarmStartConfig) -> dict[str, Tensor]:
     def progress(step: int, loss: float) -> None:
         run.console.warm_start(step + 1, config.steps, loss)
 
-    if (trainer := build_sft_trainer(run.config, run.arch, run.base)) is not None:
-        return train_by(trainer, config, demonstrations, progress)
+    if (trainer := build_sft_trainer(run.config, run.arch, run.base, run.cluster)) is not None:
+        with closing(trainer):
+            return train_by(trainer, config, demonstrations, progress)
     return train_on_demonstrations(run.arch, run.base, config, demonstrations, progress)
 
 

@@ -13,7 +13,7 @@ import torch
 from pydantic import BaseModel
 from torch import Tensor
 
-from fp8core.config.capability import Environment
+from fp8core.config.capability import Environment, Node
 from fp8core.config.run import RunConfig, TrainingConfig
 from fp8core.config.section import MegatronConfig
 from fp8core.errors import UserError
@@ -45,8 +45,8 @@ class TrainerEntry:
             aligned model runs too; on a CPU their references. `own`: neither.
         device: where it computes here.
         build_sft: a trainer for the warm start; None: the reference decoder makes it, in FP32 (`warm_start`).
-        check_machine: takes the platform and its number of GPUs; raises UserError for what is not installed, for GPUs
-            that are missing, and for formats that it does not compute.
+        check_machine: raises UserError for what a machine has not installed, for GPUs that are missing, and for formats
+            that it does not compute there.
         check_model: raises UserError for a model that it cannot hold, cut or multiply.
         environment: what must be set before it is built.
         grid: the GPUs that it trains on, on a machine that has some; None where it computes on the host.
@@ -63,7 +63,7 @@ class TrainerEntry:
     arithmetic: Arithmetic
     device: Callable[[TrainingConfig], str]
     build_sft: Callable[[RunConfig, Architecture, Mapping[str, Tensor]], SftTrainer] | None
-    check_machine: Callable[[RunConfig, str, int], None]
+    check_machine: Callable[[RunConfig, Node], None]
     check_model: Callable[[RunConfig, Architecture], None]
     environment: Callable[[RunConfig], Environment]
     grid: Callable[[RunConfig], Parallel | None]
@@ -136,13 +136,13 @@ register_trainer(
 )
 
 
-def _check_packed(config: RunConfig, platform: str, _: int) -> None:
+def _check_packed(config: RunConfig, node: Node) -> None:
     if config.cluster.ranks > 1 and not _on_gpu(config.training):
         raise UserError(
             f"cluster.ranks={config.cluster.ranks}: on a CPU training.packed trains in one process; set it to 1, or "
             "training.packed to false"
         )
-    packed.check_contract_fits(config.precision, config.training.device, platform)
+    packed.check_contract_fits(config.precision, config.training.device, node.platform)
 
 
 def _build_packed(

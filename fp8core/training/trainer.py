@@ -179,6 +179,10 @@ class SftTrainer(Protocol):
         """One update on the mean cross-entropy of the completion tokens, which it returns (nats a token)."""
         ...
 
+    def close(self) -> None:
+        """Give its device back."""
+        ...
+
 
 class PolicyTrainer(ABC):
     """Counts the updates of one policy: `version` those that rollouts see."""

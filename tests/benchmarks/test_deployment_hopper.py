@@ -14,14 +14,13 @@ import pytest
 
 from benchmarks.deployment_hopper import CASES, MODELS, parts_of, run_facts, small_model, small_problems, small_settings
 from benchmarks.harness import ROOT
-from fp8core.config.capability import check_contract
+from fp8core.config.capability import Node, check_contract
 from fp8core.config.load import load_config
 from fp8core.data.source import build_source
 from fp8core.models.hub import PUBLISHED
 from fp8core.plan.memory import GPUS, Machine
 from fp8core.plan.run_plan import plan_run, refuse_unfit
 from fp8core.rollout.vllm.requirements import VllmBuild, contract_refusals, model_refusals
-from fp8core.training.megatron import requirements
 from fp8core.training.registry import trainer_grid, trainer_of
 
 SIZES = {
@@ -32,13 +31,12 @@ SIZES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_hopper_gpus_take_the_small_ones(case, monkeypatch):
+def test_hopper_gpus_take_the_small_ones(case):
     name, grid = parts_of(case)
     config, arch = load_config(name, small_settings("cuda", grid)), small_model(name, "cuda")
-    monkeypatch.setattr(requirements, "find_spec", lambda package: object())
     check_contract(config.precision, "sm_90", corrected=config.correction.method != "none")
     trainer = trainer_of(config.training)
-    trainer.check_machine(config, "sm_90", 8)
+    trainer.check_machine(config, Node("sm_90", 8, packages={"megatron-core": "0.16", "transformer-engine": "2.0"}))
     trainer.check_model(config, arch)
     assert not [*contract_refusals(config.precision, config.rollout.vllm, VllmBuild("vllm", "0.26.0", "cuda"))]
     assert not [*model_refusals(arch, config.precision, config.rollout.vllm)]

@@ -21,7 +21,7 @@ from benchmarks.small_hopper import (
     step_ledger_row,
 )
 from benchmarks.tables import loop_tables
-from fp8core.config.capability import check_contract
+from fp8core.config.capability import Node, check_contract
 from fp8core.config.load import load_config
 from fp8core.models.hub import model_shape
 from fp8core.plan.memory import GPUS, Device, Machine
@@ -29,7 +29,6 @@ from fp8core.plan.run_plan import plan_run, refuse_unfit
 from fp8core.report.run_data import read_run
 from fp8core.rollout.vllm.requirements import VllmBuild, contract_refusals, model_refusals
 from fp8core.store.run_directory import LEDGER
-from fp8core.training.megatron import requirements
 from fp8core.training.registry import trainer_grid, trainer_of
 
 FORMATS = {
@@ -70,8 +69,7 @@ def test_variants_differ_in_formats_and_correction_alone(tmp_path):
 
 
 @pytest.mark.parametrize("variant", NAMES)
-def test_a_hopper_gpu_takes_every_variant(tmp_path, variant, monkeypatch):
-    monkeypatch.setattr(requirements, "find_spec", lambda package: object())
+def test_a_hopper_gpu_takes_every_variant(tmp_path, variant):
     config = _configs(tmp_path)[variant]
     arch, hopper = model_shape(config), VllmBuild("vllm", "0.26.0", "cuda")
     check_contract(config.precision, "sm_90", corrected=config.correction.method != "none")
@@ -79,7 +77,7 @@ def test_a_hopper_gpu_takes_every_variant(tmp_path, variant, monkeypatch):
     assert not [*model_refusals(arch, config.precision, config.rollout.vllm)]
     machine = Machine(GPUS["h200"], Device("host", 128 << 30))
     trainer = trainer_of(config.training)
-    trainer.check_machine(config, "sm_90", 8)
+    trainer.check_machine(config, Node("sm_90", 8, packages={"megatron-core": "0.16", "transformer-engine": "2.0"}))
     trainer.check_model(config, arch)
     refuse_unfit(plan_run(config, arch, machine, trainer_grid(config, machine)))
 

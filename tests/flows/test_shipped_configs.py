@@ -6,14 +6,13 @@ from importlib.util import find_spec
 
 import pytest
 
-from fp8core.config.capability import check_contract
+from fp8core.config.capability import Node, check_contract
 from fp8core.config.load import load_config, load_open_config, shipped_names
 from fp8core.models.checkpoint import initial_weights, save_checkpoint
 from fp8core.models.hub import PUBLISHED, model_shape
 from fp8core.rollout.vllm.requirements import VllmBuild, contract_refusals, model_refusals
 from fp8core.run.build import build_base
 from fp8core.store.artifacts import ArtifactStore
-from fp8core.training.megatron import requirements
 from fp8core.training.registry import trainer_of
 
 SIZES = {
@@ -135,14 +134,13 @@ def test_what_megatron_trains_on_eight_gpus_runs(launch, small, checkpoint, prob
 
 
 @pytest.mark.parametrize("name", EIGHT_GPUS)
-def test_a_hopper_machine_takes_what_eight_gpus_are_configured_for(name, monkeypatch):
+def test_a_hopper_machine_takes_what_eight_gpus_are_configured_for(name):
     """vLLM 0.26 and Megatron with Transformer Engine, asked for their refusals as on such a machine."""
     config, hopper = load_config(name), VllmBuild("vllm", "0.26.0", "cuda")
     arch = model_shape(config)
-    monkeypatch.setattr(requirements, "find_spec", lambda package: object())
     check_contract(config.precision, "sm_90", corrected=config.correction.method != "none")
     trainer = trainer_of(config.training)
-    trainer.check_machine(config, "sm_90", 8)
+    trainer.check_machine(config, Node("sm_90", 8, packages={"megatron-core": "0.16", "transformer-engine": "2.0"}))
     trainer.check_model(config, arch)
     assert not [*contract_refusals(config.precision, config.rollout.vllm, hopper)]
     assert not [*model_refusals(arch, config.precision, config.rollout.vllm)]

@@ -6,12 +6,15 @@ what generates is proved to be what was sent (`tasks.sync`).
 
 import json
 import math
+import multiprocessing
 import os
+import signal
 import tempfile
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
+from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import vllm.envs
@@ -20,10 +23,11 @@ from vllm import EngineArgs, LLMEngine, RequestOutput, SamplingParams
 from vllm.inputs import tokens_input
 from vllm.logprobs import FlatLogprobs
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from fp8core.config.precision import PrecisionContract
 from fp8core.config.section import VllmConfig
-from fp8core.errors import UserError
+from fp8core.errors import EngineLost, UserError
 from fp8core.models.architecture import Architecture
 from fp8core.numerics.fingerprint import digest_of
 from fp8core.numerics.kv_scales import LayerScales
@@ -55,6 +59,7 @@ from fp8core.rollout.vllm.settings import (
 )
 from fp8core.rollout.vllm.weights import Slot, UpdateError, check_fit, find_slots
 
+Result = TypeVar("Result")
 # For the worker to let go of the device; then vLLM ends its processes whatever they do.
 _SHUTDOWN_SECONDS = 10.0
 _SEED_BITS = (1 << 63) - 1
@@ -106,7 +111,10 @@ class VllmEngine:
         launch = Launch(self._folder.name, self._longest, max_batch, worker, attention)
         arguments = engine_arguments(contract, options, build, launch)
         arguments |= experts_arguments(arch, contract, options, build, routes)
+        before = multiprocessing.active_children()
         self._llm = LLMEngine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=True)
+        self._cores = [process for process in multiprocessing.active_children() if process not in before]
+        self._closed = False
         # On a GPU the worker's parent is this process, which it follows already; on a CPU a process of vLLM is between.
         self.call_worker("policy_follow", os.getpid())
         missing = self.call_worker("policy_probe")
@@ -147,14 +155,14 @@ class VllmEngine:
         """The second half: write the expected weights, which this or another process shares meanwhile."""
         self._complete = False
         if self._asleep:
-            self._llm.wake_up(["weights"])
+            self._ask(self._llm.wake_up, ["weights"])
         self.call_worker("policy_write", version, shared, self._slots)
         if self._asleep:
-            self._llm.wake_up(["kv_cache"])
+            self._ask(self._llm.wake_up, ["kv_cache"])
             self.call_worker("policy_clear_cache")
             self._asleep = False
         # Blocks of another policy, or of other scales, would be read as if they were this one's.
-        if not self._llm.reset_prefix_cache():
+        if not self.drop_prefixes():
             raise UpdateError("vLLM kept its prefix cache: requests are still running")
         if self._has_fp8_cache():
             self.call_worker("policy_set_scales", [[layer.q, layer.k, layer.v] for layer in scales.layers])
@@ -215,7 +223,7 @@ class VllmEngine:
         try:
             while requests:
                 finished = []
-                for output in self._llm.step():
+                for output in self._ask(self._llm.step):
                     assert isinstance(output, RequestOutput)
                     group, i = requests.pop(output.request_id)
                     completions = open_[group.group]
@@ -235,7 +243,7 @@ class VllmEngine:
         found = [math.nan] * len(probes)
         names = {self._submit_probe(probe, temperature): i for i, probe in enumerate(probes)}
         while names:
-            for output in self._llm.step():
+            for output in self._ask(self._llm.step):
                 assert isinstance(output, RequestOutput)
                 i, logprobs = names.pop(output.request_id), output.outputs[0].logprobs
                 assert isinstance(logprobs, FlatLogprobs), "flat log-probs were asked for"
@@ -247,7 +255,7 @@ class VllmEngine:
     def sleep(self) -> None:
         """Where the options say sleep, give the memory of weights and cache back until the next update."""
         if self._sleeps and not self._asleep:
-            self._llm.sleep(level=2)
+            self._ask(self._llm.sleep, 2)
             self._asleep, self._complete = True, False
 
     def memory(self) -> dict[str, int]:
@@ -257,17 +265,35 @@ class VllmEngine:
 
     def close(self) -> None:
         """End the engine core's process."""
+        self._closed = True
         self._llm.engine_core.shutdown(timeout=_SHUTDOWN_SECONDS)
         self._folder.cleanup()
 
+    def await_loss(self) -> str | None:
+        """Wait for the end of the engine core's process: how it ended, None after `close`.
+
+        vLLM itself lets a call wait for ever whose answer a killed core owes.
+        """
+        wait([core.sentinel for core in self._cores])
+        codes = {core.pid: core.exitcode for core in self._cores if not core.is_alive()}
+        ways = ", ".join(f"process {pid} {_ending(code)}" for pid, code in codes.items())
+        return None if self._closed else f"vLLM's engine core ended: {ways}"
+
     def call_worker(self, method: str, *arguments: Any) -> Any:
         """A method of the one worker by its name; numbers, strings, bytes, lists and dicts both ways."""
-        (result,) = self._llm.collective_rpc(method, args=arguments)
+        (result,) = self._ask(self._llm.collective_rpc, method, None, arguments)
         return result
 
     def drop_prefixes(self) -> bool:
         """Forget all cached prompts; false while requests are running."""
-        return bool(self._llm.reset_prefix_cache())
+        return bool(self._ask(self._llm.reset_prefix_cache))
+
+    def _ask(self, method: Callable[..., Result], *arguments: Any) -> Result:
+        """A method of vLLM; raises EngineLost where its core has ended."""
+        try:
+            return method(*arguments)
+        except EngineDeadError as error:
+            raise EngineLost("vLLM's engine core ended") from error
 
     def _check_scales(self, scales: PolicyScales, version: int) -> None:
         if scales.version != version:
@@ -314,7 +340,7 @@ class VllmEngine:
             output_kind=RequestOutputKind.FINAL_ONLY,
             **settings,
         )
-        self._llm.add_request(name, tokens_input(list(tokens)), parameters)
+        self._ask(self._llm.add_request, name, tokens_input(list(tokens)), parameters)
         return name
 
     def _submit_sample(self, group: PromptGroup, i: int, sampling: Sampling) -> str:
@@ -351,6 +377,14 @@ def _check_environment(required: Mapping[str, str]) -> None:
     for name, value in required.items():
         if int(getattr(vllm.envs, name)) != int(value):
             raise UserError(f"{name} must be {value} before vLLM is imported, it is {getattr(vllm.envs, name)}")
+
+
+def _ending(code: int | None) -> str:
+    """An exit code of `multiprocessing`, in words."""
+    if code is None or code >= 0:
+        return f"ended with code {code}"
+    memory = ", as where the host has no memory left" if code == -signal.SIGKILL else ""
+    return f"was ended by {signal.Signals(-code).name}{memory}"
 
 
 def _fields(slot: Slot) -> list[Any]:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 
-from fp8core.config.capability import Environment, this_platform
+from fp8core.config.capability import Environment, Node, this_node
 from fp8core.config.run import RunConfig
 from fp8core.config.section import VllmConfig
 from fp8core.models.architecture import Architecture
@@ -22,6 +22,7 @@ from fp8core.plan.memory import (
 from fp8core.rollout.engine import RolloutEngine
 from fp8core.rollout.registry import Arithmetic, EngineEntry
 from fp8core.rollout.vllm.requirements import (
+    VllmBuild,
     contract_refusals,
     find_build,
     model_refusals,
@@ -37,15 +38,19 @@ _ASLEEP = 2_000_000_000
 
 def _build(config: RunConfig, arch: Architecture) -> RolloutEngine:
     rollout = config.rollout
-    settings = config.precision, rollout.vllm, rollout.max_batch, find_build(this_platform())
+    settings = config.precision, rollout.vllm, rollout.max_batch, _build_on(this_node())
     # vLLM is optional, and reads its environment when it is imported.
     from fp8core.rollout.vllm.engine import VllmEngine
 
     return VllmEngine(arch, *settings, routes=rollout.router_replay)
 
 
-def _check(config: RunConfig) -> Iterator[str]:
-    build = find_build(this_platform())
+def _build_on(node: Node) -> VllmBuild:
+    return find_build(node.platform, node.version)
+
+
+def _check(config: RunConfig, node: Node) -> Iterator[str]:
+    build = _build_on(node)
     yield from contract_refusals(config.precision, config.rollout.vllm, build)
     if config.rollout.router_replay:
         yield from replay_refusals(build)
@@ -56,19 +61,19 @@ def _check_model(config: RunConfig, arch: Architecture) -> Iterator[str]:
 
 
 def _requirements() -> str:
-    build = find_build(this_platform())
+    build = _build_on(this_node())
     formats = "block FP8 and BF16" if build.platform == "cuda" else "BF16, on this CPU"
     return f"{build.distribution} {build.version}, {formats}"
 
 
-def _environment(config: RunConfig) -> Environment:
-    build = find_build(this_platform())
+def _environment(config: RunConfig, node: Node) -> Environment:
+    build = _build_on(node)
     required = required_environment(config.precision, config.rollout.vllm, build)
     return Environment(required, suggested_environment(config.threads, build))
 
 
-def _usable(machine: Machine) -> Machine:
-    return Machine(None, machine.host) if find_build(this_platform()).platform == "cpu" else machine
+def _usable(machine: Machine, node: Node) -> Machine:
+    return Machine(None, machine.host) if _build_on(node).platform == "cpu" else machine
 
 
 def _memory(config: RunConfig, arch: Architecture, gpu: Device | None) -> EngineMemory:

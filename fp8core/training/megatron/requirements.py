@@ -5,8 +5,8 @@ environment when it is imported.
 """
 
 import math
-from importlib.util import find_spec
 
+from fp8core.config.capability import Node
 from fp8core.config.precision import PrecisionContract
 from fp8core.config.run import RunConfig
 from fp8core.config.section import MegatronConfig
@@ -18,23 +18,23 @@ from fp8core.plan.memory import Need, StoredBytes, count_parameters, held, longe
 from fp8core.training.memory import AT_REST, WORKSPACE, Parallel, TrainerMemory, exported, gpu_state, heaviest, state_of
 
 
-def check_machine(config: RunConfig, platform: str, gpus: int) -> None:
+def check_machine(config: RunConfig, node: Node) -> None:
     """Refuse what is not installed, formats that Megatron does not compute on this platform, and GPUs that are missing.
 
     Args:
         config: of a run with `training.trainer: megatron`.
-        platform: as `config.capability.this_platform` names it; on `cpu` processes share it.
-        gpus: of this machine.
+        node: where its ranks compute; they share a `cpu`.
 
     Raises:
         UserError: the package or the setting, and what to do.
     """
-    packages = ["megatron.core"] if platform == "cpu" else ["megatron.core", "transformer_engine"]
+    on_cpu = node.platform == "cpu"
+    packages = ["megatron-core"] if on_cpu else ["megatron-core", "transformer-engine"]
     for package in packages:
-        if not _installed(package):
+        if package not in node.packages:
             raise UserError(f"training.trainer=megatron: {package} is not installed (pip install 'fp8-grpo[megatron]')")
     contract = config.precision.training
-    if platform == "cpu":
+    if on_cpu:
         _check_cpu(config)
     elif contract.linear == "fp32":
         raise UserError("precision.training.linear=fp32: Megatron trains in FP32 on a CPU alone; set it to bf16")
@@ -48,9 +48,8 @@ def check_machine(config: RunConfig, platform: str, gpus: int) -> None:
             f"precision.training.backward={contract.backward_format}: Transformer Engine multiplies backward in the "
             f"format of the forward; set it to null or to {contract.linear}"
         )
-    # Those of a cluster that runs already are counted when it is asked for them.
-    if platform != "cpu" and config.cluster.address is None and config.cluster.ranks > gpus:
-        raise UserError(f"cluster.ranks={config.cluster.ranks}: this machine has {gpus} GPUs")
+    if not on_cpu and config.cluster.ranks > node.gpus:
+        raise UserError(f"cluster.ranks={config.cluster.ranks}: this machine has {node.gpus} GPUs")
 
 
 def _check_cpu(config: RunConfig) -> None:
@@ -64,12 +63,6 @@ def _check_cpu(config: RunConfig) -> None:
     for name, value in only_here.items():
         if getattr(megatron, name) != value:
             raise UserError(f"training.megatron.{name}: Megatron does that on a GPU alone; set it to {value}")
-
-
-def _installed(package: str) -> bool:
-    # The parent is looked for first: finding a module below one that is missing raises.
-    parts = package.split(".")
-    return all(find_spec(".".join(parts[:end])) is not None for end in range(1, len(parts) + 1))
 
 
 def required_environment(config: RunConfig) -> dict[str, str]:

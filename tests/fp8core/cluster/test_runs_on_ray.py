@@ -9,17 +9,24 @@ from contextlib import closing
 from dataclasses import replace
 
 import pytest
+import ray
 import torch
 from ray.cluster_utils import Cluster
+from torch.distributed import DistBackendError
 
+from flows.launch import launch
+from fp8core.cluster.workers import RemoteSft
+from fp8core.config.capability import this_node
 from fp8core.config.load import load_config
-from fp8core.errors import MemberLost, UserError
+from fp8core.config.run import WarmStartConfig
+from fp8core.errors import EngineLost, MemberLost, UserError
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.rl.batch import RolloutBatch, TokenBatch
-from fp8core.run.build import build_base, build_trainer, open_cluster
+from fp8core.run.build import build_base, build_sft_trainer, build_trainer, members_node, open_cluster
 from fp8core.run.context import RunContext
 from fp8core.run.execute import StepError
 from fp8core.run.loop import Execution, train
+from fp8core.run.start import TokenisedDemonstration, train_by
 from fp8core.training.trainer import NotFiniteError
 
 TWO_EACH = {"engines": 2, "ranks": 2}
@@ -113,6 +120,66 @@ def test_what_cannot_be_placed_is_refused_in_one_line(two_nodes, settings, said)
     with pytest.raises(UserError, match=said) as refused:
         open_cluster(config)
     assert "\n" not in str(refused.value)
+
+
+def test_a_gpu_that_only_ray_sees_is_refused_before_the_run_has_a_folder(two_nodes, tmp_path):
+    two_nodes.add_node(num_cpus=0, num_gpus=1)
+    settings = {"training.device": "cuda", "cluster.address": two_nodes.address, "runs": str(tmp_path), "run": "x"}
+    with pytest.raises(UserError, match=r"^training\.device=cuda: torch sees no GPU") as refused:
+        launch(load_config("h200-small", {**settings, "rollout.engine": "embedded"}), {}, None, "")
+    assert "\n" not in str(refused.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_questions_and_members_share_one_connection(two_nodes):
+    config = load_config("tiny", {"cluster.address": two_nodes.address, "cluster.engines": 2})
+    here, asked = this_node(), members_node(config)
+    assert (asked.platform, asked.memory, asked.packages) == (here.platform, here.memory, here.packages)
+    job = ray.get_runtime_context().get_job_id()
+    with closing(open_cluster(config)):
+        assert ray.get_runtime_context().get_job_id() == job
+    assert not ray.is_initialized()
+
+
+def test_rank_0_trains_the_warm_start_to_the_bytes_of_this_process(two_nodes):
+    config = load_config("tiny", {"training.packed": True, "cluster.address": two_nodes.address})
+    base = build_base(config)
+    settings = WarmStartConfig(steps=3)
+
+    def batch(step: int) -> list[TokenisedDemonstration]:
+        return [TokenisedDemonstration([3, 4 + step, 5], list(range(6, 8 + row))) for row in range(4)]
+
+    with closing(open_cluster(config)) as cluster:
+        found = []
+        for where in (None, cluster):
+            with closing(build_sft_trainer(config, base.arch, base.tensors, where)) as trainer:
+                assert isinstance(trainer, RemoteSft) == (where is cluster)
+                found.append(train_by(trainer, settings, batch, lambda *_: None))
+    assert policy_digest(found[0]) == policy_digest(found[1]) != policy_digest(base.tensors)
+
+
+def raise_error(error: Exception) -> None:
+    raise error
+
+
+def end_late() -> None:
+    time.sleep(0.5)
+    os._exit(1)
+
+
+def test_a_process_that_ended_is_a_better_reason_than_what_others_lost_by_it(two_nodes):
+    config = load_config("tiny", {"cluster.address": two_nodes.address, "cluster.ranks": 2})
+    core = EngineLost("vLLM's engine core ended")
+    nccl = DistBackendError("NCCL error in: a.cpp:1\nmore")
+    with closing(open_cluster(config)) as cluster:
+        gang, (first, second) = cluster.gang, cluster.gang.ranks
+        for error, said in ((core, "vLLM's engine core ended"), (nccl, r"NCCL failed: NCCL error in: a.cpp:1$")):
+            with pytest.raises(MemberLost, match=rf"^rank 0: process \d+ on \S+: {said}"):
+                gang.value(first, first.send("build", "broken", raise_error, (), error).ref)
+        calls = [first.send("build", "broken", raise_error, (), nccl), second.send("build", "ends", end_late, ())]
+        with pytest.raises(MemberLost, match=r"^rank 1 ended: "):
+            gang.gather(calls)
+        assert not gang.alive
 
 
 def packed_batch(rows: int) -> RolloutBatch:

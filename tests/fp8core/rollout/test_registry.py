@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from fp8core.config.capability import this_node
 from fp8core.config.load import load_config
 from fp8core.config.run import RolloutConfig
 from fp8core.errors import UserError
@@ -44,7 +45,7 @@ def build(config, arch):
     return ToyEngine(arch, rollout_formats(config.precision, arch.num_layers), config.rollout.max_batch)
 
 
-def check(config):
+def check(config, node):
     if config.rollout.group_size > 16:
         yield f"rollout.group_size={config.rollout.group_size}: the toy engine draws at most 16"
     if config.rollout.temperature != 1:
@@ -81,7 +82,7 @@ def test_an_engine_from_outside_trains(toy, small, tmp_path):
 def test_its_own_checks_and_memory_are_taken(toy):
     config = load_config("tiny", {**toy, "rollout.group_size": 32, "rollout.temperature": 0.5})
     with pytest.raises(UserError, match=r"^rollout.group_size=32: .*; also rollout.temperature=0.5: "):
-        check_engine(config)
+        check_engine(config, this_node())
     plan = plan_run(config, model_shape(config), Machine(None, None))
     (host,) = plan.devices
     assert "engine weights" in {need.item for need in host.phases[0].needs}
@@ -99,7 +100,7 @@ def test_its_own_checks_and_memory_are_taken(toy):
 )
 def test_what_is_no_engine_is_refused_by_name(toy, name, complaint):
     with pytest.raises(UserError, match=f"^{complaint}"):
-        check_engine(load_config("tiny", {"rollout.engine": name}))
+        check_engine(load_config("tiny", {"rollout.engine": name}), this_node())
 
 
 @pytest.mark.parametrize("name", ENGINES)

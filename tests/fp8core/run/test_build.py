@@ -1,10 +1,12 @@
 import re
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from fp8core.config.capability import Node, this_node
 from fp8core.config.load import load_config
 from fp8core.errors import UserError
 from fp8core.models.architecture import parameter_shapes
@@ -19,6 +21,7 @@ from fp8core.run.build import (
     build_engine,
     build_trainer,
     check_engine,
+    check_memory,
     engine_environment,
     sft_settings,
 )
@@ -196,12 +199,42 @@ def test_vllm_where_there_is_none_is_refused_before_any_work(gsm8k):
     config = gsm8k(**{"rollout.engine": "vllm"})
     for ask in (check_engine, engine_environment):
         with pytest.raises(UserError, match=r"^rollout.engine=vllm: vLLM is not installed; "):
-            ask(config)
+            ask(config, this_node())
 
 
 def test_the_embedded_engine_asks_for_nothing(gsm8k):
-    check_engine(gsm8k())
-    assert engine_environment(gsm8k()).required == engine_environment(gsm8k()).suggested == {}
+    check_engine(gsm8k(), this_node())
+    assert engine_environment(gsm8k(), this_node()).required == engine_environment(gsm8k(), this_node()).suggested == {}
+
+
+HOPPER = Node("sm_90", 8, ("NVIDIA H200", 143_771 << 20), 1 << 41, {"vllm": "0.26.0"})
+
+
+@pytest.mark.parametrize(
+    ("node", "complaint"),
+    [
+        (HOPPER, None),
+        (replace(HOPPER, platform="cpu", gpus=0, gpu=None), "training.device=cuda: torch sees no GPU"),
+        (replace(HOPPER, packages={}), "rollout.engine=vllm: vLLM is not installed"),
+        (replace(HOPPER, packages={"vllm": "0.20.0"}), "rollout.engine=vllm: vllm 0.20.0 is installed"),
+        (replace(HOPPER, gpu=("NVIDIA H200", 4 << 30)), "memory: generating on NVIDIA H200 needs .* there are 4.0"),
+    ],
+)
+def test_a_machine_elsewhere_decides_what_is_refused(node, complaint):
+    """This one has no GPU and no vLLM."""
+    config = load_config("h200-small", {"cluster.address": "HEAD:6379"})
+
+    def check():
+        check_engine(config, node)
+        check_memory(config, node)
+        return engine_environment(config, node)
+
+    if complaint is None:
+        assert check().required["VLLM_BATCH_INVARIANT"] in "01"
+        return
+    with pytest.raises(UserError, match=f"^{complaint}") as refused:
+        check()
+    assert "\n" not in str(refused.value)
 
 
 def test_torch_trains_the_warm_start_on_the_gpu_whatever_trains_after_it():
@@ -213,4 +246,4 @@ def test_torch_trains_the_warm_start_on_the_gpu_whatever_trains_after_it():
     assert settings == sft_settings(load_config("h200-small"))
     assert trainer_of(settings).name == "packed"
     assert settings.deterministic
-    assert engine_environment(megatron).required["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert engine_environment(megatron, this_node()).required["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from fp8core.config.capability import Environment
+from fp8core.config.capability import Environment, this_node
 from fp8core.config.load import load_config
 from fp8core.models.hub import model_shape
 from fp8core.plan.memory import GPUS, Machine
@@ -47,7 +47,7 @@ def test_a_trainer_from_outside_is_checked_planned_and_built(monkeypatch):
     )
     register_trainer(toy)
     assert trainer_of(config.training) is toy
-    assert engine_environment(config).required["TOY"] == "1"
+    assert engine_environment(config, this_node()).required["TOY"] == "1"
     base = build_base(config)
     assert built == [base.arch]
     assert build_trainer(config, base.arch, base.tensors).version == 0

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from fp8core.cluster.workers import Cluster
+from fp8core.config.capability import this_node
 from fp8core.config.load import load_config
 from fp8core.errors import MemberLost
 from fp8core.run.build import engine_environment
@@ -51,7 +52,7 @@ def alone(policy):
 def cluster_of_two(request):
     """A configuration of two ranks, and its cluster."""
     config = load_config("tiny", {**SETTINGS, **GRIDS[request.param], "cluster.ranks": 2})
-    cluster = Cluster(config, True, engine_environment(config))
+    cluster = Cluster(config, True, engine_environment(config, this_node()))
     yield config, cluster
     cluster.close()
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from fp8core.config.capability import Node, this_node
 from fp8core.config.load import load_config
 from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
 from fp8core.config.section import MegatronConfig
@@ -21,9 +22,9 @@ def config(*changes):
     return load_config("tiny", ["training.trainer=megatron", *changes])
 
 
-@pytest.fixture
-def installed(monkeypatch):
-    monkeypatch.setattr(requirements, "find_spec", lambda name: object())
+def node(platform, gpus):
+    """A machine on which everything is installed."""
+    return Node(platform, gpus, packages={"megatron-core": "0.16.1", "transformer-engine": "2.9"})
 
 
 @pytest.mark.parametrize(
@@ -46,44 +47,42 @@ def installed(monkeypatch):
         ),
     ],
 )
-@pytest.mark.usefixtures("installed")
 def test_it_is_refused_with_the_reason(changes, platform, reason):
     with pytest.raises(UserError, match=reason):
-        requirements.check_machine(config(*changes), platform, gpus=2)
+        requirements.check_machine(config(*changes), node(platform, 2))
 
 
-@pytest.mark.usefixtures("installed")
 def test_what_megatron_does_passes():
-    requirements.check_machine(config(*FP32, "cluster.ranks=8"), "cpu", gpus=0)
-    requirements.check_machine(config(*BF16_CACHE), "sm_90", gpus=1)
+    requirements.check_machine(config(*FP32, "cluster.ranks=8"), node("cpu", 0))
+    requirements.check_machine(config(*BF16_CACHE), node("sm_90", 1))
     requirements.check_machine(
-        config(*BF16_CACHE, "cluster.ranks=2", "training.megatron.pipeline_parallel=2"), "sm_90", gpus=2
+        config(*BF16_CACHE, "cluster.ranks=2", "training.megatron.pipeline_parallel=2"), node("sm_90", 2)
     )
 
 
-@pytest.mark.usefixtures("installed")
 def test_more_gpus_than_there_are_are_refused_by_number():
     eight = config(*BF16_CACHE, "cluster.ranks=8")
     with pytest.raises(UserError, match=r"^cluster\.ranks=8: this machine has 1 GPUs$"):
-        requirements.check_machine(eight, "sm_90", gpus=1)
-    requirements.check_machine(eight, "sm_90", gpus=8)
-    requirements.check_machine(config(*BF16_CACHE, "cluster={ranks: 8, address: auto}"), "sm_90", gpus=1)
+        requirements.check_machine(eight, node("sm_90", 1))
+    requirements.check_machine(eight, node("sm_90", 8))
 
 
-def test_a_missing_package_is_named(monkeypatch):
-    monkeypatch.setattr(requirements, "find_spec", lambda name: None if "transformer" in name else object())
-    with pytest.raises(UserError, match="transformer_engine is not installed"):
-        requirements.check_machine(config(*BF16_CACHE), "sm_90", gpus=1)
+def test_a_missing_package_is_named():
+    with pytest.raises(UserError, match="transformer-engine is not installed"):
+        requirements.check_machine(config(*BF16_CACHE), Node("sm_90", 1, packages={"megatron-core": "0.16.1"}))
 
 
 def test_the_scale_rule_is_in_the_environment_before_anything_is_imported():
-    rules = {rule: engine_environment(config(f"precision.scale_rule={rule}")).required for rule in ("pow2", "fp32")}
+    here = this_node()
+    rules = {
+        rule: engine_environment(config(f"precision.scale_rule={rule}"), here).required for rule in ("pow2", "fp32")
+    }
     assert rules["pow2"]["NVTE_FP8_BLOCK_SCALING_FP32_SCALES"] == "0"
     assert rules["fp32"]["NVTE_FP8_BLOCK_SCALING_FP32_SCALES"] == "1"
     assert rules["pow2"]["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] == "0"
-    free = engine_environment(config("training.deterministic=false")).required
+    free = engine_environment(config("training.deterministic=false"), here).required
     assert free["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] == "1"
-    assert "NVTE_FP8_BLOCK_SCALING_FP32_SCALES" not in engine_environment(load_config("tiny", [])).required
+    assert "NVTE_FP8_BLOCK_SCALING_FP32_SCALES" not in engine_environment(load_config("tiny", []), here).required
 
 
 BF16 = PrecisionContract(
