@@ -7,7 +7,7 @@
 A step has 256 completions a GPU, 32 of a prompt, as the 64 prompts of NeMo RL give on 8 GPUs; it makes four updates. A
 completion has at most 4,096 tokens, 1,060 on average. Weights are random, so the next token is one of K ends with a
 probability of K in the size of the vocabulary, and lengths are geometric; K is chosen for the mean. `tokens` are those
-that train, prompts and completions, as NeMo RL counts them (docs/about/performance-summary.md there).
+that train, prompts and completions, as NeMo RL counts them in its performance summary.
 
 Each model in a precision is a run of its own, killed after its last step (`large_ledger`), and a row of kind
 `grpo_step` in --rows. Other rows of that file stay, so one call may measure one of them. The prediction that a row

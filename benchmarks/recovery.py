@@ -28,7 +28,8 @@ from typing import Any
 import pyarrow.parquet as pq
 from ray.cluster_utils import Cluster
 
-from benchmarks.harness import Row, provenance, start, table, training_command, write_rows
+from benchmarks.harness import Row, provenance, start, training_command, write_rows
+from benchmarks.tables import recovery_table
 from fp8core.store.artifacts import ArtifactStore
 from fp8core.store.ledger import START, LedgerView
 from fp8core.store.run_directory import LEDGER
@@ -183,12 +184,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out = options.out.absolute()
     (out / "logs").mkdir(parents=True, exist_ok=True)
     found: dict[str, list[Row]] = {lost: [] for lost in LOST}
-    about = {"model": options.config, "gpus": options.gpus, "nodes": _NODES} | _processes(options)
+    about = {"model": options.config, "gpus": options.gpus, "nodes": _NODES} | _processes(options) | provenance()
     with _started(options, out) as (run, nodes):
         for _ in range(options.times):
             for lost in LOST:
                 found[lost].append(accident(run, nodes, lost))
-                rows = [_row(lost, each) | about | provenance() for lost, each in found.items() if each]
+                rows = [_row(lost, each) | about for lost, each in found.items() if each]
                 write_rows(out / f"{RESULT}.json", rows)
     print(recovery_table(rows), flush=True)
     return int(any(row["lost"] for row in rows))
@@ -240,25 +241,6 @@ def _row(lost: str, accidents: Sequence[Row]) -> Row:
         "lost": sum(each["lost"] for each in accidents),
         "again": sum(each["again"] for each in accidents),
     }
-
-
-def recovery_table(rows: Sequence[Row]) -> str:
-    """One line for each kind of loss."""
-    return table(
-        ["lost", "on", "times", "noticed, s", "next token, s", "largest, s", "finished", "of these lost", "made again"],
-        [
-            [
-                row["what"],
-                f"{row['gpus']} GPUs" if row["gpus"] else "CPU",
-                str(row["times"]),
-                f"{row['noticed']['median']:.1f}",
-                f"{row['seconds']['median']:.1f}",
-                f"{row['seconds']['largest']:.1f}",
-                *(f"{row[key]:,}" for key in ("finished", "lost", "again")),
-            ]
-            for row in rows
-        ],
-    )
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -1,6 +1,6 @@
 """Print the tables of the pages from stored rows; none measures what another prints.
 
-    python -m benchmarks.tables [engine|calibration|training|megatron|loop|parity ...]     all when none is named
+    python -m benchmarks.tables [NAME ...]                                     all when none is named
     python -m benchmarks.tables --rows FILE.json loop                          from rows that are not stored yet
     python -m benchmarks.tables --rows runs/parity/NAME/verdict.json parity    of a night; --keep FILE stores its row
 
@@ -523,6 +523,25 @@ def _megatron_tables() -> list[str]:
     return [megatron_speed_table(rows), megatron_parity_table(rows), deployment_table(stored("deployment_hopper"))]
 
 
+def recovery_table(rows: Sequence[Row]) -> str:
+    """One line for each kind of loss."""
+    return table(
+        ["lost", "on", "times", "noticed, s", "next token, s", "largest, s", "finished", "of these lost", "made again"],
+        [
+            [
+                row["what"],
+                f"{row['gpus']} GPUs" if row["gpus"] else "CPU",
+                str(row["times"]),
+                f"{row['noticed']['median']:.1f}",
+                f"{row['seconds']['median']:.1f}",
+                f"{row['seconds']['largest']:.1f}",
+                *(f"{row[key]:,}" for key in ("finished", "lost", "again")),
+            ]
+            for row in rows
+        ],
+    )
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
     "engine": _engine_tables,
     "calibration": lambda: [calibration_table(stored("step_costs_hopper"))],
@@ -530,6 +549,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "megatron": _megatron_tables,
     "loop": lambda: [*loop_tables(stored("small_hopper")), *loop_tables(stored("large_ledger"))],
     "parity": lambda: [parity_table(stored("parity_tiny")[0])],
+    "recovery": lambda: [recovery_table(stored("recovery"))],
 }
 
 if __name__ == "__main__":

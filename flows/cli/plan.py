@@ -1,7 +1,7 @@
 """`fp8-grpo plan`: a training's use of each device, and if it fits, before anything is loaded."""
 
 import argparse
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,11 +25,16 @@ def add_command(commands: Any) -> None:
         "--gpu", metavar="NAME", help="plan for h100, h200 or b200 (default: the GPU here; h200 where there is none)"
     )
     parser.add_argument(
-        "--gpus", type=at_least(1), default=0, metavar="N", help="GPUs that train (default: what the trainer uses here)"
+        "--gpus",
+        type=at_least(1),
+        default=0,
+        metavar="N",
+        help="GPUs in all; engines and ranks that the configuration leaves at 1 share them (default: as configured)",
     )
+    parser.add_argument("--hosts", type=at_least(1), default=1, metavar="N", help="machines with equal shares of them")
     for name, parts in (("tensor", "linears"), ("pipeline", "layers"), ("expert", "experts")):
-        text = f"of these, how many share {parts}"
-        parser.add_argument(f"--{name}", type=at_least(1), default=1, metavar="N", help=text)
+        text = f"of the GPUs that train, how many share {parts} (default: as configured)"
+        parser.add_argument(f"--{name}", type=at_least(1), default=0, metavar="N", help=text)
     add_output(parser, "--json", json_output("fits", "parameters"), "write the plan as JSON, in bytes")
     add_force(parser)
     parser.set_defaults(command=plan_config)
@@ -39,15 +44,16 @@ def plan_config(options: argparse.Namespace) -> int:
     """Print and write the plan; returns the exit code, raises UserError where it does not fit."""
     from fp8core.config.load import load_config
     from fp8core.models.hub import model_shape
-    from fp8core.plan.run_plan import plan_run, refuse_unfit
+    from fp8core.plan.run_plan import plan_run, refuse_unfit, spread_over
     from fp8core.report.text import plan_text
-    from fp8core.training.registry import trainer_grid
 
     search_last(Path.cwd())
     config = load_config(options.config, options.overrides)
+    if options.gpus:
+        config = spread_over(config, options.gpus)
     arch = model_shape(config)
     machine = _machine(options, config)
-    plan = plan_run(config, arch, machine, _parallel(options) or trainer_grid(config, machine))
+    plan = plan_run(config, arch, machine, _parallel(options, config, machine))
     say(plan_text(plan))
     if options.json is not None:
         options.json.write_json({"fits": not plan.refusals, **asdict(plan)})
@@ -56,26 +62,34 @@ def plan_config(options: argparse.Namespace) -> int:
 
 
 def _machine(options: argparse.Namespace, config: "RunConfig") -> "Machine":
-    """This machine, or one with the named GPU and an unknown host."""
+    """This machine, or one with the named GPU and an unknown host, as often as there are hosts."""
+    from fp8core.errors import UserError
     from fp8core.plan.memory import GPUS, Machine, named_gpu, this_machine
     from fp8core.rollout.registry import engine_entry
     from fp8core.training.registry import trainer_of
 
+    if options.hosts > 1 and options.gpus % options.hosts:
+        raise UserError(f"--gpus {options.gpus}: no multiple of --hosts {options.hosts}")
     if options.gpu is not None:
-        return Machine(named_gpu(options.gpu), None)
+        return Machine(named_gpu(options.gpu), None, options.hosts)
     here = this_machine()
     training = trainer_of(config.training).needs_gpu(config)
     wanted = engine_entry(config).gpus(config) or training or options.gpus
     elsewhere = here.gpu is None and wanted
-    return Machine(GPUS["h200"], None) if elsewhere else here
+    return Machine(GPUS["h200"], None, options.hosts) if elsewhere else replace(here, hosts=options.hosts)
 
 
-def _parallel(options: argparse.Namespace) -> "Parallel | None":
+def _parallel(options: argparse.Namespace, config: "RunConfig", machine: "Machine") -> "Parallel | None":
     from fp8core.errors import UserError
     from fp8core.training.memory import Parallel
+    from fp8core.training.registry import trainer_grid
 
-    if options.gpus:
-        return Parallel(options.gpus, options.tensor, options.pipeline, options.expert)
-    if (options.tensor, options.pipeline, options.expert) != (1, 1, 1):
+    shares = options.tensor, options.pipeline, options.expert
+    if any(shares) and not options.gpus:
         raise UserError("--tensor, --pipeline and --expert divide the GPUs of --gpus N")
-    return None
+    found = trainer_grid(config, machine)
+    if not options.gpus:
+        return found
+    configured = found or Parallel(config.cluster.ranks)
+    names = ("tensor", "pipeline", "expert")
+    return replace(configured, **{name: share for name, share in zip(names, shares, strict=True) if share})

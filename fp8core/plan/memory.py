@@ -39,10 +39,12 @@ class Machine:
     Attributes:
         gpu: each of its GPUs; None for a machine without.
         host: its own memory; None where that is not known, and nothing is refused by it.
+        hosts: how many machines like it there are, with equal shares of the GPUs.
     """
 
     gpu: Device | None
     host: Device | None
+    hosts: int = 1
 
 
 def named_gpu(name: str) -> Device:

@@ -24,6 +24,8 @@ from fp8core.rollout.registry import engine_entry
 from fp8core.training.memory import Parallel, host_needs
 from fp8core.training.registry import trainer_of
 
+_BF16 = 2
+_MORE_HOSTS = "choose machines with more memory, or more machines with fewer ranks each"
 _HOST = "what computes on the CPU lies there: choose a smaller model, or a machine with more memory"
 
 
@@ -53,8 +55,7 @@ def plan_run(config: RunConfig, arch: Architecture, machine: Machine, parallel: 
         config: the training.
         arch: shape of its model.
         machine: what there is; an engine generates on its GPUs, or on the host of a machine without.
-        parallel: GPUs that train; where the engine sleeps, those that generate are among them, in turn. None trains on
-            the host, as the torch trainer does.
+        parallel: GPUs that train; colocated, those that generate are among them, in turn. None trains on the host.
 
     Raises:
         UserError: the model cannot be cut into `parallel`, or there is no GPU to train on.
@@ -73,6 +74,29 @@ def plan_run(config: RunConfig, arch: Architecture, machine: Machine, parallel: 
     return RunPlan(count_parameters(arch), devices, engine.cache, sync, tuple(refusals))
 
 
+def spread_over(config: RunConfig, gpus: int) -> RunConfig:
+    """The configuration on so many GPUs: where it leaves engines or ranks at 1, they take what others leave.
+
+    Colocated, that is all of them. Separate ones get halves where both are left.
+
+    Raises:
+        UserError: the engines and ranks of the configuration need more GPUs.
+    """
+    cluster = config.cluster
+    engines, ranks = cluster.engines, cluster.ranks
+    if cluster.placement == "colocated":
+        engines, ranks = (gpus if each == 1 else each for each in (engines, ranks))
+    elif engines > 1 and ranks == 1:
+        ranks = max(1, gpus - engines)
+    elif engines == 1:
+        ranks = ranks if ranks > 1 else max(1, gpus // 2)
+        engines = max(1, gpus - ranks)
+    asked = cluster.model_copy(update={"engines": engines, "ranks": ranks})
+    if asked.bundles > gpus:
+        raise UserError(asked.too_small("GPU", f"--gpus is {gpus}"))
+    return config.model_copy(update={"cluster": asked})
+
+
 def refuse_unfit(plan: RunPlan) -> None:
     """Raises UserError, in one line, when the plan does not fit."""
     if plan.refusals:
@@ -89,9 +113,7 @@ def _devices(
     engine_gpus: int,
 ) -> tuple[DevicePlan, ...]:
     gpu, plans, on_host = machine.gpu, list[DevicePlan](), dict[str, tuple[Need, ...]]()
-    # Such a trainer has the engine's GPU beside it, asleep or awake.
-    beside = trainer_of(config.training).shares_gpu(config.training)
-    shared = engine_gpus > 0 and (engine.asleep is not None or beside) and config.cluster.placement == "colocated"
+    shared = engine_gpus > 0 and config.cluster.placement == "colocated"
     if gpu is None or not engine_gpus:
         on_host["generating"] = engine.needs
     elif parallel is not None and shared:
@@ -108,7 +130,24 @@ def _devices(
         needs = tuple(itertools.chain.from_iterable(on_host.values()))
         limit = None if machine.host is None else machine.host.memory
         plans.append(DevicePlan(machine.host, 1, (Phase(" and ".join(on_host), needs, limit, _HOST),)))
+    elif parallel is not None and config.cluster.used and machine.host is not None:
+        plans.append(_starting(config, arch, machine.host, machine.hosts))
     return tuple(plans)
+
+
+def _starting(config: RunConfig, arch: Architecture, host: Device, hosts: int) -> DevicePlan:
+    """The main memory of the host with most ranks: each of them has the policy that it starts from.
+
+    Nothing is refused where the hosts of an address are not counted.
+    """
+    cluster, policy = config.cluster, count_parameters(arch).total * _BF16
+    ranks = min(cluster.ranks, math.ceil(cluster.bundles / hosts))
+    needs = (
+        Need("initial policy", 2 * policy, "BF16, as it was read and as processes share it"),
+        Need("copies of ranks", ranks * policy, f"of {ranks} a host"),
+    )
+    limit = None if hosts == 1 and cluster.address is not None else host.memory
+    return DevicePlan(host, hosts, (Phase("starting", needs, limit, _MORE_HOSTS),))
 
 
 def _generating(engine: EngineMemory) -> Phase:
@@ -121,7 +160,7 @@ def _training(
 ) -> tuple[Phase, ...]:
     """Phases of GPUs that only train."""
     trainer = trainer_of(config.training)
-    memory, advice = trainer.memory(config.training, parallel), trainer.advice(config)
+    memory, advice = trainer.memory(config.training), trainer.advice(config)
     state = memory.state(config, arch, parallel)
     return (
         Phase("training", (*state, *memory.step(config, arch, parallel)), gpu.memory, advice),
@@ -153,7 +192,7 @@ def _in_turn(
 ) -> tuple[Phase, ...]:
     """Phases of a GPU that generates and trains: masters and optimiser states stay, an engine may sleep."""
     trainer = trainer_of(config.training)
-    memory, lower = trainer.memory(config.training, parallel), trainer.advice(config)
+    memory, lower = trainer.memory(config.training), trainer.advice(config)
     state = memory.state(config, arch, parallel)
     sent = memory.exported(config, arch, parallel, sync)
     beside = engine.needs if engine.asleep is None else engine.asleep

@@ -51,7 +51,6 @@ class TrainerEntry:
         environment: what must be set before it is built.
         grid: the GPUs that it trains on, on a machine that has some; None where it computes on the host.
         needs_gpu: whether a machine without a GPU cannot run the configuration.
-        shares_gpu: whether an engine lies on the GPU that it trains on, asleep or awake.
         memory: what it holds on each GPU of a grid.
         advice: what to change where its memory does not fit.
     """
@@ -68,8 +67,7 @@ class TrainerEntry:
     environment: Callable[[RunConfig], Environment]
     grid: Callable[[RunConfig], Parallel | None]
     needs_gpu: Callable[[RunConfig], bool]
-    shares_gpu: Callable[[TrainingConfig], bool]
-    memory: Callable[[TrainingConfig, Parallel], TrainerMemory]
+    memory: Callable[[TrainingConfig], TrainerMemory]
     advice: Callable[[RunConfig], str]
 
 
@@ -129,8 +127,7 @@ register_trainer(
         environment=lambda _: Environment(),
         grid=lambda _: None,
         needs_gpu=lambda _: False,
-        shares_gpu=lambda _: False,
-        memory=lambda *_: SHARDED,
+        memory=lambda _: SHARDED,
         advice=lambda _: "train on more GPUs, or lower training.micro_batch",
     )
 )
@@ -173,11 +170,9 @@ register_trainer(
         check_machine=_check_packed,
         check_model=lambda config, arch: packed.check_architecture_fits(arch, config.precision, config.training.device),
         environment=lambda config: Environment(packed.required_environment(config.training)),
-        grid=lambda config: Parallel() if _on_gpu(config.training) else None,
+        grid=lambda config: Parallel(config.cluster.ranks) if _on_gpu(config.training) else None,
         needs_gpu=lambda config: _on_gpu(config.training),
-        shares_gpu=_on_gpu,
-        # More GPUs than one, which `fp8-grpo plan` can be given, are planned as those of any trainer.
-        memory=lambda training, parallel: packed.MEMORY if _on_gpu(training) and parallel == Parallel() else SHARDED,
+        memory=lambda training: packed.MEMORY if _on_gpu(training) else SHARDED,
         advice=lambda _: "train on more GPUs, or lower training.tokens_per_pass",
     )
 )
@@ -212,8 +207,7 @@ register_trainer(
         ),
         grid=_megatron_grid,
         needs_gpu=lambda config: config.cluster.ranks > 1,
-        shares_gpu=lambda _: False,
-        memory=lambda *_: megatron.MEMORY,
+        memory=lambda _: megatron.MEMORY,
         advice=megatron.advice,
     )
 )

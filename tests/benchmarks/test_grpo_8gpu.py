@@ -20,11 +20,12 @@ def test_the_ends_give_the_mean_length(vocab):
 
 @pytest.mark.parametrize("model", SHAPES)
 @pytest.mark.parametrize("precision", VARIANTS)
-def test_a_step_of_256_completions_fits_one_h200(model, precision, tmp_path):
-    options = options_of(["--out", str(tmp_path), "--gpus", "1"])
+@pytest.mark.parametrize(("gpus", "gpu"), [(1, "h200"), (8, "h200"), (8, "h100")])
+def test_256_completions_a_gpu_fit(model, precision, gpus, gpu, tmp_path):
+    options = options_of(["--out", str(tmp_path), "--gpus", str(gpus)])
     training = planned(model, precision, options)
-    config, machine = load_config(training.config, training.settings), Machine(GPUS["h200"], None)
-    assert config.rollout.prompts_per_step * config.rollout.group_size == 256
+    config, machine = load_config(training.config, training.settings), Machine(GPUS[gpu], None)
+    assert config.rollout.prompts_per_step * config.rollout.group_size == 256 * gpus
     refuse_unfit(plan_run(config, shape(model, options)[0], machine, trainer_grid(config, machine)))
 
 

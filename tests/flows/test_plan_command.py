@@ -83,13 +83,13 @@ def test_json_has_bytes(plan, tmp_path):
 
 def test_what_does_not_fit_is_printed_and_refused_in_one_line(plan, tmp_path):
     file = tmp_path / "plan.json"
-    code, lines, err = plan("qwen3-moe", "--gpu", "h100", "--gpus", "1", "--json", str(file))
+    code, lines, err = plan("qwen3-aligned", "--gpu", "h100", "--gpus", "1", "--json", str(file))
     assert code == 2
     assert any("does not fit:" in line for line in lines)
     (line,) = err
     assert line.startswith("fp8-grpo: memory: generating on NVIDIA H100 80 GB needs ")
     assert "training on NVIDIA H100 80 GB needs " in line
-    assert "train on more GPUs, or lower training.megatron.micro_batch_tokens; also generating on each of 7 " in line
+    assert "train on more GPUs, or lower training.tokens_per_pass; also syncing on " in line
     assert json.loads(file.read_text())["fits"] is False
 
 
@@ -98,12 +98,31 @@ def test_what_does_not_fit_is_printed_and_refused_in_one_line(plan, tmp_path):
     [
         (["--gpu", "a100"], "--gpu a100: unknown; known: h100, h200, b200"),
         (["--tensor", "2"], "--tensor, --pipeline and --expert divide the GPUs of --gpus N"),
-        (["--gpus", "3", "--tensor", "2"], "3 GPUs are no multiple of tensor 2 x pipeline 1"),
+        (["--gpus", "8", "--tensor", "3"], "8 GPUs are no multiple of tensor 3 x pipeline 1"),
+        (["--gpus", "8", "--hosts", "3"], "--gpus 8: no multiple of --hosts 3"),
+        (["--gpus", "4"], "cluster.engines=8, ranks=8, placement=colocated: 8 GPUs are needed, --gpus is 4"),
     ],
 )
 def test_a_wrong_option_is_one_line(plan, arguments, message):
     code, lines, err = plan("qwen3", *arguments)
     assert (code, lines, err) == (2, [], [f"fp8-grpo: {message}"])
+
+
+@pytest.mark.parametrize(
+    ("options", "titles"),
+    [
+        (["--gpus", "1"], ["generating on NVIDIA H200", "training on NVIDIA H200", "syncing on NVIDIA H200"]),
+        (["--gpus", "16", "--hosts", "2"], [f"{name} on each of 16 NVIDIA" for name in ("generating", "training")]),
+        (
+            ["--gpus", "8", "--set", "cluster.placement=separate"],
+            [f"{name} on each of 4 NVIDIA" for name in ("generating", "training", "syncing")],
+        ),
+    ],
+)
+def test_an_aligned_configuration_fits_any_number_of_gpus(plan, options, titles):
+    code, lines, err = plan("qwen3-aligned", "--gpu", "h200", *options)
+    assert (code, err) == (0, [])
+    assert all(rows(lines, title) for title in titles)
 
 
 def test_tiny_fits_here_and_has_an_engine_of_its_own(plan):

@@ -1,5 +1,7 @@
 """The formats that the trainer for packed sequences can compute, and its memory: decided before anything is loaded."""
 
+import math
+
 from fp8core.config.precision import PrecisionContract
 from fp8core.config.run import RunConfig, TrainingConfig
 from fp8core.errors import UserError
@@ -89,21 +91,26 @@ _WORKSPACE = 4_000_000_000
 _AT_REST = 8_000_000_000
 
 
-def _state(config: RunConfig, arch: Architecture, _: Parallel) -> tuple[Need, ...]:
+def _state(config: RunConfig, arch: Architecture, parallel: Parallel) -> tuple[Need, ...]:
     """The memory that stays between steps."""
-    total, form = count_parameters(arch).total, config.training.optimiser_state
-    moments = Need("optimiser states", 2 * total * _MOMENT_BYTES[form], f"AdamW, {form.upper()}")
-    return Need("master weights", total * _FP32, "FP32"), moments
+    owned, form = _owned(arch, parallel), config.training.optimiser_state
+    moments = Need("optimiser states", 2 * owned * _MOMENT_BYTES[form], f"AdamW, {form.upper()}")
+    return Need("master weights", owned * _FP32, "FP32"), moments
 
 
-def _step(config: RunConfig, arch: Architecture, _: Parallel) -> tuple[Need, ...]:
+def _owned(arch: Architecture, parallel: Parallel) -> int:
+    """Parameters whose masters, moments and gradients lie on one GPU."""
+    return math.ceil(count_parameters(arch).total / parallel.gpus)
+
+
+def _step(config: RunConfig, arch: Architecture, parallel: Parallel) -> tuple[Need, ...]:
     """The memory that a step adds."""
     stored = stored_bytes(parameter_shapes(arch), training_formats(config.precision, arch.num_layers).stored_names())
     recomputed = config.training.activation_checkpointing
     return (
         Need("weights", stored.total, "as they are multiplied"),
         Need("quantised copies", stored.codes, "transposed FP8 codes for dgrad"),
-        Need("gradients", count_parameters(arch).total * _FP32, "FP32"),
+        Need("gradients", _owned(arch, parallel) * _FP32, "FP32"),
         Need("activations", _activations(config, arch), "layers recomputed" if recomputed else "all kept"),
         Need("workspace", _WORKSPACE, "estimate"),
     )
@@ -125,4 +132,4 @@ def _activations(config: RunConfig, arch: Architecture) -> int:
 
 
 MEMORY = TrainerMemory(_state, _step, exported_in_one_piece, _AT_REST)
-"""On one GPU, which holds everything."""
+"""On each GPU: a share of masters, moments and gradients, and all weights as they are multiplied."""

@@ -8,8 +8,9 @@ from fp8core.config.load import UNDECIDED, load_config, load_open_config, shippe
 from fp8core.errors import UserError
 from fp8core.models.hub import PUBLISHED, model_shape
 from fp8core.plan.memory import GPUS, Device, Machine, named_gpu, this_machine
-from fp8core.plan.run_plan import plan_run, refuse_unfit
+from fp8core.plan.run_plan import plan_run, refuse_unfit, spread_over
 from fp8core.training.memory import Parallel
+from fp8core.training.registry import trainer_grid
 
 
 def items(phase):
@@ -36,7 +37,8 @@ def test_the_torch_trainer_computes_on_the_host_beside_an_engine_on_a_gpu(planne
 
 
 def test_gpus_of_their_own_train_without_an_engine(planned):
-    found = phases(planned("qwen3-30b-a3b", parallel=Parallel(8, expert=8)))
+    settings = {"cluster__placement": "separate", "rollout__vllm__sleep": True}
+    found = phases(planned("qwen3-30b-a3b", parallel=Parallel(8, expert=8), **settings))
     assert set(found) == {
         ("NVIDIA H200", "generating"),
         ("each of 8 NVIDIA H200", "training"),
@@ -70,6 +72,65 @@ def test_gpus_that_only_train_or_only_generate_are_planned_beside_those_that_do_
     state = {"master weights", "optimiser states"}
     assert all(state <= items(phase) for phase in both.phases)
     assert all((phase.name == "generating") != (state <= items(phase)) for phase in rest.phases)
+
+
+def test_a_colocated_engine_that_never_sleeps_lies_beside_the_rank(planned):
+    (device,) = planned("qwen3-8b", parallel=Parallel(8), cluster__engines=8).devices
+    training = next(phase for phase in device.phases if phase.name == "training")
+    assert {"KV cache", "gradients"} < items(training)
+
+
+@pytest.mark.parametrize(
+    ("placement", "given", "gpus", "found"),
+    [
+        ("colocated", (1, 1), 1, (1, 1)),
+        ("colocated", (1, 1), 8, (8, 8)),
+        ("colocated", (2, 1), 8, (2, 8)),
+        ("separate", (1, 1), 16, (8, 8)),
+        ("separate", (1, 1), 3, (2, 1)),
+        ("separate", (6, 1), 8, (6, 2)),
+        ("separate", (1, 6), 8, (2, 6)),
+        ("separate", (2, 3), 8, (2, 3)),
+    ],
+)
+def test_engines_and_ranks_that_are_left_at_1_share_the_gpus(configured, placement, given, gpus, found):
+    cluster = dict(zip(("cluster__engines", "cluster__ranks"), given, strict=True))
+    spread = spread_over(configured("qwen3-8b", cluster__placement=placement, **cluster), gpus).cluster
+    assert (spread.engines, spread.ranks) == found
+
+
+@pytest.mark.parametrize(("placement", "given", "gpus"), [("colocated", (8, 1), 4), ("separate", (1, 1), 1)])
+def test_a_configuration_that_needs_more_gpus_is_refused(configured, placement, given, gpus):
+    cluster = dict(zip(("cluster__engines", "cluster__ranks"), given, strict=True))
+    with pytest.raises(UserError, match=rf"GPUs are needed, --gpus is {gpus}$"):
+        spread_over(configured("qwen3-8b", cluster__placement=placement, **cluster), gpus)
+
+
+@pytest.mark.parametrize(
+    ("placement", "hosts", "address", "copies", "fits"),
+    [
+        ("colocated", 1, None, 16, False),
+        ("colocated", 2, None, 8, True),
+        # All ranks are on the first host.
+        ("separate", 2, None, 8, True),
+        ("separate", 4, None, 4, True),
+        # The hosts of an address are not counted.
+        ("colocated", 1, "auto", 16, True),
+    ],
+)
+def test_every_rank_of_a_host_starts_from_a_copy_in_main_memory(placement, hosts, address, copies, fits):
+    config = load_config("qwen3-aligned", {"cluster.placement": placement, "cluster.address": address})
+    config = spread_over(config, 16)
+    arch, policy = model_shape(config), 2 * 8_190_735_360
+    machine = Machine(GPUS["h200"], Device("host", 10 * policy), hosts)
+    plan = plan_run(config, arch, machine, trainer_grid(config, machine))
+    assert [device.count for device in plan.devices] == ([16] if placement == "colocated" else [8, 8]) + [hosts]
+    (starting,) = plan.devices[-1].phases
+    needed = {need.item: need.bytes for need in starting.needs}
+    assert needed == {"initial policy": 2 * policy, "copies of ranks": min(copies, config.cluster.ranks) * policy}
+    assert (plan.refusals == ()) == fits
+    if not fits:
+        assert plan.refusals[0].startswith("starting on host needs ")
 
 
 def test_8b_with_fp32_states_does_not_fit_one_h200_beside_an_engine(planned):

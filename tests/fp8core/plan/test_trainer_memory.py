@@ -282,6 +282,29 @@ def test_eight_billion_parameters_train_beside_an_engine_that_sleeps(config: str
     assert "engine weights" not in training
 
 
+@pytest.mark.parametrize("gpus", [8, 16])
+def test_ranks_share_masters_moments_and_gradients_but_no_weights(gpus: int) -> None:
+    one, several = (
+        phase(
+            planned_packed("qwen3-aligned", f"cluster.engines={each}", f"cluster.ranks={each}").devices[0], "training"
+        )
+        for each in (1, gpus)
+    )
+    for item in ("master weights", "optimiser states", "gradients"):
+        assert several[item] == pytest.approx(one[item] / gpus, rel=1e-6)
+    rest = one.keys() - {"master weights", "optimiser states", "gradients"}
+    assert {item: several[item] for item in rest} == {item: one[item] for item in rest}
+
+
+def test_separate_gpus_of_the_packed_trainer_hold_no_engine() -> None:
+    settings = ["cluster.placement=separate", "cluster.engines=5", "cluster.ranks=3"]
+    engines, ranks = planned_packed("qwen3-aligned", *settings).devices
+    assert (engines.count, ranks.count) == (5, 3)
+    assert [each.name for each in engines.phases] == ["generating"]
+    assert "master weights" not in phase(engines, "generating")
+    assert not any("engine" in item for item in phase(ranks, "training"))
+
+
 @pytest.mark.parametrize(
     ("setting", "name"),
     [
