@@ -25,7 +25,7 @@ from fp8core.training.memory import Parallel, host_needs
 from fp8core.training.registry import trainer_of
 
 _BF16 = 2
-_MORE_HOSTS = "choose machines with more memory, or more machines with fewer ranks each"
+_MORE_MEMORY = "choose a machine with more memory"
 _HOST = "what computes on the CPU lies there: choose a smaller model, or a machine with more memory"
 
 
@@ -131,23 +131,22 @@ def _devices(
         limit = None if machine.host is None else machine.host.memory
         plans.append(DevicePlan(machine.host, 1, (Phase(" and ".join(on_host), needs, limit, _HOST),)))
     elif parallel is not None and config.cluster.used and machine.host is not None:
-        plans.append(_starting(config, arch, machine.host, machine.hosts))
+        plans.append(_saving(config, arch, machine.host, machine.hosts))
     return tuple(plans)
 
 
-def _starting(config: RunConfig, arch: Architecture, host: Device, hosts: int) -> DevicePlan:
-    """The main memory of the host with most ranks: each of them has the policy that it starts from.
+def _saving(config: RunConfig, arch: Architecture, host: Device, hosts: int) -> DevicePlan:
+    """The main memory of the flow's host, which rank 0 may share; ranks read the weights of a checkpoint themselves.
 
     Nothing is refused where the hosts of an address are not counted.
     """
-    cluster, policy = config.cluster, count_parameters(arch).total * _BF16
-    ranks = min(cluster.ranks, math.ceil(cluster.bundles / hosts))
+    policy = count_parameters(arch).total * _BF16
     needs = (
-        Need("initial policy", 2 * policy, "BF16, as it was read and as processes share it"),
-        Need("copies of ranks", ranks * policy, f"of {ranks} a host"),
+        Need("initial policy", policy, "BF16, as it was read"),
+        Need("policy to save", 3 * policy, "BF16: rank 0 gathers it, Ray hands it on, the flow writes it"),
     )
-    limit = None if hosts == 1 and cluster.address is not None else host.memory
-    return DevicePlan(host, hosts, (Phase("starting", needs, limit, _MORE_HOSTS),))
+    limit = None if hosts == 1 and config.cluster.address is not None else host.memory
+    return DevicePlan(host, 1, (Phase("saving", needs, limit, _MORE_MEMORY),))
 
 
 def _generating(engine: EngineMemory) -> Phase:

@@ -99,18 +99,18 @@ def _state(config: RunConfig, arch: Architecture, parallel: Parallel) -> tuple[N
 
 
 def _owned(arch: Architecture, parallel: Parallel) -> int:
-    """Parameters whose masters, moments and gradients lie on one GPU."""
+    """Parameters whose masters and moments lie on one GPU."""
     return math.ceil(count_parameters(arch).total / parallel.gpus)
 
 
-def _step(config: RunConfig, arch: Architecture, parallel: Parallel) -> tuple[Need, ...]:
+def _step(config: RunConfig, arch: Architecture, _: Parallel) -> tuple[Need, ...]:
     """The memory that a step adds."""
     stored = stored_bytes(parameter_shapes(arch), training_formats(config.precision, arch.num_layers).stored_names())
     recomputed = config.training.activation_checkpointing
     return (
         Need("weights", stored.total, "as they are multiplied"),
         Need("quantised copies", stored.codes, "transposed FP8 codes for dgrad"),
-        Need("gradients", _owned(arch, parallel) * _FP32, "FP32"),
+        Need("gradients", count_parameters(arch).total * _FP32, "FP32, of this GPU's packs"),
         Need("activations", _activations(config, arch), "layers recomputed" if recomputed else "all kept"),
         Need("workspace", _WORKSPACE, "estimate"),
     )
@@ -132,4 +132,4 @@ def _activations(config: RunConfig, arch: Architecture) -> int:
 
 
 MEMORY = TrainerMemory(_state, _step, exported_in_one_piece, _AT_REST)
-"""On each GPU: a share of masters, moments and gradients, and all weights as they are multiplied."""
+"""On each GPU: a share of masters and moments, and all weights as they are multiplied."""
