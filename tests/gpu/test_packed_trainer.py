@@ -1,12 +1,17 @@
 """The packed trainer with its kernels, beside the exact trainer and beside itself."""
 
+import os
 from dataclasses import asdict
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.multiprocessing as mp
 from torch import Tensor
 
+from fp8core.cluster.transport import GroupRanks, Meeting
 from fp8core.config.loss import LossConfig
 from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
 from fp8core.config.run import CorrectionConfig, TrainingConfig
@@ -23,6 +28,7 @@ from fp8core.rl.batch import RolloutBatch, TokenBatch
 from fp8core.rl.objective import Objective
 from fp8core.training.exact import ExactTrainer
 from fp8core.training.packed.trainer import PackedFormats, PackedTrainer
+from fp8core.training.trainer import ALONE, Ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gpu")]
 
@@ -67,12 +73,12 @@ def masters() -> dict[str, Tensor]:
     return initial_weights(ARCH, seed=0)
 
 
-def packed(kept: PrecisionContract, **settings: object) -> PackedTrainer:
+def packed(kept: PrecisionContract, ranks: Ranks = ALONE, **settings: object) -> PackedTrainer:
     training = TrainingConfig.model_validate({"device": "cuda", "tokens_per_pass": 1024, **settings})
     formats = PackedFormats(
         training_formats(kept, ARCH.num_layers), rollout_formats(kept, ARCH.num_layers), 512, amax_only=False
     )
-    return PackedTrainer(ARCH, masters(), formats, training, Objective(LossConfig(), CorrectionConfig()), CUDA)
+    return PackedTrainer(ARCH, masters(), formats, training, Objective(LossConfig(), CorrectionConfig()), CUDA, ranks)
 
 
 def exact(kept: PrecisionContract) -> ExactTrainer:
@@ -218,3 +224,46 @@ def test_a_policy_that_is_shown_the_same_learns_it() -> None:
     trainer = packed(CONTRACTS["bf16"], learning_rate=1e-3)
     losses = [trainer.sft_step(rows(), 1e-3) for _ in range(30)]
     assert losses[-1] < 0.7 * losses[0]
+
+
+RANKS = 2
+
+
+def two_steps(trainer: PackedTrainer, scales: list[LayerScales] | None) -> dict[str, Any]:
+    """What must not depend on the number of ranks, and the gradient norms of two updates, which may in their order."""
+    found = trainer.logprobs(rows(), 1.0, scales)
+    first = {"digest": trainer.digest(), "logprobs": found.logprobs.nan_to_num(), "exported": trainer.export().digest()}
+    batch = batch_of(found.logprobs, rows())
+    reports = [trainer.step(batch, 1.0, scales) for _ in range(2)]
+    return first | {"norms": [report.grad_norm for report in reports], "weights": reports[-1].digest}
+
+
+def _rank(rank: int, port: int, name: str, folder: Path) -> None:
+    torch.cuda.set_device(rank)
+    ranks = GroupRanks("127.0.0.1", port, rank, RANKS)
+    scales = SCALES if CONTRACTS[name].training.kv_cache == "fp8" else None
+    trainer, again = (packed(CONTRACTS[name], ranks) for _ in range(2))
+    found = two_steps(trainer, scales)
+    assert two_steps(again, scales)["weights"] == found["weights"], "a repetition has other bytes"
+    trainer.save(folder)
+    again.load(folder)
+    assert again.digest() == found["weights"]
+    if rank == 0:
+        torch.save(found, folder / "found.pt")
+    torch.distributed.barrier()
+    os._exit(0)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason="needs two GPUs")
+@pytest.mark.parametrize("name", CONTRACTS)
+def test_two_gpus_share_one_policy_and_compute_its_bytes(name: str, tmp_path: Path) -> None:
+    meeting = Meeting("127.0.0.1")
+    mp.spawn(_rank, (meeting.port(), name, tmp_path), nprocs=RANKS)
+    found = torch.load(tmp_path / "found.pt", weights_only=False)
+    alone = packed(CONTRACTS[name])
+    expected = two_steps(alone, SCALES if CONTRACTS[name].training.kv_cache == "fp8" else None)
+    assert torch.equal(found["logprobs"], expected["logprobs"])
+    assert (found["digest"], found["exported"]) == (expected["digest"], expected["exported"])
+    assert found["norms"] == pytest.approx(expected["norms"], rel=0.02)
+    alone.load(tmp_path)
+    assert alone.digest() == found["weights"]
