@@ -152,7 +152,7 @@ class GroupRanks:
         return [part[:size] for part, size in zip(parts, sizes, strict=True)]
 
     def exchanged(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """What each process has for this one, in the order of their ranks."""
+        """The tensors of all processes for this one, in the order of their ranks."""
         size = len(parts[self.rank])
         received = parts[self.rank].new_empty(size * self.count)
         sizes = [len(part) for part in parts]

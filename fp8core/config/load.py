@@ -131,7 +131,8 @@ def may_continue(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 def _numeric(dump: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a dumped configuration that determine numbers."""
     kept = {key: value for key, value in dump.items() if key not in NON_NUMERIC_KEYS}
-    if dump["training"]["trainer"] == "megatron" or dump["training"]["device"] == "cuda":
+    repeats = dump["training"]["device"] == "cuda" and dump["replay"]["level"] != "tolerant"
+    if dump["training"]["trainer"] == "megatron" or repeats:
         # Sums over GPUs depend on their number, and Megatron's digest of weights on what each of them holds.
         kept["cluster"] = {"ranks": dump.get("cluster", {}).get("ranks")}
     return kept

@@ -333,7 +333,7 @@ class Ranks(Protocol):
         ...
 
     def gathered(self, own: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-        """What every process has, one after another.
+        """The bytes of all processes, one tensor each.
 
         Args:
             own: uint8 [own size].
@@ -342,7 +342,7 @@ class Ranks(Protocol):
         ...
 
     def exchanged(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """What every process has for this one, one after another; `parts` has a flat tensor for each process."""
+        """The tensors of all processes for this one; `parts` has a flat tensor for each of them."""
         ...
 
     def maximum(self, tensor: Tensor) -> None:
@@ -404,7 +404,7 @@ def shared_out(ranks: Ranks, parts: Sequence[Part], compute: Callable[[Part], Re
 
 
 def together(ranks: Ranks, act: Callable[[], Result]) -> list[Result]:
-    """What all processes found; where one of them raised, all raise what the first of these did.
+    """The results of all processes; an error of one of them is raised by all.
 
     Raises:
         OSError, UserError: of reading or writing files.

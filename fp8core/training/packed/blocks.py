@@ -61,11 +61,11 @@ class Blocks(Protocol):
     name: str
 
     def made(self, rows: Tensor) -> tuple[Tensor, ...]:
-        """What these blocks multiply with, of whole tiles of rows of an FP32 master."""
+        """Operands of these blocks, from whole tiles of rows of an FP32 master."""
         ...
 
     def ready(self, master: Tensor, made: Sequence[Tensor]) -> BlockWeight:
-        """A weight of these blocks, from what was made of all its rows; `master` receives the gradient."""
+        """A weight of these blocks, from the operands of all its rows; `master` receives the gradient."""
         ...
 
     def norm_linear(self, x: Tensor, added: Tensor | None, norm: Norm, weight: BlockWeight) -> tuple[Tensor, Tensor]:

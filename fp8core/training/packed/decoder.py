@@ -67,7 +67,7 @@ class PackedLayer(nn.Module):
         self._values: dict[str, Tensor] = {}
 
     def made(self, own: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, ...]]:
-        """What this layer computes with, of own rows of its masters, by name."""
+        """The operands and vectors of this layer, from own rows of its masters, by name."""
         linears = {name: self._blocks.made(own[name]) for name in _LINEARS}
         return linears | {name: (_rounded(own[name]),) for name in _VECTORS if name in own}
 

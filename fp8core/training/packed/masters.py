@@ -141,8 +141,7 @@ class Masters:
         return {name: [next(whole) for _ in tensors] for name, tensors in made.items()}
 
     def joined(self, made: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """As `gathered`, of tensors by Hugging Face name, or by the name of their scales; in the order of their names'
-        layers, one layer at a time."""
+        """As `gathered`, one layer at a time; tensors by Hugging Face name, scales by theirs."""
         shapes, found = self.shapes(), dict[str, Tensor]()
         for _, names in groupby(made, layer_of):
             unit = list(names)

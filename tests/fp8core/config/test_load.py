@@ -385,9 +385,18 @@ def test_a_run_continues_only_with_the_same_numbers_and_no_fewer_steps(
     assert may_continue(old, new) == hindrances
 
 
-@pytest.mark.parametrize(("trainer", "hindrances"), [("torch", []), ("megatron", ["cluster.ranks: 1 -> 2"])])
-def test_the_number_of_ranks_makes_the_numbers_of_megatron_alone(trainer: str, hindrances: list[str]) -> None:
-    one, two = (load_config("tiny", {"training.trainer": trainer, "cluster.ranks": ranks}) for ranks in (1, 2))
+@pytest.mark.parametrize(
+    ("settings", "hindrances"),
+    [
+        ({}, []),
+        ({"training.trainer": "megatron"}, ["cluster.ranks: 1 -> 2"]),
+        ({"training.device": "cuda", "replay.level": "deterministic"}, ["cluster.ranks: 1 -> 2"]),
+        ({"training.device": "cuda", "replay.level": "tolerant"}, []),
+    ],
+    ids=["cpu", "megatron", "gpu", "tolerant on gpu"],
+)
+def test_the_number_of_ranks_makes_the_numbers_of_gpus_and_of_megatron(settings, hindrances: list[str]) -> None:
+    one, two = (load_config("tiny", {**settings, "cluster.ranks": ranks}) for ranks in (1, 2))
     assert may_continue(public_dump(one), public_dump(two)) == hindrances
     assert (config_digest(one) != config_digest(two)) is bool(hindrances)
 
