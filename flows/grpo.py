@@ -29,9 +29,9 @@ from fp8core.config.load import merged_overrides
 from fp8core.config.run import RUN_NAME, RunConfig
 from fp8core.errors import UserError, printable
 from fp8core.report.charts import training_charts
-from fp8core.report.console import Console, StyleAccuracy
+from fp8core.report.console import SAMPLE_EVERY, Console, StyleAccuracy
 from fp8core.report.drawing import draw_png
-from fp8core.report.summary import StepTiming, Summary, summarise
+from fp8core.report.summary import CURVES, StepTiming, Summary, summarise
 from fp8core.run import loop
 from fp8core.run.commit import step_metrics, stored_manifest
 from fp8core.run.context import RunContext
@@ -39,6 +39,7 @@ from fp8core.run.execute import Interval, StepError, TaskResult
 from fp8core.run.loop import BoundError, TrainingPaused, next_step, save_last
 from fp8core.run.policy import SyncError
 from fp8core.run.resume import RedoError, history
+from fp8core.run.rollouts import written_sample
 from fp8core.store.ledger import START
 from fp8core.store.manifest import Head
 from fp8core.store.run_directory import SUMMARY
@@ -145,6 +146,8 @@ class FlowExecution(PrefectExecution):
         self._session.timings.append(StepTiming(step=index, interval=(began, ended), tasks=tasks))
         seconds = {name: result.entry.seconds for name, result in results.items()}
         run.console.step({**step_metrics(run, index), "step": index}, ended - began, seconds)
+        if index % SAMPLE_EVERY == 0 and (found := written_sample(run, index)) is not None:
+            run.console.sample(*found)
         self._artifacts.step_done(index)
         self._session.publisher.wake()
 
@@ -153,7 +156,7 @@ def finish(session: Session, console: Console) -> Summary:
     """Curves, summary and report, in the folder and in MLflow."""
     run, tracker = session.run, session.tracker
     metrics, bounds = history(run), stop_bounds(run.config)
-    picture = run.directory.path / "curves.png"
+    picture = run.directory.path / CURVES
     name = run.directory.path.name
     draw_png(training_charts(name, metrics), picture, f"{name}: {run.config.name}, seed {run.config.seed}")
     summary = summarise(
@@ -172,7 +175,7 @@ def finish(session: Session, console: Console) -> Summary:
     write_report(run)
     session.mlflow.add_result()
     session.publisher.wake()
-    console.summary(summary, picture, ui_command(tracker.uri), tracker.page)
+    console.summary(summary, run.directory.path, ui_command(tracker.uri), tracker.page)
     return summary
 
 

@@ -58,6 +58,7 @@ def plan_config(options: argparse.Namespace) -> int:
     if options.json is not None:
         options.json.write_json({"fits": not plan.refusals, **asdict(plan)})
     refuse_unfit(plan)
+    say("fits")
     return 0
 
 

@@ -1,8 +1,9 @@
-"""The display of a training while it runs: on a terminal of 80 columns, or as plain lines in a log file.
+"""The display of a training while it runs: on a terminal of 80 columns or more, or as plain lines in a log file.
 
-Tables and numbers stay within 80 columns; paths and commands are printed whole, so that they can be copied.
+Tables and numbers stay within the width; paths and commands are printed whole, so that they can be copied.
 """
 
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TextIO
@@ -14,12 +15,28 @@ from rich.table import Table
 from rich.text import Text
 
 from fp8core.errors import printable
-from fp8core.report.summary import HELDOUT, LENGTH, MISSING, REWARD, STEP, TMPE, TOKENS_DIFFERING, Summary
+from fp8core.report.summary import (
+    CURVES,
+    HELDOUT,
+    LENGTH,
+    MISSING,
+    REPORT,
+    REWARD,
+    STEP,
+    TMPE,
+    TOKENS,
+    TOKENS_DIFFERING,
+    Summary,
+    edge_steps,
+)
 
-WIDTH = 80
+# From the first width on a step shows its tokens a second; no line is wider than the second.
+_ROOMY, WIDTH = 92, 120
+SAMPLE_EVERY = 10
+LEGEND = "tmpe 1: both policies give equal probabilities; differ: tokens where they do not"
 HEADER_EVERY = 20
 WARM_START_LINES = 10
-NUMBER_WIDTHS = (6, 8, 6, 9, 6, 7)
+_COLUMNS = {"reward": 6, "held-out": 8, "length": 6, "tmpe": 9, "differ": 6, "seconds": 7, "tokens/s": 8, "left": 8}
 
 
 class StyleAccuracy(NamedTuple):
@@ -44,6 +61,10 @@ class Console:
         self._steps = steps
         self._lines = 0
         self._heldout: float | None = None
+        self._seconds = list[float]()
+        self._warm_start: float | None = None
+        shown = [name for name in _COLUMNS if name != "tokens/s" or self._console.width >= _ROOMY]
+        self._widths = {"step": 2 * len(str(steps)) + 1, **{name: _COLUMNS[name] for name in shown}}
 
     def header(self, run: str, places: Mapping[str, str]) -> None:
         """The run's name, and where things are (label -> path or address)."""
@@ -56,9 +77,14 @@ class Console:
 
     def warm_start(self, step: int, steps: int, loss: float) -> None:
         """Progress of the warm start; called at every step, it prints a tenth of them and the last."""
+        if self._warm_start is None:
+            self._warm_start = time.perf_counter()
+            return
         if step == steps or step % max(1, steps // WARM_START_LINES) == 0:
             width = len(str(steps))
-            self._console.print(f"warm start  step {step:>{width}}/{steps}  loss {loss:.4f}")
+            rate = (step - 1) / (time.perf_counter() - self._warm_start)
+            left = f"  {_clock((steps - step) / rate)} left" if step < steps else ""
+            self._console.print(f"warm start  step {step:>{width}}/{steps}  loss {loss:.4f}  {rate:.3g} steps/s{left}")
 
     def styles(self, accuracies: Sequence[StyleAccuracy]) -> None:
         """Accuracy of each demonstration style; those below their target are warned of."""
@@ -83,9 +109,12 @@ class Console:
             seconds: wall time of the step.
             task_seconds: task -> seconds; the one with the largest share is named.
         """
+        if self._lines == 0:
+            self._whole_line(Text(LEGEND, style="dim"))
         if self._lines % HEADER_EVERY == 0:
-            self._row("step", "reward", "held-out", "length", "tmpe", "differ", "seconds", "slowest task")
+            self._row({name: name for name in self._widths}, "slowest task")
         self._lines += 1
+        self._seconds.append(seconds)
         heldout = Text(f"{MISSING} ")
         if HELDOUT in metrics:
             self._heldout = metrics[HELDOUT]
@@ -93,23 +122,36 @@ class Console:
         elif self._heldout is not None:
             heldout = Text(f"({self._heldout:.3f})", style="dim")
         slowest = max(task_seconds, key=task_seconds.__getitem__, default=None)
-        self._row(
-            f"{int(metrics[STEP])}/{self._steps}",
-            _number(metrics, REWARD, ".3f"),
-            heldout,
-            _number(metrics, LENGTH, ".1f"),
-            format_tmpe(metrics[TMPE]) if TMPE in metrics else MISSING,
-            _number(metrics, TOKENS_DIFFERING, ".0f"),
-            f"{seconds:.2f}",
-            MISSING if slowest is None else f"{printable(slowest)} {task_seconds[slowest] / seconds:.0%}",
-        )
+        step, newest = int(metrics[STEP]), self._seconds[-HEADER_EVERY:]
+        cells: dict[str, str | Text] = {
+            "step": f"{step}/{self._steps}",
+            "reward": _number(metrics, REWARD, ".3f"),
+            "held-out": heldout,
+            "length": _number(metrics, LENGTH, ".1f"),
+            "tmpe": format_tmpe(metrics[TMPE]) if TMPE in metrics else MISSING,
+            "differ": _number(metrics, TOKENS_DIFFERING, ".0f"),
+            "seconds": f"{seconds:.2f}",
+            "tokens/s": f"{metrics[TOKENS] / seconds:,.0f}" if TOKENS in metrics else MISSING,
+            "left": _clock(sum(newest) / len(newest) * (self._steps - step)),
+        }
+        busiest = MISSING if slowest is None else f"{printable(slowest)} {task_seconds[slowest] / seconds:.0%}"
+        self._row(cells, busiest)
 
-    def summary(self, summary: Summary, picture: Path, ui_command: str, page: str) -> None:
-        """The result in a panel; then the picture, the command of the MLflow UI, the run's page, the chain's head."""
+    def sample(self, prompt: str, completion: str, reward: float) -> None:
+        """A prompt, what the policy wrote, and its reward, in a line."""
+        words = (printable(" ".join(text.split())) for text in (prompt, completion))
+        text = Text.assemble(("  wrote  ", "dim"), " -> ".join(words))
+        rewarded = f"  reward {reward:.3g}"
+        text.truncate(self._console.width - len(rewarded), overflow="ellipsis")
+        self._console.print(text + Text(rewarded, style="dim"), no_wrap=True)
+
+    def summary(self, summary: Summary, folder: Path, ui_command: str, page: str) -> None:
+        """The result in a panel; then the report, the curves, the command of the MLflow UI, the run's
+        page, and the chain's head."""
         results = Table.grid(padding=(0, 2))
-        results.add_row(
-            "reward", _from_to(summary.reward_first10, summary.reward_last10), "mean of the first and last 10 steps"
-        )
+        edge = edge_steps(summary.steps)
+        of = f"of the first and last {edge} steps" if edge > 1 else "of the first and last step"
+        results.add_row("reward", _from_to(summary.reward_first10, summary.reward_last10), f"mean {of}")
         results.add_row(
             "held-out",
             _from_to(summary.heldout_first, summary.heldout_last),
@@ -129,15 +171,18 @@ class Console:
                 results.add_row(Text(f"  {printable(task)}"), f"{seconds:.1f} s", f"{seconds / total:.0%}")
         title = Text(f"{printable(summary.run)}: done")
         self._console.print(Panel(results, title=title, title_align="left", expand=False))
-        places = {"picture": str(picture), "MLflow UI": ui_command, "then open": page}
+        files = {name: str(folder / file) for name, file in (("report", REPORT), ("curves", CURVES))}
+        places = {**files, "MLflow UI": ui_command, "then open": page}
         self._places({**places, "chain": summary.chain_head})
 
-    def _row(self, *cells: str | Text) -> None:
-        *numbers, slowest = (Text(cell) if isinstance(cell, str) else cell for cell in cells)
-        widths = (2 * len(str(self._steps)) + 1, *NUMBER_WIDTHS)
-        for cell, width in zip(numbers, widths, strict=True):
-            cell.pad_left(width - len(cell))
-        self._console.print(Text("  ").join([*numbers, slowest]), no_wrap=True, overflow="ellipsis")
+    def _row(self, cells: Mapping[str, str | Text], slowest: str) -> None:
+        numbers = list[Text]()
+        for name, width in self._widths.items():
+            cell = cells[name]
+            text = Text(cell) if isinstance(cell, str) else cell
+            text.pad_left(width - len(text))
+            numbers.append(text)
+        self._console.print(Text("  ").join([*numbers, Text(slowest)]), no_wrap=True, overflow="ellipsis")
 
     def _places(self, places: Mapping[str, str]) -> None:
         width = max(map(len, places), default=0)
@@ -153,6 +198,13 @@ def format_tmpe(value: float) -> str:
     if value == 1.0:
         return "1 exactly"
     return f"{value:.6f}" if abs(value - 1.0) >= 5e-7 else f"1{value - 1.0:+.0e}"
+
+
+def _clock(seconds: float) -> str:
+    """Hours, minutes and seconds, without what is zero in front."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def _number(metrics: Mapping[str, float], key: str, form: str) -> str:

@@ -58,6 +58,8 @@ from fp8core.report.summary import (
     TMPE,
     TOKENS_DIFFERING,
     History,
+    first_steps,
+    last_steps,
     series,
 )
 from fp8core.user_files import PAGE_MARK
@@ -124,8 +126,8 @@ def number_rows(runs: Sequence[RunData]) -> list[tuple[str, ...]]:
     """A row for each number, its name first and then its value for each run."""
     rows: list[tuple[str, Callable[[RunData], str]]] = [
         ("state", lambda run: run.status),
-        (f"reward, mean of the first {EDGE_STEPS} steps", _over(REWARD, lambda values: fmean(values[:EDGE_STEPS]))),
-        (f"reward, mean of the last {EDGE_STEPS} steps", _over(REWARD, lambda values: fmean(values[-EDGE_STEPS:]))),
+        (f"reward, mean of the first steps, {EDGE_STEPS} at most", _over(REWARD, first_steps)),
+        (f"reward, mean of the last steps, {EDGE_STEPS} at most", _over(REWARD, last_steps)),
         ("held-out accuracy, first", _over(HELDOUT, lambda values: values[0])),
         ("held-out accuracy, last", _over(HELDOUT, lambda values: values[-1])),
         ("held-out accuracy, best", _over(HELDOUT, max)),

@@ -16,10 +16,14 @@ STEP = "step"
 REWARD = "reward/mean"
 HELDOUT = "reward/heldout_accuracy"
 LENGTH = "rollout/length_mean"
+TOKENS = "rollout/tokens"
 ENTROPY = "rollout/entropy"
 GRAD_NORM = "train/grad_norm"
 TMPE = "alignment/token_mult_prob_error"
 TOKENS_DIFFERING = "alignment/tokens_differing"
+
+# Files of a run's folder.
+REPORT, CURVES = "report.html", "curves.png"
 
 EDGE_STEPS = 10
 
@@ -50,7 +54,10 @@ class Overhead(_Frozen):
 
 
 class Summary(_Frozen):
-    """The result of a run, as `--json` writes it; None where nothing was measured."""
+    """The result of a run, as `--json` writes it; None where nothing was measured.
+
+    `reward_first10` and `reward_last10` are means of ten steps, of a shorter run of half of them.
+    """
 
     run: str
     mlflow_run_id: str
@@ -73,6 +80,21 @@ def series(history: History, key: str) -> tuple[list[int], list[float]]:
     """Steps at which `key` was measured, and its values there."""
     measured = [(int(row[STEP]), row[key]) for row in history if key in row]
     return [step for step, _ in measured], [value for _, value in measured]
+
+
+def edge_steps(steps: int) -> int:
+    """The number of steps at each end of a run that are averaged: ten, or half of a short run's."""
+    return max(1, min(EDGE_STEPS, steps // 2))
+
+
+def first_steps(values: Sequence[float]) -> float:
+    """The mean of the first `edge_steps` values, of at least one."""
+    return fmean(values[: edge_steps(len(values))])
+
+
+def last_steps(values: Sequence[float]) -> float:
+    """The mean of the last `edge_steps` values, of at least one."""
+    return fmean(values[-edge_steps(len(values)) :])
 
 
 def union_seconds(intervals: Iterable[Interval]) -> float:
@@ -140,8 +162,8 @@ def summarise(
         chain_head=chain_head,
         weights_digest=weights_digest,
         steps=len(rewards),
-        reward_first10=fmean(rewards[:EDGE_STEPS]) if rewards else None,
-        reward_last10=fmean(rewards[-EDGE_STEPS:]) if rewards else None,
+        reward_first10=first_steps(rewards) if rewards else None,
+        reward_last10=last_steps(rewards) if rewards else None,
         heldout_first=heldout[0] if heldout else None,
         heldout_last=heldout[-1] if heldout else None,
         tmpe_max=max(tmpe, default=None),

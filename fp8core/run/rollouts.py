@@ -87,6 +87,19 @@ def completion_text(completion: Completion, tokenizer: Tokenizer) -> str:
 _FAILURES: dict[Outcome, str] = {"timeout": "timed out", "crashed": "crashed"}
 
 
+def written_sample(run: RunContext, index: int) -> tuple[str, str, float] | None:
+    """Prompt, text and reward of the first completion of a step; None where its plan has no such tables."""
+    store, found = run.directory.store, {ref.kind: ref for ref in run.directory.ledger.artifacts(index).values()}
+    if not {"prompts", "rollouts", "rewards"} <= found.keys():
+        return None
+    (written,) = store.get_table(found["rollouts"]).select(["group", "sample", "text"]).slice(0, 1).to_pylist()
+    prompts, rewards = (store.get_table(found[kind]).to_pylist() for kind in ("prompts", "rewards"))
+    place = written["group"], written["sample"]
+    prompt = next(row["text"] for row in prompts if row["group"] == written["group"])
+    reward = next(row["reward"] for row in rewards if (row["group"], row["sample"]) == place)
+    return prompt, written["text"], reward
+
+
 def answers_of(prompts: pa.Table, rollouts: pa.Table) -> list[Answer]:
     """The verifier's input for completions, in their order."""
     asked = {row["group"]: row for row in prompts.select(["group", "text", "reference"]).to_pylist()}

@@ -125,7 +125,7 @@ def test_what_cannot_be_placed_is_refused_in_one_line(two_nodes, settings, said)
 def test_a_gpu_that_only_ray_sees_is_refused_before_the_run_has_a_folder(two_nodes, tmp_path):
     two_nodes.add_node(num_cpus=0, num_gpus=1)
     settings = {"training.device": "cuda", "cluster.address": two_nodes.address, "runs": str(tmp_path), "run": "x"}
-    with pytest.raises(UserError, match=r"^training\.device=cuda: torch sees no GPU") as refused:
+    with pytest.raises(UserError, match=r"^h200-small trains on a GPU, and there is none") as refused:
         launch(load_config("h200-small", {**settings, "rollout.engine": "embedded"}), {}, None, "")
     assert "\n" not in str(refused.value)
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,5 @@
 import io
+import re
 from pathlib import Path
 
 import pytest
@@ -78,16 +79,32 @@ def test_a_step_shows_what_was_measured_and_a_dash_for_most_of_the_rest() -> Non
     console = Console(file, 80)
     console.step(METRICS, 1.234, {"rollout": 0.2, "train": 0.617})
     console.step({"step": 3}, 1.0, {})
-    measured, empty = (line.split() for line in file.getvalue().splitlines()[1:])
-    assert measured == ["1/80", "0.512", "0.430", "5.1", "1", "exactly", "0", "1.23", "train", "50%"]
-    assert empty == ["3/80", "-", "(0.430)", "-", "-", "-", "1.00", "-"]
+    measured, empty = (line.split() for line in file.getvalue().splitlines()[2:])
+    # 79 steps of 1.234 s are left, then 77 of the mean of 1.234 and 1.0 s.
+    assert measured == ["1/80", "0.512", "0.430", "5.1", "1", "exactly", "0", "1.23", "1:37", "train", "50%"]
+    assert empty == ["3/80", "-", "(0.430)", "-", "-", "-", "1.00", "1:26", "-"]
+
+
+def test_a_wide_terminal_shows_tokens_a_second_and_no_line_is_wider_than_it(monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    out = Terminal()
+    console = Console(out, 80)
+    console.step(METRICS | {"rollout/tokens": 4936.0}, 1.234, {"a_step_with_quite_a_long_name" * 3: 0.2})
+    console.sample("What is\n2 + 3?", "5 " * 200, 1.0)
+    header, step, sample = out.getvalue().splitlines()[1:]
+    assert "tokens/s" in header
+    assert "4,000" in step
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", sample)
+    assert "What is 2 + 3? -> 5 5" in shown
+    assert shown.endswith("reward 1")
+    assert max(map(len, (header, step, shown))) <= 100
 
 
 def test_the_last_held_out_accuracy_is_repeated_in_brackets_and_dim() -> None:
     plain = steps_printed(6, io.StringIO(), 80)
-    assert [plain[step].split()[2] for step in (4, 5, 6)] == ["-", "0.050", "(0.050)"]
+    assert [plain[step + 1].split()[2] for step in (4, 5, 6)] == ["-", "0.050", "(0.050)"]
     coloured = steps_printed(6, Terminal(), 80)
-    assert [("\x1b[2m" in coloured[step]) for step in (4, 5, 6)] == [False, False, True]
+    assert [("\x1b[2m" in coloured[step + 1]) for step in (4, 5, 6)] == [False, False, True]
 
 
 @pytest.mark.parametrize("total", [9, 80, 1000, 10_000_000])
@@ -96,9 +113,8 @@ def test_step_lines_never_wrap(total: int) -> None:
     long_name = "a_step_with_quite_a_long_name_" * 2
     Console(file, total).step(METRICS | {"step": total}, 1234.5, {long_name: 1000.0})
     lines = file.getvalue().splitlines()
-    assert len(lines) == 2
     assert max(map(len, lines)) <= 80
-    assert lines[1].startswith(f"{total}/{total}  ")
+    assert lines[-1].startswith(f"{total}/{total}  ")
 
 
 def everything(file: io.StringIO) -> str:
@@ -128,7 +144,7 @@ def test_a_style_below_its_target_is_warned_of_and_no_other() -> None:
 
 def test_the_summary_shows_what_changed_and_where_the_time_went() -> None:
     file = io.StringIO()
-    Console(file, 80).summary(SUMMARY, Path("/runs/tiny-1/curves.png"), "mlflow ui", "http://page")
+    Console(file, 80).summary(SUMMARY, Path("/runs/tiny-1"), "mlflow ui", "http://page")
     text = file.getvalue()
     for words in (
         "0.550 -> 0.970",
