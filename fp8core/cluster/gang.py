@@ -142,8 +142,9 @@ class Gang:
             cause = error.cause
             if isinstance(cause, EngineLost):
                 raise MemberLost(f"{member.name}: {_where(member)}: {cause}{_said(member)}") from None
-            # Errors of ours are for people or for callers; those of libraries are not expected.
-            if type(cause).__module__.startswith("fp8core.") or isinstance(cause, ValueError):
+            # Errors of ours, and those of files, are for people or for callers; others of libraries are not expected.
+            files = isinstance(cause, OSError) and not isinstance(cause, ConnectionError)
+            if type(cause).__module__.startswith("fp8core.") or isinstance(cause, ValueError) or files:
                 raise cause from None
             if isinstance(cause, DistBackendError | DistNetworkError):
                 raise LinkLost(f"{member.name}: {_where(member)}: NCCL failed: {first_line(cause)}") from None

@@ -51,9 +51,15 @@ class SavedState(BaseModel):
 def save_training(
     folder: Path, masters: Mapping[str, Tensor], moments: Mapping[str, Tensor], version: int, updates: int, digest: str
 ) -> None:
-    """Write FP32 masters, optimiser moments and counters of a trainer in one process; the folder exists."""
-    save_file({name: tensor.detach().cpu().clone() for name, tensor in masters.items()}, folder / MASTERS)
-    save_file({name: tensor.cpu().contiguous() for name, tensor in moments.items()}, folder / OPTIMISER)
+    """Write FP32 masters, optimiser moments and counters of a trainer in one process; the folder exists.
+
+    Raises OSError.
+    """
+    try:
+        save_file({name: tensor.detach().cpu().clone() for name, tensor in masters.items()}, folder / MASTERS)
+        save_file({name: tensor.cpu().contiguous() for name, tensor in moments.items()}, folder / OPTIMISER)
+    except SafetensorError as error:
+        raise OSError(f"{folder}: {error}") from error
     write_state(folder, version, updates, digest)
 
 

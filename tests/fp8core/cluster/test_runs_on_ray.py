@@ -131,6 +131,18 @@ def test_a_gpu_that_only_ray_sees_is_refused_before_the_run_has_a_folder(two_nod
     assert not list(tmp_path.iterdir())
 
 
+def test_a_checkpoint_that_a_rank_cannot_write_is_an_error_of_its_file(two_nodes, tmp_path):
+    config = load_config("tiny", {"cluster": {"address": two_nodes.address, **TWO_EACH}})
+    base, cluster = build_base(config), open_cluster(config)
+    try:
+        trainer = cluster.build_trainer(config, base.arch, base.tensors)
+        with pytest.raises(OSError, match="missing"):
+            trainer.save(tmp_path / "missing")
+        trainer.save(tmp_path)
+    finally:
+        cluster.close()
+
+
 def test_questions_and_members_share_one_connection(two_nodes):
     config = load_config("tiny", {"cluster.address": two_nodes.address, "cluster.engines": 2})
     here, asked = this_node(), members_node(config)
