@@ -85,12 +85,14 @@ class Masters:
 
     Attributes:
         units: all parameters.
+        shapes: whole ones, by Hugging Face name.
         own: FP32 [own rows, ...] of every parameter, by its name in the decoder.
     """
 
     def __init__(self, arch: Architecture, device: torch.device, ranks: Ranks) -> None:
         self.units, self._ranks = units_of(arch), ranks
         self._stacks = {name: stack for unit in self.units for name, stack in unit.items()}
+        self.shapes = {name: (rows, *stack.width) for stack in self._stacks.values() for name, rows in stack.parts}
         self.own = {
             name: torch.empty(sum(self._rows(stack, ranks.rank)), *stack.width, device=device)
             for name, stack in self._stacks.items()
@@ -105,13 +107,9 @@ class Masters:
             found |= {part: view for (part, _), view in zip(stack.parts, views, strict=True)}
         return found
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Whole shapes by Hugging Face name."""
-        return {name: (rows, *stack.width) for stack in self._stacks.values() for name, rows in stack.parts}
-
     def rows_of(self, name: str) -> range:
         """The own rows of a tensor, by its Hugging Face name."""
-        return own_rows(self.shapes()[name][0], self._ranks.rank, self._ranks.count)
+        return own_rows(self.shapes[name][0], self._ranks.rank, self._ranks.count)
 
     def write(self, masters: Mapping[str, Tensor]) -> None:
         """Take weights of any type from whole tensors."""
@@ -142,7 +140,7 @@ class Masters:
 
     def joined(self, made: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """As `gathered`, one layer at a time; tensors by Hugging Face name, scales by theirs."""
-        shapes, found = self.shapes(), dict[str, Tensor]()
+        shapes, found = self.shapes, dict[str, Tensor]()
         for _, names in groupby(made, layer_of):
             unit = list(names)
             bases = [name.removesuffix(SCALE_SUFFIX) for name in unit]
@@ -194,7 +192,7 @@ class Masters:
 
     def digest(self) -> str:
         """`policy_digest` of the whole masters."""
-        slices, shapes = list[Slice](), self.shapes()
+        slices, shapes = list[Slice](), self.shapes
         for name, own in self.named().items():
             rows, shape = self.rows_of(name), shapes[name]
             width = math.prod(shape[1:])

@@ -252,7 +252,7 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
     def save(self, folder: Path) -> None:
         """As `Trainer.save`. The files do not depend on the number of ranks, each of which writes its rows."""
         moments, form = self._optimiser.moments, STORED[self._config.optimiser_state]
-        shapes, digest = self._masters.shapes(), self.digest()
+        shapes, digest = self._masters.shapes, self.digest()
         masters = [TensorSpec(name, "F32", shape) for name, shape in shapes.items()]
         specs = [TensorSpec(name, form, shapes[name.partition("/")[2]]) for name in moments]
 
@@ -276,7 +276,7 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
 
     def load(self, folder: Path) -> None:
         """As `Trainer.load`, on any number of ranks."""
-        shapes = self._masters.shapes()
+        shapes = self._masters.shapes
         wanted = {name: shapes[name.partition("/")[2]] for name in self._optimiser.moments}
         own = {MASTERS: self._masters.named(), OPTIMISER: self._optimiser.moments}
 
