@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import MODELS, RESULTS, Row, table, write_rows
+from benchmarks.harness import MODELS, Row, table, write_rows
 from benchmarks.large_ledger import QWEN3_8B, committed, make_model, train
 from benchmarks.small_hopper import Training, plan, step_ledger_row, timed_steps
 from fp8core.models.architecture import Architecture
@@ -33,7 +33,7 @@ from fp8core.report.summary import TMPE, TOKENS_DIFFERING, series
 from fp8core.store.artifacts import ArtifactStore
 
 RESULT = "grpo_8gpu"
-PREDICTION = RESULTS / f"{RESULT}_prediction.json"
+PREDICTION = Path(__file__).with_name(f"{RESULT}_prediction.json")
 VARIANTS = {"fp8": "fp8_end_to_end_kv", "bf16": "bf16"}
 """By precision: FP8 is aligned, the same bits on both sides; BF16 runs vLLM's own model."""
 SHAPES = {
