@@ -40,7 +40,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Completion:
-    """What the policy wrote; `left_out` tokens are not shown."""
+    """A text of the policy with its reward; `left_out` tokens are not shown."""
 
     reward: float | None
     pieces: Sequence[Piece]

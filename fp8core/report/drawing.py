@@ -1,8 +1,8 @@
 """Charts as PNG and as SVG, drawn by matplotlib from one description; equal charts give equal bytes.
 
-A chart of a page needs no script, no font and no file beside it. Pointing at a place in it shows the values there, and
-so do the arrow keys: the places of a chart are a group of radio buttons over its SVG. Its inks are variables of CSS, so
-that a page can be dark.
+A chart of a page needs no script, no font and no file beside it. The places of a chart are a group of radio buttons
+over its SVG: a pointer or the arrow keys show the values there. Its inks are variables of CSS, so that a page can be
+dark.
 """
 
 import io
@@ -70,6 +70,8 @@ _SHORTER = (
     (r"font-family: [^;\"]*", "font-family: system-ui, sans-serif"),
     (r' transform="rotate\(-0 [^)]*\)"', ""),
     (r"\s*\n\s*", " "),
+    # The paper of a hatch; a variable has to be in a style.
+    (r'<rect ([^>]*) fill="(#[0-9a-f]{6})"', r'<rect \1 style="fill: \2"'),
 )
 # Ink -> the variable of CSS that replaces it on a page; without the variable it stays as it is.
 _INKS = {
@@ -195,7 +197,7 @@ def figure_html(drawing: Drawing) -> str:
 
 
 def _themed(attribute: str) -> str:
-    """The style of an element with variables in the place of inks."""
+    """The style of an element with variables instead of inks."""
     if not attribute.startswith('="') or ": #" not in attribute:
         return attribute
     return re.sub(

@@ -314,7 +314,7 @@ def parity_html(
     """The page."""
     compared, everything = _lines(_compared(runs)), _lines(runs)
     seeds = f"Mean over {len(night.seeds)} seeds."
-    answers = [night.headline, *(f"{label}: {answer(history, short).words}." for label, history in compared)]
+    found = [f"{label}, mean over its seeds: {answer(history, short).words}." for label, history in compared]
     alignment = (curve_chart(curve, compared, _verdict_bounds(curve, config)) for curve in (*ALIGNMENT, WORST_TOKEN))
     weights = collapsed(curve_chart(curve, everything) for curve in WEIGHTS)
     sections = [
@@ -325,7 +325,7 @@ def parity_html(
         Section("variants", "Variants", tables=[_variants_table(night), accuracy_table(night, measured)]),
         _regression(night, before),
     ]
-    return render_page(f"parity {night.name}", "fp8-grpo parity.", answers, sections)
+    return render_page(f"parity {night.name}", "fp8-grpo parity.", [night.headline, *found], sections)
 
 
 def parity_charts(runs: Runs, config: ParityConfig) -> list[Chart]:

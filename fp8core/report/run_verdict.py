@@ -24,7 +24,7 @@ Agreement = Literal["equal", "different", "not measured"]
 
 @dataclass(frozen=True)
 class Answer:
-    """What a history shows, and the words for it."""
+    """The result of a history, and the words for it."""
 
     learning: Learning
     agreement: Agreement
