@@ -41,7 +41,7 @@ from fp8core.report.run_data import read_runs
 
 IMAGES = Path(__file__).parent / "images"
 WIDTH, HEIGHT = 1440, 900
-REPORT: ViewportSize = {"width": 1240, "height": 2220}
+REPORT: ViewportSize = {"width": 1300, "height": 2900}
 CHARTED = ".js-plotly-plot path.js-line"
 SHOWN = "reward/(mean|heldout_accuracy)|length_mean|alignment/(token_mult_prob_error|k3_kl|ess)$"
 """The charts of MLflow's pages, as a pattern."""

@@ -165,7 +165,8 @@ def _worst(
         return Check(name, what, NOT_ENOUGH, "not measured", bound, limit.reason)
     value = worst(values)
     beyond = value > limit.limit if worst is max else value < limit.limit
-    return Check(name, what, FAIL if beyond else PASS, f"{value:.8g}", bound, limit.reason, value)
+    found = "1 exactly" if value == 1 else f"{value:.8g}"
+    return Check(name, what, FAIL if beyond else PASS, found, bound, limit.reason, value)
 
 
 def _mean_weight(name: str, what: str, values: Sequence[float], config: ParityConfig) -> Check:

@@ -11,7 +11,7 @@ grey.
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import fmean
 from typing import Literal
@@ -19,8 +19,9 @@ from typing import Literal
 import numpy as np
 
 from fp8core.alignment.bounds import BOUNDED, stop_bounds
-from fp8core.report.run_data import LARGEST_SHOWN, PipelineStep, RunData, TokenSample
+from fp8core.report.run_data import LARGEST_SHOWN, PipelineStep, RunData
 from fp8core.report.summary import ENTROPY, GRAD_NORM, HELDOUT, LENGTH, REWARD, STEP, TMPE, TOKENS_DIFFERING, History
+from fp8core.report.tokens import TokenSample
 
 Scale = Literal["linear", "log"]
 Mark = Literal["line", "dots", "outline"]
@@ -41,6 +42,13 @@ HISTOGRAM_BINS = 61
 COVERED_BY_HISTOGRAM = 0.999
 SMALL_SHARE = 0.01
 OTHERS = "others"
+BARS = 120
+
+# The tasks of the shipped configurations have the same colour in all reports; a user's own tasks have the next ones.
+_TASKS = (
+    "rollout", "train", "logprobs", "calibrate", "sync", "evaluate", "record", "reward", "prompts", "reference",
+    "filter", "teacher", "shape",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -91,7 +99,10 @@ class Chart:
 
 @dataclass(frozen=True)
 class Stack:
-    """Layers on top of one another: `layers` maps a name to a height at each x."""
+    """Layers on top of one another: `layers` maps a name to a height at each x, `styles` to its style.
+
+    The axes reach to `last_x` and `tallest` at least, so that stacks beside one another have equal axes.
+    """
 
     title: str
     x_label: str
@@ -99,11 +110,18 @@ class Stack:
     x: Sequence[float]
     layers: Mapping[str, Sequence[float]]
     note: str = ""
+    styles: Mapping[str, int] = field(default_factory=dict)
+    last_x: float = 0.0
+    tallest: float = 0.0
 
 
 @dataclass(frozen=True)
 class Heatmap:
-    """Positive values by row and x, coloured by their logarithm; NaN is left white. `panels` maps a name to rows."""
+    """Positive values by row and x, coloured by their logarithm; NaN is left blank. `panels` maps a name to rows.
+
+    The axis reaches to `last_x` at least, and the scale of colours includes the values of `also`: heat maps beside one
+    another have equal axes.
+    """
 
     title: str
     x_label: str
@@ -111,6 +129,13 @@ class Heatmap:
     x: Sequence[float]
     panels: Mapping[str, Sequence[Sequence[float]]]
     note: str = ""
+    last_x: float = 0.0
+    also: Sequence[float] = ()
+
+    def positive(self) -> list[float]:
+        """The values that have a colour."""
+        values = (value for panel in self.panels.values() for row in panel for value in row)
+        return [value for value in values if math.isfinite(value) and value > 0]
 
 
 @dataclass(frozen=True)
@@ -350,8 +375,46 @@ def difference_by_position(samples: Sequence[tuple[str, TokenSample | None]]) ->
     )
 
 
-def scale_heatmap(label: str, history: History) -> Heatmap:
-    """The FP8 scales of queries, keys and values, layer by layer, over the steps of a run."""
+def collapsed(charts: Iterable[Chart]) -> tuple[list[Chart], list[str]]:
+    """The charts that show something, and a sentence for each reason that the others have none to show.
+
+    A chart whose points all have one value is told by that value, a chart without a point is not measured.
+    """
+    drawn, told = [], defaultdict[str, list[str]](list)
+    for chart in charts:
+        values = {y for series in chart.series if series.style != REFERENCE for _, y in series.finite()}
+        match len(values):
+            case 0:
+                told["Not measured"].append(chart.title)
+            case 1:
+                (value,) = values
+                told[f"Exactly {short(value)} wherever measured"].append(f"{chart.title} ({chart.y_label})")
+            case _:
+                drawn.append(chart)
+    return drawn, [f"{reason}: {'; '.join(titles)}." for reason, titles in told.items()]
+
+
+def token_charts(samples: Sequence[tuple[str, TokenSample | None]]) -> tuple[list[Chart], list[str]]:
+    """The charts of tokens, as `collapsed`: where all tokens are equal bit for bit, one sentence a run."""
+    present = [(label, sample) for label, sample in samples if sample is not None]
+    if not present or any(np.any(sample.difference != 0) for _, sample in present):
+        charts = (difference_histogram(samples), logprob_scatter(samples), difference_by_position(samples))
+        return collapsed(charts)
+    return [], [
+        f"{label}: all {len(sample.position):,} tokens of {_steps(sample)} are bit-equal under both policies."
+        for label, sample in present
+    ]
+
+
+def scale_heatmaps(runs: Sequence[RunData]) -> list[Heatmap]:
+    """The FP8 scales of queries, keys and values, layer by layer, of the runs that have them; with equal axes."""
+    maps = [found for run in runs if (found := _scale_heatmap(run.label, run.history)).x]
+    ends = [end for one in maps if (values := one.positive()) for end in (min(values), max(values))]
+    last = max((one.x[-1] for one in maps), default=0.0)
+    return [replace(one, last_x=last, also=ends) for one in maps]
+
+
+def _scale_heatmap(label: str, history: History) -> Heatmap:
     rows = [row for row in history if "kv/scale_q_layer0" in row]
     layers = range(sum(key.startswith("kv/scale_q_layer") for key in rows[0]) if rows else 0)
     panels = {
@@ -361,8 +424,24 @@ def scale_heatmap(label: str, history: History) -> Heatmap:
     return Heatmap(f"Scales of Q, K and V: {label}", "step", "layer", [row[STEP] for row in rows], panels)
 
 
-def time_stack(run: RunData) -> Stack:
-    """Seconds of each task over the steps of a run; tasks that take less than 1 % share a layer."""
+def time_stacks(runs: Sequence[RunData]) -> list[Stack]:
+    """Seconds of each task over the steps of each run, with equal axes and one colour a task."""
+    names = list(dict.fromkeys([*_TASKS, *(name for run in runs for name in run.seconds)]))
+    styles = {name: style for style, name in enumerate(names)} | {OTHERS: REFERENCE}
+    stacks = [_time_stack(run) for run in runs]
+    last = max((stack.x[-1] for stack in stacks if stack.x), default=0.0)
+    tallest = max((_tallest(stack) for stack in stacks), default=0.0)
+    return [replace(stack, styles=styles, last_x=last, tallest=tallest) for stack in stacks]
+
+
+def _tallest(stack: Stack) -> float:
+    """The height of the highest bar."""
+    sums = [math.fsum(values) for values in zip(*stack.layers.values(), strict=True)]
+    return max(bucket_means(sums, min(BARS, len(sums)))) if sums else 0.0
+
+
+def _time_stack(run: RunData) -> Stack:
+    """Tasks that take less than 1 % share a layer."""
     steps = sorted({step for values in run.seconds.values() for step in values})
     totals = {name: sum(values.values()) for name, values in run.seconds.items()}
     whole = sum(totals.values())

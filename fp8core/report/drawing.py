@@ -1,6 +1,8 @@
 """Charts as PNG and as SVG, drawn by matplotlib from one description; equal charts give equal bytes.
 
-An SVG needs no script, no font and no file beside it. Pointing at a place in it shows the values there.
+A chart of a page needs no script, no font and no file beside it. The places of a chart are a group of radio buttons
+over its SVG: a pointer or the arrow keys show the values there. Its inks are variables of CSS, so that a page can be
+dark.
 """
 
 import io
@@ -8,6 +10,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from hashlib import sha256
 from html import escape
 from itertools import pairwise
 from pathlib import Path
@@ -19,7 +22,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
-from matplotlib.colors import LinearSegmentedColormap, LogNorm
+from matplotlib.colors import LinearSegmentedColormap, LogNorm, to_rgba
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
@@ -28,6 +31,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from fp8core.alignment.bisect import Bisection
 from fp8core.report.charts import (
+    BARS,
     COLOURS,
     REFERENCE,
     Chart,
@@ -48,13 +52,13 @@ from fp8core.user_files import PICTURE_METADATA
 DASHES = ("-", (0, (6, 3)), (0, (2, 2)), (0, (8, 3, 2, 3)), (0, (12, 4)))
 # One more than dashes, so that 30 styles differ in one of them.
 MARKERS = ("o", "D", "s", "^", "x", "v")
-BARS, CELLS, BISECTED = 120, 4000, 20
+CELLS, BISECTED = 2000, 20
 _HATCHES = ("", "//", "||", "++")
 _MARKED_POINTS, _MARKERS_OF_A_LINE, _LARGEST_DECADES = 40, 10, 12
 _PNG_DPI, _PANEL_INCHES, _LINES_OF_A_PANEL, _LEGEND_COLUMNS = 100, (6.0, 3.6), 4, 4
 _BAR_INCHES, _BAR_FRAME_INCHES, _THICKNESS = 0.34, 2.0, 0.36
 # Of an SVG, in pixels.
-_WIDTH, _LEFT, _RIGHT, _PLOT, _BELOW, _CHARACTER = 560, 66, 542, 216, 42, 6.3
+_WIDTH, _LEFT, _RIGHT, _PLOT, _BELOW, _CHARACTER = 400, 58, 390, 190, 42, 6.3
 _TITLE, _LEGEND_ROW, _NOTE_ROW = 34, 17, 15
 _BOX, _BOX_HEIGHT, _COLUMN, _LINE = 108, 46, 136, 62
 _PALE_TO_DARK = LinearSegmentedColormap.from_list("pale to dark", [(0.99, 0.91, 0.63), (0.03, 0.11, 0.35)])
@@ -66,7 +70,14 @@ _SHORTER = (
     (r"font-family: [^;\"]*", "font-family: system-ui, sans-serif"),
     (r' transform="rotate\(-0 [^)]*\)"', ""),
     (r"\s*\n\s*", " "),
+    # The paper of a hatch; a variable has to be in a style.
+    (r'<rect ([^>]*) fill="(#[0-9a-f]{6})"', r'<rect \1 style="fill: \2"'),
 )
+# Ink -> the variable of CSS that replaces it on a page; without the variable it stays as it is.
+_INKS = {
+    "#000000": "ink", "#222222": "ink", "#333333": "ink", "#555555": "faint", "#767676": "faint", "#ebebeb": "grid",
+    "#ffffff": "paper", **{ink.lower(): f"c{i}" for i, ink in enumerate(COLOURS[:-1])},
+}  # fmt: skip
 
 
 class Spot(NamedTuple):
@@ -156,8 +167,8 @@ def _write_png(figure: Figure, path: Path) -> None:
     write_file(path, buffer.getvalue())
 
 
-def svg(drawing: Drawing) -> str:
-    """The drawing as SVG text, 560 pixels wide or more; one without a value states that."""
+def figure_html(drawing: Drawing) -> str:
+    """The drawing as an SVG in HTML, 400 pixels wide or more, with the values of its places above it."""
     with rc_context(_STYLE):
         match drawing:
             case Chart():
@@ -175,11 +186,22 @@ def svg(drawing: Drawing) -> str:
     inside = buffer.getvalue().partition("<defs>")[2].rpartition("</svg>")[0]
     for pattern, replacement in _SHORTER:
         inside = re.sub(pattern, replacement, inside)
-    inside = re.sub(r'="[^"]*"', lambda attribute: re.sub(r"(\d\.\d\d)\d+", r"\1", attribute[0]), inside)
+    inside = re.sub(r'="[^"]*"', lambda attribute: _themed(re.sub(r"(\d\.\d\d)\d+", r"\1", attribute[0])), inside)
+    title = escape(drawing.title)
     return (
+        f'<div class="{"plot" if width <= _WIDTH else "plot wide"}" style="width:{width:g}px">'
         '<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" '
-        f'viewBox="0 0 {width:g} {height:g}" width="{width:g}" height="{height:g}" role="img" '
-        f'aria-label="{escape(drawing.title)}"><defs>{inside}{_hover(spots, height)}</svg>\n'
+        f'viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{title}"><defs>{inside}</svg>'
+        f"{_places(spots, figure, title)}</div>\n"
+    )
+
+
+def _themed(attribute: str) -> str:
+    """The style of an element with variables instead of inks."""
+    if not attribute.startswith('="') or ": #" not in attribute:
+        return attribute
+    return re.sub(
+        r"#[0-9a-f]{6}", lambda ink: f"var(--{_INKS[ink[0]]},{ink[0]})" if ink[0] in _INKS else ink[0], attribute
     )
 
 
@@ -277,10 +299,11 @@ def _stack_figure(stack: Stack) -> tuple[Figure, list[Spot]]:
     below = np.zeros(bars)
     for style, (name, values) in enumerate(heights.items()):
         layer = axes.stairs(below + values, edges, baseline=below, fill=True, lw=0.5, ec="white", label=name)
-        layer.set(facecolor=colour(style), hatch=_HATCHES[style % len(_HATCHES)])
+        chosen = stack.styles.get(name, style)
+        layer.set(facecolor=colour(chosen), hatch=_HATCHES[chosen % len(_HATCHES)])
         below = below + values
-    axes.set_xlim(edges[0], edges[-1])
-    axes.set_ylim(0.0, max(float(below.max()), 1e-9) * 1.04)
+    axes.set_xlim(edges[0], max(edges[-1], stack.last_x + 0.5))
+    axes.set_ylim(0.0, max(float(below.max()), stack.tallest, 1e-9) * 1.04)
     axes.xaxis.set_major_locator(MaxNLocator(nbins="auto", steps=[1, 2, 5, 10], integer=True))
     _legend(figure, axes)
     spots = []
@@ -298,7 +321,7 @@ def _heatmap_figure(heatmap: Heatmap) -> tuple[Figure, list[Spot]]:
     """Panels above one another, dark where values are large, with one colour scale; at most 4,000 cells in all."""
     rows = [values for panel in heatmap.panels.values() for values in panel]
     columns = min(len(heatmap.x), max(12, CELLS // max(1, len(rows))))
-    positive = [value for values in rows for value in values if math.isfinite(value) and value > 0]
+    positive = [*heatmap.positive(), *heatmap.also]
     if not positive or not columns:
         figure, axes = _framed(heatmap, [], 40.0)
         axes.set_axis_off()
@@ -312,7 +335,7 @@ def _heatmap_figure(heatmap: Heatmap) -> tuple[Figure, list[Spot]]:
     y, spots = figure.bbox.height - _TITLE, list[Spot]()
     for (name, panel), height in zip(heatmap.panels.items(), heights, strict=True):
         y -= height + 26.0
-        axes = figure.add_axes(_place(figure, y, height))
+        axes = figure.add_axes(_axes_box(figure, y, height))
         means = np.ma.masked_invalid([bucket_means(values, columns) for values in panel])
         cells = np.ma.masked_less_equal(means, 0.0)
         mesh = axes.pcolormesh(edges, range(len(panel) + 1), cells, norm=norm, cmap=_PALE_TO_DARK, rasterized=True)
@@ -321,6 +344,7 @@ def _heatmap_figure(heatmap: Heatmap) -> tuple[Figure, list[Spot]]:
         axes.yaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
         axes.xaxis.set_major_locator(MaxNLocator(nbins="auto", steps=[1, 2, 5, 10], integer=True))
         axes.tick_params(labelbottom=False)
+        axes.set_xlim(edges[0], max(edges[-1], heatmap.last_x + 0.5))
         axes.invert_yaxis()
         for i, values in enumerate(cells):
             for a, b, value in _runs(edges, values.filled(math.nan)):
@@ -373,8 +397,10 @@ def _graph_figure(graph: Graph) -> tuple[Figure, list[Spot]]:
         spots.append(Spot(axes, x0, x1, name, middle - 8, middle + 8))
     for node in graph.nodes:
         x, y = places[node.name]
-        shade = [1 - node.weight * (1 - c / 255) for c in (0x9C, 0xC3, 0xE6)]
-        box = FancyBboxPatch((x, y - _BOX_HEIGHT / 2), _BOX, _BOX_HEIGHT, "round,pad=0,rounding_size=5", fc=shade)
+        shade = to_rgba(COLOURS[0], 0.45 * node.weight)
+        box = FancyBboxPatch(
+            (x, y - _BOX_HEIGHT / 2), _BOX, _BOX_HEIGHT, "round,pad=0,rounding_size=5", fc=shade, ec="#222222"
+        )
         axes.add_patch(box)
         for i, line in enumerate(node.lines):
             style = {"fontsize": 11, "weight": "bold"} if i == 0 else {"fontsize": 10}
@@ -414,10 +440,10 @@ def _framed(drawing: Drawing, labels: Sequence[str], plot: float = _PLOT, width:
     figure.text(12 / width, 1 - 18 / height, drawing.title, fontsize=14, weight="bold")
     for i, line in enumerate(notes):
         figure.text(12 / width, (_NOTE_ROW * (len(notes) - 1 - i) + 8) / height, line, fontsize=11, color="#555555")
-    return figure, figure.add_axes(_place(figure, below, plot))
+    return figure, figure.add_axes(_axes_box(figure, below, plot))
 
 
-def _place(figure: Figure, bottom: float, plot: float) -> tuple[float, float, float, float]:
+def _axes_box(figure: Figure, bottom: float, plot: float) -> tuple[float, float, float, float]:
     width, height = figure.bbox.width, figure.bbox.height
     return _LEFT / width, bottom / height, (_RIGHT - _LEFT) / width, plot / height
 
@@ -455,16 +481,27 @@ def _span(left: float, right: float) -> str:
     return f"{first:g}" if first == last else f"{first:g} to {last:g}"
 
 
-def _hover(spots: Sequence[Spot], height: float) -> str:
-    """Invisible rectangles that show their words when pointed at."""
-    rects = []
+def _places(spots: Sequence[Spot], figure: Figure, title: str) -> str:
+    """Radio buttons over the drawing, which show their words when they are pointed at, touched or reached by a key."""
+    if not spots:
+        return ""
+    width, height = figure.bbox.width, figure.bbox.height
+    group = f"v{sha256(title.encode()).hexdigest()[:10]}"
+    labels = []
     for spot in spots:
         transform, box = spot.axes.transData, spot.axes.bbox
         (left, _), (right, _) = transform.transform([(spot.left, 1.0), (spot.right, 1.0)])
         low, high = box.y0, box.y1
         if spot.bottom is not None and spot.top is not None:
             low, high = sorted(y for _, y in transform.transform([(spot.left, spot.bottom), (spot.left, spot.top)]))
-        size = f'width="{max(1.0, right - left):.1f}" height="{high - low:.1f}"'
+        at = f"left:{left / width:.2%};width:{max(1.0, right - left) / width:.2%}"
+        if spot.bottom is not None:
+            at += f";top:{1 - high / height:.1%};height:{(high - low) / height:.1%}"
+        kind = ("box " if spot.bottom is not None else "") + ("r" if left + right > width else "l")
         words = escape(spot.words)
-        rects.append(f'<rect x="{left:.1f}" y="{height - high:.1f}" {size}><title>{words}</title></rect>')
-    return f'<g class="hover" fill="black" fill-opacity="0">{"".join(rects)}</g>'
+        labels.append(
+            f'<label class="{kind}" style="{at}"><input type="radio" name="{group}"/><span>{words}</span></label>'
+        )
+    axes = spots[0].axes.bbox
+    at = f"--top:{1 - axes.y1 / height:.1%};--height:{axes.height / height:.1%}"
+    return f'<div class="values" style="{at}" role="radiogroup" aria-label="Values of {title}">{"".join(labels)}</div>'

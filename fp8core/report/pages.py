@@ -32,21 +32,23 @@ from fp8core.report.charts import (
     Bounds,
     Chart,
     Curve,
+    Drawing,
+    collapsed,
     configured_bounds,
     curve_chart,
-    difference_by_position,
-    difference_histogram,
     histories,
-    logprob_scatter,
     pipeline_graph,
-    scale_heatmap,
+    scale_heatmaps,
     short,
     time_shares,
-    time_stack,
+    time_stacks,
+    token_charts,
 )
+from fp8core.report.completions import LEGEND, Examples
 from fp8core.report.console import format_tmpe
-from fp8core.report.drawing import svg
+from fp8core.report.drawing import figure_html
 from fp8core.report.run_data import RunData
+from fp8core.report.run_verdict import answer, rollout_speed, run_sentence
 from fp8core.report.summary import (
     EDGE_STEPS,
     ENTROPY,
@@ -65,6 +67,7 @@ from fp8core.report.summary import (
 from fp8core.user_files import PAGE_MARK
 
 _TEMPLATE = "page.html.jinja"
+EXAMPLE_RUNS = 2
 WEIGHTS = (
     Curve("Mean weight of the mismatch", "mean exp(d) of the step", WEIGHT, bounds=(Bound("expected: 1", 1.0),)),
     Curve(
@@ -91,17 +94,18 @@ class Table:
 
 @dataclass(frozen=True)
 class Section:
-    """A heading with words, figures (SVG text) and tables below it; `anchor` is its name in links."""
+    """A heading with words, figures (HTML text), completions by caption, and tables; `anchor` is its name in links."""
 
     anchor: str
     title: str
     text: Sequence[str] = ()
     figures: Sequence[str] = ()
     tables: Sequence[Table] = field(default_factory=tuple)
+    examples: Mapping[str, Examples] = field(default_factory=dict)
 
 
-def render_page(title: str, subtitle: str, sections: Sequence[Section]) -> str:
-    """The page as HTML text; everything but the figures is escaped."""
+def render_page(title: str, subtitle: str, answers: Sequence[str], sections: Sequence[Section]) -> str:
+    """The page as HTML text, the answers on top; everything but the figures is escaped."""
     environment = Environment(
         loader=PackageLoader("fp8core.report", "."),
         autoescape=True,
@@ -111,7 +115,16 @@ def render_page(title: str, subtitle: str, sections: Sequence[Section]) -> str:
         lstrip_blocks=True,
     )
     template = environment.get_template(_TEMPLATE)
-    return template.render(mark=Markup(PAGE_MARK), title=title, subtitle=subtitle, sections=sections, figure=Markup)
+    return template.render(
+        mark=Markup(PAGE_MARK),
+        title=title,
+        subtitle=subtitle,
+        answers=answers,
+        sections=sections,
+        figure=Markup,
+        legend=LEGEND,
+        short=short,
+    )
 
 
 def _shown(value: Any) -> Any:
@@ -137,7 +150,7 @@ def number_rows(runs: Sequence[RunData]) -> list[tuple[str, ...]]:
         ("token multiplicative probability error, largest", _over(TMPE, max, format_tmpe)),
         ("k3 divergence, mean (nats)", _over(K3, fmean)),
         ("k3 divergence, largest (nats)", _over(K3, max)),
-        ("effective sample size, smallest", _over(ESS, min, lambda value: f"{value:.6g}")),
+        ("effective sample size, smallest", _over(ESS, min, format_tmpe)),
         ("tokens whose log-probs differ", _over(TOKENS_DIFFERING, sum, lambda value: f"{value:,.0f}")),
         ("tokens generated", _over("rollout/tokens", sum, lambda value: f"{value:,.0f}")),
         ("tokens generated per second of rollout", _rollout_speed),
@@ -198,12 +211,8 @@ def _over(
 
 
 def _rollout_speed(run: RunData) -> str:
-    """Over the steps of which both tokens and seconds are known."""
-    seconds = run.seconds.get("rollout", {})
-    steps, tokens = series(run.history, "rollout/tokens")
-    known = [(count, seconds[step]) for step, count in zip(steps, tokens, strict=True) if step in seconds]
-    spent = sum(second for _, second in known)
-    return short(sum(count for count, _ in known) / spent) if spent > 0 else MISSING
+    speed = rollout_speed(run)
+    return MISSING if speed is None else short(speed)
 
 
 def _weights(run: RunData) -> str:
@@ -217,44 +226,53 @@ def report_html(runs: Sequence[RunData]) -> str:
     states = "; ".join(f"{run.label}: {run.status}" for run in runs)
     gaps = sum(len(run.missing) for run in runs)
     note = f" {gaps} notes on what is missing are at the end." if gaps else ""
-    return render_page(title, f"fp8-grpo report. {states}.{note}", run_sections(runs, configured_bounds(runs)))
+    answers = [f"{run.label}: {run_sentence(run, short)}" for run in runs]
+    sections = run_sections(runs, configured_bounds(runs))
+    return render_page(title, f"fp8-grpo report. {states}.{note}", answers, sections)
 
 
 def run_sections(runs: Sequence[RunData], bounds: Bounds) -> list[Section]:
     """Every section of the page, whatever is missing."""
     lines = histories(runs)
     samples = [(run.label, run.tokens) for run in runs]
-    scales = [scale_heatmap(run.label, run.history) for run in runs]
-    scaled = [svg(heatmap) for heatmap in scales if heatmap.x]
-    tokens = (difference_histogram(samples), logprob_scatter(samples), difference_by_position(samples))
+    scales = [figure_html(heatmap) for heatmap in scale_heatmaps(runs)]
+    scaled, constant = collapsed(curve_chart(curve, lines) for curve in KV_CURVES if scales)
+    alignment = (curve_chart(curve, lines, bounds.get(curve.metric, ())) for curve in (*ALIGNMENT, WORST_TOKEN))
     shares = Table(
         "Mean seconds of a step, and share of all task time",
         ["task", *(run.label for run in runs)],
         time_shares(runs),
     )
     return [
-        Section("numbers", "Numbers", tables=[numbers_table(runs)]),
-        Section("learning", "Learning", figures=_svgs(curve_chart(curve, lines) for curve in LEARNING)),
-        Section(
-            "alignment",
-            "Alignment of rollout and training",
-            figures=_svgs(
-                curve_chart(curve, lines, bounds.get(curve.metric, ())) for curve in (*ALIGNMENT, WORST_TOKEN)
-            ),
-        ),
-        Section("tokens", "Mismatch by token", figures=_svgs(tokens)),
+        _charted("learning", "Learning", collapsed(curve_chart(curve, lines) for curve in LEARNING)),
+        _charted("alignment", "Alignment of rollout and training", collapsed(alignment)),
+        _charted("tokens", "Mismatch by token", token_charts(samples)),
+        _completions(runs),
         Section(
             "scales",
             "Scales of the KV cache",
-            [] if scaled else ["No run has scales: its KV cache is not in FP8."],
-            [*_svgs(curve_chart(curve, lines) for curve in KV_CURVES), *scaled],
+            constant if scales else ["No run has scales: its KV cache is not in FP8."],
+            [*_figures(scaled), *scales],
         ),
-        Section("time", "Time", figures=[svg(time_stack(run)) for run in runs], tables=[shares]),
-        Section("graph", "Iteration", figures=[svg(pipeline_graph(run)) for run in runs]),
+        Section("time", "Time", figures=_figures(time_stacks(runs)), tables=[shares]),
+        Section("graph", "Iteration", figures=[figure_html(pipeline_graph(run)) for run in runs]),
+        Section("numbers", "Numbers", tables=[numbers_table(runs)]),
         _configuration(runs),
         Section("provenance", "Provenance", tables=[provenance_table(run) for run in runs]),
         _missing(runs),
     ]
+
+
+def _charted(anchor: str, title: str, charts: tuple[list[Chart], list[str]], words: Sequence[str] = ()) -> Section:
+    """The charts that show something, below a sentence about the others."""
+    drawn, told = charts
+    return Section(anchor, title, [*words, *told], _figures(drawn))
+
+
+def _completions(runs: Sequence[RunData]) -> Section:
+    examples = {run.label: run.examples for run in runs[:EXAMPLE_RUNS] if run.examples is not None}
+    words = [] if examples else ["No step has completions that can be read."]
+    return Section("completions", "Completions", words, examples=examples)
 
 
 def key_charts(runs: Sequence[RunData]) -> list[Chart]:
@@ -264,8 +282,8 @@ def key_charts(runs: Sequence[RunData]) -> list[Chart]:
     return [curve_chart(curve, histories(runs), bounds.get(curve.metric, ())) for curve in chosen]
 
 
-def _svgs(charts: Iterable[Chart]) -> list[str]:
-    return [svg(chart) for chart in charts]
+def _figures(drawings: Iterable[Drawing]) -> list[str]:
+    return [figure_html(drawing) for drawing in drawings]
 
 
 def _missing(runs: Sequence[RunData]) -> Section:
@@ -298,20 +316,18 @@ def parity_html(
     """The page."""
     compared, everything = _lines(_compared(runs)), _lines(runs)
     seeds = f"Mean over {len(night.seeds)} seeds."
+    found = [f"{label}, mean over its seeds: {answer(history, short).words}." for label, history in compared]
+    alignment = (curve_chart(curve, compared, _verdict_bounds(curve, config)) for curve in (*ALIGNMENT, WORST_TOKEN))
+    weights = collapsed(curve_chart(curve, everything) for curve in WEIGHTS)
     sections = [
-        Section("verdict", "Verdict", [night.headline], tables=[checks_table(night)]),
+        _charted("learning", "Learning", collapsed(curve_chart(curve, compared) for curve in LEARNING), [seeds]),
+        _charted("alignment", "Alignment of rollout and training", collapsed(alignment), [seeds]),
+        _charted("weights", "Raw importance weights", weights, [seeds]),
+        Section("verdict", "Verdict", tables=[checks_table(night)]),
         Section("variants", "Variants", tables=[_variants_table(night), accuracy_table(night, measured)]),
-        Section("learning", "Learning", [seeds], _svgs(curve_chart(curve, compared) for curve in LEARNING)),
-        Section(
-            "alignment",
-            "Alignment of rollout and training",
-            [seeds],
-            _svgs(curve_chart(curve, compared, _verdict_bounds(curve, config)) for curve in (*ALIGNMENT, WORST_TOKEN)),
-        ),
-        Section("weights", "Raw importance weights", [seeds], _svgs(curve_chart(c, everything) for c in WEIGHTS)),
         _regression(night, before),
     ]
-    return render_page(f"parity {night.name}", f"fp8-grpo parity. {night.headline}", sections)
+    return render_page(f"parity {night.name}", "fp8-grpo parity.", [night.headline, *found], sections)
 
 
 def parity_charts(runs: Runs, config: ParityConfig) -> list[Chart]:

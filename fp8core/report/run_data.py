@@ -10,13 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
-from numpy.typing import NDArray
-
 from fp8core.errors import UserError
+from fp8core.report.completions import Examples, read_examples
 from fp8core.report.summary import STEP, History, union_seconds
+from fp8core.report.tokens import TokenSample, Unread, newest_tokens
 from fp8core.store.artifacts import ArtifactError, ArtifactStore, Ref
 from fp8core.store.deletion_log import Deletion
 from fp8core.store.ledger import START
@@ -26,29 +23,6 @@ from fp8core.store.run_view import Commit, Provenance, RunView, read_manifest, s
 
 LARGEST_SHOWN = 1e100
 _EVALUATION = {"accuracy": "reward/heldout_accuracy", "length_mean": "reward/heldout_length_mean"}
-ENOUGH_TOKENS = 20_000
-MOST_STEPS = 10
-
-Values = NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class TokenSample:
-    """Tokens that the policy wrote in some steps.
-
-    rollout, training: log-probs (nats) of each token under the policy that sampled and the one that trains.
-    position: index of the token among those of its completion.
-    """
-
-    steps: tuple[int, ...]
-    rollout: Values
-    training: Values
-    position: NDArray[np.int64]
-
-    @property
-    def difference(self) -> Values:
-        """log p - log g of each token, in nats: training minus rollout."""
-        return self.training - self.rollout
 
 
 @dataclass(frozen=True)
@@ -66,8 +40,8 @@ class RunData:
 
     label: its name, told apart from that of other runs in the report. history: metrics of every committed step.
     seconds: task -> step -> seconds, tasks in the order of the pipeline. busy: step -> seconds in which some
-    task ran. tokens: None when there are none to read. damaged: what could not be read, a line each. removed: what gc
-    removed.
+    task ran. tokens, examples: None when there are none to read. damaged: what could not be read, a line each.
+    removed: what gc removed.
     """
 
     label: str
@@ -77,6 +51,7 @@ class RunData:
     busy: Mapping[int, float]
     pipeline: Sequence[PipelineStep]
     tokens: TokenSample | None
+    examples: Examples | None
     provenance: Provenance
     damaged: Sequence[str]
     removed: Sequence[str]
@@ -129,6 +104,7 @@ def read_run(folder: Path, label: str, on_step: Callable[[], None] = lambda: Non
         on_step()
         provenance.add(manifest)
     pipeline = pipeline_steps(evidence, commits)
+    artifacts = _token_artifacts(evidence)
     return RunData(
         label=label,
         evidence=evidence,
@@ -136,7 +112,8 @@ def read_run(folder: Path, label: str, on_step: Callable[[], None] = lambda: Non
         seconds=_seconds(commits, [step.name for step in pipeline]),
         busy={commit.step: _busy(commit) for commit in commits if commit.step > START},
         pipeline=pipeline,
-        tokens=newest_tokens(evidence, _token_artifacts(evidence), missing),
+        tokens=newest_tokens(evidence, artifacts, missing),
+        examples=read_examples(evidence, artifacts, missing),
         provenance=provenance,
         damaged=missing,
         removed=_removed(evidence),
@@ -237,92 +214,3 @@ def refuse_duplicates(folders: Sequence[Path]) -> None:
     for folder in folders:
         if folders.count(folder) > 1:
             raise UserError(f"{folder}: named twice")
-
-
-def newest_tokens(evidence: RunView, names: tuple[str, str], missing: list[str]) -> TokenSample | None:
-    """The tokens of the newest steps: until 20,000 are found, and of at most 10 steps.
-
-    Args:
-        evidence: of the run.
-        names: of the artifacts with the rollouts and with the log-probs.
-        missing: takes a line for what cannot be read and was not removed by gc.
-
-    Returns:
-        None when no step has tokens.
-    """
-    found: list[TokenSample] = []
-    unread = Unread("tokens")
-    for commit in sorted(evidence.commits, key=lambda commit: -commit.step):
-        if len(found) == MOST_STEPS or sum(len(part.position) for part in found) >= ENOUGH_TOKENS:
-            break
-        refs = [commit.artifacts[name] for name in names if name in commit.artifacts]
-        if len(refs) < len(names) or any(was_removed(evidence, ref) for ref in refs):
-            continue
-        try:
-            rollouts, scored = (_table(evidence, ref) for ref in refs)
-            sample = _tokens(commit.step, rollouts, scored, evidence.folder / refs[1].uri)
-        except ArtifactError as error:
-            unread.add(commit.step, error, evidence.folder)
-        else:
-            found.append(sample)
-    missing += unread.lines()
-    if not sum(len(part.position) for part in found):
-        return None
-    return TokenSample(
-        tuple(sorted(step for part in found for step in part.steps)),
-        np.concatenate([part.rollout for part in found]),
-        np.concatenate([part.training for part in found]),
-        np.concatenate([part.position for part in found]),
-    )
-
-
-def was_removed(evidence: RunView, ref: Ref) -> bool:
-    """True if gc removed the file of an artifact."""
-    return ref.digest in evidence.deletions and not (evidence.folder / ref.uri).exists()
-
-
-class Unread:
-    """The files that could not be read of a run's steps: one line for each reason, with the first file that has it."""
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-        self._found: dict[str, list[tuple[int, str]]] = defaultdict(list)
-
-    def add(self, step: int, error: ArtifactError, folder: Path) -> None:
-        """Take note of an artifact of a step of the run in `folder`."""
-        place, _, reason = str(error).removeprefix(f"{folder}/").partition(": ")
-        self._found[reason].append((step, place))
-
-    def lines(self) -> list[str]:
-        """Steps, reason and file."""
-        return [
-            f"{self._what} of step {spans(step for step, _ in places)}: {reason} ({places[0][1]})"
-            for reason, places in self._found.items()
-        ]
-
-
-def _table(evidence: RunView, ref: Ref) -> pa.Table:
-    """The columns with items for each token; a run with routed experts has a column that is a hundred times larger."""
-    columns = ["logprobs", "written"] if ref.kind == "rollouts" else ["logprobs"]
-    return ArtifactStore(evidence.folder).get_table(ref, columns)
-
-
-def _tokens(step: int, rollouts: pa.Table, scored: pa.Table, place: Path) -> TokenSample:
-    """The written tokens of one step. Raises ArtifactError: rows or items of the tables do not correspond."""
-    lengths = pc.list_value_length(rollouts["logprobs"]).to_numpy()
-    if not np.array_equal(lengths, pc.list_value_length(scored["logprobs"]).to_numpy()):
-        raise ArtifactError(f"{place}: logprobs: not as many items in every row as the rollouts have")
-    written = _items(rollouts["written"], bool)
-    before = np.concatenate([[0], np.cumsum(written)])
-    starts = np.cumsum(lengths) - lengths
-    position = before[:-1] - np.repeat(before[starts], lengths)
-    sampled, trained = (_items(table["logprobs"], np.float64)[written] for table in (rollouts, scored))
-    if not (np.isfinite(sampled).all() and np.isfinite(trained).all()):
-        raise ArtifactError(f"{place}: logprobs: one of a token is not finite, here or in the rollouts")
-    return TokenSample((step,), sampled, trained, position[written])
-
-
-def _items(column: pa.ChunkedArray, dtype: type) -> NDArray[np.generic]:
-    """The items of all lists of a column, one after another."""
-    items: NDArray[np.generic] = pc.list_flatten(column).to_numpy().astype(dtype)
-    return items

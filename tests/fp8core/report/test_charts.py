@@ -1,3 +1,6 @@
+import math
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -5,15 +8,20 @@ from fp8core.report.charts import (
     ALIGNMENT,
     LEARNING,
     OTHERS,
+    Chart,
+    Series,
+    collapsed,
     curve_chart,
     difference_by_position,
     difference_histogram,
     logprob_scatter,
     pipeline_graph,
-    scale_heatmap,
-    time_stack,
+    scale_heatmaps,
+    time_stacks,
+    token_charts,
 )
-from fp8core.report.run_data import TokenSample, read_run
+from fp8core.report.run_data import read_run
+from fp8core.report.tokens import TokenSample
 
 
 def sample(differences, rollout=-1.0) -> TokenSample:
@@ -78,7 +86,7 @@ def test_positions_are_kept_apart() -> None:
 
 def test_scales_are_those_of_the_steps(whole_run) -> None:
     run = read_run(whole_run.folder, "whole")
-    heatmap = scale_heatmap("whole", run.history)
+    (heatmap,) = scale_heatmaps([run])
     stored = [whole_run.store.get_json(whole_run.ledger.artifacts(i)["next_scales"])["layers"] for i in range(1, 5)]
     for kind, name in (("q", "queries"), ("k", "keys"), ("v", "values")):
         assert heatmap.panels[name] == [[layers[i][kind] for layers in stored] for i in range(2)]
@@ -86,11 +94,51 @@ def test_scales_are_those_of_the_steps(whole_run) -> None:
 
 def test_a_stack_holds_all_the_time_and_joins_what_is_small(whole_run) -> None:
     run = read_run(whole_run.folder, "whole")
-    stack = time_stack(run)
+    (stack,) = time_stacks([run])
     for i, step in enumerate(stack.x):
         total = sum(task.seconds for task in whole_run.ledger.tasks(int(step)).values())
         assert sum(values[i] for values in stack.layers.values()) == pytest.approx(total)
     assert (OTHERS in stack.layers) == (OTHERS in stack.note)
+
+
+def test_runs_side_by_side_have_equal_axes_and_a_task_has_one_colour(whole_run) -> None:
+    run = read_run(whole_run.folder, "whole")
+    train, sync = run.seconds["train"], {step: 9.0 for step in range(1, 9)}
+    scaled = [{**row, "step": row["step"] + 4, "kv/scale_q_layer0": 64.0} for row in run.history]
+    other = replace(run, history=scaled, seconds={"own": sync, "sync": sync, "train": train})
+    alone, stacks, maps = time_stacks([run])[0], time_stacks([run, other]), scale_heatmaps([run, other])
+    assert [stack.last_x for stack in stacks] == [8, 8]
+    assert [stack.tallest for stack in stacks] == [max(18 + (train.get(step, 0)) for step in sync)] * 2
+    assert stacks[0].styles == stacks[1].styles
+    assert alone.styles["train"] == stacks[1].styles["train"]
+    assert len({*stacks[1].styles.values()}) == len(stacks[1].styles)
+    assert {one.last_x for one in maps} == {8}
+    assert maps[0].also == maps[1].also
+    assert 64.0 in maps[0].also
+
+
+@pytest.mark.parametrize(
+    ("values", "drawn"),
+    [
+        (([0.0, 0.0], [0.0]), False),
+        (([0.7, 0.7],), False),
+        (([], [math.nan]), False),
+        (([0.0, 1e-9],), True),
+        (([1.0, 1.0], [0.0, 0.0]), True),
+    ],
+)
+def test_a_chart_with_one_value_is_told_and_not_drawn(values, drawn: bool) -> None:
+    chart = Chart("Gap", "step", "nats", [Series(f"run {i}", range(len(y)), y, i) for i, y in enumerate(values)])
+    charts, told = collapsed([chart])
+    assert (charts == [chart]) == drawn
+    assert any("Gap" in sentence for sentence in told) != drawn
+
+
+def test_tokens_that_are_all_equal_are_told_and_one_that_differs_is_drawn() -> None:
+    equal, other = sample([0.0, 0.0]), sample([0.0, 1e-7])
+    charts, told = token_charts([("one", equal), ("two", equal)])
+    assert (charts, len(told)) == ([], 2)
+    assert token_charts([("one", equal), ("two", other)])[0]
 
 
 def test_the_graph_is_that_of_the_pipeline(whole_run) -> None:

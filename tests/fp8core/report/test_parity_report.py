@@ -48,7 +48,8 @@ def test_variants_are_drawn_over_one_another_with_the_bounds_of_the_verdict(runs
     assert [bound.y for bound in charts[4].bounds] == pytest.approx([0.1])
 
 
-def test_the_page_says_verdict_reasons_and_changes(runs, night):
+def test_the_page_says_verdict_reasons_and_changes(runs, mixed_run, night):
+    runs |= {"fp8-rollout": [read_run(mixed_run.folder, "mixed")]}
     measured = [measure(runs["bf16"][0], "bf16", 0, 1)]
     before = night.model_copy(update={"name": "zeroth", "versions": {"torch": "2.10"}})
     page = parity_html(night, measured, runs, before, ParityConfig())

@@ -1,5 +1,6 @@
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from xml.etree import ElementTree
 
@@ -11,7 +12,8 @@ from fp8core.report.run_data import read_run, read_runs
 from fp8core.report.summary import TMPE
 
 SECTIONS = [
-    "numbers", "learning", "alignment", "tokens", "scales", "time", "graph", "configuration", "provenance", "missing",
+    "learning", "alignment", "tokens", "completions", "scales", "time", "graph", "numbers", "configuration",
+    "provenance", "missing",
 ]  # fmt: skip
 VOID = {"meta", "br", "hr", "img", "link", "input"}
 
@@ -64,13 +66,13 @@ def test_the_page_has_every_section_and_loads_nothing(both: str) -> None:
     assert page.loads == []
     assert not page.tags & {"script", "link", "img", "iframe", "object", "embed", "base"}
     assert not re.search(r"@import|url\((?!#)", both)
-    assert len(both) < 700_000
+    assert len(both) <= 500_000
 
 
 def test_two_runs_lie_over_each_other(both: str) -> None:
     charts = charts_of(both)
     overlaid = [svg for title, svg in charts.items() if not title.endswith((": whole", ": mixed"))]
-    assert len(overlaid) == 15
+    assert len(overlaid) >= 10
     for svg in overlaid:
         assert ">whole</text>" in svg
         assert ">mixed</text>" in svg
@@ -88,18 +90,14 @@ def test_the_page_says_what_the_runs_came_to_and_how_they_differ(both: str, whol
     assert "finished, 4 steps" in both
 
 
-def test_bounds_that_a_run_stops_at_replace_the_usual_ones(whole_run, run_copy) -> None:
+def test_bounds_that_a_run_stops_at_replace_the_usual_ones(whole_run, mixed_run, run_copy) -> None:
     path = run_copy.folder / "run.json"
     described = json.loads(path.read_text())
     described["config"]["alignment"] = {"stop": {"error": 1.25, "k3": None, "effective_sample_size": 0.9}}
     path.write_text(json.dumps(described))
-    alone, beside = (
-        [read_run(run_copy.folder, "own")],
-        [
-            read_run(whole_run.folder, "whole"),
-            read_run(run_copy.folder, "own"),
-        ],
-    )
+    # What is zero everywhere has no chart.
+    own = replace(read_run(run_copy.folder, "own"), history=read_run(mixed_run.folder, "mixed").history)
+    alone, beside = [own], [read_run(whole_run.folder, "whole"), own]
     charts = charts_of(report_html(alone))
     assert ">stop: 1.25<" in charts["Token multiplicative probability error"]
     assert "NeMo RL" not in charts["Token multiplicative probability error"]
@@ -134,9 +132,27 @@ def test_a_damaged_run_has_a_whole_page(run_copy, damage: str) -> None:
 
 
 def test_what_tables_hold_is_escaped() -> None:
-    html = render_page("<i>", "&", [Section("a", "<b>", ["<p>"], ["<svg/>"], [Table("<u>", ["<x>"], [["<script>"]])])])
-    assert not Page(html).tags & {"i", "b", "x", "u", "script"}
+    html = render_page(
+        "<i>", "&", ["<em>"], [Section("a", "<b>", ["<p>"], ["<svg/>"], [Table("<u>", ["<x>"], [["<script>"]])])]
+    )
+    assert not Page(html).tags & {"i", "b", "x", "u", "em", "script"}
     assert "<svg/>" in html
+
+
+def test_every_chart_has_its_values_as_one_group_of_keys(both: str) -> None:
+    groups = re.findall(r'<div class="values"[^>]*>(.*?)</div>', both, re.DOTALL)
+    names = [{*re.findall(r'type="radio" name="([^"]+)"', group)} for group in groups]
+    assert len(charts_of(both)) == len(groups) + both.count('aria-label="Log-probs of tokens under both policies"')
+    assert all(len(name) == 1 for name in names)
+    assert len(set.union(*names)) == len(groups)
+
+
+def test_a_page_can_be_dark(both: str) -> None:
+    assert "prefers-color-scheme: dark" in both
+    for title, drawn in charts_of(both).items():
+        # Cells of a heat map and the bar of their scale have colours of their own.
+        inks = re.findall(r"""(?:fill|stroke)(?:: |=")(#[0-9a-f]{6})""", drawn)
+        assert inks == [], f"{title}: an ink that stays as it is on dark paper"
 
 
 def test_key_charts_hold_every_run(whole_run, mixed_run) -> None:
@@ -148,7 +164,8 @@ def test_key_charts_hold_every_run(whole_run, mixed_run) -> None:
 def test_texts_of_others_turn_and_hide_nothing_on_the_page() -> None:
     hostile = "\x1b[2J\u202e<b> https://me:secret@host"
     table = Table(hostile, [hostile], [(hostile,)])
-    page = render_page(hostile, hostile, [Section("one", hostile, [hostile], [f"<svg>{hostile[:5]}</svg>"], [table])])
+    section = Section("one", hostile, [hostile], [f"<svg>{hostile[:5]}</svg>"], [table])
+    page = render_page(hostile, hostile, [hostile], [section])
     assert not set("\x1b\u202e") & set(page)
     assert "secret" not in page
     assert page.count("\\u202e&lt;b&gt; https://me:***@host") >= 5

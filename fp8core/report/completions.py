@@ -1,0 +1,209 @@
+"""Completions early and late in a run, with the mismatch and the reward of each: what the policy writes.
+
+The same prompts are shown where the searched steps have a prompt in common. Texts come from the tokens, through the
+tokenizer of the newest checkpoint. Without one a completion is a single piece of text.
+"""
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby, zip_longest
+from typing import Any
+
+from fp8core.errors import UserError
+from fp8core.models.tokenizer import Tokenizer
+from fp8core.report.tokens import Unread, was_removed
+from fp8core.store.artifacts import ArtifactError, ArtifactStore
+from fp8core.store.durable import refuse_link
+from fp8core.store.ledger import START, CheckpointEntry
+from fp8core.store.run_view import Commit, RunView
+
+PROMPTS, SAMPLES, SEARCHED = 3, 2, 5
+MOST_TOKENS, MOST_CHARACTERS = 160, 800
+THRESHOLDS = (1e-3, 1e-2, 1e-1)
+"""Where a token's |log p - log g| gets the next colour; exactly 0 has none."""
+LEGEND = ("below 0.001", "0.001 to 0.01", "0.01 to 0.1", "0.1 and more")
+_COLUMNS = ("group", "sample", "prompt_id", "prompt_tokens", "tokens", "logprobs", "written", "text")
+
+Decode = Callable[[Sequence[int]], str]
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Text of one token or several: 0 equal bit for bit, 1 to 4 by `THRESHOLDS`; None: not compared."""
+
+    text: str
+    level: int | None
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A text of the policy with its reward; `left_out` tokens are not shown."""
+
+    reward: float | None
+    pieces: Sequence[Piece]
+    left_out: int
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A prompt, the step at which it was asked, and completions of it."""
+
+    step: int
+    prompt: str
+    completions: Sequence[Completion]
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Prompts early and late; `same` where those are the same ones."""
+
+    early: Sequence[Asked]
+    late: Sequence[Asked]
+    same: bool
+
+    @property
+    def differing(self) -> bool:
+        """True if a token that is shown has a colour."""
+        return any(piece.level for piece in self._pieces())
+
+    @property
+    def compared(self) -> bool:
+        """True if a token that is shown was compared."""
+        return any(piece.level is not None for piece in self._pieces())
+
+    def in_order(self) -> list[Asked]:
+        """Early and late of the same prompt beside one another."""
+        return [asked for pair in zip_longest(self.early, self.late) for asked in pair if asked is not None]
+
+    def _pieces(self) -> Iterator[Piece]:
+        asked = (*self.early, *self.late)
+        return (piece for one in asked for completion in one.completions for piece in completion.pieces)
+
+
+def level_of(difference: float) -> int:
+    """The colour of a token: 0, none, where its log-probs are equal bit for bit."""
+    return 0 if difference == 0 else 1 + bisect_right(THRESHOLDS, abs(difference))
+
+
+def read_examples(evidence: RunView, names: tuple[str, str], missing: list[str]) -> Examples | None:
+    """The completions of a few prompts early and late in a run; None where no step has any.
+
+    Args:
+        evidence: of the run.
+        names: of the artifacts with the rollouts and with the log-probs.
+        missing: takes a line for what cannot be read and was not removed by gc.
+    """
+    commits = sorted(evidence.commits, key=lambda commit: commit.step)
+    whole = [commit for commit in commits if commit.step > START and _kept(evidence, commit, names)]
+    half = (len(whole) + 1) // 2
+    unread = Unread("completions")
+    first, last = dict[str, list[Row]](), dict[str, list[Row]]()
+    for some, found in (
+        (whole[: min(half, SEARCHED)], first),
+        (whole[: max(half, len(whole) - SEARCHED) - 1 : -1], last),
+    ):
+        for commit in some:
+            for name, rows in _read(evidence, commit, names, unread).items():
+                found.setdefault(name, rows)
+    missing += unread.lines()
+    if not first and not last:
+        return None
+    decode = _decoder(evidence, missing)
+    shared = [name for name in first if name in last][:PROMPTS]
+    return Examples(
+        [_asked(first[name], decode) for name in shared or [*first][:PROMPTS]],
+        [_asked(last[name], decode) for name in shared or [*last][:PROMPTS]],
+        bool(shared),
+    )
+
+
+def _kept(evidence: RunView, commit: Commit, names: tuple[str, str]) -> bool:
+    refs = [commit.artifacts.get(name) for name in names]
+    return all(ref is not None and not was_removed(evidence, ref) for ref in refs)
+
+
+def _read(evidence: RunView, commit: Commit, names: tuple[str, str], unread: Unread) -> dict[str, list[Row]]:
+    """By prompt a row for each completion of a step, with its log-probs under both policies, and its reward."""
+    store = ArtifactStore(evidence.folder)
+    rollouts, scored = (commit.artifacts[name] for name in names)
+    try:
+        rows = store.get_table(rollouts, _COLUMNS).to_pylist()
+        trained = store.get_table(scored, ["logprobs"]).column("logprobs").to_pylist()
+        rewards = {
+            (row["group"], row["sample"]): row["reward"]
+            for ref in commit.artifacts.values()
+            if ref.kind == "rewards" and not was_removed(evidence, ref)
+            for row in store.get_table(ref, ["group", "sample", "reward"]).to_pylist()
+        }
+        if [len(row["logprobs"]) for row in rows] != [len(values) for values in trained]:
+            raise ArtifactError(f"{store.path(scored)}: logprobs: not as many items in every row as the rollouts have")
+    except ArtifactError as error:
+        unread.add(commit.step, error, evidence.folder)
+        return {}
+    found: dict[str, list[Row]] = defaultdict(list)
+    for row, values in zip(rows, trained, strict=True):
+        reward = rewards.get((row["group"], row["sample"]))
+        found[row["prompt_id"]].append({**row, "step": commit.step, "trained": values, "reward": reward})
+    return found
+
+
+def _asked(rows: Sequence[Row], decode: Decode | None) -> Asked:
+    first = rows[0]
+    prompt = first["prompt_id"] if decode is None else decode(first["prompt_tokens"][-MOST_TOKENS:])
+    return Asked(first["step"], prompt[-MOST_CHARACTERS:], [_completion(row, decode) for row in rows[:SAMPLES]])
+
+
+def _completion(row: Row, decode: Decode | None) -> Completion:
+    shown = row["tokens"][:MOST_TOKENS]
+    if decode is None:
+        # The tokens of a part of the text are not known.
+        return Completion(row["reward"], [Piece(row["text"][:MOST_CHARACTERS], None)], 0)
+    pieces = [
+        Piece(text, level_of(p - g) if written else None)
+        for text, p, g, written in zip(
+            _texts(shown, decode), row["trained"], row["logprobs"], row["written"], strict=False
+        )
+    ]
+    return Completion(row["reward"], list(_joined(pieces)), len(row["tokens"]) - len(shown))
+
+
+def _texts(tokens: Sequence[int], decode: Decode) -> Iterator[str]:
+    """The text that each token adds; a character of several tokens comes with the last of them."""
+    before = ""
+    for end in range(1, len(tokens) + 1):
+        text = decode(tokens[:end])
+        if text.endswith("\ufffd") and end < len(tokens):
+            yield ""
+            continue
+        yield text[len(before) :]
+        before = text
+
+
+def _joined(pieces: Sequence[Piece]) -> Iterator[Piece]:
+    """Pieces of which neighbours without a colour are one."""
+    for (level, number), some in groupby(
+        enumerate(pieces), lambda found: (found[1].level, 0 if not found[1].level else 1 + found[0])
+    ):
+        text = "".join(piece.text for _, piece in some)[:MOST_CHARACTERS]
+        if text or number:
+            yield Piece(text, level)
+
+
+def _decoder(evidence: RunView, missing: list[str]) -> Decode | None:
+    """The tokenizer of the newest checkpoint that is in the run's folder; None without one that can be read."""
+    entries = [entry for _, entry in evidence.entries if isinstance(entry, CheckpointEntry)]
+    folders = [evidence.folder / entry.uri / "policy" for entry in reversed(entries)]
+    path = next((folder / "tokenizer.json" for folder in folders if folder.is_dir()), None)
+    if path is None:
+        return None
+    try:
+        for place in (*path.parents[:3], *path.parent.iterdir()):
+            refuse_link(place)
+        tokenizer = Tokenizer.load(path.parent)
+    except UserError as error:
+        missing.append(str(error).removeprefix(f"{evidence.folder}/"))
+        return None
+    return tokenizer.decode

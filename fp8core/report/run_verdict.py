@@ -1,0 +1,103 @@
+"""The answer of a training in a sentence: learned or not, equal policies or by how much they differ, and its speed.
+
+Everything is computed from the history of the run. A change of the reward counts when it is larger than `NOISE`
+standard errors of the difference between the first and the last steps.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median, variance
+from typing import Literal
+
+from fp8core.report.console import format_tmpe
+from fp8core.report.run_data import RunData
+from fp8core.report.summary import EDGE_STEPS, HELDOUT, REWARD, TMPE, TOKENS_DIFFERING, History, series
+
+NOISE = 3.0
+FEWEST_STEPS = 6
+TOKENS = "alignment/tokens"
+
+Learning = Literal["learned", "learned its prompts alone", "not learned", "got worse", "too short to tell"]
+Agreement = Literal["equal", "different", "not measured"]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The result of a history, and the words for it."""
+
+    learning: Learning
+    agreement: Agreement
+    words: str
+
+
+def answer(history: History, form: Callable[[float], str]) -> Answer:
+    """The answer of a history; `form` writes the numbers that are no error."""
+    learning, reasons = _learning(history, form)
+    agreement, comparison = _agreement(history, form)
+    words = f"{learning}{f' ({reasons})' if reasons else ''}; {comparison}"
+    return Answer(learning, agreement, words[0].upper() + words[1:])
+
+
+def run_sentence(run: RunData, form: Callable[[float], str]) -> str:
+    """The answer of a run, with its speed."""
+    words = [answer(run.history, form).words]
+    if run.busy:
+        words.append(f"{form(median(run.busy.values()))} s a step")
+    speed = rollout_speed(run)
+    if speed is not None:
+        words.append(f"{form(speed)} tokens a second of rollout")
+    return f"{'; '.join(words[:2])}{''.join(f', {word}' for word in words[2:])}."
+
+
+def rollout_speed(run: RunData) -> float | None:
+    """Tokens a second of rollout, over the steps of which both are known."""
+    seconds = run.seconds.get("rollout", {})
+    steps, tokens = series(run.history, "rollout/tokens")
+    known = [(count, seconds[step]) for step, count in zip(steps, tokens, strict=True) if step in seconds]
+    spent = sum(second for _, second in known)
+    return sum(count for count, _ in known) / spent if spent > 0 else None
+
+
+def _learning(history: History, form: Callable[[float], str]) -> tuple[Learning, str]:
+    _, rewards = series(history, REWARD)
+    _, heldout = series(history, HELDOUT)
+    rewards, heldout = ([value for value in values if math.isfinite(value)] for values in (rewards, heldout))
+    if len(rewards) < FEWEST_STEPS:
+        return "too short to tell", ""
+    edge = min(EDGE_STEPS, len(rewards) // 2)
+    first, last = rewards[:edge], rewards[-edge:]
+    reasons = f"reward {form(fmean(first))} to {form(fmean(last))}, means of the first and last {edge} steps"
+    fell = False
+    if len(heldout) > 1:
+        reasons += f"; held-out accuracy {form(heldout[0])} to {form(heldout[-1])}"
+        fell = heldout[-1] < heldout[0]
+    match _direction(first, last):
+        case 1:
+            return ("learned its prompts alone" if fell else "learned"), reasons
+        case -1:
+            return "got worse", reasons
+    return "not learned", f"{reasons}; the reward changed by no more than chance"
+
+
+def _direction(first: Sequence[float], last: Sequence[float]) -> int:
+    """1: the mean rose by more than noise, -1: it fell, 0: neither."""
+    change = fmean(last) - fmean(first)
+    error = math.sqrt((variance(first) + variance(last)) / len(first))
+    return 0 if abs(change) <= NOISE * error else int(math.copysign(1, change))
+
+
+def _agreement(history: History, form: Callable[[float], str]) -> tuple[Agreement, str]:
+    _, errors = series(history, TMPE)
+    _, differing = series(history, TOKENS_DIFFERING)
+    _, tokens = series(history, TOKENS)
+    if not errors and not differing:
+        return "not measured", "no step measured the two policies against each other"
+    whole = f"{sum(tokens):,.0f} tokens" if tokens else "tokens"
+    if not any(differing) and all(error == 1.0 for error in errors):
+        return "equal", f"rollout and training agree bit for bit on all {whole}"
+    share = f"on {form(100 * sum(differing) / sum(tokens))} % of {whole}" if differing and sum(tokens) else ""
+    found = [f"rollout and training differ {share}".strip()]
+    if errors:
+        found.append(f"error a token {format_tmpe(fmean(errors))} in the mean, {format_tmpe(max(errors))} at most")
+    return "different", ", ".join(found)

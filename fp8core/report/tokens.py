@@ -1,0 +1,126 @@
+"""The tokens that a run's policy wrote, with their log-probs under both policies, as far as they can be read."""
+
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from fp8core.store.artifacts import ArtifactError, ArtifactStore, Ref
+from fp8core.store.run_view import RunView, spans
+
+ENOUGH_TOKENS = 20_000
+MOST_STEPS = 10
+
+Values = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class TokenSample:
+    """Tokens that the policy wrote in some steps.
+
+    rollout, training: log-probs (nats) of each token under the policy that sampled and the one that trains.
+    position: index of the token among those of its completion.
+    """
+
+    steps: tuple[int, ...]
+    rollout: Values
+    training: Values
+    position: NDArray[np.int64]
+
+    @property
+    def difference(self) -> Values:
+        """log p - log g of each token, in nats: training minus rollout."""
+        return self.training - self.rollout
+
+
+def newest_tokens(evidence: RunView, names: tuple[str, str], missing: list[str]) -> TokenSample | None:
+    """The tokens of the newest steps: until 20,000 are found, and of at most 10 steps.
+
+    Args:
+        evidence: of the run.
+        names: of the artifacts with the rollouts and with the log-probs.
+        missing: takes a line for what cannot be read and was not removed by gc.
+
+    Returns:
+        None when no step has tokens.
+    """
+    found: list[TokenSample] = []
+    unread = Unread("tokens")
+    for commit in sorted(evidence.commits, key=lambda commit: -commit.step):
+        if len(found) == MOST_STEPS or sum(len(part.position) for part in found) >= ENOUGH_TOKENS:
+            break
+        refs = [commit.artifacts[name] for name in names if name in commit.artifacts]
+        if len(refs) < len(names) or any(was_removed(evidence, ref) for ref in refs):
+            continue
+        try:
+            rollouts, scored = (_table(evidence, ref) for ref in refs)
+            sample = _tokens(commit.step, rollouts, scored, evidence.folder / refs[1].uri)
+        except ArtifactError as error:
+            unread.add(commit.step, error, evidence.folder)
+        else:
+            found.append(sample)
+    missing += unread.lines()
+    if not sum(len(part.position) for part in found):
+        return None
+    return TokenSample(
+        tuple(sorted(step for part in found for step in part.steps)),
+        np.concatenate([part.rollout for part in found]),
+        np.concatenate([part.training for part in found]),
+        np.concatenate([part.position for part in found]),
+    )
+
+
+def was_removed(evidence: RunView, ref: Ref) -> bool:
+    """True if gc removed the file of an artifact."""
+    return ref.digest in evidence.deletions and not (evidence.folder / ref.uri).exists()
+
+
+class Unread:
+    """The files that could not be read of a run's steps: one line for each reason, with the first file that has it."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._found: dict[str, list[tuple[int, str]]] = defaultdict(list)
+
+    def add(self, step: int, error: ArtifactError, folder: Path) -> None:
+        """Take note of an artifact of a step of the run in `folder`."""
+        place, _, reason = str(error).removeprefix(f"{folder}/").partition(": ")
+        self._found[reason].append((step, place))
+
+    def lines(self) -> list[str]:
+        """Steps, reason and file."""
+        return [
+            f"{self._what} of step {spans(step for step, _ in places)}: {reason} ({places[0][1]})"
+            for reason, places in self._found.items()
+        ]
+
+
+def _table(evidence: RunView, ref: Ref) -> pa.Table:
+    """The columns with items for each token; a run with routed experts has a column that is a hundred times larger."""
+    columns = ["logprobs", "written"] if ref.kind == "rollouts" else ["logprobs"]
+    return ArtifactStore(evidence.folder).get_table(ref, columns)
+
+
+def _tokens(step: int, rollouts: pa.Table, scored: pa.Table, place: Path) -> TokenSample:
+    """The written tokens of one step. Raises ArtifactError: rows or items of the tables do not correspond."""
+    lengths = pc.list_value_length(rollouts["logprobs"]).to_numpy()
+    if not np.array_equal(lengths, pc.list_value_length(scored["logprobs"]).to_numpy()):
+        raise ArtifactError(f"{place}: logprobs: not as many items in every row as the rollouts have")
+    written = _items(rollouts["written"], bool)
+    before = np.concatenate([[0], np.cumsum(written)])
+    starts = np.cumsum(lengths) - lengths
+    position = before[:-1] - np.repeat(before[starts], lengths)
+    sampled, trained = (_items(table["logprobs"], np.float64)[written] for table in (rollouts, scored))
+    if not (np.isfinite(sampled).all() and np.isfinite(trained).all()):
+        raise ArtifactError(f"{place}: logprobs: one of a token is not finite, here or in the rollouts")
+    return TokenSample((step,), sampled, trained, position[written])
+
+
+def _items(column: pa.ChunkedArray, dtype: type) -> NDArray[np.generic]:
+    """The items of all lists of a column, one after another."""
+    items: NDArray[np.generic] = pc.list_flatten(column).to_numpy().astype(dtype)
+    return items

@@ -1,0 +1,118 @@
+"""Completions on the page: which are chosen, what has a colour, and that their text is no markup."""
+
+import re
+import shutil
+
+import pytest
+
+from fp8core.report.completions import MOST_TOKENS, PROMPTS, SAMPLES, level_of
+from fp8core.report.pages import report_html
+from fp8core.report.run_data import read_run
+from fp8core.store.artifacts import Ref
+
+HOSTILE = "<script>alert(1)</script>\u202e\x1b[2J"
+
+
+def rewrite(run_copy, kind: str, change) -> None:
+    """Change every row of the tables of a kind, step by step."""
+
+    def replaced(entry) -> None:
+        for name, ref in entry.get("outputs", {}).items() if entry["event"] == "task" else ():
+            if ref["kind"] == kind:
+                table = run_copy.store.get_table(Ref.model_validate(ref))
+                rows = table.to_pylist()
+                for row in rows:
+                    change(entry["step"], row)
+                new = run_copy.store.put_table(kind, table.from_pylist(rows, schema=table.schema))
+                entry["outputs"][name] = new.model_dump()
+
+    run_copy.rewrite(replaced)
+
+
+def page_of(run_copy) -> str:
+    return report_html([read_run(run_copy.folder, "run")])
+
+
+def coloured(page: str) -> list[str]:
+    body = page.partition('<div class="asked">')[2].partition("</section>")[0]
+    return re.findall(r'<mark class="(m\d)">', body)
+
+
+@pytest.mark.parametrize(
+    ("difference", "level"),
+    [(0.0, 0), (-0.0, 0), (1e-9, 1), (-9e-4, 1), (1e-3, 2), (0.01, 3), (-0.09, 3), (0.1, 4), (-7.0, 4)],
+)
+def test_a_colour_stands_for_the_size_of_the_difference(difference: float, level: int) -> None:
+    assert level_of(difference) == level
+
+
+def test_nothing_has_a_colour_where_the_policies_are_equal_and_tokens_have_one_where_not(whole_run, mixed_run) -> None:
+    equal, different = (read_run(run.folder, "run") for run in (whole_run, mixed_run))
+    assert equal.examples.compared
+    assert not equal.examples.differing
+    assert different.examples.differing
+    assert coloured(report_html([equal])) == []
+    assert coloured(report_html([different]))
+    assert report_html([different]).count('class="m4"') > report_html([equal]).count('class="m4"')
+
+
+def test_early_and_late_steps_with_the_reward_of_each(run_copy) -> None:
+    rewrite(run_copy, "rewards", lambda step, row: row.update(reward=100.0 + step))
+    examples = read_run(run_copy.folder, "run").examples
+    assert ({one.step for one in examples.early}, {one.step for one in examples.late}) == ({1}, {4})
+    for some, reward in ((examples.early, 101.0), (examples.late, 104.0)):
+        assert [done.reward for asked in some for done in asked.completions] == [reward] * PROMPTS * SAMPLES
+    assert not examples.same
+
+
+def test_the_text_is_that_of_the_tokens(whole_run) -> None:
+    shown = read_run(whole_run.folder, "whole").examples.early[0].completions[0]
+    stored = whole_run.store.get_table(whole_run.ledger.artifacts(1)["rollouts"]).to_pylist()[0]
+    assert "".join(piece.text for piece in shown.pieces) == stored["text"]
+
+
+def test_the_same_prompts_are_shown_where_they_come_back(run_copy) -> None:
+    def renamed(step, row) -> None:
+        row["prompt_id"] = "asked twice" if row["group"] == 2 else f"{step} {row['group']}"
+
+    rewrite(run_copy, "rollouts", renamed)
+    examples = read_run(run_copy.folder, "run").examples
+    assert examples.same
+    assert [one.step for one in (*examples.early, *examples.late)] == [1, 4]
+
+
+def test_a_hostile_completion_is_text(run_copy) -> None:
+    shutil.rmtree(run_copy.folder / "checkpoints")
+    rewrite(run_copy, "rollouts", lambda step, row: row.update(text=HOSTILE, prompt_id=HOSTILE))
+    page = page_of(run_copy)
+    assert "<script" not in page
+    assert not {"\u202e", "\x1b"} & {*page}
+    assert page.count("&lt;script&gt;alert(1)&lt;/script&gt;\\u202e\\x1b[2J") >= 2
+
+
+def test_a_long_completion_is_cut(run_copy) -> None:
+    def longer(step, row) -> None:
+        for name in {"tokens", "logprobs", "written", "entropy"} & {*row}:
+            row[name] = (row[name] * 3000)[:3000]
+
+    for kind in ("rollouts", "logprobs"):
+        rewrite(run_copy, kind, longer)
+    before, after = read_run(run_copy.folder, "run"), page_of(run_copy)
+    assert all(done.left_out == 3000 - MOST_TOKENS for asked in before.examples.early for done in asked.completions)
+    assert len(after) <= 500_000
+
+
+def test_a_tokenizer_behind_a_link_is_not_read(run_copy, tmp_path) -> None:
+    for folder in (run_copy.folder / "checkpoints").iterdir():
+        shutil.move(folder / "policy", tmp_path / folder.name)
+        (folder / "policy").symlink_to(tmp_path / folder.name)
+    run = read_run(run_copy.folder, "run")
+    assert not run.examples.compared
+    assert any("checkpoints/" in line for line in run.damaged)
+
+
+def test_a_damaged_step_is_named_and_the_others_are_shown(run_copy) -> None:
+    run_copy.file(1, "rewards").write_bytes(b"no table")
+    run = read_run(run_copy.folder, "run")
+    assert {one.step for one in run.examples.early} == {2}
+    assert any(line.startswith("completions of step 1: ") for line in run.damaged)

@@ -1,0 +1,75 @@
+"""The answer of a training: learned or not, equal policies or by how much, and its speed."""
+
+from dataclasses import replace
+
+import pytest
+
+from fp8core.report.charts import short
+from fp8core.report.run_data import read_run
+from fp8core.report.run_verdict import answer, run_sentence
+
+
+def history(rewards, heldout=(), error=1.0, differing=0.0):
+    rows = [
+        {
+            "step": step,
+            "reward/mean": reward,
+            "alignment/token_mult_prob_error": error,
+            "alignment/tokens_differing": differing,
+            "alignment/tokens": 100.0,
+        }
+        for step, reward in enumerate(rewards, 1)
+    ]
+    for row, accuracy in zip(rows, heldout, strict=False):
+        row["reward/heldout_accuracy"] = accuracy
+    return rows
+
+
+RISING = [0.2, 0.22, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.71, 0.72]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "heldout", "learning"),
+    [
+        (RISING, (0.2, 0.5), "learned"),
+        (RISING, (), "learned"),
+        (RISING, (0.5, 0.2), "learned its prompts alone"),
+        (RISING[::-1], (0.5, 0.2), "got worse"),
+        ([0.4, 0.6] * 5, (0.5, 0.6), "not learned"),
+        ([0.5] * 10, (), "not learned"),
+        (RISING[:5], (0.1, 0.9), "too short to tell"),
+        ([float("nan")] * 10, (), "too short to tell"),
+        ([], (), "too short to tell"),
+    ],
+)
+def test_a_reward_has_to_change_by_more_than_chance(rewards, heldout, learning) -> None:
+    assert answer(history(rewards, heldout), short).learning == learning
+
+
+@pytest.mark.parametrize(
+    ("error", "differing", "agreement", "shown"),
+    [
+        (1.0, 0.0, "equal", "1,000"),
+        (1.0 + 1e-9, 1.0, "different", "1+1e-09"),
+        (1.25, 50.0, "different", "1.250000"),
+        # Errors can cancel; tokens that differ do not.
+        (1.0, 3.0, "different", "1 exactly"),
+    ],
+)
+def test_equal_is_said_of_equal_bits_alone(error, differing, agreement, shown) -> None:
+    found = answer(history(RISING, (), error, differing), short)
+    assert found.agreement == agreement
+    assert shown in found.words
+
+
+def test_a_run_without_measurements_has_an_answer() -> None:
+    assert answer([{"step": 1}], short).agreement == "not measured"
+
+
+def test_the_sentence_of_a_run_has_its_speed(whole_run) -> None:
+    run = read_run(whole_run.folder, "whole")
+    seconds = {"rollout": {1: run.history[1]["rollout/tokens"]}}
+    slow = replace(run, busy=dict.fromkeys(run.busy, 4321.0), seconds=seconds)
+    assert "4321 s" in run_sentence(slow, short)
+    assert " 1 tokens a second" in run_sentence(slow, short)
+    assert run_sentence(replace(run, history=[], busy={}, seconds={}), short).endswith(".")
