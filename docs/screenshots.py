@@ -43,7 +43,7 @@ IMAGES = Path(__file__).parent / "images"
 WIDTH, HEIGHT = 1440, 900
 REPORT: ViewportSize = {"width": 1300, "height": 2900}
 CHARTED = ".js-plotly-plot path.js-line"
-SHOWN = "reward/(mean|heldout_accuracy)|length_mean|alignment/(token_mult_prob_error|k3_kl|ess)$"
+SHOWN = "^core/"
 """The charts of MLflow's pages, as a pattern."""
 NO_ASSISTANT = "localStorage.setItem('mlflow.assistant.fab.autoOpenedOnFirstLoad_v1', 'true')"
 COLOURS = 192

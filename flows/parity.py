@@ -140,7 +140,8 @@ def _verdict(plan: Plan, golden: Golden, failures: dict[tuple[str, int], str]) -
     page = parity_html(night, measured, runs, before, plan.config.parity)
     files = _write_report(plan.folder, text, page, parity_charts(runs, plan.config.parity))
     create_markdown_artifact(text, f"parity-{_key(plan.name)}", night.headline[:200])
-    say(f"{text}\n{files[1]}\n{log_parity(night, plan.config, files)}")
+    logged = log_parity(night, plan.config, files, [training.folder for training in plan.trainings])
+    say(f"{text}\n{files[1]}\n{logged}")
     if night.outcome == FAIL:
         return failed(night.headline)
     if night.outcome == NOT_ENOUGH:

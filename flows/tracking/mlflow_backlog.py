@@ -14,6 +14,7 @@ from mlflow.entities import Metric
 from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 from mlflow.utils.validation import MAX_METRICS_PER_BATCH
 
+from flows.tracking.metric_names import seconds_name
 from flows.tracking.publish import (
     held_models,
     publish_bound,
@@ -23,7 +24,6 @@ from flows.tracking.publish import (
     publish_report,
     publish_result,
     publish_step,
-    seconds_key,
 )
 from flows.tracking.record import TrackingFile, mark_killed_siblings
 from flows.tracking.store import Lost, store_errors
@@ -153,7 +153,7 @@ class MlflowBacklog:
         unseen, lost = set(range(START, self.published + 1)), None
         while unseen:
             step = max(unseen)
-            key = seconds_key(min(stored_manifest(self._run, step).observed.timings))
+            key = seconds_name(min(stored_manifest(self._run, step).observed.timings))
             if key not in held:
                 rows = self._tracker.client.get_metric_history(self._tracker.run_id, key)
                 held[key] = {row.step for row in rows}

@@ -7,8 +7,9 @@ from typing import Any
 
 from mlflow.entities import Dataset, DatasetInput, InputTag, LoggedModel, LoggedModelOutput, LoggedModelStatus, Metric
 from mlflow.exceptions import MlflowException
-from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT
+from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT, MLFLOW_RUN_NOTE
 
+from flows.tracking.metric_names import ACCURACY, CORE, ERROR, K3, MEAN_REWARD, model_metrics, shown_metrics, speed
 from flows.tracking.tracker import CHAIN_HEAD, RUN_DIRECTORY, TRAINING, Table, Tracker
 from fp8core.alignment.bounds import stop_bounds
 from fp8core.config.run import DataConfig, RunConfig, public_dump
@@ -16,7 +17,6 @@ from fp8core.data.prompt import PromptSource, problems_digest
 from fp8core.data.source import SUFFIXES
 from fp8core.report.pages import report_html
 from fp8core.report.run_data import read_runs
-from fp8core.report.summary import HELDOUT, REWARD
 from fp8core.report.text import pipeline_mermaid, pipeline_text
 from fp8core.run.commit import committed_step, step_metrics, stored_manifest
 from fp8core.run.context import RunContext
@@ -29,25 +29,10 @@ REPORT = "report.html"
 SAMPLED_KINDS = ("prompts", "rollouts", "rewards")
 SAMPLE_COLUMNS = ("step", "prompt", "completion", "reference", "reward", "outcome")
 BOUND_CROSSED = "bound_crossed"
+VERDICT = "verdict"
 SIGNED_BY = "signed_by"
 ARTIFACT_COLUMNS = ("step", "task", "artifact", "kind", "digest", "bytes", "path")
 MODEL_TYPE = "policy"
-# MLflow lists a model's metrics among those of its run, too: all forty of alignment would hide the run's own.
-_ALIGNMENT = (
-    "token_mult_prob_error",
-    "tokens_differing",
-    "kl",
-    "k3_kl",
-    "js_divergence",
-    "chi2_token",
-    "ess",
-    "logprob_abs_diff",
-)
-_MEASURED = {
-    **{name: f"alignment/{name}" for name in _ALIGNMENT},
-    "reward_mean": REWARD,
-    "heldout_accuracy": HELDOUT,
-}
 # MLflow's columns are text: the question, and the reference that the verifier compares with.
 _SCHEMA = {"mlflow_colspec": [{"name": name, "type": "string", "required": True} for name in ("question", "reference")]}
 # MLflow prints the digest in every place that names the data, and allows 36 characters.
@@ -59,6 +44,7 @@ def publish_description(run: RunContext, tracker: Tracker) -> None:
     bounds = stop_bounds(run.config)
     tracker.log_params(flat(public_dump(run.config)) | bounds.described())
     tracker.set_tags({"alignment_contract": bounds.contract, "alignment_bounds": bounds.summary})
+    tracker.set_tags({"config": run.config.name, "precision": precision(run.config), MLFLOW_RUN_NOTE: _note(run)})
     tracker.log_dict(public_dump(run.config), "config.yaml")
     tracker.log_text(pipeline_text(run.plan), "graph.txt")
     tracker.log_text(f"```mermaid\n{pipeline_mermaid(run.plan)}\n```\n", "graph.md")
@@ -75,7 +61,9 @@ def publish_exactness(run: RunContext, tracker: Tracker) -> None:
 
 def publish_bound(tracker: Tracker, crossed: BoundEntry) -> None:
     """A tag that names the bound of `alignment.stop` that was crossed last, and the action taken."""
-    tracker.set_tags({BOUND_CROSSED: f"{crossed.reason}; {crossed.action} after step {crossed.step}"})
+    tracker.set_tags(
+        {VERDICT: "bound crossed", BOUND_CROSSED: f"{crossed.reason}; {crossed.action} after step {crossed.step}"}
+    )
 
 
 def publish_step(run: RunContext, tracker: Tracker, index: int) -> None:
@@ -83,11 +71,13 @@ def publish_step(run: RunContext, tracker: Tracker, index: int) -> None:
     manifest = stored_manifest(run, index)
     seconds = manifest.observed.timings
     total = sum(seconds.values())
-    timings = {seconds_key(task): value for task, value in seconds.items()}
+    timings = {f"time/{task}_seconds": value for task, value in seconds.items()}
     shares = {f"time/{task}_share": value / total for task, value in seconds.items() if total > 0}
-    committed = committed_step(run, index).committed_ms
+    committed, metrics = committed_step(run, index).committed_ms, step_metrics(run, index)
+    ran = [(task.started, task.started + task.seconds) for task in run.directory.ledger.tasks(index).values()]
+    quick = speed(ran, committed / 1000, metrics) if index > START else {}
     head = {CHAIN_HEAD: str(Head.of(manifest))}
-    tracker.log_step(index, {**step_metrics(run, index), **timings, **shares}, committed, head)
+    tracker.log_step(index, {**shown_metrics({**metrics, **timings, **shares}), **quick}, committed, head)
     tracker.log_text(manifest.model_dump_json(indent=2) + "\n", f"manifests/{index:05d}.json")
     if tables_due(run, index):
         tables = {f"artifacts/step_{index:06d}.json": artifact_table(run, index)}
@@ -96,16 +86,39 @@ def publish_step(run: RunContext, tracker: Tracker, index: int) -> None:
         tracker.log_tables(tables)
 
 
-def seconds_key(task: str) -> str:
-    """MLflow's key for the time that a task takes."""
-    return f"time/{task}_seconds"
-
-
 def publish_result(run: RunContext, tracker: Tracker) -> None:
-    """The picture, the summary and the report of a completed training."""
+    """The picture, the summary and the report of a completed training, its verdict and its headline numbers."""
     tracker.log_file(run.directory.path / "curves.png", "pictures")
     for name in (SUMMARY, REPORT):
         tracker.log_file(run.directory.path / name, None)
+    judged = "in bounds" if stop_bounds(run.config).limits else "not judged"
+    verdict = judged if run.directory.ledger.last_bound() is None else "bound crossed"
+    tracker.set_tags({VERDICT: verdict, MLFLOW_RUN_NOTE: f"{_note(run)}\n\n{_headline(run)}"})
+
+
+def precision(config: RunConfig) -> str:
+    """Formats of linears and cache: `fp8_block+fp8`, or those of rollout and training where they differ."""
+    sides = [f"{side.linear}+{side.kv_cache}" for side in (config.precision.rollout, config.precision.training)]
+    return sides[0] if sides[0] == sides[1] else f"{sides[0]} / {sides[1]}"
+
+
+def _note(run: RunContext) -> str:
+    """The description of a run, in markdown."""
+    config = run.config
+    what = f"**GRPO, `{config.name}`**: {config.steps} steps, seed {config.seed}, data `{config.data.source}`."
+    return f"{what}\n\nPrecision: `{precision(config)}`. Report: artifact `{REPORT}`."
+
+
+def _headline(run: RunContext) -> str:
+    """A table of the headline metrics at the first and the last step that measured them."""
+    steps = range(START, (run.directory.ledger.last_step() or START) + 1)
+    rows = [(step, shown_metrics(step_metrics(run, step))) for step in (*steps[:2], steps[-1])]
+    lines = ["| metric | first | last |", "| --- | --- | --- |"]
+    for name in (MEAN_REWARD, ACCURACY, ERROR, K3):
+        measured = [f"{metrics[name]:.4g} (step {step})" for step, metrics in rows if name in metrics]
+        if measured:
+            lines.append(f"| {name.removeprefix(CORE)} | {measured[0]} | {measured[-1]} |")
+    return "\n".join(lines)
 
 
 def publish_report(run: RunContext, tracker: Tracker, on_step: Callable[[], None]) -> None:
@@ -208,11 +221,6 @@ def model_name(run: RunContext, step: int) -> str:
     return f"{run.directory.path.name}-{step:05d}".replace(".", "-")
 
 
-def model_metrics(metrics: dict[str, float]) -> dict[str, float]:
-    """The metrics of a model, by plain name, from those of its step; what the step did not measure is absent."""
-    return {name: metrics[key] for name, key in _MEASURED.items() if key in metrics}
-
-
 def held_models(run: RunContext, tracker: Tracker) -> set[int]:
     """Steps of the checkpoints that MLflow holds as complete models, or held until a user deleted them."""
 
@@ -289,7 +297,7 @@ def _metric_rows(run: RunContext, model: LoggedModel, step: int) -> list[Metric]
             dataset_digest=dataset.digest,
         )
         for key, value in model_metrics(step_metrics(run, step)).items()
-        for dataset in [heldout if key == "heldout_accuracy" else training]
+        for dataset in [heldout if key == ACCURACY else training]
     ]
 
 

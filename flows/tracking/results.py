@@ -1,13 +1,14 @@
 """Evaluations, parity runs and exports in MLflow, linked to the LoggedModel of the checkpoint that they are about."""
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from mlflow import MlflowClient
 from mlflow.entities import Dataset, DatasetInput, InputTag, LoggedModelInput, Metric, Param
 from mlflow.exceptions import MlflowException
-from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT
+from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT, MLFLOW_PARENT_RUN_ID, MLFLOW_RUN_NOTE
 
 from flows.tracking.record import TrackingRecord, read_record
 from flows.tracking.store import (
@@ -209,10 +210,16 @@ def _params(result: EvaluationResult) -> dict[str, str]:
     return {**params, "verifier": str(result.verifier["verifier"]), "precisions": ", ".join(result.precisions)}
 
 
-def log_parity(night: ParityResult, config: RunConfig, files: list[Path]) -> str:
+def log_parity(night: ParityResult, config: RunConfig, files: list[Path], trainings: Iterable[Path]) -> str:
     """Log a verdict with its files; returns a line with the place, or the reason why not. The files stay in any case.
 
     A parity run that is judged again, after more of its trainings, continues its MLflow run.
+
+    Args:
+        night: the verdict.
+        config: names the store.
+        files: what is shown with it.
+        trainings: folders of its runs, which MLflow shows below it.
     """
     uri = resolve_tracking_uri(config.tracking.uri, config.runs)
     try:
@@ -224,8 +231,12 @@ def log_parity(night: ParityResult, config: RunConfig, files: list[Path]) -> str
             client.log_batch(run_id, _night_metrics(night))
             for path in files:
                 client.log_artifact(run_id, str(path))
-            client.set_tag(run_id, "fp8_grpo.verdict", night.outcome)
-            client.set_tag(run_id, "mlflow.note.content", night.headline)
+            for training in map(read_record, trainings):
+                if training is not None and training.uri == without_passwords(uri):
+                    client.set_tag(training.run_id, MLFLOW_PARENT_RUN_ID, run_id)
+            for key, value in {"fp8_grpo.verdict": night.outcome, "verdict": night.outcome.lower()}.items():
+                client.set_tag(run_id, key, value)
+            client.set_tag(run_id, MLFLOW_RUN_NOTE, night.headline)
             client.set_terminated(run_id, _STATUS[night.outcome])
     except (Outage, UserError) as error:
         return f"the verdict is not logged: {error}"

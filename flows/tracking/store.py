@@ -48,6 +48,7 @@ _PASSING_CODES = {
 }
 _PASSING_STATUS = {408, 429}
 _UNAUTHORISED_STATUS = {401, 403}
+_KIND, _TRAINING = "mlflow.experimentKind", "custom_model_development"
 
 
 def quiet_store_logs() -> None:
@@ -252,13 +253,16 @@ def get_or_create_experiment(client: MlflowClient, uri: str, name: str, runs: Pa
 
     `runs` takes the artifacts of a new experiment (`mlartifacts`), unless `uri` is a server, which keeps them itself.
 
+    It opens in MLflow's pages for training, not in those for agents, unless somebody has chosen others.
+
     Raises:
         UserError: the experiment is deleted.
     """
     experiment = client.get_experiment_by_name(name)
     if experiment is None:
         try:
-            return client.create_experiment(name, artifact_location=None if is_server(uri) else artifact_root(runs))
+            place = None if is_server(uri) else artifact_root(runs)
+            return client.create_experiment(name, artifact_location=place, tags={_KIND: _TRAINING})
         except MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
@@ -267,6 +271,8 @@ def get_or_create_experiment(client: MlflowClient, uri: str, name: str, runs: Pa
     if experiment.lifecycle_stage != "active":
         place = without_passwords(uri)
         raise UserError(f"tracking.experiment {name} is deleted in {place}: restore it or set another name")
+    if "inferred" in experiment.tags.get(_KIND, "inferred"):  # MLflow's UI guesses the kind from what it finds.
+        client.set_experiment_tag(experiment.experiment_id, _KIND, _TRAINING)
     return experiment.experiment_id
 
 

@@ -237,7 +237,7 @@ def test_a_nan_reward_is_refused_before_it_is_learnt_from(launch, steps_module):
     assert_failed(failed, "step 2, task train: the reward of group 3, sample 3 is nan; rewards must be finite")
     assert_intact(failed, steps=1)
     assert set(failed.ledger.tasks(2)) == {"prompts", "rollout", "reward", "logprobs"}
-    history = failed.mlflow.get_metric_history(failed.mlflow_run().info.run_id, "reward/mean")
+    history = failed.mlflow.get_metric_history(failed.mlflow_run().info.run_id, "core/reward")
     assert [metric.step for metric in history] == [1]
 
 

@@ -30,8 +30,8 @@ def records(finished):
 def test_exact_contract_gives_a_mismatch_of_exactly_one(three_steps):
     assert three_steps.summary["tmpe_max"] == 1.0
     assert three_steps.summary["tokens_differing"] == 0
-    assert metric(three_steps, "alignment/token_mult_prob_error") == {1: 1.0, 2: 1.0, 3: 1.0}
-    assert metric(three_steps, "alignment/tokens_differing") == {1: 0.0, 2: 0.0, 3: 0.0}
+    assert metric(three_steps, "core/error_minus_1") == {1: 0.0, 2: 0.0, 3: 0.0}
+    assert metric(three_steps, "detail/alignment/tokens_differing") == {1: 0.0, 2: 0.0, 3: 0.0}
 
 
 def test_ledger_and_manifests_hold_every_step(three_steps):
@@ -66,11 +66,15 @@ def test_mlflow_shows_the_run(three_steps):
     assert run.info.status == "FINISHED"
     assert run.data.params["training.learning_rate"] == "0.0001"
     assert run.data.params["precision.rollout.kv_cache"].strip('"') == "fp8"
-    for key in ("reward/mean", "rollout/length_mean", "rollout/entropy", "train/grad_norm", "time/rollout_seconds",
-                "time/rollout_share", "alignment/k3_kl", "alignment/ess", "kv/saturated_share",
-                "kv/lag_error"):  # fmt: skip
+    core = {"reward", "length", "entropy", "error_minus_1", "k3", "ess", "clip", "grad_norm", "seconds",
+            "tokens_per_second", "overhead_ms"}  # fmt: skip
+    detail = {"time/rollout_seconds", "time/rollout_share", "kv/saturated_share", "kv/lag_error"}
+    groups = {key.partition("/")[0] for key in run.data.metrics}
+    assert {"core", "detail"} == groups - {"system"}, "a model's metrics are those of the run"
+    assert {key for key in run.data.metrics if key.startswith("core/")} == {f"core/{key}" for key in {*core, "heldout"}}
+    for key in [*(f"core/{name}" for name in core), *(f"detail/{name}" for name in detail)]:
         assert set(metric(three_steps, key)) == {1, 2, 3}, key
-    assert set(metric(three_steps, "reward/heldout_accuracy")) == {0, 2, 3}
+    assert set(metric(three_steps, "core/heldout")) == {0, 2, 3}
     files = {file.path for folder in ("", "pictures", "samples") for file in
              three_steps.mlflow.list_artifacts(run.info.run_id, folder)}  # fmt: skip
     assert {"config.yaml", "graph.md", "graph.txt", "summary.json", "pictures/curves.png"} <= files
@@ -83,7 +87,7 @@ def test_a_run_that_is_continued_equals_one_that_was_not_cut_and_no_run_of_anoth
     assert continued.summary["weights_digest"] == three_steps.summary["weights_digest"]
     # The evaluation of a last step is an extra measurement: the cut run made one more.
     assert [r["weights_digest"] for r in records(continued)] == [r["weights_digest"] for r in records(three_steps)]
-    assert metric(continued, "reward/mean") == metric(three_steps, "reward/mean")
+    assert metric(continued, "core/reward") == metric(three_steps, "core/reward")
     starts = {entry.step: entry.task for entry in continued.ledger.tasks(1).values()}
     assert starts, "the ledger is whole"
     other = launch("other", steps=1, seed=1)
@@ -95,7 +99,7 @@ def test_continuing_a_finished_run_does_nothing_again(three_steps, launch):
     again = launch("three", steps=3)
     assert again.summary["weights_digest"] == three_steps.summary["weights_digest"]
     assert (three_steps.folder / "ledger.jsonl").read_text().count('"event":"task"') == before
-    assert len(again.mlflow.get_metric_history(again.mlflow_run().info.run_id, "reward/mean")) == 3
+    assert len(again.mlflow.get_metric_history(again.mlflow_run().info.run_id, "core/reward")) == 3
 
 
 def test_warm_start_is_shared_between_precisions(three_steps, launch):
@@ -125,7 +129,7 @@ def test_reference_and_filter_are_inserted_from_the_configuration(launch):
     }  # fmt: skip
     finished = launch("optional", steps=6, overrides=inserted)
     assert finished.state.is_completed(), finished.state.message
-    kl = metric(finished, "train/reference_kl")
+    kl = metric(finished, "detail/train/reference_kl")
     assert kl[1] == 0.0, "the first update starts from the reference itself"
     assert max(kl.values()) > 0.0
     store = ArtifactStore(finished.folder)

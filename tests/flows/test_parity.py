@@ -83,6 +83,8 @@ def _is_posted_and_logged(shelf: Path, headline: str) -> None:
     experiment = mlflow.get_experiment_by_name("fp8-grpo")
     (run,) = mlflow.search_runs([experiment.experiment_id], "tags.`fp8_grpo.parity` = 'night'")
     assert run.data.tags["fp8_grpo.verdict"] == "NOT ENOUGH DATA"
+    below = mlflow.search_runs([experiment.experiment_id], f"tags.`mlflow.parentRunId` = '{run.info.run_id}'")
+    assert {one.info.run_name for one in below} == {f"parity-night-{name}-0" for name in ("bf16", "fp8-end-to-end")}
     # MLflow's UI has FINISHED in green, FAILED and KILLED in red.
     assert run.info.status == "SCHEDULED"
     assert run.data.metrics["parity/fp8-end-to-end/largest probability error"] == 1.0

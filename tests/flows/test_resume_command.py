@@ -109,21 +109,21 @@ def test_another_store_is_used_when_it_is_named(moved: Path, command: Command, u
     assert (code, err) == (0, "")
     tracking = json.loads((moved / "tracking.json").read_text())
     assert tracking["uri"] == uri
-    history = MlflowClient(uri).get_metric_history(tracking["run_id"], "reward/mean")
+    history = MlflowClient(uri).get_metric_history(tracking["run_id"], "core/reward")
     assert [metric.step for metric in history] == [1, 2]
 
 
 def test_a_finished_run_delivers_what_mlflow_lacks(begun: Any, command: Command) -> None:
     client, run_id = begun.mlflow, begun.mlflow_run().info.run_id
-    before = client.get_metric_history(run_id, "reward/mean")
+    before = client.get_metric_history(run_id, "core/reward")
     record = read_record(begun.folder)
     write_record(begun.folder, record.changed(published=1))
     with sqlite3.connect(begun.runs / "mlflow.db") as store:
         store.execute("delete from metrics where step = 2")
-    assert client.get_metric_history(run_id, "reward/mean") != before
+    assert client.get_metric_history(run_id, "core/reward") != before
     code, _, err = command("resume", str(begun.folder))
     assert (code, err) == (0, "")
-    assert client.get_metric_history(run_id, "reward/mean") == before
+    assert client.get_metric_history(run_id, "core/reward") == before
     assert begun.mlflow_run().info.status == "FINISHED"
 
 

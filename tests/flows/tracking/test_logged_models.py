@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from mlflow.entities import LoggedModelStatus
 
+from flows.tracking.metric_names import model_metrics
 from flows.tracking.publish import (
     heldout_prompts,
     log_datasets,
-    model_metrics,
     model_name,
     publish_checkpoint,
     training_prompts,
@@ -53,10 +53,10 @@ def place(copy_of_trained, runs) -> Iterator[Place]:
 def test_a_search_by_alignment_shows_the_model_and_its_data(place: Place) -> None:
     log_datasets(place.tracker, place.run.config, place.run.source)
     place.publish()
-    assert place.search("metrics.token_mult_prob_error > 1.01") == []
-    found = place.search("metrics.token_mult_prob_error < 1.01 AND metrics.heldout_accuracy >= 0")
+    assert place.search("metrics.`core/error_minus_1` > 0.01") == []
+    found = place.search("metrics.`core/error_minus_1` < 0.01 AND metrics.`core/heldout` >= 0")
     assert sorted(model.name for model in found) == ["tiny-run-00002", "tiny-run-00003"]
-    (last,) = place.search("metrics.token_mult_prob_error < 1.01 AND params.step = '3'")
+    (last,) = place.search("metrics.`core/error_minus_1` < 0.01 AND params.step = '3'")
     entry = place.run.directory.ledger.checkpoints()[-1]
     assert (last.status, last.model_type, last.source_run_id) == ("READY", "policy", place.tracker.run_id)
     assert last.tags["weights_digest"] == entry.weights_digest
@@ -64,24 +64,27 @@ def test_a_search_by_alignment_shows_the_model_and_its_data(place: Place) -> Non
     assert last.params["rollout.linear"] == "fp8_block"
 
     metrics = {metric.key: metric for metric in last.metrics}
-    assert {"token_mult_prob_error", "k3_kl", "ess", "reward_mean", "heldout_accuracy"} <= set(metrics)
+    assert set(metrics) == {
+        *(f"core/{name}" for name in ("error_minus_1", "heldout", "k3", "reward")),
+        "detail/alignment/tokens_differing",
+    }
     training = training_prompts(place.run.config, place.run.source)
     heldout = heldout_prompts(place.run.config, place.run.source)
-    for key, dataset in {"ess": training, "reward_mean": training, "heldout_accuracy": heldout}.items():
+    for key, dataset in {"core/k3": training, "core/reward": training, "core/heldout": heldout}.items():
         assert (metrics[key].dataset_name, metrics[key].dataset_digest) == (dataset.name, dataset.digest)
         assert metrics[key].step == 3
     logged = place.tracker.client.get_run(place.tracker.run_id).inputs.dataset_inputs
     assert {(each.dataset.name, each.dataset.digest) for each in logged} == {
         (each.name, each.digest) for each in (training, heldout)
     }
-    assert place.search(f"metrics.token_mult_prob_error < 1.01 AND source_run_id = '{place.tracker.run_id}'")
+    assert place.search(f"metrics.`core/error_minus_1` < 0.01 AND source_run_id = '{place.tracker.run_id}'")
 
 
 def test_accuracy_belongs_to_the_steps_that_measured_it() -> None:
     """Without an evaluation of its step a checkpoint has no accuracy, rather than that of another policy."""
-    metrics = {"alignment/ess": 0.5, "alignment/kl": 0.1, "reward/mean": 0.25, "train/loss": 3.0}
-    assert model_metrics(metrics) == {"ess": 0.5, "kl": 0.1, "reward_mean": 0.25}
-    assert model_metrics(metrics | {"reward/heldout_accuracy": 0.75})["heldout_accuracy"] == 0.75
+    metrics = {"alignment/token_mult_prob_error": 1.5, "alignment/kl": 0.1, "reward/mean": 0.25, "train/loss": 3.0}
+    assert model_metrics(metrics) == {"core/error_minus_1": 0.5, "core/reward": 0.25}
+    assert model_metrics(metrics | {"reward/heldout_accuracy": 0.75})["core/heldout"] == 0.75
 
 
 def content(place: Place) -> Any:
@@ -126,7 +129,7 @@ def test_metrics_of_which_the_store_has_a_part_are_completed(place: Place, runs:
     once = content(place)
     model = place.search("params.step = '2'")[0]
     with sqlite3.connect(runs / "mlflow.db") as connection:
-        lost = "delete from logged_model_metrics where model_id = ? and metric_name in ('ess', 'kl')"
+        lost = "delete from logged_model_metrics where model_id = ? and metric_name in ('core/k3', 'core/reward')"
         assert connection.execute(lost, (model.model_id,)).rowcount == 2
     place.publish()
     assert content(place) == once

@@ -64,8 +64,13 @@ def expected(runs, copy_of_trained, shown) -> Any:
 def test_everything_is_there(expected, copy_of_trained, mlflow_server, shown) -> None:
     (run,) = expected.runs
     assert run["status"] == "FINISHED"
-    assert [step for step, _ in run["metrics"]["reward/mean"]] == [1, 2, 3]
-    assert [step for step, _ in run["metrics"]["reward/heldout_accuracy"]] == [0, 2, 3]
+    assert [step for step, _ in run["metrics"]["core/reward"]] == [1, 2, 3]
+    assert [step for step, _ in run["metrics"]["core/heldout"]] == [0, 2, 3]
+    tags = {key: run["tags"][key] for key in ("config", "precision", "verdict")}
+    assert tags == {"config": "tiny", "precision": "fp8_block+fp8", "verdict": "in bounds"}
+    reward = run["metrics"]["core/reward"]
+    first, last = (f"{value:.4g} (step {step})" for step, value in (reward[0], reward[-1]))
+    assert f"| reward | {first} | {last} |" in run["tags"]["mlflow.note.content"]
     assert {f"manifests/{step:05d}.json" for step in range(4)} < set(run["files"])
     tables = {f"{folder}/step_00000{step}.json" for folder in ("samples", "artifacts") for step in (1, 3)}
     result = {"pictures/curves.png", "summary.json", "report.html"}
@@ -192,7 +197,7 @@ def test_a_failed_training_leaves_its_report_behind_what_is_committed(copy_of_tr
         raise ValueError("broken")
     (run,) = shown(copy.config).runs
     assert "report.html" in run["files"]
-    assert [step for step, _ in run["metrics"]["reward/mean"]] == [1, 2, 3]
+    assert [step for step, _ in run["metrics"]["core/reward"]] == [1, 2, 3]
     assert "<title>tiny-run</title>" in (copy.folder / "report.html").read_text()
 
 
@@ -265,7 +270,7 @@ def test_a_store_gets_what_it_lost_and_not_what_its_user_deleted(expected, copy_
         for table in ("logged_model_metrics", "logged_model_params", "logged_model_tags", "logged_models"):
             database.execute(f"delete from {table} where model_id = ?", (lost,))
     assert "MLflow lost step 2" in publish(copy)
-    steps = [row.step for row in client.get_metric_history(run_id, "reward/mean")]
+    steps = [row.step for row in client.get_metric_history(run_id, "core/reward")]
     assert sorted(steps) == [1, 2, 3]
     experiment = client.get_run(run_id).info.experiment_id
     (model,) = client.search_logged_models([experiment])
@@ -301,7 +306,7 @@ def test_a_damaged_artifact_is_named_and_fails_the_training(copy_of_trained, run
     (run,) = shown(copy.config).runs
     assert run["status"] == "FAILED"
     assert digest in run["tags"]["error"]
-    assert [step for step, _ in run["metrics"]["reward/heldout_accuracy"]] == [0], "no step is left out silently"
+    assert [step for step, _ in run["metrics"]["core/heldout"]] == [0], "no step is left out silently"
 
 
 # --- answers that are lost ---

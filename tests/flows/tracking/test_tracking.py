@@ -62,6 +62,25 @@ def test_the_run_that_a_killed_process_created_is_taken(open_tracker: Callable[.
     assert open_tracker("training-2").run_id != created.run_id
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (None, "custom_model_development"),
+        ("genai_development_inferred", "custom_model_development"),
+        ("genai_development", "genai_development"),
+    ],
+)
+def test_an_experiment_opens_in_the_pages_for_training_unless_others_were_chosen(
+    open_tracker: Callable[..., Tracker], before: str | None, after: str
+) -> None:
+    name = f"pages-{before}"
+    if before is not None:
+        client = open_tracker().client
+        client.create_experiment(name, tags={"mlflow.experimentKind": before})
+    tracker = open_tracker(experiment=name)
+    assert tracker.client.get_experiment(tracker.experiment_id).tags["mlflow.experimentKind"] == after
+
+
 def test_a_run_that_ended_is_resumed(tracker: Tracker) -> None:
     tracker.finish("FAILED", "disk full", 5_000)
     run = tracker.client.get_run(tracker.run_id)

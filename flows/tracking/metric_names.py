@@ -1,0 +1,77 @@
+"""The names that MLflow shows a training's metrics by; records, reports and bounds have the names of the tasks.
+
+MLflow draws one section of charts for each word before a slash, sorted by that word. So twelve headline metrics come
+first, as `core/...`. Every other one is below `detail/`. None is there twice.
+"""
+
+from collections.abc import Iterable, Mapping
+
+from fp8core.report.summary import (
+    ENTROPY,
+    GRAD_NORM,
+    HELDOUT,
+    LENGTH,
+    REWARD,
+    TMPE,
+    TOKENS_DIFFERING,
+    Interval,
+    overhead_ms,
+)
+
+CORE, DETAIL = "core/", "detail/"
+ERROR = f"{CORE}error_minus_1"
+K3 = f"{CORE}k3"
+ACCURACY = f"{CORE}heldout"
+MEAN_REWARD = f"{CORE}reward"
+SECONDS, TOKENS_PER_SECOND, OVERHEAD = f"{CORE}seconds", f"{CORE}tokens_per_second", f"{CORE}overhead_ms"
+_TOKENS = "rollout/tokens"
+_HEADLINE = {
+    REWARD: MEAN_REWARD,
+    HELDOUT: ACCURACY,
+    LENGTH: f"{CORE}length",
+    ENTROPY: f"{CORE}entropy",
+    TMPE: ERROR,
+    "alignment/k3_kl": K3,
+    "alignment/ess": f"{CORE}ess",
+    "train/clip_fraction": f"{CORE}clip",
+    GRAD_NORM: f"{CORE}grad_norm",
+}
+_OF_MODEL = frozenset({ERROR, K3, ACCURACY, MEAN_REWARD, f"{DETAIL}{TOKENS_DIFFERING}"})
+
+
+def shown_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    """A step's metrics by MLflow's names; the multiplicative error becomes its distance from 1."""
+    return {shown_name(name): value - 1.0 if shown_name(name) == ERROR else value for name, value in metrics.items()}
+
+
+def shown_name(name: str) -> str:
+    """MLflow's name of a metric."""
+    return _HEADLINE.get(name, f"{DETAIL}{name}")
+
+
+def seconds_name(task: str) -> str:
+    """MLflow's name of the time that a task takes."""
+    return shown_name(f"time/{task}_seconds")
+
+
+def model_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics of a checkpoint, from those of its step; what the step did not measure is absent.
+
+    MLflow lists them among those of the run, too. Under the run's own names they are no second rows.
+    """
+    return {name: value for name, value in shown_metrics(metrics).items() if name in _OF_MODEL}
+
+
+def speed(tasks: Iterable[Interval], committed: float, metrics: Mapping[str, float]) -> dict[str, float]:
+    """Seconds of a step from its first task to its commit, its tokens a second, and milliseconds outside of tasks.
+
+    Args:
+        tasks: when each task ran, Unix seconds.
+        committed: when the step was committed, Unix seconds.
+        metrics: of the step, by their own names.
+    """
+    ran = list(tasks)
+    began, ended = min(start for start, _ in ran), max(committed, *(end for _, end in ran))
+    seconds = ended - began
+    rate = {TOKENS_PER_SECOND: metrics[_TOKENS] / seconds} if _TOKENS in metrics and seconds > 0 else {}
+    return {SECONDS: seconds, OVERHEAD: overhead_ms((began, ended), ran), **rate}
