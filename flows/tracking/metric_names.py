@@ -13,6 +13,7 @@ from fp8core.report.summary import (
     LENGTH,
     REWARD,
     TMPE,
+    TOKENS,
     TOKENS_DIFFERING,
     Interval,
     overhead_ms,
@@ -24,7 +25,6 @@ K3 = f"{CORE}k3"
 ACCURACY = f"{CORE}heldout"
 MEAN_REWARD = f"{CORE}reward"
 SECONDS, TOKENS_PER_SECOND, OVERHEAD = f"{CORE}seconds", f"{CORE}tokens_per_second", f"{CORE}overhead_ms"
-_TOKENS = "rollout/tokens"
 _HEADLINE = {
     REWARD: MEAN_REWARD,
     HELDOUT: ACCURACY,
@@ -73,5 +73,5 @@ def speed(tasks: Iterable[Interval], committed: float, metrics: Mapping[str, flo
     ran = list(tasks)
     began, ended = min(start for start, _ in ran), max(committed, *(end for _, end in ran))
     seconds = ended - began
-    rate = {TOKENS_PER_SECOND: metrics[_TOKENS] / seconds} if _TOKENS in metrics and seconds > 0 else {}
+    rate = {TOKENS_PER_SECOND: metrics[TOKENS] / seconds} if TOKENS in metrics and seconds > 0 else {}
     return {SECONDS: seconds, OVERHEAD: overhead_ms((began, ended), ran), **rate}

@@ -17,6 +17,7 @@ from fp8core.data.prompt import PromptSource, problems_digest
 from fp8core.data.source import SUFFIXES
 from fp8core.report.pages import report_html
 from fp8core.report.run_data import read_runs
+from fp8core.report.summary import REPORT
 from fp8core.report.text import pipeline_mermaid, pipeline_text
 from fp8core.run.commit import committed_step, step_metrics, stored_manifest
 from fp8core.run.context import RunContext
@@ -25,7 +26,6 @@ from fp8core.store.ledger import START, BoundEntry, CheckpointEntry
 from fp8core.store.manifest import Head
 from fp8core.store.run_directory import SUMMARY
 
-REPORT = "report.html"
 SAMPLED_KINDS = ("prompts", "rollouts", "rewards")
 SAMPLE_COLUMNS = ("step", "prompt", "completion", "reference", "reward", "outcome")
 BOUND_CROSSED = "bound_crossed"
