@@ -19,6 +19,7 @@ from pydantic import Field
 from flows.environment import bound_mlflow_requests, set_engine_variables
 from flows.orchestration import PrefectArtifacts, PrefectExecution, T, artifact_client, failed, show_logs_escaped
 from flows.run_lookup import load_settings
+from flows.step_runs import StepRuns
 from flows.termination import Interrupt, StopRequest, keep_interrupt, stop_on_sigterm
 from flows.tracking.publish import write_report
 from flows.tracking.record import Guardian
@@ -88,21 +89,30 @@ def train(config: RunConfig, *, new_code: bool = False) -> Summary:
     with (
         Guardian(config.runs / name, config.tracking.uri),
         artifact_client() as client,
+        artifact_client() as step_client,
         open_session(config, name, console, new_code=new_code) as session,
+        StepRuns(step_client, config.steps, console.note) as step_runs,
         keep_interrupt() as interrupt,
         stop_on_sigterm() as stop,
     ):
         artifacts = PrefectArtifacts(session.run, session.tracker.page, runtime.flow_run.id, client)
         session.publisher.add(artifacts)
-        loop.train(session.run, FlowExecution(session, artifacts, interrupt, stop))
+        loop.train(session.run, FlowExecution(session, artifacts, step_runs, interrupt, stop))
         return finish(session, console)
 
 
 class FlowExecution(PrefectExecution):
     """A training whose tasks are Prefect's, and which the console, MLflow and Prefect's artifacts follow."""
 
-    def __init__(self, session: Session, artifacts: PrefectArtifacts, interrupt: Interrupt, stop: StopRequest) -> None:
-        super().__init__(session.run.plan)
+    def __init__(
+        self,
+        session: Session,
+        artifacts: PrefectArtifacts,
+        step_runs: StepRuns,
+        interrupt: Interrupt,
+        stop: StopRequest,
+    ) -> None:
+        super().__init__(session.run.plan, step_runs)
         self._session, self._artifacts = session, artifacts
         self._interrupt, self._stop = interrupt, stop
         self._began, self._intervals = 0.0, dict[str, Interval]()
@@ -134,11 +144,13 @@ class FlowExecution(PrefectExecution):
             run.console.note(f"stopped after step {index - 1}")
             self._stop.carry_out()
         self._began, self._intervals = time.perf_counter(), {}
+        self.begin_step(index)
 
     def written(self, run: RunContext) -> None:
         self._session.publisher.wake()
 
     def step_done(self, run: RunContext, index: int, results: Mapping[str, TaskResult]) -> None:
+        self.end_step()
         began, ended = self._began, time.perf_counter()
         intervals = {name: result.interval for name, result in results.items()} | self._intervals
         tasks = {name: [interval] for name, interval in intervals.items()}
