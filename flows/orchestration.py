@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TextIO, TypeVar
 from uuid import UUID
 
 import httpx
@@ -19,10 +19,12 @@ from prefect.client.schemas.objects import RunInput, State, TaskRunResult
 from prefect.context import FlowRunContext, TaskRunContext
 from prefect.exceptions import PrefectException
 from prefect.futures import wait
+from prefect.logging.handlers import PrefectConsoleHandler
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect.states import Cancelled, Completed, Failed
 from prefect.task_engine import run_task_sync
 from prefect.utilities.annotations import quote
+from rich.text import Text
 
 from flows.step_runs import StepRuns
 from flows.tracking.store import Outage
@@ -40,6 +42,8 @@ from fp8core.store.ledger import START
 T = TypeVar("T")
 # Longest wait of a finished training for a server that does not answer, and for one answer at any time.
 PATIENCE_SECONDS = 5.0
+# Attribute of log records whose text this process prints by itself.
+_PRINTED = "fp8_grpo_printed"
 _PASSING_STATUS = {408, 429}
 
 
@@ -182,6 +186,30 @@ def _escaped(record: logging.LogRecord) -> bool:
         # A formatter takes a text that is there already.
         record.exc_text = printable_lines(logging.Formatter().formatException(record.exc_info))
     return True
+
+
+class LoggedLines:
+    """A text file whose whole lines go to Prefect's log of this flow run too, without their colours."""
+
+    def __init__(self, file: TextIO) -> None:
+        """Called in the flow; other threads may write."""
+        self._file, self._log, self._rest = file, get_run_logger(), ""
+        for handler in logging.getLogger("prefect.flow_runs").handlers:
+            if isinstance(handler, PrefectConsoleHandler):
+                handler.addFilter(_is_unprinted)
+
+    def write(self, text: str) -> int:
+        *lines, self._rest = f"{self._rest}{text}".split("\n")
+        for line in filter(str.strip, lines):
+            self._log.info("%s", Text.from_ansi(line).plain, extra={_PRINTED: True})
+        return self._file.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+def _is_unprinted(record: logging.LogRecord) -> bool:
+    return not hasattr(record, _PRINTED)
 
 
 def failed(reason: str, cause: BaseException | None = None) -> State[Any]:

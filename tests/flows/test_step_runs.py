@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import LogFilter, LogFilterFlowRunId
 
 from flows.step_runs import FLOW
 from fp8core.config.load import load_config
@@ -55,3 +56,18 @@ def test_each_step_is_a_flow_run_with_the_edges_of_the_plan(trained: Any) -> Non
         assert shown(client, training, after) == after
         (second,) = (run for run, node in page(client, training).items() if node["label"] == STEPS[1])
         assert shown(client, second, wanted) == wanted
+
+
+def test_the_run_has_the_name_of_its_training_and_the_lines_of_the_console(trained: Any) -> None:
+    training = trained.state.state_details.flow_run_id
+    of_training = LogFilter(flow_run_id=LogFilterFlowRunId(any_=[training]))
+    with get_client(sync_client=True) as client:
+        assert client.read_flow_run(training).name == trained.name
+        deadline, lines = time.monotonic() + 20, list[str]()
+        while not any("done" in line for line in lines) and time.monotonic() < deadline:
+            time.sleep(0.5)
+            lines = [log.message for log in client.read_logs(of_training)]
+    assert [line for line in lines if line.startswith("3/3 ")]
+    assert [line for line in lines if line.startswith("warm start")]
+    assert any(f"{trained.name}: done" in line for line in lines)
+    assert not any("\x1b" in line or "\\x1b" in line for line in lines)
