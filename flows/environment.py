@@ -5,6 +5,7 @@ Prefect reads its own once, when it is imported; MLflow at every request; an eng
 
 import atexit
 import fcntl
+import logging
 import os
 import secrets
 import shlex
@@ -55,8 +56,9 @@ def quiet_prefect() -> None:
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
     for name, value in _QUIET_TASKS.items():
         os.environ.setdefault(name, value)
-    # One line for each event that a server which is away does not get.
+    # One line for each event that a server which is away does not get, and two for each part of the log.
     os.environ.setdefault("PREFECT_INTERNAL_LOGGING_LEVEL", "CRITICAL")
+    logging.raiseExceptions = False
 
 
 def make_prefect_home() -> None:

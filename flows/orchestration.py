@@ -120,7 +120,7 @@ class Call:
 
 
 class Called(NamedTuple):
-    """What a task returned, and its task run."""
+    """A result of a task, and its task run."""
 
     result: Any
     run: RunInput

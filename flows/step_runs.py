@@ -31,8 +31,8 @@ FLOW = "fp8-grpo-step"
 _AHEAD = 2
 _RETRIES = 2
 # A step waits no longer for its flow run. After a failure, none are requested for a while.
-_LATE_SECONDS = 5.0
-_SILENCE_SECONDS = 30.0
+_LATE_SECONDS = 3.0
+_SILENCE_SECONDS = 60.0
 _FLUSH_SECONDS = 5.0
 
 
@@ -99,7 +99,7 @@ class StepRuns:
         try:
             run = self._made[index].result(_LATE_SECONDS)
         except (httpx.HTTPError, PrefectException, OSError, ValueError, CancelledError) as error:
-            reason = "Prefect is slow" if isinstance(error, TimeoutError) else first_line(error)
+            reason = "Prefect does not answer" if isinstance(error, TimeoutError) else first_line(error)
             self._note(f"step {index} has no page of its own in Prefect: {reason}")
             self._silent_until = time.monotonic() + _SILENCE_SECONDS
             self._drop_made()
@@ -163,7 +163,7 @@ class StepRuns:
 
 
 def _placeholder() -> None:
-    """What Prefect has in a flow run for one below it."""
+    """The task of the task run that stands for a flow run in the one above it."""
 
 
 _PLACE: Task[[], None] = Task(_placeholder, name=FLOW)
