@@ -80,7 +80,7 @@ class MlflowBacklog:
 
     def add_result(self) -> None:
         """Picture, summary and report are in the run's folder, and nothing more will be committed."""
-        self._once.append(lambda: publish_result(self._run, self._tracker))
+        self._last.append(lambda: publish_result(self._run, self._tracker))
         self._comparisons.append(self._confirm)
 
     def publish(self) -> Iterator[None]:

@@ -153,8 +153,8 @@ def test_dynamic_sampling_draws_more_and_trains_on_what_has_a_signal(launch, sma
     run_id = finished.mlflow_run().info.run_id
     metrics = finished.mlflow.get_run(run_id).data.metrics
     drawn = 2 * small["rollout"]["prompts_per_step"] * small["rollout"]["group_size"]
-    assert metrics["rollout/tokens"] >= drawn
-    assert metrics["train/rows"] <= small["rollout"]["group_size"]
+    assert metrics["detail/rollout/tokens"] >= drawn
+    assert metrics["detail/train/rows"] <= small["rollout"]["group_size"]
 
 
 def test_a_shortfall_can_be_an_error(launch, small):
