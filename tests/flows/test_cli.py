@@ -261,11 +261,12 @@ def test_a_run_shows_progress_and_says_where_things_are(first, workplace):
     assert re.search(r"^ *step_by_step +\d\.\d{3} +0\.900 *$", out, re.MULTILINE)
     assert re.search(r"^step +reward +held-out +length +tmpe +differ +seconds +left +slowest task$", out, re.MULTILINE)
     for step in ("1/2", "2/2"):
-        assert re.search(rf"^{step} .* 1 exactly +0 +\d+\.\d\d  \w+ \d+%$", out, re.MULTILINE), out
+        assert re.search(rf"^{step} .* 1 exactly +0 +\d+\.\d\d +\d+:\d\d  \w+ \d+%$", out, re.MULTILINE), out
     assert "─ first: done ─" in out
-    (picture,) = re.findall(r"^  picture +(.+)$", out, re.MULTILINE)
-    assert picture == str(workplace / "runs" / "first" / "curves.png")
-    assert Path(picture).is_file()
+    for name, file in (("report", "report.html"), ("curves", "curves.png")):
+        (path,) = re.findall(rf"^  {name} +(.+)$", out, re.MULTILINE)
+        assert path == str(workplace / "runs" / "first" / file)
+        assert Path(path).is_file()
     (command,) = re.findall(r"^  MLflow UI +(.+)$", out, re.MULTILINE)
     assert command.endswith(f"ui --backend-store-uri {default_tracking_uri(workplace / 'runs')}")
 
