@@ -30,13 +30,13 @@ from fp8core.report.summary import (
     edge_steps,
 )
 
-# From the first width on a step shows its tokens a second; no line is wider than the second.
+# From the first width on a step shows its tokens a second, with wider gaps; no line is wider than the second.
 _ROOMY, WIDTH = 92, 120
 SAMPLE_EVERY = 10
 LEGEND = "tmpe 1: both policies give equal probabilities; differ: tokens where they do not"
 HEADER_EVERY = 20
 WARM_START_LINES = 10
-_COLUMNS = {"reward": 6, "held-out": 8, "length": 6, "tmpe": 9, "differ": 6, "seconds": 7, "tokens/s": 8, "left": 8}
+_COLUMNS = {"reward": 6, "held-out": 8, "length": 6, "tmpe": 9, "differ": 6, "seconds": 7, "tokens/s": 8, "left": 7}
 
 
 class StyleAccuracy(NamedTuple):
@@ -63,7 +63,9 @@ class Console:
         self._heldout: float | None = None
         self._seconds = list[float]()
         self._warm_start: float | None = None
-        shown = [name for name in _COLUMNS if name != "tokens/s" or self._console.width >= _ROOMY]
+        roomy = self._console.width >= _ROOMY
+        shown = [name for name in _COLUMNS if name != "tokens/s" or roomy]
+        self._gap = "  " if roomy else " "
         self._widths = {"step": 2 * len(str(steps)) + 1, **{name: _COLUMNS[name] for name in shown}}
 
     def header(self, run: str, places: Mapping[str, str]) -> None:
@@ -182,7 +184,7 @@ class Console:
             text = Text(cell) if isinstance(cell, str) else cell
             text.pad_left(width - len(text))
             numbers.append(text)
-        self._console.print(Text("  ").join([*numbers, Text(slowest)]), no_wrap=True, overflow="ellipsis")
+        self._console.print(Text(self._gap).join([*numbers, Text(slowest)]), no_wrap=True, overflow="ellipsis")
 
     def _places(self, places: Mapping[str, str]) -> None:
         width = max(map(len, places), default=0)

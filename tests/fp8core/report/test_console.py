@@ -114,7 +114,7 @@ def test_step_lines_never_wrap(total: int) -> None:
     Console(file, total).step(METRICS | {"step": total}, 1234.5, {long_name: 1000.0})
     lines = file.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
-    assert lines[-1].startswith(f"{total}/{total}  ")
+    assert lines[-1].startswith(f"{total}/{total} ")
 
 
 def everything(file: io.StringIO) -> str:
