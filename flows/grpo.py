@@ -7,8 +7,7 @@ prefect deployment run fp8-grpo/tiny          this function, from a worker
 import sys
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Annotated, Any, TextIO, cast
+from typing import Annotated, Any
 
 from prefect import flow, runtime
 from prefect.client.orchestration import get_client
@@ -18,17 +17,8 @@ from prefect.states import Paused, Suspended
 from pydantic import Field
 
 from flows.environment import bound_mlflow_requests, set_engine_variables
-from flows.orchestration import (
-    LoggedLines,
-    PrefectArtifacts,
-    PrefectExecution,
-    T,
-    artifact_client,
-    failed,
-    show_logs_escaped,
-)
+from flows.orchestration import PrefectArtifacts, PrefectExecution, T, artifact_client, failed, show_logs_escaped
 from flows.run_lookup import load_settings
-from flows.step_runs import StepRuns
 from flows.termination import Interrupt, StopRequest, keep_interrupt, stop_on_sigterm
 from flows.tracking.publish import write_report
 from flows.tracking.record import Guardian
@@ -56,15 +46,8 @@ from fp8core.store.run_directory import SUMMARY
 from fp8core.training.trainer import NotFiniteError
 
 
-def _flow_run_name() -> str:
-    """The name of the training, as far as the parameters tell it (`run_name`)."""
-    given = runtime.flow_run.parameters
-    config = Path(given.get("config") or "tiny").name.removesuffix(".yaml")
-    return printable(str(given.get("run") or f"{config}-{_short_id()}"))
-
-
 # Prefect's form takes bounds from the types and descriptions from the docstring.
-@flow(name="fp8-grpo", flow_run_name=_flow_run_name, persist_result=False)
+@flow(name="fp8-grpo", persist_result=False)
 def grpo(
     config: str = "tiny",
     run: Annotated[str | None, Field(max_length=120, pattern=RUN_NAME)] = None,
@@ -101,35 +84,26 @@ def grpo(
 
 def train(config: RunConfig, *, new_code: bool = False) -> Summary:
     """Train from the run's current step to its last step, or to the step in which SIGTERM comes."""
-    console, name = Console(cast(TextIO, LoggedLines(sys.stdout)), config.steps), run_name(config)
+    console, name = Console(sys.stdout, config.steps), run_name(config)
     set_engine_variables(config)
     with (
         Guardian(config.runs / name, config.tracking.uri),
         artifact_client() as client,
-        artifact_client() as step_client,
         open_session(config, name, console, new_code=new_code) as session,
-        StepRuns(step_client, config.steps, console.note) as step_runs,
         keep_interrupt() as interrupt,
         stop_on_sigterm() as stop,
     ):
         artifacts = PrefectArtifacts(session.run, session.tracker.page, runtime.flow_run.id, client)
         session.publisher.add(artifacts)
-        loop.train(session.run, FlowExecution(session, artifacts, step_runs, interrupt, stop))
+        loop.train(session.run, FlowExecution(session, artifacts, interrupt, stop))
         return finish(session, console)
 
 
 class FlowExecution(PrefectExecution):
     """A training whose tasks are Prefect's, and which the console, MLflow and Prefect's artifacts follow."""
 
-    def __init__(
-        self,
-        session: Session,
-        artifacts: PrefectArtifacts,
-        step_runs: StepRuns,
-        interrupt: Interrupt,
-        stop: StopRequest,
-    ) -> None:
-        super().__init__(session.run.plan, step_runs)
+    def __init__(self, session: Session, artifacts: PrefectArtifacts, interrupt: Interrupt, stop: StopRequest) -> None:
+        super().__init__(session.run.plan)
         self._session, self._artifacts = session, artifacts
         self._interrupt, self._stop = interrupt, stop
         self._began, self._intervals = 0.0, dict[str, Interval]()
@@ -161,13 +135,11 @@ class FlowExecution(PrefectExecution):
             run.console.note(f"stopped after step {index - 1}")
             self._stop.carry_out()
         self._began, self._intervals = time.perf_counter(), {}
-        self.begin_step(index)
 
     def written(self, run: RunContext) -> None:
         self._session.publisher.wake()
 
     def step_done(self, run: RunContext, index: int, results: Mapping[str, TaskResult]) -> None:
-        self.end_step()
         began, ended = self._began, time.perf_counter()
         intervals = {name: result.interval for name, result in results.items()} | self._intervals
         tasks = {name: [interval] for name, interval in intervals.items()}
@@ -223,8 +195,4 @@ def pause(reason: str) -> State[Any]:
 
 def run_name(config: RunConfig) -> str:
     """The configured name, else one that a retry of the same flow run finds again."""
-    return config.run or f"{config.name}-{_short_id()}"
-
-
-def _short_id() -> str:
-    return str(runtime.flow_run.id)[:8]
+    return config.run or f"{config.name}-{str(runtime.flow_run.id)[:8]}"
