@@ -89,9 +89,13 @@ def check_engine(config: RunConfig, node: Node) -> None:
         UserError: vLLM or Megatron is chosen and missing, of an unknown version, or without what the contract asks for;
             or a trainer or an engine is to run on a GPU that is not there, or in formats that it has not.
     """
-    if node.gpus == 0 and trainer_of(config.training).needs_gpu(config):
-        raise UserError(f"{config.name} trains on a GPU, and there is none (on a CPU: fp8-grpo run tiny)")
-    trainer_of(config.training).check_machine(config, node)
+    trainer = trainer_of(config.training)
+    try:
+        trainer.check_machine(config, node)
+    except UserError as error:
+        if node.gpus == 0 and trainer.needs_gpu(config):
+            raise UserError(f"{config.name} trains on a GPU, and there is none: {error}") from error
+        raise
     _refuse(engine_entry(config).check(config, node))
 
 

@@ -16,6 +16,7 @@ from mlflow import MlflowClient
 from mlflow.entities import LoggedModelStatus
 from prefect.settings import PREFECT_API_URL
 
+from flows.tracking.metric_names import TIMED
 from flows.tracking.store import default_tracking_uri
 from fp8core.store.artifacts import ArtifactStore
 from fp8core.store.ledger import LedgerView
@@ -104,7 +105,7 @@ def mlflow_run(runs, name):
 def metrics(runs, name):
     """(key, step) -> value of all metrics but those of the clock and the machine; each was written once."""
     client, run = mlflow_run(runs, name)
-    keys = [key for key in run.data.metrics if not key.startswith(("time/", "system/"))]
+    keys = [key for key in run.data.metrics if not key.startswith(TIMED)]
     written = [metric for key in keys for metric in client.get_metric_history(run.info.run_id, key)]
     assert Counter((metric.key, metric.step) for metric in written).most_common(1)[0][1] == 1
     return {(metric.key, metric.step): metric.value for metric in written}

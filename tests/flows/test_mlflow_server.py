@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
+from flows.tracking.metric_names import TIMED
 from flows.tracking.record import read_record
 from flows.tracking.store import create_sqlite_store
 
@@ -80,7 +81,7 @@ def metric_rows(database: Path, run_id: str) -> dict[tuple[str, int], float]:
     """Every metric that is no measurement of time or load; each (key, step) must be there once."""
     query = "select key, step, value from metrics where run_uuid = ?"
     with sqlite3.connect(database) as connection:
-        rows = [row for row in connection.execute(query, (run_id,)) if not row[0].startswith(("time/", "system/"))]
+        rows = [row for row in connection.execute(query, (run_id,)) if not row[0].startswith(TIMED)]
     twice = [place for place, count in Counter((key, step) for key, step, _ in rows).items() if count > 1]
     assert twice == []
     return {(key, step): value for key, step, value in rows}
