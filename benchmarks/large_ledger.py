@@ -144,14 +144,14 @@ def ledger_row(training: Training, arch: Architecture) -> Row | None:
         "model": "qwen3-8b" if arch.hidden_size == QWEN3_8B.hidden_size else "rehearsal",
         "layers": arch.num_layers,
         "requests": round(last["rollout/tokens"] / last["rollout/length_mean"]),
-        "prompt_tokens": prompt_tokens(run),
+        "prompt_tokens": _prompt_tokens(run),
         "generated_tokens": int(last["rollout/tokens"]),
         "seconds_before": _seconds_before(run),
         "tmpe": list(series(run.history, TMPE)[1]),
     }
 
 
-def prompt_tokens(run: RunData) -> int:
+def _prompt_tokens(run: RunData) -> int:
     """Of all requests of the newest step."""
     last = run.evidence.steps[max(run.evidence.steps)]
     rollouts = ArtifactStore(run.evidence.folder).get_table(last.artifacts["rollouts"])

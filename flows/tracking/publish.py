@@ -9,7 +9,17 @@ from mlflow.entities import Dataset, DatasetInput, InputTag, LoggedModel, Logged
 from mlflow.exceptions import MlflowException
 from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT, MLFLOW_RUN_NOTE
 
-from flows.tracking.metric_names import ACCURACY, CORE, ERROR, K3, MEAN_REWARD, model_metrics, shown_metrics, speed
+from flows.tracking.metric_names import (
+    ACCURACY,
+    CORE,
+    ERROR,
+    K3,
+    MEAN_REWARD,
+    model_metrics,
+    seconds_name,
+    shown_metrics,
+    speed,
+)
 from flows.tracking.tracker import CHAIN_HEAD, RUN_DIRECTORY, TRAINING, Table, Tracker
 from fp8core.alignment.bounds import stop_bounds
 from fp8core.config.run import DataConfig, RunConfig, public_dump
@@ -17,7 +27,7 @@ from fp8core.data.prompt import PromptSource, problems_digest
 from fp8core.data.source import SUFFIXES
 from fp8core.report.pages import report_html
 from fp8core.report.run_data import read_runs
-from fp8core.report.summary import REPORT
+from fp8core.report.summary import CURVES, REPORT
 from fp8core.report.text import pipeline_mermaid, pipeline_text
 from fp8core.run.commit import committed_step, step_metrics, stored_manifest
 from fp8core.run.context import RunContext
@@ -71,13 +81,13 @@ def publish_step(run: RunContext, tracker: Tracker, index: int) -> None:
     manifest = stored_manifest(run, index)
     seconds = manifest.observed.timings
     total = sum(seconds.values())
-    timings = {f"time/{task}_seconds": value for task, value in seconds.items()}
+    timings = {seconds_name(task): value for task, value in seconds.items()}
     shares = {f"time/{task}_share": value / total for task, value in seconds.items() if total > 0}
     committed, metrics = committed_step(run, index).committed_ms, step_metrics(run, index)
     ran = [(task.started, task.started + task.seconds) for task in run.directory.ledger.tasks(index).values()]
     quick = speed(ran, committed / 1000, metrics) if index > START else {}
     head = {CHAIN_HEAD: str(Head.of(manifest))}
-    tracker.log_step(index, {**shown_metrics({**metrics, **timings, **shares}), **quick}, committed, head)
+    tracker.log_step(index, {**shown_metrics({**metrics, **shares}), **timings, **quick}, committed, head)
     tracker.log_text(manifest.model_dump_json(indent=2) + "\n", f"manifests/{index:05d}.json")
     if tables_due(run, index):
         tables = {f"artifacts/step_{index:06d}.json": artifact_table(run, index)}
@@ -88,7 +98,7 @@ def publish_step(run: RunContext, tracker: Tracker, index: int) -> None:
 
 def publish_result(run: RunContext, tracker: Tracker) -> None:
     """The picture, the summary and the report of a completed training, its verdict and its headline numbers."""
-    tracker.log_file(run.directory.path / "curves.png", "pictures")
+    tracker.log_file(run.directory.path / CURVES, "pictures")
     for name in (SUMMARY, REPORT):
         tracker.log_file(run.directory.path / name, None)
     judged = "in bounds" if stop_bounds(run.config).limits else "not judged"

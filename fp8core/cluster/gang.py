@@ -118,13 +118,11 @@ class Gang:
             member = pending.pop(done[0])
             try:
                 found[done[0]] = self.value(member, done[0])
-            except MemberLost as error:
-                if not isinstance(error, LinkLost):
+            except Exception as error:
+                if isinstance(error, MemberLost) and not isinstance(error, LinkLost):
                     self._end_members()
                     raise
-                errors.append(error)
-                patience = _PATIENCE_SECONDS
-            except Exception as error:  # noqa: BLE001 - raised below, when the others have ended
+                # Raised below, when the others have ended.
                 errors.append(error)
                 patience = _PATIENCE_SECONDS
         failed = next((error for error in errors if isinstance(error, MemberFailed | LinkLost)), None)

@@ -155,7 +155,7 @@ class TrainerPart:
         ranks: GroupRanks,
         config: RunConfig,
         arch: Architecture,
-        masters: Mapping[str, PackedTensor] | FileTensors,
+        masters: Started,
     ) -> None:
         self._ranks = ranks
         started = masters if isinstance(masters, FileTensors) else unpack(masters)

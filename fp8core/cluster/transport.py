@@ -10,6 +10,7 @@ from torch import Tensor, distributed
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 
 from fp8core.rollout.engine import TensorSpec, specs_of
+from fp8core.training.trainer import shares
 
 # The caller ends the members that wait for one that is gone.
 _TIMEOUT = timedelta(hours=2)
@@ -112,7 +113,7 @@ class GroupRanks:
 
     def own(self, parts: int) -> range:
         """The indices of this process's parts."""
-        return range(parts * self.rank // self.count, parts * (self.rank + 1) // self.count)
+        return range(parts)[shares(parts, self.count)[self.rank]]
 
     def joined(self, own: Sequence[Value]) -> list[Value]:
         """The values of all processes, in the order of their ranks."""

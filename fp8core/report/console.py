@@ -81,12 +81,15 @@ class Console:
         """Progress of the warm start; called at every step, it prints a tenth of them and the last."""
         if self._warm_start is None:
             self._warm_start = time.perf_counter()
-            return
         if step == steps or step % max(1, steps // WARM_START_LINES) == 0:
             width = len(str(steps))
-            rate = (step - 1) / (time.perf_counter() - self._warm_start)
-            left = f"  {_clock((steps - step) / rate)} left" if step < steps else ""
-            self._console.print(f"warm start  step {step:>{width}}/{steps}  loss {loss:.4f}  {rate:.3g} steps/s{left}")
+            line = f"warm start  step {step:>{width}}/{steps}  loss {loss:.4f}"
+            # The time of the first step is not known.
+            if step > 1:
+                rate = (step - 1) / (time.perf_counter() - self._warm_start)
+                left = f"  {_clock((steps - step) / rate)} left" if step < steps else ""
+                line += f"  {rate:.3g} steps/s{left}"
+            self._console.print(line)
 
     def styles(self, accuracies: Sequence[StyleAccuracy]) -> None:
         """Accuracy of each demonstration style; those below their target are warned of."""

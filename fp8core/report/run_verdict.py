@@ -12,11 +12,11 @@ from typing import Literal
 
 from fp8core.report.console import format_tmpe
 from fp8core.report.run_data import RunData
-from fp8core.report.summary import EDGE_STEPS, HELDOUT, REWARD, TMPE, TOKENS_DIFFERING, History, series
+from fp8core.report.summary import EDGE_STEPS, HELDOUT, REWARD, TMPE, TOKENS, TOKENS_DIFFERING, History, series
 
 NOISE = 3.0
 FEWEST_STEPS = 6
-TOKENS = "alignment/tokens"
+COMPARED = "alignment/tokens"
 
 Learning = Literal["learned", "learned its prompts alone", "not learned", "got worse", "too short to tell"]
 Agreement = Literal["equal", "different", "not measured"]
@@ -53,7 +53,7 @@ def run_sentence(run: RunData, form: Callable[[float], str]) -> str:
 def rollout_speed(run: RunData) -> float | None:
     """Tokens a second of rollout, over the steps of which both are known."""
     seconds = run.seconds.get("rollout", {})
-    steps, tokens = series(run.history, "rollout/tokens")
+    steps, tokens = series(run.history, TOKENS)
     known = [(count, seconds[step]) for step, count in zip(steps, tokens, strict=True) if step in seconds]
     spent = sum(second for _, second in known)
     return sum(count for count, _ in known) / spent if spent > 0 else None
@@ -90,7 +90,7 @@ def _direction(first: Sequence[float], last: Sequence[float]) -> int:
 def _agreement(history: History, form: Callable[[float], str]) -> tuple[Agreement, str]:
     _, errors = series(history, TMPE)
     _, differing = series(history, TOKENS_DIFFERING)
-    _, tokens = series(history, TOKENS)
+    _, tokens = series(history, COMPARED)
     if not errors and not differing:
         return "not measured", "no step measured the two policies against each other"
     whole = f"{sum(tokens):,.0f} tokens" if tokens else "tokens"

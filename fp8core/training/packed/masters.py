@@ -21,8 +21,8 @@ from torch import Tensor
 from fp8core.models.architecture import Architecture
 from fp8core.models.weights import SCALE_SUFFIX, layer_of
 from fp8core.numerics.e4m3 import TILE
-from fp8core.numerics.fingerprint import Slice, combined, digest_of, slice_sums
-from fp8core.training.trainer import Ranks
+from fp8core.numerics.fingerprint import Slice, bytes_in_order, combined, digest_of, slice_sums
+from fp8core.training.trainer import Ranks, shares
 
 Unit = Mapping[str, "Stack"]
 """Parameters that travel together, by their names in the decoder."""
@@ -159,7 +159,7 @@ class Masters:
             return [tensor for tensor, _, _ in made]
         pieces = [self._pieces(*each) for each in made]
         sizes = [[part[rank] for parts in pieces for part in parts] for rank in range(self._ranks.count)]
-        flat = torch.cat([_bytes(tensor) for tensor, _, _ in made])
+        flat = torch.cat([bytes_in_order(tensor) for tensor, _, _ in made])
         received = self._ranks.gathered(flat, [sum(each) for each in sizes])
         split = [iter(held.split(each)) for held, each in zip(received, sizes, strict=True)]
         found = list[Tensor]()
@@ -218,14 +218,9 @@ def balanced(costs: Sequence[int], ranks: Ranks) -> list[int]:
 
     The most expensive part goes to the rank with the least to do that has room (longest processing time first).
     """
-    count = ranks.count
-    room = [len(costs) * (rank + 1) // count - len(costs) * rank // count for rank in range(count)]
-    shares: list[list[int]] = [[] for _ in range(count)]
+    room = [part.stop - part.start for part in shares(len(costs), ranks.count)]
+    given: list[list[int]] = [[] for _ in room]
     for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
-        open_ranks = [rank for rank in range(count) if len(shares[rank]) < room[rank]]
-        shares[min(open_ranks, key=lambda rank: sum(costs[each] for each in shares[rank]))].append(index)
-    return [index for share in shares for index in sorted(share)]
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+        open_ranks = [rank for rank, most in enumerate(room) if len(given[rank]) < most]
+        given[min(open_ranks, key=lambda rank: sum(costs[each] for each in given[rank]))].append(index)
+    return [index for share in given for index in sorted(share)]
