@@ -214,6 +214,22 @@ __device__ __forceinline__ void multiply_values(
     }
 }
 
+// One element of O over parts of the keys that were merged in their order, with the row's maximum and sum.
+struct Merged {
+    float o, maximum, sum;
+};
+
+__device__ __forceinline__ Merged nothing() { return {0.0f, minus_infinity(), 0.0f}; }
+
+// With one part more, by the roundings that sequence_attention.cu has.
+__device__ __forceinline__ Merged with_part(const Merged& merged, float o, float maximum, float sum) {
+    const float highest = fmaxf(merged.maximum, maximum);
+    // A row that has seen no key yet: all of it is 0.
+    const float base = highest == minus_infinity() ? 0.0f : highest;
+    const float before = exp2_approximate(merged.maximum - base), of_more = exp2_approximate(maximum - base);
+    return {__fmaf_rn(o, of_more, __fmul_rn(merged.o, before)), highest, __fmaf_rn(sum, of_more, __fmul_rn(merged.sum, before))};
+}
+
 // Keys that a query sees; -1 for one that is left out.
 __device__ __forceinline__ int keys_of(int query, const int* starts, const int* lengths) {
     return starts[query + 1] - starts[query] == 1 ? lengths[query] : -1;
@@ -340,19 +356,15 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) decode_attent
         for (int r = 0; r < ROWS; ++r) {
             const int of = first + r / GROUP, h = r % GROUP;
             if (of >= next || keys_of(of, starts, lengths) <= begin) continue;
-            float maximum = shared_maximum[0][r], o = 0.0f, total = 0.0f;
-            for (int w = 1; w < WARPS; ++w) maximum = fmaxf(maximum, shared_maximum[w][r]);
-            for (int w = 0; w < WARPS; ++w) {
-                const float factor = exp2_approximate(shared_maximum[w][r] - maximum);
-                o += shared_o[w][r][threadIdx.x] * factor;
-                total += shared_sum[w][r] * factor;
-            }
+            Merged merged = nothing();
+            for (int w = 0; w < WARPS; ++w)
+                merged = with_part(merged, shared_o[w][r][threadIdx.x], shared_maximum[w][r], shared_sum[w][r]);
             if (parts == 1) {
-                *row_of(of, h) = to_bf16(o / total * *value_scale);
+                *row_of(of, h) = to_bf16(merged.o / merged.sum * *value_scale);
             } else {
                 float* const at = partial_of(of) + (part * GROUP + h) * (HEAD_DIM + 2);
-                at[threadIdx.x] = o;
-                if (threadIdx.x < 2) at[HEAD_DIM + threadIdx.x] = threadIdx.x == 0 ? maximum : total;
+                at[threadIdx.x] = merged.o;
+                if (threadIdx.x < 2) at[HEAD_DIM + threadIdx.x] = threadIdx.x == 0 ? merged.maximum : merged.sum;
             }
         }
         if (parts > 1) {
@@ -371,16 +383,12 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) decode_attent
                     const int of = first + r / GROUP, h = r % GROUP;
                     const int own_parts = of < next ? parts_of(keys_of(of, starts, lengths)) : 0;
                     if (own_parts == 0) continue;
-                    float maximum = minus_infinity(), o = 0.0f, total = 0.0f;
+                    Merged merged = nothing();
                     const float* at = partial_of(of) + h * (HEAD_DIM + 2);
                     const i64 step = GROUP * (HEAD_DIM + 2);
-                    for (int i = 0; i < own_parts; ++i) maximum = fmaxf(maximum, __ldcg(at + i * step + HEAD_DIM));
-                    for (int i = 0; i < own_parts; ++i) {
-                        const float factor = exp2_approximate(__ldcg(at + i * step + HEAD_DIM) - maximum);
-                        o += __ldcg(at + i * step + threadIdx.x) * factor;
-                        total += __ldcg(at + i * step + HEAD_DIM + 1) * factor;
-                    }
-                    *row_of(of, h) = to_bf16(o / total * *value_scale);
+                    for (int i = 0; i < own_parts; ++i, at += step)
+                        merged = with_part(merged, __ldcg(at + threadIdx.x), __ldcg(at + HEAD_DIM), __ldcg(at + HEAD_DIM + 1));
+                    *row_of(of, h) = to_bf16(merged.o / merged.sum * *value_scale);
                 }
             }
         }
