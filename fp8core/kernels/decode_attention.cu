@@ -360,7 +360,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) decode_attent
             for (int w = 0; w < WARPS; ++w)
                 merged = with_part(merged, shared_o[w][r][threadIdx.x], shared_maximum[w][r], shared_sum[w][r]);
             if (parts == 1) {
-                *row_of(of, h) = to_bf16(merged.o / merged.sum * *value_scale);
+                *row_of(of, h) = to_bf16(merged.o * (*value_scale / merged.sum));
             } else {
                 float* const at = partial_of(of) + (part * GROUP + h) * (HEAD_DIM + 2);
                 at[threadIdx.x] = merged.o;
@@ -388,7 +388,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) decode_attent
                     const i64 step = GROUP * (HEAD_DIM + 2);
                     for (int i = 0; i < own_parts; ++i, at += step)
                         merged = with_part(merged, __ldcg(at + threadIdx.x), __ldcg(at + HEAD_DIM), __ldcg(at + HEAD_DIM + 1));
-                    *row_of(of, h) = to_bf16(merged.o / merged.sum * *value_scale);
+                    *row_of(of, h) = to_bf16(merged.o * (*value_scale / merged.sum));
                 }
             }
         }
