@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.harness import Row, RowFile
-from fp8core.kernels.attention import DecodeAttention
+from fp8core.kernels.decode_attention import DecodeAttention
 from fp8core.numerics.attention import Queries
 from fp8core.numerics.e4m3 import FiniteFlag, ScaleRule, row_and_column_codes, row_codes
 from fp8core.numerics.elementwise import inverse_frequencies
@@ -387,14 +387,14 @@ def attention_speed(requests: int, context: int, dtype: torch.dtype, page: int, 
 
 
 def ours(query: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, longest: int, out: Tensor, name: str) -> Attend:
-    """The kernel of fp8core/kernels/attention.py; its name holds partition, resident blocks and stages."""
+    """The kernel of fp8core/kernels/decode_attention.py; its name holds partition, resident blocks and stages."""
     settings = map(int, name.split()[1:])
     attention = DecodeAttention(
         cache.device, cache.shape, cache.stride(), HEADS // KV_HEADS, longest, len(lengths), *settings
     )
     scales = (torch.ones((), device="cuda"),) * 3
     starts = torch.arange(len(lengths) + 1, device="cuda", dtype=torch.int32)
-    queries = Queries(table, starts[:-1], starts, lengths)
+    queries = Queries(table, starts, lengths)
     return lambda keys, values: attention(query, keys, values, queries, scales, out)
 
 

@@ -242,7 +242,7 @@ def _synchronise(device: torch.device) -> None:
 # The first that matches names the part.
 PARTS = (
     ("codes around attention", ("_head_codes_kernel", "_head_gradients_kernel")),
-    ("attention", ("decode_attention", "flash", "fmha")),
+    ("attention", ("decode_attention", "sequence_attention", "widen_pairs", "flash", "fmha")),
     # DeepGEMM's own, and cuBLASLt's of two E4M3 operands with FP32 scales.
     ("block-FP8 GEMM", ("sm90_fp8", "_qqsss_", "e4m3", "block_scaled")),
     (

@@ -5,11 +5,11 @@ quantised to E4M3, and its row sum is taken before that rounding. Both products 
 and the row sum is a sum of fixed-point numbers. So a token's output is the same whether it is decoded alone or scored
 in a full pass, and whatever padding surrounds it.
 
-`decode_attention_reference` is what the engines' decode kernel computes (`kernels.attention`): single tokens over a
-paged FP8 cache. The maximum that its P is relative to is rounded up to a power of two. Moving on to a higher maximum is
-then exact. P is rounded to the same value whichever keys were seen before (as long as it is a normal number). The
-largest P is then no power of two any more and is rounded itself. So the row sum is that of the rounded P, and a weight
-that dominates stays exact all the same. FlashAttention, whose largest P is 256, sums before it rounds.
+`decode_attention_reference` is what the engines' decode kernel computes (`kernels.decode_attention`): single tokens
+over a paged FP8 cache. The maximum that its P is relative to is rounded up to a power of two. Moving on to a higher
+maximum is then exact. P is rounded to the same value whichever keys were seen before (as long as it is a normal
+number). The largest P is then no power of two any more and is rounded itself. So the row sum is that of the rounded P,
+and a weight that dominates stays exact all the same. FlashAttention, whose largest P is 256, sums before it rounds.
 
 Shapes but for the decode kernel's: q [B, H, Tq, d]; k, v [B, H_kv, Tk, d]; mask bool [B, 1, Tq, Tk]. The mask is True
 where a query may look. Every query must be allowed at least one key, and masked values must be finite too. Output FP32
@@ -154,33 +154,14 @@ class Queries(NamedTuple):
     """The tokens that attend, and what they attend to; all int32.
 
     Attributes:
-        block_table: [sequences, blocks of the longest].
-        owners: [queries], the row of `block_table` of each.
+        block_table: [queries, blocks of the longest].
         starts: [queries + 1], the first token of each; one that does not have exactly one token is left out.
         lengths: [queries], the keys each sees, its own counted; 0 gives zeros.
     """
 
     block_table: Tensor
-    owners: Tensor
     starts: Tensor
     lengths: Tensor
-
-
-def token_queries(block_table: Tensor, starts: Tensor, lengths: Tensor, tokens: int) -> Queries:
-    """Every new token as a query of its own, which sees what came before it in its sequence.
-
-    Args:
-        block_table: int32 [sequences, blocks of the longest].
-        starts: int32 [sequences + 1], the first of each sequence's new tokens, ascending.
-        lengths: int32 [sequences], cached and new tokens together.
-        tokens: rows of the query; those after the last sequence's see nothing.
-    """
-    each = torch.arange(tokens + 1, dtype=torch.int32, device=starts.device)
-    own = each[:-1]
-    found = torch.searchsorted(starts[1:], own, right=True, out_int32=True)
-    owners = found.clamp(max=len(lengths) - 1)
-    behind = starts[1:][owners] - 1 - own
-    return Queries(block_table, owners, each, torch.where(found < len(lengths), lengths[owners] - behind, 0))
 
 
 def decode_attention_reference(
@@ -201,10 +182,10 @@ def decode_attention_reference(
     q_scale, k_scale, v_scale = (float(scale) for scale in scales)
     group = query.shape[1] // keys.shape[2]
     out = torch.zeros(query.shape, dtype=torch.float64, device=query.device)
-    for i, (owner, length) in enumerate(zip(queries.owners.tolist(), queries.lengths.tolist(), strict=True)):
+    for i, length in enumerate(queries.lengths.tolist()):
         if length == 0:
             continue
-        blocks = queries.block_table[owner, : -(-length // keys.shape[1])].long()
+        blocks = queries.block_table[i, : -(-length // keys.shape[1])].long()
         k, v = (x[blocks].flatten(0, 1)[:length].double().repeat_interleave(group, 1) for x in (keys, values))
         scores = torch.einsum("hd,khd->hk", query[i].double(), k)
         scores = scores * (q_scale * k_scale / math.sqrt(HEAD_DIM) / math.log(2))  # in powers of two

@@ -1,10 +1,10 @@
 """Packed sequences of different lengths, causal attention over them, and the output head.
 
 Attention is in the formats of `numerics.attention`. BF16 on a GPU is FlashAttention, as torch brings it for sequences
-of different lengths. FP8 on a GPU computes what the rollout engine computes when it decodes. Every token is a query of
-its own to the decode kernel, whose result depends on nothing but the keys before it. Its gradient is that of BF16
-attention over the values that the codes stand for. This is a straight-through estimator: E4M3 rounding of Q, K, V and P
-is passed through, saturated elements get nothing. On a CPU both are the exact forms of `numerics.attention`, one
+of different lengths. FP8 on a GPU computes what the rollout engine computes when it decodes: a token's result depends
+on nothing but the keys before it. Its gradient is that of BF16 attention over the values that the codes stand for, from
+the output and the log-sum-exp that the forward had. This is a straight-through estimator: E4M3 rounding of Q, K, V and
+P is passed through, saturated elements get nothing. On a CPU both are the exact forms of `numerics.attention`, one
 sequence at a time.
 
 The head multiplies BF16 weights to FP32 logits. On Hopper the product is DeepGEMM's BF16 GEMM with FP32 output, whose
@@ -138,17 +138,13 @@ class DevicePack(NamedTuple):
         sequences: where each lies.
         positions: int64 [tokens].
         starts: int32 [sequences + 1].
-        owners: int32 [tokens]: the sequence of each token.
         pages: int32 [sequences, pages of the longest]: which page of the pack holds keys 16 i and after.
-        seen: int32 [tokens]: keys that each token sees, itself included; 0 where the pack is filled up.
     """
 
     sequences: PackedSequences
     positions: Tensor
     starts: Tensor
-    owners: Tensor
     pages: Tensor
-    seen: Tensor
 
     @classmethod
     def of(cls, sequences: PackedSequences, device: torch.device) -> "DevicePack":
@@ -156,8 +152,7 @@ class DevicePack(NamedTuple):
         pages = starts[:-1, None] // PAGE + torch.arange(-(-sequences.longest // PAGE), dtype=torch.int32)
         # Rows of shorter sequences run on into pages that no query reads.
         pages = pages.clamp(max=sequences.tokens // PAGE - 1)
-        seen = torch.where(sequences.valid, sequences.offsets + 1, 0).int()
-        tensors = sequences.positions, starts, sequences.owners.int(), pages, seen
+        tensors = sequences.positions, starts, pages
         return cls(sequences, *(tensor.to(device, non_blocking=True) for tensor in tensors))
 
 
@@ -262,7 +257,7 @@ class Fp8PackedAttention(PackedAttention):
         scales: LayerScales | None,
     ) -> Tensor:
         assert scales is not None
-        return fp8_attention_backward(grad, qkv, layout, pack, scales)
+        return fp8_attention_backward(grad, qkv, saved, layout, pack, scales)
 
 
 @with_kernel("attention")
@@ -281,13 +276,13 @@ def bf16_attention_backward(
 
 @with_kernel("attention")
 def fp8_attention(qkv: Tensor, layout: HeadLayout, pack: DevicePack, scales: LayerScales, longest: int) -> Attended:
-    """The exact form for each sequence, or every token as a query of its own over a pack that is its paged cache."""
+    """The exact form for each sequence, or what the decode kernel computes; that saves its output and log-sum-exp."""
     return Attended(_one_by_one(qkv, layout, pack, Fp8Attention(), scales), ())
 
 
 @with_kernel("attention")
 def fp8_attention_backward(
-    grad: Tensor, qkv: Tensor, layout: HeadLayout, pack: DevicePack, scales: LayerScales
+    grad: Tensor, qkv: Tensor, saved: tuple[Tensor, ...], layout: HeadLayout, pack: DevicePack, scales: LayerScales
 ) -> Tensor:
     """Gradient of qkv, of the exact form or of BF16 attention over the values that the codes stand for."""
     return _one_by_one_backward(grad, qkv, layout, pack, Fp8Attention(), scales)

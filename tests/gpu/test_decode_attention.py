@@ -1,17 +1,17 @@
-"""The decode kernel against its reference and against FlashAttention's format, on a GPU."""
+"""The decode kernel against its reference and FlashAttention's format, and whole sequences against it, on a GPU."""
 
 import pytest
 import torch
 from torch import Tensor
 
-from fp8core.kernels.attention import DecodeAttention
+from fp8core.kernels.decode_attention import DecodeAttention
+from fp8core.kernels.sequence_attention import SequenceAttention, Span, batches
 from fp8core.numerics.attention import (
     HEAD_DIM,
     Fp8Attention,
     Fp32Attention,
     Queries,
     decode_attention_reference,
-    token_queries,
 )
 from fp8core.numerics.kv_scales import LayerScales
 
@@ -47,17 +47,38 @@ class Case:
         self.scales = tuple(torch.tensor(scale, device="cuda") for scale in (0.0625, 0.03125, 0.125))
         self.attention = self.kernel(64)
 
-    def kernel(self, at_once: int, tokens: int = 1) -> DecodeAttention:
+    def kernel(self, at_once: int) -> DecodeAttention:
         shape, strides, group = self.keys.shape, self.keys.stride(), self.query.shape[1] // self.keys.shape[2]
-        return DecodeAttention(
-            self.keys.device, shape, strides, group, 9000, at_once, partition=PARTITION, tokens=tokens
+        return DecodeAttention(self.keys.device, shape, strides, group, 9000, at_once, partition=PARTITION)
+
+    def sequences(
+        self, query: Tensor, spans: list[Span], partition: int = PARTITION, logsumexp: Tensor | None = None
+    ) -> Tensor:
+        """What whole sequences give; rows that are left are NaN."""
+        shape, strides, group = self.keys.shape, self.keys.stride(), query.shape[1] // self.keys.shape[2]
+        attention = SequenceAttention(query.device, shape, strides, group, 9000, partition)
+        work = batches(spans, group, 9000, query.device, partition)
+        out = torch.full(query.shape, torch.nan, dtype=torch.bfloat16, device="cuda")
+        attention(query, self.keys, self.values, self.table, work, self.scales, out, logsumexp)
+        return out
+
+    def one_by_one(self, query: Tensor, spans: list[Span], partition: int = PARTITION) -> Tensor:
+        """The same tokens, each a query of the decode kernel."""
+        owners, seen = zip(
+            *((owner, span.keys - span.tokens + i + 1) for owner, span in enumerate(spans) for i in range(span.tokens)),
+            strict=True,
         )
+        shape, strides, group = self.keys.shape, self.keys.stride(), query.shape[1] // self.keys.shape[2]
+        attention = DecodeAttention(query.device, shape, strides, group, 9000, 300, partition=partition)
+        each = torch.arange(len(owners) + 1, dtype=torch.int32, device="cuda")
+        table = self.table[torch.tensor(owners, device="cuda")]
+        return self.attend(query, Queries(table, each, torch.tensor(seen, dtype=torch.int32, device="cuda")), attention)
 
     def queries(self, rows: slice = slice(None)) -> Queries:
         """One token of each of some requests."""
         lengths = self.lengths[rows]
         starts = torch.arange(len(lengths) + 1, dtype=torch.int32, device="cuda")
-        return Queries(self.table[rows], starts[:-1], starts, lengths)
+        return Queries(self.table[rows], starts, lengths)
 
     def run(self, rows: slice = slice(None)) -> Tensor:
         return self.attend(self.query[rows], self.queries(rows), self.attention)
@@ -132,8 +153,7 @@ def test_rows_of_prompts_stay_as_they_are() -> None:
     query = torch.zeros(int(starts[-1]), *case.query.shape[1:], device="cuda").to(case.query.dtype)
     query[starts[single].long().cuda()] = case.query[single.cuda()]
     out = torch.full(query.shape, 7.0, dtype=torch.bfloat16, device="cuda")
-    owners = torch.arange(len(LENGTHS), dtype=torch.int32, device="cuda")
-    queries = Queries(case.table, owners, starts.cuda(), case.lengths)
+    queries = Queries(case.table, starts.cuda(), case.lengths)
     case.attention(query, case.keys, case.values, queries, case.scales, out)
     decoded = torch.zeros(len(out), dtype=torch.bool)
     decoded[starts[single].long()] = True
@@ -141,22 +161,67 @@ def test_rows_of_prompts_stay_as_they_are() -> None:
     assert (out[~decoded.cuda()] == 7.0).all()
 
 
-@pytest.mark.parametrize(("at_once", "tokens"), [(64, 1), (7, 1), (400, 2), (7, 2)])
-def test_a_token_of_a_prompt_attends_as_if_it_were_decoded(at_once: int, tokens: int) -> None:
-    """Prompts of 100 new tokens, in one call and in parts, against one call for each token; then a token of padding."""
-    case = Case([1500, 100, 0, 340], 8, 4, 16)
+def spans_of(tokens: list[int], keys: list[int]) -> list[Span]:
+    """Side by side in the query."""
+    return [Span(sum(tokens[:i]), count, keys[i]) for i, count in enumerate(tokens)]
+
+
+def drawn(tokens: int, heads: int) -> Tensor:
     generator = torch.Generator().manual_seed(7)
-    starts = torch.tensor([0, 100, 200, 200, 300], dtype=torch.int32, device="cuda")
-    query = (torch.randn(301, 32, HEAD_DIM, generator=generator) * 40).to(torch.float8_e4m3fn).cuda()
-    found = case.attend(query, token_queries(case.table, starts, case.lengths, 301), case.kernel(at_once, tokens))
-    one = torch.tensor([0, 1], dtype=torch.int32, device="cuda")
-    for request, first in ((0, 0), (1, 100), (3, 200)):
-        for i in (0, 1, 31, 50, 99):
-            length = case.lengths[request : request + 1] - 99 + i
-            alone = Queries(case.table[request : request + 1], one[:1], one, length)
-            token = slice(first + i, first + i + 1)
-            assert torch.equal(case.attend(query[token], alone, case.attention), found[token])
-    assert (found[300] == 0).all()
+    return (torch.randn(tokens, heads, HEAD_DIM, generator=generator) * 40).to(torch.float8_e4m3fn).cuda()
+
+
+@pytest.mark.parametrize("group", range(1, 9))
+def test_whole_sequences_have_the_bytes_of_single_tokens(group: int) -> None:
+    """Of each group size: ragged, shorter than a tile, at the ends of tiles and pairs, and over several partitions."""
+    keys = [1, 15, 16, 17, 31, 33, 127, 128, 129, 256, 257, 300, PARTITION, PARTITION + 1, 2 * PARTITION + 77]
+    case, spans = Case(keys, 2, group, 16), spans_of(keys, keys)
+    query = drawn(sum(keys), 2 * group)
+    assert torch.equal(case.sequences(query, spans), case.one_by_one(query, spans))
+
+
+@pytest.mark.parametrize(("page", "partition"), [(16, 1024), (64, 4096), (128, 1056), (32, 32)])
+def test_ends_of_sequences_have_the_bytes_of_single_tokens(page: int, partition: int) -> None:
+    """The rest is cached; requests without new tokens are left out. A partition may end within a pair of tiles."""
+    tokens, keys = [3, 1, 0, 130, 64, 700], [700, 33, 2000, 1300, 5000, 3000]
+    case, spans = Case(keys, 8, 4, page), spans_of(tokens, keys)
+    query = drawn(sum(tokens), 32)
+    expected = case.one_by_one(query, spans, partition)
+    assert torch.equal(case.sequences(query, spans, partition), expected)
+    alone = [span._replace(tokens=span.tokens if i == 3 else 0) for i, span in enumerate(spans)]
+    found = case.sequences(query, alone, partition)
+    assert torch.equal(found[4:134], expected[4:134])
+    assert found[:4].isnan().all()
+    assert found[134:].isnan().all()
+
+
+@pytest.mark.parametrize("scale", [0.01, 4.0, 64.0])
+def test_maxima_that_jump_have_the_bytes_of_single_tokens(scale: float) -> None:
+    """Scores from one tile to the next rise by less than FP16 holds of P, and by far more."""
+    keys = [700, 33, 1300, 257]
+    case, spans = Case(keys, 2, 4, 16), spans_of(keys, keys)
+    case.scales = (torch.tensor(scale, device="cuda"), *case.scales[1:])
+    query = drawn(sum(keys), 8)
+    expected = case.one_by_one(query, spans)
+    assert not expected.isnan().any()
+    assert torch.equal(case.sequences(query, spans), expected)
+
+
+def test_the_log_sum_exp_is_that_of_the_scores() -> None:
+    keys = [300, 2 * PARTITION + 77]
+    case, spans = Case(keys, 2, 4, 16), spans_of(keys, keys)
+    case.scales = (torch.tensor(0.004, device="cuda"), *case.scales[1:])
+    query = drawn(sum(keys), 8)
+    found = torch.zeros(8, len(query), device="cuda")
+    case.sequences(query, spans, logsumexp=found)
+    for span, table in zip(spans, case.table, strict=True):
+        blocks = table[: -(-span.keys // 16)].long()
+        k = case.keys[blocks].flatten(0, 1)[: span.keys].double().repeat_interleave(4, 1)
+        q = query[span.row : span.row + span.tokens].double()
+        scores = torch.einsum("qhd,khd->hqk", q, k) * float(case.scales[0] * case.scales[1]) * HEAD_DIM**-0.5
+        unseen = torch.ones(span.tokens, span.keys, dtype=torch.bool, device="cuda").triu(1)
+        expected = scores.masked_fill(unseen, -torch.inf).logsumexp(-1)
+        assert (found[:, span.row : span.row + span.tokens] - expected).abs().max() < 1e-4
 
 
 def test_one_weight_that_dominates_is_exact() -> None:

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from fp8core.kernels.attention import DecodeAttention
-from fp8core.numerics.attention import Bf16Attention
+from fp8core.kernels import attention
+from fp8core.kernels.sequence_attention import SequenceAttention
+from fp8core.numerics.attention import HEAD_DIM, Bf16Attention
 from fp8core.numerics.e4m3 import E4M3_MAX
-from fp8core.numerics.fused import HeadLayout, heads_of, static_codes
+from fp8core.numerics.fused import HeadLayout, head_gradients, head_values, heads_of
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.numerics.packed import (
     Bf16PackedAttention,
@@ -85,35 +86,50 @@ def test_bf16_is_torchs_own_function_and_gradient(qkv: Tensor, pack: DevicePack)
     assert torch.equal(found[1], expected[1])
 
 
-def test_the_gradient_of_fp8_is_that_of_torchs_operations(qkv: Tensor, pack: DevicePack) -> None:
-    class StoodFor(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x: Tensor, scale: float) -> Tensor:
-            ctx.save_for_backward(x.abs() <= E4M3_MAX * scale)
-            return (static_codes(x, scale).float() * scale).bfloat16()
+def exact_gradient(qkv: Tensor, pack: DevicePack, upstream: Tensor) -> Tensor:
+    """Of attention in FP64 over the values that the codes stand for; saturated elements get nothing."""
+    leaf = torch.cat(head_values(qkv, LAYOUT, SCALES), dim=1).flatten(1).double().requires_grad_()
+    outputs = []
+    for start, end in pack.sequences.spans:
+        q, k, v = (x.transpose(0, 1) for x in heads_of(leaf[start:end], LAYOUT))
+        k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
+        unseen = torch.ones(end - start, end - start, dtype=torch.bool, device="cuda").triu(1)
+        weights = (q @ k.transpose(1, 2) * HEAD_DIM**-0.5).masked_fill(unseen, -torch.inf).softmax(-1)
+        outputs.append((weights @ v).transpose(0, 1).flatten(1))
+    (grad,) = torch.autograd.grad(torch.cat(outputs), leaf, upstream.double())
+    limits = (E4M3_MAX * scale for scale in (SCALES.q, SCALES.k, SCALES.v))
+    passed = [x.abs() <= limit for x, limit in zip(heads_of(qkv, LAYOUT), limits, strict=True)]
+    return grad * torch.cat(passed, dim=1).flatten(1)
 
-        @staticmethod
-        def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-            return grad * ctx.saved_tensors[0], None
 
-    def attend(x: Tensor) -> Tensor:
-        heads = zip(heads_of(x, LAYOUT), (SCALES.q, SCALES.k, SCALES.v), strict=True)
-        return varlen(*(StoodFor.apply(part, scale) for part, scale in heads), pack).flatten(1)
-
-    _out, expected = gradient(attend, qkv)
-    _out, found = gradient(lambda x: FORMS["fp8"](x, LAYOUT, pack, SCALES), qkv)
+def test_the_gradient_of_fp8_is_that_of_the_values_its_codes_stand_for(qkv: Tensor, pack: DevicePack) -> None:
+    """Nearly as near to FP64 as FlashAttention's own, whose forward has unrounded weights."""
+    out, found = gradient(lambda x: FORMS["fp8"](x, LAYOUT, pack, SCALES), qkv)
+    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).bfloat16().cuda()
+    # Filling has no gradient: nothing after it is in the loss.
+    upstream[~pack.sequences.valid.cuda()] = 0
+    found = FORMS["fp8"].backward(
+        upstream, qkv, FORMS["fp8"].forward(qkv, LAYOUT, pack, SCALES).for_backward, LAYOUT, pack, SCALES
+    )
+    expected = exact_gradient(qkv, pack, upstream)
+    values = head_values(qkv, LAYOUT, SCALES)
+    flash = attention._flash_attention_backward(upstream, values, attention._flash_attention(values, pack), pack)
+    theirs = head_gradients(flash, qkv, LAYOUT, SCALES)
+    errors = [float((x.double() - expected).norm() / expected.norm()) for x in (found, theirs)]
+    print(f"relative error of the gradient: {errors[0]:.5f}, with FlashAttention's forward {errors[1]:.5f}")
+    assert not found.isnan().any()
     assert 0 < (expected == 0).float().mean() < 0.5
-    assert torch.equal(found, expected)
+    assert errors[0] < 0.03
 
 
-def test_fp8_decodes_once(qkv: Tensor, pack: DevicePack, monkeypatch: pytest.MonkeyPatch) -> None:
-    decode, calls = DecodeAttention.__call__, []
+def test_fp8_attends_once(qkv: Tensor, pack: DevicePack, monkeypatch: pytest.MonkeyPatch) -> None:
+    attend, calls = SequenceAttention.__call__, []
 
     def counted(self, *arguments) -> None:
         calls.append(len(arguments))
-        decode(self, *arguments)
+        attend(self, *arguments)
 
-    monkeypatch.setattr(DecodeAttention, "__call__", counted)
+    monkeypatch.setattr(SequenceAttention, "__call__", counted)
     kept = KeptAttention()
     with torch.no_grad():
         FORMS["fp8"](qkv, LAYOUT, pack, SCALES, kept)

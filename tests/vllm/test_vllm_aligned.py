@@ -173,12 +173,16 @@ def test_the_engine_takes_it_for_a_generating_decoder(vllm_cpu):
 
 @pytest.fixture
 def builder(vllm_cpu):
-    """From steps to queries, for at most 7 requests."""
+    """From steps to queries and work, for at most 7 requests and four query heads a KV head."""
     from fp8core.rollout.vllm.aligned import AlignedBuilder
 
     config = SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_seqs=5),
         compilation_config=SimpleNamespace(max_cudagraph_capture_size=7),
+        parallel_config=None,
+        model_config=SimpleNamespace(
+            max_model_len=64, get_num_attention_heads=lambda parallel: 8, get_num_kv_heads=lambda parallel: 2
+        ),
     )
     return AlignedBuilder(None, ["layer"], config, torch.device("cpu"))
 
@@ -189,6 +193,7 @@ def step(lengths, starts):
     return SimpleNamespace(
         block_table_tensor=torch.zeros(len(lengths), 4, dtype=torch.int32),
         query_start_loc=starts,
+        query_start_loc_cpu=starts,
         seq_lens=torch.tensor(lengths, dtype=torch.int32),
         max_query_len=int(starts.diff().max()),
         num_actual_tokens=int(starts[-1]),
@@ -198,18 +203,22 @@ def step(lengths, starts):
 def test_a_decode_step_reads_what_stays_where_it_is(builder):
     """Of a graph for four requests two are padding."""
     given = step([9, 30, 0, 0], [0, 1, 2, 2, 2])
-    built, again = builder.build(0, given), builder.build(0, given).queries
-    assert built.decodes
-    queries = built.queries
+    built, again = builder.build(0, given), builder.build(0, given).decodes
+    assert built.prompts == []
+    queries = built.decodes
     assert queries.lengths is given.seq_lens
     assert queries.block_table is given.block_table_tensor
-    assert (queries.owners.tolist(), queries.starts.tolist()) == ([0, 1, 2, 3], [0, 1, 2, 3, 4])
+    assert queries.starts.tolist() == [0, 1, 2, 3, 4]
     assert [a.data_ptr() for a in queries] == [b.data_ptr() for b in again]
 
 
-def test_a_step_with_prompts_has_a_query_for_each_token(builder):
-    built = builder.build(0, step([9, 3, 1], [0, 1, 4, 5]))
-    assert not built.decodes
-    queries = built.queries
-    assert queries.owners.tolist() == [0, 1, 1, 1, 2]
-    assert queries.lengths.tolist() == [9, 1, 2, 3, 1]
+def test_a_step_with_prompts_has_work_for_them_and_queries_for_the_others(builder):
+    """Of four requests the second and the last have more than one new token, the last after a cached prefix."""
+    given = step([9, 3, 1, 40], [0, 1, 4, 5, 15])
+    built = builder.build(0, given)
+    assert built.decodes.starts is given.query_start_loc
+    (batch,) = built.prompts
+    assert batch.lengths.tolist() == [9, 3, 1, 40]
+    assert batch.pairs.tolist() == [[1, 0], [3, 0], [3, 32]]
+    # First pair, first row, keys that the first token sees, tokens.
+    assert batch.work.tolist() == [[1, 5, 31, 10], [0, 1, 1, 3]]

@@ -5,15 +5,16 @@ forward is ours: linears, norms, rotary positions, SwiGLU, attention and head ar
 trainer calls them. None of them depends on other rows. So a token's log-prob is the same decoded alone, in a batch,
 after a prefix-cache hit, and scored in training.
 
-Attention: every token of a step, of prompts too, goes through `kernels.attention`. vLLM lays out and writes the
-cache as for FlashAttention, and lists the new tokens of each request. Each new token becomes a query of its own. A
-decode step is captured in a CUDA graph, so it reads only tensors that stay: vLLM's own, and numbers in ascending order.
-A step with prompts runs eagerly.
+Attention: requests with one new token go through `kernels.decode_attention`, those with more through
+`kernels.sequence_attention`, which has the same bytes. vLLM lays out and writes the cache as for FlashAttention, and
+lists the new tokens of each request. A decode step is captured in a CUDA graph, so it reads only vLLM's own tensors and
+numbers in ascending order, which stay. A step with prompts runs eagerly.
 
 Importing this module gives vLLM the attention that belongs to these models.
 """
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -25,20 +26,18 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, Att
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+from fp8core.kernels.sequence_attention import Batch, SequenceAttention, Span, batches
 from fp8core.models.decoder import rotary_tables
-from fp8core.numerics.attention import LARGEST_GROUP, Queries, token_queries
+from fp8core.numerics.attention import Queries
 from fp8core.numerics.e4m3 import Codes, FiniteFlag, row_codes
 from fp8core.numerics.elementwise import KERNELS
 from fp8core.numerics.fused import HeadLayout, add_norm, add_norm_row_codes, norm_rotate, swiglu_row_codes
 from fp8core.numerics.gemm import forward_gemm
 from fp8core.numerics.logprobs import log_softmax
 from fp8core.numerics.packed import head_logits
-from fp8core.rollout.vllm.decode import DecodeBackend, SharedKernel, ascending, largest_decode_batch
+from fp8core.rollout.vllm.decode import DecodeBackend, SharedKernel, keys_and_values, largest_decode_batch
 from fp8core.rollout.vllm.requirements import ALIGNED_SCALE_RULE
 from fp8core.rollout.vllm.settings import decoder_of
-
-# Tokens of prompts that attend at once; the workspace of long ones grows with it.
-_PROMPT_TOKENS = 2048
 
 
 class AlignedBackend(DecodeBackend):
@@ -55,19 +54,22 @@ class AlignedBackend(DecodeBackend):
 
 @dataclass
 class StepQueries(AttentionMetadata):
-    """The input of the layers of a step; in a decode step every request has one token."""
+    """The input of the layers of a step: `decodes` for requests with one new token, `prompts` for those with more."""
 
-    queries: Queries
-    decodes: bool
+    decodes: Queries
+    prompts: list[Batch]
 
 
 class AlignedBuilder(AttentionMetadataBuilder[StepQueries]):
-    """From a step's requests to queries, once for all layers."""
+    """From a step's requests to their kernels' work, once for all layers."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        model, parallel = vllm_config.model_config, vllm_config.parallel_config
+        self._group = model.get_num_attention_heads(parallel) // model.get_num_kv_heads(parallel)
+        self._longest = model.max_model_len
         # Numbers are made in `build`: what is allocated here, vLLM's sleep takes away with the cache.
         self._largest = largest_decode_batch(vllm_config)
 
@@ -75,10 +77,15 @@ class AlignedBuilder(AttentionMetadataBuilder[StepQueries]):
         """Of a decode step, request i has token i; requests that pad a captured graph have length 0."""
         step = common_attn_metadata
         if step.max_query_len == 1:
-            numbers = ascending(self.device, self._largest + 1)[: len(step.seq_lens) + 1]
-            return StepQueries(Queries(step.block_table_tensor, numbers[:-1], numbers, step.seq_lens), True)
-        requests = step.block_table_tensor, step.query_start_loc, step.seq_lens
-        return StepQueries(token_queries(*requests, step.num_actual_tokens), False)
+            starts = _ascending(self.device, self._largest + 1)[: len(step.seq_lens) + 1]
+            return StepQueries(Queries(step.block_table_tensor, starts, step.seq_lens), [])
+        starts = step.query_start_loc_cpu.tolist()
+        spans = [
+            Span(start, end - start if end - start > 1 else 0, keys)
+            for start, end, keys in zip(starts, starts[1:], step.seq_lens.tolist(), strict=False)
+        ]
+        prompts = batches(spans, self._group, self._longest, self.device)
+        return StepQueries(Queries(step.block_table_tensor, step.query_start_loc, step.seq_lens), prompts)
 
 
 class AlignedImpl(FlashAttentionImpl):
@@ -86,9 +93,9 @@ class AlignedImpl(FlashAttentionImpl):
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
-        self._decode = SharedKernel(self, largest_decode_batch(get_current_vllm_config()))
-        # The same bits; tokens side by side mostly are of one prompt.
-        self._prompts = SharedKernel(self, _PROMPT_TOKENS, tokens=LARGEST_GROUP // self.num_queries_per_kv)
+        config = get_current_vllm_config()
+        self._decode = SharedKernel(self, largest_decode_batch(config))
+        self._longest = config.model_config.max_model_len
 
     def forward(
         self,
@@ -105,9 +112,28 @@ class AlignedImpl(FlashAttentionImpl):
         """As FlashAttention's, whose arguments these are; zeros when vLLM measures memory, before there is a cache."""
         if attn_metadata is None:
             return output.fill_(0)
-        kernel = self._decode if attn_metadata.decodes else self._prompts
-        kernel(layer, query, kv_cache, attn_metadata.queries, output)
+        self._decode(layer, query, kv_cache, attn_metadata.decodes, output)
+        if attn_metadata.prompts:
+            keys, values = keys_and_values(kv_cache, self.head_size)
+            kernel = _sequence_attention(keys.device, keys.shape, keys.stride(), self.num_queries_per_kv, self._longest)
+            split, table = (-1, self.num_heads, self.head_size), attn_metadata.decodes.block_table
+            scales = (layer._q_scale, layer._k_scale, layer._v_scale)
+            kernel(query.view(split), keys, values, table, attn_metadata.prompts, scales, output.view(split))
         return output
+
+
+@cache
+def _sequence_attention(
+    device: torch.device, shape: torch.Size, stride: tuple[int, ...], group: int, longest: int
+) -> SequenceAttention:
+    """One kernel and workspace for all layers, which run one after the other."""
+    return SequenceAttention(device, shape, stride, group, longest)
+
+
+@cache
+def _ascending(device: torch.device, count: int) -> Tensor:
+    """int32 0, 1, ...; it stays where it is, for captured graphs."""
+    return torch.arange(count, dtype=torch.int32, device=device)
 
 
 register_backend(AttentionBackendEnum.CUSTOM, "fp8core.rollout.vllm.aligned.AlignedBackend")

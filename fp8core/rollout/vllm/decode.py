@@ -1,4 +1,4 @@
-"""FlashAttention 3 for prompts and `kernels.attention` for decode steps, as an attention backend of vLLM.
+"""FlashAttention 3 for prompts and `kernels.decode_attention` for decode steps, as an attention backend of vLLM.
 
 Registered under the name that vLLM keeps for backends from outside (`register_backend`). Everything but the decode step
 is FlashAttention's own: metadata, prompts, how the cache is laid out and written.
@@ -12,7 +12,7 @@ from torch import Tensor
 from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionImpl
 
-from fp8core.kernels.attention import DecodeAttention
+from fp8core.kernels.decode_attention import DecodeAttention
 from fp8core.numerics.attention import Queries
 
 
@@ -32,18 +32,17 @@ class DecodeBackend(FlashAttentionBackend):
 class SharedKernel:
     """The kernel as layers of one engine call it: compiled and given its workspace when vLLM warms up."""
 
-    def __init__(self, implementation: FlashAttentionImpl, queries: int, tokens: int = 1) -> None:
-        """For the layers of an implementation; `queries` and `tokens` are `DecodeAttention`'s."""
+    def __init__(self, implementation: FlashAttentionImpl, queries: int) -> None:
+        """For the layers of an implementation; `queries` is `DecodeAttention`'s."""
         self._heads, self._size = implementation.num_heads, implementation.head_size
         self._group = implementation.num_queries_per_kv
         self._longest = get_current_vllm_config().model_config.max_model_len
-        self._queries, self._tokens = queries, tokens
+        self._queries = queries
 
     def __call__(self, layer: Any, query: Tensor, kv_cache: Tensor, queries: Queries, output: Tensor) -> None:
         """Attention of one layer, with its scales; query and output are [tokens, heads * head_size] or split."""
-        keys, values = _keys_and_values(kv_cache, self._size)
-        limits = self._longest, self._queries, self._tokens
-        attention = _attention(keys.device, keys.shape, keys.stride(), self._group, *limits)
+        keys, values = keys_and_values(kv_cache, self._size)
+        attention = _attention(keys.device, keys.shape, keys.stride(), self._group, self._longest, self._queries)
         heads = (-1, self._heads, self._size)
         scales = (layer._q_scale, layer._k_scale, layer._v_scale)
         attention(query.view(heads), keys, values, queries, scales, output.view(heads))
@@ -84,13 +83,12 @@ class DecodeImpl(FlashAttentionImpl):
             super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *rest, **more)
         if attn_metadata is not None:
             lengths = attn_metadata.seq_lens
-            requests = ascending(output.device, self._requests)[: len(lengths)]
-            queries = Queries(attn_metadata.block_table, requests, attn_metadata.query_start_loc, lengths)
+            queries = Queries(attn_metadata.block_table, attn_metadata.query_start_loc, lengths)
             self._kernel(layer, query, kv_cache, queries, output)
         return output
 
 
-def _keys_and_values(cache: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
+def keys_and_values(cache: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
     """E4M3 [blocks, page, kv_heads, head_size] views: vLLM 0.26 has values beside keys, versions before apart."""
     codes = cache.view(torch.float8_e4m3fn)
     if codes.dim() == 5:
@@ -108,13 +106,6 @@ def _attention(
     group: int,
     longest: int,
     queries: int,
-    tokens: int,
 ) -> DecodeAttention:
     """One kernel and workspace for all layers, which run one after the other."""
-    return DecodeAttention(device, shape, stride, group, longest, queries, tokens=tokens)
-
-
-@cache
-def ascending(device: torch.device, count: int) -> Tensor:
-    """int32 0, 1, ...; it stays where it is, for captured graphs."""
-    return torch.arange(count, dtype=torch.int32, device=device)
+    return DecodeAttention(device, shape, stride, group, longest, queries)

@@ -6,8 +6,8 @@ Everything that decides a bit is pinned here (facts about vLLM 0.24 to 0.26 on H
 - DeepGEMM's activation quantiser follows VLLM_USE_DEEP_GEMM_E8M0: powers of two, or FP32.
 - The passes that fuse quantisation into norm and activation have FP32 scales only, and quantise values that were never
   rounded to BF16. They are off for both rules.
-- FP8 attention is FlashAttention 3, and our own kernel in decode steps (`kernels.attention`): Q, K, V and P in E4M3.
-  Scales are read from device buffers, so that they can change under CUDA graphs.
+- FP8 attention is FlashAttention 3, and our own kernel in decode steps (`kernels.decode_attention`): Q, K, V and P in
+  E4M3. Scales are read from device buffers, so that they can change under CUDA graphs.
 - Log-probs are those of the tempered distribution, which is sampled from: nothing truncates it.
 
 Router logits are BF16, rounded from FP32; gate weights are FP32. vLLM's first model runner records the chosen experts;

@@ -11,6 +11,7 @@
 typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
+typedef unsigned long long u64;
 typedef long long i64;
 
 #define __device__
@@ -85,6 +86,8 @@ inline u32 __byte_perm(u32 a, u32 b, u32 selector) {
     for (int i = 0; i < 4; ++i) y |= (u32)(both >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
     return y;
 }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 template <typename T> T __ldcg(const T* at) { return *at; }
 inline int atomicAdd(int* at, int x) { const int before = *at; *at += x; return before; }
 

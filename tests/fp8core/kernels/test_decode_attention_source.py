@@ -11,12 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-import fp8core.kernels.attention as module
-from fp8core.numerics.attention import HEAD_DIM, Queries, decode_attention_reference, token_queries
+from fp8core.kernels import cuda
+from fp8core.numerics.attention import HEAD_DIM, Queries, decode_attention_reference
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 KV_HEADS, PAGE, PARTITION = 1, 16, 128
-SOURCE = Path(module.__file__).with_name("decode_attention.cu")
 _FUNCTION = re.compile(
     r"(?:^template <[^\n]*>\n)?^__device__ __forceinline__ (?:[^\n]*\}\n|.*?^\}\n)", re.MULTILINE | re.DOTALL
 )
@@ -42,11 +41,11 @@ def on_cpu(source: str) -> str:
 
 
 @cache
-def library(folder: Path, group: int, tokens: int) -> ctypes.CDLL:
-    source, target = (folder / f"decode-{group}-{tokens}.{end}" for end in ("cpp", "so"))
-    source.write_text(on_cpu(SOURCE.read_text()))
+def library(folder: Path, group: int) -> ctypes.CDLL:
+    source, target = (folder / f"decode-{group}.{end}" for end in ("cpp", "so"))
+    source.write_text(on_cpu(cuda.source("decode_attention")))
     row = 2 * HEAD_DIM * KV_HEADS
-    macros = {"GROUP": group, "TOKENS": tokens, "PAGE": PAGE, "PARTITION": PARTITION, "STAGES": 2, "RESIDENT": 1}
+    macros = {"GROUP": group, "PAGE": PAGE, "PARTITION": PARTITION, "STAGES": 2, "RESIDENT": 1}
     macros |= {"BLOCK_STRIDE": PAGE * row, "KEY_STRIDE": row, "HEAD_STRIDE": 2 * HEAD_DIM}
     options = [f"-D{name}={value}" for name, value in macros.items()]
     # No contraction: sums are those that are written.
@@ -77,18 +76,18 @@ class Case:
         heads = KV_HEADS * self.group
         return (torch.randn(tokens, heads, HEAD_DIM, generator=self.generator) * 40).to(torch.float8_e4m3fn)
 
-    def attend(self, query: Tensor, queries: Queries, together: int = 1) -> Tensor:
-        """What the kernel writes, so many tokens at a time; rows that it leaves are NaN."""
+    def attend(self, query: Tensor, queries: Queries) -> Tensor:
+        """What the kernel writes; rows that it leaves are NaN."""
         keys, values = self.cache.split(HEAD_DIM, dim=-1)
         out = torch.full(query.shape, torch.nan, dtype=torch.bfloat16)
-        count, parts = len(queries.owners), -(-int(queries.lengths.max()) // PARTITION)
+        count, parts = len(queries.lengths), -(-int(queries.lengths.max()) // PARTITION)
         partial = torch.empty(count * KV_HEADS * parts * self.group * (HEAD_DIM + 2))
         arrived = torch.zeros(count * KV_HEADS, dtype=torch.int32)
-        table, owners, starts, lengths = queries
-        arguments = [query, query.stride(0), keys, values, count, table, table.stride(0), owners, starts, lengths]
+        table, starts, lengths = queries
+        arguments = [query, query.stride(0), keys, values, table, table.stride(0), starts, lengths]
         arguments += [*self.scales, HEAD_DIM**-0.5, out, out.stride(0), partial, arrived]
-        grid = (ctypes.c_int(n) for n in (KV_HEADS, -(-count // together), parts))
-        library(self.folder, self.group, together).run(*grid, *map(c_value, arguments))
+        grid = (ctypes.c_int(n) for n in (KV_HEADS, count, parts))
+        library(self.folder, self.group).run(*grid, *map(c_value, arguments))
         assert not arrived.any(), "counters are left as they were found"
         return out
 
@@ -116,7 +115,7 @@ def test_equals_the_reference(folder: Path, group: int) -> None:
     lengths = [1, 15, 17, 33, 70, 128, 0, 129, 300]
     case = Case(folder, lengths, group)
     query = case.query(len(lengths))
-    queries = Queries(case.table, numbers(9), numbers(10), case.lengths)
+    queries = Queries(case.table, numbers(10), case.lengths)
     found, expected = case.attend(query, queries).double(), case.expected(query, queries)
     # Scores are summed in FP32 here and in FP64 there, so a few P round the other way; then all of it to BF16.
     error = (found - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-30)
@@ -126,34 +125,17 @@ def test_equals_the_reference(folder: Path, group: int) -> None:
     assert torch.equal(found[0], one.bfloat16().double().expand(group, -1)), "the only weight is exact"
 
 
-def test_a_prompts_token_attends_as_if_it_were_decoded(folder: Path) -> None:
-    """Of two prompts, one cached in part; then a token of padding, and one that is left out."""
+def test_a_token_attends_as_if_it_were_alone(folder: Path) -> None:
+    """Tokens of two sequences side by side, and two that a query of its own leaves out."""
     case = Case(folder, [150, 40], group=4)
-    query, starts = case.query(66), torch.tensor([0, 25, 65], dtype=torch.int32)
-    queries = token_queries(case.table, starts, case.lengths, 66)
+    lengths = [126, 127, 150, 1, 33, 40]
+    query, owners = case.query(6), torch.tensor([0, 0, 0, 1, 1, 1])
+    queries = Queries(case.table[owners], numbers(7), torch.tensor(lengths, dtype=torch.int32))
     found = case.attend(query, queries)
-    for token, (owner, length) in {0: (0, 126), 24: (0, 150), 25: (1, 1), 57: (1, 33), 64: (1, 40)}.items():
-        alone = Queries(case.table, numbers(2)[owner:][:1], numbers(2), torch.tensor([length], dtype=torch.int32))
+    for token, length in enumerate(lengths):
+        alone = Queries(queries.block_table[token : token + 1], numbers(2), torch.tensor([length], dtype=torch.int32))
         assert torch.equal(case.attend(query[token : token + 1], alone)[0], found[token]), token
-    assert (found[65] == 0).all()
-    skipping = Queries(case.table, numbers(2), torch.tensor([0, 1, 3], dtype=torch.int32), case.lengths)
+    skipping = Queries(case.table, torch.tensor([0, 1, 3], dtype=torch.int32), case.lengths)
     left = case.attend(query[:3], skipping)
     assert not left[0].isnan().any()
     assert left[1:].isnan().all()
-
-
-@pytest.mark.parametrize(("group", "together"), [(4, 2), pytest.param(2, 4, marks=pytest.mark.slow)])
-def test_tokens_that_share_their_keys_do_not_change_one_another(folder: Path, group: int, together: int) -> None:
-    """Of three prompts, with neighbours of other sequences, padding and one that is left out; some end with a tile or a
-    partition, where their neighbour sees one more."""
-    case = Case(folder, [150, 129, 40], group)
-    starts = torch.tensor([0, 45, 54, 67], dtype=torch.int32)
-    query, queries = case.query(70), token_queries(case.table, starts, case.lengths, 70)
-    skipping = queries.starts.clone()
-    skipping[61:] += 1
-    queries = queries._replace(starts=skipping)
-    query = torch.cat((query, query[:1]))
-    alone = case.attend(query, queries)
-    assert alone[60].isnan().all()
-    assert not alone[queries.starts[:-1][queries.starts.diff() == 1].long()].isnan().any()
-    assert torch.equal(case.attend(query, queries, together).nan_to_num(7.0), alone.nan_to_num(7.0))

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fp8core.kernels.attention import partition_of
+from fp8core.kernels.decode_attention import partition_of
+from fp8core.kernels.sequence_attention import Batch, Span, batches
 from fp8core.numerics.attention import (
     HEAD_DIM,
     Bf16Attention,
@@ -17,7 +18,6 @@ from fp8core.numerics.attention import (
     Fp32Attention,
     Queries,
     decode_attention_reference,
-    token_queries,
 )
 from fp8core.numerics.kv_scales import LayerScales
 
@@ -271,9 +271,7 @@ def test_is_attention_with_e4m3_weights() -> None:
     query, keys, values = drawn(1, KV_HEADS * GROUP, HEAD_DIM), *(drawn(n, PAGE, KV_HEADS, HEAD_DIM) for n in (6, 7))
     table = int32(4, 0, 3, 1, 2, 5)[None]
     scales = tuple(torch.tensor(scale) for scale in (SCALES.q, SCALES.k, SCALES.v))
-    found = decode_attention_reference(query, keys, values, Queries(table, int32(0), int32(0, 1), int32(KEYS)), scales)[
-        0
-    ]
+    found = decode_attention_reference(query, keys, values, Queries(table, int32(0, 1), int32(KEYS)), scales)[0]
     q = query.float()[0, None, :, None] * SCALES.q
     k, v = (x[table[0].long()].flatten(0, 1)[:KEYS].float().transpose(0, 1)[None] for x in (keys, values))
     k, v, mask = k * SCALES.k, v * SCALES.v, torch.ones(1, 1, 1, KEYS, dtype=torch.bool)
@@ -288,34 +286,50 @@ def test_is_attention_with_e4m3_weights() -> None:
 def test_no_key_and_one_key() -> None:
     """A single weight is rounded to E4M3, and divided by what it was rounded to."""
     query, keys = drawn(2, 2, HEAD_DIM), drawn(3, PAGE, 1, HEAD_DIM)
-    queries = Queries(int32(0)[None], int32(0, 0), int32(0, 1, 2), int32(0, 1))
+    queries = Queries(int32(0, 0)[:, None], int32(0, 1, 2), int32(0, 1))
     found = decode_attention_reference(query, keys, keys, queries, (torch.tensor(1.0),) * 3)
     assert (found[0] == 0).all()
     assert torch.equal(found[1], keys[0, 0].double().expand(2, -1))
 
 
-def test_every_new_token_sees_what_came_before_it() -> None:
-    """Three new tokens of seven, none of five, one of one, two of two; then two tokens of padding."""
-    starts, lengths = int32(0, 3, 3, 4, 6), int32(7, 5, 1, 2)
-    table = int32(9, 8, 7, 6)[:, None]
-    queries = token_queries(table, starts, lengths, 8)
-    assert queries.block_table is table
-    assert queries.owners[:6].tolist() == [0, 0, 0, 2, 3, 3]
-    assert queries.lengths.tolist() == [5, 6, 7, 1, 1, 2, 0, 0]
-    assert queries.starts.tolist() == list(range(9))
-    assert {tensor.dtype for tensor in queries} == {torch.int32}
-    assert int(queries.owners.max()) < len(lengths)
+def every_key_once(spans: list[Span], batch: Batch, partition: int, group: int) -> dict[int, list[int]]:
+    """The keys of each query row's token, in the order in which the kernel goes through the tiles that it reads."""
+    found: dict[int, list[int]] = {}
+    pairs = batch.pairs.tolist()
+    for first_pair, row, seen, tokens in batch.work.tolist():
+        assert tokens <= 192 // group
+        owner, end = pairs[first_pair][0], seen + tokens - 1
+        tiles = []
+        for _owner, first in (pair for pair in pairs[first_pair:] if pair[0] == owner):
+            second = [first + 128] if (first + 128) // partition == first // partition else []
+            tiles += [tile for tile in (first, *second) if tile < end]
+        for token in range(tokens):
+            own = seen + token
+            found[row + token] = [key for tile in tiles for key in range(tile, min(tile + 32, own))]
+    return found
 
 
-def test_a_prompts_last_token_is_what_is_decoded() -> None:
-    query, keys, values = drawn(4, 2, HEAD_DIM), *(drawn(n, PAGE, 1, HEAD_DIM) for n in (6, 7))
-    table, scales = int32(3, 1, 0, 2, 5, 4).view(2, 3), (torch.tensor(0.01),) * 3
-    prompts = token_queries(table, int32(0, 1, 4), int32(40, 20), 4)
-    found = decode_attention_reference(query, keys, values, prompts, scales)
-    alone = Queries(table, int32(1), int32(0, 1), int32(20))
-    assert torch.equal(decode_attention_reference(query[3:], keys, values, alone, scales)[0], found[3])
-    shorter = alone._replace(lengths=int32(18))
-    assert torch.equal(decode_attention_reference(query[1:2], keys, values, shorter, scales)[0], found[1])
+@pytest.mark.parametrize(("partition", "group"), [(4096, 4), (1056, 8), (1024, 3), (32, 1)])
+def test_every_new_token_sees_each_key_before_it_once(partition: int, group: int) -> None:
+    """Whole prompts, ends of cached ones, and requests that another kernel decodes."""
+    spans = [Span(0, 700, 700), Span(700, 1, 33), Span(701, 0, 2000), Span(701, 70, 2125), Span(771, 129, 129)]
+    found: dict[int, list[int]] = {}
+    made = batches(spans, group, 4096, torch.device("cpu"), partition)
+    for batch in made:
+        assert batch.lengths.tolist() == [span.keys for span in spans]
+        found |= every_key_once(spans, batch, partition, group)
+    for row, tokens, keys in spans:
+        for token in range(tokens):
+            assert sorted(found.pop(row + token)) == list(range(keys - tokens + token + 1)), (row, token)
+    assert not found
+
+
+def test_work_that_would_take_too_much_memory_is_cut_between_sequences() -> None:
+    spans = [Span(0, 10, 40_000), Span(10, 10, 30_000), Span(20, 10, 30_000)]
+    made = batches(spans, 4, 131_072, torch.device("cpu"))
+    assert [batch.pairs[:, 0].unique().tolist() for batch in made] == [[0], [1, 2]]
+    with pytest.raises(AssertionError, match="longest request"):
+        batches(spans, 4, 39_999, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("longest", [1, 4096, 4097, 12_288, 16_384, 16_385, 40_960, 131_072])

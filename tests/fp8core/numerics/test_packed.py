@@ -78,7 +78,8 @@ def test_what_the_kernel_is_told_is_the_pack() -> None:
     q, k, v = head_codes(qkv, layout, SCALES)
     keys, values = (codes.view(-1, PAGE, *codes.shape[1:]) for codes in (k, v))
     each = torch.arange(sequences.tokens + 1, dtype=torch.int32)
-    queries = Queries(pack.pages, pack.owners, each, pack.seen)
+    seen = torch.where(sequences.valid, sequences.offsets + 1, 0).int()
+    queries = Queries(pack.pages[sequences.owners], each, seen)
     scales = tuple(torch.tensor(scale) for scale in vars(SCALES).values())
     found = decode_attention_reference(q, keys, values, queries, scales).flatten(1)
     expected = FORMS["fp8"][0](qkv, layout, pack, SCALES)
@@ -98,11 +99,12 @@ class Kernels:
             monkeypatch.setattr(packed, name, getattr(attention, name))
         monkeypatch.setattr(attention, "_flash_attention", self.flash)
         monkeypatch.setattr(attention, "_flash_attention_backward", self.flash_backward)
-        monkeypatch.setattr(attention, "_decode_attention", lambda *shape: self.decode)
+        monkeypatch.setattr(attention, "_sequence_attention", lambda *shape: self.sequence)
 
     def flash(self, heads: Heads, pack: DevicePack) -> tuple[torch.Tensor, torch.Tensor]:
         self.calls["flash"] += 1
-        return self.softmax(heads, pack), torch.zeros(heads[0].shape[1], len(heads[0]))
+        self.attended = self.softmax(heads, pack)
+        return self.attended, torch.zeros(heads[0].shape[1], len(heads[0]))
 
     def flash_backward(
         self, grad: torch.Tensor, heads: Heads, saved: tuple[torch.Tensor, ...], pack: DevicePack
@@ -111,13 +113,21 @@ class Kernels:
         leaves = [x.detach().requires_grad_() for x in heads]
         with torch.enable_grad():
             out = self.softmax((leaves[0], leaves[1], leaves[2]), pack)
-        assert torch.equal(saved[0].view(out.shape), out)
+        assert torch.equal(saved[0].view(out.shape), self.attended)
         q, k, v = torch.autograd.grad(out, leaves, grad.view(out.shape))
         return q, k, v
 
-    def decode(self, query, keys, values, queries: Queries, scales, out: torch.Tensor) -> None:
-        self.calls["decode"] += 1
-        out.copy_(decode_attention_reference(query, keys, values, queries, scales))
+    def sequence(self, query, keys, values, pages, work, scales, out, logsumexp) -> None:
+        self.calls["sequence"] += 1
+        for batch in work:
+            for pair, row, seen, tokens in batch.work.tolist():
+                lengths = torch.arange(seen, seen + tokens, dtype=torch.int32)
+                each = torch.arange(tokens + 1, dtype=torch.int32)
+                queries = Queries(pages[batch.pairs[pair, 0]].expand(tokens, -1), each, lengths)
+                own = slice(row, row + tokens)
+                out[own] = decode_attention_reference(query[own], keys, values, queries, scales).bfloat16()
+                logsumexp[:, own] = 0.0
+        self.attended = out
 
     @staticmethod
     def softmax(heads: Heads, pack: DevicePack) -> torch.Tensor:
@@ -154,7 +164,7 @@ def gradient(name: str, qkv: torch.Tensor, kept: KeptAttention | None) -> tuple[
 
 @pytest.mark.parametrize(
     ("name", "calls"),
-    [("bf16", {"flash": 1, "flash backward": 1}), ("fp8", {"decode": 1, "flash": 1, "flash backward": 1})],
+    [("bf16", {"flash": 1, "flash backward": 1}), ("fp8", {"sequence": 1, "flash backward": 1})],
 )
 def test_kernels_compute_a_kept_result_once(name: str, calls: dict[str, int], kernels: Kernels) -> None:
     qkv = 8 * drawn(PACK.sequences, WIDE)

@@ -1,0 +1,125 @@
+"""CUDA C++ kernels, compiled when they are first used and launched on torch's current stream.
+
+NVRTC, which torch ships, compiles them: no build step, no compiler on the machine. Only the libraries' documented C
+interfaces are called. A launch can be captured in a CUDA graph.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_FOLDER = Path(__file__).parent
+
+
+class CudaError(RuntimeError):
+    """A call of NVRTC or of the driver failed; the message names it, and holds the compiler's log if there is one."""
+
+
+class Kernel:
+    """One function of one compiled source, on the device that was current when it was made."""
+
+    def __init__(self, name: str, kernel: str, definitions: tuple[tuple[str, int], ...], shared: int) -> None:
+        """Compile and load.
+
+        Args:
+            name: of the source: CUDA C++ with `extern "C"` kernels, behind attention.cuh.
+            kernel: its name there.
+            definitions: macros.
+            shared: bytes of dynamic shared memory of a block.
+
+        Raises:
+            CudaError: the source does not compile for this device, or the driver does not load it.
+        """
+        torch.cuda.synchronize()  # Makes torch's context, for the driver to find.
+        major, minor = torch.cuda.get_device_capability()
+        options = [f"-D{key}={value}" for key, value in definitions] + [f"--gpu-architecture=sm_{major}{minor}a"]
+        image = _compile(name, options)
+        self._module = ctypes.c_void_p()
+        _driver("cuModuleLoadData", ctypes.byref(self._module), image)
+        self._function = ctypes.c_void_p()
+        _driver("cuModuleGetFunction", ctypes.byref(self._function), self._module, kernel.encode())
+        self._shared = shared
+        _driver("cuFuncSetAttribute", self._function, _MAX_DYNAMIC_SHARED, shared)
+
+    def launch(self, grid: Sequence[int], threads: int, arguments: Sequence[Tensor | int | float]) -> None:
+        """Launch on the current stream.
+
+        Args:
+            grid: blocks along x, y and z.
+            threads: of a block.
+            arguments: in the kernel's order; a tensor is its address, an int 64 bits, a float 32 bits.
+        """
+        values = [_c_value(argument) for argument in arguments]
+        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        _driver("cuLaunchKernel", self._function, *grid, threads, 1, 1, self._shared, stream, pointers, None)
+
+
+@cache
+def cuda_kernel(
+    name: str, kernel: str, definitions: tuple[tuple[str, int], ...], shared: int, device: torch.device
+) -> Kernel:
+    """The kernel for a device, compiled once per process."""
+    with torch.cuda.device(device):
+        return Kernel(name, kernel, definitions, shared)
+
+
+def _c_value(argument: Tensor | int | float) -> ctypes.c_void_p | ctypes.c_longlong | ctypes.c_float:
+    if isinstance(argument, Tensor):
+        return ctypes.c_void_p(argument.data_ptr())
+    return ctypes.c_float(argument) if isinstance(argument, float) else ctypes.c_longlong(argument)
+
+
+def source(name: str) -> str:
+    """CUDA C++ of the kernels `name`, with what they share."""
+    shared, own = (_FOLDER / "attention.cuh").read_text(), (_FOLDER / f"{name}.cu").read_text()
+    return f'{shared}#line 1 "{name}.cu"\n{own}'
+
+
+def _compile(name: str, options: Sequence[str]) -> bytes:
+    program = ctypes.c_void_p()
+    text = source(name).encode()
+    _nvrtc("nvrtcCreateProgram", ctypes.byref(program), text, f"{name}.cu".encode(), 0, None, None)
+    encoded = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+    try:
+        _nvrtc("nvrtcCompileProgram", program, len(options), encoded)
+    except CudaError as error:
+        raise CudaError(f"{error}\n{_text(program, 'nvrtcGetProgramLogSize', 'nvrtcGetProgramLog').decode()}") from None
+    return _text(program, "nvrtcGetCUBINSize", "nvrtcGetCUBIN")
+
+
+def _text(program: ctypes.c_void_p, size_of: str, get: str) -> bytes:
+    size = ctypes.c_size_t()
+    _nvrtc(size_of, program, ctypes.byref(size))
+    content = ctypes.create_string_buffer(size.value)
+    _nvrtc(get, program, content)
+    return content.raw
+
+
+def _nvrtc(function: str, *arguments: Any) -> None:
+    result = getattr(_nvrtc_library(), function)(*arguments)
+    if result:
+        raise CudaError(f"{function} returned {result}")
+
+
+def _driver(function: str, *arguments: Any) -> None:
+    result = getattr(_driver_library(), function)(*arguments)
+    if result:
+        raise CudaError(f"{function} returned {result}")
+
+
+@cache
+def _nvrtc_library() -> ctypes.CDLL:
+    assert torch.version.cuda is not None, "this torch was built without CUDA"
+    return ctypes.CDLL(f"libnvrtc.so.{torch.version.cuda.partition('.')[0]}")
+
+
+@cache
+def _driver_library() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")

@@ -1,0 +1,105 @@
+"""Attention of single tokens over a paged FP8 cache on Hopper, in the formats of the contract.
+
+FlashAttention 3 decodes from an FP8 cache at little more than half of the memory's bandwidth, because FP8 tensor cores
+want V transposed. Decoding is bound by memory, so the kernel widens codes to FP16 instead, which is exact, and
+multiplies with FP32 accumulation. It computes as the contract requires: Q, K, V and P are E4M3, P is scaled by 256
+(`numerics.attention.decode_attention_reference`).
+
+Nothing depends on the batch: keys are split by their position alone, and parts are merged in their order. So a token
+attends alike whether it is decoded, part of a prompt, or part of a sequence that is scored (`sequence_attention`).
+"""
+
+import torch
+from torch import Tensor
+
+from fp8core.kernels.cuda import cuda_kernel
+from fp8core.numerics.attention import HEAD_DIM, LARGEST_GROUP, Queries
+
+_SHORTEST_PARTITION, _MOST_PARTITIONS = 4096, 4
+_WARPS, _TILE = 4, 32
+_TILE_BYTES = _TILE * 2 * HEAD_DIM
+
+
+class DecodeAttention:
+    """The kernel with its workspace, for one shape of model on one device.
+
+    The workspace is shared by all calls, which must be on one stream.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        shape: torch.Size,
+        strides: tuple[int, ...],
+        group: int,
+        longest: int,
+        queries: int,
+        partition: int | None = None,
+        resident: int = 3,
+        stages: int = 2,
+    ) -> None:
+        """Compile, and take the workspace.
+
+        Args:
+            device: a GPU of compute capability 8.9 or higher.
+            shape: of the keys, and of the values: [blocks, page, kv_heads, 128]; a page is a multiple of 16.
+            strides: of both; the last is 1.
+            group: query heads per KV head, at most `LARGEST_GROUP`.
+            longest: keys of the longest sequence.
+            queries: that are computed at once, which the workspace grows with; of more, as many at a time.
+            partition: keys that one block of threads goes through, a multiple of 32; None takes what suits `longest`.
+                It decides the order of sums.
+            resident: blocks of one multiprocessor that registers are shared out for.
+            stages: tiles of 32 keys that a warp has in shared memory.
+        """
+        _, page, kv_heads, head_dim = shape
+        assert 1 <= group <= LARGEST_GROUP, group
+        assert page % 16 == 0, page
+        assert (head_dim, strides[-1]) == (HEAD_DIM, 1), (shape, strides)
+        partition = partition or partition_of(longest)
+        self._strides, self.kv_heads, self.partitions = strides, kv_heads, -(-longest // partition)
+        names = ("BLOCK_STRIDE", "KEY_STRIDE", "HEAD_STRIDE")
+        definitions = {"GROUP": group, "PAGE": page, "PARTITION": partition}
+        definitions |= {"RESIDENT": resident, "STAGES": stages}
+        definitions |= dict(zip(names, self._strides[:3], strict=True))
+        queue = _WARPS * stages * _TILE_BYTES
+        self._kernel = cuda_kernel("decode_attention", "decode_attention", tuple(definitions.items()), queue, device)
+        self._at_once = queries
+        size = queries * kv_heads * self.partitions * group * (HEAD_DIM + 2) if self.partitions > 1 else 1
+        self._partial = torch.empty(size, dtype=torch.float32, device=device)
+        self._arrived = torch.zeros(queries * kv_heads, dtype=torch.int32, device=device)
+
+    def __call__(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        queries: Queries,
+        scales: tuple[Tensor, Tensor, Tensor],
+        out: Tensor,
+    ) -> None:
+        """Write the attention of the queries to their rows of `out`; the other rows stay.
+
+        Args:
+            query: E4M3 [tokens, heads, 128].
+            keys: E4M3 [blocks, page, kv_heads, 128] of the strides that were given.
+            values: likewise.
+            queries: which tokens, and what they see.
+            scales: of Q, K and V, FP32 scalars on the device: value = code * scale.
+            out: BF16 [tokens, heads, 128].
+        """
+        assert keys.stride() == values.stride() == self._strides
+        assert query.stride()[1:] == (HEAD_DIM, 1)
+        for first in range(0, len(queries.lengths), self._at_once):
+            table, starts, lengths = (each[first:] for each in queries)
+            count = min(self._at_once, len(lengths))
+            arguments = (
+                *(query, query.stride(0), keys, values, table, table.stride(0), starts, lengths, *scales),
+                *(HEAD_DIM**-0.5, out, out.stride(0), self._partial, self._arrived),
+            )
+            self._kernel.launch((self.kv_heads, count, self.partitions), 32 * _WARPS, arguments)
+
+
+def partition_of(longest: int) -> int:
+    """Keys of a partition: few partitions, since most of them are empty when most requests are short."""
+    return max(_SHORTEST_PARTITION, -(-longest // (_MOST_PARTITIONS * _TILE)) * _TILE)
