@@ -8,12 +8,15 @@ multiplies with FP32 accumulation. It computes as the contract requires: Q, K, V
 Nothing depends on the batch: keys are split by their position alone, and partitions are added in their order. So a
 token attends alike whether it is decoded, part of a prompt, or part of a sequence that is scored (`token_queries`).
 
-The kernel is CUDA C++, compiled when it is first used (NVRTC, which torch ships) and launched on torch's current
-stream. Only the libraries' documented C interfaces are called: no build step, no compiler on the machine. A launch can
-be captured in a CUDA graph.
+The kernel is CUDA C++, compiled when it is first used (NVRTC, which torch ships), kept for later processes
+(`kept_folder`), and launched on torch's current stream. Only the libraries' documented C interfaces are called: no
+build step, no compiler on the machine. A launch can be captured in a CUDA graph.
 """
 
 import ctypes
+import hashlib
+import os
+import secrets
 from collections.abc import Sequence
 from functools import cache, lru_cache
 from pathlib import Path
@@ -225,7 +228,7 @@ class Kernel:
         torch.cuda.synchronize()  # Makes torch's context, for the driver to find.
         major, minor = torch.cuda.get_device_capability()
         options = [f"-D{key}={value}" for key, value in definitions] + [f"--gpu-architecture=sm_{major}{minor}a"]
-        image = _compile(source, options)
+        image = kept_image(kept_folder(), source, options)
         self._module = ctypes.c_void_p()
         _driver("cuModuleLoadData", ctypes.byref(self._module), image)
         self._function = ctypes.c_void_p()
@@ -258,6 +261,38 @@ def _c_value(argument: Tensor | int | float) -> ctypes.c_void_p | ctypes.c_longl
     if isinstance(argument, Tensor):
         return ctypes.c_void_p(argument.data_ptr())
     return ctypes.c_float(argument) if isinstance(argument, float) else ctypes.c_longlong(argument)
+
+
+def kept_folder() -> Path:
+    """The user's compiled kernels of this module, each by what it was compiled from."""
+    return Path.home() / ".cache" / "fp8-grpo" / "kernels"
+
+
+def kept_image(folder: Path, source: Path, options: Sequence[str]) -> bytes:
+    """The machine code of a source, from a file of the folder or else from NVRTC, whose version is part of the name.
+
+    A file is renamed when it is whole, so that another process never reads a part of it.
+    """
+    described = [source.read_bytes(), nvrtc_version().encode(), *(option.encode() for option in options)]
+    # A digest of each, so that no two lists run together.
+    digest = hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in described)).hexdigest()
+    path = folder / f"{source.stem}-{digest[:32]}.cubin"
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        image = _compile(source, options)
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder.parent / f".{path.name}-{secrets.token_hex(8)}"
+    partial.write_bytes(image)
+    os.replace(partial, path)
+    return image
+
+
+def nvrtc_version() -> str:
+    """Of the compiler in this process."""
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    _nvrtc("nvrtcVersion", ctypes.byref(major), ctypes.byref(minor))
+    return f"{major.value}.{minor.value}"
 
 
 def _compile(source: Path, options: Sequence[str]) -> bytes:

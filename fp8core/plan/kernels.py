@@ -63,12 +63,13 @@ class Tiling(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """One product whose computation compiles one kernel."""
+    """One product whose computation compiles one kernel, that of the tiling."""
 
     operands: Operands
     outputs: int
     contraction: int
     rows: int
+    tiling: Tiling
 
 
 def linear_shapes(arch: Architecture) -> list[tuple[int, int]]:
@@ -92,7 +93,7 @@ def samples(products: Iterable[Product], processors: int) -> list[Sample]:
         for tiling, rows in kernels(product, processors).items():
             key = (product.operands, product.outputs, product.contraction, tiling)
             found[key] = min(rows, found.get(key, rows))
-    return [Sample(operands, outputs, depth, rows) for (operands, outputs, depth, _), rows in found.items()]
+    return [Sample(operands, outputs, depth, rows, tile) for (operands, outputs, depth, tile), rows in found.items()]
 
 
 def kernels(product: Product, processors: int) -> dict[Tiling, int]:
