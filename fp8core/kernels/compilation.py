@@ -8,6 +8,7 @@ two processes that compile the same kernel do no harm.
 
 import hashlib
 import os
+import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -50,20 +51,22 @@ class Job(NamedTuple):
     """One part of the work, in any process.
 
     Attributes:
-        name: unique; with libraries and GPU it says what is compiled.
+        name: in words.
+        about: the rest of what decides which kernels it compiles, besides libraries and GPU.
         folder: where most of its kernels are kept, and a mark that it was done.
         work: computes on the GPU whatever needs the kernels.
         arguments: of `work`.
     """
 
     name: str
+    about: str
     folder: Path
     work: Callable[..., None]
     arguments: tuple[Any, ...]
 
     def mark(self, versions: str) -> Path:
         """The file that exists once it was done with these versions; gone with the folder."""
-        digest = hashlib.sha256(f"{versions}\n{self.name}".encode()).hexdigest()
+        digest = hashlib.sha256("\n".join([versions, self.name, self.about]).encode()).hexdigest()
         return self.folder / _MARKS / digest
 
 
@@ -81,19 +84,28 @@ def run_jobs(jobs: Sequence[Job], versions: str, progress: Callable[[int, int], 
     processes = min(len(jobs), len(os.sched_getaffinity(0)), _MOST_PROCESSES)
     with ProcessPoolExecutor(processes, get_context("spawn"), _begin) as pool:
         running: dict[Future[None], Job] = {pool.submit(job.work, *job.arguments): job for job in jobs}
-        for done, future in enumerate(as_completed(running), 1):
-            job = running[future]
-            try:
-                future.result()
-            except Exception as error:
-                pool.shutdown(wait=True, cancel_futures=True)
-                lost = isinstance(error, BrokenProcessPool)
-                reason = "a process was killed" if lost else f"{type(error).__name__}: {first_line(error)}"
-                raise UserError(f"compiling the kernels of {job.name}: {reason}") from error
-            mark = job.mark(versions)
-            mark.parent.mkdir(parents=True, exist_ok=True)
-            mark.touch()
-            progress(done, len(running))
+        progress(0, len(running))
+        try:
+            for done, future in enumerate(as_completed(running), 1):
+                _finish(running[future], future, versions)
+                progress(done, len(running))
+        finally:
+            # After a failure or Ctrl-C, what has not begun never does.
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _finish(job: Job, future: "Future[None]", versions: str) -> None:
+    """Mark a job as done. Raises UserError: it failed."""
+    try:
+        future.result()
+    except BrokenProcessPool as error:
+        raise UserError(f"compiling the kernels of {job.name}: a process was killed") from error
+    except Exception as error:
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise UserError(f"compiling the kernels of {job.name}: {reason}") from error
+    mark = job.mark(versions)
+    mark.parent.mkdir(parents=True, exist_ok=True)
+    mark.touch()
 
 
 def multiply(sample: Sample, device: str = "cuda") -> None:
@@ -124,6 +136,7 @@ def release_memory() -> None:
 
 def _begin() -> None:
     follow_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is our parent's.
     torch.set_num_threads(1)
 
 

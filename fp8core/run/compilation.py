@@ -65,6 +65,15 @@ class Compiled(NamedTuple):
     kernels: int
     seconds: float
 
+    def __str__(self) -> str:
+        if not self.jobs:
+            return "nothing is compiled for a GPU"
+        if not self.done:
+            return f"all kernels are there: {self.jobs} jobs were done before"
+        before = self.jobs - self.done
+        others = f"; {before} of {self.jobs} jobs were done before" if before else ""
+        return f"{self.kernels} kernels compiled in {self.seconds:.1f} s{others}"
+
 
 def compile_kernels(
     config: RunConfig, platform: str, folders: KernelFolders, progress: Callable[[int, int], None]
@@ -132,20 +141,20 @@ def _ends(product: Product) -> Product:
 def _product_job(sample: Sample, folders: KernelFolders) -> Job:
     operands, outputs, contraction, rows, _ = sample
     name = f"a product of {rows} x {contraction} with {outputs} x {contraction} in {operands}"
-    return Job(name, folders.deep_gemm, multiply, (sample,))
+    return Job(name, "", folders.deep_gemm, multiply, (sample,))
 
 
 def _operation_jobs(config: RunConfig, arch: Architecture, folders: KernelFolders) -> Iterator[Job]:
     """Kernels that depend on a number of tokens in other ways than by a pack's length."""
     entry, packs = engine_entry(config), trainer_of(config.training).packs(config, arch)
-    about = f"({arch}, {current_code()})"
+    about = f"{arch} {config.precision.scale_rule} {current_code()}"
     if entry.gpus(config) and entry.arithmetic(config) == "packed":
         for rows in _ENGINE_ROWS:
-            name, rule = f"the engine's layers with {rows} tokens {about}", config.precision.scale_rule
-            yield Job(name, folders.triton, decode, (arch, rows, rule))
+            name, arguments = f"the engine with {rows} tokens", (arch, rows, config.precision.scale_rule)
+            yield Job(name, about, folders.triton, decode, arguments)
     if packs:
-        name = f"gradients of packs of {packs[0]} to {packs[-1]} tokens {about}"
-        yield Job(name, folders.triton, sweep_gradients, (arch, packs))
+        name = f"gradients of packs of {packs[0]} to {packs[-1]} tokens"
+        yield Job(name, about, folders.triton, sweep_gradients, (arch, packs))
 
 
 def _trainer_jobs(config: RunConfig, arch: Architecture, folders: KernelFolders) -> Iterator[Job]:
@@ -154,10 +163,11 @@ def _trainer_jobs(config: RunConfig, arch: Architecture, folders: KernelFolders)
     if not packs:
         return
     read = {"precision", "training", "calibration", "rollout", "data"}
-    about = f"({arch}, {config.model_dump_json(include=read)}, {current_code()})"
+    about = f"{arch} {config.model_dump_json(include=read)} {current_code()}"
     ends = tuple(dict.fromkeys((packs[0], packs[-1])))
     for work in (score, learn) if config.warm_start is None else (score, learn, warm_up):
-        yield Job(f"the trainer, {work.__name__} {about}", folders.triton, work, (config, arch, ends))
+        name = f"the trainer ({work.__name__}, packs of {' and '.join(map(str, ends))} tokens)"
+        yield Job(name, about, folders.triton, work, (config, arch, ends))
 
 
 def decode(arch: Architecture, rows: int, rule: ScaleRule, device: str = "cuda") -> None:

@@ -25,14 +25,14 @@ def end(_):
 
 
 def jobs(folder, *works):
-    return [Job(f"job {i}", folder / "kernels", work, arguments) for i, (work, *arguments) in enumerate(works)]
+    return [Job(f"job {i}", "", folder / "kernels", work, arguments) for i, (work, *arguments) in enumerate(works)]
 
 
 def test_jobs_are_done_once_with_the_same_versions_and_again_where_the_kernels_are_gone(tmp_path):
     planned = jobs(tmp_path, *((write, tmp_path / f"{i}", "done") for i in range(2)))
     heard = []
     run_jobs(planned, VERSIONS, lambda *done: heard.append(done))
-    assert heard == [(1, 2), (2, 2)]
+    assert heard == [(0, 2), (1, 2), (2, 2)]
     assert [(tmp_path / f"{i}").read_text() for i in range(2)] == ["done"] * 2
     assert missing_jobs(planned, VERSIONS) == []
     assert missing_jobs(planned, "torch 2, GPU") == planned
