@@ -12,7 +12,7 @@ from flows.launch import say
 
 def add_command(commands: Any) -> None:
     """Declare the command on the parser's subcommands."""
-    parser = commands.add_parser("compile", help="compile the kernels that a training needs, on all processors")
+    parser = commands.add_parser("compile", help="compile a training's kernels")
     add_config(parser)
     parser.set_defaults(command=compile_config)
 

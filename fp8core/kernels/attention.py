@@ -8,9 +8,9 @@ multiplies with FP32 accumulation. It computes as the contract requires: Q, K, V
 Nothing depends on the batch: keys are split by their position alone, and partitions are added in their order. So a
 token attends alike whether it is decoded, part of a prompt, or part of a sequence that is scored (`token_queries`).
 
-The kernel is CUDA C++, compiled when it is first used (NVRTC, which torch ships), kept for later processes
-(`kept_folder`), and launched on torch's current stream. Only the libraries' documented C interfaces are called: no
-build step, no compiler on the machine. A launch can be captured in a CUDA graph.
+The kernel is CUDA C++. NVRTC, which torch ships, compiles it when it is first used; the result is kept for later
+processes (`kept_folder`). It is launched on torch's current stream. Only the libraries' documented C interfaces are
+called: no build step, no compiler on the machine. A launch can be captured in a CUDA graph.
 """
 
 import ctypes
@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8core.errors import UserError
 from fp8core.numerics.attention import HEAD_DIM, LARGEST_GROUP, Bf16Attention, Queries
 from fp8core.numerics.fused import HeadLayout, Heads, head_codes, head_gradients, head_values, heads_of
 from fp8core.numerics.kv_scales import LayerScales
@@ -278,14 +279,14 @@ def kept_image(folder: Path, source: Path, options: Sequence[str]) -> bytes:
     digest = hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in described)).hexdigest()
     path = folder / f"{source.stem}-{digest[:32]}.cubin"
     try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            partial = folder.parent / f".{path.name}-{secrets.token_hex(8)}"
+            partial.write_bytes(_compile(source, options))
+            os.replace(partial, path)
         return path.read_bytes()
-    except FileNotFoundError:
-        image = _compile(source, options)
-    folder.mkdir(parents=True, exist_ok=True)
-    partial = folder.parent / f".{path.name}-{secrets.token_hex(8)}"
-    partial.write_bytes(image)
-    os.replace(partial, path)
-    return image
+    except OSError as error:
+        raise UserError(f"{folder}: kernels cannot be kept there: {error.strerror}") from error
 
 
 def nvrtc_version() -> str:

@@ -1,9 +1,9 @@
 """Compile kernels in parallel, and count those that are kept.
 
-DeepGEMM, Triton and `kernels.attention` each compile a kernel in the process that first needs it, one after the other,
-and keep it in a folder for all later processes. DeepGEMM holds Python's lock meanwhile, so threads would not help. Each
-job here is some work on the GPU in a process of its own, which fills the folders. They are filled by atomic renames:
-two processes that compile the same kernel do no harm.
+DeepGEMM, Triton and `kernels.attention` each compile a kernel in the process that first needs it. They keep it in a
+folder for all later processes. DeepGEMM holds Python's lock meanwhile, so threads would not help. Each job here is some
+work on the GPU in a process of its own, which fills the folders. They are filled by atomic renames: two processes that
+compile the same kernel do no harm.
 """
 
 import hashlib
@@ -43,7 +43,7 @@ class KernelFolders:
     own: Path
 
     def count(self) -> int:
-        """Kernels that are kept: three lists of names, of which none is opened."""
+        """Results of compilers that are kept, Triton's launchers among them: three lists of names, no file is read."""
         return sum(map(_entries, (self.deep_gemm / "cache", self.triton, self.own)))
 
 
@@ -104,8 +104,11 @@ def _finish(job: Job, future: "Future[None]", versions: str) -> None:
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise UserError(f"compiling the kernels of {job.name}: {reason}") from error
     mark = job.mark(versions)
-    mark.parent.mkdir(parents=True, exist_ok=True)
-    mark.touch()
+    try:
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+    except OSError as error:
+        raise UserError(f"{mark.parent}: kernels cannot be kept there: {error.strerror}") from error
 
 
 def multiply(sample: Sample, device: str = "cuda") -> None:
@@ -142,6 +145,6 @@ def _begin() -> None:
 
 def _entries(folder: Path) -> int:
     try:
-        return len(os.listdir(folder))
+        return len(set(os.listdir(folder)) - {_MARKS})
     except FileNotFoundError:
         return 0

@@ -1,8 +1,8 @@
 """The kernels of a training, compiled before it begins: `fp8-grpo compile`, and what `fp8-grpo run` does first.
 
-Products by DeepGEMM are planned from shapes (`plan.kernels`). The kernels of the packed trainer are compiled by that
-trainer itself, with a model of the same widths, few layers and few tokens of vocabulary, on the shortest and on the
-longest pack. What vLLM compiles as it starts (`torch.compile`, CUDA graphs) it keeps itself.
+Products by DeepGEMM are planned from shapes (`plan.kernels`). The packed trainer compiles its own
+kernels, on the shortest and on the longest pack. Its model has the same widths, few layers and a small vocabulary.
+vLLM keeps by itself the results of its start (`torch.compile`).
 """
 
 import time
@@ -51,7 +51,7 @@ _RATE = 1e-4
 
 
 class Compiled(NamedTuple):
-    """What was done.
+    """Numbers of a compilation.
 
     Attributes:
         jobs: in all.

@@ -56,7 +56,8 @@ def test_kernels_are_counted_in_all_folders_whether_they_exist_or_not(tmp_path):
     folders = KernelFolders(tmp_path / "deep_gemm", tmp_path / "triton", tmp_path / "own")
     assert folders.count() == 0
     # While DeepGEMM compiles, it writes beside the kernels.
-    for name in ("deep_gemm/cache/kernel.a", "deep_gemm/cache/kernel.b", "deep_gemm/tmp/x", "triton/A", "own"):
+    others = ("deep_gemm/tmp/x", "triton/fp8-grpo")
+    for name in ("deep_gemm/cache/kernel.a", "deep_gemm/cache/kernel.b", "triton/A", "own", *others):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "own" / "decode.cubin").touch()
     assert folders.count() == 4
@@ -84,6 +85,18 @@ def test_a_job_multiplies_operands_of_the_sampled_shape(monkeypatch, operands):
     assert (x.shape, weight.shape, by_row.shape, by_tile.shape) == ((19, 384), (256, 384), (19, 3), (2, 3))
     assert (x.dtype, weight.dtype) == (torch.float8_e4m3fn,) * 2
     assert by_row.stride() == (1, 20)
+
+
+def test_a_folder_that_takes_no_files_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(attention, "_compile", lambda *_: b"code")
+    monkeypatch.setattr(attention, "nvrtc_version", lambda: "13.0")
+    source = tmp_path / "kernel.cu"
+    source.touch()
+    with pytest.raises(UserError, match=f"^{source}/kernels: kernels cannot be kept there: "):
+        attention.kept_image(source / "kernels", source, [])
+    (job,) = jobs(tmp_path, (int, 0))
+    with pytest.raises(UserError, match=f"^{source}/fp8-grpo: kernels cannot be kept there: "):
+        run_jobs([job._replace(folder=source)], VERSIONS, lambda *_: None)
 
 
 def test_machine_code_is_kept_by_source_options_and_compiler(tmp_path, monkeypatch):
