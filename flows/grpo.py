@@ -16,7 +16,7 @@ from prefect.exceptions import Pause
 from prefect.states import Paused, Suspended
 from pydantic import Field
 
-from flows.environment import bound_mlflow_requests, set_engine_variables
+from flows.environment import bound_mlflow_requests, kernel_folders, set_engine_variables
 from flows.orchestration import PrefectArtifacts, PrefectExecution, T, artifact_client, failed, show_logs_escaped
 from flows.run_lookup import load_settings
 from flows.termination import Interrupt, StopRequest, keep_interrupt, stop_on_sigterm
@@ -25,15 +25,18 @@ from flows.tracking.record import Guardian
 from flows.tracking.session import Session, follow_ledger, open_session
 from flows.tracking.store import quiet_store_logs, ui_command
 from fp8core.alignment.bounds import stop_bounds
+from fp8core.config.capability import this_platform
 from fp8core.config.load import merged_overrides
 from fp8core.config.run import RUN_NAME, RunConfig
 from fp8core.errors import UserError, printable
+from fp8core.kernels.compilation import KernelFolders
 from fp8core.report.charts import training_charts
 from fp8core.report.console import SAMPLE_EVERY, Console, StyleAccuracy
 from fp8core.report.drawing import draw_png
 from fp8core.report.summary import CURVES, StepTiming, Summary, summarise
 from fp8core.run import loop
 from fp8core.run.commit import step_metrics, stored_manifest
+from fp8core.run.compilation import HOPPER, compile_kernels
 from fp8core.run.context import RunContext
 from fp8core.run.execute import Interval, StepError, TaskResult
 from fp8core.run.loop import BoundError, TrainingPaused, next_step, save_last
@@ -86,10 +89,11 @@ def train(config: RunConfig, *, new_code: bool = False) -> Summary:
     """Train from the run's current step to its last step, or to the step in which SIGTERM comes."""
     console, name = Console(sys.stdout, config.steps), run_name(config)
     set_engine_variables(config)
+    kernels = compile_first(config, console)
     with (
         Guardian(config.runs / name, config.tracking.uri),
         artifact_client() as client,
-        open_session(config, name, console, new_code=new_code) as session,
+        open_session(config, name, console, new_code=new_code, kernels=kernels) as session,
         keep_interrupt() as interrupt,
         stop_on_sigterm() as stop,
     ):
@@ -97,6 +101,21 @@ def train(config: RunConfig, *, new_code: bool = False) -> Summary:
         session.publisher.add(artifacts)
         loop.train(session.run, FlowExecution(session, artifacts, interrupt, stop))
         return finish(session, console)
+
+
+def compile_first(config: RunConfig, console: Console) -> KernelFolders | None:
+    """Compile the kernels that are missing, and say how long it took; returns where they are kept.
+
+    None where nothing is compiled ahead: on the nodes of a cluster of the user's own, and on other GPUs than Hopper.
+    """
+    platform = this_platform()
+    if config.cluster.address is not None or platform != HOPPER:
+        return None
+    folders = kernel_folders()
+    compiled = compile_kernels(config, platform, folders, console.compiling)
+    if compiled.done:
+        console.note(str(compiled))
+    return folders if compiled.jobs else None
 
 
 class FlowExecution(PrefectExecution):

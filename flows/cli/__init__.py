@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from flows.cli import (
     bisect,
     compare,
+    compile,
     config,
     doctor,
     evaluate,
@@ -40,6 +41,7 @@ _COMMANDS = (
     run,
     graph,
     config,
+    compile,
     doctor,
     quantise,
     bisect,

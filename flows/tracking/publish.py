@@ -11,6 +11,7 @@ from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT, MLFLOW_RUN_NOTE
 
 from flows.tracking.metric_names import (
     ACCURACY,
+    COMPILED,
     CORE,
     ERROR,
     K3,
@@ -83,9 +84,12 @@ def publish_step(run: RunContext, tracker: Tracker, index: int) -> None:
     total = sum(seconds.values())
     timings = {seconds_name(task): value for task, value in seconds.items()}
     shares = {f"time/{task}_share": value / total for task, value in seconds.items() if total > 0}
-    committed, metrics = committed_step(run, index).committed_ms, step_metrics(run, index)
+    entry, metrics = committed_step(run, index), step_metrics(run, index)
+    committed = entry.committed_ms
     ran = [(task.started, task.started + task.seconds) for task in run.directory.ledger.tasks(index).values()]
     quick = speed(ran, committed / 1000, metrics) if index > START else {}
+    if entry.compiled is not None:
+        quick[COMPILED] = entry.compiled
     head = {CHAIN_HEAD: str(Head.of(manifest))}
     tracker.log_step(index, {**shown_metrics({**metrics, **shares}), **timings, **quick}, committed, head)
     tracker.log_text(manifest.model_dump_json(indent=2) + "\n", f"manifests/{index:05d}.json")

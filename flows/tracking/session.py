@@ -32,6 +32,7 @@ from flows.tracking.store import (
 from flows.tracking.tracker import Tracker, ahead_of
 from fp8core.config.run import RunConfig
 from fp8core.errors import UserError, without_passwords
+from fp8core.kernels.compilation import KernelFolders
 from fp8core.report.console import Console
 from fp8core.report.summary import StepTiming
 from fp8core.run.context import RunContext
@@ -264,7 +265,9 @@ def follow_ledger(session: Session) -> None:
 
 
 @contextmanager
-def open_session(config: RunConfig, name: str, console: Console, *, new_code: bool = False) -> Iterator[Session]:
+def open_session(
+    config: RunConfig, name: str, console: Console, *, new_code: bool = False, kernels: KernelFolders | None = None
+) -> Iterator[Session]:
     """Open a new or an existing run (arguments and errors: `opening.open_directory` and `opening.open_run`).
 
     A new run needs its tracking store from the start; one that MLflow has goes on without, and publishes later.
@@ -278,7 +281,7 @@ def open_session(config: RunConfig, name: str, console: Console, *, new_code: bo
         for line in news:
             console.note(line)
         try:
-            with open_run(config, plan, directory, console, key) as run:
+            with open_run(config, plan, directory, console, key, kernels) as run:
                 mlflow = MlflowBacklog(run, tracker, file)
                 with publishing(console, mlflow) as publisher:
                     try:

@@ -1,10 +1,14 @@
 """CUDA C++ kernels, compiled when they are first used and launched on torch's current stream.
 
-NVRTC, which torch ships, compiles them: no build step, no compiler on the machine. Only the libraries' documented C
-interfaces are called. A launch can be captured in a CUDA graph.
+NVRTC, which torch ships, compiles them: no build step, no compiler on the machine. The result is kept for later
+processes (`kept_folder`). Only the libraries' documented C interfaces are called. A launch can be captured in a CUDA
+graph.
 """
 
 import ctypes
+import hashlib
+import os
+import secrets
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -12,6 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from fp8core.errors import UserError
 
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _FOLDER = Path(__file__).parent
@@ -39,7 +45,7 @@ class Kernel:
         torch.cuda.synchronize()  # Makes torch's context, for the driver to find.
         major, minor = torch.cuda.get_device_capability()
         options = [f"-D{key}={value}" for key, value in definitions] + [f"--gpu-architecture=sm_{major}{minor}a"]
-        image = _compile(name, options)
+        image = kept_image(kept_folder(), name, options)
         self._module = ctypes.c_void_p()
         _driver("cuModuleLoadData", ctypes.byref(self._module), image)
         self._function = ctypes.c_void_p()
@@ -80,6 +86,38 @@ def source(name: str) -> str:
     """CUDA C++ of the kernels `name`, with what they share."""
     shared, own = (_FOLDER / "attention.cuh").read_text(), (_FOLDER / f"{name}.cu").read_text()
     return f'{shared}#line 1 "{name}.cu"\n{own}'
+
+
+def kept_folder() -> Path:
+    """The user's compiled kernels, each by what it was compiled from."""
+    return Path.home() / ".cache" / "fp8-grpo" / "kernels"
+
+
+def kept_image(folder: Path, name: str, options: Sequence[str]) -> bytes:
+    """The machine code of a source, from a file of the folder or else from NVRTC, whose version is part of the name.
+
+    A file is renamed when it is whole, so that another process never reads a part of it.
+    """
+    described = [source(name).encode(), nvrtc_version().encode(), *(option.encode() for option in options)]
+    # A digest of each, so that no two lists run together.
+    digest = hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in described)).hexdigest()
+    path = folder / f"{name}-{digest[:32]}.cubin"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            partial = folder.parent / f".{path.name}-{secrets.token_hex(8)}"
+            partial.write_bytes(_compile(name, options))
+            os.replace(partial, path)
+        return path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{folder}: kernels cannot be kept there: {error.strerror}") from error
+
+
+def nvrtc_version() -> str:
+    """Of the compiler in this process."""
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    _nvrtc("nvrtcVersion", ctypes.byref(major), ctypes.byref(minor))
+    return f"{major.value}.{minor.value}"
 
 
 def _compile(name: str, options: Sequence[str]) -> bytes:

@@ -63,6 +63,7 @@ class Console:
         self._heldout: float | None = None
         self._seconds = list[float]()
         self._warm_start: float | None = None
+        self._compiling: float | None = None
         roomy = self._console.width >= _ROOMY
         shown = [name for name in _COLUMNS if name != "tokens/s" or roomy]
         self._gap = "  " if roomy else " "
@@ -90,6 +91,14 @@ class Console:
                 left = f"  {_clock((steps - step) / rate)} left" if step < steps else ""
                 line += f"  {rate:.3g} steps/s{left}"
             self._console.print(line)
+
+    def compiling(self, done: int, jobs: int) -> None:
+        """Progress of compilation; called before and after every job, it prints a tenth of them."""
+        if self._compiling is None:
+            self._compiling = time.perf_counter()
+        if done == jobs or done % max(1, jobs // WARM_START_LINES) == 0:
+            seconds = time.perf_counter() - self._compiling
+            self._console.print(f"compiling  {done:>{len(str(jobs))}}/{jobs} jobs  {seconds:.0f} s")
 
     def styles(self, accuracies: Sequence[StyleAccuracy]) -> None:
         """Accuracy of each demonstration style; those below their target are warned of."""

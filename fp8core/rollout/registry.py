@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from fp8core.config.capability import Environment, Node
     from fp8core.config.run import RunConfig
     from fp8core.models.architecture import Architecture
+    from fp8core.plan.kernels import Product
     from fp8core.plan.memory import Device, EngineMemory, Machine
     from fp8core.rollout.engine import RolloutEngine
 
@@ -49,6 +50,11 @@ def host_memory(config: "RunConfig", arch: "Architecture", gpu: "Device | None")
     return EngineMemory((engine_weights(shipped_bytes(arch, config.precision)),))
 
 
+def no_products(config: "RunConfig", arch: "Architecture") -> "Iterable[Product]":
+    """An engine that multiplies with nothing that is compiled as it is needed."""
+    return ()
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineEntry:
     """An engine that `rollout.engine` can name. `name` and `build` are enough for one that computes on the host.
@@ -68,6 +74,7 @@ class EngineEntry:
         longest: tokens of the longest prompt with its completion.
         arithmetic: the operations it computes: `reference` those of the exact trainer, `packed` the kernels of the
             packed trainer, `own` others.
+        products: those of DeepGEMM on a GPU, whose kernels `fp8-grpo compile` builds.
         own_process: whether each training needs a new process, because its libraries read the environment once.
     """
 
@@ -83,6 +90,7 @@ class EngineEntry:
     usable: Callable[["Machine", "Node"], "Machine"] = lambda machine, node: machine
     longest: Callable[["RunConfig", "Architecture"], int] = lambda config, arch: arch.max_positions
     arithmetic: Callable[["RunConfig"], Arithmetic] = lambda config: "own"
+    products: Callable[["RunConfig", "Architecture"], "Iterable[Product]"] = no_products
     own_process: bool = False
 
 

@@ -41,6 +41,7 @@ def commit_step(run: RunContext, index: int) -> None:
             weights_digest=manifest.record.weights_digest,
             committed_ms=_commit_time(run, index),
             seconds=time.perf_counter() - began,
+            compiled=run.new_kernels(),
         )
     )
     RolloutShards(shard_folder(run, index)).clear()

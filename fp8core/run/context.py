@@ -14,6 +14,7 @@ from torch import Tensor
 from fp8core.config.run import RunConfig
 from fp8core.config.steps import Plan
 from fp8core.data.prompt import PromptSource
+from fp8core.kernels.compilation import KernelFolders
 from fp8core.models.architecture import Architecture
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.report.console import Console
@@ -61,6 +62,16 @@ class RunContext:
     teacher_digest: str | None = None
     loss_source: str | None = None
     """Digest of the file of a policy loss of the user's own, as the run began with it."""
+    kernels: KernelFolders | None = field(default=None, repr=False)
+    """Where kernels are kept, of a run that compiles them."""
+    kept_kernels: int = 0
+
+    def new_kernels(self) -> int | None:
+        """Kernels that are kept now and were not at the last call, whoever compiled them; None where none are."""
+        if self.kernels is None:
+            return None
+        before, self.kept_kernels = self.kept_kernels, self.kernels.count()
+        return max(0, self.kept_kernels - before)
 
     def replace_members(self) -> None:
         """Processes of the cluster are gone: place new ones, without engine and trainers (`run.start` builds them)."""

@@ -16,6 +16,7 @@ from fp8core.config.run import RunConfig, own_code, public_dump
 from fp8core.config.steps import Plan, check_pipeline, import_spec
 from fp8core.data.source import build_source, check_problems
 from fp8core.errors import UserError, without_passwords
+from fp8core.kernels.compilation import KernelFolders
 from fp8core.report.console import Console
 from fp8core.rewards.verifier import build_verifier
 from fp8core.rl.objective import Objective
@@ -174,11 +175,16 @@ def signing_key(config: RunConfig, name: str) -> SigningKey | None:
 
 @contextmanager
 def open_run(
-    config: RunConfig, plan: Plan, directory: RunDirectory, console: Console, key: SigningKey | None = None
+    config: RunConfig,
+    plan: Plan,
+    directory: RunDirectory,
+    console: Console,
+    key: SigningKey | None = None,
+    kernels: KernelFolders | None = None,
 ) -> Iterator[RunContext]:
     """Everything that is alive in a run's folder, reachable for tasks (`workers.live`) while the block lasts.
 
-    `key` signs what is committed; a replay has none.
+    `key` signs what is committed, and new files in `kernels` are counted; a replay has neither.
 
     Raises:
         UserError: the model, the data or the verifier cannot be loaded or do not fit into memory, or a row of the data
@@ -216,6 +222,8 @@ def open_run(
             cluster=cluster,
             loss_source=None if config.loss.policy in SHIPPED_LOSSES else loss_source(config.loss.policy),
             signing_key=key,
+            kernels=kernels,
+            kept_kernels=0 if kernels is None else kernels.count(),
         )
         register(run)
         torch.set_num_threads(config.threads)

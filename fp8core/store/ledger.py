@@ -70,6 +70,9 @@ class StepEntry(_Entry):
     weights_digest: Digest = Field(description="Of the policy that the step produced.")
     committed_ms: UnixMilliseconds = Field(description="Unix milliseconds.")
     seconds: Seconds = Field(0.0, description="How long its manifest took, up to this line.")
+    compiled: int | None = Field(
+        None, ge=0, description="Kernels that were compiled since the step before; null: not counted (no GPU)."
+    )
 
 
 class CheckpointEntry(_Entry):

@@ -5,7 +5,7 @@ names. `build` imports what a trainer needs: Megatron is optional, and Transform
 it is imported.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -19,6 +19,7 @@ from fp8core.config.section import MegatronConfig
 from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture
 from fp8core.models.weights import rollout_formats, training_formats
+from fp8core.plan.kernels import Product
 from fp8core.plan.memory import Machine, longest_sequence
 from fp8core.rl.objective import Objective
 from fp8core.training.megatron import requirements as megatron
@@ -53,6 +54,8 @@ class TrainerEntry:
         needs_gpu: whether a machine without a GPU cannot run the configuration.
         memory: what it holds on each GPU of a grid.
         advice: what to change where its memory does not fit.
+        products: those of DeepGEMM on a GPU, whose kernels `fp8-grpo compile` builds.
+        packs: the numbers of tokens of the packs that its own kernels may meet; none: it has none that are compiled.
     """
 
     name: str
@@ -69,6 +72,8 @@ class TrainerEntry:
     needs_gpu: Callable[[RunConfig], bool]
     memory: Callable[[TrainingConfig], TrainerMemory]
     advice: Callable[[RunConfig], str]
+    products: Callable[[RunConfig, Architecture], Iterable[Product]] = lambda *_: ()
+    packs: Callable[[RunConfig, Architecture], range] = lambda *_: range(0)
 
 
 _entries: dict[str, TrainerEntry] = {}
@@ -174,6 +179,8 @@ register_trainer(
         needs_gpu=lambda config: _on_gpu(config.training),
         memory=lambda training: packed.MEMORY if _on_gpu(training) else SHARDED,
         advice=lambda _: "train on more GPUs, or lower training.tokens_per_pass",
+        products=packed.products,
+        packs=packed.packs,
     )
 )
 

@@ -7,6 +7,7 @@ from fp8core.config.capability import Environment, Node, this_node
 from fp8core.config.run import RunConfig
 from fp8core.config.section import VllmConfig
 from fp8core.models.architecture import Architecture
+from fp8core.plan.kernels import Product, layer_products
 from fp8core.plan.memory import (
     GIB,
     CacheRoom,
@@ -30,6 +31,8 @@ from fp8core.rollout.vllm.requirements import (
 )
 from fp8core.rollout.vllm.settings import CPU_CACHE_GIB, required_environment, suggested_environment
 
+# vLLM's head has as many rows as fill this.
+_VOCABULARY_STEP = 64
 # CUDA context, activations, captured graphs. An estimate: vLLM measures its own when it starts.
 _WORKSPACE = 4_000_000_000
 # Memory that a sleeping engine leaves on its GPU: CUDA context and captured graphs. An estimate.
@@ -153,6 +156,17 @@ def _arithmetic(config: RunConfig) -> Arithmetic:
     return "packed" if config.rollout.vllm.model == "aligned" else "own"
 
 
+def _products(config: RunConfig, arch: Architecture) -> Iterator[Product]:
+    """A step has any number of tokens: those of prompts and, of each request that decodes, one."""
+    rollout = config.rollout
+    rows = range(1, max(rollout.vllm.batched_tokens, rollout.max_batch) + 1)
+    if config.precision.rollout.linear == "fp8_block":
+        yield from layer_products(arch, rows)
+    if rollout.vllm.model == "aligned":
+        padded = math.ceil(arch.vocab_size / _VOCABULARY_STEP) * _VOCABULARY_STEP
+        yield Product("bf16", padded, arch.hidden_size, rows)
+
+
 ENGINE = EngineEntry(
     name="vllm",
     config=VllmConfig,
@@ -166,5 +180,6 @@ ENGINE = EngineEntry(
     usable=_usable,
     longest=_longest,
     arithmetic=_arithmetic,
+    products=_products,
     own_process=True,
 )

@@ -133,9 +133,9 @@ def suggested_environment(threads: int, build: VllmBuild) -> dict[str, str]:
         "VLLM_LOGGING_LEVEL": "ERROR",
     }
     if build.platform == "cuda":
-        # Kernels are compiled when they are first needed, decoding's at start with its graphs: the warm-up for every
-        # number of rows takes minutes. A trainer in another process finds what the engine's has compiled, where vLLM
-        # keeps it anyway.
+        # Kernels are compiled before a run (`run.compilation`): vLLM's own warm-up, one after the other, takes minutes.
+        # Both sides find them where vLLM keeps its own anyway. nvcc compiles them: with NVRTC (DG_JIT_USE_NVRTC)
+        # DeepGEMM 2.5.0 does not compile against CUDA 13.
         kept = Path.home() / ".cache" / "vllm" / "deep_gemm"
         suggested |= {"VLLM_DEEP_GEMM_WARMUP": "skip", "DG_JIT_CACHE_DIR": str(kept)}
     if build.platform == "cpu":

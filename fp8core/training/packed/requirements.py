@@ -1,6 +1,7 @@
 """The formats that the trainer for packed sequences can compute, and its memory: decided before anything is loaded."""
 
 import math
+from collections.abc import Iterator
 
 from fp8core.config.precision import PrecisionContract
 from fp8core.config.run import RunConfig, TrainingConfig
@@ -9,7 +10,10 @@ from fp8core.models.architecture import Architecture, parameter_shapes
 from fp8core.models.weights import is_linear, training_formats
 from fp8core.numerics.attention import HEAD_DIM, LARGEST_GROUP
 from fp8core.numerics.e4m3 import TILE
-from fp8core.plan.memory import Need, count_parameters, stored_bytes
+from fp8core.numerics.logprobs import ChunkedHead
+from fp8core.numerics.packed import packed_length
+from fp8core.plan.kernels import Product, gradient_products, layer_products
+from fp8core.plan.memory import Need, count_parameters, longest_sequence, stored_bytes
 from fp8core.training.memory import Parallel, TrainerMemory, exported_in_one_piece
 
 _SETTING = "training.packed"
@@ -80,6 +84,26 @@ def check_architecture_fits(arch: Architecture, contract: PrecisionContract, dev
             f"{_SETTING} with precision.training.kv_cache=fp8: the model has head_dim={arch.head_dim} and {group} "
             f"query heads a KV head; the kernel takes head_dim={HEAD_DIM} and at most {LARGEST_GROUP}"
         )
+
+
+def packs(config: RunConfig, arch: Architecture) -> range:
+    """The numbers of tokens that a pack can have on a GPU; a sequence longer than a micro-batch is a pack alone."""
+    if config.training.device != "cuda":
+        return range(0)
+    longest = max(config.training.tokens_per_pass, packed_length(longest_sequence(config, arch)))
+    return range(TILE, math.ceil(longest / TILE) * TILE + 1, TILE)
+
+
+def products(config: RunConfig, arch: Architecture) -> Iterator[Product]:
+    """Those that DeepGEMM computes of a pack: linears in FP8 with the gradients of their inputs, and the head."""
+    tokens = packs(config, arch)
+    if not tokens:
+        return
+    if config.precision.training.linear == "fp8_block":
+        yield from layer_products(arch, tokens)
+        yield from gradient_products(arch, tokens)
+    chunk = max(1, ChunkedHead.chunk_elements // arch.vocab_size)
+    yield Product("bf16", arch.vocab_size, arch.hidden_size, range(1, min(chunk, tokens[-1]) + 1))
 
 
 _FP32, _BF16 = 4, 2

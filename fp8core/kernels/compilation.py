@@ -1,0 +1,150 @@
+"""Compile kernels in parallel, and count those that are kept.
+
+DeepGEMM, Triton and `kernels.cuda` each compile a kernel in the process that first needs it. They keep it in a
+folder for all later processes. DeepGEMM holds Python's lock meanwhile, so threads would not help. Each job here is some
+work on the GPU in a process of its own, which fills the folders. They are filled by atomic renames: two processes that
+compile the same kernel do no harm.
+"""
+
+import hashlib
+import os
+import signal
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from fp8core.end_with_parent import follow_parent
+from fp8core.errors import UserError, first_line
+from fp8core.plan.kernels import Sample
+
+# A process holds some GB of the GPU while it works.
+_MOST_PROCESSES = 16
+_MARKS = "fp8-grpo"
+
+
+@dataclass(frozen=True)
+class KernelFolders:
+    """Where kernels are kept.
+
+    Attributes:
+        deep_gemm: DeepGEMM's.
+        triton: Triton's.
+        own: those of `kernels.cuda`.
+    """
+
+    deep_gemm: Path
+    triton: Path
+    own: Path
+
+    def count(self) -> int:
+        """Results of compilers that are kept, Triton's launchers among them: three lists of names, no file is read."""
+        return sum(map(_entries, (self.deep_gemm / "cache", self.triton, self.own)))
+
+
+class Job(NamedTuple):
+    """One part of the work, in any process.
+
+    Attributes:
+        name: in words.
+        about: the rest of what decides which kernels it compiles, besides libraries and GPU.
+        folder: where most of its kernels are kept, and a mark that it was done.
+        work: computes on the GPU whatever needs the kernels.
+        arguments: of `work`.
+    """
+
+    name: str
+    about: str
+    folder: Path
+    work: Callable[..., None]
+    arguments: tuple[Any, ...]
+
+    def mark(self, versions: str) -> Path:
+        """The file that exists once it was done with these versions; gone with the folder."""
+        digest = hashlib.sha256("\n".join([versions, self.name, self.about]).encode()).hexdigest()
+        return self.folder / _MARKS / digest
+
+
+def missing_jobs(jobs: Sequence[Job], versions: str) -> list[Job]:
+    """Those that were not done with these versions, or whose kernels were deleted since."""
+    return [job for job in jobs if not job.mark(versions).exists()]
+
+
+def run_jobs(jobs: Sequence[Job], versions: str, progress: Callable[[int, int], None]) -> None:
+    """Do the jobs on all processors, in order; `progress` hears how many of how many are done.
+
+    Raises:
+        UserError: one of them failed; those that are done stay done.
+    """
+    processes = min(len(jobs), len(os.sched_getaffinity(0)), _MOST_PROCESSES)
+    with ProcessPoolExecutor(processes, get_context("spawn"), _begin) as pool:
+        running: dict[Future[None], Job] = {pool.submit(job.work, *job.arguments): job for job in jobs}
+        progress(0, len(running))
+        try:
+            for done, future in enumerate(as_completed(running), 1):
+                _finish(running[future], future, versions)
+                progress(done, len(running))
+        finally:
+            # After a failure or Ctrl-C, what has not begun never does.
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _finish(job: Job, future: "Future[None]", versions: str) -> None:
+    """Mark a job as done. Raises UserError: it failed."""
+    try:
+        future.result()
+    except BrokenProcessPool as error:
+        raise UserError(f"compiling the kernels of {job.name}: a process was killed") from error
+    except Exception as error:
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise UserError(f"compiling the kernels of {job.name}: {reason}") from error
+    mark = job.mark(versions)
+    try:
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+    except OSError as error:
+        raise UserError(f"{mark.parent}: kernels cannot be kept there: {error.strerror}") from error
+
+
+def multiply(sample: Sample, device: str = "cuda") -> None:
+    """Compute one product of zeros, which compiles its kernel where the library does that."""
+    from fp8core.numerics.e4m3 import TILE
+    from fp8core.numerics.gemm import forward_gemm
+    from fp8core.numerics.packed import head_logits
+
+    operands, outputs, contraction, rows, _ = sample
+    if operands == "bf16":
+        left, right = (torch.zeros(n, contraction, dtype=torch.bfloat16, device=device) for n in (rows, outputs))
+        head_logits(left, right)
+    else:
+        groups, pitch = -(-contraction // TILE), -(-rows // 4) * 4
+        x, weight = (torch.zeros(n, contraction, device=device).to(torch.float8_e4m3fn) for n in (rows, outputs))
+        # Column-major with a pitch for tensor maps, as our quantisers and vLLM's write them.
+        scales = torch.ones(groups, pitch, device=device).t()[:rows]
+        forward_gemm((x, scales), (weight, torch.ones(-(-outputs // TILE), groups, device=device)))
+    release_memory()
+
+
+def release_memory() -> None:
+    """Wait for the GPU, and leave its memory to the other processes."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+
+def _begin() -> None:
+    follow_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is our parent's.
+    torch.set_num_threads(1)
+
+
+def _entries(folder: Path) -> int:
+    try:
+        return len(set(os.listdir(folder)) - {_MARKS})
+    except FileNotFoundError:
+        return 0

@@ -1,0 +1,132 @@
+"""Which kernels a configuration has compiled before it begins, and the passes that compile them, here on a CPU."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import fp8core.rollout.vllm as vllm
+import fp8core.run.compilation as module
+from fp8core.config.load import load_config
+from fp8core.errors import UserError
+from fp8core.kernels.compilation import KernelFolders, multiply
+from fp8core.models.hub import model_shape
+from fp8core.numerics import dispatch
+from fp8core.plan.kernels import Product, kernels
+from fp8core.run.compilation import compile_kernels, decode, learn, planned_jobs, score, sweep_gradients, warm_up
+from fp8core.training.registry import trainer_of
+
+H200 = 132
+PACKS = range(128, 385, 128)
+
+
+@pytest.fixture
+def folders(tmp_path):
+    return KernelFolders(tmp_path / "deep_gemm", tmp_path / "triton", tmp_path / "own")
+
+
+@pytest.fixture
+def small(architecture):
+    """A small model of whole tiles, and a configuration that packs it on this CPU."""
+    arch = architecture(hidden_size=256, intermediate_size=384, num_heads=4, num_kv_heads=2, head_dim=128)
+
+    def configured(linear, cache):
+        side = {"linear": linear, "kv_cache": cache}
+        precision = {"rollout": side, "training": side, "rounding_points": "kernels"}
+        packed = {"training.packed": True, "warm_start.steps": 1, "rollout.vllm.max_model_len": 128}
+        return load_config("tiny", {"precision": precision, **packed})
+
+    return arch, configured
+
+
+@pytest.fixture
+def called(monkeypatch):
+    """Names of the operations that were called where a kernel would stand in, by their last dimension."""
+    found = set()
+
+    def stand_in(_, name):
+        found.add(name)
+        return dispatch.OPERATIONS[name][0]
+
+    monkeypatch.setattr(dispatch, "has_kernels", lambda _: True)
+    monkeypatch.setattr(dispatch, "kernel_of", stand_in)
+    return found
+
+
+def qwen3(*overrides):
+    config = load_config("qwen3-aligned", ["model=Qwen/Qwen3-8B-Base", *overrides])
+    return config, model_shape(config)
+
+
+def test_trainer_and_warm_start_call_every_operation_that_has_a_kernel(small, called):
+    arch, configured = small
+    fp8, bf16 = configured("fp8_block", "fp8"), configured("bf16", "bf16")
+    for work in (score, learn):
+        work(fp8, arch, PACKS[:2])
+        work(bf16, arch, PACKS[:2])
+    both = set(called)
+    called.clear()
+    warm_up(fp8, arch, PACKS[:2])
+    assert {"bf16_attention_backward", "swiglu", "adamw"} <= called, "the warm start trains in BF16"
+    # Of the first two a run needs one. The kernel of attention calls the others.
+    either, inside = {"tally", "tally_amax"}, {"head_codes", "head_values", "head_gradients"}
+    assert both - either == dispatch.OPERATIONS.keys() - either - inside
+    assert both & either
+
+
+def test_the_engine_s_layers_are_made_of_what_the_aligned_model_calls(small, called):
+    decode(small[0], 3, "pow2", "cpu")
+    source = ast.parse(Path(vllm.__path__[0], "aligned.py").read_text())
+    imported = {
+        name.name for node in ast.walk(source) if isinstance(node, ast.ImportFrom) for name in node.names
+    } & dispatch.OPERATIONS.keys()
+    products = {"forward_gemm", "head_logits", "log_softmax"}
+    assert called >= imported - products != set()
+
+
+def test_gradients_are_computed_for_every_length_of_a_pack(small, called):
+    sweep_gradients(small[0], PACKS, "cpu")
+    assert called == {"add_norm_backward", "norm_rotate_backward"}
+
+
+def test_a_training_in_fp8_compiles_all_kernels_of_both_sides(folders, monkeypatch):
+    monkeypatch.setattr(module, "find_spec", lambda name: name == "vllm")
+    config, arch = qwen3()
+    jobs = planned_jobs(config, arch, H200, folders)
+    works = [job.work for job in jobs]
+    assert len({job.mark("") for job in jobs}) == len(jobs)
+    assert {work for work in works if works.count(work) == 1} == {sweep_gradients, score, learn}
+    assert works.count(decode) == len(works) - works.count(multiply) - 3
+    packs = trainer_of(config.training).packs(config, arch)
+    longest = [
+        Product(product.operands, product.outputs, product.contraction, packs[-1:])
+        for product in trainer_of(config.training).products(config, arch)
+    ]
+    before = [job.arguments[0] for job in jobs[: works.index(score)] if job.work == multiply]
+    for product in longest[:-1]:
+        (tiling,) = kernels(product, H200)
+        assert (product.outputs, product.contraction, tiling) in {(*one[1:3], one.tiling) for one in before}
+    assert {job.folder for job in jobs if job.work == multiply} == {folders.deep_gemm}
+
+
+def test_without_deep_gemm_there_are_no_products_to_compile(folders, monkeypatch):
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    assert multiply not in {job.work for job in planned_jobs(*qwen3(), H200, folders)}
+
+
+def test_other_settings_of_the_trainer_are_other_jobs_and_products_stay(folders, monkeypatch):
+    monkeypatch.setattr(module, "find_spec", lambda name: name)
+    before, after = (planned_jobs(*qwen3(f"training.deterministic={on}"), H200, folders) for on in ("true", "false"))
+    differing = {job.name for job, other in zip(before, after, strict=True) if job.mark("") != other.mark("")}
+    assert {name.split()[1] for name in differing} == {"trainer"}
+    assert len(differing) == 2
+
+
+@pytest.mark.parametrize(("platform", "reason"), [("cpu", "torch sees no GPU"), ("sm_100", "this GPU is sm_100")])
+def test_what_compiles_for_hopper_is_refused_elsewhere(folders, platform, reason):
+    with pytest.raises(UserError, match=f"^qwen3-aligned compiles for .*{reason}$"):
+        compile_kernels(qwen3()[0], platform, folders, lambda *_: None)
+
+
+def test_a_configuration_without_a_gpu_compiles_nothing(folders):
+    assert compile_kernels(load_config("tiny", []), "cpu", folders, lambda *_: None).jobs == 0
