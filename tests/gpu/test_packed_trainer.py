@@ -28,7 +28,7 @@ from fp8core.rl.batch import RolloutBatch, TokenBatch
 from fp8core.rl.objective import Objective
 from fp8core.training.exact import ExactTrainer
 from fp8core.training.packed.trainer import PackedFormats, PackedTrainer
-from fp8core.training.trainer import ALONE, Ranks
+from fp8core.training.ranks import ALONE, Ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gpu")]
 

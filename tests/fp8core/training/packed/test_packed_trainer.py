@@ -22,7 +22,8 @@ from fp8core.numerics.packed import Fp8PackedAttention
 from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
 from fp8core.training.packed.trainer import PackedFormats, PackedTrainer
-from fp8core.training.trainer import ALONE, NotFiniteError
+from fp8core.training.ranks import ALONE
+from fp8core.training.trainer import NotFiniteError
 
 CPU = torch.device("cpu")
 FP8 = PrecisionContract(rounding_points="kernels")
