@@ -137,8 +137,8 @@ class Objective:
         Its mask holds what the loss divides by: what was rejected is left out of it, or weighs 0 (`CorrectionRule`). In
         bypass mode weights and metrics are those of the first update; the objective replaces the weights.
 
-        A batch without old log-probs is corrected later, part by part, with those of the call (`whole_batch_setting`
-        says where that would be another correction).
+        A batch without old log-probs is corrected later, part by part, with those of the call. Where that would be
+        another correction, `whole_batch_setting` names the reason.
         """
         batch = replace(batch, mask=batch.mask & batch.keep[:, None])
         return (batch, {}) if batch.old_logprobs is None else self._weighed(batch.old_logprobs, batch)

@@ -50,7 +50,7 @@ REPORTED = (
 
 
 class UpdateError(ValueError):
-    """An update was not applied; the message says why."""
+    """An update was not applied; the message has the reason."""
 
 
 class NotFiniteError(UpdateError):
