@@ -3,6 +3,7 @@
 import io
 import math
 import shutil
+from functools import cache
 
 import pytest
 
@@ -21,16 +22,23 @@ from tasks.logprobs import compared_rows
 
 STEPS = range(1, 5)
 ROWS = 16
-
-
-@pytest.fixture(scope="module", params=["training", "rollout"])
-def scored(request, loop_run):
-    return loop_run(request.param, **{"logprobs.source": request.param})
+SAMPLED = load_config("tiny", {"logprobs.source": "rollout"})
 
 
 @pytest.fixture(scope="module")
-def sampled(loop_run):
-    return loop_run("audited", **{"logprobs.source": "rollout", "logprobs.audit_share": 0.2})
+def run_of(loop_run):
+    """A run of 4 steps by its source, for reading only."""
+    return cache(lambda source: loop_run(source, **{"logprobs.source": source}))
+
+
+@pytest.fixture(params=["training", "rollout"])
+def scored(request, run_of):
+    return run_of(request.param)
+
+
+@pytest.fixture
+def sampled(run_of):
+    return run_of("rollout")
 
 
 @pytest.fixture
@@ -75,8 +83,7 @@ def test_metrics_are_those_of_the_tokens_that_were_compared(scored, whole_run):
         if source_of(scored) == "training":
             assert found == expected
             continue
-        config = load_config("tiny", {"logprobs.source": "rollout"})
-        rows = compared_rows(config, index, ROWS).nonzero().flatten().tolist()
+        rows = compared_rows(SAMPLED, index, ROWS).nonzero().flatten().tolist()
         drawn.update(rows)
         assert len(rows) == 1
         assert found["alignment/tokens"] == tokens_of(whole_run, index, rows) < expected["alignment/tokens"]
@@ -89,8 +96,8 @@ def test_metrics_are_those_of_the_tokens_that_were_compared(scored, whole_run):
 def test_a_scored_run_is_replayed_and_verified(scored, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     original = RunSnapshot.read(scored.folder, read_description(scored.folder))
-    verdicts = list(replay(original, range(2, 4), (), Console(io.StringIO(), 4), None))
-    assert [(verdict.step, verdict.outcome) for verdict in verdicts] == [(2, "equal"), (3, "equal")]
+    verdicts = list(replay(original, range(3, 4), (), Console(io.StringIO(), 4), None))
+    assert [(verdict.step, verdict.outcome) for verdict in verdicts] == [(3, "equal")]
     assert not [finding for finding in verify(RunView.read(scored.folder)) if finding.severity == "error"]
 
 
@@ -125,7 +132,7 @@ class LyingEngine:
 
 @pytest.mark.parametrize("audited", [True, False])
 def test_an_audited_token_that_differs_fails_the_step_before_the_update(sampled, copy_of, audited):
-    run, rows = copy_of(sampled), compared_rows(sampled_config(), 3, ROWS).tolist()
+    run, rows = copy_of(sampled), compared_rows(SAMPLED, 3, ROWS).tolist()
     group, sample = divmod(rows.index(audited), 4)
     run.cut_after(3, "prompts")
     with run.opened() as live:
@@ -148,10 +155,6 @@ def test_an_audited_token_that_differs_fails_the_step_before_the_update(sampled,
     shutil.rmtree(run.folder / "shards")
     run.resume()
     assert run.records == sampled.records
-
-
-def sampled_config():
-    return load_config("tiny", {"logprobs.source": "rollout", "logprobs.audit_share": 0.2})
 
 
 def test_the_share_is_a_function_of_seed_and_step():
