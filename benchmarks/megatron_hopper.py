@@ -44,7 +44,7 @@ from fp8core.rl.objective import Objective
 from fp8core.training.exact import ExactTrainer
 from fp8core.training.megatron.requirements import check_machine, required_environment
 from fp8core.training.packed.trainer import PackedFormats, PackedTrainer
-from fp8core.training.trainer import ALONE
+from fp8core.training.ranks import ALONE
 from tasks.record import torch_threads
 
 ON_GPU = torch.cuda.is_available()

@@ -46,7 +46,7 @@ from fp8core.run.rollouts import written_sample
 from fp8core.store.ledger import START
 from fp8core.store.manifest import Head
 from fp8core.store.run_directory import SUMMARY
-from fp8core.training.trainer import NotFiniteError
+from fp8core.training.trainer import UpdateError
 
 
 # Prefect's form takes bounds from the types and descriptions from the docstring.
@@ -77,7 +77,7 @@ def grpo(
     try:
         settings = load_settings(config, merged_overrides(overrides or {}, given))
         return train(settings, new_code=new_code).model_dump(mode="json")
-    except (UserError, NotFiniteError, SyncError, RedoError, BoundError) as error:
+    except (UserError, UpdateError, SyncError, RedoError, BoundError) as error:
         return failed(str(error))
     except TrainingPaused as reason:
         return pause(printable(str(reason)))

@@ -1,12 +1,17 @@
 """Score rollouts under the trainer's policy, and collect the statistics its KV scales are calibrated from."""
 
+import hashlib
+import math
 from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import torch
+from torch import Tensor
 
+from fp8core.config.run import RunConfig
 from fp8core.config.steps import NoOptions
 from fp8core.rl.batch import TokenBatch, column, routes
 from fp8core.rollout.engine import PolicyScales
@@ -14,7 +19,7 @@ from fp8core.run.context import RunContext
 from fp8core.run.policy import read_scales
 from fp8core.store.artifacts import Ref
 from fp8core.store.tables import LOGPROBS
-from fp8core.training.trainer import ScoredBatch
+from fp8core.training.trainer import ScoredBatch, Trainer
 from tasks.step import step
 
 ORDERED = ("group", "sample")
@@ -32,22 +37,50 @@ def logprobs(
     run: RunContext, index: int, options: NoOptions, rollouts: Ref, policy: Ref, scales: Ref
 ) -> dict[str, Ref]:
     """Log-probs of every completion token under v_i, with the scales s_i the rollout used."""
-    store = run.directory.store
-    trainer = run.ready_trainer()
-    assert trainer.version == store.get_json(policy)["version"], "the trainer does not hold the policy of this step"
-    table = store.get_table(rollouts, [*ORDERED, *REPLAYED])
+    trainer = trainer_of_policy(run, policy)
+    table = run.directory.store.get_table(rollouts, [*ORDERED, *REPLAYED])
     current = read_scales(run, scales)
     scored = trainer.logprobs(replay_batch(table), run.config.rollout.temperature, layer_scales(current))
+    return stored_scores(run, trainer.version, table, scored)
+
+
+def trainer_of_policy(run: RunContext, policy: Ref) -> Trainer:
+    """The trainer, which must hold a policy."""
+    trainer = run.ready_trainer()
+    version = run.directory.store.get_json(policy)["version"]
+    assert trainer.version == version, "the trainer does not hold the policy of this step"
+    return trainer
+
+
+def stored_scores(run: RunContext, version: int, rollouts: pa.Table, scored: ScoredBatch) -> dict[str, Ref]:
+    """Log-probs and statistics of Q, K and V under a version of the policy, as artifacts."""
+    store = run.directory.store
     statistics = {
-        "version": trainer.version,
+        "version": version,
         "amax": [vars(layer) for layer in scored.statistics.amax()],
         "histograms": [asdict(layer) for layer in scored.statistics.histograms()],
         "saturated_share": scored.statistics.saturated_share(),
     }
     return {
-        "logprobs": store.put_table("logprobs", logprob_table(table, scored)),
+        "logprobs": store.put_table("logprobs", logprob_table(rollouts, scored)),
         "kv_statistics": store.put_json("kv_statistics", statistics),
     }
+
+
+def compared_rows(config: RunConfig, index: int, rows: int) -> Tensor:
+    """bool [rows]: completions of a step whose log-probs under both policies are compared.
+
+    All of them, or with `logprobs.source` rollout the share that the run's seed and the step's number draw.
+    """
+    if config.logprobs.source != "rollout":
+        return torch.ones(rows, dtype=torch.bool)
+
+    def drawn(row: int) -> bytes:
+        return hashlib.sha256(f"audit/{config.seed}/{index}/{row}".encode()).digest()
+
+    compared = torch.zeros(rows, dtype=torch.bool)
+    compared[sorted(range(rows), key=drawn)[: math.ceil(config.logprobs.audit_share * rows)]] = True
+    return compared
 
 
 def token_batch(rollouts: pa.Table) -> TokenBatch:

@@ -17,6 +17,7 @@ from fp8core.run.policy import read_scales
 from fp8core.store.artifacts import Ref
 from fp8core.training.trainer import REPORTED
 from tasks.calibrate import lag_error
+from tasks.logprobs import compared_rows
 from tasks.step import step
 
 
@@ -50,13 +51,14 @@ def record(
     """Everything in MLflow about the step but its timings."""
     store = run.directory.store
     completions, scored = store.get_table(rollouts, ["logprobs", "written", "finish"]), store.get_table(logprobs)
+    compared = compared_rows(run.config, index, len(completions))
     # On a busy host each of hundreds of short operations would wait until all threads have had their turn. That takes a
     # second for 200,000 tokens instead of 0.1 (benchmarks/host_costs.py).
     with torch_threads(1):
         metrics = {
             **reward_metrics(store.get_table(rewards)),
             **rollout_metrics(completions, scored),
-            **{f"alignment/{name}": value for name, value in mismatch(completions, scored).items()},
+            **{f"alignment/{name}": value for name, value in mismatch(completions, scored, compared).items()},
             **train_metrics(store.get_json(train_report)),
             **{f"sync/probe_{name}": value for name, value in store.get_json(sync_report)["probe"].items()},
             **scale_metrics(store.get_json(next_scales)),
@@ -113,12 +115,15 @@ def rollout_metrics(rollouts: pa.Table, logprobs: pa.Table) -> dict[str, float]:
     }
 
 
-def mismatch(rollouts: pa.Table, logprobs: pa.Table) -> dict[str, float]:
-    """Every alignment metric between the policy that sampled and the policy that trains, over the tokens it wrote."""
+def mismatch(rollouts: pa.Table, logprobs: pa.Table, rows: torch.Tensor) -> dict[str, float]:
+    """Every alignment metric between the policy that sampled and the policy that trains, over the tokens it wrote.
+
+    `rows`: bool [rows], those that were compared (`tasks.logprobs.compared_rows`).
+    """
     return alignment_metrics(
         padded(logprobs["logprobs"], torch.float32, 0.0),
         padded(rollouts["logprobs"], torch.float32, 0.0),
-        padded(rollouts["written"], torch.bool, False),
+        padded(rollouts["written"], torch.bool, False) & rows[:, None],
     )
 
 

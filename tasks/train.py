@@ -1,4 +1,4 @@
-"""One GRPO update from stored rollouts, rewards and log-probs."""
+"""One GRPO update from stored rollouts and rewards, with stored log-probs or those of its own forward."""
 
 from dataclasses import asdict, replace
 
@@ -17,7 +17,16 @@ from fp8core.rl.user_loss import loss_source
 from fp8core.run.context import RunContext
 from fp8core.run.policy import read_scales
 from fp8core.store.artifacts import Ref
-from tasks.logprobs import REPLAYED, layer_scales, replay_batch
+from fp8core.training.trainer import ScoringTrainer, TrainReport
+from tasks.logprobs import (
+    ORDERED,
+    REPLAYED,
+    compared_rows,
+    layer_scales,
+    replay_batch,
+    stored_scores,
+    trainer_of_policy,
+)
 from tasks.reward import check_reward
 from tasks.step import step
 
@@ -47,21 +56,78 @@ def train(
     teacher: Ref | None = None,
 ) -> dict[str, Ref]:
     """Policy v_i becomes v_{i+1}."""
-    store = run.directory.store
-    trainer = run.ready_trainer()
-    assert trainer.version == store.get_json(policy)["version"], "the trainer does not hold the policy of this step"
-    batch, masking = rollout_batch(
-        store.get_table(rollouts, [*REPLAYED, "written", "logprobs"]),
-        store.get_table(rewards),
-        store.get_table(logprobs),
-        store.get_table(reference) if reference else None,
-        run.config,
-    )
-    taught = padded(store.get_table(teacher)["logprobs"], torch.float32, 0.0) if teacher else None
-    batch = replace(batch, teacher_logprobs=taught, draw=(run.config.seed, index))
-    refuse_edited_loss(run)
+    store, trainer = run.directory.store, trainer_of_policy(run, policy)
+    table = store.get_table(rollouts, [*REPLAYED, "written", "logprobs"])
+    batch, masking = update_batch(run, index, table, rewards, store.get_table(logprobs), reference, teacher)
     report = trainer.step(batch, run.config.rollout.temperature, layer_scales(read_scales(run, scales)))
-    report = replace(report, correction=report.correction | masking)
+    return stored_update(run, report, masking)
+
+
+@step(
+    inputs={"rollouts": "rollouts", "rewards": "rewards", "policy": "policy", "scales": "scales"},
+    optional_inputs={"reference": "logprobs", "teacher": "logprobs"},
+    outputs={
+        "next_policy": "policy",
+        "train_report": "train_report",
+        "logprobs": "logprobs",
+        "kv_statistics": "kv_statistics",
+    },
+    redo=True,
+)
+def train_scoring(
+    run: RunContext,
+    index: int,
+    options: NoOptions,
+    rollouts: Ref,
+    rewards: Ref,
+    policy: Ref,
+    scales: Ref,
+    reference: Ref | None = None,
+    teacher: Ref | None = None,
+) -> dict[str, Ref]:
+    """Policy v_i becomes v_{i+1}, and the forward of that update scores the rollouts under v_i.
+
+    Old log-probs are those of the forward, or the rollout's own (`logprobs.source`). An audited one that differs fails
+    the step before the update. The forward goes over every row, so those that a filter has dropped have scores too.
+    """
+    store, trainer, config = run.directory.store, trainer_of_policy(run, policy), run.config
+    assert isinstance(trainer, ScoringTrainer), "the configuration was checked"
+    version = trainer.version
+    table = store.get_table(rollouts, [*ORDERED, *REPLAYED, "written", "logprobs"])
+    sampled = table if config.logprobs.source == "rollout" else None
+    batch, masking = update_batch(run, index, table, rewards, sampled, reference, teacher)
+    if sampled is not None:
+        names = enumerate(zip(*(table[name].to_pylist() for name in ORDERED), strict=True))
+        compared = compared_rows(config, index, len(table)).tolist()
+        audited = {row: f"group {group}, sample {sample}" for row, (group, sample) in names if compared[row]}
+        batch = replace(batch, audited=audited)
+    report, scored = trainer.scored_step(batch, config.rollout.temperature, layer_scales(read_scales(run, scales)))
+    if sampled is not None:
+        scored = replace(scored, logprobs=torch.where(batch.mask, batch.rollout_logprobs, scored.logprobs))
+    return stored_update(run, report, masking) | stored_scores(run, version, table, scored)
+
+
+def update_batch(
+    run: RunContext,
+    index: int,
+    rollouts: pa.Table,
+    rewards: Ref,
+    logprobs: pa.Table | None,
+    reference: Ref | None,
+    teacher: Ref | None,
+) -> tuple[RolloutBatch, dict[str, float]]:
+    """The batch of a step's update, as `rollout_batch`, with what the teacher and the step itself add."""
+    store = run.directory.store
+    penalty = store.get_table(reference) if reference else None
+    batch, masking = rollout_batch(rollouts, store.get_table(rewards), logprobs, penalty, run.config)
+    taught = padded(store.get_table(teacher)["logprobs"], torch.float32, 0.0) if teacher else None
+    refuse_edited_loss(run)
+    return replace(batch, teacher_logprobs=taught, draw=(run.config.seed, index)), masking
+
+
+def stored_update(run: RunContext, report: TrainReport, masking: dict[str, float]) -> dict[str, Ref]:
+    """The next policy and the report of its update, as artifacts."""
+    store, report = run.directory.store, replace(report, correction=report.correction | masking)
     return {
         "next_policy": store.put_json("policy", {"version": report.version, "weights_digest": report.digest}),
         "train_report": store.put_json("train_report", asdict(report)),
@@ -79,11 +145,11 @@ def refuse_edited_loss(run: RunContext) -> None:
 
 
 def rollout_batch(
-    rollouts: pa.Table, rewards: pa.Table, logprobs: pa.Table, reference: pa.Table | None, config: RunConfig
+    rollouts: pa.Table, rewards: pa.Table, logprobs: pa.Table | None, reference: pa.Table | None, config: RunConfig
 ) -> tuple[RolloutBatch, dict[str, float]]:
     """Stored tables as the batch of an update, and the effect of `correction.seq_logprob_error_threshold` on it.
 
-    Rows of all tables correspond.
+    Rows of all tables correspond. Without `logprobs` the old ones are to be those of the update's forward.
 
     Raises:
         UserError: a reward is not finite (a step of the user's own may have made it).
@@ -96,19 +162,23 @@ def rollout_batch(
         sequences=replay_batch(rollouts),
         mask=padded(rollouts["written"], torch.bool, False),
         rollout_logprobs=padded(rollouts["logprobs"], torch.float32, 0.0),
-        old_logprobs=padded(logprobs["logprobs"], torch.float32, 0.0),
+        old_logprobs=padded(logprobs["logprobs"], torch.float32, 0.0) if logprobs is not None else None,
         reference_logprobs=padded(reference["logprobs"], torch.float32, 0.0) if reference else None,
         advantages=torch.zeros(len(values)),
         keep=torch.tensor(rewards["keep"].to_pylist()),
     )
     batch, masking = without_large_errors(batch, values, config.correction.seq_logprob_error_threshold)
-    mask = batch.mask & batch.keep[:, None]
-    verdict = correct(named_correction(config.correction).rule, batch.old_logprobs, batch.rollout_logprobs, mask)
+    counted = batch.mask & batch.keep[:, None]
+    kept = counted.any(dim=1)
+    if batch.old_logprobs is not None:
+        rule = named_correction(config.correction).rule
+        verdict = correct(rule, batch.old_logprobs, batch.rollout_logprobs, counted)
+        kept, counted = verdict.keep, verdict.counted
     scores = Scores(
         rewards=values,
         groups=groups,
-        keep=batch.keep & verdict.keep if config.correction.baseline == "kept" else torch.ones_like(batch.keep),
-        mask=verdict.counted,
+        keep=kept if config.correction.baseline == "kept" else torch.ones_like(batch.keep),
+        mask=counted,
         penalties=reward_penalties(batch, config),
     )
     advantages = ESTIMATORS[config.loss.advantage](scores, config.loss.advantage_epsilon)
@@ -131,6 +201,7 @@ def without_large_errors(
     """The batch without rows whose mean of exp(|old - rollout|) exceeds a bound, and NeMo RL's metrics of that."""
     if threshold is None:
         return batch, {}
+    assert batch.old_logprobs is not None, "the configuration was checked"
     mask = batch.mask & batch.keep[:, None]
     errors, rows = row_errors(log_ratio(batch.old_logprobs, batch.rollout_logprobs, mask), mask), mask.any(dim=1)
     kept = rows & (errors <= threshold)
@@ -142,6 +213,7 @@ def reward_penalties(batch: RolloutBatch, config: RunConfig) -> Tensor | None:
     if config.loss.reward_kl == 0:
         return None
     assert batch.reference_logprobs is not None, "loss.reward_kl needs the reference step"
+    assert batch.old_logprobs is not None, "the configuration was checked"
     loss = config.loss
     return kl_penalties(
         batch.old_logprobs, batch.reference_logprobs, batch.mask, loss.reward_kl, loss.reward_kl_estimate

@@ -31,7 +31,7 @@ from fp8core.rollout.engine import (
 )
 from fp8core.rollout.registry import engine_entry
 from fp8core.training.registry import trainer_of
-from fp8core.training.trainer import Trainer, TrainReport
+from fp8core.training.trainer import ScoredBatch, ScoringTrainer, Trainer, TrainReport
 
 
 class PackedTensor(NamedTuple):
@@ -171,6 +171,12 @@ class TrainerPart:
     def step(self, *arguments: Any) -> TrainReport:
         """As `Trainer.step`, whose report is the same in all ranks."""
         return self._trainer.step(*arguments)
+
+    def scored_step(self, *arguments: Any) -> tuple[TrainReport, ScoredBatch | None]:
+        """As `ScoringTrainer.scored_step`; rank 0 alone has the scores."""
+        assert isinstance(self._trainer, ScoringTrainer), "the configuration was checked"
+        report, scored = self._trainer.scored_step(*arguments)
+        return report, scored if self._ranks.rank == 0 else None
 
     def version(self) -> int:
         return self._trainer.version

@@ -322,14 +322,21 @@ class RankedTrainer:
         return found
 
     def step(self, batch: RolloutBatch, temperature: float, scales: Sequence[LayerScales] | None) -> TrainReport:
-        shared = [ray.put(argument) for argument in (batch, temperature, scales)]
-        reports = self._gang.gather([member.send("call", self._key, "step", *shared) for member in self._gang.ranks])
+        return self._learnt(self._by_all("step", batch, temperature, scales))
+
+    def scored_step(
+        self, batch: RolloutBatch, temperature: float, scales: Sequence[LayerScales] | None
+    ) -> tuple[TrainReport, ScoredBatch]:
+        found = self._by_all("scored_step", batch, temperature, scales)
+        return self._learnt([report for report, _ in found]), found[0][1]
+
+    def _learnt(self, reports: Sequence[TrainReport]) -> TrainReport:
+        """The report of all ranks. Raises ReplicaError: they hold other weights."""
         for member, report in zip(self._gang.ranks, reports, strict=True):
             if report.digest != reports[0].digest:
                 raise ReplicaError(f"{member.name} and rank 0 hold other weights after update {report.version}")
-        found: TrainReport = reports[0]
-        self.version = found.version
-        return found
+        self.version = reports[0].version
+        return reports[0]
 
     def describe(self) -> dict[str, object]:
         found: dict[str, object] = self._call("describe")
@@ -364,6 +371,9 @@ class RankedTrainer:
             self._gang.gather([member.send("drop", self._key) for member in self._gang.ranks])
 
     def _call(self, method: str, *arguments: Any) -> Any:
+        return self._by_all("call", method, *arguments)[0]
+
+    def _by_all(self, method: str, *arguments: Any) -> list[Any]:
+        """The answers of all ranks to one call."""
         shared = [ray.put(argument) for argument in arguments]
-        calls = [member.send("call", self._key, "call", method, *shared) for member in self._gang.ranks]
-        return self._gang.gather(calls)[0]
+        return self._gang.gather([member.send("call", self._key, method, *shared) for member in self._gang.ranks])

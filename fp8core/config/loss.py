@@ -78,6 +78,23 @@ class DistillationConfig(Section):
         return self
 
 
+class LogprobsConfig(Section):
+    """The log-probs of the policy before an update, which the objective calls old."""
+
+    source: Literal["pass", "training", "rollout"] = Field(
+        "pass",
+        description="pass: a scoring pass of its own; training: the forward of the step's one update; rollout: the "
+        "rollout's, where both sides are equal bit for bit (docs/concepts/iteration.md).",
+    )
+    audit_share: float = Field(
+        1 / 16,
+        gt=0,
+        le=1,
+        description="Of source=rollout: share of the completions, one at least, whose log-probs in the update's "
+        "forward are compared with the rollout's; a difference fails the step before the update.",
+    )
+
+
 class LossConfig(Section):
     """The objective of the GRPO family; the default is GRPO with DAPO's asymmetric clip and token mean."""
 

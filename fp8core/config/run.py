@@ -9,11 +9,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, JsonValue, field_serializer, field_validator, model_validator
 
-from fp8core.config.loss import SHIPPED_LOSSES, is_function_path
+from fp8core.config.loss import SHIPPED_LOSSES, LogprobsConfig, is_function_path
 from fp8core.config.loss import LossConfig as LossConfig
 from fp8core.config.precision import AlignmentConfig, PrecisionContract
 from fp8core.config.section import ClusterConfig, MegatronConfig, ParityConfig, Section, VllmConfig
-from fp8core.config.steps import PipelineConfig, is_shipped
+from fp8core.config.steps import PipelineConfig, is_shipped, with_source
 from fp8core.errors import without_passwords
 from fp8core.rollout.registry import ENGINES, ENTRY_PATH, check_name
 
@@ -304,8 +304,8 @@ class CalibrationConfig(Section):
 
     source: Literal["logprob_pass", "fresh_pass"] = Field(
         "logprob_pass",
-        description="Statistics of the log-prob pass (no forward of its own, one update late) or of a pass "
-        "under the new policy.",
+        description="Statistics of the forward that gives the old log-probs (none of its own, one update late) or of a "
+        "pass under the new policy.",
     )
     sequences: int | None = Field(
         None,
@@ -487,6 +487,7 @@ class RunConfig(Section):
     reward: RewardConfig = Field(default_factory=RewardConfig)
     training: TrainingConfig = Field(default_factory=TrainingConfig)
     loss: LossConfig = Field(default_factory=LossConfig)
+    logprobs: LogprobsConfig = Field(default_factory=LogprobsConfig)
     correction: CorrectionConfig = Field(default_factory=CorrectionConfig)
     precision: PrecisionContract = Field(default_factory=PrecisionContract)
     calibration: CalibrationConfig = Field(default_factory=CalibrationConfig)
@@ -529,6 +530,16 @@ class RunConfig(Section):
         if self.training.minibatches > sequences:
             raise ValueError(f"training.minibatches={self.training.minibatches} exceeds {sequences} rollouts a step")
         return self
+
+    @model_validator(mode="after")
+    def _steps_follow_the_source(self) -> "RunConfig":
+        source, minibatches = self.logprobs.source, self.training.minibatches
+        if source != "pass" and minibatches > 1:
+            raise ValueError(
+                f"logprobs.source={source}: of training.minibatches={minibatches} updates only the first starts from "
+                "the policy that the log-probs are of; set one of both to its default"
+            )
+        return self.model_copy(update={"pipeline": with_source(self.pipeline, source)})
 
     @model_validator(mode="after")
     def _grid_comes_out_even(self) -> "RunConfig":

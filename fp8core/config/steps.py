@@ -50,6 +50,47 @@ class PipelineConfig(Section):
     )
 
 
+_PASS, _UPDATE, _SCORING_UPDATE = "tasks.logprobs:logprobs", "tasks.train:train", "tasks.train:train_scoring"
+
+
+def with_source(pipeline: PipelineConfig, source: str) -> PipelineConfig:
+    """The steps as `logprobs.source` has them: `pass` leaves them, else one step is both the pass and the update.
+
+    Raises:
+        ValueError: the steps do not fit the source.
+    """
+    found = {uses: [step for step in pipeline.steps if step.uses == uses] for uses in (_PASS, _UPDATE, _SCORING_UPDATE)}
+    scoring, updates, joined = found.values()
+    if source == "pass":
+        if joined:
+            raise ValueError(f"step {joined[0].name}: {_SCORING_UPDATE} needs logprobs.source=training or rollout")
+        return pipeline
+    place = f"logprobs.source={source}"
+    if not scoring and not updates and len(joined) == 1:
+        return pipeline
+    if joined or len(scoring) != 1 or len(updates) != 1:
+        raise ValueError(
+            f"{place}: replaces one step {_PASS} and one step {_UPDATE} by {_SCORING_UPDATE}, and pipeline.steps has "
+            f"{len(scoring)}, {len(updates)} and {len(joined)} of these"
+        )
+    update, before = updates[0], scoring[0]
+    ports = update.inputs() | {"logprobs": update.inputs().get("logprobs")}
+    for port, artifact in {**before.inputs(), "logprobs": before.provides.get("logprobs", "logprobs")}.items():
+        if ports.get(port) != artifact:
+            raise ValueError(
+                f"{place}: step {update.name} has {ports.get(port)} for {port}, step {before.name} has {artifact}"
+            )
+    step = update.model_copy(
+        update={
+            "uses": _SCORING_UPDATE,
+            "needs": {port: artifact for port, artifact in update.inputs().items() if port != "logprobs"},
+            "provides": before.provides | update.provides,
+        }
+    )
+    steps = [step if each is update else each for each in pipeline.steps if each is not before]
+    return pipeline.model_copy(update={"steps": steps})
+
+
 class NoOptions(Section):
     """The options of a step, or of a loss, that has none."""
 

@@ -121,6 +121,11 @@ class KeptAttention:
     def __init__(self) -> None:
         self._attended: Attended | None = None
 
+    @property
+    def held(self) -> bool:
+        """True from `keep` to `take`: the layer is computed again."""
+        return self._attended is not None
+
     def keep(self, attended: Attended) -> None:
         """Hold the result."""
         self._attended = attended

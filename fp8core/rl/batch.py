@@ -5,8 +5,8 @@ policy wrote. Columns of lists, as stored tables have them, become tensors and b
 token.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -86,7 +86,7 @@ class RolloutBatch:
         sequences: the tokens.
         mask: bool [B, C], True where a completion has a token.
         rollout_logprobs: FP32, under the policy that sampled.
-        old_logprobs: FP32, under the trainer's policy at the start of the step.
+        old_logprobs: FP32, under the trainer's policy at the start of the step; None for those of the update's forward.
         reference_logprobs: FP32 under the frozen reference policy, or None.
         advantages: FP32 [B], or [B, C] where they differ by token.
         keep: bool [B], False for rows that are left out of the loss.
@@ -96,12 +96,13 @@ class RolloutBatch:
         teacher_logprobs: FP32 under the teacher of a distillation, or None.
         draw: the run's seed and the step, of which random choices of the loss are functions; None where it makes none.
         selected: bool [B, C], tokens that the loss singles out; None until `Objective.selected` has set them.
+        audited: number of a row -> its name, of those whose log-probs of the update's forward must be the rollout's.
     """
 
     sequences: TokenBatch
     mask: Tensor
     rollout_logprobs: Tensor
-    old_logprobs: Tensor
+    old_logprobs: Tensor | None
     reference_logprobs: Tensor | None
     advantages: Tensor
     keep: Tensor
@@ -110,6 +111,7 @@ class RolloutBatch:
     teacher_logprobs: Tensor | None = None
     draw: tuple[int, int] | None = None
     selected: Tensor | None = None
+    audited: Mapping[int, str] = field(default_factory=dict)
 
     def rows(self, rows: slice) -> "RolloutBatch":
         """These rows only; padding is left as it is."""

@@ -274,6 +274,11 @@ class CorrectionRule:
     denominator: Literal["kept", "all"] = "kept"
     order: Literal["joint", "in_turn"] = "joint"
 
+    @property
+    def rejects(self) -> bool:
+        """True if tokens or rows may leave the loss."""
+        return bool(self.filters) or self.veto is not None or self.weighting.action == "mask"
+
     def __post_init__(self) -> None:
         if self.normalise not in NORMALISATIONS:
             raise UserError(f"batch normalisation {self.normalise!r} is not one of {', '.join(NORMALISATIONS)}")

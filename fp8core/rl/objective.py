@@ -136,8 +136,12 @@ class Objective:
 
         Its mask holds what the loss divides by: what was rejected is left out of it, or weighs 0 (`CorrectionRule`). In
         bypass mode weights and metrics are those of the first update; the objective replaces the weights.
+
+        A batch without old log-probs is corrected later, part by part, with those of the call. Where that would be
+        another correction, `whole_batch_setting` names the reason.
         """
-        return self._weighed(batch.old_logprobs, replace(batch, mask=batch.mask & batch.keep[:, None]))
+        batch = replace(batch, mask=batch.mask & batch.keep[:, None])
+        return (batch, {}) if batch.old_logprobs is None else self._weighed(batch.old_logprobs, batch)
 
     def _weighed(self, training: Tensor, batch: RolloutBatch) -> tuple[RolloutBatch, dict[str, float]]:
         """Rows corrected for the ratio of the policy with log-probs `training` to the one that sampled.
@@ -178,6 +182,10 @@ class Objective:
             denominator: counts of the whole optimiser batch, from the corrected mask.
             entropy: FP32 [b, C], of the distribution of each token; differentiable. For an entropy bonus.
         """
+        if batch.old_logprobs is None:
+            counted = batch.mask
+            batch, _ = self.corrected(replace(batch, old_logprobs=current.detach()))
+            assert torch.equal(batch.mask, counted), "the denominator was counted before the correction"
         inputs = self._inputs(current, batch, denominator)
         assert inputs.weights is not None, "_inputs gives weights"
         policy = self._policy(inputs, self._clip, self._aggregate)
@@ -197,9 +205,11 @@ class Objective:
         )
 
     def _inputs(self, current: Tensor, batch: RolloutBatch, denominator: Denominator) -> LossInputs:
+        old = batch.rollout_logprobs if self._bypass else batch.old_logprobs
+        assert old is not None, "old log-probs are given, or those of the call"
         return LossInputs(
             current=current,
-            old=batch.rollout_logprobs if self._bypass else batch.old_logprobs,
+            old=old,
             advantages=self._advantages(batch),
             mask=batch.mask,
             denominator=denominator,
@@ -276,6 +286,7 @@ def _towards_teacher(batch: RolloutBatch) -> Tensor:
     """FP64 [B, C], log teacher - log old at unmasked tokens, without gradient; zeros without a teacher."""
     if batch.teacher_logprobs is None:
         return torch.zeros(batch.mask.shape, dtype=torch.float64)
+    assert batch.old_logprobs is not None, "old log-probs are given, or those of the call"
     return torch.where(batch.mask, batch.teacher_logprobs.double() - batch.old_logprobs.double(), 0.0)
 
 
@@ -310,6 +321,25 @@ def selection(name: str, loss: LossConfig) -> Selection | None:
 
 def _clip_cov_selection(loss: LossConfig, inputs: LossInputs, clip: ClipRange, generator: torch.Generator) -> Tensor:
     return clip_cov_selection(inputs, clip, **loss.clip_cov.model_dump(), generator=generator)
+
+
+def whole_batch_setting(loss: LossConfig, correction: CorrectionConfig) -> str | None:
+    """The setting that needs the old log-probs of a whole batch before its first backward; None where none does.
+
+    Raises:
+        UserError: as `Objective`.
+    """
+    rule = named_correction(correction).rule
+    rejecting = "filters, a veto or action=mask"
+    settings = {
+        f"loss.policy={loss.policy} selects among all tokens": Objective(loss, correction).selects,
+        f"loss.reward_kl={loss.reward_kl} is taken off the rewards": loss.reward_kl > 0,
+        "correction.seq_logprob_error_threshold": correction.seq_logprob_error_threshold is not None,
+        f"correction.normalise={rule.normalise}": rule.normalise != "none",
+        f"correction.denominator=kept with {rejecting}": rule.rejects and rule.denominator == "kept",
+        f"correction.baseline=kept with {rejecting}": rule.rejects and correction.baseline == "kept",
+    }
+    return next((setting for setting, needed in settings.items() if needed), None)
 
 
 def named_correction(config: CorrectionConfig) -> Preset:

@@ -24,8 +24,9 @@ from fp8core.plan.run_plan import plan_run, refuse_unfit
 from fp8core.rewards.verifier import build_verifier
 from fp8core.rollout.engine import RolloutEngine
 from fp8core.rollout.registry import engine_entry
+from fp8core.training.ranks import ALONE
 from fp8core.training.registry import trainer_grid, trainer_of
-from fp8core.training.trainer import ALONE, SftTrainer, Trainer
+from fp8core.training.trainer import SftTrainer, Trainer
 
 if TYPE_CHECKING:
     from fp8core.cluster.workers import Cluster

@@ -21,7 +21,7 @@ from fp8core.store.artifacts import Ref
 from fp8core.store.durable import io_seconds
 from fp8core.store.json_text import canonical_json
 from fp8core.store.ledger import START, TaskEntry
-from fp8core.training.trainer import NotFiniteError
+from fp8core.training.trainer import UpdateError
 
 Interval = tuple[float, float]
 
@@ -96,7 +96,7 @@ def run_task(
         body: makes the outputs, artifact name -> reference.
 
     Raises:
-        UserError, NotFiniteError, SyncError: `body` raised them; with the step and the task.
+        UserError, UpdateError, SyncError: `body` raised them; with the step and the task.
         StepError: `body` raised anything else.
     """
     began = time.perf_counter()
@@ -128,7 +128,7 @@ def attempt(place: str, body: Callable[[], dict[str, Ref]]) -> dict[str, Ref]:
     """The result of `body`; an exception from it names the place (errors: `run_task`)."""
     try:
         return body()
-    except (UserError, NotFiniteError, SyncError) as error:
+    except (UserError, UpdateError, SyncError) as error:
         raise type(error)(printable(f"{place}: {error}")) from error
     except Exception as error:
         raise StepError(printable(f"{place}: {type(error).__name__}: {first_line(error)}")) from error

@@ -9,6 +9,7 @@ from contextlib import ExitStack, closing, contextmanager
 
 import torch
 
+from fp8core.alignment.bounds import contract_of
 from fp8core.config.capability import check_contract
 from fp8core.config.load import config_digest, may_continue
 from fp8core.config.loss import SHIPPED_LOSSES
@@ -19,7 +20,7 @@ from fp8core.errors import UserError, without_passwords
 from fp8core.kernels.compilation import KernelFolders
 from fp8core.report.console import Console
 from fp8core.rewards.verifier import build_verifier
-from fp8core.rl.objective import Objective
+from fp8core.rl.objective import Objective, whole_batch_setting
 from fp8core.rl.user_loss import loss_source
 from fp8core.run.build import build_base, check_engine, check_memory, check_teacher, members_node, open_cluster
 from fp8core.run.context import RunContext, register, release
@@ -27,6 +28,7 @@ from fp8core.store.artifacts import RolloutShards
 from fp8core.store.ledger import LedgerView, SegmentEntry
 from fp8core.store.manifest import PACKAGES, SigningKey, current_code, git_state, hardware, read_signing_key
 from fp8core.store.run_directory import LEDGER, RunDescription, RunDirectory, read_description, refuse_in_use
+from fp8core.training.registry import trainer_of
 from fp8core.user_files import refuse_in_run
 
 _TEACHER = "tasks.teacher:teacher"
@@ -53,7 +55,8 @@ def pipeline_of(config: RunConfig) -> Plan:
     """The checked pipeline of a configuration, wherever it is to run.
 
     Raises:
-        UserError: the pipeline is broken, or nothing in it provides metrics or the log-probs that the loss asks for.
+        UserError: the pipeline is broken, or nothing in it provides metrics or the log-probs that the loss asks for;
+            or `logprobs.source` cannot give these.
     """
     plan = check_pipeline(config.pipeline, CARRIED_KINDS, import_spec)
     if not any("metrics" in planned.spec.outputs.values() for planned in plan.steps):
@@ -72,7 +75,25 @@ def pipeline_of(config: RunConfig) -> Plan:
         )
     if config.loss.distillation.teacher is None and any(planned.uses == _TEACHER for planned in plan.steps):
         raise UserError(f"step {_TEACHER}: loss.distillation.teacher names no checkpoint")
+    _refuse_source(config)
     return plan
+
+
+def _refuse_source(config: RunConfig) -> None:
+    """Refuse old log-probs without a pass where they come too late, or where nothing promises that they are equal."""
+    source, trainer = config.logprobs.source, trainer_of(config.training)
+    if source == "pass":
+        return
+    place = f"logprobs.source={source}"
+    if not trainer.scores_updates:
+        raise UserError(f"{place}: the {trainer.name} trainer does not give the log-probs of an update; set it to pass")
+    if source == "training" and (setting := whole_batch_setting(config.loss, config.correction)) is not None:
+        raise UserError(
+            f"{place}: {setting}: that needs the log-probs of the whole batch before its first backward; set it to pass"
+        )
+    contract, reason = contract_of(config)
+    if source == "rollout" and contract not in ("exact", "aligned"):
+        raise UserError(f"{place}: log-probs are not promised to be equal bit for bit ({reason}); set it to training")
 
 
 def refuse_conflict(config: RunConfig, *, new_code: bool = False) -> None:

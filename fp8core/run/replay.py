@@ -37,7 +37,7 @@ from fp8core.store.json_text import Difference, shown, value_differences
 from fp8core.store.ledger import START, LedgerView
 from fp8core.store.manifest import StepManifest, StepRecord, current_code, hardware, library_versions
 from fp8core.store.run_directory import LEDGER, RunDescription, RunDirectory
-from fp8core.training.trainer import NotFiniteError
+from fp8core.training.trainer import UpdateError
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def _lines_before(original: Path, step: int) -> Iterator[str]:
             yield json.dumps(entry)
 
 
-FAILURES = (StepError, NotFiniteError, SyncError)
+FAILURES = (StepError, UpdateError, SyncError)
 """What a step that was committed once can fail with when it is made again: other code, libraries or settings."""
 
 

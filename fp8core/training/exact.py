@@ -18,6 +18,7 @@ from fp8core.numerics.kv_scales import KvStatistics, LayerScales
 from fp8core.numerics.logprobs import token_logprobs
 from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
+from fp8core.training.ranks import ALONE, Ranks
 from fp8core.training.saved_state import (
     MASTERS,
     OPTIMISER,
@@ -27,7 +28,7 @@ from fp8core.training.saved_state import (
     refuse_other_shapes,
     save_training,
 )
-from fp8core.training.trainer import ALONE, MicroBatchTrainer, Ranks, Scored
+from fp8core.training.trainer import MicroBatchTrainer, Scored
 
 _OPTIMISER_STATE = ("exp_avg", "exp_avg_sq", "step")
 

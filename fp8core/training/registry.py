@@ -25,7 +25,8 @@ from fp8core.rl.objective import Objective
 from fp8core.training.megatron import requirements as megatron
 from fp8core.training.memory import SHARDED, Parallel, TrainerMemory
 from fp8core.training.packed import requirements as packed
-from fp8core.training.trainer import ALONE, Ranks, SftTrainer, Trainer
+from fp8core.training.ranks import ALONE, Ranks
+from fp8core.training.trainer import SftTrainer, Trainer
 
 if TYPE_CHECKING:
     from fp8core.training.packed.trainer import PackedTrainer
@@ -44,6 +45,7 @@ class TrainerEntry:
         build: a trainer that starts from weights by Hugging Face name, or the part of it that a process has.
         arithmetic: `exact`: the operations of the embedded engine. `kernels`: those of the packed kernels, which vLLM's
             aligned model runs too; on a CPU their references. `own`: neither.
+        scores_updates: whether an update gives the log-probs of its forward (`trainer.ScoringTrainer`).
         device: where it computes here.
         build_sft: a trainer for the warm start; None: the reference decoder makes it, in FP32 (`warm_start`).
         check_machine: raises UserError for what a machine has not installed, for GPUs that are missing, and for formats
@@ -63,6 +65,7 @@ class TrainerEntry:
     chosen: Callable[[TrainingConfig], bool]
     build: Callable[[RunConfig, Architecture, Mapping[str, Tensor], Ranks], Trainer]
     arithmetic: Arithmetic
+    scores_updates: bool
     device: Callable[[TrainingConfig], str]
     build_sft: Callable[[RunConfig, Architecture, Mapping[str, Tensor]], SftTrainer] | None
     check_machine: Callable[[RunConfig, Node], None]
@@ -125,6 +128,7 @@ register_trainer(
         chosen=lambda training: training.trainer == "torch" and not packed.chosen(training),
         build=_build_exact,
         arithmetic="exact",
+        scores_updates=True,
         device=lambda _: "cpu",
         build_sft=None,
         check_machine=lambda *_: None,
@@ -170,6 +174,7 @@ register_trainer(
         chosen=packed.chosen,
         build=_build_packed,
         arithmetic="kernels",
+        scores_updates=True,
         device=lambda training: training.device,
         build_sft=_build_packed,
         check_machine=_check_packed,
@@ -203,6 +208,7 @@ register_trainer(
         chosen=lambda training: training.trainer == "megatron",
         build=_build_megatron,
         arithmetic="own",
+        scores_updates=False,
         device=lambda _: "cuda" if torch.cuda.is_available() else "cpu",
         build_sft=None,
         check_machine=megatron.check_machine,

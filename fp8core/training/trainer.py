@@ -2,22 +2,20 @@
 
 A trainer brings how gradients are added up and applied (`PolicyTrainer`). One that computes in this process
 (`MicroBatchTrainer`) brings its forward pass over parts of a batch that fit its memory, and its weights made ready.
-`Ranks` are the processes that share the parts out.
 """
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from fp8core.config.run import TrainingConfig
-from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture
 from fp8core.models.weights import Shipped
 from fp8core.numerics.e4m3 import GroupNotFinite
@@ -25,6 +23,7 @@ from fp8core.numerics.kv_scales import KvStatistics, LayerScales
 from fp8core.rl.batch import RolloutBatch, TokenBatch
 from fp8core.rl.losses import Denominator
 from fp8core.rl.objective import Objective, merged
+from fp8core.training.ranks import Ranks, shared_out
 
 AVERAGED = (
     "loss",
@@ -50,8 +49,16 @@ REPORTED = (
 """Fields of a report that are metrics of a step under `train/`."""
 
 
-class NotFiniteError(ValueError):
-    """A loss or gradient became NaN or infinite; the update was not applied."""
+class UpdateError(ValueError):
+    """An update was not applied; the message has the reason."""
+
+
+class NotFiniteError(UpdateError):
+    """A loss or gradient became NaN or infinite."""
+
+
+class LogprobError(UpdateError):
+    """The forward of the update gave an audited token another log-prob than the rollout."""
 
 
 @dataclass(frozen=True)
@@ -155,6 +162,17 @@ class Trainer(Protocol):
         ...
 
 
+@runtime_checkable
+class ScoringTrainer(Protocol):
+    """A trainer whose update scores the rows that it learns from (`TrainerEntry.scores_updates`)."""
+
+    def scored_step(
+        self, batch: RolloutBatch, temperature: float, scales: Sequence[LayerScales] | None
+    ) -> tuple[TrainReport, ScoredBatch]:
+        """Learn from a batch by one update, and score its rows in the forward of that update."""
+        ...
+
+
 Weights = TypeVar("Weights")
 """What a forward pass multiplies with, made ready once for all parts of a batch."""
 
@@ -198,27 +216,36 @@ class PolicyTrainer(ABC):
         Raises:
             NotFiniteError: the loss or the gradient norm is NaN or infinite; that update is not applied.
         """
-        written = left_aligned(batch.sequences.completion, batch.mask.shape[1])
-        mask_differing = int((batch.mask != written).sum())
-        batch, correction = self._objective.corrected(batch)
+        corrected, correction = self._objective.corrected(batch)
         reports = [
-            self._update(self._selected(batch.rows(rows), update, temperature, scales), temperature, scales)
+            self._update(self._selected(corrected.rows(rows), update, temperature, scales), temperature, scales)
             for update, rows in enumerate(shares(len(batch.keep), self._config.minibatches))
         ]
+        return self._reported(batch, corrected, correction, reports)
+
+    def _reported(
+        self,
+        batch: RolloutBatch,
+        corrected: RolloutBatch,
+        correction: dict[str, float],
+        reports: Sequence[Mapping[str, float]],
+    ) -> TrainReport:
+        """The updates of a step were applied: the policy is the next version."""
+        written = left_aligned(batch.sequences.completion, batch.mask.shape[1])
         first = reports[0]
         self.version += 1
         return TrainReport(
             version=self.version,
             digest=self.digest(),
             learning_rate=self._learning_rate(self._updates),
-            tokens=int(batch.mask.sum()),
-            rows=int(batch.mask.any(dim=1).sum()),
+            tokens=int(corrected.mask.sum()),
+            rows=int(corrected.mask.any(dim=1).sum()),
             correction=correction,
             first_ratio_bias=first["ratio_bias"],
             first_ratio_deviation=first["ratio_deviation"],
             first_clip_fraction=first["clip_fraction"],
             first_reward_slope=None if batch.centred_rewards is None else first["reward_slope"],
-            mask_differing=mask_differing,
+            mask_differing=int((batch.mask != written).sum()),
             **{key: sum(report[key] for report in reports) / len(reports) for key in AVERAGED},
         )
 
@@ -274,6 +301,7 @@ class PolicyTrainer(ABC):
         if not self._objective.selects:
             return batch
         if update == 0:
+            assert batch.old_logprobs is not None, "whole_batch_setting names losses that select"
             return self._objective.selected(batch, batch.old_logprobs, update)
         current = self.logprobs(batch.sequences, temperature, scales).logprobs
         padding = torch.zeros(len(current), batch.mask.shape[1] - current.shape[1])
@@ -297,130 +325,10 @@ class PolicyTrainer(ABC):
             self._drop_gradients()
 
     def _not_finite(self, problem: str) -> NotFiniteError:
-        where = f"update {self._updates} of policy {self.version}"
-        return NotFiniteError(f"{where}: {problem}; the update was not applied")
+        return NotFiniteError(self._not_applied(problem))
 
-
-Part = TypeVar("Part")
-Result = TypeVar("Result")
-
-
-class Ranks(Protocol):
-    """Every process makes the same calls in the same order.
-
-    Attributes:
-        rank: of this process.
-        count: of all processes.
-    """
-
-    rank: int
-    count: int
-
-    def own(self, parts: int) -> range:
-        """The indices of the parts of a batch that this process computes."""
-        ...
-
-    def joined(self, own: Sequence[Result]) -> list[Result]:
-        """The values of all processes, in the order of the parts."""
-        ...
-
-    def combine_counts(self, combine: Callable[..., None]) -> None:
-        """Complete statistics (`KvStatistics.combine`) over all processes."""
-        ...
-
-    def summed(self, own: Sequence[Sequence[Tensor | None]], like: Sequence[Tensor]) -> list[Tensor | None]:
-        """The sums of the gradients of all parts, each addition in the order of the parts, in every process."""
-        ...
-
-    def gathered(self, own: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-        """The bytes of all processes, one tensor each.
-
-        Args:
-            own: uint8 [own size].
-            sizes: of all processes.
-        """
-        ...
-
-    def exchanged(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors of all processes for this one; `parts` has a flat tensor for each of them."""
-        ...
-
-    def maximum(self, tensor: Tensor) -> None:
-        """The largest values over all processes, in place."""
-        ...
-
-
-class Alone:
-    """One process: it computes every part."""
-
-    rank, count = 0, 1
-
-    def own(self, parts: int) -> range:
-        return range(parts)
-
-    def joined(self, own: Sequence[Result]) -> list[Result]:
-        return list(own)
-
-    def combine_counts(self, combine: Callable[..., None]) -> None:
-        """Nothing is missing."""
-
-    def summed(self, own: Sequence[Sequence[Tensor | None]], like: Sequence[Tensor]) -> list[Tensor | None]:
-        (sums,) = own
-        return list(sums)
-
-    def gathered(self, own: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-        return [own]
-
-    def exchanged(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        return list(parts)
-
-    def maximum(self, tensor: Tensor) -> None:
-        """It is whole."""
-
-
-ALONE: Ranks = Alone()
-
-
-def shared_out(ranks: Ranks, parts: Sequence[Part], compute: Callable[[Part], Result]) -> list[Result]:
-    """`compute` of every part, in order, each by one process; an error of one part is raised by all processes.
-
-    Raises:
-        ValueError, GroupNotFinite: of the first part whose computation raised it.
-    """
-    own: list[Result | ValueError | GroupNotFinite] = []
-    for index in ranks.own(len(parts)):
-        try:
-            own.append(compute(parts[index]))
-        except (ValueError, GroupNotFinite) as error:
-            # The other processes wait for a result of ours.
-            own.append(error)
-            break
-    found = list[Result]()
-    for result in ranks.joined(own):
-        if isinstance(result, Exception):
-            raise result
-        found.append(result)
-    return found
-
-
-def together(ranks: Ranks, act: Callable[[], Result]) -> list[Result]:
-    """The results of all processes; an error of one of them is raised by all.
-
-    Raises:
-        OSError, UserError: of reading or writing files.
-    """
-    own: Result | OSError | UserError
-    try:
-        own = act()
-    except (OSError, UserError) as error:
-        # The other processes wait for this one.
-        own = error
-    found = list[Result]()
-    for result in ranks.joined([own]):
-        if isinstance(result, (OSError, UserError)):
-            raise result
-        found.append(result)
-    return found
+    def _not_applied(self, problem: str) -> str:
+        return f"update {self._updates} of policy {self.version}: {problem}; the update was not applied"
 
 
 class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
@@ -432,19 +340,54 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
 
     @torch.no_grad()
     def logprobs(self, batch: TokenBatch, temperature: float, scales: Sequence[LayerScales] | None) -> ScoredBatch:
-        weights, statistics = self._inference_weights(), self._no_statistics()
-        shape = (len(batch), int(batch.completion.sum(-1).max()))
-        logprobs, entropy = torch.full(shape, torch.nan), torch.full(shape, torch.nan)
-        slices = list(self._slices(batch))
+        weights, statistics, slices = self._inference_weights(), self._no_statistics(), list(self._slices(batch))
         scores = shared_out(
             self._ranks, slices, lambda each: self._score(weights, each[1], temperature, scales, statistics)
         )
-        for (rows, part), scored in zip(slices, scores, strict=True):
-            mask = left_aligned(part.completion, shape[1])
-            logprobs[rows] = logprobs[rows].masked_scatter(mask, scored.logprobs)
-            entropy[rows] = entropy[rows].masked_scatter(mask, scored.entropy)
         self._ranks.combine_counts(statistics.combine)
-        return ScoredBatch(logprobs, entropy, statistics)
+        return ScoredBatch(*_laid_out(batch, slices, scores), statistics)
+
+    def scored_step(
+        self, batch: RolloutBatch, temperature: float, scales: Sequence[LayerScales] | None
+    ) -> tuple[TrainReport, ScoredBatch]:
+        """As `step`, by one update, whose forward also scores every row and collects the statistics of Q, K and V.
+
+        The forward goes over all rows, also over those that no loss reads. Old log-probs that the batch does not have
+        are those of this forward, which no backward has changed.
+
+        Raises:
+            NotFiniteError: as `step`.
+            LogprobError: the first audited token that differs; the update is not applied.
+        """
+        corrected, correction = self._objective.corrected(batch)
+        corrected = self._selected(corrected, 0, temperature, scales)
+        statistics, own = self._no_statistics(), list[Scored]()
+
+        def score(weights: Weights, part: TokenBatch) -> Scored:
+            scored = self._score(weights, part, temperature, scales, statistics)
+            own.append(Scored(scored.logprobs.detach(), scored.entropy.detach()))
+            return scored
+
+        with self._guarded():
+            totals = self._learnt(corrected, score)
+            slices = list(self._slices(batch.sequences))
+            logprobs, entropy = _laid_out(batch.sequences, slices, self._ranks.joined(own))
+            self._refuse_differing(batch, logprobs)
+            totals["grad_norm"] = self._apply(self._learning_rate(self._updates + 1))
+        self._ranks.combine_counts(statistics.combine)
+        if batch.old_logprobs is None:
+            corrected, correction = self._objective.corrected(replace(batch, old_logprobs=logprobs))
+        return self._reported(batch, corrected, correction, [totals]), ScoredBatch(logprobs, entropy, statistics)
+
+    def _refuse_differing(self, batch: RolloutBatch, logprobs: Tensor) -> None:
+        """Raises LogprobError: an audited token has not the bits of the rollout's log-prob."""
+        for row, name in sorted(batch.audited.items()):
+            ours, theirs = logprobs[row], batch.rollout_logprobs[row]
+            differing = (batch.mask[row] & (ours.view(torch.int32) != theirs.view(torch.int32))).nonzero()
+            if len(differing):
+                token = int(differing[0])
+                found = f"the rollout gave the log-prob {float(theirs[token])!r}, this forward {float(ours[token])!r}"
+                raise LogprobError(self._not_applied(f"{name}, token {token}: {found}"))
 
     def sft_step(self, batch: TokenBatch, learning_rate: float) -> float:
         """One update on the mean cross-entropy of the completion tokens, at temperature 1; returns it (nats a token).
@@ -498,13 +441,16 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
     def _accumulate(
         self, batch: RolloutBatch, temperature: float, scales: Sequence[LayerScales] | None
     ) -> dict[str, float]:
+        return self._learnt(batch, lambda weights, part: self._score(weights, part, temperature, scales))
+
+    def _learnt(self, batch: RolloutBatch, score: Callable[[Weights, TokenBatch], Scored]) -> dict[str, float]:
         """Add up the gradients of all parts; returns the batch's statistics."""
         denominator, weights = Denominator.of(batch.mask), self._training_weights()
         slices = list(self._slices(batch.sequences))
 
         def learn(rows_and_part: tuple[slice, TokenBatch]) -> dict[str, float]:
             rows, part = rows_and_part
-            scored = self._score(weights, part, temperature, scales)
+            scored = score(weights, part)
             mask = left_aligned(part.completion, batch.mask.shape[1])
             current, entropy = (
                 torch.zeros(mask.shape).masked_scatter(mask, values) for values in (scored.logprobs, scored.entropy)
@@ -530,6 +476,19 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
     def _backward(self, loss: Tensor, last: bool) -> None:
         # Quantised weights are shared by all parts, so their graph is kept until the last.
         torch.autograd.backward(loss, retain_graph=not last)
+
+
+def _laid_out(
+    batch: TokenBatch, slices: Sequence[tuple[slice, TokenBatch]], scores: Sequence[Scored]
+) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies of parts as FP32 [B, C], NaN on padding."""
+    shape = (len(batch), int(batch.completion.sum(-1).max()))
+    logprobs, entropy = torch.full(shape, torch.nan), torch.full(shape, torch.nan)
+    for (rows, part), scored in zip(slices, scores, strict=True):
+        mask = left_aligned(part.completion, shape[1])
+        logprobs[rows] = logprobs[rows].masked_scatter(mask, scored.logprobs)
+        entropy[rows] = entropy[rows].masked_scatter(mask, scored.entropy)
+    return logprobs, entropy
 
 
 def shares(rows: int, count: int) -> list[slice]:

@@ -20,7 +20,7 @@ from fp8core.config.capability import Environment
 from fp8core.errors import MemberLost, UserError
 from fp8core.models.weights import rollout_formats, stored_weights
 from fp8core.training.megatron.requirements import required_environment
-from fp8core.training.trainer import ALONE
+from fp8core.training.ranks import ALONE
 
 pytestmark = [
     pytest.mark.gpu,

@@ -1,7 +1,7 @@
 """The packed trainer with its kernels, beside the exact trainer and beside itself."""
 
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from fp8core.rl.batch import RolloutBatch, TokenBatch
 from fp8core.rl.objective import Objective
 from fp8core.training.exact import ExactTrainer
 from fp8core.training.packed.trainer import PackedFormats, PackedTrainer
-from fp8core.training.trainer import ALONE, Ranks
+from fp8core.training.ranks import ALONE, Ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gpu")]
 
@@ -194,6 +194,21 @@ def test_log_probs_do_not_depend_on_the_pack(name: str) -> None:
         assert differ == 0
     else:
         print(f"{name}: {differ} of {int((~together.isnan()).sum())} log-probs depend on the pack")
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("name", CONTRACTS)
+def test_an_update_scores_as_a_pass(name: str, checkpointing: bool) -> None:
+    kept = CONTRACTS[name]
+    scales = SCALES if kept.training.kv_cache == "fp8" else None
+    passing, scoring = (packed(kept, activation_checkpointing=checkpointing) for _ in range(2))
+    expected = passing.logprobs(rows(), 1.0, scales)
+    batch = batch_of(expected.logprobs, rows())
+    report = passing.step(batch, 1.0, scales)
+    learnt, scored = scoring.scored_step(replace(batch, old_logprobs=None), 1.0, scales)
+    assert torch.equal(scored.logprobs.view(torch.int32), expected.logprobs.view(torch.int32))
+    assert scored.statistics.histograms() == expected.statistics.histograms()
+    assert asdict(learnt) == asdict(report)
 
 
 @pytest.mark.parametrize("name", CONTRACTS)

@@ -5,6 +5,7 @@ from statistics import fmean, stdev
 
 import pyarrow as pa
 import pytest
+import torch
 
 from fp8core.config.load import load_config
 from fp8core.store.tables import LOGPROBS, REWARDS, ROLLOUTS
@@ -101,7 +102,8 @@ def without_tool_output():
 
 
 def test_tokens_of_tools_stay_out_of_every_metric(with_tool_output, without_tool_output):
-    assert mismatch(*with_tool_output) == mismatch(*without_tool_output)
+    rows = torch.tensor([True, True])
+    assert mismatch(*with_tool_output, rows) == mismatch(*without_tool_output, rows)
     assert rollout_metrics(*with_tool_output) == rollout_metrics(*without_tool_output)
 
 

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from fp8core.config.load import load_config
 from fp8core.config.steps import NoOptions
 from fp8core.store.artifacts import ArtifactStore
 from tasks import record as module
@@ -23,7 +24,7 @@ def recorded(run_copy):
     artifacts, store = run_copy.ledger.artifacts(1), ArtifactStore(run_copy.folder)
     ports = ("rollouts", "rewards", "logprobs", "train_report", "sync_report", "evaluation", "next_scales")
     inputs = {port: artifacts[port] for port in ports}
-    run = SimpleNamespace(directory=SimpleNamespace(store=store))
+    run = SimpleNamespace(directory=SimpleNamespace(store=store), config=load_config("tiny"))
 
     def again():
         return store.get_json(record(run, 1, NoOptions(), **inputs)["metrics"])

@@ -31,8 +31,9 @@ from fp8core.training.megatron.parallel import joint_digest
 from fp8core.training.megatron.policy import Policy, Scored, accumulate, score
 from fp8core.training.megatron.requirements import token_multiple
 from fp8core.training.packing import MicroBatch, packs
+from fp8core.training.ranks import Ranks
 from fp8core.training.saved_state import SHARDS, STATE, read_state, refuse_other_digest
-from fp8core.training.trainer import PolicyTrainer, Ranks, ScoredBatch, left_aligned
+from fp8core.training.trainer import PolicyTrainer, ScoredBatch, left_aligned
 
 _STATISTICS = tuple(field.name for field in fields(ObjectiveTerms))
 

@@ -35,7 +35,7 @@ class LayerContext:
         attention: its format, in every layer.
         cos, sin: FP32 [positions, head_dim / 2] of BF16 values.
         scales: of Q, K and V by layer, where attention is FP8.
-        observe: called per layer with q, k and v as they are cached.
+        observe: called per layer with q, k and v as they are cached, not again where a layer is computed again.
     """
 
     pack: DevicePack
@@ -89,7 +89,7 @@ class PackedLayer(nn.Module):
         x, qkv = blocks.norm_linear(x, added, Norm(self._vector("input_norm"), self._eps), weights["qkv"])
         norms = (self._vector(name) if name in self._values else None for name in ("q_norm", "k_norm"))
         qkv = _NormRotate.apply(qkv, *norms, shared, layout, self._eps)  # type: ignore[no-untyped-call]
-        if shared.observe is not None:
+        if shared.observe is not None and not (kept and kept.held):
             shared.observe(self.index, heads_of(qkv, layout))
         scales = shared.scales[self.index] if shared.scales else None
         attended = shared.attention(qkv, layout, shared.pack, scales, kept)

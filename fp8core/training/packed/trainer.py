@@ -39,6 +39,7 @@ from fp8core.training.packed.blocks import Bf16Blocks, Blocks, Fp8Blocks
 from fp8core.training.packed.decoder import Observer, PackedDecoder
 from fp8core.training.packed.masters import Masters, balanced
 from fp8core.training.packing import Pack, row_groups
+from fp8core.training.ranks import ALONE, Ranks, together
 from fp8core.training.saved_state import (
     MASTERS,
     OPTIMISER,
@@ -48,7 +49,7 @@ from fp8core.training.saved_state import (
     refuse_other_digest,
     write_state,
 )
-from fp8core.training.trainer import ALONE, MicroBatchTrainer, Ranks, Scored, ScoredBatch, together
+from fp8core.training.trainer import MicroBatchTrainer, Scored, ScoredBatch
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,15 @@ def test_two_engines_and_two_ranks_on_two_nodes_make_the_records_of_one_process(
 
 
 @pytest.mark.slow
+def test_ranks_whose_update_scores_store_what_a_pass_of_one_process_gives(two_nodes, loop_run, whole_run):
+    settings = {"logprobs.source": "training"}
+    run = loop_run("scored", cluster={"address": two_nodes.address, **TWO_EACH}, **settings)
+    for index in range(1, 5):
+        made, expected = run.ledger.artifacts(index), whole_run.ledger.artifacts(index)
+        assert {name: ref.digest for name, ref in made.items()} == {name: ref.digest for name, ref in expected.items()}
+
+
+@pytest.mark.slow
 def test_a_lost_engine_rank_or_node_is_replaced_and_the_run_ends_with_equal_records(two_nodes, run_copy, whole_run):
     run_copy.cut_after(1, "record")
 

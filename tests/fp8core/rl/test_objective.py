@@ -24,7 +24,7 @@ from fp8core.rl.losses import (
     sequence_mean_token_mean,
     token_mean,
 )
-from fp8core.rl.objective import POLICY_LOSSES, Objective, merged
+from fp8core.rl.objective import POLICY_LOSSES, Objective, merged, whole_batch_setting
 from fp8core.rl.presets import PRESETS
 
 LOW, HIGH, CAP = 0.2, 0.28, 1.5
@@ -397,3 +397,30 @@ def test_unknown_names_are_the_user_s_mistake():
         Objective(LossConfig(), unknown)
     with pytest.raises(ValueError, match="go together"):
         CorrectionConfig(method="preset")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_without_old_log_probs_each_part_is_corrected_as_in_the_batch_or_refused(name) -> None:
+    """`current` has the values of the old log-probs, and the gradients of the parts add up."""
+    loss, correction = LossConfig(), CorrectionConfig(method="preset", preset=name)
+    built = Objective(loss, correction)
+    batch, _ = random_batch(5, rows=6)
+    batch = replace(batch, teacher_logprobs=batch.reference_logprobs)
+
+    def learnt(given):
+        corrected, _ = built.corrected(given)
+        denominator, totals = Denominator.of(corrected.mask), {}
+        current = batch.old_logprobs.clone().requires_grad_()
+        for rows in (slice(0, 2), slice(2, 6)):
+            terms = built(current[rows], corrected.rows(rows), denominator)
+            terms.loss.backward()
+            totals = merged(totals, terms.statistics())
+        return totals, current.grad
+
+    rule = PRESETS[name].rule
+    refused = rule.normalise != "none" or (rule.rejects and rule.denominator == "kept")
+    assert (whole_batch_setting(loss, correction) is not None) == refused
+    if not refused:
+        (expected, gradient), (found, by_parts) = learnt(batch), learnt(replace(batch, old_logprobs=None))
+        assert found == expected
+        assert torch.equal(by_parts, gradient)

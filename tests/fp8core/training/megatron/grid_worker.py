@@ -20,7 +20,7 @@ from fp8core.rl.objective import Objective
 from fp8core.training.megatron import parallel
 from fp8core.training.megatron.optimiser import MegatronOptimiser
 from fp8core.training.megatron.trainer import MegatronTrainer
-from fp8core.training.trainer import Ranks
+from fp8core.training.ranks import Ranks
 
 CPU = torch.device("cpu")
 GRIDS: dict[str, tuple[str, dict[str, Any]]] = {

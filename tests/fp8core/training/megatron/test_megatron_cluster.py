@@ -19,8 +19,9 @@ from fp8core.config.load import load_config
 from fp8core.errors import MemberLost
 from fp8core.run.build import engine_environment
 from fp8core.training.megatron import parallel
+from fp8core.training.ranks import ALONE
 from fp8core.training.registry import trainer_of
-from fp8core.training.trainer import ALONE, NotFiniteError
+from fp8core.training.trainer import NotFiniteError
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")]
 

@@ -13,7 +13,7 @@ from torch import multiprocessing
 
 from fp8core.cluster.transport import Meeting
 from fp8core.training.megatron import parallel
-from fp8core.training.trainer import ALONE
+from fp8core.training.ranks import ALONE
 
 pytestmark = pytest.mark.slow
 

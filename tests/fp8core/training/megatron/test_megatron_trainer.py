@@ -24,7 +24,8 @@ from fp8core.training.megatron.model import packed_call
 from fp8core.training.megatron.optimiser import LocalOptimiser, MegatronOptimiser
 from fp8core.training.megatron.trainer import MegatronTrainer
 from fp8core.training.packing import packs
-from fp8core.training.trainer import ALONE, NotFiniteError
+from fp8core.training.ranks import ALONE
+from fp8core.training.trainer import NotFiniteError
 
 CPU = torch.device("cpu")
 TRAINING = TrainingConfig(learning_rate=1e-3, megatron={"micro_batch_tokens": 128})

@@ -22,7 +22,8 @@ from fp8core.numerics.packed import Fp8PackedAttention
 from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
 from fp8core.training.packed.trainer import PackedFormats, PackedTrainer
-from fp8core.training.trainer import ALONE, NotFiniteError
+from fp8core.training.ranks import ALONE
+from fp8core.training.trainer import LogprobError, NotFiniteError
 
 CPU = torch.device("cpu")
 FP8 = PrecisionContract(rounding_points="kernels")
@@ -281,6 +282,7 @@ RANKS = 3
 def compared(trainer: PackedTrainer, batch, scales, folder: Path) -> dict:
     """What must not depend on the number of ranks, and what one step makes."""
     scored = trainer.logprobs(batch.sequences, 1.0, scales)
+    batch = replace(batch, old_logprobs=scored.logprobs)
     found = {
         "digest": trainer.digest(),
         "logprobs": scored.logprobs.nan_to_num(),
@@ -302,6 +304,14 @@ def _rank(rank: int, port: int, make, batch, scales, folder: Path) -> None:
     again = make(ranks)
     again.load(folder)
     assert again.digest() == found["report"]["digest"]
+    scoring = make(ranks)
+    with pytest.raises(LogprobError, match="row 11, token 0"):
+        scoring.scored_step(replace(batch, audited={11: "row 11"}), 1.0, scales)
+    assert scoring.digest() == found["digest"]
+    report, scored = scoring.scored_step(replace(batch, old_logprobs=None), 1.0, scales)
+    assert asdict(report) == found["report"]
+    assert torch.equal(scored.logprobs.nan_to_num(), found["logprobs"])
+    assert scored.statistics.amax() == found["amax"]
     with pytest.raises(StoredFileError):
         make(ranks).load(folder.parent / "damaged" if rank == 1 else folder)
     # Neither closes a connection that others still use. And the interpreter is not taken down: threads of the process

@@ -1,0 +1,85 @@
+"""The forward of an update gives the log-probs and the statistics that a pass of its own gives, in every trainer."""
+
+from dataclasses import asdict, replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fp8core.config.loss import LossConfig
+from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
+from fp8core.config.run import CorrectionConfig, TrainingConfig
+from fp8core.models.weights import rollout_formats, training_formats
+from fp8core.rl.objective import Objective
+from fp8core.training.packed.trainer import PackedFormats, PackedTrainer
+from fp8core.training.trainer import LogprobError
+
+FP8 = PrecisionContract(rounding_points="kernels")
+BF16 = PrecisionContract(
+    rollout=SidePrecision(linear="bf16", kv_cache="bf16"),
+    training=TrainingPrecision(linear="bf16", kv_cache="bf16"),
+    rounding_points="kernels",
+)
+CASES = {
+    "exact": {"micro_batch": 2},
+    "packed": {"tokens_per_pass": 128},
+    "recomputed": {"tokens_per_pass": 128, "activation_checkpointing": True},
+}
+OBJECTIVES = {
+    "token_tis": (LossConfig(entropy=0.1), CorrectionConfig()),
+    "rejecting": (LossConfig(), CorrectionConfig(method="preset", preset="skyrl/token_mask")),
+    "bypass": (LossConfig(), CorrectionConfig(method="preset", preset="verl/bypass_pg_is")),
+}
+
+
+@pytest.fixture(params=CASES)
+def trainers(request, architecture, masters_of, trainer_of, first_scales, rollout_batch):
+    """Of a contract and an objective: a function that makes equal trainers, a batch and scales."""
+
+    def make(contract, objective):
+        arch, training = architecture(), TrainingConfig(**CASES[request.param])
+        formats = training_formats(contract, arch.num_layers), rollout_formats(contract, arch.num_layers)
+
+        def build():
+            if request.param == "exact":
+                return trainer_of(contract, arch, training, objective)
+            packed = PackedFormats(*formats, longest=4096, amax_only=False)
+            return PackedTrainer(arch, masters_of(arch), packed, training, objective, torch.device("cpu"))
+
+        exact = trainer_of(contract, arch)
+        scales = first_scales(exact, contract)
+        batch = replace(rollout_batch(exact, scales), keep=torch.tensor([True, False, True, True, True, False]))
+        return SimpleNamespace(build=build, batch=batch, scales=scales.layers)
+
+    return make
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("contract", [FP8, BF16], ids=["fp8", "bf16"])
+def test_an_update_scores_as_a_pass_and_learns_as_after_it(trainers, contract, objective) -> None:
+    case = trainers(contract, Objective(*OBJECTIVES[objective]))
+    passing, scoring = case.build(), case.build()
+    expected = passing.logprobs(case.batch.sequences, 0.9, case.scales)
+    report = passing.step(replace(case.batch, old_logprobs=expected.logprobs), 0.9, case.scales)
+    learnt, scored = scoring.scored_step(replace(case.batch, old_logprobs=None), 0.9, case.scales)
+    for name in ("logprobs", "entropy"):
+        found, wanted = (getattr(each, name).view(torch.int32) for each in (scored, expected))
+        assert torch.equal(found, wanted), "also of rows that no loss reads"
+    assert scored.statistics.histograms() == expected.statistics.histograms()
+    assert scored.statistics.saturated_share() == expected.statistics.saturated_share()
+    assert asdict(learnt) == asdict(report)
+    assert scoring.digest() == passing.digest()
+
+
+def test_an_audited_row_that_differs_is_named_and_nothing_is_learnt(trainers) -> None:
+    case = trainers(FP8, Objective(*OBJECTIVES["token_tis"]))
+    trainer = case.build()
+    policy, given = trainer.digest(), case.batch.old_logprobs
+    batch = replace(case.batch, rollout_logprobs=given.clone(), old_logprobs=given, audited={1: "b", 4: "e"})
+    batch.rollout_logprobs[4, 0] = torch.nextafter(given[4, 0], torch.tensor(0.0))
+    batch.rollout_logprobs[3] -= 1.0
+    with pytest.raises(LogprobError, match=r"^update 0 of policy 0: e, token 0: .*; the update was not applied$"):
+        trainer.scored_step(batch, 1.0, case.scales)
+    assert (trainer.version, trainer.digest()) == (0, policy)
+    report, _ = trainer.scored_step(replace(batch, audited={1: "b"}), 1.0, case.scales)
+    assert (report.version, report.first_ratio_deviation) == (1, 0.0), "old log-probs were given, and are the forward's"
