@@ -2,6 +2,7 @@
 
     python -m benchmarks.large_ledger --out FOLDER --seconds 560                   both variants, one after the other
     python -m benchmarks.large_ledger --out FOLDER --seconds 560 bf16              one of them
+    python -m benchmarks.large_ledger --out FOLDER --logprobs training             without a log-prob pass
     python -m benchmarks.large_ledger --out FOLDER --layers 2 --device cpu         a rehearsal, of a tiny model
 
 The weights are random, because time does not depend on them; other benchmarks use `make_model` too. A run is started
@@ -42,7 +43,9 @@ from fp8core.store.ledger import START, LedgerView
 from fp8core.store.run_directory import LEDGER
 
 VARIANTS = ("bf16", "fp8_end_to_end_kv")
+SOURCES = ("pass", "training", "rollout")
 RESULT = "large_ledger"
+PREDICTION = Path(__file__).with_name(f"{RESULT}_prediction.json")
 QWEN3_8B = PUBLISHED["Qwen/Qwen3-8B-Base"]
 _SHOWN = 12_000
 
@@ -80,18 +83,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     model = out / f"model-{options.device}-{arch.num_layers}"
     make_model(model, arch, options.device)
     print(f"model: {time.monotonic() - began:.0f} s", flush=True)
-    trainings = [training(model, variant, options) for variant in VARIANTS]
-    for chosen in trainings:
-        if chosen.variant in options.variants and not committed(chosen, options.steps):
+    trainings = {
+        (variant, source): training(model, variant, source, options) for variant in VARIANTS for source in SOURCES
+    }
+    asked = [(variant, options.logprobs) for variant in options.variants]
+    for chosen in map(trainings.__getitem__, asked):
+        if not committed(chosen, options.steps):
             train(chosen, options.steps, out / "logs" / f"{chosen.folder.name}.log", end)
-    done = [each for each in trainings if committed(each, options.steps)]
-    rows = [row for each in done if (row := ledger_row(each, arch)) is not None]
+    done = {case: each for case, each in trainings.items() if committed(each, options.steps)}
+    predicted = {(each["variant"], each["logprobs"]): each["predicted"] for each in json.loads(PREDICTION.read_text())}
+    rows = [
+        row | {"logprobs": source, "predicted": predicted.get((row["variant"], source))}
+        for (_, source), each in done.items()
+        if (row := ledger_row(each, arch)) is not None
+    ]
     write_rows(out / f"{RESULT}.json", rows)
     for row in rows:
         parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in row["seconds_before"].items())
-        print(f"{row['variant']}: seconds before the first step: {parts}", flush=True)
+        print(f"{row['variant']}, {row['logprobs']}: seconds before the first step: {parts}", flush=True)
     print(*loop_tables(rows), sep="\n\n", flush=True)
-    return 0 if {*options.variants} <= {each.variant for each in done} else 1
+    return 0 if {*asked} <= {*done} else 1
 
 
 def architecture(device: str, layers: int) -> Architecture:
@@ -102,15 +113,15 @@ def architecture(device: str, layers: int) -> Architecture:
     return replace(QWEN3_8B, num_layers=layers, max_positions=1024, **small)
 
 
-def training(model: Path, variant: str, options: argparse.Namespace) -> Training:
-    """A variant of qwen3-aligned with this model."""
-    settings = _COMMON | _SIZES[options.device] | {"steps": options.steps + 1}
+def training(model: Path, variant: str, source: str, options: argparse.Namespace) -> Training:
+    """A variant of qwen3-aligned with this model and source of old log-probs."""
+    settings = _COMMON | _SIZES[options.device] | {"steps": options.steps + 1, "logprobs.source": source}
     if options.device == "cuda":
         settings["rollout.vllm.kv_cache_gib"] = _CACHE_GIB[variant]
     overrides = [f"model={model}", *(f"{key}={json.dumps(value)}" for key, value in settings.items())]
     (made,) = plan("qwen3-aligned", overrides, [variant], model.parent / "runs")
     # Runs of other models lie beside it.
-    return replace(made, folder=made.folder.with_name(f"{made.folder.name}-{model.name}"))
+    return replace(made, folder=made.folder.with_name(f"{made.folder.name}-{source}-{model.name}"))
 
 
 def committed(training: Training, steps: int) -> bool:
@@ -177,6 +188,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="The ledger of GRPO steps at Qwen3-8B's shape, with random weights.")
     parser.add_argument("variants", nargs="*", metavar="VARIANT", help=", ".join(VARIANTS))
     parser.add_argument("--out", type=Path, required=True, help="folder of model, runs and results")
+    parser.add_argument("--logprobs", choices=SOURCES, default="pass", help="source of old log-probs (default pass)")
     parser.add_argument("--seconds", type=float, default=560.0, help="of this call (default 560)")
     parser.add_argument("--steps", type=int, default=3, help="of each run; the first is not counted (default 3)")
     parser.add_argument("--layers", type=int, default=QWEN3_8B.num_layers)

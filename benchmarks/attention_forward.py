@@ -1,0 +1,144 @@
+"""Time attention to whole sequences on one Hopper GPU: ours in FP8 beside FlashAttention 2 and 3 in BF16.
+
+    python -m benchmarks.attention_forward --out FILE.json
+
+Heads are Qwen3-8B's: 32 of Q, 8 of K and V, 128 channels; 16,384 tokens, causal. `fp8` is the sequence kernel with what
+widens its keys; its result is compared with the decode kernel's, byte for byte, in the same process. FlashAttention 2
+is torch's, FlashAttention 3 is vLLM's. teraflops counts the products of keys that are seen. Backward rows are
+FlashAttention 2's backward, from the kernel's log-sum-exp and from a forward of its own.
+
+PREDICTED, in milliseconds, was written after the kernel's first times and before FlashAttention 3's.
+"""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.harness import RowFile, table
+from fp8core.kernels import attention
+from fp8core.kernels.decode_attention import DecodeAttention
+from fp8core.kernels.sequence_attention import SequenceAttention, Span, batches
+from fp8core.numerics.attention import HEAD_DIM, Queries
+from fp8core.numerics.fused import HeadLayout, head_codes, head_values
+from fp8core.numerics.kv_scales import LayerScales
+from fp8core.numerics.packed import PAGE, DevicePack, PackedSequences
+
+LAYOUT = HeadLayout(query_heads=32, kv_heads=8, head_dim=HEAD_DIM)
+SCALES = LayerScales(2.0**-7, 2.0**-7, 2.0**-7)
+PACKS = {"16 x 1,024": [1024] * 16, "4 x 4,096": [4096] * 4, "1 x 16,384": [16_384]}
+PREDICTED = {
+    "16 x 1,024": {"fp8": 0.61, "FlashAttention 2": 0.61, "FlashAttention 3": 0.40},
+    "4 x 4,096": {"fp8": 1.51, "FlashAttention 2": 1.69, "FlashAttention 3": 1.05},
+    "1 x 16,384": {"fp8": 5.5, "FlashAttention 2": 6.3, "FlashAttention 3": 3.8},
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    rows = RowFile(parser.parse_args().out)
+    for name, lengths in PACKS.items():
+        pack = DevicePack.of(PackedSequences.of(lengths), torch.device("cuda"))
+        width = (LAYOUT.query_heads + 2 * LAYOUT.kv_heads) * HEAD_DIM
+        qkv = torch.randn(pack.sequences.tokens, width, generator=torch.Generator().manual_seed(0)).bfloat16().cuda()
+        products = 4 * LAYOUT.query_heads * HEAD_DIM * sum(length * (length + 1) // 2 for length in lengths)
+        for form, call in forms(qkv, pack).items():
+            milliseconds = timed(call)
+            rows.append(
+                {
+                    "kind": "attention_forward",
+                    "pack": name,
+                    "form": form,
+                    "milliseconds": round(milliseconds, 3),
+                    "teraflops": round(products / milliseconds / 1e9),
+                    "predicted": PREDICTED[name].get(form),
+                }
+            )
+        grad = torch.randn_like(qkv[:, : LAYOUT.query_heads * HEAD_DIM])
+        for form, call in backwards(qkv, pack, grad).items():
+            milliseconds = round(timed(call), 3)
+            rows.append({"kind": "attention_backward", "pack": name, "form": form, "milliseconds": milliseconds})
+        differing = tokens_differing(qkv, pack)
+        rows.append({"kind": "attention_equal", "pack": name, "values": len(qkv) * 4096, "differing": differing})
+    cells = [(row["pack"], row["form"], str(row["milliseconds"])) for row in rows.rows if "form" in row]
+    print(table(("pack", "form", "ms"), cells))
+    print([(row["pack"], row["differing"]) for row in rows.rows if row["kind"] == "attention_equal"])
+
+
+def forms(qkv: Tensor, pack: DevicePack) -> dict[str, Callable[[], object]]:
+    """The forward in each form; codes of Q, K and V are made before."""
+    heads = head_values(qkv, LAYOUT, SCALES)
+    (query, keys, values), longest = codes(qkv), pack.sequences.longest
+    strides = (PAGE * 8 * HEAD_DIM, 8 * HEAD_DIM, HEAD_DIM, 1)
+    ours = SequenceAttention(qkv.device, keys.shape, strides, 4, longest)
+    spans = [Span(start, n, n) for start, n in zip(pack.sequences.starts, pack.sequences.lengths, strict=False)]
+    work, out = batches(spans, 4, longest, qkv.device), torch.empty_like(query, dtype=torch.bfloat16)
+    logsumexp, of_all = torch.empty(32, len(query), device="cuda"), scales()
+    made: dict[str, Callable[[], object]] = {
+        "fp8": lambda: ours(query, keys, values, pack.pages, work, of_all, out, logsumexp),
+        "FlashAttention 2": lambda: attention._flash_attention(heads, pack),
+    }
+    try:
+        from vllm.vllm_flash_attn import flash_attn_varlen_func as flash
+    except ImportError:
+        return made
+    q, k, v = heads
+    bounds = {f"cu_seqlens_{side}": pack.starts for side in "qk"} | {f"max_seqlen_{side}": longest for side in "qk"}
+    return made | {"FlashAttention 3": lambda: flash(q, k, v, **bounds, causal=True, fa_version=3)}
+
+
+def backwards(qkv: Tensor, pack: DevicePack, grad: Tensor) -> dict[str, Callable[[], object]]:
+    """The backward of FP8 attention from what its forward saved, and with a forward of FlashAttention."""
+    heads, longest = head_values(qkv, LAYOUT, SCALES), pack.sequences.longest
+    saved = attention.fp8_attention(qkv, LAYOUT, pack, SCALES, longest).for_backward
+    return {
+        "saved": lambda: attention._flash_attention_backward(grad, heads, saved, pack),
+        "forward again": lambda: attention._flash_attention_backward(
+            grad, heads, attention._flash_attention(heads, pack), pack
+        ),
+    }
+
+
+def tokens_differing(qkv: Tensor, pack: DevicePack) -> int:
+    """Values of a pack that are not the decode kernel's."""
+    (query, keys, values), longest = codes(qkv), pack.sequences.longest
+    kernel = DecodeAttention(qkv.device, keys.shape, keys.stride(), 4, longest, 8192)
+    owners, seen = pack.sequences.owners.cuda(), (pack.sequences.offsets + 1).int().cuda()
+    each = torch.arange(len(query) + 1, dtype=torch.int32, device="cuda")
+    expected = torch.empty_like(query, dtype=torch.bfloat16)
+    kernel(query, keys, values, Queries(pack.pages[owners], each, seen), scales(), expected)
+    found = attention.fp8_attention(qkv, LAYOUT, pack, SCALES, longest).out
+    return int((found.view(torch.int16) != expected.flatten(1).view(torch.int16)).sum())
+
+
+def codes(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Q by token; K and V by page."""
+    query, key, value = head_codes(qkv, LAYOUT, SCALES)
+    keys, values = (part.view(-1, PAGE, *part.shape[1:]) for part in (key, value))
+    return query, keys, values
+
+
+def scales() -> tuple[Tensor, Tensor, Tensor]:
+    """On the device."""
+    q, k, v = (torch.tensor(scale, device="cuda") for scale in (SCALES.q, SCALES.k, SCALES.v))
+    return q, k, v
+
+
+def timed(call: Callable[[], object], calls: int = 20) -> float:
+    """Milliseconds of a call, its launches included."""
+    call()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    begin.record()
+    for _ in range(calls):
+        call()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / calls
+
+
+if __name__ == "__main__":
+    main()
