@@ -458,9 +458,12 @@ def ledger_table(rows: Sequence[Row]) -> str:
     lines = []
     for row in rows:
         seconds, whole = row["seconds"], row["seconds"][WALL]
-        parts = [*(seconds.get(name, 0.0) for name in names), whole - sum(seconds[name] for name in _WORK)]
+        parts = [*(seconds.get(name, 0.0) for name in names), whole - sum(seconds.get(name, 0.0) for name in _WORK)]
         *cells, rest = (f"{1000 * part:.0f} ({100 * part / whole:.1f} %)" for part in parts)
-        lines.append([row["variant"], *cells, f"{1000 * whole:.0f}", rest, str(row["steps"])])
+        # Rows of earlier runs do not name it: there was the pass alone.
+        source = row.get("logprobs", "pass")
+        name = row["variant"] if source == "pass" else f"{row['variant']}, log-probs of {source}"
+        lines.append([name, *cells, f"{1000 * whole:.0f}", rest, str(row["steps"])])
     return table(["ms of a step", *names, "whole", "rest", "steps"], lines)
 
 
