@@ -15,6 +15,7 @@ from flows.environment import bound_mlflow_requests
 from flows.evaluation import Checkpoint, EvaluationRequest, opened, questions, refuse, variants
 from flows.launch import say
 from flows.orchestration import failed, show_logs_escaped
+from flows.run_lookup import FlowOverrides
 from flows.tracking.publish import evaluated_prompts
 from flows.tracking.results import log_evaluation
 from flows.tracking.store import quiet_store_logs
@@ -48,7 +49,7 @@ def evaluate(
     confidence: Annotated[float, Field(gt=0, lt=1)] = 0.95,
     output: str | None = None,
     overwrite: bool = False,
-    overrides: dict[str, Any] | list[str] | None = None,
+    overrides: FlowOverrides = None,
 ) -> Any:
     """Measure a checkpoint, with the uncertainty; returns the result. A failed state has the reason as its message.
 

@@ -20,6 +20,7 @@ from flows.environment import bound_mlflow_requests
 from flows.launch import say
 from flows.orchestration import failed, show_logs_escaped, unanswered
 from flows.parity_training import ParityRequest, Plan, committed, read_memory, record_of, refuse, train_one
+from flows.run_lookup import FlowOverrides
 from flows.tracking.results import log_parity
 from flows.tracking.store import quiet_store_logs
 from fp8core.config.run import RUN_NAME
@@ -53,7 +54,7 @@ def parity(
         "fp8-end-to-end-kv",
         "stress",
     ),
-    overrides: dict[str, Any] | list[str] | None = None,
+    overrides: FlowOverrides = None,
 ) -> Any:
     """Train in BF16 and in FP8, and judge whether FP8 learns the same; returns the verdict.
 
