@@ -12,7 +12,8 @@ from tasks.train import rollout_batch
 SAMPLED_KINDS = ("prompts", "rollouts", "rewards")
 SAMPLE_COLUMNS = ("step", "prompt", "completion", "reference", "reward", "outcome")
 ARTIFACT_COLUMNS = ("step", "task", "artifact", "kind", "digest", "bytes", "path")
-COMPLETION_COLUMNS = ("prompt", "step", "group", "sample", "completion", "reward", "advantage", "mismatch")
+# As wide as MLflow shows them, the first six fit beside its list of files.
+COMPLETION_COLUMNS = ("prompt", "completion", "reward", "advantage", "mismatch", "step", "group", "sample")
 _TRAIN = "tasks.train:train"
 
 
@@ -91,7 +92,7 @@ def completion_table(run: RunContext) -> Table | None:
         step, place = row["step"], (row["group"], row["sample"])
         prompt = prompts[step].get(row["prompt_id"], row["prompt_id"])
         numbers = (row["reward"], advantages[step].get(place), largest_difference(row))
-        return prompt, step, *place, row["text"], *(None if number is None else _short(number) for number in numbers)
+        return prompt, row["text"], *(None if number is None else _short(number) for number in numbers), step, *place
 
     return COMPLETION_COLUMNS, [cells(row) for rows in groups for row in rows]
 
