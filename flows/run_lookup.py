@@ -21,7 +21,7 @@ from fp8core.errors import UserError, not_unicode, printable
 from fp8core.store.run_directory import RunDescription, read_description
 
 # With `properties` of its own the mapping would be a form of 200 fields in Prefect's UI; now it is one field for JSON.
-_CHECKED = {"anyOf": [{"type": "object", "if": {"type": "object"}, "then": override_schema()}, {"type": "null"}]}
+_CHECKED = {"anyOf": [{"type": "object"}, {"type": "null"}], "if": {"type": "object"}, "then": override_schema()}
 FlowOverrides = Annotated[dict[str, Any] | list[str] | None, WithJsonSchema(_CHECKED)]
 """Overrides of a flow. A server takes them as a mapping, and refuses a wrong name, type or bound at submission."""
 

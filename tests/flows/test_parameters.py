@@ -57,6 +57,9 @@ def test_a_server_refuses_a_wrong_override_at_submission_and_names_it(deployed, 
     validate(right, schema, raise_on_error=True)
     with pytest.raises(ValidationError, match=place):
         validate({**right, "overrides": wrong}, schema, raise_on_error=True)
+    # The form in the UI does not look into alternatives.
+    (shown,) = validate({**right, "overrides": wrong}, schema)
+    assert isinstance(wrong, list) or "any of the given schemas" not in shown.message
 
 
 @pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=[f"{d['entrypoint']}-{d['name']}" for d in DEPLOYMENTS])
