@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, TypeAdapter
 
 from flows.cli import build_parser
-from fp8core.config.load import file_schema
+from fp8core.config.schema import file_schema
 from fp8core.store.artifacts import Ref
 from fp8core.store.deletion_log import Deletion
 from fp8core.store.ledger import BoundEntry, CheckpointEntry, Entry, RedoEntry, SegmentEntry, StepEntry, TaskEntry

@@ -4,9 +4,9 @@
     python docs/screenshots.py mlflow runs/first runs/mixed
     python docs/screenshots.py prefect http://127.0.0.1:4200 "$PREFECT_API_AUTH_STRING"
 
-The first one shows a run and a comparison in MLflow, and the report. Both runs must be tracked in the store beside
-them. The second one shows pages of Prefect's server that `fp8-grpo up` runs: the run of `fp8-grpo/tiny` that ended
-last, and the form that starts one. A short run makes a readable picture:
+The first one shows a run, a comparison, checkpoints and completions in MLflow, and the report. Both runs must be
+tracked in one store or server. The second one shows pages of Prefect's server that `fp8-grpo up` runs: deployments,
+the run of `fp8-grpo/tiny` that ended last, and the form that starts one. A short run makes a readable picture:
 
     prefect deployment run fp8-grpo/tiny --watch --param steps=4
 
@@ -18,6 +18,7 @@ import argparse
 import base64
 import io
 import json
+import re
 import shutil
 import socket
 import subprocess
@@ -35,25 +36,28 @@ from urllib.parse import quote
 from PIL import Image
 from playwright.sync_api import Page, ViewportSize, sync_playwright
 
+from flows.tracking.publish import COMPLETIONS
 from flows.tracking.record import TrackingRecord, read_record
+from flows.tracking.store import is_server
 from fp8core.report.pages import report_html
 from fp8core.report.run_data import read_runs
 
 IMAGES = Path(__file__).parent / "images"
 WIDTH, HEIGHT = 1440, 900
 REPORT: ViewportSize = {"width": 1300, "height": 2900}
-CHARTED = ".js-plotly-plot path.js-line"
+TABLE: ViewportSize = {"width": 1440, "height": 760}
 SHOWN = "^core/"
 """The charts of MLflow's pages, as a pattern."""
+DRAWN = """() => {
+    const charts = [...document.querySelectorAll('.js-plotly-plot')];
+    return charts.length >= 6 && charts.every(chart => chart.querySelector('.trace'));
+}"""
+"""True when the charts that a page of MLflow shows have their data; a flat line has no height, so it is not visible."""
 NO_ASSISTANT = "localStorage.setItem('mlflow.assistant.fab.autoOpenedOnFirstLoad_v1', 'true')"
 COLOURS = 192
 PATIENCE_SECONDS = 180.0
-SETTLE_MS = 8000
-"""How long all charts take after the first."""
-
-
-# Prefect's pages fade in, and the timeline moves to where the tasks are.
-PREFECT_SETTLE_MS = 5000
+SETTLE_MS = 3000
+"""Time in which charts move to their places, pages fade in, and a timeline moves to its tasks."""
 
 
 def main() -> None:
@@ -81,11 +85,18 @@ def mlflow_pictures(runs: list[Path], out: Path) -> None:
         for name, url in mlflow_pages(address, records).items():
             page.goto(url)
             search = page.get_by_placeholder("Search metric charts")
-            search.wait_for(timeout=1000 * PATIENCE_SECONDS)
+            search.wait_for()
             search.fill(SHOWN)
-            page.locator(CHARTED).first.wait_for(timeout=1000 * PATIENCE_SECONDS)
+            page.wait_for_function(DRAWN)
             page.wait_for_timeout(SETTLE_MS)
             keep(page.screenshot(), out / f"{name}.png")
+        page.set_viewport_size(TABLE)
+        page.goto(
+            f"{address}/#/experiments/{records[0].experiment_id}/runs/{records[1].run_id}/artifacts/{COMPLETIONS}"
+        )
+        page.get_by_role("cell", name=re.compile("[0-9]=$")).first.wait_for()
+        page.wait_for_timeout(SETTLE_MS)
+        keep(page.screenshot(), out / "mlflow-completions.png")
         page.set_viewport_size(REPORT)
         page.goto(report.as_uri())
         keep(page.screenshot(), out / "report.png")
@@ -110,9 +121,18 @@ def mlflow_pages(address: str, records: list[TrackingRecord]) -> dict[str, str]:
     }
 
 
+def completions_page(address: str, record: TrackingRecord) -> str:
+    """Address of the table of completions of a run."""
+    run = f"{address}/#/experiments/{record.experiment_id}/runs/{record.run_id}"
+    return f"{run}/artifacts/{COMPLETIONS}?workflowType=machine_learning"
+
+
 @contextmanager
 def mlflow_ui(uri: str) -> Iterator[str]:
-    """The address of MLflow's UI on a store while the block lasts."""
+    """The address of MLflow's UI on a store while the block lasts; a server has its own."""
+    if is_server(uri):
+        yield uri
+        return
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     address = f"http://127.0.0.1:{port}"
@@ -138,16 +158,18 @@ def prefect_pictures(server: str, login: str, out: Path) -> None:
     }
     (run,) = _ask(password, f"{server}/api/flow_runs/filter", query)
     pages = {
-        "prefect-run.png": (f"{server}/runs/flow-run/{run['id']}", 1400, 520),
-        "prefect-form.png": (f"{server}/deployments/deployment/{deployment}/run", 1200, 1150),
+        "prefect-deployments.png": (f"{server}/deployments", 1400, 940, "llama-nightly"),
+        "prefect-run.png": (f"{server}/runs/flow-run/{run['id']}", 1400, 520, run["name"]),
+        "prefect-form.png": (f"{server}/deployments/deployment/{deployment}/run", 1200, 1150, "overrides (Optional)"),
     }
     with browser() as page:
         page.add_init_script(f"localStorage.setItem('prefect-password', '{password}')")
-        for name, (address, width, height) in pages.items():
+        for name, (address, width, height, text) in pages.items():
             page.set_viewport_size({"width": width, "height": height})
             page.goto(address)
-            page.wait_for_load_state("networkidle")
-            page.wait_for_timeout(PREFECT_SETTLE_MS)
+            # Not for a silent network: these pages ask the server again and again.
+            page.get_by_text(text).first.wait_for()
+            page.wait_for_timeout(SETTLE_MS)
             keep(page.screenshot(), out / name)
 
 
@@ -182,6 +204,7 @@ def browser() -> Iterator[Page]:
         chromium = playwright.chromium.launch(**options)
         page = chromium.new_page(viewport={"width": WIDTH, "height": HEIGHT})
         page.add_init_script(NO_ASSISTANT)
+        page.set_default_timeout(1000 * PATIENCE_SECONDS)
         yield page
         chromium.close()
 

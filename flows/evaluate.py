@@ -4,17 +4,20 @@ fp8-grpo evaluate RUN --samples 8             this function, in this process
 """
 
 from contextlib import closing
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from prefect import flow, task
+from prefect import flow, get_run_logger, task
+from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 from pydantic import Field
 
 from flows.environment import bound_mlflow_requests
 from flows.evaluation import Checkpoint, EvaluationRequest, opened, questions, refuse, variants
 from flows.launch import say
-from flows.orchestration import failed, show_logs_escaped
+from flows.orchestration import artifact_key, failed, show_logs_escaped
+from flows.run_lookup import FlowOverrides
 from flows.tracking.publish import evaluated_prompts
 from flows.tracking.results import log_evaluation
 from flows.tracking.store import quiet_store_logs
@@ -23,7 +26,7 @@ from fp8core.data.prompt import problems_digest
 from fp8core.data.source import check_references
 from fp8core.errors import UserError
 from fp8core.evaluation.measure import EvaluationResult, Precision, paired_differences
-from fp8core.report.text import evaluation_text
+from fp8core.report.text import evaluation_markdown, evaluation_text
 from fp8core.rewards.verifier import Verifier, build_verifier
 from fp8core.run.policy import Answered, Questions, answer
 from fp8core.run.replay import FAILURES
@@ -48,7 +51,7 @@ def evaluate(
     confidence: Annotated[float, Field(gt=0, lt=1)] = 0.95,
     output: str | None = None,
     overwrite: bool = False,
-    overrides: dict[str, Any] | list[str] | None = None,
+    overrides: FlowOverrides = None,
 ) -> Any:
     """Measure a checkpoint, with the uncertainty; returns the result. A failed state has the reason as its message.
 
@@ -153,6 +156,10 @@ def _log(asked: EvaluationRequest, checkpoint: Checkpoint, result: EvaluationRes
 
 
 def _tell(result: EvaluationResult, output: Output | None) -> None:
-    say(evaluation_text(result))
+    text = evaluation_text(result)
+    say(text)
+    get_run_logger().info(text)
+    heading, tables = evaluation_markdown(result)
+    create_markdown_artifact(tables, artifact_key(Path(result.target).name, "evaluation"), heading)
     if output is not None:
         output.write(f"{result.model_dump_json(indent=2)}\n".encode())

@@ -18,7 +18,7 @@ from pydantic import Field
 
 from flows.environment import bound_mlflow_requests, kernel_folders, set_engine_variables
 from flows.orchestration import PrefectArtifacts, PrefectExecution, T, artifact_client, failed, show_logs_escaped
-from flows.run_lookup import load_settings
+from flows.run_lookup import FlowOverrides, load_settings
 from flows.termination import Interrupt, StopRequest, keep_interrupt, stop_on_sigterm
 from flows.tracking.publish import write_report
 from flows.tracking.record import Guardian
@@ -56,7 +56,7 @@ def grpo(
     run: Annotated[str | None, Field(max_length=120, pattern=RUN_NAME)] = None,
     steps: Annotated[int | None, Field(ge=1, le=10_000_000)] = None,
     seed: Annotated[int | None, Field(ge=0, le=2**31 - 1)] = None,
-    overrides: dict[str, Any] | list[str] | None = None,
+    overrides: FlowOverrides = None,
     new_code: bool = False,
 ) -> Any:
     """Train a policy with GRPO; returns the summary. A failed state has the reason as its message.

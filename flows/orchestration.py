@@ -162,7 +162,6 @@ class PrefectArtifacts:
         """`page` is the address of the MLflow run, `client` that of `artifact_client`."""
         self.patience = PATIENCE_SECONDS
         self._run, self._flow_run, self._client = run, flow_run, client
-        self._key = re.sub(r"[^a-z0-9]+", "-", run.directory.path.name.lower()).strip("-")
         self._done = run.directory.ledger.last_step() or START
         self._shown: int | None = None
         self._progress: UUID | None = None
@@ -201,19 +200,18 @@ class PrefectArtifacts:
         return ""
 
     def _create(self, kind: str, name: str, data: object, words: str) -> UUID:
-        request = ArtifactCreate(
-            type=kind, key=f"{name}-{self._key}", description=words, data=data, flow_run_id=self._flow_run
-        )
+        key = artifact_key(self._run.directory.path.name, name)
+        request = ArtifactCreate(type=kind, key=key, description=words, data=data, flow_run_id=self._flow_run)
         return self._client.create_artifact(request).id
 
     def _post_link(self, page: str) -> None:
-        self._create("markdown", "mlflow", f"[MLflow run]({page})", "Metrics, models and files of this training.")
+        self._create("markdown", "3-mlflow", f"[MLflow run]({page})", "Metrics, models and files of this training.")
 
     def _post_progress(self, done: int) -> None:
         share = 100.0 * done / self._run.config.steps
         if self._progress is None:
             words = f"Steps of {self._run.directory.path.name}, of {self._run.config.steps}"
-            self._progress = self._create("progress", "progress", share, words)
+            self._progress = self._create("progress", "1-progress", share, words)
         else:
             self._client.update_artifact(self._progress, ArtifactUpdate(data=share))
 
@@ -226,10 +224,15 @@ class PrefectArtifacts:
                 seconds[name] = seconds.get(name, 0.0) + entry.seconds
         rows, before = self._rows(first, index), self._rows(max(START + 1, first - every), first - 1)
         text = progress_markdown(self._run.directory.path.name, steps, rows, before, seconds)
-        self._create("markdown", "report", text, f"Step {index} of {steps}")
+        self._create("markdown", "2-report", text, f"Step {index} of {steps}")
 
     def _rows(self, first: int, last: int) -> list[dict[str, float]]:
         return [{STEP: step, **step_metrics(self._run, step)} for step in range(first, last + 1)]
+
+
+def artifact_key(run: str, name: str) -> str:
+    """Key of an artifact: small letters, digits and dashes. Prefect sorts by it, so `name` may begin with a number."""
+    return re.sub(r"[^a-z0-9]+", "-", f"{run}-{name}".lower()).strip("-")
 
 
 def artifact_client() -> SyncPrefectClient:

@@ -4,13 +4,12 @@ fp8-grpo parity tiny-nightly                        this function, in this proce
 prefect deployment run fp8-parity/nightly           this function, from a worker
 """
 
-import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from prefect import flow, runtime, task
+from prefect import flow, get_run_logger, runtime, task
 from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.states import Completed
@@ -18,8 +17,9 @@ from pydantic import Field
 
 from flows.environment import bound_mlflow_requests
 from flows.launch import say
-from flows.orchestration import failed, show_logs_escaped, unanswered
+from flows.orchestration import artifact_key, failed, show_logs_escaped, unanswered
 from flows.parity_training import ParityRequest, Plan, committed, read_memory, record_of, refuse, train_one
+from flows.run_lookup import FlowOverrides
 from flows.tracking.results import log_parity
 from flows.tracking.store import quiet_store_logs
 from fp8core.config.run import RUN_NAME
@@ -53,7 +53,7 @@ def parity(
         "fp8-end-to-end-kv",
         "stress",
     ),
-    overrides: dict[str, Any] | list[str] | None = None,
+    overrides: FlowOverrides = None,
 ) -> Any:
     """Train in BF16 and in FP8, and judge whether FP8 learns the same; returns the verdict.
 
@@ -139,7 +139,8 @@ def _verdict(plan: Plan, golden: Golden, failures: dict[tuple[str, int], str]) -
     text = parity_markdown(night, measured, before)
     page = parity_html(night, measured, runs, before, plan.config.parity)
     files = _write_report(plan.folder, text, page, parity_charts(runs, plan.config.parity))
-    create_markdown_artifact(text, f"parity-{_key(plan.name)}", night.headline[:200])
+    create_markdown_artifact(text, artifact_key(plan.name, "verdict"), night.headline[:200])
+    get_run_logger().info(text)
     logged = log_parity(night, plan.config, files, [training.folder for training in plan.trainings])
     say(f"{text}\n{files[1]}\n{logged}")
     if night.outcome == FAIL:
@@ -154,8 +155,3 @@ def _write_report(folder: Path, text: str, page: str, charts: Sequence[Chart]) -
     write_file(folder / PAGE, page.encode())
     draw_png(charts, folder / PICTURE, folder.name)
     return [folder / RECORD, folder / PAGE, folder / PICTURE, folder / WORDS]
-
-
-def _key(name: str) -> str:
-    """Prefect's keys have small letters, digits and dashes."""
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")

@@ -8,15 +8,27 @@ changed rules every five seconds. That service in turn waits for the event loop.
 """
 
 import asyncio
-from datetime import timedelta
+import logging
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from uuid import UUID
 
+import httpx
 from prefect.client.orchestration import PrefectClient, SyncPrefectClient
-from prefect.client.schemas.actions import WorkPoolCreate
+from prefect.client.schemas.actions import LogCreate, WorkPoolCreate
+from prefect.client.schemas.filters import (
+    FlowRunFilter,
+    FlowRunFilterNextScheduledStartTime,
+    FlowRunFilterState,
+    FlowRunFilterStateType,
+    WorkPoolFilter,
+    WorkPoolFilterName,
+)
 from prefect.client.schemas.objects import StateType, WorkerStatus
 from prefect.events.actions import ChangeFlowRunState
 from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 from prefect.events.schemas.events import ResourceSpecification
-from prefect.settings import PREFECT_API_AUTH_STRING
+from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect.workers.process import ProcessWorker
 
 from flows.environment import HEARTBEAT_SECONDS
@@ -24,6 +36,10 @@ from flows.prefect_server import prepare_sqlite
 
 CPU, GPU = "fp8-grpo-cpu", "fp8-grpo-gpu"
 """Work pools: trainings that need no GPU, and those that do. Each runs one flow run at a time; the others queue."""
+_POOLS = {
+    CPU: "Runs that need no GPU, one at a time. `fp8-grpo up` starts a worker.",
+    GPU: "Runs on GPUs, one at a time. `fp8-grpo up` starts a worker where there is a GPU; without one a run waits.",
+}
 SILENT = "fp8-grpo: a flow run that falls silent has crashed"
 _HEARTBEAT = "prefect.flow-run.heartbeat"
 _JOB = {
@@ -43,8 +59,10 @@ async def prepare(client: PrefectClient) -> None:
     A worker reports when the process of a flow run dies. The rule is for when the worker died too, as with its machine.
     Without it the run would be shown as running, and hold its place in the pool, for ever.
     """
-    for name in (CPU, GPU):
-        pool = WorkPoolCreate(name=name, type=ProcessWorker.type, base_job_template=_JOB, concurrency_limit=1)
+    for name, words in _POOLS.items():
+        pool = WorkPoolCreate(
+            name=name, description=words, type=ProcessWorker.type, base_job_template=_JOB, concurrency_limit=1
+        )
         await client.create_work_pool(pool, overwrite=True)
     rule = silent_run_rule(4 * HEARTBEAT_SECONDS)
     known = await client.read_automations_by_name(SILENT)
@@ -77,17 +95,73 @@ def silent_run_rule(seconds: int) -> AutomationCore:
     )
 
 
-def of_this_machine() -> list[str]:
-    """The pools whose runs this machine can serve. Runs of the others wait for a worker elsewhere."""
+def of_this_machine() -> tuple[list[str], list[str]]:
+    """The pools whose runs this machine can serve, and the others, whose runs wait for a worker elsewhere."""
     import torch  # not above: writing the pools does not need it
 
-    return [CPU, GPU] if torch.cuda.is_available() else [CPU]
+    return ([CPU, GPU], []) if torch.cuda.is_available() else ([CPU], [GPU])
 
 
 def is_polled(client: SyncPrefectClient, pool: str, worker: str) -> bool:
     """True if the worker of that name looks for runs of a pool."""
+    return worker in _online(client, pool)
+
+
+class Unserved:
+    """Pools for which this machine starts no worker, and their runs."""
+
+    def __init__(self, client: SyncPrefectClient, pools: Sequence[str]) -> None:
+        self._client, self._pools = client, pools
+        self._told: set[UUID] = set()
+
+    def deployments(self) -> list[str]:
+        """The deployments of these pools, as `prefect deployment run` takes them."""
+        if not self._pools:
+            return []
+        flows = {flow.id: flow.name for flow in self._client.read_flows()}
+        found = self._client.read_deployments(work_pool_filter=_named(self._pools))
+        return sorted(f"{flows[deployment.flow_id]}/{deployment.name}" for deployment in found)
+
+    def tell(self) -> None:
+        """Write once into the log of each due run that no worker is online: `--watch` and its page show the log."""
+        for pool in self._pools:
+            try:
+                # One attempt, as the next look comes soon, and the caller looks after a server that ended.
+                with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}):
+                    self._tell(pool)
+            except httpx.HTTPError:
+                return
+
+    def _tell(self, pool: str) -> None:
+        due = FlowRunFilter(
+            state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.SCHEDULED])),
+            next_scheduled_start_time=FlowRunFilterNextScheduledStartTime(before_=datetime.now(UTC)),
+        )
+        waiting = {run.id for run in self._client.read_flow_runs(flow_run_filter=due, work_pool_filter=_named([pool]))}
+        self._told &= waiting
+        if not waiting - self._told or _online(self._client, pool):
+            return
+        words = (
+            f"No worker of {pool} is online, so this run waits. `fp8-grpo up` starts one on a machine with a GPU; "
+            "where it runs on another machine, it prints how a worker reaches this server."
+        )
+        self._client.create_logs(
+            LogCreate(
+                name="fp8-grpo", level=logging.WARNING, message=words, timestamp=datetime.now(UTC), flow_run_id=run
+            )
+            for run in waiting - self._told
+        )
+        self._told |= waiting
+
+
+def _named(pools: Sequence[str]) -> WorkPoolFilter:
+    return WorkPoolFilter(name=WorkPoolFilterName(any_=[*pools]))
+
+
+def _online(client: SyncPrefectClient, pool: str) -> set[str]:
+    """Names of the workers that look for runs of a pool."""
     found = client.read_workers_for_work_pool(pool)
-    return any(each.name == worker and each.status == WorkerStatus.ONLINE for each in found)
+    return {worker.name for worker in found if worker.status == WorkerStatus.ONLINE}
 
 
 async def _prepare_database() -> None:

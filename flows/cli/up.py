@@ -16,11 +16,12 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import psutil
 
 from flows.environment import (
+    HEARTBEAT_SECONDS,
     hold_prefect_start,
     make_prefect_home,
     mlflow_has_database,
@@ -33,12 +34,17 @@ from fp8core.end_with_parent import TiedProcess, installed, running
 from fp8core.errors import UserError
 from fp8core.store.durable import PRIVATE, make_folder
 
+if TYPE_CHECKING:
+    from prefect.client.orchestration import SyncPrefectClient
+
+    from flows.pools import Unserved
+
 ROOT = Path(__file__).parents[2]
 _HERE = ("--host", "127.0.0.1", "--port")
 _START_SECONDS = 300.0
 # Longest time for a server, and for a training with a step to commit, to end.
 SERVER_SECONDS, STEP_SECONDS = 15.0, 600.0
-_POLL_SECONDS = 0.2
+_POLL_SECONDS, _LOOK_SECONDS = 0.2, 3.0
 # Runs in a bare interpreter: ends the process groups on its input when that closes without an exit message.
 _REAP = """
 import os, signal, sys, time
@@ -201,10 +207,14 @@ class Services:
                 raise ServiceError(f"{what}: not within {_START_SECONDS:.0f} s (logs: {self._logs})")
             time.sleep(_POLL_SECONDS)
 
-    def watch(self) -> NoReturn:
-        """Wait until `check` raises."""
+    def watch(self, look: Callable[[], None]) -> NoReturn:
+        """Wait until `check` raises, and `look` every few seconds."""
+        due = time.monotonic()
         while True:
             self.check()
+            if time.monotonic() >= due:
+                look()
+                due = time.monotonic() + _LOOK_SECONDS
             time.sleep(_POLL_SECONDS)
 
     def check(self) -> None:
@@ -260,14 +270,21 @@ def up(options: argparse.Namespace) -> int:
                 services.wait_until(partial(answers, f"{prefect}/api/health"), "Prefect server")
                 start.close()
                 services.wait_until(partial(answers, f"{mlflow}/health"), "MLflow server")
-                _start_workers(services, f"{prefect}/api", login)
-                # Not the string itself: this output may be kept in a log.
-                say(
-                    f"ready: Prefect {prefect}, MLflow {mlflow}\n"
-                    f"in other terminals: export PREFECT_API_URL={prefect}/api PREFECT_API_AUTH_STRING={word}\n"
-                    "the password of Prefect's UI, there: echo $PREFECT_API_AUTH_STRING"
-                )
-                wait(services)
+                from prefect.client.orchestration import SyncPrefectClient
+
+                with SyncPrefectClient(
+                    f"{prefect}/api", auth_string=login, httpx_settings={"timeout": SERVER_SECONDS}
+                ) as client:
+                    unserved = _start_workers(services, client)
+                    # Not the string itself: this output may be kept in a log.
+                    say(
+                        f"ready: Prefect {prefect}, MLflow {mlflow}\n"
+                        f"in other terminals: export PREFECT_API_URL={prefect}/api PREFECT_API_AUTH_STRING={word}\n"
+                        "the password of Prefect's UI, there: echo $PREFECT_API_AUTH_STRING"
+                    )
+                    if waiting := unserved.deployments():
+                        say(_elsewhere(waiting, prefect, mlflow))
+                    wait(services, unserved.tell)
         except ServiceError as error:
             return stopped(str(error), 1)
         except Stopped as stop:
@@ -279,10 +296,10 @@ def server_command(port: int) -> list[str]:
     return running("flows.prefect_server", "lasting", str(port))
 
 
-def wait(services: Services) -> NoReturn:
-    """Until a signal comes or a service ends (errors: `Services.check`)."""
+def wait(services: Services, look: Callable[[], None]) -> NoReturn:
+    """Until a signal comes or a service ends (errors: `Services.check`); meanwhile `look` every few seconds."""
     try:
-        services.watch()
+        services.watch(look)
     except Stopped:
         say("stops; a training at work commits its step first, a second signal ends it at once")
         raise
@@ -310,15 +327,29 @@ def _start_mlflow(services: Services, port: int, runs: Path) -> None:
     services.start("MLflow server", server, SERVER_SECONDS)
 
 
-def _start_workers(services: Services, api: str, login: str) -> None:
-    from prefect.client.orchestration import SyncPrefectClient
-
+def _start_workers(services: Services, client: "SyncPrefectClient") -> "Unserved":
+    """Deploy, and start a worker for each pool that this machine can serve; returns the others."""
     from flows import pools
 
     services.finish(services.begin("prefect deploy", [*installed("prefect"), "--no-prompt", "deploy", "--all"]))
     name = f"{socket.gethostname()}-{os.getpid()}"
-    with SyncPrefectClient(api, auth_string=login) as client:
-        for pool in pools.of_this_machine():
-            worker = [*installed("prefect"), "worker", "start", "--pool", pool, "--name", name]
-            services.start(f"worker of {pool}", worker, STEP_SECONDS)
-            services.wait_until(partial(pools.is_polled, client, pool, name), f"worker of {pool}")
+    served, others = pools.of_this_machine()
+    for pool in served:
+        worker = [*installed("prefect"), "worker", "start", "--pool", pool, "--name", name]
+        services.start(f"worker of {pool}", worker, STEP_SECONDS)
+        services.wait_until(partial(pools.is_polled, client, pool, name), f"worker of {pool}")
+    return pools.Unserved(client, others)
+
+
+def _elsewhere(waiting: Sequence[str], prefect: str, mlflow: str) -> str:
+    """The lines that name the deployments for a GPU, and the command of a worker on another machine."""
+    from flows.pools import GPU
+
+    ports = " ".join(f"-L {port}:127.0.0.1:{port}" for port in (url.rpartition(":")[2] for url in (prefect, mlflow)))
+    return (
+        f"this machine has no GPU for {', '.join(waiting)}: their runs wait in {GPU} for a worker\n"
+        f"a worker, on a machine that has: ssh -N {ports} {socket.gethostname()} &\n"
+        f"  PREFECT_API_URL={prefect}/api PREFECT_API_AUTH_STRING=... "
+        f"PREFECT_FLOWS_HEARTBEAT_FREQUENCY={HEARTBEAT_SECONDS} MLFLOW_TRACKING_URI={mlflow} "
+        f"prefect worker start --pool {GPU}"
+    )

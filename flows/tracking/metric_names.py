@@ -39,7 +39,7 @@ _HEADLINE = {
     "train/clip_fraction": f"{CORE}clip",
     GRAD_NORM: f"{CORE}grad_norm",
 }
-_OF_MODEL = frozenset({ERROR, K3, ACCURACY, MEAN_REWARD, f"{DETAIL}{TOKENS_DIFFERING}"})
+_OF_MODEL = (ERROR, K3, ACCURACY, MEAN_REWARD, f"{DETAIL}{TOKENS_DIFFERING}")
 
 
 def shown_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -58,11 +58,12 @@ def seconds_name(task: str) -> str:
 
 
 def model_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The metrics of a checkpoint, from those of its step; what the step did not measure is absent.
+    """The metrics of a checkpoint, from those of its step, alignment first; what the step did not measure is absent.
 
     MLflow lists them among those of the run, too. Under the run's own names they are no second rows.
     """
-    return {name: value for name, value in shown_metrics(metrics).items() if name in _OF_MODEL}
+    shown = shown_metrics(metrics)
+    return {name: shown[name] for name in _OF_MODEL if name in shown}
 
 
 def speed(tasks: Iterable[Interval], committed: float, metrics: Mapping[str, float]) -> dict[str, float]:

@@ -21,7 +21,8 @@ from flows.tracking.metric_names import (
     shown_metrics,
     speed,
 )
-from flows.tracking.tracker import CHAIN_HEAD, RUN_DIRECTORY, TRAINING, Table, Tracker
+from flows.tracking.tables import artifact_table, completion_table, sample_table, samples_due, tables_due
+from flows.tracking.tracker import CHAIN_HEAD, RUN_DIRECTORY, TRAINING, Tracker
 from fp8core.alignment.bounds import stop_bounds
 from fp8core.config.run import DataConfig, RunConfig, public_dump
 from fp8core.data.prompt import PromptSource, problems_digest
@@ -32,17 +33,14 @@ from fp8core.report.summary import CURVES, REPORT
 from fp8core.report.text import pipeline_mermaid, pipeline_text
 from fp8core.run.commit import committed_step, step_metrics, stored_manifest
 from fp8core.run.context import RunContext
-from fp8core.store.deletion_log import read_deletions
 from fp8core.store.ledger import START, BoundEntry, CheckpointEntry
 from fp8core.store.manifest import Head
 from fp8core.store.run_directory import SUMMARY
 
-SAMPLED_KINDS = ("prompts", "rollouts", "rewards")
-SAMPLE_COLUMNS = ("step", "prompt", "completion", "reference", "reward", "outcome")
+COMPLETIONS = "completions.json"
 BOUND_CROSSED = "bound_crossed"
 VERDICT = "verdict"
 SIGNED_BY = "signed_by"
-ARTIFACT_COLUMNS = ("step", "task", "artifact", "kind", "digest", "bytes", "path")
 MODEL_TYPE = "policy"
 # MLflow's columns are text: the question, and the reference that the verifier compares with.
 _SCHEMA = {"mlflow_colspec": [{"name": name, "type": "string", "required": True} for name in ("question", "reference")]}
@@ -101,10 +99,12 @@ def publish_step(run: RunContext, tracker: Tracker, index: int) -> None:
 
 
 def publish_result(run: RunContext, tracker: Tracker) -> None:
-    """The picture, the summary and the report of a completed training, its verdict and its headline numbers."""
+    """The picture, the summary and the report of a completed training, completions, its verdict, headline numbers."""
     tracker.log_file(run.directory.path / CURVES, "pictures")
     for name in (SUMMARY, REPORT):
         tracker.log_file(run.directory.path / name, None)
+    if (completions := completion_table(run)) is not None:
+        tracker.log_tables({COMPLETIONS: completions})
     judged = "in bounds" if stop_bounds(run.config).limits else "not judged"
     verdict = judged if run.directory.ledger.last_bound() is None else "bound crossed"
     tracker.set_tags({VERDICT: verdict, MLFLOW_RUN_NOTE: f"{_note(run)}\n\n{_headline(run)}"})
@@ -147,61 +147,6 @@ def write_report(run: RunContext, on_step: Callable[[], None] = lambda: None) ->
     `on_step` is called for each step that is read, and may raise when that takes too long.
     """
     return run.directory.write_text(REPORT, report_html(read_runs([run.directory.path], on_step)))
-
-
-def sample_table(run: RunContext, index: int) -> Table:
-    """The first completion of each of the first `tracking.sample_completions` prompts."""
-    by_kind = {ref.kind: ref for ref in run.directory.ledger.artifacts(index).values()}
-    store = run.directory.store
-    # Only these columns become Python objects: a step's tokens are millions.
-    prompts = store.get_table(by_kind["prompts"], ["group", "text", "reference"]).to_pylist()
-    rollouts = store.get_table(by_kind["rollouts"], ["group", "sample", "text"])
-    rewards = store.get_table(by_kind["rewards"], ["reward", "outcome"])
-    asked = {row["group"]: row for row in prompts}
-    rows = [
-        (
-            index,
-            asked[completion["group"]]["text"],
-            completion["text"],
-            asked[completion["group"]]["reference"],
-            verdict["reward"],
-            verdict["outcome"],
-        )
-        for completion, verdict in zip(rollouts.to_pylist(), rewards.to_pylist(), strict=True)
-        if completion["sample"] == 0
-    ]
-    return SAMPLE_COLUMNS, rows[: run.config.tracking.sample_completions]
-
-
-def artifact_table(run: RunContext, index: int) -> Table:
-    """The step's artifacts, which stay in the run's folder: kind, size and place."""
-    root = run.directory.path
-    rows = [
-        (index, task, name, ref.kind, ref.digest, ref.size, str(root / ref.uri))
-        for task, entry in run.directory.ledger.tasks(index).items()
-        for name, ref in entry.outputs.items()
-    ]
-    return ARTIFACT_COLUMNS, rows
-
-
-def tables_due(run: RunContext, index: int) -> bool:
-    """The first step, every `tracking.sample_every`, and the last."""
-    chosen = index == START + 1 or index % run.config.tracking.sample_every == 0 or index == run.config.steps
-    return index > START and chosen
-
-
-def samples_due(run: RunContext, index: int) -> bool:
-    """True if completions of a step are to be shown, and `fp8-grpo gc` has left them."""
-    if not (tables_due(run, index) and run.config.tracking.sample_completions):
-        return False
-    sampled = [ref for ref in run.directory.ledger.artifacts(index).values() if ref.kind in SAMPLED_KINDS]
-    missing = [ref for ref in sampled if not run.directory.store.path(ref).exists()]
-    return not missing or not read_deletions(run.directory.path).keys() & {ref.digest for ref in missing}
-
-
-def published_kinds(run: RunContext, index: int) -> set[str]:
-    """The kinds of artifacts that are read to publish a step."""
-    return {"metrics", *(SAMPLED_KINDS if samples_due(run, index) else ())}
 
 
 def flat(value: dict[str, object], prefix: str = "") -> dict[str, object]:

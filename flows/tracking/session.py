@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from flows.tracking.mlflow_backlog import MlflowBacklog
-from flows.tracking.publish import published_kinds
 from flows.tracking.record import RunOutcome, TrackingFile, TrackingRecord, read_record, record_lock
 from flows.tracking.store import (
     Outage,
@@ -29,6 +28,7 @@ from flows.tracking.store import (
     store_errors,
     store_of_folder,
 )
+from flows.tracking.tables import published_kinds
 from flows.tracking.tracker import Tracker, ahead_of
 from fp8core.config.run import RunConfig
 from fp8core.errors import UserError, without_passwords

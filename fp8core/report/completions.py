@@ -88,8 +88,21 @@ def level_of(difference: float) -> int:
     return 0 if difference == 0 else 1 + bisect_right(THRESHOLDS, abs(difference))
 
 
-def read_examples(evidence: RunView, names: tuple[str, str], missing: list[str]) -> Examples | None:
-    """The completions of a few prompts early and late in a run; None where no step has any.
+@dataclass(frozen=True)
+class Picked:
+    """All completions of a few prompts early and late, a list for each prompt; `same` where those are the same ones."""
+
+    early: Sequence[Sequence[Row]]
+    late: Sequence[Sequence[Row]]
+    same: bool
+
+    def in_order(self) -> list[Sequence[Row]]:
+        """Early and late of the same prompt beside one another."""
+        return [rows for pair in zip_longest(self.early, self.late) for rows in pair if rows is not None]
+
+
+def pick_completions(evidence: RunView, names: tuple[str, str], missing: list[str]) -> Picked | None:
+    """Rows of the completions of a few prompts, with the log-probs of both policies and the reward; None without any.
 
     Args:
         evidence: of the run.
@@ -111,13 +124,28 @@ def read_examples(evidence: RunView, names: tuple[str, str], missing: list[str])
     missing += unread.lines()
     if not first and not last:
         return None
-    decode = _decoder(evidence, missing)
     shared = [name for name in first if name in last][:PROMPTS]
-    return Examples(
-        [_asked(first[name], decode) for name in shared or [*first][:PROMPTS]],
-        [_asked(last[name], decode) for name in shared or [*last][:PROMPTS]],
+    return Picked(
+        [first[name] for name in shared or [*first][:PROMPTS]],
+        [last[name] for name in shared or [*last][:PROMPTS]],
         bool(shared),
     )
+
+
+def read_examples(evidence: RunView, names: tuple[str, str], missing: list[str]) -> Examples | None:
+    """The completions that a report shows (arguments: `pick_completions`); None where no step has any."""
+    picked = pick_completions(evidence, names, missing)
+    if picked is None:
+        return None
+    decode = _decoder(evidence, missing)
+    early, late = ([_asked(rows, decode) for rows in some] for some in (picked.early, picked.late))
+    return Examples(early, late, picked.same)
+
+
+def largest_difference(row: Row) -> float | None:
+    """The largest |log p - log g| of a token that the policy wrote; None where it wrote none."""
+    pairs = zip(row["trained"], row["logprobs"], row["written"], strict=True)
+    return max((abs(p - g) for p, g, written in pairs if written), default=None)
 
 
 def _kept(evidence: RunView, commit: Commit, names: tuple[str, str]) -> bool:

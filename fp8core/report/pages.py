@@ -324,7 +324,7 @@ def parity_html(
         _charted("learning", "Learning", collapsed(curve_chart(curve, compared) for curve in LEARNING), [seeds]),
         _charted("alignment", "Alignment of rollout and training", collapsed(alignment), [seeds]),
         _charted("weights", "Raw importance weights", weights, [seeds]),
-        Section("verdict", "Verdict", tables=[checks_table(night)]),
+        Section("verdict", "Verdict", tables=[matrix_table(night), checks_table(night)]),
         Section("variants", "Variants", tables=[_variants_table(night), accuracy_table(night, measured)]),
         _regression(night, before),
     ]
@@ -339,11 +339,23 @@ def parity_charts(runs: Runs, config: ParityConfig) -> list[Chart]:
 
 def parity_markdown(night: ParityResult, measured: Sequence[Measured], before: ParityResult | None) -> str:
     """Verdict and tables where a page cannot be shown."""
-    parts = [f"**{night.name}**: {night.headline}", _markdown(checks_table(night))]
+    parts = [f"**{night.name}**: {night.headline}", _markdown(matrix_table(night)), _markdown(checks_table(night))]
     parts.append(_markdown(accuracy_table(night, measured)))
     section = _regression(night, before)
     parts += [*section.text, *(_markdown(table) for table in section.tables)]
     return printable_lines("\n\n".join(parts)) + "\n"
+
+
+def matrix_table(night: ParityResult) -> Table:
+    """The outcome of every check, a row for each, in the column of its variant."""
+    found = {(check.name, check.variant): check.outcome for check in night.checks}
+    # A check of the whole night, such as that of the preflight, has a column of its own.
+    variants = dict.fromkeys([*night.variants, *(check.variant for check in night.checks)])
+    rows = [
+        (name, *(found.get((name, variant), MISSING) for variant in variants))
+        for name in dict.fromkeys(check.name for check in night.checks)
+    ]
+    return Table("Verdict", ["check", *variants], rows)
 
 
 def checks_table(night: ParityResult) -> Table:

@@ -104,7 +104,7 @@ def read_run(folder: Path, label: str, on_step: Callable[[], None] = lambda: Non
         on_step()
         provenance.add(manifest)
     pipeline = pipeline_steps(evidence, commits)
-    artifacts = _token_artifacts(evidence)
+    artifacts = token_artifacts(evidence)
     return RunData(
         label=label,
         evidence=evidence,
@@ -186,7 +186,7 @@ def _busy(commit: Commit) -> float:
     return union_seconds((entry.started, entry.started + entry.seconds) for entry in commit.tasks.values())
 
 
-def _token_artifacts(evidence: RunView) -> tuple[str, str]:
+def token_artifacts(evidence: RunView) -> tuple[str, str]:
     """The artifacts that the metrics of the run compare, which a pipeline may have renamed."""
     ports = ("rollouts", "logprobs")
     if evidence.config is not None:

@@ -23,8 +23,27 @@ def columns(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def evaluation_text(result: EvaluationResult) -> str:
     """The request, then a line for each precision and for its difference from the first."""
+    estimates, outcomes = _evaluation_rows(result)
+    return "\n".join([_evaluated(result), "", *columns(estimates), "", *columns(outcomes)])
+
+
+def evaluation_markdown(result: EvaluationResult) -> tuple[str, str]:
+    """The request, and the lines of `evaluation_text` as tables."""
+    tables = [
+        "\n".join(f"| {' | '.join(row)} |" for row in (rows[0], ["---"] * len(rows[0]), *rows[1:]))
+        for rows in _evaluation_rows(result)
+    ]
+    return printable_lines(_evaluated(result)), printable_lines("\n\n".join([_evaluated(result), *tables])) + "\n"
+
+
+def _evaluated(result: EvaluationResult) -> str:
     of = result.target if result.step is None else f"{result.target}, step {result.step}"
     drawn = "greedy" if result.temperature == 0 else f"{result.samples} at temperature {result.temperature:g}"
+    return f"{of}: {result.prompts} prompts of {result.data}, {drawn}; {result.confidence:.0%} intervals"
+
+
+def _evaluation_rows(result: EvaluationResult) -> tuple[list[Sequence[str]], list[Sequence[str]]]:
+    """Names and rows of the estimates, and of the outcomes."""
     first = next(iter(result.precisions))
     names = list(result.precisions[first].estimates)
     estimates = [
@@ -39,15 +58,7 @@ def evaluation_text(result: EvaluationResult) -> str:
             for name, done in result.precisions.items()
         ),
     ]
-    return "\n".join(
-        [
-            f"{of}: {result.prompts} prompts of {result.data}, {drawn}; {result.confidence:.0%} intervals",
-            "",
-            *columns(estimates),
-            "",
-            *columns(outcomes),
-        ]
-    )
+    return [*estimates], [*outcomes]
 
 
 def _cells(estimates: dict[str, Estimate], names: Sequence[str], sign: str) -> list[str]:

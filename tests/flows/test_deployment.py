@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from mlflow import MlflowClient
 from prefect.client.schemas.filters import (
     DeploymentFilter,
@@ -25,6 +26,8 @@ from prefect.client.schemas.filters import (
     FlowRunFilterName,
     FlowRunFilterState,
     FlowRunFilterStateType,
+    LogFilter,
+    LogFilterFlowRunId,
 )
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.exceptions import PrefectHTTPStatusError
@@ -207,15 +210,37 @@ def test_a_deployed_run_completes_with_a_verifier_of_the_users_own(
 def test_a_failing_run_exits_with_one_and_its_reason(
     run_deployment: Run, up: Any, small: dict[str, Any], tmp_path: Path
 ) -> None:
-    overrides = json.dumps({**small, "runs": str(tmp_path), "training.learning_rat": 1})
+    overrides = json.dumps({**small, "runs": str(tmp_path), "training.minibatches": 1024})
     finished = run_deployment("steps=2", f"overrides={overrides}")
     assert finished.returncode == 1
     # --watch prints the log, wrapped.
-    assert "did you mean learning_rate?" in " ".join(finished.stdout.split())
-    assert "did you mean learning_rate?" in message_of_the_failed_run(up)
+    assert "training.minibatches=1024 exceeds" in " ".join(finished.stdout.split())
+    assert "training.minibatches=1024 exceeds" in message_of_the_failed_run(up)
 
 
 # --- stopped from outside ---
+
+
+def test_a_wrong_override_makes_no_run(run_deployment: Run, up: Any) -> None:
+    refused = run_deployment('overrides={"training.lerning_rate": 1e-4}')
+    assert refused.returncode == 1
+    assert "training.lerning_rate" in refused.stdout
+    with up.client() as client:
+        assert not [one for one in client.read_flow_runs() if "training.lerning_rate" in str(one.parameters)]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here `up` starts a worker for it")
+def test_a_run_that_no_worker_can_take_says_so_in_its_log(environment: dict[str, str], up: Any) -> None:
+    assert "fp8-grpo/llama-aligned" in up.said.partition("\nready")[2]
+    watched = run(environment, "prefect", "deployment", "run", "fp8-grpo/llama", "--watch", "--watch-timeout", "20")
+    assert watched.returncode == 1
+    assert pools.GPU in watched.stdout.partition("Created flow run")[2], watched.stdout
+    with up.client() as client:
+        waiting = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.SCHEDULED])))
+        (found,) = (one for one in client.read_flow_runs(flow_run_filter=waiting) if one.work_pool_name == pools.GPU)
+        said = client.read_logs(LogFilter(flow_run_id=LogFilterFlowRunId(any_=[found.id])))
+        assert [pools.GPU in log.message for log in said] == [True], "once, however often it is looked at"
+        client.delete_flow_run(found.id)
 
 
 @pytest.fixture

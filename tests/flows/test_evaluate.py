@@ -2,12 +2,15 @@
 
 import inspect
 import json
+import time
 from collections import Counter
 from dataclasses import fields
 from statistics import fmean
 
 import pytest
 from mlflow import MlflowClient
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey, LogFilter, LogFilterFlowRunId
 
 from flows.cli import main
 from flows.evaluate import evaluate
@@ -85,6 +88,21 @@ def test_mlflow_links_it_to_the_model_of_the_checkpoint(compared, run, store):
     assert [each.dataset.name for each in found.inputs.dataset_inputs] == ["chain-heldout"]
     files = {file.path for file in store.list_artifacts(found.info.run_id)}
     assert {"evaluation.json", "evaluation.txt"} <= files
+
+
+def test_prefect_has_it_as_a_table_and_in_the_log(compared):
+    result, _ = compared
+    value = f"{result.precisions['fp8'].estimates['pass@4'].value:.4f}"
+    with get_client(sync_client=True) as client:
+        key = ArtifactFilter(key=ArtifactFilterKey(any_=["evaluated-evaluation"]))
+        (shown,) = [one for one in client.read_artifacts(artifact_filter=key) if "4 at temperature" in one.description]
+        mine = LogFilter(flow_run_id=LogFilterFlowRunId(any_=[shown.flow_run_id]))
+        deadline = time.monotonic() + 30
+        while not any(value in log.message for log in client.read_logs(mine)):
+            assert time.monotonic() < deadline, "Prefect's log lacks the result"
+            time.sleep(0.2)
+    (row,) = (line for line in shown.data.splitlines() if line.startswith("| fp8 |") and "[" in line)
+    assert value in row
 
 
 def test_a_step_without_a_checkpoint_is_restored_and_asked_greedily(run, ask, capfd):

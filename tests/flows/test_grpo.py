@@ -1,6 +1,9 @@
 """The whole loop through real Prefect and MLflow, at reduced size."""
 
 import json
+from itertools import groupby
+from pathlib import Path
+from statistics import mean, stdev
 
 import pyarrow as pa
 import pytest
@@ -79,6 +82,29 @@ def test_mlflow_shows_the_run(three_steps):
              three_steps.mlflow.list_artifacts(run.info.run_id, folder)}  # fmt: skip
     assert {"config.yaml", "graph.md", "graph.txt", "summary.json", "pictures/curves.png"} <= files
     assert any(file.startswith("samples/") for file in files)
+
+
+def test_mlflow_has_whole_groups_of_completions_early_and_late(three_steps, tmp_path):
+    run = three_steps.mlflow_run()
+    table = json.loads(
+        Path(three_steps.mlflow.download_artifacts(run.info.run_id, "completions.json", tmp_path)).read_text()
+    )
+    assert {"path": "completions.json", "type": "table"} in json.loads(run.data.tags["mlflow.loggedArtifacts"])
+    rows = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
+    groups = [list(rows) for _, rows in groupby(rows, lambda row: (row["step"], row["group"]))]
+    assert any(row["advantage"] for row in rows)
+    assert {group[0]["step"] for group in groups} == {1, 3}
+    for group in groups:
+        ledger = three_steps.ledger.artifacts(group[0]["step"])
+        stored = ArtifactStore(three_steps.folder).get_table(ledger["rollouts"]).to_pylist()
+        asked = [row for row in stored if row["group"] == group[0]["group"]]
+        assert [(row["sample"], row["completion"]) for row in group] == [(row["sample"], row["text"]) for row in asked]
+        assert len({row["prompt"] for row in group}) == 1
+        assert {row["mismatch"] for row in group} == {0.0}
+        rewards = [row["reward"] for row in group]
+        spread = stdev(rewards) + 1e-4
+        expected = [(reward - mean(rewards)) / spread for reward in rewards]
+        assert [row["advantage"] for row in group] == pytest.approx(expected, rel=1e-3)
 
 
 def test_a_run_that_is_continued_equals_one_that_was_not_cut_and_no_run_of_another_seed(three_steps, launch):

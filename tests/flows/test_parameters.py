@@ -6,6 +6,7 @@ import pytest
 import yaml
 from prefect.exceptions import ParameterTypeError
 from prefect.utilities.callables import parameter_schema
+from prefect.utilities.schema_tools.validation import ValidationError, validate
 
 from flows.evaluate import evaluate
 from flows.grpo import grpo
@@ -38,6 +39,27 @@ def test_every_parameter_is_described_in_the_form(deployed) -> None:
 def test_values_out_of_bounds_are_refused(deployed, wrong) -> None:
     with pytest.raises(ParameterTypeError, match=next(iter(wrong))):
         deployed.validate_parameters({**({"target": "runs/first"} if deployed is evaluate else {}), **wrong})
+
+
+@pytest.mark.parametrize("deployed", [deployed for deployed, _ in FLOWS.values()], ids=lambda deployed: deployed.name)
+@pytest.mark.parametrize(
+    ("wrong", "place"),
+    [
+        ({"training.lerning_rate": 1e-4}, "'training.lerning_rate' was unexpected"),
+        ({"training": {"learning_rate": 0}}, "'overrides.training.learning_rate'"),
+        ({"training.learning_rate": "fast"}, "training.learning_rate"),
+        (["training.lerning_rate=1e-4"], "'overrides'"),
+    ],
+)
+def test_a_server_refuses_a_wrong_override_at_submission_and_names_it(deployed, wrong, place) -> None:
+    schema = parameter_schema(deployed).model_dump_for_openapi()
+    right = {"target": "runs/first", "overrides": {"training.learning_rate": 1e-4, "seed": 3}}
+    validate(right, schema, raise_on_error=True)
+    with pytest.raises(ValidationError, match=place):
+        validate({**right, "overrides": wrong}, schema, raise_on_error=True)
+    # The form in the UI does not look into alternatives.
+    (shown,) = validate({**right, "overrides": wrong}, schema)
+    assert isinstance(wrong, list) or "any of the given schemas" not in shown.message
 
 
 @pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=[f"{d['entrypoint']}-{d['name']}" for d in DEPLOYMENTS])

@@ -76,7 +76,7 @@ def test_a_night_is_cut_short_continued_judged_and_compared(
 
 def _is_posted_and_logged(shelf: Path, headline: str) -> None:
     with get_client(sync_client=True) as client:
-        artifacts = client.read_artifacts(artifact_filter=ArtifactFilter(key=ArtifactFilterKey(any_=["parity-night"])))
+        artifacts = client.read_artifacts(artifact_filter=ArtifactFilter(key=ArtifactFilterKey(any_=["night-verdict"])))
     assert all(one.type == "markdown" for one in artifacts)
     assert any(headline in one.data and "| bf16 |" in one.data for one in artifacts)
     mlflow = MlflowClient(default_tracking_uri(shelf))

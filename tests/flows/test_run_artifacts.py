@@ -33,10 +33,10 @@ def test_prefect_shows_progress_reports_and_the_way_to_mlflow(launch) -> None:
         mine = ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[flow_run]))
         found = client.read_artifacts(artifact_filter=mine)
     by_key = {artifact.key: artifact for artifact in found}
-    assert set(by_key) == {"progress-shown-run", "report-shown-run", "mlflow-shown-run"}
-    assert by_key["progress-shown-run"].data == 100
-    assert finished.mlflow_run().info.run_id in by_key["mlflow-shown-run"].data
-    reports = sorted(artifact.data.splitlines()[0] for artifact in found if artifact.key == "report-shown-run")
+    assert set(by_key) == {"shown-run-1-progress", "shown-run-2-report", "shown-run-3-mlflow"}
+    assert by_key["shown-run-1-progress"].data == 100
+    assert finished.mlflow_run().info.run_id in by_key["shown-run-3-mlflow"].data
+    reports = sorted(artifact.data.splitlines()[0] for artifact in found if artifact.key == "shown-run-2-report")
     assert reports == ["**Shown_Run**: step 2 of 3", "**Shown_Run**: step 3 of 3"]
 
 
@@ -85,7 +85,7 @@ def test_a_server_that_is_away_gets_everything_when_it_is_back(error, prefect, r
             assert within(20, lambda: prefect.refused)
             prefect.error = None
             assert within(20, lambda: any(posted.description == "Step 4 of 4" for posted in prefect.posted))
-    assert prefect.keys() == ["progress-whole", "mlflow-whole", "report-whole", "report-whole"]
+    assert prefect.keys() == ["whole-1-progress", "whole-3-mlflow", "whole-2-report", "whole-2-report"]
     progress, link, *reports = prefect.posted
     assert progress.data == 100.0
     assert link.data == "[MLflow run](http://mlflow)"
@@ -108,7 +108,7 @@ def test_metrics_that_are_gone_cost_a_report_only(prefect, run_copy) -> None:
         with publishing(run.console, artifacts):
             artifacts.step_done(4)
     assert "left out of what Prefect shows" in run_copy.said
-    assert prefect.keys() == ["progress-whole", "mlflow-whole"]
+    assert prefect.keys() == ["whole-1-progress", "whole-3-mlflow"]
 
 
 def test_the_end_of_a_training_does_not_wait_for_a_server_that_is_away(prefect, run_copy, monkeypatch) -> None:

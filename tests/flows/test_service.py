@@ -57,7 +57,7 @@ def test_a_service_that_dies_is_named_with_its_last_words_and_the_others_end(ser
         services.start("a server", SLEEP, 10.0)
         services.start("a worker", ["-c", "import sys; print('out of\\nmemory'); sys.exit(3)"], 10.0)
         with pytest.raises(ServiceError, match=r"^a worker ended with 3: memory \(log: "):
-            services.watch()
+            services.watch(lambda: None)
     assert not [child for child in psutil.Process().children() if "time.sleep(600)" in " ".join(child.cmdline())]
 
 
@@ -71,7 +71,7 @@ def test_what_a_service_has_started_ends_first_and_in_its_own_time_unless_there_
         for _ in range(signals):
             services.note_signal(signal.SIGTERM, None)
         with pytest.raises(Stopped):
-            services.watch()
+            services.watch(lambda: None)
     assert (tmp_path / "finished").exists() == (signals == 1)
 
 
@@ -82,7 +82,7 @@ def test_services_end_when_who_started_them_is_killed(tmp_path) -> None:
         with Services(os.environ, pathlib.Path({str(tmp_path)!r}), pathlib.Path({str(tmp_path)!r})) as services:
             services.start("a server", {SLEEP!r}, 10.0)
             print(services._lasting[0].group, flush=True)
-            services.watch()
+            services.watch(lambda: None)
     """
     owner = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None
@@ -96,7 +96,7 @@ def test_services_end_when_who_started_them_is_killed(tmp_path) -> None:
 def test_who_asks_for_the_end_is_told_what_it_waits_for(services, capsys) -> None:
     services.note_signal(signal.SIGINT, None)
     with pytest.raises(Stopped):
-        wait(services)
+        wait(services, lambda: None)
     assert "commits its step first, a second signal ends it at once" in capsys.readouterr().out
 
 

@@ -5,7 +5,7 @@ import pytest
 from fp8core.config.section import ParityConfig
 from fp8core.parity.measure import measure
 from fp8core.parity.verdict import Check, ParityResult
-from fp8core.report.pages import mean_history, parity_charts, parity_html, parity_markdown
+from fp8core.report.pages import matrix_table, mean_history, parity_charts, parity_html, parity_markdown
 from fp8core.report.run_data import read_run
 
 
@@ -66,3 +66,14 @@ def test_the_markdown_has_every_table(runs, night):
     assert "| FAIL | bf16 | memory slope | 3 MiB a step | <= 2 \\| 3 | a leak <b> |" in text
     (row,) = (line for line in text.splitlines() if line.startswith("| bf16 |"))
     assert row.endswith("| - |")
+
+
+def test_the_matrix_has_the_outcome_of_each_check_in_the_column_of_its_variant(night):
+    checks = [
+        *night.checks,
+        Check("stress", "memory slope", "PASS", "1", "<= 2", ""),
+        Check("", "speed", "PASS", "", "", ""),
+    ]
+    table = matrix_table(night.model_copy(update={"checks": tuple(checks)}))
+    assert table.columns == ["check", "bf16", "fp8-end-to-end-kv", "stress", ""]
+    assert [*table.rows] == [("memory slope", "FAIL", "-", "PASS", "-"), ("speed", "-", "-", "-", "PASS")]

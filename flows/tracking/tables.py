@@ -1,0 +1,130 @@
+"""The tables of an MLflow run: samples and artifacts of a step, and whole groups of completions early and late."""
+
+from flows.tracking.tracker import Table
+from fp8core.report.completions import Row, largest_difference, pick_completions
+from fp8core.report.run_data import token_artifacts
+from fp8core.run.context import RunContext
+from fp8core.store.deletion_log import read_deletions
+from fp8core.store.ledger import START
+from fp8core.store.run_view import RunView
+from tasks.train import rollout_batch
+
+SAMPLED_KINDS = ("prompts", "rollouts", "rewards")
+SAMPLE_COLUMNS = ("step", "prompt", "completion", "reference", "reward", "outcome")
+ARTIFACT_COLUMNS = ("step", "task", "artifact", "kind", "digest", "bytes", "path")
+# As wide as MLflow shows them, the first six fit beside its list of files.
+COMPLETION_COLUMNS = ("prompt", "completion", "reward", "advantage", "mismatch", "step", "group", "sample")
+_TRAIN = "tasks.train:train"
+
+
+def sample_table(run: RunContext, index: int) -> Table:
+    """The first completion of each of the first `tracking.sample_completions` prompts."""
+    by_kind = {ref.kind: ref for ref in run.directory.ledger.artifacts(index).values()}
+    store = run.directory.store
+    # Only these columns become Python objects: a step's tokens are millions.
+    prompts = store.get_table(by_kind["prompts"], ["group", "text", "reference"]).to_pylist()
+    rollouts = store.get_table(by_kind["rollouts"], ["group", "sample", "text"])
+    rewards = store.get_table(by_kind["rewards"], ["reward", "outcome"])
+    asked = {row["group"]: row for row in prompts}
+    rows = [
+        (
+            index,
+            asked[completion["group"]]["text"],
+            completion["text"],
+            asked[completion["group"]]["reference"],
+            verdict["reward"],
+            verdict["outcome"],
+        )
+        for completion, verdict in zip(rollouts.to_pylist(), rewards.to_pylist(), strict=True)
+        if completion["sample"] == 0
+    ]
+    return SAMPLE_COLUMNS, rows[: run.config.tracking.sample_completions]
+
+
+def artifact_table(run: RunContext, index: int) -> Table:
+    """The step's artifacts, which stay in the run's folder: kind, size and place."""
+    root = run.directory.path
+    rows = [
+        (index, task, name, ref.kind, ref.digest, ref.size, str(root / ref.uri))
+        for task, entry in run.directory.ledger.tasks(index).items()
+        for name, ref in entry.outputs.items()
+    ]
+    return ARTIFACT_COLUMNS, rows
+
+
+def tables_due(run: RunContext, index: int) -> bool:
+    """The first step, every `tracking.sample_every`, and the last."""
+    chosen = index == START + 1 or index % run.config.tracking.sample_every == 0 or index == run.config.steps
+    return index > START and chosen
+
+
+def samples_due(run: RunContext, index: int) -> bool:
+    """True if completions of a step are to be shown, and `fp8-grpo gc` has left them."""
+    if not (tables_due(run, index) and run.config.tracking.sample_completions):
+        return False
+    sampled = [ref for ref in run.directory.ledger.artifacts(index).values() if ref.kind in SAMPLED_KINDS]
+    missing = [ref for ref in sampled if not run.directory.store.path(ref).exists()]
+    return not missing or not read_deletions(run.directory.path).keys() & {ref.digest for ref in missing}
+
+
+def published_kinds(run: RunContext, index: int) -> set[str]:
+    """The kinds of artifacts that are read to publish a step."""
+    return {"metrics", *(SAMPLED_KINDS if samples_due(run, index) else ())}
+
+
+def completion_table(run: RunContext) -> Table | None:
+    """Whole groups of the prompts that the report shows, early and late; None where no step has its completions.
+
+    `mismatch` is the largest |log p - log g| of a token. A step that gc thinned out, or that another task trained, has
+    no advantages.
+    """
+    evidence = RunView.read(run.directory.path)
+    # The report names the unreadable files.
+    picked = pick_completions(evidence, token_artifacts(evidence), [])
+    if picked is None:
+        return None
+    groups = picked.in_order()
+    steps = {rows[0]["step"] for rows in groups}
+    prompts = {step: _prompts(run, step) for step in steps}
+    advantages = {step: _advantages(run, step) for step in steps}
+
+    def cells(row: Row) -> tuple[object, ...]:
+        step, place = row["step"], (row["group"], row["sample"])
+        prompt = prompts[step].get(row["prompt_id"], row["prompt_id"])
+        numbers = (row["reward"], advantages[step].get(place), largest_difference(row))
+        return prompt, row["text"], *(None if number is None else _short(number) for number in numbers), step, *place
+
+    return COMPLETION_COLUMNS, [cells(row) for rows in groups for row in rows]
+
+
+def _short(number: float) -> float:
+    return float(f"{number:.4g}")
+
+
+def _prompts(run: RunContext, index: int) -> dict[str, str]:
+    """Text of each prompt of a step, by its id."""
+    found = [ref for ref in run.directory.ledger.artifacts(index).values() if ref.kind == "prompts"]
+    store = run.directory.store
+    tables = [store.get_table(ref, ["prompt_id", "text"]).to_pylist() for ref in found if store.path(ref).exists()]
+    return {row["prompt_id"]: row["text"] for rows in tables for row in rows}
+
+
+def _advantages(run: RunContext, index: int) -> dict[tuple[int, int], float]:
+    """Advantage of each completion of a step, by group and sample, as the update computed it; a mean over its tokens
+    where they differ."""
+    store, artifacts = run.directory.store, run.directory.ledger.artifacts(index)
+    planned = next((step for step in run.plan.steps if step.uses == _TRAIN), None)
+    if planned is None:
+        return {}
+    ports = [port for port in ("rollouts", "rewards", "logprobs", "reference") if port in planned.inputs]
+    refs = {port: artifacts[planned.inputs[port]] for port in ports}
+    if not all(store.path(ref).exists() for ref in refs.values()):
+        return {}
+    tables = {port: store.get_table(ref) for port, ref in refs.items()}
+    rewards = tables["rewards"]
+    batch, _ = rollout_batch(tables["rollouts"], rewards, tables["logprobs"], tables.get("reference"), run.config)
+    values = batch.advantages
+    if values.dim() == 2:
+        values = (values * batch.mask).sum(dim=1) / batch.mask.sum(dim=1).clamp_min(1)
+    places = zip(rewards["group"].to_pylist(), rewards["sample"].to_pylist(), strict=True)
+    return dict(zip(places, values.tolist(), strict=True))

@@ -1,0 +1,128 @@
+"""JSON schemas (draft 2020-12): of a configuration file, for editors, and of overrides, for who submits them.
+
+A file may leave out whatever its base gives, and overrides everything. Rules between settings, such as two that exclude
+each other, are left to loading.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from fp8core.config.run import RunConfig
+
+_NULL = {"type": "null"}
+_WORDS = ("title", "description", "default", "format")
+_BASE = "File or shipped name that this one builds on; a file is looked for beside this one."
+_EDIT_SCHEMAS: dict[str, dict[str, Any]] = {
+    "replace": {
+        "description": "Name of a step -> the new step.",
+        "type": "object",
+        "additionalProperties": {"$ref": "#/$defs/ChangedStep"},
+    },
+    "insert": {
+        "description": "Steps to put after or before another one.",
+        "anyOf": [{"$ref": "#/$defs/Insertion"}, {"type": "array", "items": {"$ref": "#/$defs/Insertion"}}],
+    },
+    "remove": {"description": "Names of steps to leave out.", "type": "array", "items": {"type": "string"}},
+    "rewire": {
+        "description": "Name of a step -> port -> the artifact it reads; null disconnects the port.",
+        "type": "object",
+        "additionalProperties": {"type": "object", "additionalProperties": {"type": ["string", "null"]}},
+    },
+}
+_INSERTION = {
+    "type": "object",
+    "properties": {
+        "after": {"type": "string"},
+        "before": {"type": "string"},
+        "step": {"$ref": "#/$defs/StepConfig"},
+    },
+    "required": ["step"],
+    "oneOf": [{"required": ["after"]}, {"required": ["before"]}],
+    "additionalProperties": False,
+}
+
+
+def file_schema() -> dict[str, Any]:
+    """The schema of a file."""
+    schema = RunConfig.model_json_schema(by_alias=True)
+    definitions = schema["$defs"]
+    changed = {key: value for key, value in definitions["StepConfig"].items() if key != "required"}
+    pipeline = definitions["PipelineConfig"]
+    # A mapping over the list of steps below merges into the steps of those names.
+    by_name = {"type": "object", "additionalProperties": {"$ref": "#/$defs/ChangedStep"}}
+    pipeline["properties"]["steps"] = {"anyOf": [pipeline["properties"]["steps"], by_name]}
+    pipeline["properties"] |= _EDIT_SCHEMAS
+    definitions |= {"ChangedStep": {**changed, "title": "ChangedStep"}, "Insertion": _INSERTION}
+    for layered in (schema, pipeline):
+        del layered["required"]
+    schema["properties"] = {"base": {"description": _BASE, "type": "string"}, **schema["properties"]}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "fp8-grpo run"}
+
+
+def override_schema() -> dict[str, Any]:
+    """The schema of overrides as a mapping: a key is a section or a dotted path, and its value has type and bounds.
+
+    Nothing in it refers to a definition or describes, as it becomes a part of other schemas. Below an open mapping,
+    such as the options of a verifier, every key is allowed.
+    """
+    schema = file_schema()
+    del schema["properties"]["base"]
+    settings = _layer(schema, schema["$defs"])
+    paths = dict(_paths(settings, ""))
+    opened = sorted(path for path, value in paths.items() if _is_open(value))
+    return {
+        "type": "object",
+        "properties": paths,
+        "patternProperties": {rf"^({'|'.join(map(re.escape, opened))})\.": {}},
+        # Beside a pattern it is refused in fewer words than by `additionalProperties`, which would quote the pattern.
+        "unevaluatedProperties": False,
+    }
+
+
+def _layer(node: Mapping[str, Any], definitions: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of a value that is merged into the one below it: a section may leave out every key."""
+    node = _resolved(node, definitions)
+    options = [option for option in node.get("anyOf", []) if option != _NULL]
+    if len(options) == 1:
+        return {"anyOf": [_layer(options[0], definitions), _NULL]}
+    if "properties" in node:
+        inner = {key: _layer(value, definitions) for key, value in node["properties"].items()}
+        return {"type": "object", "properties": inner, "additionalProperties": False}
+    inlined: dict[str, Any] = _inlined(node, definitions)
+    return inlined
+
+
+def _inlined(node: Any, definitions: Mapping[str, Any]) -> Any:
+    """A schema without references and words."""
+    if isinstance(node, list):
+        return [_inlined(item, definitions) for item in node]
+    if not isinstance(node, Mapping):
+        return node
+    kept = {key: value for key, value in _resolved(node, definitions).items() if key not in _WORDS}
+    return {
+        key: {name: _inlined(inner, definitions) for name, inner in value.items()}
+        if key == "properties"
+        else _inlined(value, definitions)
+        for key, value in kept.items()
+    }
+
+
+def _resolved(node: Mapping[str, Any], definitions: Mapping[str, Any]) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = definitions[node["$ref"].rpartition("/")[2]] if "$ref" in node else node
+    return found
+
+
+def _paths(section: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The dotted paths of a section and of the sections in it, with the schemas of their values."""
+    for key, value in section["properties"].items():
+        yield prefix + key, value
+        options = [option for option in value.get("anyOf", [value]) if option != _NULL]
+        if len(options) == 1 and "properties" in options[0]:
+            yield from _paths(options[0], f"{prefix}{key}.")
+
+
+def _is_open(value: Mapping[str, Any]) -> bool:
+    """True if a value may be a mapping whose keys are not settings."""
+    options = value.get("anyOf", [value])
+    return any(option.get("type") == "object" and option.get("additionalProperties") is not False for option in options)
