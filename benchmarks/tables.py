@@ -432,6 +432,22 @@ def deployment_table(rows: Sequence[Row]) -> str:
     return table(["deployment", "grid", "steps", "ended", "error, largest", f"{', '.join(tasks)}, s"], lines)
 
 
+def attention_tables(rows: Sequence[Row]) -> Iterator[str]:
+    """Attention to whole sequences, forward and backward, beside FlashAttention."""
+    found = _of(rows, "attention_forward")
+    lines = []
+    for pack in dict.fromkeys(row["pack"] for row in found):
+        forms = {row["form"]: row for row in found if row["pack"] == pack}
+        cells = [f"{row['milliseconds']:.2f} ({row['teraflops']})" for row in forms.values()]
+        predicted = ", ".join(f"{row['predicted']:.2f}" for row in forms.values())
+        back = [f"{row['milliseconds']:.2f}" for row in _of(rows, "attention_backward") if row["pack"] == pack]
+        differing = [f"{row['differing']}" for row in _of(rows, "attention_equal") if row["pack"] == pack]
+        lines.append([pack, *cells, predicted, *back, *differing])
+    names = [f"{name}, ms (TFLOP/s)" for name in dict.fromkeys(row["form"] for row in found)]
+    backward = ("backward, ms", "with a forward", "values that differ")
+    yield table(["sequences", *names, "predicted, ms", *backward], lines)
+
+
 # The loop
 
 
@@ -460,18 +476,19 @@ def ledger_table(rows: Sequence[Row]) -> str:
         seconds, whole = row["seconds"], row["seconds"][WALL]
         parts = [*(seconds.get(name, 0.0) for name in names), whole - sum(seconds.get(name, 0.0) for name in _WORK)]
         *cells, rest = (f"{1000 * part:.0f} ({100 * part / whole:.1f} %)" for part in parts)
-        # Rows of earlier runs do not name it: there was the pass alone.
-        source = row.get("logprobs", "pass")
-        name = row["variant"] if source == "pass" else f"{row['variant']}, log-probs of {source}"
-        lines.append([name, *cells, f"{1000 * whole:.0f}", rest, str(row["steps"])])
+        lines.append([_step_of(row), *cells, f"{1000 * whole:.0f}", rest, str(row["steps"])])
     return table(["ms of a step", *names, "whole", "rest", "steps"], lines)
 
 
 def _by_name(title: str, rows: Sequence[Row], key: str, form: Callable[[float], str]) -> str:
     names = list(dict.fromkeys(name for row in rows for name in row[key]))
-    return table(
-        [title, *names], [[row["variant"], *(form(row[key].get(name, 0.0)) for name in names)] for row in rows]
-    )
+    return table([title, *names], [[_step_of(row), *(form(row[key].get(name, 0.0)) for name in names)] for row in rows])
+
+
+def _step_of(row: Row) -> str:
+    """The variant, and its source of old log-probs where that is not the pass."""
+    source = row.get("logprobs", "pass")
+    return str(row["variant"]) if source == "pass" else f"{row['variant']}, log-probs of {source}"
 
 
 # A parity night
@@ -553,6 +570,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "loop": lambda: [*loop_tables(stored("small_hopper")), *loop_tables(stored("large_ledger"))],
     "parity": lambda: [parity_table(stored("parity_tiny")[0])],
     "recovery": lambda: [recovery_table(stored("recovery"))],
+    "attention": lambda: [*attention_tables(stored("attention_forward"))],
 }
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ def _mismatch_claims() -> list[tuple[str, ...]]:
     differing = sum(run["tokens_differing"] for run in runs)
     small = {row["variant"]: row for row in stored("small_hopper") if row["kind"] == "alignment"}
     exact, plain = small["fp8_end_to_end_kv"], small["fp8_rollout"]
-    large = {row["variant"]: row for row in _large()}
+    large = {variant: row for (variant, source), row in _large().items() if source == "training"}
     error = "error {:g}, {} tokens differ"
     return [
         (
@@ -109,21 +109,17 @@ def _mismatch_claims() -> list[tuple[str, ...]]:
 
 
 def _speed_claims() -> list[tuple[str, ...]]:
-    large = {row["variant"]: row["seconds"]["wall"] for row in _large()}
+    large = {case: row["seconds"]["wall"] for case, row in _large().items()}
     training = {
         (row["precision"], row["deterministic"]): row["seconds"]
         for row in stored("training_hopper")
         if row["kind"] == "training" and row["model"] == "qwen3-8b"
     }
-    found = [
-        (
-            "a whole step",
-            _ratio(large["bf16"] / large["fp8_end_to_end_kv"]),
-            f"192 completions of 1,024 tokens: {large['bf16']:.1f} s and {large['fp8_end_to_end_kv']:.1f} s",
-            "large_ledger.json",
-            "loop.md#a-step-at-qwen3-8bs-shape",
-        )
-    ]
+    found = []
+    for source, name in (("pass", "a whole step"), ("training", "a whole step without a log-prob pass")):
+        bf16, fp8 = large["bf16", source], large["fp8_end_to_end_kv", source]
+        condition = f"192 completions of 1,024 tokens: {bf16:.1f} s and {fp8:.1f} s"
+        found.append((name, _ratio(bf16 / fp8), condition, "large_ledger.json", "loop.md#a-step-at-qwen3-8bs-shape"))
     for title, shape in list(SHAPES.items())[:2]:
         rows = rollouts(shape)
         fastest = max(row["tokens_per_s"] for row in rows if row["precision"] == "bf16")
@@ -156,7 +152,7 @@ def _speed_claims() -> list[tuple[str, ...]]:
 def _run_claims() -> list[tuple[str, ...]]:
     resumed = max(row["seconds"] for row in stored("durability_costs") if row["kind"] == "resume")
     faults = stored("faults_hopper")
-    rest = {row["variant"]: _rest(row) for row in _large()}
+    rest = {variant: _rest(row) for (variant, source), row in _large().items() if source == "pass"}
     return [
         (
             "time outside generation and training",
@@ -213,12 +209,18 @@ def rollout_chart() -> None:
 def ledger_chart() -> None:
     """Seconds of a step at Qwen3-8B's shape by part."""
     parts = {"rollout": BLUE, "logprobs": SKY, "train": ORANGE, "sync": GREEN, "artifacts": RED}
-    rows = sorted(_large(), key=lambda row: row["variant"] == "bf16")
-    _, axes = plt.subplots(figsize=(10, 2.7), layout="constrained")
+    names = {
+        ("fp8_end_to_end_kv", "training"): "FP8, aligned, no pass",
+        ("fp8_end_to_end_kv", "pass"): "FP8, aligned",
+        ("bf16", "training"): "BF16, no pass",
+        ("bf16", "pass"): "BF16",
+    }
+    rows = [_large()[case] for case in names]
+    _, axes = plt.subplots(figsize=(10, 3.6), layout="constrained")
     for place, row in enumerate(rows):
         seconds, left = row["seconds"], 0.0
         for part, colour in parts.items():
-            width = seconds[part]
+            width = seconds.get(part, 0.0)
             axes.barh(place, width, 0.6, left=left, color=colour, label=part if place == 0 else None)
             if width > 1.5:
                 axes.text(
@@ -231,11 +233,11 @@ def ledger_chart() -> None:
                 )
             left += width
         axes.text(left + 0.3, place, f"{seconds['wall']:.1f} s", va="center")
-    axes.set_yticks(range(len(rows)), ["BF16" if row["variant"] == "bf16" else "FP8, aligned" for row in rows])
+    axes.set_yticks(range(len(rows)), list(names.values()))
     axes.set_xlabel("seconds of a step")
     axes.set_xlim(0, 50)
     axes.set_title("A whole step at Qwen3-8B's shape on one H200: 192 completions of 1,024 tokens", loc="left")
-    axes.legend(ncols=5, loc="upper center", bbox_to_anchor=(0.5, -0.3), frameon=False)
+    axes.legend(ncols=5, loc="upper center", bbox_to_anchor=(0.5, -0.2), frameon=False)
     _finish(axes, "step-ledger.svg")
 
 
@@ -311,13 +313,14 @@ def _last(rows: Sequence[Row], precision: str, forward: str) -> Row | None:
     return found[-1] if found else None
 
 
-def _large() -> list[Row]:
-    return [row for row in stored("large_ledger") if row["kind"] == "step_ledger"]
+def _large() -> dict[tuple[str, str], Row]:
+    """By variant and source of old log-probs."""
+    return {(row["variant"], row["logprobs"]): row for row in stored("large_ledger") if row["kind"] == "step_ledger"}
 
 
 def _rest(row: Row) -> float:
     seconds = row["seconds"]
-    return 1 - statistics.fsum(seconds[part] for part in ("rollout", "logprobs", "train")) / seconds["wall"]
+    return 1 - statistics.fsum(seconds.get(part, 0.0) for part in ("rollout", "logprobs", "train")) / seconds["wall"]
 
 
 def _ratio(value: float) -> str:
