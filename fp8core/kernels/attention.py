@@ -29,7 +29,7 @@ def bf16_attention_backward(
 
 
 def fp8_attention(qkv: Tensor, layout: HeadLayout, pack: DevicePack, scales: LayerScales, longest: int) -> Attended:
-    """What the engine's decode kernel computes token by token, over a pack that is its own paged cache."""
+    """The result of the engine's decode kernel for every token of a pack, which is its own paged cache."""
     query, key, value = head_codes(qkv, layout, scales)
     keys, values = (codes.view(-1, PAGE, *codes.shape[1:]) for codes in (key, value))
     group = layout.query_heads // layout.kv_heads

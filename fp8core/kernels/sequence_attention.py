@@ -38,7 +38,7 @@ class Span(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """What is computed at once.
+    """Spans that are computed at once.
 
     Attributes:
         lengths: int32 [spans], keys of each.

@@ -1,6 +1,6 @@
-"""Megatron on the ranks of a Ray cluster, in FP32 over Gloo: data-parallel and tensor-parallel ones beside one process.
+"""Megatron on the ranks of a Ray cluster, in FP32 over Gloo: two tensor-parallel ones beside one process.
 
-A Ray cluster of this machine starts for each grid and serves all tests of it.
+One Ray cluster of this machine serves all tests. Other grids: test_megatron_processes.py.
 """
 
 import os
@@ -33,7 +33,6 @@ SETTINGS = {
     "training.warmup_steps": 0,
     "training.megatron.micro_batch_tokens": 128,
 }
-GRIDS = {"data": {}, "tensor": {"training.megatron.tensor_parallel": 2}}
 
 
 @pytest.fixture(scope="module")
@@ -49,10 +48,10 @@ def alone(policy):
     parallel.destroy()
 
 
-@pytest.fixture(scope="module", params=GRIDS)
-def cluster_of_two(request):
+@pytest.fixture(scope="module")
+def cluster_of_two():
     """A configuration of two ranks, and its cluster."""
-    config = load_config("tiny", {**SETTINGS, **GRIDS[request.param], "cluster.ranks": 2})
+    config = load_config("tiny", {**SETTINGS, "training.megatron.tensor_parallel": 2, "cluster.ranks": 2})
     cluster = Cluster(config, True, engine_environment(config, this_node()))
     yield config, cluster
     cluster.close()
