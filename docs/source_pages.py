@@ -1,4 +1,4 @@
-"""A hook of MkDocs: files of the repository that pages link to become pages of the site.
+"""A hook of MkDocs: files of the repository that pages link to become pages of the site, and long tables are folded.
 
 `[filter](../tasks/filter.py)` works on GitHub as it stands. The site has no such file, so it gets a page
 `source/tasks/filter.py.html` with the file's text, or the names in a folder. The link leads there. A link to
@@ -20,6 +20,8 @@ LANGUAGES = {".py": "python", ".json": "json", ".yaml": "yaml", ".md": "markdown
 # Out of the search, and as wide as can be.
 FRONT_MATTER = "---\nsearch: {exclude: true}\nhide: [toc]\n---\n\n"
 FENCE = "``````"
+TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
+ROWS_SHOWN = 8
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -42,6 +44,16 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             f"]({path})", f"]({posixpath.relpath(_source_page(page.file, path), start or '.')})"
         )
     return markdown
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Fold the long tables of results: who reads a page wants its sentences, and few rows at a time."""
+    return TABLE.sub(lambda found: _folded(found[0]), html) if page.file.src_uri.startswith("results/") else html
+
+
+def _folded(table: str) -> str:
+    rows = table.count("<tr>") - 1
+    return f"<details><summary>{rows} rows</summary>{table}</details>" if rows > ROWS_SHOWN else table
 
 
 def _outside(page: File, files: Files) -> Iterator[str]:

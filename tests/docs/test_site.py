@@ -72,3 +72,13 @@ def test_broken_links_fail_the_build(tmp_path):
     assert done.returncode == 1
     for said in wrong.values():
         assert any("start/demo.md" in line and said in line for line in done.stderr.splitlines()), done.stderr
+
+
+def test_long_tables_of_results_are_folded_and_no_page_is_endless(site):
+    """A page beside the reference has few rows and lines that are shown at once."""
+    for page in (site / "results").glob("*.html"):
+        text = re.sub(r"<details>.*?</details>", "", page.read_text(), flags=re.DOTALL)
+        assert all(table.count("<tr>") <= 9 for table in re.findall(r"<table>.*?</table>", text, re.DOTALL)), page.name
+    folded = (site / "results" / "rollout.html").read_text()
+    assert "<summary>" in folded
+    assert "<summary>" not in (site / "reference" / "config.html").read_text()
