@@ -11,7 +11,7 @@ import sqlite3
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -26,6 +26,7 @@ from requests import HTTPError
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import OperationalError, SQLAlchemyError
 
+from flows.tracking.metric_names import ACCURACY, ERROR, K3, MEAN_REWARD
 from fp8core.errors import UserError, first_line, without_passwords
 from fp8core.store.durable import PRIVATE, make_folder, sole_file
 
@@ -49,6 +50,10 @@ _PASSING_CODES = {
 _PASSING_STATUS = {408, 429}
 _UNAUTHORISED_STATUS = {401, 403}
 _KIND, _TRAINING = "mlflow.experimentKind", "custom_model_development"
+_NOTE = "mlflow.note.content"
+# MLflow keeps chosen columns in a browser. What "share view" keeps for others is a tag of the experiment and a link.
+_VIEW_NAME = "fp8-grpo"
+_VIEW = f"mlflow.sharedViewState.{_VIEW_NAME}"
 
 
 def quiet_store_logs() -> None:
@@ -253,7 +258,8 @@ def get_or_create_experiment(client: MlflowClient, uri: str, name: str, runs: Pa
 
     `runs` takes the artifacts of a new experiment (`mlartifacts`), unless `uri` is a server, which keeps them itself.
 
-    It opens in MLflow's pages for training, not in those for agents, unless somebody has chosen others.
+    It opens in MLflow's pages for training, not in those for agents, unless somebody has chosen others. Its note leads
+    to the list of runs with their headline metrics as columns.
 
     Raises:
         UserError: the experiment is deleted.
@@ -262,7 +268,8 @@ def get_or_create_experiment(client: MlflowClient, uri: str, name: str, runs: Pa
     if experiment is None:
         try:
             place = None if is_server(uri) else artifact_root(runs)
-            return client.create_experiment(name, artifact_location=place, tags={_KIND: _TRAINING})
+            made = client.create_experiment(name, artifact_location=place, tags={_KIND: _TRAINING})
+            return _with_view(client, made, {})
         except MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
@@ -273,7 +280,22 @@ def get_or_create_experiment(client: MlflowClient, uri: str, name: str, runs: Pa
         raise UserError(f"tracking.experiment {name} is deleted in {place}: restore it or set another name")
     if "inferred" in experiment.tags.get(_KIND, "inferred"):  # MLflow's UI guesses the kind from what it finds.
         client.set_experiment_tag(experiment.experiment_id, _KIND, _TRAINING)
-    return experiment.experiment_id
+    return _with_view(client, experiment.experiment_id, experiment.tags)
+
+
+def _with_view(client: MlflowClient, experiment: str, tags: Mapping[str, str]) -> str:
+    columns = [
+        *(f"metrics.`{name}`" for name in (MEAN_REWARD, ACCURACY, ERROR, K3)),
+        "tags.`config`",
+        "tags.`precision`",
+    ]
+    state = json.dumps({"selectedColumns": [*columns, "tags.`verdict`"], "orderByKey": "attributes.start_time"})
+    link = f"#/experiments/{experiment}/runs?viewStateShareKey={_VIEW_NAME}&workflowType=machine_learning"
+    if tags.get(_VIEW) != state:
+        client.set_experiment_tag(experiment, _VIEW, state)
+    if _NOTE not in tags:
+        client.set_experiment_tag(experiment, _NOTE, f"[Runs with reward, held-out accuracy, error - 1 and k3]({link})")
+    return experiment
 
 
 def _ask_for_life(server: str) -> None:

@@ -1,4 +1,5 @@
 import json
+import re
 import sqlite3
 from collections.abc import Callable
 from dataclasses import replace
@@ -79,6 +80,23 @@ def test_an_experiment_opens_in_the_pages_for_training_unless_others_were_chosen
         client.create_experiment(name, tags={"mlflow.experimentKind": before})
     tracker = open_tracker(experiment=name)
     assert tracker.client.get_experiment(tracker.experiment_id).tags["mlflow.experimentKind"] == after
+
+
+def test_an_experiments_note_leads_to_its_runs_with_their_headline_metrics(
+    open_tracker: Callable[..., Tracker],
+) -> None:
+    """The columns that MLflow's page reads from the link's tag are metrics that runs have; a user's note stays."""
+    tracker = open_tracker(experiment="noted")
+    tags = tracker.client.get_experiment(tracker.experiment_id).tags
+    (name,) = re.findall(r"viewStateShareKey=([\w-]+)", tags["mlflow.note.content"])
+    assert f"#/experiments/{tracker.experiment_id}/runs?" in tags["mlflow.note.content"]
+    columns = json.loads(tags[f"mlflow.sharedViewState.{name}"])["selectedColumns"]
+    assert {f"metrics.`{each}`" for each in ("core/reward", "core/heldout", "core/error_minus_1", "core/k3")} < {
+        *columns
+    }
+    tracker.client.set_experiment_tag(tracker.experiment_id, "mlflow.note.content", "mine")
+    open_tracker(experiment="noted")
+    assert tracker.client.get_experiment(tracker.experiment_id).tags["mlflow.note.content"] == "mine"
 
 
 def test_a_run_that_ended_is_resumed(tracker: Tracker) -> None:
