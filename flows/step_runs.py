@@ -1,0 +1,242 @@
+"""The flow run of each step of a training, below the training's own in Prefect: a page with the step's own graph.
+
+They are made through Prefect's client. `@flow` would wait for its heartbeat's thread, up to a second, at each end. One
+thread sends every request, and makes the run of the next step while a step is computed. Nothing here fails a training:
+the tasks of a step without a flow run belong to that of the training. While the server is away the training waits for
+nothing; each step makes one attempt beside it, and the first that succeeds ends the outage.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Collection
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, NamedTuple, Self
+from uuid import UUID
+
+import httpx
+from prefect import Task
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.actions import FlowRunCreate
+from prefect.client.schemas.filters import (
+    FlowRunFilter,
+    FlowRunFilterState,
+    FlowRunFilterStateType,
+    FlowRunFilterTags,
+)
+from prefect.client.schemas.objects import FlowRun, FlowRunResult, RunInput, State, StateType
+from prefect.context import FlowRunContext
+from prefect.exceptions import PrefectException
+from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+from prefect.states import Completed, Crashed, Failed, Pending, Running, to_state_create
+
+from fp8core.errors import first_line, printable_lines
+
+FLOW = "fp8-grpo-step"
+# A step waits no longer for its flow run, and the end of a training no longer for the last requests.
+_LATE_SECONDS = 3.0
+_FLUSH_SECONDS = 5.0
+# SQLite refuses a transaction when another one wrote in between. The server answers 503, and the client then pauses.
+_BUSY_STATUS, _BUSY_ATTEMPTS = 503, 3
+# RuntimeError is what a closed client raises, after the wait of a training's end.
+_FAILURES = (httpx.HTTPError, PrefectException, OSError, ValueError, RuntimeError)
+
+
+class _Next(NamedTuple):
+    step: int
+    run: Future[FlowRun]
+
+
+class StepRuns:
+    """Flow runs `step N` of a training."""
+
+    def __init__(self, client: SyncPrefectClient, note: Callable[[str], None]) -> None:
+        """`client` is for the thread alone; `note` gets the reason when a server is lost."""
+        self._client, self._note = client, note
+        self._requests = SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]()
+        # A daemon: a process that ends does not wait for an answer.
+        self._thread = threading.Thread(target=self._serve, name="step-runs", daemon=True)
+        self._away = self._noted = False
+        self._wanted, self._lock = dict[UUID, State[Any]](), threading.Lock()
+        self._open: FlowRunContext | None = None
+        self._next: _Next | None = None
+        self._flow: UUID | None = None
+
+    def __enter__(self) -> Self:
+        training = FlowRunContext.get()
+        assert training is not None, "a training is a flow run"
+        assert training.flow_run is not None, "a training is a flow run"
+        self._training, self._training_id = training, training.flow_run.id
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        """A step that is open has failed with `error`; the next one, which was not reached, is deleted."""
+        if self._open is not None:
+            self._close(Failed(message="stopped" if error is None else printable_lines(first_line(error))))
+        self._forget_next()
+        self._requests.put(None)
+        self._thread.join(0.0 if self._away else _FLUSH_SECONDS)
+
+    def follow(self, tag: str, last: int) -> None:
+        """Before the first step: the runs have `tag`, which is the training's own, and `last` is the last step.
+
+        Runs that a killed process of the training left are settled.
+        """
+        self._tag, self._last = tag, last
+        self._send(self._settle_left)
+
+    def begin(self, index: int, after: Collection[RunInput]) -> None:
+        """The tasks of `place` belong to step `index`, which comes after `after`; the run of the next step is made."""
+        if self._open is not None:
+            self._close(Crashed(message="a process was lost: the step begins again"))
+        run = self._take(index, after)
+        if run is not None:
+            self._open = self._training.model_copy(update={"flow_run": run, "task_run_dynamic_keys": {}})
+            self._set(run.id, Running())
+            if index < self._last:
+                self._order(index + 1, [FlowRunResult(id=run.id)])
+
+    def end(self) -> set[RunInput]:
+        """The step is committed; returns its flow run, if it has one."""
+        return set() if self._open is None else {FlowRunResult(id=self._close(Completed()))}
+
+    def place(self) -> AbstractContextManager[Any]:
+        """Prefect tasks of this block belong to the open step, else to the training."""
+        return nullcontext() if self._open is None else self._open
+
+    # ---- in the training's thread ----
+
+    def _order(self, index: int, after: Collection[RunInput]) -> Future[FlowRun]:
+        made = self._send(partial(self._make, index, after))
+        self._next = _Next(index, made)
+        return made
+
+    def _take(self, index: int, after: Collection[RunInput]) -> FlowRun | None:
+        """The flow run of a step; None when it is not there in time."""
+        if self._away and self._next is not None and not self._next.run.done():
+            return None
+        if self._next is None or self._next.step != index:
+            self._forget_next()
+            self._order(index, after)
+        assert self._next is not None, "it is ordered"
+        try:
+            run = self._next.run.result(0.0 if self._away else _LATE_SECONDS)
+        except _FAILURES as error:
+            if not self._noted:
+                reason = "it does not answer" if isinstance(error, TimeoutError) else first_line(error)
+                self._note(f"Prefect shows step {index} and those that follow without pages of their own: {reason}")
+            self._away = self._noted = True
+            self._forget_next()
+            return None
+        self._next, self._noted = None, False
+        return run
+
+    def _close(self, state: State[Any]) -> UUID:
+        assert self._open is not None, "a step is open"
+        assert self._open.flow_run is not None, "it has a flow run"
+        run = self._open.flow_run.id
+        self._open = None
+        self._set(run, state)
+        return run
+
+    def _forget_next(self) -> None:
+        """Delete the run that was ordered for a step which does not begin with it."""
+        if self._next is not None:
+            self._send(partial(self._delete_made, self._next.run))
+            self._next = None
+
+    def _set(self, run: UUID, state: State[Any]) -> None:
+        with self._lock:
+            self._wanted[run] = state
+        self._send(self._set_wanted)
+
+    def _send(self, body: Callable[[], Any]) -> Future[Any]:
+        answer = Future[Any]()
+        self._requests.put((answer, body))
+        return answer
+
+    # ---- in the thread of the requests ----
+
+    def _serve(self) -> None:
+        with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}):
+            while (request := self._requests.get()) is not None:
+                answer, body = request
+                try:
+                    answer.set_result(body())
+                except _FAILURES as error:
+                    answer.set_exception(error)
+
+    def _ask(self, request: Callable[[], Any]) -> Any:
+        """The answer to one request, which is repeated while the server is busy."""
+        for left in range(_BUSY_ATTEMPTS - 1, -1, -1):
+            try:
+                answer = request()
+                self._away = False
+                return answer
+            except httpx.HTTPStatusError as error:
+                if left == 0 or error.response.status_code != _BUSY_STATUS:
+                    raise
+            except httpx.TransportError:
+                self._away = True
+                raise
+        raise AssertionError("the last attempt returns or raises")
+
+    def _make(self, index: int, after: Collection[RunInput]) -> FlowRun:
+        if self._flow is None:
+            self._flow = self._ask(lambda: self._client.create_flow_from_name(FLOW))
+        name, inputs = f"step {index}", {"carried": list(after)}
+        parent = self._ask(
+            lambda: self._client.create_task_run(
+                _PLACE, self._training_id, f"{name} {time.time_ns()}", name=name, task_inputs=inputs
+            )
+        )
+        request = FlowRunCreate(
+            flow_id=self._flow,
+            name=name,
+            parameters={"step": index},
+            parent_task_run_id=parent.id,
+            tags=[self._tag],
+            state=to_state_create(Pending()),
+        ).model_dump(mode="json", exclude_unset=True)
+        answer = self._ask(lambda: self._client.request("POST", "/flow_runs/", json=request))
+        return FlowRun.model_validate(answer.json())
+
+    def _set_wanted(self) -> None:
+        """Send the newest state of each run; one that is not sent waits for the next call."""
+        with self._lock:
+            wanted = dict(self._wanted)
+        for run, state in wanted.items():
+            self._ask(partial(self._client.set_flow_run_state, run, state, force=True))
+            with self._lock:
+                if self._wanted[run] is state:
+                    del self._wanted[run]
+
+    def _settle_left(self) -> None:
+        live = FlowRunFilterStateType(any_=[StateType.PENDING, StateType.RUNNING])
+        left = FlowRunFilter(tags=FlowRunFilterTags(all_=[self._tag]), state=FlowRunFilterState(type=live))
+        for run in self._ask(lambda: self._client.read_flow_runs(flow_run_filter=left)):
+            if run.state_type == StateType.PENDING:
+                self._delete(run)
+            else:
+                crashed = Crashed(message="its process was lost")
+                self._ask(partial(self._client.set_flow_run_state, run.id, crashed, force=True))
+
+    def _delete_made(self, made: Future[FlowRun]) -> None:
+        if made.exception() is None:
+            self._delete(made.result())
+
+    def _delete(self, run: FlowRun) -> None:
+        """A step that does not begin, with its place in the training's graph."""
+        self._ask(partial(self._client.delete_flow_run, run.id))
+        place = {"id": run.parent_task_run_id}
+        self._ask(lambda: self._client.request("DELETE", "/task_runs/{id}", path_params=place))
+
+
+def _placeholder() -> None:
+    """The task of the task run that stands for a flow run in the one above it."""
+
+
+_PLACE: Task[[], None] = Task(_placeholder, name=FLOW)
