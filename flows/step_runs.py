@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, NamedTuple, Self
@@ -28,15 +28,15 @@ from prefect.client.schemas.filters import (
 )
 from prefect.client.schemas.objects import FlowRun, FlowRunResult, RunInput, State, StateType
 from prefect.context import FlowRunContext
-from prefect.exceptions import PrefectException
+from prefect.exceptions import ObjectNotFound, PrefectException
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
-from prefect.states import Completed, Crashed, Failed, Pending, Running, to_state_create
+from prefect.states import Cancelled, Completed, Crashed, Failed, Pending, Running, to_state_create
 
 from fp8core.errors import first_line, printable_lines
 
 FLOW = "fp8-grpo-step"
 # A step waits no longer for its flow run, and the end of a training no longer for the last requests.
-_LATE_SECONDS = 3.0
+_LATE_SECONDS = 5.0
 _FLUSH_SECONDS = 5.0
 # SQLite refuses a transaction when another one wrote in between. The server answers 503, and the client then pauses.
 _BUSY_STATUS, _BUSY_ATTEMPTS = 503, 3
@@ -73,10 +73,12 @@ class StepRuns:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """A step that is open has failed with `error`; the next one, which was not reached, is deleted."""
+        """A step that is open ends as `error` says; the next one, which was not reached, is deleted."""
         if self._open is not None:
-            self._close(Failed(message="stopped" if error is None else printable_lines(first_line(error))))
+            failed = isinstance(error, Exception)
+            self._close(Failed(message=printable_lines(first_line(error))) if failed else Cancelled(message="stopped"))
         self._forget_next()
+        self._send(self._set_wanted)
         self._requests.put(None)
         self._thread.join(0.0 if self._away else _FLUSH_SECONDS)
 
@@ -86,6 +88,7 @@ class StepRuns:
         Runs that a killed process of the training left are settled.
         """
         self._tag, self._last = tag, last
+        self._forget_next()
         self._send(self._settle_left)
 
     def begin(self, index: int, after: Collection[RunInput]) -> None:
@@ -116,20 +119,23 @@ class StepRuns:
 
     def _take(self, index: int, after: Collection[RunInput]) -> FlowRun | None:
         """The flow run of a step; None when it is not there in time."""
-        if self._away and self._next is not None and not self._next.run.done():
-            return None
-        if self._next is None or self._next.step != index:
+        waits = self._away and self._next is not None and not self._next.run.done()
+        if not waits and (self._next is None or self._next.step != index):
             self._forget_next()
             self._order(index, after)
         assert self._next is not None, "it is ordered"
+        made = self._next.run
+        if self._away and not made.done():
+            return None  # One attempt at a time, beside the training.
         try:
-            run = self._next.run.result(0.0 if self._away else _LATE_SECONDS)
+            run = made.result(_LATE_SECONDS)
         except _FAILURES as error:
             if not self._noted:
                 reason = "it does not answer" if isinstance(error, TimeoutError) else first_line(error)
                 self._note(f"Prefect shows step {index} and those that follow without pages of their own: {reason}")
             self._away = self._noted = True
-            self._forget_next()
+            if made.done():
+                self._next = None
             return None
         self._next, self._noted = None, False
         return run
@@ -209,7 +215,9 @@ class StepRuns:
         with self._lock:
             wanted = dict(self._wanted)
         for run, state in wanted.items():
-            self._ask(partial(self._client.set_flow_run_state, run, state, force=True))
+            # A user may delete a flow run.
+            with suppress(ObjectNotFound):
+                self._ask(partial(self._client.set_flow_run_state, run, state, force=True))
             with self._lock:
                 if self._wanted[run] is state:
                     del self._wanted[run]
