@@ -27,7 +27,7 @@ from flows.orchestration import (
     show_logs_escaped,
 )
 from flows.run_lookup import load_settings
-from flows.step_runs import StepRuns
+from flows.step_runs import StepRuns, step_client
 from flows.termination import Interrupt, StopRequest, keep_interrupt, stop_on_sigterm
 from flows.tracking.publish import write_report
 from flows.tracking.record import Guardian
@@ -98,9 +98,9 @@ def train(config: RunConfig, *, new_code: bool = False) -> Summary:
     with (
         Guardian(config.runs / name, config.tracking.uri),
         artifact_client() as client,
-        artifact_client() as step_client,
+        step_client() as client_of_steps,
         # Left last: `launch.end_without_prefect` bounds the wait of a training that has ended.
-        StepRuns(step_client, console.note) as step_runs,
+        StepRuns(client_of_steps, console.note) as step_runs,
         open_session(config, name, console, new_code=new_code) as session,
         keep_interrupt() as interrupt,
         stop_on_sigterm() as stop,

@@ -1,9 +1,9 @@
 """The flow run of each step of a training, below the training's own in Prefect: a page with the step's own graph.
 
 They are made through Prefect's client. `@flow` would wait for its heartbeat's thread, up to a second, at each end. One
-thread sends every request, and makes the run of the next step while a step is computed. Nothing here fails a training:
-the tasks of a step without a flow run belong to that of the training. While the server is away the training waits for
-nothing; each step makes one attempt beside it, and the first that succeeds ends the outage.
+thread sends every request, and makes the runs of the next steps while a step is computed. Nothing here fails a
+training: the tasks of a step without a flow run belong to that of the training. While the server is away the training
+waits for nothing; each step makes one attempt beside it, and the first that succeeds ends the outage.
 """
 
 import threading
@@ -13,12 +13,12 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 from uuid import UUID
 
 import httpx
 from prefect import Task
-from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import FlowRunCreate
 from prefect.client.schemas.filters import (
     FlowRunFilter,
@@ -35,25 +35,39 @@ from prefect.states import Cancelled, Completed, Crashed, Failed, Pending, Runni
 from fp8core.errors import first_line, printable_lines
 
 FLOW = "fp8-grpo-step"
+# Runs that exist before their step begins: a server on SQLite refuses a place in the training's graph (`_make`) for
+# up to a second, while it writes much else.
+_AHEAD = 3
 # A step waits no longer for its flow run, and the end of a training no longer for the last requests.
 _LATE_SECONDS = 5.0
 _FLUSH_SECONDS = 5.0
-# SQLite refuses a transaction when another one wrote in between. The server answers 503, and the client then pauses.
-_BUSY_STATUS, _BUSY_ATTEMPTS = 503, 3
+# SQLite refuses a transaction when another one wrote in between. The server answers 503, and Prefect's client would
+# sleep for two seconds.
+_BUSY_STATUS, _BUSY_PAUSES = 503, (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 # RuntimeError is what a closed client raises, after the wait of a training's end.
 _FAILURES = (httpx.HTTPError, PrefectException, OSError, ValueError, RuntimeError)
 
 
-class _Next(NamedTuple):
-    step: int
-    run: Future[FlowRun]
+class _BusyError(RuntimeError):
+    """The server requests to be asked again."""
+
+
+def step_client() -> SyncPrefectClient:
+    """A client for `StepRuns`, whose requests end soon."""
+
+    def refuse(response: httpx.Response) -> None:
+        if response.status_code == _BUSY_STATUS:
+            raise _BusyError("Prefect's server is busy")
+
+    settings = {"timeout": _LATE_SECONDS, "event_hooks": {"response": [refuse]}}
+    return get_client(httpx_settings=settings, sync_client=True)
 
 
 class StepRuns:
     """Flow runs `step N` of a training."""
 
     def __init__(self, client: SyncPrefectClient, note: Callable[[str], None]) -> None:
-        """`client` is for the thread alone; `note` gets the reason when a server is lost."""
+        """`client` is a `step_client` for the thread alone; `note` gets the reason when a server is lost."""
         self._client, self._note = client, note
         self._requests = SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]()
         # A daemon: a process that ends does not wait for an answer.
@@ -61,7 +75,7 @@ class StepRuns:
         self._away = self._noted = False
         self._wanted, self._lock = dict[UUID, State[Any]](), threading.Lock()
         self._open: FlowRunContext | None = None
-        self._next: _Next | None = None
+        self._ahead = dict[int, Future[FlowRun]]()
         self._flow: UUID | None = None
 
     def __enter__(self) -> Self:
@@ -73,11 +87,11 @@ class StepRuns:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """A step that is open ends as `error` says; the next one, which was not reached, is deleted."""
+        """A step that is open ends as `error` says; the next ones, which were not reached, are deleted."""
         if self._open is not None:
             failed = isinstance(error, Exception)
             self._close(Failed(message=printable_lines(first_line(error))) if failed else Cancelled(message="stopped"))
-        self._forget_next()
+        self._forget_ahead()
         self._send(self._set_wanted)
         self._requests.put(None)
         self._thread.join(0.0 if self._away else _FLUSH_SECONDS)
@@ -88,19 +102,20 @@ class StepRuns:
         Runs that a killed process of the training left are settled.
         """
         self._tag, self._last = tag, last
-        self._forget_next()
+        self._forget_ahead()
         self._send(self._settle_left)
 
     def begin(self, index: int, after: Collection[RunInput]) -> None:
-        """The tasks of `place` belong to step `index`, which comes after `after`; the run of the next step is made."""
+        """The tasks of `place` belong to step `index`, which comes after `after`; the next runs are made."""
         if self._open is not None:
             self._close(Crashed(message="a process was lost: the step begins again"))
         run = self._take(index, after)
         if run is not None:
             self._open = self._training.model_copy(update={"flow_run": run, "task_run_dynamic_keys": {}})
             self._set(run.id, Running())
-            if index < self._last:
-                self._order(index + 1, [FlowRunResult(id=run.id)])
+            for step in range(index + 1, min(index + _AHEAD, self._last) + 1):
+                if step not in self._ahead:
+                    self._order(step, [FlowRunResult(id=run.id)])
 
     def end(self) -> set[RunInput]:
         """The step is committed; returns its flow run, if it has one."""
@@ -112,20 +127,18 @@ class StepRuns:
 
     # ---- in the training's thread ----
 
-    def _order(self, index: int, after: Collection[RunInput]) -> Future[FlowRun]:
-        made = self._send(partial(self._make, index, after))
-        self._next = _Next(index, made)
-        return made
+    def _order(self, index: int, after: Collection[RunInput]) -> None:
+        """Make a run that comes after that of the step before; after `after` where that is not being made."""
+        self._ahead[index] = self._send(partial(self._make, index, self._ahead.get(index - 1), after))
 
     def _take(self, index: int, after: Collection[RunInput]) -> FlowRun | None:
         """The flow run of a step; None when it is not there in time."""
-        waits = self._away and self._next is not None and not self._next.run.done()
-        if not waits and (self._next is None or self._next.step != index):
-            self._forget_next()
+        waits = self._away and not all(made.done() for made in self._ahead.values())
+        if not waits and index not in self._ahead:
+            self._forget_ahead()
             self._order(index, after)
-        assert self._next is not None, "it is ordered"
-        made = self._next.run
-        if self._away and not made.done():
+        made = self._ahead.get(index)
+        if made is None or (self._away and not made.done()):
             return None  # One attempt at a time, beside the training.
         try:
             run = made.result(_LATE_SECONDS)
@@ -135,9 +148,10 @@ class StepRuns:
                 self._note(f"Prefect shows step {index} and those that follow without pages of their own: {reason}")
             self._away = self._noted = True
             if made.done():
-                self._next = None
+                self._forget_ahead()
             return None
-        self._next, self._noted = None, False
+        del self._ahead[index]
+        self._noted = False
         return run
 
     def _close(self, state: State[Any]) -> UUID:
@@ -148,11 +162,11 @@ class StepRuns:
         self._set(run, state)
         return run
 
-    def _forget_next(self) -> None:
-        """Delete the run that was ordered for a step which does not begin with it."""
-        if self._next is not None:
-            self._send(partial(self._delete_made, self._next.run))
-            self._next = None
+    def _forget_ahead(self) -> None:
+        """Delete the runs that were made for steps which do not begin with them."""
+        for made in self._ahead.values():
+            self._send(partial(self._delete_made, made))
+        self._ahead = {}
 
     def _set(self, run: UUID, state: State[Any]) -> None:
         with self._lock:
@@ -177,20 +191,22 @@ class StepRuns:
 
     def _ask(self, request: Callable[[], Any]) -> Any:
         """The answer to one request, which is repeated while the server is busy."""
-        for left in range(_BUSY_ATTEMPTS - 1, -1, -1):
+        for pause in (*_BUSY_PAUSES, None):
             try:
                 answer = request()
                 self._away = False
                 return answer
-            except httpx.HTTPStatusError as error:
-                if left == 0 or error.response.status_code != _BUSY_STATUS:
+            except _BusyError:
+                if pause is None:
                     raise
+                time.sleep(pause)
             except httpx.TransportError:
                 self._away = True
                 raise
         raise AssertionError("the last attempt returns or raises")
 
-    def _make(self, index: int, after: Collection[RunInput]) -> FlowRun:
+    def _make(self, index: int, before: Future[FlowRun] | None, first: Collection[RunInput]) -> FlowRun:
+        after = first if before is None else [FlowRunResult(id=before.result().id)]
         if self._flow is None:
             self._flow = self._ask(lambda: self._client.create_flow_from_name(FLOW))
         name, inputs = f"step {index}", {"carried": list(after)}
