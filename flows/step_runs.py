@@ -14,36 +14,40 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, Self
-from uuid import UUID
+from uuid import UUID, uuid4
 
 import httpx
-from prefect import Task
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import FlowRunCreate
 from prefect.client.schemas.filters import (
     FlowRunFilter,
+    FlowRunFilterId,
     FlowRunFilterState,
     FlowRunFilterStateType,
     FlowRunFilterTags,
+    TaskRunFilter,
+    TaskRunFilterState,
+    TaskRunFilterStateType,
 )
-from prefect.client.schemas.objects import FlowRun, FlowRunResult, RunInput, State, StateType
+from prefect.client.schemas.objects import FlowRun, FlowRunResult, RunInput, State, StateType, TaskRun
 from prefect.context import FlowRunContext
 from prefect.exceptions import ObjectNotFound, PrefectException
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect.states import Cancelled, Completed, Crashed, Failed, Pending, Running, to_state_create
+from prefect.utilities.engine import emit_task_run_state_change_event
 
 from fp8core.errors import first_line, printable_lines
 
 FLOW = "fp8-grpo-step"
-# Runs that exist before their step begins: a server on SQLite refuses a place in the training's graph (`_make`) for
-# up to a second, while it writes much else.
-_AHEAD = 3
+# Steps whose places in the training's graph are announced before they begin, and whose flow runs are made: a server
+# records events when it can, and one on SQLite refuses requests while it does.
+_ANNOUNCED, _MADE = 4, 2
 # A step waits no longer for its flow run, and the end of a training no longer for the last requests.
 _LATE_SECONDS = 5.0
 _FLUSH_SECONDS = 5.0
-# SQLite refuses a transaction when another one wrote in between. The server answers 503, and Prefect's client would
-# sleep for two seconds.
-_BUSY_STATUS, _BUSY_PAUSES = 503, (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+# SQLite refuses a transaction when another one wrote in between: the server answers 503, after which Prefect's client
+# would sleep for two seconds. It answers 409 while it has not recorded the place of a flow run.
+_BUSY_STATUSES, _BUSY_PAUSES = {409, 503}, (0.02, 0.03, 0.05, 0.1, 0.2, 0.3, 0.5, 0.5, 1.0, 1.0, 1.0)
 # RuntimeError is what a closed client raises, after the wait of a training's end.
 _FAILURES = (httpx.HTTPError, PrefectException, OSError, ValueError, RuntimeError)
 
@@ -56,7 +60,7 @@ def step_client() -> SyncPrefectClient:
     """A client for `StepRuns`, whose requests end soon."""
 
     def refuse(response: httpx.Response) -> None:
-        if response.status_code == _BUSY_STATUS:
+        if response.status_code in _BUSY_STATUSES:
             raise _BusyError("Prefect's server is busy")
 
     settings = {"timeout": _LATE_SECONDS, "event_hooks": {"response": [refuse]}}
@@ -76,6 +80,7 @@ class StepRuns:
         self._wanted, self._lock = dict[UUID, State[Any]](), threading.Lock()
         self._open: FlowRunContext | None = None
         self._ahead = dict[int, Future[FlowRun]]()
+        self._places, self._begun = dict[int, UUID](), 0
         self._flow: UUID | None = None
 
     def __enter__(self) -> Self:
@@ -113,9 +118,12 @@ class StepRuns:
         if run is not None:
             self._open = self._training.model_copy(update={"flow_run": run, "task_run_dynamic_keys": {}})
             self._set(run.id, Running())
-            for step in range(index + 1, min(index + _AHEAD, self._last) + 1):
-                if step not in self._ahead:
-                    self._order(step, [FlowRunResult(id=run.id)])
+            for step in range(index + 1, min(index + _ANNOUNCED, self._last) + 1):
+                # The next one a second time: what it comes after has an identity now.
+                if step == index + 1 or step not in self._places:
+                    self._announce(step, [FlowRunResult(id=run.id)] if step == index + 1 else [])
+            for step in range(index + 1, min(index + _MADE, self._last) + 1):
+                self._order(step)
 
     def end(self) -> set[RunInput]:
         """The step is committed; returns its flow run, if it has one."""
@@ -127,16 +135,37 @@ class StepRuns:
 
     # ---- in the training's thread ----
 
-    def _order(self, index: int, after: Collection[RunInput]) -> None:
-        """Make a run that comes after that of the step before; after `after` where that is not being made."""
-        self._ahead[index] = self._send(partial(self._make, index, self._ahead.get(index - 1), after))
+    def _announce(self, index: int, after: Collection[RunInput]) -> None:
+        """The place of a step in the training's graph comes after `after`.
+
+        The server records it as it does a task run. A request would meet with many more refusals.
+        """
+        place = self._places.get(index) or uuid4()
+        state: State[Any] = Pending()
+        run = TaskRun(
+            id=place,
+            name=f"step {index}",
+            flow_run_id=self._training_id,
+            task_key=FLOW,
+            dynamic_key=str(place),
+            task_inputs={"carried": list(after)},
+            state=state,
+        )
+        self._places[index] = place
+        emit_task_run_state_change_event(run, None, state)
+
+    def _order(self, index: int) -> None:
+        """Make the flow run of an announced step."""
+        if index not in self._ahead:
+            self._ahead[index] = self._send(partial(self._make, index, self._places[index]))
 
     def _take(self, index: int, after: Collection[RunInput]) -> FlowRun | None:
         """The flow run of a step; None when it is not there in time."""
         waits = self._away and not all(made.done() for made in self._ahead.values())
         if not waits and index not in self._ahead:
             self._forget_ahead()
-            self._order(index, after)
+            self._announce(index, after)
+            self._order(index)
         made = self._ahead.get(index)
         if made is None or (self._away and not made.done()):
             return None  # One attempt at a time, beside the training.
@@ -151,6 +180,8 @@ class StepRuns:
                 self._forget_ahead()
             return None
         del self._ahead[index]
+        self._begun = index
+        self._places.pop(index - 1, None)
         self._noted = False
         return run
 
@@ -166,7 +197,9 @@ class StepRuns:
         """Delete the runs that were made for steps which do not begin with them."""
         for made in self._ahead.values():
             self._send(partial(self._delete_made, made))
-        self._ahead = {}
+        for place in (place for step, place in self._places.items() if step > max(self._ahead, default=self._begun)):
+            self._send(partial(self._delete_place, place))
+        self._ahead, self._places = {}, {}
 
     def _set(self, run: UUID, state: State[Any]) -> None:
         with self._lock:
@@ -205,21 +238,14 @@ class StepRuns:
                 raise
         raise AssertionError("the last attempt returns or raises")
 
-    def _make(self, index: int, before: Future[FlowRun] | None, first: Collection[RunInput]) -> FlowRun:
-        after = first if before is None else [FlowRunResult(id=before.result().id)]
+    def _make(self, index: int, place: UUID) -> FlowRun:
         if self._flow is None:
             self._flow = self._ask(lambda: self._client.create_flow_from_name(FLOW))
-        name, inputs = f"step {index}", {"carried": list(after)}
-        parent = self._ask(
-            lambda: self._client.create_task_run(
-                _PLACE, self._training_id, f"{name} {time.time_ns()}", name=name, task_inputs=inputs
-            )
-        )
         request = FlowRunCreate(
             flow_id=self._flow,
-            name=name,
+            name=f"step {index}",
             parameters={"step": index},
-            parent_task_run_id=parent.id,
+            parent_task_run_id=place,
             tags=[self._tag],
             state=to_state_create(Pending()),
         ).model_dump(mode="json", exclude_unset=True)
@@ -241,12 +267,27 @@ class StepRuns:
     def _settle_left(self) -> None:
         live = FlowRunFilterStateType(any_=[StateType.PENDING, StateType.RUNNING])
         left = FlowRunFilter(tags=FlowRunFilterTags(all_=[self._tag]), state=FlowRunFilterState(type=live))
-        for run in self._ask(lambda: self._client.read_flow_runs(flow_run_filter=left)):
+        found = self._ask(lambda: self._client.read_flow_runs(flow_run_filter=left))
+        above = {self._ask(partial(self._client.read_task_run, run.parent_task_run_id)).flow_run_id for run in found}
+        for run in found:
             if run.state_type == StateType.PENDING:
                 self._delete(run)
             else:
                 crashed = Crashed(message="its process was lost")
                 self._ask(partial(self._client.set_flow_run_state, run.id, crashed, force=True))
+
+        if above:
+            self._delete_announced(FlowRunFilter(id=FlowRunFilterId(any_=list(above))))
+
+    def _delete_announced(self, trainings: FlowRunFilter) -> None:
+        """The places of steps that an earlier process announced and did not begin."""
+        waiting = TaskRunFilterState(type=TaskRunFilterStateType(any_=[StateType.PENDING]))
+        request = partial(
+            self._client.read_task_runs, flow_run_filter=trainings, task_run_filter=TaskRunFilter(state=waiting)
+        )
+        for run in self._ask(request):
+            if run.task_key == FLOW and run.id not in [*self._places.values()]:
+                self._delete_place(run.id)
 
     def _delete_made(self, made: Future[FlowRun]) -> None:
         if made.exception() is None:
@@ -255,12 +296,8 @@ class StepRuns:
     def _delete(self, run: FlowRun) -> None:
         """A step that does not begin, with its place in the training's graph."""
         self._ask(partial(self._client.delete_flow_run, run.id))
-        place = {"id": run.parent_task_run_id}
-        self._ask(lambda: self._client.request("DELETE", "/task_runs/{id}", path_params=place))
+        assert run.parent_task_run_id is not None, "it has a place"
+        self._delete_place(run.parent_task_run_id)
 
-
-def _placeholder() -> None:
-    """The task of the task run that stands for a flow run in the one above it."""
-
-
-_PLACE: Task[[], None] = Task(_placeholder, name=FLOW)
+    def _delete_place(self, place: UUID) -> None:
+        self._ask(lambda: self._client.request("DELETE", "/task_runs/{id}", path_params={"id": place}))
