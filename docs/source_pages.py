@@ -47,7 +47,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Fold the long tables of results: who reads a page wants its sentences, and few rows at a time."""
+    """Fold the long tables of results, so that the sentences of a page stand together."""
     if page.is_index or not page.file.src_uri.startswith("results/"):
         return html
     return TABLE.sub(lambda found: _folded(found[0]), html)

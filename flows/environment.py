@@ -5,6 +5,7 @@ Prefect reads its own once, when it is imported; MLflow at every request; an eng
 
 import atexit
 import fcntl
+import logging
 import os
 import secrets
 import shlex
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 HEARTBEAT_SECONDS = 30
 """A flow run of a worker sends a heartbeat this often."""
+# No "Finished in state Completed()": the task's state shows it, and each log costs time in every step.
+_QUIET_TASKS = {"PREFECT_LOGGING_LOGGERS_PREFECT_TASK_RUNS_LEVEL": "WARNING"}
 
 
 def leave_working_directory_out() -> None:
@@ -49,12 +52,14 @@ def search_last(folder: Path) -> None:
 def quiet_prefect() -> None:
     """Leave the terminal to our own lines; Prefect's log still reaches its server and its UI.
 
-    The exception is "Finished in state Completed()": the task's state shows it, and each log costs time in every step.
+    The exception is `_QUIET_TASKS`.
     """
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
-    os.environ.setdefault("PREFECT_LOGGING_LOGGERS_PREFECT_TASK_RUNS_LEVEL", "WARNING")
-    # One line for each event that a server which is away does not get.
+    for name, value in _QUIET_TASKS.items():
+        os.environ.setdefault(name, value)
+    # One line for each event that a server which is away does not get, and two for each part of the log.
     os.environ.setdefault("PREFECT_INTERNAL_LOGGING_LEVEL", "CRITICAL")
+    logging.raiseExceptions = False
 
 
 def make_prefect_home() -> None:
@@ -235,6 +240,7 @@ def service_environment(prefect_port: int, mlflow_port: int, login: str) -> dict
         "PREFECT_SERVER_LOGS_STREAM_OUT_ENABLED": "true",
         "PREFECT_SERVER_LOGS_STREAM_PUBLISHING_ENABLED": "true",
         "PREFECT_LOGGING_TO_API_BATCH_INTERVAL": "0.5",
+        **_QUIET_TASKS,
         # Background work of MLflow that no training uses.
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
         **os.environ,

@@ -7,7 +7,7 @@ prefect deployment run fp8-grpo/tiny          this function, from a worker
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO, cast
 
 from prefect import flow, runtime
 from prefect.client.orchestration import get_client
@@ -17,8 +17,17 @@ from prefect.states import Paused, Suspended
 from pydantic import Field
 
 from flows.environment import bound_mlflow_requests, kernel_folders, set_engine_variables
-from flows.orchestration import PrefectArtifacts, PrefectExecution, T, artifact_client, failed, show_logs_escaped
+from flows.orchestration import (
+    LoggedLines,
+    PrefectArtifacts,
+    PrefectExecution,
+    T,
+    artifact_client,
+    failed,
+    show_logs_escaped,
+)
 from flows.run_lookup import FlowOverrides, load_settings
+from flows.step_runs import StepRuns, step_client
 from flows.termination import Interrupt, StopRequest, keep_interrupt, stop_on_sigterm
 from flows.tracking.publish import write_report
 from flows.tracking.record import Guardian
@@ -87,19 +96,22 @@ def grpo(
 
 def train(config: RunConfig, *, new_code: bool = False) -> Summary:
     """Train from the run's current step to its last step, or to the step in which SIGTERM comes."""
-    console, name = Console(sys.stdout, config.steps), run_name(config)
+    console, name = Console(cast(TextIO, LoggedLines(sys.stdout)), config.steps), run_name(config)
     set_engine_variables(config)
     kernels = compile_first(config, console)
     with (
         Guardian(config.runs / name, config.tracking.uri),
         artifact_client() as client,
+        step_client() as client_of_steps,
+        # Left last: `launch.end_without_prefect` bounds the wait of a training that has ended.
+        StepRuns(client_of_steps, console.note) as step_runs,
         open_session(config, name, console, new_code=new_code, kernels=kernels) as session,
         keep_interrupt() as interrupt,
         stop_on_sigterm() as stop,
     ):
         artifacts = PrefectArtifacts(session.run, session.tracker.page, runtime.flow_run.id, client)
         session.publisher.add(artifacts)
-        loop.train(session.run, FlowExecution(session, artifacts, interrupt, stop))
+        loop.train(session.run, FlowExecution(session, artifacts, step_runs, interrupt, stop))
         return finish(session, console)
 
 
@@ -121,8 +133,15 @@ def compile_first(config: RunConfig, console: Console) -> KernelFolders | None:
 class FlowExecution(PrefectExecution):
     """A training whose tasks are Prefect's, and which the console, MLflow and Prefect's artifacts follow."""
 
-    def __init__(self, session: Session, artifacts: PrefectArtifacts, interrupt: Interrupt, stop: StopRequest) -> None:
-        super().__init__(session.run.plan)
+    def __init__(
+        self,
+        session: Session,
+        artifacts: PrefectArtifacts,
+        step_runs: StepRuns,
+        interrupt: Interrupt,
+        stop: StopRequest,
+    ) -> None:
+        super().__init__(session.run.plan, step_runs)
         self._session, self._artifacts = session, artifacts
         self._interrupt, self._stop = interrupt, stop
         self._began, self._intervals = 0.0, dict[str, Interval]()
@@ -144,6 +163,7 @@ class FlowExecution(PrefectExecution):
 
     def restored(self, run: RunContext, redone: int) -> None:
         follow_ledger(self._session)
+        self.follow_steps(f"mlflow-{self._session.tracker.run_id}", run.config.steps)
         if next_step(run) > START + 1:
             run.console.note(f"continues after step {next_step(run) - 1}; {redone} updates redone from rollouts")
 
@@ -154,11 +174,13 @@ class FlowExecution(PrefectExecution):
             run.console.note(f"stopped after step {index - 1}")
             self._stop.carry_out()
         self._began, self._intervals = time.perf_counter(), {}
+        self.begin_step(index)
 
     def written(self, run: RunContext) -> None:
         self._session.publisher.wake()
 
     def step_done(self, run: RunContext, index: int, results: Mapping[str, TaskResult]) -> None:
+        self.end_step()
         began, ended = self._began, time.perf_counter()
         intervals = {name: result.interval for name, result in results.items()} | self._intervals
         tasks = {name: [interval] for name, interval in intervals.items()}

@@ -65,7 +65,7 @@ def launch(config: "RunConfig", parameters: Mapping[str, Any], summary: Output |
     # An exception, so that the run is closed and Prefect's server stops with us.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(stopped(reason("terminated"), 128 + number)))
     try:
-        return _train(parameters, summary, resume)
+        return _train(str(config.run), parameters, summary, resume)
     except KeyboardInterrupt:
         return stopped(reason("interrupted"), 128 + signal.SIGINT)
     finally:
@@ -147,11 +147,11 @@ def _end(record: TrackingRecord, folder: Path, summary: Output | None) -> int:
     return stopped(record.error or "failed", code) if code else code
 
 
-def _train(parameters: Mapping[str, Any], summary: Output | None, resume: str) -> int:
+def _train(name: str, parameters: Mapping[str, Any], summary: Output | None, resume: str) -> int:
     from flows.grpo import grpo
 
     with keep_interrupt() as interrupt:
-        state = grpo(**parameters, return_state=True)
+        state = grpo.with_options(flow_run_name=name)(**parameters, return_state=True)
         if not state.is_completed():
             interrupt.check()
     if state.is_paused():

@@ -4,9 +4,10 @@ import logging
 import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TextIO, TypeVar
 from uuid import UUID
 
 import httpx
@@ -14,13 +15,18 @@ from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
-from prefect.client.schemas.objects import State
+from prefect.client.schemas.objects import RunInput, State, TaskRunResult
+from prefect.context import FlowRunContext, TaskRunContext
 from prefect.exceptions import PrefectException
 from prefect.futures import wait
+from prefect.logging.handlers import PrefectConsoleHandler
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect.states import Cancelled, Completed, Failed
+from prefect.task_engine import run_task_sync
 from prefect.utilities.annotations import quote
+from rich.text import Text
 
+from flows.step_runs import StepRuns
 from flows.tracking.store import Outage
 from fp8core.config.steps import Plan, PlannedStep
 from fp8core.errors import UserError, first_line, printable_lines
@@ -36,6 +42,8 @@ from fp8core.store.ledger import START
 T = TypeVar("T")
 # Longest wait of a finished training for a server that does not answer, and for one answer at any time.
 PATIENCE_SECONDS = 5.0
+# Attribute of log records whose text this process prints by itself.
+_PRINTED = "fp8_grpo_printed"
 _PASSING_STATUS = {408, 429}
 
 
@@ -50,49 +58,91 @@ def as_task(name: str) -> Callable[[Callable[..., Any]], Any]:
 class PrefectExecution(Execution):
     """Every part of a training as a Prefect task; steps of an iteration run as soon as their inputs exist."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, step_runs: StepRuns) -> None:
         self._steps = {planned.name: _prefect_step(planned) for planned in plan.steps}
+        self._producers = {planned.name: _producers(plan, planned) for planned in plan.steps}
+        self._step_runs = step_runs
         self._calls: dict[str, Any] = {}
+        self._last: set[RunInput] = set()
+
+    def follow_steps(self, tag: str, last: int) -> None:
+        """Steps have flow runs with `tag` from here, up to step `last`."""
+        self._step_runs.follow(tag, last)
+
+    def begin_step(self, index: int) -> None:
+        """Tasks belong to the flow run of step `index` from here."""
+        self._step_runs.begin(index, self._last)
+
+    def end_step(self) -> None:
+        """They belong to the training's again."""
+        self._last = self._step_runs.end() or self._last
 
     def call(self, run: RunContext, name: str, index: int, body: Callable[[], T]) -> T:
+        """It comes after what came before it in its flow run."""
         if name not in self._calls:
             self._calls[name] = as_task(name)(_call)
         # Quoted: Prefect need not look for futures in it.
-        result: T = self._calls[name](folder=run.directory.path, index=index, body=quote(body))
-        return result
+        parameters = {"folder": run.directory.path, "index": index, "body": quote(body)}
+        with self._step_runs.place():
+            called: Called = run_task_sync(self._calls[name], parameters=parameters, dependencies={"body": self._last})
+        self._last = {called.run}
+        return called.result
 
     def steps(self, run: RunContext, index: int, inputs: Mapping[str, Ref]) -> dict[str, TaskResult]:
         """Of steps that are ready together the last is called in this thread: a call costs less than a submission."""
-        artifacts, results = dict(inputs), dict[str, TaskResult]()
+        artifacts, results, runs = dict(inputs), dict[str, TaskResult](), dict[str, RunInput]()
         while ready := run.plan.ready(set(results)):
             calls = [
-                partial(
+                Call(
                     self._steps[planned.name],
-                    folder=run.directory.path,
-                    index=index,
-                    inputs=quote({port: artifacts[artifact] for port, artifact in planned.inputs.items()}),
+                    {
+                        "folder": run.directory.path,
+                        "index": index,
+                        "inputs": quote({port: artifacts[artifact] for port, artifact in planned.inputs.items()}),
+                    },
+                    {"inputs": {runs[producer] for producer in self._producers[planned.name]}},
                 )
                 for planned in ready
             ]
-            for planned, result in zip(ready, side_by_side(calls), strict=True):
-                results[planned.name] = result
-                artifacts |= result.entry.outputs
+            with self._step_runs.place():
+                ended = side_by_side(calls)
+            for planned, called in zip(ready, ended, strict=True):
+                results[planned.name], runs[planned.name] = called.result, called.run
+                artifacts |= called.result.entry.outputs
         assert len(results) == len(run.plan.steps), "a checked plan runs to its end"
+        self._last = {runs[name] for name in runs.keys() - set().union(*self._producers.values())}
         return results
 
 
-def side_by_side(calls: Sequence[partial[Any]]) -> list[TaskResult]:
+@dataclass(frozen=True)
+class Call:
+    """A Prefect task, its parameters, and the task runs that it comes after, by parameter."""
+
+    task: Any
+    parameters: dict[str, Any]
+    after: dict[str, set[RunInput]]
+
+
+class Called(NamedTuple):
+    """A result of a task, and its task run."""
+
+    result: Any
+    run: RunInput
+
+
+def side_by_side(calls: Sequence[Call]) -> list[Called]:
     """Results of Prefect tasks that run at once; what one of them raises is raised when all have ended."""
     *others, own = calls
-    futures = [other.func.submit(**other.keywords) for other in others]
+    runner = FlowRunContext.get().task_runner
+    futures = [runner.submit(other.task, other.parameters, dependencies=other.after) for other in others]
     try:
-        result = own()
+        result = run_task_sync(own.task, parameters=own.parameters, dependencies=own.after)
     finally:
         wait(futures)
     return [*(future.result() for future in futures), _value(result)]
 
 
-def _value(result: TaskResult | State[TaskResult]) -> TaskResult:
+def _value(result: Called | State[Called]) -> Called:
     """Result of a called task, whose body may return the state it ends in.
 
     A state's own `result()` waits for another thread, which costs as much as half of a call.
@@ -100,19 +150,32 @@ def _value(result: TaskResult | State[TaskResult]) -> TaskResult:
     return result.result() if isinstance(result, State) else result
 
 
+def _producers(plan: Plan, reader: PlannedStep) -> set[str]:
+    """The steps of the same iteration whose artifacts a step reads."""
+    read = set(reader.inputs.values())
+    return {step.name for step in plan.steps if not read.isdisjoint(step.outputs.values())}
+
+
 def _prefect_step(planned: PlannedStep) -> Any:
     @as_task(planned.name)
     def body(folder: Path, index: int, inputs: dict[str, Ref]) -> Any:
         result = run_step(live_run(folder), index, planned, inputs)
+        called = Called(result, _this_run())
         # Shown as cached, so that a user sees what a resumed run did not repeat.
-        return Completed(name="Cached", data=result) if result.reused else result
+        return Completed(name="Cached", data=called) if result.reused else called
 
     return body
 
 
-def _call(folder: Path, index: int, body: Callable[[], Any]) -> Any:
+def _call(folder: Path, index: int, body: Callable[[], Any]) -> Called:
     live_run(folder)  # Torch's thread count belongs to a thread.
-    return body()
+    return Called(body(), _this_run())
+
+
+def _this_run() -> RunInput:
+    context = TaskRunContext.get()
+    assert context is not None, "a task runs in Prefect's context"
+    return TaskRunResult(id=context.task_run.id)
 
 
 def show_logs_escaped() -> None:
@@ -127,6 +190,30 @@ def _escaped(record: logging.LogRecord) -> bool:
         # A formatter takes a text that is there already.
         record.exc_text = printable_lines(logging.Formatter().formatException(record.exc_info))
     return True
+
+
+class LoggedLines:
+    """A text file whose whole lines go to Prefect's log of this flow run too, without their colours."""
+
+    def __init__(self, file: TextIO) -> None:
+        """Called in the flow; other threads may write."""
+        self._file, self._log, self._rest = file, get_run_logger(), ""
+        for handler in logging.getLogger().handlers:
+            if isinstance(handler, PrefectConsoleHandler):
+                handler.addFilter(_is_unprinted)
+
+    def write(self, text: str) -> int:
+        *lines, self._rest = f"{self._rest}{text}".split("\n")
+        for line in filter(str.strip, lines):
+            self._log.info("%s", Text.from_ansi(line).plain, extra={_PRINTED: True})
+        return self._file.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+def _is_unprinted(record: logging.LogRecord) -> bool:
+    return not hasattr(record, _PRINTED)
 
 
 def failed(reason: str, cause: BaseException | None = None) -> State[Any]:

@@ -78,6 +78,11 @@ class Training:
     parameters: dict[str, Any]
 
     @property
+    def shown_as(self) -> str:
+        """Name of its flow run, which is below that of the parity run."""
+        return f"{self.variant}, seed {self.seed}"
+
+    @property
     def folder(self) -> Path:
         """Of the run."""
         return self.config.runs.absolute() / str(self.config.run)
@@ -181,19 +186,19 @@ def record_of(plan: Plan, verdict: Verdict) -> ParityResult:
 def train_one(training: Training, memory: Path) -> State[Any]:
     """Train, and append samples of the process's memory to `memory`; returns how the flow run of it ended."""
     if engine_entry(training.config).own_process:
-        return train_apart(training.parameters, memory)
+        return train_apart(training.shown_as, training.parameters, memory)
     with watch_memory(memory):
-        ended: State[Any] = grpo(**training.parameters, return_state=True)
+        ended: State[Any] = grpo.with_options(flow_run_name=training.shown_as)(**training.parameters, return_state=True)
     return ended
 
 
-def train_apart(parameters: dict[str, Any], memory: Path) -> State[Any]:
+def train_apart(name: str, parameters: dict[str, Any], memory: Path) -> State[Any]:
     """As `train_one`, in a process of its own; Ctrl-C and SIGTERM of this one, and its death, reach it."""
     with get_client(sync_client=True) as client:
         # As Prefect has it of a flow that calls another: below a task run of the caller.
         place = {"flow_run_id": UUID(runtime.flow_run.id), "dynamic_key": parameters["run"]}
         parent = client.create_task_run(Task(grpo.fn, name=grpo.name), name=parameters["run"], **place).id
-        flow_run = client.create_flow_run(grpo, parameters=parameters, parent_task_run_id=parent).id
+        flow_run = client.create_flow_run(grpo, parameters=parameters, name=name, parent_task_run_id=parent).id
         code: int | str = "an exception in who started it"
         try:
             code = _run_child(running("flows.parity_training", str(flow_run), str(memory.absolute())))

@@ -51,7 +51,7 @@ _PASSING_STATUS = {408, 429}
 _UNAUTHORISED_STATUS = {401, 403}
 _KIND, _TRAINING = "mlflow.experimentKind", "custom_model_development"
 _NOTE = "mlflow.note.content"
-# MLflow keeps chosen columns in a browser. What "share view" keeps for others is a tag of the experiment and a link.
+# MLflow keeps chosen columns in a browser. Its button "share view" makes a tag of the experiment, and a link.
 _VIEW_NAME = "fp8-grpo"
 _VIEW = f"mlflow.sharedViewState.{_VIEW_NAME}"
 

@@ -13,9 +13,10 @@ import yaml
 from mlflow import MlflowClient
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import State
-from prefect.testing.utilities import prefect_test_harness
+from prefect.context import refresh_global_settings_context
 
 from flows.grpo import grpo
+from flows.prefect_server import PrefectServer
 from flows.tracking.store import default_tracking_uri
 from fp8core.store.ledger import LedgerView
 from fp8core.store.run_directory import LEDGER
@@ -70,9 +71,22 @@ def small_file(small: dict[str, Any]) -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session")
-def prefect_server() -> Iterator[None]:
-    with prefect_test_harness(server_startup_timeout=180):
-        yield
+def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A server as trainings have it, until this process ends.
+
+    That of Prefect's own test harness falls silent for a minute now and then (`prepare_sqlite`). A training that has
+    ended ends its process then, which is that of the tests.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PREFECT_HOME", str(tmp_path_factory.mktemp("prefect")))
+        server = PrefectServer()
+        server.wait()
+    with pytest.MonkeyPatch.context() as patch:
+        # Of all threads, but not of processes that tests start.
+        patch.setenv("PREFECT_API_URL", server.api)
+        refresh_global_settings_context()
+    yield
+    refresh_global_settings_context()
 
 
 @pytest.fixture(scope="session")

@@ -272,8 +272,8 @@ def test_an_exception_in_a_step_keeps_what_was_done_and_the_run_goes_on_without_
     failed = launch("bad-step", overrides=reward("sometimes"))
     assert_failed(failed, "step 2, task reward: ConnectionError: the judge does not answer \\x1b]0;mine\\x07\\u202e")
     with get_client(sync_client=True) as client:
-        of_flow = FlowRunFilter(id={"any_": [failed.state.state_details.flow_run_id]})
-        states = [run.state.message or "" for run in client.read_task_runs(flow_run_filter=of_flow)]
+        of_steps = FlowRunFilter(parent_flow_run_id={"any_": [failed.state.state_details.flow_run_id]})
+        states = [run.state.message or "" for run in client.read_task_runs(flow_run_filter=of_steps)]
     assert any("the judge does not answer" in message for message in states)
     shown = ["".join(capfd.readouterr()), caplog.text, (failed.folder / "tracking.json").read_text(), *states]
     assert "for reasons of its own \\x1b]0;mine\\x07\\u202e" in caplog.text, "the traceback"

@@ -14,6 +14,8 @@ import psutil
 import pytest
 from mlflow import MlflowClient
 from mlflow.entities import LoggedModelStatus
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterTags
 from prefect.settings import PREFECT_API_URL
 
 from flows.tracking.metric_names import TIMED
@@ -119,6 +121,14 @@ def models(runs, name):
     return sorted(int(model.tags["step"]) for model in found)
 
 
+def step_runs(runs, name):
+    """Names and states of the flow runs that the steps of a training have in Prefect."""
+    tag = f"mlflow-{mlflow_run(runs, name)[1].info.run_id}"
+    with get_client(sync_client=True) as client:
+        found = client.read_flow_runs(flow_run_filter=FlowRunFilter(tags=FlowRunFilterTags(all_=[tag])))
+    return {(run.name, run.state_type.value) for run in found}
+
+
 def test_kills_leave_the_weights_the_records_and_the_metrics_of_an_uninterrupted_run(workplace, environment):
     runs, instants = workplace / "runs", random.Random(10)
     whole = Command(workplace, environment, "whole")
@@ -143,3 +153,5 @@ def test_kills_leave_the_weights_the_records_and_the_metrics_of_an_uninterrupted
         assert mlflow_run(runs, name)[1].info.status == "FINISHED"
         assert metrics(runs, name) == metrics(runs, "whole")
         assert models(runs, name) == models(runs, "whole") == [3, 6, 9, 12]
+        assert step_runs(runs, name) >= {(f"step {index}", "COMPLETED") for index in range(1, 13)}
+        assert {state for _, state in step_runs(runs, name)} <= {"COMPLETED", "CRASHED"}, "what a kill left is settled"

@@ -1,13 +1,24 @@
 """The whole loop through real Prefect and MLflow, at reduced size."""
 
 import json
+import time
 from itertools import groupby
 from pathlib import Path
 from statistics import mean, stdev
 
 import pyarrow as pa
 import pytest
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import (
+    FlowRunFilter,
+    FlowRunFilterParentFlowRunId,
+    LogFilter,
+    LogFilterFlowRunId,
+)
 
+from flows.step_runs import FLOW
+from fp8core.config.load import load_config
+from fp8core.run.open import plan_of
 from fp8core.store.artifacts import ArtifactStore
 from fp8core.store.manifest import StepManifest, first_broken_link
 
@@ -105,6 +116,60 @@ def test_mlflow_has_whole_groups_of_completions_early_and_late(three_steps, tmp_
         spread = stdev(rewards) + 1e-4
         expected = [(reward - mean(rewards)) / spread for reward in rewards]
         assert [row["advantage"] for row in group] == pytest.approx(expected, rel=1e-3)
+
+
+# ---- Prefect's pages ----
+
+STEPS = [f"{FLOW} / step {index}" for index in (1, 2, 3)]
+
+
+def edges(client, run):
+    """Predecessors of each completed node of the page's graph, by label, as Prefect's UI requests it."""
+    nodes = dict(client.request("GET", "/flow_runs/{id}/graph-v2", path_params={"id": run}).json()["nodes"])
+    done = [node for node in nodes.values() if node["state_type"] == "COMPLETED"]
+    return {node["label"]: {nodes[parent["id"]]["label"] for parent in node["parents"]} for node in done}
+
+
+def eventually(found, expected):
+    """What `found` returns when it is as expected, or after a while: the server records tasks when it can."""
+    deadline = time.monotonic() + 30
+    while (last := found()) != expected and time.monotonic() < deadline:
+        time.sleep(0.5)
+    return last
+
+
+def test_prefect_shows_each_step_as_a_flow_run_with_the_edges_of_the_plan(three_steps):
+    plan = plan_of(load_config("tiny", {}))
+    producers = {artifact: step.name for step in plan.steps for artifact in step.outputs.values()}
+    tasks = {
+        f"{step.name}-2": {f"{producers[read]}-2" for read in step.inputs.values() if read in producers}
+        for step in plan.steps
+    }
+    tasks["commit-2"] = tasks.keys() - set().union(*tasks.values())
+    tasks["checkpoint-2"] = {"commit-2"}
+    chain = ["warm_start-0", "first_scales-0", "first_evaluation-0", *STEPS]
+    training = three_steps.state.state_details.flow_run_id
+    below = FlowRunFilter(parent_flow_run_id=FlowRunFilterParentFlowRunId(any_=[training]))
+    with get_client(sync_client=True) as client:
+        after = {label: set(chain[:place][-1:]) for place, label in enumerate(chain)}
+        assert eventually(lambda: edges(client, training), after) == after
+        steps = {run.name: run.id for run in client.read_flow_runs(flow_run_filter=below)}
+        assert sorted(steps) == ["step 1", "step 2", "step 3"], "none that was not reached"
+        assert eventually(lambda: edges(client, steps["step 2"]), tasks) == tasks
+
+
+def test_prefect_s_log_of_a_training_has_the_lines_of_the_console(three_steps):
+    of_training = LogFilter(flow_run_id=LogFilterFlowRunId(any_=[three_steps.state.state_details.flow_run_id]))
+    with get_client(sync_client=True) as client:
+
+        def lines():
+            return [log.message for log in client.read_logs(of_training)]
+
+        assert eventually(lambda: any("three: done" in line for line in lines()), True)
+        logged = lines()
+    assert len([line for line in logged if line.strip().startswith(("1/3 ", "2/3 ", "3/3 "))]) == 3
+    assert any(line.startswith("warm start") for line in logged)
+    assert not any("\x1b" in line or "\\x1b" in line for line in logged)
 
 
 def test_a_run_that_is_continued_equals_one_that_was_not_cut_and_no_run_of_another_seed(three_steps, launch):

@@ -2,19 +2,18 @@
 
 import threading
 import time
-from functools import partial
 from typing import Any
 
 import pytest
 from prefect import flow
 from prefect.states import Completed
 
-from flows.orchestration import as_task, side_by_side
+from flows.orchestration import Call, as_task, side_by_side
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
 
 
-def in_a_flow(*calls: partial[Any]) -> list[Any]:
+def in_a_flow(*calls: Call) -> list[Any]:
     @flow
     def alone() -> list[Any]:
         return side_by_side(list(calls))
@@ -30,7 +29,7 @@ def thread_of(index: int, barrier: threading.Barrier) -> str:
 
 def test_tasks_run_at_once_and_the_last_in_the_calling_thread() -> None:
     barrier = threading.Barrier(3)
-    first, second, last = in_a_flow(*(partial(thread_of, index=index, barrier=barrier) for index in range(3)))
+    first, second, last = in_a_flow(*(Call(thread_of, {"index": index, "barrier": barrier}, {}) for index in range(3)))
     assert last == threading.current_thread().name
     assert len({first, second, last}) == 3
 
@@ -41,8 +40,8 @@ def stored(index: int) -> Any:
 
 
 def test_a_task_may_return_the_state_it_ends_in() -> None:
-    assert in_a_flow(partial(stored, index=1)) == [10]
-    assert in_a_flow(partial(stored, index=1), partial(stored, index=2)) == [10, 20]
+    assert in_a_flow(Call(stored, {"index": 1}, {})) == [10]
+    assert in_a_flow(Call(stored, {"index": 1}, {}), Call(stored, {"index": 2}, {})) == [10, 20]
 
 
 @as_task("raising")
@@ -59,7 +58,7 @@ def slow(index: int, ended: list[float]) -> None:
 @pytest.mark.parametrize("raises_first", [True, False])
 def test_what_one_raises_is_raised_when_all_have_ended(raises_first: bool) -> None:
     ended: list[float] = []
-    calls = [partial(raising, index=1, error=ValueError("why")), partial(slow, index=1, ended=ended)]
+    calls = [Call(raising, {"index": 1, "error": ValueError("why")}, {}), Call(slow, {"index": 1, "ended": ended}, {})]
     with pytest.raises(ValueError, match="why"):
         in_a_flow(*(calls if raises_first else reversed(calls)))
     assert ended

@@ -9,7 +9,12 @@ import pytest
 from mlflow import MlflowClient
 from prefect import flow
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
+from prefect.client.schemas.filters import (
+    ArtifactFilter,
+    ArtifactFilterKey,
+    FlowRunFilter,
+    FlowRunFilterParentFlowRunId,
+)
 from prefect.states import Cancelled, Completed, Failed
 
 from flows.cli import main
@@ -72,6 +77,9 @@ def test_a_night_is_cut_short_continued_judged_and_compared(
     assert page.count("<svg") >= 4, "charts of one value are sentences"
     assert (folder / "report.png").read_bytes().startswith(b"\x89PNG")
     _is_posted_and_logged(shelf, night["headline"])
+    below = FlowRunFilter(parent_flow_run_id=FlowRunFilterParentFlowRunId(any_=[state.state_details.flow_run_id]))
+    with get_client(sync_client=True) as client:
+        assert [run.name for run in client.read_flow_runs(flow_run_filter=below)] == ["fp8-end-to-end, seed 0"]
 
 
 def _is_posted_and_logged(shelf: Path, headline: str) -> None:

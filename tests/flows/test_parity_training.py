@@ -65,7 +65,8 @@ def apart(settings: dict[str, Any], tmp_path: Path) -> Callable[[], Any]:
 
     @flow(name="caller", persist_result=False)
     def caller() -> Any:
-        state = train_apart({"config": "tiny", "run": "one", "steps": 3, "overrides": settings}, tmp_path / "memory")
+        parameters = {"config": "tiny", "run": "one", "steps": 3, "overrides": settings}
+        state = train_apart("bf16, seed 0", parameters, tmp_path / "memory")
         return {"type": state.type.value, "message": state.message}
 
     return caller
@@ -103,13 +104,17 @@ def test_it_ends_below_its_caller_and_its_own_memory_is_measured(apart: Callable
         (run,) = [run for run in newest if str(tmp_path) in str(run.parameters.get("overrides"))]
         parent = client.read_task_run(run.parent_task_run_id)
     assert parent.flow_run_id == ended.state_details.flow_run_id
+    assert run.name == "bf16, seed 0"
 
 
 def test_one_that_dies_makes_the_night_red(
     settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "how").write_text("dies")
-    monkeypatch.setattr("flows.parity.train_one", lambda training, memory: train_apart(training.parameters, memory))
+    monkeypatch.setattr(
+        "flows.parity.train_one",
+        lambda training, memory: train_apart(training.shown_as, training.parameters, memory),
+    )
     night = parity("tiny", name="dies", seeds=[0], steps=3, variants=["bf16"], overrides=settings, return_state=True)
     assert night.is_failed()
     assert "bf16: complete seed 0: its process ended with -9" in night.message

@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 from mlflow import MlflowClient
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName, FlowRunFilterParentFlowRunId
+from prefect.client.schemas.sorting import FlowRunSort
 
 from flows import cli
 from flows.termination import keep_interrupt, stop_on_sigterm
@@ -191,6 +194,15 @@ def status(folder: Path) -> str:
     return str(MlflowClient(tracking["uri"]).get_run(tracking["run_id"]).info.status)
 
 
+def shown_in_prefect(name: str) -> list[str]:
+    """Flow runs of the steps, below the newest flow run with the name of a training."""
+    with get_client(sync_client=True) as client:
+        of_training = FlowRunFilter(name=FlowRunFilterName(any_=[name]))
+        training, *_ = client.read_flow_runs(flow_run_filter=of_training, sort=FlowRunSort.START_TIME_DESC)
+        below = FlowRunFilter(parent_flow_run_id=FlowRunFilterParentFlowRunId(any_=[training.id]))
+        return sorted(run.name for run in client.read_flow_runs(flow_run_filter=below))
+
+
 @pytest.fixture(scope="module")
 def digest(workplace: Path, launch: Any) -> str:
     """The weights of a run that nothing stopped."""
@@ -215,6 +227,7 @@ def test_the_step_is_committed_and_continuing_redoes_nothing(command: Any, workp
     assert not ledger.tasks(3)
     assert [entry.step for entry in ledger.checkpoints()] == [2]
     assert status(folder) == "KILLED"
+    assert shown_in_prefect("once") == ["step 1", "step 2"], "and none for a step that was not reached"
     (workplace / "signals").unlink()
     code, out, err = command("resume", "once", "--trust", "--json", "once.json")
     assert code == 0

@@ -1,0 +1,106 @@
+"""Flow runs of a training's steps while the server is away, and what a killed process left of them."""
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+from uuid import uuid4
+
+import httpx
+import pytest
+from prefect import flow
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterTags
+
+from flows.step_runs import StepRuns, step_client
+
+STEPS = 1000
+
+
+class Line:
+    """A client whose requests are refused while it is cut, and wait for a second before."""
+
+    def __init__(self, client: SyncPrefectClient) -> None:
+        self._client, self.cut = client, False
+
+    def __getattr__(self, name: str) -> Any:
+        def request(*arguments: Any, **options: Any) -> Any:
+            if self.cut:
+                time.sleep(1)
+                raise httpx.ConnectError("refused")
+            return getattr(self._client, name)(*arguments, **options)
+
+        return request
+
+
+@pytest.fixture
+def line(prefect_server: None) -> Iterator[Line]:
+    with step_client() as client:
+        yield Line(client)
+
+
+def in_a_flow(body: Callable[[], None]) -> None:
+    @flow(persist_result=False)
+    def alone() -> None:
+        body()
+
+    alone()
+
+
+def shown(tag: str) -> list[tuple[str, str]]:
+    with get_client(sync_client=True) as client:
+        found = client.read_flow_runs(flow_run_filter=FlowRunFilter(tags=FlowRunFilterTags(all_=[tag])))
+    return sorted((run.name, run.state_type.value) for run in found if run.state_type is not None)
+
+
+def test_a_training_waits_once_for_a_lost_server_and_its_steps_come_back(line: Line) -> None:
+    tag, notes, has_page = uuid4().hex, list[str](), list[bool]()
+
+    def take(runs: StepRuns) -> None:
+        runs.begin(len(has_page) + 1, [])
+        has_page.append(bool(runs.end()))
+
+    def training() -> None:
+        with StepRuns(line, notes.append) as runs:  # type: ignore[arg-type]
+            runs.follow(tag, STEPS)
+            take(runs)
+            line.cut = True
+            while has_page[-1]:
+                take(runs)
+            began = time.monotonic()
+            for _ in range(20):
+                take(runs)
+            assert time.monotonic() - began < 0.5
+            line.cut = False
+            while len(has_page) < STEPS and not has_page[-1]:
+                time.sleep(0.1)
+                take(runs)
+            while len(has_page) < STEPS and not all(has_page[-3:]):
+                take(runs)
+
+    in_a_flow(training)
+    assert len(notes) == 1
+    assert "refused" in notes[0]
+    assert shown(tag) == sorted((f"step {step}", "COMPLETED") for step, page in enumerate(has_page, 1) if page)
+
+
+def test_what_a_killed_process_left_is_settled_when_the_training_continues(line: Line) -> None:
+    tag = uuid4().hex
+
+    def killed() -> None:
+        runs = StepRuns(line, print).__enter__()  # type: ignore[arg-type]
+        runs.follow(tag, STEPS)
+        runs.begin(1, [])
+        left, deadline = [("step 1", "RUNNING"), ("step 2", "PENDING"), ("step 3", "PENDING")], time.monotonic() + 30
+        while shown(tag) != left and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert shown(tag) == left
+
+    def continued() -> None:
+        with StepRuns(line, print) as runs:  # type: ignore[arg-type]
+            runs.follow(tag, STEPS)
+            runs.begin(1, [])
+            runs.end()
+
+    in_a_flow(killed)
+    in_a_flow(continued)
+    assert shown(tag) == [("step 1", "COMPLETED"), ("step 1", "CRASHED")]
