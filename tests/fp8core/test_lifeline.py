@@ -125,8 +125,14 @@ def test_without_a_parent_nobody_is_followed():
 
 def started_by(process: psutil.Process) -> list[psutil.Process]:
     """With spawn there is a tracker of resources beside them. Nobody asks for the exit code of one that ended."""
-    found = process.children() if is_there(process) else []
-    return [each for each in found if not is_there(each) or "resource_tracker" not in " ".join(each.cmdline())]
+    return [each for each in (process.children() if is_there(process) else []) if not tracks_resources(each)]
+
+
+def tracks_resources(process: psutil.Process) -> bool:
+    try:
+        return "resource_tracker" in " ".join(process.cmdline())
+    except psutil.NoSuchProcess:  # One that has just ended too.
+        return False
 
 
 def is_there(process: psutil.Process) -> bool:
