@@ -6,9 +6,10 @@
 
 The first one shows a run, a comparison, checkpoints and completions in MLflow, and the report. Both runs must be
 tracked in one store or server. The second one shows pages of Prefect's server that `fp8-grpo up` runs: deployments,
-the run of `fp8-grpo/tiny` that ended last, and the form that starts one. A short run makes a readable picture:
+the run of `fp8-grpo/tiny` that ended last, its second step, and the form that starts one. A short run makes readable
+pictures:
 
-    prefect deployment run fp8-grpo/tiny --watch --param steps=4
+    prefect deployment run fp8-grpo/tiny --watch --param steps=8
 
 Chromium is the one on the path, or playwright's own (`playwright install chromium`). The pictures go to docs/images/,
 or to the folder of --out.
@@ -157,9 +158,12 @@ def prefect_pictures(server: str, login: str, out: Path) -> None:
         "limit": 1,
     }
     (run,) = _ask(password, f"{server}/api/flow_runs/filter", query)
+    second = {"flow_runs": {"parent_flow_run_id": {"any_": [run["id"]]}, "name": {"any_": ["step 2"]}}}
+    (step,) = _ask(password, f"{server}/api/flow_runs/filter", second)
     pages = {
         "prefect-deployments.png": (f"{server}/deployments", 1400, 940, "llama-nightly"),
-        "prefect-run.png": (f"{server}/runs/flow-run/{run['id']}", 1400, 520, run["name"]),
+        "prefect-run.png": (f"{server}/runs/flow-run/{run['id']}", 1400, 560, run["name"]),
+        "prefect-step.png": (f"{server}/runs/flow-run/{step['id']}", 1400, 560, step["name"]),
         "prefect-form.png": (f"{server}/deployments/deployment/{deployment}/run", 1200, 1150, "overrides (Optional)"),
     }
     with browser() as page:
