@@ -5,9 +5,9 @@
     python docs/screenshots.py prefect http://127.0.0.1:4200 "$PREFECT_API_AUTH_STRING"
 
 The first one shows a run, a comparison, checkpoints and completions in MLflow, and the report. Both runs must be
-tracked in one store or server. The second one shows pages of Prefect's server that `fp8-grpo up` runs: deployments,
-the run of `fp8-grpo/tiny` that ended last, its second step, and the form that starts one. A short run makes readable
-pictures:
+tracked in one store or server. The second one shows pages of Prefect's server that `fp8-grpo up` runs: deployments, a
+run, one of its steps, and the form that starts one. The run is the one of `fp8-grpo/tiny` that ended last. A short one
+makes readable pictures:
 
     prefect deployment run fp8-grpo/tiny --watch --param steps=8
 
