@@ -74,9 +74,10 @@ def compute() -> None:
 def timed(threads: int) -> dict[str, Any]:
     """Milliseconds of metrics, and of correction and losses, computed by `threads` threads."""
     rollouts, logprobs = metrics_of()
+    compared = torch.ones(len(rollouts), dtype=torch.bool)
     batch, objective = batch_of(), Objective(LossConfig(), CorrectionConfig(method="token_tis"))
     with torch_threads(threads):
-        metrics = median(lambda: (rollout_metrics(rollouts, logprobs), mismatch(rollouts, logprobs)))
+        metrics = median(lambda: (rollout_metrics(rollouts, logprobs), mismatch(rollouts, logprobs, compared)))
         losses = median(lambda: losses_of(objective, batch))
     return {
         "kind": "threads",

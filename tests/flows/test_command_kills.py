@@ -153,5 +153,8 @@ def test_kills_leave_the_weights_the_records_and_the_metrics_of_an_uninterrupted
         assert mlflow_run(runs, name)[1].info.status == "FINISHED"
         assert metrics(runs, name) == metrics(runs, "whole")
         assert models(runs, name) == models(runs, "whole") == [3, 6, 9, 12]
-        assert step_runs(runs, name) >= {(f"step {index}", "COMPLETED") for index in range(1, 13)}
-        assert {state for _, state in step_runs(runs, name)} <= {"COMPLETED", "CRASHED"}, "what a kill left is settled"
+        found = step_runs(runs, name)
+        assert {step for step, _ in found} == {f"step {index}" for index in range(1, 13)}
+        # A kill between the commit of a step and its last request leaves a step that crashed, and is not repeated.
+        assert {state for _, state in found} <= {"COMPLETED", "CRASHED"}, "what a kill left is settled"
+        assert ("step 12", "COMPLETED") in found
