@@ -52,16 +52,10 @@ class DecodeAttention:
             resident: blocks of one multiprocessor that registers are shared out for.
             stages: tiles of 32 keys that a warp has in shared memory.
         """
-        _, page, kv_heads, head_dim = shape
-        assert 1 <= group <= LARGEST_GROUP, group
-        assert page % 16 == 0, page
-        assert (head_dim, strides[-1]) == (HEAD_DIM, 1), (shape, strides)
-        partition = partition or partition_of(longest)
-        self._strides, self.kv_heads, self.partitions = strides, kv_heads, -(-longest // partition)
-        names = ("BLOCK_STRIDE", "KEY_STRIDE", "HEAD_STRIDE")
-        definitions = {"GROUP": group, "PAGE": page, "PARTITION": partition}
+        definitions = cache_definitions(shape, strides, group, partition or partition_of(longest))
+        kv_heads, self._strides = shape[2], strides
+        self.kv_heads, self.partitions = kv_heads, -(-longest // definitions["PARTITION"])
         definitions |= {"RESIDENT": resident, "STAGES": stages}
-        definitions |= dict(zip(names, self._strides[:3], strict=True))
         queue = _WARPS * stages * _TILE_BYTES
         self._kernel = cuda_kernel("decode_attention", "decode_attention", tuple(definitions.items()), queue, device)
         self._at_once = queries
@@ -98,6 +92,16 @@ class DecodeAttention:
                 *(HEAD_DIM**-0.5, out, out.stride(0), self._partial, self._arrived),
             )
             self._kernel.launch((self.kv_heads, count, self.partitions), 32 * _WARPS, arguments)
+
+
+def cache_definitions(shape: torch.Size, strides: tuple[int, ...], group: int, partition: int) -> dict[str, int]:
+    """The macros of both attention kernels for a paged cache; arguments are `DecodeAttention`'s."""
+    _, page, _, head_dim = shape
+    assert 1 <= group <= LARGEST_GROUP, group
+    assert page % 16 == 0, page
+    assert (head_dim, strides[-1]) == (HEAD_DIM, 1), (shape, strides)
+    names = ("BLOCK_STRIDE", "KEY_STRIDE", "HEAD_STRIDE")
+    return {"GROUP": group, "PAGE": page, "PARTITION": partition, **dict(zip(names, strides[:3], strict=True))}
 
 
 def partition_of(longest: int) -> int:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fp8core.kernels.cuda import cuda_kernel
-from fp8core.kernels.decode_attention import partition_of
-from fp8core.numerics.attention import HEAD_DIM, LARGEST_GROUP
+from fp8core.kernels.decode_attention import cache_definitions, partition_of
+from fp8core.numerics.attention import HEAD_DIM
 
 # As in the source.
 _TILE, _STRANDS, _WARPGROUPS, _STAGES = 32, 4, 3, 5
@@ -112,22 +112,15 @@ class SequenceAttention:
         partition: int | None = None,
     ) -> None:
         """Compile; arguments are `DecodeAttention`'s, of which `longest` and `partition` decide the order of sums."""
-        _, page, self._kv_heads, head_dim = shape
-        assert 1 <= group <= LARGEST_GROUP, group
-        assert page % 16 == 0, page
-        assert (head_dim, strides[-1]) == (HEAD_DIM, 1), (shape, strides)
-        partition = partition or partition_of(longest)
-        self._strides = strides
-        names = ("BLOCK_STRIDE", "KEY_STRIDE", "HEAD_STRIDE")
-        definitions = {"GROUP": group, "PAGE": page, "PARTITION": partition}
-        definitions |= dict(zip(names, strides[:3], strict=True))
+        definitions = cache_definitions(shape, strides, group, partition or partition_of(longest))
+        self._kv_heads, self._strides = shape[2], strides
         shared = _STAGES * _IMAGE + _ROWS * HEAD_DIM * (2 + 4)
         made = tuple(definitions.items())
         self._widen = cuda_kernel("sequence_attention", "widen_pairs", made, 0, device)
         self._attend = cuda_kernel("sequence_attention", "sequence_attention", made, shared, device)
         self._blocks = torch.cuda.get_device_properties(device).multi_processor_count
         self._images = torch.empty(0, dtype=torch.uint8, device=device)
-        size = self._blocks * _ROWS * HEAD_DIM if longest > partition else 0
+        size = self._blocks * _ROWS * HEAD_DIM if longest > definitions["PARTITION"] else 0
         self._of_partitions = torch.empty(size, device=device)
 
     def __call__(
