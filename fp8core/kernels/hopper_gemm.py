@@ -43,11 +43,6 @@ def head_logits(hidden: Tensor, weight: Tensor, output: torch.dtype = torch.floa
     return logits.to(output).float()
 
 
-def log_softmax(logits: Tensor, temperature: float) -> Tensor:
-    """torch's own, row by row; the aligned model calls it as well, because vLLM's sampler sums in another order."""
-    return torch.log_softmax(logits / temperature, dim=-1)
-
-
 @cache
 def deep_gemm() -> Any | None:
     """DeepGEMM, its own package or the one inside vLLM; vLLM prefers the former as well."""

@@ -245,6 +245,14 @@ def fp32_product(left: Tensor, right: Tensor) -> Tensor:
     return left.float() @ right.float()
 
 
+def add_fp32_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add left @ right of BF16 matrices to FP32 `total`, with FP32 sums; a GPU reads and writes `total` once."""
+    if left.is_cuda:
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+    else:
+        total += left.float() @ right.float()
+
+
 def transpose(weight: Codes) -> Codes:
     """The tiles of W as those of W^T: nothing is quantised again."""
     codes, scales = weight

@@ -72,7 +72,7 @@ class Bf16Head:
         return aligned_gemm(hidden, head.aligned).to(torch.bfloat16).float()
 
 
-@with_kernel("hopper_gemm")
+@with_kernel("softmax")
 def log_softmax(logits: Tensor, temperature: float) -> Tensor:
     """FP64 log-probabilities of the tempered distribution, [tokens, vocabulary], within vocabulary * 2^-35 of exact.
 
@@ -83,48 +83,79 @@ def log_softmax(logits: Tensor, temperature: float) -> Tensor:
     return shifted - to_fixed_point(shifted.exp(), _SUM_BITS).sum(-1, keepdim=True).log()
 
 
+@with_kernel("softmax")
+def token_statistics(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-prob of each target, the one that `log_softmax` gives it, and entropy of each distribution.
+
+    Args:
+        logits: [tokens, vocabulary], FP32.
+        targets: int64 [tokens].
+        temperature: divides the logits.
+
+    Returns:
+        FP32 [tokens] each.
+    """
+    logp = log_softmax(logits, temperature)
+    return logp.gather(-1, targets[:, None]).squeeze(-1).float(), -(logp.exp() * logp).sum(-1).float()
+
+
+@with_kernel("softmax")
+def logit_slopes(
+    logits: Tensor,
+    targets: Tensor,
+    entropy: Tensor,
+    temperature: float,
+    gradients: tuple[Tensor | None, Tensor | None],
+    dtype: torch.dtype,
+) -> Tensor:
+    """Gradient by the logits, from the gradients of log-probs and entropies.
+
+    Args:
+        logits: [tokens, vocabulary], FP32.
+        targets: int64 [tokens].
+        entropy: FP32 [tokens], from `token_statistics`.
+        temperature: divides the logits.
+        gradients: of the log-probs and of the entropies, FP32 [tokens] each; None where nothing depends on them.
+        dtype: of the result.
+
+    Returns:
+        [tokens, vocabulary].
+    """
+    scaled = (None if g is None else g / temperature for g in gradients)
+    return logit_gradient(log_softmax(logits, temperature), targets, *scaled).to(dtype)
+
+
 class ChunkedHead(ABC):
     """A head and its temperature, as `chunked_logprobs` multiplies with it.
 
     Attributes:
         chunk_elements: logits that are held at once.
-        scaled_dtype: of the gradients of log-probs and entropies, when the temperature divides them.
         partial_dtype: of the gradient of the hidden states before `total`; None for theirs.
     """
 
     chunk_elements = 1 << 27
-    scaled_dtype = torch.float32
     partial_dtype: torch.dtype | None = None
 
     def __init__(self, weight: Tensor, temperature: float) -> None:
         self.weight, self.temperature = weight, temperature
 
     @abstractmethod
-    def logprobs(self, hidden: Tensor) -> Tensor:
-        """Tempered log-probs of every token of the head, [tokens, rows of the weight]."""
+    def statistics(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """FP32 log-probs of the targets and entropies, of the rows of this head."""
 
     @abstractmethod
-    def weight_gradient(self, slope: Tensor, hidden: Tensor) -> Tensor:
-        """FP32 slope^T hidden."""
-
-    def hidden_gradient(self, slope: Tensor) -> Tensor:
-        """slope @ weight."""
-        return slope @ self.weight
-
-    def chosen(self, logp: Tensor, targets: Tensor) -> Tensor:
-        """FP32 log-probs of the targets."""
-        return logp.gather(-1, targets[:, None]).squeeze(-1).float()
-
-    def entropy(self, logp: Tensor) -> Tensor:
-        """FP32 entropies."""
-        return -(logp.exp() * logp).sum(-1).float()
-
-    def slope(
-        self, logp: Tensor, targets: Tensor, entropy: Tensor, grad: Tensor | None, grad_entropy: Tensor | None
+    def slopes(
+        self, hidden: Tensor, targets: Tensor, entropy: Tensor, grad: Tensor | None, grad_entropy: Tensor | None
     ) -> Tensor:
         """Gradient by the logits, in the format of the products; `grad` and `grad_entropy` as for `logit_gradient`."""
-        scaled = (None if g is None else g.to(self.scaled_dtype) / self.temperature for g in (grad, grad_entropy))
-        return logit_gradient(logp, targets, *scaled).to(self.weight.dtype)
+
+    @abstractmethod
+    def add_weight_gradient(self, total: Tensor, slopes: Tensor, hidden: Tensor) -> None:
+        """Add slopes^T hidden to FP32 `total`."""
+
+    def hidden_gradient(self, slopes: Tensor) -> Tensor:
+        """slopes @ weight."""
+        return slopes @ self.weight
 
     def total(self, x: Tensor) -> Tensor:
         """The sum of what the processes that share the vocabulary have found."""
@@ -142,9 +173,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         chosen, entropies = [], []
         for part in _chunks(head, len(targets)):
-            logp = head.logprobs(hidden[part])
-            chosen.append(head.chosen(logp, targets[part]))
-            entropies.append(head.entropy(logp))
+            of_chosen, entropy = head.statistics(hidden[part], targets[part])
+            chosen.append(of_chosen)
+            entropies.append(entropy)
         logprobs, entropy = head.total(torch.cat(chosen)), head.total(torch.cat(entropies))
         ctx.save_for_backward(hidden, targets, entropy)
         ctx.head = head
@@ -161,12 +192,11 @@ class _ChunkedLogprobs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden, dtype=head.partial_dtype)
         grad_weight = torch.zeros_like(head.weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         for part in _chunks(head, len(targets)):
-            logp = head.logprobs(hidden[part])
             given = (None if g is None else g[part] for g in (grad, grad_entropy))
-            slope = head.slope(logp, targets[part], entropy[part], *given)
-            grad_hidden[part] = head.hidden_gradient(slope)
+            slopes = head.slopes(hidden[part], targets[part], entropy[part], *given)
+            grad_hidden[part] = head.hidden_gradient(slopes)
             if grad_weight is not None:
-                grad_weight += head.weight_gradient(slope, hidden[part])
+                head.add_weight_gradient(grad_weight, slopes, hidden[part])
         of_hidden = head.total(grad_hidden).to(hidden.dtype)
         return of_hidden, None if grad_weight is None else head.returned(grad_weight), None, None
 
@@ -193,17 +223,23 @@ class ExactHead(ChunkedHead):
     """A ready head in one of its formats."""
 
     chunk_elements = 1 << 24
-    scaled_dtype = torch.float64
 
     def __init__(self, head: HeadWeight, form: HeadFormat, temperature: float) -> None:
         super().__init__(head.values, temperature)
         self._head, self._form = head, form
 
-    def logprobs(self, hidden: Tensor) -> Tensor:
-        return log_softmax(self._form.logits(hidden, self._head), self.temperature)
+    def statistics(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return token_statistics(self._form.logits(hidden, self._head), targets, self.temperature)
 
-    def weight_gradient(self, slope: Tensor, hidden: Tensor) -> Tensor:
-        return slope.t() @ hidden
+    def slopes(
+        self, hidden: Tensor, targets: Tensor, entropy: Tensor, grad: Tensor | None, grad_entropy: Tensor | None
+    ) -> Tensor:
+        wide = None if grad is None else grad.double(), None if grad_entropy is None else grad_entropy.double()
+        logits = self._form.logits(hidden, self._head)
+        return logit_slopes(logits, targets, entropy, self.temperature, wide, self.weight.dtype)
+
+    def add_weight_gradient(self, total: Tensor, slopes: Tensor, hidden: Tensor) -> None:
+        total += slopes.t() @ hidden
 
 
 def token_logprobs(

@@ -19,7 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,9 +28,9 @@ from fp8core.numerics.attention import AttentionFormat, Bf16Attention, Fp8Attent
 from fp8core.numerics.dispatch import with_kernel
 from fp8core.numerics.e4m3 import TILE
 from fp8core.numerics.fused import HeadLayout, heads_of
-from fp8core.numerics.gemm import align_rows, aligned_gemm, alignment_bits, fp32_product
+from fp8core.numerics.gemm import add_fp32_product, align_rows, aligned_gemm, alignment_bits
 from fp8core.numerics.kv_scales import LayerScales
-from fp8core.numerics.logprobs import ChunkedHead, chunked_logprobs, log_softmax
+from fp8core.numerics.logprobs import ChunkedHead, chunked_logprobs, logit_slopes, token_statistics
 
 # Keys of one sequence then lie in pages as in a paged cache, and decode kernels can read them where they are.
 PAGE = 16
@@ -115,27 +115,6 @@ class Attended(NamedTuple):
     for_backward: tuple[Tensor, ...]
 
 
-class KeptAttention:
-    """One layer's result from the pass without gradients on, until the layer is computed again with them."""
-
-    def __init__(self) -> None:
-        self._attended: Attended | None = None
-
-    @property
-    def held(self) -> bool:
-        """True from `keep` to `take`: the layer is computed again."""
-        return self._attended is not None
-
-    def keep(self, attended: Attended) -> None:
-        """Hold the result."""
-        self._attended = attended
-
-    def take(self) -> Attended | None:
-        """Give the result up; None where there is none, or no more."""
-        attended, self._attended = self._attended, None
-        return attended
-
-
 class DevicePack(NamedTuple):
     """A pack with what kernels read of it, on their device.
 
@@ -181,40 +160,6 @@ class PackedAttention(ABC):
         scales: LayerScales | None,
     ) -> Tensor:
         """Gradient of qkv; `saved` is what the forward left for it."""
-
-    def __call__(
-        self,
-        qkv: Tensor,
-        layout: HeadLayout,
-        pack: DevicePack,
-        scales: LayerScales | None,
-        kept: KeptAttention | None = None,
-    ) -> Tensor:
-        """Attention of a pack; with `kept`, a pass without gradients leaves its result for the next one with them."""
-        if torch.is_grad_enabled():
-            attended = kept and kept.take()
-            out: Tensor = _Attention.apply(qkv, self, (layout, pack, scales), attended)  # type: ignore[no-untyped-call]
-            return out
-        attended = self.forward(qkv, layout, pack, scales)
-        if kept is not None:
-            kept.keep(attended)
-        return attended.out
-
-
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, qkv: Tensor, form: PackedAttention, rest: tuple[Any, ...], attended: Attended | None
-    ) -> Tensor:
-        attended = attended or form.forward(qkv, *rest)
-        ctx.save_for_backward(qkv, *attended.for_backward)
-        ctx.form, ctx.rest = form, rest
-        return attended.out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        qkv, *saved = ctx.saved_tensors
-        return ctx.form.backward(grad, qkv, tuple(saved), *ctx.rest), None, None, None
 
 
 class Bf16PackedAttention(PackedAttention):
@@ -344,11 +289,17 @@ class PackedHead(ChunkedHead):
         super().__init__(weight, options.temperature)
         self._output = options.output
 
-    def logprobs(self, hidden: Tensor) -> Tensor:
-        return log_softmax(head_logits(hidden, self.weight, self._output), self.temperature)
+    def statistics(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return token_statistics(head_logits(hidden, self.weight, self._output), targets, self.temperature)
 
-    def weight_gradient(self, slope: Tensor, hidden: Tensor) -> Tensor:
-        return fp32_product(slope.t(), hidden)
+    def slopes(
+        self, hidden: Tensor, targets: Tensor, entropy: Tensor, grad: Tensor | None, grad_entropy: Tensor | None
+    ) -> Tensor:
+        logits = head_logits(hidden, self.weight, self._output)
+        return logit_slopes(logits, targets, entropy, self.temperature, (grad, grad_entropy), self.weight.dtype)
+
+    def add_weight_gradient(self, total: Tensor, slopes: Tensor, hidden: Tensor) -> None:
+        add_fp32_product(total, slopes.t(), hidden)
 
 
 def token_logprobs(

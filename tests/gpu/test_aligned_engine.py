@@ -27,7 +27,7 @@ from fp8core.models.weights import in_one_buffer, rollout_formats, stored_weight
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.fused import static_codes
 from fp8core.numerics.kv_scales import LayerScales
-from fp8core.numerics.packed import DevicePack, Fp8PackedAttention, PackedSequences
+from fp8core.numerics.packed import Attended, DevicePack, Fp8PackedAttention, PackedSequences
 from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
 from fp8core.rollout.engine import Completion, PolicyScales, PromptGroup, Sampling
@@ -171,10 +171,10 @@ def test_every_layer_reads_and_writes_what_training_does(engine: Any, trainer: P
             trained[f"{layer}.{name}"] = tensor.flatten(1)
 
     class Recorded(Fp8PackedAttention):
-        def __call__(self, *arguments: Any) -> Tensor:
-            out = super().__call__(*arguments)
-            trained[f"{len(trained) // 4}.attended"] = out
-            return out
+        def forward(self, *arguments: Any) -> Attended:
+            attended = super().forward(*arguments)
+            trained[f"{len(trained) // 4}.attended"] = attended.out
+            return attended
 
     sequences = PackedSequences.of([len(prompt.prompt)])
     tokens = torch.zeros(sequences.tokens, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Packed attention with its kernels: results that are kept, and what it was before torch's own functions did it all."""
+"""Packed attention with its kernels, beside torch's own functions and FP64."""
 
 import inspect
 from collections.abc import Callable
@@ -18,7 +18,6 @@ from fp8core.numerics.packed import (
     Bf16PackedAttention,
     DevicePack,
     Fp8PackedAttention,
-    KeptAttention,
     PackedAttention,
     PackedSequences,
 )
@@ -52,8 +51,16 @@ def deterministic():
 def gradient(attend: Callable[[Tensor], Tensor], qkv: Tensor) -> tuple[Tensor, Tensor]:
     leaf = qkv.detach().requires_grad_()
     out = attend(leaf)
-    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).bfloat16().cuda()
-    return out.detach(), torch.autograd.grad(out, leaf, upstream)[0]
+    return out.detach(), torch.autograd.grad(out, leaf, drawn_like(out))[0]
+
+
+def own_gradient(name: str, qkv: Tensor, pack: DevicePack) -> tuple[Tensor, Tensor]:
+    out, for_backward = FORMS[name].forward(qkv, LAYOUT, pack, SCALES)
+    return out, FORMS[name].backward(drawn_like(out), qkv, for_backward, LAYOUT, pack, SCALES)
+
+
+def drawn_like(out: Tensor) -> Tensor:
+    return torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).bfloat16().cuda()
 
 
 def varlen(q: Tensor, k: Tensor, v: Tensor, pack: DevicePack) -> Tensor:
@@ -65,23 +72,9 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, pack: DevicePack) -> Tensor:
     return out
 
 
-@pytest.mark.parametrize("name", FORMS)
-def test_a_kept_result_has_the_same_gradient(name: str, qkv: Tensor, pack: DevicePack) -> None:
-    expected = gradient(lambda x: FORMS[name](x, LAYOUT, pack, SCALES), qkv)
-    kept = KeptAttention()
-    with torch.no_grad():
-        first = FORMS[name](qkv, LAYOUT, pack, SCALES, kept)
-    pointer = first.data_ptr()
-    found = gradient(lambda x: FORMS[name](x, LAYOUT, pack, SCALES, kept), qkv)
-    assert found[0].data_ptr() == pointer
-    assert kept.take() is None
-    assert torch.equal(found[0], expected[0])
-    assert torch.equal(found[1], expected[1])
-
-
 def test_bf16_is_torchs_own_function_and_gradient(qkv: Tensor, pack: DevicePack) -> None:
     expected = gradient(lambda x: varlen(*heads_of(x, LAYOUT), pack).flatten(1), qkv)
-    found = gradient(lambda x: FORMS["bf16"](x, LAYOUT, pack, None), qkv)
+    found = own_gradient("bf16", qkv, pack)
     assert torch.equal(found[0], expected[0])
     assert torch.equal(found[1], expected[1])
 
@@ -104,13 +97,11 @@ def exact_gradient(qkv: Tensor, pack: DevicePack, upstream: Tensor) -> Tensor:
 
 def test_the_gradient_of_fp8_is_that_of_the_values_its_codes_stand_for(qkv: Tensor, pack: DevicePack) -> None:
     """Nearly as near to FP64 as FlashAttention's own, whose forward has unrounded weights."""
-    out, found = gradient(lambda x: FORMS["fp8"](x, LAYOUT, pack, SCALES), qkv)
-    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).bfloat16().cuda()
+    attended = FORMS["fp8"].forward(qkv, LAYOUT, pack, SCALES)
+    upstream = drawn_like(attended.out)
     # Filling has no gradient: nothing after it is in the loss.
     upstream[~pack.sequences.valid.cuda()] = 0
-    found = FORMS["fp8"].backward(
-        upstream, qkv, FORMS["fp8"].forward(qkv, LAYOUT, pack, SCALES).for_backward, LAYOUT, pack, SCALES
-    )
+    found = FORMS["fp8"].backward(upstream, qkv, attended.for_backward, LAYOUT, pack, SCALES)
     expected = exact_gradient(qkv, pack, upstream)
     values = head_values(qkv, LAYOUT, SCALES)
     flash = attention._flash_attention_backward(upstream, values, attention._flash_attention(values, pack), pack)
@@ -130,8 +121,5 @@ def test_fp8_attends_once(qkv: Tensor, pack: DevicePack, monkeypatch: pytest.Mon
         attend(self, *arguments)
 
     monkeypatch.setattr(SequenceAttention, "__call__", counted)
-    kept = KeptAttention()
-    with torch.no_grad():
-        FORMS["fp8"](qkv, LAYOUT, pack, SCALES, kept)
-    gradient(lambda x: FORMS["fp8"](x, LAYOUT, pack, SCALES, kept), qkv)
+    own_gradient("fp8", qkv, pack)
     assert len(calls) == 1

@@ -225,7 +225,7 @@ class _ShardedHead(ChunkedHead):
         super().__init__(weight, temperature)
         self._share = share
 
-    def logprobs(self, hidden: Tensor) -> Tensor:
+    def _logprobs(self, hidden: Tensor) -> Tensor:
         """FP32 [tokens, rows], -inf in the rows of padding."""
         share, transposed = self._share, self.weight.t()
         logits = (hidden @ transposed).float() if share.form == "bf16" else _fp32_product(hidden, transposed)
@@ -236,17 +236,17 @@ class _ShardedHead(ChunkedHead):
         total = self.total((logits - top).exp_().sum(-1, keepdim=True))
         return logits.sub_(top + total.log())
 
-    def chosen(self, logp: Tensor, targets: Tensor) -> Tensor:
+    def statistics(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        logp = self._logprobs(hidden)
         row, held = self._own(targets)
-        return logp.gather(-1, row[:, None]).squeeze(-1).masked_fill(~held, 0.0)
-
-    def entropy(self, logp: Tensor) -> Tensor:
+        chosen = logp.gather(-1, row[:, None]).squeeze(-1).masked_fill(~held, 0.0)
         # p log p is 0 where p is, which the product of 0 and -inf is not.
-        return -(logp.exp() * logp.clamp_min(-1e30)).sum(-1)
+        return chosen, -(logp.exp() * logp.clamp_min(-1e30)).sum(-1)
 
-    def slope(
-        self, logp: Tensor, targets: Tensor, entropy: Tensor, grad: Tensor | None, grad_entropy: Tensor | None
+    def slopes(
+        self, hidden: Tensor, targets: Tensor, entropy: Tensor, grad: Tensor | None, grad_entropy: Tensor | None
     ) -> Tensor:
+        logp = self._logprobs(hidden)
         flatter = None
         if grad_entropy is not None:
             # Of H by the logits, -p (log p + H); p log p is 0 where p is, as in the forward.
@@ -260,11 +260,11 @@ class _ShardedHead(ChunkedHead):
             p.add_(flatter, alpha=1 / self.temperature)
         return p.to(self.weight.dtype)
 
-    def hidden_gradient(self, slope: Tensor) -> Tensor:
-        return _fp32_product(slope, self.weight)
+    def hidden_gradient(self, slopes: Tensor) -> Tensor:
+        return _fp32_product(slopes, self.weight)
 
-    def weight_gradient(self, slope: Tensor, hidden: Tensor) -> Tensor:
-        return _fp32_product(slope.t(), hidden)
+    def add_weight_gradient(self, total: Tensor, slopes: Tensor, hidden: Tensor) -> None:
+        total += _fp32_product(slopes.t(), hidden)
 
     def total(self, x: Tensor) -> Tensor:
         all_reduce(x, ReduceOp.SUM, self._share.group)

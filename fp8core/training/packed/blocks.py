@@ -1,14 +1,16 @@
-"""The linears of a layer with what is fused to them, forward and backward, in block FP8 and in BF16.
+"""The operands of a layer's linears and their products, forward and backward, in block FP8 and in BF16.
 
-    norm_linear   total = x + added, y = norm(total) W^T
-    linear        y = x W^T
-    mlp           total = x + added, y = (silu(g) * u) D^T with [g, u] = norm(total) W^T
+A layer multiplies four times; each operand is made where its values are:
 
-In block FP8 every activation is quantised where it is made: norm and SwiGLU write codes. For a pass with gradients, row
-codes (for fprop) and column codes (for wgrad) come from one read. Column codes are all that is kept of an activation,
-one byte an element. Gradients between blocks are BF16, those of weights FP32.
+    normed     total = x + added, and the norm of total as an operand
+    operand    values as they are
+    activated  silu(g) * u of inner = [g, u]
 
-Without gradients (`torch.no_grad`) only row codes are made. Activations are BF16 [tokens, features].
+In block FP8 every operand is quantised where it is made: norm and SwiGLU write codes. For a pass with gradients
+(`kept_...`), row codes (for fprop) and column codes (for wgrad) come from one read. Column codes are all that is kept
+of an operand, one byte an element. Gradients between blocks are BF16, those of weights FP32.
+
+Activations are BF16 [tokens, features].
 """
 
 from collections.abc import Sequence
@@ -40,18 +42,36 @@ class Norm(NamedTuple):
     eps: float
 
 
+Operand = Tensor | Codes
+"""What a product reads: BF16 values, or codes with their scales."""
+
+
+class Normed(NamedTuple):
+    """A norm for a pass with gradients.
+
+    Attributes:
+        total: BF16 [tokens, hidden], the residual stream.
+        inverse: FP32 [tokens], 1 / rms.
+        operand: for the product.
+        kept: for the gradient of the weight.
+    """
+
+    total: Tensor
+    inverse: Tensor
+    operand: Operand
+    kept: Operand
+
+
 @dataclass(frozen=True)
 class BlockWeight:
     """A weight as its block multiplies with it, made once an update.
 
     Attributes:
-        master: [out, in], receives the gradient, FP32; its own values are not read.
         values: BF16 [out, in], or codes with tile scales.
         transposed: codes and scales of the transpose, of codes.
     """
 
-    master: Tensor
-    values: Tensor | Codes
+    values: Operand
     transposed: Codes | None
 
 
@@ -64,22 +84,46 @@ class Blocks(Protocol):
         """Operands of these blocks, from whole tiles of rows of an FP32 master."""
         ...
 
-    def ready(self, master: Tensor, made: Sequence[Tensor]) -> BlockWeight:
-        """A weight of these blocks, from the operands of all its rows; `master` receives the gradient."""
+    def ready(self, made: Sequence[Tensor]) -> BlockWeight:
+        """A weight of these blocks, from the operands of all its rows."""
         ...
 
-    def norm_linear(self, x: Tensor, added: Tensor | None, norm: Norm, weight: BlockWeight) -> tuple[Tensor, Tensor]:
-        """The residual stream x + added, and its norm times the weight."""
+    def normed(self, x: Tensor, added: Tensor | None, norm: Norm) -> tuple[Tensor, Operand]:
+        """The residual stream x + added, and its norm."""
         ...
 
-    def linear(self, x: Tensor, weight: BlockWeight) -> Tensor:
-        """x times the weight."""
+    def operand(self, x: Tensor) -> Operand:
+        """Values as an operand."""
         ...
 
-    def mlp(
-        self, x: Tensor, added: Tensor | None, norm: Norm, gate_up: BlockWeight, down: BlockWeight
+    def activated(self, inner: Tensor) -> Operand:
+        """SwiGLU of gate and up, [tokens, 2 * width]."""
+        ...
+
+    def kept_normed(self, x: Tensor, added: Tensor | None, norm: Norm) -> Normed:
+        """As `normed`, for a pass with gradients."""
+        ...
+
+    def kept_operand(self, x: Tensor) -> tuple[Operand, Operand]:
+        """The operand of a product, and what is kept of it."""
+        ...
+
+    def kept_activated(self, inner: Tensor) -> tuple[Operand, Operand]:
+        """As `activated`, and what is kept of it."""
+        ...
+
+    def product(self, operand: Operand, weight: BlockWeight) -> Tensor:
+        """Operand times weight, BF16 [tokens, out]."""
+        ...
+
+    def gradients(self, grad: Tensor, kept: Operand, weight: BlockWeight) -> tuple[Tensor, Tensor]:
+        """Of a product's input, BF16, and of its weight, FP32; `grad` is that of its output."""
+        ...
+
+    def inner_gradients(
+        self, grad: Tensor, inner: Tensor, kept: Operand, gate_up: BlockWeight
     ) -> tuple[Tensor, Tensor]:
-        """The residual stream x + added, and the SwiGLU block of its norm."""
+        """As `gradients`, of the product that gave `inner`; `grad` is that of its SwiGLU."""
         ...
 
 
@@ -89,35 +133,50 @@ class Fp8Blocks:
     name = "fp8_block"
 
     def __init__(self, rule: ScaleRule, flag: FiniteFlag) -> None:
-        self._quantiser = _Quantiser(rule, flag)
+        self._quantiser = rule, flag
 
     def made(self, rows: Tensor) -> tuple[Tensor, ...]:
         return tile_codes(rows.bfloat16(), *self._quantiser)
 
-    def ready(self, master: Tensor, made: Sequence[Tensor]) -> BlockWeight:
+    def ready(self, made: Sequence[Tensor]) -> BlockWeight:
         codes, scales = made
-        return BlockWeight(master, (codes, scales), transpose((codes, scales)))
+        return BlockWeight((codes, scales), transpose((codes, scales)))
 
-    def norm_linear(self, x: Tensor, added: Tensor | None, norm: Norm, weight: BlockWeight) -> tuple[Tensor, Tensor]:
-        if not torch.is_grad_enabled():
-            total, rows = add_norm_row_codes(x, added, *norm, *self._quantiser)
-            return total, _forward(rows, weight)
-        return _two(_NormLinear.apply(x, added, norm.weight, weight.master, weight, norm.eps, self._quantiser))  # type: ignore[no-untyped-call]
+    def normed(self, x: Tensor, added: Tensor | None, norm: Norm) -> tuple[Tensor, Operand]:
+        return add_norm_row_codes(x, added, *norm, *self._quantiser)
 
-    def linear(self, x: Tensor, weight: BlockWeight) -> Tensor:
-        if not torch.is_grad_enabled():
-            return _forward(row_codes(x, *self._quantiser), weight)
-        y: Tensor = _Linear.apply(x, weight.master, weight, self._quantiser)  # type: ignore[no-untyped-call]
-        return y
+    def operand(self, x: Tensor) -> Operand:
+        return row_codes(x, *self._quantiser)
 
-    def mlp(
-        self, x: Tensor, added: Tensor | None, norm: Norm, gate_up: BlockWeight, down: BlockWeight
+    def activated(self, inner: Tensor) -> Operand:
+        return swiglu_row_codes(inner, *self._quantiser)
+
+    def kept_normed(self, x: Tensor, added: Tensor | None, norm: Norm) -> Normed:
+        total, rows, columns, inverse = add_norm_codes(x, added, *norm, *self._quantiser)
+        return Normed(total, inverse, rows, columns)
+
+    def kept_operand(self, x: Tensor) -> tuple[Operand, Operand]:
+        return row_and_column_codes(x, *self._quantiser)
+
+    def kept_activated(self, inner: Tensor) -> tuple[Operand, Operand]:
+        return swiglu_codes(inner, *self._quantiser)
+
+    def product(self, operand: Operand, weight: BlockWeight) -> Tensor:
+        return forward_gemm(_codes(operand), _codes(weight.values))
+
+    def gradients(self, grad: Tensor, kept: Operand, weight: BlockWeight) -> tuple[Tensor, Tensor]:
+        return self._products(row_and_column_codes(grad, *self._quantiser), kept, weight)
+
+    def inner_gradients(
+        self, grad: Tensor, inner: Tensor, kept: Operand, gate_up: BlockWeight
     ) -> tuple[Tensor, Tensor]:
-        if not torch.is_grad_enabled():
-            total, rows = add_norm_row_codes(x, added, *norm, *self._quantiser)
-            return total, _forward(swiglu_row_codes(_forward(rows, gate_up), *self._quantiser), down)
-        weights = gate_up.master, down.master, gate_up, down
-        return _two(_Mlp.apply(x, added, norm.weight, *weights, norm.eps, self._quantiser))  # type: ignore[no-untyped-call]
+        return self._products(swiglu_backward_codes(grad, inner, *self._quantiser), kept, gate_up)
+
+    @staticmethod
+    def _products(grad: tuple[Codes, Codes], kept: Operand, weight: BlockWeight) -> tuple[Tensor, Tensor]:
+        rows, columns = grad
+        assert weight.transposed is not None, "a BF16 weight in a block of codes"
+        return input_gradient_gemm(rows, weight.transposed), weight_gradient_gemm(columns, _codes(kept))
 
 
 class Bf16Blocks:
@@ -128,167 +187,68 @@ class Bf16Blocks:
     def made(self, rows: Tensor) -> tuple[Tensor, ...]:
         return (rows.bfloat16(),)
 
-    def ready(self, master: Tensor, made: Sequence[Tensor]) -> BlockWeight:
+    def ready(self, made: Sequence[Tensor]) -> BlockWeight:
         (values,) = made
-        return BlockWeight(master, values, None)
+        return BlockWeight(values, None)
 
-    def norm_linear(self, x: Tensor, added: Tensor | None, norm: Norm, weight: BlockWeight) -> tuple[Tensor, Tensor]:
-        total, normed = _two(_AddNorm.apply(x, added, norm.weight, norm.eps))  # type: ignore[no-untyped-call]
-        return total, self.linear(normed, weight)
+    def normed(self, x: Tensor, added: Tensor | None, norm: Norm) -> tuple[Tensor, Operand]:
+        total, values, _inverse = add_norm(x, added, *norm)
+        return total, values
 
-    def linear(self, x: Tensor, weight: BlockWeight) -> Tensor:
-        y: Tensor = _Bf16Linear.apply(x, weight.master, weight.values)  # type: ignore[no-untyped-call]
-        return y
+    def operand(self, x: Tensor) -> Operand:
+        return x
 
-    def mlp(
-        self, x: Tensor, added: Tensor | None, norm: Norm, gate_up: BlockWeight, down: BlockWeight
+    def activated(self, inner: Tensor) -> Operand:
+        return swiglu(inner)
+
+    def kept_normed(self, x: Tensor, added: Tensor | None, norm: Norm) -> Normed:
+        total, values, inverse = add_norm(x, added, *norm)
+        return Normed(total, inverse, values, values)
+
+    def kept_operand(self, x: Tensor) -> tuple[Operand, Operand]:
+        return x, x
+
+    def kept_activated(self, inner: Tensor) -> tuple[Operand, Operand]:
+        values = swiglu(inner)
+        return values, values
+
+    def product(self, operand: Operand, weight: BlockWeight) -> Tensor:
+        return torch.nn.functional.linear(_values(operand), _values(weight.values))
+
+    def gradients(self, grad: Tensor, kept: Operand, weight: BlockWeight) -> tuple[Tensor, Tensor]:
+        return grad @ _values(weight.values), fp32_product(grad.t(), _values(kept))
+
+    def inner_gradients(
+        self, grad: Tensor, inner: Tensor, kept: Operand, gate_up: BlockWeight
     ) -> tuple[Tensor, Tensor]:
-        total, inner = self.norm_linear(x, added, norm, gate_up)
-        activated: Tensor = _Swiglu.apply(inner)  # type: ignore[no-untyped-call]
-        return total, self.linear(activated, down)
+        return self.gradients(swiglu_backward(grad.contiguous(), inner), kept, gate_up)
 
 
 def norm_only(x: Tensor, added: Tensor | None, norm: Norm) -> Tensor:
     """norm(x + added), BF16: the end of the decoder."""
-    return _two(_AddNorm.apply(x, added, norm.weight, norm.eps))[1]  # type: ignore[no-untyped-call]
-
-
-class _Quantiser(NamedTuple):
-    rule: ScaleRule
-    flag: FiniteFlag
-
-
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, master: Tensor, weight: BlockWeight, quantiser: _Quantiser) -> Tensor:
-        rows, columns = row_and_column_codes(x, *quantiser)
-        ctx.save_for_backward(*columns)
-        ctx.weight, ctx.quantiser = weight, quantiser
-        return _forward(rows, weight)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        grad_x, grad_weight = _backward(grad, ctx.saved_tensors, ctx.weight, ctx.quantiser)
-        return grad_x, grad_weight, None, None
-
-
-class _NormLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        added: Tensor | None,
-        norm: Tensor,
-        master: Tensor,
-        weight: BlockWeight,
-        eps: float,
-        quantiser: _Quantiser,
-    ) -> tuple[Tensor, Tensor]:
-        total, rows, columns, inverse = add_norm_codes(x, added, norm, eps, *quantiser)
-        ctx.save_for_backward(total, norm, inverse, *columns)
-        ctx.weight, ctx.quantiser = weight, quantiser
-        ctx.set_materialize_grads(False)
-        return total, _forward(rows, weight)
-
-    @staticmethod
-    def backward(ctx: Any, grad_total: Tensor | None, grad: Tensor) -> tuple[Tensor | None, ...]:
-        total, norm, inverse, *columns = ctx.saved_tensors
-        grad_normed, grad_weight = _backward(grad, columns, ctx.weight, ctx.quantiser)
-        grad_x, grad_norm = add_norm_backward(grad_normed, grad_total, total, norm, inverse)
-        return grad_x, _of_added(ctx, grad_x), grad_norm, grad_weight, None, None, None
-
-
-class _Mlp(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        added: Tensor | None,
-        norm: Tensor,
-        gate_up_master: Tensor,
-        down_master: Tensor,
-        gate_up: BlockWeight,
-        down: BlockWeight,
-        eps: float,
-        quantiser: _Quantiser,
-    ) -> tuple[Tensor, Tensor]:
-        total, rows, columns, inverse = add_norm_codes(x, added, norm, eps, *quantiser)
-        inner = _forward(rows, gate_up)
-        inner_rows, inner_columns = swiglu_codes(inner, *quantiser)
-        ctx.save_for_backward(total, norm, inverse, *columns, inner, *inner_columns)
-        ctx.gate_up, ctx.down, ctx.quantiser = gate_up, down, quantiser
-        ctx.set_materialize_grads(False)
-        return total, _forward(inner_rows, down)
-
-    @staticmethod
-    def backward(ctx: Any, grad_total: Tensor | None, grad: Tensor) -> tuple[Tensor | None, ...]:
-        total, norm, inverse, codes, scales, inner, *inner_columns = ctx.saved_tensors
-        grad_activated, grad_down = _backward(grad, inner_columns, ctx.down, ctx.quantiser)
-        rows, columns = swiglu_backward_codes(grad_activated, inner, *ctx.quantiser)
-        grad_normed = input_gradient_gemm(rows, ctx.gate_up.transposed)
-        grad_gate_up = weight_gradient_gemm(columns, (codes, scales))
-        grad_x, grad_norm = add_norm_backward(grad_normed, grad_total, total, norm, inverse)
-        return grad_x, _of_added(ctx, grad_x), grad_norm, grad_gate_up, grad_down, None, None, None, None
+    normed: Tensor = _AddNorm.apply(x, added, norm.weight, norm.eps)  # type: ignore[no-untyped-call]
+    return normed
 
 
 class _AddNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, added: Tensor | None, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, x: Tensor, added: Tensor | None, norm: Tensor, eps: float) -> Tensor:
         total, normed, inverse = add_norm(x, added, norm, eps)
         ctx.save_for_backward(total, norm, inverse)
-        ctx.set_materialize_grads(False)
-        return total, normed
+        return normed
 
     @staticmethod
-    def backward(ctx: Any, grad_total: Tensor | None, grad: Tensor) -> tuple[Tensor | None, ...]:
-        grad_x, grad_norm = add_norm_backward(grad.contiguous(), grad_total, *ctx.saved_tensors)
-        return grad_x, _of_added(ctx, grad_x), grad_norm, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        grad_x, grad_norm = add_norm_backward(grad.contiguous(), None, *ctx.saved_tensors)
+        # The gradient of what was added to the residual stream is the stream's own.
+        return grad_x, grad_x if ctx.needs_input_grad[1] else None, grad_norm, None
 
 
-class _Swiglu(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate_up)
-        return swiglu(gate_up)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (gate_up,) = ctx.saved_tensors
-        return swiglu_backward(grad.contiguous(), gate_up)
+def _codes(operand: Operand) -> Codes:
+    assert not isinstance(operand, Tensor), "BF16 values in a block of codes"
+    return operand
 
 
-class _Bf16Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, master: Tensor, values: Tensor) -> Tensor:
-        ctx.save_for_backward(x, values)
-        return torch.nn.functional.linear(x, values)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, values = ctx.saved_tensors
-        return grad @ values, fp32_product(grad.t(), x), None
-
-
-def _forward(rows: Codes, weight: BlockWeight) -> Tensor:
-    assert not isinstance(weight.values, Tensor), "a BF16 weight in a block of codes"
-    return forward_gemm(rows, weight.values)
-
-
-def _backward(
-    grad: Tensor, columns: tuple[Tensor, ...] | list[Tensor], weight: BlockWeight, quantiser: _Quantiser
-) -> tuple[Tensor, Tensor]:
-    """Gradients of a linear's input (BF16) and weight (FP32), from that of its output and its input's column codes."""
-    assert weight.transposed is not None, "a BF16 weight in a block of codes"
-    rows, grad_columns = row_and_column_codes(grad, *quantiser)
-    codes, scales = columns
-    return input_gradient_gemm(rows, weight.transposed), weight_gradient_gemm(grad_columns, (codes, scales))
-
-
-def _of_added(ctx: Any, grad_x: Tensor) -> Tensor | None:
-    """The gradient of what was added to the residual stream is the stream's own."""
-    return grad_x if ctx.needs_input_grad[1] else None
-
-
-def _two(pair: Any) -> tuple[Tensor, Tensor]:
-    first, second = pair
-    return first, second
+def _values(operand: Operand) -> Tensor:
+    assert isinstance(operand, Tensor), "codes in a block of BF16"
+    return operand

@@ -6,24 +6,24 @@ some rows; passes multiply with what was made of all rows (`cache_weights`).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from fp8core.models.architecture import Architecture
 from fp8core.models.decoder import rotary_tables
-from fp8core.numerics.fused import HeadLayout, Heads, heads_of, norm_rotate, norm_rotate_backward
+from fp8core.numerics.fused import HeadLayout, Heads, add_norm_backward, heads_of, norm_rotate, norm_rotate_backward
 from fp8core.numerics.kv_scales import LayerScales
-from fp8core.numerics.packed import DevicePack, KeptAttention, PackedAttention
-from fp8core.training.packed.blocks import Blocks, BlockWeight, Norm, norm_only
+from fp8core.numerics.packed import Attended, DevicePack, PackedAttention
+from fp8core.training.packed.blocks import Blocks, BlockWeight, Norm, Operand, norm_only
 from fp8core.training.packed.masters import Masters, units_of
 
 Observer = Callable[[int, Heads], None]
 _LINEARS = ("qkv", "output", "gate_up", "down")
-_VECTORS = ("input_norm", "post_norm", "q_norm", "k_norm")
+_HEAD_NORMS = ("q_norm", "k_norm")
+_VECTORS = ("input_norm", "post_norm", *_HEAD_NORMS)
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,10 @@ class LayerContext:
     sin: Tensor
     scales: Sequence[LayerScales] | None
     observe: Observer | None
+
+    def scales_of(self, layer: int) -> LayerScales | None:
+        """Those of one layer, where attention has any."""
+        return self.scales[layer] if self.scales else None
 
 
 class PackedLayer(nn.Module):
@@ -73,7 +77,7 @@ class PackedLayer(nn.Module):
 
     def cache(self, made: Mapping[str, Sequence[Tensor]]) -> None:
         """Compute with what was made of all rows, until `drop_weights`."""
-        self._weights = {name: self._blocks.ready(getattr(self, name), made[name]) for name in _LINEARS}
+        self._weights = {name: self._blocks.ready(made[name]) for name in _LINEARS}
         self._values = {name: made[name][0] for name in _VECTORS if name in made}
 
     def drop_weights(self) -> None:
@@ -81,33 +85,170 @@ class PackedLayer(nn.Module):
         self._weights, self._values = {}, {}
 
     def forward(
-        self, x: Tensor, added: Tensor | None, shared: LayerContext, kept: KeptAttention | None = None
+        self, x: Tensor, added: Tensor | None, shared: LayerContext, kept: "Kept | None" = None
     ) -> tuple[Tensor, Tensor]:
-        """The residual stream before the layer's second half, and what that adds to it; each BF16 [tokens, hidden]."""
-        blocks, layout, weights = self._blocks, self._layout, self._weights
-        assert weights, "the weights were not made ready"
-        x, qkv = blocks.norm_linear(x, added, Norm(self._vector("input_norm"), self._eps), weights["qkv"])
-        norms = (self._vector(name) if name in self._values else None for name in ("q_norm", "k_norm"))
-        qkv = _NormRotate.apply(qkv, *norms, shared, layout, self._eps)  # type: ignore[no-untyped-call]
-        if shared.observe is not None and not (kept and kept.held):
-            shared.observe(self.index, heads_of(qkv, layout))
-        scales = shared.scales[self.index] if shared.scales else None
-        attended = shared.attention(qkv, layout, shared.pack, scales, kept)
-        added = blocks.linear(attended, weights["output"])
-        return blocks.mlp(x, added, Norm(self._vector("post_norm"), self._eps), weights["gate_up"], weights["down"])
+        """A pass that keeps at most what `kept` asks for.
 
-    def _vector(self, name: str) -> Tensor:
-        return _given(getattr(self, name), self._values[name])
+        Returns:
+            The residual stream before the layer's second half, and what that adds to it; each BF16 [tokens, hidden].
+        """
+        blocks, weights = self._blocks, self._weights
+        assert weights, "the weights were not made ready"
+        total, operand = blocks.normed(x, added, self._norm("input_norm"))
+        rotated = self._rotated(blocks.product(operand, weights["qkv"]), shared)
+        attended = self._attended(rotated, shared)
+        if kept is not None:
+            kept.total, kept.attended = total, attended
+        added = blocks.product(blocks.operand(attended.out), weights["output"])
+        total, operand = blocks.normed(total, added, self._norm("post_norm"))
+        inner = blocks.product(operand, weights["gate_up"])
+        return total, blocks.product(blocks.activated(inner), weights["down"])
+
+    def kept_forward(
+        self, x: Tensor, added: Tensor | None, shared: LayerContext, kept: "Kept"
+    ) -> tuple[Tensor, Tensor]:
+        """As `forward`; all that the backward needs is kept."""
+        blocks, weights = self._blocks, self._weights
+        assert weights, "the weights were not made ready"
+        kept.first = first = self._first_half(x, added, shared)
+        kept.total, kept.attended = first.total, self._attended(first.rotated, shared)
+        operand, kept.output = blocks.kept_operand(kept.attended.out)
+        kept.second, total, operand = self._second_half(first.total, blocks.product(operand, weights["output"]))
+        return total, blocks.product(operand, weights["down"])
+
+    def backward(
+        self, grad_total: Tensor | None, grad_added: Tensor, total: Tensor, shared: LayerContext, kept: "Kept"
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Gradients of the stream that entered, and of the parameters by name.
+
+        Args:
+            grad_total, grad_added: of the results of the pass.
+            total: the first of these results.
+            shared: as in the pass.
+            kept: what that pass kept, which is given up; the rest is computed again.
+        """
+        blocks, weights, found = self._blocks, self._weights, dict[str, Tensor]()
+        second = self._second_half(total, None)[0] if kept.second is None else kept.second
+        kept.second = None
+        grad, found["down"] = blocks.gradients(grad_added, second.kept_inner, weights["down"])
+        grad, found["gate_up"] = blocks.inner_gradients(grad, second.inner, second.kept, weights["gate_up"])
+        post_norm = self._values["post_norm"]
+        grad_total, found["post_norm"] = add_norm_backward(grad, grad_total, total, post_norm, second.inverse)
+        del second
+
+        output = blocks.kept_operand(kept.attended.out)[1] if kept.output is None else kept.output
+        grad, found["output"] = blocks.gradients(grad_total, output, weights["output"])
+        first = self._first_half(kept.total, None, shared) if kept.first is None else kept.first
+        for_backward, scales = kept.attended.for_backward, shared.scales_of(self.index)
+        grad = shared.attention.backward(grad, first.rotated, for_backward, self._layout, shared.pack, scales)
+        grad, *of_norms = norm_rotate_backward(grad, first.qkv, *self._rotation(shared))
+        found |= {name: each for name, each in zip(_HEAD_NORMS, of_norms, strict=True) if each is not None}
+        grad, found["qkv"] = blocks.gradients(grad, first.kept, weights["qkv"])
+        input_norm = self._values["input_norm"]
+        grad, found["input_norm"] = add_norm_backward(grad, grad_total, kept.total, input_norm, first.inverse)
+        return grad, found
+
+    def _first_half(self, x: Tensor, added: Tensor | None, shared: LayerContext) -> "FirstHalf":
+        """Up to the attention."""
+        total, inverse, operand, kept = self._blocks.kept_normed(x, added, self._norm("input_norm"))
+        qkv = self._blocks.product(operand, self._weights["qkv"])
+        return FirstHalf(total, inverse, kept, qkv, self._rotated(qkv, shared))
+
+    def _second_half(self, x: Tensor, added: Tensor | None) -> tuple["SecondHalf", Tensor, Operand]:
+        """After the attention, up to the last product: what is kept of it, the stream, and the operand."""
+        total, inverse, operand, kept = self._blocks.kept_normed(x, added, self._norm("post_norm"))
+        inner = self._blocks.product(operand, self._weights["gate_up"])
+        operand, kept_inner = self._blocks.kept_activated(inner)
+        return SecondHalf(inverse, kept, inner, kept_inner), total, operand
+
+    def _norm(self, name: str) -> Norm:
+        return Norm(self._values[name], self._eps)
+
+    def _rotated(self, qkv: Tensor, shared: LayerContext) -> Tensor:
+        return norm_rotate(qkv, *self._rotation(shared))
+
+    def _rotation(self, shared: LayerContext) -> tuple[Any, ...]:
+        q_norm, k_norm = (self._values.get(name) for name in _HEAD_NORMS)
+        norms = None if q_norm is None or k_norm is None else (q_norm, k_norm)
+        return norms, shared.cos, shared.sin, shared.pack.positions, self._layout, self._eps
+
+    def _attended(self, rotated: Tensor, shared: LayerContext) -> Attended:
+        if shared.observe is not None:
+            shared.observe(self.index, heads_of(rotated, self._layout))
+        return shared.attention.forward(rotated, self._layout, shared.pack, shared.scales_of(self.index))
+
+
+class FirstHalf(NamedTuple):
+    """A layer up to its attention, as its backward needs it: qkv before norms and rotation, and after."""
+
+    total: Tensor
+    inverse: Tensor
+    kept: Operand
+    qkv: Tensor
+    rotated: Tensor
+
+
+class SecondHalf(NamedTuple):
+    """A layer after its attention: gate and up, and what is kept of the operands of both products."""
+
+    inverse: Tensor
+    kept: Operand
+    inner: Tensor
+    kept_inner: Operand
+
+
+@dataclass
+class Kept:
+    """One layer's values from a pass until its backward.
+
+    The stream that its attention reads (`total`) and what it attended to are always kept: attention costs more than all
+    else that is not multiplied with weights, and its result is small. The others are None where they are computed
+    again. Neither product whose result joins the stream is ever computed again.
+    """
+
+    total: Tensor = field(init=False)
+    attended: Attended = field(init=False)
+    first: FirstHalf | None = None
+    output: Operand | None = None
+    second: SecondHalf | None = None
+
+
+class _Layer(torch.autograd.Function):
+    """A layer with gradients. What leaves the pass is saved by autograd, which else could not free it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        added: Tensor | None,
+        run: Callable[..., tuple[Tensor, Tensor]],
+        layer: PackedLayer,
+        shared: LayerContext,
+        *collectors: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.layer, ctx.shared, ctx.kept = layer, shared, Kept()
+        total, more = run(layer, x, added, shared, ctx.kept)
+        ctx.save_for_backward(total)
+        return total, more
+
+    @staticmethod
+    def backward(ctx: Any, grad_total: Tensor, grad_added: Tensor) -> tuple[Tensor | None, ...]:
+        (total,) = ctx.saved_tensors
+        kept, ctx.kept = ctx.kept, None
+        grad, found = ctx.layer.backward(grad_total, grad_added, total, ctx.shared, kept)
+        # The gradient of what was added to the residual stream is the stream's own.
+        of_added = grad if ctx.needs_input_grad[1] else None
+        return grad, of_added, None, None, None, *(found[name] for name, _ in ctx.layer.named_parameters())
 
 
 class PackedDecoder(nn.Module):
     """Embedding, layers, final norm; the head is `head_weight`."""
 
     def __init__(self, arch: Architecture, blocks: Sequence[Blocks], device: torch.device, recompute: bool) -> None:
-        """`recompute` keeps the input of a layer and what it attended to; the backward computes the rest again."""
+        """`recompute`: of a layer, its backward computes again what `Kept` need not have."""
         super().__init__()
         assert not arch.sparse_layers, "experts are not packed"
-        self.arch, self._differentiated = arch, _recomputed if recompute else _kept
+        self.arch, self._run = arch, PackedLayer.forward if recompute else PackedLayer.kept_forward
         shapes = {name: stack.shape for unit in units_of(arch) for name, stack in unit.items()}
         self.layers = nn.ModuleList(PackedLayer(arch, i, form, shapes, device) for i, form in enumerate(blocks))
         self.embedding, self.norm = (_collector(device, shapes[name]) for name in ("embedding", "norm"))
@@ -166,42 +307,22 @@ class PackedDecoder(nn.Module):
         shared = LayerContext(pack, attention, self._cos, self._sin, scales, observe)
         x: Tensor = _Lookup.apply(self.embedding, self._values["embedding"], tokens)  # type: ignore[no-untyped-call]
         added: Tensor | None = None
-        run = self._differentiated if torch.is_grad_enabled() else _kept
+        run = self._with_gradients if torch.is_grad_enabled() else PackedLayer.forward
         for layer in self.packed_layers():
             x, added = run(layer, x, added, shared)
         return norm_only(x, added, Norm(_given(self.norm, self._values["norm"]), self.arch.rms_norm_eps))
+
+    def _with_gradients(
+        self, layer: PackedLayer, x: Tensor, added: Tensor | None, shared: LayerContext
+    ) -> tuple[Tensor, Tensor]:
+        total, more = _Layer.apply(x, added, self._run, layer, shared, *layer.parameters())  # type: ignore[no-untyped-call]
+        return total, more
 
     def packed_layers(self) -> Iterator[PackedLayer]:
         """The layers, typed."""
         for layer in self.layers:
             assert isinstance(layer, PackedLayer)
             yield layer
-
-
-class _NormRotate(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        qkv: Tensor,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        shared: LayerContext,
-        layout: HeadLayout,
-        eps: float,
-    ) -> Tensor:
-        ctx.save_for_backward(qkv, q_norm, k_norm)
-        ctx.given = shared.cos, shared.sin, shared.pack.positions, layout, eps
-        return norm_rotate(qkv, _both(q_norm, k_norm), *ctx.given)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        qkv, q_norm, k_norm = ctx.saved_tensors
-        grads = norm_rotate_backward(grad.contiguous(), qkv, _both(q_norm, k_norm), *ctx.given)
-        return *grads, None, None, None
-
-
-def _both(q_norm: Tensor | None, k_norm: Tensor | None) -> tuple[Tensor, Tensor] | None:
-    return None if q_norm is None or k_norm is None else (q_norm, k_norm)
 
 
 class _Given(torch.autograd.Function):
@@ -243,16 +364,3 @@ def _rounded(vector: Tensor) -> Tensor:
 def _collector(device: torch.device, shape: Sequence[int]) -> nn.Parameter:
     """A parameter that only collects gradients: a single number in memory."""
     return nn.Parameter(torch.zeros((), device=device).expand(*shape))
-
-
-def _kept(layer: PackedLayer, x: Tensor, added: Tensor | None, shared: LayerContext) -> tuple[Tensor, Tensor]:
-    total, more = layer(x, added, shared)
-    return total, more
-
-
-def _recomputed(layer: PackedLayer, x: Tensor, added: Tensor | None, shared: LayerContext) -> tuple[Tensor, Tensor]:
-    # Reentrant: the first pass then runs without gradients, where only row codes are made.
-    # Attention costs more than all else that is not multiplied with weights, and its result is small.
-    kept = KeptAttention()
-    total, more = checkpoint(layer, x, added, shared, kept, use_reentrant=True, preserve_rng_state=False)
-    return total, more

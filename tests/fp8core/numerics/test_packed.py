@@ -19,7 +19,6 @@ from fp8core.numerics.packed import (
     DevicePack,
     Fp8PackedAttention,
     HeadOptions,
-    KeptAttention,
     PackedSequences,
     packed_length,
 )
@@ -45,8 +44,8 @@ def drawn(sequences: PackedSequences, layout: HeadLayout = LAYOUT) -> torch.Tens
 def test_a_sequence_attends_as_if_it_were_alone(name: str, lengths: list[int]) -> None:
     form, alone = FORMS[name]
     sequences = PackedSequences.of(lengths)
-    qkv = drawn(sequences).requires_grad_()
-    out = form(qkv, LAYOUT, DevicePack.of(sequences, CPU), SCALES)
+    qkv, pack = drawn(sequences), DevicePack.of(sequences, CPU)
+    out, for_backward = form.forward(qkv, LAYOUT, pack, SCALES)
     assert out.dtype == torch.bfloat16
     alone_qkv, outputs = qkv.detach().requires_grad_(), []
     for length, start in zip(lengths, sequences.starts, strict=False):
@@ -57,7 +56,7 @@ def test_a_sequence_attends_as_if_it_were_alone(name: str, lengths: list[int]) -
         outputs.append(expected)
     upstream = torch.zeros_like(out)
     upstream[: lengths[0]] = torch.linspace(-1, 1, out.shape[1]).bfloat16()
-    (gradient,) = torch.autograd.grad(out, qkv, upstream)
+    gradient = form.backward(upstream, qkv, for_backward, LAYOUT, pack, SCALES)
     (expected,) = torch.autograd.grad(outputs[0].bfloat16(), alone_qkv, upstream[: lengths[0]])
     assert torch.equal(gradient, expected)
     assert gradient[: lengths[0]].any()
@@ -67,7 +66,7 @@ def test_a_sequence_attends_as_if_it_were_alone(name: str, lengths: list[int]) -
 def test_fp8_attention_without_scales_is_refused() -> None:
     pack = DevicePack.of(PackedSequences.of([3]), CPU)
     with pytest.raises(AssertionError, match="calibrate first"):
-        FORMS["fp8"][0](drawn(pack.sequences), LAYOUT, pack, None)
+        FORMS["fp8"][0].forward(drawn(pack.sequences), LAYOUT, pack, None)
 
 
 def test_what_the_kernel_is_told_is_the_pack() -> None:
@@ -82,7 +81,7 @@ def test_what_the_kernel_is_told_is_the_pack() -> None:
     queries = Queries(pack.pages[sequences.owners], each, seen)
     scales = tuple(torch.tensor(scale) for scale in vars(SCALES).values())
     found = decode_attention_reference(q, keys, values, queries, scales).flatten(1)
-    expected = FORMS["fp8"][0](qkv, layout, pack, SCALES)
+    expected = FORMS["fp8"][0].forward(qkv, layout, pack, SCALES).out
     real = sequences.valid
     error = (found[real] - expected[real].double()).norm() / expected[real].double().norm()
     # The decode kernel's maximum is a power of two, so P is rounded elsewhere.
@@ -151,56 +150,28 @@ WIDE = LAYOUT._replace(head_dim=HEAD_DIM)
 PACK = DevicePack.of(PackedSequences.of([19, 5]), CPU)
 
 
-def gradient(name: str, qkv: torch.Tensor, kept: KeptAttention | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Result and gradient of a pass, after one without gradients where something is kept."""
-    leaf = qkv.detach().requires_grad_()
-    if kept is not None:
-        with torch.no_grad():
-            FORMS[name][0](leaf, WIDE, PACK, SCALES, kept)
-    out = FORMS[name][0](leaf, WIDE, PACK, SCALES, kept)
+def gradient(name: str, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Result and gradient of a pass."""
+    out, for_backward = FORMS[name][0].forward(qkv, WIDE, PACK, SCALES)
     upstream = torch.linspace(-1, 1, out.numel()).view(out.shape).bfloat16()
-    return out.detach(), torch.autograd.grad(out, leaf, upstream)[0]
+    return out, FORMS[name][0].backward(upstream, qkv, for_backward, WIDE, PACK, SCALES)
 
 
 @pytest.mark.parametrize(
     ("name", "calls"),
     [("bf16", {"flash": 1, "flash backward": 1}), ("fp8", {"sequence": 1, "flash backward": 1})],
 )
-def test_kernels_compute_a_kept_result_once(name: str, calls: dict[str, int], kernels: Kernels) -> None:
-    qkv = 8 * drawn(PACK.sequences, WIDE)
-    expected = gradient(name, qkv, None)
-    kernels.calls.clear()
-    found = gradient(name, qkv, KeptAttention())
+def test_a_backward_does_not_attend_again(name: str, calls: dict[str, int], kernels: Kernels) -> None:
+    gradient(name, 8 * drawn(PACK.sequences, WIDE))
     assert kernels.calls == calls
-    assert all(torch.equal(mine, other) for mine, other in zip(found, expected, strict=True))
-
-
-@pytest.mark.parametrize("name", FORMS)
-def test_a_kept_result_is_given_up_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    form, computed = FORMS[name][0], Counter[str]()
-    forward = form.forward
-
-    def counted(*arguments) -> packed.Attended:
-        computed["forward"] += 1
-        return forward(*arguments)
-
-    monkeypatch.setattr(form, "forward", counted)
-    qkv, kept = drawn(PACK.sequences, WIDE), KeptAttention()
-    first = gradient(name, qkv, kept)
-    assert computed["forward"] == 1
-    assert kept.take() is None
-    again = FORMS[name][0](qkv.requires_grad_(), WIDE, PACK, SCALES, kept)
-    assert computed["forward"] == 2
-    assert torch.equal(again, first[0])
-    assert all(torch.equal(mine, other) for mine, other in zip(first, gradient(name, qkv, None), strict=True))
 
 
 def test_gradients_of_fp8_are_those_of_bf16_over_what_codes_stand_for(kernels: Kernels) -> None:
     # Of wide scales: some elements are saturated, most are not.
     qkv = 8 * drawn(PACK.sequences, WIDE)
-    _out, found = gradient("fp8", qkv, None)
+    _out, found = gradient("fp8", qkv)
     values = torch.cat(head_values(qkv, WIDE, SCALES), dim=1).flatten(1)
-    _out, expected = gradient("bf16", values, None)
+    _out, expected = gradient("bf16", values)
     limits = [448 * scale for scale in vars(SCALES).values()]
     passed = torch.cat([x.abs() <= s for x, s in zip(heads_of(qkv, WIDE), limits, strict=True)], dim=1).flatten(1)
     assert 0 < (~passed).float().mean() < 0.5

@@ -1,0 +1,143 @@
+"""Log-probs of the output head in Triton: nothing but logits is ever written, and log-probs only for the engine.
+
+A program reads one row of logits in blocks and keeps the maximum, the sum of exponentials and their mean exponent. So a
+row's result depends on nothing but the row. Engine and trainer have the same log-prob of a token bit for bit, because
+both subtract the same maximum and the same logarithm. Nothing is contracted to an FMA. Rows must begin on 16 bytes for
+fast loads; from elsewhere they are summed in another order.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK, _WARPS = 4096, 8
+_ALIGNED = 4
+_OPTIONS = {"num_warps": _WARPS, "enable_fp_fusion": False}
+
+
+@triton.jit
+def _place(row: tl.tensor, pitch: tl.tensor, vocabulary: tl.tensor, aligned: tl.constexpr) -> tl.tuple:
+    """Where a row begins, and its length; both are multiples of `aligned`."""
+    return row.to(tl.int64) * tl.multiple_of(pitch, aligned), tl.multiple_of(vocabulary, aligned)
+
+
+@triton.jit(do_not_specialize=["pitch", "vocabulary", "inverse"])
+def _statistics_kernel(
+    logits: tl.tensor, pitch: tl.tensor, vocabulary: tl.tensor, inverse: tl.tensor, top: tl.tensor, total: tl.tensor,
+    weighted: tl.tensor, aligned: tl.constexpr, block: tl.constexpr,
+) -> None:  # fmt: skip
+    row = tl.program_id(0)
+    start, size = _place(row, pitch, vocabulary, aligned)
+    at = tl.arange(0, block)
+    x = tl.load(logits + start + at, mask=at < size, other=float("-inf")) * inverse
+    high = tl.max(x, 0)
+    exponentials = tl.exp(x - high)
+    total_now = tl.sum(exponentials, 0)
+    # Where x is -inf its exponential is 0, and so is the product that it would make NaN.
+    weighted_now = tl.sum(tl.where(exponentials > 0.0, exponentials * (x - high), 0.0), 0)
+    for first in range(block, size, block):
+        column = first + at
+        x = tl.load(logits + start + column, mask=column < size, other=float("-inf")) * inverse
+        before, high = high, tl.maximum(high, tl.max(x, 0))
+        shrink, moved = tl.exp(before - high), before - high
+        exponentials = tl.exp(x - high)
+        weighted_now = shrink * (weighted_now + moved * total_now)
+        weighted_now += tl.sum(tl.where(exponentials > 0.0, exponentials * (x - high), 0.0), 0)
+        total_now = shrink * total_now + tl.sum(exponentials, 0)
+    tl.store(top + row, high)
+    tl.store(total + row, total_now)
+    tl.store(weighted + row, weighted_now)
+
+
+@triton.jit(do_not_specialize=["pitch", "vocabulary", "inverse"])
+def _logprobs_kernel(
+    logits: tl.tensor, pitch: tl.tensor, vocabulary: tl.tensor, inverse: tl.tensor, top: tl.tensor, log: tl.tensor,
+    out: tl.tensor, aligned: tl.constexpr, block: tl.constexpr,
+) -> None:  # fmt: skip
+    row = tl.program_id(0)
+    start, size = _place(row, pitch, vocabulary, aligned)
+    column = tl.program_id(1) * block + tl.arange(0, block)
+    inside = column < size
+    x = tl.load(logits + start + column, mask=inside, other=0.0) * inverse
+    logp = (x - tl.load(top + row)) - tl.load(log + row)
+    tl.store(out + row.to(tl.int64) * size + column, logp, mask=inside)
+
+
+@triton.jit(do_not_specialize=["pitch", "vocabulary", "inverse"])
+def _slopes_kernel(
+    logits: tl.tensor, pitch: tl.tensor, vocabulary: tl.tensor, inverse: tl.tensor, top: tl.tensor, log: tl.tensor,
+    targets: tl.tensor, grad: tl.tensor, entropy: tl.tensor, grad_entropy: tl.tensor, out: tl.tensor,
+    aligned: tl.constexpr, block: tl.constexpr,
+) -> None:  # fmt: skip
+    row = tl.program_id(0)
+    start, size = _place(row, pitch, vocabulary, aligned)
+    column = tl.program_id(1) * block + tl.arange(0, block)
+    inside = column < size
+    x = tl.load(logits + start + column, mask=inside, other=float("-inf")) * inverse
+    logp = (x - tl.load(top + row)) - tl.load(log + row)
+    p = tl.exp(logp)
+    slope = tl.zeros_like(p)
+    if grad is not None:
+        of_target = (column == tl.load(targets + row)).to(tl.float32)
+        slope += (of_target - p) * (tl.load(grad + row) * inverse)
+    if grad_entropy is not None:
+        flatter = tl.where(p > 0.0, p * (logp + tl.load(entropy + row)), 0.0)
+        slope -= flatter * (tl.load(grad_entropy + row) * inverse)
+    tl.store(out + row.to(tl.int64) * size + column, slope.to(out.dtype.element_ty), mask=inside)
+
+
+def log_softmax(logits: Tensor, temperature: float) -> Tensor:
+    """FP32, of FP32's accuracy; the aligned engine calls it, because vLLM's sampler sums in another order."""
+    given, top, total, _ = _statistics(logits, temperature)
+    out = torch.empty(logits.shape, device=logits.device)
+    with torch.cuda.device_of(logits):
+        _logprobs_kernel[_blocks(logits)](*given, top, total.log(), out, _aligned(logits), _BLOCK, **_OPTIONS)
+    return out
+
+
+def token_statistics(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    (_, _, _, inverse), top, total, weighted = _statistics(logits, temperature)
+    log = total.log()
+    chosen = (logits.gather(-1, targets[:, None]).squeeze(-1) * inverse - top) - log
+    return chosen, log - weighted / total
+
+
+def logit_slopes(
+    logits: Tensor,
+    targets: Tensor,
+    entropy: Tensor,
+    temperature: float,
+    gradients: tuple[Tensor | None, Tensor | None],
+    dtype: torch.dtype,
+) -> Tensor:
+    given, top, total, _ = _statistics(logits, temperature)
+    grad, grad_entropy = (None if g is None else g.contiguous() for g in gradients)
+    out = torch.empty(logits.shape, dtype=dtype, device=logits.device)
+    with torch.cuda.device_of(logits):
+        _slopes_kernel[_blocks(logits)](
+            *given, top, total.log(), targets, grad, entropy, grad_entropy, out, _aligned(logits), _BLOCK, **_OPTIONS
+        )
+    return out
+
+
+def _statistics(logits: Tensor, temperature: float) -> tuple[tuple[Tensor, int, int, float], Tensor, Tensor, Tensor]:
+    """What the kernels are given of the logits, and per row the maximum, the sum of exp(x - maximum) and the sum of
+    exp(x - maximum) * (x - maximum), of x = logits / temperature."""
+    rows, vocabulary = logits.shape
+    assert (logits.dtype, logits.stride(1)) == (torch.float32, 1), "logits are rows of FP32"
+    given = logits, logits.stride(0), vocabulary, 1.0 / temperature
+    found = top, total, weighted = torch.empty(3, rows, device=logits.device).unbind()
+    if rows:
+        with torch.cuda.device_of(logits):
+            _statistics_kernel[(rows,)](*given, *found, _aligned(logits), _BLOCK, **_OPTIONS)
+    return given, top, total, weighted
+
+
+def _aligned(logits: Tensor) -> int:
+    return _ALIGNED if logits.stride(0) % _ALIGNED == 0 and logits.shape[1] % _ALIGNED == 0 else 1
+
+
+def _blocks(logits: Tensor) -> tuple[int, int]:
+    rows, vocabulary = logits.shape
+    return rows, triton.cdiv(vocabulary, _BLOCK)
