@@ -37,7 +37,7 @@ head was fused (FP8 attention as `sequence_attention` computes it, 5.6 s):
 | softmax, entropy and gradient in two kernels | -0.25 | -0.25 | -0.25 | 14 passes over the logits before, 4 now |
 | gradient of the head added by its GEMM | -0.10 | -0.10 | -0.10 | 7.5 GB a chunk less |
 | predicted | 7.0 | 5.2 | 5.0 | |
-| nothing computed again, packs of 4,096 tokens | 6.6 | 5.2 | 5.0 | recompute saved; gradients written four times as often |
+| nothing computed again, packs of 4,096 tokens | 6.6 | 5.2 | 5.0 | no recompute, four times the writes of gradients |
 """
 
 import argparse

@@ -30,8 +30,9 @@ def forward_gemm(x: Codes, weight: Codes) -> Tensor:
     return y
 
 
-def weight_gradient_gemm(grad: Codes, x: Codes) -> Tensor:
-    return _scaled_mm(grad, _ROWS, x, _ROWS, torch.float32)
+def weight_gradient_gemm(grad: Codes, x: Codes, total: Tensor | None = None) -> Tensor:
+    product = _scaled_mm(grad, _ROWS, x, _ROWS, torch.float32)
+    return product if total is None else total.add_(product)
 
 
 def head_logits(hidden: Tensor, weight: Tensor, output: torch.dtype = torch.float32) -> Tensor:

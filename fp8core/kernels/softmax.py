@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK, _WARPS = 4096, 8
+_BLOCK, _WARPS = 8192, 8
 _ALIGNED = 4
 _OPTIONS = {"num_warps": _WARPS, "enable_fp_fusion": False}
 

@@ -225,32 +225,32 @@ def input_gradient_gemm(grad: Codes, transposed: Codes) -> Tensor:
 
 
 @with_kernel("hopper_gemm")
-def weight_gradient_gemm(grad: Codes, x: Codes) -> Tensor:
+def weight_gradient_gemm(grad: Codes, x: Codes, total: Tensor | None = None) -> Tensor:
     """dY^T X.
 
     Args:
         grad: codes of dY^T, [out, tokens] in 1 x 128 groups along the tokens; scales [out, ceil(tokens / 128)].
         x: likewise of X^T, [in, tokens].
+        total: FP32 [out, in], of packs before this one: the product is added to it, in place.
 
     Returns:
         FP32 [out, in]. On a GPU the number of tokens is a multiple of 16.
     """
-    return _code_gemm(grad, x).float()
+    return _added(_code_gemm(grad, x).float(), total)
 
 
-def fp32_product(left: Tensor, right: Tensor) -> Tensor:
-    """left @ right of BF16 matrices, with FP32 sums and an FP32 result."""
-    if left.is_cuda:
+def fp32_product(left: Tensor, right: Tensor, total: Tensor | None = None) -> Tensor:
+    """left @ right of BF16 matrices, with FP32 sums; added to FP32 `total` in place, if there is one."""
+    if not left.is_cuda:
+        return _added(left.float() @ right.float(), total)
+    if total is None:
         return torch.mm(left, right, out_dtype=torch.float32)
-    return left.float() @ right.float()
+    # One kernel reads and writes the total; a product of its own would be written, and both read again.
+    return torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
 
 
-def add_fp32_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left @ right of BF16 matrices to FP32 `total`, with FP32 sums; a GPU reads and writes `total` once."""
-    if left.is_cuda:
-        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
-    else:
-        total += left.float() @ right.float()
+def _added(product: Tensor, total: Tensor | None) -> Tensor:
+    return product if total is None else total.add_(product)
 
 
 def transpose(weight: Codes) -> Codes:

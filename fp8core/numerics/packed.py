@@ -28,7 +28,7 @@ from fp8core.numerics.attention import AttentionFormat, Bf16Attention, Fp8Attent
 from fp8core.numerics.dispatch import with_kernel
 from fp8core.numerics.e4m3 import TILE
 from fp8core.numerics.fused import HeadLayout, heads_of
-from fp8core.numerics.gemm import add_fp32_product, align_rows, aligned_gemm, alignment_bits
+from fp8core.numerics.gemm import align_rows, aligned_gemm, alignment_bits, fp32_product
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.numerics.logprobs import ChunkedHead, chunked_logprobs, logit_slopes, token_statistics
 
@@ -299,7 +299,7 @@ class PackedHead(ChunkedHead):
         return logit_slopes(logits, targets, entropy, self.temperature, (grad, grad_entropy), self.weight.dtype)
 
     def add_weight_gradient(self, total: Tensor, slopes: Tensor, hidden: Tensor) -> None:
-        add_fp32_product(total, slopes.t(), hidden)
+        fp32_product(slopes.t(), hidden, total)
 
 
 def token_logprobs(

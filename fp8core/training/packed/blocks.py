@@ -116,12 +116,17 @@ class Blocks(Protocol):
         """Operand times weight, BF16 [tokens, out]."""
         ...
 
-    def gradients(self, grad: Tensor, kept: Operand, weight: BlockWeight) -> tuple[Tensor, Tensor]:
-        """Of a product's input, BF16, and of its weight, FP32; `grad` is that of its output."""
+    def gradients(
+        self, grad: Tensor, kept: Operand, weight: BlockWeight, total: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Of a product's input, BF16, and of its weight, FP32; `grad` is that of its output.
+
+        The weight's is added to `total`, in place, if there is one.
+        """
         ...
 
     def inner_gradients(
-        self, grad: Tensor, inner: Tensor, kept: Operand, gate_up: BlockWeight
+        self, grad: Tensor, inner: Tensor, kept: Operand, gate_up: BlockWeight, total: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """As `gradients`, of the product that gave `inner`; `grad` is that of its SwiGLU."""
         ...
@@ -164,19 +169,23 @@ class Fp8Blocks:
     def product(self, operand: Operand, weight: BlockWeight) -> Tensor:
         return forward_gemm(_codes(operand), _codes(weight.values))
 
-    def gradients(self, grad: Tensor, kept: Operand, weight: BlockWeight) -> tuple[Tensor, Tensor]:
-        return self._products(row_and_column_codes(grad, *self._quantiser), kept, weight)
+    def gradients(
+        self, grad: Tensor, kept: Operand, weight: BlockWeight, total: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        return self._products(row_and_column_codes(grad, *self._quantiser), kept, weight, total)
 
     def inner_gradients(
-        self, grad: Tensor, inner: Tensor, kept: Operand, gate_up: BlockWeight
+        self, grad: Tensor, inner: Tensor, kept: Operand, gate_up: BlockWeight, total: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        return self._products(swiglu_backward_codes(grad, inner, *self._quantiser), kept, gate_up)
+        return self._products(swiglu_backward_codes(grad, inner, *self._quantiser), kept, gate_up, total)
 
     @staticmethod
-    def _products(grad: tuple[Codes, Codes], kept: Operand, weight: BlockWeight) -> tuple[Tensor, Tensor]:
+    def _products(
+        grad: tuple[Codes, Codes], kept: Operand, weight: BlockWeight, total: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         rows, columns = grad
         assert weight.transposed is not None, "a BF16 weight in a block of codes"
-        return input_gradient_gemm(rows, weight.transposed), weight_gradient_gemm(columns, _codes(kept))
+        return input_gradient_gemm(rows, weight.transposed), weight_gradient_gemm(columns, _codes(kept), total)
 
 
 class Bf16Blocks:
@@ -215,13 +224,15 @@ class Bf16Blocks:
     def product(self, operand: Operand, weight: BlockWeight) -> Tensor:
         return torch.nn.functional.linear(_values(operand), _values(weight.values))
 
-    def gradients(self, grad: Tensor, kept: Operand, weight: BlockWeight) -> tuple[Tensor, Tensor]:
-        return grad @ _values(weight.values), fp32_product(grad.t(), _values(kept))
+    def gradients(
+        self, grad: Tensor, kept: Operand, weight: BlockWeight, total: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        return grad @ _values(weight.values), fp32_product(grad.t(), _values(kept), total)
 
     def inner_gradients(
-        self, grad: Tensor, inner: Tensor, kept: Operand, gate_up: BlockWeight
+        self, grad: Tensor, inner: Tensor, kept: Operand, gate_up: BlockWeight, total: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        return self.gradients(swiglu_backward(grad.contiguous(), inner), kept, gate_up)
+        return self.gradients(swiglu_backward(grad.contiguous(), inner), kept, gate_up, total)
 
 
 def norm_only(x: Tensor, added: Tensor | None, norm: Norm) -> Tensor:
