@@ -343,16 +343,17 @@ def calibration_table(rows: Sequence[Row]) -> str:
 
 
 def speed_table(rows: Sequence[Row]) -> str:
-    """Tokens per second of full steps, beside BF16 of the same model and layers."""
-    timed = _of(rows, "training")
-    base = {_same(row): row["tokens_per_s"] for row in timed if row["precision"] == "bf16"}
-    lines = []
-    for row in timed:
+    """Tokens per second of full steps, beside the BF16 of the same model and layers that was measured before it."""
+    base, lines = dict[tuple[str, int, bool], float](), []
+    for row in _of(rows, "training"):
+        if row["precision"] == "bf16":
+            base[_same(row)] = row["tokens_per_s"]
         words = _TRAINING[row["precision"]] + (", deterministic" if row["deterministic"] else "")
+        words += f", {row['tokens_per_pass']:,} a pass, all kept" if row["tokens_per_pass"] < 16_384 else ""
         ratio = f"{row['tokens_per_s'] / base[_same(row)]:.2f}x" if _same(row) in base else "not measured"
-        cells = [str(row["layers"]), f"{row['tokens_per_s']:,.0f}", ratio, f"{row['mfu']:.1%}", f"{row['peak_gb']:.0f}"]
+        cells = [row["commit"][:7], f"{row['tokens_per_s']:,.0f}", ratio, f"{row['mfu']:.1%}", f"{row['peak_gb']:.0f}"]
         lines.append([_TRAINED.get(row["model"], row["model"]), words, *cells])
-    header = ["a step of 65,536 tokens", "precision", "layers", "tokens/s", "to BF16", "MFU", "peak, GB"]
+    header = ["a step of 65,536 tokens", "precision", "commit", "tokens/s", "to BF16", "MFU", "peak, GB"]
     return table(header, lines)
 
 
@@ -362,7 +363,8 @@ def _same(row: Row) -> tuple[str, int, bool]:
 
 def parts_table(rows: Sequence[Row], model: str = "qwen3-8b") -> str:
     """Milliseconds of GPU time of a step by part, one column a precision."""
-    of_model = (row for row in _of(rows, "training_trace") if row["model"] == model)
+    of_model = (row for row in _of(rows, "training_trace") if row["model"] == model and row["checkpointing"])
+    # The last of each.
     traces = {row["precision"]: row for row in of_model if not row["deterministic"]}
     parts = dict.fromkeys(part for row in traces.values() for part in row["parts_ms"])
     ordered = sorted(parts, key=lambda part: -max(row["parts_ms"].get(part, 0.0) for row in traces.values()))

@@ -122,8 +122,10 @@ def logit_slopes(
 
 
 def _statistics(logits: Tensor, temperature: float) -> tuple[tuple[Tensor, int, int, float], Tensor, Tensor, Tensor]:
-    """What the kernels are given of the logits, and per row the maximum, the sum of exp(x - maximum) and the sum of
-    exp(x - maximum) * (x - maximum), of x = logits / temperature."""
+    """The kernels' arguments, and three numbers a row, of x = logits / temperature.
+
+    They are the maximum, the sum of exp(x - maximum), and the sum of exp(x - maximum) * (x - maximum).
+    """
     rows, vocabulary = logits.shape
     assert (logits.dtype, logits.stride(1)) == (torch.float32, 1), "logits are rows of FP32"
     given = logits, logits.stride(0), vocabulary, 1.0 / temperature

@@ -34,6 +34,7 @@ from fp8core.numerics.fused import (
     swiglu_row_codes,
 )
 from fp8core.numerics.kv_scales import COUNTS, TALLY, AmaxStatistics, KvStatistics, LayerScales, tally, tally_amax
+from fp8core.numerics.logprobs import log_softmax, logit_slopes, token_statistics
 
 EPS = 1e-6
 RULES = ["pow2", "fp32"]
@@ -294,6 +295,35 @@ def test_silu_is_the_nearest_bfloat16_to_all_but_a_few_gates(device: torch.devic
     assert int(steps.count_nonzero()) <= 6, gates[usual][steps != 0]
     # Where the sigmoid is subnormal, the kernels have zero.
     assert (found[gates <= -87].float().abs() < 2.0**-118).all()
+
+
+@pytest.mark.parametrize("vocabulary", [8196, 203])
+def test_the_head_has_one_log_prob_of_a_token(device: torch.device, run, vocabulary: int) -> None:
+    """More than one block of a row, and rows that begin anywhere; some tokens are impossible."""
+    generator = torch.Generator().manual_seed(0)
+    wide = 5 * torch.randn(3, vocabulary + 60, generator=generator)
+    wide[1, 40:90] = -torch.inf
+    wide[2, :200] = -torch.inf
+    targets = torch.randint(200, vocabulary, (3,), generator=generator)
+    logits = wide[:, :vocabulary]
+    exact = torch.log_softmax(logits.double() / 0.7, -1)
+    entropy = torch.special.entr(exact.exp()).sum(-1)
+    found = run(log_softmax, wide.to(device)[:, :vocabulary], 0.7)
+    assert torch.allclose(found.cpu().double(), exact, rtol=1e-6, atol=1e-5)
+    on_device = logits.contiguous().to(device), targets.to(device)
+    chosen, entropies = run(token_statistics, *on_device, 0.7)
+    assert torch.equal(chosen, found.gather(1, on_device[1][:, None])[:, 0])
+    assert torch.allclose(entropies.cpu().double(), entropy, atol=1e-5)
+    upstream = torch.randn(3, generator=generator), torch.randn(3, generator=generator)
+    p = exact.exp()
+    one_hot = torch.zeros_like(p).scatter_(1, targets[:, None], 1.0)
+    above = torch.where(p > 0, exact + entropy[:, None], 0.0)
+    parts = (one_hot - p) * upstream[0][:, None] / 0.7, -p * above * upstream[1][:, None] / 0.7
+    for given in ((True, False), (False, True), (True, True)):
+        gradients = tuple(g.to(device) if wanted else None for g, wanted in zip(upstream, given, strict=True))
+        slopes = run(logit_slopes, *on_device, entropies, 0.7, gradients, torch.float32)
+        expected = sum(part for part, wanted in zip(parts, given, strict=True) if wanted)
+        assert (slopes.cpu().double() - expected).norm() < 1e-5 * expected.norm()
 
 
 REFUSING: dict[str, tuple[Callable[..., Any], Callable[[Tensor], tuple[Any, ...]]]] = {

@@ -87,7 +87,7 @@ class PackedLayer(nn.Module):
     def forward(
         self, x: Tensor, added: Tensor | None, shared: LayerContext, kept: "Kept | None" = None
     ) -> tuple[Tensor, Tensor]:
-        """A pass that keeps at most what `kept` asks for.
+        """A pass that keeps in `kept` only the minimum.
 
         Returns:
             The residual stream before the layer's second half, and what that adds to it; each BF16 [tokens, hidden].
@@ -210,9 +210,9 @@ class SecondHalf(NamedTuple):
 class Kept:
     """One layer's values from a pass until its backward.
 
-    The stream that its attention reads (`total`) and what it attended to are always kept: attention costs more than all
-    else that is not multiplied with weights, and its result is small. The others are None where they are computed
-    again. Neither product whose result joins the stream is ever computed again.
+    Always kept are the stream before its attention (`total`) and the attention's result, which is small and costs much.
+    The others are None where the backward computes them again. It never repeats a product whose result joins the
+    stream.
     """
 
     total: Tensor = field(init=False)
@@ -223,7 +223,7 @@ class Kept:
 
 
 class _Layer(torch.autograd.Function):
-    """A layer with gradients. What leaves the pass is saved by autograd, which else could not free it."""
+    """A layer with gradients. Autograd itself saves the result that the backward needs: else it were never freed."""
 
     @staticmethod
     def forward(

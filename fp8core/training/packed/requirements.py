@@ -147,10 +147,8 @@ def _activations(config: RunConfig, arch: Architecture) -> int:
     # Inputs of the four linears: column codes, or the BF16 tensors.
     inputs = (2 * hidden + query + width) * (1 if config.precision.training.linear == "fp8_block" else _BF16)
     inside = inputs + _BF16 * (2 * hidden + 2 * every + query + 2 * width)
-    # Of each layer that is computed again: input, what is added to it, and what it attended to.
-    outside, layers = _BF16 * (2 * hidden + query), arch.num_layers
-    if config.precision.training.kv_cache == "bf16":
-        outside += _FP32 * arch.num_heads  # FlashAttention's log-sum-exp
+    # Of each layer that is computed again: the stream before both halves, what it attended to, and log-sum-exps.
+    outside, layers = _BF16 * (2 * hidden + query) + _FP32 * arch.num_heads, arch.num_layers
     kept = outside * layers + inside if config.training.activation_checkpointing else inside * layers
     return config.training.tokens_per_pass * kept
 
