@@ -97,6 +97,12 @@ def save_checkpoint(
             sync_path(path)
 
 
+def refuse_occupied(target: Path) -> None:
+    """Raises UserError: there is something in the way of a checkpoint."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UserError(f"{target}: already exists; a checkpoint is never overwritten")
+
+
 @contextmanager
 def whole_folder(target: Path) -> Iterator[Path]:
     """A folder beside the target that takes its name when the body ends well, and is removed when it does not.
@@ -104,8 +110,7 @@ def whole_folder(target: Path) -> Iterator[Path]:
     Raises:
         UserError: the target is in the way or cannot be written.
     """
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UserError(f"{target}: already exists; a checkpoint is never overwritten")
+    refuse_occupied(target)
     partial = target.with_name(f".{target.name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
