@@ -220,9 +220,10 @@ def _experts(config: ArchitectureConfig) -> Experts | None:
 
 
 def initial_weights(arch: Architecture, seed: int) -> dict[str, Tensor]:
-    """FP32 weights: norms 1, embedding N(0, 1), linears N(0, 1 / in), outputs of a block scaled by 1 / sqrt(2 layers).
+    """FP32 weights: norms 1, biases 0, embedding N(0, 1), linears N(0, 1 / in).
 
-    An embedding that is also the head is drawn as a head, so that a fresh policy is nearly uniform.
+    Outputs of a block are scaled by 1 / sqrt(2 layers). An embedding that is also the head is drawn as a head, so that
+    a fresh policy is nearly uniform.
 
     The scaling of block outputs is that of GPT-2 (Radford et al., 2019, section 2.3).
     """
@@ -231,7 +232,7 @@ def initial_weights(arch: Architecture, seed: int) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
     for name, shape in parameter_shapes(arch).items():
         if len(shape) == 1:
-            weights[name] = torch.ones(shape)
+            weights[name] = torch.zeros(shape) if name.endswith(".bias") else torch.ones(shape)
             continue
         embeds_only = name.startswith("model.embed_tokens") and not arch.tie_embeddings
         spread = 1.0 if embeds_only else shape[1] ** -0.5

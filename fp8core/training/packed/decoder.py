@@ -23,7 +23,7 @@ from fp8core.training.packed.masters import Masters, units_of
 
 Observer = Callable[[int, Heads], None]
 _LINEARS = ("qkv", "output", "gate_up", "down")
-_VECTORS = ("input_norm", "post_norm", "q_norm", "k_norm")
+_VECTORS = ("input_norm", "qkv_bias", "post_norm", "q_norm", "k_norm")
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,8 @@ class PackedLayer(nn.Module):
         blocks, layout, weights = self._blocks, self._layout, self._weights
         assert weights, "the weights were not made ready"
         x, qkv = blocks.norm_linear(x, added, Norm(self._vector("input_norm"), self._eps), weights["qkv"])
+        if "qkv_bias" in self._values:
+            qkv = _AddBias.apply(qkv, self._vector("qkv_bias"))  # type: ignore[no-untyped-call]
         norms = (self._vector(name) if name in self._values else None for name in ("q_norm", "k_norm"))
         qkv = _NormRotate.apply(qkv, *norms, shared, layout, self._eps)  # type: ignore[no-untyped-call]
         if shared.observe is not None and not (kept and kept.held):
@@ -176,6 +178,19 @@ class PackedDecoder(nn.Module):
         for layer in self.layers:
             assert isinstance(layer, PackedLayer)
             yield layer
+
+
+class _AddBias(torch.autograd.Function):
+    """bf16(x + bias), the rounding of `models.decoder.Decoder.fused_qkv`; the gradient of the bias is an FP32 sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
+        # Both are BF16 values: torch adds them in FP32 and rounds once.
+        return x + bias.bfloat16()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, grad.sum(0, dtype=torch.float32)
 
 
 class _NormRotate(torch.autograd.Function):
