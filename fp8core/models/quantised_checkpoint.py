@@ -8,6 +8,11 @@ Names alone decide what is quantised: the linears of the decoder's layers are (`
 too). Embeddings, head, norms, biases and routers stay in BF16 (DeepSeek-V3, arXiv 2412.19437, section 3.3), and so does
 every unknown name.
 
+A side that is no multiple of 128 ends in a partial tile, whose scale is of the elements that it has. `transformers`
+divides such a side into equal tiles: it refuses the tensor, or scales it wrongly (192 rows as two tiles of 96). vLLM
+does not read it in fused linears. So a matrix with a partial tile beside whole ones is refused before anything is
+written. A side below 128 is one tile to all; vLLM refuses it in fused linears.
+
 Dequantised values of power-of-two scales quantise to the same values again. Bytes are equal too, but for tiles whose
 largest code is 224: the smallest scale that holds those is half as large.
 """
@@ -224,7 +229,8 @@ def plan_quantisation(source: Path, kept: KeptInBf16, rule: ScaleRule) -> Plan:
     stay as they are.
 
     Raises:
-        UserError: the folder is no such checkpoint, is quantised already, or `kept` does not fit it.
+        UserError: the folder is no such checkpoint, is quantised already, has a matrix that others could not read in
+            block FP8, or `kept` does not fit it.
     """
     config = _read_config(source)
     if config.get("quantization_config") is not None:
@@ -234,6 +240,7 @@ def plan_quantisation(source: Path, kept: KeptInBf16, rule: ScaleRule) -> Plan:
         if tensor.spec.dtype not in (*FLOATS, *INTEGERS):
             raise tensor.refused(f"expected BF16, F16, F32 or integers, found {tensor.spec.dtype}")
     selection = select({name: t.spec.shape for name, t in stored.items()}, _num_layers(config, source), kept)
+    _refuse_partial_tiles(stored[name] for name in in_layer_order(selection.quantised))
     narrowed = {"F16"} | {stored[name].spec.dtype for name in selection.quantised}
 
     def convert(name: str) -> Conversion:
@@ -249,6 +256,16 @@ def plan_quantisation(source: Path, kept: KeptInBf16, rule: ScaleRule) -> Plan:
         *_other_files(source, stored),
         selection.unrecognised,
     )
+
+
+def _refuse_partial_tiles(tensors: Iterable[StoredTensor]) -> None:
+    for tensor in tensors:
+        for side in tensor.spec.shape:
+            if side > TILE and side % TILE:
+                raise tensor.refused(
+                    f"{list(tensor.spec.shape)} is not cut into whole tiles: {side} is no multiple of {TILE}, and "
+                    "neither transformers nor vLLM reads that in block FP8; keep or export it in BF16"
+                )
 
 
 def block_fp8_section(kept_modules: Iterable[str]) -> dict[str, Any]:

@@ -1,8 +1,10 @@
 import json
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config,
 from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear, replace_with_fp8_linear
 
 from fp8core.errors import UserError
-from fp8core.models.checkpoint import load_checkpoint
+from fp8core.models.checkpoint import initial_weights, load_checkpoint, save_checkpoint
 from fp8core.models.quantised_checkpoint import (
     KeptInBf16,
     Plan,
@@ -521,3 +523,30 @@ def test_memory_does_not_grow_with_the_tensors(small_checkpoint, tmp_path):
     command = [sys.executable, "-c", MEASURE, source, tmp_path / "fp8", tmp_path / "bf16"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert int(done.stdout) < 1.5 * largest.nbytes
+
+
+# Widths of SmolLM2-135M, 192 rows of K and V, and a last tile that is partial beside a whole one; then what loads.
+@pytest.mark.parametrize(
+    ("sizes", "refused"),
+    [
+        ({"hidden_size": 576, "num_heads": 9, "num_kv_heads": 3, "head_dim": 64}, "down_proj.weight: [576, 256]"),
+        ({"num_heads": 3, "num_kv_heads": 3, "head_dim": 64}, "k_proj.weight: [192, 128]"),
+        ({"intermediate_size": 320}, "down_proj.weight: [128, 320]"),
+        ({"hidden_size": 80, "intermediate_size": 96}, None),
+        ({"hidden_size": 256, "num_heads": 8, "num_kv_heads": 1}, None),
+    ],
+    ids=["SmolLM2", "K and V", "MLP", "narrow", "whole tiles"],
+)
+def test_what_is_written_is_what_transformers_reads_or_refused(small_checkpoint, tmp_path, sizes, refused):
+    small = load_checkpoint(small_checkpoint)
+    arch = replace(small.architecture, family="llama", qk_norm=False, **sizes)
+    save_checkpoint(tmp_path / "bf16", arch, initial_weights(arch, 0), small.tokenizer)
+    if refused is not None:
+        with pytest.raises(UserError, match=re.escape(refused)):
+            quantise(tmp_path / "bf16", tmp_path / "fp8")
+        assert not (tmp_path / "fp8").exists()
+        return
+    write(plan_dequantisation(quantise(tmp_path / "bf16", tmp_path / "fp8")), tmp_path / "back")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "fp8").state_dict()
+    for name, tensor in weights_of(tmp_path / "back").items():
+        assert torch.equal(loaded[name].bfloat16(), tensor), name
