@@ -3,6 +3,7 @@
 Rotary parameters are read in the keys of transformers 4 (`rope_theta`, `rope_scaling`) and of transformers 5
 (`rope_parameters`), and both are written. Precedence is that of transformers 5 (`modeling_rope_utils.py`,
 `convert_rope_params_to_dict`). Anything that would make the decoder compute something else is refused by its key.
+Weights in block FP8 are read as what their codes stand for (`models.checkpoint`).
 """
 
 import json
@@ -12,6 +13,7 @@ from typing import Any, Literal
 
 from fp8core.config.run import MOST_EXPERTS
 from fp8core.errors import UserError
+from fp8core.numerics.e4m3 import TILE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,8 +139,10 @@ _FIXED: dict[str, Any] = {
     "mlp_bias": False,
     "hidden_act": "silu",
     "partial_rotary_factor": 1.0,
-    "quantization_config": None,
 }
+
+# The `quantization_config` of block FP8, as DeepSeek-V3 and Qwen3-FP8 have it; other keys say which modules have it.
+BLOCK_FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [TILE, TILE]}
 
 # Sizes of lists and tables that are made before a weight is read; several times those of the largest released models.
 _LARGEST = {
@@ -321,7 +325,18 @@ def _family(reader: _Reader) -> Family:
     return family
 
 
+def check_block_fp8(found: object, where: str) -> None:
+    """Raises UserError: a `quantization_config` says another format than block FP8."""
+    section = found if isinstance(found, Mapping) else {}
+    for key, expected in BLOCK_FP8.items():
+        if section.get(key, expected if key == "fmt" else None) != expected:
+            given = json.dumps(section.get(key), default=str)[:_SHOWN_CHARACTERS]
+            raise UserError(f"{where}: quantization_config: {key}: found {given}, expected {json.dumps(expected)}")
+
+
 def _refuse_unsupported(reader: _Reader, family: str) -> None:
+    if reader.keys.get("quantization_config") is not None:
+        check_block_fp8(reader.keys["quantization_config"], reader.where)
     for key, only in {**_FIXED, "attention_bias": family == "qwen2"}.items():
         if reader.keys.get(key) not in (None, only):
             raise reader.refused(key, json.dumps(only))

@@ -31,6 +31,7 @@ from typing import Any
 from torch import Tensor
 
 from fp8core.errors import UserError
+from fp8core.models.architecture import BLOCK_FP8, check_block_fp8
 from fp8core.models.checkpoint import whole_folder
 from fp8core.models.safetensors_stream import (
     FLOATS,
@@ -180,7 +181,6 @@ def _refuse_split_groups(matrices: Iterable[str], quantised: frozenset[str]) -> 
 
 SHARD_BYTES = 4_000_000_000
 _CONFIG = "config.json"
-_FORMAT = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [TILE, TILE]}
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".ggml", ".h5", ".msgpack", ".onnx", ".onnx_data")
 
 Report = Callable[[int, int], None]
@@ -270,7 +270,7 @@ def _refuse_partial_tiles(tensors: Iterable[StoredTensor]) -> None:
 
 def block_fp8_section(kept_modules: Iterable[str]) -> dict[str, Any]:
     """`quantization_config` of a config.json in block FP8 but for the given modules."""
-    return {**_FORMAT, "modules_to_not_convert": list(kept_modules)}
+    return {**BLOCK_FP8, "modules_to_not_convert": list(kept_modules)}
 
 
 def plan_dequantisation(source: Path) -> Plan:
@@ -280,7 +280,7 @@ def plan_dequantisation(source: Path) -> Plan:
         UserError: the folder is no checkpoint in block FP8, or codes and scales do not belong together.
     """
     config = _read_config(source)
-    _check_format(config.get("quantization_config"), source / _CONFIG)
+    check_block_fp8(config.get("quantization_config"), str(source / _CONFIG))
     stored = read_folder(source)
     codes = [name for name, tensor in stored.items() if tensor.spec.dtype == "F8_E4M3"]
     scales = {name + SCALE_SUFFIX for name in codes}
@@ -372,16 +372,6 @@ def _num_layers(config: Mapping[str, Any], source: Path) -> int:
     if not isinstance(found, int) or isinstance(found, bool) or found < 1:
         raise UserError(f"{source / _CONFIG}: num_hidden_layers: found {json.dumps(found)}, expected an integer >= 1")
     return found
-
-
-def _check_format(found: object, where: Path) -> None:
-    section = found if isinstance(found, dict) else {}
-    for key, expected in _FORMAT.items():
-        if section.get(key, expected if key == "fmt" else None) != expected:
-            raise UserError(
-                f"{where}: quantization_config: {key}: found {json.dumps(section.get(key))}, "
-                f"expected {json.dumps(expected)}"
-            )
 
 
 def _with_bf16(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from transformers import AutoConfig
 
 from fp8core.errors import UserError
 from fp8core.models.architecture import (
+    BLOCK_FP8,
     Architecture,
     Experts,
     RopeScaling,
@@ -134,6 +135,9 @@ QWEN3_30B_A3B = {
 }
 
 
+FP8 = "quantization_config"
+
+
 def without(config, *keys):
     return {key: value for key, value in config.items() if key not in keys}
 
@@ -234,7 +238,14 @@ def test_what_a_first_llama_leaves_out():
         (LLAMA_32_1B, {"attention_bias": True}, "attention_bias"),
         (LLAMA_32_1B, {"mlp_bias": True}, "mlp_bias"),
         (LLAMA_32_1B, {"hidden_act": "gelu"}, "hidden_act"),
-        (LLAMA_32_1B, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        (LLAMA_32_1B, {"quantization_config": {"quant_method": "awq"}}, "quantization_config: activation_scheme"),
+        (
+            QWEN3_06B,
+            {"quantization_config": {**BLOCK_FP8, "weight_block_size": [64, 128]}},
+            f"{FP8}: weight_block_size",
+        ),
+        (QWEN3_06B, {"quantization_config": {**BLOCK_FP8, "quant_method": "awq"}}, f"{FP8}: quant_method"),
+        (QWEN3_06B, {"quantization_config": [1]}, f"{FP8}: activation_scheme"),
         (LLAMA_32_1B, {"sliding_window": 4096}, "sliding_window"),
         (LLAMA_32_1B, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling: type"),
         (LLAMA_32_1B, {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_scaling: rope_type"),

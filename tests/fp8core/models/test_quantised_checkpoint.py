@@ -550,3 +550,36 @@ def test_what_is_written_is_what_transformers_reads_or_refused(small_checkpoint,
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "fp8").state_dict()
     for name, tensor in weights_of(tmp_path / "back").items():
         assert torch.equal(loaded[name].bfloat16(), tensor), name
+
+
+def test_a_checkpoint_in_block_fp8_is_read_as_what_its_codes_stand_for(quantised, tmp_path):
+    """Qwen3-FP8 stores its scales in BF16, and names no format of its codes."""
+    folder = shutil.copytree(quantised, tmp_path / "fp8")
+    scales = {name: t.bfloat16() for name, t in weights_of(folder).items() if name.endswith("_scale_inv")}
+    rewrite(folder, **scales)
+    section = config_of(folder)["quantization_config"]
+    reconfigure(folder, quantization_config={key: value for key, value in section.items() if key != "fmt"})
+    found = load_checkpoint(folder)
+    expected = load_checkpoint(write(plan_dequantisation(quantised), tmp_path / "back"))
+    assert found.architecture == expected.architecture
+    assert found.dequantised == {name.removesuffix("_scale_inv") for name in scales}
+    assert not expected.dequantised
+    assert list(found.tensors) == list(expected.tensors)
+    assert_equal(found.tensors, expected.tensors)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"_scale_inv": None}, "expected dtype BF16, F16, F32, found F8_E4M3"),
+        ({"_scale_inv": torch.ones(3, 1)}, "expected floating-point [2, 1] for weights [256, 128], found F32 [3, 1]"),
+        ({"_scale_inv": torch.full((2, 1), torch.nan)}, "a scale is not positive and finite"),
+    ],
+    ids=["no scales", "other tiles", "NaN"],
+)
+def test_codes_and_scales_that_do_not_belong_together_are_refused(quantised, tmp_path, changes, message):
+    folder, up = shutil.copytree(quantised, tmp_path / "fp8"), "model.layers.1.mlp.up_proj.weight"
+    rewrite(folder, **{up + suffix: tensor for suffix, tensor in changes.items()})
+    with pytest.raises(UserError, match=re.escape(message)) as refused:
+        load_checkpoint(folder)
+    assert f"tensor {up}" in str(refused.value)
