@@ -326,7 +326,7 @@ def _family(reader: _Reader) -> Family:
 
 
 def check_block_fp8(found: object, where: str) -> None:
-    """Raises UserError: a `quantization_config` says another format than block FP8."""
+    """Raises UserError: a `quantization_config` is of another format than block FP8."""
     section = found if isinstance(found, Mapping) else {}
     for key, expected in BLOCK_FP8.items():
         if section.get(key, expected if key == "fmt" else None) != expected:
