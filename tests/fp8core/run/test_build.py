@@ -139,9 +139,22 @@ def test_more_bf16_layers_than_the_checkpoint_has(gsm8k):
 # --- a checkpoint, all the way ---
 
 
+@pytest.fixture(params=["qwen3", "qwen2"])
+def checkpoint(request, small_checkpoint, tmp_path):
+    """The small checkpoint, or one of its sizes with biases and partial tiles."""
+    if request.param == "qwen3":
+        return small_checkpoint
+    small = load_checkpoint(small_checkpoint)
+    sizes = {"hidden_size": 192, "num_heads": 6, "qk_norm": False, "qkv_bias": True, "tie_embeddings": True}
+    arch = replace(small.architecture, family="qwen2", **sizes)
+    save_checkpoint(tmp_path / "qwen2", arch, initial_weights(arch, seed=0), small.tokenizer)
+    return tmp_path / "qwen2"
+
+
 @pytest.mark.parametrize("precision", [{}, {"precision.scale_rule": "fp32"}, FP32], ids=["fp8", "fp32 scales", "fp32"])
-def test_a_checkpoint_generates_and_trains(gsm8k, groups_of, precision, tmp_path):
-    config = gsm8k(**precision, **{"training.warmup_steps": 0, "training.learning_rate": 1e-3})
+def test_a_checkpoint_generates_and_trains(checkpoint, gsm8k, groups_of, precision, tmp_path):
+    settings = {"training.warmup_steps": 0, "training.learning_rate": 1e-3}
+    config = gsm8k(model=checkpoint, **precision, **settings)
     base, trainer, engine, scales = started(config)
     assert trainer.digest() == policy_digest({name: tensor.float() for name, tensor in base.tensors.items()})
 
@@ -161,6 +174,14 @@ def test_a_checkpoint_generates_and_trains(gsm8k, groups_of, precision, tmp_path
     assert report.tokens == sum(map(len, tokens))
     moved = trainer.logprobs(sequences, 1.0, scales.layers).logprobs.nan_to_num().sum(1) - old.sum(1)
     assert (moved * wanted).mean() > 0
+    biases = [tensor for name, tensor in trainer.masters.items() if name.endswith(".bias")]
+    assert all(bias.any() for bias in biases), "biases begin at 0, and learn"
+
+    (tmp_path / "state").mkdir()
+    trainer.save(tmp_path / "state")
+    restored = build_trainer(config, base.arch, base.tensors)
+    restored.load(tmp_path / "state")
+    assert restored.digest() == trainer.digest()
 
     save_checkpoint(tmp_path / "export", base.arch, trainer.masters, base.tokenizer)
     exported = build_base(gsm8k(**precision, model=tmp_path / "export"))
