@@ -67,8 +67,8 @@ def _add(commands: Any, name: str, command: Any, text: str) -> argparse.Argument
 def print_remarks(plan: "Plan") -> None:
     """Print limits of a quantisation: tensors not converted, files not copied, tensors that others may not read."""
     _print_names("kept in BF16, unrecognised", plan.unrecognised)
-    ragged = [spec.name for spec in plan.converted if any(side % 128 for side in spec.shape)]
-    _print_names("no whole tiles of 128, so vLLM and transformers may refuse them", ragged)
+    narrow = [spec.name for spec in plan.converted if any(side < 128 for side in spec.shape)]
+    _print_names("narrower than a tile of 128, so vLLM may refuse them", narrow)
     _print_names("not copied", [str(path) for path in plan.left_out])
 
 

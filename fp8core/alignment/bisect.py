@@ -208,7 +208,7 @@ def place_of(parameter: str) -> Place:
     layer = layer_of(name)
     if layer is None:
         return Place(-1, "embedding" if name == "model.embed_tokens.weight" else "head")
-    if is_linear(name):
+    if is_linear(name) or name.endswith(".bias"):
         return Place(layer, fused_linear(name))
     reader = {"input_layernorm": "qkv", "q_norm": "qkv", "k_norm": "qkv", "post_attention_layernorm": "gate_up"}
     return Place(layer, {**reader, "gate": "gate_up"}[name.split(".")[-2]])

@@ -182,9 +182,9 @@ class _Parts:
         return compute
 
     def qkv(self, i: int, layer: LayerWeights) -> Compute:
-        arch, form = self.decoder.arch, self.decoder.formats.layers[i].qkv
+        arch = self.decoder.arch
         sizes = [heads * arch.head_dim for heads in (arch.num_heads, arch.num_kv_heads, arch.num_kv_heads)]
-        return lambda values: tuple(form(values["normed"], layer.qkv).split(sizes, dim=-1))
+        return lambda values: self.decoder.fused_qkv(i, layer, values["normed"]).split(sizes, dim=-1)
 
     def head_norms(self, prefix: str, layer: LayerWeights) -> list[tuple[Any, ...]]:
         if layer.q_norm is None or layer.k_norm is None:

@@ -1,8 +1,9 @@
-"""The shape of a decoder, and Hugging Face's config.json for Llama, Qwen3 and Qwen3-MoE, read and written.
+"""The shape of a decoder, and Hugging Face's config.json of each family that we compute, read and written.
 
 Rotary parameters are read in the keys of transformers 4 (`rope_theta`, `rope_scaling`) and of transformers 5
 (`rope_parameters`), and both are written. Precedence is that of transformers 5 (`modeling_rope_utils.py`,
 `convert_rope_params_to_dict`). Anything that would make the decoder compute something else is refused by its key.
+Weights in block FP8 are read as what their codes stand for (`models.checkpoint`).
 """
 
 import json
@@ -12,6 +13,7 @@ from typing import Any, Literal
 
 from fp8core.config.run import MOST_EXPERTS
 from fp8core.errors import UserError
+from fp8core.numerics.e4m3 import TILE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,11 +47,17 @@ class Experts:
     dense_layers: tuple[int, ...]
 
 
+Family = Literal["llama", "mistral", "qwen2", "qwen3", "qwen3_moe"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """A Llama, Qwen3 or Qwen3-MoE decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU."""
+    """A decoder with RMSNorm, rotary positions, grouped-query attention and SwiGLU.
 
-    family: Literal["llama", "qwen3", "qwen3_moe"]
+    `qkv_bias` is Qwen2's: a bias is added to Q, K and V. `qk_norm` is Qwen3's: their heads are normed.
+    """
+
+    family: Family
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -64,6 +72,7 @@ class Architecture:
     qk_norm: bool
     tie_embeddings: bool
     experts: Experts | None = None
+    qkv_bias: bool = False
 
     @property
     def sparse_layers(self) -> tuple[int, ...]:
@@ -84,6 +93,9 @@ def parameter_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
         shapes[f"{layer}.self_attn.q_proj.weight"] = (q_size, hidden)
         shapes[f"{layer}.self_attn.k_proj.weight"] = (kv_size, hidden)
         shapes[f"{layer}.self_attn.v_proj.weight"] = (kv_size, hidden)
+        if arch.qkv_bias:
+            sizes = {"q": q_size, "k": kv_size, "v": kv_size}
+            shapes |= {f"{layer}.self_attn.{name}_proj.bias": (size,) for name, size in sizes.items()}
         if arch.qk_norm:
             shapes[f"{layer}.self_attn.q_norm.weight"] = (arch.head_dim,)
             shapes[f"{layer}.self_attn.k_norm.weight"] = (arch.head_dim,)
@@ -114,20 +126,23 @@ def _expert_shapes(prefix: str, hidden: int, experts: Experts) -> dict[str, tupl
     return shapes
 
 
-_FAMILIES: dict[str, Literal["llama", "qwen3", "qwen3_moe"]] = {
+_FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
 }
 
 # Key -> the one value the decoder implements, which is also what an absent key means to transformers.
 _FIXED: dict[str, Any] = {
-    "attention_bias": False,
     "mlp_bias": False,
     "hidden_act": "silu",
     "partial_rotary_factor": 1.0,
-    "quantization_config": None,
 }
+
+# The `quantization_config` of block FP8, as DeepSeek-V3 and Qwen3-FP8 have it; other keys say which modules have it.
+BLOCK_FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [TILE, TILE]}
 
 # Sizes of lists and tables that are made before a weight is read; several times those of the largest released models.
 _LARGEST = {
@@ -218,7 +233,8 @@ def architecture_from_hf(config: Mapping[str, Any], where: str) -> Architecture:
         rope_theta=rope_theta,
         max_positions=max_positions,
         rope_scaling=rope_scaling,
-        qk_norm=family != "llama",
+        qk_norm=family in ("qwen3", "qwen3_moe"),
+        qkv_bias=family == "qwen2",
         tie_embeddings=reader.flag("tie_word_embeddings", default=False),
         experts=_experts(reader) if family == "qwen3_moe" else None,
     )
@@ -229,7 +245,7 @@ def architecture_to_hf(
 ) -> dict[str, Any]:
     """A config.json that transformers and vLLM load.
 
-    The families differ in experts and the RMSNorm of Q and K alone, so these, and not `family`, pick the class.
+    Experts, the RMSNorm of Q and K, and the bias pick the class; Mistral without a window is Llama by another name.
 
     Args:
         arch: The decoder.
@@ -238,16 +254,7 @@ def architecture_to_hf(
         pad_id: Token that fills a batch, if any.
         dtype: Type of the stored weights, such as `bfloat16`.
     """
-    specific: dict[str, Any] = (
-        {"use_sliding_window": False, "sliding_window": None, "max_window_layers": arch.num_layers}
-        if arch.qk_norm
-        else {"mlp_bias": False}
-    )
-    if arch.experts is not None:
-        assert arch.qk_norm, "no family has experts and no norm of Q and K"
-        specific |= _experts_to_hf(arch.experts)
-    dense = "Qwen3ForCausalLM" if arch.qk_norm else "LlamaForCausalLM"
-    name = dense if arch.experts is None else "Qwen3MoeForCausalLM"
+    name = _class_of(arch)
     scaling = _rope_scaling_to_hf(arch.rope_scaling)
     return {
         "architectures": [name],
@@ -265,9 +272,10 @@ def architecture_to_hf(
         "rope_theta": arch.rope_theta,
         "rope_scaling": scaling,
         "rope_parameters": {"rope_type": "default", **(scaling or {}), "rope_theta": arch.rope_theta},
-        "attention_bias": False,
+        # Qwen2's class always has the bias, and no key for it.
+        **({} if arch.qkv_bias else {"attention_bias": False}),
         "attention_dropout": 0.0,
-        **specific,
+        **_specific_to_hf(arch),
         "tie_word_embeddings": arch.tie_embeddings,
         "bos_token_id": bos_id,
         "eos_token_id": one_or_list(eos_ids),
@@ -278,25 +286,58 @@ def architecture_to_hf(
     }
 
 
+def _class_of(arch: Architecture) -> str:
+    assert not (arch.qkv_bias and arch.qk_norm), "no family has both a bias and norms of Q and K"
+    assert arch.qk_norm or arch.experts is None, "no family has experts and no norm of Q and K"
+    if arch.experts is not None:
+        return "Qwen3MoeForCausalLM"
+    if arch.qk_norm:
+        return "Qwen3ForCausalLM"
+    if arch.qkv_bias:
+        return "Qwen2ForCausalLM"
+    return "MistralForCausalLM" if arch.family == "mistral" else "LlamaForCausalLM"
+
+
+def _specific_to_hf(arch: Architecture) -> dict[str, Any]:
+    """Keys that a family has beyond those of all."""
+    experts = {} if arch.experts is None else _experts_to_hf(arch.experts)
+    if arch.qk_norm or arch.qkv_bias:
+        window = {"use_sliding_window": False, "sliding_window": None, "max_window_layers": arch.num_layers}
+        return {**window, **experts}
+    # An absent key means a window of 4096 tokens to Mistral's class.
+    return {"sliding_window": None} if arch.family == "mistral" else {"mlp_bias": False}
+
+
 def one_or_list(ids: Collection[int]) -> int | list[int]:
     """End-of-sequence ids as Hugging Face writes them: one number, or a list of several."""
     ordered = sorted(ids)
     return ordered[0] if len(ordered) == 1 else ordered
 
 
-def _family(reader: _Reader) -> Literal["llama", "qwen3", "qwen3_moe"]:
+def _family(reader: _Reader) -> Family:
     names = reader.keys.get("architectures")
     name = names[0] if isinstance(names, list) and len(names) == 1 else None
     if not isinstance(name, str) or name not in _FAMILIES:
-        raise reader.refused("architectures", " or ".join(json.dumps([known]) for known in _FAMILIES))
+        raise reader.refused("architectures", "one of " + ", ".join(_FAMILIES))
     family = _FAMILIES[name]
     if reader.keys.get("model_type", family) != family:
         raise reader.refused("model_type", f'"{family}", for {name}')
     return family
 
 
+def check_block_fp8(found: object, where: str) -> None:
+    """Raises UserError: a `quantization_config` is of another format than block FP8."""
+    section = found if isinstance(found, Mapping) else {}
+    for key, expected in BLOCK_FP8.items():
+        if section.get(key, expected if key == "fmt" else None) != expected:
+            given = json.dumps(section.get(key), default=str)[:_SHOWN_CHARACTERS]
+            raise UserError(f"{where}: quantization_config: {key}: found {given}, expected {json.dumps(expected)}")
+
+
 def _refuse_unsupported(reader: _Reader, family: str) -> None:
-    for key, only in _FIXED.items():
+    if reader.keys.get("quantization_config") is not None:
+        check_block_fp8(reader.keys["quantization_config"], reader.where)
+    for key, only in {**_FIXED, "attention_bias": family == "qwen2"}.items():
         if reader.keys.get(key) not in (None, only):
             raise reader.refused(key, json.dumps(only))
     layer_types = reader.keys.get("layer_types")
@@ -304,9 +345,10 @@ def _refuse_unsupported(reader: _Reader, family: str) -> None:
         if not isinstance(layer_types, list) or set(layer_types) != {"full_attention"}:
             raise reader.refused("layer_types", '"full_attention" for every layer')
         return
-    # Qwen3 configurations may carry a window that nothing uses; Llama has no such switch.
-    unused = family != "llama" and not reader.flag("use_sliding_window", default=False)
-    if reader.keys.get("sliding_window") is not None and not unused:
+    # Qwen configurations may carry a window that nothing uses; Llama and Mistral have no such switch.
+    unused = family.startswith("qwen") and not reader.flag("use_sliding_window", default=False)
+    implied = family == "mistral" and "sliding_window" not in reader.keys
+    if implied or (reader.keys.get("sliding_window") is not None and not unused):
         raise reader.refused("sliding_window", "null (full attention)")
 
 
@@ -318,6 +360,8 @@ def _head_dim(reader: _Reader, family: str, num_heads: int) -> int:
         head_dim = hidden_size // num_heads
     else:
         head_dim = reader.integer("head_dim")
+    if family == "qwen2" and head_dim * num_heads != hidden_size:
+        raise reader.refused("head_dim", f"hidden_size / num_attention_heads, {hidden_size} / {num_heads}")
     if head_dim % 2:
         raise reader.refused("head_dim", f"an even number (it is {head_dim})")
     return head_dim

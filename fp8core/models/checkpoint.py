@@ -1,13 +1,14 @@
 """Checkpoint folders in the Hugging Face layout: read with every tensor checked, written whole or not at all.
 
-`initial_weights` builds the weights of a decoder from scratch.
+A folder in block FP8 is read as BF16, `code * scale` rounded once. `initial_weights` builds the weights of a decoder
+from scratch.
 """
 
 import json
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,8 +27,9 @@ from fp8core.models.architecture import (
     one_or_list,
     parameter_shapes,
 )
-from fp8core.models.safetensors_stream import INDEX, WEIGHTS, ReadTensors, StoredTensor, read_folder
+from fp8core.models.safetensors_stream import INDEX, WEIGHTS, Dequantised, ReadTensors, StoredTensor, read_folder
 from fp8core.models.tokenizer import Tokenizer
+from fp8core.models.weights import SCALE_SUFFIX
 from fp8core.store.durable import make_folder, sync_path
 from fp8core.user_files import read_json_object
 
@@ -37,11 +39,19 @@ _DTYPES = ("BF16", "F16", "F32")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model read from disk; `tensors` has exactly the names of `parameter_shapes`, in their stored types."""
+    """A model read from disk.
+
+    Attributes:
+        architecture: The decoder.
+        tensors: Exactly the names of `parameter_shapes`, in their stored types; BF16 for block FP8.
+        tokenizer: Of the folder.
+        dequantised: The tensors that were stored in block FP8.
+    """
 
     architecture: Architecture
     tensors: dict[str, Tensor]
     tokenizer: Tokenizer
+    dequantised: frozenset[str]
 
     @property
     def eos_ids(self) -> frozenset[int]:
@@ -58,13 +68,16 @@ def load_checkpoint(folder: Path) -> Checkpoint:
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder")
     config_path = folder / "config.json"
-    architecture = architecture_from_hf(read_json_object(config_path), str(config_path))
-    tensors = _read_tensors(folder, architecture)
+    config = read_json_object(config_path)
+    architecture = architecture_from_hf(config, str(config_path))
+    stored = _stored_tensors(folder)
+    codes = {} if config.get("quantization_config") is None else _take_codes(stored)
+    tensors = _read_tensors(folder, architecture, stored, codes)
     tokenizer = Tokenizer.load(folder)
     largest = max(tokenizer.vocab_size - 1, *tokenizer.eos_ids)
     if largest >= architecture.vocab_size:
         raise UserError(f"{folder}: token {largest} is beyond vocab_size={architecture.vocab_size} of config.json")
-    return Checkpoint(architecture, tensors, tokenizer)
+    return Checkpoint(architecture, tensors, tokenizer, frozenset(codes))
 
 
 def save_checkpoint(
@@ -147,20 +160,40 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def _read_tensors(folder: Path, arch: Architecture) -> ReadTensors:
-    shapes = parameter_shapes(arch)
+def _stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     # Old Llama conversions store the rotary frequencies, which the configuration determines.
-    stored = {name: t for name, t in read_folder(folder).items() if not name.endswith("rotary_emb.inv_freq")}
-    _check(stored, shapes, arch.tie_embeddings, folder / (WEIGHTS if (folder / WEIGHTS).is_file() else INDEX))
+    return {name: t for name, t in read_folder(folder).items() if not name.endswith("rotary_emb.inv_freq")}
+
+
+def _take_codes(stored: dict[str, StoredTensor]) -> dict[str, Dequantised]:
+    """Matrices of codes with the scales of their tiles; the scales are taken out of `stored`."""
+    names = [
+        name for name, tensor in stored.items() if tensor.spec.dtype == "F8_E4M3" and name + SCALE_SUFFIX in stored
+    ]
+    return {name: Dequantised(stored[name], stored.pop(name + SCALE_SUFFIX)) for name in names}
+
+
+def _read_tensors(
+    folder: Path, arch: Architecture, stored: Mapping[str, StoredTensor], codes: Mapping[str, Dequantised]
+) -> dict[str, Tensor]:
+    shapes = parameter_shapes(arch)
+    where = folder / (WEIGHTS if (folder / WEIGHTS).is_file() else INDEX)
+    specs = {name: codes[name].results[0] if name in codes else tensor.spec for name, tensor in stored.items()}
+    _check(
+        {name: replace(tensor, spec=specs[name]) for name, tensor in stored.items()}, shapes, arch.tie_embeddings, where
+    )
     try:
-        tensors = _load(stored)
+        tensors = _load({name: tensor for name, tensor in stored.items() if name not in codes})
+        tensors |= {name: torch.cat([part for _, part in matrix.pieces()]) for name, matrix in codes.items()}
     except (SafetensorError, OSError) as error:
         raise UserError(f"{folder}: the weights cannot be read: {error}") from error
     if arch.tie_embeddings and _HEAD in tensors and not torch.equal(tensors[_HEAD], tensors[_EMBEDDING]):
         raise stored[_HEAD].refused(
             f"expected the values of {_EMBEDDING} (config.json says tie_word_embeddings), found others"
         )
-    return ReadTensors({name: tensors[name] for name in shapes}, {name: stored[name] for name in shapes})
+    found = {name: tensors[name] for name in shapes}
+    # Ranks elsewhere read the files themselves where these hold what is trained.
+    return found if codes else ReadTensors(found, {name: stored[name] for name in shapes})
 
 
 def _check(stored: Mapping[str, StoredTensor], shapes: Mapping[str, tuple[int, ...]], tied: bool, where: Path) -> None:
@@ -225,9 +258,10 @@ def _experts(config: ArchitectureConfig) -> Experts | None:
 
 
 def initial_weights(arch: Architecture, seed: int) -> dict[str, Tensor]:
-    """FP32 weights: norms 1, embedding N(0, 1), linears N(0, 1 / in), outputs of a block scaled by 1 / sqrt(2 layers).
+    """FP32 weights: norms 1, biases 0, embedding N(0, 1), linears N(0, 1 / in).
 
-    An embedding that is also the head is drawn as a head, so that a fresh policy is nearly uniform.
+    Outputs of a block are scaled by 1 / sqrt(2 layers). An embedding that is also the head is drawn as a head, so that
+    a fresh policy is nearly uniform.
 
     The scaling of block outputs is that of GPT-2 (Radford et al., 2019, section 2.3).
     """
@@ -236,7 +270,7 @@ def initial_weights(arch: Architecture, seed: int) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
     for name, shape in parameter_shapes(arch).items():
         if len(shape) == 1:
-            weights[name] = torch.ones(shape)
+            weights[name] = torch.zeros(shape) if name.endswith(".bias") else torch.ones(shape)
             continue
         embeds_only = name.startswith("model.embed_tokens") and not arch.tie_embeddings
         spread = 1.0 if embeds_only else shape[1] ** -0.5

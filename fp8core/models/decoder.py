@@ -1,4 +1,4 @@
-"""The decoder shared by the embedded engine and the torch trainer: Llama, Qwen3 and Qwen3-MoE in any format.
+"""The decoder shared by the embedded engine and the torch trainer: every family of `architecture`, in any format.
 
     decoder = Decoder(architecture, reference_formats(architecture.num_layers))
     weights = load_policy(architecture, stored_weights(masters, decoder.formats.stored_names(), "pow2"))
@@ -127,12 +127,19 @@ class Decoder:
         normed = rms_norm(points.sums(total), weight, self.arch.rms_norm_eps, rounding, points.normalised)
         return rounding(total), normed
 
+    def fused_qkv(self, i: int, layer: LayerWeights, x: Tensor) -> Tensor:
+        """Heads of Q, K and V side by side, of a layer's normed [tokens, hidden].
+
+        A bias is added to the product as it is rounded, and the sum is rounded again: to BF16, or in FP32 not at all.
+        """
+        product = self.formats.layers[i].qkv(x, layer.qkv)
+        return product if layer.qkv_bias is None else self.formats.rounding(product + layer.qkv_bias)
+
     def _qkv(self, i: int, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Q, K and V as [B, heads, T, d], normed and rotated."""
         batch, length, _ = x.shape
         arch, rounding, inner = self.arch, self.formats.rounding, self.formats.points.normalised
-        fused = self.formats.layers[i].qkv(x.flatten(0, 1), layer.qkv)
-        heads = fused.view(batch, length, -1, arch.head_dim)
+        heads = self.fused_qkv(i, layer, x.flatten(0, 1)).view(batch, length, -1, arch.head_dim)
         q, k, v = heads.split([arch.num_heads, arch.num_kv_heads, arch.num_kv_heads], dim=2)
         if layer.q_norm is not None and layer.k_norm is not None:
             q = rms_norm(q, layer.q_norm, arch.rms_norm_eps, rounding, inner)

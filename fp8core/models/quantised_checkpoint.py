@@ -8,6 +8,11 @@ Names alone decide what is quantised: the linears of the decoder's layers are (`
 too). Embeddings, head, norms, biases and routers stay in BF16 (DeepSeek-V3, arXiv 2412.19437, section 3.3), and so does
 every unknown name.
 
+A side that is no multiple of 128 ends in a partial tile, whose scale is of the elements that it has. `transformers`
+divides such a side into equal tiles: it refuses the tensor, or scales it wrongly (192 rows as two tiles of 96). vLLM
+does not read it in fused linears. So a matrix with a partial tile beside whole ones is refused before anything is
+written. A side below 128 is one tile to all; vLLM refuses it in fused linears.
+
 Dequantised values of power-of-two scales quantise to the same values again. Bytes are equal too, but for tiles whose
 largest code is 224: the smallest scale that holds those is half as large.
 """
@@ -26,6 +31,7 @@ from typing import Any
 from torch import Tensor
 
 from fp8core.errors import UserError
+from fp8core.models.architecture import BLOCK_FP8, check_block_fp8
 from fp8core.models.checkpoint import whole_folder
 from fp8core.models.safetensors_stream import (
     FLOATS,
@@ -175,7 +181,6 @@ def _refuse_split_groups(matrices: Iterable[str], quantised: frozenset[str]) -> 
 
 SHARD_BYTES = 4_000_000_000
 _CONFIG = "config.json"
-_FORMAT = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [TILE, TILE]}
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".ggml", ".h5", ".msgpack", ".onnx", ".onnx_data")
 
 Report = Callable[[int, int], None]
@@ -224,7 +229,8 @@ def plan_quantisation(source: Path, kept: KeptInBf16, rule: ScaleRule) -> Plan:
     stay as they are.
 
     Raises:
-        UserError: the folder is no such checkpoint, is quantised already, or `kept` does not fit it.
+        UserError: the folder is no such checkpoint, is quantised already, has a matrix that others could not read in
+            block FP8, or `kept` does not fit it.
     """
     config = _read_config(source)
     if config.get("quantization_config") is not None:
@@ -234,6 +240,7 @@ def plan_quantisation(source: Path, kept: KeptInBf16, rule: ScaleRule) -> Plan:
         if tensor.spec.dtype not in (*FLOATS, *INTEGERS):
             raise tensor.refused(f"expected BF16, F16, F32 or integers, found {tensor.spec.dtype}")
     selection = select({name: t.spec.shape for name, t in stored.items()}, _num_layers(config, source), kept)
+    _refuse_partial_tiles(stored[name] for name in in_layer_order(selection.quantised))
     narrowed = {"F16"} | {stored[name].spec.dtype for name in selection.quantised}
 
     def convert(name: str) -> Conversion:
@@ -251,9 +258,19 @@ def plan_quantisation(source: Path, kept: KeptInBf16, rule: ScaleRule) -> Plan:
     )
 
 
+def _refuse_partial_tiles(tensors: Iterable[StoredTensor]) -> None:
+    for tensor in tensors:
+        for side in tensor.spec.shape:
+            if side > TILE and side % TILE:
+                raise tensor.refused(
+                    f"{list(tensor.spec.shape)} is not cut into whole tiles: {side} is no multiple of {TILE}, and "
+                    "neither transformers nor vLLM reads that in block FP8; keep or export it in BF16"
+                )
+
+
 def block_fp8_section(kept_modules: Iterable[str]) -> dict[str, Any]:
     """`quantization_config` of a config.json in block FP8 but for the given modules."""
-    return {**_FORMAT, "modules_to_not_convert": list(kept_modules)}
+    return {**BLOCK_FP8, "modules_to_not_convert": list(kept_modules)}
 
 
 def plan_dequantisation(source: Path) -> Plan:
@@ -263,7 +280,7 @@ def plan_dequantisation(source: Path) -> Plan:
         UserError: the folder is no checkpoint in block FP8, or codes and scales do not belong together.
     """
     config = _read_config(source)
-    _check_format(config.get("quantization_config"), source / _CONFIG)
+    check_block_fp8(config.get("quantization_config"), str(source / _CONFIG))
     stored = read_folder(source)
     codes = [name for name, tensor in stored.items() if tensor.spec.dtype == "F8_E4M3"]
     scales = {name + SCALE_SUFFIX for name in codes}
@@ -355,16 +372,6 @@ def _num_layers(config: Mapping[str, Any], source: Path) -> int:
     if not isinstance(found, int) or isinstance(found, bool) or found < 1:
         raise UserError(f"{source / _CONFIG}: num_hidden_layers: found {json.dumps(found)}, expected an integer >= 1")
     return found
-
-
-def _check_format(found: object, where: Path) -> None:
-    section = found if isinstance(found, dict) else {}
-    for key, expected in _FORMAT.items():
-        if section.get(key, expected if key == "fmt" else None) != expected:
-            raise UserError(
-                f"{where}: quantization_config: {key}: found {json.dumps(section.get(key))}, "
-                f"expected {json.dumps(expected)}"
-            )
 
 
 def _with_bf16(config: Mapping[str, Any]) -> dict[str, Any]:

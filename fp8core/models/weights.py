@@ -101,6 +101,7 @@ class LayerWeights:
 
     input_norm: Tensor
     qkv: LinearWeight
+    qkv_bias: Tensor | None
     q_norm: Tensor | None
     k_norm: Tensor | None
     output: LinearWeight
@@ -182,11 +183,11 @@ def layer_of(name: str) -> int | None:
 
 def is_linear(name: str) -> bool:
     """True if a parameter is the weight of one of the seven linears of a layer."""
-    return name.split(".")[-2] in _FUSED
+    return name.endswith(".weight") and name.split(".")[-2] in _FUSED
 
 
 def fused_linear(name: str) -> str:
-    """The fused linear (a field of `LayerWeights`) that the weight of one of the seven linears is part of."""
+    """The fused linear (a field of `LayerWeights`) that the weight or bias of one of the seven linears is part of."""
     return _FUSED[name.split(".")[-2]]
 
 
@@ -250,6 +251,9 @@ def _layer_weights(source: _Source, arch: Architecture, i: int) -> LayerWeights:
     return LayerWeights(
         input_norm=source.plain(f"{prefix}.input_layernorm.weight"),
         qkv=source.linear(*(f"{attention}.{name}_proj.weight" for name in "qkv")),
+        qkv_bias=torch.cat([source.plain(f"{attention}.{name}_proj.bias") for name in "qkv"])
+        if arch.qkv_bias
+        else None,
         q_norm=source.plain(f"{attention}.q_norm.weight") if arch.qk_norm else None,
         k_norm=source.plain(f"{attention}.k_norm.weight") if arch.qk_norm else None,
         output=source.linear(f"{attention}.o_proj.weight"),

@@ -9,6 +9,9 @@ back: `x ~ grid * scale`. A scale is amax / 448 of its group, with amax floored 
     pow2    2^ceil(log2(amax / 448)), the only rule whose bytes are equal in torch, vLLM and Transformer Engine
     fp32    amax / 448
 
+A width that is no multiple of a group or tile leaves a partial last one. It has a scale of its own, from the elements
+that it has: zeros that fill it up change nothing.
+
 An all-zero group has grid 0 and the floor's scale. NaN and infinity are not representable in a scaled group (they
 would become the scale), so they are refused: `GroupNotFinite`.
 

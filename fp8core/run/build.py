@@ -36,13 +36,15 @@ if TYPE_CHECKING:
 class BaseModel:
     """The model that a run starts from.
 
-    `tensors` are random for a model from scratch; its policy is made by the warm start.
+    `tensors` are random for a model from scratch; its policy is made by the warm start. `dequantised` of them were
+    stored in block FP8.
     """
 
     arch: Architecture
     tensors: Mapping[str, Tensor]
     tokenizer: Tokenizer
     revision: str | None
+    dequantised: int = 0
 
 
 def build_base(config: RunConfig) -> BaseModel:
@@ -261,4 +263,5 @@ def _from_checkpoint(config: RunConfig, model: str) -> BaseModel:
         raise UserError("warm_start trains a model from scratch; a checkpoint starts as it is (set warm_start to null)")
     resolved = resolve_model(model, config.revision)
     checkpoint = load_checkpoint(Path(resolved.folder))
-    return BaseModel(checkpoint.architecture, checkpoint.tensors, checkpoint.tokenizer, resolved.revision)
+    read = checkpoint.architecture, checkpoint.tensors, checkpoint.tokenizer
+    return BaseModel(*read, resolved.revision, len(checkpoint.dequantised))

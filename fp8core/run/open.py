@@ -218,6 +218,8 @@ def open_run(
         if (cluster := open_cluster(config)) is not None:
             parts.callback(cluster.close)
         base = build_base(config)
+        if base.dequantised:
+            console.note(f"model={config.model}: {base.dequantised} weights in block FP8 are read as BF16")
         if config.loss.distillation.teacher is not None:
             check_teacher(config, base)
         verifier = parts.enter_context(closing(build_verifier(config.reward)))

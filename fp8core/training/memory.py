@@ -132,8 +132,8 @@ def heaviest(arch: Architecture, parallel: Parallel) -> Part:
 def _cut(shapes: Shapes, parallel: Parallel) -> Part:
     kinds: dict[int, dict[str, tuple[int, ...]]] = {}
     for name, shape in shapes.items():
-        # Norms and routers are whole on every GPU of a tensor-parallel group.
-        whole = len(shape) == 1 or name.endswith(ROUTER)
+        # Norms and routers are whole on every GPU of a tensor-parallel group; a bias is cut as its linear is.
+        whole = (len(shape) == 1 and not name.endswith(".bias")) or name.endswith(ROUTER)
         parts = parallel.expert if is_expert(name) else 1 if whole else parallel.tensor
         kinds.setdefault(parts, {})[name] = shape
     return [(kind, parts) for parts, kind in kinds.items()]

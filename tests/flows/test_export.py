@@ -108,6 +108,21 @@ def test_block_fp8_is_what_quantise_writes_and_others_read(wide, export, tmp_pat
     assert 0 < (exact - quantised).norm() < 0.05 * exact.norm()
 
 
+def test_block_fp8_that_nobody_reads_is_refused_and_bf16_is_written(loop_run, export, tmp_path):
+    widths = {"architecture.hidden_size": 192, "architecture.num_heads": 6, "architecture.intermediate_size": 320}
+    partial = loop_run("partial", steps=1, **widths)
+    metrics = partial.store.get_json(partial.ledger.artifacts(1)["metrics"])
+    assert metrics["alignment/token_mult_prob_error"] == 1
+    code, printed, errors = export(partial.folder, tmp_path / "fp8", "--step", 1, "--format", "fp8")
+    assert (code, printed) == (2, "")
+    assert "tensor model.layers.0.mlp.down_proj.weight: [192, 320]" in errors
+    assert len(errors.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+    assert export(partial.folder, tmp_path / "bf16", "--step", 1)[0] == 0
+    tokens, logits = logits_of(tmp_path / "bf16")
+    torch.testing.assert_close(logits, our_logits(tmp_path / "bf16", tokens), rtol=0, atol=1e-4)
+
+
 def test_transformers_loads_block_fp8_itself(wide, export, tmp_path):
     export(wide.folder, tmp_path / "fp8", "--step", 1, "--format", "fp8")
     (_, exact), (_, loaded) = logits_of(wide.folder / "checkpoints" / "00001" / "policy"), logits_of(tmp_path / "fp8")

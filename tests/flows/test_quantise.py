@@ -58,7 +58,7 @@ def test_away_from_a_terminal_only_the_summary_is_printed(
     there, ragged, back = printed.out.splitlines()
     assert there.startswith(f"{tmp_path / 'fp8'}: 14 of 25 tensors converted, 426,752 parameters")
     assert there.endswith(" s, pow2 scales")
-    assert ragged.startswith("no whole tiles of 128")
+    assert ragged.startswith("narrower than a tile of 128")
     assert back.startswith(f"{tmp_path / 'bf16'}: 14 of 25 tensors converted, 426,752 parameters")
     assert contents(tmp_path / "bf16").keys() == contents(small_checkpoint).keys()
 

@@ -5,7 +5,7 @@ of the right types, and the reference's attention stands where vLLM's is; the re
 """
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
@@ -35,6 +35,8 @@ QWEN3 = Architecture(
 )
 SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=32)
 LLAMA = replace(QWEN3, family="llama", qk_norm=False, tie_embeddings=True, rope_scaling=SCALING)
+# vLLM's Qwen2 divides the hidden size among the heads.
+QWEN2 = replace(QWEN3, family="qwen2", qk_norm=False, qkv_bias=True, hidden_size=512)
 
 
 class ReferenceAttention(nn.Module):
@@ -130,9 +132,10 @@ def write(model, tensors):
         rows_of(parameters[slot.parameter].data)[slot.start : slot.stop].copy_(tensors[name])
 
 
-@pytest.mark.parametrize("arch", [QWEN3, LLAMA], ids=["qwen3", "llama"])
+@pytest.mark.parametrize("arch", [LLAMA, QWEN2, QWEN3], ids=lambda arch: arch.family)
 def test_the_forward_is_the_reference(build, arch):
     masters = {name: w * 2 if w.dim() == 2 else w for name, w in initial_weights(arch, seed=0).items()}
+    masters |= {name: torch.linspace(-1, 1, len(w)) for name, w in masters.items() if name.endswith(".bias")}
     formats = rollout_formats(CONTRACT, arch.num_layers)
     tensors = stored_weights(masters, formats.stored_names(), "pow2")
     model = build(arch, "aligned")
@@ -151,7 +154,7 @@ def test_the_forward_is_the_reference(build, arch):
     assert torch.equal(logprobs, log_softmax(formats.head.logits(expected, weights.head), 0.7).float())
 
 
-@pytest.mark.parametrize("arch", [QWEN3, LLAMA], ids=["qwen3", "llama"])
+@pytest.mark.parametrize("arch", [LLAMA, QWEN2, QWEN3], ids=lambda arch: arch.family)
 def test_weights_lie_as_in_vllms_own_model(build, arch):
     aligned, stock = build(arch, "aligned"), build(arch, "stock")
     assert type(aligned).__name__ == ALIGNED[type(stock).__name__]
@@ -166,9 +169,13 @@ def test_weights_lie_as_in_vllms_own_model(build, arch):
 def test_the_engine_takes_it_for_a_generating_decoder(vllm_cpu):
     from vllm import ModelRegistry
 
-    for name, aligned in ALIGNED.items():
-        theirs, ours = (ModelRegistry.models[each].inspect_model_cls() for each in (name, aligned))
-        assert ours == replace(theirs, architecture=aligned)
+    def inspected(name):
+        """As vLLM caches it, with lists for tuples: some of these may come from its cache."""
+        return json.loads(json.dumps(asdict(ModelRegistry.models[name].inspect_model_cls())))
+
+    # Each takes seconds in a process of its own; Mistral is ours for Llama by another name.
+    for name in ("MistralForCausalLM", "Qwen3ForCausalLM"):
+        assert inspected(ALIGNED[name]) == inspected(name) | {"architecture": ALIGNED[name]}
 
 
 @pytest.fixture

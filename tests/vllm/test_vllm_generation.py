@@ -166,24 +166,24 @@ def test_every_seed_is_one(engine):
     assert first == second
 
 
-CHANGES = {
-    "family": "llama",
-    "qk_norm": False,
-    "num_heads": 4,
-    "tie_embeddings": True,
-    "rope_scaling": RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=32),
-}
+SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=32)
+# Structures of Llama-3.2-1B and Qwen2.5-0.5B: a shared embedding, scaled positions, biases, and heads of 64.
+SMALL = [
+    {"family": "llama", "num_heads": 4, "rope_scaling": SCALING},
+    {"family": "qwen2", "qkv_bias": True, "hidden_size": 192, "num_heads": 3, "num_kv_heads": 1, "head_dim": 64},
+]
 
 
 @pytest.mark.slow
-def test_a_tied_llama_with_scaled_positions(vllm_build):
+@pytest.mark.parametrize("changes", SMALL, ids=["llama", "qwen2"])
+def test_small_models_that_share_their_embedding(vllm_build, changes):
     from fp8core.rollout.vllm.engine import VllmEngine
 
     side = CONTRACT.rollout.model_copy(update={"head": "bf16"})
     contract = CONTRACT.model_copy(
         update={"rollout": side, "training": CONTRACT.training.model_copy(update={"head": "bf16"})}
     )
-    arch = Architecture(**{**SHAPE, **CHANGES})
+    arch = Architecture(**{**SHAPE, "qk_norm": False, "tie_embeddings": True, **changes})
     engine = VllmEngine(arch, contract, OPTIONS, 16, vllm_build)
     try:
         groups = build_groups(8, 4, longest=80)

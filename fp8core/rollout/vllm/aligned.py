@@ -1,9 +1,9 @@
 """Models of vLLM that compute with the functions that train, so that both sides have the same log-probs bit for bit.
 
-The modules are those of vLLM's own Qwen3 and Llama, so weights lie, are named, written and read back as in these. The
-forward is ours: linears, norms, rotary positions, SwiGLU, attention and head are called from `fp8core.numerics`, as the
-trainer calls them. None of them depends on other rows. So a token's log-prob is the same decoded alone, in a batch,
-after a prefix-cache hit, and scored in training.
+The modules are those of vLLM's own Llama, Qwen2 and Qwen3, so weights lie, are named, written and read back as in
+these. The forward is ours: linears, norms, rotary positions, SwiGLU, attention and head are called from
+`fp8core.numerics`, as the trainer calls them. None of them depends on other rows. So a token's log-prob is the same
+decoded alone, in a batch, after a prefix-cache hit, and scored in training.
 
 Attention: requests with one new token go through `kernels.decode_attention`, those with more through
 `kernels.sequence_attention`, which has the same bytes. vLLM lays out and writes the cache as for FlashAttention, and
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.model_executor.models.llama import LlamaForCausalLM
+from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, AttentionMetadataBuilder
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
@@ -199,6 +200,8 @@ class AlignedForward(nn.Module):
         heads, arch = self._heads, self._arch
         norms = (attention.q_norm.weight, attention.k_norm.weight) if arch.qk_norm else None
         qkv = _multiply(rows, attention.qkv_proj)
+        if arch.qkv_bias:
+            qkv = qkv + attention.qkv_proj.bias
         rotated = norm_rotate(qkv, norms, self.cosines, self.sines, positions, heads, arch.rms_norm_eps)
         sizes = [n * heads.head_dim for n in (heads.query_heads, heads.kv_heads, heads.kv_heads)]
         attended = attention.attn(*rotated.split(sizes, dim=-1))
@@ -214,5 +217,9 @@ class AlignedQwen3ForCausalLM(AlignedForward, Qwen3ForCausalLM):
     """Qwen3."""
 
 
+class AlignedQwen2ForCausalLM(AlignedForward, Qwen2ForCausalLM):
+    """Qwen2."""
+
+
 class AlignedLlamaForCausalLM(AlignedForward, LlamaForCausalLM):
-    """Llama."""
+    """Llama, and Mistral without a window."""

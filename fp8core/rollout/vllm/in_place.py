@@ -28,8 +28,9 @@ class InPlaceLinear(UnquantizedLinearMethod):
         """Pack nothing."""
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """BF16 [..., out]."""
-        return nn.functional.linear(x, layer.get_parameter("weight"), bias)
+        """BF16 [..., out]; a bias is added to the rounded product, as the contract's other engines add it."""
+        product = nn.functional.linear(x, layer.get_parameter("weight"))
+        return product if bias is None else product + bias
 
 
 class InPlaceEmbedding(UnquantizedEmbeddingMethod):

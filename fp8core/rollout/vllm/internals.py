@@ -34,7 +34,7 @@ def register_aligned_models() -> None:
     """Give vLLM the paths of the aligned models, by their names in a config.json; to be done in every process."""
     from vllm import ModelRegistry
 
-    for name in ALIGNED.values():
+    for name in set(ALIGNED.values()):
         ModelRegistry.register_model(name, f"fp8core.rollout.vllm.aligned:{name}")
 
 

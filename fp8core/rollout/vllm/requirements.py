@@ -182,7 +182,7 @@ def model_refusals(arch: Architecture, contract: PrecisionContract, options: Vll
         if formats.of(name) == "fp8_block" and any(size % TILE for size in shape):
             yield (
                 f"precision.rollout.linear=fp8_block: {name} is {list(shape)}; vLLM fuses linears, so "
-                f"both sides of each must be multiples of {TILE}"
+                f"both sides of each must be multiples of {TILE}; set it to bf16, or rollout.engine to embedded"
             )
             return
 

@@ -64,7 +64,12 @@ def kept_experts(arch: Architecture, formats: StoredNames) -> Iterable[str]:
 
 
 # vLLM's class -> the name that the one derived from it is registered under.
-ALIGNED = {"Qwen3ForCausalLM": "AlignedQwen3ForCausalLM", "LlamaForCausalLM": "AlignedLlamaForCausalLM"}
+ALIGNED = {
+    "LlamaForCausalLM": "AlignedLlamaForCausalLM",
+    "MistralForCausalLM": "AlignedLlamaForCausalLM",
+    "Qwen2ForCausalLM": "AlignedQwen2ForCausalLM",
+    "Qwen3ForCausalLM": "AlignedQwen3ForCausalLM",
+}
 # The key of a config.json that holds the decoder as an `Architecture`.
 _KEY = "fp8_grpo_decoder"
 

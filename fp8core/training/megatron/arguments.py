@@ -46,6 +46,7 @@ def transformer_arguments(
         "gated_linear_unit": True,
         "activation_func": torch.nn.functional.silu,
         "add_bias_linear": False,
+        "add_qkv_bias": arch.qkv_bias,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "params_dtype": dtype,

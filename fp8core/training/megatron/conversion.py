@@ -105,6 +105,9 @@ def _attention(arch: Architecture, style: Style, into: str, source: str) -> Iter
     yield Parameter(norm, (f"{source}.input_layernorm.weight",))
     qkv = tuple(f"{projections}.{name}_proj.weight" for name in "qkv")
     yield Parameter(f"{linear}.weight", qkv, "by_kv_group", "rows")
+    if arch.qkv_bias:
+        biases = tuple(f"{projections}.{name}_proj.bias" for name in "qkv")
+        yield Parameter(f"{linear}.bias", biases, "by_kv_group", "rows")
     if arch.qk_norm:
         for name in "qk":
             yield Parameter(f"{into}.self_attention.{name}_layernorm.weight", (f"{projections}.{name}_norm.weight",))

@@ -132,11 +132,12 @@ def _check_tiles(arch: Architecture, tensor: int) -> None:
         sides["expert"] = arch.experts.intermediate_size
         if len(arch.sparse_layers) == arch.num_layers:
             del sides["MLP"]
+    lower = "lower training.megatron.tensor_parallel or " if tensor > 1 else ""
     for name, side in sides.items():
         if side % TILE:
             raise UserError(
                 f"precision.training.linear=fp8_block: {name} has {side} columns on each GPU, and Megatron's block FP8 "
-                f"needs a multiple of {TILE}; lower training.megatron.tensor_parallel or set it to bf16"
+                f"needs a multiple of {TILE}; {lower}set it to bf16"
             )
 
 

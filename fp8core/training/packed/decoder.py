@@ -23,7 +23,7 @@ from fp8core.training.packed.masters import Masters, units_of
 Observer = Callable[[int, Heads], None]
 _LINEARS = ("qkv", "output", "gate_up", "down")
 _HEAD_NORMS = ("q_norm", "k_norm")
-_VECTORS = ("input_norm", "post_norm", *_HEAD_NORMS)
+_VECTORS = ("input_norm", "qkv_bias", "post_norm", *_HEAD_NORMS)
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,7 @@ class PackedLayer(nn.Module):
         blocks, weights = self._blocks, self._weights
         assert weights, "the weights were not made ready"
         total, operand = blocks.normed(x, added, self._norm("input_norm"))
-        rotated = self._rotated(blocks.product(operand, weights["qkv"]), shared)
-        attended = self._attended(rotated, shared)
+        attended = self._attended(self._rotated(self._biased(blocks.product(operand, weights["qkv"])), shared), shared)
         if kept is not None:
             kept.total, kept.attended = total, attended
         added = blocks.product(blocks.operand(attended.out), weights["output"])
@@ -143,6 +142,8 @@ class PackedLayer(nn.Module):
         grad = shared.attention.backward(grad, first.rotated, for_backward, self._layout, shared.pack, scales)
         grad, *of_norms = norm_rotate_backward(grad, first.qkv, *self._rotation(shared))
         vectors |= {name: each for name, each in zip(_HEAD_NORMS, of_norms, strict=True) if each is not None}
+        if "qkv_bias" in self._values:
+            vectors["qkv_bias"] = grad.sum(0, dtype=torch.float32)
         grad = self._collect("qkv", blocks.gradients, grad, first.kept)
         input_norm = self._values["input_norm"]
         grad, vectors["input_norm"] = add_norm_backward(grad, grad_total, kept.total, input_norm, first.inverse)
@@ -160,7 +161,7 @@ class PackedLayer(nn.Module):
     def _first_half(self, x: Tensor, added: Tensor | None, shared: LayerContext) -> "FirstHalf":
         """Up to the attention."""
         total, inverse, operand, kept = self._blocks.kept_normed(x, added, self._norm("input_norm"))
-        qkv = self._blocks.product(operand, self._weights["qkv"])
+        qkv = self._biased(self._blocks.product(operand, self._weights["qkv"]))
         return FirstHalf(total, inverse, kept, qkv, self._rotated(qkv, shared))
 
     def _second_half(self, x: Tensor, added: Tensor | None) -> tuple["SecondHalf", Tensor, Operand]:
@@ -172,6 +173,11 @@ class PackedLayer(nn.Module):
 
     def _norm(self, name: str) -> Norm:
         return Norm(self._values[name], self._eps)
+
+    def _biased(self, qkv: Tensor) -> Tensor:
+        """bf16(qkv + bias), the rounding of `models.decoder.Decoder.fused_qkv`."""
+        # Both are BF16 values: torch adds them in FP32 and rounds once.
+        return qkv + self._values["qkv_bias"].bfloat16() if "qkv_bias" in self._values else qkv
 
     def _rotated(self, qkv: Tensor, shared: LayerContext) -> Tensor:
         return norm_rotate(qkv, *self._rotation(shared))

@@ -55,11 +55,13 @@ def units_of(arch: Architecture) -> list[Unit]:
         def stack(shape: tuple[int, ...], *parts: tuple[str, int]) -> Stack:
             return Stack(tuple((f"model.layers.{index}.{name}.weight", rows) for name, rows in parts), shape)
 
-        attention = [(f"self_attn.{name}_proj", rows) for name, rows in zip("qkv", (query, key, key), strict=True)]
+        projections = [(f"self_attn.{name}_proj", rows) for name, rows in zip("qkv", (query, key, key), strict=True)]
+        biases = tuple((f"model.layers.{index}.{name}.bias", rows) for name, rows in projections)
         heads = {f"{name}_norm": stack((), (f"self_attn.{name}_norm", arch.head_dim)) for name in "qk"}
         found = {
             "input_norm": stack((), ("input_layernorm", *hidden)),
-            "qkv": stack(hidden, *attention),
+            "qkv": stack(hidden, *projections),
+            **({"qkv_bias": Stack(biases, ())} if arch.qkv_bias else {}),
             **(heads if arch.qk_norm else {}),
             "output": stack((query,), ("self_attn.o_proj", *hidden)),
             "post_norm": stack((), ("post_attention_layernorm", *hidden)),

@@ -76,13 +76,14 @@ def check_architecture_fits(arch: Architecture, contract: PrecisionContract, dev
         if is_linear(name) and formats.of(name) == "fp8_block" and any(size % TILE for size in shape):
             raise UserError(
                 f"{_SETTING} with precision.training.linear=fp8_block: {name} is {list(shape)}; both sides must be "
-                f"multiples of {TILE}"
+                f"multiples of {TILE}; set linear to bf16, or training.device to cpu"
             )
     group = arch.num_heads // arch.num_kv_heads
     if contract.training.kv_cache == "fp8" and (arch.head_dim != HEAD_DIM or group > LARGEST_GROUP):
         raise UserError(
             f"{_SETTING} with precision.training.kv_cache=fp8: the model has head_dim={arch.head_dim} and {group} "
-            f"query heads a KV head; the kernel takes head_dim={HEAD_DIM} and at most {LARGEST_GROUP}"
+            f"query heads a KV head; the kernel takes head_dim={HEAD_DIM} and at most {LARGEST_GROUP}; set kv_cache to "
+            "bf16, or training.device to cpu"
         )
 
 

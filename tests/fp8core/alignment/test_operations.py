@@ -30,7 +30,12 @@ QWEN = Architecture(
     tie_embeddings=False,
 )
 EXPERTS = Experts(count=4, per_token=2, intermediate_size=128, normalise_top_k=True, sparse_step=1, dense_layers=(1,))
-FAMILIES = {"qwen3": {}, "llama": {"qk_norm": False}, "qwen3_moe": {"experts": EXPERTS}}
+FAMILIES = {
+    "qwen3": {},
+    "llama": {"qk_norm": False},
+    "qwen2": {"qk_norm": False, "qkv_bias": True},
+    "qwen3_moe": {"experts": EXPERTS},
+}
 SCALES = (LayerScales(0.03125, 0.03125, 0.03125),) * 2
 FP8, BF16 = SidePrecision(), SidePrecision(linear="bf16", kv_cache="bf16")
 TOKENS = torch.arange(3, 23)
@@ -39,7 +44,9 @@ PROMPT = 5
 
 def _chain(side, points, arch=QWEN):
     formats = rollout_formats(PrecisionContract(rollout=side), 2).with_points(points)
-    held = Side.of(formats, initial_weights(arch, seed=0))
+    weights = initial_weights(arch, seed=0)
+    biases = {name: torch.linspace(-1, 1, len(bias)) for name, bias in weights.items() if name.endswith(".bias")}
+    held = Side.of(formats, weights | biases)
     return held, operations(arch, formats, load_policy(arch, held.stored), TOKENS, SCALES)
 
 

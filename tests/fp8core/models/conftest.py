@@ -11,7 +11,11 @@ from torch import Tensor
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -45,6 +49,14 @@ def _llama(**overrides: Any) -> PreTrainedModel:
     return LlamaForCausalLM(LlamaConfig(**{**_SHAPE, **overrides}))
 
 
+def _mistral(**overrides: Any) -> PreTrainedModel:
+    return MistralForCausalLM(MistralConfig(**{**_SHAPE, **overrides}))
+
+
+def _qwen2(**overrides: Any) -> PreTrainedModel:
+    return Qwen2ForCausalLM(Qwen2Config(**{**_SHAPE, **overrides}))
+
+
 def _qwen3(**overrides: Any) -> PreTrainedModel:
     return Qwen3ForCausalLM(Qwen3Config(**{**_SHAPE, "head_dim": 24, **overrides}))
 
@@ -57,7 +69,20 @@ def _qwen3_moe(**overrides: Any) -> PreTrainedModel:
 _MODELS = {
     "llama": lambda: _llama(),
     "llama-tied": lambda: _llama(tie_word_embeddings=True, num_key_value_heads=4, rms_norm_eps=1e-5),
-    "llama-scaled-rope": lambda: _llama(rope_parameters=_LLAMA3_ROPE),
+    "llama-3.2": lambda: _llama(
+        rope_parameters=_LLAMA3_ROPE, tie_word_embeddings=True, num_key_value_heads=1, head_dim=64
+    ),
+    "smollm2": lambda: _llama(
+        tie_word_embeddings=True, hidden_size=192, num_attention_heads=3, num_key_value_heads=1, intermediate_size=320
+    ),
+    "mistral": lambda: _mistral(sliding_window=None, head_dim=24),
+    "qwen2.5": lambda: _qwen2(
+        tie_word_embeddings=True,
+        hidden_size=112,
+        num_attention_heads=7,
+        num_key_value_heads=1,
+        use_sliding_window=False,
+    ),
     "qwen3": lambda: _qwen3(rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
     "qwen3-tied": lambda: _qwen3(tie_word_embeddings=True),
     "qwen3-moe": lambda: _qwen3_moe(norm_topk_prob=True, head_dim=24),

@@ -1,5 +1,5 @@
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -9,11 +9,13 @@ from transformers import AutoConfig
 
 from fp8core.errors import UserError
 from fp8core.models.architecture import (
+    BLOCK_FP8,
     Architecture,
     Experts,
     RopeScaling,
     architecture_from_hf,
     architecture_to_hf,
+    parameter_shapes,
 )
 from fp8core.user_files import read_json_object
 
@@ -71,6 +73,46 @@ QWEN3_06B = {
     "vocab_size": 151936,
 }
 
+QWEN25_05B = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 21,
+    "model_type": "qwen2",
+    "num_attention_heads": 14,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+
+MISTRAL_7B_V03 = {
+    "architectures": ["MistralForCausalLM"],
+    "attention_dropout": 0.0,
+    "head_dim": None,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "model_type": "mistral",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "vocab_size": 32768,
+}
+
 QWEN3_30B_A3B = {
     **{key: value for key, value in QWEN3_06B.items() if key != "max_window_layers"},
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -91,6 +133,9 @@ QWEN3_30B_A3B = {
     "router_aux_loss_coef": 0.001,
     "tie_word_embeddings": False,
 }
+
+
+FP8 = "quantization_config"
 
 
 def without(config, *keys):
@@ -120,6 +165,26 @@ def test_qwen3():
     arch = architecture_from_hf(QWEN3_06B, "config.json")
     assert (arch.family, arch.qk_norm, arch.head_dim, arch.rope_theta) == ("qwen3", True, 128, 1e6)
     assert (arch.num_heads, arch.num_kv_heads, arch.rope_scaling) == (16, 8, None)
+
+
+def test_qwen2_has_a_bias_and_no_norm_of_heads():
+    arch = architecture_from_hf(QWEN25_05B, "config.json")
+    assert (arch.family, arch.qkv_bias, arch.qk_norm, arch.head_dim) == ("qwen2", True, False, 64)
+    assert parameter_shapes(arch)["model.layers.0.self_attn.k_proj.bias"] == (128,)
+    assert not any("_norm.weight" in name and "self_attn" in name for name in parameter_shapes(arch))
+
+
+def test_mistral_without_a_window_is_a_llama_by_another_name():
+    arch = architecture_from_hf(MISTRAL_7B_V03, "config.json")
+    llama = {**without(MISTRAL_7B_V03, "sliding_window"), "architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    assert replace(arch, family="llama") == architecture_from_hf(llama, "")
+
+
+def test_a_refused_architecture_is_told_which_work():
+    with pytest.raises(UserError) as refused:
+        architecture_from_hf({**LLAMA_32_1B, "architectures": ["GemmaForCausalLM"]}, "config.json")
+    for base in (LLAMA_32_1B, MISTRAL_7B_V03, QWEN25_05B, QWEN3_06B, QWEN3_30B_A3B):
+        assert base["architectures"][0] in str(refused.value)
 
 
 def test_transformers_5_keys_mean_the_same():
@@ -167,18 +232,30 @@ def test_what_a_first_llama_leaves_out():
 @pytest.mark.parametrize(
     ("base", "changes", "key"),
     [
-        (LLAMA_32_1B, {"architectures": ["MistralForCausalLM"]}, "architectures"),
+        (LLAMA_32_1B, {"architectures": ["GemmaForCausalLM"]}, "architectures"),
         (LLAMA_32_1B, {"architectures": None}, "architectures"),
         (LLAMA_32_1B, {"model_type": "mistral"}, "model_type"),
         (LLAMA_32_1B, {"attention_bias": True}, "attention_bias"),
         (LLAMA_32_1B, {"mlp_bias": True}, "mlp_bias"),
         (LLAMA_32_1B, {"hidden_act": "gelu"}, "hidden_act"),
-        (LLAMA_32_1B, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        (LLAMA_32_1B, {"quantization_config": {"quant_method": "awq"}}, "quantization_config: activation_scheme"),
+        (
+            QWEN3_06B,
+            {"quantization_config": {**BLOCK_FP8, "weight_block_size": [64, 128]}},
+            f"{FP8}: weight_block_size",
+        ),
+        (QWEN3_06B, {"quantization_config": {**BLOCK_FP8, "quant_method": "awq"}}, f"{FP8}: quant_method"),
+        (QWEN3_06B, {"quantization_config": [1]}, f"{FP8}: activation_scheme"),
         (LLAMA_32_1B, {"sliding_window": 4096}, "sliding_window"),
         (LLAMA_32_1B, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling: type"),
         (LLAMA_32_1B, {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_scaling: rope_type"),
         (LLAMA_32_1B, {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "rope_scaling: low_freq_factor"),
         (LLAMA_32_1B, {"rope_scaling": {"rope_type": "default", "rope_theta": 1e4}}, "rope_theta"),
+        (MISTRAL_7B_V03, {"sliding_window": 4096}, "sliding_window"),
+        (without(MISTRAL_7B_V03, "sliding_window"), {}, "sliding_window"),
+        (QWEN25_05B, {"attention_bias": False}, "attention_bias"),
+        (QWEN25_05B, {"use_sliding_window": True}, "sliding_window"),
+        (QWEN25_05B, {"head_dim": 128}, "head_dim"),
         (QWEN3_06B, {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "rope_parameters"),
         (QWEN3_06B, {"rope_parameters": {"partial_rotary_factor": 0.5}}, "rope_parameters: partial_rotary_factor"),
         (QWEN3_06B, {"use_sliding_window": True, "sliding_window": 4096}, "sliding_window"),
@@ -212,8 +289,9 @@ def test_unsupported_is_refused_by_file_and_key(base, changes, key):
     assert len(str(refused.value)) < 400
 
 
-def test_an_unused_sliding_window_is_accepted():
-    assert architecture_from_hf({**QWEN3_06B, "sliding_window": 4096}, "") == architecture_from_hf(QWEN3_06B, "")
+@pytest.mark.parametrize("base", [QWEN3_06B, QWEN25_05B], ids=["qwen3", "qwen2"])
+def test_an_unused_sliding_window_is_accepted(base):
+    assert architecture_from_hf({**base, "sliding_window": 4096}, "") == architecture_from_hf(base, "")
 
 
 scalings = st.builds(
@@ -238,12 +316,12 @@ mixtures = st.builds(
 
 @st.composite
 def architectures(draw):
-    family = draw(st.sampled_from(["llama", "qwen3", "qwen3_moe"]))
+    family = draw(st.sampled_from(["llama", "mistral", "qwen2", "qwen3", "qwen3_moe"]))
     kv_heads, groups, head_dim = draw(st.integers(1, 8)), draw(st.integers(1, 8)), 2 * draw(st.integers(1, 64))
     return Architecture(
         family=family,
         vocab_size=draw(st.integers(1, 200_000)),
-        hidden_size=kv_heads * groups * draw(st.integers(1, 128)),
+        hidden_size=kv_heads * groups * (head_dim if family == "qwen2" else draw(st.integers(1, 128))),
         intermediate_size=draw(st.integers(1, 20_000)),
         num_layers=draw(st.integers(1, 100)),
         num_heads=kv_heads * groups,
@@ -253,7 +331,8 @@ def architectures(draw):
         rope_theta=draw(st.floats(1e2, 1e8)),
         max_positions=draw(st.integers(16_384, 1 << 20)),
         rope_scaling=draw(st.none() | scalings),
-        qk_norm=family != "llama",
+        qk_norm=family in ("qwen3", "qwen3_moe"),
+        qkv_bias=family == "qwen2",
         tie_embeddings=draw(st.booleans()),
         experts=draw(mixtures) if family == "qwen3_moe" else None,
     )
@@ -267,7 +346,11 @@ def test_written_and_read_back(arch):
         assert architecture_from_hf(old, "") == arch
 
 
-@pytest.mark.parametrize("config", [LLAMA_32_1B, QWEN3_06B, QWEN3_30B_A3B], ids=["llama", "qwen3", "qwen3-moe"])
+@pytest.mark.parametrize(
+    "config",
+    [LLAMA_32_1B, MISTRAL_7B_V03, QWEN25_05B, QWEN3_06B, QWEN3_30B_A3B],
+    ids=["llama", "mistral", "qwen2", "qwen3", "qwen3-moe"],
+)
 def test_transformers_reads_what_is_written(config, tmp_path: Path):
     arch = architecture_from_hf(config, "")
     written = architecture_to_hf(arch, bos_id=1, eos_ids={7, 5}, pad_id=3, dtype="bfloat16")
@@ -275,7 +358,9 @@ def test_transformers_reads_what_is_written(config, tmp_path: Path):
     read = AutoConfig.from_pretrained(tmp_path)
     (tmp_path / "original.json").write_text(json.dumps(config))
     original = AutoConfig.from_pretrained(tmp_path / "original.json")
-    for key in ("rope_parameters", "head_dim", "num_key_value_heads", "rms_norm_eps", "tie_word_embeddings"):
+    assert getattr(read, "sliding_window", None) is None
+    assert getattr(original, "head_dim", None) in (None, read.head_dim)
+    for key in ("rope_parameters", "num_key_value_heads", "rms_norm_eps", "tie_word_embeddings"):
         assert getattr(read, key) == getattr(original, key), key
     assert type(read) is type(original)
     experts = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "mlp_only_layers")

@@ -1,8 +1,10 @@
 import json
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config,
 from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear, replace_with_fp8_linear
 
 from fp8core.errors import UserError
-from fp8core.models.checkpoint import load_checkpoint
+from fp8core.models.checkpoint import initial_weights, load_checkpoint, save_checkpoint
 from fp8core.models.quantised_checkpoint import (
     KeptInBf16,
     Plan,
@@ -521,3 +523,63 @@ def test_memory_does_not_grow_with_the_tensors(small_checkpoint, tmp_path):
     command = [sys.executable, "-c", MEASURE, source, tmp_path / "fp8", tmp_path / "bf16"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert int(done.stdout) < 1.5 * largest.nbytes
+
+
+# Widths of SmolLM2-135M, 192 rows of K and V, and a last tile that is partial beside a whole one; then what loads.
+@pytest.mark.parametrize(
+    ("sizes", "refused"),
+    [
+        ({"hidden_size": 576, "num_heads": 9, "num_kv_heads": 3, "head_dim": 64}, "down_proj.weight: [576, 256]"),
+        ({"num_heads": 3, "num_kv_heads": 3, "head_dim": 64}, "k_proj.weight: [192, 128]"),
+        ({"intermediate_size": 320}, "down_proj.weight: [128, 320]"),
+        ({"hidden_size": 80, "intermediate_size": 96}, None),
+        ({"hidden_size": 256, "num_heads": 8, "num_kv_heads": 1}, None),
+    ],
+    ids=["SmolLM2", "K and V", "MLP", "narrow", "whole tiles"],
+)
+def test_what_is_written_is_what_transformers_reads_or_refused(small_checkpoint, tmp_path, sizes, refused):
+    small = load_checkpoint(small_checkpoint)
+    arch = replace(small.architecture, family="llama", qk_norm=False, **sizes)
+    save_checkpoint(tmp_path / "bf16", arch, initial_weights(arch, 0), small.tokenizer)
+    if refused is not None:
+        with pytest.raises(UserError, match=re.escape(refused)):
+            quantise(tmp_path / "bf16", tmp_path / "fp8")
+        assert not (tmp_path / "fp8").exists()
+        return
+    write(plan_dequantisation(quantise(tmp_path / "bf16", tmp_path / "fp8")), tmp_path / "back")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "fp8").state_dict()
+    for name, tensor in weights_of(tmp_path / "back").items():
+        assert torch.equal(loaded[name].bfloat16(), tensor), name
+
+
+def test_a_checkpoint_in_block_fp8_is_read_as_what_its_codes_stand_for(quantised, tmp_path):
+    """Qwen3-FP8 stores its scales in BF16, and names no format of its codes."""
+    folder = shutil.copytree(quantised, tmp_path / "fp8")
+    scales = {name: t.bfloat16() for name, t in weights_of(folder).items() if name.endswith("_scale_inv")}
+    rewrite(folder, **scales)
+    section = config_of(folder)["quantization_config"]
+    reconfigure(folder, quantization_config={key: value for key, value in section.items() if key != "fmt"})
+    found = load_checkpoint(folder)
+    expected = load_checkpoint(write(plan_dequantisation(quantised), tmp_path / "back"))
+    assert found.architecture == expected.architecture
+    assert found.dequantised == {name.removesuffix("_scale_inv") for name in scales}
+    assert not expected.dequantised
+    assert list(found.tensors) == list(expected.tensors)
+    assert_equal(found.tensors, expected.tensors)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"_scale_inv": None}, "expected dtype BF16, F16, F32, found F8_E4M3"),
+        ({"_scale_inv": torch.ones(3, 1)}, "expected floating-point [2, 1] for weights [256, 128], found F32 [3, 1]"),
+        ({"_scale_inv": torch.full((2, 1), torch.nan)}, "a scale is not positive and finite"),
+    ],
+    ids=["no scales", "other tiles", "NaN"],
+)
+def test_codes_and_scales_that_do_not_belong_together_are_refused(quantised, tmp_path, changes, message):
+    folder, up = shutil.copytree(quantised, tmp_path / "fp8"), "model.layers.1.mlp.up_proj.weight"
+    rewrite(folder, **{up + suffix: tensor for suffix, tensor in changes.items()})
+    with pytest.raises(UserError, match=re.escape(message)) as refused:
+        load_checkpoint(folder)
+    assert f"tensor {up}" in str(refused.value)

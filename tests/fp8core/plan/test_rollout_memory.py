@@ -2,11 +2,13 @@
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from fp8core.config.load import load_config
+from fp8core.models.architecture import architecture_from_hf
 from fp8core.models.checkpoint import initial_weights
 from fp8core.models.hub import model_shape
 from fp8core.models.weights import rollout_formats, stored_weights
@@ -28,6 +30,34 @@ def test_qwen3_8b_is_counted_as_by_hand(configured):
 @pytest.mark.parametrize(("model", "total"), [("qwen3-30b-a3b", 30_532_122_624), ("llama-3.1-8b", 8_030_261_248)])
 def test_published_models_have_the_parameters_their_cards_say(configured, model, total):
     assert count_parameters(model_shape(configured(model))).total == total
+
+
+# Layers, vocabulary, hidden size, width of the MLP, heads, KV heads, head size. All share the embedding with the head.
+SMALL = {
+    "SmolLM2-135M": (134_515_008, "Llama", (30, 49_152, 576, 1536, 9, 3, 64)),
+    "Llama-3.2-1B": (1_235_814_400, "Llama", (16, 128_256, 2048, 8192, 32, 8, 64)),
+    "Llama-3.2-3B": (3_212_749_824, "Llama", (28, 128_256, 3072, 8192, 24, 8, 128)),
+    "Qwen2.5-0.5B": (494_032_768, "Qwen2", (24, 151_936, 896, 4864, 14, 2, 64)),
+    "Qwen2.5-1.5B": (1_543_714_304, "Qwen2", (28, 151_936, 1536, 8960, 12, 2, 128)),
+}
+
+
+@pytest.mark.parametrize("model", SMALL)
+def test_a_shared_embedding_is_counted_once_and_biases_too(model):
+    total, family, sizes = SMALL[model]
+    keys = ("num_hidden_layers", "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
+    config = dict(zip((*keys, "num_key_value_heads", "head_dim"), sizes, strict=True)) | {
+        "architectures": [f"{family}ForCausalLM"],
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+    }
+    arch = architecture_from_hf(config, "config.json")
+    found = count_parameters(arch)
+    assert (found.total, found.head) == (total, arch.vocab_size * arch.hidden_size)
+    biases = (arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim * arch.qkv_bias
+    norms = (2 * arch.num_layers + 1) * arch.hidden_size
+    assert found.linear == total - found.head - norms - biases * arch.num_layers
 
 
 def test_a_token_meets_eight_of_128_experts(configured):
@@ -58,7 +88,7 @@ def test_a_sync_sends_what_was_measured(planned, model, precision):
 
 def test_a_sync_sends_the_bytes_that_the_trainer_exports():
     config = load_config("tiny-moe", ["architecture.hidden_size=144", "precision.bf16_last_layers=1"])
-    arch = model_shape(config)
+    arch = replace(model_shape(config), qkv_bias=True)
     formats = rollout_formats(config.precision, arch.num_layers)
     exported = stored_weights(initial_weights(arch, seed=0), formats.stored_names(), "pow2")
     planned = shipped_bytes(arch, config.precision)

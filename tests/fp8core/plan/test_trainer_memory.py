@@ -65,9 +65,11 @@ def test_experts_are_shared_out_and_optimiser_states_over_all_gpus(configured):
     assert by_item(gpu_state(arch, parallel))["optimiser states"] == DENSE + EXPERTS
 
 
-def test_tensor_parallelism_leaves_norms_and_routers_whole(configured):
-    config = configured("qwen3-30b-a3b")
-    step = by_item(SHARDED.step(config, model_shape(config), Parallel(gpus=4, tensor=4, expert=4)))
+def test_tensor_parallelism_leaves_norms_and_routers_whole_and_cuts_biases(configured):
+    config, parallel = configured("qwen3-30b-a3b"), Parallel(gpus=4, tensor=4, expert=4)
+    arch = model_shape(config)
+    step, biased = (by_item(SHARDED.step(config, a, parallel)) for a in (arch, replace(arch, qkv_bias=True)))
+    assert biased["gradients"] - step["gradients"] == 4 * 48 * (32 + 2 * 4) * 128 // 4
     whole = 48 * (2 * 2048 + 2 * 128 + 128 * 2048) + 2048
     assert step["gradients"] == 4 * (whole + (DENSE - whole) // 4 + EXPERTS // 4)
 

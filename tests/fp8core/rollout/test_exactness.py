@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fp8core.alignment.metrics import alignment_metrics
 from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
-from fp8core.models.architecture import Experts
+from fp8core.models.architecture import Experts, RopeScaling
 from fp8core.numerics.kv_scales import LayerScales, scales_from_statistics
 from fp8core.rl.batch import RolloutBatch, TokenBatch, length_mask, pad
 from fp8core.rollout.engine import PolicyScales, Sampling
@@ -51,6 +51,37 @@ SHAPES = {
     "multi-query": {"num_kv_heads": 1},
     "llama": {"family": "llama", "qk_norm": False},
     "tied": {"tie_embeddings": True},
+    "Qwen2.5-0.5B": {
+        "family": "qwen2",
+        "qk_norm": False,
+        "qkv_bias": True,
+        "tie_embeddings": True,
+        "hidden_size": 448,
+        "num_heads": 7,
+        "num_kv_heads": 1,
+        "head_dim": 64,
+        "num_layers": 1,
+    },
+    "Llama-3.2-1B": {
+        "family": "llama",
+        "qk_norm": False,
+        "tie_embeddings": True,
+        "rope_scaling": RopeScaling(factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=16),
+        "hidden_size": 256,
+        "num_heads": 4,
+        "num_kv_heads": 1,
+        "head_dim": 64,
+    },
+    "SmolLM2-135M": {
+        "family": "llama",
+        "qk_norm": False,
+        "tie_embeddings": True,
+        "hidden_size": 192,
+        "intermediate_size": 512,
+        "num_heads": 3,
+        "num_kv_heads": 1,
+        "head_dim": 64,
+    },
     "experts": {"family": "qwen3_moe", "experts": moe(count=6, per_token=2)},
     "experts in whole tiles": {
         "family": "qwen3_moe",
@@ -67,10 +98,10 @@ def assert_exact(log_ratios):
     assert torch.equal(log_ratios, torch.zeros_like(log_ratios)), f"{int((log_ratios != 0).sum())} tokens differ"
 
 
-# Every shape in FP8 with both rules of scales, and every contract on three shapes.
+# Every shape in FP8 with both rules of scales, and every contract on four shapes.
 PAIRS = sorted(
     {*itertools.product(SHAPES, ["fp8", "fp32 scales"])}
-    | {*itertools.product(["no multiples of 128", "whole tiles", "experts"], CONTRACTS)}
+    | {*itertools.product(["no multiples of 128", "whole tiles", "Qwen2.5-0.5B", "experts"], CONTRACTS)}
 )
 
 

@@ -269,12 +269,13 @@ SHAPE = {"vocab_size": 64, **TRUE_TILES}
     "scaling",
     [None, RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=32)],
 )
-@pytest.mark.parametrize("family", ["qwen3", "llama"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 def test_its_config_json_says_which_decoder_it_is(architecture, family, scaling):
-    arch = architecture(**SHAPE, family=family, qk_norm=family == "qwen3", rope_scaling=scaling)
+    traits = {"qk_norm": family == "qwen3", "qkv_bias": family == "qwen2"}
+    arch = architecture(**SHAPE, family=family, **traits, rope_scaling=scaling)
     config, stock = (model_config(arch, KERNELS, VllmConfig(model=model)) for model in ("aligned", "stock"))
     (name,) = stock["architectures"]
-    assert config["architectures"] == [f"Aligned{name}"]
+    assert config["architectures"] == [f"Aligned{name}".replace("Mistral", "Llama")]
     assert {key for key in config if config[key] != stock.get(key)} == {"architectures", "fp8_grpo_decoder"}
     assert decoder_of(SimpleNamespace(**config)) == arch
 

@@ -17,7 +17,14 @@ LAYER = "model.layers.0"
 def shipped(architecture):
     """A decoder in block FP8: 512, 256 and 256 rows of q, k and v; 384 of gate and of up."""
     arch = architecture(
-        hidden_size=256, intermediate_size=384, num_heads=4, num_kv_heads=2, head_dim=128, num_layers=1, vocab_size=200
+        hidden_size=256,
+        intermediate_size=384,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=128,
+        num_layers=1,
+        vocab_size=200,
+        qkv_bias=True,
     )
     specs = {}
     for name, shape in parameter_shapes(arch).items():
@@ -38,6 +45,7 @@ def parameters(shipped):
         if "gate_proj" not in name and "up_proj" not in name
     }
     fused[f"{LAYER}.self_attn.qkv_proj.weight"] = TensorSpec("float8_e4m3fn", (1024, 256))
+    fused[f"{LAYER}.self_attn.qkv_proj.bias"] = TensorSpec("bfloat16", (1024,))
     fused[f"{LAYER}.self_attn.qkv_proj.weight_scale_inv"] = TensorSpec("float32", (8, 2))
     fused[f"{LAYER}.mlp.gate_up_proj.weight"] = TensorSpec("float8_e4m3fn", (768, 256))
     fused[f"{LAYER}.mlp.gate_up_proj.weight_scale_inv"] = TensorSpec("float32", (6, 2))
@@ -52,6 +60,7 @@ def test_parts_lie_below_one_another(shipped):
     assert slots[f"{attention}.q_proj.weight"] == Slot(f"{attention}.qkv_proj.weight", 0, 512)
     assert slots[f"{attention}.k_proj.weight"] == Slot(f"{attention}.qkv_proj.weight", 512, 768)
     assert slots[f"{attention}.v_proj.weight"] == Slot(f"{attention}.qkv_proj.weight", 768, 1024)
+    assert slots[f"{attention}.k_proj.bias"] == Slot(f"{attention}.qkv_proj.bias", 512, 768)
     assert slots[f"{mlp}.up_proj.weight"] == Slot(f"{mlp}.gate_up_proj.weight", 384, 768)
 
 

@@ -1,3 +1,5 @@
+import io
+import json
 import re
 from dataclasses import replace
 from importlib.util import find_spec
@@ -11,9 +13,11 @@ from fp8core.config.load import load_config
 from fp8core.errors import UserError
 from fp8core.models.architecture import parameter_shapes
 from fp8core.models.checkpoint import initial_weights, load_checkpoint, save_checkpoint
+from fp8core.models.quantised_checkpoint import KeptInBf16, plan_quantisation, write_checkpoint
 from fp8core.models.weights import StoredNames, stored_weights
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.kv_scales import scales_from_statistics
+from fp8core.report.console import Console
 from fp8core.rl.batch import RolloutBatch, TokenBatch, length_mask, pad
 from fp8core.rollout.engine import PolicyScales, Sampling
 from fp8core.run.build import (
@@ -25,6 +29,7 @@ from fp8core.run.build import (
     engine_environment,
     sft_settings,
 )
+from fp8core.run.open import open_directory, open_run, plan_of
 from fp8core.training.registry import trainer_of
 
 FP32 = {f"precision.{side}": {"linear": "fp32", "kv_cache": "fp32"} for side in ("rollout", "training")}
@@ -134,9 +139,22 @@ def test_more_bf16_layers_than_the_checkpoint_has(gsm8k):
 # --- a checkpoint, all the way ---
 
 
+@pytest.fixture(params=["qwen3", "qwen2"])
+def checkpoint(request, small_checkpoint, tmp_path):
+    """The small checkpoint, or one of its sizes with biases and partial tiles."""
+    if request.param == "qwen3":
+        return small_checkpoint
+    small = load_checkpoint(small_checkpoint)
+    sizes = {"hidden_size": 192, "num_heads": 6, "qk_norm": False, "qkv_bias": True, "tie_embeddings": True}
+    arch = replace(small.architecture, family="qwen2", **sizes)
+    save_checkpoint(tmp_path / "qwen2", arch, initial_weights(arch, seed=0), small.tokenizer)
+    return tmp_path / "qwen2"
+
+
 @pytest.mark.parametrize("precision", [{}, {"precision.scale_rule": "fp32"}, FP32], ids=["fp8", "fp32 scales", "fp32"])
-def test_a_checkpoint_generates_and_trains(gsm8k, groups_of, precision, tmp_path):
-    config = gsm8k(**precision, **{"training.warmup_steps": 0, "training.learning_rate": 1e-3})
+def test_a_checkpoint_generates_and_trains(checkpoint, gsm8k, groups_of, precision, tmp_path):
+    settings = {"training.warmup_steps": 0, "training.learning_rate": 1e-3}
+    config = gsm8k(model=checkpoint, **precision, **settings)
     base, trainer, engine, scales = started(config)
     assert trainer.digest() == policy_digest({name: tensor.float() for name, tensor in base.tensors.items()})
 
@@ -156,6 +174,14 @@ def test_a_checkpoint_generates_and_trains(gsm8k, groups_of, precision, tmp_path
     assert report.tokens == sum(map(len, tokens))
     moved = trainer.logprobs(sequences, 1.0, scales.layers).logprobs.nan_to_num().sum(1) - old.sum(1)
     assert (moved * wanted).mean() > 0
+    biases = [tensor for name, tensor in trainer.masters.items() if name.endswith(".bias")]
+    assert all(bias.any() for bias in biases), "biases begin at 0, and learn"
+
+    (tmp_path / "state").mkdir()
+    trainer.save(tmp_path / "state")
+    restored = build_trainer(config, base.arch, base.tensors)
+    restored.load(tmp_path / "state")
+    assert restored.digest() == trainer.digest()
 
     save_checkpoint(tmp_path / "export", base.arch, trainer.masters, base.tokenizer)
     exported = build_base(gsm8k(**precision, model=tmp_path / "export"))
@@ -247,3 +273,18 @@ def test_torch_trains_the_warm_start_on_the_gpu_whatever_trains_after_it():
     assert trainer_of(settings).name == "packed"
     assert settings.deterministic
     assert engine_environment(megatron, this_node()).required["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+
+
+def test_a_checkpoint_in_block_fp8_is_a_start_and_the_console_says_so_once(small_checkpoint, gsm8k, tmp_path):
+    write_checkpoint(plan_quantisation(small_checkpoint, KeptInBf16(), "pow2"), tmp_path / "fp8", lambda *_: None)
+    problems = tmp_path / "problems.jsonl"
+    row = {"question": QUESTIONS[0], "answer": "#### 19"}
+    problems.write_text("".join(json.dumps({**row, "question": f"{i}: {QUESTIONS[0]}"}) + "\n" for i in range(200)))
+    settings = {"data.source": problems, "evaluation.prompts": 1, "runs": tmp_path / "runs"}
+    told, config = io.StringIO(), gsm8k(model=tmp_path / "fp8", **settings)
+    with (
+        open_directory(config, "fp8") as directory,
+        open_run(config, plan_of(config), directory, Console(told, config.steps)) as run,
+    ):
+        assert {tensor.dtype for tensor in run.base.values()} == {torch.bfloat16}
+    assert told.getvalue().count("14 weights in block FP8 are read as BF16") == 1

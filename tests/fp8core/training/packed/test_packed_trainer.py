@@ -37,7 +37,12 @@ BF16 = PrecisionContract(
 )
 # With beta1 = 0 and no clipping the first moment of AdamW is the gradient.
 BARE = {"beta1": 0.0, "max_grad_norm": 1e9}
-SHAPES = {"qwen3": {}, "llama": {"family": "llama", "qk_norm": False}, "tied": {"tie_embeddings": True}}
+SHAPES = {
+    "qwen3": {},
+    "llama": {"family": "llama", "qk_norm": False},
+    "qwen2": {"family": "qwen2", "qk_norm": False, "qkv_bias": True},
+    "tied": {"tie_embeddings": True},
+}
 
 
 def packed(masters, contract, arch, training=None, objective=None, ranks=ALONE) -> PackedTrainer:
@@ -326,7 +331,8 @@ def test_ranks_share_one_policy_and_compute_its_bytes(
     contract, architecture, masters_of, trainer_of, first_scales, rollout_batch, tmp_path
 ) -> None:
     """Three ranks, of which one has no row of K, V and the norms; packs of different lengths."""
-    arch = architecture(hidden_size=384, head_dim=64, num_heads=6, num_kv_heads=2, intermediate_size=384)
+    sizes = {"hidden_size": 384, "head_dim": 64, "num_heads": 6, "num_kv_heads": 2, "intermediate_size": 384}
+    arch = architecture(**sizes, qkv_bias=True)
     exact = trainer_of(contract, arch)
     scales = first_scales(exact, contract)
     batch, layers = rollout_batch(exact, scales, rows=20), scales.layers
