@@ -114,6 +114,13 @@ class DataConfig(Section):
     chat: bool = Field(True, description="Apply the tokenizer's chat template when it has one.")
     max_prompt_tokens: int = Field(512, ge=1, le=1 << 20, description="Longer prompts are an error with their line.")
 
+    @field_validator("template")
+    @classmethod
+    def _holds_the_question(cls, template: str) -> str:
+        if "{question}" not in template:
+            raise ValueError("the text has no {question}, so every prompt would be the same; add it where rows differ")
+        return template
+
 
 class WarmStartConfig(Section):
     """Supervised warm start on demonstrations of the chain task, in process, before GRPO."""
@@ -529,6 +536,16 @@ class RunConfig(Section):
         sequences = self.rollout.prompts_per_step * self.rollout.group_size
         if self.training.minibatches > sequences:
             raise ValueError(f"training.minibatches={self.training.minibatches} exceeds {sequences} rollouts a step")
+        return self
+
+    @model_validator(mode="after")
+    def _groups_are_compared(self) -> "RunConfig":
+        taught = self.loss.distillation.weight > 0 and self.loss.distillation.rewards == 0
+        if self.rollout.group_size == 1 and self.loss.advantage != "reinforce_plus_plus" and not taught:
+            raise ValueError(
+                f"rollout.group_size=1: loss.advantage={self.loss.advantage} compares the completions of a prompt, and "
+                "one alone teaches nothing; raise it, or set loss.advantage to reinforce_plus_plus"
+            )
         return self
 
     @model_validator(mode="after")

@@ -6,6 +6,7 @@
 import gzip
 import json
 import zlib
+from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -152,7 +153,7 @@ def _lines(path: Path) -> list[tuple[str, bytes]]:
 def _bounded(path: Path, lines: Iterable[bytes]) -> Iterator[tuple[str, bytes]]:
     """Lines with their places. Raises UserError on one that is too long, before the rest of it is read."""
     for number, line in enumerate(lines, start=1):
-        content = line.removesuffix(b"\n")
+        content = line.removesuffix(b"\n").removeprefix(BOM_UTF8 if number == 1 else b"")
         if len(content) > LONGEST_LINE:
             raise UserError(f"{path}:{number}: the line has more than {LONGEST_LINE:,} bytes, the most that is read")
         yield f"{path}:{number}", content
@@ -229,11 +230,13 @@ def read_rows(data: DataConfig) -> list[Problem]:
 def check_problems(
     source: PromptSource, config: RunConfig, tokenizer: Tokenizer, max_positions: int, verifier: Verifier
 ) -> None:
-    """Raises UserError, with the place (file:line), on a reference that is no answer and a prompt that does not fit."""
+    """Raises UserError, with the place (file:line), on a reference that is no answer and a prompt that does not fit; and
+    on fewer rows than a step takes."""
     problems = list(source.to_check())
     check_references(problems, verifier)
     for row in problems:
         refuse_too_long(row, config, tokenizer, max_positions)
+    source.training(0, config.rollout.drawn_prompts, config.seed)
 
 
 def check_references(problems: Sequence[Problem], verifier: Verifier) -> None:

@@ -49,22 +49,49 @@ class Checkpoint:
         return self.tokenizer.eos_ids
 
 
+@dataclass(frozen=True)
+class StoredCheckpoint:
+    """A checkpoint on disk, checked but for the values of its weights, which are not read yet."""
+
+    folder: Path
+    architecture: Architecture
+    stored: Mapping[str, StoredTensor]
+    tokenizer: Tokenizer
+
+    def load(self) -> Checkpoint:
+        """Read the weights. Raises UserError naming the file, and the tensor that is not what it should be."""
+        tensors = _read_tensors(self.folder, self.architecture, self.stored)
+        return Checkpoint(self.architecture, tensors, self.tokenizer)
+
+
 def load_checkpoint(folder: Path) -> Checkpoint:
     """Read config.json, the weights (one safetensors file or an index of several) and the tokenizer.
 
     Raises:
         UserError: naming the file, and the key or tensor with what was expected and found.
     """
+    return find_checkpoint(folder).load()
+
+
+def find_checkpoint(folder: Path) -> StoredCheckpoint:
+    """Read config.json, the names and shapes of the weights, and the tokenizer.
+
+    Raises:
+        UserError: as `load_checkpoint`.
+    """
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder")
     config_path = folder / "config.json"
     architecture = architecture_from_hf(read_json_object(config_path), str(config_path))
-    tensors = _read_tensors(folder, architecture)
+    # Old Llama conversions store the rotary frequencies, which the configuration determines.
+    stored = {name: t for name, t in read_folder(folder).items() if not name.endswith("rotary_emb.inv_freq")}
+    shapes, single = parameter_shapes(architecture), folder / WEIGHTS
+    _check(stored, shapes, architecture.tie_embeddings, single if single.is_file() else folder / INDEX)
     tokenizer = Tokenizer.load(folder)
     largest = max(tokenizer.vocab_size - 1, *tokenizer.eos_ids)
     if largest >= architecture.vocab_size:
         raise UserError(f"{folder}: token {largest} is beyond vocab_size={architecture.vocab_size} of config.json")
-    return Checkpoint(architecture, tensors, tokenizer)
+    return StoredCheckpoint(folder, architecture, stored, tokenizer)
 
 
 def save_checkpoint(
@@ -142,11 +169,8 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def _read_tensors(folder: Path, arch: Architecture) -> ReadTensors:
+def _read_tensors(folder: Path, arch: Architecture, stored: Mapping[str, StoredTensor]) -> ReadTensors:
     shapes = parameter_shapes(arch)
-    # Old Llama conversions store the rotary frequencies, which the configuration determines.
-    stored = {name: t for name, t in read_folder(folder).items() if not name.endswith("rotary_emb.inv_freq")}
-    _check(stored, shapes, arch.tie_embeddings, folder / (WEIGHTS if (folder / WEIGHTS).is_file() else INDEX))
     try:
         tensors = _load(stored)
     except (SafetensorError, OSError) as error:

@@ -6,6 +6,7 @@ Imported by the child processes, hence free of everything heavy.
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import math
 import sys
 from collections.abc import Callable, Mapping
@@ -145,11 +146,27 @@ def load_scorer(name: str, options: Mapping[str, Any]) -> LoadedScorer:
     function = getattr(module, attribute, None)
     if not callable(function):
         raise UserError(f"{place} has no function {attribute}")
+    _refuse_signature(function, options)
     source = module.__file__
     if source is None:
         raise UserError(f"{place} is a folder, not a module")
     digest = hashlib.sha256(Path(source).read_bytes()).hexdigest()
     return LoadedScorer(FunctionScorer(function, options), {"verifier": name, "source": digest}, interruptible=False)
+
+
+def _refuse_signature(function: Callable[..., object], options: Mapping[str, Any]) -> None:
+    """Raises UserError on a function that cannot be called as `FunctionScorer` calls it."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        return  # One written in C may have none to read.
+    try:
+        signature.bind(*Answer._fields, **options)
+    except TypeError as error:
+        named = "".join(f", {name}=..." for name in options)
+        raise UserError(
+            f"it is called as f({', '.join(Answer._fields)}{named}), and is defined as f{signature}: {error}"
+        ) from error
 
 
 def _math_scorer() -> LoadedScorer:

@@ -25,6 +25,7 @@ from fp8core.rl.user_loss import loss_source
 from fp8core.run.build import build_base, check_engine, check_memory, check_teacher, members_node, open_cluster
 from fp8core.run.context import RunContext, register, release
 from fp8core.store.artifacts import RolloutShards
+from fp8core.store.durable import refuse_unwritable
 from fp8core.store.ledger import LedgerView, SegmentEntry
 from fp8core.store.manifest import PACKAGES, SigningKey, current_code, git_state, hardware, read_signing_key
 from fp8core.store.run_directory import LEDGER, RunDescription, RunDirectory, read_description, refuse_in_use
@@ -101,12 +102,14 @@ def refuse_conflict(config: RunConfig, *, new_code: bool = False) -> None:
 
     Raises:
         UserError: another process has it (pid and host), or `open_directory` would refuse it (every key that differs,
-            or both code versions); or `runs` lies in a run's own folder.
+            or both code versions); its folder cannot be made; or `runs` lies in a run's own folder.
     """
     refuse_in_run(f"runs {config.runs}", config.runs)
     if config.run is None:
+        refuse_unwritable(config.runs.absolute())
         return
     folder = config.runs.absolute() / config.run
+    refuse_unwritable(folder)
     described = read_description(folder)
     if described is not None:
         refuse_in_use(folder)
@@ -219,7 +222,7 @@ def open_run(
             parts.callback(cluster.close)
         base = build_base(config)
         if config.loss.distillation.teacher is not None:
-            check_teacher(config, base)
+            check_teacher(config, base.tokenizer)
         verifier = parts.enter_context(closing(build_verifier(config.reward)))
         check_problems(source, config, base.tokenizer, base.arch.max_positions, verifier)
         version = current_code()

@@ -87,6 +87,17 @@ def numbered(count: int) -> list[Problem]:
     return [problem(f"question {index}", f"#### {index}") for index in range(count)]
 
 
+def test_a_byte_order_mark_begins_a_file_and_is_no_part_of_it(tmp_path: Path) -> None:
+    path = tmp_path / "saved_by_an_editor.jsonl"
+    rows_file(path, 0, 2)
+    plain = read_jsonl(path, "question", "answer")
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert read_jsonl(path, "question", "answer") == plain
+    path.write_bytes(path.read_bytes() * 2)
+    with pytest.raises(UserError, match=r"saved_by_an_editor\.jsonl:3: not JSON"):
+        read_jsonl(path, "question", "answer")
+
+
 @settings(max_examples=60)
 @given(rows=st.integers(1, 40), count=st.integers(1, 40), seed=st.integers(0, 5), data=st.data())
 def test_every_epoch_holds_each_row_once_across_steps(rows: int, count: int, seed: int, data: st.DataObject) -> None:
