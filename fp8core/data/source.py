@@ -230,8 +230,10 @@ def read_rows(data: DataConfig) -> list[Problem]:
 def check_problems(
     source: PromptSource, config: RunConfig, tokenizer: Tokenizer, max_positions: int, verifier: Verifier
 ) -> None:
-    """Raises UserError, with the place (file:line), on a reference that is no answer and a prompt that does not fit; and
-    on fewer rows than a step takes."""
+    """Raises UserError on a reference that is no answer, a prompt that does not fit, and fewer rows than a step takes.
+
+    The first two name the place (file:line).
+    """
     problems = list(source.to_check())
     check_references(problems, verifier)
     for row in problems:

@@ -115,15 +115,6 @@ def overhead_ms(step_interval: Interval, task_intervals: Iterable[Interval]) -> 
     return 1000.0 * (end - start - union_seconds(inside))
 
 
-def task_seconds(timings: Iterable[StepTiming]) -> dict[str, float]:
-    """Seconds in each task's body over all steps, in order of first appearance; overlaps of a task with itself once."""
-    seconds: dict[str, float] = {}
-    for timing in timings:
-        for task, intervals in timing.tasks.items():
-            seconds[task] = seconds.get(task, 0.0) + union_seconds(intervals)
-    return seconds
-
-
 def summarise(
     history: History,
     timings: Sequence[StepTiming],
@@ -133,7 +124,7 @@ def summarise(
     chain_head: str,
     weights_digest: str,
     total_seconds: float,
-    stage_seconds: Mapping[str, float],
+    task_seconds: Mapping[str, float],
     bounds: str,
     bounds_crossed: int | None,
 ) -> Summary:
@@ -141,13 +132,13 @@ def summarise(
 
     Args:
         history: every step of the run, in order.
-        timings: of the steps whose clock was read.
+        timings: of the steps of this process, for the overhead.
         run: name of the run.
         mlflow_run_id: its MLflow run.
         chain_head: the last link of its chain of manifests (`manifest.Head`).
         weights_digest: digest of the last policy.
-        total_seconds: wall time of the run.
-        stage_seconds: what ran outside the steps (warm start), listed beside the tasks.
+        total_seconds: wall time of the run, in all its processes.
+        task_seconds: of it, what each task took over all steps, and what ran before them (warm start).
         bounds: what the run was held to, in a line.
         bounds_crossed: how often it was beyond that for as long as `alignment.stop.patience`; None: nothing was judged.
     """
@@ -171,5 +162,5 @@ def summarise(
         bounds=bounds,
         bounds_crossed=bounds_crossed,
         overhead_ms_per_step=Overhead(median=median(overheads), mean=fmean(overheads)) if overheads else None,
-        seconds={**stage_seconds, **task_seconds(timings), "total": total_seconds},
+        seconds={**task_seconds, "total": total_seconds},
     )
