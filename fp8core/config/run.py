@@ -168,6 +168,22 @@ class RolloutConfig(Section):
         return math.ceil(self.prompts_per_step * self.oversample)
 
 
+class ScheduleConfig(Section):
+    """The learning rate after the warm-up, as a share of `training.learning_rate`."""
+
+    kind: Literal["constant", "linear", "cosine"] = Field("constant", description="How it falls to final_share.")
+    final_share: float = Field(
+        0.1, ge=0, le=1, description="Share that is left when the schedule is over; it stays so in later steps."
+    )
+    over_steps: int | None = Field(
+        None,
+        ge=1,
+        le=10_000_000,
+        description="GRPO steps, warm-up included, after which a linear or cosine schedule is over; null takes `steps`."
+        " A run that is extended keeps the number that it was begun with.",
+    )
+
+
 class TrainingConfig(Section):
     """Optimisation of the policy."""
 
@@ -184,6 +200,7 @@ class TrainingConfig(Section):
     )
     learning_rate: float = Field(1e-4, gt=0, le=1)
     warmup_steps: int = Field(5, ge=0, le=1_000_000, description="Linear learning-rate warm-up in optimiser updates.")
+    learning_rate_schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
     beta1: float = Field(0.9, ge=0, lt=1)
     beta2: float = Field(0.95, ge=0, lt=1)
     weight_decay: float = Field(0.0, ge=0, le=1)
@@ -537,6 +554,20 @@ class RunConfig(Section):
         if self.training.minibatches > sequences:
             raise ValueError(f"training.minibatches={self.training.minibatches} exceeds {sequences} rollouts a step")
         return self
+
+    @model_validator(mode="after")
+    def _schedule_has_an_end(self) -> "RunConfig":
+        training, schedule = self.training, self.training.learning_rate_schedule
+        if schedule.kind == "constant":
+            return self
+        over = schedule.over_steps or self.steps
+        place = f"training.learning_rate_schedule: kind={schedule.kind} over {over} steps"
+        if over * training.minibatches <= training.warmup_steps:
+            raise ValueError(f"{place} ends within training.warmup_steps={training.warmup_steps}; lower the warm-up")
+        if schedule.final_share == 0 and self.steps > over:
+            raise ValueError(f"{place} leaves nothing for steps up to {self.steps}, because final_share=0")
+        fixed = training.model_copy(update={"learning_rate_schedule": schedule.model_copy(update={"over_steps": over})})
+        return self.model_copy(update={"training": fixed})
 
     @model_validator(mode="after")
     def _groups_are_compared(self) -> "RunConfig":

@@ -11,7 +11,7 @@ import torch
 
 from fp8core.alignment.bounds import contract_of
 from fp8core.config.capability import check_contract
-from fp8core.config.load import config_digest, may_continue
+from fp8core.config.load import config_digest, may_continue, reload_config
 from fp8core.config.loss import SHIPPED_LOSSES
 from fp8core.config.run import RunConfig, own_code, public_dump
 from fp8core.config.steps import Plan, check_pipeline, import_spec
@@ -126,7 +126,7 @@ def _refuse_other(
     """
     if not ledger.holds_work():
         return
-    differing = may_continue(described.config, public_dump(config))
+    differing = may_continue(public_dump(reload_config(described.config)), public_dump(config))
     if differing:
         raise UserError(f"run {name} exists with another configuration: {'; '.join(differing)}")
     if not new_code:
