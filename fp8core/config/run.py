@@ -108,11 +108,30 @@ class DataConfig(Section):
     revision: str | None = Field(None, description="Commit of a Hugging Face dataset.")
     question_field: str = Field("question", min_length=1)
     answer_field: str = Field("answer", min_length=1)
+    messages_field: str | None = Field(
+        None,
+        min_length=1,
+        description="Field with a list of messages (`role` system, user or assistant, and `content`) that takes the "
+        "place of question_field: the last, the user's, is the question, and those before it are its context.",
+    )
+    columns: list[str] = Field(
+        default_factory=list,
+        max_length=100,
+        description="Further fields of each row, for the parameter `columns` of a verifier of your own.",
+    )
     template: str = Field(
         "{question}", description="Prompt text; {question} is replaced. Used inside the chat template if there is one."
     )
     chat: bool = Field(True, description="Apply the tokenizer's chat template when it has one.")
     max_prompt_tokens: int = Field(512, ge=1, le=1 << 20, description="Longer prompts are an error with their line.")
+
+    @model_validator(mode="after")
+    def _messages_are_chat(self) -> "DataConfig":
+        if self.source == "chain" and (self.messages_field is not None or self.columns):
+            raise ValueError("messages_field and columns name fields of rows, which source=chain has not; set source")
+        if self.messages_field is not None and not self.chat:
+            raise ValueError(f"messages_field={self.messages_field} needs the chat template; set chat to true")
+        return self
 
     @field_validator("template")
     @classmethod

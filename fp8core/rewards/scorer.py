@@ -7,6 +7,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import json
 import math
 import sys
 from collections.abc import Callable, Mapping
@@ -68,18 +69,25 @@ _MATH_LIBRARIES = ("math-verify", "latex2sympy2-extended", "sympy")
 
 
 class Answer(NamedTuple):
-    """A completion (without end of sequence), what it answers, and how it ended: "stop" or, cut off, "length"."""
+    """A completion (without end of sequence), what it answers, and how it ended: "stop" or, cut off, "length".
+
+    `columns`: other columns of the prompt's row (`data.columns`) as a JSON object; empty where none are configured.
+    """
 
     prompt: str
     completion: str
     reference: str
     finish: str
+    columns: str = ""
+
+
+_POSITIONAL = ("prompt", "completion", "reference", "finish")
 
 
 class Scorer(Protocol):
     """Scores completions one at a time, without state."""
 
-    def score(self, prompt: str, completion: str, reference: str, finish: str) -> Verdict:
+    def score(self, prompt: str, completion: str, reference: str, finish: str, columns: str = "") -> Verdict:
         """The verdict on an answer. Raises UserError as `check` does."""
         ...
 
@@ -91,6 +99,7 @@ class Scorer(Protocol):
 class FunctionScorer:
     """A function of the user's own: `score(prompt, completion, reference, finish, **options)`.
 
+    One with a parameter `columns` gets the row's other columns there, as a dict.
     It returns True, False or a finite number: the reward, which counts as right from 1. It returns None where it found
     no answer, or a whole Verdict. Anything it raises is the caller's to record.
     """
@@ -98,9 +107,11 @@ class FunctionScorer:
     def __init__(self, function: Callable[..., object], options: Mapping[str, Any]) -> None:
         self._function = function
         self._options = dict(options)
+        self._takes_columns = takes_columns(function, options)
 
-    def score(self, prompt: str, completion: str, reference: str, finish: str) -> Verdict:
-        returned = self._function(prompt, completion, reference, finish, **self._options)
+    def score(self, prompt: str, completion: str, reference: str, finish: str, columns: str = "") -> Verdict:
+        given = {"columns": json.loads(columns or "{}")} if self._takes_columns else {}
+        returned = self._function(prompt, completion, reference, finish, **given, **self._options)
         if isinstance(returned, Verdict):
             if returned.outcome not in OUTCOMES:
                 raise ValueError(
@@ -160,13 +171,22 @@ def _refuse_signature(function: Callable[..., object], options: Mapping[str, Any
         signature = inspect.signature(function)
     except ValueError:
         return  # One written in C may have none to read.
+    given = [*(["columns"] if takes_columns(function, options) else []), *options]
     try:
-        signature.bind(*Answer._fields, **options)
+        signature.bind(*_POSITIONAL, **dict.fromkeys(given))
     except TypeError as error:
-        named = "".join(f", {name}=..." for name in options)
+        named = "".join(f", {name}=..." for name in given)
         raise UserError(
-            f"it is called as f({', '.join(Answer._fields)}{named}), and is defined as f{signature}: {error}"
+            f"it is called as f({', '.join(_POSITIONAL)}{named}), and is defined as f{signature}: {error}"
         ) from error
+
+
+def takes_columns(function: Callable[..., object], options: Mapping[str, Any]) -> bool:
+    """True if a function has a parameter for the row's other columns that no option fills."""
+    try:
+        return "columns" in inspect.signature(function).parameters.keys() - options.keys()
+    except ValueError:
+        return False  # One written in C may have no signature to read.
 
 
 def _math_scorer() -> LoadedScorer:

@@ -20,7 +20,7 @@ _NUMBER = re.compile(r"[0-9]{1,3}")
 class ChainVerifier:
     """Right when a finished completion's text after the last `#` is the reference to the digit; see Verifier."""
 
-    def score(self, prompt: str, completion: str, reference: str, finish: str) -> Verdict:
+    def score(self, prompt: str, completion: str, reference: str, finish: str, columns: str = "") -> Verdict:
         self.check(prompt, reference)
         _, marker, answer = completion.rpartition(MARKER)
         if not marker:

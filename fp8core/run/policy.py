@@ -260,9 +260,9 @@ def answer(config: RunConfig, questions: Questions, verifier: Verifier) -> Answe
         described = engine.describe()
     verdicts = verifier.verify(
         [
-            Answer(encoded[done.group][0], text, questions.problems[done.group].reference, done.finish)
+            Answer(encoded[done.group][0], text, asked.reference, done.finish, asked.columns)
             for done in completions
-            for text in [completion_text(done, base.tokenizer)]
+            for text, asked in [(completion_text(done, base.tokenizer), questions.problems[done.group])]
         ]
     )
     remark = failures(config.reward.verifier, verdicts)

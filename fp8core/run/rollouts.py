@@ -1,7 +1,7 @@
 """Problems as requests, completions as tables, and the verifier's verdicts on them."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from fp8core.rewards.scorer import OUTCOMES, Answer, Outcome, Verdict
 from fp8core.rl.batch import routes_column
 from fp8core.rollout.engine import Completion, PromptGroup, Sampling, sample_seed
 from fp8core.run.context import RunContext
-from fp8core.store.tables import PROMPTS, ROLLOUTS
+from fp8core.store.tables import PROMPTS, PROMPTS_WITH_COLUMNS, ROLLOUTS
 
 
 def prompt_table(run: RunContext, problems: list[Problem]) -> pa.Table:
@@ -27,7 +27,9 @@ def prompt_table(run: RunContext, problems: list[Problem]) -> pa.Table:
         "tokens": [tokens for _, tokens in encoded],
         "reference": [problem.reference for problem in problems],
     }
-    return pa.table(columns, schema=PROMPTS)
+    if not run.config.data.columns:
+        return pa.table(columns, schema=PROMPTS)
+    return pa.table({**columns, "columns": [problem.columns for problem in problems]}, schema=PROMPTS_WITH_COLUMNS)
 
 
 def shard_folder(run: RunContext, index: int) -> Path:
@@ -102,11 +104,16 @@ def written_sample(run: RunContext, index: int) -> tuple[str, str, float] | None
 
 def answers_of(prompts: pa.Table, rollouts: pa.Table) -> list[Answer]:
     """The verifier's input for completions, in their order."""
-    asked = {row["group"]: row for row in prompts.select(["group", "text", "reference"]).to_pylist()}
+    asked = {row["group"]: row for row in prompts.drop_columns(["tokens"]).to_pylist()}
     return [
-        Answer(asked[row["group"]]["text"], row["text"], asked[row["group"]]["reference"], row["finish"])
+        _answer(asked[row["group"]], row["text"], row["finish"])
         for row in rollouts.select(["group", "text", "finish"]).to_pylist()
     ]
+
+
+def _answer(asked: Mapping[str, Any], completion: str, finish: str) -> Answer:
+    """`asked`: the row of its prompt."""
+    return Answer(asked["text"], completion, asked["reference"], finish, asked.get("columns", ""))
 
 
 def tell_failures(run: RunContext, what: str, verdicts: Sequence[Verdict]) -> None:
@@ -163,11 +170,7 @@ def heldout_accuracy(run: RunContext) -> dict[str, Any]:
 
 def judge(run: RunContext, prompts: pa.Table, completions: Sequence[Completion]) -> list[Verdict]:
     """The verdict on each completion; `prompts` is a table of kind `prompts`, in order of group."""
-    asked = prompts.select(["text", "reference"]).to_pylist()
+    asked = prompts.drop_columns(["tokens"]).to_pylist()
     return run.verifier.verify(
-        [
-            Answer(asked[done.group]["text"], text, asked[done.group]["reference"], done.finish)
-            for done in completions
-            for text in [completion_text(done, run.tokenizer)]
-        ]
+        [_answer(asked[done.group], completion_text(done, run.tokenizer), done.finish) for done in completions]
     )

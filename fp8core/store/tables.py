@@ -36,6 +36,9 @@ PROMPTS = pa.schema(
     ]
 )
 
+# With `data.columns`: these columns of each row, as a JSON object.
+PROMPTS_WITH_COLUMNS = PROMPTS.append(pa.field("columns", pa.string()))
+
 ROLLOUTS = pa.schema(
     [
         ("group", pa.int32()),
@@ -91,7 +94,7 @@ class TableSchema:
 
 _BY_COMPLETION = ("group", "sample")
 TABLES = {
-    "prompts": TableSchema(PROMPTS, key=("group",)),
+    "prompts": TableSchema(PROMPTS, pa.schema([PROMPTS_WITH_COLUMNS.field("columns")]), key=("group",)),
     "rollouts": TableSchema(
         ROLLOUTS, pa.schema([ROUTED_ROLLOUTS.field("experts")]), _BY_COMPLETION, ("tokens", "logprobs", "written")
     ),
