@@ -7,17 +7,20 @@ import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, JsonValue, field_serializer, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_serializer, field_validator, model_validator
 
-from fp8core.config.loss import SHIPPED_LOSSES, LogprobsConfig, is_function_path
+from fp8core.config.data import ChainTaskConfig as ChainTaskConfig
+from fp8core.config.data import DataConfig as DataConfig
+from fp8core.config.loss import SHIPPED_LOSSES, LogprobsConfig
 from fp8core.config.loss import LossConfig as LossConfig
 from fp8core.config.precision import AlignmentConfig, PrecisionContract
+from fp8core.config.reward import SHIPPED_VERIFIERS
+from fp8core.config.reward import RewardConfig as RewardConfig
 from fp8core.config.section import ClusterConfig, MegatronConfig, ParityConfig, Section, VllmConfig
 from fp8core.config.steps import PipelineConfig, is_shipped, with_source
 from fp8core.errors import without_passwords
 from fp8core.rollout.registry import ENGINES, ENTRY_PATH, check_name
 
-SHIPPED_VERIFIERS = ("chain", "integer", "math-verify")
 RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 MOST_EXPERTS = 1 << 16
 """Of all layers together; ten times those of the largest released models."""
@@ -63,82 +66,6 @@ class ArchitectureConfig(Section):
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
         return self
-
-
-class ChainTaskConfig(Section):
-    """The generated task: `2*7*6+0+9=`, evaluated left to right, by default modulo 10."""
-
-    min_operands: int = Field(5, ge=2, le=64)
-    max_operands: int = Field(5, ge=2, le=64, description="Above min_operands the prompts are ragged.")
-    modulus: Literal[10, 100, 1000] = Field(
-        10, description="Every result is taken modulo this; numbers have one, two or three digits (`07*45-03=`)."
-    )
-    operations: str = Field("+-*", pattern=r"^[-+*]{1,3}$", description="Operations that are drawn from, each once.")
-
-    @property
-    def digits(self) -> int:
-        """Of every number."""
-        return len(str(self.modulus)) - 1
-
-    @model_validator(mode="after")
-    def _ordered(self) -> "ChainTaskConfig":
-        if self.max_operands < self.min_operands:
-            raise ValueError(f"max_operands={self.max_operands} is below min_operands={self.min_operands}")
-        return self
-
-    @field_validator("operations")
-    @classmethod
-    def _once(cls, operations: str) -> str:
-        if len({*operations}) < len(operations):
-            raise ValueError(f"operations={operations}: one is there twice")
-        return operations
-
-
-class DataConfig(Section):
-    """Where prompts come from."""
-
-    source: str = Field(
-        "chain",
-        min_length=1,
-        description="`chain` (generated), a .jsonl or .jsonl.gz file, or a Hugging Face dataset name.",
-    )
-    chain: ChainTaskConfig = Field(default_factory=ChainTaskConfig)
-    subset: str | None = Field(None, description="Configuration name of a Hugging Face dataset.")
-    split: str = Field("train", description="Split of a Hugging Face dataset.")
-    revision: str | None = Field(None, description="Commit of a Hugging Face dataset.")
-    question_field: str = Field("question", min_length=1)
-    answer_field: str = Field("answer", min_length=1)
-    messages_field: str | None = Field(
-        None,
-        min_length=1,
-        description="Field with a list of messages (`role` system, user or assistant, and `content`) that takes the "
-        "place of question_field: the last, the user's, is the question, and those before it are its context.",
-    )
-    columns: list[str] = Field(
-        default_factory=list,
-        max_length=100,
-        description="Further fields of each row, for the parameter `columns` of a verifier of your own.",
-    )
-    template: str = Field(
-        "{question}", description="Prompt text; {question} is replaced. Used inside the chat template if there is one."
-    )
-    chat: bool = Field(True, description="Apply the tokenizer's chat template when it has one.")
-    max_prompt_tokens: int = Field(512, ge=1, le=1 << 20, description="Longer prompts are an error with their line.")
-
-    @model_validator(mode="after")
-    def _messages_are_chat(self) -> "DataConfig":
-        if self.source == "chain" and (self.messages_field is not None or self.columns):
-            raise ValueError("messages_field and columns name fields of rows, which source=chain has not; set source")
-        if self.messages_field is not None and not self.chat:
-            raise ValueError(f"messages_field={self.messages_field} needs the chat template; set chat to true")
-        return self
-
-    @field_validator("template")
-    @classmethod
-    def _holds_the_question(cls, template: str) -> str:
-        if "{question}" not in template:
-            raise ValueError("the text has no {question}, so every prompt would be the same; add it where rows differ")
-        return template
 
 
 class WarmStartConfig(Section):
@@ -385,45 +312,6 @@ class EvaluationConfig(Section):
     )
 
 
-class RewardConfig(Section):
-    """Scores of completions."""
-
-    verifier: str = Field(
-        "chain",
-        description="chain, integer, math-verify, or a function of your own: `module:function` or "
-        "`path/to/file.py:function` (docs/guides/verifiers.md).",
-        json_schema_extra={"pattern": rf"^({'|'.join(SHIPPED_VERIFIERS)}|.+:[A-Za-z_]\w*)$"},
-    )
-    options: dict[str, JsonValue] = Field(default_factory=dict, description="Keyword arguments of your function.")
-    timeout_seconds: float = Field(2.0, gt=0, le=3600, description="Longest wait for the verdict on one answer.")
-    cpu_seconds: float = Field(
-        1.0,
-        gt=0,
-        le=3600,
-        description="Processor time of one answer. What computes too long ends by this, however busy the machine is.",
-    )
-    memory_mb: int = Field(
-        1024, ge=16, le=1 << 20, description="Memory (MiB) of one answer, beyond what the loaded verifier takes."
-    )
-    workers: int = Field(2, ge=1, le=256, description="Processes that check answers; chain and integer need none.")
-
-    @field_validator("verifier")
-    @classmethod
-    def _known(cls, verifier: str) -> str:
-        if verifier not in SHIPPED_VERIFIERS and not is_function_path(verifier):
-            raise ValueError(
-                f"{verifier} is none of {', '.join(SHIPPED_VERIFIERS)}, and no function of your own "
-                "(module:function or path/to/file.py:function)"
-            )
-        return verifier
-
-    @model_validator(mode="after")
-    def _only_functions_have_options(self) -> "RewardConfig":
-        if self.options and self.verifier in SHIPPED_VERIFIERS:
-            raise ValueError(f"options: verifier={self.verifier} takes none")
-        return self
-
-
 class CheckpointConfig(Section):
     """Weights and optimiser on disk; steps between are redone from their rollouts."""
 
@@ -637,6 +525,7 @@ def own_code(config: RunConfig) -> dict[str, str]:
         ("reward.verifier", config.reward.verifier, SHIPPED_VERIFIERS),
         ("loss.policy", config.loss.policy, SHIPPED_LOSSES),
         ("rollout.engine", config.rollout.engine, ENGINES),
+        *((f"reward.others.{other.name}", other.verifier, SHIPPED_VERIFIERS) for other in config.reward.others),
     )
     if config.cluster.address is not None:
         found["cluster.address"] = config.cluster.address

@@ -23,17 +23,31 @@ Outcome = Literal["right", "wrong", "unparsed", "timeout", "crashed"]
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 
 
+class Added(NamedTuple):
+    """The score of a verifier beside the main one, and its weight in the reward."""
+
+    name: str
+    score: float
+    weight: float
+
+
 @dataclass(frozen=True)
 class Verdict:
-    """The reward, why it was given, and a short detail for people (empty when right).
+    """The score of an answer, why it was given, and a short detail for people (empty when right).
 
-    `note` is about the check and not about the answer: a second try.
+    `note` is about the check and not about the answer: a second try. `added` are the scores of further verifiers.
     """
 
     score: float
     outcome: Outcome
     detail: str
     note: str = ""
+    added: tuple[Added, ...] = ()
+
+    @property
+    def reward(self) -> float:
+        """The score, and the weighted sum of those that are added."""
+        return self.score if not self.added else self.score + sum(part.weight * part.score for part in self.added)
 
     @property
     def record(self) -> str:

@@ -68,6 +68,9 @@ REWARDS = pa.schema(
     ]
 )
 
+SCORE = "score_"
+"""Begins the name of a column of `rewards` with the scores of one of several verifiers."""
+
 LOGPROBS = pa.schema([("group", pa.int32()), ("sample", pa.int32()), ("logprobs", _LOGPROBS), ("entropy", _LOGPROBS)])
 
 ORDER = [("group", "ascending"), ("sample", "ascending")]
