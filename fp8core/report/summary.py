@@ -16,6 +16,7 @@ STEP = "step"
 REWARD = "reward/mean"
 HELDOUT = "reward/heldout_accuracy"
 LENGTH = "rollout/length_mean"
+SIGNAL = "reward/groups_with_signal"
 TOKENS = "rollout/tokens"
 ENTROPY = "rollout/entropy"
 GRAD_NORM = "train/grad_norm"
@@ -56,7 +57,8 @@ class Overhead(_Frozen):
 class Summary(_Frozen):
     """The result of a run, as `--json` writes it; None where nothing was measured.
 
-    `reward_first10` and `reward_last10` are means of ten steps, of a shorter run of half of them.
+    `reward_first10` and `reward_last10` are means of ten steps, of a shorter run of half of them. In a step without a
+    signal, the rewards of every group are equal.
     """
 
     run: str
@@ -70,6 +72,7 @@ class Summary(_Frozen):
     heldout_last: float | None
     tmpe_max: float | None
     tokens_differing: int
+    steps_without_signal: int
     bounds: str
     bounds_crossed: int | None
     overhead_ms_per_step: Overhead | None
@@ -146,6 +149,7 @@ def summarise(
     _, heldout = series(history, HELDOUT)
     _, tmpe = series(history, TMPE)
     _, differing = series(history, TOKENS_DIFFERING)
+    _, signals = series(history, SIGNAL)
     overheads = [overhead_ms(timing.interval, chain.from_iterable(timing.tasks.values())) for timing in timings]
     return Summary(
         run=run,
@@ -159,6 +163,7 @@ def summarise(
         heldout_last=heldout[-1] if heldout else None,
         tmpe_max=max(tmpe, default=None),
         tokens_differing=int(sum(differing)),
+        steps_without_signal=signals.count(0.0),
         bounds=bounds,
         bounds_crossed=bounds_crossed,
         overhead_ms_per_step=Overhead(median=median(overheads), mean=fmean(overheads)) if overheads else None,

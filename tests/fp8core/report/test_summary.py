@@ -50,6 +50,8 @@ def test_a_summary_has_the_fields_of_the_json_file() -> None:
             | {"alignment/tokens_differing": float(step == 7) * 3}
         )
     history[20]["reward/heldout_accuracy"] = 0.9
+    for step, share in ((3, 0.0), (4, 0.5), (5, 0.0)):
+        history[step]["reward/groups_with_signal"] = share
     timings = [
         StepTiming(step=step, interval=(0, 1), tasks={"train": [(0, share)]})
         for step, share in ((1, 0.5), (2, 0.75), (3, 1.0))
@@ -84,6 +86,7 @@ def test_a_summary_has_the_fields_of_the_json_file() -> None:
         "heldout_last": 0.9,
         "tmpe_max": 1.0078125,
         "tokens_differing": 3,
+        "steps_without_signal": 2,
         "bounds": "exact contract, fail beyond error 1",
         "bounds_crossed": 0,
         "overhead_ms_per_step": {"median": 250.0, "mean": 250.0},
