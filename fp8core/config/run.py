@@ -101,12 +101,25 @@ class RolloutConfig(Section):
     max_new_tokens: int = Field(16, ge=1, le=1 << 20)
     temperature: float = Field(1.0, gt=0, le=10)
     max_batch: int = Field(256, ge=1, le=65536, description="Sequences that one engine decodes together.")
+    stop_strings: list[str] = Field(
+        default_factory=list,
+        max_length=16,
+        description="A completion ends with the token that completes one of these texts, as well as with the model's "
+        "end of sequence. The verifier gets the text up to there. Engines do not stop sooner: this saves no time.",
+    )
     router_replay: bool = Field(
         False,
         description="Mixture of experts: store the experts that the rollout chose at every position, and score and "
         "train with these instead of the trainer's own choice.",
     )
     vllm: VllmConfig = Field(default_factory=VllmConfig, description="Of engine=vllm.")
+
+    @field_validator("stop_strings")
+    @classmethod
+    def _not_empty(cls, strings: list[str]) -> list[str]:
+        if not all(strings):
+            raise ValueError("one is empty, and would end every completion before it begins")
+        return strings
 
     @property
     def drawn_prompts(self) -> int:
