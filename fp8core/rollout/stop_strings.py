@@ -1,7 +1,7 @@
 """Completions that end where a string is complete in their text (`rollout.stop_strings`), whatever engine wrote them.
 
-A token depends on those before it alone. So a completion that is cut after the token which completes the string is,
-token for token and bit for bit, what an engine writes that stops there.
+A token depends on those before it alone. So a completion that is cut after the token that completes the string equals,
+bit for bit, that of an engine which stops there.
 """
 
 from bisect import bisect_left
@@ -19,7 +19,7 @@ def generated(
     tokenizer: Tokenizer,
     strings: Sequence[str],
 ) -> Iterator[list[Completion]]:
-    """What the engine generates, each completion up to the token that completes the first of the strings."""
+    """The engine's completions, each up to the token that completes the first of the strings."""
     for completions in engine.generate(groups, sampling):
         yield [_cut(completion, tokenizer, strings) for completion in completions] if strings else completions
 
