@@ -55,6 +55,7 @@ from fp8core.run.rollouts import written_sample
 from fp8core.store.ledger import START
 from fp8core.store.manifest import Head
 from fp8core.store.run_directory import SUMMARY
+from fp8core.store.run_view import RunView
 from fp8core.training.trainer import UpdateError
 
 
@@ -196,7 +197,8 @@ class FlowExecution(PrefectExecution):
 def finish(session: Session, console: Console) -> Summary:
     """Curves, summary and report, in the folder and in MLflow."""
     run, tracker = session.run, session.tracker
-    metrics, bounds = history(run), stop_bounds(run.config)
+    metrics, bounds, view = history(run), stop_bounds(run.config), RunView.read(run.directory.path)
+    *earlier, _ = view.process_seconds
     picture = run.directory.path / CURVES
     name = run.directory.path.name
     draw_png(training_charts(name, metrics), picture, f"{name}: {run.config.name}, seed {run.config.seed}")
@@ -207,8 +209,8 @@ def finish(session: Session, console: Console) -> Summary:
         mlflow_run_id=tracker.run_id,
         chain_head=str(Head.of(stored_manifest(run, next_step(run) - 1))),
         weights_digest=run.ready_trainer().digest(),
-        total_seconds=time.perf_counter() - session.began,
-        stage_seconds={name: end - begin for name, (begin, end) in session.stages.items()},
+        total_seconds=sum(earlier) + time.perf_counter() - session.began,
+        task_seconds={**session.stages, **view.task_seconds},
         bounds=bounds.summary,
         bounds_crossed=len(run.directory.ledger.bounds(START + 1)) if bounds.judges else None,
     )

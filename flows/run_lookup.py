@@ -18,7 +18,7 @@ from fp8core.config.load import Overrides, load_config, reload_config
 from fp8core.config.run import RunConfig, own_code, public_dump
 from fp8core.config.schema import override_schema
 from fp8core.errors import UserError, not_unicode, printable
-from fp8core.store.run_directory import RunDescription, read_description
+from fp8core.store.run_directory import LEDGER, RunDescription, read_description
 
 # With `properties` of its own the mapping would be a form of 200 fields in Prefect's UI; now it is one field for JSON.
 _CHECKED = {"anyOf": [{"type": "object"}, {"type": "null"}], "if": {"type": "object"}, "then": override_schema()}
@@ -52,10 +52,27 @@ def load_settings(config: str, overrides: Overrides) -> RunConfig:
     if described is None:
         return load_config(config, overrides)
     kept = reload_own(described, overrides)
+    if (asked := _steps_asked(folder)) is not None:
+        # A run that was extended stays so, unless the overrides say otherwise.
+        config = {**described.config, "steps": max(asked, reload_config(described.config).steps)}
+        kept = reload_own(described.model_copy(update={"config": config}), overrides)
     for key in ("run", "runs"):
         if public_dump(kept)[key] != described.config[key]:
             raise UserError(f"{key}: {folder} is continued under its name and where it lies; leave {key} as it is")
     return kept.model_copy(update={"run": folder.name, "runs": folder.parent})
+
+
+def _steps_asked(folder: Path) -> int | None:
+    """The step that the process which last committed one was to come to; None: none was committed."""
+    from fp8core.run.commit import read_manifest  # Imports torch.
+    from fp8core.store.artifacts import ArtifactStore
+    from fp8core.store.ledger import LedgerView
+
+    if not (folder / LEDGER).exists():
+        return None
+    ledger = LedgerView.glance(folder / LEDGER)
+    entry = None if (last := ledger.last_step()) is None else ledger.step(last)
+    return None if entry is None else read_manifest(ArtifactStore(folder), folder, entry).record.steps
 
 
 def reload_own(described: RunDescription, overrides: Overrides) -> RunConfig:

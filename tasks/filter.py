@@ -16,7 +16,6 @@ from fp8core.errors import UserError
 from fp8core.rl.advantages import informative
 from fp8core.run.context import RunContext
 from fp8core.store.artifacts import Ref
-from fp8core.store.tables import REWARDS
 from tasks.step import step
 
 
@@ -55,4 +54,4 @@ def keep_informative(rewards: pa.Table, groups: int | None) -> pa.Table:
     ).tolist()
     wanted = sorted({row["group"] for row, has_signal in zip(rows, signal, strict=True) if has_signal})[:groups]
     chosen = [{**row, "keep": row["keep"] and row["group"] in wanted} for row in rows]
-    return pa.Table.from_pylist(chosen, schema=REWARDS)
+    return pa.Table.from_pylist(chosen, schema=rewards.schema)

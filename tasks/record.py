@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import torch
 
@@ -15,6 +16,7 @@ from fp8core.rl.batch import padded
 from fp8core.run.context import RunContext
 from fp8core.run.policy import read_scales
 from fp8core.store.artifacts import Ref
+from fp8core.store.tables import SCORE
 from fp8core.training.trainer import REPORTED
 from tasks.calibrate import lag_error
 from tasks.logprobs import compared_rows
@@ -87,7 +89,7 @@ def torch_threads(count: int) -> Iterator[None]:
 
 
 def reward_metrics(rewards: pa.Table) -> dict[str, float]:
-    """Mean, spread, share of each outcome, and share of groups whose rewards differ."""
+    """Mean, spread, share of each outcome, share of groups whose rewards differ, and the mean of each verifier."""
     values = torch.tensor(rewards["reward"].to_pylist(), dtype=torch.float64)
     groups = rewards.group_by("group").aggregate([("reward", "max"), ("reward", "min")])
     mixed = sum(row["reward_max"] > row["reward_min"] for row in groups.to_pylist())
@@ -98,6 +100,11 @@ def reward_metrics(rewards: pa.Table) -> dict[str, float]:
         "reward/groups_with_signal": mixed / groups.num_rows,
         "reward/kept_share": sum(rewards["keep"].to_pylist()) / rewards.num_rows,
         **{f"reward/outcome_{name}": outcomes[name] / rewards.num_rows for name in OUTCOMES},
+        **{
+            f"reward/{name.removeprefix(SCORE)}": float(np.mean(rewards[name].to_numpy()))
+            for name in rewards.column_names
+            if name.startswith(SCORE)
+        },
     }
 
 

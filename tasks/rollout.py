@@ -4,6 +4,7 @@ import pyarrow as pa
 
 from fp8core.config.steps import NoOptions
 from fp8core.rollout.engine import Sampling
+from fp8core.rollout.stop_strings import generated
 from fp8core.run.context import RunContext
 from fp8core.run.rollouts import answers_of, prompt_groups, rollout_table, shard_folder
 from fp8core.store.artifacts import Ref, RolloutShards
@@ -33,8 +34,9 @@ def rollout(run: RunContext, index: int, options: NoOptions, prompts: Ref, polic
     sampling = Sampling(config.temperature, config.max_new_tokens, run.tokenizer.eos_ids, config.router_replay)
     schema = ROUTED_ROLLOUTS if config.router_replay else ROLLOUTS
     tables = [done.cast(schema)] if done is not None else []
-    for completions in run.ready_engine().generate([g for g in groups if g.group not in finished], sampling):
-        table = rollout_table(completions, groups, run.tokenizer, schema)
+    left = [group for group in groups if group.group not in finished]
+    for completions in generated(run.ready_engine(), left, sampling, run.tokenizer, config.stop_strings):
+        table = rollout_table(run, completions, groups, schema)
         shards.append(table)
         tables.append(table)
         run.verifier.begin(answers_of(asked, table))

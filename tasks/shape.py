@@ -8,7 +8,6 @@ from fp8core.config.section import Section
 from fp8core.rl.advantages import overlong_penalty
 from fp8core.run.context import RunContext
 from fp8core.store.artifacts import Ref
-from fp8core.store.tables import REWARDS
 from tasks.step import step
 
 
@@ -47,4 +46,4 @@ def shaped(rollouts: pa.Table, rewards: pa.Table, options: ShapeOptions) -> pa.T
         {**row, "reward": row["reward"] + penalty, "keep": row["keep"] and not drop}
         for row, penalty, drop in zip(rewards.to_pylist(), penalties, dropped, strict=True)
     ]
-    return pa.Table.from_pylist(rows, schema=REWARDS)
+    return pa.Table.from_pylist(rows, schema=rewards.schema)

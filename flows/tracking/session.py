@@ -36,7 +36,7 @@ from fp8core.kernels.compilation import KernelFolders
 from fp8core.report.console import Console
 from fp8core.report.summary import StepTiming
 from fp8core.run.context import RunContext
-from fp8core.run.execute import Interval, TaskResult
+from fp8core.run.execute import TaskResult
 from fp8core.run.loop import TrainingPaused, next_step
 from fp8core.run.open import open_directory, open_run, plan_of, resume_command, signing_key
 from fp8core.run.resume import ensure
@@ -248,11 +248,11 @@ class Session:
     publisher: Publisher
     began: float
     timings: list[StepTiming] = field(default_factory=list)
-    stages: dict[str, Interval] = field(default_factory=dict)
+    stages: dict[str, float] = field(default_factory=dict)
 
     def stage(self, name: str, result: TaskResult) -> None:
-        """Note when a task ran that belongs to no iteration."""
-        self.stages[name] = result.interval
+        """Note the seconds of a task that belongs to no iteration, in this process or in the one that ran it."""
+        self.stages[name] = result.entry.seconds
 
 
 def follow_ledger(session: Session) -> None:

@@ -7,17 +7,20 @@ import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, JsonValue, field_serializer, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_serializer, field_validator, model_validator
 
-from fp8core.config.loss import SHIPPED_LOSSES, LogprobsConfig, is_function_path
+from fp8core.config.data import ChainTaskConfig as ChainTaskConfig
+from fp8core.config.data import DataConfig as DataConfig
+from fp8core.config.loss import SHIPPED_LOSSES, LogprobsConfig
 from fp8core.config.loss import LossConfig as LossConfig
 from fp8core.config.precision import AlignmentConfig, PrecisionContract
+from fp8core.config.reward import SHIPPED_VERIFIERS
+from fp8core.config.reward import RewardConfig as RewardConfig
 from fp8core.config.section import ClusterConfig, MegatronConfig, ParityConfig, Section, VllmConfig
 from fp8core.config.steps import PipelineConfig, is_shipped, with_source
 from fp8core.errors import without_passwords
 from fp8core.rollout.registry import ENGINES, ENTRY_PATH, check_name
 
-SHIPPED_VERIFIERS = ("chain", "integer", "math-verify")
 RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 MOST_EXPERTS = 1 << 16
 """Of all layers together; ten times those of the largest released models."""
@@ -65,56 +68,6 @@ class ArchitectureConfig(Section):
         return self
 
 
-class ChainTaskConfig(Section):
-    """The generated task: `2*7*6+0+9=`, evaluated left to right, by default modulo 10."""
-
-    min_operands: int = Field(5, ge=2, le=64)
-    max_operands: int = Field(5, ge=2, le=64, description="Above min_operands the prompts are ragged.")
-    modulus: Literal[10, 100, 1000] = Field(
-        10, description="Every result is taken modulo this; numbers have one, two or three digits (`07*45-03=`)."
-    )
-    operations: str = Field("+-*", pattern=r"^[-+*]{1,3}$", description="Operations that are drawn from, each once.")
-
-    @property
-    def digits(self) -> int:
-        """Of every number."""
-        return len(str(self.modulus)) - 1
-
-    @model_validator(mode="after")
-    def _ordered(self) -> "ChainTaskConfig":
-        if self.max_operands < self.min_operands:
-            raise ValueError(f"max_operands={self.max_operands} is below min_operands={self.min_operands}")
-        return self
-
-    @field_validator("operations")
-    @classmethod
-    def _once(cls, operations: str) -> str:
-        if len({*operations}) < len(operations):
-            raise ValueError(f"operations={operations}: one is there twice")
-        return operations
-
-
-class DataConfig(Section):
-    """Where prompts come from."""
-
-    source: str = Field(
-        "chain",
-        min_length=1,
-        description="`chain` (generated), a .jsonl or .jsonl.gz file, or a Hugging Face dataset name.",
-    )
-    chain: ChainTaskConfig = Field(default_factory=ChainTaskConfig)
-    subset: str | None = Field(None, description="Configuration name of a Hugging Face dataset.")
-    split: str = Field("train", description="Split of a Hugging Face dataset.")
-    revision: str | None = Field(None, description="Commit of a Hugging Face dataset.")
-    question_field: str = Field("question", min_length=1)
-    answer_field: str = Field("answer", min_length=1)
-    template: str = Field(
-        "{question}", description="Prompt text; {question} is replaced. Used inside the chat template if there is one."
-    )
-    chat: bool = Field(True, description="Apply the tokenizer's chat template when it has one.")
-    max_prompt_tokens: int = Field(512, ge=1, le=1 << 20, description="Longer prompts are an error with their line.")
-
-
 class WarmStartConfig(Section):
     """Supervised warm start on demonstrations of the chain task, in process, before GRPO."""
 
@@ -148,6 +101,12 @@ class RolloutConfig(Section):
     max_new_tokens: int = Field(16, ge=1, le=1 << 20)
     temperature: float = Field(1.0, gt=0, le=10)
     max_batch: int = Field(256, ge=1, le=65536, description="Sequences that one engine decodes together.")
+    stop_strings: list[str] = Field(
+        default_factory=list,
+        max_length=16,
+        description="A completion ends with the token that completes one of these texts, as well as with the model's "
+        "end of sequence. The verifier gets the text up to there. Engines do not stop sooner: this saves no time.",
+    )
     router_replay: bool = Field(
         False,
         description="Mixture of experts: store the experts that the rollout chose at every position, and score and "
@@ -155,10 +114,33 @@ class RolloutConfig(Section):
     )
     vllm: VllmConfig = Field(default_factory=VllmConfig, description="Of engine=vllm.")
 
+    @field_validator("stop_strings")
+    @classmethod
+    def _not_empty(cls, strings: list[str]) -> list[str]:
+        if not all(strings):
+            raise ValueError("one is empty, and would end every completion before it begins")
+        return strings
+
     @property
     def drawn_prompts(self) -> int:
         """Prompts drawn a step."""
         return math.ceil(self.prompts_per_step * self.oversample)
+
+
+class ScheduleConfig(Section):
+    """The learning rate after the warm-up, as a share of `training.learning_rate`."""
+
+    kind: Literal["constant", "linear", "cosine"] = Field("constant", description="How it falls to final_share.")
+    final_share: float = Field(
+        0.1, ge=0, le=1, description="Share that is left when the schedule is over; it stays so in later steps."
+    )
+    over_steps: int | None = Field(
+        None,
+        ge=1,
+        le=10_000_000,
+        description="GRPO steps, warm-up included, after which a linear or cosine schedule is over; null takes `steps`."
+        " A run that is extended keeps the number that it was begun with.",
+    )
 
 
 class TrainingConfig(Section):
@@ -177,6 +159,7 @@ class TrainingConfig(Section):
     )
     learning_rate: float = Field(1e-4, gt=0, le=1)
     warmup_steps: int = Field(5, ge=0, le=1_000_000, description="Linear learning-rate warm-up in optimiser updates.")
+    learning_rate_schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
     beta1: float = Field(0.9, ge=0, lt=1)
     beta2: float = Field(0.95, ge=0, lt=1)
     weight_decay: float = Field(0.0, ge=0, le=1)
@@ -342,45 +325,6 @@ class EvaluationConfig(Section):
     )
 
 
-class RewardConfig(Section):
-    """Scores of completions."""
-
-    verifier: str = Field(
-        "chain",
-        description="chain, integer, math-verify, or a function of your own: `module:function` or "
-        "`path/to/file.py:function` (docs/guides/verifiers.md).",
-        json_schema_extra={"pattern": rf"^({'|'.join(SHIPPED_VERIFIERS)}|.+:[A-Za-z_]\w*)$"},
-    )
-    options: dict[str, JsonValue] = Field(default_factory=dict, description="Keyword arguments of your function.")
-    timeout_seconds: float = Field(2.0, gt=0, le=3600, description="Longest wait for the verdict on one answer.")
-    cpu_seconds: float = Field(
-        1.0,
-        gt=0,
-        le=3600,
-        description="Processor time of one answer. What computes too long ends by this, however busy the machine is.",
-    )
-    memory_mb: int = Field(
-        1024, ge=16, le=1 << 20, description="Memory (MiB) of one answer, beyond what the loaded verifier takes."
-    )
-    workers: int = Field(2, ge=1, le=256, description="Processes that check answers; chain and integer need none.")
-
-    @field_validator("verifier")
-    @classmethod
-    def _known(cls, verifier: str) -> str:
-        if verifier not in SHIPPED_VERIFIERS and not is_function_path(verifier):
-            raise ValueError(
-                f"{verifier} is none of {', '.join(SHIPPED_VERIFIERS)}, and no function of your own "
-                "(module:function or path/to/file.py:function)"
-            )
-        return verifier
-
-    @model_validator(mode="after")
-    def _only_functions_have_options(self) -> "RewardConfig":
-        if self.options and self.verifier in SHIPPED_VERIFIERS:
-            raise ValueError(f"options: verifier={self.verifier} takes none")
-        return self
-
-
 class CheckpointConfig(Section):
     """Weights and optimiser on disk; steps between are redone from their rollouts."""
 
@@ -532,6 +476,30 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _schedule_has_an_end(self) -> "RunConfig":
+        training, schedule = self.training, self.training.learning_rate_schedule
+        if schedule.kind == "constant":
+            return self
+        over = schedule.over_steps or self.steps
+        place = f"training.learning_rate_schedule: kind={schedule.kind} over {over} steps"
+        if over * training.minibatches <= training.warmup_steps:
+            raise ValueError(f"{place} ends within training.warmup_steps={training.warmup_steps}; lower the warm-up")
+        if schedule.final_share == 0 and self.steps > over:
+            raise ValueError(f"{place} leaves nothing for steps up to {self.steps}, because final_share=0")
+        fixed = training.model_copy(update={"learning_rate_schedule": schedule.model_copy(update={"over_steps": over})})
+        return self.model_copy(update={"training": fixed})
+
+    @model_validator(mode="after")
+    def _groups_are_compared(self) -> "RunConfig":
+        taught = self.loss.distillation.weight > 0 and self.loss.distillation.rewards == 0
+        if self.rollout.group_size == 1 and self.loss.advantage != "reinforce_plus_plus" and not taught:
+            raise ValueError(
+                f"rollout.group_size=1: loss.advantage={self.loss.advantage} compares the completions of a prompt, and "
+                "one alone teaches nothing; raise it, or set loss.advantage to reinforce_plus_plus"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _steps_follow_the_source(self) -> "RunConfig":
         source, minibatches = self.logprobs.source, self.training.minibatches
         if source != "pass" and minibatches > 1:
@@ -570,6 +538,7 @@ def own_code(config: RunConfig) -> dict[str, str]:
         ("reward.verifier", config.reward.verifier, SHIPPED_VERIFIERS),
         ("loss.policy", config.loss.policy, SHIPPED_LOSSES),
         ("rollout.engine", config.rollout.engine, ENGINES),
+        *((f"reward.others.{other.name}", other.verifier, SHIPPED_VERIFIERS) for other in config.reward.others),
     )
     if config.cluster.address is not None:
         found["cluster.address"] = config.cluster.address

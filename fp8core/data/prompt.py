@@ -16,14 +16,36 @@ from fp8core.models.tokenizer import Tokenizer
 HELDOUT_ONE_IN = 8
 
 
+class Message(NamedTuple):
+    """A turn of a conversation; `role` is system, user or assistant."""
+
+    role: str
+    content: str
+
+
 @dataclass(frozen=True)
 class Problem:
-    """A question with the text that its answer is checked against, and where it was read, for messages."""
+    """A question with the text that its answer is checked against, and where it was read, for errors.
+
+    `before` are the turns before the question, and `columns` other columns of its row, a JSON object or empty.
+    """
 
     prompt_id: str
     question: str
     reference: str
     place: str = field(default="", compare=False)
+    before: tuple[Message, ...] = ()
+    columns: str = ""
+
+    @property
+    def asked(self) -> str:
+        """All that is asked, by which problems are told apart: the question, with the turns before it as JSON."""
+        return asked_text(self.question, self.before)
+
+
+def asked_text(question: str, before: tuple[Message, ...]) -> str:
+    """See `Problem.asked`."""
+    return json.dumps([*before, question]) if before else question
 
 
 class TrainingSet(NamedTuple):
@@ -60,16 +82,20 @@ class PromptSource(Protocol):
 
 
 def problems_digest(problems: Iterable[Problem]) -> str:
-    """SHA-256 over questions and references in order."""
+    """SHA-256 over questions and references in order, and other columns where there are any."""
     digest = hashlib.sha256()
     for row in problems:
-        digest.update(f"{json.dumps([row.question, row.reference])}\n".encode())
+        parts = [row.asked, row.reference, *([row.columns] if row.columns else [])]
+        digest.update(f"{json.dumps(parts)}\n".encode())
     return digest.hexdigest()
 
 
-def problem(question: str, reference: str, place: str = "") -> Problem:
-    """A problem named by the first 16 hexadecimal digits of its question's SHA-256."""
-    return Problem(hashlib.sha256(question.encode()).hexdigest()[:16], question, reference, place)
+def problem(
+    question: str, reference: str, place: str = "", before: tuple[Message, ...] = (), columns: str = ""
+) -> Problem:
+    """A problem named by the first 16 hexadecimal digits of the SHA-256 of what is asked."""
+    name = hashlib.sha256(asked_text(question, before).encode()).hexdigest()[:16]
+    return Problem(name, question, reference, place, before, columns)
 
 
 def is_heldout(question: str) -> bool:
@@ -124,7 +150,11 @@ def refuse_too_long(problem: Problem, config: RunConfig, tokenizer: Tokenizer, m
 def _text(problem: Problem, config: RunConfig, tokenizer: Tokenizer) -> tuple[str, bool]:
     """The text of a prompt, and whether a chat template made it."""
     plain = config.data.template.replace("{question}", problem.question)
-    chat = tokenizer.chat_prompt(plain) if config.data.chat else None
+    chat = None
+    if config.data.chat:
+        chat = tokenizer.chat_prompt(plain, [message._asdict() for message in problem.before])
+    if chat is None and problem.before:
+        raise UserError(f"{problem.place}: there are turns before the question, and the model has no chat template")
     return (plain, False) if chat is None else (chat, True)
 
 

@@ -6,6 +6,7 @@
 import gzip
 import json
 import zlib
+from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from fp8core.config.run import DataConfig, EvaluationConfig, RunConfig
 from fp8core.data.chain import ChainSource
 from fp8core.data.prompt import (
     HELDOUT_ONE_IN,
+    Message,
     Problem,
     PromptSource,
     TrainingSet,
@@ -28,12 +30,51 @@ from fp8core.rewards.verifier import Verifier
 from fp8core.user_files import open_input
 
 
-def problem_from_row(row: object, question_field: str, answer_field: str, place: str) -> Problem:
+def problem_from_row(row: object, data: DataConfig, place: str) -> Problem:
     """The problem in one row, its answer kept as text. Raises UserError, beginning with `place`, on a bad row."""
     if not isinstance(row, dict):
         raise UserError(f"{place}: the row is {type(row).__name__}, not an object with fields")
-    question, answer = (_text_field(row, field, place) for field in (question_field, answer_field))
-    return problem(question, answer, place)
+    before: list[Message] = []
+    if data.messages_field is None:
+        question = _text_field(row, data.question_field, place)
+    else:
+        *before, (_, question) = _messages(row, data.messages_field, place)
+    reference = _text_field(row, data.answer_field, place)
+    return problem(question, reference, place, tuple(before), _columns(row, data.columns, place))
+
+
+_ROLES = ("system", "user", "assistant")
+
+
+def _messages(row: dict[str, object], field: str, place: str) -> list[Message]:
+    """The turns in a field, the last of which is the user's."""
+    turns = _field(row, field, place)
+    if not isinstance(turns, list) or not turns:
+        raise UserError(f"{place}: field {field!r} is no list of messages")
+    messages = []
+    for number, turn in enumerate(turns, start=1):
+        where = f"{place}: message {number} of {field!r}"
+        if not isinstance(turn, dict) or turn.get("role") not in _ROLES:
+            raise UserError(f"{where}: expected an object whose `role` is one of {', '.join(_ROLES)}")
+        if others := sorted(key for key, value in turn.items() if key not in ("role", "content") and value is not None):
+            raise UserError(f"{where}: only `role` and `content` are read, and it has {others[0]!r}")
+        messages.append(Message(turn["role"], _text_field(turn, "content", where)))
+    if messages[-1].role != "user":
+        raise UserError(f"{place}: the last message of {field!r} is the {messages[-1].role}'s, not the user's")
+    return messages
+
+
+def _columns(row: dict[str, object], names: Sequence[str], place: str) -> str:
+    """The columns for the verifier as a JSON object; empty where none are configured."""
+    if not names:
+        return ""
+    try:
+        text = json.dumps({name: _field(row, name, place) for name in names}, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{place}: data.columns={', '.join(names)}: a value is not JSON ({error})") from error
+    if len(text) > LONGEST_LINE:
+        raise UserError(f"{place}: data.columns={', '.join(names)}: more than {LONGEST_LINE:,} characters")
+    return text
 
 
 class RowSource:
@@ -90,7 +131,7 @@ class RowSource:
 def _unique(rows: Sequence[Problem]) -> dict[str, Problem]:
     unique: dict[str, Problem] = {}
     for row in rows:
-        unique.setdefault(row.question, row)
+        unique.setdefault(row.asked, row)
     return unique
 
 
@@ -98,10 +139,14 @@ LONGEST_LINE = 4 * 2**20
 """Bytes of a row. The largest prompt that data.max_prompt_tokens admits has some 4 bytes a token."""
 
 
-def _text_field(row: dict[str, object], field: str, place: str) -> str:
+def _field(row: dict[str, object], field: str, place: str) -> object:
     if field not in row:
         raise UserError(f"{place}: no field {field!r} (the row has: {', '.join(map(repr, row)) or 'none'})")
-    value = row[field]
+    return row[field]
+
+
+def _text_field(row: dict[str, object], field: str, place: str) -> str:
+    value = _field(row, field, place)
     if not isinstance(value, str):
         raise UserError(f"{place}: field {field!r} is {type(value).__name__}, not text")
     if len(value) > LONGEST_LINE:
@@ -120,13 +165,12 @@ def _text_field(row: dict[str, object], field: str, place: str) -> str:
 SUFFIXES = (".jsonl", ".jsonl.gz")
 
 
-def read_jsonl(path: Path, question_field: str, answer_field: str) -> list[Problem]:
+def read_jsonl(path: Path, data: DataConfig) -> list[Problem]:
     """Every row in file order; blank lines are skipped.
 
     Raises UserError with `file:line` on a line that is no row, and with the file when it has none or cannot be read.
     """
-    fields = question_field, answer_field
-    rows = [problem_from_row(_parse(line, place), *fields, place) for place, line in _lines(path)]
+    rows = [problem_from_row(_parse(line, place), data, place) for place, line in _lines(path)]
     if not rows:
         raise UserError(f"{path}: the file has no rows")
     return rows
@@ -152,7 +196,7 @@ def _lines(path: Path) -> list[tuple[str, bytes]]:
 def _bounded(path: Path, lines: Iterable[bytes]) -> Iterator[tuple[str, bytes]]:
     """Lines with their places. Raises UserError on one that is too long, before the rest of it is read."""
     for number, line in enumerate(lines, start=1):
-        content = line.removesuffix(b"\n")
+        content = line.removesuffix(b"\n").removeprefix(BOM_UTF8 if number == 1 else b"")
         if len(content) > LONGEST_LINE:
             raise UserError(f"{path}:{number}: the line has more than {LONGEST_LINE:,} bytes, the most that is read")
         yield f"{path}:{number}", content
@@ -193,8 +237,7 @@ def read_hub_dataset(data: DataConfig) -> list[Problem]:
         reason = first_line(error)
         raise UserError(f"data.source={data.source}: cannot be loaded as a Hugging Face dataset ({reason})") from error
     place = f"{data.source}, split {data.split}"
-    fields = data.question_field, data.answer_field
-    rows = [problem_from_row(row, *fields, f"{place}, row {number}") for number, row in enumerate(table)]
+    rows = [problem_from_row(row, data, f"{place}, row {number}") for number, row in enumerate(table)]
     if not rows:
         raise UserError(f"{place}: the dataset has no rows")
     return rows
@@ -207,8 +250,8 @@ def build_source(data: DataConfig, evaluation: EvaluationConfig) -> PromptSource
     """
     source: PromptSource
     if data.source != "chain":
-        fields, heldout = (data.question_field, data.answer_field), evaluation.source
-        source = RowSource(read_rows(data), data.source, read_jsonl(Path(heldout), *fields) if heldout else None)
+        heldout = evaluation.source
+        source = RowSource(read_rows(data), data.source, read_jsonl(Path(heldout), data) if heldout else None)
     elif evaluation.source is not None:
         raise UserError(f"evaluation.source={evaluation.source}: the chain task holds out prompts of its own; unset it")
     else:
@@ -222,18 +265,22 @@ def read_rows(data: DataConfig) -> list[Problem]:
     # The reader of files refuses whatever exists and is of another kind, with the kinds that it reads.
     path = Path(data.source)
     if data.source.endswith(SUFFIXES) or (path.exists() and not path.is_dir()):
-        return read_jsonl(path, data.question_field, data.answer_field)
+        return read_jsonl(path, data)
     return read_hub_dataset(data)
 
 
 def check_problems(
     source: PromptSource, config: RunConfig, tokenizer: Tokenizer, max_positions: int, verifier: Verifier
 ) -> None:
-    """Raises UserError, with the place (file:line), on a reference that is no answer and a prompt that does not fit."""
+    """Raises UserError on a reference that is no answer, a prompt that does not fit, and fewer rows than a step takes.
+
+    The first two name the place (file:line).
+    """
     problems = list(source.to_check())
     check_references(problems, verifier)
     for row in problems:
         refuse_too_long(row, config, tokenizer, max_positions)
+    source.training(0, config.rollout.drawn_prompts, config.seed)
 
 
 def check_references(problems: Sequence[Problem], verifier: Verifier) -> None:

@@ -254,7 +254,7 @@ def all_problems(config: RunConfig, count: int | None) -> list[Problem]:
         raise UserError("data: the chain task has no rows; leave data away to ask its held-out questions")
     unique: dict[str, Problem] = {}
     for row in read_rows(config.data):
-        unique.setdefault(row.question, row)
+        unique.setdefault(row.asked, row)
     rows = sorted(unique.values(), key=lambda row: row.prompt_id)
     if count is not None and count > len(rows):
         raise UserError(f"{config.data.source}: prompts={count}, but there are only {len(rows)} different questions")

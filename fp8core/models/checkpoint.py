@@ -59,25 +59,55 @@ class Checkpoint:
         return self.tokenizer.eos_ids
 
 
+@dataclass(frozen=True)
+class StoredCheckpoint:
+    """A checkpoint on disk, checked but for the values of its weights, which are not read yet."""
+
+    folder: Path
+    architecture: Architecture
+    stored: Mapping[str, StoredTensor]
+    codes: Mapping[str, Dequantised]
+    tokenizer: Tokenizer
+
+    def load(self) -> Checkpoint:
+        """Read the weights. Raises UserError naming the file, and the tensor that is not what it should be."""
+        tensors = _read_tensors(self.folder, self.architecture, self.stored, self.codes)
+        return Checkpoint(self.architecture, tensors, self.tokenizer, frozenset(self.codes))
+
+
 def load_checkpoint(folder: Path) -> Checkpoint:
     """Read config.json, the weights (one safetensors file or an index of several) and the tokenizer.
 
     Raises:
         UserError: naming the file, and the key or tensor with what was expected and found.
     """
+    return find_checkpoint(folder).load()
+
+
+def find_checkpoint(folder: Path) -> StoredCheckpoint:
+    """Read config.json, the names and shapes of the weights, and the tokenizer.
+
+    Raises:
+        UserError: as `load_checkpoint`.
+    """
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder")
     config_path = folder / "config.json"
     config = read_json_object(config_path)
     architecture = architecture_from_hf(config, str(config_path))
-    stored = _stored_tensors(folder)
+    # Old Llama conversions store the rotary frequencies, which the configuration determines.
+    stored = {name: t for name, t in read_folder(folder).items() if not name.endswith("rotary_emb.inv_freq")}
     codes = {} if config.get("quantization_config") is None else _take_codes(stored)
-    tensors = _read_tensors(folder, architecture, stored, codes)
+    specs = {name: codes[name].results[0] if name in codes else tensor.spec for name, tensor in stored.items()}
+    described = {name: replace(tensor, spec=specs[name]) for name, tensor in stored.items()}
+    single = folder / WEIGHTS
+    where = single if single.is_file() else folder / INDEX
+    _check(described, parameter_shapes(architecture), architecture.tie_embeddings, where)
     tokenizer = Tokenizer.load(folder)
     largest = max(tokenizer.vocab_size - 1, *tokenizer.eos_ids)
     if largest >= architecture.vocab_size:
         raise UserError(f"{folder}: token {largest} is beyond vocab_size={architecture.vocab_size} of config.json")
-    return Checkpoint(architecture, tensors, tokenizer, frozenset(codes))
+    return StoredCheckpoint(folder, architecture, stored, codes, tokenizer)
 
 
 def save_checkpoint(
@@ -160,11 +190,6 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def _stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    # Old Llama conversions store the rotary frequencies, which the configuration determines.
-    return {name: t for name, t in read_folder(folder).items() if not name.endswith("rotary_emb.inv_freq")}
-
-
 def _take_codes(stored: dict[str, StoredTensor]) -> dict[str, Dequantised]:
     """Matrices of codes with the scales of their tiles; the scales are taken out of `stored`."""
     names = [
@@ -177,11 +202,6 @@ def _read_tensors(
     folder: Path, arch: Architecture, stored: Mapping[str, StoredTensor], codes: Mapping[str, Dequantised]
 ) -> dict[str, Tensor]:
     shapes = parameter_shapes(arch)
-    where = folder / (WEIGHTS if (folder / WEIGHTS).is_file() else INDEX)
-    specs = {name: codes[name].results[0] if name in codes else tensor.spec for name, tensor in stored.items()}
-    _check(
-        {name: replace(tensor, spec=specs[name]) for name, tensor in stored.items()}, shapes, arch.tie_embeddings, where
-    )
     try:
         tensors = _load({name: tensor for name, tensor in stored.items() if name not in codes})
         tensors |= {name: torch.cat([part for _, part in matrix.pieces()]) for name, matrix in codes.items()}

@@ -126,8 +126,10 @@ class Tokenizer:
         """Text without special tokens; ids outside the vocabulary are left out."""
         return str(self._backend.decode(list(ids), skip_special_tokens=True))
 
-    def chat_prompt(self, question: str) -> str | None:
-        """The chat template around one user message, up to where the assistant speaks; None without a template.
+    def chat_prompt(self, question: str, before: Sequence[Mapping[str, str]] = ()) -> str | None:
+        """The chat template around a user's message, up to where the assistant speaks; None without a template.
+
+        `before`: earlier messages with `role` and `content`.
 
         Raises:
             UserError: the template refuses the message or fails.
@@ -135,9 +137,8 @@ class Tokenizer:
         if self._template is None:
             return None
         try:
-            return self._template.render(
-                messages=[{"role": "user", "content": question}], add_generation_prompt=True, **self._special
-            )
+            messages = [*before, {"role": "user", "content": question}]
+            return self._template.render(messages=messages, add_generation_prompt=True, **self._special)
         except (TemplateError, TypeError) as error:
             raise UserError(f"{self._where}: the chat template failed: {_one_line(error)}") from error
 

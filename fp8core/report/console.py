@@ -22,6 +22,7 @@ from fp8core.report.summary import (
     MISSING,
     REPORT,
     REWARD,
+    SIGNAL,
     STEP,
     TMPE,
     TOKENS,
@@ -36,6 +37,8 @@ SAMPLE_EVERY = 10
 LEGEND = "tmpe 1: both policies give equal probabilities; differ: tokens where they do not"
 HEADER_EVERY = 20
 WARM_START_LINES = 10
+# Steps without a signal that are warned of, in a run of that many steps.
+FEWEST_TO_WARN, SHARE_TO_WARN = 10, 1 / 3
 _COLUMNS = {"reward": 6, "held-out": 8, "length": 6, "tmpe": 9, "differ": 6, "seconds": 7, "tokens/s": 8, "left": 7}
 
 
@@ -61,6 +64,7 @@ class Console:
         self._steps = steps
         self._lines = 0
         self._heldout: float | None = None
+        self._without_signal = 0
         self._seconds = list[float]()
         self._warm_start: float | None = None
         self._compiling: float | None = None
@@ -148,8 +152,11 @@ class Console:
             "tokens/s": f"{metrics[TOKENS] / seconds:,.0f}" if TOKENS in metrics else MISSING,
             "left": _clock(sum(newest) / len(newest) * (self._steps - step)),
         }
-        busiest = MISSING if slowest is None else f"{printable(slowest)} {task_seconds[slowest] / seconds:.0%}"
-        self._row(cells, busiest)
+        last = MISSING if slowest is None else f"{printable(slowest)} {task_seconds[slowest] / seconds:.0%}"
+        if metrics.get(SIGNAL) == 0:
+            self._without_signal += 1
+            last = f"no signal ({self._without_signal}); {last}"
+        self._row(cells, last)
 
     def sample(self, prompt: str, completion: str, reward: float) -> None:
         """A prompt, what the policy wrote, and its reward, in a line."""
@@ -173,6 +180,8 @@ class Console:
         )
         tmpe = MISSING if summary.tmpe_max is None else format_tmpe(summary.tmpe_max)
         results.add_row("tmpe", tmpe, f"largest of all steps; {summary.tokens_differing} tokens differ")
+        if (silent := summary.steps_without_signal) > 0:
+            results.add_row("no signal", f"{silent} steps", "the rewards of every group were equal")
         judged = {None: MISSING, 0: "kept"}.get(summary.bounds_crossed, f"crossed {summary.bounds_crossed} times")
         results.add_row("bounds", judged, Text(printable(summary.bounds)))
         if summary.overhead_ms_per_step is not None:
@@ -185,6 +194,10 @@ class Console:
                 results.add_row(Text(f"  {printable(task)}"), f"{seconds:.1f} s", f"{seconds / total:.0%}")
         title = Text(f"{printable(summary.run)}: done")
         self._console.print(Panel(results, title=title, title_align="left", expand=False))
+        if summary.steps >= FEWEST_TO_WARN and silent >= summary.steps * SHARE_TO_WARN:
+            advice = "choose problems that the policy solves now and then, or raise rollout.group_size"
+            warning = f"warning: {silent} of {summary.steps} steps had rewards without a signal: {advice}"
+            self._whole_line(Text(warning, style="yellow"))
         files = {name: str(folder / file) for name, file in (("report", REPORT), ("curves", CURVES))}
         places = {**files, "MLflow UI": ui_command, "then open": page}
         self._places({**places, "chain": summary.chain_head})

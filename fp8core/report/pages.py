@@ -56,6 +56,7 @@ from fp8core.report.summary import (
     LENGTH,
     MISSING,
     REWARD,
+    SIGNAL,
     STEP,
     TMPE,
     TOKENS,
@@ -153,9 +154,11 @@ def number_rows(runs: Sequence[RunData]) -> list[tuple[str, ...]]:
         ("k3 divergence, largest (nats)", _over(K3, max)),
         ("effective sample size, smallest", _over(ESS, min, format_tmpe)),
         ("tokens whose log-probs differ", _over(TOKENS_DIFFERING, sum, lambda value: f"{value:,.0f}")),
+        ("steps in which no group had a signal", _over(SIGNAL, lambda values: values.count(0.0), "{:.0f}".format)),
         ("tokens generated", _over(TOKENS, sum, lambda value: f"{value:,.0f}")),
         ("tokens generated per second of rollout", _rollout_speed),
         ("median seconds of a step", lambda run: short(median(run.busy.values())) if run.busy else MISSING),
+        ("time of all processes", _time_of_all),
         ("bounds on alignment", _bounds),
         ("weights", _weights),
     ]
@@ -188,13 +191,18 @@ def run_settings(run: RunData) -> dict[str, str]:
     """Dotted key -> value as JSON; of a configuration that this version cannot read, as it is in run.json."""
     config = run.evidence.config
     content: Mapping[str, Any] = run.evidence.description.config if config is None else public_dump(config)
-    settings = {key: json.dumps(value) for key, value in leaves(content).items()}
+    settings = {key: json.dumps(value) for key, value in leaves({**content, "steps": run.asked}).items()}
     return settings if config is None else settings | stop_bounds(config).described()
 
 
 def provenance_table(run: RunData) -> Table:
     """Folder, processes, code, machine and libraries of a run."""
     return Table(run.label, ["", ""], run.provenance.lines(run.evidence))
+
+
+def _time_of_all(run: RunData) -> str:
+    processes = run.evidence.process_seconds
+    return f"{sum(processes):,.1f} s ({len(processes)})" if processes else MISSING
 
 
 def _bounds(run: RunData) -> str:

@@ -63,9 +63,10 @@ class RunData:
 
     @property
     def asked(self) -> int | None:
-        """The number of steps that the run is to have."""
-        config = self.evidence.config
-        return None if config is None else config.steps
+        """The number of steps that the run is to have: those it was begun with, or was extended to."""
+        config, last = self.evidence.config, self.provenance.last
+        known = ([] if config is None else [config.steps]) + ([] if last is None else [last.record.steps])
+        return max(known, default=None)
 
     @property
     def status(self) -> str:

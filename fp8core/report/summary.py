@@ -16,6 +16,7 @@ STEP = "step"
 REWARD = "reward/mean"
 HELDOUT = "reward/heldout_accuracy"
 LENGTH = "rollout/length_mean"
+SIGNAL = "reward/groups_with_signal"
 TOKENS = "rollout/tokens"
 ENTROPY = "rollout/entropy"
 GRAD_NORM = "train/grad_norm"
@@ -56,7 +57,8 @@ class Overhead(_Frozen):
 class Summary(_Frozen):
     """The result of a run, as `--json` writes it; None where nothing was measured.
 
-    `reward_first10` and `reward_last10` are means of ten steps, of a shorter run of half of them.
+    `reward_first10` and `reward_last10` are means of ten steps, of a shorter run of half of them. In a step without a
+    signal, the rewards of every group are equal.
     """
 
     run: str
@@ -70,6 +72,7 @@ class Summary(_Frozen):
     heldout_last: float | None
     tmpe_max: float | None
     tokens_differing: int
+    steps_without_signal: int
     bounds: str
     bounds_crossed: int | None
     overhead_ms_per_step: Overhead | None
@@ -115,15 +118,6 @@ def overhead_ms(step_interval: Interval, task_intervals: Iterable[Interval]) -> 
     return 1000.0 * (end - start - union_seconds(inside))
 
 
-def task_seconds(timings: Iterable[StepTiming]) -> dict[str, float]:
-    """Seconds in each task's body over all steps, in order of first appearance; overlaps of a task with itself once."""
-    seconds: dict[str, float] = {}
-    for timing in timings:
-        for task, intervals in timing.tasks.items():
-            seconds[task] = seconds.get(task, 0.0) + union_seconds(intervals)
-    return seconds
-
-
 def summarise(
     history: History,
     timings: Sequence[StepTiming],
@@ -133,7 +127,7 @@ def summarise(
     chain_head: str,
     weights_digest: str,
     total_seconds: float,
-    stage_seconds: Mapping[str, float],
+    task_seconds: Mapping[str, float],
     bounds: str,
     bounds_crossed: int | None,
 ) -> Summary:
@@ -141,13 +135,13 @@ def summarise(
 
     Args:
         history: every step of the run, in order.
-        timings: of the steps whose clock was read.
+        timings: of the steps of this process, for the overhead.
         run: name of the run.
         mlflow_run_id: its MLflow run.
         chain_head: the last link of its chain of manifests (`manifest.Head`).
         weights_digest: digest of the last policy.
-        total_seconds: wall time of the run.
-        stage_seconds: what ran outside the steps (warm start), listed beside the tasks.
+        total_seconds: wall time of the run, in all its processes.
+        task_seconds: of it, what each task took over all steps, and what ran before them (warm start).
         bounds: what the run was held to, in a line.
         bounds_crossed: how often it was beyond that for as long as `alignment.stop.patience`; None: nothing was judged.
     """
@@ -155,6 +149,7 @@ def summarise(
     _, heldout = series(history, HELDOUT)
     _, tmpe = series(history, TMPE)
     _, differing = series(history, TOKENS_DIFFERING)
+    _, signals = series(history, SIGNAL)
     overheads = [overhead_ms(timing.interval, chain.from_iterable(timing.tasks.values())) for timing in timings]
     return Summary(
         run=run,
@@ -168,8 +163,9 @@ def summarise(
         heldout_last=heldout[-1] if heldout else None,
         tmpe_max=max(tmpe, default=None),
         tokens_differing=int(sum(differing)),
+        steps_without_signal=signals.count(0.0),
         bounds=bounds,
         bounds_crossed=bounds_crossed,
         overhead_ms_per_step=Overhead(median=median(overheads), mean=fmean(overheads)) if overheads else None,
-        seconds={**stage_seconds, **task_seconds(timings), "total": total_seconds},
+        seconds={**task_seconds, "total": total_seconds},
     )

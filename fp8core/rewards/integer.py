@@ -112,7 +112,7 @@ class Unreadable(Exception):
 class IntegerVerifier:
     """Right when the completion's answer is the integer of the reference; see Verifier and the table above."""
 
-    def score(self, prompt: str, completion: str, reference: str, finish: str) -> Verdict:
+    def score(self, prompt: str, completion: str, reference: str, finish: str, columns: str = "") -> Verdict:
         expected = reference_integer(reference, prompt)
         try:
             whole, decimals = read_number(_answer_line(completion, finish))

@@ -305,7 +305,7 @@ class MathScorer:
         for answer, reference in _FIRST:
             self.score("", rf"\boxed{{{answer}}}", reference, "stop")
 
-    def score(self, prompt: str, completion: str, reference: str, finish: str) -> Verdict:
+    def score(self, prompt: str, completion: str, reference: str, finish: str, columns: str = "") -> Verdict:
         expected = _expected(reference, prompt)
         if finish != "stop":
             return unparsed("cut off before the end of sequence")

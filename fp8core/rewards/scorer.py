@@ -6,6 +6,8 @@ Imported by the child processes, hence free of everything heavy.
 import hashlib
 import importlib
 import importlib.util
+import inspect
+import json
 import math
 import sys
 from collections.abc import Callable, Mapping
@@ -21,17 +23,31 @@ Outcome = Literal["right", "wrong", "unparsed", "timeout", "crashed"]
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 
 
+class Added(NamedTuple):
+    """The score of a verifier beside the main one, and its weight in the reward."""
+
+    name: str
+    score: float
+    weight: float
+
+
 @dataclass(frozen=True)
 class Verdict:
-    """The reward, why it was given, and a short detail for people (empty when right).
+    """The score of an answer, why it was given, and a short detail for people (empty when right).
 
-    `note` is about the check and not about the answer: a second try.
+    `note` is about the check and not about the answer: a second try. `added` are the scores of further verifiers.
     """
 
     score: float
     outcome: Outcome
     detail: str
     note: str = ""
+    added: tuple[Added, ...] = ()
+
+    @property
+    def reward(self) -> float:
+        """The score, and the weighted sum of those that are added."""
+        return self.score if not self.added else self.score + sum(part.weight * part.score for part in self.added)
 
     @property
     def record(self) -> str:
@@ -67,18 +83,25 @@ _MATH_LIBRARIES = ("math-verify", "latex2sympy2-extended", "sympy")
 
 
 class Answer(NamedTuple):
-    """A completion (without end of sequence), what it answers, and how it ended: "stop" or, cut off, "length"."""
+    """A completion (without end of sequence), what it answers, and how it ended: "stop" or, cut off, "length".
+
+    `columns`: other columns of the prompt's row (`data.columns`) as a JSON object; empty where none are configured.
+    """
 
     prompt: str
     completion: str
     reference: str
     finish: str
+    columns: str = ""
+
+
+_POSITIONAL = ("prompt", "completion", "reference", "finish")
 
 
 class Scorer(Protocol):
     """Scores completions one at a time, without state."""
 
-    def score(self, prompt: str, completion: str, reference: str, finish: str) -> Verdict:
+    def score(self, prompt: str, completion: str, reference: str, finish: str, columns: str = "") -> Verdict:
         """The verdict on an answer. Raises UserError as `check` does."""
         ...
 
@@ -90,6 +113,7 @@ class Scorer(Protocol):
 class FunctionScorer:
     """A function of the user's own: `score(prompt, completion, reference, finish, **options)`.
 
+    One with a parameter `columns` gets the row's other columns there, as a dict.
     It returns True, False or a finite number: the reward, which counts as right from 1. It returns None where it found
     no answer, or a whole Verdict. Anything it raises is the caller's to record.
     """
@@ -97,9 +121,11 @@ class FunctionScorer:
     def __init__(self, function: Callable[..., object], options: Mapping[str, Any]) -> None:
         self._function = function
         self._options = dict(options)
+        self._takes_columns = takes_columns(function, options)
 
-    def score(self, prompt: str, completion: str, reference: str, finish: str) -> Verdict:
-        returned = self._function(prompt, completion, reference, finish, **self._options)
+    def score(self, prompt: str, completion: str, reference: str, finish: str, columns: str = "") -> Verdict:
+        given = {"columns": json.loads(columns or "{}")} if self._takes_columns else {}
+        returned = self._function(prompt, completion, reference, finish, **given, **self._options)
         if isinstance(returned, Verdict):
             if returned.outcome not in OUTCOMES:
                 raise ValueError(
@@ -145,11 +171,36 @@ def load_scorer(name: str, options: Mapping[str, Any]) -> LoadedScorer:
     function = getattr(module, attribute, None)
     if not callable(function):
         raise UserError(f"{place} has no function {attribute}")
+    _refuse_signature(function, options)
     source = module.__file__
     if source is None:
         raise UserError(f"{place} is a folder, not a module")
     digest = hashlib.sha256(Path(source).read_bytes()).hexdigest()
     return LoadedScorer(FunctionScorer(function, options), {"verifier": name, "source": digest}, interruptible=False)
+
+
+def _refuse_signature(function: Callable[..., object], options: Mapping[str, Any]) -> None:
+    """Raises UserError on a function that cannot be called as `FunctionScorer` calls it."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        return  # One written in C may have none to read.
+    given = [*(["columns"] if takes_columns(function, options) else []), *options]
+    try:
+        signature.bind(*_POSITIONAL, **dict.fromkeys(given))
+    except TypeError as error:
+        named = "".join(f", {name}=..." for name in given)
+        raise UserError(
+            f"it is called as f({', '.join(_POSITIONAL)}{named}), and is defined as f{signature}: {error}"
+        ) from error
+
+
+def takes_columns(function: Callable[..., object], options: Mapping[str, Any]) -> bool:
+    """True if a function has a parameter for the row's other columns that no option fills."""
+    try:
+        return "columns" in inspect.signature(function).parameters.keys() - options.keys()
+    except ValueError:
+        return False  # One written in C may have no signature to read.
 
 
 def _math_scorer() -> LoadedScorer:

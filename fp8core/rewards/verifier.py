@@ -2,16 +2,17 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from pydantic import JsonValue
 
-from fp8core.config.run import RewardConfig
+from fp8core.config.reward import FormatRewardConfig, LengthRewardConfig, RewardConfig
 from fp8core.errors import UserError
 from fp8core.rewards.integer import IntegerVerifier
 from fp8core.rewards.pool import Limits, VerifierPool
-from fp8core.rewards.scorer import RIGHT, Answer, Outcome, Scorer, Verdict, unparsed, wrong
+from fp8core.rewards.scorer import RIGHT, Added, Answer, Outcome, Scorer, Verdict, unparsed, wrong
 
 MARKER = "#"
 _NUMBER = re.compile(r"[0-9]{1,3}")
@@ -20,7 +21,7 @@ _NUMBER = re.compile(r"[0-9]{1,3}")
 class ChainVerifier:
     """Right when a finished completion's text after the last `#` is the reference to the digit; see Verifier."""
 
-    def score(self, prompt: str, completion: str, reference: str, finish: str) -> Verdict:
+    def score(self, prompt: str, completion: str, reference: str, finish: str, columns: str = "") -> Verdict:
         self.check(prompt, reference)
         _, marker, answer = completion.rpartition(MARKER)
         if not marker:
@@ -101,12 +102,109 @@ class InProcess:
         return
 
 
+@dataclass(frozen=True)
+class LengthScorer:
+    """See `LengthRewardConfig`."""
+
+    config: LengthRewardConfig
+
+    def score(self, prompt: str, completion: str, reference: str, finish: str, columns: str = "") -> Verdict:
+        over = (len(completion) - self.config.longest + self.config.buffer) / self.config.buffer
+        return Verdict(-min(1.0, over) if over > 0 else 0.0, "right" if over <= 0 else "wrong", "")
+
+    def check(self, prompt: str, reference: str) -> None:
+        """Any reference will do."""
+
+
+@dataclass(frozen=True)
+class FormatScorer:
+    """See `FormatRewardConfig`."""
+
+    config: FormatRewardConfig
+
+    def score(self, prompt: str, completion: str, reference: str, finish: str, columns: str = "") -> Verdict:
+        places = [completion.find(tag) for tag in self.config.tags]
+        once = all(completion.count(tag) == 1 for tag in self.config.tags)
+        return RIGHT if finish == "stop" and once and places == sorted(places) else wrong("")
+
+    def check(self, prompt: str, reference: str) -> None:
+        """Any reference will do."""
+
+
+class WeightedVerifiers:
+    """A verifier whose verdicts carry the scores of others, each with a name and a weight; see Verifier."""
+
+    def __init__(self, main: Verifier, others: Sequence[tuple[str, float, Verifier]]) -> None:
+        self._main, self._others = main, others
+
+    def begin(self, answers: Sequence[Answer]) -> None:
+        for verifier in self._all():
+            verifier.begin(answers)
+
+    def verify(self, answers: Sequence[Answer]) -> list[Verdict]:
+        """Raises UserError also when another verifier could check none of the answers."""
+        verdicts = self._main.verify(answers)
+        for name, weight, verifier in self._others:
+            found = verifier.verify(answers)
+            failed = [verdict for verdict in found if verdict.outcome in ("timeout", "crashed")]
+            if failed and len(failed) == len(found):
+                raise UserError(f"reward.others: {name}: no answer could be checked: {failed[0].record}")
+            verdicts = [
+                replace(
+                    verdict, added=(*verdict.added, Added(name, other.score, weight)), note=_noted(verdict, name, other)
+                )
+                for verdict, other in zip(verdicts, found, strict=True)
+            ]
+        return verdicts
+
+    def faults(self, references: Sequence[tuple[str, str]]) -> list[str | None]:
+        found = zip(*(verifier.faults(references) for verifier in self._all()), strict=True)
+        return [next(filter(None, faults), None) for faults in found]
+
+    def describe(self) -> dict[str, JsonValue]:
+        others: dict[str, JsonValue] = {name: verifier.describe() for name, _, verifier in self._others}
+        return {**self._main.describe(), "others": others}
+
+    def close(self) -> None:
+        for verifier in self._all():
+            verifier.close()
+
+    def _all(self) -> list[Verifier]:
+        return [self._main, *(verifier for _, _, verifier in self._others)]
+
+
+def _noted(verdict: Verdict, name: str, other: Verdict) -> str:
+    """The note of a verdict, and the reason why another verifier has none of its own."""
+    if other.outcome not in ("timeout", "crashed"):
+        return verdict.note
+    return "; ".join(filter(None, (verdict.note, f"{name}: {other.record}")))
+
+
 def build_verifier(config: RewardConfig) -> Verifier:
-    """The verifier that the configuration names; one with processes of its own has started them.
+    """The verifiers that the configuration names; those with processes of their own have started them.
 
     Raises:
-        UserError: what it needs is not installed, or the function cannot be imported.
+        UserError: what one needs is not installed, or a function cannot be imported.
     """
+    with ExitStack() as started:
+        main = _one_verifier(config)
+        started.callback(main.close)
+        others: list[tuple[str, float, Verifier]] = []
+        if config.length is not None:
+            others.append(("length", config.length.weight, InProcess("length", LengthScorer(config.length))))
+        if config.format is not None:
+            others.append(("format", config.format.weight, InProcess("format", FormatScorer(config.format))))
+        for other in config.others:
+            named = config.model_copy(update={"verifier": other.verifier, "options": other.options})
+            verifier = _one_verifier(named)
+            started.callback(verifier.close)
+            others.append((other.name, other.weight, verifier))
+        started.pop_all()
+    return WeightedVerifiers(main, others) if others else main
+
+
+def _one_verifier(config: RewardConfig) -> Verifier:
+    """The verifier of `reward.verifier` alone."""
     if config.verifier == "chain":
         return InProcess("chain", ChainVerifier())
     if config.verifier == "integer":

@@ -63,7 +63,7 @@ class Completion:
         sample: index within the group.
         tokens: generated ids, the stop token included.
         logprobs: FP32 log-prob of each token under the distribution it was drawn from (nats).
-        finish: `stop` or `length`.
+        finish: `stop`, `length`, or, of what was cut after a stop string, `stop_string`.
         experts: when reported, int16 [positions, sparse layers, k], ascending; for every position the engine computed:
             those of the prompt, then those of the completion but its last token, which nothing follows. Completions
             are compared without them.
@@ -73,7 +73,7 @@ class Completion:
     sample: int
     tokens: list[int]
     logprobs: list[float]
-    finish: Literal["stop", "length"]
+    finish: Literal["stop", "length", "stop_string"]
     experts: Tensor | None = field(default=None, compare=False)
 
 

@@ -1,10 +1,11 @@
 """From a configuration to live parts: the one place where models, trainers and engines are built."""
 
 from collections.abc import Iterable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
@@ -13,10 +14,16 @@ from fp8core.config.loss import LossConfig
 from fp8core.config.precision import PrecisionContract
 from fp8core.config.run import RunConfig, TrainingConfig
 from fp8core.data.chain import ALPHABET, EOS, VOCABULARY
-from fp8core.data.source import SUFFIXES, build_source
+from fp8core.data.source import build_source, check_problems
 from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture
-from fp8core.models.checkpoint import architecture_from_config, initial_weights, load_checkpoint
+from fp8core.models.checkpoint import (
+    StoredCheckpoint,
+    architecture_from_config,
+    find_checkpoint,
+    initial_weights,
+    load_checkpoint,
+)
 from fp8core.models.hub import model_shape, resolve_model
 from fp8core.models.tokenizer import Tokenizer, character_tokenizer
 from fp8core.plan.memory import machine_of
@@ -54,6 +61,24 @@ def build_base(config: RunConfig) -> BaseModel:
         UserError: the checkpoint is missing or broken, or the contract keeps more BF16 layers than there are, or a
             dense model was to replay its choice of experts.
     """
+    found = _find_base(config)
+    if found.checkpoint is None:
+        return BaseModel(found.arch, initial_weights(found.arch, config.seed), found.tokenizer, found.revision)
+    read = found.checkpoint.load()
+    return BaseModel(found.arch, read.tensors, found.tokenizer, found.revision, len(read.dequantised))
+
+
+class _FoundModel(NamedTuple):
+    """The model that a run starts from, without weights; `checkpoint` is None for one from scratch."""
+
+    arch: Architecture
+    tokenizer: Tokenizer
+    checkpoint: StoredCheckpoint | None
+    revision: str | None
+
+
+def _find_base(config: RunConfig) -> _FoundModel:
+    """The model of a configuration, which fits it. Raises UserError as `build_base` does, whatever the weights are."""
     base = _from_scratch(config) if config.model is None else _from_checkpoint(config, config.model)
     kept = config.precision.bf16_first_layers + config.precision.bf16_last_layers
     if kept > base.arch.num_layers:
@@ -118,15 +143,17 @@ def check_memory(config: RunConfig, node: Node) -> None:
 
 
 def check_inputs(config: RunConfig) -> None:
-    """Refuse data in files and verifiers that cannot be used, before a run has a folder or a server.
+    """Refuse a model, data and verifiers that cannot be used, before a run has a folder or a server.
 
     Raises:
-        UserError: as `build_source` and `build_verifier` have it.
+        UserError: as `build_base`, `check_teacher`, `build_source`, `build_verifier` and `check_problems` have it.
     """
-    # A dataset of the hub is read once, by the run; the chain task cannot be missing.
-    if config.data.source.endswith(SUFFIXES):
-        build_source(config.data, config.evaluation)
-    build_verifier(config.reward.model_copy(update={"workers": 1})).close()
+    source = build_source(config.data, config.evaluation)
+    base = _find_base(config)
+    if config.loss.distillation.teacher is not None:
+        check_teacher(config, base.tokenizer)
+    with closing(build_verifier(config.reward)) as verifier:
+        check_problems(source, config, base.tokenizer, base.arch.max_positions, verifier)
 
 
 def engine_environment(config: RunConfig, node: Node) -> Environment:
@@ -194,13 +221,13 @@ def build_sft_trainer(
     return build(settings, arch, initial)
 
 
-def check_teacher(config: RunConfig, base: BaseModel) -> None:
+def check_teacher(config: RunConfig, tokenizer: Tokenizer) -> None:
     """Refuse a teacher that cannot score what this model writes, before anything is trained.
 
     Raises:
         UserError: the checkpoint of `loss.distillation.teacher` is missing, or has another vocabulary.
     """
-    _teacher_folder(config, base.tokenizer)
+    _teacher_folder(config, tokenizer)
 
 
 def build_teacher(config: RunConfig, tokenizer: Tokenizer, cluster: "Cluster | None" = None) -> Trainer:
@@ -247,7 +274,7 @@ def build_engine(config: RunConfig, arch: Architecture, cluster: "Cluster | None
     return engine_entry(config).build(config, arch)
 
 
-def _from_scratch(config: RunConfig) -> BaseModel:
+def _from_scratch(config: RunConfig) -> _FoundModel:
     assert config.architecture is not None, "RunConfig demands a model or an architecture"
     if config.data.source != "chain":
         raise UserError(
@@ -255,13 +282,12 @@ def _from_scratch(config: RunConfig) -> BaseModel:
         )
     arch = architecture_from_config(config.architecture, VOCABULARY)
     tokenizer = character_tokenizer(ALPHABET, VOCABULARY, EOS)
-    return BaseModel(arch, initial_weights(arch, config.seed), tokenizer, revision=None)
+    return _FoundModel(arch, tokenizer, checkpoint=None, revision=None)
 
 
-def _from_checkpoint(config: RunConfig, model: str) -> BaseModel:
+def _from_checkpoint(config: RunConfig, model: str) -> _FoundModel:
     if config.warm_start is not None:
         raise UserError("warm_start trains a model from scratch; a checkpoint starts as it is (set warm_start to null)")
     resolved = resolve_model(model, config.revision)
-    checkpoint = load_checkpoint(Path(resolved.folder))
-    read = checkpoint.architecture, checkpoint.tensors, checkpoint.tokenizer
-    return BaseModel(*read, resolved.revision, len(checkpoint.dequantised))
+    checkpoint = find_checkpoint(Path(resolved.folder))
+    return _FoundModel(checkpoint.architecture, checkpoint.tokenizer, checkpoint, resolved.revision)

@@ -11,7 +11,7 @@ import torch
 
 from fp8core.alignment.bounds import contract_of
 from fp8core.config.capability import check_contract
-from fp8core.config.load import config_digest, may_continue
+from fp8core.config.load import config_digest, may_continue, reload_config
 from fp8core.config.loss import SHIPPED_LOSSES
 from fp8core.config.run import RunConfig, own_code, public_dump
 from fp8core.config.steps import Plan, check_pipeline, import_spec
@@ -25,6 +25,7 @@ from fp8core.rl.user_loss import loss_source
 from fp8core.run.build import build_base, check_engine, check_memory, check_teacher, members_node, open_cluster
 from fp8core.run.context import RunContext, register, release
 from fp8core.store.artifacts import RolloutShards
+from fp8core.store.durable import refuse_unwritable
 from fp8core.store.ledger import LedgerView, SegmentEntry
 from fp8core.store.manifest import PACKAGES, SigningKey, current_code, git_state, hardware, read_signing_key
 from fp8core.store.run_directory import LEDGER, RunDescription, RunDirectory, read_description, refuse_in_use
@@ -101,12 +102,14 @@ def refuse_conflict(config: RunConfig, *, new_code: bool = False) -> None:
 
     Raises:
         UserError: another process has it (pid and host), or `open_directory` would refuse it (every key that differs,
-            or both code versions); or `runs` lies in a run's own folder.
+            or both code versions); its folder cannot be made; or `runs` lies in a run's own folder.
     """
     refuse_in_run(f"runs {config.runs}", config.runs)
     if config.run is None:
+        refuse_unwritable(config.runs.absolute())
         return
     folder = config.runs.absolute() / config.run
+    refuse_unwritable(folder)
     described = read_description(folder)
     if described is not None:
         refuse_in_use(folder)
@@ -123,7 +126,7 @@ def _refuse_other(
     """
     if not ledger.holds_work():
         return
-    differing = may_continue(described.config, public_dump(config))
+    differing = may_continue(public_dump(reload_config(described.config)), public_dump(config))
     if differing:
         raise UserError(f"run {name} exists with another configuration: {'; '.join(differing)}")
     if not new_code:
@@ -221,7 +224,7 @@ def open_run(
         if base.dequantised:
             console.note(f"model={config.model}: {base.dequantised} weights in block FP8 are read as BF16")
         if config.loss.distillation.teacher is not None:
-            check_teacher(config, base)
+            check_teacher(config, base.tokenizer)
         verifier = parts.enter_context(closing(build_verifier(config.reward)))
         check_problems(source, config, base.tokenizer, base.arch.max_positions, verifier)
         version = current_code()

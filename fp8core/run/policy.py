@@ -26,7 +26,7 @@ from fp8core.numerics.kv_scales import (
     covered_amax,
     scales_from_statistics,
 )
-from fp8core.rewards.scorer import Answer, Verdict
+from fp8core.rewards.scorer import Verdict
 from fp8core.rewards.verifier import Verifier
 from fp8core.rl.batch import TokenBatch
 from fp8core.rollout.engine import (
@@ -39,9 +39,10 @@ from fp8core.rollout.engine import (
     SyncReport,
     sample_seed,
 )
+from fp8core.rollout.stop_strings import generated
 from fp8core.run.build import build_base, build_engine, build_trainer, open_cluster
 from fp8core.run.context import RunContext
-from fp8core.run.rollouts import completion_text, failures, prompt_table
+from fp8core.run.rollouts import answer_to, completion_text, failures, prompt_table
 from fp8core.store.artifacts import Ref
 from fp8core.training.trainer import Trainer
 
@@ -260,9 +261,13 @@ def answer(config: RunConfig, questions: Questions, verifier: Verifier) -> Answe
         described = engine.describe()
     verdicts = verifier.verify(
         [
-            Answer(encoded[done.group][0], text, questions.problems[done.group].reference, done.finish)
+            answer_to(
+                {"text": encoded[done.group][0], "reference": asked.reference, "columns": asked.columns},
+                completion_text(done, base.tokenizer, config.rollout.stop_strings),
+                done.finish,
+            )
             for done in completions
-            for text in [completion_text(done, base.tokenizer)]
+            for asked in [questions.problems[done.group]]
         ]
     )
     remark = failures(config.reward.verifier, verdicts)
@@ -296,7 +301,8 @@ def _complete(
         for index, tokens in enumerate(prompts)
     ]
     sampling = Sampling(questions.temperature, config.rollout.max_new_tokens, tokenizer.eos_ids)
-    done = [completion for batch in engine.generate(groups, sampling) for completion in batch]
+    written = generated(engine, groups, sampling, tokenizer, config.rollout.stop_strings)
+    done = [completion for batch in written for completion in batch]
     return sorted(done, key=lambda completion: (completion.group, completion.sample))
 
 

@@ -1,7 +1,7 @@
 """Problems as requests, completions as tables, and the verifier's verdicts on them."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,9 @@ from fp8core.models.tokenizer import Tokenizer
 from fp8core.rewards.scorer import OUTCOMES, Answer, Outcome, Verdict
 from fp8core.rl.batch import routes_column
 from fp8core.rollout.engine import Completion, PromptGroup, Sampling, sample_seed
+from fp8core.rollout.stop_strings import generated, text_until
 from fp8core.run.context import RunContext
-from fp8core.store.tables import PROMPTS, ROLLOUTS
+from fp8core.store.tables import PROMPTS, PROMPTS_WITH_COLUMNS, ROLLOUTS
 
 
 def prompt_table(run: RunContext, problems: list[Problem]) -> pa.Table:
@@ -27,7 +28,9 @@ def prompt_table(run: RunContext, problems: list[Problem]) -> pa.Table:
         "tokens": [tokens for _, tokens in encoded],
         "reference": [problem.reference for problem in problems],
     }
-    return pa.table(columns, schema=PROMPTS)
+    if not run.config.data.columns:
+        return pa.table(columns, schema=PROMPTS)
+    return pa.table({**columns, "columns": [problem.columns for problem in problems]}, schema=PROMPTS_WITH_COLUMNS)
 
 
 def shard_folder(run: RunContext, index: int) -> Path:
@@ -51,7 +54,7 @@ def prompt_groups(run: RunContext, index: int, prompts: pa.Table) -> list[Prompt
 
 
 def rollout_table(
-    completions: Sequence[Completion], groups: list[PromptGroup], tokenizer: Tokenizer, schema: pa.Schema
+    run: RunContext, completions: Sequence[Completion], groups: list[PromptGroup], schema: pa.Schema
 ) -> pa.Table:
     """Completions as a table of kind `rollouts`, with the columns of the schema; groups are indexed by their number."""
     by_number = {group.group: group for group in groups}
@@ -66,7 +69,7 @@ def rollout_table(
             "logprobs": done.logprobs,
             "written": [True] * len(done.tokens),
             "finish": done.finish,
-            "text": completion_text(done, tokenizer),
+            "text": completion_text(done, run.tokenizer, run.config.rollout.stop_strings),
         }
         for done in completions
     ]
@@ -78,10 +81,11 @@ def rollout_table(
     return table.append_column(schema.field("experts"), routes_column(chosen))
 
 
-def completion_text(completion: Completion, tokenizer: Tokenizer) -> str:
-    """The completion as text, without its stop token."""
+def completion_text(completion: Completion, tokenizer: Tokenizer, stop_strings: Sequence[str]) -> str:
+    """The completion as text, without its stop token and what its last token has after a stop string."""
     stopped = completion.finish == "stop"
-    return tokenizer.decode(completion.tokens[:-1] if stopped else completion.tokens)
+    text = tokenizer.decode(completion.tokens[:-1] if stopped else completion.tokens)
+    return text_until(text, stop_strings)
 
 
 _FAILURES: dict[Outcome, str] = {"timeout": "timed out", "crashed": "crashed"}
@@ -102,11 +106,17 @@ def written_sample(run: RunContext, index: int) -> tuple[str, str, float] | None
 
 def answers_of(prompts: pa.Table, rollouts: pa.Table) -> list[Answer]:
     """The verifier's input for completions, in their order."""
-    asked = {row["group"]: row for row in prompts.select(["group", "text", "reference"]).to_pylist()}
+    asked = {row["group"]: row for row in prompts.drop_columns(["tokens"]).to_pylist()}
     return [
-        Answer(asked[row["group"]]["text"], row["text"], asked[row["group"]]["reference"], row["finish"])
+        answer_to(asked[row["group"]], row["text"], row["finish"])
         for row in rollouts.select(["group", "text", "finish"]).to_pylist()
     ]
+
+
+def answer_to(asked: Mapping[str, Any], completion: str, finish: str) -> Answer:
+    """`asked`: the row of its prompt. To a verifier a completion that ends in a stop string has stopped."""
+    ended = "stop" if finish == "stop_string" else finish
+    return Answer(asked["text"], completion, asked["reference"], ended, asked.get("columns", ""))
 
 
 def tell_failures(run: RunContext, what: str, verdicts: Sequence[Verdict]) -> None:
@@ -146,7 +156,9 @@ def heldout_accuracy(run: RunContext) -> dict[str, Any]:
         )
         for row in prompts.to_pylist()
     ]
-    completions = [done for batch in run.ready_engine().generate(groups, sampling) for done in batch]
+    strings = run.config.rollout.stop_strings
+    written = generated(run.ready_engine(), groups, sampling, run.tokenizer, strings)
+    completions = [done for batch in written for done in batch]
     verdicts = judge(run, prompts, completions)
     tell_failures(run, "held-out prompts", verdicts)
     outcomes = Counter(verdict.outcome for verdict in verdicts)
@@ -163,11 +175,9 @@ def heldout_accuracy(run: RunContext) -> dict[str, Any]:
 
 def judge(run: RunContext, prompts: pa.Table, completions: Sequence[Completion]) -> list[Verdict]:
     """The verdict on each completion; `prompts` is a table of kind `prompts`, in order of group."""
-    asked = prompts.select(["text", "reference"]).to_pylist()
+    asked = prompts.drop_columns(["tokens"]).to_pylist()
+    strings = run.config.rollout.stop_strings
+    texts = [completion_text(done, run.tokenizer, strings) for done in completions]
     return run.verifier.verify(
-        [
-            Answer(asked[done.group]["text"], text, asked[done.group]["reference"], done.finish)
-            for done in completions
-            for text in [completion_text(done, run.tokenizer)]
-        ]
+        [answer_to(asked[done.group], text, done.finish) for done, text in zip(completions, texts, strict=True)]
     )

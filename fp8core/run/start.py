@@ -27,6 +27,7 @@ from fp8core.numerics.logprobs import token_logprobs
 from fp8core.report.console import StyleAccuracy
 from fp8core.rl.batch import TokenBatch
 from fp8core.rollout.engine import Sampling
+from fp8core.rollout.stop_strings import generated
 from fp8core.run.build import (
     build_engine,
     build_sft_trainer,
@@ -127,10 +128,11 @@ def style_accuracy(run: RunContext, config: WarmStartConfig) -> list[dict[str, A
     prompts = prompt_table(run, problems)
     sampling = Sampling(run.config.rollout.temperature, run.config.rollout.max_new_tokens, run.tokenizer.eos_ids)
     scores: dict[str, list[float]] = defaultdict(list)
-    generated = run.ready_engine().generate(prompt_groups(run, START, prompts), sampling)
-    completions = [done for batch in generated for done in batch]
+    strings = run.config.rollout.stop_strings
+    written = generated(run.ready_engine(), prompt_groups(run, START, prompts), sampling, run.tokenizer, strings)
+    completions = [done for batch in written for done in batch]
     for done, verdict in zip(completions, judge(run, prompts, completions), strict=True):
-        scores[style_of(completion_text(done, run.tokenizer))].append(verdict.score)
+        scores[style_of(completion_text(done, run.tokenizer, strings))].append(verdict.score)
     targets = {"step_by_step": config.step_by_step_target, "bare": config.bare_target}
     return [
         StyleAccuracy(style, sum(values) / len(values) if (values := scores[style]) else 0.0, target)._asdict()

@@ -122,6 +122,15 @@ def make_folder(folder: Path, mode: int = 0o777) -> None:
         raise UserError(f"cannot create the folder {folder}: {error.strerror}") from error
 
 
+def refuse_unwritable(folder: Path) -> None:
+    """Raises UserError, as `make_folder` would, on a folder that cannot be made or written to. Makes nothing."""
+    found = next(place for place in (folder, *folder.parents) if os.path.lexists(place))
+    if not found.is_dir():
+        raise UserError(f"cannot create the folder {found}: {os.strerror(errno.EEXIST)}")
+    if not os.access(found, os.W_OK | os.X_OK):
+        raise UserError(f"cannot write in the folder {found}: {os.strerror(errno.EACCES)}")
+
+
 def write_file(path: Path, data: bytes) -> None:
     """Write or replace a file, durably and atomically. Raises UserError with the path, and then leaves nothing."""
     make_folder(path.parent)

@@ -23,7 +23,16 @@ from fp8core.store.artifacts import ArtifactError, Ref, read_checked
 from fp8core.store.deletion_log import DELETION_LOG, Deletion, read_deletions
 from fp8core.store.durable import read_lines, read_stored
 from fp8core.store.json_text import canonical_json, mistake, parse_json, parse_model, value_differences
-from fp8core.store.ledger import ENTRY, START, Entry, RedoEntry, SegmentEntry, StepEntry, TaskEntry
+from fp8core.store.ledger import (
+    ENTRY,
+    START,
+    CheckpointEntry,
+    Entry,
+    RedoEntry,
+    SegmentEntry,
+    StepEntry,
+    TaskEntry,
+)
 from fp8core.store.manifest import StepManifest, record_digest
 from fp8core.store.run_directory import LEDGER, RunDescription, read_description
 
@@ -122,6 +131,37 @@ class RunView:
     def steps(self) -> dict[int, Commit]:
         """The committed steps by number."""
         return {commit.step: commit for commit in self.commits}
+
+    @property
+    def process_seconds(self) -> list[float]:
+        """Seconds that each process had the run: from its start to the last task or step that it committed."""
+        ends: dict[SegmentEntry, float] = {}
+        for _, entry in self.entries:
+            match entry:
+                case SegmentEntry():
+                    process = entry
+                    ends.setdefault(process, process.started)
+                case TaskEntry() if ends:
+                    ends[process] = max(ends[process], entry.started + entry.seconds)
+                case StepEntry() if ends:
+                    ends[process] = max(ends[process], entry.committed_ms / 1000)
+                case _:
+                    pass
+        return [end - process.started for process, end in ends.items()]
+
+    @property
+    def task_seconds(self) -> dict[str, float]:
+        """Seconds in each task over all committed iterations, and in what commits them and saves checkpoints."""
+        seconds: dict[str, float] = defaultdict(float)
+        for commit in self.commits:
+            if commit.step > START:
+                for name, task in commit.tasks.items():
+                    seconds[name] += task.seconds
+                seconds["commit"] += commit.entry.seconds
+        for _, entry in self.entries:
+            if isinstance(entry, CheckpointEntry):
+                seconds["checkpoint"] += entry.seconds
+        return dict(seconds)
 
     @property
     def gap(self) -> str | None:

@@ -36,6 +36,9 @@ PROMPTS = pa.schema(
     ]
 )
 
+# With `data.columns`: these columns of each row, as a JSON object.
+PROMPTS_WITH_COLUMNS = PROMPTS.append(pa.field("columns", pa.string()))
+
 ROLLOUTS = pa.schema(
     [
         ("group", pa.int32()),
@@ -65,6 +68,9 @@ REWARDS = pa.schema(
     ]
 )
 
+SCORE = "score_"
+"""Begins the name of a column of `rewards` with the scores of one of several verifiers."""
+
 LOGPROBS = pa.schema([("group", pa.int32()), ("sample", pa.int32()), ("logprobs", _LOGPROBS), ("entropy", _LOGPROBS)])
 
 ORDER = [("group", "ascending"), ("sample", "ascending")]
@@ -91,7 +97,7 @@ class TableSchema:
 
 _BY_COMPLETION = ("group", "sample")
 TABLES = {
-    "prompts": TableSchema(PROMPTS, key=("group",)),
+    "prompts": TableSchema(PROMPTS, pa.schema([PROMPTS_WITH_COLUMNS.field("columns")]), key=("group",)),
     "rollouts": TableSchema(
         ROLLOUTS, pa.schema([ROUTED_ROLLOUTS.field("experts")]), _BY_COMPLETION, ("tokens", "logprobs", "written")
     ),

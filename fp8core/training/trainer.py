@@ -279,8 +279,19 @@ class PolicyTrainer(ABC):
         """Leave nothing for the next update."""
 
     def _learning_rate(self, update: int) -> float:
-        """Of an update, from 1."""
-        return self._config.learning_rate * min(1.0, update / max(1, self._config.warmup_steps))
+        """Of an update, from 1: a function of its number and the configuration alone.
+
+        It rises to its peak at the last update of the warm-up, or is there at the first, and falls from there. After
+        `over_steps` steps it has fallen to the final share, and stays there.
+        """
+        config, schedule = self._config, self._config.learning_rate_schedule
+        peak = max(1, config.warmup_steps)
+        if schedule.kind == "constant" or update <= peak:
+            return config.learning_rate * min(1.0, update / peak)
+        assert schedule.over_steps is not None, "RunConfig sets it"
+        done = min(1.0, (update - peak) / (schedule.over_steps * config.minibatches - peak + 1))
+        left = 1 - done if schedule.kind == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+        return config.learning_rate * (schedule.final_share + (1 - schedule.final_share) * left)
 
     def _update(
         self, batch: RolloutBatch, temperature: float, scales: Sequence[LayerScales] | None

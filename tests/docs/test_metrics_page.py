@@ -31,7 +31,8 @@ def test_every_metric_of_a_run_is_explained_and_every_name_exists(whole_run):
     empty, nothing = torch.zeros(0), torch.zeros(0, dtype=torch.bool)
     # `correction.seq_logprob_error_threshold` has metrics that a run records where it is set.
     masking = {f"correction/{name}" for name in row_error_metrics(empty, nothing, nothing, empty)}
-    names = recorded(whole_run) | masking
+    # With `reward.length` and its like.
+    names = recorded(whole_run) | masking | {"reward/verdict", "reward/NAME"}
     explained = {name for pattern in NAME.findall(PAGE) for name in spelled_out(pattern)}
     assert explained <= names
     # The table of numerics.md has the others.

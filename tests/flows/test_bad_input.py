@@ -10,6 +10,7 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter
 from safetensors.torch import load_file, save_file
 
+from flows import cli
 from fp8core.store.artifacts import ArtifactStore
 from fp8core.store.manifest import StepManifest, first_broken_link
 
@@ -207,6 +208,67 @@ def test_a_run_that_never_found_its_data_may_be_begun_with_other_data(train, gsm
     shutil.copy(data, elsewhere)
     refused = train("corrected", **{"data.source": str(elsewhere)})
     assert refused.state.message.startswith("run corrected exists with another configuration: data.source: ")
+
+
+def change_text(name, old, new):
+    def damage(model, data):
+        path = data if name == "data" else model / name
+        path.write_text(path.read_text().replace(old, new))
+
+    return damage
+
+
+def nothing(model, data):
+    return
+
+
+VERIFIERS = """\
+def two(prompt, completion): ...
+def wanting(prompt, completion, reference, finish, *, tolerance): ...
+"""
+FOUR = "prompt, completion, reference, finish"
+MISTAKES = {
+    "no-tokenizer": (lambda model, data: (model / "tokenizer.json").unlink(), {}, "model/tokenizer.json: no such file"),
+    "other-weights": (
+        change_text("config.json", '"intermediate_size": 256', '"intermediate_size": 384'),
+        {},
+        "tensor model.layers.0.mlp.down_proj.weight: expected shape [128, 384], found [128, 256]",
+    ),
+    "no-answer": (change_text("data", "#### 9", "9"), {}, "problems.jsonl:3: reward.verifier=integer: the reference"),
+    "no-question": (nothing, {"data.template": "Answer it."}, "data.template: the text has no {question}"),
+    "lone-completions": (nothing, {"rollout.group_size": 1}, "rollout.group_size=1: loss.advantage=grpo compares"),
+    "no-room": (nothing, {"rollout.max_new_tokens": 512}, "none fit (data.max_prompt_tokens=512, 512 positions of"),
+    "few-rows": (nothing, {"rollout.prompts_per_step": 24}, "a step takes 24 prompts, but there are only"),
+    "blocked": (nothing, {"runs": "problems.jsonl/runs"}, "problems.jsonl: File exists"),
+    "signature": (
+        nothing,
+        {"reward.verifier": "verifiers.py:two"},
+        f"verifiers.py:two: it is called as f({FOUR}), and is defined as f(prompt, completion): too many",
+    ),
+    "options": (
+        nothing,
+        {"reward.verifier": "verifiers.py:wanting", "reward.options": {"slack": 1}},
+        f"it is called as f({FOUR}, slack=...), and is defined as f({FOUR}, *, tolerance): missing a required",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_line_before_anything_starts(gsm8k, tmp_path, capsys, monkeypatch, mistake):
+    model, data = gsm8k
+    change, changed, message = MISTAKES[mistake]
+    change(model, data)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "verifiers.py").write_text(VERIFIERS)
+    before = set(tmp_path.iterdir())
+    settings = {"model": str(model), "data.source": str(data), "steps": 1, **TINY_GSM8K, **changed}
+    flags = [word for key, value in settings.items() for word in ("--set", f"{key}={json.dumps(value)}")]
+    assert cli.main(["run", "gsm8k", *flags]) == 2
+    out, err = capsys.readouterr()
+    assert (out, len(err.splitlines())) == ("", 1), err
+    assert message in err
+    assert {path for path in tmp_path.iterdir() if path.name != "__pycache__"} == before
 
 
 # --- a place that cannot be written ---

@@ -14,12 +14,15 @@ import pytest
 from mlflow import MlflowClient
 
 from flows import cli
+from flows.run_lookup import load_settings
 from flows.tracking.record import read_record, write_record
 from flows.tracking.store import default_tracking_uri
+from fp8core.report.run_data import read_run
 from fp8core.store.artifacts import ArtifactStore
 from fp8core.store.ledger import LedgerView
 from fp8core.store.manifest import StepManifest, current_code, first_broken_link, record_digest
 from fp8core.store.run_directory import LEDGER, RunDirectory
+from fp8core.store.run_view import RunView
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -94,6 +97,11 @@ def test_a_moved_run_is_extended_in_its_mlflow_run(
     assert "continues after step 2; 0 updates redone" in out
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["weights_digest"] == uncut
+    first, second = RunView.read(moved).process_seconds
+    assert (summary["steps"], summary["seconds"]["total"] > first + second) == (3, True)
+    trained = [LedgerView.read(moved / LEDGER).tasks(step)["train"].seconds for step in (1, 2, 3)]
+    assert summary["seconds"]["train"] == pytest.approx(sum(trained))
+    assert summary["seconds"]["warm_start"] > begun.summary["seconds"]["warm_start"] / 2
     assert summary["mlflow_run_id"] == begun.mlflow_run().info.run_id
     head = f"3:{record_digest(StepManifest.model_validate_json((moved / 'manifests/00003.json').read_bytes()))}"
     assert summary["chain_head"] == begun.mlflow_run().data.tags["chain_head"] == head
@@ -101,6 +109,16 @@ def test_a_moved_run_is_extended_in_its_mlflow_run(
     assert begun.mlflow_run().info.status == "FINISHED"
     assert LedgerView.read(moved / LEDGER).last_step() == 3
     assert [path.name for path in moved.parent.iterdir()] == ["renamed"], "no second MLflow store"
+
+
+def test_an_extended_run_goes_on_to_its_new_end(run_copy: Any) -> None:
+    run_copy.resume(steps=6)
+    run_copy.cut_after(6, "rollout")
+    assert [load_settings(str(run_copy.folder), given).steps for given in ({}, {"steps": 7}, ["steps=5"])] == [6, 7, 5]
+    assert read_run(run_copy.folder, "extended").status == "5 of 6 steps"
+    run_copy.resume(steps=6)
+    extended = read_run(run_copy.folder, "extended")
+    assert (extended.status, len(extended.evidence.process_seconds)) == ("finished, 6 steps", 3)
 
 
 def test_another_store_is_used_when_it_is_named(moved: Path, command: Command, uncut: str, runs: Path) -> None:

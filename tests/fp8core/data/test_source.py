@@ -87,6 +87,17 @@ def numbered(count: int) -> list[Problem]:
     return [problem(f"question {index}", f"#### {index}") for index in range(count)]
 
 
+def test_a_byte_order_mark_begins_a_file_and_is_no_part_of_it(tmp_path: Path) -> None:
+    path = tmp_path / "saved_by_an_editor.jsonl"
+    rows_file(path, 0, 2)
+    plain = read_jsonl(path, DataConfig())
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert read_jsonl(path, DataConfig()) == plain
+    path.write_bytes(path.read_bytes() * 2)
+    with pytest.raises(UserError, match=r"saved_by_an_editor\.jsonl:3: not JSON"):
+        read_jsonl(path, DataConfig())
+
+
 @settings(max_examples=60)
 @given(rows=st.integers(1, 40), count=st.integers(1, 40), seed=st.integers(0, 5), data=st.data())
 def test_every_epoch_holds_each_row_once_across_steps(rows: int, count: int, seed: int, data: st.DataObject) -> None:
@@ -157,12 +168,13 @@ def test_too_few_rows() -> None:
 )
 def test_bad_rows_are_refused_with_their_place(row: object, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        problem_from_row(row, "question", "answer", "here")
+        problem_from_row(row, DataConfig(), "here")
 
 
 def test_every_row_is_checked_once_with_its_place() -> None:
-    rows = [problem_from_row({"q": f"{n % 5}", "a": "1"}, "q", "a", f"rows:{n}") for n in range(8)]
-    elsewhere = [problem_from_row({"q": f"{n}", "a": "1"}, "q", "a", f"held:{n}") for n in (4, 9)]
+    fields = DataConfig(question_field="q", answer_field="a")
+    rows = [problem_from_row({"q": f"{n % 5}", "a": "1"}, fields, f"rows:{n}") for n in range(8)]
+    elsewhere = [problem_from_row({"q": f"{n}", "a": "1"}, fields, f"held:{n}") for n in (4, 9)]
     source = RowSource(rows, "rows", elsewhere)
     assert [row.place for row in source.to_check()] == [*(f"rows:{n}" for n in range(5)), "held:9"]
 
@@ -189,14 +201,14 @@ def write(folder: Path, content: bytes, name: str = "rows.jsonl") -> Path:
 def test_rows_in_file_order_with_answers_as_text(tmp_path: Path) -> None:
     content = GOOD + b'\n{"q": 1, "question": "a\\u2028b\xe2\x80\xa8", "answer": "x\\n#### 1,234"}'
     expected = [problem("2+2=?", "#### 4"), problem("a\u2028b\u2028", "x\n#### 1,234")]
-    assert read_jsonl(write(tmp_path, content), "question", "answer") == expected
+    assert read_jsonl(write(tmp_path, content), DataConfig()) == expected
     compressed = write(tmp_path, gzip.compress(content), "rows.jsonl.gz")
-    assert read_jsonl(compressed, "question", "answer") == expected
+    assert read_jsonl(compressed, DataConfig()) == expected
 
 
 def test_field_names_are_the_callers(tmp_path: Path) -> None:
     path = write(tmp_path, b'{"Frage": "x", "Antwort": "y"}')
-    assert read_jsonl(path, "Frage", "Antwort") == [problem("x", "y")]
+    assert read_jsonl(path, DataConfig(question_field="Frage", answer_field="Antwort")) == [problem("x", "y")]
 
 
 @pytest.mark.parametrize(
@@ -216,21 +228,21 @@ def test_field_names_are_the_callers(tmp_path: Path) -> None:
 def test_a_bad_line_is_named(tmp_path: Path, line: bytes, message: str) -> None:
     path = write(tmp_path, GOOD + b"\n" + line + b"\n" + GOOD)
     with pytest.raises(UserError, match=re.escape(f"{path}:3: {message}")) as caught:
-        read_jsonl(path, "question", "answer")
+        read_jsonl(path, DataConfig())
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("content", [b"", b"\n  \n"])
 def test_an_empty_file_is_refused(tmp_path: Path, content: bytes) -> None:
     with pytest.raises(UserError, match=r"rows\.jsonl: the file has no rows"):
-        read_jsonl(write(tmp_path, content), "question", "answer")
+        read_jsonl(write(tmp_path, content), DataConfig())
 
 
 def test_unreadable_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "folder.jsonl").mkdir()
     for name, message in [("none.jsonl", "no such file"), ("folder.jsonl", "is a folder"), ("x.csv", "only .jsonl")]:
         with pytest.raises(UserError, match=f"{name}: .*{message}"):
-            read_jsonl(tmp_path / name, "question", "answer")
+            read_jsonl(tmp_path / name, DataConfig())
 
 
 @pytest.mark.parametrize("size", [LONGEST_LINE, LONGEST_LINE + 1])
@@ -241,10 +253,10 @@ def test_a_line_has_a_largest_size(tmp_path: Path, size: int, suffix: str) -> No
     content = GOOD + row + b"\n" + GOOD
     path = write(tmp_path, gzip.compress(content, 1) if suffix else content, f"rows.jsonl{suffix}")
     if size == LONGEST_LINE:
-        assert len(read_jsonl(path, "question", "answer")) == 3
+        assert len(read_jsonl(path, DataConfig())) == 3
     else:
         with pytest.raises(UserError, match=rf"{re.escape(str(path))}:2: the line has more than 4,194,304 bytes"):
-            read_jsonl(path, "question", "answer")
+            read_jsonl(path, DataConfig())
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz", "rows"])
@@ -264,7 +276,7 @@ def test_damaged_compression_is_refused(tmp_path: Path) -> None:
     broken = whole[:12] + bytes([whole[12] ^ 0xFF]) + whole[13:]
     for content in (whole[:-12], GOOD, broken):
         with pytest.raises(UserError, match=r"rows\.jsonl\.gz: damaged gzip data"):
-            read_jsonl(write(tmp_path, content, "rows.jsonl.gz"), "question", "answer")
+            read_jsonl(write(tmp_path, content, "rows.jsonl.gz"), DataConfig())
 
 
 ROWS = '{"question": "2+2=?", "answer": "#### 4"}\n{"question": "3+3=?", "answer": "#### 6"}\n'

@@ -27,6 +27,7 @@ SUMMARY = Summary(
     heldout_last=1.0,
     tmpe_max=1.0121,
     tokens_differing=2312,
+    steps_without_signal=0,
     bounds="mismatched contract, fail beyond error 1.1, k3 0.01",
     bounds_crossed=2,
     overhead_ms_per_step=Overhead(median=31.4, mean=48.2),
@@ -83,6 +84,26 @@ def test_a_step_shows_what_was_measured_and_a_dash_for_most_of_the_rest() -> Non
     # 79 steps of 1.234 s are left, then 77 of the mean of 1.234 and 1.0 s.
     assert measured == ["1/80", "0.512", "0.430", "5.1", "1", "exactly", "0", "1.23", "1:37", "train", "50%"]
     assert empty == ["3/80", "-", "(0.430)", "-", "-", "-", "1.00", "1:26", "-"]
+
+
+def test_steps_without_a_signal_are_counted() -> None:
+    file = io.StringIO()
+    console = Console(file, 80)
+    for step, share in enumerate((0.0, 0.25, 0.0), start=1):
+        console.step(METRICS | {"step": step, "reward/groups_with_signal": share}, 1.0, {"rollout": 0.5})
+    lines = file.getvalue().splitlines()[2:]
+    assert ["no signal (1);" in lines[0], "no signal" in lines[1], "no signal (2);" in lines[2]] == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("silent", "steps", "warned"), [(0, 80, False), (26, 80, False), (27, 80, True), (9, 9, False), (4, 10, True)]
+)
+def test_many_steps_without_a_signal_end_in_a_warning(silent: int, steps: int, warned: bool) -> None:
+    file = io.StringIO()
+    summary = SUMMARY.model_copy(update={"steps": steps, "steps_without_signal": silent})
+    Console(file, 80).summary(summary, Path("/runs/tiny-1"), "mlflow ui", "http://page")
+    found = f"warning: {silent} of {steps} steps had rewards without a signal: choose" in file.getvalue()
+    assert (found, "no signal" in file.getvalue()) == (warned, silent > 0)
 
 
 def test_a_wide_terminal_shows_tokens_a_second_and_no_line_is_wider_than_it(monkeypatch) -> None:

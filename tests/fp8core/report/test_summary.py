@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8core.report.summary import Overhead, StepTiming, overhead_ms, series, summarise, task_seconds, union_seconds
+from fp8core.report.summary import Overhead, StepTiming, overhead_ms, series, summarise, union_seconds
 
 ticks = st.integers(0, 60)
 intervals = st.lists(st.tuples(ticks, ticks).map(lambda pair: (float(min(pair)), float(max(pair)))), max_size=8)
@@ -42,14 +42,6 @@ def test_a_series_skips_steps_at_which_nothing_was_measured() -> None:
     assert series(history, "a") == ([1, 3], [1.0, 3.0])
 
 
-def test_seconds_of_a_task_are_added_over_steps() -> None:
-    timings = [
-        StepTiming(step=1, interval=(0, 3), tasks={"rollout": [(0, 2)], "reward": [(0.5, 1.5), (1, 2.5)]}),
-        StepTiming(step=2, interval=(3, 5), tasks={"rollout": [(3, 4)]}),
-    ]
-    assert task_seconds(timings) == {"rollout": 3.0, "reward": 2.0}
-
-
 def test_a_summary_has_the_fields_of_the_json_file() -> None:
     history = [{"step": 0, "reward/heldout_accuracy": 0.4}]
     for step in range(1, 31):
@@ -58,6 +50,8 @@ def test_a_summary_has_the_fields_of_the_json_file() -> None:
             | {"alignment/tokens_differing": float(step == 7) * 3}
         )
     history[20]["reward/heldout_accuracy"] = 0.9
+    for step, share in ((3, 0.0), (4, 0.5), (5, 0.0)):
+        history[step]["reward/groups_with_signal"] = share
     timings = [
         StepTiming(step=step, interval=(0, 1), tasks={"train": [(0, share)]})
         for step, share in ((1, 0.5), (2, 0.75), (3, 1.0))
@@ -70,7 +64,7 @@ def test_a_summary_has_the_fields_of_the_json_file() -> None:
         chain_head="30:e",
         weights_digest="def",
         total_seconds=9.0,
-        stage_seconds={"warm_start": 4.0},
+        task_seconds={"warm_start": 4.0, "train": 2.25},
         bounds="exact contract, fail beyond error 1",
         bounds_crossed=0,
     )
@@ -92,6 +86,7 @@ def test_a_summary_has_the_fields_of_the_json_file() -> None:
         "heldout_last": 0.9,
         "tmpe_max": 1.0078125,
         "tokens_differing": 3,
+        "steps_without_signal": 2,
         "bounds": "exact contract, fail beyond error 1",
         "bounds_crossed": 0,
         "overhead_ms_per_step": {"median": 250.0, "mean": 250.0},
@@ -101,7 +96,7 @@ def test_a_summary_has_the_fields_of_the_json_file() -> None:
 
 def test_a_run_without_a_step_has_no_numbers() -> None:
     names = {"run": "r", "mlflow_run_id": "m", "chain_head": "0:e", "weights_digest": "w", "bounds": "none"}
-    summary = summarise([], [], **names, total_seconds=0.0, stage_seconds={}, bounds_crossed=0)
+    summary = summarise([], [], **names, total_seconds=0.0, task_seconds={}, bounds_crossed=0)
     assert (summary.steps, summary.reward_first10, summary.tmpe_max, summary.overhead_ms_per_step) == (
         0,
         None,

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from fp8core.config.run import DataConfig
 from fp8core.data.source import read_jsonl
 from fp8core.rewards.pool import VerifierPool
 from fp8core.rewards.scorer import Verdict
@@ -80,6 +81,6 @@ def test_the_record_names_the_libraries(pool: VerifierPool) -> None:
 
 @pytest.mark.skipif(not GSM8K.exists(), reason="GSM8K is not beside the repository")
 def test_every_reference_of_gsm8k_is_right(pool: VerifierPool) -> None:
-    problems = read_jsonl(GSM8K / "test.jsonl.gz", "question", "answer")
+    problems = read_jsonl(GSM8K / "test.jsonl.gz", DataConfig())
     verdicts = pool.verify([Answer(p.question, p.reference, p.reference, "stop") for p in problems])
     assert [verdict.outcome for verdict in verdicts] == ["right"] * 1319

@@ -294,6 +294,18 @@ def test_learning_rate_warms_up_linearly(trainer_of, architecture, batch_for):
     assert without.step(batch, 1.0, None).learning_rate == 2e-4
 
 
+@pytest.mark.parametrize(
+    ("kind", "rates"),
+    [("linear", [0.5, 1, 0.8, 0.6, 0.4, 0.2, 0.2]), ("cosine", [0.5, 1, 0.882842712, 0.6, 0.317157288, 0.2, 0.2])],
+)
+def test_the_learning_rate_falls_to_its_final_share(trainer_of, architecture, batch_for, kind, rates):
+    """Five updates of a schedule, two of them warm-up, and two beyond its end."""
+    schedule = {"kind": kind, "final_share": 0.2, "over_steps": 5}
+    training = TrainingConfig(learning_rate=1e-3, warmup_steps=2, learning_rate_schedule=schedule)
+    trainer, batch = trainer_of(CONTRACTS["bf16"], architecture(), training), batch_for(CONTRACTS["bf16"])
+    assert [trainer.step(batch, 1.0, None).learning_rate for _ in rates] == pytest.approx([1e-3 * x for x in rates])
+
+
 def test_weights_decay(trainer_of, architecture, batch_for):
     """Without an advantage there is no gradient, and decay is all that moves a weight."""
     settings = TrainingConfig(learning_rate=1e-2, warmup_steps=0, weight_decay=0.5)

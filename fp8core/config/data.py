@@ -1,0 +1,83 @@
+"""Settings of the data: rows of the user's own, or the generated task."""
+
+from typing import Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from fp8core.config.section import Section
+
+
+class ChainTaskConfig(Section):
+    """The generated task: `2*7*6+0+9=`, evaluated left to right, by default modulo 10."""
+
+    min_operands: int = Field(5, ge=2, le=64)
+    max_operands: int = Field(5, ge=2, le=64, description="Above min_operands the prompts are ragged.")
+    modulus: Literal[10, 100, 1000] = Field(
+        10, description="Every result is taken modulo this; numbers have one, two or three digits (`07*45-03=`)."
+    )
+    operations: str = Field("+-*", pattern=r"^[-+*]{1,3}$", description="Operations that are drawn from, each once.")
+
+    @property
+    def digits(self) -> int:
+        """Of every number."""
+        return len(str(self.modulus)) - 1
+
+    @model_validator(mode="after")
+    def _ordered(self) -> "ChainTaskConfig":
+        if self.max_operands < self.min_operands:
+            raise ValueError(f"max_operands={self.max_operands} is below min_operands={self.min_operands}")
+        return self
+
+    @field_validator("operations")
+    @classmethod
+    def _once(cls, operations: str) -> str:
+        if len({*operations}) < len(operations):
+            raise ValueError(f"operations={operations}: one is there twice")
+        return operations
+
+
+class DataConfig(Section):
+    """Where prompts come from."""
+
+    source: str = Field(
+        "chain",
+        min_length=1,
+        description="`chain` (generated), a .jsonl or .jsonl.gz file, or a Hugging Face dataset name.",
+    )
+    chain: ChainTaskConfig = Field(default_factory=ChainTaskConfig)
+    subset: str | None = Field(None, description="Configuration name of a Hugging Face dataset.")
+    split: str = Field("train", description="Split of a Hugging Face dataset.")
+    revision: str | None = Field(None, description="Commit of a Hugging Face dataset.")
+    question_field: str = Field("question", min_length=1)
+    answer_field: str = Field("answer", min_length=1)
+    messages_field: str | None = Field(
+        None,
+        min_length=1,
+        description="Field with a list of messages (`role` system, user or assistant, and `content`) that takes the "
+        "place of question_field: the last, the user's, is the question, and those before it are its context.",
+    )
+    columns: list[str] = Field(
+        default_factory=list,
+        max_length=100,
+        description="Further fields of each row, for the parameter `columns` of a verifier of your own.",
+    )
+    template: str = Field(
+        "{question}", description="Prompt text; {question} is replaced. Used inside the chat template if there is one."
+    )
+    chat: bool = Field(True, description="Apply the tokenizer's chat template when it has one.")
+    max_prompt_tokens: int = Field(512, ge=1, le=1 << 20, description="Longer prompts are an error with their line.")
+
+    @model_validator(mode="after")
+    def _messages_are_chat(self) -> "DataConfig":
+        if self.source == "chain" and (self.messages_field is not None or self.columns):
+            raise ValueError("messages_field and columns name fields of rows, which source=chain has not; set source")
+        if self.messages_field is not None and not self.chat:
+            raise ValueError(f"messages_field={self.messages_field} needs the chat template; set chat to true")
+        return self
+
+    @field_validator("template")
+    @classmethod
+    def _holds_the_question(cls, template: str) -> str:
+        if "{question}" not in template:
+            raise ValueError("the text has no {question}, so every prompt would be the same; add it where rows differ")
+        return template

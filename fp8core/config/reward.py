@@ -1,0 +1,113 @@
+"""Settings of rewards: the verifier of answers, and what may be added to its score."""
+
+from pydantic import Field, JsonValue, field_validator, model_validator
+
+from fp8core.config.loss import is_function_path
+from fp8core.config.section import Section
+
+SHIPPED_VERIFIERS = ("chain", "integer", "math-verify")
+_VERIFIER = rf"^({'|'.join(SHIPPED_VERIFIERS)}|.+:[A-Za-z_]\w*)$"
+_REWARD_METRICS = ("mean", "std", "groups_with_signal", "kept_share", "verdict", "length", "format")
+
+
+class LengthRewardConfig(Section):
+    """A reward for short completions: 0 up to `longest - buffer` characters, from there falling to -1 at `longest`."""
+
+    weight: float = Field(1.0, ge=-100, le=100, description="Times this it is added to the reward.")
+    longest: int = Field(ge=1, le=1 << 22, description="Characters at which it is -1; the step `shape` counts tokens.")
+    buffer: int = Field(ge=1, le=1 << 22, description="Characters below `longest` over which it falls.")
+
+    @model_validator(mode="after")
+    def _buffer_fits(self) -> "LengthRewardConfig":
+        if self.buffer > self.longest:
+            raise ValueError(f"buffer={self.buffer} is above longest={self.longest}")
+        return self
+
+
+class FormatRewardConfig(Section):
+    """A reward of 1 for a finished completion that has each tag once, in this order; of 0 for any other."""
+
+    weight: float = Field(1.0, ge=-100, le=100, description="Times this it is added to the reward.")
+    tags: list[str] = Field(min_length=1, max_length=16, description="Texts such as `<think>` and `</think>`.")
+
+    @field_validator("tags")
+    @classmethod
+    def _not_empty(cls, tags: list[str]) -> list[str]:
+        if not all(tags) or len({*tags}) < len(tags):
+            raise ValueError("one is empty, or there twice")
+        return tags
+
+
+class OtherVerifierConfig(Section):
+    """A verifier beside `reward.verifier`, within the same limits."""
+
+    name: str = Field(pattern=r"^[a-z][a-z0-9_]{0,39}$", description="Of its metric: reward/NAME.")
+    verifier: str = Field(description="As `reward.verifier`.", json_schema_extra={"pattern": _VERIFIER})
+    weight: float = Field(1.0, ge=-100, le=100, description="Times this its score is added to the reward.")
+    options: dict[str, JsonValue] = Field(default_factory=dict, description="Keyword arguments of your function.")
+
+    @field_validator("name")
+    @classmethod
+    def _free(cls, name: str) -> str:
+        if name in _REWARD_METRICS or name.startswith(("heldout_", "outcome_")):
+            raise ValueError(f"reward/{name} is a metric already; choose another")
+        return name
+
+    @model_validator(mode="after")
+    def _verifier_is_one(self) -> "OtherVerifierConfig":
+        RewardConfig(verifier=self.verifier, options=self.options)
+        return self
+
+
+class RewardConfig(Section):
+    """Scores of completions."""
+
+    verifier: str = Field(
+        "chain",
+        description="chain, integer, math-verify, or a function of your own: `module:function` or "
+        "`path/to/file.py:function` (docs/guides/verifiers.md).",
+        json_schema_extra={"pattern": _VERIFIER},
+    )
+    options: dict[str, JsonValue] = Field(default_factory=dict, description="Keyword arguments of your function.")
+    length: LengthRewardConfig | None = None
+    format: FormatRewardConfig | None = None
+    others: list[OtherVerifierConfig] = Field(
+        default_factory=list,
+        max_length=16,
+        description="Further verifiers: `name`, `verifier`, `weight` (1), `options`. The reward is the score of "
+        "`verifier` and the weighted sum of all others; outcomes and held-out accuracy are those of `verifier` alone.",
+    )
+    timeout_seconds: float = Field(2.0, gt=0, le=3600, description="Longest wait for the verdict on one answer.")
+    cpu_seconds: float = Field(
+        1.0,
+        gt=0,
+        le=3600,
+        description="Processor time of one answer. What computes too long ends by this, however busy the machine is.",
+    )
+    memory_mb: int = Field(
+        1024, ge=16, le=1 << 20, description="Memory (MiB) of one answer, beyond what the loaded verifier takes."
+    )
+    workers: int = Field(2, ge=1, le=256, description="Processes that check answers; chain and integer need none.")
+
+    @field_validator("verifier")
+    @classmethod
+    def _known(cls, verifier: str) -> str:
+        if verifier not in SHIPPED_VERIFIERS and not is_function_path(verifier):
+            raise ValueError(
+                f"{verifier} is none of {', '.join(SHIPPED_VERIFIERS)}, and no function of your own "
+                "(module:function or path/to/file.py:function)"
+            )
+        return verifier
+
+    @field_validator("others")
+    @classmethod
+    def _told_apart(cls, others: list[OtherVerifierConfig]) -> list[OtherVerifierConfig]:
+        if len({other.name for other in others}) < len(others):
+            raise ValueError("two have one name")
+        return others
+
+    @model_validator(mode="after")
+    def _only_functions_have_options(self) -> "RewardConfig":
+        if self.options and self.verifier in SHIPPED_VERIFIERS:
+            raise ValueError(f"options: verifier={self.verifier} takes none")
+        return self

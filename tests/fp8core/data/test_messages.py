@@ -1,0 +1,82 @@
+"""Rows with messages: the chat template renders all turns, and a verifier of one's own gets further columns."""
+
+import json
+
+import pytest
+
+from fp8core.config.load import load_config
+from fp8core.config.run import DataConfig
+from fp8core.data.prompt import Message, encode_prompt
+from fp8core.data.source import problem_from_row
+from fp8core.errors import UserError
+from fp8core.models.tokenizer import Tokenizer
+
+MESSAGES = DataConfig(source="rows", messages_field="messages", answer_field="solution", columns=["unit", "tests"])
+TURNS = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Tom has 3 apples."},
+    {"role": "assistant", "content": "Yes."},
+    {"role": "user", "content": "How many?", "tool_calls": None},
+]
+ROW = {"messages": TURNS, "solution": "3", "unit": "apples", "tests": [1, {"a": None}], "unread": 1}
+
+
+def test_turns_are_rendered_by_the_chat_template_and_the_template_goes_around_the_last(bpe_tokenizer):
+    settings = {"model": "any", "data.messages_field": "messages", "data.template": "{question} Think."}
+    problem = problem_from_row(ROW, MESSAGES, "here")
+    text, tokens = encode_prompt(problem, load_config("gsm8k", settings), bpe_tokenizer, 512)
+    assert text == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nTom has 3 apples.<|im_end|>\n"
+        "<|im_start|>assistant\nYes.<|im_end|>\n<|im_start|>user\nHow many? Think.<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert tokens == bpe_tokenizer.encode(text)
+    assert json.loads(problem.columns) == {"unit": "apples", "tests": [1, {"a": None}]}
+
+
+def test_problems_are_told_apart_by_all_their_turns():
+    alone = problem_from_row({**ROW, "messages": TURNS[-1:]}, MESSAGES, "here")
+    after = problem_from_row(ROW, MESSAGES, "here")
+    assert alone.question == after.question == "How many?"
+    assert len({alone.prompt_id, after.prompt_id}) == len({alone.asked, after.asked}) == 2
+    assert after.before == tuple(Message(turn["role"], turn["content"]) for turn in TURNS[:3])
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"messages": "How many?"}, "here: field 'messages' is no list of messages"),
+        ({"messages": TURNS[:3]}, "here: the last message of 'messages' is the assistant's, not the user's"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "here: message 1 of 'messages': expected an object whose"),
+        ({"messages": [{"role": "user"}]}, "here: message 1 of 'messages': no field 'content'"),
+        ({"messages": [{**TURNS[0], "name": "me"}]}, "here: message 1 of 'messages': only `role` and `content` are"),
+        ({"tests": float("nan")}, "here: data.columns=unit, tests: a value is not JSON"),
+    ],
+)
+def test_what_is_no_conversation_is_refused_with_its_place(change, problem):
+    with pytest.raises(UserError) as refused:
+        problem_from_row({**ROW, **change}, MESSAGES, "here")
+    assert str(refused.value).startswith(problem)
+
+
+def test_turns_need_a_chat_template(bpe_tokenizer, tmp_path):
+    bpe_tokenizer.save(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    config = load_config("gsm8k", {"model": "any", "data.messages_field": "messages"})
+    with pytest.raises(UserError, match="here: there are turns before the question, and the model has no chat"):
+        encode_prompt(problem_from_row(ROW, MESSAGES, "here"), config, Tokenizer.load(tmp_path), 512)
+
+
+def test_a_verifier_gets_the_columns_that_are_configured(loop_run, small_checkpoint, tmp_path):
+    rows = [{**ROW, "messages": [*TURNS[:3], {"role": "user", "content": f"{n}?"}], "unit": f"u{n}"} for n in range(80)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "judge.py").write_text(
+        "def score(prompt, completion, reference, finish, columns, scale):\n"
+        "    return scale * (f'user\\n{columns[\"unit\"][1:]}?' in prompt and columns['tests'] == [1, {'a': None}])\n"
+    )
+    data = {"source": str(tmp_path / "rows.jsonl"), **MESSAGES.model_dump(include={"messages_field", "columns"})}
+    settings = {"model": str(small_checkpoint), "architecture": None, "warm_start": None, "steps": 1}
+    reward = {"verifier": f"{tmp_path / 'judge.py'}:score", "options": {"scale": 0.5}}
+    run = loop_run("messages", **settings, reward=reward, data={**data, "answer_field": "solution"})
+    artifacts = run.ledger.artifacts(1)
+    assert run.store.get_table(artifacts["rewards"])["reward"].to_pylist() == 16 * [0.5]
+    assert json.loads(run.store.get_table(artifacts["prompts"])["columns"][0].as_py()).keys() == {"unit", "tests"}

@@ -1,0 +1,89 @@
+"""Several rewards of a completion: their sum, their record, and what stays that of the main verifier."""
+
+import json
+
+import pytest
+
+from fp8core.config.load import load_config
+from fp8core.config.reward import RewardConfig
+from fp8core.config.run import own_code
+from fp8core.errors import UserError
+from fp8core.rewards.scorer import Answer
+from fp8core.rewards.verifier import build_verifier
+
+LENGTH = {"weight": 0.5, "longest": 10, "buffer": 4}
+FORMAT = {"weight": 0.25, "tags": ["<a>", "</a>"]}
+
+
+def verdicts(config, *completions, finish="stop"):
+    verifier = build_verifier(RewardConfig.model_validate(config))
+    try:
+        return verifier.verify([Answer("?", completion, "3", finish) for completion in completions])
+    finally:
+        verifier.close()
+
+
+@pytest.mark.parametrize(
+    ("completion", "score"), [("", 0), ("123456", 0), ("1234567", -0.25), ("1234567890", -1), ("x" * 99, -1)]
+)
+def test_a_long_completion_loses_reward(completion, score):
+    (found,) = verdicts({"length": LENGTH}, completion)
+    assert (found.score, found.reward) == (0.0, 0.5 * score)
+
+
+@pytest.mark.parametrize(
+    ("completion", "finish", "score"),
+    [
+        ("<a>x</a>#3", "stop", 1),
+        ("<a>x</a>#3", "length", 0),
+        ("</a>x<a>", "stop", 0),
+        ("<a>x", "stop", 0),
+        ("<a><a>x</a>", "stop", 0),
+    ],
+)
+def test_a_format_has_each_tag_once_in_order(completion, finish, score):
+    (found,) = verdicts({"format": FORMAT}, completion, finish=finish)
+    assert found.added == (("format", score, 0.25),)
+    assert found.reward == found.score + 0.25 * score
+
+
+def test_a_reward_is_the_weighted_sum_and_the_verdict_stays_that_of_the_main_verifier(tmp_path):
+    (tmp_path / "own.py").write_text(
+        "def vowels(prompt, completion, reference, finish, of):\n"
+        "    return float(sum(completion.count(v) for v in of))\n"
+        "def never(prompt, completion, reference, finish):\n    return 1 / 0\n"
+        "def seldom(prompt, completion, reference, finish):\n    return 1 / completion.count('a')\n"
+    )
+    other = {"name": "vowels", "verifier": f"{tmp_path / 'own.py'}:vowels", "weight": -2.0, "options": {"of": "ae"}}
+    right, wrong = verdicts({"format": FORMAT, "others": [other]}, "<a>e</a>#3", "e#4")
+    assert [(found.outcome, found.score) for found in (right, wrong)] == [("right", 1.0), ("wrong", 0.0)]
+    assert [found.reward for found in (right, wrong)] == [1 + 0.25 - 2 * 3, -2.0]
+    failing = [{"name": "mine", "verifier": f"{tmp_path / 'own.py'}:{name}"} for name in ("seldom", "never")]
+    noted, _ = verdicts({"others": failing[:1]}, "#3", "a#3")
+    assert (noted.reward, noted.outcome, "mine: ZeroDivisionError" in noted.record) == (1.0, "right", True)
+    with pytest.raises(UserError, match=r"reward\.others: mine: no answer could be checked: ZeroDivisionError"):
+        verdicts({"others": failing[1:]}, "#3", "a#3")
+    config = load_config("tiny", {"reward.others": [other]})
+    assert own_code(config) == {"reward.others.vowels": other["verifier"]}
+
+
+@pytest.mark.parametrize("name", ["mean", "outcome_right", "verdict", "Polite"])
+def test_the_name_of_another_metric_is_refused(name):
+    with pytest.raises(UserError, match=rf"reward\.others\.{name}\.name"):
+        load_config("tiny", {"reward.others": [{"name": name, "verifier": "chain"}]})
+
+
+def test_a_run_records_each_score_and_each_mean(loop_run):
+    again = {"name": "again", "verifier": "chain", "weight": 2.0}
+    step = {"name": "filter", "uses": "tasks.filter:filter", "needs": ["rewards"]}
+    edits = {"insert": [{"after": "reward", "step": step}], "rewire": {"record": {"rewards": "filtered"}}}
+    run = loop_run("weighted", steps=1, reward={"length": LENGTH, "others": [again]}, pipeline=edits)
+    artifacts = run.ledger.artifacts(1)
+    rows, metrics = run.store.get_table(artifacts["rewards"]).to_pylist(), run.store.get_json(artifacts["metrics"])
+    assert all(
+        row["reward"] == row["score_verdict"] + 0.5 * row["score_length"] + 2 * row["score_again"] for row in rows
+    )
+    for name in ("verdict", "length", "again"):
+        assert metrics[f"reward/{name}"] == pytest.approx(sum(row[f"score_{name}"] for row in rows) / len(rows))
+    described = run.records[1]["executed"]["reward"]
+    assert json.dumps(described["others"]["again"]) == '{"verifier": "chain"}'

@@ -1,0 +1,59 @@
+"""A completion ends with the token that completes a stop string, and is until there what it was without."""
+
+import pytest
+import torch
+
+from fp8core.rollout.engine import Completion, Sampling
+from fp8core.rollout.stop_strings import generated, text_until
+
+SAID = "12 and 5 give the answer.\n#### 17 apples </a> and more </a>"
+
+
+class Written:
+    """An engine that has written something already."""
+
+    def __init__(self, completion):
+        self.completion = completion
+
+    def generate(self, groups, sampling):
+        yield [self.completion]
+
+
+@pytest.mark.parametrize(
+    ("strings", "text"),
+    [
+        (["## 1"], SAID[: SAID.index("7")]),
+        (["more", "</a>"], SAID[: SAID.index(" and more")]),
+        (["absent"], SAID),
+        ([], SAID),
+    ],
+)
+def test_the_first_complete_string_ends_it(bpe_tokenizer, strings, text):
+    tokens = [*bpe_tokenizer.encode(SAID), *bpe_tokenizer.eos_ids]
+    logprobs = [-float(place) for place in range(len(tokens))]
+    experts = torch.arange(3 + len(tokens) - 1)[:, None, None]
+    engine = Written(Completion(0, 0, tokens, logprobs, "stop", experts))
+    ((found,),) = generated(engine, [], Sampling(1.0, 99, bpe_tokenizer.eos_ids), bpe_tokenizer, strings)
+    count = len(found.tokens)
+    assert (found.tokens, found.logprobs) == (tokens[:count], logprobs[:count])
+    assert len(found.experts) == 3 + count - 1, "of the prompt, and of all tokens but the last"
+    assert text_until(bpe_tokenizer.decode(found.tokens), strings) == text
+    if text != SAID:
+        assert found.finish == "stop_string"
+        assert not any(string in bpe_tokenizer.decode(found.tokens[:-1]) for string in strings)
+    else:
+        assert found == engine.completion
+
+
+def test_a_run_trains_on_what_is_left(whole_run, loop_run):
+    run = loop_run("stopped", steps=1, **{"rollout": {"prompts_per_step": 4, "group_size": 4, "stop_strings": ["#"]}})
+    stopped, whole = (
+        each.store.get_table(each.ledger.artifacts(1)["rollouts"]).to_pylist() for each in (run, whole_run)
+    )
+    assert any("#" in row["text"] for row in whole)
+    for row, before in zip(stopped, whole, strict=True):
+        count = len(row["tokens"])
+        assert (row["tokens"], row["logprobs"]) == (before["tokens"][:count], before["logprobs"][:count])
+        assert row["text"] == text_until(before["text"], ["#"])
+        assert row["finish"] == ("stop_string" if "#" in before["text"] else before["finish"])
+    assert run.store.get_json(run.ledger.artifacts(1)["metrics"])["alignment/tokens_differing"] == 0
