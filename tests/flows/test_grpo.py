@@ -17,6 +17,9 @@ from prefect.client.schemas.filters import (
 )
 
 from flows.step_runs import FLOW
+from flows.tracking.store import default_tracking_uri
+from flows.tracking.traces import log_traces
+from flows.tracking.tracker import Tracker
 from fp8core.config.load import load_config
 from fp8core.run.open import plan_of
 from fp8core.store.artifacts import ArtifactStore
@@ -116,6 +119,26 @@ def test_mlflow_has_whole_groups_of_completions_early_and_late(three_steps, tmp_
         spread = stdev(rewards) + 1e-4
         expected = [(reward - mean(rewards)) / spread for reward in rewards]
         assert [row["advantage"] for row in group] == pytest.approx(expected, rel=1e-3)
+
+
+def test_mlflow_has_a_trace_of_a_completion_of_each_group_once(three_steps):
+    """Also when the end of the run is delivered twice."""
+    run = three_steps.mlflow_run().info
+    table = json.loads(Path(three_steps.mlflow.download_artifacts(run.run_id, "completions.json")).read_text())
+    rows = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
+    first = {(row["step"], row["group"]): row for row in reversed(rows)}
+    tracker = Tracker(default_tracking_uri(three_steps.runs), run.experiment_id, run.run_id)
+    again = list(table["columns"]), table["data"]
+    log_traces(tracker, again, {number: entry.committed_ms for number, entry in three_steps.ledger.steps().items()})
+    traces = three_steps.mlflow.search_traces(locations=[run.experiment_id], run_id=run.run_id)
+    shown = [
+        (trace.data.spans[0].inputs, trace.data.spans[0].outputs, trace.data.spans[0].attributes) for trace in traces
+    ]
+    assert sorted(
+        (inputs, outputs, found["reward"], found["advantage"], found["step"]) for inputs, outputs, found in shown
+    ) == sorted(
+        (row["prompt"], row["completion"], row["reward"], row["advantage"], row["step"]) for row in first.values()
+    )
 
 
 # ---- Prefect's pages ----
