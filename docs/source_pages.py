@@ -1,4 +1,4 @@
-"""A hook of MkDocs: files of the repository that pages link to become pages of the site, and long tables are folded.
+"""A hook of MkDocs: files of the repository that pages link to become pages of the site, and what is long is folded.
 
 `[filter](../tasks/filter.py)` works on GitHub as it stands. The site has no such file, so it gets a page
 `source/tasks/filter.py.html` with the file's text, or the names in a folder. The link leads there. A link to
@@ -21,7 +21,11 @@ LANGUAGES = {".py": "python", ".json": "json", ".yaml": "yaml", ".md": "markdown
 FRONT_MATTER = "---\nsearch: {exclude: true}\nhide: [toc]\n---\n\n"
 FENCE = "``````"
 TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
-ROWS_SHOWN = 8
+ROWS_SHOWN, COLUMNS_SHOWN = 8, 10
+# A file of an example: its first line is a comment with its name.
+CODE = re.compile(r'<div class="(?:language-\w+ )?highlight">.*?</div>', re.DOTALL)
+NAMED = re.compile(r"^# (?P<name>[\w.]+)\n")
+LINES_SHOWN = 20
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -47,15 +51,26 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Fold the long tables of results, so that the sentences of a page stand together."""
-    if page.is_index or not page.file.src_uri.startswith("results/"):
+    """Fold long and wide tables of results, and long files of examples: the sentences of a page stand together."""
+    if page.file.generated_by is not None or page.is_index:
         return html
-    return TABLE.sub(lambda found: _folded(found[0]), html)
+    if page.file.src_uri.startswith("results/"):
+        html = TABLE.sub(lambda found: _folded_table(found[0]), html)
+    return CODE.sub(lambda found: _folded_file(found[0]), html)
 
 
-def _folded(table: str) -> str:
-    rows = table.count("<tr>") - 1
-    return f"<details><summary>{rows} rows</summary>{table}</details>" if rows > ROWS_SHOWN else table
+def _folded_table(table: str) -> str:
+    rows, columns = table.count("<tr>") - 1, len(re.findall("<th[ >]", table))
+    folds = rows > ROWS_SHOWN or columns > COLUMNS_SHOWN
+    return f"<details><summary>{rows} rows</summary>{table}</details>" if folds else table
+
+
+def _folded_file(code: str) -> str:
+    text = re.sub(r"<[^>]+>", "", code).lstrip("\n")
+    named, lines = NAMED.match(text), text.count("\n")
+    if named is None or lines <= LINES_SHOWN:
+        return code
+    return f"<details><summary><code>{named['name']}</code>, {lines} lines</summary>{code}</details>"
 
 
 def _outside(page: File, files: Files) -> Iterator[str]:

@@ -17,7 +17,7 @@ from flows.environment import bound_mlflow_requests
 from flows.evaluation import Checkpoint, EvaluationRequest, opened, questions, refuse, variants
 from flows.launch import say
 from flows.orchestration import artifact_key, failed, show_logs_escaped
-from flows.run_lookup import FlowOverrides
+from flows.run_lookup import FlowOverrides, OptionalConfigName
 from flows.tracking.publish import evaluated_prompts
 from flows.tracking.results import log_evaluation
 from flows.tracking.store import quiet_store_logs
@@ -38,7 +38,7 @@ from fp8core.user_files import EVALUATION, Output
 def evaluate(
     target: Annotated[str, Field(min_length=1)],
     step: Annotated[int | None, Field(ge=0)] = None,
-    config: str | None = None,
+    config: OptionalConfigName = None,
     data: str | None = None,
     split: str | None = None,
     prompts: Annotated[int | None, Field(ge=1, le=1_000_000)] = None,

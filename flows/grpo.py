@@ -26,7 +26,7 @@ from flows.orchestration import (
     failed,
     show_logs_escaped,
 )
-from flows.run_lookup import FlowOverrides, load_settings
+from flows.run_lookup import ConfigName, FlowOverrides, load_settings
 from flows.step_runs import StepRuns, step_client
 from flows.termination import Interrupt, StopRequest, keep_interrupt, stop_on_sigterm
 from flows.tracking.publish import write_report
@@ -62,7 +62,7 @@ from fp8core.training.trainer import UpdateError
 # Prefect's form takes bounds from the types and descriptions from the docstring.
 @flow(name="fp8-grpo", persist_result=False)
 def grpo(
-    config: str = "tiny",
+    config: ConfigName = "tiny",
     run: Annotated[str | None, Field(max_length=120, pattern=RUN_NAME)] = None,
     steps: Annotated[int | None, Field(ge=1, le=10_000_000)] = None,
     seed: Annotated[int | None, Field(ge=0, le=2**31 - 1)] = None,

@@ -19,7 +19,7 @@ from flows.environment import bound_mlflow_requests
 from flows.launch import say
 from flows.orchestration import artifact_key, failed, show_logs_escaped, unanswered
 from flows.parity_training import ParityRequest, Plan, committed, read_memory, record_of, refuse, train_one
-from flows.run_lookup import FlowOverrides
+from flows.run_lookup import ConfigName, FlowOverrides
 from flows.tracking.results import log_parity
 from flows.tracking.store import quiet_store_logs
 from fp8core.config.run import RUN_NAME
@@ -41,7 +41,7 @@ MEMORY, PAGE, PICTURE, WORDS = "memory.jsonl", "report.html", "report.png", "rep
 # Prefect's form takes bounds from the types and descriptions from the docstring.
 @flow(name="fp8-parity", persist_result=False)
 def parity(
-    config: str = "tiny-nightly",
+    config: ConfigName = "tiny-nightly",
     name: Annotated[str | None, Field(max_length=80, pattern=RUN_NAME)] = None,
     seeds: Annotated[tuple[Seed, ...], Field(min_length=1, max_length=100)] | None = None,
     steps: Annotated[int | None, Field(ge=1, le=10_000_000)] = None,

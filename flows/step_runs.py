@@ -11,6 +11,9 @@ import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext, suppress
+from contextvars import copy_context
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, Self
@@ -56,6 +59,15 @@ class _BusyError(RuntimeError):
     """The server requests to be asked again."""
 
 
+@dataclass(frozen=True)
+class _Place:
+    """A step in the graph of its training: a task run, which comes after others."""
+
+    step: int
+    id: UUID
+    after: tuple[RunInput, ...]
+
+
 def step_client() -> SyncPrefectClient:
     """A client for `StepRuns`, whose requests end soon."""
 
@@ -74,13 +86,14 @@ class StepRuns:
         """`client` is a `step_client` for the thread alone; `note` gets the reason when a server is lost."""
         self._client, self._note = client, note
         self._requests = SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]()
-        # A daemon: a process that ends does not wait for an answer.
-        self._thread = threading.Thread(target=self._serve, name="step-runs", daemon=True)
+        # A daemon: a process that ends does not wait for an answer. In the training's context: an event belongs to its
+        # flow run.
+        self._thread = threading.Thread(target=copy_context().run, args=[self._serve], name="step-runs", daemon=True)
         self._away = self._noted = False
-        self._wanted, self._lock = dict[UUID, State[Any]](), threading.Lock()
+        self._wanted, self._lock = dict[UUID, tuple[State[Any], _Place]](), threading.Lock()
         self._open: FlowRunContext | None = None
         self._ahead = dict[int, Future[FlowRun]]()
-        self._places, self._begun = dict[int, UUID](), 0
+        self._places, self._begun = dict[int, _Place](), 0
         self._flow: UUID | None = None
 
     def __enter__(self) -> Self:
@@ -117,6 +130,7 @@ class StepRuns:
         run = self._take(index, after)
         if run is not None:
             self._open = self._training.model_copy(update={"flow_run": run, "task_run_dynamic_keys": {}})
+            self._places[index] = replace(self._places[index], after=(*after,))
             self._set(run.id, Running())
             for step in range(index + 1, min(index + _ANNOUNCED, self._last) + 1):
                 # The next one a second time: what it comes after has an identity now.
@@ -136,28 +150,28 @@ class StepRuns:
     # ---- in the training's thread ----
 
     def _announce(self, index: int, after: Collection[RunInput]) -> None:
-        """The place of a step in the training's graph comes after `after`.
+        """The place of a step in the training's graph comes after `after`."""
+        known = self._places.get(index)
+        self._places[index] = _Place(index, uuid4() if known is None else known.id, (*after,))
+        self._draw(self._places[index], Pending())
 
-        The server records it as it does a task run. A request would meet with many more refusals.
-        """
-        place = self._places.get(index) or uuid4()
-        state: State[Any] = Pending()
+    def _draw(self, place: _Place, state: State[Any]) -> None:
+        """Have the server record a place, as it does a task run. A request would meet with many more refusals."""
         run = TaskRun(
-            id=place,
-            name=f"step {index}",
+            id=place.id,
+            name=f"step {place.step}",
             flow_run_id=self._training_id,
             task_key=FLOW,
-            dynamic_key=str(place),
-            task_inputs={"carried": list(after)},
+            dynamic_key=str(place.id),
+            task_inputs={"carried": list(place.after)},
             state=state,
         )
-        self._places[index] = place
         emit_task_run_state_change_event(run, None, state)
 
     def _order(self, index: int) -> None:
         """Make the flow run of an announced step."""
         if index not in self._ahead:
-            self._ahead[index] = self._send(partial(self._make, index, self._places[index]))
+            self._ahead[index] = self._send(partial(self._make, index, self._places[index].id))
 
     def _take(self, index: int, after: Collection[RunInput]) -> FlowRun | None:
         """The flow run of a step; None when it is not there in time."""
@@ -198,12 +212,12 @@ class StepRuns:
         for made in self._ahead.values():
             self._send(partial(self._delete_made, made))
         for place in (place for step, place in self._places.items() if step > max(self._ahead, default=self._begun)):
-            self._send(partial(self._delete_place, place))
+            self._send(partial(self._delete_place, place.id))
         self._ahead, self._places = {}, {}
 
     def _set(self, run: UUID, state: State[Any]) -> None:
         with self._lock:
-            self._wanted[run] = state
+            self._wanted[run] = state, self._places[self._begun]
         self._send(self._set_wanted)
 
     def _send(self, body: Callable[[], Any]) -> Future[Any]:
@@ -253,15 +267,24 @@ class StepRuns:
         return FlowRun.model_validate(answer.json())
 
     def _set_wanted(self) -> None:
-        """Send the newest state of each run; one that is not sent waits for the next call."""
+        """Send the newest state of each run; one that is not sent waits for the next call.
+
+        The place of a step that has ended is drawn again, with a time that is not before the state's own. The server
+        drops a drawing, and its edges, which it comes to record after a state with a later time.
+        """
         with self._lock:
             wanted = dict(self._wanted)
-        for run, state in wanted.items():
+        for run, (state, place) in wanted.items():
             # A user may delete a flow run.
             with suppress(ObjectNotFound):
-                self._ask(partial(self._client.set_flow_run_state, run, state, force=True))
+                began = time.monotonic()
+                answer = self._ask(partial(self._client.set_flow_run_state, run, state, force=True))
+                if state.is_final():
+                    # By the server's clock: it gave the flow run's state a time first, and the place's state another.
+                    ended = answer.state.timestamp + timedelta(seconds=time.monotonic() - began)
+                    self._draw(place, state.model_copy(update={"timestamp": ended}))
             with self._lock:
-                if self._wanted[run] is state:
+                if self._wanted[run][0] is state:
                     del self._wanted[run]
 
     def _settle_left(self) -> None:
@@ -285,7 +308,7 @@ class StepRuns:
             self._client.read_task_runs, flow_run_filter=trainings, task_run_filter=TaskRunFilter(state=waiting)
         )
         for run in self._ask(request):
-            if run.task_key == FLOW and run.id not in [*self._places.values()]:
+            if run.task_key == FLOW and run.id not in {place.id for place in self._places.values()}:
                 self._delete_place(run.id)
 
     def _delete_made(self, made: Future[FlowRun]) -> None:

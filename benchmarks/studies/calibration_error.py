@@ -1,7 +1,7 @@
 """Error of FP8 cache and attention under scales of Q, K and V from each calibration source, and under an oracle's.
 
     python -m benchmarks.studies.calibration_error            # print
-    python -m benchmarks.studies.calibration_error --write    # and write docs/results/numerics.md and the results file
+    python -m benchmarks.studies.calibration_error --write    # and write the page and the results file
 
 Every model is held at two successive versions of its policy, with rollouts of each: scales for the later version are
 made of what a run has before it generates with that version, and judged on what it generates. One seeded process on one
@@ -141,7 +141,7 @@ class Material:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="rewrite docs/results/numerics.md and the results file")
+    parser.add_argument("--write", action="store_true", help="rewrite docs/results/calibration.md and the results file")
     write = parser.parse_args().write
     torch.set_num_threads(1)
     random = random_material()

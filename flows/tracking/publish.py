@@ -22,6 +22,7 @@ from flows.tracking.metric_names import (
     speed,
 )
 from flows.tracking.tables import artifact_table, completion_table, sample_table, samples_due, tables_due
+from flows.tracking.traces import log_traces
 from flows.tracking.tracker import CHAIN_HEAD, RUN_DIRECTORY, TRAINING, Tracker
 from fp8core.alignment.bounds import stop_bounds
 from fp8core.config.run import DataConfig, RunConfig, public_dump
@@ -105,6 +106,8 @@ def publish_result(run: RunContext, tracker: Tracker) -> None:
         tracker.log_file(run.directory.path / name, None)
     if (completions := completion_table(run)) is not None:
         tracker.log_tables({COMPLETIONS: completions})
+        steps = run.directory.ledger.steps()
+        log_traces(tracker, completions, {number: entry.committed_ms for number, entry in steps.items()})
     judged = "in bounds" if stop_bounds(run.config).limits else "not judged"
     verdict = judged if run.directory.ledger.last_bound() is None else "bound crossed"
     tracker.set_tags({VERDICT: verdict, MLFLOW_RUN_NOTE: f"{_note(run)}\n\n{_headline(run)}"})

@@ -29,6 +29,8 @@ from fp8core.user_files import read_input
 Overrides = Mapping[str, Any] | Sequence[str]
 
 SHIPPED = Path(__file__).resolve().parents[2] / "configs"
+BARE_NAME = r"^[\w-]+$"
+"""Of a shipped configuration; anything else is a path."""
 
 UNDECIDED = "(undecided)"
 
@@ -315,7 +317,7 @@ def _extent(node: yaml.Node, known: dict[yaml.Node, tuple[int, int]]) -> tuple[i
 def _locate(name_or_path: str) -> Path:
     if not_unicode(name_or_path) is not None:
         raise UserError(f"configuration {name_or_path!a}: the name is not valid text")
-    bare = re.fullmatch(r"[\w-]+", name_or_path)
+    bare = re.fullmatch(BARE_NAME, name_or_path)
     path = SHIPPED / f"{name_or_path}.yaml" if bare else Path(name_or_path)
     if path.is_file():
         return path

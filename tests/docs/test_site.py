@@ -74,11 +74,15 @@ def test_broken_links_fail_the_build(tmp_path):
         assert any("start/demo.md" in line and said in line for line in done.stderr.splitlines()), done.stderr
 
 
-def test_long_tables_of_results_are_folded_and_no_page_is_endless(site):
+def test_long_tables_and_files_are_folded_and_no_page_is_endless(site):
     """A page beside the reference has few rows and lines that are shown at once."""
     for page in {*(site / "results").glob("*.html")} - {site / "results" / "index.html"}:
         text = re.sub(r"<details>.*?</details>", "", page.read_text(), flags=re.DOTALL)
-        assert all(table.count("<tr>") <= 9 for table in re.findall(r"<table>.*?</table>", text, re.DOTALL)), page.name
+        tables = re.findall(r"<table>.*?</table>", text, re.DOTALL)
+        assert all(table.count("<tr>") <= 9 and len(re.findall("<th[ >]", table)) <= 10 for table in tables), page.name
     folded = (site / "results" / "rollout.html").read_text()
     assert "<summary>" in folded
+    examples = re.findall(r"<summary><code>(\w+\.py)</code>", (site / "extending.html").read_text())
+    assert "brevity.py" in examples
+    assert "silence.py" not in examples, "a short one"
     assert "<summary>" not in (site / "reference" / "config.html").read_text()

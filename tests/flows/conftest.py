@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pytest
 import yaml
 from mlflow import MlflowClient
-from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import State
 from prefect.context import refresh_global_settings_context
 
@@ -55,6 +56,7 @@ class Finished:
 
 
 Launch = Callable[..., Finished]
+Edges = dict[str, set[str]]
 
 
 @pytest.fixture(scope="session")
@@ -87,6 +89,29 @@ def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         refresh_global_settings_context()
     yield
     refresh_global_settings_context()
+
+
+@pytest.fixture
+def graph_as(prefect_server: None) -> Callable[[UUID, Edges], Edges]:
+    """graph_as(run, expected): predecessors of each completed node of a page's graph, by label, as Prefect's UI asks.
+
+    It waits a while for what is expected: the server records tasks when it can.
+    """
+
+    def graph(client: SyncPrefectClient, run: UUID) -> Edges:
+        answer = client.request("GET", "/flow_runs/{id}/graph-v2", path_params={"id": run})
+        nodes = dict(answer.json()["nodes"])
+        done = [node for node in nodes.values() if node["state_type"] == "COMPLETED"]
+        return {node["label"]: {nodes[parent["id"]]["label"] for parent in node["parents"]} for node in done}
+
+    def wait(run: UUID, expected: Edges) -> Edges:
+        deadline = time.monotonic() + 30
+        with get_client(sync_client=True) as client:
+            while (last := graph(client, run)) != expected and time.monotonic() < deadline:
+                time.sleep(0.5)
+        return last
+
+    return wait
 
 
 @pytest.fixture(scope="session")

@@ -17,6 +17,9 @@ from prefect.client.schemas.filters import (
 )
 
 from flows.step_runs import FLOW
+from flows.tracking.store import default_tracking_uri
+from flows.tracking.traces import log_traces
+from flows.tracking.tracker import Tracker
 from fp8core.config.load import load_config
 from fp8core.run.open import plan_of
 from fp8core.store.artifacts import ArtifactStore
@@ -118,16 +121,37 @@ def test_mlflow_has_whole_groups_of_completions_early_and_late(three_steps, tmp_
         assert [row["advantage"] for row in group] == pytest.approx(expected, rel=1e-3)
 
 
+def test_mlflow_has_a_trace_of_a_completion_of_each_group_once(three_steps):
+    """Also when the end of the run is delivered twice."""
+    run = three_steps.mlflow_run().info
+    table = json.loads(Path(three_steps.mlflow.download_artifacts(run.run_id, "completions.json")).read_text())
+    rows = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
+    first = {(row["step"], row["group"]): row for row in reversed(rows)}
+    tracker = Tracker(default_tracking_uri(three_steps.runs), run.experiment_id, run.run_id)
+    again = list(table["columns"]), table["data"]
+    log_traces(tracker, again, {number: entry.committed_ms for number, entry in three_steps.ledger.steps().items()})
+    traces = three_steps.mlflow.search_traces(locations=[run.experiment_id], run_id=run.run_id)
+    shown = [
+        (trace.data.spans[0].inputs, trace.data.spans[0].outputs, trace.data.spans[0].attributes) for trace in traces
+    ]
+    assert sorted(
+        (inputs, outputs, found["reward"], found["advantage"], found["step"]) for inputs, outputs, found in shown
+    ) == sorted(
+        (row["prompt"], row["completion"], row["reward"], row["advantage"], row["step"]) for row in first.values()
+    )
+
+
 # ---- Prefect's pages ----
 
-STEPS = [f"{FLOW} / step {index}" for index in (1, 2, 3)]
 
-
-def edges(client, run):
-    """Predecessors of each completed node of the page's graph, by label, as Prefect's UI requests it."""
-    nodes = dict(client.request("GET", "/flow_runs/{id}/graph-v2", path_params={"id": run}).json()["nodes"])
-    done = [node for node in nodes.values() if node["state_type"] == "COMPLETED"]
-    return {node["label"]: {nodes[parent["id"]]["label"] for parent in node["parents"]} for node in done}
+def edges_of_step(plan, index):
+    """The same of a step's page, from the plan."""
+    producers = {artifact: step.name for step in plan.steps for artifact in step.outputs.values()}
+    tasks = {
+        f"{step.name}-{index}": {f"{producers[read]}-{index}" for read in step.inputs.values() if read in producers}
+        for step in plan.steps
+    }
+    return {**tasks, f"commit-{index}": tasks.keys() - set().union(*tasks.values())}
 
 
 def eventually(found, expected):
@@ -138,24 +162,35 @@ def eventually(found, expected):
     return last
 
 
-def test_prefect_shows_each_step_as_a_flow_run_with_the_edges_of_the_plan(three_steps):
+@pytest.fixture
+def training(request, launch):
+    """Three steps, or as many as the shipped training has, almost without evaluations and checkpoints between."""
+    if request.param == 3:
+        return request.getfixturevalue("three_steps")
+    cheap = {"rollout.group_size": 2, "rollout.max_new_tokens": 4, "evaluation.every": 40, "checkpoint.every": 40}
+    return launch("eighty", steps=request.param, overrides=cheap)
+
+
+@pytest.mark.parametrize("training", [3, pytest.param(80, marks=pytest.mark.slow)], indirect=True)
+def test_prefect_shows_each_step_as_a_flow_run_with_the_edges_of_the_plan(training, graph_as):
+    last = training.summary["steps"]
+    numbers = range(1, last + 1)
+    chain = ["warm_start-0", "first_scales-0", "first_evaluation-0", *(f"{FLOW} / step {index}" for index in numbers)]
+    page = training.state.state_details.flow_run_id
+    below = FlowRunFilter(parent_flow_run_id=FlowRunFilterParentFlowRunId(any_=[page]))
     plan = plan_of(load_config("tiny", {}))
-    producers = {artifact: step.name for step in plan.steps for artifact in step.outputs.values()}
-    tasks = {
-        f"{step.name}-2": {f"{producers[read]}-2" for read in step.inputs.values() if read in producers}
-        for step in plan.steps
-    }
-    tasks["commit-2"] = tasks.keys() - set().union(*tasks.values())
-    tasks["checkpoint-2"] = {"commit-2"}
-    chain = ["warm_start-0", "first_scales-0", "first_evaluation-0", *STEPS]
-    training = three_steps.state.state_details.flow_run_id
-    below = FlowRunFilter(parent_flow_run_id=FlowRunFilterParentFlowRunId(any_=[training]))
+    after = {label: set(chain[:place][-1:]) for place, label in enumerate(chain)}
+    assert graph_as(page, after) == after
     with get_client(sync_client=True) as client:
-        after = {label: set(chain[:place][-1:]) for place, label in enumerate(chain)}
-        assert eventually(lambda: edges(client, training), after) == after
-        steps = {run.name: run.id for run in client.read_flow_runs(flow_run_filter=below)}
-        assert sorted(steps) == ["step 1", "step 2", "step 3"], "none that was not reached"
-        assert eventually(lambda: edges(client, steps["step 2"]), tasks) == tasks
+        steps = {run.name: run for run in client.read_flow_runs(flow_run_filter=below)}
+    assert sorted(steps) == sorted(f"step {index}" for index in numbers), "none that was not reached"
+    assert {run.state_type.value for run in steps.values()} == {"COMPLETED"}
+    saved = {checkpoint.step for checkpoint in training.ledger.checkpoints()}
+    for index in {1, 2, last // 2, last}:
+        expected = edges_of_step(plan, index)
+        if index in saved:
+            expected[f"checkpoint-{index}"] = {f"commit-{index}"}
+        assert graph_as(steps[f"step {index}"].id, expected) == expected
 
 
 def test_prefect_s_log_of_a_training_has_the_lines_of_the_console(three_steps):

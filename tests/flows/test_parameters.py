@@ -62,6 +62,19 @@ def test_a_server_refuses_a_wrong_override_at_submission_and_names_it(deployed, 
     assert isinstance(wrong, list) or "any of the given schemas" not in shown.message
 
 
+@pytest.mark.parametrize("deployed", [deployed for deployed, _ in FLOWS.values()], ids=lambda deployed: deployed.name)
+def test_a_server_refuses_a_configuration_that_is_not_shipped_and_takes_paths(deployed) -> None:
+    schema = parameter_schema(deployed).model_dump_for_openapi()
+    for right in ("tiny", "qwen3-moe", "mine.yaml", "runs/first"):
+        validate({"target": "runs/first", "config": right}, schema, raise_on_error=True)
+    with pytest.raises(ValidationError, match=r"'config'.*'tinny' is not one of"):
+        validate({"target": "runs/first", "config": "tinny"}, schema, raise_on_error=True)
+    (shown,) = validate({"target": "runs/first", "config": "tinny"}, schema)
+    assert "any of the given schemas" not in shown.message
+    if deployed is evaluate:
+        validate({"target": "runs/first", "config": None}, schema, raise_on_error=True)
+
+
 @pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=[f"{d['entrypoint']}-{d['name']}" for d in DEPLOYMENTS])
 def test_the_defaults_of_a_deployment_are_valid_and_it_waits_its_turn(deployment) -> None:
     # An evaluation is of something that only who starts it can name.

@@ -3,15 +3,17 @@
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
-from uuid import uuid4
+from uuid import UUID, uuid4
 
 import httpx
 import pytest
 from prefect import flow
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterTags
+from prefect.client.schemas.objects import RunInput
+from prefect.context import FlowRunContext
 
-from flows.step_runs import StepRuns, step_client
+from flows.step_runs import FLOW, StepRuns, step_client
 
 STEPS = 1000
 
@@ -81,6 +83,34 @@ def test_a_training_waits_once_for_a_lost_server_and_its_steps_come_back(line: L
     assert len(notes) == 1
     assert "refused" in notes[0]
     assert shown(tag) == sorted((f"step {step}", "COMPLETED") for step, page in enumerate(has_page, 1) if page)
+
+
+def test_the_graph_has_every_edge_of_steps_that_end_before_their_places_are_recorded(
+    line: Line, graph_as: Callable[[UUID, dict[str, set[str]]], dict[str, set[str]]]
+) -> None:
+    pages, expected = list[UUID](), dict[str, set[str]]()
+
+    def training() -> None:
+        context = FlowRunContext.get()
+        assert context is not None
+        assert context.flow_run is not None
+        pages.append(context.flow_run.id)
+        with StepRuns(line, print) as runs:  # type: ignore[arg-type]
+            runs.follow(uuid4().hex, STEPS)
+            before, label = set[RunInput](), set[str]()
+            for index in range(1, STEPS + 1):
+                runs.begin(index, before)
+                if own := runs.end():
+                    expected[f"{FLOW} / step {index}"] = label
+                    before, label = own, {f"{FLOW} / step {index}"}
+                else:
+                    time.sleep(0.1)  # The server is slow.
+                if len(expected) == 12:
+                    return
+
+    in_a_flow(training)
+    assert len(expected) == 12
+    assert graph_as(pages[0], expected) == expected
 
 
 def test_what_a_killed_process_left_is_settled_when_the_training_continues(line: Line) -> None:
