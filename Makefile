@@ -30,10 +30,11 @@ test-all: test test-slow test-vllm  ## every test that needs no GPU
 
 test-slow: env  ## the second tier: deployments, databases, kills at random instants, long trainings, timing
 	$(PYTEST) $(SPREAD) -m "slow and not gpu and not alone"
-	$(PYTEST) -m alone
+	$(PYTEST) -m alone $$(grep -rl --include='test_*.py' mark.alone tests)
 
+# The tests of a file share an engine, whose start takes half a minute of processor time: a file has one process.
 test-vllm: env-vllm  ## the vLLM engine against vLLM for CPUs, and the Triton kernels in Triton's interpreter
-	$(VLLM_PYTEST) tests/vllm
+	$(VLLM_PYTEST) --dist loadfile --no-loadscope-reorder tests/vllm
 	TRITON_INTERPRET=1 $(VLLM_PYTEST) tests/triton
 
 lint: env

@@ -1,5 +1,6 @@
 """Fixtures for the whole suite."""
 
+import fcntl
 import io
 import itertools
 import json
@@ -7,6 +8,8 @@ import os
 import random
 import shutil
 import socket
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -101,9 +104,44 @@ def free_port() -> Callable[[], int]:
     return look
 
 
+_LONGEST = ("test_learning.py", "test_documented_commands.py", "test_vllm_flow.py", "test_vllm_replicas.py")
+_PREFECT_TABLES = """
+import asyncio
+from prefect.server.database import provide_database_interface
+asyncio.run(provide_database_interface().create_db())
+"""
+
+
+@pytest.fixture(scope="session")
+def prefect_home(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path]:
+    """Make a folder for PREFECT_HOME: prefect_home(folder). Its database has Prefect's tables and nothing in them.
+
+    A server takes six seconds of processor time to make them. Here they are made once, for all processes of the tests.
+    """
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+    database = shared / "tables" / "prefect.db"
+    with (shared / "tables.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not database.exists():
+            inherited = {key: value for key, value in os.environ.items() if not key.startswith("PREFECT_")}
+            environment = {**inherited, "PREFECT_HOME": str(shared / "making")}
+            (shared / "making").mkdir(exist_ok=True)
+            subprocess.run([sys.executable, "-c", _PREFECT_TABLES], env=environment, check=True)
+            (shared / "making").rename(database.parent)
+
+    def make(folder: Path) -> Path:
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.copy(database, folder)
+        return folder
+
+    return make
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest tests come first: of two processes, neither is left with one of them at the end."""
-    items.sort(key=lambda item: item.path.name not in ("test_learning.py", "test_documented_commands.py"))
+    items.sort(key=lambda item: item.path.name not in _LONGEST)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -228,8 +228,8 @@ def test_one_that_fails_is_a_row_and_the_next_one_is_tried(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_training_has_its_rows_and_its_picture(small, tmp_path, monkeypatch):
-    monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "prefect"))
+def test_a_training_has_its_rows_and_its_picture(small, prefect_home, tmp_path, monkeypatch):
+    monkeypatch.setenv("PREFECT_HOME", str(prefect_home(tmp_path / "prefect")))
     config = tmp_path / "small.yaml"
     config.write_text(yaml.safe_dump({"base": "tiny", "name": "small", **small, "steps": 3}))
     arguments = ["--out", str(tmp_path / "out"), "--config", str(config), "--seconds", "900", "--grace", "5", "bf16"]

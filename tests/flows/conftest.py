@@ -73,14 +73,14 @@ def small_file(small: dict[str, Any]) -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session")
-def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def prefect_server(prefect_home: Callable[[Path], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A server as trainings have it, until this process ends.
 
     That of Prefect's own test harness falls silent for a minute now and then (`prepare_sqlite`). A training that has
     ended ends its process then, which is that of the tests.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PREFECT_HOME", str(tmp_path_factory.mktemp("prefect")))
+        patch.setenv("PREFECT_HOME", str(prefect_home(tmp_path_factory.mktemp("prefect"))))
         server = PrefectServer()
         server.wait()
     with pytest.MonkeyPatch.context() as patch:
@@ -175,18 +175,14 @@ class Up:
 def start_up(
     readme_commands: list[str], tmp_path_factory: pytest.TempPathFactory, free_port: Callable[[], int]
 ) -> Iterator[Callable[..., Up]]:
-    """The README's `fp8-grpo up`: start_up(environment). It is stopped with the module.
-
-    Prefect's scheduler is off unless requested: at 02:00 a nightly run would take the pool, and tests wait behind it.
-    """
+    """The README's `fp8-grpo up`: start_up(environment). It is stopped with the module."""
     (command,) = (line for line in readme_commands if line.startswith("fp8-grpo up"))
     started: list[Up] = []
 
-    def start(environment: Mapping[str, str], scheduler: bool = False) -> Up:
+    def start(environment: Mapping[str, str]) -> Up:
         program, *options = command.split()
         # Else it looks once when the server starts, before there are deployments, and again after a minute.
-        often = {"PREFECT_SERVER_SERVICES_SCHEDULER_LOOP_SECONDS": "2"}
-        environment = {**environment, **often, "PREFECT_SERVER_SERVICES_SCHEDULER_ENABLED": str(scheduler)}
+        environment = {**environment, "PREFECT_SERVER_SERVICES_SCHEDULER_LOOP_SECONDS": "2"}
         words = [str(Path(sys.executable).with_name(program)), *options]
         started.append(Up(words, [free_port(), free_port()], environment, tmp_path_factory.mktemp("up")))
         return started[-1]

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -65,13 +66,13 @@ def workplace(tmp_path_factory: pytest.TempPathFactory, small_file) -> Path:
 
 
 @pytest.fixture(scope="module")
-def environment(workplace: Path) -> dict[str, str]:
+def environment(workplace: Path, prefect_home: Callable[[Path], Path]) -> dict[str, str]:
     """No Prefect server is configured, so the command starts its own."""
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(("PREFECT_", "MLFLOW_"))}
     return {
         **inherited,
         "PYTHONPATH": str(REPOSITORY),
-        "PREFECT_HOME": str(workplace / "prefect"),
+        "PREFECT_HOME": str(prefect_home(workplace / "prefect")),
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     }
 

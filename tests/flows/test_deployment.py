@@ -44,11 +44,11 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def environment(prefect_home: Callable[[Path], Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {
         **{key: value for key, value in os.environ.items() if not key.startswith("PREFECT_")},
         "PATH": f"{BIN}:{os.environ['PATH']}",
-        "PREFECT_HOME": str(tmp_path_factory.mktemp("prefect")),
+        "PREFECT_HOME": str(prefect_home(tmp_path_factory.mktemp("prefect"))),
     }
 
 
@@ -64,8 +64,29 @@ def wait_for(condition: Callable[[], bool], what: str, seconds: float = 300) -> 
 
 
 @pytest.fixture(scope="module")
-def up(environment: dict[str, str], start_up: Any) -> Any:
+def scheduled(environment: dict[str, str], start_up: Any) -> tuple[Any, set[str]]:
+    """`up`, and the times of day for which the scheduler made nightly runs there.
+
+    Then the nightly deployment is paused, which removes its runs: at 02:00 one would take the pool.
+    """
     running = start_up(environment)
+    nightly = DeploymentFilter(name=DeploymentFilterName(any_=["nightly"]))
+    with running.client() as client:
+
+        def due() -> list[FlowRun]:
+            return client.read_flow_runs(deployment_filter=nightly)
+
+        wait_for(lambda: bool(due()), "the scheduler")
+        times = {f"{run.expected_start_time:%H:%M:%S}" for run in due()}
+        for deployment in client.read_deployments(deployment_filter=nightly):
+            client.pause_deployment(deployment.id)
+        wait_for(lambda: not due(), "the end of nightly runs")
+    return running, times
+
+
+@pytest.fixture(scope="module")
+def up(environment: dict[str, str], scheduled: tuple[Any, set[str]]) -> Any:
+    running, _ = scheduled
     environment |= running.variables
     return running
 
@@ -125,6 +146,12 @@ def test_prefect_answers_only_those_with_its_password_and_pages_of_its_own(up: A
         )
     ]
     assert answers == [200, 200, 400, 400, 400]
+
+
+def test_the_nightly_schedule_makes_runs(scheduled: tuple[Any, set[str]]) -> None:
+    """Runs that Prefect's scheduler cannot store are only a line in the server's log."""
+    _, times = scheduled
+    assert times == {"02:00:00"}
 
 
 def test_up_listens_on_this_machine_only_and_names_its_password_on_no_command_line(
@@ -364,15 +391,3 @@ def test_a_run_that_a_bound_suspended_is_resumed_from_the_api(
     with going.up.client() as client:
         client.resume_flow_run(going.flow_run().id)
     assert going.ended_as() == "COMPLETED"
-
-
-def test_the_nightly_schedule_makes_runs(environment: dict[str, str], start_up: Any, tmp_path: Path) -> None:
-    """Runs that Prefect's scheduler cannot store are only a line in the server's log."""
-    running = start_up({**environment, "PREFECT_HOME": str(tmp_path)}, scheduler=True)
-    nightly = DeploymentFilter(name=DeploymentFilterName(any_=["nightly"]))
-
-    def due() -> set[str]:
-        with running.client() as client:
-            return {f"{run.expected_start_time:%H:%M:%S}" for run in client.read_flow_runs(deployment_filter=nightly)}
-
-    wait_for(lambda: due() == {"02:00:00"}, "the scheduler")

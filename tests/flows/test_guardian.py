@@ -116,10 +116,11 @@ def test_waiting_is_cheap(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_command_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_killed_command_leaves_nothing_behind(prefect_home: Callable[[Path], Path], tmp_path: Path) -> None:
     """With a Prefect server of its own, and its output read through a pipe, as by `tee`."""
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(("PREFECT_", "MLFLOW_"))}
-    environment = {**inherited, "PYTHONPATH": str(REPOSITORY), "PREFECT_HOME": str(tmp_path / "prefect")}
+    home = prefect_home(tmp_path / "prefect")
+    environment = {**inherited, "PYTHONPATH": str(REPOSITORY), "PREFECT_HOME": str(home)}
     settings = ("run=killed", "warm_start.steps=3", "rollout.prompts_per_step=4", "evaluation.prompts=8")
     training = subprocess.Popen(
         [sys.executable, "-u", "-m", "flows.cli", "run", "tiny", *(f for s in settings for f in ("--set", s))],

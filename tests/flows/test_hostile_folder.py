@@ -146,7 +146,8 @@ def test_a_cluster_that_a_run_names_is_used_by_no_command_without_trust(run_copy
 
 
 @pytest.mark.slow
-def test_a_training_with_a_step_of_the_working_directory_and_its_children(folder, small):
+def test_a_training_with_a_step_of_the_working_directory_and_its_children(folder, small, prefect_home):
+    prefect_home(folder.parent / "prefect")
     settings = {
         "steps": 1,
         "warm_start.steps": small["warm_start"]["steps"],

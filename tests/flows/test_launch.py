@@ -77,11 +77,15 @@ def test_a_training_that_goes_on_is_left_alone(silent_api, tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_a_command_whose_prefect_server_goes_in_the_last_steps_succeeds(
-    small_file: Callable[..., Path], tmp_path: Path, free_port: Callable[[], int]
+    small_file: Callable[..., Path],
+    prefect_home: Callable[[Path], Path],
+    tmp_path: Path,
+    free_port: Callable[[], int],
 ) -> None:
     port, python = free_port(), sys.executable
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(("PREFECT_", "MLFLOW_"))}
-    environment = {**inherited, "PREFECT_HOME": str(tmp_path / "prefect"), "PYTHONUNBUFFERED": "1"}
+    home = prefect_home(tmp_path / "prefect")
+    environment = {**inherited, "PREFECT_HOME": str(home), "PYTHONUNBUFFERED": "1"}
     serve = [python, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port), "--no-ui"]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     server = subprocess.Popen(serve, env=environment, start_new_session=True, **quiet)

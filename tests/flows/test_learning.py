@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ STORED = Path(__file__).parents[2] / "benchmarks" / "results" / "tiny_runs.json"
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("learning")
+def workplace(prefect_home: Callable[[Path], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("learning")
+    prefect_home(folder / "prefect")
+    return folder
 
 
 def run_tiny(workplace: Path, name: str, *settings: str, config: str = "tiny") -> dict[str, Any]:
@@ -87,7 +90,7 @@ def test_orchestration_takes_little_of_a_step(workplace: Path) -> None:
     shares = []
     while not any(median <= 60 and mean <= 150 for median, mean in shares):
         assert len(shares) < 3, shares
-        found = run_tiny(workplace, f"overhead{len(shares)}", "steps=20", "warm_start.steps=3")
+        found = run_tiny(workplace, f"overhead{len(shares)}", "steps=12", "warm_start.steps=3")
         # A shared host may be at half its speed for hours.
         slower = max(1.0, train_seconds(found) / train_seconds(stored))
         overhead = found["overhead_ms_per_step"]

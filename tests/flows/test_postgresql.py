@@ -54,6 +54,8 @@ def test_both_servers_keep_everything_in_postgresql(
     environment = {
         **{key: value for key, value in os.environ.items() if not key.startswith("PREFECT_")},
         "PREFECT_HOME": str(tmp_path / "home"),
+        # At 02:00 a nightly run would take the pool.
+        "PREFECT_SERVER_SERVICES_SCHEDULER_ENABLED": "false",
         "PREFECT_SERVER_DATABASE_CONNECTION_URL": f"postgresql+asyncpg://postgres@{postgresql}/prefect",
         "MLFLOW_BACKEND_STORE_URI": f"postgresql://postgres@{postgresql}/mlflow",
     }

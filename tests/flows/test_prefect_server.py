@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,9 @@ def answers(api: str) -> bool:
         return False
 
 
-def test_it_outlives_sigterm_and_ends_when_its_training_is_killed(tmp_path: Path) -> None:
+def test_it_outlives_sigterm_and_ends_when_its_training_is_killed(
+    prefect_home: Callable[[Path], Path], tmp_path: Path
+) -> None:
     # A project of the user's own may have `flows` as well.
     project = tmp_path / "project"
     (project / "flows").mkdir(parents=True)
@@ -43,7 +46,7 @@ def test_it_outlives_sigterm_and_ends_when_its_training_is_killed(tmp_path: Path
     parent = subprocess.Popen(
         [sys.executable, "-P", "-c", PARENT],
         cwd=project,
-        env={**os.environ, "PREFECT_HOME": str(tmp_path)},
+        env={**os.environ, "PREFECT_HOME": str(prefect_home(tmp_path / "home"))},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

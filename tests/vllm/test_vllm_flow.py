@@ -27,7 +27,8 @@ SETTINGS = {
 
 
 @pytest.mark.skipif(ON_GPU, reason="the tiny model's widths are no true tiles")
-def test_a_training_generates_with_two_engines(tmp_path):
+def test_a_training_generates_with_two_engines(prefect_home, tmp_path):
+    prefect_home(tmp_path / "prefect")
     summary = _run(tmp_path, steps=2)
     assert summary["steps"] == 2
     assert 1 < summary["tmpe_max"] < 1.01, "two engines in BF16: near, and not the same"
@@ -45,7 +46,8 @@ BOUND = {
 
 
 @pytest.mark.skipif(ON_GPU, reason="the tiny model's widths are no true tiles")
-def test_each_training_of_a_parity_run_starts_a_vllm_of_its_own(tmp_path):
+def test_each_training_of_a_parity_run_starts_a_vllm_of_its_own(prefect_home, tmp_path):
+    prefect_home(tmp_path / "prefect")
     night = {key: value for key, value in SETTINGS.items() if key != "run" and not key.startswith("precision.")}
     asked = ["parity", "tiny", "--name", "night", "--variant", "bf16", "--seeds", "0,1", "--steps", "1"]
     done = _command(tmp_path, asked, {**night, **BOUND})

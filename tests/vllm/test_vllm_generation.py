@@ -145,7 +145,7 @@ def test_completions_end_with_a_stop_token_or_at_the_limit(engine):
 
 
 def test_generation_can_be_abandoned(engine, policies):
-    running = engine.generate(build_groups(24, 4), Sampling(1.0, 200, frozenset()))
+    running = engine.generate(build_groups(24, 4), Sampling(1.0, 60, frozenset()))
     next(running)
     running.close()
     engine.update(policies[0].tensors, policies[0].scales, 0)

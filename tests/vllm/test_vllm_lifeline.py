@@ -6,7 +6,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import ON_GPU, wait_until_gone
+from conftest import CONTRACT, ON_GPU, OPTIONS, SHAPE, build_groups, wait_until_gone
+
+from fp8core.errors import EngineLost
+from fp8core.models.architecture import Architecture
+from fp8core.rollout.engine import Sampling
 
 pytestmark = pytest.mark.vllm
 
@@ -41,3 +45,25 @@ def test_a_process_that_has_loaded_the_worker_ends_with_its_parent(vllm_build):
         parent.kill()
     assert len(below) == 1
     wait_until_gone(below)
+
+
+@pytest.mark.skipif(ON_GPU, reason="its core is its worker")
+def test_a_worker_that_is_killed_ends_its_core_and_the_generation(vllm_build, policies):
+    """In the process that generates; test_vllm_replicas.py kills the core."""
+    from fp8core.rollout.vllm.engine import VllmEngine
+
+    before = psutil.Process().children()
+    engine = VllmEngine(Architecture(**SHAPE), CONTRACT, OPTIONS, 16, vllm_build)
+    try:
+        started = [process for process in psutil.Process().children() if process not in before]
+        core = next(process for process in started if "EngineCore" in " ".join(process.cmdline()))
+        (worker,) = (process for process in core.children() if "Worker" in " ".join(process.cmdline()))
+        engine.update(policies[0].tensors, policies[0].scales, 0)
+        running = engine.generate(build_groups(24, 4), Sampling(1.0, 60, frozenset()))
+        next(running)
+        worker.kill()
+        with pytest.raises(EngineLost, match="vLLM's engine core ended"):
+            list(running)
+        wait_until_gone([core, worker])
+    finally:
+        engine.close()

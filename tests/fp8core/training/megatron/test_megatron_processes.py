@@ -40,10 +40,13 @@ PIPELINES = [name for name, (_, spread) in ALL.items() if "pipeline_parallel" in
 @pytest.fixture(scope="module")
 def together(policies, ragged_batch, tmp_path_factory):
     """What two processes compute and what four do, by grid, and where the checkpoint of each is."""
+    # They come from a process that has imported Megatron Core, which takes seconds, and has computed nothing.
+    multiprocessing.set_forkserver_preload(["fp8core.training.megatron.trainer"])
     found = {}
     for count in (2, 4):
         folder, meeting = tmp_path_factory.mktemp("together"), Meeting("127.0.0.1")
-        multiprocessing.spawn(work, (meeting.port(), str(folder), policies, ragged_batch, count), nprocs=count)
+        arguments = (meeting.port(), str(folder), policies, ragged_batch, count)
+        multiprocessing.start_processes(work, arguments, nprocs=count, start_method="forkserver")
         for number, name in enumerate(grids(count)):
             place = folder / str(number)
             found[name] = torch.load(place / "found.pt", weights_only=False) | {"state": place / "state"}

@@ -341,7 +341,9 @@ def test_ranks_share_one_policy_and_compute_its_bytes(
     for folder in (one, many):
         folder.mkdir()
     meeting = Meeting("127.0.0.1")
-    mp.spawn(_rank, (meeting.port(), make, batch, layers, many), nprocs=RANKS)
+    # They come from a process that has imported torch, and has computed nothing.
+    mp.set_forkserver_preload(["fp8core.training.packed.trainer"])
+    mp.start_processes(_rank, (meeting.port(), make, batch, layers, many), nprocs=RANKS, start_method="forkserver")
 
     expected, found = compared(make(), batch, layers, one), torch.load(many / "found.pt", weights_only=False)
     for key in ("digest", "amax", "exported"):
