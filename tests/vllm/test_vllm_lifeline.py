@@ -49,7 +49,7 @@ def test_a_process_that_has_loaded_the_worker_ends_with_its_parent(vllm_build):
 
 @pytest.mark.skipif(ON_GPU, reason="its core is its worker")
 def test_a_worker_that_is_killed_ends_its_core_and_the_generation(vllm_build, policies):
-    """In the process that generates; test_vllm_replicas.py kills the core."""
+    """In the process that generates; test_vllm_replicas.py kills such a process."""
     from fp8core.rollout.vllm.engine import VllmEngine
 
     before = psutil.Process().children()

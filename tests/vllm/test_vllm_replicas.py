@@ -130,19 +130,16 @@ def test_generation_can_be_abandoned(replicas, policies):
     assert len(collect(replicas.engine, build_groups(2, 2), SAMPLING)) == 4
 
 
-def test_engines_that_are_killed_end_the_generation_and_leave_nothing(replicas):
-    """A signal kills vLLM's core of one engine, and the process of the other before that ends its own children."""
-    members = [psutil.Process(engine.place.pid) for engine in replicas.cluster.gang.engines]
-    below = [process for member in members for process in member.children(recursive=True)]
-    core = next(process for process in members[1].children() if "EngineCore" in " ".join(process.cmdline()))
+def test_an_engine_that_is_killed_ends_the_generation_and_leaves_nothing(replicas):
+    """Its process; test_vllm_lifeline.py kills what is below one."""
+    member = psutil.Process(replicas.cluster.gang.engines[1].place.pid)
+    below = member.children(recursive=True)
     running = replicas.engine.generate(build_groups(60, 4), Sampling(1.0, 60, frozenset()))
     next(running)
-    members[0].suspend()
-    core.kill()
+    member.kill()
     began = time.monotonic()
-    with pytest.raises(MemberLost, match=r"(?s)^engine 1.*vLLM's engine core ended"):
+    with pytest.raises(MemberLost, match="^engine 1 ended: "):
         list(running)
     assert time.monotonic() - began < 15
     assert not replicas.cluster.gang.alive
-    members[0].kill()
-    wait_until_gone([*members, *below])
+    wait_until_gone(below)
