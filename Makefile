@@ -18,10 +18,14 @@ WITHOUT_SERVERS := env -u PREFECT_API_URL -u MLFLOW_TRACKING_URI
 PYTEST := $(WITHOUT_SERVERS) $(BIN)/python -m pytest
 VLLM_PYTEST := $(WITHOUT_SERVERS) $(VLLM_BIN)/python -m pytest $(SPREAD)
 
-.PHONY: demo test test-all test-slow test-vllm lint format docs env env-vllm clean
+.PHONY: demo real test test-all test-slow test-vllm lint format docs env env-vllm clean
 
 demo: env  ## learn arithmetic with GRPO in exact FP8 (about two minutes)
 	$(BIN)/fp8-grpo run tiny
+
+real: env  ## train a pretrained checkpoint, SmolLM2-135M-Instruct, in exact FP8 on the CPU
+	$(BIN)/python -m benchmarks.real_checkpoint build/real
+	$(BIN)/fp8-grpo run real
 
 test: env  ## the first tier: every promise once, in at most ten minutes on two idle cores
 	$(PYTEST) $(SPREAD) -m "not gpu and not slow and not alone"

@@ -1,5 +1,6 @@
 """Checkpoints of llama.cpp (GGUF), which transformers dequantises, as Hugging Face folders."""
 
+import struct
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -47,7 +48,7 @@ def convert_gguf(source: Path, target: Path) -> Converted:
     try:
         model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype="float32")
         tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-    except (ValueError, KeyError, NotImplementedError, RuntimeError) as error:
+    except (ValueError, KeyError, IndexError, NotImplementedError, RuntimeError, struct.error) as error:
         raise UserError(f"{source}: transformers cannot read it: {first_line(error)}") from error
     config = model.config.to_dict()
     # The file has FP32 numbers; as FP64 they would show digits that nobody wrote.
