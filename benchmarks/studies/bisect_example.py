@@ -18,6 +18,7 @@ from fp8core.config.load import load_config
 from fp8core.config.precision import PrecisionContract, SidePrecision
 from fp8core.config.run import RunConfig
 from fp8core.data.chain import ChainSource
+from fp8core.data.demonstrations import TokenisedDemonstration
 from fp8core.models.architecture import Architecture
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.models.weights import SCALE_SUFFIX, rollout_formats
@@ -26,7 +27,7 @@ from fp8core.report.drawing import draw_bisection
 from fp8core.report.text import bisection_text
 from fp8core.rl.batch import TokenBatch
 from fp8core.run.build import build_base, build_trainer
-from fp8core.run.start import TokenisedDemonstration, train_on_demonstrations
+from fp8core.run.start import train_on_demonstrations
 
 PICTURE = ROOT / "docs" / "images" / "bisect.png"
 SETTINGS = ["architecture.num_layers=4", "warm_start.steps=60", "warm_start.batch_size=64"]

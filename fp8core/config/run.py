@@ -69,12 +69,22 @@ class ArchitectureConfig(Section):
 
 
 class WarmStartConfig(Section):
-    """Supervised warm start on demonstrations of the chain task, in process, before GRPO."""
+    """Supervised warm start before GRPO, on demonstrations of the chain task or of your own."""
 
+    demonstrations: str | None = Field(
+        None,
+        min_length=1,
+        description="A .jsonl or .jsonl.gz file: fields as of `data`, and a completion. Without it, the chain task's.",
+    )
+    completion_field: str = Field("completion", min_length=1, description="Field of the demonstrated completion.")
     steps: int = Field(600, ge=1, le=1_000_000)
     batch_size: int = Field(128, ge=1, le=65536)
-    learning_rate: float = Field(2e-3, gt=0, le=1)
-    step_by_step_share: float = Field(0.4, ge=0, le=1, description="Share of demonstrations that work step by step.")
+    learning_rate: float = Field(
+        2e-3, gt=0, le=1, description="For a model from scratch; a checkpoint takes about 1e-5."
+    )
+    step_by_step_share: float = Field(
+        0.4, ge=0, le=1, description="Share of the chain task's demonstrations that work step by step."
+    )
     step_by_step_target: float = Field(
         0.9, ge=0, le=1, description="Sampled accuracy of the step-by-step style below which the run warns."
     )
@@ -462,9 +472,11 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _warm_start_is_for_the_chain(self) -> "RunConfig":
-        if self.warm_start is not None and self.data.source != "chain":
+        warm = self.warm_start
+        if warm is not None and warm.demonstrations is None and self.data.source != "chain":
             raise ValueError(
-                f"warm_start makes demonstrations of the chain task, but data.source is {self.data.source}"
+                f"warm_start makes demonstrations of the chain task, but data.source is {self.data.source}; "
+                "set warm_start.demonstrations to a file of your own"
             )
         return self
 

@@ -9,6 +9,7 @@ import zlib
 from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from fp8core.config.run import DataConfig, EvaluationConfig, RunConfig
 from fp8core.data.chain import ChainSource
@@ -77,6 +78,9 @@ def _columns(row: dict[str, object], names: Sequence[str], place: str) -> str:
     return text
 
 
+Row = TypeVar("Row")
+
+
 class RowSource:
     """Problems over a list of rows; see PromptSource.
 
@@ -106,14 +110,7 @@ class RowSource:
         rows = len(self._training)
         if count > rows:
             raise UserError(f"{self._place}: a step takes {count} prompts, but there are only {rows} training rows")
-        position, end = step * count, (step + 1) * count
-        batch: list[Problem] = []
-        while position < end:
-            epoch, offset = divmod(position, rows)
-            order = generator(seed, "epoch", epoch).permutation(rows)[offset : offset + end - position]
-            batch += [self._training[index] for index in order]
-            position += len(order)
-        return batch
+        return in_epochs(self._training, step, count, seed, "epoch")
 
     def heldout(self, count: int) -> list[Problem]:
         rows = len(self._heldout)
@@ -126,6 +123,18 @@ class RowSource:
 
     def to_check(self) -> list[Problem]:
         return self._rows
+
+
+def in_epochs(rows: Sequence[Row], step: int, count: int, seed: int, purpose: str) -> list[Row]:
+    """Rows `step * count` and after of an endless sequence: all rows in an order of its own each epoch."""
+    position, end = step * count, (step + 1) * count
+    batch: list[Row] = []
+    while position < end:
+        epoch, offset = divmod(position, len(rows))
+        order = generator(seed, purpose, epoch).permutation(len(rows))[offset : offset + end - position]
+        batch += [rows[index] for index in order]
+        position += len(order)
+    return batch
 
 
 def _unique(rows: Sequence[Problem]) -> dict[str, Problem]:

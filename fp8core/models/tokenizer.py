@@ -35,6 +35,7 @@ class Tokenizer:
 
     Attributes:
         eos_ids: Tokens that end a completion.
+        end_id: The one of them that a demonstration ends with.
         pad_id: Token that fills a batch; the smallest end-of-sequence id when the checkpoint names none.
         bos_id: Token that begins a sequence, if any.
         vocab_size: One more than the largest id.
@@ -69,6 +70,7 @@ class Tokenizer:
         self.eos_ids = eos_ids | ({eos_id} if eos_id is not None else set())
         if not self.eos_ids:
             raise UserError(f"{where}: no token ends a sequence; set eos_token in tokenizer_config.json")
+        self.end_id = eos_id if eos_id is not None else min(self.eos_ids)
         self.pad_id = pad_id if pad_id is not None else min(self.eos_ids)
         self.vocab_size = max(backend.get_vocab().values()) + 1
         self._template_text = template

@@ -14,6 +14,7 @@ from fp8core.config.loss import LossConfig
 from fp8core.config.precision import PrecisionContract
 from fp8core.config.run import RunConfig, TrainingConfig
 from fp8core.data.chain import ALPHABET, EOS, VOCABULARY
+from fp8core.data.demonstrations import own_demonstrations
 from fp8core.data.source import build_source, check_problems
 from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture
@@ -146,12 +147,15 @@ def check_inputs(config: RunConfig) -> None:
     """Refuse a model, data and verifiers that cannot be used, before a run has a folder or a server.
 
     Raises:
-        UserError: as `build_base`, `check_teacher`, `build_source`, `build_verifier` and `check_problems` have it.
+        UserError: as `build_base`, `check_teacher`, `own_demonstrations`, `build_source`, `build_verifier` and
+            `check_problems` have it.
     """
     source = build_source(config.data, config.evaluation)
     base = _find_base(config)
     if config.loss.distillation.teacher is not None:
         check_teacher(config, base.tokenizer)
+    if config.warm_start is not None and config.warm_start.demonstrations is not None:
+        own_demonstrations(config, config.warm_start, base.tokenizer, base.arch.max_positions)
     with closing(build_verifier(config.reward)) as verifier:
         check_problems(source, config, base.tokenizer, base.arch.max_positions, verifier)
 
@@ -286,8 +290,11 @@ def _from_scratch(config: RunConfig) -> _FoundModel:
 
 
 def _from_checkpoint(config: RunConfig, model: str) -> _FoundModel:
-    if config.warm_start is not None:
-        raise UserError("warm_start trains a model from scratch; a checkpoint starts as it is (set warm_start to null)")
+    if config.warm_start is not None and config.warm_start.demonstrations is None:
+        raise UserError(
+            "warm_start on the chain task's demonstrations is for a model from scratch; for a checkpoint set "
+            "warm_start.demonstrations to a file of your own, or warm_start to null"
+        )
     resolved = resolve_model(model, config.revision)
     checkpoint = find_checkpoint(Path(resolved.folder))
     return _FoundModel(checkpoint.architecture, checkpoint.tokenizer, checkpoint, resolved.revision)

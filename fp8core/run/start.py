@@ -1,8 +1,9 @@
 """The work before the first iteration, committed as step 0: the initial policy, its first scales, its accuracy.
 
 A model from scratch begins with a supervised warm start: it learns the task's two styles before GRPO chooses between
-them. Every precision of a comparison starts from the same policy. Here on a CPU the warm start is computed in FP32,
-whatever the contract. A resident trainer that takes it over (`train_by`) is built for formats of its own.
+them. A checkpoint may learn the user's own demonstrations. Every precision of a comparison starts from the same policy.
+Here on a CPU the warm start is computed in FP32, whatever the contract. A resident trainer that takes it over
+(`train_by`) is built for formats of its own.
 """
 
 import hashlib
@@ -10,14 +11,20 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fp8core.config.run import TrainingConfig, WarmStartConfig
-from fp8core.data.chain import ChainSource, style_of
+from fp8core.data.chain import style_of
+from fp8core.data.demonstrations import (
+    Draw,
+    TokenisedDemonstration,
+    digest_of_rows,
+    drawn_demonstrations,
+    own_demonstrations,
+)
 from fp8core.errors import StoredFileError, first_line
 from fp8core.models.architecture import Architecture
 from fp8core.models.decoder import Decoder, FullContext
@@ -103,7 +110,7 @@ def first_evaluation(run: RunContext, scales: Ref) -> TaskResult:
     def body() -> dict[str, Ref]:
         push(run, read_scales(run, scales))
         content = heldout_accuracy(run)
-        if run.config.warm_start is not None:
+        if run.config.warm_start is not None and run.config.warm_start.demonstrations is None:
             content["styles"] = style_accuracy(run, run.config.warm_start)
         return {"evaluation": run.directory.store.put_json("evaluation", content)}
 
@@ -146,7 +153,7 @@ def shared_weights(run: RunContext, config: WarmStartConfig) -> dict[str, Tensor
     It does not depend on the precision contract, so runs that compare precisions start from one policy.
     """
     shelf = run.config.runs.absolute() / "warm_starts"
-    store, entry = ArtifactStore(shelf), shelf / f"{_warm_start_key(run)}.json"
+    store, entry = ArtifactStore(shelf), shelf / f"{_warm_start_key(run, config)}.json"
     if entry.exists():
         try:
             ref = parse_model(durable.read_stored(entry), Ref, entry)
@@ -162,24 +169,21 @@ def shared_weights(run: RunContext, config: WarmStartConfig) -> dict[str, Tensor
     return weights
 
 
-def _warm_start_key(run: RunContext) -> str:
+def _warm_start_key(run: RunContext, config: WarmStartConfig) -> str:
     sections = ("seed", "architecture", "warm_start", "data", "threads")
     settings = run.config.model_dump(mode="json", include=set(sections))
     training = sft_settings(run.config)
     if trainer_of(training).build_sft is not None:
         settings["training"] = training.model_dump(mode="json")
     parts = {"settings": settings, "code": run.code_version, "versions": library_versions()}
+    if config.demonstrations is not None:
+        rows = own_demonstrations(run.config, config, run.tokenizer, run.arch.max_positions)
+        parts |= {"rows": digest_of_rows(rows), "base": masters_digest(run.base, _digest_device(run.config.training))}
     return hashlib.sha256(canonical_json(parts, "warm_start")).hexdigest()
 
 
 def _train(run: RunContext, config: WarmStartConfig) -> dict[str, Tensor]:
-    source = run.source
-    assert isinstance(source, ChainSource), "RunConfig allows a warm start for the chain task only"
-
-    def demonstrations(step: int) -> list[TokenisedDemonstration]:
-        rows = source.demonstrations(step, config.batch_size, run.config.seed, config.step_by_step_share)
-        encode = run.tokenizer.encode
-        return [TokenisedDemonstration(encode(row.question), encode(row.completion)) for row in rows]
+    demonstrations = drawn_demonstrations(run.config, config, run.source, run.tokenizer, run.arch.max_positions)
 
     def progress(step: int, loss: float) -> None:
         run.console.warm_start(step + 1, config.steps, loss)
@@ -190,18 +194,10 @@ def _train(run: RunContext, config: WarmStartConfig) -> dict[str, Tensor]:
     return train_on_demonstrations(run.arch, run.base, config, demonstrations, progress)
 
 
-@dataclass(frozen=True)
-class TokenisedDemonstration:
-    """Prompt and completion as token ids; the completion ends with the end-of-sequence token."""
-
-    prompt: Sequence[int]
-    completion: Sequence[int]
-
-
 def train_by(
     trainer: SftTrainer,
     config: WarmStartConfig,
-    batch: Callable[[int], Sequence[TokenisedDemonstration]],
+    batch: Draw,
     progress: Callable[[int, float], None],
 ) -> dict[str, Tensor]:
     """`train_on_demonstrations` by the updates of a trainer, which begins with the initial weights.
@@ -228,7 +224,7 @@ def train_on_demonstrations(
     arch: Architecture,
     initial: Mapping[str, Tensor],
     config: WarmStartConfig,
-    batch: Callable[[int], Sequence[TokenisedDemonstration]],
+    batch: Draw,
     progress: Callable[[int, float], None],
 ) -> dict[str, Tensor]:
     """Train on demonstrations with AdamW and a cosine schedule.
@@ -246,7 +242,7 @@ def train_on_demonstrations(
     Raises:
         NotFiniteError: the loss or the gradient norm became NaN or infinite.
     """
-    masters = {name: tensor.clone().requires_grad_(True) for name, tensor in initial.items()}
+    masters = {name: tensor.float().clone().requires_grad_(True) for name, tensor in initial.items()}
     decoder = Decoder(arch, reference_formats(arch.num_layers))
     optimiser = torch.optim.AdamW(list(masters.values()), lr=config.learning_rate, betas=_BETAS, weight_decay=0.0)
     for step in range(config.steps):

@@ -19,6 +19,7 @@ from fp8core.cluster.workers import RemoteSft
 from fp8core.config.capability import this_node
 from fp8core.config.load import load_config
 from fp8core.config.run import WarmStartConfig
+from fp8core.data.demonstrations import TokenisedDemonstration
 from fp8core.errors import EngineLost, MemberLost, UserError
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.rl.batch import RolloutBatch, TokenBatch
@@ -26,7 +27,7 @@ from fp8core.run.build import build_base, build_sft_trainer, build_trainer, memb
 from fp8core.run.context import RunContext
 from fp8core.run.execute import StepError
 from fp8core.run.loop import Execution, train
-from fp8core.run.start import TokenisedDemonstration, train_by
+from fp8core.run.start import train_by
 from fp8core.training.trainer import NotFiniteError
 
 TWO_EACH = {"engines": 2, "ranks": 2}

@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from fp8core.config.run import WarmStartConfig
+from fp8core.data.demonstrations import TokenisedDemonstration
 from fp8core.models.decoder import Decoder, FullContext
 from fp8core.models.weights import StoredNames, load_policy, reference_formats, stored_weights
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.logprobs import token_logprobs
-from fp8core.run.start import TokenisedDemonstration, train_by, train_on_demonstrations
+from fp8core.run.start import train_by, train_on_demonstrations
 from fp8core.training.trainer import NotFiniteError
 
 STEPS = 12
