@@ -3,6 +3,7 @@
 import itertools
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from fp8core.config.run import RunConfig
 from fp8core.errors import UserError
@@ -25,19 +26,30 @@ from fp8core.training.memory import Parallel, host_needs
 from fp8core.training.registry import trainer_of
 
 _BF16 = 2
+# Of what stays between steps, the part that a checkpoint has.
+_SAVED = ("master weights", "optimiser states")
 _MORE_MEMORY = "choose a machine with more memory"
 _HOST = "what computes on the CPU lies there: choose a smaller model, or a machine with more memory"
 
 
+class CheckpointSpace(NamedTuple):
+    """The disk that checkpoints take: bytes of one, steps from one to the next, and how many are kept."""
+
+    bytes: int
+    every: int
+    kept: int
+
+
 @dataclass(frozen=True)
 class RunPlan:
-    """The memory that a training takes.
+    """The memory that a training takes, and its disk.
 
     Attributes:
         parameters: of the model.
         devices: with what lies on each.
         cache: the engine's KV cache; None for one whose cache grows as it generates.
         sync: what one update of the engine sends.
+        checkpoint: its checkpoints; a run that ends in between writes one more.
         refusals: a line for each reason why it cannot run.
     """
 
@@ -45,6 +57,7 @@ class RunPlan:
     devices: tuple[DevicePlan, ...]
     cache: CacheRoom | None
     sync: StoredBytes
+    checkpoint: CheckpointSpace
     refusals: tuple[str, ...]
 
 
@@ -71,7 +84,16 @@ def plan_run(config: RunConfig, arch: Architecture, machine: Machine, parallel: 
     # A cache that is too small because nothing fits is no reason of its own.
     if engine.refusal is not None and not refusals:
         refusals.append(engine.refusal)
-    return RunPlan(count_parameters(arch), devices, engine.cache, sync, tuple(refusals))
+    space = _checkpoint(config, arch)
+    return RunPlan(count_parameters(arch), devices, engine.cache, sync, space, tuple(refusals))
+
+
+def _checkpoint(config: RunConfig, arch: Architecture) -> CheckpointSpace:
+    """Masters and moments, however many GPUs share them, and the policy in BF16."""
+    state = trainer_of(config.training).memory(config.training).state(config, arch, Parallel())
+    saved = sum(need.bytes for need in state if need.item in _SAVED)
+    size = saved + count_parameters(arch).total * _BF16
+    return CheckpointSpace(size, config.checkpoint.every, config.checkpoint.keep + 1)
 
 
 def spread_over(config: RunConfig, gpus: int) -> RunConfig:

@@ -10,7 +10,7 @@ from fp8core.config.steps import Plan, PlannedStep
 from fp8core.errors import printable_lines
 from fp8core.evaluation.measure import Estimate, EvaluationResult
 from fp8core.plan.memory import CacheRoom, DevicePlan, ParameterCounts, Phase, StoredBytes
-from fp8core.plan.run_plan import RunPlan
+from fp8core.plan.run_plan import CheckpointSpace, RunPlan
 from fp8core.report.charts import ALIGNMENT, LEARNING, WORST_TOKEN, Curve, short
 from fp8core.report.summary import MISSING, STEP, History
 
@@ -73,14 +73,14 @@ _UNITS = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10}
 
 
 def plan_text(plan: RunPlan) -> str:
-    """A table for each phase of each device, then what the cache holds and what a sync sends."""
+    """A table for each phase of each device, then what the cache holds, a sync sends and checkpoints take."""
     lines = [f"model  {_parameters(plan.parameters)}", ""]
     for device in plan.devices:
         for phase in device.phases:
             lines += [*_phase(device, phase), ""]
     if plan.cache is not None:
         lines.append(f"cache  {_cache(plan.cache)}")
-    return "\n".join([*lines, f"sync   {_sync(plan.sync)}"])
+    return "\n".join([*lines, f"sync   {_sync(plan.sync)}", f"disk   {_disk(plan.checkpoint)}"])
 
 
 def _parameters(counts: ParameterCounts) -> str:
@@ -114,6 +114,12 @@ def _number(count: int) -> str:
 def _cache(room: CacheRoom) -> str:
     engines = "" if room.engines == 1 else f" in each of {room.engines} engines"
     return f"{room.tokens:,} tokens{engines}: {room.sequences:,} sequences of {room.sequence:,}, {room.wanted:,} wanted"
+
+
+def _disk(space: CheckpointSpace) -> str:
+    unit = next((unit for unit, size in _UNITS.items() if space.bytes >= size), "KiB")
+    steps = "step" if space.every == 1 else f"{space.every} steps"
+    return f"{_size(space.bytes, unit).strip()} {unit} a checkpoint, one every {steps}; the last {space.kept} are kept"
 
 
 def _sync(sync: StoredBytes) -> str:

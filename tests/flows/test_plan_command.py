@@ -57,7 +57,7 @@ def test_the_configurations_with_megatron_fit_eight_h200_that_also_generate(plan
     for phase in ("generating", "training", "syncing"):
         assert {"master weights", "gradients"} < rows(lines, f"{phase} on each of 8 NVIDIA H200").keys()
     assert not any(line.startswith("training on host") for line in lines)
-    assert re.fullmatch(r"cache  [\d,]+ tokens in each of 8 engines: \d+ sequences of [\d,]+, 64 wanted", lines[-3])
+    assert re.fullmatch(r"cache  [\d,]+ tokens in each of 8 engines: \d+ sequences of [\d,]+, 64 wanted", lines[-4])
     assert lines[-1] == "fits"
     assert plan(name, "--gpu", "h200")[:2] == (code, lines)
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from fp8core.config.load import UNDECIDED, load_config, load_open_config, shipped_names
+from fp8core.config.load import UNDECIDED, load_config, load_open_config, reload_config, shipped_names
 from fp8core.errors import UserError
 from fp8core.models.hub import PUBLISHED, model_shape
 from fp8core.plan.memory import GPUS, Device, Machine, named_gpu, this_machine
@@ -258,3 +258,12 @@ def test_a_folder_with_the_name_of_a_published_model_is_itself(tmp_path, monkeyp
 def test_an_open_model_is_asked_for():
     with pytest.raises(UserError, match="--set model="):
         model_shape(load_config("gsm8k", {"model": UNDECIDED}))
+
+
+def test_a_checkpoint_takes_the_disk_that_was_planned(whole_run):
+    config = reload_config(json.loads((whole_run.folder / "run.json").read_text())["config"])
+    planned = plan_run(config, model_shape(config), Machine(None, None)).checkpoint
+    last = max((whole_run.folder / "checkpoints").iterdir())
+    written = sum(path.stat().st_size for path in last.rglob("*.safetensors"))
+    assert planned.bytes == pytest.approx(written, rel=0.05)
+    assert (planned.every, planned.kept) == (config.checkpoint.every, config.checkpoint.keep + 1)
