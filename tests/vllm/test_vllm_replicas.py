@@ -138,7 +138,7 @@ def test_an_engine_that_is_killed_ends_the_generation_and_leaves_nothing(replica
     next(running)
     member.kill()
     began = time.monotonic()
-    with pytest.raises(MemberLost, match="^engine 1 ended: "):
+    with pytest.raises(MemberLost, match=r"^engine 1 ended: "):
         list(running)
     assert time.monotonic() - began < 15
     assert not replicas.cluster.gang.alive
