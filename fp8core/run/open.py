@@ -128,7 +128,11 @@ def _refuse_other(
         return
     differing = may_continue(public_dump(reload_config(described.config)), public_dump(config))
     if differing:
-        raise UserError(f"run {name} exists with another configuration: {'; '.join(differing)}")
+        # Unset, it follows `steps`, so that a longer run would have had another past.
+        over = "training.learning_rate_schedule.over_steps: "
+        keep = f"; to keep it: {resume_command(config, name)} --set steps={config.steps}"
+        hint = keep if len(differing) == 1 and differing[0].startswith(over) else ""
+        raise UserError(f"run {name} exists with another configuration: {'; '.join(differing)}{hint}")
     if not new_code:
         refuse_other_code(described, ledger.last_segment(), config, name)
 
