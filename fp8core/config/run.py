@@ -149,7 +149,7 @@ class ScheduleConfig(Section):
         ge=1,
         le=10_000_000,
         description="GRPO steps, warm-up included, after which a linear or cosine schedule is over; null takes `steps`."
-        " A run that is extended keeps the number that it was begun with.",
+        " `fp8-grpo resume` keeps the number that a run was begun with.",
     )
 
 

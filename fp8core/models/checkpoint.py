@@ -104,9 +104,7 @@ def find_checkpoint(folder: Path) -> StoredCheckpoint:
     where = single if single.is_file() else folder / INDEX
     _check(described, parameter_shapes(architecture), architecture.tie_embeddings, where)
     tokenizer = Tokenizer.load(folder)
-    largest = max(tokenizer.vocab_size - 1, *tokenizer.eos_ids)
-    if largest >= architecture.vocab_size:
-        raise UserError(f"{folder}: token {largest} is beyond vocab_size={architecture.vocab_size} of config.json")
+    refuse_small_vocabulary(f"{folder}: config.json", architecture, tokenizer)
     return StoredCheckpoint(folder, architecture, stored, codes, tokenizer)
 
 
@@ -138,6 +136,13 @@ def save_checkpoint(
         _write(partial, architecture, tensors, tokenizer, dtype)
         for path in partial.iterdir():
             sync_path(path)
+
+
+def refuse_small_vocabulary(where: str, architecture: Architecture, tokenizer: Tokenizer) -> None:
+    """Raises UserError: the tokenizer has a token that the model has no embedding for."""
+    largest = max(tokenizer.vocab_size - 1, *tokenizer.eos_ids)
+    if largest >= architecture.vocab_size:
+        raise UserError(f"{where}: token {largest} of the tokenizer is beyond vocab_size={architecture.vocab_size}")
 
 
 def refuse_occupied(target: Path) -> None:

@@ -1,17 +1,16 @@
 """Checkpoints of llama.cpp (GGUF), which transformers dequantises, as Hugging Face folders."""
 
-import struct
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fp8core.errors import UserError, first_line
 from fp8core.models.architecture import Architecture, architecture_from_hf, parameter_shapes
-from fp8core.models.checkpoint import refuse_occupied, save_checkpoint
+from fp8core.models.checkpoint import refuse_occupied, refuse_small_vocabulary, save_checkpoint
 from fp8core.models.tokenizer import Tokenizer
 
 _MAGIC = b"GGUF"
@@ -41,26 +40,51 @@ def convert_gguf(source: Path, target: Path) -> Converted:
     if missing:
         raise UserError(f"{source}: {' and '.join(missing)} must be installed to read it: pip install 'fp8-grpo[gguf]'")
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils.logging import disable_progress_bar
+    from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
+    set_verbosity_error()  # type: ignore[no-untyped-call]  # What it would say of a file is an error here.
     if not sys.stderr.isatty():
         disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype="float32")
+        scaling = _rotary_scaling(source)
+        read: Any = AutoModelForCausalLM.from_pretrained(
+            source.parent, gguf_file=source.name, dtype="float32", output_loading_info=True
+        )
+        model, loaded = read
         tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-    except (ValueError, KeyError, IndexError, NotImplementedError, RuntimeError, struct.error) as error:
+    except Exception as error:  # the libraries raise nothing more specific
         raise UserError(f"{source}: transformers cannot read it: {first_line(error)}") from error
+    if scaling is not None:
+        raise UserError(f"{source}: {scaling}: transformers reads no rotary scaling from GGUF, and would leave it out")
+    if missing := sorted(loaded["missing_keys"]):
+        raise UserError(f"{source}: it has no weights for {', '.join(missing[:3])} ({len(missing)} in all)")
     config = model.config.to_dict()
     # The file has FP32 numbers; as FP64 they would show digits that nobody wrote.
     config |= {"architectures": [type(model).__name__], "quantization_config": None}
-    config["rms_norm_eps"] = float(str(np.float32(config["rms_norm_eps"])))
+    if "rms_norm_eps" in config:
+        config["rms_norm_eps"] = float(str(np.float32(config["rms_norm_eps"])))
     arch = architecture_from_hf(config, str(source))
     found = model.state_dict()
     tensors = {name: found[name] for name in parameter_shapes(arch)}
     with TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
-        save_checkpoint(target, arch, tensors, Tokenizer.load(Path(folder)))
+        try:
+            saved = Tokenizer.load(Path(folder))
+        except UserError as error:
+            raise UserError(f"{source}: its tokenizer: {str(error).removeprefix(f'{folder}: ')}") from error
+    refuse_small_vocabulary(str(source), arch, saved)
+    save_checkpoint(target, arch, tensors, saved)
     return Converted(arch, sum(tensor.numel() for tensor in tensors.values()))
+
+
+def _rotary_scaling(source: Path) -> str | None:
+    """The tensor or key that scales the rotary frequencies; None where nothing does."""
+    from gguf import GGUFReader
+
+    reader = GGUFReader(source)
+    tensors = [tensor.name for tensor in reader.tensors if tensor.name.startswith("rope_f")]
+    keys = [key for key in reader.fields if key.endswith(".rope.scaling.type")]
+    return next((key for key in [*tensors, *keys] if key in tensors or reader.fields[key].contents() != "none"), None)
 
 
 def _refuse_other_files(source: Path) -> None:

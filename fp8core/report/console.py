@@ -181,7 +181,9 @@ class Console:
         tmpe = MISSING if summary.tmpe_max is None else format_tmpe(summary.tmpe_max)
         results.add_row("tmpe", tmpe, f"largest of all steps; {summary.tokens_differing} tokens differ")
         if (silent := summary.steps_without_signal) > 0:
-            results.add_row("no signal", f"{silent} steps", "the rewards of every group were equal")
+            results.add_row(
+                "no signal", f"{silent} {'step' if silent == 1 else 'steps'}", "the rewards of every group were equal"
+            )
         judged = {None: MISSING, 0: "kept"}.get(summary.bounds_crossed, f"crossed {summary.bounds_crossed} times")
         results.add_row("bounds", judged, Text(printable(summary.bounds)))
         if summary.overhead_ms_per_step is not None:

@@ -24,11 +24,12 @@ OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 
 
 class Added(NamedTuple):
-    """The score of a verifier beside the main one, and its weight in the reward."""
+    """The score of a verifier beside the main one, its weight in the reward, and why the score was given."""
 
     name: str
     score: float
     weight: float
+    outcome: Outcome
 
 
 @dataclass(frozen=True)

@@ -151,7 +151,9 @@ class WeightedVerifiers:
                 raise UserError(f"reward.others: {name}: no answer could be checked: {failed[0].record}")
             verdicts = [
                 replace(
-                    verdict, added=(*verdict.added, Added(name, other.score, weight)), note=_noted(verdict, name, other)
+                    verdict,
+                    added=(*verdict.added, Added(name, other.score, weight, other.outcome)),
+                    note=_noted(verdict, name, other),
                 )
                 for verdict, other in zip(verdicts, found, strict=True)
             ]

@@ -126,9 +126,17 @@ def _refuse_other(
     """
     if not ledger.holds_work():
         return
-    differing = may_continue(public_dump(reload_config(described.config)), public_dump(config))
+    try:
+        begun = reload_config(described.config)
+    except StoredFileError as error:
+        raise StoredFileError(f"{config.runs.absolute() / name}/{error}") from error
+    differing = may_continue(public_dump(begun), public_dump(config))
     if differing:
-        raise UserError(f"run {name} exists with another configuration: {'; '.join(differing)}")
+        # Unset, it follows `steps`, so that a longer run would have had another past.
+        over = "training.learning_rate_schedule.over_steps: "
+        keep = f"; to keep it: {resume_command(config, name)} --set steps={config.steps}"
+        hint = keep if len(differing) == 1 and differing[0].startswith(over) else ""
+        raise UserError(f"run {name} exists with another configuration: {'; '.join(differing)}{hint}")
     if not new_code:
         refuse_other_code(described, ledger.last_segment(), config, name)
 

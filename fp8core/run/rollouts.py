@@ -127,20 +127,28 @@ def tell_failures(run: RunContext, what: str, verdicts: Sequence[Verdict]) -> No
 
 
 def failures(verifier: str, verdicts: Sequence[Verdict]) -> str | None:
-    """The number of answers that could not be checked, and why the first, in a line; None when all could.
+    """The number of answers that a verifier could not check, and why the first, in a line; None when each could.
 
     Raises:
-        UserError: none of them could.
+        UserError: the main verifier could check none of them.
     """
     failed = [verdict for verdict in verdicts if verdict.outcome in _FAILURES]
     if not failed:
-        return None
+        return _failures_of_others(verdicts)
     counts = Counter(verdict.outcome for verdict in failed)
     how = ", ".join(f"{counts[outcome]} {word}" for outcome, word in _FAILURES.items() if counts[outcome])
     text = f"{len(failed)} of {len(verdicts)} answers could not be checked ({how}): {failed[0].record}"
     if len(failed) == len(verdicts):
         raise UserError(f"reward.verifier={verifier}: {text}")
-    return text
+    return "; ".join(filter(None, (text, _failures_of_others(verdicts))))
+
+
+def _failures_of_others(verdicts: Sequence[Verdict]) -> str | None:
+    """The failures of each verifier beside the main one, which counted as 0, and the reason of the first."""
+    failed = [(part.name, verdict) for verdict in verdicts for part in verdict.added if part.outcome in _FAILURES]
+    counts = Counter(name for name, _ in failed)
+    lines = (f"{count} of {len(verdicts)} by reward.others.{name}" for name, count in counts.items())
+    return f"not checked: {', '.join(lines)}: {failed[0][1].record}" if failed else None
 
 
 def heldout_accuracy(run: RunContext) -> dict[str, Any]:

@@ -204,7 +204,7 @@ def test_a_missing_folder_or_config_is_named(broken, tmp_path):
 
 def test_a_tokenizer_beyond_the_vocabulary_is_refused(broken):
     rewrite_json(broken / "generation_config.json", eos_token_id=[2, 512])
-    assert "token 512 is beyond vocab_size=512 of config.json" in refusal(broken)
+    assert "config.json: token 512 of the tokenizer is beyond vocab_size=512" in refusal(broken)
 
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

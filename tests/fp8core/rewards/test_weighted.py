@@ -10,6 +10,7 @@ from fp8core.config.run import own_code
 from fp8core.errors import UserError
 from fp8core.rewards.scorer import Answer
 from fp8core.rewards.verifier import build_verifier
+from fp8core.run.rollouts import failures
 
 LENGTH = {"weight": 0.5, "longest": 10, "buffer": 4}
 FORMAT = {"weight": 0.25, "tags": ["<a>", "</a>"]}
@@ -43,7 +44,7 @@ def test_a_long_completion_loses_reward(completion, score):
 )
 def test_a_format_has_each_tag_once_in_order(completion, finish, score):
     (found,) = verdicts({"format": FORMAT}, completion, finish=finish)
-    assert found.added == (("format", score, 0.25),)
+    assert found.added == (("format", score, 0.25, "right" if score else "wrong"),)
     assert found.reward == found.score + 0.25 * score
 
 
@@ -59,7 +60,11 @@ def test_a_reward_is_the_weighted_sum_and_the_verdict_stays_that_of_the_main_ver
     assert [(found.outcome, found.score) for found in (right, wrong)] == [("right", 1.0), ("wrong", 0.0)]
     assert [found.reward for found in (right, wrong)] == [1 + 0.25 - 2 * 3, -2.0]
     failing = [{"name": "mine", "verifier": f"{tmp_path / 'own.py'}:{name}"} for name in ("seldom", "never")]
-    noted, _ = verdicts({"others": failing[:1]}, "#3", "a#3")
+    noted, checked = verdicts({"others": failing[:1]}, "#3", "a#3")
+    remark = failures("chain", [noted, checked])
+    assert remark is not None
+    assert "1 of 2 by reward.others.mine: mine: ZeroDivisionError" in remark
+    assert failures("chain", [checked]) is None
     assert (noted.reward, noted.outcome, "mine: ZeroDivisionError" in noted.record) == (1.0, "right", True)
     with pytest.raises(UserError, match=r"reward\.others: mine: no answer could be checked: ZeroDivisionError"):
         verdicts({"others": failing[1:]}, "#3", "a#3")
