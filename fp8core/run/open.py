@@ -16,7 +16,7 @@ from fp8core.config.loss import SHIPPED_LOSSES
 from fp8core.config.run import RunConfig, own_code, public_dump
 from fp8core.config.steps import Plan, check_pipeline, import_spec
 from fp8core.data.source import build_source, check_problems
-from fp8core.errors import UserError, without_passwords
+from fp8core.errors import StoredFileError, UserError, without_passwords
 from fp8core.kernels.compilation import KernelFolders
 from fp8core.report.console import Console
 from fp8core.rewards.verifier import build_verifier
