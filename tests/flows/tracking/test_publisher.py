@@ -377,9 +377,11 @@ def kind(request: str) -> str:
 @pytest.mark.slow
 def test_kills_before_every_answer_leave_nothing_twice(expected, copy_of_trained, network, shown) -> None:
     """One kill at a request of each kind, the last of its kind in every other case."""
-    whole = copy_of_trained(network.uri)
-    publish(whole)
-    kinds = [kind(request) for request in network.requests]
+    # MLflow asks a server once in a process what it can do, so the second delivery is like those of the forks.
+    publish(copy_of_trained(network.uri))
+    before = len(network.requests)
+    publish(copy_of_trained(network.uri))
+    kinds = [kind(request) for request in network.requests[before:]]
     assert len(kinds) > 40
     last = {each: number for number, each in enumerate(kinds)}
     for turn, each in enumerate(last):
