@@ -91,7 +91,9 @@ class StepRuns:
         self._thread = threading.Thread(target=copy_context().run, args=[self._serve], name="step-runs", daemon=True)
         self._away = self._noted = False
         self._wanted, self._lock = dict[UUID, tuple[State[Any], _Place]](), threading.Lock()
+        # The open step and its place, which a retry of the training does not forget with those ahead.
         self._open: FlowRunContext | None = None
+        self._place: _Place
         self._ahead = dict[int, Future[FlowRun]]()
         self._places, self._begun = dict[int, _Place](), 0
         self._flow: UUID | None = None
@@ -130,7 +132,7 @@ class StepRuns:
         run = self._take(index, after)
         if run is not None:
             self._open = self._training.model_copy(update={"flow_run": run, "task_run_dynamic_keys": {}})
-            self._places[index] = replace(self._places[index], after=(*after,))
+            self._places[index] = self._place = replace(self._places[index], after=(*after,))
             self._set(run.id, Running())
             for step in range(index + 1, min(index + _ANNOUNCED, self._last) + 1):
                 # The next one a second time: what it comes after has an identity now.
@@ -217,7 +219,7 @@ class StepRuns:
 
     def _set(self, run: UUID, state: State[Any]) -> None:
         with self._lock:
-            self._wanted[run] = state, self._places[self._begun]
+            self._wanted[run] = state, self._place
         self._send(self._set_wanted)
 
     def _send(self, body: Callable[[], Any]) -> Future[Any]:
