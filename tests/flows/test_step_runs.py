@@ -134,3 +134,18 @@ def test_what_a_killed_process_left_is_settled_when_the_training_continues(line:
     in_a_flow(killed)
     in_a_flow(continued)
     assert shown(tag) == [("step 1", "COMPLETED"), ("step 1", "CRASHED")]
+
+
+def test_a_step_that_is_open_when_its_training_is_retried_ends_and_begins_again(line: Line) -> None:
+    tag = uuid4().hex
+
+    def retried() -> None:
+        with StepRuns(line, print) as runs:  # type: ignore[arg-type]
+            runs.follow(tag, 2)
+            runs.begin(1, [])
+            runs.follow(tag, 2)
+            runs.begin(1, [])
+            runs.end()
+
+    in_a_flow(retried)
+    assert [each for each in shown(tag) if each[0] == "step 1"] == [("step 1", "COMPLETED"), ("step 1", "CRASHED")]
