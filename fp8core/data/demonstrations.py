@@ -25,22 +25,23 @@ Draw = Callable[[int], Sequence[TokenisedDemonstration]]
 """From the step of a warm start to its batch; a pure function."""
 
 
-def drawn_demonstrations(
-    config: RunConfig, warm: WarmStartConfig, source: PromptSource, tokenizer: Tokenizer, max_positions: int
-) -> Draw:
-    """The batches of a warm start. Raises UserError as `own_demonstrations`."""
-    if warm.demonstrations is not None:
-        rows = own_demonstrations(config, warm, tokenizer, max_positions)
-        return lambda step: in_epochs(rows, step, warm.batch_size, config.seed, "demonstrations")
+def chain_batches(config: RunConfig, warm: WarmStartConfig, source: PromptSource, tokenizer: Tokenizer) -> Draw:
+    """Worked examples of the chain task."""
     assert isinstance(source, ChainSource), "RunConfig demands a file of demonstrations elsewhere"
 
-    def of_chain(step: int) -> list[TokenisedDemonstration]:
-        drawn = source.demonstrations(step, warm.batch_size, config.seed, warm.step_by_step_share)
-        return [
-            TokenisedDemonstration(tokenizer.encode(row.question), tokenizer.encode(row.completion)) for row in drawn
-        ]
+    def drawn(step: int) -> list[TokenisedDemonstration]:
+        rows, encode = (
+            source.demonstrations(step, warm.batch_size, config.seed, warm.step_by_step_share),
+            tokenizer.encode,
+        )
+        return [TokenisedDemonstration(encode(row.question), encode(row.completion)) for row in rows]
 
-    return of_chain
+    return drawn
+
+
+def own_batches(config: RunConfig, warm: WarmStartConfig, rows: Sequence[TokenisedDemonstration]) -> Draw:
+    """All of the user's rows, in an order of its own each epoch."""
+    return lambda step: in_epochs(rows, step, warm.batch_size, config.seed, "demonstrations")
 
 
 def own_demonstrations(

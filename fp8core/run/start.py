@@ -21,8 +21,9 @@ from fp8core.data.chain import style_of
 from fp8core.data.demonstrations import (
     Draw,
     TokenisedDemonstration,
+    chain_batches,
     digest_of_rows,
-    drawn_demonstrations,
+    own_batches,
     own_demonstrations,
 )
 from fp8core.errors import StoredFileError, first_line
@@ -152,8 +153,10 @@ def shared_weights(run: RunContext, config: WarmStartConfig) -> dict[str, Tensor
 
     It does not depend on the precision contract, so runs that compare precisions start from one policy.
     """
+    own = config.demonstrations is not None
+    rows = own_demonstrations(run.config, config, run.tokenizer, run.arch.max_positions) if own else None
     shelf = run.config.runs.absolute() / "warm_starts"
-    store, entry = ArtifactStore(shelf), shelf / f"{_warm_start_key(run, config)}.json"
+    store, entry = ArtifactStore(shelf), shelf / f"{_warm_start_key(run, rows)}.json"
     if entry.exists():
         try:
             ref = parse_model(durable.read_stored(entry), Ref, entry)
@@ -164,26 +167,30 @@ def shared_weights(run: RunContext, config: WarmStartConfig) -> dict[str, Tensor
         else:
             run.console.note(f"warm start taken from {entry}")
             return weights
-    weights = _train(run, config)
+    weights = _train(run, config, rows)
     durable.write_file(entry, store.put_tensors("weights", weights).model_dump_json().encode())
     return weights
 
 
-def _warm_start_key(run: RunContext, config: WarmStartConfig) -> str:
+def _warm_start_key(run: RunContext, rows: Sequence[TokenisedDemonstration] | None) -> str:
     sections = ("seed", "architecture", "warm_start", "data", "threads")
     settings = run.config.model_dump(mode="json", include=set(sections))
     training = sft_settings(run.config)
     if trainer_of(training).build_sft is not None:
         settings["training"] = training.model_dump(mode="json")
     parts = {"settings": settings, "code": run.code_version, "versions": library_versions()}
-    if config.demonstrations is not None:
-        rows = own_demonstrations(run.config, config, run.tokenizer, run.arch.max_positions)
+    if rows is not None:
         parts |= {"rows": digest_of_rows(rows), "base": masters_digest(run.base, _digest_device(run.config.training))}
     return hashlib.sha256(canonical_json(parts, "warm_start")).hexdigest()
 
 
-def _train(run: RunContext, config: WarmStartConfig) -> dict[str, Tensor]:
-    demonstrations = drawn_demonstrations(run.config, config, run.source, run.tokenizer, run.arch.max_positions)
+def _train(
+    run: RunContext, config: WarmStartConfig, rows: Sequence[TokenisedDemonstration] | None
+) -> dict[str, Tensor]:
+    if rows is None:
+        demonstrations = chain_batches(run.config, config, run.source, run.tokenizer)
+    else:
+        demonstrations = own_batches(run.config, config, rows)
 
     def progress(step: int, loss: float) -> None:
         run.console.warm_start(step + 1, config.steps, loss)

@@ -4,9 +4,9 @@ import pytest
 
 from fp8core.config.load import load_config
 from fp8core.config.run import WarmStartConfig
-from fp8core.data.demonstrations import drawn_demonstrations, own_demonstrations
+from fp8core.data.demonstrations import own_batches, own_demonstrations
 from fp8core.data.prompt import encode_prompt
-from fp8core.data.source import build_source, read_jsonl
+from fp8core.data.source import read_jsonl
 from fp8core.errors import UserError
 
 
@@ -41,15 +41,11 @@ def test_a_demonstration_has_the_prompt_of_a_rollout_and_ends(write, bpe_tokeniz
 
 def test_batches_go_through_all_rows_in_an_order_of_each_epoch(write, bpe_tokenizer):
     config = of(write("so", count=5), batch_size=5)
-    draw = drawn_demonstrations(config, config.warm_start, build_source_of(config), bpe_tokenizer, 512)
+    draw = own_batches(config, config.warm_start, own_demonstrations(config, config.warm_start, bpe_tokenizer, 512))
     first, second = ([tuple(row.prompt) for row in draw(step)] for step in (0, 1))
     assert len({*first}) == 5
     assert {*first} == {*second}
     assert [tuple(row.prompt) for row in draw(1)] == second
-
-
-def build_source_of(config):
-    return build_source(config.data, config.evaluation.model_copy(update={"prompts": 1}))
 
 
 @pytest.mark.parametrize(
