@@ -8,7 +8,8 @@ Weights in block FP8 are read as what their codes stand for (`models.checkpoint`
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import gcd
 from typing import Any, Literal
 
 from fp8core.config.run import MOST_EXPERTS
@@ -81,6 +82,20 @@ class Architecture:
             return ()
         steps = range(experts.sparse_step - 1, self.num_layers, experts.sparse_step)
         return tuple(layer for layer in steps if layer not in experts.dense_layers)
+
+
+def with_whole_tiles(arch: Architecture) -> Architecture:
+    """The decoder as kernels for block FP8 compute it: parts of fused linears end where tiles of 128 do.
+
+    Heads of zeros follow its own, KV heads with as many query heads as the others have, and columns of zeros those of
+    SwiGLU. They change no amax and no sum, so every byte of the results is that of partial tiles. The hidden size
+    stays: norms take its mean.
+    """
+    together = TILE // gcd(TILE, arch.head_dim)
+    kv_heads = -(-arch.num_kv_heads // together) * together
+    heads = arch.num_heads // arch.num_kv_heads * kv_heads
+    width = -(-arch.intermediate_size // TILE) * TILE
+    return replace(arch, num_heads=heads, num_kv_heads=kv_heads, intermediate_size=width)
 
 
 def parameter_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:

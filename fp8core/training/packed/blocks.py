@@ -19,8 +19,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from fp8core.numerics.e4m3 import Codes, FiniteFlag, ScaleRule, row_and_column_codes, row_codes, tile_codes
+from fp8core.numerics.e4m3 import TILE, Codes, FiniteFlag, ScaleRule, row_and_column_codes, row_codes, tile_codes
 from fp8core.numerics.fused import (
     add_norm,
     add_norm_backward,
@@ -62,6 +63,35 @@ class Normed(NamedTuple):
     kept: Operand
 
 
+class Filling(NamedTuple):
+    """The zeros of a stack whose parts are filled up (`architecture.with_whole_tiles`).
+
+    Attributes:
+        parts: rows of each part.
+        rooms: rows of each with zeros after them.
+        columns, width: columns without zeros after them, and with them.
+    """
+
+    parts: tuple[int, ...]
+    rooms: tuple[int, ...]
+    columns: int
+    width: int
+
+    def fill(self, x: Tensor, unit: int = 1) -> Tensor:
+        """A stack with zeros; an element stands for `unit` rows and columns. Without columns it is a vector."""
+        parts, rooms = ([-(-rows // unit) for rows in each] for each in (self.parts, self.rooms))
+        right = () if x.dim() == 1 else (0, -(-self.width // unit) - x.shape[1])
+        # torch fills bytes, and not codes.
+        bits = x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
+        filled = [pad(part, (*right, 0, room - len(part))) for part, room in zip(bits.split(parts), rooms, strict=True)]
+        return torch.cat(filled).view(x.dtype)
+
+    def cut(self, x: Tensor) -> Tensor:
+        """The stack without its zeros."""
+        pieces = zip(x.split(self.rooms), self.parts, strict=True)
+        return torch.cat([room[:rows] if x.dim() == 1 else room[:rows, : self.columns] for room, rows in pieces])
+
+
 @dataclass(frozen=True)
 class BlockWeight:
     """A weight as its block multiplies with it, made once an update.
@@ -69,10 +99,12 @@ class BlockWeight:
     Attributes:
         values: BF16 [out, in], or codes with tile scales.
         transposed: codes and scales of the transpose, of codes.
+        filling: of codes with zeros between them.
     """
 
     values: Operand
     transposed: Codes | None
+    filling: Filling | None = None
 
 
 class Blocks(Protocol):
@@ -80,11 +112,11 @@ class Blocks(Protocol):
 
     name: str
 
-    def made(self, rows: Tensor) -> tuple[Tensor, ...]:
-        """Operands of these blocks, from whole tiles of rows of an FP32 master."""
+    def made(self, rows: Tensor, parts: Sequence[int]) -> tuple[Tensor, ...]:
+        """Operands of these blocks, from rows of an FP32 master: so many of each part, which begins with a tile."""
         ...
 
-    def ready(self, made: Sequence[Tensor]) -> BlockWeight:
+    def ready(self, made: Sequence[Tensor], filling: Filling | None) -> BlockWeight:
         """A weight of these blocks, from the operands of all its rows."""
         ...
 
@@ -140,12 +172,17 @@ class Fp8Blocks:
     def __init__(self, rule: ScaleRule, flag: FiniteFlag) -> None:
         self._quantiser = rule, flag
 
-    def made(self, rows: Tensor) -> tuple[Tensor, ...]:
-        return tile_codes(rows.bfloat16(), *self._quantiser)
+    def made(self, rows: Tensor, parts: Sequence[int]) -> tuple[Tensor, ...]:
+        if all(part % TILE == 0 for part in parts[:-1]):
+            return tile_codes(rows.bfloat16(), *self._quantiser)
+        codes, scales = zip(*(tile_codes(part, *self._quantiser) for part in rows.bfloat16().split(parts)), strict=True)
+        return torch.cat([each.view(torch.uint8) for each in codes]).view(codes[0].dtype), torch.cat(scales)
 
-    def ready(self, made: Sequence[Tensor]) -> BlockWeight:
+    def ready(self, made: Sequence[Tensor], filling: Filling | None) -> BlockWeight:
         codes, scales = made
-        return BlockWeight((codes, scales), transpose((codes, scales)))
+        if filling is not None:
+            codes, scales = filling.fill(codes), filling.fill(scales, TILE)
+        return BlockWeight((codes, scales), transpose((codes, scales)), filling)
 
     def normed(self, x: Tensor, added: Tensor | None, norm: Norm) -> tuple[Tensor, Operand]:
         return add_norm_row_codes(x, added, *norm, *self._quantiser)
@@ -185,7 +222,11 @@ class Fp8Blocks:
     ) -> tuple[Tensor, Tensor]:
         rows, columns = grad
         assert weight.transposed is not None, "a BF16 weight in a block of codes"
-        return input_gradient_gemm(rows, weight.transposed), weight_gradient_gemm(columns, _codes(kept), total)
+        of_input = input_gradient_gemm(rows, weight.transposed)
+        if weight.filling is None:
+            return of_input, weight_gradient_gemm(columns, _codes(kept), total)
+        product = weight.filling.cut(weight_gradient_gemm(columns, _codes(kept)))
+        return of_input, product if total is None else total.add_(product)
 
 
 class Bf16Blocks:
@@ -193,10 +234,11 @@ class Bf16Blocks:
 
     name = "bf16"
 
-    def made(self, rows: Tensor) -> tuple[Tensor, ...]:
+    def made(self, rows: Tensor, parts: Sequence[int]) -> tuple[Tensor, ...]:
         return (rows.bfloat16(),)
 
-    def ready(self, made: Sequence[Tensor]) -> BlockWeight:
+    def ready(self, made: Sequence[Tensor], filling: Filling | None) -> BlockWeight:
+        assert filling is None, "BF16 has no tiles to fill"
         (values,) = made
         return BlockWeight(values, None)
 

@@ -5,6 +5,7 @@ concatenated in a step. Parameters only collect gradients. Their values are in `
 some rows; passes multiply with what was made of all rows (`cache_weights`).
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -12,13 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fp8core.models.architecture import Architecture
+from fp8core.models.architecture import Architecture, with_whole_tiles
 from fp8core.models.decoder import rotary_tables
 from fp8core.numerics.fused import HeadLayout, Heads, add_norm_backward, heads_of, norm_rotate, norm_rotate_backward
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.numerics.packed import Attended, DevicePack, PackedAttention
-from fp8core.training.packed.blocks import Blocks, BlockWeight, Norm, Operand, norm_only
-from fp8core.training.packed.masters import Masters, units_of
+from fp8core.training.packed.blocks import Blocks, BlockWeight, Filling, Norm, Operand, norm_only
+from fp8core.training.packed.masters import Masters, Stack, layer_stacks, units_of
 
 Observer = Callable[[int, Heads], None]
 _LINEARS = ("qkv", "output", "gate_up", "down")
@@ -58,27 +59,31 @@ class PackedLayer(nn.Module):
         arch: Architecture,
         index: int,
         blocks: Blocks,
-        shapes: Mapping[str, tuple[int, ...]],
+        stacks: Mapping[str, Stack],
         device: torch.device,
     ) -> None:
         super().__init__()
         self.index, self._blocks, self._eps = index, blocks, arch.rms_norm_eps
-        self._layout = HeadLayout(arch.num_heads, arch.num_kv_heads, arch.head_dim)
+        computed = with_whole_tiles(arch) if blocks.name == "fp8_block" else arch
+        self._layout = HeadLayout(computed.num_heads, computed.num_kv_heads, computed.head_dim)
         for name in _VECTORS + _LINEARS:
-            shape = shapes.get(f"layers.{index}.{name}")
-            self.register_parameter(name, None if shape is None else _collector(device, shape))
+            stack = stacks.get(name)
+            self.register_parameter(name, None if stack is None else _collector(device, stack.shape))
+        self._fillings = {} if computed == arch else _fillings(stacks, layer_stacks(computed, index))
         self._weights: dict[str, BlockWeight] = {}
         self._values: dict[str, Tensor] = {}
 
-    def made(self, own: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, ...]]:
-        """The operands and vectors of this layer, from own rows of its masters, by name."""
-        linears = {name: self._blocks.made(own[name]) for name in _LINEARS}
+    def made(self, own: Mapping[str, Tensor], parts: Mapping[str, Sequence[int]]) -> dict[str, tuple[Tensor, ...]]:
+        """The operands and vectors of this layer, from own rows of its masters, so many of each part, by name."""
+        linears = {name: self._blocks.made(own[name], parts[name]) for name in _LINEARS}
         return linears | {name: (_rounded(own[name]),) for name in _VECTORS if name in own}
 
     def cache(self, made: Mapping[str, Sequence[Tensor]]) -> None:
         """Compute with what was made of all rows, until `drop_weights`."""
-        self._weights = {name: self._blocks.ready(made[name]) for name in _LINEARS}
+        self._weights = {name: self._blocks.ready(made[name], self._fillings.get(name)) for name in _LINEARS}
         self._values = {name: made[name][0] for name in _VECTORS if name in made}
+        if (filling := self._fillings.get("qkv_bias")) is not None:
+            self._values["qkv_bias"] = filling.fill(self._values["qkv_bias"])
 
     def drop_weights(self) -> None:
         """The masters are about to change."""
@@ -143,7 +148,8 @@ class PackedLayer(nn.Module):
         grad, *of_norms = norm_rotate_backward(grad, first.qkv, *self._rotation(shared))
         vectors |= {name: each for name, each in zip(_HEAD_NORMS, of_norms, strict=True) if each is not None}
         if "qkv_bias" in self._values:
-            vectors["qkv_bias"] = grad.sum(0, dtype=torch.float32)
+            of_bias, filling = grad.sum(0, dtype=torch.float32), self._fillings.get("qkv_bias")
+            vectors["qkv_bias"] = of_bias if filling is None else filling.cut(of_bias)
         grad = self._collect("qkv", blocks.gradients, grad, first.kept)
         input_norm = self._values["input_norm"]
         grad, vectors["input_norm"] = add_norm_backward(grad, grad_total, kept.total, input_norm, first.inverse)
@@ -191,6 +197,17 @@ class PackedLayer(nn.Module):
         if shared.observe is not None:
             shared.observe(self.index, heads_of(rotated, self._layout))
         return shared.attention.forward(rotated, self._layout, shared.pack, shared.scales_of(self.index))
+
+
+def _fillings(stacks: Mapping[str, Stack], filled: Mapping[str, Stack]) -> dict[str, Filling]:
+    """The zeros of those stacks that are filled up, by name."""
+    found = dict[str, Filling]()
+    for name in (*_LINEARS, "qkv_bias"):
+        if name in stacks and stacks[name] != filled[name]:
+            parts, rooms = (tuple(rows for _, rows in each[name].parts) for each in (stacks, filled))
+            columns, width = (math.prod(each[name].width) for each in (stacks, filled))
+            found[name] = Filling(parts, rooms, columns, width)
+    return found
 
 
 class FirstHalf(NamedTuple):
@@ -265,7 +282,9 @@ class PackedDecoder(nn.Module):
         assert not arch.sparse_layers, "experts are not packed"
         self.arch, self._run = arch, PackedLayer.forward if recompute else PackedLayer.kept_forward
         shapes = {name: stack.shape for unit in units_of(arch) for name, stack in unit.items()}
-        self.layers = nn.ModuleList(PackedLayer(arch, i, form, shapes, device) for i, form in enumerate(blocks))
+        self.layers = nn.ModuleList(
+            PackedLayer(arch, i, form, layer_stacks(arch, i), device) for i, form in enumerate(blocks)
+        )
         self.embedding, self.norm = (_collector(device, shapes[name]) for name in ("embedding", "norm"))
         self.head = _collector(device, shapes["head"]) if "head" in shapes else None
         self._values: dict[str, Tensor] = {}
@@ -283,7 +302,8 @@ class PackedDecoder(nn.Module):
         for index, layer in enumerate(self.packed_layers()):
             prefix = f"layers.{index}."
             own = {name.removeprefix(prefix): rows for name, rows in masters.own.items() if name.startswith(prefix)}
-            made = masters.gathered({prefix + name: each for name, each in layer.made(own).items()})
+            parts = {name: masters.parts(prefix + name) for name in own}
+            made = masters.gathered({prefix + name: each for name, each in layer.made(own, parts).items()})
             layer.cache({name.removeprefix(prefix): each for name, each in made.items()})
         # A GPU with all rows looks tokens up in the masters, and needs no narrow copy beside them.
         outer = {"norm": (_rounded(masters.own["norm"]),), "embedding": (masters.looked_up("embedding"),)}

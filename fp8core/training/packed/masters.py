@@ -48,32 +48,38 @@ class Stack(NamedTuple):
 
 def units_of(arch: Architecture) -> list[Unit]:
     """All parameters of a dense decoder: the embedding, a unit a layer, the norm, the head."""
-    hidden, width = (arch.hidden_size,), arch.intermediate_size
-    query, key = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
-
-    def layer(index: int) -> Unit:
-        def stack(shape: tuple[int, ...], *parts: tuple[str, int]) -> Stack:
-            return Stack(tuple((f"model.layers.{index}.{name}.weight", rows) for name, rows in parts), shape)
-
-        projections = [(f"self_attn.{name}_proj", rows) for name, rows in zip("qkv", (query, key, key), strict=True)]
-        biases = tuple((f"model.layers.{index}.{name}.bias", rows) for name, rows in projections)
-        heads = {f"{name}_norm": stack((), (f"self_attn.{name}_norm", arch.head_dim)) for name in "qk"}
-        found = {
-            "input_norm": stack((), ("input_layernorm", *hidden)),
-            "qkv": stack(hidden, *projections),
-            **({"qkv_bias": Stack(biases, ())} if arch.qkv_bias else {}),
-            **(heads if arch.qk_norm else {}),
-            "output": stack((query,), ("self_attn.o_proj", *hidden)),
-            "post_norm": stack((), ("post_attention_layernorm", *hidden)),
-            "gate_up": stack(hidden, ("mlp.gate_proj", width), ("mlp.up_proj", width)),
-            "down": stack((width,), ("mlp.down_proj", *hidden)),
-        }
-        return {f"layers.{index}.{name}": each for name, each in found.items()}
-
+    hidden = (arch.hidden_size,)
+    layers = [
+        {f"layers.{index}.{name}": stack for name, stack in layer_stacks(arch, index).items()}
+        for index in range(arch.num_layers)
+    ]
     embedding = {"embedding": Stack((("model.embed_tokens.weight", arch.vocab_size),), hidden)}
     head = {} if arch.tie_embeddings else {"head": Stack((("lm_head.weight", arch.vocab_size),), hidden)}
     norm = {"norm": Stack((("model.norm.weight", *hidden),), ())}
-    return [embedding, *map(layer, range(arch.num_layers)), norm, *([head] if head else [])]
+    return [embedding, *layers, norm, *([head] if head else [])]
+
+
+def layer_stacks(arch: Architecture, index: int) -> dict[str, Stack]:
+    """The parameters of a layer, by their names in it."""
+    hidden, width = (arch.hidden_size,), arch.intermediate_size
+    query, key = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
+
+    def stack(shape: tuple[int, ...], *parts: tuple[str, int]) -> Stack:
+        return Stack(tuple((f"model.layers.{index}.{name}.weight", rows) for name, rows in parts), shape)
+
+    projections = [(f"self_attn.{name}_proj", rows) for name, rows in zip("qkv", (query, key, key), strict=True)]
+    biases = tuple((f"model.layers.{index}.{name}.bias", rows) for name, rows in projections)
+    heads = {f"{name}_norm": stack((), (f"self_attn.{name}_norm", arch.head_dim)) for name in "qk"}
+    return {
+        "input_norm": stack((), ("input_layernorm", *hidden)),
+        "qkv": stack(hidden, *projections),
+        **({"qkv_bias": Stack(biases, ())} if arch.qkv_bias else {}),
+        **(heads if arch.qk_norm else {}),
+        "output": stack((query,), ("self_attn.o_proj", *hidden)),
+        "post_norm": stack((), ("post_attention_layernorm", *hidden)),
+        "gate_up": stack(hidden, ("mlp.gate_proj", width), ("mlp.up_proj", width)),
+        "down": stack((width,), ("mlp.down_proj", *hidden)),
+    }
 
 
 def own_rows(rows: int, rank: int, count: int) -> range:
@@ -109,6 +115,10 @@ class Masters:
             views = own.split(self._rows(stack, self._ranks.rank))
             found |= {part: view for (part, _), view in zip(stack.parts, views, strict=True)}
         return found
+
+    def parts(self, name: str) -> list[int]:
+        """The number of own rows of each part of a parameter, by its name in the decoder."""
+        return self._rows(self._stacks[name], self._ranks.rank)
 
     def rows_of(self, name: str) -> range:
         """The own rows of a tensor, by its Hugging Face name."""

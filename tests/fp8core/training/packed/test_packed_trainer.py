@@ -42,6 +42,11 @@ SHAPES = {
     "llama": {"family": "llama", "qk_norm": False},
     "qwen2": {"family": "qwen2", "qk_norm": False, "qkv_bias": True},
     "tied": {"tie_embeddings": True},
+    # No width of it is whole tiles, and no part of a fused linear ends with one.
+    "partial tiles": {
+        **{"family": "qwen2", "qk_norm": False, "qkv_bias": True, "hidden_size": 192, "intermediate_size": 336},
+        **{"num_heads": 9, "num_kv_heads": 3, "head_dim": 64},
+    },
 }
 
 
