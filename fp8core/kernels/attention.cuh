@@ -1,4 +1,6 @@
 // What both attention kernels compute alike: formats, roundings, and the merging of parts of the keys.
+//
+// Compiled with HEAD_DIM, 64 or 128, defined.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -6,7 +8,6 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
 
-#define HEAD_DIM 128
 #define TILE 32
 #define FULL_WARP 0xffffffffu
 // FlashAttention 3 stores P times 256 in E4M3.

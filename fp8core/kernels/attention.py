@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fp8core.kernels.sequence_attention import Batch, SequenceAttention, Span, batches
-from fp8core.numerics.attention import HEAD_DIM, Bf16Attention
+from fp8core.numerics.attention import Bf16Attention
 from fp8core.numerics.fused import HeadLayout, Heads, head_codes, head_gradients, head_values, heads_of
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.numerics.packed import PAGE, Attended, DevicePack, PackedSequences
@@ -38,7 +38,7 @@ def fp8_attention(qkv: Tensor, layout: HeadLayout, pack: DevicePack, scales: Lay
     logsumexp = torch.full((layout.query_heads, len(query)), torch.inf, device=qkv.device)
     work = _work(pack.sequences, group, longest, qkv.device)
     of_all = tuple(_scalar(scale, qkv.device) for scale in (scales.q, scales.k, scales.v))
-    attention = _sequence_attention(qkv.device, layout.kv_heads, group, longest)
+    attention = _sequence_attention(qkv.device, layout, longest)
     attention(query, keys, values, pack.pages, work, of_all, out, logsumexp)
     attended = out.flatten(1)
     return Attended(attended, (attended, logsumexp))
@@ -80,10 +80,12 @@ def _bounds(pack: DevicePack) -> tuple[Tensor, Tensor, int, int]:
 
 
 @cache
-def _sequence_attention(device: torch.device, kv_heads: int, group: int, longest: int) -> SequenceAttention:
+def _sequence_attention(device: torch.device, layout: HeadLayout, longest: int) -> SequenceAttention:
     """One kernel and workspace for all layers, which run one after the other."""
-    strides = (PAGE * kv_heads * HEAD_DIM, kv_heads * HEAD_DIM, HEAD_DIM, 1)
-    return SequenceAttention(device, torch.Size((1, PAGE, kv_heads, HEAD_DIM)), strides, group, longest)
+    query_heads, kv_heads, head_dim = layout
+    strides = (PAGE * kv_heads * head_dim, kv_heads * head_dim, head_dim, 1)
+    shape = torch.Size((1, PAGE, kv_heads, head_dim))
+    return SequenceAttention(device, shape, strides, query_heads // kv_heads, longest)
 
 
 @lru_cache(maxsize=8)

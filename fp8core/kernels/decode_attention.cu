@@ -1,8 +1,8 @@
 // Attention of single tokens over a paged FP8 cache. See decode_attention.py for what it computes and why.
 //
 // A block serves one token, one KV head and one partition of the keys; each of its warps takes every fourth tile of 32
-// keys, through a queue of its own in shared memory: no warp waits for another. Eight neighbouring lanes copy a whole row
-// of 128 bytes, because the L2 cache gives up at half of the memory's bandwidth when it is asked for less at a time. The
+// keys, through a queue of its own in shared memory: no warp waits for another. Neighbouring lanes copy a whole row,
+// because the L2 cache gives up at half of the memory's bandwidth when it is asked for less than 128 bytes at a time. The
 // contraction of either product may be taken in any order, so a thread reads 16 bytes at a time that are its fragments as
 // they are; only V needs its bytes interleaved, two keys at a time. sequence_attention.cu repeats this arithmetic.
 //
@@ -17,8 +17,11 @@
 // warp in shared memory.
 
 #define WARPS 4
-#define ROW 8                    // pieces of 16 bytes of a row of keys or values
-#define STAGE (2 * TILE * ROW)  // of a tile: its keys, then its values
+#define ROW (HEAD_DIM / 16)       // pieces of 16 bytes of a row of keys or values
+#define AT_ONCE (32 / ROW)        // rows that a warp copies at once
+#define STAGE (2 * TILE * ROW)    // of a tile: its keys, then its values
+#define SHARE (HEAD_DIM / 8)      // of a row of values: what a lane multiplies
+#define EVERY (32 * WARPS / HEAD_DIM)  // rows of O that a block merges at once
 
 __device__ __forceinline__ uint4 load16(const u8* address) { return *reinterpret_cast<const uint4*>(address); }
 
@@ -48,35 +51,40 @@ __device__ __forceinline__ u16 to_bf16(float x) {
 }
 
 // What a warp has seen of its tiles. O is [head_dim / 16][4]: (d, row 2c), (d, 2c + 1), (d + 1, 2c), (d + 1, 2c + 1)
-// with d = 16 g + 2 i. The maximum and the sum belong to row g; the maximum is a whole power of two.
+// with d = SHARE g + 2 i. The maximum and the sum belong to row g; the maximum is a whole power of two.
 struct State {
-    float o[8][4];
+    float o[HEAD_DIM / 16][4];
     float maximum;
     float sum;
 };
 
-// Where a piece lies in its row in shared memory, so that the eight lanes that read or write at once use all banks.
-__device__ __forceinline__ int key_piece(int row, int piece) { return row * ROW + (piece ^ ((row & 1) << 2)); }
-__device__ __forceinline__ int value_piece(int row, int piece) { return (TILE + row) * ROW + (piece ^ (row & 6)); }
+// Where a piece lies in its row in shared memory, so that the lanes that read or write at once use as many banks as they
+// can. Two rows of four pieces use all of them as they are.
+__device__ __forceinline__ int key_piece(int row, int piece) {
+    return row * ROW + (ROW == 8 ? piece ^ ((row & 1) << 2) : piece);
+}
+__device__ __forceinline__ int value_piece(int row, int piece) {
+    return (TILE + row) * ROW + (piece ^ (ROW == 8 ? row & 6 : row / 2 % 4));
+}
 
-// Copy a tile, four rows at a time; addresses are those of this lane's piece in the first row of each half of 16 keys,
+// Copy a tile, AT_ONCE rows at a time; addresses are those of this lane's piece in the first row of each half of 16 keys,
 // which lie within one cache block.
 __device__ __forceinline__ void copy_tile(uint4* stage, const u8* const (&keys)[2], const u8* const (&values)[2], int lane) {
 #pragma unroll
-    for (int i = 0; i < TILE / 4; ++i) {
-        const int row = 4 * i + lane / ROW, offset = 4 * (i % 4) * KEY_STRIDE;
-        copy16(stage + key_piece(row, lane % ROW), keys[i / 4] + offset);
-        copy16(stage + value_piece(row, lane % ROW), values[i / 4] + offset);
+    for (int i = 0; i < TILE / AT_ONCE; ++i) {
+        const int first = AT_ONCE * i, row = first + lane / ROW, offset = first % 16 * KEY_STRIDE;
+        copy16(stage + key_piece(row, lane % ROW), keys[first / 16] + offset);
+        copy16(stage + value_piece(row, lane % ROW), values[first / 16] + offset);
     }
 }
 
 // Scores of row g for keys 2c and 2c + 1 of each 8, in powers of two.
 __device__ __forceinline__ void multiply_keys(
-    float (&s)[4][4], const u32 (&query)[8][2], const uint4* stage, int g, int c) {
+    float (&s)[4][4], const u32 (&query)[HEAD_DIM / 16][2], const uint4* stage, int g, int c) {
 #pragma unroll
     for (int t = 0; t < 4; ++t) s[t][0] = s[t][1] = s[t][2] = s[t][3] = 0.0f;
 #pragma unroll
-    for (int j = 0; j < 2; ++j) {
+    for (int j = 0; j < HEAD_DIM / 64; ++j) {
         uint4 k[4];
 #pragma unroll
         for (int t = 0; t < 4; ++t) k[t] = stage[key_piece(8 * t + g, 4 * j + c)];
@@ -114,7 +122,7 @@ __device__ __forceinline__ void soften(State& state, u32 (&p)[4], float (&s)[4][
         state.maximum = maximum;
         state.sum *= factor;
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
+        for (int i = 0; i < HEAD_DIM / 16; ++i) {
             state.o[i][0] *= even;
             state.o[i][1] *= odd;
             state.o[i][2] *= even;
@@ -130,25 +138,39 @@ __device__ __forceinline__ void soften(State& state, u32 (&p)[4], float (&s)[4][
     }
 }
 
+// A lane's share of the values of a key.
+struct Share {
+    u32 words[HEAD_DIM / 32];
+};
+
+__device__ __forceinline__ Share share_of(const uint4* stage, int row, int g) {
+#if HEAD_DIM == 128
+    const uint4 x = stage[value_piece(row, g)];
+    return {{x.x, x.y, x.z, x.w}};
+#else
+    const uint4 x = stage[value_piece(row, g / 2)];
+    return g % 2 == 0 ? Share{{x.x, x.y}} : Share{{x.z, x.w}};
+#endif
+}
+
 __device__ __forceinline__ void multiply_values(
     State& state, const u32 (&p)[4], const uint4* stage, int left, int g, int c) {
 #pragma unroll
     for (int u = 0; u < 2; ++u) {
-        uint4 v[2][2];
+        Share v[2][2];
 #pragma unroll
         for (int t = 0; t < 2; ++t) {
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
                 const int row = 16 * u + 8 * t + 2 * c + j;
-                v[t][j] = stage[value_piece(row, g)];
+                v[t][j] = share_of(stage, row, g);
                 // What was never written may be NaN, and 0 * NaN is not 0.
-                if (row >= left) v[t][j] = make_uint4(0, 0, 0, 0);
+                if (row >= left) v[t][j] = Share{};
             }
         }
 #pragma unroll
-        for (int w = 0; w < 4; ++w) {
-            const u32 a = word_of(v[0][0], w), b = word_of(v[0][1], w);
-            const u32 e = word_of(v[1][0], w), f = word_of(v[1][1], w);
+        for (int w = 0; w < HEAD_DIM / 32; ++w) {
+            const u32 a = v[0][0].words[w], b = v[0][1].words[w], e = v[1][0].words[w], f = v[1][1].words[w];
             // Two keys at a time: bytes 0 and 1 of both, then 2 and 3.
             const u32 near_low = __byte_perm(a, b, 0x5140), near_high = __byte_perm(a, b, 0x7362);
             const u32 far_low = __byte_perm(e, f, 0x5140), far_high = __byte_perm(e, f, 0x7362);
@@ -185,21 +207,23 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) decode_attent
     const int head = blockIdx.x, own = blockIdx.y, part = blockIdx.z, begin = part * PARTITION;
     const int warp = threadIdx.x / 32, g = (threadIdx.x % 32) / 4, c = threadIdx.x % 4;
     const float scale = softmax_scale * 1.4426950408889634f * *query_scale * *key_scale;
+    // Of the rows that this thread merges: its element, and the first.
+    const int element = threadIdx.x % HEAD_DIM, first_row = threadIdx.x / HEAD_DIM;
     // Keys that this query sees; -1 for one that is left out.
     const int seen = starts[own + 1] - starts[own] == 1 ? lengths[own] : -1;
     const auto row_of = [&](int h) {
-        return output + (i64)starts[own] * output_stride + (head * GROUP + h) * HEAD_DIM + threadIdx.x;
+        return output + (i64)starts[own] * output_stride + (head * GROUP + h) * HEAD_DIM + element;
     };
     if (part == 0 && seen == 0)
-        for (int h = 0; h < GROUP; ++h) *row_of(h) = 0;
+        for (int h = first_row; h < GROUP; h += EVERY) *row_of(h) = 0;
     if (begin >= seen) return;
     const int end = min(seen, begin + PARTITION), parts = (seen + PARTITION - 1) / PARTITION;
 
-    u32 q[8][2];
+    u32 q[HEAD_DIM / 16][2];
     {
         const u8* at = query + starts[own] * query_stride + (head * GROUP + g) * HEAD_DIM + 16 * c;
 #pragma unroll
-        for (int j = 0; j < 2; ++j) {
+        for (int j = 0; j < HEAD_DIM / 64; ++j) {
             const uint4 x = g < GROUP ? load16(at + 64 * j) : make_uint4(0, 0, 0, 0);
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
@@ -213,7 +237,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) decode_attent
     state.maximum = minus_infinity();
     state.sum = 0.0f;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) state.o[i][0] = state.o[i][1] = state.o[i][2] = state.o[i][3] = 0.0f;
+    for (int i = 0; i < HEAD_DIM / 16; ++i) state.o[i][0] = state.o[i][1] = state.o[i][2] = state.o[i][3] = 0.0f;
 
     // Keys after the last are read from its block's memory, and masked. Blocks are looked up one tile before they are
     // needed.
@@ -267,23 +291,23 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) decode_attent
     for (int h = 0; h < 2; ++h) {
         if (2 * c + h < GROUP) {
 #pragma unroll
-            for (int i = 0; i < 8; ++i)
-                *reinterpret_cast<float2*>(&shared_o[warp][2 * c + h][16 * g + 2 * i]) =
+            for (int i = 0; i < HEAD_DIM / 16; ++i)
+                *reinterpret_cast<float2*>(&shared_o[warp][2 * c + h][SHARE * g + 2 * i]) =
                     make_float2(state.o[i][h], state.o[i][2 + h]);
         }
     }
     __syncthreads();
     float* const own_partial = partial + ((i64)own * gridDim.x + head) * gridDim.z * GROUP * (HEAD_DIM + 2);
-    for (int h = 0; h < GROUP; ++h) {
+    for (int h = first_row; h < GROUP; h += EVERY) {
         Merged merged = nothing();
         for (int w = 0; w < WARPS; ++w)
-            merged = with_part(merged, shared_o[w][h][threadIdx.x], shared_maximum[w][h], shared_sum[w][h]);
+            merged = with_part(merged, shared_o[w][h][element], shared_maximum[w][h], shared_sum[w][h]);
         if (parts == 1) {
             *row_of(h) = to_bf16(merged.o * (*value_scale / merged.sum));
         } else {
             float* const at = own_partial + (part * GROUP + h) * (HEAD_DIM + 2);
-            at[threadIdx.x] = merged.o;
-            if (threadIdx.x < 2) at[HEAD_DIM + threadIdx.x] = threadIdx.x == 0 ? merged.maximum : merged.sum;
+            at[element] = merged.o;
+            if (element < 2) at[HEAD_DIM + element] = element == 0 ? merged.maximum : merged.sum;
         }
     }
     if (parts == 1) return;
@@ -298,11 +322,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) decode_attent
     if (!last) return;
     __threadfence();
     // The last block that arrives merges all of them, in the order of the keys.
-    for (int h = 0; h < GROUP; ++h) {
+    for (int h = first_row; h < GROUP; h += EVERY) {
         Merged merged = nothing();
         const float* at = own_partial + h * (HEAD_DIM + 2);
         for (int i = 0; i < parts; ++i, at += GROUP * (HEAD_DIM + 2))
-            merged = with_part(merged, __ldcg(at + threadIdx.x), __ldcg(at + HEAD_DIM), __ldcg(at + HEAD_DIM + 1));
+            merged = with_part(merged, __ldcg(at + element), __ldcg(at + HEAD_DIM), __ldcg(at + HEAD_DIM + 1));
         *row_of(h) = to_bf16(merged.o * (*value_scale / merged.sum));
     }
 }

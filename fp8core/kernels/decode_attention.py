@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from fp8core.kernels.cuda import cuda_kernel
-from fp8core.numerics.attention import HEAD_DIM, LARGEST_GROUP, Queries
+from fp8core.numerics.attention import HEAD_DIMS, LARGEST_GROUP, Queries
 
 _SHORTEST_PARTITION, _MOST_PARTITIONS = 4096, 4
 _WARPS, _TILE = 4, 32
-_TILE_BYTES = _TILE * 2 * HEAD_DIM
 
 
 class DecodeAttention:
@@ -42,7 +41,7 @@ class DecodeAttention:
 
         Args:
             device: a GPU of compute capability 8.9 or higher.
-            shape: of the keys, and of the values: [blocks, page, kv_heads, 128]; a page is a multiple of 16.
+            shape: of the keys, and of the values: [blocks, page, kv_heads, head_dim]; a page is a multiple of 16.
             strides: of both; the last is 1.
             group: query heads per KV head, at most `LARGEST_GROUP`.
             longest: keys of the longest sequence.
@@ -53,13 +52,13 @@ class DecodeAttention:
             stages: tiles of 32 keys that a warp has in shared memory.
         """
         definitions = cache_definitions(shape, strides, group, partition or partition_of(longest))
-        kv_heads, self._strides = shape[2], strides
+        kv_heads, self._head_dim, self._strides = shape[2], shape[3], strides
         self.kv_heads, self.partitions = kv_heads, -(-longest // definitions["PARTITION"])
         definitions |= {"RESIDENT": resident, "STAGES": stages}
-        queue = _WARPS * stages * _TILE_BYTES
+        queue = _WARPS * stages * _TILE * 2 * self._head_dim
         self._kernel = cuda_kernel("decode_attention", "decode_attention", tuple(definitions.items()), queue, device)
         self._at_once = queries
-        size = queries * kv_heads * self.partitions * group * (HEAD_DIM + 2) if self.partitions > 1 else 1
+        size = queries * kv_heads * self.partitions * group * (self._head_dim + 2) if self.partitions > 1 else 1
         self._partial = torch.empty(size, dtype=torch.float32, device=device)
         self._arrived = torch.zeros(queries * kv_heads, dtype=torch.int32, device=device)
 
@@ -75,21 +74,21 @@ class DecodeAttention:
         """Write the attention of the queries to their rows of `out`; the other rows stay.
 
         Args:
-            query: E4M3 [tokens, heads, 128].
-            keys: E4M3 [blocks, page, kv_heads, 128] of the strides that were given.
+            query: E4M3 [tokens, heads, head_dim].
+            keys: E4M3 [blocks, page, kv_heads, head_dim] of the strides that were given.
             values: likewise.
             queries: which tokens, and what they see.
             scales: of Q, K and V, FP32 scalars on the device: value = code * scale.
-            out: BF16 [tokens, heads, 128].
+            out: BF16 [tokens, heads, head_dim].
         """
         assert keys.stride() == values.stride() == self._strides
-        assert query.stride()[1:] == (HEAD_DIM, 1)
+        assert query.stride()[1:] == (self._head_dim, 1)
         for first in range(0, len(queries.lengths), self._at_once):
             table, starts, lengths = (each[first:] for each in queries)
             count = min(self._at_once, len(lengths))
             arguments = (
                 *(query, query.stride(0), keys, values, table, table.stride(0), starts, lengths, *scales),
-                *(HEAD_DIM**-0.5, out, out.stride(0), self._partial, self._arrived),
+                *(self._head_dim**-0.5, out, out.stride(0), self._partial, self._arrived),
             )
             self._kernel.launch((self.kv_heads, count, self.partitions), 32 * _WARPS, arguments)
 
@@ -99,9 +98,10 @@ def cache_definitions(shape: torch.Size, strides: tuple[int, ...], group: int, p
     _, page, _, head_dim = shape
     assert 1 <= group <= LARGEST_GROUP, group
     assert page % 16 == 0, page
-    assert (head_dim, strides[-1]) == (HEAD_DIM, 1), (shape, strides)
-    names = ("BLOCK_STRIDE", "KEY_STRIDE", "HEAD_STRIDE")
-    return {"GROUP": group, "PAGE": page, "PARTITION": partition, **dict(zip(names, strides[:3], strict=True))}
+    assert head_dim in HEAD_DIMS, shape
+    assert strides[-1] == 1, strides
+    names, sizes = ("BLOCK_STRIDE", "KEY_STRIDE", "HEAD_STRIDE"), {"HEAD_DIM": head_dim, "GROUP": group, "PAGE": page}
+    return {**sizes, "PARTITION": partition, **dict(zip(names, strides[:3], strict=True))}
 
 
 def partition_of(longest: int) -> int:

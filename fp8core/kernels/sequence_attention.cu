@@ -21,6 +21,9 @@
 #define ROWS (64 * WARPGROUPS)
 #define IMAGE (2 * TILE * HEAD_DIM * 2)  // bytes of a pair's keys, and of its values, in FP16
 #define PAIR_BYTES (2 * IMAGE)
+#define EIGHT_KEYS (8 * HEAD_DIM * 2)  // bytes of their values
+#define PER_THREAD (HEAD_DIM / 2)      // of O
+#define FOURS (PER_THREAD / 4)
 #define STAGES 5  // of keys or values
 // Of a whole partition.
 #define PAIRS (PARTITION / TILE / (2 * STRANDS) * STRANDS + min(PARTITION / TILE % (2 * STRANDS), STRANDS))
@@ -33,9 +36,9 @@ __device__ __forceinline__ u32 to_bf16x2(float low, float high) {
 
 // ---- Tiles ----------------------------------------------------------------------------------------------------------
 
-// Two tiles of a strand make a pair, if there are two. Its image is core matrices of 8 rows of 16 bytes. Keys: [16 pieces
-// of head_dim][8][8 keys][8 of head_dim], where a contraction of 16, two pieces, has what mma number 4 j + i of
-// decode_attention.cu has: 64 j + 16 c + 4 i + 0..3 of each c, in its order. Values: [8][16][8 of head_dim][8 keys].
+// Two tiles of a strand make a pair, if there are two. Its image is core matrices of 8 rows of 16 bytes. Keys: [pieces of
+// 8 of head_dim][8][8 keys][8 of head_dim], where a contraction of 16, two pieces, has what mma number 4 j + i of
+// decode_attention.cu has: 64 j + 16 c + 4 i + 0..3 of each c, in its order. Values: [8][pieces][8 of head_dim][8 keys].
 extern "C" __global__ void __launch_bounds__(256) widen_pairs(
     const u8* __restrict__ keys, const u8* __restrict__ values, const int* __restrict__ block_table, i64 table_stride,
     const int* __restrict__ lengths, const int2* __restrict__ pairs, u8* __restrict__ images) {
@@ -48,7 +51,7 @@ extern "C" __global__ void __launch_bounds__(256) widen_pairs(
     const auto offset = [&](int key) {
         return (i64)blocks[key / PAGE] * BLOCK_STRIDE + key % PAGE * KEY_STRIDE + head * HEAD_STRIDE;
     };
-    {
+    if (thread < HEAD_DIM) {
         const int row = thread % 32, j = thread / 64, two = thread / 32 % 2;
         uint4 codes[4];
 #pragma unroll
@@ -69,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(256) widen_pairs(
             at[64] = make_uint4(high_to_half2(w[0]), high_to_half2(w[1]), high_to_half2(w[2]), high_to_half2(w[3]));
         }
     }
-    {
+    if (thread % 32 < HEAD_DIM / 4) {
         const int eight = thread / 32, word = thread % 32;
         u32 codes[8];
 #pragma unroll
@@ -79,7 +82,7 @@ extern "C" __global__ void __launch_bounds__(256) widen_pairs(
             if (key < length) codes[i] = *reinterpret_cast<const u32*>(values + offset(key) + 4 * word);
         }
         uint4* const at =
-            reinterpret_cast<uint4*>(image + IMAGE) + ((4 * half + eight) * 16 + word / 2) * 8 + word % 2 * 4;
+            reinterpret_cast<uint4*>(image + IMAGE) + ((4 * half + eight) * (HEAD_DIM / 8) + word / 2) * 8 + word % 2 * 4;
         u32 even[4], odd[4];  // of two keys: elements 0 and 1, elements 2 and 3
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -181,7 +184,15 @@ __device__ __forceinline__ void multiply_keys(float (&s)[32], u64 query, u64 key
 }
 
 // 16 keys: rows by head_dim, added to O.
-__device__ __forceinline__ void multiply_values(float (&o)[64], const u32 (&p)[4], u64 values) {
+__device__ __forceinline__ void multiply_values(float (&o)[PER_THREAD], const u32 (&p)[4], u64 values) {
+#if HEAD_DIM == 64
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, "
+        "%14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, "
+        "%35}, %36, 1, 1, 1, 0;"
+        : F16(o, 0), F16(o, 16)
+        : "r"(p[0]), "r"(p[1]), "r"(p[2]), "r"(p[3]), "l"(values));
+#else
     asm volatile(
         "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, "
         "%13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, "
@@ -189,6 +200,7 @@ __device__ __forceinline__ void multiply_values(float (&o)[64], const u32 (&p)[4
         "%57, %58, %59, %60, %61, %62, %63}, {%64, %65, %66, %67}, %68, 1, 1, 1, 0;"
         : F16(o, 0), F16(o, 16), F16(o, 32), F16(o, 48)
         : "r"(p[0]), "r"(p[1]), "r"(p[2]), "r"(p[3]), "l"(values));
+#endif
 }
 
 // As `multiply_values`, for 8 of head_dim, by a warp alone.
@@ -270,9 +282,9 @@ __device__ __forceinline__ void mask(float (&s)[32], const int (&left)[2][2], in
         if (i / 4 % 4 * 8 + 2 * c + i % 2 >= left[i / 16][i / 2 % 2]) s[i] = minus_infinity();
 }
 
-__device__ __forceinline__ void rescale(float (&o)[64], const float (&factor)[2]) {
+__device__ __forceinline__ void rescale(float (&o)[PER_THREAD], const float (&factor)[2]) {
 #pragma unroll
-    for (int i = 0; i < 64; ++i) o[i] *= factor[i / 2 % 2];
+    for (int i = 0; i < PER_THREAD; ++i) o[i] *= factor[i / 2 % 2];
 }
 
 // In the order of the source: what is read early takes registers.
@@ -286,7 +298,7 @@ __device__ __forceinline__ void write_in_order(float4* at, float x, float y, flo
     asm volatile("st.volatile.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(at), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
 }
 
-// Strands, or partitions, that were merged. O is [16][threads] of four numbers in memory, each thread its own.
+// Strands, or partitions, that were merged. O is [FOURS][threads] of four numbers in memory, each thread its own.
 struct Merged {
     float4* o;
     Sums sums;  // Of whole rows.
@@ -305,7 +317,7 @@ struct Merged {
             sums.maximum[r] = merging[r].maximum;
         }
 #pragma unroll
-        for (int first = 0; first < 16; first += 4) {
+        for (int first = 0; first < FOURS; first += 4) {
             float4 old[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
@@ -355,14 +367,14 @@ struct Order {
     }
 };
 
-// This thread's share of the query of a warpgroup, in FP16 as wgmma reads it: [16 pieces of head_dim][8][8 rows][8].
+// This thread's share of the query of a warpgroup, in FP16 as wgmma reads it: [pieces of head_dim][8][8 rows][8].
 __device__ __forceinline__ void write_query(u8* to, const u8* (&from)[2], const int (&seen)[2]) {
     const int warp = threadIdx.x / 32 % 4, g = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         u32* const at = reinterpret_cast<u32*>(to) + (2 * warp + r) * 32 + g * 4 + c;
 #pragma unroll
-        for (int j = 0; j < 2; ++j) {
+        for (int j = 0; j < HEAD_DIM / 64; ++j) {
             uint4 x = make_uint4(0, 0, 0, 0);
             if (seen[r] > 0) x = *reinterpret_cast<const uint4*>(from[r] + 64 * j + 16 * c);
 #pragma unroll
@@ -378,7 +390,7 @@ __device__ __forceinline__ void write_query(u8* to, const u8* (&from)[2], const 
 // From scores of a pair to P, with O relative to the maximum after it. P of the first tile follows the second's maximum:
 // it stays exact in FP16 if that rose by no more than 15. Else this warp multiplies the first tile by itself.
 __device__ __forceinline__ void to_weights(
-    float (&o)[64], u32 (&p)[4][4], Sums& sums, float (&s)[32], float scale, const Queue& values, const u8* memory) {
+    float (&o)[PER_THREAD], u32 (&p)[4][4], Sums& sums, float (&s)[32], float scale, const Queue& values, const u8* memory) {
     float factor[2][2];
     const bool raised = soften<0>(sums, factor[0], p, s, scale), raised_again = soften<1>(sums, factor[1], p, s, scale);
     if (raised) rescale(o, factor[0]);
@@ -389,9 +401,9 @@ __device__ __forceinline__ void to_weights(
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
 #pragma unroll
-            for (int n = 0; n < 16; ++n) {
-                const u32 low = *reinterpret_cast<const u32*>(at + k * 4096 + n * 128);
-                const u32 high = *reinterpret_cast<const u32*>(at + k * 4096 + 2048 + n * 128);
+            for (int n = 0; n < HEAD_DIM / 8; ++n) {
+                const u32 low = *reinterpret_cast<const u32*>(at + 2 * k * EIGHT_KEYS + n * 128);
+                const u32 high = *reinterpret_cast<const u32*>(at + (2 * k + 1) * EIGHT_KEYS + n * 128);
                 multiply_alone(o + 4 * n, p[k], low, high);
             }
         }
@@ -466,16 +478,16 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) sequence
         const int end = before < last ? piece.seen + last - 1 : 0;
         const int least = 64 * group + 63 < piece.tokens * GROUP ? piece.seen + before : 0;
 
-        float o[64], s[32];
+        float o[PER_THREAD], s[32];
         u32 p[4][4];
         Sums sums = no_sums();
         Merged strands(reinterpret_cast<float4*>(memory + STAGES * IMAGE + ROWS * HEAD_DIM * 2) + threadIdx.x);
-        Merged partitions(of_partitions + blockIdx.x * 16 * 128 * WARPGROUPS + threadIdx.x);
+        Merged partitions(of_partitions + blockIdx.x * FOURS * 128 * WARPGROUPS + threadIdx.x);
         int strand = 0, part = 0, values = -1;
         const auto nothing_yet = [&]() {
             sums = no_sums();
 #pragma unroll
-            for (int i = 0; i < 64; ++i) o[i] = 0.0f;
+            for (int i = 0; i < PER_THREAD; ++i) o[i] = 0.0f;
         };
         const auto end_strand = [&](bool part_ends) {
 #pragma unroll
@@ -503,7 +515,7 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) sequence
             }
             begin_products();
 #pragma unroll
-            for (int k = 0; k < 8; ++k)
+            for (int k = 0; k < HEAD_DIM / 16; ++k)
                 multiply_keys(s, matrix(own_rows + k * 2048, 1024, 128), matrix(queue.image() + k * 2048, 1024, 128), k);
             end_products();
             // With them end those of the values before.
@@ -528,7 +540,7 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) sequence
             queue.wait_until_full();
             begin_products();
 #pragma unroll
-            for (int k = 0; k < 4; ++k) multiply_values(o, p[k], matrix(queue.image() + k * 4096, 2048, 128));
+            for (int k = 0; k < 4; ++k) multiply_values(o, p[k], matrix(queue.image() + 2 * k * EIGHT_KEYS, EIGHT_KEYS, 128));
             end_products();
             queue.next();
         }
@@ -551,7 +563,7 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) sequence
                 logsumexp[own_head[r] * logsumexp_stride + token[r]] = (maximum - P_EXPONENT + log2f(exact)) * 0.6931471805599453f;
         }
 #pragma unroll
-        for (int i = 0; i < 16; ++i) {
+        for (int i = 0; i < FOURS; ++i) {
             const float4 x = read_in_order(result + i * 128 * WARPGROUPS);
             if (seen[0] > 0) *reinterpret_cast<u32*>(to[0] + 8 * i) = to_bf16x2(x.x * unit[0], x.y * unit[0]);
             if (seen[1] > 0) *reinterpret_cast<u32*>(to[1] + 8 * i) = to_bf16x2(x.z * unit[1], x.w * unit[1]);

@@ -12,14 +12,12 @@ from torch import Tensor
 
 from fp8core.kernels.cuda import cuda_kernel
 from fp8core.kernels.decode_attention import cache_definitions, partition_of
-from fp8core.numerics.attention import HEAD_DIM
 
 # As in the source.
 _TILE, _STRANDS, _WARPGROUPS, _STAGES = 32, 4, 3, 5
 _APART, _ROWS = _STRANDS * _TILE, 64 * _WARPGROUPS
-_IMAGE = 2 * _TILE * HEAD_DIM * 2
 _THREADS = 128 * (_WARPGROUPS + 1)
-# Keys that are widened at once, if no sequence is longer: 512 bytes a KV head each.
+# Keys that are widened at once, if no sequence is longer: each takes 4 bytes of a KV head's element.
 _KEYS_AT_ONCE = 65536
 
 
@@ -113,14 +111,15 @@ class SequenceAttention:
     ) -> None:
         """Compile; arguments are `DecodeAttention`'s, of which `longest` and `partition` decide the order of sums."""
         definitions = cache_definitions(shape, strides, group, partition or partition_of(longest))
-        self._kv_heads, self._strides = shape[2], strides
-        shared = _STAGES * _IMAGE + _ROWS * HEAD_DIM * (2 + 4)
+        self._kv_heads, self._head_dim, self._strides = shape[2], shape[3], strides
+        self._image = 2 * _TILE * self._head_dim * 2
+        shared = _STAGES * self._image + _ROWS * self._head_dim * (2 + 4)
         made = tuple(definitions.items())
         self._widen = cuda_kernel("sequence_attention", "widen_pairs", made, 0, device)
         self._attend = cuda_kernel("sequence_attention", "sequence_attention", made, shared, device)
         self._blocks = torch.cuda.get_device_properties(device).multi_processor_count
         self._images = torch.empty(0, dtype=torch.uint8, device=device)
-        size = self._blocks * _ROWS * HEAD_DIM if longest > definitions["PARTITION"] else 0
+        size = self._blocks * _ROWS * self._head_dim if longest > definitions["PARTITION"] else 0
         self._of_partitions = torch.empty(size, device=device)
 
     def __call__(
@@ -137,26 +136,26 @@ class SequenceAttention:
         """Write the attention of spans to their rows of `out`; the other rows stay.
 
         Args:
-            query: E4M3 [tokens, heads, 128].
-            keys: E4M3 [blocks, page, kv_heads, 128] of the strides that were given.
+            query: E4M3 [tokens, heads, head_dim].
+            keys: E4M3 [blocks, page, kv_heads, head_dim] of the strides that were given.
             values: likewise.
             block_table: int32 [spans, blocks of the longest].
             work: of `batches`.
             scales: of Q, K and V, FP32 scalars on the device: value = code * scale.
-            out: BF16 [tokens, heads, 128].
+            out: BF16 [tokens, heads, head_dim].
             logsumexp: FP32 [heads, tokens], of the scaled scores, in nats.
         """
         assert keys.stride() == values.stride() == self._strides
-        assert query.stride()[1:] == (HEAD_DIM, 1)
+        assert query.stride()[1:] == (self._head_dim, 1)
         for lengths, pairs, pieces in work:
-            size = len(pairs) * self._kv_heads * 2 * _IMAGE
+            size = len(pairs) * self._kv_heads * 2 * self._image
             if len(self._images) < size:
                 self._images = torch.empty(size, dtype=torch.uint8, device=query.device)
             read = keys, values, block_table, block_table.stride(0), lengths, pairs, self._images
             self._widen.launch((self._kv_heads, len(pairs), 1), 256, read)
             arguments = (
                 *(query, query.stride(0), self._images, len(pairs), pieces, len(pieces), self._kv_heads),
-                *(*scales, HEAD_DIM**-0.5, out, out.stride(0)),
+                *(*scales, self._head_dim**-0.5, out, out.stride(0)),
                 *((0, 0) if logsumexp is None else (logsumexp, logsumexp.stride(0))),
                 self._of_partitions if len(self._of_partitions) else 0,
             )

@@ -26,7 +26,7 @@ from fp8core.numerics.elementwise import Rounding, keep_fp32, round_to_bf16, to_
 from fp8core.numerics.gemm import ordered_gemm, sliced_gemm
 from fp8core.numerics.kv_scales import LayerScales
 
-HEAD_DIM = 128
+HEAD_DIMS = (64, 128)
 """Of the decode kernel."""
 LARGEST_GROUP = 8
 """Query heads per KV head of the decode kernel: more do not fit a fragment's columns."""
@@ -177,7 +177,7 @@ def decode_attention_reference(
         query, keys, values, queries, scales: as there; any device.
 
     Returns:
-        FP64 [tokens, heads, 128], not rounded to BF16.
+        FP64 [tokens, heads, head_dim], not rounded to BF16.
     """
     q_scale, k_scale, v_scale = (float(scale) for scale in scales)
     group = query.shape[1] // keys.shape[2]
@@ -188,7 +188,7 @@ def decode_attention_reference(
         blocks = queries.block_table[i, : -(-length // keys.shape[1])].long()
         k, v = (x[blocks].flatten(0, 1)[:length].double().repeat_interleave(group, 1) for x in (keys, values))
         scores = torch.einsum("hd,khd->hk", query[i].double(), k)
-        scores = scores * (q_scale * k_scale / math.sqrt(HEAD_DIM) / math.log(2))  # in powers of two
+        scores = scores * (q_scale * k_scale / math.sqrt(query.shape[-1]) / math.log(2))  # in powers of two
         p = to_e4m3_grid(torch.exp2(scores - scores.amax(-1, keepdim=True).ceil()) * _P_RANGE, 1.0)
         out[i] = torch.einsum("hk,khd->hd", p, v) * v_scale / p.sum(-1, keepdim=True)
     return out

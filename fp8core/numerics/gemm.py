@@ -25,6 +25,9 @@ from torch import Tensor
 from fp8core.numerics.dispatch import with_kernel
 from fp8core.numerics.e4m3 import TILE, Codes, ScaleRule, decode, quantise_rows, quantise_tiles
 
+OUTPUT_MULTIPLE = 64
+"""Columns that DeepGEMM writes at once: on a GPU the width of a product, and so a hidden size, is a multiple."""
+
 
 def block_gemm(left: Tensor, left_scales: Tensor, right: Tensor, right_scales: Tensor, block: int = TILE) -> Tensor:
     """`left @ right.T` with one scale per row and block of the contraction, accumulated exactly per block.
@@ -204,7 +207,7 @@ def forward_gemm(x: Codes, weight: Codes) -> Tensor:
         weight: codes [out, in] in 128 x 128 tiles; scales [ceil(out / 128), ceil(in / 128)].
 
     Returns:
-        BF16 [tokens, out]. On a GPU `in` is a multiple of 128, `out` one of 64.
+        BF16 [tokens, out]. On a GPU `in` is a multiple of 16, `out` one of `OUTPUT_MULTIPLE`.
     """
     codes, scales = weight
     by_row = scales.repeat_interleave(TILE, dim=0)[: codes.shape[0]]

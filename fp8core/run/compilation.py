@@ -18,7 +18,7 @@ from fp8core.config.loss import LossConfig
 from fp8core.config.run import CorrectionConfig, RunConfig
 from fp8core.errors import UserError
 from fp8core.kernels.compilation import Job, KernelFolders, missing_jobs, multiply, release_memory, run_jobs
-from fp8core.models.architecture import Architecture, parameter_shapes
+from fp8core.models.architecture import Architecture, parameter_shapes, with_whole_tiles
 from fp8core.models.decoder import rotary_tables
 from fp8core.models.hub import model_shape
 from fp8core.numerics.e4m3 import FiniteFlag, ScaleRule, row_codes
@@ -147,6 +147,8 @@ def _product_job(sample: Sample, folders: KernelFolders) -> Job:
 def _operation_jobs(config: RunConfig, arch: Architecture, folders: KernelFolders) -> Iterator[Job]:
     """Kernels that depend on a number of tokens in other ways than by a pack's length."""
     entry, packs = engine_entry(config), trainer_of(config.training).packs(config, arch)
+    if config.precision.training.linear == "fp8_block":
+        arch = with_whole_tiles(arch)
     about = f"{arch} {config.precision.scale_rule} {current_code()}"
     if entry.gpus(config) and entry.arithmetic(config) == "packed":
         for rows in _ENGINE_ROWS:

@@ -12,6 +12,7 @@ import signal
 import tempfile
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import astuple
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -46,6 +47,7 @@ from fp8core.rollout.engine import (
 from fp8core.rollout.vllm.internals import register_aligned_models, routes_of
 from fp8core.rollout.vllm.requirements import VllmBuild
 from fp8core.rollout.vllm.settings import (
+    ALIGNED_KERNEL,
     WORKER,
     Launch,
     attention_backend,
@@ -57,7 +59,7 @@ from fp8core.rollout.vllm.settings import (
     model_config,
     required_environment,
 )
-from fp8core.rollout.vllm.weights import Slot, UpdateError, check_fit, find_slots
+from fp8core.rollout.vllm.weights import Slot, UpdateError, check_fit, filled_shapes, find_slots
 
 Result = TypeVar("Result")
 # For the worker to let go of the device; then vLLM ends its processes whatever they do.
@@ -147,7 +149,7 @@ class VllmEngine:
         """The first half of `update`: refuse what does not fit; nothing is written."""
         self._check_scales(scales, version)
         if sent != self._sent:
-            slots = find_slots(sent)
+            slots = find_slots(sent, filled_shapes(self._arch) if self._aligned else {})
             check_fit(sent, slots, self._parameters)
             self._sent, self._slots = dict(sent), {name: _fields(slot) for name, slot in slots.items()}
 
@@ -184,7 +186,7 @@ class VllmEngine:
             **executed_formats(described, self._contract, self._arch.num_layers),
             "rounding_points": executed_points(described, self._build),
             "model": "aligned" if is_aligned(described) else "stock",
-            "kernels": dict.fromkeys(kernels, "forward_gemm") if is_aligned(described) else kernels,
+            "kernels": dict.fromkeys(kernels, ALIGNED_KERNEL) if is_aligned(described) else kernels,
             "backend": described["attention"][0],
             "passes": described["passes"],
             "custom_ops": described["custom_ops"],
@@ -388,7 +390,7 @@ def _ending(code: int | None) -> str:
 
 
 def _fields(slot: Slot) -> list[Any]:
-    return [slot.parameter, slot.start, slot.stop]
+    return list(astuple(slot))
 
 
 def _written(held: Sequence[Sequence[float]]) -> tuple[LayerScales, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from fp8core.config.capability import Environment, Node, this_node
 from fp8core.config.run import RunConfig
 from fp8core.config.section import VllmConfig
-from fp8core.models.architecture import Architecture
+from fp8core.models.architecture import Architecture, with_whole_tiles
 from fp8core.plan.kernels import Product, layer_products
 from fp8core.plan.memory import (
     GIB,
@@ -161,7 +161,8 @@ def _products(config: RunConfig, arch: Architecture) -> Iterator[Product]:
     rollout = config.rollout
     rows = range(1, max(rollout.vllm.batched_tokens, rollout.max_batch) + 1)
     if config.precision.rollout.linear == "fp8_block":
-        yield from layer_products(arch, rows)
+        aligned = rollout.vllm.model == "aligned"
+        yield from layer_products(with_whole_tiles(arch) if aligned else arch, rows)
     if rollout.vllm.model == "aligned":
         padded = math.ceil(arch.vocab_size / _VOCABULARY_STEP) * _VOCABULARY_STEP
         yield Product("bf16", padded, arch.hidden_size, rows)

@@ -23,8 +23,9 @@ from fp8core.config.section import VllmConfig
 from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture, parameter_shapes
 from fp8core.models.weights import rollout_formats
-from fp8core.numerics.attention import HEAD_DIM, LARGEST_GROUP
+from fp8core.numerics.attention import HEAD_DIMS, LARGEST_GROUP
 from fp8core.numerics.e4m3 import TILE
+from fp8core.numerics.gemm import OUTPUT_MULTIPLE
 
 _Release = tuple[int, int]
 # Distribution -> first and last release that this engine is written for.
@@ -176,6 +177,7 @@ def model_refusals(arch: Architecture, contract: PrecisionContract, options: Vll
     """The reasons why this engine cannot hold a model: the model's property and what to change."""
     if options.model == "aligned":
         yield from aligned_shape_refusals(arch)
+        return
     yield from expert_refusals(arch, contract, options)
     formats = rollout_formats(contract, arch.num_layers).stored_names()
     for name, shape in parameter_shapes(arch).items():
@@ -192,10 +194,15 @@ def aligned_shape_refusals(arch: Architecture) -> Iterator[str]:
     group = arch.num_heads // arch.num_kv_heads
     if arch.experts is not None:
         yield "rollout.vllm.model=aligned: the model has experts, only dense ones are aligned; set it to stock"
-    if arch.head_dim != HEAD_DIM or group > LARGEST_GROUP:
+    if arch.head_dim not in HEAD_DIMS or group > LARGEST_GROUP:
         yield (
             f"rollout.vllm.model=aligned: head_dim {arch.head_dim} with {group} query heads per KV head; its attention "
-            f"needs head_dim {HEAD_DIM} and at most {LARGEST_GROUP}; set it to stock"
+            f"needs head_dim {' or '.join(map(str, HEAD_DIMS))} and at most {LARGEST_GROUP}; set it to stock"
+        )
+    if arch.hidden_size % OUTPUT_MULTIPLE:
+        yield (
+            f"rollout.vllm.model=aligned: a hidden size of {arch.hidden_size}, which is no multiple of "
+            f"{OUTPUT_MULTIPLE}; set it to stock"
         )
     if arch.vocab_size % _ALIGNED_ROW:
         yield (

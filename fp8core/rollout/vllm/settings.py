@@ -24,14 +24,21 @@ from typing import Any
 
 from fp8core.config.precision import PrecisionContract
 from fp8core.config.section import VllmConfig
-from fp8core.models.architecture import Architecture, RopeScaling, architecture_to_hf, parameter_shapes
+from fp8core.models.architecture import (
+    Architecture,
+    RopeScaling,
+    architecture_to_hf,
+    parameter_shapes,
+    with_whole_tiles,
+)
 from fp8core.models.quantised_checkpoint import block_fp8_section
 from fp8core.models.weights import StoredNames, is_linear, rollout_formats
-from fp8core.numerics.attention import HEAD_DIM, LARGEST_GROUP
+from fp8core.numerics.attention import HEAD_DIMS, LARGEST_GROUP
 from fp8core.rollout.vllm.requirements import ALIGNED_POINTS, ALIGNED_SCALE_RULE, VllmBuild
 
-# Classes of the kernels that compute what `fp8_block` means.
-FP8_KERNELS = ("TritonOrDeepGemmExperts", "TritonExperts")
+# What multiplies in the aligned model, and the classes of vLLM's kernels that compute what `fp8_block` means.
+ALIGNED_KERNEL = "forward_gemm"
+FP8_KERNELS = (ALIGNED_KERNEL, "DeepGemmFp8BlockScaledMMKernel", "TritonOrDeepGemmExperts", "TritonExperts")
 
 
 def experts_arguments(
@@ -169,7 +176,7 @@ class Launch:
 
 def attention_backend(arch: Architecture, contract: PrecisionContract, options: VllmConfig) -> str:
     """FlashAttention, or the one that has our kernel for decode steps (vLLM calls what comes from outside CUSTOM)."""
-    fits = arch.head_dim == HEAD_DIM and arch.num_heads // arch.num_kv_heads <= LARGEST_GROUP
+    fits = arch.head_dim in HEAD_DIMS and arch.num_heads // arch.num_kv_heads <= LARGEST_GROUP
     wanted = contract.rollout.kv_cache == "fp8" and options.decode_kernel == "fp8_decode"
     return "CUSTOM" if fits and wanted else "FLASH_ATTN"
 
@@ -218,7 +225,8 @@ def _cuda_arguments(contract: PrecisionContract, options: VllmConfig, launch: La
     if contract.rounding_points == "kernels":
         arguments["ir_op_priority"] = {norm: ["vllm_c"] for norm in _NORMS}
     if contract.rollout.linear == "fp8_block":
-        arguments["linear_backend"] = "deep_gemm"
+        # The aligned model multiplies by itself; vLLM's DeepGEMM refuses widths of its own choice.
+        arguments["linear_backend"] = "triton" if options.model == "aligned" else "deep_gemm"
     return arguments
 
 
@@ -239,6 +247,7 @@ def _cache_bytes(gib: float | None) -> int | None:
 
 def model_config(arch: Architecture, contract: PrecisionContract, options: VllmConfig) -> dict[str, Any]:
     """The config.json of a policy under the contract, without tokens: the engine is told where completions end."""
+    arch = with_whole_tiles(arch) if options.model == "aligned" else arch
     config = architecture_to_hf(arch, bos_id=None, eos_ids=[0], pad_id=None, dtype="bfloat16")
     if contract.rollout.linear == "fp8_block":
         config["quantization_config"] = block_fp8_section(_kept_modules(arch, contract))
@@ -260,7 +269,10 @@ def executed_formats(described: Mapping[str, Any], contract: PrecisionContract, 
         `linear` and `attention` (by layer, and for all), `head` and `scale_rule`. Where a part is not what any
         contract means, its name says what it is.
     """
-    linears = [_linear_name(described["linears"], i) for i in range(num_layers)]
+    kernels = described["linears"]
+    if is_aligned(described):
+        kernels = {name: {**linear, "kernel": ALIGNED_KERNEL} for name, linear in kernels.items()}
+    linears = [_linear_name(kernels, i) for i in range(num_layers)]
     quantised = ALIGNED_SCALE_RULE if is_aligned(described) else _scale_rule(described)
     rule = quantised if "fp8_block" in linears else contract.scale_rule
     return {
@@ -296,7 +308,7 @@ def _linear_name(linears: Mapping[str, Mapping[str, str]], layer: int) -> str:
 def _kind(linear: Mapping[str, str]) -> str:
     if linear["dtype"] == "bfloat16":
         return "bf16"
-    if linear["dtype"] == "float8_e4m3fn" and linear["kernel"] in ("DeepGemmFp8BlockScaledMMKernel", *FP8_KERNELS):
+    if linear["dtype"] == "float8_e4m3fn" and linear["kernel"] in FP8_KERNELS:
         return "fp8_block"
     return f"{linear['dtype']} by {linear['kernel']}"
 

@@ -4,6 +4,9 @@ A trainer ships weights by their Hugging Face names (`models.weights.stored_weig
 ones alone: q, k and v, gate and up, and experts are rows of one parameter. The experts of a layer are two parameters
 [experts, rows, columns], w13 with gate above up, and w2 with down. Their rows are counted through all experts. Tensors
 of scales are laid out as their codes are, one row a tile.
+
+The aligned model has heads and columns of zeros where a part is not made of whole tiles
+(`architecture.with_whole_tiles`). They are not shipped: the worker writes them.
 """
 
 import re
@@ -13,6 +16,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from fp8core.models.architecture import Architecture, parameter_shapes, with_whole_tiles
+from fp8core.models.weights import SCALE_SUFFIX
+from fp8core.numerics.e4m3 import TILE
 from fp8core.rollout.engine import TensorSpec
 
 # vLLM pads the vocabulary to a multiple of this; the rows beyond it are never read.
@@ -31,11 +37,27 @@ class UpdateError(RuntimeError):
 
 @dataclass(frozen=True)
 class Slot:
-    """Rows `start` to `stop` of a parameter (`rows_of`)."""
+    """Rows `start` to `stop` of a parameter (`rows_of`), and of their `width` the first `columns`.
+
+    Rows from `stop` to `end` are zeros, and the other columns. A vector has no columns: both numbers are 0.
+    """
 
     parameter: str
     start: int
     stop: int
+    end: int
+    columns: int
+    width: int
+
+    @property
+    def filled_up(self) -> bool:
+        """True if there are zeros beside what is shipped."""
+        return self.stop < self.end or self.columns < self.width
+
+    def of(self, parameter: Tensor) -> Tensor:
+        """A view of the part that is shipped."""
+        rows = rows_of(parameter)[self.start : self.stop]
+        return rows if self.columns == self.width else rows[:, : self.columns]
 
 
 def rows_of(parameter: Tensor) -> Tensor:
@@ -43,13 +65,29 @@ def rows_of(parameter: Tensor) -> Tensor:
     return parameter.view(-1, parameter.shape[-1]) if parameter.dim() > 2 else parameter
 
 
-def find_slots(shipped: Mapping[str, TensorSpec]) -> dict[str, Slot]:
+def filled_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
+    """Shapes of the parameters that the aligned model has zeros in, by name."""
+    own = parameter_shapes(arch)
+    return {name: shape for name, shape in parameter_shapes(with_whole_tiles(arch)).items() if shape != own[name]}
+
+
+def find_slots(shipped: Mapping[str, TensorSpec], filled: Mapping[str, tuple[int, ...]]) -> dict[str, Slot]:
     """The place of every shipped tensor, by name.
+
+    Args:
+        shipped: types and shapes.
+        filled: `filled_shapes` of an aligned model.
 
     Raises:
         UpdateError: a part of a fused parameter is missing.
     """
     slots = {}
+
+    def room(name: str) -> tuple[int, ...]:
+        if name.endswith(SCALE_SUFFIX) and (shape := filled.get(name.removesuffix(SCALE_SUFFIX))) is not None:
+            return tuple(-(-size // TILE) for size in shape)
+        return filled.get(name, shipped[name].shape)
+
     for name, spec in shipped.items():
         if (expert := _EXPERT.fullmatch(name)) is not None:
             slots[name] = _expert_slot(expert, spec.rows)
@@ -59,15 +97,17 @@ def find_slots(shipped: Mapping[str, TensorSpec]) -> dict[str, Slot]:
         for part in before:
             if part not in shipped:
                 raise UpdateError(f"{part} is missing, {name} was sent")
-            start += shipped[part].shape[0]
-        slots[name] = Slot(after, start, start + spec.shape[0])
+            start += room(part)[0]
+        (rows, *columns), (taken, *width) = spec.shape, room(name)
+        slots[name] = Slot(after, start, start + rows, start + taken, *(columns or (0,)), *(width or (0,)))
     return slots
 
 
 def _expert_slot(name: re.Match[str], rows: int) -> Slot:
     parameter, parts, part = _EXPERT_PARTS[name["part"]]
     start = (int(name["index"]) * parts + part) * rows
-    return Slot(f"{name['experts']}.routed_experts.{parameter}_{name['kind']}", start, start + rows)
+    stop = start + rows
+    return Slot(f"{name['experts']}.routed_experts.{parameter}_{name['kind']}", start, stop, stop, 0, 0)
 
 
 def _split(name: str) -> tuple[list[str], str]:
@@ -95,9 +135,10 @@ def check_fit(
         sent, held = shipped[name], parameters.get(slot.parameter)
         if held is None:
             raise UpdateError(f"{name}: the engine has no parameter {slot.parameter}")
-        if sent.dtype != held.dtype or sent.row != held.row or slot.stop > held.rows:
+        row = sent.row if slot.columns == slot.width else (slot.width,)
+        if sent.dtype != held.dtype or row != held.row or slot.end > held.rows:
             raise UpdateError(f"{name}: {sent} was sent for rows from {slot.start} of {slot.parameter}, {held}")
-        filled[slot.parameter].append((slot.start, slot.stop))
+        filled[slot.parameter].append((slot.start, slot.end))
     for parameter, spec in parameters.items():
         rows = _rows_without_gap(parameter, filled[parameter])
         padding = -rows % _VOCABULARY_PADDING if parameter in _VOCABULARY and rows else 0

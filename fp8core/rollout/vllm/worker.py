@@ -22,7 +22,7 @@ from fp8core.models.architecture import Architecture
 from fp8core.numerics.fingerprint import fingerprints
 from fp8core.rollout.engine import PromptGroup, Sampling, SharedWeights, TensorSpec, open_shared
 from fp8core.rollout.vllm import internals
-from fp8core.rollout.vllm.weights import Slot, rows_of
+from fp8core.rollout.vllm.weights import Slot
 
 # This module is imported in the worker's process before it builds the model, and before it takes memory of a GPU.
 end_with_parent.follow_parent()
@@ -61,6 +61,10 @@ class PolicyWorker:
         self.policy_version = None
         self._policy_forget_scales()
         tensors = open_shared(received, self.device)
+        parameters = dict(self._policy_model().named_parameters())
+        for slot in (Slot(*fields) for fields in slots.values()):
+            if slot.filled_up:
+                parameters[slot.parameter].data.view(torch.uint8).zero_()
         for name, rows in self._policy_rows(slots).items():
             tensor = tensors[name]
             assert TensorSpec.of(rows) == TensorSpec.of(tensor), name
@@ -80,7 +84,7 @@ class PolicyWorker:
         rows = self._policy_rows(slots)
         return {
             "version": self.policy_version,
-            "fingerprints": dict(zip(rows, fingerprints(list(rows.values())), strict=True)),
+            "fingerprints": dict(zip(rows, fingerprints([part.contiguous() for part in rows.values()]), strict=True)),
             "scales": internals.read_scales(self._policy_model()),
         }
 
@@ -137,7 +141,7 @@ class PolicyWorker:
         """Views of the parameters, by the names of what was shipped."""
         parameters = dict(self._policy_model().named_parameters())
         placed = {name: Slot(*fields) for name, fields in slots.items()}
-        return {name: rows_of(parameters[slot.parameter].data)[slot.start : slot.stop] for name, slot in placed.items()}
+        return {name: slot.of(parameters[slot.parameter].data) for name, slot in placed.items()}
 
 
 CAPTURING = "fp8core.rollout.vllm.worker.CapturingWorker"

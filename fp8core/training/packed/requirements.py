@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from fp8core.config.precision import PrecisionContract
 from fp8core.config.run import RunConfig, TrainingConfig
 from fp8core.errors import UserError
-from fp8core.models.architecture import Architecture, parameter_shapes
-from fp8core.models.weights import is_linear, training_formats
-from fp8core.numerics.attention import HEAD_DIM, LARGEST_GROUP
+from fp8core.models.architecture import Architecture, parameter_shapes, with_whole_tiles
+from fp8core.models.weights import training_formats
+from fp8core.numerics.attention import HEAD_DIMS, LARGEST_GROUP
 from fp8core.numerics.e4m3 import TILE
+from fp8core.numerics.gemm import OUTPUT_MULTIPLE
 from fp8core.numerics.logprobs import ChunkedHead
 from fp8core.numerics.packed import packed_length
 from fp8core.plan.kernels import Product, gradient_products, layer_products
@@ -71,19 +72,17 @@ def check_architecture_fits(arch: Architecture, contract: PrecisionContract, dev
         )
     if device == "cpu":
         return
-    formats = training_formats(contract, arch.num_layers).stored_names()
-    for name, shape in parameter_shapes(arch).items():
-        if is_linear(name) and formats.of(name) == "fp8_block" and any(size % TILE for size in shape):
-            raise UserError(
-                f"{_SETTING} with precision.training.linear=fp8_block: {name} is {list(shape)}; both sides must be "
-                f"multiples of {TILE}; set linear to bf16, or training.device to cpu"
-            )
+    if contract.training.linear == "fp8_block" and arch.hidden_size % OUTPUT_MULTIPLE:
+        raise UserError(
+            f"{_SETTING} with precision.training.linear=fp8_block: the model's hidden size is {arch.hidden_size}; it "
+            f"must be a multiple of {OUTPUT_MULTIPLE}; set linear to bf16, or training.device to cpu"
+        )
     group = arch.num_heads // arch.num_kv_heads
-    if contract.training.kv_cache == "fp8" and (arch.head_dim != HEAD_DIM or group > LARGEST_GROUP):
+    if contract.training.kv_cache == "fp8" and (arch.head_dim not in HEAD_DIMS or group > LARGEST_GROUP):
         raise UserError(
             f"{_SETTING} with precision.training.kv_cache=fp8: the model has head_dim={arch.head_dim} and {group} "
-            f"query heads a KV head; the kernel takes head_dim={HEAD_DIM} and at most {LARGEST_GROUP}; set kv_cache to "
-            "bf16, or training.device to cpu"
+            f"query heads a KV head; the kernel takes head_dim {' or '.join(map(str, HEAD_DIMS))} and at most "
+            f"{LARGEST_GROUP}; set kv_cache to bf16, or training.device to cpu"
         )
 
 
@@ -101,8 +100,8 @@ def products(config: RunConfig, arch: Architecture) -> Iterator[Product]:
     if not tokens:
         return
     if config.precision.training.linear == "fp8_block":
-        yield from layer_products(arch, tokens)
-        yield from gradient_products(arch, tokens)
+        yield from layer_products(with_whole_tiles(arch), tokens)
+        yield from gradient_products(with_whole_tiles(arch), tokens)
     chunk = max(1, ChunkedHead.chunk_elements // arch.vocab_size)
     yield Product("bf16", arch.vocab_size, arch.hidden_size, range(1, min(chunk, tokens[-1]) + 1))
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fp8core.kernels import cuda
-from fp8core.numerics.attention import HEAD_DIM, Queries, decode_attention_reference
+from fp8core.numerics.attention import HEAD_DIMS, Queries, decode_attention_reference
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 KV_HEADS, PAGE, PARTITION = 1, 16, 128
@@ -41,12 +41,12 @@ def on_cpu(source: str) -> str:
 
 
 @cache
-def library(folder: Path, group: int) -> ctypes.CDLL:
-    source, target = (folder / f"decode-{group}.{end}" for end in ("cpp", "so"))
+def library(folder: Path, group: int, head_dim: int) -> ctypes.CDLL:
+    source, target = (folder / f"decode-{group}-{head_dim}.{end}" for end in ("cpp", "so"))
     source.write_text(on_cpu(cuda.source("decode_attention")))
-    row = 2 * HEAD_DIM * KV_HEADS
-    macros = {"GROUP": group, "PAGE": PAGE, "PARTITION": PARTITION, "STAGES": 2, "RESIDENT": 1}
-    macros |= {"BLOCK_STRIDE": PAGE * row, "KEY_STRIDE": row, "HEAD_STRIDE": 2 * HEAD_DIM}
+    row = 2 * head_dim * KV_HEADS
+    macros = {"HEAD_DIM": head_dim, "GROUP": group, "PAGE": PAGE, "PARTITION": PARTITION, "STAGES": 2, "RESIDENT": 1}
+    macros |= {"BLOCK_STRIDE": PAGE * row, "KEY_STRIDE": row, "HEAD_STRIDE": 2 * head_dim}
     options = [f"-D{name}={value}" for name, value in macros.items()]
     # No contraction: sums are those that are written.
     command = ["g++", "-std=c++17", "-O1", "-ffp-contract=off", "-w", "-shared", "-fPIC", *options]
@@ -57,10 +57,10 @@ def library(folder: Path, group: int) -> ctypes.CDLL:
 class Case:
     """Sequences over a cache whose unused slots are NaN."""
 
-    def __init__(self, folder: Path, lengths: list[int], group: int) -> None:
+    def __init__(self, folder: Path, lengths: list[int], group: int, head_dim: int) -> None:
         generator = torch.Generator().manual_seed(0)
         counts = [-(-length // PAGE) for length in lengths]
-        cache = torch.randn(sum(counts) + 1, PAGE, KV_HEADS, 2 * HEAD_DIM, generator=generator) * 30
+        cache = torch.randn(sum(counts) + 1, PAGE, KV_HEADS, 2 * head_dim, generator=generator) * 30
         self.cache = cache.to(torch.float8_e4m3fn)
         order = torch.randperm(len(cache), generator=generator).int()
         self.table = torch.zeros(len(lengths), max(counts), dtype=torch.int32)
@@ -68,31 +68,31 @@ class Case:
             self.table[i, :count], order = order[:count], order[count:]
             if length % PAGE:
                 self.cache.view(torch.uint8)[int(self.table[i, count - 1]), length % PAGE :] = 0x7F
-        self.lengths, self.group = torch.tensor(lengths, dtype=torch.int32), group
+        self.lengths, self.group, self.head_dim = torch.tensor(lengths, dtype=torch.int32), group, head_dim
         self.scales = tuple(torch.tensor(scale) for scale in (0.004, 0.03125, 0.125))
         self.folder, self.generator = folder, generator
 
     def query(self, tokens: int) -> Tensor:
         heads = KV_HEADS * self.group
-        return (torch.randn(tokens, heads, HEAD_DIM, generator=self.generator) * 40).to(torch.float8_e4m3fn)
+        return (torch.randn(tokens, heads, self.head_dim, generator=self.generator) * 40).to(torch.float8_e4m3fn)
 
     def attend(self, query: Tensor, queries: Queries) -> Tensor:
         """What the kernel writes; rows that it leaves are NaN."""
-        keys, values = self.cache.split(HEAD_DIM, dim=-1)
+        keys, values = self.cache.split(self.head_dim, dim=-1)
         out = torch.full(query.shape, torch.nan, dtype=torch.bfloat16)
         count, parts = len(queries.lengths), -(-int(queries.lengths.max()) // PARTITION)
-        partial = torch.empty(count * KV_HEADS * parts * self.group * (HEAD_DIM + 2))
+        partial = torch.empty(count * KV_HEADS * parts * self.group * (self.head_dim + 2))
         arrived = torch.zeros(count * KV_HEADS, dtype=torch.int32)
         table, starts, lengths = queries
         arguments = [query, query.stride(0), keys, values, table, table.stride(0), starts, lengths]
-        arguments += [*self.scales, HEAD_DIM**-0.5, out, out.stride(0), partial, arrived]
+        arguments += [*self.scales, self.head_dim**-0.5, out, out.stride(0), partial, arrived]
         grid = (ctypes.c_int(n) for n in (KV_HEADS, count, parts))
-        library(self.folder, self.group).run(*grid, *map(c_value, arguments))
+        library(self.folder, self.group, self.head_dim).run(*grid, *map(c_value, arguments))
         assert not arrived.any(), "counters are left as they were found"
         return out
 
     def expected(self, query: Tensor, queries: Queries) -> Tensor:
-        return decode_attention_reference(query, *self.cache.split(HEAD_DIM, dim=-1), queries, self.scales)
+        return decode_attention_reference(query, *self.cache.split(self.head_dim, dim=-1), queries, self.scales)
 
 
 def c_value(argument: Tensor | int | float) -> ctypes.c_void_p | ctypes.c_longlong | ctypes.c_float:
@@ -110,10 +110,11 @@ def numbers(count: int) -> Tensor:
     return torch.arange(count, dtype=torch.int32)
 
 
-@pytest.mark.parametrize("group", [4, 8])
-def test_equals_the_reference(folder: Path, group: int) -> None:
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("group", [3, 8])
+def test_equals_the_reference(folder: Path, group: int, head_dim: int) -> None:
     lengths = [1, 15, 17, 33, 70, 128, 0, 129, 300]
-    case = Case(folder, lengths, group)
+    case = Case(folder, lengths, group, head_dim)
     query = case.query(len(lengths))
     queries = Queries(case.table, numbers(10), case.lengths)
     found, expected = case.attend(query, queries).double(), case.expected(query, queries)
@@ -121,13 +122,14 @@ def test_equals_the_reference(folder: Path, group: int) -> None:
     error = (found - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-30)
     assert error.max() < 4e-3
     assert (found[lengths.index(0)] == 0).all()
-    one = case.cache[case.table[0, 0].long(), 0, 0, HEAD_DIM:].double() * float(case.scales[2])
+    one = case.cache[case.table[0, 0].long(), 0, 0, head_dim:].double() * float(case.scales[2])
     assert torch.equal(found[0], one.bfloat16().double().expand(group, -1)), "the only weight is exact"
 
 
-def test_a_token_attends_as_if_it_were_alone(folder: Path) -> None:
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_a_token_attends_as_if_it_were_alone(folder: Path, head_dim: int) -> None:
     """Tokens of two sequences side by side, and two that a query of its own leaves out."""
-    case = Case(folder, [150, 40], group=4)
+    case = Case(folder, [150, 40], 4, head_dim)
     lengths = [126, 127, 150, 1, 33, 40]
     query, owners = case.query(6), torch.tensor([0, 0, 0, 1, 1, 1])
     queries = Queries(case.table[owners], numbers(7), torch.tensor(lengths, dtype=torch.int32))

@@ -11,7 +11,7 @@ from torch import Tensor
 from fp8core.kernels.decode_attention import partition_of
 from fp8core.kernels.sequence_attention import Batch, Span, batches
 from fp8core.numerics.attention import (
-    HEAD_DIM,
+    HEAD_DIMS,
     Bf16Attention,
     ExactFp32Attention,
     Fp8Attention,
@@ -268,7 +268,10 @@ def drawn(*shape: int) -> torch.Tensor:
 
 def test_is_attention_with_e4m3_weights() -> None:
     """As far from attention without rounded weights as the decoder's own is, and not further."""
-    query, keys, values = drawn(1, KV_HEADS * GROUP, HEAD_DIM), *(drawn(n, PAGE, KV_HEADS, HEAD_DIM) for n in (6, 7))
+    query, keys, values = (
+        drawn(1, KV_HEADS * GROUP, HEAD_DIMS[-1]),
+        *(drawn(n, PAGE, KV_HEADS, HEAD_DIMS[-1]) for n in (6, 7)),
+    )
     table = int32(4, 0, 3, 1, 2, 5)[None]
     scales = tuple(torch.tensor(scale) for scale in (SCALES.q, SCALES.k, SCALES.v))
     found = decode_attention_reference(query, keys, values, Queries(table, int32(0, 1), int32(KEYS)), scales)[0]
@@ -285,7 +288,7 @@ def test_is_attention_with_e4m3_weights() -> None:
 
 def test_no_key_and_one_key() -> None:
     """A single weight is rounded to E4M3, and divided by what it was rounded to."""
-    query, keys = drawn(2, 2, HEAD_DIM), drawn(3, PAGE, 1, HEAD_DIM)
+    query, keys = drawn(2, 2, HEAD_DIMS[-1]), drawn(3, PAGE, 1, HEAD_DIMS[-1])
     queries = Queries(int32(0, 0)[:, None], int32(0, 1, 2), int32(0, 1))
     found = decode_attention_reference(query, keys, keys, queries, (torch.tensor(1.0),) * 3)
     assert (found[0] == 0).all()

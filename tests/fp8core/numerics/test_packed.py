@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fp8core.kernels import attention
 from fp8core.numerics import packed
-from fp8core.numerics.attention import HEAD_DIM, Bf16Attention, Fp8Attention, Queries, decode_attention_reference
+from fp8core.numerics.attention import HEAD_DIMS, Bf16Attention, Fp8Attention, Queries, decode_attention_reference
 from fp8core.numerics.fused import HeadLayout, Heads, head_codes, head_values, heads_of
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.numerics.logprobs import Bf16Head, Fp32Head, load_head, token_logprobs
@@ -72,7 +72,7 @@ def test_fp8_attention_without_scales_is_refused() -> None:
 def test_what_the_kernel_is_told_is_the_pack() -> None:
     """The decode kernel's own reference, on the pages of a pack, finds what each sequence attends to."""
     sequences = PackedSequences.of([35, 1, 16])
-    layout = LAYOUT._replace(head_dim=HEAD_DIM)
+    layout = LAYOUT._replace(head_dim=HEAD_DIMS[-1])
     pack, qkv = DevicePack.of(sequences, CPU), drawn(sequences, layout)
     q, k, v = head_codes(qkv, layout, SCALES)
     keys, values = (codes.view(-1, PAGE, *codes.shape[1:]) for codes in (k, v))
@@ -146,7 +146,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
     return Kernels(monkeypatch)
 
 
-WIDE = LAYOUT._replace(head_dim=HEAD_DIM)
+WIDE = LAYOUT._replace(head_dim=HEAD_DIMS[-1])
 PACK = DevicePack.of(PackedSequences.of([19, 5]), CPU)
 
 
