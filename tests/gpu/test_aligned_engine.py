@@ -24,6 +24,7 @@ from fp8core.config.section import VllmConfig
 from fp8core.models.architecture import Architecture
 from fp8core.models.checkpoint import initial_weights
 from fp8core.models.weights import in_one_buffer, rollout_formats, stored_weights, training_formats
+from fp8core.numerics.attention import HEAD_DIMS
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.fused import static_codes
 from fp8core.numerics.kv_scales import LayerScales
@@ -60,6 +61,12 @@ ARCH = Architecture(
     qk_norm=True,
     tie_embeddings=False,
 )
+# Heads of 64, and parts of fused linears that end inside a tile.
+PARTIAL = replace(
+    ARCH,
+    **{"family": "qwen2", "qk_norm": False, "qkv_bias": True, "hidden_size": 576, "intermediate_size": 1500},
+    **{"num_heads": 9, "num_kv_heads": 3, "head_dim": 64},
+)
 SCALES = PolicyScales(3, tuple(LayerScales(2.0 ** -(4 + i % 2), 0.03125, 0.0625) for i in range(ARCH.num_layers)))
 # Not a multiple of a cache block; with what is written it ends in the second partition of the keys.
 PROMPT = 4070
@@ -95,20 +102,26 @@ def scored(
     return torch.cat([row[: len(written)] for row, written in zip(rows, tokens, strict=True)])
 
 
+@pytest.fixture(scope="module", params=[ARCH, PARTIAL], ids=["whole tiles", "partial tiles"])
+def arch(request: pytest.FixtureRequest) -> Architecture:
+    found: Architecture = request.param
+    return found
+
+
 @pytest.fixture(scope="module")
-def masters() -> dict[str, Tensor]:
+def masters(arch: Architecture) -> dict[str, Tensor]:
     """Weights sharp enough to have favourites."""
-    return {name: w * 2 if w.dim() == 2 else w for name, w in initial_weights(ARCH, seed=0).items()}
+    return {name: w * 2 if w.dim() == 2 else w for name, w in initial_weights(arch, seed=0).items()}
 
 
 @pytest.fixture(scope="module")
-def trainer(masters: dict[str, Tensor]) -> PackedTrainer:
+def trainer(arch: Architecture, masters: dict[str, Tensor]) -> PackedTrainer:
     """The trainer of the same policy, told the engine's longest request."""
     formats = PackedFormats(
         training_formats(CONTRACT, ARCH.num_layers), rollout_formats(CONTRACT, ARCH.num_layers), LONGEST, amax_only=True
     )
     objective = Objective(LossConfig(), CorrectionConfig())
-    return PackedTrainer(ARCH, masters, formats, TrainingConfig(), objective, torch.device("cuda"))
+    return PackedTrainer(arch, masters, formats, TrainingConfig(), objective, torch.device("cuda"))
 
 
 @pytest.fixture(scope="module")
@@ -119,15 +132,15 @@ def tensors(masters: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @pytest.fixture(scope="module")
-def engine(tensors: dict[str, Tensor]) -> Iterator[Any]:
+def engine(arch: Architecture, tensors: dict[str, Tensor]) -> Iterator[Any]:
     build = find_build(this_platform())
     assert not [*contract_refusals(CONTRACT, OPTIONS, build)]
-    assert not [*model_refusals(ARCH, CONTRACT, OPTIONS)]
+    assert not [*model_refusals(arch, CONTRACT, OPTIONS)]
     suggested = suggested_environment(1, build)
     set_variables(required_environment(CONTRACT, OPTIONS, build), suggested)
     from fp8core.rollout.vllm.engine import VllmEngine
 
-    started = VllmEngine(ARCH, CONTRACT, OPTIONS, LARGEST_BATCH, build, "attention_worker.AttentionWorker")
+    started = VllmEngine(arch, CONTRACT, OPTIONS, LARGEST_BATCH, build, "attention_worker.AttentionWorker")
     report = started.update(tensors, SCALES, SCALES.version)
     check_report(report, policy_digest(tensors), SCALES, SCALES.version)
     yield started
@@ -231,25 +244,26 @@ def test_training_scores_the_same_bits(
     assert not differing.any(), f"{int(differing.sum())} of {len(differing)} tokens differ"
 
 
-def test_vllm_writes_the_codes_of_training() -> None:
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+def test_vllm_writes_the_codes_of_training(dim: int) -> None:
     """Q, and K and V in the cache, as attention in training quantises them, strided and saturating."""
     from vllm import _custom_ops as operations
 
     generator = torch.Generator().manual_seed(0)
-    qkv = (torch.randn(70, 32 * 128, generator=generator) * 8).bfloat16().cuda()
-    q, k, v = qkv.split([16 * 128, 8 * 128, 8 * 128], dim=-1)
+    qkv = (torch.randn(70, 32 * dim, generator=generator) * 8).bfloat16().cuda()
+    q, k, v = qkv.split([16 * dim, 8 * dim, 8 * dim], dim=-1)
     scales = [torch.tensor(scale, device="cuda") for scale in (2.0**-5, 2.0**-4, 2.0**-6)]
     found = operations.scaled_fp8_quant(q, scales[0], group_shape=(-1, -1))[0]
     assert torch.equal(found.view(torch.uint8), static_codes(q, 2.0**-5).view(torch.uint8))
-    cache = torch.zeros(6, 16, 8, 2 * 128, dtype=torch.uint8, device="cuda")
-    keys, values = cache.split(128, dim=-1)
+    cache = torch.zeros(6, 16, 8, 2 * dim, dtype=torch.uint8, device="cuda")
+    keys, values = cache.split(dim, dim=-1)
     slots = torch.randperm(96, generator=generator)[:70].cuda()
     operations.reshape_and_cache_flash(
-        k.view(-1, 8, 128), v.view(-1, 8, 128), keys, values, slots, "fp8", scales[1], scales[2]
+        k.view(-1, 8, dim), v.view(-1, 8, dim), keys, values, slots, "fp8", scales[1], scales[2]
     )
     for half, x, scale in ((keys, k, 2.0**-4), (values, v, 2.0**-6)):
         written = half.flatten(0, 1)[slots]
-        assert torch.equal(written, static_codes(x, scale).view(torch.uint8).view(-1, 8, 128))
+        assert torch.equal(written, static_codes(x, scale).view(torch.uint8).view(-1, 8, dim))
 
 
 def test_sleep_loses_nothing(engine: Any, alone: Completion, tensors: dict[str, Tensor], temperature: float) -> None:

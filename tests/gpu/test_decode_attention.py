@@ -7,7 +7,7 @@ from torch import Tensor
 from fp8core.kernels.decode_attention import DecodeAttention
 from fp8core.kernels.sequence_attention import SequenceAttention, Span, batches
 from fp8core.numerics.attention import (
-    HEAD_DIM,
+    HEAD_DIMS,
     Fp8Attention,
     Fp32Attention,
     Queries,
@@ -17,19 +17,23 @@ from fp8core.numerics.kv_scales import LayerScales
 
 # Smaller than the default, so that requests have several.
 PARTITION = 1024
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gpu")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.usefixtures("gpu"),
+    pytest.mark.parametrize("dim", HEAD_DIMS, ids=lambda dim: f"heads of {dim}"),
+]
 LENGTHS = [1, 15, 16, 17, 31, 33, 127, 128, 129, 0, 300, 1000, PARTITION, PARTITION + 1, 2 * PARTITION + 77, 5000]
 
 
 class Case:
     """Requests of ragged lengths over a cache whose unused slots are NaN."""
 
-    def __init__(self, lengths: list[int], kv_heads: int, group: int, page: int, seed: int = 0) -> None:
+    def __init__(self, lengths: list[int], kv_heads: int, group: int, page: int, dim: int, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
         blocks = sum(-(-length // page) for length in lengths) + 1
         order = torch.randperm(blocks, generator=generator)
         # As vLLM lays it out: the keys of a token's head beside its values.
-        cache = torch.randn(blocks, page, kv_heads, 2 * HEAD_DIM, generator=generator) * 30
+        cache = torch.randn(blocks, page, kv_heads, 2 * dim, generator=generator) * 30
         codes = cache.to(torch.float8_e4m3fn)
         table = torch.zeros(len(lengths), max(-(-length // page) for length in lengths) + 1, dtype=torch.int32)
         used = 0
@@ -40,8 +44,8 @@ class Case:
             used += count
             if count and length % page:
                 codes.view(torch.uint8)[mine[-1], length % page :] = 0x7F  # NaN
-        query = (torch.randn(len(lengths), kv_heads * group, HEAD_DIM, generator=generator) * 40).to(codes.dtype)
-        self.keys, self.values = codes.cuda().split(HEAD_DIM, dim=-1)
+        query = (torch.randn(len(lengths), kv_heads * group, dim, generator=generator) * 40).to(codes.dtype)
+        self.keys, self.values = codes.cuda().split(dim, dim=-1)
         self.query, self.table = query.cuda(), table.cuda()
         self.lengths = torch.tensor(lengths, dtype=torch.int32, device="cuda")
         self.scales = tuple(torch.tensor(scale, device="cuda") for scale in (0.0625, 0.03125, 0.125))
@@ -93,8 +97,8 @@ class Case:
 
 
 @pytest.mark.parametrize(("kv_heads", "group", "page"), [(8, 4, 16), (2, 8, 16), (1, 1, 16), (3, 2, 64), (4, 5, 128)])
-def test_equals_the_reference(kv_heads: int, group: int, page: int) -> None:
-    case = Case(LENGTHS, kv_heads, group, page)
+def test_equals_the_reference(kv_heads: int, group: int, page: int, dim: int) -> None:
+    case = Case(LENGTHS, kv_heads, group, page, dim)
     found, expected = case.run().double(), case.expected()
     # Scores are summed in FP32 here and in FP64 there, so a few P round the other way; then all of it to BF16.
     error = (found - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-30)
@@ -102,9 +106,9 @@ def test_equals_the_reference(kv_heads: int, group: int, page: int) -> None:
     assert (found[LENGTHS.index(0)] == 0).all()
 
 
-def test_is_the_contracts_attention() -> None:
+def test_is_the_contracts_attention(dim: int) -> None:
     """As near to attention without rounded weights as FP8 weights are, whatever maximum they are relative to."""
-    case = Case([700], 8, 4, 16)
+    case = Case([700], 8, 4, 16, dim)
     blocks = case.table[0, : -(-700 // 16)].long()
     _, k_scale, v_scale = (float(scale) for scale in case.scales)
     q_scale = 0.004
@@ -121,16 +125,16 @@ def test_is_the_contracts_attention() -> None:
     assert (ours - plain).norm() < 1.25 * (theirs - plain).norm()
 
 
-def test_does_not_depend_on_the_batch() -> None:
-    case = Case(LENGTHS, 8, 4, 16)
+def test_does_not_depend_on_the_batch(dim: int) -> None:
+    case = Case(LENGTHS, 8, 4, 16, dim)
     together = case.run()
     for i in range(len(LENGTHS)):
         assert torch.equal(case.run(slice(i, i + 1))[0], together[i])
     assert torch.equal(case.run(), together)
 
 
-def test_does_not_depend_on_where_keys_lie() -> None:
-    small, large = Case([2000], 8, 4, 16), Case([2000], 8, 4, 128)
+def test_does_not_depend_on_where_keys_lie(dim: int) -> None:
+    small, large = Case([2000], 8, 4, 16, dim), Case([2000], 8, 4, 128, dim)
     count = 2000 // 128 + 1
     keys = small.keys[small.table[0, : 2000 // 16].long()].flatten(0, 1)
     values = small.values[small.table[0, : 2000 // 16].long()].flatten(0, 1)
@@ -143,9 +147,9 @@ def test_does_not_depend_on_where_keys_lie() -> None:
     assert torch.equal(small.run(), large.run())
 
 
-def test_rows_of_prompts_stay_as_they_are() -> None:
+def test_rows_of_prompts_stay_as_they_are(dim: int) -> None:
     """Every third request has five new tokens, and the last none; what decodes beside them is as it was alone."""
-    case = Case(LENGTHS, 8, 4, 16)
+    case = Case(LENGTHS, 8, 4, 16, dim)
     expected = case.run()
     counts = torch.tensor([5 if i % 3 == 0 else 1 for i in range(len(LENGTHS) - 1)] + [0])
     starts = torch.cat((torch.zeros(1), counts.cumsum(0))).int()
@@ -166,26 +170,26 @@ def spans_of(tokens: list[int], keys: list[int]) -> list[Span]:
     return [Span(sum(tokens[:i]), count, keys[i]) for i, count in enumerate(tokens)]
 
 
-def drawn(tokens: int, heads: int) -> Tensor:
+def drawn(tokens: int, heads: int, dim: int) -> Tensor:
     generator = torch.Generator().manual_seed(7)
-    return (torch.randn(tokens, heads, HEAD_DIM, generator=generator) * 40).to(torch.float8_e4m3fn).cuda()
+    return (torch.randn(tokens, heads, dim, generator=generator) * 40).to(torch.float8_e4m3fn).cuda()
 
 
 @pytest.mark.parametrize("group", range(1, 9))
-def test_whole_sequences_have_the_bytes_of_single_tokens(group: int) -> None:
+def test_whole_sequences_have_the_bytes_of_single_tokens(group: int, dim: int) -> None:
     """Of each group size: ragged, shorter than a tile, at the ends of tiles and pairs, and over several partitions."""
     keys = [1, 15, 16, 17, 31, 33, 127, 128, 129, 256, 257, 300, PARTITION, PARTITION + 1, 2 * PARTITION + 77]
-    case, spans = Case(keys, 2, group, 16), spans_of(keys, keys)
-    query = drawn(sum(keys), 2 * group)
+    case, spans = Case(keys, 2, group, 16, dim), spans_of(keys, keys)
+    query = drawn(sum(keys), 2 * group, dim)
     assert torch.equal(case.sequences(query, spans), case.one_by_one(query, spans))
 
 
 @pytest.mark.parametrize(("page", "partition"), [(16, 1024), (64, 4096), (128, 1056), (32, 32)])
-def test_ends_of_sequences_have_the_bytes_of_single_tokens(page: int, partition: int) -> None:
+def test_ends_of_sequences_have_the_bytes_of_single_tokens(page: int, partition: int, dim: int) -> None:
     """The rest is cached; requests without new tokens are left out. A partition may end within a pair of tiles."""
     tokens, keys = [3, 1, 0, 130, 64, 700], [700, 33, 2000, 1300, 5000, 3000]
-    case, spans = Case(keys, 8, 4, page), spans_of(tokens, keys)
-    query = drawn(sum(tokens), 32)
+    case, spans = Case(keys, 8, 4, page, dim), spans_of(tokens, keys)
+    query = drawn(sum(tokens), 32, dim)
     expected = case.one_by_one(query, spans, partition)
     assert torch.equal(case.sequences(query, spans, partition), expected)
     alone = [span._replace(tokens=span.tokens if i == 3 else 0) for i, span in enumerate(spans)]
@@ -196,43 +200,43 @@ def test_ends_of_sequences_have_the_bytes_of_single_tokens(page: int, partition:
 
 
 @pytest.mark.parametrize("scale", [0.01, 4.0, 64.0])
-def test_maxima_that_jump_have_the_bytes_of_single_tokens(scale: float) -> None:
+def test_maxima_that_jump_have_the_bytes_of_single_tokens(scale: float, dim: int) -> None:
     """Scores from one tile to the next rise by less than FP16 holds of P, and by far more."""
     keys = [700, 33, 1300, 257]
-    case, spans = Case(keys, 2, 4, 16), spans_of(keys, keys)
+    case, spans = Case(keys, 2, 4, 16, dim), spans_of(keys, keys)
     case.scales = (torch.tensor(scale, device="cuda"), *case.scales[1:])
-    query = drawn(sum(keys), 8)
+    query = drawn(sum(keys), 8, dim)
     expected = case.one_by_one(query, spans)
     assert not expected.isnan().any()
     assert torch.equal(case.sequences(query, spans), expected)
 
 
-def test_the_log_sum_exp_is_that_of_the_scores() -> None:
+def test_the_log_sum_exp_is_that_of_the_scores(dim: int) -> None:
     keys = [300, 2 * PARTITION + 77]
-    case, spans = Case(keys, 2, 4, 16), spans_of(keys, keys)
+    case, spans = Case(keys, 2, 4, 16, dim), spans_of(keys, keys)
     case.scales = (torch.tensor(0.004, device="cuda"), *case.scales[1:])
-    query = drawn(sum(keys), 8)
+    query = drawn(sum(keys), 8, dim)
     found = torch.zeros(8, len(query), device="cuda")
     case.sequences(query, spans, logsumexp=found)
     for span, table in zip(spans, case.table, strict=True):
         blocks = table[: -(-span.keys // 16)].long()
         k = case.keys[blocks].flatten(0, 1)[: span.keys].double().repeat_interleave(4, 1)
         q = query[span.row : span.row + span.tokens].double()
-        scores = torch.einsum("qhd,khd->hqk", q, k) * float(case.scales[0] * case.scales[1]) * HEAD_DIM**-0.5
+        scores = torch.einsum("qhd,khd->hqk", q, k) * float(case.scales[0] * case.scales[1]) * dim**-0.5
         unseen = torch.ones(span.tokens, span.keys, dtype=torch.bool, device="cuda").triu(1)
         expected = scores.masked_fill(unseen, -torch.inf).logsumexp(-1)
         assert (found[:, span.row : span.row + span.tokens] - expected).abs().max() < 1e-4
 
 
-def test_one_weight_that_dominates_is_exact() -> None:
+def test_one_weight_that_dominates_is_exact(dim: int) -> None:
     """Relative to a power of two that is not its maximum, and divided by what it was rounded to."""
-    case = Case([1], 8, 4, 16)
+    case = Case([1], 8, 4, 16, dim)
     expected = case.values[case.table[0, 0].long(), 0].double() * float(case.scales[2])
     assert torch.equal(case.run()[0], expected.repeat_interleave(4, dim=0).bfloat16())
 
 
-def test_replays_in_a_graph() -> None:
-    case = Case(LENGTHS, 8, 4, 16)
+def test_replays_in_a_graph(dim: int) -> None:
+    case = Case(LENGTHS, 8, 4, 16, dim)
     expected = case.run()
     out = torch.zeros_like(expected)
     queries = case.queries()

@@ -49,6 +49,13 @@ ARCH = Architecture(
     qk_norm=True,
     tie_embeddings=False,
 )
+# Heads of 64, and parts of fused linears that end inside a tile.
+PARTIAL = replace(
+    ARCH,
+    **{"family": "qwen2", "qk_norm": False, "qkv_bias": True, "hidden_size": 192, "intermediate_size": 480},
+    **{"num_heads": 9, "num_kv_heads": 3, "head_dim": 64},
+)
+ARCHES = pytest.mark.parametrize("arch", [ARCH, PARTIAL], ids=["whole tiles", "partial tiles"])
 SCALES = [LayerScales(2.0**-6, 2.0**-6, 2.0**-7)] * ARCH.num_layers
 
 
@@ -69,21 +76,25 @@ CONTRACTS = {
 
 
 @cache
-def masters() -> dict[str, Tensor]:
-    return initial_weights(ARCH, seed=0)
+def masters(arch: Architecture) -> dict[str, Tensor]:
+    return initial_weights(arch, seed=0)
 
 
-def packed(kept: PrecisionContract, ranks: Ranks = ALONE, **settings: object) -> PackedTrainer:
+def packed(
+    kept: PrecisionContract, ranks: Ranks = ALONE, arch: Architecture = ARCH, **settings: object
+) -> PackedTrainer:
     training = TrainingConfig.model_validate({"device": "cuda", "tokens_per_pass": 1024, **settings})
     formats = PackedFormats(
         training_formats(kept, ARCH.num_layers), rollout_formats(kept, ARCH.num_layers), 512, amax_only=False
     )
-    return PackedTrainer(ARCH, masters(), formats, training, Objective(LossConfig(), CorrectionConfig()), CUDA, ranks)
+    return PackedTrainer(
+        arch, masters(arch), formats, training, Objective(LossConfig(), CorrectionConfig()), CUDA, ranks
+    )
 
 
-def exact(kept: PrecisionContract) -> ExactTrainer:
+def exact(kept: PrecisionContract, arch: Architecture = ARCH) -> ExactTrainer:
     sides = (formats(kept, ARCH.num_layers) for formats in (training_formats, rollout_formats))
-    return ExactTrainer(ARCH, masters(), *sides, TrainingConfig(), Objective(LossConfig(), CorrectionConfig()))
+    return ExactTrainer(arch, masters(arch), *sides, TrainingConfig(), Objective(LossConfig(), CorrectionConfig()))
 
 
 def rows(count: int = 12) -> TokenBatch:
@@ -103,11 +114,12 @@ def batch_of(old: Tensor, sequences: TokenBatch) -> RolloutBatch:
     return RolloutBatch(sequences, mask, torch.where(mask, filled + noise, 0.0), filled, None, advantages, kept)
 
 
+@pytest.mark.parametrize(("inputs", "outputs"), [(512, 640), (576, 1280), (192, 704)])
 @pytest.mark.parametrize("rule", ["pow2", "fp32"])
-def test_gemms_are_near_their_references_and_do_not_depend_on_the_rows(rule: str) -> None:
+def test_gemms_are_near_their_references_and_do_not_depend_on_the_rows(rule: str, inputs: int, outputs: int) -> None:
     generator = torch.Generator().manual_seed(0)
     x, grad, weight = (
-        torch.randn(n, m, generator=generator).bfloat16() for n, m in ((384, 512), (384, 640), (640, 512))
+        torch.randn(n, m, generator=generator).bfloat16() for n, m in ((384, inputs), (384, outputs), (outputs, inputs))
     )
     on_gpu = [tensor.to(CUDA) for tensor in (x, grad, weight)]
     tiles, tiles_gpu = tile_codes(weight, rule), tile_codes(on_gpu[2], rule)
@@ -168,11 +180,12 @@ def test_the_head_does_not_depend_on_the_rows() -> None:
     assert (logits.double() - reference).norm() < 1e-5 * reference.norm()
 
 
+@ARCHES
 @pytest.mark.parametrize("name", CONTRACTS)
-def test_log_probs_are_near_those_of_the_exact_trainer(name: str) -> None:
+def test_log_probs_are_near_those_of_the_exact_trainer(name: str, arch: Architecture) -> None:
     kept = CONTRACTS[name]
     scales = SCALES if kept.training.kv_cache == "fp8" else None
-    on_gpu, on_cpu = packed(kept), exact(kept)
+    on_gpu, on_cpu = packed(kept, arch=arch), exact(kept, arch)
     assert on_gpu.digest() == on_cpu.digest()
     found, expected = (trainer.logprobs(rows(), 1.0, scales) for trainer in (on_gpu, on_cpu))
     difference = (found.logprobs - expected.logprobs).nan_to_num().abs()
@@ -183,12 +196,13 @@ def test_log_probs_are_near_those_of_the_exact_trainer(name: str) -> None:
         assert torch.equal(tensor.cpu().view(torch.uint8), other.view(torch.uint8))
 
 
+@ARCHES
 @pytest.mark.parametrize("name", CONTRACTS)
-def test_log_probs_do_not_depend_on_the_pack(name: str) -> None:
+def test_log_probs_do_not_depend_on_the_pack(name: str, arch: Architecture) -> None:
     kept = CONTRACTS[name]
     scales = SCALES if kept.training.kv_cache == "fp8" else None
-    together = packed(kept).logprobs(rows(), 0.8, scales).logprobs
-    apart = packed(kept, tokens_per_pass=256).logprobs(rows(), 0.8, scales).logprobs
+    together = packed(kept, arch=arch).logprobs(rows(), 0.8, scales).logprobs
+    apart = packed(kept, arch=arch, tokens_per_pass=256).logprobs(rows(), 0.8, scales).logprobs
     differ = int((together.nan_to_num() != apart.nan_to_num()).sum())
     if name == "fp8":
         assert differ == 0
@@ -224,11 +238,12 @@ def test_three_steps_are_the_same_twice(name: str) -> None:
     assert digests[0] == digests[2], "with layers computed again"
 
 
+@ARCHES
 @pytest.mark.parametrize(("name", "bound"), [("fp8", 0.12), ("fp8, bf16 cache", 0.12), ("bf16", 0.02)])
-def test_gradients_are_near_those_of_the_exact_trainer(name: str, bound: float) -> None:
+def test_gradients_are_near_those_of_the_exact_trainer(name: str, bound: float, arch: Architecture) -> None:
     kept = CONTRACTS[name]
     scales = SCALES if kept.training.kv_cache == "fp8" else None
-    on_gpu, on_cpu = packed(kept), exact(kept)
+    on_gpu, on_cpu = packed(kept, arch=arch), exact(kept, arch)
     batch = batch_of(on_cpu.logprobs(rows(), 1.0, scales).logprobs, rows())
     found, expected = (trainer.step(batch, 1.0, scales) for trainer in (on_gpu, on_cpu))
     for key in ("loss", "grad_norm", "ratio_mean", "weight_mean"):

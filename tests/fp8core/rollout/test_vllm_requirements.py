@@ -149,7 +149,8 @@ def test_the_aligned_model_needs_its_kernel_and_a_gpu():
     ("change", "complaint"),
     [
         ({"family": "qwen3_moe", "experts": EXPERTS}, "has experts"),
-        ({"head_dim": 64}, "head_dim 64 with 2 query heads per KV head"),
+        ({"head_dim": 96}, "head_dim 96 with 2 query heads per KV head"),
+        ({"hidden_size": 160}, "a hidden size of 160, which is no multiple of 64"),
         ({"num_heads": 18}, "head_dim 128 with 9 query heads per KV head"),
         ({"vocab_size": 66}, "a vocabulary of 66"),
     ],
@@ -158,10 +159,12 @@ def test_the_aligned_model_refuses_another_decoder(architecture, change, complai
     arch = architecture(**{"vocab_size": 64, **TRUE_TILES, **change})
     found = model_refusals(arch, KERNELS, VllmConfig(model="aligned"))
     _refused(found, f"^rollout.vllm.model=aligned: .*{complaint}")
-    _refused(model_refusals(arch, KERNELS, VllmConfig()))
+    _refused(model_refusals(arch, BF16, VllmConfig()))
 
 
 def test_models_without_whole_tiles_are_refused(architecture):
+    shape = {"hidden_size": 192, "num_heads": 9, "num_kv_heads": 3, "head_dim": 64, "vocab_size": 64}
+    _refused(model_refusals(architecture(**shape), KERNELS, VllmConfig(model="aligned")))
     _refused(model_refusals(architecture(), FP8, VllmConfig()), r"q_proj.weight is \[96, 80\]; .* multiples of 128")
     narrow = architecture(**TRUE_TILES, family="qwen3_moe", experts=replace(EXPERTS, intermediate_size=96))
     _refused(model_refusals(narrow, FP8, VllmConfig()), r"experts.0.gate_proj.weight is \[96, 256\]")

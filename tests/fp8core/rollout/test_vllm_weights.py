@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from fp8core.config.precision import PrecisionContract
 from fp8core.models.architecture import parameter_shapes
-from fp8core.models.weights import SCALE_SUFFIX
-from fp8core.rollout.engine import TensorSpec, open_shared, share_weights
-from fp8core.rollout.vllm.weights import Slot, UpdateError, check_fit, find_slots, rows_of
+from fp8core.models.weights import SCALE_SUFFIX, rollout_formats, stored_weights
+from fp8core.rollout.engine import TensorSpec, open_shared, share_weights, specs_of
+from fp8core.rollout.vllm.weights import Slot, UpdateError, check_fit, filled_shapes, find_slots
 
 LAYER = "model.layers.0"
 
@@ -55,34 +56,63 @@ def parameters(shipped):
 
 
 def test_parts_lie_below_one_another(shipped):
-    slots = find_slots(shipped)
+    slots = find_slots(shipped, {})
     attention, mlp = f"{LAYER}.self_attn", f"{LAYER}.mlp"
-    assert slots[f"{attention}.q_proj.weight"] == Slot(f"{attention}.qkv_proj.weight", 0, 512)
-    assert slots[f"{attention}.k_proj.weight"] == Slot(f"{attention}.qkv_proj.weight", 512, 768)
-    assert slots[f"{attention}.v_proj.weight"] == Slot(f"{attention}.qkv_proj.weight", 768, 1024)
-    assert slots[f"{attention}.k_proj.bias"] == Slot(f"{attention}.qkv_proj.bias", 512, 768)
-    assert slots[f"{mlp}.up_proj.weight"] == Slot(f"{mlp}.gate_up_proj.weight", 384, 768)
+    assert slots[f"{attention}.q_proj.weight"] == Slot(f"{attention}.qkv_proj.weight", 0, 512, 512, 256, 256)
+    assert slots[f"{attention}.k_proj.weight"] == Slot(f"{attention}.qkv_proj.weight", 512, 768, 768, 256, 256)
+    assert slots[f"{attention}.v_proj.weight"] == Slot(f"{attention}.qkv_proj.weight", 768, 1024, 1024, 256, 256)
+    assert slots[f"{attention}.k_proj.bias"] == Slot(f"{attention}.qkv_proj.bias", 512, 768, 768, 0, 0)
+    assert slots[f"{mlp}.up_proj.weight"] == Slot(f"{mlp}.gate_up_proj.weight", 384, 768, 768, 256, 256)
 
 
 def test_scales_are_laid_out_as_their_codes(shipped):
-    slots = find_slots(shipped)
+    slots = find_slots(shipped, {})
     scales = f"{LAYER}.self_attn.qkv_proj.weight_scale_inv"
-    assert slots[f"{LAYER}.self_attn.v_proj.weight_scale_inv"] == Slot(scales, 6, 8)
-    assert slots[f"{LAYER}.self_attn.k_proj.weight_scale_inv"] == Slot(scales, 4, 6)
+    assert slots[f"{LAYER}.self_attn.v_proj.weight_scale_inv"] == Slot(scales, 6, 8, 8, 2, 2)
+    assert slots[f"{LAYER}.self_attn.k_proj.weight_scale_inv"] == Slot(scales, 4, 6, 6, 2, 2)
 
 
 def test_everything_else_keeps_its_name(shipped):
     for name in ("model.norm.weight", f"{LAYER}.self_attn.q_norm.weight", f"{LAYER}.mlp.down_proj.weight_scale_inv"):
-        assert find_slots(shipped)[name] == Slot(name, 0, shipped[name].shape[0])
+        rows, *columns = shipped[name].shape
+        assert find_slots(shipped, {})[name] == Slot(name, 0, rows, rows, *2 * (columns or [0]))
+
+
+def test_parts_that_are_not_whole_tiles_have_zeros_after_them(architecture, masters_of):
+    """What is written lies where a decoder with the zeros has it, and reads back as it was shipped."""
+    partial = architecture(
+        hidden_size=192, intermediate_size=336, num_heads=9, num_kv_heads=3, head_dim=64, vocab_size=64
+    )
+    names = rollout_formats(PrecisionContract(), partial.num_layers).stored_names()
+    sent = stored_weights(masters_of(partial), names, "pow2")
+    slots = find_slots(specs_of(sent), filled_shapes(partial))
+    held = {}
+    for name, slot in slots.items():
+        rows = max(each.end for each in slots.values() if each.parameter == slot.parameter)
+        held[slot.parameter] = torch.zeros(rows, *[slot.width] * (slot.width > 0), dtype=sent[name].dtype)
+    attention, mlp = f"{LAYER}.self_attn", f"{LAYER}.mlp"
+    shapes = {name: tuple(tensor.shape) for name, tensor in held.items()}
+    assert shapes[f"{attention}.qkv_proj.weight"] == (768 + 2 * 256, 192)
+    assert shapes[f"{attention}.qkv_proj.weight_scale_inv"] == (6 + 2 * 2, 2)
+    assert shapes[f"{attention}.o_proj.weight"] == (192, 768)
+    assert shapes[f"{mlp}.gate_up_proj.weight"] == (2 * 384, 192)
+    assert shapes[f"{mlp}.down_proj.weight_scale_inv"] == (2, 3)
+    check_fit(specs_of(sent), slots, specs_of(held))
+    for name, tensor in sent.items():
+        slots[name].of(held[slots[name].parameter]).copy_(tensor)
+    for name, tensor in sent.items():
+        assert torch.equal(slots[name].of(held[slots[name].parameter]).float(), tensor.float()), name
+    written = sum(int(tensor.float().count_nonzero()) for tensor in held.values())
+    assert written == sum(int(tensor.float().count_nonzero()) for tensor in sent.values()), "parts overlap"
 
 
 def test_a_whole_policy_fits(shipped, parameters):
-    check_fit(shipped, find_slots(shipped), parameters)
+    check_fit(shipped, find_slots(shipped, {}), parameters)
 
 
 def _refused(shipped, parameters, complaint):
     with pytest.raises(UpdateError, match=complaint):
-        check_fit(shipped, find_slots(shipped), parameters)
+        check_fit(shipped, find_slots(shipped, {}), parameters)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +154,7 @@ def test_only_the_padding_of_a_vocabulary_may_stay_empty(shipped, parameters, ro
     parameters["model.embed_tokens.weight"] = TensorSpec("bfloat16", (rows, 256))
     shipped["model.embed_tokens.weight"] = TensorSpec("bfloat16", (150, 256))
     if fits:
-        check_fit(shipped, find_slots(shipped), parameters)
+        check_fit(shipped, find_slots(shipped, {}), parameters)
     else:
         _refused(shipped, parameters, f"embed_tokens.weight: 150 of its {rows} rows were sent")
 
@@ -161,10 +191,10 @@ def _specs(tensors):
 
 
 def test_experts_lie_one_after_another_gate_above_up(experts, held):
-    slots = find_slots(_specs(experts))
+    slots = find_slots(_specs(experts), {})
     check_fit(_specs(experts), slots, _specs(held))
     for name, slot in slots.items():
-        rows_of(held[slot.parameter])[slot.start : slot.stop] = experts[name]
+        slot.of(held[slot.parameter]).copy_(experts[name])
     for e in range(4):
         parts = [experts[f"{EXPERTS}.{e}.{part}_proj.weight"] for part in ("gate", "up", "down")]
         assert held[f"{HELD}.w13_weight"][e].equal(torch.cat(parts[:2]))
@@ -200,7 +230,7 @@ def test_parts_of_unlike_height_do_not_overlap(experts, held):
 
 def test_a_router_keeps_its_name():
     name = f"{LAYER}.mlp.gate.weight"
-    assert find_slots({name: TensorSpec("bfloat16", (4, 256))}) == {name: Slot(name, 0, 4)}
+    assert find_slots({name: TensorSpec("bfloat16", (4, 256))}, {}) == {name: Slot(name, 0, 4, 4, 256, 256)}
 
 
 def test_a_file_brings_every_bit_and_goes():

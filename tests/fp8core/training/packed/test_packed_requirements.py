@@ -30,8 +30,8 @@ def test_contracts_without_kernels_are_refused(refused, platform: str, reason: s
 @pytest.mark.parametrize(
     ("changes", "precision", "reason"),
     [
-        ({"hidden_size": 192}, contract(), r"q_proj.weight is \[512, 192\]; both sides must be multiples of 128"),
-        ({"head_dim": 64}, contract(), "head_dim=64 and 2 query heads a KV head; the kernel takes head_dim=128"),
+        ({"hidden_size": 160}, contract(), r"hidden size is 160; it must be a multiple of 64"),
+        ({"head_dim": 96}, contract(), "head_dim=96 and 2 query heads a KV head; the kernel takes head_dim 64 or 128"),
         ({"num_heads": 32, "num_kv_heads": 2}, contract(), "16 query heads a KV head.*at most 8"),
     ],
 )
