@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -110,10 +110,17 @@ def training_command(config: str, settings: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "flows.cli", "run", config, *flags]
 
 
-def start(command: Sequence[str], log: IO[bytes] | None = None) -> subprocess.Popen[bytes]:
-    """Start a process in ROOT with a session of its own, so that it can be ended with all that it starts."""
+def start(
+    command: Sequence[str], log: IO[bytes] | None = None, variables: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    """Start a process in ROOT with a session of its own, so that it can be ended with all that it starts.
+
+    `variables` are of its environment, beside those of this process.
+    """
     output = {} if log is None else {"stdout": log, "stderr": subprocess.STDOUT}
-    return subprocess.Popen(command, cwd=ROOT, start_new_session=True, **output)
+    return subprocess.Popen(
+        command, cwd=ROOT, start_new_session=True, env={**os.environ, **(variables or {})}, **output
+    )
 
 
 def ended(process: "subprocess.Popen[bytes]", deadline: float) -> int:

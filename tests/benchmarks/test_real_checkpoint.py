@@ -16,7 +16,7 @@ from fp8core.models.tokenizer import Tokenizer
 
 
 def test_a_problem_is_solved_by_its_first_number() -> None:
-    (question, answer), *_ = problems(1)
+    (question, answer), *_ = problems(1, 30)
     assert score(question, f" {answer}. And 99 more", f"#### {answer}", "length")
     assert not score(question, f" {answer + 1}, no, {answer}", f"#### {answer}", "length")
     assert not score(question, " many", f"#### {answer}", "stop")
@@ -34,7 +34,7 @@ def test_other_files_are_refused_and_nothing_is_written(content: bytes, fault: s
 def test_smollm2_is_converted_and_trained_without_any_mismatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "build" / "real"
     prepare(folder)
-    question, _answer = next(problems(1))
+    question, _answer = next(problems(1, 30))
     tokens = AutoTokenizer.from_pretrained(folder / "model")(question)["input_ids"]
     assert Tokenizer.load(folder / "model").encode(question) == tokens
     # A thread of its own would wait for the other core, which runs another test.

@@ -64,7 +64,7 @@ ARCH = Architecture(
 # Heads of 64, and parts of fused linears that end inside a tile.
 PARTIAL = replace(
     ARCH,
-    **{"family": "qwen2", "qk_norm": False, "qkv_bias": True, "hidden_size": 576, "intermediate_size": 1500},
+    **{"family": "llama", "qk_norm": False, "hidden_size": 576, "intermediate_size": 1500},
     **{"num_heads": 9, "num_kv_heads": 3, "head_dim": 64},
 )
 SCALES = PolicyScales(3, tuple(LayerScales(2.0 ** -(4 + i % 2), 0.03125, 0.0625) for i in range(ARCH.num_layers)))

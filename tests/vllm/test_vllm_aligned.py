@@ -24,7 +24,7 @@ from fp8core.numerics.kv_scales import LayerScales
 from fp8core.numerics.logprobs import log_softmax
 from fp8core.rollout.engine import TensorSpec
 from fp8core.rollout.vllm.settings import ALIGNED, model_config
-from fp8core.rollout.vllm.weights import check_fit, find_slots, rows_of
+from fp8core.rollout.vllm.weights import check_fit, filled_shapes, find_slots
 
 pytestmark = [pytest.mark.vllm, pytest.mark.skipif(ON_GPU, reason="tests/gpu/test_aligned_engine.py runs all of it")]
 CONTRACT, METHOD = PrecisionContract(rounding_points="kernels"), "fp8_grpo_test_codes"
@@ -37,17 +37,20 @@ SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, ori
 LLAMA = replace(QWEN3, family="llama", qk_norm=False, tie_embeddings=True, rope_scaling=SCALING)
 # vLLM's Qwen2 divides the hidden size among the heads.
 QWEN2 = replace(QWEN3, family="qwen2", qk_norm=False, qkv_bias=True, hidden_size=512)
+# Heads of 64, and no part of a fused linear that ends with a tile.
+PARTIAL = replace(LLAMA, hidden_size=192, intermediate_size=336, num_heads=9, num_kv_heads=3, head_dim=64)
+EACH = pytest.mark.parametrize("arch", [LLAMA, QWEN2, QWEN3, PARTIAL], ids=["llama", "qwen2", "qwen3", "partial tiles"])
 
 
 class ReferenceAttention(nn.Module):
     """A whole sequence at once, with the scales of one layer."""
 
-    def __init__(self, scales: LayerScales) -> None:
+    def __init__(self, scales: LayerScales, dim: int) -> None:
         super().__init__()
-        self.scales, self.form = scales, Fp8Attention()
+        self.scales, self.dim, self.form = scales, dim, Fp8Attention()
 
     def forward(self, q, k, v):
-        q, k, v = (x.float().view(len(x), -1, 128).transpose(0, 1)[None] for x in (q, k, v))
+        q, k, v = (x.float().view(len(x), -1, self.dim).transpose(0, 1)[None] for x in (q, k, v))
         mask = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril()[None, None]
         out = self.form.attend(q, *self.form.store(k, v, self.scales), mask, self.scales)
         return out[0].transpose(0, 1).flatten(1).bfloat16()
@@ -70,7 +73,7 @@ def vllm_cpu(vllm_build, tmp_path_factory):
             rows, columns = sum(output_partition_sizes), input_size_per_partition
             for name, shape, dtype in (
                 ("weight", (rows, columns), torch.float8_e4m3fn),
-                ("weight_scale_inv", (rows // 128, columns // 128), torch.float32),
+                ("weight_scale_inv", (-(-rows // 128), -(-columns // 128)), torch.float32),
             ):
                 layer.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False))
 
@@ -123,25 +126,28 @@ def specs(model):
 
 
 @torch.inference_mode()
-def write(model, tensors):
+def write(model, arch, tensors):
     """As the worker writes them."""
     parameters, sent = dict(model.named_parameters()), {name: TensorSpec.of(t) for name, t in tensors.items()}
-    slots = find_slots(sent)
+    slots = find_slots(sent, filled_shapes(arch))
     check_fit(sent, slots, specs(model))
+    for slot in slots.values():
+        if slot.filled_up:
+            parameters[slot.parameter].data.view(torch.uint8).zero_()
     for name, slot in slots.items():
-        rows_of(parameters[slot.parameter].data)[slot.start : slot.stop].copy_(tensors[name])
+        slot.of(parameters[slot.parameter].data).copy_(tensors[name])
 
 
-@pytest.mark.parametrize("arch", [LLAMA, QWEN2, QWEN3], ids=lambda arch: arch.family)
+@EACH
 def test_the_forward_is_the_reference(build, arch):
     masters = {name: w * 2 if w.dim() == 2 else w for name, w in initial_weights(arch, seed=0).items()}
     masters |= {name: torch.linspace(-1, 1, len(w)) for name, w in masters.items() if name.endswith(".bias")}
     formats = rollout_formats(CONTRACT, arch.num_layers)
     tensors = stored_weights(masters, formats.stored_names(), "pow2")
     model = build(arch, "aligned")
-    write(model, tensors)
+    write(model, arch, tensors)
     for layer, scales in zip(model.model.layers, SCALES, strict=True):
-        layer.self_attn.attn = ReferenceAttention(scales)
+        layer.self_attn.attn = ReferenceAttention(scales, arch.head_dim)
     positions = torch.arange(TOKENS.shape[1])
     with torch.inference_mode():
         hidden = model(TOKENS[0], positions)

@@ -21,7 +21,7 @@ from typing import Final, Literal
 from fp8core.config.precision import PrecisionContract
 from fp8core.config.section import VllmConfig
 from fp8core.errors import UserError
-from fp8core.models.architecture import Architecture, parameter_shapes
+from fp8core.models.architecture import Architecture, parameter_shapes, with_whole_tiles
 from fp8core.models.weights import rollout_formats
 from fp8core.numerics.attention import HEAD_DIMS, LARGEST_GROUP
 from fp8core.numerics.e4m3 import TILE
@@ -198,6 +198,11 @@ def aligned_shape_refusals(arch: Architecture) -> Iterator[str]:
         yield (
             f"rollout.vllm.model=aligned: head_dim {arch.head_dim} with {group} query heads per KV head; its attention "
             f"needs head_dim {' or '.join(map(str, HEAD_DIMS))} and at most {LARGEST_GROUP}; set it to stock"
+        )
+    if arch.family == "qwen2" and with_whole_tiles(arch).num_heads * arch.head_dim != arch.hidden_size:
+        yield (
+            f"rollout.vllm.model=aligned: a Qwen2 of {arch.num_heads} heads of {arch.head_dim}; vLLM divides the hidden "
+            f"size, {arch.hidden_size}, among heads that fill whole tiles of {TILE}; set it to stock"
         )
     if arch.hidden_size % OUTPUT_MULTIPLE:
         yield (

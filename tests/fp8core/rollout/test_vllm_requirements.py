@@ -151,6 +151,7 @@ def test_the_aligned_model_needs_its_kernel_and_a_gpu():
         ({"family": "qwen3_moe", "experts": EXPERTS}, "has experts"),
         ({"head_dim": 96}, "head_dim 96 with 2 query heads per KV head"),
         ({"hidden_size": 160}, "a hidden size of 160, which is no multiple of 64"),
+        ({"family": "qwen2", "num_heads": 1, "num_kv_heads": 1}, "a Qwen2 of 1 heads of 128; .* hidden size, 256"),
         ({"num_heads": 18}, "head_dim 128 with 9 query heads per KV head"),
         ({"vocab_size": 66}, "a vocabulary of 66"),
     ],
