@@ -12,7 +12,7 @@ from fp8core.numerics.attention import HEAD_DIM, LARGEST_GROUP
 from fp8core.numerics.e4m3 import TILE
 from fp8core.numerics.logprobs import ChunkedHead
 from fp8core.numerics.packed import packed_length
-from fp8core.plan.kernels import Product, gradient_products, layer_products
+from fp8core.plan.kernels import Product, gradient_products, layer_products, weight_gradient_products
 from fp8core.plan.memory import Need, count_parameters, longest_sequence, stored_bytes
 from fp8core.training.memory import Parallel, TrainerMemory, exported_in_one_piece
 
@@ -96,13 +96,14 @@ def packs(config: RunConfig, arch: Architecture) -> range:
 
 
 def products(config: RunConfig, arch: Architecture) -> Iterator[Product]:
-    """Those that DeepGEMM computes of a pack: linears in FP8 with the gradients of their inputs, and the head."""
+    """Those that DeepGEMM computes of a pack: linears in FP8 with both gradients, and the head."""
     tokens = packs(config, arch)
     if not tokens:
         return
     if config.precision.training.linear == "fp8_block":
         yield from layer_products(arch, tokens)
         yield from gradient_products(arch, tokens)
+        yield from weight_gradient_products(arch, tokens)
     chunk = max(1, ChunkedHead.chunk_elements // arch.vocab_size)
     yield Product("bf16", arch.vocab_size, arch.hidden_size, range(1, min(chunk, tokens[-1]) + 1))
 
