@@ -110,7 +110,8 @@ def products(config: RunConfig, arch: Architecture) -> Iterator[Product]:
 
 _FP32, _BF16 = 4, 2
 _MOMENT_BYTES = {"fp32": _FP32, "bf16": _BF16}
-# CUDA context, GEMM workspaces, and a chunk of logits with what is made of it. An estimate.
+# CUDA context, GEMM workspaces, and the larger of a chunk of logits with what is made of it and what attention's
+# backward takes (`kernels.attention_backward.MOST_BYTES`). An estimate.
 _WORKSPACE = 4_000_000_000
 # CUDA context, and memory that torch keeps because a part of it is used. An estimate: 10 GiB for this and an engine's
 # workspace were too few beside a policy of 8B.
