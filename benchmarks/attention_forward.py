@@ -4,8 +4,8 @@
 
 Heads are Qwen3-8B's: 32 of Q, 8 of K and V, 128 channels; 16,384 tokens, causal. `fp8` is the sequence kernel with what
 widens its keys; its result is compared with the decode kernel's, byte for byte, in the same process. FlashAttention 2
-is torch's, FlashAttention 3 is vLLM's. teraflops counts the products of keys that are seen. Backward rows are
-FlashAttention 2's backward, from the kernel's log-sum-exp and from a forward of its own.
+is torch's, FlashAttention 3 is vLLM's. teraflops counts the products of keys that are seen. Backward rows are those of
+FlashAttention 2 and of cuDNN from the kernel's log-sum-exp, and FlashAttention 2's with a forward of its own.
 
 PREDICTED, in milliseconds, was written after the kernel's first times and before FlashAttention 3's.
 """
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import RowFile, table
-from fp8core.kernels import attention
+from fp8core.kernels import attention, attention_backward
 from fp8core.kernels.decode_attention import DecodeAttention
 from fp8core.kernels.sequence_attention import SequenceAttention, Span, batches
 from fp8core.numerics.attention import HEAD_DIMS, Queries
@@ -94,12 +94,16 @@ def backwards(qkv: Tensor, pack: DevicePack, grad: Tensor) -> dict[str, Callable
     """The backward of FP8 attention from what its forward saved, and with a forward of FlashAttention."""
     heads, longest = head_values(qkv, LAYOUT, SCALES), pack.sequences.longest
     saved = attention.fp8_attention(qkv, LAYOUT, pack, SCALES, longest).for_backward
-    return {
-        "saved": lambda: attention._flash_attention_backward(grad, heads, saved, pack),
-        "forward again": lambda: attention._flash_attention_backward(
+    made: dict[str, Callable[[], object]] = {
+        "saved": lambda: attention_backward.flash_gradients(grad, heads, saved, pack),
+        "forward again": lambda: attention_backward.flash_gradients(
             grad, heads, attention._flash_attention(heads, pack), pack
         ),
     }
+    parts = attention_backward.parts_of(pack.sequences, LAYOUT)
+    if attention_backward.library(HEAD_DIM, qkv.device) is not None and parts:
+        made["cuDNN"] = lambda: attention_backward.cudnn_gradients(grad, heads, saved, parts)
+    return made
 
 
 def tokens_differing(qkv: Tensor, pack: DevicePack) -> int:

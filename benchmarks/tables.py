@@ -446,8 +446,11 @@ def attention_tables(rows: Sequence[Row]) -> Iterator[str]:
         differing = [f"{row['differing']}" for row in _of(rows, "attention_equal") if row["pack"] == pack]
         lines.append([pack, *cells, predicted, *back, *differing])
     names = [f"{name}, ms (TFLOP/s)" for name in dict.fromkeys(row["form"] for row in found)]
-    backward = ("backward, ms", "with a forward", "values that differ")
-    yield table(["sequences", *names, "predicted, ms", *backward], lines)
+    backward = [_BACKWARD[form] for form in dict.fromkeys(row["form"] for row in _of(rows, "attention_backward"))]
+    yield table(["sequences", *names, "predicted, ms", *backward, "values that differ"], lines)
+
+
+_BACKWARD = {"saved": "backward, ms", "forward again": "with a forward", "cuDNN": "by cuDNN"}
 
 
 # The loop

@@ -38,6 +38,16 @@ head was fused (FP8 attention as `sequence_attention` computes it, 5.6 s):
 | gradient of the head added by its GEMM | -0.10 | -0.10 | -0.10 | 7.5 GB a chunk less |
 | predicted | 7.0 | 5.2 | 5.0 | |
 | nothing computed again, packs of 4,096 tokens | 6.6 | 5.2 | 5.0 | no recompute, four times the writes of gradients |
+
+Measured then: 7.09 in BF16 and 5.19 with FP8 attention; 6.35 and 5.11 with nothing computed again. Predicted before
+DeepGEMM added the weights' gradients itself, and before cuDNN computed the attention's backward:
+
+| part | BF16 | with FP8 attention | BF16, all kept | FP8, all kept | from |
+| --- | --- | --- | --- | --- | --- |
+| measured | 7.09 | 5.19 | 6.35 | 5.11 | |
+| gradients of weights added by their GEMM | | -0.09 | | -0.42 | 0.86 and 0.77 ms a layer and pack after the first |
+| attention's backward by cuDNN | -0.24 | -0.25 | -0.24 | -0.25 | 5.06 and 3.29 ms for 4 x 4,096; BF16 copies heads |
+| predicted | 6.85 | 4.85 | 6.11 | 4.44 | |
 """
 
 import argparse
@@ -60,6 +70,7 @@ from benchmarks.harness import ROOT, provenance, write_rows
 from fp8core.config.loss import LossConfig
 from fp8core.config.precision import PrecisionContract
 from fp8core.config.run import CorrectionConfig, TrainingConfig
+from fp8core.kernels import attention_backward
 from fp8core.models.architecture import Architecture, parameter_shapes
 from fp8core.models.weights import rollout_formats, training_formats
 from fp8core.numerics.kv_scales import LayerScales
@@ -230,6 +241,7 @@ def measure(cell: Cell, device: torch.device, out: Path) -> None:
     about = {"model": cell.model, "trainer": "torch", "precision": cell.precision, "layers": arch.num_layers}
     about |= {"sequence": sequence, "tokens": tokens, "tokens_per_pass": cell.tokens_per_pass}
     about |= {"checkpointing": cell.checkpointing, "deterministic": cell.deterministic}
+    about |= {"attention_backward": attention_backward.describe(arch.head_dim, device)}
     about |= provenance()
     row = {"kind": "training", **about, "seconds": seconds, "repeats": timed, "warm_up_seconds": warm_up}
     row |= {"tokens_per_s": tokens / seconds, "mfu": flops(arch, batch) / seconds / PEAK_TFLOPS / 1e12}
@@ -258,7 +270,8 @@ def _synchronise(device: torch.device) -> None:
 # The first that matches names the part.
 PARTS = (
     ("codes around attention", ("_head_codes_kernel", "_head_gradients_kernel")),
-    ("attention", ("decode_attention", "sequence_attention", "widen_pairs", "flash", "fmha")),
+    # cuDNN's own are the last two.
+    ("attention", ("decode_attention", "sequence_attention", "widen_pairs", "flash", "fmha", "sdpa", "cudnn")),
     # DeepGEMM's own, and cuBLASLt's of two E4M3 operands with FP32 scales.
     ("block-FP8 GEMM", ("sm90_fp8", "_qqsss_", "e4m3", "block_scaled")),
     (

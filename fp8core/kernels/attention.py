@@ -1,6 +1,6 @@
 """Attention to packed sequences on Hopper: the engine's FP8 attention, and FlashAttention in BF16.
 
-The backward of both is FlashAttention's, from the output and the log-sum-exp of the forward.
+The backward of both is `attention_backward`'s, from the output and the log-sum-exp of the forward.
 """
 
 from functools import cache, lru_cache
@@ -8,6 +8,7 @@ from functools import cache, lru_cache
 import torch
 from torch import Tensor
 
+from fp8core.kernels.attention_backward import attention_gradients
 from fp8core.kernels.sequence_attention import Batch, SequenceAttention, Span, batches
 from fp8core.numerics.attention import Bf16Attention
 from fp8core.numerics.fused import HeadLayout, Heads, head_codes, head_gradients, head_values, heads_of
@@ -25,7 +26,7 @@ def bf16_attention(qkv: Tensor, layout: HeadLayout, pack: DevicePack, exact: Bf1
 def bf16_attention_backward(
     grad: Tensor, qkv: Tensor, saved: tuple[Tensor, ...], layout: HeadLayout, pack: DevicePack, exact: Bf16Attention
 ) -> Tensor:
-    return torch.cat(_flash_attention_backward(grad, heads_of(qkv, layout), saved, pack), dim=1).flatten(1)
+    return torch.cat(attention_gradients(grad, heads_of(qkv, layout), saved, pack), dim=1).flatten(1)
 
 
 def fp8_attention(qkv: Tensor, layout: HeadLayout, pack: DevicePack, scales: LayerScales, longest: int) -> Attended:
@@ -47,7 +48,7 @@ def fp8_attention(qkv: Tensor, layout: HeadLayout, pack: DevicePack, scales: Lay
 def fp8_attention_backward(
     grad: Tensor, qkv: Tensor, saved: tuple[Tensor, ...], layout: HeadLayout, pack: DevicePack, scales: LayerScales
 ) -> Tensor:
-    grads = _flash_attention_backward(grad, head_values(qkv, layout, scales), saved, pack)
+    grads = attention_gradients(grad, head_values(qkv, layout, scales), saved, pack)
     return head_gradients(grads, qkv, layout, scales)
 
 
@@ -59,19 +60,6 @@ def _flash_attention(heads: Heads, pack: DevicePack) -> tuple[Tensor, Tensor]:
         *heads, *_bounds(pack), 0.0, True, False, window_size_left=-1, window_size_right=0
     )
     return out, logsumexp
-
-
-def _flash_attention_backward(grad: Tensor, heads: Heads, saved: tuple[Tensor, ...], pack: DevicePack) -> Heads:
-    """Gradients of Q, K and V; `saved` is the output, of any shape, and its log-sum-exp."""
-    out, logsumexp = saved
-    q, k, v = heads
-    # Of dropout, which there is none of.
-    state, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
-    result = grad.reshape(q.shape), q, k, v, out.view(q.shape), logsumexp
-    grad_q, grad_k, grad_v = torch.ops.aten._flash_attention_backward(
-        *result, *_bounds(pack), 0.0, True, state, unused, window_size_left=-1, window_size_right=0
-    )
-    return grad_q, grad_k, grad_v
 
 
 def _bounds(pack: DevicePack) -> tuple[Tensor, Tensor, int, int]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from fp8core.end_with_parent import follow_parent
 from fp8core.errors import UserError, first_line
@@ -114,19 +115,24 @@ def _finish(job: Job, future: "Future[None]", versions: str) -> None:
 def multiply(sample: Sample, device: str = "cuda") -> None:
     """Compute one product of zeros, which compiles its kernel where the library does that."""
     from fp8core.numerics.e4m3 import TILE
-    from fp8core.numerics.gemm import forward_gemm
+    from fp8core.numerics.gemm import forward_gemm, weight_gradient_gemm
     from fp8core.numerics.packed import head_logits
+
+    def zeros(rows: int, columns: int) -> tuple[Tensor, Tensor]:
+        codes = torch.zeros(rows, columns, device=device).to(torch.float8_e4m3fn)
+        # Column-major with a pitch for tensor maps, as our quantisers and vLLM's write them.
+        scales = torch.ones(-(-columns // TILE), -(-rows // 4) * 4, device=device)
+        return codes, scales.t()[:rows]
 
     operands, outputs, contraction, rows, _ = sample
     if operands == "bf16":
         left, right = (torch.zeros(n, contraction, dtype=torch.bfloat16, device=device) for n in (rows, outputs))
         head_logits(left, right)
+    elif operands == "fp8_gradient":
+        weight_gradient_gemm(zeros(outputs, rows), zeros(contraction, rows))
     else:
-        groups, pitch = -(-contraction // TILE), -(-rows // 4) * 4
-        x, weight = (torch.zeros(n, contraction, device=device).to(torch.float8_e4m3fn) for n in (rows, outputs))
-        # Column-major with a pitch for tensor maps, as our quantisers and vLLM's write them.
-        scales = torch.ones(groups, pitch, device=device).t()[:rows]
-        forward_gemm((x, scales), (weight, torch.ones(-(-outputs // TILE), groups, device=device)))
+        tiles = torch.ones(-(-outputs // TILE), -(-contraction // TILE), device=device)
+        forward_gemm(zeros(rows, contraction), (zeros(outputs, contraction)[0], tiles))
     release_memory()
 
 

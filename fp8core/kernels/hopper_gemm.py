@@ -3,7 +3,7 @@
 vLLM multiplies with DeepGEMM. A trainer that calls the same kernel gets the same bits, whatever the number of rows. An
 element has one FP32 accumulator, promoted every 128 of the contraction, which is not split. With powers of two as
 scales cuBLASLt's block GEMM gives these bits as well (docs/guides/torch.md), so it stands in where DeepGEMM is not
-installed. Gradients of weights are always cuBLASLt's, with FP32 results.
+installed. DeepGEMM adds a weight's gradient to those of packs before it as it writes; cuBLASLt's product is added.
 """
 
 from functools import cache
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, pad, scaled_mm
 
-from fp8core.numerics.e4m3 import Codes
+from fp8core.numerics.e4m3 import TILE, Codes
 
 _ROWS, _TILES = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
 _SCALE_PITCH = 4
@@ -31,8 +31,16 @@ def forward_gemm(x: Codes, weight: Codes) -> Tensor:
 
 
 def weight_gradient_gemm(grad: Codes, x: Codes, total: Tensor | None = None) -> Tensor:
-    product = _scaled_mm(grad, _ROWS, x, _ROWS, torch.float32)
-    return product if total is None else total.add_(product)
+    if (library := deep_gemm()) is None:
+        product = _scaled_mm(grad, _ROWS, x, _ROWS, torch.float32)
+        return product if total is None else total.add_(product)
+    if total is None:
+        # On Hopper this product has to be added to something.
+        total = torch.zeros(grad[0].shape[0], x[0].shape[0], device=grad[0].device)
+    # One kernel for all numbers of tokens: the shape of the weight alone is compiled in.
+    options = {"recipe": (1, 1, TILE), "compiled_dims": "mn", "disable_ue8m0_cast": True}
+    library.fp8_gemm_nt(grad, x, total, c=total, **options)
+    return total
 
 
 def head_logits(hidden: Tensor, weight: Tensor, output: torch.dtype = torch.float32) -> Tensor:

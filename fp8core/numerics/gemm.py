@@ -237,7 +237,7 @@ def weight_gradient_gemm(grad: Codes, x: Codes, total: Tensor | None = None) -> 
         total: FP32 [out, in], of packs before this one: the product is added to it, in place.
 
     Returns:
-        FP32 [out, in]. On a GPU the number of tokens is a multiple of 16.
+        FP32 [out, in]. On a GPU the number of tokens is a multiple of 16, and `total` is contiguous.
     """
     return _added(_code_gemm(grad, x).float(), total)
 

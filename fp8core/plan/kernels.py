@@ -15,14 +15,17 @@ from torch import Tensor
 
 from fp8core.models.architecture import Architecture
 
-Operands = Literal["fp8_block", "bf16"]
-"""Codes with scales to a BF16 result, or BF16 to FP32 as the output head is multiplied."""
+Operands = Literal["fp8_block", "bf16", "fp8_gradient"]
+"""Codes with scales to a BF16 result; BF16 to FP32 as the output head is multiplied; codes to a weight's gradient."""
 
 _SHARED_MEMORY = 232_448
 _MOST_STAGES = 16
 _BARRIER_BYTES = 2 * 8 * _MOST_STAGES
 _SCALE_BYTES, _BLOCK_BYTES = 4, 128
 _LARGEST_TILE = 128 * 192
+# Of an element of the operands, and of the result.
+_OPERAND_BYTES: dict[Operands, int] = {"fp8_block": 1, "bf16": 2, "fp8_gradient": 1}
+_RESULT_BYTES: dict[Operands, int] = {"fp8_block": 2, "bf16": 4, "fp8_gradient": 4}
 # Bytes a cycle from the L2 cache: of one multiprocessor, and of all.
 _L2_EACH, _L2_ALL, _L1_EACH = 64, 8e6 / 1.3e3, 128
 # Everything about a number of rows that DeepGEMM looks at is the same for 16k+1 ... 16k+16.
@@ -31,13 +34,13 @@ _STEP = 16
 
 @dataclass(frozen=True)
 class Product:
-    """All products with one weight.
+    """All products with one weight, or all that are added to its gradient.
 
     Attributes:
         operands: formats.
         outputs: rows of the weight.
         contraction: columns of the weight.
-        rows: numbers of rows that it may be multiplied with.
+        rows: numbers of rows that it may be multiplied with; of a gradient, numbers of tokens that it may be a sum of.
     """
 
     operands: Operands
@@ -126,12 +129,16 @@ def _candidates(product: Product, processors: int, smallest: int) -> list[Tiling
     """Tilings in DeepGEMM's order, of which the first of several equal ones is taken."""
     codes = product.operands == "fp8_block"
     heights = [64, 128, *(height for height in (16, 32) if smallest <= height), *([256] if codes else [])]
+    widths = list(range(16, (192 if codes else 256) + 1, 16))
+    if product.operands == "fp8_gradient":
+        # The rows are the weight's, 128 at least. These widths spare an FP32 result conflicts of shared memory.
+        heights, widths = [64, 128], [16, *range(24, 161, 16)]
     found = list[Tiling]()
     for across, down in ((1, 1), (1, 2), (2, 1)):
         if processors % (across * down):
             continue
         for height in heights:
-            for width in range(16, (192 if codes else 256) + 1, 16):
+            for width in widths:
                 if not _fits(height, width, codes=codes):
                     continue
                 stages = _stages(product, height, width)
@@ -150,15 +157,16 @@ def _fits(height: int, width: int, *, codes: bool) -> bool:
 
 def _stages(product: Product, height: int, width: int) -> int:
     """Stages of a pipeline in a multiprocessor's shared memory."""
-    codes = product.operands == "fp8_block"
     # A row of a stage is always 128 bytes.
-    result = _round_up(height * width * (2 if codes else 4), 1024)
+    result = _round_up(height * width * _RESULT_BYTES[product.operands], 1024)
     scales = 0
     stage = (height + width) * _BLOCK_BYTES
-    if codes:
+    if product.operands == "fp8_block":
         one_tile = _BLOCK_BYTES % width == 0
         scales = _round_up(-(-product.contraction // 128) * _SCALE_BYTES * (1 if one_tile else 2), 8)
         stage += _round_up(height * _SCALE_BYTES, 128)
+    elif product.operands == "fp8_gradient":
+        stage += _round_up(height * _SCALE_BYTES, 128) + _round_up(width * _SCALE_BYTES, 128)
     return min((_SHARED_MEMORY - result - _BARRIER_BYTES - scales) // stage, _MOST_STAGES)
 
 
@@ -175,13 +183,17 @@ def _best(product: Product, rows: Tensor, candidates: list[Tiling], processors: 
 
 def _cycles(product: Product, rows: Tensor, tiling: Tiling, processors: int) -> Tensor:
     """DeepGEMM's estimate, with its integer divisions and its FP32 quotients."""
-    size, wide = (1, 2) if product.operands == "fp8_block" else (2, 4)
+    size = _OPERAND_BYTES[product.operands]
     height, width, _, across, down = tiling
-    depth, whole = product.contraction, height * width * wide
-    blocks = -(-rows // height) * -(-product.outputs // width)
+    whole = moved = height * width * _RESULT_BYTES[product.operands]
+    lines, columns, depth = rows, product.outputs, torch.full_like(rows, product.contraction)
+    if product.operands == "fp8_gradient":
+        lines, columns, depth = torch.full_like(rows, product.outputs), product.contraction, rows
+        moved = 2 * whole  # What it is added to is read.
+    blocks = -(-lines // height) * -(-columns // width)
     waves = -(-blocks // processors)
-    from_l2 = depth * (height // down + width // across) * size + whole
-    through_l1 = depth * (height + width + max(64, height) + width) * size + 2 * whole
+    from_l2 = depth * (height // down + width // across) * size + moved
+    through_l1 = depth * (height + width + max(64, height) + width) * size + whole + moved
     l2 = from_l2 * blocks // int(min(_L2_EACH * processors, _L2_ALL))
     l1 = through_l1 * blocks // (_L1_EACH * processors)
     used = blocks.float() / (waves * processors).float()
@@ -202,6 +214,12 @@ def gradient_products(arch: Architecture, rows: range) -> Iterator[Product]:
     """Gradients of the linears' inputs: products with the transposed weights."""
     for outputs, contraction in linear_shapes(arch):
         yield Product("fp8_block", contraction, outputs, rows)
+
+
+def weight_gradient_products(arch: Architecture, tokens: range) -> Iterator[Product]:
+    """Gradients of the linears' weights: sums over so many tokens, which no kernel is compiled for."""
+    for outputs, contraction in linear_shapes(arch):
+        yield Product("fp8_gradient", outputs, contraction, tokens)
 
 
 def _round_up(value: int, multiple: int) -> int:

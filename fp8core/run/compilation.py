@@ -141,6 +141,8 @@ def _ends(product: Product) -> Product:
 def _product_job(sample: Sample, folders: KernelFolders) -> Job:
     operands, outputs, contraction, rows, _ = sample
     name = f"a product of {rows} x {contraction} with {outputs} x {contraction} in {operands}"
+    if operands == "fp8_gradient":
+        name = f"a gradient of {outputs} x {contraction} from {rows} tokens in fp8_block"
     return Job(name, "", folders.deep_gemm, multiply, (sample,))
 
 

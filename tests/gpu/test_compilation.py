@@ -39,8 +39,12 @@ def every(product: Product) -> None:
 
 @pytest.mark.parametrize(
     "product",
-    [Product("fp8_block", 1536, 1024, range(1, 1200)), Product("bf16", 2048, 512, range(1, 300))],
-    ids=["codes", "head"],
+    [
+        Product("fp8_block", 1536, 1024, range(1, 1200)),
+        Product("fp8_gradient", 768, 512, range(128, 4096, 128)),
+        Product("bf16", 2048, 512, range(1, 300)),
+    ],
+    ids=["codes", "gradient", "head"],
 )
 def test_no_number_of_rows_needs_a_kernel_that_was_not_planned(folders: KernelFolders, product: Product) -> None:
     planned = samples([product], torch.cuda.get_device_properties(0).multi_processor_count)

@@ -155,6 +155,28 @@ def test_cublas_and_deep_gemm_give_the_same_bits() -> None:
     assert torch.equal(forward_gemm(codes, tiles), other)
 
 
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "tokens"),
+    [(640, 512, 384), (256, 128, 128), (768, 2048, 1152), (1536, 1024, 4096), (6144, 4096, 4096)],
+)
+def test_gradients_of_weights_are_added_up_pack_by_pack(outputs: int, inputs: int, tokens: int) -> None:
+    """With the bytes of each pack's product and an addition, whatever the packs' lengths."""
+    from fp8core.kernels import hopper_gemm
+
+    if deep_gemm() is None:
+        pytest.skip("DeepGEMM is not installed")
+    total, expected = None, torch.zeros(outputs, inputs, device=CUDA)
+    for length in (tokens, 128, 2 * tokens):
+        grad, x = (
+            row_and_column_codes(torch.randn(length, n, device=CUDA).bfloat16(), "pow2")[1] for n in (outputs, inputs)
+        )
+        expected += hopper_gemm._scaled_mm(grad, hopper_gemm._ROWS, x, hopper_gemm._ROWS, torch.float32)
+        added = weight_gradient_gemm(grad, x, total)
+        assert total is None or added is total
+        total = added
+        assert torch.equal(total, expected)
+
+
 def test_entropies_have_the_gradient_of_autograd() -> None:
     hidden, weight = (torch.randn(n, 512, device=CUDA).bfloat16() for n in (300, 2048))
     targets = torch.arange(300, device=CUDA)

@@ -13,7 +13,7 @@ from fp8core.numerics.e4m3 import TILE
 from fp8core.numerics.gemm import OUTPUT_MULTIPLE
 from fp8core.numerics.logprobs import ChunkedHead
 from fp8core.numerics.packed import packed_length
-from fp8core.plan.kernels import Product, gradient_products, layer_products
+from fp8core.plan.kernels import Product, gradient_products, layer_products, weight_gradient_products
 from fp8core.plan.memory import Need, count_parameters, longest_sequence, stored_bytes
 from fp8core.training.memory import Parallel, TrainerMemory, exported_in_one_piece
 
@@ -95,20 +95,23 @@ def packs(config: RunConfig, arch: Architecture) -> range:
 
 
 def products(config: RunConfig, arch: Architecture) -> Iterator[Product]:
-    """Those that DeepGEMM computes of a pack: linears in FP8 with the gradients of their inputs, and the head."""
+    """Those that DeepGEMM computes of a pack: linears in FP8 with both gradients, and the head."""
     tokens = packs(config, arch)
     if not tokens:
         return
     if config.precision.training.linear == "fp8_block":
-        yield from layer_products(with_whole_tiles(arch), tokens)
-        yield from gradient_products(with_whole_tiles(arch), tokens)
+        computed = with_whole_tiles(arch)
+        yield from layer_products(computed, tokens)
+        yield from gradient_products(computed, tokens)
+        yield from weight_gradient_products(computed, tokens)
     chunk = max(1, ChunkedHead.chunk_elements // arch.vocab_size)
     yield Product("bf16", arch.vocab_size, arch.hidden_size, range(1, min(chunk, tokens[-1]) + 1))
 
 
 _FP32, _BF16 = 4, 2
 _MOMENT_BYTES = {"fp32": _FP32, "bf16": _BF16}
-# CUDA context, GEMM workspaces, and a chunk of logits with what is made of it. An estimate.
+# CUDA context, GEMM workspaces, and the larger of a chunk of logits with what is made of it and what attention's
+# backward takes (`kernels.attention_backward.MOST_BYTES`). An estimate.
 _WORKSPACE = 4_000_000_000
 # CUDA context, and memory that torch keeps because a part of it is used. An estimate: 10 GiB for this and an engine's
 # workspace were too few beside a policy of 8B.

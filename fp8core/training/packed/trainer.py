@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fp8core.config.run import TrainingConfig
+from fp8core.kernels import attention_backward
 from fp8core.models.architecture import Architecture
 from fp8core.models.safetensors_stream import TensorSpec, create_file, write_rows
 from fp8core.models.weights import Formats, ShippedTensors, in_one_buffer, stored_weights
@@ -114,8 +115,12 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
 
     def describe(self) -> dict[str, object]:
         """Formats by layer, and what multiplies."""
-        kernels = "hopper" if self._device.type == "cuda" else "exact"
-        return {"trainer": "torch", "accumulation": kernels, **self._formats.training.describe()}
+        said: dict[str, object] = {"trainer": "torch", "accumulation": "exact"}
+        if self._device.type == "cuda":
+            # The two kernels differ in bytes, and a replay can be on a host that has the other one.
+            backward = attention_backward.describe(self.arch.head_dim, self._device)
+            said |= {"accumulation": "hopper", "attention_backward": backward}
+        return {**said, **self._formats.training.describe()}
 
     def export(self) -> ShippedTensors:
         """Weights for the rollout engine, quantised here and nowhere else, in one buffer: that is shared fast."""

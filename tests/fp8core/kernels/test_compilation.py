@@ -63,23 +63,29 @@ def test_kernels_are_counted_in_all_folders_whether_they_exist_or_not(tmp_path):
     assert folders.count() == 4
 
 
-@pytest.mark.parametrize("operands", ["fp8_block", "bf16"])
+@pytest.mark.parametrize("operands", ["fp8_block", "bf16", "fp8_gradient"])
 def test_a_job_multiplies_operands_of_the_sampled_shape(monkeypatch, operands):
     """The operation that engine and trainer call gets the layouts that they give it."""
     given = {}
-    for name in ("forward_gemm", "head_logits"):
+    for name in ("forward_gemm", "weight_gradient_gemm", "head_logits"):
         reference = dispatch.OPERATIONS[name][0]
 
         def record(*operands, name=name, reference=reference):
             given[name] = operands
             return reference(*operands)
 
-        monkeypatch.setattr(f"fp8core.numerics.{'gemm' if name == 'forward_gemm' else 'packed'}.{name}", record)
-    (sample,) = samples([Product(operands, 256, 384, range(19, 20))], 132)
+        monkeypatch.setattr(f"fp8core.numerics.{'packed' if name == 'head_logits' else 'gemm'}.{name}", record)
+    rows = 256 if operands == "fp8_gradient" else 19
+    (sample,) = samples([Product(operands, 256, 384, range(rows, rows + 1))], 132)
     multiply(sample, "cpu")
     if operands == "bf16":
         hidden, weight = given["head_logits"]
         assert (hidden.shape, weight.shape, hidden.dtype) == ((19, 384), (256, 384), torch.bfloat16)
+        return
+    if operands == "fp8_gradient":
+        (grad, of_grad), (x, of_x) = given["weight_gradient_gemm"]
+        assert (grad.shape, x.shape, of_grad.shape, of_x.shape) == ((256, 256), (384, 256), (256, 2), (384, 2))
+        assert (of_grad.stride(), of_x.stride()) == ((1, 256), (1, 384))
         return
     (x, by_row), (weight, by_tile) = given["forward_gemm"]
     assert (x.shape, weight.shape, by_row.shape, by_tile.shape) == ((19, 384), (256, 384), (19, 3), (2, 3))

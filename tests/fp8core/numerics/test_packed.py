@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8core.kernels import attention
+from fp8core.kernels import attention, attention_backward
 from fp8core.numerics import packed
 from fp8core.numerics.attention import HEAD_DIMS, Bf16Attention, Fp8Attention, Queries, decode_attention_reference
 from fp8core.numerics.fused import HeadLayout, Heads, head_codes, head_values, heads_of
@@ -97,7 +97,7 @@ class Kernels:
         for name in ("bf16_attention", "bf16_attention_backward", "fp8_attention", "fp8_attention_backward"):
             monkeypatch.setattr(packed, name, getattr(attention, name))
         monkeypatch.setattr(attention, "_flash_attention", self.flash)
-        monkeypatch.setattr(attention, "_flash_attention_backward", self.flash_backward)
+        monkeypatch.setattr(attention, "attention_gradients", self.flash_backward)
         monkeypatch.setattr(attention, "_sequence_attention", lambda *shape: self.sequence)
 
     def flash(self, heads: Heads, pack: DevicePack) -> tuple[torch.Tensor, torch.Tensor]:
@@ -188,7 +188,7 @@ def test_flash_attention_is_called_as_torch_declares_it() -> None:
         (heads[0].shape, torch.bfloat16),
         ((WIDE.query_heads, PACK.sequences.tokens), torch.float32),
     ]
-    grads = attention._flash_attention_backward(saved[0].flatten(1), heads, saved, pack)
+    grads = attention_backward.flash_gradients(saved[0].flatten(1), heads, saved, pack)
     assert [x.shape for x in grads] == [x.shape for x in heads]
 
 

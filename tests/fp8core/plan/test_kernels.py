@@ -10,8 +10,8 @@ from fp8core.training.registry import trainer_of
 
 H200 = 132
 
-# What DeepGEMM 2.5.0's own functions, compiled as they are, choose for each of 1 to 8,192 rows: tilings with their
-# first number of rows.
+# What DeepGEMM 2.5.0's own functions, compiled as they are, choose for each of 1 to 8,192 rows, or of a gradient for
+# 128, 256 ... 8,192 tokens: tilings with their first number.
 CHOSEN = {
     ("fp8_block", 6144, 4096): """
         16 48 16 1 1: 1, 32 48 16 1 1: 17, 64 48 15 1 1: 33, 64 96 10 1 1: 65, 64 144 7 1 1: 129, 128 96 7 1 1: 193,
@@ -27,6 +27,9 @@ CHOSEN = {
         128 80 7 1 2: 2305, 128 192 4 1 1: 2561, 128 96 7 1 2: 2817, 128 112 6 1 2: 3073, 256 128 3 1 1: 3329,
         128 128 5 1 2: 4097, 128 160 5 2 1: 4225, 128 192 4 2 1: 4737, 256 96 3 1 2: 5633, 256 112 3 1 2: 6145,
         256 128 3 1 2: 6657""",
+    ("fp8_gradient", 24576, 4096): "128 152 4 2 1: 128",
+    ("fp8_gradient", 1536, 1024): "128 104 5 1 1: 128",
+    ("fp8_gradient", 768, 512): "64 24 16 1 2: 128, 64 56 13 1 1: 1920",
     ("bf16", 151936, 4096): "16 192 8 2 1: 1, 32 192 7 2 1: 17, 64 240 4 2 1: 33, 128 192 3 2 1: 65",
 }
 
@@ -42,7 +45,8 @@ def products(name, *overrides):
 def test_tilings_are_those_that_deep_gemm_chooses(operands, outputs, contraction):
     lines = [line.split(":") for line in CHOSEN[operands, outputs, contraction].split(",")]
     expected = {Tiling(*map(int, tiling.split())): int(rows) for tiling, rows in lines}
-    assert kernels(Product(operands, outputs, contraction, range(1, 8193)), H200) == expected
+    rows = range(128, 8193, 128) if operands == "fp8_gradient" else range(1, 8193)
+    assert kernels(Product(operands, outputs, contraction, rows), H200) == expected
 
 
 def test_samples_select_every_kernel_that_any_number_of_rows_does():
@@ -70,7 +74,8 @@ def test_the_products_of_an_fp8_training():
     # The longest request is longer than a micro-batch.
     packs = range(128, 1536 + 1, 128)
     transposed = [shape[::-1] for shape in layer]
-    assert trainer[:-1] == [Product("fp8_block", *shape, packs) for shape in layer + transposed]
+    gradients = [Product("fp8_gradient", *shape, packs) for shape in layer]
+    assert trainer[:-1] == [Product("fp8_block", *shape, packs) for shape in layer + transposed] + gradients
     assert trainer[-1] == Product("bf16", 151936, 4096, range(1, (1 << 27) // 151936 + 1))
 
 
