@@ -101,7 +101,7 @@ def backwards(qkv: Tensor, pack: DevicePack, grad: Tensor) -> dict[str, Callable
         ),
     }
     parts = attention_backward.parts_of(pack.sequences, LAYOUT)
-    if attention_backward.library(HEAD_DIM, qkv.device) is not None and parts:
+    if attention_backward.library(LAYOUT.head_dim, qkv.device) is not None and parts:
         made["cuDNN"] = lambda: attention_backward.cudnn_gradients(grad, heads, saved, parts)
     return made
 

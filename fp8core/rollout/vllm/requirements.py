@@ -201,8 +201,8 @@ def aligned_shape_refusals(arch: Architecture) -> Iterator[str]:
         )
     if arch.family == "qwen2" and with_whole_tiles(arch).num_heads * arch.head_dim != arch.hidden_size:
         yield (
-            f"rollout.vllm.model=aligned: a Qwen2 of {arch.num_heads} heads of {arch.head_dim}; vLLM divides the hidden "
-            f"size, {arch.hidden_size}, among as many heads as fill tiles of {TILE}; set it to stock"
+            f"rollout.vllm.model=aligned: a Qwen2 of {arch.num_heads} heads of {arch.head_dim}; vLLM divides the "
+            f"hidden size, {arch.hidden_size}, among as many heads as fill tiles of {TILE}; set it to stock"
         )
     if arch.hidden_size % OUTPUT_MULTIPLE:
         yield (
