@@ -18,6 +18,7 @@ from fp8core.config.steps import Plan, check_pipeline, import_spec
 from fp8core.data.source import build_source, check_problems
 from fp8core.errors import StoredFileError, UserError, without_passwords
 from fp8core.kernels.compilation import KernelFolders
+from fp8core.numerics.logprobs import Truncation
 from fp8core.report.console import Console
 from fp8core.rewards.verifier import build_verifier
 from fp8core.rl.objective import Objective, whole_batch_setting
@@ -57,7 +58,7 @@ def pipeline_of(config: RunConfig) -> Plan:
 
     Raises:
         UserError: the pipeline is broken, or nothing in it provides metrics or the log-probs that the loss asks for;
-            or `logprobs.source` cannot give these.
+            or `logprobs.source` cannot give these; or both sides might truncate distributions differently.
     """
     plan = check_pipeline(config.pipeline, CARRIED_KINDS, import_spec)
     if not any("metrics" in planned.spec.outputs.values() for planned in plan.steps):
@@ -77,6 +78,7 @@ def pipeline_of(config: RunConfig) -> Plan:
     if config.loss.distillation.teacher is None and any(planned.uses == _TEACHER for planned in plan.steps):
         raise UserError(f"step {_TEACHER}: loss.distillation.teacher names no checkpoint")
     _refuse_source(config)
+    _refuse_truncation(config)
     return plan
 
 
@@ -95,6 +97,22 @@ def _refuse_source(config: RunConfig) -> None:
     contract, reason = contract_of(config)
     if source == "rollout" and contract not in ("exact", "aligned"):
         raise UserError(f"{place}: log-probs are not promised to be equal bit for bit ({reason}); set it to training")
+
+
+def _refuse_truncation(config: RunConfig) -> None:
+    """Refuse top-k and top-p where the trainer may leave out a token that was sampled: its log-prob would be -inf.
+
+    GPUs are refused too: vLLM draws from whole distributions here, and its aligned model gives their log-probs.
+    """
+    rollout = config.rollout
+    contract, reason = contract_of(config)
+    if Truncation.of(rollout.top_k, rollout.top_p) is not None and contract != "exact":
+        raise UserError(
+            f"rollout.top_k={rollout.top_k}, rollout.top_p={rollout.top_p}: rollout.engine={rollout.engine} with the "
+            f"{trainer_of(config.training).name} trainer is not known to leave the same tokens on both sides "
+            f"({contract} contract: {reason}); set top_k to null and top_p to 1, or take the embedded engine and a "
+            "torch trainer on a CPU in equal formats"
+        )
 
 
 def refuse_conflict(config: RunConfig, *, new_code: bool = False) -> None:

@@ -31,7 +31,7 @@ from fp8core.models.architecture import Architecture
 from fp8core.models.decoder import Decoder, FullContext
 from fp8core.models.weights import load_policy, reference_formats, stored_weights
 from fp8core.numerics.fingerprint import masters_digest, policy_digest
-from fp8core.numerics.logprobs import token_logprobs
+from fp8core.numerics.logprobs import Truncation, token_logprobs
 from fp8core.report.console import StyleAccuracy
 from fp8core.rl.batch import TokenBatch
 from fp8core.rollout.engine import Sampling
@@ -134,9 +134,11 @@ def style_accuracy(run: RunContext, config: WarmStartConfig) -> list[dict[str, A
     """Accuracy by style of one step's worth of sampled completions, with its target."""
     problems = run.source.training(START, run.config.rollout.prompts_per_step, run.config.seed)
     prompts = prompt_table(run, problems)
-    sampling = Sampling(run.config.rollout.temperature, run.config.rollout.max_new_tokens, run.tokenizer.eos_ids)
+    rollout = run.config.rollout
+    truncation = Truncation.of(rollout.top_k, rollout.top_p)
+    sampling = Sampling(rollout.temperature, rollout.max_new_tokens, run.tokenizer.eos_ids, truncation=truncation)
     scores: dict[str, list[float]] = defaultdict(list)
-    strings = run.config.rollout.stop_strings
+    strings = rollout.stop_strings
     written = generated(run.ready_engine(), prompt_groups(run, START, prompts), sampling, run.tokenizer, strings)
     completions = [done for batch in written for done in batch]
     for done, verdict in zip(completions, judge(run, prompts, completions), strict=True):
