@@ -348,6 +348,14 @@ class EvaluationConfig(Section):
     source: str | None = Field(
         None, description="File of held-out rows; null holds out one prompt in eight by a hash of its text."
     )
+    precision_gap: int = Field(
+        32,
+        ge=0,
+        le=1_000_000,
+        description="Held-out prompts, of those above, that step 0 also answers in BF16, to say how far FP8 is from "
+        "it; 0 measures nothing. Nor does a rollout without FP8, a model with random weights, or another engine than "
+        "the embedded one in one process: `fp8-grpo evaluate` compares precisions there.",
+    )
 
 
 class CheckpointConfig(Section):
