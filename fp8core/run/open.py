@@ -251,7 +251,7 @@ def open_run(
             console.note(f"model={config.model}: {base.dequantised} weights in block FP8 are read as BF16")
         if config.loss.distillation.teacher is not None:
             check_teacher(config, base.tokenizer)
-        verifier = parts.enter_context(closing(build_verifier(config.reward)))
+        verifier = parts.enter_context(closing(build_verifier(config.reward, config.data.columns)))
         check_problems(source, config, base.tokenizer, base.arch.max_positions, verifier)
         version = current_code()
         segment = SegmentEntry(pid=os.getpid(), host=socket.gethostname(), code_version=version, started=time.time())

@@ -182,10 +182,10 @@ def heldout_accuracy(run: RunContext, engine: RolloutEngine, count: int) -> dict
 
 
 def judge(run: RunContext, prompts: pa.Table, completions: Sequence[Completion]) -> list[Verdict]:
-    """The verdict on each completion; `prompts` is a table of kind `prompts`, in order of group."""
+    """The main verifier's verdict on each completion; `prompts` is a table of kind `prompts`, in order of group."""
     asked = prompts.drop_columns(["tokens"]).to_pylist()
     strings = run.config.rollout.stop_strings
     texts = [completion_text(done, run.tokenizer, strings) for done in completions]
-    return run.verifier.verify(
+    return run.verifier.main.verify(
         [answer_to(asked[done.group], text, done.finish) for done, text in zip(completions, texts, strict=True)]
     )
