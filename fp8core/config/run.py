@@ -514,10 +514,10 @@ class RunConfig(Section):
     def _truncation_is_of_one_policy(self) -> "RunConfig":
         rollout, minibatches = self.rollout, self.training.minibatches
         if (rollout.top_k is not None or rollout.top_p < 1) and minibatches > 1:
+            asked = f"rollout.top_k={rollout.top_k}" if rollout.top_p == 1 else f"rollout.top_p={rollout.top_p}"
             raise ValueError(
-                f"rollout.top_k={rollout.top_k}, rollout.top_p={rollout.top_p}: of training.minibatches={minibatches} "
-                "updates only the first starts from the policy that sampled, and later ones may leave out what it "
-                "drew; set minibatches to 1"
+                f"{asked}: of training.minibatches={minibatches} updates only the first starts from the policy that "
+                "sampled, and later ones may leave out what it drew; set minibatches to 1"
             )
         return self
 

@@ -107,11 +107,11 @@ def _refuse_truncation(config: RunConfig) -> None:
     rollout = config.rollout
     contract, reason = contract_of(config)
     if Truncation.of(rollout.top_k, rollout.top_p) is not None and contract != "exact":
+        asked = f"rollout.top_k={rollout.top_k}" if rollout.top_p == 1 else f"rollout.top_p={rollout.top_p}"
         raise UserError(
-            f"rollout.top_k={rollout.top_k}, rollout.top_p={rollout.top_p}: rollout.engine={rollout.engine} with the "
-            f"{trainer_of(config.training).name} trainer is not known to leave the same tokens on both sides "
-            f"({contract} contract: {reason}); set top_k to null and top_p to 1, or take the embedded engine and a "
-            "torch trainer on a CPU in equal formats"
+            f"{asked}: rollout.engine={rollout.engine} with the {trainer_of(config.training).name} trainer may leave "
+            f"other tokens on each side ({contract} contract: {reason}); unset it, or take the embedded engine and the "
+            "exact trainer, or the packed one on a CPU with precision.rounding_points=kernels, in equal formats"
         )
 
 

@@ -77,7 +77,7 @@ def test_the_packed_trainer_is_equal_too(loop_run):
 )
 @pytest.mark.parametrize("cut", [{"rollout.top_k": 5}, {"rollout.top_p": 0.9}])
 def test_sides_that_may_leave_different_tokens_are_refused(name, settings, reason, cut):
-    with pytest.raises(UserError, match=rf"^rollout.top_k=.*, rollout.top_p=.*{reason}"):
+    with pytest.raises(UserError, match=rf"^rollout.top_[kp]=.*{reason}"):
         pipeline_of(load_config(name, {**settings, **cut}))
 
 
