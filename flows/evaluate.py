@@ -102,9 +102,9 @@ def measured(asked: EvaluationRequest, checkpoint: Checkpoint) -> EvaluationResu
     """Measure in each precision, and compare each with the first."""
     config = checkpoint.config
     questioned, configs = questions(asked, config), variants(asked, config)
-    with closing(build_verifier(config.reward)) as verifier:
+    with closing(build_verifier(config.reward, config.data.columns)) as verifier:
         check_references(questioned.problems, verifier)
-        answered = {name: _answer(name, one, questioned, verifier) for name, one in configs.items()}
+        answered = {name: _answer(name, one, questioned, verifier.main) for name, one in configs.items()}
         described = verifier.describe()
     first = answered[asked.precisions[0]].measurement
     return EvaluationResult(

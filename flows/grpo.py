@@ -38,6 +38,7 @@ from fp8core.config.capability import this_platform
 from fp8core.config.load import merged_overrides
 from fp8core.config.run import RUN_NAME, RunConfig
 from fp8core.errors import UserError, printable
+from fp8core.evaluation.measure import gap_unmeasured
 from fp8core.kernels.compilation import KernelFolders
 from fp8core.report.charts import training_charts
 from fp8core.report.console import SAMPLE_EVERY, Console, StyleAccuracy
@@ -50,6 +51,7 @@ from fp8core.run.context import RunContext
 from fp8core.run.execute import Interval, StepError, TaskResult
 from fp8core.run.loop import BoundError, TrainingPaused, next_step, save_last
 from fp8core.run.policy import SyncError
+from fp8core.run.precision_gap import gap_line
 from fp8core.run.resume import RedoError, history
 from fp8core.run.rollouts import written_sample
 from fp8core.store.ledger import START
@@ -161,6 +163,13 @@ class FlowExecution(PrefectExecution):
         if name == "first_evaluation" and not result.reused:
             styles = run.directory.store.get_json(result.entry.outputs["evaluation"]).get("styles", [])
             run.console.styles([StyleAccuracy(**style) for style in styles])
+            if gap_unmeasured(run.config) == "engine":
+                run.console.note(
+                    "FP8 and BF16 are not compared at step 0, which needs the embedded engine in one process; "
+                    "fp8-grpo evaluate --precision fp8 --precision bf16 does"
+                )
+        if name == "precision_gap" and not result.reused:
+            run.console.note(gap_line(run.directory.store.get_json(result.entry.outputs["precision_gap"])))
 
     def restored(self, run: RunContext, redone: int) -> None:
         follow_ledger(self._session)

@@ -16,5 +16,5 @@ def evaluate(
 ) -> dict[str, Ref]:
     """Every `evaluation.every` steps and at the last; the evaluation of other steps is empty."""
     due = index % run.config.evaluation.every == 0 or index == run.config.steps
-    content = heldout_accuracy(run) if due else {}
+    content = heldout_accuracy(run, run.ready_engine(), run.config.evaluation.prompts) if due else {}
     return {"evaluation": run.directory.store.put_json("evaluation", content)}

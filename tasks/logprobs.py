@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -11,8 +11,9 @@ import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
-from fp8core.config.run import RunConfig
+from fp8core.config.run import RolloutConfig, RunConfig
 from fp8core.config.steps import NoOptions
+from fp8core.numerics.logprobs import Truncation
 from fp8core.rl.batch import TokenBatch, column, routes
 from fp8core.rollout.engine import PolicyScales
 from fp8core.run.context import RunContext
@@ -40,7 +41,8 @@ def logprobs(
     trainer = trainer_of_policy(run, policy)
     table = run.directory.store.get_table(rollouts, [*ORDERED, *REPLAYED])
     current = read_scales(run, scales)
-    scored = trainer.logprobs(replay_batch(table), run.config.rollout.temperature, layer_scales(current))
+    batch = replay_batch(table, run.config.rollout)
+    scored = trainer.logprobs(batch, run.config.rollout.temperature, layer_scales(current))
     return stored_scores(run, trainer.version, table, scored)
 
 
@@ -88,15 +90,15 @@ def token_batch(rollouts: pa.Table) -> TokenBatch:
     return TokenBatch.of(rollouts["prompt_tokens"].to_pylist(), rollouts["tokens"].to_pylist())
 
 
-def replay_batch(rollouts: pa.Table) -> TokenBatch:
-    """Rollouts as padded tokens, with the experts to replay where the rollout recorded them.
+def replay_batch(rollouts: pa.Table, config: RolloutConfig) -> TokenBatch:
+    """Rollouts as padded tokens, with the rollout's truncation, and with the experts to replay where it recorded them.
 
-    For the policy that is trained; the reference policy chooses its own experts.
+    For the policy that is trained. Reference and teacher choose their own experts, and score under whole distributions:
+    theirs might leave out what was sampled.
     """
-    if "experts" not in rollouts.column_names:
-        return token_batch(rollouts)
     prompts, completions = (rollouts[name].to_pylist() for name in ("prompt_tokens", "tokens"))
-    return TokenBatch.of(prompts, completions, routes(rollouts["experts"]))
+    experts = routes(rollouts["experts"]) if "experts" in rollouts.column_names else None
+    return replace(TokenBatch.of(prompts, completions, experts), truncation=Truncation.of(config.top_k, config.top_p))
 
 
 def layer_scales(scales: PolicyScales) -> Any:

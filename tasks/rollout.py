@@ -3,6 +3,7 @@
 import pyarrow as pa
 
 from fp8core.config.steps import NoOptions
+from fp8core.numerics.logprobs import Truncation
 from fp8core.rollout.engine import Sampling
 from fp8core.rollout.stop_strings import generated
 from fp8core.run.context import RunContext
@@ -31,11 +32,14 @@ def rollout(run: RunContext, index: int, options: NoOptions, prompts: Ref, polic
     done = shards.read()
     finished = set(done["group"].to_pylist()) if done is not None else set()
     config = run.config.rollout
-    sampling = Sampling(config.temperature, config.max_new_tokens, run.tokenizer.eos_ids, config.router_replay)
+    truncation = Truncation.of(config.top_k, config.top_p)
+    sampling = Sampling(
+        config.temperature, config.max_new_tokens, run.tokenizer.eos_ids, config.router_replay, truncation
+    )
     schema = ROUTED_ROLLOUTS if config.router_replay else ROLLOUTS
     tables = [done.cast(schema)] if done is not None else []
-    left = [group for group in groups if group.group not in finished]
-    for completions in generated(run.ready_engine(), left, sampling, run.tokenizer, config.stop_strings):
+    open_groups = [group for group in groups if group.group not in finished]
+    for completions in generated(run.ready_engine(), open_groups, sampling, run.tokenizer, config.stop_strings):
         table = rollout_table(run, completions, groups, schema)
         shards.append(table)
         tables.append(table)

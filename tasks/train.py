@@ -159,7 +159,7 @@ def rollout_batch(
     values = torch.tensor(rewards["reward"].to_pylist(), dtype=torch.float64)
     groups = torch.tensor(rewards["group"].to_pylist())
     batch = RolloutBatch(
-        sequences=replay_batch(rollouts),
+        sequences=replay_batch(rollouts, config.rollout),
         mask=padded(rollouts["written"], torch.bool, False),
         rollout_logprobs=padded(rollouts["logprobs"], torch.float32, 0.0),
         old_logprobs=padded(logprobs["logprobs"], torch.float32, 0.0) if logprobs is not None else None,

@@ -110,6 +110,21 @@ class RolloutConfig(Section):
     group_size: int = Field(8, ge=1, le=4096, description="Completions of one prompt: the group of GRPO.")
     max_new_tokens: int = Field(16, ge=1, le=1 << 20)
     temperature: float = Field(1.0, gt=0, le=10)
+    top_k: int | None = Field(
+        None,
+        ge=1,
+        description="Sample from the k most likely tokens alone; of equal logits the lowest ids come first. null takes "
+        "all.",
+    )
+    top_p: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="Then from the fewest of the most likely whose probability is at least this. With top_k or top_p, "
+        "log-probs and entropy of rollout and training are those of what is left, normalised anew. Both sides must be "
+        "equal bit for bit: the embedded engine, and a torch trainer on a CPU. Evaluations, reference and teacher keep "
+        "the whole distribution, so that a policy that equals its reference has a divergence above 0.",
+    )
     max_batch: int = Field(256, ge=1, le=65536, description="Sequences that one engine decodes together.")
     stop_strings: list[str] = Field(
         default_factory=list,
@@ -333,6 +348,14 @@ class EvaluationConfig(Section):
     source: str | None = Field(
         None, description="File of held-out rows; null holds out one prompt in eight by a hash of its text."
     )
+    precision_gap: int = Field(
+        32,
+        ge=0,
+        le=1_000_000,
+        description="Held-out prompts, of those above, that step 0 also answers in BF16, to say how far FP8 is from "
+        "it; 0 measures nothing. Nor does a rollout without FP8, a model with random weights, or another engine than "
+        "the embedded one in one process: `fp8-grpo evaluate` compares precisions there.",
+    )
 
 
 class CheckpointConfig(Section):
@@ -485,6 +508,17 @@ class RunConfig(Section):
         sequences = self.rollout.prompts_per_step * self.rollout.group_size
         if self.training.minibatches > sequences:
             raise ValueError(f"training.minibatches={self.training.minibatches} exceeds {sequences} rollouts a step")
+        return self
+
+    @model_validator(mode="after")
+    def _truncation_is_of_one_policy(self) -> "RunConfig":
+        rollout, minibatches = self.rollout, self.training.minibatches
+        if (rollout.top_k is not None or rollout.top_p < 1) and minibatches > 1:
+            asked = f"rollout.top_k={rollout.top_k}" if rollout.top_p == 1 else f"rollout.top_p={rollout.top_p}"
+            raise ValueError(
+                f"{asked}: of training.minibatches={minibatches} updates only the first starts from the policy that "
+                "sampled, and later ones may leave out what it drew; set minibatches to 1"
+            )
         return self
 
     @model_validator(mode="after")

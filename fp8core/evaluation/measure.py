@@ -23,6 +23,7 @@ from fp8core.data.prompt import Problem
 from fp8core.data.source import build_source, read_rows
 from fp8core.errors import UserError
 from fp8core.rewards.scorer import OUTCOMES, Verdict
+from fp8core.rollout.registry import engine_entry
 
 RESAMPLES = 10_000
 # Resamples drawn at once: memory stays small for any number of prompts.
@@ -270,3 +271,27 @@ def contract_in(precision: Precision, contract: PrecisionContract) -> PrecisionC
         "fp8": SidePrecision(linear="fp8_block", kv_cache="fp8", head=head),
     }
     return contract.model_copy(update={"rollout": sides[precision]})
+
+
+Unmeasured = Literal["not asked", "no FP8", "random weights", "engine"]
+
+
+def gap_unmeasured(config: RunConfig) -> Unmeasured | None:
+    """The reason for which a run does not compare FP8 with BF16; None where it does.
+
+    The rollout must have FP8 in linears or attention, and weights that have learnt something: a checkpoint, or a warm
+    start. The engine must be the embedded one, in this process.
+    """
+    rollout = config.precision.rollout
+    if not config.evaluation.precision_gap:
+        return "not asked"
+    if rollout.linear != "fp8_block" and rollout.kv_cache != "fp8":
+        return "no FP8"
+    if config.model is None and config.warm_start is None:
+        return "random weights"
+    return None if engine_entry(config).arithmetic(config) == "reference" and not config.cluster.used else "engine"
+
+
+def compared_prompts(config: RunConfig) -> int:
+    """The number of held-out prompts that are answered in both precisions; 0 where nothing is measured."""
+    return 0 if gap_unmeasured(config) else min(config.evaluation.precision_gap, config.evaluation.prompts)

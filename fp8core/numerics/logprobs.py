@@ -4,6 +4,10 @@ The head multiplies BF16 hidden states by BF16 weights on fixed-point grids (`nu
 are equal for any batch; the normaliser is a sum of fixed-point numbers. Temperature divides the logits, as in the
 engine that samples.
 
+Top-k and top-p (`Truncation`) leave a part of the vocabulary, and what is left is normalised anew. Engine and trainer
+apply one rule to their own logits, before log-probs, entropies and gradients. Tokens that are left out have the
+log-prob -inf, add nothing to the entropy and get no gradient. The part itself is held fixed in the gradient.
+
 `chunked_logprobs` never holds the logits of all tokens: it runs over the tokens in chunks, forward and backward, for
 any `ChunkedHead`. The heads are `ExactHead` here, the packed trainer's (`numerics.packed`) and Megatron's, which is
 sharded over the vocabulary.
@@ -21,6 +25,8 @@ from fp8core.numerics.elementwise import to_fixed_point
 from fp8core.numerics.gemm import align_rows, aligned_gemm, alignment_bits
 
 _SUM_BITS = 34
+# Stands for -inf where it is multiplied by a probability of 0, as no log-prob of FP32 logits is so low.
+_LOWEST = -1e60
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,28 @@ class HeadWeight:
     values: Tensor
     aligned: Tensor
     master: Tensor | None
+
+
+@dataclass(frozen=True)
+class Truncation:
+    """The part of the vocabulary that is sampled from, found anew at each position.
+
+    Tokens are ordered by logit, the highest first, and equal ones by their id, the lowest first. The first `top_k` are
+    left. Of these, a token is left while the probability of those before it is below `top_p`, so one is at least.
+    Probabilities are those after top-k, in units of 2^-34 of the largest, whose sums are exact in any order.
+
+    Attributes:
+        top_k: at least 1; None leaves all.
+        top_p: in (0, 1]; 1 leaves all.
+    """
+
+    top_k: int | None
+    top_p: float
+
+    @classmethod
+    def of(cls, top_k: int | None, top_p: float) -> "Truncation | None":
+        """None where all tokens are left."""
+        return None if top_k is None and top_p == 1 else cls(top_k, top_p)
 
 
 class HeadFormat(Protocol):
@@ -72,6 +100,21 @@ class Bf16Head:
         return aligned_gemm(hidden, head.aligned).to(torch.bfloat16).float()
 
 
+def truncate(logits: Tensor, temperature: float, truncation: Truncation | None) -> Tensor:
+    """Logits with -inf for the tokens that are left out, [tokens, vocabulary]; as they are without truncation."""
+    if truncation is None:
+        return logits
+    ordered, tokens = logits.sort(dim=-1, descending=True, stable=True)
+    left = torch.ones_like(ordered, dtype=torch.bool)
+    if truncation.top_k is not None:
+        left[:, truncation.top_k :] = False
+    if truncation.top_p < 1:
+        scaled = ordered.double() / temperature
+        mass = to_fixed_point((scaled - scaled[:, :1]).exp(), _SUM_BITS).masked_fill_(~left, 0.0)
+        left &= mass.cumsum(-1) - mass < truncation.top_p * mass.sum(-1, keepdim=True)
+    return logits.masked_fill(~torch.empty_like(left).scatter_(-1, tokens, left), -torch.inf)
+
+
 @with_kernel("softmax")
 def log_softmax(logits: Tensor, temperature: float) -> Tensor:
     """FP64 log-probabilities of the tempered distribution, [tokens, vocabulary], within vocabulary * 2^-35 of exact.
@@ -96,7 +139,8 @@ def token_statistics(logits: Tensor, targets: Tensor, temperature: float) -> tup
         FP32 [tokens] each.
     """
     logp = log_softmax(logits, temperature)
-    return logp.gather(-1, targets[:, None]).squeeze(-1).float(), -(logp.exp() * logp).sum(-1).float()
+    chosen = logp.gather(-1, targets[:, None]).squeeze(-1).float()
+    return chosen, -(logp.exp() * logp.clamp_min_(_LOWEST)).sum(-1).float()
 
 
 @with_kernel("softmax")
@@ -126,7 +170,7 @@ def logit_slopes(
 
 
 class ChunkedHead(ABC):
-    """A head and its temperature, as `chunked_logprobs` multiplies with it.
+    """A head, its temperature and its truncation, as `chunked_logprobs` multiplies with it.
 
     Attributes:
         chunk_elements: logits that are held at once.
@@ -136,8 +180,8 @@ class ChunkedHead(ABC):
     chunk_elements = 1 << 27
     partial_dtype: torch.dtype | None = None
 
-    def __init__(self, weight: Tensor, temperature: float) -> None:
-        self.weight, self.temperature = weight, temperature
+    def __init__(self, weight: Tensor, temperature: float, truncation: Truncation | None = None) -> None:
+        self.weight, self.temperature, self.truncation = weight, temperature, truncation
 
     @abstractmethod
     def statistics(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -224,36 +268,43 @@ class ExactHead(ChunkedHead):
 
     chunk_elements = 1 << 24
 
-    def __init__(self, head: HeadWeight, form: HeadFormat, temperature: float) -> None:
-        super().__init__(head.values, temperature)
+    def __init__(self, head: HeadWeight, form: HeadFormat, temperature: float, truncation: Truncation | None) -> None:
+        super().__init__(head.values, temperature, truncation)
         self._head, self._form = head, form
 
     def statistics(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        return token_statistics(self._form.logits(hidden, self._head), targets, self.temperature)
+        return token_statistics(self._logits(hidden), targets, self.temperature)
 
     def slopes(
         self, hidden: Tensor, targets: Tensor, entropy: Tensor, grad: Tensor | None, grad_entropy: Tensor | None
     ) -> Tensor:
         wide = None if grad is None else grad.double(), None if grad_entropy is None else grad_entropy.double()
-        logits = self._form.logits(hidden, self._head)
-        return logit_slopes(logits, targets, entropy, self.temperature, wide, self.weight.dtype)
+        return logit_slopes(self._logits(hidden), targets, entropy, self.temperature, wide, self.weight.dtype)
 
     def add_weight_gradient(self, total: Tensor, slopes: Tensor, hidden: Tensor) -> None:
         total += slopes.t() @ hidden
 
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return truncate(self._form.logits(hidden, self._head), self.temperature, self.truncation)
+
 
 def token_logprobs(
-    hidden: Tensor, head: HeadWeight, form: HeadFormat, targets: Tensor, temperature: float
+    hidden: Tensor,
+    head: HeadWeight,
+    form: HeadFormat,
+    targets: Tensor,
+    temperature: float,
+    truncation: Truncation | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`chunked_logprobs` of FP32 hidden states; gradients reach `head.master`."""
-    return chunked_logprobs(hidden, head.master, ExactHead(head, form, temperature), targets)
+    return chunked_logprobs(hidden, head.master, ExactHead(head, form, temperature, truncation), targets)
 
 
 def logit_gradient(logp: Tensor, targets: Tensor, grad: Tensor | None, grad_entropy: Tensor | None) -> Tensor:
     """Gradient by the tempered logits: grad * (1[target] - p) - grad_entropy * p * (log p + H), H the entropy.
 
     Args:
-        logp: [tokens, vocabulary], finite log-probs; overwritten.
+        logp: [tokens, vocabulary], log-probs; overwritten.
         targets: int64 [tokens].
         grad: [tokens], of the log-probs of the targets; None where nothing depends on them.
         grad_entropy: [tokens], of the entropies; likewise.
@@ -264,7 +315,7 @@ def logit_gradient(logp: Tensor, targets: Tensor, grad: Tensor | None, grad_entr
     flatter = None
     if grad_entropy is not None:
         p = logp.exp()
-        negative_entropy = (p * logp).sum(-1, keepdim=True)
+        negative_entropy = (p * logp.clamp_min_(_LOWEST)).sum(-1, keepdim=True)
         flatter = p.mul_((logp - negative_entropy).mul_(-grad_entropy[:, None]))
     if grad is None:
         return torch.zeros_like(logp) if flatter is None else flatter

@@ -30,7 +30,14 @@ from fp8core.numerics.e4m3 import TILE
 from fp8core.numerics.fused import HeadLayout, heads_of
 from fp8core.numerics.gemm import align_rows, aligned_gemm, alignment_bits, fp32_product
 from fp8core.numerics.kv_scales import LayerScales
-from fp8core.numerics.logprobs import ChunkedHead, chunked_logprobs, logit_slopes, token_statistics
+from fp8core.numerics.logprobs import (
+    ChunkedHead,
+    Truncation,
+    chunked_logprobs,
+    logit_slopes,
+    token_statistics,
+    truncate,
+)
 
 # Keys of one sequence then lie in pages as in a paged cache, and decode kernels can read them where they are.
 PAGE = 16
@@ -260,10 +267,11 @@ def _one_by_one_backward(
 
 
 class HeadOptions(NamedTuple):
-    """`output` is the format of the logits, FP32 or BF16; `temperature` divides them."""
+    """`output` is the format of the logits, FP32 or BF16; `temperature` divides them, `truncation` leaves a part."""
 
     output: torch.dtype
     temperature: float
+    truncation: Truncation | None = None
 
 
 @with_kernel("hopper_gemm")
@@ -286,20 +294,23 @@ class PackedHead(ChunkedHead):
     """BF16 weights [vocabulary, hidden], whose gradients are FP32 sums."""
 
     def __init__(self, weight: Tensor, options: HeadOptions) -> None:
-        super().__init__(weight, options.temperature)
+        super().__init__(weight, options.temperature, options.truncation)
         self._output = options.output
 
     def statistics(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        return token_statistics(head_logits(hidden, self.weight, self._output), targets, self.temperature)
+        return token_statistics(self._logits(hidden), targets, self.temperature)
 
     def slopes(
         self, hidden: Tensor, targets: Tensor, entropy: Tensor, grad: Tensor | None, grad_entropy: Tensor | None
     ) -> Tensor:
-        logits = head_logits(hidden, self.weight, self._output)
-        return logit_slopes(logits, targets, entropy, self.temperature, (grad, grad_entropy), self.weight.dtype)
+        gradients = grad, grad_entropy
+        return logit_slopes(self._logits(hidden), targets, entropy, self.temperature, gradients, self.weight.dtype)
 
     def add_weight_gradient(self, total: Tensor, slopes: Tensor, hidden: Tensor) -> None:
         fp32_product(slopes.t(), hidden, total)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return truncate(head_logits(hidden, self.weight, self._output), self.temperature, self.truncation)
 
 
 def token_logprobs(

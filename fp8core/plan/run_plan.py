@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from fp8core.config.run import RunConfig
 from fp8core.errors import UserError
+from fp8core.evaluation.measure import compared_prompts
 from fp8core.models.architecture import Architecture
 from fp8core.plan.memory import (
     CacheRoom,
@@ -50,6 +51,7 @@ class RunPlan:
         cache: the engine's KV cache; None for one whose cache grows as it generates.
         sync: what one update of the engine sends.
         checkpoint: its checkpoints; a run that ends in between writes one more.
+        precision_gap: held-out prompts that step 0 answers in BF16 too, 0 where it does not.
         refusals: a line for each reason why it cannot run.
     """
 
@@ -58,6 +60,7 @@ class RunPlan:
     cache: CacheRoom | None
     sync: StoredBytes
     checkpoint: CheckpointSpace
+    precision_gap: int
     refusals: tuple[str, ...]
 
 
@@ -85,7 +88,8 @@ def plan_run(config: RunConfig, arch: Architecture, machine: Machine, parallel: 
     if engine.refusal is not None and not refusals:
         refusals.append(engine.refusal)
     space = _checkpoint(config, arch)
-    return RunPlan(count_parameters(arch), devices, engine.cache, sync, space, tuple(refusals))
+    gap = compared_prompts(config)
+    return RunPlan(count_parameters(arch), devices, engine.cache, sync, space, gap, tuple(refusals))
 
 
 def _checkpoint(config: RunConfig, arch: Architecture) -> CheckpointSpace:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fp8core.errors import UserError
 from fp8core.report.completions import Examples, read_examples
-from fp8core.report.summary import STEP, History, union_seconds
+from fp8core.report.summary import OF_START, STEP, History, start_metrics, union_seconds
 from fp8core.report.tokens import TokenSample, Unread, newest_tokens
 from fp8core.store.artifacts import ArtifactError, ArtifactStore, Ref
 from fp8core.store.deletion_log import Deletion
@@ -22,7 +22,6 @@ from fp8core.store.run_directory import LEDGER
 from fp8core.store.run_view import Commit, Provenance, RunView, read_manifest, spans
 
 LARGEST_SHOWN = 1e100
-_EVALUATION = {"accuracy": "reward/heldout_accuracy", "length_mean": "reward/heldout_length_mean"}
 
 
 @dataclass(frozen=True)
@@ -150,11 +149,11 @@ def _history(evidence: RunView, commits: Iterable[Commit], missing: list[str]) -
 
 def _metrics(folder: Path, ref: Ref, step: int) -> dict[str, float]:
     """The metrics in an artifact of a step; none when it is of another kind."""
-    first = step == START and ref.kind == "evaluation"
+    first = step == START and ref.kind in OF_START
     if not first and ref.kind != "metrics":
         return {}
     measured: dict[str, float] = ArtifactStore(folder).get_json(ref)
-    found = {metric: measured[name] for name, metric in _EVALUATION.items()} if first and measured else measured
+    found = start_metrics(ref.kind, measured) if first else measured
     # A page cannot show a number that is too large for a sum of a few.
     return {name: value if abs(value) <= LARGEST_SHOWN else math.nan for name, value in found.items()}
 

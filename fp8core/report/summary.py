@@ -7,6 +7,7 @@ A history is one dict a step: the key `step` and the step's MLflow metrics. A me
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from statistics import fmean, median
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
@@ -22,6 +23,14 @@ ENTROPY = "rollout/entropy"
 GRAD_NORM = "train/grad_norm"
 TMPE = "alignment/token_mult_prob_error"
 TOKENS_DIFFERING = "alignment/tokens_differing"
+
+GAP, GAP_ERROR, GAP_ACCURACY, GAP_BF16 = (
+    f"rollout/precision_gap_{name}" for name in ("nats", "error", "accuracy", "bf16_accuracy")
+)
+OF_START: Mapping[str, Mapping[str, str]] = {
+    "evaluation": {HELDOUT: "accuracy", "reward/heldout_length_mean": "length_mean"},
+    "precision_gap": {GAP: "nats", "rollout/precision_gap_k3": "k3", GAP_ERROR: "error"},
+}
 
 # Files of a run's folder.
 REPORT, CURVES = "report.html", "curves.png"
@@ -54,11 +63,20 @@ class Overhead(_Frozen):
     mean: float
 
 
+class PrecisionGap(_Frozen):
+    """FP8 and BF16 of the same weights, at step 0."""
+
+    nats: float
+    accuracy: float
+    bf16_accuracy: float
+
+
 class Summary(_Frozen):
     """The result of a run, as `--json` writes it; None where nothing was measured.
 
     `reward_first10` and `reward_last10` are means of ten steps, of a shorter run of half of them. In a step without a
-    signal, the rewards of every group are equal.
+    signal, the rewards of every group are equal. `precision_gap` is of step 0: nats a token between FP8 and BF16, and
+    held-out accuracy of both.
     """
 
     run: str
@@ -73,10 +91,19 @@ class Summary(_Frozen):
     tmpe_max: float | None
     tokens_differing: int
     steps_without_signal: int
+    precision_gap: PrecisionGap | None = None
     bounds: str
     bounds_crossed: int | None
     overhead_ms_per_step: Overhead | None
     seconds: dict[str, float]
+
+
+def start_metrics(kind: str, content: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics of step 0 that an artifact of a kind has."""
+    found = {metric: content[field] for metric, field in OF_START.get(kind, {}).items() if content}
+    if kind == "precision_gap":
+        found |= {GAP_ACCURACY: content["accuracy"]["value"], GAP_BF16: content["bf16_accuracy"]["value"]}
+    return found
 
 
 def series(history: History, key: str) -> tuple[list[int], list[float]]:
@@ -150,6 +177,7 @@ def summarise(
     _, tmpe = series(history, TMPE)
     _, differing = series(history, TOKENS_DIFFERING)
     _, signals = series(history, SIGNAL)
+    gap = [value for key in (GAP, GAP_ACCURACY, GAP_BF16) for value in series(history, key)[1]]
     overheads = [overhead_ms(timing.interval, chain.from_iterable(timing.tasks.values())) for timing in timings]
     return Summary(
         run=run,
@@ -164,6 +192,7 @@ def summarise(
         tmpe_max=max(tmpe, default=None),
         tokens_differing=int(sum(differing)),
         steps_without_signal=signals.count(0.0),
+        precision_gap=PrecisionGap(nats=gap[0], accuracy=gap[1], bf16_accuracy=gap[2]) if gap else None,
         bounds=bounds,
         bounds_crossed=bounds_crossed,
         overhead_ms_per_step=Overhead(median=median(overheads), mean=fmean(overheads)) if overheads else None,

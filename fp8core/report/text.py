@@ -80,7 +80,10 @@ def plan_text(plan: RunPlan) -> str:
             lines += [*_phase(device, phase), ""]
     if plan.cache is not None:
         lines.append(f"cache  {_cache(plan.cache)}")
-    return "\n".join([*lines, f"sync   {_sync(plan.sync)}", f"disk   {_disk(plan.checkpoint)}"])
+    lines += [f"sync   {_sync(plan.sync)}", f"disk   {_disk(plan.checkpoint)}"]
+    if plan.precision_gap:
+        lines.append(f"gap    step 0 also answers {plan.precision_gap} held-out prompts in BF16")
+    return "\n".join(lines)
 
 
 def _parameters(counts: ParameterCounts) -> str:

@@ -46,7 +46,7 @@ def serve(channel: int) -> None:
     with socket.socket(fileno=channel) as connection, connection.makefile("rwb") as lines:
         task = json.loads(lines.readline())
         try:
-            loaded = load_scorer(task["name"], task["options"])
+            loaded = load_scorer(task["name"], task["options"], task["columns"])
         except UserError as error:
             _say(lines, {"failed": str(error)})
             return

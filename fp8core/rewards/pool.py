@@ -164,15 +164,17 @@ class Limits(NamedTuple):
 class VerifierPool:
     """A resident pool of processes that serve one scorer; see Verifier. Safe for threads, which wait in turn."""
 
-    def __init__(self, name: str, options: Mapping[str, JsonValue], limits: Limits, workers: int) -> None:
-        """Start `workers` processes, and wait until they have loaded the scorer.
+    def __init__(
+        self, name: str, options: Mapping[str, JsonValue], limits: Limits, workers: int, columns: bool
+    ) -> None:
+        """Start `workers` processes, and wait until they have loaded the scorer; `columns` as of `load_scorer`.
 
         Raises:
             UserError: they cannot.
         """
         self._name = name
         self._limits = limits
-        self._task = {"name": name, "options": dict(options), **limits._asdict()}
+        self._task = {"name": name, "options": dict(options), "columns": columns, **limits._asdict()}
         self._lock = threading.Lock()
         self._waiting: deque[Line] = deque()
         self._verdicts: dict[Line, Verdict] = {}
@@ -190,6 +192,10 @@ class VerifierPool:
         except BaseException:
             self.close()
             raise
+
+    @property
+    def main(self) -> "VerifierPool":
+        return self
 
     def begin(self, answers: Sequence[Answer]) -> None:
         with self._lock:

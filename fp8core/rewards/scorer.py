@@ -155,10 +155,11 @@ class LoadedScorer(NamedTuple):
     """Whether an exception may be raised wherever it is, so that its process need not be ended and started anew."""
 
 
-def load_scorer(name: str, options: Mapping[str, Any]) -> LoadedScorer:
+def load_scorer(name: str, options: Mapping[str, Any], columns: bool) -> LoadedScorer:
     """The scorer of a name: `math-verify`, `module:function` or `path/to/file.py:function`.
 
-    Raises UserError: there is no such module, file or function, or importing it fails.
+    Raises UserError: there is no such module, file or function, importing it fails, or it cannot be called. `columns`
+    is whether answers have any; a function that demands them has nothing to do without.
     """
     if name == MATH_VERIFY:
         return _math_scorer()
@@ -172,7 +173,7 @@ def load_scorer(name: str, options: Mapping[str, Any]) -> LoadedScorer:
     function = getattr(module, attribute, None)
     if not callable(function):
         raise UserError(f"{place} has no function {attribute}")
-    _refuse_signature(function, options)
+    _refuse_signature(function, options, columns)
     source = module.__file__
     if source is None:
         raise UserError(f"{place} is a folder, not a module")
@@ -180,7 +181,7 @@ def load_scorer(name: str, options: Mapping[str, Any]) -> LoadedScorer:
     return LoadedScorer(FunctionScorer(function, options), {"verifier": name, "source": digest}, interruptible=False)
 
 
-def _refuse_signature(function: Callable[..., object], options: Mapping[str, Any]) -> None:
+def _refuse_signature(function: Callable[..., object], options: Mapping[str, Any], columns: bool) -> None:
     """Raises UserError on a function that cannot be called as `FunctionScorer` calls it."""
     try:
         signature = inspect.signature(function)
@@ -194,6 +195,8 @@ def _refuse_signature(function: Callable[..., object], options: Mapping[str, Any
         raise UserError(
             f"it is called as f({', '.join(_POSITIONAL)}{named}), and is defined as f{signature}: {error}"
         ) from error
+    if "columns" in given and not columns and signature.parameters["columns"].default is inspect.Parameter.empty:
+        raise UserError("it has a parameter `columns` without a default, and data.columns names no field; set it")
 
 
 def takes_columns(function: Callable[..., object], options: Mapping[str, Any]) -> bool:

@@ -48,6 +48,11 @@ __all__ = ["Answer", "InProcess", "Outcome", "Scorer", "Verdict", "Verifier", "b
 class Verifier(Protocol):
     """The scoring of a run. Nothing a completion holds is an error."""
 
+    @property
+    def main(self) -> "Verifier":
+        """The verifier of `reward.verifier` alone, whose verdicts are the outcomes and the held-out accuracy."""
+        ...
+
     def begin(self, answers: Sequence[Answer]) -> None:
         """Start to check answers that `verify` will get soon. Returns at once."""
         ...
@@ -78,6 +83,10 @@ class InProcess:
 
     name: str
     scorer: Scorer
+
+    @property
+    def main(self) -> "InProcess":
+        return self
 
     def begin(self, answers: Sequence[Answer]) -> None:
         return
@@ -137,6 +146,10 @@ class WeightedVerifiers:
     def __init__(self, main: Verifier, others: Sequence[tuple[str, float, Verifier]]) -> None:
         self._main, self._others = main, others
 
+    @property
+    def main(self) -> Verifier:
+        return self._main
+
     def begin(self, answers: Sequence[Answer]) -> None:
         for verifier in self._all():
             verifier.begin(answers)
@@ -182,14 +195,18 @@ def _noted(verdict: Verdict, name: str, other: Verdict) -> str:
     return "; ".join(filter(None, (verdict.note, f"{name}: {other.record}")))
 
 
-def build_verifier(config: RewardConfig) -> Verifier:
+def build_verifier(config: RewardConfig, columns: Sequence[str] = ()) -> Verifier:
     """The verifiers that the configuration names; those with processes of their own have started them.
 
+    Args:
+        config: names, options and limits.
+        columns: fields that `data.columns` passes on to them.
+
     Raises:
-        UserError: what one needs is not installed, or a function cannot be imported.
+        UserError: what one needs is not installed, or a function cannot be imported, or be called with such answers.
     """
     with ExitStack() as started:
-        main = _one_verifier(config)
+        main = _one_verifier(config, bool(columns))
         started.callback(main.close)
         others: list[tuple[str, float, Verifier]] = []
         if config.length is not None:
@@ -198,18 +215,18 @@ def build_verifier(config: RewardConfig) -> Verifier:
             others.append(("format", config.format.weight, InProcess("format", FormatScorer(config.format))))
         for other in config.others:
             named = config.model_copy(update={"verifier": other.verifier, "options": other.options})
-            verifier = _one_verifier(named)
+            verifier = _one_verifier(named, bool(columns))
             started.callback(verifier.close)
             others.append((other.name, other.weight, verifier))
         started.pop_all()
     return WeightedVerifiers(main, others) if others else main
 
 
-def _one_verifier(config: RewardConfig) -> Verifier:
+def _one_verifier(config: RewardConfig, columns: bool) -> Verifier:
     """The verifier of `reward.verifier` alone."""
     if config.verifier == "chain":
         return InProcess("chain", ChainVerifier())
     if config.verifier == "integer":
         return InProcess("integer", IntegerVerifier())
     limits = Limits(config.timeout_seconds, config.cpu_seconds, config.memory_mb)
-    return VerifierPool(config.verifier, config.options, limits, config.workers)
+    return VerifierPool(config.verifier, config.options, limits, config.workers, columns)

@@ -15,6 +15,8 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
+from fp8core.numerics.logprobs import Truncation
+
 
 @dataclass(frozen=True)
 class TokenBatch:
@@ -26,12 +28,15 @@ class TokenBatch:
         completion: bool [B, T], True on tokens the policy wrote; never in column 0.
         experts: int16 [B, T, sparse layers, k], the experts to replay at each position, -1 where the router is to
             choose; None without router replay.
+        truncation: of the distributions that completions were sampled from, to which scores apply it too; None where
+            they are scored under whole distributions.
     """
 
     tokens: Tensor
     valid: Tensor
     completion: Tensor
     experts: Tensor | None = None
+    truncation: Truncation | None = None
 
     @classmethod
     def of(
@@ -75,7 +80,8 @@ class TokenBatch:
     def part(self, rows: slice, length: int | None = None) -> "TokenBatch":
         """These rows, and of them the first `length` columns."""
         tokens, valid, completion = (x[rows, :length] for x in (self.tokens, self.valid, self.completion))
-        return TokenBatch(tokens, valid, completion, None if self.experts is None else self.experts[rows, :length])
+        experts = None if self.experts is None else self.experts[rows, :length]
+        return TokenBatch(tokens, valid, completion, experts, self.truncation)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from fp8core.models.decoder import TOP_K, Decoder
 from fp8core.models.experts import RecordedRouting
 from fp8core.models.weights import Formats, PolicyWeights, load_policy, rollout_formats
 from fp8core.numerics.fingerprint import policy_digest
-from fp8core.numerics.logprobs import greedy, log_softmax, sample, uniform
+from fp8core.numerics.logprobs import greedy, log_softmax, sample, truncate, uniform
 from fp8core.plan.memory import Device, EngineMemory, Need, engine_weights, shipped_bytes
 from fp8core.rollout.engine import Completion, PolicyScales, Probe, PromptGroup, Sampling, SyncReport
 from fp8core.rollout.registry import EngineEntry
@@ -195,8 +195,9 @@ class EmbeddedEngine:
     def _choose(self, batch: "_Batch", hidden: Tensor, position: int, sampling: Sampling) -> Tensor:
         """Pick the next token of every row and note it; int64 [B]."""
         assert self._weights is not None
+        temperature = sampling.temperature or 1.0
         logits = self._decoder.formats.head.logits(hidden, self._weights.head)
-        logprobs = log_softmax(logits, sampling.temperature or 1.0)
+        logprobs = log_softmax(truncate(logits, temperature, sampling.truncation), temperature)
         tokens = greedy(logprobs) if sampling.temperature == 0 else sample(logprobs, uniform(batch.seeds, position))
         chosen = logprobs.gather(-1, tokens[:, None]).squeeze(-1).float()
         batch.note(tokens, chosen, last=position + 1 == sampling.max_new_tokens, stop_ids=sampling.stop_ids)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from fp8core.numerics.kv_scales import LayerScales
+from fp8core.numerics.logprobs import Truncation
 
 
 @dataclass(frozen=True)
@@ -46,12 +47,14 @@ class Sampling:
         max_new_tokens: length limit.
         stop_ids: tokens that end a completion; the stop token is part of it.
         report_experts: whether completions carry the experts that a mixture of experts chose.
+        truncation: what is left of the tempered distribution, from which tokens and their log-probs are then.
     """
 
     temperature: float
     max_new_tokens: int
     stop_ids: frozenset[int]
     report_experts: bool = False
+    truncation: Truncation | None = None
 
 
 @dataclass(frozen=True)

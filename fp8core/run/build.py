@@ -156,7 +156,7 @@ def check_inputs(config: RunConfig) -> None:
         check_teacher(config, base.tokenizer)
     if config.warm_start is not None and config.warm_start.demonstrations is not None:
         own_demonstrations(config, config.warm_start, base.tokenizer, base.arch.max_positions)
-    with closing(build_verifier(config.reward)) as verifier:
+    with closing(build_verifier(config.reward, config.data.columns)) as verifier:
         check_problems(source, config, base.tokenizer, base.arch.max_positions, verifier)
 
 

@@ -4,6 +4,7 @@ import time
 from pathlib import Path
 
 from fp8core.errors import StoredFileError
+from fp8core.report.summary import OF_START, start_metrics
 from fp8core.run.context import RunContext
 from fp8core.run.execute import carried
 from fp8core.run.rollouts import shard_folder
@@ -48,18 +49,17 @@ def commit_step(run: RunContext, index: int) -> None:
 
 
 def step_metrics(run: RunContext, index: int) -> dict[str, float]:
-    """Metrics of a committed iteration: those of its record, or of the first evaluation for step 0."""
+    """Metrics of a committed iteration: those of its record, or of what step 0 measured (`OF_START`)."""
     return stored_metrics(run.directory.ledger, run.directory.store, index)
 
 
 def stored_metrics(ledger: LedgerView, store: ArtifactStore, index: int) -> dict[str, float]:
     """`step_metrics` of a run that is not live."""
-    if index == START:
-        measured = store.get_json(ledger.tasks(index)["evaluate"].outputs["evaluation"])
-        return {"reward/heldout_accuracy": measured["accuracy"], "reward/heldout_length_mean": measured["length_mean"]}
     metrics: dict[str, float] = {}
     for ref in ledger.artifacts(index).values():
-        if ref.kind == "metrics":
+        if index == START and ref.kind in OF_START:
+            metrics |= start_metrics(ref.kind, store.get_json(ref))
+        if index > START and ref.kind == "metrics":
             metrics |= store.get_json(ref)
     return metrics
 

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from fp8core.alignment.bounds import Crossing, StopBounds, crossed, stop_bounds
 from fp8core.errors import MemberLost
+from fp8core.evaluation.measure import compared_prompts
 from fp8core.run import start
 from fp8core.run.checkpoint import checkpoint_due, missing_checkpoint, save_state, unsaved_step
 from fp8core.run.commit import commit_step, step_metrics
@@ -97,7 +98,10 @@ def _train(run: RunContext, execution: Execution) -> None:
 
 
 def begin(run: RunContext, execution: Execution = _IN_PROCESS) -> int:
-    """Policy 0, its scales and its accuracy, then back to where an earlier process stopped; returns updates redone."""
+    """Policy 0, its scales, its accuracy and its distance from BF16, then back to where an earlier process stopped.
+
+    Returns the number of updates that were redone.
+    """
 
     def stage(name: str, body: Callable[[], TaskResult]) -> TaskResult:
         result = execution.call(run, name, START, body)
@@ -111,8 +115,12 @@ def begin(run: RunContext, execution: Execution = _IN_PROCESS) -> int:
 
     stage("warm_start", policy)
     scales = stage("first_scales", lambda: start.first_scales(run)).entry.outputs["scales"]
-    stage("first_evaluation", lambda: start.first_evaluation(run, scales))
-    if run.directory.ledger.step(START) is None:
+    evaluation = stage("first_evaluation", lambda: start.first_evaluation(run, scales)).entry.outputs["evaluation"]
+    committed = run.directory.ledger.step(START) is not None
+    # A step 0 that an earlier version has committed stays as it is.
+    if compared_prompts(run.config) and (not committed or "precision_gap" in run.directory.ledger.tasks(START)):
+        stage("precision_gap", lambda: start.precision_gap(run, scales, evaluation))
+    if not committed:
         commit_step(run, START)
     redone = restore(run)
     execution.restored(run, redone)

@@ -18,6 +18,7 @@ from fp8core.config.steps import Plan, check_pipeline, import_spec
 from fp8core.data.source import build_source, check_problems
 from fp8core.errors import StoredFileError, UserError, without_passwords
 from fp8core.kernels.compilation import KernelFolders
+from fp8core.numerics.logprobs import Truncation
 from fp8core.report.console import Console
 from fp8core.rewards.verifier import build_verifier
 from fp8core.rl.objective import Objective, whole_batch_setting
@@ -57,7 +58,7 @@ def pipeline_of(config: RunConfig) -> Plan:
 
     Raises:
         UserError: the pipeline is broken, or nothing in it provides metrics or the log-probs that the loss asks for;
-            or `logprobs.source` cannot give these.
+            or `logprobs.source` cannot give these; or both sides might truncate distributions differently.
     """
     plan = check_pipeline(config.pipeline, CARRIED_KINDS, import_spec)
     if not any("metrics" in planned.spec.outputs.values() for planned in plan.steps):
@@ -77,6 +78,7 @@ def pipeline_of(config: RunConfig) -> Plan:
     if config.loss.distillation.teacher is None and any(planned.uses == _TEACHER for planned in plan.steps):
         raise UserError(f"step {_TEACHER}: loss.distillation.teacher names no checkpoint")
     _refuse_source(config)
+    _refuse_truncation(config)
     return plan
 
 
@@ -95,6 +97,22 @@ def _refuse_source(config: RunConfig) -> None:
     contract, reason = contract_of(config)
     if source == "rollout" and contract not in ("exact", "aligned"):
         raise UserError(f"{place}: log-probs are not promised to be equal bit for bit ({reason}); set it to training")
+
+
+def _refuse_truncation(config: RunConfig) -> None:
+    """Refuse top-k and top-p where the trainer may leave out a token that was sampled: its log-prob would be -inf.
+
+    GPUs are refused too: vLLM draws from whole distributions here, and its aligned model gives their log-probs.
+    """
+    rollout = config.rollout
+    contract, reason = contract_of(config)
+    if Truncation.of(rollout.top_k, rollout.top_p) is not None and contract != "exact":
+        asked = f"rollout.top_k={rollout.top_k}" if rollout.top_p == 1 else f"rollout.top_p={rollout.top_p}"
+        raise UserError(
+            f"{asked}: rollout.engine={rollout.engine} with the {trainer_of(config.training).name} trainer may leave "
+            f"other tokens on each side ({contract} contract: {reason}); unset it, or take the embedded engine and the "
+            "exact trainer, or the packed one on a CPU with precision.rounding_points=kernels, in equal formats"
+        )
 
 
 def refuse_conflict(config: RunConfig, *, new_code: bool = False) -> None:
@@ -233,7 +251,7 @@ def open_run(
             console.note(f"model={config.model}: {base.dequantised} weights in block FP8 are read as BF16")
         if config.loss.distillation.teacher is not None:
             check_teacher(config, base.tokenizer)
-        verifier = parts.enter_context(closing(build_verifier(config.reward)))
+        verifier = parts.enter_context(closing(build_verifier(config.reward, config.data.columns)))
         check_problems(source, config, base.tokenizer, base.arch.max_positions, verifier)
         version = current_code()
         segment = SegmentEntry(pid=os.getpid(), host=socket.gethostname(), code_version=version, started=time.time())

@@ -12,7 +12,7 @@ from fp8core.errors import UserError
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.rewards.scorer import OUTCOMES, Answer, Outcome, Verdict
 from fp8core.rl.batch import routes_column
-from fp8core.rollout.engine import Completion, PromptGroup, Sampling, sample_seed
+from fp8core.rollout.engine import Completion, PromptGroup, RolloutEngine, Sampling, sample_seed
 from fp8core.rollout.stop_strings import generated, text_until
 from fp8core.run.context import RunContext
 from fp8core.store.tables import PROMPTS, PROMPTS_WITH_COLUMNS, ROLLOUTS
@@ -151,12 +151,12 @@ def _failures_of_others(verdicts: Sequence[Verdict]) -> str | None:
     return f"not checked: {', '.join(lines)}: {failed[0][1].record}" if failed else None
 
 
-def heldout_accuracy(run: RunContext) -> dict[str, Any]:
-    """Accuracy, count and mean length over the held-out prompts, and the score of each by its prompt_id.
+def heldout_accuracy(run: RunContext, engine: RolloutEngine, count: int) -> dict[str, Any]:
+    """Accuracy, count and mean length over the first held-out prompts, and the score of each by its prompt_id.
 
-    Comparisons of trainings pair prompts by these (docs/guides/parity.md).
+    `count` is at most `evaluation.prompts`. Comparisons of trainings pair prompts by these (docs/guides/parity.md).
     """
-    prompts = prompt_table(run, run.source.heldout(run.config.evaluation.prompts))
+    prompts = prompt_table(run, run.source.heldout(run.config.evaluation.prompts)[:count])
     sampling = Sampling(0.0, run.config.rollout.max_new_tokens, run.tokenizer.eos_ids)
     groups = [
         PromptGroup(
@@ -165,7 +165,7 @@ def heldout_accuracy(run: RunContext) -> dict[str, Any]:
         for row in prompts.to_pylist()
     ]
     strings = run.config.rollout.stop_strings
-    written = generated(run.ready_engine(), groups, sampling, run.tokenizer, strings)
+    written = generated(engine, groups, sampling, run.tokenizer, strings)
     completions = [done for batch in written for done in batch]
     verdicts = judge(run, prompts, completions)
     tell_failures(run, "held-out prompts", verdicts)
@@ -182,10 +182,10 @@ def heldout_accuracy(run: RunContext) -> dict[str, Any]:
 
 
 def judge(run: RunContext, prompts: pa.Table, completions: Sequence[Completion]) -> list[Verdict]:
-    """The verdict on each completion; `prompts` is a table of kind `prompts`, in order of group."""
+    """The main verifier's verdict on each completion; `prompts` is a table of kind `prompts`, in order of group."""
     asked = prompts.drop_columns(["tokens"]).to_pylist()
     strings = run.config.rollout.stop_strings
     texts = [completion_text(done, run.tokenizer, strings) for done in completions]
-    return run.verifier.verify(
+    return run.verifier.main.verify(
         [answer_to(asked[done.group], text, done.finish) for done, text in zip(completions, texts, strict=True)]
     )

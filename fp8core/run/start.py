@@ -31,7 +31,7 @@ from fp8core.models.architecture import Architecture
 from fp8core.models.decoder import Decoder, FullContext
 from fp8core.models.weights import load_policy, reference_formats, stored_weights
 from fp8core.numerics.fingerprint import masters_digest, policy_digest
-from fp8core.numerics.logprobs import token_logprobs
+from fp8core.numerics.logprobs import Truncation, token_logprobs
 from fp8core.report.console import StyleAccuracy
 from fp8core.rl.batch import TokenBatch
 from fp8core.rollout.engine import Sampling
@@ -45,6 +45,7 @@ from fp8core.run.build import (
 from fp8core.run.context import RunContext, freeze_heap
 from fp8core.run.execute import TaskResult, attempt, run_task
 from fp8core.run.policy import covered, push, read_scales, store_scales
+from fp8core.run.precision_gap import measure_gap
 from fp8core.run.resume import recompute_damaged
 from fp8core.run.rollouts import completion_text, heldout_accuracy, judge, prompt_groups, prompt_table
 from fp8core.store import durable
@@ -110,7 +111,7 @@ def first_evaluation(run: RunContext, scales: Ref) -> TaskResult:
 
     def body() -> dict[str, Ref]:
         push(run, read_scales(run, scales))
-        content = heldout_accuracy(run)
+        content = heldout_accuracy(run, run.ready_engine(), run.config.evaluation.prompts)
         if run.config.warm_start is not None and run.config.warm_start.demonstrations is None:
             content["styles"] = style_accuracy(run, run.config.warm_start)
         return {"evaluation": run.directory.store.put_json("evaluation", content)}
@@ -120,6 +121,19 @@ def first_evaluation(run: RunContext, scales: Ref) -> TaskResult:
         # The manifest of step 0, which is yet to be written, records what the engine holds.
         push(run, read_scales(run, scales))
     return result
+
+
+def precision_gap(run: RunContext, scales: Ref, evaluation: Ref) -> TaskResult:
+    """The distance of policy 0 in FP8 from itself in BF16 (`precision_gap.measure_gap`)."""
+
+    def body() -> dict[str, Ref]:
+        store = run.directory.store
+        if run.directory.ledger.step(START) is not None:
+            # The first evaluation is over, and has not pushed.
+            push(run, read_scales(run, scales))
+        return {"precision_gap": store.put_json("precision_gap", measure_gap(run, store.get_json(evaluation)))}
+
+    return _once(run, "precision_gap", {"scales": scales.digest, "evaluation": evaluation.digest}, body)
 
 
 def _once(run: RunContext, name: str, parts: Mapping[str, Any], body: Callable[[], dict[str, Ref]]) -> TaskResult:
@@ -134,9 +148,11 @@ def style_accuracy(run: RunContext, config: WarmStartConfig) -> list[dict[str, A
     """Accuracy by style of one step's worth of sampled completions, with its target."""
     problems = run.source.training(START, run.config.rollout.prompts_per_step, run.config.seed)
     prompts = prompt_table(run, problems)
-    sampling = Sampling(run.config.rollout.temperature, run.config.rollout.max_new_tokens, run.tokenizer.eos_ids)
+    rollout = run.config.rollout
+    truncation = Truncation.of(rollout.top_k, rollout.top_p)
+    sampling = Sampling(rollout.temperature, rollout.max_new_tokens, run.tokenizer.eos_ids, truncation=truncation)
     scores: dict[str, list[float]] = defaultdict(list)
-    strings = run.config.rollout.stop_strings
+    strings = rollout.stop_strings
     written = generated(run.ready_engine(), prompt_groups(run, START, prompts), sampling, run.tokenizer, strings)
     completions = [done for batch in written for done in batch]
     for done, verdict in zip(completions, judge(run, prompts, completions), strict=True):

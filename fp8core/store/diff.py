@@ -25,7 +25,7 @@ from fp8core.store.run_view import Commit, RunView, read_manifest
 CAUSES = ("config_digest", "code_version", "model_revision", "precision", "executed", "level", "versions", "steps")
 """Fields of a record that can explain why others differ."""
 
-START_TASKS = ("warm_start", "calibrate", "evaluate")
+START_TASKS = ("warm_start", "calibrate", "evaluate", "precision_gap")
 """The tasks of step 0 in their order; those of the others are the pipeline's."""
 
 # Metrics in the order in which an iteration makes what they measure.

@@ -18,6 +18,7 @@ _START_KINDS = {
     "warm_start": {"policy": "policy", "weights": "weights"},
     "calibrate": {"scales": "scales"},
     "evaluate": {"evaluation": "evaluation"},
+    "precision_gap": {"precision_gap": "precision_gap"},
 }
 
 

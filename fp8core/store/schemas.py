@@ -189,6 +189,26 @@ class _NoEvaluation(_Content):
     """Of a step that was not to be evaluated."""
 
 
+class _Estimate(_Content):
+    value: Number
+    low: Number
+    high: Number
+
+
+class PrecisionGap(_Content):
+    """The distance of policy 0 from itself in BF16 (`run.precision_gap`)."""
+
+    prompts: Annotated[int, Field(ge=1, le=1 << 53, strict=True)]
+    tokens: Count
+    temperature: Magnitude
+    nats: Magnitude
+    k3: Number
+    error: Magnitude
+    accuracy: _Estimate
+    bf16_accuracy: _Estimate
+    difference: _Estimate
+
+
 def _which(value: Any) -> str:
     return "absent" if value == {} else "measured"
 
@@ -206,6 +226,7 @@ JSON: Mapping[str, TypeAdapter[Any]] = {
     "train_report": TypeAdapter(TrainReport),
     "sync_report": TypeAdapter(SyncReport),
     "evaluation": TypeAdapter(_Evaluation),
+    "precision_gap": TypeAdapter(PrecisionGap),
     "metrics": TypeAdapter(Annotated[Metrics, Field(max_length=100_000)]),
     "manifest": TypeAdapter(StepManifest),
 }

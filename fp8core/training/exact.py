@@ -139,6 +139,7 @@ class ExactTrainer(MicroBatchTrainer[PolicyWeights]):
             self._decoder.formats.head,
             batch.tokens[:, 1:][written],
             temperature,
+            batch.truncation,
         )
         return Scored(logprobs, entropy)
 

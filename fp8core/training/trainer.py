@@ -58,7 +58,7 @@ class NotFiniteError(UpdateError):
 
 
 class LogprobError(UpdateError):
-    """The forward of the update gave an audited token another log-prob than the rollout."""
+    """A forward gave a token another log-prob than the rollout, or left out one that the rollout has drawn."""
 
 
 @dataclass(frozen=True)
@@ -351,9 +351,10 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
 
     @torch.no_grad()
     def logprobs(self, batch: TokenBatch, temperature: float, scales: Sequence[LayerScales] | None) -> ScoredBatch:
+        """As every trainer. Raises LogprobError: the batch's truncation leaves out one of its tokens."""
         weights, statistics, slices = self._inference_weights(), self._no_statistics(), list(self._slices(batch))
         scores = shared_out(
-            self._ranks, slices, lambda each: self._score(weights, each[1], temperature, scales, statistics)
+            self._ranks, slices, lambda each: self._drawn(weights, each[1], temperature, scales, statistics)
         )
         self._ranks.combine_counts(statistics.combine)
         return ScoredBatch(*_laid_out(batch, slices, scores), statistics)
@@ -368,14 +369,14 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
 
         Raises:
             NotFiniteError: as `step`.
-            LogprobError: the first audited token that differs; the update is not applied.
+            LogprobError: the first audited token that differs, or as `logprobs`; the update is not applied.
         """
         corrected, correction = self._objective.corrected(batch)
         corrected = self._selected(corrected, 0, temperature, scales)
         statistics, own = self._no_statistics(), list[Scored]()
 
         def score(weights: Weights, part: TokenBatch) -> Scored:
-            scored = self._score(weights, part, temperature, scales, statistics)
+            scored = self._drawn(weights, part, temperature, scales, statistics)
             own.append(Scored(scored.logprobs.detach(), scored.entropy.detach()))
             return scored
 
@@ -452,7 +453,26 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
     def _accumulate(
         self, batch: RolloutBatch, temperature: float, scales: Sequence[LayerScales] | None
     ) -> dict[str, float]:
-        return self._learnt(batch, lambda weights, part: self._score(weights, part, temperature, scales))
+        return self._learnt(batch, lambda weights, part: self._drawn(weights, part, temperature, scales))
+
+    def _drawn(
+        self,
+        weights: Weights,
+        batch: TokenBatch,
+        temperature: float,
+        scales: Sequence[LayerScales] | None,
+        statistics: KvStatistics | None = None,
+    ) -> Scored:
+        """`_score` of tokens that were drawn; one with probability 0 has no importance ratio, and is refused."""
+        scored = self._score(weights, batch, temperature, scales, statistics)
+        if batch.truncation is not None and bool(torch.isneginf(scored.logprobs).any()):
+            raise LogprobError(
+                self._not_applied(
+                    f"top_k={batch.truncation.top_k}, top_p={batch.truncation.top_p} leave out a token of a completion "
+                    "by this policy's logits"
+                )
+            )
+        return scored
 
     def _learnt(self, batch: RolloutBatch, score: Callable[[Weights, TokenBatch], Scored]) -> dict[str, float]:
         """Add up the gradients of all parts; returns the batch's statistics."""

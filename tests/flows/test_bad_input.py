@@ -225,6 +225,7 @@ def nothing(model, data):
 VERIFIERS = """\
 def two(prompt, completion): ...
 def wanting(prompt, completion, reference, finish, *, tolerance): ...
+def by_column(prompt, completion, reference, finish, columns): return columns["unit"] in completion
 """
 FOUR = "prompt, completion, reference, finish"
 MISTAKES = {
@@ -249,6 +250,16 @@ MISTAKES = {
         nothing,
         {"reward.verifier": "verifiers.py:wanting", "reward.options": {"slack": 1}},
         f"it is called as f({FOUR}, slack=...), and is defined as f({FOUR}, *, tolerance): missing a required",
+    ),
+    "columns": (
+        nothing,
+        {"reward.verifier": "verifiers.py:by_column"},
+        "verifiers.py:by_column: it has a parameter `columns` without a default, and data.columns names no field",
+    ),
+    "columns-of-others": (
+        nothing,
+        {"reward.others": [{"name": "unit", "verifier": "verifiers.py:by_column"}]},
+        "verifiers.py:by_column: it has a parameter `columns` without a default",
     ),
 }
 

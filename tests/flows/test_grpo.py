@@ -175,7 +175,8 @@ def training(request, launch):
 def test_prefect_shows_each_step_as_a_flow_run_with_the_edges_of_the_plan(training, graph_as):
     last = training.summary["steps"]
     numbers = range(1, last + 1)
-    chain = ["warm_start-0", "first_scales-0", "first_evaluation-0", *(f"{FLOW} / step {index}" for index in numbers)]
+    start = ["warm_start-0", "first_scales-0", "first_evaluation-0", "precision_gap-0"]
+    chain = [*start, *(f"{FLOW} / step {index}" for index in numbers)]
     page = training.state.state_details.flow_run_id
     below = FlowRunFilter(parent_flow_run_id=FlowRunFilterParentFlowRunId(any_=[page]))
     plan = plan_of(load_config("tiny", {}))

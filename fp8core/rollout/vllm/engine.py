@@ -211,6 +211,7 @@ class VllmEngine:
         """As `generate`, but yields after every step, mostly nothing, for callers that may end it at any time."""
         assert self._complete, "update() comes before generate(), also after sleep()"
         assert self._routes or not sampling.report_experts, "an engine started without routes reports no experts"
+        assert sampling.truncation is None, "vLLM samples from the whole distribution; the configuration was checked"
         self._check_requests(groups, sampling)
         if self._sleeps:
             # Release the shared policy, which torch caches: a long-lived allocation inside this block, like a workspace

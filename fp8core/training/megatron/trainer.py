@@ -151,6 +151,7 @@ class MegatronTrainer(PolicyTrainer):
         scored: Scored,
     ) -> None:
         """Score this process's packs, and complete the statistics over all processes at the end."""
+        assert batch.truncation is None, "the configuration was checked"
         with self._policy.observed(statistics, scales):
             score(self._policy, self._own_packs(batch), temperature, scored)
         statistics.combine(partial(all_reduce, op=ReduceOp.MAX), all_reduce)

@@ -186,7 +186,7 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
         with _deterministic(self._config.deterministic):
             hidden = self._hidden(pack, self._attention, scales, statistics)
             # Each written token is predicted by the position before it.
-            options = HeadOptions(_HEADS[self._formats.training.head.name], temperature)
+            options = HeadOptions(_HEADS[self._formats.training.head.name], temperature, batch.truncation)
             logprobs, entropy = token_logprobs(
                 hidden[pack.written - 1],
                 self._decoder.head_weight()[0],

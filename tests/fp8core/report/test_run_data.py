@@ -14,11 +14,15 @@ def test_the_history_is_what_the_steps_recorded(whole_run) -> None:
     run = read_run(whole_run.folder, "whole")
     stored = {step: whole_run.store.get_json(whole_run.ledger.artifacts(step)["metrics"]) for step in range(1, 5)}
     assert list(run.history[1:]) == [{"step": step, **stored[step]} for step in range(1, 5)]
-    evaluation = whole_run.store.get_json(whole_run.ledger.artifacts(0)["evaluation"])
+    evaluation, gap = (
+        whole_run.store.get_json(whole_run.ledger.artifacts(0)[kind]) for kind in ("evaluation", "precision_gap")
+    )
     assert run.history[0] == {
         "step": 0,
         HELDOUT: evaluation["accuracy"],
         "reward/heldout_length_mean": evaluation["length_mean"],
+        **{f"rollout/precision_gap_{name}": gap[name] for name in ("nats", "k3", "error")},
+        **{f"rollout/precision_gap_{name}": gap[name]["value"] for name in ("accuracy", "bf16_accuracy")},
     }
     assert (run.status, run.asked, run.missing) == ("finished, 4 steps", 4, [])
 

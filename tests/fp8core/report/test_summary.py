@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8core.report.summary import Overhead, StepTiming, overhead_ms, series, summarise, union_seconds
+from fp8core.report.summary import Overhead, StepTiming, overhead_ms, series, start_metrics, summarise, union_seconds
 
 ticks = st.integers(0, 60)
 intervals = st.lists(st.tuples(ticks, ticks).map(lambda pair: (float(min(pair)), float(max(pair)))), max_size=8)
@@ -43,7 +43,8 @@ def test_a_series_skips_steps_at_which_nothing_was_measured() -> None:
 
 
 def test_a_summary_has_the_fields_of_the_json_file() -> None:
-    history = [{"step": 0, "reward/heldout_accuracy": 0.4}]
+    gap = {"nats": 0.125, "k3": 0.01, "error": 1.2, "accuracy": {"value": 0.5}, "bf16_accuracy": {"value": 0.75}}
+    history = [{"step": 0, "reward/heldout_accuracy": 0.4, **start_metrics("precision_gap", gap)}]
     for step in range(1, 31):
         history.append(
             {"step": step, "reward/mean": step / 30, "alignment/token_mult_prob_error": 1.0 + (step == 7) / 128}
@@ -87,6 +88,7 @@ def test_a_summary_has_the_fields_of_the_json_file() -> None:
         "tmpe_max": 1.0078125,
         "tokens_differing": 3,
         "steps_without_signal": 2,
+        "precision_gap": {"nats": 0.125, "accuracy": 0.5, "bf16_accuracy": 0.75},
         "bounds": "exact contract, fail beyond error 1",
         "bounds_crossed": 0,
         "overhead_ms_per_step": {"median": 250.0, "mean": 250.0},

@@ -78,16 +78,26 @@ def test_the_name_of_another_metric_is_refused(name):
         load_config("tiny", {"reward.others": [{"name": name, "verifier": "chain"}]})
 
 
-def test_a_run_records_each_score_and_each_mean(loop_run):
+def test_a_run_records_each_score_and_each_mean(loop_run, tmp_path):
+    """Held-out answers are the main verifier's alone: the other one has seen the training's prompts and no others."""
     again = {"name": "again", "verifier": "chain", "weight": 2.0}
+    # Without data.columns, a parameter of that name may keep its default.
+    (tmp_path / "own.py").write_text(
+        "def seen(prompt, completion, reference, finish, log, columns=None):\n"
+        "    print(prompt, file=open(log, 'a'))\n"
+        "    return 0.0\n"
+    )
+    log = tmp_path / "log"
+    seen = {"name": "seen", "verifier": f"{tmp_path / 'own.py'}:seen", "options": {"log": str(log)}}
     step = {"name": "filter", "uses": "tasks.filter:filter", "needs": ["rewards"]}
     edits = {"insert": [{"after": "reward", "step": step}], "rewire": {"record": {"rewards": "filtered"}}}
-    run = loop_run("weighted", steps=1, reward={"length": LENGTH, "others": [again]}, pipeline=edits)
+    run = loop_run("weighted", steps=1, reward={"length": LENGTH, "others": [again, seen]}, pipeline=edits)
     artifacts = run.ledger.artifacts(1)
     rows, metrics = run.store.get_table(artifacts["rewards"]).to_pylist(), run.store.get_json(artifacts["metrics"])
     assert all(
         row["reward"] == row["score_verdict"] + 0.5 * row["score_length"] + 2 * row["score_again"] for row in rows
     )
+    assert {*log.read_text().splitlines()} == {*run.store.get_table(artifacts["prompts"])["text"].to_pylist()}
     for name in ("verdict", "length", "again"):
         assert metrics[f"reward/{name}"] == pytest.approx(sum(row[f"score_{name}"] for row in rows) / len(rows))
     described = run.records[1]["executed"]["reward"]

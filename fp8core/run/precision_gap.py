@@ -1,0 +1,114 @@
+"""The distance of the policy in FP8 from the same weights in BF16, measured once, before the first update.
+
+Rollout and training may agree bit for bit and still compute another function than BF16 does. So step 0 samples
+completions in the rollout's precision, and scores each of their tokens in BF16 too. It also answers held-out prompts in
+BF16. On a CPU a second engine takes its weights alone; on a GPU it would need memory that no plan counts.
+"""
+
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8core.alignment.metrics import EXPONENT_BOUND
+from fp8core.config.run import RunConfig
+from fp8core.evaluation.measure import bootstrap_interval, compared_prompts, contract_in, wilson_interval
+from fp8core.models.decoder import Decoder, FullContext
+from fp8core.models.weights import load_policy, rollout_formats, stored_weights
+from fp8core.numerics.logprobs import token_logprobs
+from fp8core.rl.batch import TokenBatch
+from fp8core.rollout.engine import Completion, PolicyScales, PromptGroup, Sampling, sample_seed
+from fp8core.run.build import build_engine
+from fp8core.run.context import RunContext
+from fp8core.run.rollouts import heldout_accuracy, prompt_table
+from fp8core.store.ledger import START
+
+_CONFIDENCE = 0.95
+
+
+def measure_gap(run: RunContext, evaluated: dict[str, Any]) -> dict[str, Any]:
+    """The gap of the policy that engine and trainer hold, as JSON types.
+
+    Args:
+        run: engine and trainer hold policy 0.
+        evaluated: `heldout_accuracy` of the engine, over the same prompts or more.
+    """
+    count, rollout = compared_prompts(run.config), run.config.rollout
+    prompts = prompt_table(run, run.source.heldout(run.config.evaluation.prompts)[:count])
+    tokens, names = prompts["tokens"].to_pylist(), prompts["prompt_id"].to_pylist()
+    groups = [
+        PromptGroup(i, name, tuple(ids), (0,), (sample_seed(run.config.seed, START, i, 0),))
+        for i, (name, ids) in enumerate(zip(names, tokens, strict=True))
+    ]
+    sampling = Sampling(rollout.temperature, rollout.max_new_tokens, run.tokenizer.eos_ids)
+    sampled = [done for finished in run.ready_engine().generate(groups, sampling) for done in finished]
+    precision = contract_in("bf16", run.config.precision)
+    other = run.config.model_copy(update={"precision": precision})
+    formats = rollout_formats(precision, run.arch.num_layers)
+    stored = stored_weights(run.ready_trainer().masters, formats.stored_names(), formats.scale_rule)
+    distances = _distances(run, other, stored, tokens, sorted(sampled, key=lambda done: done.group))
+    engine = build_engine(other, run.arch)
+    try:
+        engine.update(stored, PolicyScales(0, ()), 0)
+        scores = heldout_accuracy(run, engine, count)["scores"]
+    finally:
+        engine.close()
+    ours, theirs = ([found[name] for name in names] for found in (evaluated["scores"], scores))
+    return {
+        "prompts": count,
+        "tokens": len(distances),
+        "temperature": rollout.temperature,
+        "nats": float(distances.abs().mean()),
+        # Of KL(policy, policy in BF16) from samples of the first: r - 1 - log r, r = exp(-distance).
+        "k3": float((torch.expm1(-distances) + distances).mean()),
+        "error": float(distances.abs().exp().mean()),
+        "accuracy": _estimate(ours),
+        "bf16_accuracy": _estimate(theirs),
+        "difference": _estimate([a - b for a, b in zip(ours, theirs, strict=True)]),
+    }
+
+
+def gap_line(gap: dict[str, Any]) -> str:
+    """The gap as a line for people."""
+    ours, theirs = (
+        f"{found['value']:.3f} [{found['low']:.3f}, {found['high']:.3f}]"
+        for found in (gap["accuracy"], gap["bf16_accuracy"])
+    )
+    return (
+        f"FP8 and BF16, same weights: {gap['nats']:.3g} nats a token apart, tmpe {gap['error']:.6g} "
+        f"({gap['tokens']} tokens); held-out {ours} and {theirs} ({gap['prompts']} prompts)"
+    )
+
+
+@torch.no_grad()
+def _distances(
+    run: RunContext,
+    config: RunConfig,
+    stored: dict[str, Tensor],
+    prompts: Sequence[Sequence[int]],
+    sampled: Sequence[Completion],
+) -> Tensor:
+    """FP64 log-prob as it was sampled minus that in the formats of `config`, of every token, in order."""
+    decoder = Decoder(run.arch, rollout_formats(config.precision, run.arch.num_layers))
+    weights = load_policy(run.arch, stored)
+    batch = TokenBatch.of(prompts, [done.tokens for done in sampled])
+    found = []
+    for _, part in batch.slices(config.training.micro_batch):
+        hidden = decoder.hidden(weights, part.tokens, part.positions, FullContext.of(part.valid), None)
+        written = part.completion[:, 1:]
+        targets = part.tokens[:, 1:][written]
+        head, temperature = decoder.formats.head, config.rollout.temperature
+        found.append(token_logprobs(hidden[:, :-1][written], weights.head, head, targets, temperature)[0])
+    ours = torch.tensor([logprob for done in sampled for logprob in done.logprobs], dtype=torch.float64)
+    return (ours - torch.cat(found).double()).clamp(-EXPONENT_BOUND, EXPONENT_BOUND)
+
+
+def _estimate(scores: Sequence[float]) -> dict[str, float]:
+    """Mean of a score a prompt; Wilson's interval where each is right or wrong, else one that resamples prompts."""
+    if set(scores) <= {0.0, 1.0}:
+        low, high = wilson_interval(round(sum(scores)), len(scores), _CONFIDENCE)
+    else:
+        low, high = bootstrap_interval(scores, _CONFIDENCE, seed=0)
+    return {"value": fmean(scores), "low": low, "high": high}

@@ -1,0 +1,92 @@
+"""Step 0 measures how far FP8 is from BF16, once, and never again for the same run."""
+
+import json
+
+import pytest
+
+from fp8core.config.load import load_config
+from fp8core.evaluation.measure import compared_prompts, gap_unmeasured
+from fp8core.run import precision_gap
+from fp8core.store.ledger import START
+from fp8core.store.run_directory import LEDGER
+
+BF16 = {"linear": "bf16", "kv_cache": "bf16"}
+
+
+def gap_of(run):
+    return run.store.get_json(run.ledger.artifacts(START)["precision_gap"])
+
+
+def scores_of(run):
+    return list(run.store.get_json(run.ledger.artifacts(START)["evaluation"])["scores"].values())
+
+
+def mean(values):
+    return sum(values) / len(values)
+
+
+def test_accuracies_are_those_of_runs_in_both_precisions(loop_run):
+    """The warm start does not depend on the precision, so a run in BF16 begins with the same weights."""
+    learnt = {"warm_start.steps": 40, "warm_start.batch_size": 32, "evaluation.prompts": 24, "steps": 1}
+    measured = loop_run("fp8", **learnt, **{"evaluation.precision_gap": 16})
+    other = loop_run("bf16", **learnt, **{"precision.rollout": BF16, "precision.training": BF16})
+    gap = gap_of(measured)
+    assert "precision_gap" not in other.ledger.tasks(START)
+    assert gap["prompts"] == 16
+    assert gap["tokens"] >= 16
+    for found, run in ((gap["accuracy"], measured), (gap["bf16_accuracy"], other)):
+        assert found["value"] == mean(scores_of(run)[:16])
+        assert 0 <= found["low"] <= found["value"] <= found["high"] <= 1
+    assert gap["difference"]["value"] == pytest.approx(gap["accuracy"]["value"] - gap["bf16_accuracy"]["value"])
+    # Formats with 3 and 7 bits of mantissa are apart, and not far.
+    assert 1e-4 < gap["nats"] < 0.3
+    assert 1 + gap["nats"] <= gap["error"] < 1.5
+    assert 0 < gap["k3"] < 0.1
+
+
+def test_equal_formats_are_exactly_0_apart(loop_run, monkeypatch):
+    """Compared with itself, the rollout's precision has the same log-prob of every token, and the same answers."""
+    monkeypatch.setattr(precision_gap, "contract_in", lambda _, contract: contract)
+    side = {"linear": "fp8_block", "kv_cache": "bf16"}
+    gap = gap_of(loop_run("equal", **{"precision.rollout": side, "precision.training": side, "steps": 1}))
+    assert (gap["nats"], gap["k3"], gap["error"], gap["difference"]["value"]) == (0, 0, 1, 0)
+    assert gap["accuracy"] == gap["bf16_accuracy"]
+
+
+@pytest.mark.parametrize("damage", ["cut", "lost"])
+def test_it_is_made_again_equal(whole_run, run_copy, damage):
+    expected = whole_run.ledger.artifacts(START)["precision_gap"]
+    path = run_copy.file(START, "precision_gap")
+    if damage == "cut":
+        run_copy.cut_after(START, "evaluate")
+    path.unlink()
+    run_copy.resume()
+    assert run_copy.ledger.artifacts(START)["precision_gap"].digest == expected.digest
+    assert path.read_bytes() == whole_run.file(START, "precision_gap").read_bytes()
+
+
+def test_a_step_0_that_was_committed_without_it_stays(run_copy):
+    path = run_copy.folder / LEDGER
+    kept = [line for line in path.read_text().splitlines() if json.loads(line).get("task") != "precision_gap"]
+    path.write_text("".join(f"{line}\n" for line in kept))
+    run_copy.resume(steps=5)
+    assert "precision_gap" not in run_copy.ledger.tasks(START)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "reason", "prompts"),
+    [
+        ("tiny", {}, None, 32),
+        ("tiny", {"evaluation.prompts": 8}, None, 8),
+        ("tiny", {"precision.rollout.linear": "bf16"}, None, 32),
+        ("real", {}, None, 16),
+        ("tiny", {"evaluation.precision_gap": 0}, "not asked", 0),
+        ("tiny", {"precision.rollout": BF16}, "no FP8", 0),
+        ("tiny", {"warm_start": None}, "random weights", 0),
+        ("tiny", {"cluster.ranks": 2}, "engine", 0),
+        ("qwen3-aligned", {}, "engine", 0),
+    ],
+)
+def test_when_it_is_measured(name, settings, reason, prompts):
+    config = load_config(name, settings)
+    assert (gap_unmeasured(config), compared_prompts(config)) == (reason, prompts)
