@@ -92,10 +92,10 @@ def mlflow_pictures(runs: list[Path], out: Path) -> None:
             page.wait_for_timeout(SETTLE_MS)
             keep(page.screenshot(), out / f"{name}.png")
         page.set_viewport_size(TABLE)
-        page.goto(
-            f"{address}/#/experiments/{records[0].experiment_id}/runs/{records[1].run_id}/artifacts/{COMPLETIONS}"
-        )
+        page.goto(completions_page(address, records[1]))
         page.get_by_role("cell", name=re.compile("[0-9]=$")).first.wait_for()
+        # A folder of the machine that took the picture.
+        page.get_by_text(re.compile("^Path: ")).first.evaluate("element => { element.style.visibility = 'hidden' }")
         page.wait_for_timeout(SETTLE_MS)
         keep(page.screenshot(), out / "mlflow-completions.png")
         page.set_viewport_size(REPORT)

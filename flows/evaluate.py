@@ -16,7 +16,7 @@ from pydantic import Field
 from flows.environment import bound_mlflow_requests
 from flows.evaluation import Checkpoint, EvaluationRequest, opened, questions, refuse, variants
 from flows.launch import say
-from flows.orchestration import artifact_key, failed, show_logs_escaped
+from flows.orchestration import artifact_key, failed, prepare_logs
 from flows.run_lookup import FlowOverrides, OptionalConfigName
 from flows.tracking.publish import evaluated_prompts
 from flows.tracking.results import log_evaluation
@@ -77,7 +77,7 @@ def evaluate(
     """
     bound_mlflow_requests()
     quiet_store_logs()
-    show_logs_escaped()
+    prepare_logs()
     asked = EvaluationRequest(
         target, step, config, data, split, prompts, samples, k, temperature, max_new_tokens, precisions, seed,
         confidence, overrides,

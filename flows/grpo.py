@@ -24,7 +24,7 @@ from flows.orchestration import (
     T,
     artifact_client,
     failed,
-    show_logs_escaped,
+    prepare_logs,
 )
 from flows.run_lookup import ConfigName, FlowOverrides, load_settings
 from flows.step_runs import StepRuns, step_client
@@ -83,7 +83,7 @@ def grpo(
     """
     bound_mlflow_requests()
     quiet_store_logs()
-    show_logs_escaped()
+    prepare_logs()
     flat = {"run": run, "steps": steps, "seed": seed}
     given = {key: value for key, value in flat.items() if value is not None}
     try:

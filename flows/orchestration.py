@@ -17,7 +17,7 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
 from prefect.client.schemas.objects import RunInput, State, TaskRunResult
 from prefect.context import FlowRunContext, SettingsContext, TaskRunContext, get_settings_context
-from prefect.exceptions import PrefectException
+from prefect.exceptions import CancelledRun, FailedRun, PrefectException
 from prefect.futures import wait
 from prefect.logging.handlers import PrefectConsoleHandler
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES
@@ -178,13 +178,17 @@ def _this_run() -> RunInput:
     return TaskRunResult(id=context.task_run.id)
 
 
-def show_logs_escaped() -> None:
-    """Let Prefect's logs, on terminals and on its server, hold texts of others escaped; tracebacks quote them."""
-    for name in ("prefect.flow_runs", "prefect.task_runs"):
+def prepare_logs() -> None:
+    """Let Prefect's logs, on terminals and on its server, hold texts of others escaped, and one reason of a failure."""
+    for name in ("prefect.flow_runs", "prefect.task_runs", "prefect.engine"):
         logging.getLogger(name).addFilter(_escaped)
 
 
 def _escaped(record: logging.LogRecord) -> bool:
+    """Escapes a record, whose traceback quotes others, too. False leaves it out."""
+    if record.exc_info and isinstance(record.exc_info[1], FailedRun | CancelledRun):
+        # Prefect raises these where a flow returned such a state: `failed` and `unanswered` logged its reason.
+        return False
     record.msg, record.args = printable_lines(record.getMessage()), None
     if record.exc_info:
         # A formatter takes a text that is there already.

@@ -17,7 +17,7 @@ from pydantic import Field
 
 from flows.environment import bound_mlflow_requests
 from flows.launch import say
-from flows.orchestration import artifact_key, failed, show_logs_escaped, unanswered
+from flows.orchestration import artifact_key, failed, prepare_logs, unanswered
 from flows.parity_training import ParityRequest, Plan, committed, read_memory, record_of, refuse, train_one
 from flows.run_lookup import ConfigName, FlowOverrides
 from flows.tracking.results import log_parity
@@ -69,7 +69,7 @@ def parity(
     """
     bound_mlflow_requests()
     quiet_store_logs()
-    show_logs_escaped()
+    prepare_logs()
     try:
         plan = refuse(ParityRequest(config, name, seeds, steps, variants, overrides), _date())
     except UserError as error:

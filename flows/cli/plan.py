@@ -44,7 +44,7 @@ def plan_config(options: argparse.Namespace) -> int:
     """Print and write the plan; returns the exit code, raises UserError where it does not fit."""
     from fp8core.config.load import load_config
     from fp8core.models.hub import model_shape
-    from fp8core.plan.run_plan import plan_run, refuse_unfit, spread_over
+    from fp8core.plan.run_plan import plan_run, refuse_unfit, spread_over, verdict
     from fp8core.report.text import plan_text
 
     search_last(Path.cwd())
@@ -58,7 +58,7 @@ def plan_config(options: argparse.Namespace) -> int:
     if options.json is not None:
         options.json.write_json({"fits": not plan.refusals, **asdict(plan)})
     refuse_unfit(plan)
-    say("fits")
+    say(verdict(plan))
     return 0
 
 

@@ -21,7 +21,7 @@ from flows.tracking.metric_names import (
     shown_metrics,
     speed,
 )
-from flows.tracking.tables import artifact_table, completion_table, sample_table, samples_due, tables_due
+from flows.tracking.tables import artifact_table, completion_table, heldout_table, sample_table, samples_due, tables_due
 from flows.tracking.traces import log_traces
 from flows.tracking.tracker import CHAIN_HEAD, RUN_DIRECTORY, TRAINING, Tracker
 from fp8core.alignment.bounds import stop_bounds
@@ -38,7 +38,7 @@ from fp8core.store.ledger import START, BoundEntry, CheckpointEntry
 from fp8core.store.manifest import Head
 from fp8core.store.run_directory import SUMMARY
 
-COMPLETIONS = "completions.json"
+COMPLETIONS, HELDOUT_COMPLETIONS = "completions.json", "heldout.json"
 BOUND_CROSSED = "bound_crossed"
 VERDICT = "verdict"
 SIGNED_BY = "signed_by"
@@ -104,6 +104,8 @@ def publish_result(run: RunContext, tracker: Tracker) -> None:
     tracker.log_file(run.directory.path / CURVES, "pictures")
     for name in (SUMMARY, REPORT):
         tracker.log_file(run.directory.path / name, None)
+    if (heldout := heldout_table(run)) is not None:
+        tracker.log_tables({HELDOUT_COMPLETIONS: heldout})
     if (completions := completion_table(run)) is not None:
         tracker.log_tables({COMPLETIONS: completions})
         steps = run.directory.ledger.steps()

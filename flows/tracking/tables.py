@@ -1,7 +1,7 @@
 """The tables of an MLflow run: samples and artifacts of a step, and whole groups of completions early and late."""
 
 from flows.tracking.tracker import Table
-from fp8core.report.completions import Row, largest_difference, pick_completions
+from fp8core.report.completions import Row, heldout_pairs, largest_difference, pick_completions
 from fp8core.report.run_data import token_artifacts
 from fp8core.run.context import RunContext
 from fp8core.store.deletion_log import read_deletions
@@ -14,6 +14,10 @@ SAMPLE_COLUMNS = ("step", "prompt", "completion", "reference", "reward", "outcom
 ARTIFACT_COLUMNS = ("step", "task", "artifact", "kind", "digest", "bytes", "path")
 # As wide as MLflow shows them, the first six fit beside its list of files.
 COMPLETION_COLUMNS = ("prompt", "completion", "reward", "advantage", "mismatch", "step", "group", "sample")
+HELDOUT_COLUMNS = (
+    *("prompt", "first", "first_reward", "last", "last_reward"),
+    *("first_length", "last_length", "first_step", "last_step"),
+)
 _TRAIN = "tasks.train:train"
 
 
@@ -95,6 +99,18 @@ def completion_table(run: RunContext) -> Table | None:
         return prompt, row["text"], *(None if number is None else _short(number) for number in numbers), step, *place
 
     return COMPLETION_COLUMNS, [cells(row) for rows in groups for row in rows]
+
+
+def heldout_table(run: RunContext) -> Table | None:
+    """Held-out prompts with their completions at the first and at the last evaluation; None where none are kept."""
+    rows = [
+        (
+            *(pair.first.prompt, pair.first.text, _short(pair.first.score), pair.last.text, _short(pair.last.score)),
+            *(pair.first.length, pair.last.length, *pair.steps),
+        )
+        for pair in heldout_pairs(RunView.read(run.directory.path), [])
+    ]
+    return (HELDOUT_COLUMNS, rows) if rows else None
 
 
 def _short(number: float) -> float:

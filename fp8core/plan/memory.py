@@ -85,12 +85,14 @@ class Phase:
         needs: all that is there.
         limit: bytes that it may take; None where it is unknown.
         advice: what to change where it takes more.
+        at_most: what may come on top of the needs; nothing is refused for it.
     """
 
     name: str
     needs: tuple[Need, ...]
     limit: int | None
     advice: str
+    at_most: Need | None = None
 
     @property
     def total(self) -> int:
@@ -101,6 +103,11 @@ class Phase:
     def fits(self) -> bool:
         """True if the limit holds it, or where there is none."""
         return self.limit is None or self.total <= self.limit
+
+    @property
+    def surely_fits(self) -> bool:
+        """True if the limit holds what may come on top, too."""
+        return self.limit is None or self.total + (0 if self.at_most is None else self.at_most.bytes) <= self.limit
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from fp8core.plan.memory import (
     shipped_bytes,
 )
 from fp8core.rollout.registry import engine_entry
-from fp8core.training.memory import Parallel, host_needs
+from fp8core.training.memory import Parallel, host_needs, most_activations
 from fp8core.training.registry import trainer_of
 
 _BF16 = 2
@@ -129,6 +129,17 @@ def refuse_unfit(plan: RunPlan) -> None:
         raise UserError(f"memory: {'; also '.join(plan.refusals)}")
 
 
+def verdict(plan: RunPlan) -> str:
+    """In words, for a plan that is not refused."""
+    unsure = [phase for device in plan.devices for phase in device.phases if not phase.surely_fits]
+    if not unsure:
+        return "fits"
+    return (
+        "fits while sequences are short: with activations of the longest configured ones it does not; lower "
+        "training.micro_batch, data.max_prompt_tokens or rollout.max_new_tokens if memory runs out"
+    )
+
+
 def _devices(
     config: RunConfig,
     arch: Architecture,
@@ -155,7 +166,9 @@ def _devices(
     if on_host:
         needs = tuple(itertools.chain.from_iterable(on_host.values()))
         limit = None if machine.host is None else machine.host.memory
-        plans.append(DevicePlan(machine.host, 1, (Phase(" and ".join(on_host), needs, limit, _HOST),)))
+        exact = parallel is None and trainer_of(config.training).arithmetic == "exact"
+        more = most_activations(config, arch) if exact else None
+        plans.append(DevicePlan(machine.host, 1, (Phase(" and ".join(on_host), needs, limit, _HOST, more),)))
     elif parallel is not None and config.cluster.used and machine.host is not None:
         plans.append(_saving(config, arch, machine.host, machine.hosts))
     return tuple(plans)

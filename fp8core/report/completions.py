@@ -1,6 +1,7 @@
 """Completions early and late in a run, with the mismatch and the reward of each: what the policy writes.
 
-The same prompts are shown where the searched steps have a prompt in common. Texts come from the tokens, through the
+Held-out prompts are the same ones at every evaluation, which keeps a few texts. Of training prompts the same ones are
+shown where the searched steps have a prompt in common. Texts of these come from the tokens, through the
 tokenizer of the newest checkpoint. Without one a completion is a single piece of text.
 """
 
@@ -18,8 +19,9 @@ from fp8core.store.artifacts import ArtifactError, ArtifactStore
 from fp8core.store.durable import refuse_link
 from fp8core.store.ledger import START, CheckpointEntry
 from fp8core.store.run_view import Commit, RunView
+from fp8core.store.schemas import HeldoutSample
 
-PROMPTS, SAMPLES, SEARCHED = 3, 2, 5
+PROMPTS, SAMPLES, SEARCHED, HELDOUT_PROMPTS = 3, 2, 5, 4
 MOST_TOKENS, MOST_CHARACTERS = 160, 800
 THRESHOLDS = (1e-3, 1e-2, 1e-1)
 """Where a token's |log p - log g| gets the next colour; exactly 0 has none."""
@@ -140,6 +142,66 @@ def read_examples(evidence: RunView, names: tuple[str, str], missing: list[str])
     decode = _decoder(evidence, missing)
     early, late = ([_asked(rows, decode) for rows in some] for some in (picked.early, picked.late))
     return Examples(early, late, picked.same)
+
+
+@dataclass(frozen=True)
+class HeldoutPair:
+    """A held-out prompt at the first and at the last evaluation, and the steps of these."""
+
+    steps: tuple[int, int]
+    first: HeldoutSample
+    last: HeldoutSample
+
+
+def heldout_pairs(evidence: RunView, missing: list[str]) -> list[HeldoutPair]:
+    """The texts that evaluations keep of held-out prompts; none before there are two evaluations with texts.
+
+    `missing` takes a line for what cannot be read and was not removed by gc.
+    """
+    commits = sorted(evidence.commits, key=lambda commit: commit.step)
+    unread = Unread("held-out completions")
+    first, last = (_first_evaluation(evidence, order, unread) for order in (commits, commits[::-1]))
+    missing += unread.lines()
+    if first is None or last is None or first[0] == last[0]:
+        return []
+    (start, before), (end, after) = first, last
+    return [HeldoutPair((start, end), before[name], after[name]) for name in before if name in after]
+
+
+def heldout_examples(pairs: Sequence[HeldoutPair]) -> Examples | None:
+    """The held-out prompts that a report shows; None without any."""
+    if not pairs:
+        return None
+    early, late = (
+        [
+            Asked(pair.steps[end], sample.prompt, [Completion(sample.score, [Piece(sample.text, None)], 0)])
+            for pair in pairs[:HELDOUT_PROMPTS]
+            for sample in [(pair.first, pair.last)[end]]
+        ]
+        for end in (0, 1)
+    )
+    return Examples(early, late, True)
+
+
+def _first_evaluation(
+    evidence: RunView, commits: Sequence[Commit], unread: Unread
+) -> tuple[int, dict[str, HeldoutSample]] | None:
+    """Step and samples, by prompt_id, of the first of these commits that evaluated, if it kept any."""
+    store, known_empty = ArtifactStore(evidence.folder), set[str]()
+    for commit in commits:
+        for ref in commit.artifacts.values():
+            if ref.kind != "evaluation" or ref.digest in known_empty or was_removed(evidence, ref):
+                continue
+            try:
+                content = store.get_json(ref)
+            except ArtifactError as error:
+                unread.add(commit.step, error, evidence.folder)
+                continue
+            if content:
+                found = [HeldoutSample.model_validate(sample) for sample in content.get("samples") or ()]
+                return commit.step, {sample.prompt_id: sample for sample in found}
+            known_empty.add(ref.digest)
+    return None
 
 
 def largest_difference(row: Row) -> float | None:

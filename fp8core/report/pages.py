@@ -99,13 +99,14 @@ class Table:
 
 @dataclass(frozen=True)
 class Section:
-    """A heading with words, figures (HTML text), completions by caption, and tables; `anchor` is its name in links."""
+    """A heading with words, figures (HTML text), completions by run, and tables; `anchor` is its name in links."""
 
     anchor: str
     title: str
     text: Sequence[str] = ()
     figures: Sequence[str] = ()
     tables: Sequence[Table] = field(default_factory=tuple)
+    heldout: Mapping[str, Examples] = field(default_factory=dict)
     examples: Mapping[str, Examples] = field(default_factory=dict)
 
 
@@ -285,9 +286,11 @@ def _charted(anchor: str, title: str, charts: tuple[list[Chart], list[str]], wor
 
 
 def _completions(runs: Sequence[RunData]) -> Section:
-    examples = {run.label: run.examples for run in runs[:EXAMPLE_RUNS] if run.examples is not None}
-    words = [] if examples else ["No step has completions that can be read."]
-    return Section("completions", "Completions", words, examples=examples)
+    shown = runs[:EXAMPLE_RUNS]
+    heldout = {run.label: run.heldout for run in shown if run.heldout is not None}
+    examples = {run.label: run.examples for run in shown if run.examples is not None}
+    words = [] if heldout or examples else ["No step has completions that can be read."]
+    return Section("completions", "Completions", words, heldout=heldout, examples=examples)
 
 
 def key_charts(runs: Sequence[RunData]) -> list[Chart]:

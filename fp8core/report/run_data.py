@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fp8core.errors import UserError
-from fp8core.report.completions import Examples, read_examples
+from fp8core.report.completions import Examples, heldout_examples, heldout_pairs, read_examples
 from fp8core.report.summary import OF_START, STEP, History, start_metrics, union_seconds
 from fp8core.report.tokens import TokenSample, Unread, newest_tokens
 from fp8core.store.artifacts import ArtifactError, ArtifactStore, Ref
@@ -39,7 +39,7 @@ class RunData:
 
     label: its name, told apart from that of other runs in the report. history: metrics of every committed step.
     seconds: task -> step -> seconds, tasks in the order of the pipeline. busy: step -> seconds in which some
-    task ran. tokens, examples: None when there are none to read. damaged: what could not be read, a line each.
+    task ran. tokens, heldout, examples: None when there are none to read. damaged: what could not be read, a line each.
     removed: what gc removed.
     """
 
@@ -50,6 +50,7 @@ class RunData:
     busy: Mapping[int, float]
     pipeline: Sequence[PipelineStep]
     tokens: TokenSample | None
+    heldout: Examples | None
     examples: Examples | None
     provenance: Provenance
     damaged: Sequence[str]
@@ -113,6 +114,7 @@ def read_run(folder: Path, label: str, on_step: Callable[[], None] = lambda: Non
         busy={commit.step: _busy(commit) for commit in commits if commit.step > START},
         pipeline=pipeline,
         tokens=newest_tokens(evidence, artifacts, missing),
+        heldout=heldout_examples(heldout_pairs(evidence, missing)),
         examples=read_examples(evidence, artifacts, missing),
         provenance=provenance,
         damaged=missing,

@@ -98,6 +98,8 @@ def _phase(device: DevicePlan, phase: Phase) -> Iterator[str]:
     for need in phase.needs:
         yield f"  {need.item:<{_ITEM}}{_size(need.bytes, unit)}  {need.note}".rstrip()
     yield f"  {'total':<{_ITEM}}{_size(phase.total, unit)}  {_verdict(phase, unit)}".rstrip()
+    if (more := phase.at_most) is not None:
+        yield f"  {more.item:<{_ITEM}}{_size(more.bytes, unit)}  {more.note}"
 
 
 def _verdict(phase: Phase, unit: str) -> str:

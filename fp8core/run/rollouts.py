@@ -15,6 +15,7 @@ from fp8core.rl.batch import routes_column
 from fp8core.rollout.engine import Completion, PromptGroup, RolloutEngine, Sampling, sample_seed
 from fp8core.rollout.stop_strings import generated, text_until
 from fp8core.run.context import RunContext
+from fp8core.store.schemas import HELDOUT_SAMPLES, SAMPLE_CHARACTERS
 from fp8core.store.tables import PROMPTS, PROMPTS_WITH_COLUMNS, ROLLOUTS
 
 
@@ -152,9 +153,9 @@ def _failures_of_others(verdicts: Sequence[Verdict]) -> str | None:
 
 
 def heldout_accuracy(run: RunContext, engine: RolloutEngine, count: int) -> dict[str, Any]:
-    """Accuracy, count and mean length over the first held-out prompts, and the score of each by its prompt_id.
+    """Of the first held-out prompts: accuracy, count, mean length, each one's score by its prompt_id, and a few texts.
 
-    `count` is at most `evaluation.prompts`. Comparisons of trainings pair prompts by these (docs/guides/parity.md).
+    `count` is at most `evaluation.prompts`. Comparisons of trainings pair prompts by scores (docs/guides/parity.md).
     """
     prompts = prompt_table(run, run.source.heldout(run.config.evaluation.prompts)[:count])
     sampling = Sampling(0.0, run.config.rollout.max_new_tokens, run.tokenizer.eos_ids)
@@ -178,7 +179,32 @@ def heldout_accuracy(run: RunContext, engine: RolloutEngine, count: int) -> dict
         "scores": {
             groups[done.group].prompt_id: verdict.score for done, verdict in zip(completions, verdicts, strict=True)
         },
+        "samples": _heldout_samples(run, prompts.slice(0, HELDOUT_SAMPLES).to_pylist(), completions, verdicts),
     }
+
+
+def _heldout_samples(
+    run: RunContext,
+    prompts: Sequence[Mapping[str, Any]],
+    completions: Sequence[Completion],
+    verdicts: Sequence[Verdict],
+) -> list[dict[str, Any]]:
+    """The completions of these rows of kind `prompts`, as an evaluation keeps them (`schemas.HeldoutSample`)."""
+    answered = {done.group: (done, verdict) for done, verdict in zip(completions, verdicts, strict=True)}
+    samples = []
+    for asked in prompts:
+        done, verdict = answered[asked["group"]]
+        text = completion_text(done, run.tokenizer, run.config.rollout.stop_strings)
+        samples.append(
+            {
+                "prompt_id": asked["prompt_id"],
+                "prompt": asked["text"][-SAMPLE_CHARACTERS:],
+                "text": text[:SAMPLE_CHARACTERS],
+                "length": len(done.tokens),
+                "score": verdict.score,
+            }
+        )
+    return samples
 
 
 def judge(run: RunContext, prompts: pa.Table, completions: Sequence[Completion]) -> list[Verdict]:

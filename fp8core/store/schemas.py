@@ -32,6 +32,8 @@ from fp8core.store.tables import TABLES, open_table, read_columns
 _BUCKETS = 1 << 11  # `numerics.kv_scales.BUCKETS`; a bucket is a part of the range of FP32.
 _MOST_LAYERS = 10_000
 MOST_TENSORS, MOST_DIMENSIONS = 1_000_000, 8
+HELDOUT_SAMPLES, SAMPLE_CHARACTERS = 8, 800
+"""What an evaluation keeps of texts: the first held-out prompts, the same ones each time, and characters of a text."""
 
 Digest = Annotated[str, Field(min_length=1, max_length=128)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
@@ -174,6 +176,16 @@ class _Style(_Content):
     target: Share
 
 
+class HeldoutSample(_Content):
+    """A held-out prompt, the end of its text, and the beginning of the greedy completion, of `length` tokens."""
+
+    prompt_id: Name
+    prompt: str = Field(max_length=SAMPLE_CHARACTERS)
+    text: str = Field(max_length=SAMPLE_CHARACTERS)
+    length: Count
+    score: Number
+
+
 class Evaluation(_Content):
     """Held-out accuracy; all of it is absent in a step that does not evaluate."""
 
@@ -182,6 +194,7 @@ class Evaluation(_Content):
     length_mean: Magnitude
     outcomes: dict[Name, Count]
     scores: dict[Name, Number] | None = None
+    samples: list[HeldoutSample] | None = Field(None, max_length=HELDOUT_SAMPLES)
     styles: list[_Style] | None = None
 
 

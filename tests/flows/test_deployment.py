@@ -242,6 +242,7 @@ def test_a_failing_run_exits_with_one_and_its_reason(
     assert finished.returncode == 1
     # --watch prints the log, wrapped.
     assert "training.minibatches=1024 exceeds" in " ".join(finished.stdout.split())
+    assert "Traceback" not in finished.stdout + finished.stderr
     assert "training.minibatches=1024 exceeds" in message_of_the_failed_run(up)
 
 

@@ -121,6 +121,24 @@ def test_mlflow_has_whole_groups_of_completions_early_and_late(three_steps, tmp_
         assert [row["advantage"] for row in group] == pytest.approx(expected, rel=1e-3)
 
 
+def test_mlflow_has_held_out_prompts_at_the_first_and_the_last_evaluation(three_steps, tmp_path):
+    run = three_steps.mlflow_run()
+    path = three_steps.mlflow.download_artifacts(run.info.run_id, "heldout.json", tmp_path)
+    table = json.loads(Path(path).read_text())
+    assert {"path": "heldout.json", "type": "table"} in json.loads(run.data.tags["mlflow.loggedArtifacts"])
+    store = ArtifactStore(three_steps.folder)
+    first, last = (store.get_json(three_steps.ledger.artifacts(step)["evaluation"])["samples"] for step in (0, 3))
+    rows = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
+    assert rows == [
+        {
+            **{"prompt": before["prompt"], "first_step": 0, "last_step": 3},
+            **{"first": before["text"], "first_reward": before["score"], "first_length": before["length"]},
+            **{"last": after["text"], "last_reward": after["score"], "last_length": after["length"]},
+        }
+        for before, after in zip(first, last, strict=True)
+    ]
+
+
 def test_mlflow_has_a_trace_of_a_completion_of_each_group_once(three_steps):
     """Also when the end of the run is delivered twice."""
     run = three_steps.mlflow_run().info

@@ -1,6 +1,7 @@
 """Whether a training fits: on one GPU for generation, in turn on the GPUs that train, on the host; and what is said."""
 
 import json
+from functools import partial
 
 import pytest
 
@@ -8,7 +9,7 @@ from fp8core.config.load import UNDECIDED, load_config, load_open_config, reload
 from fp8core.errors import UserError
 from fp8core.models.hub import PUBLISHED, model_shape
 from fp8core.plan.memory import GPUS, Device, Machine, named_gpu, this_machine
-from fp8core.plan.run_plan import plan_run, refuse_unfit, spread_over
+from fp8core.plan.run_plan import plan_run, refuse_unfit, spread_over, verdict
 from fp8core.training.memory import Parallel
 from fp8core.training.registry import trainer_grid
 
@@ -190,6 +191,18 @@ def test_a_host_is_refused_by_what_is_needed_for_certain(configured):
     assert "computes on the CPU" in small.refusals[0]
     assert plan_run(config, arch, Machine(None, Device("host", 4 * needed))).refusals == ()
     assert plan_run(config, arch, Machine(None, None)).refusals == ()
+
+
+def test_a_host_is_not_refused_by_activations_that_may_come_on_top(configured):
+    plan = partial(configured, "qwen3-8b", rollout__engine="embedded", rollout__max_new_tokens=1024)
+    (phase,) = plan_run(plan(), model_shape(plan()), Machine(None, None)).devices[0].phases
+    hosts = {room: Machine(None, Device("host", phase.total + room)) for room in (0, phase.at_most.bytes)}
+    tight, large = (plan_run(plan(), model_shape(plan()), host) for host in hosts.values())
+    assert (tight.refusals, large.refusals) == ((), ())
+    assert verdict(tight) != verdict(large) == "fits"
+    advised = plan(training__micro_batch=1)
+    assert "training.micro_batch" in verdict(tight)
+    assert plan_run(advised, model_shape(advised), hosts[0]).refusals == ()
 
 
 def test_no_shipped_model_from_scratch_is_refused_here():

@@ -4,6 +4,7 @@ import itertools
 from dataclasses import fields, is_dataclass, replace
 
 import pytest
+import torch
 from torch import Tensor
 
 from fp8core.config.load import load_config
@@ -13,8 +14,10 @@ from fp8core.models.hub import model_shape
 from fp8core.models.weights import load_policy
 from fp8core.plan.memory import GPUS, Device, DevicePlan, Machine
 from fp8core.plan.run_plan import plan_run
+from fp8core.rl.batch import TokenBatch
 from fp8core.run.build import build_trainer
-from fp8core.training.memory import SHARDED, Parallel, emulated_bytes, gpu_state, host_needs
+from fp8core.run.policy import covered, scales_of
+from fp8core.training.memory import SHARDED, Parallel, emulated_bytes, gpu_state, host_needs, most_activations
 from fp8core.training.packed.requirements import _activations
 from fp8core.training.registry import trainer_grid
 
@@ -130,6 +133,32 @@ def test_the_host_holds_what_the_torch_trainer_allocates(name, settings):
     assert held / 1.05 < needs["weights"] <= held
     inference = sum(tensor.nbytes for tensor in tensors_in(load_policy(arch, trainer.export())))
     assert inference / 1.05 < emulated_bytes(arch) <= inference
+
+
+@pytest.mark.parametrize(("linear", "cache"), [("fp8_block", "fp8"), ("bf16", "bf16")])
+@pytest.mark.parametrize(("length", "sequences", "width"), [(128, 2, 256), (192, 1, 384)])
+def test_activations_of_the_longest_sequences_are_those_that_a_forward_keeps(linear, cache, length, sequences, width):
+    shape = {"hidden_size": 128, "intermediate_size": width, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32}
+    sides = {f"precision.{side}": {"linear": linear, "kv_cache": cache} for side in ("rollout", "training")}
+    settings = {"architecture": {"num_layers": 2, **shape, "max_positions": length}, **sides}
+    config = load_config("tiny", {**settings, "data.max_prompt_tokens": length, "training.micro_batch": sequences})
+    arch = model_shape(config)
+    trainer = build_trainer(config, arch, initial_weights(arch, config.seed))
+    row = torch.arange(length).remainder(arch.vocab_size).tolist()
+    batch = TokenBatch.of([row[: length // 2]] * sequences, [row[length // 2 :]] * sequences)
+    scales = scales_of(config, covered(config, trainer.statistics(batch).histograms()))
+    weights, kept = trainer._training_weights(), dict[int, tuple[int, Tensor]]()
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*trainer.masters.values(), *tensors_in(weights))}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes(), tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        trainer._score(weights, batch, 1.0, scales)
+    held = sum(size for place, (size, _) in kept.items() if place not in own)
+    assert most_activations(config, arch).bytes == pytest.approx(held, rel=0.06)
 
 
 H200 = Machine(GPUS["h200"], None)

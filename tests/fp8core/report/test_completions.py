@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from fp8core.report.completions import MOST_TOKENS, PROMPTS, SAMPLES, level_of
+from fp8core.report.completions import HELDOUT_PROMPTS, MOST_TOKENS, PROMPTS, SAMPLES, level_of
 from fp8core.report.pages import report_html
 from fp8core.report.run_data import read_run
 from fp8core.store.artifacts import Ref
@@ -116,3 +116,40 @@ def test_a_damaged_step_is_named_and_the_others_are_shown(run_copy) -> None:
     run = read_run(run_copy.folder, "run")
     assert {one.step for one in run.examples.early} == {2}
     assert any(line.startswith("completions of step 1: ") for line in run.damaged)
+
+
+def test_held_out_prompts_are_the_same_ones_at_the_first_and_the_last_evaluation(run_copy) -> None:
+    steps = [step for step in run_copy.ledger.steps() if run_copy.store.get_json(evaluation(run_copy, step))]
+    stored = [run_copy.store.get_json(evaluation(run_copy, step))["samples"] for step in steps]
+    assert [len(samples) for samples in stored] == [8] * len(steps)
+    found = read_run(run_copy.folder, "run").heldout
+    for shown, step, samples in ((found.early, steps[0], stored[0]), (found.late, steps[-1], stored[-1])):
+        assert [
+            (one.step, one.prompt, done.reward, "".join(piece.text for piece in done.pieces))
+            for one in shown
+            for done in one.completions
+        ] == [(step, sample["prompt"], sample["score"], sample["text"]) for sample in samples[:HELDOUT_PROMPTS]]
+    assert [one.prompt for one in found.early] == [one.prompt for one in found.late]
+    body = page_of(run_copy).partition("held-out prompts</h3>")[2].partition("<h3>")[0]
+    assert body.count('<pre class="prompt">') == 2 * HELDOUT_PROMPTS
+
+
+def test_a_damaged_evaluation_is_named_and_one_without_texts_shows_none(run_copy) -> None:
+    changed = run_copy.store.get_json(evaluation(run_copy, 0))
+    run_copy.file(4, "evaluation").write_bytes(b"no JSON")
+    run = read_run(run_copy.folder, "run")
+    assert {one.step for one in run.heldout.late} == {2}
+    assert any(line.startswith("held-out completions of step 4: ") for line in run.damaged)
+    del changed["samples"]
+    older = run_copy.store.put_json("evaluation", changed)
+
+    def replaced(entry) -> None:
+        if entry["event"] == "task" and entry["step"] == 0 and "evaluation" in entry["outputs"]:
+            entry["outputs"]["evaluation"] = older.model_dump()
+
+    run_copy.rewrite(replaced)
+    assert read_run(run_copy.folder, "run").heldout is None
+
+
+def evaluation(run, step: int) -> Ref:
+    return run.ledger.artifacts(step)["evaluation"]

@@ -93,6 +93,12 @@ CONTENTS: dict[str, tuple[int, str, Change, str]] = {
     "a report without its loss": (3, "train_report", drop("loss"), "loss"),
     "an engine's scales in words": (3, "sync_report", put(scales="none"), "scales"),
     "half an evaluation": (3, "evaluation", drop("length_mean"), "length_mean"),
+    "a text without a bound": (
+        2,
+        "evaluation",
+        edited(lambda value: value["samples"][0].update(text="9" * 10_000)),
+        "samples.0.text",
+    ),
     "a metric in words": (3, "metrics", put(**{"reward/mean": "high"}), "reward/mean"),
     "a name of two lines": (3, "metrics", put(**{"a\nb": 1.0}), "not a name"),
     "no parquet": (3, "rollouts", lambda data: b"PAR1" + bytes(100) + b"PAR1", "not a parquet file"),
