@@ -1,8 +1,8 @@
 """The weight of a linear with a LoRA adapter (arXiv 2106.09685), W + factor * B A, and the gradients of A and B.
 
 One rule gives the same bytes on every device and for any cut into rows. A product of two FP32 numbers is exact in
-FP64. An element adds its products in the order of the rank, multiplies the sum by the factor, and adds W; each of these
-operations rounds to FP64. The result is rounded to FP32 once.
+FP64. The products of an element are added in the order of the rank, the factor multiplies the sum, and W is added. Each
+of these operations rounds to FP64. The result is rounded to FP32 once.
 """
 
 from typing import Any

@@ -62,7 +62,7 @@ def frozen_names(formats: StoredNames) -> StoredNames:
 
 
 def frozen_line(arch: Architecture, lora: LoraConfig, formats: StoredNames) -> str:
-    """What is frozen and how, for people."""
+    """The frozen weights and their formats, for people."""
     shapes, names = parameter_shapes(arch), frozen_names(formats)
     narrow = sum(names.of(name) == "fp8_block" for name in shapes)
     rest = f"{len(shapes) - narrow} in BF16"
@@ -93,7 +93,7 @@ class FrozenWeights(Mapping[str, Tensor]):
         return len(self._names)
 
     def formats(self) -> dict[str, int]:
-        """How many weights are stored in each format."""
+        """The number of weights that are stored in each format."""
         narrow = sum(name + SCALE_SUFFIX in self._stored for name in self._names)
         return {name: count for name, count in (("fp8_block", narrow), ("bf16", len(self) - narrow)) if count}
 
@@ -135,7 +135,7 @@ class Adapters:
 
 
 class LearntWeights(Protocol):
-    """What learns, and the policy that it makes.
+    """Tensors that learn, and the policy that they make.
 
     Attributes:
         learnt: FP32 tensors that receive gradients, by name.
@@ -150,7 +150,7 @@ class LearntWeights(Protocol):
         ...
 
     def changed(self) -> None:
-        """The values of `learnt` are others now."""
+        """The values of `learnt` were changed."""
         ...
 
     def digest(self) -> str:

@@ -138,7 +138,7 @@ class AdaptedMasters(RowShares):
         return self._adapters.merged(name, self._frozen[name], self._own(name))
 
     def _rounded(self, own: Mapping[str, Tensor]) -> dict[str, tuple[str, tuple[int, ...], str]]:
-        """What `digest_of` reads, of whole tensors in BF16; one is made at a time."""
+        """The input of `digest_of`, of whole tensors in BF16; one is made at a time."""
         sums = [slice_sums([self.slice_of(name, own[name].bfloat16())])[0] for name in own]
         digits = combined(self._ranks.joined([sums]))
         return {name: ("bfloat16", self.shapes[name], found) for name, found in zip(own, digits, strict=True)}

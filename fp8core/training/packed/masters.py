@@ -125,11 +125,11 @@ class PackedMasters(Protocol):
         ...
 
     def collects(self, name: str) -> bool:
-        """Whether anything learns from the gradient of a parameter of the decoder."""
+        """True if anything learns from the gradient of a parameter of the decoder."""
         ...
 
     def kept(self, name: str, gradient: Tensor) -> Tensor | None:
-        """What the collector of a linear is to keep of a gradient that is now complete for one more pack."""
+        """The part that the collector of a linear keeps of a gradient, after each pack."""
         ...
 
     def collected(self, collectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -141,7 +141,7 @@ class PackedMasters(Protocol):
         ...
 
     def learnt(self, values: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """What learns on this rank, or what `collected` gave, by the names of `learnt_shapes`."""
+        """Tensors that learn on this rank, or those that `collected` gave, by the names of `learnt_shapes`."""
         ...
 
     def whole_norm(self, own: float) -> float:
@@ -154,7 +154,7 @@ class PackedMasters(Protocol):
 
 
 class RowShares:
-    """How parameters are cut, and the exchange of what was made of the rows.
+    """The cut of parameters into rows, and the exchange of what was made of them.
 
     Attributes:
         units: all parameters.
