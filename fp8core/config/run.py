@@ -548,6 +548,11 @@ def public_dump(config: RunConfig) -> dict[str, Any]:
     return config.model_dump(mode="json", by_alias=True)
 
 
+def without_adapters(config: RunConfig) -> RunConfig:
+    """The configuration for a policy that is scored as it is: adapters would freeze it first."""
+    return config.model_copy(update={"training": config.training.model_copy(update={"lora": None})})
+
+
 def own_code(config: RunConfig) -> dict[str, str]:
     """The import paths in a configuration that are not this project's own, and a cluster, by the key that has them.
 

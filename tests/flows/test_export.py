@@ -123,18 +123,6 @@ def test_block_fp8_that_nobody_reads_is_refused_and_bf16_is_written(loop_run, ex
     torch.testing.assert_close(logits, our_logits(tmp_path / "bf16", tokens), rtol=0, atol=1e-4)
 
 
-@pytest.fixture(scope="module")
-def adapted(loop_run):
-    """A run that learns adapters, with checkpoints after steps 2 and 4."""
-    return loop_run(
-        "adapted",
-        **{
-            "training.learning_rate": 0.05,
-            "training.lora": {"rank": 2, "alpha": 5.0, "targets": ["q_proj", "up_proj"]},
-        },
-    )
-
-
 @pytest.mark.parametrize("step", [3, 4])
 def test_adapters_are_written_as_peft_names_them(adapted, export, tmp_path, step):
     """Over the policy after step 0 they give the exported policy, of a checkpoint and of a step without one."""
@@ -143,7 +131,7 @@ def test_adapters_are_written_as_peft_names_them(adapted, export, tmp_path, step
         assert code == 0, errors
     described = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert (described["peft_type"], described["r"], described["lora_alpha"]) == ("LORA", 2, 5.0)
-    assert described["target_modules"] == ["q_proj", "up_proj"]
+    assert described["target_modules"] == ["q_proj", "o_proj", "down_proj"]
     assert origin(tmp_path / "adapter")["format"] == "peft"
     assert origin(tmp_path / "adapter")["weights_digest"] == adapted.records[step]["weights_digest"]
     adapters = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
