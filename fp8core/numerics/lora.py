@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Elements whose FP64 sums stay in the cache of a processor, or of a GPU, while the products are added.
-_CPU_CHUNK = 1 << 15
-_DEVICE_CHUNK = 1 << 21
+from fp8core.numerics.dispatch import with_kernel
+
+# Elements whose FP64 sums stay in the cache of a processor while the products are added.
+_CHUNK = 1 << 15
 
 
+@with_kernel("lora")
 def merged_weight(base: Tensor, left: Tensor, right: Tensor, factor: float) -> Tensor:
     """W + factor * B A.
 
@@ -28,8 +30,7 @@ def merged_weight(base: Tensor, left: Tensor, right: Tensor, factor: float) -> T
         FP32, like `base`.
     """
     merged = torch.empty_like(base, dtype=torch.float32)
-    size = _CPU_CHUNK if base.device.type == "cpu" else _DEVICE_CHUNK
-    step, wide = max(1, size // base.shape[1]), right.double()
+    step, wide = max(1, _CHUNK // base.shape[1]), right.double()
     for start in range(0, len(base), step):
         rows = slice(start, start + step)
         columns = left[rows].double()

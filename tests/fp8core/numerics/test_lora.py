@@ -31,7 +31,7 @@ def test_rows_of_a_merged_weight_are_the_same_in_any_cut(weights, monkeypatch) -
     whole = merged_weight(base, left, right, 0.3)
     assert torch.equal(merged_weight(base[128:201], left[128:201], right, 0.3), whole[128:201])
     assert merged_weight(base[:0], left[:0], right, 0.3).shape == (0, 90)
-    monkeypatch.setattr(lora, "_CPU_CHUNK", 200)
+    monkeypatch.setattr(lora, "_CHUNK", 200)
     assert torch.equal(merged_weight(base, left, right, 0.3), whole)
 
 
