@@ -6,11 +6,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from fp8core.config.load import load_config
 from fp8core.config.loss import LossConfig
 from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
 from fp8core.config.run import CorrectionConfig, TrainingConfig
 from fp8core.config.section import LoraConfig
 from fp8core.errors import StoredFileError, UserError
+from fp8core.models.hub import model_shape
 from fp8core.models.weights import StoredNames, rollout_formats, stored_weights, training_formats
 from fp8core.rl.objective import Objective
 from fp8core.training.exact import ExactTrainer
@@ -211,5 +213,9 @@ def test_a_rank_beyond_a_side_and_experts_are_refused(architecture) -> None:
     with pytest.raises(UserError, match=r"rank=49: .*k_proj.weight is \[48, 80\]; lower it to 48"):
         check_adapters(architecture(), LoraConfig(rank=49))
     check_adapters(architecture(), LoraConfig(rank=49, targets=["up_proj"]))
+    experts = model_shape(load_config("tiny-moe"))
+    with pytest.raises(UserError, match=r"training\.lora: the model has experts"):
+        check_adapters(experts, LORA)
+    check_adapters(experts, None)
     with pytest.raises(ValueError, match="megatron"):
         TrainingConfig(trainer="megatron", lora=LORA)
