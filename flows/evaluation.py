@@ -12,7 +12,7 @@ import torch
 from flows.environment import set_variables
 from flows.run_lookup import description_of, find_run, reload_own
 from fp8core.config.load import Overrides, load_config, merged_overrides
-from fp8core.config.run import RunConfig
+from fp8core.config.run import RunConfig, without_adapters
 from fp8core.data.prompt import Problem
 from fp8core.errors import UserError
 from fp8core.evaluation.measure import Counting, Precision, all_problems, contract_in, heldout_problems
@@ -146,12 +146,12 @@ def _config(asked: EvaluationRequest, weights: Path) -> RunConfig:
     }
     settings = merged_overrides(asked.overrides or {}, own)
     if asked.config is not None:
-        return load_config(asked.config, settings)
+        return without_adapters(load_config(asked.config, settings))
     if _is_checkpoint(asked.target):
         raise UserError(
             f"{asked.target}: is a checkpoint; name the configuration to evaluate it with: a shipped one or a file"
         )
-    return reload_own(description_of(find_run(asked.target)), settings)
+    return without_adapters(reload_own(description_of(find_run(asked.target)), settings))
 
 
 def _given(asked: EvaluationRequest) -> dict[str, Any]:

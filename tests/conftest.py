@@ -351,6 +351,13 @@ def whole_run(loop_run: Callable[..., LoopRun]) -> LoopRun:
     return loop_run("whole")
 
 
+@pytest.fixture(scope="session")
+def adapted(loop_run: Callable[..., LoopRun]) -> LoopRun:
+    """A run of 4 steps that learns adapters, with checkpoints of 2 and 4; for reading only."""
+    lora = {"rank": 2, "alpha": 5.0, "targets": ["q_proj", "o_proj", "down_proj"]}
+    return loop_run("adapted", **{"training.lora": lora, "training.learning_rate": 0.05})
+
+
 @pytest.fixture
 def run_copy(whole_run: LoopRun, tmp_path: Path) -> LoopRun:
     """A copy of the whole run, with the shelf of warm starts beside it, that a test may damage and continue."""

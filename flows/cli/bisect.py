@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from flows.cli.arguments import add_force, add_output, add_overrides, at_least
 from flows.environment import set_engine_variables
 from flows.launch import say
-from fp8core.config.run import own_code
+from fp8core.config.run import own_code, without_adapters
 from fp8core.errors import UserError
 from fp8core.user_files import PICTURE, json_output
 
@@ -161,9 +161,11 @@ def _run(config: "RunConfig", folder: Path, prompts: int) -> Subject:
     rollouts = store.get_table(next(ref for ref in refs if ref.kind == "rollouts")).to_pylist()
     found = [store.get_json(ref) for ref in refs if ref.kind == "scales"]
     sequences = sequences_of([row for row in rollouts if row["group"] < prompts])
-    with closing(build_trainer(config, policy.architecture, policy.tensors)) as trainer:
-        trainer.load(folder / last.uri)
-        scales = next(content["layers"] for content in found if content["version"] == trainer.version)
+    with closing(build_trainer(without_adapters(config), policy.architecture, policy.tensors)) as trainer:
+        # Adapters are merged in the policy already; other masters are wider than it.
+        if config.training.lora is None:
+            trainer.load(folder / last.uri)
+        scales = next(content["layers"] for content in found if content["version"] == last.step)
         task = Task(sequences, config.rollout.temperature, [LayerScales(**layer) for layer in scales])
         return Subject(config, trainer.arch, trainer.masters, task)
 
@@ -193,7 +195,7 @@ def _checkpoint(config: "RunConfig", count: int) -> Subject:
     prompts = [encode_prompt(problem, config, base.tokenizer, base.arch.max_positions)[1] for problem in problems]
     # TokenBatch needs a completion; the last prompt token serves.
     batch = TokenBatch.of([tokens[:-1] or tokens for tokens in prompts], [tokens[-1:] for tokens in prompts])
-    with closing(build_trainer(config, base.arch, base.tensors)) as trainer:
+    with closing(build_trainer(without_adapters(config), base.arch, base.tensors)) as trainer:
         amax = covered_amax(trainer.statistics(batch).histograms(), config.calibration.covered_percentile)
         scales = scales_from_statistics(amax, config.calibration.margin, config.precision.scale_rule)
         completions = _completions(config, base, trainer.export(), scales, prompts)

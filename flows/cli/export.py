@@ -22,7 +22,10 @@ def add_command(commands: Any) -> None:
     add_target(parser)
     parser.add_argument("--step", type=int, required=True, metavar="N", help="the step; 0 is the initial policy")
     parser.add_argument(
-        "--format", choices=("bf16", "fp8"), default="bf16", help="of the linears (default bf16; fp8 as `quantise`)"
+        "--format",
+        choices=("bf16", "fp8", "peft"),
+        default="bf16",
+        help="of the linears (default bf16; fp8 as `quantise`); peft writes the adapters of `training.lora` alone",
     )
     add_trust(parser)
     parser.set_defaults(command=export_step)
@@ -35,7 +38,7 @@ def export_step(options: argparse.Namespace) -> int:
     from flows.tracking.results import link_export, tracked
     from flows.tracking.store import quiet_store_logs
     from fp8core.report.console import Console
-    from fp8core.run.export import export, refuse_existing, stored_policy
+    from fp8core.run.export import export, refuse_existing, refuse_format, stored_policy
     from fp8core.run.replay import FAILURES, RunSnapshot
     from fp8core.run.resume import RedoError
 
@@ -46,17 +49,17 @@ def export_step(options: argparse.Namespace) -> int:
     admit_code(folder, (), Path.cwd(), trust=options.trust)
     original = RunSnapshot.read(folder, description_of(folder))
     original.refuse_unknown(options.step)
+    refuse_format(original.config(options.step), options.format)
     set_engine_variables(original.config(options.step))
     try:
         with stored_policy(original, options.step, Console(sys.stderr, options.step)) as policy:
-            write = _write_bf16 if options.format == "bf16" else _write_fp8
             export(
                 original,
                 options.step,
                 policy,
                 options.format,
                 options.target,
-                write(original, policy),
+                _WRITERS[options.format](original, options.step, policy),
                 tracked(folder, options.step),
             )
     except (RedoError, *FAILURES) as error:
@@ -66,13 +69,13 @@ def export_step(options: argparse.Namespace) -> int:
     return 0
 
 
-def _write_bf16(original: "RunSnapshot", policy: "Policy") -> Any:
+def _write_bf16(original: "RunSnapshot", step: int, policy: "Policy") -> Any:
     from fp8core.run.export import copy_folder
 
     return lambda target: copy_folder(policy.folder, target)
 
 
-def _write_fp8(original: "RunSnapshot", policy: "Policy") -> Any:
+def _write_fp8(original: "RunSnapshot", step: int, policy: "Policy") -> Any:
     """In block FP8, but for the layers that the run's rollouts kept in BF16."""
     from flows.cli.quantise import print_remarks, write_with_bar
     from fp8core.config.load import reload_config
@@ -87,3 +90,12 @@ def _write_fp8(original: "RunSnapshot", policy: "Policy") -> Any:
         print_remarks(plan)
 
     return write
+
+
+def _write_peft(original: "RunSnapshot", step: int, policy: "Policy") -> Any:
+    from fp8core.run.export import write_adapter
+
+    return lambda target: write_adapter(policy, original.config(step), target)
+
+
+_WRITERS = {"bf16": _write_bf16, "fp8": _write_fp8, "peft": _write_peft}

@@ -16,7 +16,7 @@ from fp8core.config.loss import LossConfig as LossConfig
 from fp8core.config.precision import AlignmentConfig, PrecisionContract
 from fp8core.config.reward import SHIPPED_VERIFIERS
 from fp8core.config.reward import RewardConfig as RewardConfig
-from fp8core.config.section import ClusterConfig, MegatronConfig, ParityConfig, Section, VllmConfig
+from fp8core.config.section import ClusterConfig, LoraConfig, MegatronConfig, ParityConfig, Section, VllmConfig
 from fp8core.config.steps import PipelineConfig, is_shipped, with_source
 from fp8core.errors import without_passwords
 from fp8core.rollout.registry import ENGINES, ENTRY_PATH, check_name
@@ -209,7 +209,16 @@ class TrainingConfig(Section):
     deterministic: bool = Field(
         True, description="On a GPU: only kernels whose result is the same every time, which replays need."
     )
+    lora: LoraConfig | None = Field(
+        None, description="Torch trainers: adapters learn, and the model is frozen; null trains all weights."
+    )
     megatron: MegatronConfig = Field(default_factory=MegatronConfig, description="Of trainer=megatron.")
+
+    @model_validator(mode="after")
+    def _adapters_are_torch(self) -> "TrainingConfig":
+        if self.lora is not None and self.trainer == "megatron":
+            raise ValueError("lora with trainer=megatron, which has no adapters; set trainer to torch, or lora to null")
+        return self
 
     @model_validator(mode="after")
     def _exact_on_a_cpu(self) -> "TrainingConfig":
@@ -571,6 +580,11 @@ class RunConfig(Section):
 def public_dump(config: RunConfig) -> dict[str, Any]:
     """The configuration as JSON types, with the keys of a configuration file: it can be loaded again."""
     return config.model_dump(mode="json", by_alias=True)
+
+
+def without_adapters(config: RunConfig) -> RunConfig:
+    """The configuration for a policy that is scored as it is: adapters would freeze it first."""
+    return config.model_copy(update={"training": config.training.model_copy(update={"lora": None})})
 
 
 def own_code(config: RunConfig) -> dict[str, str]:

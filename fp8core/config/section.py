@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
 
 from fp8core.errors import UserError
@@ -157,6 +157,28 @@ class VllmConfig(Section):
         description="Kernel of FP8 experts: deep_gemm rounds a token's output once; triton rounds every expert's "
         "share of it, and is the one that batch_invariant knows.",
     )
+
+
+LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+class LoraConfig(Section):
+    """Adapters of linears that learn instead of the whole model. Engines get the merged weights."""
+
+    rank: int = Field(16, ge=1, le=1024)
+    alpha: float = Field(32.0, gt=0, le=65536, description="An adapter's product is multiplied by alpha / rank.")
+    targets: list[LoraTarget] = Field(
+        default_factory=lambda: list(get_args(LoraTarget)),
+        min_length=1,
+        description="Linears of every layer that have an adapter; everything else is frozen.",
+    )
+
+    @field_validator("targets")
+    @classmethod
+    def _each_once(cls, targets: list[LoraTarget]) -> list[LoraTarget]:
+        if len(set(targets)) < len(targets):
+            raise ValueError("one is named twice")
+        return targets
 
 
 class MegatronConfig(Section):

@@ -1,5 +1,6 @@
 """The policy after a step as a folder that others load, which names its origin and is linked in MLflow."""
 
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,7 +10,9 @@ from typing import Literal, NamedTuple
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
+from safetensors.torch import save_file
 
+from fp8core.config.run import RunConfig
 from fp8core.errors import StoredFileError, UserError
 from fp8core.models.checkpoint import save_checkpoint
 from fp8core.numerics.fingerprint import masters_digest
@@ -21,9 +24,9 @@ from fp8core.store.durable import make_folder, sync_path, write_file
 from fp8core.store.gc import is_intact
 from fp8core.store.json_text import StepNumber, parse_model
 from fp8core.store.ledger import START, CheckpointEntry
-from fp8core.training.saved_state import check_checkpoint, check_weights
+from fp8core.training.saved_state import MASTERS, check_checkpoint, check_weights, read_tensors
 
-Format = Literal["bf16", "fp8"]
+Format = Literal["bf16", "fp8", "peft"]
 ORIGIN = "fp8_grpo.json"
 """Beside the weights: the run and the step that they come from."""
 
@@ -37,10 +40,17 @@ class Tracked(NamedTuple):
 
 @dataclass(frozen=True)
 class Policy:
-    """A policy in BF16 as a Hugging Face folder, and the digest of the FP32 weights that it was rounded from."""
+    """A policy on disk.
+
+    Attributes:
+        folder: in BF16, as a Hugging Face folder.
+        weights_digest: of the FP32 weights that it was rounded from, or as `training.lora` has it.
+        state: folder that has the trainer's state, with the adapters, of a run that learns some.
+    """
 
     folder: Path
     weights_digest: str
+    state: Path
 
 
 class Origin(BaseModel):
@@ -86,7 +96,7 @@ def stored_policy(original: RunSnapshot, step: int, console: Console) -> Iterato
         folder = original.folder / checkpoint.uri
         check_checkpoint(folder, step, checkpoint.weights_digest, original.config(step).training)
         check_weights(folder, checkpoint.weights_digest)
-        yield Policy(folder / "policy", checkpoint.weights_digest)
+        yield Policy(folder / "policy", checkpoint.weights_digest, folder)
         return
     config = original.config(step)
     original.refuse_removed(config, step)
@@ -103,7 +113,11 @@ def stored_policy(original: RunSnapshot, step: int, console: Console) -> Iterato
         digest = masters_digest(run.initial_policy(), torch.device("cpu")) if step == START else trainer.digest()
         _refuse_other_weights(original, step, digest)
         save_checkpoint(folder / "policy", run.arch, trainer.masters, run.tokenizer)
-        yield Policy(folder / "policy", digest)
+        state = folder / "state"
+        state.mkdir()
+        if config.training.lora is not None:  # The state of a whole model is large, and nothing of it is exported.
+            trainer.save(state)
+        yield Policy(folder / "policy", digest, state)
 
 
 def export(
@@ -154,6 +168,36 @@ def export(
         raise UserError(f"{target}: the policy cannot be written: {error.strerror}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def refuse_format(config: RunConfig, format: Format) -> None:
+    """Raises UserError: there are no adapters to write in PEFT's layout."""
+    if format == "peft" and config.training.lora is None:
+        raise UserError("--format peft: the run has no adapters (training.lora is null); choose bf16 or fp8")
+
+
+def write_adapter(policy: Policy, config: RunConfig, target: Path) -> None:
+    """Write the adapters of a policy as a folder that PEFT loads over the policy after step 0. Raises OSError."""
+    lora = config.training.lora
+    assert lora is not None, "the format was checked"
+    tensors = {f"base_model.model.{name}": each for name, each in read_tensors(policy.state / MASTERS).items()}
+    described = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": config.model,
+        "revision": config.revision,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": lora.targets,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    make_folder(target)
+    save_file(tensors, target / "adapter_model.safetensors", metadata={"format": "pt"})
+    sync_path(target / "adapter_model.safetensors")
+    write_file(target / "adapter_config.json", f"{json.dumps(described, indent=2)}\n".encode())
 
 
 def refuse_existing(target: Path) -> None:

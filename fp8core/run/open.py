@@ -18,6 +18,7 @@ from fp8core.config.steps import Plan, check_pipeline, import_spec
 from fp8core.data.source import build_source, check_problems
 from fp8core.errors import StoredFileError, UserError, without_passwords
 from fp8core.kernels.compilation import KernelFolders
+from fp8core.models.weights import training_formats
 from fp8core.numerics.logprobs import Truncation
 from fp8core.report.console import Console
 from fp8core.rewards.verifier import build_verifier
@@ -30,6 +31,7 @@ from fp8core.store.durable import refuse_unwritable
 from fp8core.store.ledger import LedgerView, SegmentEntry
 from fp8core.store.manifest import PACKAGES, SigningKey, current_code, git_state, hardware, read_signing_key
 from fp8core.store.run_directory import LEDGER, RunDescription, RunDirectory, read_description, refuse_in_use
+from fp8core.training.lora import frozen_line
 from fp8core.training.registry import trainer_of
 from fp8core.user_files import refuse_in_run
 
@@ -249,6 +251,9 @@ def open_run(
         base = build_base(config)
         if base.dequantised:
             console.note(f"model={config.model}: {base.dequantised} weights in block FP8 are read as BF16")
+        if (lora := config.training.lora) is not None:
+            formats = training_formats(config.precision, base.arch.num_layers).stored_names()
+            console.note(frozen_line(base.arch, lora, formats))
         if config.loss.distillation.teacher is not None:
             check_teacher(config, base.tokenizer)
         verifier = parts.enter_context(closing(build_verifier(config.reward, config.data.columns)))

@@ -13,20 +13,22 @@ from fp8core.models.decoder import TOP_K, Decoder, FullContext
 from fp8core.models.experts import ReplayedRouting
 from fp8core.models.weights import Formats, PolicyWeights, ShippedTensors, load_policy, stored_weights
 from fp8core.numerics.attention import Bf16Attention
-from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.kv_scales import KvStatistics, LayerScales
 from fp8core.numerics.logprobs import token_logprobs
 from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
+from fp8core.training.lora import AdaptedWeights, FullWeights, LearntWeights
 from fp8core.training.ranks import ALONE, Ranks
 from fp8core.training.saved_state import (
     MASTERS,
     OPTIMISER,
     read_state,
     read_tensors,
+    refuse_other_base,
     refuse_other_digest,
     refuse_other_shapes,
     save_training,
+    write_state,
 )
 from fp8core.training.trainer import MicroBatchTrainer, Scored
 
@@ -45,37 +47,44 @@ class ExactTrainer(MicroBatchTrainer[PolicyWeights]):
         training: TrainingConfig,
         objective: Objective,
         ranks: Ranks = ALONE,
+        seed: int = 0,
     ) -> None:
+        """`seed` draws the adapters of `training.lora`."""
         super().__init__(training, objective, ranks)
         self.arch = arch
         self._parts: list[list[Tensor | None]] = []
-        self._masters = {name: tensor.float().clone().requires_grad_(True) for name, tensor in masters.items()}
+        self._policy: LearntWeights = (
+            FullWeights(masters)
+            if training.lora is None
+            else AdaptedWeights(masters, formats.stored_names(), formats.scale_rule, training.lora, seed)
+        )
         self._decoder = Decoder(arch, formats)
         self._unscaled = Decoder(arch, formats.with_attention(Bf16Attention(formats.points.weights)))
         self._rollout_formats = rollout_formats
         self._optimiser = torch.optim.AdamW(
-            list(self._masters.values()),
+            list(self._policy.learnt.values()),
             lr=training.learning_rate,
             betas=(training.beta1, training.beta2),
             weight_decay=training.weight_decay,
         )
 
     @property
-    def masters(self) -> dict[str, Tensor]:
+    def masters(self) -> Mapping[str, Tensor]:
         """FP32 weights by Hugging Face name."""
-        return self._masters
+        return self._policy.weights()
 
     def describe(self) -> dict[str, object]:
         """Formats by layer, and how sums are accumulated."""
-        return {"trainer": "torch", "accumulation": "exact", **self._decoder.formats.describe()}
+        described = self._decoder.formats.describe() | self._policy.describe()
+        return {"trainer": "torch", "accumulation": "exact", **described}
 
     def export(self) -> ShippedTensors:
         """Weights for the rollout engine, quantised here and nowhere else."""
         formats = self._rollout_formats
-        return ShippedTensors(stored_weights(self._masters, formats.stored_names(), formats.scale_rule))
+        return ShippedTensors(stored_weights(self._policy.weights(), formats.stored_names(), formats.scale_rule))
 
     def digest(self) -> str:
-        return policy_digest({name: tensor.detach() for name, tensor in self._masters.items()})
+        return self._policy.digest()
 
     @torch.no_grad()
     def statistics(self, batch: TokenBatch) -> KvStatistics:
@@ -100,20 +109,21 @@ class ExactTrainer(MicroBatchTrainer[PolicyWeights]):
         super()._backward(loss, last)
         if self._ranks.count > 1:
             # Each part's gradient is kept by itself, so that `summed` can add them as one process does.
-            self._parts.append([master.grad for master in self._masters.values()])
+            self._parts.append([learnt.grad for learnt in self._policy.learnt.values()])
             self._optimiser.zero_grad(set_to_none=True)
 
     def _finish_gradients(self) -> None:
         if self._ranks.count > 1:
-            masters = list(self._masters.values())
-            for master, gradient in zip(masters, self._ranks.summed(self._parts, masters), strict=True):
-                master.grad = gradient
+            learnt = list(self._policy.learnt.values())
+            for tensor, gradient in zip(learnt, self._ranks.summed(self._parts, learnt), strict=True):
+                tensor.grad = gradient
 
     def _step(self, learning_rate: float) -> float:
-        norm = float(torch.nn.utils.clip_grad_norm_(list(self._masters.values()), self._config.max_grad_norm))
+        norm = float(torch.nn.utils.clip_grad_norm_(list(self._policy.learnt.values()), self._config.max_grad_norm))
         if math.isfinite(norm):
             self._optimiser.param_groups[0]["lr"] = learning_rate
             self._optimiser.step()
+            self._policy.changed()
         return norm
 
     def _drop_gradients(self) -> None:
@@ -145,42 +155,45 @@ class ExactTrainer(MicroBatchTrainer[PolicyWeights]):
 
     def _stored(self) -> dict[str, Tensor]:
         formats = self._decoder.formats
-        return stored_weights(self._masters, formats.stored_names(), formats.scale_rule)
+        return stored_weights(self._policy.weights(), formats.stored_names(), formats.scale_rule)
 
     def _inference_weights(self) -> PolicyWeights:
         return load_policy(self.arch, self._stored())
 
     def _training_weights(self) -> PolicyWeights:
-        return load_policy(self.arch, self._stored(), self._masters)
+        return load_policy(self.arch, self._stored(), self._policy.weights())
 
     def save(self, folder: Path) -> None:
         moments = {
             f"{key}/{name}": state[key]
-            for name, tensor in self._masters.items()
+            for name, tensor in self._policy.learnt.items()
             if (state := self._optimiser.state.get(tensor))
             for key in _OPTIMISER_STATE
         }
         if self._ranks.rank == 0:
-            save_training(folder, self._masters, moments, self.version, self._updates, self.digest())
+            save_training(folder, self._policy.learnt, moments)
+            write_state(folder, self.version, self._updates, self.digest(), self._policy.base)
 
     def load(self, folder: Path) -> None:
         state = read_state(folder)
+        refuse_other_base(folder, self._policy.base, state)
         saved, moments = read_tensors(folder / MASTERS), read_tensors(folder / OPTIMISER)
-        refuse_other_shapes(folder / MASTERS, saved, self._masters)
+        refuse_other_shapes(folder / MASTERS, saved, self._policy.learnt)
         refuse_other_shapes(folder / OPTIMISER, moments, self._moments_of(moments))
         self._optimiser.state.clear()
-        for name, tensor in self._masters.items():
+        for name, tensor in self._policy.learnt.items():
             tensor.data.copy_(saved[name])
             if f"step/{name}" in moments:
                 self._optimiser.state[tensor] = {key: moments[f"{key}/{name}"] for key in _OPTIMISER_STATE}
+        self._policy.changed()
         self.version, self._updates = state.version, state.updates
         refuse_other_digest(folder, self.digest(), state)
 
     def _moments_of(self, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors of the shapes of this model's moments, for those masters that were updated before they were saved."""
+        """Tensors of the shapes of this model's moments, for those that were updated before they were saved."""
         return {
             f"{key}/{name}": torch.zeros(()) if key == "step" else tensor
-            for name, tensor in self._masters.items()
+            for name, tensor in self._policy.learnt.items()
             if f"step/{name}" in saved
             for key in _OPTIMISER_STATE
         }

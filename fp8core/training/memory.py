@@ -13,7 +13,7 @@ from fp8core.config.precision import PrecisionContract
 from fp8core.config.run import RunConfig
 from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture, parameter_shapes
-from fp8core.models.weights import is_linear, training_formats
+from fp8core.models.weights import fused_linear, is_linear, layer_of, training_formats
 from fp8core.plan.memory import (
     HEAD,
     ROUTER,
@@ -29,6 +29,7 @@ from fp8core.plan.memory import (
     stages,
     stored_bytes,
 )
+from fp8core.training.lora import adapter_shapes, frozen_names
 
 # CUDA context, GEMM workspaces, communication buffers, a chunk of logits. An estimate.
 WORKSPACE = 2_000_000_000
@@ -93,6 +94,38 @@ def state_of(owned: int) -> tuple[Need, Need]:
     return Need("master weights", owned * _FP32, "FP32"), Need("optimiser states", owned * _MOMENTS, "AdamW, FP32")
 
 
+def adapted_state(config: RunConfig, arch: Architecture, gpus: int, moment_bytes: int) -> tuple[Need, ...]:
+    """The memory that stays between steps where adapters learn; each GPU has all of them."""
+    lora, shapes = config.training.lora, parameter_shapes(arch)
+    assert lora is not None, "the caller asked"
+    formats = frozen_names(training_formats(config.precision, arch.num_layers).stored_names())
+    stored, learnt = stored_bytes(shapes, formats), count(adapter_shapes(shapes, lora))
+    note = "FP8 codes and scales, the rest in BF16" if stored.codes else "BF16"
+    return (
+        Need("frozen weights", math.ceil(stored.total / gpus), note),
+        Need("master weights", learnt * _FP32, "FP32, of adapters"),
+        Need("optimiser states", 2 * learnt * moment_bytes, "AdamW, of adapters"),
+    )
+
+
+def gradients(config: RunConfig, arch: Architecture, note: str) -> Need:
+    """Of all weights, or of adapters and of the widest linear, whose gradient goes on to them."""
+    lora, shapes = config.training.lora, parameter_shapes(arch)
+    if lora is None:
+        return Need("gradients", count(shapes) * _FP32, note)
+    fused: dict[tuple[int | None, str], int] = {}
+    for name, shape in shapes.items():
+        if is_linear(name):
+            key = layer_of(name), fused_linear(name)
+            fused[key] = fused.get(key, 0) + math.prod(shape)
+    learnt = count(adapter_shapes(shapes, lora))
+    return Need("gradients", (max(fused.values()) + learnt) * _FP32, "FP32, of adapters and of one linear at a time")
+
+
+def _sharded_state(config: RunConfig, arch: Architecture, parallel: Parallel) -> tuple[Need, ...]:
+    return gpu_state(arch, parallel) if config.training.lora is None else adapted_state(config, arch, 1, _FP32)
+
+
 def _sharded_step(config: RunConfig, arch: Architecture, parallel: Parallel) -> tuple[Need, ...]:
     part = heaviest(arch, parallel)
     return (
@@ -115,7 +148,7 @@ def exported_in_one_piece(config: RunConfig, _: Architecture, __: Parallel, sync
 
 
 SHARDED = TrainerMemory(
-    state=lambda _, arch, parallel: gpu_state(arch, parallel),
+    state=_sharded_state,
     step=_sharded_step,
     exported=exported_in_one_piece,
     at_rest=AT_REST,
@@ -174,11 +207,14 @@ def host_needs(config: RunConfig, arch: Architecture) -> tuple[Need, ...]:
     """
     counts = count_parameters(arch)
     total, linear = counts.total, counts.linear
+    state: tuple[Need, ...] = state_of(total)
+    if config.training.lora is not None:
+        merged = Need("merged weights", total * _FP32, "FP32, until adapters change")
+        state = *adapted_state(config, arch, 1, _FP32), merged
     return (
         Need("initial policy", total * (_BF16 if config.model else _FP32), "as it was read"),
-        Need("master weights", total * _FP32, "FP32"),
-        Need("optimiser states", total * _MOMENTS, "AdamW, FP32"),
-        Need("gradients", total * _FP32, "FP32"),
+        *state,
+        gradients(config, arch, "FP32"),
         Need("weights", emulated_bytes(arch) + linear * _FP32, EMULATED),
     )
 

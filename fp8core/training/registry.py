@@ -22,6 +22,7 @@ from fp8core.models.weights import rollout_formats, training_formats
 from fp8core.plan.kernels import Product
 from fp8core.plan.memory import Machine, longest_sequence
 from fp8core.rl.objective import Objective
+from fp8core.training.lora import check_adapters
 from fp8core.training.megatron import requirements as megatron
 from fp8core.training.memory import SHARDED, Parallel, TrainerMemory
 from fp8core.training.packed import requirements as packed
@@ -118,6 +119,7 @@ def _build_exact(config: RunConfig, arch: Architecture, masters: Mapping[str, Te
         config.training,
         Objective(config.loss, config.correction),
         ranks,
+        config.seed,
     )
 
 
@@ -132,7 +134,7 @@ register_trainer(
         device=lambda _: "cpu",
         build_sft=None,
         check_machine=lambda *_: None,
-        check_model=lambda *_: None,
+        check_model=lambda config, arch: check_adapters(arch, config.training.lora),
         environment=lambda _: Environment(),
         grid=lambda _: None,
         needs_gpu=lambda _: False,
@@ -151,6 +153,11 @@ def _check_packed(config: RunConfig, node: Node) -> None:
     packed.check_contract_fits(config.precision, config.training.device, node.platform)
 
 
+def _check_packed_model(config: RunConfig, arch: Architecture) -> None:
+    packed.check_architecture_fits(arch, config.precision, config.training.device)
+    check_adapters(arch, config.training.lora)
+
+
 def _build_packed(
     config: RunConfig, arch: Architecture, masters: Mapping[str, Tensor], ranks: Ranks = ALONE
 ) -> "PackedTrainer":
@@ -164,7 +171,7 @@ def _build_packed(
     )
     objective = Objective(config.loss, config.correction)
     device = torch.device(config.training.device)
-    return PackedTrainer(arch, masters, formats, config.training, objective, device, ranks)
+    return PackedTrainer(arch, masters, formats, config.training, objective, device, ranks, config.seed)
 
 
 register_trainer(
@@ -178,7 +185,7 @@ register_trainer(
         device=lambda training: training.device,
         build_sft=_build_packed,
         check_machine=_check_packed,
-        check_model=lambda config, arch: packed.check_architecture_fits(arch, config.precision, config.training.device),
+        check_model=_check_packed_model,
         environment=lambda config: Environment(packed.required_environment(config.training)),
         grid=lambda config: Parallel(config.cluster.ranks) if _on_gpu(config.training) else None,
         needs_gpu=lambda config: _on_gpu(config.training),

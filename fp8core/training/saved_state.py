@@ -1,13 +1,14 @@
 """The content of a checkpoint's folder, and reading it so that damage is one line with the file and the field.
 
 The chain of records names the digest of the FP32 masters. `check_weights` computes it from the stored masters, and
-compares the stored policy with the masters in BF16. So a policy that was exchanged is found even where the ledger has
-the digest of the changed folder.
+compares the stored policy with the masters in BF16. With adapters the digest is of these and of the stored policy. So a
+policy that was exchanged is found even where the ledger has the digest of the changed folder.
 
 | file                  | content                                                  |
 | --------------------- | -------------------------------------------------------- |
-| trainer.json          | version, updates and digest; with Megatron its grid too  |
-| masters.safetensors   | FP32 masters                                             |
+| trainer.json          | version, updates and digest; with Megatron its grid too, |
+|                       | with adapters the digest of what is frozen               |
+| masters.safetensors   | FP32 masters, or adapters                                |
 | optimiser.safetensors | moments                                                  |
 | megatron/             | both, sharded, instead of the two files above            |
 | policy/               | the BF16 policy in the Hugging Face layout               |
@@ -32,6 +33,7 @@ from fp8core.numerics.fingerprint import digest_of, fingerprint
 from fp8core.store.durable import read_stored
 from fp8core.store.json_text import MOST_STEPS, StepNumber, parse_model
 from fp8core.store.schemas import tensor_header
+from fp8core.training.lora import adapter_shapes
 from fp8core.user_files import read_json_object
 
 STATE, MASTERS, OPTIMISER, SHARDS = "trainer.json", "masters.safetensors", "optimiser.safetensors", "megatron"
@@ -46,12 +48,11 @@ class SavedState(BaseModel):
     updates: int = Field(ge=0, le=1000 * MOST_STEPS, description="Optimiser updates so far, some of each step.")
     digest: str = Field(min_length=1, max_length=128, description="Of the masters.")
     grid: dict[str, JsonValue] | None = Field(None, description="Of Megatron's processes.")
+    base: str | None = Field(None, min_length=1, max_length=128, description="Digest of the weights under adapters.")
 
 
-def save_training(
-    folder: Path, masters: Mapping[str, Tensor], moments: Mapping[str, Tensor], version: int, updates: int, digest: str
-) -> None:
-    """Write FP32 masters, optimiser moments and counters of a trainer in one process; the folder exists.
+def save_training(folder: Path, masters: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> None:
+    """Write FP32 masters, or adapters, and optimiser moments of a trainer in one process; the folder exists.
 
     Raises OSError.
     """
@@ -60,12 +61,12 @@ def save_training(
         save_file({name: tensor.cpu().contiguous() for name, tensor in moments.items()}, folder / OPTIMISER)
     except SafetensorError as error:
         raise OSError(f"{folder}: {error}") from error
-    write_state(folder, version, updates, digest)
 
 
-def write_state(folder: Path, version: int, updates: int, digest: str) -> None:
-    """Write the counters of a checkpoint."""
-    (folder / STATE).write_text(json.dumps({"version": version, "updates": updates, "digest": digest}))
+def write_state(folder: Path, version: int, updates: int, digest: str, base: str | None = None) -> None:
+    """Write the counters of a checkpoint, and the digest of what is frozen under adapters."""
+    frozen = {} if base is None else {"base": base}
+    (folder / STATE).write_text(json.dumps({"version": version, "updates": updates, "digest": digest, **frozen}))
 
 
 def read_state(folder: Path) -> SavedState:
@@ -102,6 +103,13 @@ def refuse_other_digest(folder: Path, found: str, state: SavedState) -> None:
         raise StoredFileError(f"{folder / STATE}: {problem}: not what was saved together")
 
 
+def refuse_other_base(folder: Path, base: str | None, state: SavedState) -> None:
+    """Raises StoredFileError: the adapters were saved over other frozen weights, or there are none."""
+    if state.base != base:
+        there, here = state.base or "nothing frozen", base or "nothing frozen"
+        raise StoredFileError(f"{folder / STATE}: base: {there}, but the run has {here}")
+
+
 def check_checkpoint(folder: Path, step: int, weights_digest: str, training: TrainingConfig) -> None:
     """Open every part of a checkpoint but the values of its tensors. Raises StoredFileError: file, field, problem.
 
@@ -127,26 +135,37 @@ def check_checkpoint(folder: Path, step: int, weights_digest: str, training: Tra
         return
     if state.grid is not None:
         raise StoredFileError(f"{folder / STATE}: grid: there is one, but the trainer is not Megatron")
+    if (state.base is None) != (training.lora is None):
+        found = "missing, but adapters learn" if state.base is None else "there is one, but no adapters learn"
+        raise StoredFileError(f"{folder / STATE}: base: {found}")
+    learnt = shapes if training.lora is None else adapter_shapes(shapes, training.lora)
     masters = tensor_header(folder / MASTERS)
-    _compare(folder / MASTERS, _shapes(masters), shapes)
+    _compare(folder / MASTERS, _shapes(masters), learnt)
     _refuse_other_type(masters, "F32")
-    _refuse_unknown_moments(folder / OPTIMISER, shapes)
+    _refuse_unknown_moments(folder / OPTIMISER, learnt)
 
 
 def check_weights(folder: Path, weights_digest: str) -> None:
     """Read the values that `check_checkpoint` leaves out, one tensor at a time. Raises StoredFileError.
 
-    The masters have the digest, the policy is the masters in BF16, and the moments are finite. The digest of a model in
-    Megatron's shards depends on their grid: only its trainer computes it, when it loads them.
+    The masters have the digest, the policy is the masters in BF16, and the moments are finite. Adapters have it
+    together with the policy. The digest of a model in Megatron's shards depends on their grid: only its trainer
+    computes it, when it loads them.
     """
-    if read_state(folder).grid is not None:
+    state = read_state(folder)
+    if state.grid is not None:
         return
     masters, policy = tensor_header(folder / MASTERS), read_folder(folder / "policy")
     found: dict[str, tuple[str, tuple[int, ...], str]] = {}
+    if state.base is not None:
+        found = {name: ("bfloat16", each.spec.shape, fingerprint(_values(each))) for name, each in policy.items()}
     other: StoredTensor | None = None
     for name, stored in masters.items():
-        master, rounded = _values(stored), _values(policy[name])
+        master = _values(stored)
         found[name] = ("float32", stored.spec.shape, fingerprint(master))
+        if state.base is not None:
+            continue
+        rounded = _values(policy[name])
         if not torch.equal(master.bfloat16().view(torch.int16), rounded.view(torch.int16)):
             other = other or policy[name]
     if (made := digest_of(found)) != weights_digest:

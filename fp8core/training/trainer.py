@@ -146,7 +146,7 @@ class Trainer(Protocol):
         ...
 
     def digest(self) -> str:
-        """Digest of the FP32 master weights."""
+        """Digest of the FP32 master weights, or of a policy with adapters (`training.lora`)."""
         ...
 
     def save(self, folder: Path) -> None:

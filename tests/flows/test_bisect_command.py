@@ -54,6 +54,11 @@ def test_the_precision_of_a_run_against_itself_is_exact(run, capsys):
     assert "fp8_block, bf16 cache, against fp8_block" in capsys.readouterr().out
 
 
+def test_merged_adapters_are_bisected_as_any_policy(adapted, capsys):
+    assert bisect(adapted.folder, "--against", "fp8_block", "--prompts", 1) == 0
+    assert "equal bit for bit" in capsys.readouterr().out
+
+
 def test_tokens_of_tools_are_context():
     rows = [
         {"prompt_tokens": [5, 6], "tokens": [7, 8, 9], "written": [True, False, True]},

@@ -123,6 +123,39 @@ def test_block_fp8_that_nobody_reads_is_refused_and_bf16_is_written(loop_run, ex
     torch.testing.assert_close(logits, our_logits(tmp_path / "bf16", tokens), rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("step", [3, 4])
+def test_adapters_are_written_as_peft_names_them(adapted, export, tmp_path, step):
+    """Over the policy after step 0 they give the exported policy, of a checkpoint and of a step without one."""
+    for name, of, form in (("base", 0, "bf16"), ("merged", step, "bf16"), ("adapter", step, "peft")):
+        code, _, errors = export(adapted.folder, tmp_path / name, "--step", of, "--format", form)
+        assert code == 0, errors
+    described = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (described["peft_type"], described["r"], described["lora_alpha"]) == ("LORA", 2, 5.0)
+    assert described["target_modules"] == ["q_proj", "o_proj", "down_proj"]
+    assert origin(tmp_path / "adapter")["format"] == "peft"
+    assert origin(tmp_path / "adapter")["weights_digest"] == adapted.records[step]["weights_digest"]
+    adapters = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    base, merged = (load_file(tmp_path / name / "model.safetensors") for name in ("base", "merged"))
+    moved = 0
+    for name, tensor in merged.items():
+        module = f"base_model.model.{name.removesuffix('.weight')}"
+        weight = base[name].double()
+        if name.split(".")[-2] in described["target_modules"]:
+            left, right = (adapters.pop(f"{module}.lora_{side}.weight").double() for side in "BA")
+            weight += left @ right * (5.0 / 2)
+            moved += int((tensor != base[name]).sum())
+        assert torch.equal(weight.float().bfloat16(), tensor), name
+    assert not adapters
+    assert moved > 0
+
+
+def test_a_run_without_adapters_has_none_to_export(whole_run, export, tmp_path):
+    code, printed, errors = export(whole_run.folder, tmp_path / "adapter", "--step", 3, "--format", "peft")
+    assert (code, printed, len(errors.splitlines())) == (2, "", 1)
+    assert "training.lora" in errors
+    assert not list(tmp_path.iterdir())
+
+
 def test_transformers_loads_block_fp8_itself(wide, export, tmp_path):
     export(wide.folder, tmp_path / "fp8", "--step", 1, "--format", "fp8")
     (_, exact), (_, loaded) = logits_of(wide.folder / "checkpoints" / "00001" / "policy"), logits_of(tmp_path / "fp8")

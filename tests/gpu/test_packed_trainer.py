@@ -1,6 +1,7 @@
 """The packed trainer with its kernels, beside the exact trainer and beside itself."""
 
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
@@ -23,6 +24,7 @@ from fp8core.numerics.e4m3 import row_and_column_codes, row_codes, tile_codes
 from fp8core.numerics.gemm import forward_gemm, input_gradient_gemm, transpose, weight_gradient_gemm
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.numerics.logprobs import log_softmax
+from fp8core.numerics.lora import merged_weight
 from fp8core.numerics.packed import HeadOptions, head_logits, token_logprobs
 from fp8core.rl.batch import RolloutBatch, TokenBatch
 from fp8core.rl.objective import Objective
@@ -81,15 +83,18 @@ def masters(arch: Architecture) -> dict[str, Tensor]:
 
 
 def packed(
-    kept: PrecisionContract, ranks: Ranks = ALONE, arch: Architecture = ARCH, **settings: object
+    kept: PrecisionContract,
+    ranks: Ranks = ALONE,
+    arch: Architecture = ARCH,
+    weights: Mapping[str, Tensor] | None = None,
+    **settings: object,
 ) -> PackedTrainer:
     training = TrainingConfig.model_validate({"device": "cuda", "tokens_per_pass": 1024, **settings})
     formats = PackedFormats(
         training_formats(kept, ARCH.num_layers), rollout_formats(kept, ARCH.num_layers), 512, amax_only=False
     )
-    return PackedTrainer(
-        arch, masters(arch), formats, training, Objective(LossConfig(), CorrectionConfig()), CUDA, ranks
-    )
+    objective, started = Objective(LossConfig(), CorrectionConfig()), masters(arch) if weights is None else weights
+    return PackedTrainer(arch, started, formats, training, objective, CUDA, ranks)
 
 
 def exact(kept: PrecisionContract, arch: Architecture = ARCH) -> ExactTrainer:
@@ -319,3 +324,31 @@ def test_two_gpus_share_one_policy_and_compute_its_bytes(name: str, tmp_path: Pa
     assert found["norms"] == pytest.approx(expected["norms"], rel=0.02)
     alone.load(tmp_path)
     assert alone.digest() == found["weights"]
+
+
+def test_a_merged_weight_has_the_bytes_of_a_cpu() -> None:
+    generator = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(shape, generator=generator) for shape in ((3000, 1024), (3000, 16), (16, 1024))]
+    here, there = (merged_weight(*(each.to(device) for each in drawn), 32 / 12) for device in ("cpu", CUDA))
+    assert torch.equal(here, there.cpu())
+
+
+@pytest.mark.parametrize("name", ["fp8, bf16 cache", "bf16"])
+def test_adapters_make_an_ordinary_policy_that_learns_the_same_twice(name: str, tmp_path: Path) -> None:
+    kept, lora = CONTRACTS[name], {"rank": 4, "targets": ["q_proj", "up_proj", "down_proj"]}
+    trainer, again = (packed(kept, lora=lora, learning_rate=0.01, warmup_steps=0) for _ in range(2))
+    sequences = rows()
+    batch = batch_of(trainer.logprobs(sequences, 1.0, None).logprobs, sequences)
+    before = {part: weight.clone() for part, weight in trainer.masters.items()}
+    for _ in range(2):
+        assert asdict(trainer.step(batch, 1.0, None)) == asdict(again.step(batch, 1.0, None))
+    after = {part: weight.clone() for part, weight in trainer.masters.items()}
+    assert {part.split(".")[-2] for part in after if not torch.equal(after[part], before[part])} == set(lora["targets"])
+    full = packed(kept, weights=after)
+    assert full.export().digest() == trainer.export().digest()
+    scored = [each.logprobs(sequences, 1.0, None).logprobs.nan_to_num() for each in (trainer, full)]
+    assert torch.equal(*scored)
+    trainer.save(tmp_path)
+    restored = packed(kept, lora=lora, learning_rate=0.01, warmup_steps=0)
+    restored.load(tmp_path)
+    assert asdict(restored.step(batch, 1.0, None)) == asdict(again.step(batch, 1.0, None))

@@ -35,6 +35,7 @@ from fp8core.numerics.fused import (
 )
 from fp8core.numerics.kv_scales import COUNTS, TALLY, AmaxStatistics, KvStatistics, LayerScales, tally, tally_amax
 from fp8core.numerics.logprobs import log_softmax, logit_slopes, token_statistics
+from fp8core.numerics.lora import merged_weight
 
 EPS = 1e-6
 RULES = ["pow2", "fp32"]
@@ -425,3 +426,14 @@ def test_statistics_of_heads_that_lie_inside_a_fused_projection(device: torch.de
         found.append((statistics.amax(), statistics.histograms(), statistics.saturated_share()))
     assert found[0] == found[1]
     assert found[0][2] > 0
+
+
+@pytest.mark.parametrize("shape", [(300, 200, 5), (16, 128, 1), (0, 64, 2)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_merged_weights_have_the_bytes_of_the_reference(device: torch.device, run, shape, dtype: torch.dtype) -> None:
+    rows, columns, rank = shape
+    generator = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(size, generator=generator) for size in ((rows, columns), (rows, rank), (rank, columns))]
+    drawn[0] = drawn[0].to(dtype)
+    found = run(merged_weight, *(each.to(device) for each in drawn), 32 / 12)
+    assert torch.equal(found.cpu(), merged_weight(*drawn, 32 / 12))

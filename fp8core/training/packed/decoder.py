@@ -19,9 +19,11 @@ from fp8core.numerics.fused import HeadLayout, Heads, add_norm_backward, heads_o
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.numerics.packed import Attended, DevicePack, PackedAttention
 from fp8core.training.packed.blocks import Blocks, BlockWeight, Filling, Norm, Operand, norm_only
-from fp8core.training.packed.masters import Masters, Stack, layer_stacks, units_of
+from fp8core.training.packed.masters import PackedMasters, Stack, layer_stacks, units_of
 
 Observer = Callable[[int, Heads], None]
+Keep = Callable[[str, Tensor], Tensor | None]
+"""From a linear's name in the decoder and its gradient to what the collector keeps of it (`PackedMasters.kept`)."""
 _LINEARS = ("qkv", "output", "gate_up", "down")
 _HEAD_NORMS = ("q_norm", "k_norm")
 _VECTORS = ("input_norm", "qkv_bias", "post_norm", *_HEAD_NORMS)
@@ -61,9 +63,10 @@ class PackedLayer(nn.Module):
         blocks: Blocks,
         stacks: Mapping[str, Stack],
         device: torch.device,
+        keep: Keep,
     ) -> None:
         super().__init__()
-        self.index, self._blocks, self._eps = index, blocks, arch.rms_norm_eps
+        self.index, self._blocks, self._eps, self._keep = index, blocks, arch.rms_norm_eps, keep
         computed = with_whole_tiles(arch) if blocks.name == "fp8_block" else arch
         self._layout = HeadLayout(computed.num_heads, computed.num_kv_heads, computed.head_dim)
         for name in _VECTORS + _LINEARS:
@@ -161,7 +164,8 @@ class PackedLayer(nn.Module):
         Autograd would read both and write a third time: at 8B, 100 GB of memory traffic a pack.
         """
         collector: nn.Parameter = getattr(self, name)
-        grad, collector.grad = gradients(*given, self._weights[name], collector.grad)
+        grad, of_weight = gradients(*given, self._weights[name], collector.grad)
+        collector.grad = self._keep(f"layers.{self.index}.{name}", of_weight)
         return grad
 
     def _first_half(self, x: Tensor, added: Tensor | None, shared: LayerContext) -> "FirstHalf":
@@ -276,14 +280,16 @@ class _Layer(torch.autograd.Function):
 class PackedDecoder(nn.Module):
     """Embedding, layers, final norm; the head is `head_weight`."""
 
-    def __init__(self, arch: Architecture, blocks: Sequence[Blocks], device: torch.device, recompute: bool) -> None:
+    def __init__(
+        self, arch: Architecture, blocks: Sequence[Blocks], device: torch.device, recompute: bool, keep: Keep
+    ) -> None:
         """`recompute`: of a layer, its backward computes again what `Kept` need not have."""
         super().__init__()
         assert not arch.sparse_layers, "experts are not packed"
         self.arch, self._run = arch, PackedLayer.forward if recompute else PackedLayer.kept_forward
         shapes = {name: stack.shape for unit in units_of(arch) for name, stack in unit.items()}
         self.layers = nn.ModuleList(
-            PackedLayer(arch, i, form, layer_stacks(arch, i), device) for i, form in enumerate(blocks)
+            PackedLayer(arch, i, form, layer_stacks(arch, i), device, keep) for i, form in enumerate(blocks)
         )
         self.embedding, self.norm = (_collector(device, shapes[name]) for name in ("embedding", "norm"))
         self.head = _collector(device, shapes["head"]) if "head" in shapes else None
@@ -295,13 +301,13 @@ class PackedDecoder(nn.Module):
         """[vocabulary, hidden]: what collects its gradient, and the BF16 values."""
         return self.embedding if self.head is None else self.head, self._values["head"]
 
-    def cache_weights(self, masters: Masters) -> None:
+    def cache_weights(self, masters: PackedMasters) -> None:
         """Make all weights ready from the masters of all ranks, until `drop_weights`, if they are not."""
         if self._values:
             return
         for index, layer in enumerate(self.packed_layers()):
             prefix = f"layers.{index}."
-            own = {name.removeprefix(prefix): rows for name, rows in masters.own.items() if name.startswith(prefix)}
+            own = {name.removeprefix(prefix): masters.own[name] for name in masters.own if name.startswith(prefix)}
             parts = {name: masters.parts(prefix + name) for name in own}
             made = masters.gathered({prefix + name: each for name, each in layer.made(own, parts).items()})
             layer.cache({name.removeprefix(prefix): each for name, each in made.items()})

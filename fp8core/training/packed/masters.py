@@ -1,4 +1,6 @@
-"""FP32 masters of the packed decoder, cut into whole tiles of rows over the ranks, and what ranks exchange of them.
+"""The parameters of the packed decoder, cut into whole tiles of rows over the ranks, and what ranks exchange of them.
+
+`Masters` are FP32 and all learn. `adapted.AdaptedMasters` are made of frozen weights and adapters.
 
 | what              | on one rank                 | travels                                                            |
 | ----------------- | --------------------------- | ------------------------------------------------------------------ |
@@ -13,7 +15,7 @@ the ranks, whatever lies between them.
 import math
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -89,32 +91,90 @@ def own_rows(rows: int, rank: int, count: int) -> range:
     return range(first, last)
 
 
-class Masters:
-    """The rows of one rank.
+class PackedMasters(Protocol):
+    """The policy of a packed trainer on one rank, and what of it learns.
+
+    Attributes:
+        own: FP32 [own rows, ...] of every parameter, by its name in the decoder.
+        base: digest of what is frozen; None where nothing is.
+        learnt_shapes: whole ones, of what learns, by name.
+    """
+
+    base: str | None
+    learnt_shapes: Mapping[str, tuple[int, ...]]
+
+    @property
+    def own(self) -> Mapping[str, Tensor]: ...
+
+    def named(self) -> Mapping[str, Tensor]:
+        """The own rows, FP32 by Hugging Face name."""
+        ...
+
+    def parts(self, name: str) -> list[int]:
+        """As `RowShares.parts`."""
+        ...
+
+    def looked_up(self, name: str) -> Tensor:
+        """Own rows to find single ones in, in any type of BF16 values or wider."""
+        ...
+
+    def gathered(self, made: Mapping[str, Sequence[Tensor]]) -> dict[str, list[Tensor]]:
+        """As `RowShares.gathered`."""
+        ...
+
+    def joined(self, made: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """As `RowShares.joined`."""
+        ...
+
+    def digest(self) -> str:
+        """The `weights_digest` of the policy."""
+        ...
+
+    def describe(self) -> dict[str, object]:
+        """For the record of a step."""
+        ...
+
+    def collects(self, name: str) -> bool:
+        """True if anything learns from the gradient of a parameter of the decoder."""
+        ...
+
+    def kept(self, name: str, gradient: Tensor) -> Tensor | None:
+        """The part that the collector of a linear keeps of a gradient, after each pack."""
+        ...
+
+    def collected(self, collectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The gradients of all packs of all ranks, which the collectors give away."""
+        ...
+
+    def drop_gradients(self) -> None:
+        """Leave nothing of the parts of a failed update."""
+        ...
+
+    def learnt(self, values: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """Tensors that learn on this rank, or those that `collected` gave, by the names of `learnt_shapes`."""
+        ...
+
+    def whole_norm(self, own: float) -> float:
+        """The norm of all gradients, from that of the own ones."""
+        ...
+
+    def learnt_rows(self, name: str) -> range:
+        """The rows of a tensor that learns which this rank has."""
+        ...
+
+
+class RowShares:
+    """The cut of parameters into rows, and the exchange of what was made of them.
 
     Attributes:
         units: all parameters.
         shapes: whole ones, by Hugging Face name.
-        own: FP32 [own rows, ...] of every parameter, by its name in the decoder.
     """
 
-    def __init__(self, arch: Architecture, device: torch.device, ranks: Ranks) -> None:
+    def __init__(self, arch: Architecture, ranks: Ranks) -> None:
         self.units, self._ranks = units_of(arch), ranks
         self._stacks = {name: stack for unit in self.units for name, stack in unit.items()}
         self.shapes = {name: (rows, *stack.width) for stack in self._stacks.values() for name, rows in stack.parts}
-        self.own = {
-            name: torch.empty(sum(self._rows(stack, ranks.rank)), *stack.width, device=device)
-            for name, stack in self._stacks.items()
-        }
-
-    def named(self, values: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """Views of the own rows of masters, or of other values of their shapes, by Hugging Face name."""
-        found: dict[str, Tensor] = {}
-        for name, own in (self.own if values is None else values).items():
-            stack = self._stacks[name]
-            views = own.split(self._rows(stack, self._ranks.rank))
-            found |= {part: view for (part, _), view in zip(stack.parts, views, strict=True)}
-        return found
 
     def parts(self, name: str) -> list[int]:
         """The number of own rows of each part of a parameter, by its name in the decoder."""
@@ -123,19 +183,6 @@ class Masters:
     def rows_of(self, name: str) -> range:
         """The own rows of a tensor, by its Hugging Face name."""
         return own_rows(self.shapes[name][0], self._ranks.rank, self._ranks.count)
-
-    def write(self, masters: Mapping[str, Tensor]) -> None:
-        """Take weights of any type from whole tensors."""
-        own = self.named()
-        assert own.keys() == masters.keys(), "masters of another model"
-        for name, master in own.items():
-            rows = self.rows_of(name)
-            # Narrow weights become FP32 where they are going.
-            master.copy_(masters[name][rows.start : rows.stop].to(master.device))
-
-    def looked_up(self, name: str) -> Tensor:
-        """Own rows to find single ones in: the masters themselves where they are whole, else BF16 for the others."""
-        return self.own[name] if self._ranks.count == 1 else self.own[name].bfloat16()
 
     def gathered(self, made: Mapping[str, Sequence[Tensor]]) -> dict[str, list[Tensor]]:
         """Whole tensors from what each rank made of its rows of some parameters.
@@ -182,7 +229,7 @@ class Masters:
         return found
 
     def summed(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The own rows of the gradients of all ranks, added in the order of the ranks; FP32, as `own`.
+        """The own rows of the gradients of all ranks, added in the order of the ranks; FP32.
 
         Args:
             gradients: of some parameters, whole.
@@ -200,21 +247,16 @@ class Masters:
         total, *others = self._ranks.exchanged([torch.cat(found) for found in parts])
         for other in others:
             total = total + other
-        split = total.split([self.own[name].numel() for name in gradients])
-        return {name: own.view_as(self.own[name]) for name, own in zip(gradients, split, strict=True)}
+        stacks = [self._stacks[name] for name in gradients]
+        shapes = [(sum(self._rows(stack, self._ranks.rank)), *stack.width) for stack in stacks]
+        split = total.split([math.prod(shape) for shape in shapes])
+        return {name: own.view(shape) for name, own, shape in zip(gradients, split, shapes, strict=True)}
 
-    def digest(self) -> str:
-        """`policy_digest` of the whole masters."""
-        slices, shapes = list[Slice](), self.shapes
-        for name, own in self.named().items():
-            rows, shape = self.rows_of(name), shapes[name]
-            width = math.prod(shape[1:])
-            ends = math.prod(shape) * own.itemsize if rows.stop == shape[0] and len(rows) else None
-            slices.append(Slice(own, rows.start * width * own.itemsize, ends))
-        digits = combined(self._ranks.joined([slice_sums(slices)]))
-        return digest_of(
-            {name: ("float32", shapes[name], found) for name, found in zip(self.named(), digits, strict=True)}
-        )
+    def slice_of(self, name: str, own: Tensor) -> Slice:
+        """Own rows as a part of the whole tensor."""
+        rows, shape = self.rows_of(name), self.shapes[name]
+        ends = math.prod(shape) * own.itemsize if rows.stop == shape[0] and len(rows) else None
+        return Slice(own, rows.start * math.prod(shape[1:]) * own.itemsize, ends)
 
     def _rows(self, stack: Stack, rank: int) -> list[int]:
         """The number of rows that a rank has of each part."""
@@ -224,6 +266,84 @@ class Masters:
         """Bytes of each part of a tensor on each rank."""
         row, count = math.prod(tensor.shape[1:]) * tensor.itemsize, self._ranks.count
         return [[math.ceil(len(own_rows(rows, rank, count)) / step) * row for rank in range(count)] for rows in parts]
+
+
+class Masters(RowShares):
+    """FP32 masters that all learn: the rows of one rank.
+
+    Attributes:
+        own: FP32 [own rows, ...] of every parameter, by its name in the decoder.
+    """
+
+    base: str | None = None
+
+    def __init__(self, arch: Architecture, weights: Mapping[str, Tensor], device: torch.device, ranks: Ranks) -> None:
+        """From whole tensors of any type."""
+        super().__init__(arch, ranks)
+        self.learnt_shapes: Mapping[str, tuple[int, ...]] = self.shapes
+        self.own = {
+            name: torch.empty(sum(self._rows(stack, ranks.rank)), *stack.width, device=device)
+            for name, stack in self._stacks.items()
+        }
+        own = self.named()
+        assert own.keys() == weights.keys(), "masters of another model"
+        for name, master in own.items():
+            rows = self.rows_of(name)
+            # Narrow weights become FP32 where they are going.
+            master.copy_(weights[name][rows.start : rows.stop].to(device))
+
+    def learnt(self, values: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """Views of the own rows of masters, or of other values of their shapes, by Hugging Face name."""
+        found: dict[str, Tensor] = {}
+        for name, own in (self.own if values is None else values).items():
+            stack = self._stacks[name]
+            views = own.split(self._rows(stack, self._ranks.rank))
+            found |= {part: view for (part, _), view in zip(stack.parts, views, strict=True)}
+        return found
+
+    def named(self) -> dict[str, Tensor]:
+        return self.learnt()
+
+    def learnt_rows(self, name: str) -> range:
+        return self.rows_of(name)
+
+    def looked_up(self, name: str) -> Tensor:
+        """Own rows to find single ones in: the masters themselves where they are whole, else BF16 for the others."""
+        return self.own[name] if self._ranks.count == 1 else self.own[name].bfloat16()
+
+    def digest(self) -> str:
+        """`policy_digest` of the whole masters."""
+        own = self.named()
+        digits = combined(self._ranks.joined([slice_sums([self.slice_of(*each) for each in own.items()])]))
+        return digest_of({name: ("float32", self.shapes[name], found) for name, found in zip(own, digits, strict=True)})
+
+    def describe(self) -> dict[str, object]:
+        return {}
+
+    def collects(self, name: str) -> bool:
+        return True
+
+    def kept(self, name: str, gradient: Tensor) -> Tensor | None:
+        return gradient
+
+    def collected(self, collectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        # The order of a backward, so that what is whole goes as early as it can.
+        for unit in reversed(self.units):
+            found |= self.summed({name: _taken(collectors[name]) for name in unit})
+        return found
+
+    def drop_gradients(self) -> None:
+        """Collectors have them all."""
+
+    def whole_norm(self, own: float) -> float:
+        return math.hypot(*self._ranks.joined([own]))
+
+
+def _taken(collector: Tensor) -> Tensor:
+    """The gradient, which the collector gives away; zeros where no part of this rank has reached it."""
+    gradient, collector.grad = collector.grad, None
+    return torch.zeros_like(collector, memory_format=torch.contiguous_format) if gradient is None else gradient
 
 
 def balanced(costs: Sequence[int], ranks: Ranks) -> list[int]:

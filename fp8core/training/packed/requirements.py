@@ -15,7 +15,7 @@ from fp8core.numerics.logprobs import ChunkedHead
 from fp8core.numerics.packed import packed_length
 from fp8core.plan.kernels import Product, gradient_products, layer_products, weight_gradient_products
 from fp8core.plan.memory import Need, count_parameters, longest_sequence, stored_bytes
-from fp8core.training.memory import Parallel, TrainerMemory, exported_in_one_piece
+from fp8core.training.memory import Parallel, TrainerMemory, adapted_state, exported_in_one_piece, gradients
 
 _SETTING = "training.packed"
 _POINTS = ("stepwise", "kernels")
@@ -120,6 +120,8 @@ _AT_REST = 8_000_000_000
 
 def _state(config: RunConfig, arch: Architecture, parallel: Parallel) -> tuple[Need, ...]:
     """The memory that stays between steps."""
+    if config.training.lora is not None:
+        return adapted_state(config, arch, parallel.gpus, _MOMENT_BYTES[config.training.optimiser_state])
     owned, form = _owned(arch, parallel), config.training.optimiser_state
     moments = Need("optimiser states", 2 * owned * _MOMENT_BYTES[form], f"AdamW, {form.upper()}")
     return Need("master weights", owned * _FP32, "FP32"), moments
@@ -137,7 +139,7 @@ def _step(config: RunConfig, arch: Architecture, _: Parallel) -> tuple[Need, ...
     return (
         Need("weights", stored.total, "as they are multiplied"),
         Need("quantised copies", stored.codes, "transposed FP8 codes for dgrad"),
-        Need("gradients", count_parameters(arch).total * _FP32, "FP32, of this GPU's packs"),
+        gradients(config, arch, "FP32, of this GPU's packs"),
         Need("activations", _activations(config, arch), "layers recomputed" if recomputed else "all kept"),
         Need("workspace", _WORKSPACE, "estimate"),
     )

@@ -36,9 +36,10 @@ from fp8core.numerics.packed import (
 from fp8core.plan.memory import count_parameters
 from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
+from fp8core.training.packed.adapted import AdaptedMasters
 from fp8core.training.packed.blocks import Bf16Blocks, Blocks, Fp8Blocks
 from fp8core.training.packed.decoder import Observer, PackedDecoder
-from fp8core.training.packed.masters import Masters, balanced
+from fp8core.training.packed.masters import Masters, PackedMasters, balanced
 from fp8core.training.packing import Pack, row_groups
 from fp8core.training.ranks import ALONE, Ranks, together
 from fp8core.training.saved_state import (
@@ -47,6 +48,7 @@ from fp8core.training.saved_state import (
     SavedState,
     header_of,
     read_state,
+    refuse_other_base,
     refuse_other_digest,
     write_state,
 )
@@ -82,7 +84,9 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
         objective: Objective,
         device: torch.device,
         ranks: Ranks = ALONE,
+        seed: int = 0,
     ) -> None:
+        """`seed` draws the adapters of `training.lora`."""
         super().__init__(training, objective, ranks)
         self.arch, self._formats, self._device = arch, formats, device
         self._flag = FiniteFlag(device)
@@ -91,19 +95,25 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
             "bf16": Bf16Blocks(),
         }
         linears = [blocks[layer.qkv.name] for layer in formats.training.layers]
-        self._masters = Masters(arch, device, ranks)
-        self._decoder = PackedDecoder(arch, linears, device, training.activation_checkpointing)
+        self._masters: PackedMasters = (
+            Masters(arch, masters, device, ranks)
+            if training.lora is None
+            else AdaptedMasters(arch, masters, formats.training, training.lora, seed, device, ranks)
+        )
+        recompute, keep = training.activation_checkpointing, self._masters.kept
+        self._decoder = PackedDecoder(arch, linears, device, recompute, keep)
+        for name, collector in self._decoder.named_parameters():
+            collector.requires_grad_(self._masters.collects(name))
         bf16 = Bf16PackedAttention(Bf16Attention(formats.training.points.weights))
         attention: dict[str, PackedAttention] = {"fp8": Fp8PackedAttention(formats.longest), "bf16": bf16}
         self._attention, self._unscaled = attention[formats.training.layers[0].attention.name], bf16
-        self._write(masters)
         self._gradients: dict[str, Tensor] = {}
         self._multiplied = count_parameters(arch).linear
-        self._optimiser = AdamW(self._masters.named(), training)
+        self._optimiser = AdamW(self._masters.learnt(), training)
 
     @property
-    def masters(self) -> dict[str, Tensor]:
-        """Weights by Hugging Face name: FP32 views of what is trained, or of several ranks BF16 on the host of rank 0.
+    def masters(self) -> Mapping[str, Tensor]:
+        """Weights by Hugging Face name: FP32 on one rank, or of several ranks BF16 on the host of rank 0.
 
         All ranks ask together, and others than rank 0 get none.
         """
@@ -120,7 +130,7 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
             # The two kernels differ in bytes, and a replay can be on a host that has the other one.
             backward = attention_backward.describe(self.arch.head_dim, self._device)
             said |= {"accumulation": "hopper", "attention_backward": backward}
-        return {**said, **self._formats.training.describe()}
+        return {**said, **self._formats.training.describe(), **self._masters.describe()}
 
     def export(self) -> ShippedTensors:
         """Weights for the rollout engine, quantised here and nowhere else, in one buffer: that is shared fast."""
@@ -228,24 +238,21 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
             torch.autograd.backward(loss)
 
     def _finish_gradients(self) -> None:
-        collectors = dict(self._decoder.named_parameters())
-        # The order of a backward, so that what is whole goes as early as it can.
-        for unit in reversed(self._masters.units):
-            found = {name: _taken(collectors[name]) for name in unit}
-            self._gradients |= self._masters.summed(found)
+        self._gradients = self._masters.collected(dict(self._decoder.named_parameters()))
 
     def _step(self, learning_rate: float) -> float:
         self._refuse_not_finite()
         own = float(torch.nn.utils.get_total_norm(list(self._gradients.values())))
-        norm = math.hypot(*self._ranks.joined([own]))
+        norm = self._masters.whole_norm(own)
         if math.isfinite(norm):
             self._decoder.drop_weights()
             factor = min(1.0, self._config.max_grad_norm / (norm + 1e-6))
-            self._optimiser.step(self._masters.named(self._gradients), learning_rate, factor)
+            self._optimiser.step(self._masters.learnt(self._gradients), learning_rate, factor)
         return norm
 
     def _drop_gradients(self) -> None:
         self._gradients = {}
+        self._masters.drop_gradients()
         self._decoder.zero_grad(set_to_none=True)
 
     def _refuse_not_finite(self) -> None:
@@ -258,7 +265,7 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
     def save(self, folder: Path) -> None:
         """As `Trainer.save`. The files do not depend on the number of ranks, each of which writes its rows."""
         moments, form = self._optimiser.moments, STORED[self._config.optimiser_state]
-        shapes, digest = self._masters.shapes, self.digest()
+        shapes, digest = self._masters.learnt_shapes, self.digest()
         masters = [TensorSpec(name, "F32", shape) for name, shape in shapes.items()]
         specs = [TensorSpec(name, form, shapes[name.partition("/")[2]]) for name in moments]
 
@@ -266,10 +273,10 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
             if self._ranks.rank == 0:
                 create_file(folder / MASTERS, masters)
                 create_file(folder / OPTIMISER, specs)
-                write_state(folder, self.version, self._updates, digest)
+                write_state(folder, self.version, self._updates, digest, self._masters.base)
 
         def write() -> None:
-            write_rows(folder / MASTERS, self._own_rows(self._masters.named()))
+            write_rows(folder / MASTERS, self._own_rows(self._masters.learnt()))
             write_rows(folder / OPTIMISER, self._own_rows(moments))
 
         for part in (create, write):
@@ -278,16 +285,17 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
     def _own_rows(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, int, Tensor]]:
         """Masters, or moments by `moment/name`, with the row at which each begins."""
         for name, tensor in tensors.items():
-            yield name, self._masters.rows_of(name.rpartition("/")[2]).start, tensor
+            yield name, self._masters.learnt_rows(name.rpartition("/")[2]).start, tensor
 
     def load(self, folder: Path) -> None:
         """As `Trainer.load`, on any number of ranks."""
-        shapes = self._masters.shapes
+        shapes = self._masters.learnt_shapes
         wanted = {name: shapes[name.partition("/")[2]] for name in self._optimiser.moments}
-        own = {MASTERS: self._masters.named(), OPTIMISER: self._optimiser.moments}
+        own = {MASTERS: self._masters.learnt(), OPTIMISER: self._optimiser.moments}
 
         def read() -> SavedState:
             state = read_state(folder)
+            refuse_other_base(folder, self._masters.base, state)
             files = {name: header_of(folder / name, each) for name, each in ((MASTERS, shapes), (OPTIMISER, wanted))}
             for file, stored in files.items():
                 for name, start, tensor in self._own_rows(own[file]):
@@ -299,16 +307,6 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
         self.version, self._updates = state.version, state.updates
         self._optimiser.updates = state.updates
         refuse_other_digest(folder, self.digest(), state)
-
-    def _write(self, masters: Mapping[str, Tensor]) -> None:
-        self._masters.write(masters)
-        self._decoder.drop_weights()
-
-
-def _taken(collector: Tensor) -> Tensor:
-    """The gradient, which the collector gives away; zeros where no part of this rank has reached it."""
-    gradient, collector.grad = collector.grad, None
-    return torch.zeros_like(collector, memory_format=torch.contiguous_format) if gradient is None else gradient
 
 
 _HEADS = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -18,7 +18,7 @@ from fp8core.rl.batch import TokenBatch
 from fp8core.run.build import build_trainer
 from fp8core.run.policy import covered, scales_of
 from fp8core.training.memory import SHARDED, Parallel, emulated_bytes, gpu_state, host_needs, most_activations
-from fp8core.training.packed.requirements import _activations
+from fp8core.training.packed.requirements import MEMORY, _activations
 from fp8core.training.registry import trainer_grid
 
 DENSE, EXPERTS = 1_541_093_376, 28_991_029_248  # Of Qwen3-30B-A3B; 48 layers of 128 experts of 3 x 2048 x 768.
@@ -311,6 +311,39 @@ def test_eight_billion_parameters_train_beside_an_engine_that_sleeps(config: str
     assert training["optimiser states"] == 4 * parameters
     assert training["quantised copies"] == plan.parameters.linear
     assert "engine weights" not in training
+
+
+ADAPTERS = ("training.lora.rank=16", "training.lora.targets=[q_proj,down_proj]")
+
+
+def test_adapters_take_what_their_trainer_holds() -> None:
+    settings = {"training.packed": True, "precision.rounding_points": "kernels", "precision.bf16_first_layers": 1}
+    config = load_config("tiny", [*(f"{key}={value}" for key, value in settings.items()), *ADAPTERS])
+    arch = model_shape(config)
+    trainer = build_trainer(config, arch, initial_weights(arch, config.seed))
+    learnt = trainer._masters.learnt().values()
+    held = {
+        "frozen weights": trainer._masters._frozen._stored.values(),
+        "master weights": learnt,
+        "optimiser states": trainer._optimiser.moments.values(),
+    }
+    expected = {item: sum(tensor.nbytes for tensor in tensors) for item, tensors in held.items()}
+    assert by_item(MEMORY.state(config, arch, Parallel())) == expected
+    assert host_needs(config, arch)[1:4] == MEMORY.state(config, arch, Parallel())
+    widest = max(layer.gate_up.numel() for layer in trainer._decoder.packed_layers())
+    gradients = by_item(MEMORY.step(config, arch, Parallel()))["gradients"]
+    assert gradients == 4 * (widest + sum(tensor.numel() for tensor in learnt))
+
+
+def test_adapters_of_eight_billion_parameters_leave_most_of_the_gpu() -> None:
+    full, adapted = (planned_packed("qwen3-aligned", *settings) for settings in ((), ADAPTERS))
+    before, after = (phase(plan.devices[0], "training") for plan in (full, adapted))
+    assert after["frozen weights"] == adapted.sync.total
+    assert after["master weights"] + after["optimiser states"] + after["gradients"] < 1 << 30
+    assert sum(after.values()) < 0.4 * sum(before.values())
+    assert adapted.checkpoint.bytes < 0.25 * full.checkpoint.bytes
+    shared = planned_packed("qwen3-aligned", *ADAPTERS, "cluster.engines=8", "cluster.ranks=8").devices[0]
+    assert phase(shared, "training")["frozen weights"] == pytest.approx(after["frozen weights"] / 8, rel=1e-6)
 
 
 @pytest.mark.parametrize("gpus", [8, 16])

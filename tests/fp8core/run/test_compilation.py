@@ -8,6 +8,7 @@ import pytest
 import fp8core.rollout.vllm as vllm
 import fp8core.run.compilation as module
 from fp8core.config.load import load_config
+from fp8core.config.section import LoraConfig
 from fp8core.errors import UserError
 from fp8core.kernels.compilation import KernelFolders, multiply
 from fp8core.models.hub import model_shape
@@ -64,6 +65,9 @@ def test_trainer_and_warm_start_call_every_operation_that_has_a_kernel(small, ca
     for work in (score, learn):
         work(fp8, arch, PACKS[:2])
         work(bf16, arch, PACKS[:2])
+    assert "merged_weight" not in called, "nothing is merged where all weights learn"
+    lora = fp8.training.model_copy(update={"lora": LoraConfig(rank=2)})
+    score(fp8.model_copy(update={"training": lora}), arch, PACKS[:1])
     both = set(called)
     called.clear()
     warm_up(fp8, arch, PACKS[:2])

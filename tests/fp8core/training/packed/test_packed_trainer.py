@@ -16,6 +16,7 @@ from fp8core.cluster.transport import GroupRanks, Meeting
 from fp8core.config.loss import LossConfig
 from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
 from fp8core.config.run import CorrectionConfig, TrainingConfig
+from fp8core.config.section import LoraConfig
 from fp8core.errors import StoredFileError
 from fp8core.models.weights import rollout_formats, training_formats
 from fp8core.numerics.packed import Fp8PackedAttention
@@ -245,10 +246,9 @@ def test_sft_learns_what_it_is_shown(packed_of, architecture) -> None:
     assert trainer.version == 0
 
 
-def test_tensors_of_another_model_are_refused(packed_of, architecture, masters_of) -> None:
-    trainer = packed_of(FP8, architecture())
+def test_tensors_of_another_model_are_refused(architecture, masters_of) -> None:
     with pytest.raises(AssertionError, match="another model"):
-        trainer._write(masters_of(architecture(num_layers=1)))
+        packed(masters_of(architecture(num_layers=1)), FP8, architecture())
 
 
 def test_weights_are_made_ready_once_an_update(learnt) -> None:
@@ -331,9 +331,13 @@ def _rank(rank: int, port: int, make, batch, scales, folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("contract", [FP8, BF16], ids=["fp8", "bf16"])
+@pytest.mark.parametrize(
+    ("contract", "lora"),
+    [(FP8, None), (BF16, None), (FP8, LoraConfig(rank=4, targets=["q_proj", "v_proj", "down_proj"]))],
+    ids=["fp8", "bf16", "adapters"],
+)
 def test_ranks_share_one_policy_and_compute_its_bytes(
-    contract, architecture, masters_of, trainer_of, first_scales, rollout_batch, tmp_path
+    contract, lora, architecture, masters_of, trainer_of, first_scales, rollout_batch, tmp_path
 ) -> None:
     """Three ranks, of which one has no row of K, V and the norms; packs of different lengths."""
     sizes = {"hidden_size": 384, "head_dim": 64, "num_heads": 6, "num_kv_heads": 2, "intermediate_size": 384}
@@ -341,7 +345,8 @@ def test_ranks_share_one_policy_and_compute_its_bytes(
     exact = trainer_of(contract, arch)
     scales = first_scales(exact, contract)
     batch, layers = rollout_batch(exact, scales, rows=20), scales.layers
-    make = partial(packed, masters_of(arch), contract, arch, TrainingConfig(tokens_per_pass=128, **BARE), None)
+    training = TrainingConfig(tokens_per_pass=128, lora=lora, **BARE)
+    make = partial(packed, masters_of(arch), contract, arch, training, None)
     one, many = tmp_path / "one", tmp_path / "many"
     for folder in (one, many):
         folder.mkdir()

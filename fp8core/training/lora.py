@@ -1,0 +1,221 @@
+"""LoRA: a policy of frozen weights and of adapters of its linears, which alone learn.
+
+The policy is the merged weights (`numerics.lora`), rounded and quantised as any masters are. So engines, log-probs and
+records see an ordinary policy. A frozen linear is stored as it is multiplied: in block FP8, rounded once from the
+weights that training begins with. Everything else is in BF16. B begins as 0, so policy 0 is the frozen weights.
+
+`weights_digest` of such a policy covers its weights in BF16 and the FP32 adapters: what a checkpoint holds.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fp8core.config.precision import LinearFormat
+from fp8core.config.section import LoraConfig
+from fp8core.errors import UserError
+from fp8core.models.architecture import Architecture, parameter_shapes
+from fp8core.models.weights import SCALE_SUFFIX, StoredNames, is_linear, stored_weights
+from fp8core.numerics.e4m3 import TILE, ScaleRule, decode
+from fp8core.numerics.fingerprint import policy_digest
+from fp8core.numerics.lora import merged_weight, with_gradients
+
+LEFT, RIGHT = ".lora_B.weight", ".lora_A.weight"
+_WEIGHT = ".weight"
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def is_target(name: str, lora: LoraConfig) -> bool:
+    """True if a parameter has an adapter."""
+    return is_linear(name) and name.split(".")[-2] in lora.targets
+
+
+def adapter_shapes(shapes: Shapes, lora: LoraConfig) -> dict[str, tuple[int, ...]]:
+    """Of every adapter's A, [rank, in], and B, [out, rank], by name, from the shapes of the policy's parameters."""
+    found: dict[str, tuple[int, ...]] = {}
+    for name, shape in shapes.items():
+        if is_target(name, lora):
+            module = name.removesuffix(_WEIGHT)
+            found[module + RIGHT], found[module + LEFT] = (lora.rank, shape[1]), (shape[0], lora.rank)
+    return found
+
+
+def check_adapters(arch: Architecture, lora: LoraConfig | None) -> None:
+    """Raises UserError: the model has experts, or a target with a side that is shorter than the rank."""
+    if lora is None:
+        return
+    if arch.sparse_layers:
+        raise UserError("training.lora: the model has experts, which have no adapters; set training.lora to null")
+    targets = {name: shape for name, shape in parameter_shapes(arch).items() if is_target(name, lora)}
+    name, shape = min(targets.items(), key=lambda target: min(target[1]))
+    if lora.rank > min(shape):
+        raise UserError(f"training.lora.rank={lora.rank}: {name} is {list(shape)}; lower it to {min(shape)}")
+
+
+def frozen_names(formats: StoredNames) -> StoredNames:
+    """The formats that frozen weights are stored in, of a policy that is multiplied in these."""
+    bf16: list[LinearFormat] = ["bf16"] * len(formats.layers)
+    return StoredNames.by_layer(*bf16) if formats.values == "fp32" else formats
+
+
+def frozen_line(arch: Architecture, lora: LoraConfig, formats: StoredNames) -> str:
+    """The frozen weights and their formats, for people."""
+    shapes, names = parameter_shapes(arch), frozen_names(formats)
+    narrow = sum(names.of(name) == "fp8_block" for name in shapes)
+    rest = f"{len(shapes) - narrow} in BF16"
+    frozen = f"{narrow} in block FP8, rounded once from the weights it begins with, {rest}" if narrow else rest
+    return f"training.lora: {len(adapter_shapes(shapes, lora)) // 2} adapters learn; frozen weights: {frozen}"
+
+
+class FrozenWeights(Mapping[str, Tensor]):
+    """Weights that nothing changes, or rows of them, by name: BF16 values, made as they are asked for."""
+
+    def __init__(self, masters: Mapping[str, Tensor], formats: StoredNames, rule: ScaleRule) -> None:
+        """From whole tensors, or from whole tiles of rows; `formats` are those that the policy is multiplied in."""
+        self._names = list(masters)
+        self._stored = stored_weights(masters, frozen_names(formats), rule)
+
+    def __getitem__(self, name: str) -> Tensor:
+        values, scales = self._stored[name], self._stored.get(name + SCALE_SUFFIX)
+        if scales is None:
+            return values
+        rows, columns = values.shape
+        by_row = scales.repeat_interleave(TILE, dim=0)[:rows]
+        return decode(values).mul_(by_row.repeat_interleave(TILE, dim=1)[:, :columns]).bfloat16()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def formats(self) -> dict[str, int]:
+        """The number of weights that are stored in each format."""
+        narrow = sum(name + SCALE_SUFFIX in self._stored for name in self._names)
+        return {name: count for name, count in (("fp8_block", narrow), ("bf16", len(self) - narrow)) if count}
+
+
+class Adapters:
+    """A and B of every target.
+
+    Attributes:
+        learnt: FP32, by the names of `adapter_shapes`.
+        factor: alpha / rank.
+    """
+
+    def __init__(self, shapes: Shapes, lora: LoraConfig, seed: int, device: torch.device) -> None:
+        """A is drawn as PEFT draws it (uniform within 1 / sqrt(in)), each from the seed and its name; B is 0."""
+        self._lora, self.factor = lora, lora.alpha / lora.rank
+        self.learnt = {name: torch.zeros(shape, device=device) for name, shape in adapter_shapes(shapes, lora).items()}
+        for name, tensor in self.learnt.items():
+            if name.endswith(RIGHT):
+                digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+                generator = torch.Generator().manual_seed(int.from_bytes(digest[:7]))
+                drawn = torch.rand(tensor.shape, generator=generator, dtype=torch.float64)
+                tensor.copy_((2 * drawn - 1) / tensor.shape[1] ** 0.5)
+
+    def of(self, name: str) -> tuple[Tensor, Tensor] | None:
+        """B and A of a parameter; None where it has no adapter."""
+        module = name.removesuffix(_WEIGHT)
+        left = self.learnt.get(module + LEFT)
+        return None if left is None else (left, self.learnt[module + RIGHT])
+
+    @torch.no_grad()
+    def merged(self, name: str, frozen: Tensor, rows: slice) -> Tensor:
+        """Rows of a policy's weight, FP32, from the same rows of the frozen one."""
+        pair = self.of(name)
+        return frozen.float() if pair is None else merged_weight(frozen, pair[0][rows], pair[1], self.factor)
+
+    def describe(self, frozen: FrozenWeights) -> dict[str, object]:
+        """For the record of a step."""
+        return {"lora": {**self._lora.model_dump(mode="json"), "frozen": frozen.formats()}}
+
+
+class LearntWeights(Protocol):
+    """Tensors that learn, and the policy that they make.
+
+    Attributes:
+        learnt: FP32 tensors that receive gradients, by name.
+        base: digest of what is frozen; None where nothing is.
+    """
+
+    learnt: dict[str, Tensor]
+    base: str | None
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """The policy, FP32 by Hugging Face name; its gradients reach `learnt`."""
+        ...
+
+    def changed(self) -> None:
+        """The values of `learnt` were changed."""
+        ...
+
+    def digest(self) -> str:
+        """The `weights_digest` of the policy."""
+        ...
+
+    def describe(self) -> dict[str, object]:
+        """For the record of a step."""
+        ...
+
+
+class FullWeights:
+    """Every weight learns."""
+
+    base: str | None = None
+
+    def __init__(self, masters: Mapping[str, Tensor]) -> None:
+        self.learnt = {name: tensor.float().clone().requires_grad_(True) for name, tensor in masters.items()}
+
+    def weights(self) -> dict[str, Tensor]:
+        return self.learnt
+
+    def changed(self) -> None:
+        """The weights are what learns."""
+
+    def digest(self) -> str:
+        return policy_digest({name: tensor.detach() for name, tensor in self.learnt.items()})
+
+    def describe(self) -> dict[str, object]:
+        return {}
+
+
+class AdaptedWeights:
+    """Adapters learn. Merged weights are kept until the adapters change: on a CPU memory is not what they save."""
+
+    def __init__(
+        self, masters: Mapping[str, Tensor], formats: StoredNames, rule: ScaleRule, lora: LoraConfig, seed: int
+    ) -> None:
+        self._frozen = FrozenWeights(masters, formats, rule)
+        shapes = {name: tuple(tensor.shape) for name, tensor in masters.items()}
+        self._adapters = Adapters(shapes, lora, seed, torch.device("cpu"))
+        self.learnt = {name: tensor.requires_grad_(True) for name, tensor in self._adapters.learnt.items()}
+        self.base: str | None = policy_digest(self._frozen)
+        self._merged: dict[str, Tensor] = {}
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: self._with_gradients(name, merged) for name, merged in self._whole().items()}
+
+    def changed(self) -> None:
+        self._merged = {}
+
+    def digest(self) -> str:
+        rounded = {name: merged.bfloat16() for name, merged in self._whole().items()}
+        return policy_digest(rounded | {name: tensor.detach() for name, tensor in self.learnt.items()})
+
+    def describe(self) -> dict[str, object]:
+        return self._adapters.describe(self._frozen)
+
+    def _whole(self) -> dict[str, Tensor]:
+        if not self._merged:
+            self._merged = {
+                name: self._adapters.merged(name, frozen, slice(None)) for name, frozen in self._frozen.items()
+            }
+        return self._merged
+
+    def _with_gradients(self, name: str, merged: Tensor) -> Tensor:
+        pair = self._adapters.of(name)
+        return merged if pair is None else with_gradients(merged, *pair, self._adapters.factor)

@@ -1,0 +1,144 @@
+"""The policy of a packed trainer that learns adapters (`training.lora`).
+
+| what              | on one rank                         | travels                                               |
+| ----------------- | ----------------------------------- | ----------------------------------------------------- |
+| frozen weights    | its rows: codes and scales, or BF16 | never                                                 |
+| adapters, moments | all                                 | never: every rank updates them alike                  |
+| weights of a pass | all: codes and scales, BF16         | as of `masters.Masters`, of merged rows               |
+| gradients         | all, of adapters                    | once an update: each rank adds those of all, in order |
+
+Merged rows are made as they are asked for. The gradient of a linear's weight goes on to its adapters with each pack. So
+FP32 of a whole model is nowhere.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from fp8core.config.section import LoraConfig
+from fp8core.models.architecture import Architecture
+from fp8core.models.weights import Formats
+from fp8core.numerics.fingerprint import bytes_in_order, combined, digest_of, fingerprints, slice_sums
+from fp8core.numerics.lora import adapter_gradients
+from fp8core.training.lora import LEFT, RIGHT, Adapters, FrozenWeights, adapter_shapes, is_target
+from fp8core.training.packed.masters import RowShares
+from fp8core.training.ranks import Ranks
+
+
+class _Made(Mapping[str, Tensor]):
+    """Tensors that are made as they are asked for, and not kept."""
+
+    def __init__(self, names: Iterable[str], make: Callable[[str], Tensor]) -> None:
+        self._names, self._make = list(names), make
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._make(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+class AdaptedMasters(RowShares):
+    """The rows of one rank, and all adapters (`masters.PackedMasters`)."""
+
+    def __init__(
+        self,
+        arch: Architecture,
+        weights: Mapping[str, Tensor],
+        formats: Formats,
+        lora: LoraConfig,
+        seed: int,
+        device: torch.device,
+        ranks: Ranks,
+    ) -> None:
+        """From whole tensors of any type; `seed` draws the adapters."""
+        super().__init__(arch, ranks)
+        assert self.shapes.keys() == weights.keys(), "weights of another model"
+        own = _Made(self.shapes, lambda name: weights[name][self._own(name)].to(device))
+        self._lora, self._frozen = lora, FrozenWeights(own, formats.stored_names(), formats.scale_rule)
+        self._adapters = Adapters(self.shapes, lora, seed, device)
+        self.learnt_shapes: Mapping[str, tuple[int, ...]] = adapter_shapes(self.shapes, lora)
+        self._gradients: dict[str, Tensor] = {}
+        self.base: str | None = digest_of(self._rounded(self._frozen))
+
+    @property
+    def own(self) -> Mapping[str, Tensor]:
+        def stacked(name: str) -> Tensor:
+            parts = [self._merged(part) for part, _ in self._stacks[name].parts]
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+        return _Made(self._stacks, stacked)
+
+    def named(self) -> Mapping[str, Tensor]:
+        return _Made(self.shapes, self._merged)
+
+    def looked_up(self, name: str) -> Tensor:
+        ((part, _),) = self._stacks[name].parts
+        return self._frozen[part]
+
+    def digest(self) -> str:
+        """As `training.lora` has it, whatever the ranks."""
+        learnt = self._adapters.learnt
+        digits = zip(learnt, fingerprints(list(learnt.values())), strict=True)
+        adapters = {name: ("float32", self.learnt_shapes[name], found) for name, found in digits}
+        return digest_of(self._rounded(self.named()) | adapters)
+
+    def describe(self) -> dict[str, object]:
+        return self._adapters.describe(self._frozen)
+
+    def collects(self, name: str) -> bool:
+        return any(is_target(part, self._lora) for part, _ in self._stacks[name].parts)
+
+    def kept(self, name: str, gradient: Tensor) -> None:
+        """The gradient of whole rows goes on to the adapters, and nothing is kept of it."""
+        stack = self._stacks[name]
+        for (part, _), rows in zip(stack.parts, gradient.split([rows for _, rows in stack.parts]), strict=True):
+            if (pair := self._adapters.of(part)) is None:
+                continue
+            module, of_pair = part.removesuffix(".weight"), adapter_gradients(rows, *pair, self._adapters.factor)
+            for side, found in zip((LEFT, RIGHT), of_pair, strict=True):
+                before = self._gradients.get(module + side)
+                self._gradients[module + side] = found if before is None else before.add_(found)
+
+    def collected(self, collectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The gradients of all adapters, added in the order of the ranks; zeros where no part has reached one."""
+        own = {name: self._gradients.get(name, torch.zeros_like(tensor)) for name, tensor in self.learnt().items()}
+        self.drop_gradients()
+        if self._ranks.count == 1:
+            return own
+        flat = torch.cat([gradient.reshape(-1) for gradient in own.values()])
+        first, *others = self._ranks.gathered(bytes_in_order(flat), [flat.nbytes] * self._ranks.count)
+        total = first.view(torch.float32)
+        for other in others:
+            total = total + other.view(torch.float32)
+        split = total.split([gradient.numel() for gradient in own.values()])
+        return {name: each.view_as(own[name]) for name, each in zip(own, split, strict=True)}
+
+    def drop_gradients(self) -> None:
+        self._gradients = {}
+
+    def learnt(self, values: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        return self._adapters.learnt if values is None else dict(values)
+
+    def learnt_rows(self, name: str) -> range:
+        return range(self.learnt_shapes[name][0])
+
+    def whole_norm(self, own: float) -> float:
+        return own
+
+    def _own(self, name: str) -> slice:
+        rows = self.rows_of(name)
+        return slice(rows.start, rows.stop)
+
+    def _merged(self, name: str) -> Tensor:
+        return self._adapters.merged(name, self._frozen[name], self._own(name))
+
+    def _rounded(self, own: Mapping[str, Tensor]) -> dict[str, tuple[str, tuple[int, ...], str]]:
+        """The input of `digest_of`, of whole tensors in BF16; one is made at a time."""
+        sums = [slice_sums([self.slice_of(name, own[name].bfloat16())])[0] for name in own]
+        digits = combined(self._ranks.joined([sums]))
+        return {name: ("bfloat16", self.shapes[name], found) for name, found in zip(own, digits, strict=True)}

@@ -1,0 +1,87 @@
+"""A run that learns adapters is a run like others: equal on both sides, resumed, replayed and verified."""
+
+import io
+import json
+import shutil
+from collections import Counter
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from fp8core.report.console import Console
+from fp8core.run.replay import RunSnapshot, replay
+from fp8core.store.durable import folder_digest
+from fp8core.store.run_directory import read_description
+from fp8core.store.run_view import RunView
+from fp8core.store.verify import verify
+
+
+@pytest.fixture
+def adapted_copy(adapted, tmp_path):
+    shutil.copytree(adapted.folder.parent, tmp_path / "loop")
+    return type(adapted)(tmp_path / "loop" / "adapted")
+
+
+def test_engine_and_trainer_have_one_policy(adapted) -> None:
+    for index in range(1, 5):
+        metrics = adapted.store.get_json(adapted.ledger.artifacts(index)["metrics"])
+        assert metrics["alignment/token_mult_prob_error"] == 1
+        assert metrics["alignment/tokens_differing"] == 0
+    described = adapted.records[4]["executed"]["training"]["lora"]
+    assert described.pop("frozen") == {"fp8_block": 14, "bf16": 11}
+    assert described == read_description(adapted.folder).config["training"]["lora"]
+
+
+def test_what_is_frozen_stays_and_targets_move(adapted) -> None:
+    second, last = (
+        load_file(adapted.folder / "checkpoints" / step / "policy" / "model.safetensors") for step in ("00002", "00004")
+    )
+    for name, tensor in second.items():
+        assert bool((last[name] != tensor).any()) is (name.split(".")[-2] in ("q_proj", "o_proj", "down_proj")), name
+
+
+def test_a_run_that_was_cut_goes_on_with_equal_records(adapted, adapted_copy) -> None:
+    """From the checkpoint of step 2, by way of an update that is redone."""
+    adapted_copy.cut_after(4, "rollout")
+    shutil.rmtree(adapted_copy.folder / "checkpoints" / "00004")
+    adapted_copy.resume()
+    assert adapted_copy.records == adapted.records
+    for name in ("masters.safetensors", "optimiser.safetensors"):
+        kept, made = (run.folder / "checkpoints" / "00004" / name for run in (adapted, adapted_copy))
+        assert kept.read_bytes() == made.read_bytes()
+
+
+def test_a_replay_is_equal(adapted) -> None:
+    original = RunSnapshot.read(adapted.folder, read_description(adapted.folder))
+    verdicts = list(replay(original, range(1, 5), (), Console(io.StringIO(), 4), None))
+    assert Counter(verdict.outcome for verdict in verdicts) == {"equal": 4}
+
+
+EXCHANGED = {
+    "policy/model.safetensors": "its weights have the digest",
+    "masters.safetensors": "its weights have the digest",
+    "trainer.json": "base: missing",
+}
+
+
+@pytest.mark.parametrize("damaged", EXCHANGED)
+def test_exchanged_weights_are_found(adapted_copy, damaged) -> None:
+    """Though the ledger has the digest of the changed folder."""
+    checkpoint = adapted_copy.folder / "checkpoints" / "00004"
+    path = checkpoint / damaged
+    if damaged == "trainer.json":
+        state = json.loads(path.read_text())
+        del state["base"]
+        path.write_text(json.dumps(state))
+    else:
+        tensors = {name: 2 * tensor for name, tensor in load_file(path).items()}
+        save_file(tensors, path, metadata={"format": "pt"})
+
+    def sealed(entry):
+        if (entry["event"], entry.get("step")) == ("checkpoint", 4):
+            entry["digest"] = folder_digest(checkpoint)
+
+    adapted_copy.rewrite(sealed)
+    problems = [str(finding) for finding in verify(RunView.read(adapted_copy.folder)) if finding.severity == "error"]
+    assert len(problems) == 1
+    assert EXCHANGED[damaged] in problems[0]

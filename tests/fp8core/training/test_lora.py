@@ -1,0 +1,221 @@
+"""Trainers of adapters: an ordinary policy, whose frozen part nothing moves."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fp8core.config.load import load_config
+from fp8core.config.loss import LossConfig
+from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
+from fp8core.config.run import CorrectionConfig, TrainingConfig
+from fp8core.config.section import LoraConfig
+from fp8core.errors import StoredFileError, UserError
+from fp8core.models.hub import model_shape
+from fp8core.models.weights import StoredNames, rollout_formats, stored_weights, training_formats
+from fp8core.rl.objective import Objective
+from fp8core.training.exact import ExactTrainer
+from fp8core.training.lora import FrozenWeights, adapter_shapes, check_adapters
+from fp8core.training.packed.trainer import PackedFormats, PackedTrainer
+from fp8core.training.trainer import NotFiniteError
+
+FP8 = PrecisionContract(rounding_points="kernels")
+BF16 = PrecisionContract(
+    rollout=SidePrecision(linear="bf16", kv_cache="bf16"),
+    training=TrainingPrecision(linear="bf16", kv_cache="bf16"),
+    rounding_points="kernels",
+)
+LORA = LoraConfig(rank=3, alpha=7.0, targets=["q_proj", "o_proj", "up_proj", "down_proj"])
+# With beta1 = 0 and no clipping the first moment of AdamW is the gradient.
+BARE = {"beta1": 0.0, "max_grad_norm": 1e9, "learning_rate": 0.01, "warmup_steps": 0}
+
+
+def exact(masters, contract, arch, lora, seed=0):
+    formats = (side(contract, arch.num_layers) for side in (training_formats, rollout_formats))
+    objective = Objective(LossConfig(), CorrectionConfig())
+    return ExactTrainer(arch, masters, *formats, TrainingConfig(lora=lora, micro_batch=4, **BARE), objective, seed=seed)
+
+
+def packed(masters, contract, arch, lora, seed=0):
+    sides = (side(contract, arch.num_layers) for side in (training_formats, rollout_formats))
+    training = TrainingConfig(lora=lora, tokens_per_pass=128, **BARE)
+    objective, cpu = Objective(LossConfig(), CorrectionConfig()), torch.device("cpu")
+    return PackedTrainer(arch, masters, PackedFormats(*sides, 4096, False), training, objective, cpu, seed=seed)
+
+
+@pytest.fixture(params=[exact, packed], ids=["exact", "packed"])
+def make(request, masters_of):
+    """(contract, architecture, lora, masters, seed) to a trainer."""
+
+    def trainer(contract, arch, lora=LORA, masters=None, seed=0):
+        return request.param(masters_of(arch) if masters is None else masters, contract, arch, lora, seed)
+
+    return trainer
+
+
+@pytest.fixture(params=[FP8, BF16], ids=["fp8", "bf16"])
+def contract(request):
+    return request.param
+
+
+@pytest.fixture
+def batch_of(trainer_of, first_scales, rollout_batch):
+    """(contract, architecture) to a batch and scales."""
+
+    def batch(contract, arch):
+        trainer = trainer_of(contract, arch)
+        scales = first_scales(trainer, contract)
+        return rollout_batch(trainer, scales, rows=12), scales.layers
+
+    return batch
+
+
+def read(path):
+    """The tensors of a file, which the next save may overwrite in place."""
+    return whole(load_file(path))
+
+
+def whole(masters):
+    return {name: tensor.detach().clone() for name, tensor in masters.items()}
+
+
+def test_policy_0_is_frozen_and_its_engine_gets_what_all_weights_give(make, contract, architecture, masters_of) -> None:
+    """Power-of-two scales: quantised values quantise to themselves."""
+    arch = architecture()
+    names = training_formats(contract, arch.num_layers).stored_names()
+    frozen = FrozenWeights(masters_of(arch), names, "pow2")
+    trainer = make(contract, arch)
+    for name, tensor in trainer.masters.items():
+        assert torch.equal(tensor.detach(), frozen[name].float()), name
+    again = FrozenWeights(frozen, names, "pow2")
+    assert all(torch.equal(again[name], frozen[name]) for name in frozen)
+    assert trainer.export().digest() == make(contract, arch, lora=None, masters=dict(frozen)).export().digest()
+
+
+def test_the_gradients_are_those_of_all_weights_through_the_merge(
+    make, contract, architecture, batch_of, tmp_path
+) -> None:
+    """The second update: B is not 0 any more."""
+    arch = architecture()
+    batch, scales = batch_of(contract, arch)
+    trainer = make(contract, arch)
+    trainer.step(batch, 1.0, scales)
+    trainer.save(tmp_path)
+    adapters = read(tmp_path / "masters.safetensors")
+    full = make(contract, arch, lora=None, masters=whole(trainer.masters))
+    assert trainer.export().digest() == full.export().digest()
+    scores = [each.logprobs(batch.sequences, 1.0, scales).logprobs.nan_to_num() for each in (trainer, full)]
+    assert torch.equal(*scores)
+    found, gradients = moments(trainer, batch, scales, tmp_path), moments(full, batch, scales, tmp_path)
+    assert found.keys() == adapters.keys() == adapter_shapes(shapes(full.masters), LORA).keys()
+    for module in {name.rpartition(".lora_")[0] for name in adapters}:
+        left, right = (adapters[f"{module}.lora_{side}.weight"].double().requires_grad_() for side in "BA")
+        ((left @ right) * (LORA.alpha / LORA.rank)).backward(gradients[f"{module}.weight"].double())
+        for side, expected in (("B", left.grad), ("A", right.grad)):
+            assert expected.norm() > 0
+            of_adapter = found[f"{module}.lora_{side}.weight"].double()
+            assert (of_adapter - expected).norm() < 1e-5 * expected.norm(), module
+
+
+def moments(trainer, batch, scales, folder):
+    """The gradient of one update."""
+    trainer.step(batch, 1.0, scales)
+    trainer.save(folder)
+    stored = read(folder / "optimiser.safetensors")
+    return {name.removeprefix("exp_avg/"): each for name, each in stored.items() if name.startswith("exp_avg/")}
+
+
+def shapes(masters):
+    return {name: tuple(tensor.shape) for name, tensor in masters.items()}
+
+
+def test_targets_alone_move(make, contract, architecture, batch_of) -> None:
+    arch = architecture()
+    batch, scales = batch_of(contract, arch)
+    trainer = make(contract, arch)
+    before, digest = whole(trainer.masters), trainer.digest()
+    trainer.step(batch, 1.0, scales)
+    for name, tensor in trainer.masters.items():
+        target = name.split(".")[-2] in LORA.targets
+        assert torch.equal(tensor.detach(), before[name]) is not target, name
+    assert trainer.digest() != digest
+
+
+def test_a_restored_trainer_goes_on_bit_for_bit(make, contract, architecture, batch_of, masters_of, tmp_path) -> None:
+    arch = architecture()
+    batch, scales = batch_of(contract, arch)
+    trainer = make(contract, arch)
+    trainer.step(batch, 1.0, scales)
+    trainer.save(tmp_path)
+    restored = make(contract, arch)
+    restored.load(tmp_path)
+    assert (restored.version, restored.digest()) == (1, trainer.digest())
+    assert restored.step(batch, 1.0, scales) == trainer.step(batch, 1.0, scales)
+    with pytest.raises(StoredFileError, match="base: "):
+        make(contract, arch, masters=masters_of(arch, 1)).load(tmp_path)
+    with pytest.raises(StoredFileError, match="nothing frozen"):
+        make(contract, arch, lora=None).load(tmp_path)
+
+
+def test_a_failed_update_leaves_no_gradient(make, contract, architecture, batch_of) -> None:
+    """Of its parts some are done when one fails."""
+    arch = architecture()
+    batch, scales = batch_of(contract, arch)
+    trainer, fresh = make(contract, arch), make(contract, arch)
+    failing = batch.advantages.clone()
+    failing[-1] = torch.nan
+    with pytest.raises(NotFiniteError, match="was not applied"):
+        trainer.step(replace(batch, advantages=failing), 1.0, scales)
+    assert trainer.step(batch, 1.0, scales) == fresh.step(batch, 1.0, scales)
+
+
+def test_the_seed_draws_the_adapters(make, architecture, tmp_path) -> None:
+    drawn = []
+    for seed in (0, 0, 1):
+        trainer = make(FP8, architecture(), seed=seed)
+        trainer.save(tmp_path)
+        drawn.append(read(tmp_path / "masters.safetensors"))
+    for name, tensor in drawn[0].items():
+        assert torch.equal(tensor, drawn[1][name])
+        if ".lora_B." in name:
+            assert not tensor.any()
+        else:
+            assert not torch.equal(tensor, drawn[2][name])
+            bound = tensor.shape[1] ** -0.5
+            assert 0.5 * bound < tensor.abs().max() <= bound
+    assert len({tensor.flatten()[0].item() for name, tensor in drawn[0].items() if ".lora_A." in name}) > 4
+
+
+def test_both_trainers_name_one_policy_alike(architecture, masters_of) -> None:
+    digests = {make(masters_of(architecture()), FP8, architecture(), LORA).digest() for make in (exact, packed)}
+    assert len(digests) == 1
+
+
+def test_what_fp32_is_multiplied_in_is_frozen_in_bf16(masters_of, architecture) -> None:
+    masters = masters_of(architecture())
+    frozen = FrozenWeights(masters, StoredNames.by_layer("fp32", "fp32"), "pow2")
+    assert all(torch.equal(frozen[name], tensor.bfloat16()) for name, tensor in masters.items())
+
+
+def test_frozen_values_are_codes_times_scales(masters_of, architecture) -> None:
+    masters, names = masters_of(architecture()), StoredNames.by_layer("fp8_block", "bf16")
+    frozen, stored = FrozenWeights(masters, names, "pow2"), stored_weights(masters, names, "pow2")
+    name = "model.layers.0.mlp.gate_proj.weight"
+    codes, scales = stored[name].float(), stored[f"{name}_scale_inv"]
+    tile = codes[128:, :80] * scales[1, 0]
+    assert torch.equal(frozen[name][128:, :80].float(), tile)
+    assert frozen.formats() == {"fp8_block": 7, "bf16": len(masters) - 7}
+
+
+def test_a_rank_beyond_a_side_and_experts_are_refused(architecture) -> None:
+    check_adapters(architecture(), LoraConfig(rank=48))
+    with pytest.raises(UserError, match=r"rank=49: .*k_proj.weight is \[48, 80\]; lower it to 48"):
+        check_adapters(architecture(), LoraConfig(rank=49))
+    check_adapters(architecture(), LoraConfig(rank=49, targets=["up_proj"]))
+    experts = model_shape(load_config("tiny-moe"))
+    with pytest.raises(UserError, match=r"training\.lora: the model has experts"):
+        check_adapters(experts, LORA)
+    check_adapters(experts, None)
+    with pytest.raises(ValueError, match="megatron"):
+        TrainingConfig(trainer="megatron", lora=LORA)
