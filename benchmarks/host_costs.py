@@ -24,7 +24,7 @@ import torch
 import flows.grpo  # noqa: F401 - what a training imports
 from benchmarks.harness import provenance, table, write_rows
 from fp8core.config.loss import LossConfig
-from fp8core.config.run import CorrectionConfig
+from fp8core.config.training import CorrectionConfig
 from fp8core.rl.batch import RolloutBatch, TokenBatch, column
 from fp8core.rl.losses import Denominator
 from fp8core.rl.objective import Objective

@@ -69,7 +69,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.harness import ROOT, provenance, write_rows
 from fp8core.config.loss import LossConfig
 from fp8core.config.precision import PrecisionContract
-from fp8core.config.run import CorrectionConfig, TrainingConfig
+from fp8core.config.training import CorrectionConfig, TrainingConfig
 from fp8core.kernels import attention_backward
 from fp8core.models.architecture import Architecture, parameter_shapes
 from fp8core.models.weights import rollout_formats, training_formats

@@ -21,7 +21,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.harness import RESULTS, Row, provenance, table, write_rows
-from fp8core.config.run import RewardConfig
+from fp8core.config.reward import RewardConfig
 from fp8core.rewards.verifier import Answer, Verifier, build_verifier
 
 BOUNDS = {"integer": 2000.0, "math-verify": 200.0}

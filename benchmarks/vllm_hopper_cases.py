@@ -20,8 +20,8 @@ from torch import Tensor
 from fp8core.config.capability import this_platform
 from fp8core.config.loss import LossConfig
 from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
-from fp8core.config.run import CorrectionConfig, TrainingConfig
 from fp8core.config.section import VllmConfig
+from fp8core.config.training import CorrectionConfig, TrainingConfig
 from fp8core.data.chain import ALPHABET, EOS
 from fp8core.models.architecture import Architecture, parameter_shapes
 from fp8core.models.checkpoint import initial_weights, save_checkpoint

@@ -41,7 +41,7 @@ from fp8core.alignment.operations import Operation, Values, compare, logprobs_of
 from fp8core.config.capability import this_platform
 from fp8core.config.loss import LossConfig
 from fp8core.config.precision import PrecisionContract
-from fp8core.config.run import CorrectionConfig, TrainingConfig
+from fp8core.config.training import CorrectionConfig, TrainingConfig
 from fp8core.models.architecture import Architecture, Experts, architecture_to_hf
 from fp8core.models.weights import (
     Formats,

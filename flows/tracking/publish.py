@@ -25,7 +25,8 @@ from flows.tracking.tables import artifact_table, completion_table, heldout_tabl
 from flows.tracking.traces import log_traces
 from flows.tracking.tracker import CHAIN_HEAD, RUN_DIRECTORY, TRAINING, Tracker
 from fp8core.alignment.bounds import stop_bounds
-from fp8core.config.run import DataConfig, RunConfig, public_dump
+from fp8core.config.data import DataConfig
+from fp8core.config.run import RunConfig, public_dump
 from fp8core.data.prompt import PromptSource, problems_digest
 from fp8core.data.source import SUFFIXES
 from fp8core.report.pages import report_html

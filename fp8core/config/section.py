@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from fp8core.errors import UserError
@@ -157,59 +157,6 @@ class VllmConfig(Section):
         description="Kernel of FP8 experts: deep_gemm rounds a token's output once; triton rounds every expert's "
         "share of it, and is the one that batch_invariant knows.",
     )
-
-
-LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-
-
-class LoraConfig(Section):
-    """Adapters of linears that learn instead of the whole model. Engines get the merged weights."""
-
-    rank: int = Field(16, ge=1, le=1024)
-    alpha: float = Field(32.0, gt=0, le=65536, description="An adapter's product is multiplied by alpha / rank.")
-    targets: list[LoraTarget] = Field(
-        default_factory=lambda: list(get_args(LoraTarget)),
-        min_length=1,
-        description="Linears of every layer that have an adapter; everything else is frozen.",
-    )
-
-    @field_validator("targets")
-    @classmethod
-    def _each_once(cls, targets: list[LoraTarget]) -> list[LoraTarget]:
-        if len(set(targets)) < len(targets):
-            raise ValueError("one is named twice")
-        return targets
-
-
-class MegatronConfig(Section):
-    """Training by Megatron Core on `cluster.ranks` GPUs. Copies of the model are data parallel."""
-
-    tensor_parallel: int = Field(1, ge=1, le=64, description="GPUs that share every linear layer.")
-    pipeline_parallel: int = Field(1, ge=1, le=64, description="GPUs that share the layers, in equal runs.")
-    expert_parallel: int = Field(1, ge=1, le=256, description="GPUs that share the experts of a layer.")
-    sequence_parallel: bool = Field(
-        False, description="Norms and the residual stream are shared as well; needs tensor_parallel above 1."
-    )
-    recompute: Literal["none", "selective", "full"] = Field(
-        "none",
-        description="What the backward pass computes again instead of keeping it: nothing, attention, or all layers.",
-    )
-    distributed_optimizer: bool = Field(
-        True, description="Share FP32 masters and moments out among the data-parallel GPUs (ZeRO stage 1)."
-    )
-    micro_batch_tokens: int = Field(
-        8192,
-        ge=128,
-        le=1 << 22,
-        multiple_of=128,
-        description="Tokens of one forward and backward pass; sequences are packed one after another without padding.",
-    )
-
-    @model_validator(mode="after")
-    def _sequence_parallel_needs_a_group(self) -> "MegatronConfig":
-        if self.sequence_parallel and self.tensor_parallel == 1:
-            raise ValueError("sequence_parallel=true needs tensor_parallel above 1")
-        return self
 
 
 class ClusterConfig(Section):

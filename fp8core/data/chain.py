@@ -15,7 +15,7 @@ from typing import Literal
 
 import numpy as np
 
-from fp8core.config.run import ChainTaskConfig
+from fp8core.config.data import ChainTaskConfig
 from fp8core.data.prompt import HELDOUT_ONE_IN, Problem, TrainingSet, generator, is_heldout, problem
 from fp8core.errors import UserError
 

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from fp8core.config.run import DataConfig, EvaluationConfig, RunConfig
+from fp8core.config.data import DataConfig
+from fp8core.config.run import EvaluationConfig, RunConfig
 from fp8core.data.chain import ChainSource
 from fp8core.data.prompt import (
     HELDOUT_ONE_IN,

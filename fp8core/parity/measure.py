@@ -18,7 +18,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from fp8core.config.run import CorrectionConfig, RunConfig
+from fp8core.config.run import RunConfig
+from fp8core.config.training import CorrectionConfig
 from fp8core.report.charts import ESS, K3
 from fp8core.report.run_data import RunData
 from fp8core.report.summary import GRAD_NORM, HELDOUT, TMPE, series

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fp8core.alignment.metrics import clamp_exponent
 from fp8core.config.loss import LossConfig
-from fp8core.config.run import CorrectionConfig
+from fp8core.config.training import CorrectionConfig
 from fp8core.errors import UserError
 from fp8core.rl.batch import RolloutBatch
 from fp8core.rl.correction import CorrectionRule, Filter, Veto, Weighting, correct, off_policy_rows

@@ -12,7 +12,8 @@ from torch import Tensor
 from fp8core.config.capability import Environment, Node, this_node
 from fp8core.config.loss import LossConfig
 from fp8core.config.precision import PrecisionContract
-from fp8core.config.run import RunConfig, TrainingConfig
+from fp8core.config.run import RunConfig
+from fp8core.config.training import TrainingConfig
 from fp8core.data.chain import ALPHABET, EOS, VOCABULARY
 from fp8core.data.demonstrations import own_demonstrations
 from fp8core.data.source import build_source, check_problems

@@ -15,7 +15,8 @@ from typing import NamedTuple
 import torch
 
 from fp8core.config.loss import LossConfig
-from fp8core.config.run import CorrectionConfig, RunConfig
+from fp8core.config.run import RunConfig
+from fp8core.config.training import CorrectionConfig
 from fp8core.errors import UserError
 from fp8core.kernels.compilation import Job, KernelFolders, missing_jobs, multiply, release_memory, run_jobs
 from fp8core.models.architecture import Architecture, parameter_shapes, with_whole_tiles

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8core.config.run import TrainingConfig, WarmStartConfig
+from fp8core.config.run import WarmStartConfig
+from fp8core.config.training import TrainingConfig
 from fp8core.data.chain import style_of
 from fp8core.data.demonstrations import (
     Draw,

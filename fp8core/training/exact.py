@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fp8core.config.run import TrainingConfig
+from fp8core.config.training import TrainingConfig
 from fp8core.models.architecture import Architecture
 from fp8core.models.decoder import TOP_K, Decoder, FullContext
 from fp8core.models.experts import ReplayedRouting

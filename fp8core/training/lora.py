@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fp8core.config.precision import LinearFormat
-from fp8core.config.section import LoraConfig
+from fp8core.config.training import LoraConfig
 from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture, parameter_shapes
 from fp8core.models.weights import SCALE_SUFFIX, StoredNames, is_linear, stored_weights

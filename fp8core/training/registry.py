@@ -14,8 +14,8 @@ from pydantic import BaseModel
 from torch import Tensor
 
 from fp8core.config.capability import Environment, Node
-from fp8core.config.run import RunConfig, TrainingConfig
-from fp8core.config.section import MegatronConfig
+from fp8core.config.run import RunConfig
+from fp8core.config.training import MegatronConfig, TrainingConfig
 from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture
 from fp8core.models.weights import rollout_formats, training_formats

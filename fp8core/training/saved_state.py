@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from fp8core.config.run import TrainingConfig
+from fp8core.config.training import TrainingConfig
 from fp8core.errors import StoredFileError, UserError, printable
 from fp8core.models.architecture import architecture_from_hf, parameter_shapes
 from fp8core.models.safetensors_stream import FLOATS, StoredTensor, read_folder

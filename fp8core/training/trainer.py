@@ -15,7 +15,7 @@ from typing import Generic, Protocol, TypeVar, runtime_checkable
 import torch
 from torch import Tensor
 
-from fp8core.config.run import TrainingConfig
+from fp8core.config.training import TrainingConfig
 from fp8core.models.architecture import Architecture
 from fp8core.models.weights import Shipped
 from fp8core.numerics.e4m3 import GroupNotFinite

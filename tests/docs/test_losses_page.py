@@ -7,7 +7,7 @@ import yaml
 
 from fp8core.config.load import load_config
 from fp8core.config.loss import SHIPPED_LOSSES, LossConfig
-from fp8core.config.run import CorrectionConfig
+from fp8core.config.training import CorrectionConfig
 from fp8core.errors import UserError
 from fp8core.rl.objective import Objective
 from fp8core.run.open import pipeline_of

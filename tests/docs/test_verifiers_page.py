@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fp8core.config.run import RewardConfig
+from fp8core.config.reward import RewardConfig
 from fp8core.rewards import math_expression
 from fp8core.rewards.integer import IntegerVerifier, Unreadable, final_answer
 from fp8core.rewards.verifier import Answer, build_verifier

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fp8core.config.loss import LossConfig
 from fp8core.config.precision import PrecisionContract
-from fp8core.config.run import CorrectionConfig, TrainingConfig
+from fp8core.config.training import CorrectionConfig, TrainingConfig
 from fp8core.models.architecture import Architecture
 from fp8core.models.checkpoint import initial_weights
 from fp8core.models.weights import rollout_formats, training_formats

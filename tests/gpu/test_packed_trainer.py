@@ -15,7 +15,7 @@ from torch import Tensor
 from fp8core.cluster.transport import GroupRanks, Meeting
 from fp8core.config.loss import LossConfig
 from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
-from fp8core.config.run import CorrectionConfig, TrainingConfig
+from fp8core.config.training import CorrectionConfig, TrainingConfig
 from fp8core.kernels.hopper_gemm import deep_gemm
 from fp8core.models.architecture import Architecture
 from fp8core.models.checkpoint import initial_weights

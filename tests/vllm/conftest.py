@@ -21,8 +21,8 @@ from flows.environment import set_variables
 from fp8core.config.capability import this_platform
 from fp8core.config.loss import LossConfig
 from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
-from fp8core.config.run import CorrectionConfig, TrainingConfig
 from fp8core.config.section import VllmConfig
+from fp8core.config.training import CorrectionConfig, TrainingConfig
 from fp8core.models.architecture import Architecture
 from fp8core.models.checkpoint import initial_weights
 from fp8core.models.weights import rollout_formats, training_formats

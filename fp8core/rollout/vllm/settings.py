@@ -36,7 +36,7 @@ from fp8core.models.weights import StoredNames, is_linear, rollout_formats
 from fp8core.numerics.attention import HEAD_DIMS, LARGEST_GROUP
 from fp8core.rollout.vllm.requirements import ALIGNED_POINTS, ALIGNED_SCALE_RULE, VllmBuild
 
-# What multiplies in the aligned model, and the classes of vLLM's kernels that compute what `fp8_block` means.
+# The product of the aligned model, and classes of vLLM's kernels that compute what `fp8_block` means.
 ALIGNED_KERNEL = "forward_gemm"
 FP8_KERNELS = (ALIGNED_KERNEL, "DeepGemmFp8BlockScaledMMKernel", "TritonOrDeepGemmExperts", "TritonExperts")
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fp8core.config.precision import PrecisionContract
-from fp8core.config.section import MegatronConfig
+from fp8core.config.training import MegatronConfig
 from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture, Experts
 from fp8core.numerics.e4m3 import TILE, ScaleRule

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.distributed import all_gather_object, broadcast, get_rank, get_world_size
 
-from fp8core.config.section import MegatronConfig
+from fp8core.config.training import MegatronConfig
 from fp8core.models.architecture import Architecture
 from fp8core.training.megatron.requirements import padded_vocabulary
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 
 from fp8core.config.precision import HeadFormat
-from fp8core.config.section import MegatronConfig
+from fp8core.config.training import MegatronConfig
 from fp8core.models.architecture import Architecture
 from fp8core.models.experts import UNRECORDED, top_k
 from fp8core.numerics.elementwise import Rounding, inverse_frequencies, keep_fp32, scale_frequencies

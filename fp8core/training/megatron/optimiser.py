@@ -25,7 +25,7 @@ from torch.distributed import all_reduce
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from fp8core.config.run import TrainingConfig
+from fp8core.config.training import TrainingConfig
 from fp8core.training.megatron.model import PolicyModel
 from fp8core.training.megatron.parallel import data_group, tensor_group
 

@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import Tensor, distributed
 from torch.distributed import HashStore, ProcessGroup, all_gather_object, get_world_size  # type: ignore[attr-defined]
 
-from fp8core.config.section import MegatronConfig
+from fp8core.config.training import MegatronConfig
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.training.megatron.conversion import ParallelRank
 

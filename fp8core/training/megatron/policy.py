@@ -12,7 +12,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from fp8core.config.precision import PrecisionContract
-from fp8core.config.section import MegatronConfig
+from fp8core.config.training import MegatronConfig
 from fp8core.models.architecture import Architecture
 from fp8core.models.weights import training_formats
 from fp8core.numerics.kv_scales import KvStatistics, LayerScales

@@ -9,7 +9,7 @@ import math
 from fp8core.config.capability import Node
 from fp8core.config.precision import PrecisionContract
 from fp8core.config.run import RunConfig
-from fp8core.config.section import MegatronConfig
+from fp8core.config.training import MegatronConfig
 from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture
 from fp8core.models.weights import is_linear

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.distributed import ReduceOp, all_reduce, get_rank, get_world_size
 
 from fp8core.config.precision import PrecisionContract
-from fp8core.config.run import RunConfig, TrainingConfig
+from fp8core.config.run import RunConfig
+from fp8core.config.training import TrainingConfig
 from fp8core.models.architecture import Architecture
 from fp8core.models.weights import Formats, ShippedTensors, rollout_formats, stored_weights
 from fp8core.numerics.kv_scales import KvStatistics, LayerScales

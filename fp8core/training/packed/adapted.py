@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from fp8core.config.section import LoraConfig
+from fp8core.config.training import LoraConfig
 from fp8core.models.architecture import Architecture
 from fp8core.models.weights import Formats
 from fp8core.numerics.fingerprint import bytes_in_order, combined, digest_of, fingerprints, slice_sums

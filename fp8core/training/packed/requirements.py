@@ -4,7 +4,8 @@ import math
 from collections.abc import Iterator
 
 from fp8core.config.precision import PrecisionContract
-from fp8core.config.run import RunConfig, TrainingConfig
+from fp8core.config.run import RunConfig
+from fp8core.config.training import TrainingConfig
 from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture, parameter_shapes, with_whole_tiles
 from fp8core.models.weights import training_formats

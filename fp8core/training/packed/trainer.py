@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fp8core.config.run import TrainingConfig
+from fp8core.config.training import TrainingConfig
 from fp8core.kernels import attention_backward
 from fp8core.models.architecture import Architecture
 from fp8core.models.safetensors_stream import TensorSpec, create_file, write_rows

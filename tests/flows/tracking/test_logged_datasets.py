@@ -9,8 +9,9 @@ import pytest
 
 from flows.tracking.publish import heldout_prompts, log_datasets, training_prompts
 from flows.tracking.tracker import Tracker
+from fp8core.config.data import DataConfig
 from fp8core.config.load import load_config
-from fp8core.config.run import DataConfig, RunConfig
+from fp8core.config.run import RunConfig
 from fp8core.data.source import RowSource, build_source
 
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from fp8core.config.run import ChainTaskConfig
+from fp8core.config.data import ChainTaskConfig
 from fp8core.data.chain import ALPHABET, EOS, OPERATIONS, ChainSource, completion, running_values
 from fp8core.data.prompt import is_heldout
 from fp8core.errors import UserError

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from fp8core.config.data import DataConfig
 from fp8core.config.load import load_config
-from fp8core.config.run import DataConfig
 from fp8core.data.prompt import Message, encode_prompt
 from fp8core.data.source import problem_from_row
 from fp8core.errors import UserError

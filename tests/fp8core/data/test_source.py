@@ -12,8 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fp8core.config.data import ChainTaskConfig, DataConfig
 from fp8core.config.load import load_config
-from fp8core.config.run import ChainTaskConfig, DataConfig, EvaluationConfig, RewardConfig
+from fp8core.config.reward import RewardConfig
+from fp8core.config.run import EvaluationConfig
 from fp8core.data.chain import ChainSource
 from fp8core.data.prompt import Problem, is_heldout, problem
 from fp8core.data.source import (

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from fp8core.config.run import RewardConfig
+from fp8core.config.reward import RewardConfig
 from fp8core.rewards.pool import VerifierPool
 from fp8core.rewards.verifier import build_verifier
 

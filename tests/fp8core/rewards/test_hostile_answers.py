@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fp8core.config.run import RewardConfig
+from fp8core.config.reward import RewardConfig
 from fp8core.rewards.integer import IntegerVerifier
 from fp8core.rewards.pool import VerifierPool
 from fp8core.rewards.scorer import RIGHT, Verdict

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8core.config.run import DataConfig
+from fp8core.config.data import DataConfig
 from fp8core.data.source import read_jsonl
 from fp8core.errors import UserError
 from fp8core.rewards.integer import IntegerVerifier

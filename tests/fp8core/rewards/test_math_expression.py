@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8core.config.run import DataConfig
+from fp8core.config.data import DataConfig
 from fp8core.data.source import read_jsonl
 from fp8core.rewards.pool import VerifierPool
 from fp8core.rewards.scorer import Verdict

@@ -293,7 +293,7 @@ def test_closing_ends_the_processes(start_pool: StartPool, hostile_file: Path) -
 
 PARENT = """
 import sys
-from fp8core.config.run import RewardConfig
+from fp8core.config.reward import RewardConfig
 from fp8core.rewards.supervisor import signals_are_confined
 from fp8core.rewards.verifier import Answer, build_verifier
 

@@ -1,7 +1,7 @@
 import pytest
 from pydantic import ValidationError
 
-from fp8core.config.run import RewardConfig
+from fp8core.config.reward import RewardConfig
 from fp8core.errors import UserError
 from fp8core.rewards.verifier import Answer, ChainVerifier, build_verifier
 

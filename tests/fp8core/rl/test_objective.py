@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8core.config.loss import LossConfig
-from fp8core.config.run import CorrectionConfig, FilterConfig, WeightingConfig
+from fp8core.config.training import CorrectionConfig, FilterConfig, WeightingConfig
 from fp8core.errors import UserError
 from fp8core.rl.batch import RolloutBatch, TokenBatch
 from fp8core.rl.correction import correct

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fp8core.config.loss import LossConfig
-from fp8core.config.run import CorrectionConfig
+from fp8core.config.training import CorrectionConfig
 from fp8core.rl.batch import RolloutBatch, TokenBatch
 from fp8core.rl.correction import correct
 from fp8core.rl.losses import Denominator

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fp8core.config.loss import LossConfig
-from fp8core.config.run import CorrectionConfig
+from fp8core.config.training import CorrectionConfig
 from fp8core.errors import UserError
 from fp8core.rl.batch import RolloutBatch, TokenBatch
 from fp8core.rl.losses import AGGREGATIONS, ClipRange, Denominator, LossInputs, clipped_surrogate, token_mean

@@ -8,7 +8,7 @@ import pytest
 import fp8core.rollout.vllm as vllm
 import fp8core.run.compilation as module
 from fp8core.config.load import load_config
-from fp8core.config.section import LoraConfig
+from fp8core.config.training import LoraConfig
 from fp8core.errors import UserError
 from fp8core.kernels.compilation import KernelFolders, multiply
 from fp8core.models.hub import model_shape

@@ -9,8 +9,7 @@ from safetensors.torch import load_file
 from fp8core.config.load import load_config
 from fp8core.config.loss import LossConfig
 from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
-from fp8core.config.run import CorrectionConfig, TrainingConfig
-from fp8core.config.section import LoraConfig
+from fp8core.config.training import CorrectionConfig, LoraConfig, TrainingConfig
 from fp8core.errors import StoredFileError, UserError
 from fp8core.models.hub import model_shape
 from fp8core.models.weights import StoredNames, rollout_formats, stored_weights, training_formats

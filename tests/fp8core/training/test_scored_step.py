@@ -8,7 +8,7 @@ import torch
 
 from fp8core.config.loss import LossConfig
 from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
-from fp8core.config.run import CorrectionConfig, TrainingConfig
+from fp8core.config.training import CorrectionConfig, TrainingConfig
 from fp8core.models.weights import rollout_formats, training_formats
 from fp8core.rl.objective import Objective
 from fp8core.training.packed.trainer import PackedFormats, PackedTrainer

@@ -12,7 +12,7 @@ from torch import distributed
 
 from fp8core.cluster.transport import GroupRanks
 from fp8core.config.loss import LossConfig
-from fp8core.config.run import CorrectionConfig, TrainingConfig
+from fp8core.config.training import CorrectionConfig, TrainingConfig
 from fp8core.models.architecture import Architecture
 from fp8core.models.experts import UNRECORDED
 from fp8core.models.weights import rollout_formats

@@ -8,7 +8,7 @@ import torch
 from megatron_cases import FAMILIES
 
 from fp8core.config.precision import PrecisionContract
-from fp8core.config.section import MegatronConfig
+from fp8core.config.training import MegatronConfig
 from fp8core.models.architecture import parameter_shapes
 from fp8core.models.weights import rollout_formats, stored_weights
 from fp8core.training.megatron.conversion import (

@@ -6,7 +6,7 @@ import torch
 from fp8core.config.capability import Node, this_node
 from fp8core.config.load import load_config
 from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
-from fp8core.config.section import MegatronConfig
+from fp8core.config.training import MegatronConfig
 from fp8core.errors import UserError
 from fp8core.models.hub import PUBLISHED
 from fp8core.run.build import engine_environment

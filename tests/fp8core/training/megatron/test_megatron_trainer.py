@@ -13,7 +13,7 @@ from pretended_gpu import pretended_gpu
 
 from fp8core.config.loss import LossConfig
 from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
-from fp8core.config.run import CorrectionConfig, TrainingConfig
+from fp8core.config.training import CorrectionConfig, TrainingConfig
 from fp8core.models.decoder import Decoder, FullContext
 from fp8core.models.experts import top_k
 from fp8core.models.weights import load_policy, reference_formats, rollout_formats, stored_weights

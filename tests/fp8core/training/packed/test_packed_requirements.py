@@ -1,7 +1,7 @@
 import pytest
 
 from fp8core.config.precision import PrecisionContract
-from fp8core.config.run import TrainingConfig
+from fp8core.config.training import TrainingConfig
 from fp8core.errors import UserError
 from fp8core.models.architecture import Experts
 from fp8core.training.packed.requirements import check_architecture_fits, check_contract_fits, required_environment

@@ -15,8 +15,7 @@ from safetensors.torch import load_file
 from fp8core.cluster.transport import GroupRanks, Meeting
 from fp8core.config.loss import LossConfig
 from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
-from fp8core.config.run import CorrectionConfig, TrainingConfig
-from fp8core.config.section import LoraConfig
+from fp8core.config.training import CorrectionConfig, LoraConfig, TrainingConfig
 from fp8core.errors import StoredFileError
 from fp8core.models.weights import rollout_formats, training_formats
 from fp8core.numerics.packed import Fp8PackedAttention

@@ -1,0 +1,223 @@
+"""The settings of an update: trainers and optimisers, adapters, which completions count, and the correction."""
+
+from typing import Literal, get_args
+
+from pydantic import Field, field_validator, model_validator
+
+from fp8core.config.section import Section
+
+LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+class LoraConfig(Section):
+    """Adapters of linears that learn instead of the whole model. Engines get the merged weights."""
+
+    rank: int = Field(16, ge=1, le=1024)
+    alpha: float = Field(32.0, gt=0, le=65536, description="An adapter's product is multiplied by alpha / rank.")
+    targets: list[LoraTarget] = Field(
+        default_factory=lambda: list(get_args(LoraTarget)),
+        min_length=1,
+        description="Linears of every layer that have an adapter; everything else is frozen.",
+    )
+
+    @field_validator("targets")
+    @classmethod
+    def _each_once(cls, targets: list[LoraTarget]) -> list[LoraTarget]:
+        if len(set(targets)) < len(targets):
+            raise ValueError("one is named twice")
+        return targets
+
+
+class MegatronConfig(Section):
+    """Training by Megatron Core on `cluster.ranks` GPUs. Copies of the model are data parallel."""
+
+    tensor_parallel: int = Field(1, ge=1, le=64, description="GPUs that share every linear layer.")
+    pipeline_parallel: int = Field(1, ge=1, le=64, description="GPUs that share the layers, in equal runs.")
+    expert_parallel: int = Field(1, ge=1, le=256, description="GPUs that share the experts of a layer.")
+    sequence_parallel: bool = Field(
+        False, description="Norms and the residual stream are shared as well; needs tensor_parallel above 1."
+    )
+    recompute: Literal["none", "selective", "full"] = Field(
+        "none",
+        description="What the backward pass computes again instead of keeping it: nothing, attention, or all layers.",
+    )
+    distributed_optimizer: bool = Field(
+        True, description="Share FP32 masters and moments out among the data-parallel GPUs (ZeRO stage 1)."
+    )
+    micro_batch_tokens: int = Field(
+        8192,
+        ge=128,
+        le=1 << 22,
+        multiple_of=128,
+        description="Tokens of one forward and backward pass; sequences are packed one after another without padding.",
+    )
+
+    @model_validator(mode="after")
+    def _sequence_parallel_needs_a_group(self) -> "MegatronConfig":
+        if self.sequence_parallel and self.tensor_parallel == 1:
+            raise ValueError("sequence_parallel=true needs tensor_parallel above 1")
+        return self
+
+
+class ScheduleConfig(Section):
+    """The learning rate after the warm-up, as a share of `training.learning_rate`."""
+
+    kind: Literal["constant", "linear", "cosine"] = Field("constant", description="How it falls to final_share.")
+    final_share: float = Field(
+        0.1, ge=0, le=1, description="Share that is left when the schedule is over; it stays so in later steps."
+    )
+    over_steps: int | None = Field(
+        None,
+        ge=1,
+        le=10_000_000,
+        description="GRPO steps, warm-up included, after which a linear or cosine schedule is over; null takes `steps`."
+        " `fp8-grpo resume` keeps the number that a run was begun with.",
+    )
+
+
+class TrainingConfig(Section):
+    """Optimisation of the policy."""
+
+    trainer: Literal["torch", "megatron"] = Field(
+        "torch",
+        description="torch: exact on the CPU, or packed on one GPU; megatron: Megatron Core, on Hopper in FP8, on a "
+        "CPU in FP32.",
+    )
+    device: Literal["cpu", "cuda"] = Field("cpu", description="Of the torch trainer.")
+    packed: bool | None = Field(
+        None,
+        description="Torch trainer for packed sequences, with Hopper's kernels or, on a CPU, their references; false "
+        "is the exact trainer that the embedded engine equals. null packs on a GPU.",
+    )
+    learning_rate: float = Field(1e-4, gt=0, le=1)
+    warmup_steps: int = Field(5, ge=0, le=1_000_000, description="Linear learning-rate warm-up in optimiser updates.")
+    learning_rate_schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.95, ge=0, lt=1)
+    weight_decay: float = Field(0.0, ge=0, le=1)
+    max_grad_norm: float = Field(1.0, gt=0)
+    minibatches: int = Field(1, ge=1, le=1024, description="Optimiser updates per rollout batch.")
+    micro_batch: int = Field(
+        256, ge=1, le=65536, description="Sequences in one forward and backward pass that are not packed."
+    )
+    tokens_per_pass: int = Field(
+        16384,
+        ge=128,
+        le=1 << 22,
+        description="Tokens in one forward and backward pass that are packed.",
+    )
+    activation_checkpointing: bool = Field(
+        False,
+        description="Packed: keep each layer's input and what it attended to, compute the rest again for the backward.",
+    )
+    optimiser_state: Literal["fp32", "bf16"] = Field(
+        "fp32", description="Packed: format of AdamW's moments; bf16 takes half the memory."
+    )
+    deterministic: bool = Field(
+        True, description="On a GPU: only kernels whose result is the same every time, which replays need."
+    )
+    lora: LoraConfig | None = Field(
+        None, description="Torch trainers: adapters learn, and the model is frozen; null trains all weights."
+    )
+    megatron: MegatronConfig = Field(default_factory=MegatronConfig, description="Of trainer=megatron.")
+
+    @model_validator(mode="after")
+    def _adapters_are_torch(self) -> "TrainingConfig":
+        if self.lora is not None and self.trainer == "megatron":
+            raise ValueError("lora with trainer=megatron, which has no adapters; set trainer to torch, or lora to null")
+        return self
+
+    @model_validator(mode="after")
+    def _exact_on_a_cpu(self) -> "TrainingConfig":
+        if self.device == "cuda" and self.packed is False:
+            raise ValueError("device=cuda with packed=false: the exact trainer computes on a CPU; set packed to null")
+        return self
+
+    @model_validator(mode="after")
+    def _narrow_moments_move(self) -> "TrainingConfig":
+        # One step changes the second moment by 1 - beta2 of itself; BF16 resolves 2^-8.
+        if self.optimiser_state == "bf16" and self.beta2 > 0.99:
+            raise ValueError(f"beta2={self.beta2}: a second moment in BF16 would not move; lower it to 0.99 or less")
+        return self
+
+
+class WeightingConfig(Section):
+    """Importance weights (fp8core/rl/correction.py)."""
+
+    level: Literal["none", "token", "sequence", "geometric"] = "token"
+    action: Literal["keep", "truncate", "clip", "band", "mask"] = "truncate"
+    low: float = Field(0.0, ge=0, le=1e6)
+    high: float = Field(2.0, gt=0, le=1e6)
+
+
+class FilterConfig(Section):
+    """A rejection filter (fp8core/rl/correction.py); bounds of k1 filters are on rho = old / rollout."""
+
+    name: str = Field(description="token_k1, seq_mean_k3, seq_max_k2, ...")
+    low: float = Field(0.0, ge=0, le=1e6)
+    high: float = Field(gt=0, le=1e6)
+    clamp: Literal["token", "row"] = Field(
+        "token", description="What is clamped to +-20: each token's difference (verl), or for k1 the row's (SkyRL)."
+    )
+
+
+class CorrectionConfig(Section):
+    """Correction of the mismatch between rollout and training policy."""
+
+    method: Literal["none", "token_tis", "preset", "custom"] = Field(
+        "token_tis", description="token_tis multiplies the clipped loss by min(exp(old - rollout), cap), detached."
+    )
+    cap: float = Field(2.0, ge=1, le=1000, description="Of token_tis.")
+    preset: str | None = Field(None, description="Of preset: a name of fp8core/rl/presets.py, such as verl/geo_rs.")
+    weighting: WeightingConfig = Field(default_factory=WeightingConfig, description="Of custom.")
+    filters: list[FilterConfig] = Field(default_factory=list, description="Of custom: rejection filters.")
+    veto: float | None = Field(None, gt=0, le=1, description="Of custom: a token below this ratio rejects its row.")
+    normalise: Literal["none", "token", "sequence"] = Field("none", description="Of custom: weights average 1.")
+    normalise_over: Literal["kept", "all"] = Field(
+        "kept", description="Of custom: weights average 1 over what was kept, or, before rejection, over all (slime)."
+    )
+    order: Literal["joint", "in_turn"] = Field(
+        "joint", description="Of custom: each test looks at all tokens, or at what veto and filters before it left."
+    )
+    denominator: Literal["kept", "all"] | None = Field(
+        None,
+        description="Of custom: whether rejected tokens leave the loss's denominator (kept), or stay in it with weight "
+        "0 (all); null is kept, and all in bypass mode.",
+    )
+    mode: Literal["decoupled", "bypass"] = Field(
+        "decoupled", description="Of custom: bypass takes rollout for old, and corrects anew at every update."
+    )
+    seq_logprob_error_threshold: float | None = Field(
+        None,
+        ge=1,
+        le=1e6,
+        description="Rows whose mean of exp(|old - rollout|) exceeds this leave the loss, with any method (NeMo RL).",
+    )
+    off_policy_delta: float | None = Field(
+        None,
+        gt=0,
+        le=100,
+        description="Rows of negative advantage whose mean of rollout - current exceeds this weigh 0, tested at every "
+        "update, with any method (off-policy sequence masking of DeepSeek-V3.2).",
+    )
+    baseline: Literal["all", "kept"] = Field(
+        "all", description="Whether rejected rows stay in the baseline of their prompt group."
+    )
+
+    @model_validator(mode="after")
+    def _preset_is_named(self) -> "CorrectionConfig":
+        if (self.method == "preset") != (self.preset is not None):
+            raise ValueError("method=preset and a preset name go together")
+        return self
+
+    @model_validator(mode="after")
+    def _bypass_corrects_parts(self) -> "CorrectionConfig":
+        if self.method == "custom" and self.mode == "bypass":
+            if self.normalise != "none":
+                raise ValueError(
+                    f"normalise={self.normalise} needs the weights of a whole batch; mode=bypass makes them part by "
+                    "part, of the policy that is updated"
+                )
+            if self.denominator == "kept":
+                raise ValueError("denominator=kept is not known in time with mode=bypass, which rejects part by part")
+        return self
