@@ -16,7 +16,7 @@ from fp8core.rl.batch import padded
 from fp8core.run.context import RunContext
 from fp8core.run.policy import read_scales
 from fp8core.store.artifacts import Ref
-from fp8core.store.tables import SCORE
+from fp8core.store.tables import LOGPROBS, SCORE
 from fp8core.training.trainer import REPORTED
 from tasks.calibrate import lag_error
 from tasks.logprobs import compared_rows
@@ -33,7 +33,7 @@ from tasks.step import step
         "evaluation": "evaluation",
         "next_scales": "scales",
     },
-    optional_inputs={"kv_statistics": "kv_statistics", "scales": "scales"},
+    optional_inputs={"kv_statistics": "kv_statistics", "scales": "scales", "behaviour": "logprobs"},
     outputs={"metrics": "metrics"},
 )
 def record(
@@ -49,18 +49,25 @@ def record(
     next_scales: Ref,
     kv_statistics: Ref | None = None,
     scales: Ref | None = None,
+    behaviour: Ref | None = None,
 ) -> dict[str, Ref]:
-    """Everything in MLflow about the step but its timings."""
+    """Everything in MLflow about the step but its timings.
+
+    With `behaviour` both policies are compared where these log-probs are: of the versions that wrote the tokens.
+    """
     store = run.directory.store
-    completions, scored = store.get_table(rollouts, ["logprobs", "written", "finish"]), store.get_table(logprobs)
-    compared = compared_rows(run.config, index, len(completions))
+    completions, scored = store.get_table(rollouts), store.get_table(logprobs)
+    compared, against = compared_rows(run.config, index, len(completions)), scored
+    if behaviour is not None:
+        compared, against = behind(completions, scored, store.get_table(behaviour))
     # On a busy host each of hundreds of short operations would wait until all threads have had their turn. That takes a
     # second for 200,000 tokens instead of 0.1 (benchmarks/host_costs.py).
     with torch_threads(1):
         metrics = {
             **reward_metrics(store.get_table(rewards)),
             **rollout_metrics(completions, scored),
-            **{f"alignment/{name}": value for name, value in mismatch(completions, scored, compared).items()},
+            **{f"alignment/{name}": value for name, value in mismatch(completions, against, compared).items()},
+            **({} if behaviour is None else staleness_metrics(completions, index - 1)),
             **train_metrics(store.get_json(train_report)),
             **{f"sync/probe_{name}": value for name, value in store.get_json(sync_report)["probe"].items()},
             **scale_metrics(store.get_json(next_scales)),
@@ -120,6 +127,26 @@ def rollout_metrics(rollouts: pa.Table, logprobs: pa.Table) -> dict[str, float]:
         "rollout/cut_off_share": rollouts["finish"].to_pylist().count("length") / rollouts.num_rows,
         "rollout/entropy": float(entropy[written].mean()),
     }
+
+
+def behind(rollouts: pa.Table, logprobs: pa.Table, behaviour: pa.Table) -> tuple[torch.Tensor, pa.Table]:
+    """Which completions have log-probs of the versions that wrote them, and the log-probs with these in place."""
+    by_place = {(row["group"], row["sample"]): row for row in behaviour.to_pylist()}
+    rows = logprobs.to_pylist()
+    places = [(row["group"], row["sample"]) for row in rows]
+    replaced = pa.Table.from_pylist(
+        [by_place.get(place, row) for place, row in zip(places, rows, strict=True)], LOGPROBS
+    )
+    return torch.tensor([place in by_place for place in places]), replaced
+
+
+def staleness_metrics(rollouts: pa.Table, newest: int) -> dict[str, float]:
+    """How many versions older than the newest policy the one is that wrote a token."""
+    if "versions" not in rollouts.column_names:
+        return {"rollout/staleness_mean": 0.0, "rollout/staleness_max": 0.0}
+    versions, written = padded(rollouts["versions"], torch.int64, 0), padded(rollouts["written"], torch.bool, False)
+    ages = (newest - versions[written]).double()
+    return {"rollout/staleness_mean": float(ages.mean()), "rollout/staleness_max": float(ages.max())}
 
 
 def mismatch(rollouts: pa.Table, logprobs: pa.Table, rows: torch.Tensor) -> dict[str, float]:

@@ -13,10 +13,16 @@ from tasks.step import step
 
 @step(
     inputs={"next_policy": "policy", "next_scales": "scales"},
+    optional_inputs={"next_stream": "stream"},
     outputs={"sync_report": "sync_report"},
 )
-def sync(run: RunContext, index: int, options: NoOptions, next_policy: Ref, next_scales: Ref) -> dict[str, Ref]:
-    """Policy v_{i+1} and scales s_{i+1} reach the engine; the step fails when the read-back differs."""
+def sync(
+    run: RunContext, index: int, options: NoOptions, next_policy: Ref, next_scales: Ref, next_stream: Ref | None = None
+) -> dict[str, Ref]:
+    """Policy v_{i+1} and scales s_{i+1} reach the engine; the step fails when the read-back differs.
+
+    `next_stream`: what was generated beside the update, which has ended.
+    """
     expected = run.directory.store.get_json(next_policy)
     trainer = run.ready_trainer()
     assert trainer.version == expected["version"], "the trainer does not hold the policy of this step"

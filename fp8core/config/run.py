@@ -14,7 +14,7 @@ from fp8core.config.loss import SHIPPED_LOSSES, LogprobsConfig, LossConfig
 from fp8core.config.precision import AlignmentConfig, PrecisionContract
 from fp8core.config.reward import SHIPPED_VERIFIERS, RewardConfig
 from fp8core.config.section import ClusterConfig, ParityConfig, Section, VllmConfig
-from fp8core.config.steps import PipelineConfig, is_shipped, with_source
+from fp8core.config.steps import PipelineConfig, is_shipped, with_mode, with_source
 from fp8core.config.training import CorrectionConfig, TrainingConfig
 from fp8core.errors import without_passwords
 from fp8core.rollout.registry import ENGINES, ENTRY_PATH, check_name
@@ -396,7 +396,7 @@ class RunConfig(Section):
                 f"logprobs.source={source}: of training.minibatches={minibatches} updates only the first starts from "
                 "the policy that the log-probs are of; set one of both to its default"
             )
-        return self.model_copy(update={"pipeline": with_source(self.pipeline, source)})
+        return self.model_copy(update={"pipeline": with_mode(with_source(self.pipeline, source))})
 
     @model_validator(mode="after")
     def _grid_comes_out_even(self) -> "RunConfig":

@@ -14,7 +14,7 @@ import json
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from pydantic import BaseModel, Field, ValidationError
 
@@ -41,13 +41,71 @@ class StepConfig(Section):
 
 
 class PipelineConfig(Section):
-    """The steps of one iteration, and what one iteration hands to the next."""
+    """The steps of one iteration, what one iteration hands to the next, and whether generation waits for the update."""
 
+    mode: Literal["synchronous", "one_step_off", "asynchronous"] = Field(
+        "synchronous",
+        description="`one_step_off` generates the completions of the next step beside the update. `asynchronous` goes "
+        "on with what is in flight under the next policy.",
+    )
+    max_staleness: int = Field(
+        1, ge=0, le=100, description="Versions that a token may be older than the policy that learns from it."
+    )
+    ahead_tokens: int = Field(
+        64, ge=1, le=1 << 20, description="With `asynchronous`: tokens one after the other beside an update."
+    )
+    max_inflight_prompts: int | None = Field(
+        None, ge=1, le=1 << 20, description="Prompts that are answered at a time; null: all that staleness allows."
+    )
+    verified_share: float = Field(
+        0.0625,
+        gt=0,
+        le=1,
+        description="Share of the completions, drawn from the seed, whose log-probs are computed again with the "
+        "weights of the version that wrote each token.",
+    )
     steps: list[StepConfig] = Field(min_length=1)
     carries: dict[str, str] = Field(
         default_factory=lambda: {"policy": "next_policy", "scales": "next_scales"},
         description="Artifact at the start of an iteration -> artifact that replaces it at the end.",
     )
+
+
+_PROMPTS, _ROLLOUT, _FINISH, _AHEAD = (
+    *("tasks.prompts:prompts", "tasks.rollout:rollout"),
+    *("tasks.stream:finish", "tasks.stream:ahead"),
+)
+_SYNC, _RECORD = "tasks.sync:sync", "tasks.record:record"
+
+
+def with_mode(pipeline: PipelineConfig) -> PipelineConfig:
+    """The steps as `pipeline.mode` has them: two steps over the stream of completions replace prompts and rollout.
+
+    Raises:
+        ValueError: the steps do not fit the mode.
+    """
+    if pipeline.mode == "synchronous" or any(step.uses == _FINISH for step in pipeline.steps):
+        return pipeline
+    found = {uses: [step for step in pipeline.steps if step.uses == uses] for uses in (_PROMPTS, _ROLLOUT)}
+    if [len(steps) for steps in found.values()] != [1, 1]:
+        raise ValueError(f"pipeline.mode={pipeline.mode}: replaces one step {_PROMPTS} and one step {_ROLLOUT}")
+    (prompts,), (rollout,) = found.values()
+    both = {port: rollout.inputs()[port] for port in ("policy", "scales")}
+    provides = prompts.provides | rollout.provides
+    finish = StepConfig(name=rollout.name, uses=_FINISH, needs={"stream": "stream", **both}, provides=provides)
+    ahead = StepConfig(name="ahead", uses=_AHEAD, needs={"left": "left", **both})
+    steps = list[StepConfig]()
+    for step in pipeline.steps:
+        if step is prompts:
+            continue
+        if step.uses == _SYNC:
+            # Generation must have ended, and it runs beside everything before.
+            step = step.model_copy(update={"needs": step.inputs() | {"next_stream": "next_stream"}})
+        if step.uses == _RECORD:
+            step = step.model_copy(update={"needs": step.inputs() | {"behaviour": "behaviour"}})
+        steps += [finish, ahead] if step is rollout else [step]
+    carries = pipeline.carries | {"stream": "next_stream"}
+    return pipeline.model_copy(update={"steps": steps, "carries": carries})
 
 
 _PASS, _UPDATE, _SCORING_UPDATE = "tasks.logprobs:logprobs", "tasks.train:train", "tasks.train:train_scoring"

@@ -335,12 +335,12 @@ _MIX_2 = -0x6B2FB644ECCEEE15  # 0x94D049BB133111EB
 _GOLDEN = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15
 
 
-def uniform(seeds: Tensor, position: int) -> Tensor:
+def uniform(seeds: Tensor, position: int | Tensor) -> Tensor:
     """Uniform FP64 numbers in [0, 1) with 53 random bits, by SplitMix64 (Steele et al., OOPSLA 2014).
 
     Args:
         seeds: int64 [B], one per sample.
-        position: index of the token within its completion.
+        position: index of the token within its completion; of all, or int64 [B].
     """
     z = seeds + (position + 1) * torch.tensor(_GOLDEN)
     z = (z ^ _shift_right(z, 30)) * _MIX_1

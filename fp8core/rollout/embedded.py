@@ -69,10 +69,12 @@ class KvCache:
 
 @dataclass
 class _Sequence:
-    """A completion in progress."""
+    """A completion in progress: `before` tokens were there, and with `last` it has all that it may have now."""
 
     group: int
     sample: int
+    before: int
+    last: int
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     experts: list[Tensor] = field(default_factory=list)
@@ -140,20 +142,19 @@ class EmbeddedEngine:
     def score(self, probes: Sequence[Probe], temperature: float) -> list[list[float]]:
         """Log-prob of each target after its context, from one prefill; one row."""
         assert self._weights is not None, "update() comes before score()"
-        contexts = [PromptGroup(i, f"probe {i}", probe.context, (0,), (0,)) for i, probe in enumerate(probes)]
-        hidden, _ = self._prefill(contexts, 0, None)
+        hidden, _ = self._prefill([probe.context for probe in probes], 0, None)
         logprobs = log_softmax(self._decoder.formats.head.logits(hidden, self._weights.head), temperature)
         targets = torch.tensor([probe.target for probe in probes])
         return [logprobs.gather(-1, targets[:, None]).squeeze(-1).float().tolist()]
 
     def _wave(self, groups: Sequence[PromptGroup], sampling: Sampling) -> Iterator[list[Completion]]:
         """Decode together; yields groups, or parts of groups, as they finish."""
-        batch = _Batch.of(groups)
+        batch = _Batch.of(groups, sampling.max_new_tokens)
         record = RecordedRouting() if sampling.report_experts else None
-        hidden, cache = self._prefill(groups, sampling.max_new_tokens, record)
-        owners = torch.tensor([i for i, group in enumerate(groups) for _ in group.seeds])
+        contexts, owners = _contexts(groups)
+        hidden, cache = self._prefill(contexts, sampling.max_new_tokens, record)
         if record is not None:
-            batch.note_experts(record.recorded(len(groups))[owners])
+            batch.note_experts(record.recorded(len(contexts))[owners])
         cache.select(owners)
         hidden = hidden[owners]
         for position in range(sampling.max_new_tokens):
@@ -173,15 +174,15 @@ class EmbeddedEngine:
                 batch.note_experts(record.recorded(len(batch.rows)))
 
     def _prefill(
-        self, groups: Sequence[PromptGroup], room: int, record: RecordedRouting | None
+        self, contexts: Sequence[Sequence[int]], room: int, record: RecordedRouting | None
     ) -> tuple[Tensor, KvCache]:
-        """Hidden state of each prompt's last token, [prompts, hidden], and the cache of the prompts."""
-        longest = max(len(group.prompt) for group in groups)
-        tokens = torch.zeros(len(groups), longest, dtype=torch.int64)
-        valid = torch.zeros(len(groups), longest, dtype=torch.bool)
-        for i, group in enumerate(groups):
-            tokens[i, longest - len(group.prompt) :] = torch.tensor(group.prompt)
-            valid[i, longest - len(group.prompt) :] = True
+        """Hidden state of each context's last token, [contexts, hidden], and their cache."""
+        longest = max(map(len, contexts))
+        tokens = torch.zeros(len(contexts), longest, dtype=torch.int64)
+        valid = torch.zeros(len(contexts), longest, dtype=torch.bool)
+        for i, context in enumerate(contexts):
+            tokens[i, longest - len(context) :] = torch.tensor(context)
+            valid[i, longest - len(context) :] = True
         cache = KvCache(valid, longest + room, self._decoder.arch.num_layers)
         cache.begin(longest)
         return self._hidden(tokens, (valid.cumsum(-1) - 1).clamp(min=0), cache, record), cache
@@ -198,9 +199,10 @@ class EmbeddedEngine:
         temperature = sampling.temperature or 1.0
         logits = self._decoder.formats.head.logits(hidden, self._weights.head)
         logprobs = log_softmax(truncate(logits, temperature, sampling.truncation), temperature)
-        tokens = greedy(logprobs) if sampling.temperature == 0 else sample(logprobs, uniform(batch.seeds, position))
+        drawn = uniform(batch.seeds, batch.before + position)
+        tokens = greedy(logprobs) if sampling.temperature == 0 else sample(logprobs, drawn)
         chosen = logprobs.gather(-1, tokens[:, None]).squeeze(-1).float()
-        batch.note(tokens, chosen, last=position + 1 == sampling.max_new_tokens, stop_ids=sampling.stop_ids)
+        batch.note(tokens, chosen, sampling)
         return tokens
 
 
@@ -209,28 +211,36 @@ class _Batch:
 
     def __init__(self, rows: list[_Sequence], seeds: Tensor, lengths: Tensor) -> None:
         self.rows, self.seeds, self.lengths = rows, seeds, lengths
+        self.before = torch.tensor([row.before for row in rows])
         self._open: dict[int, list[_Sequence]] = {}
         for row in rows:
             self._open.setdefault(row.group, []).append(row)
 
     @classmethod
-    def of(cls, groups: Sequence[PromptGroup]) -> "_Batch":
-        rows = [_Sequence(group.group, sample) for group in groups for sample in group.samples]
+    def of(cls, groups: Sequence[PromptGroup], longest: int) -> "_Batch":
+        """Completions have at most `longest` tokens, those that were begun included."""
+        rows, lengths = [], []
+        for group in groups:
+            for i, sample in enumerate(group.samples):
+                before = len(group.begun[i]) if group.begun else 0
+                last = min(longest, before + group.room[i]) if group.room else longest
+                rows.append(_Sequence(group.group, sample, before, last))
+                lengths.append(len(group.prompt) + before)
         seeds = torch.tensor([seed for group in groups for seed in group.seeds], dtype=torch.int64)
-        lengths = torch.tensor([len(group.prompt) for group in groups for _ in group.seeds])
-        return cls(rows, seeds, lengths)
+        return cls(rows, seeds, torch.tensor(lengths))
 
-    def note(self, tokens: Tensor, logprobs: Tensor, last: bool, stop_ids: frozenset[int]) -> None:
+    def note(self, tokens: Tensor, logprobs: Tensor, sampling: Sampling) -> None:
         """Append a token to every row that is not done."""
         for row, token, logprob in zip(self.rows, tokens.tolist(), logprobs.tolist(), strict=True):
             if row.finish:
                 continue
             row.tokens.append(token)
             row.logprobs.append(logprob)
-            if token in stop_ids:
+            written = row.before + len(row.tokens)
+            if token in sampling.stop_ids:
                 row.finish = "stop"
-            elif last:
-                row.finish = "length"
+            elif written == row.last:
+                row.finish = "length" if written == sampling.max_new_tokens else "open"
 
     def note_experts(self, chosen: Tensor) -> None:
         """Append the experts of the newest positions, [B, T, sparse layers, k], to every row that is not done.
@@ -248,7 +258,7 @@ class _Batch:
     def select(self, rows: Tensor) -> None:
         """Keep these rows only."""
         self.rows = [self.rows[i] for i in rows.tolist()]
-        self.seeds, self.lengths = self.seeds[rows], self.lengths[rows]
+        self.seeds, self.lengths, self.before = self.seeds[rows], self.lengths[rows], self.before[rows]
 
     def finished_groups(self) -> Iterator[list[Completion]]:
         """The completions of newly finished groups, if any."""
@@ -272,13 +282,28 @@ def _waves(groups: Sequence[PromptGroup], size: int) -> Iterator[list[PromptGrou
 def _parts(group: PromptGroup, size: int) -> Iterator[PromptGroup]:
     for start in range(0, len(group.seeds), size):
         rows = slice(start, start + size)
-        yield replace(group, samples=group.samples[rows], seeds=group.seeds[rows])
+        yield replace(
+            group, samples=group.samples[rows], seeds=group.seeds[rows], begun=group.begun[rows], room=group.room[rows]
+        )
+
+
+def _contexts(groups: Sequence[PromptGroup]) -> tuple[list[tuple[int, ...]], Tensor]:
+    """The different contexts of completions, and which of them each has: int64 [completions]."""
+    contexts, owners = list[tuple[int, ...]](), list[int]()
+    for group in groups:
+        if not group.begun:
+            contexts.append(group.prompt)
+        for i in range(len(group.seeds)):
+            if group.begun:
+                contexts.append((*group.prompt, *group.begun[i]))
+            owners.append(len(contexts) - 1)
+    return contexts, torch.tensor(owners)
 
 
 def _completion(row: _Sequence) -> Completion:
-    finish: Literal["stop", "length"] = "stop" if row.finish == "stop" else "length"
+    finishes: dict[str, Literal["stop", "length", "open"]] = {"stop": "stop", "length": "length", "open": "open"}
     experts = torch.cat(row.experts) if row.experts else None
-    return Completion(row.group, row.sample, row.tokens, row.logprobs, finish, experts)
+    return Completion(row.group, row.sample, row.tokens, row.logprobs, finishes[row.finish], experts)
 
 
 def _memory(config: RunConfig, arch: Architecture, gpu: Device | None) -> EngineMemory:

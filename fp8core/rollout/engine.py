@@ -29,6 +29,8 @@ class PromptGroup:
         prompt: token ids, at least one.
         samples: index of each completion within the group.
         seeds: signed 64-bit seed of each completion.
+        begun: tokens that each completion has already, which it goes on from; nothing where none has any.
+        room: tokens that each may write now, at least one; nothing where only `Sampling.max_new_tokens` limits them.
     """
 
     group: int
@@ -36,6 +38,8 @@ class PromptGroup:
     prompt: tuple[int, ...]
     samples: tuple[int, ...]
     seeds: tuple[int, ...]
+    begun: tuple[tuple[int, ...], ...] = ()
+    room: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -64,9 +68,9 @@ class Completion:
     Attributes:
         group: index of the prompt within the step.
         sample: index within the group.
-        tokens: generated ids, the stop token included.
+        tokens: generated ids, the stop token included; of one that was begun, those that are new.
         logprobs: FP32 log-prob of each token under the distribution it was drawn from (nats).
-        finish: `stop`, `length`, or, of what was cut after a stop string, `stop_string`.
+        finish: `stop`, `length`, of what was cut after a stop string `stop_string`, of what had no more room `open`.
         experts: when reported, int16 [positions, sparse layers, k], ascending; for every position the engine computed:
             those of the prompt, then those of the completion but its last token, which nothing follows. Completions
             are compared without them.
@@ -76,7 +80,7 @@ class Completion:
     sample: int
     tokens: list[int]
     logprobs: list[float]
-    finish: Literal["stop", "length", "stop_string"]
+    finish: Literal["stop", "length", "stop_string", "open"]
     experts: Tensor | None = field(default=None, compare=False)
 
 

@@ -28,6 +28,7 @@ from fp8core.training.trainer import Trainer
 
 if TYPE_CHECKING:
     from fp8core.cluster.workers import Cluster
+    from fp8core.run.behaviour import KeptPolicy
 
 
 @dataclass
@@ -62,6 +63,8 @@ class RunContext:
     teacher_digest: str | None = None
     loss_source: str | None = None
     """Digest of the file of a policy loss of the user's own, as the run began with it."""
+    kept_policies: "dict[int, KeptPolicy]" = field(default_factory=dict, repr=False)
+    """By version, those that wrote what a step may still learn from (`run.behaviour`)."""
     kernels: KernelFolders | None = field(default=None, repr=False)
     """Where kernels are kept, of a run that compiles them."""
     kept_kernels: int = 0

@@ -152,6 +152,7 @@ def carried(run: RunContext, index: int) -> dict[str, Ref]:
     """The artifacts that iteration `index` starts from: outputs of the one before it, or of step 0."""
     if index == START + 1:
         tasks = run.directory.ledger.tasks(START)
-        return {"policy": tasks["warm_start"].outputs["policy"], "scales": tasks["calibrate"].outputs["scales"]}
+        made = {"policy": tasks["warm_start"].outputs["policy"], "scales": tasks["calibrate"].outputs["scales"]}
+        return made if "stream" not in run.plan.carries else made | {"stream": tasks["stream"].outputs["stream"]}
     before = run.directory.ledger.effective_outputs(index - 1)
     return {artifact: before[source] for artifact, source in run.plan.carries.items()}

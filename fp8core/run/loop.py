@@ -116,6 +116,8 @@ def begin(run: RunContext, execution: Execution = _IN_PROCESS) -> int:
     stage("warm_start", policy)
     scales = stage("first_scales", lambda: start.first_scales(run)).entry.outputs["scales"]
     evaluation = stage("first_evaluation", lambda: start.first_evaluation(run, scales)).entry.outputs["evaluation"]
+    if "stream" in run.plan.carries:
+        stage("stream", lambda: start.first_stream(run))
     committed = run.directory.ledger.step(START) is not None
     # A step 0 that an earlier version has committed stays as it is.
     if compared_prompts(run.config) and (not committed or "precision_gap" in run.directory.ledger.tasks(START)):

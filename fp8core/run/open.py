@@ -36,7 +36,7 @@ from fp8core.training.registry import trainer_of
 from fp8core.user_files import refuse_in_run
 
 _TEACHER = "tasks.teacher:teacher"
-CARRIED_KINDS = {"policy": "policy", "scales": "scales"}
+CARRIED_KINDS = {"policy": "policy", "scales": "scales", "stream": "stream"}
 
 
 def plan_of(config: RunConfig) -> Plan:

@@ -54,6 +54,7 @@ from fp8core.store.artifacts import ArtifactStore, Ref
 from fp8core.store.json_text import canonical_json, parse_model
 from fp8core.store.ledger import START
 from fp8core.store.manifest import library_versions
+from fp8core.store.tables import STREAM
 from fp8core.training.registry import trainer_of
 from fp8core.training.saved_state import refuse_other_shapes
 from fp8core.training.trainer import NotFiniteError, SftTrainer
@@ -122,6 +123,12 @@ def first_evaluation(run: RunContext, scales: Ref) -> TaskResult:
         # The manifest of step 0, which is yet to be written, records what the engine holds.
         push(run, read_scales(run, scales))
     return result
+
+
+def first_stream(run: RunContext) -> TaskResult:
+    """The stream of completions before anything is generated (`rollout.stream`)."""
+    empty = STREAM.empty_table()
+    return _once(run, "stream", {}, lambda: {"stream": run.directory.store.put_table("stream", empty)})
 
 
 def precision_gap(run: RunContext, scales: Ref, evaluation: Ref) -> TaskResult:

@@ -19,6 +19,7 @@ _START_KINDS = {
     "calibrate": {"scales": "scales"},
     "evaluate": {"evaluation": "evaluation"},
     "precision_gap": {"precision_gap": "precision_gap"},
+    "stream": {"stream": "stream"},
 }
 
 
@@ -64,7 +65,7 @@ def refuse_wrong_kinds(ledger: LedgerView, pipeline: PipelineConfig) -> None:
 
 def _kinds(pipeline: PipelineConfig) -> dict[str, str]:
     """Artifact -> kind, of all that a shipped step provides or reads and of what a step hands to the next."""
-    carried: Mapping[str, str] = {"policy": "policy", "scales": "scales"}
+    carried: Mapping[str, str] = {"policy": "policy", "scales": "scales", "stream": "stream"}
     kinds = {end: carried[start] for start, end in pipeline.carries.items() if start in carried}
     shipped = [(step, import_spec(step.uses)) for step in pipeline.steps if is_shipped(step.uses)]
     for step, spec in shipped:

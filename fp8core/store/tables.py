@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -57,6 +56,20 @@ ROLLOUTS = pa.schema(
 # With `rollout.router_replay`: the experts of every position, sparse layer by sparse layer (`Completion.experts`).
 ROUTED_ROLLOUTS = ROLLOUTS.append(pa.field("experts", pa.list_(pa.list_(pa.list_(pa.int16())))))
 
+# With `pipeline.mode`: of each token, the version of the policy that wrote it.
+VERSIONS = pa.field("versions", _TOKENS)
+
+# What a run that generates ahead has begun (`rollout.stream`); `batch` is the step whose prompt is answered.
+STREAM = pa.schema(
+    [
+        ("batch", pa.int32()),
+        *(ROLLOUTS.field(name) for name in ("group", "sample", "prompt_id", "seed", "prompt_tokens")),
+        *(ROLLOUTS.field(name) for name in ("tokens", "logprobs")),
+        VERSIONS,
+        ROLLOUTS.field("finish"),
+    ]
+)
+
 REWARDS = pa.schema(
     [
         ("group", pa.int32()),
@@ -86,6 +99,7 @@ class TableSchema:
         key: columns by which its rows are sorted; no two rows are equal in all of them.
         tokens: columns of lists that have an item for each token: equal lengths row by row.
         missing: columns in which a value may be missing.
+        empty: True where it may have no rows.
     """
 
     columns: pa.Schema
@@ -93,13 +107,20 @@ class TableSchema:
     key: tuple[str, ...] = ()
     tokens: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
+    empty: bool = False
 
 
 _BY_COMPLETION = ("group", "sample")
 TABLES = {
     "prompts": TableSchema(PROMPTS, pa.schema([PROMPTS_WITH_COLUMNS.field("columns")]), key=("group",)),
     "rollouts": TableSchema(
-        ROLLOUTS, pa.schema([ROUTED_ROLLOUTS.field("experts")]), _BY_COMPLETION, ("tokens", "logprobs", "written")
+        ROLLOUTS,
+        pa.schema([ROUTED_ROLLOUTS.field("experts"), VERSIONS]),
+        _BY_COMPLETION,
+        ("tokens", "logprobs", "written", "versions"),
+    ),
+    "stream": TableSchema(
+        STREAM, key=("batch", *_BY_COMPLETION), tokens=("tokens", "logprobs", "versions"), empty=True
     ),
     "rewards": TableSchema(REWARDS, key=_BY_COMPLETION, missing=("detail",)),
     "logprobs": TableSchema(LOGPROBS, key=_BY_COMPLETION, tokens=("logprobs", "entropy")),
@@ -107,7 +128,7 @@ TABLES = {
 """Kind of artifact -> schema. Tables of other kinds are a step's own; they have `MOST_ROWS` and sound values."""
 
 MOST_ROWS, MOST_COLUMNS = 10_000_000, 1_000
-_INDICES = frozenset({"group", "sample", "tokens", "prompt_tokens"})
+_INDICES = frozenset({"batch", "group", "sample", "tokens", "prompt_tokens", "versions"})
 
 
 def open_table(source: Any, kind: str, place: object) -> pq.ParquetFile:
@@ -125,7 +146,7 @@ def open_table(source: Any, kind: str, place: object) -> pq.ParquetFile:
     if not 0 <= rows <= MOST_ROWS or len(found) > MOST_COLUMNS:
         size = f"{rows} rows, {len(found)} columns"
         raise StoredFileError(f"{place}: {size}; a table has at most {MOST_ROWS} and {MOST_COLUMNS}")
-    if kind in TABLES and not rows:
+    if kind in TABLES and not rows and not TABLES[kind].empty:
         raise StoredFileError(f"{place}: no rows")
     if len(set(found.names)) < len(found):
         raise StoredFileError(f"{place}: two columns have one name")
@@ -236,7 +257,5 @@ def _check_experts(column: pa.ChunkedArray, place: object) -> None:
 
 
 def _sorted(table: pa.Table, key: Sequence[str]) -> bool:
-    place = np.zeros(table.num_rows, np.int64)
-    for name in key:
-        place = (place << 31) + table[name].to_numpy()
-    return bool((place[1:] > place[:-1]).all())
+    rows = list(zip(*(table[name].to_numpy().tolist() for name in key), strict=True))
+    return all(before < after for before, after in itertools.pairwise(rows))

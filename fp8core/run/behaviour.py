@@ -1,0 +1,100 @@
+"""The policies that wrote what a run learns from: kept for a while, to compute the log-probs of their tokens again.
+
+A run that generates ahead learns from tokens of several versions. Engines that compute exactly have one log-prob for a
+token, that of (version, prefix). So a pass over whole sequences with the weights of that version must give it bit for
+bit, whatever updates landed while the completion was in flight.
+"""
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fp8core.models.decoder import Decoder, FullContext
+from fp8core.models.weights import load_policy, rollout_formats
+from fp8core.numerics.logprobs import token_logprobs
+from fp8core.rl.batch import TokenBatch
+from fp8core.rollout.engine import PolicyScales
+from fp8core.run.context import RunContext
+from fp8core.run.execute import carried
+from fp8core.run.policy import read_scales
+from fp8core.run.resume import rewind_to
+
+
+@dataclass(frozen=True)
+class KeptPolicy:
+    """What an engine was sent."""
+
+    tensors: Mapping[str, Tensor]
+    scales: PolicyScales
+
+
+def behaviour_logprobs(run: RunContext, batch: TokenBatch, versions: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-prob and entropy of every token of completions under the version that wrote it, FP32 [B, longest].
+
+    The trainer holds the newest of these versions, or a newer one, and holds it again afterwards.
+
+    Args:
+        run: the live run.
+        batch: sequences.
+        versions: int64 [B, longest], -1 where there is no token.
+    """
+    found = torch.zeros(versions.shape), torch.zeros(versions.shape)
+    for version in sorted(set(versions[versions >= 0].tolist())):
+        rows = (versions == version).any(dim=1).nonzero()[:, 0]
+        scored = _scored(run, _kept(run, version), batch, rows)
+        for whole, part in zip(found, scored, strict=True):
+            whole[rows] = torch.where(versions[rows] == version, part, whole[rows])
+    return found
+
+
+@torch.no_grad()
+def _scored(run: RunContext, policy: KeptPolicy, batch: TokenBatch, rows: Tensor) -> tuple[Tensor, Tensor]:
+    decoder = Decoder(run.arch, rollout_formats(run.config.precision, run.arch.num_layers))
+    weights, temperature = load_policy(run.arch, policy.tensors), run.config.rollout.temperature
+    chosen = TokenBatch(batch.tokens[rows], batch.valid[rows], batch.completion[rows])
+    longest = int(batch.completion.sum(-1).max())
+    found = torch.zeros(len(rows), longest), torch.zeros(len(rows), longest)
+    for place, part in chosen.slices(run.config.training.micro_batch):
+        scales = policy.scales.layers or None
+        hidden = decoder.hidden(weights, part.tokens, part.positions, FullContext.of(part.valid), scales)
+        written = part.completion[:, 1:]
+        targets = part.tokens[:, 1:][written]
+        scored = token_logprobs(hidden[:, :-1][written], weights.head, decoder.formats.head, targets, temperature)
+        columns = torch.arange(longest) < part.completion.sum(-1)[:, None]
+        for whole, values in zip(found, scored, strict=True):
+            block = torch.zeros(columns.shape)
+            block[columns] = values
+            whole[place] = block
+    return found
+
+
+def _kept(run: RunContext, version: int) -> KeptPolicy:
+    """A policy that the engine held; after a restart it is made again from a checkpoint and later updates."""
+    if version not in run.kept_policies:
+        held = run.ready_trainer().version
+        rewind_to(run, version)
+        keep_policy(run, run.ready_trainer().export(), read_scales(run, carried(run, version + 1)["scales"]))
+        rewind_to(run, held)
+    return run.kept_policies[version]
+
+
+def keep_policy(run: RunContext, tensors: Mapping[str, Tensor], scales: PolicyScales) -> None:
+    """Keep what the engine is sent, as long as a step may learn from what it writes with it."""
+    oldest = run.ready_trainer().version - 1 - run.config.pipeline.max_staleness
+    copies = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    run.kept_policies[scales.version] = KeptPolicy(copies, scales)
+    for version in [version for version in run.kept_policies if version < oldest]:
+        del run.kept_policies[version]
+
+
+def verified_rows(run: RunContext, index: int, rows: int) -> list[int]:
+    """Completions of a step whose log-probs are computed again: `pipeline.verified_share`, drawn from the run's seed."""
+
+    def drawn(row: int) -> bytes:
+        return hashlib.sha256(f"behaviour/{run.config.seed}/{index}/{row}".encode()).digest()
+
+    return sorted(sorted(range(rows), key=drawn)[: math.ceil(run.config.pipeline.verified_share * rows)])

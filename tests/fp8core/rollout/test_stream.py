@@ -1,0 +1,97 @@
+"""The order and the ages of what a run that generates ahead learns from, whatever the lengths and the settings are."""
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fp8core.rollout.engine import Completion, PromptGroup
+from fp8core.rollout.stream import Pace, Row, Stream, finish, run_ahead
+
+SAMPLES, LONGEST = 2, 12
+
+
+def length(seed: int) -> int:
+    """Of a whole completion: what an engine would find out."""
+    return 1 + (seed * 2654435761 >> 7) % LONGEST
+
+
+def generate(groups: Sequence[PromptGroup]) -> Iterator[list[Completion]]:
+    """Token i of a completion is its seed and i."""
+    for group in groups:
+        done = []
+        for i, (sample, seed) in enumerate(zip(group.samples, group.seeds, strict=True)):
+            begun = len(group.begun[i]) if group.begun else 0
+            assert begun < length(seed), "a complete one is asked for more"
+            end = min(length(seed), begun + (group.room[i] if group.room else LONGEST))
+            tokens = [100 * seed + place for place in range(begun, end)]
+            done.append(
+                Completion(group.group, sample, tokens, [0.0] * len(tokens), "stop" if end == length(seed) else "open")
+            )
+        yield done
+
+
+def enter(batch: int, group: int) -> list[Row]:
+    first = 1000 * batch + 10 * group
+    return [Row(batch, group, i, f"{batch}/{group}", first + i, [1]) for i in range(SAMPLES)]
+
+
+def trained(pace: Pace, ahead: int | None, steps: int) -> list[list[Row]]:
+    """What each step learns from; the stream is stored and read between all parts."""
+    rows, found = list[Row](), []
+    for step in range(1, steps + 1):
+        stream = Stream(rows, pace, step - 1)
+        found.append(finish(stream, step, generate, enter))
+        stream = Stream(stream.rows, pace, step)
+        run_ahead(stream, step - 1, ahead, generate, enter)
+        rows = stream.rows
+    return found
+
+
+paces = st.builds(Pace, st.integers(1, 4), st.integers(0, 3), st.none() | st.integers(1, 6))
+
+
+@settings(max_examples=200, deadline=None)
+@given(pace=paces, ahead=st.none() | st.integers(1, 2 * LONGEST))
+def test_every_step_has_its_own_prompts_complete_and_none_too_old(pace: Pace, ahead: int | None) -> None:
+    for step, rows in enumerate(trained(pace, ahead, 6), start=1):
+        assert [(row.batch, row.group, row.sample) for row in rows] == [
+            (step, group, sample) for group in range(pace.prompts) for sample in range(SAMPLES)
+        ]
+        for row in rows:
+            assert row.tokens == [100 * row.seed + i for i in range(length(row.seed))]
+            assert row.finish == "stop"
+            assert row.versions == sorted(row.versions)
+            assert 0 <= step - 1 - row.versions[0] <= pace.staleness
+            assert row.versions[-1] <= step - 1
+
+
+@given(size=st.integers(1, 4), ahead=st.none() | st.integers(1, 9), most=st.none() | st.integers(1, 6))
+def test_without_staleness_every_token_is_of_the_newest_policy(size: int, ahead: int | None, most: int | None) -> None:
+    for step, rows in enumerate(trained(Pace(size, 0, most), ahead, 4), start=1):
+        assert {version for row in rows for version in row.versions} == {step - 1}
+
+
+def test_updates_land_in_flight() -> None:
+    """Completions of several versions, and with unlimited time ahead none."""
+    spans = [len(set(row.versions)) for rows in trained(Pace(3, 1, None), 3, 6) for row in rows]
+    assert max(spans) == 2
+    whole = trained(Pace(3, 1, None), None, 6)
+    assert {len(set(row.versions)) for rows in whole for row in rows} == {1}
+    assert {step - row.versions[0] for step, rows in enumerate(whole[1:], start=1) for row in rows} == {1}
+
+
+@pytest.mark.parametrize("most", [1, 2, 5])
+def test_no_more_prompts_are_in_flight_than_are_allowed(most: int) -> None:
+    asked = list[int]()
+
+    def counted(groups: Sequence[PromptGroup]) -> Iterator[list[Completion]]:
+        asked.append(len(groups))
+        return generate(groups)
+
+    stream = Stream([], Pace(4, 2, most), 0)
+    finish(stream, 1, counted, enter)
+    run_ahead(stream, 0, 7, counted, enter)
+    assert max(asked) == most
+    assert len(stream.in_flight()) <= most
