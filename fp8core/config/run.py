@@ -197,7 +197,7 @@ class EvaluationConfig(Section):
         le=1_000_000,
         description="Held-out prompts, of those above, that step 0 also answers in BF16, to say how far FP8 is from "
         "it; 0 measures nothing. Nor does a rollout without FP8, a model with random weights, or another engine than "
-        "the embedded one in one process: `fp8-grpo evaluate` compares precisions there.",
+        "the embedded one: `fp8-grpo evaluate` compares precisions there.",
     )
 
 

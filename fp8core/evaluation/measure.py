@@ -280,7 +280,7 @@ def gap_unmeasured(config: RunConfig) -> Unmeasured | None:
     """The reason for which a run does not compare FP8 with BF16; None where it does.
 
     The rollout must have FP8 in linears or attention, and weights that have learnt something: a checkpoint, or a warm
-    start. The engine must be the embedded one, in this process.
+    start. The engines must be embedded ones.
     """
     rollout = config.precision.rollout
     if not config.evaluation.precision_gap:
@@ -289,7 +289,7 @@ def gap_unmeasured(config: RunConfig) -> Unmeasured | None:
         return "no FP8"
     if config.model is None and config.warm_start is None:
         return "random weights"
-    return None if engine_entry(config).arithmetic(config) == "reference" and not config.cluster.used else "engine"
+    return None if engine_entry(config).arithmetic(config) == "reference" else "engine"
 
 
 def compared_prompts(config: RunConfig) -> int:

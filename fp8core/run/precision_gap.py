@@ -2,7 +2,8 @@
 
 Rollout and training may agree bit for bit and still compute another function than BF16 does. So step 0 samples
 completions in the rollout's precision, and scores each of their tokens in BF16 too. It also answers held-out prompts in
-BF16. On a CPU a second engine takes its weights alone; on a GPU it would need memory that no plan counts.
+BF16, by an engine in this process. On a CPU that takes its weights alone; on a GPU it would need memory that no plan
+counts.
 """
 
 from collections.abc import Sequence
@@ -47,7 +48,7 @@ def measure_gap(run: RunContext, evaluated: dict[str, Any]) -> dict[str, Any]:
     precision = contract_in("bf16", run.config.precision)
     other = run.config.model_copy(update={"precision": precision})
     formats = rollout_formats(precision, run.arch.num_layers)
-    stored = stored_weights(run.ready_trainer().masters, formats.stored_names(), formats.scale_rule)
+    stored = stored_weights(run.initial_policy(), formats.stored_names(), formats.scale_rule)
     distances = _distances(run, other, stored, tokens, sorted(sampled, key=lambda done: done.group))
     engine = build_engine(other, run.arch)
     try:

@@ -11,7 +11,7 @@ from torch.nn.attention.varlen import varlen_attn
 from fp8core.kernels import attention
 from fp8core.kernels.attention_backward import flash_gradients
 from fp8core.kernels.sequence_attention import SequenceAttention
-from fp8core.numerics.attention import HEAD_DIM, Bf16Attention
+from fp8core.numerics.attention import Bf16Attention
 from fp8core.numerics.e4m3 import E4M3_MAX
 from fp8core.numerics.fused import HeadLayout, head_gradients, head_values, heads_of
 from fp8core.numerics.kv_scales import LayerScales
@@ -90,7 +90,7 @@ def exact_gradient(qkv: Tensor, pack: DevicePack, upstream: Tensor) -> Tensor:
         q, k, v = (x.transpose(0, 1) for x in heads_of(leaf[start:end], LAYOUT))
         k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
         unseen = torch.ones(end - start, end - start, dtype=torch.bool, device="cuda").triu(1)
-        weights = (q @ k.transpose(1, 2) * HEAD_DIM**-0.5).masked_fill(unseen, -torch.inf).softmax(-1)
+        weights = (q @ k.transpose(1, 2) * LAYOUT.head_dim**-0.5).masked_fill(unseen, -torch.inf).softmax(-1)
         outputs.append((weights @ v).transpose(0, 1).flatten(1))
     (grad,) = torch.autograd.grad(torch.cat(outputs), leaf, upstream.double())
     limits = (E4M3_MAX * scale for scale in (SCALES.q, SCALES.k, SCALES.v))

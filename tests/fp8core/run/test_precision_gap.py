@@ -83,7 +83,7 @@ def test_a_step_0_that_was_committed_without_it_stays(run_copy):
         ("tiny", {"evaluation.precision_gap": 0}, "not asked", 0),
         ("tiny", {"precision.rollout": BF16}, "no FP8", 0),
         ("tiny", {"warm_start": None}, "random weights", 0),
-        ("tiny", {"cluster.ranks": 2}, "engine", 0),
+        ("tiny", {"cluster.ranks": 2}, None, 32),
         ("qwen3-aligned", {}, "engine", 0),
     ],
 )
