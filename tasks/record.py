@@ -59,7 +59,7 @@ def record(
     completions, scored = store.get_table(rollouts), store.get_table(logprobs)
     compared, against = compared_rows(run.config, index, len(completions)), scored
     if behaviour is not None:
-        compared, against = behind(completions, scored, store.get_table(behaviour))
+        compared, against = behind(scored, store.get_table(behaviour))
     # On a busy host each of hundreds of short operations would wait until all threads have had their turn. That takes a
     # second for 200,000 tokens instead of 0.1 (benchmarks/host_costs.py).
     with torch_threads(1):
@@ -129,15 +129,12 @@ def rollout_metrics(rollouts: pa.Table, logprobs: pa.Table) -> dict[str, float]:
     }
 
 
-def behind(rollouts: pa.Table, logprobs: pa.Table, behaviour: pa.Table) -> tuple[torch.Tensor, pa.Table]:
+def behind(logprobs: pa.Table, behaviour: pa.Table) -> tuple[torch.Tensor, pa.Table]:
     """Which completions have log-probs of the versions that wrote them, and the log-probs with these in place."""
     by_place = {(row["group"], row["sample"]): row for row in behaviour.to_pylist()}
-    rows = logprobs.to_pylist()
-    places = [(row["group"], row["sample"]) for row in rows]
-    replaced = pa.Table.from_pylist(
-        [by_place.get(place, row) for place, row in zip(places, rows, strict=True)], LOGPROBS
-    )
-    return torch.tensor([place in by_place for place in places]), replaced
+    rows = {(row["group"], row["sample"]): row for row in logprobs.to_pylist()}
+    replaced = pa.Table.from_pylist([*(rows | by_place).values()], LOGPROBS)
+    return torch.tensor([place in by_place for place in rows]), replaced
 
 
 def staleness_metrics(rollouts: pa.Table, newest: int) -> dict[str, float]:

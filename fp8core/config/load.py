@@ -23,6 +23,7 @@ from pydantic import JsonValue, ValidationError
 
 from fp8core.config.run import RunConfig, public_dump
 from fp8core.config.section import refusal, step_name, suggestion
+from fp8core.config.steps import PipelineConfig
 from fp8core.errors import StoredFileError, UserError, not_unicode, printable, without_passwords
 from fp8core.user_files import read_input
 
@@ -468,7 +469,7 @@ def _take_edits(layer: Block) -> list[tuple[str, Any, str]]:
     if not isinstance(pipeline, Block):
         return []
     for key in pipeline:
-        known = ["steps", "carries", *_EDITS]
+        known = [*PipelineConfig.model_fields, *_EDITS]
         if key not in known:
             raise UserError(f"pipeline.{key}: unknown key; {suggestion(key, known)} ({pipeline.places[key]})")
     return [(edit, pipeline.pop(edit), pipeline.places.pop(edit)) for edit in _EDITS if edit in pipeline]

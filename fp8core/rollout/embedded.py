@@ -221,10 +221,10 @@ class _Batch:
         """Completions have at most `longest` tokens, those that were begun included."""
         rows, lengths = [], []
         for group in groups:
-            for i, sample in enumerate(group.samples):
+            for i, number in enumerate(group.samples):
                 before = len(group.begun[i]) if group.begun else 0
                 last = min(longest, before + group.room[i]) if group.room else longest
-                rows.append(_Sequence(group.group, sample, before, last))
+                rows.append(_Sequence(group.group, number, before, last))
                 lengths.append(len(group.prompt) + before)
         seeds = torch.tensor([seed for group in groups for seed in group.seeds], dtype=torch.int64)
         return cls(rows, seeds, torch.tensor(lengths))

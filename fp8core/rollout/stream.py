@@ -146,7 +146,7 @@ def run_ahead(stream: Stream, version: int, ahead: int | None, generate: Generat
     A prompt that is complete makes room for the next one, which has the rest of its time.
     """
     stream.admit(version, enter)
-    rooms = dict.fromkeys(stream.in_flight(), ahead)
+    rooms: dict[Place, int | None] = dict.fromkeys(stream.in_flight(), ahead)
     while rooms:
         wrote, open_ = stream.write(version, rooms, generate), set(stream.in_flight())
         rests = [None if room is None else room - wrote[place] for place, room in rooms.items() if place not in open_]

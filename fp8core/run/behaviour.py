@@ -7,8 +7,6 @@ bit, whatever updates landed while the completion was in flight.
 
 import hashlib
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,19 +15,10 @@ from fp8core.models.decoder import Decoder, FullContext
 from fp8core.models.weights import load_policy, rollout_formats
 from fp8core.numerics.logprobs import token_logprobs
 from fp8core.rl.batch import TokenBatch
-from fp8core.rollout.engine import PolicyScales
 from fp8core.run.context import RunContext
 from fp8core.run.execute import carried
-from fp8core.run.policy import read_scales
+from fp8core.run.policy import KeptPolicy, keep_policy, read_scales
 from fp8core.run.resume import rewind_to
-
-
-@dataclass(frozen=True)
-class KeptPolicy:
-    """What an engine was sent."""
-
-    tensors: Mapping[str, Tensor]
-    scales: PolicyScales
 
 
 def behaviour_logprobs(run: RunContext, batch: TokenBatch, versions: Tensor) -> tuple[Tensor, Tensor]:
@@ -82,17 +71,8 @@ def _kept(run: RunContext, version: int) -> KeptPolicy:
     return run.kept_policies[version]
 
 
-def keep_policy(run: RunContext, tensors: Mapping[str, Tensor], scales: PolicyScales) -> None:
-    """Keep what the engine is sent, as long as a step may learn from what it writes with it."""
-    oldest = run.ready_trainer().version - 1 - run.config.pipeline.max_staleness
-    copies = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-    run.kept_policies[scales.version] = KeptPolicy(copies, scales)
-    for version in [version for version in run.kept_policies if version < oldest]:
-        del run.kept_policies[version]
-
-
 def verified_rows(run: RunContext, index: int, rows: int) -> list[int]:
-    """Completions of a step whose log-probs are computed again: `pipeline.verified_share`, drawn from the run's seed."""
+    """Completions of a step that are scored again: `pipeline.verified_share` of them, drawn from the run's seed."""
 
     def drawn(row: int) -> bytes:
         return hashlib.sha256(f"behaviour/{run.config.seed}/{index}/{row}".encode()).digest()

@@ -28,7 +28,7 @@ from fp8core.training.trainer import Trainer
 
 if TYPE_CHECKING:
     from fp8core.cluster.workers import Cluster
-    from fp8core.run.behaviour import KeptPolicy
+    from fp8core.run.policy import KeptPolicy
 
 
 @dataclass

@@ -5,10 +5,12 @@ The second one answers the problems of an evaluation in one precision (`answer`)
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any
+
+from torch import Tensor
 
 from fp8core.alignment.bounds import beyond, stop_bounds
 from fp8core.alignment.metrics import EXPONENT_BOUND
@@ -18,6 +20,7 @@ from fp8core.data.prompt import Problem, encode_prompt
 from fp8core.errors import StoredFileError
 from fp8core.evaluation.measure import Counting, Measurement, measure, score_prompt
 from fp8core.models.tokenizer import Tokenizer
+from fp8core.models.weights import Shipped
 from fp8core.numerics.kv_scales import (
     LayerAmax,
     LayerHistograms,
@@ -68,6 +71,8 @@ def push(run: RunContext, scales: PolicyScales) -> dict[str, Any]:
     engine.sleep()
     shipped = trainer.export()
     report = engine.update(shipped, scales, trainer.version)
+    if run.config.pipeline.mode != "synchronous":
+        keep_policy(run, shipped, scales)
     check_report(report, shipped.digest(), scales, trainer.version)
     described = engine.describe()
     check_formats(described, run.config.precision)
@@ -80,6 +85,24 @@ def push(run: RunContext, scales: PolicyScales) -> dict[str, Any]:
         "engine": described,
         "probe": found,
     }
+
+
+@dataclass(frozen=True)
+class KeptPolicy:
+    """What an engine was sent."""
+
+    tensors: Mapping[str, Tensor]
+    scales: PolicyScales
+
+
+def keep_policy(run: RunContext, shipped: Shipped, scales: PolicyScales) -> None:
+    """Keep what the engine is sent, as long as a step may learn from what it writes with it (`run.behaviour`)."""
+    assert isinstance(shipped, Mapping), "a run that generates ahead has its trainer in this process"
+    oldest = run.ready_trainer().version - 1 - run.config.pipeline.max_staleness
+    copies = {name: tensor.detach().clone() for name, tensor in shipped.items()}
+    run.kept_policies[scales.version] = KeptPolicy(copies, scales)
+    for version in [version for version in run.kept_policies if version < oldest]:
+        del run.kept_policies[version]
 
 
 def trainer_probe(run: RunContext, scales: PolicyScales) -> tuple[list[Probe], list[float]]:

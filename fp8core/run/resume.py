@@ -40,8 +40,21 @@ def restore(run: RunContext) -> int:
     rewind_to(run, last)
     for artifact in run.plan.carries:
         _whole(run, last + 1, artifact)
-    _rewind_with_engine(run, _restore_open_step(run, last + 1))
+    version = _restore_open_step(run, last + 1)
+    if version > last and _generates(run, last + 1):
+        # What is still to be generated is the old policy's, though its update is over.
+        _rewind_with_engine(run, last)
+        rewind_to(run, version)
+    else:
+        _rewind_with_engine(run, version)
     return run.ready_trainer().version - begun
+
+
+def _generates(run: RunContext, index: int) -> bool:
+    """True if a step of an iteration that is not finished reads the policy and the scales that it starts from."""
+    start = carried(run, index)
+    finished = finished_steps(run, index, start)
+    return any({"policy", "scales"} <= set(each.inputs.values()) for each in run.plan.steps if each not in finished)
 
 
 def ensure(run: RunContext, index: int, kinds: set[str]) -> None:
