@@ -33,7 +33,7 @@ from tasks.step import step
         "evaluation": "evaluation",
         "next_scales": "scales",
     },
-    optional_inputs={"kv_statistics": "kv_statistics", "scales": "scales", "behaviour": "logprobs"},
+    optional_inputs={"kv_statistics": "kv_statistics", "scales": "scales", "behaviour": "behaviour"},
     outputs={"metrics": "metrics"},
 )
 def record(

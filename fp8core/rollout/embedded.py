@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from fp8core.models.weights import Formats, PolicyWeights, load_policy, rollout_
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.logprobs import greedy, log_softmax, sample, truncate, uniform
 from fp8core.plan.memory import Device, EngineMemory, Need, engine_weights, shipped_bytes
-from fp8core.rollout.engine import Completion, PolicyScales, Probe, PromptGroup, Sampling, SyncReport
+from fp8core.rollout.engine import Completion, Finish, PolicyScales, Probe, PromptGroup, Sampling, SyncReport
 from fp8core.rollout.registry import EngineEntry
 from fp8core.training.memory import EMULATED, emulated_bytes
 
@@ -78,7 +77,7 @@ class _Sequence:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     experts: list[Tensor] = field(default_factory=list)
-    finish: str = ""
+    finish: Finish | None = None
 
 
 class EmbeddedEngine:
@@ -301,9 +300,9 @@ def _contexts(groups: Sequence[PromptGroup]) -> tuple[list[tuple[int, ...]], Ten
 
 
 def _completion(row: _Sequence) -> Completion:
-    finishes: dict[str, Literal["stop", "length", "open"]] = {"stop": "stop", "length": "length", "open": "open"}
+    assert row.finish is not None, "a completion in progress"
     experts = torch.cat(row.experts) if row.experts else None
-    return Completion(row.group, row.sample, row.tokens, row.logprobs, finishes[row.finish], experts)
+    return Completion(row.group, row.sample, row.tokens, row.logprobs, row.finish, experts)
 
 
 def _memory(config: RunConfig, arch: Architecture, gpu: Device | None) -> EngineMemory:

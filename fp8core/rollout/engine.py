@@ -61,6 +61,9 @@ class Sampling:
     truncation: Truncation | None = None
 
 
+Finish = Literal["stop", "length", "stop_string", "open"]
+
+
 @dataclass(frozen=True)
 class Completion:
     """One rollout.
@@ -80,7 +83,7 @@ class Completion:
     sample: int
     tokens: list[int]
     logprobs: list[float]
-    finish: Literal["stop", "length", "stop_string", "open"]
+    finish: Finish
     experts: Tensor | None = field(default=None, compare=False)
 
 

@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 from fp8core.rollout.engine import Completion, PromptGroup
 
-Generate = Callable[[Sequence[PromptGroup]], Iterable[list[Completion]]]
-"""Completions of groups, as an engine gives them."""
+Generate = Callable[[Sequence[PromptGroup], Sequence["Place"]], Iterable[list[Completion]]]
+"""From groups, which are numbered as their places are, to their completions, as an engine gives them."""
 
 
 @dataclass
@@ -112,7 +112,7 @@ class Stream:
                 )
             )
         wrote = dict[Place, int]()
-        for done in (completion for finished in generate(asked) for completion in finished):
+        for done in (completion for finished in generate(asked, places) for completion in finished):
             place = places[done.group]
             (row,) = (row for row in self._groups[place] if row.sample == done.sample)
             row.tokens += done.tokens

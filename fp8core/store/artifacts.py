@@ -233,10 +233,10 @@ class ArtifactStore:
 
 
 class RolloutShards:
-    """The shards of one folder, which the first `append` creates; one writer."""
+    """The shards of one folder, tables of one kind, which the first `append` creates; one writer."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, kind: str = "rollouts") -> None:
+        self._folder, self._kind = folder, kind
 
     @io_timer()
     def append(self, table: pa.Table) -> None:
@@ -282,4 +282,4 @@ class RolloutShards:
         return sorted(self._folder.glob("[0-9]*-*.parquet"))
 
     def _table(self, path: Path) -> pa.Table:
-        return decode_table(read_checked(path, path.stem.split("-")[1]), "rollouts", path)
+        return decode_table(read_checked(path, path.stem.split("-")[1]), self._kind, path)

@@ -100,6 +100,7 @@ class TableSchema:
         tokens: columns of lists that have an item for each token: equal lengths row by row.
         missing: columns in which a value may be missing.
         empty: True where it may have no rows.
+        whole: True where it has a row for each completion of its step, if it is of completions.
     """
 
     columns: pa.Schema
@@ -108,6 +109,7 @@ class TableSchema:
     tokens: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
     empty: bool = False
+    whole: bool = True
 
 
 _BY_COMPLETION = ("group", "sample")
@@ -120,10 +122,11 @@ TABLES = {
         ("tokens", "logprobs", "written", "versions"),
     ),
     "stream": TableSchema(
-        STREAM, key=("batch", *_BY_COMPLETION), tokens=("tokens", "logprobs", "versions"), empty=True
+        STREAM, key=("batch", *_BY_COMPLETION), tokens=("tokens", "logprobs", "versions"), empty=True, whole=False
     ),
     "rewards": TableSchema(REWARDS, key=_BY_COMPLETION, missing=("detail",)),
     "logprobs": TableSchema(LOGPROBS, key=_BY_COMPLETION, tokens=("logprobs", "entropy")),
+    "behaviour": TableSchema(LOGPROBS, key=_BY_COMPLETION, tokens=("logprobs", "entropy"), whole=False),
 }
 """Kind of artifact -> schema. Tables of other kinds are a step's own; they have `MOST_ROWS` and sound values."""
 

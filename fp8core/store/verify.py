@@ -382,7 +382,7 @@ def _warm_start(view: RunView) -> Iterator[Finding]:
 def _completions(folder: Path, ref: Ref) -> pa.Table | None:
     """The rows of a table of completions; None for another artifact and for a damaged one."""
     schema = TABLES.get(ref.kind)
-    if schema is None or "sample" not in schema.columns.names:
+    if schema is None or not schema.whole or "sample" not in schema.columns.names:
         return None
     columns = [name for name in ("group", "sample", "logprobs") if name in schema.columns.names]
     try:

@@ -1,10 +1,32 @@
 """Runs that generate beside the update: what they learn from, and that a kill or a replay changes none of it."""
 
+import io
+import shutil
+from collections import Counter
+
 import pytest
 
-from fp8core.run.behaviour import verified_rows
+from fp8core.report.console import Console
+from fp8core.rollout.embedded import EmbeddedEngine
+from fp8core.run.execute import StepError
+from fp8core.run.replay import RunSnapshot, replay
+from fp8core.store.artifacts import RolloutShards
+from fp8core.store.run_directory import read_description
+from fp8core.store.run_view import RunView
+from fp8core.store.verify import verify
 
-ASYNCHRONOUS = {"pipeline.mode": "asynchronous", "pipeline.ahead_tokens": 3, "pipeline.verified_share": 1.0}
+SETTINGS = {
+    "pipeline.mode": "asynchronous",
+    "pipeline.ahead_tokens": 3,
+    "pipeline.verified_share": 1.0,
+    "checkpoint.every": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def ahead(loop_run):
+    """A run whose updates land in flight, after three tokens; for reading only."""
+    return loop_run("ahead", **SETTINGS)
 
 
 def digests(run, kind):
@@ -18,16 +40,69 @@ def test_without_staleness_it_is_the_synchronous_run(loop_run, whole_run, mode):
         assert digests(run, kind) == digests(whole_run, kind), kind
 
 
-def test_every_token_has_the_log_prob_of_the_version_that_wrote_it(loop_run):
-    run = loop_run("async", **ASYNCHRONOUS)
-    ages = set()
+def test_one_step_off_learns_from_whole_completions_of_the_policy_before(loop_run):
+    run = loop_run("off", **{"pipeline.mode": "one_step_off", "pipeline.verified_share": 1.0})
     for step in range(1, 5):
-        artifacts = run.ledger.artifacts(step)
-        rollouts = run.store.get_table(artifacts["rollouts"])
-        behaviour = run.store.get_table(artifacts["behaviour"])
+        rollouts = run.store.get_table(run.ledger.artifacts(step)["rollouts"])
+        written = {version for versions in rollouts["versions"].to_pylist() for version in versions}
+        assert written == {max(0, step - 2)}
+        assert run.store.get_json(run.ledger.artifacts(step)["metrics"])["alignment/tokens_differing"] == 0
+
+
+def test_every_token_has_the_log_prob_of_the_version_that_wrote_it(ahead):
+    ages, spans = set(), set()
+    for step in range(1, 5):
+        artifacts = ahead.ledger.artifacts(step)
+        rollouts, behaviour = (ahead.store.get_table(artifacts[name]) for name in ("rollouts", "behaviour"))
         assert behaviour["logprobs"].equals(rollouts["logprobs"])
-        ages |= {step - 1 - version for versions in rollouts["versions"].to_pylist() for version in versions}
-        metrics = run.store.get_json(artifacts["metrics"])
-        assert metrics["alignment/tokens_differing"] == 0
-        assert metrics["rollout/staleness_max"] <= 1
+        versions = rollouts["versions"].to_pylist()
+        ages |= {step - 1 - version for row in versions for version in row}
+        spans |= {len(set(row)) for row in versions}
+        assert ahead.store.get_json(artifacts["metrics"])["alignment/tokens_differing"] == 0
     assert ages == {0, 1}
+    assert spans == {1, 2}, "updates land in flight"
+
+
+@pytest.mark.parametrize("task", ["rollout", "ahead", "reward", "logprobs", "train", "calibrate", "sync", "record"])
+def test_a_run_that_was_cut_ends_with_the_same_bytes(ahead, tmp_path, task):
+    """After each task of a step: what is still to be generated is written by the policy that it began with."""
+    shutil.copytree(ahead.folder.parent, tmp_path / "loop")
+    run = type(ahead)(tmp_path / "loop" / "ahead")
+    run.cut_after(3, task)
+    run.resume()
+    assert run.records == ahead.records
+
+
+@pytest.mark.parametrize(("task", "groups"), [("record", 3), ("rollout", 2)])
+def test_what_is_complete_is_not_generated_again(ahead, tmp_path, monkeypatch, task, groups):
+    """A kill within a segment, after some groups: the engine is asked for the others alone."""
+    shutil.copytree(ahead.folder.parent, tmp_path / "loop")
+    run = type(ahead)(tmp_path / "loop" / "ahead")
+    run.cut_after(2 if task == "record" else 3, task)
+    generate, asked = EmbeddedEngine.generate, []
+
+    def counted(self, wanted, sampling):
+        if sampling.temperature:
+            asked.append([group.prompt_id for group in wanted])
+        for finished in generate(self, wanted, sampling):
+            yield finished
+            if sampling.temperature and groups and len(asked) == 1:
+                raise RuntimeError("killed")
+
+    monkeypatch.setattr(EmbeddedEngine, "generate", counted)
+    monkeypatch.setattr(EmbeddedEngine, "_max_batch", 8, raising=False)
+    with pytest.raises(StepError, match="killed"):
+        run.resume()
+    first = asked.pop()
+    monkeypatch.setattr(EmbeddedEngine, "generate", generate)
+    kept = RolloutShards(run.folder / "shards" / "00003", "stream").read()
+    assert 0 < len(set(kept["prompt_id"].to_pylist())) <= len(set(first))
+    run.resume()
+    assert run.records == ahead.records
+
+
+def test_a_replay_is_equal_and_verify_finds_nothing(ahead):
+    original = RunSnapshot.read(ahead.folder, read_description(ahead.folder))
+    verdicts = list(replay(original, range(1, 5), (), Console(io.StringIO(), 4), None))
+    assert Counter(verdict.outcome for verdict in verdicts) == {"equal": 4}
+    assert [*verify(RunView.read(ahead.folder))] == []

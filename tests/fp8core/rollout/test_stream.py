@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8core.rollout.engine import Completion, PromptGroup
-from fp8core.rollout.stream import Pace, Row, Stream, finish, run_ahead
+from fp8core.rollout.stream import Pace, Place, Row, Stream, finish, run_ahead
 
 SAMPLES, LONGEST = 2, 12
 
@@ -17,7 +17,7 @@ def length(seed: int) -> int:
     return 1 + (seed * 2654435761 >> 7) % LONGEST
 
 
-def generate(groups: Sequence[PromptGroup]) -> Iterator[list[Completion]]:
+def generate(groups: Sequence[PromptGroup], places: Sequence[Place]) -> Iterator[list[Completion]]:
     """Token i of a completion is its seed and i."""
     for group in groups:
         done = []
@@ -86,9 +86,9 @@ def test_updates_land_in_flight() -> None:
 def test_no_more_prompts_are_in_flight_than_are_allowed(most: int) -> None:
     asked = list[int]()
 
-    def counted(groups: Sequence[PromptGroup]) -> Iterator[list[Completion]]:
+    def counted(groups: Sequence[PromptGroup], places: Sequence[Place]) -> Iterator[list[Completion]]:
         asked.append(len(groups))
-        return generate(groups)
+        return generate(groups, places)
 
     stream = Stream([], Pace(4, 2, most), 0)
     finish(stream, 1, counted, enter)
