@@ -75,6 +75,7 @@ class EngineEntry:
         arithmetic: the operations it computes: `reference` those of the exact trainer, `packed` the kernels of the
             packed trainer, `own` others.
         products: those of DeepGEMM on a GPU, whose kernels `fp8-grpo compile` builds.
+        continues: whether it goes on from what was begun (`PromptGroup.begun`), and stops where there is no room.
         own_process: whether each training needs a new process, because its libraries read the environment once.
     """
 
@@ -91,6 +92,7 @@ class EngineEntry:
     longest: Callable[["RunConfig", "Architecture"], int] = lambda config, arch: arch.max_positions
     arithmetic: Callable[["RunConfig"], Arithmetic] = lambda config: "own"
     products: Callable[["RunConfig", "Architecture"], "Iterable[Product]"] = no_products
+    continues: bool = False
     own_process: bool = False
 
 

@@ -24,6 +24,7 @@ from fp8core.report.console import Console
 from fp8core.rewards.verifier import build_verifier
 from fp8core.rl.objective import Objective, whole_batch_setting
 from fp8core.rl.user_loss import loss_source
+from fp8core.rollout.registry import engine_entry
 from fp8core.run.build import build_base, check_engine, check_memory, check_teacher, members_node, open_cluster
 from fp8core.run.context import RunContext, register, release
 from fp8core.store.artifacts import RolloutShards
@@ -81,6 +82,7 @@ def pipeline_of(config: RunConfig) -> Plan:
         raise UserError(f"step {_TEACHER}: loss.distillation.teacher names no checkpoint")
     _refuse_source(config)
     _refuse_truncation(config)
+    _refuse_ahead(config)
     return plan
 
 
@@ -115,6 +117,31 @@ def _refuse_truncation(config: RunConfig) -> None:
             f"other tokens on each side ({contract} contract: {reason}); unset it, or take the embedded engine and the "
             "exact trainer, or the packed one on a CPU with precision.rounding_points=kernels, in equal formats"
         )
+
+
+def _refuse_ahead(config: RunConfig) -> None:
+    """Refuse to generate beside an update where nothing goes on from a prefix, or where no pass gives its bits."""
+    if config.pipeline.mode == "synchronous":
+        return
+    place, rollout = f"pipeline.mode={config.pipeline.mode}", config.rollout
+    if not engine_entry(config).continues:
+        raise UserError(
+            f"{place}: rollout.engine={rollout.engine} does not go on from what was begun; set it to embedded"
+        )
+    contract, reason = contract_of(config)
+    if contract != "exact":
+        raise UserError(f"{place}: log-probs of older policies are not promised to be equal bit for bit ({reason})")
+    others = {
+        "cluster": config.cluster.used,
+        "rollout.stop_strings": bool(rollout.stop_strings),
+        "rollout.router_replay": rollout.router_replay,
+        "rollout.top_k": rollout.top_k is not None,
+        "rollout.top_p": rollout.top_p < 1,
+        "training.trainer=megatron": config.training.trainer == "megatron",
+        f"logprobs.source={config.logprobs.source}": config.logprobs.source != "pass",
+    }
+    for setting in (setting for setting, used in others.items() if used):
+        raise UserError(f"{place}: {setting} is not computed for what was begun by an older policy; unset one of both")
 
 
 def refuse_conflict(config: RunConfig, *, new_code: bool = False) -> None:

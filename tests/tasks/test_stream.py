@@ -6,9 +6,12 @@ from collections import Counter
 
 import pytest
 
+from fp8core.config.load import load_config
+from fp8core.errors import UserError
 from fp8core.report.console import Console
 from fp8core.rollout.embedded import EmbeddedEngine
 from fp8core.run.execute import StepError
+from fp8core.run.open import plan_of
 from fp8core.run.replay import RunSnapshot, replay
 from fp8core.store.artifacts import RolloutShards
 from fp8core.store.run_directory import read_description
@@ -106,3 +109,36 @@ def test_a_replay_is_equal_and_verify_finds_nothing(ahead):
     verdicts = list(replay(original, range(1, 5), (), Console(io.StringIO(), 4), None))
     assert Counter(verdict.outcome for verdict in verdicts) == {"equal": 4}
     assert [*verify(RunView.read(ahead.folder))] == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        (
+            {"precision.rollout.linear": "bf16", "precision.accept_mismatch": True},
+            "not promised to be equal bit for bit",
+        ),
+        ({"rollout.stop_strings": ["#"]}, "rollout.stop_strings is not computed"),
+        ({"rollout.top_k": 4}, "rollout.top_k is not computed"),
+        ({"logprobs.source": "training"}, "logprobs.source=training is not computed"),
+        ({"cluster.engines": 2}, "cluster is not computed"),
+    ],
+)
+def test_what_is_not_computed_ahead_is_refused(settings, reason):
+    config = load_config("tiny", {"pipeline.mode": "asynchronous", **settings})
+    with pytest.raises(UserError, match=f"^pipeline.mode=asynchronous: .*{reason}"):
+        plan_of(config)
+
+
+def test_an_engine_that_does_not_go_on_is_refused(tmp_path, monkeypatch):
+    module = "from fp8core.rollout.registry import EngineEntry\nENGINE = EngineEntry(name='other', build=None)\n"
+    (tmp_path / "engine_without_prefixes.py").write_text(module)
+    monkeypatch.syspath_prepend(tmp_path)
+    settings = {"pipeline.mode": "one_step_off", "rollout.engine": "engine_without_prefixes:ENGINE"}
+    with pytest.raises(UserError, match="^pipeline.mode=one_step_off: rollout.engine=.* does not go on"):
+        plan_of(load_config("tiny", settings))
+
+
+def test_a_pipeline_without_a_rollout_is_refused():
+    with pytest.raises(UserError, match="replaces one step tasks.prompts:prompts and one step tasks.rollout:rollout"):
+        load_config("tiny", {"pipeline.mode": "asynchronous", "pipeline.remove": ["prompts"]})
