@@ -47,7 +47,7 @@ BARS = 120
 # The tasks of the shipped configurations have the same colour in all reports; a user's own tasks have the next ones.
 _TASKS = (
     "rollout", "train", "logprobs", "calibrate", "sync", "evaluate", "record", "reward", "prompts", "reference",
-    "filter", "teacher", "shape",
+    "filter", "teacher", "shape", "ahead",
 )  # fmt: skip
 
 
