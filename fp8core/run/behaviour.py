@@ -11,14 +11,12 @@ import math
 import torch
 from torch import Tensor
 
-from fp8core.models.decoder import Decoder, FullContext
-from fp8core.models.weights import load_policy, rollout_formats
-from fp8core.numerics.logprobs import token_logprobs
 from fp8core.rl.batch import TokenBatch
 from fp8core.run.context import RunContext
 from fp8core.run.execute import carried
 from fp8core.run.policy import KeptPolicy, keep_policy, read_scales
 from fp8core.run.resume import rewind_to
+from fp8core.training.trainer import ScoringTrainer
 
 
 def behaviour_logprobs(run: RunContext, batch: TokenBatch, versions: Tensor) -> tuple[Tensor, Tensor]:
@@ -31,33 +29,18 @@ def behaviour_logprobs(run: RunContext, batch: TokenBatch, versions: Tensor) -> 
         batch: sequences.
         versions: int64 [B, longest], -1 where there is no token.
     """
-    found = torch.zeros(versions.shape), torch.zeros(versions.shape)
+    trainer, found = run.ready_trainer(), (torch.zeros(versions.shape), torch.zeros(versions.shape))
+    assert isinstance(trainer, ScoringTrainer), "the configuration was checked"
     for version in sorted(set(versions[versions >= 0].tolist())):
-        rows = (versions == version).any(dim=1).nonzero()[:, 0]
-        scored = _scored(run, _kept(run, version), batch, rows)
-        for whole, part in zip(found, scored, strict=True):
-            whole[rows] = torch.where(versions[rows] == version, part, whole[rows])
-    return found
-
-
-@torch.no_grad()
-def _scored(run: RunContext, policy: KeptPolicy, batch: TokenBatch, rows: Tensor) -> tuple[Tensor, Tensor]:
-    decoder = Decoder(run.arch, rollout_formats(run.config.precision, run.arch.num_layers))
-    weights, temperature = load_policy(run.arch, policy.tensors), run.config.rollout.temperature
-    chosen = TokenBatch(batch.tokens[rows], batch.valid[rows], batch.completion[rows])
-    longest = int(batch.completion.sum(-1).max())
-    found = torch.zeros(len(rows), longest), torch.zeros(len(rows), longest)
-    for place, part in chosen.slices(run.config.training.micro_batch):
-        scales = policy.scales.layers or None
-        hidden = decoder.hidden(weights, part.tokens, part.positions, FullContext.of(part.valid), scales)
-        written = part.completion[:, 1:]
-        targets = part.tokens[:, 1:][written]
-        scored = token_logprobs(hidden[:, :-1][written], weights.head, decoder.formats.head, targets, temperature)
-        columns = torch.arange(longest) < part.completion.sum(-1)[:, None]
-        for whole, values in zip(found, scored, strict=True):
-            block = torch.zeros(columns.shape)
-            block[columns] = values
-            whole[place] = block
+        rows, policy = (versions == version).any(dim=1).nonzero()[:, 0], _kept(run, version)
+        chosen = TokenBatch(batch.tokens[rows], batch.valid[rows], batch.completion[rows])
+        scored = trainer.logprobs_of(
+            policy.tensors, chosen, run.config.rollout.temperature, policy.scales.layers or None
+        )
+        for whole, part in zip(found, (scored.logprobs, scored.entropy), strict=True):
+            longest = part.shape[1]
+            written = versions[rows, :longest] == version
+            whole[rows, :longest] = torch.where(written, part, whole[rows, :longest])
     return found
 
 

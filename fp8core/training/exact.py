@@ -160,6 +160,9 @@ class ExactTrainer(MicroBatchTrainer[PolicyWeights]):
     def _inference_weights(self) -> PolicyWeights:
         return load_policy(self.arch, self._stored())
 
+    def _shipped_weights(self, shipped: Mapping[str, Tensor]) -> PolicyWeights:
+        return load_policy(self.arch, shipped)
+
     def _training_weights(self) -> PolicyWeights:
         return load_policy(self.arch, self._stored(), self._policy.weights())
 

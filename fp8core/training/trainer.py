@@ -164,12 +164,22 @@ class Trainer(Protocol):
 
 @runtime_checkable
 class ScoringTrainer(Protocol):
-    """A trainer whose update scores the rows that it learns from (`TrainerEntry.scores_updates`)."""
+    """A trainer whose update scores its rows (`TrainerEntry.scores_updates`), and which scores under older policies."""
 
     def scored_step(
         self, batch: RolloutBatch, temperature: float, scales: Sequence[LayerScales] | None
     ) -> tuple[TrainReport, ScoredBatch]:
         """Learn from a batch by one update, and score its rows in the forward of that update."""
+        ...
+
+    def logprobs_of(
+        self,
+        shipped: Mapping[str, Tensor],
+        batch: TokenBatch,
+        temperature: float,
+        scales: Sequence[LayerScales] | None,
+    ) -> ScoredBatch:
+        """As `logprobs`, under a policy that was exported, of which engine and trainer have one format."""
         ...
 
 
@@ -352,7 +362,25 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
     @torch.no_grad()
     def logprobs(self, batch: TokenBatch, temperature: float, scales: Sequence[LayerScales] | None) -> ScoredBatch:
         """As every trainer. Raises LogprobError: the batch's truncation leaves out one of its tokens."""
-        weights, statistics, slices = self._inference_weights(), self._no_statistics(), list(self._slices(batch))
+        return self._scored_under(self._inference_weights(), batch, temperature, scales)
+
+    @torch.no_grad()
+    def logprobs_of(
+        self,
+        shipped: Mapping[str, Tensor],
+        batch: TokenBatch,
+        temperature: float,
+        scales: Sequence[LayerScales] | None,
+    ) -> ScoredBatch:
+        try:
+            return self._scored_under(self._shipped_weights(shipped), batch, temperature, scales)
+        finally:
+            self._drop_shipped()
+
+    def _scored_under(
+        self, weights: Weights, batch: TokenBatch, temperature: float, scales: Sequence[LayerScales] | None
+    ) -> ScoredBatch:
+        statistics, slices = self._no_statistics(), list(self._slices(batch))
         scores = shared_out(
             self._ranks, slices, lambda each: self._drawn(weights, each[1], temperature, scales, statistics)
         )
@@ -430,6 +458,13 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
     @abstractmethod
     def _inference_weights(self) -> Weights:
         """Weights for passes without gradients."""
+
+    @abstractmethod
+    def _shipped_weights(self, shipped: Mapping[str, Tensor]) -> Weights:
+        """Those of a policy that was exported, for a pass without gradients, until `_drop_shipped`."""
+
+    def _drop_shipped(self) -> None:
+        """The policy that was exported is not needed any more."""
 
     @abstractmethod
     def _training_weights(self) -> Weights:

@@ -66,6 +66,15 @@ def test_every_token_has_the_log_prob_of_the_version_that_wrote_it(ahead):
     assert spans == {1, 2}, "updates land in flight"
 
 
+def test_the_packed_trainer_scores_older_policies_too(loop_run):
+    packed = {"training.packed": True, "precision.rounding_points": "kernels"}
+    run = loop_run("packed", **SETTINGS, **packed)
+    for step in range(1, 5):
+        artifacts = run.ledger.artifacts(step)
+        rollouts, behaviour = (run.store.get_table(artifacts[name]) for name in ("rollouts", "behaviour"))
+        assert behaviour["logprobs"].equals(rollouts["logprobs"])
+
+
 @pytest.mark.parametrize("task", ["rollout", "ahead", "reward", "logprobs", "train", "calibrate", "sync", "record"])
 def test_a_run_that_was_cut_ends_with_the_same_bytes(ahead, tmp_path, task):
     """After each task of a step: what is still to be generated is written by the policy that it began with."""

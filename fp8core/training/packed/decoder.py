@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fp8core.models.architecture import Architecture, with_whole_tiles
 from fp8core.models.decoder import rotary_tables
+from fp8core.models.weights import SCALE_SUFFIX
 from fp8core.numerics.fused import HeadLayout, Heads, add_norm_backward, heads_of, norm_rotate, norm_rotate_backward
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.numerics.packed import Attended, DevicePack, PackedAttention
@@ -318,6 +319,28 @@ class PackedDecoder(nn.Module):
         self._values = {name: values for name, (values,) in masters.gathered(outer).items()}
         if self.head is None:
             self._values["head"] = self._values["embedding"].bfloat16()
+
+    def cache_shipped(self, shipped: Mapping[str, Tensor], device: torch.device) -> None:
+        """Make the weights of a policy ready that was exported in these blocks' formats, until `drop_weights`."""
+
+        def joined(stack: Stack, suffix: str) -> Tensor:
+            parts = [shipped[name + suffix].to(device) for name, _ in stack.parts]
+            # torch joins bytes, and not codes.
+            bits = [part.view(torch.uint8) if part.dtype == torch.float8_e4m3fn else part for part in parts]
+            return torch.cat(bits).view(parts[0].dtype)
+
+        for index, layer in enumerate(self.packed_layers()):
+            made = dict[str, Sequence[Tensor]]()
+            for name, stack in layer_stacks(self.arch, index).items():
+                coded = stack.parts[0][0] + SCALE_SUFFIX in shipped
+                values = joined(stack, "")
+                narrow = [values] if name in _LINEARS else [_rounded(values)]
+                made[name] = [values, joined(stack, SCALE_SUFFIX)] if coded else narrow
+            layer.cache(made)
+        outer = {"embedding": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}
+        self._values = {name: shipped[key].to(device) for name, key in outer.items() if key in shipped}
+        self._values["norm"] = _rounded(self._values["norm"])
+        self._values.setdefault("head", self._values["embedding"])
 
     def drop_weights(self) -> None:
         """The masters are about to change."""

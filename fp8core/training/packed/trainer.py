@@ -230,6 +230,14 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
         self._decoder.cache_weights(self._masters)
         return self._decoder.head_weight()[1]
 
+    def _shipped_weights(self, shipped: Mapping[str, Tensor]) -> Tensor:
+        self._decoder.drop_weights()
+        self._decoder.cache_shipped(shipped, self._device)
+        return self._decoder.head_weight()[1]
+
+    def _drop_shipped(self) -> None:
+        self._decoder.drop_weights()
+
     def _training_weights(self) -> Tensor:
         return self._inference_weights()
 
