@@ -92,7 +92,7 @@ class EngineEntry:
     longest: Callable[["RunConfig", "Architecture"], int] = lambda config, arch: arch.max_positions
     arithmetic: Callable[["RunConfig"], Arithmetic] = lambda config: "own"
     products: Callable[["RunConfig", "Architecture"], "Iterable[Product]"] = no_products
-    continues: bool = False
+    continues: Callable[["RunConfig"], bool] = lambda config: False
     own_process: bool = False
 
 

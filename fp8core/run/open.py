@@ -124,12 +124,12 @@ def _refuse_ahead(config: RunConfig) -> None:
     if config.pipeline.mode == "synchronous":
         return
     place, rollout = f"pipeline.mode={config.pipeline.mode}", config.rollout
-    if not engine_entry(config).continues:
+    if not engine_entry(config).continues(config):
         raise UserError(
             f"{place}: rollout.engine={rollout.engine} does not go on from what was begun; set it to embedded"
         )
     contract, reason = contract_of(config)
-    if contract != "exact":
+    if contract not in ("exact", "aligned"):
         raise UserError(f"{place}: log-probs of older policies are not promised to be equal bit for bit ({reason})")
     others = {
         "cluster": config.cluster.used,

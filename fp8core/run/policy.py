@@ -99,7 +99,7 @@ def keep_policy(run: RunContext, shipped: Shipped, scales: PolicyScales) -> None
     """Keep what the engine is sent, as long as a step may learn from what it writes with it (`run.behaviour`)."""
     assert isinstance(shipped, Mapping), "a run that generates ahead has its trainer in this process"
     oldest = run.ready_trainer().version - 1 - run.config.pipeline.max_staleness
-    copies = {name: tensor.detach().clone() for name, tensor in shipped.items()}
+    copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in shipped.items()}
     run.kept_policies[scales.version] = KeptPolicy(copies, scales)
     for version in [version for version in run.kept_policies if version < oldest]:
         del run.kept_policies[version]

@@ -231,6 +231,17 @@ def test_a_token_scored_as_a_prompt(engine: Any, alone: Completion, temperature:
         assert (again.tokens[0], again.logprobs[0]) == (alone.tokens[i], alone.logprobs[i]), i
 
 
+def test_a_completion_that_was_cut_goes_on(engine: Any, alone: Completion, temperature: float) -> None:
+    """After each part the prefix cache is gone, as after an update."""
+    tokens, logprobs = list[int](), list[float]()
+    for room in (1, 14, 16, WRITTEN):
+        assert engine.drop_prefixes()
+        part = collect(engine, [replace(PROBE, begun=(tuple(tokens),), room=(room,))], temperature)[0]
+        assert part.finish == ("open" if room < WRITTEN else "length")
+        tokens, logprobs = tokens + part.tokens, logprobs + part.logprobs
+    assert (tokens, logprobs) == read(alone)
+
+
 def test_training_scores_the_same_bits(
     engine: Any, trainer: PackedTrainer, alone: Completion, tensors: dict[str, Tensor], temperature: float
 ) -> None:

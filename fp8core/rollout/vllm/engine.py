@@ -15,7 +15,7 @@ from contextlib import closing
 from dataclasses import astuple
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import vllm.envs
@@ -34,6 +34,7 @@ from fp8core.numerics.fingerprint import digest_of
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.rollout.engine import (
     Completion,
+    Finish,
     PolicyScales,
     Probe,
     PromptGroup,
@@ -347,10 +348,12 @@ class VllmEngine:
         return name
 
     def _submit_sample(self, group: PromptGroup, i: int, sampling: Sampling) -> str:
+        begun = group.begun[i] if group.begun else ()
+        rest = sampling.max_new_tokens - len(begun)
         return self._submit(
-            group.prompt,
+            (*group.prompt, *begun),
             sampling.temperature,
-            max_tokens=sampling.max_new_tokens,
+            max_tokens=min(rest, group.room[i]) if group.room else rest,
             # 63 bits of it: to vLLM -1 means no seed.
             seed=group.seeds[i] & _SEED_BITS,
             stop_token_ids=sorted(sampling.stop_ids),
@@ -368,7 +371,10 @@ class VllmEngine:
         assert isinstance(logprobs, FlatLogprobs), "flat log-probs were asked for"
         assert logprobs.token_ids == tokens, "the log-probs are not those of the tokens"
         assert done.finish_reason in ("stop", "length"), f"vLLM ended a request with {done.finish_reason}"
-        finish: Literal["stop", "length"] = "stop" if done.finish_reason == "stop" else "length"
+        written = len(tokens) + (len(group.begun[i]) if group.begun else 0)
+        finish: Finish = "length" if written == sampling.max_new_tokens else "open"
+        if done.finish_reason == "stop":
+            finish = "stop"
         experts = None
         if sampling.report_experts:
             positions = len(group.prompt) + len(tokens) - 1

@@ -182,5 +182,7 @@ ENGINE = EngineEntry(
     longest=_longest,
     arithmetic=_arithmetic,
     products=_products,
+    # vLLM draws by a seed and a position in the aligned model alone.
+    continues=lambda config: config.rollout.vllm.model == "aligned",
     own_process=True,
 )
