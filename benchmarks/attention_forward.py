@@ -21,12 +21,12 @@ from benchmarks.harness import RowFile, table
 from fp8core.kernels import attention, attention_backward
 from fp8core.kernels.decode_attention import DecodeAttention
 from fp8core.kernels.sequence_attention import SequenceAttention, Span, batches
-from fp8core.numerics.attention import HEAD_DIMS, Queries
+from fp8core.numerics.attention import Queries
 from fp8core.numerics.fused import HeadLayout, head_codes, head_values
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.numerics.packed import PAGE, DevicePack, PackedSequences
 
-LAYOUT = HeadLayout(query_heads=32, kv_heads=8, head_dim=HEAD_DIMS[-1])
+LAYOUT = HeadLayout(query_heads=32, kv_heads=8, head_dim=128)
 SCALES = LayerScales(2.0**-7, 2.0**-7, 2.0**-7)
 PACKS = {"16 x 1,024": [1024] * 16, "4 x 4,096": [4096] * 4, "1 x 16,384": [16_384]}
 PREDICTED = {
@@ -42,9 +42,9 @@ def main() -> None:
     rows = RowFile(parser.parse_args().out)
     for name, lengths in PACKS.items():
         pack = DevicePack.of(PackedSequences.of(lengths), torch.device("cuda"))
-        width = (LAYOUT.query_heads + 2 * LAYOUT.kv_heads) * HEAD_DIMS[-1]
+        width = (LAYOUT.query_heads + 2 * LAYOUT.kv_heads) * LAYOUT.head_dim
         qkv = torch.randn(pack.sequences.tokens, width, generator=torch.Generator().manual_seed(0)).bfloat16().cuda()
-        products = 4 * LAYOUT.query_heads * HEAD_DIMS[-1] * sum(length * (length + 1) // 2 for length in lengths)
+        products = 4 * LAYOUT.query_heads * LAYOUT.head_dim * sum(length * (length + 1) // 2 for length in lengths)
         for form, call in forms(qkv, pack).items():
             milliseconds = timed(call)
             rows.append(
@@ -57,7 +57,7 @@ def main() -> None:
                     "predicted": PREDICTED[name].get(form),
                 }
             )
-        grad = torch.randn_like(qkv[:, : LAYOUT.query_heads * HEAD_DIMS[-1]])
+        grad = torch.randn_like(qkv[:, : LAYOUT.query_heads * LAYOUT.head_dim])
         for form, call in backwards(qkv, pack, grad).items():
             milliseconds = round(timed(call), 3)
             rows.append({"kind": "attention_backward", "pack": name, "form": form, "milliseconds": milliseconds})
@@ -72,7 +72,7 @@ def forms(qkv: Tensor, pack: DevicePack) -> dict[str, Callable[[], object]]:
     """The forward in each form; codes of Q, K and V are made before."""
     heads = head_values(qkv, LAYOUT, SCALES)
     (query, keys, values), longest = codes(qkv), pack.sequences.longest
-    strides = (PAGE * 8 * HEAD_DIMS[-1], 8 * HEAD_DIMS[-1], HEAD_DIMS[-1], 1)
+    strides = (PAGE * 8 * LAYOUT.head_dim, 8 * LAYOUT.head_dim, LAYOUT.head_dim, 1)
     ours = SequenceAttention(qkv.device, keys.shape, strides, 4, longest)
     spans = [Span(start, n, n) for start, n in zip(pack.sequences.starts, pack.sequences.lengths, strict=False)]
     work, out = batches(spans, 4, longest, qkv.device), torch.empty_like(query, dtype=torch.bfloat16)

@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.harness import Row, provenance, start, training_command, write_rows
+from benchmarks.harness import Row, ended, provenance, start, training_command, write_rows
 from benchmarks.small_hopper import alignment_row, draw_variants, step_ledger_row
 from flows.parity_training import ParityRequest, Plan, Training, committed, refuse
 from fp8core.report.run_data import read_run
@@ -64,12 +64,10 @@ def train(trainings: Sequence[Training], logs: Path, at_once: int, end: float) -
     for process in running:
         process.send_signal(signal.SIGTERM)
     for process, training in running.items():
-        try:
-            code = process.wait(max(0.0, end - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            code = process.wait()
-        print(f"{training.shown_as}: stopped with {code} after step {committed(training.folder)}", flush=True)
+        print(
+            f"{training.shown_as}: stopped with {ended(process, end)} after step {committed(training.folder)}",
+            flush=True,
+        )
 
 
 def _command(training: Training) -> list[str]:

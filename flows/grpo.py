@@ -165,7 +165,7 @@ class FlowExecution(PrefectExecution):
             run.console.styles([StyleAccuracy(**style) for style in styles])
             if gap_unmeasured(run.config) == "engine":
                 run.console.note(
-                    "FP8 and BF16 are not compared at step 0, which needs the embedded engine in one process; "
+                    "FP8 and BF16 are not compared at step 0, which needs the embedded engine; "
                     "fp8-grpo evaluate --precision fp8 --precision bf16 does"
                 )
         if name == "precision_gap" and not result.reused:

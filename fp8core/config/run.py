@@ -149,6 +149,13 @@ class RolloutConfig(Section):
         """Prompts drawn a step."""
         return math.ceil(self.prompts_per_step * self.oversample)
 
+    @property
+    def truncated_by(self) -> str | None:
+        """The setting that leaves out a part of the vocabulary, with its value; None where none does."""
+        if self.top_p < 1:
+            return f"rollout.top_p={self.top_p}"
+        return None if self.top_k is None else f"rollout.top_k={self.top_k}"
+
 
 class CalibrationConfig(Section):
     """Scales of Q, K and V for the FP8 cache and attention."""
@@ -355,9 +362,8 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _truncation_is_of_one_policy(self) -> "RunConfig":
-        rollout, minibatches = self.rollout, self.training.minibatches
-        if (rollout.top_k is not None or rollout.top_p < 1) and minibatches > 1:
-            asked = f"rollout.top_k={rollout.top_k}" if rollout.top_p == 1 else f"rollout.top_p={rollout.top_p}"
+        asked, minibatches = self.rollout.truncated_by, self.training.minibatches
+        if asked is not None and minibatches > 1:
             raise ValueError(
                 f"{asked}: of training.minibatches={minibatches} updates only the first starts from the policy that "
                 "sampled, and later ones may leave out what it drew; set minibatches to 1"

@@ -30,10 +30,8 @@ def chain_batches(config: RunConfig, warm: WarmStartConfig, source: PromptSource
     assert isinstance(source, ChainSource), "RunConfig demands a file of demonstrations elsewhere"
 
     def drawn(step: int) -> list[TokenisedDemonstration]:
-        rows, encode = (
-            source.demonstrations(step, warm.batch_size, config.seed, warm.step_by_step_share),
-            tokenizer.encode,
-        )
+        rows = source.demonstrations(step, warm.batch_size, config.seed, warm.step_by_step_share)
+        encode = tokenizer.encode
         return [TokenisedDemonstration(encode(row.question), encode(row.completion)) for row in rows]
 
     return drawn

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fp8core.numerics.e4m3 import TILE
 from fp8core.numerics.fused import HeadLayout, Heads
-from fp8core.numerics.packed import DevicePack, PackedSequences
+from fp8core.numerics.packed import DevicePack, PackedSequences, round_up
 
 MOST_BYTES = 3_000_000_000
 """Memory that cuDNN may take for one part of a pack, as `Shape.workspace` counts it."""
@@ -51,10 +51,10 @@ class Shape(NamedTuple):
     @classmethod
     def of(cls, lengths: Sequence[int]) -> "Shape":
         """The class of sequences of so many tokens, filling of their last pages included."""
-        sequences, longest = 1 << (len(lengths) - 1).bit_length(), _round_up(max(lengths), _LENGTHS)
+        sequences, longest = 1 << (len(lengths) - 1).bit_length(), round_up(max(lengths), _LENGTHS)
         tokens = sum(lengths)
         eighth = max(TILE, 1 << max(0, (tokens - 1).bit_length() - 4))
-        return cls(sequences, longest, min(_round_up(tokens, eighth), sequences * longest))
+        return cls(sequences, longest, min(round_up(tokens, eighth), sequences * longest))
 
     def workspace(self, layout: HeadLayout) -> int:
         """Bytes that cuDNN takes: products in BF16, and in FP32 gradients of K and V by query head and a sum a row."""
@@ -282,7 +282,3 @@ class Graph:
         sequences, longest = self._shape.sequences, self._shape.longest
         sizes = [sequences, heads, longest, width]
         return {"dim": sizes, "stride": [longest * heads * width, width, heads * width, 1]}
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

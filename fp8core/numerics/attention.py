@@ -30,6 +30,13 @@ HEAD_DIMS = (64, 128)
 """Of the decode kernel."""
 LARGEST_GROUP = 8
 """Query heads per KV head of the decode kernel: more do not fit a fragment's columns."""
+
+
+def decode_kernel_takes(head_dim: int, group: int) -> bool:
+    """True for heads that the decode kernel computes, `group` of Q for one of K and V."""
+    return head_dim in HEAD_DIMS and group <= LARGEST_GROUP
+
+
 _P_RANGE = 256.0
 _SUM_BITS = 32
 

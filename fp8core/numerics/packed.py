@@ -66,7 +66,7 @@ class PackedSequences:
         assert min(lengths) > 0, "an empty sequence"
         starts = [0]
         for length in lengths:
-            starts.append(starts[-1] + _round_up(length, PAGE))
+            starts.append(starts[-1] + round_up(length, PAGE))
         rest = -starts[-1] % TILE
         return cls((*lengths, 0), (*starts, starts[-1] + rest)) if rest else cls(tuple(lengths), tuple(starts))
 
@@ -108,10 +108,11 @@ class PackedSequences:
 
 def packed_length(length: int) -> int:
     """Tokens that a sequence takes in a pack."""
-    return _round_up(length, PAGE)
+    return round_up(length, PAGE)
 
 
-def _round_up(value: int, multiple: int) -> int:
+def round_up(value: int, multiple: int) -> int:
+    """The next multiple, or the value if it is one."""
     return -(-value // multiple) * multiple
 
 

@@ -19,7 +19,6 @@ from fp8core.data.source import build_source, check_problems
 from fp8core.errors import StoredFileError, UserError, without_passwords
 from fp8core.kernels.compilation import KernelFolders
 from fp8core.models.weights import training_formats
-from fp8core.numerics.logprobs import Truncation
 from fp8core.report.console import Console
 from fp8core.rewards.verifier import build_verifier
 from fp8core.rl.objective import Objective, whole_batch_setting
@@ -110,8 +109,7 @@ def _refuse_truncation(config: RunConfig) -> None:
     """
     rollout = config.rollout
     contract, reason = contract_of(config)
-    if Truncation.of(rollout.top_k, rollout.top_p) is not None and contract != "exact":
-        asked = f"rollout.top_k={rollout.top_k}" if rollout.top_p == 1 else f"rollout.top_p={rollout.top_p}"
+    if (asked := rollout.truncated_by) is not None and contract != "exact":
         raise UserError(
             f"{asked}: rollout.engine={rollout.engine} with the {trainer_of(config.training).name} trainer may leave "
             f"other tokens on each side ({contract} contract: {reason}); unset it, or take the embedded engine and the "

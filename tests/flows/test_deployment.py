@@ -260,7 +260,7 @@ def test_a_wrong_override_makes_no_run(run_deployment: Run, up: Any) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here `up` starts a worker for it")
 def test_a_run_that_no_worker_can_take_says_so_in_its_log(environment: dict[str, str], up: Any) -> None:
     assert "fp8-grpo/llama-aligned" in up.said.partition("\nready")[2]
-    watched = run(environment, "prefect", "deployment", "run", "fp8-grpo/llama", "--watch", "--watch-timeout", "20")
+    watched = run(environment, "prefect", "deployment", "run", "fp8-grpo/llama", "--watch", "--watch-timeout", "45")
     assert watched.returncode == 1
     assert pools.GPU in watched.stdout.partition("Created flow run")[2], watched.stdout
     with up.client() as client:

@@ -23,7 +23,7 @@ from fp8core.config.section import VllmConfig
 from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture, parameter_shapes, with_whole_tiles
 from fp8core.models.weights import rollout_formats
-from fp8core.numerics.attention import HEAD_DIMS, LARGEST_GROUP
+from fp8core.numerics.attention import HEAD_DIMS, LARGEST_GROUP, decode_kernel_takes
 from fp8core.numerics.e4m3 import TILE
 from fp8core.numerics.gemm import OUTPUT_MULTIPLE
 
@@ -194,7 +194,7 @@ def aligned_shape_refusals(arch: Architecture) -> Iterator[str]:
     group = arch.num_heads // arch.num_kv_heads
     if arch.experts is not None:
         yield "rollout.vllm.model=aligned: the model has experts, only dense ones are aligned; set it to stock"
-    if arch.head_dim not in HEAD_DIMS or group > LARGEST_GROUP:
+    if not decode_kernel_takes(arch.head_dim, group):
         yield (
             f"rollout.vllm.model=aligned: head_dim {arch.head_dim} with {group} query heads per KV head; its attention "
             f"needs head_dim {' or '.join(map(str, HEAD_DIMS))} and at most {LARGEST_GROUP}; set it to stock"

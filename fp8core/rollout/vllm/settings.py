@@ -33,7 +33,7 @@ from fp8core.models.architecture import (
 )
 from fp8core.models.quantised_checkpoint import block_fp8_section
 from fp8core.models.weights import StoredNames, is_linear, rollout_formats
-from fp8core.numerics.attention import HEAD_DIMS, LARGEST_GROUP
+from fp8core.numerics.attention import decode_kernel_takes
 from fp8core.rollout.vllm.requirements import ALIGNED_POINTS, ALIGNED_SCALE_RULE, VllmBuild
 
 # The product of the aligned model, and classes of vLLM's kernels that compute what `fp8_block` means.
@@ -176,7 +176,7 @@ class Launch:
 
 def attention_backend(arch: Architecture, contract: PrecisionContract, options: VllmConfig) -> str:
     """FlashAttention, or the one that has our kernel for decode steps (vLLM calls what comes from outside CUSTOM)."""
-    fits = arch.head_dim in HEAD_DIMS and arch.num_heads // arch.num_kv_heads <= LARGEST_GROUP
+    fits = decode_kernel_takes(arch.head_dim, arch.num_heads // arch.num_kv_heads)
     wanted = contract.rollout.kv_cache == "fp8" and options.decode_kernel == "fp8_decode"
     return "CUSTOM" if fits and wanted else "FLASH_ATTN"
 

@@ -62,9 +62,8 @@ class PolicyWorker:
         self._policy_forget_scales()
         tensors = open_shared(received, self.device)
         parameters = dict(self._policy_model().named_parameters())
-        for slot in (Slot(*fields) for fields in slots.values()):
-            if slot.filled_up:
-                parameters[slot.parameter].data.view(torch.uint8).zero_()
+        for name in {slot.parameter for slot in (Slot(*fields) for fields in slots.values()) if slot.filled_up}:
+            parameters[name].data.view(torch.uint8).zero_()
         for name, rows in self._policy_rows(slots).items():
             tensor = tensors[name]
             assert TensorSpec.of(rows) == TensorSpec.of(tensor), name

@@ -9,7 +9,7 @@ from fp8core.config.training import TrainingConfig
 from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture, parameter_shapes, with_whole_tiles
 from fp8core.models.weights import training_formats
-from fp8core.numerics.attention import HEAD_DIMS, LARGEST_GROUP
+from fp8core.numerics.attention import HEAD_DIMS, LARGEST_GROUP, decode_kernel_takes
 from fp8core.numerics.e4m3 import TILE
 from fp8core.numerics.gemm import OUTPUT_MULTIPLE
 from fp8core.numerics.logprobs import ChunkedHead
@@ -79,7 +79,7 @@ def check_architecture_fits(arch: Architecture, contract: PrecisionContract, dev
             f"must be a multiple of {OUTPUT_MULTIPLE}; set linear to bf16, or training.device to cpu"
         )
     group = arch.num_heads // arch.num_kv_heads
-    if contract.training.kv_cache == "fp8" and (arch.head_dim not in HEAD_DIMS or group > LARGEST_GROUP):
+    if contract.training.kv_cache == "fp8" and not decode_kernel_takes(arch.head_dim, group):
         raise UserError(
             f"{_SETTING} with precision.training.kv_cache=fp8: the model has head_dim={arch.head_dim} and {group} "
             f"query heads a KV head; the kernel takes head_dim {' or '.join(map(str, HEAD_DIMS))} and at most "
