@@ -7,6 +7,9 @@ The trainings are those of `fp8-grpo parity real-h200`, which would train one af
 Prefect's files in a folder of its own. When the time is over each stops after its step, and the same command goes on
 from there. When all are done the parity flow judges what is there. FOLDER gets its verdict, report and chart, and
 FOLDER/logs what each training printed.
+
+Predicted before the first measurement: held-out reward 0.23 at first and 0.70 after 300 steps in both precisions, their
+gap below one point, error exactly 1 in FP8, and 4 s a step with six trainings side by side (three took 2.0 s each).
 """
 
 import argparse
