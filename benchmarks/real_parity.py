@@ -1,12 +1,18 @@
 """Train a pretrained checkpoint in BF16 and in FP8 on one Hopper GPU, several trainings at once, and judge them.
 
     python -m benchmarks.real_checkpoint build/real
+    fp8-grpo compile real-h200
+    nvidia-cuda-mps-control -d                                         trainings compute at the same time, not in turn
     python -m benchmarks.real_parity --out FOLDER --seconds 560        until it says that all are done
 
 The trainings are those of `fp8-grpo parity real-h200`, which would train one after another. Here each is a process with
 Prefect's files in a folder of its own. When the time is over each stops after its step, and the same command goes on
 from there. When all are done the parity flow judges what is there. FOLDER gets its verdict, report and chart, and
 FOLDER/logs what each training printed.
+
+Predicted before the first measurement: held-out reward 0.23 at first and 0.70 after 300 steps in both precisions, their
+gap below one point, error exactly 1 in FP8, and 4 s a step with six trainings side by side (three took 2.0 s each, in
+turn).
 """
 
 import argparse
@@ -71,10 +77,18 @@ def train(trainings: Sequence[Training], logs: Path, at_once: int, end: float) -
 
 
 def _command(training: Training) -> list[str]:
+    return training_command(str(training.parameters["config"]), _settings(training))
+
+
+def _shown(training: Training) -> str:
+    """The same for readers, without the places of this machine."""
+    settings = [setting for setting in _settings(training) if not setting.startswith("runs=")]
+    return " ".join(["fp8-grpo run", training.parameters["config"], *(f"--set {setting}" for setting in settings)])
+
+
+def _settings(training: Training) -> list[str]:
     overrides = training.parameters["overrides"]
-    return training_command(
-        str(training.parameters["config"]), [f"{key}={json.dumps(overrides[key])}" for key in overrides]
-    )
+    return [f"{key}={json.dumps(overrides[key])}" for key in overrides]
 
 
 def _done(training: Training) -> bool:
@@ -87,7 +101,7 @@ def _write(out: Path, plan: Plan) -> None:
     for training in plan.trainings:
         if not committed(training.folder):
             continue
-        run, said = read_run(training.folder, training.shown_as), " ".join(_command(training)[1:])
+        run, said = read_run(training.folder, training.shown_as), _shown(training)
         shown[training.shown_as] = run
         about = {"seed": training.seed}
         rows.append(alignment_row(run, training.variant, said) | about)

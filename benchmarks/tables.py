@@ -460,7 +460,7 @@ def loop_tables(rows: Sequence[Row]) -> Iterator[str]:
     """Alignment and learning, seconds of runs, of a step, and of its artifacts; of what there are rows."""
     if found := _of(rows, "alignment"):
         forms = _ALIGNMENT.values()
-        lines = [[row["variant"], *(f"{row[key]:{form}}" for key, form in forms)] for row in found]
+        lines = [[_named(row), *(f"{row[key]:{form}}" for key, form in forms)] for row in found]
         yield table(["variant", *_ALIGNMENT], lines)
         yield _by_name("seconds of a run", found, "seconds", lambda seconds: f"{seconds:.1f}")
     if found := _of(rows, "step_ledger"):
@@ -481,19 +481,20 @@ def ledger_table(rows: Sequence[Row]) -> str:
         seconds, whole = row["seconds"], row["seconds"][WALL]
         parts = [*(seconds.get(name, 0.0) for name in names), whole - sum(seconds.get(name, 0.0) for name in _WORK)]
         *cells, rest = (f"{1000 * part:.0f} ({100 * part / whole:.1f} %)" for part in parts)
-        lines.append([_step_of(row), *cells, f"{1000 * whole:.0f}", rest, str(row["steps"])])
+        lines.append([_named(row), *cells, f"{1000 * whole:.0f}", rest, str(row["steps"])])
     return table(["ms of a step", *names, "whole", "rest", "steps"], lines)
 
 
 def _by_name(title: str, rows: Sequence[Row], key: str, form: Callable[[float], str]) -> str:
     names = list(dict.fromkeys(name for row in rows for name in row[key]))
-    return table([title, *names], [[_step_of(row), *(form(row[key].get(name, 0.0)) for name in names)] for row in rows])
+    return table([title, *names], [[_named(row), *(form(row[key].get(name, 0.0)) for name in names)] for row in rows])
 
 
-def _step_of(row: Row) -> str:
-    """The variant, and its source of old log-probs where that is not the pass."""
+def _named(row: Row) -> str:
+    """The variant, its seed where there are several, and its source of old log-probs where that is not the pass."""
+    seed = f", seed {row['seed']}" if "seed" in row else ""
     source = row.get("logprobs", "pass")
-    return str(row["variant"]) if source == "pass" else f"{row['variant']}, log-probs of {source}"
+    return f"{row['variant']}{seed}" + ("" if source == "pass" else f", log-probs of {source}")
 
 
 # A parity night
@@ -572,6 +573,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "calibration": lambda: [calibration_table(stored("step_costs_hopper"))],
     "training": _training_tables,
     "megatron": _megatron_tables,
+    "real": lambda: [*loop_tables(stored("real_parity")), parity_table(stored("parity_real")[0])],
     "loop": lambda: [*loop_tables(stored("small_hopper")), *loop_tables(stored("large_ledger"))],
     "parity": lambda: [parity_table(stored("parity_tiny")[0])],
     "recovery": lambda: [recovery_table(stored("recovery"))],

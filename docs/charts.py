@@ -33,6 +33,8 @@ GREY, BLUE, ORANGE, GREEN, RED, SKY, YELLOW = [
     "#56b4e9",
     "#f0e442",
 ]
+# Variants of the parity of a pretrained checkpoint.
+REAL = ("bf16", "fp8-end-to-end-kv")
 # A step of more than this compiled kernels; the row shows the compiler's speed.
 COMPILING_MS = 3000
 LIMIT = 8192
@@ -79,6 +81,11 @@ def _mismatch_claims() -> list[tuple[str, ...]]:
     differing = sum(run["tokens_differing"] for run in runs)
     small = {row["variant"]: row for row in stored("small_hopper") if row["kind"] == "alignment"}
     exact, plain = small["fp8_end_to_end_kv"], small["fp8_rollout"]
+    real = [row for row in stored("real_parity") if row["kind"] == "alignment"]
+    worst_of = {name: max(row["tmpe_max"] for row in real if row["variant"] == name) for name in REAL}
+    (night,) = stored("parity_real")
+    found = {check["name"]: check["found"] for check in night["checks"] if check["variant"] == REAL[1]}
+    gap, interval = found["held-out accuracy minus BF16, at the end"].split(" ", 1)
     large = {variant: row for (variant, source), row in _large().items() if source == "training"}
     error = "error {:g}, {} tokens differ"
     return [
@@ -96,6 +103,21 @@ def _mismatch_claims() -> list[tuple[str, ...]]:
             f"{plain['tmpe_max']:.5f}",
             "small_hopper.json",
             "loop.md#learning-in-five-precisions",
+        ),
+        (
+            "no mismatch on pretrained weights",
+            f"error {worst_of[REAL[1]]:g}",
+            f"SmolLM2-135M, {len(real) // 2} seeds of {real[0]['steps']} steps on an H200; "
+            f"BF16: {worst_of[REAL[0]]:.3f}",
+            "real_parity.json",
+            "real.md",
+        ),
+        (
+            "learning on pretrained weights",
+            f"held-out accuracy {gap} of BF16's",
+            f"the same trainings at the end; interval {interval.strip('()')}",
+            "parity_real.json",
+            "real.md",
         ),
         (
             "no mismatch at Qwen3-8B's shape",
