@@ -63,6 +63,24 @@ def test_two_engines_and_two_ranks_on_two_nodes_make_the_records_of_one_process(
     assert len({place["pid"] for place in places.values()}) == 4
 
 
+AHEAD = {"pipeline.mode": "asynchronous", "pipeline.ahead_tokens": 3, "pipeline.verified_share": 1.0}
+
+
+@pytest.fixture(scope="module")
+def ahead(loop_run):
+    """A run of one process whose updates land in flight; for reading only."""
+    return loop_run("ahead", **AHEAD)
+
+
+@pytest.mark.slow
+def test_a_run_that_generates_ahead_makes_the_records_of_one_process(two_nodes, loop_run, ahead):
+    run = loop_run("two ahead", cluster={"address": two_nodes.address, **TWO_EACH}, **AHEAD)
+    assert run.records == ahead.records
+    for step in range(1, 5):
+        metrics = run.store.get_json(run.ledger.artifacts(step)["metrics"])
+        assert metrics["alignment/tokens_differing"] == 0
+
+
 @pytest.mark.slow
 def test_ranks_whose_update_scores_store_what_a_pass_of_one_process_gives(two_nodes, loop_run, whole_run):
     settings = {"logprobs.source": "training"}
