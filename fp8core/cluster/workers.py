@@ -242,9 +242,9 @@ class ReplicatedEngine:
         waiting = {call.ref: call.member for m in working for call in [m.send("advance") for _ in range(_AHEAD)]}
         try:
             while waiting:
-                done, _ = ray.wait(list(waiting), num_returns=1)
-                member = waiting.pop(done[0])
-                (completions,) = self._gang.gather([Call(member, done[0])])
+                ended = self._gang.first_ended(waiting)
+                member = waiting.pop(ended)
+                (completions,) = self._gang.gather([Call(member, ended)])
                 if completions is not None:
                     call = member.send("advance")
                     waiting[call.ref] = member
