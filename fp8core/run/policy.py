@@ -87,7 +87,7 @@ def push(run: RunContext, scales: PolicyScales) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class KeptPolicy:
-    """What an engine was sent: weights as the trainer keeps them (`ScoringTrainer.keep`), and scales."""
+    """Weights that an engine was sent, as the trainer keeps them (`ScoringTrainer.keep`), with their scales."""
 
     tensors: Any
     scales: PolicyScales
