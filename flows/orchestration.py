@@ -3,7 +3,9 @@
 import logging
 import re
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED
+from concurrent.futures import wait as wait_for_one
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -89,29 +91,30 @@ class PrefectExecution(Execution):
         return called.result
 
     def steps(self, run: RunContext, index: int, inputs: Mapping[str, Ref]) -> dict[str, TaskResult]:
-        """Of steps that are ready together the last is called in this thread: a call costs less than a submission."""
-        artifacts, results, runs = dict(inputs), dict[str, TaskResult](), dict[str, RunInput]()
-        while ready := run.plan.ready(set(results)):
-            calls = [
-                Call(
+        """A step begins when its inputs exist, whatever else still runs."""
+
+        def ready(ended: Mapping[str, Called]) -> dict[str, Call]:
+            artifacts = dict(inputs)
+            for called in ended.values():
+                artifacts |= called.result.entry.outputs
+            return {
+                planned.name: Call(
                     self._steps[planned.name],
                     {
                         "folder": run.directory.path,
                         "index": index,
                         "inputs": quote({port: artifacts[artifact] for port, artifact in planned.inputs.items()}),
                     },
-                    {"inputs": {runs[producer] for producer in self._producers[planned.name]}},
+                    {"inputs": {ended[producer].run for producer in self._producers[planned.name]}},
                 )
-                for planned in ready
-            ]
-            with self._step_runs.place():
-                ended = side_by_side(calls)
-            for planned, called in zip(ready, ended, strict=True):
-                results[planned.name], runs[planned.name] = called.result, called.run
-                artifacts |= called.result.entry.outputs
-        assert len(results) == len(run.plan.steps), "a checked plan runs to its end"
-        self._last = {runs[name] for name in runs.keys() - set().union(*self._producers.values())}
-        return results
+                for planned in run.plan.ready(set(ended))
+            }
+
+        with self._step_runs.place():
+            ended = side_by_side(ready)
+        assert len(ended) == len(run.plan.steps), "a checked plan runs to its end"
+        self._last = {ended[name].run for name in ended.keys() - set().union(*self._producers.values())}
+        return {planned.name: ended[planned.name].result for planned in run.plan.steps}
 
 
 @dataclass(frozen=True)
@@ -130,16 +133,32 @@ class Called(NamedTuple):
     run: RunInput
 
 
-def side_by_side(calls: Sequence[Call]) -> list[Called]:
-    """Results of Prefect tasks that run at once; what one of them raises is raised when all have ended."""
-    *others, own = calls
+def side_by_side(ready: Callable[[Mapping[str, Called]], Mapping[str, Call]]) -> dict[str, Called]:
+    """Results of Prefect tasks by name, each begun as soon as it can be; what one raises is raised when none runs.
+
+    Of calls that are ready together the last is made in this thread: a call costs less than a submission.
+
+    Args:
+        ready: from the results so far to the calls whose results are missing and that need no other results.
+    """
+    ended, running = dict[str, Called](), dict[str, Any]()
     runner = FlowRunContext.get().task_runner
-    futures = [runner.submit(other.task, other.parameters, dependencies=other.after) for other in others]
     try:
-        result = run_task_sync(own.task, parameters=own.parameters, dependencies=own.after)
+        while True:
+            new = [(name, call) for name, call in ready(ended).items() if name not in running]
+            for name, call in new[:-1]:
+                running[name] = runner.submit(call.task, call.parameters, dependencies=call.after)
+            if new:
+                name, call = new[-1]
+                ended[name] = _value(run_task_sync(call.task, parameters=call.parameters, dependencies=call.after))
+            elif running:
+                wait_for_one([future.wrapped_future for future in running.values()], return_when=FIRST_COMPLETED)
+            else:
+                return ended
+            for name in [name for name, future in running.items() if future.wrapped_future.done()]:
+                ended[name] = running.pop(name).result()
     finally:
-        wait(futures)
-    return [*(future.result() for future in futures), _value(result)]
+        wait([*running.values()])
 
 
 def _value(result: Called | State[Called]) -> Called:

@@ -8,7 +8,7 @@ import os
 import platform
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -18,6 +18,7 @@ import ray
 from ray.exceptions import (
     ActorUnschedulableError,
     AuthenticationError,
+    GetTimeoutError,
     OutOfMemoryError,
     RayActorError,
     RayError,
@@ -86,6 +87,8 @@ class Gang:
         """
         self._group: Any = None
         self._all: list[Handle] = []
+        self._answer_seconds = settings.answer_seconds
+        self._ended_by: Exception | None = None
         _connect(settings)
         try:
             self._place(
@@ -104,33 +107,46 @@ class Gang:
         """The values of the calls, in their order.
 
         Raises:
-            MemberLost: a process ended; no member can be used any more.
+            MemberLost: a process ended, or gave no answer in time; no member can be used any more.
             MemberFailed: the code of a member raised; likewise.
             Exception: an error for people, as the member raised it, when all calls have ended.
+            Of threads that call members at the same time, each gets the error that ended them.
         """
         found, errors = dict[Any, Any](), list[Exception]()
         pending = {call.ref: call.member for call in calls}
-        patience: float | None = None
         while pending:
-            done, _ = ray.wait(list(pending), num_returns=1, timeout=patience)
-            if not done:
-                break
-            member = pending.pop(done[0])
+            if errors:
+                done, _ = ray.wait(list(pending), num_returns=1, timeout=_PATIENCE_SECONDS)
+                if not done:
+                    break
+                (ref,) = done
+            else:
+                ref = self.first_ended(pending)
+            member = pending.pop(ref)
             try:
-                found[done[0]] = self.value(member, done[0])
+                found[ref] = self.value(member, ref)
             except Exception as error:
                 if isinstance(error, MemberLost) and not isinstance(error, LinkLost):
-                    self._end_members()
+                    self._end_members(error)
                     raise
                 # Raised below, when the others have ended.
                 errors.append(error)
-                patience = _PATIENCE_SECONDS
         failed = next((error for error in errors if isinstance(error, MemberFailed | LinkLost)), None)
         if failed is not None or pending:
-            self._end_members()
+            self._end_members(failed or errors[0])
         if errors:
             raise failed or errors[0]
         return [found[call.ref] for call in calls]
+
+    def first_ended(self, pending: Mapping[Any, Handle]) -> Any:
+        """The first call to end, of some by their references; raises MemberLost: none does in time."""
+        done, _ = ray.wait(list(pending), num_returns=1, timeout=self._answer_seconds)
+        if done:
+            return done[0]
+        silent = dict.fromkeys(f"{member.name}: {_where(member)}" for member in pending.values())
+        lost = MemberLost(f"{', '.join(silent)} gave no answer within cluster.answer_seconds={self._answer_seconds:g}")
+        self._end_members(lost)
+        raise lost
 
     def value(self, member: Handle, ref: Any) -> Any:
         """The value of a call that has ended (errors: `gather`)."""
@@ -151,6 +167,8 @@ class Gang:
         except OutOfMemoryError as error:
             raise MemberLost(f"{member.name}: {_where(member)} had no memory left: {first_line(error)}") from None
         except RayActorError as error:
+            if self._ended_by is not None:
+                raise self._ended_by from None
             raise MemberLost(f"{member.name} ended: {_where(member)}: {_reason(error)}{_said(member)}") from None
         except RayError as error:
             raise MemberLost(f"{member.name}: {_where(member)}: {first_line(error)}") from None
@@ -207,11 +225,14 @@ class Gang:
             for bundle in bundles
         }
         try:
-            places = ray.get([actor.place.remote() for actor in actors.values()])
+            places = ray.get([actor.place.remote() for actor in actors.values()], timeout=self._answer_seconds)
         except OutOfMemoryError as error:
             raise UserError(f"cluster: a process did not start: no memory left: {first_line(error)}") from error
         except (RayActorError, ActorUnschedulableError) as error:
             raise UserError(f"cluster: a process did not start: {_reason(error)}") from error
+        except GetTimeoutError as error:
+            limit = f"cluster.answer_seconds={self._answer_seconds:g}"
+            raise UserError(f"cluster: a process did not start within {limit}") from error
         except RayTaskError as error:
             raise UserError(f"cluster: a node cannot run this program: {last_line(str(error.cause))}") from error
         started = {bundle: Handle(actors[bundle], place) for bundle, place in zip(actors, places, strict=True)}
@@ -226,7 +247,9 @@ class Gang:
             if member.place.python != python:
                 raise UserError(f"cluster: {_where(member)} has Python {member.place.python}, this is {python}")
 
-    def _end_members(self) -> None:
+    def _end_members(self, reason: Exception | None = None) -> None:
+        # Other threads may wait for them, and see no more than their end.
+        self._ended_by = self._ended_by or reason
         for member in self._all:
             ray.kill(member.actor)
         self._all = []

@@ -178,6 +178,12 @@ class TrainerPart:
         report, scored = self._trainer.scored_step(*arguments)
         return report, scored if self._ranks.rank == 0 else None
 
+    def logprobs_of(self, kept: Mapping[str, PackedTensor], *arguments: Any) -> ScoredBatch | None:
+        """As `ScoringTrainer.logprobs_of`; rank 0 alone has the scores."""
+        assert isinstance(self._trainer, ScoringTrainer), "the configuration was checked"
+        scored = self._trainer.logprobs_of(unpack(kept), *arguments)
+        return scored if self._ranks.rank == 0 else None
+
     def version(self) -> int:
         return self._trainer.version
 
@@ -193,6 +199,10 @@ class TrainerPart:
         if not self._kept:
             return None
         return Exported(shipped.digest(), specs_of(self._kept), all(tensor.is_cuda for tensor in self._kept.values()))
+
+    def packed(self) -> dict[str, PackedTensor]:
+        """The exported weights as bytes, in main memory."""
+        return pack(self._kept)
 
     def lend(self) -> SharedWeights:
         """Where engines of this host find the exported weights, until `release`."""

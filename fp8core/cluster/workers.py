@@ -13,12 +13,13 @@ from torch import Tensor
 
 from fp8core.cluster.gang import Call, Gang, Handle
 from fp8core.cluster.member import Place
-from fp8core.cluster.parts import EnginePart, Exported, SftPart, TrainerPart, pack, unpack
+from fp8core.cluster.parts import EnginePart, Exported, PackedTensor, SftPart, TrainerPart, pack, unpack
 from fp8core.cluster.transport import BROADCASTS, Broadcast, GroupRanks, Link, Meeting
 from fp8core.config.capability import Environment
 from fp8core.config.run import RunConfig
 from fp8core.models.architecture import Architecture
 from fp8core.models.safetensors_stream import ReadTensors
+from fp8core.models.weights import Shipped
 from fp8core.numerics.kv_scales import KvStatistics, LayerScales
 from fp8core.rl.batch import RolloutBatch, TokenBatch
 from fp8core.rollout.engine import Completion, PolicyScales, Probe, PromptGroup, Sampling, SyncReport, TensorSpec
@@ -241,9 +242,9 @@ class ReplicatedEngine:
         waiting = {call.ref: call.member for m in working for call in [m.send("advance") for _ in range(_AHEAD)]}
         try:
             while waiting:
-                done, _ = ray.wait(list(waiting), num_returns=1)
-                member = waiting.pop(done[0])
-                (completions,) = self._gang.gather([Call(member, done[0])])
+                ended = self._gang.first_ended(waiting)
+                member = waiting.pop(ended)
+                (completions,) = self._gang.gather([Call(member, ended)])
                 if completions is not None:
                     call = member.send("advance")
                     waiting[call.ref] = member
@@ -330,6 +331,24 @@ class RankedTrainer:
         found = self._by_all("scored_step", batch, temperature, scales)
         return self._learnt([report for report, _ in found]), found[0][1]
 
+    def keep(self, shipped: Shipped) -> "ray.ObjectRef[dict[str, PackedTensor]]":
+        """As `ScoringTrainer.keep`, in the memory that the processes of a node share.
+
+        Nobody waits for it: of rank 0 the calls that give the weights away come later.
+        """
+        waiting: ray.ObjectRef[dict[str, PackedTensor]] = self._gang.ranks[0].send("call", self._key, "packed").ref
+        return waiting
+
+    def logprobs_of(
+        self,
+        kept: "ray.ObjectRef[dict[str, PackedTensor]]",
+        batch: TokenBatch,
+        temperature: float,
+        scales: Sequence[LayerScales] | None,
+    ) -> ScoredBatch:
+        found: ScoredBatch = self._by_all("logprobs_of", kept, batch, temperature, scales)[0]
+        return found
+
     def _learnt(self, reports: Sequence[TrainReport]) -> TrainReport:
         """The report of all ranks. Raises ReplicaError: they hold other weights."""
         for member, report in zip(self._gang.ranks, reports, strict=True):
@@ -375,5 +394,5 @@ class RankedTrainer:
 
     def _by_all(self, method: str, *arguments: Any) -> list[Any]:
         """The answers of all ranks to one call."""
-        shared = [ray.put(argument) for argument in arguments]
+        shared = [each if isinstance(each, ray.ObjectRef) else ray.put(each) for each in arguments]
         return self._gang.gather([member.send("call", self._key, method, *shared) for member in self._gang.ranks])

@@ -177,8 +177,17 @@ class ClusterConfig(Section):
     start_seconds: float = Field(
         180.0, gt=0, le=86_400, description="Time for the cluster to give the processes their places."
     )
+    answer_seconds: float = Field(
+        3600.0,
+        gt=0,
+        le=86_400,
+        description="Longest wait for an answer of a process: an update, or the next completions. It is lost then.",
+    )
     replacements: int = Field(
-        3, ge=0, le=1000, description="How often a process that ended is replaced, with all others, before a run fails."
+        3,
+        ge=0,
+        le=1000,
+        description="How often a process that was lost is replaced, with all others, before a run fails.",
     )
 
     @property

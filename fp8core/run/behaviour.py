@@ -29,10 +29,12 @@ def behaviour_logprobs(run: RunContext, batch: TokenBatch, versions: Tensor) -> 
         batch: sequences.
         versions: int64 [B, longest], -1 where there is no token.
     """
+    # One that is made again may leave the run another trainer.
+    policies = {version: _kept(run, version) for version in sorted(set(versions[versions >= 0].tolist()))}
     trainer, found = run.ready_trainer(), (torch.zeros(versions.shape), torch.zeros(versions.shape))
     assert isinstance(trainer, ScoringTrainer), "the configuration was checked"
-    for version in sorted(set(versions[versions >= 0].tolist())):
-        rows, policy = (versions == version).any(dim=1).nonzero()[:, 0], _kept(run, version)
+    for version, policy in policies.items():
+        rows = (versions == version).any(dim=1).nonzero()[:, 0]
         chosen = TokenBatch(batch.tokens[rows], batch.valid[rows], batch.completion[rows])
         scored = trainer.logprobs_of(
             policy.tensors, chosen, run.config.rollout.temperature, policy.scales.layers or None

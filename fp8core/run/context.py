@@ -80,6 +80,8 @@ class RunContext:
         """Processes of the cluster are gone: place new ones, without engine and trainers (`run.start` builds them)."""
         assert self.cluster is not None, "a process of a cluster was lost"
         self.engine = self.trainer = self.reference = self.teacher = None
+        # They lie in the memory of what is gone.
+        self.kept_policies.clear()
         self.cluster.replace()
 
     def initial_policy(self) -> Mapping[str, Tensor]:

@@ -130,7 +130,6 @@ def _refuse_ahead(config: RunConfig) -> None:
     if contract not in ("exact", "aligned"):
         raise UserError(f"{place}: log-probs of older policies are not promised to be equal bit for bit ({reason})")
     others = {
-        "cluster": config.cluster.used,
         "rollout.stop_strings": bool(rollout.stop_strings),
         "rollout.router_replay": rollout.router_replay,
         "rollout.top_k": rollout.top_k is not None,

@@ -5,12 +5,10 @@ The second one answers the problems of an evaluation in one precision (`answer`)
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any
-
-from torch import Tensor
 
 from fp8core.alignment.bounds import beyond, stop_bounds
 from fp8core.alignment.metrics import EXPONENT_BOUND
@@ -47,7 +45,7 @@ from fp8core.run.build import build_base, build_engine, build_trainer, open_clus
 from fp8core.run.context import RunContext
 from fp8core.run.rollouts import answer_to, completion_text, failures, prompt_table
 from fp8core.store.artifacts import Ref
-from fp8core.training.trainer import Trainer
+from fp8core.training.trainer import ScoringTrainer, Trainer
 
 _PROBES = 8
 _LONGEST = 128
@@ -70,9 +68,9 @@ def push(run: RunContext, scales: PolicyScales) -> dict[str, Any]:
     # Where the engine sleeps, the export has the memory of what it is about to replace.
     engine.sleep()
     shipped = trainer.export()
-    report = engine.update(shipped, scales, trainer.version)
     if run.config.pipeline.mode != "synchronous":
         keep_policy(run, shipped, scales)
+    report = engine.update(shipped, scales, trainer.version)
     check_report(report, shipped.digest(), scales, trainer.version)
     described = engine.describe()
     check_formats(described, run.config.precision)
@@ -89,18 +87,18 @@ def push(run: RunContext, scales: PolicyScales) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class KeptPolicy:
-    """What an engine was sent."""
+    """Weights that an engine was sent, as the trainer keeps them (`ScoringTrainer.keep`), with their scales."""
 
-    tensors: Mapping[str, Tensor]
+    tensors: Any
     scales: PolicyScales
 
 
 def keep_policy(run: RunContext, shipped: Shipped, scales: PolicyScales) -> None:
     """Keep what the engine is sent, as long as a step may learn from what it writes with it (`run.behaviour`)."""
-    assert isinstance(shipped, Mapping), "a run that generates ahead has its trainer in this process"
-    oldest = run.ready_trainer().version - 1 - run.config.pipeline.max_staleness
-    copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in shipped.items()}
-    run.kept_policies[scales.version] = KeptPolicy(copies, scales)
+    trainer = run.ready_trainer()
+    assert isinstance(trainer, ScoringTrainer), "the configuration was checked"
+    oldest = trainer.version - 1 - run.config.pipeline.max_staleness
+    run.kept_policies[scales.version] = KeptPolicy(trainer.keep(shipped), scales)
     for version in [version for version in run.kept_policies if version < oldest]:
         del run.kept_policies[version]
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -172,14 +172,14 @@ class ScoringTrainer(Protocol):
         """Learn from a batch by one update, and score its rows in the forward of that update."""
         ...
 
+    def keep(self, shipped: Shipped) -> Any:
+        """A copy of what `export` gave last, in main memory, for `logprobs_of`; an engine has not taken it yet."""
+        ...
+
     def logprobs_of(
-        self,
-        shipped: Mapping[str, Tensor],
-        batch: TokenBatch,
-        temperature: float,
-        scales: Sequence[LayerScales] | None,
+        self, kept: Any, batch: TokenBatch, temperature: float, scales: Sequence[LayerScales] | None
     ) -> ScoredBatch:
-        """As `logprobs`, under a policy that was exported, of which engine and trainer have one format."""
+        """As `logprobs`, under a policy that was kept, of which engine and trainer have one format."""
         ...
 
 
@@ -364,16 +364,20 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
         """As every trainer. Raises LogprobError: the batch's truncation leaves out one of its tokens."""
         return self._scored_under(self._inference_weights(), batch, temperature, scales)
 
+    def keep(self, shipped: Shipped) -> dict[str, Tensor]:
+        """As `ScoringTrainer.keep`."""
+        return {name: shipped[name].detach().to("cpu", copy=True) for name in shipped.keys()}  # noqa: SIM118
+
     @torch.no_grad()
     def logprobs_of(
         self,
-        shipped: Mapping[str, Tensor],
+        kept: Mapping[str, Tensor],
         batch: TokenBatch,
         temperature: float,
         scales: Sequence[LayerScales] | None,
     ) -> ScoredBatch:
         try:
-            return self._scored_under(self._shipped_weights(shipped), batch, temperature, scales)
+            return self._scored_under(self._shipped_weights(kept), batch, temperature, scales)
         finally:
             self._drop_shipped()
 

@@ -44,6 +44,13 @@ def records(finished):
     return [manifest.record.model_dump() for manifest in manifests(finished)]
 
 
+def test_a_flow_that_generates_beside_the_update_makes_the_records_of_one_that_takes_turns(launch, loop_run):
+    """Engine and trainer compute at the same time, in two threads."""
+    settings = {"pipeline": {"mode": "asynchronous", "ahead_tokens": 3, "verified_share": 1.0}}
+    beside, turns = launch("ahead", overrides=settings), loop_run("ahead", steps=2, **settings)
+    assert [manifest.record.model_dump(mode="json") for manifest in manifests(beside)] == turns.records
+
+
 def test_exact_contract_gives_a_mismatch_of_exactly_one(three_steps):
     assert three_steps.summary["tmpe_max"] == 1.0
     assert three_steps.summary["tokens_differing"] == 0

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -13,10 +14,18 @@ from flows.orchestration import Call, as_task, side_by_side
 pytestmark = pytest.mark.usefixtures("prefect_server")
 
 
-def in_a_flow(*calls: Call) -> list[Any]:
+def in_a_flow(*calls: Call, after: dict[str, str] | None = None) -> list[Any]:
+    """Results of calls, which have their numbers as names; `after` has the one that another waits for."""
+    named, waits = {str(number): call for number, call in enumerate(calls)}, after or {}
+
+    def ready(ended: Mapping[str, Any]) -> dict[str, Call]:
+        left = {name: call for name, call in named.items() if name not in ended}
+        return {name: call for name, call in left.items() if waits.get(name) in (None, *ended)}
+
     @flow
     def alone() -> list[Any]:
-        return side_by_side(list(calls))
+        ended = side_by_side(ready)
+        return [ended[name] for name in named]
 
     return alone()
 
@@ -32,6 +41,24 @@ def test_tasks_run_at_once_and_the_last_in_the_calling_thread() -> None:
     first, second, last = in_a_flow(*(Call(thread_of, {"index": index, "barrier": barrier}, {}) for index in range(3)))
     assert last == threading.current_thread().name
     assert len({first, second, last}) == 3
+
+
+@as_task("waiting")
+def waiting(index: int, reached: threading.Event) -> bool:
+    return reached.wait(timeout=60)
+
+
+@as_task("setting")
+def setting(index: int, reached: threading.Event) -> None:
+    reached.set()
+
+
+def test_one_begins_when_its_inputs_exist_whatever_else_still_runs() -> None:
+    """As an update does, beside which a run generates."""
+    reached = threading.Event()
+    parameters = {"index": 1, "reached": reached}
+    calls = [Call(waiting, parameters, {}), Call(stored, {"index": 1}, {}), Call(setting, parameters, {})]
+    assert in_a_flow(*calls, after={"2": "1"}) == [True, 10, None]
 
 
 @as_task("cached")

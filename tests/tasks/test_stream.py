@@ -130,7 +130,6 @@ def test_a_replay_is_equal_and_verify_finds_nothing(ahead):
         ({"rollout.stop_strings": ["#"]}, "rollout.stop_strings is not computed"),
         ({"rollout.top_k": 4}, "rollout.top_k is not computed"),
         ({"logprobs.source": "training"}, "logprobs.source=training is not computed"),
-        ({"cluster.engines": 2}, "cluster is not computed"),
     ],
 )
 def test_what_is_not_computed_ahead_is_refused(settings, reason):

@@ -1,13 +1,22 @@
 """A run on a Ray cluster of two nodes: it computes what one process does, and survives what it loses."""
 
+import importlib
+import json
+import multiprocessing
 import os
+import random
+import shutil
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 import ray
 import torch
@@ -28,6 +37,9 @@ from fp8core.run.context import RunContext
 from fp8core.run.execute import StepError
 from fp8core.run.loop import Execution, train
 from fp8core.run.start import train_by
+from fp8core.store.run_directory import LEDGER
+from fp8core.store.run_view import RunView
+from fp8core.store.verify import verify
 from fp8core.training.trainer import NotFiniteError
 
 TWO_EACH = {"engines": 2, "ranks": 2}
@@ -61,6 +73,112 @@ def test_two_engines_and_two_ranks_on_two_nodes_make_the_records_of_one_process(
     places = run.store.get_json(run.ledger.steps()[4].manifest)["observed"]["cluster"]
     assert set(places) == {"engine 0", "engine 1", "rank 0", "rank 1"}
     assert len({place["pid"] for place in places.values()}) == 4
+
+
+AHEAD = {"pipeline.mode": "asynchronous", "pipeline.ahead_tokens": 3, "pipeline.verified_share": 1.0}
+
+
+@pytest.fixture(scope="module")
+def ahead(loop_run):
+    """A run of one process whose updates land in flight; for reading only."""
+    return loop_run("ahead", **AHEAD)
+
+
+@pytest.mark.slow
+def test_a_run_that_generates_ahead_makes_the_records_of_one_process(two_nodes, loop_run, ahead):
+    run = loop_run("two ahead", cluster={"address": two_nodes.address, **TWO_EACH}, **AHEAD)
+    assert run.records == ahead.records
+    for step in range(1, 5):
+        metrics = run.store.get_json(run.ledger.artifacts(step)["metrics"])
+        assert metrics["alignment/tokens_differing"] == 0
+
+
+class Lives:
+    """A run in its own processes, one after the other, each with its members."""
+
+    def __init__(self, settings: dict[str, Any], folder: Path) -> None:
+        self._settings, self._folder, self._context = settings, folder, multiprocessing.get_context("forkserver")
+        # A life forks from it, and costs no import.
+        self._context.set_forkserver_preload(["fp8core.cluster.workers", "fp8core.run.loop", "torch._dynamo"])
+        self._live = importlib.import_module("ray_life").live
+        self._members = folder.parent / "members.json"
+
+    def begin(self) -> None:
+        arguments = self._settings, self._folder.name, self._members
+        self.process = self._context.Process(target=self._live, args=arguments)
+        self.process.start()
+
+    def done(self) -> int:
+        """Tasks and steps that the ledger has."""
+        path = self._folder / LEDGER
+        lines = path.read_text().splitlines() if path.exists() else []
+        return sum('"event":"segment"' not in line for line in lines)
+
+    def wait_for(self, done: int) -> None:
+        deadline = time.monotonic() + 120
+        while self.done() < done:
+            assert self.process.is_alive(), f"it ended with {self.process.exitcode}"
+            assert time.monotonic() < deadline, "the run gets nowhere"
+            time.sleep(0.005)
+
+    def kill(self, kind: str, draws: random.Random) -> None:
+        """SIGKILL of a member, of the driver, or of both; a driver has a next one."""
+        if kind in ("member", "both"):
+            alive = [pid for pid in json.loads(self._members.read_text()) if psutil.pid_exists(pid)]
+            with suppress(ProcessLookupError):
+                os.kill(draws.choice(alive), signal.SIGKILL)
+        if kind != "member":
+            self.process.kill()
+            self.process.join()
+            assert self.process.exitcode == -signal.SIGKILL
+            self.begin()
+
+
+@pytest.mark.slow
+def test_a_run_ahead_that_is_killed_ten_times_ends_with_equal_weights_and_records(
+    two_nodes, loop_run, small, tmp_path, monkeypatch
+):
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    steps, draws = 6, random.Random("ten kills")
+    whole = loop_run("whole", steps=steps, **AHEAD)
+    cluster = {"address": two_nodes.address, "engines": 2, "replacements": 20}
+    lives = Lives({**small, **AHEAD, "steps": steps, "runs": str(tmp_path), "cluster": cluster}, tmp_path / "run")
+    # The last kind while members are placed or replaced: a life costs little until then.
+    kinds = [*["member"] * 4, *["driver"] * 2, *["both"] * 2, *["starting driver"] * 2]
+    draws.shuffle(kinds)
+    lives.begin()
+    try:
+        for kind in kinds:
+            early = kind == "starting driver"
+            lives.wait_for(lives.done() + (0 if early else draws.randint(1, 5)))
+            time.sleep(draws.uniform(0, 2 if early else 0.2))
+            lives.kill(kind, draws)
+        lives.process.join(120)
+        assert lives.process.exitcode == 0
+    finally:
+        lives.process.kill()
+    run = type(whole)(tmp_path / "run")
+    assert run.records == whole.records
+    assert [found for found in verify(RunView.read(run.folder)) if found.severity != "note"] == []
+
+
+@pytest.mark.slow
+def test_an_engine_that_stands_still_is_replaced_and_the_run_ends_with_equal_records(two_nodes, ahead, tmp_path):
+    shutil.copytree(ahead.folder.parent, tmp_path / "loop")
+    run = type(ahead)(tmp_path / "loop" / "ahead")
+    run.cut_after(4, "rollout")
+
+    def stop(live: RunContext) -> None:
+        for engine in live.cluster.gang.engines:
+            os.kill(engine.place.pid, signal.SIGSTOP)
+
+    cluster = {"address": two_nodes.address, "engines": 2, "answer_seconds": 12.0}
+    began = time.monotonic()
+    with run.opened(cluster=cluster) as live:
+        train(live, Accidents({4: stop}))
+    assert run.records == ahead.records
+    assert "gave no answer within cluster.answer_seconds=12; all processes are replaced" in run.said
+    assert time.monotonic() - began < 180
 
 
 @pytest.mark.slow
@@ -199,8 +317,12 @@ def test_a_process_that_ended_is_a_better_reason_than_what_others_lost_by_it(two
             with pytest.raises(MemberLost, match=rf"^rank 0: process \d+ on \S+: {said}"):
                 gang.value(first, first.send("build", "broken", raise_error, (), error).ref)
         calls = [first.send("build", "broken", raise_error, (), nccl), second.send("build", "ends", end_late, ())]
-        with pytest.raises(MemberLost, match=r"^rank 1 ended: "):
-            gang.gather(calls)
+        # A run generates in another thread than that of its updates.
+        with ThreadPoolExecutor() as pool:
+            beside = pool.submit(gang.gather, [first.send("build", "sleeps", time.sleep, (), 60)])
+            with pytest.raises(MemberLost, match=r"^rank 1 ended: "):
+                gang.gather(calls)
+            assert str(beside.exception(30)).startswith("rank 1 ended: ")
         assert not gang.alive
 
 
