@@ -102,7 +102,8 @@ def with_mode(pipeline: PipelineConfig) -> PipelineConfig:
             # Generation must have ended, and it runs beside everything before.
             step = step.model_copy(update={"needs": step.inputs() | {"next_stream": "next_stream"}})
         if step.uses == _RECORD:
-            step = step.model_copy(update={"needs": step.inputs() | {"behaviour": "behaviour"}})
+            streamed = {port: port for port in ("behaviour", "left", "next_stream")}
+            step = step.model_copy(update={"needs": step.inputs() | streamed})
         steps += [finish, ahead] if step is rollout else [step]
     carries = pipeline.carries | {"stream": "next_stream"}
     return pipeline.model_copy(update={"steps": steps, "carries": carries})
