@@ -6,7 +6,13 @@ from statistics import fmean, pstdev
 
 import pytest
 
+from fp8core.config.load import load_config
+from fp8core.report.pages import report_html
+from fp8core.report.run_data import read_run, read_runs
 from fp8core.run.commit import stored_metrics
+from fp8core.run.open import uncorrected_lag
+from fp8core.store.diff import compare
+from fp8core.store.run_view import RunView
 
 LOW, HIGH = 0.2, 0.28
 SETTINGS = {
@@ -133,3 +139,46 @@ def test_a_synchronous_run_has_none_of_it(whole_run):
         names = Counter(stored_metrics(whole_run.ledger, whole_run.store, step))
         assert not [name for name in names if "_age_" in name or "staleness" in name or "prompts_" in name]
         assert "correction/ess" not in names
+
+
+def test_the_report_draws_what_only_a_run_that_generates_ahead_has(lagging, whole_run):
+    run, _ = lagging
+    folders = [run.folder, whole_run.folder]
+    both, alone = report_html(read_runs(folders)), report_html(read_runs(folders[1:]))
+    for words in ("Generation ahead", "Effective sample size by age", "age 2", "staleness of tokens, largest"):
+        assert words in both
+        assert words not in alone
+    # The engines agree, however old a token is.
+    tokens = read_run(run.folder, "lagging").tokens
+    assert len(tokens.difference)
+    assert not tokens.difference.any()
+
+
+def test_a_comparison_names_the_mode_and_not_the_steps_that_it_makes(lagging, whole_run):
+    run, _ = lagging
+    found = compare(*(RunView.read(each.folder) for each in (run, whole_run)))
+    paths = {difference.path for difference in found.configuration}
+    assert {"pipeline.mode", "pipeline.max_staleness"} <= paths
+    assert not [path for path in paths if path.startswith(("pipeline.steps", "pipeline.carries"))]
+    _, metric = found.first_metric
+    assert None not in (metric.ours, metric.theirs)
+
+
+UNCORRECTED = {"pipeline.mode": "one_step_off", "correction.method": "none"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "warned"),
+    [
+        (UNCORRECTED, True),
+        (UNCORRECTED | {"pipeline.mode": "synchronous"}, False),
+        (UNCORRECTED | {"pipeline.max_staleness": 0}, False),
+        (UNCORRECTED | {"correction.method": "token_tis"}, False),
+        (UNCORRECTED | {"correction.method": "preset", "correction.preset": "verl/bypass_ppo_clip"}, False),
+        (UNCORRECTED | {"correction.method": "custom", "correction.weighting": {"level": "none"}}, True),
+    ],
+)
+def test_policy_lag_without_a_correction_is_warned_of(settings, warned):
+    said = uncorrected_lag(load_config("tiny", settings))
+    assert (said is not None) == warned
+    assert said is None or said.startswith("warning: pipeline.mode=one_step_off without a correction")
