@@ -70,6 +70,11 @@ class PipelineConfig(Section):
         description="Artifact at the start of an iteration -> artifact that replaces it at the end.",
     )
 
+    @property
+    def kept_policies(self) -> int:
+        """Policies that are kept to score the tokens that they wrote: the newest, and those that a step learns from."""
+        return 0 if self.mode == "synchronous" else self.max_staleness + 2
+
 
 _PROMPTS, _ROLLOUT, _FINISH, _AHEAD = (
     *("tasks.prompts:prompts", "tasks.rollout:rollout"),

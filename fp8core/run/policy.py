@@ -98,7 +98,7 @@ class KeptPolicy:
 def keep_policy(run: RunContext, shipped: Shipped, scales: PolicyScales) -> None:
     """Keep what the engine is sent, as long as a step may learn from what it writes with it (`run.behaviour`)."""
     assert isinstance(shipped, Mapping), "a run that generates ahead has its trainer in this process"
-    oldest = run.ready_trainer().version - 1 - run.config.pipeline.max_staleness
+    oldest = run.ready_trainer().version + 1 - run.config.pipeline.kept_policies
     copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in shipped.items()}
     run.kept_policies[scales.version] = KeptPolicy(copies, scales)
     for version in [version for version in run.kept_policies if version < oldest]:
