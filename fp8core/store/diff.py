@@ -222,9 +222,9 @@ def _settings(ours: RunView, theirs: RunView) -> list[Difference]:
 
 
 def with_equal_steps(configs: Sequence[RunConfig | None]) -> list[RunConfig | None]:
-    """Configurations of which the synchronous ones have the steps of the first other mode: the mode itself says more.
+    """Configurations, the synchronous ones with the steps of the first other mode, so that only the mode differs.
 
-    A pipeline that has no such mode stays as it is.
+    A pipeline that cannot have that mode stays as it is.
     """
     modes = [config.pipeline.mode for config in configs if config is not None]
     mode = next((mode for mode in modes if mode != "synchronous"), None)
@@ -252,7 +252,7 @@ def _record(run: RunView, step: int) -> StepRecord:
 
 def _metric(ours: RunView, theirs: RunView, step: int) -> MetricDifference | None:
     differences = metric_differences(_metrics(ours, ours.steps[step]), _metrics(theirs, theirs.steps[step]))
-    # One that only a mode has says less than one that both measured.
+    # Runs of two modes have metrics that differ in name alone; one that both measured comes first.
     both = [found for found in differences if found.by is not None]
     return next(iter(both or differences), None)
 
