@@ -33,7 +33,15 @@ from fp8core.report.pages import parity_charts, parity_html, parity_markdown
 from fp8core.report.run_data import read_run
 from fp8core.store.durable import PRIVATE, make_folder, write_file
 
-VariantName = Literal["bf16", "fp8-rollout", "fp8-rollout-corrected", "fp8-end-to-end", "fp8-end-to-end-kv", "stress"]
+VariantName = Literal[
+    "bf16",
+    "fp8-rollout",
+    "fp8-rollout-corrected",
+    "fp8-end-to-end",
+    "fp8-end-to-end-kv",
+    "stress",
+    "asynchronous",
+]
 Seed = Annotated[int, Field(ge=0, le=2**31 - 1)]
 MEMORY, PAGE, PICTURE, WORDS = "memory.jsonl", "report.html", "report.png", "report.md"
 

@@ -7,12 +7,18 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 
 from fp8core.alignment.metrics import alignment_metrics
+from fp8core.config.run import RunConfig
 from fp8core.config.steps import NoOptions
 from fp8core.rewards.scorer import OUTCOMES
 from fp8core.rl.batch import padded
+from fp8core.rl.correction import log_ratio, row_errors
+from fp8core.rl.losses import ClipRange
+from fp8core.rl.objective import named_correction
+from fp8core.rl.staleness import lag_metrics, staleness_metrics
 from fp8core.run.context import RunContext
 from fp8core.run.policy import read_scales
 from fp8core.store.artifacts import Ref
@@ -33,7 +39,13 @@ from tasks.step import step
         "evaluation": "evaluation",
         "next_scales": "scales",
     },
-    optional_inputs={"kv_statistics": "kv_statistics", "scales": "scales", "behaviour": "behaviour"},
+    optional_inputs={
+        "kv_statistics": "kv_statistics",
+        "scales": "scales",
+        "behaviour": "behaviour",
+        "left": "stream",
+        "next_stream": "stream",
+    },
     outputs={"metrics": "metrics"},
 )
 def record(
@@ -50,13 +62,17 @@ def record(
     kv_statistics: Ref | None = None,
     scales: Ref | None = None,
     behaviour: Ref | None = None,
+    left: Ref | None = None,
+    next_stream: Ref | None = None,
 ) -> dict[str, Ref]:
     """Everything in MLflow about the step but its timings.
 
-    With `behaviour` both policies are compared where these log-probs are: of the versions that wrote the tokens.
+    With `behaviour` both policies are compared where these log-probs are: of the versions that wrote the tokens. The
+    distance of the policy before the update from these versions is measured too, by age of token.
     """
     store = run.directory.store
     completions, scored = store.get_table(rollouts), store.get_table(logprobs)
+    rewarded = store.get_table(rewards)
     compared, against = compared_rows(run.config, index, len(completions)), scored
     if behaviour is not None:
         compared, against = behind(scored, store.get_table(behaviour))
@@ -64,14 +80,16 @@ def record(
     # second for 200,000 tokens instead of 0.1 (benchmarks/host_costs.py).
     with torch_threads(1):
         metrics = {
-            **reward_metrics(store.get_table(rewards)),
+            **reward_metrics(rewarded),
             **rollout_metrics(completions, scored),
             **{f"alignment/{name}": value for name, value in mismatch(completions, against, compared).items()},
-            **({} if behaviour is None else staleness_metrics(completions, index - 1)),
+            **({} if behaviour is None else age_metrics(completions, rewarded, scored, index - 1, run.config)),
             **train_metrics(store.get_json(train_report)),
             **{f"sync/probe_{name}": value for name, value in store.get_json(sync_report)["probe"].items()},
             **scale_metrics(store.get_json(next_scales)),
         }
+    if left is not None and next_stream is not None:
+        metrics |= stream_metrics(*(store.get_table(ref, STREAM_COLUMNS) for ref in (left, next_stream)))
     if kv_statistics is not None:
         statistics = store.get_json(kv_statistics)
         metrics["kv/saturated_share"] = statistics["saturated_share"]
@@ -130,20 +148,49 @@ def rollout_metrics(rollouts: pa.Table, logprobs: pa.Table) -> dict[str, float]:
 
 
 def behind(logprobs: pa.Table, behaviour: pa.Table) -> tuple[torch.Tensor, pa.Table]:
-    """Which completions have log-probs of the versions that wrote them, and the log-probs with these in place."""
+    """True for completions with log-probs of the versions that wrote them; all log-probs, with these in place."""
     by_place = {(row["group"], row["sample"]): row for row in behaviour.to_pylist()}
     rows = {(row["group"], row["sample"]): row for row in logprobs.to_pylist()}
     replaced = pa.Table.from_pylist([*(rows | by_place).values()], LOGPROBS)
     return torch.tensor([place in by_place for place in rows]), replaced
 
 
-def staleness_metrics(rollouts: pa.Table, newest: int) -> dict[str, float]:
-    """How many versions older than the newest policy the one is that wrote a token."""
-    if "versions" not in rollouts.column_names:
-        return {"rollout/staleness_mean": 0.0, "rollout/staleness_max": 0.0}
-    versions, written = padded(rollouts["versions"], torch.int64, 0), padded(rollouts["written"], torch.bool, False)
-    ages = (newest - versions[written]).double()
-    return {"rollout/staleness_mean": float(ages.mean()), "rollout/staleness_max": float(ages.max())}
+def age_metrics(
+    rollouts: pa.Table, rewards: pa.Table, logprobs: pa.Table, newest: int, config: RunConfig
+) -> dict[str, float]:
+    """Age of the tokens, and by age the weights of the policy `newest` over the one that wrote a token."""
+    written = padded(rollouts["written"], torch.bool, False)
+    ages = torch.zeros(written.shape, dtype=torch.int64)
+    if "versions" in rollouts.column_names:
+        ages = newest - padded(rollouts["versions"], torch.int64, newest)
+    old, sampled = (padded(table["logprobs"], torch.float32, 0.0) for table in (logprobs, rollouts))
+    learnt = written & torch.tensor(rewards["keep"].to_pylist())[:, None]
+    if (threshold := config.correction.seq_logprob_error_threshold) is not None:
+        learnt = learnt & (row_errors(log_ratio(old, sampled, learnt), learnt) <= threshold)[:, None]
+    clip = ClipRange(low=config.loss.clip_low, high=config.loss.clip_high)
+    lag = lag_metrics(old, sampled, ages, learnt, named_correction(config.correction).rule, clip)
+    return {
+        **{f"rollout/{name}": value for name, value in staleness_metrics(ages, written).items()},
+        **{f"correction/{name}": value for name, value in lag.items()},
+    }
+
+
+STREAM_COLUMNS = ["batch", "group", "finish", "tokens"]
+"""What `stream_metrics` reads."""
+
+
+def stream_metrics(before: pa.Table, after: pa.Table) -> dict[str, float]:
+    """Prompts in flight and complete ones that wait after an update, and tokens that were written beside it."""
+    open_: dict[tuple[int, int], bool] = {}
+    for batch, group, finish in zip(*(after[name].to_pylist() for name in STREAM_COLUMNS[:3]), strict=True):
+        open_[batch, group] = open_.get((batch, group), False) or not finish
+    tokens = [pc.sum(pc.list_value_length(table["tokens"])).as_py() or 0 for table in (before, after)]
+    return {
+        "rollout/prompts_in_flight": float(sum(open_.values())),
+        "rollout/prompts_waiting": float(len(open_) - sum(open_.values())),
+        "rollout/tokens_ahead": float(tokens[1]),
+        "rollout/tokens_beside_update": float(tokens[1] - tokens[0]),
+    }
 
 
 def mismatch(rollouts: pa.Table, logprobs: pa.Table, rows: torch.Tensor) -> dict[str, float]:

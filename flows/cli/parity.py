@@ -24,7 +24,11 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--seeds", type=_seeds, metavar="N[,N]", help="seeds of every variant (default: as configured)")
     parser.add_argument("--steps", type=int, metavar="N", help="GRPO steps of each training (default: as configured)")
     parser.add_argument(
-        "--variant", action="append", dest="variants", metavar="NAME", help="what to train (default: all variants)"
+        "--variant",
+        action="append",
+        dest="variants",
+        metavar="NAME",
+        help="what to train (default: all but asynchronous)",
     )
     parser.add_argument("--set", action="append", dest="overrides", metavar="KEY=VALUE", help="override a setting")
     parser.set_defaults(command=run_parity)

@@ -1,7 +1,8 @@
 """The names that MLflow shows a training's metrics by; records, reports and bounds have the names of the tasks.
 
 MLflow draws one section of charts for each word before a slash, sorted by that word. So twelve headline metrics come
-first, as `core/...`. Every other one is below `detail/`. None is there twice.
+first, as `core/...`, and two more of a run that generates ahead. Every other one is below `detail/`. None is there
+twice.
 """
 
 from collections.abc import Iterable, Mapping
@@ -10,8 +11,10 @@ from fp8core.report.summary import (
     ENTROPY,
     GRAD_NORM,
     HELDOUT,
+    LAG_ESS,
     LENGTH,
     REWARD,
+    STALENESS,
     TMPE,
     TOKENS,
     TOKENS_DIFFERING,
@@ -38,6 +41,8 @@ _HEADLINE = {
     "alignment/ess": f"{CORE}ess",
     "train/clip_fraction": f"{CORE}clip",
     GRAD_NORM: f"{CORE}grad_norm",
+    STALENESS: f"{CORE}staleness",
+    LAG_ESS: f"{CORE}staleness_ess",
 }
 _OF_MODEL = (ERROR, K3, ACCURACY, MEAN_REWARD, f"{DETAIL}{TOKENS_DIFFERING}")
 

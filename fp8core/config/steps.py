@@ -70,6 +70,11 @@ class PipelineConfig(Section):
         description="Artifact at the start of an iteration -> artifact that replaces it at the end.",
     )
 
+    @property
+    def kept_policies(self) -> int:
+        """Policies that are kept to score the tokens that they wrote: the newest, and those that a step learns from."""
+        return 0 if self.mode == "synchronous" else self.max_staleness + 2
+
 
 _PROMPTS, _ROLLOUT, _FINISH, _AHEAD = (
     *("tasks.prompts:prompts", "tasks.rollout:rollout"),
@@ -102,7 +107,8 @@ def with_mode(pipeline: PipelineConfig) -> PipelineConfig:
             # Generation must have ended, and it runs beside everything before.
             step = step.model_copy(update={"needs": step.inputs() | {"next_stream": "next_stream"}})
         if step.uses == _RECORD:
-            step = step.model_copy(update={"needs": step.inputs() | {"behaviour": "behaviour"}})
+            streamed = {port: port for port in ("behaviour", "left", "next_stream")}
+            step = step.model_copy(update={"needs": step.inputs() | streamed})
         steps += [finish, ahead] if step is rollout else [step]
     carries = pipeline.carries | {"stream": "next_stream"}
     return pipeline.model_copy(update={"steps": steps, "carries": carries})

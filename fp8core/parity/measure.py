@@ -64,9 +64,16 @@ VARIANTS = {
             "fp8+kv",
             "fp8+kv",
         ),
+        Variant(
+            "asynchronous",
+            "FP8 everywhere, and generation beside the update: what staleness costs",
+            "fp8+kv",
+            "fp8+kv",
+            {"pipeline.mode": "asynchronous"},
+        ),
     )
 }
-"""By name, the baseline first."""
+"""By name, the baseline first. The last is trained where it is named."""
 
 
 def variant_settings(variant: Variant, config: RunConfig, seed: int) -> dict[str, Any]:
@@ -237,7 +244,7 @@ def _idle(run: RunData) -> list[int]:
 
 def _speed(run: RunData) -> float | None:
     """Over the steps of which both tokens and seconds are known, without the first, in which engines compile."""
-    seconds = run.seconds.get("rollout", {})
+    seconds = run.generating
     tokens = dict(zip(*series(run.history, "rollout/tokens"), strict=True))
     steps = [step for step in tokens if step in seconds and step > START + 1]
     spent = sum(seconds[step] for step in steps)

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from fp8core.config.run import RunConfig
@@ -20,6 +20,7 @@ from fp8core.plan.memory import (
     Phase,
     StoredBytes,
     count_parameters,
+    longest_sequence,
     shipped_bytes,
 )
 from fp8core.rollout.registry import engine_entry
@@ -27,6 +28,8 @@ from fp8core.training.memory import Parallel, host_needs, most_activations
 from fp8core.training.registry import trainer_of
 
 _BF16 = 2
+# Token, log-prob and version.
+_STREAMED = 12
 # Of what stays between steps, the part that a checkpoint has.
 _SAVED = ("master weights", "optimiser states")
 _MORE_MEMORY = "choose a machine with more memory"
@@ -41,6 +44,24 @@ class CheckpointSpace(NamedTuple):
     kept: int
 
 
+class AheadSpace(NamedTuple):
+    """Generation beside the update: the mode, how old a token may be, what may be begun, and what is kept for it.
+
+    Attributes:
+        completions: in flight or waiting between two steps, at most.
+        stream: bytes of all their tokens, at most; a step stores them twice.
+        policies: kept in main memory to score the tokens that they wrote.
+        policy: bytes of one.
+    """
+
+    mode: str
+    staleness: int
+    completions: int
+    stream: int
+    policies: int
+    policy: int
+
+
 @dataclass(frozen=True)
 class RunPlan:
     """The memory that a training takes, and its disk.
@@ -52,6 +73,7 @@ class RunPlan:
         sync: what one update of the engine sends.
         checkpoint: its checkpoints; a run that ends in between writes one more.
         precision_gap: held-out prompts that step 0 answers in BF16 too, 0 where it does not.
+        ahead: None for a run whose generation waits for the update.
         refusals: a line for each reason why it cannot run.
     """
 
@@ -61,6 +83,7 @@ class RunPlan:
     sync: StoredBytes
     checkpoint: CheckpointSpace
     precision_gap: int
+    ahead: AheadSpace | None
     refusals: tuple[str, ...]
 
 
@@ -82,14 +105,43 @@ def plan_run(config: RunConfig, arch: Architecture, machine: Machine, parallel: 
     entry = engine_entry(config)
     gpus = 0 if machine.gpu is None else entry.gpus(config)
     engine = entry.memory(config, arch, machine.gpu if gpus else None)
+    ahead = _ahead(config, arch, sync)
     devices = _devices(config, arch, machine, parallel, sync, engine, gpus)
+    if ahead is not None:
+        devices = _with_policies(devices, machine.host, ahead)
     refusals = [refusal for device in devices for refusal in device.refusals()]
     # A cache that is too small because nothing fits is no reason of its own.
     if engine.refusal is not None and not refusals:
         refusals.append(engine.refusal)
     space = _checkpoint(config, arch)
     gap = compared_prompts(config)
-    return RunPlan(count_parameters(arch), devices, engine.cache, sync, space, gap, tuple(refusals))
+    return RunPlan(count_parameters(arch), devices, engine.cache, sync, space, gap, ahead, tuple(refusals))
+
+
+def _ahead(config: RunConfig, arch: Architecture, sync: StoredBytes) -> AheadSpace | None:
+    pipeline, rollout = config.pipeline, config.rollout
+    if pipeline.mode == "synchronous":
+        return None
+    completions = pipeline.max_staleness * rollout.drawn_prompts * rollout.group_size
+    tokens = min(rollout.max_new_tokens, longest_sequence(config, arch))
+    return AheadSpace(
+        *(pipeline.mode, pipeline.max_staleness, completions, completions * tokens * _STREAMED),
+        *(pipeline.kept_policies, sync.total),
+    )
+
+
+def _with_policies(devices: tuple[DevicePlan, ...], host: Device | None, ahead: AheadSpace) -> tuple[DevicePlan, ...]:
+    """The kept policies lie in main memory, beside all that the host holds at any time."""
+    need = Need("policies kept for scores", ahead.policies * ahead.policy, f"{ahead.policies} versions, as sent")
+    if any(device.device == host for device in devices):
+        return tuple(
+            replace(device, phases=tuple(replace(phase, needs=(*phase.needs, need)) for phase in device.phases))
+            if device.device == host
+            else device
+            for device in devices
+        )
+    phase = Phase("generating ahead", (need,), None if host is None else host.memory, _MORE_MEMORY)
+    return devices if host is None else (*devices, DevicePlan(host, 1, (phase,)))
 
 
 def _checkpoint(config: RunConfig, arch: Architecture) -> CheckpointSpace:

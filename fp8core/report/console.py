@@ -23,6 +23,7 @@ from fp8core.report.summary import (
     REPORT,
     REWARD,
     SIGNAL,
+    STALENESS,
     STEP,
     TMPE,
     TOKENS,
@@ -40,6 +41,9 @@ WARM_START_LINES = 10
 # Steps without a signal that are warned of, in a run of that many steps.
 FEWEST_TO_WARN, SHARE_TO_WARN = 10, 1 / 3
 _COLUMNS = {"reward": 6, "held-out": 8, "length": 6, "tmpe": 9, "differ": 6, "seconds": 7, "tokens/s": 8, "left": 7}
+# The column of a run that generates ahead.
+_AGE = {"age": 4}
+AGE_LEGEND = "age: mean number of versions that a token is older than the newest policy"
 
 
 class StyleAccuracy(NamedTuple):
@@ -129,6 +133,9 @@ class Console:
         """
         if self._lines == 0:
             self._whole_line(Text(LEGEND, style="dim"))
+            if STALENESS in metrics:
+                self._widths |= _AGE
+                self._whole_line(Text(AGE_LEGEND, style="dim"))
         if self._lines % HEADER_EVERY == 0:
             self._row({name: name for name in self._widths}, "slowest task")
         self._lines += 1
@@ -151,6 +158,7 @@ class Console:
             "seconds": f"{seconds:.2f}",
             "tokens/s": f"{metrics[TOKENS] / seconds:,.0f}" if TOKENS in metrics else MISSING,
             "left": _clock(sum(newest) / len(newest) * (self._steps - step)),
+            "age": _number(metrics, STALENESS, ".2f"),
         }
         last = MISSING if slowest is None else f"{printable(slowest)} {task_seconds[slowest] / seconds:.0%}"
         if metrics.get(SIGNAL) == 0:

@@ -16,7 +16,7 @@ from markupsafe import Markup
 
 from fp8core.alignment.bounds import stop_bounds
 from fp8core.config.load import NON_NUMERIC_KEYS, leaves
-from fp8core.config.run import public_dump
+from fp8core.config.run import RunConfig, public_dump
 from fp8core.config.section import ParityConfig
 from fp8core.errors import printable_lines
 from fp8core.parity.measure import RATIO, STRESS, VARIANTS, WEIGHT, Measured
@@ -33,6 +33,7 @@ from fp8core.report.charts import (
     Chart,
     Curve,
     Drawing,
+    ahead_charts,
     collapsed,
     configured_bounds,
     curve_chart,
@@ -56,10 +57,13 @@ from fp8core.report.summary import (
     GAP_ACCURACY,
     GAP_BF16,
     HELDOUT,
+    LAG_ESS,
     LENGTH,
     MISSING,
     REWARD,
     SIGNAL,
+    STALENESS,
+    STALEST,
     STEP,
     TMPE,
     TOKENS,
@@ -69,6 +73,7 @@ from fp8core.report.summary import (
     last_steps,
     series,
 )
+from fp8core.store.diff import with_equal_steps
 from fp8core.user_files import PAGE_MARK
 
 _TEMPLATE = "page.html.jinja"
@@ -161,6 +166,7 @@ def number_rows(runs: Sequence[RunData]) -> list[tuple[str, ...]]:
         ("k3 divergence, largest (nats)", _over(K3, max)),
         ("effective sample size, smallest", _over(ESS, min, format_tmpe)),
         ("tokens whose log-probs differ", _over(TOKENS_DIFFERING, sum, lambda value: f"{value:,.0f}")),
+        *_ahead_rows(runs),
         ("steps in which no group had a signal", _over(SIGNAL, lambda values: values.count(0.0), "{:.0f}".format)),
         ("tokens generated", _over(TOKENS, sum, lambda value: f"{value:,.0f}")),
         ("tokens generated per second of rollout", _rollout_speed),
@@ -172,6 +178,16 @@ def number_rows(runs: Sequence[RunData]) -> list[tuple[str, ...]]:
     return [(name, *(value(run) for run in runs)) for name, value in rows]
 
 
+def _ahead_rows(runs: Sequence[RunData]) -> list[tuple[str, Callable[[RunData], str]]]:
+    if not any(STALENESS in row for run in runs for row in run.history):
+        return []
+    return [
+        ("staleness of tokens, mean (versions)", _over(STALENESS, fmean)),
+        ("staleness of tokens, largest (versions)", _over(STALEST, max)),
+        ("effective sample size against the writers of the tokens, smallest", _over(LAG_ESS, min)),
+    ]
+
+
 def numbers_table(runs: Sequence[RunData]) -> Table:
     """`number_rows` as a table."""
     return Table("What the runs came to", ["", *(run.label for run in runs)], number_rows(runs))
@@ -179,7 +195,8 @@ def numbers_table(runs: Sequence[RunData]) -> Table:
 
 def difference_table(runs: Sequence[RunData]) -> Table:
     """Settings that are not the same in all runs."""
-    settings = [run_settings(run) for run in runs]
+    configs = with_equal_steps([run.evidence.config for run in runs])
+    settings = [run_settings(run, config) for run, config in zip(runs, configs, strict=True)]
     keys = list(dict.fromkeys(key for one in settings for key in one))
     rows = [
         (key, "no" if key.partition(".")[0] in NON_NUMERIC_KEYS else "yes", *values)
@@ -191,12 +208,12 @@ def difference_table(runs: Sequence[RunData]) -> Table:
 
 def settings_table(run: RunData) -> Table:
     """Every setting of a run, folded."""
-    return Table(f"Every setting of {run.label}", ["setting", "value"], list(run_settings(run).items()), folded=True)
+    settings = run_settings(run, run.evidence.config)
+    return Table(f"Every setting of {run.label}", ["setting", "value"], list(settings.items()), folded=True)
 
 
-def run_settings(run: RunData) -> dict[str, str]:
+def run_settings(run: RunData, config: RunConfig | None) -> dict[str, str]:
     """Dotted key -> value as JSON; of a configuration that this version cannot read, as it is in run.json."""
-    config = run.evidence.config
     content: Mapping[str, Any] = run.evidence.description.config if config is None else public_dump(config)
     settings = {key: json.dumps(value) for key, value in leaves({**content, "steps": run.asked}).items()}
     return settings if config is None else settings | stop_bounds(config).described()
@@ -259,9 +276,11 @@ def run_sections(runs: Sequence[RunData], bounds: Bounds) -> list[Section]:
         ["task", *(run.label for run in runs)],
         time_shares(runs),
     )
+    ahead = ahead_charts(lines)
     return [
         _charted("learning", "Learning", collapsed(curve_chart(curve, lines) for curve in LEARNING)),
         _charted("alignment", "Alignment of rollout and training", collapsed(alignment)),
+        *([_charted("ahead", "Generation ahead", collapsed(ahead))] if ahead else []),
         _charted("tokens", "Mismatch by token", token_charts(samples)),
         _completions(runs),
         Section(
@@ -290,6 +309,8 @@ def _completions(runs: Sequence[RunData]) -> Section:
     heldout = {run.label: run.heldout for run in shown if run.heldout is not None}
     examples = {run.label: run.examples for run in shown if run.examples is not None}
     words = [] if heldout or examples else ["No step has completions that can be read."]
+    if any(STALENESS in row for run in shown for row in run.history):
+        words.append("Where a run generates ahead, the mismatch of a token includes its age.")
     return Section("completions", "Completions", words, heldout=heldout, examples=examples)
 
 

@@ -62,6 +62,12 @@ class RunData:
         return [*self.damaged, *self.removed]
 
     @property
+    def generating(self) -> dict[int, float]:
+        """Seconds of generation by step, with those beside the update."""
+        ahead = self.seconds.get("ahead", {})
+        return {step: spent + ahead.get(step, 0.0) for step, spent in self.seconds.get("rollout", {}).items()}
+
+    @property
     def asked(self) -> int | None:
         """The number of steps that the run is to have: those it was begun with, or was extended to."""
         config, last = self.evidence.config, self.provenance.last
@@ -113,7 +119,7 @@ def read_run(folder: Path, label: str, on_step: Callable[[], None] = lambda: Non
         seconds=_seconds(commits, [step.name for step in pipeline]),
         busy={commit.step: _busy(commit) for commit in commits if commit.step > START},
         pipeline=pipeline,
-        tokens=newest_tokens(evidence, artifacts, missing),
+        tokens=newest_tokens(evidence, compared_artifacts(evidence), missing),
         heldout=heldout_examples(heldout_pairs(evidence, missing)),
         examples=read_examples(evidence, artifacts, missing),
         provenance=provenance,
@@ -197,6 +203,14 @@ def token_artifacts(evidence: RunView) -> tuple[str, str]:
             if set(ports) <= set(inputs):
                 return inputs[ports[0]], inputs[ports[1]]
     return ports
+
+
+def compared_artifacts(evidence: RunView) -> tuple[str, str]:
+    """As `token_artifacts`; of a run that generates ahead, log-probs by the versions that wrote the tokens."""
+    rollouts, logprobs = token_artifacts(evidence)
+    steps = [] if evidence.config is None else evidence.config.pipeline.steps
+    behaviour = next((inputs["behaviour"] for step in steps if "behaviour" in (inputs := step.inputs())), logprobs)
+    return rollouts, behaviour
 
 
 def _removed(evidence: RunView) -> list[str]:

@@ -52,7 +52,7 @@ def run_sentence(run: RunData, form: Callable[[float], str]) -> str:
 
 def rollout_speed(run: RunData) -> float | None:
     """Tokens a second of rollout, over the steps of which both are known."""
-    seconds = run.seconds.get("rollout", {})
+    seconds = run.generating
     steps, tokens = series(run.history, TOKENS)
     known = [(count, seconds[step]) for step, count in zip(steps, tokens, strict=True) if step in seconds]
     spent = sum(second for _, second in known)

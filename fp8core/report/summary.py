@@ -23,6 +23,8 @@ ENTROPY = "rollout/entropy"
 GRAD_NORM = "train/grad_norm"
 TMPE = "alignment/token_mult_prob_error"
 TOKENS_DIFFERING = "alignment/tokens_differing"
+# Of a run that generates ahead.
+STALENESS, STALEST, LAG_ESS = "rollout/staleness_mean", "rollout/staleness_max", "correction/ess"
 
 GAP, GAP_ERROR, GAP_ACCURACY, GAP_BF16 = (
     f"rollout/precision_gap_{name}" for name in ("nats", "error", "accuracy", "bf16_accuracy")

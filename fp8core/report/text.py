@@ -10,7 +10,7 @@ from fp8core.config.steps import Plan, PlannedStep
 from fp8core.errors import printable_lines
 from fp8core.evaluation.measure import Estimate, EvaluationResult
 from fp8core.plan.memory import CacheRoom, DevicePlan, ParameterCounts, Phase, StoredBytes
-from fp8core.plan.run_plan import CheckpointSpace, RunPlan
+from fp8core.plan.run_plan import AheadSpace, CheckpointSpace, RunPlan
 from fp8core.report.charts import ALIGNMENT, LEARNING, WORST_TOKEN, Curve, short
 from fp8core.report.summary import MISSING, STEP, History
 
@@ -81,6 +81,8 @@ def plan_text(plan: RunPlan) -> str:
     if plan.cache is not None:
         lines.append(f"cache  {_cache(plan.cache)}")
     lines += [f"sync   {_sync(plan.sync)}", f"disk   {_disk(plan.checkpoint)}"]
+    if plan.ahead is not None:
+        lines.append(f"ahead  {_ahead(plan.ahead)}")
     if plan.precision_gap:
         lines.append(f"gap    step 0 also answers {plan.precision_gap} held-out prompts in BF16")
     return "\n".join(lines)
@@ -112,6 +114,11 @@ def _size(size: int, unit: str) -> str:
     return f"{size / _UNITS[unit]:>{_SIZE},.1f}"
 
 
+def _with_unit(size: int) -> str:
+    unit = next((unit for unit, bytes_ in _UNITS.items() if size >= bytes_), "KiB")
+    return f"{_size(size, unit).strip()} {unit}"
+
+
 def _number(count: int) -> str:
     return f"{count / 1e9:.3f} G" if count >= 10**8 else f"{count:,}"
 
@@ -122,9 +129,15 @@ def _cache(room: CacheRoom) -> str:
 
 
 def _disk(space: CheckpointSpace) -> str:
-    unit = next((unit for unit, size in _UNITS.items() if space.bytes >= size), "KiB")
     steps = "step" if space.every == 1 else f"{space.every} steps"
-    return f"{_size(space.bytes, unit).strip()} {unit} a checkpoint, one every {steps}; the last {space.kept} are kept"
+    return f"{_with_unit(space.bytes)} a checkpoint, one every {steps}; the last {space.kept} are kept"
+
+
+def _ahead(space: AheadSpace) -> str:
+    kept, stream = (_with_unit(size) for size in (space.policies * space.policy, space.stream))
+    versions = "1 version" if space.staleness == 1 else f"{space.staleness} versions"
+    begun = f"{space.completions:,} completions begun, {stream}"
+    return f"{space.mode}: tokens at most {versions} old; {begun}; {space.policies} policies in main memory, {kept}"
 
 
 def _sync(sync: StoredBytes) -> str:

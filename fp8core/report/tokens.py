@@ -58,6 +58,8 @@ def newest_tokens(evidence: RunView, names: tuple[str, str], missing: list[str])
             continue
         try:
             rollouts, scored = (_table(evidence, ref) for ref in refs)
+            if refs[1].kind == "behaviour":
+                rollouts = _scored_rows(rollouts, scored)
             sample = _tokens(commit.step, rollouts, scored, evidence.folder / refs[1].uri)
         except ArtifactError as error:
             unread.add(commit.step, error, evidence.folder)
@@ -100,9 +102,16 @@ class Unread:
 
 
 def _table(evidence: RunView, ref: Ref) -> pa.Table:
-    """The columns with items for each token; a run with routed experts has a column that is a hundred times larger."""
-    columns = ["logprobs", "written"] if ref.kind == "rollouts" else ["logprobs"]
+    """The columns that say which token it is; a run with routed experts has a column that is a hundred times larger."""
+    columns = ["group", "sample", "logprobs", *(["written"] if ref.kind == "rollouts" else [])]
     return ArtifactStore(evidence.folder).get_table(ref, columns)
+
+
+def _scored_rows(rollouts: pa.Table, scored: pa.Table) -> pa.Table:
+    """The completions of a share that was scored."""
+    places = [zip(table["group"].to_pylist(), table["sample"].to_pylist(), strict=True) for table in (rollouts, scored)]
+    chosen = {*places[1]}
+    return rollouts.take([i for i, place in enumerate(places[0]) if place in chosen])
 
 
 def _tokens(step: int, rollouts: pa.Table, scored: pa.Table, place: Path) -> TokenSample:

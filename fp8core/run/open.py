@@ -21,7 +21,7 @@ from fp8core.kernels.compilation import KernelFolders
 from fp8core.models.weights import training_formats
 from fp8core.report.console import Console
 from fp8core.rewards.verifier import build_verifier
-from fp8core.rl.objective import Objective, whole_batch_setting
+from fp8core.rl.objective import Objective, named_correction, whole_batch_setting
 from fp8core.rl.user_loss import loss_source
 from fp8core.rollout.registry import engine_entry
 from fp8core.run.build import build_base, check_engine, check_memory, check_teacher, members_node, open_cluster
@@ -139,6 +139,18 @@ def _refuse_ahead(config: RunConfig) -> None:
     }
     for setting in (setting for setting, used in others.items() if used):
         raise UserError(f"{place}: {setting} is not computed for what was begun by an older policy; unset one of both")
+
+
+def uncorrected_lag(config: RunConfig) -> str | None:
+    """A warning where tokens of older policies count as if the newest had written them; None where there is none."""
+    pipeline, named = config.pipeline, named_correction(config.correction)
+    weighed = named.rule.weighting.level != "none" or named.rule.rejects or named.mode == "bypass"
+    if pipeline.mode == "synchronous" or pipeline.max_staleness == 0 or weighed:
+        return None
+    return (
+        f"warning: pipeline.mode={pipeline.mode} without a correction: tokens of older policies count as those of the "
+        "newest, and the clip does not see their age; set correction.method to token_tis, or max_staleness to 0"
+    )
 
 
 def refuse_conflict(config: RunConfig, *, new_code: bool = False) -> None:
@@ -278,6 +290,8 @@ def open_run(
         if (lora := config.training.lora) is not None:
             formats = training_formats(config.precision, base.arch.num_layers).stored_names()
             console.note(frozen_line(base.arch, lora, formats))
+        if (warning := uncorrected_lag(config)) is not None:
+            console.note(warning)
         if config.loss.distillation.teacher is not None:
             check_teacher(config, base.tokenizer)
         verifier = parts.enter_context(closing(build_verifier(config.reward, config.data.columns)))

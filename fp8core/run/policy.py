@@ -97,7 +97,7 @@ def keep_policy(run: RunContext, shipped: Shipped, scales: PolicyScales) -> None
     """Keep what the engine is sent, as long as a step may learn from what it writes with it (`run.behaviour`)."""
     trainer = run.ready_trainer()
     assert isinstance(trainer, ScoringTrainer), "the configuration was checked"
-    oldest = trainer.version - 1 - run.config.pipeline.max_staleness
+    oldest = trainer.version + 1 - run.config.pipeline.kept_policies
     run.kept_policies[scales.version] = KeptPolicy(trainer.keep(shipped), scales)
     for version in [version for version in run.kept_policies if version < oldest]:
         del run.kept_policies[version]

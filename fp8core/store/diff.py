@@ -13,7 +13,8 @@ import torch
 from pydantic import JsonValue
 
 from fp8core.config.load import NON_NUMERIC_KEYS, leaves
-from fp8core.config.run import public_dump
+from fp8core.config.run import RunConfig, public_dump
+from fp8core.config.steps import with_mode
 from fp8core.errors import StoredFileError, UserError
 from fp8core.store.artifacts import ArtifactStore, Ref
 from fp8core.store.json_text import Difference, shown, value_differences
@@ -209,12 +210,36 @@ def _section(found: Difference) -> str:
 
 
 def _settings(ours: RunView, theirs: RunView) -> list[Difference]:
+    runs = (ours, theirs)
+    configs = with_equal_steps([run.config for run in runs])
     left, right = (
-        leaves(run.description.config if run.config is None else public_dump(run.config)) for run in (ours, theirs)
+        leaves(run.description.config if config is None else public_dump(config))
+        for run, config in zip(runs, configs, strict=True)
     )
     return [
         Difference(key, left.get(key), right.get(key)) for key in {**left, **right} if left.get(key) != right.get(key)
     ]
+
+
+def with_equal_steps(configs: Sequence[RunConfig | None]) -> list[RunConfig | None]:
+    """Configurations, the synchronous ones with the steps of the first other mode, so that only the mode differs.
+
+    A pipeline that cannot have that mode stays as it is.
+    """
+    modes = [config.pipeline.mode for config in configs if config is not None]
+    mode = next((mode for mode in modes if mode != "synchronous"), None)
+    if mode is None:
+        return [*configs]
+    return [None if config is None else _with_steps_of(config, mode) for config in configs]
+
+
+def _with_steps_of(config: RunConfig, mode: str) -> RunConfig:
+    pipeline = config.pipeline
+    try:
+        steps = with_mode(pipeline.model_copy(update={"mode": mode}))
+    except ValueError:
+        return config
+    return config.model_copy(update={"pipeline": steps.model_copy(update={"mode": pipeline.mode})})
 
 
 def _record(run: RunView, step: int) -> StepRecord:
@@ -227,7 +252,9 @@ def _record(run: RunView, step: int) -> StepRecord:
 
 def _metric(ours: RunView, theirs: RunView, step: int) -> MetricDifference | None:
     differences = metric_differences(_metrics(ours, ours.steps[step]), _metrics(theirs, theirs.steps[step]))
-    return differences[0] if differences else None
+    # Runs of two modes have metrics that differ in name alone; one that both measured comes first.
+    both = [found for found in differences if found.by is not None]
+    return next(iter(both or differences), None)
 
 
 def _metrics(run: RunView, commit: Commit) -> dict[str, float]:

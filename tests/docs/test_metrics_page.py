@@ -7,8 +7,12 @@ from pathlib import Path
 import torch
 
 from fp8core.alignment.bounds import BOUNDED
-from fp8core.rl.correction import row_error_metrics
+from fp8core.rl.correction import CorrectionRule, row_error_metrics
+from fp8core.rl.losses import ClipRange
+from fp8core.rl.staleness import lag_metrics, staleness_metrics
 from fp8core.run.commit import stored_metrics
+from fp8core.store.tables import STREAM
+from tasks.record import stream_metrics
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "metrics.md").read_text()
 NAME = re.compile(r"`((?:reward|rollout|train|correction|kv|alignment|sync)/[\w.{},]+)`")
@@ -27,12 +31,21 @@ def recorded(run) -> set[str]:
     return {re.sub(r"_layer\d+$", "_layerN", name) for name in names}
 
 
+def recorded_ahead() -> set[str]:
+    """Names of what only a run that generates ahead has, with A for an age."""
+    logprobs, ages, mask = torch.zeros(1, 1), torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1, dtype=torch.bool)
+    lag = lag_metrics(logprobs, logprobs, ages, mask, CorrectionRule(), ClipRange(low=0.2, high=0.2))
+    names = {f"correction/{name}" for name in lag} | {f"rollout/{name}" for name in staleness_metrics(ages, mask)}
+    names |= stream_metrics(STREAM.empty_table(), STREAM.empty_table()).keys()
+    return {name.replace("_age_0", "_age_A") for name in names}
+
+
 def test_every_metric_of_a_run_is_explained_and_every_name_exists(whole_run):
     empty, nothing = torch.zeros(0), torch.zeros(0, dtype=torch.bool)
     # `correction.seq_logprob_error_threshold` has metrics that a run records where it is set.
     masking = {f"correction/{name}" for name in row_error_metrics(empty, nothing, nothing, empty)}
     # With `reward.length` and its like.
-    names = recorded(whole_run) | masking | {"reward/verdict", "reward/NAME"}
+    names = recorded(whole_run) | recorded_ahead() | masking | {"reward/verdict", "reward/NAME"}
     explained = {name for pattern in NAME.findall(PAGE) for name in spelled_out(pattern)}
     assert explained <= names
     # The table of numerics.md has the others.

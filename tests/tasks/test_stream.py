@@ -143,10 +143,10 @@ def test_an_engine_that_does_not_go_on_is_refused(tmp_path, monkeypatch):
     (tmp_path / "engine_without_prefixes.py").write_text(module)
     monkeypatch.syspath_prepend(tmp_path)
     settings = {"pipeline.mode": "one_step_off", "rollout.engine": "engine_without_prefixes:ENGINE"}
-    with pytest.raises(UserError, match="^pipeline.mode=one_step_off: rollout.engine=.* does not go on"):
+    with pytest.raises(UserError, match=r"^pipeline.mode=one_step_off: rollout.engine=.* does not go on"):
         plan_of(load_config("tiny", settings))
 
 
 def test_a_pipeline_without_a_rollout_is_refused():
-    with pytest.raises(UserError, match="replaces one step tasks.prompts:prompts and one step tasks.rollout:rollout"):
+    with pytest.raises(UserError, match=r"replaces one step tasks.prompts:prompts and one step tasks.rollout:rollout"):
         load_config("tiny", {"pipeline.mode": "asynchronous", "pipeline.remove": ["prompts"]})

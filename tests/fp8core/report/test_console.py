@@ -128,11 +128,21 @@ def test_the_last_held_out_accuracy_is_repeated_in_brackets_and_dim() -> None:
     assert [("\x1b[2m" in coloured[step + 1]) for step in (4, 5, 6)] == [False, False, True]
 
 
+def test_the_age_of_tokens_is_shown_where_a_run_generates_ahead() -> None:
+    file = io.StringIO()
+    console = Console(file, 80)
+    console.step(METRICS | {"rollout/staleness_mean": 1.25}, 1.0, {"train": 0.5})
+    *_, header, step = file.getvalue().splitlines()
+    assert step.split()[header.split().index("age") + 1] == "1.25", "the error takes two words"
+    assert "age" not in steps_printed(1, io.StringIO(), 80)[1]
+
+
 @pytest.mark.parametrize("total", [9, 80, 1000, 10_000_000])
-def test_step_lines_never_wrap(total: int) -> None:
+@pytest.mark.parametrize("ahead", [{}, {"rollout/staleness_mean": 12.25}])
+def test_step_lines_never_wrap(total: int, ahead: dict[str, float]) -> None:
     file = io.StringIO()
     long_name = "a_step_with_quite_a_long_name_" * 2
-    Console(file, total).step(METRICS | {"step": total}, 1234.5, {long_name: 1000.0})
+    Console(file, total).step(METRICS | ahead | {"step": total}, 1234.5, {long_name: 1000.0})
     lines = file.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
     assert lines[-1].startswith(f"{total}/{total} ")

@@ -1,0 +1,70 @@
+"""Policy lag of a run that generates ahead: by age of token, how far the policy before the update is from the writer's.
+
+The age of a token is the version before the update minus the version that wrote it. With d = log p_old - log p_rollout
+per token, old is a pass under the version before the update. The rollout's log-prob is that of the token's own version
+(decoupled PPO, arXiv 2110.00641). Names are those of `alignment.metrics` and `rl.correction`; a suffix `_age_A` limits
+them to tokens of an age, or `_age_A_B` to ages from A to B. An age without tokens is absent.
+"""
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from fp8core.alignment.metrics import alignment_metrics
+from fp8core.rl.correction import CorrectionRule, correct, log_ratio
+from fp8core.rl.losses import ClipRange
+
+AGE_STARTS = (0, 1, 2, 3, 4, 8, 16, 32, 64, 128)
+_LAG = ("ess", "sampling_importance_ratio", "k3_kl")
+
+
+def by_age(ages: Tensor, mask: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Suffix and mask of each age, or range of ages, that an unmasked token has; int64 and bool [B, T]."""
+    for start, stop in pairwise(AGE_STARTS):
+        inside = mask & (ages >= start) & (ages < stop)
+        if inside.any():
+            yield f"age_{start}" if stop == start + 1 else f"age_{start}_{stop - 1}", inside
+
+
+def lag_metrics(
+    old: Tensor, rollout: Tensor, ages: Tensor, mask: Tensor, rule: CorrectionRule, clip: ClipRange
+) -> dict[str, float]:
+    """Weights of old over rollout policy, for all tokens and by age, and what a correction does to tokens of an age.
+
+    Args:
+        old: log-probs before the update, float [B, T].
+        rollout: those that the rollout recorded, float [B, T].
+        ages: int64 [B, T].
+        mask: bool [B, T], tokens that the correction looks at.
+        rule: the correction; `masked_fraction` has what it rejects, `oob_ratio` raw weights outside its bounds.
+        clip: `share_outside_clip` has the ratios that it does not trust.
+    """
+    if not mask.any():
+        return {}
+    d = log_ratio(old, rollout, mask)
+    verdict = correct(rule, old, rollout, mask)
+    ratio = d.exp()
+    flagged = {
+        "masked_fraction": ~verdict.mask,
+        "oob_ratio": rule.weighting.out_of_bounds(rule.weighting.raw(d, mask), mask),
+        "share_outside_clip": clip.clip(ratio) != ratio,
+    }
+    found = _lag(old, rollout, mask)
+    for suffix, inside in by_age(ages, mask):
+        shares = {name: float(tokens[inside].double().mean()) for name, tokens in flagged.items()}
+        found |= {f"{name}_{suffix}": value for name, value in {**_lag(old, rollout, inside), **shares}.items()}
+    return found
+
+
+def _lag(old: Tensor, rollout: Tensor, mask: Tensor) -> dict[str, float]:
+    measured = alignment_metrics(old, rollout, mask)
+    return {name: measured[name] for name in _LAG}
+
+
+def staleness_metrics(ages: Tensor, mask: Tensor) -> dict[str, float]:
+    """Mean and largest age of a token, and the share of the tokens that are of an age."""
+    whole = ages[mask].double()
+    shares = {f"share_{suffix}": int(inside.sum()) / len(whole) for suffix, inside in by_age(ages, mask)}
+    return {"staleness_mean": float(whole.mean()), "staleness_max": float(torch.max(whole)), **shares}

@@ -1,0 +1,184 @@
+"""Staleness and policy lag of a run that generates ahead, and its loss, against loops over the rows of its files."""
+
+import math
+from collections import Counter, defaultdict
+from statistics import fmean, pstdev
+
+import pytest
+
+from fp8core.config.load import load_config
+from fp8core.report.pages import report_html
+from fp8core.report.run_data import read_run, read_runs
+from fp8core.run.commit import stored_metrics
+from fp8core.run.open import uncorrected_lag
+from fp8core.store.diff import compare
+from fp8core.store.run_view import RunView
+
+LOW, HIGH = 0.2, 0.28
+SETTINGS = {
+    "warm_start.steps": 20,
+    "pipeline.mode": "asynchronous",
+    "pipeline.ahead_tokens": 3,
+    "pipeline.max_staleness": 2,
+    "pipeline.max_inflight_prompts": 5,
+    "training.learning_rate": 0.01,
+    "loss.clip_low": LOW,
+    "loss.clip_high": HIGH,
+}
+BAND = {"action": "mask", "low": 0.9, "high": 1.1}
+
+
+@pytest.fixture(scope="module", params=["token_tis", "custom"])
+def lagging(loop_run, request):
+    """A run whose policy moves far between a token and its update, and whether its correction masks."""
+    weights = {"correction.method": "custom", "correction.weighting": BAND} if request.param == "custom" else {}
+    return loop_run("lagging", **SETTINGS, **weights), bool(weights)
+
+
+def tokens(run, step):
+    """A dict of each token that a step learns from: its row's place, age, and log-ratio."""
+    artifacts = run.ledger.artifacts(step)
+    rollouts, scored = (run.store.get_table(artifacts[name]).to_pylist() for name in ("rollouts", "logprobs"))
+    for row, old in zip(rollouts, scored, strict=True):
+        for j, version in enumerate(row["versions"]):
+            yield {
+                "row": (row["group"], row["sample"]),
+                "age": step - 1 - version,
+                "d": old["logprobs"][j] - row["logprobs"][j],
+            }
+
+
+def treated(masks, d):
+    """Weight and fate of a token under the correction."""
+    ratio = math.exp(d)
+    if masks:
+        return ratio, not 0.9 <= ratio <= 1.1, not 0.9 <= ratio <= 1.1
+    return min(ratio, 2.0), False, ratio > 2.0
+
+
+def test_metrics_by_age_are_those_of_the_files(lagging):
+    run, masks = lagging
+    seen = set()
+    for step in range(1, 5):
+        metrics, found = stored_metrics(run.ledger, run.store, step), [*tokens(run, step)]
+        ages = [token["age"] for token in found]
+        assert (metrics["rollout/staleness_mean"], metrics["rollout/staleness_max"]) == (fmean(ages), max(ages))
+        by_age = defaultdict(list)
+        for token in found:
+            by_age[f"_age_{token['age']}"].append(token["d"])
+        expected = {}
+        for suffix, ds in {**by_age, "": [token["d"] for token in found]}.items():
+            ratios = [math.exp(d) for d in ds]
+            capped = [min(ratio, 2.0) for ratio in ratios]
+            expected |= {
+                f"correction/ess{suffix}": fmean(capped) ** 2 / fmean(v * v for v in capped),
+                f"correction/sampling_importance_ratio{suffix}": fmean(ratios),
+                f"correction/k3_kl{suffix}": fmean(ratio - 1 - d for ratio, d in zip(ratios, ds, strict=True)),
+                f"correction/masked_fraction{suffix}": fmean(treated(masks, d)[1] for d in ds),
+                f"correction/oob_ratio{suffix}": fmean(treated(masks, d)[2] for d in ds),
+            }
+            if suffix:
+                expected[f"rollout/share{suffix}"] = len(ds) / len(found)
+                outside = fmean(not 1 - LOW <= ratio <= 1 + HIGH for ratio in ratios)
+                expected[f"correction/share_outside_clip{suffix}"] = outside
+        suffixed = {name for name in metrics if "_age_" in name}
+        assert suffixed == {name for name in expected if "_age_" in name}
+        assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-6, abs=1e-9)
+        seen |= by_age.keys()
+        # The weights of engine and trainer are equal: what differs is the version.
+        assert metrics["alignment/tokens_differing"] == 0
+    assert seen == {"_age_0", "_age_1", "_age_2"}
+
+
+def test_the_stream_is_counted(lagging):
+    run, _ = lagging
+    in_flight = 0
+    for step in range(1, 5):
+        metrics, artifacts = stored_metrics(run.ledger, run.store, step), run.ledger.artifacts(step)
+        left, after = (run.store.get_table(artifacts[name]).to_pylist() for name in ("left", "next_stream"))
+        unfinished = {(row["batch"], row["group"]) for row in after if not row["finish"]}
+        prompts = {(row["batch"], row["group"]) for row in after}
+        written = sum(len(row["tokens"]) for row in after)
+        assert metrics["rollout/prompts_in_flight"] == len(unfinished)
+        assert metrics["rollout/prompts_waiting"] == len(prompts - unfinished)
+        assert metrics["rollout/tokens_ahead"] == written
+        assert metrics["rollout/tokens_beside_update"] == written - sum(len(row["tokens"]) for row in left)
+        in_flight += len(unfinished)
+    assert in_flight
+
+
+def test_the_loss_weighs_a_token_by_the_policy_that_wrote_it(lagging):
+    """Decoupled PPO with one update: old is the policy before the update, so the clipped ratio is 1."""
+    run, masks = lagging
+    learnt = 0
+    for step in range(1, 5):
+        metrics = stored_metrics(run.ledger, run.store, step)
+        rewards = run.store.get_table(run.ledger.artifacts(step)["rewards"]).to_pylist()
+        groups = defaultdict(list)
+        for row in rewards:
+            groups[row["group"]].append(row["reward"])
+        mean = {group: fmean(values) for group, values in groups.items()}
+        spread = {
+            group: pstdev(values) * math.sqrt(len(values) / (len(values) - 1)) for group, values in groups.items()
+        }
+        advantage = {
+            (row["group"], row["sample"]): (row["reward"] - mean[row["group"]]) / (spread[row["group"]] + 1e-4)
+            for row in rewards
+        }
+        weighed = [(advantage[token["row"]], *treated(masks, token["d"])) for token in tokens(run, step)]
+        kept = [(a, weight) for a, weight, rejected, _ in weighed if not rejected]
+        assert metrics["train/tokens"] == len(kept)
+        assert metrics["train/weight_mean"] == pytest.approx(fmean(weight for _, weight in kept), rel=1e-6)
+        assert metrics["train/loss"] == pytest.approx(-sum(a * weight for a, weight in kept) / len(kept), abs=1e-5)
+        learnt += any(a and token["age"] for (a, *_), token in zip(weighed, tokens(run, step), strict=True))
+    assert learnt, "a step learns from tokens of an older policy"
+
+
+def test_a_synchronous_run_has_none_of_it(whole_run):
+    for step in range(1, 5):
+        names = Counter(stored_metrics(whole_run.ledger, whole_run.store, step))
+        assert not [name for name in names if "_age_" in name or "staleness" in name or "prompts_" in name]
+        assert "correction/ess" not in names
+
+
+def test_the_report_draws_what_only_a_run_that_generates_ahead_has(lagging, whole_run):
+    run, _ = lagging
+    folders = [run.folder, whole_run.folder]
+    both, alone = report_html(read_runs(folders)), report_html(read_runs(folders[1:]))
+    for words in ("Generation ahead", "Effective sample size by age", "age 2", "staleness of tokens, largest"):
+        assert words in both
+        assert words not in alone
+    # The engines agree, however old a token is.
+    tokens = read_run(run.folder, "lagging").tokens
+    assert len(tokens.difference)
+    assert not tokens.difference.any()
+
+
+def test_a_comparison_names_the_mode_and_not_the_steps_that_it_makes(lagging, whole_run):
+    run, _ = lagging
+    found = compare(*(RunView.read(each.folder) for each in (run, whole_run)))
+    paths = {difference.path for difference in found.configuration}
+    assert {"pipeline.mode", "pipeline.max_staleness"} <= paths
+    assert not [path for path in paths if path.startswith(("pipeline.steps", "pipeline.carries"))]
+    _, metric = found.first_metric
+    assert None not in (metric.ours, metric.theirs)
+
+
+UNCORRECTED = {"pipeline.mode": "one_step_off", "correction.method": "none"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "warned"),
+    [
+        (UNCORRECTED, True),
+        (UNCORRECTED | {"pipeline.mode": "synchronous"}, False),
+        (UNCORRECTED | {"pipeline.max_staleness": 0}, False),
+        (UNCORRECTED | {"correction.method": "token_tis"}, False),
+        (UNCORRECTED | {"correction.method": "preset", "correction.preset": "verl/bypass_ppo_clip"}, False),
+        (UNCORRECTED | {"correction.method": "custom", "correction.weighting": {"level": "none"}}, True),
+    ],
+)
+def test_policy_lag_without_a_correction_is_warned_of(settings, warned):
+    said = uncorrected_lag(load_config("tiny", settings))
+    assert (said is not None) == warned
+    assert said is None or said.startswith("warning: pipeline.mode=one_step_off without a correction")
