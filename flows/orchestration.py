@@ -3,7 +3,7 @@
 import logging
 import re
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
 from prefect.client.schemas.objects import RunInput, State, TaskRunResult
 from prefect.context import FlowRunContext, SettingsContext, TaskRunContext, get_settings_context
 from prefect.exceptions import CancelledRun, FailedRun, PrefectException
-from prefect.futures import wait
+from prefect.futures import as_completed, wait
 from prefect.logging.handlers import PrefectConsoleHandler
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES
 from prefect.states import Cancelled, Completed, Failed
@@ -89,29 +89,31 @@ class PrefectExecution(Execution):
         return called.result
 
     def steps(self, run: RunContext, index: int, inputs: Mapping[str, Ref]) -> dict[str, TaskResult]:
-        """Of steps that are ready together the last is called in this thread: a call costs less than a submission."""
-        artifacts, results, runs = dict(inputs), dict[str, TaskResult](), dict[str, RunInput]()
-        while ready := run.plan.ready(set(results)):
-            calls = [
-                Call(
+        """Each step begins when the steps whose artifacts it reads have ended, whatever else is under way."""
+
+        def ready(ended: Mapping[str, Called]) -> dict[str, Call]:
+            artifacts = dict(inputs)
+            for called in ended.values():
+                artifacts |= called.result.entry.outputs
+            return {
+                planned.name: Call(
                     self._steps[planned.name],
                     {
                         "folder": run.directory.path,
                         "index": index,
                         "inputs": quote({port: artifacts[artifact] for port, artifact in planned.inputs.items()}),
                     },
-                    {"inputs": {runs[producer] for producer in self._producers[planned.name]}},
+                    {"inputs": {ended[producer].run for producer in self._producers[planned.name]}},
                 )
-                for planned in ready
-            ]
-            with self._step_runs.place():
-                ended = side_by_side(calls)
-            for planned, called in zip(ready, ended, strict=True):
-                results[planned.name], runs[planned.name] = called.result, called.run
-                artifacts |= called.result.entry.outputs
-        assert len(results) == len(run.plan.steps), "a checked plan runs to its end"
-        self._last = {runs[name] for name in runs.keys() - set().union(*self._producers.values())}
-        return results
+                for planned in run.plan.ready(set(ended))
+            }
+
+        run.halted.clear()
+        with self._step_runs.place():
+            ended = side_by_side(ready, run.halted.set)
+        assert len(ended) == len(run.plan.steps), "a checked plan runs to its end"
+        self._last = {ended[name].run for name in ended.keys() - set().union(*self._producers.values())}
+        return {name: called.result for name, called in ended.items()}
 
 
 @dataclass(frozen=True)
@@ -130,16 +132,34 @@ class Called(NamedTuple):
     run: RunInput
 
 
-def side_by_side(calls: Sequence[Call]) -> list[Called]:
-    """Results of Prefect tasks that run at once; what one of them raises is raised when all have ended."""
-    *others, own = calls
-    runner = FlowRunContext.get().task_runner
-    futures = [runner.submit(other.task, other.parameters, dependencies=other.after) for other in others]
+def side_by_side(
+    ready: Callable[[Mapping[str, Called]], Mapping[str, Call]], halt: Callable[[], None]
+) -> dict[str, Called]:
+    """Results by name of Prefect tasks that run at once. The first of those that may begin runs in this thread: a call
+    costs less than a submission.
+
+    Args:
+        ready: from what has ended to what may begin; what has begun already is left out.
+        halt: called when one raises, which is raised when all that have begun have ended.
+    """
+    runner, begun, ended = FlowRunContext.get().task_runner, dict[str, Any](), dict[str, Called]()
     try:
-        result = run_task_sync(own.task, parameters=own.parameters, dependencies=own.after)
+        while (calls := [(name, call) for name, call in ready(ended).items() if name not in begun]) or begun:
+            if calls:
+                (own, call), *others = calls
+                for name, other in others:
+                    begun[name] = runner.submit(other.task, other.parameters, dependencies=other.after)
+                ended[own] = _value(run_task_sync(call.task, parameters=call.parameters, dependencies=call.after))
+            else:
+                next(iter(as_completed([*begun.values()])))
+            for name in [name for name, future in begun.items() if future.state.is_final()]:
+                ended[name] = begun.pop(name).result()
+    except BaseException:
+        halt()
+        raise
     finally:
-        wait(futures)
-    return [*(future.result() for future in futures), _value(result)]
+        wait([*begun.values()])
+    return ended
 
 
 def _value(result: Called | State[Called]) -> Called:

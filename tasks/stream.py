@@ -1,6 +1,7 @@
 """Generate ahead of the update: the stream of completions, and what leaves it for a step (`rollout.stream`)."""
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, cast
 
@@ -10,7 +11,7 @@ import torch
 from fp8core.config.steps import NoOptions
 from fp8core.rl.batch import column, pad
 from fp8core.rollout.engine import Completion, Finish, PromptGroup, Sampling, sample_seed
-from fp8core.rollout.stream import Enter, Pace, Place, Row, Stream, run_ahead
+from fp8core.rollout.stream import Enter, Pace, Place, Row, Stream, chunks_of, run_ahead
 from fp8core.rollout.stream import finish as finish_step
 from fp8core.run.behaviour import behaviour_logprobs, verified_rows
 from fp8core.run.context import RunContext
@@ -19,6 +20,9 @@ from fp8core.store.artifacts import Ref, RolloutShards
 from fp8core.store.tables import LOGPROBS, ROLLOUTS, STREAM, VERSIONS
 from tasks.logprobs import token_batch
 from tasks.step import step
+
+_UNKNOWN = 1.0
+"""No log-prob."""
 
 
 @step(
@@ -45,15 +49,60 @@ def finish(run: RunContext, index: int, options: NoOptions, stream: Ref, policy:
 
 @step(
     inputs={"left": "stream", "policy": "policy", "scales": "scales"},
-    outputs={"next_stream": "stream"},
+    outputs={"next_stream": "stream", "schedule": "schedule"},
 )
 def ahead(run: RunContext, index: int, options: NoOptions, left: Ref, policy: Ref, scales: Ref) -> dict[str, Ref]:
-    """Write beside the update, under the policy that it starts from: it runs while reward, log-probs and train do."""
-    opened = _opened(run, left, index)
+    """Write beside the update, under the policy that it starts from: it runs while reward, log-probs and train do.
+
+    `schedule` has what was written, which the clock may have decided: whoever makes the step again follows it.
+    """
+    store, opened = run.directory.store, _opened(run, left, index)
+    chunks = run_ahead(opened, index - 1, _chunks(run, index), _Written(run, index), _entering(run))
+    return {
+        "next_stream": store.put_table("stream", _table(opened.rows)),
+        "schedule": store.put_json("schedule", {"version": index - 1, "chunks": chunks}),
+    }
+
+
+def _chunks(run: RunContext, index: int) -> Iterable[int | None]:
+    """Tokens beside the update of a step, chunk by chunk."""
     pipeline = run.config.pipeline
-    tokens = None if pipeline.mode == "one_step_off" else pipeline.ahead_tokens
-    run_ahead(opened, index - 1, tokens, _Written(run, index), _entering(run))
-    return {"next_stream": run.directory.store.put_table("stream", _table(opened.rows))}
+    if pipeline.mode == "one_step_off":
+        return itertools.repeat(None)
+    if pipeline.ahead_tokens is not None:
+        return chunks_of(pipeline.ahead_tokens, pipeline.chunk_tokens)
+    for ledger in (run.followed, run.directory.ledger):
+        stored = {} if ledger is None else {ref.kind: ref for ref in ledger.artifacts(index).values()}
+        if "schedule" in stored:
+            return _recorded(run, index, stored["schedule"])
+    return _until_updated(run, index)
+
+
+def _until_updated(run: RunContext, index: int) -> Iterator[int]:
+    """Chunks until the ledger has the policy that the step makes."""
+    updated, chunk = run.plan.carries["policy"], run.config.pipeline.chunk_tokens
+    yield chunk
+    while updated not in run.directory.ledger.artifacts(index):
+        if run.halted.is_set():
+            raise RuntimeError("another task of the step has failed")
+        yield chunk
+
+
+def _recorded(run: RunContext, index: int, schedule: Ref) -> list[int]:
+    """The chunks of a stored schedule. All are equal, so those of a damaged one are found by its digest."""
+    store, pipeline = run.directory.store, run.config.pipeline
+    if store.damage(schedule) is not None:
+        for count in range((1 + pipeline.max_staleness) * run.config.rollout.drawn_prompts * _longest(run) + 1):
+            chunks = [pipeline.chunk_tokens] * count
+            if store.digest_json({"version": index - 1, "chunks": chunks}) == schedule.digest:
+                return chunks
+    found: list[int] = store.get_json(schedule)["chunks"]
+    return found
+
+
+def _longest(run: RunContext) -> int:
+    """Chunks of the longest completion."""
+    return -(-run.config.rollout.max_new_tokens // run.config.pipeline.chunk_tokens)
 
 
 def _opened(run: RunContext, stream: Ref, left: int) -> Stream:
@@ -109,6 +158,7 @@ class _Written:
             by_number = {group.group: group for group in asked}
             rows = [self._row(done, by_number[done.group], places[done.group]) for done in finished]
             self._shards.append(_table(rows))
+            self._kept |= {(row.batch, row.group, row.sample): row for row in rows}
             yield finished
 
     def _found(self, group: PromptGroup, place: Place) -> list[Completion] | None:
@@ -121,19 +171,23 @@ class _Written:
             if row is None or (not row.finish and len(row.tokens) < begun + room):
                 return None
             end = min(len(row.tokens), begun + room)
+            if _UNKNOWN in row.logprobs[begun:end]:
+                return None
             finish = cast(Finish, row.finish) if end == len(row.tokens) and row.finish else "open"
             found.append(Completion(group.group, sample, row.tokens[begun:end], row.logprobs[begun:end], finish))
         return found
 
     def _row(self, done: Completion, group: PromptGroup, place: Place) -> Row:
-        """A completion with what it went on from, whose log-probs are not asked for again: the stream has them."""
+        """A completion with what it went on from, of which log-probs are known since the segment began."""
         i = group.samples.index(done.sample)
         begun = list(group.begun[i]) if group.begun else []
         finish = "" if done.finish == "open" else done.finish
-        unknown = [0.0] * len(begun)
+        kept = self._kept.get((*place, done.sample))
+        known = [] if kept is None else kept.logprobs[: len(begun)]
+        before = known + [_UNKNOWN] * (len(begun) - len(known))
         return Row(
             *(*place, done.sample, group.prompt_id, group.seeds[i], list(group.prompt)),
-            *(begun + done.tokens, unknown + done.logprobs),
+            *(begun + done.tokens, before + done.logprobs),
             *([self._version] * (len(begun) + len(done.tokens)), finish),
         )
 

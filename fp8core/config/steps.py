@@ -51,8 +51,19 @@ class PipelineConfig(Section):
     max_staleness: int = Field(
         1, ge=0, le=100, description="Versions that a token may be older than the policy that learns from it."
     )
-    ahead_tokens: int = Field(
-        64, ge=1, le=1 << 20, description="With `asynchronous`: tokens one after the other beside an update."
+    ahead_tokens: int | None = Field(
+        None,
+        ge=1,
+        le=1 << 20,
+        description="With `asynchronous`: tokens one after the other beside an update; null: until the update has "
+        "ended, and how many these were is recorded.",
+    )
+    chunk_tokens: int = Field(
+        32,
+        ge=1,
+        le=1 << 20,
+        description="With `asynchronous`: tokens that completions write before the next prompts enter, and before the "
+        "update is looked at.",
     )
     max_inflight_prompts: int | None = Field(
         None, ge=1, le=1 << 20, description="Prompts that are answered at a time; null: all that staleness allows."
@@ -99,11 +110,15 @@ def with_mode(pipeline: PipelineConfig) -> PipelineConfig:
         if step is prompts:
             continue
         if step.uses == _SYNC:
-            # Generation must have ended, and it runs beside everything before.
+            # Generation must have ended, and it runs beside everything before. In a process that runs one step at a
+            # time the update has then ended, too.
+            steps.append(ahead)
             step = step.model_copy(update={"needs": step.inputs() | {"next_stream": "next_stream"}})
         if step.uses == _RECORD:
             step = step.model_copy(update={"needs": step.inputs() | {"behaviour": "behaviour"}})
-        steps += [finish, ahead] if step is rollout else [step]
+        steps.append(finish if step is rollout else step)
+    if ahead not in steps:
+        steps.append(ahead)
     carries = pipeline.carries | {"stream": "next_stream"}
     return pipeline.model_copy(update={"steps": steps, "carries": carries})
 

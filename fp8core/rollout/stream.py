@@ -5,14 +5,14 @@ from its own prompts. A prompt of step n enters at the earliest under policy n -
 step learns from is older. Within one segment all completions write at the same pace, a token at a time:
 
 - `finish` is the first part of a step, under the newest policy: it ends when the prompts of the step are complete.
-- `run_ahead` is beside the update, under the same policy: it ends after `ahead_tokens`, or when all is complete.
+- `run_ahead` is beside the update, under the same policy, in chunks: it ends when its chunks do, or all is complete.
 
 Then the next policy is loaded, and what is in flight goes on with it, its cache computed anew. So a token is a function
 of its seed, its position, what stands before it, and the version that wrote it; the stream has a version a token.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -140,17 +140,33 @@ def finish(stream: Stream, batch: int, generate: Generate, enter: Enter) -> list
     return stream.take(batch)
 
 
-def run_ahead(stream: Stream, version: int, ahead: int | None, generate: Generate, enter: Enter) -> None:
-    """Write beside an update, under the policy that it starts from, at most `ahead` tokens one after the other.
+def run_ahead(
+    stream: Stream, version: int, chunks: Iterable[int | None], generate: Generate, enter: Enter
+) -> list[int]:
+    """Write beside an update, under the policy that it starts from, chunk by chunk, until all is complete.
 
-    A prompt that is complete makes room for the next one, which has the rest of its time.
+    A prompt that is complete makes room for the next one when its chunk ends. So the chunks that were written, which
+    it returns, are all that decides about the stream: a call with these gives it again.
+
+    Args:
+        stream: what is in flight goes on.
+        version: of the policy.
+        chunks: tokens that each completion may write, one after the other; None: to its end.
+        generate: the engine.
+        enter: makes the completions of a prompt that enters.
     """
+    written = list[int]()
     stream.admit(version, enter)
-    rooms: dict[Place, int | None] = dict.fromkeys(stream.in_flight(), ahead)
-    while rooms:
-        wrote, open_ = stream.write(version, rooms, generate), set(stream.in_flight())
-        rests = [None if room is None else room - wrote[place] for place, room in rooms.items() if place not in open_]
-        rests.sort(key=lambda rest: -(rest or 0))
-        # One that enters at the very end begins with the next policy.
-        entered = zip(stream.admit(version, enter), rests, strict=False)
-        rooms = {place: rest for place, rest in entered if rest != 0}
+    for chunk in chunks:
+        if not (due := stream.in_flight()):
+            break
+        longest = max(stream.write(version, dict.fromkeys(due, chunk), generate).values())
+        written.append(longest if chunk is None else chunk)
+        stream.admit(version, enter)
+    return written
+
+
+def chunks_of(tokens: int, chunk: int) -> Iterator[int]:
+    """A number of tokens in chunks, the last of which may be smaller."""
+    for begun in range(0, tokens, chunk):
+        yield min(chunk, tokens - begun)

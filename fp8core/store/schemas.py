@@ -222,6 +222,13 @@ class PrecisionGap(_Content):
     difference: _Estimate
 
 
+class Schedule(_Content):
+    """The chunks that were written beside an update (`rollout.stream.run_ahead`), in tokens one after the other."""
+
+    version: StepNumber
+    chunks: list[Annotated[int, Field(ge=1, le=1 << 20, strict=True)]] = Field(max_length=1 << 20)
+
+
 def _which(value: Any) -> str:
     return "absent" if value == {} else "measured"
 
@@ -240,6 +247,7 @@ JSON: Mapping[str, TypeAdapter[Any]] = {
     "sync_report": TypeAdapter(SyncReport),
     "evaluation": TypeAdapter(_Evaluation),
     "precision_gap": TypeAdapter(PrecisionGap),
+    "schedule": TypeAdapter(Schedule),
     "metrics": TypeAdapter(Annotated[Metrics, Field(max_length=100_000)]),
     "manifest": TypeAdapter(StepManifest),
 }

@@ -2,7 +2,10 @@
 
 import io
 import shutil
+import threading
+import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -10,8 +13,9 @@ from fp8core.config.load import load_config
 from fp8core.errors import UserError
 from fp8core.report.console import Console
 from fp8core.rollout.embedded import EmbeddedEngine
-from fp8core.run.execute import StepError
-from fp8core.run.open import plan_of
+from fp8core.run.execute import StepError, carried, run_step
+from fp8core.run.loop import Execution, begin, train
+from fp8core.run.open import open_directory, open_run, plan_of
 from fp8core.run.replay import RunSnapshot, replay
 from fp8core.store.artifacts import RolloutShards
 from fp8core.store.run_directory import read_description
@@ -30,6 +34,112 @@ SETTINGS = {
 def ahead(loop_run):
     """A run whose updates land in flight, after three tokens; for reading only."""
     return loop_run("ahead", **SETTINGS)
+
+
+class Beside(Execution):
+    """`ahead` runs beside the other tasks of a step; its engine has written so many chunks when the update ends."""
+
+    def __init__(self, chunks, monkeypatch):
+        self._chunks, generate = dict(enumerate(chunks, start=1)), EmbeddedEngine.generate
+
+        def paced(engine, groups, sampling):
+            if threading.current_thread().name.startswith("ahead"):
+                while not self._left and "train" not in self._ledger.tasks(self._step):
+                    time.sleep(0.001)
+                self._left = max(0, self._left - 1)
+            return generate(engine, groups, sampling)
+
+        monkeypatch.setattr(EmbeddedEngine, "generate", paced)
+
+    def steps(self, run, index, inputs):
+        artifacts, results, tasks = dict(inputs), {}, {planned.name: planned for planned in run.plan.steps}
+        self._ledger, self._step, self._left = run.directory.ledger, index, self._chunks[index]
+
+        def call(name):
+            ports = {port: artifacts[artifact] for port, artifact in tasks[name].inputs.items()}
+            return run_step(run, index, tasks[name], ports)
+
+        def ended(name, result):
+            results[name] = result
+            artifacts.update(result.entry.outputs)
+
+        ended("rollout", call("rollout"))
+        with ThreadPoolExecutor(1, "ahead") as pool:
+            beside = pool.submit(call, "ahead")
+            for name in [name for name in tasks if name not in ("rollout", "ahead")]:
+                if name == "sync":
+                    ended("ahead", beside.result())
+                ended(name, call(name))
+        return results
+
+
+@pytest.fixture(scope="module")
+def unpaused(small, whole_run, tmp_path_factory):
+    """A run that generates until each update has ended, updates of different speeds; for reading only."""
+    runs = tmp_path_factory.mktemp("loop")
+    settings = SETTINGS | {"pipeline.ahead_tokens": None, "pipeline.chunk_tokens": 2}
+    config = load_config("tiny", {**small, "steps": 4, "runs": str(runs), **settings})
+    with (
+        open_directory(config, "unpaused") as directory,
+        open_run(config, plan_of(config), directory, Console(io.StringIO(), 4)) as run,
+        pytest.MonkeyPatch.context() as monkeypatch,
+    ):
+        train(run, Beside([0, 1, 2, 0], monkeypatch))
+    return type(whole_run)(runs / "unpaused")
+
+
+def schedules(run):
+    return [run.store.get_json(run.ledger.artifacts(step)["schedule"])["chunks"] for step in range(1, 5)]
+
+
+def test_generation_goes_on_until_the_update_has_ended(unpaused):
+    assert schedules(unpaused) == [[2], [2, 2], [2, 2, 2], [2]]
+    for step in range(1, 5):
+        metrics = unpaused.store.get_json(unpaused.ledger.artifacts(step)["metrics"])
+        assert metrics["alignment/tokens_differing"] == 0
+        assert metrics["rollout/staleness_max"] <= 1
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_replay_follows_the_recorded_schedule(unpaused, tmp_path, damaged):
+    """One task after the other, which alone would write one chunk."""
+    shutil.copytree(unpaused.folder.parent, tmp_path / "loop")
+    run = type(unpaused)(tmp_path / "loop" / "unpaused")
+    if damaged:
+        run.file(3, "schedule").write_bytes(b"{}")
+    original = RunSnapshot.read(run.folder, read_description(run.folder))
+    verdicts = list(replay(original, range(2, 5), (), Console(io.StringIO(), 4), None))
+    assert Counter(verdict.outcome for verdict in verdicts) == {"equal": 3}, verdicts
+    assert [*verify(RunView.read(run.folder))] == [] or damaged
+
+
+@pytest.mark.parametrize(("task", "decided"), [("train", False), ("ahead", True), ("sync", True), ("record", True)])
+def test_what_was_recorded_of_a_cut_step_is_followed(unpaused, tmp_path, task, decided):
+    shutil.copytree(unpaused.folder.parent, tmp_path / "loop")
+    run = type(unpaused)(tmp_path / "loop" / "unpaused")
+    run.cut_after(3, task)
+    run.file(2, "next_stream").unlink()
+    run.resume()
+    before, after = schedules(unpaused), schedules(run)
+    assert after[:2] == before[:2]
+    # Without a record, and with the update over, one chunk is written.
+    assert after[2] == (before[2] if decided else [2])
+    assert run.records[3] == unpaused.records[3] or not decided
+    assert [*verify(RunView.read(run.folder))] == []
+
+
+def test_generation_ends_where_another_task_fails(unpaused, tmp_path):
+    shutil.copytree(unpaused.folder.parent, tmp_path / "loop")
+    run = type(unpaused)(tmp_path / "loop" / "unpaused")
+    run.cut_after(3, "rollout")
+    with run.opened() as opened:
+        begin(opened)
+        opened.halted.set()
+        planned = next(each for each in opened.plan.steps if each.name == "ahead")
+        artifacts = carried(opened, 3) | opened.directory.ledger.artifacts(3)
+        ports = {port: artifacts[artifact] for port, artifact in planned.inputs.items()}
+        with pytest.raises(StepError, match="another task of the step has failed"):
+            run_step(opened, 3, planned, ports)
 
 
 def digests(run, kind):
@@ -144,10 +254,10 @@ def test_an_engine_that_does_not_go_on_is_refused(tmp_path, monkeypatch):
     (tmp_path / "engine_without_prefixes.py").write_text(module)
     monkeypatch.syspath_prepend(tmp_path)
     settings = {"pipeline.mode": "one_step_off", "rollout.engine": "engine_without_prefixes:ENGINE"}
-    with pytest.raises(UserError, match="^pipeline.mode=one_step_off: rollout.engine=.* does not go on"):
+    with pytest.raises(UserError, match=r"^pipeline.mode=one_step_off: rollout.engine=.* does not go on"):
         plan_of(load_config("tiny", settings))
 
 
 def test_a_pipeline_without_a_rollout_is_refused():
-    with pytest.raises(UserError, match="replaces one step tasks.prompts:prompts and one step tasks.rollout:rollout"):
+    with pytest.raises(UserError, match=r"replaces one step tasks.prompts:prompts and one step tasks.rollout:rollout"):
         load_config("tiny", {"pipeline.mode": "asynchronous", "pipeline.remove": ["prompts"]})

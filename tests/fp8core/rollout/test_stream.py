@@ -1,13 +1,15 @@
 """The order and the ages of what a run that generates ahead learns from, whatever the lengths and the settings are."""
 
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
+from itertools import repeat
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8core.rollout.engine import Completion, PromptGroup
-from fp8core.rollout.stream import Pace, Place, Row, Stream, finish, run_ahead
+from fp8core.rollout.stream import Pace, Place, Row, Stream, chunks_of, finish, run_ahead
 
 SAMPLES, LONGEST = 2, 12
 
@@ -44,7 +46,7 @@ def trained(pace: Pace, ahead: int | None, steps: int) -> list[list[Row]]:
         stream = Stream(rows, pace, step - 1)
         found.append(finish(stream, step, generate, enter))
         stream = Stream(stream.rows, pace, step)
-        run_ahead(stream, step - 1, ahead, generate, enter)
+        run_ahead(stream, step - 1, repeat(None) if ahead is None else chunks_of(ahead, 4), generate, enter)
         rows = stream.rows
     return found
 
@@ -92,6 +94,28 @@ def test_no_more_prompts_are_in_flight_than_are_allowed(most: int) -> None:
 
     stream = Stream([], Pace(4, 2, most), 0)
     finish(stream, 1, counted, enter)
-    run_ahead(stream, 0, 7, counted, enter)
+    run_ahead(stream, 0, chunks_of(7, 2), counted, enter)
     assert max(asked) == most
     assert len(stream.in_flight()) <= most
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    pace=paces, chunk=st.integers(1, 5), speeds=st.lists(st.integers(0, 9), min_size=5, max_size=5), cut=st.integers()
+)
+def test_a_recorded_schedule_gives_the_stream_of_the_clock(pace: Pace, chunk: int, speeds: list[int], cut: int) -> None:
+    """Whatever the update takes: the chunks that were written decide, in one go or in two."""
+    rows = list[Row]()
+    for step, most in enumerate(speeds, start=1):
+        stream = Stream(rows, pace, step - 1)
+        taken = finish(stream, step, generate, enter)
+        assert all(0 <= step - 1 - row.versions[0] <= pace.staleness for row in taken)
+        left = stream.rows
+        live, again = (Stream(deepcopy(left), pace, step) for _ in range(2))
+        chunks = run_ahead(live, step - 1, repeat(chunk, most), generate, enter)
+        assert len(chunks) <= most
+        first = cut % (len(chunks) + 1)
+        for part in (chunks[:first], chunks[first:]):
+            assert run_ahead(again, step - 1, part, generate, enter) == part
+        assert again.rows == live.rows
+        rows = live.rows
