@@ -33,7 +33,13 @@ from tasks.step import step
         "evaluation": "evaluation",
         "next_scales": "scales",
     },
-    optional_inputs={"kv_statistics": "kv_statistics", "scales": "scales", "behaviour": "behaviour"},
+    optional_inputs={
+        "kv_statistics": "kv_statistics",
+        "scales": "scales",
+        "behaviour": "behaviour",
+        "schedule": "schedule",
+        "evictions": "evictions",
+    },
     outputs={"metrics": "metrics"},
 )
 def record(
@@ -50,6 +56,8 @@ def record(
     kv_statistics: Ref | None = None,
     scales: Ref | None = None,
     behaviour: Ref | None = None,
+    schedule: Ref | None = None,
+    evictions: Ref | None = None,
 ) -> dict[str, Ref]:
     """Everything in MLflow about the step but its timings.
 
@@ -77,6 +85,12 @@ def record(
         metrics["kv/saturated_share"] = statistics["saturated_share"]
         if scales is not None:
             metrics["kv/lag_error"] = lag_error(run.config, read_scales(run, scales), statistics)
+    if schedule is not None:
+        metrics["rollout/ahead_tokens"] = float(sum(store.get_json(schedule)["chunks"]))
+    if evictions is not None:
+        evicted = store.get_json(evictions)
+        metrics["rollout/evicted_prompts"] = float(len(evicted))
+        metrics["rollout/evicted_tokens"] = float(sum(each["tokens"] for each in evicted))
     measured = store.get_json(evaluation)
     if measured:
         metrics["reward/heldout_accuracy"] = measured["accuracy"]

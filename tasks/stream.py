@@ -2,8 +2,8 @@
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
-from typing import Any, cast
+from dataclasses import asdict, replace
+from typing import cast
 
 import pyarrow as pa
 import torch
@@ -11,7 +11,17 @@ import torch
 from fp8core.config.steps import NoOptions
 from fp8core.rl.batch import column, pad
 from fp8core.rollout.engine import Completion, Finish, PromptGroup, Sampling, sample_seed
-from fp8core.rollout.stream import Enter, Pace, Place, Row, Stream, chunks_of, run_ahead
+from fp8core.rollout.stream import (
+    DroppingStream,
+    Eviction,
+    Pace,
+    Place,
+    Row,
+    Stream,
+    chunks_of,
+    finish_first,
+    run_ahead,
+)
 from fp8core.rollout.stream import finish as finish_step
 from fp8core.run.behaviour import behaviour_logprobs, verified_rows
 from fp8core.run.context import RunContext
@@ -27,23 +37,35 @@ _UNKNOWN = 1.0
 
 @step(
     inputs={"stream": "stream", "policy": "policy", "scales": "scales"},
-    outputs={"prompts": "prompts", "rollouts": "rollouts", "left": "stream", "behaviour": "behaviour"},
+    outputs={
+        "prompts": "prompts",
+        "rollouts": "rollouts",
+        "left": "stream",
+        "behaviour": "behaviour",
+        "evictions": "evictions",
+    },
 )
 def finish(run: RunContext, index: int, options: NoOptions, stream: Ref, policy: Ref, scales: Ref) -> dict[str, Ref]:
     """Complete the prompts of a step under the newest policy; what else is in flight writes as long.
 
     `behaviour` has the log-probs of a share of the completions, by the weights of the version that wrote each token.
     """
-    store = run.directory.store
-    opened = _opened(run, stream, index - 1)
-    rows = finish_step(opened, index, _Written(run, index), _entering(run))
-    prompts = prompt_table(run, run.source.training(index, run.config.rollout.drawn_prompts, run.config.seed))
+    store, source = run.directory.store, _Prompts(run)
+    opened, written = _opened(run, stream, index - 1), _Written(run, index)
+    evicted = list[Eviction]()
+    if isinstance(opened, DroppingStream):
+        rows, evicted = finish_first(opened, index, run.config.pipeline.chunk_tokens, written, source.enter)
+    else:
+        rows = finish_step(opened, index, written, source.enter)
+    places = sorted({(row.batch, row.group) for row in rows})
+    rows = [replace(row, group=places.index((row.batch, row.group))) for row in rows]
     rollouts = _rollouts(run, rows)
     return {
-        "prompts": store.put_table("prompts", prompts),
+        "prompts": store.put_table("prompts", source.table(places)),
         "rollouts": store.put_table("rollouts", rollouts),
         "left": store.put_table("stream", _table(opened.rows)),
         "behaviour": store.put_table("behaviour", _behaviour(run, index, rollouts, rows)),
+        "evictions": store.put_json("evictions", [asdict(each) for each in evicted]),
     }
 
 
@@ -57,7 +79,7 @@ def ahead(run: RunContext, index: int, options: NoOptions, left: Ref, policy: Re
     `schedule` has what was written, which the clock may have decided: whoever makes the step again follows it.
     """
     store, opened = run.directory.store, _opened(run, left, index)
-    chunks = run_ahead(opened, index - 1, _chunks(run, index), _Written(run, index), _entering(run))
+    chunks = run_ahead(opened, index - 1, _chunks(run, index), _Written(run, index), _Prompts(run).enter)
     return {
         "next_stream": store.put_table("stream", _table(opened.rows)),
         "schedule": store.put_json("schedule", {"version": index - 1, "chunks": chunks}),
@@ -109,24 +131,35 @@ def _opened(run: RunContext, stream: Ref, left: int) -> Stream:
     pipeline = run.config.pipeline
     pace = Pace(run.config.rollout.drawn_prompts, pipeline.max_staleness, pipeline.max_inflight_prompts)
     rows = [Row(**row) for row in run.directory.store.get_table(stream).to_pylist()]
-    return Stream(rows, pace, left)
+    return (Stream if pipeline.drop_or_wait == "wait" else DroppingStream)(rows, pace, left)
 
 
-def _entering(run: RunContext) -> Enter:
-    """The completions of a prompt that enters, with the seeds that a synchronous run has."""
-    asked: dict[int, list[dict[str, Any]]] = {}
+class _Prompts:
+    """The prompts of the data by their places, as tables of kind `prompts` a batch."""
 
-    def enter(batch: int, group: int) -> list[Row]:
-        if batch not in asked:
-            problems = run.source.training(batch, run.config.rollout.drawn_prompts, run.config.seed)
-            asked[batch] = prompt_table(run, problems).to_pylist()
-        row, seed = asked[batch][group], run.config.seed
+    def __init__(self, run: RunContext) -> None:
+        self._run, self._batches = run, dict[int, pa.Table]()
+
+    def _batch(self, batch: int) -> pa.Table:
+        if batch not in self._batches:
+            config = self._run.config
+            problems = self._run.source.training(batch, config.rollout.drawn_prompts, config.seed)
+            self._batches[batch] = prompt_table(self._run, problems)
+        return self._batches[batch]
+
+    def enter(self, batch: int, group: int) -> list[Row]:
+        """The completions of a prompt that enters, with the seeds that a synchronous run has."""
+        (row,), config = self._batch(batch).slice(group, 1).to_pylist(), self._run.config
         return [
-            Row(batch, group, i, row["prompt_id"], sample_seed(seed, batch, group, i), row["tokens"])
-            for i in range(run.config.rollout.group_size)
+            Row(batch, group, i, row["prompt_id"], sample_seed(config.seed, batch, group, i), row["tokens"])
+            for i in range(config.rollout.group_size)
         ]
 
-    return enter
+    def table(self, places: Sequence[Place]) -> pa.Table:
+        """The prompts at these places, which are the groups of a step in this order."""
+        found = pa.concat_tables([self._batch(batch).slice(group, 1) for batch, group in places])
+        numbers = pa.array(range(len(places)), found.schema.field("group").type)
+        return found.set_column(found.schema.get_field_index("group"), found.schema.field("group"), numbers)
 
 
 class _Written:

@@ -68,6 +68,11 @@ class PipelineConfig(Section):
     max_inflight_prompts: int | None = Field(
         None, ge=1, le=1 << 20, description="Prompts that are answered at a time; null: all that staleness allows."
     )
+    drop_or_wait: Literal["wait", "drop"] = Field(
+        "wait",
+        description="`wait`: a step learns from its own prompts. `drop`: from those that are complete first, and prompts "
+        "that get older than `max_staleness` are evicted; needs `asynchronous`.",
+    )
     verified_share: float = Field(
         0.0625,
         gt=0,
@@ -95,6 +100,8 @@ def with_mode(pipeline: PipelineConfig) -> PipelineConfig:
     Raises:
         ValueError: the steps do not fit the mode.
     """
+    if pipeline.drop_or_wait == "drop" and pipeline.mode != "asynchronous":
+        raise ValueError(f"pipeline.drop_or_wait=drop: needs pipeline.mode=asynchronous, not {pipeline.mode}")
     if pipeline.mode == "synchronous" or any(step.uses == _FINISH for step in pipeline.steps):
         return pipeline
     found = {uses: [step for step in pipeline.steps if step.uses == uses] for uses in (_PROMPTS, _ROLLOUT)}
@@ -115,7 +122,8 @@ def with_mode(pipeline: PipelineConfig) -> PipelineConfig:
             steps.append(ahead)
             step = step.model_copy(update={"needs": step.inputs() | {"next_stream": "next_stream"}})
         if step.uses == _RECORD:
-            step = step.model_copy(update={"needs": step.inputs() | {"behaviour": "behaviour"}})
+            added = {name: name for name in ("behaviour", "schedule", "evictions")}
+            step = step.model_copy(update={"needs": step.inputs() | added})
         steps.append(finish if step is rollout else step)
     if ahead not in steps:
         steps.append(ahead)

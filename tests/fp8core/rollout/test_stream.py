@@ -9,7 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8core.rollout.engine import Completion, PromptGroup
-from fp8core.rollout.stream import Pace, Place, Row, Stream, chunks_of, finish, run_ahead
+from fp8core.rollout.stream import (
+    DroppingStream,
+    Pace,
+    Place,
+    Row,
+    Stream,
+    chunks_of,
+    finish,
+    finish_first,
+    run_ahead,
+)
 
 SAMPLES, LONGEST = 2, 12
 
@@ -119,3 +129,71 @@ def test_a_recorded_schedule_gives_the_stream_of_the_clock(pace: Pace, chunk: in
             assert run_ahead(again, step - 1, part, generate, enter) == part
         assert again.rows == live.rows
         rows = live.rows
+
+
+@settings(max_examples=200, deadline=None)
+@given(pace=paces, chunk=st.integers(1, 5), speeds=st.lists(st.integers(0, 4), min_size=8, max_size=8))
+def test_with_drop_each_prompt_is_learnt_from_once_or_evicted_once(pace: Pace, chunk: int, speeds: list[int]) -> None:
+    rows, gone, evictions, newest = list[Row](), list[Place](), 0, (0, 0)
+    for step, most in enumerate(speeds, start=1):
+        stream, again = (DroppingStream(deepcopy(rows), pace, step - 1) for _ in range(2))
+        taken, evicted = finish_first(stream, step, chunk, generate, enter)
+        assert finish_first(again, step, chunk, generate, enter) == (taken, evicted)
+        assert again.rows == stream.rows
+        places = sorted({(row.batch, row.group) for row in taken})
+        assert [(row.batch, row.group, row.sample) for row in taken] == [
+            (*place, sample) for place in places for sample in range(SAMPLES)
+        ]
+        assert len(places) == pace.prompts
+        for row in taken:
+            assert row.tokens == [100 * row.seed + i for i in range(length(row.seed))]
+            assert 0 <= step - 1 - row.versions[0] <= pace.staleness
+        for each in evicted:
+            assert each.oldest < each.step - 1 - pace.staleness <= each.newest + 1
+            assert each.step == step + 1
+            assert each.tokens
+        gone += [*places, *((each.batch, each.group) for each in evicted)]
+        evictions += len(evicted)
+        stream = DroppingStream(stream.rows, pace, step)
+        run_ahead(stream, step - 1, repeat(chunk, most), generate, enter)
+        rows = stream.rows
+        held = [(row.batch, row.group) for row in rows if row.finish != "left"]
+        assert len(set(gone)) == len(gone), "each leaves once"
+        assert not set(gone) & set(held), "none comes back"
+        newest = max([newest, *gone, *held])
+        assert len(set(gone) | set(held)) == (newest[0] - 1) * pace.prompts + newest[1] + 1, "none is left out"
+        assert all(len(row.versions) == len(row.tokens) for row in rows)
+
+
+def test_with_drop_a_step_takes_what_is_complete_first_and_what_is_old_makes_room() -> None:
+    """Three prompts a step: of lengths 6 and 1, and one that never ends in time."""
+    lengths = {0: 6, 1: 40, 2: 1}
+
+    def long(groups: Sequence[PromptGroup], places: Sequence[Place]) -> Iterator[list[Completion]]:
+        for group, (_, number) in zip(groups, places, strict=True):
+            begun = len(group.begun[0]) if group.begun else 0
+            end = min(lengths[number], begun + group.room[0])
+            finish = "stop" if end == lengths[number] else "open"
+            yield [
+                Completion(group.group, i, [7] * (end - begun), [0.0] * (end - begun), finish) for i in group.samples
+            ]
+
+    stream, found, evicted = DroppingStream([], Pace(3, 1, None), 0), [], []
+    for step in range(1, 5):
+        taken, left = finish_first(stream, step, 2, long, enter)
+        found.append(sorted({(row.batch, row.group) for row in taken}))
+        evicted += [(each.step, each.batch, each.group) for each in left]
+        stream = DroppingStream(stream.rows, stream.pace, step)
+    assert found[0] == [(1, 0), (1, 2), (2, 2)]
+    assert evicted[:2] == [(3, 1, 1), (3, 2, 1)]
+    assert not any(group == 1 for places in found for _, group in places)
+
+
+@given(size=st.integers(1, 4), chunk=st.integers(1, 5), most=st.none() | st.integers(1, 6))
+def test_with_drop_and_no_staleness_steps_have_their_own_prompts(size: int, chunk: int, most: int | None) -> None:
+    stream = DroppingStream([], Pace(size, 0, most), 0)
+    for step in range(1, 5):
+        taken, evicted = finish_first(stream, step, chunk, generate, enter)
+        assert {(row.batch, row.group) for row in taken} == {(step, group) for group in range(size)}
+        assert not evicted
+        run_ahead(stream, step - 1, repeat(chunk, 3), generate, enter)
