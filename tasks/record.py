@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from fp8core.alignment.bounds import contract_of
 from fp8core.alignment.metrics import alignment_metrics
 from fp8core.config.steps import NoOptions
 from fp8core.rewards.scorer import OUTCOMES
@@ -85,6 +86,8 @@ def record(
         metrics["kv/saturated_share"] = statistics["saturated_share"]
         if scales is not None:
             metrics["kv/lag_error"] = lag_error(run.config, read_scales(run, scales), statistics)
+    if contract_of(run.config)[0] == "unverifiable":
+        metrics["rollout/unverifiable"] = 1.0
     if schedule is not None:
         metrics["rollout/ahead_tokens"] = float(sum(store.get_json(schedule)["chunks"]))
     if evictions is not None:

@@ -70,8 +70,13 @@ class PipelineConfig(Section):
     )
     drop_or_wait: Literal["wait", "drop"] = Field(
         "wait",
-        description="`wait`: a step learns from its own prompts. `drop`: from those that are complete first, and prompts "
+        description="`wait`: a step learns from its own prompts. `drop`: from those that are complete first, and those "
         "that get older than `max_staleness` are evicted; needs `asynchronous`.",
+    )
+    recompute_kv_cache_after_weight_update: bool = Field(
+        True,
+        description="false: the embedded engine keeps the cache of tokens that older weights wrote. No pass gives "
+        "their log-probs then, and the contract of the run is `unverifiable`.",
     )
     verified_share: float = Field(
         0.0625,
@@ -102,6 +107,9 @@ def with_mode(pipeline: PipelineConfig) -> PipelineConfig:
     """
     if pipeline.drop_or_wait == "drop" and pipeline.mode != "asynchronous":
         raise ValueError(f"pipeline.drop_or_wait=drop: needs pipeline.mode=asynchronous, not {pipeline.mode}")
+    if not pipeline.recompute_kv_cache_after_weight_update and pipeline.mode != "asynchronous":
+        place = "pipeline.recompute_kv_cache_after_weight_update=false"
+        raise ValueError(f"{place}: needs pipeline.mode=asynchronous, not {pipeline.mode}")
     if pipeline.mode == "synchronous" or any(step.uses == _FINISH for step in pipeline.steps):
         return pipeline
     found = {uses: [step for step in pipeline.steps if step.uses == uses] for uses in (_PROMPTS, _ROLLOUT)}

@@ -15,7 +15,7 @@ from fp8core.report.console import Console
 from fp8core.rollout.embedded import EmbeddedEngine
 from fp8core.run.execute import StepError, carried, run_step
 from fp8core.run.loop import Execution, begin, train
-from fp8core.run.open import open_directory, open_run, plan_of
+from fp8core.run.open import open_directory, open_run, pipeline_of, plan_of
 from fp8core.run.replay import RunSnapshot, replay
 from fp8core.run.rollouts import answers_of
 from fp8core.store.artifacts import RolloutShards
@@ -285,6 +285,34 @@ def test_with_drop_and_no_staleness_it_is_the_synchronous_run(loop_run, whole_ru
     run = loop_run("fresh", **{"pipeline.mode": "asynchronous", **settings})
     for kind in ("prompts", "rollouts", "rewards", "policy", "scales"):
         assert digests(run, kind) == digests(whole_run, kind), kind
+
+
+KEPT = {"pipeline.mode": "asynchronous", "pipeline.recompute_kv_cache_after_weight_update": False}
+
+
+def test_a_run_that_keeps_its_cache_says_that_it_is_unverifiable(loop_run):
+    run = loop_run("kept", **SETTINGS | KEPT, **{"replay.level": "tolerant"})
+    differing = 0.0
+    for record in run.records[1:]:
+        assert record["executed"]["behaviour"] == "unverifiable"
+        assert record["executed"]["rollout"]["kv_cache_after_update"] == "kept"
+        metrics = run.store.get_json(run.ledger.artifacts(record["step"])["metrics"])
+        assert metrics["rollout/unverifiable"] == 1
+        differing += metrics["alignment/tokens_differing"]
+    assert differing
+    assert [*verify(RunView.read(run.folder))] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "reason"),
+    [
+        ("tiny", {}, "replay.level=exact promises equal digests, set it to tolerant"),
+        ("h200-small", {"replay.level": "tolerant"}, "rollout.engine=vllm computes its cache anew"),
+    ],
+)
+def test_a_kept_cache_is_refused_where_none_is_kept_or_equality_is_promised(name, settings, reason):
+    with pytest.raises(UserError, match=f"^pipeline.recompute_kv_cache_after_weight_update=false: .*{reason}"):
+        pipeline_of(load_config(name, KEPT | settings))
 
 
 @pytest.mark.parametrize("mode", ["synchronous", "one_step_off"])
