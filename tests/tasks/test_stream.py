@@ -224,6 +224,30 @@ def test_what_is_complete_is_not_generated_again(ahead, tmp_path, monkeypatch, t
     assert run.records == ahead.records
 
 
+def test_chunks_change_nothing_and_are_kept_when_a_process_is_killed(ahead, loop_run, tmp_path, monkeypatch):
+    """Killed at the third token beside an update; one shard is lost too."""
+    whole = loop_run("chunked", **SETTINGS, **{"pipeline.chunk_tokens": 1})
+    for kind in ("rollouts", "policy", "behaviour"):
+        assert digests(whole, kind) == digests(ahead, kind), kind
+    shutil.copytree(whole.folder.parent, tmp_path / "loop")
+    run = type(whole)(tmp_path / "loop" / "chunked")
+    run.cut_after(3, "calibrate")
+    generate, calls = EmbeddedEngine.generate, Counter()
+
+    def killed(engine, wanted, sampling):
+        calls["all"] += sampling.temperature > 0
+        if calls["all"] == 3:
+            raise RuntimeError("killed")
+        return generate(engine, wanted, sampling)
+
+    monkeypatch.setattr(EmbeddedEngine, "generate", killed)
+    with pytest.raises(StepError, match="killed"):
+        run.resume()
+    min((run.folder / "shards" / "00003").glob("*.parquet")).unlink()
+    run.resume()
+    assert run.records == whole.records
+
+
 def test_a_replay_is_equal_and_verify_finds_nothing(ahead):
     original = RunSnapshot.read(ahead.folder, read_description(ahead.folder))
     verdicts = list(replay(original, range(1, 5), (), Console(io.StringIO(), 4), None))
