@@ -4,8 +4,6 @@ import logging
 import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import FIRST_COMPLETED
-from concurrent.futures import wait as wait_for_one
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +18,7 @@ from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
 from prefect.client.schemas.objects import RunInput, State, TaskRunResult
 from prefect.context import FlowRunContext, SettingsContext, TaskRunContext, get_settings_context
 from prefect.exceptions import CancelledRun, FailedRun, PrefectException
-from prefect.futures import wait
+from prefect.futures import as_completed, wait
 from prefect.logging.handlers import PrefectConsoleHandler
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES
 from prefect.states import Cancelled, Completed, Failed
@@ -91,7 +89,7 @@ class PrefectExecution(Execution):
         return called.result
 
     def steps(self, run: RunContext, index: int, inputs: Mapping[str, Ref]) -> dict[str, TaskResult]:
-        """A step begins when its inputs exist, whatever else still runs."""
+        """Each step begins when the steps whose artifacts it reads have ended, whatever else is under way."""
 
         def ready(ended: Mapping[str, Called]) -> dict[str, Call]:
             artifacts = dict(inputs)
@@ -110,11 +108,12 @@ class PrefectExecution(Execution):
                 for planned in run.plan.ready(set(ended))
             }
 
+        run.halted.clear()
         with self._step_runs.place():
-            ended = side_by_side(ready)
+            ended = side_by_side(ready, run.halted.set)
         assert len(ended) == len(run.plan.steps), "a checked plan runs to its end"
         self._last = {ended[name].run for name in ended.keys() - set().union(*self._producers.values())}
-        return {planned.name: ended[planned.name].result for planned in run.plan.steps}
+        return {name: called.result for name, called in ended.items()}
 
 
 @dataclass(frozen=True)
@@ -133,32 +132,34 @@ class Called(NamedTuple):
     run: RunInput
 
 
-def side_by_side(ready: Callable[[Mapping[str, Called]], Mapping[str, Call]]) -> dict[str, Called]:
-    """Results of Prefect tasks by name, each begun as soon as it can be; what one raises is raised when none runs.
-
-    Of calls that are ready together the last is made in this thread: a call costs less than a submission.
+def side_by_side(
+    ready: Callable[[Mapping[str, Called]], Mapping[str, Call]], halt: Callable[[], None]
+) -> dict[str, Called]:
+    """Results by name of Prefect tasks that run at once. The first of those that may begin runs in this thread: a call
+    costs less than a submission.
 
     Args:
-        ready: from the results so far to the calls whose results are missing and that need no other results.
+        ready: from what has ended to what may begin; what has begun already is left out.
+        halt: called when one raises, which is raised when all that have begun have ended.
     """
-    ended, running = dict[str, Called](), dict[str, Any]()
-    runner = FlowRunContext.get().task_runner
+    runner, begun, ended = FlowRunContext.get().task_runner, dict[str, Any](), dict[str, Called]()
     try:
-        while True:
-            new = [(name, call) for name, call in ready(ended).items() if name not in running]
-            for name, call in new[:-1]:
-                running[name] = runner.submit(call.task, call.parameters, dependencies=call.after)
-            if new:
-                name, call = new[-1]
-                ended[name] = _value(run_task_sync(call.task, parameters=call.parameters, dependencies=call.after))
-            elif running:
-                wait_for_one([future.wrapped_future for future in running.values()], return_when=FIRST_COMPLETED)
+        while (calls := [(name, call) for name, call in ready(ended).items() if name not in begun]) or begun:
+            if calls:
+                (own, call), *others = calls
+                for name, other in others:
+                    begun[name] = runner.submit(other.task, other.parameters, dependencies=other.after)
+                ended[own] = _value(run_task_sync(call.task, parameters=call.parameters, dependencies=call.after))
             else:
-                return ended
-            for name in [name for name, future in running.items() if future.wrapped_future.done()]:
-                ended[name] = running.pop(name).result()
+                next(iter(as_completed([*begun.values()])))
+            for name in [name for name, future in begun.items() if future.state.is_final()]:
+                ended[name] = begun.pop(name).result()
+    except BaseException:
+        halt()
+        raise
     finally:
-        wait([*running.values()])
+        wait([*begun.values()])
+    return ended
 
 
 def _value(result: Called | State[Called]) -> Called:

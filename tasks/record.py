@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 
+from fp8core.alignment.bounds import contract_of
 from fp8core.alignment.metrics import alignment_metrics
 from fp8core.config.run import RunConfig
 from fp8core.config.steps import NoOptions
@@ -19,6 +20,7 @@ from fp8core.rl.correction import log_ratio, row_errors
 from fp8core.rl.losses import ClipRange
 from fp8core.rl.objective import named_correction
 from fp8core.rl.staleness import lag_metrics, staleness_metrics
+from fp8core.rollout.stream import LEFT
 from fp8core.run.context import RunContext
 from fp8core.run.policy import read_scales
 from fp8core.store.artifacts import Ref
@@ -45,6 +47,8 @@ from tasks.step import step
         "behaviour": "behaviour",
         "left": "stream",
         "next_stream": "stream",
+        "schedule": "schedule",
+        "evictions": "evictions",
     },
     outputs={"metrics": "metrics"},
 )
@@ -64,6 +68,8 @@ def record(
     behaviour: Ref | None = None,
     left: Ref | None = None,
     next_stream: Ref | None = None,
+    schedule: Ref | None = None,
+    evictions: Ref | None = None,
 ) -> dict[str, Ref]:
     """Everything in MLflow about the step but its timings.
 
@@ -95,6 +101,14 @@ def record(
         metrics["kv/saturated_share"] = statistics["saturated_share"]
         if scales is not None:
             metrics["kv/lag_error"] = lag_error(run.config, read_scales(run, scales), statistics)
+    if contract_of(run.config)[0] == "unverifiable":
+        metrics["rollout/unverifiable"] = 1.0
+    if schedule is not None:
+        metrics["rollout/decode_steps_beside_update"] = float(sum(store.get_json(schedule)["chunks"]))
+    if evictions is not None:
+        evicted = store.get_json(evictions)
+        metrics["rollout/evicted_prompts"] = float(len(evicted))
+        metrics["rollout/evicted_tokens"] = float(sum(each["tokens"] for each in evicted))
     measured = store.get_json(evaluation)
     if measured:
         metrics["reward/heldout_accuracy"] = measured["accuracy"]
@@ -183,7 +197,8 @@ def stream_metrics(before: pa.Table, after: pa.Table) -> dict[str, float]:
     """Prompts in flight and complete ones that wait after an update, and tokens that were written beside it."""
     open_: dict[tuple[int, int], bool] = {}
     for batch, group, finish in zip(*(after[name].to_pylist() for name in STREAM_COLUMNS[:3]), strict=True):
-        open_[batch, group] = open_.get((batch, group), False) or not finish
+        if finish != LEFT:
+            open_[batch, group] = open_.get((batch, group), False) or not finish
     tokens = [pc.sum(pc.list_value_length(table["tokens"])).as_py() or 0 for table in (before, after)]
     return {
         "rollout/prompts_in_flight": float(sum(open_.values())),

@@ -1,8 +1,9 @@
 """Generate ahead of the update: the stream of completions, and what leaves it for a step (`rollout.stream`)."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
-from typing import Any, cast
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, replace
+from typing import cast
 
 import pyarrow as pa
 import torch
@@ -10,7 +11,17 @@ import torch
 from fp8core.config.steps import NoOptions
 from fp8core.rl.batch import column, pad
 from fp8core.rollout.engine import Completion, Finish, PromptGroup, Sampling, sample_seed
-from fp8core.rollout.stream import Enter, Pace, Place, Row, Stream, run_ahead
+from fp8core.rollout.stream import (
+    DroppingStream,
+    Eviction,
+    Pace,
+    Place,
+    Row,
+    Stream,
+    chunks_of,
+    finish_first,
+    run_ahead,
+)
 from fp8core.rollout.stream import finish as finish_step
 from fp8core.run.behaviour import behaviour_logprobs, verified_rows
 from fp8core.run.context import RunContext
@@ -20,64 +31,135 @@ from fp8core.store.tables import LOGPROBS, ROLLOUTS, STREAM, VERSIONS
 from tasks.logprobs import token_batch
 from tasks.step import step
 
+_UNKNOWN = 1.0
+"""No log-prob."""
+
 
 @step(
     inputs={"stream": "stream", "policy": "policy", "scales": "scales"},
-    outputs={"prompts": "prompts", "rollouts": "rollouts", "left": "stream", "behaviour": "behaviour"},
+    outputs={
+        "prompts": "prompts",
+        "rollouts": "rollouts",
+        "left": "stream",
+        "behaviour": "behaviour",
+        "evictions": "evictions",
+    },
 )
 def finish(run: RunContext, index: int, options: NoOptions, stream: Ref, policy: Ref, scales: Ref) -> dict[str, Ref]:
     """Complete the prompts of a step under the newest policy; what else is in flight writes as long.
 
     `behaviour` has the log-probs of a share of the completions, by the weights of the version that wrote each token.
     """
-    store = run.directory.store
-    opened = _opened(run, stream, index - 1)
-    rows = finish_step(opened, index, _Written(run, index), _entering(run))
-    prompts = prompt_table(run, run.source.training(index, run.config.rollout.drawn_prompts, run.config.seed))
+    store, source = run.directory.store, _Prompts(run)
+    opened, written = _opened(run, stream, index - 1), _Written(run, index)
+    evicted = list[Eviction]()
+    if isinstance(opened, DroppingStream):
+        rows, evicted = finish_first(opened, index, run.config.pipeline.chunk_tokens, written, source.enter)
+    else:
+        rows = finish_step(opened, index, written, source.enter)
+    places = sorted({(row.batch, row.group) for row in rows})
+    rows = [replace(row, group=places.index((row.batch, row.group))) for row in rows]
     rollouts = _rollouts(run, rows)
     return {
-        "prompts": store.put_table("prompts", prompts),
+        "prompts": store.put_table("prompts", source.table(places)),
         "rollouts": store.put_table("rollouts", rollouts),
         "left": store.put_table("stream", _table(opened.rows)),
         "behaviour": store.put_table("behaviour", _behaviour(run, index, rollouts, rows)),
+        "evictions": store.put_json("evictions", [asdict(each) for each in evicted]),
     }
 
 
 @step(
     inputs={"left": "stream", "policy": "policy", "scales": "scales"},
-    outputs={"next_stream": "stream"},
+    outputs={"next_stream": "stream", "schedule": "schedule"},
 )
 def ahead(run: RunContext, index: int, options: NoOptions, left: Ref, policy: Ref, scales: Ref) -> dict[str, Ref]:
-    """Write beside the update, under the policy that it starts from: it runs while reward, log-probs and train do."""
-    opened = _opened(run, left, index)
+    """Write beside the update, under the policy that it starts from: it runs while reward, log-probs and train do.
+
+    `schedule` has what was written, which the clock may have decided: whoever makes the step again follows it.
+    """
+    store, opened = run.directory.store, _opened(run, left, index)
+    chunks = run_ahead(opened, index - 1, _chunks(run, index), _Written(run, index), _Prompts(run).enter)
+    return {
+        "next_stream": store.put_table("stream", _table(opened.rows)),
+        "schedule": store.put_json("schedule", {"version": index - 1, "chunks": chunks}),
+    }
+
+
+def _chunks(run: RunContext, index: int) -> Iterable[int | None]:
+    """Tokens beside the update of a step, chunk by chunk."""
     pipeline = run.config.pipeline
-    tokens = None if pipeline.mode == "one_step_off" else pipeline.ahead_tokens
-    run_ahead(opened, index - 1, tokens, _Written(run, index), _entering(run))
-    return {"next_stream": run.directory.store.put_table("stream", _table(opened.rows))}
+    if pipeline.mode == "one_step_off":
+        return itertools.repeat(None)
+    if pipeline.ahead_tokens is not None:
+        return chunks_of(pipeline.ahead_tokens, pipeline.chunk_tokens)
+    for ledger in (run.followed, run.directory.ledger):
+        stored = {} if ledger is None else {ref.kind: ref for ref in ledger.artifacts(index).values()}
+        if "schedule" in stored:
+            return _recorded(run, index, stored["schedule"])
+    return _until_updated(run, index)
+
+
+def _until_updated(run: RunContext, index: int) -> Iterator[int]:
+    """Chunks until the ledger has the policy that the step makes."""
+    updated, chunk = run.plan.carries["policy"], run.config.pipeline.chunk_tokens
+    yield chunk
+    while updated not in run.directory.ledger.artifacts(index):
+        if run.halted.is_set():
+            raise RuntimeError("another task of the step has failed")
+        yield chunk
+
+
+def _recorded(run: RunContext, index: int, schedule: Ref) -> list[int]:
+    """The chunks of a stored schedule. All are equal, so those of a damaged one are found by its digest."""
+    store, pipeline = run.directory.store, run.config.pipeline
+    if store.damage(schedule) is not None:
+        for count in range((1 + pipeline.max_staleness) * run.config.rollout.drawn_prompts * _longest(run) + 1):
+            chunks = [pipeline.chunk_tokens] * count
+            if store.digest_json({"version": index - 1, "chunks": chunks}) == schedule.digest:
+                return chunks
+    found: list[int] = store.get_json(schedule)["chunks"]
+    return found
+
+
+def _longest(run: RunContext) -> int:
+    """Chunks of the longest completion."""
+    return -(-run.config.rollout.max_new_tokens // run.config.pipeline.chunk_tokens)
 
 
 def _opened(run: RunContext, stream: Ref, left: int) -> Stream:
     pipeline = run.config.pipeline
     pace = Pace(run.config.rollout.drawn_prompts, pipeline.max_staleness, pipeline.max_inflight_prompts)
     rows = [Row(**row) for row in run.directory.store.get_table(stream).to_pylist()]
-    return Stream(rows, pace, left)
+    return (Stream if pipeline.drop_or_wait == "wait" else DroppingStream)(rows, pace, left)
 
 
-def _entering(run: RunContext) -> Enter:
-    """The completions of a prompt that enters, with the seeds that a synchronous run has."""
-    asked: dict[int, list[dict[str, Any]]] = {}
+class _Prompts:
+    """The prompts of the data by their places, as tables of kind `prompts` a batch."""
 
-    def enter(batch: int, group: int) -> list[Row]:
-        if batch not in asked:
-            problems = run.source.training(batch, run.config.rollout.drawn_prompts, run.config.seed)
-            asked[batch] = prompt_table(run, problems).to_pylist()
-        row, seed = asked[batch][group], run.config.seed
+    def __init__(self, run: RunContext) -> None:
+        self._run, self._batches = run, dict[int, pa.Table]()
+
+    def _batch(self, batch: int) -> pa.Table:
+        if batch not in self._batches:
+            config = self._run.config
+            problems = self._run.source.training(batch, config.rollout.drawn_prompts, config.seed)
+            self._batches[batch] = prompt_table(self._run, problems)
+        return self._batches[batch]
+
+    def enter(self, batch: int, group: int) -> list[Row]:
+        """The completions of a prompt that enters, with the seeds that a synchronous run has."""
+        (row,), config = self._batch(batch).slice(group, 1).to_pylist(), self._run.config
         return [
-            Row(batch, group, i, row["prompt_id"], sample_seed(seed, batch, group, i), row["tokens"])
-            for i in range(run.config.rollout.group_size)
+            Row(batch, group, i, row["prompt_id"], sample_seed(config.seed, batch, group, i), row["tokens"])
+            for i in range(config.rollout.group_size)
         ]
 
-    return enter
+    def table(self, places: Sequence[Place]) -> pa.Table:
+        """The prompts at these places, which are the groups of a step in this order."""
+        found = pa.concat_tables([self._batch(batch).slice(group, 1) for batch, group in places])
+        numbers = pa.array(range(len(places)), found.schema.field("group").type)
+        return found.set_column(found.schema.get_field_index("group"), found.schema.field("group"), numbers)
 
 
 class _Written:
@@ -109,6 +191,7 @@ class _Written:
             by_number = {group.group: group for group in asked}
             rows = [self._row(done, by_number[done.group], places[done.group]) for done in finished]
             self._shards.append(_table(rows))
+            self._kept |= {(row.batch, row.group, row.sample): row for row in rows}
             yield finished
 
     def _found(self, group: PromptGroup, place: Place) -> list[Completion] | None:
@@ -121,19 +204,23 @@ class _Written:
             if row is None or (not row.finish and len(row.tokens) < begun + room):
                 return None
             end = min(len(row.tokens), begun + room)
+            if _UNKNOWN in row.logprobs[begun:end]:
+                return None
             finish = cast(Finish, row.finish) if end == len(row.tokens) and row.finish else "open"
             found.append(Completion(group.group, sample, row.tokens[begun:end], row.logprobs[begun:end], finish))
         return found
 
     def _row(self, done: Completion, group: PromptGroup, place: Place) -> Row:
-        """A completion with what it went on from, whose log-probs are not asked for again: the stream has them."""
+        """A completion with what it went on from, of which log-probs are known since the segment began."""
         i = group.samples.index(done.sample)
         begun = list(group.begun[i]) if group.begun else []
         finish = "" if done.finish == "open" else done.finish
-        unknown = [0.0] * len(begun)
+        kept = self._kept.get((*place, done.sample))
+        known = [] if kept is None else kept.logprobs[: len(begun)]
+        before = known + [_UNKNOWN] * (len(begun) - len(known))
         return Row(
             *(*place, done.sample, group.prompt_id, group.seeds[i], list(group.prompt)),
-            *(begun + done.tokens, unknown + done.logprobs),
+            *(begun + done.tokens, before + done.logprobs),
             *([self._version] * (len(begun) + len(done.tokens)), finish),
         )
 

@@ -7,6 +7,7 @@ A contract is read from the configuration alone:
 | exact | the embedded engine with a trainer that computes the same operations, in equal formats | equal bits |
 | aligned | vLLM's aligned model with the deterministic packed trainer on a GPU, in equal formats | equal bits |
 | matched | equal formats, computed by different kernels | small errors |
+| unverifiable | exact, but the engine keeps its cache at an update (`pipeline`) | small errors |
 | mismatched | formats that differ | errors that the correction covers |
 | accepted | formats that differ, without any correction (`precision.accept_mismatch`) | none: bounds only warn |
 
@@ -24,8 +25,11 @@ from fp8core.rl.objective import named_correction
 from fp8core.rollout.registry import engine_entry
 from fp8core.training.registry import trainer_of
 
-Contract = Literal["exact", "aligned", "matched", "mismatched", "accepted"]
+Contract = Literal["exact", "aligned", "matched", "unverifiable", "mismatched", "accepted"]
 Action = Literal["none", "warn", "pause", "fail"]
+
+EQUAL: frozenset[Contract] = frozenset({"exact", "aligned"})
+"""Contracts that promise equal bits."""
 
 BOUNDED = {
     "error": "alignment/token_mult_prob_error",
@@ -129,7 +133,7 @@ def stop_bounds(config: RunConfig) -> StopBounds:
             limits[name] = defaults[name]
         elif value is not None and value != "none":
             limits[name] = float(value)
-    equal = contract in ("exact", "aligned")
+    equal = contract in EQUAL
     action: Action = given.action or ("warn" if contract == "accepted" else "fail")
     for name in ("action", "patience"):
         sources[name] = f"{contract} contract" if getattr(given, name) is None else "configuration"
@@ -139,6 +143,14 @@ def stop_bounds(config: RunConfig) -> StopBounds:
 
 def contract_of(config: RunConfig) -> tuple[Contract, str]:
     """The contract of a configuration for the two policies, and its reason."""
+    contract, reason = _contract_at_rest(config)
+    if contract in EQUAL and not config.pipeline.recompute_kv_cache_after_weight_update:
+        return "unverifiable", "the engine keeps the cache of older weights, and no pass gives such log-probs"
+    return contract, reason
+
+
+def _contract_at_rest(config: RunConfig) -> tuple[Contract, str]:
+    """The contract of what is computed with one version of the weights."""
     rollout, training = config.precision.rollout, config.precision.training
     pairs = {name: (getattr(rollout, name), getattr(training, name)) for name in ("linear", "kv_cache", "head")}
     differing = [f"{name} {a} and {b}" for name, (a, b) in pairs.items() if a != b]
@@ -163,7 +175,7 @@ def _default_limits(config: RunConfig, contract: Contract) -> dict[str, float]:
     by_rewards = config.loss.policy in SHIPPED_LOSSES and not config.loss.reward_kl
     if config.loss.advantage in _GROUP_BASELINES and by_rewards and not config.loss.distillation.weight:
         limits["reward_slope"] = 0.0
-    if contract in ("exact", "aligned"):
+    if contract in EQUAL:
         return limits | _EQUAL | _SAME_RATIO
     same_trainer = trainer_of(config.training).arithmetic == "exact"
     if named_correction(config.correction).mode == "bypass":

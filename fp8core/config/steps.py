@@ -51,11 +51,32 @@ class PipelineConfig(Section):
     max_staleness: int = Field(
         1, ge=0, le=100, description="Versions that a token may be older than the policy that learns from it."
     )
-    ahead_tokens: int = Field(
-        64, ge=1, le=1 << 20, description="With `asynchronous`: tokens one after the other beside an update."
+    ahead_tokens: int | None = Field(
+        None,
+        ge=1,
+        le=1 << 20,
+        description="With `asynchronous`: tokens one after the other beside an update; null: until the update has "
+        "ended, and how many these were is recorded.",
+    )
+    chunk_tokens: int = Field(
+        32,
+        ge=1,
+        le=1 << 20,
+        description="With `asynchronous`: tokens that completions write before the next prompts enter, and before the "
+        "update is looked at.",
     )
     max_inflight_prompts: int | None = Field(
         None, ge=1, le=1 << 20, description="Prompts that are answered at a time; null: all that staleness allows."
+    )
+    drop_or_wait: Literal["wait", "drop"] = Field(
+        "wait",
+        description="`wait`: a step learns from its own prompts. `drop`: from those that are complete first, and those "
+        "that get older than `max_staleness` are evicted; needs `asynchronous`.",
+    )
+    recompute_kv_cache_after_weight_update: bool = Field(
+        True,
+        description="false: the embedded engine keeps the cache of tokens that older weights wrote. No pass gives "
+        "their log-probs then, and the contract of the run is `unverifiable`.",
     )
     verified_share: float = Field(
         0.0625,
@@ -89,6 +110,11 @@ def with_mode(pipeline: PipelineConfig) -> PipelineConfig:
     Raises:
         ValueError: the steps do not fit the mode.
     """
+    if pipeline.drop_or_wait == "drop" and pipeline.mode != "asynchronous":
+        raise ValueError(f"pipeline.drop_or_wait=drop: needs pipeline.mode=asynchronous, not {pipeline.mode}")
+    if not pipeline.recompute_kv_cache_after_weight_update and pipeline.mode != "asynchronous":
+        place = "pipeline.recompute_kv_cache_after_weight_update=false"
+        raise ValueError(f"{place}: needs pipeline.mode=asynchronous, not {pipeline.mode}")
     if pipeline.mode == "synchronous" or any(step.uses == _FINISH for step in pipeline.steps):
         return pipeline
     found = {uses: [step for step in pipeline.steps if step.uses == uses] for uses in (_PROMPTS, _ROLLOUT)}
@@ -104,12 +130,16 @@ def with_mode(pipeline: PipelineConfig) -> PipelineConfig:
         if step is prompts:
             continue
         if step.uses == _SYNC:
-            # Generation must have ended, and it runs beside everything before.
+            # Generation must have ended, and it runs beside everything before. In a process that runs one step at a
+            # time the update has then ended, too.
+            steps.append(ahead)
             step = step.model_copy(update={"needs": step.inputs() | {"next_stream": "next_stream"}})
         if step.uses == _RECORD:
-            streamed = {port: port for port in ("behaviour", "left", "next_stream")}
-            step = step.model_copy(update={"needs": step.inputs() | streamed})
-        steps += [finish, ahead] if step is rollout else [step]
+            added = {name: name for name in ("behaviour", "schedule", "evictions", "left", "next_stream")}
+            step = step.model_copy(update={"needs": step.inputs() | added})
+        steps.append(finish if step is rollout else step)
+    if ahead not in steps:
+        steps.append(ahead)
     carries = pipeline.carries | {"stream": "next_stream"}
     return pipeline.model_copy(update={"steps": steps, "carries": carries})
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +18,18 @@ from fp8core.plan.memory import Device, EngineMemory, Need, engine_weights, ship
 from fp8core.rollout.engine import Completion, Finish, PolicyScales, Probe, PromptGroup, Sampling, SyncReport
 from fp8core.rollout.registry import EngineEntry
 from fp8core.training.memory import EMULATED, emulated_bytes
+
+
+class _Stored(NamedTuple):
+    """K and V of a completion by layer, each [heads, tokens but the last, d], and the policy that wrote the newest."""
+
+    version: int
+    keys: list[Tensor]
+    values: list[Tensor]
+
+
+_Key = tuple[int, tuple[int, ...]]
+"""Seed of a completion, and all its tokens with those of its prompt."""
 
 
 class KvCache:
@@ -59,6 +72,27 @@ class KvCache:
         values[:, :, start : self._columns] = v
         return keys[:, :, : self._columns], values[:, :, : self._columns]
 
+    @classmethod
+    def going_on(cls, rows: Sequence[_Stored], room: int) -> "KvCache":
+        """From the stored K and V of completions, with `room` further columns."""
+        lengths = [row.keys[0].shape[1] for row in rows]
+        columns = torch.arange(longest := max(lengths))
+        cache = cls(columns >= longest - torch.tensor(lengths)[:, None], longest + room, len(rows[0].keys))
+        cache._columns = longest
+        for layer in range(len(rows[0].keys)):
+            cache._keys[layer] = _left_padded([row.keys[layer] for row in rows], longest, room)
+            cache._values[layer] = _left_padded([row.values[layer] for row in rows], longest, room)
+        return cache
+
+    def stored(self, row: int, version: int) -> _Stored:
+        """K and V of a row, without its padding."""
+        seen = self._valid[row, : self._columns]
+        keys, values = (
+            [part[row, :, : self._columns][:, seen] for part in parts if part is not None]
+            for parts in (self._keys, self._values)
+        )
+        return _Stored(version, keys, values)
+
     def select(self, rows: Tensor) -> None:
         """Keep (or repeat) these rows of the batch: int64 [B']."""
         self._valid = self._valid[rows]
@@ -66,10 +100,23 @@ class KvCache:
         self._values = [None if values is None else values[rows] for values in self._values]
 
 
+def _left_padded(parts: Sequence[Tensor], longest: int, room: int) -> Tensor:
+    """[rows, heads, longest + room, d] of [heads, tokens, d]; the rest is zero."""
+    heads, _, dim = parts[0].shape
+    whole = parts[0].new_zeros(len(parts), heads, longest + room, dim)
+    for row, part in zip(whole, parts, strict=True):
+        row[:, longest - part.shape[1] : longest] = part
+    return whole
+
+
 @dataclass
 class _Sequence:
-    """A completion in progress: `before` tokens were there, and with `last` it has all that it may have now."""
+    """A completion in progress: `before` tokens were there, and with `last` it has all that it may have now.
 
+    `begun` is its key when it began.
+    """
+
+    begun: _Key
     group: int
     sample: int
     before: int
@@ -83,9 +130,11 @@ class _Sequence:
 class EmbeddedEngine:
     """Generates with `models.decoder` in the rollout formats of the contract."""
 
-    def __init__(self, arch: Architecture, formats: Formats, max_batch: int) -> None:
+    def __init__(self, arch: Architecture, formats: Formats, max_batch: int, *, keeps_cache: bool = False) -> None:
+        """`keeps_cache`: what older weights have written into the cache of an open completion stays at an update."""
         self._decoder = Decoder(arch, formats)
-        self._max_batch = max_batch
+        self._max_batch, self._keeps_cache = max_batch, keeps_cache
+        self._open: dict[_Key, _Stored] = {}
         self._stored: dict[str, Tensor] = {}
         self._weights: PolicyWeights | None = None
         self._scales: PolicyScales | None = None
@@ -97,10 +146,25 @@ class EmbeddedEngine:
         needs_scales = any(layer.attention.name == "fp8" for layer in self._decoder.formats.layers)
         if needs_scales and len(scales.layers) != self._decoder.arch.num_layers:
             raise ValueError(f"{len(scales.layers)} layers have scales, the model has {self._decoder.arch.num_layers}")
+        self._open = self._rescaled(scales) if self._keeps_cache else {}
         stored = {name: tensor.detach().clone() for name, tensor in tensors.items()}
         self._weights = load_policy(self._decoder.arch, stored)
         self._stored, self._scales = stored, scales
         return SyncReport(version=version, digest=self.fingerprint(), scales=self._scales)
+
+    def _rescaled(self, scales: PolicyScales) -> dict[_Key, _Stored]:
+        """The caches that the policy before has gone on with, in the scales of a newer one."""
+        held = self._scales
+        found = {
+            key: stored for key, stored in self._open.items() if held is not None and stored.version == held.version
+        }
+        if held is None or held.layers == scales.layers:
+            return found
+        for key, (version, keys, values) in found.items():
+            forms = zip(self._decoder.formats.layers, held.layers, scales.layers, keys, values, strict=True)
+            layers = [form.attention.store(k * old.k, v * old.v, new) for form, old, new, k, v in forms]
+            found[key] = _Stored(version, [k for k, _ in layers], [v for _, v in layers])
+        return found
 
     def fingerprint(self) -> str:
         """Digest of the stored tensors, recomputed from their bytes."""
@@ -114,6 +178,7 @@ class EmbeddedEngine:
             **self._decoder.formats.describe(),
             "dtypes": {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in self._stored.items()},
             "scales": [] if self._scales is None else [vars(layer) for layer in self._scales.layers],
+            **({"kv_cache_after_update": "kept"} if self._keeps_cache else {}),
         }
 
     def sleep(self) -> None:
@@ -121,7 +186,7 @@ class EmbeddedEngine:
 
     def close(self) -> None:
         """Drop weights and scales."""
-        self._stored, self._weights, self._scales = {}, None, None
+        self._stored, self._weights, self._scales, self._open = {}, None, None, {}
 
     @torch.no_grad()
     def generate(self, groups: Sequence[PromptGroup], sampling: Sampling) -> Iterator[list[Completion]]:
@@ -129,7 +194,9 @@ class EmbeddedEngine:
         assert self._decoder.arch.sparse_layers or not sampling.report_experts, "a dense model chooses no experts"
         held: dict[int, list[Completion]] = {}
         sizes = {group.group: len(group.seeds) for group in groups}
-        for wave in _waves(groups, self._max_batch):
+        going_on = [group for group in groups if group.begun and all(key in self._open for key in _keys(group))]
+        others = [group for group in groups if group not in going_on]
+        for wave in [*_waves(going_on, self._max_batch), *_waves(others, self._max_batch)]:
             for part in self._wave(wave, sampling):
                 for completion in part:
                     held.setdefault(completion.group, []).append(completion)
@@ -151,13 +218,24 @@ class EmbeddedEngine:
         batch = _Batch.of(groups, sampling.max_new_tokens)
         record = RecordedRouting() if sampling.report_experts else None
         contexts, owners = _contexts(groups)
-        hidden, cache = self._prefill(contexts, sampling.max_new_tokens, record)
-        if record is not None:
-            batch.note_experts(record.recorded(len(contexts))[owners])
-        cache.select(owners)
-        hidden = hidden[owners]
+        keys = [key for group in groups for key in _keys(group)]
+        if all(key in self._open for key in keys):
+            cache = KvCache.going_on([self._open.pop(key) for key in keys], sampling.max_new_tokens)
+            cache.begin(1)
+            last = torch.tensor([context[-1:] for _, context in keys])
+            hidden = self._hidden(last, (batch.lengths - 1)[:, None], cache, record)
+        else:
+            hidden, cache = self._prefill(contexts, sampling.max_new_tokens, record)
+            if record is not None:
+                batch.note_experts(record.recorded(len(contexts))[owners])
+            cache.select(owners)
+            hidden = hidden[owners]
+        assert self._scales is not None, "update() comes before generate()"
+        version = self._scales.version
         for position in range(sampling.max_new_tokens):
             tokens = self._choose(batch, hidden, position, sampling)
+            for i, key in batch.opened(position):
+                self._open[key] = cache.stored(i, version)
             yield from batch.finished_groups()
             live = batch.live()
             if not live.numel():
@@ -220,10 +298,11 @@ class _Batch:
         """Completions have at most `longest` tokens, those that were begun included."""
         rows, lengths = [], []
         for group in groups:
+            keys = _keys(group)
             for i, number in enumerate(group.samples):
                 before = len(group.begun[i]) if group.begun else 0
                 last = min(longest, before + group.room[i]) if group.room else longest
-                rows.append(_Sequence(group.group, number, before, last))
+                rows.append(_Sequence(keys[i], group.group, number, before, last))
                 lengths.append(len(group.prompt) + before)
         seeds = torch.tensor([seed for group in groups for seed in group.seeds], dtype=torch.int64)
         return cls(rows, seeds, torch.tensor(lengths))
@@ -249,6 +328,13 @@ class _Batch:
         for row, positions, length in zip(self.rows, chosen.to(torch.int16), self.lengths.tolist(), strict=True):
             if not row.finish:
                 row.experts.append(positions[-length:])
+
+    def opened(self, position: int) -> Iterator[tuple[int, _Key]]:
+        """The rows whose room ended with the newest token, and what they are found by."""
+        for i, row in enumerate(self.rows):
+            if row.finish == "open" and len(row.tokens) == position + 1:
+                seed, context = row.begun
+                yield i, (seed, (*context, *row.tokens))
 
     def live(self) -> Tensor:
         """Indices of the rows that are not done."""
@@ -286,6 +372,12 @@ def _parts(group: PromptGroup, size: int) -> Iterator[PromptGroup]:
         )
 
 
+def _keys(group: PromptGroup) -> list[_Key]:
+    """Of each completion, as it is before it goes on."""
+    begun = group.begun or ((),) * len(group.seeds)
+    return [(seed, (*group.prompt, *tokens)) for seed, tokens in zip(group.seeds, begun, strict=True)]
+
+
 def _contexts(groups: Sequence[PromptGroup]) -> tuple[list[tuple[int, ...]], Tensor]:
     """The different contexts of completions, and which of them each has: int64 [completions]."""
     contexts, owners = list[tuple[int, ...]](), list[int]()
@@ -314,7 +406,10 @@ def _memory(config: RunConfig, arch: Architecture, gpu: Device | None) -> Engine
 ENGINE = EngineEntry(
     name="embedded",
     build=lambda config, arch: EmbeddedEngine(
-        arch, rollout_formats(config.precision, arch.num_layers), config.rollout.max_batch
+        arch,
+        rollout_formats(config.precision, arch.num_layers),
+        config.rollout.max_batch,
+        keeps_cache=not config.pipeline.recompute_kv_cache_after_weight_update,
     ),
     requirements=lambda: "exact FP8 emulation on this CPU",
     memory=_memory,

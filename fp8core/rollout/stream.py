@@ -1,18 +1,20 @@
 """The stream of completions of a run that generates ahead: what is in flight or waits for its step, and how it goes on.
 
-Prompts enter in the order of the data and leave in that order, so nothing is to be decided about them. Step n learns
-from its own prompts. A prompt of step n enters at the earliest under policy n - 1 - `max_staleness`; so no token that a
-step learns from is older. Within one segment all completions write at the same pace, a token at a time:
+Prompts enter in the order of the data. With `pipeline.drop_or_wait` wait they leave in that order, so nothing is to be
+decided about them: step n learns from its own prompts. A prompt of step n enters at the earliest under policy
+n - 1 - `max_staleness`; so no token that a step learns from is older. With drop a step learns from the first prompts
+that are complete, by the tick of their last token. Those that are too old for the next step are evicted, and others
+enter. A tick is a token that each completion in flight wrote or could have: within one segment all write at one pace.
 
 - `finish` is the first part of a step, under the newest policy: it ends when the prompts of the step are complete.
-- `run_ahead` is beside the update, under the same policy: it ends after `ahead_tokens`, or when all is complete.
+- `run_ahead` is beside the update, under the same policy, in chunks: it ends when its chunks do, or all is complete.
 
-Then the next policy is loaded, and what is in flight goes on with it, its cache computed anew. So a token is a function
-of its seed, its position, what stands before it, and the version that wrote it; the stream has a version a token.
+Then the next policy is loaded, and what is in flight goes on with it, its cache computed anew. A token is a function
+of its seed, its position, the tokens before it, and the version that wrote it. The stream has a version a token.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -22,6 +24,10 @@ Generate = Callable[[Sequence[PromptGroup], Sequence["Place"]], Iterable[list[Co
 """From groups, which are numbered as their places are, to their completions, as an engine gives them."""
 
 
+LEFT = "left"
+"""`finish` of the row that stands for the newest prompt where that has left."""
+
+
 @dataclass
 class Row:
     """A completion, complete or not.
@@ -29,7 +35,8 @@ class Row:
     Attributes:
         batch: the step whose prompt it answers.
         versions: of each token, that of the policy that wrote it.
-        finish: as a completion's; empty while it is in flight.
+        finish: as a completion's; empty while it is in flight, `left` in the row that stands for a prompt that left.
+        ended: of a complete one, the tick at which its last token was written.
     """
 
     batch: int
@@ -42,6 +49,7 @@ class Row:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     finish: str = ""
+    ended: int = 0
 
 
 Place = tuple[int, int]
@@ -58,17 +66,37 @@ class Pace(NamedTuple):
     in_flight: int | None
 
 
+@dataclass(frozen=True)
+class Eviction:
+    """A prompt that left without a step to learn from it.
+
+    Attributes:
+        step: the first one for which it was too old.
+        tokens: that all its completions had written, by the policies `oldest` to `newest`.
+    """
+
+    step: int
+    batch: int
+    group: int
+    prompt_id: str
+    tokens: int
+    oldest: int
+    newest: int
+    reason: str = "older than pipeline.max_staleness"
+
+
 class Stream:
-    """The prompts that have entered and not left, in their order; `prompts` of a step gives those that enter."""
+    """The prompts that have entered and not left, in their order, which is that in which they leave."""
 
     def __init__(self, rows: Iterable[Row], pace: Pace, left: int) -> None:
         """`left`: steps whose prompts are gone."""
         self._groups: dict[Place, list[Row]] = defaultdict(list)
         for row in rows:
             self._groups[row.batch, row.group].append(row)
-        self._pace = pace
+        self.pace = pace
         newest = max(self._groups, default=(left, pace.prompts - 1))
         self._next = (newest[0] - 1) * pace.prompts + newest[1] + 1
+        self.tick = max((row.ended for row in self.rows), default=0)
 
     @property
     def rows(self) -> list[Row]:
@@ -83,21 +111,22 @@ class Stream:
             if batch in (None, place[0]) and any(not row.finish for row in self._groups[place])
         ]
 
-    def admit(self, version: int, enter: Enter) -> list[Place]:
-        """Let as many prompts in as staleness and `max_inflight_prompts` allow under a policy; returns which."""
-        last = (version + 1 + self._pace.staleness) * self._pace.prompts
-        most, entered = self._pace.in_flight, list[Place]()
+    def admit(self, version: int, enter: Enter) -> None:
+        """Let as many prompts in as staleness and `max_inflight_prompts` allow under a policy."""
+        most, last = self.pace.in_flight, self._last(version)
         room = last if most is None else most - len(self.in_flight())
-        while self._next < last and len(entered) < room:
-            place = self._next // self._pace.prompts + 1, self._next % self._pace.prompts
+        for number in range(self._next, min(last, self._next + max(0, room))):
+            place = number // self.pace.prompts + 1, number % self.pace.prompts
             self._groups[place] = enter(*place)
-            self._next += 1
-            entered.append(place)
-        return entered
+            self._next = number + 1
 
-    def write(self, version: int, rooms: dict[Place, int | None], generate: Generate) -> dict[Place, int]:
-        """Let prompts write, each completion of one at most its room; returns how many tokens the longest wrote."""
-        places, asked = list(rooms), list[PromptGroup]()
+    def _last(self, version: int) -> int:
+        """Prompts that may have entered under a policy, since the run began."""
+        return (version + 1 + self.pace.staleness) * self.pace.prompts
+
+    def write(self, version: int, places: Iterable[Place], room: int | None, generate: Generate) -> int:
+        """Let prompts write, each completion at most `room`, from this tick on; returns what the longest wrote."""
+        places, asked = list(places), list[PromptGroup]()
         for number, place in enumerate(places):
             rows = [row for row in self._groups[place] if not row.finish]
             asked.append(
@@ -108,24 +137,70 @@ class Stream:
                     samples=tuple(row.sample for row in rows),
                     seeds=tuple(row.seed for row in rows),
                     begun=tuple(tuple(row.tokens) for row in rows) if any(row.tokens for row in rows) else (),
-                    room=() if (room := rooms[place]) is None else (room,) * len(rows),
+                    room=() if room is None else (room,) * len(rows),
                 )
             )
-        wrote = dict[Place, int]()
+        longest = 0
         for done in (completion for finished in generate(asked, places) for completion in finished):
-            place = places[done.group]
-            (row,) = (row for row in self._groups[place] if row.sample == done.sample)
+            (row,) = (row for row in self._groups[places[done.group]] if row.sample == done.sample)
             row.tokens += done.tokens
             row.logprobs += done.logprobs
             row.versions += [version] * len(done.tokens)
-            row.finish = "" if done.finish == "open" else done.finish
-            wrote[place] = max(wrote.get(place, 0), len(done.tokens))
-        return wrote
+            if done.finish != "open":
+                row.finish, row.ended = done.finish, self.tick + len(done.tokens)
+            longest = max(longest, len(done.tokens))
+        return longest
 
     def take(self, batch: int) -> list[Row]:
         """The completions of a step, which leave."""
         assert not self.in_flight(batch), "a step takes what is complete"
-        return [row for group in range(self._pace.prompts) for row in self._groups.pop((batch, group))]
+        return [row for group in range(self.pace.prompts) for row in self._groups.pop((batch, group))]
+
+
+class DroppingStream(Stream):
+    """Prompts leave in the order in which they are complete, or are evicted.
+
+    The next prompt is the one after that which entered last. Where this has left, a row without tokens stands for it.
+    """
+
+    def __init__(self, rows: Iterable[Row], pace: Pace, left: int) -> None:
+        """`left`: steps that have taken their prompts."""
+        super().__init__(rows, pace, 0)
+        self._taken = left
+        self._groups = {place: rows for place, rows in self._groups.items() if rows[0].finish != LEFT}
+
+    @property
+    def rows(self) -> list[Row]:
+        newest = (self._next - 1) // self.pace.prompts + 1, (self._next - 1) % self.pace.prompts
+        gone = [] if self._next == 0 or newest in self._groups else [Row(*newest, 0, "", 0, [], finish=LEFT)]
+        return sorted([*super().rows, *gone], key=lambda row: (row.batch, row.group, row.sample))
+
+    def _last(self, version: int) -> int:
+        return self._next + super()._last(version) - self._taken * self.pace.prompts - len(self._groups)
+
+    def complete(self) -> list[Place]:
+        """Complete prompts, the first of them first; of those of one tick, the first that entered."""
+        ended = {
+            place: max(row.ended for row in rows)
+            for place, rows in self._groups.items()
+            if all(row.finish for row in rows)
+        }
+        return sorted(ended, key=lambda place: (ended[place], place))
+
+    def take_first(self) -> list[Row]:
+        """The completions of the first prompts that are complete, as many as a step has, in the order of entering."""
+        self._taken += 1
+        return [row for place in sorted(self.complete()[: self.pace.prompts]) for row in self._groups.pop(place)]
+
+    def evict(self, step: int) -> list[Eviction]:
+        """Let prompts leave that a step must not learn from, by the version of their oldest token."""
+        evicted = list[Eviction]()
+        for place in sorted(self._groups):
+            versions = [version for row in self._groups[place] for version in row.versions]
+            if versions and min(versions) < step - 1 - self.pace.staleness:
+                (first, *_) = self._groups.pop(place)
+                evicted.append(Eviction(step, *place, first.prompt_id, len(versions), min(versions), max(versions)))
+        return evicted
 
 
 def finish(stream: Stream, batch: int, generate: Generate, enter: Enter) -> list[Row]:
@@ -133,24 +208,56 @@ def finish(stream: Stream, batch: int, generate: Generate, enter: Enter) -> list
     version = batch - 1
     stream.admit(version, enter)
     while due := stream.in_flight(batch):
-        ticks = max(stream.write(version, dict.fromkeys(due, None), generate).values())
+        ticks = stream.write(version, due, None, generate)
         if others := stream.in_flight():
-            stream.write(version, dict.fromkeys(others, ticks), generate)
+            stream.write(version, others, ticks, generate)
+        stream.tick += ticks
         stream.admit(version, enter)
     return stream.take(batch)
 
 
-def run_ahead(stream: Stream, version: int, ahead: int | None, generate: Generate, enter: Enter) -> None:
-    """Write beside an update, under the policy that it starts from, at most `ahead` tokens one after the other.
+def finish_first(
+    stream: DroppingStream, step: int, chunk: int, generate: Generate, enter: Enter
+) -> tuple[list[Row], list[Eviction]]:
+    """Write chunk by chunk until as many prompts are complete as a step has, under the policy before it; these leave.
 
-    A prompt that is complete makes room for the next one, which has the rest of its time.
+    So do those that are too old for the next step.
     """
+    stream.admit(step - 1, enter)
+    while len(stream.complete()) < stream.pace.prompts:
+        stream.tick += stream.write(step - 1, stream.in_flight(), chunk, generate)
+        stream.admit(step - 1, enter)
+    return stream.take_first(), stream.evict(step + 1)
+
+
+def run_ahead(
+    stream: Stream, version: int, chunks: Iterable[int | None], generate: Generate, enter: Enter
+) -> list[int]:
+    """Write beside an update, under the policy that it starts from, chunk by chunk, until all is complete.
+
+    A prompt that is complete makes room for the next one when its chunk ends. So the chunks that were written, which
+    it returns, are all that decides about the stream: a call with these gives it again.
+
+    Args:
+        stream: what is in flight goes on.
+        version: of the policy.
+        chunks: tokens that each completion may write, one after the other; None: to its end.
+        generate: the engine.
+        enter: makes the completions of a prompt that enters.
+    """
+    written = list[int]()
     stream.admit(version, enter)
-    rooms: dict[Place, int | None] = dict.fromkeys(stream.in_flight(), ahead)
-    while rooms:
-        wrote, open_ = stream.write(version, rooms, generate), set(stream.in_flight())
-        rests = [None if room is None else room - wrote[place] for place, room in rooms.items() if place not in open_]
-        rests.sort(key=lambda rest: -(rest or 0))
-        # One that enters at the very end begins with the next policy.
-        entered = zip(stream.admit(version, enter), rests, strict=False)
-        rooms = {place: rest for place, rest in entered if rest != 0}
+    for chunk in chunks:
+        if not (due := stream.in_flight()):
+            break
+        longest = stream.write(version, due, chunk, generate)
+        stream.tick += longest
+        written.append(longest if chunk is None else chunk)
+        stream.admit(version, enter)
+    return written
+
+
+def chunks_of(tokens: int, chunk: int) -> Iterator[int]:
+    """A number of tokens in chunks, the last of which may be smaller."""
+    for begun in range(0, tokens, chunk):
+        yield min(chunk, tokens - begun)

@@ -1,8 +1,8 @@
 """The policies that wrote what a run learns from: kept for a while, to compute the log-probs of their tokens again.
 
 A run that generates ahead learns from tokens of several versions. Engines that compute exactly have one log-prob for a
-token, that of (version, prefix). So a pass over whole sequences with the weights of that version must give it bit for
-bit, whatever updates landed while the completion was in flight.
+token, that of (version, prefix). A pass over whole sequences with the weights of that version gives it bit for bit.
+Updates that landed while the completion was in flight change nothing.
 """
 
 import hashlib

@@ -1,6 +1,7 @@
 """The live parts of a run in this process: what every step gets, and how long it lives."""
 
 import gc
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from fp8core.models.tokenizer import Tokenizer
 from fp8core.report.console import Console
 from fp8core.rewards.verifier import Verifier
 from fp8core.rollout.engine import Probe, RolloutEngine
-from fp8core.store.ledger import START
+from fp8core.store.ledger import START, LedgerView
 from fp8core.store.manifest import SigningKey
 from fp8core.store.run_directory import RunDirectory
 from fp8core.training.saved_state import refuse_other_shapes
@@ -65,6 +66,10 @@ class RunContext:
     """Digest of the file of a policy loss of the user's own, as the run began with it."""
     kept_policies: "dict[int, KeptPolicy]" = field(default_factory=dict, repr=False)
     """By version, those that wrote what a step may still learn from (`run.behaviour`)."""
+    followed: LedgerView | None = field(default=None, repr=False)
+    """Of the run that a replay makes again: what was decided there by the clock is not decided anew."""
+    halted: threading.Event = field(default_factory=threading.Event, repr=False)
+    """A task of the step has failed: what goes on beside the others as long as they do is to end."""
     kernels: KernelFolders | None = field(default=None, repr=False)
     """Where kernels are kept, of a run that compiles them."""
     kept_kernels: int = 0

@@ -9,7 +9,7 @@ from contextlib import ExitStack, closing, contextmanager
 
 import torch
 
-from fp8core.alignment.bounds import contract_of
+from fp8core.alignment.bounds import EQUAL, contract_of
 from fp8core.config.capability import check_contract
 from fp8core.config.load import config_digest, may_continue, reload_config
 from fp8core.config.loss import SHIPPED_LOSSES
@@ -98,7 +98,7 @@ def _refuse_source(config: RunConfig) -> None:
             f"{place}: {setting}: that needs the log-probs of the whole batch before its first backward; set it to pass"
         )
     contract, reason = contract_of(config)
-    if source == "rollout" and contract not in ("exact", "aligned"):
+    if source == "rollout" and contract not in EQUAL:
         raise UserError(f"{place}: log-probs are not promised to be equal bit for bit ({reason}); set it to training")
 
 
@@ -127,7 +127,9 @@ def _refuse_ahead(config: RunConfig) -> None:
             f"{place}: rollout.engine={rollout.engine} does not go on from what was begun; set it to embedded"
         )
     contract, reason = contract_of(config)
-    if contract not in ("exact", "aligned"):
+    if contract == "unverifiable":
+        _refuse_kept_cache(config)
+    elif contract not in EQUAL:
         raise UserError(f"{place}: log-probs of older policies are not promised to be equal bit for bit ({reason})")
     others = {
         "rollout.stop_strings": bool(rollout.stop_strings),
@@ -151,6 +153,18 @@ def uncorrected_lag(config: RunConfig) -> str | None:
         f"warning: pipeline.mode={pipeline.mode} without a correction: tokens of older policies count as those of the "
         "newest, and the clip does not see their age; set correction.method to token_tis, or max_staleness to 0"
     )
+
+
+def _refuse_kept_cache(config: RunConfig) -> None:
+    """Refuse to keep a cache of older weights where no engine does, or where a replay is to be equal without it."""
+    place, engine = "pipeline.recompute_kv_cache_after_weight_update=false", config.rollout.engine
+    if engine != "embedded":
+        raise UserError(f"{place}: rollout.engine={engine} computes its cache anew; set it to embedded")
+    if config.replay.level != "tolerant":
+        raise UserError(
+            f"{place}: a replay and a resumed run lack that cache; replay.level={config.replay.level} promises equal "
+            "digests, set it to tolerant"
+        )
 
 
 def refuse_conflict(config: RunConfig, *, new_code: bool = False) -> None:

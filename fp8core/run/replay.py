@@ -128,6 +128,7 @@ def scratch_run(config: RunConfig, original: Path, folder: Path, console: Consol
         open_run(own, plan, directory, console) as run,
     ):
         torch.set_num_threads(own.threads)
+        run.followed = LedgerView.read(original / LEDGER)
         yield run
 
 

@@ -42,7 +42,7 @@ def restore(run: RunContext) -> int:
         _whole(run, last + 1, artifact)
     version = _restore_open_step(run, last + 1)
     if version > last and _generates(run, last + 1):
-        # What is still to be generated is the old policy's, though its update is over.
+        # The old policy writes the tokens that are missing, although its update is over.
         _rewind_with_engine(run, last)
         rewind_to(run, version)
     else:

@@ -27,7 +27,7 @@ from fp8core.models.safetensors_stream import StoredTensor, read_header
 from fp8core.store.durable import read_stored
 from fp8core.store.json_text import StepNumber, parse_json, validated
 from fp8core.store.manifest import StepManifest
-from fp8core.store.tables import TABLES, open_table, read_columns
+from fp8core.store.tables import MOST_ROWS, TABLES, open_table, read_columns
 
 _BUCKETS = 1 << 11  # `numerics.kv_scales.BUCKETS`; a bucket is a part of the range of FP32.
 _MOST_LAYERS = 10_000
@@ -222,6 +222,26 @@ class PrecisionGap(_Content):
     difference: _Estimate
 
 
+class Schedule(_Content):
+    """The chunks that were written beside an update (`rollout.stream.run_ahead`), in tokens one after the other."""
+
+    version: StepNumber
+    chunks: list[Annotated[int, Field(ge=1, le=1 << 20, strict=True)]] = Field(max_length=1 << 20)
+
+
+class _Eviction(_Content):
+    """A prompt that left without a step to learn from it (`rollout.stream.Eviction`)."""
+
+    step: StepNumber
+    batch: StepNumber
+    group: Count
+    prompt_id: Name
+    tokens: Count
+    oldest: StepNumber
+    newest: StepNumber
+    reason: Name
+
+
 def _which(value: Any) -> str:
     return "absent" if value == {} else "measured"
 
@@ -240,6 +260,8 @@ JSON: Mapping[str, TypeAdapter[Any]] = {
     "sync_report": TypeAdapter(SyncReport),
     "evaluation": TypeAdapter(_Evaluation),
     "precision_gap": TypeAdapter(PrecisionGap),
+    "schedule": TypeAdapter(Schedule),
+    "evictions": TypeAdapter(Annotated[list[_Eviction], Field(max_length=MOST_ROWS)]),
     "metrics": TypeAdapter(Annotated[Metrics, Field(max_length=100_000)]),
     "manifest": TypeAdapter(StepManifest),
 }

@@ -59,7 +59,7 @@ ROUTED_ROLLOUTS = ROLLOUTS.append(pa.field("experts", pa.list_(pa.list_(pa.list_
 # With `pipeline.mode`: of each token, the version of the policy that wrote it.
 VERSIONS = pa.field("versions", _TOKENS)
 
-# What a run that generates ahead has begun (`rollout.stream`); `batch` is the step whose prompt is answered.
+# Completions that a run which generates ahead has begun (`rollout.stream`); `batch` is the step of their prompt.
 STREAM = pa.schema(
     [
         ("batch", pa.int32()),
@@ -67,6 +67,7 @@ STREAM = pa.schema(
         *(ROLLOUTS.field(name) for name in ("tokens", "logprobs")),
         VERSIONS,
         ROLLOUTS.field("finish"),
+        ("ended", pa.int64()),
     ]
 )
 
@@ -131,7 +132,7 @@ TABLES = {
 """Kind of artifact -> schema. Tables of other kinds are a step's own; they have `MOST_ROWS` and sound values."""
 
 MOST_ROWS, MOST_COLUMNS = 10_000_000, 1_000
-_INDICES = frozenset({"batch", "group", "sample", "tokens", "prompt_tokens", "versions"})
+_INDICES = frozenset({"batch", "group", "sample", "tokens", "prompt_tokens", "versions", "ended"})
 
 
 def open_table(source: Any, kind: str, place: object) -> pq.ParquetFile:

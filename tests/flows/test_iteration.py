@@ -3,28 +3,31 @@
 import threading
 import time
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 from prefect import flow
 from prefect.states import Completed
 
-from flows.orchestration import Call, as_task, side_by_side
+from flows.orchestration import Call, Called, as_task, side_by_side
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
 
 
-def in_a_flow(*calls: Call, after: dict[str, str] | None = None) -> list[Any]:
-    """Results of calls, which have their numbers as names; `after` has the one that another waits for."""
-    named, waits = {str(number): call for number, call in enumerate(calls)}, after or {}
+def in_a_flow(
+    *calls: Call, after: Mapping[str, str] = MappingProxyType({}), halt: threading.Event | None = None
+) -> Any:
+    """What they return; `after` maps one to another that must have ended."""
+    named = {str(place): call for place, call in enumerate(calls)}
 
-    def ready(ended: Mapping[str, Any]) -> dict[str, Call]:
-        left = {name: call for name, call in named.items() if name not in ended}
-        return {name: call for name, call in left.items() if waits.get(name) in (None, *ended)}
+    def ready(ended: Mapping[str, Called]) -> dict[str, Call]:
+        free = {name: call for name, call in named.items() if after.get(name, name) in {name, *ended}}
+        return {name: call for name, call in free.items() if name not in ended}
 
     @flow
     def alone() -> list[Any]:
-        ended = side_by_side(ready)
+        ended = side_by_side(ready, (halt or threading.Event()).set)
         return [ended[name] for name in named]
 
     return alone()
@@ -36,29 +39,27 @@ def thread_of(index: int, barrier: threading.Barrier) -> str:
     return threading.current_thread().name
 
 
-def test_tasks_run_at_once_and_the_last_in_the_calling_thread() -> None:
+def test_tasks_run_at_once_and_the_first_in_the_calling_thread() -> None:
     barrier = threading.Barrier(3)
     first, second, last = in_a_flow(*(Call(thread_of, {"index": index, "barrier": barrier}, {}) for index in range(3)))
-    assert last == threading.current_thread().name
+    assert first == threading.current_thread().name
     assert len({first, second, last}) == 3
 
 
 @as_task("waiting")
-def waiting(index: int, reached: threading.Event) -> bool:
-    return reached.wait(timeout=60)
+def waiting(index: int, event: threading.Event) -> bool:
+    return event.wait(timeout=60)
 
 
 @as_task("setting")
-def setting(index: int, reached: threading.Event) -> None:
-    reached.set()
+def setting(index: int, event: threading.Event) -> None:
+    event.set()
 
 
-def test_one_begins_when_its_inputs_exist_whatever_else_still_runs() -> None:
-    """As an update does, beside which a run generates."""
-    reached = threading.Event()
-    parameters = {"index": 1, "reached": reached}
-    calls = [Call(waiting, parameters, {}), Call(stored, {"index": 1}, {}), Call(setting, parameters, {})]
-    assert in_a_flow(*calls, after={"2": "1"}) == [True, 10, None]
+def test_a_task_begins_when_what_it_needs_has_ended_whatever_else_is_under_way() -> None:
+    event = threading.Event()
+    calls = [Call(stored, {"index": 1}, {}), Call(waiting, {"index": 1, "event": event}, {})]
+    assert in_a_flow(*calls, Call(setting, {"index": 1, "event": event}, {}), after={"2": "0"}) == [10, True, None]
 
 
 @as_task("cached")
@@ -86,6 +87,8 @@ def slow(index: int, ended: list[float]) -> None:
 def test_what_one_raises_is_raised_when_all_have_ended(raises_first: bool) -> None:
     ended: list[float] = []
     calls = [Call(raising, {"index": 1, "error": ValueError("why")}, {}), Call(slow, {"index": 1, "ended": ended}, {})]
+    halt = threading.Event()
     with pytest.raises(ValueError, match="why"):
-        in_a_flow(*(calls if raises_first else reversed(calls)))
+        in_a_flow(*(calls if raises_first else reversed(calls)), halt=halt)
     assert ended
+    assert halt.is_set()

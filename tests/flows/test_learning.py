@@ -84,6 +84,16 @@ def test_the_demo_learns_in_exact_fp8(workplace: Path) -> None:
     assert summary["tokens_differing"] == 0
 
 
+@pytest.mark.slow
+def test_the_demo_learns_from_tokens_of_older_policies(workplace: Path) -> None:
+    """Generation goes on beside every update. After a quarter of the demo it ends at 1.00, as the synchronous one."""
+    summary = run_tiny(workplace, "ahead", "steps=20", "pipeline.mode=asynchronous", "pipeline.chunk_tokens=4")
+    assert 0.30 <= summary["heldout_first"] <= 0.60
+    assert summary["heldout_last"] >= 0.95
+    assert summary["tmpe_max"] == 1.0
+    assert summary["tokens_differing"] == 0
+
+
 @pytest.mark.alone
 def test_orchestration_takes_little_of_a_step(workplace: Path) -> None:
     """The bounds hold at the speed of the stored run; one of three shows them on a host that does other things too."""

@@ -2,7 +2,10 @@
 
 import io
 import shutil
+import threading
+import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -10,9 +13,11 @@ from fp8core.config.load import load_config
 from fp8core.errors import UserError
 from fp8core.report.console import Console
 from fp8core.rollout.embedded import EmbeddedEngine
-from fp8core.run.execute import StepError
-from fp8core.run.open import plan_of
+from fp8core.run.execute import StepError, carried, run_step
+from fp8core.run.loop import Execution, begin, train
+from fp8core.run.open import open_directory, open_run, pipeline_of, plan_of
 from fp8core.run.replay import RunSnapshot, replay
+from fp8core.run.rollouts import answers_of
 from fp8core.store.artifacts import RolloutShards
 from fp8core.store.run_directory import read_description
 from fp8core.store.run_view import RunView
@@ -30,6 +35,112 @@ SETTINGS = {
 def ahead(loop_run):
     """A run whose updates land in flight, after three tokens; for reading only."""
     return loop_run("ahead", **SETTINGS)
+
+
+class Beside(Execution):
+    """`ahead` runs beside the other tasks of a step; its engine has written so many chunks when the update ends."""
+
+    def __init__(self, chunks, monkeypatch):
+        self._chunks, generate = dict(enumerate(chunks, start=1)), EmbeddedEngine.generate
+
+        def paced(engine, groups, sampling):
+            if threading.current_thread().name.startswith("ahead"):
+                while not self._left and "train" not in self._ledger.tasks(self._step):
+                    time.sleep(0.001)
+                self._left = max(0, self._left - 1)
+            return generate(engine, groups, sampling)
+
+        monkeypatch.setattr(EmbeddedEngine, "generate", paced)
+
+    def steps(self, run, index, inputs):
+        artifacts, results, tasks = dict(inputs), {}, {planned.name: planned for planned in run.plan.steps}
+        self._ledger, self._step, self._left = run.directory.ledger, index, self._chunks[index]
+
+        def call(name):
+            ports = {port: artifacts[artifact] for port, artifact in tasks[name].inputs.items()}
+            return run_step(run, index, tasks[name], ports)
+
+        def ended(name, result):
+            results[name] = result
+            artifacts.update(result.entry.outputs)
+
+        ended("rollout", call("rollout"))
+        with ThreadPoolExecutor(1, "ahead") as pool:
+            beside = pool.submit(call, "ahead")
+            for name in [name for name in tasks if name not in ("rollout", "ahead")]:
+                if name == "sync":
+                    ended("ahead", beside.result())
+                ended(name, call(name))
+        return results
+
+
+@pytest.fixture(scope="module")
+def unpaused(small, whole_run, tmp_path_factory):
+    """A run that generates until each update has ended, updates of different speeds; for reading only."""
+    runs = tmp_path_factory.mktemp("loop")
+    settings = SETTINGS | {"pipeline.ahead_tokens": None, "pipeline.chunk_tokens": 2}
+    config = load_config("tiny", {**small, "steps": 4, "runs": str(runs), **settings})
+    with (
+        open_directory(config, "unpaused") as directory,
+        open_run(config, plan_of(config), directory, Console(io.StringIO(), 4)) as run,
+        pytest.MonkeyPatch.context() as monkeypatch,
+    ):
+        train(run, Beside([0, 1, 2, 0], monkeypatch))
+    return type(whole_run)(runs / "unpaused")
+
+
+def schedules(run):
+    return [run.store.get_json(run.ledger.artifacts(step)["schedule"])["chunks"] for step in range(1, 5)]
+
+
+def test_generation_goes_on_until_the_update_has_ended(unpaused):
+    assert schedules(unpaused) == [[2], [2, 2], [2, 2, 2], [2]]
+    for step in range(1, 5):
+        metrics = unpaused.store.get_json(unpaused.ledger.artifacts(step)["metrics"])
+        assert metrics["alignment/tokens_differing"] == 0
+        assert metrics["rollout/staleness_max"] <= 1
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_replay_follows_the_recorded_schedule(unpaused, tmp_path, damaged):
+    """One task after the other, which alone would write one chunk."""
+    shutil.copytree(unpaused.folder.parent, tmp_path / "loop")
+    run = type(unpaused)(tmp_path / "loop" / "unpaused")
+    if damaged:
+        run.file(3, "schedule").write_bytes(b"{}")
+    original = RunSnapshot.read(run.folder, read_description(run.folder))
+    verdicts = list(replay(original, range(2, 5), (), Console(io.StringIO(), 4), None))
+    assert Counter(verdict.outcome for verdict in verdicts) == {"equal": 3}, verdicts
+    assert [*verify(RunView.read(run.folder))] == [] or damaged
+
+
+@pytest.mark.parametrize(("task", "decided"), [("train", False), ("ahead", True), ("sync", True), ("record", True)])
+def test_what_was_recorded_of_a_cut_step_is_followed(unpaused, tmp_path, task, decided):
+    shutil.copytree(unpaused.folder.parent, tmp_path / "loop")
+    run = type(unpaused)(tmp_path / "loop" / "unpaused")
+    run.cut_after(3, task)
+    run.file(2, "next_stream").unlink()
+    run.resume()
+    before, after = schedules(unpaused), schedules(run)
+    assert after[:2] == before[:2]
+    # Without a record, and with the update over, one chunk is written.
+    assert after[2] == (before[2] if decided else [2])
+    assert run.records[3] == unpaused.records[3] or not decided
+    assert [*verify(RunView.read(run.folder))] == []
+
+
+def test_generation_ends_where_another_task_fails(unpaused, tmp_path):
+    shutil.copytree(unpaused.folder.parent, tmp_path / "loop")
+    run = type(unpaused)(tmp_path / "loop" / "unpaused")
+    run.cut_after(3, "rollout")
+    with run.opened() as opened:
+        begin(opened)
+        opened.halted.set()
+        planned = next(each for each in opened.plan.steps if each.name == "ahead")
+        artifacts = carried(opened, 3) | opened.directory.ledger.artifacts(3)
+        ports = {port: artifacts[artifact] for port, artifact in planned.inputs.items()}
+        with pytest.raises(StepError, match="another task of the step has failed"):
+            run_step(opened, 3, planned, ports)
 
 
 def digests(run, kind):
@@ -113,11 +224,125 @@ def test_what_is_complete_is_not_generated_again(ahead, tmp_path, monkeypatch, t
     assert run.records == ahead.records
 
 
+def test_chunks_change_nothing_and_are_kept_when_a_process_is_killed(ahead, loop_run, tmp_path, monkeypatch):
+    """Killed at the third token beside an update; one shard is lost too."""
+    whole = loop_run("chunked", **SETTINGS, **{"pipeline.chunk_tokens": 1})
+    for kind in ("rollouts", "policy", "behaviour"):
+        assert digests(whole, kind) == digests(ahead, kind), kind
+    shutil.copytree(whole.folder.parent, tmp_path / "loop")
+    run = type(whole)(tmp_path / "loop" / "chunked")
+    run.cut_after(3, "calibrate")
+    generate, calls = EmbeddedEngine.generate, Counter()
+
+    def killed(engine, wanted, sampling):
+        calls["all"] += sampling.temperature > 0
+        if calls["all"] == 3:
+            raise RuntimeError("killed")
+        return generate(engine, wanted, sampling)
+
+    monkeypatch.setattr(EmbeddedEngine, "generate", killed)
+    with pytest.raises(StepError, match="killed"):
+        run.resume()
+    min((run.folder / "shards" / "00003").glob("*.parquet")).unlink()
+    run.resume()
+    assert run.records == whole.records
+
+
 def test_a_replay_is_equal_and_verify_finds_nothing(ahead):
     original = RunSnapshot.read(ahead.folder, read_description(ahead.folder))
     verdicts = list(replay(original, range(1, 5), (), Console(io.StringIO(), 4), None))
     assert Counter(verdict.outcome for verdict in verdicts) == {"equal": 4}
     assert [*verify(RunView.read(ahead.folder))] == []
+
+
+@pytest.fixture(scope="module")
+def dropping(loop_run):
+    """A run whose steps take what is complete first; for reading only."""
+    settings = {"pipeline.ahead_tokens": 2, "pipeline.chunk_tokens": 2, "pipeline.drop_or_wait": "drop"}
+    return loop_run("dropping", **SETTINGS | settings)
+
+
+def test_with_drop_every_row_is_that_of_its_own_prompt(dropping, tmp_path):
+    shutil.copytree(dropping.folder.parent, tmp_path / "loop")
+    with type(dropping)(tmp_path / "loop" / "dropping").opened() as run:
+        problems = {each.prompt_id: each for batch in range(1, 9) for each in run.source.training(batch, 4, 0)}
+        learnt, evicted = list[str](), list[str]()
+        for step in range(1, 5):
+            artifacts = dropping.ledger.artifacts(step)
+            prompts, rollouts, rewards = (
+                dropping.store.get_table(artifacts[name]) for name in ("prompts", "rollouts", "rewards")
+            )
+            asked = prompts.to_pylist()
+            assert [row["group"] for row in asked] == [0, 1, 2, 3]
+            assert [row["reference"] for row in asked] == [problems[row["prompt_id"]].reference for row in asked]
+            for row in rollouts.to_pylist():
+                assert row["prompt_tokens"] == asked[row["group"]]["tokens"]
+                assert row["prompt_id"] == asked[row["group"]]["prompt_id"]
+            verdicts = run.verifier.verify(answers_of(prompts, rollouts))
+            assert rewards["reward"].to_pylist() == [verdict.reward for verdict in verdicts]
+            found, metrics = (dropping.store.get_json(artifacts[name]) for name in ("evictions", "metrics"))
+            assert metrics["rollout/evicted_prompts"] == len(found)
+            assert metrics["rollout/evicted_tokens"] == sum(each["tokens"] for each in found)
+            assert metrics["rollout/staleness_max"] <= 1
+            assert metrics["alignment/tokens_differing"] == 0
+            learnt += [row["prompt_id"] for row in asked]
+            evicted += [each["prompt_id"] for each in found]
+    assert evicted, "some are longer than two updates"
+    assert len({*learnt, *evicted}) == len(learnt) + len(evicted)
+    assert learnt[4:] != list(problems)[4:16]
+
+
+def test_with_drop_a_replay_and_a_run_that_was_cut_are_equal(dropping, tmp_path):
+    original = RunSnapshot.read(dropping.folder, read_description(dropping.folder))
+    verdicts = list(replay(original, range(2, 5), (), Console(io.StringIO(), 4), None))
+    assert Counter(verdict.outcome for verdict in verdicts) == {"equal": 3}
+    assert [*verify(RunView.read(dropping.folder))] == []
+    shutil.copytree(dropping.folder.parent, tmp_path / "loop")
+    run = type(dropping)(tmp_path / "loop" / "dropping")
+    run.cut_after(3, "rollout")
+    run.resume()
+    assert run.records == dropping.records
+
+
+def test_with_drop_and_no_staleness_it_is_the_synchronous_run(loop_run, whole_run):
+    settings = {"pipeline.max_staleness": 0, "pipeline.chunk_tokens": 3, "pipeline.drop_or_wait": "drop"}
+    run = loop_run("fresh", **{"pipeline.mode": "asynchronous", **settings})
+    for kind in ("prompts", "rollouts", "rewards", "policy", "scales"):
+        assert digests(run, kind) == digests(whole_run, kind), kind
+
+
+KEPT = {"pipeline.mode": "asynchronous", "pipeline.recompute_kv_cache_after_weight_update": False}
+
+
+def test_a_run_that_keeps_its_cache_says_that_it_is_unverifiable(loop_run):
+    run = loop_run("kept", **SETTINGS | KEPT, **{"replay.level": "tolerant"})
+    differing = 0.0
+    for record in run.records[1:]:
+        assert record["executed"]["behaviour"] == "unverifiable"
+        assert record["executed"]["rollout"]["kv_cache_after_update"] == "kept"
+        metrics = run.store.get_json(run.ledger.artifacts(record["step"])["metrics"])
+        assert metrics["rollout/unverifiable"] == 1
+        differing += metrics["alignment/tokens_differing"]
+    assert differing
+    assert [*verify(RunView.read(run.folder))] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "reason"),
+    [
+        ("tiny", {}, "replay.level=exact promises equal digests, set it to tolerant"),
+        ("h200-small", {"replay.level": "tolerant"}, "rollout.engine=vllm computes its cache anew"),
+    ],
+)
+def test_a_kept_cache_is_refused_where_none_is_kept_or_equality_is_promised(name, settings, reason):
+    with pytest.raises(UserError, match=f"^pipeline.recompute_kv_cache_after_weight_update=false: .*{reason}"):
+        pipeline_of(load_config(name, KEPT | settings))
+
+
+@pytest.mark.parametrize("mode", ["synchronous", "one_step_off"])
+def test_drop_is_refused_where_nothing_is_dropped(mode):
+    with pytest.raises(UserError, match=r"pipeline.drop_or_wait=drop: needs pipeline.mode=asynchronous"):
+        load_config("tiny", {"pipeline.mode": mode, "pipeline.drop_or_wait": "drop"})
 
 
 @pytest.mark.parametrize(

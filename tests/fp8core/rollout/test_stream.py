@@ -1,13 +1,25 @@
 """The order and the ages of what a run that generates ahead learns from, whatever the lengths and the settings are."""
 
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
+from itertools import repeat
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8core.rollout.engine import Completion, PromptGroup
-from fp8core.rollout.stream import Pace, Place, Row, Stream, finish, run_ahead
+from fp8core.rollout.stream import (
+    DroppingStream,
+    Pace,
+    Place,
+    Row,
+    Stream,
+    chunks_of,
+    finish,
+    finish_first,
+    run_ahead,
+)
 
 SAMPLES, LONGEST = 2, 12
 
@@ -44,7 +56,7 @@ def trained(pace: Pace, ahead: int | None, steps: int) -> list[list[Row]]:
         stream = Stream(rows, pace, step - 1)
         found.append(finish(stream, step, generate, enter))
         stream = Stream(stream.rows, pace, step)
-        run_ahead(stream, step - 1, ahead, generate, enter)
+        run_ahead(stream, step - 1, repeat(None) if ahead is None else chunks_of(ahead, 4), generate, enter)
         rows = stream.rows
     return found
 
@@ -92,6 +104,96 @@ def test_no_more_prompts_are_in_flight_than_are_allowed(most: int) -> None:
 
     stream = Stream([], Pace(4, 2, most), 0)
     finish(stream, 1, counted, enter)
-    run_ahead(stream, 0, 7, counted, enter)
+    run_ahead(stream, 0, chunks_of(7, 2), counted, enter)
     assert max(asked) == most
     assert len(stream.in_flight()) <= most
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    pace=paces, chunk=st.integers(1, 5), speeds=st.lists(st.integers(0, 9), min_size=5, max_size=5), cut=st.integers()
+)
+def test_a_recorded_schedule_gives_the_stream_of_the_clock(pace: Pace, chunk: int, speeds: list[int], cut: int) -> None:
+    """Whatever the update takes: the chunks that were written decide, in one go or in two."""
+    rows = list[Row]()
+    for step, most in enumerate(speeds, start=1):
+        stream = Stream(rows, pace, step - 1)
+        taken = finish(stream, step, generate, enter)
+        assert all(0 <= step - 1 - row.versions[0] <= pace.staleness for row in taken)
+        left = stream.rows
+        live, again = (Stream(deepcopy(left), pace, step) for _ in range(2))
+        chunks = run_ahead(live, step - 1, repeat(chunk, most), generate, enter)
+        assert len(chunks) <= most
+        first = cut % (len(chunks) + 1)
+        for part in (chunks[:first], chunks[first:]):
+            assert run_ahead(again, step - 1, part, generate, enter) == part
+        assert again.rows == live.rows
+        rows = live.rows
+
+
+@settings(max_examples=200, deadline=None)
+@given(pace=paces, chunk=st.integers(1, 5), speeds=st.lists(st.integers(0, 4), min_size=8, max_size=8))
+def test_with_drop_each_prompt_is_learnt_from_once_or_evicted_once(pace: Pace, chunk: int, speeds: list[int]) -> None:
+    rows, gone, evictions, newest = list[Row](), list[Place](), 0, (0, 0)
+    for step, most in enumerate(speeds, start=1):
+        stream, again = (DroppingStream(deepcopy(rows), pace, step - 1) for _ in range(2))
+        taken, evicted = finish_first(stream, step, chunk, generate, enter)
+        assert finish_first(again, step, chunk, generate, enter) == (taken, evicted)
+        assert again.rows == stream.rows
+        places = sorted({(row.batch, row.group) for row in taken})
+        assert [(row.batch, row.group, row.sample) for row in taken] == [
+            (*place, sample) for place in places for sample in range(SAMPLES)
+        ]
+        assert len(places) == pace.prompts
+        for row in taken:
+            assert row.tokens == [100 * row.seed + i for i in range(length(row.seed))]
+            assert 0 <= step - 1 - row.versions[0] <= pace.staleness
+        for each in evicted:
+            assert each.oldest < each.step - 1 - pace.staleness <= each.newest + 1
+            assert each.step == step + 1
+            assert each.tokens
+        gone += [*places, *((each.batch, each.group) for each in evicted)]
+        evictions += len(evicted)
+        stream = DroppingStream(stream.rows, pace, step)
+        run_ahead(stream, step - 1, repeat(chunk, most), generate, enter)
+        rows = stream.rows
+        held = [(row.batch, row.group) for row in rows if row.finish != "left"]
+        assert len(set(gone)) == len(gone), "each leaves once"
+        assert not set(gone) & set(held), "none comes back"
+        newest = max([newest, *gone, *held])
+        assert len(set(gone) | set(held)) == (newest[0] - 1) * pace.prompts + newest[1] + 1, "none is left out"
+        assert all(len(row.versions) == len(row.tokens) for row in rows)
+
+
+def test_with_drop_a_step_takes_what_is_complete_first_and_what_is_old_makes_room() -> None:
+    """Three prompts a step: of lengths 6 and 1, and one that never ends in time."""
+    lengths = {0: 6, 1: 40, 2: 1}
+
+    def long(groups: Sequence[PromptGroup], places: Sequence[Place]) -> Iterator[list[Completion]]:
+        for group, (_, number) in zip(groups, places, strict=True):
+            begun = len(group.begun[0]) if group.begun else 0
+            end = min(lengths[number], begun + group.room[0])
+            finish = "stop" if end == lengths[number] else "open"
+            yield [
+                Completion(group.group, i, [7] * (end - begun), [0.0] * (end - begun), finish) for i in group.samples
+            ]
+
+    stream, found, evicted = DroppingStream([], Pace(3, 1, None), 0), [], []
+    for step in range(1, 5):
+        taken, left = finish_first(stream, step, 2, long, enter)
+        found.append(sorted({(row.batch, row.group) for row in taken}))
+        evicted += [(each.step, each.batch, each.group) for each in left]
+        stream = DroppingStream(stream.rows, stream.pace, step)
+    assert found[0] == [(1, 0), (1, 2), (2, 2)]
+    assert evicted[:2] == [(3, 1, 1), (3, 2, 1)]
+    assert not any(group == 1 for places in found for _, group in places)
+
+
+@given(size=st.integers(1, 4), chunk=st.integers(1, 5), most=st.none() | st.integers(1, 6))
+def test_with_drop_and_no_staleness_steps_have_their_own_prompts(size: int, chunk: int, most: int | None) -> None:
+    stream = DroppingStream([], Pace(size, 0, most), 0)
+    for step in range(1, 5):
+        taken, evicted = finish_first(stream, step, chunk, generate, enter)
+        assert {(row.batch, row.group) for row in taken} == {(step, group) for group in range(size)}
+        assert not evicted
+        run_ahead(stream, step - 1, repeat(chunk, 3), generate, enter)
