@@ -55,7 +55,7 @@ def launch(config: "RunConfig", parameters: Mapping[str, Any], summary: Output |
     check_inputs(config)
     check_cluster(config, node)
     say("starting Prefect and MLflow")
-    api = prepare_prefect()
+    api = prepare_prefect("flows.grpo")
     over = end_without_prefect(config.runs / str(config.run), api, summary)
 
     def reason(word: str) -> str:
@@ -89,11 +89,14 @@ def stopped(reason: str, code: int) -> int:
     return code
 
 
-def prepare_prefect() -> str:
-    """Reach or start Prefect's server, before Prefect is imported; returns the address of its API. Raises UserError."""
+def prepare_prefect(flow: str) -> str:
+    """Reach or start Prefect's server, before Prefect is imported; returns the address of its API. Raises UserError.
+
+    `flow` is the module that will use it.
+    """
     make_prefect_home()
     quiet_prefect()
-    return start_prefect()
+    return start_prefect(flow)
 
 
 def end_without_prefect(folder: Path, api: str, summary: Output | None) -> threading.Event:
