@@ -12,6 +12,7 @@ import shlex
 import stat
 import sys
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -132,8 +133,11 @@ def bound_mlflow_requests() -> None:
     os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
 
 
-def start_prefect() -> str:
+def start_prefect(flow: str) -> str:
     """Reach the configured Prefect server, or start one for this process; returns the address of its API.
+
+    Args:
+        flow: module that will use it. It is imported while a server starts, which takes as long.
 
     Raises:
         UserError: the configured server does not answer, or the own one does not start.
@@ -151,6 +155,7 @@ def start_prefect() -> str:
             refresh_global_settings_context()
             # Prefect sends its last events when Python exits; a function registered before those is called after them.
             atexit.register(server.stop)
+            import_module(flow)
             server.wait()
     return _refuse_silence()
 

@@ -1,4 +1,7 @@
-"""Run the training flow in this process, with a Prefect server of its own where none is configured."""
+"""Run the training flow in this process, with a Prefect server of its own where none is configured.
+
+Every command imports this module, hence neither Prefect nor torch is imported at the top.
+"""
 
 import atexit
 import os
@@ -17,7 +20,6 @@ from flows.termination import keep_interrupt
 from flows.tracking.record import TrackingRecord, read_record
 from fp8core.errors import printable, printable_lines
 from fp8core.store.lock import is_held
-from fp8core.store.run_directory import LOCK, SUMMARY, read_description
 from fp8core.user_files import Output
 
 if TYPE_CHECKING:
@@ -46,6 +48,7 @@ def launch(config: "RunConfig", parameters: Mapping[str, Any], summary: Output |
     """
     from fp8core.run.build import check_cluster, check_inputs, check_memory, members_node
     from fp8core.run.open import plan_of, refuse_conflict, signing_key
+    from fp8core.store.run_directory import read_description
 
     plan_of(config)
     signing_key(config, str(config.run))
@@ -55,7 +58,7 @@ def launch(config: "RunConfig", parameters: Mapping[str, Any], summary: Output |
     check_inputs(config)
     check_cluster(config, node)
     say("starting Prefect and MLflow")
-    api = prepare_prefect()
+    api = prepare_prefect("flows.grpo")
     over = end_without_prefect(config.runs / str(config.run), api, summary)
 
     def reason(word: str) -> str:
@@ -89,11 +92,14 @@ def stopped(reason: str, code: int) -> int:
     return code
 
 
-def prepare_prefect() -> str:
-    """Reach or start Prefect's server, before Prefect is imported; returns the address of its API. Raises UserError."""
+def prepare_prefect(flow: str) -> str:
+    """Reach or start Prefect's server, before Prefect is imported; returns the address of its API. Raises UserError.
+
+    `flow` is the module that will use it.
+    """
     make_prefect_home()
     quiet_prefect()
-    return start_prefect()
+    return start_prefect(flow)
 
 
 def end_without_prefect(folder: Path, api: str, summary: Output | None) -> threading.Event:
@@ -132,6 +138,8 @@ def end_without_prefect(folder: Path, api: str, summary: Output | None) -> threa
 
 def _ended(folder: Path, began_ms: int) -> TrackingRecord | None:
     """The record of a training that this process finished or failed, and left."""
+    from fp8core.store.run_directory import LOCK
+
     record = read_record(folder)
     if record is None or record.status not in ("FINISHED", "FAILED") or is_held(folder / LOCK):
         return None
@@ -140,6 +148,8 @@ def _ended(folder: Path, began_ms: int) -> TrackingRecord | None:
 
 def _end(record: TrackingRecord, folder: Path, summary: Output | None) -> int:
     """Print the end of a training that Prefect's server does not hear of; returns the exit code."""
+    from fp8core.store.run_directory import SUMMARY
+
     code = 0 if record.status == "FINISHED" else 1
     if code == 0 and summary is not None:
         summary.write((folder / SUMMARY).read_bytes())

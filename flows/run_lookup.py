@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import WithJsonSchema
 
@@ -18,7 +18,9 @@ from fp8core.config.load import BARE_NAME, Overrides, load_config, reload_config
 from fp8core.config.run import RunConfig, own_code, public_dump
 from fp8core.config.schema import override_schema
 from fp8core.errors import UserError, not_unicode, printable
-from fp8core.store.run_directory import LEDGER, RunDescription, read_description
+
+if TYPE_CHECKING:
+    from fp8core.store.run_directory import RunDescription
 
 # With `properties` of its own the mapping would be a form of 200 fields in Prefect's UI; now it is one field for JSON.
 _CHECKED = {"anyOf": [{"type": "object"}, {"type": "null"}], "if": {"type": "object"}, "then": override_schema()}
@@ -38,6 +40,8 @@ def find_run(text: str) -> Path:
     Raises:
         UserError: neither holds a run.
     """
+    from fp8core.store.run_directory import read_description  # Imports torch.
+
     if not_unicode(text) is not None:
         raise UserError(f"RUN {text!a}: the name is not valid text")
     places = [Path(text), RunConfig.model_fields["runs"].default / text]
@@ -53,6 +57,8 @@ def load_settings(config: str, overrides: Overrides) -> RunConfig:
     Raises:
         UserError: as `load_config` and `reload_config`; or an override renames or moves a run that exists.
     """
+    from fp8core.store.run_directory import read_description  # Imports torch.
+
     folder = Path(config).absolute()
     described = read_description(folder) if os.sep in config else None
     if described is None:
@@ -73,6 +79,7 @@ def _steps_asked(folder: Path) -> int | None:
     from fp8core.run.commit import read_manifest  # Imports torch.
     from fp8core.store.artifacts import ArtifactStore
     from fp8core.store.ledger import LedgerView
+    from fp8core.store.run_directory import LEDGER
 
     if not (folder / LEDGER).exists():
         return None
@@ -81,7 +88,7 @@ def _steps_asked(folder: Path) -> int | None:
     return None if entry is None else read_manifest(ArtifactStore(folder), folder, entry).record.steps
 
 
-def reload_own(described: RunDescription, overrides: Overrides) -> RunConfig:
+def reload_own(described: "RunDescription", overrides: Overrides) -> RunConfig:
     """The configuration of a run's folder with overrides; the tracking store is the user's choice alone.
 
     A folder may be somebody else's, and MLflow would send the user's credentials to the store that it names.
@@ -91,8 +98,10 @@ def reload_own(described: RunDescription, overrides: Overrides) -> RunConfig:
     return reload_config(described.config, ["tracking.uri=null", *overrides])
 
 
-def description_of(folder: Path) -> RunDescription:
+def description_of(folder: Path) -> "RunDescription":
     """The run.json of a folder that `find_run` found."""
+    from fp8core.store.run_directory import read_description  # Imports torch.
+
     described = read_description(folder)
     assert described is not None, "find_run found it"
     return described

@@ -57,7 +57,7 @@ def evaluate_target(options: argparse.Namespace) -> int:
     given = {field.name: getattr(options, field.name) for field in fields(EvaluationRequest)}
     parameters = {name: value for name, value in given.items() if value is not None}
     refuse(EvaluationRequest(**parameters))
-    prepare_prefect()
+    prepare_prefect("flows.evaluate")
     output = None if options.json is None else str(options.json.target)
     return _run({**parameters, "output": output, "overwrite": options.force})
 

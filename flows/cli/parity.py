@@ -41,7 +41,7 @@ def run_parity(options: argparse.Namespace) -> int:
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     # Prefect stores the overrides: one that has a password is refused before.
     load_config(given.get("config", "tiny-nightly"), given.get("overrides", ()))
-    prepare_prefect()
+    prepare_prefect("flows.parity")
     # An exception, so that the training is closed and Prefect's server stops with us.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(stopped("terminated", 128 + number)))
     return _run(given)

@@ -23,10 +23,11 @@ def add_command(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Train to the last step; returns the exit code, raises UserError."""
     from fp8core.config.load import load_config
-    from fp8core.run.open import resume_command  # Imports torch.
 
     search_last(Path.cwd())
     config = load_config(options.config, options.overrides)
+    from fp8core.run.open import resume_command  # Imports torch, after mistakes of the configuration are found.
+
     name = config.run or f"{config.name}-{secrets.token_hex(4)}"
     given = {"config": options.config, "run": name, "overrides": options.overrides}
     return launch(config.model_copy(update={"run": name}), given, options.json, resume_command(config, name))

@@ -31,6 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8core.numerics.e4m3 import AMAX_FLOOR, E4M3_MAX, TILE, Codes, FiniteFlag, ScaleRule, finite_check
+from fp8core.numerics.packed import round_up
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -257,7 +258,7 @@ class ColumnCodes(NamedTuple):
 
     @classmethod
     def empty(cls, rows: int, columns: int, device: torch.device) -> "ColumnCodes":
-        pitch = _round_up(rows, _PITCH_BYTES)
+        pitch = round_up(rows, _PITCH_BYTES)
         codes = torch.empty(columns, pitch, dtype=torch.float8_e4m3fn, device=device)
         return cls(codes, _scales(columns, rows, device))
 
@@ -298,11 +299,7 @@ class TileCodes(NamedTuple):
 
 
 def _scales(rows: int, columns: int, device: torch.device) -> Tensor:
-    return torch.empty(triton.cdiv(columns, TILE), _round_up(rows, _PITCH_BYTES // 4), device=device)
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
+    return torch.empty(triton.cdiv(columns, TILE), round_up(rows, _PITCH_BYTES // 4), device=device)
 
 
 _ROWS_PER_PROGRAM = 32

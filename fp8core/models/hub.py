@@ -4,15 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from huggingface_hub import HfApi, errors, snapshot_download
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
-
 from fp8core.config.load import UNDECIDED
 from fp8core.config.run import RunConfig
 from fp8core.data.chain import VOCABULARY
@@ -23,9 +14,6 @@ from fp8core.user_files import read_json_object
 
 _FILES = ["*.safetensors", "*.json", "*.jinja"]
 _ANSWER_SECONDS = 5.0
-
-# The base of connection errors in whichever HTTP library this version of huggingface_hub uses.
-_HTTPError: type[Exception] = errors.HTTPError  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -66,20 +54,34 @@ def resolve_model(
 
 def _snapshot(model: str, revision: str | None, cache: Path | None, files: Sequence[str]) -> Path:
     """The cache's folder of one commit, which is named by the commit."""
+    # Not above: a run whose model is in a folder does without.
+    from huggingface_hub import HfApi, errors, snapshot_download
+
+    # The base of connection errors in whichever HTTP library this version of huggingface_hub uses.
+    connection: type[Exception] = errors.HTTPError  # type: ignore[attr-defined]
+    refusals = (
+        errors.RepositoryNotFoundError,
+        errors.RevisionNotFoundError,
+        errors.GatedRepoError,
+        errors.HFValidationError,
+    )
     try:
         # Asked apart, because snapshot_download retries for half a minute when it is given a commit and no network.
         commit = HfApi().model_info(model, revision=revision, timeout=_ANSWER_SECONDS).sha
         return Path(snapshot_download(model, revision=commit, cache_dir=cache, allow_patterns=list(files)))
-    except (RepositoryNotFoundError, RevisionNotFoundError, GatedRepoError, HFValidationError) as error:
+    except refusals as error:
         raise UserError(
             f"model={model}: neither a folder nor a model that the hub shows you (a private or gated one needs "
             f"`hf auth login`): {_first_line(error)}"
         ) from error
-    except (_HTTPError, OSError) as error:
+    except (connection, OSError) as error:
         return _cached(model, revision, cache, _first_line(error))
 
 
 def _cached(model: str, revision: str | None, cache: Path | None, reason: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
     try:
         found = snapshot_download(
             model, revision=revision, cache_dir=cache, allow_patterns=_FILES, local_files_only=True

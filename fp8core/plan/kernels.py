@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fp8core.models.architecture import Architecture
+from fp8core.numerics.packed import round_up
 
 Operands = Literal["fp8_block", "bf16", "fp8_gradient"]
 """Codes with scales to a BF16 result; BF16 to FP32 as the output head is multiplied; codes to a weight's gradient."""
@@ -158,15 +159,15 @@ def _fits(height: int, width: int, *, codes: bool) -> bool:
 def _stages(product: Product, height: int, width: int) -> int:
     """Stages of a pipeline in a multiprocessor's shared memory."""
     # A row of a stage is always 128 bytes.
-    result = _round_up(height * width * _RESULT_BYTES[product.operands], 1024)
+    result = round_up(height * width * _RESULT_BYTES[product.operands], 1024)
     scales = 0
     stage = (height + width) * _BLOCK_BYTES
     if product.operands == "fp8_block":
         one_tile = _BLOCK_BYTES % width == 0
-        scales = _round_up(-(-product.contraction // 128) * _SCALE_BYTES * (1 if one_tile else 2), 8)
-        stage += _round_up(height * _SCALE_BYTES, 128)
+        scales = round_up(-(-product.contraction // 128) * _SCALE_BYTES * (1 if one_tile else 2), 8)
+        stage += round_up(height * _SCALE_BYTES, 128)
     elif product.operands == "fp8_gradient":
-        stage += _round_up(height * _SCALE_BYTES, 128) + _round_up(width * _SCALE_BYTES, 128)
+        stage += round_up(height * _SCALE_BYTES, 128) + round_up(width * _SCALE_BYTES, 128)
     return min((_SHARED_MEMORY - result - _BARRIER_BYTES - scales) // stage, _MOST_STAGES)
 
 
@@ -220,7 +221,3 @@ def weight_gradient_products(arch: Architecture, tokens: range) -> Iterator[Prod
     """Gradients of the linears' weights: sums over so many tokens, which no kernel is compiled for."""
     for outputs, contraction in linear_shapes(arch):
         yield Product("fp8_gradient", outputs, contraction, tokens)
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

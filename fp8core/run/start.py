@@ -55,6 +55,7 @@ from fp8core.store.json_text import canonical_json, parse_model
 from fp8core.store.ledger import START
 from fp8core.store.manifest import library_versions
 from fp8core.store.tables import STREAM
+from fp8core.training.exact import AdamW
 from fp8core.training.registry import trainer_of
 from fp8core.training.saved_state import refuse_other_shapes
 from fp8core.training.trainer import NotFiniteError, SftTrainer
@@ -275,18 +276,17 @@ def train_on_demonstrations(
     """
     masters = {name: tensor.float().clone().requires_grad_(True) for name, tensor in initial.items()}
     decoder = Decoder(arch, reference_formats(arch.num_layers))
-    optimiser = torch.optim.AdamW(list(masters.values()), lr=config.learning_rate, betas=_BETAS, weight_decay=0.0)
+    optimiser = AdamW(masters, _BETAS, weight_decay=0.0)
     for step in range(config.steps):
-        optimiser.param_groups[0]["lr"] = _learning_rate(config, step)
         loss = _cross_entropy(decoder, masters, batch(step))
         if not math.isfinite(loss.item()):
             raise NotFiniteError(f"warm start, step {step}: the loss is {loss.item()}")
-        optimiser.zero_grad(set_to_none=True)
+        optimiser.drop_gradients()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(list(masters.values()), _MAX_GRAD_NORM)
         if not math.isfinite(norm.item()):
             raise NotFiniteError(f"warm start, step {step}: the gradient norm is {norm.item()}")
-        optimiser.step()
+        optimiser.step(_learning_rate(config, step))
         progress(step, loss.item())
     return {name: tensor.detach() for name, tensor in masters.items()}
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 from fp8core.config.training import TrainingConfig
 from fp8core.models.architecture import Architecture
@@ -32,7 +33,55 @@ from fp8core.training.saved_state import (
 )
 from fp8core.training.trainer import MicroBatchTrainer, Scored
 
-_OPTIMISER_STATE = ("exp_avg", "exp_avg_sq", "step")
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_EPS = 1e-8
+
+
+class AdamW:
+    """`torch.optim.AdamW` to the bit, by its function: the class imports torch's compiler, which takes seconds.
+
+    Attributes:
+        state: by `exp_avg/<name>`, `exp_avg_sq/<name>` and `step/<name>`, of tensors that were updated.
+    """
+
+    def __init__(self, learnt: Mapping[str, Tensor], betas: tuple[float, float], weight_decay: float) -> None:
+        self._learnt, self._betas, self._weight_decay = learnt, betas, weight_decay
+        self.state: dict[str, Tensor] = {}
+
+    def drop_gradients(self) -> None:
+        for tensor in self._learnt.values():
+            tensor.grad = None
+
+    @torch.no_grad()
+    def step(self, learning_rate: float) -> None:
+        """One update of every tensor that has a gradient."""
+        found = {name: (tensor, tensor.grad) for name, tensor in self._learnt.items() if tensor.grad is not None}
+        for name, (tensor, _) in found.items():
+            if f"step/{name}" not in self.state:
+                self.state[f"step/{name}"] = torch.zeros(())
+                self.state |= {f"{moment}/{name}": torch.zeros_like(tensor) for moment in _MOMENTS}
+        first, second = ([self.state[f"{moment}/{name}"] for name in found] for moment in _MOMENTS)
+        adamw(
+            [tensor for tensor, _ in found.values()],
+            [grad for _, grad in found.values()],
+            first,
+            second,
+            [],
+            [self.state[f"step/{name}"] for name in found],
+            amsgrad=False,
+            beta1=self._betas[0],
+            beta2=self._betas[1],
+            lr=learning_rate,
+            weight_decay=self._weight_decay,
+            eps=_EPS,
+            maximize=False,
+        )
+
+    def shapes(self, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors of the shapes of the state, for those that were updated before `saved` was."""
+        updated = {name: tensor for name, tensor in self._learnt.items() if f"step/{name}" in saved}
+        counts = {f"step/{name}": torch.zeros(()) for name in updated}
+        return counts | {f"{moment}/{name}": tensor for name, tensor in updated.items() for moment in _MOMENTS}
 
 
 class ExactTrainer(MicroBatchTrainer[PolicyWeights]):
@@ -61,12 +110,7 @@ class ExactTrainer(MicroBatchTrainer[PolicyWeights]):
         self._decoder = Decoder(arch, formats)
         self._unscaled = Decoder(arch, formats.with_attention(Bf16Attention(formats.points.weights)))
         self._rollout_formats = rollout_formats
-        self._optimiser = torch.optim.AdamW(
-            list(self._policy.learnt.values()),
-            lr=training.learning_rate,
-            betas=(training.beta1, training.beta2),
-            weight_decay=training.weight_decay,
-        )
+        self._optimiser = AdamW(self._policy.learnt, (training.beta1, training.beta2), training.weight_decay)
 
     @property
     def masters(self) -> Mapping[str, Tensor]:
@@ -110,7 +154,7 @@ class ExactTrainer(MicroBatchTrainer[PolicyWeights]):
         if self._ranks.count > 1:
             # Each part's gradient is kept by itself, so that `summed` can add them as one process does.
             self._parts.append([learnt.grad for learnt in self._policy.learnt.values()])
-            self._optimiser.zero_grad(set_to_none=True)
+            self._optimiser.drop_gradients()
 
     def _finish_gradients(self) -> None:
         if self._ranks.count > 1:
@@ -121,14 +165,13 @@ class ExactTrainer(MicroBatchTrainer[PolicyWeights]):
     def _step(self, learning_rate: float) -> float:
         norm = float(torch.nn.utils.clip_grad_norm_(list(self._policy.learnt.values()), self._config.max_grad_norm))
         if math.isfinite(norm):
-            self._optimiser.param_groups[0]["lr"] = learning_rate
-            self._optimiser.step()
+            self._optimiser.step(learning_rate)
             self._policy.changed()
         return norm
 
     def _drop_gradients(self) -> None:
         self._parts = []
-        self._optimiser.zero_grad(set_to_none=True)
+        self._optimiser.drop_gradients()
 
     def _score(
         self,
@@ -167,14 +210,8 @@ class ExactTrainer(MicroBatchTrainer[PolicyWeights]):
         return load_policy(self.arch, self._stored(), self._policy.weights())
 
     def save(self, folder: Path) -> None:
-        moments = {
-            f"{key}/{name}": state[key]
-            for name, tensor in self._policy.learnt.items()
-            if (state := self._optimiser.state.get(tensor))
-            for key in _OPTIMISER_STATE
-        }
         if self._ranks.rank == 0:
-            save_training(folder, self._policy.learnt, moments)
+            save_training(folder, self._policy.learnt, self._optimiser.state)
             write_state(folder, self.version, self._updates, self.digest(), self._policy.base)
 
     def load(self, folder: Path) -> None:
@@ -182,24 +219,13 @@ class ExactTrainer(MicroBatchTrainer[PolicyWeights]):
         refuse_other_base(folder, self._policy.base, state)
         saved, moments = read_tensors(folder / MASTERS), read_tensors(folder / OPTIMISER)
         refuse_other_shapes(folder / MASTERS, saved, self._policy.learnt)
-        refuse_other_shapes(folder / OPTIMISER, moments, self._moments_of(moments))
-        self._optimiser.state.clear()
+        refuse_other_shapes(folder / OPTIMISER, moments, self._optimiser.shapes(moments))
+        self._optimiser.state = dict(moments)
         for name, tensor in self._policy.learnt.items():
             tensor.data.copy_(saved[name])
-            if f"step/{name}" in moments:
-                self._optimiser.state[tensor] = {key: moments[f"{key}/{name}"] for key in _OPTIMISER_STATE}
         self._policy.changed()
         self.version, self._updates = state.version, state.updates
         refuse_other_digest(folder, self.digest(), state)
-
-    def _moments_of(self, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors of the shapes of this model's moments, for those that were updated before they were saved."""
-        return {
-            f"{key}/{name}": torch.zeros(()) if key == "step" else tensor
-            for name, tensor in self._policy.learnt.items()
-            if f"step/{name}" in saved
-            for key in _OPTIMISER_STATE
-        }
 
 
 def _observer(

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import subprocess
 import sys
 
 import pytest
@@ -358,3 +359,11 @@ def test_an_exception_in_a_step_keeps_what_was_done_and_the_run_goes_on_without_
     assert continued.state.is_completed(), continued.state.message
     assert continued.ledger.tasks(2)["rollout"] == rollout, "generated once"
     assert continued.summary["weights_digest"] == launch("not-bad").summary["weights_digest"]
+
+
+def test_a_configuration_that_is_not_there_is_said_before_torch_is_imported():
+    """Whose import takes seconds."""
+    program = "import sys; from flows.cli import main; print(main(['run', 'missing']), 'torch' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    assert found.stdout.strip() == "2 False"
+    assert "missing" in found.stderr

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slow
 REPOSITORY = Path(__file__).parents[2]
 SCRIPT = Path(sys.executable).with_name("fp8-grpo")
 COMMAND = [str(SCRIPT)] if SCRIPT.exists() else [sys.executable, "-m", "flows.cli"]
-KILLS = 5
+KILLS = 3
 
 
 class Command:

@@ -95,7 +95,7 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 from flows.environment import make_prefect_home, start_prefect
 make_prefect_home()
-start_prefect()
+start_prefect("prefect.main")
 for headers in ({}, {"Host": "evil.example"}):
     try:
         urlopen(Request(os.environ["PREFECT_API_URL"] + "/admin/version", headers=headers), timeout=30)

@@ -1,4 +1,6 @@
 import math
+import subprocess
+import sys
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -16,6 +18,7 @@ from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.kv_scales import LayerAmax, LayerScales
 from fp8core.rl.batch import RolloutBatch, TokenBatch, length_mask
 from fp8core.rl.objective import Objective
+from fp8core.training.exact import AdamW
 from fp8core.training.trainer import NotFiniteError
 
 
@@ -518,3 +521,37 @@ def test_what_was_saved_is_checked(trainer_of, architecture, tmp_path):
     save_file(masters, tmp_path / "masters.safetensors")
     with pytest.raises(StoredFileError, match="not what was saved together"):
         trainer.load(tmp_path)
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_its_optimiser_is_that_of_torch_to_the_bit(draw, weight_decay):
+    """A tensor without a gradient, such as an expert that no token chose, keeps its value and has no state yet."""
+    names, betas = ("matrix", "norm", "late"), (0.9, 0.95)
+    ours, theirs = ({name: draw(8, 9, seed=i).float() for i, name in enumerate(names)} for _ in range(2))
+    optimiser = AdamW(ours, betas, weight_decay)
+    expected = torch.optim.AdamW(theirs.values(), betas=betas, weight_decay=weight_decay)
+    for update, with_gradients in enumerate((names[:2], names[:2], names, names[1:])):
+        for learnt in (ours, theirs):
+            for i, name in enumerate(names):
+                learnt[name].grad = draw(8, 9, seed=10 * update + i).float() if name in with_gradients else None
+        expected.param_groups[0]["lr"] = 1e-3 * (update + 1)
+        expected.step()
+        optimiser.step(1e-3 * (update + 1))
+        assert all(torch.equal(ours[name], theirs[name]) for name in names)
+        assert ("step/late" in optimiser.state) == (update >= 2)
+    states = {f"{key}/{name}": value for name in names for key, value in expected.state[theirs[name]].items()}
+    assert states.keys() == optimiser.state.keys()
+    assert all(torch.equal(value, optimiser.state[key]) for key, value in states.items())
+
+
+def test_an_update_does_not_import_the_compiler_of_torch():
+    """Its import takes seconds, in every process that trains."""
+    program = (
+        "import sys, torch; from fp8core.training.exact import AdamW; "
+        "learnt = {'w': torch.ones(2, requires_grad=True)}; "
+        "optimiser = AdamW(learnt, (0.9, 0.95), 0.1); learnt['w'].sum().backward(); "
+        "torch.nn.utils.clip_grad_norm_(learnt.values(), 1.0); optimiser.step(0.1); optimiser.drop_gradients(); "
+        "print('torch._dynamo' in sys.modules)"
+    )
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    assert found.stdout.strip() == "False"
