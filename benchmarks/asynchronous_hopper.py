@@ -1,0 +1,133 @@
+"""Whole trainings of real-h200 that wait for the update, generate one step ahead, and generate beside it, on one GPU.
+
+    python -m benchmarks.real_checkpoint build/real
+    python -m benchmarks.asynchronous_hopper --out FOLDER --seconds 560
+    python -m benchmarks.asynchronous_hopper --out FOLDER --seconds 560 --steps 200 asynchronous
+
+One mode trains after another, from the same checkpoint. Every token is scored again by the weights of the version that
+wrote it. Each mode is a row of kind `grpo_step` in FOLDER/asynchronous_hopper.json; FOLDER/logs has what it printed.
+One whose time is over ends after its step, and its row has the steps that it made.
+
+Predicted before the first measurement, for one H200 that generation and update share: 1.05 s a step synchronously, 0.95
+one step off and asynchronously (reward, records and checkpoints of a step lie beside generation; the update and the
+generation still share the GPU); 0 tokens differ in every mode; a token is 0.9 versions old in the mean.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+
+from benchmarks.harness import Row, provenance, run_until, table, training_command, write_rows
+from benchmarks.small_hopper import step_ledger_row, timed_steps
+from fp8core.report.run_data import read_run
+from fp8core.report.summary import HELDOUT, series
+from fp8core.store.run_directory import LEDGER
+
+RESULT = "asynchronous_hopper"
+MODES = ("synchronous", "one_step_off", "asynchronous")
+_GRACE = 30.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Train the modes; returns 0 when each has a row."""
+    options = _options(arguments)
+    out, rows = options.out.absolute(), list[Row]()
+    (out / "logs").mkdir(parents=True, exist_ok=True)
+    end = time.monotonic() + options.seconds
+    for number, mode in enumerate(options.modes):
+        share = (end - time.monotonic()) / (len(options.modes) - number)
+        if (row := _measured(mode, options, out, time.monotonic() + share)) is not None:
+            rows.append(row)
+        write_rows(out / f"{RESULT}.json", rows)
+    print(mode_table(rows), flush=True)
+    return int(len(rows) < len(options.modes))
+
+
+def _measured(mode: str, options: argparse.Namespace, out: Path, end: float) -> Row | None:
+    """The row of a mode; None without two steps."""
+    settings = [f"pipeline.mode={mode}", f"steps={options.steps}", *options.overrides]
+    if mode != "synchronous":
+        settings.append("pipeline.verified_share=1.0")
+    folder = out / "runs" / mode
+    command = training_command(options.config, [*settings, f"runs={folder.parent}", f"run={mode}"])
+    with (out / "logs" / f"{mode}.log").open("ab") as log:
+        code = run_until(command, log, end - _GRACE, end)
+    print(f"{mode}: ended with {code}", flush=True)
+    if not (folder / LEDGER).exists():
+        return None
+    run = read_run(folder, mode)
+    shown = " ".join(["fp8-grpo run", options.config, *(f"--set {setting}" for setting in settings)])
+    ledger, timed = step_ledger_row(run, mode, shown), timed_steps(run.evidence)
+    if ledger is None:
+        return None
+
+    def measured(name: str) -> list[float]:
+        return series(run.history, name)[1]
+
+    tokens = dict(zip(*series(run.history, "rollout/tokens"), strict=True))
+    counted = sum(tokens[step.commit.entry.step] for step in timed)
+    return {
+        **ledger,
+        "kind": "grpo_step",
+        "model": options.config,
+        "mode": mode,
+        "precision": "fp8_linear_kv",
+        "gpus": 1,
+        "tokens_per_s_per_gpu": counted / sum(step.wall for step in timed),
+        "tokens_verified": int(sum(measured("alignment/tokens"))),
+        "tokens_differing": int(sum(measured("alignment/tokens_differing"))),
+        "staleness_mean": fmean(measured("rollout/staleness_mean") or [0.0]),
+        "staleness_max": max(measured("rollout/staleness_max") or [0.0]),
+        "heldout": measured(HELDOUT),
+        **provenance(),
+        "command": shown,
+    }
+
+
+def mode_table(rows: Sequence[Row]) -> str:
+    """One line a mode."""
+    return table(
+        (
+            "mode",
+            "steps",
+            "s a step",
+            "tokens/s/GPU",
+            "verified",
+            "differ",
+            "staleness, mean",
+            "largest",
+            "held-out, last",
+        ),
+        (
+            (
+                row["mode"],
+                str(row["steps"]),
+                f"{row['seconds']['wall']:.2f}",
+                f"{row['tokens_per_s_per_gpu']:,.0f}",
+                f"{row['tokens_verified']:,}",
+                str(row["tokens_differing"]),
+                f"{row['staleness_mean']:.2f}",
+                f"{row['staleness_max']:.0f}",
+                f"{row['heldout'][-1]:.3f}" if row["heldout"] else "",
+            )
+            for row in rows
+        ),
+    )
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("modes", nargs="*", default=MODES, help=f"default: {' '.join(MODES)}")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the rows, the runs and their logs")
+    parser.add_argument("--seconds", type=float, default=560.0, help="of the whole call")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--config", default="real-h200")
+    parser.add_argument("--set", dest="overrides", action="append", default=[], help="further settings, key=value")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
