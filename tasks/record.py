@@ -1,7 +1,7 @@
 """The metrics of an iteration, from its artifacts alone."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -94,8 +94,9 @@ def record(
             **{f"sync/probe_{name}": value for name, value in store.get_json(sync_report)["probe"].items()},
             **scale_metrics(store.get_json(next_scales)),
         }
-    if left is not None and next_stream is not None:
-        metrics |= stream_metrics(*(store.get_table(ref, STREAM_COLUMNS) for ref in (left, next_stream)))
+    if left is not None and next_stream is not None and schedule is not None and evictions is not None:
+        begun = (store.get_table(ref, STREAM_COLUMNS) for ref in (left, next_stream))
+        metrics |= stream_metrics(*begun, store.get_json(schedule)["chunks"], store.get_json(evictions))
     if kv_statistics is not None:
         statistics = store.get_json(kv_statistics)
         metrics["kv/saturated_share"] = statistics["saturated_share"]
@@ -103,12 +104,6 @@ def record(
             metrics["kv/lag_error"] = lag_error(run.config, read_scales(run, scales), statistics)
     if contract_of(run.config)[0] == "unverifiable":
         metrics["rollout/unverifiable"] = 1.0
-    if schedule is not None:
-        metrics["rollout/decode_steps_beside_update"] = float(sum(store.get_json(schedule)["chunks"]))
-    if evictions is not None:
-        evicted = store.get_json(evictions)
-        metrics["rollout/evicted_prompts"] = float(len(evicted))
-        metrics["rollout/evicted_tokens"] = float(sum(each["tokens"] for each in evicted))
     measured = store.get_json(evaluation)
     if measured:
         metrics["reward/heldout_accuracy"] = measured["accuracy"]
@@ -193,8 +188,16 @@ STREAM_COLUMNS = ["batch", "group", "finish", "tokens"]
 """What `stream_metrics` reads."""
 
 
-def stream_metrics(before: pa.Table, after: pa.Table) -> dict[str, float]:
-    """Prompts in flight and complete ones that wait after an update, and tokens that were written beside it."""
+def stream_metrics(
+    before: pa.Table, after: pa.Table, chunks: Sequence[int], evicted: Sequence[Mapping[str, Any]]
+) -> dict[str, float]:
+    """Prompts in flight and complete ones that wait after an update, and tokens that were written beside it.
+
+    Args:
+        before, after: the stream before and after the update.
+        chunks: tokens one after the other that were written beside it (`schedule`).
+        evicted: prompts that got too old (`evictions`).
+    """
     open_: dict[tuple[int, int], bool] = {}
     for batch, group, finish in zip(*(after[name].to_pylist() for name in STREAM_COLUMNS[:3]), strict=True):
         if finish != LEFT:
@@ -205,6 +208,9 @@ def stream_metrics(before: pa.Table, after: pa.Table) -> dict[str, float]:
         "rollout/prompts_waiting": float(len(open_) - sum(open_.values())),
         "rollout/tokens_ahead": float(tokens[1]),
         "rollout/tokens_beside_update": float(tokens[1] - tokens[0]),
+        "rollout/decode_steps_beside_update": float(sum(chunks)),
+        "rollout/evicted_prompts": float(len(evicted)),
+        "rollout/evicted_tokens": float(sum(each["tokens"] for each in evicted)),
     }
 
 
