@@ -3,7 +3,8 @@
     python docs/generate_reference.py
 
 config.md and run.json come from the models of the configuration, and cli.md comes from the parser. The tables of
-manifest.md and the other schemas come from the models of a run's files. A test fails where one of them is out of date.
+manifest.md and the other schemas come from the models of a run's files. The measured
+steps of a plan come from rows of benchmarks. A test fails where one of them is out of date.
 Editors check a configuration file with the schema that its first line names, as those in configs/ do.
 
 A change of what a manifest holds needs a new schema version first. The schema file of a version that runs were made
@@ -13,6 +14,7 @@ with must stay as it is.
 import argparse
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -20,7 +22,11 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, TypeAdapter
 
 from flows.cli import build_parser
+from fp8core.config.load import load_config
 from fp8core.config.schema import file_schema
+from fp8core.models.hub import PUBLISHED
+from fp8core.plan.memory import GPUS
+from fp8core.plan.step_time import MEASURED, SHAPE, time_settings
 from fp8core.store.artifacts import Ref
 from fp8core.store.deletion_log import Deletion
 from fp8core.store.ledger import BoundEntry, CheckpointEntry, Entry, RedoEntry, SegmentEntry, StepEntry, TaskEntry
@@ -31,6 +37,8 @@ DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
 REFERENCE, SCHEMAS = DOCS / "reference", DOCS / "schemas"
 MANIFEST = REFERENCE / "manifest.md"
+# All of its rows were measured on an H200, at the shape of Qwen3-8B.
+STEP_ROWS = ROOT / "benchmarks" / "results" / "large_ledger.json"
 Schema = Mapping[str, Any]
 
 _CONFIG = """# Configuration
@@ -74,7 +82,7 @@ _BLOCK = "\n<!-- begin: {0} -->\n\n{1}\n<!-- end: {0} -->\n"
 
 
 def main() -> None:
-    for path, text in {**pages(), **manifest_schemas()}.items():
+    for path, text in {**pages(), **manifest_schemas(), **measured_steps()}.items():
         path.write_text(text)
 
 
@@ -97,6 +105,29 @@ def manifest_schemas() -> dict[Path, str]:
         "tombstone.json": Deletion.model_json_schema(),
     }
     return {SCHEMAS / name: json.dumps(schema, indent=2) + "\n" for name, schema in content.items()}
+
+
+def measured_steps() -> dict[Path, str]:
+    """The measured steps that a plan takes its time of a step from, and their text."""
+    found = []
+    for row in json.loads(STEP_ROWS.read_text()):
+        if row["kind"] != "step_ledger":
+            continue
+        # A row's command is not quoted for a shell.
+        name, *overrides = row["command"].removeprefix("fp8-grpo run ").split(" --set ")
+        config = load_config(name, overrides)
+        arch = replace(PUBLISHED["Qwen/Qwen3-8B-Base"], num_layers=row["layers"])
+        seconds = {task: row["seconds"].get(task, 0.0) for task in ("rollout", "logprobs", "train")}
+        rest = row["seconds"]["wall"] - sum(seconds.values())
+        step = {
+            **{"row": STEP_ROWS.name, "gpu": GPUS["h200"].name, "completions": row["requests"]},
+            **{"length": config.rollout.max_new_tokens, "prompt": round(row["prompt_tokens"] / row["requests"])},
+            "seconds": {task: round(value, 2) for task, value in {**seconds, "rest": rest}.items()},
+            "shape": {part: getattr(arch, part) for part in SHAPE},
+            "settings": time_settings(config),
+        }
+        found.append(step)
+    return {MEASURED: json.dumps(found, indent=1) + "\n"}
 
 
 def config_tables(schema: Schema) -> str:

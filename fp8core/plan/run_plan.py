@@ -23,6 +23,7 @@ from fp8core.plan.memory import (
     longest_sequence,
     shipped_bytes,
 )
+from fp8core.plan.step_time import StepTime, step_time
 from fp8core.rollout.registry import engine_entry
 from fp8core.training.memory import Parallel, host_needs, most_activations
 from fp8core.training.registry import trainer_of
@@ -74,6 +75,7 @@ class RunPlan:
         checkpoint: its checkpoints; a run that ends in between writes one more.
         precision_gap: held-out prompts that step 0 answers in BF16 too, 0 where it does not.
         ahead: None for a run whose generation waits for the update.
+        step: its time; None where it does not run, or no measured step is like it.
         refusals: a line for each reason why it cannot run.
     """
 
@@ -84,6 +86,7 @@ class RunPlan:
     checkpoint: CheckpointSpace
     precision_gap: int
     ahead: AheadSpace | None
+    step: StepTime | None
     refusals: tuple[str, ...]
 
 
@@ -115,7 +118,8 @@ def plan_run(config: RunConfig, arch: Architecture, machine: Machine, parallel: 
         refusals.append(engine.refusal)
     space = _checkpoint(config, arch)
     gap = compared_prompts(config)
-    return RunPlan(count_parameters(arch), devices, engine.cache, sync, space, gap, ahead, tuple(refusals))
+    step = None if refusals else step_time(config, arch, machine.gpu, engine.cache)
+    return RunPlan(count_parameters(arch), devices, engine.cache, sync, space, gap, ahead, step, tuple(refusals))
 
 
 def _ahead(config: RunConfig, arch: Architecture, sync: StoredBytes) -> AheadSpace | None:

@@ -11,6 +11,7 @@ from fp8core.errors import printable_lines
 from fp8core.evaluation.measure import Estimate, EvaluationResult
 from fp8core.plan.memory import CacheRoom, DevicePlan, ParameterCounts, Phase, StoredBytes
 from fp8core.plan.run_plan import AheadSpace, CheckpointSpace, RunPlan
+from fp8core.plan.step_time import StepTime
 from fp8core.report.charts import ALIGNMENT, LEARNING, WORST_TOKEN, Curve, short
 from fp8core.report.summary import MISSING, STEP, History
 
@@ -73,7 +74,7 @@ _UNITS = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10}
 
 
 def plan_text(plan: RunPlan) -> str:
-    """A table for each phase of each device, then what the cache holds, a sync sends and checkpoints take."""
+    """A table for each phase of each device, then what the cache holds, a sync sends, checkpoints and steps take."""
     lines = [f"model  {_parameters(plan.parameters)}", ""]
     for device in plan.devices:
         for phase in device.phases:
@@ -85,6 +86,8 @@ def plan_text(plan: RunPlan) -> str:
         lines.append(f"ahead  {_ahead(plan.ahead)}")
     if plan.precision_gap:
         lines.append(f"gap    step 0 also answers {plan.precision_gap} held-out prompts in BF16")
+    if plan.step is not None:
+        lines.append(f"step   {_step(plan.step)}")
     return "\n".join(lines)
 
 
@@ -138,6 +141,22 @@ def _ahead(space: AheadSpace) -> str:
     versions = "1 version" if space.staleness == 1 else f"{space.staleness} versions"
     begun = f"{space.completions:,} completions begun, {stream}"
     return f"{space.mode}: tokens at most {versions} old; {begun}; {space.policies} policies in main memory, {kept}"
+
+
+def _step(step: StepTime) -> str:
+    """The row where it has this size, else what it was scaled from."""
+    parts = {"rollout": step.rollout, "log-probs": (step.logprobs,) * 2, "training": (step.train,) * 2}
+    shown = [f"{name} {_range(*seconds)}" for name, seconds in parts.items() if seconds[1]]
+    sizes = f"{step.completions:,} completions of {step.length:,} tokens after prompts of {step.prompt}"
+    known, length = step.measured
+    same = (step.completions, step.length) == step.measured
+    scaled = "measured" if same else f"scaled from {known:,} of {length:,}"
+    return f"about {_range(*step.total)} s ({', '.join(shown)}) for {sizes}; {scaled}, {step.row}"
+
+
+def _range(least: float, most: float) -> str:
+    low, high = (f"{seconds:.1f}" if most < 10 else f"{seconds:.0f}" for seconds in (least, most))
+    return low if low == high else f"{low} to {high}"
 
 
 def _sync(sync: StoredBytes) -> str:

@@ -1,4 +1,4 @@
-"""The generated pages and schemas are up to date: settings, commands, manifests, and the table of claims."""
+"""The generated pages and schemas are up to date: settings, commands, manifests, measured steps, table of claims."""
 
 import importlib.util
 import json
@@ -29,6 +29,11 @@ def generator() -> ModuleType:
 
 def test_the_pages_are_those_of_the_code(generator) -> None:
     for path, text in generator.pages().items():
+        assert path.read_text() == text, "run python docs/generate_reference.py"
+
+
+def test_the_measured_steps_of_plans_are_those_of_the_stored_rows(generator) -> None:
+    for path, text in generator.measured_steps().items():
         assert path.read_text() == text, "run python docs/generate_reference.py"
 
 
