@@ -147,9 +147,9 @@ def digests(run, kind):
     return [ref.digest for step in range(1, 5) for ref in run.ledger.artifacts(step).values() if ref.kind == kind]
 
 
-@pytest.mark.parametrize("mode", ["one_step_off", "asynchronous"])
-def test_without_staleness_it_is_the_synchronous_run(loop_run, whole_run, mode):
-    run = loop_run("fresh", **{"pipeline.mode": mode, "pipeline.max_staleness": 0, "pipeline.ahead_tokens": 3})
+@pytest.mark.parametrize("settings", [{"mode": "one_step_off"}, {"mode": "asynchronous", "ahead_tokens": 3}])
+def test_without_staleness_it_is_the_synchronous_run(loop_run, whole_run, settings):
+    run = loop_run("fresh", pipeline=settings | {"max_staleness": 0})
     for kind in ("prompts", "rollouts", "rewards", "policy", "scales"):
         assert digests(run, kind) == digests(whole_run, kind), kind
 
@@ -343,6 +343,12 @@ def test_a_kept_cache_is_refused_where_none_is_kept_or_equality_is_promised(name
 def test_drop_is_refused_where_nothing_is_dropped(mode):
     with pytest.raises(UserError, match=r"pipeline.drop_or_wait=drop: needs pipeline.mode=asynchronous"):
         load_config("tiny", {"pipeline.mode": mode, "pipeline.drop_or_wait": "drop"})
+
+
+@pytest.mark.parametrize("setting", [{"max_staleness": 2}, {"ahead_tokens": 4}])
+def test_one_step_off_refuses_what_it_would_not_follow(setting):
+    with pytest.raises(UserError, match=rf"pipeline\.{next(iter(setting))}={next(iter(setting.values()))}: "):
+        load_config("tiny", {"pipeline": {"mode": "one_step_off", **setting}})
 
 
 @pytest.mark.parametrize(
