@@ -19,7 +19,7 @@ from fp8core.run.open import open_directory, open_run, pipeline_of, plan_of
 from fp8core.run.replay import RunSnapshot, replay
 from fp8core.run.rollouts import answers_of
 from fp8core.store.artifacts import RolloutShards
-from fp8core.store.run_directory import read_description
+from fp8core.store.run_directory import LEDGER, read_description
 from fp8core.store.run_view import RunView
 from fp8core.store.verify import verify
 
@@ -253,6 +253,18 @@ def test_a_replay_is_equal_and_verify_finds_nothing(ahead):
     verdicts = list(replay(original, range(1, 5), (), Console(io.StringIO(), 4), None))
     assert Counter(verdict.outcome for verdict in verdicts) == {"equal": 4}
     assert [*verify(RunView.read(ahead.folder))] == []
+
+
+def test_rollouts_that_are_gone_leave_the_engine_at_its_policy(ahead, tmp_path):
+    """The policy before the last checkpoint is made again, from completions that are generated again."""
+    shutil.copytree(ahead.folder.parent, tmp_path / "loop")
+    run = type(ahead)(tmp_path / "loop" / "ahead")
+    run.cut_after(3, "rollout")
+    ledger = run.folder / LEDGER
+    ledger.write_text("".join(ledger.read_text().splitlines(keepends=True)[:-1]))
+    run.file(1, "rollouts").unlink()
+    run.resume()
+    assert run.records == ahead.records
 
 
 @pytest.fixture(scope="module")
