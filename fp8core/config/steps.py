@@ -104,17 +104,30 @@ _PROMPTS, _ROLLOUT, _FINISH, _AHEAD = (
 _SYNC, _RECORD = "tasks.sync:sync", "tasks.record:record"
 
 
+def _refuse_unfollowed(pipeline: PipelineConfig) -> None:
+    """Refuse settings that `pipeline.mode` would not follow."""
+    if pipeline.mode == "asynchronous":
+        return
+    refused = {
+        "drop_or_wait=drop": pipeline.drop_or_wait == "drop",
+        "recompute_kv_cache_after_weight_update=false": not pipeline.recompute_kv_cache_after_weight_update,
+    }
+    if pipeline.mode == "one_step_off":
+        refused |= {
+            f"ahead_tokens={pipeline.ahead_tokens}": pipeline.ahead_tokens is not None,
+            f"max_staleness={pipeline.max_staleness}": pipeline.max_staleness > 1,
+        }
+    for setting in (setting for setting, found in refused.items() if found):
+        raise ValueError(f"pipeline.{setting}: needs pipeline.mode=asynchronous, not {pipeline.mode}")
+
+
 def with_mode(pipeline: PipelineConfig) -> PipelineConfig:
     """The steps as `pipeline.mode` has them: two steps over the stream of completions replace prompts and rollout.
 
     Raises:
         ValueError: the steps do not fit the mode.
     """
-    if pipeline.drop_or_wait == "drop" and pipeline.mode != "asynchronous":
-        raise ValueError(f"pipeline.drop_or_wait=drop: needs pipeline.mode=asynchronous, not {pipeline.mode}")
-    if not pipeline.recompute_kv_cache_after_weight_update and pipeline.mode != "asynchronous":
-        place = "pipeline.recompute_kv_cache_after_weight_update=false"
-        raise ValueError(f"{place}: needs pipeline.mode=asynchronous, not {pipeline.mode}")
+    _refuse_unfollowed(pipeline)
     if pipeline.mode == "synchronous" or any(step.uses == _FINISH for step in pipeline.steps):
         return pipeline
     found = {uses: [step for step in pipeline.steps if step.uses == uses] for uses in (_PROMPTS, _ROLLOUT)}

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from fp8core.errors import UserError
 from fp8core.rollout.engine import Completion, PromptGroup
 
 Generate = Callable[[Sequence[PromptGroup], Sequence["Place"]], Iterable[list[Completion]]]
@@ -125,10 +126,15 @@ class Stream:
         return (version + 1 + self.pace.staleness) * self.pace.prompts
 
     def write(self, version: int, places: Iterable[Place], room: int | None, generate: Generate) -> int:
-        """Let prompts write, each completion at most `room`, from this tick on; returns what the longest wrote."""
-        places, asked = list(places), list[PromptGroup]()
+        """Let prompts write, each completion at most `room`, from this tick on; returns what the longest wrote.
+
+        Raises:
+            UserError: the engine left a completion as it was, so nothing would ever end.
+        """
+        places, asked, open_ = list(places), list[PromptGroup](), dict[Place, Row]()
         for number, place in enumerate(places):
             rows = [row for row in self._groups[place] if not row.finish]
+            open_ |= {(number, row.sample): row for row in rows}
             asked.append(
                 PromptGroup(
                     group=number,
@@ -142,13 +148,20 @@ class Stream:
             )
         longest = 0
         for done in (completion for finished in generate(asked, places) for completion in finished):
-            (row,) = (row for row in self._groups[places[done.group]] if row.sample == done.sample)
+            if not done.tokens and done.finish == "open":
+                continue
+            row = open_.pop((done.group, done.sample))
             row.tokens += done.tokens
             row.logprobs += done.logprobs
             row.versions += [version] * len(done.tokens)
             if done.finish != "open":
                 row.finish, row.ended = done.finish, self.tick + len(done.tokens)
             longest = max(longest, len(done.tokens))
+        for row in open_.values():
+            raise UserError(
+                f"the engine wrote nothing to {len(open_)} of {sum(len(each.samples) for each in asked)} completions, "
+                f"the first is sample {row.sample} of prompt {row.prompt_id}"
+            )
         return longest
 
     def take(self, batch: int) -> list[Row]:

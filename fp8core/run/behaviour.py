@@ -15,7 +15,7 @@ from fp8core.rl.batch import TokenBatch
 from fp8core.run.context import RunContext
 from fp8core.run.execute import carried
 from fp8core.run.policy import KeptPolicy, keep_policy, read_scales
-from fp8core.run.resume import rewind_to
+from fp8core.run.resume import rewind_to, rewind_with_engine
 from fp8core.training.trainer import ScoringTrainer
 
 
@@ -52,7 +52,8 @@ def _kept(run: RunContext, version: int) -> KeptPolicy:
         held = run.ready_trainer().version
         rewind_to(run, version)
         keep_policy(run, run.ready_trainer().export(), read_scales(run, carried(run, version + 1)["scales"]))
-        rewind_to(run, held)
+        # An update that lacks its rollouts has them generated again, by the engine with an older policy.
+        rewind_with_engine(run, held)
     return run.kept_policies[version]
 
 

@@ -43,10 +43,10 @@ def restore(run: RunContext) -> int:
     version = _restore_open_step(run, last + 1)
     if version > last and _generates(run, last + 1):
         # The old policy writes the tokens that are missing, although its update is over.
-        _rewind_with_engine(run, last)
+        rewind_with_engine(run, last)
         rewind_to(run, version)
     else:
-        _rewind_with_engine(run, version)
+        rewind_with_engine(run, version)
     return run.ready_trainer().version - begun
 
 
@@ -68,7 +68,7 @@ def ensure(run: RunContext, index: int, kinds: set[str]) -> None:
     version = run.ready_trainer().version
     tasks = [planned for planned in run.plan.steps if kinds.intersection(planned.spec.outputs.values())]
     if any([_recompute(run, index, planned) for planned in tasks]):
-        _rewind_with_engine(run, version)
+        rewind_with_engine(run, version)
 
 
 def rewind_to(run: RunContext, version: int) -> None:
@@ -98,7 +98,8 @@ def _restore_open_step(run: RunContext, index: int) -> int:
     return version
 
 
-def _rewind_with_engine(run: RunContext, version: int) -> None:
+def rewind_with_engine(run: RunContext, version: int) -> None:
+    """Bring the trainer to a version, and the engine too where its scales are stored."""
     rewind_to(run, version)
     scales = _scales_of(run, version)
     if scales is not None:

@@ -19,7 +19,7 @@ from fp8core.run.open import open_directory, open_run, pipeline_of, plan_of
 from fp8core.run.replay import RunSnapshot, replay
 from fp8core.run.rollouts import answers_of
 from fp8core.store.artifacts import RolloutShards
-from fp8core.store.run_directory import read_description
+from fp8core.store.run_directory import LEDGER, read_description
 from fp8core.store.run_view import RunView
 from fp8core.store.verify import verify
 
@@ -147,9 +147,9 @@ def digests(run, kind):
     return [ref.digest for step in range(1, 5) for ref in run.ledger.artifacts(step).values() if ref.kind == kind]
 
 
-@pytest.mark.parametrize("mode", ["one_step_off", "asynchronous"])
-def test_without_staleness_it_is_the_synchronous_run(loop_run, whole_run, mode):
-    run = loop_run("fresh", **{"pipeline.mode": mode, "pipeline.max_staleness": 0, "pipeline.ahead_tokens": 3})
+@pytest.mark.parametrize("settings", [{"mode": "one_step_off"}, {"mode": "asynchronous", "ahead_tokens": 3}])
+def test_without_staleness_it_is_the_synchronous_run(loop_run, whole_run, settings):
+    run = loop_run("fresh", pipeline=settings | {"max_staleness": 0})
     for kind in ("prompts", "rollouts", "rewards", "policy", "scales"):
         assert digests(run, kind) == digests(whole_run, kind), kind
 
@@ -255,6 +255,18 @@ def test_a_replay_is_equal_and_verify_finds_nothing(ahead):
     assert [*verify(RunView.read(ahead.folder))] == []
 
 
+def test_rollouts_that_are_gone_leave_the_engine_at_its_policy(ahead, tmp_path):
+    """The policy before the last checkpoint is made again, from completions that are generated again."""
+    shutil.copytree(ahead.folder.parent, tmp_path / "loop")
+    run = type(ahead)(tmp_path / "loop" / "ahead")
+    run.cut_after(3, "rollout")
+    ledger = run.folder / LEDGER
+    ledger.write_text("".join(ledger.read_text().splitlines(keepends=True)[:-1]))
+    run.file(1, "rollouts").unlink()
+    run.resume()
+    assert run.records == ahead.records
+
+
 @pytest.fixture(scope="module")
 def dropping(loop_run):
     """A run whose steps take what is complete first; for reading only."""
@@ -343,6 +355,12 @@ def test_a_kept_cache_is_refused_where_none_is_kept_or_equality_is_promised(name
 def test_drop_is_refused_where_nothing_is_dropped(mode):
     with pytest.raises(UserError, match=r"pipeline.drop_or_wait=drop: needs pipeline.mode=asynchronous"):
         load_config("tiny", {"pipeline.mode": mode, "pipeline.drop_or_wait": "drop"})
+
+
+@pytest.mark.parametrize("setting", [{"max_staleness": 2}, {"ahead_tokens": 4}])
+def test_one_step_off_refuses_what_it_would_not_follow(setting):
+    with pytest.raises(UserError, match=rf"pipeline\.{next(iter(setting))}={next(iter(setting.values()))}: "):
+        load_config("tiny", {"pipeline": {"mode": "one_step_off", **setting}})
 
 
 @pytest.mark.parametrize(

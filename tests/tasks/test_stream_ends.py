@@ -29,11 +29,13 @@ def written(run):
     return [list(dict.fromkeys(rollouts["prompt_id"].to_pylist())) for rollouts in steps]
 
 
-@pytest.mark.parametrize("mode", ["one_step_off", "asynchronous"])
-@pytest.mark.parametrize("staleness", [0, 3])
+@pytest.mark.parametrize(
+    ("mode", "staleness"), [("one_step_off", 0), ("one_step_off", 1), ("asynchronous", 0), ("asynchronous", 3)]
+)
 def test_one_prompt_at_a_time_ends(loop_run, mode, staleness):
-    settings = {"pipeline.mode": mode, "pipeline.max_inflight_prompts": 1, "pipeline.max_staleness": staleness}
-    run = loop_run("narrow", **SETTINGS | settings)
+    settings = {"max_inflight_prompts": 1, "max_staleness": staleness}
+    ahead = {"ahead_tokens": 3} if mode == "asynchronous" else {}
+    run = loop_run("narrow", steps=3, pipeline={"mode": mode, **ahead, **settings})
     assert [len(prompts) for prompts in written(run)] == [4, 4, 4]
     for step in range(1, 4):
         metrics = run.store.get_json(run.ledger.artifacts(step)["metrics"])

@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fp8core.errors import UserError
 from fp8core.rollout.engine import Completion, PromptGroup
 from fp8core.rollout.stream import (
     DroppingStream,
+    Generate,
     Pace,
     Place,
     Row,
@@ -197,3 +199,28 @@ def test_with_drop_and_no_staleness_steps_have_their_own_prompts(size: int, chun
         assert {(row.batch, row.group) for row in taken} == {(step, group) for group in range(size)}
         assert not evicted
         run_ahead(stream, step - 1, repeat(chunk, 3), generate, enter)
+
+
+def silent(groups: Sequence[PromptGroup], places: Sequence[Place]) -> Iterator[list[Completion]]:
+    yield from ()
+
+
+def idle(groups: Sequence[PromptGroup], places: Sequence[Place]) -> Iterator[list[Completion]]:
+    for group in groups:
+        yield [Completion(group.group, sample, [], [], "open") for sample in group.samples]
+
+
+def forgetful(groups: Sequence[PromptGroup], places: Sequence[Place]) -> Iterator[list[Completion]]:
+    for done in generate(groups, places):
+        yield done[1:]
+
+
+@pytest.mark.parametrize("engine", [silent, idle, forgetful])
+def test_an_engine_that_leaves_a_completion_as_it_was_ends_the_run(engine: Generate) -> None:
+    pace, named = Pace(2, 1, None), "the engine wrote nothing to .* sample 0 of prompt 1/0"
+    with pytest.raises(UserError, match=named):
+        finish(Stream([], pace, 0), 1, engine, enter)
+    with pytest.raises(UserError, match=named):
+        finish_first(DroppingStream([], pace, 0), 1, 4, engine, enter)
+    with pytest.raises(UserError, match=named):
+        run_ahead(Stream([], pace, 0), 0, repeat(4), engine, enter)
