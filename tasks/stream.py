@@ -2,8 +2,8 @@
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, replace
-from typing import cast
+from dataclasses import asdict, dataclass, replace
+from typing import Any, cast
 
 import pyarrow as pa
 import torch
@@ -27,12 +27,9 @@ from fp8core.run.behaviour import behaviour_logprobs, verified_rows
 from fp8core.run.context import RunContext
 from fp8core.run.rollouts import prompt_table, rollout_table, shard_folder
 from fp8core.store.artifacts import Ref, RolloutShards
-from fp8core.store.tables import LOGPROBS, ROLLOUTS, STREAM, VERSIONS
+from fp8core.store.tables import LOGPROBS, ROLLOUTS, SEGMENTS, STREAM, VERSIONS
 from tasks.logprobs import token_batch
 from tasks.step import step
-
-_UNKNOWN = 1.0
-"""No log-prob."""
 
 
 @step(
@@ -162,6 +159,16 @@ class _Prompts:
         return found.set_column(found.schema.get_field_index("group"), found.schema.field("group"), numbers)
 
 
+@dataclass
+class _Part:
+    """The tokens of a completion from `before` on that a segment wrote; `finish` as of a stream's row."""
+
+    before: int
+    tokens: list[int]
+    logprobs: list[float]
+    finish: str
+
+
 class _Written:
     """Generation by the run's engine; what is complete is durable as it comes, and is not generated again.
 
@@ -170,14 +177,14 @@ class _Written:
 
     def __init__(self, run: RunContext, index: int) -> None:
         rollout = run.config.rollout
-        self._run, self._version = run, index - 1
+        self._run = run
         self._sampling = Sampling(rollout.temperature, rollout.max_new_tokens, run.tokenizer.eos_ids)
-        self._shards = RolloutShards(shard_folder(run, index), "stream")
+        self._shards = RolloutShards(shard_folder(run, index), "segments")
         for error in self._shards.discard_damaged():
             run.console.note(f"step {index}: {error}; its completions are generated again")
-        kept = self._shards.read()
-        rows = [] if kept is None else [Row(**row) for row in kept.to_pylist()]
-        self._kept = {(row.batch, row.group, row.sample): row for row in rows}
+        self._kept = dict[tuple[int, int, int], _Part]()
+        if (kept := self._shards.read()) is not None:
+            self._keep(kept)
 
     def __call__(self, groups: Sequence[PromptGroup], places: Sequence[Place]) -> Iterator[list[Completion]]:
         asked = list[PromptGroup]()
@@ -187,42 +194,50 @@ class _Written:
                 asked.append(group)
             else:
                 yield found
+        by_number = {group.group: group for group in asked}
         for finished in self._run.ready_engine().generate(asked, self._sampling) if asked else ():
-            by_number = {group.group: group for group in asked}
-            rows = [self._row(done, by_number[done.group], places[done.group]) for done in finished]
-            self._shards.append(_table(rows))
-            self._kept |= {(row.batch, row.group, row.sample): row for row in rows}
+            rows = [_segment(done, by_number[done.group], places[done.group]) for done in finished]
+            table = pa.Table.from_pylist(rows, schema=SEGMENTS)
+            self._shards.append(table)
+            self._keep(table)
             yield finished
+
+    def _keep(self, table: pa.Table) -> None:
+        for row in table.to_pylist():
+            place, part = tuple(row.pop(name) for name in ("batch", "group", "sample")), _Part(**row)
+            held = self._kept.get(place)
+            if held is None or held.before + len(held.tokens) != part.before:
+                self._kept[place] = part
+            else:
+                held.tokens += part.tokens
+                held.logprobs += part.logprobs
+                held.finish = part.finish
 
     def _found(self, group: PromptGroup, place: Place) -> list[Completion] | None:
         """The completions of a group from what was kept, if all of them are there."""
         found = list[Completion]()
         for i, sample in enumerate(group.samples):
-            row = self._kept.get((*place, sample))
+            part = self._kept.get((*place, sample))
             begun = len(group.begun[i]) if group.begun else 0
             room = group.room[i] if group.room else self._sampling.max_new_tokens
-            if row is None or (not row.finish and len(row.tokens) < begun + room):
+            if part is None or begun < part.before:
                 return None
-            end = min(len(row.tokens), begun + room)
-            if _UNKNOWN in row.logprobs[begun:end]:
+            start, end = begun - part.before, min(begun - part.before + room, len(part.tokens))
+            ended = bool(part.finish) and end == len(part.tokens)
+            if not ended and end - start < room:
                 return None
-            finish = cast(Finish, row.finish) if end == len(row.tokens) and row.finish else "open"
-            found.append(Completion(group.group, sample, row.tokens[begun:end], row.logprobs[begun:end], finish))
+            finish = cast(Finish, part.finish if ended else "open")
+            found.append(Completion(group.group, sample, part.tokens[start:end], part.logprobs[start:end], finish))
         return found
 
-    def _row(self, done: Completion, group: PromptGroup, place: Place) -> Row:
-        """A completion with what it went on from, of which log-probs are known since the segment began."""
-        i = group.samples.index(done.sample)
-        begun = list(group.begun[i]) if group.begun else []
-        finish = "" if done.finish == "open" else done.finish
-        kept = self._kept.get((*place, done.sample))
-        known = [] if kept is None else kept.logprobs[: len(begun)]
-        before = known + [_UNKNOWN] * (len(begun) - len(known))
-        return Row(
-            *(*place, done.sample, group.prompt_id, group.seeds[i], list(group.prompt)),
-            *(begun + done.tokens, before + done.logprobs),
-            *([self._version] * (len(begun) + len(done.tokens)), finish),
-        )
+
+def _segment(done: Completion, group: PromptGroup, place: Place) -> dict[str, Any]:
+    """The new tokens of a completion as a row of kind `segments`."""
+    batch, number = place
+    begun = group.begun[group.samples.index(done.sample)] if group.begun else ()
+    finish = "" if done.finish == "open" else done.finish
+    row = {"batch": batch, "group": number, "sample": done.sample, "before": len(begun)}
+    return row | {"tokens": done.tokens, "logprobs": done.logprobs, "finish": finish}
 
 
 def _table(rows: Sequence[Row]) -> pa.Table:

@@ -71,6 +71,15 @@ STREAM = pa.schema(
     ]
 )
 
+# Tokens that a segment has written to completions of the stream, from token `before` on.
+SEGMENTS = pa.schema(
+    [
+        *(STREAM.field(name) for name in ("batch", "group", "sample")),
+        ("before", pa.int32()),
+        *(STREAM.field(name) for name in ("tokens", "logprobs", "finish")),
+    ]
+)
+
 REWARDS = pa.schema(
     [
         ("group", pa.int32()),
@@ -125,6 +134,7 @@ TABLES = {
     "stream": TableSchema(
         STREAM, key=("batch", *_BY_COMPLETION), tokens=("tokens", "logprobs", "versions"), empty=True, whole=False
     ),
+    "segments": TableSchema(SEGMENTS, tokens=("tokens", "logprobs"), whole=False),
     "rewards": TableSchema(REWARDS, key=_BY_COMPLETION, missing=("detail",)),
     "logprobs": TableSchema(LOGPROBS, key=_BY_COMPLETION, tokens=("logprobs", "entropy")),
     "behaviour": TableSchema(LOGPROBS, key=_BY_COMPLETION, tokens=("logprobs", "entropy"), whole=False),
@@ -132,7 +142,7 @@ TABLES = {
 """Kind of artifact -> schema. Tables of other kinds are a step's own; they have `MOST_ROWS` and sound values."""
 
 MOST_ROWS, MOST_COLUMNS = 10_000_000, 1_000
-_INDICES = frozenset({"batch", "group", "sample", "tokens", "prompt_tokens", "versions", "ended"})
+_INDICES = frozenset({"batch", "group", "sample", "tokens", "prompt_tokens", "versions", "ended", "before"})
 
 
 def open_table(source: Any, kind: str, place: object) -> pq.ParquetFile:

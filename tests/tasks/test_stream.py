@@ -218,8 +218,8 @@ def test_what_is_complete_is_not_generated_again(ahead, tmp_path, monkeypatch, t
         run.resume()
     first = asked.pop()
     monkeypatch.setattr(EmbeddedEngine, "generate", generate)
-    kept = RolloutShards(run.folder / "shards" / "00003", "stream").read()
-    assert 0 < len(set(kept["prompt_id"].to_pylist())) <= len(set(first))
+    kept = RolloutShards(run.folder / "shards" / "00003", "segments").read()
+    assert 0 < len({(row["batch"], row["group"]) for row in kept.to_pylist()}) <= len(set(first))
     run.resume()
     assert run.records == ahead.records
 
