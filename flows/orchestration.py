@@ -4,6 +4,8 @@ import logging
 import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED
+from concurrent.futures import wait as wait_for_one
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +20,7 @@ from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
 from prefect.client.schemas.objects import RunInput, State, TaskRunResult
 from prefect.context import FlowRunContext, SettingsContext, TaskRunContext, get_settings_context
 from prefect.exceptions import CancelledRun, FailedRun, PrefectException
-from prefect.futures import as_completed, wait
+from prefect.futures import wait
 from prefect.logging.handlers import PrefectConsoleHandler
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES
 from prefect.states import Cancelled, Completed, Failed
@@ -151,8 +153,9 @@ def side_by_side(
                     begun[name] = runner.submit(other.task, other.parameters, dependencies=other.after)
                 ended[own] = _value(run_task_sync(call.task, parameters=call.parameters, dependencies=call.after))
             else:
-                next(iter(as_completed([*begun.values()])))
-            for name in [name for name, future in begun.items() if future.state.is_final()]:
+                wait_for_one([future.wrapped_future for future in begun.values()], return_when=FIRST_COMPLETED)
+            # The state of Prefect's own future is a question to the server.
+            for name in [name for name, future in begun.items() if future.wrapped_future.done()]:
                 ended[name] = begun.pop(name).result()
     except BaseException:
         halt()
