@@ -77,8 +77,10 @@ def record(
     distance of the policy before the update from these versions is measured too, by age of token.
     """
     store = run.directory.store
-    completions, scored = store.get_table(rollouts), store.get_table(logprobs)
-    rewarded = store.get_table(rewards)
+    # Tokens are of one version where nothing may be stale, and the table has no column for it then.
+    versions = ["versions"] if behaviour is not None and run.config.pipeline.max_staleness else []
+    completions = store.get_table(rollouts, ["logprobs", "written", "finish", *versions])
+    rewarded, scored = store.get_table(rewards), store.get_table(logprobs)
     compared, against = compared_rows(run.config, index, len(completions)), scored
     if behaviour is not None:
         compared, against = behind(scored, store.get_table(behaviour))

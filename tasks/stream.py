@@ -20,6 +20,7 @@ from fp8core.rollout.stream import (
     Stream,
     chunks_of,
     finish_first,
+    group_of,
     run_ahead,
 )
 from fp8core.rollout.stream import finish as finish_step
@@ -252,16 +253,7 @@ def _rollouts(run: RunContext, rows: Sequence[Row]) -> pa.Table:
     groups: dict[int, list[Row]] = {}
     for row in rows:
         groups.setdefault(row.group, []).append(row)
-    asked = [
-        PromptGroup(
-            group=group,
-            prompt_id=each[0].prompt_id,
-            prompt=tuple(each[0].prompt_tokens),
-            samples=tuple(row.sample for row in each),
-            seeds=tuple(row.seed for row in each),
-        )
-        for group, each in groups.items()
-    ]
+    asked = [group_of(group, each) for group, each in groups.items()]
     table = rollout_table(run, completions, asked, ROLLOUTS)
     if run.config.pipeline.max_staleness == 0:
         return table

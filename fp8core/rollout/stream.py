@@ -15,7 +15,7 @@ of its seed, its position, the tokens before it, and the version that wrote it. 
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from fp8core.errors import UserError
@@ -51,6 +51,17 @@ class Row:
     versions: list[int] = field(default_factory=list)
     finish: str = ""
     ended: int = 0
+
+
+def group_of(number: int, rows: Sequence[Row]) -> PromptGroup:
+    """Completions of one prompt as group `number`, before anything is written."""
+    return PromptGroup(
+        group=number,
+        prompt_id=rows[0].prompt_id,
+        prompt=tuple(rows[0].prompt_tokens),
+        samples=tuple(row.sample for row in rows),
+        seeds=tuple(row.seed for row in rows),
+    )
 
 
 Place = tuple[int, int]
@@ -135,17 +146,8 @@ class Stream:
         for number, place in enumerate(places):
             rows = [row for row in self._groups[place] if not row.finish]
             open_ |= {(number, row.sample): row for row in rows}
-            asked.append(
-                PromptGroup(
-                    group=number,
-                    prompt_id=rows[0].prompt_id,
-                    prompt=tuple(rows[0].prompt_tokens),
-                    samples=tuple(row.sample for row in rows),
-                    seeds=tuple(row.seed for row in rows),
-                    begun=tuple(tuple(row.tokens) for row in rows) if any(row.tokens for row in rows) else (),
-                    room=() if room is None else (room,) * len(rows),
-                )
-            )
+            begun = tuple(tuple(row.tokens) for row in rows) if any(row.tokens for row in rows) else ()
+            asked.append(replace(group_of(number, rows), begun=begun, room=() if room is None else (room,) * len(rows)))
         longest = 0
         for done in (completion for finished in generate(asked, places) for completion in finished):
             if not done.tokens and done.finish == "open":
