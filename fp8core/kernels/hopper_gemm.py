@@ -6,6 +6,7 @@ scales cuBLASLt's block GEMM gives these bits as well (docs/guides/torch.md), so
 installed. DeepGEMM adds a weight's gradient to those of packs before it as it writes; cuBLASLt's product is added.
 """
 
+import threading
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -19,10 +20,11 @@ from fp8core.numerics.e4m3 import TILE, Codes
 
 _ROWS, _TILES = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
 _SCALE_PITCH = 4
+_thread = threading.local()
 
 
 def forward_gemm(x: Codes, weight: Codes) -> Tensor:
-    if (library := deep_gemm()) is None:
+    if (library := _deep_gemm_on(x[0].device)) is None:
         return _scaled_mm(x, _ROWS, weight, _TILES, torch.bfloat16)
     y = torch.empty(x[0].shape[0], weight[0].shape[0], dtype=torch.bfloat16, device=x[0].device)
     # Scales stay FP32 on Hopper; the cast is for later hardware.
@@ -31,7 +33,7 @@ def forward_gemm(x: Codes, weight: Codes) -> Tensor:
 
 
 def weight_gradient_gemm(grad: Codes, x: Codes, total: Tensor | None = None) -> Tensor:
-    if (library := deep_gemm()) is None:
+    if (library := _deep_gemm_on(grad[0].device)) is None:
         product = _scaled_mm(grad, _ROWS, x, _ROWS, torch.float32)
         return product if total is None else total.add_(product)
     if total is None:
@@ -45,7 +47,7 @@ def weight_gradient_gemm(grad: Codes, x: Codes, total: Tensor | None = None) -> 
 
 def head_logits(hidden: Tensor, weight: Tensor, output: torch.dtype = torch.float32) -> Tensor:
     """FP32 sums in an order that does not depend on the number of rows."""
-    if (library := deep_gemm()) is None:
+    if (library := _deep_gemm_on(hidden.device)) is None:
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32).to(output).float()
     logits = torch.empty(hidden.shape[0], weight.shape[0], device=hidden.device)
     library.bf16_gemm_nt(hidden, weight, logits)
@@ -59,6 +61,19 @@ def deep_gemm() -> Any | None:
         if find_spec(name.partition(".")[0]) is not None:
             return import_module(name)
     return None
+
+
+def _deep_gemm_on(device: torch.device) -> Any | None:
+    """DeepGEMM, in a thread that has the context of the device.
+
+    DeepGEMM calls the driver, which looks for a context in the calling thread. A kernel of torch binds one. Where a
+    backward begins with a product, as with a frozen head, its thread has run none before.
+    """
+    library = deep_gemm()
+    if library is not None and not getattr(_thread, "has_context", False):
+        torch.zeros(1, device=device)
+        _thread.has_context = True
+    return library
 
 
 def _scaled_mm(left: Codes, left_type: ScalingType, right: Codes, right_type: ScalingType, out: torch.dtype) -> Tensor:
