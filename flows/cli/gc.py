@@ -46,7 +46,8 @@ def collect(options: argparse.Namespace) -> int:
         tracked = read_record(folder)
         published = None if tracked is None else tracked.published
         refuse_wrong_kinds(LedgerView.read(folder / LEDGER), config.pipeline)
-        removal = plan_removal(folder, keep, datetime.now(UTC).isoformat(timespec="seconds"), published)
+        when = datetime.now(UTC).isoformat(timespec="seconds")
+        removal = plan_removal(folder, keep, when, published, config.pipeline.reach)
         say(removal_text(keep, removal))
         if options.yes:
             remove(folder, removal.deletions)

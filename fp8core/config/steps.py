@@ -96,6 +96,11 @@ class PipelineConfig(Section):
         """Policies that are kept to score the tokens that they wrote: the newest, and those that a step learns from."""
         return 0 if self.mode == "synchronous" else self.max_staleness + 2
 
+    @property
+    def reach(self) -> int:
+        """Updates before the newest policy from which a resumed run may need a policy to score tokens with."""
+        return max(0, self.kept_policies - 1)
+
 
 _PROMPTS, _ROLLOUT, _FINISH, _AHEAD = (
     *("tasks.prompts:prompts", "tasks.rollout:rollout"),
@@ -111,12 +116,9 @@ def _refuse_unfollowed(pipeline: PipelineConfig) -> None:
     refused = {
         "drop_or_wait=drop": pipeline.drop_or_wait == "drop",
         "recompute_kv_cache_after_weight_update=false": not pipeline.recompute_kv_cache_after_weight_update,
+        f"ahead_tokens={pipeline.ahead_tokens}": pipeline.ahead_tokens is not None,
+        f"max_staleness={pipeline.max_staleness}": pipeline.max_staleness > 1,
     }
-    if pipeline.mode == "one_step_off":
-        refused |= {
-            f"ahead_tokens={pipeline.ahead_tokens}": pipeline.ahead_tokens is not None,
-            f"max_staleness={pipeline.max_staleness}": pipeline.max_staleness > 1,
-        }
     for setting in (setting for setting, found in refused.items() if found):
         raise ValueError(f"pipeline.{setting}: needs pipeline.mode=asynchronous, not {pipeline.mode}")
 

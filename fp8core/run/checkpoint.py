@@ -117,9 +117,15 @@ def _load(run: RunContext, entry: CheckpointEntry) -> str | None:
 
 
 def _prune(run: RunContext, index: int) -> None:
-    """The last `checkpoint.keep` + 1 checkpoints stay, and those of the steps that `artifacts.keep` names."""
+    """The last `checkpoint.keep` + 1 checkpoints stay, and those of the steps that `artifacts.keep` names.
+
+    So do those from which every policy follows that a resumed run scores tokens with, now and later.
+    """
     folders = sorted((run.directory.path / "checkpoints").glob("[0-9]*"))
     older = folders[: -(run.config.checkpoint.keep + 1)]
+    if run.config.pipeline.reach:
+        reached = [folder for folder in folders if int(folder.name) <= index - run.config.pipeline.reach]
+        older = [folder for folder in older if folder in reached[:-1]]
     kept = _kept_steps(run, index) if older else set()
     for folder in older:
         if int(folder.name) not in kept:

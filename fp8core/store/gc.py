@@ -1,8 +1,9 @@
 """Remove artifacts and checkpoints of a run by its `artifacts.keep`.
 
 A kept step keeps every artifact that its manifest names. Kept are step 0, the steps that a rule selects, and the steps
-from the last intact checkpoint on, from which the run resumes. The other steps keep their manifest and their artifacts
-of kind `metrics` and `policy`, which curves, MLflow and the chain need. Their other artifacts and their checkpoints are
+from the last intact checkpoint on, from which the run resumes. In a run that generates ahead that checkpoint is older
+than every policy that the next step scores tokens with. The other steps keep their manifest and their artifacts of kind
+`metrics` and `policy`, which curves, MLflow and the chain need. Their other artifacts and their checkpoints are
 removed, and so are files that no line of the ledger names.
 
 All functions are for the holder of the run's lock. Nothing is removed through a link: a run may be somebody else's.
@@ -62,10 +63,13 @@ def metric_values(ledger: LedgerView, store: ArtifactStore, metric: str) -> dict
     return {step: metrics[metric] for step, metrics in recorded if metric in metrics}
 
 
-def plan_removal(folder: Path, keep: KeepConfig | None, when: str, published: int | None = None) -> Removal:
+def plan_removal(
+    folder: Path, keep: KeepConfig | None, when: str, published: int | None = None, reach: int = 0
+) -> Removal:
     """Plan what to remove from a run's folder; without `keep` only files that the ledger does not name.
 
-    Steps after `published` are kept: their tables are not yet published. None: all are.
+    Steps after `published` are kept: their tables are not yet published. None: all are. So are those from a checkpoint
+    on that is `reach` updates older than the last step (`pipeline.reach`).
 
     Raises:
         UserError: the ledger, a manifest or a metric that is needed cannot be read, or no step has the metric of
@@ -74,7 +78,7 @@ def plan_removal(folder: Path, keep: KeepConfig | None, when: str, published: in
     """
     ledger, store = LedgerView.read(folder / LEDGER), ArtifactStore(folder)
     ledger.refuse_gap(START, max(ledger.steps(), default=START - 1))
-    kept = set(ledger.steps()) if keep is None else _kept(folder, keep, ledger, store)
+    kept = set(ledger.steps()) if keep is None else _kept(folder, keep, ledger, store, reach)
     kept |= {step for step in ledger.steps() if published is not None and step > published}
     dropped = ledger.steps().keys() - kept
     going = {
@@ -121,13 +125,15 @@ def remove(folder: Path, deletions: Collection[Deletion]) -> None:
         raise UserError(f"cannot remove {error.filename}: {error.strerror}") from error
 
 
-def _kept(folder: Path, keep: KeepConfig, ledger: LedgerView, store: ArtifactStore) -> set[int]:
+def _kept(folder: Path, keep: KeepConfig, ledger: LedgerView, store: ArtifactStore, reach: int) -> set[int]:
     """The finished steps that are kept."""
     steps = set(ledger.steps())
     values = {} if keep.best is None else metric_values(ledger, store, keep.best.metric)
     if keep.best is not None and not values:
         raise UserError(f"artifacts.keep.best.metric: no step has a metric {keep.best.metric}")
-    intact = (entry.step for entry in ledger.newest_checkpoints() if is_intact(folder / entry.uri, entry.digest))
+    newest = max(steps, default=START) - reach
+    reached = (entry for entry in ledger.newest_checkpoints() if entry.step <= newest)
+    intact = (entry.step for entry in reached if is_intact(folder / entry.uri, entry.digest))
     resumable = next(intact, START)
     return steps & (kept_steps(keep, steps, values) | {step for step in steps if step >= resumable})
 

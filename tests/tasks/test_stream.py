@@ -357,10 +357,18 @@ def test_drop_is_refused_where_nothing_is_dropped(mode):
         load_config("tiny", {"pipeline.mode": mode, "pipeline.drop_or_wait": "drop"})
 
 
+@pytest.mark.parametrize("mode", ["synchronous", "one_step_off"])
 @pytest.mark.parametrize("setting", [{"max_staleness": 2}, {"ahead_tokens": 4}])
-def test_one_step_off_refuses_what_it_would_not_follow(setting):
+def test_other_modes_refuse_what_they_would_not_follow(mode, setting):
     with pytest.raises(UserError, match=rf"pipeline\.{next(iter(setting))}={next(iter(setting.values()))}: "):
-        load_config("tiny", {"pipeline": {"mode": "one_step_off", **setting}})
+        load_config("tiny", {"pipeline": {"mode": mode, **setting}})
+
+
+def test_checkpoints_stay_that_a_resumed_run_scores_old_tokens_from(loop_run):
+    """Tokens of step 9 may be of policy 4: without the checkpoint of step 3 every update would be made again."""
+    deep = {"pipeline.max_staleness": 4, "checkpoint.every": 1, "checkpoint.keep": 1}
+    run = loop_run("deep", **SETTINGS | deep, steps=8)
+    assert sorted(int(path.name) for path in (run.folder / "checkpoints").iterdir()) == [3, 4, 5, 6, 7, 8]
 
 
 @pytest.mark.parametrize(

@@ -173,6 +173,11 @@ def test_every_step_from_the_last_intact_checkpoint_on_is_kept(folder: Path) -> 
     assert plan_removal(folder, LAST, NOW).dropped == []
 
 
+@pytest.mark.parametrize(("reach", "first"), [(0, 12), (4, 8), (5, 4), (9, 1)])
+def test_policies_that_the_next_step_scores_with_stay_in_reach_of_a_checkpoint(folder, reach: int, first: int) -> None:
+    assert plan_removal(folder, LAST, NOW, reach=reach).kept == [0, *range(first, 13)]
+
+
 def test_the_best_steps_are_found_in_the_metrics(folder: Path) -> None:
     values = {step: (step * 5 % 12) / 12 for step in range(1, 13, 2)}
     best = max(values, key=lambda step: values[step])
