@@ -88,7 +88,7 @@ def read_reply(message: Mapping[str, Any], first: bool) -> Turn | Outcome:
         raise ValueError("neither a turn nor an outcome")
     fields = _fields(message["outcome"], {"outcome", "detail", "reward", "failed", "info"})
     if fields["outcome"] not in _ENDINGS:
-        raise ValueError(f"outcome is {fields['outcome']!r:.60}; there are: {', '.join(_ENDINGS)}")
+        raise ValueError(f"outcome is {_shown(fields['outcome'])}; there are: {', '.join(_ENDINGS)}")
     detail = _text(fields["detail"], "detail")[:DETAIL_CHARACTERS]
     return Outcome(fields["outcome"], detail=detail, **_numbers(fields))
 
@@ -109,7 +109,7 @@ def _said(said: Any, first: bool) -> Said:
     role, content = _parts(said, 2, "a message")
     roles = _ROLES if first else ("user", "tool")
     if role not in roles:
-        raise ValueError(f"role is {role!r:.60}; there are: {', '.join(roles)}")
+        raise ValueError(f"role is {_shown(role)}; there are: {', '.join(roles)}")
     return Said(role, _text(content, "content"))
 
 
@@ -128,12 +128,12 @@ def _common(reply: Turn | Outcome) -> dict[str, Any]:
 def _numbers(fields: Mapping[str, Any]) -> dict[str, Any]:
     failed, info = fields["failed"], fields["info"]
     if type(failed) is not int or not 0 <= failed <= _MOST_FAILED:
-        raise ValueError(f"failed is {failed!r:.60}, not a count")
+        raise ValueError(f"failed is {_shown(failed)}, not a count")
     if not isinstance(info, dict) or len(info) > _MOST_INFO:
         raise ValueError(f"info is no object of at most {_MOST_INFO} numbers")
     for name in info:
         if not _INFO_NAME.fullmatch(name):
-            raise ValueError(f"info has the name {name!r:.60}; names are like `guesses` or `tool_errors`")
+            raise ValueError(f"info has the name {_shown(name)}; names are like `guesses` or `tool_errors`")
     numbers = {name: _finite(value, f"info[{name!r}]") for name, value in info.items()}
     return {"reward": _finite(fields["reward"], "reward"), "failed": failed, "info": numbers}
 
@@ -141,19 +141,24 @@ def _numbers(fields: Mapping[str, Any]) -> dict[str, Any]:
 def _float(value: Any, name: str) -> float:
     """A number of any library; a text is none."""
     if not hasattr(value, "__float__"):
-        raise TypeError(f"{name} is {value!r:.60}, not a number")
+        raise TypeError(f"{name} is {_shown(value)}, not a number")
     return float(value)
 
 
 def _finite(value: Any, name: str) -> float:
     if type(value) is not float or not math.isfinite(value):
-        raise ValueError(f"{name} is {value!r:.60}, not a finite number")
+        raise ValueError(f"{name} is {_shown(value)}, not a finite number")
     return value
+
+
+def _shown(value: Any) -> str:
+    """A value in an error: of what may be nested or large, its type."""
+    return f"{value!r:.60}" if isinstance(value, str | float | bool | None) else type(value).__name__
 
 
 def _text(value: Any, name: str) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{name} is {value!r:.60}, not a text")
+        raise ValueError(f"{name} is {_shown(value)}, not a text")
     # No tokenizer and no table holds half a surrogate pair.
     return value.encode("utf-8", "backslashreplace").decode()
 
@@ -178,5 +183,5 @@ def _fields(value: Any, names: set[str]) -> Mapping[str, Any]:
 
 def _attribute(said: Any, name: str) -> Any:
     if not hasattr(said, name):
-        raise TypeError(f"a message is {said!r:.60}, not a Said")
+        raise TypeError(f"a message is {_shown(said)}, not a Said")
     return getattr(said, name)

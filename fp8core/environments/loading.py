@@ -16,6 +16,7 @@ from fp8core.rewards.scorer import user_attribute
 
 SHIPPED = {"calculator": "Calculator", "guess": "Guess", "python": "Python"}
 """Names and their classes in fp8core/environments/shipped.py."""
+_LONGEST_SIGNATURE = 200
 _METHODS = {"start": ("task",), "step": ("action",), "close": ()}
 
 
@@ -58,7 +59,9 @@ def _refuse_options(made: Callable[..., Any], options: Mapping[str, Any]) -> Non
     except TypeError as error:
         given = ", ".join(f"{name}=..." for name in options)
         name = made.__name__
-        raise UserError(f"it is called as {name}({given}), and is defined as {name}{signature}: {error}") from error
+        raise UserError(
+            f"it is called as {name}({given}), and is defined as {name}{_shown(signature)}: {error}"
+        ) from error
 
 
 def _refuse_methods(made: Callable[..., Any]) -> None:
@@ -74,4 +77,10 @@ def _refuse_methods(made: Callable[..., Any]) -> None:
             signature.bind(None, *parameters)
         except TypeError as error:
             called = f"{name}({', '.join(parameters)})"
-            raise UserError(f"{called} is called, and is defined as {name}{signature}: {error}") from error
+            raise UserError(f"{called} is called, and is defined as {name}{_shown(signature)}: {error}") from error
+
+
+def _shown(signature: inspect.Signature) -> str:
+    """For a line, which a default value may not fit."""
+    text = str(signature)
+    return text if text.isprintable() and len(text) <= _LONGEST_SIGNATURE else "(...)"

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fp8core.end_with_parent import TiedProcess
-from fp8core.environments.channel import action_message, decode, encode, read_reply, task_message
+from fp8core.environments.channel import DETAIL_CHARACTERS, action_message, decode, encode, read_reply, task_message
 from fp8core.environments.child import TOO_MANY_PROCESSES, EpisodeLimits
 from fp8core.environments.loading import SHIPPED
 from fp8core.environments.protocol import Action, Outcome, Task, Turn
@@ -145,9 +145,12 @@ class EnvironmentPool:
         self._watch(asked)
 
     def replies(self, wait: bool) -> list[Reply]:
-        """Replies that have come; `wait`: at least one, where any is to come. An outcome ends its episode."""
+        """Replies that have come. An outcome ends its episode.
+
+        `wait`: at least one, unless every open episode waits for an action; others may wait for room then.
+        """
         self._move(0)
-        while wait and not self._replies and any(episode.asked for episode in self._episodes.values()):
+        while wait and not self._replies and self._works():
             self._move(self._patience())
         found = list(self._replies)
         self._replies.clear()
@@ -298,7 +301,7 @@ class EnvironmentPool:
             elif episode.leaving:
                 return
             elif "failed" in message:
-                self._over(episode, Outcome("crashed", detail=printable(str(message["failed"]))))
+                self._over(episode, Outcome("crashed", detail=printable(str(message["failed"]))[:DETAIL_CHARACTERS]))
             elif not episode.ready and message == {"ready": True}:
                 episode.ready, episode.since = True, time.monotonic()
             elif episode.key is None:
@@ -310,7 +313,7 @@ class EnvironmentPool:
                 if type(seconds) is not float or not 0 <= seconds < float("inf"):
                     raise ValueError("no time")
                 self._settle(episode, read_reply(message, episode.first), seconds)
-        except (ValueError, KeyError):
+        except (ValueError, KeyError, RecursionError):
             self._over(episode, Outcome("crashed", detail=_WRITTEN))
 
     def _ending(self, ended: Any) -> Outcome:
@@ -371,13 +374,18 @@ class EnvironmentPool:
             return episode.since + self._limits.timeout_seconds
         return float("inf") if episode.ready else episode.since + _START_SECONDS
 
+    def _works(self) -> bool:
+        """True if a reply will come whatever the caller does."""
+        has_room = len(self._open) < self._at_once or any(episode.leaving for episode in self._open)
+        return any(episode.asked for episode in self._open) or (bool(self._waiting) and has_room)
+
     def _patience(self) -> float:
         """Seconds to the next deadline, or to the next try to launch."""
         now = time.monotonic()
         ends = [self._deadline(episode) for episode in self._open]
         if self._waiting and len(self._open) < self._at_once:
             ends.append(now + 0.01)
-        return max(0.0, min(ends, default=now + 0.01) - now)
+        return min(max(0.0, min(ends, default=now) - now), _START_SECONDS)
 
     def _refuse_too_many(self) -> None:
         allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -170,7 +170,7 @@ class _Expression:
         return value if self._modulus is None else value % self._modulus
 
 
-_INTEGER = re.compile(r"[-+]?[0-9]{1,18}(?![0-9])", re.ASCII)
+_INTEGER = re.compile(r"(?<![0-9])[-+]?[0-9]{1,18}(?![0-9])", re.ASCII)
 
 
 class Guess:
