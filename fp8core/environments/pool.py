@@ -13,6 +13,7 @@ import selectors
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -104,10 +105,12 @@ class EnvironmentPool:
         """Load the environment and make it once; of its episodes, `at_once` have a process at the same time.
 
         Raises:
-            UserError: it cannot be loaded or made, or this process may not open so many files.
+            UserError: it cannot be loaded or made, this process may not open so many files, or this is not Linux.
         """
         self._name, self._limits, self._at_once = name, limits, at_once
         self._task = {"name": name, "options": dict(options), "limits": limits._asdict()}
+        if sys.platform != "linux":
+            raise self._unusable(f"environments run on Linux, and this is {sys.platform}")
         self._refuse_too_many()
         self._selector = selectors.DefaultSelector()
         self._episodes: dict[Key, _Episode] = {}
