@@ -1,7 +1,7 @@
-"""What a pool and the processes of its episodes say to each other: JSON, an object a line, read without trust.
+"""Lines between a pool and the processes of its episodes: JSON, an object a line, read without trust.
 
-The same reading checks a reply where it is made, for an error that names the field, and where it arrives, since a
-process may write anything. Imported by child processes, hence free of everything heavy.
+The same reading checks a reply where it is made, for an error that names the field. It checks it again on arrival, for
+a process may write anything. Imported by child processes, hence free of everything heavy.
 """
 
 import json
@@ -70,7 +70,7 @@ def read_action(message: Mapping[str, Any]) -> Action:
 
 
 def reply_message(reply: object) -> dict[str, Any]:
-    """What an environment returned, for `read_reply`. Raises TypeError: it is neither a turn nor an outcome."""
+    """The reply of an environment, for `read_reply`. Raises TypeError: it is neither a turn nor an outcome."""
     if isinstance(reply, Turn):
         messages = [[_attribute(said, "role"), _attribute(said, "content")] for said in reply.messages]
         tools = [[tool.name, tool.description, dict(tool.parameters)] for tool in reply.tools]

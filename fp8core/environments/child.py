@@ -265,7 +265,7 @@ class _EpisodeProcess:
 
 
 def described_error(error: BaseException) -> str:
-    """What was raised, in a line."""
+    """An exception in a line."""
     return f"{type(error).__name__}: {first_line(error)}"
 
 

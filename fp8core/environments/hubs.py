@@ -2,10 +2,9 @@
 
     environment: {name: "fp8core.environments.hubs:OpenEnv", options: {url: "http://127.0.0.1:8000", action: message}}
 
-The history of an episode is ours: a server only adds to it. What it says becomes messages, which the chat template
-renders once; a server that would rewrite earlier turns has no way to. What cannot be promised is that it answers the
-same when an episode is begun again: it gets the seed, and what it does with it is its own. The description in records
-has the digest of this file, and nothing of the server's source.
+The history of an episode is ours: a server only adds messages to it, and cannot rewrite earlier turns. Nobody can
+promise that an episode which is begun again gets the same answers: the server gets the seed, and may ignore it. The
+description in records has the digest of this file, and nothing of the server's source.
 """
 
 import json
@@ -30,7 +29,7 @@ class OpenEnv:
     """An episode on a server: `POST /reset`, `POST /step` and `GET /state` with JSON.
 
     The policy's text is one field of the action; tool calls are its text as well. A server must keep episodes apart, or
-    be used with one at once: after every request its state must name our episode and our number of steps. A server that
+    be used with one at once. After every request its state must name our episode and our number of steps. A server that
     makes a new environment for every request fails at the first step, and one that is shared at the first mixture.
     """
 

@@ -21,7 +21,7 @@ _METHODS = {"start": ("task",), "step": ("action",), "close": ()}
 
 
 class LoadedEnvironment(NamedTuple):
-    """What makes the environment of an episode, and what goes into records: its name and the digest of its source."""
+    """A maker of the environment of an episode; records get its name and the digest of its source."""
 
     create: Callable[[], Environment]
     description: dict[str, str]
@@ -43,7 +43,7 @@ def load_environment(name: str, options: Mapping[str, Any]) -> LoadedEnvironment
 
 
 def _digest_of_shipped() -> str:
-    """Of both files: what an observation says depends on the sandbox too."""
+    """Of both files: observations depend on the sandbox too."""
     folder = Path(__file__).parent
     content = b"".join((folder / name).read_bytes() for name in ("shipped.py", "sandbox.py"))
     return hashlib.sha256(content).hexdigest()

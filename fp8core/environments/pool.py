@@ -1,9 +1,9 @@
 """Episodes of an environment, each in a process of its own that is killed with all it started (child.py).
 
-A pool has no thread: it moves when it is called. Whatever an environment does ends its own episode at most: a crash, a
-hang, too much memory or output, and processes without end have an outcome with a named reason.
+A pool has no thread: it moves when it is called. An environment ends its own episode at most. A crash, a hang, too much
+memory or output, and processes without end have an outcome with a named reason.
 
-What something outside kills (the kernel, short of memory) ends as `crashed` too, with `SIGKILL` in its detail.
+An episode that something outside kills (the kernel, short of memory) ends as `crashed` too; its detail has `SIGKILL`.
 """
 
 import contextlib

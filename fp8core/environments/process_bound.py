@@ -1,11 +1,11 @@
-"""A bound on the processes of an episode: the kernel asks its supervisor before any is started.
+"""A bound on the processes of an episode: none is started without its supervisor.
 
 A seccomp filter of the episode's process, which all that it starts inherit, hands every fork to a listener. Its
 supervisor counts, lets it go on, or ends the episode. Threads are none of these, and memory bounds them. RLIMIT_NPROC
 would count all processes of the user, and does not hold for root.
 
-Where the kernel has no such listeners (Linux before 5.5), or the architecture is another, an episode has no bound but
-its time, after which all that it started ends.
+On kernels without such listeners (Linux before 5.5) and on other architectures, an episode has no bound but its time.
+All that it started ends then.
 """
 
 import array
@@ -137,7 +137,7 @@ class ProcessBound:
 
 
 def _descendants(root: int) -> int:
-    """How many processes there are below one, zombies included."""
+    """The number of processes below one, zombies included."""
     below = defaultdict(list)
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

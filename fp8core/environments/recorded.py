@@ -11,7 +11,7 @@ from fp8core.errors import UserError
 
 @dataclass(frozen=True)
 class RecordedEpisode:
-    """What was said in an episode.
+    """Tasks, actions and replies of an episode.
 
     Attributes:
         replies: of the environment, the answer to `start` first; an Outcome, if there was one, last.

@@ -8,7 +8,7 @@ What holds it, on Linux for x86-64:
 - Limits: processor time of a call, memory, no file to write, no core.
 - It is started anew, by exec, with an empty environment: neither the reference nor a descriptor of ours is in it.
 
-What does not hold it: an error in the kernel, in the calls that are listed. It learns whether a path exists, the time,
+An error of the kernel in a listed call would let it out. It learns whether a path exists, the time,
 and facts of the machine. Code and interpreter share a process, so that it can make its own answers up; no reward
 depends on them. Other kernels and architectures are refused.
 """
@@ -71,9 +71,9 @@ _WAITING = (7, 22, 23, 24, 34, 35, 202, 219, 230, 232, 233, 270, 271, 281, 290, 
 # epoll_pwait eventfd2 epoll_create1 pipe2
 _ITSELF = (13, 14, 15, 39, 60, 63, 97, 98, 99, 100, 102, 104, 107, 108, 110, 131, 186, 201, 204, 218, 228, 229, 231)
 _ITSELF_TOO = (273, 309, 318, 324, 334)
-# rt_sigaction rt_sigprocmask rt_sigreturn getpid exit uname getrlimit getrusage sysinfo times getuid getgid geteuid
-# getegid getppid sigaltstack gettid time sched_getaffinity set_tid_address clock_gettime clock_getres exit_group
-# set_robust_list getcpu getrandom membarrier rseq
+# rt_sigaction rt_sigprocmask rt_sigreturn getpid exit uname getrlimit getrusage sysinfo times getuid getgid geteuid.
+# getegid getppid sigaltstack gettid time sched_getaffinity set_tid_address clock_gettime clock_getres exit_group.
+# set_robust_list getcpu getrandom membarrier rseq.
 _IOCTL, _FCNTL, _PRLIMIT = 16, 72, 302
 _IOCTLS = (0x5401, 0x5413, 0x541B, 0x5450, 0x5451)  # TCGETS TIOCGWINSZ FIONREAD FIONCLEX FIOCLEX
 _FCNTLS = (0, 1, 2, 3, 4, 1030)  # F_DUPFD F_GETFD F_SETFD F_GETFL F_SETFL F_DUPFD_CLOEXEC
@@ -108,7 +108,7 @@ class Interpreter:
         self._control: socket.socket | None = None
 
     def run(self, code: str) -> tuple[str, bool]:
-        """What code printed, the value of its last line and its error, cut; and whether it failed."""
+        """Output of the code, the value of its last line and its error, cut; True with it: it failed."""
         if self._process is None:
             self._start()
         assert self._process is not None, "it was started"
@@ -151,7 +151,7 @@ class Interpreter:
             )
 
     def _collect(self, until: float) -> tuple[bytes, bytes]:
-        """What is printed until the end of the call, and the line that tells of the end; empty when there is none.
+        """The output until the end of the call, and the line at its end; empty without one.
 
         Both are cut, and what is beyond is read and dropped.
         """
@@ -264,7 +264,7 @@ def _described(error: BaseException) -> str:
 
 
 def _enter(memory_mb: int, packages: list[str]) -> None:
-    """From here on this process is as the module says. Raises OSError where the kernel refuses."""
+    """From here on this process is confined. Raises OSError where the kernel refuses."""
     os.chdir("/")
     limit_memory(memory_mb)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -12,7 +12,7 @@ _DONE = Outcome("judge")
 
 
 class ToolError(Exception):
-    """What a call is answered with when it fails."""
+    """A call failed; the policy reads the message."""
 
 
 Call = Callable[[Mapping[str, Any]], tuple[str, bool]]

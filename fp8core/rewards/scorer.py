@@ -169,7 +169,7 @@ def load_scorer(name: str, options: Mapping[str, Any], columns: bool) -> LoadedS
 
 
 def user_attribute(name: str, kind: str) -> tuple[Callable[..., Any], str]:
-    """What `module:name` or `path/to/file.py:name` names, and the SHA-256 of its file; `kind` is for errors.
+    """The object of `module:name` or `path/to/file.py:name`, and the SHA-256 of its file; `kind` is for errors.
 
     Raises UserError: there is no such module, file or name, importing it fails, or it cannot be called.
     """

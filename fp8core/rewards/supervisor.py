@@ -141,7 +141,7 @@ def confine_signals() -> None:
 
 
 def forbid_new_privileges() -> None:
-    """What the kernel asks for before a process may restrict itself."""
+    """Of this process; the kernel demands it before a process may restrict itself."""
     control(_PR_SET_NO_NEW_PRIVS, 1)
 
 
