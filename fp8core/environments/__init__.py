@@ -1,0 +1,1 @@
+"""Environments: what answers a policy that calls tools and speaks in turns."""

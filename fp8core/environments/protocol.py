@@ -1,0 +1,125 @@
+"""What an environment is: it starts an episode with messages and tools, and answers what the policy does, turn by turn.
+
+Imported by child processes, hence free of everything heavy.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Protocol
+
+Role = Literal["system", "user", "assistant", "tool"]
+
+
+class Tool(NamedTuple):
+    """A function that the policy may call; `parameters` is the JSON schema of its arguments, an object."""
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any]
+
+
+class ToolCall(NamedTuple):
+    """A call that the policy wrote, in the format of its model family."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+class Said(NamedTuple):
+    """A message of the environment; `role` is user or tool, of the first turn also system or assistant."""
+
+    role: Role
+    content: str
+
+
+@dataclass(frozen=True)
+class Action:
+    """What the policy wrote in a turn.
+
+    Attributes:
+        text: all of it, as it was decoded, without the token that ended it.
+        calls: tool calls in their order.
+        malformed: why what looks like a call is none; empty where nothing does.
+        finish: as a completion's: `stop`, `length`, `stop_string`.
+    """
+
+    text: str
+    calls: tuple[ToolCall, ...] = ()
+    malformed: str = ""
+    finish: str = "stop"
+
+
+@dataclass(frozen=True)
+class Turn:
+    """The environment speaks, and the policy is to answer.
+
+    Attributes:
+        messages: new ones since the policy wrote; of `start` the whole conversation up to the policy's first turn.
+        tools: that the policy may call, told at the start only.
+        reward: of the action that this answers; it adds up over the episode.
+        failed: how many of the action's calls failed.
+        info: numbers for metrics, by a short name.
+    """
+
+    messages: tuple[Said, ...]
+    tools: tuple[Tool, ...] = ()
+    reward: float = 0.0
+    failed: int = 0
+    info: Mapping[str, float] = field(default_factory=dict)
+
+
+Ending = Literal["judge", "right", "wrong", "unparsed", "timeout", "crashed"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The end of an episode.
+
+    Attributes:
+        outcome: `judge` where the configured verifier is to read the policy's last turn, else as a verdict's.
+        reward: of the last action, beside what the verifier gives it.
+        failed: how many of the last action's calls failed.
+        detail: for people, a line.
+        info: as a turn's.
+    """
+
+    outcome: Ending
+    reward: float = 0.0
+    failed: int = 0
+    detail: str = ""
+    info: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A problem as an environment gets it.
+
+    Attributes:
+        question: its text.
+        reference: what an answer is checked against; it never reaches the policy unless the environment tells it.
+        before: messages before the question.
+        columns: other columns of its row (`data.columns`).
+        seed: of this episode, for environments that draw; 64 bits, the same whenever the episode is begun again.
+    """
+
+    question: str
+    reference: str
+    seed: int
+    before: tuple[Said, ...] = ()
+    columns: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Environment(Protocol):
+    """One episode. Each lives in a process of its own; whatever it raises ends that episode as `crashed`."""
+
+    def start(self, task: Task) -> Turn | Outcome:
+        """Begin."""
+        ...
+
+    def step(self, action: Action) -> Turn | Outcome:
+        """Answer what the policy wrote."""
+        ...
+
+    def close(self) -> None:
+        """Release what the episode holds; called once, also after an Outcome."""
+        ...

@@ -1,0 +1,197 @@
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp8core.environments.pool import EnvironmentPool, EpisodeLimits
+
+# An action names what the environment does with it.
+HOSTILE = r"""
+import ctypes, os, signal, sys, threading, time
+
+from fp8core.environments.protocol import Outcome, Said, Tool, Turn
+
+DEEP = {}
+for _ in range(100_000):
+    DEEP = {"a": DEEP}
+
+
+class Hostile:
+    def __init__(self, *, greeting="hello", refuse=False):
+        if refuse:
+            raise ValueError("refused as asked\nand a hint")
+        self.greeting = greeting
+        self.at_close = ""
+
+    def start(self, task):
+        self.task = task
+        return self.do(task.question) if task.question else Turn((Said("user", self.greeting),))
+
+    def step(self, action):
+        self.action = action
+        return self.do(action.text)
+
+    def close(self):
+        if self.at_close:
+            self.do(self.at_close)
+
+    def do(self, text):
+        what, _, argument = text.partition(" ")
+        return getattr(self, "do_" + what)(argument)
+
+    def do_say(self, text):
+        return Turn((Said("user", text),))
+
+    def do_give(self, text):
+        return eval(text)
+
+    def do_at_close(self, text):
+        self.at_close, _, then = text.partition("|")
+        return self.do(then or "say ok")
+
+    def do_raise(self, text):
+        raise ValueError(f"no good: {text}\nand a hint")
+
+    def do_sleep(self, text):
+        time.sleep(1000)
+
+    def do_spin(self, text):
+        while True:
+            pass
+
+    def do_power(self, text):
+        return 9 ** 9 ** 9
+
+    def do_allocate(self, text):
+        bytearray(2**40)
+
+    def do_grow(self, text):
+        kept = []
+        while True:
+            kept.append(bytearray(2**20))
+
+    def do_recurse(self, text):
+        return self.do_recurse(text)
+
+    def do_exit(self, text):
+        os._exit(3)
+
+    def do_quit(self, text):
+        sys.exit(4)
+
+    def do_interrupt(self, text):
+        raise KeyboardInterrupt
+
+    def do_abort(self, text):
+        os.abort()
+
+    def do_segfault(self, text):
+        ctypes.string_at(0)
+
+    def do_stop(self, text):
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def do_print(self, text):
+        sys.stdout.write("noise" * 1_000_000)
+        os.write(1, b"more" * 1_000_000)
+        os.write(2, b"more" * 1_000_000)
+        return self.do_say("printed")
+
+    def channels(self):
+        return [n for n in range(3, 256)
+                if os.path.exists(f"/proc/self/fd/{n}") and os.readlink(f"/proc/self/fd/{n}").startswith("socket:")]
+
+    def do_write(self, text):
+        for channel in self.channels():
+            os.write(channel, eval(text))
+        return self.do_say("written")
+
+    def do_flood(self, text):
+        while True:
+            for channel in self.channels():
+                os.write(channel, b"x" * 2**20)
+
+    def do_close(self, text):
+        os.closerange(0, 4096)
+        time.sleep(1000 if text else 0)
+        return self.do_say("closed")
+
+    def do_deaf(self, text):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM, signal.SIGPROF):
+            signal.signal(number, signal.SIG_IGN)
+        while True:
+            pass
+
+    def do_bomb(self, text):
+        while True:
+            if os.fork() == 0 and text:
+                os.setsid()
+
+    def do_quick_forks(self, text):
+        for _ in range(40):
+            if (child := os.fork()) == 0:
+                os._exit(0)
+            os.waitpid(child, 0)
+        return self.do_say("forked")
+
+    def do_daemon(self, text):
+        path, _, then = text.partition("|")
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                with open(path + ".new", "w") as file:
+                    file.write(str(os.getpid()))
+                os.rename(path + ".new", path)
+                time.sleep(1000)
+            os._exit(0)
+        while not os.path.exists(path):
+            time.sleep(0.005)
+        return self.do(then)
+
+    def do_threads(self, text):
+        while True:
+            threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
+
+    def do_later(self, text):
+        # Between two turns, when nothing is asked.
+        threading.Thread(target=lambda: (time.sleep(0.05), self.do(text))).start()
+        return self.do_say("later")
+
+    def do_signal(self, text):
+        number, to = (int(word) for word in text.split())
+        os.kill(to or os.getppid(), number)
+        return self.do_say("sent")
+
+    def do_note(self, text):
+        with open(text, "a") as file:
+            file.write("x")
+        return self.do_say("noted")
+
+    def do_draw(self, text):
+        import random
+        return self.do_say(str(random.random()))
+"""
+
+LIMITS = EpisodeLimits(timeout_seconds=8.0, cpu_seconds=0.4, memory_mb=128, reply_bytes=1 << 16, processes=8)
+
+
+@pytest.fixture(scope="session")
+def hostile_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("environment") / "hostile.py"
+    path.write_text(HOSTILE)
+    return path
+
+
+@pytest.fixture(scope="session")
+def start_pool() -> Iterator[Callable[..., EnvironmentPool]]:
+    """Start a pool; all of them end with the session."""
+    pools: list[EnvironmentPool] = []
+
+    def start(name: str, at_once: int = 4, limits: EpisodeLimits = LIMITS, **options: Any) -> EnvironmentPool:
+        pools.append(EnvironmentPool(name, options, limits, at_once))
+        return pools[-1]
+
+    yield start
+    for pool in pools:
+        pool.close()

@@ -1,0 +1,252 @@
+"""Episodes side by side: their order, their room, their seeds, and how a pool begins and ends."""
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from fp8core.environments.pool import EnvironmentPool, EpisodeLimits
+from fp8core.environments.protocol import Action, Outcome, Said, Task, ToolCall, Turn
+from fp8core.errors import UserError
+from tests.fp8core.environments.conftest import LIMITS
+
+StartPool = Callable[..., EnvironmentPool]
+
+
+@pytest.fixture(scope="module")
+def pool(start_pool: StartPool, hostile_file: Path) -> EnvironmentPool:
+    return start_pool(f"{hostile_file}:Hostile", greeting="good day")
+
+
+def collect(pool: EnvironmentPool, count: int) -> dict[tuple[int, int], Turn | Outcome]:
+    found: dict[tuple[int, int], Turn | Outcome] = {}
+    while len(found) < count:
+        found |= {key: reply for key, reply, _ in pool.replies(wait=True)}
+    return found
+
+
+def said(text: str) -> Turn:
+    return Turn((Said("user", text),))
+
+
+def test_more_episodes_than_there_is_room_for_wait(pool: EnvironmentPool) -> None:
+    keys = [(group, sample) for group in range(4) for sample in range(5)]
+    for key in keys:
+        pool.begin(key, Task("", "", 0))
+    replies = collect(pool, 4)
+    assert set(replies) == set(keys[:4])
+    assert pool.replies(wait=True) == []  # All that could come have; the others wait for these to end.
+    for begun in range(0, 20, 4):
+        for key in keys[begun : begun + 4]:
+            assert replies[key] == said("good day")
+            pool.act(key, Action(f"give Outcome('right', {key[0]}.5)"))
+        outcomes = collect(pool, 4)
+        assert outcomes == {key: Outcome("right", key[0] + 0.5) for key in keys[begun : begun + 4]}
+        replies = collect(pool, 4) if begun < 16 else {}
+
+
+def test_a_slow_episode_keeps_no_other_waiting(pool: EnvironmentPool) -> None:
+    for sample, text in enumerate(["give (time.sleep(0.5), Outcome('right'))[1]", "say fast"]):
+        pool.begin((0, sample), Task(text, "", 0))
+    ((key, _, seconds),) = pool.replies(wait=True)
+    assert (key, seconds < 0.4) == ((0, 1), True)
+    ((key, reply, seconds),) = pool.replies(wait=True)
+    assert (key, reply, 0.5 <= seconds < 5) == ((0, 0), Outcome("right"), True)
+    pool.end((0, 1))
+
+
+def test_numbers_at_random_follow_from_the_task_alone(pool: EnvironmentPool) -> None:
+    for sample, seed in enumerate([7, 8, 7]):
+        pool.begin((0, sample), Task("draw", "", seed))
+    drawn = collect(pool, 3)
+    assert drawn[0, 0] == drawn[0, 2] != drawn[0, 1]
+    for sample in range(3):
+        pool.end((0, sample))
+
+
+def test_a_task_and_an_action_arrive_as_they_are(pool: EnvironmentPool) -> None:
+    task = Task(
+        "give Turn((Said('user', ascii(self.task)),))", "18\ud800", 2**64 - 1,
+        before=(Said("system", "be kind"),), columns={"level": [1, {"a": None}]},
+    )  # fmt: skip
+    pool.begin((0, 0), task)
+    assert collect(pool, 1) == {(0, 0): said(ascii(task))}
+    text = "give Turn((Said('user', repr(self.action)),))"
+    action = Action(text, (ToolCall("f", {"a": [1.5, "\N{SNOWMAN}"]}),), "odd", "length")
+    pool.act((0, 0), action)
+    assert collect(pool, 1) == {(0, 0): said(repr(action))}
+    pool.end((0, 0))
+
+
+def test_calls_that_are_too_many_or_too_deep_are_told_as_malformed(start_pool: StartPool) -> None:
+    calculator = start_pool("calculator")
+    deep: dict[str, object] = {}
+    for _ in range(5000):
+        deep = {"a": deep}
+    for calls, told in (
+        ((ToolCall("calculate", {"expression": "1"}),) * 65, "error: 65 calls in a turn; at most 64 are made"),
+        ((ToolCall("calculate", deep),), "error: arguments nested too deeply, or a number too long"),
+    ):
+        calculator.begin((0, 0), Task("1+1", "2", 0))
+        collect(calculator, 1)
+        calculator.act((0, 0), Action("", calls))
+        assert collect(calculator, 1) == {(0, 0): Turn((Said("tool", told),), failed=1)}
+        calculator.end((0, 0))
+
+
+def test_an_end_lets_the_environment_close(pool: EnvironmentPool, tmp_path: Path) -> None:
+    pool.begin((0, 0), Task(f"at_close note {tmp_path / 'closed'}", "", 0))
+    collect(pool, 1)
+    pool.end((0, 0))
+    pool.end((0, 0))
+    wait_for(lambda: pool.replies(wait=False) == [] and not pool._open)
+    assert (tmp_path / "closed").read_text() == "x"
+    pool.begin((0, 1), Task(f"at_close note {tmp_path / 'once'}|give Outcome('right')", "", 0))
+    assert collect(pool, 1) == {(0, 1): Outcome("right")}
+    wait_for(lambda: pool.replies(wait=False) == [] and not pool._open)
+    assert (tmp_path / "once").read_text() == "x"
+
+
+def test_an_episode_that_does_not_close_is_killed(start_pool: StartPool, hostile_file: Path) -> None:
+    pool = start_pool(f"{hostile_file}:Hostile", at_once=1, limits=LIMITS._replace(timeout_seconds=0.3))
+    pool.begin((0, 0), Task("at_close sleep", "", 0))
+    collect(pool, 1)
+    pool.end((0, 0))
+    pool.begin((0, 0), Task("say next", "", 0))
+    assert collect(pool, 1) == {(0, 0): said("say next"[4:])}
+    began = time.monotonic()
+    pool.close()
+    pool.close()
+    assert time.monotonic() - began < 5
+
+
+def test_what_is_open_ends_with_the_pool_and_with_a_killed_training(hostile_file: Path) -> None:
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, f"{hostile_file}:Hostile"], stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    assert parent.stdout.readline() == b"open\n"
+    below = psutil.Process(parent.pid).children(recursive=True)
+    assert len(below) == 2 + 2 * 2  # The host and two episodes, each with its supervisor.
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.communicate()
+    assert psutil.wait_procs(below, timeout=8)[1] == []
+
+
+PARENT = """
+import sys, time
+from fp8core.environments.pool import EnvironmentPool, EpisodeLimits
+from fp8core.environments.protocol import Task
+
+pool = EnvironmentPool(sys.argv[1], {}, EpisodeLimits(), 2)
+for sample in range(2):
+    pool.begin((0, sample), Task("at_close sleep", "", 0))
+while sum(1 for _ in pool.replies(wait=True)) < 1: pass
+while pool.replies(wait=True): pass
+print("open", flush=True)
+time.sleep(1000)
+"""
+
+
+def test_a_host_that_is_killed_is_replaced(start_pool: StartPool, hostile_file: Path) -> None:
+    pool = start_pool(f"{hostile_file}:Hostile", at_once=2)
+    for sample in range(3):
+        pool.begin((0, sample), Task("", "", 0))
+    assert set(collect(pool, 2)) == {(0, 0), (0, 1)}
+    assert pool._supervisor is not None
+    (host,) = psutil.Process(pool._supervisor._process.pid).children()
+    below = host.children(recursive=True)
+    host.kill()
+    assert psutil.wait_procs(below, timeout=8)[1] == []
+    for sample in range(2):
+        pool.act((0, sample), Action("say 1"))
+    replies = collect(pool, 3)
+    assert replies[0, 2] == said("hello")
+    gone = Outcome("crashed", detail="its process is gone, and its supervisor too")
+    assert [replies[0, 0], replies[0, 1]] == [gone, gone]
+
+
+def test_the_host_has_no_thread_and_neither_torch_nor_pydantic(start_pool: StartPool, tmp_path: Path) -> None:
+    (tmp_path / "look.py").write_text(LOOK)
+    pool = start_pool(f"{tmp_path / 'look.py'}:Look")
+    pool.begin((0, 0), Task("", "", 0))
+    assert collect(pool, 1) == {(0, 0): said("")}
+
+
+LOOK = """
+import sys
+from fp8core.environments.protocol import Said, Turn
+
+class Look:
+    def start(self, task):
+        return Turn((Said("user", " ".join({"torch", "pydantic", "numpy", "asyncio"} & {*sys.modules})),))
+    def step(self, action): ...
+    def close(self): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "error"),
+    [
+        ("", {}, "own.py has no class Own"),
+        ("1/0", {}, "own.py cannot be imported: ZeroDivisionError: division by zero"),
+        ("raise SystemExit(3)", {}, "own.py cannot be imported: SystemExit: 3"),
+        ("import os; os._exit(3)", {}, "its process ended while it was imported"),
+        ("class Own: ...", {}, "Own has no method start(task)"),
+        ("class Own:\n def start(self): ...", {}, "start(task) is called, and is defined as start(self)"),
+        ("METHODS", {"a": 1}, "it is called as Own(a=...), and is defined as Own(): got an unexpected keyword"),
+        ("METHODS\n def __init__(self, *, a): ...", {}, "it is called as Own(), and is defined as Own(*, a): missing"),
+        ("METHODS\n def __init__(self): raise ValueError('no\\nno')", {}, "ValueError: no"),
+        ("METHODS\n def __init__(self):\n  while True: ...", {}, "more than 0.4 s of processor time"),
+        ("METHODS\n def __init__(self): import os; os._exit(3)", {}, "its process ended (exit code 3)"),
+        ("METHODS\n def __init__(self, *, a='" + "x" * 500 + "\\n'): ...", {"b": 1}, "it is called as Own(b=...)"),
+        ("def Own(): return 3", {}, "it makes int, which has no method start"),
+        ("import threading, time\nthreading.Thread(target=time.sleep, args=(9,)).start()\nMETHODS", {}, "importing it"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_an_environment_is_refused_in_a_line(
+    tmp_path: Path, source: str, options: dict[str, int], error: str
+) -> None:
+    path = tmp_path / "own.py"
+    methods = "class Own:\n def start(self, task): ...\n def step(self, action): ...\n def close(self): ..."
+    path.write_text(source.replace("METHODS", methods))
+    with pytest.raises(UserError) as raised:
+        EnvironmentPool(f"{path}:Own", options, LIMITS, 1)
+    assert str(raised.value).startswith(f"environment.name={path}:Own: ")
+    assert error in str(raised.value)
+    assert len(str(raised.value).splitlines()) == 1
+    assert len(str(raised.value)) < 600
+
+
+def test_a_module_of_the_path_and_its_digest(
+    start_pool: StartPool, hostile_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(hostile_file.parent))
+    by_module = start_pool("hostile:Hostile")
+    by_file = start_pool(f"{hostile_file}:Hostile")
+    assert by_module.description["source"] == by_file.description["source"]
+    assert by_module.description["environment"] == "hostile:Hostile"
+
+
+def test_more_episodes_than_files_are_refused() -> None:
+    allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, most))
+    try:
+        with pytest.raises(
+            UserError, match=r"environment.at_once=500 needs 564 open files, and `ulimit -n` allows 512"
+        ):
+            EnvironmentPool("calculator", {}, EpisodeLimits(), 500)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, most))
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + 8
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.005)

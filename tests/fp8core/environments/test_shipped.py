@@ -1,0 +1,282 @@
+"""The calculator, the game of guessing, and Python in its sandbox."""
+
+import ast
+import operator
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+
+from fp8core.data.chain import running_values
+from fp8core.environments.pool import EnvironmentPool
+from fp8core.environments.protocol import Action, Environment, Outcome, Said, Task, ToolCall, Turn
+from fp8core.environments.sandbox import Interpreter
+from fp8core.environments.shipped import Calculator, Guess, ToolError, evaluate
+from fp8core.errors import UserError
+from tests.fp8core.environments.conftest import LIMITS
+
+TASK = Task("How many?", "18", 3)
+
+
+def call(environment: Environment, name: str, **arguments: Any) -> Turn | Outcome:
+    return environment.step(Action("", (ToolCall(name, arguments),)))
+
+
+def played(environment: Environment, task: Task = TASK) -> Any:
+    environment.start(task)
+    return environment
+
+
+# The calculator
+
+
+def test_expressions_have_the_values_that_python_gives_them() -> None:
+    draw = random.Random(0)
+    for _ in range(300):
+        text = expression(draw, 4)
+        assert evaluate(text, None, False) == value(ast.parse(text, mode="eval").body), text
+
+
+def expression(draw: random.Random, depth: int) -> str:
+    if depth == 0 or draw.random() < 0.2:
+        return f"{draw.choice(['', '', '-'])}{draw.randrange(100)}"
+    parts = [expression(draw, depth - 1) for _ in range(draw.randrange(1, 4))]
+    text = draw.choice("+-*").join(parts) if draw.random() < 0.5 else draw.choice([" + ", "*", "-"]).join(parts)
+    return f"({text})" if draw.random() < 0.5 else text
+
+
+def value(node: ast.expr) -> int:
+    if isinstance(node, ast.BinOp):
+        apply = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}[type(node.op)]
+        return apply(value(node.left), value(node.right))
+    if isinstance(node, ast.UnaryOp):
+        return -value(node.operand)
+    assert isinstance(node, ast.Constant)
+    return node.value
+
+
+@pytest.mark.parametrize("question", ["2*7*6+0+9=", "1-9*3=", "07*45-03=", "999*999-001+500=", "5="])
+def test_left_to_right_modulo_a_power_of_ten_it_is_the_chain_task(question: str) -> None:
+    digits = len(question.split("=")[0].replace("*", "+").replace("-", "+").split("+")[0])
+    calculator = played(Calculator(modulus=10**digits, left_to_right=True))
+    said = call(calculator, "calculate", expression=question.removesuffix("="))
+    assert said == Turn((Said("tool", [question[:digits], *running_values(question)][-1]),))
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("9**9**9", "a number is expected in place of '*'"),
+        ("9" * 1000, "the number is too large"),
+        ("*".join(["9" * 90] * 11), "the number is too large"),
+        ("1" * 1001, "the expression has more than 1000 characters"),
+        ("(" * 51 + "1" + ")" * 51, "more than 50 parentheses within each other"),
+        ("", "a number is expected at the end"),
+        ("1+", "a number is expected at the end"),
+        ("(1", "a parenthesis is not closed"),
+        ("1)", "')' is not expected there"),
+        ("1 2", "'2' is not expected there"),
+        ("2/3", "cannot read '/'"),
+        ("1.5", "cannot read '.'"),
+        ("\u0663+1", "cannot read '\u0663'"),
+        ("__import__('os')", "cannot read '_'"),
+        ("1+\n\0", "cannot read '\\x00'"),
+        ("5\ud800", "cannot read '\\ud800'"),
+    ],
+    ids=lambda text: ascii(text)[:20],
+)
+def test_what_is_no_expression_is_a_failed_call(text: str, error: str) -> None:
+    with pytest.raises(ToolError) as raised:
+        evaluate(text, None, False)
+    assert str(raised.value).startswith(error)
+    assert call(played(Calculator()), "calculate", expression=text) == Turn(
+        (Said("tool", f"error: {raised.value}"),), failed=1
+    )
+
+
+def test_every_call_has_an_answer_and_none_ends_the_episode() -> None:
+    calculator = Calculator()
+    start = calculator.start(Task("How many?", "18", 0, before=(Said("system", "Count."),)))
+    assert start.messages == (Said("system", "Count."), Said("user", "How many?"))
+    assert [tool.name for tool in start.tools] == ["calculate"]
+    wrong: list[tuple[str, Mapping[str, Any]]] = [
+        ("divide", {"expression": "1"}), ("calculate", {}), ("calculate", {"expression": 1}),
+        ("calculate", {"expression": "1", "b": 2}), ("calculate", {"expression": {"a": []}}),
+    ]  # fmt: skip
+    calls = (ToolCall("calculate", {"expression": "2*(3+4)"}), *(ToolCall(*each) for each in wrong))
+    said = calculator.step(Action("", calls))
+    assert isinstance(said, Turn)
+    assert [message.content for message in said.messages] == [
+        "14",
+        "error: there is no tool 'divide'; there is calculate",
+        "error: calculate takes expression; it got none",
+        "error: expression is no text",
+        "error: calculate takes expression; it got expression, b",
+        "error: expression is no text",
+    ]
+    assert said.failed == 5
+    assert calculator.step(Action("", malformed="no JSON")) == Turn((Said("tool", "error: no JSON"),), failed=1)
+    assert calculator.step(Action("It is 14.")) == Outcome("judge")
+
+
+# The game
+
+
+def test_a_number_is_found_and_the_reward_falls_with_every_guess() -> None:
+    game = Guess(highest=100, guesses=10)
+    game.start(Task("", "", 5))
+    low, high = 1, 100
+    for _ in range(10):
+        middle = (low + high) // 2
+        said = game.step(Action(f"Not 3, rather {middle}!"))
+        if isinstance(said, Outcome):
+            break
+        low, high = (middle + 1, high) if said.messages[0].content == "higher" else (low, middle - 1)
+    made = said.info["guesses"]
+    assert said == Outcome("right", 1 - (made - 1) / 10, info={"guesses": made})
+    again, another = played(Guess(), Task("", "", 5)), played(Guess(), Task("", "", 6))
+    assert again.step(Action(str(middle))) == Outcome("right", 1.0, info={"guesses": 1})
+    assert isinstance(another.step(Action(str(middle))), Turn)
+
+
+def test_a_game_that_is_lost() -> None:
+    game = played(Guess(guesses=3))
+    for text in ("none", "9" * 5000):
+        assert game.step(Action(text)) == Turn((Said("user", "There is no integer in that."),))
+    assert game.step(Action("-7")).outcome == "wrong"
+    last = played(Guess(guesses=1))
+    assert last.step(Action("\u0663")).outcome == "unparsed"
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "error"),
+    [
+        ("calculator", {"modulus": 1}, "ValueError: modulus=1 is no integer from 2 to 1,000,000,000"),
+        ("calculator", {"modulus": True}, "ValueError: modulus=True is no integer"),
+        ("calculator", {"left_to_right": "yes"}, "ValueError: left_to_right='yes' is neither true nor false"),
+        ("calculator", {"base": 2}, "it is called as Calculator(base=...), and is defined as Calculator(*, modulus"),
+        ("guess", {"highest": 0}, "ValueError: highest=0 is no integer from 1 to"),
+        ("python", {"seconds": 0.5}, "ValueError: seconds=0.5 is no integer from 1 to 3,600"),
+    ],
+)
+def test_options_are_validated_at_the_start(name: str, options: dict[str, Any], error: str) -> None:
+    with pytest.raises(UserError) as raised:
+        EnvironmentPool(name, options, LIMITS, 1)
+    assert str(raised.value).startswith(f"environment.name={name}: {error}")
+
+
+# Python
+
+
+@pytest.fixture(scope="module")
+def python() -> Iterator[Interpreter]:
+    interpreter = Interpreter(seconds=1, memory_mb=256, characters=300)
+    yield interpreter
+    interpreter.close()
+
+
+@pytest.mark.parametrize(
+    ("code", "answer"),
+    [
+        ("1+1", "2"),
+        ("print('a')\nx = 3", "a"),
+        ("print('b', end='')\nx * 2", "b\n6"),
+        ("None", "(no output)"),
+        ("", "(no output)"),
+        ("object()", "<object object at 0x>"),
+        ("list({'a', 'b', 'c'})", None),
+        ("import threading\nt = threading.Thread(target=print, args=('t',))\nt.start(); t.join()", "t"),
+        ("import math, fractions, itertools, datetime; fractions.Fraction(1, 3)", "Fraction(1, 3)"),
+        ("'x' * 400", "'" + "x" * 299 + "\n... (cut after 300 characters)"),
+        ("print('y' * 10**7)", "y" * 300 + "\n... (cut after 300 characters)"),
+        ("import os; dict(os.environ).keys() - {'LC_CTYPE'} and len(os.environ) < 8", "True"),
+    ],
+)  # fmt: skip
+def test_code_prints_and_has_a_value(python: Interpreter, code: str, answer: str | None) -> None:
+    said, failed = python.run(code)
+    assert not failed
+    assert answer is None or said == answer
+
+
+@pytest.mark.parametrize(
+    ("code", "answer"),
+    [
+        ("1/0", "line 1: ZeroDivisionError: division by zero"),
+        ("x = 1\nx = y_undefined", "line 2: NameError: name 'y_undefined' is not defined"),
+        ("def", "SyntaxError: invalid syntax"),
+        ("raise SystemExit", "line 1: SystemExit"),
+        ("(" * 1000, "SyntaxError: too many nested parentheses"),
+        ("def f(): return f()\nf()", "line 1: RecursionError"),
+        ("bytearray(2**40)", "line 1: MemoryError"),
+        ("'\ud800'", "UnicodeEncodeError"),
+        ("10**5000", "ValueError: Exceeds the limit"),
+        # Files
+        ("open('/etc/passwd')", "line 1: PermissionError"),
+        ("open('/tmp/of_the_policy', 'w')", "line 1: PermissionError"),
+        (f"open({__file__!r})", "line 1: PermissionError"),
+        ("open('/proc/self/environ')", "line 1: PermissionError"),
+        ("import os; os.listdir('/')", "line 1: PermissionError"),
+        ("import os; os.chmod('/tmp', 0o777)", "line 1: PermissionError"),
+        ("import os; os.unlink('/tmp/none')", "line 1: PermissionError"),
+        ("import os; os.truncate('/etc/hostname', 0)", "line 1: PermissionError"),
+        ("import ctypes; assert ctypes.CDLL(None).mount(0, 0, 0, 0, 0) == 0", "line 1: AssertionError"),
+        # The network
+        ("import socket; socket.socket()", "line 1: PermissionError"),
+        ("import socket; socket.socketpair()", "line 1: PermissionError"),
+        ("import urllib.request; urllib.request.urlopen('http://127.0.0.1:1')", "line 1: URLError"),
+        ("import ctypes; assert ctypes.CDLL(None).syscall(425, 1, 0) >= 0", "line 1: AssertionError"),  # io_uring
+        # Other processes
+        ("import os; os.fork()", "line 1: PermissionError"),
+        ("import subprocess; subprocess.run(['ls'])", "line 1: PermissionError"),
+        ("import os; os.execv('/bin/ls', ['ls'])", "line 1: PermissionError"),
+        ("import os; os.kill(os.getppid(), 9)", "line 1: PermissionError"),
+        ("import os; os.kill(-1, 9)", "line 1: PermissionError"),
+        ("import fcntl; fcntl.fcntl(0, 8, 1)", "line 1: PermissionError"),  # F_SETOWN: signals of a file
+        ("import resource; resource.setrlimit(resource.RLIMIT_CPU, (99, 99))", "line 1: "),
+        ("import ctypes; assert ctypes.CDLL(None).ptrace(16, 1, 0, 0) == 0", "line 1: AssertionError"),
+        ("import ctypes; ctypes.string_at(0)", "the interpreter ended (SIGSEGV); what it defined is lost"),
+        ("import os; os._exit(3)", "the interpreter ended (exit code 3); what it defined is lost"),
+        ("import os; os.closerange(0, 99)", "the interpreter ended"),
+    ],
+    ids=lambda text: ascii(text)[:40],
+)
+def test_code_reaches_nothing_outside(python: Interpreter, code: str, answer: str) -> None:
+    said, failed = python.run(code)
+    assert failed
+    assert said.startswith(answer)
+    assert python.run("6*7") == ("42", False)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "9**9**9",
+        "import time; time.sleep(99)",
+        "import signal; signal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass",
+    ],
+)
+def test_a_call_that_takes_too_long_ends_and_says_so(python: Interpreter, code: str) -> None:
+    python.run("kept = 1")
+    said, failed = python.run(code)
+    assert (said.endswith("; what it defined is lost"), failed) == (True, True)
+    assert said.startswith(("more than 1 s of processor time", "no end after 2 s"))
+    assert python.run("kept") == ("line 1: NameError: name 'kept' is not defined", True)
+
+
+def test_an_episode_of_python_keeps_its_reference_to_itself() -> None:
+    look = (
+        "import gc\n"
+        "'wanted' + str(99) in repr([o for o in gc.get_objects() if isinstance(o, (str, bytes, dict, list, tuple))])"
+    )
+    pool = EnvironmentPool("python", {}, LIMITS._replace(memory_mb=1024), 1)
+    try:
+        pool.begin((0, 0), Task("How many?", "wanted99", 0))
+        assert isinstance(pool.replies(wait=True)[0][1], Turn)
+        for code, answer in (("a = 6", "(no output)"), ("a * 7", "42"), (look, "False")):
+            pool.act((0, 0), Action("", (ToolCall("python", {"code": code}),)))
+            assert pool.replies(wait=True)[0][1] == Turn((Said("tool", answer),))
+        pool.act((0, 0), Action("42"))
+        assert pool.replies(wait=True)[0][1] == Outcome("judge")
+    finally:
+        pool.close()
