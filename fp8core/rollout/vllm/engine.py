@@ -4,6 +4,7 @@ The engine starts without weights; the first update brings them. Weights are wri
 what generates is proved to be what was sent (`tasks.sync`).
 """
 
+import hashlib
 import json
 import math
 import multiprocessing
@@ -71,7 +72,13 @@ _LOWEST_TEMPERATURE = 0.01
 
 
 class VllmEngine:
-    """A resident vLLM that holds one policy."""
+    """A resident vLLM that holds one policy.
+
+    Attributes:
+        reads_prefixes: whether requests begin with what is cached of their prompts; else they compute all of it.
+    """
+
+    reads_prefixes = True
 
     def __init__(
         self,
@@ -356,10 +363,21 @@ class VllmEngine:
             sampling.temperature,
             max_tokens=min(rest, group.room[i]) if group.room else rest,
             # 63 bits of it: to vLLM -1 means no seed.
-            seed=group.seeds[i] & _SEED_BITS,
+            seed=self._seed(group.seeds[i], len(begun)) & _SEED_BITS,
             stop_token_ids=sorted(sampling.stop_ids),
             logprobs=0,
+            skip_reading_prefix_cache=not self.reads_prefixes,
         )
+
+    def _seed(self, seed: int, begun: int) -> int:
+        """Of a request that goes on after `begun` tokens.
+
+        The aligned model draws by seed and position. vLLM's generators begin anew with every request: they would draw
+        for a turn of an episode what they drew for the one before.
+        """
+        if self._aligned or not begun:
+            return seed
+        return int.from_bytes(hashlib.sha256(f"turn/{seed}/{begun}".encode()).digest()[:8], "big")
 
     def _submit_probe(self, probe: Probe, temperature: float) -> str:
         return self._submit(

@@ -65,7 +65,7 @@ LLAMA3 = """\
     {%- if message.role in ('tool', 'ipython') %}
         {{- '<|start_header_id|>ipython<|end_header_id|>\\n\\n' + (message.content | tojson) + '<|eot_id|>' }}
     {%- else %}
-        {{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' + (message.content | trim) + '<|eot_id|>' }}
+        {{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' }}{{ message.content | trim }}<|eot_id|>
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"""
@@ -183,7 +183,7 @@ IMITATIONS = [
 @pytest.mark.parametrize("text", IMITATIONS)
 @pytest.mark.parametrize(("tokenizer", "form"), [(QWEN, "qwen"), (LLAMA, "llama3")])
 def test_imitated_control_tokens_are_plain_text(tokenizer, form, text):
-    """In a tool's answer, a question, messages before it, and a tool's description; control tokens stay the template's."""
+    """In a tool's answer, a question, messages before it, a tool's description: control tokens are the template's."""
 
     def controls(tokens):
         names = [shown(tokenizer, [i]) for i in tokens]
@@ -224,16 +224,15 @@ def test_a_normaliser_makes_no_control_tokens():
 )
 def test_a_template_that_rewrites_is_refused_by_name(template):
     conversation = Talk(build(template, "<|im_end|>"), "qwen").open(Turn((QUESTION,)))
-    with pytest.raises(
-        UserError, match="^a folder: the chat template rewrites what is before an observation: "
-    ) as error:
+    named = r"^a folder: the chat template rewrites what is before an observation: "
+    with pytest.raises(UserError, match=named) as error:
         conversation.observe([Said("user", "x")], None)
     assert "\n" not in str(error.value)
 
 
 def test_a_template_that_refuses_is_named():
     conversation = Talk(build("{{ raise_exception('no tools') if tools }}x", "<|im_end|>"), "qwen")
-    with pytest.raises(UserError, match="^a folder: the chat template failed: no tools$"):
+    with pytest.raises(UserError, match=r"^a folder: the chat template failed: no tools$"):
         conversation.open(Turn((QUESTION,), (TOOL,)))
 
 
