@@ -113,7 +113,7 @@ def test_episodes_of_ten_turns(session_engine, policies):
 
 
 def test_turns_do_not_draw_the_same_numbers(engine):
-    """vLLM's generators begin anew with every request: of one context, a later turn draws otherwise than a first one."""
+    """vLLM's generators begin anew with every request; of one context a later turn draws otherwise than a first."""
     (group,) = build_groups(1, 64)
     sampling, one = Sampling(1.7, 40, frozenset()), (1,) * 64
     first = collect(engine, [replace(group, prompt=(*group.prompt, 5), room=one)], sampling)
