@@ -51,11 +51,14 @@ class KvCache:
         self._values: list[Tensor | None] = [None] * num_layers
         self.mask = torch.empty(0)
 
-    def begin(self, length: int) -> None:
-        """Open `length` further columns and set the mask of the queries in them."""
+    def begin(self, length: int, valid: Tensor | None = None) -> None:
+        """Open `length` further columns and set the mask of the queries in them; `valid`, bool [B, length], None: all.
+
+        Of the first columns, which the prompts have, it is known already.
+        """
         start, self._columns = self._columns, self._columns + length
         if start:
-            self._valid[:, start : self._columns] = True
+            self._valid[:, start : self._columns] = True if valid is None else valid
         columns = torch.arange(self._columns)
         queries = columns[start:, None]
         visible = (columns <= queries) & self._valid[:, None, : self._columns]
@@ -132,6 +135,11 @@ class _Sequence:
         before = len(group.begun[i]) if group.begun else 0
         last = min(longest, before + group.room[i]) if group.room else longest
         return cls(_keys(group)[i], group.group, group.samples[i], before, last)
+
+    @property
+    def room(self) -> int:
+        """Tokens that it may still write."""
+        return self.last - self.before - len(self.tokens)
 
     @property
     def length(self) -> int:
@@ -324,11 +332,16 @@ class EmbeddedEngine:
         return tokens, logprobs.gather(-1, tokens[:, None]).squeeze(-1).float()
 
 
+_Part = tuple[list[_Sequence], Tensor, KvCache, list[int]]
+"""Rows, the hidden state of each one's last token, their cache, and their places in it."""
+
+
 class EmbeddedSession:
     """Requests that are decoded together, and enter between two tokens.
 
     A token depends on its row alone, so rows may enter and leave at any time. To enter, a row waits until as many wait
-    as a quarter of those in progress: the cache is copied then, which costs about a decoding step.
+    as a quarter of those in progress: the cache is copied then, which costs about a decoding step. A row that goes on
+    from one that ended here, by its seed and tokens, computes what is new.
     """
 
     def __init__(self, engine: EmbeddedEngine, sampling: Sampling, max_batch: int) -> None:
@@ -338,6 +351,8 @@ class EmbeddedSession:
         self._cache: KvCache | None = None
         self._hidden = torch.empty(0)
         self._record = RecordedRouting() if sampling.report_experts else None
+        # By seed: all tokens, and what the cache had of them when they were complete.
+        self._kept: dict[int, tuple[tuple[int, ...], _Stored]] = {}
 
     @property
     def busy(self) -> bool:
@@ -364,7 +379,9 @@ class EmbeddedSession:
         going = [i for i, row in enumerate(rows) if not row.finish]
         for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
             row.note(token, logprob, self._sampling)
-        done = [_completion(rows[i]) for i in going if rows[i].finish]
+        ended = [i for i in going if rows[i].finish]
+        done = [_completion(rows[i]) for i in ended]
+        self._keep(ended, cache)
         keep = [i for i, row in enumerate(rows) if not row.finish]
         if not keep:
             self._rows, self._cache = [], None
@@ -382,25 +399,68 @@ class EmbeddedSession:
 
     def close(self) -> None:
         """Drop what is in flight."""
-        self._waiting, self._rows, self._cache = [], [], None
+        self._waiting, self._rows, self._cache, self._kept = [], [], None, {}
+
+    def _keep(self, ended: Sequence[int], cache: KvCache) -> None:
+        """Keep the cache of rows that the next turn of their episodes goes on from; of no more than two batches."""
+        if self._record is not None:
+            return
+        for i in ended:
+            row = self._rows[i]
+            if row.finish != "length":
+                self._kept[row.begun[0]] = (*row.begun[1], *row.tokens), cache.stored(i, 0)
+        while len(self._kept) > 2 * self._max_batch:
+            del self._kept[next(iter(self._kept))]
 
     def _admit(self, most: int) -> None:
         """Let waiting rows in, beside those in progress."""
         entering, self._waiting = self._waiting[:most], self._waiting[most:]
+        parts = [self._going_on([row for row in entering if self._is_kept(row)])]
+        parts += [self._prefilled([row for row in entering if not self._is_kept(row)])]
+        if self._cache is not None:
+            live = [i for i, row in enumerate(self._rows) if not row.finish]
+            parts.append(([self._rows[i] for i in live], self._hidden[live], self._cache, live))
+        parts = [part for part in parts if part[0]]
+        for row in entering:
+            self._kept.pop(row.begun[0], None)
+        (self._rows, self._hidden, self._cache, _), *others = parts
+        if others:
+            self._rows = [row for rows, _, _, _ in parts for row in rows]
+            self._hidden = torch.cat([hidden for _, hidden, _, _ in parts])
+            stored = [cache.stored(i, 0) for _, _, cache, places in parts for i in places]
+            self._cache = KvCache.going_on(stored, max(row.room for row in self._rows))
+
+    def _prefilled(self, rows: list[_Sequence]) -> _Part:
+        """Rows whose contexts are computed, those of several rows once."""
         contexts: dict[tuple[int, ...], int] = {}
-        owners = torch.tensor([contexts.setdefault(row.begun[1], len(contexts)) for row in entering])
-        hidden, cache = self._engine._prefill([*contexts], max(row.last - row.before for row in entering), self._record)
+        owners = torch.tensor([contexts.setdefault(row.begun[1], len(contexts)) for row in rows], dtype=torch.int64)
+        if not rows:
+            return rows, owners, KvCache(torch.empty(0, 0), 0, 0), []
+        hidden, cache = self._engine._prefill([*contexts], max(row.room for row in rows), self._record)
         if self._record is not None:
-            self._note_experts(entering, self._record.recorded(len(contexts))[owners])
+            self._note_experts(rows, self._record.recorded(len(contexts))[owners])
         cache.select(owners)
-        hidden = hidden[owners]
-        keep = [i for i, row in enumerate(self._rows) if not row.finish]
-        if self._cache is not None and keep:
-            stored = [self._cache.stored(i, 0) for i in keep] + [cache.stored(i, 0) for i in range(len(entering))]
-            rows = [*(self._rows[i] for i in keep), *entering]
-            cache = KvCache.going_on(stored, max(row.last - row.before - len(row.tokens) for row in rows))
-            hidden, entering = torch.cat([self._hidden[keep], hidden]), rows
-        self._rows, self._cache, self._hidden = entering, cache, hidden
+        return rows, hidden[owners], cache, [*range(len(rows))]
+
+    def _is_kept(self, row: _Sequence) -> bool:
+        """Whether it goes on from what was written here."""
+        tokens, _ = self._kept.get(row.begun[0], ((0,), None))
+        return row.begun[1][: len(tokens)] == tokens and len(tokens) > 1
+
+    def _going_on(self, rows: list[_Sequence]) -> _Part:
+        """Rows whose contexts begin with what is kept: the rest is computed, padded on its left."""
+        if not rows:
+            return rows, torch.empty(0), KvCache(torch.empty(0, 0), 0, 0), []
+        kept = [self._kept[row.begun[0]][1] for row in rows]
+        rests = [row.begun[1][stored.keys[0].shape[1] :] for row, stored in zip(rows, kept, strict=True)]
+        longest = max(map(len, rests))
+        cache = KvCache.going_on(kept, longest + max(row.room for row in rows))
+        tokens = torch.tensor([(0,) * (longest - len(rest)) + rest for rest in rests])
+        columns = torch.arange(longest)
+        lengths = torch.tensor([len(row.begun[1]) for row in rows])[:, None]
+        cache.begin(longest, columns >= longest - torch.tensor([len(rest) for rest in rests])[:, None])
+        positions = (lengths - longest + columns).clamp(min=0)
+        return rows, self._engine._hidden(tokens, positions, cache, None), cache, [*range(len(rows))]
 
     @staticmethod
     def _note_experts(rows: Sequence[_Sequence], chosen: Tensor) -> None:
