@@ -1,12 +1,12 @@
-"""Conversations as tokens: what the policy drew stands as it is, what its environment says is encoded once.
+"""Conversations as tokens: the policy's stand as it drew them, and those of its environment are encoded once.
 
-With a chat template an observation is the difference of two renderings: the conversation up to where the policy spoke,
-and the same with the environment's answer. A mark stands for each turn of the policy in both. So the template
-cannot read or rewrite its text, which is never decoded and encoded again; thoughts of earlier turns stay where they
-are, also where a template would leave them out. The first rendering must be a prefix of the second.
+With a chat template an observation is the difference of two renderings. One is the conversation up to where the policy
+spoke, the other has the environment's answer too. The first must be a prefix of the second. A mark stands for each turn
+of the policy in both, so the template cannot read or rewrite its text. That text is never decoded and encoded again.
+Thoughts of earlier turns stay where they are, also where a template would leave them out.
 
-Control tokens come from the template alone. Where a text of the environment holds one, that text is cut inside it, and
-its parts are encoded one by one: it arrives as plain text.
+Control tokens come from the template alone. A text of the environment is cut inside each one that it holds. Its parts
+are encoded one by one, and so it arrives as plain text.
 
 Without a chat template messages follow one another, and `=` precedes each observation (`3*4` -> `[3*4]$=12`).
 """
@@ -24,11 +24,11 @@ OBSERVATION = "="
 
 
 class ObservationError(ValueError):
-    """What an environment said cannot be put into tokens."""
+    """Text of an environment that cannot be put into tokens."""
 
 
 class Talk:
-    """How conversations with a model are written."""
+    """The form of conversations with a model: its chat template and its tool calls."""
 
     def __init__(self, tokenizer: Tokenizer, tool_calls: str) -> None:
         """`tool_calls`: a key of `TOOL_CALLS`."""
@@ -63,7 +63,7 @@ class Conversation:
             self.prompt = self._encoded(pieces, add_special_tokens=True)
 
     def action(self, tokens: Sequence[int], finish: str) -> Action:
-        """What the policy wrote in a turn, with its tool calls; `finish` is that of the turn."""
+        """The policy's turn with its tool calls; `finish` is that of the turn."""
         written = tokens[:-1] if finish == "stop" else tokens
         calls, malformed = self._talk.parse(self._talk.tokenizer.decode(written, special=True), self._tools)
         return Action(self._talk.tokenizer.decode(written), calls, malformed, finish)
@@ -99,7 +99,7 @@ class Conversation:
         return tokens[1:] if ended else tokens
 
     def _marks(self) -> tuple[str, str]:
-        """What is put inside control tokens, and what stands for the policy's turns: in no text of the environment."""
+        """A mark inside control tokens, and one for the policy's turns: neither is in a text of the environment."""
         texts = [said.content for said in self._messages if said is not None]
         texts += [str(tool) for tool in self._tools]
         for number in count():

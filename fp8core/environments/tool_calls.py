@@ -1,7 +1,7 @@
 """Tool calls as model families write them: `qwen`, `llama3`, and `plain` for models from scratch.
 
-A policy writes whatever it likes. So a parser never raises, takes time in proportion to the text, and gives calls
-that can be stored and sent: JSON of bounded depth and number, without NaN, infinities and lone surrogates.
+A policy writes whatever it likes. So a parser never raises, and takes time in proportion to the text. Its calls can be
+stored and sent: JSON of bounded depth and number, without NaN, infinities and lone surrogates.
 """
 
 import json
@@ -27,7 +27,7 @@ Parser = Callable[[str, Sequence[Tool]], Parsed]
 
 
 class _Malformed(ValueError):
-    """Why something is no call."""
+    """The reason for which something is no call."""
 
 
 def parse_qwen(text: str, tools: Sequence[Tool]) -> Parsed:

@@ -161,7 +161,7 @@ class Tokenizer:
 
     @property
     def has_template(self) -> bool:
-        """Whether there is a chat template."""
+        """True if there is a chat template."""
         return self._template is not None
 
     def chat_prompt(self, question: str, before: Sequence[Mapping[str, str]] = ()) -> str | None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,100 +15,12 @@ from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.logprobs import greedy, log_softmax, sample, truncate, uniform
 from fp8core.plan.memory import Device, EngineMemory, Need, engine_weights, shipped_bytes
 from fp8core.rollout.engine import Completion, Finish, PolicyScales, Probe, PromptGroup, Sampling, SyncReport
+from fp8core.rollout.kv_cache import KvCache, StoredRow
 from fp8core.rollout.registry import EngineEntry
 from fp8core.training.memory import EMULATED, emulated_bytes
 
-
-class _Stored(NamedTuple):
-    """K and V of a completion by layer, each [heads, tokens but the last, d], and the policy that wrote the newest."""
-
-    version: int
-    keys: list[Tensor]
-    values: list[Tensor]
-
-
 _Key = tuple[int, tuple[int, ...]]
 """Seed of a completion, and all its tokens with those of its prompt."""
-
-
-class KvCache:
-    """Stored K and V of a batch that is decoded together: left-padded prompts, one column per token.
-
-    It satisfies `models.decoder.Context`.
-
-    Attributes:
-        mask: bool [B, 1, Tq, columns so far], for the call in progress.
-    """
-
-    def __init__(self, valid: Tensor, capacity: int, num_layers: int) -> None:
-        """From the prompts' validity, bool [B, T], and room for `capacity` columns."""
-        batch, length = valid.shape
-        self._valid = torch.zeros(batch, capacity, dtype=torch.bool)
-        self._valid[:, :length] = valid
-        self._columns = 0
-        self._keys: list[Tensor | None] = [None] * num_layers
-        self._values: list[Tensor | None] = [None] * num_layers
-        self.mask = torch.empty(0)
-
-    def begin(self, length: int, valid: Tensor | None = None) -> None:
-        """Open `length` further columns and set the mask of the queries in them; `valid`, bool [B, length], None: all.
-
-        Of the first columns, which the prompts have, it is known already.
-        """
-        start, self._columns = self._columns, self._columns + length
-        if start:
-            self._valid[:, start : self._columns] = True if valid is None else valid
-        columns = torch.arange(self._columns)
-        queries = columns[start:, None]
-        visible = (columns <= queries) & self._valid[:, None, : self._columns]
-        self.mask = (visible | (columns == queries))[:, None]
-
-    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        keys, values = self._keys[layer], self._values[layer]
-        if keys is None or values is None:
-            shape = (k.shape[0], k.shape[1], self._valid.shape[1], k.shape[3])
-            keys, values = k.new_empty(shape), v.new_empty(shape)
-            self._keys[layer], self._values[layer] = keys, values
-        start = self._columns - k.shape[2]
-        keys[:, :, start : self._columns] = k
-        values[:, :, start : self._columns] = v
-        return keys[:, :, : self._columns], values[:, :, : self._columns]
-
-    @classmethod
-    def going_on(cls, rows: Sequence[_Stored], room: int) -> "KvCache":
-        """From the stored K and V of completions, with `room` further columns."""
-        lengths = [row.keys[0].shape[1] for row in rows]
-        columns = torch.arange(longest := max(lengths))
-        cache = cls(columns >= longest - torch.tensor(lengths)[:, None], longest + room, len(rows[0].keys))
-        cache._columns = longest
-        for layer in range(len(rows[0].keys)):
-            cache._keys[layer] = _left_padded([row.keys[layer] for row in rows], longest, room)
-            cache._values[layer] = _left_padded([row.values[layer] for row in rows], longest, room)
-        return cache
-
-    def stored(self, row: int, version: int) -> _Stored:
-        """K and V of a row, without its padding."""
-        seen = self._valid[row, : self._columns]
-        keys, values = (
-            [part[row, :, : self._columns][:, seen] for part in parts if part is not None]
-            for parts in (self._keys, self._values)
-        )
-        return _Stored(version, keys, values)
-
-    def select(self, rows: Tensor) -> None:
-        """Keep (or repeat) these rows of the batch: int64 [B']."""
-        self._valid = self._valid[rows]
-        self._keys = [None if keys is None else keys[rows] for keys in self._keys]
-        self._values = [None if values is None else values[rows] for values in self._values]
-
-
-def _left_padded(parts: Sequence[Tensor], longest: int, room: int) -> Tensor:
-    """[rows, heads, longest + room, d] of [heads, tokens, d]; the rest is zero."""
-    heads, _, dim = parts[0].shape
-    whole = parts[0].new_zeros(len(parts), heads, longest + room, dim)
-    for row, part in zip(whole, parts, strict=True):
-        row[:, longest - part.shape[1] : longest] = part
-    return whole
 
 
 @dataclass
@@ -166,7 +77,7 @@ class EmbeddedEngine:
         """`keeps_cache`: what older weights have written into the cache of an open completion stays at an update."""
         self._decoder = Decoder(arch, formats)
         self._max_batch, self._keeps_cache = max_batch, keeps_cache
-        self._open: dict[_Key, _Stored] = {}
+        self._open: dict[_Key, StoredRow] = {}
         self._stored: dict[str, Tensor] = {}
         self._weights: PolicyWeights | None = None
         self._scales: PolicyScales | None = None
@@ -184,7 +95,7 @@ class EmbeddedEngine:
         self._stored, self._scales = stored, scales
         return SyncReport(version=version, digest=self.fingerprint(), scales=self._scales)
 
-    def _rescaled(self, scales: PolicyScales) -> dict[_Key, _Stored]:
+    def _rescaled(self, scales: PolicyScales) -> dict[_Key, StoredRow]:
         """The caches that the policy before has gone on with, in the scales of a newer one."""
         held = self._scales
         found = {
@@ -195,7 +106,7 @@ class EmbeddedEngine:
         for key, (version, keys, values) in found.items():
             forms = zip(self._decoder.formats.layers, held.layers, scales.layers, keys, values, strict=True)
             layers = [form.attention.store(k * old.k, v * old.v, new) for form, old, new, k, v in forms]
-            found[key] = _Stored(version, [k for k, _ in layers], [v for _, v in layers])
+            found[key] = StoredRow(version, [k for k, _ in layers], [v for _, v in layers])
         return found
 
     def fingerprint(self) -> str:
@@ -339,9 +250,9 @@ _Part = tuple[list[_Sequence], Tensor, KvCache, list[int]]
 class EmbeddedSession:
     """Requests that are decoded together, and enter between two tokens.
 
-    A token depends on its row alone, so rows may enter and leave at any time. To enter, a row waits until as many wait
-    as a quarter of those in progress: the cache is copied then, which costs about a decoding step. A row that goes on
-    from one that ended here, by its seed and tokens, computes what is new.
+    A token depends on its row alone, so rows enter and leave at any time. When rows enter, the cache is copied. That
+    costs about a decoding step, so they wait until they are a quarter of those in progress. Of a row that goes on from
+    one that ended here, by its seed and tokens, only new tokens are computed.
     """
 
     def __init__(self, engine: EmbeddedEngine, sampling: Sampling, max_batch: int) -> None:
@@ -352,11 +263,11 @@ class EmbeddedSession:
         self._hidden = torch.empty(0)
         self._record = RecordedRouting() if sampling.report_experts else None
         # By seed: all tokens, and what the cache had of them when they were complete.
-        self._kept: dict[int, tuple[tuple[int, ...], _Stored]] = {}
+        self._kept: dict[int, tuple[tuple[int, ...], StoredRow]] = {}
 
     @property
     def busy(self) -> bool:
-        """Whether a request is in flight or waits."""
+        """True while a request is in flight or waits."""
         return bool(self._rows or self._waiting)
 
     def add(self, groups: Sequence[PromptGroup]) -> None:
@@ -443,9 +354,9 @@ class EmbeddedSession:
         return rows, hidden[owners], cache, [*range(len(rows))]
 
     def _is_kept(self, row: _Sequence) -> bool:
-        """Whether it goes on from what was written here."""
-        tokens, _ = self._kept.get(row.begun[0], ((0,), None))
-        return row.begun[1][: len(tokens)] == tokens and len(tokens) > 1
+        """True if it goes on from a row that ended here."""
+        kept = self._kept.get(row.begun[0])
+        return kept is not None and row.begun[1][: len(kept[0])] == kept[0]
 
     def _going_on(self, rows: list[_Sequence]) -> _Part:
         """Rows whose contexts begin with what is kept: the rest is computed, padded on its left."""

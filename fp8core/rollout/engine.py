@@ -153,7 +153,7 @@ class Session(Protocol):
 
     @property
     def busy(self) -> bool:
-        """Whether a request is in flight or waits."""
+        """True while a request is in flight or waits."""
         ...
 
     def add(self, groups: Sequence[PromptGroup]) -> None:

@@ -1,9 +1,9 @@
 """Episodes: the policy and an environment speak in turns, many episodes at once; one turn without an environment.
 
 An episode is one completion. Its tokens are everything after the prompt: the policy's as it drew them, and the
-environment's, which `written` tells apart. Each turn of the policy is a request that goes on from all tokens so far
-(`PromptGroup.begun`), drawn by the episode's own seed at its own positions. While an environment works, requests of
-other episodes stay in flight. The order of its replies decides when a token is written, and never which.
+environment's; `written` is the mask of the policy's. Each of its turns is a request that goes on from all tokens so far
+(`PromptGroup.begun`). They are drawn by the episode's own seed at its own positions. While an environment works,
+requests of other episodes stay in flight. The order of replies decides when a token is written, and never which.
 """
 
 import json
@@ -39,7 +39,7 @@ class Pool(Protocol):
         ...
 
     def replies(self, wait: bool) -> list[tuple[Key, Turn | Outcome, float]]:
-        """What environments have answered, with their seconds; `wait`: until one has."""
+        """Answers of environments that have come, with their seconds; `wait`: at least one."""
         ...
 
     def end(self, episode: Key) -> None:
@@ -49,7 +49,7 @@ class Pool(Protocol):
 
 @dataclass(frozen=True)
 class TurnBudget:
-    """What an episode may have, beside the tokens of its row (`Sampling.max_new_tokens`).
+    """Budgets of an episode, beside the tokens of its row (`Sampling.max_new_tokens`).
 
     Attributes:
         turns: of the policy.
@@ -66,7 +66,7 @@ class TurnBudget:
 
 @dataclass(frozen=True)
 class MultiTurn:
-    """Who answers the policy, how that is put into tokens, and for how long."""
+    """Environments, the form of conversations with them, their tasks, and budgets."""
 
     pool: Pool
     talk: Talk
@@ -333,7 +333,7 @@ _NO_TASK = Task("", "", 0)
 
 
 class _OneTurn:
-    """What answers where there is no environment: it says nothing first, and what is written is to be judged."""
+    """The pool where there is no environment: no first message, and each completion is to be judged."""
 
     def __init__(self) -> None:
         self._replies = list[tuple[Key, Turn | Outcome, float]]()

@@ -410,7 +410,7 @@ class VllmSession:
 
     @property
     def busy(self) -> bool:
-        """Whether a request is in flight or waits."""
+        """True while a request is in flight or waits."""
         return bool(self._requests)
 
     def add(self, groups: Sequence[PromptGroup]) -> None:

@@ -332,3 +332,24 @@ def test_what_is_recorded_can_be_read():
     turn = Turn((Said("system", 'é"\n'), Said("user", "\ud800")), (CALCULATOR,))
     assert opening_of(opening_json(turn)) == turn
     assert said_of(said_json(turn.messages)) == turn.messages
+
+
+def test_a_session_takes_no_cache_for_that_of_other_tokens(pair, ragged_prompts, groups_of):
+    """Requests with the seeds of some that ended, which go on from them, or do not."""
+    sampling = Sampling(1.0, 12, frozenset())
+    groups = [replace(group, room=(3, 3)) for group in groups_of(ragged_prompts(3, 40), 2)]
+    session, first = pair.engine.open_session(sampling), {}
+    for asked in (groups, None):
+        if asked is None:
+            begun = {key: (*tokens, 5) for key, tokens in first.items()}
+            begun[1, 0] = (*first[1, 0][:1], 6, 7, 8)
+            asked = [
+                replace(group, begun=tuple(begun[group.group, i] for i in (0, 1)), room=(2, 2)) for group in groups
+            ]
+        session.add(asked)
+        found = {}
+        while session.busy:
+            found |= {(c.group, c.sample): c for c in session.step()}
+        first = first or {key: tuple(c.tokens) for key, c in found.items()}
+        assert found == {(c.group, c.sample): c for c in pair.generate(asked, sampling)}
+    session.close()
