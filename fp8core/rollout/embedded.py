@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,97 +15,12 @@ from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.logprobs import greedy, log_softmax, sample, truncate, uniform
 from fp8core.plan.memory import Device, EngineMemory, Need, engine_weights, shipped_bytes
 from fp8core.rollout.engine import Completion, Finish, PolicyScales, Probe, PromptGroup, Sampling, SyncReport
+from fp8core.rollout.kv_cache import KvCache, StoredRow
 from fp8core.rollout.registry import EngineEntry
 from fp8core.training.memory import EMULATED, emulated_bytes
 
-
-class _Stored(NamedTuple):
-    """K and V of a completion by layer, each [heads, tokens but the last, d], and the policy that wrote the newest."""
-
-    version: int
-    keys: list[Tensor]
-    values: list[Tensor]
-
-
 _Key = tuple[int, tuple[int, ...]]
 """Seed of a completion, and all its tokens with those of its prompt."""
-
-
-class KvCache:
-    """Stored K and V of a batch that is decoded together: left-padded prompts, one column per token.
-
-    It satisfies `models.decoder.Context`.
-
-    Attributes:
-        mask: bool [B, 1, Tq, columns so far], for the call in progress.
-    """
-
-    def __init__(self, valid: Tensor, capacity: int, num_layers: int) -> None:
-        """From the prompts' validity, bool [B, T], and room for `capacity` columns."""
-        batch, length = valid.shape
-        self._valid = torch.zeros(batch, capacity, dtype=torch.bool)
-        self._valid[:, :length] = valid
-        self._columns = 0
-        self._keys: list[Tensor | None] = [None] * num_layers
-        self._values: list[Tensor | None] = [None] * num_layers
-        self.mask = torch.empty(0)
-
-    def begin(self, length: int) -> None:
-        """Open `length` further columns and set the mask of the queries in them."""
-        start, self._columns = self._columns, self._columns + length
-        if start:
-            self._valid[:, start : self._columns] = True
-        columns = torch.arange(self._columns)
-        queries = columns[start:, None]
-        visible = (columns <= queries) & self._valid[:, None, : self._columns]
-        self.mask = (visible | (columns == queries))[:, None]
-
-    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        keys, values = self._keys[layer], self._values[layer]
-        if keys is None or values is None:
-            shape = (k.shape[0], k.shape[1], self._valid.shape[1], k.shape[3])
-            keys, values = k.new_empty(shape), v.new_empty(shape)
-            self._keys[layer], self._values[layer] = keys, values
-        start = self._columns - k.shape[2]
-        keys[:, :, start : self._columns] = k
-        values[:, :, start : self._columns] = v
-        return keys[:, :, : self._columns], values[:, :, : self._columns]
-
-    @classmethod
-    def going_on(cls, rows: Sequence[_Stored], room: int) -> "KvCache":
-        """From the stored K and V of completions, with `room` further columns."""
-        lengths = [row.keys[0].shape[1] for row in rows]
-        columns = torch.arange(longest := max(lengths))
-        cache = cls(columns >= longest - torch.tensor(lengths)[:, None], longest + room, len(rows[0].keys))
-        cache._columns = longest
-        for layer in range(len(rows[0].keys)):
-            cache._keys[layer] = _left_padded([row.keys[layer] for row in rows], longest, room)
-            cache._values[layer] = _left_padded([row.values[layer] for row in rows], longest, room)
-        return cache
-
-    def stored(self, row: int, version: int) -> _Stored:
-        """K and V of a row, without its padding."""
-        seen = self._valid[row, : self._columns]
-        keys, values = (
-            [part[row, :, : self._columns][:, seen] for part in parts if part is not None]
-            for parts in (self._keys, self._values)
-        )
-        return _Stored(version, keys, values)
-
-    def select(self, rows: Tensor) -> None:
-        """Keep (or repeat) these rows of the batch: int64 [B']."""
-        self._valid = self._valid[rows]
-        self._keys = [None if keys is None else keys[rows] for keys in self._keys]
-        self._values = [None if values is None else values[rows] for values in self._values]
-
-
-def _left_padded(parts: Sequence[Tensor], longest: int, room: int) -> Tensor:
-    """[rows, heads, longest + room, d] of [heads, tokens, d]; the rest is zero."""
-    heads, _, dim = parts[0].shape
-    whole = parts[0].new_zeros(len(parts), heads, longest + room, dim)
-    for row, part in zip(whole, parts, strict=True):
-        row[:, longest - part.shape[1] : longest] = part
-    return whole
 
 
 @dataclass
@@ -126,6 +40,35 @@ class _Sequence:
     experts: list[Tensor] = field(default_factory=list)
     finish: Finish | None = None
 
+    @classmethod
+    def of(cls, group: PromptGroup, i: int, longest: int) -> "_Sequence":
+        """Of a group's completion `i`, with at most `longest` tokens, those that were begun included."""
+        before = len(group.begun[i]) if group.begun else 0
+        last = min(longest, before + group.room[i]) if group.room else longest
+        return cls(_keys(group)[i], group.group, group.samples[i], before, last)
+
+    @property
+    def room(self) -> int:
+        """Tokens that it may still write."""
+        return self.last - self.before - len(self.tokens)
+
+    @property
+    def length(self) -> int:
+        """Tokens of its prompt and of all that was written."""
+        return len(self.begun[1]) + len(self.tokens)
+
+    def note(self, token: int, logprob: float, sampling: Sampling) -> None:
+        """Append a token, unless it is done."""
+        if self.finish:
+            return
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        written = self.before + len(self.tokens)
+        if token in sampling.stop_ids:
+            self.finish = "stop"
+        elif written == self.last:
+            self.finish = "length" if written == sampling.max_new_tokens else "open"
+
 
 class EmbeddedEngine:
     """Generates with `models.decoder` in the rollout formats of the contract."""
@@ -134,7 +77,7 @@ class EmbeddedEngine:
         """`keeps_cache`: what older weights have written into the cache of an open completion stays at an update."""
         self._decoder = Decoder(arch, formats)
         self._max_batch, self._keeps_cache = max_batch, keeps_cache
-        self._open: dict[_Key, _Stored] = {}
+        self._open: dict[_Key, StoredRow] = {}
         self._stored: dict[str, Tensor] = {}
         self._weights: PolicyWeights | None = None
         self._scales: PolicyScales | None = None
@@ -152,7 +95,7 @@ class EmbeddedEngine:
         self._stored, self._scales = stored, scales
         return SyncReport(version=version, digest=self.fingerprint(), scales=self._scales)
 
-    def _rescaled(self, scales: PolicyScales) -> dict[_Key, _Stored]:
+    def _rescaled(self, scales: PolicyScales) -> dict[_Key, StoredRow]:
         """The caches that the policy before has gone on with, in the scales of a newer one."""
         held = self._scales
         found = {
@@ -163,7 +106,7 @@ class EmbeddedEngine:
         for key, (version, keys, values) in found.items():
             forms = zip(self._decoder.formats.layers, held.layers, scales.layers, keys, values, strict=True)
             layers = [form.attention.store(k * old.k, v * old.v, new) for form, old, new, k, v in forms]
-            found[key] = _Stored(version, [k for k, _ in layers], [v for _, v in layers])
+            found[key] = StoredRow(version, [k for k, _ in layers], [v for _, v in layers])
         return found
 
     def fingerprint(self) -> str:
@@ -203,6 +146,12 @@ class EmbeddedEngine:
                 whole = [group for group, completions in held.items() if len(completions) == sizes[group]]
                 if whole:
                     yield [completion for group in whole for completion in held.pop(group)]
+
+    def open_session(self, sampling: Sampling) -> "EmbeddedSession":
+        """Decode requests together that come at any time, each token as `generate` draws it."""
+        assert self._weights is not None, "update() comes before open_session()"
+        assert self._decoder.arch.sparse_layers or not sampling.report_experts, "a dense model chooses no experts"
+        return EmbeddedSession(self, sampling, self._max_batch)
 
     @torch.no_grad()
     def score(self, probes: Sequence[Probe], temperature: float) -> list[list[float]]:
@@ -272,15 +221,164 @@ class EmbeddedEngine:
 
     def _choose(self, batch: "_Batch", hidden: Tensor, position: int, sampling: Sampling) -> Tensor:
         """Pick the next token of every row and note it; int64 [B]."""
+        tokens, chosen = self._draw(hidden, batch.seeds, batch.before + position, sampling)
+        batch.note(tokens, chosen, sampling)
+        return tokens
+
+    def _draw(self, hidden: Tensor, seeds: Tensor, places: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+        """The next token of every row and its log-prob, int64 and FP32 [B].
+
+        Args:
+            hidden: [B, hidden] of the tokens before.
+            seeds: int64 [B].
+            places: int64 [B], how many tokens were drawn by the seed or said since the prompt.
+            sampling: the rules.
+        """
         assert self._weights is not None
         temperature = sampling.temperature or 1.0
         logits = self._decoder.formats.head.logits(hidden, self._weights.head)
         logprobs = log_softmax(truncate(logits, temperature, sampling.truncation), temperature)
-        drawn = uniform(batch.seeds, batch.before + position)
+        drawn = uniform(seeds, places)
         tokens = greedy(logprobs) if sampling.temperature == 0 else sample(logprobs, drawn)
-        chosen = logprobs.gather(-1, tokens[:, None]).squeeze(-1).float()
-        batch.note(tokens, chosen, sampling)
-        return tokens
+        return tokens, logprobs.gather(-1, tokens[:, None]).squeeze(-1).float()
+
+
+_Part = tuple[list[_Sequence], Tensor, KvCache, list[int]]
+"""Rows, the hidden state of each one's last token, their cache, and their places in it."""
+
+
+class EmbeddedSession:
+    """Requests that are decoded together, and enter between two tokens.
+
+    A token depends on its row alone, so rows enter and leave at any time. When rows enter, the cache is copied. That
+    costs about a decoding step, so they wait until they are a quarter of those in progress. Of a row that goes on from
+    one that ended here, by its seed and tokens, only new tokens are computed.
+    """
+
+    def __init__(self, engine: EmbeddedEngine, sampling: Sampling, max_batch: int) -> None:
+        self._engine, self._sampling, self._max_batch = engine, sampling, max_batch
+        self._waiting: list[_Sequence] = []
+        self._rows: list[_Sequence] = []
+        self._cache: KvCache | None = None
+        self._hidden = torch.empty(0)
+        self._record = RecordedRouting() if sampling.report_experts else None
+        # By seed: all tokens, and what the cache had of them when they were complete.
+        self._kept: dict[int, tuple[tuple[int, ...], StoredRow]] = {}
+
+    @property
+    def busy(self) -> bool:
+        """True while a request is in flight or waits."""
+        return bool(self._rows or self._waiting)
+
+    def add(self, groups: Sequence[PromptGroup]) -> None:
+        """Further requests."""
+        longest = self._sampling.max_new_tokens
+        self._waiting += [_Sequence.of(group, i, longest) for group in groups for i in range(len(group.samples))]
+
+    @torch.no_grad()
+    def step(self) -> list[Completion]:
+        """A token of every row: the completions that end with it."""
+        live = sum(not row.finish for row in self._rows)
+        if self._waiting and live < self._max_batch and 4 * len(self._waiting) >= live:
+            self._admit(self._max_batch - live)
+        rows, cache = self._rows, self._cache
+        if not rows or cache is None:
+            return []
+        seeds = torch.tensor([row.begun[0] for row in rows], dtype=torch.int64)
+        places = torch.tensor([row.before + len(row.tokens) for row in rows])
+        tokens, logprobs = self._engine._draw(self._hidden, seeds, places, self._sampling)
+        going = [i for i, row in enumerate(rows) if not row.finish]
+        for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
+            row.note(token, logprob, self._sampling)
+        ended = [i for i in going if rows[i].finish]
+        done = [_completion(rows[i]) for i in ended]
+        self._keep(ended, cache)
+        keep = [i for i, row in enumerate(rows) if not row.finish]
+        if not keep:
+            self._rows, self._cache = [], None
+            return done
+        # Dead rows cost as much as live ones; copying the cache costs about one decoding step.
+        if len(keep) <= 0.75 * len(rows):
+            cache.select(torch.tensor(keep))
+            tokens, self._rows = tokens[keep], [rows[i] for i in keep]
+        cache.begin(1)
+        positions = torch.tensor([[row.length - 1] for row in self._rows])
+        self._hidden = self._engine._hidden(tokens[:, None], positions, cache, self._record)
+        if self._record is not None:
+            self._note_experts(self._rows, self._record.recorded(len(self._rows)))
+        return done
+
+    def close(self) -> None:
+        """Drop what is in flight."""
+        self._waiting, self._rows, self._cache, self._kept = [], [], None, {}
+
+    def _keep(self, ended: Sequence[int], cache: KvCache) -> None:
+        """Keep the cache of rows that the next turn of their episodes goes on from; of no more than two batches."""
+        if self._record is not None:
+            return
+        for i in ended:
+            row = self._rows[i]
+            if row.finish != "length":
+                self._kept[row.begun[0]] = (*row.begun[1], *row.tokens), cache.stored(i, 0)
+        while len(self._kept) > 2 * self._max_batch:
+            del self._kept[next(iter(self._kept))]
+
+    def _admit(self, most: int) -> None:
+        """Let waiting rows in, beside those in progress."""
+        entering, self._waiting = self._waiting[:most], self._waiting[most:]
+        parts = [self._going_on([row for row in entering if self._is_kept(row)])]
+        parts += [self._prefilled([row for row in entering if not self._is_kept(row)])]
+        if self._cache is not None:
+            live = [i for i, row in enumerate(self._rows) if not row.finish]
+            parts.append(([self._rows[i] for i in live], self._hidden[live], self._cache, live))
+        parts = [part for part in parts if part[0]]
+        for row in entering:
+            self._kept.pop(row.begun[0], None)
+        (self._rows, self._hidden, self._cache, _), *others = parts
+        if others:
+            self._rows = [row for rows, _, _, _ in parts for row in rows]
+            self._hidden = torch.cat([hidden for _, hidden, _, _ in parts])
+            stored = [cache.stored(i, 0) for _, _, cache, places in parts for i in places]
+            self._cache = KvCache.going_on(stored, max(row.room for row in self._rows))
+
+    def _prefilled(self, rows: list[_Sequence]) -> _Part:
+        """Rows whose contexts are computed, those of several rows once."""
+        contexts: dict[tuple[int, ...], int] = {}
+        owners = torch.tensor([contexts.setdefault(row.begun[1], len(contexts)) for row in rows], dtype=torch.int64)
+        if not rows:
+            return rows, owners, KvCache(torch.empty(0, 0), 0, 0), []
+        hidden, cache = self._engine._prefill([*contexts], max(row.room for row in rows), self._record)
+        if self._record is not None:
+            self._note_experts(rows, self._record.recorded(len(contexts))[owners])
+        cache.select(owners)
+        return rows, hidden[owners], cache, [*range(len(rows))]
+
+    def _is_kept(self, row: _Sequence) -> bool:
+        """True if it goes on from a row that ended here."""
+        kept = self._kept.get(row.begun[0])
+        return kept is not None and row.begun[1][: len(kept[0])] == kept[0]
+
+    def _going_on(self, rows: list[_Sequence]) -> _Part:
+        """Rows whose contexts begin with what is kept: the rest is computed, padded on its left."""
+        if not rows:
+            return rows, torch.empty(0), KvCache(torch.empty(0, 0), 0, 0), []
+        kept = [self._kept[row.begun[0]][1] for row in rows]
+        rests = [row.begun[1][stored.keys[0].shape[1] :] for row, stored in zip(rows, kept, strict=True)]
+        longest = max(map(len, rests))
+        cache = KvCache.going_on(kept, longest + max(row.room for row in rows))
+        tokens = torch.tensor([(0,) * (longest - len(rest)) + rest for rest in rests])
+        columns = torch.arange(longest)
+        lengths = torch.tensor([len(row.begun[1]) for row in rows])[:, None]
+        cache.begin(longest, columns >= longest - torch.tensor([len(rest) for rest in rests])[:, None])
+        positions = (lengths - longest + columns).clamp(min=0)
+        return rows, self._engine._hidden(tokens, positions, cache, None), cache, [*range(len(rows))]
+
+    @staticmethod
+    def _note_experts(rows: Sequence[_Sequence], chosen: Tensor) -> None:
+        """Append the experts of the newest positions, [B, T, sparse layers, k], which are padded on their left."""
+        for row, positions in zip(rows, chosen.to(torch.int16), strict=True):
+            if not row.finish:
+                row.experts.append(positions[-row.length :])
 
 
 class _Batch:
@@ -296,29 +394,14 @@ class _Batch:
     @classmethod
     def of(cls, groups: Sequence[PromptGroup], longest: int) -> "_Batch":
         """Completions have at most `longest` tokens, those that were begun included."""
-        rows, lengths = [], []
-        for group in groups:
-            keys = _keys(group)
-            for i, number in enumerate(group.samples):
-                before = len(group.begun[i]) if group.begun else 0
-                last = min(longest, before + group.room[i]) if group.room else longest
-                rows.append(_Sequence(keys[i], group.group, number, before, last))
-                lengths.append(len(group.prompt) + before)
+        rows = [_Sequence.of(group, i, longest) for group in groups for i in range(len(group.samples))]
         seeds = torch.tensor([seed for group in groups for seed in group.seeds], dtype=torch.int64)
-        return cls(rows, seeds, torch.tensor(lengths))
+        return cls(rows, seeds, torch.tensor([row.length for row in rows]))
 
     def note(self, tokens: Tensor, logprobs: Tensor, sampling: Sampling) -> None:
         """Append a token to every row that is not done."""
         for row, token, logprob in zip(self.rows, tokens.tolist(), logprobs.tolist(), strict=True):
-            if row.finish:
-                continue
-            row.tokens.append(token)
-            row.logprobs.append(logprob)
-            written = row.before + len(row.tokens)
-            if token in sampling.stop_ids:
-                row.finish = "stop"
-            elif written == row.last:
-                row.finish = "length" if written == sampling.max_new_tokens else "open"
+            row.note(token, logprob, sampling)
 
     def note_experts(self, chosen: Tensor) -> None:
         """Append the experts of the newest positions, [B, T, sparse layers, k], to every row that is not done.

@@ -13,8 +13,9 @@ from fp8core.models.weights import rollout_formats
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.logprobs import Fp32Head
 from fp8core.rl.batch import TokenBatch
-from fp8core.rollout.embedded import EmbeddedEngine, KvCache
+from fp8core.rollout.embedded import EmbeddedEngine
 from fp8core.rollout.engine import PolicyScales, Sampling, sample_seed
+from fp8core.rollout.kv_cache import KvCache
 
 FP8 = PrecisionContract()
 BF16 = PrecisionContract(
