@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import signal
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import astuple
 from multiprocessing.connection import Connection, wait
@@ -45,6 +45,7 @@ from fp8core.rollout.sglang.requirements import SglangBuild
 from fp8core.rollout.sglang.settings import (
     LOWEST_TEMPERATURE,
     POINTS,
+    WORKER,
     Launch,
     engine_arguments,
     executed_formats,
@@ -56,6 +57,8 @@ from fp8core.rollout.sglang.weights import UpdateError, parameter_slots
 # For SGLang to end its processes; then they are killed with the one between.
 _SHUTDOWN_SECONDS = 70.0
 _SEED_BITS = (1 << 63) - 1
+# Its place, and its requests or outputs.
+Group = tuple[int, list[dict[str, Any]]]
 _SLEEPING = ["kv_cache", "weights", "cuda_graph"]
 
 
@@ -69,6 +72,7 @@ class SglangEngine:
         options: SglangConfig,
         max_batch: int,
         build: SglangBuild,
+        worker: str = WORKER,
     ) -> None:
         """Start SGLang.
 
@@ -78,6 +82,7 @@ class SglangEngine:
             options: what decides speed and memory.
             max_batch: sequences decoded together.
             build: the SGLang that is installed.
+            worker: path of `worker.answer`, or of a function that calls `worker.reply`.
 
         Raises:
             UserError: the environment was not prepared (`settings.required_environment`), or SGLang has moved what
@@ -90,7 +95,9 @@ class SglangEngine:
         self._longest = options.context_length or arch.max_positions
         self._folder = tempfile.TemporaryDirectory(prefix="fp8-grpo-")
         Path(self._folder.name, "config.json").write_text(json.dumps(model_config(arch, contract)), encoding="utf-8")
-        arguments = engine_arguments(arch, contract, options, Launch(self._folder.name, self._longest, max_batch))
+        arguments = engine_arguments(
+            arch, contract, options, Launch(self._folder.name, self._longest, max_batch, worker)
+        )
         self._closed = False
         self._pipe, self._process = _start_host(arguments)
         # Before `multiprocessing` waits for its children, as it does when Python ends.
@@ -272,9 +279,7 @@ class SglangEngine:
             pass
         return message[1]
 
-    def _outputs(
-        self, groups: Sequence[tuple[int, list[dict[str, Any]]]]
-    ) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+    def _outputs(self, groups: Sequence[Group]) -> Generator[Group, None, None]:
         """Outputs of each group as it finishes; closed before the last, the rest is ended."""
         self._send("generate", groups)
         running = True

@@ -11,7 +11,6 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from fp8core import end_with_parent
-from fp8core.rollout.sglang.settings import WORKER
 from fp8core.rollout.sglang.worker import Mailbox, WorkerError, register, run_detokenizer, run_scheduler
 
 RESULT, ERROR, FINISHED = "result", "error", "finished"
@@ -52,6 +51,7 @@ class Host:
         self._pipe = pipe
         self._engine = PolicyEngine(**arguments)
         self._mailbox = Mailbox(arguments["model_path"])
+        (self._worker,) = arguments["custom_weight_loader"]
         self._seeded = bool(arguments.get("enable_custom_logit_processor"))
 
     def answer(self, method: str, *arguments: Any) -> bool:
@@ -70,7 +70,7 @@ class Host:
     def ask_worker(self, method: str, arguments: tuple[Any, ...]) -> Any:
         """A method of `PolicyWorker`, in the process that holds the model."""
         self._mailbox.ask(method, arguments)
-        done, message = self._engine.update_weights_from_tensor([], load_format=WORKER, flush_cache=False)
+        done, message = self._engine.update_weights_from_tensor([], load_format=self._worker, flush_cache=False)
         assert done, message
         return self._mailbox.answered()
 

@@ -58,11 +58,13 @@ class Launch:
         folder: of a config.json (`model_config`), and of the worker's requests; weights come by the first update.
         longest: tokens of the longest prompt with its completion.
         max_batch: sequences decoded together.
+        worker: path of the function that answers in the process with the model (`worker.answer`).
     """
 
     folder: str
     longest: int
     max_batch: int
+    worker: str = WORKER
 
 
 def engine_arguments(
@@ -92,7 +94,7 @@ def engine_arguments(
         "disable_prefill_cuda_graph": True,
         **({"cuda_graph_max_bs_decode": launch.max_batch} if options.graphs else {}),
         "enable_memory_saver": options.sleep,
-        "custom_weight_loader": [WORKER],
+        "custom_weight_loader": [launch.worker],
         "log_level": "error",
     }
 

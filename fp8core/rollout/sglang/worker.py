@@ -104,15 +104,19 @@ class Mailbox:
 
 def answer(model: nn.Module, tensors: object) -> None:
     """A loader of weights, as SGLang calls it: does what the engine's folder asks for."""
+    reply(PolicyWorker(model))
+
+
+def reply(worker: "PolicyWorker") -> None:
+    """Let a worker do what the engine's folder asks for."""
     from sglang.srt.server_args import get_global_server_args
 
     mailbox = Mailbox(get_global_server_args().model_path)
     method, arguments = mailbox.asked()
     try:
         with torch.inference_mode():
-            mailbox.put(getattr(PolicyWorker(model), method)(*arguments), None)
-    except Exception:  # noqa: BLE001
-        # Of what is raised here SGLang would end, with a message of its own.
+            mailbox.put(getattr(worker, method)(*arguments), None)
+    except Exception:  # noqa: BLE001 - of what is raised here SGLang would end, without a word to us
         mailbox.put(None, traceback.format_exc())
 
 
