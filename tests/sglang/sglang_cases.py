@@ -14,7 +14,8 @@ from fp8core.rollout.sglang.requirements import find_build
 from fp8core.rollout.sglang.settings import WORKER, required_environment, suggested_environment
 
 _spec = spec_from_file_location("vllm_policies", Path(__file__).parents[1] / "vllm" / "conftest.py")
-assert _spec is not None and _spec.loader is not None, "the tests of vLLM lie beside these"
+assert _spec is not None
+assert _spec.loader is not None
 shared: Any = module_from_spec(_spec)
 sys.modules["vllm_policies"] = shared
 _spec.loader.exec_module(shared)
