@@ -120,7 +120,9 @@ def model_config(arch: Architecture, contract: PrecisionContract) -> dict[str, A
     kept = [name.removesuffix(".weight") for name in linears if formats.of(name) != "fp8_block"]
     section = block_fp8_section(["lm_head", *kept])
     about = {"quant_method": REGISTERED, "scale_rule": contract.scale_rule, "head": contract.rollout.head}
-    return {**config, "quantization_config": {**section, **about}}
+    # SGLang refuses a context beyond the model's positions, and its own has one token more (`engine_arguments`).
+    positions = {"max_position_embeddings": arch.max_positions + 1}
+    return {**config, **positions, "quantization_config": {**section, **about}}
 
 
 def executed_formats(described: Mapping[str, Any], contract: PrecisionContract, num_layers: int) -> dict[str, object]:
