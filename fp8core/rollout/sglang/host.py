@@ -38,11 +38,12 @@ class Host:
     """The engine, and what is asked of it."""
 
     def __init__(self, pipe: Connection, arguments: dict[str, Any]) -> None:
-        import sglang
+        # SGLang is optional; its package has a stand-in of this name, which cannot be derived from.
+        from sglang.srt.entrypoints.engine import Engine
 
         register()
 
-        class PolicyEngine(sglang.Engine):
+        class PolicyEngine(Engine):
             """SGLang's engine with our processes, in the places that it keeps for them."""
 
             run_scheduler_process_func = staticmethod(run_scheduler)
