@@ -5,9 +5,10 @@ child of the process when it closes or one of its own fails. So it has a process
 """
 
 import asyncio
+import multiprocessing
 from collections.abc import Sequence
 from contextlib import suppress
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from fp8core import end_with_parent
@@ -24,12 +25,14 @@ _FLUSH_SECONDS = 30.0
 
 
 def serve(pipe: Connection, arguments: dict[str, Any]) -> None:
-    """Start an engine, say so, and answer until CLOSE is asked for or the parent ends."""
+    """Start an engine, say so, and answer until CLOSE is asked for, the parent ends, or one of SGLang's processes."""
     end_with_parent.follow_parent()
     host = Host(pipe, arguments)
     pipe.send((RESULT, None))
+    # SGLang hears of the end of its processes while it generates, not while nothing is asked of it.
+    processes = [process.sentinel for process in multiprocessing.active_children()]
     with suppress(EOFError):
-        while host.answer(*pipe.recv()):
+        while pipe in wait([pipe, *processes]) and host.answer(*pipe.recv()):
             pass
     host.close()
 
