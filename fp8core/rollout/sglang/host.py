@@ -1,7 +1,7 @@
 """A process between training and SGLang, which holds `sglang.Engine` and answers through a pipe.
 
-SGLang takes a process for its own. It sets the way in which others are started, catches their signals, and ends every
-child of the process when it closes or one of its own fails. So it has a process for that, with nothing else in it.
+SGLang takes a process for its own. It sets the way in which others are started, and catches their signals. When it
+closes, or a process of it fails, it ends every child of this one. So it has a process with nothing else in it.
 """
 
 import asyncio

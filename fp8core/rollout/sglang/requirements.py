@@ -24,7 +24,7 @@ _HEAD_DIMS = (64, 128, 256)
 
 @dataclass(frozen=True)
 class SglangBuild:
-    """An installed SGLang; `version` is as its package says."""
+    """An installed SGLang, by the version of its package."""
 
     version: str
 

@@ -79,7 +79,7 @@ def engine_arguments(
         "random_seed": 0,
         "quantization": REGISTERED,
         "attention_backend": REGISTERED,
-        # Deterministic inference has SGLang's own sampler, which knows seeds then.
+        # Deterministic inference has SGLang's own sampler, which takes seeds then.
         **({"enable_deterministic_inference": True} if options.batch_invariant else own_sampler()),
         "kv_cache_dtype": "fp8_e4m3" if contract.rollout.kv_cache == "fp8" else "bf16",
         # One token more: a request of the full length must fit with the one that it never generates.

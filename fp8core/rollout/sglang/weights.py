@@ -1,7 +1,7 @@
 """Where SGLang keeps the tensors that a trainer ships.
 
-SGLang fuses the parts of dense layers as vLLM does, under the same names, and pads the vocabulary to the same multiple:
-the layout is that of `fp8core.rollout.vllm.weights`, which imports no vLLM. Nothing is filled up with zeros.
+SGLang fuses the parts of dense layers as vLLM does, under the same names. It pads the vocabulary to the same multiple.
+So the layout is that of `fp8core.rollout.vllm.weights`, which imports no vLLM. Nothing is filled up with zeros.
 """
 
 from collections.abc import Mapping

@@ -103,12 +103,12 @@ class Mailbox:
 
 
 def answer(model: nn.Module, tensors: object) -> None:
-    """A loader of weights, as SGLang calls it: does what the engine's folder asks for."""
+    """A loader of weights, as SGLang calls it: the request in the engine's folder gets its answer."""
     reply(PolicyWorker(model))
 
 
 def reply(worker: "PolicyWorker") -> None:
-    """Let a worker do what the engine's folder asks for."""
+    """Let a worker answer the request in the engine's folder."""
     from sglang.srt.server_args import get_global_server_args
 
     mailbox = Mailbox(get_global_server_args().model_path)
@@ -121,7 +121,7 @@ def reply(worker: "PolicyWorker") -> None:
 
 
 class PolicyWorker:
-    """What the engine asks of the model; arguments and results are plain values."""
+    """The engine's requests to the model; arguments and results are plain values."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model: Any = model

@@ -106,7 +106,10 @@ def test_contracts_it_cannot_run_are_refused():
 def test_models_it_cannot_hold_are_refused():
     assert not list(model_refusals(ARCH, FP8))
     _refused(model_refusals(replace(ARCH, experts=EXPERTS, qk_norm=True), FP8), "the model has experts")
-    _refused(model_refusals(replace(ARCH, head_dim=32, num_heads=8, num_kv_heads=4), FP8), "FlashAttention 3 reads FP8 for 64, 128, 256")
+    _refused(
+        model_refusals(replace(ARCH, head_dim=32, num_heads=8, num_kv_heads=4), FP8),
+        "FlashAttention 3 reads FP8 for 64, 128, 256",
+    )
     _refused(model_refusals(replace(ARCH, intermediate_size=192), FP8), r"gate_proj.weight is \[192, 256\]")
     assert not list(model_refusals(replace(ARCH, head_dim=32, intermediate_size=192), BF16))
     _refused(model_refusals(replace(ARCH, hidden_size=288), BF16), "no multiple of 64")
