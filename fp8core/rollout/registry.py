@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 ENGINES: Final[Mapping[str, str]] = {
     "embedded": "fp8core.rollout.embedded:ENGINE",
     "vllm": "fp8core.rollout.vllm.entry:ENGINE",
+    "sglang": "fp8core.rollout.sglang.entry:ENGINE",
 }
 """Name in `rollout.engine` -> import path of its entry."""
 ENTRY_PATH: Final = r".+:[A-Za-z_]\w*"
@@ -76,6 +77,7 @@ class EngineEntry:
             packed trainer, `own` others.
         products: those of DeepGEMM on a GPU, whose kernels `fp8-grpo compile` builds.
         continues: whether it goes on from what was begun (`PromptGroup.begun`), and stops where there is no room.
+        sleeps: whether it gives its memory back between a rollout and the next update.
         own_process: whether each training needs a new process, because its libraries read the environment once.
     """
 
@@ -93,6 +95,7 @@ class EngineEntry:
     arithmetic: Callable[["RunConfig"], Arithmetic] = lambda config: "own"
     products: Callable[["RunConfig", "Architecture"], "Iterable[Product]"] = no_products
     continues: Callable[["RunConfig"], bool] = lambda config: False
+    sleeps: Callable[["RunConfig"], bool] = lambda config: False
     own_process: bool = False
 
 

@@ -44,7 +44,7 @@ from fp8core.store.manifest import current_code, installed_version
 from fp8core.training.registry import trainer_of
 
 HOPPER = "sm_90"
-_COMPILERS = ("torch", "triton", "deep_gemm", "vllm")
+_COMPILERS = ("torch", "triton", "deep_gemm", "vllm", "sgl-deep-gemm")
 # Triton compiles another kernel where an integer is 1, or a multiple of 16: numbers of rows, and their pitch in fours.
 _ENGINE_ROWS = (1, 2, 14, 16)
 _VOCABULARY, _SEQUENCE = 512, 128

@@ -134,7 +134,7 @@ def _refuse_ahead(config: RunConfig) -> None:
     others = {
         "rollout.stop_strings": bool(rollout.stop_strings),
         "rollout.router_replay": rollout.router_replay,
-        "rollout.vllm.sleep": rollout.engine == "vllm" and rollout.vllm.sleep,
+        f"rollout.{rollout.engine}.sleep": engine_entry(config).sleeps(config),
         "rollout.top_k": rollout.top_k is not None,
         "rollout.top_p": rollout.top_p < 1,
         "training.trainer=megatron": config.training.trainer == "megatron",

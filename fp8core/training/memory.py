@@ -29,6 +29,7 @@ from fp8core.plan.memory import (
     stages,
     stored_bytes,
 )
+from fp8core.rollout.registry import engine_entry
 from fp8core.training.lora import adapter_shapes, frozen_names
 
 # CUDA context, GEMM workspaces, communication buffers, a chunk of logits. An estimate.
@@ -139,7 +140,7 @@ def _sharded_step(config: RunConfig, arch: Architecture, parallel: Parallel) -> 
 def exported(config: RunConfig, sync: StoredBytes, made_from: Need) -> tuple[Need, ...]:
     """The policy in the engine's formats, and beside an engine that is awake what it is made from."""
     sent = Need("weights to send", sync.total, "the whole policy in the engine's formats")
-    return (sent,) if config.rollout.vllm.sleep else (sent, made_from)
+    return (sent,) if engine_entry(config).sleeps(config) else (sent, made_from)
 
 
 def exported_in_one_piece(config: RunConfig, _: Architecture, __: Parallel, sync: StoredBytes) -> tuple[Need, ...]:

@@ -22,6 +22,7 @@ from fp8core.models.weights import rollout_formats, training_formats
 from fp8core.plan.kernels import Product
 from fp8core.plan.memory import Machine, longest_sequence
 from fp8core.rl.objective import Objective
+from fp8core.rollout.registry import engine_entry
 from fp8core.training.lora import check_adapters
 from fp8core.training.megatron import requirements as megatron
 from fp8core.training.memory import SHARDED, Parallel, TrainerMemory
@@ -166,7 +167,7 @@ def _build_packed(
     formats = PackedFormats(
         training_formats(config.precision, arch.num_layers),
         rollout_formats(config.precision, arch.num_layers),
-        longest=config.rollout.vllm.max_model_len or arch.max_positions,
+        longest=engine_entry(config).longest(config, arch),
         amax_only=config.calibration.statistic == "amax",
     )
     objective = Objective(config.loss, config.correction)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fp8core.numerics.adamw import AdamWStep, adamw
 from fp8core.numerics.dispatch import OPERATIONS, kernel_of
-from fp8core.numerics.e4m3 import GroupNotFinite, row_and_column_codes, row_codes, tile_codes
+from fp8core.numerics.e4m3 import GroupNotFinite, round_to_e4m3, row_and_column_codes, row_codes, tile_codes
 from fp8core.numerics.elementwise import inverse_frequencies
 from fp8core.numerics.fused import (
     HeadLayout,
@@ -437,3 +437,18 @@ def test_merged_weights_have_the_bytes_of_the_reference(device: torch.device, ru
     drawn[0] = drawn[0].to(dtype)
     found = run(merged_weight, *(each.to(device) for each in drawn), 32 / 12)
     assert torch.equal(found.cpu(), merged_weight(*drawn, 32 / 12))
+
+
+@pytest.mark.parametrize("scale", [2.0**-6, 0.3])
+def test_static_codes_are_quotients_rounded_once(device: torch.device, scale: float) -> None:
+    """Of V inside a fused projection, some beyond 448; the scale is read where it lies."""
+    from fp8core.kernels.head_codes import static_codes
+
+    qkv = drawn(5, 6 * 128, seed=9).to(device)
+    values, held = qkv[:, 5 * 128 :].view(-1, 1, 128), torch.tensor([0.0, scale], device=device)[1:]
+    found = static_codes(values, held)
+    expected = round_to_e4m3(values.float() / held).to(torch.float8_e4m3fn)
+    assert found.shape == values.shape
+    assert (values.float() / held).abs().max() > 448 or scale > 0.1
+    assert torch.equal(found.cpu().view(torch.uint8), expected.cpu().view(torch.uint8))
+    assert static_codes(values[:0], held).shape == (0, 1, 128)

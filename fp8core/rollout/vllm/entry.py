@@ -184,5 +184,6 @@ ENGINE = EngineEntry(
     products=_products,
     # vLLM draws by a seed and a position in the aligned model alone.
     continues=lambda config: config.rollout.vllm.model == "aligned",
+    sleeps=lambda config: config.rollout.vllm.sleep,
     own_process=True,
 )

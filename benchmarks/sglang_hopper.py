@@ -1,0 +1,121 @@
+"""Time rollouts of Qwen3-8B's shape with SGLang on one Hopper GPU, BF16 beside FP8 under the same settings.
+
+    python -m benchmarks.sglang_hopper --out FOLDER [--seconds 400] bf16 fp8_linear_kv
+
+Each precision is a process of its own and writes FOLDER/qwen3-8b-PRECISION-sglang.json after every measurement: the
+seconds until the engine was ready (`start`), a sync that is proved, and the rollout, as rollout_hopper.py has it for
+vLLM. Weights are random, prompts are all different, every request generates its full length.
+
+Predictions, written before the first measurement, for 256 x (512 + 512) of Qwen3-8B's shape on an H200:
+
+    BF16             11,000 tokens/s, ready in 75 s: SGLang alone gave 10,817 with its second batch
+    FP8 with cache   15,500 tokens/s, ready in 120 s: SGLang alone gave 15,040; one launch makes the codes of Q, K and V
+                     each, where it has two
+    sync             0.15 s for 8.2 GB in FP8 and 0.25 s for 16.4 GB in BF16, read-back included: a copy and a read at
+                     3 TB/s, and 300 or 500 views
+"""
+
+import argparse
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import vllm_hopper_cases as cases
+from benchmarks.harness import Row, RowFile, ended, start
+from flows.environment import set_variables
+from fp8core.config.capability import this_platform
+from fp8core.config.section import SglangConfig
+from fp8core.rollout.engine import Sampling
+from fp8core.rollout.sglang.requirements import find_build
+from fp8core.rollout.sglang.settings import required_environment, suggested_environment
+from fp8core.run.context import freeze_heap, thaw_heap
+
+PRECISIONS = ("bf16", "fp8_linear", "fp8_linear_kv")
+REQUESTS, PROMPT, GENERATED, REPEATS, LAYERS = 256, 512, 512, 3, 36
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Time rollouts of Qwen3-8B's shape with SGLang on one Hopper GPU.")
+    parser.add_argument("precisions", nargs="+", choices=PRECISIONS, metavar="PRECISION", help=", ".join(PRECISIONS))
+    parser.add_argument("--out", type=Path, required=True, help="folder of the results")
+    parser.add_argument("--seconds", type=float, default=560.0, help="budget; what runs longer is ended")
+    parser.add_argument("--layers", type=int, default=LAYERS, help="of the model")
+    parser.add_argument("--invariant", action="store_true", help="with deterministic inference")
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    options.out = options.out.absolute()
+    options.out.mkdir(parents=True, exist_ok=True)
+    if options.inside:
+        measure(options)
+        return
+    deadline = time.monotonic() + options.seconds
+    for name in options.precisions:
+        if time.monotonic() >= deadline:
+            print(f"{name}: not started, the time is used up", flush=True)
+            continue
+        command = [sys.executable, "-m", "benchmarks.sglang_hopper", name, "--inside", f"--out={options.out}"]
+        command += [f"--layers={options.layers}", *(["--invariant"] if options.invariant else [])]
+        if ended(start(command), deadline) == -signal.SIGKILL:
+            print(f"{name}: out of time", flush=True)
+
+
+def measure(options: argparse.Namespace) -> None:
+    """Start an engine, update it and time its rollouts."""
+    (precision,) = options.precisions
+    set_variables(required_environment(), suggested_environment())
+    settings = SglangConfig(
+        mem_fraction_static=0.85, context_length=PROMPT + GENERATED, batch_invariant=options.invariant
+    )
+    arch, contract = cases.qwen3_8b(options.layers), cases.contract(precision)
+    end = "-invariant" if options.invariant else ""
+    rows = RowFile(options.out / f"qwen3-8b-{precision}-sglang{end}.json", engine="sglang", model="qwen3-8b")
+    # It must have a CUDA context of its own to share weights, whichever process comes first.
+    from fp8core.rollout.sglang.engine import SglangEngine
+
+    began = time.perf_counter()
+    engine = SglangEngine(arch, contract, settings, REQUESTS, find_build(this_platform()))
+    about = {"precision": precision, "layers": arch.num_layers, "batch_invariant": options.invariant}
+    rows.append({"kind": "start", **about, "seconds": round(time.perf_counter() - began, 1)})
+    print(precision, "ready", rows.rows[-1]["seconds"], flush=True)
+    try:
+        policy = cases.random_policy(arch, contract, own_layers=1)
+        for _ in range(2):
+            rows.append({"kind": "sync", **about, **cases.synchronise(engine, policy)})
+        del policy
+        torch.cuda.empty_cache()
+        about |= {name: engine.describe()[name] for name in ("version", "backend", "kernels", "head", "scale_rule")}
+        freeze_heap()  # as a training does
+        rows.append_growing({"kind": "rollout", **about, "long_tailed": False, **row} for row in _timed(engine))
+        print(precision, rows.rows[-1]["all_tokens_per_s"], flush=True)
+    finally:
+        thaw_heap()
+        engine.close()
+
+
+def _timed(engine: Any) -> Iterator[Row]:
+    """The row of the cell after each of its runs."""
+    _rollout(engine, 16, seed=0)
+    yield from cases.repeated(lambda seed: _rollout(engine, GENERATED, seed), REPEATS)
+
+
+def _rollout(engine: Any, generated: int, seed: int) -> Row:
+    groups = cases.prompt_groups(REQUESTS, 1, PROMPT, seed=100_000 * REQUESTS + 10 * generated + seed)
+    with cases.processor_shares() as shares, cases.garbage_collections() as collected:
+        began = time.perf_counter()
+        found = cases.collect(engine, groups, Sampling(1.0, generated, frozenset()))
+        seconds = time.perf_counter() - began
+    tokens = sum(len(done.tokens) for done in found)
+    assert tokens == REQUESTS * generated, "a request was cut short"
+    sizes = {"requests": REQUESTS, "prompt": PROMPT, "generated": generated, "tokens": tokens}
+    speed = {"seconds": round(seconds, 3), "tokens_per_s": round(tokens / seconds, 1)}
+    # SGLang gives whole completions, no steps.
+    return {**sizes, **speed, "step_ms": [], "collections": collected(), "processors": shares()[:3]}
+
+
+if __name__ == "__main__":
+    main()

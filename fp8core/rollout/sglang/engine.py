@@ -1,0 +1,393 @@
+"""SGLang as a rollout engine, in processes of its own (`host`).
+
+The engine starts without weights; the first update brings them. Weights are written in place and read back, so that
+what generates is proved to be what was sent (`tasks.sync`).
+"""
+
+import atexit
+import json
+import math
+import multiprocessing
+import os
+import signal
+import tempfile
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import astuple
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8core.config.precision import PrecisionContract
+from fp8core.config.section import SglangConfig
+from fp8core.errors import EngineLost, UserError
+from fp8core.models.architecture import Architecture
+from fp8core.numerics.fingerprint import digest_of
+from fp8core.numerics.kv_scales import LayerScales
+from fp8core.rollout.engine import (
+    Completion,
+    Finish,
+    PolicyScales,
+    Probe,
+    PromptGroup,
+    Sampling,
+    SharedWeights,
+    SyncReport,
+    TensorSpec,
+    share_weights,
+    specs_of,
+)
+from fp8core.rollout.sglang.host import CLOSE, ERROR, FINISHED, STOP, serve
+from fp8core.rollout.sglang.requirements import SglangBuild
+from fp8core.rollout.sglang.settings import (
+    LOWEST_TEMPERATURE,
+    POINTS,
+    WORKER,
+    Launch,
+    engine_arguments,
+    executed_formats,
+    model_config,
+    required_environment,
+)
+from fp8core.rollout.sglang.weights import UpdateError, parameter_slots
+
+# For SGLang to end its processes; then they are killed with the one between.
+_SHUTDOWN_SECONDS = 70.0
+_SEED_BITS = (1 << 63) - 1
+# Its place, and its requests or outputs.
+Group = tuple[int, list[dict[str, Any]]]
+_SLEEPING = ["kv_cache", "weights", "cuda_graph"]
+
+
+class SglangEngine:
+    """A resident SGLang that holds one policy."""
+
+    def __init__(
+        self,
+        arch: Architecture,
+        contract: PrecisionContract,
+        options: SglangConfig,
+        max_batch: int,
+        build: SglangBuild,
+        worker: str = WORKER,
+    ) -> None:
+        """Start SGLang.
+
+        Args:
+            arch: shape of the decoder.
+            contract: formats; the build must have been found to fit (`requirements.contract_refusals`).
+            options: what decides speed and memory.
+            max_batch: sequences decoded together.
+            build: the SGLang that is installed.
+            worker: path of `worker.answer`, or of a function that calls `worker.reply`.
+
+        Raises:
+            UserError: the environment was not prepared (`settings.required_environment`), or SGLang has moved what
+                this engine uses.
+            EngineLost: SGLang ended while it started.
+        """
+        _check_environment(required_environment())
+        self._arch, self._contract, self._build = arch, contract, build
+        self._sleeps, self._invariant = options.sleep, options.batch_invariant
+        self._longest = options.context_length or arch.max_positions
+        self._folder = tempfile.TemporaryDirectory(prefix="fp8-grpo-")
+        Path(self._folder.name, "config.json").write_text(json.dumps(model_config(arch, contract)), encoding="utf-8")
+        arguments = engine_arguments(
+            arch, contract, options, Launch(self._folder.name, self._longest, max_batch, worker)
+        )
+        self._closed = False
+        self._pipe, self._process = _start_host(arguments)
+        # Before `multiprocessing` waits for its children, as it does when Python ends.
+        atexit.register(self.close)
+        self._answer()
+        missing = self.call_worker("probe")
+        if missing:
+            self.close()
+            raise UserError(f"rollout.engine=sglang: {build.described} lacks {', '.join(missing)}")
+        self._parameters = {n: TensorSpec(d, tuple(shape)) for n, (d, shape) in self.call_worker("parameters").items()}
+        self._resolved: dict[str, Any] = self._call("resolved")
+        self._sent: dict[str, TensorSpec] = {}
+        self._slots: dict[str, tuple[Any, ...]] = {}
+        self._complete, self._asleep = False, False
+
+    def update(self, tensors: Mapping[str, Tensor], scales: PolicyScales, version: int) -> SyncReport:
+        """Write weights and scales into SGLang's own tensors and read both back; wakes an engine that sleeps.
+
+        Raises:
+            UpdateError: a tensor is missing, unknown, or of another type or shape; nothing was written then. Or SGLang
+                did not drop its prefix cache.
+        """
+        self.expect(specs_of(tensors), scales, version)
+        if self._asleep:
+            # Both share a device: memory that torch caches in this process would be missing in the worker.
+            torch.cuda.empty_cache()
+        with share_weights(tensors) as shared:
+            return self.receive(shared, scales, version)
+
+    def expect(self, sent: Mapping[str, TensorSpec], scales: PolicyScales, version: int) -> None:
+        """The first half of `update`: refuse what does not fit; nothing is written."""
+        if scales.version != version:
+            raise ValueError(f"scales of policy {scales.version} sent with weights of policy {version}")
+        if self._has_fp8_cache() and len(scales.layers) != self._arch.num_layers:
+            raise ValueError(f"{len(scales.layers)} layers have scales, the model has {self._arch.num_layers}")
+        if sent != self._sent:
+            slots = parameter_slots(sent, self._parameters)
+            self._sent, self._slots = dict(sent), {name: astuple(slot) for name, slot in slots.items()}
+
+    def receive(self, shared: SharedWeights, scales: PolicyScales, version: int) -> SyncReport:
+        """The second half: write the expected weights, which this or another process shares meanwhile."""
+        self._complete = False
+        if self._asleep:
+            self._call("resume", ["weights", "cuda_graph"])
+        self.call_worker("write", version, shared, self._slots)
+        if self._asleep:
+            self._call("resume", ["kv_cache"])
+            self.call_worker("clear_cache")
+            self._asleep = False
+        # Pages of another policy, or of other scales, would be read as if they were this one's.
+        if not self.drop_prefixes():
+            raise UpdateError("SGLang kept its prefix cache: requests are still running")
+        if self._has_fp8_cache():
+            self.call_worker("set_scales", [[layer.q, layer.k, layer.v] for layer in scales.layers])
+        self._complete = True
+        return self._read_back(scales)
+
+    def fingerprint(self) -> str:
+        """Digest of the weights in SGLang's parameters, by the names they were sent under."""
+        assert self._complete, "update() comes before fingerprint(), also after sleep()"
+        return self._digest(self.call_worker("read_back", self._slots))
+
+    def describe(self) -> dict[str, object]:
+        """Formats in the contract's words, kernel and dtype by linear, attention, dtypes and scales."""
+        described = self.call_worker("describe")
+        held = self.call_worker("read_back", {})["scales"]
+        return {
+            "engine": "sglang",
+            "version": self._build.described,
+            **executed_formats(described, self._contract, self._arch.num_layers),
+            "rounding_points": POINTS,
+            "model": described["model"],
+            "kernels": {name.rpartition(".")[2]: linear["kernel"] for name, linear in described["linears"].items()},
+            "backend": described["attention"][0],
+            "graphs": self._resolved["graphs"],
+            "settings": self._resolved,
+            "dtypes": {name: self._parameters[slot[0]].dtype for name, slot in self._slots.items()},
+            "scales": [dict(zip("qkv", layer, strict=True)) for layer in held],
+        }
+
+    def generate(self, groups: Sequence[PromptGroup], sampling: Sampling) -> Iterator[list[Completion]]:
+        """Generate all groups at once; each yield holds the completions of newly finished groups.
+
+        Raises:
+            UserError: a prompt and its completion are longer than the engine allows, or the temperature is lower than
+                SGLang can sample at.
+        """
+        assert self._complete, "update() comes before generate(), also after sleep()"
+        assert not sampling.report_experts, "models of this engine have no experts; the configuration was checked"
+        assert sampling.truncation is None, "it samples from the whole distribution; the configuration was checked"
+        self._check_requests(groups, sampling)
+        if self._sleeps:
+            # Release the shared policy, which torch caches: a long-lived allocation would pin all of it.
+            torch.cuda.empty_cache()
+        wanted = [
+            (place, [_sample_request(group, i, sampling) for i in range(len(group.seeds))])
+            for place, group in enumerate(groups)
+        ]
+        with closing(self._outputs(wanted)) as outputs:
+            for place, found in outputs:
+                group = groups[place]
+                yield [_completion(output, group, i, sampling) for i, output in enumerate(found)]
+
+    def score(self, probes: Sequence[Probe], temperature: float) -> list[list[float]]:
+        """Log-prob of each target after its context, with one sampled token a probe; one row."""
+        assert self._complete, "update() comes before score(), also after sleep()"
+        found = [math.nan] * len(probes)
+        wanted = [(place, [_probe_request(probe, temperature)]) for place, probe in enumerate(probes)]
+        for place, (output,) in self._outputs(wanted):
+            ((token, found[place]),) = output["targets"]
+            assert token == probes[place].target, "the log-prob is not that of the target"
+        return [found]
+
+    def sleep(self) -> None:
+        """Where the options say sleep, give the memory of weights and cache back until the next update."""
+        if self._sleeps and not self._asleep:
+            # Only an engine that runs nothing may be paused.
+            if not self.drop_prefixes():
+                raise UpdateError("SGLang kept its prefix cache: requests are still running")
+            self._call("release", _SLEEPING)
+            self._asleep, self._complete = True, False
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of the engine's tensors on the device (`allocated`), and bytes free on it (`free`)."""
+        used: dict[str, int] = self.call_worker("memory")
+        return used
+
+    def close(self) -> None:
+        """End SGLang's processes; a second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        with suppress(OSError):
+            self._pipe.send((CLOSE,))
+        self._process.join(_SHUTDOWN_SECONDS)
+        if self._process.is_alive():
+            # SGLang's processes follow it.
+            self._process.kill()
+            self._process.join()
+        self._folder.cleanup()
+
+    def await_loss(self) -> str | None:
+        """Wait for the end of SGLang's host: how it ended, None after `close`. It ends with any process of SGLang."""
+        wait([self._process.sentinel])
+        self._process.join()
+        return None if self._closed else f"SGLang's host {_ending(self._process.exitcode)}"
+
+    def call_worker(self, method: str, *arguments: Any) -> Any:
+        """A method of `PolicyWorker`, in the process that holds the model; plain values both ways."""
+        return self._call("ask_worker", method, arguments)
+
+    def drop_prefixes(self) -> bool:
+        """Forget all cached prompts; false while requests are running."""
+        return bool(self._call("flush_cache"))
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        self._send(method, *arguments)
+        return self._answer()
+
+    def _send(self, *message: Any) -> None:
+        try:
+            self._pipe.send(message)
+        except OSError as error:
+            raise EngineLost("SGLang's host ended") from error
+
+    def _receive(self) -> tuple[Any, ...]:
+        try:
+            message: tuple[Any, ...] = self._pipe.recv()
+        except (EOFError, OSError) as error:
+            raise EngineLost("SGLang's host ended") from error
+        if message[0] == ERROR:
+            raise RuntimeError(message[1])
+        return message
+
+    def _answer(self) -> Any:
+        """The result of what was asked for; outputs of requests before it are dropped."""
+        while (message := self._receive())[0] == FINISHED:
+            pass
+        return message[1]
+
+    def _outputs(self, groups: Sequence[Group]) -> Generator[Group, None, None]:
+        """Outputs of each group as it finishes; closed before the last, the rest is ended."""
+        self._send("generate", groups)
+        running = True
+        try:
+            while (message := self._receive())[0] == FINISHED:
+                yield message[1], message[2]
+            running = False
+        except (EngineLost, RuntimeError):
+            running = False
+            raise
+        finally:
+            if running:
+                self._send(STOP)
+                self._answer()
+
+    def _has_fp8_cache(self) -> bool:
+        return self._contract.rollout.kv_cache == "fp8"
+
+    def _read_back(self, scales: PolicyScales) -> SyncReport:
+        held = self.call_worker("read_back", self._slots)
+        # Without an FP8 cache SGLang has no use for scales, and none are written.
+        layers = _written(held["scales"]) if self._has_fp8_cache() else scales.layers
+        return SyncReport(held["version"], self._digest(held), PolicyScales(scales.version, layers))
+
+    def _digest(self, held: Mapping[str, Any]) -> str:
+        fingerprints = held["fingerprints"]
+        return digest_of({n: (self._sent[n].dtype, self._sent[n].shape, f) for n, f in fingerprints.items()})
+
+    def _check_requests(self, groups: Sequence[PromptGroup], sampling: Sampling) -> None:
+        if 0 < sampling.temperature < LOWEST_TEMPERATURE:
+            raise UserError(
+                f"rollout.temperature={sampling.temperature}: SGLang samples at {LOWEST_TEMPERATURE} or above"
+            )
+        for group in groups:
+            length = len(group.prompt) + sampling.max_new_tokens
+            if length > self._longest:
+                raise UserError(
+                    f"prompt {group.prompt_id}: {len(group.prompt)} tokens and rollout.max_new_tokens="
+                    f"{sampling.max_new_tokens} are {length}, rollout.sglang.context_length is {self._longest}"
+                )
+
+
+def _start_host(arguments: dict[str, Any]) -> tuple[Connection, Any]:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    # SGLang starts processes of its own, which a daemon may not.
+    process = context.Process(target=serve, args=(theirs, arguments), name="sglang", daemon=False)
+    process.start()
+    # The pipe ends with its last holder.
+    theirs.close()
+    return ours, process
+
+
+def _check_environment(required: Mapping[str, str]) -> None:
+    for name, value in required.items():
+        if os.environ.get(name) != value:
+            raise UserError(f"{name} must be {value} before SGLang is started, it is {os.environ.get(name)}")
+
+
+def _ending(code: int | None) -> str:
+    """An exit code of `multiprocessing`, in words."""
+    if code is None or code >= 0:
+        return f"ended with code {code}"
+    return f"was ended by {signal.Signals(-code).name}, as where one of SGLang's processes failed"
+
+
+def _sample_request(group: PromptGroup, i: int, sampling: Sampling) -> dict[str, Any]:
+    begun = group.begun[i] if group.begun else ()
+    rest = sampling.max_new_tokens - len(begun)
+    wanted = min(rest, group.room[i]) if group.room else rest
+    # 63 bits of it: SGLang holds seeds as signed integers, and hashes them without a sign.
+    seed = group.seeds[i] & _SEED_BITS
+    return {
+        "tokens": [*group.prompt, *begun],
+        "sampling": _sampling(sampling.temperature, wanted, seed, sorted(sampling.stop_ids)),
+    }
+
+
+def _probe_request(probe: Probe, temperature: float) -> dict[str, Any]:
+    return {"tokens": list(probe.context), "sampling": _sampling(temperature, 1, 0, []), "target": [probe.target]}
+
+
+def _sampling(temperature: float, tokens: int, seed: int, stops: list[int]) -> dict[str, Any]:
+    return {
+        "temperature": temperature,
+        "max_new_tokens": tokens,
+        "stop_token_ids": stops,
+        "ignore_eos": True,
+        "no_stop_trim": True,
+        "sampling_seed": seed,
+        "custom_params": {"seed": seed},
+    }
+
+
+def _completion(output: Mapping[str, Any], group: PromptGroup, i: int, sampling: Sampling) -> Completion:
+    tokens, reason = output["tokens"], output["reason"]
+    assert output["ids"] == tokens, "the log-probs are not those of the tokens"
+    assert reason in ("stop", "length"), f"SGLang ended a request with {reason}"
+    written = len(tokens) + (len(group.begun[i]) if group.begun else 0)
+    finish: Finish = "length" if written == sampling.max_new_tokens else "open"
+    if reason == "stop":
+        finish = "stop"
+    return Completion(group.group, group.samples[i], tokens, output["logprobs"], finish)
+
+
+def _written(held: Sequence[Sequence[float]]) -> tuple[LayerScales, ...]:
+    for layer, values in enumerate(held):
+        for name, value in zip("qkv", values, strict=True):
+            if math.isnan(value):
+                raise UpdateError(f"layer {layer}: its scale of {name} was never written, or not everywhere")
+    return tuple(LayerScales(*values) for values in held)

@@ -1,0 +1,162 @@
+"""SGLang as a registered engine: its checks, its environment, its memory, and how it is built."""
+
+import math
+from collections.abc import Iterator
+
+from fp8core.config.capability import Environment, Node, this_node
+from fp8core.config.run import RunConfig
+from fp8core.config.section import SglangConfig
+from fp8core.models.architecture import Architecture
+from fp8core.plan.kernels import Product, layer_products
+from fp8core.plan.memory import (
+    GIB,
+    CacheRoom,
+    Device,
+    EngineMemory,
+    Need,
+    cache_bytes_per_token,
+    engine_weights,
+    longest_sequence,
+    shipped_bytes,
+)
+from fp8core.rollout.engine import RolloutEngine
+from fp8core.rollout.registry import EngineEntry
+from fp8core.rollout.sglang.requirements import (
+    SglangBuild,
+    contract_refusals,
+    find_build,
+    model_refusals,
+    replay_refusals,
+)
+from fp8core.rollout.sglang.settings import required_environment, suggested_environment
+
+# SGLang's head has as many rows as fill this.
+_VOCABULARY_STEP = 64
+# CUDA context, activations, captured graphs. An estimate: SGLang measures its own when it starts.
+_WORKSPACE = 5_000_000_000
+# Memory that a sleeping engine leaves on its GPU: CUDA context, workspaces. An estimate.
+_ASLEEP = 2_000_000_000
+
+
+def _build(config: RunConfig, arch: Architecture) -> RolloutEngine:
+    rollout = config.rollout
+    # SGLang is optional.
+    from fp8core.rollout.sglang.engine import SglangEngine
+
+    return SglangEngine(arch, config.precision, rollout.sglang, rollout.max_batch, _build_on(this_node()))
+
+
+def _build_on(node: Node) -> SglangBuild:
+    return find_build(node.platform, node.version)
+
+
+def _check(config: RunConfig, node: Node) -> Iterator[str]:
+    build = _build_on(node)
+    yield from contract_refusals(config.precision, build)
+    if config.rollout.router_replay:
+        yield from replay_refusals(build)
+
+
+def _check_model(config: RunConfig, arch: Architecture) -> Iterator[str]:
+    return model_refusals(arch, config.precision)
+
+
+def _requirements() -> str:
+    return f"{_build_on(this_node()).described}, block FP8 and BF16"
+
+
+def _environment(config: RunConfig, node: Node) -> Environment:
+    _build_on(node)
+    return Environment(required_environment(), suggested_environment())
+
+
+def _memory(config: RunConfig, arch: Architecture, gpu: Device | None) -> EngineMemory:
+    """Of one GPU with one engine; there is none for a host."""
+    options = config.rollout.sglang
+    weights = engine_weights(shipped_bytes(arch, config.precision))
+    if gpu is None:
+        return EngineMemory((weights,))
+    sized = options.kv_cache_gib is not None
+    static = gpu.memory if sized else int(gpu.memory * options.mem_fraction_static)
+    workspace = Need("engine workspace", _WORKSPACE, "CUDA context, activations, graphs; estimate")
+    room = _cache_room(config, arch, static - weights.bytes)
+    change = "lower rollout.sglang.kv_cache_gib" if sized else "raise rollout.sglang.mem_fraction_static"
+    advice = f"{change}, or choose a GPU with more memory"
+
+    def beside(share: float) -> str | None:
+        if sized:
+            return advice
+        return f"lower rollout.sglang.mem_fraction_static to {share}" if share > 0 else None
+
+    return EngineMemory(
+        needs=(weights, workspace, Need("KV cache", room.bytes, f"{room.bytes_per_token:,} bytes a token")),
+        asleep=(Need("engine asleep", _ASLEEP, "CUDA context; estimate"),) if options.sleep else None,
+        limit=gpu.memory if sized else min(gpu.memory, static + _WORKSPACE),
+        advice=advice,
+        advice_beside=beside,
+        cache=room,
+        refusal=_cache_refusal(config, arch, room),
+    )
+
+
+def _cache_room(config: RunConfig, arch: Architecture, free: int) -> CacheRoom:
+    """The KV cache: the configured size, or the bytes that are free."""
+    rollout = config.rollout
+    gib = rollout.sglang.kv_cache_gib
+    size = max(0, free) if gib is None else int(gib * GIB)
+    per_token = cache_bytes_per_token(arch, config.precision.rollout.kv_cache)
+    tokens, sequence = size // per_token, longest_sequence(config, arch)
+    batch = math.ceil(rollout.drawn_prompts / config.cluster.engines) * rollout.group_size
+    return CacheRoom(
+        bytes=size,
+        bytes_per_token=per_token,
+        tokens=tokens,
+        sequence=sequence,
+        sequences=tokens // sequence,
+        wanted=min(batch, rollout.max_batch),
+        engines=config.cluster.engines,
+    )
+
+
+def _longest(config: RunConfig, arch: Architecture) -> int:
+    """SGLang's context: it needs room for one sequence of this length."""
+    return config.rollout.sglang.context_length or arch.max_positions
+
+
+def _cache_refusal(config: RunConfig, arch: Architecture, room: CacheRoom) -> str | None:
+    """The reason why SGLang would not generate with this cache; None when it does."""
+    wanted = _longest(config, arch)
+    if room.tokens >= wanted:
+        return None
+    size = "mem_fraction_static" if config.rollout.sglang.kv_cache_gib is None else "kv_cache_gib"
+    return (
+        f"the KV cache has room for {room.tokens:,} tokens, rollout.sglang.context_length is {wanted:,}; raise "
+        f"rollout.sglang.{size}, or lower context_length"
+    )
+
+
+def _products(config: RunConfig, arch: Architecture) -> Iterator[Product]:
+    """A step reads prompts, or decodes one token a request."""
+    rollout, head = config.rollout, config.precision.rollout.head
+    if config.precision.rollout.linear == "fp8_block":
+        rows = range(1, max(rollout.sglang.chunked_prefill_size, rollout.max_batch) + 1)
+        yield from layer_products(arch, rows)
+    if head == "fp32":
+        padded = math.ceil(arch.vocab_size / _VOCABULARY_STEP) * _VOCABULARY_STEP
+        yield Product("bf16", padded, arch.hidden_size, range(1, rollout.max_batch + 1))
+
+
+ENGINE = EngineEntry(
+    name="sglang",
+    config=SglangConfig,
+    build=_build,
+    check=_check,
+    check_model=_check_model,
+    requirements=_requirements,
+    environment=_environment,
+    memory=_memory,
+    gpus=lambda config: config.cluster.engines,
+    longest=_longest,
+    products=_products,
+    sleeps=lambda config: config.rollout.sglang.sleep,
+)

@@ -1,0 +1,163 @@
+"""A process between training and SGLang, which holds `sglang.Engine` and answers through a pipe.
+
+SGLang takes a process for its own. It sets the way in which others are started, and catches their signals. When it
+closes, or a process of it fails, it ends every child of this one. So it has a process with nothing else in it.
+"""
+
+import asyncio
+import multiprocessing
+from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from fp8core import end_with_parent
+from fp8core.rollout.sglang.worker import Mailbox, WorkerError, register, run_detokenizer, run_scheduler
+
+RESULT, ERROR, FINISHED = "result", "error", "finished"
+CLOSE, STOP = "close", "stop"
+_RESOLVED = (
+    *("attention_backend", "sampling_backend", "kv_cache_dtype", "page_size", "max_running_requests"),
+    *("chunked_prefill_size", "enable_deterministic_inference", "disable_radix_cache", "context_length"),
+)
+# For the end of the last batch to arrive, and for the cache to be dropped.
+_FLUSH_SECONDS = 30.0
+
+
+def serve(pipe: Connection, arguments: dict[str, Any]) -> None:
+    """Start an engine, say so, and answer until CLOSE is asked for, the parent ends, or one of SGLang's processes."""
+    end_with_parent.follow_parent()
+    host = Host(pipe, arguments)
+    pipe.send((RESULT, None))
+    # SGLang hears of the end of its processes while it generates, not while nothing is asked of it.
+    processes = [process.sentinel for process in multiprocessing.active_children()]
+    with suppress(EOFError):
+        while pipe in wait([pipe, *processes]) and host.answer(*pipe.recv()):
+            pass
+    host.close()
+
+
+class Host:
+    """The engine, and what is asked of it."""
+
+    def __init__(self, pipe: Connection, arguments: dict[str, Any]) -> None:
+        # SGLang is optional; its package has a stand-in of this name, which cannot be derived from.
+        from sglang.srt.entrypoints.engine import Engine
+
+        register()
+
+        class PolicyEngine(Engine):
+            """SGLang's engine with our processes, in the places that it keeps for them."""
+
+            run_scheduler_process_func = staticmethod(run_scheduler)
+            run_detokenizer_process_func = staticmethod(run_detokenizer)
+
+        self._pipe = pipe
+        self._engine = PolicyEngine(**arguments)
+        self._mailbox = Mailbox(arguments["model_path"])
+        (self._worker,) = arguments["custom_weight_loader"]
+        self._seeded = bool(arguments.get("enable_custom_logit_processor"))
+
+    def answer(self, method: str, *arguments: Any) -> bool:
+        """Call a method and send what it returns or how it failed; false for CLOSE."""
+        if method in (CLOSE, STOP):
+            # A generation that is to stop may have ended by itself.
+            return method == STOP
+        try:
+            result = getattr(self, method)(*arguments)
+        except WorkerError as error:
+            self._pipe.send((ERROR, str(error)))
+        else:
+            self._pipe.send((RESULT, result))
+        return True
+
+    def ask_worker(self, method: str, arguments: tuple[Any, ...]) -> Any:
+        """A method of `PolicyWorker`, in the process that holds the model."""
+        self._mailbox.ask(method, arguments)
+        done, message = self._engine.update_weights_from_tensor([], load_format=self._worker, flush_cache=False)
+        assert done, message
+        return self._mailbox.answered()
+
+    def flush_cache(self) -> bool:
+        """Forget all cached prompts; false while requests are running."""
+        flushed = self._engine.loop.run_until_complete(
+            self._engine.tokenizer_manager.flush_cache(timeout_s=_FLUSH_SECONDS)
+        )
+        return bool(flushed.success)
+
+    def release(self, kinds: list[str]) -> None:
+        """Give memory back: `weights`, `kv_cache`, `cuda_graph`."""
+        self._engine.release_memory_occupation(kinds)
+
+    def resume(self, kinds: list[str]) -> None:
+        """Take memory again."""
+        self._engine.resume_memory_occupation(kinds)
+
+    def resolved(self) -> dict[str, Any]:
+        """SGLang's settings, as it resolved them."""
+        settings = self._engine.server_args
+        return {name: getattr(settings, name) for name in _RESOLVED} | {
+            "graphs": str(settings.cuda_graph_config),
+            "max_total_tokens": self._engine.get_server_info()["max_total_num_tokens"],
+        }
+
+    def generate(self, groups: Sequence[tuple[int, list[dict[str, Any]]]]) -> None:
+        """Generate all requests at once; sends (FINISHED, group, outputs) for each group. STOP ends what is running."""
+        self._engine.loop.run_until_complete(self._generate(groups))
+
+    def close(self) -> None:
+        """End SGLang's processes."""
+        self._engine.shutdown()
+
+    async def _generate(self, groups: Sequence[tuple[int, list[dict[str, Any]]]]) -> None:
+        loop = asyncio.get_running_loop()
+        running = {loop.create_task(self._group(requests)): group for group, requests in groups}
+        stopped = asyncio.Event()
+        stop = loop.create_task(stopped.wait())
+        loop.add_reader(self._pipe.fileno(), stopped.set)
+        try:
+            while running and not stopped.is_set():
+                await asyncio.wait([*running, stop], return_when=asyncio.FIRST_COMPLETED)
+                for task in [task for task in running if task.done()]:
+                    self._pipe.send((FINISHED, running.pop(task), task.result()))
+        finally:
+            loop.remove_reader(self._pipe.fileno())
+            stop.cancel()
+            if running:
+                self._engine.tokenizer_manager.abort_request(abort_all=True)
+                await asyncio.wait(list(running))
+            if stopped.is_set():
+                self._pipe.recv()
+
+    async def _group(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Outputs of one group: ids, log-probs and reason of each request."""
+        outputs = await self._engine.async_generate(
+            input_ids=[request["tokens"] for request in requests],
+            sampling_params=[request["sampling"] for request in requests],
+            token_ids_logprob=[request["target"] for request in requests] if "target" in requests[0] else None,
+            custom_logit_processor=_processor() if self._seeded else None,
+            return_logprob=True,
+            # Of the prompt none are wanted: they would be computed anew where it is cached.
+            logprob_start_len=-1,
+        )
+        return [_output(output) for output in outputs]
+
+
+def _processor() -> str:
+    from fp8core.rollout.sglang.sampler import BringsSeed
+
+    processor: str = BringsSeed.to_str()
+    return processor
+
+
+def _output(output: dict[str, Any]) -> dict[str, Any]:
+    about = output["meta_info"]
+    logprobs = about["output_token_logprobs"]
+    targets = about.get("output_token_ids_logprobs") or []
+    return {
+        "ids": list(output["output_ids"]),
+        "tokens": [token for _, token, *_ in logprobs],
+        "logprobs": [logprob for logprob, *_ in logprobs],
+        "targets": [(token, logprob) for position in targets for logprob, token, *_ in position],
+        "reason": about["finish_reason"]["type"],
+    }

@@ -1,0 +1,154 @@
+"""The only place that touches what SGLang does not publish: attributes of attention layers, kernels, the KV cache.
+
+`probe` looks for all of it when an engine starts. Attributes are read, and those that SGLang leaves empty are filled;
+no method is replaced.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8core.numerics.e4m3 import TILE, scale_from_amax
+
+# Of an attention layer: our buffer, FP32 [3] for Q, K and V; and what FlashAttention multiplies scores and values by.
+_SCALES, _OF_SCORES, _OF_VALUES = "policy_scales", "k_scale", "v_scale"
+_BACKEND = "policy_backend"
+_LAYER_PARTS = (_OF_SCORES, _OF_VALUES, "layer_id", "tp_k_head_num")
+_BACKEND_PARTS = ("token_to_kv_pool", "kv_cache_dtype", "fa_impl_ver", "num_splits", "forward_metadata")
+_POOL_PARTS = ("k_buffer", "v_buffer", "store_dtype", "dtype")
+
+
+def attention_layers(model: nn.Module) -> list[nn.Module]:
+    """Attention layers in the order of the decoder."""
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    return [module for module in model.modules() if isinstance(module, RadixAttention)]
+
+
+def give_scales(layer: nn.Module, device: Any, scaled: bool) -> None:
+    """Where the cache has scales, buffers for them, 1 while graphs are captured (`forget_scales`)."""
+    if scaled:
+        setattr(layer, _SCALES, torch.ones(3, dtype=torch.float32, device=device))
+        setattr(layer, _OF_SCORES, torch.ones(1, dtype=torch.float32, device=device))
+        setattr(layer, _OF_VALUES, torch.ones(1, dtype=torch.float32, device=device))
+
+
+def hold_backend(model: nn.Module, backend: object) -> None:
+    """Let the model's worker find its attention backend."""
+    setattr(model, _BACKEND, backend)
+
+
+def scale_buffers(layer: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
+    """FP32 [1] of Q, K and V."""
+    scales: Tensor = getattr(layer, _SCALES)
+    return scales[0:1], scales[1:2], scales[2:3]
+
+
+def has_scales(model: nn.Module) -> bool:
+    """True if the KV cache is FP8."""
+    return all(hasattr(layer, _SCALES) for layer in attention_layers(model))
+
+
+def write_scales(model: nn.Module, scales: list[list[float]]) -> None:
+    """Set the scales of Q, K and V of every layer, in place: captured graphs read the same buffers."""
+    for layer, values in zip(attention_layers(model), scales, strict=True):
+        held: Tensor = getattr(layer, _SCALES)
+        held.copy_(torch.tensor(values, dtype=torch.float32))
+        getattr(layer, _OF_SCORES).copy_(held[0:1] * held[1:2])
+        getattr(layer, _OF_VALUES).copy_(held[2:3])
+
+
+def read_scales(model: nn.Module) -> list[list[float]]:
+    """Scales of Q, K and V of every layer, from the device; NaN where what FlashAttention reads does not follow."""
+    found = []
+    for layer in attention_layers(model):
+        held: Tensor = getattr(layer, _SCALES)
+        follows = torch.cat([held[0:1] * held[1:2], held[2:3]])
+        kernel = torch.cat([getattr(layer, _OF_SCORES), getattr(layer, _OF_VALUES)])
+        found.append(torch.where((kernel == follows).all(), held, torch.nan))
+    rows: list[list[float]] = torch.stack(found).tolist()
+    return rows
+
+
+def forget_scales(model: nn.Module) -> None:
+    """NaN until they are set; nothing where the cache is BF16."""
+    if has_scales(model):
+        write_scales(model, [[torch.nan] * 3 for _ in attention_layers(model)])
+
+
+def probe(model: nn.Module) -> list[str]:
+    """The parts that this module uses and this SGLang lacks; none when it can be worked with."""
+    layers, backend = attention_layers(model), getattr(model, _BACKEND, None)
+    missing = [] if layers else ["layers of RadixAttention"]
+    missing += [f"RadixAttention.{part}" for part in _LAYER_PARTS if any(not hasattr(layer, part) for layer in layers)]
+    if backend is None:
+        return [*missing, "the attention backend that was registered"]
+    missing += [f"FlashAttentionBackend.{part}" for part in _BACKEND_PARTS if not hasattr(backend, part)]
+    pool = getattr(backend, "token_to_kv_pool", None)
+    missing += [f"KV pool.{part}" for part in _POOL_PARTS if not hasattr(pool, part)]
+    if backend_type(model) is torch.float8_e4m3fn and not has_scales(model):
+        missing.append("layers that take scales")
+    return missing
+
+
+def backend_type(model: nn.Module) -> torch.dtype:
+    """The element type of the KV cache."""
+    found: torch.dtype = getattr(model, _BACKEND).kv_cache_dtype
+    return found
+
+
+def cache_tensors(model: nn.Module) -> Iterator[Tensor]:
+    """The KV cache of every layer."""
+    pool = getattr(model, _BACKEND).token_to_kv_pool
+    yield from pool.k_buffer
+    yield from pool.v_buffer
+
+
+def describe_attention(model: nn.Module) -> list[dict[str, Any]]:
+    """Implementation, version of FlashAttention, splits of keys (0: as it chooses) and cache format of every layer."""
+    backend = getattr(model, _BACKEND)
+    pool = str(backend.token_to_kv_pool.dtype).removeprefix("torch.")
+    about = {"implementation": type(backend).__name__, "version": backend.fa_impl_ver, "splits": backend.num_splits}
+    return [{**about, "cache": pool} for _ in attention_layers(model)]
+
+
+def describe_linears(model: nn.Module) -> dict[str, dict[str, str]]:
+    """Method and weight type of every linear of the decoder layers, by name."""
+    return {
+        name: {
+            "kernel": type(module.quant_method).__name__,
+            "dtype": str(module.get_parameter("weight").dtype).removeprefix("torch."),
+        }
+        for name, module in model.named_modules()
+        if name.endswith("_proj") and hasattr(module, "quant_method")
+    }
+
+
+def describe_head(model: nn.Module) -> str:
+    """Type of the logits, from what the head makes of a hidden state."""
+    head: Any = model.lm_head
+    hidden = torch.zeros(1, head.weight.shape[1], dtype=torch.bfloat16, device=head.weight.device)
+    logits: Tensor = head.quant_method.apply(head, hidden, None)
+    return str(logits.dtype).removeprefix("torch.")
+
+
+def describe_scale_rule(model: nn.Module) -> str:
+    """The rule of every FP8 linear, found from an activation that it quantised; `none` where there are none."""
+    rules = {
+        _rule_of(module.quant_method, module.get_parameter("weight"))
+        for name, module in model.named_modules()
+        if hasattr(getattr(module, "quant_method", None), "quantise")
+    }
+    return "+".join(sorted(rules)) or "none"
+
+
+def _rule_of(method: Any, weight: Tensor) -> str:
+    columns = weight.shape[1]
+    # Magnitudes over several powers of two, so that no group's amax / 448 is one by chance.
+    x = torch.linspace(-3, 5, 4 * columns, device=weight.device).view(4, columns).to(torch.bfloat16)
+    scales = method.quantise(x)[1].float()
+    amax = x.float().view(4, columns // TILE, TILE).abs().amax(-1)
+    found = [rule for rule in ("pow2", "fp32") if torch.equal(scales, scale_from_amax(amax, rule))]
+    return found[0] if len(found) == 1 else "unknown"

@@ -1,0 +1,122 @@
+"""Block-FP8 linears and an FP32 head, as a quantisation method of SGLang.
+
+The quantiser of activations, the product of codes and the head are those that train. Weights and their scales are read
+where they were written: nothing is laid out anew after loading.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+from sglang.srt.layers.linear import LinearBase
+from sglang.srt.layers.quantization.base_config import LinearMethodBase, QuantizationConfig, QuantizeMethodBase
+from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod, UnquantizedLinearMethod
+from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from torch import Tensor, nn
+
+from fp8core.kernels.hopper_gemm import forward_gemm, head_logits
+from fp8core.models.weights import SCALE_SUFFIX
+from fp8core.numerics.e4m3 import TILE, Codes, FiniteFlag, ScaleRule, row_codes
+from fp8core.rollout.sglang.settings import REGISTERED
+
+_PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+
+class BlockFp8Linear(LinearMethodBase):
+    """y = x W^T of codes: x in 1 x 128 groups by the contract's scale rule, W in 128 x 128 tiles."""
+
+    def __init__(self, rule: ScaleRule) -> None:
+        self.rule = rule
+
+    def create_weights(
+        self,
+        layer: nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **attributes: Any,
+    ) -> None:
+        """E4M3 `weight` [out, in] and FP32 `weight_scale_inv`, one a tile."""
+        rows, columns = sum(output_partition_sizes), input_size_per_partition
+        codes = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)
+        scales = torch.ones(rows // TILE, columns // TILE, dtype=torch.float32)
+        for name, tensor in (("weight", codes), (f"weight{SCALE_SUFFIX}", scales)):
+            layer.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Lay nothing out anew."""
+
+    def quantise(self, x: Tensor) -> Codes:
+        """Codes and scales of BF16 [tokens, in]."""
+        return row_codes(x, self.rule, _flag(x.device))
+
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """BF16 [..., out]; a bias is added to the rounded product."""
+        rows = x.reshape(-1, x.shape[-1])
+        weight = layer.get_parameter("weight"), layer.get_parameter(f"weight{SCALE_SUFFIX}")
+        product = forward_gemm(self.quantise(rows), weight).view(*x.shape[:-1], -1)
+        return product if bias is None else product + bias
+
+
+class Fp32Head(UnquantizedEmbeddingMethod):
+    """Embedding, and a head whose logits are FP32 sums of BF16 products."""
+
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """FP32 [tokens, vocabulary]."""
+        assert bias is None, "no model here has a biased head"
+        return head_logits(x, layer.get_parameter("weight"))
+
+
+class PolicyQuantisation(QuantizationConfig):
+    """Names the method of each layer, by the config.json that `settings.model_config` writes."""
+
+    def __init__(self, kept: frozenset[str], rule: ScaleRule, head: str) -> None:
+        """`kept` are modules in BF16, by their Hugging Face names."""
+        super().__init__()
+        self._kept, self._rule, self._head = kept, rule, head
+
+    @classmethod
+    def get_name(cls) -> str:
+        return REGISTERED
+
+    @classmethod
+    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
+        return [torch.bfloat16]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """Hopper's."""
+        return 90
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "PolicyQuantisation":
+        return cls(frozenset(config["modules_to_not_convert"]), config["scale_rule"], config["head"])
+
+    def get_scaled_act_names(self) -> list[str]:
+        return []
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """Linears, embedding and head; attention has its scales from our backend."""
+        if isinstance(layer, LinearBase):
+            return UnquantizedLinearMethod() if self._keeps(prefix) else BlockFp8Linear(self._rule)
+        if isinstance(layer, VocabParallelEmbedding):
+            return Fp32Head() if self._head == "fp32" else UnquantizedEmbeddingMethod()
+        return None
+
+    def _keeps(self, prefix: str) -> bool:
+        stem, _, module = prefix.rpartition(".")
+        found = {f"{stem}.{part}" in self._kept for part in _PARTS.get(module, (module,))}
+        assert len(found) == 1, f"{prefix}: its parts differ in format"
+        return found.pop()
+
+
+@cache
+def _flag(device: torch.device) -> FiniteFlag:
+    """It is not read: a value that is not finite reaches the log-probs."""
+    return FiniteFlag(device)

@@ -1,0 +1,109 @@
+"""The installed SGLang, and what it cannot do of a configuration: found before SGLang is imported.
+
+This engine uses parts of SGLang that it does not promise to keep (`internals`), so one version is supported.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as installed_version
+from typing import Final
+
+from fp8core.config.precision import PrecisionContract
+from fp8core.errors import UserError
+from fp8core.models.architecture import Architecture, parameter_shapes
+from fp8core.models.weights import rollout_formats
+from fp8core.numerics.e4m3 import TILE
+from fp8core.numerics.gemm import OUTPUT_MULTIPLE
+
+SUPPORTED: Final = "0.5.15"
+_HOPPER = "sm_90"
+# FlashAttention 3 reads FP8 for these.
+_HEAD_DIMS = (64, 128, 256)
+
+
+@dataclass(frozen=True)
+class SglangBuild:
+    """An installed SGLang, by the version of its package."""
+
+    version: str
+
+    @property
+    def described(self) -> str:
+        """Name and version in words."""
+        return f"sglang {self.version}"
+
+
+def find_build(platform: str, version_of: Callable[[str], str] = installed_version) -> SglangBuild:
+    """The SGLang of this environment.
+
+    Args:
+        platform: of this machine (`config.capability.this_platform`).
+        version_of: from the name of a distribution to its version; PackageNotFoundError where it is not installed.
+
+    Raises:
+        UserError: no SGLang is installed, one that this engine does not support, or on other than a Hopper GPU.
+    """
+    try:
+        version = version_of("sglang")
+    except PackageNotFoundError:
+        raise UserError(
+            "rollout.engine=sglang: SGLang is not installed; make env-sglang, an environment of its own on Hopper"
+        ) from None
+    if version != SUPPORTED:
+        raise UserError(
+            f"rollout.engine=sglang: sglang {version} is installed, this engine supports sglang {SUPPORTED}"
+        )
+    if platform != _HOPPER:
+        where = "a machine without a GPU" if platform == "cpu" else platform
+        raise UserError(
+            f"rollout.engine=sglang: sglang {version} on {where}: this engine supports it on {_HOPPER} (Hopper)"
+        )
+    return SglangBuild(version)
+
+
+def contract_refusals(contract: PrecisionContract, build: SglangBuild) -> Iterator[str]:
+    """The refusals of this build of SGLang: the setting, the build and what to change."""
+    rollout = contract.rollout
+    if rollout.linear == "fp32":
+        yield f"precision.rollout.linear=fp32: {build.described} computes in BF16 or FP8; set it to bf16 or fp8_block"
+    if contract.rounding_points != "stepwise":
+        yield (
+            f"precision.rounding_points={contract.rounding_points}: {build.described} has kernels of its own for "
+            "norms, rotary positions and SwiGLU, which round where no points of the contract do; set it to stepwise"
+        )
+
+
+def replay_refusals(build: SglangBuild) -> Iterator[str]:
+    """Router replay, where the models of this engine have no experts."""
+    yield (
+        f"rollout.router_replay: {build.described} holds dense models here; set it to false, or rollout.engine to vllm"
+    )
+
+
+def model_refusals(arch: Architecture, contract: PrecisionContract) -> Iterator[str]:
+    """The reasons why this engine cannot hold a model: the model's property and what to change."""
+    if arch.experts is not None:
+        yield (
+            "rollout.engine=sglang: the model has experts; on Hopper SGLang quantises their inputs by FP32 scales "
+            "alone, and this engine holds dense models; set rollout.engine to vllm"
+        )
+        return
+    if arch.hidden_size % OUTPUT_MULTIPLE:
+        yield (
+            f"rollout.engine=sglang: a hidden size of {arch.hidden_size}, which is no multiple of "
+            f"{OUTPUT_MULTIPLE}; set rollout.engine to embedded"
+        )
+    if contract.rollout.kv_cache == "fp8" and arch.head_dim not in _HEAD_DIMS:
+        yield (
+            f"precision.rollout.kv_cache=fp8: head_dim {arch.head_dim}; FlashAttention 3 reads FP8 for "
+            f"{', '.join(map(str, _HEAD_DIMS))}; set it to bf16"
+        )
+    formats = rollout_formats(contract, arch.num_layers).stored_names()
+    for name, shape in parameter_shapes(arch).items():
+        if formats.of(name) == "fp8_block" and any(size % TILE for size in shape):
+            yield (
+                f"precision.rollout.linear=fp8_block: {name} is {list(shape)}; SGLang fuses linears, so "
+                f"both sides of each must be multiples of {TILE}; set it to bf16, or rollout.engine to embedded"
+            )
+            return

@@ -1,0 +1,161 @@
+"""From a precision contract to the settings of an SGLang engine: its environment, its arguments, its config.json.
+
+Everything that decides a bit is pinned here (facts about SGLang 0.5.15 on Hopper):
+
+- Its own block-FP8 linears quantise activations by FP32 scales on Hopper, whatever the weights' scales are
+  (`deep_gemm_wrapper/configurer.py`). A quantisation method of ours (`quantisation`) has the contract's rule, with the
+  quantiser and the product that train.
+- FP8 attention is FlashAttention 3. SGLang casts Q unscaled, without saturation, and takes 1.0 where it finds no
+  scale of K or V. An attention backend of ours (`attention`) makes the codes and hands the scales to the kernel.
+- Logits are FP32 sums of BF16 products. SGLang's FP32 head would multiply in FP32, a copy of the head each step.
+- SGLang has seeds in deterministic inference alone. Otherwise a sampler of ours (`sampler`) draws by the same function
+  of seed and position.
+- Log-probs are those of the tempered distribution, which is sampled from: nothing truncates it.
+
+All of it is registered where SGLang takes methods, backends and samplers from outside (`worker.register`). This module
+imports no SGLang.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fp8core.config.precision import PrecisionContract
+from fp8core.config.section import SglangConfig
+from fp8core.models.architecture import Architecture, architecture_to_hf, parameter_shapes
+from fp8core.models.quantised_checkpoint import block_fp8_section
+from fp8core.models.weights import is_linear, rollout_formats
+from fp8core.plan.memory import cache_bytes_per_token
+
+REGISTERED = "fp8_grpo"
+"""Name of our quantisation method, attention backend and sampler in SGLang."""
+WORKER = "fp8core.rollout.sglang.worker.answer"
+POINTS = "kernels of SGLang"
+"""Rounding points of its norms, rotary positions and SwiGLU; no contract has them."""
+# SGLang has greedy requests at temperature 0 alone; what is lower divides by nearly nothing.
+LOWEST_TEMPERATURE = 1e-4
+_GIB = 1 << 30
+
+
+def required_environment() -> dict[str, str]:
+    """Variables that decide what SGLang computes; they must be set before it is imported.
+
+    Its plugins replace any of its functions: none of this name is installed, so none is loaded.
+    """
+    return {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0", "SGLANG_PLUGINS": REGISTERED}
+
+
+def suggested_environment() -> dict[str, str]:
+    """Variables that decide speed; what a user has set stays."""
+    return {"SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0"}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The arguments that one engine is started with.
+
+    Attributes:
+        folder: of a config.json (`model_config`), and of the worker's requests; weights come by the first update.
+        longest: tokens of the longest prompt with its completion.
+        max_batch: sequences decoded together.
+        worker: path of the function that answers in the process with the model (`worker.answer`).
+    """
+
+    folder: str
+    longest: int
+    max_batch: int
+    worker: str = WORKER
+
+
+def engine_arguments(
+    arch: Architecture, contract: PrecisionContract, options: SglangConfig, launch: Launch
+) -> dict[str, Any]:
+    """Arguments of `sglang.srt.server_args.ServerArgs`: plain values, which travel to another process."""
+    return {
+        "model_path": launch.folder,
+        "skip_tokenizer_init": True,
+        "load_format": "dummy",
+        "dtype": "bfloat16",
+        "random_seed": 0,
+        "quantization": REGISTERED,
+        "attention_backend": REGISTERED,
+        # Deterministic inference has SGLang's own sampler, which takes seeds then.
+        **({"enable_deterministic_inference": True} if options.batch_invariant else own_sampler()),
+        "kv_cache_dtype": "fp8_e4m3" if contract.rollout.kv_cache == "fp8" else "bf16",
+        # One token more: a request of the full length must fit with the one that it never generates.
+        "context_length": launch.longest + 1,
+        "max_running_requests": launch.max_batch,
+        "max_total_tokens": cache_tokens(arch, contract, options),
+        "mem_fraction_static": options.mem_fraction_static,
+        "chunked_prefill_size": options.chunked_prefill_size,
+        "page_size": options.page_size,
+        "disable_cuda_graph": not options.graphs,
+        # Compiled pieces of prompts round where torch.compile fuses, graphs of decode steps do not.
+        "disable_prefill_cuda_graph": True,
+        **({"cuda_graph_max_bs_decode": launch.max_batch} if options.graphs else {}),
+        "enable_memory_saver": options.sleep,
+        "custom_weight_loader": [launch.worker],
+        "log_level": "error",
+    }
+
+
+def own_sampler() -> dict[str, Any]:
+    """Our sampler, and the flag that brings the parameters of requests to it."""
+    return {"sampling_backend": REGISTERED, "enable_custom_logit_processor": True}
+
+
+def cache_tokens(arch: Architecture, contract: PrecisionContract, options: SglangConfig) -> int | None:
+    """Tokens of the KV cache, in whole pages; None where SGLang takes what is left."""
+    if options.kv_cache_gib is None:
+        return None
+    tokens = int(options.kv_cache_gib * _GIB) // cache_bytes_per_token(arch, contract.rollout.kv_cache)
+    return tokens // options.page_size * options.page_size
+
+
+def model_config(arch: Architecture, contract: PrecisionContract) -> dict[str, Any]:
+    """The config.json of a policy under the contract, without tokens: the engine is told where completions end."""
+    config = architecture_to_hf(arch, bos_id=None, eos_ids=[0], pad_id=None, dtype="bfloat16")
+    formats = rollout_formats(contract, arch.num_layers).stored_names()
+    linears = (name for name in parameter_shapes(arch) if is_linear(name))
+    kept = [name.removesuffix(".weight") for name in linears if formats.of(name) != "fp8_block"]
+    section = block_fp8_section(["lm_head", *kept])
+    about = {"quant_method": REGISTERED, "scale_rule": contract.scale_rule, "head": contract.rollout.head}
+    # SGLang refuses a context beyond the model's positions, and its own has one token more (`engine_arguments`).
+    positions = {"max_position_embeddings": arch.max_positions + 1}
+    return {**config, **positions, "quantization_config": {**section, **about}}
+
+
+def executed_formats(described: Mapping[str, Any], contract: PrecisionContract, num_layers: int) -> dict[str, object]:
+    """The formats that run, in the words of the contract, from what the worker reports of itself (`worker`).
+
+    Returns:
+        `linear` and `attention` (by layer, and for all), `head` and `scale_rule`. Where a part is not what any
+        contract means, its name says what it is.
+    """
+    linears = [_linear_name(described["linears"], layer) for layer in range(num_layers)]
+    return {
+        "linear": linears,
+        "attention": "+".join(dict.fromkeys(_attention_name(layer) for layer in described["attention"])),
+        "head": {"float32": "fp32", "bfloat16": "bf16"}.get(described["head"], described["head"]),
+        "scale_rule": described["scale_rule"] if "fp8_block" in linears else contract.scale_rule,
+    }
+
+
+def _linear_name(linears: Mapping[str, Mapping[str, str]], layer: int) -> str:
+    prefix = f"model.layers.{layer}."
+    return "+".join(dict.fromkeys(_kind(linear) for name, linear in linears.items() if name.startswith(prefix)))
+
+
+def _kind(linear: Mapping[str, str]) -> str:
+    if linear == {"dtype": "bfloat16", "kernel": "UnquantizedLinearMethod"}:
+        return "bf16"
+    if linear == {"dtype": "float8_e4m3fn", "kernel": "BlockFp8Linear"}:
+        return "fp8_block"
+    return f"{linear['dtype']} by {linear['kernel']}"
+
+
+def _attention_name(layer: Mapping[str, Any]) -> str:
+    known = {"bfloat16": "bf16", "float8_e4m3fn": "fp8"}
+    if layer["implementation"] == "ScaledAttention" and layer["version"] == 3 and layer["cache"] in known:
+        return known[layer["cache"]]
+    return f"{layer['cache']} by {layer['implementation']} {layer['version']}"

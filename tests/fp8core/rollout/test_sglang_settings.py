@@ -1,0 +1,237 @@
+"""What SGLang is started with, what it is refused for, where its tensors lie, and what its report means."""
+
+import re
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
+
+import pytest
+
+from fp8core.config.load import load_config
+from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
+from fp8core.config.section import SglangConfig
+from fp8core.errors import EngineLost, UserError
+from fp8core.models.architecture import Architecture, Experts
+from fp8core.rollout.engine import TensorSpec
+from fp8core.rollout.registry import engine_entry
+from fp8core.rollout.sglang.engine import SglangEngine
+from fp8core.rollout.sglang.requirements import (
+    SglangBuild,
+    contract_refusals,
+    find_build,
+    model_refusals,
+    replay_refusals,
+)
+from fp8core.rollout.sglang.settings import (
+    Launch,
+    cache_tokens,
+    engine_arguments,
+    executed_formats,
+    model_config,
+    required_environment,
+)
+from fp8core.rollout.sglang.weights import UpdateError, parameter_slots
+from fp8core.rollout.sglang.worker import Mailbox, WorkerError
+from fp8core.run.policy import SyncError, check_formats
+
+BUILD = SglangBuild("0.5.15")
+FP8 = PrecisionContract()
+BF16 = PrecisionContract(
+    rollout=SidePrecision(linear="bf16", kv_cache="bf16"), training=TrainingPrecision(linear="bf16", kv_cache="bf16")
+)
+ARCH = Architecture(
+    family="qwen3",
+    vocab_size=200,
+    hidden_size=256,
+    intermediate_size=384,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=128,
+    rms_norm_eps=1e-6,
+    rope_theta=10_000.0,
+    max_positions=256,
+    rope_scaling=None,
+    qk_norm=True,
+    tie_embeddings=False,
+)
+EXPERTS = Experts(count=4, per_token=2, intermediate_size=128, normalise_top_k=True, sparse_step=1, dense_layers=())
+LAUNCH = Launch("/folder", 256, 16)
+
+
+def _installed(version):
+    def version_of(distribution):
+        if version is None or distribution != "sglang":
+            raise PackageNotFoundError(distribution)
+        return version
+
+    return version_of
+
+
+def _refused(found, *complaints):
+    messages = list(found)
+    assert len(messages) == len(complaints), messages
+    for message, complaint in zip(messages, complaints, strict=True):
+        assert re.search(complaint, message)
+        assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("platform", "version", "complaint"),
+    [
+        ("sm_90", None, "not installed; make env-sglang"),
+        ("sm_90", "0.5.14", r"sglang 0\.5\.14 is installed, this engine supports sglang 0\.5\.15"),
+        ("sm_90", "0.5.15.post1", r"sglang 0\.5\.15\.post1 is installed"),
+        ("sm_100", "0.5.15", "on sm_100: this engine supports it on sm_90"),
+        ("cpu", "0.5.15", "on a machine without a GPU"),
+    ],
+)
+def test_every_other_version_and_machine_is_refused(platform, version, complaint):
+    with pytest.raises(UserError, match=complaint):
+        find_build(platform, _installed(version))
+
+
+def test_the_supported_version_is_found():
+    assert find_build("sm_90", _installed("0.5.15")) == BUILD
+
+
+def test_contracts_it_cannot_run_are_refused():
+    assert not list(contract_refusals(FP8, BUILD))
+    assert not list(contract_refusals(FP8.model_copy(update={"scale_rule": "fp32"}), BUILD))
+    _refused(contract_refusals(FP8.model_copy(update={"rounding_points": "kernels"}), BUILD), "set it to stepwise")
+    exact = FP8.model_copy(update={"rollout": SidePrecision(linear="fp32", kv_cache="fp32")})
+    _refused(contract_refusals(exact, BUILD), "precision.rollout.linear=fp32: sglang 0.5.15 computes")
+    _refused(replay_refusals(BUILD), "rollout.router_replay")
+
+
+def test_models_it_cannot_hold_are_refused():
+    assert not list(model_refusals(ARCH, FP8))
+    _refused(model_refusals(replace(ARCH, experts=EXPERTS, qk_norm=True), FP8), "the model has experts")
+    _refused(
+        model_refusals(replace(ARCH, head_dim=32, num_heads=8, num_kv_heads=4), FP8),
+        "FlashAttention 3 reads FP8 for 64, 128, 256",
+    )
+    _refused(model_refusals(replace(ARCH, intermediate_size=192), FP8), r"gate_proj.weight is \[192, 256\]")
+    assert not list(model_refusals(replace(ARCH, head_dim=32, intermediate_size=192), BF16))
+    _refused(model_refusals(replace(ARCH, hidden_size=288), BF16), "no multiple of 64")
+
+
+def test_an_engine_is_started_as_the_contract_says():
+    arguments = engine_arguments(ARCH, FP8, SglangConfig(kv_cache_gib=0.5, page_size=16), LAUNCH)
+    assert {arguments[name] for name in ("quantization", "attention_backend", "sampling_backend")} == {"fp8_grpo"}
+    assert arguments["kv_cache_dtype"] == "fp8_e4m3"
+    assert arguments["context_length"] == 257
+    # A token has K and V of two layers of two heads of 128 bytes.
+    assert arguments["max_total_tokens"] == (1 << 29) // 1024
+    assert "enable_deterministic_inference" not in arguments
+    plain = engine_arguments(ARCH, BF16, SglangConfig(graphs=False), LAUNCH)
+    assert plain["kv_cache_dtype"] == "bf16"
+    assert plain["disable_cuda_graph"]
+    assert plain["max_total_tokens"] is None
+
+
+def test_deterministic_inference_has_sglangs_own_sampler():
+    arguments = engine_arguments(ARCH, FP8, SglangConfig(batch_invariant=True), LAUNCH)
+    assert arguments["enable_deterministic_inference"]
+    assert not {"sampling_backend", "enable_custom_logit_processor"} & arguments.keys()
+
+
+def test_the_cache_has_whole_pages():
+    sized = SglangConfig(kv_cache_gib=1e-5, page_size=4)
+    assert cache_tokens(ARCH, FP8, sized) == 8
+    assert cache_tokens(ARCH, BF16, sized) == 4
+
+
+def test_the_model_says_what_is_quantised_and_how():
+    contract = FP8.model_copy(update={"scale_rule": "fp32", "bf16_first_layers": 1})
+    config = model_config(ARCH, contract)
+    section = config["quantization_config"]
+    assert section["quant_method"] == "fp8_grpo"
+    assert (section["scale_rule"], section["head"]) == ("fp32", "fp32")
+    kept = section["modules_to_not_convert"]
+    assert "model.layers.0.mlp.gate_proj" in kept
+    assert not [name for name in kept if name.startswith("model.layers.1.")]
+    assert config["max_position_embeddings"] == 257
+
+
+def _described(**changes):
+    linear = {"kernel": "BlockFp8Linear", "dtype": "float8_e4m3fn"}
+    layer = {"implementation": "ScaledAttention", "version": 3, "splits": 0, "cache": "float8_e4m3fn"}
+    linears = {f"model.layers.{i}.mlp.down_proj": linear for i in range(2)}
+    return {"linears": linears, "attention": [layer, layer], "head": "float32", "scale_rule": "pow2"} | changes
+
+
+def test_a_report_is_checked_against_the_contract():
+    points = {"rounding_points": "kernels of SGLang"}
+    check_formats(executed_formats(_described(), FP8, 2) | points, FP8)
+    stock = [{"implementation": "FlashAttentionBackend", "version": 3, "splits": 0, "cache": "float8_e4m3fn"}] * 2
+    for change, complaint in (
+        ({"scale_rule": "fp32"}, "scale_rule=fp32"),
+        ({"head": "bfloat16"}, "head=bf16"),
+        ({"attention": stock}, "attention=float8_e4m3fn by FlashAttentionBackend 3"),
+        (
+            {
+                "linears": {
+                    f"model.layers.{i}.x_proj": {"kernel": "Fp8LinearMethod", "dtype": "float8_e4m3fn"}
+                    for i in range(2)
+                }
+            },
+            "linears in float8_e4m3fn by Fp8LinearMethod",
+        ),
+    ):
+        with pytest.raises(SyncError, match=complaint):
+            check_formats(executed_formats(_described(**change), FP8, 2) | points, FP8)
+
+
+def test_tensors_lie_where_sglang_fuses_them():
+    codes, scales = "float8_e4m3fn", "float32"
+    sent, held = {}, {}
+    for part, rows in (("q", 512), ("k", 256), ("v", 256)):
+        sent[f"l.self_attn.{part}_proj.weight"] = TensorSpec(codes, (rows, 256))
+        sent[f"l.self_attn.{part}_proj.weight_scale_inv"] = TensorSpec(scales, (rows // 128, 2))
+    held["l.self_attn.qkv_proj.weight"] = TensorSpec(codes, (1024, 256))
+    held["l.self_attn.qkv_proj.weight_scale_inv"] = TensorSpec(scales, (8, 2))
+    slots = parameter_slots(sent, held)
+    assert [(slots[name].start, slots[name].stop) for name in sent if name.endswith("inv")] == [(0, 4), (4, 6), (6, 8)]
+    held["l.self_attn.qkv_proj.weight"] = TensorSpec("bfloat16", (1024, 256))
+    with pytest.raises(UpdateError, match=r"float8_e4m3fn \[512, 256\] was sent"):
+        parameter_slots(sent, held)
+
+
+def test_a_request_has_its_own_answer(tmp_path):
+    engine, worker = Mailbox(str(tmp_path)), Mailbox(str(tmp_path))
+    engine.ask("write", (3, {"a": b"bytes"}))
+    assert worker.asked() == ("write", (3, {"a": b"bytes"}))
+    worker.put([1.5], None)
+    assert engine.answered() == [1.5]
+    engine.ask("describe", ())
+    with pytest.raises(FileNotFoundError):
+        engine.answered()
+    worker.put(None, "Traceback: broken")
+    with pytest.raises(WorkerError, match="broken"):
+        engine.answered()
+
+
+def test_the_registry_knows_what_callers_ask_of_it():
+    config = load_config("tiny", {"rollout.engine": "sglang", "rollout.sglang": {"sleep": True, "context_length": 64}})
+    entry = engine_entry(config)
+    assert entry.sleeps(config)
+    assert entry.longest(config, ARCH) == 64
+    assert entry.gpus(config) == 1
+    assert not engine_entry(load_config("tiny", {"rollout.engine": "vllm", "rollout.sglang": {"sleep": True}})).sleeps(
+        config
+    )
+
+
+def test_an_environment_that_was_not_prepared_is_refused(monkeypatch):
+    (name, value), *_ = required_environment().items()
+    monkeypatch.setenv(name, "1" if value == "0" else "0")
+    with pytest.raises(UserError, match=f"{name} must be {value}"):
+        SglangEngine(ARCH, FP8, SglangConfig(), 16, BUILD)
+
+
+def test_a_host_that_cannot_start_is_lost_and_leaves_nothing(monkeypatch):
+    """Here no SGLang is installed: its host ends when it imports it."""
+    for name, value in required_environment().items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(EngineLost, match="SGLang's host ended"):
+        SglangEngine(ARCH, FP8, SglangConfig(), 16, BUILD)

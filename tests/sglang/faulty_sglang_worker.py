@@ -1,0 +1,79 @@
+"""A worker that can be told to do its work wrong; SGLang imports it by name in its own process."""
+
+from typing import Any
+
+import torch
+
+from fp8core.rollout.engine import SharedWeights
+from fp8core.rollout.sglang import internals
+from fp8core.rollout.sglang.worker import PolicyWorker, reply
+
+
+class FaultyWorker(PolicyWorker):
+    """Commits the model's `policy_fault` on every write; none at first."""
+
+    def commit_fault(self, fault: str) -> None:
+        """The fault of the writes from now on; an empty name for none."""
+        self._model.policy_fault = fault
+
+    def write(self, version: int, received: SharedWeights, slots: dict[str, tuple[Any, ...]]) -> None:
+        """Write, then damage what a sender, a copy or a kernel could have damaged."""
+        parameters = dict(self._model.named_parameters())
+        before = {name: tensor.detach().clone() for name, tensor in parameters.items()}
+        super().write(version, received, slots)
+        damage = getattr(self, f"_{self._fault()}", None)
+        if damage is not None:
+            damage({name: tensor.data for name, tensor in parameters.items()}, before)
+
+    def set_scales(self, scales: list[list[float]]) -> None:
+        """Set them, but not as they were sent."""
+        sent = [list(layer) for layer in scales]
+        if self._fault() == "wrong_scale":
+            sent[1][1] *= 2
+        if self._fault() == "unwritten_scale":
+            sent[1][1] = torch.nan
+        super().set_scales(sent)
+
+    def scales(self, scales: list[list[float]]) -> list[list[float]]:
+        """Set scales and read them back."""
+        before = internals.read_scales(self._model)
+        internals.write_scales(self._model, scales)
+        held = internals.read_scales(self._model)
+        internals.write_scales(self._model, before)
+        return held
+
+    def addresses(self) -> dict[str, int]:
+        """Where every parameter lies."""
+        return {name: tensor.data_ptr() for name, tensor in self._model.named_parameters()}
+
+    def _fault(self) -> str:
+        return str(getattr(self._model, "policy_fault", ""))
+
+    def _skipped_tensor(self, now: dict[str, Any], before: dict[str, Any]) -> None:
+        name = "model.layers.1.self_attn.q_norm.weight"
+        now[name].copy_(before[name])
+
+    def _stale_layer(self, now: dict[str, Any], before: dict[str, Any]) -> None:
+        for name in now:
+            if name.startswith("model.layers.1."):
+                now[name].copy_(before[name])
+
+    def _swapped_tiles(self, now: dict[str, Any], before: dict[str, Any]) -> None:
+        weight = now["model.layers.0.mlp.down_proj.weight"].view(torch.uint8)
+        left, right = weight[:64, :64].clone(), weight[:64, 64:128].clone()
+        weight[:64, :64], weight[:64, 64:128] = right, left
+
+    def _swapped_parts(self, now: dict[str, Any], before: dict[str, Any]) -> None:
+        weight = now["model.layers.0.mlp.gate_up_proj.weight"].view(torch.uint8)
+        weight.copy_(torch.cat(weight.chunk(2)[::-1]).clone())
+
+    def _flipped_bit(self, now: dict[str, Any], before: dict[str, Any]) -> None:
+        now["lm_head.weight"].view(torch.int16)[3, 5] ^= 1
+
+    def _wrong_version(self, now: dict[str, Any], before: dict[str, Any]) -> None:
+        self._model.policy_version -= 1
+
+
+def answer(model: Any, tensors: object) -> None:
+    """As `fp8core.rollout.sglang.worker.answer`."""
+    reply(FaultyWorker(model))
