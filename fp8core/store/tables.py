@@ -8,9 +8,12 @@ The content of a stored table is not trusted: a reader gets rows of its kind's s
 column.
 """
 
+import hashlib
 import itertools
+import json
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,6 +56,9 @@ ROLLOUTS = pa.schema(
     ]
 )
 
+# With `environment`: the messages of each row, a JSON list of [role, content] whose last is the question.
+PROMPTS_WITH_MESSAGES = PROMPTS.append(pa.field("messages", pa.string()))
+
 # With `rollout.router_replay`: the experts of every position, sparse layer by sparse layer (`Completion.experts`).
 ROUTED_ROLLOUTS = ROLLOUTS.append(pa.field("experts", pa.list_(pa.list_(pa.list_(pa.int16())))))
 
@@ -94,6 +100,29 @@ REWARDS = pa.schema(
 SCORE = "score_"
 """Begins the name of a column of `rewards` with the scores of one of several verifiers."""
 
+# Turn 0 is what an environment begins with; each later row is a turn of the policy, tokens `begin` to `end` of its
+# completion, with what the environment answered: tokens up to `observation_end`.
+TURNS = pa.schema(
+    [
+        ("group", pa.int32()),
+        ("sample", pa.int32()),
+        ("turn", pa.int32()),
+        ("begin", pa.int32()),
+        ("end", pa.int32()),
+        ("observation_end", pa.int32()),
+        ("text", pa.string()),
+        ("calls", pa.string()),
+        ("malformed", pa.string()),
+        ("said", pa.string()),
+        ("observation", pa.string()),
+        ("failed", pa.int32()),
+        ("reward", pa.float64()),
+        ("outcome", pa.string()),
+        ("detail", pa.string()),
+        ("info", pa.string()),
+    ]
+)
+
 LOGPROBS = pa.schema([("group", pa.int32()), ("sample", pa.int32()), ("logprobs", _LOGPROBS), ("entropy", _LOGPROBS)])
 
 ORDER = [("group", "ascending"), ("sample", "ascending")]
@@ -124,13 +153,18 @@ class TableSchema:
 
 _BY_COMPLETION = ("group", "sample")
 TABLES = {
-    "prompts": TableSchema(PROMPTS, pa.schema([PROMPTS_WITH_COLUMNS.field("columns")]), key=("group",)),
+    "prompts": TableSchema(
+        PROMPTS,
+        pa.schema([PROMPTS_WITH_COLUMNS.field("columns"), PROMPTS_WITH_MESSAGES.field("messages")]),
+        key=("group",),
+    ),
     "rollouts": TableSchema(
         ROLLOUTS,
         pa.schema([ROUTED_ROLLOUTS.field("experts"), VERSIONS]),
         _BY_COMPLETION,
         ("tokens", "logprobs", "written", "versions"),
     ),
+    "turns": TableSchema(TURNS, key=(*_BY_COMPLETION, "turn"), empty=True, whole=False),
     "stream": TableSchema(
         STREAM, key=("batch", *_BY_COMPLETION), tokens=("tokens", "logprobs", "versions"), empty=True, whole=False
     ),
@@ -142,7 +176,10 @@ TABLES = {
 """Kind of artifact -> schema. Tables of other kinds are a step's own; they have `MOST_ROWS` and sound values."""
 
 MOST_ROWS, MOST_COLUMNS = 10_000_000, 1_000
-_INDICES = frozenset({"batch", "group", "sample", "tokens", "prompt_tokens", "versions", "ended", "before"})
+_INDICES = frozenset(
+    {"batch", "group", "sample", "tokens", "prompt_tokens", "versions", "ended", "before"}
+    | {"turn", "begin", "end", "observation_end", "failed"}
+)
 
 
 def open_table(source: Any, kind: str, place: object) -> pq.ParquetFile:
@@ -232,6 +269,8 @@ def check_rows(table: pa.Table, kind: str, place: object) -> None:
             raise StoredFileError(f"{place}: {other}: not as many items in every row as {name}")
     if "experts" in schema.optional.names and "experts" in table.column_names:
         _check_experts(table["experts"], place)
+    if kind == "turns" and set(TURNS.names) <= set(table.column_names):
+        _check_turns(table, place)
     if set(schema.key) <= set(table.column_names) and not _sorted(table, schema.key):
         raise StoredFileError(f"{place}: {', '.join(schema.key)}: the rows are not in this order, each once")
 
@@ -268,6 +307,65 @@ def _check_experts(column: pa.ChunkedArray, place: object) -> None:
         counts = pc.min_max(pc.list_value_length(inner)).as_py()
         if len(inner) and not 0 < counts["min"] == counts["max"]:
             raise StoredFileError(f"{place}: experts: not as many layers and experts at every position")
+
+
+def _check_turns(table: pa.Table, place: object) -> None:
+    """Ranges of tokens follow one another, JSON is such, and what was said has the digest that stands beside it."""
+    for row, after in itertools.zip_longest(rows := table.to_pylist(), rows[1:]):
+        if not row["begin"] <= row["end"] <= row["observation_end"]:
+            raise StoredFileError(f"{place}: end: not between begin and observation_end")
+        if after is not None and _episode(after) == _episode(row):
+            if after["turn"] != row["turn"] + 1 or after["begin"] != row["observation_end"]:
+                raise StoredFileError(f"{place}: turn: does not follow the turn before it")
+            if row["outcome"]:
+                raise StoredFileError(f"{place}: outcome: before the last turn of an episode")
+        if row["observation"] != text_digest(row["said"]):
+            raise StoredFileError(f"{place}: observation: not the digest of what was said")
+        for name, kind in (("calls", list), ("info", dict), ("said", (list, dict))):
+            value = _json(row[name]) if row[name] else None
+            if row[name] and not isinstance(value, kind):
+                raise StoredFileError(f"{place}: {name}: not the JSON that it should be")
+        if not math.isfinite(row["reward"]):
+            raise StoredFileError(f"{place}: reward: {row['reward']}, not finite")
+
+
+def refuse_other_turns(rollouts: pa.Table, turns: pa.Table, place: object) -> None:
+    """The turns of a step's episodes are those of its completions, and mark the tokens that the policy wrote.
+
+    Args:
+        rollouts: `group`, `sample`, `written`.
+        turns: of kind `turns`.
+        place: of the turns.
+
+    Raises:
+        StoredFileError: `place: column: problem`.
+    """
+    found: dict[tuple[int, int], list[bool]] = {}
+    for row in turns.select(["group", "sample", "turn", "begin", "end", "observation_end"]).to_pylist():
+        marks = found.setdefault(_episode(row), [])
+        marks += [True] * (row["end"] - row["begin"]) + [False] * (row["observation_end"] - row["end"])
+    written = {_episode(row): row["written"] for row in rollouts.select(["group", "sample", "written"]).to_pylist()}
+    if found.keys() != written.keys():
+        raise StoredFileError(f"{place}: group, sample: other episodes than the step's rollouts")
+    for episode, marks in found.items():
+        if marks != written[episode]:
+            raise StoredFileError(f"{place}: end: other tokens than those written in group {episode[0]}")
+
+
+def text_digest(text: str) -> str:
+    """SHA-256 (64 hex digits) of a text."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _episode(row: Mapping[str, Any]) -> tuple[int, int]:
+    return row["group"], row["sample"]
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
 
 
 def _sorted(table: pa.Table, key: Sequence[str]) -> bool:
