@@ -61,7 +61,7 @@ class Sampling:
     truncation: Truncation | None = None
 
 
-Finish = Literal["stop", "length", "stop_string", "open"]
+Finish = Literal["stop", "length", "stop_string", "open", "turns", "observation"]
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,12 @@ class Completion:
         tokens: generated ids, the stop token included; of one that was begun, those that are new.
         logprobs: FP32 log-prob of each token under the distribution it was drawn from (nats).
         finish: `stop`, `length`, of what was cut after a stop string `stop_string`, of what had no more room `open`.
+            Of an episode that its environment did not end also `turns` and `observation` (`rollout.episodes`).
         experts: when reported, int16 [positions, sparse layers, k], ascending; for every position the engine computed:
             those of the prompt, then those of the completion but its last token, which nothing follows. Completions
             are compared without them.
+        written: of an episode of several turns, which tokens the policy wrote, as many as `tokens`; the others are its
+            environment's, with a log-prob of 0. None: it wrote them all.
     """
 
     group: int
@@ -85,6 +88,7 @@ class Completion:
     logprobs: list[float]
     finish: Finish
     experts: Tensor | None = field(default=None, compare=False)
+    written: list[bool] | None = None
 
 
 @dataclass(frozen=True)
@@ -141,6 +145,36 @@ class RolloutEngine(Protocol):
 
     def close(self) -> None:
         """Release memory."""
+        ...
+
+
+class Session(Protocol):
+    """Requests in flight, to which others are added between steps; what they give depends on none of the others."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request is in flight or waits."""
+        ...
+
+    def add(self, groups: Sequence[PromptGroup]) -> None:
+        """Further requests; several groups may have one number, as long as none of their samples is in flight."""
+        ...
+
+    def step(self) -> list[Completion]:
+        """Move all of them by one token or so: the completions that are finished now, in any order."""
+        ...
+
+    def close(self) -> None:
+        """Drop what is in flight."""
+        ...
+
+
+@runtime_checkable
+class StreamingEngine(RolloutEngine, Protocol):
+    """An engine that takes requests while others are in flight, as episodes of several turns need it."""
+
+    def open_session(self, sampling: Sampling) -> Session:
+        """Nothing else may be asked of the engine until the session is closed."""
         ...
 
 
