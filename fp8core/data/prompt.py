@@ -147,9 +147,14 @@ def refuse_too_long(problem: Problem, config: RunConfig, tokenizer: Tokenizer, m
         encode_prompt(problem, config, tokenizer, max_positions)
 
 
+def question_text(problem: Problem, config: RunConfig) -> str:
+    """The question within `data.template`: the user's message."""
+    return config.data.template.replace("{question}", problem.question)
+
+
 def _text(problem: Problem, config: RunConfig, tokenizer: Tokenizer) -> tuple[str, bool]:
     """The text of a prompt, and whether a chat template made it."""
-    plain = config.data.template.replace("{question}", problem.question)
+    plain = question_text(problem, config)
     chat = None
     if config.data.chat:
         chat = tokenizer.chat_prompt(plain, [message._asdict() for message in problem.before])

@@ -126,6 +126,34 @@ TURNS = pa.schema(
 LOGPROBS = pa.schema([("group", pa.int32()), ("sample", pa.int32()), ("logprobs", _LOGPROBS), ("entropy", _LOGPROBS)])
 
 ORDER = [("group", "ascending"), ("sample", "ascending")]
+TURN_ORDER = [*ORDER, ("turn", "ascending")]
+
+SHARD_TURNS = "turns"
+"""A column of the shards of rollouts: the turns of each completion, so that one file has all of a finished group."""
+_SHARD_TURN = pa.struct([field for field in TURNS if field.name not in ("group", "sample")])
+
+
+def nested_turns(rollouts: pa.Table, turns: pa.Table) -> pa.Array:
+    """The turns of each completion as one value, in the order of the rollouts."""
+    found: dict[tuple[int, int], list[dict[str, Any]]] = {_episode(row): [] for row in _places(rollouts)}
+    for row in turns.to_pylist():
+        found[_episode(row)].append({name: row[name] for name in (field.name for field in _SHARD_TURN)})
+    return pa.array([found[_episode(row)] for row in _places(rollouts)], pa.list_(_SHARD_TURN))
+
+
+def unnested_turns(rollouts: pa.Table) -> pa.Table:
+    """The table of kind `turns` of completions that carry their turns (`SHARD_TURNS`)."""
+    rows = [
+        {**place, **turn}
+        for place, turns in zip(_places(rollouts), rollouts[SHARD_TURNS].to_pylist(), strict=True)
+        for turn in turns
+    ]
+    return pa.Table.from_pylist(rows, schema=TURNS)
+
+
+def _places(table: pa.Table) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = table.select(["group", "sample"]).to_pylist()
+    return rows
 
 
 @dataclass(frozen=True)
