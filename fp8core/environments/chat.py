@@ -1,35 +1,147 @@
-"""Conversations as tokens."""
+"""Conversations as tokens: what the policy drew stands as it is, what its environment says is encoded once.
 
-from collections.abc import Sequence
+With a chat template an observation is the difference of two renderings: the conversation up to where the policy spoke,
+and the same with the environment's answer. A mark stands for each turn of the policy in both. So the template
+cannot read or rewrite its text, which is never decoded and encoded again; thoughts of earlier turns stay where they
+are, also where a template would leave them out. The first rendering must be a prefix of the second.
 
-from fp8core.environments.protocol import Action, Said, Turn
+Control tokens come from the template alone. Where a text of the environment holds one, that text is cut inside it, and
+its parts are encoded one by one: it arrives as plain text.
+
+Without a chat template messages follow one another, and `=` precedes each observation (`3*4` -> `[3*4]$=12`).
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import count
+from typing import Any
+
+from fp8core.environments.protocol import Action, Said, Tool, Turn
+from fp8core.environments.tool_calls import TOOL_CALLS
+from fp8core.errors import UserError
 from fp8core.models.tokenizer import Tokenizer
+
+OBSERVATION = "="
 
 
 class ObservationError(ValueError):
     """What an environment said cannot be put into tokens."""
 
 
-class Conversation:
-    """One episode's messages so far. Attribute `prompt`: token ids of the first ones."""
-
-    prompt: tuple[int, ...]
-
-    def action(self, tokens: Sequence[int], finish: str) -> Action:
-        """What the policy wrote in a turn, with its tool calls."""
-        raise NotImplementedError
-
-    def observe(self, messages: Sequence[Said], last: int | None) -> tuple[int, ...]:
-        """Token ids of the environment's answer, up to where the policy speaks again."""
-        raise NotImplementedError
-
-
 class Talk:
-    """How a model's conversations are written: `Talk(tokenizer, tool_calls)`, tool_calls a key of `TOOL_CALLS`."""
+    """How conversations with a model are written."""
 
     def __init__(self, tokenizer: Tokenizer, tool_calls: str) -> None:
-        raise NotImplementedError
+        """`tool_calls`: a key of `TOOL_CALLS`."""
+        self.tokenizer, self.parse = tokenizer, TOOL_CALLS[tool_calls]
 
-    def open(self, turn: Turn) -> Conversation:
-        """Begin a conversation."""
-        raise NotImplementedError
+    def open(self, turn: Turn) -> "Conversation":
+        """Begin a conversation with an environment's first turn.
+
+        Raises:
+            ObservationError: its text cannot be put into tokens.
+            UserError: the chat template refuses its messages.
+        """
+        return Conversation(self, turn)
+
+
+class Conversation:
+    """The messages of one episode so far.
+
+    Attributes:
+        prompt: token ids of the first messages, up to where the policy speaks.
+    """
+
+    def __init__(self, talk: Talk, turn: Turn) -> None:
+        self._talk, self._tools = talk, turn.tools
+        # None: a turn of the policy.
+        self._messages: list[Said | None] = [*turn.messages]
+        if talk.tokenizer.has_template:
+            cut, gap = self._marks()
+            self.prompt = self._encoded(self._rendered(cut, gap).split(cut))
+        else:
+            pieces = self._plain_pieces("".join(said.content for said in turn.messages))
+            self.prompt = self._encoded(pieces, add_special_tokens=True)
+
+    def action(self, tokens: Sequence[int], finish: str) -> Action:
+        """What the policy wrote in a turn, with its tool calls; `finish` is that of the turn."""
+        written = tokens[:-1] if finish == "stop" else tokens
+        calls, malformed = self._talk.parse(self._talk.tokenizer.decode(written, special=True), self._tools)
+        return Action(self._talk.tokenizer.decode(written), calls, malformed, finish)
+
+    def observe(self, messages: Sequence[Said], last: int | None) -> tuple[int, ...]:
+        """Token ids of the environment's answer, up to where the policy speaks again.
+
+        Args:
+            messages: what it said.
+            last: the token with which the policy ended its turn; None where it was cut. Where the template ends a turn
+                with a token that ends completions, the policy's own stands for it.
+
+        Raises:
+            ObservationError: its text cannot be put into tokens.
+            UserError: the template rewrites what was before the observation.
+        """
+        tokenizer = self._talk.tokenizer
+        if not tokenizer.has_template:
+            self._messages += [None, *messages]
+            return self._encoded(self._plain_pieces("".join(OBSERVATION + said.content for said in messages)))
+        before = [*self._messages]
+        self._messages += [None, *messages]
+        cut, gap = self._marks()
+        whole, first = self._rendered(cut, gap), self._rendered(cut, gap, before) + gap
+        if not whole.startswith(first) or gap in whole[len(first) :]:
+            place = next((i for i, (a, b) in enumerate(zip(first, whole, strict=False)) if a != b), len(whole))
+            raise UserError(
+                f"{tokenizer.where}: the chat template rewrites what is before an observation: it has "
+                f"{whole[place : place + 40]!r} where {first[place : place + 40]!r} stands already"
+            )
+        tokens = self._encoded(whole[len(first) :].split(cut))
+        ended = last is not None and tokens and tokens[0] in tokenizer.eos_ids
+        return tokens[1:] if ended else tokens
+
+    def _marks(self) -> tuple[str, str]:
+        """What is put inside control tokens, and what stands for the policy's turns: in no text of the environment."""
+        texts = [said.content for said in self._messages if said is not None]
+        texts += [str(tool) for tool in self._tools]
+        for number in count():
+            # Code points that are no characters: templates neither strip nor escape them.
+            marks = f"\ufdd0{number}\ufdd1", f"\ufdd2{number}\ufdd1"
+            if not any(mark in text for mark in marks for text in texts):
+                return marks
+        raise AssertionError("numbers have an end")
+
+    def _rendered(self, cut: str, gap: str, messages: Sequence[Said | None] | None = None) -> str:
+        """The conversation in the chat template; `messages`: another one."""
+        told = [
+            {"role": "assistant", "content": gap}
+            if said is None
+            else {"role": said.role, "content": cut.join(self._plain_pieces(said.content))}
+            for said in (self._messages if messages is None else messages)
+        ]
+        tools = [{"type": "function", "function": self._cut(_function(tool), cut)} for tool in self._tools]
+        return self._talk.tokenizer.render(told, tools)
+
+    def _cut(self, value: Any, cut: str) -> Any:
+        """JSON whose strings are cut inside control tokens."""
+        if isinstance(value, str):
+            return cut.join(self._plain_pieces(value))
+        if isinstance(value, Mapping):
+            return {self._cut(key, cut): self._cut(below, cut) for key, below in value.items()}
+        return [self._cut(below, cut) for below in value] if isinstance(value, list | tuple) else value
+
+    def _plain_pieces(self, text: str) -> list[str]:
+        try:
+            return self._talk.tokenizer.plain_pieces(text)
+        except ValueError as error:
+            raise ObservationError(str(error)) from error
+
+    def _encoded(self, pieces: Sequence[str], add_special_tokens: bool = False) -> tuple[int, ...]:
+        first, *others = pieces or [""]
+        try:
+            tokens = self._talk.tokenizer.encode(first, add_special_tokens)
+            return (*tokens, *(i for piece in others for i in self._talk.tokenizer.encode(piece)))
+        except UserError as error:
+            raise ObservationError(str(error)) from error
+
+
+def _function(tool: Tool) -> dict[str, Any]:
+    return {"name": tool.name, "description": tool.description, "parameters": dict(tool.parameters)}

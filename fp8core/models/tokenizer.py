@@ -6,6 +6,7 @@ to chat templates. Those that test whether it is defined (Llama 3.2) then print 
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,8 @@ class Tokenizer:
         self.end_id = eos_id if eos_id is not None else min(self.eos_ids)
         self.pad_id = pad_id if pad_id is not None else min(self.eos_ids)
         self.vocab_size = max(backend.get_vocab().values()) + 1
+        added = backend.get_added_tokens_decoder()
+        self._control = {i for i, token in added.items() if token.content.strip()}
         self._template_text = template
         self._template = None if template is None else _compile(template, where)
 
@@ -124,9 +127,42 @@ class Tokenizer:
             raise UserError(f"the tokenizer has no token for {text[start:end]!r} (character {start}) of {text!r:.80}")
         return list(encoding.ids)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text without special tokens; ids outside the vocabulary are left out."""
-        return str(self._backend.decode(list(ids), skip_special_tokens=True))
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """Text, with special tokens or without; ids outside the vocabulary are left out."""
+        return str(self._backend.decode(list(ids), skip_special_tokens=not special))
+
+    def plain_pieces(self, text: str) -> list[str]:
+        """The text cut inside whatever `encode` would take for a control token: each piece encodes as plain text.
+
+        Control tokens are those that were added to the vocabulary, special or not, but for mere whitespace.
+
+        Raises:
+            ValueError: a control token of one character, which cannot be cut, or text that has no bytes.
+        """
+        pieces, rest = list[str](), [text]
+        while rest:
+            part = rest.pop()
+            part.encode()
+            encoding = self._backend.encode(part, add_special_tokens=False)
+            found = [span for i, span in zip(encoding.ids, encoding.offsets, strict=True) if i in self._control]
+            if not found:
+                pieces.append(part)
+                continue
+            if any(end - start < 2 for start, end in found):
+                raise ValueError(f"a control token is in {part!r:.80}")
+            cuts = [0, *(start + 1 for start, _ in found), len(part)]
+            rest += [part[start:end] for start, end in pairwise(cuts)][::-1]
+        return pieces
+
+    @property
+    def where(self) -> str:
+        """Where it and its chat template come from, for messages."""
+        return self._where
+
+    @property
+    def has_template(self) -> bool:
+        """Whether there is a chat template."""
+        return self._template is not None
 
     def chat_prompt(self, question: str, before: Sequence[Mapping[str, str]] = ()) -> str | None:
         """The chat template around a user's message, up to where the assistant speaks; None without a template.
@@ -136,11 +172,31 @@ class Tokenizer:
         Raises:
             UserError: the template refuses the message or fails.
         """
-        if self._template is None:
-            return None
+        return self.render([*before, {"role": "user", "content": question}]) if self.has_template else None
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """The chat template around messages, each with `role` and `content`.
+
+        Args:
+            messages: the conversation.
+            tools: that the assistant may call, as JSON schemas of functions.
+            add_generation_prompt: end where the assistant speaks.
+
+        Raises:
+            UserError: the template refuses the messages or fails.
+        """
+        assert self._template is not None, "without a chat template nothing is rendered"
+        # Templates test whether tools are defined.
+        told = {"tools": [*tools]} if tools else {}
         try:
-            messages = [*before, {"role": "user", "content": question}]
-            return self._template.render(messages=messages, add_generation_prompt=True, **self._special)
+            return self._template.render(
+                messages=[*messages], add_generation_prompt=add_generation_prompt, **told, **self._special
+            )
         except (TemplateError, TypeError) as error:
             raise UserError(f"{self._where}: the chat template failed: {_one_line(error)}") from error
 

@@ -12,13 +12,11 @@ import selectors
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from pydantic import JsonValue
@@ -27,12 +25,8 @@ from fp8core.end_with_parent import TiedProcess
 from fp8core.errors import UserError
 from fp8core.rewards.child import CPU_SIGNAL, DETAIL_CHARACTERS
 from fp8core.rewards.scorer import OUTCOMES, Answer, Verdict, crashed, timed_out
+from fp8core.rewards.supervisor import supervised
 
-_ROOT = str(Path(__file__).parents[2])
-_BOOT = (
-    "import sys; sys.path[:] = sys.argv[2:]; "
-    "from fp8core.rewards.supervisor import supervise; supervise(int(sys.argv[1]))"
-)
 _READ_BYTES = 1 << 20
 _LONGEST_LINE = 1 << 16
 """Bytes from a process; a verdict has some hundred."""
@@ -53,8 +47,8 @@ class WorkerProcess:
         self.channel, theirs = socket.socketpair()
         self.channel.setblocking(False)
         with theirs:
-            arguments = [str(theirs.fileno()), _ROOT, *(path for path in sys.path if path != _ROOT)]
-            self._supervisor = TiedProcess(["-P", "-c", _BOOT, *arguments], subprocess.DEVNULL, [theirs.fileno()])
+            arguments = supervised("fp8core.rewards.child", theirs.fileno())
+            self._supervisor = TiedProcess(arguments, subprocess.DEVNULL, [theirs.fileno()])
         self.description: dict[str, str] | None = None
         self.working_on: deque[tuple[str, ...]] = deque()
         """Lines that were sent and have no verdict, the first of which is being worked on."""

@@ -163,6 +163,16 @@ def load_scorer(name: str, options: Mapping[str, Any], columns: bool) -> LoadedS
     """
     if name == MATH_VERIFY:
         return _math_scorer()
+    function, digest = user_attribute(name, "function")
+    _refuse_signature(function, options, columns)
+    return LoadedScorer(FunctionScorer(function, options), {"verifier": name, "source": digest}, interruptible=False)
+
+
+def user_attribute(name: str, kind: str) -> tuple[Callable[..., Any], str]:
+    """What `module:name` or `path/to/file.py:name` names, and the SHA-256 of its file; `kind` is for errors.
+
+    Raises UserError: there is no such module, file or name, importing it fails, or it cannot be called.
+    """
     place, _, attribute = name.rpartition(":")
     if place.endswith(".py") and Path(place).exists() and not Path(place).is_file():
         raise UserError(f"{place} is no regular file")
@@ -170,15 +180,13 @@ def load_scorer(name: str, options: Mapping[str, Any], columns: bool) -> LoadedS
         module = _module_of_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except (Exception, SystemExit) as error:
         raise UserError(f"{place} cannot be imported: {type(error).__name__}: {first_line(error)}") from error
-    function = getattr(module, attribute, None)
-    if not callable(function):
-        raise UserError(f"{place} has no function {attribute}")
-    _refuse_signature(function, options, columns)
+    found = getattr(module, attribute, None)
+    if not callable(found):
+        raise UserError(f"{place} has no {kind} {attribute}")
     source = module.__file__
     if source is None:
         raise UserError(f"{place} is a folder, not a module")
-    digest = hashlib.sha256(Path(source).read_bytes()).hexdigest()
-    return LoadedScorer(FunctionScorer(function, options), {"verifier": name, "source": digest}, interruptible=False)
+    return found, hashlib.sha256(Path(source).read_bytes()).hexdigest()
 
 
 def _refuse_signature(function: Callable[..., object], options: Mapping[str, Any], columns: bool) -> None:

@@ -1,9 +1,9 @@
 """The process between the pool and a verifier: what the verifier starts ends with its answer, and with the run.
 
-The pool starts a supervisor, which forks the process of the verifier (fp8core/rewards/child.py) and waits. Both are
-subreapers: an orphan becomes a child of the nearer one, which can find and kill it, a daemon in its own session too.
-The supervisor ends when its standard input does: the pool has closed it, or is gone. It ends the way the
-verifier ended, for the pool to read.
+The pool starts a supervisor, which forks the process of the verifier (fp8core/rewards/child.py) and waits. The host of
+environments (fp8core/environments/child.py) has one too. Both are subreapers: an orphan becomes a child of the nearer
+one, which can find and kill it, a daemon in its own session too. The supervisor ends when its standard input does: the
+pool has closed it, or is gone. It ends the way the verifier ended, for the pool to read.
 
 The verifier's parent is its supervisor, and its session and process group are its own. From Linux 6.12 on, the kernel
 refuses its signals to any process outside, whatever number it finds. An older kernel lets a verifier kill processes of
@@ -12,6 +12,7 @@ run, and its daemons may not. Free of imports that take time: each process of a 
 """
 
 import ctypes
+import importlib
 import os
 import resource
 import select
@@ -39,19 +40,29 @@ _LANDLOCK_WITH_SCOPES = 6
 _WALL = 0x40000000
 _SWEEP_SECONDS = 0.001
 
+_ROOT = str(Path(__file__).parents[2])
+_BOOT = (
+    "import sys; sys.path[:] = sys.argv[3:]; "
+    "from fp8core.rewards.supervisor import supervise; supervise(int(sys.argv[1]), sys.argv[2])"
+)
 
-def supervise(channel: int) -> None:
+
+def supervised(module: str, channel: int) -> list[str]:
+    """Arguments of Python for a supervisor whose child calls `serve(channel)` of a module of ours."""
+    paths = [_ROOT, *(path for path in sys.path if path != _ROOT)]
+    return ["-P", "-c", _BOOT, str(channel), module, *paths]
+
+
+def supervise(channel: int, module: str) -> None:
     """Fork the verifier's process, which serves `channel`; end what it leaves behind, and end as it did."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _control(_PR_SET_CHILD_SUBREAPER, 1)
     supervisor = os.getpid()
     verifier = os.fork()
     if verifier == 0:
-        _become_verifier(supervisor)
+        become_supervised(supervisor)
         # Only here: the supervisor stays small.
-        from fp8core.rewards.child import serve
-
-        serve(channel)
+        importlib.import_module(module).serve(channel)
         return
     os.close(channel)
     # Without such a descriptor the pool notices the end by its channel, and closes our input.
@@ -88,27 +99,38 @@ def signals_are_confined() -> bool:
     return int(_libc.syscall(_LANDLOCK_CREATE_RULESET, 0, 0, _LANDLOCK_ASK_VERSION)) >= _LANDLOCK_WITH_SCOPES
 
 
-def _become_verifier(supervisor: int) -> None:
+def become_supervised(supervisor: int) -> None:
+    """Make this process, which `supervisor` forked, the head of a session that signals nobody outside."""
     os.setsid()
-    _control(_PR_SET_CHILD_SUBREAPER, 1)
-    _control(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != supervisor:
-        os._exit(1)  # It ended before the kernel was told.
+    become_subreaper(supervisor)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
     if signals_are_confined():
-        _confine_signals()
+        confine_signals()
 
 
-def _confine_signals() -> None:
+def become_subreaper(parent: int) -> None:
+    """From now on this process ends with `parent`, which forked it, and orphans below it become its children."""
+    _control(_PR_SET_CHILD_SUBREAPER, 1)
+    _control(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)  # It ended before the kernel was told.
+
+
+def confine_signals() -> None:
     """From now on this process, and what it starts, can signal only themselves."""
     rules = struct.pack("=QQQ", 0, 0, _LANDLOCK_SCOPE_SIGNAL)  # No files and no network: signals alone.
     content = ctypes.create_string_buffer(rules, len(rules))
     ruleset = _checked(_libc.syscall(_LANDLOCK_CREATE_RULESET, ctypes.addressof(content), len(rules), 0))
-    _control(_PR_SET_NO_NEW_PRIVS, 1)
+    forbid_new_privileges()
     _checked(_libc.syscall(_LANDLOCK_RESTRICT_SELF, ruleset, 0, 0))
     os.close(ruleset)
+
+
+def forbid_new_privileges() -> None:
+    """What the kernel asks for before a process may restrict itself."""
+    _control(_PR_SET_NO_NEW_PRIVS, 1)
 
 
 def _children() -> list[int]:

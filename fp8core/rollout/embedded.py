@@ -126,6 +126,30 @@ class _Sequence:
     experts: list[Tensor] = field(default_factory=list)
     finish: Finish | None = None
 
+    @classmethod
+    def of(cls, group: PromptGroup, i: int, longest: int) -> "_Sequence":
+        """Of a group's completion `i`, with at most `longest` tokens, those that were begun included."""
+        before = len(group.begun[i]) if group.begun else 0
+        last = min(longest, before + group.room[i]) if group.room else longest
+        return cls(_keys(group)[i], group.group, group.samples[i], before, last)
+
+    @property
+    def length(self) -> int:
+        """Tokens of its prompt and of all that was written."""
+        return len(self.begun[1]) + len(self.tokens)
+
+    def note(self, token: int, logprob: float, sampling: Sampling) -> None:
+        """Append a token, unless it is done."""
+        if self.finish:
+            return
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        written = self.before + len(self.tokens)
+        if token in sampling.stop_ids:
+            self.finish = "stop"
+        elif written == self.last:
+            self.finish = "length" if written == sampling.max_new_tokens else "open"
+
 
 class EmbeddedEngine:
     """Generates with `models.decoder` in the rollout formats of the contract."""
@@ -204,6 +228,12 @@ class EmbeddedEngine:
                 if whole:
                     yield [completion for group in whole for completion in held.pop(group)]
 
+    def open_session(self, sampling: Sampling) -> "EmbeddedSession":
+        """Decode requests together that come at any time, each token as `generate` draws it."""
+        assert self._weights is not None, "update() comes before open_session()"
+        assert self._decoder.arch.sparse_layers or not sampling.report_experts, "a dense model chooses no experts"
+        return EmbeddedSession(self, sampling, self._max_batch)
+
     @torch.no_grad()
     def score(self, probes: Sequence[Probe], temperature: float) -> list[list[float]]:
         """Log-prob of each target after its context, from one prefill; one row."""
@@ -272,15 +302,112 @@ class EmbeddedEngine:
 
     def _choose(self, batch: "_Batch", hidden: Tensor, position: int, sampling: Sampling) -> Tensor:
         """Pick the next token of every row and note it; int64 [B]."""
+        tokens, chosen = self._draw(hidden, batch.seeds, batch.before + position, sampling)
+        batch.note(tokens, chosen, sampling)
+        return tokens
+
+    def _draw(self, hidden: Tensor, seeds: Tensor, places: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+        """The next token of every row and its log-prob, int64 and FP32 [B].
+
+        Args:
+            hidden: [B, hidden] of the tokens before.
+            seeds: int64 [B].
+            places: int64 [B], how many tokens were drawn by the seed or said since the prompt.
+            sampling: the rules.
+        """
         assert self._weights is not None
         temperature = sampling.temperature or 1.0
         logits = self._decoder.formats.head.logits(hidden, self._weights.head)
         logprobs = log_softmax(truncate(logits, temperature, sampling.truncation), temperature)
-        drawn = uniform(batch.seeds, batch.before + position)
+        drawn = uniform(seeds, places)
         tokens = greedy(logprobs) if sampling.temperature == 0 else sample(logprobs, drawn)
-        chosen = logprobs.gather(-1, tokens[:, None]).squeeze(-1).float()
-        batch.note(tokens, chosen, sampling)
-        return tokens
+        return tokens, logprobs.gather(-1, tokens[:, None]).squeeze(-1).float()
+
+
+class EmbeddedSession:
+    """Requests that are decoded together, and enter between two tokens.
+
+    A token depends on its row alone, so rows may enter and leave at any time. To enter, a row waits until as many wait
+    as a quarter of those in progress: the cache is copied then, which costs about a decoding step.
+    """
+
+    def __init__(self, engine: EmbeddedEngine, sampling: Sampling, max_batch: int) -> None:
+        self._engine, self._sampling, self._max_batch = engine, sampling, max_batch
+        self._waiting: list[_Sequence] = []
+        self._rows: list[_Sequence] = []
+        self._cache: KvCache | None = None
+        self._hidden = torch.empty(0)
+        self._record = RecordedRouting() if sampling.report_experts else None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request is in flight or waits."""
+        return bool(self._rows or self._waiting)
+
+    def add(self, groups: Sequence[PromptGroup]) -> None:
+        """Further requests."""
+        longest = self._sampling.max_new_tokens
+        self._waiting += [_Sequence.of(group, i, longest) for group in groups for i in range(len(group.samples))]
+
+    @torch.no_grad()
+    def step(self) -> list[Completion]:
+        """A token of every row: the completions that end with it."""
+        live = sum(not row.finish for row in self._rows)
+        if self._waiting and live < self._max_batch and 4 * len(self._waiting) >= live:
+            self._admit(self._max_batch - live)
+        rows, cache = self._rows, self._cache
+        if not rows or cache is None:
+            return []
+        seeds = torch.tensor([row.begun[0] for row in rows], dtype=torch.int64)
+        places = torch.tensor([row.before + len(row.tokens) for row in rows])
+        tokens, logprobs = self._engine._draw(self._hidden, seeds, places, self._sampling)
+        going = [i for i, row in enumerate(rows) if not row.finish]
+        for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
+            row.note(token, logprob, self._sampling)
+        done = [_completion(rows[i]) for i in going if rows[i].finish]
+        keep = [i for i, row in enumerate(rows) if not row.finish]
+        if not keep:
+            self._rows, self._cache = [], None
+            return done
+        # Dead rows cost as much as live ones; copying the cache costs about one decoding step.
+        if len(keep) <= 0.75 * len(rows):
+            cache.select(torch.tensor(keep))
+            tokens, self._rows = tokens[keep], [rows[i] for i in keep]
+        cache.begin(1)
+        positions = torch.tensor([[row.length - 1] for row in self._rows])
+        self._hidden = self._engine._hidden(tokens[:, None], positions, cache, self._record)
+        if self._record is not None:
+            self._note_experts(self._rows, self._record.recorded(len(self._rows)))
+        return done
+
+    def close(self) -> None:
+        """Drop what is in flight."""
+        self._waiting, self._rows, self._cache = [], [], None
+
+    def _admit(self, most: int) -> None:
+        """Let waiting rows in, beside those in progress."""
+        entering, self._waiting = self._waiting[:most], self._waiting[most:]
+        contexts: dict[tuple[int, ...], int] = {}
+        owners = torch.tensor([contexts.setdefault(row.begun[1], len(contexts)) for row in entering])
+        hidden, cache = self._engine._prefill([*contexts], max(row.last - row.before for row in entering), self._record)
+        if self._record is not None:
+            self._note_experts(entering, self._record.recorded(len(contexts))[owners])
+        cache.select(owners)
+        hidden = hidden[owners]
+        keep = [i for i, row in enumerate(self._rows) if not row.finish]
+        if self._cache is not None and keep:
+            stored = [self._cache.stored(i, 0) for i in keep] + [cache.stored(i, 0) for i in range(len(entering))]
+            rows = [*(self._rows[i] for i in keep), *entering]
+            cache = KvCache.going_on(stored, max(row.last - row.before - len(row.tokens) for row in rows))
+            hidden, entering = torch.cat([self._hidden[keep], hidden]), rows
+        self._rows, self._cache, self._hidden = entering, cache, hidden
+
+    @staticmethod
+    def _note_experts(rows: Sequence[_Sequence], chosen: Tensor) -> None:
+        """Append the experts of the newest positions, [B, T, sparse layers, k], which are padded on their left."""
+        for row, positions in zip(rows, chosen.to(torch.int16), strict=True):
+            if not row.finish:
+                row.experts.append(positions[-row.length :])
 
 
 class _Batch:
@@ -296,29 +423,14 @@ class _Batch:
     @classmethod
     def of(cls, groups: Sequence[PromptGroup], longest: int) -> "_Batch":
         """Completions have at most `longest` tokens, those that were begun included."""
-        rows, lengths = [], []
-        for group in groups:
-            keys = _keys(group)
-            for i, number in enumerate(group.samples):
-                before = len(group.begun[i]) if group.begun else 0
-                last = min(longest, before + group.room[i]) if group.room else longest
-                rows.append(_Sequence(keys[i], group.group, number, before, last))
-                lengths.append(len(group.prompt) + before)
+        rows = [_Sequence.of(group, i, longest) for group in groups for i in range(len(group.samples))]
         seeds = torch.tensor([seed for group in groups for seed in group.seeds], dtype=torch.int64)
-        return cls(rows, seeds, torch.tensor(lengths))
+        return cls(rows, seeds, torch.tensor([row.length for row in rows]))
 
     def note(self, tokens: Tensor, logprobs: Tensor, sampling: Sampling) -> None:
         """Append a token to every row that is not done."""
         for row, token, logprob in zip(self.rows, tokens.tolist(), logprobs.tolist(), strict=True):
-            if row.finish:
-                continue
-            row.tokens.append(token)
-            row.logprobs.append(logprob)
-            written = row.before + len(row.tokens)
-            if token in sampling.stop_ids:
-                row.finish = "stop"
-            elif written == row.last:
-                row.finish = "length" if written == sampling.max_new_tokens else "open"
+            row.note(token, logprob, sampling)
 
     def note_experts(self, chosen: Tensor) -> None:
         """Append the experts of the newest positions, [B, T, sparse layers, k], to every row that is not done.

@@ -1,0 +1,77 @@
+"""Environments by name: those that are shipped, or a class of the user's own.
+
+Imported by child processes, hence free of everything heavy.
+"""
+
+import hashlib
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fp8core.environments.protocol import Environment
+from fp8core.errors import UserError
+from fp8core.rewards.scorer import user_attribute
+
+SHIPPED = {"calculator": "Calculator", "guess": "Guess", "python": "Python"}
+"""Names and their classes in fp8core/environments/shipped.py."""
+_METHODS = {"start": ("task",), "step": ("action",), "close": ()}
+
+
+class LoadedEnvironment(NamedTuple):
+    """What makes the environment of an episode, and what goes into records: its name and the digest of its source."""
+
+    create: Callable[[], Environment]
+    description: dict[str, str]
+
+
+def load_environment(name: str, options: Mapping[str, Any]) -> LoadedEnvironment:
+    """The environment of a name: a shipped one, `module:Class` or `path/to/file.py:Class`.
+
+    Raises UserError: there is none, importing it fails, it has not the methods of an environment, or not these options.
+    """
+    if name in SHIPPED:
+        module = importlib.import_module("fp8core.environments.shipped")
+        made, digest = getattr(module, SHIPPED[name]), _digest_of_shipped()
+    else:
+        made, digest = user_attribute(name, "class")
+    _refuse_options(made, options)
+    _refuse_methods(made)
+    return LoadedEnvironment(lambda: made(**options), {"environment": name, "source": digest})
+
+
+def _digest_of_shipped() -> str:
+    """Of both files: what an observation says depends on the sandbox too."""
+    folder = Path(__file__).parent
+    content = b"".join((folder / name).read_bytes() for name in ("shipped.py", "sandbox.py"))
+    return hashlib.sha256(content).hexdigest()
+
+
+def _refuse_options(made: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    try:
+        signature = inspect.signature(made)
+    except ValueError:
+        return  # One written in C may have none to read.
+    try:
+        signature.bind(**options)
+    except TypeError as error:
+        given = ", ".join(f"{name}=..." for name in options)
+        name = made.__name__
+        raise UserError(f"it is called as {name}({given}), and is defined as {name}{signature}: {error}") from error
+
+
+def _refuse_methods(made: Callable[..., Any]) -> None:
+    """Raises UserError on a class that lacks a method, or has it with other parameters."""
+    if not inspect.isclass(made):
+        return  # A function that makes environments: what it makes is seen when it is called.
+    for name, parameters in _METHODS.items():
+        method = getattr(made, name, None)
+        if not callable(method):
+            raise UserError(f"{made.__name__} has no method {name}({', '.join(parameters)})")
+        signature = inspect.signature(method)
+        try:
+            signature.bind(None, *parameters)
+        except TypeError as error:
+            called = f"{name}({', '.join(parameters)})"
+            raise UserError(f"{called} is called, and is defined as {name}{signature}: {error}") from error

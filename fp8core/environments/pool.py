@@ -1,0 +1,391 @@
+"""Episodes of an environment, each in a process of its own that is killed with all it started (child.py).
+
+A pool has no thread: it moves when it is called. Whatever an environment does ends its own episode at most: a crash, a
+hang, too much memory or output, and processes without end have an outcome with a named reason.
+
+What something outside kills (the kernel, short of memory) ends as `crashed` too, with `SIGKILL` in its detail.
+"""
+
+import contextlib
+import os
+import resource
+import selectors
+import signal
+import socket
+import subprocess
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from fp8core.end_with_parent import TiedProcess
+from fp8core.environments.channel import action_message, decode, encode, read_reply, task_message
+from fp8core.environments.child import TOO_MANY_PROCESSES, EpisodeLimits
+from fp8core.environments.loading import SHIPPED
+from fp8core.environments.protocol import Action, Outcome, Task, Turn
+from fp8core.errors import UserError, printable
+from fp8core.rewards.child import CPU_SIGNAL
+from fp8core.rewards.pool import described
+from fp8core.rewards.supervisor import supervised
+
+Key = tuple[int, int]
+"""Group and sample of an episode."""
+Reply = tuple[Key, Turn | Outcome, float]
+"""With the seconds that the environment took."""
+
+_READ_BYTES = 1 << 20
+_ENVELOPE_BYTES = 1 << 10
+"""Of a line, around a reply."""
+_START_SECONDS = 120.0
+_CLOSING_SECONDS = 2.0
+_SWEEPING_SECONDS = 20.0
+_OTHER_FILES = 64
+"""Descriptors that this process needs beside one an episode."""
+_WRITTEN = "something else was written to the environment's channel"
+_PASSED_ON = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH")
+"""Variables that a shipped environment sees; code of the policy runs there."""
+
+
+class _Episode:
+    """An end of the socket of an episode, which never blocks, and what is expected of the other end."""
+
+    def __init__(self, key: Key | None, message: Mapping[str, Any]) -> None:
+        self.key = key
+        self.channel: socket.socket | None = None
+        """None before there is room for it."""
+        self.ready = False
+        self.first = True
+        self.asked = True
+        self.leaving = False
+        self.since = time.monotonic()
+        self.over: Outcome | None = None
+        """What it ended with while nothing was asked of it."""
+        self.answer: dict[str, Any] = {}
+        self._outgoing = bytearray(encode(message))
+        self._incoming = bytearray()
+
+    @property
+    def has_outgoing(self) -> bool:
+        return bool(self._outgoing)
+
+    def ask(self, message: Mapping[str, Any]) -> None:
+        self._outgoing += encode(message)
+        self.asked, self.first, self.since = True, False, time.monotonic()
+        self.write()
+
+    def write(self) -> None:
+        """Pass on what the channel takes; a process that is gone is noticed when it is read from."""
+        assert self.channel is not None, "it was launched"
+        with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
+            while self._outgoing:
+                del self._outgoing[: self.channel.send(self._outgoing)]
+
+    def read(self, longest: int) -> tuple[list[bytes], bool]:
+        """Whole lines that have come, and whether there are no more; one that is too long is whole."""
+        assert self.channel is not None, "it was launched"
+        try:
+            part = self.channel.recv(_READ_BYTES)
+        except BlockingIOError:
+            return [], False
+        except ConnectionResetError:
+            part = b""
+        self._incoming += part
+        *lines, rest = bytes(self._incoming).split(b"\n")
+        self._incoming = bytearray(rest)
+        if len(rest) > longest:
+            lines.append(rest)
+        return [line for line in lines if line], not part
+
+
+class EnvironmentPool:
+    """Episodes by their keys. Not safe for threads."""
+
+    def __init__(self, name: str, options: Mapping[str, Any], limits: EpisodeLimits, at_once: int) -> None:
+        """Load the environment and make it once; of its episodes, `at_once` have a process at the same time.
+
+        Raises:
+            UserError: it cannot be loaded or made, or this process may not open so many files.
+        """
+        self._name, self._limits, self._at_once = name, limits, at_once
+        self._task = {"name": name, "options": dict(options), "limits": limits._asdict()}
+        self._refuse_too_many()
+        self._selector = selectors.DefaultSelector()
+        self._episodes: dict[Key, _Episode] = {}
+        self._waiting: deque[_Episode] = deque()
+        self._open: set[_Episode] = set()
+        """With a process, those that leave among them."""
+        self._replies: deque[Reply] = deque()
+        self.description: dict[str, str] = {}
+        """Name and digest of the source."""
+        self._control: socket.socket | None = None
+        self._supervisor: TiedProcess | None = None
+        try:
+            self._start_host()
+            self._try_options()
+        except BaseException:
+            self.close()
+            raise
+
+    def begin(self, episode: Key, task: Task) -> None:
+        """Start an episode; it waits where `at_once` others are open."""
+        assert episode not in self._episodes, f"{episode} is open"
+        begun = _Episode(episode, {"start": task_message(task)})
+        self._episodes[episode] = begun
+        self._waiting.append(begun)
+        self._launch()
+
+    def act(self, episode: Key, action: Action) -> None:
+        """Let the environment answer what the policy wrote."""
+        asked = self._episodes[episode]
+        assert not asked.asked, f"{episode} has not answered yet"
+        if asked.over is not None:
+            self._settle(asked, asked.over, 0.0)
+            return
+        asked.ask(action_message(action))
+        self._watch(asked)
+
+    def replies(self, wait: bool) -> list[Reply]:
+        """Replies that have come; `wait`: at least one, where any is to come. An outcome ends its episode."""
+        self._move(0)
+        while wait and not self._replies and any(episode.asked for episode in self._episodes.values()):
+            self._move(self._patience())
+        found = list(self._replies)
+        self._replies.clear()
+        return found
+
+    def end(self, episode: Key) -> None:
+        """Let the environment close, and kill what is left; of an episode that is over this does nothing."""
+        ended = self._episodes.pop(episode, None)
+        if ended is None:
+            return
+        self._replies = deque(reply for reply in self._replies if reply[0] != episode)
+        if ended in self._waiting:
+            self._waiting.remove(ended)
+        else:
+            self._leave(ended)
+
+    def close(self) -> None:
+        """End all episodes and the host; a second call does nothing."""
+        for episode in list(self._episodes):
+            self.end(episode)
+        until = time.monotonic() + min(_CLOSING_SECONDS, self._limits.timeout_seconds)
+        while self._open and (left := until - time.monotonic()) > 0:
+            self._move(left)
+        for open_one in list(self._open):
+            self._drop(open_one)
+        self._end_host()
+
+    # The host
+
+    def _start_host(self) -> None:
+        self._control, theirs = socket.socketpair()
+        # Sets of strings have the same order in every run; threads of libraries would stay behind in a fork.
+        shown = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
+        passed = shown if self._name in SHIPPED else dict(os.environ)
+        single = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+        with theirs:
+            arguments = supervised("fp8core.environments.child", theirs.fileno())
+            variables = {**passed, **single, "PYTHONHASHSEED": "0"}
+            self._supervisor = TiedProcess(arguments, subprocess.DEVNULL, [theirs.fileno()], variables)
+        self._control.settimeout(_START_SECONDS)
+        try:
+            self._control.sendall(encode(self._task))
+            with self._control.makefile("rb") as lines:
+                said = decode(lines.readline(_READ_BYTES))
+        except TimeoutError as error:
+            raise self._unusable(f"it was not imported after {_START_SECONDS:g} s") from error
+        except (ValueError, OSError) as error:
+            raise self._unusable("its process ended while it was imported, or something else was written") from error
+        if "loaded" not in said:
+            raise self._unusable(str(said.get("failed", _WRITTEN)))
+        if self.description and self.description != said["loaded"]:
+            raise self._unusable(f"it changed while it was used: {self.description}, now {said['loaded']}")
+        self.description = said["loaded"]
+        self._control.setblocking(False)
+        self._selector.register(self._control, selectors.EVENT_READ, None)
+
+    def _end_host(self) -> None:
+        if self._control is None or self._supervisor is None:
+            return
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(self._control)
+        self._control.close()
+        self._supervisor.close_copy()
+        try:
+            self._supervisor.wait(_SWEEPING_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._supervisor.kill()
+            self._supervisor.wait()
+        self._control = self._supervisor = None
+
+    def _try_options(self) -> None:
+        trial = _Episode(None, {"construct": True})
+        self._waiting.append(trial)
+        self._launch()
+        while trial in self._waiting or trial in self._open:
+            self._move(self._patience())
+        if trial.over is not None:
+            raise self._unusable(trial.over.detail)
+
+    # Episodes
+
+    def _launch(self) -> None:
+        """Give those that wait a process, as far as there is room."""
+        while self._waiting and len(self._open) < self._at_once:
+            assert self._control is not None, "the pool is open"
+            episode = self._waiting[0]
+            episode.channel, theirs = socket.socketpair()
+            with theirs:
+                try:
+                    socket.send_fds(self._control, [b"e"], [theirs.fileno()])
+                except (BlockingIOError, BrokenPipeError, ConnectionResetError):
+                    # The host is busy, or gone, which is noticed when it is read from.
+                    episode.channel.close()
+                    episode.channel = None
+                    return
+            self._waiting.popleft()
+            episode.channel.setblocking(False)
+            episode.since = time.monotonic()
+            self._open.add(episode)
+            self._selector.register(episode.channel, selectors.EVENT_READ, episode)
+            episode.write()
+            self._watch(episode)
+
+    def _move(self, seconds: float) -> None:
+        """Wait at most so long for an event, and take in what has come; end what is late."""
+        self._launch()
+        readable = set()
+        for key, events in self._selector.select(seconds):
+            episode = key.data
+            if episode is None:
+                self._replace_host()
+                continue
+            if events & selectors.EVENT_WRITE:
+                episode.write()
+                self._watch(episode)
+            if events & selectors.EVENT_READ:
+                readable.add(episode)
+                self._take_in(episode)
+        now = time.monotonic()
+        # A reply that lay in the channel was in time, however late this process came to read it.
+        for episode in [episode for episode in self._open if episode not in readable and now > self._deadline(episode)]:
+            if episode.leaving:
+                self._drop(episode)
+            elif episode.ready:
+                self._over(episode, Outcome("timeout", detail=f"no reply after {self._limits.timeout_seconds:g} s"))
+            else:
+                self._over(episode, Outcome("timeout", detail=f"no process after {_START_SECONDS:g} s"))
+        self._launch()
+
+    def _take_in(self, episode: _Episode) -> None:
+        lines, ended = episode.read(self._limits.reply_bytes + _ENVELOPE_BYTES)
+        for line in lines:
+            if episode not in self._open:
+                return
+            self._take_line(episode, line)
+        if ended and episode in self._open:
+            self._over(episode, Outcome("crashed", detail="its process is gone, and its supervisor too"))
+
+    def _take_line(self, episode: _Episode, line: bytes) -> None:
+        if len(line) > self._limits.reply_bytes + _ENVELOPE_BYTES:
+            most = self._limits.reply_bytes
+            self._over(episode, Outcome("crashed", detail=f"more than {most:,} bytes without the end of a reply"))
+            return
+        try:
+            message = decode(line)
+            if "ended" in message:
+                self._over(episode, self._ending(message["ended"]))
+            elif episode.leaving:
+                return
+            elif "failed" in message:
+                self._over(episode, Outcome("crashed", detail=printable(str(message["failed"]))))
+            elif not episode.ready and message == {"ready": True}:
+                episode.ready, episode.since = True, time.monotonic()
+            elif episode.key is None:
+                episode.leaving = True
+            elif not episode.ready or not episode.asked:
+                raise ValueError("nothing was asked")
+            else:
+                seconds = message.pop("seconds")
+                if type(seconds) is not float or not 0 <= seconds < float("inf"):
+                    raise ValueError("no time")
+                self._settle(episode, read_reply(message, episode.first), seconds)
+        except (ValueError, KeyError):
+            self._over(episode, Outcome("crashed", detail=_WRITTEN))
+
+    def _ending(self, ended: Any) -> Outcome:
+        if ended == TOO_MANY_PROCESSES:
+            return Outcome("crashed", detail=f"more than {self._limits.processes} processes")
+        if type(ended) is not int or not (0 <= ended < 256 or -ended in {*signal.Signals}):
+            raise ValueError("no end of a process")
+        if ended == -CPU_SIGNAL:
+            return Outcome("timeout", detail=f"more than {self._limits.cpu_seconds:g} s of processor time")
+        return Outcome("crashed", detail=described(ended))
+
+    def _settle(self, episode: _Episode, reply: Turn | Outcome, seconds: float) -> None:
+        """Pass a reply on; with an outcome the episode is over."""
+        episode.asked = False
+        assert episode.key is not None, "a trial has no replies"
+        self._replies.append((episode.key, reply, seconds))
+        if isinstance(reply, Outcome):
+            del self._episodes[episode.key]
+            if episode in self._open:
+                self._leave(episode)
+
+    def _over(self, episode: _Episode, outcome: Outcome) -> None:
+        """Its process is of no more use."""
+        self._drop(episode)
+        if episode.leaving:
+            return
+        if episode.asked and episode.key is not None:
+            self._settle(episode, outcome, time.monotonic() - episode.since)
+        else:
+            episode.over = outcome
+
+    def _leave(self, episode: _Episode) -> None:
+        """Ask the environment to close; it is killed later if it does not."""
+        assert episode.channel is not None, "it was launched"
+        episode.leaving, episode.asked, episode.since = True, False, time.monotonic()
+        with contextlib.suppress(OSError):  # It is gone.
+            episode.channel.shutdown(socket.SHUT_WR)
+
+    def _drop(self, episode: _Episode) -> None:
+        """Close our end, upon which its supervisor kills what is left."""
+        assert episode.channel is not None, "it was launched"
+        self._selector.unregister(episode.channel)
+        episode.channel.close()
+        self._open.remove(episode)
+
+    def _replace_host(self) -> None:
+        """Something outside has killed it, and all its episodes with it; those that wait get another."""
+        self._end_host()
+        self._start_host()
+
+    def _watch(self, episode: _Episode) -> None:
+        if episode.channel is not None and episode in self._open:
+            write = selectors.EVENT_WRITE if episode.has_outgoing else 0
+            self._selector.modify(episode.channel, selectors.EVENT_READ | write, episode)
+
+    def _deadline(self, episode: _Episode) -> float:
+        if episode.leaving or (episode.ready and episode.asked):
+            return episode.since + self._limits.timeout_seconds
+        return float("inf") if episode.ready else episode.since + _START_SECONDS
+
+    def _patience(self) -> float:
+        """Seconds to the next deadline, or to the next try to launch."""
+        now = time.monotonic()
+        ends = [self._deadline(episode) for episode in self._open]
+        if self._waiting and len(self._open) < self._at_once:
+            ends.append(now + 0.01)
+        return max(0.0, min(ends, default=now + 0.01) - now)
+
+    def _refuse_too_many(self) -> None:
+        allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if allowed != resource.RLIM_INFINITY and self._at_once + _OTHER_FILES > allowed:
+            raise UserError(
+                f"environment.at_once={self._at_once} needs {self._at_once + _OTHER_FILES} open files, and "
+                f"`ulimit -n` allows {allowed}"
+            )
+
+    def _unusable(self, reason: str) -> UserError:
+        return UserError(f"environment.name={self._name}: {printable(reason)}")

@@ -1,0 +1,201 @@
+"""The environments that are shipped: a calculator, a game of guessing, and an interpreter of Python."""
+
+import random
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from fp8core.environments.protocol import Action, Outcome, Said, Task, Tool, Turn
+
+_DONE = Outcome("judge")
+
+
+class ToolError(Exception):
+    """What a call is answered with when it fails."""
+
+
+class Calculator:
+    """One tool, `calculate(expression)`: integers, + - * and parentheses. An action without a call ends the episode."""
+
+    TOOL = Tool(
+        "calculate",
+        "Compute an expression of integers with +, -, * and parentheses.",
+        {
+            "type": "object",
+            "properties": {"expression": {"type": "string", "description": "For example (12+7)*3."}},
+            "required": ["expression"],
+        },
+    )
+
+    def __init__(self, *, modulus: int | None = None, left_to_right: bool = False) -> None:
+        """Set how it computes.
+
+        Args:
+            modulus: every operation is taken modulo this, and written with as many digits as `modulus - 1` has.
+            left_to_right: `*` binds no more strongly than `+` and `-`.
+
+        Raises:
+            ValueError: the modulus is no integer from 2 to 10**9.
+        """
+        if modulus is not None and (type(modulus) is not int or not 2 <= modulus <= 10**9):
+            raise ValueError(f"modulus={modulus!r} is no integer from 2 to 1,000,000,000")
+        if type(left_to_right) is not bool:
+            raise ValueError(f"left_to_right={left_to_right!r} is neither true nor false")
+        self._modulus, self._left_to_right = modulus, left_to_right
+
+    def start(self, task: Task) -> Turn:
+        return Turn((*task.before, Said("user", task.question)), tools=(self.TOOL,))
+
+    def step(self, action: Action) -> Turn | Outcome:
+        return answer_calls(action, self.TOOL, self._calculate)
+
+    def close(self) -> None:
+        pass
+
+    def _calculate(self, arguments: Mapping[str, Any]) -> str:
+        expression = arguments["expression"]
+        value = evaluate(expression, self._modulus, self._left_to_right)
+        return str(value) if self._modulus is None else f"{value:0{len(str(self._modulus - 1))}}"
+
+
+def answer_calls(action: Action, tool: Tool, call: Any) -> Turn | Outcome:
+    """A message for every call of the one tool, in their order; an action without any ends the episode."""
+    if action.malformed:
+        return Turn((Said("tool", f"error: {action.malformed}"),), failed=max(1, len(action.calls)))
+    if not action.calls:
+        return _DONE
+    said, failed = [], 0
+    for made in action.calls:
+        try:
+            if made.name != tool.name:
+                raise ToolError(f"there is no tool {made.name[:40]!r}; there is {tool.name}")
+            _refuse_arguments(tool, made.arguments)
+            said.append(Said("tool", call(made.arguments)))
+        except ToolError as error:
+            said.append(Said("tool", f"error: {error}"))
+            failed += 1
+    return Turn(tuple(said), failed=failed)
+
+
+def _refuse_arguments(tool: Tool, arguments: Mapping[str, Any]) -> None:
+    """Raises ToolError: they are not exactly the tool's, which are texts."""
+    names = tool.parameters["properties"].keys()
+    if arguments.keys() != names:
+        given = ", ".join(name[:40] for name in list(arguments)[:4]) or "none"
+        raise ToolError(f"{tool.name} takes {', '.join(names)}; it got {given}")
+    for name, value in arguments.items():
+        if not isinstance(value, str):
+            raise ToolError(f"{name} is no text")
+
+
+_LONGEST_EXPRESSION = 1000
+_DEEPEST = 50
+_MOST_BITS = 3000
+"""Some 900 digits."""
+_TOKEN = re.compile(r"\s*([0-9]+|[-+*()])", re.ASCII)
+
+
+def evaluate(expression: str, modulus: int | None, left_to_right: bool) -> int:
+    """The value of an expression; modulo `modulus` it is from 0 to `modulus - 1`. Raises ToolError."""
+    if len(expression) > _LONGEST_EXPRESSION:
+        raise ToolError(f"the expression has more than {_LONGEST_EXPRESSION} characters")
+    return _Expression(expression, modulus, left_to_right).value()
+
+
+class _Expression:
+    """A reader of one expression: sums of products of numbers, signs and parentheses."""
+
+    def __init__(self, text: str, modulus: int | None, left_to_right: bool) -> None:
+        self._modulus, self._left_to_right, self._depth = modulus, left_to_right, 0
+        self._tokens: list[str] = []
+        at, text = 0, text.rstrip()
+        while at < len(text):
+            if (token := _TOKEN.match(text, at)) is None:
+                raise ToolError(f"cannot read {text[at:].lstrip()[:1]!r}; there are integers, + - * and parentheses")
+            self._tokens.append(token[1])
+            at = token.end()
+        self._tokens.append("")
+
+    def value(self) -> int:
+        found = self._sum()
+        if self._tokens[0]:
+            raise ToolError(f"{self._tokens[0][:20]!r} is not expected there")
+        return found
+
+    def _sum(self) -> int:
+        operations = "+-*" if self._left_to_right else "+-"
+        part = self._signed if self._left_to_right else self._product
+        value = part()
+        while self._tokens[0] and self._tokens[0] in operations:
+            value = self._apply(self._tokens.pop(0), value, part())
+        return value
+
+    def _product(self) -> int:
+        value = self._signed()
+        while self._tokens[0] == "*":
+            value = self._apply(self._tokens.pop(0), value, self._signed())
+        return value
+
+    def _signed(self) -> int:
+        negative = False
+        while self._tokens[0] and self._tokens[0] in "+-":
+            negative ^= self._tokens.pop(0) == "-"
+        value = self._number()
+        return self._apply("-", 0, value) if negative else value
+
+    def _number(self) -> int:
+        token = self._tokens.pop(0)
+        if token.isdigit():
+            return self._apply("+", int(token), 0)
+        if token != "(":
+            raise ToolError(f"a number is expected {f'in place of {token!r}' if token else 'at the end'}")
+        self._depth += 1
+        if self._depth > _DEEPEST:
+            raise ToolError(f"more than {_DEEPEST} parentheses within each other")
+        value = self._sum()
+        if self._tokens.pop(0) != ")":
+            raise ToolError("a parenthesis is not closed")
+        self._depth -= 1
+        return value
+
+    def _apply(self, operation: str, left: int, right: int) -> int:
+        value = left + right if operation == "+" else left - right if operation == "-" else left * right
+        if value.bit_length() > _MOST_BITS:
+            raise ToolError("the number is too large")
+        return value if self._modulus is None else value % self._modulus
+
+
+_INTEGER = re.compile(r"[-+]?[0-9]{1,18}(?![0-9])", re.ASCII)
+
+
+class Guess:
+    """A number to find by answers `higher` and `lower`; each further guess costs a share of the reward."""
+
+    def __init__(self, *, highest: int = 100, guesses: int = 10) -> None:
+        """Set the game: a number from 1 to `highest`, to be found in `guesses`. Raises ValueError."""
+        for name, value, most in (("highest", highest, 10**9), ("guesses", guesses, 1000)):
+            if type(value) is not int or not 1 <= value <= most:
+                raise ValueError(f"{name}={value!r} is no integer from 1 to {most:,}")
+        self._highest, self._most, self._made, self._number = highest, guesses, 0, 0
+
+    def start(self, task: Task) -> Turn:
+        self._number = random.Random(task.seed).randint(1, self._highest)
+        rules = f"I think of an integer from 1 to {self._highest}. You have {self._most} guesses; end each with it."
+        return Turn((*task.before, Said("user", f"{task.question}\n{rules}" if task.question else rules)))
+
+    def step(self, action: Action) -> Turn | Outcome:
+        """The last integer of the text is the guess. Found at the first guess the reward is 1, at the last 1/guesses."""
+        self._made += 1
+        found = _INTEGER.findall(action.text)
+        if found and int(found[-1]) == self._number:
+            return Outcome("right", 1 - (self._made - 1) / self._most, info={"guesses": self._made})
+        if self._made == self._most:
+            if not found:
+                return Outcome("unparsed", detail="no integer in the last guess", info={"guesses": self._made})
+            return Outcome("wrong", detail=f"it was {self._number}", info={"guesses": self._made})
+        if not found:
+            return Turn((Said("user", "There is no integer in that."),))
+        return Turn((Said("user", "higher" if int(found[-1]) < self._number else "lower"),))
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,180 @@
+"""Tool calls as model families write them: `qwen`, `llama3`, and `plain` for models from scratch.
+
+A policy writes whatever it likes. So a parser never raises, takes time in proportion to the text, and gives calls
+that can be stored and sent: JSON of bounded depth and number, without NaN, infinities and lone surrogates.
+"""
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from fp8core.environments.protocol import Tool, ToolCall
+
+MOST_CALLS = 64
+DEEPEST = 32
+
+
+class Parsed(NamedTuple):
+    """The calls of a turn; where one is `malformed`, why, and none of the turn's calls is made."""
+
+    calls: tuple[ToolCall, ...] = ()
+    malformed: str = ""
+
+
+Parser = Callable[[str, Sequence[Tool]], Parsed]
+"""From the text of a turn, special tokens included, and the tools that there are."""
+
+
+class _Malformed(ValueError):
+    """Why something is no call."""
+
+
+def parse_qwen(text: str, tools: Sequence[Tool]) -> Parsed:
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of them, after what was thought."""
+    _thought, closed, rest = text.rpartition("</think>")
+    if not closed and "<think>" in text:
+        return Parsed()
+    calls, end = list[ToolCall](), 0
+    try:
+        while (start := rest.find("<tool_call>", end)) >= 0:
+            start += len("<tool_call>")
+            end = rest.find("</tool_call>", start)
+            if end < 0:
+                raise _Malformed("<tool_call> is not closed")
+            value, rest_at = _read_json(rest[start:end].strip(), 0)
+            if rest_at != len(rest[start:end].strip()):
+                raise _Malformed("there is more than one JSON value in <tool_call>")
+            calls.append(_call(value, "arguments"))
+            _refuse_many(calls)
+    except _Malformed as error:
+        return Parsed((), str(error))
+    return Parsed(tuple(calls))
+
+
+def parse_llama3(text: str, tools: Sequence[Tool]) -> Parsed:
+    """`{"name": ..., "parameters": {...}}` alone, after `<|python_tag|>` or not, with `;` between calls."""
+    tag = "<|python_tag|>"
+    _before, tagged, rest = text.partition(tag)
+    rest = (rest if tagged else text).strip()
+    if not tagged and not rest.startswith("{"):
+        return Parsed()
+    calls, end = list[ToolCall](), 0
+    try:
+        while True:
+            value, end = _read_json(rest, end)
+            calls.append(_call(value, "parameters"))
+            _refuse_many(calls)
+            end = _after_space(rest, end)
+            if end == len(rest):
+                return Parsed(tuple(calls))
+            if rest[end] != ";":
+                raise _Malformed("there is text after the call")
+            end = _after_space(rest, end + 1)
+    except _Malformed as error:
+        return Parsed((), str(error))
+
+
+def parse_plain(text: str, tools: Sequence[Tool]) -> Parsed:
+    """`[3*4]` is a call of the one tool there is with its one argument, a text; of several tools `[name:3*4]`."""
+    calls, end = list[ToolCall](), 0
+    by_name = {tool.name: tool for tool in tools}
+    try:
+        while (start := text.find("[", end)) >= 0:
+            end = text.find("]", start)
+            if end < 0:
+                raise _Malformed("[ is not closed")
+            written = text[start + 1 : end]
+            if "[" in written:
+                raise _Malformed("[ in a call")
+            name, given = next(iter(by_name), ""), written
+            if len(tools) != 1:
+                name, _, given = written.partition(":")
+            tool = by_name.get(name)
+            if tool is None:
+                raise _Malformed(f"no tool is called {name[:40]!r}")
+            calls.append(ToolCall(name, {_only_argument(tool): _text(given)}))
+            _refuse_many(calls)
+    except _Malformed as error:
+        return Parsed((), str(error))
+    return Parsed(tuple(calls))
+
+
+TOOL_CALLS: dict[str, Parser] = {"qwen": parse_qwen, "llama3": parse_llama3, "plain": parse_plain}
+
+
+def _read_json(text: str, start: int) -> tuple[Any, int]:
+    """A JSON value that begins at `start`, and where it ends."""
+    try:
+        value, end = _DECODER.raw_decode(text, start)
+        _refuse_deep(value)
+        # Of texts with lone surrogates no bytes can be made.
+        text[start:end].encode()
+        json.dumps(value, ensure_ascii=False).encode()
+    except RecursionError:
+        raise _Malformed(f"JSON is deeper than {DEEPEST}") from None
+    except _Malformed:
+        raise
+    except ValueError as error:
+        raise _Malformed(f"no JSON: {' '.join(str(error).split())[:200]}") from None
+    return value, end
+
+
+def _no_number(written: str) -> float:
+    raise _Malformed(f"{written[:40]} is no number of JSON")
+
+
+def _finite(written: str) -> float:
+    number = float(written)
+    return number if math.isfinite(number) else _no_number(written)
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_number, parse_float=_finite)
+
+
+def _refuse_deep(value: Any) -> None:
+    level = [value]
+    for _ in range(DEEPEST + 1):
+        level = [
+            below
+            for each in level
+            if isinstance(each, dict | list)
+            for below in (each.values() if isinstance(each, dict) else each)
+        ]
+        if not level:
+            return
+    raise _Malformed(f"JSON is deeper than {DEEPEST}")
+
+
+def _refuse_many(calls: Sequence[ToolCall]) -> None:
+    if len(calls) > MOST_CALLS:
+        raise _Malformed(f"more than {MOST_CALLS} calls")
+
+
+def _call(value: Any, arguments: str) -> ToolCall:
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        raise _Malformed("a call is an object with a name")
+    given = value.get(arguments)
+    if not isinstance(given, Mapping):
+        raise _Malformed(f"{arguments} of a call is an object")
+    return ToolCall(value["name"], given)
+
+
+def _only_argument(tool: Tool) -> str:
+    names = [*tool.parameters.get("properties", {})]
+    required = [*tool.parameters.get("required", names)]
+    if len(required) != 1:
+        raise _Malformed(f"{tool.name} takes {len(required)} arguments, a plain call has one")
+    return str(required[0])
+
+
+def _text(written: str) -> str:
+    try:
+        written.encode()
+    except UnicodeEncodeError:
+        raise _Malformed("a lone surrogate") from None
+    return written
+
+
+def _after_space(text: str, place: int) -> int:
+    return len(text) - len(text[place:].lstrip())
