@@ -5,11 +5,12 @@ from collections.abc import Sequence
 import pyarrow as pa
 
 from fp8core.config.steps import NoOptions
+from fp8core.data.prompt import longest_prompt
 from fp8core.numerics.logprobs import Truncation
 from fp8core.rollout.engine import Sampling
 from fp8core.rollout.episodes import Episode
 from fp8core.run.context import RunContext
-from fp8core.run.episodes import answers, play, stored_endings, turns_table
+from fp8core.run.episodes import answers, play, seconds_of, stored_endings, turns_table
 from fp8core.run.rollouts import environment_of, prompt_groups, rollout_table, shard_folder
 from fp8core.store.artifacts import Ref, RolloutShards
 from fp8core.store.tables import ORDER, ROLLOUTS, ROUTED_ROLLOUTS, SHARD_TURNS, TURN_ORDER, nested_turns, unnested_turns
@@ -70,12 +71,13 @@ def _played(run: RunContext, index: int, prompts: Ref) -> pa.Table:
     if done is not None:
         tables.append(done.cast(schema) if run.config.environment is None else done)
     open_groups = [group for group in groups if group.group not in finished]
+    longest = longest_prompt(run.config, run.arch.max_positions)
     with environment_of(run, index, "turns") as pool:
-        for batch in play(run.ready_engine(), open_groups, sampling, run.config, run.tokenizer, rows, pool):
+        for batch in play(run.ready_engine(), open_groups, sampling, run.config, run.tokenizer, rows, longest, pool):
             table = table_of(batch)
             shards.append(table)
             tables.append(table)
-            run.note_answers(index, batch)
+            run.environment_seconds.setdefault(index, []).extend(seconds_of(batch))
             turns = None if run.config.environment is None else unnested_turns(table)
             run.verifier.begin(answers(rows, stored_endings(table, turns)))
     run.ready_engine().sleep()

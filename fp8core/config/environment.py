@@ -39,12 +39,13 @@ class EnvironmentConfig(Section):
         "same turn of the prompt's other episodes.",
     )
     timeout_seconds: float = Field(10.0, gt=0, le=3600, description="Longest wait for one answer of an environment.")
-    cpu_seconds: float = Field(10.0, gt=0, le=3600, description="Processor time of an episode.")
+    cpu_seconds: float = Field(5.0, gt=0, le=3600, description="Processor time of one answer.")
     memory_mb: int = Field(
         1024, ge=16, le=1 << 20, description="Memory (MiB) of an episode, beyond what the loaded environment takes."
     )
     output_kb: int = Field(1024, ge=1, le=1 << 20, description="KiB of one answer.")
-    processes: int = Field(64, ge=1, le=4096, description="Episodes that are open at once; others wait.")
+    processes: int = Field(32, ge=1, le=4096, description="That an episode may start.")
+    at_once: int = Field(64, ge=1, le=4096, description="Episodes that have a process at the same time; others wait.")
 
     @field_validator("name")
     @classmethod

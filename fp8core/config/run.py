@@ -84,6 +84,9 @@ class WarmStartConfig(Section):
     step_by_step_share: float = Field(
         0.4, ge=0, le=1, description="Share of the chain task's demonstrations that work step by step."
     )
+    tool_share: float = Field(
+        0, ge=0, le=1, description="Share that hands the arithmetic to environment.name=calculator; the rest is bare."
+    )
     step_by_step_target: float = Field(
         0.9, ge=0, le=1, description="Sampled accuracy of the step-by-step style below which the run warns."
     )
@@ -354,6 +357,21 @@ class RunConfig(Section):
             raise ValueError(
                 f"warm_start makes demonstrations of the chain task, but data.source is {self.data.source}; "
                 "set warm_start.demonstrations to a file of your own"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _tool_answers_as_demonstrated(self) -> "RunConfig":
+        warm, environment = self.warm_start, self.environment
+        if warm is None:
+            return self
+        if warm.step_by_step_share + warm.tool_share > 1:
+            raise ValueError("warm_start.step_by_step_share and tool_share are more than 1 together")
+        told = {"modulus": self.data.chain.modulus, "left_to_right": True}
+        if warm.tool_share and (environment is None or environment.name != "calculator" or environment.options != told):
+            raise ValueError(
+                f"warm_start.tool_share={warm.tool_share} needs environment.name=calculator with options "
+                f"{{modulus: {told['modulus']}, left_to_right: true}}, the rules of the chain task"
             )
         return self
 

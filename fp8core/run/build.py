@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor
 
 from fp8core.config.capability import Environment, Node, this_node
+from fp8core.config.environment import EnvironmentConfig
 from fp8core.config.loss import LossConfig
 from fp8core.config.precision import PrecisionContract
 from fp8core.config.run import RunConfig
@@ -17,6 +18,8 @@ from fp8core.config.training import TrainingConfig
 from fp8core.data.chain import ALPHABET, EOS, VOCABULARY
 from fp8core.data.demonstrations import own_demonstrations
 from fp8core.data.source import build_source, check_problems
+from fp8core.environments.child import EpisodeLimits
+from fp8core.environments.pool import EnvironmentPool
 from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture
 from fp8core.models.checkpoint import (
@@ -279,6 +282,18 @@ def build_engine(config: RunConfig, arch: Architecture, cluster: "Cluster | None
     return engine_entry(config).build(config, arch)
 
 
+def build_environment(config: EnvironmentConfig) -> EnvironmentPool:
+    """The environment that a configuration names, in processes of its own.
+
+    Raises:
+        UserError: it cannot be loaded, or not with these options.
+    """
+    limits = EpisodeLimits(
+        config.timeout_seconds, config.cpu_seconds, config.memory_mb, config.output_kb << 10, config.processes
+    )
+    return EnvironmentPool(config.name, config.options, limits, config.at_once)
+
+
 def _from_scratch(config: RunConfig) -> _FoundModel:
     assert config.architecture is not None, "RunConfig demands a model or an architecture"
     if config.data.source != "chain":
@@ -286,7 +301,9 @@ def _from_scratch(config: RunConfig) -> _FoundModel:
             f"architecture builds a model for the chain task, but data.source is {config.data.source}; set model"
         )
     arch = architecture_from_config(config.architecture, VOCABULARY)
-    tokenizer = character_tokenizer(ALPHABET, VOCABULARY, EOS)
+    # The marks of tool calls, and what a calculator reads besides.
+    alphabet = ALPHABET if config.environment is None else f"{ALPHABET}[]()"
+    tokenizer = character_tokenizer(alphabet, VOCABULARY, EOS)
     return _FoundModel(arch, tokenizer, checkpoint=None, revision=None)
 
 

@@ -15,12 +15,23 @@ import pyarrow as pa
 from fp8core.config.environment import EnvironmentConfig
 from fp8core.config.run import RunConfig
 from fp8core.environments.chat import Talk
-from fp8core.environments.protocol import Said, Task
+from fp8core.environments.protocol import Action, Said, Task, Turn
+from fp8core.environments.protocol import Outcome as EnvironmentOutcome
+from fp8core.errors import UserError
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.rewards.scorer import Answer, Outcome, Verdict
 from fp8core.rewards.verifier import Verifier
 from fp8core.rollout.engine import Completion, PromptGroup, RolloutEngine, Sampling
-from fp8core.rollout.episodes import Episode, Key, MultiTurn, Pool, TurnBudget, run_episodes
+from fp8core.rollout.episodes import (
+    Episode,
+    Key,
+    MultiTurn,
+    Pool,
+    TurnBudget,
+    opening_of,
+    run_episodes,
+    said_of,
+)
 from fp8core.rollout.stop_strings import cut_at, text_until
 from fp8core.store.tables import TURNS, text_digest
 
@@ -42,6 +53,7 @@ def play(
     config: RunConfig,
     tokenizer: Tokenizer,
     asked: Sequence[Mapping[str, Any]],
+    longest: int,
     pool: Pool | None,
 ) -> Iterator[list[Episode]]:
     """Episodes of all groups, whole groups as they finish.
@@ -53,6 +65,7 @@ def play(
         config: environment and stop strings.
         tokenizer: of the policy.
         asked: rows of kind `prompts`, of these groups or more.
+        longest: tokens of an environment's first messages.
         pool: of the environment, or of what was recorded of it; None without `environment`.
     """
     if config.environment is None:
@@ -67,13 +80,29 @@ def play(
         for group in groups
         for sample, seed in zip(group.samples, group.seeds, strict=True)
     }
-    yield from run_episodes(engine, groups, sampling, multi_turn(config.environment, tokenizer, pool, tasks))
+    asked_for = config.environment
+    budget = TurnBudget(asked_for.max_turns, asked_for.turn_tokens, asked_for.observation_tokens, longest)
+    talk = Talk(tokenizer, tool_calls_of(asked_for, tokenizer))
+    yield from run_episodes(engine, groups, sampling, MultiTurn(pool, talk, tasks, budget))
 
 
-def multi_turn(config: EnvironmentConfig, tokenizer: Tokenizer, pool: Pool, tasks: Mapping[Key, Task]) -> MultiTurn:
-    """The environment's side of these episodes."""
-    budget = TurnBudget(config.max_turns, config.turn_tokens, config.observation_tokens)
-    return MultiTurn(pool, Talk(tokenizer, config.format), tasks, budget)
+def tool_calls_of(config: EnvironmentConfig, tokenizer: Tokenizer) -> str:
+    """The name of the format of tool calls (`environments.tool_calls.TOOL_CALLS`).
+
+    Raises:
+        UserError: it is to be that of the chat template, which writes no tool calls that are known.
+    """
+    if config.format != "auto":
+        return config.format
+    if not tokenizer.has_template:
+        return "plain"
+    for mark, name in (("<tool_call>", "qwen"), ("<|python_tag|>", "llama3")):
+        if mark in tokenizer.template:
+            return name
+    raise UserError(
+        f"environment.format=auto: {tokenizer.where}: the chat template writes no tool calls that are known; set it to "
+        "qwen, llama3 or plain"
+    )
 
 
 def completion_text(completion: Completion, tokenizer: Tokenizer, stop_strings: Sequence[str]) -> str:
@@ -102,6 +131,9 @@ def turn_rows(episode: Episode, tokenizer: Tokenizer) -> list[dict[str, Any]]:
     for row in rows:
         row |= {"observation": text_digest(row["said"]), "outcome": "", "detail": ""}
     rows[-1] |= {"outcome": episode.outcome, "detail": episode.detail}
+    if not episode.turns:
+        # The policy never spoke: a token stands for what it would have written.
+        rows[-1]["observation_end"] = len(episode.completion.tokens)
     return rows
 
 
@@ -118,6 +150,54 @@ def turns_table(episodes: Sequence[Episode], tokenizer: Tokenizer) -> pa.Table:
         for row in turn_rows(one, tokenizer)
     ]
     return pa.Table.from_pylist(rows, schema=TURNS)
+
+
+Reply = tuple[Key, Turn | EnvironmentOutcome, float]
+
+
+class RecordedPool:
+    """Answers as an environment did, from a table of kind `turns`; see `rollout.episodes.Pool`."""
+
+    def __init__(self, turns: pa.Table) -> None:
+        self._recorded: dict[Key, list[Turn | EnvironmentOutcome]] = {}
+        for row in turns.to_pylist():
+            self._recorded.setdefault((row["group"], row["sample"]), []).append(_reply(row))
+        self._next: dict[Key, Iterator[Turn | EnvironmentOutcome]] = {}
+        self._replies = list[Reply]()
+
+    def begin(self, episode: Key, task: Task) -> None:
+        """Start an episode. Raises UserError: it is not recorded."""
+        if episode not in self._recorded:
+            raise UserError(f"turns: group {episode[0]}, sample {episode[1]} is not recorded")
+        self._next[episode] = iter(self._recorded[episode])
+        self._answer(episode)
+
+    def act(self, episode: Key, action: Action) -> None:
+        """Answer as it was answered, whatever the policy wrote."""
+        self._answer(episode)
+
+    def replies(self, wait: bool) -> list[Reply]:
+        """All answers that are due."""
+        replies, self._replies = self._replies, []
+        return replies
+
+    def end(self, episode: Key) -> None:
+        """Forget an episode; of one that is over this does nothing."""
+        self._next.pop(episode, None)
+
+    def _answer(self, episode: Key) -> None:
+        ended = EnvironmentOutcome("crashed", detail="nothing was recorded of a turn so late")
+        self._replies.append((episode, next(self._next[episode], ended), 0.0))
+
+
+def _reply(row: Mapping[str, Any]) -> Turn | EnvironmentOutcome:
+    """The answer in a row of kind `turns`; what a budget ended was answered with a turn."""
+    if not row["turn"] and row["said"]:
+        return opening_of(row["said"])
+    info = json.loads(row["info"] or "{}")
+    if row["said"]:
+        return Turn(said_of(row["said"]), reward=row["reward"], failed=row["failed"], info=info)
+    return EnvironmentOutcome(row["outcome"], row["reward"], row["failed"], row["detail"], info)
 
 
 class Ending(NamedTuple):

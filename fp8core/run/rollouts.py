@@ -2,14 +2,15 @@
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
 from fp8core.config.run import RunConfig
-from fp8core.data.prompt import Problem, encode_prompt, question_text
+from fp8core.data.prompt import Problem, encode_prompt, longest_prompt, question_text
 from fp8core.errors import UserError
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.rewards.scorer import OUTCOMES, Outcome, Verdict
@@ -17,7 +18,17 @@ from fp8core.rl.batch import routes_column
 from fp8core.rollout.engine import Completion, PromptGroup, RolloutEngine, Sampling, sample_seed
 from fp8core.rollout.episodes import Episode, Pool
 from fp8core.run.context import RunContext
-from fp8core.run.episodes import completion_text, ending_of, episode_means, play, score, turn_rows
+from fp8core.run.episodes import (
+    RecordedPool,
+    completion_text,
+    ending_of,
+    episode_means,
+    play,
+    score,
+    turn_rows,
+    turns_table,
+)
+from fp8core.store.artifacts import Ref
 from fp8core.store.schemas import HELDOUT_SAMPLES, SAMPLE_CHARACTERS
 from fp8core.store.tables import PROMPTS, PROMPTS_WITH_COLUMNS, PROMPTS_WITH_MESSAGES, ROLLOUTS
 
@@ -27,9 +38,7 @@ def prompt_table(run: RunContext, problems: list[Problem]) -> pa.Table:
     return problem_table(problems, run.config, run.tokenizer, run.arch.max_positions)
 
 
-def problem_table(
-    problems: Sequence[Problem], config: RunConfig, tokenizer: Tokenizer, max_positions: int
-) -> pa.Table:
+def problem_table(problems: Sequence[Problem], config: RunConfig, tokenizer: Tokenizer, max_positions: int) -> pa.Table:
     """`prompt_table` of what is no run. Raises UserError as `encode_prompt`.
 
     An environment gets the messages and says what the policy is really asked (`prompt_tokens` of the rollouts).
@@ -171,11 +180,12 @@ def environment_of(run: RunContext, index: int, recorded: str) -> Iterator[Pool 
     """
     if run.config.environment is None:
         yield None
-    elif run.followed is None or run.environment is not None:
-        yield run.ready_environment()
+    elif run.environment is not None:
+        yield run.environment
     else:
+        assert run.followed is not None, "only a replay has no environment"
         ref = run.followed.artifacts(index)[recorded]
-        yield recorded_pool(run.directory.store.get_table(ref))
+        yield RecordedPool(run.directory.store.get_table(ref))
 
 
 def heldout_episodes(run: RunContext, index: int) -> dict[str, Ref]:
@@ -212,7 +222,8 @@ def heldout_accuracy(
         )
         for row in asked
     ]
-    played = play(engine, groups, sampling, run.config, run.tokenizer, asked, pool)
+    longest = longest_prompt(run.config, run.arch.max_positions)
+    played = play(engine, groups, sampling, run.config, run.tokenizer, asked, longest, pool)
     episodes = sorted((one for batch in played for one in batch), key=lambda one: one.completion.group)
     endings = [ending_of(one, run.config, run.tokenizer) for one in episodes]
     verdicts = [found.verdict for found in score(run.verifier.main, asked, endings)]
