@@ -58,7 +58,7 @@ def train(
 ) -> dict[str, Ref]:
     """Policy v_i becomes v_{i+1}."""
     store, trainer = run.directory.store, trainer_of_policy(run, policy)
-    table = store.get_table(rollouts, [*REPLAYED, "written", "logprobs"])
+    table = store.get_table(rollouts, [*ORDERED, *REPLAYED, "written", "logprobs"])
     batch, masking = update_batch(run, index, table, rewards, store.get_table(logprobs), reference, teacher, turns)
     report = trainer.step(batch, run.config.rollout.temperature, layer_scales(read_scales(run, scales)))
     return stored_update(run, report, masking)
@@ -124,6 +124,8 @@ def update_batch(
     penalty = store.get_table(reference) if reference else None
     played = store.get_table(turns) if turns else None
     batch, masking = rollout_batch(rollouts, store.get_table(rewards), logprobs, penalty, run.config, played)
+    if played is not None:
+        batch = replace(batch, observed=observed_tokens(rollouts, played, batch.mask.shape[1]))
     taught = padded(store.get_table(teacher)["logprobs"], torch.float32, 0.0) if teacher else None
     refuse_edited_loss(run)
     return replace(batch, teacher_logprobs=taught, draw=(run.config.seed, index)), masking
@@ -199,6 +201,16 @@ def rollout_batch(
         advantages = estimator(scores, epsilon)
     centred_rewards = centred(values, groups, scores.keep).float()
     return replace(batch, advantages=advantages.float(), centred_rewards=centred_rewards), masking
+
+
+def observed_tokens(rollouts: pa.Table, turns: pa.Table, columns: int) -> Tensor:
+    """Bool [rows, columns]: the tokens that turns say an environment wrote, whatever `written` says."""
+    places = enumerate(zip(*(rollouts[name].to_pylist() for name in ORDERED), strict=True))
+    rows = {place: row for row, place in places}
+    observed = torch.zeros(len(rows), columns, dtype=torch.bool)
+    for turn in turns.select([*ORDERED, "end", "observation_end"]).to_pylist():
+        observed[rows[turn["group"], turn["sample"]], turn["end"] : turn["observation_end"]] = True
+    return observed
 
 
 def turn_rewards(rewards: pa.Table, turns: pa.Table) -> list[TurnReward]:

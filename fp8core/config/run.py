@@ -437,14 +437,16 @@ class RunConfig(Section):
             f"pipeline.mode={self.pipeline.mode}": self.pipeline.mode != "synchronous",
             "rollout.stop_strings": bool(self.rollout.stop_strings),
             "rollout.router_replay": self.rollout.router_replay,
+            # A token of the environment may be one that is left out; its log-prob would be -inf.
+            str(self.rollout.truncated_by): self.rollout.truncated_by is not None,
             "a cluster of engines or ranks (cluster)": self.cluster.used,
         }
         for setting in (setting for setting, found in refused.items() if found):
             raise ValueError(f"environment.name={self.environment.name}: no episodes with {setting}; unset one of both")
         if self.environment.advantage == "turn" and self.loss.reward_kl:
             raise ValueError(
-                f"environment.advantage=turn: rewards of turns have no penalty of loss.reward_kl={self.loss.reward_kl}; "
-                "set one of both to its default"
+                f"environment.advantage=turn: rewards of turns have no penalty of loss.reward_kl="
+                f"{self.loss.reward_kl}; set one of both to its default"
             )
         return self
 

@@ -214,7 +214,7 @@ def turn_advantages(scores: Scores, turns: Sequence[TurnReward], estimator: Esti
     numbers = torch.tensor([turn.turn for turn in turns])
     mask = scores.mask[rows] & (columns >= begin) & (columns < end)
     groups = scores.groups[rows] * (int(numbers.max()) + 1) + numbers
-    by_turn = estimator(Scores(torch.stack(returns), groups, scores.keep[rows], mask), epsilon)
+    by_turn = estimator(Scores(rewards=torch.stack(returns), groups=groups, keep=scores.keep[rows], mask=mask), epsilon)
     spread = by_turn[:, None] if by_turn.ndim == 1 else by_turn
     out = torch.zeros(scores.mask.shape, dtype=by_turn.dtype)
     return out.index_add_(0, rows, torch.where((columns >= begin) & (columns < end), spread, 0.0))

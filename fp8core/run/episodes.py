@@ -114,7 +114,7 @@ def completion_text(completion: Completion, tokenizer: Tokenizer, stop_strings: 
 
 def turn_rows(episode: Episode, tokenizer: Tokenizer) -> list[dict[str, Any]]:
     """The rows of kind `turns` of an episode, without group and sample: what the environment began with, then turns."""
-    opening = {
+    opening: dict[str, Any] = {
         **{"turn": 0, "begin": 0, "end": 0, "observation_end": 0, "text": "", "calls": "", "malformed": ""},
         **{"said": episode.opening, "failed": 0, "reward": 0.0, "info": ""},
     }
