@@ -39,6 +39,8 @@ from fp8core.store.run_directory import LEDGER, read_description
 settings.register_profile("no-deadline", deadline=None)
 settings.load_profile("no-deadline")
 
+# Modules that tests of several folders import by name.
+sys.path.append(str(Path(__file__).parent / "parts"))
 _VOCAB_SIZE = 512
 
 _CHAT_TEMPLATE = """\

@@ -26,19 +26,28 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
-from fp8core.environments.channel import decode, encode, read_action, read_reply, read_task, reply_message
+from fp8core.environments.channel import (
+    DETAIL_CHARACTERS,
+    decode,
+    encode,
+    read_action,
+    read_reply,
+    read_task,
+    reply_message,
+)
 from fp8core.environments.loading import LoadedEnvironment, load_environment
 from fp8core.environments.process_bound import ProcessBound, ask_before_processes
-from fp8core.environments.protocol import Environment, Outcome, Turn
+from fp8core.environments.protocol import Action, Environment, Outcome, Task, Turn
 from fp8core.errors import UserError, first_line
-from fp8core.rewards.child import CPU_SIGNAL, limit_memory
+from fp8core.rewards.child import CPU_SIGNAL
 from fp8core.rewards.supervisor import (
     become_subreaper,
     become_supervised,
     confine_signals,
     end_descendants,
+    limit_memory,
     signals_are_confined,
 )
 
@@ -179,58 +188,80 @@ def _serve_episode(
         first = lines.readline()
         if not first:
             return
-        _say(lines, {"ready": True})
+        episode = _EpisodeProcess(lines, loaded, limits)
+        episode.say({"ready": True})
         message = decode(first)
         if "construct" in message:
-            _say(lines, _constructed(loaded, limits))
-            return
-        task = read_task(message["start"])
+            episode.construct()
+        else:
+            episode.play(read_task(message["start"]))
+
+
+class _EpisodeProcess:
+    """The process of one environment."""
+
+    def __init__(self, lines: Any, loaded: LoadedEnvironment, limits: EpisodeLimits) -> None:
+        self._lines, self._loaded, self._limits = lines, loaded, limits
+        self._environment: Environment | None = None
+
+    def play(self, task: Task) -> None:
+        """Answer until there is an outcome, or the pool has no more."""
         _seed(task.seed)
-        environment: Environment | None = None
+        going = self._answer(task)
+        while going and (line := self._lines.readline()):
+            going = self._answer(read_action(decode(line)))
+        if going and self._environment is not None:
+            self._environment.close()
 
-        def start() -> Turn | Outcome:
-            nonlocal environment
-            environment = loaded.create()
-            return environment.start(task)
+    def construct(self) -> None:
+        """Make an environment with the options of the configuration, for its errors; its methods are seen as well."""
+        self._start_timer()
+        try:
+            made = self._loaded.create()
+            for name in ("start", "step", "close"):
+                if not callable(getattr(made, name, None)):
+                    raise UserError(f"it makes {type(made).__name__}, which has no method {name}")
+            made.close()
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - the pool says what was raised
+            self.say({"failed": str(error) if isinstance(error, UserError) else described_error(error)})
+        else:
+            self.say({"constructed": True})
 
-        going = _answer(lines, limits, start, lambda: environment, first=True)
-        for line in lines if going else ():
-            action = read_action(decode(line))
-            assert environment is not None, "it was started"
-            if not _answer(lines, limits, lambda: environment.step(action), lambda: environment, first=False):  # noqa: B023 - called at once
-                return
-        if going and environment is not None:
-            environment.close()
+    def say(self, message: Mapping[str, Any]) -> None:
+        self._lines.write(encode(message))
+        self._lines.flush()
 
+    def _answer(self, asked: Task | Action) -> bool:
+        """Send the reply; whether the episode goes on. With an outcome, the environment is closed before."""
+        began = time.perf_counter()
+        self._start_timer()
+        try:
+            reply = self._ask(asked)
+            message = reply_message(reply)
+            size = len(line := encode(message))
+            read_reply(decode(line), first=isinstance(asked, Task))
+            if size > self._limits.reply_bytes:
+                raise ValueError(f"a reply of {size:,} bytes; at most {self._limits.reply_bytes:,}")
+            if isinstance(reply, Outcome) and self._environment is not None:
+                self._environment.close()
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - the outcome says what was raised
+            reply = Outcome("crashed", detail=described_error(error)[:DETAIL_CHARACTERS])
+            message = reply_message(reply)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        self.say({"seconds": time.perf_counter() - began, **message})
+        return isinstance(reply, Turn)
 
-def _answer(
-    lines: BinaryIO,
-    limits: EpisodeLimits,
-    ask: Callable[[], Turn | Outcome],
-    environment: Callable[[], Environment | None],
-    first: bool,
-) -> bool:
-    """Send the reply to a task or an action; whether the episode goes on. After an outcome the environment is closed."""
-    began = time.perf_counter()
-    signal.signal(CPU_SIGNAL, signal.SIG_DFL)
-    signal.setitimer(signal.ITIMER_PROF, limits.cpu_seconds)
-    try:
-        reply = ask()
-        message = reply_message(reply)
-        read_reply(decode(encode(message)), first)
-        if isinstance(reply, Outcome) and (opened := environment()) is not None:
-            opened.close()
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - the outcome says what was raised
-        reply = Outcome("crashed", detail=described_error(error))
-        message = reply_message(reply)
-    signal.setitimer(signal.ITIMER_PROF, 0)
-    line = encode({"seconds": time.perf_counter() - began, **message})
-    if len(line) > limits.reply_bytes:
-        reply = Outcome("crashed", detail=f"a reply of {len(line):,} bytes; at most {limits.reply_bytes:,}")
-        line = encode({"seconds": time.perf_counter() - began, **reply_message(reply)})
-    lines.write(line)
-    lines.flush()
-    return isinstance(reply, Turn)
+    def _ask(self, asked: Task | Action) -> Turn | Outcome:
+        if isinstance(asked, Task):
+            self._environment = self._loaded.create()
+            return self._environment.start(asked)
+        assert self._environment is not None, "an action follows a turn"
+        return self._environment.step(asked)
+
+    def _start_timer(self) -> None:
+        """At the end of which the kernel ends this process, in a function of C too."""
+        signal.signal(CPU_SIGNAL, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_PROF, self._limits.cpu_seconds)
 
 
 def described_error(error: BaseException) -> str:
@@ -238,27 +269,8 @@ def described_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {first_line(error)}"
 
 
-def _constructed(loaded: LoadedEnvironment, limits: EpisodeLimits) -> Mapping[str, Any]:
-    """Make an environment with the options of the configuration, for its errors; its methods are seen as well."""
-    signal.setitimer(signal.ITIMER_PROF, limits.cpu_seconds)
-    try:
-        environment = loaded.create()
-        for name in ("start", "step", "close"):
-            if not callable(getattr(environment, name, None)):
-                return {"failed": f"it makes {type(environment).__name__}, which has no method {name}"}
-        environment.close()
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - the pool says what was raised
-        return {"failed": str(error) if isinstance(error, UserError) else described_error(error)}
-    return {"constructed": True}
-
-
 def _seed(seed: int) -> None:
     """All episodes are forked from one process: without this they would draw the same numbers."""
     random.seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(seed % 2**32)
-
-
-def _say(lines: BinaryIO, message: Mapping[str, Any]) -> None:
-    lines.write(encode(message))
-    lines.flush()

@@ -21,19 +21,19 @@ from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
-from fp8core.rewards.supervisor import forbid_new_privileges
+from fp8core.rewards.supervisor import checked, forbid_new_privileges, system_call
 
 # linux/seccomp.h
 _SET_MODE_FILTER, _FLAG_NEW_LISTENER = 1, 8
-_KILL, _ERRNO, _ASK, _ALLOW = 0x80000000, 0x00050000, 0x7FC00000, 0x7FFF0000
+KILL, ERRNO, _ASK, ALLOW = 0x80000000, 0x00050000, 0x7FC00000, 0x7FFF0000
 _NOTIF_RECV, _NOTIF_SEND = 0xC0502100, 0xC0182101
 _GO_ON = 1
 # Of the data a filter sees: the number of the call, the architecture, the low word of the first argument.
 _NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16
 # linux/bpf_common.h: load a word, jump if equal, if greater or equal, if a bit is set, return.
-_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_CLONE_THREAD = 0x10000
-_OTHER_ABI = 0x40000000
+LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+CLONE_THREAD = 0x10000
+OTHER_ABI = 0x40000000
 
 
 class Calls(NamedTuple):
@@ -50,7 +50,6 @@ CALLS = {
     "x86_64": Calls(317, 0xC000003E, 56, 435, (57, 58)),
     "aarch64": Calls(277, 0xC00000B7, 220, 435, ()),
 }
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def statement(code: int, value: int, yes: int = 0, no: int = 0) -> bytes:
@@ -65,13 +64,7 @@ def install(instructions: list[bytes], flags: int = 0) -> int:
     program = struct.pack("HxxxxxxQ", len(instructions), ctypes.addressof(content))
     described = ctypes.create_string_buffer(program, len(program))
     call = CALLS[platform.machine()].seccomp
-    result: int = _libc.syscall(
-        ctypes.c_long(call), ctypes.c_long(_SET_MODE_FILTER), ctypes.c_long(flags), ctypes.byref(described)
-    )
-    if result < 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
-    return result
+    return checked(system_call(call, _SET_MODE_FILTER, flags, ctypes.addressof(described)))
 
 
 def ask_before_processes(theirs: socket.socket) -> None:
@@ -80,21 +73,21 @@ def ask_before_processes(theirs: socket.socket) -> None:
     if calls is None or sys.platform != "linux":
         return
     instructions = [
-        statement(_LOAD, _ARCHITECTURE),
-        statement(_EQUAL, calls.audit, yes=1),
-        statement(_RETURN, _KILL),
-        statement(_LOAD, _NUMBER),
-        statement(_AT_LEAST, _OTHER_ABI, no=1),
-        statement(_RETURN, _ERRNO | errno.ENOSYS),
+        statement(LOAD, _ARCHITECTURE),
+        statement(EQUAL, calls.audit, yes=1),
+        statement(RETURN, KILL),
+        statement(LOAD, _NUMBER),
+        statement(AT_LEAST, OTHER_ABI, no=1),
+        statement(RETURN, ERRNO | errno.ENOSYS),
         # Its arguments lie in memory, where no filter reads; libraries then use `clone`.
-        statement(_EQUAL, calls.clone3, no=1),
-        statement(_RETURN, _ERRNO | errno.ENOSYS),
-        *(part for number in calls.forks for part in (statement(_EQUAL, number, no=1), statement(_RETURN, _ASK))),
-        statement(_EQUAL, calls.clone, no=3),
-        statement(_LOAD, _FIRST_ARGUMENT),
-        statement(_ANY_BIT, _CLONE_THREAD, yes=1),
-        statement(_RETURN, _ASK),
-        statement(_RETURN, _ALLOW),
+        statement(EQUAL, calls.clone3, no=1),
+        statement(RETURN, ERRNO | errno.ENOSYS),
+        *(part for number in calls.forks for part in (statement(EQUAL, number, no=1), statement(RETURN, _ASK))),
+        statement(EQUAL, calls.clone, no=3),
+        statement(LOAD, _FIRST_ARGUMENT),
+        statement(ANY_BIT, CLONE_THREAD, yes=1),
+        statement(RETURN, _ASK),
+        statement(RETURN, ALLOW),
     ]
     try:
         listener = install(instructions, _FLAG_NEW_LISTENER)

@@ -2,16 +2,21 @@
 
 import random
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fp8core.environments.protocol import Action, Outcome, Said, Task, Tool, Turn
+from fp8core.environments.sandbox import Interpreter, refuse_kernel
 
 _DONE = Outcome("judge")
 
 
 class ToolError(Exception):
     """What a call is answered with when it fails."""
+
+
+Call = Callable[[Mapping[str, Any]], tuple[str, bool]]
+"""From arguments to the text of the answer, and whether the call failed; it may raise ToolError instead."""
 
 
 class Calculator:
@@ -52,13 +57,12 @@ class Calculator:
     def close(self) -> None:
         pass
 
-    def _calculate(self, arguments: Mapping[str, Any]) -> str:
-        expression = arguments["expression"]
-        value = evaluate(expression, self._modulus, self._left_to_right)
-        return str(value) if self._modulus is None else f"{value:0{len(str(self._modulus - 1))}}"
+    def _calculate(self, arguments: Mapping[str, Any]) -> tuple[str, bool]:
+        value = evaluate(arguments["expression"], self._modulus, self._left_to_right)
+        return (str(value) if self._modulus is None else f"{value:0{len(str(self._modulus - 1))}}"), False
 
 
-def answer_calls(action: Action, tool: Tool, call: Any) -> Turn | Outcome:
+def answer_calls(action: Action, tool: Tool, call: Call) -> Turn | Outcome:
     """A message for every call of the one tool, in their order; an action without any ends the episode."""
     if action.malformed:
         return Turn((Said("tool", f"error: {action.malformed}"),), failed=max(1, len(action.calls)))
@@ -70,10 +74,11 @@ def answer_calls(action: Action, tool: Tool, call: Any) -> Turn | Outcome:
             if made.name != tool.name:
                 raise ToolError(f"there is no tool {made.name[:40]!r}; there is {tool.name}")
             _refuse_arguments(tool, made.arguments)
-            said.append(Said("tool", call(made.arguments)))
+            content, has_failed = call(made.arguments)
         except ToolError as error:
-            said.append(Said("tool", f"error: {error}"))
-            failed += 1
+            content, has_failed = f"error: {error}", True
+        said.append(Said("tool", content))
+        failed += has_failed
     return Turn(tuple(said), failed=failed)
 
 
@@ -184,7 +189,7 @@ class Guess:
         return Turn((*task.before, Said("user", f"{task.question}\n{rules}" if task.question else rules)))
 
     def step(self, action: Action) -> Turn | Outcome:
-        """The last integer of the text is the guess. Found at the first guess the reward is 1, at the last 1/guesses."""
+        """The last integer of the text is the guess. Found with the first the reward is 1, with the last 1/guesses."""
         self._made += 1
         found = _INTEGER.findall(action.text)
         if found and int(found[-1]) == self._number:
@@ -199,3 +204,47 @@ class Guess:
 
     def close(self) -> None:
         pass
+
+
+class Python:
+    """One tool, `python(code)`, in a sandbox (sandbox.py). An action without a call ends the episode.
+
+    The code sees what earlier calls have defined. The answer is what it printed, the value of an expression at its end,
+    and the line of an error. A call that takes too long ends its interpreter, and the next one begins without names.
+    """
+
+    TOOL = Tool(
+        "python",
+        "Run Python code and show what it prints and the value of its last line. There is no network and no file.",
+        {
+            "type": "object",
+            "properties": {"code": {"type": "string", "description": "For example sum(range(10))."}},
+            "required": ["code"],
+        },
+    )
+
+    def __init__(self, *, seconds: int = 3, memory_mb: int = 512, characters: int = 2000) -> None:
+        """Set limits of a call: processor time (twice as much may pass), memory, and the text of its answer.
+
+        Raises:
+            ValueError: one is out of range.
+            UserError: this kernel has no such sandbox.
+        """
+        for name, value, least, most in (
+            ("seconds", seconds, 1, 3600),
+            ("memory_mb", memory_mb, 32, 1 << 20),
+            ("characters", characters, 20, 100_000),
+        ):
+            if type(value) is not int or not least <= value <= most:
+                raise ValueError(f"{name}={value!r} is no integer from {least} to {most:,}")
+        refuse_kernel()
+        self._interpreter = Interpreter(seconds, memory_mb, characters)
+
+    def start(self, task: Task) -> Turn:
+        return Turn((*task.before, Said("user", task.question)), tools=(self.TOOL,))
+
+    def step(self, action: Action) -> Turn | Outcome:
+        return answer_calls(action, self.TOOL, lambda arguments: self._interpreter.run(arguments["code"]))
+
+    def close(self) -> None:
+        self._interpreter.close()

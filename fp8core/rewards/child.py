@@ -12,11 +12,9 @@ Processes that a check has started end before its verdict is sent.
 
 import json
 import os
-import resource
 import signal
 import socket
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from fp8core.errors import UserError, first_line
@@ -31,13 +29,12 @@ from fp8core.rewards.scorer import (
     timed_out,
     unparsed,
 )
-from fp8core.rewards.supervisor import end_descendants
+from fp8core.rewards.supervisor import end_descendants, limit_memory
 
 CPU_SIGNAL = signal.SIGPROF
 _INTERRUPTED_AT = 0.8
 """Of a limit; what an interruption does not reach ends with its process at the limit."""
 DETAIL_CHARACTERS = 200
-_STATM = Path("/proc/self/statm")
 
 
 def serve(channel: int) -> None:
@@ -56,14 +53,6 @@ def serve(channel: int) -> None:
             verdict = _within(task, loaded, json.loads(line))
             end_descendants()
             _say(lines, [float(verdict.score), verdict.outcome, verdict.detail[:DETAIL_CHARACTERS]])
-
-
-def limit_memory(megabytes: int) -> None:
-    """Limit the address space that the process may add to what it has; only Linux reports and enforces it."""
-    if _STATM.exists():
-        taken = int(_STATM.read_text().split()[0]) * resource.getpagesize()
-        limit = taken + megabytes * 2**20
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def _within(task: Mapping[str, Any], loaded: LoadedScorer, texts: list[str]) -> Verdict:

@@ -26,7 +26,7 @@ _LINUX = sys.platform == "linux"
 _libc = ctypes.CDLL(None, use_errno=True)
 if _LINUX:
     _libc.prctl.argtypes = [ctypes.c_int, *4 * [ctypes.c_ulong]]
-    _libc.syscall.argtypes = 4 * [ctypes.c_long]
+    _libc.syscall.argtypes = 5 * [ctypes.c_long]
     _libc.syscall.restype = ctypes.c_long
 
 # linux/prctl.h
@@ -39,6 +39,7 @@ _LANDLOCK_WITH_SCOPES = 6
 # linux/wait.h: children that send no signal when they end, too.
 _WALL = 0x40000000
 _SWEEP_SECONDS = 0.001
+_STATM = Path("/proc/self/statm")
 
 _ROOT = str(Path(__file__).parents[2])
 _BOOT = (
@@ -56,7 +57,7 @@ def supervised(module: str, channel: int) -> list[str]:
 def supervise(channel: int, module: str) -> None:
     """Fork the verifier's process, which serves `channel`; end what it leaves behind, and end as it did."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    _control(_PR_SET_CHILD_SUBREAPER, 1)
+    control(_PR_SET_CHILD_SUBREAPER, 1)
     supervisor = os.getpid()
     verifier = os.fork()
     if verifier == 0:
@@ -92,11 +93,22 @@ def end_descendants() -> None:
         time.sleep(_SWEEP_SECONDS)
 
 
+def limit_memory(megabytes: int) -> None:
+    """Limit the address space that the process may add to what it has; only Linux reports and enforces it."""
+    if _STATM.exists():
+        taken = int(_STATM.read_text().split()[0]) * resource.getpagesize()
+        limit = taken + megabytes * 2**20
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
 def signals_are_confined() -> bool:
     """True if this kernel can keep the signals of a process within what it starts."""
-    if not _LINUX:
-        return False
-    return int(_libc.syscall(_LANDLOCK_CREATE_RULESET, 0, 0, _LANDLOCK_ASK_VERSION)) >= _LANDLOCK_WITH_SCOPES
+    return landlock_version() >= _LANDLOCK_WITH_SCOPES
+
+
+def landlock_version() -> int:
+    """Of the kernel's Landlock; below 1 there is none."""
+    return system_call(_LANDLOCK_CREATE_RULESET, 0, 0, _LANDLOCK_ASK_VERSION) if _LINUX else 0
 
 
 def become_supervised(supervisor: int) -> None:
@@ -112,8 +124,8 @@ def become_supervised(supervisor: int) -> None:
 
 def become_subreaper(parent: int) -> None:
     """From now on this process ends with `parent`, which forked it, and orphans below it become its children."""
-    _control(_PR_SET_CHILD_SUBREAPER, 1)
-    _control(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    control(_PR_SET_CHILD_SUBREAPER, 1)
+    control(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)  # It ended before the kernel was told.
 
@@ -122,15 +134,15 @@ def confine_signals() -> None:
     """From now on this process, and what it starts, can signal only themselves."""
     rules = struct.pack("=QQQ", 0, 0, _LANDLOCK_SCOPE_SIGNAL)  # No files and no network: signals alone.
     content = ctypes.create_string_buffer(rules, len(rules))
-    ruleset = _checked(_libc.syscall(_LANDLOCK_CREATE_RULESET, ctypes.addressof(content), len(rules), 0))
+    ruleset = checked(system_call(_LANDLOCK_CREATE_RULESET, ctypes.addressof(content), len(rules), 0))
     forbid_new_privileges()
-    _checked(_libc.syscall(_LANDLOCK_RESTRICT_SELF, ruleset, 0, 0))
+    checked(system_call(_LANDLOCK_RESTRICT_SELF, ruleset, 0, 0))
     os.close(ruleset)
 
 
 def forbid_new_privileges() -> None:
     """What the kernel asks for before a process may restrict itself."""
-    _control(_PR_SET_NO_NEW_PRIVS, 1)
+    control(_PR_SET_NO_NEW_PRIVS, 1)
 
 
 def _children() -> list[int]:
@@ -148,12 +160,18 @@ def _children() -> list[int]:
     return found
 
 
-def _control(option: int, value: int) -> None:
+def system_call(number: int, *arguments: int) -> int:
+    """Of Linux; what it returns, below 0 where it failed."""
+    return int(_libc.syscall(number, *arguments, *[0] * (4 - len(arguments))))
+
+
+def control(option: int, value: int) -> None:
+    """`prctl` of Linux. Raises OSError."""
     if _LINUX:
-        _checked(_libc.prctl(option, value, 0, 0, 0))
+        checked(_libc.prctl(option, value, 0, 0, 0))
 
 
-def _checked(result: int) -> int:
+def checked(result: int) -> int:
     """Raises OSError where a call of the C library failed."""
     if result < 0:
         number = ctypes.get_errno()

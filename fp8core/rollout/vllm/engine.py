@@ -4,6 +4,7 @@ The engine starts without weights; the first update brings them. Weights are wri
 what generates is proved to be what was sent (`tasks.sync`).
 """
 
+import hashlib
 import json
 import math
 import multiprocessing
@@ -71,7 +72,13 @@ _LOWEST_TEMPERATURE = 0.01
 
 
 class VllmEngine:
-    """A resident vLLM that holds one policy."""
+    """A resident vLLM that holds one policy.
+
+    Attributes:
+        reads_prefixes: whether requests begin with what is cached of their prompts; else they compute all of it.
+    """
+
+    reads_prefixes = True
 
     def __init__(
         self,
@@ -210,34 +217,39 @@ class VllmEngine:
 
     def steps(self, groups: Sequence[PromptGroup], sampling: Sampling) -> Generator[list[Completion], None, None]:
         """As `generate`, but yields after every step, mostly nothing, for callers that may end it at any time."""
-        assert self._complete, "update() comes before generate(), also after sleep()"
+        open_: dict[int, list[Completion]] = {group.group: [] for group in groups}
+        sizes = {group.group: len(group.seeds) for group in groups}
+        with closing(self.open_session(sampling)) as session:
+            session.add(groups)
+            while session.busy:
+                finished = list[Completion]()
+                for completion in session.step():
+                    completions = open_[completion.group]
+                    completions.append(completion)
+                    if len(completions) == sizes[completion.group]:
+                        finished += open_.pop(completion.group)
+                yield finished
+
+    def open_session(self, sampling: Sampling) -> "VllmSession":
+        """Send requests to the core as they come.
+
+        Raises:
+            UserError: the temperature is lower than vLLM can sample at.
+        """
+        assert self._complete, "update() comes before open_session(), also after sleep()"
         assert self._routes or not sampling.report_experts, "an engine started without routes reports no experts"
         assert sampling.truncation is None, "vLLM samples from the whole distribution; the configuration was checked"
-        self._check_requests(groups, sampling)
+        if 0 < sampling.temperature < _LOWEST_TEMPERATURE:
+            raise UserError(
+                f"rollout.temperature={sampling.temperature}: vLLM samples at {_LOWEST_TEMPERATURE} or above"
+            )
         if self._sleeps:
             # Release the shared policy, which torch caches: a long-lived allocation inside this block, like a workspace
             # of cuBLAS, would pin all of it.
             torch.cuda.empty_cache()
         if self._aligned:
             self.call_worker("policy_set_temperature", sampling.temperature or 1.0)
-        requests = {
-            self._submit_sample(group, i, sampling): (group, i) for group in groups for i in range(len(group.seeds))
-        }
-        open_: dict[int, list[Completion]] = {group.group: [] for group in groups}
-        try:
-            while requests:
-                finished = []
-                for output in self._ask(self._llm.step):
-                    assert isinstance(output, RequestOutput)
-                    group, i = requests.pop(output.request_id)
-                    completions = open_[group.group]
-                    completions.append(self._completion(output, group, i, sampling))
-                    if len(completions) == len(group.seeds):
-                        finished += open_.pop(group.group)
-                yield finished
-        finally:
-            if requests:
-                self._llm.abort_request(list(requests))
+        return VllmSession(self, self._llm, sampling)
 
     def score(self, probes: Sequence[Probe], temperature: float) -> list[list[float]]:
         """Log-prob of each target after its context, with one sampled token a probe; one row."""
@@ -319,10 +331,6 @@ class VllmEngine:
         return digest_of({n: (self._sent[n].dtype, self._sent[n].shape, f) for n, f in fingerprints.items()})
 
     def _check_requests(self, groups: Sequence[PromptGroup], sampling: Sampling) -> None:
-        if 0 < sampling.temperature < _LOWEST_TEMPERATURE:
-            raise UserError(
-                f"rollout.temperature={sampling.temperature}: vLLM samples at {_LOWEST_TEMPERATURE} or above"
-            )
         for group in groups:
             length = len(group.prompt) + sampling.max_new_tokens
             if length > self._longest:
@@ -355,10 +363,21 @@ class VllmEngine:
             sampling.temperature,
             max_tokens=min(rest, group.room[i]) if group.room else rest,
             # 63 bits of it: to vLLM -1 means no seed.
-            seed=group.seeds[i] & _SEED_BITS,
+            seed=self._seed(group.seeds[i], len(begun)) & _SEED_BITS,
             stop_token_ids=sorted(sampling.stop_ids),
             logprobs=0,
+            skip_reading_prefix_cache=not self.reads_prefixes,
         )
+
+    def _seed(self, seed: int, begun: int) -> int:
+        """Of a request that goes on after `begun` tokens.
+
+        The aligned model draws by seed and position. vLLM's generators begin anew with every request: they would draw
+        for a turn of an episode what they drew for the one before.
+        """
+        if self._aligned or not begun:
+            return seed
+        return int.from_bytes(hashlib.sha256(f"turn/{seed}/{begun}".encode()).digest()[:8], "big")
 
     def _submit_probe(self, probe: Probe, temperature: float) -> str:
         return self._submit(
@@ -380,6 +399,45 @@ class VllmEngine:
             positions = len(group.prompt) + len(tokens) - 1
             experts = routes_of(done.routed_experts, self._arch.sparse_layers, positions)
         return Completion(group.group, group.samples[i], tokens, list(logprobs.logprobs), finish, experts)
+
+
+class VllmSession:
+    """Requests in vLLM's core, which schedules them as they come and go."""
+
+    def __init__(self, engine: VllmEngine, llm: LLMEngine, sampling: Sampling) -> None:
+        self._engine, self._llm, self._sampling = engine, llm, sampling
+        self._requests: dict[str, tuple[PromptGroup, int]] = {}
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request is in flight or waits."""
+        return bool(self._requests)
+
+    def add(self, groups: Sequence[PromptGroup]) -> None:
+        """Further requests.
+
+        Raises:
+            UserError: a prompt and its completion are longer than the engine allows; none was sent then.
+        """
+        self._engine._check_requests(groups, self._sampling)
+        for group in groups:
+            for i in range(len(group.seeds)):
+                self._requests[self._engine._submit_sample(group, i, self._sampling)] = group, i
+
+    def step(self) -> list[Completion]:
+        """A step of the core: the completions that end with it."""
+        found = []
+        for output in self._engine._ask(self._llm.step):
+            assert isinstance(output, RequestOutput)
+            group, i = self._requests.pop(output.request_id)
+            found.append(self._engine._completion(output, group, i, self._sampling))
+        return found
+
+    def close(self) -> None:
+        """Drop what is in flight."""
+        if self._requests:
+            self._llm.abort_request(list(self._requests))
+        self._requests = {}
 
 
 def _check_environment(required: Mapping[str, str]) -> None:

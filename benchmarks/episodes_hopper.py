@@ -1,0 +1,197 @@
+"""Time episodes of several turns against single turns of equal lengths on one Hopper GPU, and count differing tokens.
+
+    python -m benchmarks.episodes_hopper --out FOLDER [speed] [exactness]
+
+`speed` is Qwen3-8B with random weights on the aligned engine: 256 requests whose rows have 1,024 tokens each, first in
+one turn, then in 10 turns with an observation of 31 tokens after each but the last. The environment answers at once, or
+0 to 100 ms later. The share is the policy's tokens a second against those of single turns.
+
+`exactness` is a small model of the same structure: 64 episodes of 10 turns, with cached prefixes and without, and how
+many log-probs of the policy's tokens differ from the packed trainer's.
+
+Predicted before the first run on an H200, from 14,000 tokens a second and prefills of 60,000: each turn computes its
+observation and what is left of a cache block, about 40 tokens. So 256 x 40 / 60,000 = 0.17 s are beside 74 steps of
+17 ms, which is 0.88 of the speed where nothing overlaps. But a step of prefills and decoding costs less than both
+apart: a share of 0.93 (0.90 to 0.97) at once, and 0.91 (0.87 to 0.95) with late answers. 0 tokens differ, and the
+episodes are equal with prefixes cached and computed.
+"""
+
+import argparse
+import random
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import vllm_hopper_cases as cases
+from benchmarks.harness import Row, RowFile
+from benchmarks.vllm_hopper import prepare
+from fp8core.config.loss import LossConfig
+from fp8core.config.training import CorrectionConfig, TrainingConfig
+from fp8core.data.chain import ALPHABET, EOS
+from fp8core.environments.chat import Talk
+from fp8core.environments.protocol import Action, Outcome, Said, Task, Turn
+from fp8core.models.tokenizer import character_tokenizer
+from fp8core.models.weights import rollout_formats, training_formats
+from fp8core.rl.batch import TokenBatch
+from fp8core.rl.objective import Objective
+from fp8core.rollout.engine import PromptGroup, Sampling, sample_seed
+from fp8core.rollout.episodes import Episode, Key, MultiTurn, TurnBudget, run_episodes
+from fp8core.run.context import freeze_heap, thaw_heap
+from fp8core.training.packed.trainer import PackedFormats, PackedTrainer
+
+REQUESTS, PROMPT, ROW, TURNS = 256, 512, 1024, 10
+# With the character before it.
+OBSERVATION = 31
+TURN = (ROW - (TURNS - 1) * OBSERVATION) // TURNS
+LATEST_SECONDS = 0.1
+EXACT_REQUESTS, EXACT_PROMPT = 64, 300
+
+
+class TimedPool:
+    """Environments in this process that answer with digits, each after a time that its seed draws.
+
+    It satisfies `rollout.episodes.Pool`.
+    """
+
+    def __init__(self, latest_seconds: float) -> None:
+        self._latest, self._random = latest_seconds, random.Random(0)
+        self._turns: dict[Key, int] = {}
+        self._due: list[tuple[float, Key, Turn | Outcome]] = []
+
+    def begin(self, episode: Key, task: Task) -> None:
+        """Say the question at once."""
+        self._turns[episode] = 0
+        self._due.append((0.0, episode, Turn((Said("user", task.question),))))
+
+    def act(self, episode: Key, action: Action) -> None:
+        """Answer later."""
+        self._turns[episode] += 1
+        digits = f"{hash((episode, self._turns[episode])) % 10 ** (OBSERVATION - 1):0{OBSERVATION - 1}}"
+        over = self._turns[episode] == TURNS
+        when = time.monotonic() + self._latest * self._random.random()
+        self._due.append((when, episode, Outcome("judge") if over else Turn((Said("tool", digits),))))
+
+    def replies(self, wait: bool) -> list[tuple[Key, Turn | Outcome, float]]:
+        """What is due."""
+        if wait:
+            time.sleep(max(0.0, min(when for when, _, _ in self._due) - time.monotonic()))
+        now = time.monotonic()
+        found = [(episode, reply, 0.0) for when, episode, reply in self._due if when <= now]
+        self._due = [due for due in self._due if due[0] > now]
+        return found
+
+    def end(self, episode: Key) -> None:
+        """Nothing is held."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Time and check episodes of several turns on one Hopper GPU.")
+    parser.add_argument("parts", nargs="*", choices=["speed", "exactness"], default=["exactness", "speed"])
+    parser.add_argument("--out", type=Path, required=True, help="folder of the results")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    rows = RowFile(options.out.absolute() / "episodes_hopper.json")
+    for part in options.parts:
+        {"speed": measure_speed, "exactness": measure_exactness}[part](rows)
+        print(rows.rows[-1], flush=True)
+
+
+def measure_speed(rows: RowFile) -> None:
+    """Single turns, then episodes whose environments answer at once and late; a row each."""
+    contract = cases.aligned(cases.contract("fp8_linear_kv"))
+    settings = cases.options(model="aligned", gpu_memory_utilization=0.92, max_model_len=PROMPT + ROW)
+    prepare(contract, settings)
+    arch = cases.qwen3_8b(36)
+    engine = cases.start(arch, contract, settings, REQUESTS, rows)
+    try:
+        cases.synchronise(engine, cases.random_policy(arch, contract, own_layers=1))
+        torch.cuda.empty_cache()
+        freeze_heap()  # as a training does
+        about = {"kind": "episodes", "model": "qwen3-8b", "layers": arch.num_layers, "turns": TURNS}
+        # Both shapes once, short, untimed: kernels and graphs are ready then.
+        play(engine, arch.vocab_size, REQUESTS, PROMPT, 2 * TURN, 0.0, seed=1)
+        single = cases.timed_rollout(engine, REQUESTS, PROMPT, ROW, seed=2)
+        rows.append({**about, "kind": "single_turn", **single})
+        for number, latest in enumerate((0.0, LATEST_SECONDS)):
+            began = time.perf_counter()
+            episodes = play(engine, arch.vocab_size, REQUESTS, PROMPT, ROW, latest, seed=3 + number)
+            rows.append({**about, **episode_row(episodes, time.perf_counter() - began, latest, single)})
+    finally:
+        thaw_heap()
+        engine.close()
+
+
+def episode_row(episodes: Sequence[Episode], seconds: float, latest: float, single: Row) -> Row:
+    """Tokens a second of episodes, and their share of those of single turns."""
+    written = sum(turn.end - turn.begin for episode in episodes for turn in episode.turns)
+    speed = written / seconds
+    return {
+        "requests": len(episodes),
+        "latest_answer_seconds": latest,
+        "row_tokens": sum(len(episode.completion.tokens) for episode in episodes),
+        "tokens": written,
+        "seconds": round(seconds, 3),
+        "tokens_per_s": round(speed, 1),
+        "share_of_single_turn": round(speed / single["tokens_per_s"], 4),
+    }
+
+
+def measure_exactness(rows: RowFile) -> None:
+    """Log-probs of the policy's tokens against the packed trainer's, with prefixes cached and computed."""
+    contract = cases.aligned(cases.contract("fp8_linear_kv"))
+    settings = cases.options(model="aligned", max_model_len=2048, gpu_memory_utilization=0.3)
+    prepare(contract, settings)
+    policy = cases.small_policy(contract, 0)
+    engine = cases.start(policy.arch, contract, settings, EXACT_REQUESTS // 2, rows)
+    try:
+        cases.synchronise(engine, policy)
+        layers = policy.arch.num_layers
+        formats = PackedFormats(
+            training_formats(contract, layers), rollout_formats(contract, layers), 2048, amax_only=True
+        )
+        objective = Objective(LossConfig(), CorrectionConfig())
+        trainer = PackedTrainer(policy.arch, policy.masters, formats, TrainingConfig(), objective, torch.device("cuda"))
+        before: list[Episode] | None = None
+        for engine.reads_prefixes in (True, False):
+            assert engine.drop_prefixes()
+            episodes = play(engine, policy.arch.vocab_size, EXACT_REQUESTS, EXACT_PROMPT, ROW, 0.01, seed=5)
+            row = {"kind": "episodes_exactness", "layers": layers, "turns": TURNS, "episodes": len(episodes)}
+            row |= {
+                "prefixes": "cached" if engine.reads_prefixes else "computed",
+                **differing(trainer, policy, episodes),
+            }
+            rows.append({**row, "equal_to_the_other": None if before is None else episodes == before})
+            before = episodes
+    finally:
+        engine.close()
+
+
+def differing(trainer: PackedTrainer, policy: cases.Policy, episodes: Sequence[Episode]) -> Row:
+    """How many of the policy's tokens there are, and how many log-probs the trainer has otherwise."""
+    done = [episode.completion for episode in episodes]
+    batch = TokenBatch.of([episode.prompt for episode in episodes], [completion.tokens for completion in done])
+    scored = trainer.logprobs(batch, 1.0, policy.scales.layers).logprobs
+    other = [
+        (row[: len(completion.tokens)] != torch.tensor(completion.logprobs))[torch.tensor(completion.written)]
+        for row, completion in zip(scored, done, strict=True)
+    ]
+    found = torch.cat(other)
+    return {"tokens": len(found), "differing": int(found.sum())}
+
+
+def play(engine: Any, vocabulary: int, requests: int, prompt: int, row: int, latest: float, seed: int) -> list[Episode]:
+    """Episodes of `row` tokens, each with a prompt of its own, by group."""
+    talk = Talk(character_tokenizer(ALPHABET, vocabulary, EOS), "plain")
+    drawn = random.Random(seed)
+    tasks = {(i, 0): Task("".join(drawn.choices("0123456789+-*", k=prompt)), "", 0) for i in range(requests)}
+    groups = [PromptGroup(i, f"{seed}-{i}", (9,), (0,), (sample_seed(seed, 1, i, 0),)) for i in range(requests)]
+    multi_turn = MultiTurn(TimedPool(latest), talk, tasks, TurnBudget(TURNS, turn_tokens=TURN))
+    found: Iterator[list[Episode]] = run_episodes(engine, groups, Sampling(1.0, row, frozenset()), multi_turn)
+    return sorted((episode for whole in found for episode in whole), key=lambda each: each.completion.group)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""Tool calls in three formats, of texts that a model writes and of texts that nobody would."""
+
+import json
+import time
+
+import pytest
+
+from fp8core.environments.protocol import Tool
+from fp8core.environments.tool_calls import DEEPEST, MOST_CALLS, TOOL_CALLS
+
+EXPRESSION = {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]}
+ONE = (Tool("calculate", "", EXPRESSION),)
+TWO = (*ONE, Tool("guess", "", {"properties": {"number": {}}}), Tool("add", "", {"properties": {"a": {}, "b": {}}}))
+QWEN = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "3*4"}}\n</tool_call>'
+LLAMA = '{"name": "calculate", "parameters": {"expression": "3*4"}}'
+CALL = ("calculate", {"expression": "3*4"})
+SURROGATE = r'{"name": "\ud800", "arguments": {}, "parameters": {}}'
+
+
+def parse(form, text, tools=ONE):
+    """Calls as pairs, and why one is malformed; what is found can be stored."""
+    calls, malformed = TOOL_CALLS[form](text, tools)
+    assert not (calls and malformed)
+    json.dumps([call._asdict() for call in calls], allow_nan=False, ensure_ascii=False).encode()
+    malformed.encode()
+    return [tuple(call) for call in calls], malformed
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "calls"),
+    [
+        ("qwen", QWEN, [CALL]),
+        ("qwen", f"First this.\n{QWEN}\n{QWEN} and more", [CALL, CALL]),
+        ("qwen", f"<think>\nI write {QWEN}\n</think>\n\nThe answer is 12.", []),
+        ("qwen", f"<think>\nI wonder\n</think>\n\n{QWEN}", [CALL]),
+        ("qwen", f"<think>\n{QWEN}", []),
+        ("qwen", f"thoughts begun by the template</think>{QWEN}", [CALL]),
+        ("qwen", "The answer is 12.", []),
+        ("qwen", '<tool_call>{"name": "é☃", "arguments": {"a": [1, null, {"b": 2.5}]}}</tool_call>', None),
+        ("llama3", LLAMA, [CALL]),
+        ("llama3", f"<|python_tag|>{LLAMA}", [CALL]),
+        ("llama3", f" {LLAMA} ; {LLAMA}\n", [CALL, CALL]),
+        ("llama3", "The answer is 12.", []),
+        ("llama3", f"I call {LLAMA}", []),
+        ("plain", "[3*4]", [CALL]),
+        ("plain", "so [3*4] and [3*4]", [CALL, CALL]),
+        ("plain", "#12", []),
+        ("plain", "]", []),
+    ],
+)
+def test_calls(form, text, calls):
+    found, malformed = parse(form, text)
+    assert malformed == ""
+    assert found == ([("é☃", {"a": [1, None, {"b": 2.5}]})] if calls is None else calls)
+
+
+@pytest.mark.parametrize(
+    ("text", "calls", "malformed"),
+    [
+        ("[calculate:3*4]", [CALL], ""),
+        ("[guess:7]", [("guess", {"number": "7"})], ""),
+        ("[3*4]", [], "no tool is called '3*4'"),
+        ("[add:1]", [], "add takes 2 arguments, a plain call has one"),
+    ],
+)
+def test_plain_calls_of_several_tools_name_them(text, calls, malformed):
+    assert parse("plain", text, TWO) == (calls, malformed)
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "malformed"),
+    [
+        ("qwen", "<tool_call>{", "is not closed"),
+        ("qwen", f"{QWEN}<tool_call>", "is not closed"),
+        ("qwen", f"<tool_call>{QWEN}", "no JSON"),
+        ("qwen", "<tool_call></tool_call>", "no JSON"),
+        ("qwen", "<tool_call>{} {}</tool_call>", "more than one"),
+        ("qwen", "<tool_call>[]</tool_call>", "an object with a name"),
+        ("qwen", '<tool_call>{"name": 1, "arguments": {}}</tool_call>', "an object with a name"),
+        ("qwen", '<tool_call>{"name": "a"}</tool_call>', "arguments of a call is an object"),
+        ("qwen", '<tool_call>{"name": "a", "arguments": "{}"}</tool_call>', "arguments of a call is an object"),
+        ("qwen", '<tool_call>{"name": "a", "arguments": {"x": NaN}}</tool_call>', "NaN is no number"),
+        ("qwen", '<tool_call>{"name": "a", "arguments": {"x": -Infinity}}</tool_call>', "-Infinity is no number"),
+        ("qwen", '<tool_call>{"name": "a", "arguments": {"x": 1e999}}</tool_call>', "1e999 is no number"),
+        ("qwen", f'<tool_call>{{"name": "a", "arguments": {{"x": {"9" * 9999}}}}}</tool_call>', "no JSON"),
+        ("qwen", f"<tool_call>{SURROGATE}</tool_call>", "surrogates not allowed"),
+        ("qwen", "<tool_call>\x00</tool_call>", "no JSON"),
+        ("qwen", QWEN * (MOST_CALLS + 1), f"more than {MOST_CALLS} calls"),
+        ("llama3", "<|python_tag|>print(1)", "no JSON"),
+        ("llama3", '{"answer": 12}', "an object with a name"),
+        ("llama3", f"{LLAMA} and {LLAMA}", "text after the call"),
+        ("llama3", f"{LLAMA};", "no JSON"),
+        ("llama3", SURROGATE, "surrogates not allowed"),
+        ("llama3", '{"name": "a", "parameters": {"x": nan}}', "no JSON"),
+        ("plain", "[3*4", "is not closed"),
+        ("plain", "[[3*4]]", "[ in a call"),
+        ("plain", "[\ud800]", "a lone surrogate"),
+        ("plain", "[1]" * (MOST_CALLS + 1), f"more than {MOST_CALLS} calls"),
+    ],
+)
+def test_what_is_no_call_is_malformed_and_says_why(form, text, malformed):
+    calls, why = parse(form, text)
+    assert calls == []
+    assert malformed in why
+    assert "\n" not in why
+    assert len(why) < 300
+
+
+@pytest.mark.parametrize("depth", [DEEPEST - 2, DEEPEST + 2, 900, 100_000])
+@pytest.mark.parametrize(("opened", "closed"), [("[", "]"), ('{"a":', "}")])
+def test_json_of_any_depth(depth, opened, closed):
+    """What is returned can be written and sent by functions that call themselves."""
+    nested = opened * depth + "1" + closed * depth
+    for form, key in (("qwen", "arguments"), ("llama3", "parameters")):
+        call = f'{{"name": "a", "{key}": {{"x": {nested}}}}}'
+        calls, malformed = parse(form, f"<tool_call>{call}</tool_call>" if form == "qwen" else call)
+        assert bool(calls) == (depth < DEEPEST)
+        assert malformed == ("" if calls else f"JSON is deeper than {DEEPEST}")
+
+
+N = 200_000
+HOSTILE = [
+    "<tool_call>" * N,
+    "</tool_call>" * N,
+    "<tool_call>" * N + "</tool_call>" * N,
+    "<tool_call>{" * N,
+    "<think>" * N,
+    "</think>" * N,
+    "[" * N,
+    "]" * N,
+    "[" * N + "]" * N,
+    "{" * N,
+    '{"name":' * N,
+    "[{" * N,
+    '"' * N,
+    "\\" * N,
+    '{"name": "' + "\\u0000" * N,
+    "<|python_tag|>" * N,
+    "<|python_tag|>" + " " * N + "{",
+    f"{LLAMA};" * (N // 10),
+    LLAMA + " " * N + ";" + " " * N,
+    "9" * N,
+    "-" * N,
+    '{"name": "a", "parameters": {' + '"k": 1,' * N + '"k": 1}}',
+    "\ufdd0" * N,
+    "\u202e\u0000é🙂" * (N // 4),
+    "\ud800" * N,
+]
+
+
+@pytest.mark.parametrize("form", TOOL_CALLS)
+def test_hostile_texts_take_time_in_proportion(form):
+    """Of hundreds of thousands of characters; a time that grew with the square would be minutes."""
+    for text in HOSTILE:
+        began = time.process_time()
+        for wrapped in (text, f"<tool_call>{text}</tool_call>"):
+            parse(form, wrapped)
+        assert time.process_time() - began < 2, text[:40]

@@ -1,0 +1,334 @@
+"""Episodes of several turns: exact, the same in any order of replies, and ended by their budgets."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from scripted_pool import CALCULATOR, ScriptedPool
+
+from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
+from fp8core.environments.chat import Talk
+from fp8core.environments.protocol import Outcome, Said, Task, Turn
+from fp8core.errors import UserError
+from fp8core.models.architecture import Experts
+from fp8core.models.tokenizer import character_tokenizer
+from fp8core.rl.batch import TokenBatch
+from fp8core.rollout.engine import PromptGroup, Sampling, StreamingEngine, sample_seed
+from fp8core.rollout.episodes import (
+    MultiTurn,
+    TurnBudget,
+    opening_json,
+    opening_of,
+    run_episodes,
+    said_json,
+    said_of,
+)
+
+FP8 = PrecisionContract()
+BF16 = PrecisionContract(
+    rollout=SidePrecision(linear="bf16", kv_cache="bf16"), training=TrainingPrecision(linear="bf16", kv_cache="bf16")
+)
+ALPHABET = "0123456789+-*=,#[]$ abcdefgh"
+TOKENIZER = character_tokenizer(ALPHABET, 40, "$")
+TALK = Talk(TOKENIZER, "plain")
+TURNS = 12
+SAMPLING = Sampling(1.0, 150, TOKENIZER.eos_ids)
+BUDGET = TurnBudget(turns=TURNS, turn_tokens=5, observation_tokens=9)
+
+
+@pytest.fixture(scope="module")
+def shape(architecture):
+    return architecture(max_positions=192)
+
+
+@pytest.fixture(scope="module")
+def pair(shape, pair_of):
+    """FP8 on both sides; tests must leave it as it is."""
+    return pair_of(FP8, shape, max_batch=7)
+
+
+def build_tasks(groups, size):
+    """Tasks of groups whose prompts begin alike, by episode."""
+    questions = [f"12+{'7*3-' * group}{group}=" for group in range(groups)]
+    return {(group, sample): Task(questions[group], "", 0) for group in range(groups) for sample in range(size)}
+
+
+def build_groups(tasks):
+    samples = {}
+    for group, sample in tasks:
+        samples.setdefault(group, []).append(sample)
+    return [
+        PromptGroup(group, f"{group}", (9,), tuple(held), tuple(sample_seed(0, 0, group, sample) for sample in held))
+        for group, held in samples.items()
+    ]
+
+
+def talkative(episode, turn, action):
+    """Answers of different lengths, some of them equal in several episodes; the last turn is to be judged."""
+    if turn + 1 == TURNS:
+        return Outcome("judge", reward=0.5, failed=1, detail="over", info={"turns": turn + 1})
+    text = "ab"[: episode[1] % 2 + 1] + "12345678"[: (turn * 3 + episode[0]) % 7]
+    return Turn((Said("tool", text),), reward=0.25, info={"length": float(len(text))})
+
+
+def play(engine, pool, tasks, budget=BUDGET, sampling=SAMPLING, talk=TALK):
+    """All episodes, by group and sample."""
+    groups = build_groups(tasks)
+    found = list(run_episodes(engine, groups, sampling, MultiTurn(pool, talk, tasks, budget)))
+    for whole in found:
+        (group,) = {episode.completion.group for episode in whole}
+        assert [(group, episode.completion.sample) for episode in whole] == [key for key in tasks if key[0] == group]
+    return sorted((e for whole in found for e in whole), key=lambda e: (e.completion.group, e.completion.sample))
+
+
+def policy_log_ratios(pair, episodes):
+    """The trainer's log-probs minus those of the engine, of every token that the policy wrote."""
+    tokens = [episode.completion.tokens for episode in episodes]
+    batch = TokenBatch.of([episode.prompt for episode in episodes], tokens)
+    scored = pair.trainer.logprobs(batch, 1.0, pair.scales.layers).logprobs
+    return torch.cat(
+        [
+            (row[: len(done.tokens)] - torch.tensor(done.logprobs))[torch.tensor(done.written)]
+            for row, done in zip(scored, (episode.completion for episode in episodes), strict=True)
+        ]
+    )
+
+
+@pytest.mark.parametrize("contract", [FP8, BF16], ids=["fp8", "bf16"])
+def test_twelve_turns_are_exact(shape, pair_of, contract):
+    """Of episodes that begin alike, in a batch smaller than they are many, with replies in any order."""
+    pair = pair_of(contract, shape, max_batch=7)
+    episodes = play(pair.engine, ScriptedPool(talkative, order=1), build_tasks(3, 4))
+    assert all(len(episode.turns) == TURNS for episode in episodes)
+    ratios = policy_log_ratios(pair, episodes)
+    written = sum(sum(episode.completion.written) for episode in episodes)
+    assert len(ratios) == written > 300
+    assert torch.equal(ratios, torch.zeros(written)), f"{int((ratios != 0).sum())} of {written} tokens differ"
+
+
+@pytest.fixture(scope="module")
+def pool():
+    """The pool of `in_turn`."""
+    return ScriptedPool(talkative)
+
+
+@pytest.fixture(scope="module")
+def in_turn(pair, pool):
+    """Episodes whose environments answer at once."""
+    return play(pair.engine, pool, build_tasks(3, 4))
+
+
+def test_the_order_of_replies_changes_nothing(pair, in_turn):
+    assert play(pair.engine, ScriptedPool(talkative, order=2), build_tasks(3, 4)) == in_turn
+
+
+@pytest.mark.parametrize("max_batch", [1, 64])
+def test_the_batch_changes_nothing(shape, pair_of, in_turn, max_batch):
+    engine = pair_of(FP8, shape, max_batch=max_batch).engine
+    tasks = build_tasks(3, 4)
+    assert play(engine, ScriptedPool(talkative, order=4), {(1, 2): tasks[1, 2], (2, 0): tasks[2, 0]}) == [
+        episode for episode in in_turn if (episode.completion.group, episode.completion.sample) in ((1, 2), (2, 0))
+    ]
+
+
+def test_what_is_in_an_episode(in_turn):
+    """Turns and observations follow one another without a gap, and the mask tells them apart."""
+    for episode in in_turn:
+        done, place = episode.completion, 0
+        key = done.group, done.sample
+        assert episode.prompt == tuple(TOKENIZER.encode(build_tasks(3, 4)[key].question))
+        for number, turn in enumerate(episode.turns):
+            assert turn.begin == place < turn.end <= turn.begin + 5
+            assert done.written[turn.begin : turn.end] == [True] * (turn.end - turn.begin)
+            assert done.written[turn.end : turn.observation_end] == [False] * (turn.observation_end - turn.end)
+            assert done.logprobs[turn.end : turn.observation_end] == [0.0] * (turn.observation_end - turn.end)
+            assert all(logprob < 0 for logprob in done.logprobs[turn.begin : turn.end])
+            if number + 1 < TURNS:
+                (said,) = said_of(turn.said)
+                observed = TOKENIZER.decode(done.tokens[turn.end : turn.observation_end])
+                assert observed == f"={said.content}"
+            place = turn.observation_end
+        assert place == len(done.tokens) == len(done.logprobs) == len(done.written)
+        assert (episode.turns[-1].said, episode.turns[-1].end) == ("", place)
+        assert (episode.outcome, episode.detail, episode.reward) == ("judge", "over", 0.25 * (TURNS - 1) + 0.5)
+        assert (episode.turns[-1].failed, episode.turns[-1].info) == (1, {"turns": TURNS})
+        assert (episode.opening_seconds, episode.turns[0].seconds) == (0.25, 0.5)
+        assert opening_of(episode.opening).tools == (CALCULATOR,)
+
+
+def test_actions_are_what_was_written(in_turn, pool):
+    for episode in in_turn:
+        done = episode.completion
+        actions = pool.acted[done.group, done.sample]
+        for turn, action in zip(episode.turns, actions, strict=True):
+            tokens = done.tokens[turn.begin : turn.end]
+            stopped = tokens[-1] in TOKENIZER.eos_ids
+            assert action.text == TOKENIZER.decode(tokens[:-1] if stopped else tokens)
+            assert action.finish == ("stop" if stopped else "length")
+    assert sorted(pool.ended) == sorted(pool.acted)
+
+
+def test_calls_reach_the_environment():
+    """A turn that is a call, as if the policy wrote it: the recorded JSON and the action have it."""
+    action = TALK.open(Turn((Said("user", "1="),), (CALCULATOR,))).action(TOKENIZER.encode("[3*4]$"), "stop")
+    assert [tuple(call) for call in action.calls] == [("calculate", {"expression": "3*4"})]
+    assert (action.text, action.malformed) == ("[3*4]", "")
+
+
+def chatty(episode, turn, action):
+    return Turn((Said("tool", "1234567"),))
+
+
+@pytest.mark.parametrize(
+    ("budget", "tokens", "finish", "turns", "detail"),
+    [
+        (TurnBudget(3, 5), 150, "turns", 3, "after 3 turns"),
+        (TurnBudget(99, 5), 46, "length", None, "leaves no room"),
+        (TurnBudget(99, 5), 40, "length", None, "the episode has its 40 tokens"),
+        (TurnBudget(99, 5, observation_tokens=7), 150, "observation", 1, "8 tokens, 7 are allowed"),
+        (TurnBudget(99), 8, "length", 1, ""),
+    ],
+)
+def test_budgets(pair, budget, tokens, finish, turns, detail):
+    sampling = replace(SAMPLING, max_new_tokens=tokens, stop_ids=frozenset())
+    pool = ScriptedPool(chatty, order=5)
+    episodes = play(pair.engine, pool, build_tasks(2, 3), budget, sampling)
+    for episode in episodes:
+        assert (episode.completion.finish, episode.outcome) == (finish, "unparsed")
+        assert detail in episode.detail
+        assert len(episode.completion.tokens) <= tokens
+        assert len(episode.turns) == (turns or len(episode.turns))
+        assert episode.turns[-1].observation_end == episode.turns[-1].end
+        assert said_of(episode.turns[-1].said) == (Said("tool", "1234567"),)
+    assert len(pool.ended) == 6
+
+
+def test_an_environment_that_goes_on_after_the_last_token(pair):
+    """The turn that uses up the row is still answered, and its reward counts."""
+    pool = ScriptedPool(lambda episode, turn, action: Turn((Said("tool", "1"),), reward=2.0))
+    sampling = replace(SAMPLING, max_new_tokens=6, stop_ids=frozenset())
+    (episode,) = play(pair.engine, pool, {(0, 0): Task("1=", "", 0)}, TurnBudget(9), sampling)
+    assert (episode.completion.finish, episode.reward, len(episode.completion.tokens)) == ("length", 2.0, 6)
+    assert episode.completion.written is None
+    assert pool.acted[0, 0][0].finish == "length"
+
+
+@pytest.mark.parametrize(
+    ("opening", "finish", "outcome", "detail"),
+    [
+        (Outcome("crashed", detail="no such file"), "stop", "crashed", "no such file"),
+        (Turn((Said("user", "é"),)), "observation", "unparsed", "no token for"),
+        (Turn((Said("user", "\ud800"),)), "observation", "unparsed", "surrogates not allowed"),
+        (Turn(()), "observation", "unparsed", "0 tokens"),
+        (Turn((Said("user", "1" * 40),)), "observation", "unparsed", "40 tokens, 1 to 30 fit"),
+    ],
+)
+def test_episodes_that_never_begin(pair, opening, finish, outcome, detail):
+    """They are a row like all others, of a token that nobody wrote."""
+    pool = ScriptedPool(chatty, opening=opening)
+    (episode,) = play(pair.engine, pool, {(0, 0): Task("1=", "", 0)}, TurnBudget(9, prompt_tokens=30))
+    done = episode.completion
+    assert (done.finish, episode.outcome, episode.turns) == (finish, outcome, ())
+    assert detail in episode.detail
+    assert (episode.prompt, done.tokens, done.logprobs, done.written) == ((9,), [TOKENIZER.end_id], [0.0], [False])
+
+
+@pytest.mark.parametrize("said", ["é", "1$2", "\ud800"])
+def test_observations_without_tokens_end_the_episode(pair, said):
+    """A character that the tokenizer lacks, and one that is a control token, which cannot be plain text."""
+    pool = ScriptedPool(lambda episode, turn, action: Turn((Said("tool", said),)))
+    (episode,) = play(pair.engine, pool, {(0, 0): Task("1=", "", 0)})
+    assert (episode.completion.finish, episode.outcome) == ("observation", "unparsed")
+    assert len(episode.turns) == 1
+    assert said_of(episode.turns[0].said) == (Said("tool", said),)
+    episode.turns[0].said.encode()
+    episode.detail.encode()
+
+
+def test_a_failure_releases_every_episode(pair):
+    def fail(episode, turn, action):
+        raise UserError("a mistake")
+
+    pool = ScriptedPool(fail)
+    with pytest.raises(UserError, match="a mistake"):
+        play(pair.engine, pool, build_tasks(2, 2))
+    assert sorted(pool.ended) == sorted(pool.acted)
+    assert pair.generate(build_groups(build_tasks(1, 1)), replace(SAMPLING, max_new_tokens=2))
+
+
+def test_whole_groups_come_as_they_finish(pair):
+    """Those of group 1 are over after a turn, and are there before any other ends."""
+
+    def answer(episode, turn, action):
+        return Outcome("right") if episode[0] == 1 or turn == 5 else Turn((Said("tool", "1"),))
+
+    tasks = build_tasks(3, 2)
+    found = run_episodes(
+        pair.engine, build_groups(tasks), SAMPLING, MultiTurn(pool := ScriptedPool(answer), TALK, tasks, BUDGET)
+    )
+    assert [(e.completion.group, e.completion.sample, e.outcome) for e in next(found)] == [
+        (1, 0, "right"),
+        (1, 1, "right"),
+    ]
+    assert sorted(pool.ended) == [(1, 0), (1, 1)]
+    assert {e.completion.group for whole in found for e in whole} == {0, 2}
+
+
+def test_without_an_environment_an_episode_is_a_completion(pair, ragged_prompts, groups_of):
+    """Equal to what the engine generates, in the same parts, and to be judged."""
+    groups, sampling = groups_of(ragged_prompts(6, 40), 4), Sampling(1.0, 8, frozenset({1, 7, 11}))
+    generated = [part for part in pair.engine.generate(groups, sampling)]
+    found = [*run_episodes(pair.engine, groups, sampling)]
+    assert [e.completion for whole in found for e in whole] == [c for part in generated for c in part]
+    for episode in (e for whole in found for e in whole):
+        assert (episode.outcome, episode.opening, episode.completion.written) == ("judge", "", None)
+        assert episode.prompt == groups[episode.completion.group].prompt
+        assert [(t.begin, t.end) for t in episode.turns] == [(0, len(episode.completion.tokens))]
+
+
+@pytest.mark.parametrize("max_batch", [1, 5, 64])
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+def test_a_session_gives_what_generate_gives(shape, pair_of, ragged_prompts, groups_of, max_batch, temperature):
+    """Also of requests that come late, have begun, and have little room."""
+    pair = pair_of(FP8, shape, max_batch=max_batch)
+    groups, sampling = groups_of(ragged_prompts(6, 40), 4), Sampling(temperature, 8, frozenset({1, 7, 11}))
+    begun = [
+        replace(group, begun=tuple((3, 4, 5)[: 1 + i % 3] for i in group.samples), room=(1, 2, 3, 9))
+        for group in groups[:3]
+    ]
+    expected = {}
+    for asked in (groups[3:], begun):
+        expected |= {(c.group, c.sample): c for c in pair.generate(asked, sampling)}
+    assert isinstance(pair.engine, StreamingEngine)
+    session, found, late = pair.engine.open_session(sampling), {}, random.Random(0).sample(begun, 3)
+    session.add(groups[3:])
+    while session.busy or late:
+        found |= {(c.group, c.sample): c for c in session.step()}
+        if late and len(found) % 2 == 0:
+            session.add([late.pop()])
+    session.close()
+    assert found == expected
+    assert {c.finish for c in found.values()} == {"stop", "length", "open"}
+
+
+def test_a_session_reports_the_experts_that_generate_reports(pair_of, architecture, ragged_prompts, groups_of):
+    experts = Experts(count=6, per_token=2, intermediate_size=48, normalise_top_k=True, sparse_step=1, dense_layers=())
+    pair = pair_of(FP8, architecture(family="qwen3_moe", experts=experts), max_batch=5)
+    groups, sampling = groups_of(ragged_prompts(3, 40), 2), Sampling(1.0, 6, frozenset({1, 7}), report_experts=True)
+    session = pair.engine.open_session(sampling)
+    found = []
+    for group in groups:
+        session.add([group])
+        found += session.step()
+    while session.busy:
+        found += session.step()
+    expected = {(c.group, c.sample): c for c in pair.generate(groups, sampling)}
+    assert {(c.group, c.sample): c for c in found} == expected
+    assert all(torch.equal(c.experts, expected[c.group, c.sample].experts) for c in found)
+
+
+def test_what_is_recorded_can_be_read():
+    turn = Turn((Said("system", 'é"\n'), Said("user", "\ud800")), (CALCULATOR,))
+    assert opening_of(opening_json(turn)) == turn
+    assert said_of(said_json(turn.messages)) == turn.messages
