@@ -84,6 +84,8 @@ def publish_step(run: RunContext, tracker: Tracker, index: int) -> None:
     total = sum(seconds.values())
     timings = {seconds_name(task): value for task, value in seconds.items()}
     shares = {f"time/{task}_share": value / total for task, value in seconds.items() if total > 0}
+    answers = manifest.observed.environment
+    shares |= {f"time/environment_{name}": answers[name] for name in ("p50", "p95", "max") if name in answers}
     entry, metrics = committed_step(run, index), step_metrics(run, index)
     committed = entry.committed_ms
     ran = [(task.started, task.started + task.seconds) for task in run.directory.ledger.tasks(index).values()]

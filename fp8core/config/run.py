@@ -425,7 +425,7 @@ class RunConfig(Section):
                 "the policy that the log-probs are of; set one of both to its default"
             )
         pipeline = with_mode(with_source(self.pipeline, source))
-        if self.environment is not None:
+        if self.environment is not None and pipeline.mode == "synchronous":
             pipeline = with_episodes(pipeline)
         return self.model_copy(update={"pipeline": pipeline})
 

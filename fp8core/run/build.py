@@ -36,6 +36,7 @@ from fp8core.plan.run_plan import plan_run, refuse_unfit
 from fp8core.rewards.verifier import build_verifier
 from fp8core.rollout.engine import RolloutEngine
 from fp8core.rollout.registry import engine_entry
+from fp8core.run.episodes import tool_calls_of
 from fp8core.training.ranks import ALONE
 from fp8core.training.registry import trainer_grid, trainer_of
 from fp8core.training.trainer import SftTrainer, Trainer
@@ -148,11 +149,11 @@ def check_memory(config: RunConfig, node: Node) -> None:
 
 
 def check_inputs(config: RunConfig) -> None:
-    """Refuse a model, data and verifiers that cannot be used, before a run has a folder or a server.
+    """Refuse a model, data, verifiers and an environment that cannot be used, before a run has a folder or a server.
 
     Raises:
-        UserError: as `build_base`, `check_teacher`, `own_demonstrations`, `build_source`, `build_verifier` and
-            `check_problems` have it.
+        UserError: as `build_base`, `check_teacher`, `own_demonstrations`, `build_source`, `build_verifier`,
+            `check_problems`, `tool_calls_of` and `build_environment` have it.
     """
     source = build_source(config.data, config.evaluation)
     base = _find_base(config)
@@ -162,6 +163,9 @@ def check_inputs(config: RunConfig) -> None:
         own_demonstrations(config, config.warm_start, base.tokenizer, base.arch.max_positions)
     with closing(build_verifier(config.reward, config.data.columns)) as verifier:
         check_problems(source, config, base.tokenizer, base.arch.max_positions, verifier)
+    if config.environment is not None:
+        tool_calls_of(config.environment, base.tokenizer)
+        build_environment(config.environment).close()
 
 
 def engine_environment(config: RunConfig, node: Node) -> Environment:

@@ -107,19 +107,20 @@ TURNS = pa.schema(
         ("group", pa.int32()),
         ("sample", pa.int32()),
         ("turn", pa.int32()),
-        ("begin", pa.int32()),
-        ("end", pa.int32()),
-        ("observation_end", pa.int32()),
+        # The first of these that differs in a replay says most.
         ("text", pa.string()),
         ("calls", pa.string()),
         ("malformed", pa.string()),
         ("said", pa.string()),
-        ("observation", pa.string()),
-        ("failed", pa.int32()),
-        ("reward", pa.float64()),
         ("outcome", pa.string()),
         ("detail", pa.string()),
+        ("reward", pa.float64()),
+        ("failed", pa.int32()),
         ("info", pa.string()),
+        ("observation", pa.string()),
+        ("begin", pa.int32()),
+        ("end", pa.int32()),
+        ("observation_end", pa.int32()),
     ]
 )
 
