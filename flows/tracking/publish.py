@@ -21,7 +21,15 @@ from flows.tracking.metric_names import (
     shown_metrics,
     speed,
 )
-from flows.tracking.tables import artifact_table, completion_table, heldout_table, sample_table, samples_due, tables_due
+from flows.tracking.tables import (
+    artifact_table,
+    completion_table,
+    episode_turns,
+    heldout_table,
+    sample_table,
+    samples_due,
+    tables_due,
+)
 from flows.tracking.traces import log_traces
 from flows.tracking.tracker import CHAIN_HEAD, RUN_DIRECTORY, TRAINING, Tracker
 from fp8core.alignment.bounds import stop_bounds
@@ -112,7 +120,8 @@ def publish_result(run: RunContext, tracker: Tracker) -> None:
     if (completions := completion_table(run)) is not None:
         tracker.log_tables({COMPLETIONS: completions})
         steps = run.directory.ledger.steps()
-        log_traces(tracker, completions, {number: entry.committed_ms for number, entry in steps.items()})
+        times = {number: entry.committed_ms for number, entry in steps.items()}
+        log_traces(tracker, completions, times, episode_turns(run))
     judged = "in bounds" if stop_bounds(run.config).limits else "not judged"
     verdict = judged if run.directory.ledger.last_bound() is None else "bound crossed"
     tracker.set_tags({VERDICT: verdict, MLFLOW_RUN_NOTE: f"{_note(run)}\n\n{_headline(run)}"})

@@ -21,7 +21,7 @@ from fp8core.errors import UserError
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.rewards.scorer import Answer, Outcome, Verdict
 from fp8core.rewards.verifier import Verifier
-from fp8core.rollout.engine import Completion, PromptGroup, RolloutEngine, Sampling
+from fp8core.rollout.engine import Completion, PromptGroup, RolloutEngine, Sampling, StreamingEngine
 from fp8core.rollout.episodes import (
     Episode,
     Key,
@@ -74,6 +74,11 @@ def play(
             yield [replace(one, completion=cut_at(one.completion, tokenizer, strings)) for one in episodes]
         return
     assert pool is not None, "an environment was configured"
+    if not isinstance(engine, StreamingEngine):
+        raise UserError(
+            f"environment.name={config.environment.name}: rollout.engine={config.rollout.engine} has no open_session, "
+            "which takes requests while others are in flight"
+        )
     rows = {row["group"]: row for row in asked}
     tasks = {
         (group.group, sample): task_of(rows[group.group], seed)

@@ -1,4 +1,4 @@
-"""Runs whose policy speaks with an environment: exact, resumable in mid-episode, and replayed from what was recorded."""
+"""Runs whose policy speaks with an environment: exact, resumable in mid-episode, replayed from recorded answers."""
 
 import json
 import signal
