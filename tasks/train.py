@@ -160,8 +160,8 @@ def rollout_batch(
 ) -> tuple[RolloutBatch, dict[str, float]]:
     """Stored tables as the batch of an update, and the effect of `correction.seq_logprob_error_threshold` on it.
 
-    Rows of all tables correspond. Without `logprobs` the old ones are to be those of the update's forward. Advantages
-    differ by `turns` where `environment.advantage` says so.
+    Rows of all tables correspond. Without `logprobs` the old ones are to be those of the update's forward. With
+    `environment.advantage: turn`, advantages differ by `turns`.
 
     Raises:
         UserError: a reward is not finite (a step of the user's own may have made it).
@@ -204,7 +204,7 @@ def rollout_batch(
 
 
 def observed_tokens(rollouts: pa.Table, turns: pa.Table, columns: int) -> Tensor:
-    """Bool [rows, columns]: the tokens that turns say an environment wrote, whatever `written` says."""
+    """Bool [rows, columns]: the tokens of environments by the ranges of turns, independent of `written`."""
     places = enumerate(zip(*(rollouts[name].to_pylist() for name in ORDERED), strict=True))
     rows = {place: row for row, place in places}
     observed = torch.zeros(len(rows), columns, dtype=torch.bool)

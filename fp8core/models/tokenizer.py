@@ -161,7 +161,7 @@ class Tokenizer:
 
     @property
     def has_template(self) -> bool:
-        """Whether there is a chat template."""
+        """True where there is a chat template."""
         return self._template is not None
 
     @property

@@ -313,7 +313,7 @@ def _told(row: Row) -> list[ShownTurn]:
 
 
 def said_text(turn: Row) -> str:
-    """What the environment said in a row of kind `turns`, its messages line by line."""
+    """The environment's messages in a row of kind `turns`, line by line."""
     said = json.loads(turn["said"] or "[]")
     messages = said["messages"] if isinstance(said, dict) else said
     return "\n".join(str(message["content"]) for message in messages)

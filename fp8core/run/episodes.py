@@ -206,7 +206,7 @@ def _reply(row: Mapping[str, Any]) -> Turn | EnvironmentOutcome:
 
 
 class Ending(NamedTuple):
-    """How an episode ended: its outcome and reward by the environment, and what a verifier reads."""
+    """The end of an episode: outcome and reward by the environment, and the text for a verifier."""
 
     group: int
     outcome: str
@@ -217,7 +217,7 @@ class Ending(NamedTuple):
 
 
 def ending_of(episode: Episode, config: RunConfig, tokenizer: Tokenizer) -> Ending:
-    """The end of an episode that was just played; the verifier reads its last turn."""
+    """The end of a played episode; the verifier reads its last turn."""
     done = episode.completion
     if config.environment is None or not episode.turns:
         text = completion_text(done, tokenizer, config.rollout.stop_strings)
@@ -296,7 +296,7 @@ def episode_means(episodes: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, 
 
 
 def seconds_of(episodes: Sequence[Episode]) -> list[float]:
-    """What the environment took for each of its answers."""
+    """Seconds that the environment took, answer by answer."""
     return [seconds for one in episodes for seconds in (one.opening_seconds, *(turn.seconds for turn in one.turns))]
 
 

@@ -41,7 +41,7 @@ def prompt_table(run: RunContext, problems: list[Problem]) -> pa.Table:
 def problem_table(problems: Sequence[Problem], config: RunConfig, tokenizer: Tokenizer, max_positions: int) -> pa.Table:
     """`prompt_table` of what is no run. Raises UserError as `encode_prompt`.
 
-    An environment gets the messages and says what the policy is really asked (`prompt_tokens` of the rollouts).
+    An environment gets the messages; its own first ones are the policy's prompt (`prompt_tokens` of the rollouts).
     """
     encoded = [encode_prompt(problem, config, tokenizer, max_positions) for problem in problems]
     columns = {
@@ -174,7 +174,7 @@ def _failures_of_others(verdicts: Sequence[Verdict]) -> str | None:
 
 @contextmanager
 def environment_of(run: RunContext, index: int, recorded: str) -> Iterator[Pool | None]:
-    """What answers the episodes of a step: the run's environments or, in a replay, what was recorded of them.
+    """The environments of a step's episodes: those of the run or, in a replay, their recorded answers.
 
     `recorded`: the artifact of kind `turns` that the replayed step has of these episodes.
     """

@@ -112,7 +112,7 @@ def _differences(ours: StepRecord, theirs: StepRecord, order: Sequence[str]) -> 
 
 
 def _of_task(field: str, task: str, ours: Artifacts, theirs: Artifacts) -> Iterator[Difference]:
-    # What an environment answered comes before what the policy wrote then.
+    # An environment's answers come before completions, which depend on them.
     for name in sorted({**ours, **theirs}, key=lambda name: not name.endswith("turns")):
         if ours.get(name) != theirs.get(name):
             values = [content.model_dump() if content else None for content in (ours.get(name), theirs.get(name))]

@@ -100,14 +100,14 @@ REWARDS = pa.schema(
 SCORE = "score_"
 """Begins the name of a column of `rewards` with the scores of one of several verifiers."""
 
-# Turn 0 is what an environment begins with; each later row is a turn of the policy, tokens `begin` to `end` of its
-# completion, with what the environment answered: tokens up to `observation_end`.
+# Turn 0 holds an environment's first messages. Each later row is a turn of the policy: tokens `begin` to `end` of its
+# completion. The environment's answer follows, up to `observation_end`.
 TURNS = pa.schema(
     [
         ("group", pa.int32()),
         ("sample", pa.int32()),
         ("turn", pa.int32()),
-        # The first of these that differs in a replay says most.
+        # In this order a replay looks for a difference.
         ("text", pa.string()),
         ("calls", pa.string()),
         ("malformed", pa.string()),
