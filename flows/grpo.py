@@ -162,7 +162,8 @@ class FlowExecution(PrefectExecution):
         self._session.stage(name, result)
         if name == "first_evaluation" and not result.reused:
             styles = run.directory.store.get_json(result.entry.outputs["evaluation"]).get("styles", [])
-            run.console.styles([StyleAccuracy(**style) for style in styles])
+            if styles:
+                run.console.styles([StyleAccuracy(**style) for style in styles])
             if gap_unmeasured(run.config) == "engine":
                 run.console.note(
                     "FP8 and BF16 are not compared at step 0, which needs the embedded engine; "

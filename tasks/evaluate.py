@@ -2,19 +2,38 @@
 
 from fp8core.config.steps import NoOptions
 from fp8core.run.context import RunContext
-from fp8core.run.rollouts import heldout_accuracy
+from fp8core.run.rollouts import heldout_accuracy, heldout_episodes
 from fp8core.store.artifacts import Ref
+from fp8core.store.tables import TURNS
 from tasks.step import step
 
+_INPUTS = {"sync_report": "sync_report", "next_policy": "policy", "next_scales": "scales"}
 
-@step(
-    inputs={"sync_report": "sync_report", "next_policy": "policy", "next_scales": "scales"},
-    outputs={"evaluation": "evaluation"},
-)
+
+@step(inputs=_INPUTS, outputs={"evaluation": "evaluation"})
 def evaluate(
     run: RunContext, index: int, options: NoOptions, sync_report: Ref, next_policy: Ref, next_scales: Ref
 ) -> dict[str, Ref]:
     """Every `evaluation.every` steps and at the last; the evaluation of other steps is empty."""
-    due = index % run.config.evaluation.every == 0 or index == run.config.steps
-    content = heldout_accuracy(run, run.ready_engine(), run.config.evaluation.prompts) if due else {}
+    content = {}
+    if _due(run, index):
+        content, _ = heldout_accuracy(run, run.ready_engine(), run.config.evaluation.prompts)
     return {"evaluation": run.directory.store.put_json("evaluation", content)}
+
+
+@step(inputs=_INPUTS, outputs={"heldout_turns": "turns", "evaluation": "evaluation"})
+def evaluate_episodes(
+    run: RunContext, index: int, options: NoOptions, sync_report: Ref, next_policy: Ref, next_scales: Ref
+) -> dict[str, Ref]:
+    """As `evaluate`, with an environment that answers."""
+    if _due(run, index):
+        return heldout_episodes(run, index)
+    store = run.directory.store
+    return {
+        "heldout_turns": store.put_table("turns", TURNS.empty_table()),
+        "evaluation": store.put_json("evaluation", {}),
+    }
+
+
+def _due(run: RunContext, index: int) -> bool:
+    return index % run.config.evaluation.every == 0 or index == run.config.steps

@@ -1,8 +1,10 @@
 """The metrics of an iteration, from its artifacts alone."""
 
+import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,7 @@ from fp8core.rl.objective import named_correction
 from fp8core.rl.staleness import lag_metrics, staleness_metrics
 from fp8core.rollout.stream import LEFT
 from fp8core.run.context import RunContext
+from fp8core.run.episodes import episode_means
 from fp8core.run.policy import read_scales
 from fp8core.store.artifacts import Ref
 from fp8core.store.tables import LOGPROBS, SCORE
@@ -49,6 +52,7 @@ from tasks.step import step
         "next_stream": "stream",
         "schedule": "schedule",
         "evictions": "evictions",
+        "turns": "turns",
     },
     outputs={"metrics": "metrics"},
 )
@@ -70,6 +74,7 @@ def record(
     next_stream: Ref | None = None,
     schedule: Ref | None = None,
     evictions: Ref | None = None,
+    turns: Ref | None = None,
 ) -> dict[str, Ref]:
     """Everything in MLflow about the step but its timings.
 
@@ -79,7 +84,7 @@ def record(
     store = run.directory.store
     # Tokens are of one version where nothing may be stale, and the table has no column for it then.
     versions = ["versions"] if behaviour is not None and run.config.pipeline.max_staleness else []
-    completions = store.get_table(rollouts, ["logprobs", "written", "finish", *versions])
+    completions = store.get_table(rollouts, ["group", "sample", "logprobs", "written", "finish", *versions])
     rewarded, scored = store.get_table(rewards), store.get_table(logprobs)
     compared, against = compared_rows(run.config, index, len(completions)), scored
     if behaviour is not None:
@@ -96,6 +101,10 @@ def record(
             **{f"sync/probe_{name}": value for name, value in store.get_json(sync_report)["probe"].items()},
             **scale_metrics(store.get_json(next_scales)),
         }
+    if turns is not None:
+        names = enumerate(zip(*(completions[name].to_pylist() for name in ("group", "sample")), strict=True))
+        rows = {place: row for row, place in names if compared[row]}
+        metrics |= turn_metrics(store.get_table(turns), completions, against, rows)
     if left is not None and next_stream is not None and schedule is not None and evictions is not None:
         begun = (store.get_table(ref, STREAM_COLUMNS) for ref in (left, next_stream))
         metrics |= stream_metrics(*begun, store.get_json(schedule)["chunks"], store.get_json(evictions))
@@ -110,6 +119,7 @@ def record(
     if measured:
         metrics["reward/heldout_accuracy"] = measured["accuracy"]
         metrics["reward/heldout_length_mean"] = measured["length_mean"]
+        metrics |= {f"environment/heldout_{name}": value for name, value in (measured.get("episodes") or {}).items()}
     return {"metrics": store.put_json("metrics", metrics)}
 
 
@@ -155,6 +165,61 @@ def rollout_metrics(rollouts: pa.Table, logprobs: pa.Table) -> dict[str, float]:
         "rollout/tokens": float(lengths.sum()),
         "rollout/cut_off_share": rollouts["finish"].to_pylist().count("length") / rollouts.num_rows,
         "rollout/entropy": float(entropy[written].mean()),
+    }
+
+
+def turn_metrics(
+    turns: pa.Table, rollouts: pa.Table, logprobs: pa.Table, rows: Mapping[tuple[int, int], int]
+) -> dict[str, float]:
+    """Turns, tool calls and numbers of the environment in the mean, how episodes ended, and the mismatch by turn.
+
+    Args:
+        turns: of kind `turns`.
+        rollouts, logprobs: of both policies; their rows correspond.
+        rows: group and sample -> the row, of completions that are compared.
+    """
+    table = turns.to_pylist()
+    episodes = [list(group) for _, group in groupby(table, lambda row: (row["group"], row["sample"]))]
+    observed = [
+        rows_of[-1]["observation_end"] - sum(row["end"] - row["begin"] for row in rows_of) for rows_of in episodes
+    ]
+    told: dict[str, list[float]] = {}
+    for row in table:
+        for name, value in json.loads(row["info"] or "{}").items():
+            told.setdefault(name, []).append(value)
+    finishes = Counter(rollouts["finish"].to_pylist())
+    return {
+        **{f"environment/{name}": value for name, value in episode_means(episodes).items()},
+        "environment/turns_max": float(max(rows_of[-1]["turn"] for rows_of in episodes)),
+        "environment/observation_tokens": sum(observed) / len(episodes),
+        **{f"environment/ended_{name}": finishes[name] / len(episodes) for name in ("turns", "observation")},
+        **{f"environment/info_{name}": sum(values) / len(values) for name, values in sorted(told.items())},
+        **mismatch_by_turn(table, rollouts, logprobs, rows),
+    }
+
+
+def mismatch_by_turn(
+    turns: Sequence[Mapping[str, Any]],
+    rollouts: pa.Table,
+    logprobs: pa.Table,
+    rows: Mapping[tuple[int, int], int],
+) -> dict[str, float]:
+    """The largest difference of log-probs, and the tokens that differ, by turns 1, 2 to 3, 4 to 7, ... of episodes."""
+    sampled, trained = (padded(table["logprobs"], torch.float32, 0.0) for table in (rollouts, logprobs))
+    apart = (sampled.double() - trained.double()).abs()
+    differ = sampled.view(torch.int32) != trained.view(torch.int32)
+    largest, differing = dict[str, float](), Counter[str]()
+    for turn in turns:
+        row = rows.get((turn["group"], turn["sample"]))
+        if row is None or turn["begin"] == turn["end"]:
+            continue
+        tokens, first = slice(turn["begin"], turn["end"]), 1 << turn["turn"].bit_length() - 1
+        name = f"turn_{first}" if first == 1 else f"turn_{first}_{2 * first - 1}"
+        largest[name] = max(largest.get(name, 0.0), float(apart[row, tokens].max()))
+        differing[name] += int(differ[row, tokens].sum())
+    return {
+        **{f"alignment/logprob_abs_diff_max_{name}": value for name, value in largest.items()},
+        **{f"alignment/tokens_differing_{name}": float(differing[name]) for name in largest},
     }
 
 

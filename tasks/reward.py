@@ -7,37 +7,50 @@ import pyarrow as pa
 from fp8core.config.steps import NoOptions
 from fp8core.errors import UserError
 from fp8core.run.context import RunContext
-from fp8core.run.rollouts import answers_of, tell_failures
+from fp8core.run.episodes import score, stored_endings
+from fp8core.run.rollouts import tell_failures
 from fp8core.store.artifacts import Ref
 from fp8core.store.tables import REWARDS, SCORE
 from tasks.step import step
 
 
-@step(inputs={"prompts": "prompts", "rollouts": "rollouts"}, outputs={"rewards": "rewards"})
-def reward(run: RunContext, index: int, options: NoOptions, prompts: Ref, rollouts: Ref) -> dict[str, Ref]:
-    """One verdict a completion. Some may report a failure of the verifier; when all do, the step fails."""
+@step(
+    inputs={"prompts": "prompts", "rollouts": "rollouts"},
+    optional_inputs={"turns": "turns"},
+    outputs={"rewards": "rewards"},
+)
+def reward(
+    run: RunContext, index: int, options: NoOptions, prompts: Ref, rollouts: Ref, turns: Ref | None = None
+) -> dict[str, Ref]:
+    """One verdict a completion. Some may report a failure of the verifier; when all do, the step fails.
+
+    With `turns` it is the environment's, unless that leaves the last turn to the verifier.
+    """
     store = run.directory.store
     completions = store.get_table(rollouts, ["group", "sample", "text", "finish"])
-    table = reward_table(run, store.get_table(prompts), completions)
+    played = None if turns is None else store.get_table(turns)
+    table = reward_table(run, store.get_table(prompts), completions, played)
     return {"rewards": store.put_table("rewards", table)}
 
 
-def reward_table(run: RunContext, prompts: pa.Table, rollouts: pa.Table) -> pa.Table:
+def reward_table(run: RunContext, prompts: pa.Table, rollouts: pa.Table, turns: pa.Table | None = None) -> pa.Table:
     """Verdicts as a table of kind `rewards`, in the order of the rollouts.
 
-    With several verifiers it has a column for the score of each.
+    With several verifiers it has a column for the score of each; those beside the main one score 0 where the
+    environment gave the verdict.
     """
-    verdicts = run.verifier.verify(answers_of(prompts, rollouts))
-    tell_failures(run, "rewards", verdicts)
+    scored = score(run.verifier, prompts.drop_columns(["tokens"]).to_pylist(), stored_endings(rollouts, turns))
+    tell_failures(run, "rewards", [found.verdict for found in scored])
+    none = {f"{SCORE}{part.name}": 0.0 for found in scored for part in found.verdict.added}
     rows = []
-    for completion, verdict in zip(rollouts.select(["group", "sample"]).to_pylist(), verdicts, strict=True):
-        check_reward(verdict.reward, completion["group"], completion["sample"])
-        scores = {f"{SCORE}{part.name}": part.score for part in verdict.added}
+    for completion, (verdict, value) in zip(rollouts.select(["group", "sample"]).to_pylist(), scored, strict=True):
+        check_reward(value, completion["group"], completion["sample"])
+        scores = {f"{SCORE}{part.name}": part.score for part in verdict.added} or none
         rows.append(
             {
                 "group": completion["group"],
                 "sample": completion["sample"],
-                "reward": verdict.reward,
+                "reward": value,
                 "outcome": verdict.outcome,
                 "detail": verdict.record,
                 "keep": True,

@@ -1,15 +1,19 @@
 """Generate the completions of an iteration; finished groups are durable as they come."""
 
+from collections.abc import Sequence
+
 import pyarrow as pa
 
 from fp8core.config.steps import NoOptions
+from fp8core.data.prompt import longest_prompt
 from fp8core.numerics.logprobs import Truncation
 from fp8core.rollout.engine import Sampling
-from fp8core.rollout.stop_strings import generated
+from fp8core.rollout.episodes import Episode
 from fp8core.run.context import RunContext
-from fp8core.run.rollouts import answers_of, prompt_groups, rollout_table, shard_folder
+from fp8core.run.episodes import answers, play, seconds_of, stored_endings, turns_table
+from fp8core.run.rollouts import environment_of, prompt_groups, rollout_table, shard_folder
 from fp8core.store.artifacts import Ref, RolloutShards
-from fp8core.store.tables import ORDER, ROLLOUTS, ROUTED_ROLLOUTS
+from fp8core.store.tables import ORDER, ROLLOUTS, ROUTED_ROLLOUTS, SHARD_TURNS, TURN_ORDER, nested_turns, unnested_turns
 from tasks.step import step
 
 
@@ -24,8 +28,27 @@ def rollout(run: RunContext, index: int, options: NoOptions, prompts: Ref, polic
     The shards go when the step is committed: until then they are the only copy the ledger can rebuild from. The
     verifier may begin with finished groups while others are generated; its verdicts are the reward step's to store.
     """
+    return {"rollouts": run.directory.store.put_table("rollouts", _played(run, index, prompts))}
+
+
+@step(
+    inputs={"prompts": "prompts", "policy": "policy", "scales": "scales"},
+    outputs={"turns": "turns", "rollouts": "rollouts"},
+)
+def episodes(run: RunContext, index: int, options: NoOptions, prompts: Ref, policy: Ref, scales: Ref) -> dict[str, Ref]:
+    """As `rollout`, with an environment that answers; episodes that were cut begin again with the same seeds."""
+    store, played = run.directory.store, _played(run, index, prompts)
+    turns = unnested_turns(played).sort_by(TURN_ORDER).combine_chunks()
+    return {
+        "turns": store.put_table("turns", turns),
+        "rollouts": store.put_table("rollouts", played.drop_columns([SHARD_TURNS])),
+    }
+
+
+def _played(run: RunContext, index: int, prompts: Ref) -> pa.Table:
+    """All completions of the step, in order; with an environment, each with its turns (`SHARD_TURNS`)."""
     asked = run.directory.store.get_table(prompts)
-    groups = prompt_groups(run, index, asked)
+    groups, rows = prompt_groups(run, index, asked), asked.drop_columns(["tokens"]).to_pylist()
     shards = RolloutShards(shard_folder(run, index))
     for error in shards.discard_damaged():
         run.console.note(f"step {index}: {error}; its completions are generated again")
@@ -37,13 +60,25 @@ def rollout(run: RunContext, index: int, options: NoOptions, prompts: Ref, polic
         config.temperature, config.max_new_tokens, run.tokenizer.eos_ids, config.router_replay, truncation
     )
     schema = ROUTED_ROLLOUTS if config.router_replay else ROLLOUTS
-    tables = [done.cast(schema)] if done is not None else []
+    tables = []
+
+    def table_of(batch: Sequence[Episode]) -> pa.Table:
+        table = rollout_table(run, [one.completion for one in batch], groups, schema, [one.prompt for one in batch])
+        if run.config.environment is None:
+            return table
+        return table.append_column(SHARD_TURNS, nested_turns(table, turns_table(batch, run.tokenizer)))
+
+    if done is not None:
+        tables.append(done.cast(schema) if run.config.environment is None else done)
     open_groups = [group for group in groups if group.group not in finished]
-    for completions in generated(run.ready_engine(), open_groups, sampling, run.tokenizer, config.stop_strings):
-        table = rollout_table(run, completions, groups, schema)
-        shards.append(table)
-        tables.append(table)
-        run.verifier.begin(answers_of(asked, table))
+    longest = longest_prompt(run.config, run.arch.max_positions)
+    with environment_of(run, index, "turns") as pool:
+        for batch in play(run.ready_engine(), open_groups, sampling, run.config, run.tokenizer, rows, longest, pool):
+            table = table_of(batch)
+            shards.append(table)
+            tables.append(table)
+            run.environment_seconds.setdefault(index, []).extend(seconds_of(batch))
+            turns = None if run.config.environment is None else unnested_turns(table)
+            run.verifier.begin(answers(rows, stored_endings(table, turns)))
     run.ready_engine().sleep()
-    rollouts = pa.concat_tables(tables).sort_by(ORDER).combine_chunks()
-    return {"rollouts": run.directory.store.put_table("rollouts", rollouts)}
+    return pa.concat_tables(tables).sort_by(ORDER).combine_chunks()

@@ -9,7 +9,7 @@ from torch import Tensor
 from fp8core.config.run import RunConfig
 from fp8core.config.steps import NoOptions
 from fp8core.errors import UserError
-from fp8core.rl.advantages import ESTIMATORS, Scores, kl_penalties
+from fp8core.rl.advantages import ESTIMATORS, Scores, TurnReward, kl_penalties, turn_advantages
 from fp8core.rl.batch import RolloutBatch, padded
 from fp8core.rl.correction import correct, log_ratio, row_error_metrics, row_errors
 from fp8core.rl.objective import named_correction
@@ -39,7 +39,7 @@ from tasks.step import step
         "policy": "policy",
         "scales": "scales",
     },
-    optional_inputs={"reference": "logprobs", "teacher": "logprobs"},
+    optional_inputs={"reference": "logprobs", "teacher": "logprobs", "turns": "turns"},
     outputs={"next_policy": "policy", "train_report": "train_report"},
     redo=True,
 )
@@ -54,18 +54,19 @@ def train(
     scales: Ref,
     reference: Ref | None = None,
     teacher: Ref | None = None,
+    turns: Ref | None = None,
 ) -> dict[str, Ref]:
     """Policy v_i becomes v_{i+1}."""
     store, trainer = run.directory.store, trainer_of_policy(run, policy)
-    table = store.get_table(rollouts, [*REPLAYED, "written", "logprobs"])
-    batch, masking = update_batch(run, index, table, rewards, store.get_table(logprobs), reference, teacher)
+    table = store.get_table(rollouts, [*ORDERED, *REPLAYED, "written", "logprobs"])
+    batch, masking = update_batch(run, index, table, rewards, store.get_table(logprobs), reference, teacher, turns)
     report = trainer.step(batch, run.config.rollout.temperature, layer_scales(read_scales(run, scales)))
     return stored_update(run, report, masking)
 
 
 @step(
     inputs={"rollouts": "rollouts", "rewards": "rewards", "policy": "policy", "scales": "scales"},
-    optional_inputs={"reference": "logprobs", "teacher": "logprobs"},
+    optional_inputs={"reference": "logprobs", "teacher": "logprobs", "turns": "turns"},
     outputs={
         "next_policy": "policy",
         "train_report": "train_report",
@@ -84,6 +85,7 @@ def train_scoring(
     scales: Ref,
     reference: Ref | None = None,
     teacher: Ref | None = None,
+    turns: Ref | None = None,
 ) -> dict[str, Ref]:
     """Policy v_i becomes v_{i+1}, and the forward of that update scores the rollouts under v_i.
 
@@ -95,7 +97,7 @@ def train_scoring(
     version = trainer.version
     table = store.get_table(rollouts, [*ORDERED, *REPLAYED, "written", "logprobs"])
     sampled = table if config.logprobs.source == "rollout" else None
-    batch, masking = update_batch(run, index, table, rewards, sampled, reference, teacher)
+    batch, masking = update_batch(run, index, table, rewards, sampled, reference, teacher, turns)
     if sampled is not None:
         names = enumerate(zip(*(table[name].to_pylist() for name in ORDERED), strict=True))
         compared = compared_rows(config, index, len(table)).tolist()
@@ -115,11 +117,15 @@ def update_batch(
     logprobs: pa.Table | None,
     reference: Ref | None,
     teacher: Ref | None,
+    turns: Ref | None,
 ) -> tuple[RolloutBatch, dict[str, float]]:
     """The batch of a step's update, as `rollout_batch`, with what the teacher and the step itself add."""
     store = run.directory.store
     penalty = store.get_table(reference) if reference else None
-    batch, masking = rollout_batch(rollouts, store.get_table(rewards), logprobs, penalty, run.config)
+    played = store.get_table(turns) if turns else None
+    batch, masking = rollout_batch(rollouts, store.get_table(rewards), logprobs, penalty, run.config, played)
+    if played is not None:
+        batch = replace(batch, observed=observed_tokens(rollouts, played, batch.mask.shape[1]))
     taught = padded(store.get_table(teacher)["logprobs"], torch.float32, 0.0) if teacher else None
     refuse_edited_loss(run)
     return replace(batch, teacher_logprobs=taught, draw=(run.config.seed, index)), masking
@@ -145,11 +151,17 @@ def refuse_edited_loss(run: RunContext) -> None:
 
 
 def rollout_batch(
-    rollouts: pa.Table, rewards: pa.Table, logprobs: pa.Table | None, reference: pa.Table | None, config: RunConfig
+    rollouts: pa.Table,
+    rewards: pa.Table,
+    logprobs: pa.Table | None,
+    reference: pa.Table | None,
+    config: RunConfig,
+    turns: pa.Table | None = None,
 ) -> tuple[RolloutBatch, dict[str, float]]:
     """Stored tables as the batch of an update, and the effect of `correction.seq_logprob_error_threshold` on it.
 
-    Rows of all tables correspond. Without `logprobs` the old ones are to be those of the update's forward.
+    Rows of all tables correspond. Without `logprobs` the old ones are to be those of the update's forward. With
+    `environment.advantage: turn`, advantages differ by `turns`.
 
     Raises:
         UserError: a reward is not finite (a step of the user's own may have made it).
@@ -181,9 +193,36 @@ def rollout_batch(
         mask=counted,
         penalties=reward_penalties(batch, config),
     )
-    advantages = ESTIMATORS[config.loss.advantage](scores, config.loss.advantage_epsilon)
+    estimator, epsilon = ESTIMATORS[config.loss.advantage], config.loss.advantage_epsilon
+    if config.environment is not None and config.environment.advantage == "turn":
+        assert turns is not None, "the pipeline was rewired"
+        advantages = turn_advantages(scores, turn_rewards(rewards, turns), estimator, epsilon)
+    else:
+        advantages = estimator(scores, epsilon)
     centred_rewards = centred(values, groups, scores.keep).float()
     return replace(batch, advantages=advantages.float(), centred_rewards=centred_rewards), masking
+
+
+def observed_tokens(rollouts: pa.Table, turns: pa.Table, columns: int) -> Tensor:
+    """Bool [rows, columns]: the tokens of environments by the ranges of turns, independent of `written`."""
+    places = enumerate(zip(*(rollouts[name].to_pylist() for name in ORDERED), strict=True))
+    rows = {place: row for row, place in places}
+    observed = torch.zeros(len(rows), columns, dtype=torch.bool)
+    for turn in turns.select([*ORDERED, "end", "observation_end"]).to_pylist():
+        observed[rows[turn["group"], turn["sample"]], turn["end"] : turn["observation_end"]] = True
+    return observed
+
+
+def turn_rewards(rewards: pa.Table, turns: pa.Table) -> list[TurnReward]:
+    """The policy's turns, each with the number of its row in `rewards`."""
+    places = zip(rewards["group"].to_pylist(), rewards["sample"].to_pylist(), strict=True)
+    rows = {place: row for row, place in enumerate(places)}
+    names = ["group", "sample", "turn", "begin", "end", "reward"]
+    return [
+        TurnReward(rows[turn["group"], turn["sample"]], turn["turn"], turn["begin"], turn["end"], turn["reward"])
+        for turn in turns.select(names).to_pylist()
+        if turn["turn"]
+    ]
 
 
 def centred(rewards: Tensor, groups: Tensor, rows: Tensor) -> Tensor:

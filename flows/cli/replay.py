@@ -33,6 +33,9 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "--repair", action="store_true", help="put damaged files of the run back where the replay made them equal"
     )
+    parser.add_argument(
+        "--rerun-environments", action="store_true", help="ask environments again, instead of taking recorded answers"
+    )
     add_trust(parser)
     add_output(parser, "--json", json_output("equal", "steps"), "write the verdicts as JSON")
     add_force(parser)
@@ -77,7 +80,9 @@ def _verdicts(options: argparse.Namespace) -> "Iterator[Verdict]":
         steps = _range(options, original.ledger.last_step())
         original.refuse_unknown(steps[0])
         set_engine_variables(original.config(steps[0], options.overrides))
-        for verdict in replay(original, steps, options.overrides, Console(sys.stderr, steps.stop - 1), repaired):
+        console = Console(sys.stderr, steps.stop - 1)
+        asked_again = options.rerun_environments
+        for verdict in replay(original, steps, options.overrides, console, repaired, rerun_environments=asked_again):
             yield verdict
             if verdict.outcome == "different" and verdict.step < steps[-1]:
                 after = steps[steps.index(verdict.step) + 1 :]

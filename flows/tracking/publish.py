@@ -21,7 +21,15 @@ from flows.tracking.metric_names import (
     shown_metrics,
     speed,
 )
-from flows.tracking.tables import artifact_table, completion_table, heldout_table, sample_table, samples_due, tables_due
+from flows.tracking.tables import (
+    artifact_table,
+    completion_table,
+    episode_turns,
+    heldout_table,
+    sample_table,
+    samples_due,
+    tables_due,
+)
 from flows.tracking.traces import log_traces
 from flows.tracking.tracker import CHAIN_HEAD, RUN_DIRECTORY, TRAINING, Tracker
 from fp8core.alignment.bounds import stop_bounds
@@ -84,6 +92,8 @@ def publish_step(run: RunContext, tracker: Tracker, index: int) -> None:
     total = sum(seconds.values())
     timings = {seconds_name(task): value for task, value in seconds.items()}
     shares = {f"time/{task}_share": value / total for task, value in seconds.items() if total > 0}
+    answers = manifest.observed.environment
+    shares |= {f"time/environment_{name}": answers[name] for name in ("p50", "p95", "max") if name in answers}
     entry, metrics = committed_step(run, index), step_metrics(run, index)
     committed = entry.committed_ms
     ran = [(task.started, task.started + task.seconds) for task in run.directory.ledger.tasks(index).values()]
@@ -110,7 +120,8 @@ def publish_result(run: RunContext, tracker: Tracker) -> None:
     if (completions := completion_table(run)) is not None:
         tracker.log_tables({COMPLETIONS: completions})
         steps = run.directory.ledger.steps()
-        log_traces(tracker, completions, {number: entry.committed_ms for number, entry in steps.items()})
+        times = {number: entry.committed_ms for number, entry in steps.items()}
+        log_traces(tracker, completions, times, episode_turns(run))
     judged = "in bounds" if stop_bounds(run.config).limits else "not judged"
     verdict = judged if run.directory.ledger.last_bound() is None else "bound crossed"
     tracker.set_tags({VERDICT: verdict, MLFLOW_RUN_NOTE: f"{_note(run)}\n\n{_headline(run)}"})

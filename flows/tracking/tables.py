@@ -1,7 +1,14 @@
 """The tables of an MLflow run: samples and artifacts of a step, and whole groups of completions early and late."""
 
 from flows.tracking.tracker import Table
-from fp8core.report.completions import Row, heldout_pairs, largest_difference, pick_completions
+from fp8core.report.completions import (
+    Row,
+    heldout_pairs,
+    largest_difference,
+    pick_completions,
+    said_text,
+    turn_mismatch,
+)
 from fp8core.report.run_data import token_artifacts
 from fp8core.run.context import RunContext
 from fp8core.store.deletion_log import read_deletions
@@ -99,6 +106,24 @@ def completion_table(run: RunContext) -> Table | None:
         return prompt, row["text"], *(None if number is None else _short(number) for number in numbers), step, *place
 
     return COMPLETION_COLUMNS, [cells(row) for rows in groups for row in rows]
+
+
+def episode_turns(run: RunContext) -> dict[tuple[int, int, int], list[Row]]:
+    """Turns of the episodes in the table of completions, by step, group and sample; none without an environment.
+
+    Each has the largest |log p - log g| of its tokens, and how many differ, as `mismatch` and `differing`.
+    """
+    if run.config.environment is None:
+        return {}
+    evidence = RunView.read(run.directory.path)
+    picked = pick_completions(evidence, token_artifacts(evidence), [])
+    rows = [] if picked is None else [row for rows in picked.in_order() for row in rows]
+    found = {}
+    for row in rows:
+        told = [(turn, turn_mismatch(row, turn)) for turn in row["turns"]]
+        place = row["step"], row["group"], row["sample"]
+        found[place] = [{**turn, "mismatch": by[0], "differing": by[1], "said": said_text(turn)} for turn, by in told]
+    return found
 
 
 def heldout_table(run: RunContext) -> Table | None:

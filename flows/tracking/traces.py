@@ -6,7 +6,9 @@ Identities come from the run, step, group and sample. A trace that is written ag
 import base64
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from types import MappingProxyType
 
 from mlflow.entities import TraceInfo, TraceLocation, TraceState
 from mlflow.entities.span import Span, SpanType
@@ -16,15 +18,27 @@ from mlflow.tracing.constant import SpanAttributeKey, TraceMetadataKey, TraceTag
 from flows.tracking.tables import COMPLETION_COLUMNS
 from flows.tracking.tracker import Table, Tracker
 from fp8core.errors import printable_lines
+from fp8core.report.completions import Row
 
 _NAME = "completion"
 _ASKED, _WROTE = "prompt", "completion"
 
 
-def log_traces(tracker: Tracker, completions: Table, committed_ms: Mapping[int, int]) -> None:
+def log_traces(
+    tracker: Tracker,
+    completions: Table,
+    committed_ms: Mapping[int, int],
+    turns: Mapping[tuple[int, int, int], Sequence[Row]] = MappingProxyType({}),
+) -> None:
     """Write or replace a trace of the first completion of each group in a table of completions.
 
-    `committed_ms` has the time of each step. Raises MLflow's errors.
+    Args:
+        tracker: of the run.
+        completions: `tables.completion_table`.
+        committed_ms: the time of each step.
+        turns: of episodes, by step, group and sample (`tables.episode_turns`); each is a span of its own.
+
+    Raises MLflow's errors.
     """
     client = TracingClient(tracker.uri)
     seen = set[tuple[int, int]]()
@@ -35,10 +49,12 @@ def log_traces(tracker: Tracker, completions: Table, committed_ms: Mapping[int, 
             continue
         seen.add(place)
         key = f"{tracker.run_id}/{cells['step']}/{cells['group']}/{cells['sample']}"
-        info, span = _trace(tracker, hashlib.sha256(key.encode()).hexdigest(), cells, committed_ms[cells["step"]])
+        digest, when = hashlib.sha256(key.encode()).hexdigest(), committed_ms[cells["step"]]
+        info, span = _trace(tracker, digest, cells, when)
+        spoken = turns.get((cells["step"], cells["group"], cells["sample"]), [])
         client.start_trace(info)
         try:
-            client.log_spans(tracker.experiment_id, [span])
+            client.log_spans(tracker.experiment_id, [span, *_turn_spans(digest, spoken, when)])
         except NotImplementedError:
             return  # A server older than MLflow 3.4 takes no spans.
 
@@ -64,15 +80,47 @@ def _trace(tracker: Tracker, digest: str, cells: Mapping[str, object], milliseco
         SpanAttributeKey.OUTPUTS: completion,
         **{name: value for name, value in cells.items() if name not in (_ASKED, _WROTE)},
     }
+    return info, _span(digest, digest[:16], None, _NAME, attributes, milliseconds)
+
+
+def _turn_spans(digest: str, turns: Sequence[Row], milliseconds: int) -> Iterator[Span]:
+    """A span for each turn of the policy: what the environment had said as input, what the policy wrote as output."""
+    for before, turn in pairwise(turns):
+        numbers = {name: turn[name] for name in ("failed", "reward", "mismatch", "differing", "outcome", "detail")}
+        attributes = {
+            SpanAttributeKey.REQUEST_ID: f"tr-{digest[:32]}",
+            SpanAttributeKey.SPAN_TYPE: SpanType.LLM,
+            SpanAttributeKey.INPUTS: printable_lines(before["said"]),
+            SpanAttributeKey.OUTPUTS: printable_lines(turn["text"]),
+            "calls": json.loads(turn["calls"] or "[]"),
+            **({"malformed": turn["malformed"]} if turn["malformed"] else {}),
+            **numbers,
+        }
+        own = hashlib.sha256(f"{digest}/{turn['turn']}".encode()).hexdigest()[:16]
+        # A viewer orders spans by their time.
+        yield _span(digest, own, digest[:16], f"turn {turn['turn']}", attributes, milliseconds, turn["turn"])
+
+
+def _span(
+    digest: str,
+    own: str,
+    parent: str | None,
+    name: str,
+    attributes: Mapping[str, object],
+    milliseconds: int,
+    place: int = 0,
+) -> Span:
+    """A span of the trace of a digest; `own` and `parent` are 16 hex digits, `place` its order in the trace."""
+    nanoseconds = milliseconds * 1_000_000 + place
     written = {
         "trace_id": base64.b64encode(bytes.fromhex(digest[:32])).decode(),
-        "span_id": base64.b64encode(bytes.fromhex(digest[:16])).decode(),
-        "parent_span_id": None,
-        "name": _NAME,
-        "start_time_unix_nano": milliseconds * 1_000_000,
-        "end_time_unix_nano": milliseconds * 1_000_000,
+        "span_id": base64.b64encode(bytes.fromhex(own)).decode(),
+        "parent_span_id": None if parent is None else base64.b64encode(bytes.fromhex(parent)).decode(),
+        "name": name,
+        "start_time_unix_nano": nanoseconds,
+        "end_time_unix_nano": nanoseconds,
         "status": {"code": "STATUS_CODE_OK", "message": ""},
         "events": [],
-        "attributes": {name: json.dumps(value) for name, value in attributes.items()},
+        "attributes": {key: json.dumps(value) for key, value in attributes.items()},
     }
-    return info, Span.from_dict(written)
+    return Span.from_dict(written)

@@ -10,11 +10,12 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, field_serializer, field_validator, model_validator
 
 from fp8core.config.data import DataConfig
+from fp8core.config.environment import SHIPPED_ENVIRONMENTS, EnvironmentConfig
 from fp8core.config.loss import SHIPPED_LOSSES, LogprobsConfig, LossConfig
 from fp8core.config.precision import AlignmentConfig, PrecisionContract
 from fp8core.config.reward import SHIPPED_VERIFIERS, RewardConfig
 from fp8core.config.section import ClusterConfig, ParityConfig, Section, SglangConfig, VllmConfig
-from fp8core.config.steps import PipelineConfig, is_shipped, with_mode, with_source
+from fp8core.config.steps import PipelineConfig, is_shipped, with_episodes, with_mode, with_source
 from fp8core.config.training import CorrectionConfig, TrainingConfig
 from fp8core.errors import without_passwords
 from fp8core.rollout.registry import ENGINES, ENTRY_PATH, check_name
@@ -82,6 +83,9 @@ class WarmStartConfig(Section):
     )
     step_by_step_share: float = Field(
         0.4, ge=0, le=1, description="Share of the chain task's demonstrations that work step by step."
+    )
+    tool_share: float = Field(
+        0, ge=0, le=1, description="Share that hands the arithmetic to environment.name=calculator; the rest is bare."
     )
     step_by_step_target: float = Field(
         0.9, ge=0, le=1, description="Sampled accuracy of the step-by-step style below which the run warns."
@@ -312,6 +316,9 @@ class RunConfig(Section):
     data: DataConfig = Field(default_factory=DataConfig)
     warm_start: WarmStartConfig | None = None
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
+    environment: EnvironmentConfig | None = Field(
+        None, description="What answers the policy, turn by turn; null: a completion is one turn."
+    )
     reward: RewardConfig = Field(default_factory=RewardConfig)
     training: TrainingConfig = Field(default_factory=TrainingConfig)
     loss: LossConfig = Field(default_factory=LossConfig)
@@ -351,6 +358,21 @@ class RunConfig(Section):
             raise ValueError(
                 f"warm_start makes demonstrations of the chain task, but data.source is {self.data.source}; "
                 "set warm_start.demonstrations to a file of your own"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _tool_answers_as_demonstrated(self) -> "RunConfig":
+        warm, environment = self.warm_start, self.environment
+        if warm is None:
+            return self
+        if warm.step_by_step_share + warm.tool_share > 1:
+            raise ValueError("warm_start.step_by_step_share and tool_share are more than 1 together")
+        told = {"modulus": self.data.chain.modulus, "left_to_right": True}
+        if warm.tool_share and (environment is None or environment.name != "calculator" or environment.options != told):
+            raise ValueError(
+                f"warm_start.tool_share={warm.tool_share} needs environment.name=calculator with options "
+                f"{{modulus: {told['modulus']}, left_to_right: true}}, the rules of the chain task"
             )
         return self
 
@@ -403,7 +425,31 @@ class RunConfig(Section):
                 f"logprobs.source={source}: of training.minibatches={minibatches} updates only the first starts from "
                 "the policy that the log-probs are of; set one of both to its default"
             )
-        return self.model_copy(update={"pipeline": with_mode(with_source(self.pipeline, source))})
+        pipeline = with_mode(with_source(self.pipeline, source))
+        if self.environment is not None and pipeline.mode == "synchronous":
+            pipeline = with_episodes(pipeline)
+        return self.model_copy(update={"pipeline": pipeline})
+
+    @model_validator(mode="after")
+    def _episodes_are_of_one_policy(self) -> "RunConfig":
+        if self.environment is None:
+            return self
+        refused = {
+            f"pipeline.mode={self.pipeline.mode}": self.pipeline.mode != "synchronous",
+            "rollout.stop_strings": bool(self.rollout.stop_strings),
+            "rollout.router_replay": self.rollout.router_replay,
+            # A token of the environment may be one that is left out; its log-prob would be -inf.
+            str(self.rollout.truncated_by): self.rollout.truncated_by is not None,
+            "a cluster of engines or ranks (cluster)": self.cluster.used,
+        }
+        for setting in (setting for setting, found in refused.items() if found):
+            raise ValueError(f"environment.name={self.environment.name}: no episodes with {setting}; unset one of both")
+        if self.environment.advantage == "turn" and self.loss.reward_kl:
+            raise ValueError(
+                f"environment.advantage=turn: rewards of turns have no penalty of loss.reward_kl="
+                f"{self.loss.reward_kl}; set one of both to its default"
+            )
+        return self
 
     @model_validator(mode="after")
     def _grid_comes_out_even(self) -> "RunConfig":
@@ -439,6 +485,7 @@ def own_code(config: RunConfig) -> dict[str, str]:
         ("reward.verifier", config.reward.verifier, SHIPPED_VERIFIERS),
         ("loss.policy", config.loss.policy, SHIPPED_LOSSES),
         ("rollout.engine", config.rollout.engine, ENGINES),
+        *((("environment.name", config.environment.name, SHIPPED_ENVIRONMENTS),) if config.environment else ()),
         *((f"reward.others.{other.name}", other.verifier, SHIPPED_VERIFIERS) for other in config.reward.others),
     )
     if config.cluster.address is not None:

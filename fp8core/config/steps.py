@@ -200,6 +200,37 @@ def with_source(pipeline: PipelineConfig, source: str) -> PipelineConfig:
     return pipeline.model_copy(update={"steps": steps})
 
 
+_EPISODES, _EVALUATE, _EVALUATE_EPISODES = (
+    *("tasks.rollout:episodes", "tasks.evaluate:evaluate"),
+    "tasks.evaluate:evaluate_episodes",
+)
+_READ_TURNS = ("tasks.reward:reward", _UPDATE, _SCORING_UPDATE, _RECORD)
+
+
+def with_episodes(pipeline: PipelineConfig) -> PipelineConfig:
+    """The steps as `environment` has them: rollout and evaluation store turns, and whoever can read turns gets them.
+
+    Raises:
+        ValueError: there is not one step that generates.
+    """
+    if any(step.uses == _EPISODES for step in pipeline.steps):
+        return pipeline
+    found = [step for step in pipeline.steps if step.uses == _ROLLOUT]
+    if len(found) != 1:
+        raise ValueError(f"environment: replaces one step {_ROLLOUT}, and pipeline.steps has {len(found)} of these")
+    turns = found[0].provides.get("turns", "turns")
+    replaced = {_ROLLOUT: _EPISODES, _EVALUATE: _EVALUATE_EPISODES}
+
+    def rewired(step: StepConfig) -> StepConfig:
+        if step.uses in replaced:
+            return step.model_copy(update={"uses": replaced[step.uses]})
+        if step.uses in _READ_TURNS:
+            return step.model_copy(update={"needs": {"turns": turns} | step.inputs()})
+        return step
+
+    return pipeline.model_copy(update={"steps": [rewired(step) for step in pipeline.steps]})
+
+
 class NoOptions(Section):
     """The options of a step, or of a loss, that has none."""
 

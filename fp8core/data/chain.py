@@ -33,7 +33,7 @@ _PATIENCE = 100
 # Tasks of no more questions than this are searched to the last one.
 _FEW = 100_000
 
-Style = Literal["bare", "step_by_step"]
+Style = Literal["bare", "step_by_step", "tool"]
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,15 @@ def running_values(question: str) -> list[str]:
 
 
 def completion(question: str, style: Style) -> str:
-    """A right completion: `#3$`, or step by step `4,4,4,3#3$`."""
+    """A right completion: `#3$`, or step by step `4,4,4,3#3$`; what follows a tool's answer is as the bare one."""
     values = running_values(question)
     work = ",".join(values) if style == "step_by_step" else ""
     return f"{work}#{values[-1]}{EOS}"
+
+
+def tool_call(question: str) -> str:
+    """The turn before a right completion that hands the arithmetic to a tool: `[2*7*6+0+9]$`."""
+    return f"[{question.removesuffix('=')}]{EOS}"
 
 
 def style_of(completion_text: str) -> Style:
@@ -98,14 +103,19 @@ class ChainSource:
         one = "1".zfill(self._config.digits)
         return [_problem(self._config.operations[0].join([one] * self._config.max_operands) + "=")]
 
-    def demonstrations(self, step: int, count: int, seed: int, step_by_step_share: float) -> list[Demonstration]:
-        """`count` demonstrations for supervised step `step`, each step by step with the given probability.
+    def demonstrations(
+        self, step: int, count: int, seed: int, step_by_step_share: float, tool_share: float = 0.0
+    ) -> list[Demonstration]:
+        """`count` demonstrations for supervised step `step`, each of a style with the given probability, else bare.
 
-        A pure function of its arguments; never on held-out questions. The share does not change the questions.
+        A pure function of its arguments; never on held-out questions. The shares do not change the questions.
         """
         questions = self._training_questions("demonstrations", step, count, seed)
-        by_step = generator(seed, "styles", step).random(count) < step_by_step_share
-        styles: list[Style] = ["step_by_step" if chosen else "bare" for chosen in by_step]
+        drawn = generator(seed, "styles", step).random(count).tolist()
+        with_work = step_by_step_share + tool_share
+        styles: list[Style] = [
+            "step_by_step" if place < step_by_step_share else "tool" if place < with_work else "bare" for place in drawn
+        ]
         return [
             Demonstration(question, completion(question, style), style)
             for question, style in zip(questions, styles, strict=True)

@@ -5,20 +5,38 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from fp8core.config.run import RunConfig, WarmStartConfig
-from fp8core.data.chain import ChainSource
+from fp8core.data.chain import ChainSource, Demonstration, running_values, tool_call
 from fp8core.data.prompt import PromptSource, encode_prompt
 from fp8core.data.source import in_epochs, read_jsonl
+from fp8core.environments.chat import OBSERVATION
 from fp8core.errors import UserError
 from fp8core.models.tokenizer import Tokenizer
+from fp8core.rl.batch import TokenBatch
 
 
 @dataclass(frozen=True)
 class TokenisedDemonstration:
-    """Prompt and completion as token ids; the completion ends with the end-of-sequence token."""
+    """Prompt and completion as token ids; the completion ends with the end-of-sequence token.
+
+    `written`: which of its tokens are learnt, where others are a tool's; None: all.
+    """
 
     prompt: Sequence[int]
     completion: Sequence[int]
+    written: Sequence[bool] | None = None
+
+
+def demonstrated(rows: Sequence[TokenisedDemonstration]) -> TokenBatch:
+    """Demonstrations as a batch, whose `completion` marks the tokens that are learnt."""
+    batch = TokenBatch.of([row.prompt for row in rows], [row.completion for row in rows])
+    for place, row in enumerate(rows):
+        if row.written is not None:
+            begin = len(row.prompt)
+            batch.completion[place, begin : begin + len(row.written)] = torch.tensor(row.written)
+    return batch
 
 
 Draw = Callable[[int], Sequence[TokenisedDemonstration]]
@@ -30,11 +48,21 @@ def chain_batches(config: RunConfig, warm: WarmStartConfig, source: PromptSource
     assert isinstance(source, ChainSource), "RunConfig demands a file of demonstrations elsewhere"
 
     def drawn(step: int) -> list[TokenisedDemonstration]:
-        rows = source.demonstrations(step, warm.batch_size, config.seed, warm.step_by_step_share)
-        encode = tokenizer.encode
-        return [TokenisedDemonstration(encode(row.question), encode(row.completion)) for row in rows]
+        rows = source.demonstrations(step, warm.batch_size, config.seed, warm.step_by_step_share, warm.tool_share)
+        return [_tokenised(row, tokenizer) for row in rows]
 
     return drawn
+
+
+def _tokenised(row: Demonstration, tokenizer: Tokenizer) -> TokenisedDemonstration:
+    """A worked example; the tool's answer stands in it as an episode has it (`environments.chat`)."""
+    prompt, completion = tokenizer.encode(row.question), tokenizer.encode(row.completion)
+    if row.style != "tool":
+        return TokenisedDemonstration(prompt, completion)
+    call = tokenizer.encode(tool_call(row.question))
+    answer = tokenizer.encode(f"{OBSERVATION}{running_values(row.question)[-1]}")
+    written = [True] * len(call) + [False] * len(answer) + [True] * len(completion)
+    return TokenisedDemonstration(prompt, [*call, *answer, *completion], written)
 
 
 def own_batches(config: RunConfig, warm: WarmStartConfig, rows: Sequence[TokenisedDemonstration]) -> Draw:

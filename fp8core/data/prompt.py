@@ -125,7 +125,7 @@ def encode_prompt(
     """
     text, chat = _text(problem, config, tokenizer)
     tokens = tokenizer.encode(text, add_special_tokens=not chat)
-    limit = _limit(config, max_positions)
+    limit = longest_prompt(config, max_positions)
     if not 0 < len(tokens) <= limit:
         fitting = f"1 to {limit} fit" if limit > 0 else "none fit"
         place = f"{problem.place}: " if problem.place else ""
@@ -143,13 +143,18 @@ def refuse_too_long(problem: Problem, config: RunConfig, tokenizer: Tokenizer, m
     A token stands for a byte at least; where a tokenizer's normaliser lengthens a text, `encode_prompt` still refuses.
     """
     text, _ = _text(problem, config, tokenizer)
-    if len(text.encode()) + _ADDED_TOKENS > _limit(config, max_positions):
+    if len(text.encode()) + _ADDED_TOKENS > longest_prompt(config, max_positions):
         encode_prompt(problem, config, tokenizer, max_positions)
+
+
+def question_text(problem: Problem, config: RunConfig) -> str:
+    """The question within `data.template`: the user's message."""
+    return config.data.template.replace("{question}", problem.question)
 
 
 def _text(problem: Problem, config: RunConfig, tokenizer: Tokenizer) -> tuple[str, bool]:
     """The text of a prompt, and whether a chat template made it."""
-    plain = config.data.template.replace("{question}", problem.question)
+    plain = question_text(problem, config)
     chat = None
     if config.data.chat:
         chat = tokenizer.chat_prompt(plain, [message._asdict() for message in problem.before])
@@ -158,6 +163,6 @@ def _text(problem: Problem, config: RunConfig, tokenizer: Tokenizer) -> tuple[st
     return (plain, False) if chat is None else (chat, True)
 
 
-def _limit(config: RunConfig, max_positions: int) -> int:
+def longest_prompt(config: RunConfig, max_positions: int) -> int:
     """Tokens of the longest prompt that is accepted."""
     return min(config.data.max_prompt_tokens, max_positions - config.rollout.max_new_tokens)

@@ -1,4 +1,4 @@
-"""What an environment is: it starts an episode with messages and tools, and answers what the policy does, turn by turn.
+"""The protocol of environments: one starts an episode with messages and tools, and answers the policy turn by turn.
 
 Imported by child processes, hence free of everything heavy.
 """
@@ -34,7 +34,7 @@ class Said(NamedTuple):
 
 @dataclass(frozen=True)
 class Action:
-    """What the policy wrote in a turn.
+    """The text of the policy in a turn, and the calls that were read in it.
 
     Attributes:
         text: all of it, as it was decoded, without the token that ended it.

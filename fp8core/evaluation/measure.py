@@ -273,14 +273,14 @@ def contract_in(precision: Precision, contract: PrecisionContract) -> PrecisionC
     return contract.model_copy(update={"rollout": sides[precision]})
 
 
-Unmeasured = Literal["not asked", "no FP8", "random weights", "engine"]
+Unmeasured = Literal["not asked", "no FP8", "random weights", "environment", "engine"]
 
 
 def gap_unmeasured(config: RunConfig) -> Unmeasured | None:
     """The reason for which a run does not compare FP8 with BF16; None where it does.
 
     The rollout must have FP8 in linears or attention, and weights that have learnt something: a checkpoint, or a warm
-    start. The engines must be embedded ones.
+    start. The engines must be embedded ones, and no environment may answer.
     """
     rollout = config.precision.rollout
     if not config.evaluation.precision_gap:
@@ -289,6 +289,8 @@ def gap_unmeasured(config: RunConfig) -> Unmeasured | None:
         return "no FP8"
     if config.model is None and config.warm_start is None:
         return "random weights"
+    if config.environment is not None:
+        return "environment"
     return None if engine_entry(config).arithmetic(config) == "reference" else "engine"
 
 

@@ -164,6 +164,11 @@ class Tokenizer:
         """True if there is a chat template."""
         return self._template is not None
 
+    @property
+    def template(self) -> str:
+        """The chat template (jinja); empty without one."""
+        return self._template_text or ""
+
     def chat_prompt(self, question: str, before: Sequence[Mapping[str, str]] = ()) -> str | None:
         """The chat template around a user's message, up to where the assistant speaks; None without a template.
 

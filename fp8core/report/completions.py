@@ -5,6 +5,7 @@ shown where the searched steps have a prompt in common. Texts of these come from
 tokenizer of the newest checkpoint. Without one a completion is a single piece of text.
 """
 
+import json
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,7 @@ from typing import Any
 from fp8core.errors import UserError
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.report.tokens import Unread, was_removed
-from fp8core.store.artifacts import ArtifactError, ArtifactStore
+from fp8core.store.artifacts import ArtifactError, ArtifactStore, Ref
 from fp8core.store.durable import refuse_link
 from fp8core.store.ledger import START, CheckpointEntry
 from fp8core.store.run_view import Commit, RunView
@@ -41,12 +42,22 @@ class Piece:
 
 
 @dataclass(frozen=True)
+class ShownTurn:
+    """A part of an episode: who speaks, numbers in words, and the text."""
+
+    speaker: str
+    note: str
+    pieces: Sequence[Piece]
+
+
+@dataclass(frozen=True)
 class Completion:
-    """A text of the policy with its reward; `left_out` tokens are not shown."""
+    """A text of the policy with its reward; `left_out` tokens are not shown. An episode is shown by its `turns`."""
 
     reward: float | None
     pieces: Sequence[Piece]
     left_out: int
+    turns: Sequence[ShownTurn] = ()
 
 
 @dataclass(frozen=True)
@@ -222,6 +233,7 @@ def _read(evidence: RunView, commit: Commit, names: tuple[str, str], unread: Unr
     try:
         rows = store.get_table(rollouts, _COLUMNS).to_pylist()
         trained = store.get_table(scored, ["logprobs"]).column("logprobs").to_pylist()
+        turns = played_turns(store, commit, rollouts)
         rewards = {
             (row["group"], row["sample"]): row["reward"]
             for ref in commit.artifacts.values()
@@ -235,8 +247,25 @@ def _read(evidence: RunView, commit: Commit, names: tuple[str, str], unread: Unr
         return {}
     found: dict[str, list[Row]] = defaultdict(list)
     for row, values in zip(rows, trained, strict=True):
-        reward = rewards.get((row["group"], row["sample"]))
-        found[row["prompt_id"]].append({**row, "step": commit.step, "trained": values, "reward": reward})
+        place = row["group"], row["sample"]
+        more = {"step": commit.step, "trained": values, "reward": rewards.get(place), "turns": turns.get(place, [])}
+        found[row["prompt_id"]].append({**row, **more})
+    return found
+
+
+def played_turns(store: ArtifactStore, commit: Commit, rollouts: Ref) -> dict[tuple[int, int], list[Row]]:
+    """The turns of each episode of a step, by group and sample; none without an environment, or where gc was.
+
+    Raises:
+        ArtifactError: they cannot be read.
+    """
+    found: dict[tuple[int, int], list[Row]] = defaultdict(list)
+    for task in commit.tasks.values():
+        refs = [ref for ref in task.outputs.values() if ref.kind == "turns" and rollouts in task.outputs.values()]
+        for ref in refs:
+            if store.path(ref).exists():
+                for row in store.get_table(ref).to_pylist():
+                    found[row["group"], row["sample"]].append(row)
     return found
 
 
@@ -250,14 +279,64 @@ def _completion(row: Row, decode: Decode | None) -> Completion:
     shown = row["tokens"][:MOST_TOKENS]
     if decode is None:
         # The tokens of a part of the text are not known.
-        return Completion(row["reward"], [Piece(row["text"][:MOST_CHARACTERS], None)], 0)
+        return Completion(row["reward"], [Piece(row["text"][:MOST_CHARACTERS], None)], 0, _told(row))
     pieces = [
         Piece(text, level_of(p - g) if written else None)
         for text, p, g, written in zip(
             _texts(shown, decode), row["trained"], row["logprobs"], row["written"], strict=False
         )
     ]
-    return Completion(row["reward"], list(_joined(pieces)), len(row["tokens"]) - len(shown))
+    turns = list(_shown_turns(row, pieces))
+    return Completion(row["reward"], list(_joined(pieces)), len(row["tokens"]) - len(shown), turns)
+
+
+def _shown_turns(row: Row, pieces: Sequence[Piece]) -> Iterator[ShownTurn]:
+    """Policy and environment in turn, as far as there are pieces, one for each token."""
+    for turn in row["turns"]:
+        begin, end, after = turn["begin"], turn["end"], turn["observation_end"]
+        if turn["turn"] and begin < len(pieces):
+            yield ShownTurn(f"policy, turn {turn['turn']}", _note(row, turn), list(_joined(pieces[begin:end])))
+        if end < min(after, len(pieces)):
+            yield ShownTurn("environment", "", list(_joined(pieces[end:after])))
+
+
+def _told(row: Row) -> list[ShownTurn]:
+    """As `_shown_turns`, from the stored texts."""
+    shown = []
+    for turn in row["turns"]:
+        if turn["turn"]:
+            text = Piece(turn["text"][:MOST_CHARACTERS], None)
+            shown.append(ShownTurn(f"policy, turn {turn['turn']}", _note(row, turn), [text]))
+            if turn["said"]:
+                shown.append(ShownTurn("environment", "", [Piece(said_text(turn)[:MOST_CHARACTERS], None)]))
+    return shown
+
+
+def said_text(turn: Row) -> str:
+    """The environment's messages in a row of kind `turns`, line by line."""
+    said = json.loads(turn["said"] or "[]")
+    messages = said["messages"] if isinstance(said, dict) else said
+    return "\n".join(str(message["content"]) for message in messages)
+
+
+def turn_mismatch(row: Row, turn: Row) -> tuple[float, int]:
+    """The largest |log p - log g| of a turn's tokens, and how many differ."""
+    tokens = slice(turn["begin"], turn["end"])
+    apart = [abs(p - g) for p, g in zip(row["trained"][tokens], row["logprobs"][tokens], strict=True)]
+    return max(apart, default=0.0), sum(value != 0 for value in apart)
+
+
+def _note(row: Row, turn: Row) -> str:
+    largest, differing = turn_mismatch(row, turn)
+    calls = len(json.loads(turn["calls"] or "[]"))
+    words = [
+        f"{calls} {'call' if calls == 1 else 'calls'}" + (f", {turn['failed']} failed" if turn["failed"] else ""),
+        f"largest difference {largest:.3g}, {differing} tokens differ",
+        *([f"reward {turn['reward']:g}"] if turn["reward"] else []),
+        *([f"malformed: {turn['malformed']}"] if turn["malformed"] else []),
+        *([f"{turn['outcome']}: {turn['detail']}".rstrip(": ")] if turn["outcome"] else []),
+    ]
+    return "; ".join(words)
 
 
 def _texts(tokens: Sequence[int], decode: Decode) -> Iterator[str]:

@@ -11,7 +11,7 @@ answer then moves mean and standard deviation as often as it has tokens.
 Before advantages, rewards may get penalties and scaling, and groups without a signal may be dropped (DAPO).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -178,6 +178,46 @@ ESTIMATORS: dict[str, Estimator] = {
     ),
 }
 """By the names of `loss.advantage`."""
+
+
+@dataclass(frozen=True)
+class TurnReward:
+    """A turn of an episode: row and number, its tokens `begin` to `end`, and its own reward."""
+
+    row: int
+    turn: int
+    begin: int
+    end: int
+    reward: float
+
+
+def turn_advantages(scores: Scores, turns: Sequence[TurnReward], estimator: Estimator, epsilon: float) -> Tensor:
+    """Advantages by turn, [N, T] and 0 between turns: a turn's return is compared with those of the same turn.
+
+    The return is the row's reward less the rewards of the turns before, so later rewards count and earlier ones do not.
+    A turn that no other episode of the group has reached has no baseline and gets 0.
+
+    Args:
+        scores: of whole episodes, without penalties.
+        turns: of all rows, in order.
+        estimator: one of `ESTIMATORS`, over turns in place of rows.
+        epsilon: the estimator's.
+    """
+    assert scores.penalties is None, "the configuration was checked"
+    spent = torch.zeros_like(scores.rewards)
+    returns, columns = list[Tensor](), torch.arange(scores.mask.shape[1])
+    for turn in turns:
+        returns.append(scores.rewards[turn.row] - spent[turn.row])
+        spent[turn.row] += turn.reward
+    rows = torch.tensor([turn.row for turn in turns])
+    begin, end = (torch.tensor([getattr(turn, name) for turn in turns])[:, None] for name in ("begin", "end"))
+    numbers = torch.tensor([turn.turn for turn in turns])
+    mask = scores.mask[rows] & (columns >= begin) & (columns < end)
+    groups = scores.groups[rows] * (int(numbers.max()) + 1) + numbers
+    by_turn = estimator(Scores(rewards=torch.stack(returns), groups=groups, keep=scores.keep[rows], mask=mask), epsilon)
+    spread = by_turn[:, None] if by_turn.ndim == 1 else by_turn
+    out = torch.zeros(scores.mask.shape, dtype=by_turn.dtype)
+    return out.index_add_(0, rows, torch.where((columns >= begin) & (columns < end), spread, 0.0))
 
 
 def overlong_penalty(lengths: Tensor, max_length: int, buffer: int, penalty: float = 1.0) -> Tensor:

@@ -90,7 +90,7 @@ class RolloutBatch:
 
     Attributes:
         sequences: the tokens.
-        mask: bool [B, C], True where a completion has a token.
+        mask: bool [B, C], True where a completion has a token that the policy wrote.
         rollout_logprobs: FP32, under the policy that sampled.
         old_logprobs: FP32, under the trainer's policy at the start of the step; None for those of the update's forward.
         reference_logprobs: FP32 under the frozen reference policy, or None.
@@ -102,6 +102,7 @@ class RolloutBatch:
         teacher_logprobs: FP32 under the teacher of a distillation, or None.
         draw: the run's seed and the step, of which random choices of the loss are functions; None where it makes none.
         selected: bool [B, C], tokens that the loss singles out; None until `Objective.selected` has set them.
+        observed: bool [B, C], tokens of an environment, by its turns; None where there are none.
         audited: number of a row -> its name, of those whose log-probs of the update's forward must be the rollout's.
     """
 
@@ -118,6 +119,7 @@ class RolloutBatch:
     draw: tuple[int, int] | None = None
     selected: Tensor | None = None
     audited: Mapping[int, str] = field(default_factory=dict)
+    observed: Tensor | None = None
 
     def rows(self, rows: slice) -> "RolloutBatch":
         """These rows only; padding is left as it is."""

@@ -21,7 +21,7 @@ def generated(
 ) -> Iterator[list[Completion]]:
     """The engine's completions, each up to the token that completes the first of the strings."""
     for completions in engine.generate(groups, sampling):
-        yield [_cut(completion, tokenizer, strings) for completion in completions] if strings else completions
+        yield [cut_at(completion, tokenizer, strings) for completion in completions]
 
 
 def text_until(text: str, strings: Sequence[str]) -> str:
@@ -30,7 +30,11 @@ def text_until(text: str, strings: Sequence[str]) -> str:
     return text[: min(ends, default=len(text))]
 
 
-def _cut(completion: Completion, tokenizer: Tokenizer, strings: Sequence[str]) -> Completion:
+def cut_at(completion: Completion, tokenizer: Tokenizer, strings: Sequence[str]) -> Completion:
+    """The completion up to the token that completes the first of the strings; all of it without one."""
+    if not strings:
+        return completion
+
     def complete(count: int) -> bool:
         text = tokenizer.decode(completion.tokens[:count])
         return any(string in text for string in strings)

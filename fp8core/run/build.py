@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor
 
 from fp8core.config.capability import Environment, Node, this_node
+from fp8core.config.environment import EnvironmentConfig
 from fp8core.config.loss import LossConfig
 from fp8core.config.precision import PrecisionContract
 from fp8core.config.run import RunConfig
@@ -17,6 +18,8 @@ from fp8core.config.training import TrainingConfig
 from fp8core.data.chain import ALPHABET, EOS, VOCABULARY
 from fp8core.data.demonstrations import own_demonstrations
 from fp8core.data.source import build_source, check_problems
+from fp8core.environments.child import EpisodeLimits
+from fp8core.environments.pool import EnvironmentPool
 from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture
 from fp8core.models.checkpoint import (
@@ -33,6 +36,7 @@ from fp8core.plan.run_plan import plan_run, refuse_unfit
 from fp8core.rewards.verifier import build_verifier
 from fp8core.rollout.engine import RolloutEngine
 from fp8core.rollout.registry import engine_entry
+from fp8core.run.episodes import tool_calls_of
 from fp8core.training.ranks import ALONE
 from fp8core.training.registry import trainer_grid, trainer_of
 from fp8core.training.trainer import SftTrainer, Trainer
@@ -145,11 +149,11 @@ def check_memory(config: RunConfig, node: Node) -> None:
 
 
 def check_inputs(config: RunConfig) -> None:
-    """Refuse a model, data and verifiers that cannot be used, before a run has a folder or a server.
+    """Refuse a model, data, verifiers and an environment that cannot be used, before a run has a folder or a server.
 
     Raises:
-        UserError: as `build_base`, `check_teacher`, `own_demonstrations`, `build_source`, `build_verifier` and
-            `check_problems` have it.
+        UserError: as `build_base`, `check_teacher`, `own_demonstrations`, `build_source`, `build_verifier`,
+            `check_problems`, `tool_calls_of` and `build_environment` have it.
     """
     source = build_source(config.data, config.evaluation)
     base = _find_base(config)
@@ -159,6 +163,9 @@ def check_inputs(config: RunConfig) -> None:
         own_demonstrations(config, config.warm_start, base.tokenizer, base.arch.max_positions)
     with closing(build_verifier(config.reward, config.data.columns)) as verifier:
         check_problems(source, config, base.tokenizer, base.arch.max_positions, verifier)
+    if config.environment is not None:
+        tool_calls_of(config.environment, base.tokenizer)
+        build_environment(config.environment).close()
 
 
 def engine_environment(config: RunConfig, node: Node) -> Environment:
@@ -279,6 +286,18 @@ def build_engine(config: RunConfig, arch: Architecture, cluster: "Cluster | None
     return engine_entry(config).build(config, arch)
 
 
+def build_environment(config: EnvironmentConfig) -> EnvironmentPool:
+    """The environment that a configuration names, in processes of its own.
+
+    Raises:
+        UserError: it cannot be loaded, or not with these options.
+    """
+    limits = EpisodeLimits(
+        config.timeout_seconds, config.cpu_seconds, config.memory_mb, config.output_kb << 10, config.processes
+    )
+    return EnvironmentPool(config.name, config.options, limits, config.at_once)
+
+
 def _from_scratch(config: RunConfig) -> _FoundModel:
     assert config.architecture is not None, "RunConfig demands a model or an architecture"
     if config.data.source != "chain":
@@ -286,7 +305,9 @@ def _from_scratch(config: RunConfig) -> _FoundModel:
             f"architecture builds a model for the chain task, but data.source is {config.data.source}; set model"
         )
     arch = architecture_from_config(config.architecture, VOCABULARY)
-    tokenizer = character_tokenizer(ALPHABET, VOCABULARY, EOS)
+    # The marks of tool calls, and what a calculator reads besides.
+    alphabet = ALPHABET if config.environment is None else f"{ALPHABET}[]()"
+    tokenizer = character_tokenizer(alphabet, VOCABULARY, EOS)
     return _FoundModel(arch, tokenizer, checkpoint=None, revision=None)
 
 

@@ -7,6 +7,7 @@ from fp8core.alignment.bounds import contract_of
 from fp8core.errors import StoredFileError
 from fp8core.report.summary import OF_START, start_metrics
 from fp8core.run.context import RunContext
+from fp8core.run.episodes import spread
 from fp8core.run.execute import carried
 from fp8core.run.rollouts import shard_folder
 from fp8core.store import durable
@@ -105,6 +106,7 @@ def _manifest(run: RunContext, index: int) -> StepManifest:
             "reward": run.verifier.describe(),
             **({"behaviour": "unverifiable"} if contract_of(run.config)[0] == "unverifiable" else {}),
             **({} if run.loss_source is None else {"loss": {"source": run.loss_source}}),
+            **({"environment": dict(run.environment_description)} if run.environment_description else {}),
         },
         level=run.config.replay.level,
         weights_digest=run.directory.store.get_json(policy)["weights_digest"],
@@ -116,6 +118,7 @@ def _manifest(run: RunContext, index: int) -> StepManifest:
         git=run.git,
         paths={name: ref.uri for name, ref in outputs.items()},
         cluster={} if run.cluster is None else run.cluster.places(),
+        environment=spread(run.environment_seconds.pop(index, [])),
     )
     return StepManifest(record=record, observed=observed)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from fp8core.config.run import RunConfig
 from fp8core.config.steps import Plan
 from fp8core.data.prompt import PromptSource
+from fp8core.environments.pool import EnvironmentPool
 from fp8core.kernels.compilation import KernelFolders
 from fp8core.models.architecture import Architecture
 from fp8core.models.tokenizer import Tokenizer
@@ -68,6 +69,11 @@ class RunContext:
     """By version, those that wrote what a step may still learn from (`run.behaviour`)."""
     followed: LedgerView | None = field(default=None, repr=False)
     """Of the run that a replay makes again: what was decided there by the clock is not decided anew."""
+    environment: EnvironmentPool | None = field(default=None, repr=False)
+    """What answers episodes; None without `environment`, and in a replay that takes the recorded answers."""
+    environment_description: Mapping[str, JsonValue] = field(default_factory=dict)
+    environment_seconds: dict[int, list[float]] = field(default_factory=dict, repr=False)
+    """By step, what each answer to a rollout took."""
     halted: threading.Event = field(default_factory=threading.Event, repr=False)
     """A task of the step has failed: what goes on beside the others as long as they do is to end."""
     kernels: KernelFolders | None = field(default=None, repr=False)

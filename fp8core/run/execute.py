@@ -78,6 +78,7 @@ def _parts(run: RunContext, planned: PlannedStep, inputs: Mapping[str, Ref]) -> 
         "inputs": {port: ref.digest for port, ref in inputs.items()},
         "verifier": run.verifier.describe(),
         **({} if run.loss_source is None else {"loss": run.loss_source}),
+        **({"environment": run.environment_description} if run.environment_description else {}),
     }
 
 

@@ -4,10 +4,11 @@ import os
 import shlex
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 
 import torch
+from pydantic import JsonValue
 
 from fp8core.alignment.bounds import EQUAL, contract_of
 from fp8core.config.capability import check_contract
@@ -24,8 +25,17 @@ from fp8core.rewards.verifier import build_verifier
 from fp8core.rl.objective import Objective, named_correction, whole_batch_setting
 from fp8core.rl.user_loss import loss_source
 from fp8core.rollout.registry import engine_entry
-from fp8core.run.build import build_base, check_engine, check_memory, check_teacher, members_node, open_cluster
+from fp8core.run.build import (
+    build_base,
+    build_environment,
+    check_engine,
+    check_memory,
+    check_teacher,
+    members_node,
+    open_cluster,
+)
 from fp8core.run.context import RunContext, register, release
+from fp8core.run.episodes import tool_calls_of
 from fp8core.store.artifacts import RolloutShards
 from fp8core.store.durable import refuse_unwritable
 from fp8core.store.ledger import LedgerView, SegmentEntry
@@ -284,10 +294,12 @@ def open_run(
     console: Console,
     key: SigningKey | None = None,
     kernels: KernelFolders | None = None,
+    recorded: Mapping[str, JsonValue] | None = None,
 ) -> Iterator[RunContext]:
     """Everything that is alive in a run's folder, reachable for tasks (`workers.live`) while the block lasts.
 
-    `key` signs what is committed, and new files in `kernels` are counted; a replay has neither.
+    `key` signs what is committed, and new files in `kernels` are counted; a replay has neither. `recorded` is the
+    description of an environment whose recorded answers are used instead of the environment itself.
 
     Raises:
         UserError: the model, the data or the verifier cannot be loaded or do not fit into memory, or a row of the data
@@ -311,6 +323,11 @@ def open_run(
             check_teacher(config, base.tokenizer)
         verifier = parts.enter_context(closing(build_verifier(config.reward, config.data.columns)))
         check_problems(source, config, base.tokenizer, base.arch.max_positions, verifier)
+        environment = None
+        if config.environment is not None:
+            tool_calls_of(config.environment, base.tokenizer)
+            if recorded is None:
+                environment = parts.enter_context(closing(build_environment(config.environment)))
         version = current_code()
         segment = SegmentEntry(pid=os.getpid(), host=socket.gethostname(), code_version=version, started=time.time())
         directory.ledger.append(segment)
@@ -332,6 +349,8 @@ def open_run(
             cluster=cluster,
             loss_source=None if config.loss.policy in SHIPPED_LOSSES else loss_source(config.loss.policy),
             signing_key=key,
+            environment=environment,
+            environment_description={**(recorded or {})} if environment is None else {**environment.description},
             kernels=kernels,
             kept_kernels=0 if kernels is None else kernels.count(),
         )

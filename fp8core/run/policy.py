@@ -14,10 +14,9 @@ from fp8core.alignment.bounds import beyond, stop_bounds
 from fp8core.alignment.metrics import EXPONENT_BOUND
 from fp8core.config.precision import PrecisionContract
 from fp8core.config.run import RunConfig
-from fp8core.data.prompt import Problem, encode_prompt
+from fp8core.data.prompt import Problem, longest_prompt
 from fp8core.errors import StoredFileError
 from fp8core.evaluation.measure import Counting, Measurement, measure, score_prompt
-from fp8core.models.tokenizer import Tokenizer
 from fp8core.models.weights import Shipped
 from fp8core.numerics.kv_scales import (
     LayerAmax,
@@ -40,10 +39,10 @@ from fp8core.rollout.engine import (
     SyncReport,
     sample_seed,
 )
-from fp8core.rollout.stop_strings import generated
-from fp8core.run.build import build_base, build_engine, build_trainer, open_cluster
+from fp8core.run.build import build_base, build_engine, build_environment, build_trainer, open_cluster
 from fp8core.run.context import RunContext
-from fp8core.run.rollouts import answer_to, completion_text, failures, prompt_table
+from fp8core.run.episodes import ending_of, play, score
+from fp8core.run.rollouts import failures, judges, problem_table, prompt_table
 from fp8core.store.artifacts import Ref
 from fp8core.training.trainer import ScoringTrainer, Trainer
 
@@ -267,32 +266,28 @@ def answer(config: RunConfig, questions: Questions, verifier: Verifier) -> Answe
         SyncError: the engine does not hold or run what it should.
     """
     base = build_base(config)
-    encoded = [
-        encode_prompt(problem, config, base.tokenizer, base.arch.max_positions) for problem in questions.problems
-    ]
-    tokens = [tokens for _, tokens in encoded]
+    asked = problem_table(questions.problems, config, base.tokenizer, base.arch.max_positions).to_pylist()
+    tokens = [row["tokens"] for row in asked]
     with ExitStack() as parts:
+        pool = None
+        if config.environment is not None:
+            pool = parts.enter_context(closing(build_environment(config.environment)))
         if (cluster := open_cluster(config)) is not None:
             parts.callback(cluster.close)
         engine = build_engine(config, base.arch, cluster)
         parts.callback(engine.close)
         with closing(build_trainer(config, base.arch, base.tensors, cluster)) as trainer:
             _load(engine, trainer, config, tokens)
-        completions = _complete(engine, config, questions, tokens, base.tokenizer)
+        sampling = Sampling(questions.temperature, config.rollout.max_new_tokens, base.tokenizer.eos_ids)
+        longest = longest_prompt(config, base.arch.max_positions)
+        played = play(engine, _groups(questions, tokens), sampling, config, base.tokenizer, asked, longest, pool)
+        episodes = [one for batch in played for one in batch]
         described = engine.describe()
-    verdicts = verifier.verify(
-        [
-            answer_to(
-                {"text": encoded[done.group][0], "reference": asked.reference, "columns": asked.columns},
-                completion_text(done, base.tokenizer, config.rollout.stop_strings),
-                done.finish,
-            )
-            for done in completions
-            for asked in [questions.problems[done.group]]
-        ]
-    )
-    remark = failures(config.reward.verifier, verdicts)
-    return Answered(_measured(questions, completions, verdicts), described, remark)
+    episodes.sort(key=lambda one: (one.completion.group, one.completion.sample))
+    endings = [ending_of(one, config, base.tokenizer) for one in episodes]
+    verdicts = [found.verdict for found in score(verifier, asked, endings)]
+    remark = failures(judges(config), verdicts)
+    return Answered(_measured(questions, [one.completion for one in episodes], verdicts), described, remark)
 
 
 def _load(engine: RolloutEngine, trainer: Trainer, config: RunConfig, prompts: list[list[int]]) -> None:
@@ -306,12 +301,10 @@ def _load(engine: RolloutEngine, trainer: Trainer, config: RunConfig, prompts: l
     check_formats(engine.describe(), config.precision)
 
 
-def _complete(
-    engine: RolloutEngine, config: RunConfig, questions: Questions, prompts: list[list[int]], tokenizer: Tokenizer
-) -> list[Completion]:
-    """Every sample, ordered by prompt and sample."""
+def _groups(questions: Questions, prompts: list[list[int]]) -> list[PromptGroup]:
+    """Requests for every sample."""
     samples = tuple(range(questions.samples))
-    groups = [
+    return [
         PromptGroup(
             group=index,
             prompt_id=questions.problems[index].prompt_id,
@@ -321,10 +314,6 @@ def _complete(
         )
         for index, tokens in enumerate(prompts)
     ]
-    sampling = Sampling(questions.temperature, config.rollout.max_new_tokens, tokenizer.eos_ids)
-    written = generated(engine, groups, sampling, tokenizer, config.rollout.stop_strings)
-    done = [completion for batch in written for completion in batch]
-    return sorted(done, key=lambda completion: (completion.group, completion.sample))
 
 
 def _measured(questions: Questions, completions: list[Completion], verdicts: list[Verdict]) -> Measurement:

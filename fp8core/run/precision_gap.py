@@ -53,7 +53,7 @@ def measure_gap(run: RunContext, evaluated: dict[str, Any]) -> dict[str, Any]:
     engine = build_engine(other, run.arch)
     try:
         engine.update(stored, PolicyScales(0, ()), 0)
-        scores = heldout_accuracy(run, engine, count)["scores"]
+        scores = heldout_accuracy(run, engine, count)[0]["scores"]
     finally:
         engine.close()
     ours, theirs = ([found[name] for name in names] for found in (evaluated["scores"], scores))

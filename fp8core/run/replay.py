@@ -9,13 +9,15 @@ import json
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 import torch
+from pydantic import JsonValue
 
 from fp8core.config.load import config_digest, numeric_differences, reload_config
 from fp8core.config.run import RunConfig, public_dump
@@ -57,6 +59,11 @@ class RunSnapshot:
     def manifest(self, step: int) -> StepManifest:
         """Of a committed step. Raises UserError: both copies are damaged."""
         return read_manifest(self.store, self.folder, self.ledger.steps()[step])
+
+    def environment(self, step: int) -> dict[str, JsonValue]:
+        """The description of the environment that answered in a committed step; empty without one."""
+        described = self.manifest(step).record.executed.get("environment")
+        return described if isinstance(described, dict) else {}
 
     def config(self, step: int, overrides: Sequence[str] = ()) -> RunConfig:
         """The configuration that a committed step was made with, and overrides (`key=value`).
@@ -115,8 +122,22 @@ def scratch_folder(original: Path, step: int) -> Iterator[Path]:
 
 
 @contextmanager
-def scratch_run(config: RunConfig, original: Path, folder: Path, console: Console) -> Iterator[RunContext]:
+def scratch_run(
+    config: RunConfig,
+    original: Path,
+    folder: Path,
+    console: Console,
+    recorded: Mapping[str, JsonValue] | None = MappingProxyType({}),
+) -> Iterator[RunContext]:
     """A scratch folder, live; `loop.begin` restores it. It shares nothing with other runs, not even a warm start.
+
+    Args:
+        config: what to run it with.
+        original: the run's folder.
+        folder: of `scratch_folder`.
+        console: takes notes.
+        recorded: as of `open_run`: the recorded answers of environments are used, which had this description; None
+            runs the environments again.
 
     Raises:
         UserError: the configuration cannot be run, or model or data cannot be read.
@@ -125,7 +146,7 @@ def scratch_run(config: RunConfig, original: Path, folder: Path, console: Consol
     plan = plan_of(own)
     with (
         RunDirectory.create_or_open(folder, origin=original) as directory,
-        open_run(own, plan, directory, console) as run,
+        open_run(own, plan, directory, console, recorded=recorded) as run,
     ):
         torch.set_num_threads(own.threads)
         run.followed = LedgerView.read(original / LEDGER)
@@ -183,7 +204,13 @@ class Verdict:
 
 
 def replay(
-    original: RunSnapshot, steps: range, overrides: Sequence[str], console: Console, repaired: RunDirectory | None
+    original: RunSnapshot,
+    steps: range,
+    overrides: Sequence[str],
+    console: Console,
+    repaired: RunDirectory | None,
+    *,
+    rerun_environments: bool = False,
 ) -> Iterator[Verdict]:
     """Replay consecutive steps and yield a verdict each; the first that is different is the last.
 
@@ -194,6 +221,7 @@ def replay(
             they start from is the run's own.
         console: takes notes on the way.
         repaired: the run's folder, locked by the caller; damaged files of it that were made again are put back.
+        rerun_environments: ask environments again, instead of taking their recorded answers.
 
     Raises:
         UserError: a step is not committed, what it needs was removed or cannot be restored, or an override is wrong.
@@ -208,7 +236,8 @@ def replay(
         try:
             if overrides and steps[0] > START + 1:
                 restore_as_it_was(own, original.folder, folder, steps[0] - 1, console)
-            with scratch_run(changed, original.folder, folder, console) as run:
+            recorded = None if rerun_environments else original.environment(steps[0])
+            with scratch_run(changed, original.folder, folder, console, recorded) as run:
                 yield from _replayed(original, run, steps, overrides)
         except (RedoError, *FAILURES) as error:
             yield _failed(original, changed, steps[0], f"on the way to this step: {error}")

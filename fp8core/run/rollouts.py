@@ -1,27 +1,49 @@
 """Problems as requests, completions as tables, and the verifier's verdicts on them."""
 
+import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
-from fp8core.data.prompt import Problem, encode_prompt
+from fp8core.config.run import RunConfig
+from fp8core.data.prompt import Problem, encode_prompt, longest_prompt, question_text
 from fp8core.errors import UserError
 from fp8core.models.tokenizer import Tokenizer
-from fp8core.rewards.scorer import OUTCOMES, Answer, Outcome, Verdict
+from fp8core.rewards.scorer import OUTCOMES, Outcome, Verdict
 from fp8core.rl.batch import routes_column
 from fp8core.rollout.engine import Completion, PromptGroup, RolloutEngine, Sampling, sample_seed
-from fp8core.rollout.stop_strings import generated, text_until
+from fp8core.rollout.episodes import Episode, Pool
 from fp8core.run.context import RunContext
+from fp8core.run.episodes import (
+    RecordedPool,
+    completion_text,
+    ending_of,
+    episode_means,
+    play,
+    score,
+    turn_rows,
+    turns_table,
+)
+from fp8core.store.artifacts import Ref
 from fp8core.store.schemas import HELDOUT_SAMPLES, SAMPLE_CHARACTERS
-from fp8core.store.tables import PROMPTS, PROMPTS_WITH_COLUMNS, ROLLOUTS
+from fp8core.store.tables import PROMPTS, PROMPTS_WITH_COLUMNS, PROMPTS_WITH_MESSAGES, ROLLOUTS
 
 
 def prompt_table(run: RunContext, problems: list[Problem]) -> pa.Table:
     """Tokenised problems as a table of kind `prompts`."""
-    encoded = [encode_prompt(problem, run.config, run.tokenizer, run.arch.max_positions) for problem in problems]
+    return problem_table(problems, run.config, run.tokenizer, run.arch.max_positions)
+
+
+def problem_table(problems: Sequence[Problem], config: RunConfig, tokenizer: Tokenizer, max_positions: int) -> pa.Table:
+    """`prompt_table` of what is no run. Raises UserError as `encode_prompt`.
+
+    An environment gets the messages; its own first ones are the policy's prompt (`prompt_tokens` of the rollouts).
+    """
+    encoded = [encode_prompt(problem, config, tokenizer, max_positions) for problem in problems]
     columns = {
         "group": list(range(len(problems))),
         "prompt_id": [problem.prompt_id for problem in problems],
@@ -29,9 +51,16 @@ def prompt_table(run: RunContext, problems: list[Problem]) -> pa.Table:
         "tokens": [tokens for _, tokens in encoded],
         "reference": [problem.reference for problem in problems],
     }
-    if not run.config.data.columns:
-        return pa.table(columns, schema=PROMPTS)
-    return pa.table({**columns, "columns": [problem.columns for problem in problems]}, schema=PROMPTS_WITH_COLUMNS)
+    schema = PROMPTS
+    if config.data.columns:
+        columns["columns"] = [problem.columns for problem in problems]
+        schema = PROMPTS_WITH_COLUMNS
+    if config.environment is not None:
+        columns["messages"] = [
+            json.dumps([*problem.before, ("user", question_text(problem, config))]) for problem in problems
+        ]
+        schema = schema.append(PROMPTS_WITH_MESSAGES.field("messages"))
+    return pa.table(columns, schema=schema)
 
 
 def shard_folder(run: RunContext, index: int) -> Path:
@@ -55,9 +84,16 @@ def prompt_groups(run: RunContext, index: int, prompts: pa.Table) -> list[Prompt
 
 
 def rollout_table(
-    run: RunContext, completions: Sequence[Completion], groups: list[PromptGroup], schema: pa.Schema
+    run: RunContext,
+    completions: Sequence[Completion],
+    groups: list[PromptGroup],
+    schema: pa.Schema,
+    prompts: Sequence[Sequence[int]] | None = None,
 ) -> pa.Table:
-    """Completions as a table of kind `rollouts`, with the columns of the schema; groups are indexed by their number."""
+    """Completions as a table of kind `rollouts`, with the columns of the schema; groups are indexed by their number.
+
+    `prompts`: token ids that each was asked with; None: its group's.
+    """
     by_number = {group.group: group for group in groups}
     rows = [
         {
@@ -65,14 +101,14 @@ def rollout_table(
             "sample": done.sample,
             "prompt_id": by_number[done.group].prompt_id,
             "seed": by_number[done.group].seeds[done.sample],
-            "prompt_tokens": list(by_number[done.group].prompt),
+            "prompt_tokens": list(by_number[done.group].prompt if prompts is None else prompts[place]),
             "tokens": done.tokens,
             "logprobs": done.logprobs,
-            "written": [True] * len(done.tokens),
+            "written": [True] * len(done.tokens) if done.written is None else done.written,
             "finish": done.finish,
             "text": completion_text(done, run.tokenizer, run.config.rollout.stop_strings),
         }
-        for done in completions
+        for place, done in enumerate(completions)
     ]
     table = pa.Table.from_pylist(rows, schema=ROLLOUTS)
     if "experts" not in schema.names:
@@ -80,13 +116,6 @@ def rollout_table(
     chosen = [done.experts for done in completions if done.experts is not None]
     assert len(chosen) == len(completions), "the engine was asked for experts and reported none"
     return table.append_column(schema.field("experts"), routes_column(chosen))
-
-
-def completion_text(completion: Completion, tokenizer: Tokenizer, stop_strings: Sequence[str]) -> str:
-    """The completion as text, without its stop token and what its last token has after a stop string."""
-    stopped = completion.finish == "stop"
-    text = tokenizer.decode(completion.tokens[:-1] if stopped else completion.tokens)
-    return text_until(text, stop_strings)
 
 
 _FAILURES: dict[Outcome, str] = {"timeout": "timed out", "crashed": "crashed"}
@@ -105,33 +134,24 @@ def written_sample(run: RunContext, index: int) -> tuple[str, str, float] | None
     return prompt, written["text"], reward
 
 
-def answers_of(prompts: pa.Table, rollouts: pa.Table) -> list[Answer]:
-    """The verifier's input for completions, in their order."""
-    asked = {row["group"]: row for row in prompts.drop_columns(["tokens"]).to_pylist()}
-    return [
-        answer_to(asked[row["group"]], row["text"], row["finish"])
-        for row in rollouts.select(["group", "text", "finish"]).to_pylist()
-    ]
-
-
-def answer_to(asked: Mapping[str, Any], completion: str, finish: str) -> Answer:
-    """`asked`: the row of its prompt. To a verifier a completion that ends in a stop string has stopped."""
-    ended = "stop" if finish == "stop_string" else finish
-    return Answer(asked["text"], completion, asked["reference"], ended, asked.get("columns", ""))
-
-
 def tell_failures(run: RunContext, what: str, verdicts: Sequence[Verdict]) -> None:
     """Say how many answers could not be checked (errors: `failures`)."""
-    text = failures(run.config.reward.verifier, verdicts)
+    text = failures(judges(run.config), verdicts)
     if text is not None:
         run.console.note(f"{what}: {text}")
 
 
-def failures(verifier: str, verdicts: Sequence[Verdict]) -> str | None:
+def judges(config: RunConfig) -> str:
+    """The settings of what gives verdicts."""
+    verifier = f"reward.verifier={config.reward.verifier}"
+    return verifier if config.environment is None else f"environment.name={config.environment.name}, {verifier}"
+
+
+def failures(setting: str, verdicts: Sequence[Verdict]) -> str | None:
     """The number of answers that a verifier could not check, and why the first, in a line; None when each could.
 
     Raises:
-        UserError: the main verifier could check none of them.
+        UserError: the main verifier, or the environment, could check none of them; with the setting that names it.
     """
     failed = [verdict for verdict in verdicts if verdict.outcome in _FAILURES]
     if not failed:
@@ -140,7 +160,7 @@ def failures(verifier: str, verdicts: Sequence[Verdict]) -> str | None:
     how = ", ".join(f"{counts[outcome]} {word}" for outcome, word in _FAILURES.items() if counts[outcome])
     text = f"{len(failed)} of {len(verdicts)} answers could not be checked ({how}): {failed[0].record}"
     if len(failed) == len(verdicts):
-        raise UserError(f"reward.verifier={verifier}: {text}")
+        raise UserError(f"{setting}: {text}")
     return "; ".join(filter(None, (text, _failures_of_others(verdicts))))
 
 
@@ -152,26 +172,65 @@ def _failures_of_others(verdicts: Sequence[Verdict]) -> str | None:
     return f"not checked: {', '.join(lines)}: {failed[0][1].record}" if failed else None
 
 
-def heldout_accuracy(run: RunContext, engine: RolloutEngine, count: int) -> dict[str, Any]:
+@contextmanager
+def environment_of(run: RunContext, index: int, recorded: str) -> Iterator[Pool | None]:
+    """The environments of a step's episodes: those of the run or, in a replay, their recorded answers.
+
+    `recorded`: the artifact of kind `turns` that the replayed step has of these episodes.
+    """
+    if run.config.environment is None:
+        yield None
+    elif run.environment is not None:
+        yield run.environment
+    else:
+        assert run.followed is not None, "only a replay has no environment"
+        ref = run.followed.artifacts(index)[recorded]
+        yield RecordedPool(run.directory.store.get_table(ref))
+
+
+def heldout_episodes(run: RunContext, index: int) -> dict[str, Ref]:
+    """`heldout_accuracy` of the run's engine and environment, and the turns that were played for it."""
+    store = run.directory.store
+    with environment_of(run, index, "heldout_turns") as pool:
+        content, episodes = heldout_accuracy(run, run.ready_engine(), run.config.evaluation.prompts, pool)
+    return {
+        "heldout_turns": store.put_table("turns", turns_table(episodes, run.tokenizer)),
+        "evaluation": store.put_json("evaluation", content),
+    }
+
+
+def heldout_accuracy(
+    run: RunContext, engine: RolloutEngine, count: int, pool: Pool | None = None
+) -> tuple[dict[str, Any], list[Episode]]:
     """Of the first held-out prompts: accuracy, count, mean length, each one's score by its prompt_id, and a few texts.
 
-    `count` is at most `evaluation.prompts`. Comparisons of trainings pair prompts by scores (docs/guides/parity.md).
+    Args:
+        run: its tokenizer, verifier and held-out prompts are used.
+        engine: answers, greedily.
+        count: at most `evaluation.prompts`.
+        pool: as of `episodes.play`.
+
+    Returns:
+        The content of an artifact of kind `evaluation`, and the episodes in order of group. Comparisons of trainings
+        pair prompts by scores (docs/guides/parity.md).
     """
-    prompts = prompt_table(run, run.source.heldout(run.config.evaluation.prompts)[:count])
+    asked = prompt_table(run, run.source.heldout(run.config.evaluation.prompts)[:count]).to_pylist()
     sampling = Sampling(0.0, run.config.rollout.max_new_tokens, run.tokenizer.eos_ids)
     groups = [
         PromptGroup(
             group=row["group"], prompt_id=row["prompt_id"], prompt=tuple(row["tokens"]), samples=(0,), seeds=(0,)
         )
-        for row in prompts.to_pylist()
+        for row in asked
     ]
-    strings = run.config.rollout.stop_strings
-    written = generated(engine, groups, sampling, run.tokenizer, strings)
-    completions = [done for batch in written for done in batch]
-    verdicts = judge(run, prompts, completions)
+    longest = longest_prompt(run.config, run.arch.max_positions)
+    played = play(engine, groups, sampling, run.config, run.tokenizer, asked, longest, pool)
+    episodes = sorted((one for batch in played for one in batch), key=lambda one: one.completion.group)
+    endings = [ending_of(one, run.config, run.tokenizer) for one in episodes]
+    verdicts = [found.verdict for found in score(run.verifier.main, asked, endings)]
     tell_failures(run, "held-out prompts", verdicts)
     outcomes = Counter(verdict.outcome for verdict in verdicts)
-    return {
+    completions = [one.completion for one in episodes]
+    content = {
         "accuracy": sum(verdict.score for verdict in verdicts) / len(verdicts),
         "prompts": len(verdicts),
         "length_mean": sum(len(done.tokens) for done in completions) / len(completions),
@@ -179,8 +238,11 @@ def heldout_accuracy(run: RunContext, engine: RolloutEngine, count: int) -> dict
         "scores": {
             groups[done.group].prompt_id: verdict.score for done, verdict in zip(completions, verdicts, strict=True)
         },
-        "samples": _heldout_samples(run, prompts.slice(0, HELDOUT_SAMPLES).to_pylist(), completions, verdicts),
+        "samples": _heldout_samples(run, asked[:HELDOUT_SAMPLES], completions, verdicts),
     }
+    if run.config.environment is not None:
+        content["episodes"] = episode_means([turn_rows(one, run.tokenizer) for one in episodes])
+    return content, episodes
 
 
 def _heldout_samples(
@@ -205,13 +267,3 @@ def _heldout_samples(
             }
         )
     return samples
-
-
-def judge(run: RunContext, prompts: pa.Table, completions: Sequence[Completion]) -> list[Verdict]:
-    """The main verifier's verdict on each completion; `prompts` is a table of kind `prompts`, in order of group."""
-    asked = prompts.drop_columns(["tokens"]).to_pylist()
-    strings = run.config.rollout.stop_strings
-    texts = [completion_text(done, run.tokenizer, strings) for done in completions]
-    return run.verifier.main.verify(
-        [answer_to(asked[done.group], text, done.finish) for done, text in zip(completions, texts, strict=True)]
-    )

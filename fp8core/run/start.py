@@ -23,10 +23,12 @@ from fp8core.data.demonstrations import (
     Draw,
     TokenisedDemonstration,
     chain_batches,
+    demonstrated,
     digest_of_rows,
     own_batches,
     own_demonstrations,
 )
+from fp8core.data.prompt import longest_prompt
 from fp8core.errors import StoredFileError, first_line
 from fp8core.models.architecture import Architecture
 from fp8core.models.decoder import Decoder, FullContext
@@ -36,7 +38,6 @@ from fp8core.numerics.logprobs import Truncation, token_logprobs
 from fp8core.report.console import StyleAccuracy
 from fp8core.rl.batch import TokenBatch
 from fp8core.rollout.engine import Sampling
-from fp8core.rollout.stop_strings import generated
 from fp8core.run.build import (
     build_engine,
     build_sft_trainer,
@@ -44,11 +45,12 @@ from fp8core.run.build import (
     sft_settings,
 )
 from fp8core.run.context import RunContext, freeze_heap
+from fp8core.run.episodes import ending_of, play, score
 from fp8core.run.execute import TaskResult, attempt, run_task
 from fp8core.run.policy import covered, push, read_scales, store_scales
 from fp8core.run.precision_gap import measure_gap
 from fp8core.run.resume import recompute_damaged
-from fp8core.run.rollouts import completion_text, heldout_accuracy, judge, prompt_groups, prompt_table
+from fp8core.run.rollouts import heldout_accuracy, heldout_episodes, prompt_groups, prompt_table
 from fp8core.store import durable
 from fp8core.store.artifacts import ArtifactStore, Ref
 from fp8core.store.json_text import canonical_json, parse_model
@@ -114,7 +116,9 @@ def first_evaluation(run: RunContext, scales: Ref) -> TaskResult:
 
     def body() -> dict[str, Ref]:
         push(run, read_scales(run, scales))
-        content = heldout_accuracy(run, run.ready_engine(), run.config.evaluation.prompts)
+        if run.config.environment is not None:
+            return heldout_episodes(run, START)
+        content, _ = heldout_accuracy(run, run.ready_engine(), run.config.evaluation.prompts)
         if run.config.warm_start is not None and run.config.warm_start.demonstrations is None:
             content["styles"] = style_accuracy(run, run.config.warm_start)
         return {"evaluation": run.directory.store.put_json("evaluation", content)}
@@ -161,11 +165,13 @@ def style_accuracy(run: RunContext, config: WarmStartConfig) -> list[dict[str, A
     truncation = Truncation.of(rollout.top_k, rollout.top_p)
     sampling = Sampling(rollout.temperature, rollout.max_new_tokens, run.tokenizer.eos_ids, truncation=truncation)
     scores: dict[str, list[float]] = defaultdict(list)
-    strings = rollout.stop_strings
-    written = generated(run.ready_engine(), prompt_groups(run, START, prompts), sampling, run.tokenizer, strings)
-    completions = [done for batch in written for done in batch]
-    for done, verdict in zip(completions, judge(run, prompts, completions), strict=True):
-        scores[style_of(completion_text(done, run.tokenizer, strings))].append(verdict.score)
+    asked = prompts.to_pylist()
+    longest = longest_prompt(run.config, run.arch.max_positions)
+    groups = prompt_groups(run, START, prompts)
+    played = play(run.ready_engine(), groups, sampling, run.config, run.tokenizer, asked, longest, None)
+    endings = [ending_of(one, run.config, run.tokenizer) for batch in played for one in batch]
+    for one, (verdict, _) in zip(endings, score(run.verifier.main, asked, endings), strict=True):
+        scores[style_of(one.text)].append(verdict.score)
     targets = {"step_by_step": config.step_by_step_target, "bare": config.bare_target}
     return [
         StyleAccuracy(style, sum(values) / len(values) if (values := scores[style]) else 0.0, target)._asdict()
@@ -244,7 +250,7 @@ def train_by(
     """
     for step in range(config.steps):
         rows = batch(step)
-        tokens = TokenBatch.of([row.prompt for row in rows], [row.completion for row in rows])
+        tokens = demonstrated(rows)
         loss = trainer.sft_step(tokens, _learning_rate(config, step))
         if not math.isfinite(loss):
             raise NotFiniteError(f"warm start, step {step}: the loss is {loss}")
@@ -306,7 +312,7 @@ def _cross_entropy(
     weights = load_policy(decoder.arch, stored_weights(masters, formats.stored_names(), formats.scale_rule), masters)
     total, tokens = torch.zeros(()), 0
     for rows in _by_length(demonstrations):
-        batch = TokenBatch.of([row.prompt for row in rows], [row.completion for row in rows])
+        batch = demonstrated(rows)
         context = FullContext.of(batch.valid)
         hidden = decoder.hidden(weights, batch.tokens, batch.positions, context, scales=None)
         written = batch.completion[:, 1:]

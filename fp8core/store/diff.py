@@ -112,7 +112,8 @@ def _differences(ours: StepRecord, theirs: StepRecord, order: Sequence[str]) -> 
 
 
 def _of_task(field: str, task: str, ours: Artifacts, theirs: Artifacts) -> Iterator[Difference]:
-    for name in {**ours, **theirs}:
+    # An environment's answers come before completions, which depend on them.
+    for name in sorted({**ours, **theirs}, key=lambda name: not name.endswith("turns")):
         if ours.get(name) != theirs.get(name):
             values = [content.model_dump() if content else None for content in (ours.get(name), theirs.get(name))]
             yield Difference(f"{field}.{task}.{name}", *values)
@@ -308,7 +309,10 @@ def table_difference(ours: pa.Table, theirs: pa.Table) -> str | None:
     for row, (left, right) in enumerate(zip(ours.to_pylist(), theirs.to_pylist(), strict=False)):
         for column in ours.column_names:
             if (found := value_difference(left[column], right[column], column)) is not None:
-                return f"row {row}, column {found}"
+                turn = (
+                    f" (group {left['group']}, sample {left['sample']}, turn {left['turn']})" if "turn" in left else ""
+                )
+                return f"row {row}{turn}, column {found}"
     return None if ours.num_rows == theirs.num_rows else f"{ours.num_rows} rows against {theirs.num_rows}"
 
 

@@ -17,7 +17,7 @@ from fp8core.store.ledger import START, LedgerView, RedoEntry, TaskEntry
 _START_KINDS = {
     "warm_start": {"policy": "policy", "weights": "weights"},
     "calibrate": {"scales": "scales"},
-    "evaluate": {"evaluation": "evaluation"},
+    "evaluate": {"evaluation": "evaluation", "heldout_turns": "turns"},
     "precision_gap": {"precision_gap": "precision_gap"},
     "stream": {"stream": "stream"},
 }

@@ -92,6 +92,12 @@ class StepObservations(_Part):
         description="Address, GPU and process of each engine and rank; empty: all lay in one process.",
     )
 
+    environment: dict[str, Seconds] = Field(
+        default_factory=dict,
+        description="Answers of an environment to rollouts: their number, and seconds (p50, p95, max); empty: none, or "
+        "another process had them.",
+    )
+
     @field_validator("git")
     @classmethod
     def _commit_and_state(cls, git: dict[str, JsonValue]) -> dict[str, JsonValue]:

@@ -186,6 +186,15 @@ class HeldoutSample(_Content):
     score: Number
 
 
+class _Episodes(_Content):
+    """Means of the episodes of an environment."""
+
+    turns: Magnitude
+    tool_calls: Magnitude
+    tool_errors: Magnitude
+    malformed: Magnitude
+
+
 class Evaluation(_Content):
     """Held-out accuracy; all of it is absent in a step that does not evaluate."""
 
@@ -196,6 +205,7 @@ class Evaluation(_Content):
     scores: dict[Name, Number] | None = None
     samples: list[HeldoutSample] | None = Field(None, max_length=HELDOUT_SAMPLES)
     styles: list[_Style] | None = None
+    episodes: _Episodes | None = None
 
 
 class _NoEvaluation(_Content):

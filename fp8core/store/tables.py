@@ -8,9 +8,12 @@ The content of a stored table is not trusted: a reader gets rows of its kind's s
 column.
 """
 
+import hashlib
 import itertools
+import json
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,6 +56,9 @@ ROLLOUTS = pa.schema(
     ]
 )
 
+# With `environment`: the messages of each row, a JSON list of [role, content] whose last is the question.
+PROMPTS_WITH_MESSAGES = PROMPTS.append(pa.field("messages", pa.string()))
+
 # With `rollout.router_replay`: the experts of every position, sparse layer by sparse layer (`Completion.experts`).
 ROUTED_ROLLOUTS = ROLLOUTS.append(pa.field("experts", pa.list_(pa.list_(pa.list_(pa.int16())))))
 
@@ -94,9 +100,61 @@ REWARDS = pa.schema(
 SCORE = "score_"
 """Begins the name of a column of `rewards` with the scores of one of several verifiers."""
 
+# Turn 0 holds an environment's first messages. Each later row is a turn of the policy: tokens `begin` to `end` of its
+# completion. The environment's answer follows, up to `observation_end`.
+TURNS = pa.schema(
+    [
+        ("group", pa.int32()),
+        ("sample", pa.int32()),
+        ("turn", pa.int32()),
+        # In this order a replay looks for a difference.
+        ("text", pa.string()),
+        ("calls", pa.string()),
+        ("malformed", pa.string()),
+        ("said", pa.string()),
+        ("outcome", pa.string()),
+        ("detail", pa.string()),
+        ("reward", pa.float64()),
+        ("failed", pa.int32()),
+        ("info", pa.string()),
+        ("observation", pa.string()),
+        ("begin", pa.int32()),
+        ("end", pa.int32()),
+        ("observation_end", pa.int32()),
+    ]
+)
+
 LOGPROBS = pa.schema([("group", pa.int32()), ("sample", pa.int32()), ("logprobs", _LOGPROBS), ("entropy", _LOGPROBS)])
 
 ORDER = [("group", "ascending"), ("sample", "ascending")]
+TURN_ORDER = [*ORDER, ("turn", "ascending")]
+
+SHARD_TURNS = "turns"
+"""A column of the shards of rollouts: the turns of each completion, so that one file has all of a finished group."""
+_SHARD_TURN = pa.struct([field for field in TURNS if field.name not in ("group", "sample")])
+
+
+def nested_turns(rollouts: pa.Table, turns: pa.Table) -> pa.Array:
+    """The turns of each completion as one value, in the order of the rollouts."""
+    found: dict[tuple[int, int], list[dict[str, Any]]] = {_episode(row): [] for row in _places(rollouts)}
+    for row in turns.to_pylist():
+        found[_episode(row)].append({name: row[name] for name in (field.name for field in _SHARD_TURN)})
+    return pa.array([found[_episode(row)] for row in _places(rollouts)], pa.list_(_SHARD_TURN))
+
+
+def unnested_turns(rollouts: pa.Table) -> pa.Table:
+    """The table of kind `turns` of completions that carry their turns (`SHARD_TURNS`)."""
+    rows = [
+        {**place, **turn}
+        for place, turns in zip(_places(rollouts), rollouts[SHARD_TURNS].to_pylist(), strict=True)
+        for turn in turns
+    ]
+    return pa.Table.from_pylist(rows, schema=TURNS)
+
+
+def _places(table: pa.Table) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = table.select(["group", "sample"]).to_pylist()
+    return rows
 
 
 @dataclass(frozen=True)
@@ -124,13 +182,18 @@ class TableSchema:
 
 _BY_COMPLETION = ("group", "sample")
 TABLES = {
-    "prompts": TableSchema(PROMPTS, pa.schema([PROMPTS_WITH_COLUMNS.field("columns")]), key=("group",)),
+    "prompts": TableSchema(
+        PROMPTS,
+        pa.schema([PROMPTS_WITH_COLUMNS.field("columns"), PROMPTS_WITH_MESSAGES.field("messages")]),
+        key=("group",),
+    ),
     "rollouts": TableSchema(
         ROLLOUTS,
         pa.schema([ROUTED_ROLLOUTS.field("experts"), VERSIONS]),
         _BY_COMPLETION,
         ("tokens", "logprobs", "written", "versions"),
     ),
+    "turns": TableSchema(TURNS, key=(*_BY_COMPLETION, "turn"), empty=True, whole=False),
     "stream": TableSchema(
         STREAM, key=("batch", *_BY_COMPLETION), tokens=("tokens", "logprobs", "versions"), empty=True, whole=False
     ),
@@ -142,7 +205,10 @@ TABLES = {
 """Kind of artifact -> schema. Tables of other kinds are a step's own; they have `MOST_ROWS` and sound values."""
 
 MOST_ROWS, MOST_COLUMNS = 10_000_000, 1_000
-_INDICES = frozenset({"batch", "group", "sample", "tokens", "prompt_tokens", "versions", "ended", "before"})
+_INDICES = frozenset(
+    {"batch", "group", "sample", "tokens", "prompt_tokens", "versions", "ended", "before"}
+    | {"turn", "begin", "end", "observation_end", "failed"}
+)
 
 
 def open_table(source: Any, kind: str, place: object) -> pq.ParquetFile:
@@ -232,6 +298,8 @@ def check_rows(table: pa.Table, kind: str, place: object) -> None:
             raise StoredFileError(f"{place}: {other}: not as many items in every row as {name}")
     if "experts" in schema.optional.names and "experts" in table.column_names:
         _check_experts(table["experts"], place)
+    if kind == "turns" and set(TURNS.names) <= set(table.column_names):
+        _check_turns(table, place)
     if set(schema.key) <= set(table.column_names) and not _sorted(table, schema.key):
         raise StoredFileError(f"{place}: {', '.join(schema.key)}: the rows are not in this order, each once")
 
@@ -268,6 +336,65 @@ def _check_experts(column: pa.ChunkedArray, place: object) -> None:
         counts = pc.min_max(pc.list_value_length(inner)).as_py()
         if len(inner) and not 0 < counts["min"] == counts["max"]:
             raise StoredFileError(f"{place}: experts: not as many layers and experts at every position")
+
+
+def _check_turns(table: pa.Table, place: object) -> None:
+    """Ranges of tokens follow one another, JSON is such, and what was said has the digest that stands beside it."""
+    for row, after in itertools.zip_longest(rows := table.to_pylist(), rows[1:]):
+        if not row["begin"] <= row["end"] <= row["observation_end"]:
+            raise StoredFileError(f"{place}: end: not between begin and observation_end")
+        if after is not None and _episode(after) == _episode(row):
+            if after["turn"] != row["turn"] + 1 or after["begin"] != row["observation_end"]:
+                raise StoredFileError(f"{place}: turn: does not follow the turn before it")
+            if row["outcome"]:
+                raise StoredFileError(f"{place}: outcome: before the last turn of an episode")
+        if row["observation"] != text_digest(row["said"]):
+            raise StoredFileError(f"{place}: observation: not the digest of what was said")
+        for name, kind in (("calls", list), ("info", dict), ("said", (list, dict))):
+            value = _json(row[name]) if row[name] else None
+            if row[name] and not isinstance(value, kind):
+                raise StoredFileError(f"{place}: {name}: not the JSON that it should be")
+        if not math.isfinite(row["reward"]):
+            raise StoredFileError(f"{place}: reward: {row['reward']}, not finite")
+
+
+def refuse_other_turns(rollouts: pa.Table, turns: pa.Table, place: object) -> None:
+    """The turns of a step's episodes are those of its completions, and mark the tokens that the policy wrote.
+
+    Args:
+        rollouts: `group`, `sample`, `written`.
+        turns: of kind `turns`.
+        place: of the turns.
+
+    Raises:
+        StoredFileError: `place: column: problem`.
+    """
+    found: dict[tuple[int, int], list[bool]] = {}
+    for row in turns.select(["group", "sample", "turn", "begin", "end", "observation_end"]).to_pylist():
+        marks = found.setdefault(_episode(row), [])
+        marks += [True] * (row["end"] - row["begin"]) + [False] * (row["observation_end"] - row["end"])
+    written = {_episode(row): row["written"] for row in rollouts.select(["group", "sample", "written"]).to_pylist()}
+    if found.keys() != written.keys():
+        raise StoredFileError(f"{place}: group, sample: other episodes than the step's rollouts")
+    for episode, marks in found.items():
+        if marks != written[episode]:
+            raise StoredFileError(f"{place}: end: other tokens than those written in group {episode[0]}")
+
+
+def text_digest(text: str) -> str:
+    """SHA-256 (64 hex digits) of a text."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _episode(row: Mapping[str, Any]) -> tuple[int, int]:
+    return row["group"], row["sample"]
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
 
 
 def _sorted(table: pa.Table, key: Sequence[str]) -> bool:

@@ -43,7 +43,7 @@ from fp8core.store.manifest import (
 from fp8core.store.run_directory import LEDGER
 from fp8core.store.run_view import Commit, Finding, RunView, read_manifest, spans
 from fp8core.store.schemas import check_file, read_table
-from fp8core.store.tables import TABLES, refuse_other_rows
+from fp8core.store.tables import TABLES, refuse_other_rows, refuse_other_turns
 from fp8core.training.saved_state import check_checkpoint, check_weights
 
 Watch = Callable[[StepManifest], None]
@@ -360,6 +360,25 @@ def _tables(view: RunView) -> Iterator[Finding]:
                 except StoredFileError as error:
                     problem = str(error).removeprefix(": ")
                     yield Finding("error", ref.uri, problem, step=commit.step, kind=ref.kind)
+        yield from _turns(view, commit)
+
+
+def _turns(view: RunView, commit: Commit) -> Iterator[Finding]:
+    """The turns that a step stored beside its rollouts are those of its rollouts."""
+    store = ArtifactStore(view.folder)
+    for task in commit.tasks.values():
+        by_kind = {ref.kind: ref for ref in task.outputs.values()}
+        if {"rollouts", "turns"} <= by_kind.keys():
+            try:
+                rollouts = store.get_table(by_kind["rollouts"], ["group", "sample", "written"])
+                turns = store.get_table(by_kind["turns"])
+            except ArtifactError:
+                continue  # `_artifacts` reports it.
+            try:
+                refuse_other_turns(rollouts, turns, "")
+            except StoredFileError as error:
+                problem = str(error).removeprefix(": ")
+                yield Finding("error", by_kind["turns"].uri, problem, step=commit.step, kind="turns")
 
 
 def _warm_start(view: RunView) -> Iterator[Finding]:

@@ -242,6 +242,8 @@ class PolicyTrainer(ABC):
     ) -> TrainReport:
         """The updates of a step were applied: the policy is the next version."""
         written = left_aligned(batch.sequences.completion, batch.mask.shape[1])
+        if batch.observed is not None:
+            written = written & ~batch.observed
         first = reports[0]
         self.version += 1
         return TrainReport(

@@ -4,6 +4,7 @@ import re
 from itertools import product
 from pathlib import Path
 
+import pyarrow as pa
 import torch
 
 from fp8core.alignment.bounds import BOUNDED
@@ -11,11 +12,12 @@ from fp8core.rl.correction import CorrectionRule, row_error_metrics
 from fp8core.rl.losses import ClipRange
 from fp8core.rl.staleness import lag_metrics, staleness_metrics
 from fp8core.run.commit import stored_metrics
-from fp8core.store.tables import STREAM
-from tasks.record import stream_metrics
+from fp8core.run.episodes import episode_means
+from fp8core.store.tables import STREAM, TURNS
+from tasks.record import stream_metrics, turn_metrics
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "metrics.md").read_text()
-NAME = re.compile(r"`((?:reward|rollout|train|correction|kv|alignment|sync)/[\w.{},]+)`")
+NAME = re.compile(r"`((?:reward|environment|rollout|train|correction|kv|alignment|sync)/[\w.{},]+)`")
 
 
 def spelled_out(pattern: str) -> list[str]:
@@ -40,12 +42,32 @@ def recorded_ahead() -> set[str]:
     return {name.replace("_age_0", "_age_A") for name in names}
 
 
+def recorded_of_episodes() -> set[str]:
+    """Names of what only a run with an environment has, with N for the number of a turn."""
+    row = dict.fromkeys(TURNS.names, 0) | dict.fromkeys(("text", "calls", "malformed", "said"), "")
+    row |= {
+        "turn": 1,
+        "end": 1,
+        "observation_end": 1,
+        "outcome": "",
+        "detail": "",
+        "observation": "",
+        "info": '{"NAME": 1}',
+    }
+    turns = pa.Table.from_pylist([row], TURNS)
+    both = pa.table({"finish": ["stop"], "logprobs": [[0.0]]})
+    names = turn_metrics(turns, both, both, {(0, 0): 0}).keys()
+    means = episode_means([[row]])
+    return {re.sub(r"_turn_1$", "_turn_N", name) for name in names} | {f"environment/heldout_{name}" for name in means}
+
+
 def test_every_metric_of_a_run_is_explained_and_every_name_exists(whole_run):
     empty, nothing = torch.zeros(0), torch.zeros(0, dtype=torch.bool)
     # `correction.seq_logprob_error_threshold` has metrics that a run records where it is set.
     masking = {f"correction/{name}" for name in row_error_metrics(empty, nothing, nothing, empty)}
     # With `reward.length` and its like.
-    names = recorded(whole_run) | recorded_ahead() | masking | {"reward/verdict", "reward/NAME"}
+    names = recorded(whole_run) | recorded_ahead() | recorded_of_episodes() | masking
+    names |= {"reward/verdict", "reward/NAME"}
     explained = {name for pattern in NAME.findall(PAGE) for name in spelled_out(pattern)}
     assert explained <= names
     # The table of numerics.md has the others.

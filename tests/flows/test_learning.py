@@ -10,6 +10,10 @@ from typing import Any
 
 import pytest
 
+from fp8core.run.commit import stored_metrics
+from fp8core.store.artifacts import ArtifactStore
+from fp8core.store.ledger import LedgerView
+
 BIN = Path(sys.executable).parent
 STORED = Path(__file__).parents[2] / "benchmarks" / "results" / "tiny_runs.json"
 
@@ -92,6 +96,20 @@ def test_the_demo_learns_from_tokens_of_older_policies(workplace: Path) -> None:
     assert summary["heldout_last"] >= 0.95
     assert summary["tmpe_max"] == 1.0
     assert summary["tokens_differing"] == 0
+
+
+@pytest.mark.slow
+def test_a_policy_learns_to_hand_its_arithmetic_to_the_tool(workplace: Path) -> None:
+    summary = run_tiny(workplace, "tools", config="tiny-tools")
+    assert summary["heldout_first"] <= 0.5
+    assert summary["heldout_last"] >= 0.95
+    assert summary["tmpe_max"] == 1.0
+    assert summary["tokens_differing"] == 0
+    run = workplace / "runs" / "tools"
+    ledger, store = LedgerView.read(run / "ledger.jsonl"), ArtifactStore(run)
+    last = stored_metrics(ledger, store, summary["steps"])
+    assert last["environment/heldout_tool_calls"] >= 0.95
+    assert last["environment/tool_errors"] <= 0.05
 
 
 @pytest.mark.alone

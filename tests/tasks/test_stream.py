@@ -13,11 +13,11 @@ from fp8core.config.load import load_config
 from fp8core.errors import UserError
 from fp8core.report.console import Console
 from fp8core.rollout.embedded import EmbeddedEngine
+from fp8core.run.episodes import answers, stored_endings
 from fp8core.run.execute import StepError, carried, run_step
 from fp8core.run.loop import Execution, begin, train
 from fp8core.run.open import open_directory, open_run, pipeline_of, plan_of
 from fp8core.run.replay import RunSnapshot, replay
-from fp8core.run.rollouts import answers_of
 from fp8core.store.artifacts import RolloutShards
 from fp8core.store.run_directory import LEDGER, read_description
 from fp8core.store.run_view import RunView
@@ -290,7 +290,7 @@ def test_with_drop_every_row_is_that_of_its_own_prompt(dropping, tmp_path):
             for row in rollouts.to_pylist():
                 assert row["prompt_tokens"] == asked[row["group"]]["tokens"]
                 assert row["prompt_id"] == asked[row["group"]]["prompt_id"]
-            verdicts = run.verifier.verify(answers_of(prompts, rollouts))
+            verdicts = run.verifier.verify(answers(asked, stored_endings(rollouts, None)))
             assert rewards["reward"].to_pylist() == [verdict.reward for verdict in verdicts]
             found, metrics = (dropping.store.get_json(artifacts[name]) for name in ("evictions", "metrics"))
             assert metrics["rollout/evicted_prompts"] == len(found)

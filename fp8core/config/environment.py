@@ -1,0 +1,58 @@
+"""Settings of an environment: what answers a policy that calls tools and speaks in turns, and the bounds of that."""
+
+from typing import Literal
+
+from pydantic import Field, JsonValue, field_validator
+
+from fp8core.config.loss import is_function_path
+from fp8core.config.section import Section
+
+SHIPPED_ENVIRONMENTS = ("calculator", "guess", "python")
+
+
+class EnvironmentConfig(Section):
+    """Episodes of several turns; each is one completion, and each has a process of its own."""
+
+    name: str = Field(
+        description="calculator, guess, python, or a class of your own: `module:Class` or `path/to/file.py:Class` "
+        "(docs/guides/environments.md).",
+        json_schema_extra={"pattern": rf"^({'|'.join(SHIPPED_ENVIRONMENTS)}|.+:[A-Za-z_]\w*)$"},
+    )
+    options: dict[str, JsonValue] = Field(default_factory=dict, description="Keyword arguments of the class.")
+    max_turns: int = Field(8, ge=1, le=4096, description="Of the policy; what then has no outcome is `unparsed`.")
+    turn_tokens: int | None = Field(
+        None,
+        ge=1,
+        le=1 << 20,
+        description="That the policy may write in a turn; null: what is left of rollout.max_new_tokens, the budget of "
+        "all turns and observations.",
+    )
+    observation_tokens: int | None = Field(
+        None, ge=1, le=1 << 20, description="Of an observation; a longer one ends the episode. null: what is left."
+    )
+    format: Literal["auto", "qwen", "llama3", "plain"] = Field(
+        "auto", description="How a tool call is written; auto: as the model's chat template writes it, else plain."
+    )
+    advantage: Literal["episode", "turn"] = Field(
+        "episode",
+        description="`turn`: a turn's tokens learn from the rewards of this turn and later ones, compared with the "
+        "same turn of the prompt's other episodes.",
+    )
+    timeout_seconds: float = Field(10.0, gt=0, le=3600, description="Longest wait for one answer of an environment.")
+    cpu_seconds: float = Field(5.0, gt=0, le=3600, description="Processor time of one answer.")
+    memory_mb: int = Field(
+        1024, ge=16, le=1 << 20, description="Memory (MiB) of an episode, beyond what the loaded environment takes."
+    )
+    output_kb: int = Field(1024, ge=1, le=1 << 20, description="KiB of one answer.")
+    processes: int = Field(32, ge=1, le=4096, description="That an episode may start.")
+    at_once: int = Field(64, ge=1, le=4096, description="Episodes that have a process at the same time; others wait.")
+
+    @field_validator("name")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        if name not in SHIPPED_ENVIRONMENTS and not is_function_path(name):
+            raise ValueError(
+                f"{name} is none of {', '.join(SHIPPED_ENVIRONMENTS)}, and no class of your own "
+                "(module:Class or path/to/file.py:Class)"
+            )
+        return name

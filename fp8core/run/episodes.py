@@ -1,0 +1,308 @@
+"""Episodes of a run: played by its engine and environment, as tables, and the verdicts on how they ended.
+
+Without `environment` in the configuration an episode is one turn that the verifier judges. So there is one way from
+prompts to rewards.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import pyarrow as pa
+
+from fp8core.config.environment import EnvironmentConfig
+from fp8core.config.run import RunConfig
+from fp8core.environments.chat import Talk
+from fp8core.environments.protocol import Action, Said, Task, Turn
+from fp8core.environments.protocol import Outcome as EnvironmentOutcome
+from fp8core.errors import UserError
+from fp8core.models.tokenizer import Tokenizer
+from fp8core.rewards.scorer import Answer, Outcome, Verdict
+from fp8core.rewards.verifier import Verifier
+from fp8core.rollout.engine import Completion, PromptGroup, RolloutEngine, Sampling, StreamingEngine
+from fp8core.rollout.episodes import (
+    Episode,
+    Key,
+    MultiTurn,
+    Pool,
+    TurnBudget,
+    opening_of,
+    run_episodes,
+    said_of,
+)
+from fp8core.rollout.stop_strings import cut_at, text_until
+from fp8core.store.tables import TURNS, text_digest
+
+JUDGE = "judge"
+"""The outcome of an episode whose last turn the verifier reads."""
+
+
+def task_of(row: Mapping[str, Any], seed: int) -> Task:
+    """The problem of a row of kind `prompts` as an environment gets it."""
+    *before, (_, question) = json.loads(row["messages"])
+    columns = json.loads(row.get("columns") or "{}")
+    return Task(question, row["reference"], seed, tuple(Said(*message) for message in before), columns)
+
+
+def play(
+    engine: RolloutEngine,
+    groups: Sequence[PromptGroup],
+    sampling: Sampling,
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    asked: Sequence[Mapping[str, Any]],
+    longest: int,
+    pool: Pool | None,
+) -> Iterator[list[Episode]]:
+    """Episodes of all groups, whole groups as they finish.
+
+    Args:
+        engine: answers under its present policy.
+        groups: samples with their seeds.
+        sampling: `max_new_tokens` limits an episode.
+        config: environment and stop strings.
+        tokenizer: of the policy.
+        asked: rows of kind `prompts`, of these groups or more.
+        longest: tokens of an environment's first messages.
+        pool: of the environment, or of what was recorded of it; None without `environment`.
+    """
+    if config.environment is None:
+        strings = config.rollout.stop_strings
+        for episodes in run_episodes(engine, groups, sampling):
+            yield [replace(one, completion=cut_at(one.completion, tokenizer, strings)) for one in episodes]
+        return
+    assert pool is not None, "an environment was configured"
+    if not isinstance(engine, StreamingEngine):
+        raise UserError(
+            f"environment.name={config.environment.name}: rollout.engine={config.rollout.engine} has no open_session, "
+            "which takes requests while others are in flight"
+        )
+    rows = {row["group"]: row for row in asked}
+    tasks = {
+        (group.group, sample): task_of(rows[group.group], seed)
+        for group in groups
+        for sample, seed in zip(group.samples, group.seeds, strict=True)
+    }
+    asked_for = config.environment
+    budget = TurnBudget(asked_for.max_turns, asked_for.turn_tokens, asked_for.observation_tokens, longest)
+    talk = Talk(tokenizer, tool_calls_of(asked_for, tokenizer))
+    yield from run_episodes(engine, groups, sampling, MultiTurn(pool, talk, tasks, budget))
+
+
+def tool_calls_of(config: EnvironmentConfig, tokenizer: Tokenizer) -> str:
+    """The name of the format of tool calls (`environments.tool_calls.TOOL_CALLS`).
+
+    Raises:
+        UserError: it is to be that of the chat template, which writes no tool calls that are known.
+    """
+    if config.format != "auto":
+        return config.format
+    if not tokenizer.has_template:
+        return "plain"
+    for mark, name in (("<tool_call>", "qwen"), ("<|python_tag|>", "llama3")):
+        if mark in tokenizer.template:
+            return name
+    raise UserError(
+        f"environment.format=auto: {tokenizer.where}: the chat template writes no tool calls that are known; set it to "
+        "qwen, llama3 or plain"
+    )
+
+
+def completion_text(completion: Completion, tokenizer: Tokenizer, stop_strings: Sequence[str]) -> str:
+    """The completion as text, without its stop token and what its last token has after a stop string."""
+    stopped = completion.finish == "stop"
+    text = tokenizer.decode(completion.tokens[:-1] if stopped else completion.tokens)
+    return text_until(text, stop_strings)
+
+
+def turn_rows(episode: Episode, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """The rows of kind `turns` of an episode, without group and sample: what the environment began with, then turns."""
+    opening: dict[str, Any] = {
+        **{"turn": 0, "begin": 0, "end": 0, "observation_end": 0, "text": "", "calls": "", "malformed": ""},
+        **{"said": episode.opening, "failed": 0, "reward": 0.0, "info": ""},
+    }
+    rows = [opening]
+    for number, turn in enumerate(episode.turns, start=1):
+        rows.append(
+            {
+                **{"turn": number, "begin": turn.begin, "end": turn.end, "observation_end": turn.observation_end},
+                **{"text": _said_by_policy(episode.completion.tokens[turn.begin : turn.end], tokenizer)},
+                **{"calls": turn.calls, "malformed": turn.malformed, "said": turn.said, "failed": turn.failed},
+                **{"reward": turn.reward, "info": json.dumps(dict(turn.info), sort_keys=True) if turn.info else ""},
+            }
+        )
+    for row in rows:
+        row |= {"observation": text_digest(row["said"]), "outcome": "", "detail": ""}
+    rows[-1] |= {"outcome": episode.outcome, "detail": episode.detail}
+    if not episode.turns:
+        # The policy never spoke: a token stands for what it would have written.
+        rows[-1]["observation_end"] = len(episode.completion.tokens)
+    return rows
+
+
+def _said_by_policy(tokens: Sequence[int], tokenizer: Tokenizer) -> str:
+    """The text of a turn, without the token that ended it."""
+    return tokenizer.decode(tokens[:-1] if tokens and tokens[-1] in tokenizer.eos_ids else tokens)
+
+
+def turns_table(episodes: Sequence[Episode], tokenizer: Tokenizer) -> pa.Table:
+    """Episodes as a table of kind `turns`, in their order."""
+    rows = [
+        {"group": one.completion.group, "sample": one.completion.sample, **row}
+        for one in episodes
+        for row in turn_rows(one, tokenizer)
+    ]
+    return pa.Table.from_pylist(rows, schema=TURNS)
+
+
+Reply = tuple[Key, Turn | EnvironmentOutcome, float]
+
+
+class RecordedPool:
+    """Answers as an environment did, from a table of kind `turns`; see `rollout.episodes.Pool`."""
+
+    def __init__(self, turns: pa.Table) -> None:
+        self._recorded: dict[Key, list[Turn | EnvironmentOutcome]] = {}
+        for row in turns.to_pylist():
+            self._recorded.setdefault((row["group"], row["sample"]), []).append(_reply(row))
+        self._next: dict[Key, Iterator[Turn | EnvironmentOutcome]] = {}
+        self._replies = list[Reply]()
+
+    def begin(self, episode: Key, task: Task) -> None:
+        """Start an episode. Raises UserError: it is not recorded."""
+        if episode not in self._recorded:
+            raise UserError(f"turns: group {episode[0]}, sample {episode[1]} is not recorded")
+        self._next[episode] = iter(self._recorded[episode])
+        self._answer(episode)
+
+    def act(self, episode: Key, action: Action) -> None:
+        """Answer as it was answered, whatever the policy wrote."""
+        self._answer(episode)
+
+    def replies(self, wait: bool) -> list[Reply]:
+        """All answers that are due."""
+        replies, self._replies = self._replies, []
+        return replies
+
+    def end(self, episode: Key) -> None:
+        """Forget an episode; of one that is over this does nothing."""
+        self._next.pop(episode, None)
+
+    def _answer(self, episode: Key) -> None:
+        ended = EnvironmentOutcome("crashed", detail="nothing was recorded of a turn so late")
+        self._replies.append((episode, next(self._next[episode], ended), 0.0))
+
+
+def _reply(row: Mapping[str, Any]) -> Turn | EnvironmentOutcome:
+    """The answer in a row of kind `turns`; what a budget ended was answered with a turn."""
+    if not row["turn"] and row["said"]:
+        return opening_of(row["said"])
+    info = json.loads(row["info"] or "{}")
+    if row["said"]:
+        return Turn(said_of(row["said"]), reward=row["reward"], failed=row["failed"], info=info)
+    return EnvironmentOutcome(row["outcome"], row["reward"], row["failed"], row["detail"], info)
+
+
+class Ending(NamedTuple):
+    """The end of an episode: outcome and reward by the environment, and the text for a verifier."""
+
+    group: int
+    outcome: str
+    reward: float
+    detail: str
+    text: str
+    finish: str
+
+
+def ending_of(episode: Episode, config: RunConfig, tokenizer: Tokenizer) -> Ending:
+    """The end of a played episode; the verifier reads its last turn."""
+    done = episode.completion
+    if config.environment is None or not episode.turns:
+        text = completion_text(done, tokenizer, config.rollout.stop_strings)
+    else:
+        last = episode.turns[-1]
+        text = _said_by_policy(done.tokens[last.begin : last.end], tokenizer)
+    return Ending(done.group, episode.outcome, episode.reward, episode.detail, text, done.finish)
+
+
+def stored_endings(rollouts: pa.Table, turns: pa.Table | None) -> list[Ending]:
+    """The ends of stored episodes, in the order of the rollouts (`group`, `sample`, `text`, `finish`)."""
+    rows = rollouts.select(["group", "sample", "text", "finish"]).to_pylist()
+    if turns is None:
+        return [Ending(row["group"], JUDGE, 0.0, "", row["text"], row["finish"]) for row in rows]
+    played: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    for turn in turns.select(["group", "sample", "text", "reward", "outcome", "detail"]).to_pylist():
+        played.setdefault((turn["group"], turn["sample"]), []).append(turn)
+
+    def ending(row: Mapping[str, Any]) -> Ending:
+        said = played[row["group"], row["sample"]]
+        total, last = sum(turn["reward"] for turn in said), said[-1]
+        return Ending(row["group"], last["outcome"], total, last["detail"], last["text"], row["finish"])
+
+    return [ending(row) for row in rows]
+
+
+class Scored(NamedTuple):
+    """The verdict on an episode, and its whole reward."""
+
+    verdict: Verdict
+    reward: float
+
+
+def answers(asked: Sequence[Mapping[str, Any]], endings: Sequence[Ending]) -> list[Answer]:
+    """The verifier's input for the episodes that it judges, in their order; `asked` are rows of kind `prompts`."""
+    rows = {row["group"]: row for row in asked}
+    return [answer_to(rows[one.group], one.text, one.finish) for one in endings if one.outcome == JUDGE]
+
+
+def answer_to(asked: Mapping[str, Any], completion: str, finish: str) -> Answer:
+    """`asked`: the row of its prompt. To a verifier a completion that ends in a stop string has stopped."""
+    ended = "stop" if finish == "stop_string" else finish
+    return Answer(asked["text"], completion, asked["reference"], ended, asked.get("columns", ""))
+
+
+def score(verifier: Verifier, asked: Sequence[Mapping[str, Any]], endings: Sequence[Ending]) -> list[Scored]:
+    """The verdict on each episode: the verifier's where the environment leaves it to that, else the environment's.
+
+    Of the others a right outcome scores 1, and the reward is that of the environment alone.
+    """
+    verdicts = iter(verifier.verify(answers(asked, endings)))
+    found = []
+    for one in endings:
+        if one.outcome == JUDGE:
+            verdict = next(verdicts)
+            found.append(Scored(verdict, verdict.reward + one.reward if one.reward else verdict.reward))
+        else:
+            right = float(one.outcome == "right")
+            found.append(Scored(Verdict(right, cast(Outcome, one.outcome), one.detail), one.reward))
+    return found
+
+
+def episode_means(episodes: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, float]:
+    """Turns of the policy, tool calls, failed ones and malformed ones of an episode in the mean.
+
+    `episodes`: rows of kind `turns`, episode by episode.
+    """
+    turns = [row for rows in episodes for row in rows if row["turn"]]
+    totals = {
+        "turns": len(turns),
+        "tool_calls": sum(len(json.loads(row["calls"])) for row in turns if row["calls"]),
+        "tool_errors": sum(row["failed"] for row in turns),
+        "malformed": sum(bool(row["malformed"]) for row in turns),
+    }
+    return {name: total / len(episodes) for name, total in totals.items()}
+
+
+def seconds_of(episodes: Sequence[Episode]) -> list[float]:
+    """Seconds that the environment took, answer by answer."""
+    return [seconds for one in episodes for seconds in (one.opening_seconds, *(turn.seconds for turn in one.turns))]
+
+
+def spread(seconds: Sequence[float]) -> dict[str, float]:
+    """Nearest-rank percentiles of times, and their number; empty without any."""
+    if not seconds:
+        return {}
+    p50, p95 = np.percentile(seconds, [50, 95], method="nearest").tolist()
+    return {"answers": float(len(seconds)), "p50": p50, "p95": p95, "max": max(seconds)}

@@ -1,0 +1,213 @@
+"""Runs whose policy speaks with an environment: exact, resumable in mid-episode, replayed from recorded answers."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow.compute as pc
+import pytest
+
+from flows.cli import main
+from fp8core.store.tables import refuse_other_turns
+
+# Says a digit after each of three turns, so that every episode has several, whatever the policy writes.
+DIGITS = """
+from fp8core.environments.protocol import Outcome, Said, Turn
+
+
+class Digits:
+    def __init__(self, *, first=1):
+        self._next = first
+
+    def start(self, task):
+        self._question = task.question
+        return Turn((Said("user", task.question),))
+
+    def step(self, action):
+        said, self._next = self._next, self._next + len(action.text) % 3
+        if said > 3:
+            return Outcome("judge", reward=0.125)
+        return Turn((Said("user", str(said)),), reward=0.25, info={"length": len(action.text)})
+
+    def close(self):
+        pass
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    path = tmp_path_factory.mktemp("environment") / "digits.py"
+    path.write_text(DIGITS)
+    return path
+
+
+@pytest.fixture(scope="module")
+def settings(place):
+    return {
+        "environment": {"name": f"{place}:Digits", "max_turns": 12, "turn_tokens": 3},
+        "rollout.max_new_tokens": 40,
+        "rollout.group_size": 4,
+        "steps": 2,
+    }
+
+
+@pytest.fixture(scope="module")
+def talked(loop_run, settings):
+    return loop_run("talked", **settings)
+
+
+@pytest.fixture(scope="module")
+def called(loop_run):
+    """The calculator, by a policy that was shown how to call it and little else."""
+    return loop_run(
+        "called",
+        **{
+            "environment": {"name": "calculator", "options": {"modulus": 10, "left_to_right": True}, "max_turns": 3},
+            "environment.advantage": "turn",
+            "warm_start.steps": 40,
+            "warm_start.step_by_step_share": 0.0,
+            "warm_start.tool_share": 1.0,
+            "rollout.max_new_tokens": 32,
+            "steps": 2,
+        },
+    )
+
+
+def metrics_of(run, step):
+    return run.store.get_json(run.ledger.artifacts(step)["metrics"])
+
+
+@pytest.mark.parametrize("name", ["talked", "called"])
+def test_both_policies_are_equal_over_all_turns(name, request):
+    run = request.getfixturevalue(name)
+    for step in (1, 2):
+        metrics = metrics_of(run, step)
+        assert metrics["alignment/token_mult_prob_error"] == 1
+        assert metrics["alignment/tokens_differing"] == 0
+        assert metrics["train/mask_differing"] == 0
+        assert metrics["environment/turns"] > 1
+        assert metrics["alignment/logprob_abs_diff_max_turn_1"] == 0
+        assert metrics["alignment/tokens_differing_turn_2_3"] == 0
+        rollouts, turns = (run.store.get_table(run.ledger.artifacts(step)[name]) for name in ("rollouts", "turns"))
+        refuse_other_turns(rollouts, turns, "")
+        assert pc.any(pc.invert(pc.list_flatten(rollouts["written"]))).as_py(), "no token of the environment"
+        assert metrics["train/tokens"] == sum(sum(row) for row in rollouts["written"].to_pylist())
+    assert main(["verify", str(run.folder)]) == 0
+
+
+def test_calls_of_the_tool_are_counted_and_its_results_are_told(called):
+    assert metrics_of(called, 2)["environment/tool_calls"] > 0.5
+    turns = called.store.get_table(called.ledger.artifacts(2)["turns"]).to_pylist()
+    answered = [row for row in turns if json.loads(row["calls"] or "[]") and not row["failed"] and row["said"]]
+    for row in answered:
+        (call,), (said,) = json.loads(row["calls"]), json.loads(row["said"])
+        assert f"[{call['arguments']['expression']}]" in row["text"]
+        assert said["role"] == "tool"
+        assert said["content"] in "0123456789"
+    heldout = called.store.get_json(called.ledger.artifacts(2)["evaluation"])
+    assert heldout["episodes"]["tool_calls"] > 0
+
+
+def test_the_reward_is_that_of_all_turns_and_of_the_verifier(talked):
+    artifacts = talked.ledger.artifacts(1)
+    turns, rewards = (talked.store.get_table(artifacts[name]).to_pylist() for name in ("turns", "rewards"))
+    for row in rewards:
+        own = [turn for turn in turns if (turn["group"], turn["sample"]) == (row["group"], row["sample"])]
+        if own[-1]["outcome"] == "judge":
+            assert row["reward"] == sum(turn["reward"] for turn in own) + (row["outcome"] == "right")
+        else:
+            assert row["outcome"] == own[-1]["outcome"] == "unparsed"
+            assert row["reward"] == sum(turn["reward"] for turn in own)
+    assert {turn["outcome"] for turn in turns} > {"", "judge"} - {"judge"}
+
+
+LIFE = """
+import io, json, os, signal, sys
+from fp8core.config.load import reload_config
+from fp8core.environments.pool import EnvironmentPool
+from fp8core.report.console import Console
+from fp8core.run.loop import train
+from fp8core.run.open import open_directory, open_run, plan_of
+
+described, runs, after = sys.argv[1], sys.argv[2], int(sys.argv[3])
+answers, replies = 0, EnvironmentPool.replies
+
+def last_replies(self, wait):
+    global answers
+    found = replies(self, wait)
+    answers += len(found)
+    if answers > after:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return found
+
+EnvironmentPool.replies = last_replies
+config = reload_config(json.load(open(described))["config"], {"runs": runs})
+with (
+    open_directory(config, "killed") as directory,
+    open_run(config, plan_of(config), directory, Console(io.StringIO(), config.steps)) as run,
+):
+    train(run)
+"""
+
+
+def test_a_kill_in_mid_episode_ends_with_equal_bytes(talked, tmp_path):
+    codes = []
+    for after in (60, 60, 10**9):
+        arguments = [str(talked.folder / "run.json"), str(tmp_path), str(after)]
+        done = subprocess.run(
+            [sys.executable, "-c", LIFE, *arguments], cwd=Path(__file__).parents[2], capture_output=True, text=True
+        )
+        codes.append(done.returncode)
+        assert done.returncode in (0, -signal.SIGKILL), done.stderr
+    assert codes == [-signal.SIGKILL, -signal.SIGKILL, 0]
+    killed = type(talked)(tmp_path / "killed")
+    ours, theirs = ([record["outputs"] for record in run.records] for run in (killed, talked))
+    assert ours == theirs
+
+
+def replayed(capsys, *arguments):
+    code = main(["replay", *map(str, arguments), "--trust"])
+    printed = capsys.readouterr()
+    return code, printed.out.splitlines(), printed.err
+
+
+def test_a_replay_takes_recorded_answers_or_asks_again(talked, place, capsys):
+    assert replayed(capsys, talked.folder, "--from", 0)[0] == 0
+    assert replayed(capsys, talked.folder, "--step", 2, "--rerun-environments")[0] == 0
+    place.write_text(DIGITS.replace("% 3", "% 2"))
+    try:
+        assert replayed(capsys, talked.folder, "--step", 2)[0] == 0
+        code, lines, _ = replayed(capsys, talked.folder, "--step", 2, "--rerun-environments")
+    finally:
+        place.write_text(DIGITS)
+    assert code == 1
+    said = "\n".join(lines)
+    assert "executed differs: environment.source" in said
+    assert "first difference: outputs.rollout.turns" in said
+    assert "there: row 2 (group 0, sample 0, turn 2), column said" in said
+
+
+MISTAKES = {
+    "environment.name=nobody": "nobody is none of calculator, guess, python",
+    "environment={name: calculator, options: {modulo: 3}}": "environment.name=calculator: it is called as",
+    "environment={name: missing.py:Digits}": "missing.py cannot be imported",
+    "environment={name: calculator, max_turns: 0}": "environment.max_turns",
+    "rollout.stop_strings=['#']": "no episodes with rollout.stop_strings",
+    "rollout.router_replay=true": "no episodes with rollout.router_replay",
+    "rollout.top_k=3": "no episodes with rollout.top_k=3",
+    "pipeline.mode=one_step_off": "no episodes with pipeline.mode=one_step_off",
+    "cluster.engines=2": "no episodes with a cluster",
+    "warm_start.tool_share=0.5": "warm_start.tool_share=0.5 needs environment.name=calculator with options",
+}
+
+
+@pytest.mark.parametrize(("setting", "said"), MISTAKES.items(), ids=[*MISTAKES])
+def test_mistakes_are_one_line(setting, said, tmp_path, capsys):
+    begun = ["run", "tiny", "--set", f"runs={tmp_path}", "--set", "environment.name=calculator"]
+    code = main([*begun, "--set", setting, "--set", "warm_start.steps=1"])
+    errors = capsys.readouterr().err.strip().splitlines()
+    assert code == 2
+    assert said in errors[-1]
+    assert sum(line.startswith("fp8-grpo") for line in errors) <= 1
