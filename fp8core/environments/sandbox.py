@@ -57,6 +57,7 @@ _BOOT = (
     "import sys; sys.path.insert(0, sys.argv[1]); from fp8core.environments.sandbox import interpret; "
     "interpret(int(sys.argv[2]), sys.argv[1], sys.argv[3:])"
 )
+_CHANNEL = 3
 _SECOND_TRY = "; what it defined is lost"
 _TICKS = os.sysconf("SC_CLK_TCK")
 _ADDRESS = re.compile(r"\bat 0x[0-9a-f]{6,16}\b")
@@ -223,8 +224,12 @@ def _processor_seconds(pid: int) -> float:
 # Below: in the process of the interpreter.
 
 
-def interpret(channel: int, root: str, arguments: list[str]) -> None:
+def interpret(inherited: int, root: str, arguments: list[str]) -> None:
     """Close the sandbox around this process, and run what comes by the channel."""
+    # Always one number: those of files that the code opens must be the same in a replay.
+    channel = os.dup2(inherited, _CHANNEL, inheritable=False)
+    if inherited != channel:
+        os.close(inherited)
     memory_mb, *packages = arguments
     sys.path[:] = [path for path in sys.path if path and path != root] + packages
     sys.argv[:] = [""]

@@ -12,7 +12,7 @@ from fp8core.store.manifest import installed_version
 _BASE = ("torch", "prefect", "mlflow", "pyarrow", "safetensors", "pydantic", "tokenizers", "numpy")
 _EXTRAS = {
     "vllm": ("vllm", "rollouts on a GPU"),
-    "sglang": ("sglang", "rollouts on a GPU by another engine; in an environment of its own"),
+    "sglang": ("sglang", "rollouts on a GPU"),
     "nvidia-cudnn-frontend": ("vllm", "a faster backward of attention on Hopper"),
     "megatron-core": ("megatron", "training with Megatron Core"),
     "transformer-engine": ("megatron", "FP8 kernels of the Megatron trainer"),

@@ -1,7 +1,9 @@
 """The calculator, the game of guessing, and Python in its sandbox."""
 
 import ast
+import contextlib
 import operator
+import os
 import random
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -262,6 +264,20 @@ def test_a_call_that_takes_too_long_ends_and_says_so(python: Interpreter, code: 
     assert (said.endswith("; what it defined is lost"), failed) == (True, True)
     assert said.startswith(("more than 1 s of processor time", "no end after 2 s"))
     assert python.run("kept") == ("line 1: NameError: name 'kept' is not defined", True)
+
+
+def test_descriptors_of_code_have_the_same_numbers_in_every_process() -> None:
+    """However many files this process holds open: a replay answers the same."""
+    code = "import os; f = open(os.__file__); f.fileno()"
+    answers = set()
+    with contextlib.ExitStack() as stack:
+        for _ in range(3):
+            interpreter = Interpreter(seconds=1, memory_mb=256, characters=300)
+            stack.callback(interpreter.close)
+            answers.add(interpreter.run(code))
+            for _ in range(100):
+                stack.enter_context(open(os.devnull))
+    assert answers == {("4", False)}
 
 
 def test_an_episode_of_python_keeps_its_reference_to_itself() -> None:
