@@ -109,6 +109,9 @@ def test_it_runs(launch, small, checkpoint, problems, taught, name):
         "training.device": "cpu",
         "training.packed": trainer_of(config.training).name == "packed" or None,
     }
+    if name == "gsm8k-python":
+        # The chat template of the small checkpoint has no tool calls.
+        here |= {"environment.format": "plain"}
     overrides = {**reduced(name, config, small, checkpoint, problems), **here, **taught(config)}
     finished = launch(f"shipped-{name}", steps=1, config=name, overrides=overrides)
     assert finished.state.is_completed(), finished.state.message

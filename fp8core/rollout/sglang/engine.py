@@ -380,7 +380,8 @@ def _completion(output: Mapping[str, Any], group: PromptGroup, i: int, sampling:
     assert reason in ("stop", "length"), f"SGLang ended a request with {reason}"
     written = len(tokens) + (len(group.begun[i]) if group.begun else 0)
     finish: Finish = "length" if written == sampling.max_new_tokens else "open"
-    if reason == "stop":
+    # SGLang's reason of a last token that is both, the last of all and a stop, is the length.
+    if tokens[-1] in sampling.stop_ids:
         finish = "stop"
     return Completion(group.group, group.samples[i], tokens, output["logprobs"], finish)
 

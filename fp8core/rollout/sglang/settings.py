@@ -34,6 +34,8 @@ POINTS = "kernels of SGLang"
 """Rounding points of its norms, rotary positions and SwiGLU; no contract has them."""
 # SGLang has greedy requests at temperature 0 alone; what is lower divides by nearly nothing.
 LOWEST_TEMPERATURE = 1e-4
+# SGLang ends a request of the full length this many tokens before its context does.
+BEYOND = 2
 _GIB = 1 << 30
 
 
@@ -82,8 +84,7 @@ def engine_arguments(
         # Deterministic inference has SGLang's own sampler, which takes seeds then.
         **({"enable_deterministic_inference": True} if options.batch_invariant else own_sampler()),
         "kv_cache_dtype": "fp8_e4m3" if contract.rollout.kv_cache == "fp8" else "bf16",
-        # One token more: a request of the full length must fit with the one that it never generates.
-        "context_length": launch.longest + 1,
+        "context_length": launch.longest + BEYOND,
         "max_running_requests": launch.max_batch,
         "max_total_tokens": cache_tokens(arch, contract, options),
         "mem_fraction_static": options.mem_fraction_static,
@@ -120,8 +121,8 @@ def model_config(arch: Architecture, contract: PrecisionContract) -> dict[str, A
     kept = [name.removesuffix(".weight") for name in linears if formats.of(name) != "fp8_block"]
     section = block_fp8_section(["lm_head", *kept])
     about = {"quant_method": REGISTERED, "scale_rule": contract.scale_rule, "head": contract.rollout.head}
-    # SGLang refuses a context beyond the model's positions, and its own has one token more (`engine_arguments`).
-    positions = {"max_position_embeddings": arch.max_positions + 1}
+    # SGLang refuses a context beyond the model's positions.
+    positions = {"max_position_embeddings": arch.max_positions + BEYOND}
     return {**config, **positions, "quantization_config": {**section, **about}}
 
 
