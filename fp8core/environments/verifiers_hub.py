@@ -7,7 +7,8 @@ loop repeats the whole conversation each time, and could change what was said. T
 it adds messages at the end. Anything else ends the episode as `crashed`, with `RewrittenHistory` in its detail.
 
 Not promised: the text of a policy holds its thoughts and tool calls as they were written, for the environment too. A
-malformed call is a text. Identifiers of calls, rewards of single turns and counts of tokens are not passed on.
+malformed call is a text. Identifiers of calls, rewards of single turns and counts of tokens are not passed on. Cleanup
+handlers run at the end of every episode; teardown handlers do not, for all episodes share what was loaded.
 """
 
 import asyncio
@@ -142,8 +143,6 @@ class Verifiers:
             self._rollout.cancel()
             with contextlib.suppress(asyncio.CancelledError, Exception):
                 self._loop.run_until_complete(self._rollout)
-        # What an episode has opened is its own: at the end of the process nothing else would close it.
-        self._loop.run_until_complete(self._environment._teardown())
         self._loop.close()
 
     async def _play(self, row: Mapping[str, Any]) -> Any:
