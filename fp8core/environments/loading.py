@@ -30,8 +30,8 @@ class LoadedEnvironment(NamedTuple):
 def load_environment(name: str, options: Mapping[str, Any]) -> LoadedEnvironment:
     """The environment of a name: a shipped one, `module:Class` or `path/to/file.py:Class`.
 
-    A class with a class method `prepare(**options)` is prepared here, once for all episodes: it returns what makes the
-    environment of an episode, and the digest of what else decides its answers.
+    A class method `prepare(**options)` is called here, once for all episodes. It returns what makes the environment of
+    an episode, and the digest of what else decides its answers.
 
     Raises UserError: there is none, importing it fails, it has not the methods of an environment, or not these options.
     """
@@ -60,7 +60,7 @@ def _digest_of_shipped() -> str:
 
 
 def _refuse_options(called: Callable[..., Any], made: Callable[..., Any], options: Mapping[str, Any]) -> None:
-    """Raises UserError on options that `called` does not take; a user knows it by the name of `made`."""
+    """Raises UserError on options that `called` does not take; errors have the name of `made`."""
     try:
         signature = inspect.signature(called)
     except ValueError:

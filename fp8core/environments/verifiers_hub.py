@@ -2,7 +2,7 @@
 
     environment: {name: "fp8core.environments.verifiers_hub:Verifiers", options: {environment: NAME_OR_FILE}}
 
-The environment's own loop runs in the episode's process. Where it asks a model, it waits, and the policy answers. The
+The environment's own loop runs in the episode's process. At each call of a model it waits, and the policy answers. The
 loop repeats the whole conversation each time, and could change what was said. Token for token equality holds only where
 it adds messages at the end. Anything else ends the episode as `crashed`, with `RewrittenHistory` in its detail.
 
@@ -50,7 +50,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class RewrittenHistory(Exception):
-    """An environment asks about another conversation than the one that the policy has had."""
+    """A call of the model has another conversation than the one that the policy has had."""
 
 
 class ScoringFailed(Exception):
@@ -58,7 +58,7 @@ class ScoringFailed(Exception):
 
 
 class _Request(NamedTuple):
-    """What a model is asked, as plain JSON, and the future of its answer."""
+    """A call of the model, as plain JSON, and the future of its answer."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]]
@@ -78,8 +78,8 @@ class Verifiers:
     ) -> "tuple[Callable[[], Verifiers], str]":
         """Load the environment; the maker of its episodes, and the digest of its source.
 
-        A data set that is downloaded or converted here starts threads, which a fork lacks, and is refused; it can be
-        read once it is in the cache.
+        Downloading or converting a data set starts threads, which a fork lacks, so the environment is refused. The next
+        start finds the data in the cache.
 
         Args:
             environment: an installed module with a function `load_environment`, or `module:function`, or
@@ -156,7 +156,7 @@ class Verifiers:
         return state
 
     def _next(self, failed: int) -> Turn | Outcome:
-        """Run the loop until it asks the policy, or ends."""
+        """Run the loop to its next call of the policy, or to its end."""
         assert self._rollout is not None, "it was started"
         request = self._loop.create_task(self._policy.requests.get())
         waiting = asyncio.wait({self._rollout, request}, return_when=asyncio.FIRST_COMPLETED)
