@@ -208,7 +208,7 @@ class Look:
         ("METHODS\n def __init__(self): import os; os._exit(3)", {}, "its process ended (exit code 3)"),
         ("METHODS\n def __init__(self, *, a='" + "x" * 500 + "\\n'): ...", {"b": 1}, "it is called as Own(b=...)"),
         ("def Own(): return 3", {}, "it makes int, which has no method start"),
-        ("import threading, time\nthreading.Thread(target=time.sleep, args=(9,)).start()\nMETHODS", {}, "importing it"),
+        ("import threading, time\nthreading.Thread(target=time.sleep, args=(9,)).start()\nMETHODS", {}, "loading it"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_an_environment_is_refused_in_a_line(
