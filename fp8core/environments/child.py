@@ -101,7 +101,7 @@ def _refuse_threads() -> None:
     """A fork copies one thread; locks that others hold would stay locked for ever."""
     count = len(list(_THREADS.iterdir())) if _THREADS.exists() else threading.active_count()
     if count > 1:
-        raise UserError(f"importing it starts {count - 1} threads; start them in `start`, of each episode")
+        raise UserError(f"loading it starts {count - 1} threads, which episodes would lack; start them in `start`")
 
 
 def _fork_episode(control: socket.socket, channel: int, loaded: LoadedEnvironment, limits: EpisodeLimits) -> None:

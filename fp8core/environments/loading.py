@@ -30,6 +30,9 @@ class LoadedEnvironment(NamedTuple):
 def load_environment(name: str, options: Mapping[str, Any]) -> LoadedEnvironment:
     """The environment of a name: a shipped one, `module:Class` or `path/to/file.py:Class`.
 
+    A class method `prepare(**options)` is called here, once for all episodes. It returns what makes the environment of
+    an episode, and the digest of what else decides its answers.
+
     Raises UserError: there is none, importing it fails, it has not the methods of an environment, or not these options.
     """
     if name in SHIPPED:
@@ -37,7 +40,14 @@ def load_environment(name: str, options: Mapping[str, Any]) -> LoadedEnvironment
         made, digest = getattr(module, SHIPPED[name]), _digest_of_shipped()
     else:
         made, digest = user_attribute(name, "class")
-    _refuse_options(made, options)
+    prepare = getattr(made, "prepare", None)
+    if inspect.isclass(made) and inspect.ismethod(prepare):
+        _refuse_options(prepare, made, options)
+        _refuse_methods(made)
+        create, more = prepare(**options)
+        digest = hashlib.sha256(f"{digest} {more}".encode()).hexdigest()
+        return LoadedEnvironment(create, {"environment": name, "source": digest})
+    _refuse_options(made, made, options)
     _refuse_methods(made)
     return LoadedEnvironment(lambda: made(**options), {"environment": name, "source": digest})
 
@@ -49,15 +59,16 @@ def _digest_of_shipped() -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def _refuse_options(made: Callable[..., Any], options: Mapping[str, Any]) -> None:
+def _refuse_options(called: Callable[..., Any], made: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    """Raises UserError on options that `called` does not take; errors have the name of `made`."""
     try:
-        signature = inspect.signature(made)
+        signature = inspect.signature(called)
     except ValueError:
         return  # One written in C may have none to read.
     try:
         signature.bind(**options)
     except TypeError as error:
-        given = ", ".join(f"{name}=..." for name in options)
+        given = ", ".join(f"{option}=..." for option in options)
         name = made.__name__
         raise UserError(
             f"it is called as {name}({given}), and is defined as {name}{_shown(signature)}: {error}"

@@ -189,6 +189,7 @@ class EnvironmentPool:
         shown = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
         passed = shown if self._name in SHIPPED else dict(os.environ)
         single = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+        single["JE_ARROW_MALLOC_CONF"] = "background_thread:false"
         with theirs:
             arguments = supervised("fp8core.environments.child", theirs.fileno())
             variables = {**passed, **single, "PYTHONHASHSEED": "0"}

@@ -19,6 +19,7 @@ _EXTRAS = {
     "ray": ("ray", "several engines and ranks, on one machine or many"),
     "math-verify": ("math", "verifier for mathematical expressions"),
     "datasets": ("datasets", "Hugging Face datasets by name"),
+    "verifiers": ("verifiers", "environments of that library"),
 }
 
 

@@ -178,6 +178,8 @@ def user_attribute(name: str, kind: str) -> tuple[Callable[..., Any], str]:
         raise UserError(f"{place} is no regular file")
     try:
         module = _module_of_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    except UserError:
+        raise
     except (Exception, SystemExit) as error:
         raise UserError(f"{place} cannot be imported: {type(error).__name__}: {first_line(error)}") from error
     found = getattr(module, attribute, None)

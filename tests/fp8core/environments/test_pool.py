@@ -208,7 +208,7 @@ class Look:
         ("METHODS\n def __init__(self): import os; os._exit(3)", {}, "its process ended (exit code 3)"),
         ("METHODS\n def __init__(self, *, a='" + "x" * 500 + "\\n'): ...", {"b": 1}, "it is called as Own(b=...)"),
         ("def Own(): return 3", {}, "it makes int, which has no method start"),
-        ("import threading, time\nthreading.Thread(target=time.sleep, args=(9,)).start()\nMETHODS", {}, "importing it"),
+        ("import threading, time\nthreading.Thread(target=time.sleep, args=(9,)).start()\nMETHODS", {}, "loading it"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_an_environment_is_refused_in_a_line(
@@ -252,3 +252,48 @@ def wait_for(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < until
         time.sleep(0.005)
+
+
+PREPARED = """
+import os
+
+import pyarrow
+
+from fp8core.environments.protocol import Outcome, Said, Turn
+
+
+class Prepared:
+    @classmethod
+    def prepare(cls, *, word):
+        host = os.getpid()
+        return lambda: cls(f"{word} {host}"), word
+
+    def __init__(self, said):
+        self.said = said
+
+    def start(self, task):
+        return Turn((Said("user", self.said),))
+
+    def step(self, action):
+        return Outcome("right")
+
+    def close(self):
+        pass
+"""
+
+
+def test_a_class_is_prepared_once_for_all_episodes_and_its_digest_is_recorded(
+    start_pool: StartPool, tmp_path: Path
+) -> None:
+    path = tmp_path / "prepared.py"
+    path.write_text(PREPARED)
+    pools = [start_pool(f"{path}:Prepared", word=word) for word in ("one", "two")]
+    assert pools[0].description["source"] != pools[1].description["source"]
+    for sample in range(3):
+        pools[0].begin((0, sample), Task("", "", sample))
+    turns = [*collect(pools[0], 3).values()]
+    assert turns == [turns[0]] * 3
+    assert isinstance(turns[0], Turn)
+    assert turns[0].messages[0].content.startswith("one ")
+    with pytest.raises(UserError, match=r"called as Prepared\(words=\.\.\.\), and is defined as Prepared\(\*, word\)"):
+        start_pool(f"{path}:Prepared", words="one")
