@@ -119,7 +119,7 @@ def test_an_engine_is_started_as_the_contract_says():
     arguments = engine_arguments(ARCH, FP8, SglangConfig(kv_cache_gib=0.5, page_size=16), LAUNCH)
     assert {arguments[name] for name in ("quantization", "attention_backend", "sampling_backend")} == {"fp8_grpo"}
     assert arguments["kv_cache_dtype"] == "fp8_e4m3"
-    assert arguments["context_length"] == 257
+    assert arguments["context_length"] == 258
     # A token has K and V of two layers of two heads of 128 bytes.
     assert arguments["max_total_tokens"] == (1 << 29) // 1024
     assert "enable_deterministic_inference" not in arguments
@@ -150,7 +150,7 @@ def test_the_model_says_what_is_quantised_and_how():
     kept = section["modules_to_not_convert"]
     assert "model.layers.0.mlp.gate_proj" in kept
     assert not [name for name in kept if name.startswith("model.layers.1.")]
-    assert config["max_position_embeddings"] == 257
+    assert config["max_position_embeddings"] == 258
 
 
 def _described(**changes):
