@@ -367,7 +367,6 @@ def _sampling(temperature: float, tokens: int, seed: int, stops: list[int]) -> d
         "temperature": temperature,
         "max_new_tokens": tokens,
         "stop_token_ids": stops,
-        "ignore_eos": True,
         "no_stop_trim": True,
         "sampling_seed": seed,
         "custom_params": {"seed": seed},

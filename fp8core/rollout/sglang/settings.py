@@ -116,6 +116,8 @@ def cache_tokens(arch: Architecture, contract: PrecisionContract, options: Sglan
 def model_config(arch: Architecture, contract: PrecisionContract) -> dict[str, Any]:
     """The config.json of a policy under the contract, without tokens: the engine is told where completions end."""
     config = architecture_to_hf(arch, bos_id=None, eos_ids=[0], pad_id=None, dtype="bfloat16")
+    # A request that ignores the model's end would ignore its own stop tokens as well: the model has no end.
+    config["eos_token_id"] = None
     formats = rollout_formats(contract, arch.num_layers).stored_names()
     linears = (name for name in parameter_shapes(arch) if is_linear(name))
     kept = [name.removesuffix(".weight") for name in linears if formats.of(name) != "fp8_block"]
