@@ -199,7 +199,8 @@ def test_bf16_and_llama(sglang_build):
         check_report(report, policy_digest(policy.tensors), PolicyScales(0, ()), 0)
         check_formats(engine.describe(), BF16)
         groups = build_groups(6, 2)
-        assert _error(policy, groups, collect(engine, groups, SAMPLING)) < 0.02
+        # Both round: the reference alone is 0.028 from FP32 (transformers on a CPU, of this model).
+        assert _error(policy, groups, collect(engine, groups, SAMPLING)) < 0.056
     finally:
         engine.close()
 
