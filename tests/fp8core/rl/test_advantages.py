@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from fp8core.rl.advantages import ESTIMATORS as CONFIGURED
 from fp8core.rl.advantages import (
     Scores,
+    TurnReward,
     group_advantages,
     informative,
     kl_penalties,
@@ -19,6 +20,7 @@ from fp8core.rl.advantages import (
     reinforce_plus_plus_advantages,
     reinforce_plus_plus_baseline_advantages,
     rloo_advantages,
+    turn_advantages,
 )
 
 EPSILON = 1e-4
@@ -90,6 +92,42 @@ def test_each_estimator_equals_an_independent_loop(name, rows):
         kept = [True] * len(rows) if mask is None else keep.tolist()
         expected = slow(formula, rewards.tolist(), groups.tolist(), kept)
         assert estimator(rewards, groups, mask).tolist() == pytest.approx(expected, rel=1e-6, abs=1e-9)
+
+
+EPISODES = st.lists(
+    st.tuples(
+        st.integers(0, 2), st.booleans(), st.lists(st.tuples(REWARDS, st.integers(0, 3)), min_size=1, max_size=4)
+    ),
+    min_size=1,
+    max_size=10,
+)
+
+
+@pytest.mark.parametrize("name", [name for name, formula in BY_NAME.items() if formula])
+@settings(max_examples=40)
+@given(episodes=EPISODES)
+def test_a_turn_is_compared_with_those_of_its_number(name, episodes):
+    """By what follows it; two tokens of observation after each turn get nothing."""
+    groups, keep, turns = zip(*episodes, strict=True)
+    spans, ends = [], []
+    for row, of_row in enumerate(turns):
+        begin = 0
+        for number, (reward, length) in enumerate(of_row):
+            spans.append(TurnReward(row, number, begin, begin + length, reward))
+            begin += length + 2
+        ends.append(begin)
+    mask = torch.zeros(len(episodes), max(ends), dtype=torch.bool)
+    expected = torch.zeros(mask.shape, dtype=torch.float64)
+    for span in spans:
+        mask[span.row, span.begin : span.end] = True
+        mates = [i for i, of_row in enumerate(turns) if groups[i] == groups[span.row] and len(of_row) > span.turn]
+        following = [math.fsum(reward for reward, _ in turns[i][span.turn :]) for i in mates]
+        advantages = slow(BY_NAME[name], following, [0] * len(mates), [keep[i] for i in mates])
+        expected[span.row, span.begin : span.end] = advantages[mates.index(span.row)]
+    rewards = torch.tensor([math.fsum(reward for reward, _ in of_row) for of_row in turns], dtype=torch.float64)
+    scores = Scores(rewards=rewards, groups=torch.tensor(groups), keep=torch.tensor(keep), mask=mask)
+    found = turn_advantages(scores, spans, CONFIGURED[name], EPSILON)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-8)
 
 
 def whitened(values, unbiased, epsilon=0.0):
