@@ -69,7 +69,7 @@ class Hostile:
     def do_grow(self, text):
         kept = []
         while True:
-            kept.append(bytearray(2**20))
+            kept.append(bytearray(2**25))
 
     def do_recurse(self, text):
         return self.do_recurse(text)
@@ -173,7 +173,7 @@ class Hostile:
         return self.do_say(str(random.random()))
 """
 
-LIMITS = EpisodeLimits(timeout_seconds=8.0, cpu_seconds=0.4, memory_mb=128, reply_bytes=1 << 16, processes=8)
+LIMITS = EpisodeLimits(timeout_seconds=8.0, cpu_seconds=1.0, memory_mb=128, reply_bytes=1 << 16, processes=8)
 
 
 @pytest.fixture(scope="session")
