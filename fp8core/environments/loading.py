@@ -7,6 +7,7 @@ import hashlib
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,16 +41,15 @@ def load_environment(name: str, options: Mapping[str, Any]) -> LoadedEnvironment
         made, digest = getattr(module, SHIPPED[name]), _digest_of_shipped()
     else:
         made, digest = user_attribute(name, "class")
-    prepare = getattr(made, "prepare", None)
-    if inspect.isclass(made) and inspect.ismethod(prepare):
-        _refuse_options(prepare, made, options)
-        _refuse_methods(made)
+    method = getattr(made, "prepare", None)
+    prepare = method if inspect.isclass(made) and inspect.ismethod(method) else None
+    _refuse_options(prepare or made, made, options)
+    _refuse_methods(made)
+    create = partial(made, **options)
+    if prepare is not None:
         create, more = prepare(**options)
         digest = hashlib.sha256(f"{digest} {more}".encode()).hexdigest()
-        return LoadedEnvironment(create, {"environment": name, "source": digest})
-    _refuse_options(made, made, options)
-    _refuse_methods(made)
-    return LoadedEnvironment(lambda: made(**options), {"environment": name, "source": digest})
+    return LoadedEnvironment(create, {"environment": name, "source": digest})
 
 
 def _digest_of_shipped() -> str:

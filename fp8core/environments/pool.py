@@ -185,7 +185,8 @@ class EnvironmentPool:
 
     def _start_host(self) -> None:
         self._control, theirs = socket.socketpair()
-        # Sets of strings have the same order in every run; threads of libraries would stay behind in a fork.
+        # Sets of strings have the same order in every run; threads of libraries, pyarrow's allocator among them, would
+        # stay behind in a fork.
         shown = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
         passed = shown if self._name in SHIPPED else dict(os.environ)
         single = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")

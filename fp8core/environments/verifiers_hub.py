@@ -133,7 +133,8 @@ class Verifiers:
         assert self._asked is not None, "an action answers a turn"
         self._turns += 1
         response = self._policy.response(action, self._turns)
-        self._told.append(_plain(verifiers.types.AssistantMessage(**_answer(response))))
+        said = response.message
+        self._told.append(_plain(verifiers.types.AssistantMessage(content=said.content, tool_calls=said.tool_calls)))
         self._asked.answer.set_result(response)
         return self._next(max(1, len(action.calls)) if action.malformed else 0)
 
@@ -264,10 +265,6 @@ def _plain(value: Any) -> dict[str, Any]:
     """A message or a tool of the library as JSON; the environment may change the object later."""
     found: dict[str, Any] = value.model_dump(mode="json", exclude_none=True)
     return found
-
-
-def _answer(response: Any) -> dict[str, Any]:
-    return {"content": response.message.content, "tool_calls": response.message.tool_calls}
 
 
 def _said(message: Mapping[str, Any]) -> Said:

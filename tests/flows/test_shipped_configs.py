@@ -72,7 +72,9 @@ def reduced(name, config, small, checkpoint, problems):
     """What makes a shipped configuration small, without a change of what it computes."""
     if config.architecture is not None:
         return small | {f"architecture.{key}": size for key, size in SIZES.items()}
-    return SMALL_BATCH | {"model": str(checkpoint(config.model)), "data.source": str(problems)}
+    # The chat template of the small checkpoint has no tool calls.
+    called = {"environment.format": "plain"} if config.environment is not None else {}
+    return SMALL_BATCH | called | {"model": str(checkpoint(config.model)), "data.source": str(problems)}
 
 
 @pytest.fixture
@@ -109,9 +111,6 @@ def test_it_runs(launch, small, checkpoint, problems, taught, name):
         "training.device": "cpu",
         "training.packed": trainer_of(config.training).name == "packed" or None,
     }
-    if name == "gsm8k-python":
-        # The chat template of the small checkpoint has no tool calls.
-        here |= {"environment.format": "plain"}
     overrides = {**reduced(name, config, small, checkpoint, problems), **here, **taught(config)}
     finished = launch(f"shipped-{name}", steps=1, config=name, overrides=overrides)
     assert finished.state.is_completed(), finished.state.message

@@ -35,7 +35,7 @@ POINTS = "kernels of SGLang"
 # SGLang has greedy requests at temperature 0 alone; what is lower divides by nearly nothing.
 LOWEST_TEMPERATURE = 1e-4
 # SGLang ends a request of the full length this many tokens before its context does.
-BEYOND = 2
+_BEYOND = 2
 _GIB = 1 << 30
 
 
@@ -84,7 +84,7 @@ def engine_arguments(
         # Deterministic inference has SGLang's own sampler, which takes seeds then.
         **({"enable_deterministic_inference": True} if options.batch_invariant else own_sampler()),
         "kv_cache_dtype": "fp8_e4m3" if contract.rollout.kv_cache == "fp8" else "bf16",
-        "context_length": launch.longest + BEYOND,
+        "context_length": launch.longest + _BEYOND,
         "max_running_requests": launch.max_batch,
         "max_total_tokens": cache_tokens(arch, contract, options),
         "mem_fraction_static": options.mem_fraction_static,
@@ -115,16 +115,15 @@ def cache_tokens(arch: Architecture, contract: PrecisionContract, options: Sglan
 
 def model_config(arch: Architecture, contract: PrecisionContract) -> dict[str, Any]:
     """The config.json of a policy under the contract, without tokens: the engine is told where completions end."""
-    config = architecture_to_hf(arch, bos_id=None, eos_ids=[0], pad_id=None, dtype="bfloat16")
     # A request that ignores the model's end would ignore its own stop tokens as well: the model has no end.
-    config["eos_token_id"] = None
+    config = architecture_to_hf(arch, bos_id=None, eos_ids=[], pad_id=None, dtype="bfloat16")
     formats = rollout_formats(contract, arch.num_layers).stored_names()
     linears = (name for name in parameter_shapes(arch) if is_linear(name))
     kept = [name.removesuffix(".weight") for name in linears if formats.of(name) != "fp8_block"]
     section = block_fp8_section(["lm_head", *kept])
     about = {"quant_method": REGISTERED, "scale_rule": contract.scale_rule, "head": contract.rollout.head}
     # SGLang refuses a context beyond the model's positions.
-    positions = {"max_position_embeddings": arch.max_positions + BEYOND}
+    positions = {"max_position_embeddings": arch.max_positions + _BEYOND}
     return {**config, **positions, "quantization_config": {**section, **about}}
 
 

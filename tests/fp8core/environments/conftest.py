@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from fp8core.environments.pool import EnvironmentPool, EpisodeLimits
+from fp8core.environments.protocol import Outcome, Turn
 
 # An action names what the environment does with it.
 HOSTILE = r"""
@@ -195,3 +196,11 @@ def start_pool() -> Iterator[Callable[..., EnvironmentPool]]:
     yield start
     for pool in pools:
         pool.close()
+
+
+def collect(pool: EnvironmentPool, count: int) -> dict[tuple[int, int], Turn | Outcome]:
+    """The next replies, in the order in which they come."""
+    found: dict[tuple[int, int], Turn | Outcome] = {}
+    while len(found) < count:
+        found |= {key: reply for key, reply, _ in pool.replies(wait=True)}
+    return found

@@ -15,7 +15,7 @@ import pytest
 from fp8core.environments.pool import EnvironmentPool, EpisodeLimits
 from fp8core.environments.protocol import Action, Outcome, Said, Task, ToolCall, Turn
 from fp8core.errors import UserError
-from tests.fp8core.environments.conftest import LIMITS
+from tests.fp8core.environments.conftest import LIMITS, collect
 
 StartPool = Callable[..., EnvironmentPool]
 
@@ -23,13 +23,6 @@ StartPool = Callable[..., EnvironmentPool]
 @pytest.fixture(scope="module")
 def pool(start_pool: StartPool, hostile_file: Path) -> EnvironmentPool:
     return start_pool(f"{hostile_file}:Hostile", greeting="good day")
-
-
-def collect(pool: EnvironmentPool, count: int) -> dict[tuple[int, int], Turn | Outcome]:
-    found: dict[tuple[int, int], Turn | Outcome] = {}
-    while len(found) < count:
-        found |= {key: reply for key, reply, _ in pool.replies(wait=True)}
-    return found
 
 
 def said(text: str) -> Turn:

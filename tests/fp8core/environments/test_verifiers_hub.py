@@ -13,6 +13,7 @@ from fp8core.environments.loading import load_environment
 from fp8core.environments.pool import EnvironmentPool, EpisodeLimits
 from fp8core.environments.protocol import Action, Outcome, Said, Task, ToolCall, Turn
 from fp8core.errors import UserError
+from tests.fp8core.environments.conftest import collect
 
 NAME = "fp8core.environments.verifiers_hub:Verifiers"
 LIMITS = EpisodeLimits(timeout_seconds=20.0, cpu_seconds=10.0, memory_mb=512, processes=8)
@@ -122,10 +123,7 @@ def task(answer: str, **info: str) -> Task:
 
 
 def replies(pool: EnvironmentPool, count: int) -> list[Any]:
-    found: list[Any] = []
-    while len(found) < count:
-        found += [reply for _, reply, _ in pool.replies(wait=True)]
-    return found
+    return [*collect(pool, count).values()]
 
 
 @needs_library
