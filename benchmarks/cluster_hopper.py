@@ -50,7 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out, rows = options.out.absolute(), list[Row]()
     (out / "logs").mkdir(parents=True, exist_ok=True)
     address = {} if not options.nodes else {"cluster.address": simulated_nodes(options.nodes, options.gpus)}
-    for name, settings in cases(options.gpus).items():
+    chosen = cases(options.gpus)
+    for name in options.case or chosen:
+        settings = chosen[name]
         rows.append(_measured(name, {**settings, **address} if settings else settings, options, out))
         write_rows(out / f"{RESULT}.json", rows)
     print(step_table(rows), flush=True)
@@ -137,6 +139,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="folder of the rows, the runs and their logs")
     parser.add_argument("--gpus", type=int, default=2, help="GPUs of the cases with several")
     parser.add_argument("--nodes", type=int, default=0, help="simulated nodes that share the GPUs out")
+    parser.add_argument("--case", action="append", help="its name, as in the table; may be repeated (default: all)")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--warm-start", type=int, default=600, help="steps of the warm start that all cases share")
     parser.add_argument("--config", default="h200-small")

@@ -22,38 +22,45 @@ _RESOLVED = (
 )
 # For the end of the last batch to arrive, and for the cache to be dropped.
 _FLUSH_SECONDS = 30.0
+# Until a STOP is seen while no request ends.
+_STOP_SECONDS = 0.05
 
 
 def serve(pipe: Connection, arguments: dict[str, Any]) -> None:
     """Start an engine, say so, and answer until CLOSE is asked for, the parent ends, or one of SGLang's processes."""
     end_with_parent.follow_parent()
-    host = Host(pipe, arguments)
+    host = Host(pipe, start_engine(arguments), arguments)
     pipe.send((RESULT, None))
     # SGLang hears of the end of its processes while it generates, not while nothing is asked of it.
     processes = [process.sentinel for process in multiprocessing.active_children()]
-    with suppress(EOFError):
-        while pipe in wait([pipe, *processes]) and host.answer(*pipe.recv()):
-            pass
-    host.close()
+    try:
+        with suppress(EOFError):
+            while pipe in wait([pipe, *processes]) and host.answer(*pipe.recv()):
+                pass
+    finally:
+        # `multiprocessing` waits for the children of a process that fails, for ever, before it says why.
+        host.close()
+
+
+def start_engine(arguments: dict[str, Any]) -> Any:
+    """SGLang's engine with our processes, in the places that it keeps for them."""
+    # SGLang is optional; its package has a stand-in of this name, which cannot be derived from.
+    from sglang.srt.entrypoints.engine import Engine
+
+    register()
+
+    class PolicyEngine(Engine):
+        run_scheduler_process_func = staticmethod(run_scheduler)
+        run_detokenizer_process_func = staticmethod(run_detokenizer)
+
+    return PolicyEngine(**arguments)
 
 
 class Host:
     """The engine, and what is asked of it."""
 
-    def __init__(self, pipe: Connection, arguments: dict[str, Any]) -> None:
-        # SGLang is optional; its package has a stand-in of this name, which cannot be derived from.
-        from sglang.srt.entrypoints.engine import Engine
-
-        register()
-
-        class PolicyEngine(Engine):
-            """SGLang's engine with our processes, in the places that it keeps for them."""
-
-            run_scheduler_process_func = staticmethod(run_scheduler)
-            run_detokenizer_process_func = staticmethod(run_detokenizer)
-
-        self._pipe = pipe
-        self._engine = PolicyEngine(**arguments)
+    def __init__(self, pipe: Connection, engine: Any, arguments: dict[str, Any]) -> None:
+        self._pipe, self._engine = pipe, engine
         self._mailbox = Mailbox(arguments["model_path"])
         (self._worker,) = arguments["custom_weight_loader"]
         self._seeded = bool(arguments.get("enable_custom_logit_processor"))
@@ -112,21 +119,19 @@ class Host:
     async def _generate(self, groups: Sequence[tuple[int, list[dict[str, Any]]]]) -> None:
         loop = asyncio.get_running_loop()
         running = {loop.create_task(self._group(requests)): group for group, requests in groups}
-        stopped = asyncio.Event()
-        stop = loop.create_task(stopped.wait())
-        loop.add_reader(self._pipe.fileno(), stopped.set)
+        stopped = False
         try:
-            while running and not stopped.is_set():
-                await asyncio.wait([*running, stop], return_when=asyncio.FIRST_COMPLETED)
-                for task in [task for task in running if task.done()]:
+            # The pipe is asked, not watched by the loop: uvloop, which SGLang brings, would make it non-blocking, and
+            # what is sent while the parent is behind would fail.
+            while running and not (stopped := self._pipe.poll()):
+                done, _ = await asyncio.wait(running, timeout=_STOP_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
                     self._pipe.send((FINISHED, running.pop(task), task.result()))
         finally:
-            loop.remove_reader(self._pipe.fileno())
-            stop.cancel()
             if running:
                 self._engine.tokenizer_manager.abort_request(abort_all=True)
                 await asyncio.wait(list(running))
-            if stopped.is_set():
+            if stopped:
                 self._pipe.recv()
 
     async def _group(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
