@@ -19,14 +19,15 @@ import argparse
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks import vllm_hopper_cases as cases
-from benchmarks.harness import Row, RowFile, ended, start
+from benchmarks.harness import PRECISIONS as NAMES
+from benchmarks.harness import Row, RowFile, ended, start, table
 from flows.environment import set_variables
 from fp8core.config.capability import this_platform
 from fp8core.config.section import SglangConfig
@@ -115,6 +116,21 @@ def _rollout(engine: Any, generated: int, seed: int) -> Row:
     speed = {"seconds": round(seconds, 3), "tokens_per_s": round(tokens / seconds, 1)}
     # SGLang gives whole completions, no steps.
     return {**sizes, **speed, "step_ms": [], "collections": collected(), "processors": shares()[:3]}
+
+
+def sglang_table(rows: Sequence[Row]) -> str:
+    """SGLang by precision: its start, the first update and the last, and its rollouts."""
+    lines = []
+    for precision in dict.fromkeys(row["precision"] for row in rows):
+        start, sync, rollout = (
+            [row for row in rows if row["kind"] == kind and row["precision"] == precision]
+            for kind in ("start", "sync", "rollout")
+        )
+        speeds = ", ".join(f"{speed:,.0f}" for row in rollout for speed in row["all_tokens_per_s"])
+        updates = [f"{1000 * update['seconds']:.0f}" for update in (sync[0], sync[-1])]
+        lines.append([NAMES[precision], f"{start[0]['seconds']:.0f}", *updates, speeds or "not measured"])
+    header = ["Qwen3-8B, 256 x (512 + 512)", "ready, s", "first update, ms", "next, ms", "tokens/s"]
+    return table(header, lines)
 
 
 if __name__ == "__main__":

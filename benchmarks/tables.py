@@ -17,7 +17,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.cluster_hopper import step_table
 from benchmarks.harness import MODELS, PRECISIONS, Row, stored, table, write_rows
+from benchmarks.sglang_hopper import sglang_table
 
 SHAPE = [16384, 4096]
 DECODERS = {"fp8_decode": "ours", "flash_attention": "FlashAttention 3"}
@@ -577,6 +579,8 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "loop": lambda: [*loop_tables(stored("small_hopper")), *loop_tables(stored("large_ledger"))],
     "parity": lambda: [parity_table(stored("parity_tiny")[0])],
     "recovery": lambda: [recovery_table(stored("recovery"))],
+    "cluster": lambda: [step_table(stored("cluster_hopper"))],
+    "sglang": lambda: [sglang_table(stored("sglang_hopper"))],
     "attention": lambda: [*attention_tables(stored("attention_forward"))],
 }
 

@@ -38,7 +38,7 @@ def serve(pipe: Connection, arguments: dict[str, Any]) -> None:
             while pipe in wait([pipe, *processes]) and host.answer(*pipe.recv()):
                 pass
     finally:
-        # `multiprocessing` waits for the children of a process that fails, for ever, before it says why.
+        # Where this process fails, `multiprocessing` prints the reason after its children have ended, which run on.
         host.close()
 
 
@@ -121,8 +121,8 @@ class Host:
         running = {loop.create_task(self._group(requests)): group for group, requests in groups}
         stopped = False
         try:
-            # The pipe is asked, not watched by the loop: uvloop, which SGLang brings, would make it non-blocking, and
-            # what is sent while the parent is behind would fail.
+            # The loop does not watch the pipe. SGLang brings uvloop, which would make it non-blocking: what is sent
+            # while the parent is behind would fail.
             while running and not (stopped := self._pipe.poll()):
                 done, _ = await asyncio.wait(running, timeout=_STOP_SECONDS, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
