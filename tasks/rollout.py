@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from fp8core.config.steps import NoOptions
 from fp8core.data.prompt import longest_prompt
+from fp8core.errors import UserError
 from fp8core.numerics.logprobs import Truncation
 from fp8core.rollout.engine import Sampling
 from fp8core.rollout.episodes import Episode
@@ -36,13 +38,28 @@ def rollout(run: RunContext, index: int, options: NoOptions, prompts: Ref, polic
     outputs={"turns": "turns", "rollouts": "rollouts"},
 )
 def episodes(run: RunContext, index: int, options: NoOptions, prompts: Ref, policy: Ref, scales: Ref) -> dict[str, Ref]:
-    """As `rollout`, with an environment that answers; episodes that were cut begin again with the same seeds."""
+    """As `rollout`, with an environment that answers; episodes that were cut begin again with the same seeds.
+
+    Raises UserError: every episode ended before the policy's first turn.
+    """
     store, played = run.directory.store, _played(run, index, prompts)
     turns = unnested_turns(played).sort_by(TURN_ORDER).combine_chunks()
+    if not pc.any(pc.greater(turns["turn"], 0)).as_py():
+        # A run that goes on plays them again.
+        RolloutShards(shard_folder(run, index)).clear()
+        assert run.config.environment is not None, "the step belongs to an environment"
+        raise UserError(f"environment.name={run.config.environment.name}: {_silence(turns)}")
     return {
         "turns": store.put_table("turns", turns),
         "rollouts": store.put_table("rollouts", played.drop_columns([SHARD_TURNS])),
     }
+
+
+def _silence(turns: pa.Table) -> str:
+    """Episodes without a turn of the policy, in words."""
+    first = turns.slice(0, 1).to_pylist()[0]
+    ended = f"{first['outcome']}: {first['detail']}".removesuffix(": ")
+    return f"all {len(turns)} episodes ended before the policy's first turn, the first of them as {ended}"
 
 
 def _played(run: RunContext, index: int, prompts: Ref) -> pa.Table:

@@ -10,30 +10,12 @@ import pyarrow.compute as pc
 import pytest
 
 from flows.cli import main
+from fp8core.errors import UserError
+from fp8core.report.pages import report_html
+from fp8core.report.run_data import read_run
 from fp8core.store.tables import refuse_other_turns
 
-# Says a digit after each of three turns, so that every episode has several, whatever the policy writes.
-DIGITS = """
-from fp8core.environments.protocol import Outcome, Said, Turn
-
-
-class Digits:
-    def __init__(self, *, first=1):
-        self._next = first
-
-    def start(self, task):
-        self._question = task.question
-        return Turn((Said("user", task.question),))
-
-    def step(self, action):
-        said, self._next = self._next, self._next + len(action.text) % 3
-        if said > 3:
-            return Outcome("judge", reward=0.125)
-        return Turn((Said("user", str(said)),), reward=0.25, info={"length": len(action.text)})
-
-    def close(self):
-        pass
-"""
+DIGITS = (Path(__file__).parents[1] / "parts" / "digits_environment.py").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +103,46 @@ def test_the_reward_is_that_of_all_turns_and_of_the_verifier(talked):
             assert row["outcome"] == own[-1]["outcome"] == "unparsed"
             assert row["reward"] == sum(turn["reward"] for turn in own)
     assert {turn["outcome"] for turn in turns} > {"", "judge"} - {"judge"}
+
+
+def test_the_report_shows_an_episode_as_a_conversation(talked):
+    data = read_run(talked.folder, "talked")
+    asked = data.examples.late[0]
+    turns = talked.store.get_table(talked.ledger.artifacts(asked.step)["turns"]).to_pylist()
+    conversations = {}
+    for turn in turns:
+        parts = conversations.setdefault((turn["group"], turn["sample"]), [])
+        if turn["turn"]:
+            parts += [(f"policy, turn {turn['turn']}", turn["text"])]
+            parts += [("environment", json.loads(turn["said"])[0]["content"])] if turn["said"] else []
+    for done in asked.completions:
+        shown = [(part.speaker, "".join(piece.text for piece in part.pieces)) for part in done.turns]
+        assert len([speaker for speaker, _ in shown if speaker == "environment"]) > 1
+        # The template has marks around what the environment says.
+        assert any(
+            len(told) == len(shown)
+            and all(one[0] == other[0] and other[1] in one[1] for one, other in zip(shown, told, strict=True))
+            for told in conversations.values()
+        )
+        of_policy = [part for part in done.turns if part.speaker != "environment"]
+        assert all("largest difference 0, 0 tokens differ" in part.note for part in of_policy)
+        assert "reward 0.25" in of_policy[0].note
+        assert {piece.level for part in of_policy for piece in part.pieces} == {0}
+        told = [part for part in done.turns if part.speaker == "environment"]
+        assert {piece.level for part in told for piece in part.pieces} == {None}
+    page = report_html([data])
+    assert page.count("policy, turn 2") >= len(asked.completions)
+
+
+def test_episodes_without_a_turn_of_the_policy_end_the_run(loop_run, tmp_path):
+    """The rules of the game have letters, and this tokenizer has none."""
+    mute = {"environment": {"name": "guess"}, "rollout.max_new_tokens": 32, "runs": str(tmp_path), "steps": 1}
+    said = (
+        r"environment\.name=guess: all \d+ episodes ended before the policy's first turn, the first of them as unparsed"
+    )
+    with pytest.raises(UserError, match=f"step 1, task rollout: {said}: the tokenizer has no token for"):
+        loop_run("mute", **mute)
+    assert not list((tmp_path / "mute" / "shards").rglob("*.parquet")), "a resume would not play them again"
 
 
 LIFE = """

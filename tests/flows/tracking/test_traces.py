@@ -1,0 +1,52 @@
+"""Episodes in MLflow: a trace each, with a span for every turn of the policy."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+from flows.tracking.tables import COMPLETION_COLUMNS, completion_table, episode_turns
+from flows.tracking.traces import log_traces
+from flows.tracking.tracker import Tracker
+from fp8core.config.load import load_config
+from fp8core.report.console import Console
+from fp8core.run.loop import train
+from fp8core.run.open import open_directory, open_run, plan_of
+
+DIGITS = Path(__file__).parents[2] / "parts" / "digits_environment.py"
+SPOKEN = {"environment": {"name": f"{DIGITS}:Digits", "max_turns": 12, "turn_tokens": 3}, "rollout.max_new_tokens": 40}
+
+
+def test_an_episode_is_a_trace_with_a_span_for_each_turn(
+    small: dict[str, Any], tracker: Tracker, tmp_path: Path
+) -> None:
+    config = load_config("tiny", {**small, **SPOKEN, "steps": 1, "runs": str(tmp_path)})
+    console = Console(io.StringIO(), 1)
+    with open_directory(config, "spoken") as directory, open_run(config, plan_of(config), directory, console) as run:
+        train(run)
+        table, spoken = completion_table(run), episode_turns(run)
+        artifacts = directory.ledger.artifacts(1)
+        stored = directory.store.get_table(artifacts["turns"]).to_pylist()
+    assert table is not None
+    # The second time they replace themselves.
+    for _ in range(2):
+        log_traces(tracker, table, {1: 1_700_000_000_000}, spoken)
+    traces = tracker.client.search_traces(locations=[tracker.experiment_id], run_id=tracker.run_id)
+    assert len(traces) == len({row[COMPLETION_COLUMNS.index("group")] for row in table[1]})
+    for trace in traces:
+        whole, *turns = sorted(trace.data.spans, key=lambda span: span.start_time_ns)
+        place = whole.attributes["group"], whole.attributes["sample"]
+        rows = [row for row in stored if (row["group"], row["sample"]) == place]
+        asked, *written = rows
+        assert [span.parent_id for span in turns] == [whole.span_id] * len(written)
+        assert [span.name for span in turns] == [f"turn {row['turn']}" for row in written]
+        assert [span.outputs for span in turns] == [row["text"] for row in written]
+        assert [span.inputs for span in turns] == [_said(row) for row in [asked, *written[:-1]]]
+        assert {(span.attributes["mismatch"], span.attributes["differing"]) for span in turns} == {(0, 0)}
+        assert turns[-1].attributes["outcome"] == rows[-1]["outcome"]
+    assert max(len(trace.data.spans) for trace in traces) > 2, "no episode of several turns"
+
+
+def _said(row: dict[str, Any]) -> str:
+    said = json.loads(row["said"] or "[]")
+    return "\n".join(message["content"] for message in (said["messages"] if isinstance(said, dict) else said))
