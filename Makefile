@@ -38,8 +38,9 @@ test: env  ## the first tier: every promise once, in at most ten minutes on two 
 
 test-all: test test-slow test-vllm  ## every test that needs no GPU
 
+# Files without such tests are not even collected: that takes half a minute.
 test-slow: env  ## the second tier: deployments, databases, kills at random instants, long trainings, timing
-	$(PYTEST) $(SPREAD) -m "slow and not gpu and not alone"
+	$(PYTEST) $(SPREAD) -m "slow and not gpu and not alone" $$(grep -rl --include='test_*.py' --exclude-dir=vllm mark.slow tests | sort)
 	$(PYTEST) -m alone $$(grep -rl --include='test_*.py' mark.alone tests)
 
 # The tests of a file share an engine, whose start takes half a minute of processor time: a file has one process.
