@@ -47,7 +47,7 @@ from fp8core.rollout.engine import (
     specs_of,
 )
 from fp8core.rollout.vllm.internals import register_aligned_models, routes_of
-from fp8core.rollout.vllm.requirements import VllmBuild
+from fp8core.rollout.vllm.requirements import VllmBuild, memory_shortage
 from fp8core.rollout.vllm.settings import (
     ALIGNED_KERNEL,
     WORKER,
@@ -102,8 +102,9 @@ class VllmEngine:
             routes: whether experts can be reported with completions (`requirements.replay_refusals`).
 
         Raises:
-            UserError: the environment was not prepared (`settings.required_environment`), or vLLM has moved what
-                this engine uses.
+            UserError: the environment was not prepared (`settings.required_environment`), vLLM has moved what this
+                engine uses, or its share of the GPU is not free.
+            RuntimeError: vLLM did not start for another reason.
         """
         _check_environment(required_environment(contract, options, build))
         if build.platform == "cpu":
@@ -122,7 +123,13 @@ class VllmEngine:
         arguments = engine_arguments(contract, options, build, launch)
         arguments |= experts_arguments(arch, contract, options, build, routes)
         before = multiprocessing.active_children()
-        self._llm = LLMEngine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=True)
+        try:
+            self._llm = LLMEngine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=True)
+        except RuntimeError as error:
+            # vLLM's error names no reason, and its process has written much besides.
+            if build.platform == "cuda" and (shortage := memory_shortage(*torch.cuda.mem_get_info(), options)):
+                raise UserError(shortage) from error
+            raise
         self._cores = [process for process in multiprocessing.active_children() if process not in before]
         self._closed = False
         # On a GPU the worker's parent is this process, which it follows already; on a CPU a process of vLLM is between.

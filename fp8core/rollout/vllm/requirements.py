@@ -247,3 +247,15 @@ def replay_refusals(build: VllmBuild) -> Iterator[str]:
             f"rollout.router_replay: {build.described} does not report the experts it "
             "chose; set it to false, or rollout.engine to embedded"
         )
+
+
+def memory_shortage(free: int, total: int, options: VllmConfig) -> str | None:
+    """The reason why vLLM cannot start on a GPU with so many bytes, as one line; None where its share is free."""
+    share = options.gpu_memory_utilization
+    if free >= share * total:
+        return None
+    gib = 1 << 30
+    return (
+        f"rollout.vllm.gpu_memory_utilization={share:g}: vLLM takes {share * total / gib:.1f} GiB, and of the GPU's "
+        f"{total / gib:.1f} GiB {free / gib:.1f} are free; lower it, or end what holds the others (nvidia-smi)"
+    )

