@@ -1,6 +1,7 @@
 """The process between training and SGLang: its pipe, with SGLang's event loop and an engine that answers by itself."""
 
 import asyncio
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing import Pipe
@@ -48,7 +49,9 @@ def hosted(endless: bool, thread: ThreadPoolExecutor, rounds: int = 1) -> tuple[
     wanted = [(group, [REQUEST]) for group in range(GROUPS)]
 
     def answers() -> list[bool]:
-        return [host.answer("generate", wanted) for _ in range(rounds)]
+        # A host that fails in the middle of a message would let the parent wait for its end.
+        with theirs:
+            return [host.answer("generate", wanted) for _ in range(rounds)]
 
     return ours, thread.submit(answers)
 
@@ -56,8 +59,8 @@ def hosted(endless: bool, thread: ThreadPoolExecutor, rounds: int = 1) -> tuple[
 def test_a_parent_that_reads_late_gets_everything(thread: ThreadPoolExecutor) -> None:
     ours, answers = hosted(False, thread, rounds=2)
     for _ in range(2):
-        with pytest.raises(TimeoutError):
-            answers.result(timeout=0.2)  # It waits for the parent, which is behind.
+        assert ours.poll(60)
+        time.sleep(0.3)  # The pipe fills up.
         found = [ours.recv() for _ in range(GROUPS + 1)]
         assert sorted(group for kind, group, _ in found[:-1] if kind == FINISHED) == list(range(GROUPS))
         assert all(len(output["tokens"]) == TOKENS for _, _, (output,) in found[:-1])
