@@ -144,7 +144,10 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--warm-start", type=int, default=600, help="steps of the warm start that all cases share")
     parser.add_argument("--config", default="h200-small")
     parser.add_argument("overrides", nargs="*", help="further settings, key=value")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if unknown := {*(options.case or ())} - {*cases(options.gpus)}:
+        parser.error(f"{', '.join(sorted(unknown))}: none of {'; '.join(cases(options.gpus))}")
+    return options
 
 
 if __name__ == "__main__":

@@ -26,8 +26,7 @@ from typing import Any
 import torch
 
 from benchmarks import vllm_hopper_cases as cases
-from benchmarks.harness import PRECISIONS as NAMES
-from benchmarks.harness import Row, RowFile, ended, start, table
+from benchmarks.harness import PRECISIONS, Row, RowFile, ended, start, table
 from flows.environment import set_variables
 from fp8core.config.capability import this_platform
 from fp8core.config.section import SglangConfig
@@ -36,7 +35,6 @@ from fp8core.rollout.sglang.requirements import find_build
 from fp8core.rollout.sglang.settings import required_environment, suggested_environment
 from fp8core.run.context import freeze_heap, thaw_heap
 
-PRECISIONS = ("bf16", "fp8_linear", "fp8_linear_kv")
 REQUESTS, PROMPT, GENERATED, REPEATS, LAYERS = 256, 512, 512, 3, 36
 
 
@@ -128,7 +126,7 @@ def sglang_table(rows: Sequence[Row]) -> str:
         )
         speeds = ", ".join(f"{speed:,.0f}" for row in rollout for speed in row["all_tokens_per_s"])
         updates = [f"{1000 * update['seconds']:.0f}" for update in (sync[0], sync[-1])]
-        lines.append([NAMES[precision], f"{start[0]['seconds']:.0f}", *updates, speeds or "not measured"])
+        lines.append([PRECISIONS[precision], f"{start[0]['seconds']:.0f}", *updates, speeds or "not measured"])
     header = ["Qwen3-8B, 256 x (512 + 512)", "ready, s", "first update, ms", "next, ms", "tokens/s"]
     return table(header, lines)
 

@@ -44,22 +44,20 @@ def episodes(run: RunContext, index: int, options: NoOptions, prompts: Ref, poli
     """
     store, played = run.directory.store, _played(run, index, prompts)
     turns = unnested_turns(played).sort_by(TURN_ORDER).combine_chunks()
-    if not pc.any(pc.greater(turns["turn"], 0)).as_py():
+    if pc.max(turns["turn"]).as_py() == 0:
         # A run that goes on plays them again.
         RolloutShards(shard_folder(run, index)).clear()
         assert run.config.environment is not None, "the step belongs to an environment"
-        raise UserError(f"environment.name={run.config.environment.name}: {_silence(turns)}")
+        first = turns.slice(0, 1).to_pylist()[0]
+        ended = f"{first['outcome']}: {first['detail']}".removesuffix(": ")
+        raise UserError(
+            f"environment.name={run.config.environment.name}: all {len(turns)} episodes ended before the policy's "
+            f"first turn, the first of them as {ended}"
+        )
     return {
         "turns": store.put_table("turns", turns),
         "rollouts": store.put_table("rollouts", played.drop_columns([SHARD_TURNS])),
     }
-
-
-def _silence(turns: pa.Table) -> str:
-    """Episodes without a turn of the policy, in words."""
-    first = turns.slice(0, 1).to_pylist()[0]
-    ended = f"{first['outcome']}: {first['detail']}".removesuffix(": ")
-    return f"all {len(turns)} episodes ended before the policy's first turn, the first of them as {ended}"
 
 
 def _played(run: RunContext, index: int, prompts: Ref) -> pa.Table:

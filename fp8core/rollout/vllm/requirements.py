@@ -26,6 +26,7 @@ from fp8core.models.weights import rollout_formats
 from fp8core.numerics.attention import HEAD_DIMS, LARGEST_GROUP, decode_kernel_takes
 from fp8core.numerics.e4m3 import TILE
 from fp8core.numerics.gemm import OUTPUT_MULTIPLE
+from fp8core.plan.memory import gib
 
 _Release = tuple[int, int]
 # Distribution -> first and last release that this engine is written for.
@@ -251,11 +252,10 @@ def replay_refusals(build: VllmBuild) -> Iterator[str]:
 
 def memory_shortage(free: int, total: int, options: VllmConfig) -> str | None:
     """The reason why vLLM cannot start on a GPU with so many bytes, as one line; None where its share is free."""
-    share = options.gpu_memory_utilization
-    if free >= share * total:
+    share = int(options.gpu_memory_utilization * total)
+    if free >= share:
         return None
-    gib = 1 << 30
     return (
-        f"rollout.vllm.gpu_memory_utilization={share:g}: vLLM takes {share * total / gib:.1f} GiB, and of the GPU's "
-        f"{total / gib:.1f} GiB {free / gib:.1f} are free; lower it, or end what holds the others (nvidia-smi)"
+        f"rollout.vllm.gpu_memory_utilization={options.gpu_memory_utilization:g}: vLLM takes {gib(share)} GiB, and of "
+        f"the GPU's {gib(total)} GiB {gib(free)} are free; lower it, or end what holds the others (nvidia-smi)"
     )
