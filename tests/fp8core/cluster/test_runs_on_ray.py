@@ -53,6 +53,8 @@ def two_nodes() -> Iterator[Cluster]:
         cluster.add_node(num_cpus=1)
     cluster.wait_for_nodes()
     yield cluster
+    # A question to the cluster leaves its connection, and Ray removes no node that this process is connected to.
+    ray.shutdown()
     cluster.shutdown()
 
 
