@@ -78,8 +78,15 @@ class Gang:
         ranks: likewise; colocated, rank i is on the GPU of engine i.
     """
 
-    def __init__(self, settings: ClusterConfig, wants_gpus: bool, environment: Environment, threads: int) -> None:
-        """Connect to the cluster, or start one here, and place the members.
+    def __init__(
+        self,
+        settings: ClusterConfig,
+        tensor_parallel: int,
+        wants_gpus: bool,
+        environment: Environment,
+        threads: int,
+    ) -> None:
+        """Connect to the cluster, or start one here, and place the members, engines with so many GPUs each.
 
         Raises:
             UserError: nothing answers at the address, or another version of Ray or Python; there are too few GPUs, or
@@ -89,11 +96,10 @@ class Gang:
         self._all: list[Handle] = []
         self._answer_seconds = settings.answer_seconds
         self._ended_by: Exception | None = None
-        _connect(settings)
+        _connect(settings, tensor_parallel)
+        arguments = dict(environment.required), dict(environment.suggested), threads, sys.path
         try:
-            self._place(
-                settings, wants_gpus, (dict(environment.required), dict(environment.suggested), threads, sys.path)
-            )
+            self._place(settings, tensor_parallel, wants_gpus, arguments)
         except BaseException:
             self.close()
             raise
@@ -186,43 +192,51 @@ class Gang:
             self._group = None
         ray.shutdown()
 
-    def _place(self, settings: ClusterConfig, wants_gpus: bool, arguments: tuple[Any, ...]) -> None:
-        unit, held = _checked_size(settings, wants_gpus)
-        bundle = {"CPU": 1.0, **({"GPU": 1.0} if unit == "GPU" else {})}
-        self._group = placement_group([bundle] * settings.bundles, strategy="PACK")
+    def _place(
+        self, settings: ClusterConfig, tensor_parallel: int, wants_gpus: bool, arguments: tuple[Any, ...]
+    ) -> None:
+        unit, held = _checked_size(settings, tensor_parallel, wants_gpus)
+        bundles = settings.bundles(tensor_parallel)
+        wanted = [{"CPU": float(size), **({"GPU": float(size)} if unit == "GPU" else {})} for size in bundles]
+        self._group = placement_group(wanted, strategy="PACK")
         if not self._group.wait(settings.start_seconds):
             free = int(ray.available_resources().get(unit, 0))
+            host = f", {tensor_parallel} of them on one host" if tensor_parallel > 1 else ""
             raise UserError(
-                f"cluster: {settings.bundles} {unit}s were not free within cluster.start_seconds="
+                f"cluster: {sum(bundles)} {unit}s{host} were not free within cluster.start_seconds="
                 f"{settings.start_seconds:g}: the cluster has {held}, of which {free} are free"
             )
-        first = self._start(range(settings.bundles), unit, arguments)
-        order = sorted(range(settings.bundles), key=lambda bundle: _rank_of(first[bundle].place))
+        # Two have room in a bundle where engines and ranks are colocated.
+        share = 0.5 if settings.placement == "colocated" else 1.0
+        sizes = {i: size * share for i, size in enumerate(bundles)}
+        first = self._start(sizes, unit, arguments)
+        # Bundles of one size stand for each other.
+        order = sorted(sizes, key=lambda bundle: (sizes[bundle], _rank_of(first[bundle].place)))
         members = [first[bundle] for bundle in order]
         if settings.placement == "separate":
             self.ranks, self.engines = members[: settings.ranks], members[settings.ranks :]
         else:
-            shared = min(settings.engines, settings.ranks)
-            others = self._start(order[:shared], unit, arguments)
-            fewer = [others[bundle] for bundle in order[:shared]]
+            shared = order[: min(settings.engines, settings.ranks)]
+            others = self._start({bundle: sizes[bundle] for bundle in shared}, unit, arguments)
+            fewer = [others[bundle] for bundle in shared]
             self.ranks, self.engines = (members, fewer) if settings.ranks >= settings.engines else (fewer, members)
         for what, found in (("rank", self.ranks), ("engine", self.engines)):
             for i, member in enumerate(found):
                 member.name = f"{what} {i}"
         self._check_places()
 
-    def _start(self, bundles: Sequence[int], unit: str, arguments: tuple[Any, ...]) -> dict[int, Handle]:
-        """A member in each bundle; two have room in one."""
-        share = {"num_cpus": 0.5} | ({"num_gpus": 0.5} if unit == "GPU" else {})
+    def _start(self, sizes: Mapping[int, float], unit: str, arguments: tuple[Any, ...]) -> dict[int, Handle]:
+        """A member in each of these bundles, with so many of its GPUs, or places on a CPU."""
         remote: Any = ray.remote(Member)
         actors = {
             bundle: remote.options(
                 max_restarts=0,
                 max_task_retries=0,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, bundle),
-                **share,
+                num_cpus=size,
+                num_gpus=size if unit == "GPU" else None,
             ).remote(*arguments)
-            for bundle in bundles
+            for bundle, size in sizes.items()
         }
         try:
             places = ray.get([actor.place.remote() for actor in actors.values()], timeout=self._answer_seconds)
@@ -255,7 +269,7 @@ class Gang:
         self._all = []
 
 
-def ask_node(settings: ClusterConfig, wants_gpus: bool) -> Node:
+def ask_node(settings: ClusterConfig, tensor_parallel: int, wants_gpus: bool) -> Node:
     """The machine of members of a cluster, as one of its nodes describes itself; nothing is placed.
 
     The connection stays for the next question, and for the gang that follows.
@@ -263,9 +277,9 @@ def ask_node(settings: ClusterConfig, wants_gpus: bool) -> Node:
     Raises:
         UserError: as `Gang` has it for a cluster that cannot be used or is too small; or none of them answered.
     """
-    _connect(settings)
+    _connect(settings, tensor_parallel)
     try:
-        unit, held = _checked_size(settings, wants_gpus)
+        unit, held = _checked_size(settings, tensor_parallel, wants_gpus)
         context = ray.get_runtime_context()
         found = _told(context.gcs_address, context.get_job_id(), unit, settings.start_seconds)
     except BaseException:
@@ -292,13 +306,13 @@ def _told(cluster: str, job: str, unit: str, seconds: float) -> Node:
     return found
 
 
-def _checked_size(settings: ClusterConfig, wants_gpus: bool) -> tuple[str, int]:
+def _checked_size(settings: ClusterConfig, tensor_parallel: int, wants_gpus: bool) -> tuple[str, int]:
     """The resource that members take, `GPU` or `CPU`, and its amount in the cluster."""
     resources = ray.cluster_resources()
     unit = "GPU" if wants_gpus and "GPU" in resources else "CPU"
     held = int(resources.get(unit, 0))
-    if held < settings.bundles:
-        raise UserError(settings.too_small(unit, f"the cluster has {held}"))
+    if held < sum(settings.bundles(tensor_parallel)):
+        raise UserError(settings.too_small(tensor_parallel, unit, f"the cluster has {held}"))
     return unit, held
 
 
@@ -333,7 +347,7 @@ def last_line(text: str) -> str:
     return text.strip().rpartition("\n")[2]
 
 
-def _connect(settings: ClusterConfig) -> None:
+def _connect(settings: ClusterConfig, tensor_parallel: int) -> None:
     """Connect to the cluster, or start one here; a connection that `ask_node` left serves again."""
     global _joined
     # Its own lines would stand between ours; what ends a member is in our error.
@@ -346,7 +360,8 @@ def _connect(settings: ClusterConfig) -> None:
         ray.shutdown()
     _joined, own = settings.address, settings.address is None
     # Of a cluster of our own: as many places as are asked for, since none of them computes while others do.
-    places: dict[str, Any] = {"num_cpus": max(settings.bundles, os.cpu_count() or 1)} if own else {}
+    wanted = sum(settings.bundles(tensor_parallel))
+    places: dict[str, Any] = {"num_cpus": max(wanted, os.cpu_count() or 1)} if own else {}
     try:
         ray.init(
             address=settings.address or "local",

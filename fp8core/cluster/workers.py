@@ -23,6 +23,7 @@ from fp8core.models.weights import Shipped
 from fp8core.numerics.kv_scales import KvStatistics, LayerScales
 from fp8core.rl.batch import RolloutBatch, TokenBatch
 from fp8core.rollout.engine import Completion, PolicyScales, Probe, PromptGroup, Sampling, SyncReport, TensorSpec
+from fp8core.rollout.registry import engine_entry
 from fp8core.training.trainer import ScoredBatch, TrainReport
 
 # Calls that wait in an engine while we store what it finished, so that it does not wait for us.
@@ -118,7 +119,8 @@ class Cluster:
 
     def __init__(self, config: RunConfig, wants_gpus: bool, environment: Environment) -> None:
         """Place them (errors: `Gang`)."""
-        self._arguments = config.cluster, wants_gpus, environment, config.threads
+        shared = engine_entry(config).tensor_parallel(config)
+        self._arguments = config.cluster, shared, wants_gpus, environment, config.threads
         self._keys = count()
         self._open()
 

@@ -152,6 +152,13 @@ class VllmConfig(Section):
     sleep: bool = Field(
         False, description="Give weights and cache back to the device between rollout and sync (vLLM's sleep mode)."
     )
+    tensor_parallel: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="GPUs of one host that share every layer of an engine, for a model that one does not hold "
+        "(tensor_parallel_size); needs cluster.placement=separate.",
+    )
     experts: Literal["deep_gemm", "triton"] = Field(
         "deep_gemm",
         description="Kernel of FP8 experts: deep_gemm rounds a token's output once; triton rounds every expert's "
@@ -223,15 +230,17 @@ class ClusterConfig(Section):
         several = self.engines > 1 or self.ranks > 1 or self.placement == "separate"
         return self.address is not None or several
 
-    @property
-    def bundles(self) -> int:
-        """GPUs, or places on a CPU, that the processes take."""
-        return max(self.engines, self.ranks) if self.placement == "colocated" else self.engines + self.ranks
+    def bundles(self, tensor_parallel: int) -> list[int]:
+        """GPUs, or places on a CPU, of each part of a host: separate ranks first, then engines of so many GPUs each."""
+        if self.placement == "colocated":
+            return [1] * max(self.engines, self.ranks)
+        return [1] * self.ranks + [tensor_parallel] * self.engines
 
-    def too_small(self, unit: str, found: str) -> str:
-        """The refusal of a place with fewer GPUs, or processors, than `bundles`."""
-        asked = f"cluster.engines={self.engines}, ranks={self.ranks}, placement={self.placement}"
-        return f"{asked}: {self.bundles} {unit}s are needed, {found}"
+    def too_small(self, tensor_parallel: int, unit: str, found: str) -> str:
+        """The refusal of a place with fewer GPUs, or processors, than the sum of `bundles`."""
+        shared = f", {tensor_parallel} {unit}s an engine" if tensor_parallel > 1 else ""
+        asked = f"cluster.engines={self.engines}, ranks={self.ranks}, placement={self.placement}{shared}"
+        return f"{asked}: {sum(self.bundles(tensor_parallel))} {unit}s are needed, {found}"
 
 
 class Limit(Section):

@@ -164,18 +164,18 @@ def spread_over(config: RunConfig, gpus: int) -> RunConfig:
     Raises:
         UserError: the engines and ranks of the configuration need more GPUs.
     """
-    cluster = config.cluster
+    cluster, shared = config.cluster, engine_entry(config).tensor_parallel(config)
     engines, ranks = cluster.engines, cluster.ranks
     if cluster.placement == "colocated":
         engines, ranks = (gpus if each == 1 else each for each in (engines, ranks))
     elif engines > 1 and ranks == 1:
-        ranks = max(1, gpus - engines)
+        ranks = max(1, gpus - engines * shared)
     elif engines == 1:
         ranks = ranks if ranks > 1 else max(1, gpus // 2)
-        engines = max(1, gpus - ranks)
+        engines = max(1, (gpus - ranks) // shared)
     asked = cluster.model_copy(update={"engines": engines, "ranks": ranks})
-    if asked.bundles > gpus:
-        raise UserError(asked.too_small("GPU", f"--gpus is {gpus}"))
+    if sum(asked.bundles(shared)) > gpus:
+        raise UserError(asked.too_small(shared, "GPU", f"--gpus is {gpus}"))
     return config.model_copy(update={"cluster": asked})
 
 

@@ -70,7 +70,8 @@ class EngineEntry:
         environment: variables that decide its results on a machine, and those that only suggest, before its libraries
             are imported.
         memory: what it takes of a GPU, or of the host for None.
-        gpus: on how many GPUs it generates; 0 for the host.
+        gpus: on how many GPUs all of them generate; 0 for the host.
+        tensor_parallel: GPUs, or places on a CPU, that share the layers of one.
         usable: what of a machine a run with it can use.
         longest: tokens of the longest prompt with its completion.
         arithmetic: the operations it computes: `reference` those of the exact trainer, `packed` the kernels of the
@@ -90,6 +91,7 @@ class EngineEntry:
     environment: Callable[["RunConfig", "Node"], "Environment"] = no_environment
     memory: Callable[["RunConfig", "Architecture", "Device | None"], "EngineMemory"] = host_memory
     gpus: Callable[["RunConfig"], int] = lambda config: 0
+    tensor_parallel: Callable[["RunConfig"], int] = lambda config: 1
     usable: Callable[["Machine", "Node"], "Machine"] = lambda machine, node: machine
     longest: Callable[["RunConfig", "Architecture"], int] = lambda config, arch: arch.max_positions
     arithmetic: Callable[["RunConfig"], Arithmetic] = lambda config: "own"

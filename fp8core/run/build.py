@@ -113,7 +113,7 @@ def members_node(config: RunConfig) -> Node:
         return this_node()
     from fp8core.cluster import gang
 
-    return gang.ask_node(config.cluster, _wants_gpus(config))
+    return gang.ask_node(config.cluster, engine_entry(config).tensor_parallel(config), _wants_gpus(config))
 
 
 def check_engine(config: RunConfig, node: Node) -> None:
@@ -184,8 +184,9 @@ def check_cluster(config: RunConfig, node: Node) -> None:
     Raises:
         UserError: how many are needed.
     """
-    if config.cluster.used and 0 < node.gpus < config.cluster.bundles and _wants_gpus(config):
-        raise UserError(config.cluster.too_small("GPU", f"this machine has {node.gpus}"))
+    shared = engine_entry(config).tensor_parallel(config)
+    if config.cluster.used and 0 < node.gpus < sum(config.cluster.bundles(shared)) and _wants_gpus(config):
+        raise UserError(config.cluster.too_small(shared, "GPU", f"this machine has {node.gpus}"))
 
 
 def open_cluster(config: RunConfig) -> "Cluster | None":

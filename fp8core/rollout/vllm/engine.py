@@ -31,7 +31,7 @@ from fp8core.config.precision import PrecisionContract
 from fp8core.config.section import VllmConfig
 from fp8core.errors import EngineLost, UserError
 from fp8core.models.architecture import Architecture
-from fp8core.numerics.fingerprint import digest_of
+from fp8core.numerics.fingerprint import digest_of, hex_digits
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.rollout.engine import (
     Completion,
@@ -61,7 +61,17 @@ from fp8core.rollout.vllm.settings import (
     model_config,
     required_environment,
 )
-from fp8core.rollout.vllm.weights import Slot, UpdateError, check_fit, filled_shapes, find_slots
+from fp8core.rollout.vllm.weights import (
+    Cut,
+    Slot,
+    UpdateError,
+    check_fit,
+    cut_specs,
+    filled_shapes,
+    find_cuts,
+    find_slots,
+    whole_parameters,
+)
 
 Result = TypeVar("Result")
 # For the worker to let go of the device; then vLLM ends its processes whatever they do.
@@ -113,7 +123,7 @@ class VllmEngine:
         register_aligned_models()
         self._arch, self._contract, self._build = arch, contract, build
         self._sleeps, self._routes, self._aligned = options.sleep, routes, options.model == "aligned"
-        self._longest = options.max_model_len or arch.max_positions
+        self._longest, self._ranks = options.max_model_len or arch.max_positions, options.tensor_parallel
         self._folder = tempfile.TemporaryDirectory(prefix="fp8-grpo-")
         Path(self._folder.name, "config.json").write_text(
             json.dumps(model_config(arch, contract, options)), encoding="utf-8"
@@ -134,7 +144,7 @@ class VllmEngine:
         self._closed = False
         # On a GPU the worker's parent is this process, which it follows already; on a CPU a process of vLLM is between.
         self.call_worker("policy_follow", os.getpid())
-        missing = self.call_worker("policy_probe")
+        missing = sorted({part for found in self.call_workers("policy_probe") for part in found})
         if missing:
             self.close()
             raise UserError(f"rollout.engine=vllm: {build.distribution} {build.version} lacks {', '.join(missing)}")
@@ -142,7 +152,8 @@ class VllmEngine:
             n: TensorSpec(d, tuple(shape)) for n, (d, shape) in self.call_worker("policy_parameters").items()
         }
         self._sent: dict[str, TensorSpec] = {}
-        self._slots: dict[str, list[Any]] = {}
+        self._shares: list[dict[str, list[list[Any]]]] = []
+        self._in_parts: set[str] = set()
         self._complete, self._asleep = False, False
         self._requests = 0
 
@@ -164,16 +175,20 @@ class VllmEngine:
         """The first half of `update`: refuse what does not fit; nothing is written."""
         self._check_scales(scales, version)
         if sent != self._sent:
-            slots = find_slots(sent, filled_shapes(self._arch) if self._aligned else {})
-            check_fit(sent, slots, self._parameters)
-            self._sent, self._slots = dict(sent), {name: _fields(slot) for name, slot in slots.items()}
+            filled, ranks = filled_shapes(self._arch) if self._aligned else {}, self._ranks
+            check_fit(sent, find_slots(sent, filled), whole_parameters(self._parameters, ranks))
+            cuts = [find_cuts(sent, rank, ranks) for rank in range(ranks)]
+            slots = [find_slots(cut_specs(sent, own), filled) for own in cuts]
+            self._shares = [_fields(own, cut) for own, cut in zip(slots, cuts, strict=True)]
+            self._in_parts = {name for name, cut in cuts[0].items() if not cut.gathered}
+            self._sent = dict(sent)
 
     def receive(self, shared: SharedWeights, scales: PolicyScales, version: int) -> SyncReport:
         """The second half: write the expected weights, which this or another process shares meanwhile."""
         self._complete = False
         if self._asleep:
             self._ask(self._llm.wake_up, ["weights"])
-        self.call_worker("policy_write", version, shared, self._slots)
+        self.call_worker("policy_write", version, shared, self._shares)
         if self._asleep:
             self._ask(self._llm.wake_up, ["kv_cache"])
             self.call_worker("policy_clear_cache")
@@ -188,13 +203,13 @@ class VllmEngine:
 
     def fingerprint(self) -> str:
         """Digest of the weights in vLLM's parameters, by the names they were sent under."""
-        return self._digest(self.call_worker("policy_read_back", self._slots))
+        return self._digest(self.call_workers("policy_read_back", self._shares))
 
     def describe(self) -> dict[str, object]:
         """Formats in the contract's words, kernel and dtype by linear, attention, passes, dtypes and scales."""
         described = self.call_worker("policy_describe")
         kernels = _by_layer_type(described["linears"])
-        held = self.call_worker("policy_read_back", {})["scales"] if self._has_fp8_cache() else []
+        held = self.call_worker("policy_read_back", [])["scales"] if self._has_fp8_cache() else []
         return {
             "engine": "vllm",
             "version": f"{self._build.distribution} {self._build.version}",
@@ -208,7 +223,7 @@ class VllmEngine:
             "compilation": described["compilation"],
             "graphs": described["graphs"],
             "runner": described["runner"],
-            "dtypes": {name: self._parameters[slot[0]].dtype for name, slot in self._slots.items()},
+            "dtypes": {name: spec.dtype for name, spec in self._sent.items()},
             "scales": [dict(zip("qkv", layer, strict=True)) for layer in held],
         }
 
@@ -283,8 +298,8 @@ class VllmEngine:
 
     def memory(self) -> dict[str, int]:
         """Bytes of the engine's tensors on the device (`allocated`), and bytes free on it (`free`)."""
-        used: dict[str, int] = self.call_worker("policy_memory")
-        return used
+        used: list[dict[str, int]] = self.call_workers("policy_memory")
+        return {"allocated": max(each["allocated"] for each in used), "free": min(each["free"] for each in used)}
 
     def close(self) -> None:
         """End the engine core's process."""
@@ -303,9 +318,13 @@ class VllmEngine:
         return None if self._closed else f"vLLM's engine core ended: {ways}"
 
     def call_worker(self, method: str, *arguments: Any) -> Any:
-        """A method of the one worker by its name; numbers, strings, bytes, lists and dicts both ways."""
-        (result,) = self._ask(self._llm.collective_rpc, method, None, arguments)
-        return result
+        """As `call_workers`; the result of the first."""
+        return self.call_workers(method, *arguments)[0]
+
+    def call_workers(self, method: str, *arguments: Any) -> list[Any]:
+        """A method of the workers, which share each layer, by its name; numbers, strings, bytes, lists and dicts both
+        ways."""
+        return self._ask(self._llm.collective_rpc, method, None, arguments)
 
     def drop_prefixes(self) -> bool:
         """Forget all cached prompts; false while requests are running."""
@@ -328,14 +347,20 @@ class VllmEngine:
         return self._contract.rollout.kv_cache == "fp8"
 
     def _read_back(self, scales: PolicyScales) -> SyncReport:
-        held = self.call_worker("policy_read_back", self._slots)
+        held = self.call_workers("policy_read_back", self._shares)
+        version = _agreed("versions", [each["version"] for each in held])
         # Without an FP8 cache vLLM has no use for scales, and none are written.
-        layers = _written(held["scales"]) if self._has_fp8_cache() else scales.layers
-        return SyncReport(held["version"], self._digest(held), PolicyScales(scales.version, layers))
+        written = [_written(each["scales"]) if self._has_fp8_cache() else scales.layers for each in held]
+        return SyncReport(version, self._digest(held), PolicyScales(scales.version, _agreed("scales", written)))
 
-    def _digest(self, held: Mapping[str, Any]) -> str:
-        fingerprints = held["fingerprints"]
-        return digest_of({n: (self._sent[n].dtype, self._sent[n].shape, f) for n, f in fingerprints.items()})
+    def _digest(self, held: Sequence[Mapping[str, Any]]) -> str:
+        found = {}
+        for name, spec in self._sent.items():
+            sums = [each["sums"][name] for each in held]
+            if name in self._in_parts:
+                sums = [[sum(lane) for lane in zip(*sums, strict=True)]]
+            found[name] = spec.dtype, spec.shape, hex_digits(_agreed(f"bytes of {name}", sums))
+        return digest_of(found)
 
     def _check_requests(self, groups: Sequence[PromptGroup], sampling: Sampling) -> None:
         for group in groups:
@@ -461,8 +486,22 @@ def _ending(code: int | None) -> str:
     return f"was ended by {signal.Signals(-code).name}{memory}"
 
 
-def _fields(slot: Slot) -> list[Any]:
-    return list(astuple(slot))
+def _fields(slots: Mapping[str, Slot], cuts: Mapping[str, Cut]) -> dict[str, list[list[Any]]]:
+    return {
+        name: [list(astuple(part)) for part in (slot, cuts.get(name)) if part is not None]
+        for name, slot in slots.items()
+    }
+
+
+def _agreed(what: str, held: Sequence[Result]) -> Result:
+    """What all workers hold.
+
+    Raises:
+        UpdateError: they differ.
+    """
+    if any(each != held[0] for each in held):
+        raise UpdateError(f"vLLM's {len(held)} workers hold different {what}")
+    return held[0]
 
 
 def _written(held: Sequence[Sequence[float]]) -> tuple[LayerScales, ...]:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 from fp8core.config.capability import Environment, Node, this_node
 from fp8core.config.run import RunConfig
@@ -53,7 +54,12 @@ def _build_on(node: Node) -> VllmBuild:
 
 
 def _check(config: RunConfig, node: Node) -> Iterator[str]:
-    build = _build_on(node)
+    build, shared = _build_on(node), config.rollout.vllm.tensor_parallel
+    if shared > 1 and config.cluster.placement == "colocated":
+        yield (
+            f"rollout.vllm.tensor_parallel={shared}: an engine of several GPUs shares none with a rank; "
+            "set cluster.placement to separate"
+        )
     yield from contract_refusals(config.precision, config.rollout.vllm, build)
     if config.rollout.router_replay:
         yield from replay_refusals(build)
@@ -81,13 +87,15 @@ def _usable(machine: Machine, node: Node) -> Machine:
 
 def _memory(config: RunConfig, arch: Architecture, gpu: Device | None) -> EngineMemory:
     """Of one GPU with one engine, or of the host with all of them."""
-    options = config.rollout.vllm
-    weights = engine_weights(shipped_bytes(arch, config.precision))
+    options, engines = config.rollout.vllm, config.cluster.engines
+    weights, shared = engine_weights(shipped_bytes(arch, config.precision)), options.tensor_parallel
     if gpu is None:
         room = _cache_room(config, arch, int(CPU_CACHE_GIB * GIB))
-        each = weights, _cache(room)
-        on_host = tuple(Need(need.item, config.cluster.engines * need.bytes, need.note) for need in each)
+        each = (weights, engines), (_cache(room), engines * shared)
+        on_host = tuple(Need(need.item, number * need.bytes, need.note) for need, number in each)
         return EngineMemory(on_host, cache=room, refusal=_cache_refusal(config, arch, room))
+    if shared > 1:
+        weights = Need(weights.item, math.ceil(weights.bytes / shared), f"{weights.note}, 1 of {shared} parts")
     # With a cache of a given size it takes what it needs.
     sized = options.kv_cache_gib is not None
     limit = gpu.memory if sized else int(gpu.memory * options.gpu_memory_utilization)
@@ -121,7 +129,7 @@ def _cache_room(config: RunConfig, arch: Architecture, free: int) -> CacheRoom:
     rollout = config.rollout
     gib = rollout.vllm.kv_cache_gib
     size = max(0, free) if gib is None else int(gib * GIB)
-    per_token = cache_bytes_per_token(arch, config.precision.rollout.kv_cache)
+    per_token = cache_bytes_per_token(arch, config.precision.rollout.kv_cache) // rollout.vllm.tensor_parallel
     tokens, sequence = size // per_token, longest_sequence(config, arch)
     batch = math.ceil(rollout.drawn_prompts / config.cluster.engines) * rollout.group_size
     return CacheRoom(
@@ -158,11 +166,17 @@ def _arithmetic(config: RunConfig) -> Arithmetic:
 
 def _products(config: RunConfig, arch: Architecture) -> Iterator[Product]:
     """A step has any number of tokens: those of prompts and, of each request that decodes, one."""
-    rollout = config.rollout
+    rollout, shared = config.rollout, config.rollout.vllm.tensor_parallel
     rows = range(1, max(rollout.vllm.batched_tokens, rollout.max_batch) + 1)
     if config.precision.rollout.linear == "fp8_block":
         aligned = rollout.vllm.model == "aligned"
-        yield from layer_products(with_whole_tiles(arch) if aligned else arch, rows)
+        part = replace(
+            arch,
+            num_heads=arch.num_heads // shared,
+            num_kv_heads=arch.num_kv_heads // shared,
+            intermediate_size=arch.intermediate_size // shared,
+        )
+        yield from layer_products(with_whole_tiles(part) if aligned else part, rows)
     if rollout.vllm.model == "aligned":
         padded = math.ceil(arch.vocab_size / _VOCABULARY_STEP) * _VOCABULARY_STEP
         yield Product("bf16", padded, arch.hidden_size, rows)
@@ -177,7 +191,8 @@ ENGINE = EngineEntry(
     requirements=_requirements,
     environment=_environment,
     memory=_memory,
-    gpus=lambda config: config.cluster.engines,
+    gpus=lambda config: config.cluster.engines * config.rollout.vllm.tensor_parallel,
+    tensor_parallel=lambda config: config.rollout.vllm.tensor_parallel,
     usable=_usable,
     longest=_longest,
     arithmetic=_arithmetic,

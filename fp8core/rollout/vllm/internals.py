@@ -91,6 +91,25 @@ def _confirmed(layer: nn.Module, name: str, value: float) -> float:
     return value if all(mirror == value for mirror in mirrors) else torch.nan
 
 
+def gather(part: Tensor, axis: int) -> Tensor:
+    """A tensor of which every GPU that shares a layer has an equal part along the axis."""
+    from vllm.distributed import get_tp_group
+
+    group = get_tp_group().device_group
+    # NCCL and Gloo know no codes of FP8.
+    own = part.contiguous().view(torch.uint8)
+    parts = [torch.empty_like(own) for _ in range(group.size())]
+    torch.distributed.all_gather(parts, own, group=group)
+    return torch.cat([each.view(part.dtype) for each in parts], axis)
+
+
+def layer_share() -> int:
+    """The number of this process among those that share each layer, from 0."""
+    from vllm.distributed import get_tensor_model_parallel_rank
+
+    return int(get_tensor_model_parallel_rank())
+
+
 def cache_tensors(runner: Any) -> list[Tensor]:
     """The KV cache of every layer."""
     caches: list[Tensor] = runner.kv_caches

@@ -169,6 +169,12 @@ def aligned_refusals(contract: PrecisionContract, options: VllmConfig, build: Vl
             "fp8_decode",
             "prompts and decode steps share one kernel",
         ),
+        (
+            "rollout.vllm.tensor_parallel",
+            options.tensor_parallel,
+            1,
+            "GPUs that share o_proj and down_proj round their parts of a sum, which the trainer does not cut",
+        ),
     ):
         if value != needed:
             yield f"rollout.vllm.model=aligned: {setting}={value}, it must be {needed}: {reason}"
@@ -180,6 +186,7 @@ def model_refusals(arch: Architecture, contract: PrecisionContract, options: Vll
         yield from aligned_shape_refusals(arch)
         return
     yield from expert_refusals(arch, contract, options)
+    yield from shared_refusals(arch, contract, options.tensor_parallel)
     formats = rollout_formats(contract, arch.num_layers).stored_names()
     for name, shape in parameter_shapes(arch).items():
         if formats.of(name) == "fp8_block" and any(size % TILE for size in shape):
@@ -188,6 +195,25 @@ def model_refusals(arch: Architecture, contract: PrecisionContract, options: Vll
                 f"both sides of each must be multiples of {TILE}; set it to bf16, or rollout.engine to embedded"
             )
             return
+
+
+def shared_refusals(arch: Architecture, contract: PrecisionContract, ranks: int) -> Iterator[str]:
+    """Properties of a decoder whose layers so many GPUs cannot share."""
+    setting = f"rollout.vllm.tensor_parallel={ranks}"
+    if ranks > 1 and arch.experts is not None:
+        yield f"{setting}: the model has experts, only dense ones are shared; set it to 1"
+        return
+    sizes = {"query heads": arch.num_heads, "KV heads": arch.num_kv_heads, "columns of the MLP": arch.intermediate_size}
+    for what, size in sizes.items():
+        if size % ranks:
+            yield f"{setting}: does not divide the model's {size} {what}"
+            return
+    widths = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim, arch.intermediate_size
+    if ranks > 1 and contract.rollout.linear == "fp8_block" and any(width // ranks % TILE for width in widths):
+        yield (
+            f"{setting}: each GPU would have {' and '.join(str(width // ranks) for width in widths)} columns of Q, of K "
+            f"and of the MLP; in precision.rollout.linear=fp8_block all must be multiples of {TILE}"
+        )
 
 
 def aligned_shape_refusals(arch: Architecture) -> Iterator[str]:

@@ -7,12 +7,16 @@ of scales are laid out as their codes are, one row a tile.
 
 The aligned model has heads and columns of zeros where a part is not made of whole tiles
 (`architecture.with_whole_tiles`). They are not shipped: the worker writes them.
+
+GPUs that share a layer (tensor parallelism) each hold rows of a fused parameter's parts and of the vocabulary, columns
+of what multiplies their results (o_proj, down_proj), and all of a norm.
 """
 
 import re
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import ceil
 
 from torch import Tensor
 
@@ -26,6 +30,7 @@ _VOCABULARY_PADDING = 64
 _VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _FUSED_WITH = {part: fused for fused, parts in _FUSED.items() for part in parts}
+_CUT_BY_COLUMNS = ("o_proj", "down_proj")
 _EXPERT = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<index>\d+)\.(?P<part>gate|up|down)_proj\.(?P<kind>weight.*)")
 # Part of an expert -> the parameter, how many parts an expert has in it, and which of them this is.
 _EXPERT_PARTS = {"gate": ("w13", 2, 0), "up": ("w13", 2, 1), "down": ("w2", 1, 0)}
@@ -58,6 +63,79 @@ class Slot:
         """A view of the part that is shipped."""
         rows = rows_of(parameter)[self.start : self.stop]
         return rows if self.columns == self.width else rows[:, : self.columns]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The part of a shipped tensor on one of the GPUs that share its layer: `size` of its rows or columns from `first`.
+
+    Attributes:
+        axis: 0 for rows, 1 for columns.
+        first: number of the first.
+        size: how many; none where the vocabulary ends before.
+        whole: how many the tensor has.
+        gathered: whether GPUs must put it together for its fingerprint, which sums over consecutive whole words.
+    """
+
+    axis: int
+    first: int
+    size: int
+    whole: int
+    gathered: bool
+
+    @property
+    def ends(self) -> bool:
+        """True for the part that the tensor ends with."""
+        return 0 < self.size == self.whole - self.first
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """A view of the part."""
+        return tensor.narrow(self.axis, self.first, self.size)
+
+
+def find_cuts(shipped: Mapping[str, TensorSpec], rank: int, ranks: int) -> dict[str, Cut]:
+    """The parts of one of `ranks` GPUs, by name; a tensor without one is held whole by each."""
+    found = {}
+    for name, spec in shipped.items():
+        if ranks > 1 and (axis := _cut_axis(name)) is not None:
+            rows = spec.shape[axis]
+            each = _padded(rows) // ranks if name in _VOCABULARY else rows // ranks
+            size = min(each, max(0, rows - rank * each))
+            found[name] = Cut(axis, min(rank * each, rows), size, rows, axis == 1 or name.endswith(SCALE_SUFFIX))
+    return found
+
+
+def cut_specs(shipped: Mapping[str, TensorSpec], cuts: Mapping[str, Cut]) -> dict[str, TensorSpec]:
+    """Types and shapes of what one GPU holds."""
+    return {
+        name: replace(spec, shape=(*spec.shape[: cut.axis], cut.size, *spec.shape[cut.axis + 1 :]))
+        if (cut := cuts.get(name)) is not None
+        else spec
+        for name, spec in shipped.items()
+    }
+
+
+def whole_parameters(parameters: Mapping[str, TensorSpec], ranks: int) -> dict[str, TensorSpec]:
+    """The parameters that `ranks` GPUs have together, from those of one."""
+    found = {}
+    for name, spec in parameters.items():
+        shape, axis = list(spec.shape), _cut_axis(name)
+        if axis is not None:
+            shape[axis] *= ranks
+        found[name] = replace(spec, shape=tuple(shape))
+    return found
+
+
+def _cut_axis(name: str) -> int | None:
+    """Of a shipped tensor or a parameter: the axis that is cut."""
+    module = name.rsplit(".", 2)[-2]
+    if name in _VOCABULARY or module in _FUSED or module in _FUSED_WITH:
+        return 0
+    return 1 if module in _CUT_BY_COLUMNS else None
+
+
+def _padded(vocabulary: int) -> int:
+    return ceil(vocabulary / _VOCABULARY_PADDING) * _VOCABULARY_PADDING
 
 
 def rows_of(parameter: Tensor) -> Tensor:
@@ -141,8 +219,7 @@ def check_fit(
         filled[slot.parameter].append((slot.start, slot.end))
     for parameter, spec in parameters.items():
         rows = _rows_without_gap(parameter, filled[parameter])
-        padding = -rows % _VOCABULARY_PADDING if parameter in _VOCABULARY and rows else 0
-        if rows + padding != spec.rows:
+        if (_padded(rows) if parameter in _VOCABULARY and rows else rows) != spec.rows:
             raise UpdateError(f"{parameter}: {rows} of its {spec.rows} rows were sent")
 
 

@@ -19,15 +19,19 @@ from torch import Tensor, nn
 
 from fp8core import end_with_parent
 from fp8core.models.architecture import Architecture
-from fp8core.numerics.fingerprint import fingerprints
+from fp8core.numerics.fingerprint import Slice, slice_sums
 from fp8core.rollout.engine import PromptGroup, Sampling, SharedWeights, TensorSpec, open_shared
 from fp8core.rollout.vllm import internals
-from fp8core.rollout.vllm.weights import Slot
+from fp8core.rollout.vllm.weights import Cut, Slot
 
 # This module is imported in the worker's process before it builds the model, and before it takes memory of a GPU.
 end_with_parent.follow_parent()
 internals.register_decode_backend()
 internals.register_aligned_models()
+
+
+# Of the fields of the slot of each tensor, and of its cut where it has one, for every process that shares the layers.
+Shares = list[dict[str, list[list[Any]]]]
 
 
 class PolicyWorker:
@@ -56,16 +60,18 @@ class PolicyWorker:
         return {name: [spec.dtype, list(spec.shape)] for name, spec in specs.items()}
 
     @torch.inference_mode()
-    def policy_write(self, version: int, received: SharedWeights, slots: dict[str, list[Any]]) -> None:
-        """Copy every shared tensor into its rows; storage stays, and with it captured graphs."""
+    def policy_write(self, version: int, received: SharedWeights, shares: Shares) -> None:
+        """Copy this process's part of every shared tensor into its rows; storage stays, and with it captured graphs."""
+        share = self._policy_share(shares)
         self.policy_version = None
         self._policy_forget_scales()
         tensors = open_shared(received, self.device)
         parameters = dict(self._policy_model().named_parameters())
-        for name in {slot.parameter for slot in (Slot(*fields) for fields in slots.values()) if slot.filled_up}:
+        for name in {slot.parameter for slot, _ in share.values() if slot.filled_up}:
             parameters[name].data.view(torch.uint8).zero_()
-        for name, rows in self._policy_rows(slots).items():
-            tensor = tensors[name]
+        for name, (slot, cut) in share.items():
+            tensor = tensors[name] if cut is None else cut.of(tensors[name])
+            rows = slot.of(parameters[slot.parameter].data)
             assert TensorSpec.of(rows) == TensorSpec.of(tensor), name
             rows.copy_(tensor)
         if self.device.type == "cuda":
@@ -78,14 +84,20 @@ class PolicyWorker:
         internals.write_scales(self._policy_model(), scales)
 
     @torch.inference_mode()
-    def policy_read_back(self, slots: dict[str, list[Any]]) -> dict[str, Any]:
-        """Version, fingerprint of every tensor from the parameters themselves, and the scales in force."""
-        rows = self._policy_rows(slots)
-        return {
-            "version": self.policy_version,
-            "fingerprints": dict(zip(rows, fingerprints([part.contiguous() for part in rows.values()]), strict=True)),
-            "scales": internals.read_scales(self._policy_model()),
-        }
+    def policy_read_back(self, shares: Shares) -> dict[str, Any]:
+        """Version, lane sums of every tensor or its part from the parameters themselves, and the scales in force."""
+        share, parameters = self._policy_share(shares), dict(self._policy_model().named_parameters())
+        slices, found = dict[str, Slice](), dict[str, list[int]]()
+        for name, (slot, cut) in share.items():
+            rows = slot.of(parameters[slot.parameter].data)
+            if cut is not None and cut.gathered:
+                # One after another: there is no room for all of them.
+                (found[name],) = slice_sums([Slice.whole(internals.gather(rows, cut.axis))])
+            else:
+                slices[name] = _slice_of(rows.contiguous(), cut)
+        if slices:
+            found |= zip(slices, slice_sums(list(slices.values())), strict=True)
+        return {"version": self.policy_version, "sums": found, "scales": internals.read_scales(self._policy_model())}
 
     def policy_set_temperature(self, temperature: float) -> None:
         """Set what an aligned model divides its logits by, above 0."""
@@ -136,11 +148,18 @@ class PolicyWorker:
             return
         internals.write_scales(model, [[torch.nan] * 3 for _ in internals.read_scales(model)])
 
-    def _policy_rows(self, slots: dict[str, list[Any]]) -> dict[str, Tensor]:
-        """Views of the parameters, by the names of what was shipped."""
-        parameters = dict(self._policy_model().named_parameters())
-        placed = {name: Slot(*fields) for name, fields in slots.items()}
-        return {name: slot.of(parameters[slot.parameter].data) for name, slot in placed.items()}
+    def _policy_share(self, shares: Shares) -> dict[str, tuple[Slot, Cut | None]]:
+        """Slots and cuts of this process, by the names of what was shipped."""
+        own = shares[internals.layer_share()] if shares else {}
+        return {name: (Slot(*slot), Cut(*cut[0]) if cut else None) for name, (slot, *cut) in own.items()}
+
+
+def _slice_of(rows: Tensor, cut: Cut | None) -> Slice:
+    """Rows of one process, as consecutive words of the whole tensor."""
+    if cut is None:
+        return Slice.whole(rows)
+    row = rows[:1].nbytes
+    return Slice(rows, cut.first * row, cut.whole * row if cut.ends else None)
 
 
 CAPTURING = "fp8core.rollout.vllm.worker.CapturingWorker"
