@@ -171,7 +171,7 @@ def spread_over(config: RunConfig, gpus: int) -> RunConfig:
     elif engines > 1 and ranks == 1:
         ranks = max(1, gpus - engines * shared)
     elif engines == 1:
-        ranks = ranks if ranks > 1 else max(1, gpus // 2)
+        ranks = ranks if ranks > 1 else max(1, min(gpus // 2, gpus - shared))
         engines = max(1, (gpus - ranks) // shared)
     asked = cluster.model_copy(update={"engines": engines, "ranks": ranks})
     if sum(asked.bundles(shared)) > gpus:

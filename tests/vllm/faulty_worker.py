@@ -6,7 +6,7 @@ import torch
 
 from fp8core.rollout.engine import SharedWeights
 from fp8core.rollout.vllm import internals
-from fp8core.rollout.vllm.worker import CapturingWorker
+from fp8core.rollout.vllm.worker import CapturingWorker, Shares
 
 
 class FaultyWorker(CapturingWorker):
@@ -14,15 +14,15 @@ class FaultyWorker(CapturingWorker):
 
     policy_fault = ""
 
-    def policy_commit_fault(self, fault: str) -> None:
-        """The fault of the writes from now on; an empty name for none."""
-        self.policy_fault = fault
+    def policy_commit_fault(self, fault: str, share: int = 0) -> None:
+        """The fault of the writes from now on, of one of those that share the layers; an empty name for none."""
+        self.policy_fault = fault if internals.layer_share() == share else ""
 
-    def policy_write(self, version: int, received: SharedWeights, slots: dict[str, list[Any]]) -> None:
+    def policy_write(self, version: int, received: SharedWeights, shares: Shares) -> None:
         """Write, then damage what a sender, a copy or a kernel could have damaged."""
         parameters = dict(self.model_runner.get_model().named_parameters())
         before = {name: tensor.detach().clone() for name, tensor in parameters.items()}
-        super().policy_write(version, received, slots)
+        super().policy_write(version, received, shares)
         damage = getattr(self, f"_policy_{self.policy_fault}", None)
         if damage is not None:
             with torch.inference_mode():

@@ -494,10 +494,10 @@ def _fields(slots: Mapping[str, Slot], cuts: Mapping[str, Cut]) -> dict[str, lis
 
 
 def _agreed(what: str, held: Sequence[Result]) -> Result:
-    """What all workers hold.
+    """The value that all workers hold.
 
     Raises:
-        UpdateError: they differ.
+        UpdateError: one of them holds another.
     """
     if any(each != held[0] for each in held):
         raise UpdateError(f"vLLM's {len(held)} workers hold different {what}")

@@ -210,9 +210,10 @@ def shared_refusals(arch: Architecture, contract: PrecisionContract, ranks: int)
             return
     widths = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim, arch.intermediate_size
     if ranks > 1 and contract.rollout.linear == "fp8_block" and any(width // ranks % TILE for width in widths):
+        each = ", ".join(str(width // ranks) for width in widths)
         yield (
-            f"{setting}: each GPU would have {' and '.join(str(width // ranks) for width in widths)} columns of Q, of K "
-            f"and of the MLP; in precision.rollout.linear=fp8_block all must be multiples of {TILE}"
+            f"{setting}: each GPU would have {each} columns of Q, K and MLP; with precision.rollout.linear=fp8_block "
+            f"all must be multiples of {TILE}"
         )
 
 

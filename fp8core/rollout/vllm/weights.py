@@ -8,8 +8,8 @@ of scales are laid out as their codes are, one row a tile.
 The aligned model has heads and columns of zeros where a part is not made of whole tiles
 (`architecture.with_whole_tiles`). They are not shipped: the worker writes them.
 
-GPUs that share a layer (tensor parallelism) each hold rows of a fused parameter's parts and of the vocabulary, columns
-of what multiplies their results (o_proj, down_proj), and all of a norm.
+GPUs that share a layer (tensor parallelism) each hold rows of every part of a fused parameter, and of the vocabulary.
+Of o_proj and down_proj, which multiply their results, they hold columns, and of a norm all.
 """
 
 import re

@@ -108,6 +108,18 @@ def test_an_h200_has_room_for_these_tokens_of_qwen3_8b(planned, precision, token
     assert plan.refusals == ()
 
 
+def test_gpus_that_share_the_layers_hold_their_part_of_weights_and_cache(planned):
+    whole = planned("qwen3-8b")
+    settings = {"cluster__placement": "separate", "rollout__vllm__tensor_parallel": 4}
+    plan = planned("qwen3-8b", **settings)
+    generating, one = plan.devices[0], whole.devices[0]
+    assert generating.count == 4
+    weights, alone = (next(iter(device.phases[0].needs)).bytes for device in (generating, one))
+    assert weights == -(-alone // 4)
+    assert plan.cache.bytes_per_token * 4 == whole.cache.bytes_per_token
+    assert plan.cache.tokens > 4 * whole.cache.tokens
+
+
 def test_the_cache_is_counted_in_whole_sequences(planned):
     cache = planned(
         "qwen3-8b", rollout__max_new_tokens=3072, rollout__prompts_per_step=64, rollout__max_batch=200

@@ -100,11 +100,28 @@ def test_engines_and_ranks_that_are_left_at_1_share_the_gpus(configured, placeme
     assert (spread.engines, spread.ranks) == found
 
 
+@pytest.mark.parametrize(
+    ("shared", "given", "gpus", "found"), [(2, (1, 1), 8, (2, 4)), (4, (1, 4), 16, (3, 4)), (2, (3, 1), 8, (3, 2))]
+)
+def test_engines_whose_layers_several_gpus_share_take_as_many(configured, shared, given, gpus, found):
+    cluster = dict(zip(("cluster__engines", "cluster__ranks"), given, strict=True))
+    options = {"cluster__placement": "separate", "rollout__vllm__tensor_parallel": shared}
+    spread = spread_over(configured("qwen3-8b", **options, **cluster), gpus).cluster
+    assert (spread.engines, spread.ranks) == found
+
+
 @pytest.mark.parametrize(("placement", "given", "gpus"), [("colocated", (8, 1), 4), ("separate", (1, 1), 1)])
 def test_a_configuration_that_needs_more_gpus_is_refused(configured, placement, given, gpus):
     cluster = dict(zip(("cluster__engines", "cluster__ranks"), given, strict=True))
     with pytest.raises(UserError, match=rf"GPUs are needed, --gpus is {gpus}$"):
         spread_over(configured("qwen3-8b", cluster__placement=placement, **cluster), gpus)
+
+
+def test_an_engine_that_needs_more_gpus_than_there_are_is_refused(configured):
+    options = {"cluster__placement": "separate", "rollout__vllm__tensor_parallel": 4}
+    assert spread_over(configured("qwen3-8b", **options), 5).cluster.ranks == 1
+    with pytest.raises(UserError, match=r"placement=separate, 4 GPUs an engine: 5 GPUs are needed, --gpus is 4$"):
+        spread_over(configured("qwen3-8b", **options), 4)
 
 
 @pytest.mark.parametrize(

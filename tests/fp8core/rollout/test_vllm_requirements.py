@@ -164,6 +164,32 @@ def test_the_aligned_model_refuses_another_decoder(architecture, change, complai
     _refused(model_refusals(arch, BF16, VllmConfig()))
 
 
+def test_the_aligned_model_is_not_shared():
+    found = contract_refusals(KERNELS, VllmConfig(model="aligned", tensor_parallel=2), HOPPER)
+    _refused(found, "^rollout.vllm.model=aligned: rollout.vllm.tensor_parallel=2, it must be 1: .*round their parts")
+
+
+@pytest.mark.parametrize(
+    ("change", "ranks", "complaint"),
+    [
+        ({}, 4, "tensor_parallel=4: does not divide the model's 2 KV heads"),
+        ({"num_heads": 6, "num_kv_heads": 6}, 4, "does not divide the model's 6 query heads"),
+        ({}, 2, r"tensor_parallel=2: each GPU would have 256, 128, 192 columns .* multiples of 128"),
+        ({"experts": EXPERTS, "family": "qwen3_moe"}, 2, "tensor_parallel=2: the model has experts"),
+    ],
+)
+def test_layers_that_cannot_be_shared_are_refused(architecture, change, ranks, complaint):
+    shape = architecture(**{**TRUE_TILES, **change})
+    _refused(model_refusals(shape, KERNELS, VllmConfig(tensor_parallel=ranks)), complaint)
+
+
+def test_layers_of_whole_tiles_are_shared(architecture):
+    shape = architecture(**{**TRUE_TILES, "intermediate_size": 512})
+    _refused(model_refusals(shape, KERNELS, VllmConfig(tensor_parallel=2)))
+    narrow = architecture(**TRUE_TILES)
+    _refused(model_refusals(narrow, BF16, VllmConfig(tensor_parallel=2)))
+
+
 def test_models_without_whole_tiles_are_refused(architecture):
     shape = {"hidden_size": 192, "num_heads": 9, "num_kv_heads": 3, "head_dim": 64, "vocab_size": 64}
     _refused(model_refusals(architecture(**shape), KERNELS, VllmConfig(model="aligned")))

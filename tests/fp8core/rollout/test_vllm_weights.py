@@ -9,7 +9,16 @@ from fp8core.config.precision import PrecisionContract
 from fp8core.models.architecture import parameter_shapes
 from fp8core.models.weights import SCALE_SUFFIX, rollout_formats, stored_weights
 from fp8core.rollout.engine import TensorSpec, open_shared, share_weights, specs_of
-from fp8core.rollout.vllm.weights import Slot, UpdateError, check_fit, filled_shapes, find_slots
+from fp8core.rollout.vllm.weights import (
+    Slot,
+    UpdateError,
+    check_fit,
+    cut_specs,
+    filled_shapes,
+    find_cuts,
+    find_slots,
+    whole_parameters,
+)
 
 LAYER = "model.layers.0"
 
@@ -157,6 +166,42 @@ def test_only_the_padding_of_a_vocabulary_may_stay_empty(shipped, parameters, ro
         check_fit(shipped, find_slots(shipped, {}), parameters)
     else:
         _refused(shipped, parameters, f"embed_tokens.weight: 150 of its {rows} rows were sent")
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_gpus_that_share_the_layers_hold_every_number_once(architecture, masters_of, ranks):
+    """Each of them heads and columns of its own; a vocabulary ends where it ends."""
+    arch = architecture(
+        hidden_size=128, intermediate_size=512, num_heads=8, num_kv_heads=4, head_dim=128, vocab_size=152, num_layers=1
+    )
+    names = rollout_formats(PrecisionContract(), arch.num_layers).stored_names()
+    sent = stored_weights(masters_of(arch), names, "pow2")
+    layouts = specs_of(sent)
+    whole = find_slots(layouts, {})
+    found = {name: [] for name in sent}
+    for rank in range(ranks):
+        cuts = find_cuts(layouts, rank, ranks)
+        own = cut_specs(layouts, cuts)
+        slots, held = find_slots(own, {}), {}
+        for name, slot in slots.items():
+            rows = 192 // ranks if name in ("model.embed_tokens.weight", "lm_head.weight") else slot.end
+            rows = max([rows, *(each.end for each in slots.values() if each.parameter == slot.parameter)])
+            held[slot.parameter] = torch.zeros(rows, *[slot.width] * (slot.width > 0), dtype=sent[name].dtype)
+        check_fit(layouts, whole, whole_parameters(specs_of(held), ranks))
+        for name, tensor in sent.items():
+            part = tensor if (cut := cuts.get(name)) is None else cut.of(tensor)
+            slots[name].of(held[slots[name].parameter]).copy_(part)
+        for name, slot in slots.items():
+            found[name].append((cuts.get(name), slot.of(held[slot.parameter])))
+    attention, heads = f"{LAYER}.self_attn", 8 // ranks
+    assert found[f"{attention}.q_proj.weight"][1][1].shape == (heads * 128, 128)
+    assert found[f"{attention}.o_proj.weight"][1][1].shape == (128, heads * 128)
+    for name, parts in found.items():
+        cut = parts[0][0]
+        read = parts[0][1] if cut is None else torch.cat([part.float() for _, part in parts], cut.axis)
+        assert torch.equal(read.float(), sent[name].float()), name
+    (cut, _), *_ = found[f"{LAYER}.input_layernorm.weight"]
+    assert cut is None
 
 
 EXPERTS = f"{LAYER}.mlp.experts"
