@@ -70,10 +70,14 @@ def test_a_fault_in_one_share_is_caught(pair, policies, fault, share):
     policy = policies[1]
     pair.update(policies[0].tensors, policies[0].scales, 0)
     pair.call_worker("policy_commit_fault", fault, share)
+
+    def sync() -> None:
+        report = pair.update(policy.tensors, policy.scales, 1)
+        check_report(report, policy_digest(policy.tensors), policy.scales, 1)
+
     try:
         with pytest.raises((SyncError, UpdateError), match=r"policy 1.*(was|were) sent|2 workers hold different bytes"):
-            report = pair.update(policy.tensors, policy.scales, 1)
-            check_report(report, policy_digest(policy.tensors), policy.scales, 1)
+            sync()
     finally:
         pair.call_worker("policy_commit_fault", "")
 
