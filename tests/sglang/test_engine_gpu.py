@@ -110,6 +110,33 @@ def test_a_generation_that_is_left_ends(engine):
     assert len(collect(engine, build_groups(2, 2), SAMPLING)) == 4
 
 
+def test_a_session_takes_requests_while_others_run(engine, policies):
+    """Some go on from what was begun, as a turn of an episode does."""
+    groups = build_groups(8, 4)
+    begun = [replace(group, begun=((5, 6),) * 4, room=(1, 2, 3, 99)) for group in groups[:4]]
+    session, found, late = engine.open_session(SAMPLING), [], [*begun]
+    session.add(groups[4:])
+    while session.busy or late:
+        found += session.step()
+        if late:
+            session.add([late.pop()])
+    session.close()
+    assert engine.drop_prefixes(), "nothing runs"
+    assert len(found) == 32
+    assert {done.finish for done in found} == {"stop", "length", "open"}
+    asked = [replace(group, prompt=(*group.prompt, 5, 6)) for group in groups[:4]] + groups[4:]
+    assert _error(policies[0], asked, found) < policies[0].bounds(asked, found, 1.0).mean
+
+
+def test_a_session_that_is_left_ends(engine):
+    session = engine.open_session(Sampling(1.0, 60, frozenset()))
+    session.add(build_groups(24, 4))
+    session.step()
+    session.close()
+    assert engine.drop_prefixes()
+    assert len(collect(engine, build_groups(2, 2), SAMPLING)) == 4
+
+
 def test_prompts_that_are_too_long_are_refused(engine):
     (group,) = build_groups(1, 1, longest=40, shortest=40)
     with pytest.raises(UserError, match=r"40 tokens and rollout.max_new_tokens=250 are 290, .* is 256"):

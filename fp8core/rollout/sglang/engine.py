@@ -11,9 +11,10 @@ import multiprocessing
 import os
 import signal
 import tempfile
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import astuple
+from itertools import count
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ from fp8core.rollout.engine import (
     share_weights,
     specs_of,
 )
-from fp8core.rollout.sglang.host import CLOSE, ERROR, FINISHED, STOP, serve
+from fp8core.rollout.sglang.host import ADD, CLOSE, ERROR, FINISHED, STOP, serve
 from fp8core.rollout.sglang.requirements import SglangBuild
 from fp8core.rollout.sglang.settings import (
     LOWEST_TEMPERATURE,
@@ -57,6 +58,8 @@ from fp8core.rollout.sglang.weights import UpdateError, parameter_slots
 # For SGLang to end its processes; then they are killed with the one between.
 _SHUTDOWN_SECONDS = 70.0
 _SEED_BITS = (1 << 63) - 1
+# Longest step of a session in which nothing ends.
+_STEP_SECONDS = 0.01
 # Its place, and its requests or outputs.
 Group = tuple[int, list[dict[str, Any]]]
 _SLEEPING = ["kv_cache", "weights", "cuda_graph"]
@@ -99,16 +102,17 @@ class SglangEngine:
             arch, contract, options, Launch(self._folder.name, self._longest, max_batch, worker)
         )
         self._closed = False
-        self._pipe, self._process = _start_host(arguments)
+        pipe, self._process = _start_host(arguments)
+        self._host = HostPipe(pipe)
         # Before `multiprocessing` waits for its children, as it does when Python ends.
         atexit.register(self.close)
-        self._answer()
+        self._host.answer()
         missing = self.call_worker("probe")
         if missing:
             self.close()
             raise UserError(f"rollout.engine=sglang: {build.described} lacks {', '.join(missing)}")
         self._parameters = {n: TensorSpec(d, tuple(shape)) for n, (d, shape) in self.call_worker("parameters").items()}
-        self._resolved: dict[str, Any] = self._call("resolved")
+        self._resolved: dict[str, Any] = self._host.call("resolved")
         self._sent: dict[str, TensorSpec] = {}
         self._slots: dict[str, tuple[Any, ...]] = {}
         self._complete, self._asleep = False, False
@@ -141,10 +145,10 @@ class SglangEngine:
         """The second half: write the expected weights, which this or another process shares meanwhile."""
         self._complete = False
         if self._asleep:
-            self._call("resume", ["weights", "cuda_graph"])
+            self._host.call("resume", ["weights", "cuda_graph"])
         self.call_worker("write", version, shared, self._slots)
         if self._asleep:
-            self._call("resume", ["kv_cache"])
+            self._host.call("resume", ["kv_cache"])
             self.call_worker("clear_cache")
             self._asleep = False
         # Pages of another policy, or of other scales, would be read as if they were this one's.
@@ -185,28 +189,33 @@ class SglangEngine:
             UserError: a prompt and its completion are longer than the engine allows, or the temperature is lower than
                 SGLang can sample at.
         """
-        assert self._complete, "update() comes before generate(), also after sleep()"
-        assert not sampling.report_experts, "models of this engine have no experts; the configuration was checked"
-        assert sampling.truncation is None, "it samples from the whole distribution; the configuration was checked"
+        self._prepare(sampling)
         self._check_requests(groups, sampling)
-        if self._sleeps:
-            # Release the shared policy, which torch caches: a long-lived allocation would pin all of it.
-            torch.cuda.empty_cache()
         wanted = [
             (place, [_sample_request(group, i, sampling) for i in range(len(group.seeds))])
             for place, group in enumerate(groups)
         ]
-        with closing(self._outputs(wanted)) as outputs:
+        with closing(self._host.outputs(wanted)) as outputs:
             for place, found in outputs:
                 group = groups[place]
                 yield [_completion(output, group, i, sampling) for i, output in enumerate(found)]
+
+    def open_session(self, sampling: Sampling) -> "SglangSession":
+        """Take requests as they come.
+
+        Raises:
+            UserError: the temperature is lower than SGLang can sample at.
+        """
+        self._prepare(sampling)
+        self._check_requests([], sampling)
+        return SglangSession(self._host, sampling, self._check_requests)
 
     def score(self, probes: Sequence[Probe], temperature: float) -> list[list[float]]:
         """Log-prob of each target after its context, with one sampled token a probe; one row."""
         assert self._complete, "update() comes before score(), also after sleep()"
         found = [math.nan] * len(probes)
         wanted = [(place, [_probe_request(probe, temperature)]) for place, probe in enumerate(probes)]
-        for place, (output,) in self._outputs(wanted):
+        for place, (output,) in self._host.outputs(wanted):
             ((token, found[place]),) = output["targets"]
             assert token == probes[place].target, "the log-prob is not that of the target"
         return [found]
@@ -217,7 +226,7 @@ class SglangEngine:
             # Only an engine that runs nothing may be paused.
             if not self.drop_prefixes():
                 raise UpdateError("SGLang kept its prefix cache: requests are still running")
-            self._call("release", _SLEEPING)
+            self._host.call("release", _SLEEPING)
             self._asleep, self._complete = True, False
 
     def memory(self) -> dict[str, int]:
@@ -231,8 +240,8 @@ class SglangEngine:
             return
         self._closed = True
         atexit.unregister(self.close)
-        with suppress(OSError):
-            self._pipe.send((CLOSE,))
+        with suppress(EngineLost):
+            self._host.send(CLOSE)
         self._process.join(_SHUTDOWN_SECONDS)
         if self._process.is_alive():
             # SGLang's processes follow it.
@@ -248,52 +257,19 @@ class SglangEngine:
 
     def call_worker(self, method: str, *arguments: Any) -> Any:
         """A method of `PolicyWorker`, in the process that holds the model; plain values both ways."""
-        return self._call("ask_worker", method, arguments)
+        return self._host.call("ask_worker", method, arguments)
 
     def drop_prefixes(self) -> bool:
         """Forget all cached prompts; false while requests are running."""
-        return bool(self._call("flush_cache"))
+        return bool(self._host.call("flush_cache"))
 
-    def _call(self, method: str, *arguments: Any) -> Any:
-        self._send(method, *arguments)
-        return self._answer()
-
-    def _send(self, *message: Any) -> None:
-        try:
-            self._pipe.send(message)
-        except OSError as error:
-            raise EngineLost("SGLang's host ended") from error
-
-    def _receive(self) -> tuple[Any, ...]:
-        try:
-            message: tuple[Any, ...] = self._pipe.recv()
-        except (EOFError, OSError) as error:
-            raise EngineLost("SGLang's host ended") from error
-        if message[0] == ERROR:
-            raise RuntimeError(message[1])
-        return message
-
-    def _answer(self) -> Any:
-        """The result of what was asked for; outputs of requests before it are dropped."""
-        while (message := self._receive())[0] == FINISHED:
-            pass
-        return message[1]
-
-    def _outputs(self, groups: Sequence[Group]) -> Generator[Group, None, None]:
-        """Outputs of each group as it finishes; closed before the last, the rest is ended."""
-        self._send("generate", groups)
-        running = True
-        try:
-            while (message := self._receive())[0] == FINISHED:
-                yield message[1], message[2]
-            running = False
-        except (EngineLost, RuntimeError):
-            running = False
-            raise
-        finally:
-            if running:
-                self._send(STOP)
-                self._answer()
+    def _prepare(self, sampling: Sampling) -> None:
+        assert self._complete, "update() comes before a generation, also after sleep()"
+        assert not sampling.report_experts, "models of this engine have no experts; the configuration was checked"
+        assert sampling.truncation is None, "it samples from the whole distribution; the configuration was checked"
+        if self._sleeps:
+            # Release the shared policy, which torch caches: a long-lived allocation would pin all of it.
+            torch.cuda.empty_cache()
 
     def _has_fp8_cache(self) -> bool:
         return self._contract.rollout.kv_cache == "fp8"
@@ -320,6 +296,113 @@ class SglangEngine:
                     f"prompt {group.prompt_id}: {len(group.prompt)} tokens and rollout.max_new_tokens="
                     f"{sampling.max_new_tokens} are {length}, rollout.sglang.context_length is {self._longest}"
                 )
+
+
+class HostPipe:
+    """Our end of the pipe to SGLang's host; raises EngineLost where that has ended."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """The result of a method of `Host`."""
+        self.send(method, *arguments)
+        return self.answer()
+
+    def send(self, *message: Any) -> None:
+        """Ask for something."""
+        try:
+            self._pipe.send(message)
+        except OSError as error:
+            raise EngineLost("SGLang's host ended") from error
+
+    def comes(self, seconds: float) -> bool:
+        """True if a message comes in time, or the end of the host."""
+        return self._pipe.poll(seconds)
+
+    def receive(self) -> tuple[Any, ...]:
+        """The next message.
+
+        Raises:
+            RuntimeError: it is an error of what was asked for.
+        """
+        try:
+            message: tuple[Any, ...] = self._pipe.recv()
+        except (EOFError, OSError) as error:
+            raise EngineLost("SGLang's host ended") from error
+        if message[0] == ERROR:
+            raise RuntimeError(message[1])
+        return message
+
+    def answer(self) -> Any:
+        """The result of what was asked for; outputs of requests before it are dropped."""
+        while (message := self.receive())[0] == FINISHED:
+            pass
+        return message[1]
+
+    def outputs(self, groups: Sequence[Group]) -> Generator[Group, None, None]:
+        """Outputs of each group as it finishes; closed before the last, the rest is ended."""
+        self.send("generate", groups)
+        running = True
+        try:
+            while (message := self.receive())[0] == FINISHED:
+                yield message[1], message[2]
+            running = False
+        except (EngineLost, RuntimeError):
+            running = False
+            raise
+        finally:
+            if running:
+                self.send(STOP)
+                self.answer()
+
+
+class SglangSession:
+    """Requests in SGLang, which schedules them as they come and go.
+
+    A request that goes on after what was begun has another position in its sequence, and so draws other numbers.
+    """
+
+    def __init__(
+        self, host: HostPipe, sampling: Sampling, check: Callable[[Sequence[PromptGroup], Sampling], None]
+    ) -> None:
+        """`check` raises UserError for prompts that do not fit."""
+        self._host, self._sampling, self._check = host, sampling, check
+        self._requests: dict[int, tuple[PromptGroup, int]] = {}
+        self._numbers = count()
+        host.send("session")
+
+    @property
+    def busy(self) -> bool:
+        """True while a request is in flight or waits."""
+        return bool(self._requests)
+
+    def add(self, groups: Sequence[PromptGroup]) -> None:
+        """Further requests.
+
+        Raises:
+            UserError: a prompt and its completion are longer than the engine allows; none was sent then.
+        """
+        self._check(groups, self._sampling)
+        new = {next(self._numbers): (group, i) for group in groups for i in range(len(group.seeds))}
+        self._requests |= new
+        self._host.send(ADD, [(number, [_sample_request(*asked, self._sampling)]) for number, asked in new.items()])
+
+    def step(self) -> list[Completion]:
+        """The completions that have ended; none after a moment in which none does."""
+        found = list[Completion]()
+        while self._requests and self._host.comes(0 if found else _STEP_SECONDS):
+            _, number, (output,) = self._host.receive()
+            found.append(_completion(output, *self._requests.pop(number), self._sampling))
+        return found
+
+    def close(self) -> None:
+        """Drop what is in flight."""
+        self._requests = {}
+        # The call that found the loss has raised it.
+        with suppress(EngineLost):
+            self._host.send(STOP)
+            self._host.answer()
 
 
 def _start_host(arguments: dict[str, Any]) -> tuple[Connection, Any]:

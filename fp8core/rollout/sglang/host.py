@@ -15,15 +15,17 @@ from fp8core import end_with_parent
 from fp8core.rollout.sglang.worker import Mailbox, WorkerError, register, run_detokenizer, run_scheduler
 
 RESULT, ERROR, FINISHED = "result", "error", "finished"
-CLOSE, STOP = "close", "stop"
+CLOSE, STOP, ADD = "close", "stop", "add"
 _RESOLVED = (
     *("attention_backend", "sampling_backend", "kv_cache_dtype", "page_size", "max_running_requests"),
     *("chunked_prefill_size", "enable_deterministic_inference", "disable_radix_cache", "context_length"),
 )
 # For the end of the last batch to arrive, and for the cache to be dropped.
 _FLUSH_SECONDS = 30.0
-# Until a STOP is seen while no request ends.
-_STOP_SECONDS = 0.05
+# Until a message is seen while no request ends.
+_POLL_SECONDS = 0.01
+# Groups by the task that waits for their requests.
+Running = dict["asyncio.Task[list[dict[str, Any]]]", int]
 
 
 def serve(pipe: Connection, arguments: dict[str, Any]) -> None:
@@ -112,27 +114,56 @@ class Host:
         """Generate all requests at once; sends (FINISHED, group, outputs) for each group. STOP ends what is running."""
         self._engine.loop.run_until_complete(self._generate(groups))
 
+    def session(self) -> None:
+        """Take (ADD, groups) while others run, and send each as `generate` does, until STOP ends what is running."""
+        self._engine.loop.run_until_complete(self._session())
+
     def close(self) -> None:
         """End SGLang's processes."""
         self._engine.shutdown()
 
     async def _generate(self, groups: Sequence[tuple[int, list[dict[str, Any]]]]) -> None:
-        loop = asyncio.get_running_loop()
-        running = {loop.create_task(self._group(requests)): group for group, requests in groups}
-        stopped = False
+        running, stopped = self._started(groups), False
         try:
             # The loop does not watch the pipe. SGLang brings uvloop, which would make it non-blocking: what is sent
             # while the parent is behind would fail.
             while running and not (stopped := self._pipe.poll()):
-                done, _ = await asyncio.wait(running, timeout=_STOP_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    self._pipe.send((FINISHED, running.pop(task), task.result()))
+                await self._pass_on(running)
         finally:
-            if running:
-                self._engine.tokenizer_manager.abort_request(abort_all=True)
-                await asyncio.wait(list(running))
-            if stopped:
-                self._pipe.recv()
+            await self._abort(running)
+        if stopped:
+            self._pipe.recv()
+
+    async def _session(self) -> None:
+        running: Running = {}
+        try:
+            while True:
+                while self._pipe.poll():
+                    kind, *groups = self._pipe.recv()
+                    if kind == STOP:
+                        return
+                    running |= self._started(*groups)
+                await self._pass_on(running)
+        finally:
+            await self._abort(running)
+
+    def _started(self, groups: Sequence[tuple[int, list[dict[str, Any]]]]) -> Running:
+        loop = asyncio.get_running_loop()
+        return {loop.create_task(self._group(requests)): group for group, requests in groups}
+
+    async def _pass_on(self, running: Running) -> None:
+        """Wait a moment, and send what has ended."""
+        if not running:
+            await asyncio.sleep(_POLL_SECONDS)
+            return
+        done, _ = await asyncio.wait(running, timeout=_POLL_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            self._pipe.send((FINISHED, running.pop(task), task.result()))
+
+    async def _abort(self, running: Running) -> None:
+        if running:
+            self._engine.tokenizer_manager.abort_request(abort_all=True)
+            await asyncio.wait(list(running))
 
     async def _group(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Outputs of one group: ids, log-probs and reason of each request."""

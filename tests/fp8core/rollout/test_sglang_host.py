@@ -4,12 +4,16 @@ import asyncio
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from multiprocessing import Pipe
 from typing import Any
 
 import pytest
 import uvloop
 
+from fp8core.errors import EngineLost
+from fp8core.rollout.engine import PromptGroup, Sampling, Session
+from fp8core.rollout.sglang.engine import HostPipe, SglangSession
 from fp8core.rollout.sglang.host import FINISHED, RESULT, STOP, Host
 
 # Together more than the buffer of any pipe.
@@ -73,3 +77,87 @@ def test_stop_ends_a_generation(thread: ThreadPoolExecutor) -> None:
     ours.send((STOP,))
     assert ours.recv() == (RESULT, None)
     assert answers.result(timeout=10) == [True]
+
+
+ENDLESS = 99
+
+
+class Counting(Answering):
+    """Tokens count on from the length of what was read, one a millisecond; a prompt of ENDLESS never ends by itself."""
+
+    async def async_generate(
+        self, input_ids: list[list[int]], sampling_params: list[dict[str, Any]], **_: Any
+    ) -> list[dict[str, Any]]:
+        ((read,), (sampling,)) = input_ids, sampling_params
+        if ENDLESS in read:
+            await self._aborted.wait()
+        tokens = list(range(len(read), len(read) + sampling["max_new_tokens"]))
+        await asyncio.sleep(len(tokens) / 1000)
+        about = {"output_token_logprobs": [(-1.0, token, None) for token in tokens]}
+        return [{"output_ids": tokens, "meta_info": about | {"finish_reason": {"type": "length"}}}]
+
+
+def group(number: int, *prompt: int) -> PromptGroup:
+    return PromptGroup(number, f"{number}", prompt, (0, 1), (7, 8))
+
+
+@pytest.fixture
+def opened(thread: ThreadPoolExecutor) -> Iterator[tuple[HostPipe, Session]]:
+    """A session, and the pipe to its host, which takes a second one afterwards."""
+    ours, theirs = Pipe()
+    host = Host(theirs, Counting(False), {"model_path": "unused", "custom_weight_loader": ["unused"]})
+
+    def answers() -> None:
+        with theirs:
+            while host.answer(*theirs.recv()):
+                pass
+
+    thread.submit(answers)
+    pipe = HostPipe(ours)
+    yield pipe, SglangSession(pipe, Sampling(1.0, 6, frozenset()), lambda groups, sampling: None)
+    pipe.send("close")
+
+
+def test_a_session_takes_requests_while_others_run(opened: tuple[HostPipe, Session]) -> None:
+    """Of several turns: the second goes on where the first and an observation ended."""
+    _, session = opened
+    session.add([group(0, 1, 2)])
+    found, late = [], [replace(group(1, 4), begun=((5, 6), (5, 6, 6)), room=(2, 99)), group(2, 3, 3, 3)]
+    while session.busy or late:
+        found += session.step()
+        if late:
+            session.add([late.pop()])
+    session.close()
+    assert {(done.group, done.sample): (done.tokens, done.finish) for done in found} == {
+        (0, 0): ([2, 3, 4, 5, 6, 7], "length"),
+        (0, 1): ([2, 3, 4, 5, 6, 7], "length"),
+        (1, 0): ([3, 4], "open"),
+        (1, 1): ([4, 5, 6], "length"),
+        (2, 0): ([3, 4, 5, 6, 7, 8], "length"),
+        (2, 1): ([3, 4, 5, 6, 7, 8], "length"),
+    }
+
+
+def test_a_session_that_is_left_drops_what_runs(opened: tuple[HostPipe, Session]) -> None:
+    pipe, session = opened
+    session.add([group(0, ENDLESS), group(1, 1)])
+    assert all(done.group == 1 for done in session.step())
+    session.close()
+    assert not session.busy
+    again = SglangSession(pipe, Sampling(1.0, 2, frozenset()), lambda groups, sampling: None)
+    again.add([group(3, 1)])
+    found = []
+    while again.busy:
+        found += again.step()
+    again.close()
+    assert [(done.group, done.tokens) for done in found] == [(3, [1, 2])] * 2
+
+
+def test_a_session_whose_host_ends_says_so_and_closes(thread: ThreadPoolExecutor) -> None:
+    ours, theirs = Pipe()
+    session = SglangSession(HostPipe(ours), Sampling(1.0, 6, frozenset()), lambda groups, sampling: None)
+    session.add([group(0, 1)])
+    theirs.close()
+    with pytest.raises(EngineLost, match="SGLang's host ended"):
+        session.step()
+    session.close()
