@@ -16,7 +16,7 @@ class FaultyWorker(CapturingWorker):
 
     def policy_commit_fault(self, fault: str, share: int = 0) -> None:
         """The fault of the writes from now on, of one of those that share the layers; an empty name for none."""
-        self.policy_fault = fault if internals.layer_share() == share else ""
+        self.policy_fault = fault if internals.layer_share()[0] == share else ""
 
     def policy_write(self, version: int, received: SharedWeights, shares: Shares) -> None:
         """Write, then damage what a sender, a copy or a kernel could have damaged."""

@@ -10,6 +10,10 @@ Attention: requests with one new token go through `kernels.decode_attention`, th
 lists the new tokens of each request. A decode step is captured in a CUDA graph, so it reads only vLLM's own tensors and
 numbers in ascending order, which stay. A step with prompts runs eagerly.
 
+GPUs that share a layer (tensor parallelism) have rows of each linear and of the head, and heads of their own. A sum is
+never cut: what the next product reads is put together from all of them, as codes or rounded results. So one GPU and
+several have equal bytes.
+
 Importing this module gives vLLM the attention that belongs to these models.
 """
 
@@ -19,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
@@ -36,9 +41,13 @@ from fp8core.numerics.fused import HeadLayout, add_norm, add_norm_row_codes, nor
 from fp8core.numerics.gemm import forward_gemm
 from fp8core.numerics.logprobs import log_softmax
 from fp8core.numerics.packed import head_logits
+from fp8core.rollout.vllm import internals
 from fp8core.rollout.vllm.decode import DecodeBackend, SharedKernel, keys_and_values, largest_decode_batch
 from fp8core.rollout.vllm.requirements import ALIGNED_SCALE_RULE
 from fp8core.rollout.vllm.settings import decoder_of
+
+# FP32 scales of a column that begins on 16 bytes, as TMA reads it.
+_SCALE_PITCH = 4
 
 
 class AlignedBackend(DecodeBackend):
@@ -152,7 +161,14 @@ class AlignedForward(nn.Module):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         self._arch = decoder_of(vllm_config.model_config.hf_config)
-        self._heads = HeadLayout(self._arch.num_heads, self._arch.num_kv_heads, self._arch.head_dim)
+        _, self._ranks = internals.layer_share()
+        heads, kv_heads = self._arch.num_heads // self._ranks, self._arch.num_kv_heads // self._ranks
+        self._heads = HeadLayout(heads, kv_heads, self._arch.head_dim)
+        for layer in self.model.layers:
+            for linear in (layer.self_attn.o_proj, layer.mlp.down_proj):
+                # vLLM has made room for columns of every row; rows of all columns take as much.
+                for parameter in (linear.weight, linear.weight_scale_inv):
+                    parameter.data = parameter.data.view(parameter.shape[0] // self._ranks, -1)
         device = self.lm_head.weight.device
         with torch.device("cpu"):
             tables = [KERNELS.tables(table) for table in rotary_tables(self._arch)]
@@ -178,7 +194,8 @@ class AlignedForward(nn.Module):
             attended = self._attend(layer.self_attn, rows, positions)
             total, rows = self._add_norm_codes(total, attended, layer.post_attention_layernorm)
             gate_up = _multiply(rows, layer.mlp.gate_up_proj)
-            added = _multiply(swiglu_row_codes(gate_up, ALIGNED_SCALE_RULE, self._flag), layer.mlp.down_proj)
+            activated = swiglu_row_codes(gate_up, ALIGNED_SCALE_RULE, self._flag)
+            added = self._joined(_multiply(self._joined_codes(activated), layer.mlp.down_proj))
         normed: Tensor = add_norm(total, added, self.model.norm.weight, self._arch.rms_norm_eps)[1]
         return normed
 
@@ -189,8 +206,22 @@ class AlignedForward(nn.Module):
         sums in an order of its own, has no part in them.
         """
         # The head has rows beyond the vocabulary, which vLLM pads it with.
-        logits = head_logits(hidden_states, self.lm_head.weight)[:, : self._arch.vocab_size]
+        logits = self._joined(head_logits(hidden_states, self.lm_head.weight))[:, : self._arch.vocab_size]
         return log_softmax(logits, self.temperature).float()
+
+    def _joined(self, part: Tensor) -> Tensor:
+        """All columns, of which this GPU has computed a part."""
+        return part if self._ranks == 1 else internals.gather(part, 1)
+
+    def _joined_codes(self, part: Codes) -> Codes:
+        """All columns of codes and scales; groups are whole on each GPU."""
+        if self._ranks == 1:
+            return part
+        codes, scales = part
+        rows = scales.shape[0]
+        # Scales stay column-major, with columns that begin on 16 bytes.
+        by_column = internals.gather(pad(scales.t(), (0, -rows % _SCALE_PITCH)), 0)
+        return internals.gather(codes, 1), by_column.t()[:rows]
 
     def _add_norm_codes(self, x: Tensor, added: Tensor | None, norm: Any) -> tuple[Tensor, Codes]:
         return add_norm_row_codes(x, added, norm.weight, self._arch.rms_norm_eps, ALIGNED_SCALE_RULE, self._flag)
@@ -205,7 +236,8 @@ class AlignedForward(nn.Module):
         rotated = norm_rotate(qkv, norms, self.cosines, self.sines, positions, heads, arch.rms_norm_eps)
         sizes = [n * heads.head_dim for n in (heads.query_heads, heads.kv_heads, heads.kv_heads)]
         attended = attention.attn(*rotated.split(sizes, dim=-1))
-        return _multiply(row_codes(attended, ALIGNED_SCALE_RULE, self._flag), attention.o_proj)
+        codes = self._joined_codes(row_codes(attended, ALIGNED_SCALE_RULE, self._flag))
+        return self._joined(_multiply(codes, attention.o_proj))
 
 
 def _multiply(rows: Codes, linear: Any) -> Tensor:

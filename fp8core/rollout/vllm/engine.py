@@ -62,6 +62,7 @@ from fp8core.rollout.vllm.settings import (
     required_environment,
 )
 from fp8core.rollout.vllm.weights import (
+    Axis,
     Cut,
     Slot,
     UpdateError,
@@ -176,8 +177,9 @@ class VllmEngine:
         self._check_scales(scales, version)
         if sent != self._sent:
             filled, ranks = filled_shapes(self._arch) if self._aligned else {}, self._ranks
-            check_fit(sent, find_slots(sent, filled), whole_parameters(self._parameters, ranks))
-            cuts = [find_cuts(sent, rank, ranks) for rank in range(ranks)]
+            last: Axis = 0 if self._aligned else 1
+            check_fit(sent, find_slots(sent, filled), whole_parameters(self._parameters, ranks, last))
+            cuts = [find_cuts(sent, rank, ranks, last) for rank in range(ranks)]
             slots = [find_slots(cut_specs(sent, own), filled) for own in cuts]
             self._shares = [_fields(own, cut) for own, cut in zip(slots, cuts, strict=True)]
             self._in_parts = {name for name, cut in cuts[0].items() if not cut.gathered}

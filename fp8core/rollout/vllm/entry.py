@@ -169,17 +169,14 @@ def _products(config: RunConfig, arch: Architecture) -> Iterator[Product]:
     rollout, shared = config.rollout, config.rollout.vllm.tensor_parallel
     rows = range(1, max(rollout.vllm.batched_tokens, rollout.max_batch) + 1)
     if config.precision.rollout.linear == "fp8_block":
-        aligned = rollout.vllm.model == "aligned"
-        part = replace(
-            arch,
-            num_heads=arch.num_heads // shared,
-            num_kv_heads=arch.num_kv_heads // shared,
-            intermediate_size=arch.intermediate_size // shared,
-        )
-        yield from layer_products(with_whole_tiles(part) if aligned else part, rows)
-    if rollout.vllm.model == "aligned":
-        padded = math.ceil(arch.vocab_size / _VOCABULARY_STEP) * _VOCABULARY_STEP
-        yield Product("bf16", padded, arch.hidden_size, rows)
+        if rollout.vllm.model == "aligned":
+            for whole in layer_products(with_whole_tiles(arch), rows):
+                yield replace(whole, outputs=whole.outputs // shared)
+            padded = math.ceil(arch.vocab_size / _VOCABULARY_STEP) * _VOCABULARY_STEP
+            yield Product("bf16", padded // shared, arch.hidden_size, rows)
+            return
+        part = {name: getattr(arch, name) // shared for name in ("num_heads", "num_kv_heads", "intermediate_size")}
+        yield from layer_products(replace(arch, **part), rows)
 
 
 ENGINE = EngineEntry(

@@ -169,12 +169,6 @@ def aligned_refusals(contract: PrecisionContract, options: VllmConfig, build: Vl
             "fp8_decode",
             "prompts and decode steps share one kernel",
         ),
-        (
-            "rollout.vllm.tensor_parallel",
-            options.tensor_parallel,
-            1,
-            "GPUs that share o_proj and down_proj round their parts of a sum, which the trainer does not cut",
-        ),
     ):
         if value != needed:
             yield f"rollout.vllm.model=aligned: {setting}={value}, it must be {needed}: {reason}"
@@ -184,6 +178,8 @@ def model_refusals(arch: Architecture, contract: PrecisionContract, options: Vll
     """The reasons why this engine cannot hold a model: the model's property and what to change."""
     if options.model == "aligned":
         yield from aligned_shape_refusals(arch)
+        yield from aligned_share_refusals(arch, options.tensor_parallel)
+        yield from shared_refusals(arch, contract, options.tensor_parallel)
         return
     yield from expert_refusals(arch, contract, options)
     yield from shared_refusals(arch, contract, options.tensor_parallel)
@@ -215,6 +211,15 @@ def shared_refusals(arch: Architecture, contract: PrecisionContract, ranks: int)
             f"{setting}: each GPU would have {each} columns of Q, K and MLP; with precision.rollout.linear=fp8_block "
             f"all must be multiples of {TILE}"
         )
+
+
+def aligned_share_refusals(arch: Architecture, ranks: int) -> Iterator[str]:
+    """Properties of a decoder whose rows so many GPUs of the aligned model cannot share."""
+    setting = f"rollout.vllm.tensor_parallel={ranks}"
+    if ranks > 1 and with_whole_tiles(arch) != arch:
+        yield f"{setting}: the model's parts are no whole tiles of {TILE}; set it to 1, or rollout.vllm.model to stock"
+    elif arch.hidden_size % (ranks * TILE) and ranks > 1:
+        yield f"{setting}: does not divide the model's hidden size, {arch.hidden_size}, into whole tiles of {TILE}"
 
 
 def aligned_shape_refusals(arch: Architecture) -> Iterator[str]:

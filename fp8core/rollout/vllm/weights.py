@@ -9,7 +9,8 @@ The aligned model has heads and columns of zeros where a part is not made of who
 (`architecture.with_whole_tiles`). They are not shipped: the worker writes them.
 
 GPUs that share a layer (tensor parallelism) each hold rows of every part of a fused parameter, and of the vocabulary.
-Of o_proj and down_proj, which multiply their results, they hold columns, and of a norm all.
+Of o_proj and down_proj, which multiply their results, they hold columns in vLLM's own models: each adds a part of every
+sum. In the aligned model they hold rows there as well, so that one GPU adds a whole sum. A norm is held by all.
 """
 
 import re
@@ -17,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import ceil
+from typing import Literal
 
 from torch import Tensor
 
@@ -30,7 +32,7 @@ _VOCABULARY_PADDING = 64
 _VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _FUSED_WITH = {part: fused for fused, parts in _FUSED.items() for part in parts}
-_CUT_BY_COLUMNS = ("o_proj", "down_proj")
+_LAST = ("o_proj", "down_proj")
 _EXPERT = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<index>\d+)\.(?P<part>gate|up|down)_proj\.(?P<kind>weight.*)")
 # Part of an expert -> the parameter, how many parts an expert has in it, and which of them this is.
 _EXPERT_PARTS = {"gate": ("w13", 2, 0), "up": ("w13", 2, 1), "down": ("w2", 1, 0)}
@@ -93,11 +95,15 @@ class Cut:
         return tensor.narrow(self.axis, self.first, self.size)
 
 
-def find_cuts(shipped: Mapping[str, TensorSpec], rank: int, ranks: int) -> dict[str, Cut]:
+# The axis that o_proj and down_proj are cut along: 0 for rows, 1 for columns.
+Axis = Literal[0, 1]
+
+
+def find_cuts(shipped: Mapping[str, TensorSpec], rank: int, ranks: int, last: Axis) -> dict[str, Cut]:
     """The parts of one of `ranks` GPUs, by name; a tensor without one is held whole by each."""
     found = {}
     for name, spec in shipped.items():
-        if ranks > 1 and (axis := _cut_axis(name)) is not None:
+        if ranks > 1 and (axis := _cut_axis(name, last)) is not None:
             rows = spec.shape[axis]
             each = _padded(rows) // ranks if name in _VOCABULARY else rows // ranks
             size = min(each, max(0, rows - rank * each))
@@ -115,23 +121,23 @@ def cut_specs(shipped: Mapping[str, TensorSpec], cuts: Mapping[str, Cut]) -> dic
     }
 
 
-def whole_parameters(parameters: Mapping[str, TensorSpec], ranks: int) -> dict[str, TensorSpec]:
+def whole_parameters(parameters: Mapping[str, TensorSpec], ranks: int, last: Axis) -> dict[str, TensorSpec]:
     """The parameters that `ranks` GPUs have together, from those of one."""
     found = {}
     for name, spec in parameters.items():
-        shape, axis = list(spec.shape), _cut_axis(name)
+        shape, axis = list(spec.shape), _cut_axis(name, last)
         if axis is not None:
             shape[axis] *= ranks
         found[name] = replace(spec, shape=tuple(shape))
     return found
 
 
-def _cut_axis(name: str) -> int | None:
+def _cut_axis(name: str, last: Axis) -> Axis | None:
     """Of a shipped tensor or a parameter: the axis that is cut."""
     module = name.rsplit(".", 2)[-2]
     if name in _VOCABULARY or module in _FUSED or module in _FUSED_WITH:
         return 0
-    return 1 if module in _CUT_BY_COLUMNS else None
+    return last if module in _LAST else None
 
 
 def _padded(vocabulary: int) -> int:

@@ -150,7 +150,7 @@ class PolicyWorker:
 
     def _policy_share(self, shares: Shares) -> dict[str, tuple[Slot, Cut | None]]:
         """Slots and cuts of this process, by the names of what was shipped."""
-        own = shares[internals.layer_share()] if shares else {}
+        own = shares[internals.layer_share()[0]] if shares else {}
         return {name: (Slot(*slot), Cut(*cut[0]) if cut else None) for name, (slot, *cut) in own.items()}
 
 

@@ -87,6 +87,13 @@ def test_gpus_that_share_the_layers_multiply_parts_of_them():
     ]
 
 
+def test_gpus_that_share_the_aligned_model_multiply_rows_of_all_of_them():
+    engine, _ = products("qwen3-aligned", "rollout.vllm.tensor_parallel=2", "cluster.placement=separate")
+    assert [(each.outputs, each.contraction) for each in engine] == [
+        *((3072, 4096), (2048, 4096), (12288, 4096), (2048, 12288), (75968, 4096)),
+    ]
+
+
 def test_a_large_batch_is_decoded_in_one_step():
     engine, _ = products("qwen3-aligned", "rollout.vllm.batched_tokens=256")
     assert {product.rows for product in engine} == {range(1, 513)}

@@ -164,9 +164,24 @@ def test_the_aligned_model_refuses_another_decoder(architecture, change, complai
     _refused(model_refusals(arch, BF16, VllmConfig()))
 
 
-def test_the_aligned_model_is_not_shared():
-    found = contract_refusals(KERNELS, VllmConfig(model="aligned", tensor_parallel=2), HOPPER)
-    _refused(found, "^rollout.vllm.model=aligned: rollout.vllm.tensor_parallel=2, it must be 1: .*round their parts")
+@pytest.mark.parametrize(
+    ("change", "ranks", "complaint"),
+    [
+        ({"num_heads": 3, "num_kv_heads": 1}, 3, r"tensor_parallel=3: does not divide .* 256, into whole tiles of 128"),
+        ({"hidden_size": 192}, 2, r"tensor_parallel=2: does not divide .* 192, into whole tiles of 128"),
+        ({"head_dim": 64, "num_heads": 9, "num_kv_heads": 3}, 3, "tensor_parallel=3: .* no whole tiles of 128"),
+    ],
+)
+def test_rows_of_the_aligned_model_that_are_no_whole_tiles_are_not_shared(architecture, change, ranks, complaint):
+    shape = architecture(**{**TRUE_TILES, "vocab_size": 200, "intermediate_size": 768, **change})
+    first, *_ = model_refusals(shape, KERNELS, VllmConfig(model="aligned", tensor_parallel=ranks))
+    assert re.search(complaint, first)
+
+
+def test_the_aligned_model_is_shared_in_whole_tiles(architecture):
+    shape = architecture(**{**TRUE_TILES, "vocab_size": 200, "intermediate_size": 512})
+    _refused(model_refusals(shape, KERNELS, VllmConfig(model="aligned", tensor_parallel=2)))
+    _refused(contract_refusals(KERNELS, VllmConfig(model="aligned", tensor_parallel=2), HOPPER))
 
 
 @pytest.mark.parametrize(

@@ -168,11 +168,11 @@ def test_only_the_padding_of_a_vocabulary_may_stay_empty(shipped, parameters, ro
         _refused(shipped, parameters, f"embed_tokens.weight: 150 of its {rows} rows were sent")
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_gpus_that_share_the_layers_hold_every_number_once(architecture, masters_of, ranks):
-    """Each of them heads and columns of its own; a vocabulary ends where it ends."""
+@pytest.mark.parametrize(("ranks", "last"), [(2, 0), (2, 1), (4, 0), (4, 1)])
+def test_gpus_that_share_the_layers_hold_every_number_once(architecture, masters_of, ranks, last):
+    """Each of them heads of its own, and columns or rows of what follows; a vocabulary ends where it ends."""
     arch = architecture(
-        hidden_size=128, intermediate_size=512, num_heads=8, num_kv_heads=4, head_dim=128, vocab_size=152, num_layers=1
+        hidden_size=512, intermediate_size=512, num_heads=8, num_kv_heads=4, head_dim=128, vocab_size=152, num_layers=1
     )
     names = rollout_formats(PrecisionContract(), arch.num_layers).stored_names()
     sent = stored_weights(masters_of(arch), names, "pow2")
@@ -180,22 +180,22 @@ def test_gpus_that_share_the_layers_hold_every_number_once(architecture, masters
     whole = find_slots(layouts, {})
     found = {name: [] for name in sent}
     for rank in range(ranks):
-        cuts = find_cuts(layouts, rank, ranks)
+        cuts = find_cuts(layouts, rank, ranks, last)
         own = cut_specs(layouts, cuts)
         slots, held = find_slots(own, {}), {}
         for name, slot in slots.items():
             rows = 192 // ranks if name in ("model.embed_tokens.weight", "lm_head.weight") else slot.end
             rows = max([rows, *(each.end for each in slots.values() if each.parameter == slot.parameter)])
             held[slot.parameter] = torch.zeros(rows, *[slot.width] * (slot.width > 0), dtype=sent[name].dtype)
-        check_fit(layouts, whole, whole_parameters(specs_of(held), ranks))
+        check_fit(layouts, whole, whole_parameters(specs_of(held), ranks, last))
         for name, tensor in sent.items():
             part = tensor if (cut := cuts.get(name)) is None else cut.of(tensor)
             slots[name].of(held[slots[name].parameter]).copy_(part)
         for name, slot in slots.items():
             found[name].append((cuts.get(name), slot.of(held[slot.parameter])))
     attention, heads = f"{LAYER}.self_attn", 8 // ranks
-    assert found[f"{attention}.q_proj.weight"][1][1].shape == (heads * 128, 128)
-    assert found[f"{attention}.o_proj.weight"][1][1].shape == (128, heads * 128)
+    assert found[f"{attention}.q_proj.weight"][1][1].shape == (heads * 128, 512)
+    assert found[f"{attention}.o_proj.weight"][1][1].shape == ((512, heads * 128) if last else (512 // ranks, 1024))
     for name, parts in found.items():
         cut = parts[0][0]
         read = parts[0][1] if cut is None else torch.cat([part.float() for _, part in parts], cut.axis)
