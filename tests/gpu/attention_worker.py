@@ -6,6 +6,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from fp8core.rollout.vllm.internals import layer_share
 from fp8core.rollout.vllm.worker import PolicyWorker
 
 
@@ -25,10 +26,11 @@ class AttentionWorker(PolicyWorker):
 
     @torch.inference_mode()
     def policy_watched(self, path: str) -> None:
-        """Save what was kept, [tokens, values] each, and keep nothing any more."""
+        """Save what was kept, [tokens, values] each, and keep nothing any more; of several GPUs the first has it."""
         for hook in self.policy_hooks:
             hook.remove()
-        save_file({name: tensor.contiguous().cpu() for name, tensor in self.policy_kept.items()}, path)
+        if layer_share()[0] == 0:
+            save_file({name: tensor.contiguous().cpu() for name, tensor in self.policy_kept.items()}, path)
         self.policy_hooks, self.policy_kept = [], {}
 
     def _policy_keeper(self, layer: str) -> Any:

@@ -102,10 +102,18 @@ def scored(
     return torch.cat([row[: len(written)] for row, written in zip(rows, tokens, strict=True)])
 
 
-@pytest.fixture(scope="module", params=[ARCH, PARTIAL], ids=["whole tiles", "partial tiles"])
-def arch(request: pytest.FixtureRequest) -> Architecture:
-    found: Architecture = request.param
-    return found
+@pytest.fixture(scope="module", params=[(ARCH, 1), (PARTIAL, 1), (ARCH, 2)], ids=["whole", "partial", "two GPUs"])
+def case(request: pytest.FixtureRequest) -> tuple[Architecture, int]:
+    """A decoder, and the GPUs that share its layers in the engine; the trainer has one."""
+    arch, gpus = request.param
+    if torch.cuda.device_count() < gpus:
+        pytest.skip(f"needs {gpus} GPUs")
+    return arch, gpus
+
+
+@pytest.fixture(scope="module")
+def arch(case: tuple[Architecture, int]) -> Architecture:
+    return case[0]
 
 
 @pytest.fixture(scope="module")
@@ -132,15 +140,16 @@ def tensors(masters: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @pytest.fixture(scope="module")
-def engine(arch: Architecture, tensors: dict[str, Tensor]) -> Iterator[Any]:
-    build = find_build(this_platform())
-    assert not [*contract_refusals(CONTRACT, OPTIONS, build)]
-    assert not [*model_refusals(arch, CONTRACT, OPTIONS)]
+def engine(case: tuple[Architecture, int], tensors: dict[str, Tensor]) -> Iterator[Any]:
+    arch, gpus = case
+    build, options = find_build(this_platform()), OPTIONS.model_copy(update={"tensor_parallel": gpus})
+    assert not [*contract_refusals(CONTRACT, options, build)]
+    assert not [*model_refusals(arch, CONTRACT, options)]
     suggested = suggested_environment(1, build)
-    set_variables(required_environment(CONTRACT, OPTIONS, build), suggested)
+    set_variables(required_environment(CONTRACT, options, build), suggested)
     from fp8core.rollout.vllm.engine import VllmEngine
 
-    started = VllmEngine(arch, CONTRACT, OPTIONS, LARGEST_BATCH, build, "attention_worker.AttentionWorker")
+    started = VllmEngine(arch, CONTRACT, options, LARGEST_BATCH, build, "attention_worker.AttentionWorker")
     report = started.update(tensors, SCALES, SCALES.version)
     check_report(report, policy_digest(tensors), SCALES, SCALES.version)
     yield started
@@ -196,8 +205,9 @@ def test_every_layer_reads_and_writes_what_training_does(engine: Any, trainer: P
     trainer._inference_weights()
     with torch.no_grad():
         trainer._decoder(tokens.cuda(), pack, Recorded(LONGEST), SCALES.layers, observe)
+    # The first of several GPUs has the first heads.
     differing = {
-        name: float((tensor[: len(prompt.prompt)].cpu() != engines[name]).float().mean())
+        name: float((tensor[: len(prompt.prompt), : engines[name].shape[1]].cpu() != engines[name]).float().mean())
         for name, tensor in trained.items()
     }
     assert list(differing) == [f"{i}.{name}" for i in range(ARCH.num_layers) for name in ("q", "k", "v", "attended")]

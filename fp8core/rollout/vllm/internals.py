@@ -95,7 +95,7 @@ def gather(part: Tensor, axis: int) -> Tensor:
     """A matrix of which every GPU that shares a layer has an equal part along the axis."""
     from vllm.distributed import get_tp_group
 
-    # As words of four bytes: what sends them knows no codes of FP8, and on a CPU no bytes. No word is in two rows.
+    # As words of four bytes, none of which is in two rows: vLLM sends no codes of FP8, and on a CPU no bytes.
     joined: Tensor = get_tp_group().all_gather(part.contiguous().view(torch.float32), axis)
     return joined.view(part.dtype)
 
