@@ -29,6 +29,7 @@ from fp8core.rollout.vllm.requirements import (
     find_build,
     model_refusals,
     replay_refusals,
+    shared_refusals,
 )
 from fp8core.rollout.vllm.settings import CPU_CACHE_GIB, required_environment, suggested_environment
 
@@ -54,15 +55,20 @@ def _build_on(node: Node) -> VllmBuild:
 
 
 def _check(config: RunConfig, node: Node) -> Iterator[str]:
-    build, shared = _build_on(node), config.rollout.vllm.tensor_parallel
+    build = _build_on(node)
+    yield from _placement_refusals(config)
+    yield from contract_refusals(config.precision, config.rollout.vllm, build)
+    if config.rollout.router_replay:
+        yield from replay_refusals(build)
+
+
+def _placement_refusals(config: RunConfig) -> Iterator[str]:
+    shared = config.rollout.vllm.tensor_parallel
     if shared > 1 and config.cluster.placement == "colocated":
         yield (
             f"rollout.vllm.tensor_parallel={shared}: an engine of several GPUs shares none with a rank; "
             "set cluster.placement to separate"
         )
-    yield from contract_refusals(config.precision, config.rollout.vllm, build)
-    if config.rollout.router_replay:
-        yield from replay_refusals(build)
 
 
 def _check_model(config: RunConfig, arch: Architecture) -> Iterator[str]:
@@ -93,7 +99,7 @@ def _memory(config: RunConfig, arch: Architecture, gpu: Device | None) -> Engine
         room = _cache_room(config, arch, int(CPU_CACHE_GIB * GIB))
         each = (weights, engines), (_cache(room), engines * shared)
         on_host = tuple(Need(need.item, number * need.bytes, need.note) for need, number in each)
-        return EngineMemory(on_host, cache=room, refusal=_cache_refusal(config, arch, room))
+        return EngineMemory(on_host, cache=room, refusal=_refusal(config, arch, room))
     if shared > 1:
         weights = Need(weights.item, math.ceil(weights.bytes / shared), f"{weights.note}, 1 of {shared} parts")
     # With a cache of a given size it takes what it needs.
@@ -116,7 +122,7 @@ def _memory(config: RunConfig, arch: Architecture, gpu: Device | None) -> Engine
         advice=advice,
         advice_beside=beside,
         cache=room,
-        refusal=_cache_refusal(config, arch, room),
+        refusal=_refusal(config, arch, room),
     )
 
 
@@ -148,8 +154,11 @@ def _longest(config: RunConfig, arch: Architecture) -> int:
     return config.rollout.vllm.max_model_len or arch.max_positions
 
 
-def _cache_refusal(config: RunConfig, arch: Architecture, room: CacheRoom) -> str | None:
-    """The reason why vLLM would not start with this cache; None when it does."""
+def _refusal(config: RunConfig, arch: Architecture, room: CacheRoom) -> str | None:
+    """The reason why vLLM would not start on these GPUs or with this cache; None when it does."""
+    shared = [*_placement_refusals(config), *shared_refusals(arch, config.precision, config.rollout.vllm)]
+    if shared:
+        return shared[0]
     wanted = _longest(config, arch)
     if room.tokens >= wanted:
         return None

@@ -178,11 +178,10 @@ def model_refusals(arch: Architecture, contract: PrecisionContract, options: Vll
     """The reasons why this engine cannot hold a model: the model's property and what to change."""
     if options.model == "aligned":
         yield from aligned_shape_refusals(arch)
-        yield from aligned_share_refusals(arch, options.tensor_parallel)
-        yield from shared_refusals(arch, contract, options.tensor_parallel)
+        yield from shared_refusals(arch, contract, options)
         return
     yield from expert_refusals(arch, contract, options)
-    yield from shared_refusals(arch, contract, options.tensor_parallel)
+    yield from shared_refusals(arch, contract, options)
     formats = rollout_formats(contract, arch.num_layers).stored_names()
     for name, shape in parameter_shapes(arch).items():
         if formats.of(name) == "fp8_block" and any(size % TILE for size in shape):
@@ -193,10 +192,13 @@ def model_refusals(arch: Architecture, contract: PrecisionContract, options: Vll
             return
 
 
-def shared_refusals(arch: Architecture, contract: PrecisionContract, ranks: int) -> Iterator[str]:
-    """Properties of a decoder whose layers so many GPUs cannot share."""
+def shared_refusals(arch: Architecture, contract: PrecisionContract, options: VllmConfig) -> Iterator[str]:
+    """Properties of a decoder whose layers so many GPUs cannot share: the first that is found."""
+    ranks = options.tensor_parallel
     setting = f"rollout.vllm.tensor_parallel={ranks}"
-    if ranks > 1 and arch.experts is not None:
+    if ranks == 1:
+        return
+    if arch.experts is not None:
         yield f"{setting}: the model has experts, only dense ones are shared; set it to 1"
         return
     sizes = {"query heads": arch.num_heads, "KV heads": arch.num_kv_heads, "columns of the MLP": arch.intermediate_size}
@@ -205,20 +207,13 @@ def shared_refusals(arch: Architecture, contract: PrecisionContract, ranks: int)
             yield f"{setting}: does not divide the model's {size} {what}"
             return
     widths = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim, arch.intermediate_size
-    if ranks > 1 and contract.rollout.linear == "fp8_block" and any(width // ranks % TILE for width in widths):
+    if contract.rollout.linear == "fp8_block" and any(width // ranks % TILE for width in widths):
         each = ", ".join(str(width // ranks) for width in widths)
         yield (
             f"{setting}: each GPU would have {each} columns of Q, K and MLP; with precision.rollout.linear=fp8_block "
             f"all must be multiples of {TILE}"
         )
-
-
-def aligned_share_refusals(arch: Architecture, ranks: int) -> Iterator[str]:
-    """Properties of a decoder whose rows so many GPUs of the aligned model cannot share."""
-    setting = f"rollout.vllm.tensor_parallel={ranks}"
-    if ranks > 1 and with_whole_tiles(arch) != arch:
-        yield f"{setting}: the model's parts are no whole tiles of {TILE}; set it to 1, or rollout.vllm.model to stock"
-    elif arch.hidden_size % (ranks * TILE) and ranks > 1:
+    elif options.model == "aligned" and arch.hidden_size % (ranks * TILE):
         yield f"{setting}: does not divide the model's hidden size, {arch.hidden_size}, into whole tiles of {TILE}"
 
 

@@ -117,6 +117,18 @@ def test_a_configuration_that_needs_more_gpus_is_refused(configured, placement, 
         spread_over(configured("qwen3-8b", cluster__placement=placement, **cluster), gpus)
 
 
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"cluster__placement": "colocated"}, "set cluster.placement to separate"),
+        ({"cluster__placement": "separate", "rollout__vllm__tensor_parallel": 3}, "does not divide the model's 32"),
+    ],
+)
+def test_a_plan_refuses_shares_that_a_run_refuses(planned, settings, reason):
+    (refusal,) = planned("qwen3-8b", **{"rollout__vllm__tensor_parallel": 2, **settings}).refusals
+    assert reason in refusal
+
+
 def test_an_engine_that_needs_more_gpus_than_there_are_is_refused(configured):
     options = {"cluster__placement": "separate", "rollout__vllm__tensor_parallel": 4}
     assert spread_over(configured("qwen3-8b", **options), 5).cluster.ranks == 1

@@ -167,9 +167,9 @@ def test_the_aligned_model_refuses_another_decoder(architecture, change, complai
 @pytest.mark.parametrize(
     ("change", "ranks", "complaint"),
     [
-        ({"num_heads": 3, "num_kv_heads": 1}, 3, r"tensor_parallel=3: does not divide .* 256, into whole tiles of 128"),
+        ({"num_heads": 3, "num_kv_heads": 3}, 3, r"tensor_parallel=3: does not divide .* 256, into whole tiles of 128"),
         ({"hidden_size": 192}, 2, r"tensor_parallel=2: does not divide .* 192, into whole tiles of 128"),
-        ({"head_dim": 64, "num_heads": 9, "num_kv_heads": 3}, 3, "tensor_parallel=3: .* no whole tiles of 128"),
+        ({"head_dim": 64, "num_heads": 9, "num_kv_heads": 3}, 3, "tensor_parallel=3: .* 192, 64, 256 columns"),
     ],
 )
 def test_rows_of_the_aligned_model_that_are_no_whole_tiles_are_not_shared(architecture, change, ranks, complaint):
