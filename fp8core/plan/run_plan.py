@@ -211,6 +211,8 @@ def _devices(
         on_host["generating"] = engine.needs
     elif parallel is not None and shared:
         plans += _sharing(config, arch, gpu, parallel, sync, engine, engine_gpus)
+    elif parallel is not None:
+        plans.append(DevicePlan(gpu, engine_gpus, (_generating(engine), _receiving(engine, gpu, sync))))
     else:
         plans.append(DevicePlan(gpu, engine_gpus, (_generating(engine),)))
     if parallel is None:
@@ -247,6 +249,13 @@ def _saving(config: RunConfig, arch: Architecture, host: Device, hosts: int) -> 
 def _generating(engine: EngineMemory) -> Phase:
     """The phase of GPUs that only generate."""
     return Phase("generating", engine.needs, engine.limit, engine.advice)
+
+
+def _receiving(engine: EngineMemory, gpu: Device, sync: StoredBytes) -> Phase:
+    """The phase of GPUs that only generate in which a policy arrives, beside the one that the engine holds."""
+    received = Need("weights received", sync.total, "the whole policy, on the first GPU of an engine")
+    share = math.floor(100 * (gpu.memory - received.bytes) / gpu.memory) / 100
+    return Phase("syncing", (*engine.needs, received), gpu.memory, engine.advice_beside(share) or engine.advice)
 
 
 def _training(

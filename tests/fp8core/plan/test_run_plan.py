@@ -1,6 +1,7 @@
 """Whether a training fits: on one GPU for generation, in turn on the GPUs that train, on the host; and what is said."""
 
 import json
+import re
 from functools import partial
 
 import pytest
@@ -38,15 +39,27 @@ def test_the_torch_trainer_computes_on_the_host_beside_an_engine_on_a_gpu(planne
 
 
 def test_gpus_of_their_own_train_without_an_engine(planned):
-    settings = {"cluster__placement": "separate", "rollout__vllm__sleep": True}
+    settings = {"cluster__placement": "separate", "rollout__vllm__gpu_memory_utilization": 0.75}
     found = phases(planned("qwen3-30b-a3b", parallel=Parallel(8, expert=8), **settings))
     assert set(found) == {
         ("NVIDIA H200", "generating"),
+        ("NVIDIA H200", "syncing"),
         ("each of 8 NVIDIA H200", "training"),
         ("each of 8 NVIDIA H200", "syncing"),
     }
     assert all(phase.fits for phase in found.values())
     assert not any("engine" in item for item in items(found["each of 8 NVIDIA H200", "training"]))
+
+
+def test_a_policy_that_arrives_lies_beside_the_one_that_a_separate_engine_holds(planned):
+    settings = {"cluster__placement": "separate", "rollout__vllm__gpu_memory_utilization": 0.92}
+    plan = planned("qwen3-30b-a3b", parallel=Parallel(8, expert=8), **settings)
+    engine = plan.devices[0]
+    assert items(engine.phases[1]) == items(engine.phases[0]) | {"weights received"}
+    (refusal,) = plan.refusals
+    advised = re.search(r"lower rollout.vllm.gpu_memory_utilization to (0\.\d+)", refusal)
+    settings["rollout__vllm__gpu_memory_utilization"] = float(advised[1])
+    assert planned("qwen3-30b-a3b", parallel=Parallel(8, expert=8), **settings).refusals == ()
 
 
 def test_gpus_that_do_both_hold_the_state_all_the_time_and_the_engine_sleeps_while_they_train(planned):

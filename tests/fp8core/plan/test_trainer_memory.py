@@ -364,7 +364,7 @@ def test_separate_gpus_of_the_packed_trainer_hold_no_engine() -> None:
     settings = ["cluster.placement=separate", "cluster.engines=5", "cluster.ranks=3"]
     engines, ranks = planned_packed("qwen3-aligned", *settings).devices
     assert (engines.count, ranks.count) == (5, 3)
-    assert [each.name for each in engines.phases] == ["generating"]
+    assert [each.name for each in engines.phases] == ["generating", "syncing"]
     assert "master weights" not in phase(engines, "generating")
     assert not any("engine" in item for item in phase(ranks, "training"))
 
