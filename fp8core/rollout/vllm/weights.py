@@ -26,9 +26,8 @@ from fp8core.models.architecture import Architecture, parameter_shapes, with_who
 from fp8core.models.weights import SCALE_SUFFIX
 from fp8core.numerics.e4m3 import TILE
 from fp8core.rollout.engine import TensorSpec
+from fp8core.rollout.vllm.requirements import VOCABULARY_STEP
 
-# vLLM pads the vocabulary to a multiple of this; the rows beyond it are never read.
-_VOCABULARY_PADDING = 64
 _VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _FUSED_WITH = {part: fused for fused, parts in _FUSED.items() for part in parts}
@@ -141,7 +140,7 @@ def _cut_axis(name: str, last: Axis) -> Axis | None:
 
 
 def _padded(vocabulary: int) -> int:
-    return ceil(vocabulary / _VOCABULARY_PADDING) * _VOCABULARY_PADDING
+    return ceil(vocabulary / VOCABULARY_STEP) * VOCABULARY_STEP
 
 
 def rows_of(parameter: Tensor) -> Tensor:

@@ -173,7 +173,7 @@ def test_the_aligned_model_refuses_another_decoder(architecture, change, complai
     ],
 )
 def test_rows_of_the_aligned_model_that_are_no_whole_tiles_are_not_shared(architecture, change, ranks, complaint):
-    shape = architecture(**{**TRUE_TILES, "vocab_size": 200, "intermediate_size": 768, **change})
+    shape = architecture(**{**TRUE_TILES, "vocab_size": 192, "intermediate_size": 768, **change})
     first, *_ = model_refusals(shape, KERNELS, VllmConfig(model="aligned", tensor_parallel=ranks))
     assert re.search(complaint, first)
 
@@ -190,6 +190,11 @@ def test_the_aligned_model_is_shared_in_whole_tiles(architecture):
         ({}, 4, "tensor_parallel=4: does not divide the model's 2 KV heads"),
         ({"num_heads": 6, "num_kv_heads": 6}, 4, "does not divide the model's 6 query heads"),
         ({}, 2, r"tensor_parallel=2: each GPU would have 256, 128, 192 columns .* multiples of 128"),
+        (
+            {"num_heads": 3, "num_kv_heads": 3, "vocab_size": 200},
+            3,
+            "does not divide the model's 256 rows of a vocabulary padded to 64",
+        ),
         ({"experts": EXPERTS, "family": "qwen3_moe"}, 2, "tensor_parallel=2: the model has experts"),
     ],
 )
