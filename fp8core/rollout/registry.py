@@ -70,8 +70,8 @@ class EngineEntry:
         environment: variables that decide its results on a machine, and those that only suggest, before its libraries
             are imported.
         memory: what it takes of a GPU, or of the host for None.
-        gpus: on how many GPUs all of them generate; 0 for the host.
-        tensor_parallel: GPUs, or places on a CPU, that share the layers of one.
+        gpus: on how many GPUs all engines generate; 0 for the host.
+        tensor_parallel: GPUs, or places on a CPU, that share the layers of one engine.
         usable: what of a machine a run with it can use.
         longest: tokens of the longest prompt with its completion.
         arithmetic: the operations it computes: `reference` those of the exact trainer, `packed` the kernels of the
