@@ -19,10 +19,12 @@ from ray.exceptions import (
     ActorUnschedulableError,
     AuthenticationError,
     GetTimeoutError,
+    NodeDiedError,
     OutOfMemoryError,
     RayActorError,
     RayError,
     RayTaskError,
+    TaskUnschedulableError,
 )
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
@@ -292,18 +294,25 @@ def ask_node(settings: ClusterConfig, tensor_parallel: int, wants_gpus: bool) ->
 @lru_cache(maxsize=1)
 def _told(cluster: str, job: str, unit: str, seconds: float) -> Node:
     able = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get(unit, 0) >= 1]
-    first = min(able, key=lambda node: (node["NodeManagerAddress"], node["NodeID"]))
-    # It takes no place, so that others may compute meanwhile, and sees every GPU. Its process is no member later, whose
-    # libraries must find another environment.
-    ask = ray.remote(max_calls=1, num_cpus=0)(this_node).options(
-        scheduling_strategy=NodeAffinitySchedulingStrategy(first["NodeID"], soft=False)
-    )
-    try:
-        found: Node = ray.get(ask.remote(), timeout=seconds)
-    except RayError as error:
-        where = first["NodeManagerAddress"]
-        raise UserError(f"cluster: {where} cannot run this program: {last_line(str(error))}") from error
-    return found
+    gone = None
+    for node in sorted(able, key=lambda node: (node["NodeManagerAddress"], node["NodeID"])):
+        # It takes no place, so that others may compute meanwhile, and sees every GPU. Its process is no member later,
+        # whose libraries must find another environment.
+        ask = ray.remote(max_calls=1, num_cpus=0)(this_node).options(
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        )
+        where = f"cluster: {node['NodeManagerAddress']}"
+        try:
+            found: Node = ray.get(ask.remote(), timeout=seconds)
+        except (TaskUnschedulableError, NodeDiedError) as error:
+            # It has ended: Ray lists it until some heartbeats are missing.
+            gone = UserError(f"{where} is gone: {first_line(error)}")
+            continue
+        except RayError as error:
+            raise UserError(f"{where} cannot run this program: {last_line(str(error))}") from error
+        return found
+    assert gone is not None, "the size was checked: there was a node"
+    raise gone
 
 
 def _checked_size(settings: ClusterConfig, tensor_parallel: int, wants_gpus: bool) -> tuple[str, int]:

@@ -261,6 +261,19 @@ def test_a_gpu_that_only_ray_sees_is_refused_before_the_run_has_a_folder(two_nod
     assert not list(tmp_path.iterdir())
 
 
+def test_a_node_that_has_ended_is_passed_over(two_nodes):
+    """The cluster lists it until some heartbeats are missing; the question goes to the next one."""
+    config = load_config("tiny", {"cluster.address": two_nodes.address})
+    two_nodes.add_node(num_cpus=1)
+    members_node(config)
+    asked = min(node["NodeID"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) >= 1)
+    ray.shutdown()
+    (lost,) = (node for node in two_nodes.worker_nodes if node.node_id == asked)
+    two_nodes.remove_node(lost, allow_graceful=False)
+    assert members_node(config).platform == this_node().platform
+    ray.shutdown()
+
+
 def test_a_checkpoint_that_a_rank_cannot_write_is_an_error_of_its_file(two_nodes, tmp_path):
     config = load_config("tiny", {"cluster": {"address": two_nodes.address, **TWO_EACH}})
     base, cluster = build_base(config), open_cluster(config)
