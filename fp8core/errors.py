@@ -5,6 +5,7 @@ servers) may hold passwords in addresses, and characters that a terminal obeys.
 """
 
 import re
+from collections.abc import Iterable
 
 
 class UserError(Exception):
@@ -21,6 +22,12 @@ class EngineLost(RuntimeError):
 
 class MemberLost(RuntimeError):
     """A process of a run on a cluster ended, or its node did; the message names it, and the reason as far as known."""
+
+
+def refuse(messages: Iterable[str]) -> None:
+    """Raise UserError with all messages in one line; none pass."""
+    if lines := list(messages):
+        raise UserError("; also ".join(lines))
 
 
 def first_line(error: BaseException) -> str:

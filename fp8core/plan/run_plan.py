@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from fp8core.config.run import RunConfig
-from fp8core.errors import UserError
+from fp8core.errors import UserError, refuse
 from fp8core.evaluation.measure import compared_prompts
 from fp8core.models.architecture import Architecture
 from fp8core.plan.memory import (
@@ -100,12 +100,13 @@ def plan_run(config: RunConfig, arch: Architecture, machine: Machine, parallel: 
         parallel: GPUs that train; colocated, those that generate are among them, in turn. None trains on the host.
 
     Raises:
-        UserError: the model cannot be cut into `parallel`, or there is no GPU to train on.
+        UserError: the engine cannot hold the model, it cannot be cut into `parallel`, or there is no GPU to train on.
     """
+    entry = engine_entry(config)
+    refuse(entry.check_model(config, arch))
     if parallel is not None:
         parallel.check(arch)
     sync = shipped_bytes(arch, config.precision)
-    entry = engine_entry(config)
     gpus = 0 if machine.gpu is None else entry.gpus(config)
     engine = entry.memory(config, arch, machine.gpu if gpus else None)
     ahead = _ahead(config, arch, sync)

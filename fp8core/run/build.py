@@ -1,6 +1,6 @@
 """From a configuration to live parts: the one place where models, trainers and engines are built."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -20,7 +20,7 @@ from fp8core.data.demonstrations import own_demonstrations
 from fp8core.data.source import build_source, check_problems
 from fp8core.environments.child import EpisodeLimits
 from fp8core.environments.pool import EnvironmentPool
-from fp8core.errors import UserError
+from fp8core.errors import UserError, refuse
 from fp8core.models.architecture import Architecture
 from fp8core.models.checkpoint import (
     StoredCheckpoint,
@@ -94,7 +94,7 @@ def _find_base(config: RunConfig) -> _FoundModel:
     if config.rollout.router_replay and not base.arch.sparse_layers:
         raise UserError("rollout.router_replay: replays the choice of experts, but the model has none")
     trainer_of(config.training).check_model(config, base.arch)
-    _refuse(engine_entry(config).check_model(config, base.arch))
+    refuse(engine_entry(config).check_model(config, base.arch))
     return base
 
 
@@ -130,12 +130,7 @@ def check_engine(config: RunConfig, node: Node) -> None:
         if node.gpus == 0 and trainer.needs_gpu(config):
             raise UserError(f"{config.name} trains on a GPU, and there is none: {error}") from error
         raise
-    _refuse(engine_entry(config).check(config, node))
-
-
-def _refuse(messages: Iterable[str]) -> None:
-    if lines := list(messages):
-        raise UserError("; also ".join(lines))
+    refuse(engine_entry(config).check(config, node))
 
 
 def check_memory(config: RunConfig, node: Node) -> None:

@@ -19,14 +19,7 @@ from fp8core.numerics.attention import Fp8Attention
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.rollout.engine import TensorSpec
 from fp8core.rollout.vllm.settings import model_config
-from fp8core.rollout.vllm.weights import (
-    check_fit,
-    cut_specs,
-    filled_shapes,
-    find_cuts,
-    find_slots,
-    whole_parameters,
-)
+from fp8core.rollout.vllm.weights import filled_shapes, find_shares
 
 CONTRACT, METHOD = PrecisionContract(rounding_points="kernels"), "fp8_grpo_test_codes"
 SCALES = (LayerScales(0.0625, 0.03125, 0.125), LayerScales(0.125, 0.0625, 0.0625))
@@ -118,15 +111,12 @@ def specs(model: nn.Module) -> dict[str, TensorSpec]:
 def write(model: nn.Module, arch: Architecture, tensors: dict[str, Tensor], rank: int, ranks: int) -> None:
     """As the worker of this rank writes them."""
     parameters, sent = dict(model.named_parameters()), {name: TensorSpec.of(t) for name, t in tensors.items()}
-    filled = filled_shapes(arch)
-    check_fit(sent, find_slots(sent, filled), whole_parameters(specs(model), ranks, 0))
-    cuts = find_cuts(sent, rank, ranks, 0)
-    slots = find_slots(cut_specs(sent, cuts), filled)
-    for slot in slots.values():
+    share = find_shares(sent, filled_shapes(arch), specs(model), ranks, 0)[rank]
+    for slot, _ in share.values():
         if slot.filled_up:
             parameters[slot.parameter].data.view(torch.uint8).zero_()
-    for name, slot in slots.items():
-        tensor = tensors[name] if name not in cuts else cuts[name].of(tensors[name])
+    for name, (slot, cut) in share.items():
+        tensor = tensors[name] if cut is None else cut.of(tensors[name])
         slot.of(parameters[slot.parameter].data).copy_(tensor)
 
 

@@ -6,7 +6,8 @@ import torch
 
 from fp8core.rollout.engine import SharedWeights
 from fp8core.rollout.vllm import internals
-from fp8core.rollout.vllm.worker import CapturingWorker, Shares
+from fp8core.rollout.vllm.weights import Shares
+from fp8core.rollout.vllm.worker import CapturingWorker
 
 
 class FaultyWorker(CapturingWorker):

@@ -27,7 +27,6 @@ from fp8core.config.section import SglangConfig
 from fp8core.errors import EngineLost, UserError
 from fp8core.models.architecture import Architecture
 from fp8core.numerics.fingerprint import digest_of
-from fp8core.numerics.kv_scales import LayerScales
 from fp8core.rollout.engine import (
     Completion,
     Finish,
@@ -53,7 +52,7 @@ from fp8core.rollout.sglang.settings import (
     model_config,
     required_environment,
 )
-from fp8core.rollout.sglang.weights import UpdateError, parameter_slots
+from fp8core.rollout.sglang.weights import UpdateError, parameter_slots, written_scales
 
 # For SGLang to end its processes; then they are killed with the one between.
 _SHUTDOWN_SECONDS = 70.0
@@ -277,7 +276,7 @@ class SglangEngine:
     def _read_back(self, scales: PolicyScales) -> SyncReport:
         held = self.call_worker("read_back", self._slots)
         # Without an FP8 cache SGLang has no use for scales, and none are written.
-        layers = _written(held["scales"]) if self._has_fp8_cache() else scales.layers
+        layers = written_scales(held["scales"]) if self._has_fp8_cache() else scales.layers
         return SyncReport(held["version"], self._digest(held), PolicyScales(scales.version, layers))
 
     def _digest(self, held: Mapping[str, Any]) -> str:
@@ -466,11 +465,3 @@ def _completion(output: Mapping[str, Any], group: PromptGroup, i: int, sampling:
     if tokens[-1] in sampling.stop_ids:
         finish = "stop"
     return Completion(group.group, group.samples[i], tokens, output["logprobs"], finish)
-
-
-def _written(held: Sequence[Sequence[float]]) -> tuple[LayerScales, ...]:
-    for layer, values in enumerate(held):
-        for name, value in zip("qkv", values, strict=True):
-            if math.isnan(value):
-                raise UpdateError(f"layer {layer}: its scale of {name} was never written, or not everywhere")
-    return tuple(LayerScales(*values) for values in held)

@@ -29,6 +29,7 @@ from fp8core.rollout.sglang.requirements import (
     replay_refusals,
 )
 from fp8core.rollout.sglang.settings import required_environment, suggested_environment
+from fp8core.rollout.vllm.requirements import padded_vocabulary
 
 # SGLang's head has as many rows as fill this.
 _VOCABULARY_STEP = 64
@@ -142,8 +143,7 @@ def _products(config: RunConfig, arch: Architecture) -> Iterator[Product]:
         rows = range(1, max(rollout.sglang.chunked_prefill_size, rollout.max_batch) + 1)
         yield from layer_products(arch, rows)
     if head == "fp32":
-        padded = math.ceil(arch.vocab_size / _VOCABULARY_STEP) * _VOCABULARY_STEP
-        yield Product("bf16", padded, arch.hidden_size, range(1, rollout.max_batch + 1))
+        yield Product("bf16", padded_vocabulary(arch.vocab_size), arch.hidden_size, range(1, rollout.max_batch + 1))
 
 
 ENGINE = EngineEntry(

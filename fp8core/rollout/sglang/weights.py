@@ -7,9 +7,9 @@ So the layout is that of `fp8core.rollout.vllm.weights`, which imports no vLLM. 
 from collections.abc import Mapping
 
 from fp8core.rollout.engine import TensorSpec
-from fp8core.rollout.vllm.weights import Slot, UpdateError, check_fit, find_slots
+from fp8core.rollout.vllm.weights import Slot, UpdateError, check_fit, find_slots, written_scales
 
-__all__ = ["Slot", "UpdateError", "parameter_slots"]
+__all__ = ["Slot", "UpdateError", "parameter_slots", "written_scales"]
 
 
 def parameter_slots(shipped: Mapping[str, TensorSpec], parameters: Mapping[str, TensorSpec]) -> dict[str, Slot]:

@@ -32,7 +32,6 @@ from fp8core.config.section import VllmConfig
 from fp8core.errors import EngineLost, UserError
 from fp8core.models.architecture import Architecture
 from fp8core.numerics.fingerprint import digest_of, hex_digits
-from fp8core.numerics.kv_scales import LayerScales
 from fp8core.rollout.engine import (
     Completion,
     Finish,
@@ -62,16 +61,12 @@ from fp8core.rollout.vllm.settings import (
     required_environment,
 )
 from fp8core.rollout.vllm.weights import (
-    Axis,
-    Cut,
-    Slot,
+    Share,
+    Shares,
     UpdateError,
-    check_fit,
-    cut_specs,
     filled_shapes,
-    find_cuts,
-    find_slots,
-    whole_parameters,
+    find_shares,
+    written_scales,
 )
 
 Result = TypeVar("Result")
@@ -153,7 +148,7 @@ class VllmEngine:
             n: TensorSpec(d, tuple(shape)) for n, (d, shape) in self.call_worker("policy_parameters").items()
         }
         self._sent: dict[str, TensorSpec] = {}
-        self._shares: list[dict[str, list[list[Any]]]] = []
+        self._shares: Shares = []
         self._in_parts: set[str] = set()
         self._complete, self._asleep = False, False
         self._requests = 0
@@ -177,12 +172,9 @@ class VllmEngine:
         self._check_scales(scales, version)
         if sent != self._sent:
             filled, ranks = filled_shapes(self._arch) if self._aligned else {}, self._ranks
-            last: Axis = 0 if self._aligned else 1
-            check_fit(sent, find_slots(sent, filled), whole_parameters(self._parameters, ranks, last))
-            cuts = [find_cuts(sent, rank, ranks, last) for rank in range(ranks)]
-            slots = [find_slots(cut_specs(sent, own), filled) for own in cuts]
-            self._shares = [_fields(own, cut) for own, cut in zip(slots, cuts, strict=True)]
-            self._in_parts = {name for name, cut in cuts[0].items() if not cut.gathered}
+            shares = find_shares(sent, filled, self._parameters, ranks, 0 if self._aligned else 1)
+            self._shares = [_fields(share) for share in shares]
+            self._in_parts = {name for name, (_, cut) in shares[0].items() if cut is not None and not cut.gathered}
             self._sent = dict(sent)
 
     def receive(self, shared: SharedWeights, scales: PolicyScales, version: int) -> SyncReport:
@@ -352,7 +344,7 @@ class VllmEngine:
         held = self.call_workers("policy_read_back", self._shares)
         version = _agreed("versions", [each["version"] for each in held])
         # Without an FP8 cache vLLM has no use for scales, and none are written.
-        written = [_written(each["scales"]) if self._has_fp8_cache() else scales.layers for each in held]
+        written = [written_scales(each["scales"]) if self._has_fp8_cache() else scales.layers for each in held]
         return SyncReport(version, self._digest(held), PolicyScales(scales.version, _agreed("scales", written)))
 
     def _digest(self, held: Sequence[Mapping[str, Any]]) -> str:
@@ -488,11 +480,8 @@ def _ending(code: int | None) -> str:
     return f"was ended by {signal.Signals(-code).name}{memory}"
 
 
-def _fields(slots: Mapping[str, Slot], cuts: Mapping[str, Cut]) -> dict[str, list[list[Any]]]:
-    return {
-        name: [list(astuple(part)) for part in (slot, cuts.get(name)) if part is not None]
-        for name, slot in slots.items()
-    }
+def _fields(share: Share) -> dict[str, list[list[Any]]]:
+    return {name: [list(astuple(part)) for part in parts if part is not None] for name, parts in share.items()}
 
 
 def _agreed(what: str, held: Sequence[Result]) -> Result:
@@ -504,14 +493,6 @@ def _agreed(what: str, held: Sequence[Result]) -> Result:
     if any(each != held[0] for each in held):
         raise UpdateError(f"vLLM's {len(held)} workers hold different {what}")
     return held[0]
-
-
-def _written(held: Sequence[Sequence[float]]) -> tuple[LayerScales, ...]:
-    for layer, values in enumerate(held):
-        for name, value in zip("qkv", values, strict=True):
-            if math.isnan(value):
-                raise UpdateError(f"layer {layer}: its scale of {name} was never written, or not everywhere")
-    return tuple(LayerScales(*values) for values in held)
 
 
 def _by_layer_type(linears: Mapping[str, Mapping[str, str]]) -> dict[str, str]:

@@ -24,13 +24,12 @@ from fp8core.plan.memory import (
 from fp8core.rollout.engine import RolloutEngine
 from fp8core.rollout.registry import Arithmetic, EngineEntry
 from fp8core.rollout.vllm.requirements import (
-    VOCABULARY_STEP,
     VllmBuild,
     contract_refusals,
     find_build,
     model_refusals,
+    padded_vocabulary,
     replay_refusals,
-    shared_refusals,
 )
 from fp8core.rollout.vllm.settings import CPU_CACHE_GIB, required_environment, suggested_environment
 
@@ -55,23 +54,19 @@ def _build_on(node: Node) -> VllmBuild:
 
 def _check(config: RunConfig, node: Node) -> Iterator[str]:
     build = _build_on(node)
-    yield from _placement_refusals(config)
     yield from contract_refusals(config.precision, config.rollout.vllm, build)
     if config.rollout.router_replay:
         yield from replay_refusals(build)
 
 
-def _placement_refusals(config: RunConfig) -> Iterator[str]:
+def _check_model(config: RunConfig, arch: Architecture) -> Iterator[str]:
     shared = config.rollout.vllm.tensor_parallel
     if shared > 1 and config.cluster.placement == "colocated":
         yield (
             f"rollout.vllm.tensor_parallel={shared}: an engine of several GPUs shares none with a rank; "
             "set cluster.placement to separate"
         )
-
-
-def _check_model(config: RunConfig, arch: Architecture) -> Iterator[str]:
-    return model_refusals(arch, config.precision, config.rollout.vllm)
+    yield from model_refusals(arch, config.precision, config.rollout.vllm)
 
 
 def _requirements() -> str:
@@ -98,7 +93,7 @@ def _memory(config: RunConfig, arch: Architecture, gpu: Device | None) -> Engine
         room = _cache_room(config, arch, int(CPU_CACHE_GIB * GIB))
         each = (weights, engines), (_cache(room), engines * shared)
         on_host = tuple(Need(need.item, number * need.bytes, need.note) for need, number in each)
-        return EngineMemory(on_host, cache=room, refusal=_refusal(config, arch, room))
+        return EngineMemory(on_host, cache=room, refusal=_cache_refusal(config, arch, room))
     if shared > 1:
         weights = Need(weights.item, math.ceil(weights.bytes / shared), f"{weights.note}, 1 of {shared} parts")
     # With a cache of a given size it takes what it needs.
@@ -121,7 +116,7 @@ def _memory(config: RunConfig, arch: Architecture, gpu: Device | None) -> Engine
         advice=advice,
         advice_beside=beside,
         cache=room,
-        refusal=_refusal(config, arch, room),
+        refusal=_cache_refusal(config, arch, room),
     )
 
 
@@ -153,11 +148,8 @@ def _longest(config: RunConfig, arch: Architecture) -> int:
     return config.rollout.vllm.max_model_len or arch.max_positions
 
 
-def _refusal(config: RunConfig, arch: Architecture, room: CacheRoom) -> str | None:
-    """The reason why vLLM would not start on these GPUs or with this cache; None when it does."""
-    shared = [*_placement_refusals(config), *shared_refusals(arch, config.precision, config.rollout.vllm)]
-    if shared:
-        return shared[0]
+def _cache_refusal(config: RunConfig, arch: Architecture, room: CacheRoom) -> str | None:
+    """The reason why vLLM would not start with this cache; None when it does."""
     wanted = _longest(config, arch)
     if room.tokens >= wanted:
         return None
@@ -180,8 +172,7 @@ def _products(config: RunConfig, arch: Architecture) -> Iterator[Product]:
         if rollout.vllm.model == "aligned":
             for whole in layer_products(with_whole_tiles(arch), rows):
                 yield replace(whole, outputs=whole.outputs // shared)
-            padded = math.ceil(arch.vocab_size / VOCABULARY_STEP) * VOCABULARY_STEP
-            yield Product("bf16", padded // shared, arch.hidden_size, rows)
+            yield Product("bf16", padded_vocabulary(arch.vocab_size) // shared, arch.hidden_size, rows)
             return
         part = {name: getattr(arch, name) // shared for name in ("num_heads", "num_kv_heads", "intermediate_size")}
         yield from layer_products(replace(arch, **part), rows)

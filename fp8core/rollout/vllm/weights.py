@@ -15,18 +15,19 @@ sum. In the aligned model they hold rows there as well, so that one GPU adds a w
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import ceil
-from typing import Literal
+from math import isnan
+from typing import Any, Literal
 
 from torch import Tensor
 
 from fp8core.models.architecture import Architecture, parameter_shapes, with_whole_tiles
 from fp8core.models.weights import SCALE_SUFFIX
 from fp8core.numerics.e4m3 import TILE
+from fp8core.numerics.kv_scales import LayerScales
 from fp8core.rollout.engine import TensorSpec
-from fp8core.rollout.vllm.requirements import VOCABULARY_STEP
+from fp8core.rollout.vllm.requirements import padded_vocabulary
 
 _VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -104,7 +105,7 @@ def find_cuts(shipped: Mapping[str, TensorSpec], rank: int, ranks: int, last: Ax
     for name, spec in shipped.items():
         if ranks > 1 and (axis := _cut_axis(name, last)) is not None:
             rows = spec.shape[axis]
-            each = _padded(rows) // ranks if name in _VOCABULARY else rows // ranks
+            each = padded_vocabulary(rows) // ranks if name in _VOCABULARY else rows // ranks
             size = min(each, max(0, rows - rank * each))
             found[name] = Cut(axis, min(rank * each, rows), size, rows, axis == 1 or name.endswith(SCALE_SUFFIX))
     return found
@@ -139,8 +140,51 @@ def _cut_axis(name: str, last: Axis) -> Axis | None:
     return last if module in _LAST else None
 
 
-def _padded(vocabulary: int) -> int:
-    return ceil(vocabulary / VOCABULARY_STEP) * VOCABULARY_STEP
+# The slot of each shipped tensor on one GPU, and its cut where it has one.
+Share = dict[str, tuple[Slot, Cut | None]]
+# The fields of both, for every GPU: what travels to vLLM's workers.
+Shares = list[dict[str, list[list[Any]]]]
+
+
+def find_shares(
+    shipped: Mapping[str, TensorSpec],
+    filled: Mapping[str, tuple[int, ...]],
+    parameters: Mapping[str, TensorSpec],
+    ranks: int,
+    last: Axis,
+) -> list[Share]:
+    """The share of each of the GPUs that hold the layers together.
+
+    Args:
+        shipped: types and shapes.
+        filled: `filled_shapes` of an aligned model.
+        parameters: of one GPU.
+        ranks: number of GPUs.
+        last: as the GPUs cut o_proj and down_proj.
+
+    Raises:
+        UpdateError: as `find_slots` and `check_fit` have it.
+    """
+    check_fit(shipped, find_slots(shipped, filled), whole_parameters(parameters, ranks, last))
+    shares = []
+    for rank in range(ranks):
+        cuts = find_cuts(shipped, rank, ranks, last)
+        slots = find_slots(cut_specs(shipped, cuts), filled)
+        shares.append({name: (slot, cuts.get(name)) for name, slot in slots.items()})
+    return shares
+
+
+def written_scales(held: Sequence[Sequence[float]]) -> tuple[LayerScales, ...]:
+    """Scales of Q, K and V by layer, as they were read back.
+
+    Raises:
+        UpdateError: one is NaN, as where none was written.
+    """
+    for layer, values in enumerate(held):
+        for name, value in zip("qkv", values, strict=True):
+            if isnan(value):
+                raise UpdateError(f"layer {layer}: its scale of {name} was never written, or not everywhere")
+    return tuple(LayerScales(*values) for values in held)
 
 
 def rows_of(parameter: Tensor) -> Tensor:
@@ -224,7 +268,7 @@ def check_fit(
         filled[slot.parameter].append((slot.start, slot.end))
     for parameter, spec in parameters.items():
         rows = _rows_without_gap(parameter, filled[parameter])
-        if (_padded(rows) if parameter in _VOCABULARY and rows else rows) != spec.rows:
+        if (padded_vocabulary(rows) if parameter in _VOCABULARY and rows else rows) != spec.rows:
             raise UpdateError(f"{parameter}: {rows} of its {spec.rows} rows were sent")
 
 

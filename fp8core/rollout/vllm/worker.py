@@ -22,16 +22,12 @@ from fp8core.models.architecture import Architecture
 from fp8core.numerics.fingerprint import Slice, slice_sums
 from fp8core.rollout.engine import PromptGroup, Sampling, SharedWeights, TensorSpec, open_shared
 from fp8core.rollout.vllm import internals
-from fp8core.rollout.vllm.weights import Cut, Slot
+from fp8core.rollout.vllm.weights import Cut, Share, Shares, Slot
 
 # This module is imported in the worker's process before it builds the model, and before it takes memory of a GPU.
 end_with_parent.follow_parent()
 internals.register_decode_backend()
 internals.register_aligned_models()
-
-
-# Of the fields of the slot of each tensor, and of its cut where it has one, for every process that shares the layers.
-Shares = list[dict[str, list[list[Any]]]]
 
 
 class PolicyWorker:
@@ -148,7 +144,7 @@ class PolicyWorker:
             return
         internals.write_scales(model, [[torch.nan] * 3 for _ in internals.read_scales(model)])
 
-    def _policy_share(self, shares: Shares) -> dict[str, tuple[Slot, Cut | None]]:
+    def _policy_share(self, shares: Shares) -> Share:
         """Slots and cuts of this process, by the names of what was shipped."""
         own = shares[internals.layer_share()[0]] if shares else {}
         return {name: (Slot(*slot), Cut(*cut[0]) if cut else None) for name, (slot, *cut) in own.items()}

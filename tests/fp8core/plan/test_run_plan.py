@@ -138,8 +138,9 @@ def test_a_configuration_that_needs_more_gpus_is_refused(configured, placement, 
     ],
 )
 def test_a_plan_refuses_shares_that_a_run_refuses(planned, settings, reason):
-    (refusal,) = planned("qwen3-8b", **{"rollout__vllm__tensor_parallel": 2, **settings}).refusals
-    assert reason in refusal
+    with pytest.raises(UserError) as refused:
+        planned("qwen3-8b", **{"rollout__vllm__tensor_parallel": 2, **settings})
+    assert reason in str(refused.value)
 
 
 def test_an_engine_that_needs_more_gpus_than_there_are_is_refused(configured):
