@@ -87,6 +87,63 @@ def _slopes_kernel(
     tl.store(out + row.to(tl.int64) * size + column, slope.to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _uniform(seed: tl.tensor, place: tl.tensor) -> tl.tensor:
+    """`numerics.logprobs.uniform`: 53 random bits by SplitMix64."""
+    z = seed.to(tl.uint64, bitcast=True) + (place + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
+    z = z ^ (z >> 31)
+    return (z >> 11).to(tl.float64) * 1.1102230246251565e-16
+
+
+@triton.jit(do_not_specialize=["pitch", "vocabulary"])
+def _block_sums_kernel(
+    logits: tl.tensor, pitch: tl.tensor, vocabulary: tl.tensor, temperatures: tl.tensor, tops: tl.tensor,
+    sums: tl.tensor, aligned: tl.constexpr, block: tl.constexpr,
+) -> None:  # fmt: skip
+    row, part = tl.program_id(0), tl.program_id(1)
+    start, size = _place(row, pitch, vocabulary, aligned)
+    column = part * block + tl.arange(0, block)
+    x = tl.load(logits + start + column, mask=column < size, other=float("-inf")) / tl.load(temperatures + row)
+    high = tl.max(x, 0)
+    at = row * tl.num_programs(1) + part
+    tl.store(tops + at, high)
+    # A block without any token is -inf, and its exponentials would be NaN.
+    exponentials = tl.where(x == float("-inf"), 0.0, tl.exp(x - high))
+    tl.store(sums + at, tl.sum(exponentials.to(tl.float64), 0))
+
+
+@triton.jit(do_not_specialize=["pitch", "vocabulary"])
+def _choose_kernel(
+    logits: tl.tensor, pitch: tl.tensor, vocabulary: tl.tensor, temperatures: tl.tensor, tops: tl.tensor,
+    sums: tl.tensor, seeds: tl.tensor, places: tl.tensor, tokens: tl.tensor, logprobs: tl.tensor, parts: tl.tensor,
+    aligned: tl.constexpr, block: tl.constexpr, padded: tl.constexpr,
+) -> None:  # fmt: skip
+    row = tl.program_id(0)
+    start, size = _place(row, pitch, vocabulary, aligned)
+    part = tl.arange(0, padded)
+    there = part < parts
+    high = tl.load(tops + row * parts + part, mask=there, other=float("-inf"))
+    top = tl.max(high, 0)
+    share = tl.load(sums + row * parts + part, mask=there, other=0.0) * tl.exp(high - top).to(tl.float64)
+    total = tl.sum(share, 0)
+    target = _uniform(tl.load(seeds + row), tl.load(places + row)) * total
+    # The first block whose end lies beyond the target; rounding may put the target beyond the last.
+    chosen = tl.min(tl.where((tl.cumsum(share, 0) > target) & (share > 0.0), part, padded), 0)
+    chosen = tl.where(chosen < padded, chosen, tl.max(tl.where(share > 0.0, part, 0), 0))
+    before = tl.sum(tl.where(part < chosen, share, 0.0), 0)
+    column = chosen * block + tl.arange(0, block)
+    x = tl.load(logits + start + column, mask=column < size, other=float("-inf")) / tl.load(temperatures + row)
+    exponentials = tl.exp(x - top).to(tl.float64)
+    beyond = (before + tl.cumsum(exponentials, 0) > target) & (exponentials > 0.0)
+    token = tl.min(tl.where(beyond, column, vocabulary), 0)
+    token = tl.where(token < vocabulary, token, tl.max(tl.where(exponentials > 0.0, column, 0), 0))
+    logit = tl.sum(tl.where(column == token, x, 0.0), 0)
+    tl.store(tokens + row, token.to(tl.int64))
+    tl.store(logprobs + row, (logit - top) - tl.log(total).to(tl.float32))
+
+
 def log_softmax(logits: Tensor, temperature: float) -> Tensor:
     """FP32, of FP32's accuracy; the aligned engine calls it, because vLLM's sampler sums in another order."""
     given, top, total, _ = _statistics(logits, temperature)
@@ -119,6 +176,21 @@ def logit_slopes(
             *given, top, total.log(), targets, grad, entropy, grad_entropy, out, _aligned(logits), _BLOCK, **_OPTIONS
         )
     return out
+
+
+def drawn_tokens(logits: Tensor, temperatures: Tensor, seeds: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+    (rows, vocabulary), (_, parts) = logits.shape, _blocks(logits)
+    assert (logits.dtype, logits.stride(1)) == (torch.float32, 1), "logits are rows of FP32"
+    tops = torch.empty(rows, parts, device=logits.device)
+    sums = torch.empty(rows, parts, dtype=torch.float64, device=logits.device)
+    tokens, logprobs = torch.empty_like(seeds), torch.empty(rows, device=logits.device)
+    given = logits, logits.stride(0), vocabulary, temperatures.contiguous(), tops, sums
+    options, padded = (_aligned(logits), _BLOCK), triton.next_power_of_2(parts)
+    if rows:
+        with torch.cuda.device_of(logits):
+            _block_sums_kernel[(rows, parts)](*given, *options, **_OPTIONS)
+            _choose_kernel[(rows,)](*given, seeds, places, tokens, logprobs, parts, *options, padded, **_OPTIONS)
+    return tokens, logprobs
 
 
 def _statistics(logits: Tensor, temperature: float) -> tuple[tuple[Tensor, int, int, float], Tensor, Tensor, Tensor]:

@@ -358,6 +358,27 @@ def sample(logprobs: Tensor, draws: Tensor) -> Tensor:
     return torch.searchsorted(cumulative, draws.unsqueeze(-1) * cumulative[:, -1:], right=True).squeeze(-1)
 
 
+@with_kernel("softmax")
+def drawn_tokens(logits: Tensor, temperatures: Tensor, seeds: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+    """The token of each row that `sample` chooses by the row's `uniform` number, and its log-prob.
+
+    On a GPU exponentials are FP32 and their sums FP64. So a row has another token where its number is within FP32's
+    rounding of the sum that ends one. What is not finite has the log-prob NaN there; here it is an assertion.
+
+    Args:
+        logits: FP32 [B, V].
+        temperatures: FP32 [B], each above 0.
+        seeds: int64 [B].
+        places: int64 [B], of the tokens in their sequences.
+
+    Returns:
+        int64 [B], FP32 [B].
+    """
+    logprobs = log_softmax(logits / temperatures[:, None], 1.0)
+    tokens = sample(logprobs, uniform(seeds, places))
+    return tokens, logprobs.gather(-1, tokens[:, None]).squeeze(-1).float()
+
+
 def greedy(logprobs: Tensor) -> Tensor:
     """The most likely token, the first of several: int64 [B] from [B, V]."""
     return logprobs.argmax(-1)

@@ -34,7 +34,7 @@ from fp8core.numerics.fused import (
     swiglu_row_codes,
 )
 from fp8core.numerics.kv_scales import COUNTS, TALLY, AmaxStatistics, KvStatistics, LayerScales, tally, tally_amax
-from fp8core.numerics.logprobs import log_softmax, logit_slopes, token_statistics
+from fp8core.numerics.logprobs import drawn_tokens, log_softmax, logit_slopes, token_statistics
 from fp8core.numerics.lora import merged_weight
 
 EPS = 1e-6
@@ -325,6 +325,37 @@ def test_the_head_has_one_log_prob_of_a_token(device: torch.device, run, vocabul
         slopes = run(logit_slopes, *on_device, entropies, 0.7, gradients, torch.float32)
         expected = sum(part for part, wanted in zip(parts, given, strict=True) if wanted)
         assert (slopes.cpu().double() - expected).norm() < 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize("vocabulary", [8192 * 2 + 140, 203])
+def test_a_token_is_drawn_where_the_number_of_its_row_falls(device: torch.device, run, vocabulary: int) -> None:
+    """Of several blocks, some without any token that is possible; the numbers of two rows are next to both ends."""
+    generator = torch.Generator().manual_seed(0)
+    wide = 5 * torch.randn(24, vocabulary + 60, generator=generator)
+    wide[1::4, : vocabulary - 100] = -torch.inf
+    wide[2::4, 90:] = -torch.inf
+    wide[3::4, : vocabulary - 1] = -torch.inf
+    logits, temperatures = wide[:, :vocabulary], torch.rand(24, generator=generator) + 0.5
+    seeds = torch.randint(-(2**63), 2**63 - 1, (24,), generator=generator)
+    places = torch.randint(0, 5000, (24,), generator=generator)
+    # Found by search: 1.7e-7 from 0, and 1.6e-7 from 1.
+    seeds[0], seeds[4], places[0], places[4] = 1127518, 2866022, 0, 0
+    expected, exact = drawn_tokens(logits, temperatures, seeds, places)
+    rest = [tensor.to(device) for tensor in (temperatures, seeds, places)]
+    on_device = wide.to(device)[:, :vocabulary]
+    tokens, logprobs = run(drawn_tokens, on_device, *rest)
+    assert torch.equal(tokens.cpu(), expected)
+    assert (expected[3::4] == vocabulary - 1).all()
+    assert torch.allclose(logprobs.cpu(), exact, rtol=1e-6, atol=1e-5)
+    for row in (slice(0, 1), slice(5, 7)):
+        alone = run(drawn_tokens, on_device[row], *(tensor[row] for tensor in rest))
+        assert torch.equal(alone[0], tokens[row])
+        assert torch.equal(alone[1], logprobs[row])
+    on_device[0, 3] = torch.nan
+    tokens, logprobs = run(drawn_tokens, on_device, *rest)
+    assert logprobs[0].isnan()
+    assert 0 <= int(tokens[0]) < vocabulary
+    assert torch.equal(logprobs[1:].cpu(), run(drawn_tokens, wide.to(device)[:, :vocabulary], *rest)[1][1:].cpu())
 
 
 REFUSING: dict[str, tuple[Callable[..., Any], Callable[[Tensor], tuple[Any, ...]]]] = {

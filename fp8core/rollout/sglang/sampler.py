@@ -1,16 +1,17 @@
 """SGLang's sampler with a seed a completion, outside deterministic inference.
 
-A request brings its seed as a parameter of its own (`settings.own_sampler`). A token is a function of its seed, its
-position and the log-probs: SGLang's own function, which deterministic inference calls as well.
+A request brings its seed as a parameter of its own (`settings.own_sampler`). A token is a function of its logits, its
+seed and its position: `numerics.logprobs.drawn_tokens`, by which the embedded engine draws as well.
 """
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 from torch import Tensor
+
+from fp8core.numerics.logprobs import drawn_tokens
 
 SEED = "seed"
 
@@ -25,13 +26,34 @@ class BringsSeed(CustomLogitProcessor):
 class SeededSampler(Sampler):
     """Draws each token by the seed of its request."""
 
-    def forward(self, logits_output: Any, sampling_info: Any, *rest: Any, **more: Any) -> Any:
-        """As SGLang's, whose arguments these are."""
-        if sampling_info.custom_params is not None and not sampling_info.is_all_greedy:
-            seeds = torch.tensor([parameters[SEED] for parameters in sampling_info.custom_params], dtype=torch.int64)
-            on_device = seeds.pin_memory().to(sampling_info.temperatures.device, non_blocking=True)
-            sampling_info = replace(sampling_info, sampling_seed=on_device)
-        return super().forward(logits_output, sampling_info, *rest, **more)
+    def forward(
+        self,
+        logits_output: Any,
+        sampling_info: Any,
+        return_logprob: bool,
+        top_logprobs_nums: list[int],
+        token_ids_logprobs: list[list[int] | None],
+        positions: Tensor,
+    ) -> Tensor:
+        """As SGLang's. Greedy tokens and log-probs of given ones are left to it: no seed decides those."""
+        given = any(ids is not None for ids in token_ids_logprobs)
+        if sampling_info.custom_params is None or sampling_info.is_all_greedy or given:
+            found: Tensor = super().forward(
+                logits_output, sampling_info, return_logprob, top_logprobs_nums, token_ids_logprobs, positions
+            )
+            return found
+        truncated = sampling_info.need_top_k_sampling or sampling_info.need_top_p_sampling
+        assert not truncated, "requests of one kind run together, and of these none is truncated"
+        assert not any(top_logprobs_nums), "nobody asks for the most likely ones"
+        seeds = torch.tensor([parameters[SEED] for parameters in sampling_info.custom_params], dtype=torch.int64)
+        logits = logits_output.next_token_logits
+        tokens, logits_output.next_token_logprobs = drawn_tokens(
+            logits.float(),
+            sampling_info.temperatures.flatten(),
+            seeds.pin_memory().to(logits.device, non_blocking=True),
+            positions.long(),
+        )
+        return tokens.int()
 
     def _preprocess_logits(self, logits: Tensor, sampling_info: Any) -> Tensor:
         # Processors change nothing here, and what is not finite must show in the log-probs.

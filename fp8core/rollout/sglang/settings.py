@@ -8,8 +8,8 @@ Everything that decides a bit is pinned here (facts about SGLang 0.5.15 on Hoppe
 - FP8 attention is FlashAttention 3. SGLang casts Q unscaled, without saturation, and takes 1.0 where it finds no
   scale of K or V. An attention backend of ours (`attention`) makes the codes and hands the scales to the kernel.
 - Logits are FP32 sums of BF16 products. SGLang's FP32 head would multiply in FP32, a copy of the head each step.
-- SGLang has seeds in deterministic inference alone. Otherwise a sampler of ours (`sampler`) draws by the same function
-  of seed and position.
+- SGLang has seeds in deterministic inference alone. Otherwise a sampler of ours (`sampler`) draws by the embedded
+  engine's function of logits, seed and position.
 - Log-probs are those of the tempered distribution, which is sampled from: nothing truncates it.
 
 All of it is registered where SGLang takes methods, backends and samplers from outside (`worker.register`). This module
