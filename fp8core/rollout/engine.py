@@ -221,9 +221,9 @@ def specs_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
 
 
 SharedWeights = dict[str, Any]
-# Fields of torch's rebuild function that cannot travel as they are, and the place of the device among them.
+# Fields of torch's rebuild function that cannot travel as they are, and others by their place.
 _TENSOR_CLASS, _STORAGE_CLASS, _DTYPE, _DEVICE = 0, 4, 5, 6
-_WAITS_FOR_EVENT = -1
+_COUNTER, _WAITS_FOR_EVENT = slice(-4, -2), -1
 
 
 @runtime_checkable
@@ -251,8 +251,10 @@ def share_weights(tensors: Mapping[str, Tensor]) -> Iterator[SharedWeights]:
         # The tensors are complete, so that no reader waits for an event of a GPU that it may not see.
         for device in {tensor.device for tensor in tensors.values()}:
             torch.cuda.synchronize(device)
-        yield shared
-        torch.cuda.ipc_collect()
+        try:
+            yield shared
+        finally:
+            _take_back(shared)
         return
     with tempfile.TemporaryDirectory(prefix="fp8-grpo-") as folder:
         path = Path(folder) / "policy.safetensors"
@@ -312,6 +314,16 @@ def _handle(tensor: Tensor) -> list[Any]:
         sent[place] = None
     sent[_WAITS_FOR_EVENT] = False
     return [list(field) if isinstance(field, tuple) else field for field in sent]
+
+
+def _take_back(shared: SharedWeights) -> None:
+    """Let torch free the memory with its last tensor here, whatever its readers did.
+
+    It waits for one reader, which says that it has finished. Here there may be several, or one that was killed.
+    """
+    for fields in shared["storages"]:
+        torch.UntypedStorage._release_ipc_counter(*fields[_COUNTER])
+    torch.cuda.ipc_collect()
 
 
 def _open_storage(fields: list[Any], device: torch.device) -> Tensor:
