@@ -80,6 +80,8 @@ def _headline(repeats: int) -> tuple[Cell, ...]:
 
 
 _SHORT = Cell(256, 512, 1024)
+# The cell of benchmarks/sglang_hopper.py.
+_EVEN = Cell(256, 512, 512, 3)
 _TAILED, _LONG = Cell(256, 512, 3072, tail=True), Cell(64, 1024, 8192)
 ENGINES = {
     "qwen3-8b/bf16/256": Engine("qwen3-8b", "bf16", _headline(3)[:1], traced=(256, 2048)),
@@ -96,6 +98,8 @@ ENGINES = {
     "qwen3-8b/fp8_linear_kv/long": Engine("qwen3-8b", "fp8_linear_kv", (_LONG,)),
     "qwen3-8b/fp8_linear_kv/flash": Engine("qwen3-8b", "fp8_linear_kv", (_SHORT,), decode_kernel="flash_attention"),
     "qwen3-8b/fp8_linear_kv/invariant": Engine("qwen3-8b", "fp8_linear_kv", (_SHORT,), batch_invariant=True),
+    "qwen3-8b/bf16/even": Engine("qwen3-8b", "bf16", (_EVEN,)),
+    "qwen3-8b/fp8_linear_kv/even": Engine("qwen3-8b", "fp8_linear_kv", (_EVEN,)),
     "qwen3-8b/fp8_linear_kv/short": Engine("qwen3-8b", "fp8_linear_kv", (_SHORT,)),
     "qwen3-8b/fp8_linear_kv/aligned": Engine("qwen3-8b", "fp8_linear_kv", (_SHORT,), forward="aligned"),
     "qwen3-8b/fp8_linear_kv/aligned/headline": Engine(

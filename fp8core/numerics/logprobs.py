@@ -363,7 +363,7 @@ def drawn_tokens(logits: Tensor, temperatures: Tensor, seeds: Tensor, places: Te
     """The token of each row that `sample` chooses by the row's `uniform` number, and its log-prob.
 
     On a GPU exponentials are FP32 and their sums FP64. So a row has another token where its number is within FP32's
-    rounding of the sum that ends one. What is not finite has the log-prob NaN there; here it is an assertion.
+    rounding of the sum that ends one. A row that is not finite has the log-prob NaN there; here it is an assertion.
 
     Args:
         logits: FP32 [B, V].

@@ -319,7 +319,7 @@ def _handle(tensor: Tensor) -> list[Any]:
 def _take_back(shared: SharedWeights) -> None:
     """Let torch free the memory with its last tensor here, whatever its readers did.
 
-    It waits for one reader, which says that it has finished. Here there may be several, or one that was killed.
+    torch waits until one reader has released it. Here there may be several, or one that was killed.
     """
     for fields in shared["storages"]:
         torch.UntypedStorage._release_ipc_counter(*fields[_COUNTER])
