@@ -5,6 +5,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -247,14 +248,16 @@ class MemoryReader(RolloutEngine, Protocol):
 def share_weights(tensors: Mapping[str, Tensor]) -> Iterator[SharedWeights]:
     """Tensors in a form that `open_shared` opens in any number of other processes, while the block lasts."""
     if all(tensor.is_cuda for tensor in tensors.values()):
-        shared = _shared_storages(tensors)
+        shared, counters = _shared_storages(tensors)
         # The tensors are complete, so that no reader waits for an event of a GPU that it may not see.
         for device in {tensor.device for tensor in tensors.values()}:
             torch.cuda.synchronize(device)
         try:
             yield shared
         finally:
-            _take_back(shared)
+            for counter in counters:
+                torch.UntypedStorage._release_ipc_counter(*counter)
+            torch.cuda.ipc_collect()
         return
     with tempfile.TemporaryDirectory(prefix="fp8-grpo-") as folder:
         path = Path(folder) / "policy.safetensors"
@@ -288,42 +291,48 @@ def open_shared(received: SharedWeights, device: torch.device) -> Mapping[str, T
     return {name: _view(storages[place[0]], *place[1:]) for name, place in received["tensors"].items()}
 
 
-def _shared_storages(tensors: Mapping[str, Tensor]) -> SharedWeights:
+def _shared_storages(tensors: Mapping[str, Tensor]) -> tuple[SharedWeights, list[tuple[Any, ...]]]:
+    """Places that readers open, and counters: torch keeps the memory until each of them is released once."""
     index: dict[int, int] = {}
     storages: list[list[Any]] = []
+    counters: list[tuple[Any, ...]] = []
     places: dict[str, list[Any]] = {}
     for name, tensor in tensors.items():
         assert tensor.is_contiguous(), f"{name} is not contiguous"
         storage = tensor.detach().untyped_storage()
         if storage.data_ptr() not in index:
             index[storage.data_ptr()] = len(storages)
-            storages.append(_handle(tensor))
+            fields, counter = _handle(tensor)
+            storages.append(fields)
+            counters.append(counter)
         spec = TensorSpec.of(tensor)
         offset = tensor.storage_offset() * tensor.element_size()
         places[name] = [index[storage.data_ptr()], spec.dtype, list(spec.shape), offset]
-    return {"storages": storages, "tensors": places}
+    return {"storages": storages, "tensors": places}, counters
 
 
-def _handle(tensor: Tensor) -> list[Any]:
-    """IPC fields of the whole storage of a tensor, as bytes."""
+def _handle(tensor: Tensor) -> tuple[list[Any], tuple[Any, ...]]:
+    """IPC fields of the whole storage of a tensor, as bytes, and its counter.
+
+    torch expects one reader to release the counter: two would take an unsigned number below 0, and one that is killed
+    leaves it. So readers get the counter of nothing, and the sender releases this one.
+    """
     storage = tensor.detach().untyped_storage()
     whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
     _, fields = reduce_tensor(whole)
     sent = list(fields)
+    sent[_COUNTER] = _counter_of_nothing()[1]
     for place in (_TENSOR_CLASS, _STORAGE_CLASS, _DTYPE):
         sent[place] = None
     sent[_WAITS_FOR_EVENT] = False
-    return [list(field) if isinstance(field, tuple) else field for field in sent]
+    return [list(field) if isinstance(field, tuple) else field for field in sent], fields[_COUNTER]
 
 
-def _take_back(shared: SharedWeights) -> None:
-    """Let torch free the memory with its last tensor here, whatever its readers did.
-
-    torch waits until one reader has released it. Here there may be several, or one that was killed.
-    """
-    for fields in shared["storages"]:
-        torch.UntypedStorage._release_ipc_counter(*fields[_COUNTER])
-    torch.cuda.ipc_collect()
+@cache
+def _counter_of_nothing() -> tuple[Tensor, tuple[Any, ...]]:
+    """A byte that lives as long as this process, and its counter."""
+    nothing = torch.empty(1, dtype=torch.uint8, device="cuda")
+    return nothing, reduce_tensor(nothing)[1][_COUNTER]
 
 
 def _open_storage(fields: list[Any], device: torch.device) -> Tensor:
