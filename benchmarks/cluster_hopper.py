@@ -79,7 +79,7 @@ def _measured(name: str, settings: Mapping[str, Any], options: argparse.Namespac
     flags = [*(f"{key}={value}" for key, value in whole.items()), f"run={run}", *options.overrides]
     row: Row = {"kind": "grpo_step", "model": "h200-small", "layers": 8, "case": name, "mode": "synchronous"}
     row |= {"precision": "fp8_linear_kv", "settings": dict(settings), "steps": options.steps}
-    row |= {"nodes": options.nodes or 1}
+    row |= {"nodes": options.nodes if "cluster.address" in settings else 1}
     log = out / "logs" / f"{run}.log"
     with log.open("wb") as output:
         ended = subprocess.run(
@@ -121,7 +121,7 @@ def step_table(rows: Sequence[Row]) -> str:
         header,
         (
             (
-                row["case"],
+                row["case"] if row["nodes"] == 1 else f"{row['case']}, on {row['nodes']} nodes",
                 str(row["gpus"]),
                 *(f"{row['seconds'][part]:.3f}" for part in (*_PARTS, "tasks")),
                 f"{row['error_max']:.6g}",
