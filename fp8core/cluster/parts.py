@@ -90,14 +90,22 @@ class EnginePart:
     def read(self, lent: SharedWeights, scales: PolicyScales, version: int) -> SyncReport:
         """As `RolloutEngine.update`, with the expected tensors that a rank of this host lends."""
         assert isinstance(self._engine, MemoryReader), "routes lead to memory for such engines alone"
-        return self._engine.receive(lent, scales, version)
+        self._engine.write(lent)
+        return self._engine.finish(scales, version)
 
     def receive(self, link: Link, layouts: Mapping[str, TensorSpec], scales: PolicyScales, version: int) -> SyncReport:
-        """As `RolloutEngine.update`, with the tensors of these layouts that rank 0 sends meanwhile."""
-        report = self._engine.update(link.receive(layouts), scales, version)
+        """As `RolloutEngine.update`, with the expected tensors of these layouts that rank 0 sends meanwhile."""
+        if not isinstance(self._engine, MemoryReader):
+            whole = {name: tensor for part in link.receive(layouts) for name, tensor in part.items()}
+            return self._engine.update(whole, scales, version)
+        for part in link.receive(layouts):
+            with share_weights(part) as shared:
+                self._engine.write(shared)
+            # Its memory is the next one's.
+            part.clear()
         # The engine has the memory of what was received, where that was on its GPU.
         torch.cuda.empty_cache()
-        return report
+        return self._engine.finish(scales, version)
 
     def generate(self, groups: Sequence[PromptGroup], sampling: Sampling) -> Iterator[list[Completion]]:
         return self._engine.generate(groups, sampling)

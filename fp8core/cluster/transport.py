@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 
-from fp8core.rollout.engine import TensorSpec, specs_of
+from fp8core.rollout.engine import RECEIVED_BYTES, TensorSpec, specs_of
 from fp8core.training.trainer import shares
 
 # The caller ends the members that wait for one that is gone.
@@ -63,9 +63,20 @@ class Link:
                 buffer[start : start + len(flat)].copy_(flat)
             self._group.broadcast([buffer]).wait()
 
-    def receive(self, layouts: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
-        """The tensors that are sent, by name, in one buffer on this end's device; they must have these layouts."""
-        pieces = list(_pieces(layouts))
+    def receive(self, layouts: Mapping[str, TensorSpec]) -> Iterator[dict[str, Tensor]]:
+        """The tensors that are sent, by name, some at a time, in a buffer on this end's device.
+
+        They must have these layouts. A receiver that stops on the way leaves the sender waiting.
+        """
+        waiting = list[Piece]()
+        for piece in _pieces(layouts):
+            if waiting and sum(each.bytes for each in waiting) + piece.bytes > RECEIVED_BYTES:
+                yield self._received(waiting, layouts)
+                waiting = []
+            waiting.append(piece)
+        yield self._received(waiting, layouts)
+
+    def _received(self, pieces: Sequence["Piece"], layouts: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
         sizes = [piece.bytes for piece in pieces]
         whole = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
         found: dict[str, Tensor] = {}

@@ -24,6 +24,7 @@ from fp8core.plan.memory import (
     shipped_bytes,
 )
 from fp8core.plan.step_time import StepTime, step_time
+from fp8core.rollout.engine import RECEIVED_BYTES
 from fp8core.rollout.registry import engine_entry
 from fp8core.training.memory import Parallel, host_needs, most_activations
 from fp8core.training.registry import trainer_of
@@ -213,7 +214,7 @@ def _devices(
     elif parallel is not None and shared:
         plans += _sharing(config, arch, gpu, parallel, sync, engine, engine_gpus)
     elif parallel is not None:
-        plans.append(DevicePlan(gpu, engine_gpus, (_generating(engine), _receiving(engine, gpu, sync))))
+        plans.append(DevicePlan(gpu, engine_gpus, (_generating(engine), _receiving(engine, gpu, arch, sync))))
     else:
         plans.append(DevicePlan(gpu, engine_gpus, (_generating(engine),)))
     if parallel is None:
@@ -252,9 +253,10 @@ def _generating(engine: EngineMemory) -> Phase:
     return Phase("generating", engine.needs, engine.limit, engine.advice)
 
 
-def _receiving(engine: EngineMemory, gpu: Device, sync: StoredBytes) -> Phase:
+def _receiving(engine: EngineMemory, gpu: Device, arch: Architecture, sync: StoredBytes) -> Phase:
     """The phase of GPUs that only generate in which a policy arrives, beside the one that the engine holds."""
-    received = Need("weights received", sync.total, "the whole policy, on the first GPU of an engine")
+    held = max(RECEIVED_BYTES, arch.vocab_size * arch.hidden_size * _BF16)
+    received = Need("weights received", min(sync.total, held), "at a time, on the first GPU of an engine")
     share = math.floor(100 * (gpu.memory - received.bytes) / gpu.memory) / 100
     return Phase("syncing", (*engine.needs, received), gpu.memory, engine.advice_beside(share) or engine.advice)
 

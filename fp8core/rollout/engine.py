@@ -221,6 +221,8 @@ def specs_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
     return {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}
 
 
+RECEIVED_BYTES = 1 << 30
+"""What an engine on GPUs of its own receives of a policy at a time, unless a single tensor is larger."""
 SharedWeights = dict[str, Any]
 # Fields of torch's rebuild function that cannot travel as they are, and others by their place.
 _TENSOR_CLASS, _STORAGE_CLASS, _DTYPE, _DEVICE = 0, 4, 5, 6
@@ -232,11 +234,15 @@ class MemoryReader(RolloutEngine, Protocol):
     """An engine with a process of its own, which reads weights where another process of its machine has them."""
 
     def expect(self, sent: Mapping[str, TensorSpec], scales: PolicyScales, version: int) -> None:
-        """The first half of `update`: refuse what does not fit; nothing is written."""
+        """`update` begins: refuse what does not fit; nothing is written."""
         ...
 
-    def receive(self, shared: SharedWeights, scales: PolicyScales, version: int) -> SyncReport:
-        """The second half: write the expected weights, which this or another process shares meanwhile."""
+    def write(self, shared: SharedWeights) -> None:
+        """Write some of the expected weights, which this or another process shares meanwhile; once or more."""
+        ...
+
+    def finish(self, scales: PolicyScales, version: int) -> SyncReport:
+        """`update` ends, when all expected weights are written: set the scales and read everything back."""
         ...
 
     def await_loss(self) -> str | None:

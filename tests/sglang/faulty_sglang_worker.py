@@ -16,14 +16,19 @@ class FaultyWorker(PolicyWorker):
         """The fault of the writes from now on; an empty name for none."""
         self._model.policy_fault = fault
 
-    def write(self, version: int, received: SharedWeights, slots: dict[str, tuple[Any, ...]]) -> None:
+    def write(self, received: SharedWeights, slots: dict[str, tuple[Any, ...]]) -> list[str]:
         """Write, then damage what a sender, a copy or a kernel could have damaged."""
         parameters = dict(self._model.named_parameters())
         before = {name: tensor.detach().clone() for name, tensor in parameters.items()}
-        super().write(version, received, slots)
+        written = super().write(received, slots)
         damage = getattr(self, f"_{self._fault()}", None)
         if damage is not None:
             damage({name: tensor.data for name, tensor in parameters.items()}, before)
+        return written
+
+    def end(self, version: int) -> None:
+        """Say another one."""
+        super().end(version - 1 if self._fault() == "wrong_version" else version)
 
     def set_scales(self, scales: list[list[float]]) -> None:
         """Set them, but not as they were sent."""
@@ -69,9 +74,6 @@ class FaultyWorker(PolicyWorker):
 
     def _flipped_bit(self, now: dict[str, Any], before: dict[str, Any]) -> None:
         now["lm_head.weight"].view(torch.int16)[3, 5] ^= 1
-
-    def _wrong_version(self, now: dict[str, Any], before: dict[str, Any]) -> None:
-        self._model.policy_version -= 1
 
 
 def answer(model: Any, tensors: object) -> None:

@@ -156,6 +156,11 @@ def test_generation_follows_every_update(engine, policies):
         assert _error(policy, groups, found) < policy.bounds(groups, found, 1.0).mean < 1 < _error(other, groups, found)
 
 
+def test_a_policy_that_comes_in_parts_is_whole_at_the_end(engine, policies):
+    report = shared.update_in_parts(engine, policies[1], parts=3)
+    check_report(report, policy_digest(policies[1].tensors), policies[1].scales, 1)
+
+
 def test_parameters_stay_where_they_are(engine, policies):
     before = engine.call_worker("addresses")
     engine.update(policies[1].tensors, policies[1].scales, 1)

@@ -29,7 +29,16 @@ from fp8core.models.weights import rollout_formats, training_formats
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
-from fp8core.rollout.engine import Completion, PolicyScales, PromptGroup, Sampling, sample_seed
+from fp8core.rollout.engine import (
+    Completion,
+    PolicyScales,
+    PromptGroup,
+    Sampling,
+    SyncReport,
+    sample_seed,
+    share_weights,
+    specs_of,
+)
 from fp8core.rollout.vllm.requirements import find_build
 from fp8core.rollout.vllm.settings import required_environment, suggested_environment
 from fp8core.training.exact import ExactTrainer
@@ -179,6 +188,17 @@ def collect(engine: Any, groups: Sequence[PromptGroup], sampling: Sampling) -> l
     """All completions, by group and sample."""
     found = [completion for finished in engine.generate(groups, sampling) for completion in finished]
     return sorted(found, key=lambda completion: (completion.group, completion.sample))
+
+
+def update_in_parts(engine: Any, policy: Policy, parts: int) -> SyncReport:
+    """An update of which the engine never sees more than a part."""
+    sent = list(policy.tensors.items())
+    engine.expect(specs_of(dict(sent)), policy.scales, policy.version)
+    for i in range(parts):
+        with share_weights(dict(sent[i::parts])) as shared:
+            engine.write(shared)
+    report: SyncReport = engine.finish(policy.scales, policy.version)
+    return report
 
 
 def wait_until_gone(processes: Sequence[psutil.Process]) -> None:

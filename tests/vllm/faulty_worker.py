@@ -19,15 +19,20 @@ class FaultyWorker(CapturingWorker):
         """The fault of the writes from now on, of one of those that share the layers; an empty name for none."""
         self.policy_fault = fault if internals.layer_share()[0] == share else ""
 
-    def policy_write(self, version: int, received: SharedWeights, shares: Shares) -> None:
+    def policy_write(self, received: SharedWeights, shares: Shares) -> list[str]:
         """Write, then damage what a sender, a copy or a kernel could have damaged."""
         parameters = dict(self.model_runner.get_model().named_parameters())
         before = {name: tensor.detach().clone() for name, tensor in parameters.items()}
-        super().policy_write(version, received, shares)
+        written = super().policy_write(received, shares)
         damage = getattr(self, f"_policy_{self.policy_fault}", None)
         if damage is not None:
             with torch.inference_mode():
                 damage({name: tensor.data for name, tensor in parameters.items()}, before)
+        return written
+
+    def policy_end(self, version: int) -> None:
+        """Say another one."""
+        super().policy_end(version - 1 if self.policy_fault == "wrong_version" else version)
 
     def policy_set_scales(self, scales: list[list[float]]) -> None:
         """Set them, but not as they were sent."""
@@ -80,7 +85,3 @@ class FaultyWorker(CapturingWorker):
 
     def _policy_flipped_bit(self, now: dict[str, Any], before: dict[str, Any]) -> None:
         now["lm_head.weight"].view(torch.int16)[3, 5] ^= 1
-
-    def _policy_wrong_version(self, now: dict[str, Any], before: dict[str, Any]) -> None:
-        assert self.policy_version is not None
-        self.policy_version -= 1

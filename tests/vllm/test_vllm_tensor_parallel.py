@@ -6,7 +6,17 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from conftest import CONTRACT, ON_GPU, OPTIONS, SHAPE, build_groups, build_policy, collect, wait_until_gone
+from conftest import (
+    CONTRACT,
+    ON_GPU,
+    OPTIONS,
+    SHAPE,
+    build_groups,
+    build_policy,
+    collect,
+    update_in_parts,
+    wait_until_gone,
+)
 
 from fp8core.errors import EngineLost
 from fp8core.models.architecture import Architecture
@@ -54,6 +64,11 @@ def test_generation_follows_every_update(pair, policies):
         # Each layer adds two sums of BF16 that one process rounds once.
         assert distances[0] < 3 * policy.bounds(groups, found, 1.0).mean < 1 < distances[1]
     check_formats(pair.describe(), CONTRACT)
+
+
+def test_a_policy_that_comes_in_parts_is_whole_in_every_share(pair, policies):
+    report = update_in_parts(pair, policies[1], parts=4)
+    check_report(report, policy_digest(policies[1].tensors), policies[1].scales, 1)
 
 
 def test_it_scores_as_it_generates(pair, policies):

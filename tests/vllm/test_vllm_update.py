@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import CONTRACT, ON_GPU, TRUNCATES, build_groups, collect
+from conftest import CONTRACT, ON_GPU, TRUNCATES, build_groups, collect, update_in_parts
 
 from fp8core.alignment.operations import compare, operations
 from fp8core.models.weights import load_policy, rollout_formats
@@ -10,7 +10,7 @@ from fp8core.numerics.elementwise import STEPWISE
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.kv_scales import scales_from_statistics
 from fp8core.rl.batch import TokenBatch
-from fp8core.rollout.engine import PolicyScales, Sampling
+from fp8core.rollout.engine import PolicyScales, Sampling, share_weights, specs_of
 from fp8core.rollout.vllm.weights import UpdateError
 from fp8core.rollout.vllm.worker import captured_values
 from fp8core.run.policy import SyncError, check_formats, check_report
@@ -34,6 +34,19 @@ def test_generation_follows_every_update(engine, policies):
         found = collect(engine, groups, SAMPLING)
         other = policies[1 - policy.version]
         assert _error(policy, groups, found) < policy.bounds(groups, found, 1.0).mean < 1 < _error(other, groups, found)
+
+
+def test_a_policy_that_comes_in_parts_is_whole_at_the_end(engine, policies):
+    policy, sent = policies[1], policies[1].tensors
+    report = update_in_parts(engine, policy, parts=3)
+    check_report(report, policy_digest(sent), policy.scales, 1)
+    engine.expect(specs_of(sent), policy.scales, 1)
+    with share_weights(dict(list(sent.items())[1:])) as shared:
+        engine.write(shared)
+    with pytest.raises(AssertionError, match="1 expected tensors are not written"):
+        engine.finish(policy.scales, 1)
+    with pytest.raises(AssertionError, match=r"update\(\) comes before"):
+        collect(engine, build_groups(1, 1), SAMPLING)
 
 
 def test_parameters_stay_where_they_are(engine, policies):

@@ -114,6 +114,7 @@ class SglangEngine:
         self._resolved: dict[str, Any] = self._host.call("resolved")
         self._sent: dict[str, TensorSpec] = {}
         self._slots: dict[str, tuple[Any, ...]] = {}
+        self._unwritten: set[str] = set()
         self._complete, self._asleep = False, False
 
     def update(self, tensors: Mapping[str, Tensor], scales: PolicyScales, version: int) -> SyncReport:
@@ -128,10 +129,11 @@ class SglangEngine:
             # Both share a device: memory that torch caches in this process would be missing in the worker.
             torch.cuda.empty_cache()
         with share_weights(tensors) as shared:
-            return self.receive(shared, scales, version)
+            self.write(shared)
+            return self.finish(scales, version)
 
     def expect(self, sent: Mapping[str, TensorSpec], scales: PolicyScales, version: int) -> None:
-        """The first half of `update`: refuse what does not fit; nothing is written."""
+        """`update` begins: refuse what does not fit; nothing is written."""
         if scales.version != version:
             raise ValueError(f"scales of policy {scales.version} sent with weights of policy {version}")
         if self._has_fp8_cache() and len(scales.layers) != self._arch.num_layers:
@@ -139,13 +141,21 @@ class SglangEngine:
         if sent != self._sent:
             slots = parameter_slots(sent, self._parameters)
             self._sent, self._slots = dict(sent), {name: astuple(slot) for name, slot in slots.items()}
+        self._unwritten = {*sent}
 
-    def receive(self, shared: SharedWeights, scales: PolicyScales, version: int) -> SyncReport:
-        """The second half: write the expected weights, which this or another process shares meanwhile."""
-        self._complete = False
-        if self._asleep:
-            self._host.call("resume", ["weights", "cuda_graph"])
-        self.call_worker("write", version, shared, self._slots)
+    def write(self, shared: SharedWeights) -> None:
+        """Write some of the expected weights, which this or another process shares meanwhile; once or more."""
+        if self._unwritten == self._sent.keys():
+            self._complete = False
+            if self._asleep:
+                self._host.call("resume", ["weights", "cuda_graph"])
+            self.call_worker("begin")
+        self._unwritten.difference_update(self.call_worker("write", shared, self._slots))
+
+    def finish(self, scales: PolicyScales, version: int) -> SyncReport:
+        """`update` ends, when all expected weights are written: set the scales and read everything back."""
+        assert not self._unwritten, f"{len(self._unwritten)} expected tensors are not written"
+        self.call_worker("end", version)
         if self._asleep:
             self._host.call("resume", ["kv_cache"])
             self.call_worker("clear_cache")

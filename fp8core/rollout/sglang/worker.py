@@ -139,16 +139,27 @@ class PolicyWorker:
         specs = {name: TensorSpec.of(tensor) for name, tensor in self._model.named_parameters()}
         return {name: (spec.dtype, spec.shape) for name, spec in specs.items()}
 
-    def write(self, version: int, received: SharedWeights, slots: dict[str, tuple[Any, ...]]) -> None:
-        """Copy every shared tensor into its rows; storage stays, and with it captured graphs."""
+    def begin(self) -> None:
+        """Hold no version and no scales until another policy is written."""
         self._model.policy_version = None
         internals.forget_scales(self._model)
-        tensors = open_shared(received, self._device)
-        for name, rows in self._rows(slots).items():
+
+    def write(self, received: SharedWeights, slots: dict[str, tuple[Any, ...]]) -> list[str]:
+        """Copy every shared tensor into its rows; storage stays, and with it captured graphs.
+
+        Returns:
+            Names of the tensors.
+        """
+        tensors, rows = open_shared(received, self._device), self._rows(slots)
+        for name in tensors:
             tensor = tensors[name]
-            assert TensorSpec.of(rows) == TensorSpec.of(tensor), name
-            rows.copy_(tensor)
+            assert TensorSpec.of(rows[name]) == TensorSpec.of(tensor), name
+            rows[name].copy_(tensor)
         torch.cuda.synchronize(self._device)
+        return list(tensors)
+
+    def end(self, version: int) -> None:
+        """All weights of a version are written."""
         self._model.policy_version = version
 
     def set_scales(self, scales: list[list[float]]) -> None:

@@ -148,6 +148,7 @@ class VllmEngine:
             n: TensorSpec(d, tuple(shape)) for n, (d, shape) in self.call_worker("policy_parameters").items()
         }
         self._sent: dict[str, TensorSpec] = {}
+        self._unwritten: set[str] = set()
         self._shares: Shares = []
         self._in_parts: set[str] = set()
         self._complete, self._asleep = False, False
@@ -165,10 +166,11 @@ class VllmEngine:
             # Both share a device: memory that torch caches in this process would be missing in the worker.
             torch.cuda.empty_cache()
         with share_weights(tensors) as shared:
-            return self.receive(shared, scales, version)
+            self.write(shared)
+            return self.finish(scales, version)
 
     def expect(self, sent: Mapping[str, TensorSpec], scales: PolicyScales, version: int) -> None:
-        """The first half of `update`: refuse what does not fit; nothing is written."""
+        """`update` begins: refuse what does not fit; nothing is written."""
         self._check_scales(scales, version)
         if sent != self._sent:
             filled, ranks = filled_shapes(self._arch) if self._aligned else {}, self._ranks
@@ -176,13 +178,21 @@ class VllmEngine:
             self._shares = [_fields(share) for share in shares]
             self._in_parts = {name for name, (_, cut) in shares[0].items() if cut is not None and not cut.gathered}
             self._sent = dict(sent)
+        self._unwritten = {*sent}
 
-    def receive(self, shared: SharedWeights, scales: PolicyScales, version: int) -> SyncReport:
-        """The second half: write the expected weights, which this or another process shares meanwhile."""
-        self._complete = False
-        if self._asleep:
-            self._ask(self._llm.wake_up, ["weights"])
-        self.call_worker("policy_write", version, shared, self._shares)
+    def write(self, shared: SharedWeights) -> None:
+        """Write some of the expected weights, which this or another process shares meanwhile; once or more."""
+        if self._unwritten == self._sent.keys():
+            self._complete = False
+            if self._asleep:
+                self._ask(self._llm.wake_up, ["weights"])
+            self.call_worker("policy_begin", self._shares)
+        self._unwritten.difference_update(self.call_worker("policy_write", shared, self._shares))
+
+    def finish(self, scales: PolicyScales, version: int) -> SyncReport:
+        """`update` ends, when all expected weights are written: set the scales and read everything back."""
+        assert not self._unwritten, f"{len(self._unwritten)} expected tensors are not written"
+        self.call_worker("policy_end", version)
         if self._asleep:
             self._ask(self._llm.wake_up, ["kv_cache"])
             self.call_worker("policy_clear_cache")

@@ -56,22 +56,35 @@ class PolicyWorker:
         return {name: [spec.dtype, list(spec.shape)] for name, spec in specs.items()}
 
     @torch.inference_mode()
-    def policy_write(self, version: int, received: SharedWeights, shares: Shares) -> None:
-        """Copy this process's part of every shared tensor into its rows; storage stays, and with it captured graphs."""
-        share = self._policy_share(shares)
+    def policy_begin(self, shares: Shares) -> None:
+        """Hold no version and no scales until another policy is written."""
         self.policy_version = None
         self._policy_forget_scales()
-        tensors = open_shared(received, self.device)
         parameters = dict(self._policy_model().named_parameters())
-        for name in {slot.parameter for slot, _ in share.values() if slot.filled_up}:
+        for name in {slot.parameter for slot, _ in self._policy_share(shares).values() if slot.filled_up}:
             parameters[name].data.view(torch.uint8).zero_()
-        for name, (slot, cut) in share.items():
+
+    @torch.inference_mode()
+    def policy_write(self, received: SharedWeights, shares: Shares) -> list[str]:
+        """Copy this process's part of every shared tensor into its rows; storage stays, and with it captured graphs.
+
+        Returns:
+            Names of the tensors.
+        """
+        share, tensors = self._policy_share(shares), open_shared(received, self.device)
+        parameters = dict(self._policy_model().named_parameters())
+        for name in tensors:
+            slot, cut = share[name]
             tensor = tensors[name] if cut is None else cut.of(tensors[name])
             rows = slot.of(parameters[slot.parameter].data)
             assert TensorSpec.of(rows) == TensorSpec.of(tensor), name
             rows.copy_(tensor)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+        return list(tensors)
+
+    def policy_end(self, version: int) -> None:
+        """All weights of a version are written."""
         self.policy_version = version
 
     @torch.inference_mode()

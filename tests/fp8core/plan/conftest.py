@@ -8,7 +8,7 @@ import pytest
 from fp8core.config.load import load_config
 from fp8core.config.run import RunConfig
 from fp8core.models.hub import model_shape
-from fp8core.plan.memory import GPUS, Machine
+from fp8core.plan.memory import GPUS, Device, Machine
 from fp8core.plan.run_plan import RunPlan, plan_run
 from fp8core.training.memory import Parallel
 
@@ -45,12 +45,13 @@ def planned() -> Callable[..., RunPlan]:
     def plan(
         model: str,
         precision: str = "fp8_linear_kv",
-        gpu: str = "h200",
+        gpu: str | Device = "h200",
         parallel: Parallel | None = None,
         **settings: Any,
     ) -> RunPlan:
         config = _configured(model, precision, **settings)
-        return plan_run(config, model_shape(config), Machine(GPUS[gpu], None), parallel)
+        device = gpu if isinstance(gpu, Device) else GPUS[gpu]
+        return plan_run(config, model_shape(config), Machine(device, None), parallel)
 
     return plan
 

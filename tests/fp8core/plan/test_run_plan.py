@@ -52,14 +52,16 @@ def test_gpus_of_their_own_train_without_an_engine(planned):
 
 
 def test_a_policy_that_arrives_lies_beside_the_one_that_a_separate_engine_holds(planned):
-    settings = {"cluster__placement": "separate", "rollout__vllm__gpu_memory_utilization": 0.92}
-    plan = planned("qwen3-30b-a3b", parallel=Parallel(8, expert=8), **settings)
+    settings = {"cluster__placement": "separate", "rollout__vllm__gpu_memory_utilization": 0.98}
+    small = Device("a GPU of 48 GiB", 48 << 30)
+    plan = planned("qwen3-8b", gpu=small, parallel=Parallel(8), **settings)
     engine = plan.devices[0]
     assert items(engine.phases[1]) == items(engine.phases[0]) | {"weights received"}
-    (refusal,) = plan.refusals
+    (refusal,) = (found for found in plan.refusals if found.startswith("syncing"))
     advised = re.search(r"lower rollout.vllm.gpu_memory_utilization to (0\.\d+)", refusal)
     settings["rollout__vllm__gpu_memory_utilization"] = float(advised[1])
-    assert planned("qwen3-30b-a3b", parallel=Parallel(8, expert=8), **settings).refusals == ()
+    lower = planned("qwen3-8b", gpu=small, parallel=Parallel(8), **settings)
+    assert not [found for found in lower.refusals if found.startswith("syncing")]
 
 
 def test_gpus_that_do_both_hold_the_state_all_the_time_and_the_engine_sleeps_while_they_train(planned):
