@@ -48,7 +48,8 @@ def find_run(text: str) -> Path:
     for folder in places:
         if read_description(folder) is not None:
             return folder.absolute()
-    raise UserError(f"{text}: no run (no run.json in {' or '.join(str(place.absolute()) for place in places)})")
+    looked = dict.fromkeys(str(place.absolute()) for place in places)  # One, where RUN is an absolute path.
+    raise UserError(f"{text}: no run (no run.json in {' or '.join(looked)})")
 
 
 def load_settings(config: str, overrides: Overrides) -> RunConfig:

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from fp8core.config.steps import NoOptions
 from fp8core.data.prompt import longest_prompt
@@ -13,7 +12,7 @@ from fp8core.rollout.engine import Sampling
 from fp8core.rollout.episodes import Episode
 from fp8core.run.context import RunContext
 from fp8core.run.episodes import answers, play, seconds_of, stored_endings, turns_table
-from fp8core.run.rollouts import environment_of, prompt_groups, rollout_table, shard_folder
+from fp8core.run.rollouts import environment_of, prompt_groups, rollout_table, shard_folder, tell_unspoken
 from fp8core.store.artifacts import Ref, RolloutShards
 from fp8core.store.tables import ORDER, ROLLOUTS, ROUTED_ROLLOUTS, SHARD_TURNS, TURN_ORDER, nested_turns, unnested_turns
 from tasks.step import step
@@ -44,16 +43,12 @@ def episodes(run: RunContext, index: int, options: NoOptions, prompts: Ref, poli
     """
     store, played = run.directory.store, _played(run, index, prompts)
     turns = unnested_turns(played).sort_by(TURN_ORDER).combine_chunks()
-    if pc.max(turns["turn"]).as_py() == 0:
+    try:
+        tell_unspoken(run, "rollouts", turns)
+    except UserError:
         # A run that goes on plays them again.
         RolloutShards(shard_folder(run, index)).clear()
-        assert run.config.environment is not None, "the step belongs to an environment"
-        first = turns.slice(0, 1).to_pylist()[0]
-        ended = f"{first['outcome']}: {first['detail']}".removesuffix(": ")
-        raise UserError(
-            f"environment.name={run.config.environment.name}: all {len(turns)} episodes ended before the policy's "
-            f"first turn, the first of them as {ended}"
-        )
+        raise
     return {
         "turns": store.put_table("turns", turns),
         "rollouts": store.put_table("rollouts", played.drop_columns([SHARD_TURNS])),

@@ -60,7 +60,8 @@ def replay_steps(options: argparse.Namespace) -> int:
 def verdict_lines(verdict: "Verdict") -> list[str]:
     """The verdict as text: one line for an equal step, causes and the first difference after it for others."""
     words = {"equal": "equal", "within": _WITHIN, "different": "different"}
-    cost = f"{verdict.level}; {verdict.artifacts} artifacts, {verdict.seconds:.1f} s"
+    asked = f", {verdict.asked_again} answers of environments asked again" if verdict.asked_again else ""
+    cost = f"{verdict.level}; {verdict.artifacts} artifacts{asked}, {verdict.seconds:.1f} s"
     lines = [f"step {verdict.step}: {words[verdict.outcome]} ({cost})", *verdict.causes]
     labels = ("largest difference" if verdict.outcome == "within" else "first difference", "there")
     lines += [f"{label}: {text}" for label, text in zip(labels, verdict.difference, strict=False)]

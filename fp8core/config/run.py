@@ -444,6 +444,13 @@ class RunConfig(Section):
         }
         for setting in (setting for setting, found in refused.items() if found):
             raise ValueError(f"environment.name={self.environment.name}: no episodes with {setting}; unset one of both")
+        for name in ("turn_tokens", "observation_tokens"):
+            asked, room = getattr(self.environment, name), self.rollout.max_new_tokens
+            if asked is not None and asked > room:
+                raise ValueError(
+                    f"environment.{name}={asked} is more than rollout.max_new_tokens={room}, the budget of all turns "
+                    "and observations; lower it, or raise that"
+                )
         if self.environment.advantage == "turn" and self.loss.reward_kl:
             raise ValueError(
                 f"environment.advantage=turn: rewards of turns have no penalty of loss.reward_kl="

@@ -110,7 +110,7 @@ def generator(seed: int, purpose: str, index: int) -> np.random.Generator:
 
 
 # More than tokenizers put around a text.
-_ADDED_TOKENS = 8
+ADDED_TOKENS = 8
 
 
 def encode_prompt(
@@ -123,18 +123,23 @@ def encode_prompt(
     Raises:
         UserError: the prompt is empty, longer than allowed, or leaves no room for the completion.
     """
-    text, chat = _text(problem, config, tokenizer)
+    text, chat = prompt_text(problem, config, tokenizer)
     tokens = tokenizer.encode(text, add_special_tokens=not chat)
+    refuse_length(problem, len(tokens), "tokens", config, max_positions)
+    return text, tokens
+
+
+def refuse_length(problem: Problem, tokens: int, of_what: str, config: RunConfig, max_positions: int) -> None:
+    """Raises UserError, with the place of the problem, on a prompt of so many tokens that does not fit."""
     limit = longest_prompt(config, max_positions)
-    if not 0 < len(tokens) <= limit:
+    if not 0 < tokens <= limit:
         fitting = f"1 to {limit} fit" if limit > 0 else "none fit"
         place = f"{problem.place}: " if problem.place else ""
         raise UserError(
-            f"{place}prompt {problem.prompt_id} ({problem.question[:40]!r}) has {len(tokens)} tokens; {fitting} "
+            f"{place}prompt {problem.prompt_id} ({problem.question[:40]!r}) has {tokens} {of_what}; {fitting} "
             f"(data.max_prompt_tokens={config.data.max_prompt_tokens}, {max_positions} positions of the model, "
             f"rollout.max_new_tokens={config.rollout.max_new_tokens})"
         )
-    return text, tokens
 
 
 def refuse_too_long(problem: Problem, config: RunConfig, tokenizer: Tokenizer, max_positions: int) -> None:
@@ -142,8 +147,8 @@ def refuse_too_long(problem: Problem, config: RunConfig, tokenizer: Tokenizer, m
 
     A token stands for a byte at least; where a tokenizer's normaliser lengthens a text, `encode_prompt` still refuses.
     """
-    text, _ = _text(problem, config, tokenizer)
-    if len(text.encode()) + _ADDED_TOKENS > longest_prompt(config, max_positions):
+    text, _ = prompt_text(problem, config, tokenizer)
+    if len(text.encode()) + ADDED_TOKENS > longest_prompt(config, max_positions):
         encode_prompt(problem, config, tokenizer, max_positions)
 
 
@@ -152,8 +157,8 @@ def question_text(problem: Problem, config: RunConfig) -> str:
     return config.data.template.replace("{question}", problem.question)
 
 
-def _text(problem: Problem, config: RunConfig, tokenizer: Tokenizer) -> tuple[str, bool]:
-    """The text of a prompt, and whether a chat template made it."""
+def prompt_text(problem: Problem, config: RunConfig, tokenizer: Tokenizer) -> tuple[str, bool]:
+    """The text of a prompt, and whether a chat template made it. Raises UserError: there is no way to write it."""
     plain = question_text(problem, config)
     chat = None
     if config.data.chat:

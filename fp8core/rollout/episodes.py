@@ -238,7 +238,8 @@ class _Open:
             return self._over("observation", "unparsed", str(error))
         length = len(conversation.prompt)
         if not 0 < length <= (length if most is None else most):
-            return self._over("observation", "unparsed", f"the first messages are {length} tokens, 1 to {most} fit")
+            detail = f"the first messages are {length} tokens, 1 to {most} fit (data.max_prompt_tokens)"
+            return self._over("observation", "unparsed", detail)
         self._conversation, self.prompt = conversation, conversation.prompt
         return None
 

@@ -36,7 +36,7 @@ from fp8core.plan.run_plan import plan_run, refuse_unfit
 from fp8core.rewards.verifier import build_verifier
 from fp8core.rollout.engine import RolloutEngine
 from fp8core.rollout.registry import engine_entry
-from fp8core.run.episodes import tool_calls_of
+from fp8core.run.episodes import check_openings, tool_calls_of
 from fp8core.training.ranks import ALONE
 from fp8core.training.registry import trainer_grid, trainer_of
 from fp8core.training.trainer import SftTrainer, Trainer
@@ -148,7 +148,7 @@ def check_inputs(config: RunConfig) -> None:
 
     Raises:
         UserError: as `build_base`, `check_teacher`, `own_demonstrations`, `build_source`, `build_verifier`,
-            `check_problems`, `tool_calls_of` and `build_environment` have it.
+            `check_problems`, `tool_calls_of`, `build_environment` and `check_openings` have it.
     """
     source = build_source(config.data, config.evaluation)
     base = _find_base(config)
@@ -160,7 +160,8 @@ def check_inputs(config: RunConfig) -> None:
         check_problems(source, config, base.tokenizer, base.arch.max_positions, verifier)
     if config.environment is not None:
         tool_calls_of(config.environment, base.tokenizer)
-        build_environment(config.environment).close()
+        with closing(build_environment(config.environment)) as pool:
+            check_openings(list(source.to_check()), config, base.tokenizer, base.arch.max_positions, pool)
 
 
 def engine_environment(config: RunConfig, node: Node) -> Environment:

@@ -14,14 +14,23 @@ import pyarrow as pa
 
 from fp8core.config.environment import EnvironmentConfig
 from fp8core.config.run import RunConfig
-from fp8core.environments.chat import Talk
+from fp8core.data.prompt import (
+    ADDED_TOKENS,
+    Problem,
+    encode_prompt,
+    longest_prompt,
+    prompt_text,
+    question_text,
+    refuse_length,
+)
+from fp8core.environments.chat import ObservationError, Talk
 from fp8core.environments.protocol import Action, Said, Task, Turn
 from fp8core.environments.protocol import Outcome as EnvironmentOutcome
 from fp8core.errors import UserError
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.rewards.scorer import Answer, Outcome, Verdict
 from fp8core.rewards.verifier import Verifier
-from fp8core.rollout.engine import Completion, PromptGroup, RolloutEngine, Sampling, StreamingEngine
+from fp8core.rollout.engine import Completion, PromptGroup, RolloutEngine, Sampling, StreamingEngine, sample_seed
 from fp8core.rollout.episodes import (
     Episode,
     Key,
@@ -44,6 +53,54 @@ def task_of(row: Mapping[str, Any], seed: int) -> Task:
     *before, (_, question) = json.loads(row["messages"])
     columns = json.loads(row.get("columns") or "{}")
     return Task(question, row["reference"], seed, tuple(Said(*message) for message in before), columns)
+
+
+def messages_of(problem: Problem, config: RunConfig) -> str:
+    """The messages of a problem in a row of kind `prompts`, JSON."""
+    return json.dumps([*problem.before, ("user", question_text(problem, config))])
+
+
+def check_openings(
+    problems: Sequence[Problem], config: RunConfig, tokenizer: Tokenizer, max_positions: int, pool: Pool
+) -> None:
+    """Raises UserError, with the place (file:line), on a problem that its environment makes too long to be a prompt.
+
+    Each episode costs a process, so few begin. The longest problem shows how many tokens the environment adds, and
+    each problem begins that is too long with as many. An episode that gets more ends when it is played.
+    """
+    assert config.environment is not None, "a pool is of an environment"
+    name, talk = config.environment.name, Talk(tokenizer, tool_calls_of(config.environment, tokenizer))
+    lengths = [len(prompt_text(row, config, tokenizer)[0].encode()) for row in problems]
+
+    def opened(place: int) -> int | None:
+        """Tokens of an episode's first messages; None: it ended at once, which is for its step to tell."""
+        row = problems[place]
+        asked = {"messages": messages_of(row, config), "reference": row.reference, "columns": row.columns}
+        pool.begin((place, 0), task_of(asked, sample_seed(config.seed, 0, place, 0)))
+        ((_, turn, _),) = pool.replies(wait=True)
+        pool.end((place, 0))
+        if not isinstance(turn, Turn):
+            return None
+        try:
+            return len(talk.open(turn).prompt)
+        except ObservationError as error:
+            raise UserError(f"{row.place or row.prompt_id}: environment.name={name} begins with: {error}") from error
+
+    longest = max(range(len(problems)), key=lengths.__getitem__)
+    if (most := opened(longest)) is None:
+        return
+    added = most - len(encode_prompt(problems[longest], config, tokenizer, max_positions)[1])
+    room = longest_prompt(config, max_positions) - added
+    for place, row in enumerate(problems):
+        if place == longest:
+            count: int | None = most
+        elif lengths[place] + ADDED_TOKENS <= room:
+            continue
+        else:
+            long = len(encode_prompt(row, config, tokenizer, max_positions)[1]) > room
+            count = opened(place) if long else None
+        if count is not None:
+            refuse_length(row, count, f"tokens as environment.name={name} begins it", config, max_positions)
 
 
 def play(

@@ -192,6 +192,7 @@ class Verdict:
         seconds: what it took, without restoring the policy before.
         causes: circumstances that differ, one line each.
         difference: the first field that differs, then where its content does.
+        asked_again: answers that environments gave anew; 0 where the recorded ones were taken.
     """
 
     step: int
@@ -201,6 +202,7 @@ class Verdict:
     seconds: float
     causes: tuple[str, ...] = ()
     difference: tuple[str, ...] = ()
+    asked_again: int = 0
 
 
 def replay(
@@ -229,6 +231,8 @@ def replay(
     for step in steps:
         original.refuse_unknown(step)
     own, changed = (original.config(steps[0], settings) for settings in ((), overrides))
+    if rerun_environments and changed.environment is None:
+        raise UserError(f"--rerun-environments: run {original.folder.name} has no environment")
     _refuse_other_model(own, changed, steps)
     if steps[0] > START:
         original.refuse_removed(own, steps[0] - 1)
@@ -274,13 +278,21 @@ def _replayed(original: RunSnapshot, run: RunContext, steps: range, overrides: S
             except FAILURES as error:
                 yield _failed(original, run.config, index, f"the replay fails: {error}")
                 return
-        verdict = _compare(original, run, index, time.perf_counter() - began)
+        verdict = replace(_compare(original, run, index, time.perf_counter() - began), asked_again=_answers(run, index))
         if verdict.outcome == "different" and index > steps[0] and original.ledger.redone(index - 1):
             left = f"the run went on from another outcome of step {index - 1}, which was redone: replay from {index}"
             verdict = replace(verdict, causes=(left, *verdict.causes))
         yield verdict
         if verdict.outcome == "different":
             return
+
+
+def _answers(run: RunContext, index: int) -> int:
+    """Answers of environments in a step, its evaluation's among them; 0 where they are recorded ones."""
+    if run.environment is None:
+        return 0
+    played = [ref for ref in run.directory.ledger.artifacts(index).values() if ref.kind == "turns"]
+    return sum(run.directory.store.get_table(ref).num_rows for ref in played)
 
 
 def _compare(original: RunSnapshot, run: RunContext, index: int, seconds: float) -> Verdict:

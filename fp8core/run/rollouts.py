@@ -1,6 +1,5 @@
 """Problems as requests, completions as tables, and the verifier's verdicts on them."""
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -8,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from fp8core.config.run import RunConfig
-from fp8core.data.prompt import Problem, encode_prompt, longest_prompt, question_text
+from fp8core.data.prompt import Problem, encode_prompt, longest_prompt
 from fp8core.errors import UserError
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.rewards.scorer import OUTCOMES, Outcome, Verdict
@@ -23,6 +23,7 @@ from fp8core.run.episodes import (
     completion_text,
     ending_of,
     episode_means,
+    messages_of,
     play,
     score,
     turn_rows,
@@ -56,9 +57,7 @@ def problem_table(problems: Sequence[Problem], config: RunConfig, tokenizer: Tok
         columns["columns"] = [problem.columns for problem in problems]
         schema = PROMPTS_WITH_COLUMNS
     if config.environment is not None:
-        columns["messages"] = [
-            json.dumps([*problem.before, ("user", question_text(problem, config))]) for problem in problems
-        ]
+        columns["messages"] = [messages_of(problem, config) for problem in problems]
         schema = schema.append(PROMPTS_WITH_MESSAGES.field("messages"))
     return pa.table(columns, schema=schema)
 
@@ -139,6 +138,25 @@ def tell_failures(run: RunContext, what: str, verdicts: Sequence[Verdict]) -> No
     text = failures(judges(run.config), verdicts)
     if text is not None:
         run.console.note(f"{what}: {text}")
+
+
+def tell_unspoken(run: RunContext, what: str, turns: pa.Table) -> None:
+    """Say how many episodes ended before the policy's first turn, and how the first of them did.
+
+    `turns`: of kind `turns`. Raises UserError: all of them did.
+    """
+    openings = turns.filter(pc.equal(turns["turn"], 0))
+    ended = openings.filter(pc.not_equal(openings["outcome"], "")).select(["outcome", "detail"]).to_pylist()
+    if not ended:
+        return
+    environment = run.config.environment
+    assert environment is not None, "without one the policy speaks"
+    how = f"{ended[0]['outcome']}: {ended[0]['detail']}".removesuffix(": ")
+    number = f"all {len(ended)}" if len(ended) == len(openings) else f"{len(ended)} of {len(openings)}"
+    text = f"{number} episodes ended before the policy's first turn, the first of them as {how}"
+    if len(ended) == len(openings):
+        raise UserError(f"environment.name={environment.name}: {text}")
+    run.console.note(f"{what}: {text}")
 
 
 def judges(config: RunConfig) -> str:
@@ -228,6 +246,8 @@ def heldout_accuracy(
     endings = [ending_of(one, run.config, run.tokenizer) for one in episodes]
     verdicts = [found.verdict for found in score(run.verifier.main, asked, endings)]
     tell_failures(run, "held-out prompts", verdicts)
+    if run.config.environment is not None:
+        tell_unspoken(run, "held-out prompts", turns_table(episodes, run.tokenizer))
     outcomes = Counter(verdict.outcome for verdict in verdicts)
     completions = [one.completion for one in episodes]
     content = {

@@ -137,12 +137,21 @@ def test_the_report_shows_an_episode_as_a_conversation(talked):
 def test_episodes_without_a_turn_of_the_policy_end_the_run(loop_run, tmp_path):
     """The rules of the game have letters, and this tokenizer has none."""
     mute = {"environment": {"name": "guess"}, "rollout.max_new_tokens": 32, "runs": str(tmp_path), "steps": 1}
-    said = (
-        r"environment\.name=guess: all \d+ episodes ended before the policy's first turn, the first of them as unparsed"
-    )
-    with pytest.raises(UserError, match=f"step 1, task rollout: {said}: the tokenizer has no token for"):
+    said = r"environment\.name=guess: all 8 episodes ended before the policy's first turn, the first of them as "
+    with pytest.raises(UserError, match=f"step 0, task evaluate: {said}unparsed: the tokenizer has no token for"):
         loop_run("mute", **mute)
-    assert not list((tmp_path / "mute" / "shards").rglob("*.parquet")), "a resume would not play them again"
+
+
+def test_a_step_without_a_turn_of_the_policy_plays_its_episodes_again(loop_run, tmp_path):
+    place = tmp_path / "shy.py"
+    # Held-out prompts are asked with the seed 0.
+    shy = 'if task.seed: return Outcome("wrong", detail="no")\n        self._question = task.question'
+    place.write_text(DIGITS.replace("self._question = task.question", shy))
+    mute = {"environment": {"name": f"{place}:Digits"}, "rollout.max_new_tokens": 32, "runs": str(tmp_path), "steps": 1}
+    said = r"all \d+ episodes ended before the policy's first turn, the first of them as wrong: no"
+    with pytest.raises(UserError, match=rf"step 1, task rollout: environment\.name=.*shy\.py:Digits: {said}"):
+        loop_run("shy", **mute)
+    assert not list((tmp_path / "shy" / "shards").rglob("*.parquet")), "a resume would not play them again"
 
 
 LIFE = """
@@ -196,8 +205,13 @@ def replayed(capsys, *arguments):
 
 
 def test_a_replay_takes_recorded_answers_or_asks_again(talked, place, capsys):
-    assert replayed(capsys, talked.folder, "--from", 0)[0] == 0
-    assert replayed(capsys, talked.folder, "--step", 2, "--rerun-environments")[0] == 0
+    code, lines, _ = replayed(capsys, talked.folder, "--from", 0)
+    assert code == 0
+    assert not any("asked again" in line for line in lines)
+    code, lines, _ = replayed(capsys, talked.folder, "--step", 2, "--rerun-environments")
+    assert code == 0
+    turns = [talked.store.get_table(ref) for ref in talked.ledger.artifacts(2).values() if ref.kind == "turns"]
+    assert f", {sum(map(len, turns))} answers of environments asked again, " in lines[0]
     place.write_text(DIGITS.replace("% 3", "% 2"))
     try:
         assert replayed(capsys, talked.folder, "--step", 2)[0] == 0
@@ -221,6 +235,8 @@ MISTAKES = {
     "rollout.top_k=3": "no episodes with rollout.top_k=3",
     "pipeline.mode=one_step_off": "no episodes with pipeline.mode=one_step_off",
     "cluster.engines=2": "no episodes with a cluster",
+    "environment.turn_tokens=1000": "environment.turn_tokens=1000 is more than rollout.max_new_tokens=",
+    "environment.observation_tokens=1000": "environment.observation_tokens=1000 is more than rollout.max_new_tokens=",
     "warm_start.tool_share=0.5": "warm_start.tool_share=0.5 needs environment.name=calculator with options",
 }
 

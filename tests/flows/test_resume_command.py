@@ -185,6 +185,8 @@ def test_new_code_goes_on_from_what_is_committed(begun: Any, moved: Path, comman
 
 
 def test_what_is_no_run(refused: Callable[..., str], tmp_path: Path) -> None:
+    absent = tmp_path / "absent"
+    assert refused(str(absent)) == f"{absent}: no run (no run.json in {absent})"
     assert refused("absent") == f"absent: no run (no run.json in {tmp_path}/absent or {tmp_path}/runs/absent)"
 
 

@@ -1,0 +1,107 @@
+"""Prompts that become too long by what their environment says first, found before a run begins."""
+
+import json
+
+import pytest
+
+from fp8core.config.load import load_config
+from fp8core.errors import UserError
+from fp8core.run.build import build_base, check_inputs
+
+ENVIRONMENT = """
+from fp8core.environments.protocol import Outcome, Said, Tool, Turn
+
+class Own:
+    def __init__(self, *, rules="", only_for="", begun="", broken=False):
+        self._rules, self._only_for, self._begun, self._broken = rules, only_for, begun, broken
+
+    def start(self, task):
+        with open(self._begun, "a") as file:
+            file.write(task.question + chr(10))
+        if self._broken:
+            return Outcome("crashed", detail="on purpose")
+        rules = self._rules if self._only_for in task.question else ""
+        return Turn((Said("system", rules), Said("user", task.question)))
+
+    def step(self, action):
+        return Outcome("judge")
+
+    def close(self):
+        pass
+"""
+SHORT = [f"What is {number} and 1?" for number in range(10, 30)]
+LONG = "What is 7 and 2 and 3 and 4 and 5 and 6 and 7 and 8 and 9?"
+RULES = "You get a question and answer it. " * 4
+
+
+@pytest.fixture
+def checked(tmp_path, small_checkpoint):
+    """Check questions of a file with an environment; returns the configuration and the questions that it began."""
+    place, begun = tmp_path / "own.py", tmp_path / "begun"
+    place.write_text(ENVIRONMENT)
+
+    def call(questions, most=384, **options):
+        rows = [{"question": question, "answer": "#### 1"} for question in questions]
+        (tmp_path / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        settings = {
+            **{"model": small_checkpoint, "data.source": str(tmp_path / "train.jsonl"), "data.template": "{question}"},
+            **{"data.max_prompt_tokens": most, "evaluation.prompts": 1, "rollout.max_new_tokens": 64},
+            "environment": {"name": f"{place}:Own", "options": {"begun": str(begun), **options}, "format": "plain"},
+        }
+        begun.write_text("")
+        config = load_config("gsm8k", settings)
+        check_inputs(config)
+        return config, begun.read_text().splitlines()
+
+    return call
+
+
+def length_of(config, *messages):
+    """Tokens of messages in the chat template."""
+    tokenizer = build_base(config).tokenizer
+    told = [{"role": role, "content": content} for role, content in messages]
+    return len(tokenizer.encode(tokenizer.render(told)))
+
+
+def test_prompts_that_fit_pass_and_one_of_them_is_begun(checked):
+    config, begun = checked([*SHORT, LONG], rules=RULES)
+    assert begun == [LONG]
+    exactly = length_of(config, ("system", RULES), ("user", LONG))
+    checked([*SHORT, LONG], most=exactly, rules=RULES)
+    with pytest.raises(UserError, match=rf"train\.jsonl:21: .* has {exactly} tokens .*; 1 to {exactly - 1} fit"):
+        checked([*SHORT, LONG], most=exactly - 1, rules=RULES)
+
+
+def test_the_first_that_is_too_long_is_named_with_its_place_and_the_setting(checked, tmp_path):
+    config, _ = checked(SHORT)
+    without = length_of(config, ("user", SHORT[0]))
+    with pytest.raises(UserError) as raised:
+        checked([*SHORT, LONG], most=without + 20, rules=RULES)
+    said = str(raised.value)
+    assert said.startswith(f"{tmp_path}/train.jsonl:1: prompt ")
+    assert f"tokens as environment.name={tmp_path}/own.py:Own begins it; 1 to {without + 20} fit" in said
+    assert f"(data.max_prompt_tokens={without + 20}, " in said
+    assert (tmp_path / "begun").read_text().splitlines() == [LONG, SHORT[0]]
+
+
+def test_a_problem_that_only_seems_too_long_begins_and_passes(checked):
+    """It has fewer bytes than the longest and more tokens, and gets no rules."""
+    config, _ = checked(SHORT)
+    words, odd = "How many apples does Tom have now? " * 3, "zqxj" * 20
+    most = length_of(config, ("system", RULES), ("user", words))
+    assert len(odd) < len(words)
+    assert length_of(config, ("user", odd)) > length_of(config, ("user", words))
+    _, begun = checked([*SHORT, words, odd], most=most, rules=RULES, only_for=words)
+    assert begun == [words, odd]
+    with pytest.raises(UserError, match=r"train\.jsonl:22: "):
+        checked([*SHORT, words, odd], most=most, rules=RULES)
+
+
+def test_an_episode_that_ends_at_once_is_left_to_the_run(checked):
+    _, begun = checked([*SHORT, LONG], broken=True)
+    assert begun == [LONG]
+
+
+def test_a_first_message_that_has_no_tokens_is_refused():
+    with pytest.raises(UserError, match=r"environment\.name=guess begins with: the tokenizer has no token for"):
+        check_inputs(load_config("tiny", {"environment": {"name": "guess"}, "rollout.max_new_tokens": 32}))
