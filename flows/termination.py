@@ -1,11 +1,15 @@
 """SIGTERM stops a training between two steps: the step it came in is committed first. Ctrl-C stops it at once."""
 
+import os
 import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
+
+TOLD = "fp8-grpo: SIGTERM: the training stops after this step; a second SIGTERM stops it at once\n"
+_STDERR = 2
 
 
 class StopRequest:
@@ -64,6 +68,7 @@ def keep_interrupt() -> Iterator[Interrupt]:
 def stop_on_sigterm() -> Iterator[StopRequest]:
     """While the block lasts, the first SIGTERM is a request; a second one has the same effect as without the block.
 
+    A line on stderr reports it, because a step may take minutes.
     Only a process's main thread may handle signals: in any other one SIGTERM keeps its effect.
     """
     request = StopRequest()
@@ -74,6 +79,9 @@ def stop_on_sigterm() -> Iterator[StopRequest]:
     def note(number: int, frame: FrameType | None) -> None:
         request.requested = True
         signal.signal(number, before)
+        with suppress(OSError):  # Nobody may be there to read it.
+            # A handler may come into a write of Python's own stream, which cannot be entered twice.
+            os.write(_STDERR, TOLD.encode())
 
     before = signal.signal(signal.SIGTERM, note)
     try:

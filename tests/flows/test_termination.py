@@ -16,7 +16,7 @@ from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName, Flo
 from prefect.client.schemas.sorting import FlowRunSort
 
 from flows import cli
-from flows.termination import keep_interrupt, stop_on_sigterm
+from flows.termination import TOLD, keep_interrupt, stop_on_sigterm
 from fp8core.store.ledger import LedgerView
 from fp8core.store.run_directory import LEDGER
 
@@ -170,7 +170,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory, small_file: Any) -> Path
 
 @pytest.fixture
 def command(
-    workplace: Path, prefect_server: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    workplace: Path, prefect_server: None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> Iterator[Any]:
     """Call fp8-grpo in this process; returns its exit code, stdout and stderr."""
     monkeypatch.chdir(workplace)
@@ -182,7 +182,7 @@ def command(
             code: Any = cli.main(arguments)
         except SystemExit as left:
             code = left.code
-        return code, *capsys.readouterr()
+        return code, *capfd.readouterr()
 
     yield call
     signal.signal(signal.SIGTERM, before)
@@ -219,7 +219,7 @@ def test_the_step_is_committed_and_continuing_redoes_nothing(command: Any, workp
     (workplace / "signals").write_text("1")
     code, out, err = command("run", "small.yaml", "--set", "run=once")
     assert code == 128 + signal.SIGTERM
-    assert err == "fp8-grpo: terminated; fp8-grpo resume once --trust continues the run\n"
+    assert err == f"{TOLD}fp8-grpo: terminated; fp8-grpo resume once --trust continues the run\n"
     assert out.splitlines()[-1] == "stopped after step 2"
     folder = workplace / "runs" / "once"
     ledger = LedgerView.read(folder / LEDGER)
@@ -241,7 +241,7 @@ def test_a_second_signal_stops_within_the_step(command: Any, workplace: Path) ->
     (workplace / "signals").write_text("2")
     code, _, err = command("run", "small.yaml", "--set", "run=twice")
     assert code == 128 + signal.SIGTERM
-    assert err == "fp8-grpo: terminated; fp8-grpo resume twice --trust continues the run\n"
+    assert err == f"{TOLD}fp8-grpo: terminated; fp8-grpo resume twice --trust continues the run\n"
     ledger = LedgerView.read(workplace / "runs" / "twice" / LEDGER)
     assert ledger.last_step() == 1
     assert "train" not in ledger.tasks(2)
@@ -252,7 +252,7 @@ def test_a_second_signal_stops_within_the_step(command: Any, workplace: Path) ->
 def test_a_signal_in_the_last_step_does_not_stop_what_is_done(command: Any, workplace: Path) -> None:
     (workplace / "signals").write_text("1")
     code, _, err = command("run", "small.yaml", "--set", "run=last", "--set", "steps=2")
-    assert (code, err) == (0, "")
+    assert (code, err) == (0, TOLD)
     assert status(workplace / "runs" / "last") == "FINISHED"
 
 
