@@ -3,6 +3,7 @@
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from fp8core.cluster.transport import GroupRanks, Link
 from fp8core.config.run import RunConfig
+from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture
 from fp8core.models.safetensors_stream import FileTensors
 from fp8core.rl.batch import TokenBatch
@@ -23,7 +25,9 @@ from fp8core.rollout.engine import (
     Probe,
     PromptGroup,
     Sampling,
+    Session,
     SharedWeights,
+    StreamingEngine,
     SyncReport,
     TensorSpec,
     share_weights,
@@ -32,6 +36,9 @@ from fp8core.rollout.engine import (
 from fp8core.rollout.registry import engine_entry
 from fp8core.training.registry import trainer_of
 from fp8core.training.trainer import ScoredBatch, ScoringTrainer, Trainer, TrainReport
+
+# A call to a session ends after as long: further requests wait behind it.
+_MOMENT_SECONDS = 0.02
 
 
 class PackedTensor(NamedTuple):
@@ -75,6 +82,7 @@ class EnginePart:
 
     def __init__(self, config: RunConfig, arch: Architecture) -> None:
         self._engine = engine = engine_entry(config).build(config, arch)
+        self._session: Session | None = None
         if isinstance(engine, MemoryReader):
             threading.Thread(target=_end_with, args=(engine,), daemon=True).start()
 
@@ -109,6 +117,31 @@ class EnginePart:
 
     def generate(self, groups: Sequence[PromptGroup], sampling: Sampling) -> Iterator[list[Completion]]:
         return self._engine.generate(groups, sampling)
+
+    def open_session(self, sampling: Sampling) -> None:
+        """As `StreamingEngine.open_session`; one at a time. Raises UserError: the engine has none."""
+        if not isinstance(self._engine, StreamingEngine):
+            raise UserError("rollout.engine: it has no open_session, which takes requests while others are in flight")
+        self._session = self._engine.open_session(sampling)
+
+    def add(self, groups: Sequence[PromptGroup]) -> None:
+        """As `Session.add`."""
+        assert self._session is not None, "open_session() comes before add()"
+        self._session.add(groups)
+
+    def step(self) -> list[Completion]:
+        """As `Session.step`, until completions are finished or a moment is over."""
+        assert self._session is not None, "open_session() comes before step()"
+        found, until = list[Completion](), time.monotonic() + _MOMENT_SECONDS
+        while self._session.busy and not found and time.monotonic() < until:
+            found = self._session.step()
+        return found
+
+    def close_session(self) -> None:
+        """Drop what is in flight; without a session this does nothing."""
+        if self._session is not None:
+            self._session.close()
+            self._session = None
 
     def score(self, probes: Sequence[Probe], temperature: float) -> list[list[float]]:
         return self._engine.score(probes, temperature)

@@ -256,6 +256,11 @@ class ReplicatedEngine:
             if self._gang.alive:
                 self._gang.gather([member.send("end") for member in set(waiting.values())])
 
+    def open_session(self, sampling: Sampling) -> "ReplicatedSession":
+        """As `StreamingEngine.open_session`, in all engines. Raises UserError: they have none."""
+        self._gang.gather(self._calls("open_session", sampling))
+        return ReplicatedSession(self._gang, self._key)
+
     def score(self, probes: Sequence[Probe], temperature: float) -> list[list[float]]:
         """As `RolloutEngine.score`, in all engines at the same time; a row for each."""
         return [row for rows in self._gang.gather(self._calls("score", probes, temperature)) for row in rows]
@@ -275,6 +280,52 @@ class ReplicatedEngine:
             if value != found[0]:
                 raise ReplicaError(f"{member.name} and {self._members[0].name} hold {what}: {value} and {found[0]}")
         return found[0]
+
+
+class ReplicatedSession:
+    """Requests in flight in all engines; satisfies `Session`.
+
+    All requests of a group are one engine's: the next turn of an episode finds the last one in its prefix cache.
+    """
+
+    def __init__(self, gang: Gang, key: str) -> None:
+        """The engines have opened their sessions."""
+        self._gang, self._key, self._members = gang, key, gang.engines
+        self._waiting = dict[Any, Handle]()
+        self._in_flight = [0] * len(gang.engines)
+
+    @property
+    def busy(self) -> bool:
+        return any(self._in_flight)
+
+    def add(self, groups: Sequence[PromptGroup]) -> None:
+        """As `Session.add`; a request that is refused is raised by a later `step`."""
+        for i, member in enumerate(self._members):
+            if share := [group for group in groups if group.group % len(self._members) == i]:
+                self._in_flight[i] += sum(len(group.samples) for group in share)
+                self._send(member, "add", share)
+
+    def step(self) -> list[Completion]:
+        """As `Session.step`, in all engines that have requests; what one of them has finished."""
+        for member, requests in zip(self._members, self._in_flight, strict=True):
+            calls = sum(other is member for other in self._waiting.values())
+            for _ in range(calls, _AHEAD if requests else 0):
+                self._send(member, "step")
+        ended = self._gang.first_ended(self._waiting)
+        member = self._waiting.pop(ended)
+        (found,) = self._gang.gather([Call(member, ended)])
+        completions: list[Completion] = found or []
+        self._in_flight[self._members.index(member)] -= len(completions)
+        return completions
+
+    def close(self) -> None:
+        """Drop what is in flight; of engines that are lost nothing is."""
+        if self._gang.alive:
+            self._gang.gather([member.send("call", self._key, "close_session") for member in self._members])
+
+    def _send(self, member: Handle, method: str, *arguments: Any) -> None:
+        call = member.send("call", self._key, method, *arguments)
+        self._waiting[call.ref] = member
 
 
 def shard_prompts(groups: Sequence[PromptGroup], engines: int) -> list[list[PromptGroup]]:

@@ -440,7 +440,6 @@ class RunConfig(Section):
             "rollout.router_replay": self.rollout.router_replay,
             # A token of the environment may be one that is left out; its log-prob would be -inf.
             str(self.rollout.truncated_by): self.rollout.truncated_by is not None,
-            "a cluster of engines or ranks (cluster)": self.cluster.used,
         }
         for setting in (setting for setting, found in refused.items() if found):
             raise ValueError(f"environment.name={self.environment.name}: no episodes with {setting}; unset one of both")

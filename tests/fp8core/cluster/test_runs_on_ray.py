@@ -95,6 +95,40 @@ def test_a_run_that_generates_ahead_makes_the_records_of_one_process(two_nodes, 
         assert metrics["alignment/tokens_differing"] == 0
 
 
+@pytest.mark.slow
+def test_episodes_on_two_engines_and_two_ranks_are_those_of_one_process_though_an_engine_is_lost(two_nodes, loop_run):
+    """The environment answers after each turn, so an engine gets requests while others of it are in flight."""
+    place = Path(__file__).parents[2] / "parts" / "digits_environment.py"
+    settings = {
+        "environment": {"name": f"{place}:Digits", "max_turns": 12, "turn_tokens": 3},
+        **{"rollout.max_new_tokens": 40, "rollout.group_size": 4, "steps": 3},
+    }
+    whole = loop_run("talked whole", **settings)
+    two = loop_run("talked", cluster={"address": two_nodes.address, **TWO_EACH}, **settings)
+    assert two.records == whole.records
+    for step in range(1, 4):
+        metrics = two.store.get_json(two.ledger.artifacts(step)["metrics"])
+        assert metrics["environment/turns"] > 2
+        assert metrics["alignment/tokens_differing"] == 0
+        assert metrics["alignment/token_mult_prob_error"] == 1
+    two.cut_after(1, "record")
+
+    def while_they_talk(run: RunContext) -> None:
+        folder, victim = run.directory.path / "shards" / "00002", run.cluster.gang.engines[1].place.pid
+
+        def watch() -> None:
+            while not any(folder.glob("*.parquet")):
+                time.sleep(0.001)
+            os.kill(victim, signal.SIGKILL)
+
+        threading.Thread(target=watch).start()
+
+    with two.opened() as run:
+        train(run, Accidents({2: while_they_talk}))
+    assert "engine 1 ended" in two.said
+    assert two.records == whole.records
+
+
 class Lives:
     """A run in its own processes, one after the other, each with its members."""
 
