@@ -120,22 +120,21 @@ class VllmEngine:
         self._arch, self._contract, self._build = arch, contract, build
         self._sleeps, self._routes, self._aligned = options.sleep, routes, options.model == "aligned"
         self._longest, self._ranks = options.max_model_len or arch.max_positions, options.tensor_parallel
-        self._folder = tempfile.TemporaryDirectory(prefix="fp8-grpo-")
-        Path(self._folder.name, "config.json").write_text(
-            json.dumps(model_config(arch, contract, options)), encoding="utf-8"
-        )
         attention = attention_backend(arch, contract, options)
-        launch = Launch(self._folder.name, self._longest, max_batch, worker, attention)
-        arguments = engine_arguments(contract, options, build, launch)
-        arguments |= experts_arguments(arch, contract, options, build, routes)
         before = multiprocessing.active_children()
-        try:
-            self._llm = LLMEngine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=True)
-        except RuntimeError as error:
-            # vLLM's error names no reason, and its process has written much besides.
-            if build.platform == "cuda" and (shortage := memory_shortage(*torch.cuda.mem_get_info(), options)):
-                raise UserError(shortage) from error
-            raise
+        # vLLM reads the folder while it starts. One that is killed later leaves none.
+        with tempfile.TemporaryDirectory(prefix="fp8-grpo-") as folder:
+            Path(folder, "config.json").write_text(json.dumps(model_config(arch, contract, options)), encoding="utf-8")
+            launch = Launch(folder, self._longest, max_batch, worker, attention)
+            arguments = engine_arguments(contract, options, build, launch)
+            arguments |= experts_arguments(arch, contract, options, build, routes)
+            try:
+                self._llm = LLMEngine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=True)
+            except RuntimeError as error:
+                # vLLM's error names no reason, and its process has written much besides.
+                if build.platform == "cuda" and (shortage := memory_shortage(*torch.cuda.mem_get_info(), options)):
+                    raise UserError(shortage) from error
+                raise
         self._cores = [process for process in multiprocessing.active_children() if process not in before]
         self._closed = False
         # On a GPU the worker's parent is this process, which it follows already; on a CPU a process of vLLM is between.
@@ -309,7 +308,6 @@ class VllmEngine:
         """End the engine core's process."""
         self._closed = True
         self._llm.engine_core.shutdown(timeout=_SHUTDOWN_SECONDS)
-        self._folder.cleanup()
 
     def await_loss(self) -> str | None:
         """Wait for the end of the engine core's process: how it ended, None after `close`.
