@@ -135,11 +135,20 @@ def test_the_report_shows_an_episode_as_a_conversation(talked):
 
 
 def test_episodes_without_a_turn_of_the_policy_end_the_run(loop_run, tmp_path):
+    place = tmp_path / "mute.py"
+    mute = 'return Outcome("wrong", detail="no")\n        self._question = task.question'
+    place.write_text(DIGITS.replace("self._question = task.question", mute))
+    settings = {"environment": {"name": f"{place}:Digits"}, "rollout.max_new_tokens": 32, "runs": str(tmp_path)}
+    said = r"all 8 episodes ended before the policy's first turn, the first of them as wrong: no"
+    with pytest.raises(UserError, match=rf"step 0, task evaluate: environment\.name=.*mute\.py:Digits: {said}"):
+        loop_run("mute", **settings)
+
+
+def test_an_environment_whose_words_have_no_tokens_is_refused_before_a_step(loop_run, tmp_path):
     """The rules of the game have letters, and this tokenizer has none."""
-    mute = {"environment": {"name": "guess"}, "rollout.max_new_tokens": 32, "runs": str(tmp_path), "steps": 1}
-    said = r"environment\.name=guess: all 8 episodes ended before the policy's first turn, the first of them as "
-    with pytest.raises(UserError, match=f"step 0, task evaluate: {said}unparsed: the tokenizer has no token for"):
-        loop_run("mute", **mute)
+    settings = {"environment": {"name": "guess"}, "rollout.max_new_tokens": 32, "runs": str(tmp_path), "steps": 1}
+    with pytest.raises(UserError, match=r"environment\.name=guess begins with: the tokenizer has no token for"):
+        loop_run("no words", **settings)
 
 
 def test_a_step_without_a_turn_of_the_policy_plays_its_episodes_again(loop_run, tmp_path):
