@@ -9,8 +9,10 @@ import pyarrow as pa
 import torch
 
 from fp8core.config.steps import NoOptions
+from fp8core.data.prompt import longest_prompt
 from fp8core.rl.batch import column, pad
 from fp8core.rollout.engine import Completion, Finish, PromptGroup, Sampling, sample_seed
+from fp8core.rollout.episodes import Episode, Pool
 from fp8core.rollout.stream import (
     DroppingStream,
     Eviction,
@@ -26,45 +28,67 @@ from fp8core.rollout.stream import (
 from fp8core.rollout.stream import finish as finish_step
 from fp8core.run.behaviour import behaviour_logprobs, verified_rows
 from fp8core.run.context import RunContext
-from fp8core.run.rollouts import prompt_table, rollout_table, shard_folder
+from fp8core.run.episodes import RecordedPool, play, seconds_of, turn_rows
+from fp8core.run.rollouts import prompt_table, rollout_table, shard_folder, tell_unspoken
 from fp8core.store.artifacts import Ref, RolloutShards
-from fp8core.store.tables import LOGPROBS, ROLLOUTS, SEGMENTS, STREAM, VERSIONS
+from fp8core.store.tables import LOGPROBS, ROLLOUTS, SEGMENTS, STREAM, STREAM_OF_EPISODES, TURNS, VERSIONS
 from tasks.logprobs import token_batch
 from tasks.step import step
 
+_FINISHED = {
+    "prompts": "prompts",
+    "rollouts": "rollouts",
+    "left": "stream",
+    "behaviour": "behaviour",
+    "evictions": "evictions",
+}
 
-@step(
-    inputs={"stream": "stream", "policy": "policy", "scales": "scales"},
-    outputs={
-        "prompts": "prompts",
-        "rollouts": "rollouts",
-        "left": "stream",
-        "behaviour": "behaviour",
-        "evictions": "evictions",
-    },
-)
+
+@step(inputs={"stream": "stream", "policy": "policy", "scales": "scales"}, outputs=_FINISHED)
 def finish(run: RunContext, index: int, options: NoOptions, stream: Ref, policy: Ref, scales: Ref) -> dict[str, Ref]:
     """Complete the prompts of a step under the newest policy; what else is in flight writes as long.
 
     `behaviour` has the log-probs of a share of the completions, by the weights of the version that wrote each token.
     """
+    return _finished(run, index, stream)[0]
+
+
+@step(inputs={"stream": "stream", "policy": "policy", "scales": "scales"}, outputs={"turns": "turns", **_FINISHED})
+def finish_episodes(
+    run: RunContext, index: int, options: NoOptions, stream: Ref, policy: Ref, scales: Ref
+) -> dict[str, Ref]:
+    """As `finish`, with an environment that answers: each episode is played to its end under one policy.
+
+    Raises UserError: every episode ended before the policy's first turn.
+    """
+    outputs, rows = _finished(run, index, stream)
+    found = [{"group": row.group, "sample": row.sample, **turn} for row in rows for turn in row.turns]
+    turns = pa.Table.from_pylist(found, schema=TURNS)
+    tell_unspoken(run, "rollouts", turns)
+    return {"turns": run.directory.store.put_table("turns", turns), **outputs}
+
+
+def _finished(run: RunContext, index: int, stream: Ref) -> tuple[dict[str, Ref], list[Row]]:
+    """The outputs of `finish`, and the completions of the step in order."""
     store, source = run.directory.store, _Prompts(run)
-    opened, written = _opened(run, stream, index - 1), _Written(run, index)
+    opened, written = _opened(run, stream, index - 1), _writer(run, index, source)
     evicted = list[Eviction]()
     if isinstance(opened, DroppingStream):
         rows, evicted = finish_first(opened, index, run.config.pipeline.chunk_tokens, written, source.enter)
     else:
         rows = finish_step(opened, index, written, source.enter)
+    written.complete([*rows, *opened.rows])
     places = sorted({(row.batch, row.group) for row in rows})
     rows = [replace(row, group=places.index((row.batch, row.group))) for row in rows]
     rollouts = _rollouts(run, rows)
-    return {
+    outputs = {
         "prompts": store.put_table("prompts", source.table(places)),
         "rollouts": store.put_table("rollouts", rollouts),
-        "left": store.put_table("stream", _table(opened.rows)),
+        "left": store.put_table("stream", _table(run, opened.rows)),
         "behaviour": store.put_table("behaviour", _behaviour(run, index, rollouts, rows)),
         "evictions": store.put_json("evictions", [asdict(each) for each in evicted]),
     }
+    return outputs, rows
 
 
 @step(
@@ -76,10 +100,12 @@ def ahead(run: RunContext, index: int, options: NoOptions, left: Ref, policy: Re
 
     `schedule` has what was written, which the clock may have decided: whoever makes the step again follows it.
     """
-    store, opened = run.directory.store, _opened(run, left, index)
-    chunks = run_ahead(opened, index - 1, _chunks(run, index), _Written(run, index), _Prompts(run).enter)
+    store, opened, source = run.directory.store, _opened(run, left, index), _Prompts(run)
+    written = _writer(run, index, source)
+    chunks = run_ahead(opened, index - 1, _chunks(run, index), written, source.enter)
+    written.complete(opened.rows)
     return {
-        "next_stream": store.put_table("stream", _table(opened.rows)),
+        "next_stream": store.put_table("stream", _table(run, opened.rows)),
         "schedule": store.put_json("schedule", {"version": index - 1, "chunks": chunks}),
     }
 
@@ -126,8 +152,10 @@ def _longest(run: RunContext) -> int:
 
 
 def _opened(run: RunContext, stream: Ref, left: int) -> Stream:
-    pipeline = run.config.pipeline
-    pace = Pace(run.config.rollout.drawn_prompts, pipeline.max_staleness, pipeline.max_inflight_prompts)
+    pipeline, prompts = run.config.pipeline, run.config.rollout.drawn_prompts
+    # Episodes are played to their end: those of the next step enter when all of this step are over.
+    most = pipeline.max_inflight_prompts if run.config.environment is None else prompts
+    pace = Pace(prompts, pipeline.max_staleness, most)
     rows = [Row(**row) for row in run.directory.store.get_table(stream).to_pylist()]
     return (Stream if pipeline.drop_or_wait == "wait" else DroppingStream)(rows, pace, left)
 
@@ -145,9 +173,15 @@ class _Prompts:
             self._batches[batch] = prompt_table(self._run, problems)
         return self._batches[batch]
 
+    def row(self, batch: int, group: int) -> dict[str, Any]:
+        """A prompt as a row of kind `prompts`."""
+        (row,) = self._batch(batch).slice(group, 1).to_pylist()
+        found: dict[str, Any] = row
+        return found
+
     def enter(self, batch: int, group: int) -> list[Row]:
         """The completions of a prompt that enters, with the seeds that a synchronous run has."""
-        (row,), config = self._batch(batch).slice(group, 1).to_pylist(), self._run.config
+        row, config = self.row(batch, group), self._run.config
         return [
             Row(batch, group, i, row["prompt_id"], sample_seed(config.seed, batch, group, i), row["tokens"])
             for i in range(config.rollout.group_size)
@@ -203,6 +237,9 @@ class _Written:
             self._keep(table)
             yield finished
 
+    def complete(self, rows: Sequence[Row]) -> None:
+        """A completion has all of what was written."""
+
     def _keep(self, table: pa.Table) -> None:
         for row in table.to_pylist():
             place, part = tuple(row.pop(name) for name in ("batch", "group", "sample")), _Part(**row)
@@ -232,6 +269,85 @@ class _Written:
         return found
 
 
+class _Played:
+    """Episodes by the run's engine and environment; whole groups are durable as they come, and are not played again."""
+
+    def __init__(self, run: RunContext, index: int, source: _Prompts) -> None:
+        rollout = run.config.rollout
+        self._run, self._index, self._source = run, index, source
+        self._sampling = Sampling(rollout.temperature, rollout.max_new_tokens, run.tokenizer.eos_ids)
+        self._shards = RolloutShards(shard_folder(run, index), "stream")
+        for error in self._shards.discard_damaged():
+            run.console.note(f"step {index}: {error}; its episodes are played again")
+        kept = self._shards.read()
+        rows = [] if kept is None else [Row(**row) for row in kept.to_pylist()]
+        self._kept = {(row.batch, row.group, row.sample): row for row in rows}
+
+    def __call__(self, groups: Sequence[PromptGroup], places: Sequence[Place]) -> Iterator[list[Completion]]:
+        run, asked = self._run, list[PromptGroup]()
+        for group in groups:
+            keys = [(*places[group.group], sample) for sample in group.samples]
+            if all(key in self._kept for key in keys):
+                yield [_completion(replace(self._kept[key], group=group.group)) for key in keys]
+            else:
+                asked.append(group)
+        if not asked:
+            return
+        prompts = [{**self._source.row(*places[group.group]), "group": group.group} for group in asked]
+        by_number, longest = {group.group: group for group in asked}, longest_prompt(run.config, run.arch.max_positions)
+        pool: Pool = RecordedPool(self._recorded(places)) if run.environment is None else run.environment
+        for batch in play(run.ready_engine(), asked, self._sampling, run.config, run.tokenizer, prompts, longest, pool):
+            rows = [self._row(one, by_number, places) for one in batch]
+            self._shards.append(_table(run, rows))
+            self._kept |= {(row.batch, row.group, row.sample): row for row in rows}
+            run.environment_seconds.setdefault(self._index, []).extend(seconds_of(batch))
+            yield [one.completion for one in batch]
+
+    def complete(self, rows: Sequence[Row]) -> None:
+        """Give rows what their episodes have beside a completion."""
+        for row in rows:
+            played = self._kept.get((row.batch, row.group, row.sample))
+            if played is not None:
+                row.prompt_tokens, row.written, row.turns = played.prompt_tokens, played.written, played.turns
+
+    def _row(self, episode: Episode, asked: dict[int, PromptGroup], places: Sequence[Place]) -> Row:
+        done, group = episode.completion, asked[episode.completion.group]
+        seed = group.seeds[group.samples.index(done.sample)]
+        return Row(
+            *places[done.group],
+            done.sample,
+            group.prompt_id,
+            seed,
+            list(episode.prompt),
+            done.tokens,
+            done.logprobs,
+            [self._index - 1] * len(done.tokens),
+            done.finish,
+            written=[True] * len(done.tokens) if done.written is None else done.written,
+            turns=turn_rows(episode, self._run.tokenizer),
+        )
+
+    def _recorded(self, places: Sequence[Place]) -> pa.Table:
+        """The turns of the episodes at these places in the step that a replay makes again, as kind `turns`."""
+        assert self._run.followed is not None, "only a replay has no environment"
+        store, artifacts = self._run.directory.store, self._run.followed.artifacts(self._index)
+        numbers = {place: number for number, place in enumerate(places)}
+        rows = [
+            {**row, "group": numbers[self._index, row["group"]]}
+            for row in store.get_table(artifacts["turns"]).to_pylist()
+            if (self._index, row["group"]) in numbers
+        ]
+        for row in store.get_table(artifacts["next_stream"]).to_pylist():
+            if (place := (row["batch"], row["group"])) in numbers:
+                rows += [{"group": numbers[place], "sample": row["sample"], **turn} for turn in row["turns"]]
+        return pa.Table.from_pylist(rows, schema=TURNS)
+
+
+def _writer(run: RunContext, index: int, source: _Prompts) -> _Written | _Played:
+    """The writer of a step: the engine alone, or with an environment."""
+    return _Written(run, index) if run.config.environment is None else _Played(run, index, source)
+
+
 def _segment(done: Completion, group: PromptGroup, place: Place) -> dict[str, Any]:
     """The new tokens of a completion as a row of kind `segments`."""
     batch, number = place
@@ -241,20 +357,24 @@ def _segment(done: Completion, group: PromptGroup, place: Place) -> dict[str, An
     return row | {"tokens": done.tokens, "logprobs": done.logprobs, "finish": finish}
 
 
-def _table(rows: Sequence[Row]) -> pa.Table:
-    return pa.Table.from_pylist([asdict(row) for row in rows], schema=STREAM)
+def _table(run: RunContext, rows: Sequence[Row]) -> pa.Table:
+    schema = STREAM if run.config.environment is None else STREAM_OF_EPISODES
+    return pa.Table.from_pylist([asdict(row) for row in rows], schema=schema)
+
+
+def _completion(row: Row) -> Completion:
+    written = row.written or None
+    return Completion(row.group, row.sample, row.tokens, row.logprobs, cast(Finish, row.finish), written=written)
 
 
 def _rollouts(run: RunContext, rows: Sequence[Row]) -> pa.Table:
     """The completions of a step as a table of kind `rollouts`; versions only where they can differ."""
-    completions = [
-        Completion(row.group, row.sample, row.tokens, row.logprobs, cast(Finish, row.finish)) for row in rows
-    ]
+    completions = [_completion(row) for row in rows]
     groups: dict[int, list[Row]] = {}
     for row in rows:
         groups.setdefault(row.group, []).append(row)
     asked = [group_of(group, each) for group, each in groups.items()]
-    table = rollout_table(run, completions, asked, ROLLOUTS)
+    table = rollout_table(run, completions, asked, ROLLOUTS, [row.prompt_tokens for row in rows])
     if run.config.pipeline.max_staleness == 0:
         return table
     return table.append_column(VERSIONS, pa.array([row.versions for row in rows], VERSIONS.type))

@@ -426,7 +426,7 @@ class RunConfig(Section):
                 "the policy that the log-probs are of; set one of both to its default"
             )
         pipeline = with_mode(with_source(self.pipeline, source))
-        if self.environment is not None and pipeline.mode == "synchronous":
+        if self.environment is not None:
             pipeline = with_episodes(pipeline)
         return self.model_copy(update={"pipeline": pipeline})
 
@@ -435,7 +435,10 @@ class RunConfig(Section):
         if self.environment is None:
             return self
         refused = {
-            f"pipeline.mode={self.pipeline.mode}": self.pipeline.mode != "synchronous",
+            # An update would land between two turns.
+            "pipeline.mode=asynchronous": self.pipeline.mode == "asynchronous",
+            # Whole steps are played beside an update; environment.at_once limits episodes.
+            "pipeline.max_inflight_prompts": self.pipeline.max_inflight_prompts is not None,
             "rollout.stop_strings": bool(self.rollout.stop_strings),
             "rollout.router_replay": self.rollout.router_replay,
             # A token of the environment may be one that is left out; its log-prob would be -inf.

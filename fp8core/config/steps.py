@@ -106,6 +106,7 @@ _PROMPTS, _ROLLOUT, _FINISH, _AHEAD = (
     *("tasks.prompts:prompts", "tasks.rollout:rollout"),
     *("tasks.stream:finish", "tasks.stream:ahead"),
 )
+_EPISODES, _FINISH_EPISODES = "tasks.rollout:episodes", "tasks.stream:finish_episodes"
 _SYNC, _RECORD = "tasks.sync:sync", "tasks.record:record"
 
 
@@ -130,7 +131,7 @@ def with_mode(pipeline: PipelineConfig) -> PipelineConfig:
         ValueError: the steps do not fit the mode.
     """
     _refuse_unfollowed(pipeline)
-    if pipeline.mode == "synchronous" or any(step.uses == _FINISH for step in pipeline.steps):
+    if pipeline.mode == "synchronous" or any(step.uses in (_FINISH, _FINISH_EPISODES) for step in pipeline.steps):
         return pipeline
     found = {uses: [step for step in pipeline.steps if step.uses == uses] for uses in (_PROMPTS, _ROLLOUT)}
     if [len(steps) for steps in found.values()] != [1, 1]:
@@ -200,10 +201,7 @@ def with_source(pipeline: PipelineConfig, source: str) -> PipelineConfig:
     return pipeline.model_copy(update={"steps": steps})
 
 
-_EPISODES, _EVALUATE, _EVALUATE_EPISODES = (
-    *("tasks.rollout:episodes", "tasks.evaluate:evaluate"),
-    "tasks.evaluate:evaluate_episodes",
-)
+_EVALUATE, _EVALUATE_EPISODES = "tasks.evaluate:evaluate", "tasks.evaluate:evaluate_episodes"
 _READ_TURNS = ("tasks.reward:reward", _UPDATE, _SCORING_UPDATE, _RECORD)
 
 
@@ -213,13 +211,13 @@ def with_episodes(pipeline: PipelineConfig) -> PipelineConfig:
     Raises:
         ValueError: there is not one step that generates.
     """
-    if any(step.uses == _EPISODES for step in pipeline.steps):
+    if any(step.uses in (_EPISODES, _FINISH_EPISODES) for step in pipeline.steps):
         return pipeline
-    found = [step for step in pipeline.steps if step.uses == _ROLLOUT]
+    found = [step for step in pipeline.steps if step.uses in (_ROLLOUT, _FINISH)]
     if len(found) != 1:
         raise ValueError(f"environment: replaces one step {_ROLLOUT}, and pipeline.steps has {len(found)} of these")
     turns = found[0].provides.get("turns", "turns")
-    replaced = {_ROLLOUT: _EPISODES, _EVALUATE: _EVALUATE_EPISODES}
+    replaced = {_ROLLOUT: _EPISODES, _FINISH: _FINISH_EPISODES, _EVALUATE: _EVALUATE_EPISODES}
 
     def rewired(step: StepConfig) -> StepConfig:
         if step.uses in replaced:

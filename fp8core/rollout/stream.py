@@ -16,7 +16,7 @@ of its seed, its position, the tokens before it, and the version that wrote it. 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fp8core.errors import UserError
 from fp8core.rollout.engine import Completion, PromptGroup
@@ -38,6 +38,7 @@ class Row:
         versions: of each token, that of the policy that wrote it.
         finish: as a completion's; empty while it is in flight, `left` in the row that stands for a prompt that left.
         ended: of a complete one, the tick at which its last token was written.
+        written, turns: of an episode, which is complete: tokens of the policy, and rows of kind `turns` without place.
     """
 
     batch: int
@@ -51,6 +52,8 @@ class Row:
     versions: list[int] = field(default_factory=list)
     finish: str = ""
     ended: int = 0
+    written: list[bool] = field(default_factory=list)
+    turns: list[dict[str, Any]] = field(default_factory=list)
 
 
 def group_of(number: int, rows: Sequence[Row]) -> PromptGroup:

@@ -65,41 +65,6 @@ ROUTED_ROLLOUTS = ROLLOUTS.append(pa.field("experts", pa.list_(pa.list_(pa.list_
 # With `pipeline.mode`: of each token, the version of the policy that wrote it.
 VERSIONS = pa.field("versions", _TOKENS)
 
-# Completions that a run which generates ahead has begun (`rollout.stream`); `batch` is the step of their prompt.
-STREAM = pa.schema(
-    [
-        ("batch", pa.int32()),
-        *(ROLLOUTS.field(name) for name in ("group", "sample", "prompt_id", "seed", "prompt_tokens")),
-        *(ROLLOUTS.field(name) for name in ("tokens", "logprobs")),
-        VERSIONS,
-        ROLLOUTS.field("finish"),
-        ("ended", pa.int64()),
-    ]
-)
-
-# Tokens that a segment has written to completions of the stream, from token `before` on.
-SEGMENTS = pa.schema(
-    [
-        *(STREAM.field(name) for name in ("batch", "group", "sample")),
-        ("before", pa.int32()),
-        *(STREAM.field(name) for name in ("tokens", "logprobs", "finish")),
-    ]
-)
-
-REWARDS = pa.schema(
-    [
-        ("group", pa.int32()),
-        ("sample", pa.int32()),
-        ("reward", pa.float64()),
-        ("outcome", pa.string()),
-        ("detail", pa.string()),
-        ("keep", pa.bool_()),
-    ]
-)
-
-SCORE = "score_"
-"""Begins the name of a column of `rewards` with the scores of one of several verifiers."""
-
 # Turn 0 holds an environment's first messages. Each later row is a turn of the policy: tokens `begin` to `end` of its
 # completion. The environment's answer follows, up to `observation_end`.
 TURNS = pa.schema(
@@ -124,14 +89,52 @@ TURNS = pa.schema(
     ]
 )
 
+SHARD_TURNS = "turns"
+"""A column of the shards of rollouts: the turns of each completion, so that one file has all of a finished group."""
+_SHARD_TURN = pa.struct([field for field in TURNS if field.name not in ("group", "sample")])
+
+# Completions that a run which generates ahead has begun (`rollout.stream`); `batch` is the step of their prompt.
+STREAM = pa.schema(
+    [
+        ("batch", pa.int32()),
+        *(ROLLOUTS.field(name) for name in ("group", "sample", "prompt_id", "seed", "prompt_tokens")),
+        *(ROLLOUTS.field(name) for name in ("tokens", "logprobs")),
+        VERSIONS,
+        ROLLOUTS.field("finish"),
+        ("ended", pa.int64()),
+    ]
+)
+
+# With `environment`: the tokens that the policy wrote, and the turns (`SHARD_TURNS`) of the episode.
+STREAM_OF_EPISODES = STREAM.append(ROLLOUTS.field("written")).append(pa.field(SHARD_TURNS, pa.list_(_SHARD_TURN)))
+
+# Tokens that a segment has written to completions of the stream, from token `before` on.
+SEGMENTS = pa.schema(
+    [
+        *(STREAM.field(name) for name in ("batch", "group", "sample")),
+        ("before", pa.int32()),
+        *(STREAM.field(name) for name in ("tokens", "logprobs", "finish")),
+    ]
+)
+
+REWARDS = pa.schema(
+    [
+        ("group", pa.int32()),
+        ("sample", pa.int32()),
+        ("reward", pa.float64()),
+        ("outcome", pa.string()),
+        ("detail", pa.string()),
+        ("keep", pa.bool_()),
+    ]
+)
+
+SCORE = "score_"
+"""Begins the name of a column of `rewards` with the scores of one of several verifiers."""
+
 LOGPROBS = pa.schema([("group", pa.int32()), ("sample", pa.int32()), ("logprobs", _LOGPROBS), ("entropy", _LOGPROBS)])
 
 ORDER = [("group", "ascending"), ("sample", "ascending")]
 TURN_ORDER = [*ORDER, ("turn", "ascending")]
-
-SHARD_TURNS = "turns"
-"""A column of the shards of rollouts: the turns of each completion, so that one file has all of a finished group."""
-_SHARD_TURN = pa.struct([field for field in TURNS if field.name not in ("group", "sample")])
 
 
 def nested_turns(rollouts: pa.Table, turns: pa.Table) -> pa.Array:
@@ -195,7 +198,12 @@ TABLES = {
     ),
     "turns": TableSchema(TURNS, key=(*_BY_COMPLETION, "turn"), empty=True, whole=False),
     "stream": TableSchema(
-        STREAM, key=("batch", *_BY_COMPLETION), tokens=("tokens", "logprobs", "versions"), empty=True, whole=False
+        STREAM,
+        pa.schema([STREAM_OF_EPISODES.field(name) for name in ("written", SHARD_TURNS)]),
+        ("batch", *_BY_COMPLETION),
+        ("tokens", "logprobs", "versions", "written"),
+        empty=True,
+        whole=False,
     ),
     "segments": TableSchema(SEGMENTS, tokens=("tokens", "logprobs"), whole=False),
     "rewards": TableSchema(REWARDS, key=_BY_COMPLETION, missing=("detail",)),

@@ -1,0 +1,145 @@
+"""Episodes that are played beside the update, a step ahead: of one policy each, durable, and equal when replayed."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fp8core.config.load import load_config
+from fp8core.errors import UserError
+from fp8core.report.console import Console
+from fp8core.run.replay import RunSnapshot, replay
+from fp8core.store.run_directory import read_description
+from fp8core.store.run_view import RunView
+from fp8core.store.verify import verify
+
+DIGITS = (Path(__file__).parents[1] / "parts" / "digits_environment.py").read_text()
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    path = tmp_path_factory.mktemp("environment") / "digits.py"
+    path.write_text(DIGITS)
+    return path
+
+
+@pytest.fixture(scope="module")
+def settings(place):
+    return {
+        "environment": {"name": f"{place}:Digits", "max_turns": 12, "turn_tokens": 3},
+        **{"rollout.max_new_tokens": 40, "rollout.group_size": 4, "steps": 3},
+        **{"pipeline.mode": "one_step_off", "pipeline.verified_share": 1.0},
+    }
+
+
+@pytest.fixture(scope="module")
+def ahead(loop_run, settings):
+    """For reading only."""
+    return loop_run("ahead", **settings)
+
+
+def artifact(run, step, name):
+    ref = run.ledger.artifacts(step)[name]
+    return run.store.get_json(ref) if ref.kind == "metrics" else run.store.get_table(ref)
+
+
+def test_each_episode_is_of_the_policy_before_the_update_and_its_log_probs_are_that_policy_s(ahead):
+    for step in range(1, 4):
+        metrics, rollouts = artifact(ahead, step, "metrics"), artifact(ahead, step, "rollouts").to_pylist()
+        assert metrics["alignment/tokens_differing"] == 0
+        assert metrics["alignment/token_mult_prob_error"] == 1
+        assert metrics["alignment/tokens_differing_turn_2_3"] == 0
+        assert metrics["environment/turns"] > 2
+        assert metrics["rollout/prompts_waiting"] == len({row["group"] for row in rollouts})
+        assert {version for row in rollouts for version in row["versions"]} == {max(0, step - 2)}
+        assert any(not all(row["written"]) for row in rollouts)
+        assert metrics["train/tokens"] == sum(sum(row["written"]) for row in rollouts)
+    assert artifact(ahead, 2, "metrics")["rollout/staleness_mean"] == 1
+    assert [found for found in verify(RunView.read(ahead.folder)) if found.severity != "note"] == []
+
+
+def test_without_staleness_the_artifacts_are_those_of_a_synchronous_run(loop_run, settings):
+    fresh = loop_run("fresh", **settings, **{"pipeline.max_staleness": 0})
+    expected = loop_run("synchronous", **settings | {"pipeline.mode": "synchronous", "pipeline.verified_share": 0.0625})
+    for step in range(1, 4):
+        ours, theirs = fresh.ledger.artifacts(step), expected.ledger.artifacts(step)
+        shared = theirs.keys() - {"metrics"}
+        assert {"turns", "rollouts", "rewards", "next_policy"} <= shared
+        assert {name: ours[name].digest for name in shared} == {name: theirs[name].digest for name in shared}
+
+
+LIFE = """
+import io, json, os, signal, sys
+from fp8core.config.load import reload_config
+from fp8core.environments.pool import EnvironmentPool
+from fp8core.report.console import Console
+from fp8core.run.loop import train
+from fp8core.run.open import open_directory, open_run, plan_of
+
+described, runs, after = sys.argv[1], sys.argv[2], int(sys.argv[3])
+answers, replies = 0, EnvironmentPool.replies
+
+def last_replies(self, wait):
+    global answers
+    found = replies(self, wait)
+    answers += len(found)
+    if answers > after:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return found
+
+EnvironmentPool.replies = last_replies
+config = reload_config(json.load(open(described))["config"], {"runs": runs})
+with (
+    open_directory(config, "killed") as directory,
+    open_run(config, plan_of(config), directory, Console(io.StringIO(), config.steps)) as run,
+):
+    train(run)
+"""
+
+
+def test_kills_while_episodes_are_open_end_with_equal_records(ahead, tmp_path):
+    codes = []
+    for after in (60, 90, 90, 10**9):
+        arguments = [str(ahead.folder / "run.json"), str(tmp_path), str(after)]
+        done = subprocess.run(
+            [sys.executable, "-c", LIFE, *arguments], cwd=Path(__file__).parents[2], capture_output=True, text=True
+        )
+        codes.append(done.returncode)
+        assert done.returncode in (0, -signal.SIGKILL), done.stderr
+    assert codes == [-signal.SIGKILL, -signal.SIGKILL, -signal.SIGKILL, 0]
+    assert type(ahead)(tmp_path / "killed").records == ahead.records
+
+
+def replayed(run, first, *, rerun=False):
+    """The outcomes of the steps from `first` on."""
+    original = RunSnapshot.read(run.folder, read_description(run.folder))
+    with open(os.devnull, "w") as nowhere:
+        console = Console(nowhere, 3)
+        found = replay(original, range(first, 4), [], console, None, rerun_environments=rerun)
+        return [verdict.outcome for verdict in found]
+
+
+def test_replays_take_the_recorded_answers_or_ask_again(ahead, place):
+    assert replayed(ahead, 0) == ["equal"] * 4
+    assert replayed(ahead, 2, rerun=True) == ["equal"] * 2
+    place.write_text(DIGITS.replace("% 3", "% 2"))
+    try:
+        assert replayed(ahead, 1) == ["equal"] * 3
+        assert replayed(ahead, 1, rerun=True) == ["different"]
+    finally:
+        place.write_text(DIGITS)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"pipeline.mode": "asynchronous"}, "no episodes with pipeline.mode=asynchronous"),
+        ({"pipeline.max_inflight_prompts": 2}, "no episodes with pipeline.max_inflight_prompts"),
+    ],
+)
+def test_what_would_cut_episodes_is_refused(settings, change, said):
+    with pytest.raises(UserError, match=said):
+        load_config("tiny", settings | change)
