@@ -73,7 +73,8 @@ def reduced(name, config, small, checkpoint, problems):
     if config.architecture is not None:
         return small | {f"architecture.{key}": size for key, size in SIZES.items()}
     # The chat template of the small checkpoint has no tool calls.
-    called = {"environment.format": "plain"} if config.environment is not None else {}
+    budgets = dict.fromkeys(("environment.turn_tokens", "environment.observation_tokens"), 4)
+    called = {} if config.environment is None else {"environment.format": "plain", **budgets}
     return SMALL_BATCH | called | {"model": str(checkpoint(config.model)), "data.source": str(problems)}
 
 
