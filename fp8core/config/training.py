@@ -113,6 +113,11 @@ class TrainingConfig(Section):
     optimiser_state: Literal["fp32", "bf16"] = Field(
         "fp32", description="Packed: format of AdamW's moments; bf16 takes half the memory."
     )
+    reduce_gradients: Literal["per_update", "per_pass"] = Field(
+        "per_update",
+        description="Packed, on several ranks: each holds the gradients of all linears until the update (ZeRO stage "
+        "1); or of its rows alone, which ranks exchange in each pass (stage 2).",
+    )
     deterministic: bool = Field(
         True, description="On a GPU: only kernels whose result is the same every time, which replays need."
     )

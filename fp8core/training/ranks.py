@@ -88,8 +88,19 @@ class Alone:
 ALONE: Ranks = Alone()
 
 
-def shared_out(ranks: Ranks, parts: Sequence[Part], compute: Callable[[Part], Result]) -> list[Result]:
+def shared_out(
+    ranks: Ranks,
+    parts: Sequence[Part],
+    compute: Callable[[Part], Result],
+    end: Callable[[int], None] = lambda parts: None,
+) -> list[Result]:
     """`compute` of every part, in order, each by one process; an error of one part is raised by all processes.
+
+    Args:
+        ranks: the processes.
+        parts: the same in all of them.
+        compute: of one part.
+        end: called with the number of all parts when the own ones are computed, or one of them has failed.
 
     Raises:
         ValueError, GroupNotFinite: of the first part whose computation raised it.
@@ -102,6 +113,7 @@ def shared_out(ranks: Ranks, parts: Sequence[Part], compute: Callable[[Part], Re
             # The other processes wait for a result of ours.
             own.append(error)
             break
+    end(len(parts))
     found = list[Result]()
     for result in ranks.joined(own):
         if isinstance(result, Exception):

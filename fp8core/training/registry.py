@@ -191,7 +191,7 @@ register_trainer(
         grid=lambda config: Parallel(config.cluster.ranks) if _on_gpu(config.training) else None,
         needs_gpu=lambda config: _on_gpu(config.training),
         memory=lambda training: packed.MEMORY if _on_gpu(training) else SHARDED,
-        advice=lambda _: "train on more GPUs, or lower training.tokens_per_pass",
+        advice=packed.advice,
         products=packed.products,
         packs=packed.packs,
     )

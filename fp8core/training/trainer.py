@@ -452,7 +452,7 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
                 self._backward(loss, rows_and_part is slices[self._ranks.own(len(slices))[-1]])
                 return float(loss.detach())
 
-            losses = shared_out(self._ranks, slices, learn)
+            losses = shared_out(self._ranks, slices, learn, self._end_parts)
             self._finish_gradients()
             self._apply(learning_rate)
         return sum(losses)
@@ -534,12 +534,15 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
             self._backward(terms.loss, rows_and_part is slices[self._ranks.own(len(slices))[-1]])
             return statistics
 
-        found = shared_out(self._ranks, slices, learn)
+        found = shared_out(self._ranks, slices, learn, self._end_parts)
         self._finish_gradients()
         totals: dict[str, float] = {}
         for statistics in found:
             totals = merged(totals, statistics)
         return totals
+
+    def _end_parts(self, parts: int) -> None:
+        """Of so many parts this process has computed its own, or failed in one; others may still compute."""
 
     @abstractmethod
     def _finish_gradients(self) -> None:

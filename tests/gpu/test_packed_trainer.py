@@ -295,11 +295,11 @@ def two_steps(trainer: PackedTrainer, scales: list[LayerScales] | None) -> dict[
     return first | {"norms": [report.grad_norm for report in reports], "weights": reports[-1].digest}
 
 
-def _rank(rank: int, port: int, name: str, folder: Path) -> None:
+def _rank(rank: int, port: int, name: str, reduced: str, folder: Path) -> None:
     torch.cuda.set_device(rank)
     ranks = GroupRanks("127.0.0.1", port, rank, RANKS)
     scales = SCALES if CONTRACTS[name].training.kv_cache == "fp8" else None
-    trainer, again = (packed(CONTRACTS[name], ranks) for _ in range(2))
+    trainer, again = (packed(CONTRACTS[name], ranks, reduce_gradients=reduced) for _ in range(2))
     found = two_steps(trainer, scales)
     assert two_steps(again, scales)["weights"] == found["weights"], "a repetition has other bytes"
     trainer.save(folder)
@@ -312,10 +312,11 @@ def _rank(rank: int, port: int, name: str, folder: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason="needs two GPUs")
+@pytest.mark.parametrize("reduced", ["per_update", "per_pass"])
 @pytest.mark.parametrize("name", CONTRACTS)
-def test_two_gpus_share_one_policy_and_compute_its_bytes(name: str, tmp_path: Path) -> None:
+def test_two_gpus_share_one_policy_and_compute_its_bytes(name: str, reduced: str, tmp_path: Path) -> None:
     meeting = Meeting("127.0.0.1")
-    mp.spawn(_rank, (meeting.port(), name, tmp_path), nprocs=RANKS)
+    mp.spawn(_rank, (meeting.port(), name, reduced, tmp_path), nprocs=RANKS)
     found = torch.load(tmp_path / "found.pt", weights_only=False)
     alone = packed(CONTRACTS[name])
     expected = two_steps(alone, SCALES if CONTRACTS[name].training.kv_cache == "fp8" else None)

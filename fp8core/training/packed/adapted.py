@@ -104,6 +104,9 @@ class AdaptedMasters(RowShares):
                 before = self._gradients.get(module + side)
                 self._gradients[module + side] = found if before is None else before.add_(found)
 
+    def end_passes(self, passes: int) -> None:
+        """Nothing travels before the last."""
+
     def collected(self, collectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The gradients of all adapters, added in the order of the ranks; zeros where no part has reached one."""
         own = {name: self._gradients.get(name, torch.zeros_like(tensor)) for name, tensor in self.learnt().items()}

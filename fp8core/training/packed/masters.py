@@ -8,6 +8,8 @@
 | weights of a pass | all: codes and scales, BF16 | once an update: each rank makes those of its rows, for all         |
 | gradients         | all, FP32                   | once an update: each rank gets its rows from all, and adds by rank |
 
+`PassMasters` let gradients of linears travel with every pass, so that of these a rank has those of its rows alone.
+
 Tiles of 128 rows are never cut, so codes and scales are those of one GPU. A rank's gradients are added in the order of
 the ranks, whatever lies between them.
 """
@@ -27,7 +29,7 @@ from fp8core.numerics.fingerprint import Slice, bytes_in_order, combined, digest
 from fp8core.training.ranks import Ranks
 from fp8core.training.trainer import shares
 
-Unit = Mapping[str, "Stack"]
+Unit = dict[str, "Stack"]
 """Parameters that travel together, by their names in the decoder."""
 
 
@@ -140,6 +142,10 @@ class PackedMasters(Protocol):
 
     def kept(self, name: str, gradient: Tensor) -> Tensor | None:
         """The part that the collector of a linear keeps of a gradient, after each pack."""
+        ...
+
+    def end_passes(self, passes: int) -> None:
+        """This rank makes no more passes, of which every rank makes at most so many; it may have failed in one."""
         ...
 
     def collected(self, collectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -326,6 +332,9 @@ class Masters(RowShares):
     def kept(self, name: str, gradient: Tensor) -> Tensor | None:
         return gradient
 
+    def end_passes(self, passes: int) -> None:
+        """Nothing travels before the last."""
+
     def collected(self, collectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
         # The order of a backward, so that what is whole goes as early as it can.
@@ -338,6 +347,50 @@ class Masters(RowShares):
 
     def whole_norm(self, own: float) -> float:
         return math.hypot(*self._ranks.joined([own]))
+
+
+class PassMasters(Masters):
+    """Masters whose gradients of linears travel in each pass (`training.reduce_gradients=per_pass`, ZeRO stage 2).
+
+    All ranks exchange in one order, that of a backward: pass by pass, the last layer first. A rank that has fewer
+    passes than others, or fails in one, exchanges zeros in place of those that are missing.
+    """
+
+    def __init__(self, arch: Architecture, weights: Mapping[str, Tensor], device: torch.device, ranks: Ranks) -> None:
+        super().__init__(arch, weights, device, ranks)
+        self._order = [
+            name
+            for unit in reversed(self.units)
+            for name, stack in reversed(unit.items())
+            if stack.width and name.startswith("layers.")
+        ]
+        self._sums: dict[str, Tensor] = {}
+        self._exchanges = 0
+
+    def kept(self, name: str, gradient: Tensor) -> None:
+        """The own rows of all ranks' gradients are added to those of the passes before."""
+        expected = self._order[self._exchanges % len(self._order)]
+        assert name == expected, f"a backward gave {name} where ranks exchange {expected}"
+        (found,) = self.summed({name: gradient}).values()
+        before = self._sums.get(name)
+        self._sums[name] = found if before is None else before.add_(found)
+        self._exchanges += 1
+
+    def end_passes(self, passes: int) -> None:
+        while self._exchanges < passes * len(self._order):
+            name = self._order[self._exchanges % len(self._order)]
+            self.kept(name, torch.zeros(self._stacks[name].shape, device=self.own[name].device))
+
+    def collected(self, collectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for unit in reversed(self.units):
+            whole = {name: _taken(collectors[name]) for name in unit if name not in self._sums}
+            found |= self.summed(whole) | {name: self._sums[name] for name in unit if name in self._sums}
+        self.drop_gradients()
+        return found
+
+    def drop_gradients(self) -> None:
+        self._sums, self._exchanges = {}, 0
 
 
 def _taken(collector: Tensor) -> Tensor:

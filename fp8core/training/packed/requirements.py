@@ -17,6 +17,7 @@ from fp8core.numerics.packed import packed_length
 from fp8core.plan.kernels import Product, gradient_products, layer_products, weight_gradient_products
 from fp8core.plan.memory import Need, count_parameters, longest_sequence, stored_bytes
 from fp8core.training.memory import Parallel, TrainerMemory, adapted_state, exported_in_one_piece, gradients
+from fp8core.training.packed.masters import layer_stacks
 
 _SETTING = "training.packed"
 _POINTS = ("stepwise", "kernels")
@@ -133,17 +134,31 @@ def _owned(arch: Architecture, parallel: Parallel) -> int:
     return math.ceil(count_parameters(arch).total / parallel.gpus)
 
 
-def _step(config: RunConfig, arch: Architecture, _: Parallel) -> tuple[Need, ...]:
+def _step(config: RunConfig, arch: Architecture, parallel: Parallel) -> tuple[Need, ...]:
     """The memory that a step adds."""
     stored = stored_bytes(parameter_shapes(arch), training_formats(config.precision, arch.num_layers).stored_names())
     recomputed = config.training.activation_checkpointing
     return (
         Need("weights", stored.total, "as they are multiplied"),
         Need("quantised copies", stored.codes, "transposed FP8 codes for dgrad"),
-        gradients(config, arch, "FP32, of this GPU's packs"),
+        _gradients(config, arch, parallel),
         Need("activations", _activations(config, arch), "layers recomputed" if recomputed else "all kept"),
         Need("workspace", _WORKSPACE, "estimate"),
     )
+
+
+def _gradients(config: RunConfig, arch: Architecture, parallel: Parallel) -> Need:
+    """Those of all weights; reduced in each pass, those of the linears of the own rows, and of one whole linear."""
+    if config.training.reduce_gradients == "per_update" or config.training.lora is not None or parallel.gpus == 1:
+        return gradients(config, arch, "FP32, of this GPU's packs")
+    counts = count_parameters(arch)
+    widest = max(math.prod(stack.shape) for stack in layer_stacks(arch, 0).values())
+    elements = counts.total - counts.linear + math.ceil(counts.linear / parallel.gpus) + _TRAVELLING * widest
+    return Need("gradients", elements * _FP32, "FP32; of linears the own rows, and one that travels")
+
+
+_TRAVELLING = 4
+"""Copies of a gradient: as it was made, cut for the ranks, in one buffer, and as it has come from them."""
 
 
 def _activations(config: RunConfig, arch: Architecture) -> int:
@@ -157,6 +172,13 @@ def _activations(config: RunConfig, arch: Architecture) -> int:
     outside, layers = _BF16 * (2 * hidden + query) + _FP32 * arch.num_heads, arch.num_layers
     kept = outside * layers + inside if config.training.activation_checkpointing else inside * layers
     return config.training.tokens_per_pass * kept
+
+
+def advice(config: RunConfig) -> str:
+    """The settings that lower the memory of a training on GPUs."""
+    whole = config.cluster.ranks > 1 and config.training.reduce_gradients == "per_update"
+    reduce = "set training.reduce_gradients=per_pass, " if whole and config.training.lora is None else ""
+    return f"{reduce}train on more GPUs, or lower training.tokens_per_pass"
 
 
 MEMORY = TrainerMemory(_state, _step, exported_in_one_piece, _AT_REST)

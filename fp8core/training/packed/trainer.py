@@ -39,7 +39,7 @@ from fp8core.rl.objective import Objective
 from fp8core.training.packed.adapted import AdaptedMasters
 from fp8core.training.packed.blocks import Bf16Blocks, Blocks, Fp8Blocks
 from fp8core.training.packed.decoder import Observer, PackedDecoder
-from fp8core.training.packed.masters import Masters, PackedMasters, balanced
+from fp8core.training.packed.masters import Masters, PackedMasters, PassMasters, balanced
 from fp8core.training.packing import Pack, row_groups
 from fp8core.training.ranks import ALONE, Ranks, together
 from fp8core.training.saved_state import (
@@ -95,11 +95,13 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
             "bf16": Bf16Blocks(),
         }
         linears = [blocks[layer.qkv.name] for layer in formats.training.layers]
-        self._masters: PackedMasters = (
-            Masters(arch, masters, device, ranks)
-            if training.lora is None
-            else AdaptedMasters(arch, masters, formats.training, training.lora, seed, device, ranks)
-        )
+        self._masters: PackedMasters
+        if training.lora is not None:
+            self._masters = AdaptedMasters(arch, masters, formats.training, training.lora, seed, device, ranks)
+        elif training.reduce_gradients == "per_pass" and ranks.count > 1:
+            self._masters = PassMasters(arch, masters, device, ranks)
+        else:
+            self._masters = Masters(arch, masters, device, ranks)
         recompute, keep = training.activation_checkpointing, self._masters.kept
         self._decoder = PackedDecoder(arch, linears, device, recompute, keep)
         for name, collector in self._decoder.named_parameters():
@@ -244,6 +246,9 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
     def _backward(self, loss: Tensor, last: bool) -> None:
         with _deterministic(self._config.deterministic):
             torch.autograd.backward(loss)
+
+    def _end_parts(self, parts: int) -> None:
+        self._masters.end_passes(math.ceil(parts / self._ranks.count))
 
     def _finish_gradients(self) -> None:
         self._gradients = self._masters.collected(dict(self._decoder.named_parameters()))

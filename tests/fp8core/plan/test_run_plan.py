@@ -325,3 +325,18 @@ def test_a_checkpoint_takes_the_disk_that_was_planned(whole_run):
     written = sum(path.stat().st_size for path in last.rglob("*.safetensors"))
     assert planned.bytes == pytest.approx(written, rel=0.05)
     assert (planned.every, planned.kept) == (config.checkpoint.every, config.checkpoint.keep + 1)
+
+
+def test_gradients_that_do_not_fit_are_advised_to_be_reduced_in_each_pass(planned):
+    settings = {"cluster__placement": "separate", "cluster__ranks": 8, "rollout__vllm__gpu_memory_utilization": 0.75}
+    settings |= {"training__device": "cuda", "precision__rounding_points": "kernels"}
+    settings |= {"training__activation_checkpointing": True}
+    small = Device("a GPU of 60 GiB", 60 << 30)
+
+    def training(**more):
+        plan = planned("qwen3-8b", gpu=small, parallel=Parallel(8), **settings, **more)
+        return [found for found in plan.refusals if found.startswith("training")]
+
+    (refusal,) = training()
+    assert "set training.reduce_gradients=per_pass" in refusal
+    assert not training(training__reduce_gradients="per_pass")

@@ -68,6 +68,17 @@ def test_experts_are_shared_out_and_optimiser_states_over_all_gpus(configured):
     assert by_item(gpu_state(arch, parallel))["optimiser states"] == DENSE + EXPERTS
 
 
+def test_gradients_that_are_reduced_in_each_pass_are_shared_out(configured):
+    config = configured("qwen3-8b", training__reduce_gradients="per_pass")
+    arch, total, linears = model_shape(config), 8_190_735_360, 6_945_767_424
+    alone, eight = (by_item(MEMORY.step(config, arch, Parallel(gpus))) for gpus in (1, 8))
+    assert alone["gradients"] == 4 * total
+    # A gradient of gate and up travels: itself, its parts for the ranks, those in one buffer, and what came.
+    assert eight["gradients"] == 4 * (total - linears + linears // 8 + 4 * 2 * 12_288 * 4096)
+    whole = configured("qwen3-8b")
+    assert by_item(MEMORY.step(whole, arch, Parallel(8)))["gradients"] == 4 * total
+
+
 def test_tensor_parallelism_leaves_norms_and_routers_whole_and_cuts_biases(configured):
     config, parallel = configured("qwen3-30b-a3b"), Parallel(gpus=4, tensor=4, expert=4)
     arch = model_shape(config)

@@ -314,6 +314,10 @@ def _rank(rank: int, port: int, make, batch, scales, folder: Path) -> None:
     again.load(folder)
     assert again.digest() == found["report"]["digest"]
     scoring = make(ranks)
+    advantages = torch.where(torch.arange(len(batch.keep)) == len(batch.keep) - 1, torch.nan, batch.advantages)
+    with pytest.raises(NotFiniteError, match="the loss is nan"):
+        # The other ranks' passes go on.
+        scoring.scored_step(replace(batch, advantages=advantages), 1.0, scales)
     with pytest.raises(LogprobError, match="row 11, token 0"):
         scoring.scored_step(replace(batch, audited={11: "row 11"}), 1.0, scales)
     assert scoring.digest() == found["digest"]
@@ -331,12 +335,17 @@ def _rank(rank: int, port: int, make, batch, scales, folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("contract", "lora"),
-    [(FP8, None), (BF16, None), (FP8, LoraConfig(rank=4, targets=["q_proj", "v_proj", "down_proj"]))],
-    ids=["fp8", "bf16", "adapters"],
+    ("contract", "settings"),
+    [
+        (FP8, {}),
+        (BF16, {}),
+        (FP8, {"reduce_gradients": "per_pass"}),
+        (FP8, {"lora": LoraConfig(rank=4, targets=["q_proj", "v_proj", "down_proj"])}),
+    ],
+    ids=["fp8", "bf16", "fp8, reduced in each pass", "adapters"],
 )
 def test_ranks_share_one_policy_and_compute_its_bytes(
-    contract, lora, architecture, masters_of, trainer_of, first_scales, rollout_batch, tmp_path
+    contract, settings, architecture, masters_of, trainer_of, first_scales, rollout_batch, tmp_path
 ) -> None:
     """Three ranks, of which one has no row of K, V and the norms; packs of different lengths."""
     sizes = {"hidden_size": 384, "head_dim": 64, "num_heads": 6, "num_kv_heads": 2, "intermediate_size": 384}
@@ -344,7 +353,7 @@ def test_ranks_share_one_policy_and_compute_its_bytes(
     exact = trainer_of(contract, arch)
     scales = first_scales(exact, contract)
     batch, layers = rollout_batch(exact, scales, rows=20), scales.layers
-    training = TrainingConfig(tokens_per_pass=128, lora=lora, **BARE)
+    training = TrainingConfig(tokens_per_pass=128, **settings, **BARE)
     make = partial(packed, masters_of(arch), contract, arch, training, None)
     one, many = tmp_path / "one", tmp_path / "many"
     for folder in (one, many):
