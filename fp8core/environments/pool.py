@@ -12,34 +12,31 @@ import resource
 import selectors
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from fp8core.end_with_parent import TiedProcess
 from fp8core.environments.channel import DETAIL_CHARACTERS, action_message, decode, encode, read_reply, task_message
 from fp8core.environments.child import TOO_MANY_PROCESSES, EpisodeLimits
 from fp8core.environments.loading import SHIPPED
 from fp8core.environments.protocol import Action, Outcome, Task, Turn
 from fp8core.errors import UserError, printable
 from fp8core.rewards.child import CPU_SIGNAL
-from fp8core.rewards.pool import described
-from fp8core.rewards.supervisor import supervised
+from fp8core.rewards.supervised import Lines, SupervisedProcess, described
 
 Key = tuple[int, int]
 """Group and sample of an episode."""
 Reply = tuple[Key, Turn | Outcome, float]
 """With the seconds that the environment took."""
 
-_READ_BYTES = 1 << 20
+_LOADED_BYTES = 1 << 20
+"""Of the line that says what was loaded."""
 _ENVELOPE_BYTES = 1 << 10
 """Of a line, around a reply."""
 _START_SECONDS = 120.0
 _CLOSING_SECONDS = 2.0
-_SWEEPING_SECONDS = 20.0
 _OTHER_FILES = 64
 """Descriptors that this process needs beside one an episode."""
 _WRITTEN = "something else was written to the environment's channel"
@@ -48,12 +45,13 @@ _PASSED_ON = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH")
 
 
 class _Episode:
-    """An end of the socket of an episode, which never blocks, and what is expected of the other end."""
+    """An episode, the lines to its process, and what is expected of that."""
 
-    def __init__(self, key: Key | None, message: Mapping[str, Any]) -> None:
+    def __init__(self, key: Key | None, first: Mapping[str, Any]) -> None:
+        """`first` is the first line."""
         self.key = key
-        self.channel: socket.socket | None = None
-        """None before there is room for it."""
+        self.lines: Lines | None = None
+        """None before there is room for its process."""
         self.ready = False
         self.first = True
         self.asked = True
@@ -61,41 +59,23 @@ class _Episode:
         self.since = time.monotonic()
         self.over: Outcome | None = None
         """What it ended with while nothing was asked of it."""
-        self.answer: dict[str, Any] = {}
-        self._outgoing = bytearray(encode(message))
-        self._incoming = bytearray()
+        self._begin = encode(first)
 
     @property
-    def has_outgoing(self) -> bool:
-        return bool(self._outgoing)
+    def open_lines(self) -> Lines:
+        """Of one that was launched."""
+        assert self.lines is not None, "it was launched"
+        return self.lines
+
+    def launch(self, lines: Lines) -> None:
+        """It has got a process."""
+        self.lines, self.since = lines, time.monotonic()
+        lines.send(self._begin)
 
     def ask(self, message: Mapping[str, Any]) -> None:
-        self._outgoing += encode(message)
+        """Let its process answer."""
         self.asked, self.first, self.since = True, False, time.monotonic()
-        self.write()
-
-    def write(self) -> None:
-        """Pass on what the channel takes; a process that is gone is noticed when it is read from."""
-        assert self.channel is not None, "it was launched"
-        with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
-            while self._outgoing:
-                del self._outgoing[: self.channel.send(self._outgoing)]
-
-    def read(self, longest: int) -> tuple[list[bytes], bool]:
-        """Whole lines that have come, and whether there are no more; one that is too long is whole."""
-        assert self.channel is not None, "it was launched"
-        try:
-            part = self.channel.recv(_READ_BYTES)
-        except BlockingIOError:
-            return [], False
-        except ConnectionResetError:
-            part = b""
-        self._incoming += part
-        *lines, rest = bytes(self._incoming).split(b"\n")
-        self._incoming = bytearray(rest)
-        if len(rest) > longest:
-            lines.append(rest)
-        return [line for line in lines if line], not part
+        self.open_lines.send(encode(message))
 
 
 class EnvironmentPool:
@@ -120,8 +100,7 @@ class EnvironmentPool:
         self._replies: deque[Reply] = deque()
         self.description: dict[str, str] = {}
         """Name and digest of the source."""
-        self._control: socket.socket | None = None
-        self._supervisor: TiedProcess | None = None
+        self._host: SupervisedProcess | None = None
         try:
             self._start_host()
             self._try_options()
@@ -184,22 +163,20 @@ class EnvironmentPool:
     # The host
 
     def _start_host(self) -> None:
-        self._control, theirs = socket.socketpair()
         # Sets of strings have the same order in every run; threads of libraries, pyarrow's allocator among them, would
         # stay behind in a fork.
         shown = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
         passed = shown if self._name in SHIPPED else dict(os.environ)
         single = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         single["JE_ARROW_MALLOC_CONF"] = "background_thread:false"
-        with theirs:
-            arguments = supervised("fp8core.environments.child", theirs.fileno())
-            variables = {**passed, **single, "PYTHONHASHSEED": "0"}
-            self._supervisor = TiedProcess(arguments, subprocess.DEVNULL, [theirs.fileno()], variables)
-        self._control.settimeout(_START_SECONDS)
+        variables = {**passed, **single, "PYTHONHASHSEED": "0"}
+        self._host = SupervisedProcess("fp8core.environments.child", variables)
+        connection = self._host.connection
+        connection.settimeout(_START_SECONDS)
         try:
-            self._control.sendall(encode(self._task))
-            with self._control.makefile("rb") as lines:
-                said = decode(lines.readline(_READ_BYTES))
+            connection.sendall(encode(self._task))
+            with connection.makefile("rb") as lines:
+                said = decode(lines.readline(_LOADED_BYTES))
         except TimeoutError as error:
             raise self._unusable(f"it was not imported after {_START_SECONDS:g} s") from error
         except (ValueError, OSError) as error:
@@ -209,22 +186,16 @@ class EnvironmentPool:
         if self.description and self.description != said["loaded"]:
             raise self._unusable(f"it changed while it was used: {self.description}, now {said['loaded']}")
         self.description = said["loaded"]
-        self._control.setblocking(False)
-        self._selector.register(self._control, selectors.EVENT_READ, None)
+        connection.setblocking(False)
+        self._selector.register(connection, selectors.EVENT_READ, None)
 
     def _end_host(self) -> None:
-        if self._control is None or self._supervisor is None:
+        if self._host is None:
             return
         with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(self._control)
-        self._control.close()
-        self._supervisor.close_copy()
-        try:
-            self._supervisor.wait(_SWEEPING_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._supervisor.kill()
-            self._supervisor.wait()
-        self._control = self._supervisor = None
+            self._selector.unregister(self._host.connection)
+        self._host.end()
+        self._host = None
 
     def _try_options(self) -> None:
         trial = _Episode(None, {"construct": True})
@@ -240,23 +211,19 @@ class EnvironmentPool:
     def _launch(self) -> None:
         """Give those that wait a process, as far as there is room."""
         while self._waiting and len(self._open) < self._at_once:
-            assert self._control is not None, "the pool is open"
-            episode = self._waiting[0]
-            episode.channel, theirs = socket.socketpair()
+            assert self._host is not None, "the pool is open"
+            ours, theirs = socket.socketpair()
             with theirs:
                 try:
-                    socket.send_fds(self._control, [b"e"], [theirs.fileno()])
+                    socket.send_fds(self._host.connection, [b"e"], [theirs.fileno()])
                 except (BlockingIOError, BrokenPipeError, ConnectionResetError):
                     # The host is busy, or gone, which is noticed when it is read from.
-                    episode.channel.close()
-                    episode.channel = None
+                    ours.close()
                     return
-            self._waiting.popleft()
-            episode.channel.setblocking(False)
-            episode.since = time.monotonic()
+            episode, lines = self._waiting.popleft(), Lines(ours, self._limits.reply_bytes + _ENVELOPE_BYTES)
             self._open.add(episode)
-            self._selector.register(episode.channel, selectors.EVENT_READ, episode)
-            episode.write()
+            self._selector.register(lines, selectors.EVENT_READ, episode)
+            episode.launch(lines)
             self._watch(episode)
 
     def _move(self, seconds: float) -> None:
@@ -269,7 +236,7 @@ class EnvironmentPool:
                 self._replace_host()
                 continue
             if events & selectors.EVENT_WRITE:
-                episode.write()
+                episode.open_lines.write()
                 self._watch(episode)
             if events & selectors.EVENT_READ:
                 readable.add(episode)
@@ -286,8 +253,8 @@ class EnvironmentPool:
         self._launch()
 
     def _take_in(self, episode: _Episode) -> None:
-        lines, ended = episode.read(self._limits.reply_bytes + _ENVELOPE_BYTES)
-        for line in lines:
+        lines, ended = episode.open_lines.read()
+        for line in filter(None, lines):
             if episode not in self._open:
                 return
             self._take_line(episode, line)
@@ -352,16 +319,13 @@ class EnvironmentPool:
 
     def _leave(self, episode: _Episode) -> None:
         """Ask the environment to close; it is killed later if it does not."""
-        assert episode.channel is not None, "it was launched"
         episode.leaving, episode.asked, episode.since = True, False, time.monotonic()
-        with contextlib.suppress(OSError):  # It is gone.
-            episode.channel.shutdown(socket.SHUT_WR)
+        episode.open_lines.end_sending()
 
     def _drop(self, episode: _Episode) -> None:
         """Close our end, upon which its supervisor kills what is left."""
-        assert episode.channel is not None, "it was launched"
-        self._selector.unregister(episode.channel)
-        episode.channel.close()
+        self._selector.unregister(episode.open_lines)
+        episode.open_lines.close()
         self._open.remove(episode)
 
     def _replace_host(self) -> None:
@@ -370,9 +334,9 @@ class EnvironmentPool:
         self._start_host()
 
     def _watch(self, episode: _Episode) -> None:
-        if episode.channel is not None and episode in self._open:
-            write = selectors.EVENT_WRITE if episode.has_outgoing else 0
-            self._selector.modify(episode.channel, selectors.EVENT_READ | write, episode)
+        if episode in self._open:
+            write = selectors.EVENT_WRITE if episode.open_lines.has_outgoing else 0
+            self._selector.modify(episode.open_lines, selectors.EVENT_READ | write, episode)
 
     def _deadline(self, episode: _Episode) -> float:
         if episode.leaving or (episode.ready and episode.asked):

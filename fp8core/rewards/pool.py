@@ -5,13 +5,10 @@ the children check finished groups while the engine generates others; `verify` w
 checked once. Results are dropped when `verify` returns: nothing that a record depends on lives here.
 """
 
-import contextlib
 import json
 import math
 import selectors
 import signal
-import socket
-import subprocess
 import threading
 import time
 from collections import deque
@@ -21,130 +18,52 @@ from typing import Any, NamedTuple
 
 from pydantic import JsonValue
 
-from fp8core.end_with_parent import TiedProcess
 from fp8core.errors import UserError
 from fp8core.rewards.child import CPU_SIGNAL, DETAIL_CHARACTERS
 from fp8core.rewards.scorer import OUTCOMES, Answer, Verdict, crashed, timed_out
-from fp8core.rewards.supervisor import supervised
+from fp8core.rewards.supervised import Lines, SupervisedProcess, described
 
-_READ_BYTES = 1 << 20
+_START_SECONDS = 120.0
 _LONGEST_LINE = 1 << 16
 """Bytes from a process; a verdict has some hundred."""
-_ENDING_SECONDS = 1.0
-_SWEEPING_SECONDS = 20.0
-"""A supervisor takes milliseconds, unless processes multiply faster than they can be killed."""
+_LARGEST_BATCH = 64
+_WRITTEN = "something else was written to the verifier's channel"
+_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)
+"""No limit of ours, and nothing that a verifier does by mistake, ends a process in this way."""
+Line = tuple[str, ...]
+"""An answer, or (prompt, reference) to check."""
 
 
-class WorkerProcess:
-    """A fresh Python interpreter that serves one scorer; nothing of this process but the channel is passed on.
-
-    Between it and us is its supervisor (fp8core/rewards/supervisor.py), which ends when we do, and all below it.
-    The socket never blocks.
-    """
+class _Worker:
+    """A process that serves one scorer, and what it works on."""
 
     def __init__(self, task: Mapping[str, Any]) -> None:
         """`task` is the first line of the channel (fp8core/rewards/child.py)."""
-        self.channel, theirs = socket.socketpair()
-        self.channel.setblocking(False)
-        with theirs:
-            arguments = supervised("fp8core.rewards.child", theirs.fileno())
-            self._supervisor = TiedProcess(arguments, subprocess.DEVNULL, [theirs.fileno()])
+        self.process = SupervisedProcess("fp8core.rewards.child")
+        self.lines = Lines(self.process.connection, _LONGEST_LINE)
         self.description: dict[str, str] | None = None
-        self.working_on: deque[tuple[str, ...]] = deque()
+        self.working_on: deque[Line] = deque()
         """Lines that were sent and have no verdict, the first of which is being worked on."""
         self.since = time.monotonic()
         """When it began with that one, or was started."""
-        self._outgoing = bytearray()
-        self._incoming = bytearray()
-        self._send(task)
+        self.lines.send(_encoded(task))
 
     @property
     def ready(self) -> bool:
         """True if it has loaded the scorer."""
         return self.description is not None
 
-    @property
-    def ended(self) -> bool:
-        """True if `end` was called."""
-        return self.channel.fileno() < 0
-
-    @property
-    def has_outgoing(self) -> bool:
-        """True if something waits for the channel to take it."""
-        return bool(self._outgoing)
-
-    def give(self, lines: Iterable[tuple[str, ...]]) -> None:
+    def give(self, lines: Iterable[Line]) -> None:
         """Work for an idle process."""
         assert self.ready, "a process is given work once it is ready"
         assert not self.working_on, "a process is given work when it is idle"
         self.working_on.extend(lines)
         self.since = time.monotonic()
-        for line in self.working_on:
-            self._outgoing += json.dumps(line).encode() + b"\n"
-        self.write()
-
-    def write(self) -> None:
-        """Pass on what the channel takes."""
-        # A process that is gone is noticed when it is read from.
-        with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
-            while self._outgoing:
-                del self._outgoing[: self.channel.send(self._outgoing)]
-
-    def read(self) -> tuple[list[bytes], bool]:
-        """Whole lines that have come, and whether the channel has ended. A line without end is taken for whole."""
-        try:
-            part = self.channel.recv(_READ_BYTES)
-        except BlockingIOError:
-            return [], False
-        except ConnectionResetError:
-            part = b""
-        *lines, rest = bytes(self._incoming + part).split(b"\n")
-        if len(rest) > _LONGEST_LINE:
-            lines, rest = [*lines, rest], b""
-        self._incoming = bytearray(rest)
-        return lines, not part
-
-    def ending(self) -> int:
-        """Its exit code when it ended by itself, negative for a signal; LEFT if it only closed the channel."""
-        try:
-            return self._supervisor.wait(_ENDING_SECONDS)
-        except subprocess.TimeoutExpired:
-            return LEFT
-
-    def end(self) -> None:
-        """Kill it and everything it has started; a second call does nothing."""
-        self.channel.close()
-        self._supervisor.close_copy()
-        try:
-            self._supervisor.wait(_SWEEPING_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._supervisor.kill()
-            self._supervisor.wait()
-
-    def _send(self, message: Mapping[str, Any]) -> None:
-        self._outgoing += json.dumps(message).encode() + b"\n"
-        self.write()
+        self.lines.send(b"".join(_encoded(line) for line in self.working_on))
 
 
-LEFT = 0
-"""As the code of an orderly end: the channel is closed by us, or against the rules."""
-_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)
-"""No limit of ours, and nothing that a verifier does by mistake, ends a process in this way."""
-
-
-def described(code: int) -> str:
-    """The end of a process, in words."""
-    if code == LEFT:
-        return "it closed its channel"
-    return f"its process ended ({f'exit code {code}' if code > 0 else signal.Signals(-code).name})"
-
-
-Line = tuple[str, ...]
-"""An answer, or (prompt, reference) to check."""
-
-_START_SECONDS = 120.0
-_WRITTEN = "something else was written to the verifier's channel"
-_LARGEST_BATCH = 64
+def _encoded(message: Mapping[str, Any] | Line) -> bytes:
+    return json.dumps(message).encode() + b"\n"
 
 
 class Limits(NamedTuple):
@@ -177,7 +96,7 @@ class VerifierPool:
         """Lines whose first try something outside ended, and how; None: the start of a process."""
         self._description: dict[str, str] | None = None
         self._selector = selectors.DefaultSelector()
-        self._workers: list[WorkerProcess] = []
+        self._workers: list[_Worker] = []
         try:
             for _ in range(workers):
                 self._start()
@@ -259,8 +178,8 @@ class VerifierPool:
                 worker.give([self._waiting.popleft() for _ in range(count)])
                 self._watch(worker)
 
-    def _take_in(self, worker: WorkerProcess) -> None:
-        lines, ended = worker.read()
+    def _take_in(self, worker: _Worker) -> None:
+        lines, ended = worker.lines.read()
         for line in lines:
             if not worker.ready:
                 self._admit(worker, line)
@@ -273,7 +192,7 @@ class VerifierPool:
         if ended:
             self._replace_ended(worker)
 
-    def _admit(self, worker: WorkerProcess, line: bytes) -> None:
+    def _admit(self, worker: _Worker, line: bytes) -> None:
         try:
             message = json.loads(line)
         except (ValueError, RecursionError) as error:
@@ -286,16 +205,16 @@ class VerifierPool:
         self._description = worker.description
         self._killed.pop(None, None)
 
-    def _settle(self, worker: WorkerProcess, verdict: Verdict) -> None:
+    def _settle(self, worker: _Worker, verdict: Verdict) -> None:
         line = worker.working_on.popleft()
         if (how := self._killed.pop(line, None)) is not None:
             verdict = replace(verdict, note=f"second try: in the first {how}")
         self._verdicts[line] = verdict
         worker.since = time.monotonic()
 
-    def _replace_ended(self, worker: WorkerProcess) -> None:
+    def _replace_ended(self, worker: _Worker) -> None:
         """Replace a process that ended by itself. One that something outside has killed gets another try, once."""
-        code = worker.ending()
+        code = worker.process.exit_code()
         self._end(worker)
         how = described(code)
         line = worker.working_on[0] if worker.working_on else None
@@ -309,7 +228,7 @@ class VerifierPool:
         else:
             self._replace(worker, crashed(how))
 
-    def _replace(self, worker: WorkerProcess, verdict: Verdict | None = None) -> None:
+    def _replace(self, worker: _Worker, verdict: Verdict | None = None) -> None:
         """Start another process in place of one that was ended; lines without a verdict wait again.
 
         `verdict` is for the line it was working on.
@@ -321,23 +240,23 @@ class VerifierPool:
         self._start()
 
     def _start(self) -> None:
-        worker = WorkerProcess(self._task)
+        worker = _Worker(self._task)
         self._workers.append(worker)
-        self._selector.register(worker.channel, selectors.EVENT_READ, worker)
+        self._selector.register(worker.lines, selectors.EVENT_READ, worker)
         self._watch(worker)
 
-    def _pass_on(self, worker: WorkerProcess) -> None:
-        worker.write()
+    def _pass_on(self, worker: _Worker) -> None:
+        worker.lines.write()
         self._watch(worker)
 
-    def _watch(self, worker: WorkerProcess) -> None:
-        write = selectors.EVENT_WRITE if worker.has_outgoing else 0
-        self._selector.modify(worker.channel, selectors.EVENT_READ | write, worker)
+    def _watch(self, worker: _Worker) -> None:
+        write = selectors.EVENT_WRITE if worker.lines.has_outgoing else 0
+        self._selector.modify(worker.lines, selectors.EVENT_READ | write, worker)
 
-    def _end(self, worker: WorkerProcess) -> None:
-        if not worker.ended:
-            self._selector.unregister(worker.channel)
-            worker.end()
+    def _end(self, worker: _Worker) -> None:
+        if worker.lines.fileno() >= 0:
+            self._selector.unregister(worker.lines)
+            worker.process.end()
 
     def _patience(self) -> float:
         """Seconds to the next deadline."""

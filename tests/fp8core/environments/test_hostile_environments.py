@@ -196,12 +196,12 @@ def test_a_reply_that_nobody_asked_for_is_not_taken_for_the_next(pool: Environme
 
 @pytest.mark.skipif(not signals_are_confined(), reason="this kernel confines no signals (Linux before 6.12)")
 def test_it_signals_neither_its_supervisor_nor_the_host_nor_us(pool: EnvironmentPool) -> None:
-    (host,) = psutil.Process(pool._supervisor._process.pid).children()  # type: ignore[union-attr]
+    (host,) = psutil.Process(pool._host._supervisor._process.pid).children()  # type: ignore[union-attr]
     until = time.monotonic() + 8
     while len(supervisors := host.children()) > 1 and time.monotonic() < until:
         time.sleep(0.005)  # Those of earlier episodes are ending.
     (of_witness,) = supervisors
-    for to in (0, os.getpid(), host.pid, pool._supervisor._process.pid, of_witness.pid):  # type: ignore[union-attr]
+    for to in (0, os.getpid(), host.pid, pool._host._supervisor._process.pid, of_witness.pid):  # type: ignore[union-attr]
         said = ask(pool, f"signal {int(signal.SIGKILL)} {to}")
         assert isinstance(said, Outcome)
         assert said.detail.startswith("PermissionError"), to

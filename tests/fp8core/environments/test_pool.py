@@ -153,8 +153,8 @@ def test_a_host_that_is_killed_is_replaced(start_pool: StartPool, hostile_file: 
     for sample in range(3):
         pool.begin((0, sample), Task("", "", 0))
     assert set(collect(pool, 2)) == {(0, 0), (0, 1)}
-    assert pool._supervisor is not None
-    (host,) = psutil.Process(pool._supervisor._process.pid).children()
+    assert pool._host is not None
+    (host,) = psutil.Process(pool._host._supervisor._process.pid).children()
     below = host.children(recursive=True)
     host.kill()
     assert psutil.wait_procs(below, timeout=8)[1] == []
