@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 import stat
+import tempfile
 import threading
 import time
 import uuid
@@ -123,12 +124,15 @@ def make_folder(folder: Path, mode: int = 0o777) -> None:
 
 
 def refuse_unwritable(folder: Path) -> None:
-    """Raises UserError, as `make_folder` would, on a folder that cannot be made or written to. Makes nothing."""
+    """Raises UserError, as `make_folder` would, on a folder that cannot be made or written to. Leaves nothing."""
     found = next(place for place in (folder, *folder.parents) if os.path.lexists(place))
     if not found.is_dir():
         raise UserError(f"cannot create the folder {found}: {os.strerror(errno.EEXIST)}")
-    if not os.access(found, os.W_OK | os.X_OK):
-        raise UserError(f"cannot write in the folder {found}: {os.strerror(errno.EACCES)}")
+    try:
+        # By its permissions root could write in /proc, too. Readers ignore this name, if we are killed here.
+        os.rmdir(tempfile.mkdtemp(".partial", ".", found))
+    except OSError as error:
+        raise UserError(f"cannot write in the folder {found}: {error.strerror}") from error
 
 
 def write_file(path: Path, data: bytes) -> None:

@@ -24,6 +24,7 @@ from fp8core.store.durable import (
     lines_backward,
     lines_forward,
     make_folder,
+    refuse_unwritable,
     sweep,
     whole_end,
     write_file,
@@ -66,6 +67,16 @@ def test_a_parent_that_is_a_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=rf"^cannot create the folder {tmp_path}/file: File exists$"):
         make_folder(tmp_path / "file" / "runs")
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder in which nobody can make one")
+def test_a_folder_that_will_not_be_made_is_told_from_one_that_will(tmp_path: Path) -> None:
+    """Permissions of /proc let root write there."""
+    with pytest.raises(UserError, match=r"^cannot write in the folder /proc: "):
+        refuse_unwritable(Path("/proc/runs/first"))
+    refuse_unwritable(tmp_path / "runs" / "first")
+    refuse_unwritable(tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_sweep_takes_only_our_temporary_files(tmp_path: Path) -> None:
