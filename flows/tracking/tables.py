@@ -157,13 +157,13 @@ def _advantages(run: RunContext, index: int) -> dict[tuple[int, int], float]:
     planned = next((step for step in run.plan.steps if step.uses == _TRAIN), None)
     if planned is None:
         return {}
-    ports = [port for port in ("rollouts", "rewards", "logprobs", "reference") if port in planned.inputs]
+    ports = [port for port in ("rollouts", "rewards", "logprobs", "reference", "turns") if port in planned.inputs]
     refs = {port: artifacts[planned.inputs[port]] for port in ports}
     if not all(store.path(ref).exists() for ref in refs.values()):
         return {}
     tables = {port: store.get_table(ref) for port, ref in refs.items()}
-    rewards = tables["rewards"]
-    batch, _ = rollout_batch(tables["rollouts"], rewards, tables["logprobs"], tables.get("reference"), run.config)
+    rewards, added = tables["rewards"], (tables.get("reference"), run.config, tables.get("turns"))
+    batch, _ = rollout_batch(tables["rollouts"], rewards, tables["logprobs"], *added)
     values = batch.advantages
     if values.dim() == 2:
         values = (values * batch.mask).sum(dim=1) / batch.mask.sum(dim=1).clamp_min(1)

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,10 @@ from fp8core.run.loop import train
 from fp8core.run.open import open_directory, open_run, plan_of
 
 DIGITS = Path(__file__).parents[2] / "parts" / "digits_environment.py"
-SPOKEN = {"environment": {"name": f"{DIGITS}:Digits", "max_turns": 12, "turn_tokens": 3}, "rollout.max_new_tokens": 40}
+SPOKEN = {
+    "environment": {"name": f"{DIGITS}:Digits", "max_turns": 12, "turn_tokens": 3, "advantage": "turn"},
+    "rollout.max_new_tokens": 40,
+}
 
 
 def test_an_episode_is_a_trace_with_a_span_for_each_turn(
@@ -28,6 +32,10 @@ def test_an_episode_is_a_trace_with_a_span_for_each_turn(
         artifacts = directory.ledger.artifacts(1)
         stored = directory.store.get_table(artifacts["turns"]).to_pylist()
     assert table is not None
+    # Means over the turns of an episode, which the update weighed one by one.
+    advantages = [row[COMPLETION_COLUMNS.index("advantage")] for row in table[1]]
+    assert all(math.isfinite(each) for each in advantages)
+    assert any(advantages)
     # The second time they replace themselves.
     for _ in range(2):
         log_traces(tracker, table, {1: 1_700_000_000_000}, spoken)
