@@ -1,8 +1,9 @@
 """Reading configurations: YAML files with bases, overrides, edits of the pipeline, and where each value came from.
 
 A configuration is a stack of layers: the deepest `base` first, then the file, then each override. A mapping merges
-into the mapping below it, anything else replaces it. A mapping over a list of named items (the steps of the pipeline)
-merges into the items of those names. Under `pipeline` a layer may also edit the steps below it, in this order:
+into the mapping below it, anything else replaces it. An empty `options` or `with` replaces what is below, too. A
+mapping over a list of named items (the steps of the pipeline) merges into the items of those names. Under `pipeline` a
+layer may also edit the steps below it, in this order:
 
     replace: {reward: {uses: "mine:score", needs: [prompts, rollouts]}}
     insert:  [{after: reward, step: {name: keep, uses: "mine:keep", needs: [rewards], provides: {rewards: kept}}}]
@@ -427,8 +428,14 @@ def _merged(below: Any, above: Any, key: str) -> Any:
         return _merged_by_name(below, above, key)
     result = below.duplicate() if isinstance(below, Block) else Block()
     for part, value in above.items():
-        result.put(part, _merged(result.get(part), value, f"{key}.{part}" if key else part), above.places[part])
+        # Options of another function are of no use, and nothing else could drop them.
+        below_it = None if part in _FREE and value == {} else result.get(part)
+        result.put(part, _merged(below_it, value, f"{key}.{part}" if key else part), above.places[part])
     return result
+
+
+_FREE = ("options", "with")
+"""Mappings whose keys depend on a name beside them."""
 
 
 def _merged_by_name(items: Sequence[Block], above: Block, key: str) -> list[Block]:

@@ -71,7 +71,8 @@ def _refuse_options(called: Callable[..., Any], made: Callable[..., Any], option
         given = ", ".join(f"{option}=..." for option in options)
         name = made.__name__
         raise UserError(
-            f"it is called as {name}({given}), and is defined as {name}{_shown(signature)}: {error}"
+            f"it is called as {name}({given}), and is defined as {name}{_shown(signature)}: {error}; "
+            "environment.options={} drops options of a base"
         ) from error
 
 

@@ -110,6 +110,20 @@ def test_overrides_come_as_strings_dotted_keys_or_nested(overrides: object) -> N
     assert config.steps == 7
 
 
+def test_empty_options_drop_those_of_a_base(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    changes = "environment: {name: guess, options: {}}\nwarm_start: {tool_share: 0}\n"
+    file.write_text(f"base: tiny-tools\nname: mine\n{changes}")
+    mine, tools = load_config(str(file)), load_config("tiny-tools")
+    assert tools.environment is not None
+    assert mine.environment == tools.environment.model_copy(update={"name": "guess", "options": {}})
+    assert mine.warm_start.steps == tools.warm_start.steps
+    given = ["warm_start.tool_share=0", "environment.options={}", "environment.options.modulus=7"]
+    again = load_config("tiny-tools", given)
+    assert again.environment is not None
+    assert again.environment.options == {"modulus": 7}
+
+
 def test_the_last_override_wins_and_a_path_may_be_a_path(tmp_path: Path) -> None:
     assert load_config("tiny", ["steps=7", "steps=9"]).steps == 9
     assert load_config("tiny", {"runs": tmp_path}).runs == tmp_path
