@@ -3,7 +3,9 @@
 A pool has no thread: it moves when it is called. An environment ends its own episode at most. A crash, a hang, too much
 memory or output, and processes without end have an outcome with a named reason.
 
-An episode that something outside kills (the kernel, short of memory) ends as `crashed` too; its detail has `SIGKILL`.
+An episode whose process something outside ends (a kill, the kernel short of memory) gets another one, once. That begins
+with the same seed and is asked the same again; its answers up to where the first one was are not told twice. An
+environment that is a function of its task and of what it is asked goes on as it would have.
 """
 
 import contextlib
@@ -24,7 +26,7 @@ from fp8core.environments.loading import SHIPPED
 from fp8core.environments.protocol import Action, Outcome, Task, Turn
 from fp8core.errors import UserError, printable
 from fp8core.rewards.child import CPU_SIGNAL
-from fp8core.rewards.supervised import Lines, SupervisedProcess, described
+from fp8core.rewards.supervised import FROM_OUTSIDE, Lines, SupervisedProcess, described
 
 Key = tuple[int, int]
 """Group and sample of an episode."""
@@ -45,21 +47,22 @@ _PASSED_ON = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH")
 
 
 class _Episode:
-    """An episode, the lines to its process, and what is expected of that."""
+    """An episode, what it was asked, and the lines to its process."""
 
     def __init__(self, key: Key | None, first: Mapping[str, Any]) -> None:
-        """`first` is the first line."""
+        """`first` is what it is asked first."""
         self.key = key
         self.lines: Lines | None = None
         """None before there is room for its process."""
         self.ready = False
-        self.first = True
-        self.asked = True
         self.leaving = False
+        self.began_again = False
         self.since = time.monotonic()
         self.over: Outcome | None = None
         """What it ended with while nothing was asked of it."""
-        self._begin = encode(first)
+        self._messages = [encode(first)]
+        self.answered, self.told = 0, 0
+        """Messages that its process has answered, and answers that were passed on."""
 
     @property
     def open_lines(self) -> Lines:
@@ -67,15 +70,35 @@ class _Episode:
         assert self.lines is not None, "it was launched"
         return self.lines
 
+    @property
+    def asked(self) -> bool:
+        """True if an answer is to be passed on."""
+        return not self.leaving and self.told < len(self._messages)
+
+    @property
+    def busy(self) -> bool:
+        """True if its process has not answered everything."""
+        return self.answered < len(self._messages)
+
     def launch(self, lines: Lines) -> None:
         """It has got a process."""
-        self.lines, self.since = lines, time.monotonic()
-        lines.send(self._begin)
+        self.lines = lines
+        self.go_on()
 
     def ask(self, message: Mapping[str, Any]) -> None:
-        """Let its process answer."""
-        self.asked, self.first, self.since = True, False, time.monotonic()
-        self.open_lines.send(encode(message))
+        """Let its process answer, after what it was asked before."""
+        self._messages.append(encode(message))
+        if self.lines is not None and self.answered == len(self._messages) - 1:
+            self.go_on()
+
+    def go_on(self) -> None:
+        """Ask what is not answered yet."""
+        self.since = time.monotonic()
+        self.open_lines.send(self._messages[self.answered])
+
+    def begin_again(self) -> None:
+        """Its process is lost."""
+        self.lines, self.ready, self.began_again, self.answered = None, False, True, 0
 
 
 class EnvironmentPool:
@@ -124,7 +147,8 @@ class EnvironmentPool:
             self._settle(asked, asked.over, 0.0)
             return
         asked.ask(action_message(action))
-        self._watch(asked)
+        if asked in self._open:
+            self._watch(asked)
 
     def replies(self, wait: bool) -> list[Reply]:
         """Replies that have come. An outcome ends its episode.
@@ -259,7 +283,7 @@ class EnvironmentPool:
                 return
             self._take_line(episode, line)
         if ended and episode in self._open:
-            self._over(episode, Outcome("crashed", detail="its process is gone, and its supervisor too"))
+            self._lost(episode, Outcome("crashed", detail="its process is gone, and its supervisor too"))
 
     def _take_line(self, episode: _Episode, line: bytes) -> None:
         if len(line) > self._limits.reply_bytes + _ENVELOPE_BYTES:
@@ -269,7 +293,8 @@ class EnvironmentPool:
         try:
             message = decode(line)
             if "ended" in message:
-                self._over(episode, self._ending(message["ended"]))
+                outcome, outside = self._ending(message["ended"]), message["ended"] in FROM_OUTSIDE
+                (self._lost if outside else self._over)(episode, outcome)
             elif episode.leaving:
                 return
             elif "failed" in message:
@@ -278,13 +303,13 @@ class EnvironmentPool:
                 episode.ready, episode.since = True, time.monotonic()
             elif episode.key is None:
                 episode.leaving = True
-            elif not episode.ready or not episode.asked:
+            elif not episode.ready or not episode.busy:
                 raise ValueError("nothing was asked")
             else:
                 seconds = message.pop("seconds")
                 if type(seconds) is not float or not 0 <= seconds < float("inf"):
                     raise ValueError("no time")
-                self._settle(episode, read_reply(message, episode.first), seconds)
+                self._answer(episode, read_reply(message, episode.answered == 0), seconds)
         except (ValueError, KeyError, RecursionError):
             self._over(episode, Outcome("crashed", detail=_WRITTEN))
 
@@ -297,9 +322,20 @@ class EnvironmentPool:
             return Outcome("timeout", detail=f"more than {self._limits.cpu_seconds:g} s of processor time")
         return Outcome("crashed", detail=described(ended))
 
+    def _answer(self, episode: _Episode, reply: Turn | Outcome, seconds: float) -> None:
+        """Pass a reply on, unless it was before the process was lost."""
+        episode.answered += 1
+        if episode.answered > episode.told:
+            self._settle(episode, reply, seconds)
+        elif isinstance(reply, Outcome):
+            self._over(episode, Outcome("crashed", detail="it ended earlier when it was asked the same again"))
+        elif episode.busy:
+            episode.go_on()
+            self._watch(episode)
+
     def _settle(self, episode: _Episode, reply: Turn | Outcome, seconds: float) -> None:
         """Pass a reply on; with an outcome the episode is over."""
-        episode.asked = False
+        episode.told += 1
         assert episode.key is not None, "a trial has no replies"
         self._replies.append((episode.key, reply, seconds))
         if isinstance(reply, Outcome):
@@ -317,9 +353,18 @@ class EnvironmentPool:
         else:
             episode.over = outcome
 
+    def _lost(self, episode: _Episode, outcome: Outcome) -> None:
+        """Something outside has ended its process."""
+        if episode.began_again or episode.leaving or episode.key is None:
+            self._over(episode, outcome)
+            return
+        self._drop(episode)
+        episode.begin_again()
+        self._waiting.appendleft(episode)
+
     def _leave(self, episode: _Episode) -> None:
         """Ask the environment to close; it is killed later if it does not."""
-        episode.leaving, episode.asked, episode.since = True, False, time.monotonic()
+        episode.leaving, episode.since = True, time.monotonic()
         episode.open_lines.end_sending()
 
     def _drop(self, episode: _Episode) -> None:
@@ -339,7 +384,7 @@ class EnvironmentPool:
             self._selector.modify(episode.open_lines, selectors.EVENT_READ | write, episode)
 
     def _deadline(self, episode: _Episode) -> float:
-        if episode.leaving or (episode.ready and episode.asked):
+        if episode.leaving or (episode.ready and episode.busy):
             return episode.since + self._limits.timeout_seconds
         return float("inf") if episode.ready else episode.since + _START_SECONDS
 

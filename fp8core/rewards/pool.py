@@ -8,7 +8,6 @@ checked once. Results are dropped when `verify` returns: nothing that a record d
 import json
 import math
 import selectors
-import signal
 import threading
 import time
 from collections import deque
@@ -21,15 +20,13 @@ from pydantic import JsonValue
 from fp8core.errors import UserError
 from fp8core.rewards.child import CPU_SIGNAL, DETAIL_CHARACTERS
 from fp8core.rewards.scorer import OUTCOMES, Answer, Verdict, crashed, timed_out
-from fp8core.rewards.supervised import Lines, SupervisedProcess, described
+from fp8core.rewards.supervised import FROM_OUTSIDE, Lines, SupervisedProcess, described
 
 _START_SECONDS = 120.0
 _LONGEST_LINE = 1 << 16
 """Bytes from a process; a verdict has some hundred."""
 _LARGEST_BATCH = 64
 _WRITTEN = "something else was written to the verifier's channel"
-_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)
-"""No limit of ours, and nothing that a verifier does by mistake, ends a process in this way."""
 Line = tuple[str, ...]
 """An answer, or (prompt, reference) to check."""
 
@@ -218,7 +215,7 @@ class VerifierPool:
         self._end(worker)
         how = described(code)
         line = worker.working_on[0] if worker.working_on else None
-        if code in _FROM_OUTSIDE and (line or not worker.ready) and line not in self._killed:
+        if code in FROM_OUTSIDE and (line or not worker.ready) and line not in self._killed:
             self._killed[line] = how
             self._replace(worker)
         elif not worker.ready:

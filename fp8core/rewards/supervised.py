@@ -16,6 +16,8 @@ _READ_BYTES = 1 << 20
 _ENDING_SECONDS = 1.0
 _SWEEPING_SECONDS = 20.0
 """A supervisor takes milliseconds, unless processes multiply faster than they can be killed."""
+FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)
+"""No limit of ours, and nothing that a user's code does by mistake, ends a process in this way."""
 LEFT = 0
 """As the code of an orderly end: the channel is closed by us, or against the rules."""
 

@@ -1,6 +1,7 @@
 """Episodes side by side: their order, their room, their seeds, and how a pool begins and ends."""
 
 import os
+import random
 import resource
 import signal
 import subprocess
@@ -148,22 +149,78 @@ time.sleep(1000)
 """
 
 
-def test_a_host_that_is_killed_is_replaced(start_pool: StartPool, hostile_file: Path) -> None:
-    pool = start_pool(f"{hostile_file}:Hostile", at_once=2)
-    for sample in range(3):
-        pool.begin((0, sample), Task("", "", 0))
-    assert set(collect(pool, 2)) == {(0, 0), (0, 1)}
+COUNTING = """
+import random
+from fp8core.environments.protocol import Outcome, Said, Turn
+
+class Counting:
+    def start(self, task):
+        self.draws, self.heard = random.Random(task.seed), []
+        return Turn((Said("user", "go"),))
+    def step(self, action):
+        self.heard.append(action.text)
+        return Turn((Said("user", f"{' '.join(self.heard)} {self.draws.random()}"),))
+    def close(self): pass
+"""
+
+
+@pytest.fixture
+def counting(start_pool: StartPool, tmp_path: Path) -> EnvironmentPool:
+    """Two episodes that have answered twice."""
+    (tmp_path / "counting.py").write_text(COUNTING)
+    pool = start_pool(f"{tmp_path / 'counting.py'}:Counting", at_once=3)
+    for sample in range(2):
+        pool.begin((0, sample), Task("", "", sample))
+    assert list(collect(pool, 2).values()) == 2 * [said("go")]
+    answer_twice(pool)
+    return pool
+
+
+def answer_twice(pool: EnvironmentPool, *words: str) -> dict[tuple[int, int], Turn | Outcome]:
+    for word in words or ("one", "two"):
+        for sample in range(2):
+            pool.act((0, sample), Action(word))
+        found = collect(pool, 2)
+    return found
+
+
+def host_of(pool: EnvironmentPool) -> psutil.Process:
     assert pool._host is not None
     (host,) = psutil.Process(pool._host._supervisor._process.pid).children()
-    below = host.children(recursive=True)
-    host.kill()
+    return host
+
+
+def test_episodes_of_a_killed_host_go_on_in_another(counting: EnvironmentPool) -> None:
+    """The first is asked when it is killed, the other waits for the policy; a third begins later."""
+    draws = [random.Random(sample) for sample in range(2)]
+    expected = [f"one two three {[each.random() for _ in range(3)][2]}" for each in draws]
+    killed = host_of(counting)
+    below = killed.children(recursive=True)
+    killed.suspend()
+    counting.act((0, 0), Action("three"))
+    killed.kill()
     assert psutil.wait_procs(below, timeout=8)[1] == []
-    for sample in range(2):
-        pool.act((0, sample), Action("say 1"))
-    replies = collect(pool, 3)
-    assert replies[0, 2] == said("hello")
-    gone = Outcome("crashed", detail="its process is gone, and its supervisor too")
-    assert [replies[0, 0], replies[0, 1]] == [gone, gone]
+    assert collect(counting, 1)[0, 0] == said(expected[0])
+    counting.act((0, 1), Action("three"))
+    assert collect(counting, 1)[0, 1] == said(expected[1])
+    counting.begin((0, 2), Task("", "", 2))
+    assert collect(counting, 1)[0, 2] == said("go")
+
+
+def test_an_episode_that_is_killed_goes_on_once(counting: EnvironmentPool) -> None:
+    def kill_first() -> None:
+        supervisors = sorted(host_of(counting).children(), key=lambda process: process.pid)
+        first = min(supervisors, key=lambda process: process.create_time())
+        (episode,) = first.children()
+        episode.kill()
+
+    kill_first()
+    replies = answer_twice(counting, "three")
+    assert {reply.messages[0].content.rpartition(" ")[0] for reply in replies.values()} == {"one two three"}
+    for process in host_of(counting).children(recursive=True):
+        process.kill()
+    outcomes = answer_twice(counting, "four")
+    assert sorted(type(each).__name__ for each in outcomes.values()) == ["Outcome", "Turn"]
 
 
 def test_the_host_has_no_thread_and_neither_torch_nor_pydantic(start_pool: StartPool, tmp_path: Path) -> None:
@@ -249,6 +306,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 PREPARED = """
 import os
+import random
 
 import pyarrow
 
