@@ -279,7 +279,7 @@ def get_or_create_experiment(client: MlflowClient, uri: str, name: str, runs: Pa
         place = without_passwords(uri)
         raise UserError(f"tracking.experiment {name} is deleted in {place}: restore it or set another name")
     if "inferred" in experiment.tags.get(_KIND, "inferred"):  # MLflow's UI guesses the kind from what it finds.
-        client.set_experiment_tag(experiment.experiment_id, _KIND, _TRAINING)
+        _set_tag(client, experiment.experiment_id, _KIND, _TRAINING)
     return _with_view(client, experiment.experiment_id, experiment.tags)
 
 
@@ -292,10 +292,19 @@ def _with_view(client: MlflowClient, experiment: str, tags: Mapping[str, str]) -
     state = json.dumps({"selectedColumns": [*columns, "tags.`verdict`"], "orderByKey": "attributes.start_time"})
     link = f"#/experiments/{experiment}/runs?viewStateShareKey={_VIEW_NAME}&workflowType=machine_learning"
     if tags.get(_VIEW) != state:
-        client.set_experiment_tag(experiment, _VIEW, state)
+        _set_tag(client, experiment, _VIEW, state)
     if _NOTE not in tags:
-        client.set_experiment_tag(experiment, _NOTE, f"[Runs with reward, held-out accuracy, error - 1 and k3]({link})")
+        _set_tag(client, experiment, _NOTE, f"[Runs with reward, held-out accuracy, error - 1 and k3]({link})")
     return experiment
+
+
+def _set_tag(client: MlflowClient, experiment: str, key: str, value: str) -> None:
+    """Two processes may set the same tag of a new experiment at once: the store then refuses the later of them."""
+    try:
+        client.set_experiment_tag(experiment, key, value)
+    except MlflowException:
+        if client.get_experiment(experiment).tags.get(key) != value:
+            raise
 
 
 def _ask_for_life(server: str) -> None:

@@ -8,9 +8,17 @@ from typing import Any
 
 import pytest
 from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
+from mlflow.protos.databricks_pb2 import BAD_REQUEST
 from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
-from flows.tracking.store import create_sqlite_store, default_tracking_uri, resolve_tracking_uri, ui_command
+from flows.tracking.store import (
+    Refusal,
+    create_sqlite_store,
+    default_tracking_uri,
+    resolve_tracking_uri,
+    ui_command,
+)
 from flows.tracking.tracker import Tracker
 from fp8core.errors import UserError
 
@@ -24,6 +32,26 @@ def test_an_experiment_that_another_process_has_just_created_is_taken(
         MlflowClient, "get_experiment_by_name", lambda self, name: next(answers, found(self, name)), raising=True
     )
     assert open_tracker().experiment_id == tracker.experiment_id
+
+
+def test_a_tag_that_another_process_sets_at_the_same_moment_is_taken(
+    open_tracker: Callable[..., Tracker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_tag = MlflowClient.set_experiment_tag
+
+    def lose_the_race(client: MlflowClient, experiment: str, key: str, value: str) -> None:
+        set_tag(client, experiment, key, value)
+        refuse()
+
+    def refuse(*_: object) -> None:
+        raise MlflowException("UNIQUE constraint failed: experiment_tags.key", BAD_REQUEST)
+
+    monkeypatch.setattr(MlflowClient, "set_experiment_tag", lose_the_race)
+    tracker = open_tracker(experiment="raced")
+    assert "Runs with reward" in tracker.client.get_experiment(tracker.experiment_id).tags["mlflow.note.content"]
+    monkeypatch.setattr(MlflowClient, "set_experiment_tag", refuse)
+    with pytest.raises(Refusal, match="UNIQUE"):
+        open_tracker(experiment="refused")
 
 
 def test_a_store_is_made_without_noise_over_the_remains_of_a_kill(fresh_store: Any) -> None:
