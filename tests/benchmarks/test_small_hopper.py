@@ -38,9 +38,13 @@ FORMATS = {
     "fp8_end_to_end": ("fp8_block", "bf16", "fp8_block", "bf16"),
     "fp8_end_to_end_kv": ("fp8_block", "fp8", "fp8_block", "fp8"),
     "fp8_end_to_end_kv_stock": ("fp8_block", "fp8", "fp8_block", "fp8"),
+    "fp8_end_to_end_kv_sglang": ("fp8_block", "fp8", "fp8_block", "fp8"),
+    "fp8_end_to_end_kv_tools": ("fp8_block", "fp8", "fp8_block", "fp8"),
     "bf16_megatron": ("bf16", "bf16", "bf16", "bf16"),
     "fp8_end_to_end_megatron": ("fp8_block", "bf16", "fp8_block", "bf16"),
 }
+ALIGNED = {"fp8_end_to_end_kv", "fp8_end_to_end_kv_tools"}
+SGLANG, TOOLS = "fp8_end_to_end_kv_sglang", "fp8_end_to_end_kv_tools"
 MEGATRON = {"bf16_megatron", "fp8_end_to_end_megatron"}
 
 
@@ -57,11 +61,14 @@ def test_variants_differ_in_formats_and_correction_alone(tmp_path):
         assert config.precision.scale_rule == "pow2"
         assert config.correction.method == ("none" if variant == "fp8_rollout" else "token_tis")
         assert config.steps == 7
-        assert config.rollout.vllm.model == ("aligned" if variant == "fp8_end_to_end_kv" else "stock")
-    differing = {"precision": True, "correction": True, "rollout": {"vllm": {"model"}}}
+        assert config.rollout.engine == ("sglang" if variant == SGLANG else "vllm")
+        if variant != SGLANG:
+            assert config.rollout.vllm.model == ("aligned" if variant in ALIGNED else "stock")
+        assert (config.environment is not None) == (variant == TOOLS)
+    differing = {"precision": True, "correction": True, "rollout": {"engine": True, "vllm": {"model"}}}
     trainers = {"training": {"trainer", "deterministic"}, "replay": {"level"}}
     others = {variant: config.model_dump(exclude=differing) for variant, config in configs.items()}
-    assert all(others[variant] == others["bf16"] for variant in configs.keys() - MEGATRON)
+    assert all(others[variant] == others["bf16"] for variant in configs.keys() - MEGATRON - {TOOLS})
     for variant in MEGATRON:
         assert (configs[variant].training.trainer, configs[variant].replay.level) == ("megatron", "tolerant")
         spread = configs[variant].model_dump(exclude=differing | trainers)
