@@ -65,7 +65,7 @@ _TOOLS = {
 }
 _CHANGED: Mapping[str, Mapping[str, Any]] = {
     "fp8_end_to_end_kv_stock": {"rollout.vllm.model": "stock"},
-    "fp8_end_to_end_kv_sglang": {"rollout.engine": "sglang"},
+    "fp8_end_to_end_kv_sglang": {"rollout.engine": "sglang", "precision.rounding_points": "stepwise"},
     "fp8_end_to_end_kv_tools": _TOOLS,
     "bf16_megatron": _MEGATRON,
     "fp8_end_to_end_megatron": _MEGATRON,

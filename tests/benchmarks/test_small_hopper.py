@@ -27,7 +27,8 @@ from fp8core.models.hub import model_shape
 from fp8core.plan.memory import GPUS, Device, Machine
 from fp8core.plan.run_plan import plan_run, refuse_unfit
 from fp8core.report.run_data import read_run
-from fp8core.rollout.vllm.requirements import VllmBuild, contract_refusals, model_refusals
+from fp8core.rollout.sglang import requirements as sglang
+from fp8core.rollout.vllm import requirements as vllm
 from fp8core.store.run_directory import LEDGER
 from fp8core.training.registry import trainer_grid, trainer_of
 
@@ -75,13 +76,22 @@ def test_variants_differ_in_formats_and_correction_alone(tmp_path):
         assert spread == configs["bf16"].model_dump(exclude=differing | trainers)
 
 
+def _refusals(config, arch):
+    if config.rollout.engine == "sglang":
+        yield from sglang.contract_refusals(config.precision, sglang.SglangBuild("0.5.15"))
+        yield from sglang.model_refusals(arch, config.precision)
+    else:
+        build = vllm.VllmBuild("vllm", "0.26.0", "cuda")
+        yield from vllm.contract_refusals(config.precision, config.rollout.vllm, build)
+        yield from vllm.model_refusals(arch, config.precision, config.rollout.vllm)
+
+
 @pytest.mark.parametrize("variant", NAMES)
 def test_a_hopper_gpu_takes_every_variant(tmp_path, variant):
     config = _configs(tmp_path)[variant]
-    arch, hopper = model_shape(config), VllmBuild("vllm", "0.26.0", "cuda")
+    arch = model_shape(config)
     check_contract(config.precision, "sm_90", corrected=config.correction.method != "none")
-    assert not [*contract_refusals(config.precision, config.rollout.vllm, hopper)]
-    assert not [*model_refusals(arch, config.precision, config.rollout.vllm)]
+    assert not [*_refusals(config, arch)]
     machine = Machine(GPUS["h200"], Device("host", 128 << 30))
     trainer = trainer_of(config.training)
     trainer.check_machine(config, Node("sm_90", 8, packages={"megatron-core": "0.16", "transformer-engine": "2.0"}))
