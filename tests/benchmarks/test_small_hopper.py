@@ -74,6 +74,10 @@ def test_variants_differ_in_formats_and_correction_alone(tmp_path):
         assert (configs[variant].training.trainer, configs[variant].replay.level) == ("megatron", "tolerant")
         spread = configs[variant].model_dump(exclude=differing | trainers)
         assert spread == configs["bf16"].model_dump(exclude=differing | trainers)
+    # Steps of episodes follow from the environment.
+    tool = {"environment": True, "warm_start": True, "pipeline": {"steps"}}
+    tool["rollout"] = {**differing["rollout"], "max_new_tokens": True}
+    assert configs[TOOLS].model_dump(exclude=differing | tool) == configs["bf16"].model_dump(exclude=differing | tool)
 
 
 def _refusals(config, arch):
