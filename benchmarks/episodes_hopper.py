@@ -14,13 +14,19 @@ observation and what is left of a cache block, about 40 tokens. So 256 x 40 / 60
 17 ms, which is 0.88 of the speed where nothing overlaps. But a step of prefills and decoding costs less than both
 apart: a share of 0.93 (0.90 to 0.97) at once, and 0.91 (0.87 to 0.95) with late answers. 0 tokens differ, and the
 episodes are equal with prefixes cached and computed.
+
+Its first run gave 0.50 and 0.43, with seconds of compilation in all of them. Predicted before the next, which compiles
+before it measures: 0.90 at once, and 0.75 with late answers, which make one step in seven read prompts, in 30 ms
+against 10; 0.85 where turns enter every fourth step, and 0.86 every eighth.
 """
 
 import argparse
+import itertools
 import random
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -47,6 +53,8 @@ REQUESTS, PROMPT, ROW, TURNS = 256, 512, 1024, 10
 OBSERVATION = 31
 TURN = (ROW - (TURNS - 1) * OBSERVATION) // TURNS
 LATEST_SECONDS = 0.1
+# Steps between those in which turns enter.
+TOGETHER = (1, 4, 8)
 EXACT_REQUESTS, EXACT_PROMPT = 64, 300
 
 
@@ -60,6 +68,9 @@ class TimedPool:
         self._latest, self._random = latest_seconds, random.Random(0)
         self._turns: dict[Key, int] = {}
         self._due: list[tuple[float, Key, Turn | Outcome]] = []
+        self._left: tuple[int, float] | None = None
+        self.steps: list[tuple[int, float]] = []
+        """Answers before a step of the engine, and its seconds."""
 
     def begin(self, episode: Key, task: Task) -> None:
         """Say the question at once."""
@@ -76,11 +87,15 @@ class TimedPool:
 
     def replies(self, wait: bool) -> list[tuple[Key, Turn | Outcome, float]]:
         """What is due."""
+        if self._left is not None:
+            answers, left = self._left
+            self.steps.append((answers, time.monotonic() - left))
         if wait:
             time.sleep(max(0.0, min(when for when, _, _ in self._due) - time.monotonic()))
         now = time.monotonic()
         found = [(episode, reply, 0.0) for when, episode, reply in self._due if when <= now]
         self._due = [due for due in self._due if due[0] > now]
+        self._left = len(found), time.monotonic()
         return found
 
     def end(self, episode: Key) -> None:
@@ -111,14 +126,18 @@ def measure_speed(rows: RowFile) -> None:
         torch.cuda.empty_cache()
         freeze_heap()  # as a training does
         about = {"kind": "episodes", "model": "qwen3-8b", "layers": arch.num_layers, "turns": TURNS}
-        # Both shapes once, short, untimed: kernels and graphs are ready then.
-        play(engine, arch.vocab_size, REQUESTS, PROMPT, 2 * TURN, 0.0, seed=1)
+        # Each once, untimed: a product with another number of rows compiles another kernel, for seconds.
+        cases.timed_rollout(engine, REQUESTS, PROMPT, ROW, seed=1)
+        play(engine, arch.vocab_size, REQUESTS, PROMPT, ROW, TimedPool(LATEST_SECONDS), seed=1)
+        play(engine, arch.vocab_size, REQUESTS, PROMPT, ROW, TimedPool(0.0), seed=2)
         single = cases.timed_rollout(engine, REQUESTS, PROMPT, ROW, seed=2)
         rows.append({**about, "kind": "single_turn", **single})
-        for number, latest in enumerate((0.0, LATEST_SECONDS)):
-            began = time.perf_counter()
-            episodes = play(engine, arch.vocab_size, REQUESTS, PROMPT, ROW, latest, seed=3 + number)
-            rows.append({**about, **episode_row(episodes, time.perf_counter() - began, latest, single)})
+        for number, (together, latest) in enumerate(itertools.product(TOGETHER, (0.0, LATEST_SECONDS))):
+            pool, began = TimedPool(latest), time.perf_counter()
+            episodes = play(engine, arch.vocab_size, REQUESTS, PROMPT, ROW, pool, seed=3 + number, together=together)
+            row = episode_row(episodes, time.perf_counter() - began, latest, single)
+            rows.append({**about, "together": together, **row, **steps_row(pool.steps)})
+            print(rows.rows[-1], flush=True)
     finally:
         thaw_heap()
         engine.close()
@@ -139,6 +158,17 @@ def episode_row(episodes: Sequence[Episode], seconds: float, latest: float, sing
     }
 
 
+def steps_row(steps: Sequence[tuple[int, float]]) -> Row:
+    """Steps of the engine after which answers had come and others: their number, seconds, and ms of the median."""
+    row: Row = {}
+    for name, chosen in (("answered", [s for n, s in steps if n]), ("other", [s for n, s in steps if not n])):
+        row[f"steps_{name}"] = len(chosen)
+        row[f"seconds_{name}"] = round(sum(chosen), 3)
+        row[f"ms_{name}"] = round(1e3 * median(chosen), 2) if chosen else None
+        row[f"ms_{name}_max"] = round(1e3 * max(chosen), 2) if chosen else None
+    return row
+
+
 def measure_exactness(rows: RowFile) -> None:
     """Log-probs of the policy's tokens against the packed trainer's, with prefixes cached and computed."""
     contract = cases.aligned(cases.contract("fp8_linear_kv"))
@@ -157,7 +187,8 @@ def measure_exactness(rows: RowFile) -> None:
         before: list[Episode] | None = None
         for engine.reads_prefixes in (True, False):
             assert engine.drop_prefixes()
-            episodes = play(engine, policy.arch.vocab_size, EXACT_REQUESTS, EXACT_PROMPT, ROW, 0.01, seed=5)
+            pool = TimedPool(0.01)
+            episodes = play(engine, policy.arch.vocab_size, EXACT_REQUESTS, EXACT_PROMPT, ROW, pool, seed=5)
             row = {"kind": "episodes_exactness", "layers": layers, "turns": TURNS, "episodes": len(episodes)}
             row |= {
                 "prefixes": "cached" if engine.reads_prefixes else "computed",
@@ -182,14 +213,17 @@ def differing(trainer: PackedTrainer, policy: cases.Policy, episodes: Sequence[E
     return {"tokens": len(found), "differing": int(found.sum())}
 
 
-def play(engine: Any, vocabulary: int, requests: int, prompt: int, row: int, latest: float, seed: int) -> list[Episode]:
+def play(
+    engine: Any, vocabulary: int, requests: int, prompt: int, row: int, pool: TimedPool, seed: int, together: int = 1
+) -> list[Episode]:
     """Episodes of `row` tokens, each with a prompt of its own, by group."""
     talk = Talk(character_tokenizer(ALPHABET, vocabulary, EOS), "plain")
     drawn = random.Random(seed)
     tasks = {(i, 0): Task("".join(drawn.choices("0123456789+-*", k=prompt)), "", 0) for i in range(requests)}
     groups = [PromptGroup(i, f"{seed}-{i}", (9,), (0,), (sample_seed(seed, 1, i, 0),)) for i in range(requests)]
-    multi_turn = MultiTurn(TimedPool(latest), talk, tasks, TurnBudget(TURNS, turn_tokens=TURN))
-    found: Iterator[list[Episode]] = run_episodes(engine, groups, Sampling(1.0, row, frozenset()), multi_turn)
+    multi_turn = MultiTurn(pool, talk, tasks, TurnBudget(TURNS, turn_tokens=TURN))
+    sampling = Sampling(1.0, row, frozenset())
+    found: Iterator[list[Episode]] = run_episodes(engine, groups, sampling, multi_turn, together)
     return sorted((episode for whole in found for episode in whole), key=lambda each: each.completion.group)
 
 

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,11 @@ from flows.run_lookup import description_of, find_run, reload_own
 from fp8core.config.load import Overrides, load_config, merged_overrides
 from fp8core.config.run import RunConfig, without_adapters
 from fp8core.data.prompt import Problem
+from fp8core.data.source import check_references
 from fp8core.errors import UserError
 from fp8core.evaluation.measure import Counting, Precision, all_problems, contract_in, heldout_problems
 from fp8core.report.console import Console
+from fp8core.rewards.verifier import build_verifier
 from fp8core.run.build import check_engine, engine_environment, members_node
 from fp8core.run.export import ORIGIN, read_origin, stored_policy
 from fp8core.run.policy import Questions
@@ -77,6 +79,19 @@ def refuse(asked: EvaluationRequest) -> None:
     config = _config(asked, Path(asked.target))
     _counted(asked)
     _temperature(asked, config)
+
+
+def refuse_data(asked: EvaluationRequest) -> None:
+    """Read the rows of `data`, of which each must have a reference that the verifier reads.
+
+    Raises:
+        UserError: they cannot be read, or one of them is of no use.
+    """
+    if asked.data is None:
+        return
+    config = _config(asked, Path(asked.target))
+    with closing(build_verifier(config.reward, config.data.columns)) as verifier:
+        check_references(problems(asked, config), verifier)
 
 
 @contextmanager

@@ -5,7 +5,9 @@ servers) may hold passwords in addresses, and characters that a terminal obeys.
 """
 
 import re
+import traceback
 from collections.abc import Iterable
+from pathlib import Path
 
 
 class UserError(Exception):
@@ -33,6 +35,13 @@ def refuse(messages: Iterable[str]) -> None:
 def first_line(error: BaseException) -> str:
     """The first line of an error: libraries go on with hints and addresses."""
     return str(error).partition("\n")[0]
+
+
+def described_error(error: BaseException, file: str | None = None) -> str:
+    """An exception in a line: its type, its first line, and the last line of `file` that it came through."""
+    passed = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    where = f" ({Path(file).name}:{passed[-1]})" if file is not None and passed else ""
+    return f"{type(error).__name__}: {first_line(error)}{where}"
 
 
 def not_unicode(text: str) -> int | None:

@@ -6,13 +6,12 @@ import pyarrow as pa
 
 from fp8core.config.steps import NoOptions
 from fp8core.data.prompt import longest_prompt
-from fp8core.errors import UserError
 from fp8core.numerics.logprobs import Truncation
 from fp8core.rollout.engine import Sampling
 from fp8core.rollout.episodes import Episode
 from fp8core.run.context import RunContext
 from fp8core.run.episodes import answers, play, seconds_of, stored_endings, turns_table
-from fp8core.run.rollouts import environment_of, prompt_groups, rollout_table, shard_folder, tell_unspoken
+from fp8core.run.rollouts import check_episodes, environment_of, prompt_groups, rollout_table, shard_folder
 from fp8core.store.artifacts import Ref, RolloutShards
 from fp8core.store.tables import ORDER, ROLLOUTS, ROUTED_ROLLOUTS, SHARD_TURNS, TURN_ORDER, nested_turns, unnested_turns
 from tasks.step import step
@@ -39,16 +38,11 @@ def rollout(run: RunContext, index: int, options: NoOptions, prompts: Ref, polic
 def episodes(run: RunContext, index: int, options: NoOptions, prompts: Ref, policy: Ref, scales: Ref) -> dict[str, Ref]:
     """As `rollout`, with an environment that answers; episodes that were cut begin again with the same seeds.
 
-    Raises UserError: every episode ended before the policy's first turn.
+    Raises UserError: every episode ended before the policy's first turn, or by a failure of the environment.
     """
     store, played = run.directory.store, _played(run, index, prompts)
     turns = unnested_turns(played).sort_by(TURN_ORDER).combine_chunks()
-    try:
-        tell_unspoken(run, "rollouts", turns)
-    except UserError:
-        # A run that goes on plays them again.
-        RolloutShards(shard_folder(run, index)).clear()
-        raise
+    check_episodes(run, index, turns)
     return {
         "turns": store.put_table("turns", turns),
         "rollouts": store.put_table("rollouts", played.drop_columns([SHARD_TURNS])),

@@ -29,7 +29,7 @@ from fp8core.rollout.stream import finish as finish_step
 from fp8core.run.behaviour import behaviour_logprobs, verified_rows
 from fp8core.run.context import RunContext
 from fp8core.run.episodes import RecordedPool, play, seconds_of, turn_rows
-from fp8core.run.rollouts import prompt_table, rollout_table, shard_folder, tell_unspoken
+from fp8core.run.rollouts import check_episodes, prompt_table, rollout_table, shard_folder
 from fp8core.store.artifacts import Ref, RolloutShards
 from fp8core.store.tables import LOGPROBS, ROLLOUTS, SEGMENTS, STREAM, STREAM_OF_EPISODES, TURNS, VERSIONS
 from tasks.logprobs import token_batch
@@ -59,12 +59,11 @@ def finish_episodes(
 ) -> dict[str, Ref]:
     """As `finish`, with an environment that answers: each episode is played to its end under one policy.
 
-    Raises UserError: every episode ended before the policy's first turn.
+    Raises UserError: every episode ended before the policy's first turn, or by a failure of the environment.
     """
     outputs, rows = _finished(run, index, stream)
-    found = [{"group": row.group, "sample": row.sample, **turn} for row in rows for turn in row.turns]
-    turns = pa.Table.from_pylist(found, schema=TURNS)
-    tell_unspoken(run, "rollouts", turns)
+    turns = _turns_of(rows)
+    check_episodes(run, index, turns)
     return {"turns": run.directory.store.put_table("turns", turns), **outputs}
 
 
@@ -104,10 +103,18 @@ def ahead(run: RunContext, index: int, options: NoOptions, left: Ref, policy: Re
     written = _writer(run, index, source)
     chunks = run_ahead(opened, index - 1, _chunks(run, index), written, source.enter)
     written.complete(opened.rows)
+    # What is stored of the stream a run cannot play again.
+    check_episodes(run, index, _turns_of(opened.rows))
     return {
         "next_stream": store.put_table("stream", _table(run, opened.rows)),
         "schedule": store.put_json("schedule", {"version": index - 1, "chunks": chunks}),
     }
+
+
+def _turns_of(rows: Sequence[Row]) -> pa.Table:
+    """The turns of finished episodes, as kind `turns`."""
+    found = [{"group": row.group, "sample": row.sample, **turn} for row in rows for turn in row.turns]
+    return pa.Table.from_pylist(found, schema=TURNS)
 
 
 def _chunks(run: RunContext, index: int) -> Iterable[int | None]:

@@ -214,14 +214,13 @@ def observed_tokens(rollouts: pa.Table, turns: pa.Table, columns: int) -> Tensor
 
 
 def turn_rewards(rewards: pa.Table, turns: pa.Table) -> list[TurnReward]:
-    """The policy's turns, each with the number of its row in `rewards`."""
+    """All turns, each with the number of its row in `rewards`; turn 0 is what the environment began with."""
     places = zip(rewards["group"].to_pylist(), rewards["sample"].to_pylist(), strict=True)
     rows = {place: row for row, place in enumerate(places)}
     names = ["group", "sample", "turn", "begin", "end", "reward"]
     return [
         TurnReward(rows[turn["group"], turn["sample"]], turn["turn"], turn["begin"], turn["end"], turn["reward"])
         for turn in turns.select(names).to_pylist()
-        if turn["turn"]
     ]
 
 

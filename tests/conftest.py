@@ -335,14 +335,13 @@ def loop_run(small: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) ->
     """Make a small run of 4 steps without Prefect and MLflow: loop_run(name, **overrides)."""
 
     def make(name: str, **overrides: Any) -> LoopRun:
-        runs = tmp_path_factory.mktemp("loop")
-        config = load_config("tiny", {**small, "steps": 4, "runs": str(runs), **overrides})
+        config = load_config("tiny", {**small, "steps": 4, "runs": str(tmp_path_factory.mktemp("loop")), **overrides})
         with (
             open_directory(config, name) as directory,
             open_run(config, plan_of(config), directory, Console(io.StringIO(), config.steps)) as run,
         ):
             train(run)
-        return LoopRun(runs / name)
+        return LoopRun(Path(config.runs) / name)
 
     return make
 

@@ -48,7 +48,7 @@ def add_command(commands: Any) -> None:
 
 def evaluate_target(options: argparse.Namespace) -> int:
     """Run the flow; returns the exit code (1: it failed), raises UserError."""
-    from flows.evaluation import EvaluationRequest, refuse
+    from flows.evaluation import EvaluationRequest, refuse, refuse_data
 
     if not (Path(options.target) / "config.json").is_file():
         admit_code(find_run(options.target), options.overrides, Path.cwd(), trust=options.trust)
@@ -56,7 +56,9 @@ def evaluate_target(options: argparse.Namespace) -> int:
         search_last(Path.cwd())
     given = {field.name: getattr(options, field.name) for field in fields(EvaluationRequest)}
     parameters = {name: value for name, value in given.items() if value is not None}
-    refuse(EvaluationRequest(**parameters))
+    asked = EvaluationRequest(**parameters)
+    refuse(asked)
+    refuse_data(asked)
     prepare_prefect("flows.evaluate")
     output = None if options.json is None else str(options.json.target)
     return _run({**parameters, "output": output, "overwrite": options.force})

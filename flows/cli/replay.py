@@ -93,6 +93,8 @@ def _verdicts(options: argparse.Namespace) -> "Iterator[Verdict]":
 def _range(options: argparse.Namespace, newest: int | None) -> range:
     first = options.step if options.first is None else options.first
     last = first if options.first is None else newest if options.last is None else options.last
+    if options.last is not None and options.last < first:
+        raise UserError(f"--to {options.last}: it is before --from {first}")
     if last is None or last < first:
         raise UserError(f"--from {first}: the last step is {last}")
     return range(first, last + 1)

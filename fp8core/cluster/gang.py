@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import ray
 from ray.exceptions import (
     ActorUnschedulableError,
-    AuthenticationError,
     GetTimeoutError,
     NodeDiedError,
     OutOfMemoryError,
@@ -379,7 +378,8 @@ def _connect(settings: ClusterConfig, tensor_parallel: int) -> None:
             configure_logging=False,
             **places,
         )
-    except (ConnectionError, RuntimeError, AuthenticationError, RayError) as error:
+    except Exception as error:
+        # Ray raises what its parts do: RPC errors, assertions, RuntimeError.
         raise UserError(f"cluster.address={settings.address}: {' '.join(str(error).split())[:300]}") from error
 
 

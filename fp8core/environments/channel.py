@@ -5,12 +5,12 @@ a process may write anything. Imported by child processes, hence free of everyth
 """
 
 import json
-import math
 import re
 from collections.abc import Mapping
 from typing import Any, get_args
 
 from fp8core.environments.protocol import Action, Ending, Outcome, Role, Said, Task, Tool, ToolCall, Turn
+from fp8core.rewards.scorer import MOST_REWARD
 
 DETAIL_CHARACTERS = 200
 MOST_CALLS = 64
@@ -134,8 +134,8 @@ def _numbers(fields: Mapping[str, Any]) -> dict[str, Any]:
     for name in info:
         if not _INFO_NAME.fullmatch(name):
             raise ValueError(f"info has the name {_shown(name)}; names are like `guesses` or `tool_errors`")
-    numbers = {name: _finite(value, f"info[{name!r}]") for name, value in info.items()}
-    return {"reward": _finite(fields["reward"], "reward"), "failed": failed, "info": numbers}
+    numbers = {name: _bounded(value, f"info[{name!r}]") for name, value in info.items()}
+    return {"reward": _bounded(fields["reward"], "reward"), "failed": failed, "info": numbers}
 
 
 def _float(value: Any, name: str) -> float:
@@ -145,9 +145,9 @@ def _float(value: Any, name: str) -> float:
     return float(value)
 
 
-def _finite(value: Any, name: str) -> float:
-    if type(value) is not float or not math.isfinite(value):
-        raise ValueError(f"{name} is {_shown(value)}, not a finite number")
+def _bounded(value: Any, name: str) -> float:
+    if type(value) is not float or not abs(value) <= MOST_REWARD:
+        raise ValueError(f"{name} is {_shown(value)}, not a number from {-MOST_REWARD:g} to {MOST_REWARD:g}")
     return value
 
 

@@ -40,7 +40,7 @@ from fp8core.environments.channel import (
 from fp8core.environments.loading import LoadedEnvironment, load_environment
 from fp8core.environments.process_bound import ProcessBound, ask_before_processes
 from fp8core.environments.protocol import Action, Environment, Outcome, Task, Turn
-from fp8core.errors import UserError, first_line
+from fp8core.errors import UserError, described_error
 from fp8core.rewards.child import CPU_SIGNAL
 from fp8core.rewards.supervisor import (
     become_subreaper,
@@ -223,7 +223,8 @@ class _EpisodeProcess:
                     raise UserError(f"it makes {type(made).__name__}, which has no method {name}")
             made.close()
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the pool says what was raised
-            self.say({"failed": str(error) if isinstance(error, UserError) else described_error(error)})
+            said = str(error) if isinstance(error, UserError) else described_error(error, self._loaded.file)
+            self.say({"failed": said})
         else:
             self.say({"constructed": True})
 
@@ -245,7 +246,7 @@ class _EpisodeProcess:
             if isinstance(reply, Outcome) and self._environment is not None:
                 self._environment.close()
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the outcome says what was raised
-            reply = Outcome("crashed", detail=described_error(error)[:DETAIL_CHARACTERS])
+            reply = Outcome("crashed", detail=described_error(error, self._loaded.file)[:DETAIL_CHARACTERS])
             message = reply_message(reply)
         signal.setitimer(signal.ITIMER_PROF, 0)
         self.say({"seconds": time.perf_counter() - began, **message})
@@ -262,11 +263,6 @@ class _EpisodeProcess:
         """At the end of which the kernel ends this process, in a function of C too."""
         signal.signal(CPU_SIGNAL, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_PROF, self._limits.cpu_seconds)
-
-
-def described_error(error: BaseException) -> str:
-    """An exception in a line."""
-    return f"{type(error).__name__}: {first_line(error)}"
 
 
 def _seed(seed: int) -> None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from fp8core.environments.protocol import Environment
 from fp8core.errors import UserError
-from fp8core.rewards.scorer import user_attribute
+from fp8core.rewards.scorer import file_of, user_attribute
 
 SHIPPED = {"calculator": "Calculator", "guess": "Guess", "python": "Python"}
 """Names and their classes in fp8core/environments/shipped.py."""
@@ -22,10 +22,14 @@ _METHODS = {"start": ("task",), "step": ("action",), "close": ()}
 
 
 class LoadedEnvironment(NamedTuple):
-    """A maker of the environment of an episode; records get its name and the digest of its source."""
+    """A maker of the environment of an episode; records get its name and the digest of its source.
+
+    `file` is that of a user's class, for errors.
+    """
 
     create: Callable[[], Environment]
     description: dict[str, str]
+    file: str | None
 
 
 def load_environment(name: str, options: Mapping[str, Any]) -> LoadedEnvironment:
@@ -49,7 +53,8 @@ def load_environment(name: str, options: Mapping[str, Any]) -> LoadedEnvironment
     if prepare is not None:
         create, more = prepare(**options)
         digest = hashlib.sha256(f"{digest} {more}".encode()).hexdigest()
-    return LoadedEnvironment(create, {"environment": name, "source": digest})
+    file = None if name in SHIPPED else file_of(made)
+    return LoadedEnvironment(create, {"environment": name, "source": digest}, file)
 
 
 def _digest_of_shipped() -> str:

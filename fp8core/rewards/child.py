@@ -17,7 +17,7 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
-from fp8core.errors import UserError, first_line
+from fp8core.errors import UserError, described_error
 from fp8core.rewards.scorer import (
     RIGHT,
     Answer,
@@ -67,7 +67,7 @@ def _within(task: Mapping[str, Any], loaded: LoadedScorer, texts: list[str]) -> 
             signal.setitimer(signal.ITIMER_VIRTUAL, _INTERRUPTED_AT * cpu_seconds)
             signal.setitimer(signal.ITIMER_REAL, _INTERRUPTED_AT * timeout_seconds)
         try:
-            return _verdict(loaded.scorer, texts)
+            return _verdict(loaded.scorer, texts, loaded.file)
         finally:
             for timer in (signal.ITIMER_PROF, signal.ITIMER_VIRTUAL, signal.ITIMER_REAL):
                 signal.setitimer(timer, 0)
@@ -89,7 +89,7 @@ def _interrupt(number: int, _: object) -> None:
     raise _Interrupted(number)
 
 
-def _verdict(scorer: Scorer, texts: list[str]) -> Verdict:
+def _verdict(scorer: Scorer, texts: list[str], file: str | None) -> Verdict:
     try:
         if len(texts) == len(Answer._fields):
             return scorer.score(*texts)
@@ -98,7 +98,7 @@ def _verdict(scorer: Scorer, texts: list[str]) -> Verdict:
     except UserError as error:
         return unparsed(str(error))
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the verdict says what was raised
-        return crashed(f"{type(error).__name__}: {first_line(error)}")
+        return crashed(described_error(error, file))
 
 
 def _say(lines: Any, message: Mapping[str, Any] | list[Any]) -> None:

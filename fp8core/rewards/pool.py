@@ -19,7 +19,7 @@ from pydantic import JsonValue
 
 from fp8core.errors import UserError
 from fp8core.rewards.child import CPU_SIGNAL, DETAIL_CHARACTERS
-from fp8core.rewards.scorer import OUTCOMES, Answer, Verdict, crashed, timed_out
+from fp8core.rewards.scorer import MOST_REWARD, OUTCOMES, Answer, Verdict, crashed, timed_out
 from fp8core.rewards.supervised import FROM_OUTSIDE, Lines, SupervisedProcess, described
 
 _START_SECONDS = 120.0
@@ -272,7 +272,7 @@ def _verdict(line: bytes) -> Verdict | None:
         score, outcome, detail = json.loads(line)
     except (ValueError, TypeError, RecursionError):
         return None
-    if not isinstance(score, float) or not math.isfinite(score):
+    if not isinstance(score, float) or not abs(score) <= MOST_REWARD:
         return None
     if outcome not in OUTCOMES or not isinstance(detail, str):
         return None

@@ -8,7 +8,6 @@ import importlib
 import importlib.util
 import inspect
 import json
-import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
-from fp8core.errors import UserError, first_line
+from fp8core.errors import UserError, described_error
 
 Outcome = Literal["right", "wrong", "unparsed", "timeout", "crashed"]
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
@@ -57,6 +56,8 @@ class Verdict:
 
 
 RIGHT = Verdict(1.0, "right", "")
+MOST_REWARD = 1e9
+"""The largest in absolute value: squares of advantages stay within FP32."""
 
 
 def wrong(detail: str) -> Verdict:
@@ -132,12 +133,12 @@ class FunctionScorer:
                 raise ValueError(
                     f"the verifier returned the outcome {returned.outcome!r}; there are: {', '.join(OUTCOMES)}"
                 )
-            return Verdict(_refuse_infinite(float(returned.score)), returned.outcome, str(returned.detail))
+            return Verdict(_bounded(float(returned.score)), returned.outcome, str(returned.detail))
         if returned is None:
             return unparsed("no answer found")
         if not isinstance(returned, int | float):
             raise TypeError(f"the verifier returned {type(returned).__name__}, not a number, None or a Verdict")
-        value = _refuse_infinite(float(returned))
+        value = _bounded(float(returned))
         if value == RIGHT.score:
             return RIGHT
         return Verdict(value, "right" if value > RIGHT.score else "wrong", f"reward {value:g}")
@@ -153,6 +154,8 @@ class LoadedScorer(NamedTuple):
     description: dict[str, str]
     interruptible: bool
     """Whether an exception may be raised wherever it is, so that its process need not be ended and started anew."""
+    file: str | None = None
+    """That of a user's function, for errors."""
 
 
 def load_scorer(name: str, options: Mapping[str, Any], columns: bool) -> LoadedScorer:
@@ -165,7 +168,8 @@ def load_scorer(name: str, options: Mapping[str, Any], columns: bool) -> LoadedS
         return _math_scorer()
     function, digest = user_attribute(name, "function")
     _refuse_signature(function, options, columns)
-    return LoadedScorer(FunctionScorer(function, options), {"verifier": name, "source": digest}, interruptible=False)
+    described = {"verifier": name, "source": digest}
+    return LoadedScorer(FunctionScorer(function, options), described, interruptible=False, file=file_of(function))
 
 
 def user_attribute(name: str, kind: str) -> tuple[Callable[..., Any], str]:
@@ -181,7 +185,7 @@ def user_attribute(name: str, kind: str) -> tuple[Callable[..., Any], str]:
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        raise UserError(f"{place} cannot be imported: {type(error).__name__}: {first_line(error)}") from error
+        raise UserError(f"{place} cannot be imported: {described_error(error)}") from error
     found = getattr(module, attribute, None)
     if not callable(found):
         raise UserError(f"{place} has no {kind} {attribute}")
@@ -189,6 +193,11 @@ def user_attribute(name: str, kind: str) -> tuple[Callable[..., Any], str]:
     if source is None:
         raise UserError(f"{place} is a folder, not a module")
     return found, hashlib.sha256(Path(source).read_bytes()).hexdigest()
+
+
+def file_of(found: Callable[..., Any]) -> str | None:
+    """The file that defines what `user_attribute` has found."""
+    return getattr(sys.modules.get(getattr(found, "__module__", "")), "__file__", None)
 
 
 def _refuse_signature(function: Callable[..., object], options: Mapping[str, Any], columns: bool) -> None:
@@ -239,7 +248,7 @@ def _module_of_file(path: Path) -> ModuleType:
     return module
 
 
-def _refuse_infinite(value: float) -> float:
-    if not math.isfinite(value):
-        raise ValueError(f"the verifier returned {value}; rewards must be finite")
+def _bounded(value: float) -> float:
+    if not abs(value) <= MOST_REWARD:
+        raise ValueError(f"the verifier returned {value:g}; rewards are from {-MOST_REWARD:g} to {MOST_REWARD:g}")
     return value

@@ -182,7 +182,10 @@ ESTIMATORS: dict[str, Estimator] = {
 
 @dataclass(frozen=True)
 class TurnReward:
-    """A turn of an episode: row and number, its tokens `begin` to `end`, and its own reward."""
+    """A turn of an episode: row and number, its tokens `begin` to `end`, and its own reward.
+
+    Number 0 is what the environment began with: it has no tokens of the policy, and may have a reward.
+    """
 
     row: int
     turn: int
@@ -207,11 +210,13 @@ def turn_advantages(scores: Scores, turns: Sequence[TurnReward], estimator: Esti
     spent = torch.zeros_like(scores.rewards)
     returns, columns = list[Tensor](), torch.arange(scores.mask.shape[1])
     for turn in turns:
-        returns.append(scores.rewards[turn.row] - spent[turn.row])
+        if turn.turn:
+            returns.append(scores.rewards[turn.row] - spent[turn.row])
         spent[turn.row] += turn.reward
-    rows = torch.tensor([turn.row for turn in turns])
-    begin, end = (torch.tensor([getattr(turn, name) for turn in turns])[:, None] for name in ("begin", "end"))
-    numbers = torch.tensor([turn.turn for turn in turns])
+    spoken = [turn for turn in turns if turn.turn]
+    rows = torch.tensor([turn.row for turn in spoken])
+    begin, end = (torch.tensor([getattr(turn, name) for turn in spoken])[:, None] for name in ("begin", "end"))
+    numbers = torch.tensor([turn.turn for turn in spoken])
     mask = scores.mask[rows] & (columns >= begin) & (columns < end)
     groups = scores.groups[rows] * (int(numbers.max()) + 1) + numbers
     by_turn = estimator(Scores(rewards=torch.stack(returns), groups=groups, keep=scores.keep[rows], mask=mask), epsilon)

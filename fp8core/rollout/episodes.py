@@ -110,6 +110,7 @@ class Episode:
         completion: all of it as one row; of what the policy wrote no token is missing, and none was encoded again.
         prompt: its token ids: the environment's first messages, or the group's where it said none.
         opening: these messages and the tools, JSON as of `opening_json`; empty where there is no environment.
+        began: the environment's first answer, for its numbers; None without an environment.
         opening_seconds: that the environment took to begin.
         turns: in order.
         outcome: the environment's; `unparsed` where a budget ended the episode, of which `completion.finish` has the
@@ -126,11 +127,16 @@ class Episode:
     outcome: str
     reward: float
     detail: str
+    began: Turn | Outcome | None = None
     opening_seconds: float = field(default=0.0, compare=False)
 
 
 def run_episodes(
-    engine: RolloutEngine, groups: Sequence[PromptGroup], sampling: Sampling, multi_turn: MultiTurn | None = None
+    engine: RolloutEngine,
+    groups: Sequence[PromptGroup],
+    sampling: Sampling,
+    multi_turn: MultiTurn | None = None,
+    together: int = 1,
 ) -> Iterator[list[Episode]]:
     """Play all episodes at once; each yield holds whole groups as they finish, in order of group and sample.
 
@@ -139,6 +145,8 @@ def run_episodes(
         groups: each prompt is that of episodes whose environment never begins, and of all where there is none.
         sampling: `max_new_tokens` limits a whole episode, observations included.
         multi_turn: None: each completion is an episode of one turn, whose outcome is `judge`.
+        together: steps of the engine between those in which turns enter, while others are in flight. A step that reads
+            prompts is slower than one that decodes, so few of them read what many would.
 
     Raises:
         UserError: the chat template rewrites what was before (`environments.chat`), or the engine refuses a request.
@@ -160,8 +168,8 @@ def run_episodes(
     try:
         for key in open_:
             pool.begin(key, _NO_TASK if multi_turn is None else multi_turn.tasks[key])
+        asked, steps = list[_Open](), together
         while open_:
-            asked = list[_Open]()
             for key, reply, seconds in sorted(pool.replies(not session.busy), key=lambda answer: answer[0]):
                 episode = open_[key].hear(reply, seconds)
                 if episode is None:
@@ -170,8 +178,10 @@ def run_episodes(
                 del open_[key]
                 pool.end(key)
                 finished[key[0]].append(episode)
-            if asked:
+            if asked and (steps >= together or not session.busy):
                 session.add(_requests(asked))
+                asked, steps = [], 0
+            steps += 1
             for whole in [finished.pop(group) for group in [*finished] if len(finished[group]) == sizes[group]]:
                 yield sorted(whole, key=lambda episode: episode.completion.sample)
             for completion in session.step() if session.busy else []:
@@ -195,6 +205,7 @@ class _Open:
         self._newest: Completion | None = None
         self._action, self._turns = Action(""), list[TurnRecord]()
         self._opening, self._opening_seconds, self._reward = "", 0.0, 0.0
+        self._began: Turn | Outcome | None = None
 
     @property
     def turn_tokens(self) -> int | None:
@@ -227,7 +238,7 @@ class _Open:
     def _begin(self, reply: Turn | Outcome, seconds: float) -> Episode | None:
         if self._multi_turn is None:
             return None
-        self._opening_seconds = seconds
+        self._began, self._opening_seconds = reply, seconds
         if isinstance(reply, Outcome):
             return self._over("stop", reply.outcome, reply.detail)
         self._opening = opening_json(reply)
@@ -307,6 +318,7 @@ class _Open:
             outcome,
             self._reward,
             detail,
+            self._began,
             self._opening_seconds,
         )
 

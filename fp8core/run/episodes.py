@@ -176,9 +176,10 @@ def completion_text(completion: Completion, tokenizer: Tokenizer, stop_strings: 
 
 def turn_rows(episode: Episode, tokenizer: Tokenizer) -> list[dict[str, Any]]:
     """The rows of kind `turns` of an episode, without group and sample: what the environment began with, then turns."""
+    began = Turn(()) if episode.began is None else episode.began
     opening: dict[str, Any] = {
         **{"turn": 0, "begin": 0, "end": 0, "observation_end": 0, "text": "", "calls": "", "malformed": ""},
-        **{"said": episode.opening, "failed": 0, "reward": 0.0, "info": ""},
+        **{"said": episode.opening, "failed": began.failed, "reward": began.reward, "info": _info_json(began.info)},
     }
     rows = [opening]
     for number, turn in enumerate(episode.turns, start=1):
@@ -187,7 +188,7 @@ def turn_rows(episode: Episode, tokenizer: Tokenizer) -> list[dict[str, Any]]:
                 **{"turn": number, "begin": turn.begin, "end": turn.end, "observation_end": turn.observation_end},
                 **{"text": _said_by_policy(episode.completion.tokens[turn.begin : turn.end], tokenizer)},
                 **{"calls": turn.calls, "malformed": turn.malformed, "said": turn.said, "failed": turn.failed},
-                **{"reward": turn.reward, "info": json.dumps(dict(turn.info), sort_keys=True) if turn.info else ""},
+                **{"reward": turn.reward, "info": _info_json(turn.info)},
             }
         )
     for row in rows:
@@ -197,6 +198,10 @@ def turn_rows(episode: Episode, tokenizer: Tokenizer) -> list[dict[str, Any]]:
         # The policy never spoke: a token stands for what it would have written.
         rows[-1]["observation_end"] = len(episode.completion.tokens)
     return rows
+
+
+def _info_json(info: Mapping[str, float]) -> str:
+    return json.dumps(dict(info), sort_keys=True) if info else ""
 
 
 def _said_by_policy(tokens: Sequence[int], tokenizer: Tokenizer) -> str:
@@ -254,12 +259,11 @@ class RecordedPool:
 
 def _reply(row: Mapping[str, Any]) -> Turn | EnvironmentOutcome:
     """The answer in a row of kind `turns`; what a budget ended was answered with a turn."""
-    if not row["turn"] and row["said"]:
-        return opening_of(row["said"])
     info = json.loads(row["info"] or "{}")
-    if row["said"]:
-        return Turn(said_of(row["said"]), reward=row["reward"], failed=row["failed"], info=info)
-    return EnvironmentOutcome(row["outcome"], row["reward"], row["failed"], row["detail"], info)
+    if not row["said"]:
+        return EnvironmentOutcome(row["outcome"], row["reward"], row["failed"], row["detail"], info)
+    told = opening_of(row["said"]) if not row["turn"] else Turn(said_of(row["said"]))
+    return replace(told, reward=row["reward"], failed=row["failed"], info=info)
 
 
 class Ending(NamedTuple):

@@ -7,6 +7,8 @@ more. Where files are whole none of this happens.
 
 from collections.abc import Callable, Mapping
 
+from pydantic import JsonValue
+
 from fp8core.config.steps import PlannedStep, import_step
 from fp8core.errors import StoredFileError
 from fp8core.report.summary import STEP
@@ -33,7 +35,8 @@ def restore(run: RunContext) -> int:
     """
     last = run.directory.ledger.last_step()
     assert last is not None, "step 0 is committed before anything is restored"
-    stored_manifest(run, last)  # The next manifest names this one.
+    # The next manifest names this one.
+    _tell_edited(run, last, stored_manifest(run, last).record.executed)
     load_state(run, last)
     begun = run.ready_trainer().version
     run.directory.ledger.refuse_gap(begun, last)
@@ -48,6 +51,15 @@ def restore(run: RunContext) -> int:
     else:
         rewind_with_engine(run, version)
     return run.ready_trainer().version - begun
+
+
+def _tell_edited(run: RunContext, last: int, executed: Mapping[str, JsonValue]) -> None:
+    """Say what of the user's code is another than the last committed step had, by the description of that."""
+    now: dict[str, JsonValue] = {"environment": {**run.environment_description}, "reward": run.verifier.describe()}
+    named = {"environment": "environment.name", "reward": "reward.verifier"}
+    for part, described in now.items():
+        if executed.get(part, {}) != described:
+            run.console.note(f"{named[part]}: its code or libraries are others than at step {last}")
 
 
 def _generates(run: RunContext, index: int) -> bool:

@@ -29,7 +29,8 @@ from fp8core.run.episodes import (
     turn_rows,
     turns_table,
 )
-from fp8core.store.artifacts import Ref
+from fp8core.store.artifacts import Ref, RolloutShards
+from fp8core.store.ledger import START
 from fp8core.store.schemas import HELDOUT_SAMPLES, SAMPLE_CHARACTERS
 from fp8core.store.tables import PROMPTS, PROMPTS_WITH_COLUMNS, PROMPTS_WITH_MESSAGES, ROLLOUTS
 
@@ -143,20 +144,33 @@ def tell_failures(run: RunContext, what: str, verdicts: Sequence[Verdict]) -> No
 def tell_unspoken(run: RunContext, what: str, turns: pa.Table) -> None:
     """Say how many episodes ended before the policy's first turn, and how the first of them did.
 
-    `turns`: of kind `turns`. Raises UserError: all of them did.
+    `turns`: of kind `turns`. Raises UserError: all of them did, or the environment failed in all.
     """
-    openings = turns.filter(pc.equal(turns["turn"], 0))
-    ended = openings.filter(pc.not_equal(openings["outcome"], "")).select(["outcome", "detail"]).to_pylist()
-    if not ended:
-        return
+    ended = turns.filter(pc.not_equal(turns["outcome"], "")).select(["turn", "outcome", "detail"]).to_pylist()
+    unspoken = [row for row in ended if not row["turn"]]
+    failed = [row for row in ended if row["outcome"] in _FAILURES]
     environment = run.config.environment
     assert environment is not None, "without one the policy speaks"
-    how = f"{ended[0]['outcome']}: {ended[0]['detail']}".removesuffix(": ")
-    number = f"all {len(ended)}" if len(ended) == len(openings) else f"{len(ended)} of {len(openings)}"
-    text = f"{number} episodes ended before the policy's first turn, the first of them as {how}"
-    if len(ended) == len(openings):
-        raise UserError(f"environment.name={environment.name}: {text}")
-    run.console.note(f"{what}: {text}")
+    for which, where in ((unspoken, "ended before the policy's first turn"), (failed, "ended in the environment")):
+        if not which or (which is failed and len(failed) < len(ended)):
+            continue
+        how = f"{which[0]['outcome']}: {which[0]['detail']}".removesuffix(": ")
+        number = f"all {len(ended)}" if len(which) == len(ended) else f"{len(which)} of {len(ended)}"
+        text = f"{number} episodes {where}, the first of them as {how}"
+        if len(which) == len(ended):
+            raise UserError(f"environment.name={environment.name}: {text}")
+        run.console.note(f"{what}: {text}")
+
+
+def check_episodes(run: RunContext, index: int, turns: pa.Table) -> None:
+    """As `tell_unspoken` for the episodes of a step, which a run that goes on plays again where it raises."""
+    if not len(turns):
+        return
+    try:
+        tell_unspoken(run, "rollouts", turns)
+    except UserError:
+        RolloutShards(shard_folder(run, index)).clear()
+        raise
 
 
 def judges(config: RunConfig) -> str:
@@ -236,7 +250,11 @@ def heldout_accuracy(
     sampling = Sampling(0.0, run.config.rollout.max_new_tokens, run.tokenizer.eos_ids)
     groups = [
         PromptGroup(
-            group=row["group"], prompt_id=row["prompt_id"], prompt=tuple(row["tokens"]), samples=(0,), seeds=(0,)
+            group=row["group"],
+            prompt_id=row["prompt_id"],
+            prompt=tuple(row["tokens"]),
+            samples=(0,),
+            seeds=(sample_seed(run.config.seed, START, row["group"], 0),),
         )
         for row in asked
     ]
@@ -244,10 +262,10 @@ def heldout_accuracy(
     played = play(engine, groups, sampling, run.config, run.tokenizer, asked, longest, pool)
     episodes = sorted((one for batch in played for one in batch), key=lambda one: one.completion.group)
     endings = [ending_of(one, run.config, run.tokenizer) for one in episodes]
-    verdicts = [found.verdict for found in score(run.verifier.main, asked, endings)]
-    tell_failures(run, "held-out prompts", verdicts)
     if run.config.environment is not None:
         tell_unspoken(run, "held-out prompts", turns_table(episodes, run.tokenizer))
+    verdicts = [found.verdict for found in score(run.verifier.main, asked, endings)]
+    tell_failures(run, "held-out prompts", verdicts)
     outcomes = Counter(verdict.outcome for verdict in verdicts)
     completions = [one.completion for one in episodes]
     content = {

@@ -1,6 +1,7 @@
 """Runs whose policy speaks with an environment: exact, resumable in mid-episode, replayed from recorded answers."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from flows.cli import main
 from fp8core.errors import UserError
 from fp8core.report.pages import report_html
 from fp8core.report.run_data import read_run
+from fp8core.rollout.engine import sample_seed
 from fp8core.store.tables import refuse_other_turns
 
 DIGITS = (Path(__file__).parents[1] / "parts" / "digits_environment.py").read_text()
@@ -151,16 +153,71 @@ def test_an_environment_whose_words_have_no_tokens_is_refused_before_a_step(loop
         loop_run("no words", **settings)
 
 
-def test_a_step_without_a_turn_of_the_policy_plays_its_episodes_again(loop_run, tmp_path):
-    place = tmp_path / "shy.py"
-    # Held-out prompts are asked with the seed 0.
-    shy = 'if task.seed: return Outcome("wrong", detail="no")\n        self._question = task.question'
-    place.write_text(DIGITS.replace("self._question = task.question", shy))
-    mute = {"environment": {"name": f"{place}:Digits"}, "rollout.max_new_tokens": 32, "runs": str(tmp_path), "steps": 1}
-    said = r"all \d+ episodes ended before the policy's first turn, the first of them as wrong: no"
-    with pytest.raises(UserError, match=rf"step 1, task rollout: environment\.name=.*shy\.py:Digits: {said}"):
-        loop_run("shy", **mute)
+SPOILED = {
+    "start": ('return Outcome("wrong", detail="no")', "before the policy's first turn, the first of them as wrong: no"),
+    "step": (
+        'raise ValueError("a bug")',
+        r"in the environment, the first of them as crashed: ValueError: a bug .shy.py",
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", ["synchronous", "one_step_off"])
+@pytest.mark.parametrize("method", SPOILED)
+def test_a_step_whose_episodes_all_fail_plays_them_again_once_they_do_not(method, mode, loop_run, talked, tmp_path):
+    place, broken, settings = tmp_path / "shy.py", tmp_path / "broken", {"rollout.max_new_tokens": 32, "steps": 2}
+    # The stream's second batch is played beside the first update.
+    batch = 2 if mode == "one_step_off" else 1
+    seeds = [sample_seed(0, batch, group, sample) for group in range(32) for sample in range(8)]
+    wrong, said = SPOILED[method]
+    spoil = f"if pathlib.Path({str(broken)!r}).exists() and self._seed in {seeds}: {wrong}\n        "
+    text = DIGITS.replace(
+        "self._question = task.question", "self._seed = task.seed\n        self._question = task.question"
+    )
+    before = 'return Turn((Said("user", task' if method == "start" else "said, self._next ="
+    place.write_text("import pathlib\n" + text.replace(before, spoil + before))
+    broken.touch()
+    settings |= {"environment": {"name": f"{place}:Digits", "max_turns": 12, "turn_tokens": 3}, "pipeline.mode": mode}
+    task = "ahead" if mode == "one_step_off" else "rollout"
+    with pytest.raises(
+        UserError, match=rf"step 1, task {task}: environment\.name=.*shy\.py:Digits: all \d+ episodes ended {said}"
+    ):
+        loop_run("shy", **settings, runs=str(tmp_path))
     assert not list((tmp_path / "shy" / "shards").rglob("*.parquet")), "a resume would not play them again"
+    broken.unlink()
+    mended = type(talked)(tmp_path / "shy")
+    mended.resume()
+    assert len(mended.records) == 3
+
+
+def test_what_an_environment_begins_with_is_stored(talked):
+    turns = talked.store.get_table(talked.ledger.artifacts(1)["turns"]).to_pylist()
+    assert {(row["reward"], row["info"]) for row in turns if not row["turn"]} == {(0.0625, '{"began": 1.0}')}
+    assert metrics_of(talked, 1)["environment/info_began"] == 1
+
+
+def test_episodes_have_seeds_of_their_own_when_held_out(loop_run, tmp_path):
+    """An environment that draws its problem would else ask all held-out episodes the same."""
+    place = tmp_path / "drawn.py"
+    place.write_text(DIGITS.replace('"began": 1', '"began": task.seed % 1000'))
+    settings = {"environment": {"name": f"{place}:Digits"}, "rollout.max_new_tokens": 32, "steps": 1}
+    run = loop_run("drawn", **settings)
+    turns = run.store.get_table(run.ledger.artifacts(0)["heldout_turns"]).to_pylist()
+    drawn = [row["info"] for row in turns if not row["turn"]]
+    assert len({*drawn}) > len(drawn) // 2
+
+
+def test_an_edited_environment_is_told_when_a_run_goes_on(talked, place, tmp_path):
+    shutil.copytree(talked.folder.parent, tmp_path / "loop")
+    copy, text = type(talked)(tmp_path / "loop" / "talked"), place.read_text()
+    place.write_text(f"{text}\n# edited\n")
+    try:
+        copy.resume(steps=3)
+        assert "environment.name: its code or libraries are others than at step 2" in copy.said
+        copy.resume(steps=4)
+        assert "environment.name" not in copy.said
+    finally:
+        place.write_text(text)
 
 
 LIFE = """

@@ -9,7 +9,7 @@ class Digits:
 
     def start(self, task):
         self._question = task.question
-        return Turn((Said("user", task.question),))
+        return Turn((Said("user", task.question),), reward=0.0625, info={"began": 1})
 
     def step(self, action):
         said, self._next = self._next, self._next + len(action.text) % 3

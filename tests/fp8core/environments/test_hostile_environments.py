@@ -104,7 +104,8 @@ def ask(pool: EnvironmentPool, *texts: str) -> Turn | Outcome:
         ("give Turn((Said('user', 'x' * 10**6),))", "ValueError: a reply of 1,000,"),
         ("give Turn((Said('user', 'x'),), tools=(Tool('a', 'b', {}),))", "ValueError: tools are told at the start"),
         ("give Turn((Said('user', 'x'),), tools=(Tool('a', 'b', DEEP),))", "ValueError: nested too deeply"),
-        ("give Turn((Said('user', 'x'),), reward=float('nan'))", "ValueError: reward is nan, not a finite number"),
+        ("give Turn((Said('user', 'x'),), reward=float('nan'))", "ValueError: reward is nan, not a number from"),
+        ("give Turn((Said('user', 'x'),), reward=1e30)", "ValueError: reward is 1e+30, not a number from -1e+09 to 1e"),
         ("give Turn((Said('user', 'x'),), reward='1')", "TypeError: reward is '1', not a number"),
         ("give Turn((Said('user', 'x'),), reward=10**400)", "OverflowError: int too large to convert to float"),
         ("give Turn((Said('user', 'x'),), failed=-1)", "ValueError: failed is int, not a count"),
@@ -113,7 +114,7 @@ def ask(pool: EnvironmentPool, *texts: str) -> Turn | Outcome:
         ("give Turn((Said('user', 'x'),), info={'a': DEEP})", "TypeError: info['a'] is dict, not a number"),
         ("give Turn((Said('user', 'x'),), info={f'a{n}': n for n in range(99)})", "ValueError: info is no object of"),
         ("give Outcome('fine')", "ValueError: outcome is 'fine'; there are: judge, right"),
-        ("give Outcome('right', float('-inf'))", "ValueError: reward is -inf, not a finite number"),
+        ("give Outcome('right', float('-inf'))", "ValueError: reward is -inf, not a number from -1e+09 to 1e+09"),
         ("give Outcome('right', detail=3)", "ValueError: detail is int, not a text"),
         ("at_close raise late|give Outcome('right', 1)", "ValueError: no good: late"),
         ("at_close exit|give Outcome('right', 1)", "its process ended (exit code 3)"),
@@ -143,7 +144,7 @@ def test_a_start_is_bounded_too(impatient: EnvironmentPool) -> None:
     impatient.begin(EPISODE, Task("sleep", "", 0))
     assert reply(impatient, EPISODE) == Outcome("timeout", detail="no reply after 0.4 s")
     impatient.begin(EPISODE, Task("raise early", "", 0))
-    assert reply(impatient, EPISODE) == Outcome("crashed", detail="ValueError: no good: early")
+    assert reply(impatient, EPISODE) == Outcome("crashed", detail="ValueError: no good: early (hostile.py:45)")
 
 
 def test_what_it_prints_goes_nowhere(pool: EnvironmentPool) -> None:

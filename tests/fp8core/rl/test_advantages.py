@@ -96,7 +96,10 @@ def test_each_estimator_equals_an_independent_loop(name, rows):
 
 EPISODES = st.lists(
     st.tuples(
-        st.integers(0, 2), st.booleans(), st.lists(st.tuples(REWARDS, st.integers(0, 3)), min_size=1, max_size=4)
+        st.integers(0, 2),
+        st.booleans(),
+        REWARDS,
+        st.lists(st.tuples(REWARDS, st.integers(0, 3)), min_size=1, max_size=4),
     ),
     min_size=1,
     max_size=10,
@@ -107,24 +110,26 @@ EPISODES = st.lists(
 @settings(max_examples=40)
 @given(episodes=EPISODES)
 def test_a_turn_is_compared_with_those_of_its_number(name, episodes):
-    """By what follows it; two tokens of observation after each turn get nothing."""
-    groups, keep, turns = zip(*episodes, strict=True)
+    """By what follows it; two tokens of observation after each turn get nothing, nor does the first answer count."""
+    groups, keep, first, turns = zip(*episodes, strict=True)
     spans, ends = [], []
     for row, of_row in enumerate(turns):
         begin = 0
-        for number, (reward, length) in enumerate(of_row):
+        spans.append(TurnReward(row, 0, 0, 0, first[row]))
+        for number, (reward, length) in enumerate(of_row, start=1):
             spans.append(TurnReward(row, number, begin, begin + length, reward))
             begin += length + 2
         ends.append(begin)
     mask = torch.zeros(len(episodes), max(ends), dtype=torch.bool)
     expected = torch.zeros(mask.shape, dtype=torch.float64)
-    for span in spans:
+    for span in filter(lambda span: span.turn, spans):
         mask[span.row, span.begin : span.end] = True
-        mates = [i for i, of_row in enumerate(turns) if groups[i] == groups[span.row] and len(of_row) > span.turn]
-        following = [math.fsum(reward for reward, _ in turns[i][span.turn :]) for i in mates]
+        mates = [i for i, of_row in enumerate(turns) if groups[i] == groups[span.row] and len(of_row) >= span.turn]
+        following = [math.fsum(reward for reward, _ in turns[i][span.turn - 1 :]) for i in mates]
         advantages = slow(BY_NAME[name], following, [0] * len(mates), [keep[i] for i in mates])
         expected[span.row, span.begin : span.end] = advantages[mates.index(span.row)]
-    rewards = torch.tensor([math.fsum(reward for reward, _ in of_row) for of_row in turns], dtype=torch.float64)
+    whole = [math.fsum([first[row], *(reward for reward, _ in of_row)]) for row, of_row in enumerate(turns)]
+    rewards = torch.tensor(whole, dtype=torch.float64)
     scores = Scores(rewards=rewards, groups=torch.tensor(groups), keep=torch.tensor(keep), mask=mask)
     found = turn_advantages(scores, spans, CONFIGURED[name], EPSILON)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-8)
