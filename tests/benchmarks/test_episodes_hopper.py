@@ -33,6 +33,7 @@ def test_episodes_are_as_long_as_they_are_said_to_be(latest, together):
     assert [len(episode.prompt) for episode in episodes] == [8] * 3
     assert [sum(episode.completion.written) for episode in episodes] == [2 * TURN] * 3
     assert differing(trainer, SimpleNamespace(scales=scales), episodes) == {"tokens": 6 * TURN, "differing": 0}
-    row = episode_row(episodes, 2.0, latest, {"tokens_per_s": 300.0})
+    row = episode_row(episodes, 2.0, latest, 300.0, 150.0)
     assert (row["tokens"], row["row_tokens"]) == (6 * TURN, 6 * TURN + 3 * OBSERVATION)
     assert row["share_of_single_turn"] == pytest.approx(3 * TURN / 300, abs=1e-4)
+    assert row["share_of_equal_work"] == pytest.approx(3 * TURN / 150, abs=1e-4)

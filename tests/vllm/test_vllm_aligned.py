@@ -118,14 +118,15 @@ def builder(vllm_cpu):
     return AlignedBuilder(None, ["layer"], config, torch.device("cpu"))
 
 
-def step(lengths, starts):
-    """As vLLM describes one."""
+def step(lengths, starts, *, known=None):
+    """As vLLM describes one; `known`: lengths that the host has."""
     starts = torch.tensor(starts, dtype=torch.int32)
     return SimpleNamespace(
         block_table_tensor=torch.zeros(len(lengths), 4, dtype=torch.int32),
         query_start_loc=starts,
         query_start_loc_cpu=starts,
         seq_lens=torch.tensor(lengths, dtype=torch.int32),
+        seq_lens_cpu_upper_bound=None if known is None else torch.tensor(known, dtype=torch.int32),
         max_query_len=int(starts.diff().max()),
         num_actual_tokens=int(starts[-1]),
     )
@@ -143,9 +144,10 @@ def test_a_decode_step_reads_what_stays_where_it_is(builder):
     assert [a.data_ptr() for a in queries] == [b.data_ptr() for b in again]
 
 
-def test_a_step_with_prompts_has_work_for_them_and_queries_for_the_others(builder):
+@pytest.mark.parametrize(("lengths", "known"), [([9, 3, 1, 40], None), ([0, 0, 0, 0], [9, 3, 1, 40])])
+def test_a_step_with_prompts_has_work_for_them_and_queries_for_the_others(builder, lengths, known):
     """Of four requests the second and the last have more than one new token, the last after a cached prefix."""
-    given = step([9, 3, 1, 40], [0, 1, 4, 5, 15])
+    given = step(lengths, [0, 1, 4, 5, 15], known=known)
     built = builder.build(0, given)
     assert built.decodes.starts is given.query_start_loc
     (batch,) = built.prompts

@@ -90,9 +90,12 @@ class AlignedBuilder(AttentionMetadataBuilder[StepQueries]):
             starts = _ascending(self.device, self._largest + 1)[: len(step.seq_lens) + 1]
             return StepQueries(Queries(step.block_table_tensor, starts, step.seq_lens), [])
         starts = step.query_start_loc_cpu.tolist()
+        # The host knows the lengths, but with vLLM's first runner; a read from the device waits for the step before.
+        known = step.seq_lens_cpu_upper_bound
+        lengths = (step.seq_lens if known is None else known).tolist()
         spans = [
             Span(start, end - start if end - start > 1 else 0, keys)
-            for start, end, keys in zip(starts, starts[1:], step.seq_lens.tolist(), strict=False)
+            for start, end, keys in zip(starts, starts[1:], lengths, strict=False)
         ]
         prompts = batches(spans, self._group, self._longest, self.device)
         return StepQueries(Queries(step.block_table_tensor, step.query_start_loc, step.seq_lens), prompts)
