@@ -183,7 +183,7 @@ def python() -> Iterator[Interpreter]:
     [
         ("1+1", "2"),
         ("print('a')\nx = 3", "a"),
-        ("print('b', end='')\nx * 2", "b\n6"),
+        ("x = 3\nprint('b', end='')\nx * 2", "b\n6"),
         ("None", "(no output)"),
         ("", "(no output)"),
         ("object()", "<object object at 0x>"),
@@ -199,6 +199,11 @@ def test_code_prints_and_has_a_value(python: Interpreter, code: str, answer: str
     said, failed = python.run(code)
     assert not failed
     assert answer is None or said == answer
+
+
+def test_code_has_the_names_of_the_code_before_it(python: Interpreter) -> None:
+    assert python.run("kept = 3") == ("(no output)", False)
+    assert python.run("kept * 2") == ("6", False)
 
 
 @pytest.mark.parametrize(
