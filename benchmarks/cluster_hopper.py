@@ -12,7 +12,7 @@ equal.
 import argparse
 import json
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -79,7 +79,7 @@ def _measured(name: str, settings: Mapping[str, Any], options: argparse.Namespac
     flags = [*(f"{key}={value}" for key, value in whole.items()), f"run={run}", *options.overrides]
     row: Row = {"kind": "grpo_step", "model": "h200-small", "layers": 8, "case": name, "mode": "synchronous"}
     row |= {"precision": "fp8_linear_kv", "settings": dict(settings), "steps": options.steps}
-    row |= {"nodes": options.nodes if "cluster.address" in settings else 1}
+    row |= {"overrides": list(options.overrides), "nodes": options.nodes if "cluster.address" in settings else 1}
     log = out / "logs" / f"{run}.log"
     with log.open("wb") as output:
         ended = subprocess.run(
@@ -121,7 +121,7 @@ def step_table(rows: Sequence[Row]) -> str:
         header,
         (
             (
-                row["case"] if row["nodes"] == 1 else f"{row['case']}, on {row['nodes']} nodes",
+                ", ".join(_named(row)),
                 str(row["gpus"]),
                 *(f"{row['seconds'][part]:.3f}" for part in (*_PARTS, "tasks")),
                 f"{row['error_max']:.6g}",
@@ -132,6 +132,15 @@ def step_table(rows: Sequence[Row]) -> str:
             if "error" not in row
         ),
     )
+
+
+def _named(row: Row) -> Iterator[str]:
+    """Its case, and what is unlike in others of the same case."""
+    yield row["case"]
+    if row["nodes"] > 1:
+        yield f"on {row['nodes']} nodes"
+    # Rows of earlier runs have none.
+    yield from row.get("overrides", [])
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:

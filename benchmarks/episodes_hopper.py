@@ -35,7 +35,7 @@ from typing import Any
 import torch
 
 from benchmarks import vllm_hopper_cases as cases
-from benchmarks.harness import Row, RowFile
+from benchmarks.harness import Row, RowFile, table
 from benchmarks.vllm_hopper import prepare
 from fp8core.config.loss import LossConfig
 from fp8core.config.training import CorrectionConfig, TrainingConfig
@@ -179,6 +179,23 @@ def steps_row(steps: Sequence[tuple[int, float]]) -> Row:
         row[f"ms_{name}"] = round(1e3 * median(chosen), 2) if chosen else None
         row[f"ms_{name}_max"] = round(1e3 * max(chosen), 2) if chosen else None
     return row
+
+
+def episode_table(rows: Sequence[Row]) -> str:
+    """Single turns, then ten; one line a measurement of speed."""
+    lines = []
+    for row in rows:
+        if row["kind"] == "single_turn":
+            lines.append([f"one, {row['prompt']} + {row['generated']} tokens", "", "", row, "", ""])
+        elif row["kind"] == "episodes":
+            shares = [f"{row[name]:.2f}" for name in ("share_of_single_turn", "share_of_equal_work")]
+            late = f"up to {1000 * row['latest_answer_seconds']:.0f}"
+            lines.append([str(row["turns"]), str(row["together"]), late, row, *shares])
+    header = ("turns", "enter every", "answers, ms", "seconds", "tokens/s", "of rows as long", "of equal work")
+    return table(
+        header,
+        ((a, b, c, f"{row['seconds']:.1f}", f"{row['tokens_per_s']:,.0f}", *rest) for a, b, c, row, *rest in lines),
+    )
 
 
 def measure_exactness(rows: RowFile) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cluster_hopper import step_table
+from benchmarks.episodes_hopper import episode_table
 from benchmarks.harness import MODELS, PRECISIONS, Row, stored, table, write_rows
 from benchmarks.sglang_hopper import sglang_table
 
@@ -570,6 +571,12 @@ def recovery_table(rows: Sequence[Row]) -> str:
     )
 
 
+def _asynchronous_table() -> str:
+    from benchmarks.asynchronous_hopper import mode_table  # It reads tables of this module.
+
+    return mode_table(stored("asynchronous_hopper"))
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
     "engine": _engine_tables,
     "calibration": lambda: [calibration_table(stored("step_costs_hopper"))],
@@ -580,6 +587,8 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "parity": lambda: [parity_table(stored("parity_tiny")[0])],
     "recovery": lambda: [recovery_table(stored("recovery"))],
     "cluster": lambda: [step_table(stored("cluster_hopper"))],
+    "asynchronous": lambda: [_asynchronous_table()],
+    "episodes": lambda: [episode_table(stored("episodes_hopper"))],
     "sglang": lambda: [sglang_table(stored("sglang_hopper"))],
     "attention": lambda: [*attention_tables(stored("attention_forward"))],
 }

@@ -103,7 +103,7 @@ def ahead(run: RunContext, index: int, options: NoOptions, left: Ref, policy: Re
     written = _writer(run, index, source)
     chunks = run_ahead(opened, index - 1, _chunks(run, index), written, source.enter)
     written.complete(opened.rows)
-    # What is stored of the stream a run cannot play again.
+    # A run cannot play again those of a stored stream.
     check_episodes(run, index, _turns_of(opened.rows))
     return {
         "next_stream": store.put_table("stream", _table(run, opened.rows)),

@@ -130,7 +130,7 @@ def may_continue(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     if any(line.startswith("pipeline.mode: ") for line in found):
         # Another mode has other steps, which nobody has set.
         found = [line for line in found if not line.startswith(("pipeline.steps.", "pipeline.carries."))]
-    return found
+    return [f"{line} (a run may get more steps, not fewer)" if line.startswith("steps: ") else line for line in found]
 
 
 def _numeric(dump: Mapping[str, Any]) -> dict[str, Any]:

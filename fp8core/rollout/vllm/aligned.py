@@ -90,7 +90,7 @@ class AlignedBuilder(AttentionMetadataBuilder[StepQueries]):
             starts = _ascending(self.device, self._largest + 1)[: len(step.seq_lens) + 1]
             return StepQueries(Queries(step.block_table_tensor, starts, step.seq_lens), [])
         starts = step.query_start_loc_cpu.tolist()
-        # The host knows the lengths, but with vLLM's first runner; a read from the device waits for the step before.
+        # The host has the lengths, but with vLLM's first runner; a read from the device waits for the step before.
         known = step.seq_lens_cpu_upper_bound
         lengths = (step.seq_lens if known is None else known).tolist()
         spans = [

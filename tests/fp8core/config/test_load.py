@@ -383,7 +383,7 @@ def test_differences_show_key_and_both_values() -> None:
     [
         (["steps=10"], []),
         (["steps=11", "runs=moved"], []),
-        (["steps=9"], ["steps: 10 -> 9"]),
+        (["steps=9"], ["steps: 10 -> 9 (a run may get more steps, not fewer)"]),
         (["steps=11", "seed=1"], ["seed: 0 -> 1"]),
         (["steps=10", "pipeline.mode=asynchronous"], ['pipeline.mode: "synchronous" -> "asynchronous"']),
         (["steps=10", "tracking.experiment=other", "checkpoint.every=3", "artifacts.keep={last: 2}"], []),
