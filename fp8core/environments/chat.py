@@ -5,6 +5,8 @@ spoke, the other has the environment's answer too. The first must be a prefix of
 of the policy in both, so the template cannot read or rewrite its text. That text is never decoded and encoded again.
 Thoughts of earlier turns stay where they are, also where a template would leave them out.
 
+Where a template leaves tools out, the first message begins with them (`instructions`).
+
 Control tokens come from the template alone. A text of the environment is cut inside each one that it holds. Its parts
 are encoded one by one, and so it arrives as plain text.
 
@@ -16,7 +18,7 @@ from itertools import count
 from typing import Any
 
 from fp8core.environments.protocol import Action, Said, Tool, Turn
-from fp8core.environments.tool_calls import TOOL_CALLS
+from fp8core.environments.tool_calls import TOOL_CALLS, instructions
 from fp8core.errors import UserError
 from fp8core.models.tokenizer import Tokenizer
 
@@ -32,7 +34,7 @@ class Talk:
 
     def __init__(self, tokenizer: Tokenizer, tool_calls: str) -> None:
         """`tool_calls`: a key of `TOOL_CALLS`."""
-        self.tokenizer, self.parse = tokenizer, TOOL_CALLS[tool_calls]
+        self.tokenizer, self.parse, self.tool_calls = tokenizer, TOOL_CALLS[tool_calls], tool_calls
 
     def open(self, turn: Turn) -> "Conversation":
         """Begin a conversation with an environment's first turn.
@@ -56,6 +58,10 @@ class Conversation:
         # None: a turn of the policy.
         self._messages: list[Said | None] = [*turn.messages]
         if talk.tokenizer.has_template:
+            if turn.tools and self._leaves_tools_out():
+                (role, content), *others = turn.messages
+                told = instructions(talk.tool_calls, turn.tools)
+                self._messages = [Said(role, f"{told}\n\n{content}"), *others]
             cut, gap = self._marks()
             self.prompt = self._encoded(self._rendered(cut, gap).split(cut))
         else:
@@ -98,6 +104,11 @@ class Conversation:
         ended = last is not None and tokens and tokens[0] in tokenizer.eos_ids
         return tokens[1:] if ended else tokens
 
+    def _leaves_tools_out(self) -> bool:
+        """True if the chat template renders the conversation as if there were no tools."""
+        cut, gap = self._marks()
+        return self._rendered(cut, gap) == self._rendered(cut, gap, tools=())
+
     def _marks(self) -> tuple[str, str]:
         """A mark inside control tokens, and one for the policy's turns: neither is in a text of the environment."""
         texts = [said.content for said in self._messages if said is not None]
@@ -109,16 +120,25 @@ class Conversation:
                 return marks
         raise AssertionError("numbers have an end")
 
-    def _rendered(self, cut: str, gap: str, messages: Sequence[Said | None] | None = None) -> str:
-        """The conversation in the chat template; `messages`: another one."""
+    def _rendered(
+        self,
+        cut: str,
+        gap: str,
+        messages: Sequence[Said | None] | None = None,
+        tools: Sequence[Tool] | None = None,
+    ) -> str:
+        """The conversation in the chat template; `messages`, `tools`: others."""
         told = [
             {"role": "assistant", "content": gap}
             if said is None
             else {"role": said.role, "content": cut.join(self._plain_pieces(said.content))}
             for said in (self._messages if messages is None else messages)
         ]
-        tools = [{"type": "function", "function": self._cut(_function(tool), cut)} for tool in self._tools]
-        return self._talk.tokenizer.render(told, tools)
+        functions = [
+            {"type": "function", "function": self._cut(_function(tool), cut)}
+            for tool in (self._tools if tools is None else tools)
+        ]
+        return self._talk.tokenizer.render(told, functions)
 
     def _cut(self, value: Any, cut: str) -> Any:
         """JSON whose strings are cut inside control tokens."""

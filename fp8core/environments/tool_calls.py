@@ -101,6 +101,26 @@ def parse_plain(text: str, tools: Sequence[Tool]) -> Parsed:
 
 
 TOOL_CALLS: dict[str, Parser] = {"qwen": parse_qwen, "llama3": parse_llama3, "plain": parse_plain}
+_WRITTEN = {
+    "qwen": '<tool_call>{"name": ..., "arguments": {...}}</tool_call>',
+    "llama3": '{"name": ..., "parameters": {...}} and nothing else',
+}
+
+
+def instructions(tool_calls: str, tools: Sequence[Tool]) -> str:
+    """The tools that there are and how a call is written, for a model whose chat template leaves them out.
+
+    `tool_calls`: a key of `TOOL_CALLS`.
+    """
+    lines = ["Tools:"]
+    for tool in tools:
+        given = ", ".join(
+            f"{name}: {about.get('description', about.get('type', 'any'))}" if isinstance(about, Mapping) else name
+            for name, about in tool.parameters.get("properties", {}).items()
+        )
+        lines.append(f"- {tool.name}({given}): {tool.description}")
+    plain = "its argument in brackets, as [2+3]" if len(tools) == 1 else "name and argument, as [name:2+3]"
+    return "\n".join([*lines, f"To call a tool, write {_WRITTEN.get(tool_calls, plain)}."])
 
 
 def _read_json(text: str, start: int) -> tuple[Any, int]:

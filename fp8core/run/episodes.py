@@ -163,7 +163,7 @@ def tool_calls_of(config: EnvironmentConfig, tokenizer: Tokenizer) -> str:
             return name
     raise UserError(
         f"environment.format=auto: {tokenizer.where}: the chat template writes no tool calls that are known; set it to "
-        "qwen, llama3 or plain"
+        "qwen, llama3 or plain, and the first message says how to call"
     )
 
 

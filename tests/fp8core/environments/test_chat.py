@@ -113,6 +113,32 @@ def test_a_first_turn_is_the_template_with_tools():
     assert shown(LLAMA, Talk(LLAMA, "llama3").open(Turn((QUESTION,))).prompt) == LLAMA.chat_prompt(QUESTION.content)
 
 
+CHATML = """\
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"""
+CALLS = {
+    "plain": "in brackets, as [2+3]",
+    "qwen": 'write <tool_call>{"name": ..., "arguments": {...}}</tool_call>.',
+    "llama3": 'write {"name": ..., "parameters": {...}} and nothing else.',
+}
+
+
+@pytest.mark.parametrize("tool_calls", CALLS)
+def test_a_template_that_leaves_tools_out_has_them_in_the_first_message(tool_calls):
+    tokenizer = build(CHATML, "<|im_end|>")
+    conversation = Talk(tokenizer, tool_calls).open(Turn((QUESTION,), (TOOL,)))
+    text = shown(tokenizer, conversation.prompt)
+    assert text.startswith("<|im_start|>user\nTools:\n- calculate(expression: string): Calculates <b>anything</b>.\n")
+    assert text.endswith(f"{QUESTION.content}<|im_end|>\n<|im_start|>assistant\n")
+    assert CALLS[tool_calls] in text
+    spoken = tokenizer.encode("[3*4]<|im_end|>")
+    found = conversation.observe([Said("tool", "12")], spoken[-1])
+    assert shown(tokenizer, found) == "\n<|im_start|>tool\n12<|im_end|>\n<|im_start|>assistant\n"
+    assert shown(tokenizer, Talk(tokenizer, tool_calls).open(Turn((QUESTION,))).prompt).count("Tools") == 0
+
+
 @pytest.mark.parametrize(
     ("tokenizer", "end", "observed"),
     [
