@@ -103,6 +103,27 @@ def check_openings(
             refuse_length(row, count, f"tokens as environment.name={name} begins it", config, max_positions)
 
 
+def failed_trial(problem: Problem, config: RunConfig, pool: Pool) -> str | None:
+    """The failure of an environment at an empty answer to its first turn, in a line; None: it does not fail.
+
+    So a bug in `step` shows before the warm start. It is for people: an environment may be unable to read nothing.
+    """
+    assert config.environment is not None, "a pool is of an environment"
+    asked = {"messages": messages_of(problem, config), "reference": problem.reference, "columns": problem.columns}
+    pool.begin((0, 0), task_of(asked, sample_seed(config.seed, 0, 0, 0)))
+    try:
+        ((_, reply, _),) = pool.replies(wait=True)
+        if isinstance(reply, Turn):
+            pool.act((0, 0), Action(""))
+            ((_, reply, _),) = pool.replies(wait=True)
+    finally:
+        pool.end((0, 0))
+    if isinstance(reply, Turn) or reply.outcome not in ("crashed", "timeout"):
+        return None
+    how = f"{reply.outcome}: {reply.detail}".removesuffix(": ")
+    return f"environment.name={config.environment.name}: an episode whose first answer is empty ends as {how}"
+
+
 def play(
     engine: RolloutEngine,
     groups: Sequence[PromptGroup],

@@ -35,7 +35,7 @@ from fp8core.run.build import (
     open_cluster,
 )
 from fp8core.run.context import RunContext, register, release
-from fp8core.run.episodes import check_openings, tool_calls_of
+from fp8core.run.episodes import check_openings, failed_trial, tool_calls_of
 from fp8core.store.artifacts import RolloutShards
 from fp8core.store.durable import refuse_unwritable
 from fp8core.store.ledger import LedgerView, SegmentEntry
@@ -328,7 +328,10 @@ def open_run(
             tool_calls_of(config.environment, base.tokenizer)
             if recorded is None:
                 environment = parts.enter_context(closing(build_environment(config.environment)))
-                check_openings(list(source.to_check()), config, base.tokenizer, base.arch.max_positions, environment)
+                problems = list(source.to_check())
+                check_openings(problems, config, base.tokenizer, base.arch.max_positions, environment)
+                if (failure := failed_trial(problems[0], config, environment)) is not None:
+                    console.note(failure)
         version = current_code()
         segment = SegmentEntry(pid=os.getpid(), host=socket.gethostname(), code_version=version, started=time.time())
         directory.ledger.append(segment)

@@ -205,7 +205,10 @@ def test_other_code_names_both(moved: Path, refused: Callable[..., str]) -> None
     ("setting", "reason"),
     [
         ("seed=4", "run renamed exists with another configuration: seed: 0 -> 4"),
-        ("steps=1", "run renamed exists with another configuration: steps: 2 -> 1"),
+        (
+            "steps=1",
+            "run renamed exists with another configuration: steps: 2 -> 1 (a run may get more steps, not fewer)",
+        ),
         ("stpes=3", "stpes: unknown key; did you mean steps? (--set)"),
         ("run=other", "run: {moved} is continued under its name and where it lies; leave run as it is"),
     ],

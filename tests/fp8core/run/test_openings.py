@@ -1,12 +1,15 @@
 """Prompts that become too long by what their environment says first, found before a run begins."""
 
 import json
+import re
+from contextlib import closing
 
 import pytest
 
 from fp8core.config.load import load_config
 from fp8core.errors import UserError
-from fp8core.run.build import build_base, check_inputs
+from fp8core.run.build import build_base, build_environment, build_source, check_inputs
+from fp8core.run.episodes import failed_trial
 
 ENVIRONMENT = """
 from fp8core.environments.protocol import Outcome, Said, Tool, Turn
@@ -105,3 +108,24 @@ def test_an_episode_that_ends_at_once_is_left_to_the_run(checked):
 def test_a_first_message_that_has_no_tokens_is_refused():
     with pytest.raises(UserError, match=r"environment\.name=guess begins with: the tokenizer has no token for"):
         check_inputs(load_config("tiny", {"environment": {"name": "guess"}, "rollout.max_new_tokens": 32}))
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (
+            "return nothing",
+            r"environment\.name=.*own\.py:Own: .* is empty ends as crashed: NameError: .* \(own\.py:17\)$",
+        ),
+        ('return Outcome("wrong")', None),
+    ],
+)
+def test_a_bug_in_step_is_found_without_the_policy(tmp_path, line, said):
+    place = tmp_path / "own.py"
+    place.write_text(ENVIRONMENT.replace('return Outcome("judge")', line))
+    options = {"begun": str(tmp_path / "begun")}
+    config = load_config("tiny", {"environment": {"name": f"{place}:Own", "options": options}})
+    problem = next(iter(build_source(config.data, config.evaluation).to_check()))
+    with closing(build_environment(config.environment)) as pool:
+        found = failed_trial(problem, config, pool)
+    assert found is None if said is None else re.match(said, found)
