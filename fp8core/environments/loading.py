@@ -53,8 +53,7 @@ def load_environment(name: str, options: Mapping[str, Any]) -> LoadedEnvironment
     if prepare is not None:
         create, more = prepare(**options)
         digest = hashlib.sha256(f"{digest} {more}".encode()).hexdigest()
-    file = None if name in SHIPPED else file_of(made)
-    return LoadedEnvironment(create, {"environment": name, "source": digest}, file)
+    return LoadedEnvironment(create, {"environment": name, "source": digest}, file_of(made))
 
 
 def _digest_of_shipped() -> str:

@@ -196,8 +196,9 @@ def user_attribute(name: str, kind: str) -> tuple[Callable[..., Any], str]:
 
 
 def file_of(found: Callable[..., Any]) -> str | None:
-    """The file that defines what `user_attribute` has found."""
-    return getattr(sys.modules.get(getattr(found, "__module__", "")), "__file__", None)
+    """The file of the user's own that defines what `user_attribute` has found; None: it is of this package."""
+    module = getattr(found, "__module__", "")
+    return None if module.startswith("fp8core.") else getattr(sys.modules.get(module), "__file__", None)
 
 
 def _refuse_signature(function: Callable[..., object], options: Mapping[str, Any], columns: bool) -> None:
