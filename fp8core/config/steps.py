@@ -19,7 +19,7 @@ from typing import Any, Literal, Protocol
 from pydantic import BaseModel, Field, ValidationError
 
 from fp8core.config.section import Section, refusal, suggestion
-from fp8core.errors import UserError, first_line
+from fp8core.errors import UserError, described_error
 
 
 class StepConfig(Section):
@@ -283,7 +283,7 @@ def import_attribute(path: str, place: str) -> Any:
     except SyntaxError as error:
         raise UserError(f"{place}: {error.filename}:{error.lineno}: {error.msg}") from error
     except (Exception, SystemExit) as error:  # Whatever a module of the user's own does when it is imported.
-        raise UserError(f"{place}: {_raised_at(error)}{type(error).__name__}: {first_line(error)}") from error
+        raise UserError(f"{place}: {_raised_at(error)}{described_error(error)}") from error
     if not hasattr(module, attribute):
         raise UserError(f"{place}: module {module_name} has no {attribute}")
     return getattr(module, attribute)

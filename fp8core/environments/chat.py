@@ -58,12 +58,15 @@ class Conversation:
         # None: a turn of the policy.
         self._messages: list[Said | None] = [*turn.messages]
         if talk.tokenizer.has_template:
-            if turn.tools and self._leaves_tools_out():
+            cut, gap = self._marks()
+            rendered = self._rendered(cut, gap)
+            if turn.tools and rendered == self._rendered(cut, gap, tools=()):
                 (role, content), *others = turn.messages
                 told = instructions(talk.tool_calls, turn.tools)
                 self._messages = [Said(role, f"{told}\n\n{content}"), *others]
-            cut, gap = self._marks()
-            self.prompt = self._encoded(self._rendered(cut, gap).split(cut))
+                cut, gap = self._marks()
+                rendered = self._rendered(cut, gap)
+            self.prompt = self._encoded(rendered.split(cut))
         else:
             pieces = self._plain_pieces("".join(said.content for said in turn.messages))
             self.prompt = self._encoded(pieces, add_special_tokens=True)
@@ -103,11 +106,6 @@ class Conversation:
         tokens = self._encoded(whole[len(first) :].split(cut))
         ended = last is not None and tokens and tokens[0] in tokenizer.eos_ids
         return tokens[1:] if ended else tokens
-
-    def _leaves_tools_out(self) -> bool:
-        """True if the chat template renders the conversation as if there were no tools."""
-        cut, gap = self._marks()
-        return self._rendered(cut, gap) == self._rendered(cut, gap, tools=())
 
     def _marks(self) -> tuple[str, str]:
         """A mark inside control tokens, and one for the policy's turns: neither is in a text of the environment."""

@@ -22,7 +22,7 @@ from importlib import metadata
 from typing import Any, NamedTuple
 
 from fp8core.environments.protocol import Action, Outcome, Said, Task, Tool, Turn
-from fp8core.errors import UserError, first_line
+from fp8core.errors import UserError, described_error
 from fp8core.rewards.scorer import user_attribute
 
 VERSION = "0.3.1"
@@ -101,7 +101,7 @@ class Verifiers:
         try:
             loaded = load(**(arguments or {}))
         except (Exception, SystemExit) as error:
-            raise UserError(f"{name} fails: {type(error).__name__}: {first_line(error)}") from error
+            raise UserError(f"{name} fails: {described_error(error)}") from error
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fp8core.end_with_parent import follow_parent
-from fp8core.errors import UserError, first_line
+from fp8core.errors import UserError, described_error
 from fp8core.plan.kernels import Sample
 
 # A process holds some GB of the GPU while it works.
@@ -102,8 +102,7 @@ def _finish(job: Job, future: "Future[None]", versions: str) -> None:
     except BrokenProcessPool as error:
         raise UserError(f"compiling the kernels of {job.name}: a process was killed") from error
     except Exception as error:
-        reason = f"{type(error).__name__}: {first_line(error)}"
-        raise UserError(f"compiling the kernels of {job.name}: {reason}") from error
+        raise UserError(f"compiling the kernels of {job.name}: {described_error(error)}") from error
     mark = job.mark(versions)
     try:
         mark.parent.mkdir(parents=True, exist_ok=True)

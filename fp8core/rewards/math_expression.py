@@ -22,7 +22,7 @@ from typing import NamedTuple
 import math_verify
 from sympy.core.cache import clear_cache
 
-from fp8core.errors import UserError, first_line
+from fp8core.errors import UserError, described_error
 from fp8core.rewards.integer import MARKER, MAX_ANSWER_CHARACTERS, Unreadable, final_answer, is_unit, read_number
 from fp8core.rewards.scorer import RIGHT, Verdict, crashed, unparsed, wrong
 
@@ -350,7 +350,7 @@ def _compare(expected: list[object], found: list[object], text: str) -> Verdict:
             except Exception as error:  # noqa: BLE001 - sympy raises anything; the verdict names it
                 failure = error
     if failure is not None:
-        return crashed(f"comparing: {type(failure).__name__}: {first_line(failure)}")
+        return crashed(f"comparing: {described_error(failure)}")
     return wrong(f"answer {text[:_SHOWN_CHARACTERS]}")
 
 

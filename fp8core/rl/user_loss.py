@@ -26,7 +26,7 @@ from torch import Tensor
 from fp8core.alignment.metrics import clamp_exponent
 from fp8core.config.section import refusal
 from fp8core.config.steps import NoOptions
-from fp8core.errors import UserError, first_line
+from fp8core.errors import UserError, described_error
 from fp8core.rl.losses import (
     Aggregate,
     ClipRange,
@@ -98,9 +98,7 @@ class UserLoss:
             terms = self.function(tokens, self.options)
         except Exception as error:
             frame = traceback.extract_tb(error.__traceback__)[-1]
-            raise self._refused(
-                f"{frame.filename}:{frame.lineno}: {type(error).__name__}: {first_line(error)}"
-            ) from error
+            raise self._refused(f"{frame.filename}:{frame.lineno}: {described_error(error)}") from error
         if not isinstance(terms, Tensor):
             raise self._refused(f"returned {type(terms).__name__}, not a tensor of a term for each token")
         if terms.shape != tokens.mask.shape:
@@ -165,9 +163,7 @@ def _imported(path: str) -> ModuleType:
         # A process keeps the module that it loaded; an edited file is another module.
         return importlib.import_module(place) if file is None else _module_of(file, source)
     except (Exception, SystemExit) as error:  # Whatever a module of the user's own does when it is imported.
-        raise UserError(
-            f"loss.policy={path}: cannot be imported: {type(error).__name__}: {first_line(error)}"
-        ) from error
+        raise UserError(f"loss.policy={path}: cannot be imported: {described_error(error)}") from error
 
 
 def _file(path: str) -> Path | None:

@@ -112,8 +112,6 @@ class Episode:
     Attributes:
         completion: all of it as one row; of what the policy wrote no token is missing, and none was encoded again.
         prompt: its token ids: the environment's first messages, or the group's where it said none.
-        opening: these messages and the tools, JSON as of `opening_json`; empty where there is no environment.
-        began: the environment's first answer, for its numbers; None without an environment.
         opening_seconds: that the environment took to begin.
         turns: in order.
         outcome: the environment's; `unparsed` where a budget ended the episode, of which `completion.finish` has the
@@ -121,17 +119,22 @@ class Episode:
             did not write.
         reward: of all turns together, beside what a verifier gives.
         detail: for people, a line.
+        began: the environment's first answer; None without an environment.
     """
 
     completion: Completion
     prompt: tuple[int, ...]
-    opening: str
     turns: tuple[TurnRecord, ...]
     outcome: str
     reward: float
     detail: str
     began: Turn | Outcome | None = None
     opening_seconds: float = field(default=0.0, compare=False)
+
+    @property
+    def opening(self) -> str:
+        """First messages and tools, JSON as of `opening_json`; empty where the environment said none."""
+        return opening_json(self.began) if isinstance(self.began, Turn) else ""
 
 
 def run_episodes(
@@ -207,8 +210,8 @@ class _Open:
         self._conversation: Conversation | None = None
         self._newest: Completion | None = None
         self._action, self._turns = Action(""), list[TurnRecord]()
-        self._opening, self._opening_seconds, self._reward = "", 0.0, 0.0
         self._began: Turn | Outcome | None = None
+        self._opening_seconds, self._reward = 0.0, 0.0
 
     @property
     def turn_tokens(self) -> int | None:
@@ -244,7 +247,6 @@ class _Open:
         self._began, self._opening_seconds = reply, seconds
         if isinstance(reply, Outcome):
             return self._over("stop", reply.outcome, reply.detail)
-        self._opening = opening_json(reply)
         most = self._multi_turn.budget.prompt_tokens
         try:
             conversation = self._multi_turn.talk.open(reply)
@@ -316,7 +318,6 @@ class _Open:
         return Episode(
             completion,
             self.prompt,
-            self._opening,
             tuple(self._turns),
             outcome,
             self._reward,

@@ -44,6 +44,8 @@ from fp8core.rollout.episodes import (
 from fp8core.rollout.stop_strings import cut_at, text_until
 from fp8core.store.tables import TURNS, text_digest
 
+FAILURES: dict[Outcome, str] = {"timeout": "timed out", "crashed": "crashed"}
+"""Outcomes by which nothing was checked, in words."""
 JUDGE = "judge"
 """The outcome of an episode whose last turn the verifier reads."""
 
@@ -75,9 +77,7 @@ def check_openings(
     def opened(place: int) -> int | None:
         """Tokens of an episode's first messages; None: it ended at once, which is for its step to tell."""
         row = problems[place]
-        asked = {"messages": messages_of(row, config), "reference": row.reference, "columns": row.columns}
-        pool.begin((place, 0), task_of(asked, sample_seed(config.seed, 0, place, 0)))
-        ((_, turn, _),) = pool.replies(wait=True)
+        turn = _begun(place, row, config, pool)
         pool.end((place, 0))
         if not isinstance(turn, Turn):
             return None
@@ -103,25 +103,34 @@ def check_openings(
             refuse_length(row, count, f"tokens as environment.name={name} begins it", config, max_positions)
 
 
+def _begun(place: int, problem: Problem, config: RunConfig, pool: Pool) -> Turn | EnvironmentOutcome:
+    """The first answer of episode `place`, which stays open, to a problem."""
+    asked = {"messages": messages_of(problem, config), "reference": problem.reference, "columns": problem.columns}
+    pool.begin((place, 0), task_of(asked, sample_seed(config.seed, 0, place, 0)))
+    ((_, reply, _),) = pool.replies(wait=True)
+    return reply
+
+
 def failed_trial(problem: Problem, config: RunConfig, pool: Pool) -> str | None:
     """The failure of an environment at an empty answer to its first turn, in a line; None: it does not fail.
 
     So a bug in `step` shows before the warm start. It is for people: an environment may be unable to read nothing.
     """
     assert config.environment is not None, "a pool is of an environment"
-    asked = {"messages": messages_of(problem, config), "reference": problem.reference, "columns": problem.columns}
-    pool.begin((0, 0), task_of(asked, sample_seed(config.seed, 0, 0, 0)))
-    try:
+    reply = _begun(0, problem, config, pool)
+    if isinstance(reply, Turn):
+        pool.act((0, 0), Action(""))
         ((_, reply, _),) = pool.replies(wait=True)
-        if isinstance(reply, Turn):
-            pool.act((0, 0), Action(""))
-            ((_, reply, _),) = pool.replies(wait=True)
-    finally:
-        pool.end((0, 0))
-    if isinstance(reply, Turn) or reply.outcome not in ("crashed", "timeout"):
+    pool.end((0, 0))
+    if isinstance(reply, Turn) or reply.outcome not in FAILURES:
         return None
-    how = f"{reply.outcome}: {reply.detail}".removesuffix(": ")
+    how = ended_as(reply.outcome, reply.detail)
     return f"environment.name={config.environment.name}: an episode whose first answer is empty ends as {how}"
+
+
+def ended_as(outcome: str, detail: str) -> str:
+    """An outcome and what is known of it, for people."""
+    return f"{outcome}: {detail}".removesuffix(": ")
 
 
 def play(

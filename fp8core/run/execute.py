@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8core.config.steps import PlannedStep, import_step
-from fp8core.errors import UserError, first_line, printable
+from fp8core.errors import UserError, described_error, printable
 from fp8core.run.context import RunContext
 from fp8core.run.policy import SyncError
 from fp8core.store.artifacts import Ref
@@ -132,7 +132,7 @@ def attempt(place: str, body: Callable[[], dict[str, Ref]]) -> dict[str, Ref]:
     except (UserError, UpdateError, SyncError) as error:
         raise type(error)(printable(f"{place}: {error}")) from error
     except Exception as error:
-        raise StepError(printable(f"{place}: {type(error).__name__}: {first_line(error)}")) from error
+        raise StepError(printable(f"{place}: {described_error(error)}")) from error
 
 
 def task_key(run: RunContext, index: int, name: str, parts: Mapping[str, Any]) -> str:

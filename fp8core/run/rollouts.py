@@ -13,14 +13,16 @@ from fp8core.config.run import RunConfig
 from fp8core.data.prompt import Problem, encode_prompt, longest_prompt
 from fp8core.errors import UserError
 from fp8core.models.tokenizer import Tokenizer
-from fp8core.rewards.scorer import OUTCOMES, Outcome, Verdict
+from fp8core.rewards.scorer import OUTCOMES, Verdict
 from fp8core.rl.batch import routes_column
 from fp8core.rollout.engine import Completion, PromptGroup, RolloutEngine, Sampling, sample_seed
 from fp8core.rollout.episodes import Episode, Pool
 from fp8core.run.context import RunContext
 from fp8core.run.episodes import (
+    FAILURES,
     RecordedPool,
     completion_text,
+    ended_as,
     ending_of,
     episode_means,
     messages_of,
@@ -118,9 +120,6 @@ def rollout_table(
     return table.append_column(schema.field("experts"), routes_column(chosen))
 
 
-_FAILURES: dict[Outcome, str] = {"timeout": "timed out", "crashed": "crashed"}
-
-
 def written_sample(run: RunContext, index: int) -> tuple[str, str, float] | None:
     """Prompt, text and reward of the first completion of a step; None where its plan has no such tables."""
     store, found = run.directory.store, {ref.kind: ref for ref in run.directory.ledger.artifacts(index).values()}
@@ -141,33 +140,35 @@ def tell_failures(run: RunContext, what: str, verdicts: Sequence[Verdict]) -> No
         run.console.note(f"{what}: {text}")
 
 
-def tell_unspoken(run: RunContext, what: str, turns: pa.Table) -> None:
+def tell_endings(run: RunContext, what: str, turns: pa.Table) -> None:
     """Say how many episodes ended before the policy's first turn, and how the first of them did.
 
     `turns`: of kind `turns`. Raises UserError: all of them did, or the environment failed in all.
     """
     ended = turns.filter(pc.not_equal(turns["outcome"], "")).select(["turn", "outcome", "detail"]).to_pylist()
     unspoken = [row for row in ended if not row["turn"]]
-    failed = [row for row in ended if row["outcome"] in _FAILURES]
+    failed = [row for row in ended if row["outcome"] in FAILURES]
+    # Of some that failed, the verdicts tell.
+    all_failed = failed if len(failed) == len(ended) else []
     environment = run.config.environment
     assert environment is not None, "without one the policy speaks"
-    for which, where in ((unspoken, "ended before the policy's first turn"), (failed, "ended in the environment")):
-        if not which or (which is failed and len(failed) < len(ended)):
+    for which, where in ((unspoken, "before the policy's first turn"), (all_failed, "in the environment")):
+        if not which:
             continue
-        how = f"{which[0]['outcome']}: {which[0]['detail']}".removesuffix(": ")
+        how = ended_as(which[0]["outcome"], which[0]["detail"])
         number = f"all {len(ended)}" if len(which) == len(ended) else f"{len(which)} of {len(ended)}"
-        text = f"{number} episodes {where}, the first of them as {how}"
+        text = f"{number} episodes ended {where}, the first of them as {how}"
         if len(which) == len(ended):
             raise UserError(f"environment.name={environment.name}: {text}")
         run.console.note(f"{what}: {text}")
 
 
 def check_episodes(run: RunContext, index: int, turns: pa.Table) -> None:
-    """As `tell_unspoken` for the episodes of a step, which a run that goes on plays again where it raises."""
+    """As `tell_endings` for the episodes of a step, which a run that goes on plays again where it raises."""
     if not len(turns):
         return
     try:
-        tell_unspoken(run, "rollouts", turns)
+        tell_endings(run, "rollouts", turns)
     except UserError:
         RolloutShards(shard_folder(run, index)).clear()
         raise
@@ -185,11 +186,11 @@ def failures(setting: str, verdicts: Sequence[Verdict]) -> str | None:
     Raises:
         UserError: the main verifier, or the environment, could check none of them; with the setting that names it.
     """
-    failed = [verdict for verdict in verdicts if verdict.outcome in _FAILURES]
+    failed = [verdict for verdict in verdicts if verdict.outcome in FAILURES]
     if not failed:
         return _failures_of_others(verdicts)
     counts = Counter(verdict.outcome for verdict in failed)
-    how = ", ".join(f"{counts[outcome]} {word}" for outcome, word in _FAILURES.items() if counts[outcome])
+    how = ", ".join(f"{counts[outcome]} {word}" for outcome, word in FAILURES.items() if counts[outcome])
     text = f"{len(failed)} of {len(verdicts)} answers could not be checked ({how}): {failed[0].record}"
     if len(failed) == len(verdicts):
         raise UserError(f"{setting}: {text}")
@@ -198,7 +199,7 @@ def failures(setting: str, verdicts: Sequence[Verdict]) -> str | None:
 
 def _failures_of_others(verdicts: Sequence[Verdict]) -> str | None:
     """The failures of each verifier beside the main one, which counted as 0, and the reason of the first."""
-    failed = [(part.name, verdict) for verdict in verdicts for part in verdict.added if part.outcome in _FAILURES]
+    failed = [(part.name, verdict) for verdict in verdicts for part in verdict.added if part.outcome in FAILURES]
     counts = Counter(name for name, _ in failed)
     lines = (f"{count} of {len(verdicts)} by reward.others.{name}" for name, count in counts.items())
     return f"not checked: {', '.join(lines)}: {failed[0][1].record}" if failed else None
@@ -263,7 +264,7 @@ def heldout_accuracy(
     episodes = sorted((one for batch in played for one in batch), key=lambda one: one.completion.group)
     endings = [ending_of(one, run.config, run.tokenizer) for one in episodes]
     if run.config.environment is not None:
-        tell_unspoken(run, "held-out prompts", turns_table(episodes, run.tokenizer))
+        tell_endings(run, "held-out prompts", turns_table(episodes, run.tokenizer))
     verdicts = [found.verdict for found in score(run.verifier.main, asked, endings)]
     tell_failures(run, "held-out prompts", verdicts)
     outcomes = Counter(verdict.outcome for verdict in verdicts)

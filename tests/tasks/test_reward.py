@@ -41,7 +41,7 @@ def scored(loop_run, function):
 
 
 def test_every_verdict_is_recorded_with_its_reason(scored):
-    raised = f"lengths.py:{FUNCTION.splitlines().index(next(x for x in FUNCTION.splitlines() if 'no good' in x)) + 1}"
+    line = next(number for number, text in enumerate(FUNCTION.splitlines(), start=1) if "no good" in text)
     for index in (1, 2):
         artifacts = scored.ledger.artifacts(index)
         rows = scored.store.get_table(artifacts["rewards"]).to_pylist()
@@ -50,7 +50,7 @@ def test_every_verdict_is_recorded_with_its_reason(scored):
         for row, answer in zip(rows, answered, strict=True):
             kind = zlib.crc32(f"{prompts[answer['group']]}{answer['text']}".encode()) % 3
             assert (row["outcome"], row["reward"], row["detail"]) == {
-                0: ("crashed", 0.0, f"ValueError: no good: {answer['text']} ({raised})"),
+                0: ("crashed", 0.0, f"ValueError: no good: {answer['text']} (lengths.py:{line})"),
                 1: ("unparsed", 0.0, "no answer found"),
                 2: ("wrong", 0.5, "reward 0.5"),
             }[kind]
