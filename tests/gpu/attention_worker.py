@@ -11,7 +11,7 @@ from fp8core.rollout.vllm.worker import PolicyWorker
 
 
 class AttentionWorker(PolicyWorker):
-    """Keeps Q, K, V and the output of every layer, of the first step that is not captured in a graph."""
+    """Keeps Q, K, V and the output of every layer, of the first step that is not replayed from a graph."""
 
     policy_hooks: list[Any]
     policy_kept: dict[str, Tensor]

@@ -173,14 +173,15 @@ def test_it_runs_what_the_contract_says(engine: Any) -> None:
     check_formats(described, CONTRACT)
     assert described["model"] == "aligned"
     assert set(described["kernels"].values()) == {"forward_gemm"}
-    assert described["graphs"].endswith("FULL_DECODE_ONLY")
+    assert described["graphs"].endswith("FULL_AND_PIECEWISE")
     assert described["compilation"] == "NONE"
     assert described["runner"] == "vllm.v1.worker.gpu.model_runner"
 
 
 def test_every_layer_reads_and_writes_what_training_does(engine: Any, trainer: PackedTrainer, tmp_path: Path) -> None:
     """Of one prompt. Where this fails it names the first tensor that differs, and with it the operation before."""
-    prompt, path = group(0, 700, seed=9), tmp_path / "watched.safetensors"
+    # Longer than what is captured: torch's hooks see nothing of a graph.
+    prompt, path = group(0, 2200, seed=9), tmp_path / "watched.safetensors"
     assert engine.drop_prefixes()
     engine.call_worker("policy_watch")
     collect(engine, [prompt], 1.0, tokens=1)

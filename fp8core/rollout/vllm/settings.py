@@ -34,7 +34,7 @@ from fp8core.models.architecture import (
 from fp8core.models.quantised_checkpoint import block_fp8_section
 from fp8core.models.weights import StoredNames, is_linear, rollout_formats
 from fp8core.numerics.attention import decode_kernel_takes
-from fp8core.rollout.vllm.requirements import ALIGNED_POINTS, ALIGNED_SCALE_RULE, VllmBuild
+from fp8core.rollout.vllm.requirements import ALIGNED_POINTS, ALIGNED_RELEASE, ALIGNED_SCALE_RULE, VllmBuild
 
 # The product of the aligned model, and classes of vLLM's kernels that compute what `fp8_block` means.
 ALIGNED_KERNEL = "forward_gemm"
@@ -94,14 +94,6 @@ def decoder_of(config: Any) -> Architecture:
     return Architecture(**fields | {"rope_scaling": None if scaling is None else RopeScaling(**scaling)})
 
 
-def aligned_compilation(options: VllmConfig) -> dict[str, Any]:
-    """Of vLLM's `CompilationConfig`: nothing is compiled, decode steps are captured whole.
-
-    Operations are fused by hand, so torch.compile would only add minutes to the start. Prompts run eagerly.
-    """
-    return {"mode": "NONE", "cudagraph_mode": "FULL_DECODE_ONLY" if options.graphs else "NONE"}
-
-
 def is_aligned(described: Mapping[str, Any]) -> bool:
     """True if a worker reports itself as an aligned model (`PolicyWorker.policy_describe`)."""
     return described["model"] in ALIGNED.values()
@@ -117,6 +109,7 @@ FUSIONS = ("fuse_norm_quant", "fuse_act_quant", "fuse_attn_quant", "enable_qk_no
 # Operations that vLLM has kernels of its own for, and that torch.compile fuses where they are not asked for.
 _KERNELS = ("rms_norm", "silu_and_mul", "rotary_embedding")
 _NORMS = ("rms_norm", "fused_add_rms_norm")
+_LARGEST_CAPTURED = 2048
 # A GiB of cache holds all that a test or a laptop generates.
 CPU_CACHE_GIB = 1.0
 _CPU_BLOCK = 32
@@ -134,6 +127,8 @@ def required_environment(contract: PrecisionContract, options: VllmConfig, build
             "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0",
             "VLLM_USE_FLASHINFER_SAMPLER": "0",
         }
+        if build.version.startswith(f"{ALIGNED_RELEASE}."):
+            required["VLLM_USE_BREAKABLE_CUDAGRAPH"] = str(int(options.model == "aligned" and options.graphs))
     return required
 
 
@@ -181,6 +176,31 @@ def attention_backend(arch: Architecture, contract: PrecisionContract, options: 
     return "CUSTOM" if fits and wanted else "FLASH_ATTN"
 
 
+def aligned_compilation(options: VllmConfig, launch: Launch) -> dict[str, Any]:
+    """Of vLLM's `CompilationConfig`: nothing is compiled, steps are captured as they are.
+
+    Operations are fused by hand, so torch.compile would only add minutes to the start. A decode step is one graph. A
+    step with prompts is a graph between two attentions, which run eagerly (VLLM_USE_BREAKABLE_CUDAGRAPH).
+    """
+    if not options.graphs:
+        return {"mode": "NONE", "cudagraph_mode": "NONE"}
+    sizes = captured_sizes(launch.max_batch)
+    return {"mode": "NONE", "cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": sizes}
+
+
+def captured_sizes(max_batch: int) -> list[int]:
+    """Tokens of the steps that are captured, ascending: four to a doubling from 32 on, and the largest decode step.
+
+    A larger step takes the GPU longer than its kernels take to launch.
+    """
+    sizes = {1, 2, 4, max_batch}
+    size = 8
+    while size <= max(_LARGEST_CAPTURED, max_batch):
+        sizes.add(size)
+        size += max(8, (1 << size.bit_length() - 1) // 4)
+    return sorted(sizes)
+
+
 def engine_arguments(
     contract: PrecisionContract, options: VllmConfig, build: VllmBuild, launch: Launch
 ) -> dict[str, Any]:
@@ -219,7 +239,7 @@ def engine_arguments(
 def _cuda_arguments(contract: PrecisionContract, options: VllmConfig, launch: Launch) -> dict[str, Any]:
     kernels = _KERNELS if contract.rounding_points == "kernels" else ()
     custom_ops = ["+quant_fp8", *(f"+{name}" for name in kernels)]
-    own = aligned_compilation(options) if options.model == "aligned" else {}
+    own = aligned_compilation(options, launch) if options.model == "aligned" else {}
     arguments: dict[str, Any] = {
         # Left alone vLLM takes 2,048 here, and reads prompts in four times as many steps.
         "max_num_batched_tokens": max(options.batched_tokens, launch.max_batch),

@@ -1,6 +1,7 @@
 """From a contract to vLLM's settings, and from what vLLM reports back to the contract's words."""
 
 from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,7 @@ from fp8core.rollout.vllm.requirements import (
 from fp8core.rollout.vllm.settings import (
     Launch,
     attention_backend,
+    captured_sizes,
     decoder_of,
     engine_arguments,
     executed_formats,
@@ -281,8 +283,8 @@ def test_its_config_json_says_which_decoder_it_is(architecture, family, scaling)
     assert decoder_of(SimpleNamespace(**config)) == arch
 
 
-@pytest.mark.parametrize(("graphs", "captured"), [(True, "FULL_DECODE_ONLY"), (False, "NONE")])
-def test_nothing_is_compiled_and_decode_steps_are_captured(architecture, graphs, captured):
+@pytest.mark.parametrize(("graphs", "captured"), [(True, "FULL_AND_PIECEWISE"), (False, "NONE")])
+def test_nothing_is_compiled_and_steps_are_captured(architecture, graphs, captured):
     options = ALIGNED.model_copy(update={"graphs": graphs})
     backend = attention_backend(architecture(**SHAPE), KERNELS, options)
     arguments = engine_arguments(KERNELS, options, HOPPER, Launch("folder", 3000, 64, "module.Worker", backend))
@@ -292,6 +294,23 @@ def test_nothing_is_compiled_and_decode_steps_are_captured(architecture, graphs,
     assert arguments["attention_config"]["backend"] == "CUSTOM"
     assert arguments["enforce_eager"] is not graphs
     assert arguments["logprobs_mode"] == "processed_logits", "what leaves the model are log-probs"
+    breaks = required_environment(KERNELS, options, HOPPER)["VLLM_USE_BREAKABLE_CUDAGRAPH"]
+    assert breaks == str(int(graphs)), "without it vLLM captures no step with prompts, and says nothing"
+
+
+def test_stock_models_are_not_captured_in_parts():
+    assert required_environment(KERNELS, VllmConfig(), HOPPER)["VLLM_USE_BREAKABLE_CUDAGRAPH"] == "0"
+    before = replace(HOPPER, version="0.24.0")
+    assert "VLLM_USE_BREAKABLE_CUDAGRAPH" not in required_environment(KERNELS, VllmConfig(), before)
+
+
+@pytest.mark.parametrize("largest", [1, 100, 256, 3000])
+def test_a_captured_step_is_at_most_a_quarter_larger_than_what_it_computes(largest):
+    sizes = captured_sizes(largest)
+    assert sizes == sorted(set(sizes))
+    assert largest in sizes
+    assert max(sizes) >= 2048
+    assert all(b - a <= max(8, a / 4) for a, b in pairwise(sizes))
 
 
 def test_what_it_computes_is_the_contracts():
