@@ -25,10 +25,12 @@ lengths of the step before: 0.72 of rows as long and 0.86 of equal work, at once
 It gave 0.69 and 0.83: a step that read prompts ran eagerly and took 45 ms, one that decodes 13 ms. Predicted with such
 steps captured between attentions: 25 ms for 1,000 tokens, so 0.85 of rows as long and 1.0 of equal work every fourth
 step; 0.80 and 0.95 every step. The engine starts 10 s later, for 31 graphs more.
+
+It gave 0.73 and 0.88 every fourth step, 0.74 and 0.90 every step (0.72 and 0.88 with late answers, of which each
+episode waits 0.45 s). So turns enter at every step, and the choice is gone. The graphs take 17 s.
 """
 
 import argparse
-import itertools
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -51,7 +53,7 @@ from fp8core.models.weights import rollout_formats, training_formats
 from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
 from fp8core.rollout.engine import PromptGroup, Sampling, sample_seed
-from fp8core.rollout.episodes import TOGETHER, Episode, Key, MultiTurn, TurnBudget, run_episodes
+from fp8core.rollout.episodes import Episode, Key, MultiTurn, TurnBudget, run_episodes
 from fp8core.run.context import freeze_heap, thaw_heap
 from fp8core.training.packed.trainer import PackedFormats, PackedTrainer
 
@@ -60,8 +62,8 @@ REQUESTS, PROMPT, ROW, TURNS = 256, 512, 1024, 10
 OBSERVATION = 31
 TURN = (ROW - (TURNS - 1) * OBSERVATION) // TURNS
 LATEST_SECONDS = 0.1
-# Steps between those in which turns enter.
-CHOICES = (1, 4)
+# As an environment has it.
+CAPTURED_TOKENS = 2048
 EXACT_REQUESTS, EXACT_PROMPT = 64, 300
 
 
@@ -124,7 +126,9 @@ def main() -> None:
 def measure_speed(rows: RowFile) -> None:
     """Single turns, then episodes whose environments answer at once and late; a row each."""
     contract = cases.aligned(cases.contract("fp8_linear_kv"))
-    settings = cases.options(model="aligned", gpu_memory_utilization=0.92, max_model_len=PROMPT + ROW)
+    settings = cases.options(
+        model="aligned", gpu_memory_utilization=0.88, max_model_len=PROMPT + ROW, captured_tokens=CAPTURED_TOKENS
+    )
     prepare(contract, settings)
     arch = cases.qwen3_8b(36)
     engine = cases.start(arch, contract, settings, REQUESTS, rows)
@@ -144,11 +148,11 @@ def measure_speed(rows: RowFile) -> None:
                 {**about, "kind": "single_turn", **cases.timed_rollout(engine, REQUESTS, read, generated, seed=2)}
             )
         single, alike = (row["tokens_per_s"] for row in rows.rows[-2:])
-        for number, (together, latest) in enumerate(itertools.product(CHOICES, (0.0, LATEST_SECONDS))):
+        for number, latest in enumerate((0.0, LATEST_SECONDS)):
             pool, began = TimedPool(latest), time.perf_counter()
-            episodes = play(engine, arch.vocab_size, REQUESTS, PROMPT, ROW, pool, seed=3 + number, together=together)
+            episodes = play(engine, arch.vocab_size, REQUESTS, PROMPT, ROW, pool, seed=3 + number)
             row = episode_row(episodes, time.perf_counter() - began, latest, single, alike)
-            rows.append({**about, "together": together, **row, **steps_row(pool.steps)})
+            rows.append({**about, **row, **steps_row(pool.steps)})
     finally:
         thaw_heap()
         engine.close()
@@ -190,19 +194,21 @@ def episode_table(rows: Sequence[Row]) -> str:
     for row in rows:
         speed = [f"{row['seconds']:.1f}", f"{row.get('tokens_per_s', 0.0):,.0f}"] if "seconds" in row else []
         if row["kind"] == "single_turn":
-            lines.append([f"one, {row['prompt']} + {row['generated']} tokens", "", "", *speed, "", ""])
+            lines.append([f"one, {row['prompt']} + {row['generated']} tokens", "", *speed, "", ""])
         elif row["kind"] == "episodes":
             shares = [f"{row[name]:.2f}" for name in ("share_of_single_turn", "share_of_equal_work")]
             late = f"up to {1000 * row['latest_answer_seconds']:.0f}"
-            lines.append([str(row["turns"]), str(row["together"]), late, *speed, *shares])
-    header = ("turns", "enter every", "answers, ms", "seconds", "tokens/s", "of rows as long", "of equal work")
+            lines.append([str(row["turns"]), late, *speed, *shares])
+    header = ("turns", "answers, ms", "seconds", "tokens/s", "of rows as long", "of equal work")
     return table(header, lines)
 
 
 def measure_exactness(rows: RowFile) -> None:
     """Log-probs of the policy's tokens against the packed trainer's, with prefixes cached and computed."""
     contract = cases.aligned(cases.contract("fp8_linear_kv"))
-    settings = cases.options(model="aligned", max_model_len=2048, gpu_memory_utilization=0.3)
+    settings = cases.options(
+        model="aligned", max_model_len=2048, gpu_memory_utilization=0.3, captured_tokens=CAPTURED_TOKENS
+    )
     prepare(contract, settings)
     policy = cases.small_policy(contract, 0)
     engine = cases.start(policy.arch, contract, settings, EXACT_REQUESTS // 2, rows)
@@ -251,7 +257,6 @@ def play(
     row: int,
     pool: TimedPool,
     seed: int,
-    together: int = TOGETHER,
 ) -> list[Episode]:
     """Episodes of `row` tokens, each with a prompt of its own, by group."""
     talk = Talk(character_tokenizer(ALPHABET, vocabulary, EOS), "plain")
@@ -260,7 +265,7 @@ def play(
     groups = [PromptGroup(i, f"{seed}-{i}", (9,), (0,), (sample_seed(seed, 1, i, 0),)) for i in range(requests)]
     multi_turn = MultiTurn(pool, talk, tasks, TurnBudget(TURNS, turn_tokens=TURN))
     sampling = Sampling(1.0, row, frozenset())
-    found: Iterator[list[Episode]] = run_episodes(engine, groups, sampling, multi_turn, together)
+    found: Iterator[list[Episode]] = run_episodes(engine, groups, sampling, multi_turn)
     return sorted((episode for whole in found for episode in whole), key=lambda each: each.completion.group)
 
 

@@ -142,6 +142,13 @@ class VllmConfig(Section):
     graphs: bool = Field(
         True, description="torch.compile (not of the aligned model) and, on a GPU, CUDA graphs; false runs eagerly."
     )
+    captured_tokens: int | None = Field(
+        None,
+        ge=0,
+        le=1 << 17,
+        description="Of the aligned model on a GPU: steps with prompts of up to this many tokens are captured in CUDA "
+        "graphs, 20 s at the start. null: 2,048 with an environment or an asynchronous pipeline, else 0.",
+    )
     batch_invariant: bool = Field(
         False, description="VLLM_BATCH_INVARIANT: results that do not depend on the batch where vLLM can do that."
     )

@@ -26,9 +26,6 @@ from fp8core.rollout.engine import (
 Key = tuple[int, int]
 """Group and sample of an episode."""
 
-TOGETHER = 4
-"""Steps of an engine between those in which turns enter; of 1, 4 and 8 the fastest on a GPU."""
-
 
 class Pool(Protocol):
     """Environments of open episodes, moved by calls; `environments.pool.EnvironmentPool` is the one with processes."""
@@ -142,7 +139,6 @@ def run_episodes(
     groups: Sequence[PromptGroup],
     sampling: Sampling,
     multi_turn: MultiTurn | None = None,
-    together: int = TOGETHER,
 ) -> Iterator[list[Episode]]:
     """Play all episodes at once; each yield holds whole groups as they finish, in order of group and sample.
 
@@ -151,8 +147,6 @@ def run_episodes(
         groups: each prompt is that of episodes whose environment never begins, and of all where there is none.
         sampling: `max_new_tokens` limits a whole episode, observations included.
         multi_turn: None: each completion is an episode of one turn, whose outcome is `judge`.
-        together: steps of the engine between those in which turns enter, while others are in flight. A step that reads
-            prompts is slower than one that decodes, so few of them read what many would.
 
     Raises:
         UserError: the chat template rewrites what was before (`environments.chat`), or the engine refuses a request.
@@ -174,8 +168,8 @@ def run_episodes(
     try:
         for key in open_:
             pool.begin(key, _NO_TASK if multi_turn is None else multi_turn.tasks[key])
-        asked, steps = list[_Open](), together
         while open_:
+            asked = list[_Open]()
             for key, reply, seconds in sorted(pool.replies(not session.busy), key=lambda answer: answer[0]):
                 episode = open_[key].hear(reply, seconds)
                 if episode is None:
@@ -184,10 +178,8 @@ def run_episodes(
                 del open_[key]
                 pool.end(key)
                 finished[key[0]].append(episode)
-            if asked and (steps >= together or not session.busy):
+            if asked:
                 session.add(_requests(asked))
-                asked, steps = [], 0
-            steps += 1
             for whole in [finished.pop(group) for group in [*finished] if len(finished[group]) == sizes[group]]:
                 yield sorted(whole, key=lambda episode: episode.completion.sample)
             for completion in session.step() if session.busy else []:

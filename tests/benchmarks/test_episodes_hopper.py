@@ -20,8 +20,8 @@ SHAPE |= {"num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "rms_norm_eps": 1e-
 SHAPE |= {"max_positions": 256, "rope_scaling": None, "qk_norm": True, "tie_embeddings": False}
 
 
-@pytest.mark.parametrize(("latest", "together"), [(0.0, 1), (0.01, 1), (0.01, 3)])
-def test_episodes_are_as_long_as_they_are_said_to_be(latest, together):
+@pytest.mark.parametrize("latest", [0.0, 0.01])
+def test_episodes_are_as_long_as_they_are_said_to_be(latest):
     """On the engine for CPUs, two turns, against the trainer that is exact there."""
     arch, contract, scales = Architecture(**SHAPE), PrecisionContract(), PolicyScales(0, (LayerScales(0.1, 0.1, 0.1),))
     formats, objective = rollout_formats(contract, 1), Objective(LossConfig(), CorrectionConfig())
@@ -29,7 +29,7 @@ def test_episodes_are_as_long_as_they_are_said_to_be(latest, together):
     trainer = ExactTrainer(arch, masters, training_formats(contract, 1), formats, TrainingConfig(), objective)
     engine = EmbeddedEngine(arch, formats, 64)
     engine.update(trainer.export(), scales, 0)
-    episodes = play(engine, 40, 3, 8, 2 * TURN + OBSERVATION, TimedPool(latest), seed=1, together=together)
+    episodes = play(engine, 40, 3, 8, 2 * TURN + OBSERVATION, TimedPool(latest), seed=1)
     assert [len(episode.prompt) for episode in episodes] == [8] * 3
     assert [sum(episode.completion.written) for episode in episodes] == [2 * TURN] * 3
     assert differing(trainer, SimpleNamespace(scales=scales), episodes) == {"tokens": 6 * TURN, "differing": 0}

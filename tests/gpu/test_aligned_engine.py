@@ -44,7 +44,14 @@ pytestmark = [
 ]
 CONTRACT = PrecisionContract(rounding_points="kernels")
 LONGEST, LARGEST_BATCH, WRITTEN = 5120, 256, 48
-OPTIONS = VllmConfig(model="aligned", sleep=True, max_model_len=LONGEST, kv_cache_gib=2.0, gpu_memory_utilization=0.4)
+OPTIONS = VllmConfig(
+    model="aligned",
+    captured_tokens=2048,
+    sleep=True,
+    max_model_len=LONGEST,
+    kv_cache_gib=2.0,
+    gpu_memory_utilization=0.4,
+)
 ARCH = Architecture(
     family="qwen3",
     vocab_size=2048,

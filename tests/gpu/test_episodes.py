@@ -43,7 +43,9 @@ pytestmark = [
 ]
 CONTRACT = PrecisionContract(rounding_points="kernels")
 LONGEST, TURNS, GROUPS, SIZE = 2048, 10, 8, 6
-OPTIONS = VllmConfig(model="aligned", max_model_len=LONGEST, kv_cache_gib=2.0, gpu_memory_utilization=0.4)
+OPTIONS = VllmConfig(
+    model="aligned", captured_tokens=2048, max_model_len=LONGEST, kv_cache_gib=2.0, gpu_memory_utilization=0.4
+)
 ARCH = Architecture(
     family="qwen3",
     vocab_size=2048,

@@ -37,15 +37,26 @@ from fp8core.rollout.vllm.settings import CPU_CACHE_GIB, required_environment, s
 _WORKSPACE = 4_000_000_000
 # Memory that a sleeping engine leaves on its GPU: CUDA context and captured graphs. An estimate.
 _ASLEEP = 2_000_000_000
+# A larger step takes a GPU longer than its kernels take to launch.
+_CAPTURED_TOKENS = 2048
 
 
 def _build(config: RunConfig, arch: Architecture) -> RolloutEngine:
     rollout = config.rollout
-    settings = config.precision, rollout.vllm, rollout.max_batch, _build_on(this_node())
+    settings = config.precision, _options(config), rollout.max_batch, _build_on(this_node())
     # vLLM is optional, and reads its environment when it is imported.
     from fp8core.rollout.vllm.engine import VllmEngine
 
     return VllmEngine(arch, *settings, routes=rollout.router_replay)
+
+
+def _options(config: RunConfig) -> VllmConfig:
+    """With `captured_tokens` decided: turns, and prompts of an asynchronous run, enter while others decode."""
+    options = config.rollout.vllm
+    if options.captured_tokens is not None:
+        return options
+    enter = config.environment is not None or config.pipeline.mode == "asynchronous"
+    return options.model_copy(update={"captured_tokens": _CAPTURED_TOKENS if enter else 0})
 
 
 def _build_on(node: Node) -> VllmBuild:
@@ -77,7 +88,7 @@ def _requirements() -> str:
 
 def _environment(config: RunConfig, node: Node) -> Environment:
     build = _build_on(node)
-    required = required_environment(config.precision, config.rollout.vllm, build)
+    required = required_environment(config.precision, _options(config), build)
     return Environment(required, suggested_environment(config.threads, build))
 
 

@@ -109,7 +109,6 @@ FUSIONS = ("fuse_norm_quant", "fuse_act_quant", "fuse_attn_quant", "enable_qk_no
 # Operations that vLLM has kernels of its own for, and that torch.compile fuses where they are not asked for.
 _KERNELS = ("rms_norm", "silu_and_mul", "rotary_embedding")
 _NORMS = ("rms_norm", "fused_add_rms_norm")
-_LARGEST_CAPTURED = 2048
 # A GiB of cache holds all that a test or a laptop generates.
 CPU_CACHE_GIB = 1.0
 _CPU_BLOCK = 32
@@ -128,7 +127,7 @@ def required_environment(contract: PrecisionContract, options: VllmConfig, build
             "VLLM_USE_FLASHINFER_SAMPLER": "0",
         }
         if build.version.startswith(f"{ALIGNED_RELEASE}."):
-            required["VLLM_USE_BREAKABLE_CUDAGRAPH"] = str(int(options.model == "aligned" and options.graphs))
+            required["VLLM_USE_BREAKABLE_CUDAGRAPH"] = str(int(captures_prompts(options)))
     return required
 
 
@@ -179,23 +178,28 @@ def attention_backend(arch: Architecture, contract: PrecisionContract, options: 
 def aligned_compilation(options: VllmConfig, launch: Launch) -> dict[str, Any]:
     """Of vLLM's `CompilationConfig`: nothing is compiled, steps are captured as they are.
 
-    Operations are fused by hand, so torch.compile would only add minutes to the start. A decode step is one graph. A
-    step with prompts is a graph between two attentions, which run eagerly (VLLM_USE_BREAKABLE_CUDAGRAPH).
+    Operations are fused by hand, so torch.compile would only add minutes to the start. A decode step is one graph. Of a
+    step with prompts, what lies between two attentions is a graph, or all of it runs eagerly.
     """
-    if not options.graphs:
-        return {"mode": "NONE", "cudagraph_mode": "NONE"}
-    sizes = captured_sizes(launch.max_batch)
-    return {"mode": "NONE", "cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": sizes}
+    if captures_prompts(options):
+        sizes = captured_sizes(options.captured_tokens or 0, launch.max_batch)
+        return {"mode": "NONE", "cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": sizes}
+    return {"mode": "NONE", "cudagraph_mode": "FULL_DECODE_ONLY" if options.graphs else "NONE"}
 
 
-def captured_sizes(max_batch: int) -> list[int]:
-    """Tokens of the steps that are captured, ascending: four to a doubling from 32 on, and the largest decode step.
+def captures_prompts(options: VllmConfig) -> bool:
+    """True if steps with prompts are captured: in graphs that attention breaks, for which vLLM has a variable."""
+    return options.model == "aligned" and options.graphs and bool(options.captured_tokens)
 
-    A larger step takes the GPU longer than its kernels take to launch.
+
+def captured_sizes(tokens: int, max_batch: int) -> list[int]:
+    """Tokens of the steps that are captured, ascending: four to a doubling, and the largest step that only decodes.
+
+    Steps between two sizes are padded to the larger.
     """
     sizes = {1, 2, 4, max_batch}
     size = 8
-    while size <= max(_LARGEST_CAPTURED, max_batch):
+    while size <= max(tokens, max_batch):
         sizes.add(size)
         size += max(8, (1 << size.bit_length() - 1) // 4)
     return sorted(sizes)

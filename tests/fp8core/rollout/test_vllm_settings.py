@@ -283,9 +283,17 @@ def test_its_config_json_says_which_decoder_it_is(architecture, family, scaling)
     assert decoder_of(SimpleNamespace(**config)) == arch
 
 
-@pytest.mark.parametrize(("graphs", "captured"), [(True, "FULL_AND_PIECEWISE"), (False, "NONE")])
-def test_nothing_is_compiled_and_steps_are_captured(architecture, graphs, captured):
-    options = ALIGNED.model_copy(update={"graphs": graphs})
+@pytest.mark.parametrize(
+    ("graphs", "tokens", "captured"),
+    [
+        (True, 2048, "FULL_AND_PIECEWISE"),
+        (True, 0, "FULL_DECODE_ONLY"),
+        (True, None, "FULL_DECODE_ONLY"),
+        (False, 2048, "NONE"),
+    ],
+)
+def test_nothing_is_compiled_and_steps_are_captured(architecture, graphs, tokens, captured):
+    options = ALIGNED.model_copy(update={"graphs": graphs, "captured_tokens": tokens})
     backend = attention_backend(architecture(**SHAPE), KERNELS, options)
     arguments = engine_arguments(KERNELS, options, HOPPER, Launch("folder", 3000, 64, "module.Worker", backend))
     compilation = arguments["compilation_config"]
@@ -295,21 +303,24 @@ def test_nothing_is_compiled_and_steps_are_captured(architecture, graphs, captur
     assert arguments["enforce_eager"] is not graphs
     assert arguments["logprobs_mode"] == "processed_logits", "what leaves the model are log-probs"
     breaks = required_environment(KERNELS, options, HOPPER)["VLLM_USE_BREAKABLE_CUDAGRAPH"]
-    assert breaks == str(int(graphs)), "without it vLLM captures no step with prompts, and says nothing"
+    assert breaks == str(int(captured == "FULL_AND_PIECEWISE")), "without it vLLM captures no step with prompts"
+    sizes = compilation.get("cudagraph_capture_sizes", [0])
+    assert max(sizes) == (2048 if captured == "FULL_AND_PIECEWISE" else 0)
 
 
 def test_stock_models_are_not_captured_in_parts():
-    assert required_environment(KERNELS, VllmConfig(), HOPPER)["VLLM_USE_BREAKABLE_CUDAGRAPH"] == "0"
+    captured = VllmConfig(captured_tokens=2048)
+    assert required_environment(KERNELS, captured, HOPPER)["VLLM_USE_BREAKABLE_CUDAGRAPH"] == "0"
     before = replace(HOPPER, version="0.24.0")
-    assert "VLLM_USE_BREAKABLE_CUDAGRAPH" not in required_environment(KERNELS, VllmConfig(), before)
+    assert "VLLM_USE_BREAKABLE_CUDAGRAPH" not in required_environment(KERNELS, captured, before)
 
 
 @pytest.mark.parametrize("largest", [1, 100, 256, 3000])
 def test_a_captured_step_is_at_most_a_quarter_larger_than_what_it_computes(largest):
-    sizes = captured_sizes(largest)
+    sizes = captured_sizes(2048, largest)
     assert sizes == sorted(set(sizes))
     assert largest in sizes
-    assert max(sizes) >= 2048
+    assert max(sizes) == max(2048, largest)
     assert all(b - a <= max(8, a / 4) for a, b in pairwise(sizes))
 
 
