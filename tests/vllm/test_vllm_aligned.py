@@ -155,3 +155,19 @@ def test_a_step_with_prompts_has_work_for_them_and_queries_for_the_others(builde
     assert batch.pairs.tolist() == [[1, 0], [3, 0], [3, 32]]
     # First pair, first row, keys that the first token sees, tokens.
     assert batch.work.tolist() == [[1, 5, 31, 10], [0, 1, 1, 3]]
+
+
+def test_nothing_attends_while_a_step_with_prompts_is_captured(builder):
+    """vLLM's stand-in has a request that is longer than any that the engine takes."""
+    given = step([1, 1, 90], [0, 1, 2, 92])
+    with pytest.raises(AssertionError, match="longest"):
+        builder.build(0, given)
+    built = builder.build_for_cudagraph_capture(given)
+    assert built.prompts == []
+    assert built.decodes.starts is given.query_start_loc
+
+
+def test_a_decode_step_is_captured_as_it_is_computed(builder):
+    given = step([1, 1], [0, 1, 2])
+    captured, computed = builder.build_for_cudagraph_capture(given).decodes, builder.build(0, given).decodes
+    assert [a.data_ptr() for a in captured] == [b.data_ptr() for b in computed]

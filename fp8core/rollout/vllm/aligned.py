@@ -101,6 +101,17 @@ class AlignedBuilder(AttentionMetadataBuilder[StepQueries]):
         return StepQueries(Queries(step.block_table_tensor, step.query_start_loc, step.seq_lens), prompts)
 
 
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> StepQueries:
+        """Of a step with prompts nothing attends while it is captured: attention runs between the graphs.
+
+        vLLM's stand-in for such a step has a request that may be longer than any.
+        """
+        step = common_attn_metadata
+        if step.max_query_len == 1:
+            return self.build(0, step)
+        return StepQueries(Queries(step.block_table_tensor, step.query_start_loc, step.seq_lens), [])
+
+
 class AlignedImpl(FlashAttentionImpl):
     """One layer; FlashAttention's part is to write the cache."""
 
