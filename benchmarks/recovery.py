@@ -38,7 +38,6 @@ RESULT = "recovery"
 LOST = ("engine", "rank", "node")
 _NODES = 2
 _POLL_SECONDS = 0.002
-_PATIENCE_SECONDS = 300.0
 _REPLACED = "all processes are replaced"
 # Steps that take long enough for an accident in their middle: an engine has sixteen batches.
 _SIZES = {"rollout.prompts_per_step": 32, "rollout.max_batch": 8, "training.minibatches": 4}
@@ -77,13 +76,14 @@ def _node_arguments(gpus: int) -> Iterator[dict[str, Any]]:
 class Watched:
     """A run that goes on, as its folder and its log show it; its shards stay under a second name."""
 
-    def __init__(self, folder: Path, log: Path, process: "subprocess.Popen[bytes]") -> None:
-        self._folder, self._log, self._process = folder, log, process
+    def __init__(self, folder: Path, log: Path, process: "subprocess.Popen[bytes]", patience: float) -> None:
+        """`patience`: seconds in which a step comes; the first compiles what is not there."""
+        self._folder, self._log, self._process, self._patience = folder, log, process, patience
         self._kept = folder.with_name(f"{folder.name}-shards")
 
     def until(self, reached: Callable[[], Any], what: str) -> Any:
         """The first true value of `reached`. Raises RuntimeError: the run ended, or it took too long."""
-        end = time.monotonic() + _PATIENCE_SECONDS
+        end = time.monotonic() + self._patience
         while time.monotonic() < end:
             self._keep()
             if found := reached():
@@ -221,7 +221,7 @@ def _started(options: argparse.Namespace, out: Path) -> Iterator[tuple[Watched, 
     with log.open("wb") as output:
         process = start([python, "-u", *rest], output)
         try:
-            yield Watched(out / "runs" / run, log, process), nodes
+            yield Watched(out / "runs" / run, log, process, options.patience), nodes
         finally:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -248,6 +248,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="folder of the run, its log and the rows")
     parser.add_argument("--gpus", type=int, default=0, help="GPUs, an engine and a rank on each (default: a CPU)")
     parser.add_argument("--times", type=int, default=5, help="of each kind (default 5)")
+    parser.add_argument("--patience", type=float, default=300.0, help="seconds for a step to come (default 300)")
     parser.add_argument("--config", default="tiny")
     parser.add_argument("overrides", nargs="*", help="further settings, key=value")
     options = parser.parse_args(arguments)

@@ -13,7 +13,7 @@ class Going:
 
 @pytest.fixture
 def watched(run_copy, tmp_path):
-    return recovery.Watched(run_copy.folder, tmp_path / "log", Going())
+    return recovery.Watched(run_copy.folder, tmp_path / "log", Going(), 60.0)
 
 
 def test_shards_stay_when_the_run_has_removed_them_and_doubles_are_counted(watched, run_copy):

@@ -100,7 +100,6 @@ class AlignedBuilder(AttentionMetadataBuilder[StepQueries]):
         prompts = batches(spans, self._group, self._longest, self.device)
         return StepQueries(Queries(step.block_table_tensor, step.query_start_loc, step.seq_lens), prompts)
 
-
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> StepQueries:
         """Of a step with prompts nothing attends while it is captured: attention runs between the graphs.
 
