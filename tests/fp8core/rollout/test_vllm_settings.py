@@ -6,10 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from fp8core.config.capability import Node
+from fp8core.config.load import load_config
 from fp8core.config.precision import PrecisionContract, SidePrecision
 from fp8core.config.section import VllmConfig
 from fp8core.models.architecture import Experts, RopeScaling
-from fp8core.rollout.vllm import settings
+from fp8core.rollout.registry import engine_entry
+from fp8core.rollout.vllm import settings as vllm_settings
 from fp8core.rollout.vllm.requirements import (
     VllmBuild,
 )
@@ -112,7 +115,7 @@ def test_batch_invariance_is_set_and_unset():
 
 
 def test_a_users_thread_binding_stays():
-    assert "VLLM_CPU_OMP_THREADS_BIND" in settings.suggested_environment(1, CPU)
+    assert "VLLM_CPU_OMP_THREADS_BIND" in vllm_settings.suggested_environment(1, CPU)
     assert "VLLM_CPU_OMP_THREADS_BIND" not in required_environment(BF16, VllmConfig(), CPU)
 
 
@@ -313,6 +316,22 @@ def test_stock_models_are_not_captured_in_parts():
     assert required_environment(KERNELS, captured, HOPPER)["VLLM_USE_BREAKABLE_CUDAGRAPH"] == "0"
     before = replace(HOPPER, version="0.24.0")
     assert "VLLM_USE_BREAKABLE_CUDAGRAPH" not in required_environment(KERNELS, captured, before)
+
+
+@pytest.mark.parametrize(
+    ("settings", "value"),
+    [
+        ([], "0"),
+        (["pipeline.mode=asynchronous"], "1"),
+        (["pipeline.mode=asynchronous", "rollout.vllm.captured_tokens=0"], "0"),
+        (["environment.name=calculator"], "1"),
+        (["rollout.vllm.captured_tokens=512"], "1"),
+    ],
+)
+def test_prompts_are_captured_where_they_enter_while_others_decode(settings, value):
+    config = load_config("qwen3-aligned", ["model=Qwen/Qwen3-8B-Base", *settings])
+    hopper = Node("sm_90", packages={"vllm": "0.26.0"})
+    assert engine_entry(config).environment(config, hopper).required["VLLM_USE_BREAKABLE_CUDAGRAPH"] == value
 
 
 @pytest.mark.parametrize("largest", [1, 100, 256, 3000])
