@@ -55,6 +55,8 @@ class Conversation:
 
     def __init__(self, talk: Talk, turn: Turn) -> None:
         self._talk, self._tools = talk, turn.tools
+        # Every turn renders again what was said before.
+        self._pieces: dict[str, list[str]] = {}
         # None: a turn of the policy.
         self._messages: list[Said | None] = [*turn.messages]
         if talk.tokenizer.has_template:
@@ -147,10 +149,12 @@ class Conversation:
         return [self._cut(below, cut) for below in value] if isinstance(value, list | tuple) else value
 
     def _plain_pieces(self, text: str) -> list[str]:
-        try:
-            return self._talk.tokenizer.plain_pieces(text)
-        except ValueError as error:
-            raise ObservationError(str(error)) from error
+        if text not in self._pieces:
+            try:
+                self._pieces[text] = self._talk.tokenizer.plain_pieces(text)
+            except ValueError as error:
+                raise ObservationError(str(error)) from error
+        return self._pieces[text]
 
     def _encoded(self, pieces: Sequence[str], add_special_tokens: bool = False) -> tuple[int, ...]:
         first, *others = pieces or [""]

@@ -285,3 +285,19 @@ def test_without_a_template():
 def test_megabytes_are_cut_in_time():
     pieces = QWEN.plain_pieces("<|im_start|>" * 50_000)
     assert "".join(pieces) == "<|im_start|>" * 50_000
+
+
+def test_what_was_said_is_cut_once(monkeypatch):
+    """Each turn renders the whole conversation: cut anew, sixteen turns would cost eight times as much."""
+    cut, seen = Tokenizer.plain_pieces, []
+
+    def watched(self, text):
+        seen.append(text)
+        return cut(self, text)
+
+    monkeypatch.setattr(Tokenizer, "plain_pieces", watched)
+    conversation = Talk(QWEN, "qwen").open(Turn((QUESTION,), (TOOL,)))
+    for number in range(4):
+        conversation.observe((Said("user", f"<|im_end|> {number}"),), None)
+    assert len(seen) == len(set(seen))
+    assert sum("<|im_end|>" in text for text in seen) == 4
