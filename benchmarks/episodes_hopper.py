@@ -54,6 +54,7 @@ from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
 from fp8core.rollout.engine import PromptGroup, Sampling, sample_seed
 from fp8core.rollout.episodes import Episode, Key, MultiTurn, TurnBudget, run_episodes
+from fp8core.rollout.vllm.settings import CAPTURED_TOKENS
 from fp8core.run.context import freeze_heap, thaw_heap
 from fp8core.training.packed.trainer import PackedFormats, PackedTrainer
 
@@ -62,8 +63,6 @@ REQUESTS, PROMPT, ROW, TURNS = 256, 512, 1024, 10
 OBSERVATION = 31
 TURN = (ROW - (TURNS - 1) * OBSERVATION) // TURNS
 LATEST_SECONDS = 0.1
-# As an environment has it.
-CAPTURED_TOKENS = 2048
 EXACT_REQUESTS, EXACT_PROMPT = 64, 300
 
 

@@ -8,7 +8,7 @@ decoded alone, in a batch, after a prefix-cache hit, and scored in training.
 Attention: requests with one new token go through `kernels.decode_attention`, those with more through
 `kernels.sequence_attention`, which has the same bytes. vLLM lays out and writes the cache as for FlashAttention, and
 lists the new tokens of each request. A decode step is captured in a CUDA graph, so it reads only vLLM's own tensors and
-numbers in ascending order, which stay. Of a step with prompts, what lies between two attentions is captured.
+numbers in ascending order, which stay. Of a step with prompts, what lies between two attentions may be captured.
 
 GPUs that share a layer (tensor parallelism) have rows of each linear and of the head, and heads of their own. A sum is
 never cut: what the next product reads is put together from all of them, as codes or rounded results. So one GPU and

@@ -31,14 +31,12 @@ from fp8core.rollout.vllm.requirements import (
     padded_vocabulary,
     replay_refusals,
 )
-from fp8core.rollout.vllm.settings import CPU_CACHE_GIB, required_environment, suggested_environment
+from fp8core.rollout.vllm.settings import CAPTURED_TOKENS, CPU_CACHE_GIB, required_environment, suggested_environment
 
 # CUDA context, activations, captured graphs. An estimate: vLLM measures its own when it starts.
 _WORKSPACE = 4_000_000_000
 # Memory that a sleeping engine leaves on its GPU: CUDA context and captured graphs. An estimate.
 _ASLEEP = 2_000_000_000
-# A larger step takes a GPU longer than its kernels take to launch.
-_CAPTURED_TOKENS = 2048
 
 
 def _build(config: RunConfig, arch: Architecture) -> RolloutEngine:
@@ -56,7 +54,7 @@ def _options(config: RunConfig) -> VllmConfig:
     if options.captured_tokens is not None:
         return options
     enter = config.environment is not None or config.pipeline.mode == "asynchronous"
-    return options.model_copy(update={"captured_tokens": _CAPTURED_TOKENS if enter else 0})
+    return options.model_copy(update={"captured_tokens": CAPTURED_TOKENS if enter else 0})
 
 
 def _build_on(node: Node) -> VllmBuild:

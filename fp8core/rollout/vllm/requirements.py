@@ -35,7 +35,7 @@ _SUPPORTED: dict[str, tuple[_Release, _Release]] = {"vllm": ((0, 24), (0, 26)), 
 _VOCABULARY_STEP = 64
 _HOPPER = "sm_90"
 # Of vLLM, the aligned model needs more than the engine does: the names of its decoders' modules, and its sampler.
-ALIGNED_RELEASE: Final = "0.26"
+_ALIGNED_RELEASE = "0.26"
 # The aligned model's scale rule and rounding points.
 ALIGNED_SCALE_RULE: Final = "pow2"
 ALIGNED_POINTS: Final = "kernels"
@@ -63,6 +63,11 @@ class VllmBuild:
     def described(self) -> str:
         """Distribution, version and platform in words."""
         return f"{self.distribution} {self.version} on a {'GPU' if self.platform == 'cuda' else 'CPU'}"
+
+    @property
+    def takes_aligned(self) -> bool:
+        """True if the aligned model is made for this vLLM."""
+        return self.platform == "cuda" and self.version.startswith(f"{_ALIGNED_RELEASE}.")
 
 
 def find_build(platform: str, version_of: Callable[[str], str] = installed_version) -> VllmBuild:
@@ -144,10 +149,10 @@ def _possible_points(options: VllmConfig, build: VllmBuild) -> tuple[str, ...]:
 
 def aligned_refusals(contract: PrecisionContract, options: VllmConfig, build: VllmBuild) -> Iterator[str]:
     """The refusals of the aligned model: the setting, its required value and why."""
-    if build.platform == "cpu" or not build.version.startswith(f"{ALIGNED_RELEASE}."):
+    if not build.takes_aligned:
         yield (
             f"rollout.vllm.model=aligned: {build.described}: "
-            f"it is made for vllm {ALIGNED_RELEASE} on Hopper; set it to stock"
+            f"it is made for vllm {_ALIGNED_RELEASE} on Hopper; set it to stock"
         )
         return
     rollout = contract.rollout

@@ -34,7 +34,7 @@ from fp8core.models.architecture import (
 from fp8core.models.quantised_checkpoint import block_fp8_section
 from fp8core.models.weights import StoredNames, is_linear, rollout_formats
 from fp8core.numerics.attention import decode_kernel_takes
-from fp8core.rollout.vllm.requirements import ALIGNED_POINTS, ALIGNED_RELEASE, ALIGNED_SCALE_RULE, VllmBuild
+from fp8core.rollout.vllm.requirements import ALIGNED_POINTS, ALIGNED_SCALE_RULE, VllmBuild
 
 # The product of the aligned model, and classes of vLLM's kernels that compute what `fp8_block` means.
 ALIGNED_KERNEL = "forward_gemm"
@@ -109,6 +109,8 @@ FUSIONS = ("fuse_norm_quant", "fuse_act_quant", "fuse_attn_quant", "enable_qk_no
 # Operations that vLLM has kernels of its own for, and that torch.compile fuses where they are not asked for.
 _KERNELS = ("rms_norm", "silu_and_mul", "rotary_embedding")
 _NORMS = ("rms_norm", "fused_add_rms_norm")
+# Where prompts enter while others decode: a larger step takes a GPU longer than its kernels take to launch.
+CAPTURED_TOKENS = 2048
 # A GiB of cache holds all that a test or a laptop generates.
 CPU_CACHE_GIB = 1.0
 _CPU_BLOCK = 32
@@ -126,7 +128,7 @@ def required_environment(contract: PrecisionContract, options: VllmConfig, build
             "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0",
             "VLLM_USE_FLASHINFER_SAMPLER": "0",
         }
-        if build.version.startswith(f"{ALIGNED_RELEASE}."):
+        if build.takes_aligned:
             required["VLLM_USE_BREAKABLE_CUDAGRAPH"] = str(int(captures_prompts(options)))
     return required
 

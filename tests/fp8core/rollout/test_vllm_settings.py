@@ -12,7 +12,6 @@ from fp8core.config.precision import PrecisionContract, SidePrecision
 from fp8core.config.section import VllmConfig
 from fp8core.models.architecture import Experts, RopeScaling
 from fp8core.rollout.registry import engine_entry
-from fp8core.rollout.vllm import settings as vllm_settings
 from fp8core.rollout.vllm.requirements import (
     VllmBuild,
 )
@@ -27,6 +26,7 @@ from fp8core.rollout.vllm.settings import (
     experts_arguments,
     model_config,
     required_environment,
+    suggested_environment,
 )
 from fp8core.run.policy import SyncError, check_formats
 
@@ -115,7 +115,7 @@ def test_batch_invariance_is_set_and_unset():
 
 
 def test_a_users_thread_binding_stays():
-    assert "VLLM_CPU_OMP_THREADS_BIND" in vllm_settings.suggested_environment(1, CPU)
+    assert "VLLM_CPU_OMP_THREADS_BIND" in suggested_environment(1, CPU)
     assert "VLLM_CPU_OMP_THREADS_BIND" not in required_environment(BF16, VllmConfig(), CPU)
 
 
