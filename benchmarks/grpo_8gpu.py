@@ -2,12 +2,15 @@
 
     python -m benchmarks.grpo_8gpu --out FOLDER --gpus 8 --models llama-3.1-8b --precisions fp8
     python -m benchmarks.grpo_8gpu --out FOLDER --gpus 1 --models qwen3-8b --precisions fp8 bf16
+    python -m benchmarks.grpo_8gpu --out FOLDER --gpus 4 --engines 1 --mode one_step_off --models qwen3-8b
     python -m benchmarks.grpo_8gpu --out FOLDER --gpus 2 --tiny                          a rehearsal on a CPU
 
 A step has 256 completions a GPU, 32 of a prompt, as the 64 prompts of NeMo RL give on 8 GPUs; it makes four updates. A
 completion has at most 4,096 tokens, 1,060 on average. Weights are random, so the next token is one of K ends with a
 probability of K in the size of the vocabulary, and lengths are geometric; K is chosen for the mean. `tokens` are those
 that train, prompts and completions, as NeMo RL counts them in its performance summary.
+
+All GPUs generate and train in turn; with --engines N, N of them generate and the others train.
 
 Each model in a precision is a run of its own, killed after its last step (`large_ledger`), and a row of kind
 `grpo_step` in --rows. Other rows of that file stay, so one call may measure one of them. The prediction that a row
@@ -23,12 +26,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.asynchronous_hopper import MODES
 from benchmarks.harness import MODELS, Row, table, write_rows
 from benchmarks.large_ledger import QWEN3_8B, committed, make_model, train
 from benchmarks.small_hopper import Training, plan, step_ledger_row, timed_steps
 from fp8core.models.architecture import Architecture
 from fp8core.models.hub import PUBLISHED
 from fp8core.report.run_data import RunData, read_run
+from fp8core.report.run_verdict import COMPARED
 from fp8core.report.summary import TMPE, TOKENS_DIFFERING, series
 from fp8core.store.artifacts import ArtifactStore
 
@@ -41,9 +46,9 @@ SHAPES = {
     "qwen3-8b": ("qwen3-aligned", QWEN3_8B),
 }
 """Configuration and shape of each model."""
-PARTS = ("rollout", "logprobs", "train", "sync", "artifacts", "orchestration", "wall")
+PARTS = ("rollout", "logprobs", "train", "ahead", "sync", "artifacts", "orchestration", "wall")
 _TINY = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_heads": 2, "num_kv_heads": 1}
-_KEYS = ("kind", "model", "precision", "layers", "gpus", "mode", "completions")
+_CASE = ("model", "precision", "layers", "gpus", "engines", "mode")
 # The first step compiles.
 _WARM_UP = 1
 
@@ -68,7 +73,7 @@ NEMO = Load(
     longest=4096,
     mean=1060.0,
     # Prompts have at most 512 tokens.
-    settings={"rollout.max_batch": 256, "rollout.vllm.max_model_len": 4608},
+    settings={"rollout.vllm.max_model_len": 4608, "training.reduce_gradients": "per_pass"},
 )
 REHEARSAL = Load(
     prompts=4,
@@ -88,8 +93,10 @@ _COMMON = {
     "checkpoint.every": 1_000_000,
     "tracking.sample_completions": 0,
 }
-# GiB for the tokens that are generated together, as in `large_ledger`.
-_CACHE = {"bf16": 28.5, "fp8": 14.5}
+# GiB for 256 completions: no more than 110,000 of their tokens are there at a time.
+_CACHE = {"bf16": 20.0, "fp8": 14.5}
+# An engine with a GPU of its own has several times as many of them.
+_APART = {"rollout.max_batch": 512, "rollout.vllm.gpu_memory_utilization": 0.88, "rollout.vllm.sleep": False}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -112,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 continue
             row = step_row(chosen, arch, (model, precision), options)
             row["predicted"] = next((each["predicted"] for each in predictions if _same(each, row)), None)
-            rows = [*(each for each in rows if not _same(each, row, _KEYS)), row]
+            rows = [*(each for each in rows if not _same(each, row)), row]
             write_rows(options.rows, rows)
     print(step_table(rows), *(f"not measured: {each}" for each in missing), sep="\n", flush=True)
     return int(bool(missing))
@@ -137,16 +144,20 @@ def planned(model: str, precision: str, options: argparse.Namespace) -> Training
         "rollout.prompts_per_step": load.prompts * options.gpus,
         "rollout.group_size": load.group,
         "rollout.max_new_tokens": load.longest,
-        "cluster.engines": options.gpus,
-        "cluster.ranks": options.gpus,
+        "pipeline.mode": options.mode,
+        "cluster.engines": options.engines or options.gpus,
+        "cluster.ranks": options.gpus - options.engines,
         "steps": _WARM_UP + options.steps + 1,
     }
-    if not options.tiny:
-        settings["rollout.vllm.kv_cache_gib"] = _CACHE[precision]
+    if options.engines:
+        settings |= {"cluster.placement": "separate", **({} if options.tiny else _APART)}
+    elif not options.tiny:
+        settings |= {"rollout.max_batch": 256, "rollout.vllm.kv_cache_gib": _CACHE[precision]}
     overrides = [f"model={folder}", *(f"{key}={json.dumps(value)}" for key, value in settings.items())]
     runs = folder.parent / "runs"
     (made,) = plan(SHAPES[model][0], [*overrides, *options.overrides], [VARIANTS[precision]], runs)
-    return replace(made, folder=runs / f"{folder.name.removeprefix('model-')}-{precision}-{options.gpus}")
+    case = f"{precision}-{options.gpus}-{options.engines}-{options.mode}"
+    return replace(made, folder=runs / f"{folder.name.removeprefix('model-')}-{case}")
 
 
 def ends_for(vocab_size: int, longest: int, mean: float) -> int:
@@ -178,7 +189,8 @@ def step_row(training: Training, arch: Architecture, case: tuple[str, str], opti
         "precision": case[1],
         "layers": arch.num_layers,
         "gpus": options.gpus,
-        "mode": "synchronous",
+        "engines": options.engines or options.gpus,
+        "mode": options.mode,
         "completions": sizes[-1]["completions"],
         "steps": len(steps),
         "tokens": round(tokens),
@@ -188,6 +200,7 @@ def step_row(training: Training, arch: Architecture, case: tuple[str, str], opti
         "seconds": seconds,
         "sizes": sizes,
         "error_max": max(series(run.history, TMPE)[1]),
+        "tokens_verified": int(sum(series(run.history, COMPARED)[1])),
         "tokens_differing": int(sum(series(run.history, TOKENS_DIFFERING)[1])),
         "settings": settings,
         **{key: measured[key] for key in ("commit", "dirty", "versions", "hardware") if key in measured},
@@ -214,29 +227,30 @@ def step_table(rows: Sequence[Row]) -> str:
     """One line a row: tokens a second and GPU beside the prediction, seconds by part, and what differs."""
     return table(
         (
-            *("model", "precision", "GPUs", "tokens/s/GPU", "predicted"),
+            *("model", "layers", "precision", "GPUs", "engines", "mode", "tokens/s/GPU", "predicted"),
             *(f"{part}, s" for part in PARTS),
-            *("mean length", "error", "tokens differ"),
+            *("mean length", "error", "tokens verified", "differ"),
         ),
         (
             (
                 MODELS.get(row["model"], row["model"]),
+                str(row["layers"]),
                 row["precision"],
-                str(row["gpus"]),
+                *(str(row["gpus"]), str(row["engines"]), row["mode"]),
                 f"{row['tokens_per_s_per_gpu']:,.0f}",
                 "" if row["predicted"] is None else f"{row['predicted']['tokens_per_s_per_gpu']:,.0f}",
                 *(f"{row['seconds'].get(part, 0.0):.1f}" for part in PARTS),
                 f"{row['length_mean']:,.0f}",
                 f"{row['error_max']:.6g}",
-                f"{row['tokens_differing']:,}",
+                *(f"{row['tokens_verified']:,}", f"{row['tokens_differing']:,}"),
             )
             for row in rows
         ),
     )
 
 
-def _same(one: Row, other: Row, keys: Sequence[str] = ("model", "precision", "layers", "gpus")) -> bool:
-    return all(one[key] == other[key] for key in keys)
+def _same(one: Row, other: Row) -> bool:
+    return all(one[key] == other[key] for key in _CASE)
 
 
 def _load(options: argparse.Namespace) -> Load:
@@ -244,8 +258,9 @@ def _load(options: argparse.Namespace) -> Load:
 
 
 def _driver(options: argparse.Namespace) -> list[str]:
-    sizes = [f"--gpus {options.gpus}", f"--steps {options.steps}", *(["--tiny"] if options.tiny else [])]
-    return ["--out FOLDER", *sizes, *options.overrides]
+    sizes = [f"--gpus {options.gpus}", f"--engines {options.engines}", f"--mode {options.mode}"]
+    sizes += [f"--steps {options.steps}", *(["--tiny"] if options.tiny else [])]
+    return ["--out FOLDER", *sizes, *(f"--set {override}" for override in options.overrides)]
 
 
 def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -254,6 +269,8 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rows", type=Path, help="file that the rows are added to (default FOLDER/grpo_8gpu.json)")
     parser.add_argument("--predict", type=Path, default=PREDICTION, help="file of predictions written before")
     parser.add_argument("--gpus", type=int, default=8)
+    parser.add_argument("--engines", type=int, default=0, help="GPUs that only generate (default 0: all do both)")
+    parser.add_argument("--mode", choices=MODES, default=MODES[0])
     parser.add_argument("--models", nargs="+", choices=tuple(SHAPES), default=list(SHAPES))
     parser.add_argument("--precisions", nargs="+", choices=tuple(VARIANTS), default=list(VARIANTS))
     parser.add_argument("--steps", type=int, default=2, help="that are measured, after a first one (default 2)")
@@ -262,6 +279,8 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="a tiny model with the embedded engine, on a CPU")
     parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE")
     options = parser.parse_args(arguments)
+    if not 0 <= options.engines < options.gpus:
+        parser.error(f"--engines {options.engines}: of {options.gpus} GPUs at least one trains")
     options.rows = options.rows or options.out / f"{RESULT}.json"
     return options
 

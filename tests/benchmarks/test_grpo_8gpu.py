@@ -20,7 +20,7 @@ def test_the_ends_give_the_mean_length(vocab):
 
 @pytest.mark.parametrize("model", SHAPES)
 @pytest.mark.parametrize("precision", VARIANTS)
-@pytest.mark.parametrize(("gpus", "gpu"), [(1, "h200"), (8, "h200"), (8, "h100")])
+@pytest.mark.parametrize(("gpus", "gpu"), [(1, "h200"), (4, "h100"), (8, "h200"), (8, "h100")])
 def test_256_completions_a_gpu_fit(model, precision, gpus, gpu, tmp_path):
     options = options_of(["--out", str(tmp_path), "--gpus", str(gpus)])
     training = planned(model, precision, options)
@@ -32,9 +32,9 @@ def test_256_completions_a_gpu_fit(model, precision, gpus, gpu, tmp_path):
 def test_rows_of_committed_steps_join_those_of_other_calls(whole_run, tmp_path, capsys):
     options = ["--out", str(tmp_path), "--gpus", "1", "--tiny", "--steps", "3", "--precisions", "fp8"]
     (tmp_path / "model-qwen3-8b-2-tiny").mkdir()
-    shutil.copytree(whole_run.folder, tmp_path / "runs" / "qwen3-8b-2-tiny-fp8-1")
-    keys = {"kind": "grpo_step", "precision": "fp8", "layers": 2, "gpus": 1}
-    other = {**keys, "model": "other", "mode": "synchronous", "completions": 1}
+    shutil.copytree(whole_run.folder, tmp_path / "runs" / "qwen3-8b-2-tiny-fp8-1-0-synchronous")
+    keys = {"kind": "grpo_step", "precision": "fp8", "layers": 2, "gpus": 1, "engines": 1, "mode": "synchronous"}
+    other = {**keys, "model": "other", "completions": 1, "tokens_verified": 1}
     guess = [{**keys, "model": "rehearsal of qwen3-8b", "predicted": {"tokens_per_s_per_gpu": 7}}]
     measured = {"tokens_per_s_per_gpu": 1.0, "seconds": {}, "length_mean": 1.0, "error_max": 1.0, "tokens_differing": 0}
     (tmp_path / "grpo_8gpu.json").write_text(json.dumps([{**other, **measured, "predicted": None}]))
@@ -51,4 +51,15 @@ def test_rows_of_committed_steps_join_those_of_other_calls(whole_run, tmp_path, 
     assert (row["length_longest"], row["length_mean"]) == (max(lengths), pytest.approx(np.mean(lengths)))
     assert row["tokens_per_s_per_gpu"] == pytest.approx(row["tokens"] / row["seconds"]["wall"], rel=5e-3)
     assert (row["error_max"], row["tokens_differing"]) == (1.0, 0)
-    assert "| rehearsal of qwen3-8b | fp8 | 1 |" in capsys.readouterr().out
+    assert row["tokens_verified"] >= sum(lengths)
+    assert "| rehearsal of qwen3-8b | 2 | fp8 | 1 | 1 | synchronous |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("mode", ["one_step_off", "asynchronous"])
+def test_an_engine_with_a_gpu_of_its_own_fits_beside_ranks(mode, tmp_path):
+    options = options_of(["--out", str(tmp_path), "--gpus", "4", "--engines", "1", "--mode", mode])
+    training = planned("qwen3-8b", "fp8", options)
+    config, machine = load_config(training.config, training.settings), Machine(GPUS["h100"], None)
+    assert (config.cluster.engines, config.cluster.ranks, config.pipeline.mode) == (1, 3, mode)
+    assert config.rollout.prompts_per_step * config.rollout.group_size == 256 * 4
+    refuse_unfit(plan_run(config, shape("qwen3-8b", options)[0], machine, trainer_grid(config, machine)))
