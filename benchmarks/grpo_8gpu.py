@@ -46,7 +46,7 @@ SHAPES = {
     "qwen3-8b": ("qwen3-aligned", QWEN3_8B),
 }
 """Configuration and shape of each model."""
-PARTS = ("rollout", "logprobs", "train", "ahead", "sync", "artifacts", "orchestration", "wall")
+PARTS = ("rollout", "logprobs", "train", "ahead", "sync", "wall")
 _TINY = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_heads": 2, "num_kv_heads": 1}
 _CASE = ("model", "precision", "layers", "gpus", "engines", "mode")
 # The first step compiles.
@@ -227,14 +227,13 @@ def step_table(rows: Sequence[Row]) -> str:
     """One line a row: tokens a second and GPU beside the prediction, seconds by part, and what differs."""
     return table(
         (
-            *("model", "layers", "precision", "GPUs", "engines", "mode", "tokens/s/GPU", "predicted"),
+            *("model", "precision", "GPUs", "engines", "mode", "tokens/s/GPU", "predicted"),
             *(f"{part}, s" for part in PARTS),
             *("mean length", "error", "tokens verified", "differ"),
         ),
         (
             (
-                MODELS.get(row["model"], row["model"]),
-                str(row["layers"]),
+                f"{MODELS.get(row['model'], row['model'])}, {row['layers']} layers",
                 row["precision"],
                 *(str(row["gpus"]), str(row["engines"]), row["mode"]),
                 f"{row['tokens_per_s_per_gpu']:,.0f}",

@@ -577,6 +577,12 @@ def _asynchronous_table() -> str:
     return mode_table(stored("asynchronous_hopper"))
 
 
+def _load_table() -> str:
+    from benchmarks.grpo_8gpu import step_table  # It reads tables of this module, too.
+
+    return step_table(stored("grpo_8gpu"))
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
     "engine": _engine_tables,
     "calibration": lambda: [calibration_table(stored("step_costs_hopper"))],
@@ -587,6 +593,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "parity": lambda: [parity_table(stored("parity_tiny")[0])],
     "recovery": lambda: [recovery_table(stored("recovery"))],
     "cluster": lambda: [step_table(stored("cluster_hopper"))],
+    "load": lambda: [_load_table()],
     "asynchronous": lambda: [_asynchronous_table()],
     "episodes": lambda: [episode_table(stored("episodes_hopper"))],
     "sglang": lambda: [sglang_table(stored("sglang_hopper"))],
