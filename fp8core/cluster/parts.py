@@ -34,6 +34,7 @@ from fp8core.rollout.engine import (
     specs_of,
 )
 from fp8core.rollout.registry import engine_entry
+from fp8core.training.ranks import KeptWeights
 from fp8core.training.registry import trainer_of
 from fp8core.training.trainer import ScoredBatch, ScoringTrainer, Trainer, TrainReport
 
@@ -201,7 +202,7 @@ class TrainerPart:
         self._ranks = ranks
         started = masters if isinstance(masters, FileTensors) else unpack(masters)
         self._trainer: Trainer = trainer_of(config.training).build(config, arch, started, ranks)
-        self._kept: dict[str, Tensor] = {}
+        self._exported: dict[str, Tensor] = {}
         self._lent = ExitStack()
 
     def call(self, method: str, *arguments: Any) -> Any:
@@ -219,10 +220,14 @@ class TrainerPart:
         report, scored = self._trainer.scored_step(*arguments)
         return report, scored if self._ranks.rank == 0 else None
 
-    def logprobs_of(self, kept: Mapping[str, PackedTensor], *arguments: Any) -> ScoredBatch | None:
+    def kept(self) -> KeptWeights:
+        """This rank's share of the exported weights, in main memory."""
+        return KeptWeights(self._exported, self._ranks)
+
+    def logprobs_of(self, kept: KeptWeights, *arguments: Any) -> ScoredBatch | None:
         """As `ScoringTrainer.logprobs_of`; rank 0 alone has the scores."""
         assert isinstance(self._trainer, ScoringTrainer), "the configuration was checked"
-        scored = self._trainer.logprobs_of(unpack(kept), *arguments)
+        scored = self._trainer.logprobs_of(kept, *arguments)
         return scored if self._ranks.rank == 0 else None
 
     def version(self) -> int:
@@ -236,29 +241,25 @@ class TrainerPart:
     def export(self) -> Exported | None:
         """Make the weights for the engines and keep them until `release`; None where other ranks have them."""
         shipped = self._trainer.export()
-        self._kept = {name: shipped[name] for name in shipped.keys()}  # noqa: SIM118
-        if not self._kept:
+        self._exported = made = {name: shipped[name] for name in shipped.keys()}  # noqa: SIM118
+        if not made:
             return None
-        return Exported(shipped.digest(), specs_of(self._kept), all(tensor.is_cuda for tensor in self._kept.values()))
-
-    def packed(self) -> dict[str, PackedTensor]:
-        """The exported weights as bytes, in main memory."""
-        return pack(self._kept)
+        return Exported(shipped.digest(), specs_of(made), all(tensor.is_cuda for tensor in made.values()))
 
     def lend(self) -> SharedWeights:
         """Where engines of this host find the exported weights, until `release`."""
         # Engines that wake on this GPU need the memory that torch only keeps.
         torch.cuda.empty_cache()
-        return self._lent.enter_context(share_weights(self._kept))
+        return self._lent.enter_context(share_weights(self._exported))
 
     def send(self, link: Link) -> None:
         """Send the exported weights to the engines at the other ends."""
         torch.cuda.empty_cache()
-        link.send(self._kept)
+        link.send(self._exported)
 
     def release(self) -> None:
         """Give the memory of the exported weights back; a second call does nothing."""
-        self._kept = {}
+        self._exported = {}
         self._lent.close()
         torch.cuda.empty_cache()
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fp8core.cluster.gang import Call, Gang, Handle
 from fp8core.cluster.member import Place
-from fp8core.cluster.parts import EnginePart, Exported, PackedTensor, SftPart, TrainerPart, pack, unpack
+from fp8core.cluster.parts import EnginePart, Exported, SftPart, TrainerPart, pack, unpack
 from fp8core.cluster.transport import BROADCASTS, Broadcast, GroupRanks, Link, Meeting
 from fp8core.config.capability import Environment
 from fp8core.config.run import RunConfig
@@ -361,6 +361,7 @@ class RankedTrainer:
 
     def __init__(self, gang: Gang, key: str, arch: Architecture) -> None:
         self._gang, self._key, self.arch = gang, key, arch
+        self._numbers = count()
         self.version = 0
 
     @property
@@ -384,22 +385,21 @@ class RankedTrainer:
         found = self._by_all("scored_step", batch, temperature, scales)
         return self._learnt([report for report, _ in found]), found[0][1]
 
-    def keep(self, shipped: Shipped) -> "ray.ObjectRef[dict[str, PackedTensor]]":
-        """As `ScoringTrainer.keep`, in the memory that the processes of a node share.
+    def keep(self, shipped: Shipped) -> str:
+        """As `ScoringTrainer.keep`: the key of a part of every rank, which has its share."""
+        key = f"{self._key}, kept {next(self._numbers)}"
+        self._gang.gather([m.send("build", key, TrainerPart.kept, (self._key,)) for m in self._gang.ranks])
+        return key
 
-        Nobody waits for it: of rank 0 the calls that give the weights away come later.
-        """
-        waiting: ray.ObjectRef[dict[str, PackedTensor]] = self._gang.ranks[0].send("call", self._key, "packed").ref
-        return waiting
+    def forget(self, kept: str) -> None:
+        self._gang.gather([member.send("drop", kept) for member in self._gang.ranks])
 
     def logprobs_of(
-        self,
-        kept: "ray.ObjectRef[dict[str, PackedTensor]]",
-        batch: TokenBatch,
-        temperature: float,
-        scales: Sequence[LayerScales] | None,
+        self, kept: str, batch: TokenBatch, temperature: float, scales: Sequence[LayerScales] | None
     ) -> ScoredBatch:
-        found: ScoredBatch = self._by_all("logprobs_of", kept, batch, temperature, scales)[0]
+        shared = [ray.put(each) for each in (batch, temperature, scales)]
+        calls = [member.send("hand", self._key, "logprobs_of", kept, *shared) for member in self._gang.ranks]
+        found: ScoredBatch = self._gang.gather(calls)[0]
         return found
 
     def _learnt(self, reports: Sequence[TrainReport]) -> TrainReport:
@@ -447,5 +447,5 @@ class RankedTrainer:
 
     def _by_all(self, method: str, *arguments: Any) -> list[Any]:
         """The answers of all ranks to one call."""
-        shared = [each if isinstance(each, ray.ObjectRef) else ray.put(each) for each in arguments]
+        shared = [ray.put(each) for each in arguments]
         return self._gang.gather([member.send("call", self._key, method, *shared) for member in self._gang.ranks])

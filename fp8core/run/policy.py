@@ -97,9 +97,9 @@ def keep_policy(run: RunContext, shipped: Shipped, scales: PolicyScales) -> None
     trainer = run.ready_trainer()
     assert isinstance(trainer, ScoringTrainer), "the configuration was checked"
     oldest = trainer.version + 1 - run.config.pipeline.kept_policies
+    for version in [version for version in run.kept_policies if version < oldest or version == scales.version]:
+        trainer.forget(run.kept_policies.pop(version).tensors)
     run.kept_policies[scales.version] = KeptPolicy(trainer.keep(shipped), scales)
-    for version in [version for version in run.kept_policies if version < oldest]:
-        del run.kept_policies[version]
 
 
 def trainer_probe(run: RunContext, scales: PolicyScales) -> tuple[list[Probe], list[float]]:

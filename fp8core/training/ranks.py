@@ -1,8 +1,9 @@
 """The processes that share the parts of a batch out: one alone, or several that make the same calls."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from fp8core.errors import UserError
@@ -140,3 +141,57 @@ def together(ranks: Ranks, act: Callable[[], Result]) -> list[Result]:
             raise result
         found.append(result)
     return found
+
+
+# A view of bytes has an offset that is a multiple of its elements.
+_ALIGNMENT = 16
+# torch rounds pinned memory up to a power of two.
+_PIECE_BYTES = 256 << 20
+
+
+class KeptWeights:
+    """Weights that the ranks keep together for a while: each has a share of the tensors in its main memory."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], ranks: Ranks) -> None:
+        """`tensors` are the same in all ranks, on one device, and may be gone afterwards."""
+        self._ranks = ranks
+        self._layouts = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+        self._device = next(iter(tensors.values())).device
+        self._places, self._sizes = dict[str, tuple[int, int]](), [0] * ranks.count
+        for name in sorted(tensors, key=lambda name: -tensors[name].nbytes):
+            least = min(range(ranks.count), key=self._sizes.__getitem__)
+            self._places[name] = least, self._sizes[least]
+            self._sizes[least] += -(-tensors[name].nbytes // _ALIGNMENT) * _ALIGNMENT
+        on_gpu, size = self._device.type == "cuda", self._sizes[ranks.rank]
+        # A GPU copies to and from pinned memory at the speed of its bus, and torch uses it again.
+        self._own = [
+            torch.empty(min(_PIECE_BYTES, size - start), dtype=torch.uint8, pin_memory=on_gpu)
+            for start in range(0, size, _PIECE_BYTES)
+        ]
+        for name, (rank, start) in self._places.items():
+            if rank == ranks.rank:
+                self._write(start, tensors[name].detach().contiguous().view(-1).view(torch.uint8))
+        if on_gpu:
+            torch.cuda.synchronize(self._device)
+
+    def _write(self, start: int, flat: Tensor) -> None:
+        while len(flat):
+            piece, offset = divmod(start, _PIECE_BYTES)
+            size = min(len(flat), _PIECE_BYTES - offset)
+            self._own[piece][offset : offset + size].copy_(flat[:size], non_blocking=True)
+            start, flat = start + size, flat[size:]
+
+    def whole(self) -> dict[str, Tensor]:
+        """All of them, on the device that they came from: the ranks hand each other their shares."""
+        own = torch.empty(self._sizes[self._ranks.rank], dtype=torch.uint8, device=self._device)
+        for piece, part in zip(self._own, own.split(_PIECE_BYTES), strict=False):
+            part.copy_(piece, non_blocking=True)
+        parts, found = self._ranks.gathered(own, self._sizes), dict[str, Tensor]()
+        for name, (dtype, shape) in self._layouts.items():
+            rank, start = self._places[name]
+            found[name] = parts[rank][start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+        return found
+
+    def close(self) -> None:
+        """Give the memory back."""
+        del self._own

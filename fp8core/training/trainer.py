@@ -23,7 +23,7 @@ from fp8core.numerics.kv_scales import KvStatistics, LayerScales
 from fp8core.rl.batch import RolloutBatch, TokenBatch
 from fp8core.rl.losses import Denominator
 from fp8core.rl.objective import Objective, merged
-from fp8core.training.ranks import Ranks, shared_out
+from fp8core.training.ranks import KeptWeights, Ranks, shared_out
 
 AVERAGED = (
     "loss",
@@ -173,7 +173,14 @@ class ScoringTrainer(Protocol):
         ...
 
     def keep(self, shipped: Shipped) -> Any:
-        """A copy of what `export` gave last, in main memory, for `logprobs_of`; an engine has not taken it yet."""
+        """A copy of what `export` gave last, in main memory, for `logprobs_of`; an engine has not taken it yet.
+
+        It outlives the trainer, until `forget`.
+        """
+        ...
+
+    def forget(self, kept: Any) -> None:
+        """Give the memory of a kept policy back."""
         ...
 
     def logprobs_of(
@@ -366,20 +373,24 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
         """As every trainer. Raises LogprobError: the batch's truncation leaves out one of its tokens."""
         return self._scored_under(self._inference_weights(), batch, temperature, scales)
 
-    def keep(self, shipped: Shipped) -> dict[str, Tensor]:
+    def keep(self, shipped: Shipped) -> KeptWeights:
         """As `ScoringTrainer.keep`."""
-        return {name: shipped[name].detach().to("cpu", copy=True) for name in shipped.keys()}  # noqa: SIM118
+        return KeptWeights({name: shipped[name] for name in shipped.keys()}, self._ranks)  # noqa: SIM118
+
+    def forget(self, kept: KeptWeights) -> None:
+        """As `ScoringTrainer.forget`."""
+        kept.close()
 
     @torch.no_grad()
     def logprobs_of(
         self,
-        kept: Mapping[str, Tensor],
+        kept: KeptWeights,
         batch: TokenBatch,
         temperature: float,
         scales: Sequence[LayerScales] | None,
     ) -> ScoredBatch:
         try:
-            return self._scored_under(self._shipped_weights(kept), batch, temperature, scales)
+            return self._scored_under(self._shipped_weights(kept.whole()), batch, temperature, scales)
         finally:
             self._drop_shipped()
 
