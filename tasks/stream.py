@@ -75,7 +75,9 @@ def _finished(run: RunContext, index: int, stream: Ref) -> tuple[dict[str, Ref],
     if isinstance(opened, DroppingStream):
         rows, evicted = finish_first(opened, index, run.config.pipeline.chunk_tokens, written, source.enter)
     else:
-        rows = finish_step(opened, index, written, source.enter)
+        together = run.config.pipeline.mode == "asynchronous"
+        chunk = run.config.pipeline.chunk_tokens if together else None
+        rows = finish_step(opened, index, chunk, written, source.enter)
     written.complete([*rows, *opened.rows])
     places = sorted({(row.batch, row.group) for row in rows})
     rows = [replace(row, group=places.index((row.batch, row.group))) for row in rows]

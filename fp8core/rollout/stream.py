@@ -6,7 +6,8 @@ n - 1 - `max_staleness`; so no token that a step learns from is older. With drop
 that are complete, by the tick of their last token. Those that are too old for the next step are evicted, and others
 enter. A tick is a token that each completion in flight wrote or could have: within one segment all write at one pace.
 
-- `finish` is the first part of a step, under the newest policy: it ends when the prompts of the step are complete.
+- `finish` is the first part of a step, under the newest policy: it ends when the prompts of the step are complete. The
+  others write with them, chunk by chunk; without chunks they wait for `run_ahead`, whose policy is the same.
 - `run_ahead` is beside the update, under the same policy, in chunks: it ends when its chunks do, or all is complete.
 
 Then the next policy is loaded, and what is in flight goes on with it, its cache computed anew. A token is a function
@@ -139,29 +140,33 @@ class Stream:
         """Prompts that may have entered under a policy, since the run began."""
         return (version + 1 + self.pace.staleness) * self.pace.prompts
 
-    def write(self, version: int, places: Iterable[Place], room: int | None, generate: Generate) -> int:
+    def write(
+        self, version: int, due: Sequence[Place], room: int | None, generate: Generate, others: Sequence[Place] = ()
+    ) -> int:
         """Let prompts write, each completion at most `room`, from this tick on; returns what the longest wrote.
+
+        Those of `others` keep no more than the longest of those of `due` has.
 
         Raises:
             UserError: the engine left a completion as it was, so nothing would ever end.
         """
-        places, asked, open_ = list(places), list[PromptGroup](), dict[Place, Row]()
+        places, asked, open_ = [*due, *others], list[PromptGroup](), dict[Place, Row]()
         for number, place in enumerate(places):
             rows = [row for row in self._groups[place] if not row.finish]
             open_ |= {(number, row.sample): row for row in rows}
             begun = tuple(tuple(row.tokens) for row in rows) if any(row.tokens for row in rows) else ()
             asked.append(replace(group_of(number, rows), begun=begun, room=() if room is None else (room,) * len(rows)))
-        longest = 0
-        for done in (completion for finished in generate(asked, places) for completion in finished):
+        found = [done for finished in generate(asked, places) for done in finished]
+        longest = max((len(done.tokens) for done in found if done.group < len(due)), default=0)
+        for done in found:
             if not done.tokens and done.finish == "open":
                 continue
-            row = open_.pop((done.group, done.sample))
-            row.tokens += done.tokens
-            row.logprobs += done.logprobs
-            row.versions += [version] * len(done.tokens)
-            if done.finish != "open":
-                row.finish, row.ended = done.finish, self.tick + len(done.tokens)
-            longest = max(longest, len(done.tokens))
+            row, kept = open_.pop((done.group, done.sample)), min(longest, len(done.tokens))
+            row.tokens += done.tokens[:kept]
+            row.logprobs += done.logprobs[:kept]
+            row.versions += [version] * kept
+            if done.finish != "open" and kept == len(done.tokens):
+                row.finish, row.ended = done.finish, self.tick + kept
         for row in open_.values():
             raise UserError(
                 f"the engine wrote nothing to {len(open_)} of {sum(len(each.samples) for each in asked)} completions, "
@@ -221,15 +226,19 @@ class DroppingStream(Stream):
         return evicted
 
 
-def finish(stream: Stream, batch: int, generate: Generate, enter: Enter) -> list[Row]:
-    """Write until the prompts of a step are complete, under the policy before it; these leave."""
+def finish(stream: Stream, batch: int, chunk: int | None, generate: Generate, enter: Enter) -> list[Row]:
+    """Write until the prompts of a step are complete, under the policy before it; these leave.
+
+    Args:
+        chunk: tokens that each completion in flight may write at a time, which decide about nothing; None: the step's
+            own alone write, to their end.
+    """
     version = batch - 1
     stream.admit(version, enter)
-    while due := stream.in_flight(batch):
-        ticks = stream.write(version, due, None, generate)
-        if others := stream.in_flight():
-            stream.write(version, others, ticks, generate)
-        stream.tick += ticks
+    while stream.in_flight(batch):
+        while due := stream.in_flight(batch):
+            others = [] if chunk is None else [place for place in stream.in_flight() if place not in due]
+            stream.tick += stream.write(version, due, chunk, generate, others)
         stream.admit(version, enter)
     return stream.take(batch)
 

@@ -52,11 +52,14 @@ def enter(batch: int, group: int) -> list[Row]:
 
 
 def trained(pace: Pace, ahead: int | None, steps: int) -> list[list[Row]]:
-    """What each step learns from; the stream is stored and read between all parts."""
+    """What each step learns from; the stream is stored and read between all parts.
+
+    Without a limit ahead, prompts that are not a step's own wait for the part ahead.
+    """
     rows, found = list[Row](), []
     for step in range(1, steps + 1):
         stream = Stream(rows, pace, step - 1)
-        found.append(finish(stream, step, generate, enter))
+        found.append(finish(stream, step, None if ahead is None else 4, generate, enter))
         stream = Stream(stream.rows, pace, step)
         run_ahead(stream, step - 1, repeat(None) if ahead is None else chunks_of(ahead, 4), generate, enter)
         rows = stream.rows
@@ -96,6 +99,32 @@ def test_updates_land_in_flight() -> None:
     assert {step - row.versions[0] for step, rows in enumerate(whole[1:], start=1) for row in rows} == {1}
 
 
+@pytest.mark.parametrize("chunk", [1, 2, 5, 50])
+def test_the_others_write_with_the_prompts_of_a_step_or_wait_for_the_part_ahead(chunk: int) -> None:
+    """One call of the engine a chunk has them all; without chunks nothing of theirs stands in the way of an update."""
+    asked = list[set[int]]()
+
+    def noted(groups: Sequence[PromptGroup], places: Sequence[Place]) -> Iterator[list[Completion]]:
+        asked.append({batch for batch, _ in places})
+        return generate(groups, places)
+
+    cut = 0
+    for step in range(1, 7):
+        stream = Stream([], Pace(2, 1, None), step - 1)
+        longest = max(len(row.tokens) for row in finish(stream, step, chunk, noted, enter))
+        assert asked[0] == {step, step + 1}
+        assert len(asked) == -(-longest // chunk)
+        assert [len(row.tokens) for row in stream.rows] == [min(length(row.seed), longest) for row in stream.rows]
+        assert [bool(row.finish) for row in stream.rows] == [length(row.seed) <= longest for row in stream.rows]
+        cut += sum(not row.finish for row in stream.rows)
+        asked.clear()
+    assert cut
+    alone = Stream([], Pace(3, 1, None), 0)
+    finish(alone, 1, None, noted, enter)
+    assert asked == [{1}]
+    assert [len(row.tokens) for row in alone.rows] == [0] * 6
+
+
 @pytest.mark.parametrize("most", [1, 2, 5])
 def test_no_more_prompts_are_in_flight_than_are_allowed(most: int) -> None:
     asked = list[int]()
@@ -105,7 +134,7 @@ def test_no_more_prompts_are_in_flight_than_are_allowed(most: int) -> None:
         return generate(groups, places)
 
     stream = Stream([], Pace(4, 2, most), 0)
-    finish(stream, 1, counted, enter)
+    finish(stream, 1, 4, counted, enter)
     run_ahead(stream, 0, chunks_of(7, 2), counted, enter)
     assert max(asked) == most
     assert len(stream.in_flight()) <= most
@@ -120,7 +149,7 @@ def test_a_recorded_schedule_gives_the_stream_of_the_clock(pace: Pace, chunk: in
     rows = list[Row]()
     for step, most in enumerate(speeds, start=1):
         stream = Stream(rows, pace, step - 1)
-        taken = finish(stream, step, generate, enter)
+        taken = finish(stream, step, chunk, generate, enter)
         assert all(0 <= step - 1 - row.versions[0] <= pace.staleness for row in taken)
         left = stream.rows
         live, again = (Stream(deepcopy(left), pace, step) for _ in range(2))
@@ -219,7 +248,7 @@ def forgetful(groups: Sequence[PromptGroup], places: Sequence[Place]) -> Iterato
 def test_an_engine_that_leaves_a_completion_as_it_was_ends_the_run(engine: Generate) -> None:
     pace, named = Pace(2, 1, None), "the engine wrote nothing to .* sample 0 of prompt 1/0"
     with pytest.raises(UserError, match=named):
-        finish(Stream([], pace, 0), 1, engine, enter)
+        finish(Stream([], pace, 0), 1, None, engine, enter)
     with pytest.raises(UserError, match=named):
         finish_first(DroppingStream([], pace, 0), 1, 4, engine, enter)
     with pytest.raises(UserError, match=named):
