@@ -110,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for model in options.models:
         for precision in options.precisions:
             arch, folder = shape(model, options)
-            make_model(folder, arch, "cpu" if options.tiny else "cuda", _ends(arch, _load(options)))
+            make_model(folder, arch, "cpu" if options.tiny else "cuda", ends_of(arch, load_of(options)))
             chosen = planned(model, precision, options)
             if not committed(chosen, _WARM_UP + options.steps):
                 train(chosen, _WARM_UP + options.steps, out / "logs" / f"{chosen.folder.name}.log", end)
@@ -137,7 +137,7 @@ def shape(model: str, options: argparse.Namespace) -> tuple[Architecture, Path]:
 
 def planned(model: str, precision: str, options: argparse.Namespace) -> Training:
     """The training of a model in a precision. Raises UserError: the configuration is refused."""
-    load, folder = _load(options), shape(model, options)[1]
+    load, folder = load_of(options), shape(model, options)[1]
     settings = {
         **_COMMON,
         **load.settings,
@@ -169,7 +169,8 @@ def ends_for(vocab_size: int, longest: int, mean: float) -> int:
     return max(1, round(low * vocab_size))
 
 
-def _ends(arch: Architecture, load: Load) -> int:
+def ends_of(arch: Architecture, load: Load) -> int:
+    """The number of tokens that end a completion of a model."""
     return ends_for(arch.vocab_size, load.longest, load.mean)
 
 
@@ -252,7 +253,8 @@ def _same(one: Row, other: Row) -> bool:
     return all(one[key] == other[key] for key in _CASE)
 
 
-def _load(options: argparse.Namespace) -> Load:
+def load_of(options: argparse.Namespace) -> Load:
+    """The completions of a step."""
     return REHEARSAL if options.tiny else NEMO
 
 
