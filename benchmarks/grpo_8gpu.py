@@ -10,7 +10,8 @@ completion has at most 4,096 tokens, 1,060 on average. Weights are random, so th
 probability of K in the size of the vocabulary, and lengths are geometric; K is chosen for the mean. `tokens` are those
 that train, prompts and completions, as NeMo RL counts them in its performance summary.
 
-All GPUs generate and train in turn; with --engines N, N of them generate and the others train.
+All GPUs generate and train in turn; with --engines N, N of them generate and the others train. Ahead of the update and
+without --engines, both compute on each GPU at the same time: start `nvidia-cuda-mps-control -d` before.
 
 Each model in a precision is a run of its own, killed after its last step (`large_ledger`), and a row of kind
 `grpo_step` in --rows. Other rows of that file stay, so one call may measure one of them. The prediction that a row
@@ -97,6 +98,8 @@ _COMMON = {
 _CACHE = {"bf16": 20.0, "fp8": 14.5}
 # An engine with a GPU of its own has several times as many of them.
 _APART = {"rollout.max_batch": 512, "rollout.vllm.gpu_memory_utilization": 0.88, "rollout.vllm.sleep": False}
+# An engine that generates beside the update keeps its memory: on 80 GB there is room for this in FP8.
+_BESIDE = {"rollout.vllm.sleep": False, "rollout.vllm.kv_cache_gib": 9.0, "training.tokens_per_pass": 8192}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -153,6 +156,7 @@ def planned(model: str, precision: str, options: argparse.Namespace) -> Training
         settings |= {"cluster.placement": "separate", **({} if options.tiny else _APART)}
     elif not options.tiny:
         settings |= {"rollout.max_batch": 256, "rollout.vllm.kv_cache_gib": _CACHE[precision]}
+        settings |= {} if options.mode == "synchronous" else _BESIDE
     overrides = [f"model={folder}", *(f"{key}={json.dumps(value)}" for key, value in settings.items())]
     runs = folder.parent / "runs"
     (made,) = plan(SHAPES[model][0], [*overrides, *options.overrides], [VARIANTS[precision]], runs)

@@ -184,6 +184,7 @@ class KeptWeights:
     def whole(self) -> dict[str, Tensor]:
         """All of them, on the device that they came from: the ranks hand each other their shares."""
         own = torch.empty(self._sizes[self._ranks.rank], dtype=torch.uint8, device=self._device)
+        # An empty share has no piece, and splits into one part.
         for piece, part in zip(self._own, own.split(_PIECE_BYTES), strict=False):
             part.copy_(piece, non_blocking=True)
         parts, found = self._ranks.gathered(own, self._sizes), dict[str, Tensor]()

@@ -56,10 +56,11 @@ def test_rows_of_committed_steps_join_those_of_other_calls(whole_run, tmp_path, 
 
 
 @pytest.mark.parametrize("mode", ["one_step_off", "asynchronous"])
-def test_an_engine_with_a_gpu_of_its_own_fits_beside_ranks(mode, tmp_path):
-    options = options_of(["--out", str(tmp_path), "--gpus", "4", "--engines", "1", "--mode", mode])
+@pytest.mark.parametrize(("engines", "ranks"), [(1, 3), (0, 4)])
+def test_engines_that_generate_beside_the_update_fit(mode, engines, ranks, tmp_path):
+    options = options_of(["--out", str(tmp_path), "--gpus", "4", "--engines", str(engines), "--mode", mode])
     training = planned("qwen3-8b", "fp8", options)
     config, machine = load_config(training.config, training.settings), Machine(GPUS["h100"], None)
-    assert (config.cluster.engines, config.cluster.ranks, config.pipeline.mode) == (1, 3, mode)
+    assert (config.cluster.engines, config.cluster.ranks, config.pipeline.mode) == (engines or 4, ranks, mode)
     assert config.rollout.prompts_per_step * config.rollout.group_size == 256 * 4
     refuse_unfit(plan_run(config, shape("qwen3-8b", options)[0], machine, trainer_grid(config, machine)))
