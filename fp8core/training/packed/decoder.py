@@ -338,7 +338,8 @@ class PackedDecoder(nn.Module):
                 made[name] = [values, joined(stack, SCALE_SUFFIX)] if coded else narrow
             layer.cache(made)
         outer = {"embedding": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}
-        self._values = {name: shipped[key].to(device) for name, key in outer.items() if key in shipped}
+        # Views would hold the memory of all that was shipped beside them.
+        self._values = {name: shipped[key].to(device, copy=True) for name, key in outer.items() if key in shipped}
         self._values["norm"] = _rounded(self._values["norm"])
         self._values.setdefault("head", self._values["embedding"])
 
