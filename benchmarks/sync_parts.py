@@ -22,6 +22,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+from benchmarks.asynchronous_hopper import MODES
 from benchmarks.grpo_8gpu import ends_of, load_of, options_of, planned, shape
 from benchmarks.harness import MODELS, Row, provenance, table, write_rows
 from benchmarks.large_ledger import make_model
@@ -62,6 +63,8 @@ class Timed:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure what is asked for, row after row; returns 0."""
     options = options_of(arguments)
+    if options.mode != MODES[0]:
+        raise SystemExit(f"--mode {options.mode}: a sync is measured with {MODES[0]} steps")
     rows = list[Row]()
     for model in options.models:
         for precision in options.precisions:

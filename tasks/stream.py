@@ -75,9 +75,10 @@ def _finished(run: RunContext, index: int, stream: Ref) -> tuple[dict[str, Ref],
     if isinstance(opened, DroppingStream):
         rows, evicted = finish_first(opened, index, run.config.pipeline.chunk_tokens, written, source.enter)
     else:
-        together = run.config.pipeline.mode == "asynchronous"
-        chunk = run.config.pipeline.chunk_tokens if together else None
-        rows = finish_step(opened, index, chunk, written, source.enter)
+        pipeline = run.config.pipeline
+        # A cache that is kept over updates is found by the tokens it is of: nothing of it may be written twice.
+        together = pipeline.mode == "asynchronous" and pipeline.recompute_kv_cache_after_weight_update
+        rows = finish_step(opened, index, pipeline.chunk_tokens if together else None, written, source.enter)
     written.complete([*rows, *opened.rows])
     places = sorted({(row.batch, row.group) for row in rows})
     rows = [replace(row, group=places.index((row.batch, row.group))) for row in rows]

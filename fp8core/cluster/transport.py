@@ -159,9 +159,10 @@ class GroupRanks:
         """The bytes of all processes, in the order of their ranks."""
         most = max(sizes)
         padded = own if len(own) == most else torch.cat([own, own.new_zeros(most - len(own))])
-        parts = list(own.new_empty(most * self.count).split(most))
-        distributed.all_gather(parts, padded)
-        return [part[:size] for part, size in zip(parts, sizes, strict=True)]
+        # Into a list, NCCL would need all of it a second time.
+        whole = own.new_empty(most * self.count)
+        distributed.all_gather_into_tensor(whole, padded)
+        return [whole[rank * most :][:size] for rank, size in enumerate(sizes)]
 
     def exchanged(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """The tensors of all processes for this one, in the order of their ranks."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from fp8core.rl.batch import TokenBatch
 from fp8core.run.context import RunContext
 from fp8core.run.execute import carried
-from fp8core.run.policy import KeptPolicy, keep_policy, read_scales
+from fp8core.run.policy import keep_policy, read_scales
 from fp8core.run.resume import rewind_to, rewind_with_engine
 from fp8core.training.trainer import ScoringTrainer
 
@@ -29,8 +29,11 @@ def behaviour_logprobs(run: RunContext, batch: TokenBatch, versions: Tensor) -> 
         batch: sequences.
         versions: int64 [B, longest], -1 where there is no token.
     """
-    # One that is made again may leave the run another trainer.
-    policies = {version: _kept(run, version) for version in sorted(set(versions[versions >= 0].tolist()))}
+    # One that is made again may leave the run another trainer, and another copy of those before it.
+    needed = sorted(set(versions[versions >= 0].tolist()))
+    for version in needed:
+        _make_sure(run, version)
+    policies = {version: run.kept_policies[version] for version in needed}
     trainer, found = run.ready_trainer(), (torch.zeros(versions.shape), torch.zeros(versions.shape))
     assert isinstance(trainer, ScoringTrainer), "the configuration was checked"
     for version, policy in policies.items():
@@ -46,15 +49,14 @@ def behaviour_logprobs(run: RunContext, batch: TokenBatch, versions: Tensor) -> 
     return found
 
 
-def _kept(run: RunContext, version: int) -> KeptPolicy:
-    """A policy that the engine held; after a restart it is made again from a checkpoint and later updates."""
+def _make_sure(run: RunContext, version: int) -> None:
+    """Keep a policy that the engine held; after a restart it is made again from a checkpoint and later updates."""
     if version not in run.kept_policies:
         held = run.ready_trainer().version
         rewind_to(run, version)
         keep_policy(run, run.ready_trainer().export(), read_scales(run, carried(run, version + 1)["scales"]))
         # An update that lacks its rollouts has them generated again, by the engine with an older policy.
         rewind_with_engine(run, held)
-    return run.kept_policies[version]
 
 
 def verified_rows(run: RunContext, index: int, rows: int) -> list[int]:
