@@ -112,9 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     missing = list[str]()
     for model in options.models:
         for precision in options.precisions:
-            arch, folder = shape(model, options)
-            make_model(folder, arch, "cpu" if options.tiny else "cuda", ends_of(arch, load_of(options)))
-            chosen = planned(model, precision, options)
+            chosen, arch = prepared(model, precision, options)
             if not committed(chosen, _WARM_UP + options.steps):
                 train(chosen, _WARM_UP + options.steps, out / "logs" / f"{chosen.folder.name}.log", end)
             if not committed(chosen, _WARM_UP + options.steps):
@@ -140,7 +138,7 @@ def shape(model: str, options: argparse.Namespace) -> tuple[Architecture, Path]:
 
 def planned(model: str, precision: str, options: argparse.Namespace) -> Training:
     """The training of a model in a precision. Raises UserError: the configuration is refused."""
-    load, folder = load_of(options), shape(model, options)[1]
+    load, folder = _load(options), shape(model, options)[1]
     settings = {
         **_COMMON,
         **load.settings,
@@ -164,6 +162,13 @@ def planned(model: str, precision: str, options: argparse.Namespace) -> Training
     return replace(made, folder=runs / f"{folder.name.removeprefix('model-')}-{case}")
 
 
+def prepared(model: str, precision: str, options: argparse.Namespace) -> tuple[Training, Architecture]:
+    """The training as `planned`, whose model is written, and the shape of that."""
+    (arch, folder), load = shape(model, options), _load(options)
+    make_model(folder, arch, "cpu" if options.tiny else "cuda", ends_for(arch.vocab_size, load.longest, load.mean))
+    return planned(model, precision, options), arch
+
+
 def ends_for(vocab_size: int, longest: int, mean: float) -> int:
     """The number of tokens that end a completion, for lengths that are geometric up to `longest`, with this mean."""
     low, high = 0.0, 1.0
@@ -171,11 +176,6 @@ def ends_for(vocab_size: int, longest: int, mean: float) -> int:
         share = (low + high) / 2
         low, high = (share, high) if (1 - (1 - share) ** longest) / share > mean else (low, share)
     return max(1, round(low * vocab_size))
-
-
-def ends_of(arch: Architecture, load: Load) -> int:
-    """The number of tokens that end a completion of a model."""
-    return ends_for(arch.vocab_size, load.longest, load.mean)
 
 
 def step_row(training: Training, arch: Architecture, case: tuple[str, str], options: argparse.Namespace) -> Row:
@@ -257,8 +257,7 @@ def _same(one: Row, other: Row) -> bool:
     return all(one[key] == other[key] for key in _CASE)
 
 
-def load_of(options: argparse.Namespace) -> Load:
-    """The completions of a step."""
+def _load(options: argparse.Namespace) -> Load:
     return REHEARSAL if options.tiny else NEMO
 
 

@@ -23,9 +23,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.asynchronous_hopper import MODES
-from benchmarks.grpo_8gpu import ends_of, load_of, options_of, planned, shape
+from benchmarks.grpo_8gpu import options_of, prepared
 from benchmarks.harness import MODELS, Row, provenance, table, write_rows
-from benchmarks.large_ledger import make_model
 from fp8core.config.load import load_config
 from fp8core.report.console import Console
 from fp8core.run.loop import begin
@@ -76,9 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def measured(model: str, precision: str, options: argparse.Namespace) -> Row:
     """The row of a model in a precision."""
-    arch, folder = shape(model, options)
-    make_model(folder, arch, "cpu" if options.tiny else "cuda", ends_of(arch, load_of(options)))
-    training = planned(model, precision, options)
+    training, arch = prepared(model, precision, options)
     config = load_config(training.config, [*training.settings, f"runs={training.folder.parent}"])
     seconds: dict[str, float] = defaultdict(float)
     found = list[dict[str, float]]()

@@ -14,6 +14,7 @@ import json
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -571,16 +572,10 @@ def recovery_table(rows: Sequence[Row]) -> str:
     )
 
 
-def _asynchronous_table() -> str:
-    from benchmarks.asynchronous_hopper import mode_table  # It reads tables of this module.
-
-    return mode_table(stored("asynchronous_hopper"))
-
-
-def _load_table() -> str:
-    from benchmarks.grpo_8gpu import step_table  # It reads tables of this module, too.
-
-    return step_table(stored("grpo_8gpu"))
+def _table_of(script: str, printer: str) -> list[str]:
+    """The table that a function of a script prints; that script reads tables of this module."""
+    found: str = getattr(import_module(f"benchmarks.{script}"), printer)(stored(script))
+    return [found]
 
 
 TABLES: dict[str, Callable[[], list[str]]] = {
@@ -593,8 +588,8 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "parity": lambda: [parity_table(stored("parity_tiny")[0])],
     "recovery": lambda: [recovery_table(stored("recovery"))],
     "cluster": lambda: [step_table(stored("cluster_hopper"))],
-    "load": lambda: [_load_table()],
-    "asynchronous": lambda: [_asynchronous_table()],
+    "load": lambda: _table_of("grpo_8gpu", "step_table"),
+    "asynchronous": lambda: _table_of("asynchronous_hopper", "mode_table"),
     "episodes": lambda: [episode_table(stored("episodes_hopper"))],
     "sglang": lambda: [sglang_table(stored("sglang_hopper"))],
     "attention": lambda: [*attention_tables(stored("attention_forward"))],

@@ -10,13 +10,12 @@ from torch import Tensor, distributed
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 
 from fp8core.rollout.engine import RECEIVED_BYTES, TensorSpec, specs_of
+from fp8core.training.ranks import aligned
 from fp8core.training.trainer import shares
 
 # The caller ends the members that wait for one that is gone.
 _TIMEOUT = timedelta(hours=2)
 _PIECE_BYTES = 256 << 20
-# A view of bytes has an offset that is a multiple of its elements.
-_ALIGNMENT = 16
 
 Value = TypeVar("Value")
 Broadcast = Literal["gloo", "nccl"]
@@ -103,7 +102,7 @@ def _pieces(layouts: Mapping[str, TensorSpec]) -> Iterator[Piece]:
     """Tensors in order, as many in a piece as it has room for, one at least."""
     starts, held = dict[str, int](), 0
     for name, layout in layouts.items():
-        size = -(-layout.bytes // _ALIGNMENT) * _ALIGNMENT
+        size = aligned(layout.bytes)
         if starts and held + size > _PIECE_BYTES:
             yield Piece(starts, held)
             starts, held = {}, 0

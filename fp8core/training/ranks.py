@@ -143,10 +143,13 @@ def together(ranks: Ranks, act: Callable[[], Result]) -> list[Result]:
     return found
 
 
-# A view of bytes has an offset that is a multiple of its elements.
-_ALIGNMENT = 16
 # torch rounds pinned memory up to a power of two.
 _PIECE_BYTES = 256 << 20
+
+
+def aligned(size: int) -> int:
+    """Bytes that a tensor takes before another one: a view of bytes begins at a multiple of its elements."""
+    return -(-size // 16) * 16
 
 
 class KeptWeights:
@@ -161,7 +164,7 @@ class KeptWeights:
         for name in sorted(tensors, key=lambda name: -tensors[name].nbytes):
             least = min(range(ranks.count), key=self._sizes.__getitem__)
             self._places[name] = least, self._sizes[least]
-            self._sizes[least] += -(-tensors[name].nbytes // _ALIGNMENT) * _ALIGNMENT
+            self._sizes[least] += aligned(tensors[name].nbytes)
         on_gpu, size = self._device.type == "cuda", self._sizes[ranks.rank]
         # A GPU copies to and from pinned memory at the speed of its bus, and torch uses it again.
         self._own = [
