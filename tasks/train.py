@@ -87,10 +87,12 @@ def train_scoring(
     teacher: Ref | None = None,
     turns: Ref | None = None,
 ) -> dict[str, Ref]:
-    """Policy v_i becomes v_{i+1}, and the forward of that update scores the rollouts under v_i.
+    """Policy v_i becomes v_{i+1}, and the forwards of its updates score the rollouts.
 
-    Old log-probs are those of the forward, or the rollout's own (`logprobs.source`). An audited one that differs fails
-    the step before the update. The forward goes over every row, so those that a filter has dropped have scores too.
+    Old log-probs are those of the one forward, or the rollout's own (`logprobs.source`). An audited one that differs
+    fails the step before the first update. The forwards go over every row, so those that a filter has dropped have
+    scores too. Entropies, and log-probs of tokens that an environment wrote, are under the policy that the update of
+    their row begins with.
     """
     store, trainer, config = run.directory.store, trainer_of_policy(run, policy), run.config
     assert isinstance(trainer, ScoringTrainer), "the configuration was checked"

@@ -90,8 +90,8 @@ class LogprobsConfig(Section):
         1 / 16,
         gt=0,
         le=1,
-        description="Of source=rollout: share of the completions, one at least, whose log-probs in the update's "
-        "forward are compared with the rollout's; a difference fails the step before the update.",
+        description="Of source=rollout: share of the completions, one at least, whose log-probs under the trainer's "
+        "policy are compared with the rollout's; a difference fails the step before its first update.",
     )
 
 

@@ -420,10 +420,10 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _steps_follow_the_source(self) -> "RunConfig":
         source, minibatches = self.logprobs.source, self.training.minibatches
-        if source != "pass" and minibatches > 1:
+        if source == "training" and minibatches > 1:
             raise ValueError(
                 f"logprobs.source={source}: of training.minibatches={minibatches} updates only the first starts from "
-                "the policy that the log-probs are of; set one of both to its default"
+                "the policy that the log-probs are of; set it to pass, or to rollout where both sides are equal"
             )
         pipeline = with_mode(with_source(self.pipeline, source))
         if self.environment is not None:

@@ -77,7 +77,7 @@ class TokenBatch:
             length = int(self.valid[rows].sum(-1).max())
             yield rows, self.part(rows, length)
 
-    def part(self, rows: slice, length: int | None = None) -> "TokenBatch":
+    def part(self, rows: slice | list[int], length: int | None = None) -> "TokenBatch":
         """These rows, and of them the first `length` columns."""
         tokens, valid, completion = (x[rows, :length] for x in (self.tokens, self.valid, self.completion))
         experts = None if self.experts is None else self.experts[rows, :length]
@@ -92,7 +92,7 @@ class RolloutBatch:
         sequences: the tokens.
         mask: bool [B, C], True where a completion has a token that the policy wrote.
         rollout_logprobs: FP32, under the policy that sampled.
-        old_logprobs: FP32, under the trainer's policy at the start of the step; None for those of the update's forward.
+        old_logprobs: FP32, under the trainer's policy at the start of the step; None for those of the one update's.
         reference_logprobs: FP32 under the frozen reference policy, or None.
         advantages: FP32 [B], or [B, C] where they differ by token.
         keep: bool [B], False for rows that are left out of the loss.
@@ -103,7 +103,7 @@ class RolloutBatch:
         draw: the run's seed and the step, of which random choices of the loss are functions; None where it makes none.
         selected: bool [B, C], tokens that the loss singles out; None until `Objective.selected` has set them.
         observed: bool [B, C], tokens of an environment, by its turns; None where there are none.
-        audited: number of a row -> its name, of those whose log-probs of the update's forward must be the rollout's.
+        audited: number of a row -> its name, of those whose log-probs under that policy must be the rollout's.
     """
 
     sequences: TokenBatch

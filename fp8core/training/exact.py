@@ -19,6 +19,7 @@ from fp8core.numerics.logprobs import token_logprobs
 from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
 from fp8core.training.lora import AdaptedWeights, FullWeights, LearntWeights
+from fp8core.training.micro_batch import MicroBatchTrainer, Scored
 from fp8core.training.ranks import ALONE, Ranks
 from fp8core.training.saved_state import (
     MASTERS,
@@ -31,7 +32,6 @@ from fp8core.training.saved_state import (
     save_training,
     write_state,
 )
-from fp8core.training.trainer import MicroBatchTrainer, Scored
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _EPS = 1e-8

@@ -1,16 +1,15 @@
 """The interface of trainers, and what they share: updates from the GRPO objective, scoring and supervised steps.
 
-A trainer brings how gradients are added up and applied (`PolicyTrainer`). One that computes in this process
-(`MicroBatchTrainer`) brings its forward pass over parts of a batch that fit its memory, and its weights made ready.
+A trainer brings how gradients are added up and applied (`PolicyTrainer`).
 """
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -21,9 +20,7 @@ from fp8core.models.weights import Shipped
 from fp8core.numerics.e4m3 import GroupNotFinite
 from fp8core.numerics.kv_scales import KvStatistics, LayerScales
 from fp8core.rl.batch import RolloutBatch, TokenBatch
-from fp8core.rl.losses import Denominator
-from fp8core.rl.objective import Objective, merged
-from fp8core.training.ranks import KeptWeights, Ranks, shared_out
+from fp8core.rl.objective import Objective
 
 AVERAGED = (
     "loss",
@@ -169,7 +166,7 @@ class ScoringTrainer(Protocol):
     def scored_step(
         self, batch: RolloutBatch, temperature: float, scales: Sequence[LayerScales] | None
     ) -> tuple[TrainReport, ScoredBatch]:
-        """Learn from a batch by one update, and score its rows in the forward of that update."""
+        """As `step`, and score the rows in the forwards of its updates."""
         ...
 
     def keep(self, shipped: Shipped) -> Any:
@@ -188,18 +185,6 @@ class ScoringTrainer(Protocol):
     ) -> ScoredBatch:
         """As `logprobs`, under a policy that was kept, of which engine and trainer have one format."""
         ...
-
-
-Weights = TypeVar("Weights")
-"""What a forward pass multiplies with, made ready once for all parts of a batch."""
-
-
-@dataclass(frozen=True)
-class Scored:
-    """Flat log-probs and entropies of the completion tokens of some rows, in row order, FP32 on the CPU."""
-
-    logprobs: Tensor
-    entropy: Tensor
 
 
 class SftTrainer(Protocol):
@@ -359,222 +344,6 @@ class PolicyTrainer(ABC):
 
     def _not_applied(self, problem: str) -> str:
         return f"update {self._updates} of policy {self.version}: {problem}; the update was not applied"
-
-
-class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
-    """Computes a batch part by part, in the order of the rows; several processes share the parts out."""
-
-    def __init__(self, training: TrainingConfig, objective: Objective, ranks: Ranks) -> None:
-        super().__init__(training, objective)
-        self._ranks = ranks
-
-    @torch.no_grad()
-    def logprobs(self, batch: TokenBatch, temperature: float, scales: Sequence[LayerScales] | None) -> ScoredBatch:
-        """As every trainer. Raises LogprobError: the batch's truncation leaves out one of its tokens."""
-        return self._scored_under(self._inference_weights(), batch, temperature, scales)
-
-    def keep(self, shipped: Shipped) -> KeptWeights:
-        """As `ScoringTrainer.keep`."""
-        return KeptWeights({name: shipped[name] for name in shipped.keys()}, self._ranks)  # noqa: SIM118
-
-    def forget(self, kept: KeptWeights) -> None:
-        """As `ScoringTrainer.forget`."""
-        kept.close()
-
-    @torch.no_grad()
-    def logprobs_of(
-        self,
-        kept: KeptWeights,
-        batch: TokenBatch,
-        temperature: float,
-        scales: Sequence[LayerScales] | None,
-    ) -> ScoredBatch:
-        try:
-            return self._scored_under(self._shipped_weights(kept.whole()), batch, temperature, scales)
-        finally:
-            self._drop_shipped()
-
-    def _scored_under(
-        self, weights: Weights, batch: TokenBatch, temperature: float, scales: Sequence[LayerScales] | None
-    ) -> ScoredBatch:
-        statistics, slices = self._no_statistics(), list(self._slices(batch))
-        scores = shared_out(
-            self._ranks, slices, lambda each: self._drawn(weights, each[1], temperature, scales, statistics)
-        )
-        self._ranks.combine_counts(statistics.combine)
-        return ScoredBatch(*_laid_out(batch, slices, scores), statistics)
-
-    def scored_step(
-        self, batch: RolloutBatch, temperature: float, scales: Sequence[LayerScales] | None
-    ) -> tuple[TrainReport, ScoredBatch]:
-        """As `step`, by one update, whose forward also scores every row and collects the statistics of Q, K and V.
-
-        The forward goes over all rows, also over those that no loss reads. Old log-probs that the batch does not have
-        are those of this forward, which no backward has changed.
-
-        Raises:
-            NotFiniteError: as `step`.
-            LogprobError: the first audited token that differs, or as `logprobs`; the update is not applied.
-        """
-        corrected, correction = self._objective.corrected(batch)
-        corrected = self._selected(corrected, 0, temperature, scales)
-        statistics, own = self._no_statistics(), list[Scored]()
-
-        def score(weights: Weights, part: TokenBatch) -> Scored:
-            scored = self._drawn(weights, part, temperature, scales, statistics)
-            own.append(Scored(scored.logprobs.detach(), scored.entropy.detach()))
-            return scored
-
-        with self._guarded():
-            totals = self._learnt(corrected, score)
-            slices = list(self._slices(batch.sequences))
-            logprobs, entropy = _laid_out(batch.sequences, slices, self._ranks.joined(own))
-            self._refuse_differing(batch, logprobs)
-            totals["grad_norm"] = self._apply(self._learning_rate(self._updates + 1))
-        self._ranks.combine_counts(statistics.combine)
-        if batch.old_logprobs is None:
-            corrected, correction = self._objective.corrected(replace(batch, old_logprobs=logprobs))
-        return self._reported(batch, corrected, correction, [totals]), ScoredBatch(logprobs, entropy, statistics)
-
-    def _refuse_differing(self, batch: RolloutBatch, logprobs: Tensor) -> None:
-        """Raises LogprobError: an audited token has not the bits of the rollout's log-prob."""
-        for row, name in sorted(batch.audited.items()):
-            ours, theirs = logprobs[row], batch.rollout_logprobs[row]
-            differing = (batch.mask[row] & (ours.view(torch.int32) != theirs.view(torch.int32))).nonzero()
-            if len(differing):
-                token = int(differing[0])
-                found = f"the rollout gave the log-prob {float(theirs[token])!r}, this forward {float(ours[token])!r}"
-                raise LogprobError(self._not_applied(f"{name}, token {token}: {found}"))
-
-    def sft_step(self, batch: TokenBatch, learning_rate: float) -> float:
-        """One update on the mean cross-entropy of the completion tokens, at temperature 1; returns it (nats a token).
-
-        For warm starts, whose formats need no scales; `version` stays.
-
-        Raises:
-            NotFiniteError: as for `step`.
-        """
-        with self._guarded():
-            tokens, weights, slices = int(batch.completion.sum()), self._training_weights(), list(self._slices(batch))
-
-            def learn(rows_and_part: tuple[slice, TokenBatch]) -> float:
-                logprobs = self._score(weights, rows_and_part[1], 1.0, None).logprobs
-                loss = -logprobs.double().sum() / tokens
-                self._backward(loss, rows_and_part is slices[self._ranks.own(len(slices))[-1]])
-                return float(loss.detach())
-
-            losses = shared_out(self._ranks, slices, learn, self._end_parts)
-            self._finish_gradients()
-            self._apply(learning_rate)
-        return sum(losses)
-
-    @abstractmethod
-    def _slices(self, batch: TokenBatch) -> Iterator[tuple[slice, TokenBatch]]:
-        """Rows of a batch that are computed at once, in order, trimmed to their longest."""
-
-    @abstractmethod
-    def _inference_weights(self) -> Weights:
-        """Weights for passes without gradients."""
-
-    @abstractmethod
-    def _shipped_weights(self, shipped: Mapping[str, Tensor]) -> Weights:
-        """Those of a policy that was exported, for a pass without gradients, until `_drop_shipped`."""
-
-    def _drop_shipped(self) -> None:
-        """The policy that was exported is not needed any more."""
-
-    @abstractmethod
-    def _training_weights(self) -> Weights:
-        """Weights whose gradients reach the masters."""
-
-    @abstractmethod
-    def _score(
-        self,
-        weights: Weights,
-        batch: TokenBatch,
-        temperature: float,
-        scales: Sequence[LayerScales] | None,
-        statistics: KvStatistics | None = None,
-    ) -> Scored:
-        """The forward pass over a part of a batch; `statistics` observes Q, K and V."""
-
-    @abstractmethod
-    def _no_statistics(self) -> KvStatistics:
-        """Statistics that nothing was observed for yet, where the passes run."""
-
-    def _accumulate(
-        self, batch: RolloutBatch, temperature: float, scales: Sequence[LayerScales] | None
-    ) -> dict[str, float]:
-        return self._learnt(batch, lambda weights, part: self._drawn(weights, part, temperature, scales))
-
-    def _drawn(
-        self,
-        weights: Weights,
-        batch: TokenBatch,
-        temperature: float,
-        scales: Sequence[LayerScales] | None,
-        statistics: KvStatistics | None = None,
-    ) -> Scored:
-        """`_score` of tokens that were drawn; one with probability 0 has no importance ratio, and is refused."""
-        scored = self._score(weights, batch, temperature, scales, statistics)
-        if batch.truncation is not None and bool(torch.isneginf(scored.logprobs).any()):
-            raise LogprobError(
-                self._not_applied(
-                    f"top_k={batch.truncation.top_k}, top_p={batch.truncation.top_p} leave out a token of a completion "
-                    "by this policy's logits"
-                )
-            )
-        return scored
-
-    def _learnt(self, batch: RolloutBatch, score: Callable[[Weights, TokenBatch], Scored]) -> dict[str, float]:
-        """Add up the gradients of all parts; returns the batch's statistics."""
-        denominator, weights = Denominator.of(batch.mask), self._training_weights()
-        slices = list(self._slices(batch.sequences))
-
-        def learn(rows_and_part: tuple[slice, TokenBatch]) -> dict[str, float]:
-            rows, part = rows_and_part
-            scored = score(weights, part)
-            mask = left_aligned(part.completion, batch.mask.shape[1])
-            current, entropy = (
-                torch.zeros(mask.shape).masked_scatter(mask, values) for values in (scored.logprobs, scored.entropy)
-            )
-            terms = self._objective(current, batch.rows(rows), denominator, entropy)
-            statistics = terms.statistics()
-            if not math.isfinite(statistics["loss"]):
-                raise self._not_finite(f"the loss is {statistics['loss']}")
-            self._backward(terms.loss, rows_and_part is slices[self._ranks.own(len(slices))[-1]])
-            return statistics
-
-        found = shared_out(self._ranks, slices, learn, self._end_parts)
-        self._finish_gradients()
-        totals: dict[str, float] = {}
-        for statistics in found:
-            totals = merged(totals, statistics)
-        return totals
-
-    def _end_parts(self, parts: int) -> None:
-        """Of so many parts this process has computed its own, or failed in one; others may still compute."""
-
-    @abstractmethod
-    def _finish_gradients(self) -> None:
-        """All parts are computed: complete the gradients over all processes."""
-
-    def _backward(self, loss: Tensor, last: bool) -> None:
-        # Quantised weights are shared by all parts, so their graph is kept until the last.
-        torch.autograd.backward(loss, retain_graph=not last)
-
-
-def _laid_out(
-    batch: TokenBatch, slices: Sequence[tuple[slice, TokenBatch]], scores: Sequence[Scored]
-) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies of parts as FP32 [B, C], NaN on padding."""
-    shape = (len(batch), int(batch.completion.sum(-1).max()))
-    logprobs, entropy = torch.full(shape, torch.nan), torch.full(shape, torch.nan)
-    for (rows, part), scored in zip(slices, scores, strict=True):
-        mask = left_aligned(part.completion, shape[1])
-        logprobs[rows] = logprobs[rows].masked_scatter(mask, scored.logprobs)
-        entropy[rows] = entropy[rows].masked_scatter(mask, scored.entropy)
-    return logprobs, entropy
 
 
 def shares(rows: int, count: int) -> list[slice]:

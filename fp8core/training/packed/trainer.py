@@ -36,6 +36,7 @@ from fp8core.numerics.packed import (
 from fp8core.plan.memory import count_parameters
 from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
+from fp8core.training.micro_batch import MicroBatchTrainer, Scored
 from fp8core.training.packed.adapted import AdaptedMasters
 from fp8core.training.packed.blocks import Bf16Blocks, Blocks, Fp8Blocks
 from fp8core.training.packed.decoder import Observer, PackedDecoder
@@ -52,7 +53,7 @@ from fp8core.training.saved_state import (
     refuse_other_digest,
     write_state,
 )
-from fp8core.training.trainer import MicroBatchTrainer, Scored, ScoredBatch
+from fp8core.training.trainer import ScoredBatch
 
 
 @dataclass(frozen=True)

@@ -36,8 +36,8 @@ OBJECTIVES = {
 def trainers(request, architecture, masters_of, trainer_of, first_scales, rollout_batch):
     """Of a contract and an objective: a function that makes equal trainers, a batch and scales."""
 
-    def make(contract, objective):
-        arch, training = architecture(), TrainingConfig(**CASES[request.param])
+    def make(contract, objective, minibatches=1):
+        arch, training = architecture(), TrainingConfig(**CASES[request.param], minibatches=minibatches)
         formats = training_formats(contract, arch.num_layers), rollout_formats(contract, arch.num_layers)
 
         def build():
@@ -83,3 +83,40 @@ def test_an_audited_row_that_differs_is_named_and_nothing_is_learnt(trainers) ->
     assert (trainer.version, trainer.digest()) == (0, policy)
     report, _ = trainer.scored_step(replace(batch, audited={1: "b"}), 1.0, case.scales)
     assert (report.version, report.first_ratio_deviation) == (1, 0.0), "old log-probs were given, and are the forward's"
+
+
+@pytest.mark.parametrize("objective", ["token_tis", "bypass"])
+def test_each_of_several_updates_scores_its_rows_as_a_pass_before_it(trainers, objective) -> None:
+    case = trainers(FP8, Objective(*OBJECTIVES[objective]), minibatches=3)
+    single, plain, scoring = trainers(FP8, Objective(*OBJECTIVES[objective])).build(), case.build(), case.build()
+    passes = []
+    for rows in (slice(0, 2), slice(2, 4), slice(4, 6)):
+        passes.append(single.logprobs(case.batch.sequences.part(rows), 0.9, case.scales))
+        single.step(case.batch.rows(rows), 0.9, case.scales)
+    expected = plain.step(case.batch, 0.9, case.scales)
+    report, scored = scoring.scored_step(case.batch, 0.9, case.scales)
+    assert asdict(report) == asdict(expected)
+    assert scoring.digest() == plain.digest() == single.digest()
+    for name in ("logprobs", "entropy"):
+        values = getattr(scored, name)
+        for update, wanted in enumerate(getattr(each, name) for each in passes):
+            rows, columns = values[2 * update : 2 * update + 2], wanted.shape[1]
+            assert torch.equal(rows[:, :columns].nan_to_num(), wanted.nan_to_num())
+            assert rows[:, columns:].isnan().all()
+    of_passes = [[layer.k for layer in each.statistics.amax()] for each in passes]
+    assert [layer.k for layer in scored.statistics.amax()] == [max(found) for found in zip(*of_passes, strict=True)]
+
+
+@pytest.mark.parametrize(("liar", "token"), [(0, 0), (5, 0)], ids=["first update", "last update"])
+def test_audited_rows_of_all_updates_are_compared_before_the_first(trainers, liar, token) -> None:
+    case = trainers(FP8, Objective(*OBJECTIVES["token_tis"]), minibatches=3)
+    trainer = case.build()
+    policy, given = trainer.digest(), trainer.logprobs(case.batch.sequences, 1.0, case.scales).logprobs.nan_to_num()
+    batch = replace(case.batch, rollout_logprobs=given.clone(), old_logprobs=given)
+    batch.rollout_logprobs[liar, token] = torch.nextafter(given[liar, token], torch.tensor(0.0))
+    named = rf"^update 0 of policy 0: row {liar}, token {token}: .*; the update was not applied$"
+    with pytest.raises(LogprobError, match=named):
+        trainer.scored_step(replace(batch, audited={0: "row 0", 3: "row 3", 5: "row 5"}), 1.0, case.scales)
+    assert (trainer.version, trainer.digest()) == (0, policy)
+    report, _ = trainer.scored_step(replace(batch, audited={3: "row 3"}), 1.0, case.scales)
+    assert report.version == 1
