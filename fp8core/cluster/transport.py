@@ -163,13 +163,17 @@ class GroupRanks:
         distributed.all_gather_into_tensor(whole, padded)
         return [whole[rank * most :][:size] for rank, size in enumerate(sizes)]
 
-    def exchanged(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors of all processes for this one, in the order of their ranks."""
-        size = len(parts[self.rank])
-        received = parts[self.rank].new_empty(size * self.count)
-        sizes = [len(part) for part in parts]
-        distributed.all_to_all_single(received, torch.cat(list(parts)), [size] * self.count, sizes)
-        return list(received.split(size) if size else [received] * self.count)
+    def exchange(self, parts: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        """Begin to send each process its part; the result gives those of all for this one, in the order of ranks."""
+        size, sent = len(parts[self.rank]), torch.cat(list(parts))
+        received, sizes = sent.new_empty(size * self.count), [len(part) for part in parts]
+        work = distributed.all_to_all_single(received, sent, [size] * self.count, sizes, async_op=True)
+
+        def finished() -> list[Tensor]:
+            work.wait()
+            return list(received.split(size) if size else [received] * self.count)
+
+        return finished
 
     def maximum(self, tensor: Tensor) -> None:
         """The largest values over all processes, in place."""

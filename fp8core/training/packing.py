@@ -1,5 +1,7 @@
 """Rows of a batch laid one after another: what the packed trainer and Megatron compute at once."""
 
+import math
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -20,6 +22,21 @@ def row_groups(lengths: Sequence[int], micro_batch_tokens: int) -> Iterator[slic
         filled += length
     if lengths:
         yield slice(start, len(lengths))
+
+
+def even_groups(lengths: Sequence[int], micro_batch_tokens: int, ranks: int) -> list[slice]:
+    """`row_groups` for several ranks: of no more groups a rank than fit, each as small as it can be.
+
+    Else, of 21 groups of equal size, one of four ranks would compute six and the others wait for it.
+    """
+    groups = list(row_groups(lengths, micro_batch_tokens))
+    if len(groups) % ranks == 0:
+        return groups
+    most = math.ceil(len(groups) / ranks) * ranks
+    sizes = range(1, micro_batch_tokens)
+    # A smaller size never makes fewer groups.
+    found = bisect_left(sizes, True, key=lambda size: sum(1 for _ in row_groups(lengths, size)) <= most)
+    return list(row_groups(lengths, sizes.start + found))
 
 
 def end_to_end(lengths: Sequence[int], multiple: int) -> PackedSequences:

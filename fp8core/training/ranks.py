@@ -49,8 +49,11 @@ class Ranks(Protocol):
         """
         ...
 
-    def exchanged(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors of all processes for this one; `parts` has a flat tensor for each of them."""
+    def exchange(self, parts: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        """Begin to send each process its flat tensor of `parts`; the result waits for what all have for this one.
+
+        On a GPU, kernels that come before the result is called do not wait.
+        """
         ...
 
     def maximum(self, tensor: Tensor) -> None:
@@ -79,8 +82,8 @@ class Alone:
     def gathered(self, own: Tensor, sizes: Sequence[int]) -> list[Tensor]:
         return [own]
 
-    def exchanged(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        return list(parts)
+    def exchange(self, parts: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        return lambda: list(parts)
 
     def maximum(self, tensor: Tensor) -> None:
         """It is whole."""

@@ -15,7 +15,7 @@ the ranks, whatever lies between them.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple, Protocol
 
@@ -234,15 +234,15 @@ class RowShares:
             found.append(whole.view(tensor.dtype).view(-1, *tensor.shape[1:]))
         return found
 
-    def summed(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The own rows of the gradients of all ranks, added in the order of the ranks; FP32.
+    def summing(self, gradients: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
+        """Begin to exchange gradients; the result gives the own rows of all ranks', added in their order; FP32.
 
         Args:
             gradients: of some parameters, whole.
         """
         count = self._ranks.count
         if count == 1:
-            return dict(gradients)
+            return lambda: dict(gradients)
         parts: list[list[Tensor]] = [[] for _ in range(count)]
         for name, gradient in gradients.items():
             stack = self._stacks[name]
@@ -250,13 +250,18 @@ class RowShares:
                 for rank, found in enumerate(parts):
                     wanted = own_rows(rows, rank, count)
                     found.append(part[wanted.start : wanted.stop].reshape(-1))
-        total, *others = self._ranks.exchanged([torch.cat(found) for found in parts])
-        for other in others:
-            total = total + other
-        stacks = [self._stacks[name] for name in gradients]
-        shapes = [(sum(self._rows(stack, self._ranks.rank)), *stack.width) for stack in stacks]
-        split = total.split([math.prod(shape) for shape in shapes])
-        return {name: own.view(shape) for name, own, shape in zip(gradients, split, shapes, strict=True)}
+        names, received = list(gradients), self._ranks.exchange([torch.cat(found) for found in parts])
+
+        def summed() -> dict[str, Tensor]:
+            total, *others = received()
+            for other in others:
+                total = total + other
+            stacks = [self._stacks[name] for name in names]
+            shapes = [(sum(self._rows(stack, self._ranks.rank)), *stack.width) for stack in stacks]
+            split = total.split([math.prod(shape) for shape in shapes])
+            return {name: own.view(shape) for name, own, shape in zip(names, split, shapes, strict=True)}
+
+        return summed
 
     def slice_of(self, name: str, own: Tensor) -> Slice:
         """Own rows as a part of the whole tensor."""
@@ -339,7 +344,7 @@ class Masters(RowShares):
         found: dict[str, Tensor] = {}
         # The order of a backward, so that what is whole goes as early as it can.
         for unit in reversed(self.units):
-            found |= self.summed({name: _taken(collectors[name]) for name in unit})
+            found |= self.summing({name: _taken(collectors[name]) for name in unit})()
         return found
 
     def drop_gradients(self) -> None:
@@ -353,7 +358,8 @@ class PassMasters(Masters):
     """Masters whose gradients of linears travel in each pass (`training.reduce_gradients=per_pass`, ZeRO stage 2).
 
     All ranks exchange in one order, that of a backward: pass by pass, the last layer first. A rank that has fewer
-    passes than others, or fails in one, exchanges zeros in place of those that are missing.
+    passes than others, or fails in one, exchanges zeros in place of those that are missing. A gradient travels while
+    the backward goes on to the next, and is added then.
     """
 
     def __init__(self, arch: Architecture, weights: Mapping[str, Tensor], device: torch.device, ranks: Ranks) -> None:
@@ -366,31 +372,38 @@ class PassMasters(Masters):
         ]
         self._sums: dict[str, Tensor] = {}
         self._exchanges = 0
+        self._travelling: Callable[[], dict[str, Tensor]] = dict
 
     def kept(self, name: str, gradient: Tensor) -> None:
         """The own rows of all ranks' gradients are added to those of the passes before."""
         expected = self._order[self._exchanges % len(self._order)]
         assert name == expected, f"a backward gave {name} where ranks exchange {expected}"
-        (found,) = self.summed({name: gradient}).values()
-        before = self._sums.get(name)
-        self._sums[name] = found if before is None else before.add_(found)
+        arriving, self._travelling = self._travelling, self.summing({name: gradient})
         self._exchanges += 1
+        self._add(arriving())
+
+    def _add(self, arrived: Mapping[str, Tensor]) -> None:
+        for name, found in arrived.items():
+            before = self._sums.get(name)
+            self._sums[name] = found if before is None else before.add_(found)
 
     def end_passes(self, passes: int) -> None:
         while self._exchanges < passes * len(self._order):
             name = self._order[self._exchanges % len(self._order)]
             self.kept(name, torch.zeros(self._stacks[name].shape, device=self.own[name].device))
+        arriving, self._travelling = self._travelling, dict
+        self._add(arriving())
 
     def collected(self, collectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
         for unit in reversed(self.units):
             whole = {name: _taken(collectors[name]) for name in unit if name not in self._sums}
-            found |= self.summed(whole) | {name: self._sums[name] for name in unit if name in self._sums}
+            found |= self.summing(whole)() | {name: self._sums[name] for name in unit if name in self._sums}
         self.drop_gradients()
         return found
 
     def drop_gradients(self) -> None:
-        self._sums, self._exchanges = {}, 0
+        self._sums, self._exchanges, self._travelling = {}, 0, dict
 
 
 def _taken(collector: Tensor) -> Tensor:

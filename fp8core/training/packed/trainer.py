@@ -41,7 +41,7 @@ from fp8core.training.packed.adapted import AdaptedMasters
 from fp8core.training.packed.blocks import Bf16Blocks, Blocks, Fp8Blocks
 from fp8core.training.packed.decoder import Observer, PackedDecoder
 from fp8core.training.packed.masters import Masters, PackedMasters, PassMasters, balanced
-from fp8core.training.packing import Pack, row_groups
+from fp8core.training.packing import Pack, even_groups
 from fp8core.training.ranks import ALONE, Ranks, together
 from fp8core.training.saved_state import (
     MASTERS,
@@ -214,7 +214,7 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
         one another."""
         lengths = [packed_length(length) for length in batch.valid.sum(-1).tolist()]
         share = math.ceil(sum(lengths) / self._ranks.count)
-        groups = list(row_groups(lengths, min(self._config.tokens_per_pass, share)))
+        groups = even_groups(lengths, min(self._config.tokens_per_pass, share), self._ranks.count)
         for index in balanced([self._cost(lengths[rows]) for rows in groups], self._ranks):
             rows = groups[index]
             yield rows, batch.part(rows, int(batch.valid[rows].sum(-1).max()))

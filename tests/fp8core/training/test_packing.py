@@ -1,10 +1,14 @@
 """Rows lie one after another, and every completion token is found again."""
 
+import math
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fp8core.rl.batch import TokenBatch
-from fp8core.training.packing import MicroBatch, packs, row_groups
+from fp8core.training.packing import MicroBatch, even_groups, packs, row_groups
 
 
 def batch(experts=None):
@@ -38,6 +42,34 @@ def test_a_pack_that_is_full_has_no_padding():
 def test_rows_are_taken_in_order_up_to_the_budget_and_a_long_one_is_alone(micro_batch_tokens, rows):
     assert list(row_groups([5, 2, 5], micro_batch_tokens)) == rows
     assert [found.rows for found in packed(1, micro_batch_tokens=micro_batch_tokens)] == rows
+
+
+@given(
+    st.lists(st.integers(1, 40), max_size=60),
+    st.integers(1, 64),
+    st.integers(1, 8),
+)
+def test_groups_of_several_ranks_are_no_more_a_rank_and_as_small_as_they_can_be(lengths, most, ranks):
+    plain, even = list(row_groups(lengths, most)), even_groups(lengths, most, ranks)
+    assert [row for rows in even for row in range(len(lengths))[rows]] == list(range(len(lengths)))
+    assert math.ceil(len(even) / ranks) == math.ceil(len(plain) / ranks)
+    if ranks == 1 or len(plain) % ranks == 0:
+        assert even == plain
+
+    def largest(groups):
+        return max((sum(lengths[rows]) for rows in groups), default=0)
+
+    assert largest(even) <= max([most, *lengths])
+    if len(plain) % ranks:
+        fewest = [size for size in range(1, most) if len(list(row_groups(lengths, size))) <= len(even)]
+        assert even == list(row_groups(lengths, min(fewest, default=most))), "no smaller size makes as few"
+
+
+def test_no_rank_computes_a_whole_pass_more_than_others():
+    plain, even = list(row_groups([100] * 252, 1200)), even_groups([100] * 252, 1200, 4)
+    assert len(plain) == 21, "one of four ranks would compute 6 x 1,200 tokens, the others 5 x 1,200"
+    assert {rows.stop - rows.start for rows in even[:-1]} == {11}
+    assert len(even) == 23
 
 
 def test_routes_lie_beside_their_tokens_and_padding_has_none():

@@ -21,8 +21,9 @@ from fp8core.models.weights import rollout_formats, training_formats
 from fp8core.numerics.packed import Fp8PackedAttention
 from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
+from fp8core.training.packed.masters import PassMasters
 from fp8core.training.packed.trainer import PackedFormats, PackedTrainer
-from fp8core.training.ranks import ALONE
+from fp8core.training.ranks import ALONE, Alone
 from fp8core.training.trainer import LogprobError, NotFiniteError
 
 CPU = torch.device("cpu")
@@ -380,3 +381,37 @@ def test_ranks_share_one_policy_and_compute_its_bytes(
     alone = make()
     alone.load(many)
     assert alone.digest() == found["report"]["digest"]
+
+
+class NotedRanks(Alone):
+    """The first of two ranks, which notes when an exchange begins and when its result is asked for."""
+
+    rank, count = 0, 2
+
+    def __init__(self):
+        self.noted = []
+
+    def exchange(self, parts):
+        number = sum(event == "begin" for event, _ in self.noted)
+        self.noted.append(("begin", number))
+
+        def finished():
+            self.noted.append(("end", number))
+            return [parts[0], torch.full_like(parts[0], number)]
+
+        return finished
+
+
+def test_a_gradient_travels_while_the_backward_goes_on(architecture, masters_of) -> None:
+    sizes = {"hidden_size": 256, "head_dim": 64, "num_heads": 4, "num_kv_heads": 4, "intermediate_size": 256}
+    arch, ranks = architecture(num_layers=1, **sizes), NotedRanks()
+    masters = PassMasters(arch, masters_of(arch), torch.device("cpu"), ranks)
+    order = [f"layers.0.{name}" for name in ("down", "gate_up", "output", "qkv")]
+    gradients = {name: torch.ones(masters._stacks[name].shape) for name in order}
+    for name in order:
+        masters.kept(name, gradients[name])
+    assert ranks.noted == [("begin", 0), ("begin", 1), ("end", 0), ("begin", 2), ("end", 1), ("begin", 3), ("end", 2)]
+    masters.end_passes(2)
+    assert sorted(number for event, number in ranks.noted if event == "end") == list(range(8)), "zeros of a second pass"
+    for number, name in enumerate(order):
+        assert set(masters._sums[name].unique().tolist()) == {1.0 + number + (4 + number)}, name
