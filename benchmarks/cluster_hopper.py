@@ -96,7 +96,7 @@ def _steps(folder: Path, settings: Mapping[str, Any]) -> Row:
     summary = json.loads((folder / SUMMARY).read_text())
     manifests = [store.get_json(ledger.steps()[step].manifest) for step in sorted(ledger.steps()) if step > _WARM_UP]
     timings = [manifest["observed"]["timings"] for manifest in manifests]
-    seconds = {part: median(timing[part] for timing in timings) for part in _PARTS}
+    seconds = {part: median(timing.get(part, 0.0) for timing in timings) for part in _PARTS}
     whole = median(sum(timing.values()) for timing in timings)
     metrics = [store.get_json(ledger.artifacts(step)["metrics"]) for step in sorted(ledger.steps())[1:]]
     separate = settings.get("cluster.placement") == "separate"
