@@ -2,7 +2,8 @@
 
     python -m benchmarks.grpo_8gpu --out FOLDER --gpus 8 --models llama-3.1-8b --precisions fp8
     python -m benchmarks.grpo_8gpu --out FOLDER --gpus 1 --models qwen3-8b --precisions fp8 bf16
-    python -m benchmarks.grpo_8gpu --out FOLDER --gpus 4 --engines 1 --mode one_step_off --models qwen3-8b
+    python -m benchmarks.grpo_8gpu --out FOLDER --gpus 4 --mode one_step_off --models qwen3-8b --precisions fp8
+    python -m benchmarks.grpo_8gpu --out FOLDER --gpus 4 --logprobs rollout --models qwen3-8b --precisions fp8
     python -m benchmarks.grpo_8gpu --out FOLDER --gpus 2 --tiny                          a rehearsal on a CPU
 
 A step has 256 completions a GPU, 32 of a prompt, as the 64 prompts of NeMo RL give on 8 GPUs; it makes four updates. A
@@ -47,9 +48,10 @@ SHAPES = {
     "qwen3-8b": ("qwen3-aligned", QWEN3_8B),
 }
 """Configuration and shape of each model."""
+SOURCES = ("pass", "rollout")
 PARTS = ("rollout", "logprobs", "train", "ahead", "sync", "wall")
 _TINY = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_heads": 2, "num_kv_heads": 1}
-_CASE = ("model", "precision", "layers", "gpus", "engines", "mode")
+_CASE = ("model", "precision", "layers", "gpus", "engines", "mode", "logprobs")
 # The first step compiles.
 _WARM_UP = 1
 
@@ -146,6 +148,7 @@ def planned(model: str, precision: str, options: argparse.Namespace) -> Training
         "rollout.group_size": load.group,
         "rollout.max_new_tokens": load.longest,
         "pipeline.mode": options.mode,
+        "logprobs.source": options.logprobs,
         "cluster.engines": options.engines or options.gpus,
         "cluster.ranks": options.gpus - options.engines,
         "steps": _WARM_UP + options.steps + 1,
@@ -158,7 +161,7 @@ def planned(model: str, precision: str, options: argparse.Namespace) -> Training
     overrides = [f"model={folder}", *(f"{key}={json.dumps(value)}" for key, value in settings.items())]
     runs = folder.parent / "runs"
     (made,) = plan(SHAPES[model][0], [*overrides, *options.overrides], [VARIANTS[precision]], runs)
-    case = f"{precision}-{options.gpus}-{options.engines}-{options.mode}"
+    case = f"{precision}-{options.gpus}-{options.engines}-{options.mode}-{options.logprobs}"
     return replace(made, folder=runs / f"{folder.name.removeprefix('model-')}-{case}")
 
 
@@ -196,6 +199,7 @@ def step_row(training: Training, arch: Architecture, case: tuple[str, str], opti
         "gpus": options.gpus,
         "engines": options.engines or options.gpus,
         "mode": options.mode,
+        "logprobs": options.logprobs,
         "completions": sizes[-1]["completions"],
         "steps": len(steps),
         "tokens": round(tokens),
@@ -232,7 +236,7 @@ def step_table(rows: Sequence[Row]) -> str:
     """One line a row: tokens a second and GPU beside the prediction, seconds by part, and what differs."""
     return table(
         (
-            *("model", "precision", "GPUs", "engines", "mode", "tokens/s/GPU", "predicted"),
+            *("model", "precision", "GPUs", "engines", "mode", "old log-probs", "tokens/s/GPU", "predicted"),
             *(f"{part}, s" for part in PARTS),
             *("mean length", "error", "tokens verified", "differ"),
         ),
@@ -240,7 +244,7 @@ def step_table(rows: Sequence[Row]) -> str:
             (
                 f"{MODELS.get(row['model'], row['model'])}, {row['layers']} layers",
                 row["precision"],
-                *(str(row["gpus"]), str(row["engines"]), row["mode"]),
+                *(str(row["gpus"]), str(row["engines"]), row["mode"], row["logprobs"]),
                 f"{row['tokens_per_s_per_gpu']:,.0f}",
                 "" if row["predicted"] is None else f"{row['predicted']['tokens_per_s_per_gpu']:,.0f}",
                 *(f"{row['seconds'].get(part, 0.0):.1f}" for part in PARTS),
@@ -263,7 +267,7 @@ def _load(options: argparse.Namespace) -> Load:
 
 def _driver(options: argparse.Namespace) -> list[str]:
     sizes = [f"--gpus {options.gpus}", f"--engines {options.engines}", f"--mode {options.mode}"]
-    sizes += [f"--steps {options.steps}", *(["--tiny"] if options.tiny else [])]
+    sizes += [f"--logprobs {options.logprobs}", f"--steps {options.steps}", *(["--tiny"] if options.tiny else [])]
     return ["--out FOLDER", *sizes, *(f"--set {override}" for override in options.overrides)]
 
 
@@ -275,6 +279,7 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--gpus", type=int, default=8)
     parser.add_argument("--engines", type=int, default=0, help="GPUs that only generate (default 0: all do both)")
     parser.add_argument("--mode", choices=MODES, default=MODES[0])
+    parser.add_argument("--logprobs", choices=SOURCES, default="pass", help="of the old policy (default: a pass)")
     parser.add_argument("--models", nargs="+", choices=tuple(SHAPES), default=list(SHAPES))
     parser.add_argument("--precisions", nargs="+", choices=tuple(VARIANTS), default=list(VARIANTS))
     parser.add_argument("--steps", type=int, default=2, help="that are measured, after a first one (default 2)")

@@ -158,7 +158,7 @@ def _speed_claims() -> list[tuple[str, ...]]:
                     "rollout.md",
                 )
             )
-    case = {"model": "qwen3-8b", "layers": 36, "gpus": 4, "engines": 4, "mode": "synchronous"}
+    case = {"model": "qwen3-8b", "layers": 36, "gpus": 4, "engines": 4, "mode": "synchronous", "logprobs": "pass"}
     whole = [row for row in stored("grpo_8gpu") if all(row[key] == value for key, value in case.items())]
     load = {row["precision"]: row["tokens_per_s_per_gpu"] for row in whole}
     found.append(

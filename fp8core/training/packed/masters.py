@@ -412,12 +412,12 @@ def _taken(collector: Tensor) -> Tensor:
     return torch.zeros_like(collector, memory_format=torch.contiguous_format) if gradient is None else gradient
 
 
-def balanced(costs: Sequence[int], ranks: Ranks) -> list[int]:
+def balanced(costs: Sequence[int], ranks: int) -> list[int]:
     """The indices of parts in an order in which the contiguous shares of all ranks cost about the same.
 
     The most expensive part goes to the rank with the least to do that has room (longest processing time first).
     """
-    room = [part.stop - part.start for part in shares(len(costs), ranks.count)]
+    room = [part.stop - part.start for part in shares(len(costs), ranks)]
     given: list[list[int]] = [[] for _ in room]
     for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
         open_ranks = [rank for rank, most in enumerate(room) if len(given[rank]) < most]

@@ -215,7 +215,7 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
         lengths = [packed_length(length) for length in batch.valid.sum(-1).tolist()]
         share = math.ceil(sum(lengths) / self._ranks.count)
         groups = even_groups(lengths, min(self._config.tokens_per_pass, share), self._ranks.count)
-        for index in balanced([self._cost(lengths[rows]) for rows in groups], self._ranks):
+        for index in balanced([self._cost(lengths[rows]) for rows in groups], self._ranks.count):
             rows = groups[index]
             yield rows, batch.part(rows, int(batch.valid[rows].sum(-1).max()))
 
