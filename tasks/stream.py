@@ -1,6 +1,7 @@
 """Generate ahead of the update: the stream of completions, and what leaves it for a step (`rollout.stream`)."""
 
 import itertools
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
@@ -28,7 +29,7 @@ from fp8core.rollout.stream import (
 from fp8core.rollout.stream import finish as finish_step
 from fp8core.run.behaviour import behaviour_logprobs, verified_rows
 from fp8core.run.context import RunContext
-from fp8core.run.episodes import RecordedPool, play, seconds_of, turn_rows
+from fp8core.run.episodes import RecordedPool, begun_of, play, seconds_of, turn_rows
 from fp8core.run.rollouts import check_episodes, prompt_table, rollout_table, shard_folder
 from fp8core.store.artifacts import Ref, RolloutShards
 from fp8core.store.tables import LOGPROBS, ROLLOUTS, SEGMENTS, STREAM, STREAM_OF_EPISODES, TURNS, VERSIONS
@@ -70,14 +71,17 @@ def finish_episodes(
 def _finished(run: RunContext, index: int, stream: Ref) -> tuple[dict[str, Ref], list[Row]]:
     """The outputs of `finish`, and the completions of the step in order."""
     store, source = run.directory.store, _Prompts(run)
-    opened, written = _opened(run, stream, index - 1), _writer(run, index, source)
+    opened = _opened(run, stream, index - 1)
+    written = _writer(run, index, source, opened.rows)
     evicted = list[Eviction]()
     if isinstance(opened, DroppingStream):
         rows, evicted = finish_first(opened, index, run.config.pipeline.chunk_tokens, written, source.enter)
     else:
         pipeline = run.config.pipeline
-        # A cache that is kept over updates is found by the tokens it is of: nothing of it may be written twice.
+        # A cache that is kept over updates is found by the tokens it is of: nothing of it may be written twice. Nor can
+        # an episode be cut where the longest one of others ends.
         together = pipeline.mode == "asynchronous" and pipeline.recompute_kv_cache_after_weight_update
+        together = together and run.config.environment is None
         rows = finish_step(opened, index, pipeline.chunk_tokens if together else None, written, source.enter)
     written.complete([*rows, *opened.rows])
     places = sorted({(row.batch, row.group) for row in rows})
@@ -103,11 +107,12 @@ def ahead(run: RunContext, index: int, options: NoOptions, left: Ref, policy: Re
     `schedule` has what was written, which the clock may have decided: whoever makes the step again follows it.
     """
     store, opened, source = run.directory.store, _opened(run, left, index), _Prompts(run)
-    written = _writer(run, index, source)
+    written = _writer(run, index, source, opened.rows)
     chunks = run_ahead(opened, index - 1, _chunks(run, index), written, source.enter)
     written.complete(opened.rows)
-    # A run cannot play again those of a stored stream.
-    check_episodes(run, index, _turns_of(opened.rows))
+    # A run cannot play again those of a stored stream. Of some that are not over, their own step will tell.
+    if not opened.in_flight():
+        check_episodes(run, index, _turns_of(opened.rows))
     return {
         "next_stream": store.put_table("stream", _table(run, opened.rows)),
         "schedule": store.put_json("schedule", {"version": index - 1, "chunks": chunks}),
@@ -157,14 +162,16 @@ def _recorded(run: RunContext, index: int, schedule: Ref) -> list[int]:
 
 
 def _longest(run: RunContext) -> int:
-    """Chunks of the longest completion."""
-    return -(-run.config.rollout.max_new_tokens // run.config.pipeline.chunk_tokens)
+    """Chunks of the longest completion; an episode writes a part of a turn in each, a token at least."""
+    most = run.config.rollout.max_new_tokens
+    return most if run.config.environment is not None else -(-most // run.config.pipeline.chunk_tokens)
 
 
 def _opened(run: RunContext, stream: Ref, left: int) -> Stream:
     pipeline, prompts = run.config.pipeline, run.config.rollout.drawn_prompts
-    # Episodes are played to their end: those of the next step enter when all of this step are over.
-    most = pipeline.max_inflight_prompts if run.config.environment is None else prompts
+    # One step ahead, episodes are played to their end: those of the next step enter when all of this step are over.
+    whole = run.config.environment is not None and pipeline.mode == "one_step_off"
+    most = prompts if whole else pipeline.max_inflight_prompts
     pace = Pace(prompts, pipeline.max_staleness, most)
     rows = [Row(**row) for row in run.directory.store.get_table(stream).to_pylist()]
     return (Stream if pipeline.drop_or_wait == "wait" else DroppingStream)(rows, pace, left)
@@ -280,9 +287,13 @@ class _Written:
 
 
 class _Played:
-    """Episodes by the run's engine and environment; whole groups are durable as they come, and are not played again."""
+    """Episodes by the run's engine and environment; whole groups are durable as they come, and are not played again.
 
-    def __init__(self, run: RunContext, index: int, source: _Prompts) -> None:
+    All of it is of one policy. An episode that goes on is kept as it was after each of its parts.
+    """
+
+    def __init__(self, run: RunContext, index: int, source: _Prompts, rows: Sequence[Row]) -> None:
+        """`rows`: of the stream, of which some may have begun."""
         rollout = run.config.rollout
         self._run, self._index, self._source = run, index, source
         self._sampling = Sampling(rollout.temperature, rollout.max_new_tokens, run.tokenizer.eos_ids)
@@ -290,72 +301,122 @@ class _Played:
         for error in self._shards.discard_damaged():
             run.console.note(f"step {index}: {error}; its episodes are played again")
         kept = self._shards.read()
-        rows = [] if kept is None else [Row(**row) for row in kept.to_pylist()]
-        self._kept = {(row.batch, row.group, row.sample): row for row in rows}
+        self._kept = defaultdict[_Sample, list[Row]](list)
+        for row in [] if kept is None else kept.to_pylist():
+            self._keep(Row(**row))
+        # The stream writes into its own rows.
+        self._newest = {_sample(row): replace(row, tokens=[*row.tokens]) for row in rows if row.turns}
 
     def __call__(self, groups: Sequence[PromptGroup], places: Sequence[Place]) -> Iterator[list[Completion]]:
         run, asked = self._run, list[PromptGroup]()
         for group in groups:
-            keys = [(*places[group.group], sample) for sample in group.samples]
-            if all(key in self._kept for key in keys):
-                yield [_completion(replace(self._kept[key], group=group.group)) for key in keys]
-            else:
+            found = self._found(group, places[group.group])
+            if found is None:
                 asked.append(group)
+            else:
+                told = [self._told(row, group) for row in found]
+                self._newest |= {_sample(row): row for row in found}
+                yield told
         if not asked:
             return
-        prompts = [{**self._source.row(*places[group.group]), "group": group.group} for group in asked]
-        by_number, longest = {group.group: group for group in asked}, longest_prompt(run.config, run.arch.max_positions)
-        pool: Pool = RecordedPool(self._recorded(places)) if run.environment is None else run.environment
-        for batch in play(run.ready_engine(), asked, self._sampling, run.config, run.tokenizer, prompts, longest, pool):
-            rows = [self._row(one, by_number, places) for one in batch]
+        numbers = {group.group: self._number(places[group.group]) for group in asked}
+        by_number = {numbers[group.group]: group for group in asked}
+        again = [replace(group, group=number, begun=(), room=()) for number, group in by_number.items()]
+        prompts = [{**self._source.row(*places[group.group]), "group": numbers[group.group]} for group in asked]
+        begun = {
+            (number, sample): begun_of(row.tokens, row.logprobs, row.turns)
+            for number, group in by_number.items()
+            for sample in group.samples
+            if (row := self._newest.get((*places[group.group], sample))) is not None
+        }
+        pool: Pool = RecordedPool(self._recorded()) if run.environment is None else run.environment
+        room, longest = asked[0].room[0] if asked[0].room else None, longest_prompt(run.config, run.arch.max_positions)
+        engine, config, tokenizer = run.ready_engine(), run.config, run.tokenizer
+        played = play(engine, again, self._sampling, config, tokenizer, prompts, longest, pool, begun, room)
+        for batch in played:
+            owners = [by_number[one.completion.group] for one in batch]
+            rows = [self._row(one, group, places[group.group]) for one, group in zip(batch, owners, strict=True)]
             self._shards.append(_table(run, rows))
-            self._kept |= {(row.batch, row.group, row.sample): row for row in rows}
             run.environment_seconds.setdefault(self._index, []).extend(seconds_of(batch))
-            yield [one.completion for one in batch]
+            told = [self._told(row, group) for row, group in zip(rows, owners, strict=True)]
+            for row in rows:
+                self._keep(row)
+            self._newest |= {_sample(row): row for row in rows}
+            yield told
 
     def complete(self, rows: Sequence[Row]) -> None:
         """Give rows what their episodes have beside a completion."""
         for row in rows:
-            played = self._kept.get((row.batch, row.group, row.sample))
+            played = self._newest.get(_sample(row))
             if played is not None:
                 row.prompt_tokens, row.written, row.turns = played.prompt_tokens, played.written, played.turns
 
-    def _row(self, episode: Episode, asked: dict[int, PromptGroup], places: Sequence[Place]) -> Row:
-        done, group = episode.completion, asked[episode.completion.group]
-        seed = group.seeds[group.samples.index(done.sample)]
+    def _keep(self, row: Row) -> None:
+        self._kept[_sample(row)].append(row)
+
+    def _found(self, group: PromptGroup, place: Place) -> list[Row] | None:
+        """The episodes of a group after their next part, if all of them were kept."""
+        found = list[Row]()
+        for sample in group.samples:
+            key = (*place, sample)
+            before = len(self._newest[key].tokens) if key in self._newest else 0
+            row = next((row for row in self._kept[key] if len(row.tokens) > before), None)
+            if row is None:
+                return None
+            found.append(row)
+        return found
+
+    def _told(self, row: Row, group: PromptGroup) -> Completion:
+        """What an episode has more than its group had before."""
+        begun = len(group.begun[group.samples.index(row.sample)]) if group.begun else 0
+        finish = cast(Finish, row.finish or "open")
+        return Completion(group.group, row.sample, row.tokens[begun:], row.logprobs[begun:], finish)
+
+    def _number(self, place: Place) -> int:
+        """The group of a place, by which an episode goes on: unlike those of evaluations."""
+        batch, group = place
+        return _FIRST_NUMBER + (batch - 1) * self._run.config.rollout.drawn_prompts + group
+
+    def _row(self, episode: Episode, group: PromptGroup, place: Place) -> Row:
+        done = episode.completion
         return Row(
-            *places[done.group],
+            *place,
             done.sample,
             group.prompt_id,
-            seed,
+            group.seeds[group.samples.index(done.sample)],
             list(episode.prompt),
             done.tokens,
             done.logprobs,
             [self._index - 1] * len(done.tokens),
-            done.finish,
+            "" if episode.goes_on else done.finish,
             written=[True] * len(done.tokens) if done.written is None else done.written,
             turns=turn_rows(episode, self._run.tokenizer),
         )
 
-    def _recorded(self, places: Sequence[Place]) -> pa.Table:
-        """The turns of the episodes at these places in the step that a replay makes again, as kind `turns`."""
+    def _recorded(self) -> pa.Table:
+        """The turns of the episodes in the step that a replay makes again, as kind `turns`."""
         assert self._run.followed is not None, "only a replay has no environment"
         store, artifacts = self._run.directory.store, self._run.followed.artifacts(self._index)
-        numbers = {place: number for number, place in enumerate(places)}
-        rows = [
-            {**row, "group": numbers[self._index, row["group"]]}
-            for row in store.get_table(artifacts["turns"]).to_pylist()
-            if (self._index, row["group"]) in numbers
-        ]
+        finished = store.get_table(artifacts["turns"]).to_pylist()
+        rows = [{**row, "group": self._number((self._index, row["group"]))} for row in finished]
         for row in store.get_table(artifacts["next_stream"]).to_pylist():
-            if (place := (row["batch"], row["group"])) in numbers:
-                rows += [{"group": numbers[place], "sample": row["sample"], **turn} for turn in row["turns"]]
+            number = self._number((row["batch"], row["group"]))
+            rows += [{"group": number, "sample": row["sample"], **turn} for turn in row["turns"]]
         return pa.Table.from_pylist(rows, schema=TURNS)
 
 
-def _writer(run: RunContext, index: int, source: _Prompts) -> _Written | _Played:
-    """The writer of a step: the engine alone, or with an environment."""
-    return _Written(run, index) if run.config.environment is None else _Played(run, index, source)
+_Sample = tuple[int, int, int]
+"""Batch, group and sample."""
+_FIRST_NUMBER = 1 << 30
+
+
+def _sample(row: Row) -> _Sample:
+    return row.batch, row.group, row.sample
+
+
+def _writer(run: RunContext, index: int, source: _Prompts, rows: Sequence[Row]) -> _Written | _Played:
+    """The writer of a step: the engine alone, or with an environment, for which `rows` are those of the stream."""
+    return _Written(run, index) if run.config.environment is None else _Played(run, index, source, rows)
 
 
 def _segment(done: Completion, group: PromptGroup, place: Place) -> dict[str, Any]:

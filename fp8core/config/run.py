@@ -431,14 +431,19 @@ class RunConfig(Section):
         return self.model_copy(update={"pipeline": pipeline})
 
     @model_validator(mode="after")
-    def _episodes_are_of_one_policy(self) -> "RunConfig":
+    def _episodes_are_recorded(self) -> "RunConfig":
         if self.environment is None:
             return self
+        pipeline = self.pipeline
         refused = {
-            # An update would land between two turns.
-            "pipeline.mode=asynchronous": self.pipeline.mode == "asynchronous",
             # Whole steps are played beside an update; environment.at_once limits episodes.
-            "pipeline.max_inflight_prompts": self.pipeline.max_inflight_prompts is not None,
+            "pipeline.max_inflight_prompts": pipeline.max_inflight_prompts is not None
+            and pipeline.mode == "one_step_off",
+            # Turns are recorded by the step whose prompts they answer.
+            "pipeline.drop_or_wait=drop": pipeline.drop_or_wait == "drop",
+            "pipeline.recompute_kv_cache_after_weight_update=false": not (
+                pipeline.recompute_kv_cache_after_weight_update
+            ),
             "rollout.stop_strings": bool(self.rollout.stop_strings),
             "rollout.router_replay": self.rollout.router_replay,
             # A token of the environment may be one that is left out; its log-prob would be -inf.

@@ -121,6 +121,8 @@ class EnvironmentPool:
         self._open: set[_Episode] = set()
         """With a process, those that leave among them."""
         self._replies: deque[Reply] = deque()
+        self._resting: dict[Key, None] = {}
+        """Episodes that are not asked for a while, the first of them first."""
         self.description: dict[str, str] = {}
         """Name and digest of the source."""
         self._host: SupervisedProcess | None = None
@@ -162,8 +164,19 @@ class EnvironmentPool:
         self._replies.clear()
         return found
 
+    def rest(self, episode: Key) -> None:
+        """Nothing is asked of an open episode for a while: where others wait for a process, it ends."""
+        if episode in self._episodes:
+            self._resting[episode] = None
+
+    def wake(self, episode: Key) -> bool:
+        """Go on with an episode that rests; False where it has ended."""
+        self._resting.pop(episode, None)
+        return episode in self._episodes
+
     def end(self, episode: Key) -> None:
         """Let the environment close, and kill what is left; of an episode that is over this does nothing."""
+        self._resting.pop(episode, None)
         ended = self._episodes.pop(episode, None)
         if ended is None:
             return
@@ -233,7 +246,11 @@ class EnvironmentPool:
     # Episodes
 
     def _launch(self) -> None:
-        """Give those that wait a process, as far as there is room."""
+        """Give those that wait a process, as far as there is room, or as episodes that rest make some."""
+        leaving = sum(episode.leaving for episode in self._open)
+        while self._resting and len(self._waiting) > self._at_once - len(self._open) + leaving:
+            self.end(next(iter(self._resting)))
+            leaving += 1
         while self._waiting and len(self._open) < self._at_once:
             assert self._host is not None, "the pool is open"
             ours, theirs = socket.socketpair()

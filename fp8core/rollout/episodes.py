@@ -9,7 +9,7 @@ requests of other episodes stay in flight. The order of replies decides when a t
 import json
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from fp8core.environments.chat import Conversation, ObservationError, Talk
 from fp8core.environments.protocol import Action, Outcome, Said, Task, Tool, Turn
@@ -42,9 +42,32 @@ class Pool(Protocol):
         """Answers of environments that have come, with their seconds; `wait`: at least one."""
         ...
 
+    def rest(self, episode: Key) -> None:
+        """Nothing is asked of an open episode for a while; it may be ended where others need its room."""
+        ...
+
+    def wake(self, episode: Key) -> bool:
+        """Go on with an episode that rests, if it is still open."""
+        ...
+
     def end(self, episode: Key) -> None:
         """Release an episode."""
         ...
+
+
+class Begun(NamedTuple):
+    """An episode that goes on.
+
+    Attributes:
+        tokens, logprobs: all after the prompt, so far; the policy's present turn may have begun.
+        replies: of the environment, the first one first.
+        ends: of each turn of the policy that was answered, the end of its tokens.
+    """
+
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
+    replies: Sequence[Turn]
+    ends: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -66,12 +89,20 @@ class TurnBudget:
 
 @dataclass(frozen=True)
 class MultiTurn:
-    """Environments, the form of conversations with them, their tasks, and budgets."""
+    """Environments, the form of conversations with them, their tasks, and budgets.
+
+    Attributes:
+        begun: episodes that go on. An environment that is not open any more is asked the same again; one that answers
+            otherwise has crashed.
+        room: tokens that an episode writes, at most to the end of one turn and its answer; None: to the episode's end.
+    """
 
     pool: Pool
     talk: Talk
     tasks: Mapping[Key, Task]
     budget: TurnBudget
+    begun: Mapping[Key, Begun] = field(default_factory=dict)
+    room: int | None = None
 
 
 @dataclass(frozen=True)
@@ -104,7 +135,7 @@ class TurnRecord:
 
 @dataclass(frozen=True)
 class Episode:
-    """A finished episode.
+    """An episode: finished, or one that goes on later, whose completion has `open` for its finish.
 
     Attributes:
         completion: all of it as one row; of what the policy wrote no token is missing, and none was encoded again.
@@ -129,6 +160,11 @@ class Episode:
     opening_seconds: float = field(default=0.0, compare=False)
 
     @property
+    def goes_on(self) -> bool:
+        """True where it is not over."""
+        return self.completion.finish == "open"
+
+    @property
     def opening(self) -> str:
         """First messages and tools, JSON as of `opening_json`; empty where the environment said none."""
         return opening_json(self.began) if isinstance(self.began, Turn) else ""
@@ -141,6 +177,8 @@ def run_episodes(
     multi_turn: MultiTurn | None = None,
 ) -> Iterator[list[Episode]]:
     """Play all episodes at once; each yield holds whole groups as they finish, in order of group and sample.
+
+    With `MultiTurn.room` a group has finished when each of its episodes is over or has written so much.
 
     Args:
         engine: must be a `StreamingEngine` where there is an environment.
@@ -165,30 +203,50 @@ def run_episodes(
     }
     sizes = {group.group: len(group.samples) for group in groups}
     finished: dict[int, list[Episode]] = {group.group: [] for group in groups}
+
+    def go_on(key: Key, found: Action | Episode) -> None:
+        """Ask the environment, or leave the episode."""
+        if isinstance(found, Action):
+            pool.act(key, found)
+            return
+        left = open_.pop(key)
+        (pool.rest if found.goes_on and not left.lost else pool.end)(key)
+        finished[key[0]].append(found)
+
     try:
-        for key in open_:
-            pool.begin(key, _NO_TASK if multi_turn is None else multi_turn.tasks[key])
+        asked = _begin(pool, open_, multi_turn)
         while open_:
-            asked = list[_Open]()
             for key, reply, seconds in sorted(pool.replies(not session.busy), key=lambda answer: answer[0]):
-                episode = open_[key].hear(reply, seconds)
-                if episode is None:
+                found = open_[key].hear(reply, seconds)
+                if found is None:
                     asked.append(open_[key])
-                    continue
-                del open_[key]
-                pool.end(key)
-                finished[key[0]].append(episode)
+                else:
+                    go_on(key, found)
             if asked:
                 session.add(_requests(asked))
-            for whole in [finished.pop(group) for group in [*finished] if len(finished[group]) == sizes[group]]:
-                yield sorted(whole, key=lambda episode: episode.completion.sample)
+            asked = []
             for completion in session.step() if session.busy else []:
                 key = completion.group, completion.sample
-                pool.act(key, open_[key].speak(completion))
+                go_on(key, open_[key].speak(completion))
+            for group in [group for group, episodes in finished.items() if len(episodes) == sizes[group]]:
+                yield sorted(finished[group], key=lambda episode: episode.completion.sample)
+                # The caller has stored them.
+                del finished[group]
     finally:
         session.close()
-        for key in open_:
+        left = [(group, one.completion.sample) for group, episodes in finished.items() for one in episodes]
+        for key in [*open_, *left]:
             pool.end(key)
+
+
+def _begin(pool: Pool, open_: Mapping[Key, "_Open"], multi_turn: MultiTurn | None) -> list["_Open"]:
+    """Begin episodes or go on with them; returns those whose policy is to speak at once."""
+    # First those that are open, which others might need the room of.
+    awake = {key for key, episode in open_.items() if episode.begun is not None and pool.wake(key)}
+    for key in [key for key in open_ if key not in awake]:
+        pool.begin(key, _NO_TASK if multi_turn is None else multi_turn.tasks[key])
+        open_[key].begin_again()
+    return [episode for episode in open_.values() if episode.speaks]
 
 
 class _Open:
@@ -204,23 +262,85 @@ class _Open:
         self._action, self._turns = Action(""), list[TurnRecord]()
         self._began: Turn | Outcome | None = None
         self._opening_seconds, self._reward = 0.0, 0.0
+        # The tokens of a turn of the policy that goes on, and whether it wrote any in this call.
+        self._turn, self._wrote = list[int](), False
+        # What the environment said before with the action that followed, and that of it which it is to say again next.
+        self._known = list[tuple[Turn, Action | None]]()
+        self._again = iter(self._known)
+        self._awaited: tuple[Turn, Action | None] | None = None
+        self.lost = False
+        """The environment answered otherwise when it was asked the same again."""
+        self.begun = None if multi_turn is None else multi_turn.begun.get((group.group, group.samples[index]))
+        if self.begun is not None:
+            self._take_in(self.begun)
 
     @property
-    def turn_tokens(self) -> int | None:
-        """Tokens that the policy may write in its turn; None: what its row has left."""
-        return None if self._multi_turn is None else self._multi_turn.budget.turn_tokens
+    def room(self) -> int | None:
+        """Tokens that the policy may write now; None: what its row has left."""
+        if self._multi_turn is None:
+            return None
+        of_turn = self._multi_turn.budget.turn_tokens
+        left = [self._multi_turn.room, None if of_turn is None else of_turn - len(self._turn)]
+        return min((each for each in left if each is not None), default=None)
 
-    def speak(self, completion: Completion) -> Action:
-        """Take in what the policy wrote."""
-        self._newest = completion
+    @property
+    def speaks(self) -> bool:
+        """True where nothing is to be heard before the policy goes on."""
+        return self.begun is not None and self._awaited is None
+
+    def begin_again(self) -> None:
+        """The environment has begun anew: it is asked what it was asked before."""
+        self._again = iter(self._known)
+        self._awaited = next(self._again, None)
+
+    def _take_in(self, begun: Begun) -> None:
+        """What was said before, by the same way as when it was."""
+        assert self._multi_turn is not None, "one turn never goes on"
+        ends = self._multi_turn.talk.tokenizer.eos_ids
+        for reply, end in zip(begun.replies, [*begun.ends, None], strict=True):
+            heard = self.hear(reply, 0.0)
+            assert heard is None, "it was not over"
+            action = None
+            if end is not None:
+                written = slice(len(self.tokens), end)
+                tokens = list(begun.tokens[written])
+                finish: Finish = "stop" if tokens[-1] in ends else "open"
+                place = self.group.group, self.group.samples[self.index]
+                said = self.speak(Completion(*place, tokens, list(begun.logprobs[written]), finish))
+                assert isinstance(said, Action), "its turn was over"
+                action, self._wrote = said, False
+            self._known.append((reply, action))
+        assert self.tokens == list(begun.tokens[: len(self.tokens)]), "an observation has other tokens now"
+        written = slice(len(self.tokens), None)
+        self._turn = list(begun.tokens[written])
+        self._extend(self._turn, begun.logprobs[written], True)
+
+    def speak(self, completion: Completion) -> Action | Episode:
+        """Take in what the policy wrote: its action, or the episode where its turn goes on later."""
+        tokens, self._wrote = [*self._turn, *completion.tokens], True
         self._extend(completion.tokens, completion.logprobs, True)
+        self._newest = replace(completion, tokens=tokens)
         if self._conversation is not None:
+            assert self._multi_turn is not None, "it has an environment"
+            if completion.finish == "open" and len(tokens) != self._multi_turn.budget.turn_tokens:
+                return self._over("open", "", "")
             finish = "length" if completion.finish == "open" else completion.finish
-            self._action = self._conversation.action(completion.tokens, finish)
+            self._action, self._turn = self._conversation.action(tokens, finish), []
+        if self.lost:
+            ended = Outcome("crashed", detail="it answered otherwise when it was asked the same again")
+            self._record(ended, len(self.tokens), "", 0.0)
+            finish = "length" if completion.finish == "open" else completion.finish
+            return self._over(finish, ended.outcome, ended.detail)
         return self._action
 
-    def hear(self, reply: Turn | Outcome, seconds: float) -> Episode | None:
-        """Take in what the environment answered: the episode where it is over, None where the policy is to speak."""
+    def hear(self, reply: Turn | Outcome, seconds: float) -> Episode | Action | None:
+        """Take in what the environment answered.
+
+        Returns: the episode where it is over or goes on later, None where the policy is to speak, and the next action
+        where the environment is asked again.
+        """
+        if self._awaited is not None:
+            return self._hear_again(reply, *self._awaited)
         self._reward += reply.reward
         if self._newest is None:
             return self._begin(reply, seconds)
@@ -231,7 +351,19 @@ class _Open:
             return self._over("length" if last == "open" else last, reply.outcome, reply.detail)
         finish, detail = self._go_on(reply, self._newest)
         self._record(reply, end, said_json(reply.messages), seconds)
-        return None if finish is None else self._over(finish, "unparsed", detail)
+        if finish is not None:
+            return self._over(finish, "unparsed", detail)
+        waits = self._multi_turn is not None and self._multi_turn.room is not None and self._wrote
+        return self._over("open", "", "") if waits else None
+
+    def _hear_again(self, reply: Turn | Outcome, known: Turn, action: Action | None) -> Episode | Action | None:
+        """As `hear`, of an answer that is known."""
+        # Its tools were told at the start only.
+        if isinstance(reply, Outcome) or replace(reply, tools=known.tools) != known:
+            self.lost, self._awaited = True, None
+            return None
+        self._awaited = next(self._again, None)
+        return action
 
     def _begin(self, reply: Turn | Outcome, seconds: float) -> Episode | None:
         if self._multi_turn is None:
@@ -295,6 +427,7 @@ class _Open:
         )
 
     def _over(self, finish: Finish, outcome: str, detail: str) -> Episode:
+        """The episode as it is now."""
         if not self.tokens:
             assert self._multi_turn is not None, "without an environment the policy speaks"
             self._extend([self._multi_turn.talk.tokenizer.end_id], [0.0], False)
@@ -331,7 +464,7 @@ def _requests(asked: Sequence[_Open]) -> list[PromptGroup]:
             samples=tuple(episode.group.samples[episode.index] for episode in episodes),
             seeds=tuple(episode.group.seeds[episode.index] for episode in episodes),
             begun=tuple(tuple(episode.tokens) for episode in episodes) if first.tokens else (),
-            room=() if first.turn_tokens is None else (first.turn_tokens,) * len(episodes),
+            room=() if first.room is None else tuple(episode.room or 0 for episode in episodes),
         )
         for episodes in together.values()
         for first in episodes[:1]
@@ -357,6 +490,12 @@ class _OneTurn:
         assert self._replies or not wait, "the engine ended without all completions"
         replies, self._replies = self._replies, []
         return replies
+
+    def rest(self, episode: Key) -> None:
+        """One turn never goes on."""
+
+    def wake(self, episode: Key) -> bool:
+        return False
 
     def end(self, episode: Key) -> None:
         """Nothing is held."""

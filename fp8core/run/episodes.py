@@ -7,6 +7,7 @@ prompts to rewards.
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -32,6 +33,7 @@ from fp8core.rewards.scorer import Answer, Outcome, Verdict
 from fp8core.rewards.verifier import Verifier
 from fp8core.rollout.engine import Completion, PromptGroup, RolloutEngine, Sampling, StreamingEngine, sample_seed
 from fp8core.rollout.episodes import (
+    Begun,
     Episode,
     Key,
     MultiTurn,
@@ -142,6 +144,8 @@ def play(
     asked: Sequence[Mapping[str, Any]],
     longest: int,
     pool: Pool | None,
+    begun: Mapping[Key, Begun] = MappingProxyType({}),
+    room: int | None = None,
 ) -> Iterator[list[Episode]]:
     """Episodes of all groups, whole groups as they finish.
 
@@ -154,6 +158,7 @@ def play(
         asked: rows of kind `prompts`, of these groups or more.
         longest: tokens of an environment's first messages.
         pool: of the environment, or of what was recorded of it; None without `environment`.
+        begun, room: as of `MultiTurn`.
     """
     if config.environment is None:
         strings = config.rollout.stop_strings
@@ -175,7 +180,7 @@ def play(
     asked_for = config.environment
     budget = TurnBudget(asked_for.max_turns, asked_for.turn_tokens, asked_for.observation_tokens, longest)
     talk = Talk(tokenizer, tool_calls_of(asked_for, tokenizer))
-    yield from run_episodes(engine, groups, sampling, MultiTurn(pool, talk, tasks, budget))
+    yield from run_episodes(engine, groups, sampling, MultiTurn(pool, talk, tasks, budget, begun, room))
 
 
 def tool_calls_of(config: EnvironmentConfig, tokenizer: Tokenizer) -> str:
@@ -224,7 +229,7 @@ def turn_rows(episode: Episode, tokenizer: Tokenizer) -> list[dict[str, Any]]:
     for row in rows:
         row |= {"observation": text_digest(row["said"]), "outcome": "", "detail": ""}
     rows[-1] |= {"outcome": episode.outcome, "detail": episode.detail}
-    if not episode.turns:
+    if not (episode.turns or episode.goes_on):
         # The policy never spoke: a token stands for what it would have written.
         rows[-1]["observation_end"] = len(episode.completion.tokens)
     return rows
@@ -278,6 +283,13 @@ class RecordedPool:
         replies, self._replies = self._replies, []
         return replies
 
+    def rest(self, episode: Key) -> None:
+        """It is asked again later."""
+
+    def wake(self, episode: Key) -> bool:
+        """Go on with an episode that was begun here."""
+        return episode in self._next
+
     def end(self, episode: Key) -> None:
         """Forget an episode; of one that is over this does nothing."""
         self._next.pop(episode, None)
@@ -294,6 +306,13 @@ def _reply(row: Mapping[str, Any]) -> Turn | EnvironmentOutcome:
         return EnvironmentOutcome(row["outcome"], row["reward"], row["failed"], row["detail"], info)
     told = opening_of(row["said"]) if not row["turn"] else Turn(said_of(row["said"]))
     return replace(told, reward=row["reward"], failed=row["failed"], info=info)
+
+
+def begun_of(tokens: Sequence[int], logprobs: Sequence[float], turns: Sequence[Mapping[str, Any]]) -> Begun:
+    """An episode that goes on, from its tokens so far and its rows of kind `turns`."""
+    replies = [_reply(dict(row)) for row in turns]
+    assert all(isinstance(reply, Turn) for reply in replies), "an outcome ends an episode"
+    return Begun(tokens, logprobs, cast(list[Turn], replies), [row["end"] for row in turns[1:]])
 
 
 class Ending(NamedTuple):
@@ -387,8 +406,9 @@ def episode_means(episodes: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, 
 
 
 def seconds_of(episodes: Sequence[Episode]) -> list[float]:
-    """Seconds that the environment took, answer by answer."""
-    return [seconds for one in episodes for seconds in (one.opening_seconds, *(turn.seconds for turn in one.turns))]
+    """Seconds that the environment took, answer by answer, without those of answers that were known."""
+    told = (seconds for one in episodes for seconds in (one.opening_seconds, *(turn.seconds for turn in one.turns)))
+    return [seconds for seconds in told if seconds]
 
 
 def spread(seconds: Sequence[float]) -> dict[str, float]:

@@ -29,6 +29,7 @@ class ScriptedPool:
         self._replies: list[tuple[Key, Turn | Outcome, float]] = []
         self.acted: dict[Key, list[Action]] = {}
         self.ended: list[Key] = []
+        self.resting: set[Key] = set()
 
     def begin(self, episode: Key, task: Task) -> None:
         self.acted[episode] = []
@@ -48,6 +49,15 @@ class ScriptedPool:
             count = self._random.randint(1 if wait else 0, len(found))
             found, self._replies = found[:count], found[count:]
         return found
+
+    def rest(self, episode: Key) -> None:
+        self.resting.add(episode)
+
+    def wake(self, episode: Key) -> bool:
+        """As of a pool that ends every second episode that rests."""
+        rested = episode in self.resting
+        self.resting.discard(episode)
+        return rested and sum(episode) % 2 == 0
 
     def end(self, episode: Key) -> None:
         self.ended.append(episode)

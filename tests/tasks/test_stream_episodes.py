@@ -1,4 +1,4 @@
-"""Episodes that are played beside the update, a step ahead: of one policy each, durable, and equal when replayed."""
+"""Episodes that are played beside the update, whole or over several policies: durable, and equal when replayed."""
 
 import os
 import signal
@@ -31,14 +31,26 @@ def settings(place):
     return {
         "environment": {"name": f"{place}:Digits", "max_turns": 12, "turn_tokens": 3},
         **{"rollout.max_new_tokens": 40, "rollout.group_size": 4, "steps": 3},
-        **{"pipeline.mode": "one_step_off", "pipeline.verified_share": 1.0},
+        "pipeline.verified_share": 1.0,
     }
 
 
+MODES = {
+    "one_step_off": {"pipeline.mode": "one_step_off"},
+    # Some updates land within a turn, and some episodes are over beside them.
+    "asynchronous": {"pipeline.mode": "asynchronous", "pipeline.ahead_tokens": 10, "pipeline.chunk_tokens": 2},
+}
+
+
+@pytest.fixture(scope="module", params=MODES)
+def mode(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def ahead(loop_run, settings):
+def ahead(loop_run, settings, mode):
     """For reading only."""
-    return loop_run("ahead", **settings)
+    return loop_run(f"ahead-{mode}", **settings, **MODES[mode])
 
 
 def artifact(run, step, name):
@@ -46,24 +58,50 @@ def artifact(run, step, name):
     return run.store.get_json(ref) if ref.kind == "metrics" else run.store.get_table(ref)
 
 
-def test_each_episode_is_of_the_policy_before_the_update_and_its_log_probs_are_that_policy_s(ahead):
+def test_the_log_prob_of_each_token_is_that_of_the_policy_that_wrote_it(ahead, mode):
+    spans = []
     for step in range(1, 4):
         metrics, rollouts = artifact(ahead, step, "metrics"), artifact(ahead, step, "rollouts").to_pylist()
         assert metrics["alignment/tokens_differing"] == 0
         assert metrics["alignment/token_mult_prob_error"] == 1
         assert metrics["alignment/tokens_differing_turn_2_3"] == 0
         assert metrics["environment/turns"] > 2
-        assert metrics["rollout/prompts_waiting"] == len({row["group"] for row in rollouts})
-        assert {version for row in rollouts for version in row["versions"]} == {max(0, step - 2)}
+        spans += [{*row["versions"]} for row in rollouts]
+        assert {version for row in rollouts for version in row["versions"]} <= {max(0, step - 2), step - 1}
+        if mode == "one_step_off":
+            assert metrics["rollout/prompts_waiting"] == len({row["group"] for row in rollouts})
+            assert {version for row in rollouts for version in row["versions"]} == {max(0, step - 2)}
         assert any(not all(row["written"]) for row in rollouts)
         assert metrics["train/tokens"] == sum(sum(row["written"]) for row in rollouts)
-    assert artifact(ahead, 2, "metrics")["rollout/staleness_mean"] == 1
+    staleness = artifact(ahead, 2, "metrics")["rollout/staleness_mean"]
+    assert staleness == 1 if mode == "one_step_off" else 0 < staleness < 1
+    assert any(len(versions) > 1 for versions in spans) == (mode == "asynchronous")
     assert [found for found in verify(RunView.read(ahead.folder)) if found.severity != "note"] == []
 
 
-def test_without_staleness_the_artifacts_are_those_of_a_synchronous_run(loop_run, settings):
-    fresh = loop_run("fresh", **settings, **{"pipeline.max_staleness": 0})
-    expected = loop_run("synchronous", **settings | {"pipeline.mode": "synchronous", "pipeline.verified_share": 0.0625})
+def test_an_update_lands_within_a_turn_and_between_two(ahead, mode):
+    if mode != "asynchronous":
+        return
+    landed = {"within": 0, "between": 0}
+    for step in range(1, 4):
+        versions = {
+            (row["group"], row["sample"]): row["versions"] for row in artifact(ahead, step, "rollouts").to_pylist()
+        }
+        for turn in artifact(ahead, step, "turns").to_pylist():
+            wrote = versions[turn["group"], turn["sample"]][turn["begin"] : turn["observation_end"] + 1]
+            whole = len({*wrote[: turn["end"] - turn["begin"]]}) == 1
+            landed["between" if whole else "within"] += len({*wrote}) > 1
+    assert min(landed.values()) > 0, landed
+
+
+@pytest.fixture(scope="module")
+def synchronous(loop_run, settings):
+    return loop_run("synchronous", **settings | {"pipeline.mode": "synchronous", "pipeline.verified_share": 0.0625})
+
+
+def test_without_staleness_the_artifacts_are_those_of_a_synchronous_run(loop_run, settings, mode, synchronous):
+    fresh = loop_run(f"fresh-{mode}", **settings, **MODES[mode], **{"pipeline.max_staleness": 0})
+    expected = synchronous
     for step in range(1, 4):
         ours, theirs = fresh.ledger.artifacts(step), expected.ledger.artifacts(step)
         shared = theirs.keys() - {"metrics"}
@@ -101,6 +139,7 @@ with (
 
 
 def test_kills_while_episodes_are_open_end_with_equal_records(ahead, tmp_path):
+    """Environments of episodes that go on are asked the same again."""
     codes = []
     for after in (60, 90, 90, 10**9):
         arguments = [str(ahead.folder / "run.json"), str(tmp_path), str(after)]
@@ -136,10 +175,14 @@ def test_replays_take_the_recorded_answers_or_ask_again(ahead, place):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"pipeline.mode": "asynchronous"}, "no episodes with pipeline.mode=asynchronous"),
-        ({"pipeline.max_inflight_prompts": 2}, "no episodes with pipeline.max_inflight_prompts"),
+        ({"pipeline.mode": "one_step_off", "pipeline.max_inflight_prompts": 2}, "max_inflight_prompts"),
+        ({"pipeline.mode": "asynchronous", "pipeline.drop_or_wait": "drop"}, "pipeline.drop_or_wait=drop"),
+        (
+            {"pipeline.mode": "asynchronous", "pipeline.recompute_kv_cache_after_weight_update": False},
+            "recompute_kv_cache_after_weight_update=false",
+        ),
     ],
 )
 def test_what_would_cut_episodes_is_refused(settings, change, said):
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=f"no episodes with .*{said}"):
         load_config("tiny", settings | change)

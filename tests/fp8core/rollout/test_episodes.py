@@ -24,6 +24,7 @@ from fp8core.rollout.episodes import (
     said_json,
     said_of,
 )
+from fp8core.run.episodes import begun_of, turn_rows
 
 FP8 = PrecisionContract()
 BF16 = PrecisionContract(
@@ -105,6 +106,59 @@ def test_twelve_turns_are_exact(shape, pair_of, contract):
     written = sum(sum(episode.completion.written) for episode in episodes)
     assert len(ratios) == written > 300
     assert torch.equal(ratios, torch.zeros(written)), f"{int((ratios != 0).sum())} of {written} tokens differ"
+
+
+def play_in_parts(engine, pool, tasks, room):
+    """As `play`, each episode so many tokens of one turn at a time, as a run stores it between the parts."""
+    begun, over, parts = {}, {}, 0
+    while len(over) < len(tasks):
+        left = {key: task for key, task in tasks.items() if key not in over}
+        asked = MultiTurn(pool, TALK, left, BUDGET, begun, room)
+        found = [one for whole in run_episodes(engine, build_groups(left), SAMPLING, asked) for one in whole]
+        parts += 1
+        for one in found:
+            key, done = (one.completion.group, one.completion.sample), one.completion
+            if not one.goes_on:
+                over[key] = one
+                continue
+            before = len(begun[key].tokens) if key in begun else 0
+            assert before < len(done.tokens)
+            assert sum((done.written or [True] * len(done.tokens))[before:]) <= room
+            begun[key] = begun_of(done.tokens, done.logprobs, turn_rows(one, TOKENIZER))
+    return [over[key] for key in tasks], parts
+
+
+@pytest.mark.parametrize(("room", "order"), [(1, None), (2, 5), (3, None), (100, 3)])
+def test_parts_change_nothing_and_an_environment_that_has_ended_is_asked_again(pair, in_turn, room, order):
+    pool = ScriptedPool(talkative, order=order)
+    found, parts = play_in_parts(pair.engine, pool, build_tasks(3, 4), room)
+    assert found == in_turn
+    assert parts >= TURNS
+    assert sorted(set(pool.ended)) == sorted(build_tasks(3, 4))
+    assert pool.resting == set()
+
+
+def test_an_environment_that_answers_otherwise_when_it_is_asked_again_has_crashed(pair):
+    told = []
+
+    def moody(episode, turn, action):
+        told.append(action)
+        return Turn((Said("tool", "a" * (len(told) % 7 + 1)),))
+
+    (one,), _ = play_in_parts(pair.engine, ScriptedPool(moody), {(0, 1): build_tasks(1, 2)[0, 1]}, 3)
+    assert (one.outcome, one.detail) == ("crashed", "it answered otherwise when it was asked the same again")
+    assert one.turns[-1].said == ""
+    assert one.turns[-1].end == one.turns[-1].observation_end == len(one.completion.tokens)
+    assert one.turns[-1].begin == one.turns[-2].observation_end
+
+
+def test_a_call_that_fails_leaves_no_environment_further_than_its_episode_is_stored(pair):
+    pool, tasks = ScriptedPool(talkative), build_tasks(2, 2)
+    playing = run_episodes(pair.engine, build_groups(tasks), SAMPLING, MultiTurn(pool, TALK, tasks, BUDGET, {}, 3))
+    stored = next(playing)
+    playing.close()
+    (group,) = {one.completion.group for one in stored}
+    assert {key for key in tasks if key[0] == group} | set(pool.ended) == set(tasks)
 
 
 @pytest.fixture(scope="module")
