@@ -367,7 +367,7 @@ class _Played:
         return found
 
     def _told(self, row: Row, group: PromptGroup) -> Completion:
-        """What an episode has more than its group had before."""
+        """The part of an episode that its group had not before."""
         begun = len(group.begun[group.samples.index(row.sample)]) if group.begun else 0
         finish = cast(Finish, row.finish or "open")
         return Completion(group.group, row.sample, row.tokens[begun:], row.logprobs[begun:], finish)

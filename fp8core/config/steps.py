@@ -63,7 +63,7 @@ class PipelineConfig(Section):
         ge=1,
         le=1 << 20,
         description="With `asynchronous`: tokens that completions write before the next prompts enter, and before the "
-        "update is looked at.",
+        "update is looked at; of an episode at most to the end of its turn.",
     )
     max_inflight_prompts: int | None = Field(
         None, ge=1, le=1 << 20, description="Prompts that are answered at a time; null: all that staleness allows."

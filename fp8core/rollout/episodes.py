@@ -264,7 +264,7 @@ class _Open:
         self._opening_seconds, self._reward = 0.0, 0.0
         # The tokens of a turn of the policy that goes on, and whether it wrote any in this call.
         self._turn, self._wrote = list[int](), False
-        # What the environment said before with the action that followed, and that of it which it is to say again next.
+        # The environment's replies so far with the actions that followed, and the one that it is to repeat next.
         self._known = list[tuple[Turn, Action | None]]()
         self._again = iter(self._known)
         self._awaited: tuple[Turn, Action | None] | None = None
@@ -294,7 +294,7 @@ class _Open:
         self._awaited = next(self._again, None)
 
     def _take_in(self, begun: Begun) -> None:
-        """What was said before, by the same way as when it was."""
+        """Take in all earlier turns, by the same way as when they were played."""
         assert self._multi_turn is not None, "one turn never goes on"
         ends = self._multi_turn.talk.tokenizer.eos_ids
         for reply, end in zip(begun.replies, [*begun.ends, None], strict=True):
@@ -336,8 +336,8 @@ class _Open:
     def hear(self, reply: Turn | Outcome, seconds: float) -> Episode | Action | None:
         """Take in what the environment answered.
 
-        Returns: the episode where it is over or goes on later, None where the policy is to speak, and the next action
-        where the environment is asked again.
+        Returns: the episode where it is over or goes on later. None: the policy is to speak. An action: it is known, and
+        the environment is asked again.
         """
         if self._awaited is not None:
             return self._hear_again(reply, *self._awaited)

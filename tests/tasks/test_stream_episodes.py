@@ -94,6 +94,16 @@ def test_an_update_lands_within_a_turn_and_between_two(ahead, mode):
     assert min(landed.values()) > 0, landed
 
 
+def test_fewer_processes_than_episodes_change_nothing(ahead, loop_run, settings, mode):
+    """Those that rest end where others wait, and are asked again."""
+    environment = settings["environment"] | {"at_once": 3}
+    few = loop_run(f"few-{mode}", **settings | {"environment": environment, "steps": 2}, **MODES[mode])
+    for step in (1, 2):
+        ours, theirs = few.ledger.artifacts(step), ahead.ledger.artifacts(step)
+        for name in ("turns", "rollouts", "next_stream", "behaviour", "next_policy"):
+            assert ours[name].digest == theirs[name].digest, name
+
+
 @pytest.fixture(scope="module")
 def synchronous(loop_run, settings):
     return loop_run("synchronous", **settings | {"pipeline.mode": "synchronous", "pipeline.verified_share": 0.0625})

@@ -350,3 +350,19 @@ def test_a_class_is_prepared_once_for_all_episodes_and_its_digest_is_recorded(
     assert turns[0].messages[0].content.startswith("one ")
     with pytest.raises(UserError, match=r"called as Prepared\(words=\.\.\.\), and is defined as Prepared\(\*, word\)"):
         start_pool(f"{path}:Prepared", words="one")
+
+
+def test_an_episode_that_rests_ends_where_another_needs_its_process(counting: EnvironmentPool) -> None:
+    for sample in range(2):
+        counting.rest((0, sample))
+    counting.begin((1, 0), Task("", "", 0))
+    assert collect(counting, 1) == {(1, 0): said("go")}, "there was room for three"
+    counting.begin((1, 1), Task("", "", 0))
+    assert collect(counting, 1) == {(1, 1): said("go")}
+    assert [counting.wake((0, sample)) for sample in range(2)] == [False, True], "the first that rested has ended"
+    counting.act((0, 1), Action("three"))
+    (reply,) = collect(counting, 1).values()
+    assert isinstance(reply, Turn)
+    assert reply.messages[0].content.startswith("one two three"), "an episode that is awake keeps its process"
+    counting.begin((1, 2), Task("", "", 0))
+    assert counting.replies(wait=True) == [], "none rests"
