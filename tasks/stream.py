@@ -13,7 +13,7 @@ from fp8core.config.steps import NoOptions
 from fp8core.data.prompt import longest_prompt
 from fp8core.rl.batch import column, pad
 from fp8core.rollout.engine import Completion, Finish, PromptGroup, Sampling, sample_seed
-from fp8core.rollout.episodes import Episode, Pool
+from fp8core.rollout.episodes import Begun, Episode, Pool
 from fp8core.rollout.stream import (
     DroppingStream,
     Eviction,
@@ -32,10 +32,23 @@ from fp8core.run.context import RunContext
 from fp8core.run.episodes import RecordedPool, begun_of, play, seconds_of, turn_rows
 from fp8core.run.rollouts import check_episodes, prompt_table, rollout_table, shard_folder
 from fp8core.store.artifacts import Ref, RolloutShards
-from fp8core.store.tables import LOGPROBS, ROLLOUTS, SEGMENTS, STREAM, STREAM_OF_EPISODES, TURNS, VERSIONS
+from fp8core.store.tables import (
+    LOGPROBS,
+    PLAYED_EPISODES,
+    ROLLOUTS,
+    SEGMENTS,
+    STREAM,
+    STREAM_OF_EPISODES,
+    TURNS,
+    VERSIONS,
+)
 from tasks.logprobs import token_batch
 from tasks.step import step
 
+_Sample = tuple[int, int, int]
+"""Batch, group and sample."""
+# Groups of evaluations have smaller numbers.
+_FIRST_NUMBER = 1 << 30
 _FINISHED = {
     "prompts": "prompts",
     "rollouts": "rollouts",
@@ -287,9 +300,9 @@ class _Written:
 
 
 class _Played:
-    """Episodes by the run's engine and environment; whole groups are durable as they come, and are not played again.
+    """Episodes by the run's engine and environment; one that is over is durable, and is not played again.
 
-    All of it is of one policy. An episode that goes on is kept as it was after each of its parts.
+    All of it is of one policy. An episode may be played in several parts, which it has again after a kill.
     """
 
     def __init__(self, run: RunContext, index: int, source: _Prompts, rows: Sequence[Row]) -> None:
@@ -297,83 +310,99 @@ class _Played:
         rollout = run.config.rollout
         self._run, self._index, self._source = run, index, source
         self._sampling = Sampling(rollout.temperature, rollout.max_new_tokens, run.tokenizer.eos_ids)
-        self._shards = RolloutShards(shard_folder(run, index), "stream")
+        self._shards = RolloutShards(shard_folder(run, index), "episodes")
         for error in self._shards.discard_damaged():
             run.console.note(f"step {index}: {error}; its episodes are played again")
         kept = self._shards.read()
-        self._kept = defaultdict[_Sample, list[Row]](list)
+        self._over = dict[_Sample, tuple[Row, list[int]]]()
         for row in [] if kept is None else kept.to_pylist():
-            self._keep(Row(**row))
+            parts, found = row.pop("parts"), Row(**row)
+            self._over[_sample(found)] = found, parts
         # The stream writes into its own rows.
-        self._newest = {_sample(row): replace(row, tokens=[*row.tokens]) for row in rows if row.turns}
+        self._begun = {_sample(row): replace(row, tokens=[*row.tokens]) for row in rows if row.turns}
+        self._open, self._parts = dict[_Sample, tuple[Episode, PromptGroup]](), defaultdict[_Sample, list[int]](list)
 
     def __call__(self, groups: Sequence[PromptGroup], places: Sequence[Place]) -> Iterator[list[Completion]]:
-        run, asked = self._run, list[PromptGroup]()
+        asked = list[PromptGroup]()
         for group in groups:
-            found = self._found(group, places[group.group])
-            if found is None:
-                asked.append(group)
-            else:
-                told = [self._told(row, group) for row in found]
-                self._newest |= {_sample(row): row for row in found}
-                yield told
-        if not asked:
-            return
+            place, begun = places[group.group], group.begun or ((),) * len(group.samples)
+            kept = [(*place, sample) in self._over for sample in group.samples]
+            told = zip(group.samples, begun, kept, strict=True)
+            yield [self._told(group.group, (*place, sample), len(tokens)) for sample, tokens, over in told if over]
+            if not all(kept):
+                asked.append(_without(group, kept))
+        if asked:
+            yield from self._play(asked, places)
+
+    def _play(self, asked: Sequence[PromptGroup], places: Sequence[Place]) -> Iterator[list[Completion]]:
+        run, longest = self._run, longest_prompt(self._run.config, self._run.arch.max_positions)
         numbers = {group.group: self._number(places[group.group]) for group in asked}
         by_number = {numbers[group.group]: group for group in asked}
         again = [replace(group, group=number, begun=(), room=()) for number, group in by_number.items()]
         prompts = [{**self._source.row(*places[group.group]), "group": numbers[group.group]} for group in asked]
         begun = {
-            (number, sample): begun_of(row.tokens, row.logprobs, row.turns)
+            (number, sample): state
             for number, group in by_number.items()
             for sample in group.samples
-            if (row := self._newest.get((*places[group.group], sample))) is not None
+            if (state := self._state((*places[group.group], sample))) is not None
         }
         pool: Pool = RecordedPool(self._recorded()) if run.environment is None else run.environment
-        room, longest = asked[0].room[0] if asked[0].room else None, longest_prompt(run.config, run.arch.max_positions)
+        room = asked[0].room[0] if asked[0].room else None
         engine, config, tokenizer = run.ready_engine(), run.config, run.tokenizer
         played = play(engine, again, self._sampling, config, tokenizer, prompts, longest, pool, begun, room)
         for batch in played:
-            owners = [by_number[one.completion.group] for one in batch]
-            rows = [self._row(one, group, places[group.group]) for one, group in zip(batch, owners, strict=True)]
-            self._shards.append(_table(run, rows))
-            run.environment_seconds.setdefault(self._index, []).extend(seconds_of(batch))
-            told = [self._told(row, group) for row, group in zip(rows, owners, strict=True)]
-            for row in rows:
-                self._keep(row)
-            self._newest |= {_sample(row): row for row in rows}
+            over, told = list[Row](), list[Completion]()
+            for one in batch:
+                done, group = one.completion, by_number[one.completion.group]
+                key = (*places[group.group], done.sample)
+                self._parts[key].append(len(done.tokens))
+                self._open[key] = one, group
+                if not one.goes_on:
+                    over.append(self._row(one, group, key[:2]))
+                before = len(group.begun[group.samples.index(done.sample)]) if group.begun else 0
+                tokens, logprobs = done.tokens[before:], done.logprobs[before:]
+                told.append(Completion(group.group, done.sample, tokens, logprobs, done.finish))
+                seconds = _new_seconds(one, begun.get((done.group, done.sample)))
+                run.environment_seconds.setdefault(self._index, []).extend(seconds)
+            if over:
+                self._store(over)
             yield told
+
+    def _store(self, over: Sequence[Row]) -> None:
+        """Make episodes durable that are over."""
+        parts = [self._parts[_sample(row)] for row in over]
+        rows = [{**asdict(row), "parts": ends} for row, ends in zip(over, parts, strict=True)]
+        self._shards.append(pa.Table.from_pylist(rows, schema=PLAYED_EPISODES))
+        self._over |= {_sample(row): (row, ends) for row, ends in zip(over, parts, strict=True)}
 
     def complete(self, rows: Sequence[Row]) -> None:
         """Give rows what their episodes have beside a completion."""
         for row in rows:
-            played = self._newest.get(_sample(row))
-            if played is not None:
-                row.prompt_tokens, row.written, row.turns = played.prompt_tokens, played.written, played.turns
+            key = _sample(row)
+            if key in self._over:
+                played = self._over[key][0]
+            elif key in self._open:
+                played = self._row(*self._open[key], key[:2])
+            else:
+                continue
+            row.prompt_tokens, row.written, row.turns = played.prompt_tokens, played.written, played.turns
 
-    def _keep(self, row: Row) -> None:
-        self._kept[_sample(row)].append(row)
+    def _state(self, key: _Sample) -> Episode | Begun | None:
+        """An episode that goes on, as this process has it or as it was stored; None before it begins."""
+        if key in self._open:
+            return self._open[key][0]
+        row = self._begun.get(key)
+        return None if row is None else begun_of(row.tokens, row.logprobs, row.turns)
 
-    def _found(self, group: PromptGroup, place: Place) -> list[Row] | None:
-        """The episodes of a group after their next part, if all of them were kept."""
-        found = list[Row]()
-        for sample in group.samples:
-            key = (*place, sample)
-            before = len(self._newest[key].tokens) if key in self._newest else 0
-            row = next((row for row in self._kept[key] if len(row.tokens) > before), None)
-            if row is None:
-                return None
-            found.append(row)
-        return found
-
-    def _told(self, row: Row, group: PromptGroup) -> Completion:
-        """The part of an episode that its group had not before."""
-        begun = len(group.begun[group.samples.index(row.sample)]) if group.begun else 0
-        finish = cast(Finish, row.finish or "open")
-        return Completion(group.group, row.sample, row.tokens[begun:], row.logprobs[begun:], finish)
+    def _told(self, group: int, key: _Sample, before: int) -> Completion:
+        """The next part of an episode that is over, after so many tokens."""
+        row, parts = self._over[key]
+        end = next(part for part in parts if part > before)
+        finish = cast(Finish, row.finish if end == len(row.tokens) else "open")
+        return Completion(group, row.sample, row.tokens[before:end], row.logprobs[before:end], finish)
 
     def _number(self, place: Place) -> int:
-        """The group of a place, by which an episode goes on: unlike those of evaluations."""
+        """The group of a place, by which an episode goes on."""
         batch, group = place
         return _FIRST_NUMBER + (batch - 1) * self._run.config.rollout.drawn_prompts + group
 
@@ -405,13 +434,25 @@ class _Played:
         return pa.Table.from_pylist(rows, schema=TURNS)
 
 
-_Sample = tuple[int, int, int]
-"""Batch, group and sample."""
-_FIRST_NUMBER = 1 << 30
-
-
 def _sample(row: Row) -> _Sample:
     return row.batch, row.group, row.sample
+
+
+def _without(group: PromptGroup, known: Sequence[bool]) -> PromptGroup:
+    """A group without the samples that are known."""
+    left = [i for i, found in enumerate(known) if not found]
+
+    def of(values: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(values[i] for i in left) if values else ()
+
+    return replace(group, samples=of(group.samples), seeds=of(group.seeds), begun=of(group.begun), room=of(group.room))
+
+
+def _new_seconds(episode: Episode, before: Episode | Begun | None) -> list[float]:
+    """The times of the environment's answers that it has given since."""
+    known = 0 if before is None else len(before.turns if isinstance(before, Episode) else before.ends)
+    new = seconds_of([replace(episode, turns=episode.turns[known:])])
+    return new if before is None else new[1:]
 
 
 def _writer(run: RunContext, index: int, source: _Prompts, rows: Sequence[Row]) -> _Written | _Played:

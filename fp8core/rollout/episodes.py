@@ -92,8 +92,8 @@ class MultiTurn:
     """Environments, the form of conversations with them, their tasks, and budgets.
 
     Attributes:
-        begun: episodes that go on. An environment that is not open any more is asked the same again; one that answers
-            otherwise has crashed.
+        begun: episodes that go on, as a call has left or as a run has stored them. An environment that is not open any
+            more is asked the same again; one that answers otherwise has crashed.
         room: tokens that an episode writes, at most to the end of one turn and its answer; None: to the episode's end.
     """
 
@@ -101,7 +101,7 @@ class MultiTurn:
     talk: Talk
     tasks: Mapping[Key, Task]
     budget: TurnBudget
-    begun: Mapping[Key, Begun] = field(default_factory=dict)
+    begun: Mapping[Key, "Begun | Episode"] = field(default_factory=dict)
     room: int | None = None
 
 
@@ -148,6 +148,7 @@ class Episode:
         reward: of all turns together, beside what a verifier gives.
         detail: for people, a line.
         began: the environment's first answer; None without an environment.
+        state: of one that goes on, for `MultiTurn.begun`.
     """
 
     completion: Completion
@@ -158,6 +159,7 @@ class Episode:
     detail: str
     began: Turn | Outcome | None = None
     opening_seconds: float = field(default=0.0, compare=False)
+    state: "_Open | None" = field(default=None, compare=False, repr=False)
 
     @property
     def goes_on(self) -> bool:
@@ -197,7 +199,7 @@ def run_episodes(
         assert not sampling.report_experts, "experts are not recorded over several turns"
         pool, session = multi_turn.pool, engine.open_session(sampling)
     open_ = {
-        (group.group, sample): _Open(group, i, sampling.max_new_tokens, multi_turn)
+        (group.group, sample): _opened(group, i, sampling.max_new_tokens, multi_turn)
         for group in groups
         for i, sample in enumerate(group.samples)
     }
@@ -239,10 +241,19 @@ def run_episodes(
             pool.end(key)
 
 
+def _opened(group: PromptGroup, index: int, room: int, multi_turn: MultiTurn | None) -> "_Open":
+    """The sample at `index` of a group, of at most `room` tokens: it begins or goes on."""
+    begun = None if multi_turn is None else multi_turn.begun.get((group.group, group.samples[index]))
+    if isinstance(begun, Episode):
+        assert multi_turn is not None and begun.state is not None, "it is over"  # noqa: PT018 - one thought
+        return begun.state.again(group, index, multi_turn)
+    return _Open(group, index, room, multi_turn, begun)
+
+
 def _begin(pool: Pool, open_: Mapping[Key, "_Open"], multi_turn: MultiTurn | None) -> list["_Open"]:
     """Begin episodes or go on with them; returns those whose policy is to speak at once."""
     # First those that are open, which others might need the room of.
-    awake = {key for key, episode in open_.items() if episode.begun is not None and pool.wake(key)}
+    awake = {key for key, episode in open_.items() if episode.has_begun and pool.wake(key)}
     for key in [key for key in open_ if key not in awake]:
         pool.begin(key, _NO_TASK if multi_turn is None else multi_turn.tasks[key])
         open_[key].begin_again()
@@ -252,8 +263,10 @@ def _begin(pool: Pool, open_: Mapping[Key, "_Open"], multi_turn: MultiTurn | Non
 class _Open:
     """An episode in progress."""
 
-    def __init__(self, group: PromptGroup, index: int, room: int, multi_turn: MultiTurn | None) -> None:
-        """The sample at `index` of a group, of at most `room` tokens."""
+    def __init__(
+        self, group: PromptGroup, index: int, room: int, multi_turn: MultiTurn | None, begun: Begun | None
+    ) -> None:
+        """As `_opened`."""
         self.group, self.index, self.prompt = group, index, group.prompt
         self.tokens, self._logprobs, self._written = list[int](), list[float](), list[bool]()
         self._room, self._multi_turn = room, multi_turn
@@ -270,9 +283,8 @@ class _Open:
         self._awaited: tuple[Turn, Action | None] | None = None
         self.lost = False
         """The environment answered otherwise when it was asked the same again."""
-        self.begun = None if multi_turn is None else multi_turn.begun.get((group.group, group.samples[index]))
-        if self.begun is not None:
-            self._take_in(self.begun)
+        if begun is not None:
+            self._take_in(begun)
 
     @property
     def room(self) -> int | None:
@@ -284,14 +296,24 @@ class _Open:
         return min((each for each in left if each is not None), default=None)
 
     @property
+    def has_begun(self) -> bool:
+        """True where the environment has said something."""
+        return bool(self._known)
+
+    @property
     def speaks(self) -> bool:
         """True where nothing is to be heard before the policy goes on."""
-        return self.begun is not None and self._awaited is None
+        return self.has_begun and self._awaited is None
 
     def begin_again(self) -> None:
         """The environment has begun anew: it is asked what it was asked before."""
         self._again = iter(self._known)
         self._awaited = next(self._again, None)
+
+    def again(self, group: PromptGroup, index: int, multi_turn: MultiTurn) -> "_Open":
+        """This episode in another call."""
+        self.group, self.index, self._multi_turn, self._wrote = group, index, multi_turn, False
+        return self
 
     def _take_in(self, begun: Begun) -> None:
         """Take in all earlier turns, by the same way as when they were played."""
@@ -300,7 +322,6 @@ class _Open:
         for reply, end in zip(begun.replies, [*begun.ends, None], strict=True):
             heard = self.hear(reply, 0.0)
             assert heard is None, "it was not over"
-            action = None
             if end is not None:
                 written = slice(len(self.tokens), end)
                 tokens = list(begun.tokens[written])
@@ -308,8 +329,7 @@ class _Open:
                 place = self.group.group, self.group.samples[self.index]
                 said = self.speak(Completion(*place, tokens, list(begun.logprobs[written]), finish))
                 assert isinstance(said, Action), "its turn was over"
-                action, self._wrote = said, False
-            self._known.append((reply, action))
+                self._wrote = False
         assert self.tokens == list(begun.tokens[: len(self.tokens)]), "an observation has other tokens now"
         written = slice(len(self.tokens), None)
         self._turn = list(begun.tokens[written])
@@ -323,9 +343,11 @@ class _Open:
         if self._conversation is not None:
             assert self._multi_turn is not None, "it has an environment"
             if completion.finish == "open" and len(tokens) != self._multi_turn.budget.turn_tokens:
+                self._turn = tokens
                 return self._over("open", "", "")
             finish = "length" if completion.finish == "open" else completion.finish
             self._action, self._turn = self._conversation.action(tokens, finish), []
+            self._known[-1] = self._known[-1][0], self._action
         if self.lost:
             ended = Outcome("crashed", detail="it answered otherwise when it was asked the same again")
             self._record(ended, len(self.tokens), "", 0.0)
@@ -336,8 +358,8 @@ class _Open:
     def hear(self, reply: Turn | Outcome, seconds: float) -> Episode | Action | None:
         """Take in what the environment answered.
 
-        Returns: the episode where it is over or goes on later. None: the policy is to speak. An action: it is known, and
-        the environment is asked again.
+        Returns: the episode where it is over or goes on later. None: the policy is to speak. An action: it is known,
+        and the environment is asked again.
         """
         if self._awaited is not None:
             return self._hear_again(reply, *self._awaited)
@@ -353,6 +375,7 @@ class _Open:
         self._record(reply, end, said_json(reply.messages), seconds)
         if finish is not None:
             return self._over(finish, "unparsed", detail)
+        self._known.append((reply, None))
         waits = self._multi_turn is not None and self._multi_turn.room is not None and self._wrote
         return self._over("open", "", "") if waits else None
 
@@ -381,6 +404,7 @@ class _Open:
             detail = f"the first messages are {length} tokens, 1 to {most} fit (data.max_prompt_tokens)"
             return self._over("observation", "unparsed", detail)
         self._conversation, self.prompt = conversation, conversation.prompt
+        self._known.append((reply, None))
         return None
 
     def _go_on(self, turn: Turn, newest: Completion) -> tuple[Finish | None, str]:
@@ -434,11 +458,11 @@ class _Open:
         completion = Completion(
             self.group.group,
             self.group.samples[self.index],
-            self.tokens,
-            self._logprobs,
+            [*self.tokens],
+            [*self._logprobs],
             finish,
             None if self._newest is None else self._newest.experts,
-            None if all(self._written) else self._written,
+            None if all(self._written) else [*self._written],
         )
         return Episode(
             completion,
@@ -449,6 +473,7 @@ class _Open:
             detail,
             self._began,
             self._opening_seconds,
+            self if finish == "open" else None,
         )
 
 

@@ -144,7 +144,7 @@ def play(
     asked: Sequence[Mapping[str, Any]],
     longest: int,
     pool: Pool | None,
-    begun: Mapping[Key, Begun] = MappingProxyType({}),
+    begun: Mapping[Key, Begun | Episode] = MappingProxyType({}),
     room: int | None = None,
 ) -> Iterator[list[Episode]]:
     """Episodes of all groups, whole groups as they finish.
@@ -406,9 +406,8 @@ def episode_means(episodes: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, 
 
 
 def seconds_of(episodes: Sequence[Episode]) -> list[float]:
-    """Seconds that the environment took, answer by answer, without those of answers that were known."""
-    told = (seconds for one in episodes for seconds in (one.opening_seconds, *(turn.seconds for turn in one.turns)))
-    return [seconds for seconds in told if seconds]
+    """Seconds that the environment took, answer by answer."""
+    return [seconds for one in episodes for seconds in (one.opening_seconds, *(turn.seconds for turn in one.turns))]
 
 
 def spread(seconds: Sequence[float]) -> dict[str, float]:

@@ -108,6 +108,9 @@ STREAM = pa.schema(
 # With `environment`: the tokens that the policy wrote, and the turns (`SHARD_TURNS`) of the episode.
 STREAM_OF_EPISODES = STREAM.append(ROLLOUTS.field("written")).append(pa.field(SHARD_TURNS, pa.list_(_SHARD_TURN)))
 
+# An episode that is over: where the parts end in which it was played, in tokens.
+PLAYED_EPISODES = STREAM_OF_EPISODES.append(pa.field("parts", pa.list_(pa.int32())))
+
 # Tokens that a segment has written to completions of the stream, from token `before` on.
 SEGMENTS = pa.schema(
     [
@@ -205,6 +208,7 @@ TABLES = {
         empty=True,
         whole=False,
     ),
+    "episodes": TableSchema(PLAYED_EPISODES, tokens=("tokens", "logprobs", "versions", "written"), whole=False),
     "segments": TableSchema(SEGMENTS, tokens=("tokens", "logprobs"), whole=False),
     "rewards": TableSchema(REWARDS, key=_BY_COMPLETION, missing=("detail",)),
     "logprobs": TableSchema(LOGPROBS, key=_BY_COMPLETION, tokens=("logprobs", "entropy")),
@@ -214,7 +218,7 @@ TABLES = {
 
 MOST_ROWS, MOST_COLUMNS = 10_000_000, 1_000
 _INDICES = frozenset(
-    {"batch", "group", "sample", "tokens", "prompt_tokens", "versions", "ended", "before"}
+    {"batch", "group", "sample", "tokens", "prompt_tokens", "versions", "ended", "before", "parts"}
     | {"turn", "begin", "end", "observation_end", "failed"}
 )
 
