@@ -123,9 +123,9 @@ def ahead(run: RunContext, index: int, options: NoOptions, left: Ref, policy: Re
     written = _writer(run, index, source, opened.rows)
     chunks = run_ahead(opened, index - 1, _chunks(run, index), written, source.enter)
     written.complete(opened.rows)
-    # A run cannot play again those of a stored stream. Of some that are not over, their own step will tell.
-    if not opened.in_flight():
-        check_episodes(run, index, _turns_of(opened.rows))
+    # A run cannot play again those of a stored stream.
+    for batch in sorted({row.batch for row in opened.rows} - {batch for batch, _ in opened.in_flight()}):
+        check_episodes(run, index, _turns_of([row for row in opened.rows if row.batch == batch]))
     return {
         "next_stream": store.put_table("stream", _table(run, opened.rows)),
         "schedule": store.put_json("schedule", {"version": index - 1, "chunks": chunks}),
@@ -175,9 +175,10 @@ def _recorded(run: RunContext, index: int, schedule: Ref) -> list[int]:
 
 
 def _longest(run: RunContext) -> int:
-    """Chunks of the longest completion; an episode writes a part of a turn in each, a token at least."""
-    most = run.config.rollout.max_new_tokens
-    return most if run.config.environment is not None else -(-most // run.config.pipeline.chunk_tokens)
+    """Chunks of the longest completion, or of all turns of an episode."""
+    environment, most = run.config.environment, run.config.rollout.max_new_tokens
+    chunks = -(-most // run.config.pipeline.chunk_tokens)
+    return chunks if environment is None else min(most, chunks + environment.max_turns)
 
 
 def _opened(run: RunContext, stream: Ref, left: int) -> Stream:
@@ -319,7 +320,9 @@ class _Played:
             parts, found = row.pop("parts"), Row(**row)
             self._over[_sample(found)] = found, parts
         # The stream writes into its own rows.
-        self._begun = {_sample(row): replace(row, tokens=[*row.tokens]) for row in rows if row.turns}
+        self._begun = {
+            _sample(row): replace(row, tokens=[*row.tokens], logprobs=[*row.logprobs]) for row in rows if row.turns
+        }
         self._open, self._parts = dict[_Sample, tuple[Episode, PromptGroup]](), defaultdict[_Sample, list[int]](list)
 
     def __call__(self, groups: Sequence[PromptGroup], places: Sequence[Place]) -> Iterator[list[Completion]]:
@@ -378,14 +381,18 @@ class _Played:
     def complete(self, rows: Sequence[Row]) -> None:
         """Give rows what their episodes have beside a completion."""
         for row in rows:
-            key = _sample(row)
+            key, told = _sample(row), len(row.tokens)
             if key in self._over:
                 played = self._over[key][0]
             elif key in self._open:
                 played = self._row(*self._open[key], key[:2])
             else:
                 continue
-            row.prompt_tokens, row.written, row.turns = played.prompt_tokens, played.written, played.turns
+            if told:
+                # Before a kill more of it may have been played than the stream has asked for since.
+                turns = [turn for turn in played.turns if turn["observation_end"] <= told]
+                row.prompt_tokens, row.written = played.prompt_tokens, played.written[:told]
+                row.turns = played.turns if row.finish else turns
 
     def _state(self, key: _Sample) -> Episode | Begun | None:
         """An episode that goes on, as this process has it or as it was stored; None before it begins."""

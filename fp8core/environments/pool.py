@@ -17,7 +17,7 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fp8core.environments.channel import DETAIL_CHARACTERS, action_message, decode, encode, read_reply, task_message
@@ -80,6 +80,10 @@ class _Episode:
         """True if its process has not answered everything."""
         return self.answered < len(self._messages)
 
+    def was_asked(self, messages: Sequence[Mapping[str, Any]]) -> bool:
+        """True if these are all that it was asked."""
+        return self._messages == [encode(message) for message in messages]
+
     def launch(self, lines: Lines) -> None:
         """It has got a process."""
         self.lines = lines
@@ -134,7 +138,9 @@ class EnvironmentPool:
             raise
 
     def begin(self, episode: Key, task: Task) -> None:
-        """Start an episode; it waits where `at_once` others are open."""
+        """Start an episode, which waits where `at_once` others are open; an earlier one that rests ends."""
+        if episode in self._resting:
+            self.end(episode)
         assert episode not in self._episodes, f"{episode} is open"
         begun = _Episode(episode, {"start": task_message(task)})
         self._episodes[episode] = begun
@@ -169,10 +175,14 @@ class EnvironmentPool:
         if episode in self._episodes:
             self._resting[episode] = None
 
-    def wake(self, episode: Key) -> bool:
-        """Go on with an episode that rests; False where it has ended."""
+    def wake(self, episode: Key, task: Task, asked: Sequence[Action]) -> bool:
+        """True if an episode is open that began with this task and was asked exactly this; else it ends."""
         self._resting.pop(episode, None)
-        return episode in self._episodes
+        found = self._episodes.get(episode)
+        if found is not None and found.was_asked([{"start": task_message(task)}, *map(action_message, asked)]):
+            return True
+        self.end(episode)
+        return False
 
     def end(self, episode: Key) -> None:
         """Let the environment close, and kill what is left; of an episode that is over this does nothing."""

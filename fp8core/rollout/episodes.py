@@ -7,6 +7,7 @@ requests of other episodes stay in flight. The order of replies decides when a t
 """
 
 import json
+from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
@@ -31,7 +32,7 @@ class Pool(Protocol):
     """Environments of open episodes, moved by calls; `environments.pool.EnvironmentPool` is the one with processes."""
 
     def begin(self, episode: Key, task: Task) -> None:
-        """Start an episode."""
+        """Start an episode; an earlier one that rests ends."""
         ...
 
     def act(self, episode: Key, action: Action) -> None:
@@ -46,8 +47,8 @@ class Pool(Protocol):
         """Nothing is asked of an open episode for a while; it may be ended where others need its room."""
         ...
 
-    def wake(self, episode: Key) -> bool:
-        """Go on with an episode that rests, if it is still open."""
+    def wake(self, episode: Key, task: Task, asked: Sequence[Action]) -> bool:
+        """True if an episode is open that began with this task and was asked exactly this; else it ends."""
         ...
 
     def end(self, episode: Key) -> None:
@@ -92,8 +93,8 @@ class MultiTurn:
     """Environments, the form of conversations with them, their tasks, and budgets.
 
     Attributes:
-        begun: episodes that go on, as a call has left or as a run has stored them. An environment that is not open any
-            more is asked the same again; one that answers otherwise has crashed.
+        begun: episodes that go on, as a call has left or as a run has stored them. When the policy's turn has ended, an
+            environment that is not open any more is asked the same again; one that answers otherwise has crashed.
         room: tokens that an episode writes, at most to the end of one turn and its answer; None: to the episode's end.
     """
 
@@ -191,13 +192,7 @@ def run_episodes(
     Raises:
         UserError: the chat template rewrites what was before (`environments.chat`), or the engine refuses a request.
     """
-    if multi_turn is None:
-        pool: Pool = _OneTurn()
-        session: Session = _Generated(engine, sampling)
-    else:
-        assert isinstance(engine, StreamingEngine), "episodes of several turns need an engine with sessions"
-        assert not sampling.report_experts, "experts are not recorded over several turns"
-        pool, session = multi_turn.pool, engine.open_session(sampling)
+    pool, session = _pool_and_session(engine, sampling, multi_turn)
     open_ = {
         (group.group, sample): _opened(group, i, sampling.max_new_tokens, multi_turn)
         for group in groups
@@ -206,39 +201,48 @@ def run_episodes(
     sizes = {group.group: len(group.samples) for group in groups}
     finished: dict[int, list[Episode]] = {group.group: [] for group in groups}
 
-    def go_on(key: Key, found: Action | Episode) -> None:
-        """Ask the environment, or leave the episode."""
-        if isinstance(found, Action):
+    def go_on(key: Key, found: Episode | Action | None) -> None:
+        """Let the policy speak, ask the environment, or leave the episode."""
+        if found is None:
+            asked.append(open_[key])
+        elif isinstance(found, Action):
             pool.act(key, found)
-            return
-        left = open_.pop(key)
-        (pool.rest if found.goes_on and not left.lost else pool.end)(key)
-        finished[key[0]].append(found)
+        else:
+            del open_[key]
+            (pool.rest if found.goes_on else pool.end)(key)
+            finished[key[0]].append(found)
 
     try:
-        asked = _begin(pool, open_, multi_turn)
+        asked = [episode for episode in open_.values() if episode.has_begun]
+        for key in [key for key, episode in open_.items() if not episode.has_begun]:
+            pool.begin(key, open_[key].task)
         while open_:
-            for key, reply, seconds in sorted(pool.replies(not session.busy), key=lambda answer: answer[0]):
-                found = open_[key].hear(reply, seconds)
-                if found is None:
-                    asked.append(open_[key])
-                else:
-                    go_on(key, found)
+            replies = pool.replies(wait=not (asked or session.busy))
+            for key, reply, seconds in sorted(replies, key=lambda answer: answer[0]):
+                go_on(key, open_[key].hear(reply, seconds))
             if asked:
                 session.add(_requests(asked))
-            asked = []
+            asked.clear()
+            yield from _whole(finished, sizes)
             for completion in session.step() if session.busy else []:
                 key = completion.group, completion.sample
-                go_on(key, open_[key].speak(completion))
-            for group in [group for group, episodes in finished.items() if len(episodes) == sizes[group]]:
-                yield sorted(finished[group], key=lambda episode: episode.completion.sample)
-                # The caller has stored them.
-                del finished[group]
+                said = open_[key].speak(completion)
+                if isinstance(said, Episode) or _woken(pool, key, open_[key]):
+                    go_on(key, said)
+            yield from _whole(finished, sizes)
     finally:
-        session.close()
         left = [(group, one.completion.sample) for group, episodes in finished.items() for one in episodes]
         for key in [*open_, *left]:
             pool.end(key)
+        session.close()
+
+
+def _pool_and_session(engine: RolloutEngine, sampling: Sampling, multi_turn: MultiTurn | None) -> tuple[Pool, Session]:
+    if multi_turn is None:
+        return _OneTurn(), _Generated(engine, sampling)
+    assert isinstance(engine, StreamingEngine), "episodes of several turns need an engine with sessions"
+    assert not sampling.report_experts, "experts are not recorded over several turns"
+    return multi_turn.pool, engine.open_session(sampling)
 
 
 def _opened(group: PromptGroup, index: int, room: int, multi_turn: MultiTurn | None) -> "_Open":
@@ -250,14 +254,20 @@ def _opened(group: PromptGroup, index: int, room: int, multi_turn: MultiTurn | N
     return _Open(group, index, room, multi_turn, begun)
 
 
-def _begin(pool: Pool, open_: Mapping[Key, "_Open"], multi_turn: MultiTurn | None) -> list["_Open"]:
-    """Begin episodes or go on with them; returns those whose policy is to speak at once."""
-    # First those that are open, which others might need the room of.
-    awake = {key for key, episode in open_.items() if episode.has_begun and pool.wake(key)}
-    for key in [key for key in open_ if key not in awake]:
-        pool.begin(key, _NO_TASK if multi_turn is None else multi_turn.tasks[key])
-        open_[key].begin_again()
-    return [episode for episode in open_.values() if episode.speaks]
+def _whole(finished: dict[int, list[Episode]], sizes: Mapping[int, int]) -> Iterator[list[Episode]]:
+    """Groups of which all have finished; one leaves when the caller has it."""
+    for group in [group for group, episodes in finished.items() if len(episodes) == sizes[group]]:
+        yield sorted(finished[group], key=lambda episode: episode.completion.sample)
+        del finished[group]
+
+
+def _woken(pool: Pool, key: Key, episode: "_Open") -> bool:
+    """True if the environment is open; else it begins again, to be asked everything that it was asked."""
+    if pool.wake(key, episode.task, episode.asked):
+        return True
+    pool.begin(key, episode.task)
+    episode.begin_again()
+    return False
 
 
 class _Open:
@@ -277,12 +287,9 @@ class _Open:
         self._opening_seconds, self._reward = 0.0, 0.0
         # The tokens of a turn of the policy that goes on, and whether it wrote any in this call.
         self._turn, self._wrote = list[int](), False
-        # The environment's replies so far with the actions that followed, and the one that it is to repeat next.
+        # The environment's replies so far with the actions that followed, and those that it is to repeat.
         self._known = list[tuple[Turn, Action | None]]()
-        self._again = iter(self._known)
-        self._awaited: tuple[Turn, Action | None] | None = None
-        self.lost = False
-        """The environment answered otherwise when it was asked the same again."""
+        self._repeated = deque[tuple[Turn, Action | None]]()
         if begun is not None:
             self._take_in(begun)
 
@@ -301,14 +308,20 @@ class _Open:
         return bool(self._known)
 
     @property
-    def speaks(self) -> bool:
-        """True where nothing is to be heard before the policy goes on."""
-        return self.has_begun and self._awaited is None
+    def task(self) -> Task:
+        """The problem as its environment gets it."""
+        if self._multi_turn is None:
+            return _NO_TASK
+        return self._multi_turn.tasks[self.group.group, self.group.samples[self.index]]
+
+    @property
+    def asked(self) -> list[Action]:
+        """The policy's actions that were answered."""
+        return [action for _, action in self._known[:-1] if action is not None]
 
     def begin_again(self) -> None:
-        """The environment has begun anew: it is asked what it was asked before."""
-        self._again = iter(self._known)
-        self._awaited = next(self._again, None)
+        """The environment has begun anew: it is asked what it was asked before, and then the newest action."""
+        self._repeated = deque(self._known)
 
     def again(self, group: PromptGroup, index: int, multi_turn: MultiTurn) -> "_Open":
         """This episode in another call."""
@@ -348,11 +361,6 @@ class _Open:
             finish = "length" if completion.finish == "open" else completion.finish
             self._action, self._turn = self._conversation.action(tokens, finish), []
             self._known[-1] = self._known[-1][0], self._action
-        if self.lost:
-            ended = Outcome("crashed", detail="it answered otherwise when it was asked the same again")
-            self._record(ended, len(self.tokens), "", 0.0)
-            finish = "length" if completion.finish == "open" else completion.finish
-            return self._over(finish, ended.outcome, ended.detail)
         return self._action
 
     def hear(self, reply: Turn | Outcome, seconds: float) -> Episode | Action | None:
@@ -361,8 +369,13 @@ class _Open:
         Returns: the episode where it is over or goes on later. None: the policy is to speak. An action: it is known,
         and the environment is asked again.
         """
-        if self._awaited is not None:
-            return self._hear_again(reply, *self._awaited)
+        if self._repeated:
+            known, action = self._repeated.popleft()
+            # Tools are told at the start only.
+            if isinstance(reply, Turn) and (reply if known.tools else replace(reply, tools=())) == known:
+                return action
+            self._repeated.clear()
+            reply = Outcome("crashed", detail="it answered otherwise when it was asked the same again")
         self._reward += reply.reward
         if self._newest is None:
             return self._begin(reply, seconds)
@@ -378,15 +391,6 @@ class _Open:
         self._known.append((reply, None))
         waits = self._multi_turn is not None and self._multi_turn.room is not None and self._wrote
         return self._over("open", "", "") if waits else None
-
-    def _hear_again(self, reply: Turn | Outcome, known: Turn, action: Action | None) -> Episode | Action | None:
-        """As `hear`, of an answer that is known."""
-        # Its tools were told at the start only.
-        if isinstance(reply, Outcome) or replace(reply, tools=known.tools) != known:
-            self.lost, self._awaited = True, None
-            return None
-        self._awaited = next(self._again, None)
-        return action
 
     def _begin(self, reply: Turn | Outcome, seconds: float) -> Episode | None:
         if self._multi_turn is None:
@@ -519,8 +523,8 @@ class _OneTurn:
     def rest(self, episode: Key) -> None:
         """One turn never goes on."""
 
-    def wake(self, episode: Key) -> bool:
-        return False
+    def wake(self, episode: Key, task: Task, asked: Sequence[Action]) -> bool:
+        return True
 
     def end(self, episode: Key) -> None:
         """Nothing is held."""

@@ -286,7 +286,7 @@ class RecordedPool:
     def rest(self, episode: Key) -> None:
         """It is asked again later."""
 
-    def wake(self, episode: Key) -> bool:
+    def wake(self, episode: Key, task: Task, asked: Sequence[Action]) -> bool:
         """Go on with an episode that was begun here."""
         return episode in self._next
 

@@ -1,7 +1,7 @@
 """Environments in this process that answer by a function, late and in any order, as processes do."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from fp8core.environments.protocol import Action, Outcome, Said, Task, Tool, Turn
 from fp8core.rollout.episodes import Key
@@ -53,11 +53,12 @@ class ScriptedPool:
     def rest(self, episode: Key) -> None:
         self.resting.add(episode)
 
-    def wake(self, episode: Key) -> bool:
+    def wake(self, episode: Key, task: Task, asked: Sequence[Action]) -> bool:
         """As of a pool that ends every second episode that rests."""
         rested = episode in self.resting
         self.resting.discard(episode)
-        return rested and sum(episode) % 2 == 0
+        assert episode not in self.acted or self.acted[episode] == list(asked)
+        return episode in self.acted and not (rested and sum(episode) % 2)
 
     def end(self, episode: Key) -> None:
         self.ended.append(episode)

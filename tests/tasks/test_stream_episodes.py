@@ -1,9 +1,11 @@
 """Episodes that are played beside the update, whole or over several policies: durable, and equal when replayed."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -11,10 +13,13 @@ import pytest
 from fp8core.config.load import load_config
 from fp8core.errors import UserError
 from fp8core.report.console import Console
+from fp8core.run.execute import StepError, carried, run_step
+from fp8core.run.loop import begin
 from fp8core.run.replay import RunSnapshot, replay
 from fp8core.store.run_directory import read_description
 from fp8core.store.run_view import RunView
 from fp8core.store.verify import verify
+from tasks import stream
 
 DIGITS = (Path(__file__).parents[1] / "parts" / "digits_environment.py").read_text()
 
@@ -196,3 +201,35 @@ def test_replays_take_the_recorded_answers_or_ask_again(ahead, place):
 def test_what_would_cut_episodes_is_refused(settings, change, said):
     with pytest.raises(UserError, match=f"no episodes with .*{said}"):
         load_config("tiny", settings | change)
+
+
+def stopped():
+    """Chunks of which none comes."""
+    yield from ()
+    raise RuntimeError("stopped")
+
+
+def test_a_task_that_begins_again_stores_no_more_than_it_asks_for(ahead, mode, tmp_path, monkeypatch):
+    """At first it played more parts, some to the end of their episodes; the environments rest where they were then."""
+    if mode != "asynchronous":
+        return
+    found = []
+    for name, tries in (("again", [9, 1]), ("once", [1])):
+        run = type(ahead)(shutil.copytree(ahead.folder, tmp_path / name / ahead.folder.name))
+        run.cut_after(3, "train")
+        with run.opened() as opened:
+            begin(opened)
+            planned = next(each for each in opened.plan.steps if each.name == "ahead")
+            artifacts = carried(opened, 3) | opened.directory.ledger.artifacts(3)
+            ports = {port: artifacts[artifact] for port, artifact in planned.inputs.items()}
+            for count in tries[:-1]:
+                monkeypatch.setattr(stream, "_chunks", lambda run, index, count=count: chain([2] * count, stopped()))
+                with pytest.raises(StepError, match="stopped"):
+                    run_step(opened, 3, planned, ports)
+                assert len(list((run.folder / "shards").rglob("*.parquet"))) > 0, "some episodes were over"
+            monkeypatch.setattr(stream, "_chunks", lambda run, index: [2])
+            entry = run_step(opened, 3, planned, ports).entry
+            table = opened.directory.store.get_table(entry.outputs["next_stream"])
+            assert {row["finish"] for row in table.to_pylist()} == {""}
+            found.append(entry.outputs["next_stream"].digest)
+    assert found[0] == found[1]

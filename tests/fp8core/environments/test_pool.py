@@ -359,10 +359,22 @@ def test_an_episode_that_rests_ends_where_another_needs_its_process(counting: En
     assert collect(counting, 1) == {(1, 0): said("go")}, "there was room for three"
     counting.begin((1, 1), Task("", "", 0))
     assert collect(counting, 1) == {(1, 1): said("go")}
-    assert [counting.wake((0, sample)) for sample in range(2)] == [False, True], "the first that rested has ended"
+    asked = [Action("one"), Action("two")]
+    woken = [counting.wake((0, sample), Task("", "", sample), asked) for sample in range(2)]
+    assert woken == [False, True], "the first that rested has ended"
     counting.act((0, 1), Action("three"))
     (reply,) = collect(counting, 1).values()
     assert isinstance(reply, Turn)
     assert reply.messages[0].content.startswith("one two three"), "an episode that is awake keeps its process"
     counting.begin((1, 2), Task("", "", 0))
     assert counting.replies(wait=True) == [], "none rests"
+
+
+def test_an_episode_that_was_asked_something_else_is_not_gone_on_with(counting: EnvironmentPool) -> None:
+    asked = [Action("one"), Action("two")]
+    for sample in range(2):
+        counting.rest((0, sample))
+    assert not counting.wake((0, 0), Task("", "", 0), asked[:1]), "it is further"
+    counting.begin((0, 0), Task("", "", 0))
+    assert collect(counting, 1) == {(0, 0): said("go")}, "it has ended, and may begin again"
+    assert not counting.wake((0, 1), Task("", "", 7), asked)
