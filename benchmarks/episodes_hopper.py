@@ -106,6 +106,13 @@ class TimedPool:
         self._left = len(found), time.monotonic()
         return found
 
+    def rest(self, episode: Key) -> None:
+        """Episodes are played to their end."""
+
+    def wake(self, episode: Key, task: Task, asked: Sequence[Action]) -> bool:
+        """None rests."""
+        return True
+
     def end(self, episode: Key) -> None:
         """Nothing is held."""
 

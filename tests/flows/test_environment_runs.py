@@ -299,7 +299,7 @@ MISTAKES = {
     "rollout.stop_strings=['#']": "no episodes with rollout.stop_strings",
     "rollout.router_replay=true": "no episodes with rollout.router_replay",
     "rollout.top_k=3": "no episodes with rollout.top_k=3",
-    "pipeline.mode=asynchronous": "no episodes with pipeline.mode=asynchronous",
+    "pipeline={mode: asynchronous, drop_or_wait: drop}": "no episodes with pipeline.drop_or_wait=drop",
     "environment.turn_tokens=1000": "environment.turn_tokens=1000 is more than rollout.max_new_tokens=",
     "environment.observation_tokens=1000": "environment.observation_tokens=1000 is more than rollout.max_new_tokens=",
     "warm_start.tool_share=0.5": "warm_start.tool_share=0.5 needs environment.name=calculator with options",
