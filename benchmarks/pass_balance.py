@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from statistics import fmean
 
-from benchmarks.grpo_8gpu import NEMO
+from benchmarks.grpo_8gpu import NEMO, ends_for
 from benchmarks.harness import RESULTS, Row, provenance, table, write_rows
 from benchmarks.large_ledger import QWEN3_8B
 from fp8core.numerics.packed import packed_length
@@ -52,12 +52,9 @@ def balance_row(ranks: int) -> Row:
 
 def drawn_lengths(rows: int, seed: int) -> list[int]:
     """Packed lengths of prompts with completions that end with one probability at each token."""
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        end = (low + high) / 2
-        low, high = (end, high) if (1 - (1 - end) ** NEMO.longest) / end > NEMO.mean else (low, end)
-    draw = random.Random(seed)
-    completions = (1 + int(math.log(1 - draw.random()) / math.log(1 - high)) for _ in range(rows))
+    size, draw = QWEN3_8B.vocab_size, random.Random(seed)
+    end = ends_for(size, NEMO.longest, NEMO.mean) / size
+    completions = (1 + int(math.log(1 - draw.random()) / math.log(1 - end)) for _ in range(rows))
     return [packed_length(_PROMPT + min(NEMO.longest, length)) for length in completions]
 
 
