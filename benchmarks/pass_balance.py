@@ -17,8 +17,8 @@ from benchmarks.grpo_8gpu import NEMO, ends_for
 from benchmarks.harness import RESULTS, Row, provenance, table, write_rows
 from benchmarks.large_ledger import QWEN3_8B
 from fp8core.numerics.packed import packed_length
-from fp8core.plan.memory import count_parameters
 from fp8core.training.packed.masters import balanced
+from fp8core.training.packed.trainer import pass_cost
 from fp8core.training.packing import even_groups, row_groups
 from fp8core.training.trainer import shares
 
@@ -60,8 +60,7 @@ def drawn_lengths(rows: int, seed: int) -> list[int]:
 
 def excess(lengths: Sequence[int], groups: Sequence[slice], ranks: int) -> float:
     """The multiplications of the busiest rank over the mean of all, minus 1."""
-    linear, attended = count_parameters(QWEN3_8B).linear, QWEN3_8B.num_heads * QWEN3_8B.head_dim * QWEN3_8B.num_layers
-    costs = [sum(length * (linear + attended * length) for length in lengths[rows]) for rows in groups]
+    costs = [pass_cost(QWEN3_8B, lengths[rows]) for rows in groups]
     order = balanced(costs, ranks)
     own = [sum(costs[index] for index in order[share]) for share in shares(len(costs), ranks)]
     return max(own) / fmean(own) - 1

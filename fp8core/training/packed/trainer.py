@@ -111,7 +111,6 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
         attention: dict[str, PackedAttention] = {"fp8": Fp8PackedAttention(formats.longest), "bf16": bf16}
         self._attention, self._unscaled = attention[formats.training.layers[0].attention.name], bf16
         self._gradients: dict[str, Tensor] = {}
-        self._multiplied = count_parameters(arch).linear
         self._optimiser = AdamW(self._masters.learnt(), training)
 
     @property
@@ -215,15 +214,9 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
         lengths = [packed_length(length) for length in batch.valid.sum(-1).tolist()]
         share = math.ceil(sum(lengths) / self._ranks.count)
         groups = even_groups(lengths, min(self._config.tokens_per_pass, share), self._ranks.count)
-        for index in balanced([self._cost(lengths[rows]) for rows in groups], self._ranks.count):
+        for index in balanced([pass_cost(self.arch, lengths[rows]) for rows in groups], self._ranks.count):
             rows = groups[index]
             yield rows, batch.part(rows, int(batch.valid[rows].sum(-1).max()))
-
-    def _cost(self, lengths: Sequence[int]) -> int:
-        """Multiplications of a forward pass over sequences of these lengths, in its linears and in its attention."""
-        arch = self.arch
-        attended = arch.num_heads * arch.head_dim * arch.num_layers
-        return sum(length * (self._multiplied + attended * length) for length in lengths)
 
     def _no_statistics(self) -> KvStatistics:
         kind = AmaxStatistics if self._formats.amax_only else KvStatistics
@@ -321,6 +314,12 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
         self.version, self._updates = state.version, state.updates
         self._optimiser.updates = state.updates
         refuse_other_digest(folder, self.digest(), state)
+
+
+def pass_cost(arch: Architecture, lengths: Sequence[int]) -> int:
+    """Multiplications of a forward pass over sequences of these lengths, in its linears and in its attention."""
+    multiplied, attended = count_parameters(arch).linear, arch.num_heads * arch.head_dim * arch.num_layers
+    return sum(length * (multiplied + attended * length) for length in lengths)
 
 
 _HEADS = {"fp32": torch.float32, "bf16": torch.bfloat16}
