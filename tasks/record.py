@@ -96,8 +96,8 @@ def record(
             **reward_metrics(rewarded),
             **rollout_metrics(completions, scored),
             **{f"alignment/{name}": value for name, value in mismatch(completions, against, compared).items()},
-            **({} if behaviour is None else age_metrics(completions, rewarded, scored, index - 1, run.config)),
             **train_metrics(store.get_json(train_report)),
+            **({} if behaviour is None else age_metrics(completions, rewarded, scored, index - 1, run.config)),
             **{f"sync/probe_{name}": value for name, value in store.get_json(sync_report)["probe"].items()},
             **scale_metrics(store.get_json(next_scales)),
         }

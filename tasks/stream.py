@@ -42,6 +42,7 @@ from fp8core.store.tables import (
     TURNS,
     VERSIONS,
 )
+from fp8core.training.trainer import LogprobError, first_differing
 from tasks.logprobs import token_batch
 from tasks.step import step
 
@@ -500,9 +501,18 @@ def _rollouts(run: RunContext, rows: Sequence[Row]) -> pa.Table:
 
 
 def _behaviour(run: RunContext, index: int, rollouts: pa.Table, rows: Sequence[Row]) -> pa.Table:
+    """Log-probs and entropies of a share of the completions under the versions that wrote their tokens.
+
+    Raises LogprobError: the loss takes the rollout's log-probs as they are, and one of these is not equal.
+    """
     chosen = verified_rows(run, index, len(rows))
     versions = pad([rows[i].versions for i in chosen], torch.int64, -1)
     scored = behaviour_logprobs(run, token_batch(rollouts.take(chosen)), versions)
+    if run.config.logprobs.source == "rollout":
+        for row, ours in zip((rows[i] for i in chosen), scored[0], strict=True):
+            written = torch.tensor(row.written or [True] * len(row.tokens))
+            if differing := first_differing(torch.tensor(row.logprobs), ours[: len(written)], written):
+                raise LogprobError(f"group {row.group}, sample {row.sample}, {differing}; no update was begun")
     lengths = (versions >= 0).sum(dim=1).numpy()
     columns = {
         "group": pa.array([rows[i].group for i in chosen], pa.int32()),

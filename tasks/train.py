@@ -90,9 +90,9 @@ def train_scoring(
     """Policy v_i becomes v_{i+1}, and the forwards of its updates score the rollouts.
 
     Old log-probs are those of the one forward, or the rollout's own (`logprobs.source`). An audited one that differs
-    fails the step before the first update. The forwards go over every row, so those that a filter has dropped have
-    scores too. Entropies, and log-probs of tokens that an environment wrote, are under the policy that the update of
-    their row begins with.
+    fails the step before the first update; of a run that generates ahead, `tasks.stream` has audited them. The forwards
+    go over every row, so those that a filter has dropped have scores too. Entropies, and log-probs of tokens that an
+    environment or an older policy wrote, are under the policy that the update of their row begins with.
     """
     store, trainer, config = run.directory.store, trainer_of_policy(run, policy), run.config
     assert isinstance(trainer, ScoringTrainer), "the configuration was checked"
@@ -100,13 +100,14 @@ def train_scoring(
     table = store.get_table(rollouts, [*ORDERED, *REPLAYED, "written", "logprobs"])
     sampled = table if config.logprobs.source == "rollout" else None
     batch, masking = update_batch(run, index, table, rewards, sampled, reference, teacher, turns)
-    if sampled is not None:
+    of_one_version = sampled is not None and config.pipeline.mode == "synchronous"
+    if of_one_version:
         names = enumerate(zip(*(table[name].to_pylist() for name in ORDERED), strict=True))
         compared = compared_rows(config, index, len(table)).tolist()
         audited = {row: f"group {group}, sample {sample}" for row, (group, sample) in names if compared[row]}
         batch = replace(batch, audited=audited)
     report, scored = trainer.scored_step(batch, config.rollout.temperature, layer_scales(read_scales(run, scales)))
-    if sampled is not None:
+    if of_one_version:
         scored = replace(scored, logprobs=torch.where(batch.mask, batch.rollout_logprobs, scored.logprobs))
     return stored_update(run, report, masking) | stored_scores(run, version, table, scored)
 

@@ -176,12 +176,21 @@ def _default_limits(config: RunConfig, contract: Contract) -> dict[str, float]:
     if config.loss.advantage in _GROUP_BASELINES and by_rewards and not config.loss.distillation.weight:
         limits["reward_slope"] = 0.0
     if contract in EQUAL:
-        return limits | _EQUAL | _SAME_RATIO
+        return limits | _EQUAL | ({} if ratio_holds_age(config) else _SAME_RATIO)
     same_trainer = trainer_of(config.training).arithmetic == "exact"
     if named_correction(config.correction).mode == "bypass":
         # The loss takes the rollout's log-probs for the old ones, so the ratio of a token holds its mismatch.
         return limits | _NEAR | {"ratio_bias": _NEAR_RATIO["ratio_bias"]}
     return limits | _NEAR | (_SAME_RATIO if same_trainer else _NEAR_RATIO)
+
+
+def ratio_holds_age(config: RunConfig) -> bool:
+    """True if importance ratios are over the policy that wrote a token, and that may be an older one.
+
+    Then the first ratio of a token is not 1, and the clip sees its age.
+    """
+    rollout_for_old = config.logprobs.source == "rollout" or named_correction(config.correction).mode == "bypass"
+    return rollout_for_old and config.pipeline.mode != "synchronous" and config.pipeline.max_staleness > 0
 
 
 def beyond(bounds: StopBounds, name: str, value: float) -> bool:

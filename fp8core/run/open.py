@@ -10,7 +10,7 @@ from contextlib import ExitStack, closing, contextmanager
 import torch
 from pydantic import JsonValue
 
-from fp8core.alignment.bounds import EQUAL, contract_of
+from fp8core.alignment.bounds import EQUAL, contract_of, ratio_holds_age
 from fp8core.config.capability import check_contract
 from fp8core.config.load import config_digest, may_continue, reload_config
 from fp8core.config.loss import SHIPPED_LOSSES
@@ -22,6 +22,7 @@ from fp8core.kernels.compilation import KernelFolders
 from fp8core.models.weights import training_formats
 from fp8core.report.console import Console
 from fp8core.rewards.verifier import build_verifier
+from fp8core.rl.correction import CorrectionRule
 from fp8core.rl.objective import Objective, named_correction, whole_batch_setting
 from fp8core.rl.user_loss import loss_source
 from fp8core.rollout.registry import engine_entry
@@ -148,16 +149,38 @@ def _refuse_ahead(config: RunConfig) -> None:
         "rollout.top_k": rollout.top_k is not None,
         "rollout.top_p": rollout.top_p < 1,
         "training.trainer=megatron": config.training.trainer == "megatron",
-        f"logprobs.source={config.logprobs.source}": config.logprobs.source != "pass",
     }
     for setting in (setting for setting, used in others.items() if used):
         raise UserError(f"{place}: {setting} is not computed for what was begun by an older policy; unset one of both")
+    _refuse_inert_correction(config)
+
+
+def _refuse_inert_correction(config: RunConfig) -> None:
+    """Refuse to weigh old over rollout where both are the log-probs of the version that wrote the token."""
+    source, mode = config.logprobs.source, config.pipeline.mode
+    if source != "rollout" or not ratio_holds_age(config):
+        return
+    named, threshold = named_correction(config.correction), config.correction.seq_logprob_error_threshold
+    inert = {
+        f"correction.method={config.correction.method}": _weighs_or_rejects(named.rule) and named.mode != "bypass",
+        f"correction.seq_logprob_error_threshold={threshold}": threshold is not None,
+    }
+    for setting in (setting for setting, used in inert.items() if used):
+        raise UserError(
+            f"logprobs.source={source} with pipeline.mode={mode}: old log-probs are the rollout's own, of whatever "
+            f"version, so {setting} changes nothing; unset it, take a preset in bypass mode, or set logprobs.source to "
+            "pass"
+        )
+
+
+def _weighs_or_rejects(rule: CorrectionRule) -> bool:
+    return rule.weighting.level != "none" or rule.rejects
 
 
 def uncorrected_lag(config: RunConfig) -> str | None:
     """A warning where tokens of older policies count as if the newest had written them; None where there is none."""
-    pipeline, named = config.pipeline, named_correction(config.correction)
-    weighed = named.rule.weighting.level != "none" or named.rule.rejects or named.mode == "bypass"
+    pipeline, rule = config.pipeline, named_correction(config.correction).rule
+    weighed = _weighs_or_rejects(rule) or ratio_holds_age(config)
     if pipeline.mode == "synchronous" or pipeline.max_staleness == 0 or weighed:
         return None
     return (

@@ -20,7 +20,15 @@ from fp8core.rl.batch import RolloutBatch, TokenBatch
 from fp8core.rl.losses import Denominator
 from fp8core.rl.objective import Objective, merged
 from fp8core.training.ranks import KeptWeights, Ranks, shared_out
-from fp8core.training.trainer import LogprobError, PolicyTrainer, ScoredBatch, TrainReport, left_aligned, shares
+from fp8core.training.trainer import (
+    LogprobError,
+    PolicyTrainer,
+    ScoredBatch,
+    TrainReport,
+    first_differing,
+    left_aligned,
+    shares,
+)
 
 Weights = TypeVar("Weights")
 """What a forward pass multiplies with, made ready once for all parts of a batch."""
@@ -134,12 +142,9 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
     def _refuse_differing(self, batch: RolloutBatch, audited: Iterable[tuple[int, Tensor]]) -> None:
         """Raises LogprobError: a token of an audited row, given with its log-probs, has not the bits of the rollout."""
         for row, ours in audited:
-            name, theirs, mask = batch.audited[row], batch.rollout_logprobs[row, : len(ours)], batch.mask[row]
-            differing = (mask[: len(ours)] & (ours.view(torch.int32) != theirs.view(torch.int32))).nonzero()
-            if len(differing):
-                token = int(differing[0])
-                found = f"the rollout gave the log-prob {float(theirs[token])!r}, this forward {float(ours[token])!r}"
-                raise LogprobError(self._not_applied(f"{name}, token {token}: {found}"))
+            longest = len(ours)
+            if found := first_differing(batch.rollout_logprobs[row, :longest], ours, batch.mask[row, :longest]):
+                raise LogprobError(self._not_applied(f"{batch.audited[row]}, {found}"))
 
     def sft_step(self, batch: TokenBatch, learning_rate: float) -> float:
         """One update on the mean cross-entropy of the completion tokens, at temperature 1; returns it (nats a token).

@@ -346,6 +346,21 @@ class PolicyTrainer(ABC):
         return f"update {self._updates} of policy {self.version}: {problem}; the update was not applied"
 
 
+def first_differing(theirs: Tensor, ours: Tensor, mask: Tensor) -> str | None:
+    """The first token of a completion, of those in the mask, for which a forward has other bits than the rollout.
+
+    Args:
+        theirs, ours: log-probs of the rollout and of the forward, FP32 [C].
+        mask: bool [C].
+    """
+    differing = (mask & (ours.view(torch.int32) != theirs.view(torch.int32))).nonzero()
+    if not len(differing):
+        return None
+    token = int(differing[0])
+    found = f"the rollout gave the log-prob {float(theirs[token])!r}, this forward {float(ours[token])!r}"
+    return f"token {token}: {found}"
+
+
 def shares(rows: int, count: int) -> list[slice]:
     """`count` shares of the rows, in order, that differ by one row at most."""
     return [slice(rows * i // count, rows * (i + 1) // count) for i in range(count)]

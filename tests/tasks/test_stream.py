@@ -380,7 +380,6 @@ def test_checkpoints_stay_that_a_resumed_run_scores_old_tokens_from(loop_run):
         ),
         ({"rollout.stop_strings": ["#"]}, "rollout.stop_strings is not computed"),
         ({"rollout.top_k": 4}, "rollout.top_k is not computed"),
-        ({"logprobs.source": "training"}, "logprobs.source=training is not computed"),
     ],
 )
 def test_what_is_not_computed_ahead_is_refused(settings, reason):

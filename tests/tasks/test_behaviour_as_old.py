@@ -1,0 +1,175 @@
+"""Runs that generate ahead, and take the log-probs of the versions that wrote the tokens for the old ones."""
+
+import io
+import math
+import shutil
+from statistics import fmean, pstdev
+
+import pytest
+
+from fp8core.alignment.bounds import stop_bounds
+from fp8core.config.load import load_config
+from fp8core.errors import UserError
+from fp8core.report.console import Console
+from fp8core.run.commit import stored_metrics
+from fp8core.run.execute import carried
+from fp8core.run.loop import begin, iterate
+from fp8core.run.open import pipeline_of, uncorrected_lag
+from fp8core.run.replay import RunSnapshot, replay
+from fp8core.store.run_directory import read_description
+from fp8core.training.trainer import LogprobError
+
+STEPS = range(1, 5)
+LOW, HIGH = 0.2, 0.28
+AHEAD = {
+    "warm_start.steps": 20,
+    "pipeline.mode": "asynchronous",
+    "pipeline.ahead_tokens": 2,
+    "pipeline.max_staleness": 2,
+    "pipeline.verified_share": 1.0,
+    "training.learning_rate": 0.01,
+    "loss.clip_low": LOW,
+    "loss.clip_high": HIGH,
+}
+SAMPLED = AHEAD | {"logprobs.source": "rollout", "correction.method": "none"}
+
+
+@pytest.fixture(scope="module")
+def sampled(loop_run):
+    return loop_run("sampled", **SAMPLED)
+
+
+def tables(run, step, *names):
+    artifacts = run.ledger.artifacts(step)
+    return [run.store.get_table(artifacts[name]).to_pylist() for name in names]
+
+
+def test_the_clip_sees_the_age_of_a_token(sampled):
+    """The loss, by a loop: the ratio of a token is over the version that wrote it, without a weight."""
+    moved = 0
+    for step in STEPS:
+        rewards, rollouts, scored = tables(sampled, step, "rewards", "rollouts", "logprobs")
+        groups = {}
+        for row in rewards:
+            groups.setdefault(row["group"], []).append(row["reward"])
+        losses, ratios = [], []
+        for verdict, row, ours in zip(rewards, rollouts, scored, strict=True):
+            values = groups[verdict["group"]]
+            spread = pstdev(values) * math.sqrt(len(values) / (len(values) - 1))
+            advantage = (verdict["reward"] - fmean(values)) / (spread + 1e-4)
+            for theirs, mine in zip(row["logprobs"], ours["logprobs"], strict=True):
+                ratio = math.exp(mine - theirs)
+                losses.append(-min(ratio * advantage, min(max(ratio, 1 - LOW), 1 + HIGH) * advantage))
+                ratios.append(ratio)
+        metrics = stored_metrics(sampled.ledger, sampled.store, step)
+        assert metrics["train/loss"] == pytest.approx(fmean(losses), abs=1e-5)
+        assert metrics["train/ratio_mean"] == pytest.approx(fmean(ratios), rel=1e-6)
+        assert metrics["correction/sampling_importance_ratio"] == pytest.approx(fmean(ratios), rel=1e-6)
+        assert metrics["train/first_ratio_deviation"] == pytest.approx(max(abs(r - 1) for r in ratios), rel=1e-6)
+        assert metrics["train/weight_mean"] == 1
+        assert metrics["alignment/tokens_differing"] == 0
+        moved += metrics["train/first_ratio_deviation"] > 0.01
+    assert moved, "a step learns from tokens of an older policy"
+
+
+def test_tokens_are_those_of_a_run_with_a_pass_until_the_losses_differ(sampled, loop_run):
+    passing = loop_run("passing", **AHEAD, **{"correction.method": "none"})
+    one, other = (run.ledger.artifacts(1) for run in (sampled, passing))
+    assert {name for name in other if one[name].digest != other[name].digest} <= {"metrics"}
+    assert "logprobs" not in sampled.ledger.tasks(1)
+    assert stored_metrics(sampled.ledger, sampled.store, 4) != stored_metrics(passing.ledger, passing.store, 4)
+
+
+def test_the_one_forward_gives_what_a_pass_gives(loop_run):
+    settings = AHEAD | {"correction.method": "token_tis"}
+    scored, passing = (
+        loop_run(f"by-{source}", **settings, **{"logprobs.source": source}) for source in ("training", "pass")
+    )
+    assert "logprobs" not in scored.ledger.tasks(1)
+    for step in STEPS:
+        one, other = (run.ledger.artifacts(step) for run in (scored, passing))
+        assert {name: ref.digest for name, ref in one.items()} == {name: ref.digest for name, ref in other.items()}
+
+
+@pytest.mark.parametrize("cut", ["rollout", "reward", "train"])
+def test_a_run_that_was_cut_and_a_replay_are_equal(sampled, tmp_path, monkeypatch, cut):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    shutil.copytree(sampled.folder.parent, tmp_path / "loop")
+    run = type(sampled)(tmp_path / "loop" / sampled.folder.name)
+    run.cut_after(3, cut)
+    run.resume()
+    assert run.records == sampled.records
+    original = RunSnapshot.read(run.folder, read_description(run.folder))
+    assert [verdict.outcome for verdict in replay(original, range(3, 4), (), Console(io.StringIO(), 4), None)] == [
+        "equal"
+    ]
+
+
+class LyingEngine:
+    """Gives the last token of whatever it writes another log-prob than it was drawn with."""
+
+    def __init__(self, engine):
+        self._engine = engine
+
+    def __getattr__(self, name):
+        return getattr(self._engine, name)
+
+    def generate(self, groups, sampling):
+        for finished in self._engine.generate(groups, sampling):
+            for done in finished:
+                done.logprobs[-1] -= 1e-3
+            yield finished
+
+
+def test_a_verified_token_that_differs_fails_the_step_before_its_update(loop_run, sampled, tmp_path):
+    shutil.copytree(sampled.folder.parent, tmp_path / "loop")
+    run = type(sampled)(tmp_path / "loop" / sampled.folder.name)
+    run.cut_after(3, "train")
+    shutil.rmtree(run.folder / "shards")
+    with run.opened() as live:
+        begin(live)
+        iterate(live, 3, carried(live, 3))
+        live.engine, before = LyingEngine(live.engine), live.trainer.digest()
+        with pytest.raises(LogprobError, match=r"^step 4, task rollout: group \d+, sample \d, token \d+: the rollout"):
+            iterate(live, 4, carried(live, 4))
+        assert live.trainer.digest() == before
+        assert "train" not in live.directory.ledger.tasks(4)
+    run.cut_after(3, "train")
+    shutil.rmtree(run.folder / "shards")
+    run.resume()
+    assert run.records == sampled.records
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        SAMPLED,
+        AHEAD | {"correction.method": "preset", "correction.preset": "verl/bypass_ppo_clip"},
+        SAMPLED | {"pipeline.mode": "one_step_off", "pipeline.max_staleness": 1, "pipeline.ahead_tokens": None},
+    ],
+)
+def test_no_bound_holds_the_first_ratio_at_one(settings):
+    config = load_config("tiny", settings)
+    pipeline_of(config)
+    assert uncorrected_lag(config) is None
+    assert not [name for name in stop_bounds(config).limits if name.startswith("ratio_")]
+
+
+@pytest.mark.parametrize("mode", [{"pipeline.mode": "synchronous"}, {"pipeline.max_staleness": 0}])
+def test_without_age_the_first_ratio_is_one(mode):
+    settings = {name: value for name, value in SAMPLED.items() if not name.startswith("pipeline.")}
+    asynchronous = {} if "pipeline.mode" in mode else {"pipeline.mode": "asynchronous"}
+    assert stop_bounds(load_config("tiny", settings | asynchronous | mode)).limits["ratio_deviation"] == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"correction.method": "token_tis"}, r"correction\.method=token_tis"),
+        ({"correction.seq_logprob_error_threshold": 2.0}, r"correction\.seq_logprob_error_threshold=2\.0"),
+    ],
+)
+def test_a_correction_that_would_change_nothing_is_refused(settings, named):
+    with pytest.raises(UserError, match=rf"^logprobs\.source=rollout with .*, so {named} changes nothing") as refused:
+        pipeline_of(load_config("tiny", SAMPLED | settings))
+    assert "\n" not in str(refused.value)
