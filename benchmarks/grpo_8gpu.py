@@ -158,6 +158,8 @@ def planned(model: str, precision: str, options: argparse.Namespace) -> Training
     elif not options.tiny:
         settings |= {"rollout.max_batch": 256, "rollout.vllm.kv_cache_gib": _CACHE[precision]}
         settings |= {} if options.mode == "synchronous" else _BESIDE
+    if options.logprobs == "rollout" and options.mode != "synchronous":
+        settings |= {"correction.method": "preset", "correction.preset": "verl/bypass_ppo_clip"}
     overrides = [f"model={folder}", *(f"{key}={json.dumps(value)}" for key, value in settings.items())]
     runs = folder.parent / "runs"
     (made,) = plan(SHAPES[model][0], [*overrides, *options.overrides], [VARIANTS[precision]], runs)

@@ -4,10 +4,11 @@ import shutil
 import numpy as np
 import pytest
 
-from benchmarks.grpo_8gpu import NEMO, SHAPES, VARIANTS, ends_for, main, options_of, planned, shape
+from benchmarks.grpo_8gpu import NEMO, SHAPES, SOURCES, VARIANTS, ends_for, main, options_of, planned, shape
 from fp8core.config.load import load_config
 from fp8core.plan.memory import GPUS, Machine
 from fp8core.plan.run_plan import plan_run, refuse_unfit
+from fp8core.run.open import pipeline_of
 from fp8core.store.artifacts import ArtifactStore
 from fp8core.training.registry import trainer_grid
 
@@ -58,10 +59,13 @@ def test_rows_of_committed_steps_join_those_of_other_calls(whole_run, tmp_path, 
 
 @pytest.mark.parametrize("mode", ["one_step_off", "asynchronous"])
 @pytest.mark.parametrize(("engines", "ranks"), [(1, 3), (0, 4)])
-def test_engines_that_generate_beside_the_update_fit(mode, engines, ranks, tmp_path):
-    options = options_of(["--out", str(tmp_path), "--gpus", "4", "--engines", str(engines), "--mode", mode])
+@pytest.mark.parametrize("source", SOURCES)
+def test_engines_that_generate_beside_the_update_fit(mode, engines, ranks, source, tmp_path):
+    asked = ["--gpus", "4", "--engines", str(engines), "--mode", mode, "--logprobs", source]
+    options = options_of(["--out", str(tmp_path), *asked])
     training = planned("qwen3-8b", "fp8", options)
     config, machine = load_config(training.config, training.settings), Machine(GPUS["h100"], None)
     assert (config.cluster.engines, config.cluster.ranks, config.pipeline.mode) == (engines or 4, ranks, mode)
+    assert (config.logprobs.source, pipeline_of(config).steps[0].name) == (source, "rollout")
     assert config.rollout.prompts_per_step * config.rollout.group_size == 256 * 4
     refuse_unfit(plan_run(config, shape("qwen3-8b", options)[0], machine, trainer_grid(config, machine)))
