@@ -105,6 +105,11 @@ class Phase:
         return self.limit is None or self.total <= self.limit
 
     @property
+    def left(self) -> float:
+        """Share of the limit that nothing takes; 1 where there is no limit."""
+        return 1.0 if self.limit is None else 1 - self.total / self.limit
+
+    @property
     def surely_fits(self) -> bool:
         """True if the limit holds what may come on top, too."""
         return self.limit is None or self.total + (0 if self.at_most is None else self.at_most.bytes) <= self.limit

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -225,6 +226,20 @@ def test_an_engine_that_does_not_fit_is_refused_in_one_line(planned, model, gpu,
 def test_a_smaller_max_model_len_makes_it_fit(planned):
     settings = {"rollout__vllm__kv_cache_gib": 7.0, "rollout__vllm__max_model_len": 4096}
     refuse_unfit(planned("llama-3.1-8b", gpu="h100", **settings))
+
+
+@pytest.mark.parametrize(("left", "said"), [(0.031, "fits"), (0.029, "fits closely: 2.9% is left while ")])
+def test_little_room_is_said_with_what_to_lower(planned, left, said):
+    plan = planned("llama-3.1-8b", gpu="h200", parallel=Parallel(8))
+    fullest = max((phase for device in plan.devices for phase in device.phases), key=lambda phase: phase.total)
+
+    def limited(device):
+        phases = (replace(phase, limit=round(fullest.total / (1 - left))) for phase in device.phases)
+        return replace(device, phases=tuple(phases))
+
+    found = verdict(replace(plan, devices=tuple(map(limited, plan.devices))))
+    assert found.startswith(said)
+    assert found == "fits" or found.endswith(fullest.advice)
 
 
 def test_a_host_is_refused_by_what_is_needed_for_certain(configured):
