@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.asynchronous_hopper import MODES
-from benchmarks.harness import MODELS, Row, table, write_rows
+from benchmarks.harness import MODELS, Row, gpu_here, table, write_rows
 from benchmarks.large_ledger import QWEN3_8B, committed, make_model, train
 from benchmarks.small_hopper import Training, plan, step_ledger_row, timed_steps
 from fp8core.models.architecture import Architecture
@@ -214,7 +214,8 @@ def step_row(training: Training, arch: Architecture, case: tuple[str, str], opti
         "tokens_verified": int(sum(series(run.history, COMPARED)[1])),
         "tokens_differing": int(sum(series(run.history, TOKENS_DIFFERING)[1])),
         "settings": settings,
-        **{key: measured[key] for key in ("commit", "dirty", "versions", "hardware") if key in measured},
+        **{key: measured[key] for key in ("commit", "dirty", "versions") if key in measured},
+        "hardware": measured["hardware"] | gpu_here(),
         # Another place has the model elsewhere.
         "command": measured["command"].replace(training.settings[0], "model=FOLDER/model"),
         "driver": " ".join(["python -m benchmarks.grpo_8gpu", *_driver(options)]),
@@ -238,15 +239,15 @@ def step_table(rows: Sequence[Row]) -> str:
     """One line a row: tokens a second and GPU beside the prediction, seconds by part, and what differs."""
     return table(
         (
-            *("model", "precision", "GPUs", "engines", "mode", "old log-probs", "tokens/s/GPU", "predicted"),
+            *("model", "precision", "GPUs", "of", "engines", "mode", "old log-probs", "tokens/s/GPU", "predicted"),
             *(f"{part}, s" for part in PARTS),
             *("mean length", "error", "tokens verified", "differ"),
         ),
         (
             (
                 f"{MODELS.get(row['model'], row['model'])}, {row['layers']} layers",
-                row["precision"],
-                *(str(row["gpus"]), str(row["engines"]), row["mode"], row["logprobs"]),
+                *(row["precision"], str(row["gpus"]), row["hardware"].get("gpu", "CPU")),
+                *(str(row["engines"]), row["mode"], row["logprobs"]),
                 f"{row['tokens_per_s_per_gpu']:,.0f}",
                 "" if row["predicted"] is None else f"{row['predicted']['tokens_per_s_per_gpu']:,.0f}",
                 *(f"{row['seconds'].get(part, 0.0):.1f}" for part in PARTS),

@@ -42,19 +42,23 @@ def stored(name: str) -> list[Row]:
     return rows
 
 
+def gpu_here() -> Row:
+    """Name of the GPU of this machine; empty where there is none."""
+    return {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
+
+
 def provenance(**versions: str) -> Row:
     """Commit, versions, hardware and command of this process; `versions` are of further libraries."""
     state = git_state(ROOT)
     if not state:
         print(f"{ROOT} is no git checkout: the rows have no commit", file=sys.stderr, flush=True)
-    gpu = {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
     script = Path(sys.argv[0]).absolute()
     module = ".".join(script.relative_to(ROOT).with_suffix("").parts) if script.is_relative_to(ROOT) else script.name
     return {
         "commit": None,
         **state,
         "versions": library_versions() | versions,
-        "hardware": hardware() | gpu,
+        "hardware": hardware() | gpu_here(),
         "command": " ".join(["python -m", module, *sys.argv[1:]]),
     }
 

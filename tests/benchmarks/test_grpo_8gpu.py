@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from benchmarks.grpo_8gpu import NEMO, SHAPES, SOURCES, VARIANTS, ends_for, main, options_of, planned, shape
+from benchmarks.harness import gpu_here
 from fp8core.config.load import load_config
 from fp8core.plan.memory import GPUS, Machine
 from fp8core.plan.run_plan import plan_run, refuse_unfit
@@ -36,7 +37,7 @@ def test_rows_of_committed_steps_join_those_of_other_calls(whole_run, tmp_path, 
     shutil.copytree(whole_run.folder, tmp_path / "runs" / "qwen3-8b-2-tiny-fp8-1-0-synchronous-pass")
     keys = {"kind": "grpo_step", "precision": "fp8", "layers": 2, "gpus": 1, "engines": 1}
     keys |= {"mode": "synchronous", "logprobs": "pass"}
-    other = {**keys, "model": "other", "completions": 1, "tokens_verified": 1}
+    other = {**keys, "model": "other", "completions": 1, "tokens_verified": 1, "hardware": {}}
     guess = [{**keys, "model": "rehearsal of qwen3-8b", "predicted": {"tokens_per_s_per_gpu": 7}}]
     measured = {"tokens_per_s_per_gpu": 1.0, "seconds": {}, "length_mean": 1.0, "error_max": 1.0, "tokens_differing": 0}
     (tmp_path / "grpo_8gpu.json").write_text(json.dumps([{**other, **measured, "predicted": None}]))
@@ -54,7 +55,8 @@ def test_rows_of_committed_steps_join_those_of_other_calls(whole_run, tmp_path, 
     assert row["tokens_per_s_per_gpu"] == pytest.approx(row["tokens"] / row["seconds"]["wall"], rel=5e-3)
     assert (row["error_max"], row["tokens_differing"]) == (1.0, 0)
     assert row["tokens_verified"] >= sum(lengths)
-    assert "| rehearsal of qwen3-8b, 2 layers | fp8 | 1 | 1 | synchronous |" in capsys.readouterr().out
+    here = gpu_here().get("gpu", "CPU")
+    assert f"| rehearsal of qwen3-8b, 2 layers | fp8 | 1 | {here} | 1 | synchronous |" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("mode", ["one_step_off", "asynchronous"])
