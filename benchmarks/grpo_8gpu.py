@@ -51,7 +51,7 @@ SHAPES = {
 SOURCES = ("pass", "rollout")
 PARTS = ("rollout", "logprobs", "train", "ahead", "sync", "wall")
 _TINY = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_heads": 2, "num_kv_heads": 1}
-_CASE = ("model", "precision", "layers", "gpus", "engines", "mode", "logprobs")
+_CASE = ("model", "precision", "layers", "gpus", "engines", "mode", "staleness", "logprobs")
 # The first step compiles.
 _WARM_UP = 1
 
@@ -102,6 +102,8 @@ _CACHE = {"bf16": 20.0, "fp8": 14.5}
 _APART = {"rollout.max_batch": 512, "rollout.vllm.gpu_memory_utilization": 0.88, "rollout.vllm.sleep": False}
 # An engine that generates beside the update keeps its memory: on 80 GB there is room for this in FP8.
 _BESIDE = {"rollout.vllm.sleep": False, "rollout.vllm.kv_cache_gib": 9.0, "training.tokens_per_pass": 8192}
+# Each chunk sends every request anew.
+_CHUNK = 128
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -158,12 +160,15 @@ def planned(model: str, precision: str, options: argparse.Namespace) -> Training
     elif not options.tiny:
         settings |= {"rollout.max_batch": 256, "rollout.vllm.kv_cache_gib": _CACHE[precision]}
         settings |= {} if options.mode == "synchronous" else _BESIDE
+    if options.mode == "asynchronous":
+        settings |= {"pipeline.max_staleness": options.staleness}
+        settings |= {} if options.tiny else {"pipeline.chunk_tokens": _CHUNK}
     if options.logprobs == "rollout" and options.mode != "synchronous":
         settings |= {"correction.method": "preset", "correction.preset": "verl/bypass_ppo_clip"}
     overrides = [f"model={folder}", *(f"{key}={json.dumps(value)}" for key, value in settings.items())]
     runs = folder.parent / "runs"
     (made,) = plan(SHAPES[model][0], [*overrides, *options.overrides], [VARIANTS[precision]], runs)
-    case = f"{precision}-{options.gpus}-{options.engines}-{options.mode}-{options.logprobs}"
+    case = f"{precision}-{options.gpus}-{options.engines}-{options.mode}-{_staleness(options)}-{options.logprobs}"
     return replace(made, folder=runs / f"{folder.name.removeprefix('model-')}-{case}")
 
 
@@ -201,6 +206,7 @@ def step_row(training: Training, arch: Architecture, case: tuple[str, str], opti
         "gpus": options.gpus,
         "engines": options.engines or options.gpus,
         "mode": options.mode,
+        "staleness": _staleness(options),
         "logprobs": options.logprobs,
         "completions": sizes[-1]["completions"],
         "steps": len(steps),
@@ -239,7 +245,8 @@ def step_table(rows: Sequence[Row]) -> str:
     """One line a row: tokens a second and GPU beside the prediction, seconds by part, and what differs."""
     return table(
         (
-            *("model", "precision", "GPUs", "of", "engines", "mode", "old log-probs", "tokens/s/GPU", "predicted"),
+            *("model", "precision", "GPUs", "of", "engines", "mode", "staleness", "old log-probs"),
+            *("tokens/s/GPU", "predicted"),
             *(f"{part}, s" for part in PARTS),
             *("mean length", "error", "tokens verified", "differ"),
         ),
@@ -247,7 +254,7 @@ def step_table(rows: Sequence[Row]) -> str:
             (
                 f"{MODELS.get(row['model'], row['model'])}, {row['layers']} layers",
                 *(row["precision"], str(row["gpus"]), row["hardware"].get("gpu", "CPU")),
-                *(str(row["engines"]), row["mode"], row["logprobs"]),
+                *(str(row["engines"]), row["mode"], str(row["staleness"]), row["logprobs"]),
                 f"{row['tokens_per_s_per_gpu']:,.0f}",
                 "" if row["predicted"] is None else f"{row['predicted']['tokens_per_s_per_gpu']:,.0f}",
                 *(f"{row['seconds'].get(part, 0.0):.1f}" for part in PARTS),
@@ -264,12 +271,19 @@ def _same(one: Row, other: Row) -> bool:
     return all(one[key] == other[key] for key in _CASE)
 
 
+def _staleness(options: argparse.Namespace) -> int:
+    """Versions that a token is older by at most."""
+    limits: dict[str, int] = {"synchronous": 0, "one_step_off": 1, "asynchronous": options.staleness}
+    return limits[options.mode]
+
+
 def _load(options: argparse.Namespace) -> Load:
     return REHEARSAL if options.tiny else NEMO
 
 
 def _driver(options: argparse.Namespace) -> list[str]:
     sizes = [f"--gpus {options.gpus}", f"--engines {options.engines}", f"--mode {options.mode}"]
+    sizes += [f"--staleness {options.staleness}"] if options.mode == "asynchronous" else []
     sizes += [f"--logprobs {options.logprobs}", f"--steps {options.steps}", *(["--tiny"] if options.tiny else [])]
     return ["--out FOLDER", *sizes, *(f"--set {override}" for override in options.overrides)]
 
@@ -282,6 +296,7 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--gpus", type=int, default=8)
     parser.add_argument("--engines", type=int, default=0, help="GPUs that only generate (default 0: all do both)")
     parser.add_argument("--mode", choices=MODES, default=MODES[0])
+    parser.add_argument("--staleness", type=int, default=1, help="of asynchronous tokens, in versions (default 1)")
     parser.add_argument("--logprobs", choices=SOURCES, default="pass", help="of the old policy (default: a pass)")
     parser.add_argument("--models", nargs="+", choices=tuple(SHAPES), default=list(SHAPES))
     parser.add_argument("--precisions", nargs="+", choices=tuple(VARIANTS), default=list(VARIANTS))

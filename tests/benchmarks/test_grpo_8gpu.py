@@ -34,9 +34,9 @@ def test_256_completions_a_gpu_fit(model, precision, gpus, gpu, tmp_path):
 def test_rows_of_committed_steps_join_those_of_other_calls(whole_run, tmp_path, capsys):
     options = ["--out", str(tmp_path), "--gpus", "1", "--tiny", "--steps", "3", "--precisions", "fp8"]
     (tmp_path / "model-qwen3-8b-2-tiny").mkdir()
-    shutil.copytree(whole_run.folder, tmp_path / "runs" / "qwen3-8b-2-tiny-fp8-1-0-synchronous-pass")
+    shutil.copytree(whole_run.folder, tmp_path / "runs" / "qwen3-8b-2-tiny-fp8-1-0-synchronous-0-pass")
     keys = {"kind": "grpo_step", "precision": "fp8", "layers": 2, "gpus": 1, "engines": 1}
-    keys |= {"mode": "synchronous", "logprobs": "pass"}
+    keys |= {"mode": "synchronous", "staleness": 0, "logprobs": "pass"}
     other = {**keys, "model": "other", "completions": 1, "tokens_verified": 1, "hardware": {}}
     guess = [{**keys, "model": "rehearsal of qwen3-8b", "predicted": {"tokens_per_s_per_gpu": 7}}]
     measured = {"tokens_per_s_per_gpu": 1.0, "seconds": {}, "length_mean": 1.0, "error_max": 1.0, "tokens_differing": 0}
@@ -56,7 +56,7 @@ def test_rows_of_committed_steps_join_those_of_other_calls(whole_run, tmp_path, 
     assert (row["error_max"], row["tokens_differing"]) == (1.0, 0)
     assert row["tokens_verified"] >= sum(lengths)
     here = gpu_here().get("gpu", "CPU")
-    assert f"| rehearsal of qwen3-8b, 2 layers | fp8 | 1 | {here} | 1 | synchronous |" in capsys.readouterr().out
+    assert f"| rehearsal of qwen3-8b, 2 layers | fp8 | 1 | {here} | 1 | synchronous | 0 |" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("mode", ["one_step_off", "asynchronous"])
