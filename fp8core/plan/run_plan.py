@@ -53,6 +53,7 @@ class AheadSpace(NamedTuple):
 
     Attributes:
         completions: in flight or waiting between two steps, at most.
+        writing: completions of one engine that write at the same time, at most.
         stream: bytes of all their tokens, at most; a step stores them twice.
         policies: kept in main memory to score the tokens that they wrote.
         policy: bytes of one.
@@ -61,6 +62,7 @@ class AheadSpace(NamedTuple):
     mode: str
     staleness: int
     completions: int
+    writing: int
     stream: int
     policies: int
     policy: int
@@ -131,9 +133,12 @@ def _ahead(config: RunConfig, arch: Architecture, sync: StoredBytes) -> AheadSpa
     if pipeline.mode == "synchronous":
         return None
     completions = pipeline.max_staleness * rollout.drawn_prompts * rollout.group_size
+    # The prompts of a step that ends, and those that staleness lets in beside them.
+    prompts = min(pipeline.max_inflight_prompts or math.inf, (1 + pipeline.max_staleness) * rollout.drawn_prompts)
+    writing = math.ceil(prompts / config.cluster.engines) * rollout.group_size
     tokens = min(rollout.max_new_tokens, longest_sequence(config, arch))
     return AheadSpace(
-        *(pipeline.mode, pipeline.max_staleness, completions, completions * tokens * _STREAMED),
+        *(pipeline.mode, pipeline.max_staleness, completions, writing, completions * tokens * _STREAMED),
         *(pipeline.kept_policies, sync.total),
     )
 

@@ -83,7 +83,7 @@ def plan_text(plan: RunPlan) -> str:
         lines.append(f"cache  {_cache(plan.cache)}")
     lines += [f"sync   {_sync(plan.sync)}", f"disk   {_disk(plan.checkpoint)}"]
     if plan.ahead is not None:
-        lines.append(f"ahead  {_ahead(plan.ahead)}")
+        lines.append(f"ahead  {_ahead(plan.ahead, plan.cache)}")
     if plan.precision_gap:
         lines.append(f"gap    step 0 also answers {plan.precision_gap} held-out prompts in BF16")
     if plan.step is not None:
@@ -136,11 +136,15 @@ def _disk(space: CheckpointSpace) -> str:
     return f"{_with_unit(space.bytes)} a checkpoint, one every {steps}; the last {space.kept} are kept"
 
 
-def _ahead(space: AheadSpace) -> str:
+def _ahead(space: AheadSpace, cache: CacheRoom | None) -> str:
     kept, stream = (_with_unit(size) for size in (space.policies * space.policy, space.stream))
     versions = "1 version" if space.staleness == 1 else f"{space.staleness} versions"
     begun = f"{space.completions:,} completions begun, {stream}"
-    return f"{space.mode}: tokens at most {versions} old; {begun}; {space.policies} policies in main memory, {kept}"
+    held = f"; {space.policies} policies in main memory, {kept}"
+    if space.mode == "asynchronous" and cache is not None and (room := cache.tokens // space.writing) < cache.sequence:
+        # What one evicts is computed again in its next chunk.
+        held += f"; up to {space.writing:,} write at a time, the cache has {room:,} tokens for each"
+    return f"{space.mode}: tokens at most {versions} old; {begun}{held}"
 
 
 def _step(step: StepTime) -> str:

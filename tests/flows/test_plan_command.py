@@ -147,6 +147,22 @@ def test_generation_ahead_keeps_policies_in_main_memory(plan, tmp_path):
     assert not any(line.startswith("ahead") for line in plan("tiny")[1])
 
 
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, "; up to 1,024 write at a time, the cache has 128 tokens for each"),
+        ({"pipeline.max_inflight_prompts": 16}, "; up to 512 write at a time, the cache has 256 tokens for each"),
+        ({"pipeline.max_inflight_prompts": 1, "rollout.max_new_tokens": 1024}, ""),
+    ],
+)
+def test_completions_that_evict_each_other_are_said(plan, settings, said):
+    load = {"prompts_per_step": 16, "group_size": 32, "vllm.sleep": False, "vllm.kv_cache_gib": 9}
+    asked = {"pipeline.mode": "asynchronous", **{f"rollout.{name}": value for name, value in load.items()}, **settings}
+    options = [part for name, value in asked.items() for part in ("--set", f"{name}={json.dumps(value)}")]
+    (line,) = (line for line in plan("qwen3-aligned", "--gpu", "h200", *options)[1] if line.startswith("ahead"))
+    assert line.partition("in main memory, ")[2].partition(";")[1:] == (said[:1], said[1:])
+
+
 def test_a_run_is_refused_before_any_work(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(HUGE))
