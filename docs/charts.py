@@ -173,25 +173,25 @@ def _speed_claims() -> list[tuple[str, ...]]:
 
 
 def _load_claims() -> list[tuple[str, ...]]:
-    """Two cases of `benchmarks.grpo_8gpu` each, by precision, GPUs, mode and source of old log-probs."""
-    names = ("precision", "gpus", "mode", "logprobs")
+    """Two cases of `benchmarks.grpo_8gpu` each, by precision, GPUs, mode, staleness and source of old log-probs."""
+    names = ("precision", "gpus", "mode", "staleness", "logprobs")
     rows = [row for row in stored("grpo_8gpu") if row["layers"] == 36]
     load = {tuple(row[name] for name in names): row["tokens_per_s_per_gpu"] for row in rows}
     step = "Qwen3-8B, 256 completions a GPU of at most 4,096 tokens"
     claims = (
         (
             "a whole step on one H200",
-            (("fp8", 1, "synchronous", "rollout"), ("bf16", 1, "synchronous", "pass")),
+            (("fp8", 1, "synchronous", 0, "rollout"), ("bf16", 1, "synchronous", 0, "pass")),
             f"{step}; FP8 with the rollout's log-probs, BF16 with a pass",
         ),
         (
             "a whole step on four H100s",
-            (("fp8", 4, "synchronous", "pass"), ("bf16", 4, "synchronous", "pass")),
+            (("fp8", 4, "synchronous", 0, "pass"), ("bf16", 4, "synchronous", 0, "pass")),
             "the same load, both with a pass",
         ),
         (
             "generation beside the update",
-            (("fp8", 2, "asynchronous", "rollout"), ("fp8", 2, "synchronous", "rollout")),
+            (("fp8", 2, "asynchronous", 1, "rollout"), ("fp8", 2, "synchronous", 0, "rollout")),
             "the same load on two H200s, one version of staleness; against the synchronous run",
         ),
     )

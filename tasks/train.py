@@ -6,6 +6,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
+from fp8core.alignment.bounds import ratio_holds_age
 from fp8core.config.run import RunConfig
 from fp8core.config.steps import NoOptions
 from fp8core.errors import UserError
@@ -89,26 +90,28 @@ def train_scoring(
 ) -> dict[str, Ref]:
     """Policy v_i becomes v_{i+1}, and the forwards of its updates score the rollouts.
 
-    Old log-probs are those of the one forward, or the rollout's own (`logprobs.source`). An audited one that differs
-    fails the step before the first update; of a run that generates ahead, `tasks.stream` has audited them. The forwards
-    go over every row, so those that a filter has dropped have scores too. Entropies, and log-probs of tokens that an
-    environment or an older policy wrote, are under the policy that the update of their row begins with.
+    Old log-probs are those of the one forward, or the rollout's own, of whatever version (`logprobs.source`). An
+    audited one that differs fails the step before the first update. The forwards go over every row, so those that a
+    filter has dropped have scores too. Entropies, and log-probs of tokens that an environment or an older policy wrote,
+    are under the policy that the update of their row begins with.
     """
     store, trainer, config = run.directory.store, trainer_of_policy(run, policy), run.config
     assert isinstance(trainer, ScoringTrainer), "the configuration was checked"
     version = trainer.version
-    table = store.get_table(rollouts, [*ORDERED, *REPLAYED, "written", "logprobs"])
+    versions = ["versions"] if ratio_holds_age(config) else []
+    table = store.get_table(rollouts, [*ORDERED, *REPLAYED, "written", "logprobs", *versions])
     sampled = table if config.logprobs.source == "rollout" else None
     batch, masking = update_batch(run, index, table, rewards, sampled, reference, teacher, turns)
-    of_one_version = sampled is not None and config.pipeline.mode == "synchronous"
-    if of_one_version:
+    if sampled is not None:
         names = enumerate(zip(*(table[name].to_pylist() for name in ORDERED), strict=True))
         compared = compared_rows(config, index, len(table)).tolist()
         audited = {row: f"group {group}, sample {sample}" for row, (group, sample) in names if compared[row]}
-        batch = replace(batch, audited=audited)
+        older = padded(table["versions"], torch.int64, version) < version if versions else torch.zeros(())
+        batch = replace(batch, audited=audited, stale=older if older.any() else None)
     report, scored = trainer.scored_step(batch, config.rollout.temperature, layer_scales(read_scales(run, scales)))
-    if of_one_version:
-        scored = replace(scored, logprobs=torch.where(batch.mask, batch.rollout_logprobs, scored.logprobs))
+    if sampled is not None:
+        known = torch.where(batch.of_this_policy, batch.rollout_logprobs, scored.logprobs)
+        scored = replace(scored, logprobs=known)
     return stored_update(run, report, masking) | stored_scores(run, version, table, scored)
 
 

@@ -180,7 +180,7 @@ def _default_limits(config: RunConfig, contract: Contract) -> dict[str, float]:
     same_trainer = trainer_of(config.training).arithmetic == "exact"
     if named_correction(config.correction).mode == "bypass":
         # The loss takes the rollout's log-probs for the old ones, so the ratio of a token holds its mismatch.
-        return limits | _NEAR | {"ratio_bias": _NEAR_RATIO["ratio_bias"]}
+        return limits | _NEAR | ({} if ratio_holds_age(config) else {"ratio_bias": _NEAR_RATIO["ratio_bias"]})
     return limits | _NEAR | (_SAME_RATIO if same_trainer else _NEAR_RATIO)
 
 

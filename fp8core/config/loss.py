@@ -91,8 +91,7 @@ class LogprobsConfig(Section):
         gt=0,
         le=1,
         description="Of source=rollout: share of the completions, one at least, whose log-probs under the trainer's "
-        "policy are compared with the rollout's; a difference fails the step before its first update. Runs that "
-        "generate ahead compare pipeline.verified_share.",
+        "policy are compared with the rollout's; a difference fails the step before its first update.",
     )
 
 

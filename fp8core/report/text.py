@@ -142,7 +142,7 @@ def _ahead(space: AheadSpace, cache: CacheRoom | None) -> str:
     begun = f"{space.completions:,} completions begun, {stream}"
     held = f"; {space.policies} policies in main memory, {kept}"
     if space.mode == "asynchronous" and cache is not None and (room := cache.tokens // space.writing) < cache.sequence:
-        # What one evicts is computed again in its next chunk.
+        # Evicted prefixes are computed again in the next chunk.
         held += f"; up to {space.writing:,} write at a time, the cache has {room:,} tokens for each"
     return f"{space.mode}: tokens at most {versions} old; {begun}{held}"
 

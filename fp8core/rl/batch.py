@@ -92,7 +92,8 @@ class RolloutBatch:
         sequences: the tokens.
         mask: bool [B, C], True where a completion has a token that the policy wrote.
         rollout_logprobs: FP32, under the policy that sampled.
-        old_logprobs: FP32, under the trainer's policy at the start of the step; None for those of the one update's.
+        old_logprobs: FP32, under the trainer's policy at the start of the step, or of `stale` tokens under the policy
+            that wrote them; None for those of the one update's forward.
         reference_logprobs: FP32 under the frozen reference policy, or None.
         advantages: FP32 [B], or [B, C] where they differ by token.
         keep: bool [B], False for rows that are left out of the loss.
@@ -103,7 +104,8 @@ class RolloutBatch:
         draw: the run's seed and the step, of which random choices of the loss are functions; None where it makes none.
         selected: bool [B, C], tokens that the loss singles out; None until `Objective.selected` has set them.
         observed: bool [B, C], tokens of an environment, by its turns; None where there are none.
-        audited: number of a row -> its name, of those whose log-probs under that policy must be the rollout's.
+        audited: number of a row -> its name, of those whose log-probs under the trainer's policy must be the rollout's.
+        stale: bool [B, C], tokens of older policies whose own log-probs are the old ones; None where there are none.
     """
 
     sequences: TokenBatch
@@ -120,6 +122,12 @@ class RolloutBatch:
     selected: Tensor | None = None
     audited: Mapping[int, str] = field(default_factory=dict)
     observed: Tensor | None = None
+    stale: Tensor | None = None
+
+    @property
+    def of_this_policy(self) -> Tensor:
+        """bool [B, C], written tokens whose rollout log-probs are under the policy at the start of the step."""
+        return self.mask if self.stale is None else self.mask & ~self.stale
 
     def rows(self, rows: slice) -> "RolloutBatch":
         """These rows only; padding is left as it is."""

@@ -161,15 +161,18 @@ def _refuse_inert_correction(config: RunConfig) -> None:
     if source != "rollout" or not ratio_holds_age(config):
         return
     named, threshold = named_correction(config.correction), config.correction.seq_logprob_error_threshold
+    correction, bypassed = config.correction, named.mode == "bypass"
+    name = f"preset={correction.preset}" if correction.method == "preset" else f"method={correction.method}"
     inert = {
-        f"correction.method={config.correction.method}": _weighs_or_rejects(named.rule) and named.mode != "bypass",
+        f"correction.{name}": _weighs_or_rejects(named.rule) and not bypassed,
+        f"correction.baseline={correction.baseline}": bypassed and correction.baseline == "kept",
         f"correction.seq_logprob_error_threshold={threshold}": threshold is not None,
     }
     for setting in (setting for setting, used in inert.items() if used):
         raise UserError(
             f"logprobs.source={source} with pipeline.mode={mode}: old log-probs are the rollout's own, of whatever "
-            f"version, so {setting} changes nothing; unset it, take a preset in bypass mode, or set logprobs.source to "
-            "pass"
+            f"version, so {setting} changes nothing; set correction.method to none, or correction.preset to one in "
+            "bypass mode, or logprobs.source to pass"
         )
 
 
@@ -179,8 +182,10 @@ def _weighs_or_rejects(rule: CorrectionRule) -> bool:
 
 def uncorrected_lag(config: RunConfig) -> str | None:
     """A warning where tokens of older policies count as if the newest had written them; None where there is none."""
-    pipeline, rule = config.pipeline, named_correction(config.correction).rule
-    weighed = _weighs_or_rejects(rule) or ratio_holds_age(config)
+    pipeline, named = config.pipeline, named_correction(config.correction)
+    # Its loss has no ratio, and so no clip.
+    plain = "reinforce" in (config.loss.policy, named.loss)
+    weighed = _weighs_or_rejects(named.rule) or (ratio_holds_age(config) and not plain)
     if pipeline.mode == "synchronous" or pipeline.max_staleness == 0 or weighed:
         return None
     return (

@@ -5,7 +5,7 @@ Such a trainer brings its forward pass over parts that fit its memory, and its w
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
@@ -92,7 +92,8 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
 
         A forward goes over all rows of its update, also over those that no loss reads, under the policy that this
         update begins with. Of one update, old log-probs that the batch does not have are those of its forward, which no
-        backward has changed. A pass before the first update scores the audited rows of later ones.
+        backward has changed. A pass before the first update scores the audited rows of later ones, and those with stale
+        tokens. With these, the correction's metrics are of the forwards.
 
         Raises:
             NotFiniteError: as `step`.
@@ -101,17 +102,16 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
         corrected, correction = self._objective.corrected(batch)
         first, *_ = updates = shares(len(batch.keep), self._config.minibatches)
         assert batch.old_logprobs is not None or len(updates) == 1, "the configuration was checked"
-        audited = sorted(batch.audited)
-        if later := [row for row in audited if row >= first.stop]:
-            passed = self.logprobs(batch.sequences.part(later), temperature, scales)
-            self._refuse_differing(batch, zip(later, passed.logprobs, strict=True))
+        passed = self._passed(batch, first, temperature, scales)
         statistics, reports, found = self._no_statistics(), list[dict[str, float]](), list[tuple[Tensor, Tensor]]()
         for update, rows in enumerate(updates):
             part = self._selected(corrected.rows(rows), update, temperature, scales)
             with self._guarded():
                 totals, scores = self._learnt_and_scored(part, temperature, scales, statistics)
                 if update == 0:
-                    self._refuse_differing(batch, ((row, scores[0][row]) for row in audited if row < first.stop))
+                    self._refuse_differing(
+                        batch, {row: scores[0][row] for row in batch.audited if row < first.stop}, passed
+                    )
                 totals["grad_norm"] = self._apply(self._learning_rate(self._updates + 1))
             reports.append(totals)
             found.append(scores)
@@ -119,7 +119,24 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
         logprobs, entropy = (_stacked(parts) for parts in zip(*found, strict=True))
         if batch.old_logprobs is None:
             corrected, correction = self._objective.corrected(replace(batch, old_logprobs=logprobs))
+        elif batch.stale is not None:
+            _, correction = self._objective.corrected(replace(batch, old_logprobs=logprobs))
         return self._reported(batch, corrected, correction, reports), ScoredBatch(logprobs, entropy, statistics)
+
+    def _passed(
+        self, batch: RolloutBatch, first: slice, temperature: float, scales: Sequence[LayerScales] | None
+    ) -> dict[int, Tensor]:
+        """Log-probs under this policy of audited rows beyond the first update's, or with stale tokens: row -> FP32 [C].
+
+        Raises LogprobError: one of a token of this policy has not the bits of the rollout.
+        """
+        stale = [row for row in batch.audited if batch.stale is not None and batch.stale[row].any()]
+        rows = sorted({*stale, *(row for row in batch.audited if row >= first.stop)})
+        if not rows:
+            return {}
+        passed = dict(zip(rows, self.logprobs(batch.sequences.part(rows), temperature, scales).logprobs, strict=True))
+        self._refuse_differing(batch, passed, {})
+        return passed
 
     def _learnt_and_scored(
         self,
@@ -139,12 +156,24 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
         totals, slices = self._learnt(batch, score), list(self._slices(batch.sequences))
         return totals, _laid_out(batch.sequences, slices, self._ranks.joined(own))
 
-    def _refuse_differing(self, batch: RolloutBatch, audited: Iterable[tuple[int, Tensor]]) -> None:
-        """Raises LogprobError: a token of an audited row, given with its log-probs, has not the bits of the rollout."""
-        for row, ours in audited:
+    def _refuse_differing(
+        self, batch: RolloutBatch, audited: Mapping[int, Tensor], passed: Mapping[int, Tensor]
+    ) -> None:
+        """Compare log-probs of audited rows with the rollout's, and of stale tokens with those that a pass gave.
+
+        Raises LogprobError: the first token whose bits differ.
+        """
+        for row in sorted(audited):
+            ours, names = audited[row], batch.audited[row]
             longest = len(ours)
-            if found := first_differing(batch.rollout_logprobs[row, :longest], ours, batch.mask[row, :longest]):
-                raise LogprobError(self._not_applied(f"{batch.audited[row]}, {found}"))
+            own = batch.of_this_policy[row, :longest]
+            found = first_differing(batch.rollout_logprobs[row, :longest], ours, own)
+            if found is None and row in passed and batch.stale is not None:
+                theirs = passed[row]
+                ours, stale = ours[: len(theirs)], (batch.mask & batch.stale)[row, : len(theirs)]
+                found = first_differing(theirs, ours, stale, "a pass")
+            if found:
+                raise LogprobError(self._not_applied(f"{names}, {found}"))
 
     def sft_step(self, batch: TokenBatch, learning_rate: float) -> float:
         """One update on the mean cross-entropy of the completion tokens, at temperature 1; returns it (nats a token).

@@ -78,8 +78,8 @@ class TrainReport:
     """One call of `Trainer.step`: means over its optimiser updates.
 
     Fields that begin with `first` are of the first update alone, made by the policy whose old log-probs the batch
-    holds. The importance ratio of every token is 1 there, but for rounding. `mask_differing` counts tokens that are in
-    the loss and not written by the policy, and the other way round. `first_reward_slope` is
+    holds. The importance ratio of every token is 1 there, but for rounding and stale tokens. `mask_differing` counts
+    tokens that are in the loss and not written by the policy, and the other way round. `first_reward_slope` is
     `rl.objective.reward_slope`, None where rewards are not known.
     """
 
@@ -311,11 +311,12 @@ class PolicyTrainer(ABC):
     ) -> RolloutBatch:
         """A minibatch with what the loss singles out of it, so that this does not depend on how it is cut into passes.
 
-        The first update of a step starts from the policy that `old_logprobs` are of; others cost one more scoring pass.
+        The first update of a step starts from the policy that `old_logprobs` are of, where no token is stale; others
+        cost one more scoring pass.
         """
         if not self._objective.selects:
             return batch
-        if update == 0:
+        if update == 0 and batch.stale is None:
             assert batch.old_logprobs is not None, "whole_batch_setting names losses that select"
             return self._objective.selected(batch, batch.old_logprobs, update)
         current = self.logprobs(batch.sequences, temperature, scales).logprobs
@@ -346,18 +347,19 @@ class PolicyTrainer(ABC):
         return f"update {self._updates} of policy {self.version}: {problem}; the update was not applied"
 
 
-def first_differing(theirs: Tensor, ours: Tensor, mask: Tensor) -> str | None:
-    """The first token of a completion, of those in the mask, for which a forward has other bits than the rollout.
+def first_differing(theirs: Tensor, ours: Tensor, mask: Tensor, origin: str = "the rollout") -> str | None:
+    """The first token of a completion, of those in the mask, for which a forward has other bits; None: there is none.
 
     Args:
-        theirs, ours: log-probs of the rollout and of the forward, FP32 [C].
+        theirs, ours: log-probs from `origin` and of the forward, FP32 [C].
         mask: bool [C].
+        origin: of `theirs`, in words.
     """
     differing = (mask & (ours.view(torch.int32) != theirs.view(torch.int32))).nonzero()
     if not len(differing):
         return None
     token = int(differing[0])
-    found = f"the rollout gave the log-prob {float(theirs[token])!r}, this forward {float(ours[token])!r}"
+    found = f"{origin} gave the log-prob {float(theirs[token])!r}, this forward {float(ours[token])!r}"
     return f"token {token}: {found}"
 
 

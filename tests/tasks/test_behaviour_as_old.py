@@ -3,20 +3,24 @@
 import io
 import math
 import shutil
+from dataclasses import replace
 from statistics import fmean, pstdev
 
 import pytest
+import torch
 
 from fp8core.alignment.bounds import stop_bounds
 from fp8core.config.load import load_config
 from fp8core.errors import UserError
 from fp8core.report.console import Console
+from fp8core.rl.objective import Objective
 from fp8core.run.commit import stored_metrics
 from fp8core.run.execute import carried
 from fp8core.run.loop import begin, iterate
 from fp8core.run.open import pipeline_of, uncorrected_lag
 from fp8core.run.replay import RunSnapshot, replay
 from fp8core.store.run_directory import read_description
+from fp8core.training.micro_batch import MicroBatchTrainer
 from fp8core.training.trainer import LogprobError
 
 STEPS = range(1, 5)
@@ -106,6 +110,67 @@ def test_a_run_that_was_cut_and_a_replay_are_equal(sampled, tmp_path, monkeypatc
     ]
 
 
+def test_later_updates_start_from_the_same_log_probs_and_are_left_out_of_the_lag(loop_run):
+    run = loop_run("updates", **SAMPLED, **{"training.minibatches": 2})
+    for step in STEPS:
+        metrics = stored_metrics(run.ledger, run.store, step)
+        assert metrics["alignment/tokens_differing"] == 0
+        if "correction/sampling_importance_ratio_age_0" in metrics:
+            assert metrics["correction/sampling_importance_ratio_age_0"] == 1
+        rollouts, scored = tables(run, step, "rollouts", "logprobs")
+        for row, ours in zip(rollouts, scored, strict=True):
+            for version, theirs, mine in zip(row["versions"], row["logprobs"], ours["logprobs"], strict=True):
+                assert version < step - 1 or mine == theirs
+
+
+def test_a_preset_that_rejects_reports_what_its_loss_weighs(loop_run):
+    preset = {"correction.method": "preset", "correction.preset": "verl/bypass_ppo_clip_geo_rs"}
+    run = loop_run("rejecting", **SAMPLED | preset)
+    rejected = 0
+    for step in STEPS:
+        metrics = stored_metrics(run.ledger, run.store, step)
+        assert metrics["correction/masked_fraction"] == pytest.approx(metrics["train/zero_weight_fraction"])
+        rejected += metrics["correction/masked_fraction"] > 0
+    assert rejected, "the policy moves far enough"
+
+
+@pytest.mark.parametrize(("step", "origin"), [(1, "the rollout"), (3, "a pass")])
+def test_a_forward_that_learns_from_other_log_probs_fails_the_step(sampled, tmp_path, monkeypatch, step, origin):
+    """Also where every token is of an older policy: a pass of the audited rows says what it must give."""
+    shutil.copytree(sampled.folder.parent, tmp_path / "loop")
+    run = type(sampled)(tmp_path / "loop" / sampled.folder.name)
+    run.cut_after(step, "reward")
+    drawn = MicroBatchTrainer._drawn
+
+    def biased(*arguments):
+        found = drawn(*arguments)
+        return replace(found, logprobs=found.logprobs * 1.01) if found.logprobs.requires_grad else found
+
+    with run.opened() as live:
+        begin(live)
+        monkeypatch.setattr(MicroBatchTrainer, "_drawn", biased)
+        with pytest.raises(LogprobError, match=rf"^step {step}, task train: .*: {origin} gave the log-prob"):
+            iterate(live, step, carried(live, step))
+
+
+def test_a_loss_that_selects_does_so_by_the_policy_before_the_update(loop_run, monkeypatch):
+    given = []
+    selected = Objective.selected
+
+    def watched(self, batch, current, update):
+        given.append((batch, current, update))
+        return selected(self, batch, current, update)
+
+    monkeypatch.setattr(Objective, "selected", watched)
+    run = loop_run("selecting", **SAMPLED, **{"loss.policy": "kl_cov", "steps": 3})
+    assert [update for *_, update in given] == [0, 0, 0]
+    (*_, (batch, current, _)), (scored,) = given, tables(run, 3, "logprobs")
+    for row, ours in enumerate(scored):
+        mask = batch.mask[row, : len(ours["logprobs"])]
+        assert current[row, : len(mask)][mask].tolist() == torch.tensor(ours["logprobs"])[mask].tolist()
+    assert not torch.equal(current[batch.mask], batch.old_logprobs[batch.mask])
+
+
 class LyingEngine:
     """Gives the last token of whatever it writes another log-prob than it was drawn with."""
 
@@ -156,6 +221,10 @@ def test_no_bound_holds_the_first_ratio_at_one(settings):
     assert not [name for name in stop_bounds(config).limits if name.startswith("ratio_")]
 
 
+def test_a_loss_without_a_ratio_does_not_see_age():
+    assert "token_tis" in uncorrected_lag(load_config("tiny", SAMPLED | {"loss.policy": "reinforce"}))
+
+
 @pytest.mark.parametrize("mode", [{"pipeline.mode": "synchronous"}, {"pipeline.max_staleness": 0}])
 def test_without_age_the_first_ratio_is_one(mode):
     settings = {name: value for name, value in SAMPLED.items() if not name.startswith("pipeline.")}
@@ -168,6 +237,7 @@ def test_without_age_the_first_ratio_is_one(mode):
     [
         ({"correction.method": "token_tis"}, r"correction\.method=token_tis"),
         ({"correction.seq_logprob_error_threshold": 2.0}, r"correction\.seq_logprob_error_threshold=2\.0"),
+        ({"correction.method": "preset", "correction.preset": "slime/mis"}, "correction.preset=slime/mis"),
     ],
 )
 def test_a_correction_that_would_change_nothing_is_refused(settings, named):
