@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from flows.cli import (
     bisect,
@@ -82,9 +83,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGPIPE
 
 
+class _Parser(argparse.ArgumentParser):
+    """Parser whose errors are one line, as those of all user mistakes are."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
-    parser = argparse.ArgumentParser(prog="fp8-grpo", description="GRPO in block-wise FP8.")
+    parser = _Parser(prog="fp8-grpo", description="GRPO in block-wise FP8.")
     commands = parser.add_subparsers(metavar="COMMAND")
     for command in _COMMANDS:
         command.add_command(commands)

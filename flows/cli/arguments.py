@@ -10,7 +10,7 @@ from fp8core.user_files import Kind, Output, refuse_in_run
 
 def add_config(parser: argparse.ArgumentParser) -> None:
     """A configuration and its overrides."""
-    parser.add_argument("config", help="a shipped configuration (tiny, gsm8k) or a YAML file")
+    parser.add_argument("config", metavar="CONFIG", help="a shipped configuration (tiny, gsm8k) or a YAML file")
     add_overrides(parser)
 
 

@@ -19,7 +19,9 @@ UNDECIDED = 4
 def add_command(commands: Any) -> None:
     """Declare the command on the parser's subcommands."""
     parser = commands.add_parser("parity", help="train in BF16 and in FP8, and judge whether FP8 learns the same")
-    parser.add_argument("config", nargs="?", help="a shipped configuration or a YAML file (default: tiny-nightly)")
+    parser.add_argument(
+        "config", nargs="?", metavar="CONFIG", help="a shipped configuration or a YAML file (default: tiny-nightly)"
+    )
     parser.add_argument("--name", help="name of the parity run; an existing one is continued")
     parser.add_argument("--seeds", type=_seeds, metavar="N[,N]", help="seeds of every variant (default: as configured)")
     parser.add_argument("--steps", type=int, metavar="N", help="GRPO steps of each training (default: as configured)")
@@ -28,6 +30,7 @@ def add_command(commands: Any) -> None:
         action="append",
         dest="variants",
         metavar="NAME",
+        type=_variant,
         help="what to train (default: all but asynchronous)",
     )
     parser.add_argument("--set", action="append", dest="overrides", metavar="KEY=VALUE", help="override a setting")
@@ -67,6 +70,14 @@ def _run(parameters: dict[str, Any]) -> int:
         return 0 if state.is_completed() else UNDECIDED
     explain(state)
     return 1
+
+
+def _variant(text: str) -> str:
+    from fp8core.parity.measure import VARIANTS
+
+    if text not in VARIANTS:
+        raise argparse.ArgumentTypeError(f"{text} is none of {', '.join(VARIANTS)}")
+    return text
 
 
 def _seeds(text: str) -> list[int]:

@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flows.cli.arguments import add_force, add_output, add_overrides, at_least
+from flows.cli.arguments import add_config, add_force, add_output, at_least
 from flows.environment import search_last
 from flows.launch import say
 from fp8core.user_files import json_output
@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 def add_command(commands: Any) -> None:
     """Declare the command on the parser's subcommands."""
     parser = commands.add_parser("plan", help="say what memory a training takes, and whether it fits")
-    parser.add_argument("config", help="a shipped configuration (tiny, qwen3) or a YAML file")
-    add_overrides(parser)
+    add_config(parser)
     parser.add_argument(
         "--gpu", metavar="NAME", help="plan for h100, h200 or b200 (default: the GPU here; h200 where there is none)"
     )
@@ -46,6 +45,7 @@ def plan_config(options: argparse.Namespace) -> int:
     from fp8core.models.hub import model_shape
     from fp8core.plan.run_plan import plan_run, refuse_unfit, spread_over, verdict
     from fp8core.report.text import plan_text
+    from fp8core.run.open import refuse_unkept
 
     search_last(Path.cwd())
     config = load_config(options.config, options.overrides)
@@ -53,6 +53,7 @@ def plan_config(options: argparse.Namespace) -> int:
         config = spread_over(config, options.gpus)
     arch = model_shape(config)
     machine = _machine(options, config)
+    refuse_unkept(config, "cpu" if machine.gpu is None else machine.gpu.platform)
     plan = plan_run(config, arch, machine, _parallel(options, config, machine))
     say(plan_text(plan))
     if options.json is not None:

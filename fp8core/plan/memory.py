@@ -18,17 +18,24 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Device:
-    """Where tensors lie; `memory` in bytes."""
+    """Where tensors lie.
+
+    Attributes:
+        name: for people.
+        memory: bytes.
+        platform: as `config.capability.this_platform` names it.
+    """
 
     name: str
     memory: int
+    platform: str = "cpu"
 
 
 # As nvidia-smi prints their memory.
 GPUS = {
-    "h100": Device("NVIDIA H100 80 GB", 81_559 * _MIB),
-    "h200": Device("NVIDIA H200", 143_771 * _MIB),
-    "b200": Device("NVIDIA B200", 183_359 * _MIB),
+    "h100": Device("NVIDIA H100 80 GB", 81_559 * _MIB, "sm_90"),
+    "h200": Device("NVIDIA H200", 143_771 * _MIB, "sm_90"),
+    "b200": Device("NVIDIA B200", 183_359 * _MIB, "sm_100"),
 }
 
 
@@ -61,7 +68,8 @@ def this_machine() -> Machine:
 
 def machine_of(node: Node) -> Machine:
     """The first GPU of a node, if any, and all memory of its host."""
-    return Machine(None if node.gpu is None else Device(*node.gpu), Device("host", node.memory))
+    gpu = None if node.gpu is None else Device(*node.gpu, node.platform)
+    return Machine(gpu, Device("host", node.memory))
 
 
 GIB = 1 << 30

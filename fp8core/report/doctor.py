@@ -72,7 +72,9 @@ def _packages() -> Iterator[Finding]:
         yield Finding(name, version or "missing", "" if version else "pip install fp8-grpo")
     for name, (extra, purpose) in _EXTRAS.items():
         version = installed_version(name)
-        cure = "" if version else f"pip install 'fp8-grpo[{extra}]' for {purpose}"
+        # SGLang pins other versions than the rest, so it has an environment of its own.
+        install = "make env-sglang" if extra == "sglang" else f"pip install 'fp8-grpo[{extra}]'"
+        cure = "" if version else f"{install} for {purpose}"
         yield Finding(name, version or "not installed (optional)", cure)
 
 

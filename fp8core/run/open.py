@@ -58,10 +58,19 @@ def plan_of(config: RunConfig) -> Plan:
             and `run.build.members_node`.
     """
     node = members_node(config)
-    # On the CPU trainer and embedded engine compute everything, whatever else the machine has.
-    platform = node.platform if config.training.device == "cuda" else "cpu"
-    check_contract(config.precision, platform, corrected=config.correction.method != "none")
     check_engine(config, node)
+    return refuse_unkept(config, node.platform)
+
+
+def refuse_unkept(config: RunConfig, platform: str) -> Plan:
+    """The checked pipeline of a configuration, on a platform (`config.capability.this_platform`).
+
+    Raises:
+        UserError: the contract is beyond the platform, the correction names what does not exist, or as `pipeline_of`.
+    """
+    # On the CPU trainer and embedded engine compute everything, whatever else the machine has.
+    where = platform if config.training.device == "cuda" else "cpu"
+    check_contract(config.precision, where, corrected=config.correction.method != "none")
     Objective(config.loss, config.correction)
     return pipeline_of(config)
 
@@ -240,6 +249,8 @@ def _refuse_other(
     except StoredFileError as error:
         raise StoredFileError(f"{config.runs.absolute() / name}/{error}") from error
     differing = may_continue(public_dump(begun), public_dump(config))
+    if not differing and (made := ledger.last_step() or 0) > config.steps:
+        raise UserError(f"run {name} has {made} steps, and steps={config.steps} asks for fewer")
     if differing:
         # Unset, it follows `steps`, so that a longer run would have had another past.
         over = "training.learning_rate_schedule.over_steps: "

@@ -202,6 +202,22 @@ def test_a_wrong_setting_is_one_line(refused, workplace, setting, reason):
     assert reason.replace("WORKPLACE", str(workplace)) in refused("run", "small.yaml", *flags(setting))
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["rum", "tiny"], r"fp8-grpo: argument COMMAND: invalid choice: 'rum' \(choose from .*run.*\)"),
+        (["run"], "fp8-grpo run: the following arguments are required: CONFIG"),
+        (["parity", "--variant", "foo"], r"fp8-grpo parity: argument --variant: foo is none of bf16, .*"),
+        (["parity", "--seeds", "a,b"], r"fp8-grpo parity: argument --seeds: expected numbers .*"),
+    ],
+)
+def test_wrong_arguments_are_one_line(capsys, arguments, said):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert ended.value.code == 2
+    assert re.fullmatch(f"{said}\n", capsys.readouterr().err)
+
+
 def test_an_unknown_configuration_lists_those_that_exist(refused):
     assert re.search(r"there is no such .*shipped: .*tiny", refused("run", "tinny"))
     assert "there is no such file" in refused("graph", "tinny.yaml")

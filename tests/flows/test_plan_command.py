@@ -148,6 +148,33 @@ def test_generation_ahead_keeps_policies_in_main_memory(plan, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        (
+            ["tiny", "--set", "precision.training.linear=bf16", "--set", "correction.method=none"],
+            "they differ in linear",
+        ),
+        (["h200-small", "--set", "rollout.top_k=5"], "rollout.top_k=5: rollout.engine=vllm"),
+        (
+            ["tiny", "--gpu", "h100", "--set", "logprobs.source=rollout", "--set", "training.packed=true"],
+            "not promised",
+        ),
+    ],
+)
+def test_what_no_machine_runs_does_not_fit(plan, asked, reason):
+    code, _, (error,) = plan(*asked)
+    assert code == 2
+    assert reason in error
+
+
+@pytest.mark.parametrize("config", ["qwen3", "qwen3-aligned"])
+def test_no_share_of_a_gpu_is_advised_that_holds_no_cache_or_is_in_force(plan, config):
+    (error,) = plan(config, "--gpu", "h100")[2]
+    assert "train on more GPUs" in error
+    assert "lower rollout.vllm.gpu_memory_utilization" not in error
+
+
+@pytest.mark.parametrize(
     ("settings", "said"),
     [
         ({}, "; up to 1,024 write at a time, the cache has 128 tokens for each"),

@@ -17,6 +17,7 @@ from flows import cli
 from flows.run_lookup import load_settings
 from flows.tracking.record import read_record, write_record
 from flows.tracking.store import default_tracking_uri
+from fp8core.errors import UserError
 from fp8core.report.run_data import read_run
 from fp8core.store.artifacts import ArtifactStore
 from fp8core.store.ledger import LedgerView
@@ -119,6 +120,8 @@ def test_an_extended_run_goes_on_to_its_new_end(run_copy: Any) -> None:
     run_copy.resume(steps=6)
     extended = read_run(run_copy.folder, "extended")
     assert (extended.status, len(extended.evidence.process_seconds)) == ("finished, 6 steps", 3)
+    with pytest.raises(UserError, match=r"has 6 steps, and steps=5 asks for fewer"):
+        run_copy.resume(steps=5)
 
 
 def test_another_store_is_used_when_it_is_named(moved: Path, command: Command, uncut: str, runs: Path) -> None:

@@ -87,7 +87,13 @@ def _memory(config: RunConfig, arch: Architecture, gpu: Device | None) -> Engine
     def beside(share: float) -> str | None:
         if sized:
             return advice
-        return f"lower rollout.sglang.mem_fraction_static to {share}" if share > 0 else None
+        # Less than this holds no cache, and what is not lower than the setting changes nothing.
+        least = (weights.bytes + workspace.bytes) / gpu.memory
+        return (
+            f"lower rollout.sglang.mem_fraction_static to {share}"
+            if least < share < options.mem_fraction_static
+            else None
+        )
 
     return EngineMemory(
         needs=(weights, workspace, Need("KV cache", room.bytes, f"{room.bytes_per_token:,} bytes a token")),

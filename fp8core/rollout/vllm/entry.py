@@ -116,7 +116,13 @@ def _memory(config: RunConfig, arch: Architecture, gpu: Device | None) -> Engine
     def beside(share: float) -> str | None:
         if sized:
             return advice
-        return f"lower rollout.vllm.gpu_memory_utilization to {share}" if share > 0 else None
+        # Less than this holds no cache, and what is not lower than the setting changes nothing.
+        least = (weights.bytes + workspace.bytes) / gpu.memory
+        return (
+            f"lower rollout.vllm.gpu_memory_utilization to {share}"
+            if least < share < options.gpu_memory_utilization
+            else None
+        )
 
     return EngineMemory(
         needs=(weights, workspace, _cache(room)),
