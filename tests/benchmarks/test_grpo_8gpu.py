@@ -55,7 +55,7 @@ def test_rows_of_committed_steps_join_those_of_other_calls(whole_run, tmp_path, 
     assert row["tokens_per_s_per_gpu"] == pytest.approx(row["tokens"] / row["seconds"]["wall"], rel=5e-3)
     assert (row["error_max"], row["tokens_differing"]) == (1.0, 0)
     assert row["tokens_verified"] >= sum(lengths)
-    here = gpu_here().get("gpu", "CPU")
+    here = gpu_here().get("gpu", "CPU").removeprefix("NVIDIA ").split()[0]
     assert f"| rehearsal of qwen3-8b, 2 layers | fp8 | 1 | {here} | 1 | synchronous | 0 |" in capsys.readouterr().out
 
 
