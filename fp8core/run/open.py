@@ -249,8 +249,8 @@ def _refuse_other(
     except StoredFileError as error:
         raise StoredFileError(f"{config.runs.absolute() / name}/{error}") from error
     differing = may_continue(public_dump(begun), public_dump(config))
-    if not differing and (made := ledger.last_step() or 0) > config.steps:
-        raise UserError(f"run {name} has {made} steps, and steps={config.steps} asks for fewer")
+    if not differing and ledger.step(config.steps + 1) is not None:
+        raise UserError(f"run {name} has step {config.steps + 1} already, and steps={config.steps} asks for fewer")
     if differing:
         # Unset, it follows `steps`, so that a longer run would have had another past.
         over = "training.learning_rate_schedule.over_steps: "

@@ -149,8 +149,9 @@ def test_mistakes_are_refused_before_any_work(judge_small: Callable[..., Any], s
 
 
 def test_the_command_names_its_mistakes(prefect_server: None, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["parity", "tiny", "--variant", "fp4"]) == 2
-    assert "variants" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["parity", "tiny", "--seeds", "one"])
-    assert "numbers with commas" in capsys.readouterr().err
+    assert main(["parity", "tiny", "--steps", "0"]) == 2
+    assert "steps" in capsys.readouterr().err
+    for option, value, said in (("--variant", "fp4", "fp4 is none of bf16"), ("--seeds", "one", "numbers with commas")):
+        with pytest.raises(SystemExit):
+            main(["parity", "tiny", option, value])
+        assert said in capsys.readouterr().err

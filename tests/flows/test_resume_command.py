@@ -120,7 +120,7 @@ def test_an_extended_run_goes_on_to_its_new_end(run_copy: Any) -> None:
     run_copy.resume(steps=6)
     extended = read_run(run_copy.folder, "extended")
     assert (extended.status, len(extended.evidence.process_seconds)) == ("finished, 6 steps", 3)
-    with pytest.raises(UserError, match=r"has 6 steps, and steps=5 asks for fewer"):
+    with pytest.raises(UserError, match=r"has step 6 already, and steps=5 asks for fewer"):
         run_copy.resume(steps=5)
 
 
