@@ -253,11 +253,9 @@ def step_table(rows: Sequence[Row]) -> str:
         (
             (
                 f"{MODELS.get(row['model'], row['model'])}, {row['layers']} layers",
-                *(
-                    row["precision"],
-                    str(row["gpus"]),
-                    row["hardware"].get("gpu", "CPU").removeprefix("NVIDIA ").split()[0],
-                ),
+                row["precision"],
+                str(row["gpus"]),
+                row["hardware"].get("gpu", "CPU").removeprefix("NVIDIA ").split()[0],
                 *(str(row["engines"]), row["mode"], str(row["staleness"]), row["logprobs"]),
                 f"{row['tokens_per_s_per_gpu']:,.0f}",
                 "" if row["predicted"] is None else f"{row['predicted']['tokens_per_s_per_gpu']:,.0f}",

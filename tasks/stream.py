@@ -507,12 +507,13 @@ def _behaviour(run: RunContext, index: int, rollouts: pa.Table, rows: Sequence[R
     """
     chosen = verified_rows(run, index, len(rows))
     versions = pad([rows[i].versions for i in chosen], torch.int64, -1)
-    scored = behaviour_logprobs(run, token_batch(rollouts.take(chosen)), versions)
+    taken = rollouts.take(chosen)
+    scored = behaviour_logprobs(run, token_batch(taken), versions)
     if run.config.logprobs.source == "rollout":
-        for row, ours in zip((rows[i] for i in chosen), scored[0], strict=True):
-            written = torch.tensor(row.written or [True] * len(row.tokens))
-            if differing := first_differing(torch.tensor(row.logprobs), ours[: len(written)], written):
-                raise LogprobError(f"group {row.group}, sample {row.sample}, {differing}; no update was begun")
+        for row, ours in zip(taken.to_pylist(), scored[0], strict=True):
+            theirs, written = torch.tensor(row["logprobs"]), torch.tensor(row["written"])
+            if differing := first_differing(theirs, ours[: len(theirs)], written):
+                raise LogprobError(f"group {row['group']}, sample {row['sample']}, {differing}; no update was begun")
     lengths = (versions >= 0).sum(dim=1).numpy()
     columns = {
         "group": pa.array([rows[i].group for i in chosen], pa.int32()),

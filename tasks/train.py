@@ -106,12 +106,12 @@ def train_scoring(
         names = enumerate(zip(*(table[name].to_pylist() for name in ORDERED), strict=True))
         compared = compared_rows(config, index, len(table)).tolist()
         audited = {row: f"group {group}, sample {sample}" for row, (group, sample) in names if compared[row]}
-        older = padded(table["versions"], torch.int64, version) < version if versions else torch.zeros(())
-        batch = replace(batch, audited=audited, stale=older if older.any() else None)
+        batch = replace(batch, audited=audited)
+        if versions and (older := padded(table["versions"], torch.int64, version) < version).any():
+            batch = replace(batch, stale=older)
     report, scored = trainer.scored_step(batch, config.rollout.temperature, layer_scales(read_scales(run, scales)))
     if sampled is not None:
-        known = torch.where(batch.of_this_policy, batch.rollout_logprobs, scored.logprobs)
-        scored = replace(scored, logprobs=known)
+        scored = replace(scored, logprobs=torch.where(batch.of_this_policy, batch.rollout_logprobs, scored.logprobs))
     return stored_update(run, report, masking) | stored_scores(run, version, table, scored)
 
 

@@ -45,7 +45,7 @@ def plan_config(options: argparse.Namespace) -> int:
     from fp8core.models.hub import model_shape
     from fp8core.plan.run_plan import plan_run, refuse_unfit, spread_over, verdict
     from fp8core.report.text import plan_text
-    from fp8core.run.open import refuse_unkept
+    from fp8core.run.open import plan_on
 
     search_last(Path.cwd())
     config = load_config(options.config, options.overrides)
@@ -53,7 +53,7 @@ def plan_config(options: argparse.Namespace) -> int:
         config = spread_over(config, options.gpus)
     arch = model_shape(config)
     machine = _machine(options, config)
-    refuse_unkept(config, "cpu" if machine.gpu is None else machine.gpu.platform)
+    plan_on(config, "cpu" if machine.gpu is None else machine.gpu.platform)
     plan = plan_run(config, arch, machine, _parallel(options, config, machine))
     say(plan_text(plan))
     if options.json is not None:

@@ -277,6 +277,19 @@ class CacheRoom:
     engines: int
 
 
+def lower_share(setting: str, value: float, least: int, gpu: Device, share: float) -> str | None:
+    """Advice to lower an engine's share of a GPU, None where that would not help.
+
+    Args:
+        setting: of the share.
+        value: that it has now.
+        least: bytes that the engine takes without a cache.
+        gpu: the share is of its memory.
+        share: that is left for the engine.
+    """
+    return f"lower {setting} to {share}" if least / gpu.memory < share < value else None
+
+
 @dataclass(frozen=True)
 class EngineMemory:
     """The memory that one engine takes of a GPU, or all engines take of the host.

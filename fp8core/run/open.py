@@ -59,10 +59,10 @@ def plan_of(config: RunConfig) -> Plan:
     """
     node = members_node(config)
     check_engine(config, node)
-    return refuse_unkept(config, node.platform)
+    return plan_on(config, node.platform)
 
 
-def refuse_unkept(config: RunConfig, platform: str) -> Plan:
+def plan_on(config: RunConfig, platform: str) -> Plan:
     """The checked pipeline of a configuration, on a platform (`config.capability.this_platform`).
 
     Raises:

@@ -164,7 +164,7 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
         Raises LogprobError: the first token whose bits differ.
         """
         for row in sorted(audited):
-            ours, names = audited[row], batch.audited[row]
+            ours = audited[row]
             longest = len(ours)
             own = batch.of_this_policy[row, :longest]
             found = first_differing(batch.rollout_logprobs[row, :longest], ours, own)
@@ -173,7 +173,7 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
                 ours, stale = ours[: len(theirs)], (batch.mask & batch.stale)[row, : len(theirs)]
                 found = first_differing(theirs, ours, stale, "a pass")
             if found:
-                raise LogprobError(self._not_applied(f"{names}, {found}"))
+                raise LogprobError(self._not_applied(f"{batch.audited[row]}, {found}"))
 
     def sft_step(self, batch: TokenBatch, learning_rate: float) -> float:
         """One update on the mean cross-entropy of the completion tokens, at temperature 1; returns it (nats a token).

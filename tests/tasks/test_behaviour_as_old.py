@@ -97,10 +97,9 @@ def test_the_one_forward_gives_what_a_pass_gives(passing, loop_run):
 
 
 @pytest.mark.parametrize("cut", ["rollout", "train"])
-def test_a_run_that_was_cut_and_a_replay_are_equal(sampled, tmp_path, monkeypatch, cut):
+def test_a_run_that_was_cut_and_a_replay_are_equal(sampled, copy_of, tmp_path, monkeypatch, cut):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    shutil.copytree(sampled.folder.parent, tmp_path / "loop")
-    run = type(sampled)(tmp_path / "loop" / sampled.folder.name)
+    run = copy_of(sampled)
     run.cut_after(3, cut)
     run.resume()
     assert run.records == sampled.records
@@ -135,10 +134,9 @@ def test_a_preset_that_rejects_reports_what_its_loss_weighs(loop_run):
 
 
 @pytest.mark.parametrize(("step", "origin"), [(1, "the rollout"), (3, "a pass")])
-def test_a_forward_that_learns_from_other_log_probs_fails_the_step(sampled, tmp_path, monkeypatch, step, origin):
+def test_a_forward_that_learns_from_other_log_probs_fails_the_step(sampled, copy_of, monkeypatch, step, origin):
     """Also where every token is of an older policy: a pass of the audited rows says what it must give."""
-    shutil.copytree(sampled.folder.parent, tmp_path / "loop")
-    run = type(sampled)(tmp_path / "loop" / sampled.folder.name)
+    run = copy_of(sampled)
     run.cut_after(step, "reward")
     drawn = MicroBatchTrainer._drawn
 
@@ -187,9 +185,8 @@ class LyingEngine:
             yield finished
 
 
-def test_a_verified_token_that_differs_fails_the_step_before_its_update(loop_run, sampled, tmp_path):
-    shutil.copytree(sampled.folder.parent, tmp_path / "loop")
-    run = type(sampled)(tmp_path / "loop" / sampled.folder.name)
+def test_a_verified_token_that_differs_fails_the_step_before_its_update(sampled, copy_of):
+    run = copy_of(sampled)
     run.cut_after(3, "train")
     shutil.rmtree(run.folder / "shards")
     with run.opened() as live:

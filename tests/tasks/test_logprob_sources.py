@@ -51,17 +51,6 @@ def any_kind(request, run_of):
     return run_of(request.param)
 
 
-@pytest.fixture
-def copy_of(tmp_path):
-    """A copy of a run that a test may cut and continue."""
-
-    def copy(run):
-        shutil.copytree(run.folder.parent, tmp_path / "loop")
-        return type(run)(tmp_path / "loop" / run.folder.name)
-
-    return copy
-
-
 def source_of(run):
     return read_description(run.folder).config["logprobs"]["source"]
 

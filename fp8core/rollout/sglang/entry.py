@@ -17,6 +17,7 @@ from fp8core.plan.memory import (
     cache_bytes_per_token,
     engine_weights,
     longest_sequence,
+    lower_share,
     shipped_bytes,
 )
 from fp8core.rollout.engine import RolloutEngine
@@ -87,13 +88,8 @@ def _memory(config: RunConfig, arch: Architecture, gpu: Device | None) -> Engine
     def beside(share: float) -> str | None:
         if sized:
             return advice
-        # Less than this holds no cache, and what is not lower than the setting changes nothing.
-        least = (weights.bytes + workspace.bytes) / gpu.memory
-        return (
-            f"lower rollout.sglang.mem_fraction_static to {share}"
-            if least < share < options.mem_fraction_static
-            else None
-        )
+        least = weights.bytes + workspace.bytes
+        return lower_share("rollout.sglang.mem_fraction_static", options.mem_fraction_static, least, gpu, share)
 
     return EngineMemory(
         needs=(weights, workspace, Need("KV cache", room.bytes, f"{room.bytes_per_token:,} bytes a token")),

@@ -19,6 +19,7 @@ from fp8core.plan.memory import (
     cache_bytes_per_token,
     engine_weights,
     longest_sequence,
+    lower_share,
     shipped_bytes,
 )
 from fp8core.rollout.engine import RolloutEngine
@@ -116,13 +117,8 @@ def _memory(config: RunConfig, arch: Architecture, gpu: Device | None) -> Engine
     def beside(share: float) -> str | None:
         if sized:
             return advice
-        # Less than this holds no cache, and what is not lower than the setting changes nothing.
-        least = (weights.bytes + workspace.bytes) / gpu.memory
-        return (
-            f"lower rollout.vllm.gpu_memory_utilization to {share}"
-            if least < share < options.gpu_memory_utilization
-            else None
-        )
+        least = weights.bytes + workspace.bytes
+        return lower_share("rollout.vllm.gpu_memory_utilization", options.gpu_memory_utilization, least, gpu, share)
 
     return EngineMemory(
         needs=(weights, workspace, _cache(room)),
